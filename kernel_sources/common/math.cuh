@@ -1,0 +1,61 @@
+// Elementary functions with one spelling for float and double, for main loops and for epilogues.
+#pragma once
+
+__device__ __forceinline__ float absolute(float x) { return fabsf(x); }
+__device__ __forceinline__ double absolute(double x) { return fabs(x); }
+__device__ __forceinline__ float multiply_add(float x, float y, float z) { return fmaf(x, y, z); }
+__device__ __forceinline__ double multiply_add(double x, double y, double z) { return fma(x, y, z); }
+
+// fmax() drops a NaN; a distance must not.
+__device__ __forceinline__ float maximum(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ __forceinline__ double maximum(double x, double y) {
+    return x > y || x != x ? x : y;
+}
+template <class T>
+__device__ __forceinline__ T minimum(T x, T y) { return -maximum(-x, -y); }
+
+// One special-function instruction each, relative error near 2^-22; denormals count as zero.
+__device__ __forceinline__ float fast_sqrt(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ double fast_sqrt(double x) { return sqrt(x); }
+
+// x^p for x >= 0 as 2^(p log2 x): two special-function instructions. 0^p is 0 for p > 0.
+__device__ __forceinline__ float fast_power(float x, float p) {
+    float y;
+    asm("{\n\t"
+        ".reg .f32 t;\n\t"
+        "lg2.approx.ftz.f32 t, %1;\n\t"
+        "mul.ftz.f32 t, t, %2;\n\t"
+        "ex2.approx.ftz.f32 %0, t;\n\t"
+        "}"
+        : "=f"(y)
+        : "f"(x), "f"(p));
+    return y;
+}
+__device__ __forceinline__ double fast_power(double x, double p) { return pow(x, p); }
+
+__device__ __forceinline__ float infinity(float) { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ double infinity(double) {
+    return __longlong_as_double(0x7ff0000000000000ll);
+}
+
+// pow() for any base and exponent, with the accuracy of the type.
+__device__ __forceinline__ float power(float x, float p) { return powf(x, p); }
+__device__ __forceinline__ double power(double x, double p) { return pow(x, p); }
+
+template <int N, class T>
+__device__ __forceinline__ T integer_power(T x) {
+    if constexpr (N == 1) {
+        return x;
+    } else {
+        T half = integer_power<N / 2>(x);
+        return N % 2 == 0 ? half * half : half * half * x;
+    }
+}

@@ -1,0 +1,172 @@
+// out[l,m,n] (+)= Epilogue(Outer(sum_k Inner(Op(a[l,m,k], b[l,n,k])))), one CTA a tile of out.
+//
+// The generated source defines before it includes this file:
+//   InputT, AccT, OutputT    storage of a and b, arithmetic, storage of out
+//   TILE                     points of a and of b in a CTA's tile
+//   SCALARS                  count of hyperparameters
+//   LONG_K                   whether K > PROMOTE_K (tile.cuh)
+//   SYMMETRIC                b is a: only tiles on and above the diagonal are computed
+//   OPERATION, INNER         Difference, SwappedDifference or Dot; a struct of terms.cuh
+//   ACCESS_A, ACCESS_B       a value of Access (operand.cuh)
+//   Finish                   Outer and Epilogue of one sum; its constructor reads hyperparameters
+#pragma once
+
+#include "pairwise/terms.cuh"
+
+using Inner = INNER;
+using Term = OPERATION<Inner>;
+
+#include "pairwise/tile.cuh"
+
+constexpr int RASTER_ROWS = 16;  // tile rows walked together, so that both operands stay in L2
+
+struct View {
+    i64 batch_stride, row_stride, column_stride;
+};
+
+// Laid out by kernlib/ops/pairwise_lowering.py.
+struct Parameters {
+    // written at each launch
+    const InputT* a;
+    const InputT* b;
+    OutputT* out;
+    Scalar scalars[SCALARS];
+    // fixed by the plan
+    i64 scalar_strides[SCALARS];
+    View a_view, b_view, out_view;  // (batch, point, feature) of a and b, (batch, m, n) of out
+    i64 m, n, batch;
+    i64 diagonal;                   // n - m of the entries that receive the regularization
+    int k, tiles_m, tiles_n;
+    int out_vectors;                // whether out takes aligned stores of CHUNK elements
+    int accumulate;
+};
+
+// Places in Parameters::scalars that every pairwise kernel has; the epilogue's follow.
+enum { INNER_P, OUTER_P, EPSILON, REGULARIZATION, EPILOGUE };
+
+struct ReadScalar {
+    const Parameters& parameters;
+    i64 l;
+    __device__ __forceinline__ AccT operator()(int index) const {
+        return read_scalar<AccT>(parameters.scalars[index], l * parameters.scalar_strides[index]);
+    }
+};
+
+// Outer, epilogue and regularization over the thread's own sums, in place.
+__device__ __forceinline__ void finish(AccT* total, const Parameters& parameters, const Finish& f,
+                                       const Place& place, i64 m0, i64 n0, i64 l) {
+    AccT regularization = ReadScalar{parameters, l}(REGULARIZATION);
+    // n - m - diagonal of the tile's first entry, far outside the tile cut to an int's range.
+    i64 offset = max(min(n0 - m0 - parameters.diagonal, i64(TILE)), i64(-2 * TILE));
+#pragma unroll 1
+    for (int index = 0; index < PER_SIDE * CHUNKS; ++index) {
+        int i = index / CHUNKS, c = index % CHUNKS;
+        int place_in_sums = place.sums(i, c);
+        auto value = load_vector<AccT, CHUNK>(total + place_in_sums);
+        int row = place_in_sums / LINE, column = place_in_sums % LINE;
+#pragma unroll
+        for (int e = 0; e < CHUNK; ++e) {
+            AccT result = f(value.element[e]);
+            if (column + e - row + int(offset) == 0) result += regularization;
+            value.element[e] = result;
+        }
+        store_vector(total + place_in_sums, value);
+    }
+}
+
+__device__ __forceinline__ void write(OutputT* address, AccT value, bool accumulate) {
+    if (accumulate) value += convert<AccT>(*address);
+    *address = convert<OutputT>(value);
+}
+
+// The finished tile to out: neighbouring threads take neighbouring columns.
+__device__ __forceinline__ void store_tile(const AccT* total, OutputT* out, const Parameters& parameters,
+                                           int rows, int columns) {
+    i64 row_stride = parameters.out_view.row_stride, column_stride = parameters.out_view.column_stride;
+    bool accumulate = parameters.accumulate;
+    if (parameters.out_vectors && columns == TILE) {
+#pragma unroll 4
+        for (int index = threadIdx.x; index < rows * (TILE / CHUNK); index += THREADS) {
+            int row = index / (TILE / CHUNK), column = index % (TILE / CHUNK) * CHUNK;
+            auto value = load_vector<AccT, CHUNK>(total + row * LINE + column);
+            OutputT* address = out + row * row_stride + column;
+            Vector<OutputT, CHUNK> old, result;
+            if (accumulate) old = load_vector<OutputT, CHUNK>(address);
+#pragma unroll
+            for (int e = 0; e < CHUNK; ++e) {
+                AccT x = value.element[e];
+                if (accumulate) x += convert<AccT>(old.element[e]);
+                result.element[e] = convert<OutputT>(x);
+            }
+            store_vector(address, result);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int index = threadIdx.x; index < rows * TILE; index += THREADS) {
+        int row = index / TILE, column = index % TILE;
+        if (column >= columns) continue;
+        write(out + row * row_stride + column * column_stride, total[row * LINE + column],
+              accumulate);
+    }
+}
+
+// The same tile below the diagonal: its rows become out's columns.
+__device__ __forceinline__ void store_mirrored(const AccT* total, OutputT* out,
+                                               const Parameters& parameters, int rows, int columns) {
+    i64 row_stride = parameters.out_view.row_stride, column_stride = parameters.out_view.column_stride;
+#pragma unroll 1
+    for (int index = threadIdx.x; index < columns * TILE; index += THREADS) {
+        int row = index % TILE, column = index / TILE;
+        if (row >= rows) continue;
+        write(out + column * row_stride + row * column_stride, total[row * LINE + column],
+              parameters.accumulate);
+    }
+}
+
+__device__ __forceinline__ Points points_of(const InputT* data, const View& view, i64 l, i64 first,
+                                            i64 count, int k) {
+    return {data + l * view.batch_stride + first * view.row_stride, view.row_stride, view.column_stride,
+            int(min(count - first, i64(TILE))), k};
+}
+
+// Tile index to tile row and column: columns are walked in groups of RASTER_ROWS rows.
+__device__ __forceinline__ void place_tile(const Parameters& parameters, int& tile_m, int& tile_n) {
+    u32 per_group = min(parameters.tiles_m, RASTER_ROWS) * parameters.tiles_n;
+    u32 first = blockIdx.x / per_group * RASTER_ROWS, inside = blockIdx.x % per_group;
+    u32 rows = min(parameters.tiles_m - first, u32(RASTER_ROWS));
+    tile_m = first + inside % rows;
+    tile_n = inside / rows;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+pairwise(const __grid_constant__ Parameters parameters) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    AccT* stages = reinterpret_cast<AccT*>(shared);
+    AccT* total = LONG_K ? stages + 2 * STAGE : stages;
+
+    int tile_m, tile_n;
+    place_tile(parameters, tile_m, tile_n);
+    if (SYMMETRIC && tile_n < tile_m) return;
+    i64 m0 = i64(tile_m) * TILE, n0 = i64(tile_n) * TILE;
+    int rows = int(min(parameters.m - m0, i64(TILE))), columns = int(min(parameters.n - n0, i64(TILE)));
+    Place place;
+
+#pragma unroll 1
+    for (i64 l = blockIdx.y; l < parameters.batch; l += gridDim.y) {
+        auto a = points_of(parameters.a, parameters.a_view, l, m0, parameters.m, parameters.k);
+        auto b = points_of(parameters.b, parameters.b_view, l, n0, parameters.n, parameters.k);
+        sum_tile(total, stages, a, b, place, ReadScalar{parameters, l}(INNER_P));
+        finish(total, parameters, Finish(ReadScalar{parameters, l}), place, m0, n0, l);
+        __syncthreads();
+        OutputT* out = parameters.out + l * parameters.out_view.batch_stride;
+        store_tile(total, out + m0 * parameters.out_view.row_stride + n0 * parameters.out_view.column_stride,
+                   parameters, rows, columns);
+        if (SYMMETRIC && tile_n != tile_m) {
+            store_mirrored(total,
+                           out + n0 * parameters.out_view.row_stride + m0 * parameters.out_view.column_stride,
+                           parameters, rows, columns);
+        }
+        __syncthreads();
+    }
+}

@@ -1,0 +1,71 @@
+"""kernlib: describe a kernel, and it is assembled, compiled once, kept, and launched on torch tensors.
+
+Importing kernlib touches no GPU, no disk and no CUDA library: every name below is loaded when it is
+first used.
+"""
+
+from importlib import import_module as _import_module
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "kernlib.ops": ("run_kernel", "prepare"),
+    "kernlib.ops.pairwise": ("cdist",),
+    "kernlib.ahead": ("compile",),
+    "kernlib.descriptors.pairwise": (
+        "Pairwise",
+        "cauchy",
+        "dot_product",
+        "gaussian",
+        "l1_distance",
+        "l2_distance",
+        "laplace_l1",
+        "laplace_l2",
+        "laplace_pq",
+        "matern32",
+        "matern52",
+        "p_distance",
+        "polynomial",
+        "power_sum",
+        "rational_quadratic",
+        "squared_distance",
+    ),
+    "kernlib.descriptors.norms": ("Abs", "Identity", "Power", "Root", "Sqrt", "Square"),
+    "kernlib.descriptors.epilogues": (
+        "Cauchy",
+        "Custom",
+        "Gaussian",
+        "Laplace",
+        "Matern",
+        "Polynomial",
+        "PowerExponential",
+        "RationalQuadratic",
+        "Scale",
+    ),
+    "kernlib.errors": (
+        "CaptureError",
+        "CompileError",
+        "KernlibError",
+        "NotCachedError",
+        "UnsupportedError",
+    ),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_MODULES = ("descriptors", "events", "settings")
+
+__all__ = sorted((*_HOMES, *_MODULES, "__version__"))
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        value = getattr(_import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = _import_module(f"kernlib.{name}")
+    else:
+        raise AttributeError(f"module 'kernlib' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return __all__

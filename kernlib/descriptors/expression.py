@@ -1,0 +1,117 @@
+"""The small language of epilogues: one arithmetic expression of ``v`` and named parameters.
+
+An expression is parsed once with Python's own grammar and a white list; nothing is ever evaluated
+as Python. From the tree come the CUDA text (``kernlib.ops.expression_source``) and the torch
+reference (``kernlib.reference.expressions``).
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import lru_cache
+
+FUNCTIONS = {
+    "abs": 1,
+    "cos": 1,
+    "erf": 1,
+    "exp": 1,
+    "expm1": 1,
+    "log": 1,
+    "log1p": 1,
+    "max": 2,
+    "min": 2,
+    "pow": 2,
+    "sin": 1,
+    "sqrt": 1,
+    "tanh": 1,
+}
+OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
+CONSTANTS = {"pi": 3.141592653589793, "e": 2.718281828459045}
+VALUE = "v"
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """``operator`` is one of ``+ - * / **``, ``neg``, or a key of FUNCTIONS."""
+
+    operator: str
+    operands: tuple
+
+
+Node = Number | Name | Operation
+
+
+@lru_cache(maxsize=None)
+def parse(text: str, parameters: tuple[str, ...]) -> Node:
+    """The tree of ``text``, in which ``v`` and ``parameters`` may be named.
+
+    Raises ValueError that quotes what is not understood and says what would be.
+    """
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"expression {text!r} does not parse: {error.msg}") from None
+    return _convert(body, text, frozenset(parameters))
+
+
+def names(node: Node) -> frozenset[str]:
+    """The names that occur in a tree."""
+    if isinstance(node, Name):
+        return frozenset((node.name,))
+    if isinstance(node, Operation):
+        return frozenset().union(*(names(operand) for operand in node.operands))
+    return frozenset()
+
+
+def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Number(float(node.value))
+    if isinstance(node, ast.Name):
+        return _convert_name(node.id, text, parameters)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        operand = _convert(node.operand, text, parameters)
+        return Operation("neg", (operand,)) if isinstance(node.op, ast.USub) else operand
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        operands = tuple(_convert(side, text, parameters) for side in (node.left, node.right))
+        return Operation(OPERATORS[type(node.op)], operands)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        return _convert_call(node, text, parameters)
+    part = ast.get_source_segment(text.strip(), node) or type(node).__name__
+    raise ValueError(
+        f"expression {text!r}: {part!r} is not part of the language; use numbers, v, parameters, "
+        f"+ - * / **, parentheses and {', '.join(FUNCTIONS)}"
+    )
+
+
+def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
+    if name == VALUE or name in parameters:
+        return Name(name)
+    if name in CONSTANTS:
+        return Number(CONSTANTS[name])
+    known = ", ".join(sorted(parameters | {VALUE}))
+    raise ValueError(f"expression {text!r} names {name!r}; known are {known}, pi and e")
+
+
+def _convert_call(node: ast.Call, text: str, parameters: frozenset[str]) -> Node:
+    function = node.func.id
+    if function not in FUNCTIONS:
+        raise ValueError(
+            f"expression {text!r} calls {function!r}; known are {', '.join(FUNCTIONS)}"
+        )
+    if len(node.args) != FUNCTIONS[function]:
+        wanted = FUNCTIONS[function]
+        raise ValueError(
+            f"expression {text!r}: {function} takes {wanted} argument(s), got {len(node.args)}"
+        )
+    return Operation(function, tuple(_convert(a, text, parameters) for a in node.args))

@@ -1,0 +1,45 @@
+"""The inner and outer stages of a pairwise kernel: ``outer(sum_k inner(v_k))``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """``v``: inner or outer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abs:
+    """``|v|``: inner or outer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Square:
+    """``v * v``: inner or outer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sqrt:
+    """``sqrt(v)``, NaN for negative ``v``: inner or outer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """Inner: ``|v| ** inner_p``, where ``inner_p = 0`` counts ``v != 0`` and ``inner_p = inf`` takes
+    the largest ``|v|`` in place of the sum. Outer: ``s ** outer_p``, no absolute value.
+
+    The exponents are arguments of the call. ``p`` sets ``inner_p = p`` and, where the outer stage is
+    a Power too, ``outer_p = 1 / p``.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """Outer: ``s ** (1 / inner_p)``, the root that turns a power sum into a norm; ``s`` itself for
+    ``inner_p`` 0 and inf, as in ``torch.cdist``. Requires ``inner=Power()``."""
+
+
+INNER = (Identity, Abs, Square, Sqrt, Power)
+OUTER = (Identity, Abs, Square, Sqrt, Power, Root)

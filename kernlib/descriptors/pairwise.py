@@ -1,0 +1,175 @@
+"""Distance and kernel matrices: every pair of a point of ``a`` and a point of ``b``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kernlib.descriptors import norms
+from kernlib.descriptors.base import Descriptor, check_precision, require
+from kernlib.descriptors.epilogues import (
+    Cauchy,
+    Epilogue,
+    Gaussian,
+    Laplace,
+    Matern,
+    Polynomial,
+    PowerExponential,
+    RationalQuadratic,
+    as_epilogues,
+)
+
+OPERATORS = ("difference", "dot")
+
+
+@dataclass(frozen=True, slots=True)
+class Pairwise(Descriptor):
+    """``out[l,m,n] = epilogue(outer(sum_k inner(op(a[l,m,k], b[l,n,k]))))``.
+
+    ``operator`` is ``"difference"`` (``b - a``) or ``"dot"`` (``b * a``); ``inner`` and ``outer`` are
+    stages of :mod:`kernlib.descriptors.norms`; ``epilogue`` is none, one or several of
+    :mod:`kernlib.descriptors.epilogues`. ``symmetric`` computes K(a, a): ``b`` is left out, half of
+    the sums are computed, and the result is bitwise symmetric. ``precision`` is the least accuracy
+    accepted (``"fp32"``, ``"tf32"``, ``"bf16"``; None follows torch).
+
+    Raises ValueError for a combination that has no meaning, TypeError for parts of another kind.
+    The four stages and their combinations are those of the kermac project.
+    """
+
+    family: ClassVar[str] = "pairwise"
+
+    operator: str = "difference"
+    inner: object = norms.Abs()
+    outer: object = norms.Identity()
+    epilogue: tuple[Epilogue, ...] = ()
+    precision: str | None = None
+    symmetric: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "epilogue", as_epilogues(self.epilogue))
+        require(
+            self.operator in OPERATORS,
+            f"operator must be one of {OPERATORS}, got {self.operator!r}",
+        )
+        _check_stage("inner", self.inner, norms.INNER)
+        _check_stage("outer", self.outer, norms.OUTER)
+        check_precision(self.precision)
+        if type(self.symmetric) is not bool:
+            raise TypeError(f"symmetric must be a bool, got {self.symmetric!r}")
+        require(
+            not isinstance(self.outer, norms.Root) or isinstance(self.inner, norms.Power),
+            f"outer=Root() needs inner=Power(), got inner={self.inner}",
+        )
+        require(
+            not self.symmetric or not self.signed,
+            f"symmetric=True needs inner(-v) = inner(v), which {self.inner} of a difference is not",
+        )
+        object.__setattr__(self, "_hash", hash(self.canonical()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def signed(self) -> bool:
+        """Whether exchanging a and b changes the sum."""
+        return self.operator == "difference" and isinstance(
+            self.inner, (norms.Identity, norms.Sqrt)
+        )
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the epilogues' parameters, in order."""
+        return tuple(name for epilogue in self.epilogue for name in epilogue.parameters)
+
+    @property
+    def positive(self) -> frozenset[str]:
+        """The parameters that must be greater than zero."""
+        return frozenset(name for epilogue in self.epilogue for name in epilogue.positive)
+
+    def describe(self) -> str:
+        stages = [f"op={self.operator}", f"inner={self.inner}", f"outer={self.outer}"]
+        stages += [str(epilogue) for epilogue in self.epilogue]
+        stages += ["symmetric"] if self.symmetric else []
+        return f"Pairwise({', '.join(stages)})"
+
+
+def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
+    if not isinstance(stage, allowed):
+        known = ", ".join(f"{cls.__name__}()" for cls in allowed)
+        raise TypeError(f"{argument} must be one of {known}, got {stage!r}")
+
+
+def l1_distance(**fields) -> Pairwise:
+    """``sum_k |b - a|``."""
+    return Pairwise(inner=norms.Abs(), **fields)
+
+
+def l2_distance(**fields) -> Pairwise:
+    """``sqrt(sum_k (b - a)^2)``."""
+    return Pairwise(inner=norms.Square(), outer=norms.Sqrt(), **fields)
+
+
+def squared_distance(**fields) -> Pairwise:
+    """``sum_k (b - a)^2``."""
+    return Pairwise(inner=norms.Square(), **fields)
+
+
+def p_distance(**fields) -> Pairwise:
+    """``(sum_k |b - a|^p)^(1/p)``, with ``p`` given to the call."""
+    return Pairwise(inner=norms.Power(), outer=norms.Root(), **fields)
+
+
+def power_sum(**fields) -> Pairwise:
+    """``sum_k |b - a|^p``, with ``p`` given to the call."""
+    return Pairwise(inner=norms.Power(), **fields)
+
+
+def dot_product(**fields) -> Pairwise:
+    """``sum_k b * a``."""
+    return Pairwise("dot", inner=norms.Identity(), **fields)
+
+
+def laplace_l1(**fields) -> Pairwise:
+    """``exp(-|b - a|_1 / bandwidth)``."""
+    return l1_distance(epilogue=Laplace(), **fields)
+
+
+def laplace_l2(**fields) -> Pairwise:
+    """``exp(-|b - a|_2 / bandwidth)``."""
+    return l2_distance(epilogue=Laplace(), **fields)
+
+
+def laplace_pq(**fields) -> Pairwise:
+    """``exp(-(|b - a|_p / bandwidth)^q)``, with ``p`` and ``q`` given to the call."""
+    return p_distance(epilogue=PowerExponential(), **fields)
+
+
+def gaussian(**fields) -> Pairwise:
+    """``exp(-|b - a|_2^2 / (2 bandwidth^2))``."""
+    return squared_distance(epilogue=Gaussian(), **fields)
+
+
+def matern32(**fields) -> Pairwise:
+    """Matérn kernel with ``nu = 3/2``."""
+    return l2_distance(epilogue=Matern(1.5), **fields)
+
+
+def matern52(**fields) -> Pairwise:
+    """Matérn kernel with ``nu = 5/2``."""
+    return l2_distance(epilogue=Matern(2.5), **fields)
+
+
+def rational_quadratic(**fields) -> Pairwise:
+    """``(1 + |b - a|_2^2 / (2 alpha bandwidth^2))^-alpha``."""
+    return squared_distance(epilogue=RationalQuadratic(), **fields)
+
+
+def cauchy(**fields) -> Pairwise:
+    """``1 / (1 + |b - a|_2^2 / bandwidth^2)``."""
+    return squared_distance(epilogue=Cauchy(), **fields)
+
+
+def polynomial(degree: int = 3, **fields) -> Pairwise:
+    """``(gamma * <a, b> + offset)^degree``."""
+    return dot_product(epilogue=Polynomial(degree), **fields)

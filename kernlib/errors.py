@@ -1,0 +1,78 @@
+"""The exceptions kernlib raises. All of them survive pickling, so a worker process can raise them.
+
+Errors in arguments stay `ValueError` and `TypeError`; what is below names what only kernlib knows.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LOG_ERROR = re.compile(r"(?m)^(?P<file>[^\n(]*)\((?P<line>\d+)\)\s*:\s*(?:\w+ )?error\b")
+_HEADER_SUFFIXES = (".h", ".hpp", ".hxx", ".cuh", ".inl", ".inc")
+_AROUND_LINES = 2
+_SHOWN_ERRORS = 8
+
+
+class KernlibError(Exception):
+    """The base of the family: `except KernlibError` catches everything below."""
+
+
+class CompileError(KernlibError):
+    """NVRTC refused a source. Holds the message, NVRTC's log and the source it was given."""
+
+    def __init__(self, message: str, log: str = "", source: str = ""):
+        super().__init__(message, log, source)  # args are what pickle calls the class with
+        self.message = message
+        self.log = log
+        self.source = source
+
+    def __str__(self) -> str:
+        parts = [self.message, _excerpt(self.log, self.source), self.log.rstrip()]
+        return "\n\n".join(part for part in parts if part)
+
+
+class UnsupportedError(KernlibError):
+    """This device, architecture, dtype or platform has no kernel for what was asked."""
+
+
+class CaptureError(KernlibError):
+    """A kernel was missing while a CUDA graph was captured; `prepare()` it before the capture."""
+
+
+class NotCachedError(KernlibError):
+    """KERNLIB_ASSERT_CACHED is set and a kernel was neither loaded nor in the store."""
+
+
+def _excerpt(log: str, source: str) -> str:
+    """The numbered source lines around the errors of the log, or "" when none points into it."""
+    lines = source.splitlines()
+    errors = _error_lines(log, len(lines))
+    if not errors:
+        return ""
+    shown = sorted({near for line in errors for near in _near(line, len(lines))})
+    return "\n".join(_numbered(shown, lines, errors))
+
+
+def _error_lines(log: str, count: int) -> set[int]:
+    """Line numbers of the source that the log calls errors; those in headers are not ours."""
+    found = (
+        int(match["line"])
+        for match in _LOG_ERROR.finditer(log)
+        if not match["file"].strip().endswith(_HEADER_SUFFIXES)
+    )
+    return set(sorted({line for line in found if 1 <= line <= count})[:_SHOWN_ERRORS])
+
+
+def _near(line: int, count: int) -> range:
+    return range(max(1, line - _AROUND_LINES), min(count, line + _AROUND_LINES) + 1)
+
+
+def _numbered(shown: list[int], lines: list[str], errors: set[int]) -> list[str]:
+    width = len(str(shown[-1]))
+    out: list[str] = []
+    for before, number in zip([0, *shown[:-1]], shown, strict=True):
+        if before and number != before + 1:
+            out.append("  ...")
+        mark = ">" if number in errors else " "
+        out.append(f"{mark} {number:{width}d} | {lines[number - 1]}")
+    return out

@@ -1,0 +1,94 @@
+"""What the service did, one line an event, for people who want to know.
+
+Off unless somebody listens: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr without
+any logging set-up, :func:`subscribe` hands events to a function. A hot call without listeners pays
+for one test of an empty list.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from kernlib import settings
+
+NAMES = ("lookup", "hit", "wait", "compile", "store", "load", "launch", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``name`` is one of :data:`NAMES`; ``key`` is the kernel's digest in hex; ``fields`` holds what
+    is worth knowing of this event (``ms``, ``registers``, ``spill_bytes``, ``shared_bytes``,
+    ``where``, ``grid``, ``block`` ...), units in the names."""
+
+    name: str
+    key: str
+    arch: str
+    description: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        details = " ".join(f"{name}={value}" for name, value in self.fields.items())
+        parts = (f"kernlib {self.name:7s}", self.key[:12], self.arch, details, self.description)
+        return " ".join(part for part in parts if part)
+
+
+Listener = Callable[[Event], None]
+
+_subscribers: list[Listener] = []
+_on_stderr: ContextVar[bool] = ContextVar("kernlib_debug", default=False)
+_environment_read = False
+
+
+def listening() -> bool:
+    """Whether anybody would see an event."""
+    if not _environment_read:
+        _read_environment()
+    return bool(_subscribers) or _on_stderr.get()
+
+
+def emit(name: str, key: str, arch: str, description: str, **fields: object) -> None:
+    """Hand an event to everybody who listens. What a listener raises reaches the caller."""
+    if not listening():
+        return
+    event = Event(name, key, arch, description, fields)
+    for listener in tuple(_subscribers):
+        listener(event)
+    if _on_stderr.get() and write_line not in _subscribers:
+        write_line(event)
+
+
+def subscribe(listener: Listener) -> Callable[[], None]:
+    """Call ``listener`` with every later :class:`Event`; returns the function that ends it."""
+    _subscribers.append(listener)
+
+    def unsubscribe() -> None:
+        if listener in _subscribers:
+            _subscribers.remove(listener)
+
+    return unsubscribe
+
+
+@contextmanager
+def on_stderr() -> Iterator[None]:
+    """Write the events of this block, in this thread or task, to stderr."""
+    token = _on_stderr.set(True)
+    try:
+        yield
+    finally:
+        _on_stderr.reset(token)
+
+
+def write_line(event: Event) -> None:
+    """The listener behind ``KERNLIB_DEBUG=1``."""
+    print(event, file=sys.stderr, flush=True)
+
+
+def _read_environment() -> None:
+    global _environment_read
+    _environment_read = True
+    if settings.current().debug:
+        subscribe(write_line)

@@ -1,0 +1,1 @@
+"""A kernel specification becomes a loaded kernel: source -> cubin -> store -> load. No tensors."""

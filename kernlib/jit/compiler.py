@@ -1,0 +1,87 @@
+"""Source text to cubin, with NVRTC through cuda.core. Needs neither a GPU nor a driver."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+from kernlib.errors import CompileError
+from kernlib.jit import sources, toolchain
+from kernlib.jit.entry import Entry
+from kernlib.jit.spec import KernelSpec
+
+OPTIONS = ("--std=c++17",)
+
+_FUNCTION = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_STATIC_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def compile_spec(spec: KernelSpec, arch: str) -> Entry:
+    """Compile for ``arch`` and return cubin and resource report.
+
+    Raises CompileError with the numbered source for bad source, UnsupportedError when cuda.core or
+    NVRTC is not installed. Drops the GIL while NVRTC works.
+    """
+    start = time.perf_counter()
+    log = io.StringIO()
+    cubin = _run_nvrtc(spec, arch, log)
+    milliseconds = (time.perf_counter() - start) * 1e3
+    meta = {
+        "family": spec.family,
+        "arch": arch,
+        "description": spec.description,
+        "nvrtc": toolchain.nvrtc_version(),
+        "compile_ms": f"{milliseconds:.0f}",
+        "created": f"{time.time():.0f}",
+        **_resources(log.getvalue(), spec),
+    }
+    return Entry(spec.entry, cubin, meta)
+
+
+def _run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise toolchain.missing("cuda.core", error) from error
+    includes = [str(sources.root())]
+    if sources.system_includes(spec.source):
+        includes.append(toolchain.header_directory())
+    try:
+        # no_cache: NVRTC's own cache answers without the resource report, and ours is in front.
+        options = ProgramOptions(
+            name=f"kernlib_{spec.family}.cu",
+            arch=arch,
+            std="c++17",
+            include_path=includes,
+            ptxas_options=["-v", *spec.options],
+            no_cache=True,
+        )
+        program = Program(spec.source, "c++", options)
+        return bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:
+        raise _explain(error, spec, arch) from error
+
+
+def _explain(error: Exception, spec: KernelSpec, arch: str) -> Exception:
+    text = str(error)
+    if type(error).__name__ != "NVRTCError":
+        return toolchain.missing("NVRTC", error)
+    if "invalid value for --gpu-architecture" in text:
+        advice = f"NVRTC {toolchain.nvrtc_version()} does not know {arch}; install a newer one"
+        return CompileError(advice, text, "")
+    message = f"NVRTC refused the source of {spec.description or spec.entry} for {arch}"
+    return CompileError(message, text, spec.source)
+
+
+def _resources(log: str, spec: KernelSpec) -> dict[str, str]:
+    function, registers = _FUNCTION.search(log), _REGISTERS.search(log)
+    shared = _STATIC_SHARED.search(log)
+    return {
+        "registers": registers[1] if registers else "?",
+        "spill_bytes": str(int(function[2]) + int(function[3])) if function else "?",
+        "shared_bytes": str(spec.shared_bytes + (int(shared[1]) if shared else 0)),
+    }

@@ -1,0 +1,38 @@
+"""A KernelSpec: everything that generated code depends on, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kernlib.canonical import encode
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One kernel to assemble and compile.
+
+    ``source`` is the generated text, a few lines of defines and one include of a file below
+    ``kernel_sources``; ``entry`` its ``extern "C"`` function; ``threads`` the block; ``shared_bytes``
+    the dynamic shared memory of a launch; ``options`` further NVRTC options. ``description`` is for
+    people and enters no key.
+    """
+
+    family: str
+    source: str
+    entry: str
+    threads: int
+    shared_bytes: int = 0
+    options: tuple[str, ...] = ()
+    description: str = field(default="", compare=False)
+
+    def canonical(self) -> bytes:
+        """Canonical bytes of all that decides the code."""
+        parts = (
+            self.family,
+            self.source,
+            self.entry,
+            self.threads,
+            self.shared_bytes,
+            self.options,
+        )
+        return encode(parts)

@@ -1,0 +1,51 @@
+"""The compiler as pip installed it: NVRTC's version, CUDA headers, and what to do without them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import metadata
+
+from kernlib.errors import UnsupportedError
+
+NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+UNKNOWN_VERSION = "probe-failed"
+
+
+def missing(what: str, error: Exception) -> UnsupportedError:
+    """The error that says which extra brings a missing piece."""
+    return UnsupportedError(
+        f"{what} is needed to compile or launch kernels and cannot be used ({error}). Install it "
+        "with: pip install 'kernlib[cu13]' (driver 580 or later) or 'kernlib[cu12]'"
+    )
+
+
+@lru_cache(maxsize=1)
+def nvrtc_version() -> str:
+    """NVRTC's version from the wheel's metadata, 2 ms, without loading it (200 ms).
+
+    ``probe-failed`` where no wheel is installed: it enters keys, where it must not look like a
+    version.
+    """
+    for wheel in NVRTC_WHEELS:
+        try:
+            return metadata.version(wheel)
+        except metadata.PackageNotFoundError:
+            continue
+    return UNKNOWN_VERSION
+
+
+@lru_cache(maxsize=1)
+def header_directory() -> str:
+    """The folder of ``cuda_fp16.h`` and its like in the CUDA runtime's wheel.
+
+    Raises UnsupportedError, naming the extra, when there is none.
+    """
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        directory = find_nvidia_header_directory("cudart")
+    except ImportError as error:
+        raise missing("cuda-pathfinder", error) from error
+    if directory is None:
+        raise missing("the CUDA headers", FileNotFoundError("cuda_fp16.h"))
+    return directory

@@ -1,0 +1,73 @@
+"""Numbers of a call: by value from the host, by pointer from the device, never synchronising."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+
+MATMUL_TYPES = (torch.float16, torch.bfloat16)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The arithmetic's dtype: float32 for half types, else the tensors' own."""
+    return torch.float32 if dtype in MATMUL_TYPES else dtype
+
+
+def host_value(name: str, value: object) -> float | None:
+    """A real number as float, a tensor as None. Raises TypeError for anything else."""
+    if type(value) is float or type(value) is int:
+        return float(value)
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    raise TypeError(
+        f"{name} must be a real number or a tensor of shape () or (L,), got {value!r} "
+        f"({type(value).__name__})"
+    )
+
+
+def check_exponent(name: str, value: float) -> None:
+    """Inner exponents are 0 to inf. Raises ValueError."""
+    if not value >= 0:
+        raise ValueError(f"{name} must be 0 or greater (inf for the maximum), got {value}")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises ValueError for zero, negative and NaN."""
+    if not value > 0:
+        raise ValueError(f"{name} must be greater than 0, got {value}")
+
+
+def check_tensor(name: str, value: torch.Tensor) -> None:
+    """A hyperparameter tensor is real and of shape () or (L,). Raises ValueError, TypeError."""
+    if value.dim() > 1:
+        raise ValueError(f"{name} must have shape () or (L,), got {tuple(value.shape)}")
+    if value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name} must be real, got {value.dtype}")
+
+
+def on_device(name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype):
+    """``value`` on ``device`` in ``dtype``; the copies it may take do not wait for the device.
+
+    Raises ValueError for a tensor of another GPU.
+    """
+    if value.device == device:
+        return value if value.dtype == dtype else value.to(dtype)
+    if value.device.type != "cpu":
+        raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+    return value.to(dtype).pin_memory().to(device, non_blocking=True)
+
+
+def check_host(name: str, value: float, positive: frozenset[str]) -> None:
+    """What can be said of a host value by its name alone."""
+    if name in ("p", "inner_p"):
+        check_exponent(name, value)
+    elif name in positive:
+        check_positive(name, value)
+    elif name == "epsilon" and not value >= 0:
+        raise ValueError(f"epsilon must be 0 or greater, got {value}")
+    elif math.isnan(value):
+        raise ValueError(f"{name} must be a number, got nan")

@@ -1,0 +1,328 @@
+"""The pairwise op: distance and kernel matrices of two sets of points.
+
+The steady state is a dict hit: signature to plan, fresh pointers and numbers into the plan's block,
+launch. Everything else (checks, lowering, loading) happens when a signature is new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernlib.descriptors import norms
+from kernlib.descriptors.pairwise import Pairwise
+from kernlib.errors import UnsupportedError
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.launch import Plan, PlanCache, arch_of, load
+from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import pairwise_lowering as lowering
+from kernlib.ops.hyperparameters import (
+    accumulator,
+    check_host,
+    check_tensor,
+    host_value,
+    on_device,
+)
+
+_plans = PlanCache()
+
+
+@dataclass(slots=True)
+class PairwisePlan:
+    """What a call of one signature needs besides its pointers and numbers."""
+
+    out_shape: tuple[int, ...]
+    out_dtype: torch.dtype
+    out_device: torch.device
+    slots: dict[str, int]  # of a hyperparameter's number in the head
+    spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
+    head: list
+    root: bool  # the outer exponent follows from the inner one
+    swapped: bool
+    launch: Plan | None  # None for an output without elements
+
+
+def run(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    **hyperparameters,
+) -> torch.Tensor:
+    """``out[l,m,n] (+)= epilogue(outer(sum_k inner(op(a[l,m,k], b[l,n,k]))))``.
+
+    - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), any strides; float32, float64, float16 or
+      bfloat16, computed in float64 for float64 and float32 for the others. With a ``symmetric``
+      descriptor ``b`` is left out.
+    - ``out`` (M, N) or (L, M, N), any strides, written in place; without it a new tensor, 2-D when
+      nothing has a batch. float16 and bfloat16 inputs also take a float32 ``out``.
+      ``accumulate=True`` adds to ``out``.
+    - Batches of size 1 broadcast, of hyperparameters too.
+    - ``p``, or ``inner_p`` and ``outer_p``, for Power stages: 0 counts nonzero terms, inf takes the
+      largest; and one argument for each parameter of the epilogue (``bandwidth`` ...). Real numbers,
+      or tensors of shape () or (L,) that stay on the device. Device tensors are not looked at: a
+      negative p gives whatever its formula gives.
+    - ``epsilon`` (default 0): with an epilogue, values smaller than it in magnitude count as 0.
+    - ``regularization``: with an epilogue, added where ``m + row_offset == n + col_offset``, so that
+      a block of a larger K(X, X) finds its diagonal.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
+    gradient while gradients are recorded.
+    """
+    key = _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters)
+    plan = _plans.plans.get(key)
+    if plan is None:
+        if a.device.type == "cpu" and (b is None or b.device.type == "cpu"):
+            from kernlib.ops import pairwise_cpu
+
+            return pairwise_cpu.run(
+                descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+            )
+        plan = _make_plan(
+            descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+        )
+        _plans.keep(key, plan)
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
+        fresh = True
+    else:
+        fresh = False
+    _launch(plan, descriptor, a, a if b is None else b, out, fresh, hyperparameters)
+    return out
+
+
+def prepare(descriptor: Pairwise, a, b=None, **arguments) -> None:
+    """Build the plan of a call, compiling and loading its kernel; see :func:`kernlib.prepare`."""
+    options = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
+    options = {name: arguments.pop(name, default) for name, default in options.items()}
+    key = _signature(descriptor, a, b, *options.values(), arguments)
+    if a.device.type == "cpu":
+        return
+    if key not in _plans.plans:
+        _plans.keep(key, _make_plan(descriptor, a, b, *options.values(), arguments))
+
+
+def cdist(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    p: float | torch.Tensor = 2.0,
+    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+    *,
+    root: bool = True,
+    out: torch.Tensor | None = None,
+    debug: bool = False,
+) -> torch.Tensor:
+    """p-norm distances between rows, with the signature and shapes of ``torch.cdist``.
+
+    ``x1`` (*B, P, M) and ``x2`` (*B', R, M) give (broadcast of B and B', P, R);
+    ``(sum_k |x1 - x2|^p)^(1/p)``, the count of differing coordinates for p = 0, the largest
+    difference for p = inf. ``root=False`` returns the power sums themselves (for p = inf there are
+    none: ValueError). ``compute_mode`` is checked and otherwise ignored: differences are taken
+    directly, so no accuracy is lost to cancellation.
+    """
+    from kernlib.ops import run_kernel
+
+    checks.compute_mode(compute_mode)
+    descriptor, arguments = _distance(p, root)
+    batch, first, second = checks.broadcast_batches(x1, x2)
+    if out is not None:
+        checks.check_out_shape(out, (*batch, x1.shape[-2], x2.shape[-2]))
+        flat = out if len(batch) == 1 else checks.flat_out(out, batch)
+        run_kernel(descriptor, first, second, out=flat, debug=debug, **arguments)
+        return out
+    result = run_kernel(descriptor, first, second, debug=debug, **arguments)
+    return result.view(*batch, x1.shape[-2], x2.shape[-2])
+
+
+_L1 = Pairwise(inner=norms.Abs())
+_L2 = Pairwise(inner=norms.Square(), outer=norms.Sqrt())
+_SQUARES = Pairwise(inner=norms.Square())
+_NORM = Pairwise(inner=norms.Power(), outer=norms.Root())
+_POWER_SUM = Pairwise(inner=norms.Power())
+
+
+def _distance(p, root: bool) -> tuple[Pairwise, dict]:
+    value = host_value("p", p)
+    if value == 1:
+        return _L1, {}
+    if value == 2:
+        return (_L2 if root else _SQUARES), {}
+    if value == float("inf") and not root:
+        raise ValueError("root=False asks for power sums, and p=inf has none; use root=True")
+    return (_NORM if root else _POWER_SUM), {"p": p}
+
+
+def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters) -> tuple:
+    """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
+    try:
+        return (
+            descriptor,
+            _of(a),
+            None if b is None else _of(b),
+            None if out is None else _of(out),
+            accumulate,
+            row_offset,
+            col_offset,
+            *[(name, _kind(name, value)) for name, value in hyperparameters.items()],
+        )
+    except AttributeError:
+        checks.check_are_tensors(a=a, b=b, out=out)
+        raise
+
+
+def _of(t: torch.Tensor) -> tuple:
+    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15
+
+
+_EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
+
+
+def _kind(name: str, value: object):
+    """Of a number only its kind; of an exponent the value, where it has code of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    if name not in _EXPONENTS:
+        return None
+    number = host_value(name, value)
+    own = lowering.EXPONENT_CODE if name == "outer_p" else lowering.INNER_CODE
+    return number if number in own else "any"
+
+
+def _make_plan(
+    descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+) -> PairwisePlan:
+    arguments = (out, accumulate, row_offset, col_offset, hyperparameters)
+    call = checks.check_call(descriptor, a, b, *arguments)
+    if a.device.type != "cuda":
+        raise UnsupportedError(
+            f"kernlib computes on CUDA and CPU tensors, a is on {a.device}; move it to one of them"
+        )
+    device = a.get_device()
+    arch = arch_of(device)
+    target = (
+        torch.empty(call.out_shape, dtype=call.out_dtype, device="meta") if out is None else out
+    )
+    plan = PairwisePlan(
+        out_shape=call.out_shape,
+        out_dtype=call.out_dtype,
+        out_device=a.device,
+        slots=checks.slots(descriptor),
+        spans=tuple(checks.span(t) for t in (a, a if b is None else b, target)),
+        head=[0, 0, 0, *[0.0, 0] * lowering.scalar_count(descriptor)],
+        root=checks.follows_inner(descriptor, hyperparameters),
+        swapped=False,
+        launch=None,
+    )
+    if call.m * call.n * call.batch == 0:
+        return plan
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    lowered = _lower(descriptor, a, b, *arguments, call, arch, processors)
+    kernel = load(lowered.spec, device)
+    head = lowering.head_format(descriptor)
+    plan.swapped = lowered.swapped
+    plan.launch = Plan(kernel, device, lowered.grid, head, lowered.fixed)
+    return plan
+
+
+def specs(descriptor: Pairwise, arch: str, tensors: tuple, arguments: dict) -> list[KernelSpec]:
+    """The kernels that a call with these tensors (``meta`` ones will do) uses on ``arch``."""
+    options = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
+    options = {name: arguments.get(name, default) for name, default in options.items()}
+    rest = {name: value for name, value in arguments.items() if name not in options}
+    a, b = (*tensors, None)[:2]
+    call = checks.check_call(descriptor, a, b, *options.values(), rest)
+    if call.m * call.n * call.batch == 0:
+        return []
+    processors = targets.MULTIPROCESSORS[arch]
+    return [_lower(descriptor, a, b, *options.values(), rest, call, arch, processors).spec]
+
+
+def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
+    """Every kernel that lowering can choose for a descriptor."""
+    return lowering.variants(descriptor, arch, tuple(checks.DTYPES[dtype] for dtype in dtypes))
+
+
+def _lower(
+    descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters,
+    call, arch, processors,
+) -> lowering.Lowered:  # fmt: skip
+    target = (
+        torch.empty(call.out_shape, dtype=call.out_dtype, device="meta") if out is None else out
+    )
+    problem = lowering.Problem(
+        call.m,
+        call.n,
+        call.k,
+        call.batch,
+        _layout(a, call.batch),
+        _layout(a if b is None else b, call.batch),
+        _layout(target, call.batch),
+        checks.DTYPES[call.dtype],
+        checks.DTYPES[call.out_dtype],
+        row_offset - col_offset,
+        bool(accumulate),
+        *checks.exponents(descriptor, hyperparameters),
+        checks.follows_inner(descriptor, hyperparameters),
+    )
+    strides = _scalar_strides(descriptor, hyperparameters, call)
+    return lowering.lower(descriptor, problem, arch, processors, strides)
+
+
+def _layout(t: torch.Tensor, batch: int) -> lowering.Layout:
+    """Strides with those of single entries out of the way of alignment."""
+    rows, columns = (s if n > 1 else 0 for s, n in zip(t.stride()[-2:], t.shape[-2:], strict=True))
+    if t.shape[-1] == 1:
+        columns = 1 if rows != 1 else columns
+    step = t.stride(0) if t.dim() == 3 and t.shape[0] == batch and batch > 1 else 0
+    return lowering.Layout(step, rows, columns, 0 if t.is_meta else t.data_ptr() & 15)
+
+
+def _scalar_strides(descriptor, hyperparameters, call) -> tuple[int, ...]:
+    slots = checks.slots(descriptor)
+    strides = [0] * lowering.scalar_count(descriptor)
+    for name, value in hyperparameters.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] > 1:
+            # One that must be copied to the device or converted arrives contiguous.
+            same = value.device == call.device and value.dtype == accumulator(call.dtype)
+            strides[(slots[name] - 3) // 2] = value.stride(0) if same else 1
+    return tuple(strides)
+
+
+def _launch(plan: PairwisePlan, descriptor, a, b, out, fresh: bool, hyperparameters) -> None:
+    if torch.is_grad_enabled():
+        checks.refuse_gradients(a, b, out, hyperparameters)
+    if plan.launch is None:
+        return
+    pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    if not fresh:
+        checks.refuse_overlap(pointers, plan.spans, a, b, out)
+    head = plan.head.copy()
+    head[0:3] = (pointers[1], pointers[0], pointers[2]) if plan.swapped else pointers
+    kept = _fill(plan, descriptor, head, a, hyperparameters) if hyperparameters else None
+    plan.launch.launch(head)
+    del kept  # converted tensors: the stream orders their reuse behind the launch
+
+
+def _fill(plan: PairwisePlan, descriptor, head: list, a, hyperparameters) -> list:
+    """Numbers and pointers of the hyperparameters; returns tensors to keep until the launch."""
+    kept = []
+    for name, value in hyperparameters.items():
+        slot = plan.slots[name]
+        number = host_value(name, value)
+        if number is not None:
+            check_host(name, number, descriptor.positive)
+            head[slot] = number
+            if plan.root and slot == checks.INNER_SLOT:
+                head[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
+            continue
+        check_tensor(name, value)
+        tensor = on_device(name, value, a.device, accumulator(a.dtype))
+        head[slot + 1] = tensor.data_ptr()
+        kept.append(tensor)
+    return kept

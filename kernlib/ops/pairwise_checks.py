@@ -1,0 +1,310 @@
+"""Everything that can be wrong with a pairwise call, said in the caller's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernlib.descriptors import norms
+from kernlib.descriptors.pairwise import Pairwise
+from kernlib.ops import pairwise_lowering as lowering
+from kernlib.ops.hyperparameters import accumulator, check_host, check_tensor, host_value
+
+DTYPES = {getattr(torch, name): name for name in lowering.TYPES}
+COMPUTE_MODES = (
+    "use_mm_for_euclid_dist_if_necessary",
+    "use_mm_for_euclid_dist",
+    "donot_use_mm_for_euclid_dist",
+)
+INNER_SLOT, OUTER_SLOT = 3, 5  # of inner_p and outer_p behind the three pointers
+MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A checked call."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    out_shape: tuple[int, ...]
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    device: torch.device
+
+
+def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters) -> Call:
+    """Check everything that a signature decides. Raises ValueError and TypeError."""
+    check_are_tensors(a=a, b=b, out=out)
+    _check_second(descriptor, b)
+    second = a if b is None else b
+    _check_inputs(a, second)
+    for name, offset in (("row_offset", row_offset), ("col_offset", col_offset)):
+        if type(offset) is not int:
+            raise TypeError(f"{name} must be an int, got {offset!r}")
+    if descriptor.symmetric and row_offset != col_offset:
+        raise ValueError(
+            f"symmetric=True needs row_offset == col_offset, got {row_offset} and {col_offset}"
+        )
+    _check_hyperparameters(descriptor, hyperparameters, a.device)
+    if accumulate and out is None:
+        raise ValueError("accumulate=True adds to out, and no out is given")
+    sizes = (a.shape[-2], second.shape[-2], a.shape[-1])
+    batch = _batch(a, second, out, hyperparameters)
+    flat = batch == 1 and a.dim() == second.dim() == 2 and (out is None or out.dim() == 2)
+    shape = sizes[:2] if flat or (out is not None and out.dim() == 2) else (batch, *sizes[:2])
+    if out is not None:
+        _check_out(out, a, shape, batch)
+    return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
+
+
+def check_are_tensors(**tensors) -> None:
+    """Raises TypeError for what is neither a tensor nor None; a itself must be a tensor."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) or (tensor is None and name != "a"):
+            continue
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+
+
+def _check_second(descriptor: Pairwise, b) -> None:
+    if descriptor.symmetric and b is not None:
+        raise ValueError("symmetric=True computes K(a, a): leave b out, or use symmetric=False")
+    if not descriptor.symmetric and b is None:
+        raise ValueError("b is missing; for K(a, a) pass a twice or use symmetric=True")
+
+
+def _check_inputs(a: torch.Tensor, b: torch.Tensor) -> None:
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dim() not in (2, 3):
+            raise ValueError(f"{name} must be (N, K) or (L, N, K), got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} must be one of {', '.join(lowering.TYPES)}, got {tensor.dtype}"
+            )
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if a.dtype != b.dtype:
+        raise TypeError(f"a and b must have one dtype, got {a.dtype} and {b.dtype}")
+    if a.device != b.device:
+        raise ValueError(f"a and b must be on one device, got {a.device} and {b.device}")
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(
+            f"a and b must have the same number of features, got {tuple(a.shape)} and "
+            f"{tuple(b.shape)}"
+        )
+
+
+def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.device) -> None:
+    required = _check_exponents_given(descriptor, values) | set(descriptor.parameters)
+    allowed = required | {"p", "inner_p", "outer_p"}
+    allowed |= {"epsilon", "regularization"} if descriptor.epilogue else set()
+    for name, value in values.items():
+        if name in ("epsilon", "regularization") and not descriptor.epilogue:
+            raise ValueError(f"{name} needs an epilogue, and {descriptor.describe()} has none")
+        if name not in allowed:
+            known = ", ".join(sorted(set(slots(descriptor)) - {"p"})) or "none"
+            raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {known}")
+        number = host_value(name, value)
+        if number is not None:
+            check_host(name, number, descriptor.positive)
+            continue
+        check_tensor(name, value)
+        if value.device != device and value.device.type != "cpu":
+            raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+    missing = sorted(required - set(values))
+    if missing:
+        raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
+
+
+def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:
+    """The exponents the call must give, after checking that those it gives fit together."""
+    inner = isinstance(descriptor.inner, norms.Power)
+    outer = isinstance(descriptor.outer, norms.Power)
+    given = {name for name in ("p", "inner_p", "outer_p") if name in values}
+    if "p" in given and not inner:
+        raise ValueError(f"p needs inner=Power(), and {descriptor.describe()} has another")
+    if "p" in given and len(given) > 1:
+        raise ValueError("p sets inner_p and outer_p: give either p or them")
+    if "inner_p" in given and not inner:
+        raise ValueError(f"inner_p needs inner=Power(), and {descriptor.describe()} has another")
+    if "outer_p" in given and not outer:
+        raise ValueError(f"outer_p needs outer=Power(), and {descriptor.describe()} has another")
+    if "p" in given:
+        return set()
+    return {name for name, needed in (("inner_p", inner), ("outer_p", outer)) if needed}
+
+
+def slots(descriptor: Pairwise) -> dict[str, int]:
+    """Place of each hyperparameter's number in a plan's head."""
+    names = (*lowering.COMMON_SCALARS, *descriptor.parameters)
+    return {"p": INNER_SLOT} | {name: 3 + 2 * index for index, name in enumerate(names)}
+
+
+def follows_inner(descriptor: Pairwise, values: dict) -> bool:
+    """Whether the outer exponent is the reciprocal of the inner one."""
+    power = isinstance(descriptor.outer, norms.Power) and "p" in values
+    return power or isinstance(descriptor.outer, norms.Root)
+
+
+def exponents(descriptor: Pairwise, values: dict) -> tuple[float | str, float | str]:
+    """The kinds of inner and outer exponent by which lowering chooses code."""
+    inner = values.get("p", values.get("inner_p"))
+    return (
+        _exponent_kind(inner, lowering.INNER_CODE),
+        _exponent_kind(values.get("outer_p"), lowering.EXPONENT_CODE),
+    )
+
+
+def _exponent_kind(value, own: dict) -> float | str:
+    if isinstance(value, torch.Tensor):
+        return "device"
+    return value if value is not None and value in own else "any"
+
+
+def _batch(a, b, out, values: dict) -> int:
+    """The batch all arguments broadcast to. Raises ValueError when two differ."""
+    sizes = {
+        name: tensor.shape[0]
+        for name, tensor in (("a", a), ("b", b), ("out", out))
+        if tensor is not None and tensor.dim() == 3
+    }
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1:
+            sizes[name] = value.shape[0]
+    found = {size for size in sizes.values() if size != 1}
+    if len(found) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(f"batches must be 1 or equal, got {listed}")
+    return found.pop() if found else 1
+
+
+def _check_out(out: torch.Tensor, a: torch.Tensor, shape: tuple[int, ...], batch: int) -> None:
+    if out.dim() == 2 and batch != 1:
+        raise ValueError(f"out must be 3-D for a batch of {batch}, got shape {tuple(out.shape)}")
+    check_out_shape(out, shape)
+    if out.device != a.device:
+        raise ValueError(f"out must be on the inputs' device {a.device}, got {out.device}")
+    if out.dtype not in (a.dtype, accumulator(a.dtype)):
+        wanted = " or ".join(str(t) for t in dict.fromkeys((a.dtype, accumulator(a.dtype))))
+        raise TypeError(f"out must be {wanted} for {a.dtype} inputs, got {out.dtype}")
+    if out.layout != torch.strided:
+        raise TypeError(f"out must be a dense tensor, got layout {out.layout}")
+    if _overlaps_itself(out):
+        raise ValueError(
+            f"out overlaps itself (shape {tuple(out.shape)}, strides {out.stride()}): elements that "
+            "share memory cannot all be written; clone it"
+        )
+
+
+def check_out_shape(out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless ``out`` has ``shape``."""
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out must have shape {tuple(shape)}, got {tuple(out.shape)}")
+
+
+def _overlaps_itself(t: torch.Tensor) -> bool:
+    """Exact for views made by slicing, transposing and expanding; others may be refused wrongly."""
+    dims = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def span(t: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element."""
+    if t.numel() == 0:
+        return 0
+    last = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
+    return (last + 1) * t.element_size()
+
+
+def refuse_overlap(pointers, spans, a, b, out) -> None:
+    """Raises ValueError when out shares memory with an input."""
+    for index, (name, tensor) in enumerate((("a", a), ("b", b))):
+        apart = (
+            pointers[2] + spans[2] <= pointers[index]
+            or pointers[index] + spans[index] <= pointers[2]
+        )
+        if not apart and spans[2] and spans[index] and _share_memory(tensor, out):
+            raise ValueError(f"out shares memory with {name}; give it memory of its own")
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two views whose ranges meet share an element, marked one by one on the host."""
+    base = min(x.data_ptr(), y.data_ptr())
+    unit = min(x.element_size(), y.element_size())
+    extent = max(t.data_ptr() + span(t) for t in (x, y)) - base
+    if extent // unit > MAX_EXACT_OVERLAP:
+        return True
+    bytes_of = []
+    for t in (x, y):
+        marks = torch.zeros(extent // unit + 1, dtype=torch.bool)
+        scale = t.element_size() // unit
+        strides = [stride * scale for stride in t.stride()]
+        for part in range(scale):
+            offset = (t.data_ptr() - base) // unit + part
+            marks.as_strided(t.shape, strides, offset).fill_(True)
+        bytes_of.append(marks)
+    return bool((bytes_of[0] & bytes_of[1]).any())
+
+
+def refuse_gradients(a, b, out, values: dict) -> None:
+    """Raises RuntimeError, naming the argument, if one requires a gradient."""
+    if a.requires_grad or b.requires_grad or out.requires_grad or values:
+        named = {"a": a, "b": b, "out": out, **values}
+        for name, value in named.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise RuntimeError(
+                    f"{name} requires a gradient, which pairwise kernels do not compute yet: pass "
+                    f"{name}.detach(), or call under torch.no_grad()"
+                )
+
+
+def compute_mode(mode: str) -> None:
+    """Raises ValueError for a mode torch.cdist would not take."""
+    if mode not in COMPUTE_MODES:
+        raise ValueError(f"compute_mode must be one of {COMPUTE_MODES}, got {mode!r}")
+
+
+def broadcast_batches(x1: torch.Tensor, x2: torch.Tensor):
+    """The broadcast batch shape of two cdist inputs, and both as (M, K) or (L, M, K)."""
+    check_are_tensors(a=x1, x2=x2)
+    for name, x in (("x1", x1), ("x2", x2)):
+        if x.dim() < 2:
+            raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(x.shape)}")
+    if x1.shape[-1] != x2.shape[-1]:
+        raise ValueError(
+            f"x1 and x2 must have the same number of columns, got {tuple(x1.shape)} and "
+            f"{tuple(x2.shape)}"
+        )
+    try:
+        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"batches of x1 and x2 do not broadcast: {tuple(x1.shape[:-2])}, {tuple(x2.shape[:-2])}"
+        ) from None
+    return tuple(batch), _flat(x1, batch), _flat(x2, batch)
+
+
+def _flat(x: torch.Tensor, batch) -> torch.Tensor:
+    if len(batch) == 0:
+        return x
+    whole = x.expand(*batch, *x.shape[-2:])
+    return whole if len(batch) == 1 else whole.flatten(0, -3)
+
+
+def flat_out(out: torch.Tensor, batch) -> torch.Tensor:
+    """``out`` as (M, N) or (L, M, N) without copying. Raises ValueError if its strides forbid it."""
+    if len(batch) == 0:
+        return out
+    try:
+        return out.view(-1, *out.shape[-2:]) if out.numel() else out.reshape(0, *out.shape[-2:])
+    except RuntimeError:
+        raise ValueError(
+            "out's batch dimensions must be viewable as one; pass a fresh out"
+        ) from None

@@ -1,0 +1,332 @@
+"""From a pairwise descriptor and the layout of its tensors to a KernelSpec, a grid and parameters.
+
+Pure arithmetic on plain data: no tensor, no device. What the generated code depends on is in the
+spec; sizes, strides and hyperparameters are launch arguments.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from itertools import product
+
+from kernlib.descriptors import norms
+from kernlib.descriptors.pairwise import Pairwise
+from kernlib.errors import UnsupportedError
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.ops.expression_source import EpilogueSource
+
+THREADS = 256
+TILE_K = 16
+PROMOTE_K = 128
+BIG_TILE, SMALL_TILE = 128, 64
+MAX_TILES = 2**31 - 1  # blocks of a grid's first axis
+MAX_BATCH_BLOCKS = 65535
+COMMON_SCALARS = ("inner_p", "outer_p", "epsilon", "regularization")
+
+# torch's names of storage: (CUDA type, bytes, CUDA type of arithmetic, its bytes)
+TYPES = {
+    "float32": ("float", 4, "float", 4),
+    "float64": ("double", 8, "double", 8),
+    "float16": ("half_t", 2, "float", 4),
+    "bfloat16": ("bfloat16_t", 2, "float", 4),
+}
+
+# Host values of p with code of their own; every other value shares "any", device tensors "device".
+INNER_CODE = {
+    0.0: "Power0",
+    0.5: "PowerHalf",
+    1.0: "Abs",
+    1.5: "PowerThreeHalves",
+    2.0: "Square",
+    2.5: "PowerFiveHalves",
+    3.0: "Power3",
+    4.0: "Power4",
+    6.0: "Power6",
+    float("inf"): "PowerInfinity",
+    "any": "Power",
+    "device": "PowerOnDevice",
+}
+ROOT_CODE = {
+    0.0: "s",
+    0.5: "s * s",
+    1.0: "s",
+    2.0: "sqrt(s)",
+    4.0: "sqrt(sqrt(s))",
+    float("inf"): "s",
+    "device": "power(s, root)",
+}
+EXPONENT_CODE = {0.5: "sqrt(s)", 1.0: "s", 2.0: "s * s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Strides, in elements, of (batch, points, features) or (batch, m, n), and the alignment of the
+    first element, in bytes."""
+
+    batch: int
+    rows: int
+    columns: int
+    alignment: int = 16
+
+    def transposed(self) -> Layout:
+        return Layout(self.batch, self.columns, self.rows, self.alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One call's shapes and layouts, as lowering sees them."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    a: Layout
+    b: Layout
+    out: Layout
+    dtype: str = "float32"
+    out_dtype: str = "float32"
+    diagonal: int = 0  # n - m of the entries that receive the regularization
+    accumulate: bool = False
+    inner: float | str = "any"  # key of INNER_CODE, for inner=Power()
+    outer: float | str = "any"  # key of EXPONENT_CODE or another, for outer=Power()
+    root: bool = False  # outer exponent is 1 / inner exponent
+
+    def transposed(self) -> Problem:
+        """The same call with a and b exchanged: it fills out's transpose."""
+        return Problem(
+            self.n, self.m, self.k, self.batch, self.b, self.a, self.out.transposed(),
+            self.dtype, self.out_dtype, -self.diagonal, self.accumulate,
+            self.inner, self.outer, self.root,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """``swapped``: the kernel's a is the caller's b. ``fixed`` follows the rewritten head of the
+    parameter struct, whose format is ``head_format(descriptor)``."""
+
+    spec: KernelSpec
+    grid: tuple[int, int]
+    fixed: bytes
+    swapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Everything that code generation chooses besides the descriptor."""
+
+    dtype: str
+    out_dtype: str
+    tile: int
+    long_k: bool
+    access_a: str
+    access_b: str
+    swapped: bool
+    inner: float | str
+    outer: float | str
+    root: bool
+
+
+def head_format(descriptor: Pairwise) -> struct.Struct:
+    """Three pointers, then a number and a pointer for each hyperparameter."""
+    return struct.Struct("<3Q" + "dQ" * scalar_count(descriptor))
+
+
+def scalar_count(descriptor: Pairwise) -> int:
+    return len(COMMON_SCALARS) + len(descriptor.parameters)
+
+
+def lower(
+    descriptor: Pairwise,
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    scalar_strides: tuple[int, ...],
+) -> Lowered:
+    """Choose the variant for a call. Raises UnsupportedError for sizes no grid can hold."""
+    swapped = problem.out.rows == 1 and problem.out.columns != 1
+    if swapped:
+        problem = problem.transposed()
+    variant = Variant(
+        problem.dtype,
+        problem.out_dtype,
+        _tile(problem, multiprocessors),
+        problem.k > PROMOTE_K,
+        _access(problem.a, problem.m, problem.k, problem.dtype),
+        _access(problem.b, problem.n, problem.k, problem.dtype),
+        swapped and descriptor.signed,
+        problem.inner,
+        problem.outer,
+        problem.root,
+    )
+    tiles_m, tiles_n = _ceil(problem.m, variant.tile), _ceil(problem.n, variant.tile)
+    if tiles_m * tiles_n > MAX_TILES or problem.k >= 2**31 - TILE_K:
+        raise UnsupportedError(
+            f"a {problem.m} x {problem.n} result over {problem.k} features is more than one launch "
+            f"holds ({MAX_TILES} tiles of {variant.tile}); call it on slices"
+        )
+    fixed = _fixed(problem, tiles_m, tiles_n, scalar_strides)
+    grid = (tiles_m * tiles_n, min(problem.batch, MAX_BATCH_BLOCKS))
+    return Lowered(spec(descriptor, variant, arch), grid, fixed, swapped)
+
+
+def spec(descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
+    """The KernelSpec of a variant. Raises UnsupportedError where its shared memory does not fit."""
+    shared = shared_bytes(variant)
+    if shared > targets.SHARED_BYTES[arch]:
+        raise UnsupportedError(f"{descriptor.describe()} needs {shared} bytes of shared memory")
+    return KernelSpec(
+        "pairwise",
+        source(descriptor, variant),
+        "pairwise",
+        THREADS,
+        shared,
+        description=f"{descriptor.describe()} {_describe(variant)}",
+    )
+
+
+def shared_bytes(variant: Variant) -> int:
+    """Two stages of both operands and the tile of sums, which share memory when K is short."""
+    accumulator = TYPES[variant.dtype][3]
+    line = (variant.tile + 16 // accumulator) * accumulator
+    stages, sums = 2 * 2 * TILE_K * line, variant.tile * line
+    return stages + sums if variant.long_k else max(stages, sums)
+
+
+def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for out tensors of the inputs' dtype."""
+    powers = INNER_CODE if isinstance(descriptor.inner, norms.Power) else ("any",)
+    root = isinstance(descriptor.outer, norms.Root)
+    accesses = ("features", "points", "strided")
+    choices = product(dtypes, (BIG_TILE, SMALL_TILE), (True, False), accesses, accesses, powers)
+    swaps = (False, True) if descriptor.signed else (False,)
+    specs = {
+        spec(descriptor, Variant(t, t, tile, long, a, b, swap, power, "any", root), arch)
+        for t, tile, long, a, b, power in choices
+        for swap in swaps
+        if tile == SMALL_TILE or t != "float64"
+    }
+    return sorted(specs, key=lambda s: s.source)
+
+
+def source(descriptor: Pairwise, variant: Variant) -> str:
+    """The generated CUDA text: a few defines, ``Finish``, one include."""
+    input_type, _, accumulator, _ = TYPES[variant.dtype]
+    operation = "Dot" if descriptor.operator == "dot" else "Difference"
+    return f"""#include "common/types.cuh"
+#include "common/math.cuh"
+
+using InputT = {input_type};
+using AccT = {accumulator};
+using OutputT = {TYPES[variant.out_dtype][0]};
+
+constexpr int TILE = {variant.tile};
+constexpr int SCALARS = {scalar_count(descriptor)};
+constexpr bool LONG_K = {str(variant.long_k).lower()};
+constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
+
+#define OPERATION {"Swapped" * variant.swapped}{operation}
+#define INNER {_inner(descriptor, variant)}
+#define ACCESS_A Access::{variant.access_a}
+#define ACCESS_B Access::{variant.access_b}
+
+{_finish(descriptor, variant)}
+#include "pairwise/pairwise.cuh"
+"""
+
+
+def _inner(descriptor: Pairwise, variant: Variant) -> str:
+    if isinstance(descriptor.inner, norms.Power):
+        return INNER_CODE[variant.inner]
+    return type(descriptor.inner).__name__
+
+
+def _finish(descriptor: Pairwise, variant: Variant) -> str:
+    outer, members = _outer(descriptor, variant)
+    steps = [f"AccT v = {outer};"]
+    if descriptor.epilogue:
+        text = EpilogueSource(descriptor.epilogue, str(len(COMMON_SCALARS)))
+        members = [*members, ("epsilon", "read(2)"), *text.members]
+        steps.append("if (absolute(v) < epsilon) v = AccT(0);")
+        steps += [f"v = {step};" for step in text.steps]
+    fields = "".join(f"    AccT {name};\n" for name, _ in members)
+    reads = "".join(f"        {name} = {value};\n" for name, value in members)
+    body = "".join(f"        {step}\n" for step in steps)
+    return f"""struct Finish {{
+{fields}    template <class Read>
+    __device__ __forceinline__ explicit Finish(Read read) {{
+{reads}    }}
+    __device__ __forceinline__ AccT operator()(AccT s) const {{
+{body}        return v;
+    }}
+}};
+"""
+
+
+def _outer(descriptor: Pairwise, variant: Variant) -> tuple[str, list[tuple[str, str]]]:
+    """Text of Outer over ``s``, and the members it needs."""
+    if variant.root:
+        if variant.inner == "device":
+            limit = "read(0) == AccT(0) || read(0) == infinity(AccT())"
+            return ROOT_CODE["device"], [("root", f"{limit} ? AccT(1) : AccT(1) / read(0)")]
+        if variant.inner in ROOT_CODE:
+            return ROOT_CODE[variant.inner], []
+        return "power(s, exponent)", [("exponent", "read(1)")]
+    if isinstance(descriptor.outer, norms.Power):
+        if variant.outer in EXPONENT_CODE:
+            return EXPONENT_CODE[variant.outer], []
+        return "power(s, exponent)", [("exponent", "read(1)")]
+    simple = {norms.Abs: "absolute(s)", norms.Square: "s * s", norms.Sqrt: "sqrt(s)"}
+    return simple.get(type(descriptor.outer), "s"), []
+
+
+def _describe(variant: Variant) -> str:
+    power = "" if variant.inner == "any" else f" p={variant.inner}"
+    layout = f"{variant.access_a}/{variant.access_b}"
+    return f"{variant.dtype} tile={variant.tile} {layout}{power}{' long' * variant.long_k}"
+
+
+def _tile(problem: Problem, multiprocessors: int) -> int:
+    """Big tiles once there is one for each multiprocessor; doubles always take the small one."""
+    big = _ceil(problem.m, BIG_TILE) * _ceil(problem.n, BIG_TILE) * problem.batch
+    thin = min(problem.m, problem.n) <= SMALL_TILE
+    if problem.dtype == "float64" or thin or big < multiprocessors:
+        return SMALL_TILE
+    return BIG_TILE
+
+
+def _access(layout: Layout, count: int, k: int, dtype: str) -> str:
+    """How far 16-byte loads (8 bytes of a half type) can run: see Access in operand.cuh."""
+    itemsize = TYPES[dtype][1]
+    run = 4 if itemsize == 2 else 16 // itemsize
+    if layout.alignment % (run * itemsize) or layout.batch % run:
+        return "strided"
+    if layout.columns == 1 and k % run == 0 and layout.rows % run == 0:
+        return "features"
+    if layout.rows == 1 and count % run == 0 and layout.columns % run == 0:
+        return "points"
+    return "strided"
+
+
+def _takes_vectors(problem: Problem) -> bool:
+    """Whether out takes aligned stores of one chunk (16 bytes of accumulators) along n."""
+    chunk = 16 // TYPES[problem.dtype][3]
+    out = problem.out
+    aligned = out.alignment % (chunk * TYPES[problem.out_dtype][1]) == 0
+    return aligned and out.columns == 1 and out.rows % chunk == 0 and out.batch % chunk == 0
+
+
+def _fixed(problem: Problem, tiles_m: int, tiles_n: int, scalar_strides: tuple[int, ...]) -> bytes:
+    views = [x for v in (problem.a, problem.b, problem.out) for x in (v.batch, v.rows, v.columns)]
+    sizes = (problem.m, problem.n, problem.batch, problem.diagonal)
+    flags = (int(_takes_vectors(problem)), int(problem.accumulate))
+    return struct.pack(
+        f"<{len(scalar_strides)}q9q4q5i4x",
+        *scalar_strides, *views, *sizes, problem.k, tiles_m, tiles_n, *flags,
+    )  # fmt: skip
+
+
+def _ceil(count: int, tile: int) -> int:
+    return -(-count // tile)

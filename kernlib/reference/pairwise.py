@@ -1,0 +1,108 @@
+"""Pairwise kernels in PyTorch, by direct differences, a block of rows at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernlib.descriptors import norms
+from kernlib.descriptors.pairwise import Pairwise
+from kernlib.reference import expressions
+
+BLOCK_ELEMENTS = 1 << 22  # of (rows, N, K) at once: 16 MB in float32, so that it stays in cache
+
+
+def pairwise(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    inner_p=None,
+    outer_p=None,
+    root: bool = False,
+    epsilon=0.0,
+    regularization=0.0,
+    diagonal: int = 0,
+    parameters: dict | None = None,
+) -> torch.Tensor:
+    """(L, M, N) from ``a`` (L, M, K) and ``b`` (L, N, K), in their dtype.
+
+    Exponents are None, numbers or tensors of shape () or (L,); the outer one is ``1 / inner_p`` when
+    ``root``. Other hyperparameters are numbers or tensors of shape () or (L,). ``regularization`` is
+    added where ``n - m == diagonal``.
+    """
+    batch = a.shape[0]
+    entries = [
+        _outer(
+            descriptor,
+            _sums(descriptor, a[l], b[l], _entry(inner_p, l)),
+            _entry(inner_p, l),
+            _entry(outer_p, l),
+            root,
+        )
+        for l in range(batch)
+    ]
+    v = torch.stack(entries) if entries else a.new_zeros(0, a.shape[1], b.shape[1])
+    if descriptor.epilogue:
+        v = torch.where(v.abs() < _column(epsilon, v), torch.zeros_like(v), v)
+        columns = {name: _column(x, v) for name, x in (parameters or {}).items()}
+        v = expressions.apply(descriptor.epilogue, v, columns).clone()
+        m = torch.arange(v.shape[1], device=v.device)[:, None]
+        n = torch.arange(v.shape[2], device=v.device)[None, :]
+        v = torch.where(n - m == diagonal, v + _column(regularization, v), v)
+    return v
+
+
+def _entry(value, index: int) -> float | None:
+    """The number that belongs to one batch entry."""
+    if isinstance(value, torch.Tensor):
+        flat = value.reshape(-1)
+        return float(flat[index if flat.shape[0] > 1 else 0])
+    return None if value is None else float(value)
+
+
+def _column(value, like: torch.Tensor) -> torch.Tensor:
+    tensor = torch.as_tensor(value, dtype=like.dtype).to(like.device)
+    return tensor.reshape(-1, 1, 1)
+
+
+def _sums(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor, p: float | None) -> torch.Tensor:
+    """``sum_k inner(op(a, b))`` of one batch entry, the maximum for ``p = inf``."""
+    if a.shape[1] == 0 or 0 in (a.shape[0], b.shape[0]):
+        return a.new_zeros(a.shape[0], b.shape[0])
+    rows = max(1, BLOCK_ELEMENTS // max(1, b.shape[0] * b.shape[1]))
+    return torch.cat([_block(descriptor, block, b, p) for block in a.split(rows)])
+
+
+def _block(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor, p: float | None) -> torch.Tensor:
+    dot = descriptor.operator == "dot"
+    if dot and isinstance(descriptor.inner, norms.Identity):
+        return a @ b.T
+    v = b[None] * a[:, None] if dot else b[None] - a[:, None]
+    if p is not None and math.isinf(p):
+        return v.abs().amax(-1)
+    return _inner(descriptor.inner, v, p).sum(-1)
+
+
+def _inner(stage: object, v: torch.Tensor, p: float | None) -> torch.Tensor:
+    if isinstance(stage, norms.Power):
+        return (v != 0).to(v.dtype) if p == 0 else v.abs() ** p
+    if isinstance(stage, norms.Abs):
+        return v.abs()
+    if isinstance(stage, norms.Square):
+        return v * v
+    return v.sqrt() if isinstance(stage, norms.Sqrt) else v
+
+
+def _outer(descriptor, s: torch.Tensor, inner_p, outer_p, root: bool) -> torch.Tensor:
+    stage = descriptor.outer
+    if root:
+        return s if inner_p in (0, math.inf) else s ** (1 / inner_p)
+    if isinstance(stage, norms.Power):
+        return s**outer_p
+    if isinstance(stage, norms.Abs):
+        return s.abs()
+    if isinstance(stage, norms.Square):
+        return s * s
+    return s.sqrt() if isinstance(stage, norms.Sqrt) else s

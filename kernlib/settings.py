@@ -1,0 +1,158 @@
+"""Every environment variable kernlib reads, typed, read once at first use through `current()`.
+
+Reading raises ValueError for a value that cannot be used, naming the variable, the value and what
+would do; nothing here touches the disk.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+MAP_BYTES = 1 << 30  # one constant map: about 14 k cubins of 60 KB, and nobody has to resize it
+MAX_CACHE_BYTES = MAP_BYTES * 8 // 10  # a fuller map is hard to leave again, see jit/store.py
+MIN_CACHE_BYTES = 1 << 20
+DEFAULT_CACHE_BYTES = 512 << 20
+DEFAULT_LOCK_TIMEOUT_S = 60.0
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"(?P<number>\d+)\s*(?P<unit>[KMG]?)(?:I?B)?", re.IGNORECASE)
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True}
+_BOOLS |= {"0": False, "false": False, "no": False, "off": False}
+
+
+class Variable(NamedTuple):
+    """One row of the table that the documentation and the command line print."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable(
+        "KERNLIB_CACHE_DIR",
+        "the user's cache folder",
+        f"where compiled kernels are kept; several, separated by {os.pathsep!r}: the first is"
+        " written, the others are only read",
+    ),
+    Variable(
+        "KERNLIB_CACHE_BYTES",
+        "512M",
+        "size at which the oldest kernels are dropped, from 1M to 819M; suffixes K, M, G",
+    ),
+    Variable("KERNLIB_DEBUG", "0", "1 logs a line for each kernel compiled, read or waited for"),
+    Variable("KERNLIB_ASSERT_CACHED", "0", "1 turns every compilation into a NotCachedError"),
+    Variable(
+        "KERNLIB_LOCK_TIMEOUT",
+        "60",
+        "seconds to wait for a process that compiles the same kernel before compiling it here too",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says. The first of `cache_dir` is writable, the others are layers."""
+
+    cache_dir: tuple[Path, ...]
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+    debug: bool = False
+    assert_cached: bool = False
+    lock_timeout: float = DEFAULT_LOCK_TIMEOUT_S
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """The settings of an environment, by default the process's. Raises ValueError."""
+        env = os.environ if environ is None else environ
+        return cls(
+            cache_dir=_paths(env.get("KERNLIB_CACHE_DIR", "")),
+            cache_bytes=_size(env, "KERNLIB_CACHE_BYTES", DEFAULT_CACHE_BYTES),
+            debug=_bool(env, "KERNLIB_DEBUG"),
+            assert_cached=_bool(env, "KERNLIB_ASSERT_CACHED"),
+            lock_timeout=_seconds(env, "KERNLIB_LOCK_TIMEOUT", DEFAULT_LOCK_TIMEOUT_S),
+        )
+
+
+_current: Settings | None = None
+
+
+def current() -> Settings:
+    """The settings in force; the environment is read the first time. Raises ValueError."""
+    global _current
+    if _current is None:
+        _current = Settings.read()
+    return _current
+
+
+def reset() -> None:
+    """Forget what was read: the next `current()` reads the environment again."""
+    global _current
+    _current = None
+
+
+@contextmanager
+def override(**fields: object) -> Iterator[Settings]:
+    """Other values for some fields inside the block, in every thread. For tests."""
+    global _current
+    before = current()
+    _current = replace(before, **fields)
+    try:
+        yield _current
+    finally:
+        _current = before
+
+
+def _paths(text: str) -> tuple[Path, ...]:
+    found = tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part.strip())
+    if found:
+        return found
+    import platformdirs  # 3 ms that only the default costs
+
+    return (Path(platformdirs.user_cache_dir("kernlib", appauthor=False)),)
+
+
+def _bad(name: str, text: str, wanted: str) -> ValueError:
+    return ValueError(f"{name}={text!r} cannot be used: expected {wanted}")
+
+
+def _size(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    wanted = "a size from 1M to 819M, in bytes or with K, M or G, such as 512M"
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise _bad(name, text, wanted)
+    size = int(match["number"]) * _UNITS[match["unit"].upper()]
+    if not MIN_CACHE_BYTES <= size <= MAX_CACHE_BYTES:
+        raise _bad(name, text, wanted)
+    return size
+
+
+def _bool(env: Mapping[str, str], name: str) -> bool:
+    text = env.get(name, "").strip()
+    if not text:
+        return False
+    if text.lower() not in _BOOLS:
+        raise _bad(name, text, "1 or 0, true or false, yes or no, on or off")
+    return _BOOLS[text.lower()]
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:  # also refuses nan
+        raise _bad(name, text, "a number of seconds, 0 or more, such as 60")
+    return seconds
