@@ -1,4 +1,4 @@
-"""kernlib: describe a kernel, and it is assembled, compiled once, kept, and launched on torch tensors.
+"""kernlib: describe a kernel; it is assembled, compiled once, kept, and launched on torch tensors.
 
 Importing kernlib touches no GPU, no disk and no CUDA library: every name below is loaded when it is
 first used.

@@ -24,8 +24,8 @@ def compile(
     ones will do) and the call's ``arguments``, the kernels which that call uses; without, every
     variant of each descriptor for inputs of ``dtypes``.
 
-    Returns the entries in order. Raises ValueError for an unknown arch, TypeError and ValueError for
-    bad arguments, CompileError, and UnsupportedError when no compiler is installed.
+    Returns the entries in order. Raises ValueError for an unknown arch, TypeError and ValueError
+    for bad arguments, CompileError, and UnsupportedError when no compiler is installed.
     """
     several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors]
     entries = []

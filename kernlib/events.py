@@ -1,8 +1,8 @@
 """What the service did, one line an event, for people who want to know.
 
-Off unless somebody listens: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr without
-any logging set-up, :func:`subscribe` hands events to a function. A hot call without listeners pays
-for one test of an empty list.
+Off unless somebody listens: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr
+without any logging set-up, :func:`subscribe` hands events to a function. A hot call without
+listeners pays for one test of an empty list.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NAMES = ("lookup", "hit", "wait", "compile", "store", "load", "launch", "failed"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``name`` is one of :data:`NAMES`; ``key`` is the kernel's digest in hex; ``fields`` holds what
-    is worth knowing of this event (``ms``, ``registers``, ``spill_bytes``, ``shared_bytes``,
+    """``name`` is one of :data:`NAMES`; ``key`` is the kernel's digest in hex; ``fields`` holds
+    what is worth knowing of this event (``ms``, ``registers``, ``spill_bytes``, ``shared_bytes``,
     ``where``, ``grid``, ``block`` ...), units in the names."""
 
     name: str

@@ -11,6 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -69,52 +70,65 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
 class Plan:
     """One kernel, its grid and its parameter block, for the thread that made it.
 
-    ``head`` is the struct format of what :meth:`launch` rewrites, ``fixed`` the bytes behind it.
+    The block starts with ``pointers`` addresses, then numbers in the struct format ``numbers``,
+    then ``fixed`` bytes. A launch rewrites the addresses, and the numbers where it is given some.
     """
 
-    __slots__ = ("kernel", "grid", "device", "_pack", "_block", "_pointers", "_arguments")
+    __slots__ = ("_block", "_function", "_numbers", "_pointers", "device", "grid", "kernel")
 
     def __init__(
-        self, kernel, device: int, grid: tuple[int, int], head: struct.Struct, fixed: bytes
+        self,
+        kernel: service.Kernel,
+        device: int,
+        grid: tuple[int, int],
+        pointers: int,
+        numbers: str,
+        fixed: bytes,
     ):
         self.kernel, self.device, self.grid = kernel, device, grid
-        self._pack = head.pack_into
-        self._block = ctypes.create_string_buffer(bytes(head.size) + fixed, head.size + len(fixed))
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
+        self._pointers = struct.Struct(f"<{pointers}Q")
+        self._numbers = struct.Struct("<" + numbers)
+        content = bytes(self._pointers.size + self._numbers.size) + fixed
+        block = ctypes.create_string_buffer(content, len(content))
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(block))
         spec = kernel.spec
         shape = (kernel.function, *grid, 1, spec.threads, 1, 1, spec.shared_bytes)
-        self._arguments = (shape, ctypes.addressof(self._pointers))
+        self._function = (shape, ctypes.addressof(arguments), _cu_launch_kernel())
+        self._block = (block, arguments)
 
-    def launch(self, head: list) -> None:
-        """Launch on torch's current stream of the plan's device."""
-        self._pack(self._block, 0, *head)
+    def launch(self, pointers: tuple[int, ...], numbers: list | None = None) -> None:
+        """Launch on torch's current stream of the plan's device; without ``numbers``, all are 0."""
+        block = self._block[0]
+        self._pointers.pack_into(block, 0, *pointers)
+        if numbers is not None:
+            self._numbers.pack_into(block, self._pointers.size, *numbers)
         if current_device() == self.device:
             self._launch()
         else:
             with torch.cuda.device(self.device):
                 self._launch()
         if events.listening():
-            kernel, spec = self.kernel, self.kernel.spec
-            shape = {"grid": f"{self.grid[0]}x{self.grid[1]}", "block": spec.threads}
-            events.emit("launch", kernel.key, kernel.arch, spec.description, **shape)
+            self._report()
 
     def _launch(self) -> None:
-        shape, pointers = self._arguments
-        status = _cu_launch_kernel()(*shape, current_stream(self.device), pointers, 0)[0]
+        shape, arguments, function = self._function
+        status = function(*shape, current_stream(self.device), arguments, 0)[0]
         if status != 0:
             raise RuntimeError(f"launch of {self.kernel.spec.description} failed: {status.name}")
 
+    def _report(self) -> None:
+        kernel, spec = self.kernel, self.kernel.spec
+        grid = f"{self.grid[0]}x{self.grid[1]}"
+        events.emit(
+            "launch", kernel.key, kernel.arch, spec.description, grid=grid, block=spec.threads
+        )
 
-_launch_function: Callable | None = None
 
-
+@lru_cache(maxsize=1)
 def _cu_launch_kernel() -> Callable:
-    global _launch_function
-    if _launch_function is None:
-        from cuda.bindings.driver import cuLaunchKernel
+    from cuda.bindings.driver import cuLaunchKernel
 
-        _launch_function = cuLaunchKernel
-    return _launch_function
+    return cuLaunchKernel
 
 
 class PlanCache(threading.local):

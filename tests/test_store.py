@@ -13,6 +13,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from kernlib.jit import private
 from kernlib.jit import store as module
 from kernlib.jit.entry import Entry, pack, unpack
 from kernlib.jit.locks import hold_file
@@ -581,14 +582,14 @@ def test_a_network_file_system(tmp_path, monkeypatch, kind):
     mounts = tmp_path / "mountinfo"
     escaped = str(tmp_path / "my home").replace(" ", "\\040")
     mounts.write_text(MOUNTS.format(point=escaped, kind=kind))
-    monkeypatch.setattr(module, "_MOUNTS", mounts)
+    monkeypatch.setattr(private, "_MOUNTS", mounts)
     unusable(tmp_path / "my home" / "cache", kind)
     assert not (tmp_path / "my home").exists()
     opened(tmp_path / "my homes")
 
 
 def test_no_list_of_mounts(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(private, "_MOUNTS", tmp_path / "none")
     opened(tmp_path)
 
 

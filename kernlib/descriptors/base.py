@@ -1,4 +1,4 @@
-"""What every descriptor is: a frozen value that names a computation and knows nothing of tensors."""
+"""What every descriptor is: a frozen value that names a computation and knows no tensor."""
 
 from __future__ import annotations
 

@@ -175,8 +175,8 @@ class Custom(Epilogue):
     ``Custom("tanh(gain * v) + shift", ("gain", "shift"))``.
 
     The language is numbers, ``v``, the parameters, ``pi``, ``e``, ``+ - * / **``, parentheses and
-    the functions of :data:`kernlib.descriptors.expression.FUNCTIONS`. Raises ValueError for anything
-    else, for a parameter that is not used, and for names that are not identifiers.
+    the functions of :data:`kernlib.descriptors.expression.FUNCTIONS`. Raises ValueError for
+    anything else, for a parameter that is not used, and for names that are not identifiers.
     """
 
     expression: str

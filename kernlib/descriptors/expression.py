@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 FUNCTIONS = {
     "abs": 1,
@@ -52,7 +52,7 @@ class Operation:
 Node = Number | Name | Operation
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str, parameters: tuple[str, ...]) -> Node:
     """The tree of ``text``, in which ``v`` and ``parameters`` may be named.
 

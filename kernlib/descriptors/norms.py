@@ -27,18 +27,18 @@ class Sqrt:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Inner: ``|v| ** inner_p``, where ``inner_p = 0`` counts ``v != 0`` and ``inner_p = inf`` takes
-    the largest ``|v|`` in place of the sum. Outer: ``s ** outer_p``, no absolute value.
+    """Inner: ``|v| ** inner_p``, where ``inner_p = 0`` counts ``v != 0`` and ``inner_p = inf``
+    takes the largest ``|v|`` in place of the sum. Outer: ``s ** outer_p``, no absolute value.
 
-    The exponents are arguments of the call. ``p`` sets ``inner_p = p`` and, where the outer stage is
-    a Power too, ``outer_p = 1 / p``.
+    The exponents are arguments of the call. ``p`` sets ``inner_p = p`` and, where the outer stage
+    is a Power too, ``outer_p = 1 / p``.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Outer: ``s ** (1 / inner_p)``, the root that turns a power sum into a norm; ``s`` itself for
-    ``inner_p`` 0 and inf, as in ``torch.cdist``. Requires ``inner=Power()``."""
+    """Outer: ``s ** (1 / inner_p)``, the root that turns a power sum into a norm; ``s`` itself
+    for ``inner_p`` 0 and inf, as in ``torch.cdist``. Requires ``inner=Power()``."""
 
 
 INNER = (Identity, Abs, Square, Sqrt, Power)

@@ -26,8 +26,8 @@ OPERATORS = ("difference", "dot")
 class Pairwise(Descriptor):
     """``out[l,m,n] = epilogue(outer(sum_k inner(op(a[l,m,k], b[l,n,k]))))``.
 
-    ``operator`` is ``"difference"`` (``b - a``) or ``"dot"`` (``b * a``); ``inner`` and ``outer`` are
-    stages of :mod:`kernlib.descriptors.norms`; ``epilogue`` is none, one or several of
+    ``operator`` is ``"difference"`` (``b - a``) or ``"dot"`` (``b * a``); ``inner`` and ``outer``
+    are stages of :mod:`kernlib.descriptors.norms`; ``epilogue`` is none, one or several of
     :mod:`kernlib.descriptors.epilogues`. ``symmetric`` computes K(a, a): ``b`` is left out, half of
     the sums are computed, and the result is bitwise symmetric. ``precision`` is the least accuracy
     accepted (``"fp32"``, ``"tf32"``, ``"bf16"``; None follows torch).

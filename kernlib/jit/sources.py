@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from kernlib.errors import KernlibError
@@ -44,7 +44,7 @@ def system_includes(source: str) -> frozenset[str]:
     return frozenset(name for text in texts for name in _SYSTEM_INCLUDE.findall(text))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _digest_of(names: tuple[str, ...]) -> bytes:
     digest = hashlib.sha256()
     for name in names:
@@ -58,7 +58,7 @@ def digest(source: str) -> bytes:
     return _digest_of(closure(source))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _read(name: str) -> str:
     return (root() / name).read_text()
 

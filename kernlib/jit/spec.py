@@ -12,9 +12,9 @@ class KernelSpec:
     """One kernel to assemble and compile.
 
     ``source`` is the generated text, a few lines of defines and one include of a file below
-    ``kernel_sources``; ``entry`` its ``extern "C"`` function; ``threads`` the block; ``shared_bytes``
-    the dynamic shared memory of a launch; ``options`` further NVRTC options. ``description`` is for
-    people and enters no key.
+    ``kernel_sources``; ``entry`` its ``extern "C"`` function; ``threads`` the block;
+    ``shared_bytes`` the dynamic shared memory of a launch; ``options`` further options of ptxas.
+    ``description`` is for people and enters no key.
     """
 
     family: str

@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import errno
 import os
-import re
 import shutil
 import struct
 import threading
@@ -29,14 +28,15 @@ from pathlib import Path
 
 import lmdb
 
+from kernlib.jit import private
 from kernlib.jit.locks import hold_file
+from kernlib.jit.memory import MemoryStore
 from kernlib.settings import MAP_BYTES
 
 LAYOUT = "v1"
 SMALLEST_MAP_BYTES = 16 << 20
 LARGEST_MAP_BYTES = 1 << 40  # a header that asks for more is damaged
 MAX_READERS = 1000
-LOCK_FILE_BYTES = 64 << 10  # 64 bytes a reader: room for 1022
 GATE_TIMEOUT_S = 5.0  # writers take milliseconds; a stopped one must not stop us
 MAP_SHARE = 0.8  # of the map for the budget: fuller, freed pages no longer suffice to free more
 EVICT_TO = 0.75
@@ -44,12 +44,6 @@ EVICT_KEYS = 256
 RESCUE_KEYS = 4  # in one transaction on a full map, where deleting many fails as well
 RESCUE_ROUNDS = 64
 
-# NOTE: LMDB maps a shared lock file and leans on flock: neither is sound across hosts.
-_NETWORK = re.compile(
-    r"nfs\d?|cifs|smb\d?|smbfs|9p|lustre|gpfs|beegfs|ceph|glusterfs|afs|panfs|pvfs2|orangefs|wekafs"
-    r"|fuse\.(sshfs|glusterfs|s3fs|ceph.*|juicefs|gcsfuse|rclone|beegfs.*|lustre)"
-)
-_MOUNTS = Path("/proc/self/mountinfo")
 _DAY = struct.Struct("<I")
 _DAMAGE = (
     lmdb.CorruptedError,
@@ -98,51 +92,6 @@ def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemorySt
     except (OSError, lmdb.Error) as error:
         return MemoryStore(store.budget), str(error)
     return store, ""
-
-
-class MemoryStore:
-    """The same verbs on a dict: for this process only, dropping the oldest put over the budget."""
-
-    def __init__(self, budget: int):
-        self.budget = budget
-        self._values: dict[bytes, bytes] = {}
-        self._bytes = 0
-        self._lock = threading.RLock()
-        _instances.add(self)
-
-    def get(self, key: bytes) -> bytes | None:
-        return self._values.get(key)
-
-    def put(self, key: bytes, value: bytes) -> bool:
-        if len(value) > self.budget:
-            return False
-        with self._lock:
-            self.delete(key)
-            while self._bytes + len(value) > self.budget:
-                self.delete(next(iter(self._values)))
-            self._values[key] = bytes(value)
-            self._bytes += len(value)
-        return True
-
-    def delete(self, key: bytes) -> None:
-        with self._lock:
-            self._bytes -= len(self._values.pop(key, b""))
-
-    def items(self) -> Iterator[tuple[bytes, bytes]]:
-        with self._lock:
-            return iter(list(self._values.items()))
-
-    def info(self) -> dict[str, object]:
-        facts = {"kind": "memory", "path": None, "entries": len(self._values)}
-        return facts | {"bytes_used": self._bytes, "budget": self.budget}
-
-    def clear(self) -> None:
-        with self._lock:
-            self._values.clear()
-            self._bytes = 0
-
-    def close(self) -> None:
-        """Nothing to close; the values stay."""
 
 
 class LmdbStore:
@@ -214,15 +163,15 @@ class LmdbStore:
 
     def open(self) -> None:
         """Open or create it; a damaged one is moved aside. Raises OSError, lmdb.Error."""
-        _refuse_network(self.directory)
+        private.refuse_network(self.directory)
         for folder in (self.directory, self.directory / LAYOUT, self.path):
-            _make_private(folder)
+            private.make_private(folder)
         with self._gate():
             try:
                 self._attach()
             except _DAMAGE:
                 self._move_aside()
-                _make_private(self.path)
+                private.make_private(self.path)
                 self._attach()
 
     @contextlib.contextmanager
@@ -236,7 +185,7 @@ class LmdbStore:
 
     def _attach(self) -> None:
         """Open with the largest map that address space (ulimit -v), file size and disk allow."""
-        _reserve_lock_file(self.path / "lock.mdb")
+        private.reserve_lock_file(self.path / "lock.mdb")
         while True:
             try:
                 return self._attach_map()
@@ -268,7 +217,7 @@ class LmdbStore:
         if size is not None and size < need:  # ours are as long as their map, see _extend
             raise lmdb.CorruptedError(f"{data} is cut: {size} of {need} bytes")
         self._extend()
-        self._file = _identity(data)
+        self._file = private.identity(data)
         self._env.reader_check()
         with self._env.begin(write=True) as txn:
             self._kernels = self._env.open_db(b"kernels", txn=txn)
@@ -297,7 +246,7 @@ class LmdbStore:
         self._close_env()
         try:
             with self._gate():
-                if _identity(self.path / "data.mdb") == self._file:
+                if private.identity(self.path / "data.mdb") == self._file:
                     self._move_aside()
         except OSError:
             pass  # the next verb opens it again, and meets the same damage
@@ -459,62 +408,9 @@ def _today() -> int:
     return int(time.time() // 86400)  # wall clock: a monotonic one means nothing after a reboot
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
-
-
-def _reserve_lock_file(path: Path) -> None:
-    """Write a new lock file full of zeros: on a full disk LMDB would touch a hole of its map and
-    die of SIGBUS where this raises ENOSPC.
-
-    NOTE: never while LMDB has it open here: closing any descriptor of it drops LMDB's locks.
-    """
-    if path.exists():
-        return
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        if os.write(fd, bytes(LOCK_FILE_BYTES)) < LOCK_FILE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
-
-
-def _make_private(folder: Path) -> None:
-    """Make the folder, or refuse one that somebody else may write: cubins are executable code."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = os.stat(folder)
-    if found.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", str(folder))
-    if found.st_mode & 0o022:
-        reason = f"others may write it (mode {found.st_mode & 0o777:o}), chmod go-w would do"
-        raise PermissionError(errno.EPERM, reason, str(folder))
-
-
-def _refuse_network(folder: Path) -> None:
-    kind = _mount_kind(os.path.realpath(folder))
-    if _NETWORK.fullmatch(kind):
-        raise OSError(errno.ENOTSUP, f"it is on a network file system ({kind})", str(folder))
-
-
-def _mount_kind(path: str) -> str:
-    """The type of the file system a path is on, "" where the kernel lists no mounts."""
-    best, kind = "", ""
-    for line in _MOUNTS.read_text(errors="replace").splitlines() if _MOUNTS.exists() else ():
-        fields, _, source = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # of two on one point, the later hides the earlier
-            best, kind = point, source.split()[0]
-    return kind
-
-
 _registry = threading.RLock()
 _stores: dict[str, LmdbStore | MemoryStore] = {}
-_instances: weakref.WeakSet[LmdbStore | MemoryStore] = weakref.WeakSet()
+_instances: weakref.WeakSet[LmdbStore] = weakref.WeakSet()
 _held: list[threading.RLock] = []
 
 
@@ -539,9 +435,8 @@ def _after_in_child() -> None:
     _registry = threading.RLock()
     for store in list(_instances):
         store._lock = threading.RLock()
-        if isinstance(store, LmdbStore):
-            store._hits = {}  # the parent writes them
-            store._close_env()
+        store._hits = {}  # the parent writes them
+        store._close_env()
 
 
 os.register_at_fork(

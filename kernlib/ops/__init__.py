@@ -28,18 +28,19 @@ def run_kernel(descriptor: Descriptor, *tensors, debug: bool = False, **argument
     """Run the kernel that ``descriptor`` describes on ``tensors`` and return its output.
 
     The family's own module says which tensors and keyword arguments it takes: for
-    :class:`kernlib.Pairwise` see :func:`kernlib.ops.pairwise.run`. CUDA tensors run on their device,
-    on torch's current stream, without waiting for the device; the kernel is compiled at most once
-    and then kept in the cache. CPU tensors are computed in plain PyTorch. ``debug=True`` writes one
-    line an event (lookup, hit, compile, launch ...) to stderr.
+    :class:`kernlib.Pairwise` see :func:`kernlib.ops.pairwise.run`. CUDA tensors run on their
+    device, on torch's current stream, without waiting for the device; the kernel is compiled at
+    most once and then kept in the cache. CPU tensors are computed in plain PyTorch. ``debug=True``
+    writes one line an event (lookup, hit, compile, launch ...) to stderr.
 
     Raises TypeError and ValueError for bad arguments, UnsupportedError for devices without kernels,
     CompileError, and CaptureError for a kernel that is missing inside a CUDA graph's capture.
     """
+    op = _ops.get(type(descriptor)) or op_of(descriptor)
     if debug:
         with events.on_stderr():
-            return op_of(descriptor).run(descriptor, *tensors, **arguments)
-    return op_of(descriptor).run(descriptor, *tensors, **arguments)
+            return op.run(descriptor, *tensors, **arguments)
+    return op.run(descriptor, *tensors, **arguments)
 
 
 def prepare(descriptor: Descriptor, *tensors, debug: bool = False, **arguments) -> None:

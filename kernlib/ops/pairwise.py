@@ -18,6 +18,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.launch import Plan, PlanCache, arch_of, load
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops import pairwise_lowering as lowering
+from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import (
     accumulator,
     check_host,
@@ -36,9 +37,9 @@ class PairwisePlan:
     out_shape: tuple[int, ...]
     out_dtype: torch.dtype
     out_device: torch.device
-    slots: dict[str, int]  # of a hyperparameter's number in the head
+    slots: dict[str, int]  # of a hyperparameter's number
     spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
-    head: list
+    count: int  # of hyperparameters
     root: bool  # the outer exponent follows from the inner one
     swapped: bool
     launch: Plan | None  # None for an output without elements
@@ -57,20 +58,20 @@ def run(
 ) -> torch.Tensor:
     """``out[l,m,n] (+)= epilogue(outer(sum_k inner(op(a[l,m,k], b[l,n,k]))))``.
 
-    - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), any strides; float32, float64, float16 or
-      bfloat16, computed in float64 for float64 and float32 for the others. With a ``symmetric``
+    - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), any strides; float32, float64, float16
+      or bfloat16, computed in float64 for float64 and float32 for the others. With a ``symmetric``
       descriptor ``b`` is left out.
     - ``out`` (M, N) or (L, M, N), any strides, written in place; without it a new tensor, 2-D when
       nothing has a batch. float16 and bfloat16 inputs also take a float32 ``out``.
       ``accumulate=True`` adds to ``out``.
     - Batches of size 1 broadcast, of hyperparameters too.
-    - ``p``, or ``inner_p`` and ``outer_p``, for Power stages: 0 counts nonzero terms, inf takes the
-      largest; and one argument for each parameter of the epilogue (``bandwidth`` ...). Real numbers,
-      or tensors of shape () or (L,) that stay on the device. Device tensors are not looked at: a
-      negative p gives whatever its formula gives.
+    - ``p``, or ``inner_p`` and ``outer_p``, for Power stages: 0 counts nonzero terms, inf takes
+      the largest; and one argument for each parameter of the epilogue (``bandwidth`` ...). Real
+      numbers, or tensors of shape () or (L,) that stay on the device. Device tensors are not
+      looked at: a negative p gives whatever its formula gives.
     - ``epsilon`` (default 0): with an epilogue, values smaller than it in magnitude count as 0.
-    - ``regularization``: with an epilogue, added where ``m + row_offset == n + col_offset``, so that
-      a block of a larger K(X, X) finds its diagonal.
+    - ``regularization``: with an epilogue, added where ``m + row_offset == n + col_offset``, so
+      that a block of a larger K(X, X) finds its diagonal.
 
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
     gradient while gradients are recorded.
@@ -78,22 +79,32 @@ def run(
     key = _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters)
     plan = _plans.plans.get(key)
     if plan is None:
-        if a.device.type == "cpu" and (b is None or b.device.type == "cpu"):
+        arguments = (descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters)
+        if a.device.type == "cpu":
             from kernlib.ops import pairwise_cpu
 
-            return pairwise_cpu.run(
-                descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
-            )
-        plan = _make_plan(
-            descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
-        )
+            return pairwise_cpu.run(*arguments)
+        plan = _make_plan(*arguments)
         _plans.keep(key, plan)
-    if out is None:
+    second = a if b is None else b
+    given = out is not None
+    if not given:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
-        fresh = True
-    else:
-        fresh = False
-    _launch(plan, descriptor, a, a if b is None else b, out, fresh, hyperparameters)
+    if torch.is_grad_enabled():
+        checks.refuse_gradients(a, second, out, hyperparameters)
+    if plan.launch is None:
+        return out
+    pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
+    if given and checks.ranges_meet(pointers, plan.spans):
+        checks.refuse_overlap(a, second, out)
+    if plan.swapped:
+        pointers = pointers[1], pointers[0], pointers[2]
+    if not hyperparameters:
+        plan.launch.launch(pointers)
+        return out
+    numbers, kept = _numbers(plan, descriptor, a, hyperparameters)
+    plan.launch.launch(pointers, numbers)
+    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     return out
 
 
@@ -126,18 +137,18 @@ def cdist(
     none: ValueError). ``compute_mode`` is checked and otherwise ignored: differences are taken
     directly, so no accuracy is lost to cancellation.
     """
-    from kernlib.ops import run_kernel
-
     checks.compute_mode(compute_mode)
     descriptor, arguments = _distance(p, root)
+    if checks.are_matrices(x1, x2):
+        return run_kernel(descriptor, x1, x2, out=out, debug=debug, **arguments)
     batch, first, second = checks.broadcast_batches(x1, x2)
+    shape = (*batch, x1.shape[-2], x2.shape[-2])
+    flat = None
     if out is not None:
-        checks.check_out_shape(out, (*batch, x1.shape[-2], x2.shape[-2]))
-        flat = out if len(batch) == 1 else checks.flat_out(out, batch)
-        run_kernel(descriptor, first, second, out=flat, debug=debug, **arguments)
-        return out
-    result = run_kernel(descriptor, first, second, debug=debug, **arguments)
-    return result.view(*batch, x1.shape[-2], x2.shape[-2])
+        checks.check_out_shape(out, shape)
+        flat = checks.flat_out(out)
+    result = run_kernel(descriptor, first, second, out=flat, debug=debug, **arguments)
+    return result.view(shape) if out is None else out
 
 
 _L1 = Pairwise(inner=norms.Abs())
@@ -161,7 +172,7 @@ def _distance(p, root: bool) -> tuple[Pairwise, dict]:
 def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters) -> tuple:
     """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
     try:
-        return (
+        key = (
             descriptor,
             _of(a),
             None if b is None else _of(b),
@@ -169,11 +180,13 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
             accumulate,
             row_offset,
             col_offset,
-            *[(name, _kind(name, value)) for name, value in hyperparameters.items()],
         )
-    except AttributeError:
-        checks.check_are_tensors(a=a, b=b, out=out)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        checks.check_tensors(a=a, b=b, out=out)
         raise
+    if hyperparameters:
+        key += tuple((name, _kind(name, value)) for name, value in hyperparameters.items())
+    return key
 
 
 def _of(t: torch.Tensor) -> tuple:
@@ -214,7 +227,7 @@ def _make_plan(
         out_device=a.device,
         slots=checks.slots(descriptor),
         spans=tuple(checks.span(t) for t in (a, a if b is None else b, target)),
-        head=[0, 0, 0, *[0.0, 0] * lowering.scalar_count(descriptor)],
+        count=lowering.scalar_count(descriptor),
         root=checks.follows_inner(descriptor, hyperparameters),
         swapped=False,
         launch=None,
@@ -224,9 +237,9 @@ def _make_plan(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     lowered = _lower(descriptor, a, b, *arguments, call, arch, processors)
     kernel = load(lowered.spec, device)
-    head = lowering.head_format(descriptor)
     plan.swapped = lowered.swapped
-    plan.launch = Plan(kernel, device, lowered.grid, head, lowered.fixed)
+    numbers = lowering.NUMBER * plan.count
+    plan.launch = Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
     return plan
 
 
@@ -290,39 +303,24 @@ def _scalar_strides(descriptor, hyperparameters, call) -> tuple[int, ...]:
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] > 1:
             # One that must be copied to the device or converted arrives contiguous.
             same = value.device == call.device and value.dtype == accumulator(call.dtype)
-            strides[(slots[name] - 3) // 2] = value.stride(0) if same else 1
+            strides[slots[name] // 2] = value.stride(0) if same else 1
     return tuple(strides)
 
 
-def _launch(plan: PairwisePlan, descriptor, a, b, out, fresh: bool, hyperparameters) -> None:
-    if torch.is_grad_enabled():
-        checks.refuse_gradients(a, b, out, hyperparameters)
-    if plan.launch is None:
-        return
-    pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    if not fresh:
-        checks.refuse_overlap(pointers, plan.spans, a, b, out)
-    head = plan.head.copy()
-    head[0:3] = (pointers[1], pointers[0], pointers[2]) if plan.swapped else pointers
-    kept = _fill(plan, descriptor, head, a, hyperparameters) if hyperparameters else None
-    plan.launch.launch(head)
-    del kept  # converted tensors: the stream orders their reuse behind the launch
-
-
-def _fill(plan: PairwisePlan, descriptor, head: list, a, hyperparameters) -> list:
-    """Numbers and pointers of the hyperparameters; returns tensors to keep until the launch."""
-    kept = []
+def _numbers(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list, list]:
+    """A number and a pointer for each hyperparameter, and tensors to keep until the launch."""
+    numbers, kept = [0.0, 0] * plan.count, []
     for name, value in hyperparameters.items():
         slot = plan.slots[name]
         number = host_value(name, value)
         if number is not None:
             check_host(name, number, descriptor.positive)
-            head[slot] = number
+            numbers[slot] = number
             if plan.root and slot == checks.INNER_SLOT:
-                head[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
+                numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
             continue
         check_tensor(name, value)
         tensor = on_device(name, value, a.device, accumulator(a.dtype))
-        head[slot + 1] = tensor.data_ptr()
+        numbers[slot + 1] = tensor.data_ptr()
         kept.append(tensor)
-    return kept
+    return numbers, kept

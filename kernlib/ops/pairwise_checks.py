@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ COMPUTE_MODES = (
     "use_mm_for_euclid_dist",
     "donot_use_mm_for_euclid_dist",
 )
-INNER_SLOT, OUTER_SLOT = 3, 5  # of inner_p and outer_p behind the three pointers
+INNER_SLOT, OUTER_SLOT = 0, 2  # of inner_p and outer_p among a plan's numbers
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
 
 
@@ -37,7 +38,7 @@ class Call:
 
 def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters) -> Call:
     """Check everything that a signature decides. Raises ValueError and TypeError."""
-    check_are_tensors(a=a, b=b, out=out)
+    check_tensors(a=a, b=b, out=out)
     _check_second(descriptor, b)
     second = a if b is None else b
     _check_inputs(a, second)
@@ -60,12 +61,15 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
 
 
-def check_are_tensors(**tensors) -> None:
-    """Raises TypeError for what is neither a tensor nor None; a itself must be a tensor."""
+def check_tensors(**tensors) -> None:
+    """Raises TypeError for what is neither a dense tensor nor None; a itself must be a tensor."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) or (tensor is None and name != "a"):
+        if tensor is None and name != "a":
             continue
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
 
 
 def _check_second(descriptor: Pairwise, b) -> None:
@@ -83,8 +87,6 @@ def _check_inputs(a: torch.Tensor, b: torch.Tensor) -> None:
             raise TypeError(
                 f"{name} must be one of {', '.join(lowering.TYPES)}, got {tensor.dtype}"
             )
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
     if a.dtype != b.dtype:
         raise TypeError(f"a and b must have one dtype, got {a.dtype} and {b.dtype}")
     if a.device != b.device:
@@ -137,9 +139,9 @@ def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:
 
 
 def slots(descriptor: Pairwise) -> dict[str, int]:
-    """Place of each hyperparameter's number in a plan's head."""
+    """Place of each hyperparameter's number among a plan's numbers and addresses."""
     names = (*lowering.COMMON_SCALARS, *descriptor.parameters)
-    return {"p": INNER_SLOT} | {name: 3 + 2 * index for index, name in enumerate(names)}
+    return {"p": INNER_SLOT} | {name: 2 * index for index, name in enumerate(names)}
 
 
 def follows_inner(descriptor: Pairwise, values: dict) -> bool:
@@ -189,12 +191,10 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, shape: tuple[int, ...], batch
     if out.dtype not in (a.dtype, accumulator(a.dtype)):
         wanted = " or ".join(str(t) for t in dict.fromkeys((a.dtype, accumulator(a.dtype))))
         raise TypeError(f"out must be {wanted} for {a.dtype} inputs, got {out.dtype}")
-    if out.layout != torch.strided:
-        raise TypeError(f"out must be a dense tensor, got layout {out.layout}")
     if _overlaps_itself(out):
         raise ValueError(
-            f"out overlaps itself (shape {tuple(out.shape)}, strides {out.stride()}): elements that "
-            "share memory cannot all be written; clone it"
+            f"out overlaps itself (shape {tuple(out.shape)}, strides {out.stride()}): elements "
+            "that share memory cannot all be written; clone it"
         )
 
 
@@ -223,14 +223,17 @@ def span(t: torch.Tensor) -> int:
     return (last + 1) * t.element_size()
 
 
-def refuse_overlap(pointers, spans, a, b, out) -> None:
+def ranges_meet(pointers: tuple[int, int, int], spans: tuple[int, int, int]) -> bool:
+    """Whether out's range of memory meets that of an input."""
+    a, b, out = pointers
+    end = out + spans[2]
+    return (out < a + spans[0] and a < end) or (out < b + spans[1] and b < end)
+
+
+def refuse_overlap(a, b, out) -> None:
     """Raises ValueError when out shares memory with an input."""
-    for index, (name, tensor) in enumerate((("a", a), ("b", b))):
-        apart = (
-            pointers[2] + spans[2] <= pointers[index]
-            or pointers[index] + spans[index] <= pointers[2]
-        )
-        if not apart and spans[2] and spans[index] and _share_memory(tensor, out):
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.numel() and out.numel() and _share_memory(tensor, out):
             raise ValueError(f"out shares memory with {name}; give it memory of its own")
 
 
@@ -255,7 +258,7 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def refuse_gradients(a, b, out, values: dict) -> None:
     """Raises RuntimeError, naming the argument, if one requires a gradient."""
-    if a.requires_grad or b.requires_grad or out.requires_grad or values:
+    if values or a.requires_grad or b.requires_grad or out.requires_grad:
         named = {"a": a, "b": b, "out": out, **values}
         for name, value in named.items():
             if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -271,10 +274,11 @@ def compute_mode(mode: str) -> None:
         raise ValueError(f"compute_mode must be one of {COMPUTE_MODES}, got {mode!r}")
 
 
-def broadcast_batches(x1: torch.Tensor, x2: torch.Tensor):
-    """The broadcast batch shape of two cdist inputs, and both as (M, K) or (L, M, K)."""
-    check_are_tensors(a=x1, x2=x2)
+def are_matrices(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether two cdist inputs have no batch. Raises TypeError and ValueError for bad ones."""
     for name, x in (("x1", x1), ("x2", x2)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(x.shape)}")
     if x1.shape[-1] != x2.shape[-1]:
@@ -282,6 +286,11 @@ def broadcast_batches(x1: torch.Tensor, x2: torch.Tensor):
             f"x1 and x2 must have the same number of columns, got {tuple(x1.shape)} and "
             f"{tuple(x2.shape)}"
         )
+    return x1.dim() == x2.dim() == 2
+
+
+def broadcast_batches(x1: torch.Tensor, x2: torch.Tensor):
+    """The broadcast batch shape of two cdist inputs, and both as (L, M, K)."""
     try:
         batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     except RuntimeError:
@@ -291,20 +300,19 @@ def broadcast_batches(x1: torch.Tensor, x2: torch.Tensor):
     return tuple(batch), _flat(x1, batch), _flat(x2, batch)
 
 
-def _flat(x: torch.Tensor, batch) -> torch.Tensor:
-    if len(batch) == 0:
-        return x
+def _flat(x: torch.Tensor, batch: torch.Size) -> torch.Tensor:
     whole = x.expand(*batch, *x.shape[-2:])
     return whole if len(batch) == 1 else whole.flatten(0, -3)
 
 
-def flat_out(out: torch.Tensor, batch) -> torch.Tensor:
-    """``out`` as (M, N) or (L, M, N) without copying. Raises ValueError if its strides forbid it."""
-    if len(batch) == 0:
+def flat_out(out: torch.Tensor) -> torch.Tensor:
+    """``out`` as (L, M, N) without copying. Raises ValueError where its strides forbid it."""
+    if out.dim() == 3:
         return out
     try:
-        return out.view(-1, *out.shape[-2:]) if out.numel() else out.reshape(0, *out.shape[-2:])
+        return out.view(math.prod(out.shape[:-2]), *out.shape[-2:])
     except RuntimeError:
         raise ValueError(
-            "out's batch dimensions must be viewable as one; pass a fresh out"
+            f"the batch dimensions of out (strides {out.stride()}) cannot be viewed as one; pass a "
+            "contiguous out"
         ) from None

@@ -19,9 +19,10 @@ def run(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparamete
     second = a if b is None else b
     if torch.is_grad_enabled():
         checks.refuse_gradients(a, second, out, hyperparameters)
-    if not fresh:
-        pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
-        checks.refuse_overlap(pointers, [checks.span(t) for t in (a, second, out)], a, second, out)
+    tensors = (a, second, out)
+    spans = tuple(checks.span(t) for t in tensors)
+    if not fresh and checks.ranges_meet(tuple(t.data_ptr() for t in tensors), spans):
+        checks.refuse_overlap(a, second, out)
     result = compute(descriptor, a, second, call, row_offset - col_offset, hyperparameters)
     result = result.view(out.shape)
     out.copy_(out.to(result.dtype) + result if accumulate else result)

@@ -23,6 +23,8 @@ PROMOTE_K = 128
 BIG_TILE, SMALL_TILE = 128, 64
 MAX_TILES = 2**31 - 1  # blocks of a grid's first axis
 MAX_BATCH_BLOCKS = 65535
+POINTERS = 3  # of a, b and out, at the start of the parameter struct
+NUMBER = "dQ"  # then for each hyperparameter its value, and its address if it is on the device
 COMMON_SCALARS = ("inner_p", "outer_p", "epsilon", "regularization")
 
 # torch's names of storage: (CUDA type, bytes, CUDA type of arithmetic, its bytes)
@@ -104,8 +106,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """``swapped``: the kernel's a is the caller's b. ``fixed`` follows the rewritten head of the
-    parameter struct, whose format is ``head_format(descriptor)``."""
+    """``swapped``: the kernel's a is the caller's b. ``fixed`` follows POINTERS addresses and
+    ``scalar_count(descriptor)`` times NUMBER in the parameter struct."""
 
     spec: KernelSpec
     grid: tuple[int, int]
@@ -127,11 +129,6 @@ class Variant:
     inner: float | str
     outer: float | str
     root: bool
-
-
-def head_format(descriptor: Pairwise) -> struct.Struct:
-    """Three pointers, then a number and a pointer for each hyperparameter."""
-    return struct.Struct("<3Q" + "dQ" * scalar_count(descriptor))
 
 
 def scalar_count(descriptor: Pairwise) -> int:

@@ -28,9 +28,9 @@ def pairwise(
 ) -> torch.Tensor:
     """(L, M, N) from ``a`` (L, M, K) and ``b`` (L, N, K), in their dtype.
 
-    Exponents are None, numbers or tensors of shape () or (L,); the outer one is ``1 / inner_p`` when
-    ``root``. Other hyperparameters are numbers or tensors of shape () or (L,). ``regularization`` is
-    added where ``n - m == diagonal``.
+    Exponents are None, numbers or tensors of shape () or (L,); the outer one is ``1 / inner_p``
+    when ``root``. Other hyperparameters are numbers or tensors of shape () or (L,).
+    ``regularization`` is added where ``n - m == diagonal``.
     """
     batch = a.shape[0]
     entries = [

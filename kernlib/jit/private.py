@@ -1,0 +1,70 @@
+"""Folders and files that only their owner may write, on file systems that LMDB can trust."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+LOCK_FILE_BYTES = 64 << 10  # 64 bytes a reader: room for 1022
+
+# NOTE: LMDB maps a shared lock file and leans on flock: neither is sound across hosts.
+_NETWORK = re.compile(
+    r"nfs\d?|cifs|smb\d?|smbfs|9p|lustre|gpfs|beegfs|ceph|glusterfs|afs|panfs|pvfs2|orangefs|wekafs"
+    r"|fuse\.(sshfs|glusterfs|s3fs|ceph.*|juicefs|gcsfuse|rclone|beegfs.*|lustre)"
+)
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def identity(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def reserve_lock_file(path: Path) -> None:
+    """Write a new lock file full of zeros: on a full disk LMDB would touch a hole of its map and
+    die of SIGBUS where this raises ENOSPC.
+
+    NOTE: never while LMDB has it open here: closing any descriptor of it drops LMDB's locks.
+    """
+    if path.exists():
+        return
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.write(fd, bytes(LOCK_FILE_BYTES)) < LOCK_FILE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, or refuse one that somebody else may write: cubins are executable code."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.stat(folder)
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", str(folder))
+    if found.st_mode & 0o022:
+        reason = f"others may write it (mode {found.st_mode & 0o777:o}), chmod go-w would do"
+        raise PermissionError(errno.EPERM, reason, str(folder))
+
+
+def refuse_network(folder: Path) -> None:
+    kind = mount_kind(os.path.realpath(folder))
+    if _NETWORK.fullmatch(kind):
+        raise OSError(errno.ENOTSUP, f"it is on a network file system ({kind})", str(folder))
+
+
+def mount_kind(path: str) -> str:
+    """The type of the file system a path is on, "" where the kernel lists no mounts."""
+    best, kind = "", ""
+    for line in _MOUNTS.read_text(errors="replace").splitlines() if _MOUNTS.exists() else ():
+        fields, _, source = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):  # of two on one point, the later hides the earlier
+            best, kind = point, source.split()[0]
+    return kind

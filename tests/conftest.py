@@ -1,0 +1,122 @@
+"""GPU tests are marked, skipped without a GPU and recorded with one; no test sees a real cache."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # benchmarks; at the end, so that an installed kernlib comes first
+sys.path.append(str(ROOT / "tests"))
+
+import record  # noqa: E402
+
+from kernlib import settings  # noqa: E402
+
+RUN = pytest.StashKey[record.Run]()
+
+
+def pytest_configure(config):
+    config.stash[RUN] = record.Run()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    missing = pytest.mark.skip(reason="needs an NVIDIA GPU that torch can use")
+    for item in items:
+        if record.GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(missing)
+
+
+# The record. With pytest-xdist no process sees the whole run, and none is written.
+
+
+def pytest_deselected(items):
+    for item in items:
+        family = record.family_of(item.path)
+        if family is not None:
+            item.config.stash[RUN].partial.add(family)
+
+
+def pytest_collection_finish(session):
+    run = session.config.stash[RUN]
+    for item in session.items:
+        family = record.family_of(item.path)
+        if family is not None and torch.cuda.is_available():
+            run.collected(family, item.path, item.nodeid)
+    for argument in session.config.args:
+        name, *single = str(argument).split("::")
+        family = record.family_of((session.config.invocation_params.dir / name).resolve())
+        if single and family is not None:
+            run.partial.add(family)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    found = yield
+    report = found.get_result()
+    family = record.family_of(item.path)
+    if family is not None and torch.cuda.is_available():
+        expected = report.skipped and hasattr(report, "wasxfail")
+        outcome = "passed" if expected else report.outcome
+        if outcome != "passed" or call.when == "teardown":
+            item.config.stash[RUN].outcome(family, item.nodeid, outcome)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    run = config.stash[RUN]
+    if not run.tests or hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    results = run.results()
+    for family in run.tests:
+        status = results[family]["status"] if family in results else "incomplete, not recorded"
+        terminalreporter.write_line(f"gpu record: {family} {status}")
+    if results:
+        terminalreporter.write_line(f"gpu record: written to {record.write(results)}")
+
+
+# Fixtures.
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory):
+    """A cache of this session's own, also for its child processes."""
+    before = os.environ.get("KERNLIB_CACHE_DIR")
+    directory = tmp_path_factory.mktemp("kernlib-cache")
+    os.environ["KERNLIB_CACHE_DIR"] = str(directory)
+    settings.reset()
+    yield directory
+    if before is None:
+        del os.environ["KERNLIB_CACHE_DIR"]
+    else:
+        os.environ["KERNLIB_CACHE_DIR"] = before
+    settings.reset()
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings():
+    """What a test sets in the environment ends with it."""
+    yield
+    settings.reset()
+
+
+@pytest.fixture
+def device() -> str:
+    """The device of GPU tests."""
+    return "cuda"
+
+
+@pytest.fixture
+def seed() -> int:
+    """A new seed each run, given to torch, shown when the test fails; KERNLIB_SEED repeats it."""
+    given = os.environ.get("KERNLIB_SEED")
+    value = int(given) if given else int.from_bytes(os.urandom(4), "little")
+    torch.manual_seed(value)
+    print(f"KERNLIB_SEED={value}")
+    return value

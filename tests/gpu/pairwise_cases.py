@@ -1,0 +1,68 @@
+"""Shared by the gpu tests of the pairwise family: references in float64 and error measures."""
+
+from __future__ import annotations
+
+import torch
+
+import kernlib as kl
+from kernlib.descriptors import norms
+from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import pairwise_cpu
+
+POISON = float("nan")
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|out - ref| / |ref|`` in the Frobenius norm, computed in float64; NaN never passes."""
+    reference = reference.double()
+    scale = reference.norm()
+    difference = (out.double().to(reference.device) - reference).norm()
+    return (difference / scale if scale > 0 else difference).item()
+
+
+def reference(descriptor, a, b=None, row_offset=0, col_offset=0, **hyperparameters):
+    """The float64 result on the CPU, of the same inputs rounded to their own dtype."""
+    a, b = (None if x is None else x.detach().cpu().double() for x in (a, b))
+    values = {
+        name: value.cpu().double() if isinstance(value, torch.Tensor) else value
+        for name, value in hyperparameters.items()
+    }
+    if descriptor.symmetric:
+        descriptor, b = descriptor.replace(symmetric=False), a
+    call = checks.check_call(descriptor, a, b, None, False, row_offset, col_offset, values)
+    result = pairwise_cpu.compute(descriptor, a, b, call, row_offset - col_offset, values)
+    return result.view(call.out_shape)
+
+
+def check(descriptor, a, b=None, tolerance=None, **arguments) -> torch.Tensor:
+    """Run on the GPU into a poisoned output and compare with the reference."""
+    values = {k: v for k, v in arguments.items() if k not in ("out", "accumulate")}
+    wanted = reference(descriptor, a, b, **values)
+    out = arguments.pop("out", None)
+    if out is None:
+        out = torch.full(wanted.shape, POISON, dtype=a.dtype, device=a.device)
+    inputs = (a,) if b is None else (a, b)
+    result = kl.run_kernel(descriptor, *inputs, out=out, **arguments)
+    assert result is out
+    error = relative_error(out, wanted)
+    bound = TOLERANCE[a.dtype] if tolerance is None else tolerance
+    assert error <= bound, f"{descriptor.describe()}: error {error:.2e} > {bound:.0e}"
+    return out
+
+
+def points(*shape: int, dtype=torch.float32, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda", dtype=torch.float64) * scale).to(dtype)
+
+
+def all_combinations() -> list:
+    """The predecessor's 150 combinations."""
+    stages = (norms.Identity, norms.Abs, norms.Square, norms.Sqrt, norms.Power)
+    epilogues = (None, kl.Laplace(), kl.Gaussian())
+    return [
+        kl.Pairwise(operator, inner(), outer(), epilogue)
+        for operator in ("difference", "dot")
+        for inner in stages
+        for outer in stages
+        for epilogue in epilogues
+    ]

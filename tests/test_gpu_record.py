@@ -1,0 +1,298 @@
+"""The committed GPU record is of this tree, and what makes it stale is what it should be."""
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import record
+import torch
+
+MACHINE = {"gpu": "G", "driver": "1", "torch": "2", "nvrtc": "13", "date": "2026-01-01"}
+FIELDS = {"status", "digest", "files", "tests", "failed", "reason"}
+
+
+@pytest.mark.parametrize("family", record.FAMILIES)
+def test_record_is_current(family, request):
+    here = {record.family_of(item.path) for item in request.session.items}
+    if torch.cuda.is_available() and family in here:
+        pytest.skip("this run renews the record")
+    entry = record.read()["families"].get(family)
+    outcome, why = record.verdict(family, entry, record.digest(family))
+    if outcome == "warn":
+        warnings.warn(why, stacklevel=1)
+    assert outcome != "fail", why
+
+
+def test_record_has_the_schema():
+    found = record.read()
+    assert set(found) == {*MACHINE, "families"}
+    assert set(found["families"]) == set(record.FAMILIES)
+    for entry in found["families"].values():
+        assert set(entry) == FIELDS
+        assert entry["status"] in ("passed", "failed", "unverified")
+
+
+def test_families_cover_their_files():
+    pairwise, service = record.files("pairwise"), record.files("service")
+    assert "kernel_sources/pairwise/pairwise.cuh" in pairwise
+    assert "kernel_sources/common/math.cuh" in pairwise
+    assert "kernlib/ops/pairwise_lowering.py" in pairwise
+    assert {"kernlib/launch.py", "kernlib/jit/store.py"} <= set(service)
+    folder = record.ROOT / "kernel_sources" / "pairwise"
+    assert {f"kernel_sources/pairwise/{path.name}" for path in folder.glob("*.cuh")} <= set(
+        pairwise
+    )
+    assert all((record.ROOT / name).is_file() for name in (*pairwise, *service))
+
+
+# What counts as a change.
+
+PYTHON = '''"""Doc."""
+import os  # why
+
+
+class A:
+    """One."""
+
+    x = "# kept"  # café
+
+
+def f(a):
+    """Two
+    lines."""
+    return f"{a} # kept"
+'''
+
+
+def test_python_comments_and_docstrings_do_not_count():
+    bare = 'import os\nclass A:\n    x = "# kept"\ndef f(a):\n    return f"{a} # kept"'
+    assert record.strip_python(PYTHON) == bare
+    assert record.strip_python(bare) == bare
+
+
+def test_python_keeps_text_behind_other_alphabets():
+    assert record.strip_python('x = "é" ; y = 1  # z\n') == 'x = "é" ; y = 1'
+    assert record.strip_python('def f(): "doc"; return 1\n') == "def f(): ; return 1"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "int  f( int a ){ return a+1; }",
+        "int f(int a) {\n\n  return a + 1;  // one more\n}\n",
+        "/* a\n b */ int f(int a) { return /* x */ a + 1; }",
+    ],
+)
+def test_cuda_comments_and_space_do_not_count(other):
+    assert record.strip_cuda(other) == record.strip_cuda("int f(int a) { return a + 1; }")
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ("int a;", "inta;"),
+        ("a + +b", "a ++b"),
+        ('"a // b"', '"a"'),
+        ("#define F(x) x", "#define F (x) x"),
+        ("#define A 1\nB", "#define A 1 B"),
+        ("x = '\"'; // y", "x = '\"'; y"),
+    ],
+)
+def test_cuda_changes_count(one, two):
+    assert record.strip_cuda(one) != record.strip_cuda(two)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in record.files("pairwise"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(record.ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_digest_follows_code_only(tree):
+    before = record.digest("pairwise", tree)
+    assert before == record.digest("pairwise")
+    source, op = tree / "kernel_sources/pairwise/terms.cuh", tree / "kernlib/ops/pairwise.py"
+    source.write_text("// new\n" + source.read_text())
+    op.write_text(op.read_text() + "\n# new\n")
+    assert record.digest("pairwise", tree) == before
+    op.write_text(op.read_text() + "\nNEW = 1\n")
+    assert record.digest("pairwise", tree) != before
+    source.write_text(source.read_text() + "\nint added;\n")
+    assert record.digest("pairwise", tree) != before
+
+
+# Verdicts, runs and the file.
+
+
+def entry(**fields):
+    base = {"status": "passed", "digest": "d", "files": [], "tests": 1, "failed": [], "reason": ""}
+    return {**base, **fields}
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome"),
+    [
+        (entry(), "ok"),
+        (entry(digest="old"), "fail"),
+        (entry(status="failed", failed=["t"]), "fail"),
+        (entry(status="unverified", reason="no GPU"), "warn"),
+        (entry(status="unverified"), "fail"),
+        (None, "fail"),
+    ],
+)
+def test_verdict(found, outcome):
+    got, why = record.verdict("pairwise", found, "d")
+    assert got == outcome
+    assert outcome == "ok" or ("pairwise" in why and "pytest tests/gpu" in why)
+
+
+@pytest.fixture
+def gpu_files(tmp_path, monkeypatch):
+    names = ("test_pairwise_a.py", "test_pairwise_b.py")
+    monkeypatch.setattr(record, "GPU_TESTS", tmp_path)
+    for name in names:
+        (tmp_path / name).touch()
+    return [tmp_path / name for name in names]
+
+
+def full_run(paths):
+    run = record.Run()
+    for path in paths:
+        run.collected("pairwise", path, f"{path.name}::t")
+        run.outcome("pairwise", f"{path.name}::t", "passed")
+    return run
+
+
+def test_complete_run_is_recorded(gpu_files):
+    found = full_run(gpu_files).results()["pairwise"]
+    assert set(found) == FIELDS
+    assert (found["status"], found["tests"], found["failed"]) == ("passed", 2, [])
+    assert found["digest"] == record.digest("pairwise") and found["reason"] == ""
+
+
+def test_partial_runs_are_not_recorded(gpu_files):
+    assert full_run(gpu_files[:1]).results() == {}
+    deselected = full_run(gpu_files)
+    deselected.partial.add("pairwise")
+    assert deselected.results() == {}
+    stopped = full_run(gpu_files)
+    stopped.collected("pairwise", gpu_files[0], "never ran")
+    assert stopped.results() == {}
+
+
+def test_failures_and_skips_are_recorded(gpu_files):
+    run = full_run(gpu_files)
+    run.outcome("pairwise", "test_pairwise_a.py::t", "skipped")
+    assert run.results()["pairwise"]["tests"] == 1
+    assert run.results()["pairwise"]["reason"] == "1 of 2 tests skipped"
+    run.outcome("pairwise", "test_pairwise_a.py::t", "failed")
+    run.outcome("pairwise", "test_pairwise_a.py::t", "passed")
+    found = run.results()["pairwise"]
+    assert (found["status"], found["failed"]) == ("failed", ["test_pairwise_a.py::t"])
+
+
+def test_all_skipped_verifies_nothing(gpu_files):
+    run = full_run(gpu_files)
+    for path in gpu_files:
+        run.outcome("pairwise", f"{path.name}::t", "skipped")
+    assert run.results()["pairwise"]["status"] == "unverified"
+
+
+def test_write_keeps_other_families(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    monkeypatch.setenv("KERNLIB_GPU_RECORD", str(path))
+    assert record.write({"pairwise": entry()}, MACHINE) == path
+    record.write({"service": entry(status="failed")}, {**MACHINE, "kernlib": "1"})
+    found = json.loads(path.read_text())
+    assert found["families"]["pairwise"] == entry()
+    assert found["families"]["service"]["status"] == "failed"
+    assert set(found) == {*MACHINE, "families"}
+
+
+# The hooks, in a session of their own with a torch that says it has a GPU.
+
+GPU_TEST = """
+import os
+import pytest
+
+
+def test_ok(device, seed):
+    assert device == "cuda" and "kernlib-cache" in os.environ["KERNLIB_CACHE_DIR"]
+
+
+@pytest.mark.xfail
+def test_expected():
+    assert False
+"""
+
+FAKE_GPU = """
+import torch
+import benchmarks.harness
+torch.cuda.is_available = lambda: True
+benchmarks.harness.machine = lambda: dict(gpu="G", driver="", torch="", nvrtc="", date="")
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of what the hooks need, with GPU tests of both families."""
+    root = tmp_path / "checkout"
+    for name in ("kernlib", "kernel_sources", "benchmarks"):
+        shutil.copytree(record.ROOT / name, root / name)
+    (root / "tests" / "gpu").mkdir(parents=True)
+    for name in ("conftest.py", "record.py"):
+        shutil.copy(Path(__file__).parent / name, root / "tests" / name)
+    shutil.copy(record.ROOT / "pyproject.toml", root)
+    (root / "fake_gpu.py").write_text(FAKE_GPU)
+    for family in record.FAMILIES:
+        (root / "tests" / "gpu" / f"test_{family}_x.py").write_text(GPU_TEST)
+    return root
+
+
+def run_pytest(root, *arguments, gpu=True):
+    plugin = ["-p", "fake_gpu"] if gpu else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    path = root / "tests" / "gpu_record.json"
+    return done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else None
+
+
+def test_hooks_write_the_record(checkout):
+    output, found = run_pytest(checkout, "tests")
+    assert found is not None, output
+    assert {n: e["status"] for n, e in found["families"].items()} == {
+        "pairwise": "passed",
+        "service": "passed",
+    }, output
+    assert found["families"]["pairwise"]["tests"] == 2
+
+
+def test_hooks_record_failures_with_their_seed(checkout):
+    path = checkout / "tests" / "gpu" / "test_service_x.py"
+    path.write_text("def test_bad(seed):\n    assert seed is None\n")
+    output, found = run_pytest(checkout, "tests/gpu")
+    assert found["families"]["service"]["failed"] == ["tests/gpu/test_service_x.py::test_bad"]
+    assert found["families"]["pairwise"]["status"] == "passed"
+    assert "KERNLIB_SEED=" in output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("tests", "-k", "test_ok"), ("tests/gpu/test_pairwise_x.py::test_ok",), ("--co", "tests")],
+)
+def test_hooks_record_no_partial_run(checkout, arguments):
+    output, found = run_pytest(checkout, *arguments)
+    assert found is None, output
+
+
+def test_hooks_skip_without_a_gpu(checkout):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    output, found = run_pytest(checkout, "tests", "-m", "gpu", gpu=False)
+    assert "4 skipped" in output and found is None

@@ -1,0 +1,346 @@
+"""Lowering of pairwise calls: which kernel, which grid, which parameter bytes. No GPU, no compiler."""
+
+import ctypes
+import re
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernlib as kl
+from kernlib.errors import UnsupportedError
+from kernlib.jit import sources, targets
+from kernlib.ops import pairwise_lowering as lowering
+from kernlib.ops.pairwise_lowering import Layout, Problem, lower
+
+L1, LAPLACE, NORM = kl.l1_distance(), kl.laplace_l1(), kl.p_distance()
+SIGNED = kl.Pairwise(inner=kl.Identity())
+SYMMETRIC = kl.laplace_l1(symmetric=True)
+
+
+def problem(m=1000, n=2000, k=64, batch=1, **changes):
+    """A call on contiguous row-major tensors, with some fields changed."""
+    fields = {
+        "a": Layout(m * k, k, 1),
+        "b": Layout(n * k, k, 1),
+        "out": Layout(m * n, n, 1),
+    }
+    return Problem(m, n, k, batch, **(fields | changes))
+
+
+def lowered(descriptor=L1, arch="sm_90a", processors=132, **changes):
+    strides = (0,) * lowering.scalar_count(descriptor)
+    return lower(descriptor, problem(**changes), arch, processors, strides)
+
+
+def access(found):
+    return re.findall(r"#define ACCESS_[AB] Access::(\w+)", found.spec.source)
+
+
+def constant(found, name):
+    return re.search(rf"constexpr \w+ {name} = (\w+);", found.spec.source)[1]
+
+
+CHOICES = [  # dtype, layout of a (1000 points of 64 features), the access that is right for it
+    ("float32", Layout(0, 64, 1), "features"),
+    ("float32", Layout(0, 1, 1000), "points"),
+    ("float32", Layout(0, 68, 1), "features"),  # padded by whole runs
+    ("float32", Layout(0, 65, 1), "strided"),
+    ("float32", Layout(0, 1, 1002), "strided"),
+    ("float32", Layout(0, 128, 2), "strided"),
+    ("float32", Layout(0, 0, 1), "features"),  # one point, expanded
+    ("float32", Layout(0, 64, 0), "strided"),
+    ("float32", Layout(64000, 64, 1), "features"),
+    ("float32", Layout(64002, 64, 1), "strided"),  # later entries of the batch are not aligned
+    ("float32", Layout(0, 64, 1, alignment=4), "strided"),
+    ("float32", Layout(0, 64, 1, alignment=8), "strided"),
+    ("float32", Layout(0, 64, 1, alignment=0), "features"),  # of the address modulo 16
+    ("float64", Layout(0, 64, 1), "features"),
+    ("float64", Layout(0, 66, 1), "features"),
+    ("float64", Layout(0, 65, 1), "strided"),
+    ("float64", Layout(0, 64, 1, alignment=8), "strided"),
+    ("float16", Layout(0, 64, 1, alignment=8), "features"),
+    ("float16", Layout(0, 64, 1, alignment=4), "strided"),
+    ("float16", Layout(0, 66, 1), "strided"),
+    ("bfloat16", Layout(0, 1, 1000, alignment=8), "points"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "layout", "expected"), CHOICES)
+def test_wide_loads_are_chosen_only_where_every_one_is_aligned(dtype, layout, expected):
+    changes = {"dtype": dtype, "out_dtype": dtype}
+    assert access(lowered(a=layout, **changes))[0] == expected
+    assert access(lowered(m=2000, n=1000, b=layout, **changes))[1] == expected
+
+
+@pytest.mark.parametrize(("k", "n"), [(63, 2000), (64, 2001)])
+def test_a_last_run_that_is_cut_short_forbids_wide_loads(k, n):
+    rows = lowered(k=k, n=n, b=Layout(0, 64, 1))
+    columns = lowered(k=k, n=n, b=Layout(0, 1, 2004))
+    assert access(rows)[1] == ("strided" if k == 63 else "features")
+    assert access(columns)[1] == ("strided" if n == 2001 else "points")
+
+
+def read(found, descriptor=L1, scalar_strides=None):
+    return parameters_type(lowering.scalar_count(descriptor)).from_buffer_copy(
+        block(found, descriptor)
+    )
+
+
+@pytest.mark.parametrize("descriptor", [L1, SIGNED, kl.dot_product()], ids=["l1", "signed", "dot"])
+def test_a_column_major_out_is_filled_as_the_transposed_call(descriptor):
+    a, b = Layout(9, 64, 1), Layout(7, 1, 2000)
+    found = lowered(descriptor, a=a, b=b, out=Layout(5, 1, 1000), diagonal=3)
+    direct = lowered(descriptor, a=a, b=b, diagonal=3)
+    parameters = read(found, descriptor)
+    assert found.swapped and not direct.swapped
+    assert access(found) == access(direct)[::-1]
+    assert (parameters.m, parameters.n, parameters.diagonal) == (2000, 1000, -3)
+    assert list(parameters.a_view) == [7, 1, 2000] and list(parameters.b_view) == [9, 64, 1]
+    assert list(parameters.out_view) == [5, 1000, 1]
+    assert ("SwappedDifference" in found.spec.source) == (descriptor is SIGNED)
+    assert "Swapped" not in direct.spec.source
+
+
+def test_both_orders_of_a_symmetric_form_share_a_kernel():
+    row = lowered(b=Layout(0, 64, 1))
+    column = lowered(b=Layout(0, 64, 1), out=Layout(0, 1, 1000))
+    assert row.spec == column.spec
+
+
+TILES = [  # m, n, batch, dtype, tile
+    (30000, 30000, 1, "float32", 128),
+    (1500, 1500, 1, "float32", 128),  # 144 tiles for 132 multiprocessors
+    (1400, 1400, 1, "float32", 64),
+    (1400, 1400, 2, "float32", 128),
+    (64, 10**6, 1, "float32", 64),
+    (10**6, 64, 1, "float16", 64),
+    (65, 10**6, 1, "bfloat16", 128),
+    (30000, 30000, 1, "float64", 64),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "batch", "dtype", "tile"), TILES)
+def test_the_tile_fills_the_device(m, n, batch, dtype, tile):
+    found = lowered(m=m, n=n, batch=batch, dtype=dtype, out_dtype=dtype)
+    assert constant(found, "TILE") == str(tile)
+    assert found.grid == (-(-m // tile) * -(-n // tile), batch)
+
+
+@pytest.mark.parametrize(("k", "long"), [(0, "false"), (128, "false"), (129, "true")])
+def test_running_sums_are_kept_apart_only_for_long_rows(k, long):
+    assert constant(lowered(k=k), "LONG_K") == long
+
+
+def test_sizes_up_to_the_grids_limit_are_taken_and_larger_ones_refused():
+    side = 46340  # tiles; its square is just below 2^31
+    assert lowered(m=side * 128, n=side * 128).grid[0] == side**2
+    with pytest.raises(UnsupportedError, match=f"{46341 * 128} x {46341 * 128} .*slices"):
+        lowered(m=46341 * 128, n=46341 * 128)
+    assert lowered(batch=10**6, m=9, n=9).grid == (1, lowering.MAX_BATCH_BLOCKS)
+    with pytest.raises(UnsupportedError, match="features"):
+        lowered(k=2**31 - 16)
+
+
+ARCHS = list(targets.SHARED_BYTES)
+DTYPES = list(lowering.TYPES)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_fits_the_shared_memory_of_every_target(arch):
+    specs = lowering.variants(NORM, arch, tuple(DTYPES))
+    assert len({spec.source for spec in specs}) == len(specs) > 100
+    assert max(spec.shared_bytes for spec in specs) <= targets.SHARED_BYTES[arch]
+
+
+def test_a_target_with_too_little_shared_memory_is_refused(monkeypatch):
+    monkeypatch.setitem(targets.SHARED_BYTES, "sm_86", 20_000)
+    with pytest.raises(UnsupportedError, match="bytes of shared memory"):
+        lowered(arch="sm_86")
+
+
+def shared_bytes(tile, long_k, accumulator):
+    """As tile.cuh lays them out: two stages of two operands, and the sums beside or over them."""
+    line = (tile + 16 // accumulator) * accumulator
+    stages, total = 2 * 2 * 16 * line, tile * line
+    return stages + total if long_k else max(stages, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [64, 1024])
+@pytest.mark.parametrize("m", [100, 30000])
+def test_shared_memory_is_what_the_source_uses(dtype, k, m):
+    found = lowered(m=m, n=m, k=k, dtype=dtype, out_dtype=dtype)
+    size = 8 if dtype == "float64" else 4
+    assert found.spec.shared_bytes == shared_bytes(int(constant(found, "TILE")), k > 128, size)
+
+
+# The parameter block, against the struct of the CUDA source.
+
+KINDS = {"i64": ctypes.c_int64, "int": ctypes.c_int32, "View": ctypes.c_int64 * 3}
+
+
+class Scalar(ctypes.Structure):
+    _fields_ = [("value", ctypes.c_double), ("device", ctypes.c_uint64)]
+
+
+def parameters_type(scalars):
+    """struct Parameters as a C compiler lays it out, read from pairwise.cuh."""
+    text = (sources.root() / "pairwise" / "pairwise.cuh").read_text()
+    body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
+    fields = []
+    for line in re.sub(r"//.*", "", body).split(";"):
+        if not line.strip():
+            continue
+        kind, declared = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(.*)", line.strip()).groups()
+        base = ctypes.c_uint64 if "*" in kind else KINDS.get(kind, Scalar)
+        for name in declared.split(","):
+            name, array = re.fullmatch(r"\s*(\w+)(\[SCALARS\])?", name).groups()
+            fields.append((name, base * scalars if array else base))
+    return type("Parameters", (ctypes.Structure,), {"_fields_": fields})
+
+
+def block(found, descriptor, pointers=(1, 2, 3), numbers=None):
+    count = lowering.scalar_count(descriptor)
+    numbers = [0.0, 0] * count if numbers is None else numbers
+    layout = f"<{lowering.POINTERS}Q" + lowering.NUMBER * count
+    return struct.pack(layout, *pointers, *numbers) + found.fixed
+
+
+@pytest.mark.parametrize("descriptor", [L1, LAPLACE, kl.laplace_pq(), SYMMETRIC], ids=str)
+def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
+    count = lowering.scalar_count(descriptor)
+    given = problem(
+        m=1001, n=2002, k=303, batch=5,
+        a=Layout(11, 12, 13), b=Layout(2**40, 22, 23), out=Layout(31, 2**33, 1),
+        diagonal=-(2**35), accumulate=True,
+    )  # fmt: skip
+    strides = tuple(range(70, 70 + count))
+    found = lower(descriptor, given, "sm_90a", 132, strides)
+    numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
+    data = block(found, descriptor, (2**47 + 1, 2**47 + 2, 2**47 + 3), numbers)
+    kind = parameters_type(count)
+    assert ctypes.sizeof(kind) == len(data)
+    read = kind.from_buffer_copy(data)
+    assert (read.a, read.b, read.out) == (2**47 + 1, 2**47 + 2, 2**47 + 3)
+    assert [(s.value, s.device) for s in read.scalars] == [
+        (index + 0.5, index + 900) for index in range(count)
+    ]
+    assert tuple(read.scalar_strides) == strides
+    assert list(read.a_view) == [11, 12, 13] and list(read.b_view) == [2**40, 22, 23]
+    assert list(read.out_view) == [31, 2**33, 1]
+    assert (read.m, read.n, read.batch, read.diagonal) == (1001, 2002, 5, -(2**35))
+    tile = int(constant(found, "TILE"))
+    assert (read.k, read.tiles_m, read.tiles_n) == (303, -(-1001 // tile), -(-2002 // tile))
+    assert (read.out_vectors, read.accumulate) == (0, 1)
+
+
+VECTORS = [
+    ("float32", Layout(0, 2000, 1), 1),
+    ("float32", Layout(0, 2004, 1), 1),
+    ("float32", Layout(0, 2001, 1), 0),
+    ("float32", Layout(0, 2000, 1, alignment=8), 0),
+    ("float32", Layout(6, 2000, 1), 0),
+    ("float32", Layout(0, 4000, 2), 0),
+    ("float16", Layout(0, 2000, 1, alignment=8), 1),
+    ("float16", Layout(0, 2000, 1, alignment=4), 0),
+    ("float64", Layout(0, 2002, 1), 1),
+    ("float64", Layout(0, 2000, 1, alignment=8), 0),
+]
+
+
+@pytest.mark.parametrize(("dtype", "out", "expected"), VECTORS)
+def test_wide_stores_are_chosen_only_where_every_one_is_aligned(dtype, out, expected):
+    assert read(lowered(out=out, dtype=dtype, out_dtype=dtype)).out_vectors == expected
+
+
+# The generated source.
+
+
+def test_the_names_of_scalars_are_the_enum_of_the_source():
+    text = (sources.root() / "pairwise" / "pairwise.cuh").read_text()
+    names = re.search(r"enum \{ (.*) \};", text)[1].lower().split(", ")
+    assert names == [*lowering.COMMON_SCALARS, "epilogue"]
+
+
+def test_tile_constants_agree_with_the_source():
+    text = "".join(sources._read(f"pairwise/{n}.cuh") for n in ("operand", "tile"))
+    for name in ("TILE_K", "THREADS", "PROMOTE_K"):
+        assert re.search(rf"constexpr int {name} = (\d+);", text)[1] == str(getattr(lowering, name))
+
+
+def test_every_term_that_lowering_names_is_defined():
+    text = sources._read("pairwise/terms.cuh")
+    defined = set(re.findall(r"^struct (\w+)", text, re.M))
+    stages = {"Identity", "Abs", "Square", "Sqrt"}
+    assert set(lowering.INNER_CODE.values()) | stages <= defined
+    assert {"Difference", "SwappedDifference", "Dot"} <= defined
+
+
+def test_sizes_and_numbers_do_not_reach_the_source():
+    small, large = lowered(m=2000, n=2000), lowered(m=30000, n=40000, k=100, diagonal=5)
+    assert small.spec == large.spec
+    assert small.spec.canonical() == large.spec.canonical()
+
+
+@pytest.mark.parametrize("descriptor", [L1, kl.laplace_pq(), kl.matern52(), kl.polynomial(7)])
+def test_the_source_is_the_same_each_time_and_includes_only_our_files(descriptor):
+    found = lowered(descriptor)
+    assert lowered(descriptor.replace()).spec == found.spec
+    assert not sources.system_includes(found.spec.source)
+    names = sources.closure(found.spec.source)
+    assert {"pairwise/pairwise.cuh", "pairwise/tile.cuh", "common/math.cuh"} <= set(names)
+    assert all(name.split("/")[0] in ("pairwise", "common") for name in names)
+
+
+# variants() is what lower() can choose.
+
+ALIGNMENTS = st.sampled_from([0, 2, 4, 8, 12])
+STRIDES = st.sampled_from([0, 1, 2, 3, 64, 65, 66, 1000])
+LAYOUTS = st.builds(Layout, STRIDES, STRIDES, STRIDES, ALIGNMENTS)
+SIZES = st.integers(1, 5000)
+DESCRIPTORS = [L1, LAPLACE, SIGNED, SYMMETRIC, NORM, kl.power_sum(), kl.polynomial(2)]
+KNOWN = {}
+
+
+def known(descriptor, arch):
+    if (descriptor, arch) not in KNOWN:
+        KNOWN[descriptor, arch] = set(lowering.variants(descriptor, arch, tuple(DTYPES)))
+    return KNOWN[descriptor, arch]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(DESCRIPTORS), st.sampled_from(["sm_80", "sm_86", "sm_90a"]), st.data(),
+    SIZES, SIZES, st.integers(0, 300), st.integers(1, 70000), st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_lowering_chooses_among_the_variants(descriptor, arch, data, m, n, k, batch, dtype):
+    a, b, out = (data.draw(LAYOUTS) for _ in range(3))
+    power = isinstance(descriptor.inner, kl.Power)
+    inner = data.draw(st.sampled_from(list(lowering.INNER_CODE))) if power else "any"
+    given = Problem(
+        m, n, k, batch, a, a if descriptor.symmetric else b, out, dtype, dtype,
+        inner=inner, root=isinstance(descriptor.outer, kl.Root),
+    )  # fmt: skip
+    strides = (0,) * lowering.scalar_count(descriptor)
+    assert lower(descriptor, given, arch, 100, strides).spec in known(descriptor, arch)
+
+
+@pytest.mark.parametrize("outer", [0.5, 1.0, 2.0, "any"])
+def test_exponents_of_the_outer_stage_are_among_the_variants(outer):
+    descriptor = kl.Pairwise(inner=kl.Abs(), outer=kl.Power())
+    specs = lowering.variants(descriptor, "sm_90a", ("float32",))
+    assert lowered(descriptor, outer=outer).spec in specs
+
+
+def test_p_for_both_stages_is_among_the_variants():
+    descriptor = kl.Pairwise(inner=kl.Power(), outer=kl.Power())
+    specs = lowering.variants(descriptor, "sm_90a", ("float32",))
+    assert lowered(descriptor, inner=2.0, root=True).spec in specs
+
+
+def test_a_device_later_than_the_table_has_a_clear_error():
+    arch = targets.arch_of((13, 0))
+    with pytest.raises(UnsupportedError, match="sm_130"):
+        lowered(arch=arch)

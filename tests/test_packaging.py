@@ -1,0 +1,118 @@
+"""What an installation must hold, and how little `import kernlib` may do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import kernlib
+from kernlib.jit import sources
+
+PACKAGE = Path(kernlib.__file__).resolve().parent
+IMPORT_BUDGET_MS = 50
+UNWRITABLE_HOME = "/proc"  # not even root makes a folder there
+
+IMPORT_AND_REPORT = """
+import json, sys, time
+import torch
+files = []
+def watch(event, arguments):
+    if event in ("open", "os.mkdir"):
+        files.append(str(arguments[0]))
+sys.addaudithook(watch)
+before = set(sys.modules)
+start = time.perf_counter()
+import kernlib
+milliseconds = (time.perf_counter() - start) * 1e3
+opened = list(files)
+cuda = torch.cuda.is_initialized()
+roots = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
+print(json.dumps({"ms": milliseconds, "files": opened, "roots": roots, "cuda": cuda}))
+"""
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run code in a fresh interpreter without anybody's cache settings."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KERNLIB_", "XDG_"))}
+    command = [sys.executable, "-W", "always::RuntimeWarning", "-c", code]
+    found = subprocess.run(
+        command, env={**environment, **variables}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    return found
+
+
+@pytest.fixture(scope="module")
+def imported() -> list[dict]:
+    """Three reports of importing kernlib after torch."""
+    return [json.loads(python(IMPORT_AND_REPORT).stdout) for _ in range(3)]
+
+
+def test_sources_are_there():
+    assert (sources.root() / "common" / "types.cuh").is_file()
+    assert (sources.root() / "pairwise" / "pairwise.cuh").is_file()
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_the_version_is_that_of_the_installation():
+    assert metadata.version("kernlib") == kernlib.__version__
+
+
+def test_every_public_name_resolves():
+    for name in kernlib.__all__:
+        assert getattr(kernlib, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        kernlib.nothing  # noqa: B018
+
+
+def test_import_is_quick(imported):
+    assert min(report["ms"] for report in imported) < IMPORT_BUDGET_MS
+
+
+def test_import_opens_only_its_own_source(imported):
+    for report in imported:
+        strangers = [f for f in report["files"] if not Path(f).resolve().is_relative_to(PACKAGE)]
+        assert strangers == []
+
+
+def test_import_loads_nothing_else_and_touches_no_gpu(imported):
+    for report in imported:
+        assert report["roots"] == ["kernlib"]
+        assert not report["cuda"]
+
+
+def test_import_alone_loads_no_torch():
+    code = "import sys, kernlib; print(sorted({'torch', 'cuda', 'lmdb'} & set(sys.modules)))"
+    assert python(code).stdout.strip() == "[]"
+
+
+def test_import_and_cpu_tensors_leave_home_empty(tmp_path):
+    code = (
+        "import torch, kernlib as kl\n"
+        "kl.run_kernel(kl.laplace_l1(), torch.ones(3, 2), torch.ones(4, 2), bandwidth=1.0)"
+    )
+    python(code, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_and_compile_with_a_home_that_cannot_be_written():
+    code = (
+        "import torch, kernlib as kl\n"
+        "x = torch.empty(64, 8, device='meta')\n"
+        "made = kl.compile(kl.laplace_l1(), specs=(x, x), bandwidth=1.0)\n"
+        "made += kl.compile(kl.laplace_l1(), specs=(x, x), bandwidth=1.0)\n"
+        "print(len(made), made[0].cubin == made[1].cubin)"
+    )
+    found = python(code, HOME=UNWRITABLE_HOME)
+    assert found.stdout.split() == ["2", "True"]
+    assert found.stderr.count("RuntimeWarning") == 1
+    assert "KERNLIB_CACHE_DIR" in found.stderr
