@@ -31,6 +31,8 @@ def compile(
     entries = []
     for descriptor in several:
         op = op_of(descriptor)
+        if specs is None and arguments:
+            raise TypeError(f"{', '.join(arguments)}: arguments of a call need its specs")
         for arch in archs:
             targets.check_arch(arch)
             if specs is None:

@@ -57,7 +57,7 @@ def _error_lines(log: str, count: int) -> set[int]:
     """Line numbers of the source that the log calls errors; those in headers are not ours."""
     found = (
         int(match["line"])
-        for match in _LOG_ERROR.finditer(log)
+        for match in re.finditer(_LOG_ERROR, log)
         if not match["file"].strip().endswith(_HEADER_SUFFIXES)
     )
     return set(sorted({line for line in found if 1 <= line <= count})[:_SHOWN_ERRORS])

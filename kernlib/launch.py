@@ -56,6 +56,7 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
     arch = arch_of(device)
     found = service.loaded(spec, device, arch)
     if found is not None:
+        _bind_context(device)
         return found
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
@@ -64,7 +65,18 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
                 "loaded while a CUDA graph is captured: call kernlib.prepare with the same "
                 "arguments, or the kernel once, before the capture"
             )
+        _bind_context(device)
         return service.kernel(spec, device, arch)
+
+
+def _bind_context(device: int) -> None:
+    """Give a fresh thread a CUDA context: torch binds one only when it calls the runtime, which a
+    thread that has allocated nothing has not done, and a driver launch without one fails."""
+    from cuda.bindings import driver
+
+    if int(driver.cuCtxGetCurrent()[1]) == 0:
+        handle = driver.cuDeviceGet(device)[1]
+        driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(handle)[1])
 
 
 class Plan:

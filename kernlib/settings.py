@@ -39,8 +39,7 @@ VARIABLES = (
     Variable(
         "KERNLIB_CACHE_DIR",
         "the user's cache folder",
-        f"where compiled kernels are kept; several, separated by {os.pathsep!r}: the first is"
-        " written, the others are only read",
+        "where compiled kernels are kept: a folder of your own on a local disk",
     ),
     Variable(
         "KERNLIB_CACHE_BYTES",

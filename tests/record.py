@@ -32,6 +32,8 @@ FAMILIES = {
             "kernlib/reference/pairwise.py",
             "kernlib/reference/expressions.py",
             "tests/gpu/test_pairwise*.py",
+            "tests/gpu/pairwise_*.py",  # what those tests share
+            "tests/gpu/sanitized_calls.py",
         ),
         "pairwise/pairwise.cuh",
     ),

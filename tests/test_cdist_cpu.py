@@ -112,3 +112,11 @@ def test_out_with_batches_that_are_no_single_view_is_refused():
     out = torch.empty(3, 2, M, N).transpose(0, 1)
     with pytest.raises(ValueError, match="batch dimensions of out"):
         kl.cdist(points(2, 3, M, K), points(N, K), out=out)
+
+
+def test_p_may_widen_a_batch_of_one():
+    x, y, p = torch.rand(1, 5, 3), torch.rand(4, 3), torch.tensor([1.0, 2.0])
+    out = kl.cdist(x, y, p)
+    assert out.shape == (2, 5, 4)
+    for entry in range(2):
+        assert torch.allclose(out[entry], torch.cdist(x[0], y, p=float(p[entry])))

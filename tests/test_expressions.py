@@ -1,6 +1,5 @@
 """The language of epilogues: one tree, and the same value from Python, from torch and in CUDA."""
 
-import dataclasses
 import math
 import re
 
@@ -162,8 +161,8 @@ def test_parameters_are_read_in_order_from_their_slots():
 
 def test_a_division_by_a_parameter_becomes_one_reciprocal_of_the_thread():
     source = cuda(kl.Custom("v / w + exp(v / w)", ("w",)))
-    reciprocals = [value for _, value in source.members if "/" in value]
-    assert reciprocals == ["(AccT(1) / parameter_w)"]
+    reciprocals = [value for _, value in source.members if "reciprocal" in value]
+    assert reciprocals == ["reciprocal(parameter_w)"]
     assert "/" not in "".join(source.steps)
     assert source.steps[0].count("constant_1") == 2
 
@@ -246,6 +245,6 @@ def test_everything_compiles_for_both_types(text, acc):
 
 def test_a_promoted_expression_would_be_noticed():
     spec = spec_of(kl.Custom("v * 0.5"), "float")
-    bare = dataclasses.replace(spec, source=spec.source.replace("AccT(0.5)", "0.5"))
+    bare = spec._replace(source=spec.source.replace("AccT(0.5)", "0.5"))
     with pytest.raises(CompileError, match="promoted"):
         compile_spec(bare, "sm_90a")

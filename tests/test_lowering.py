@@ -1,4 +1,4 @@
-"""Lowering of pairwise calls: which kernel, which grid, which parameter bytes. No GPU, no compiler."""
+"""Lowering of pairwise calls: which kernel, which grid, which bytes of parameters."""
 
 import ctypes
 import re
@@ -155,7 +155,7 @@ def test_every_variant_fits_the_shared_memory_of_every_target(arch):
 
 
 def test_a_target_with_too_little_shared_memory_is_refused(monkeypatch):
-    monkeypatch.setitem(targets.SHARED_BYTES, "sm_86", 20_000)
+    monkeypatch.setitem(targets.SHARED_BYTES, "sm_86", 10_000)
     with pytest.raises(UnsupportedError, match="bytes of shared memory"):
         lowered(arch="sm_86")
 
@@ -341,6 +341,5 @@ def test_p_for_both_stages_is_among_the_variants():
 
 
 def test_a_device_later_than_the_table_has_a_clear_error():
-    arch = targets.arch_of((13, 0))
     with pytest.raises(UnsupportedError, match="sm_130"):
-        lowered(arch=arch)
+        targets.arch_of((13, 0))

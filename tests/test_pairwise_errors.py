@@ -134,7 +134,7 @@ VALUE_ERRORS = {
     "p -1": (call(NORM, A, B, p=-1), "p must be 0 or greater .*got -1"),
     "p nan": (call(NORM, A, B, p=float("nan")), "p must be 0 or greater .*got nan"),
     "p np -1": (call(NORM, A, B, p=np.float32(-1)), "p must be 0 or greater .*got -1"),
-    "p tensor -1": (call(NORM, A, B, p=torch.tensor([-1.0])), r"p must be 0 .*\[-1.\]"),
+    "p tensor -1": (call(NORM, A, B, p=torch.tensor([-1.0])), "p must be 0 or greater .*got -1"),
     "inner_p -1": (call(NORM, A, B, inner_p=-1), "inner_p must be 0 or greater .*got -1"),
     "outer_p nan": (call(BOTH, A, B, inner_p=1.0, outer_p=float("nan")), "outer_p .*nan"),
     "epsilon -1": (call(LAPLACE, A, B, bandwidth=1.0, epsilon=-1), "epsilon .*got -1"),
@@ -173,7 +173,10 @@ VALUE_ERRORS = {
     "cdist sums of inf": (lambda: kl.cdist(A, B, float("inf"), root=False), "p=inf"),
     "cdist p": (lambda: kl.cdist(A, B, -2), "p must be 0 or greater .*got -2"),
     "cdist batch of p": (lambda: kl.cdist(BATCH_A, B, rows(2)), "batches .*p: 2"),
-    "cdist batch by p": (lambda: kl.cdist(rows(1, M, K), B, rows(2)), r"\bp\b.*2"),
+    "cdist batches by p": (
+        lambda: kl.cdist(rows(1, 1, M, K), B, rows(2)),
+        "p of .*one batch",
+    ),
 }
 
 

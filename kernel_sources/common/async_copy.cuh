@@ -17,4 +17,6 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes
 }
 
 // Waits for every copy this thread began.
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}

@@ -4,7 +4,9 @@
 __device__ __forceinline__ float absolute(float x) { return fabsf(x); }
 __device__ __forceinline__ double absolute(double x) { return fabs(x); }
 __device__ __forceinline__ float multiply_add(float x, float y, float z) { return fmaf(x, y, z); }
-__device__ __forceinline__ double multiply_add(double x, double y, double z) { return fma(x, y, z); }
+__device__ __forceinline__ double multiply_add(double x, double y, double z) {
+    return fma(x, y, z);
+}
 
 // fmax() drops a NaN; a distance must not.
 __device__ __forceinline__ float maximum(float x, float y) {
@@ -44,6 +46,17 @@ __device__ __forceinline__ double fast_power(double x, double p) { return pow(x,
 __device__ __forceinline__ float infinity(float) { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ double infinity(double) {
     return __longlong_as_double(0x7ff0000000000000ll);
+}
+
+// 1 / x, finite for every x but 0: the reciprocal of a tiny bandwidth times 0 is 0 then, as the
+// division would be.
+__device__ __forceinline__ float reciprocal(float x) {
+    float y = 1.0f / x;
+    return x != 0.0f && fabsf(y) == infinity(y) ? copysignf(3.402823466e38f, x) : y;
+}
+__device__ __forceinline__ double reciprocal(double x) {
+    double y = 1.0 / x;
+    return x != 0.0 && fabs(y) == infinity(y) ? copysign(1.7976931348623157e308, x) : y;
 }
 
 // pow() for any base and exponent, with the accuracy of the type.

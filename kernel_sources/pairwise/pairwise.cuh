@@ -80,16 +80,16 @@ __device__ __forceinline__ void write(OutputT* address, AccT value, bool accumul
 }
 
 // The finished tile to out: neighbouring threads take neighbouring columns.
-__device__ __forceinline__ void store_tile(const AccT* total, OutputT* out, const Parameters& parameters,
-                                           int rows, int columns) {
-    i64 row_stride = parameters.out_view.row_stride, column_stride = parameters.out_view.column_stride;
+__device__ __forceinline__ void store_tile(const AccT* total, OutputT* out,
+                                           const Parameters& parameters, int rows, int columns) {
+    const View& view = parameters.out_view;
     bool accumulate = parameters.accumulate;
     if (parameters.out_vectors && columns == TILE) {
 #pragma unroll 4
         for (int index = threadIdx.x; index < rows * (TILE / CHUNK); index += THREADS) {
             int row = index / (TILE / CHUNK), column = index % (TILE / CHUNK) * CHUNK;
             auto value = load_vector<AccT, CHUNK>(total + row * LINE + column);
-            OutputT* address = out + row * row_stride + column;
+            OutputT* address = out + row * view.row_stride + column;
             Vector<OutputT, CHUNK> old, result;
             if (accumulate) old = load_vector<OutputT, CHUNK>(address);
 #pragma unroll
@@ -106,28 +106,29 @@ __device__ __forceinline__ void store_tile(const AccT* total, OutputT* out, cons
     for (int index = threadIdx.x; index < rows * TILE; index += THREADS) {
         int row = index / TILE, column = index % TILE;
         if (column >= columns) continue;
-        write(out + row * row_stride + column * column_stride, total[row * LINE + column],
-              accumulate);
+        write(out + row * view.row_stride + column * view.column_stride,
+              total[row * LINE + column], accumulate);
     }
 }
 
 // The same tile below the diagonal: its rows become out's columns.
 __device__ __forceinline__ void store_mirrored(const AccT* total, OutputT* out,
-                                               const Parameters& parameters, int rows, int columns) {
-    i64 row_stride = parameters.out_view.row_stride, column_stride = parameters.out_view.column_stride;
+                                               const Parameters& parameters, int rows,
+                                               int columns) {
+    const View& view = parameters.out_view;
 #pragma unroll 1
     for (int index = threadIdx.x; index < columns * TILE; index += THREADS) {
         int row = index % TILE, column = index / TILE;
         if (row >= rows) continue;
-        write(out + column * row_stride + row * column_stride, total[row * LINE + column],
-              parameters.accumulate);
+        write(out + column * view.row_stride + row * view.column_stride,
+              total[row * LINE + column], parameters.accumulate);
     }
 }
 
 __device__ __forceinline__ Points points_of(const InputT* data, const View& view, i64 l, i64 first,
                                             i64 count, int k) {
-    return {data + l * view.batch_stride + first * view.row_stride, view.row_stride, view.column_stride,
-            int(min(count - first, i64(TILE))), k};
+    return {data + l * view.batch_stride + first * view.row_stride, view.row_stride,
+            view.column_stride, int(min(count - first, i64(TILE))), k};
 }
 
 // Tile index to tile row and column: columns are walked in groups of RASTER_ROWS rows.
@@ -149,7 +150,9 @@ pairwise(const __grid_constant__ Parameters parameters) {
     place_tile(parameters, tile_m, tile_n);
     if (SYMMETRIC && tile_n < tile_m) return;
     i64 m0 = i64(tile_m) * TILE, n0 = i64(tile_n) * TILE;
-    int rows = int(min(parameters.m - m0, i64(TILE))), columns = int(min(parameters.n - n0, i64(TILE)));
+    int rows = int(min(parameters.m - m0, i64(TILE)));
+    int columns = int(min(parameters.n - n0, i64(TILE)));
+    const View& view = parameters.out_view;
     Place place;
 
 #pragma unroll 1
@@ -159,13 +162,12 @@ pairwise(const __grid_constant__ Parameters parameters) {
         sum_tile(total, stages, a, b, place, ReadScalar{parameters, l}(INNER_P));
         finish(total, parameters, Finish(ReadScalar{parameters, l}), place, m0, n0, l);
         __syncthreads();
-        OutputT* out = parameters.out + l * parameters.out_view.batch_stride;
-        store_tile(total, out + m0 * parameters.out_view.row_stride + n0 * parameters.out_view.column_stride,
-                   parameters, rows, columns);
+        OutputT* out = parameters.out + l * view.batch_stride;
+        store_tile(total, out + m0 * view.row_stride + n0 * view.column_stride, parameters, rows,
+                   columns);
         if (SYMMETRIC && tile_n != tile_m) {
-            store_mirrored(total,
-                           out + n0 * parameters.out_view.row_stride + m0 * parameters.out_view.column_stride,
-                           parameters, rows, columns);
+            store_mirrored(total, out + n0 * view.row_stride + m0 * view.column_stride, parameters,
+                           rows, columns);
         }
         __syncthreads();
     }

@@ -54,7 +54,8 @@ struct PowerOnDevice {
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, T p) {
         T size = absolute(v);
-        T term = size == T(0) ? T(0) : fast_power(size, p);
+        T term = p == T(0) ? (size == size ? T(1) : size) : fast_power(size, p);
+        term = size == T(0) ? T(0) : term;
         return merge(sum, p == infinity(p) ? size : term, p);
     }
     template <class T>
@@ -64,9 +65,11 @@ struct PowerOnDevice {
 };
 
 struct Power0 : Sum {
+    static constexpr int UNROLL_K = 1;
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, T) {
-        return sum + (v != T(0) ? T(1) : T(0));
+        T one = v == v ? T(1) : v;  // a NaN stays one
+        return sum + (v == T(0) ? T(0) : one);
     }
 };
 

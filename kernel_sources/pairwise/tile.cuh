@@ -77,13 +77,21 @@ __device__ __forceinline__ void promote(AccT* total, Sums& sums, const Place& pl
     }
 }
 
+// Zeros for the first merge, which a barrier separates from this.
+__device__ __forceinline__ void clear(AccT* total) {
+#pragma unroll 1
+    for (int i = threadIdx.x * CHUNK; i < TILE * LINE; i += THREADS * CHUNK) {
+        store_vector(total + i, Vector<AccT, CHUNK>());
+    }
+}
+
 // Leaves the sums of one tile in `total`, whose memory may be that of the stages if !LONG_K.
-__device__ __forceinline__ void sum_tile(AccT* total, AccT* stages, const Points& a, const Points& b,
-                                         const Place& place, AccT p) {
+__device__ __forceinline__ void sum_tile(AccT* total, AccT* stages, const Points& a,
+                                         const Points& b, const Place& place, AccT p) {
     Operand<ACCESS_A> left(a);
     Operand<ACCESS_B> right(b);
     Sums sums = {};
-    if (LONG_K) promote<false>(total, sums, place, p);
+    if (LONG_K) clear(total);
     int features = a.features;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -115,9 +123,11 @@ __device__ __forceinline__ void sum_tile(AccT* total, AccT* stages, const Points
             if (quarter % 2 == 0) left.end(next, quarter / 2);
             else right.end(next + OPERAND, quarter / 2);
         }
-        if (LONG_K && done % PROMOTE_K == PROMOTE_K - TILE_K) promote<true>(total, sums, place, p);
+        bool full = done % PROMOTE_K == PROMOTE_K - TILE_K;
+        if (LONG_K && (full || ahead <= 0)) promote<true>(total, sums, place, p);
     }
     wait_for_copies();
-    __syncthreads();
-    promote<LONG_K>(total, sums, place, p);
+    if (LONG_K) return;
+    __syncthreads();  // nobody reads the stages any more, where the sums go now
+    promote<false>(total, sums, place, p);
 }

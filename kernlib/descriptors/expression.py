@@ -8,6 +8,7 @@ reference (``kernlib.reference.expressions``).
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -76,7 +77,7 @@ def names(node: Node) -> frozenset[str]:
 
 def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return Number(float(node.value))
+        return _convert_number(node.value, text)
     if isinstance(node, ast.Name):
         return _convert_name(node.id, text, parameters)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -92,6 +93,15 @@ def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
         f"expression {text!r}: {part!r} is not part of the language; use numbers, v, parameters, "
         f"+ - * / **, parentheses and {', '.join(FUNCTIONS)}"
     )
+
+
+def _convert_number(value: float, text: str) -> Node:
+    try:
+        if math.isfinite(float(value)):
+            return Number(float(value))
+    except OverflowError:
+        pass
+    raise ValueError(f"expression {text!r}: {str(value)[:20]} is too large for a float64")
 
 
 def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:

@@ -27,8 +27,9 @@ class Sqrt:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Inner: ``|v| ** inner_p``, where ``inner_p = 0`` counts ``v != 0`` and ``inner_p = inf``
-    takes the largest ``|v|`` in place of the sum. Outer: ``s ** outer_p``, no absolute value.
+    """Inner: ``|v| ** inner_p``, where ``inner_p = 0`` counts ``v != 0`` (a NaN stays one) and
+    ``inner_p = inf`` takes the largest ``|v|`` in place of the sum. Outer: ``s ** outer_p``, no
+    absolute value.
 
     The exponents are arguments of the call. ``p`` sets ``inner_p = p`` and, where the outer stage
     is a Power too, ``outer_p = 1 / p``.

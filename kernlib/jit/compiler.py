@@ -11,8 +11,6 @@ from kernlib.jit import sources, toolchain
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
 
-OPTIONS = ("--std=c++17",)
-
 _FUNCTION = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
@@ -43,24 +41,21 @@ def compile_spec(spec: KernelSpec, arch: str) -> Entry:
 
 
 def _run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise toolchain.missing("cuda.core", error) from error
+    core = toolchain.cuda_core()
     includes = [str(sources.root())]
     if sources.system_includes(spec.source):
         includes.append(toolchain.header_directory())
     try:
         # no_cache: NVRTC's own cache answers without the resource report, and ours is in front.
-        options = ProgramOptions(
+        options = core.ProgramOptions(
             name=f"kernlib_{spec.family}.cu",
             arch=arch,
-            std="c++17",
+            std=toolchain.STANDARD,
             include_path=includes,
             ptxas_options=["-v", *spec.options],
             no_cache=True,
         )
-        program = Program(spec.source, "c++", options)
+        program = core.Program(spec.source, "c++", options)
         return bytes(program.compile("cubin", logs=log).code)
     except Exception as error:
         raise _explain(error, spec, arch) from error

@@ -10,10 +10,10 @@ from pathlib import Path
 LOCK_FILE_BYTES = 64 << 10  # 64 bytes a reader: room for 1022
 
 # NOTE: LMDB maps a shared lock file and leans on flock: neither is sound across hosts.
-_NETWORK = re.compile(
-    r"nfs\d?|cifs|smb\d?|smbfs|9p|lustre|gpfs|beegfs|ceph|glusterfs|afs|panfs|pvfs2|orangefs|wekafs"
-    r"|fuse\.(sshfs|glusterfs|s3fs|ceph.*|juicefs|gcsfuse|rclone|beegfs.*|lustre)"
-)
+_NETWORK = {"nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "9p", "lustre", "gpfs"}
+_NETWORK |= {"beegfs", "ceph", "glusterfs", "afs", "panfs", "pvfs2", "orangefs", "wekafs"}
+_NETWORK_FUSE = ("fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.ceph", "fuse.juicefs")
+_NETWORK_FUSE += ("fuse.gcsfuse", "fuse.rclone", "fuse.beegfs", "fuse.lustre")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -54,7 +54,7 @@ def make_private(folder: Path) -> None:
 
 def refuse_network(folder: Path) -> None:
     kind = mount_kind(os.path.realpath(folder))
-    if _NETWORK.fullmatch(kind):
+    if kind in _NETWORK or kind.startswith(_NETWORK_FUSE):
         raise OSError(errno.ENOTSUP, f"it is on a network file system ({kind})", str(folder))
 
 

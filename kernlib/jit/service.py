@@ -9,23 +9,24 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kernlib import events, settings
 from kernlib.canonical import encode
-from kernlib.errors import CompileError, KernlibError, NotCachedError
-from kernlib.jit import compiler, entry, sources, toolchain
+from kernlib.errors import CompileError, NotCachedError
+from kernlib.jit import entry, sources, toolchain
 from kernlib.jit.entry import Entry
 from kernlib.jit.flights import Flights
 from kernlib.jit.locks import KeyLocks, MemoryLocks
 from kernlib.jit.spec import KernelSpec
 from kernlib.jit.store import MemoryStore, locks_directory, open_store
 
+# What the driver says of a cubin that is none, or one for another device.
+REJECTED = ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_PTX", "INVALID_SOURCE", "NOT_FOUND")
 STATIC_SHARED_LIMIT = 48 * 1024  # what a launch may use without asking the driver first
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel of one device, ready to launch. ``function`` is the CUfunction as an int; ``owner``
     keeps it alive."""
 
@@ -39,7 +40,7 @@ class Kernel:
 _kernels: dict[tuple[int, bytes], Kernel] = {}
 _loads: Flights = Flights()
 _builds: Flights = Flights()
-_failures: dict[bytes, CompileError] = {}
+_failures: dict[bytes, tuple] = {}  # arguments of CompileErrors: a raised one holds its callers
 _opening = threading.Lock()
 _layer: tuple | None = None
 
@@ -52,7 +53,7 @@ def digest(spec: KernelSpec, arch: str) -> bytes:
         spec.canonical(),
         arch,
         sources.digest(spec.source),
-        compiler.OPTIONS,
+        toolchain.OPTIONS,
         toolchain.nvrtc_version(),
     )
     return hashlib.sha256(encode(parts)).digest()
@@ -70,10 +71,7 @@ def kernel(spec: KernelSpec, device: int, arch: str) -> Kernel:
     """
     key = digest(spec, arch)
     found = _kernels.get((device, key))
-    if found is None:
-        found = _loads.do((device, key), lambda: _load_or_rebuild(spec, key, device, arch))
-        _kernels[device, key] = found
-    return found
+    return found or _loads.do((device, key), lambda: _publish(spec, key, device, arch))
 
 
 def build(spec: KernelSpec, arch: str) -> Entry:
@@ -119,7 +117,7 @@ def _find_or_compile(spec: KernelSpec, key: bytes, arch: str) -> Entry:
     if found is not None:
         return found
     if key in _failures:
-        raise _failures[key]
+        raise CompileError(*_failures[key])
     if settings.current().assert_cached:
         raise NotCachedError(
             f"KERNLIB_ASSERT_CACHED is set and {spec.description} for {arch} is not in the cache"
@@ -146,11 +144,13 @@ def _where(store) -> str:
 
 
 def _compile(store, spec: KernelSpec, key: bytes, arch: str) -> Entry:
+    from kernlib.jit import compiler  # 4 ms that a hit does not pay
+
     name = key.hex()
     try:
         made = compiler.compile_spec(spec, arch)
     except CompileError as error:
-        _failures[key] = error
+        _failures[key] = error.args
         events.emit("failed", name, arch, spec.description)
         raise
     report = {f: made.meta[f] for f in ("registers", "spill_bytes", "shared_bytes")}
@@ -161,25 +161,31 @@ def _compile(store, spec: KernelSpec, key: bytes, arch: str) -> Entry:
     return made
 
 
+def _publish(spec: KernelSpec, key: bytes, device: int, arch: str) -> Kernel:
+    found = _kernels.get((device, key))
+    if found is None:
+        found = _kernels[device, key] = _load_or_rebuild(spec, key, device, arch)
+    return found
+
+
 def _load_or_rebuild(spec: KernelSpec, key: bytes, device: int, arch: str) -> Kernel:
     try:
         return load(build(spec, arch), spec, key, device, arch)
-    except KernlibError:
-        raise
-    except Exception:  # whole and refused by the driver: what the store holds is not what we made
-        store, _ = layer()
-        store.delete(key)
-        return load(_compile(store, spec, key, arch), spec, key, device, arch)
+    except Exception as error:
+        if not any(reason in str(error) for reason in REJECTED):
+            raise
+    # Whole by its checksum and refused by the driver: the store holds what we did not make.
+    store, _ = layer()
+    store.delete(key)
+    return load(build(spec, arch), spec, key, device, arch)
 
 
 def load(built: Entry, spec: KernelSpec, key: bytes, device: int, arch: str) -> Kernel:
     """Load a cubin on ``device``, which must be current, and raise its shared-memory limit."""
-    try:
-        from cuda.bindings import driver
-        from cuda.core import ObjectCode
-    except ImportError as error:
-        raise toolchain.missing("cuda.core", error) from error
-    owner = ObjectCode.from_cubin(built.cubin).get_kernel(built.kernel)
+    core = toolchain.cuda_core()
+    from cuda.bindings import driver
+
+    owner = core.ObjectCode.from_cubin(built.cubin).get_kernel(built.kernel)
     # The function itself, so that a lazy driver loads it now and not inside a graph's capture.
     function = _check(driver.cuKernelGetFunction(int(owner.handle)))
     if spec.shared_bytes > STATIC_SHARED_LIMIT:

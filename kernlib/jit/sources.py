@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from functools import cache, lru_cache
 from pathlib import Path
 
 from kernlib.errors import KernlibError
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
-_SYSTEM_INCLUDE = re.compile(r"^\s*#\s*include\s+<([^>]+)>", re.M)
+_OWN, _SYSTEM = '#include "', "#include <"
 
 
 @lru_cache(maxsize=1)
@@ -29,19 +27,25 @@ def root() -> Path:
 def closure(source: str) -> tuple[str, ...]:
     """Names, relative to :func:`root`, of all files that ``source`` includes, sorted."""
     found: set[str] = set()
-    waiting = _INCLUDE.findall(source)
+    waiting = _included(source, _OWN)
     while waiting:
         name = waiting.pop()
         if name not in found:
             found.add(name)
-            waiting += _INCLUDE.findall(_read(name))
+            waiting += _included(_read(name), _OWN)
     return tuple(sorted(found))
 
 
 def system_includes(source: str) -> frozenset[str]:
     """CUDA headers (``<cuda_fp16.h>`` ...) that ``source`` and its closure ask for."""
     texts = (source, *(_read(name) for name in closure(source)))
-    return frozenset(name for text in texts for name in _SYSTEM_INCLUDE.findall(text))
+    return frozenset(name for text in texts for name in _included(text, _SYSTEM))
+
+
+def _included(text: str, start: str) -> list[str]:
+    """Names behind the include lines that begin with ``start``."""
+    lines = (line for line in text.splitlines() if line.startswith(start))
+    return [line[len(start) :].split('"')[0].split(">")[0] for line in lines]
 
 
 @cache

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kernlib.canonical import encode
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSpec:
+class KernelSpec(NamedTuple):
     """One kernel to assemble and compile.
 
     ``source`` is the generated text, a few lines of defines and one include of a file below
@@ -23,7 +22,7 @@ class KernelSpec:
     threads: int
     shared_bytes: int = 0
     options: tuple[str, ...] = ()
-    description: str = field(default="", compare=False)
+    description: str = ""
 
     def canonical(self) -> bytes:
         """Canonical bytes of all that decides the code."""

@@ -38,7 +38,7 @@ MULTIPROCESSORS = {
 def arch_of(capability: tuple[int, int], name: str = "this device") -> str:
     """The target for a compute capability: 9.0 takes ``sm_90a``, all others the plain one.
 
-    Raises UnsupportedError below 8.0.
+    Raises UnsupportedError below 8.0 and for a device newer than the table.
     """
     if capability < OLDEST:
         major, minor = capability
@@ -46,7 +46,13 @@ def arch_of(capability: tuple[int, int], name: str = "this device") -> str:
             f"{name} has compute capability {major}.{minor}; kernlib needs 8.0 (Ampere) or later. "
             "CPU tensors run everywhere."
         )
-    return "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
+    arch = "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
+    if arch not in SHARED_BYTES:
+        raise UnsupportedError(
+            f"{name} is {arch}, which this version of kernlib does not know; it knows "
+            f"{', '.join(SHARED_BYTES)}. CPU tensors run everywhere."
+        )
+    return arch
 
 
 def check_arch(arch: str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from functools import lru_cache
-from importlib import metadata
+from importlib import import_module, metadata
+from types import ModuleType
 
 from kernlib.errors import UnsupportedError
 
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 UNKNOWN_VERSION = "probe-failed"
+STANDARD = "c++17"
+OPTIONS = (STANDARD,)  # of every compile, for the key
 
 
 def missing(what: str, error: Exception) -> UnsupportedError:
@@ -17,6 +22,30 @@ def missing(what: str, error: Exception) -> UnsupportedError:
         f"{what} is needed to compile or launch kernels and cannot be used ({error}). Install it "
         "with: pip install 'kernlib[cu13]' (driver 580 or later) or 'kernlib[cu12]'"
     )
+
+
+_importing = threading.Lock()
+
+
+def cuda_core() -> ModuleType:
+    """The module cuda.core. Raises UnsupportedError, naming the extra, when it cannot be imported.
+
+    NOTE: cuda.core replaces its own ``__spec__`` half-way, so that a second thread importing it
+    sees it unfinished; hence one lock around every import.
+    """
+    with _importing:
+        try:
+            return import_module("cuda.core")
+        except ImportError as error:
+            raise missing("cuda.core", error) from error
+
+
+def _after_in_child() -> None:
+    global _importing
+    _importing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_in_child)
 
 
 @lru_cache(maxsize=1)

@@ -52,7 +52,7 @@ class EpilogueSource:
             reciprocal = Operation("reciprocal", (node.operands[1],))
             return self._operation(Operation("*", (node.operands[0], reciprocal)))
         if node.operator == "reciprocal":
-            return f"(AccT(1) / {self._render(node.operands[0])})"
+            return f"reciprocal({self._render(node.operands[0])})"
         if node.operator == "**":
             return self._power(*node.operands)
         parts = [self._render(operand) for operand in node.operands]

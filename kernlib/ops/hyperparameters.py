@@ -7,6 +7,8 @@ from numbers import Real
 
 import torch
 
+from kernlib.errors import CaptureError
+
 MATMUL_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -41,24 +43,33 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be greater than 0, got {value}")
 
 
-def check_tensor(name: str, value: torch.Tensor) -> None:
-    """A hyperparameter tensor is real and of shape () or (L,). Raises ValueError, TypeError."""
+def check_tensor(name: str, value: torch.Tensor, positive: frozenset[str]) -> None:
+    """A hyperparameter tensor is real and of shape () or (L,), and one in host memory holds values
+    that would do as numbers. Raises ValueError, TypeError."""
     if value.dim() > 1:
         raise ValueError(f"{name} must have shape () or (L,), got {tuple(value.shape)}")
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} must be real, got {value.dtype}")
+    if value.device.type == "cpu" and value.numel():
+        check_host(name, float(value.detach().double().min()), positive)  # min() keeps a NaN
 
 
 def on_device(name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype):
     """``value`` on ``device`` in ``dtype``; the copies it may take do not wait for the device.
 
-    Raises ValueError for a tensor of another GPU.
+    Raises ValueError for a tensor of another GPU, CaptureError for one in host memory inside a
+    CUDA graph's capture.
     """
     if value.device == device:
         return value if value.dtype == dtype else value.to(dtype)
     if value.device.type != "cpu":
         raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
-    return value.to(dtype).pin_memory().to(device, non_blocking=True)
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"{name} is in host memory, which a replay of the CUDA graph would read again after it "
+            f"has gone: pass a number or a tensor on {device}"
+        )
+    return value.to(dtype).contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def check_host(name: str, value: float, positive: frozenset[str]) -> None:

@@ -6,7 +6,7 @@ launch. Everything else (checks, lowering, loading) happens when a signature is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,10 +28,10 @@ from kernlib.ops.hyperparameters import (
 )
 
 _plans = PlanCache()
+_OPTIONS = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
 
 
-@dataclass(slots=True)
-class PairwisePlan:
+class PairwisePlan(NamedTuple):
     """What a call of one signature needs besides its pointers and numbers."""
 
     out_shape: tuple[int, ...]
@@ -77,32 +77,41 @@ def run(
     gradient while gradients are recorded.
     """
     key = _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters)
-    plan = _plans.plans.get(key)
+    if torch.is_grad_enabled():
+        checks.refuse_gradients(a, b, out, hyperparameters)
+    try:
+        plan = _plans.plans.get(key)
+    except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
+        checks.check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, {})
+        raise
     if plan is None:
-        arguments = (descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters)
+        arguments = (out, accumulate, row_offset, col_offset, hyperparameters)
+        if a.is_neg() or (b is not None and b.is_neg()):
+            a, b = a.resolve_neg(), None if b is None else b.resolve_neg()
+            return run(descriptor, a, b, **dict(zip(_OPTIONS, arguments, strict=False)),
+                       **hyperparameters)  # fmt: skip
         if a.device.type == "cpu":
             from kernlib.ops import pairwise_cpu
 
-            return pairwise_cpu.run(*arguments)
-        plan = _make_plan(*arguments)
+            return pairwise_cpu.run(descriptor, a, b, *arguments)
+        plan = _make_plan(descriptor, a, b, *arguments)
         _plans.keep(key, plan)
+    numbers = kept = None
+    if hyperparameters:
+        numbers, kept = _numbers(plan, descriptor, a, hyperparameters)
     second = a if b is None else b
-    given = out is not None
-    if not given:
+    if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
-    if torch.is_grad_enabled():
-        checks.refuse_gradients(a, second, out, hyperparameters)
+        pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
+    else:
+        pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
+        if checks.ranges_meet(pointers, plan.spans):
+            checks.refuse_overlap(a, second, out)
+        torch.autograd.graph.increment_version(out)
     if plan.launch is None:
         return out
-    pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
-    if given and checks.ranges_meet(pointers, plan.spans):
-        checks.refuse_overlap(a, second, out)
     if plan.swapped:
         pointers = pointers[1], pointers[0], pointers[2]
-    if not hyperparameters:
-        plan.launch.launch(pointers)
-        return out
-    numbers, kept = _numbers(plan, descriptor, a, hyperparameters)
     plan.launch.launch(pointers, numbers)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     return out
@@ -110,12 +119,11 @@ def run(
 
 def prepare(descriptor: Pairwise, a, b=None, **arguments) -> None:
     """Build the plan of a call, compiling and loading its kernel; see :func:`kernlib.prepare`."""
-    options = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
-    options = {name: arguments.pop(name, default) for name, default in options.items()}
+    options = {name: arguments.pop(name, default) for name, default in _OPTIONS.items()}
     key = _signature(descriptor, a, b, *options.values(), arguments)
     if a.device.type == "cpu":
-        return
-    if key not in _plans.plans:
+        checks.check_call(descriptor, a, b, *options.values(), arguments)
+    elif key not in _plans.plans:
         _plans.keep(key, _make_plan(descriptor, a, b, *options.values(), arguments))
 
 
@@ -142,13 +150,20 @@ def cdist(
     if checks.are_matrices(x1, x2):
         return run_kernel(descriptor, x1, x2, out=out, debug=debug, **arguments)
     batch, first, second = checks.broadcast_batches(x1, x2)
+    if len(batch) > 1 and isinstance(p, torch.Tensor) and p.numel() > 1:
+        raise ValueError(
+            f"p of shape {tuple(p.shape)} needs inputs with one batch dimension, got {batch}"
+        )
     shape = (*batch, x1.shape[-2], x2.shape[-2])
     flat = None
     if out is not None:
         checks.check_out_shape(out, shape)
         flat = checks.flat_out(out)
     result = run_kernel(descriptor, first, second, out=flat, debug=debug, **arguments)
-    return result.view(shape) if out is None else out
+    if out is not None:
+        return out
+    # A p of shape (L,) may have widened a single batch dimension of size 1.
+    return result.view(shape) if len(batch) > 1 else result
 
 
 _L1 = Pairwise(inner=norms.Abs())
@@ -190,7 +205,7 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
 
 
 def _of(t: torch.Tensor) -> tuple:
-    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15
+    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15, t.is_neg()
 
 
 _EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
@@ -237,16 +252,14 @@ def _make_plan(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     lowered = _lower(descriptor, a, b, *arguments, call, arch, processors)
     kernel = load(lowered.spec, device)
-    plan.swapped = lowered.swapped
     numbers = lowering.NUMBER * plan.count
-    plan.launch = Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
-    return plan
+    launch = Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
+    return plan._replace(swapped=lowered.swapped, launch=launch)
 
 
 def specs(descriptor: Pairwise, arch: str, tensors: tuple, arguments: dict) -> list[KernelSpec]:
     """The kernels that a call with these tensors (``meta`` ones will do) uses on ``arch``."""
-    options = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
-    options = {name: arguments.get(name, default) for name, default in options.items()}
+    options = {name: arguments.get(name, default) for name, default in _OPTIONS.items()}
     rest = {name: value for name, value in arguments.items() if name not in options}
     a, b = (*tensors, None)[:2]
     call = checks.check_call(descriptor, a, b, *options.values(), rest)
@@ -319,7 +332,8 @@ def _numbers(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list, 
             if plan.root and slot == checks.INNER_SLOT:
                 numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
             continue
-        check_tensor(name, value)
+        if value.device.type == "cpu":
+            check_tensor(name, value, descriptor.positive)
         tensor = on_device(name, value, a.device, accumulator(a.dtype))
         numbers[slot + 1] = tensor.data_ptr()
         kept.append(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,11 +19,11 @@ COMPUTE_MODES = (
     "donot_use_mm_for_euclid_dist",
 )
 INNER_SLOT, OUTER_SLOT = 0, 2  # of inner_p and outer_p among a plan's numbers
+MAX_OFFSET = 1 << 61
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A checked call."""
 
     m: int
@@ -45,6 +45,8 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     for name, offset in (("row_offset", row_offset), ("col_offset", col_offset)):
         if type(offset) is not int:
             raise TypeError(f"{name} must be an int, got {offset!r}")
+        if abs(offset) > MAX_OFFSET:
+            raise ValueError(f"{name} must be at most 2**61 in magnitude, got {offset}")
     if descriptor.symmetric and row_offset != col_offset:
         raise ValueError(
             f"symmetric=True needs row_offset == col_offset, got {row_offset} and {col_offset}"
@@ -112,7 +114,7 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
         if number is not None:
             check_host(name, number, descriptor.positive)
             continue
-        check_tensor(name, value)
+        check_tensor(name, value, descriptor.positive)
         if value.device != device and value.device.type != "cpu":
             raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
     missing = sorted(required - set(values))
@@ -153,16 +155,17 @@ def follows_inner(descriptor: Pairwise, values: dict) -> bool:
 def exponents(descriptor: Pairwise, values: dict) -> tuple[float | str, float | str]:
     """The kinds of inner and outer exponent by which lowering chooses code."""
     inner = values.get("p", values.get("inner_p"))
+    outer = values.get("outer_p")
+    on_device = isinstance(inner, torch.Tensor)
     return (
-        _exponent_kind(inner, lowering.INNER_CODE),
-        _exponent_kind(values.get("outer_p"), lowering.EXPONENT_CODE),
+        "device" if on_device else _own(inner, lowering.INNER_CODE),
+        "any" if isinstance(outer, torch.Tensor) else _own(outer, lowering.EXPONENT_CODE),
     )
 
 
-def _exponent_kind(value, own: dict) -> float | str:
-    if isinstance(value, torch.Tensor):
-        return "device"
-    return value if value is not None and value in own else "any"
+def _own(value, codes: dict) -> float | str:
+    """The exponent itself where it has code of its own."""
+    return float(value) if value is not None and value in codes else "any"
 
 
 def _batch(a, b, out, values: dict) -> int:
@@ -191,6 +194,8 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, shape: tuple[int, ...], batch
     if out.dtype not in (a.dtype, accumulator(a.dtype)):
         wanted = " or ".join(str(t) for t in dict.fromkeys((a.dtype, accumulator(a.dtype))))
         raise TypeError(f"out must be {wanted} for {a.dtype} inputs, got {out.dtype}")
+    if out.is_neg():
+        raise ValueError("out is a negated view (such as x.conj().imag); pass a tensor of its own")
     if _overlaps_itself(out):
         raise ValueError(
             f"out overlaps itself (shape {tuple(out.shape)}, strides {out.stride()}): elements "
@@ -238,7 +243,10 @@ def refuse_overlap(a, b, out) -> None:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two views whose ranges meet share an element, marked one by one on the host."""
+    """Whether two views whose ranges meet share an element: by their columns where both step over
+    the same rows, else marked one by one on the host, else assumed."""
+    if _in_other_columns(x, y):
+        return False
     base = min(x.data_ptr(), y.data_ptr())
     unit = min(x.element_size(), y.element_size())
     extent = max(t.data_ptr() + span(t) for t in (x, y)) - base
@@ -256,9 +264,21 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool((bytes_of[0] & bytes_of[1]).any())
 
 
+def _in_other_columns(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both are (rows, columns) of one pitch, and take columns that do not meet."""
+    if x.dim() != 2 or y.dim() != 2 or x.stride(0) != y.stride(0):
+        return False
+    pitch = x.stride(0) * x.element_size()
+    widths = [span(t[:1]) for t in (x, y)]
+    starts = [(t.data_ptr() - min(x.data_ptr(), y.data_ptr())) % pitch for t in (x, y)]
+    ends = [start + width for start, width in zip(starts, widths, strict=True)]
+    return max(ends) <= pitch and (ends[0] <= starts[1] or ends[1] <= starts[0])
+
+
 def refuse_gradients(a, b, out, values: dict) -> None:
     """Raises RuntimeError, naming the argument, if one requires a gradient."""
-    if values or a.requires_grad or b.requires_grad or out.requires_grad:
+    known = (a, b, out)
+    if values or any(t is not None and t.requires_grad for t in known):
         named = {"a": a, "b": b, "out": out, **values}
         for name, value in named.items():
             if isinstance(value, torch.Tensor) and value.requires_grad:

@@ -87,7 +87,7 @@ def _block(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor, p: float | No
 
 def _inner(stage: object, v: torch.Tensor, p: float | None) -> torch.Tensor:
     if isinstance(stage, norms.Power):
-        return (v != 0).to(v.dtype) if p == 0 else v.abs() ** p
+        return torch.where(v.isnan(), v, (v != 0).to(v.dtype)) if p == 0 else v.abs() ** p
     if isinstance(stage, norms.Abs):
         return v.abs()
     if isinstance(stage, norms.Square):

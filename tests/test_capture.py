@@ -1,0 +1,170 @@
+"""Loading for a device: the device's own arch, and nothing at all while a graph is captured."""
+
+import ctypes
+import struct
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib import launch
+from kernlib.errors import CaptureError, UnsupportedError
+from kernlib.jit import compiler, service
+from kernlib.jit.spec import KernelSpec
+
+SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, description="my kernel")
+CAPABILITIES = {0: (9, 0), 1: (8, 6), 2: (12, 0), 3: (7, 5)}
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch):
+    """Four GPUs that exist only by name; whoever asks a driver for more fails the test."""
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: CAPABILITIES[index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(service, "load", forbidden("a load"))
+    monkeypatch.setattr(compiler, "compile_spec", forbidden("a compile"))
+    monkeypatch.setattr(launch, "_bind_context", lambda device: None)
+    service.forget()
+    yield capturing
+    service.forget()
+
+
+def forbidden(what):
+    def refuse(*_):
+        pytest.fail(f"{what} was begun")
+
+    return refuse
+
+
+def fake_load(loads):
+    def load(built, spec, key, device, arch):
+        loads.append((device, arch))
+        return service.Kernel(spec, key.hex(), arch, 1, built)
+
+    return load
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Loads and compiles that succeed, noted."""
+    found = []
+    monkeypatch.setattr(service, "load", fake_load(found))
+    monkeypatch.setattr(service, "build", lambda spec, arch: (spec, arch))
+    return found
+
+
+def test_a_miss_during_a_capture_names_prepare_and_touches_nothing(devices):
+    devices.append(True)
+    with pytest.raises(CaptureError, match=r"my kernel .*cuda:1.*kernlib\.prepare") as caught:
+        launch.load(SPEC, 1)
+    assert isinstance(caught.value, kl.KernlibError)
+
+
+def test_a_loaded_kernel_is_found_during_a_capture(devices, loads):
+    before = launch.load(SPEC, 0)
+    devices.append(True)
+    assert launch.load(SPEC, 0) is before
+    with pytest.raises(CaptureError):
+        launch.load(SPEC, 2)
+    assert loads == [(0, "sm_90a")]
+
+
+def test_the_capture_is_looked_for_on_the_tensors_device(devices, monkeypatch):
+    entered = []
+
+    class Device(nullcontext):
+        def __init__(self, index):
+            super().__init__()
+            entered.append(index)
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: entered == [2])
+    with pytest.raises(CaptureError, match="cuda:2"):
+        launch.load(SPEC, 2)
+
+
+def test_each_device_has_its_own_arch(loads):
+    found = [launch.load(SPEC, index) for index in (1, 0, 2, 1)]
+    assert [kernel.arch for kernel in found] == ["sm_86", "sm_90a", "sm_120", "sm_86"]
+    assert loads == [(1, "sm_86"), (0, "sm_90a"), (2, "sm_120")]
+    assert len({kernel.key for kernel in found}) == 3
+
+
+ARCHS = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100",
+    (10, 3): "sm_103",
+    (12, 0): "sm_120",
+    (12, 1): "sm_121",
+}
+
+
+@pytest.mark.parametrize("capability", ARCHS)
+def test_only_90_takes_an_a_target(capability, monkeypatch):
+    monkeypatch.setitem(CAPABILITIES, 0, capability)
+    assert launch.arch_of(0) == ARCHS[capability]
+
+
+def test_a_device_below_the_floor_is_named(devices):
+    with pytest.raises(UnsupportedError, match=r"GPU 3 has compute capability 7\.5.*8\.0"):
+        launch.load(SPEC, 3)
+
+
+def test_rocm_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with pytest.raises(UnsupportedError, match="ROCm"):
+        launch.arch_of(0)
+
+
+class Function:
+    """Stands for cuLaunchKernel: notes its arguments, and the bytes it was given by pointer."""
+
+    def __init__(self, size):
+        self.size, self.calls = size, []
+
+    def __call__(self, *arguments):
+        block = ctypes.c_void_p.from_address(arguments[9]).value
+        self.calls.append((arguments[:9], ctypes.string_at(block, self.size)))
+        return (0,)
+
+
+@pytest.fixture
+def plan(monkeypatch, loads):
+    function = Function(16 + 8 + 4)
+    monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: function)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 700 + device)
+    kernel = launch.load(SPEC, 0)
+    return launch.Plan(kernel, 0, (5, 6), 2, "d", b"tail"), function
+
+
+def test_a_plan_launches_its_grid_with_fresh_numbers_and_its_fixed_bytes(plan):
+    made, function = plan
+    made.launch((11, 12), [0.5])
+    made.launch((13, 14), [1.5])
+    expected = (1, 5, 6, 1, 32, 1, 1, 0, 700)
+    assert function.calls == [
+        (expected, struct.pack("<QQd", 11, 12, 0.5) + b"tail"),
+        (expected, struct.pack("<QQd", 13, 14, 1.5) + b"tail"),
+    ]
+
+
+def test_plans_of_one_thread_are_bounded_and_no_other_thread_sees_them():
+    cache = launch.PlanCache()
+    for index in range(launch.PLANS + 10):
+        cache.keep((index,), index)
+    assert 0 < len(cache.plans) <= launch.PLANS
+    assert cache.plans[(launch.PLANS + 9,)] == launch.PLANS + 9
+    others = []
+    thread = threading.Thread(target=lambda: others.append(dict(cache.plans)))
+    thread.start()
+    thread.join()
+    assert others == [{}]

@@ -1,0 +1,126 @@
+"""The rules of the house: who may import whom, and how long files and lines may be."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kernlib"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = sorted((ROOT / "kernel_sources").rglob("*.cu*"))
+FILES = [
+    *MODULES,
+    *SOURCES,
+    *sorted((ROOT / "tests").rglob("*.py")),
+    *sorted((ROOT / "examples").rglob("*.py")),
+    *sorted((ROOT / "benchmarks").rglob("*.py")),
+]
+LONGEST_FILE, WIDEST_LINE = 600, 100
+
+# Part of the package to what it must not import, by the first words of the module's name.
+FORBIDDEN = {
+    "descriptors": ("torch", "cuda", "lmdb", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
+    "jit": ("torch", "kernlib.ops", "kernlib.descriptors", "kernlib.launch", "kernlib.reference"),
+    "reference": ("cuda", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
+    "launch.py": ("kernlib.ops", "kernlib.descriptors", "kernlib.reference", "kernlib.ahead"),
+    "ops": ("cuda", "lmdb", "kernlib.nn", "kernlib.cli", "kernlib.ahead"),
+    "settings.py": ("torch", "cuda", "lmdb", "kernlib"),
+    "canonical.py": ("torch", "cuda", "lmdb", "kernlib"),
+    "errors.py": ("torch", "cuda", "lmdb", "kernlib"),
+    "events.py": ("torch", "cuda", "lmdb", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
+}
+# What may be imported only inside a function: the rest of the package works without it.
+LAZY = {"cuda": PACKAGE, "platformdirs": PACKAGE, "torch": PACKAGE / "__init__.py"}
+
+
+def nodes(path, whole=True):
+    """The statements of a file: all of them, or those that run when it is imported."""
+    waiting = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if whole or not inside:
+            waiting += ast.iter_child_nodes(node)
+
+
+def imports(path, whole=True):
+    """Names of modules that a file imports, each `from x import y` as x.y as well."""
+    package = ["kernlib", *path.relative_to(PACKAGE).parent.parts]
+    found = set()
+    for node in nodes(path, whole):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def within(name, prefix):
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def files_of(part):
+    path = PACKAGE / part
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_arrows_point_one_way(part):
+    assert files_of(part)
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files_of(part)
+        for name in imports(path)
+        for prefix in FORBIDDEN[part]
+        if within(name, prefix)
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_what_is_optional_or_slow_is_imported_when_it_is_used(name):
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if LAZY[name] in (path, *path.parents)
+        and any(within(found, name) for found in imports(path, whole=False))
+    ]
+    assert not wrong
+
+
+def test_no_module_of_the_package_imports_tests_or_benchmarks():
+    known = {"kernlib", "torch", "cuda", "lmdb", "numpy", "platformdirs", "click", "rich"}
+    for path in MODULES:
+        roots = {name.split(".")[0] for name in imports(path)}
+        assert roots <= known | set(sys.stdlib_module_names), path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_lines_are_short(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= LONGEST_FILE
+    wide = [f"{i}: {len(x)}" for i, x in enumerate(lines, 1) if len(x) > WIDEST_LINE]
+    assert not wide
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    (tmp_path / "ops").mkdir()
+    path = tmp_path / "ops" / "x.py"
+    path.write_text(
+        "import torch.nn as t\nfrom kernlib import jit\nfrom . import y\nfrom ..jit import spec\n"
+        "def f():\n    import cuda\n"
+    )
+    expected = {"torch.nn", "kernlib.jit", "kernlib.ops.y", "kernlib.jit.spec", "cuda"}
+    assert expected <= imports(path)
+    assert "cuda" not in imports(path, whole=False)
