@@ -44,9 +44,9 @@ VARIABLES = (
     Variable(
         "KERNLIB_CACHE_BYTES",
         "512M",
-        "size at which the oldest kernels are dropped, from 1M to 819M; suffixes K, M, G",
+        "size at which the longest unused kernels go, from 1M to 819M; suffixes K, M, G",
     ),
-    Variable("KERNLIB_DEBUG", "0", "1 logs a line for each kernel compiled, read or waited for"),
+    Variable("KERNLIB_DEBUG", "0", "1 writes a line to stderr for each event"),
     Variable("KERNLIB_ASSERT_CACHED", "0", "1 turns every compilation into a NotCachedError"),
     Variable(
         "KERNLIB_LOCK_TIMEOUT",

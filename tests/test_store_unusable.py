@@ -2,6 +2,8 @@
 
 import errno
 import os
+import warnings
+from pathlib import Path
 
 import lmdb
 import pytest
@@ -15,6 +17,13 @@ BUDGET = 8 << 20
 
 def key(number):
     return number.to_bytes(32, "big")
+
+
+def opened(path):
+    """The store, and no warning on the way to it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return open_store(path, BUDGET, 16 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +122,6 @@ def test_no_list_of_mounts(tmp_path, monkeypatch):
 def test_memory_store_keeps_to_its_budget():
     store = MemoryStore(1000)
     for number in range(20):
-        assert store.put(key(number), value(number, 100))
+        assert store.put(key(number), bytes([number]) * 100)
     assert store.info()["bytes_used"] == 1000 and store.get(key(9)) is None
     assert not store.put(key(1), bytes(1001))

@@ -64,7 +64,8 @@ def _run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
 def _explain(error: Exception, spec: KernelSpec, arch: str) -> Exception:
     text = str(error)
     if type(error).__name__ != "NVRTCError":
-        return toolchain.missing("NVRTC", error)
+        absent = isinstance(error, (ImportError, OSError, RuntimeError))  # of the library's loading
+        return toolchain.missing("NVRTC", error) if absent else error
     if "invalid value for --gpu-architecture" in text:
         advice = f"NVRTC {toolchain.nvrtc_version()} does not know {arch}; install a newer one"
         return CompileError(advice, text, "")

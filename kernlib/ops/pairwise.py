@@ -107,7 +107,8 @@ def run(
         pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
         if checks.ranges_meet(pointers, plan.spans):
             checks.refuse_overlap(a, second, out)
-        torch.autograd.graph.increment_version(out)
+        if not out.is_inference():  # those have no version to count
+            torch.autograd.graph.increment_version(out)
     if plan.launch is None:
         return out
     if plan.swapped:

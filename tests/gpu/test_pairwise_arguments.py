@@ -227,3 +227,28 @@ def test_requires_grad_is_refused_never_detached(seed):
         )
     with torch.no_grad():
         assert not kl.run_kernel(kl.l1_distance(), a, b).requires_grad
+
+
+def test_negated_views_keep_their_sign(seed):
+    z = torch.randn(50, 9, dtype=torch.complex64, device="cuda").conj()
+    b = points(40, 9)
+    assert z.imag.is_neg()
+    out = kl.run_kernel(kl.dot_product(), z.imag, b)
+    assert relative_error(out, reference(kl.dot_product(), z.imag.resolve_neg(), b)) <= 1e-6
+    target = torch.zeros(50, 40, dtype=torch.complex64, device="cuda").conj().imag
+    with pytest.raises(ValueError, match="out is a negated view"):
+        kl.run_kernel(kl.dot_product(), z.imag.clone(), b, out=target)
+
+
+def test_writing_to_out_is_seen_by_autograd(seed):
+    out = torch.empty(40, 40, device="cuda")
+    before = out._version
+    kl.run_kernel(kl.l1_distance(), points(40, 9), points(40, 9), out=out)
+    assert out._version > before
+
+
+@pytest.mark.parametrize("bandwidth", (1e-20, 1e-15, 1e15))
+def test_extreme_bandwidths_keep_zero_distances(bandwidth, seed):
+    a = points(40, 6)
+    out = kl.run_kernel(kl.gaussian(), a, a, bandwidth=bandwidth)
+    assert (out.diagonal() == 1).all() and not out.isnan().any()

@@ -86,6 +86,27 @@ def test_threads_share_kernels_and_not_parameters(seed):
     assert not failures
 
 
+def test_a_fresh_thread_needs_no_context_of_its_own(seed):
+    a, b = points(64, 8), points(64, 8)
+    out = torch.full((64, 64), math.nan, device="cuda")
+    wanted = kl.cdist(a, b, p=1)
+    thread = threading.Thread(target=kl.run_kernel, args=(kl.l1_distance(), a, b),
+                              kwargs={"out": out})  # fmt: skip
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(out, wanted)
+
+
+def test_a_host_tensor_is_refused_inside_a_capture(seed):
+    a, b = points(64, 8), points(64, 8)
+    out, bandwidth = torch.empty(64, 64, device="cuda"), torch.tensor([2.0])
+    kl.run_kernel(kl.laplace_l1(), a, b, out=out, bandwidth=bandwidth)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(kl.CaptureError, match="bandwidth is in host"), torch.cuda.graph(graph):
+        kl.run_kernel(kl.laplace_l1(), a, b, out=out, bandwidth=bandwidth)
+
+
 def test_out_none_allocates_one_output(seed):
     a, b = points(1024, 64), points(1024, 64)
     kl.cdist(a, b, p=1)

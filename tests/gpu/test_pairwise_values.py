@@ -178,3 +178,15 @@ def test_symmetric_equals_full_and_its_transpose(descriptor, arguments, m, k, se
     assert torch.equal(out, out.T)
     full = kl.run_kernel(descriptor.replace(symmetric=False), a, a, **arguments)
     assert relative_error(out, full) <= 1e-6
+
+
+@pytest.mark.parametrize("p", (0.0, INF))
+def test_odd_values_at_the_odd_exponents(p, seed):
+    a, b = points(40, 9), points(40, 9)
+    a[0, 0], a[1, 1], a[2, 2] = math.nan, INF, 1e-40
+    b[3] = a[2]
+    b[3, 2] = 2e-40
+    wanted = reference(kl.p_distance(), a, b, p=p)
+    for form in (p, torch.tensor(p, device="cuda")):
+        out = kl.cdist(a, b, p=form).double().cpu()
+        assert torch.allclose(out, wanted, rtol=1e-6, atol=1e-38, equal_nan=True), form
