@@ -74,54 +74,41 @@ __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters
     }
 }
 
-__device__ __forceinline__ void write(OutputT* address, AccT value, bool accumulate) {
-    if (accumulate) value += convert<AccT>(*address);
-    *address = convert<OutputT>(value);
-}
-
-// The finished tile to out: neighbouring threads take neighbouring columns.
-__device__ __forceinline__ void store_tile(const AccT* total, OutputT* out,
-                                           const Parameters& parameters, int rows, int columns) {
-    const View& view = parameters.out_view;
-    bool accumulate = parameters.accumulate;
-    if (parameters.out_vectors && columns == TILE) {
-#pragma unroll 4
-        for (int index = threadIdx.x; index < rows * (TILE / CHUNK); index += THREADS) {
-            int row = index / (TILE / CHUNK), column = index % (TILE / CHUNK) * CHUNK;
-            auto value = load_vector<AccT, CHUNK>(total + row * LINE + column);
-            OutputT* address = out + row * view.row_stride + column;
-            Vector<OutputT, CHUNK> old, result;
-            if (accumulate) old = load_vector<OutputT, CHUNK>(address);
+// Rows of the finished tile to out in aligned vectors, neighbouring threads side by side.
+__device__ __forceinline__ void store_vectors(const AccT* total, OutputT* out, i64 row_stride,
+                                              int rows, bool accumulate) {
+    constexpr int ACROSS = TILE / CHUNK, STEP = THREADS / ACROSS;
+    int column = threadIdx.x % ACROSS * CHUNK, row = threadIdx.x / ACROSS;
+    const AccT* from = total + row * LINE + column;
+    OutputT* to = out + row * row_stride + column;
+#pragma unroll 2
+    for (; row < rows; row += STEP, from += STEP * LINE, to += STEP * row_stride) {
+        auto value = load_vector<AccT, CHUNK>(from);
+        Vector<OutputT, CHUNK> old = {}, result;
+        if (accumulate) old = load_vector<OutputT, CHUNK>(to);
 #pragma unroll
-            for (int e = 0; e < CHUNK; ++e) {
-                AccT x = value.element[e];
-                if (accumulate) x += convert<AccT>(old.element[e]);
-                result.element[e] = convert<OutputT>(x);
-            }
-            store_vector(address, result);
+        for (int e = 0; e < CHUNK; ++e) {
+            AccT x = value.element[e];
+            if (accumulate) x += convert<AccT>(old.element[e]);
+            result.element[e] = convert<OutputT>(x);
         }
-        return;
-    }
-#pragma unroll 1
-    for (int index = threadIdx.x; index < rows * TILE; index += THREADS) {
-        int row = index / TILE, column = index % TILE;
-        if (column >= columns) continue;
-        write(out + row * view.row_stride + column * view.column_stride,
-              total[row * LINE + column], accumulate);
+        store_vector(to, result);
     }
 }
 
-// The same tile below the diagonal: its rows become out's columns.
-__device__ __forceinline__ void store_mirrored(const AccT* total, OutputT* out,
-                                               const Parameters& parameters, int rows,
-                                               int columns) {
-    const View& view = parameters.out_view;
+// The finished tile, or its transpose, to out element by element. `along` elements of a line lie
+// side by side in out, as far as it lets them; a line of the tile is LINE or, transposed, 1 apart.
+__device__ __forceinline__ void store_elements(const AccT* total, int element_step, int line_step,
+                                               OutputT* out, i64 element_stride, i64 line_stride,
+                                               int along, int lines, bool accumulate) {
+    int element = threadIdx.x % TILE;
+    if (element >= along) return;
 #pragma unroll 1
-    for (int index = threadIdx.x; index < columns * TILE; index += THREADS) {
-        int row = index % TILE, column = index / TILE;
-        if (row >= rows) continue;
-        write(out + column * view.row_stride + row * view.column_stride,
-              total[row * LINE + column], parameters.accumulate);
+    for (int line = threadIdx.x / TILE; line < lines; line += THREADS / TILE) {
+        OutputT* to = out + line * line_stride + element * element_stride;
+        AccT value = total[line * line_step + element * element_step];
+        if (accumulate) value += convert<AccT>(*to);
+        *to = convert<OutputT>(value);
     }
 }
 
@@ -163,11 +150,18 @@ pairwise(const __grid_constant__ Parameters parameters) {
         finish(total, parameters, Finish(ReadScalar{parameters, l}), place, m0, n0, l);
         __syncthreads();
         OutputT* out = parameters.out + l * view.batch_stride;
-        store_tile(total, out + m0 * view.row_stride + n0 * view.column_stride, parameters, rows,
-                   columns);
+        OutputT* tile = out + m0 * view.row_stride + n0 * view.column_stride;
+        if (parameters.out_vectors && columns == TILE) {
+            store_vectors(total, tile, view.row_stride, rows, parameters.accumulate);
+        } else {
+            store_elements(total, 1, LINE, tile, view.column_stride, view.row_stride, columns, rows,
+                           parameters.accumulate);
+        }
         if (SYMMETRIC && tile_n != tile_m) {
-            store_mirrored(total, out + n0 * view.row_stride + m0 * view.column_stride, parameters,
-                           rows, columns);
+            // Below the diagonal: the tile's rows become out's columns.
+            store_elements(total, LINE, 1, out + n0 * view.row_stride + m0 * view.column_stride,
+                           view.column_stride, view.row_stride, rows, columns,
+                           parameters.accumulate);
         }
         __syncthreads();
     }

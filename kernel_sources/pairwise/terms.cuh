@@ -74,13 +74,13 @@ struct Power0 : Sum {
 };
 
 struct PowerHalf : Sum {
-    static constexpr int UNROLL_K = 2;
+    static constexpr int UNROLL_K = 1;
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, T) { return sum + fast_sqrt(absolute(v)); }
 };
 
 struct PowerThreeHalves : Sum {
-    static constexpr int UNROLL_K = 2;
+    static constexpr int UNROLL_K = 1;
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, T) {
         T size = absolute(v);
@@ -89,7 +89,7 @@ struct PowerThreeHalves : Sum {
 };
 
 struct PowerFiveHalves : Sum {
-    static constexpr int UNROLL_K = 2;
+    static constexpr int UNROLL_K = 1;
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, T) {
         return multiply_add(v * v, fast_sqrt(absolute(v)), sum);

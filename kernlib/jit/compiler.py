@@ -62,7 +62,7 @@ def _run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
 
 
 def _explain(error: Exception, spec: KernelSpec, arch: str) -> Exception:
-    text = str(error)
+    text = str(error).replace("\0", "").rstrip()
     if type(error).__name__ != "NVRTCError":
         absent = isinstance(error, (ImportError, OSError, RuntimeError))  # of the library's loading
         return toolchain.missing("NVRTC", error) if absent else error

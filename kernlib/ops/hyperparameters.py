@@ -9,12 +9,12 @@ import torch
 
 from kernlib.errors import CaptureError
 
-MATMUL_TYPES = (torch.float16, torch.bfloat16)
+HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The arithmetic's dtype: float32 for half types, else the tensors' own."""
-    return torch.float32 if dtype in MATMUL_TYPES else dtype
+    return torch.float32 if dtype in HALF_TYPES else dtype
 
 
 def host_value(name: str, value: object) -> float | None:

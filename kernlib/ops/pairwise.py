@@ -87,9 +87,9 @@ def run(
     if plan is None:
         arguments = (out, accumulate, row_offset, col_offset, hyperparameters)
         if a.is_neg() or (b is not None and b.is_neg()):
-            a, b = a.resolve_neg(), None if b is None else b.resolve_neg()
-            return run(descriptor, a, b, **dict(zip(_OPTIONS, arguments, strict=False)),
-                       **hyperparameters)  # fmt: skip
+            positive = (x if x is None else x.resolve_neg() for x in (a, b))
+            options = dict(zip(_OPTIONS, arguments[:-1], strict=True))
+            return run(descriptor, *positive, **options, **hyperparameters)
         if a.device.type == "cpu":
             from kernlib.ops import pairwise_cpu
 
@@ -100,15 +100,14 @@ def run(
     if hyperparameters:
         numbers, kept = _numbers(plan, descriptor, a, hyperparameters)
     second = a if b is None else b
-    if out is None:
+    given = out is not None
+    if not given:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
-        pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
-    else:
-        pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
-        if checks.ranges_meet(pointers, plan.spans):
-            checks.refuse_overlap(a, second, out)
-        if not out.is_inference():  # those have no version to count
-            torch.autograd.graph.increment_version(out)
+    pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
+    if given and checks.ranges_meet(pointers, plan.spans):
+        checks.refuse_overlap(a, second, out)
+    if given and not out.is_inference():  # those have no version to count
+        torch.autograd.graph.increment_version(out)
     if plan.launch is None:
         return out
     if plan.swapped:
