@@ -44,7 +44,7 @@ class Row:
     must_error: float | None = None
 
     def as_json(self) -> dict:
-        """Fields of the schema, ``must`` and ``must_error`` only where an issue gives them."""
+        """Fields of the schema, ``must`` and ``must_error`` only where there is a target."""
         optional = ("must", "must_error")
         kept = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
         return _rounded(kept)
@@ -148,7 +148,7 @@ def write(path: Path, results: dict) -> None:
 
 
 def verdict(row: Row) -> str:
-    """Whether the row keeps what its issue asks, "" where nothing is asked."""
+    """Whether the row meets its target, "" where there is none."""
     if row.must is None and row.must_error is None:
         return ""
     in_time = row.must is None or row.ours <= row.must

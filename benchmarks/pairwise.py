@@ -39,7 +39,7 @@ LAPLACE_OVER_P1 = 1.03
 
 @dataclass(frozen=True)
 class Problem:
-    """One case: what is computed, for which shape, and what the issue asks of it."""
+    """One case: what is computed, for which shape, and the target it is held to."""
 
     label: str
     p: float
@@ -209,7 +209,7 @@ def timed(session: Session, call: Callable, buffers, rows, wanted) -> tuple[floa
 
 
 def required(problem: Problem, session: Session) -> float | None:
-    """What the issue asks, of the fused Laplace as a multiple of this run's time for p = 1."""
+    """The target of the fused Laplace as a multiple of this run's time for p = 1."""
     if problem.label != "laplace_l1":
         return problem.must
     if P1 not in session.ours:

@@ -20,7 +20,7 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
 
-PLANS = 1024  # of one thread; a program with more shapes than that rebuilds some, 0.1 ms each
+PLANS = 1024  # of one thread; past that all are dropped, and rebuilt at 0.1 ms each
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _raw_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -109,7 +109,8 @@ class Plan:
         self._block = (block, arguments)
 
     def launch(self, pointers: tuple[int, ...], numbers: list | None = None) -> None:
-        """Launch on torch's current stream of the plan's device; without ``numbers``, all are 0."""
+        """Launch on torch's current stream of the plan's device. Without ``numbers``, those of the
+        last call stay: pass them always, or never, when they are 0."""
         block = self._block[0]
         self._pointers.pack_into(block, 0, *pointers)
         if numbers is not None:

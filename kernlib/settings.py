@@ -58,7 +58,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says. The first of `cache_dir` is writable, the others are layers."""
+    """What the environment says. The first of `cache_dir` is the cache; others are not read yet."""
 
     cache_dir: tuple[Path, ...]
     cache_bytes: int = DEFAULT_CACHE_BYTES

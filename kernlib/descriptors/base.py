@@ -46,7 +46,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 def check_precision(precision: str | None) -> None:
-    """``precision`` is the least accuracy accepted: None follows torch's float32 matmul setting."""
+    """``precision`` permits less accuracy and never asks for it; raises ValueError for others."""
     require(
         precision is None or precision in PRECISIONS,
         f"precision must be None or one of {PRECISIONS}, got {precision!r}",

@@ -183,6 +183,10 @@ class Custom(Epilogue):
     parameters: tuple[str, ...] = ()
 
     def __post_init__(self):
+        if not isinstance(self.expression, str):
+            raise TypeError(f"expression must be a string, got {self.expression!r}")
+        if isinstance(self.parameters, str):
+            raise TypeError(f"parameters must be a tuple, such as ({self.parameters!r},)")
         object.__setattr__(self, "parameters", tuple(self.parameters))
         _check_parameters(self.parameters)
         unused = set(self.parameters) - names(self.tree())
@@ -197,6 +201,7 @@ RESERVED = {
 
 def _check_parameters(parameters: tuple[str, ...]) -> None:
     for name in parameters:
+        require(isinstance(name, str), f"parameter {name!r} is no name; its value is for the call")
         valid = isinstance(name, str) and name.isidentifier() and name.isascii()
         require(
             valid and not keyword.iskeyword(name), f"parameter {name!r} is not an ASCII identifier"

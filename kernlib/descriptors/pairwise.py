@@ -29,8 +29,8 @@ class Pairwise(Descriptor):
     ``operator`` is ``"difference"`` (``b - a``) or ``"dot"`` (``b * a``); ``inner`` and ``outer``
     are stages of :mod:`kernlib.descriptors.norms`; ``epilogue`` is none, one or several of
     :mod:`kernlib.descriptors.epilogues`. ``symmetric`` computes K(a, a): ``b`` is left out, half of
-    the sums are computed, and the result is bitwise symmetric. ``precision`` is the least accuracy
-    accepted (``"fp32"``, ``"tf32"``, ``"bf16"``; None follows torch).
+    the sums are computed, and the result is bitwise symmetric. ``precision`` permits less
+    accuracy (``"tf32"``, ``"bf16"``); today's kernels use no such permission.
 
     Raises ValueError for a combination that has no meaning, TypeError for parts of another kind.
     The four stages and their combinations are those of the kermac project.

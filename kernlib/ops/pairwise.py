@@ -143,7 +143,8 @@ def cdist(
     ``(sum_k |x1 - x2|^p)^(1/p)``, the count of differing coordinates for p = 0, the largest
     difference for p = inf. ``root=False`` returns the power sums themselves (for p = inf there are
     none: ValueError). ``compute_mode`` is checked and otherwise ignored: differences are taken
-    directly, so no accuracy is lost to cancellation.
+    directly, so no accuracy is lost to cancellation. A NaN reaches the result for every p, where
+    torch drops some for p = inf, and autocast does not change the dtype.
     """
     checks.compute_mode(compute_mode)
     descriptor, arguments = _distance(p, root)
@@ -270,7 +271,7 @@ def specs(descriptor: Pairwise, arch: str, tensors: tuple, arguments: dict) -> l
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
-    """Every kernel that lowering can choose for a descriptor."""
+    """Every kernel that lowering can choose for a descriptor and an out of the inputs' dtype."""
     return lowering.variants(descriptor, arch, tuple(checks.DTYPES[dtype] for dtype in dtypes))
 
 
