@@ -201,10 +201,10 @@ RESERVED = {
 
 def _check_parameters(parameters: tuple[str, ...]) -> None:
     for name in parameters:
-        require(isinstance(name, str), f"parameter {name!r} is no name; its value is for the call")
         valid = isinstance(name, str) and name.isidentifier() and name.isascii()
         require(
-            valid and not keyword.iskeyword(name), f"parameter {name!r} is not an ASCII identifier"
+            valid and not keyword.iskeyword(name),
+            f"parameter {name!r} is not an ASCII identifier; its value is an argument of the call",
         )
         require(name not in RESERVED, f"parameter name {name!r} is taken; choose another")
     require(len(set(parameters)) == len(parameters), f"parameters {parameters} repeat a name")
