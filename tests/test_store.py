@@ -5,51 +5,33 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
 import pytest
+from store_cases import (
+    BUDGET,
+    MIB,
+    SMALL_MAP,
+    key,
+    no_store_outlives_its_test,  # noqa: F401
+    opened,
+)
 
 from kernlib.jit import store as module
 from kernlib.jit.entry import Entry, pack, unpack
 from kernlib.jit.locks import hold_file
-from kernlib.jit.store import LmdbStore, MemoryStore, open_store
-
-MIB = 1 << 20
-SMALL_MAP = 16 * MIB
-BUDGET = 8 * MIB
-
-
-def key(number):
-    return number.to_bytes(32, "big")
+from kernlib.jit.store import LmdbStore, MemoryStore
 
 
 def value(number, size=60_000):
     return number.to_bytes(4, "big") * (size // 4)
 
 
-@pytest.fixture(autouse=True)
-def no_store_outlives_its_test():
-    yield
-    for store in module._stores.values():
-        store.close()
-    module._stores.clear()
-
-
 @pytest.fixture
 def store(tmp_path):
     return opened(tmp_path)
-
-
-def opened(path, budget=BUDGET, map_bytes=SMALL_MAP):
-    """The store, and no warning on the way to it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = open_store(path, budget, map_bytes)
-    assert isinstance(found, LmdbStore)
-    return found
 
 
 def run(code, *args, **options):

@@ -2,36 +2,19 @@
 
 import errno
 import os
-import warnings
 from pathlib import Path
 
 import lmdb
 import pytest
+from store_cases import (
+    BUDGET,
+    key,
+    no_store_outlives_its_test,  # noqa: F401
+    opened,
+)
 
 from kernlib.jit import private
-from kernlib.jit import store as module
 from kernlib.jit.store import MemoryStore, open_store
-
-BUDGET = 8 << 20
-
-
-def key(number):
-    return number.to_bytes(32, "big")
-
-
-def opened(path):
-    """The store, and no warning on the way to it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return open_store(path, BUDGET, 16 << 20)
-
-
-@pytest.fixture(autouse=True)
-def no_store_outlives_its_test():
-    yield
-    for store in module._stores.values():
-        store.close()
-    module._stores.clear()
 
 
 def unusable(path, reason):

@@ -64,8 +64,8 @@ EXPONENT_CODE = {0.5: "sqrt(s)", 1.0: "s", 2.0: "s * s"}
 
 
 class Layout(NamedTuple):
-    """Strides, in elements, of (batch, points, features) or (batch, m, n), and the alignment of the
-    first element, in bytes."""
+    """Strides, in elements, of (batch, points, features) or (batch, m, n), and the address of the
+    first element modulo 16 (an aligned one may say 0 or 16)."""
 
     batch: int
     rows: int
