@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -66,9 +67,12 @@ def _error(error: float | None) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A value with its unit, bytes in KB."""
+    """A value with its unit, bytes in KB, MB or GB."""
+    if unit == "count":
+        return f"{value:g}"
     if unit == "bytes":
-        return f"{number(value / 1024)} KB"
+        power = min(3, max(1, int(math.log(max(value, 1), 1024))))
+        return f"{number(value / 1024**power)} {' KMG'[power]}B"
     return f"{number(value)} {'µs' if unit == 'us' else unit}"
 
 

@@ -9,9 +9,10 @@ from importlib import import_module as _import_module
 __version__ = "0.1.0"
 
 _NAMES = {
-    "kernlib.ops": ("run_kernel", "prepare"),
+    "kernlib.ops": ("register_operators", "run_kernel"),
     "kernlib.ops.pairwise": ("cdist",),
-    "kernlib.ahead": ("compile",),
+    "kernlib.ahead": ("compile", "prepare"),
+    "kernlib.tuner": ("tune",),
     "kernlib.descriptors.pairwise": (
         "Pairwise",
         "cauchy",

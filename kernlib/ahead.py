@@ -1,14 +1,22 @@
-"""Compiling before anybody calls: for any target, on machines without a GPU."""
+"""Compiling before anybody calls: for GPUs that are not here, and for those that are."""
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from contextvars import copy_context
+
 import torch
 
-from kernlib import events
+from kernlib import events, launch
 from kernlib.descriptors.base import Descriptor
+from kernlib.errors import UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
+from kernlib.jit.spec import KernelSpec
 from kernlib.ops import op_of
+from kernlib.progress import shown
 
 
 def compile(
@@ -17,31 +25,144 @@ def compile(
     archs: str | tuple[str, ...] | list[str] = ("sm_90a",),
     specs: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     dtypes: torch.dtype | tuple[torch.dtype, ...] = (torch.float32,),
+    workers: int | None = None,
+    progress: bool | None = None,
     debug: bool = False,
     **arguments,
 ) -> list[Entry]:
     """Compile kernels into the cache, for GPUs that need not be here.
 
     With ``specs`` (tensors as for :func:`kernlib.run_kernel`; their data is not read, so ``meta``
-    ones will do) and the call's ``arguments``, the kernels which that call uses on the largest GPU
-    of each arch; without, every variant of each descriptor for inputs of ``dtypes``: some 36 for a
-    descriptor without Power stages, hundreds with them, a quarter of a second each.
+    ones will do) and the call's ``arguments``, the kernels which that call uses on any GPU of each
+    arch, smallest to largest, unless :func:`kernlib.tune` has chosen others there; without, every
+    variant of each descriptor for inputs of ``dtypes``: some 36 for a descriptor without Power
+    stages, twice that for half types, hundreds with them, a quarter of a second each.
 
-    Returns the entries in order. Raises ValueError for an unknown arch, TypeError and ValueError
-    for bad arguments, CompileError, and UnsupportedError when no compiler is installed.
+    ``workers`` threads compile, by default one a core. ``progress`` shows a bar on stderr: True
+    always, False never, None if stderr is a terminal.
+
+    Returns the entries in order. The first failure cancels what has not begun and is raised:
+    CompileError, or UnsupportedError when no compiler is installed. Raises ValueError for an
+    unknown arch, TypeError and ValueError for bad arguments.
     """
-    if debug:
-        with events.on_stderr():
-            return compile(descriptors, archs=archs, specs=specs, dtypes=dtypes, **arguments)
     if specs is None and arguments:
         raise TypeError(f"{', '.join(arguments)}: arguments of a call need its specs")
     targeted = [targets.check_arch(arch) for arch in _several(archs)]
-    return [
-        service.build(spec, arch)
+    jobs = [
+        (spec, arch)
         for descriptor in _several(descriptors)
         for arch in targeted
         for spec in _wanted(descriptor, arch, specs, _several(dtypes), arguments)
     ]
+    with events.on_stderr() if debug else nullcontext():
+        return build_all(jobs, workers, progress)
+
+
+def prepare(
+    descriptors: Descriptor | list[Descriptor],
+    *tensors: torch.Tensor,
+    workers: int | None = None,
+    progress: bool | None = None,
+    debug: bool = False,
+    **arguments,
+) -> None:
+    """Compile and load what :func:`kernlib.run_kernel` would use for these arguments, with each of
+    the descriptors, and launch nothing.
+
+    After it the same call, on any stream, may be captured in a CUDA graph. ``meta`` tensors stand
+    for tensors of the current CUDA device with their shapes, strides and offsets. CPU tensors are
+    checked and need nothing. ``workers`` and ``progress`` are those of :func:`kernlib.compile`; the
+    calling thread loads what they have compiled.
+
+    Raises what :func:`kernlib.run_kernel` raises, CaptureError while the stream captures and
+    something is not loaded, and UnsupportedError for ``meta`` tensors without a usable GPU.
+    """
+    _check_workers(workers)
+    with events.on_stderr() if debug else nullcontext():
+        listed = _several(descriptors)
+        waiting = [d for d in listed if not op_of(d).prepared(d, *tensors, **arguments)]
+        device = _device_of(tensors) if waiting else None
+        if device is not None:
+            arch = launch.arch_of(device)
+            wanted = (op_of(d).specs(d, arch, tensors, arguments, device) for d in waiting)
+            missing = launch.unloaded([spec for specs in wanted for spec in specs], device)
+            build_all([(spec, arch) for spec in missing], workers, progress)
+            for spec in missing:
+                launch.load(spec, device)
+        if device is None or not tensors[0].is_meta:
+            for descriptor in waiting:
+                op_of(descriptor).prepare(descriptor, *tensors, **arguments)
+
+
+def build_all(
+    jobs: list[tuple[KernelSpec, str]], workers: int | None, progress: bool | None
+) -> list[Entry]:
+    """The entry of each job, built by a pool of threads, equal ones once: NVRTC leaves the
+    interpreter to the others. Raises the first failure, and begins nothing after it."""
+    _check_workers(workers)
+    keys = [(spec.canonical(), arch) for spec, arch in jobs]
+    distinct = dict(zip(keys, jobs, strict=True))
+    if not jobs:
+        return []
+    count = min(workers or os.cpu_count() or 1, len(distinct))
+    pool = ThreadPoolExecutor(count, thread_name_prefix="kernlib-compile")
+    failures: list[Exception] = []
+    with shown(progress, "compiling", len(distinct)) as bar:
+
+        def build(spec: KernelSpec, arch: str) -> Entry | None:
+            try:
+                what = f"{arch} {spec.description}"
+                return None if failures else bar.count(what, lambda: service.build(spec, arch))
+            except Exception as error:
+                failures.append(error)
+
+        try:
+            # A context for each, that debug=True, a context variable, reaches the threads.
+            futures = {
+                key: pool.submit(copy_context().run, build, *job) for key, job in distinct.items()
+            }
+            wait(futures.values())
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if failures:
+        raise failures[0]
+    return [futures[key].result() for key in keys]
+
+
+def _check_workers(workers: int | None) -> None:
+    """Raises TypeError and ValueError for what is no positive int."""
+    if workers is None:
+        return
+    if not isinstance(workers, int) or isinstance(workers, bool):
+        raise TypeError(f"workers must be a positive int or None, got {workers!r}")
+    if workers < 1:
+        raise ValueError(f"workers must be a positive int, got {workers}; None takes one a core")
+
+
+def _device_of(tensors: tuple) -> int | None:
+    """The GPU to prepare: that of the tensors, the current one for ``meta`` ones. None leaves it to
+    the op, which checks CPU tensors and says what is wrong with others."""
+    first = tensors[0] if tensors else None
+    if not isinstance(first, torch.Tensor):
+        return None
+    if first.device.type == "cuda":
+        return first.get_device()
+    return _current_device() if first.is_meta else None
+
+
+def _current_device() -> int:
+    advice = (
+        "meta tensors are prepared for the current CUDA device, and kernlib.compile(descriptors, "
+        "archs=..., specs=tensors) builds for GPUs that are not here"
+    )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"torch sees no CUDA device that it can use; {advice}")
+    device = torch.cuda.current_device()
+    try:
+        launch.arch_of(device)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error} Note that {advice}") from None
+    return device
 
 
 def _several(value) -> tuple:

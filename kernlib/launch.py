@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +22,7 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
 
-PLANS = 1024  # of one thread; past that all are dropped, and rebuilt at 0.1 ms each
+PLANS = 1024  # of one thread; past that the oldest goes, and is rebuilt in 0.1 ms
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _raw_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -47,6 +49,20 @@ def arch_of(device: int) -> str:
     return targets.arch_of(capability, torch.cuda.get_device_name(device))
 
 
+class Model(NamedTuple):
+    """What two GPUs share if the same kernels are fast on both."""
+
+    name: str
+    multiprocessors: int
+
+
+@lru_cache(maxsize=64)
+def model(device: int) -> Model:
+    """The model of a CUDA device, asked for once."""
+    found = torch.cuda.get_device_properties(device)
+    return Model(found.name, found.multi_processor_count)
+
+
 def load(spec: KernelSpec, device: int) -> service.Kernel:
     """The loaded kernel for a device.
 
@@ -59,14 +75,28 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
         _bind_context(device)
         return found
     with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
-                f"{spec.description} is not loaded on cuda:{device}, and nothing is compiled or "
-                "loaded while a CUDA graph is captured: call kernlib.prepare with the same "
-                "arguments, or the kernel once, before the capture"
-            )
+        _refuse_capture(spec, device)
         _bind_context(device)
         return service.kernel(spec, device, arch)
+
+
+def unloaded(specs: list[KernelSpec], device: int) -> list[KernelSpec]:
+    """Those that are not loaded on a device. Raises CaptureError as :func:`load` would."""
+    arch = arch_of(device)
+    missing = [spec for spec in specs if service.loaded(spec, device, arch) is None]
+    if missing:
+        with torch.cuda.device(device):
+            _refuse_capture(missing[0], device)
+    return missing
+
+
+def _refuse_capture(spec: KernelSpec, device: int) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"{spec.description} is not loaded on cuda:{device}, and nothing is compiled or "
+            "loaded while a CUDA graph is captured: call kernlib.prepare with the same "
+            "arguments, or the kernel once, before the capture"
+        )
 
 
 def _bind_context(device: int) -> None:
@@ -116,14 +146,16 @@ class Plan:
         if numbers is not None:
             self._numbers.pack_into(block, self._pointers.size, *numbers)
         if current_device() == self.device:
-            self._launch()
+            self.repeat()
         else:
             with torch.cuda.device(self.device):
-                self._launch()
+                self.repeat()
         if events.listening():
             self._report()
 
-    def _launch(self) -> None:
+    def repeat(self) -> None:
+        """Launch with what the last :meth:`launch` was given, on the plan's device, which must be
+        current; listeners to events do not hear of it."""
         shape, arguments, function = self._function
         status = function(*shape, current_stream(self.device), arguments, 0)[0]
         if status != 0:
@@ -144,13 +176,56 @@ def _cu_launch_kernel() -> Callable:
     return cuLaunchKernel
 
 
+class Candidate(NamedTuple):
+    """One of the kernels that could compute a call. ``ready()`` loads it, launches it, and returns
+    a function that launches it again: into an output that the call's candidates share, and nobody
+    else sees."""
+
+    choice: dict[str, int]  # what sets it apart, as the family's lowering takes it
+    spec: KernelSpec
+    ready: Callable[[], Callable[[], None]]
+
+
+class Candidates(NamedTuple):
+    """What a family's ``choices`` answers: all kernels for one call on a device, and the bytes
+    under which the fastest is kept, which calls of the same speed share."""
+
+    device: int
+    signature: bytes
+    kernels: list[Candidate]
+
+
+class _Table:
+    """The plans of one thread, in a dict of its own that :func:`forget_plans` finds."""
+
+    __slots__ = ("__weakref__", "plans")
+
+    def __init__(self) -> None:
+        self.plans: dict = {}
+        _tables[id(self)] = self
+
+
+_tables: weakref.WeakValueDictionary[int, _Table] = weakref.WeakValueDictionary()
+
+
 class PlanCache(threading.local):
     """Plans of the calling thread: a plan's parameter block serves one launch at a time."""
 
     def __init__(self) -> None:
-        self.plans: dict = {}
+        self._table = _Table()  # goes with its thread
+        self.plans = self._table.plans
 
     def keep(self, key: tuple, plan: object) -> None:
         if len(self.plans) >= PLANS:
-            self.plans.clear()
+            for oldest in list(self.plans)[:1]:  # none, if another thread just forgot them
+                self.plans.pop(oldest, None)
         self.plans[key] = plan
+
+
+def forget_plans() -> None:
+    """Drop the plans of all threads: their next calls choose their kernels anew. A call that is
+    making its plan meanwhile may keep it."""
+    for reference in _tables.valuerefs():
+        table = reference()
+        if table is not None:
+            table.plans.clear()

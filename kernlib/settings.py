@@ -39,7 +39,8 @@ VARIABLES = (
     Variable(
         "KERNLIB_CACHE_DIR",
         "the user's cache folder",
-        "where compiled kernels are kept: a folder of your own on a local disk",
+        "where compiled kernels are kept: a folder of your own on a local disk; what follows it, "
+        "behind colons, are bundles to read from",
     ),
     Variable(
         "KERNLIB_CACHE_BYTES",
@@ -58,7 +59,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says. The first of `cache_dir` is the cache; others are not read yet."""
+    """What the environment says. The first of `cache_dir` is the cache, others are bundles."""
 
     cache_dir: tuple[Path, ...]
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -109,12 +110,23 @@ def override(**fields: object) -> Iterator[Settings]:
 
 
 def _paths(text: str) -> tuple[Path, ...]:
-    found = tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part.strip())
+    found = tuple(_expanded(part) for part in text.split(os.pathsep) if part.strip())
     if found:
         return found
     import platformdirs  # 3 ms that only the default costs
 
-    return (Path(platformdirs.user_cache_dir("kernlib", appauthor=False)),)
+    try:
+        return (Path(platformdirs.user_cache_dir("kernlib", appauthor=False)),)
+    except RuntimeError:  # a user in no list, without HOME
+        return (Path("~/.cache/kernlib"),)
+
+
+def _expanded(part: str) -> Path:
+    """The folder, with its ``~`` where nobody has that home: the store refuses it by name."""
+    try:
+        return Path(part).expanduser()
+    except RuntimeError:
+        return Path(part)
 
 
 def _bad(name: str, text: str, wanted: str) -> ValueError:
@@ -125,14 +137,16 @@ def _size(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, "").strip()
     if not text:
         return default
-    wanted = "a size from 1M to 819M, in bytes or with K, M or G, such as 512M"
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise _bad(name, text, wanted)
-    size = int(match["number"]) * _UNITS[match["unit"].upper()]
-    if not MIN_CACHE_BYTES <= size <= MAX_CACHE_BYTES:
-        raise _bad(name, text, wanted)
+    size = parse_size(text)
+    if size is None or not MIN_CACHE_BYTES <= size <= MAX_CACHE_BYTES:
+        raise _bad(name, text, "a size from 1M to 819M, in bytes or with K, M or G, such as 512M")
     return size
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of ``512M``, ``64 KiB`` and the like, None for what is no size."""
+    match = _SIZE.fullmatch(text.strip())
+    return None if match is None else int(match["number"]) * _UNITS[match["unit"].upper()]
 
 
 def _bool(env: Mapping[str, str], name: str) -> bool:

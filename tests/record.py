@@ -37,7 +37,17 @@ FAMILIES = {
         ),
         "pairwise/pairwise.cuh",
     ),
-    "service": (("kernlib/jit/*.py", "kernlib/launch.py", "tests/gpu/test_service*.py"), None),
+    "service": (
+        (
+            "kernlib/jit/*.py",
+            "kernlib/launch.py",
+            "kernlib/ahead.py",
+            "kernlib/tuner.py",
+            "kernlib/ops/__init__.py",
+            "tests/gpu/test_service*.py",
+        ),
+        None,
+    ),
 }
 
 

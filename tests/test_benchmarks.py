@@ -35,7 +35,9 @@ def check_schema(found):
 
 
 def check_numbers(one):
-    assert one["unit"] in ("ms", "us", "bytes") and one["ours"] > 0
+    counted = one["unit"] == "count"
+    assert counted or one["unit"] in ("s", "ms", "us", "bytes")
+    assert one["ours"] > 0 or (counted and one["ours"] == 0)
     assert one["floor"] is None or (one["floor"] > 0 and one["bound"])
     assert one["error"] is None or 0 <= one["error"] < 1
     assert all(value > 0 for value in one["rivals"].values())

@@ -42,9 +42,9 @@ def forbidden(what):
 
 
 def fake_load(loads):
-    def load(built, spec, key, device, arch):
-        loads.append((device, arch))
-        return service.Kernel(spec, key.hex(), arch, 1, built)
+    def load(built, asked, device):
+        loads.append((device, asked.arch))
+        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1, built)
 
     return load
 

@@ -1,56 +1,29 @@
-"""The commands: demo, doctor, and the three that look into the cache."""
+"""The command as a whole: help, versions, exit codes, settings, and the demo."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from importlib import import_module
 
+import click
 import pytest
-from click.testing import CliRunner
+from cli_cases import command
 
 import kernlib
 from kernlib import events, settings
 from kernlib.cli import main
-from kernlib.jit import entry, service
 
+pytest_plugins = ("cli_fixtures",)
+DEMO = import_module("kernlib.cli.demo")
 KERNELS = 5  # of the demo
 
 
-@pytest.fixture
-def cache_dir(tmp_path, monkeypatch):
-    """A cache of this test's own, which the settings read anew."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("KERNLIB_CACHE_DIR", str(folder))
-    for name in ("KERNLIB_CACHE_BYTES", "KERNLIB_DEBUG", "KERNLIB_ASSERT_CACHED"):
-        monkeypatch.delenv(name, raising=False)
-    settings.reset()
-    service.forget()
-    yield folder
-    settings.reset()
-
-
-@pytest.fixture
-def run(cache_dir):
-    return lambda *arguments, **options: CliRunner().invoke(main, arguments, **options)
-
-
-@pytest.fixture
-def unusable_cache(monkeypatch):
-    monkeypatch.setenv("KERNLIB_CACHE_DIR", "/proc/kernlib")  # not even root makes a folder there
-    settings.reset()
-    yield
-    settings.reset()
-
-
-def keep(description: str, cubin: bytes = b"cubin", **meta: str) -> bytes:
-    """Put an entry that nobody compiled into the store; returns its key."""
-    key = description.encode().ljust(32, b".")
-    made = entry.Entry("pairwise", cubin, {"description": description, "arch": "sm_90a", **meta})
-    assert service.layer()[0].put(key, entry.pack(key, made))
-    return key
+def commands(group, path=()):
+    """Every command with the words that call it."""
+    yield path, group
+    for name, child in getattr(group, "commands", {}).items():
+        yield from commands(child, (*path, name))
 
 
 def counts(stderr: str) -> dict[str, int]:
@@ -58,47 +31,105 @@ def counts(stderr: str) -> dict[str, int]:
     return {name: lines.count(name) for name in events.NAMES}
 
 
+def test_the_commands():
+    found = {" ".join(path) for path, _ in commands(main)}
+    cache = {"info", "list", "show", "verify", "prune", "clear", "export", "import"}
+    assert found == {"", "demo", "doctor", "compile", "cache", *(f"cache {n}" for n in cache)}
+
+
 def test_help_needs_no_torch():
     code = (
         "import sys; from click.testing import CliRunner; from kernlib.cli import main\n"
-        "for command in ([], ['demo'], ['doctor'], ['cache'], ['cache', 'list']):\n"
-        "    assert CliRunner().invoke(main, [*command, '--help']).exit_code == 0\n"
-        "print(sorted({'torch', 'lmdb', 'cuda', 'rich'} & set(sys.modules)))"
+        "def walk(command, path=()):\n"
+        "    assert CliRunner().invoke(main, [*path, '--help']).exit_code == 0\n"
+        "    for name, child in getattr(command, 'commands', {}).items():\n"
+        "        walk(child, (*path, name))\n"
+        "walk(main)\n"
+        "print(sorted({'torch', 'lmdb', 'cuda', 'rich', 'numpy'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.stdout.strip() == "[]", found.stderr
+
+
+@pytest.mark.parametrize("path, found", list(commands(main)), ids=lambda part: str(part)[:40])
+def test_every_command_and_option_has_a_help_text(path, found):
+    first = found.get_short_help_str(200)
+    assert first.endswith(".") and first[0].isupper()
+    for parameter in found.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help and parameter.help[0].isupper() and parameter.help.endswith(".")
+
+
+def test_exit_codes_are_documented(run):
+    text = run("--help").output
+    assert all(line in text for line in ("Exit codes:", "  0  ", "  1  ", "  2  "))
 
 
 def test_version(run):
     assert run("--version").output.strip() == f"kernlib, version {kernlib.__version__}"
 
 
+@pytest.mark.parametrize("arguments", [("nothing",), ("cache", "nothing"), ("doctor", "--quick")])
+def test_a_command_line_that_cannot_be_used(run, arguments):
+    assert run(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo",),
+        ("compile", "gaussian"),
+        ("cache", "info"),
+        ("cache", "list"),
+        ("cache", "show", "0"),
+        ("cache", "verify"),
+        ("cache", "prune", "--to", "1M"),
+        ("cache", "clear"),
+        ("cache", "export", "folder"),
+        ("cache", "import", "folder"),
+    ],
+    ids=" ".join,
+)
+def test_commands_name_a_setting_that_cannot_be_used(run, monkeypatch, arguments):
+    monkeypatch.setenv("KERNLIB_CACHE_BYTES", "plenty")
+    settings.reset()
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: KERNLIB_CACHE_BYTES='plenty'")
+
+
+def test_a_pipe_that_nobody_reads_on_ends_the_command_quietly(cache_dir):
+    code = "from kernlib.cli import main; main()"
+    shell = f"'{sys.executable}' -c '{code}' cache info | true; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert "Error" not in found.stderr and "Traceback" not in found.stderr
+
+
+# The demo.
+
+
 def test_the_second_demo_compiles_nothing(cache_dir):
-    first = demo(cache_dir)
+    first = command("demo")
     assert first.returncode == 0, first.stderr
     seen = counts(first.stderr)
     assert (seen["lookup"], seen["compile"], seen["store"]) == (KERNELS, KERNELS, KERNELS)
     assert "registers=" in first.stderr and "spill_bytes=" in first.stderr
     assert f"{KERNELS} of {KERNELS} kernels were compiled" in first.stdout
-    second = demo(cache_dir, KERNLIB_ASSERT_CACHED="1")
+    second = command("demo", KERNLIB_ASSERT_CACHED="1")
     assert second.returncode == 0, second.stderr
     seen = counts(second.stderr)
     assert (seen["lookup"], seen["compile"], seen["hit"]) == (KERNELS, 0, KERNELS)
     assert "Nothing was compiled" in second.stdout
 
 
-def demo(cache_dir, **variables: str) -> subprocess.CompletedProcess:
-    """The demo without a GPU, as a user runs it."""
-    return subprocess.run(
-        [sys.executable, "-c", "from kernlib.cli import main; main()", "demo"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def small(monkeypatch):
+    """A demo of few points."""
+    for name in ("POINTS", "OTHERS"):
+        monkeypatch.setattr(DEMO, name, 20)
 
 
-def test_demo_with_asserted_cache_says_what_is_missing(run, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_demo_with_asserted_cache_says_what_is_missing(run, monkeypatch, small):
     monkeypatch.setenv("KERNLIB_ASSERT_CACHED", "1")
     settings.reset()
     result = run("demo")
@@ -106,105 +137,15 @@ def test_demo_with_asserted_cache_says_what_is_missing(run, monkeypatch):
     assert "is not in the cache" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_demo_fails_when_a_result_is_wrong(run, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(import_module("kernlib.cli.demo"), "ERROR_BOUND", 0.0)
+def test_demo_fails_when_a_result_is_wrong(run, monkeypatch, compiles, small):
+    monkeypatch.setattr(DEMO, "ERROR_BOUND", 0.0)
     result = run("demo")
     assert result.exit_code == 1
     assert "error above 0: laplace_l1" in result.stderr
 
 
-def test_doctor_passes_with_a_compiler_and_a_cache(run, cache_dir):
-    result = run("doctor")
+def test_demo_without_a_cache_says_so_once_and_runs(run, compiles, small, unusable_cache):
+    result = run("demo")
     assert result.exit_code == 0, result.output
-    assert "FAIL" not in result.output
-    assert f"lmdb, {cache_dir}" in result.output
-    for variable in settings.VARIABLES:
-        assert variable.name in result.output
-
-
-def test_doctor_fails_for_a_cache_in_memory(run, unusable_cache):
-    result = run("doctor")
-    assert result.exit_code == 1
-    assert "FAIL  cache       the kernel cache in /proc/kernlib cannot be used" in result.output
-    assert "-> set KERNLIB_CACHE_DIR" in result.output
-
-
-def test_doctor_fails_without_a_compiler(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
-    result = run("doctor")
-    assert result.exit_code == 1
-    assert "FAIL  compile" in result.output
-    assert "pip install 'kernlib[cu13]'" in result.output
-
-
-def test_doctor_names_a_setting_that_cannot_be_used(run, monkeypatch):
-    monkeypatch.setenv("KERNLIB_CACHE_BYTES", "plenty")
-    settings.reset()
-    result = run("doctor")
-    assert result.exit_code == 1
-    assert "FAIL  settings    KERNLIB_CACHE_BYTES='plenty'" in result.output
-
-
-@pytest.mark.parametrize("command", [("demo",), ("cache", "info"), ("cache", "list")])
-def test_commands_name_a_setting_that_cannot_be_used(run, monkeypatch, command):
-    monkeypatch.setenv("KERNLIB_CACHE_BYTES", "plenty")
-    settings.reset()
-    result = run(*command)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Error: KERNLIB_CACHE_BYTES='plenty'")
-
-
-def test_cache_info(run, cache_dir):
-    keep("one")
-    facts = json.loads(run("cache", "info", "--json").stdout)
-    assert facts["kind"] == "lmdb"
-    assert facts["path"].startswith(str(cache_dir))
-    assert facts["entries"] == 1
-    assert 0 < facts["bytes_used"] < facts["budget"]
-    assert "kernels  1" in run("cache", "info").stdout
-
-
-def test_cache_list_as_json(run):
-    key = keep("older", created="100", registers="32", spill_bytes="0", compile_ms="51")
-    keep("newer", b"longer", created="200", registers="?")
-    newer, older = json.loads(run("cache", "list", "--json").stdout)
-    assert (newer["description"], older["description"]) == ("newer", "older")
-    assert older["key"] == key.hex()
-    assert (older["registers"], older["spill_bytes"], older["compile_ms"]) == (32, 0, 51)
-    assert newer["registers"] is None
-    assert newer["cubin_bytes"] == 6
-
-
-def test_cache_list_in_a_pipe_keeps_whole_rows(run):
-    description = "Pairwise(op=difference, inner=Power(), outer=Root()) float32 tile=64"
-    key = keep(description, created="1700000000", registers="114", shared_bytes="17408")
-    rows = [line for line in run("cache", "list").stdout.splitlines() if key.hex()[:12] in line]
-    assert len(rows) == 1
-    for cell in (description, "sm_90a", "114", "17408", "5 B", "2023-11-1"):
-        assert cell in rows[0]
-
-
-def test_cache_list_of_an_empty_and_a_damaged_cache(run):
-    assert run("cache", "list").stdout == "The cache holds no kernels.\n"
-    service.layer()[0].put(bytes(32), b"junk")
-    result = run("cache", "list", "--json")
-    assert json.loads(result.stdout) == []
-    assert "1 damaged" in result.stderr
-
-
-def test_cache_clear_asks_first(run):
-    keep("one")
-    refused = run("cache", "clear", input="n\n")
-    assert refused.exit_code == 1
-    assert service.layer()[0].info()["entries"] == 1
-    assert "Dropped 1 kernels" in run("cache", "clear", input="y\n").stdout
-    assert service.layer()[0].info()["entries"] == 0
-
-
-def test_cache_clear_with_yes(run):
-    keep("one")
-    keep("two")
-    result = run("cache", "clear", "--yes")
-    assert (result.exit_code, result.stdout) == (0, "Dropped 2 kernels.\n")
-    assert run("cache", "clear").stdout == "The cache holds no kernels.\n"
+    assert result.stderr.count("Warning: the kernel cache in /proc/kernlib") == 1
+    assert "are lost with this process" in result.stdout

@@ -1,18 +1,25 @@
 """NVRTC takes a declared matrix of pairwise kernels, and none spills, grows or takes too long."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
 
 import kernlib as kl
+from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
 from kernlib.ops.pairwise_lowering import INNER_CODE, Variant, spec
 
 HERE = "sm_90a"
 SPILL_BYTES, REGISTERS = 128, 128  # two blocks of 256 threads share a multiprocessor
 CUBIN_BYTES = 100 * 1000
-COMPILE_MS = 4000  # a slow machine's; a fast one takes 400
+BLOCKS = 2  # of a multiprocessor, as __launch_bounds__ promises
+COMPILE_MS = 10_000  # of the clock, which on a loaded machine says little
+# Of the processor: 1.5 times the 520 ms of the slowest, and the 980 of those with p on the device.
+# Sharing a core with another thread costs 1.25 times; what is over its cap is compiled again.
+CPU_MS, CPU_MS_DEVICE_P = 800, 1500
+TRIES = 3
 
 POWER = kl.p_distance()
 STAGES = {"Identity": kl.Identity(), "Abs": kl.Abs(), "Square": kl.Square(), "Sqrt": kl.Sqrt()}
@@ -71,16 +78,33 @@ def matrix():
 CASES = matrix()
 
 
+def cpu_cap(made):
+    return CPU_MS_DEVICE_P if made.inner == "device" else CPU_MS
+
+
+def build(case):
+    """The entry, and the processor's milliseconds: the least of a few compiles, if need be."""
+    descriptor, made, arch = case
+    wanted, times = spec(descriptor, made, arch), []
+    for _ in range(TRIES):
+        start = time.thread_time()
+        entry = compile_spec(wanted, arch)
+        times.append((time.thread_time() - start) * 1e3)
+        if times[-1] <= cpu_cap(made):
+            break
+    return entry, min(times)
+
+
 @cache
-def compiled():
+def built():
     """All of them, on the machine's cores: NVRTC leaves the interpreter to other threads."""
-
-    def build(case):
-        descriptor, made, arch = case
-        return compile_spec(spec(descriptor, made, arch), arch)
-
+    build(CASES["dot Identity"])  # loads NVRTC
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(CASES, pool.map(build, CASES.values()), strict=True))
+
+
+def compiled():
+    return {name: entry for name, (entry, _) in built().items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,6 +116,7 @@ def test_the_kernel_compiles_within_its_bounds(name):
     assert 0 < meta["registers"] <= REGISTERS
     assert meta["compile_ms"] <= COMPILE_MS
     _, made, arch = CASES[name]
+    assert built()[name][1] <= cpu_cap(made)
     if made.dtype == "float32":
         assert len(entry.cubin) <= CUBIN_BYTES
         if arch == HERE and made.tile == 128:
@@ -111,3 +136,51 @@ def test_the_report_counts_dynamic_shared_memory():
     descriptor, made, arch = CASES["tile 128 long=True"]
     reported = int(compiled()["tile 128 long=True"].meta["shared_bytes"])
     assert reported == spec(descriptor, made, arch).shared_bytes == 99 * 1024
+
+
+def test_nvrtc_works_in_the_thread_that_asks_for_it():
+    descriptor, made, arch = CASES["dot Identity"]
+    wanted = spec(descriptor, made, arch)
+    compile_spec(wanted, arch)
+    own, whole = time.thread_time(), time.process_time()
+    compile_spec(wanted, arch)
+    own, whole = time.thread_time() - own, time.process_time() - whole
+    assert 0.8 * whole <= own <= 1.2 * whole
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_multiprocessor_holds_the_blocks_that_the_kernel_promises(name):
+    descriptor, made, arch = CASES[name]
+    wanted, meta = spec(descriptor, made, arch), compiled()[name].meta
+    registers, shared = int(meta["registers"]), int(meta["shared_bytes"])
+    assert registers * wanted.threads * BLOCKS <= targets.REGISTERS
+    assert wanted.threads * BLOCKS <= targets.RESIDENT_THREADS[arch]
+    held = targets.resident_blocks(arch, wanted.threads, registers, shared)
+    assert held >= (BLOCKS if arch == HERE else 1)  # others have shared memory for one big tile
+
+
+# The table of architectures.
+
+
+@pytest.mark.parametrize(
+    "arch, registers, shared, blocks",
+    [
+        ("sm_90a", 128, 99 * 1024, 2),
+        ("sm_90a", 129, 16 * 1024, 1),  # 136 of 8 warps
+        ("sm_90a", 64, 16 * 1024, 4),
+        ("sm_90a", 32, 1024, 8),  # threads
+        ("sm_86", 32, 1024, 6),
+        ("sm_86", 128, 99 * 1024, 1),
+        ("sm_86", 128, 99 * 1024 + 1, 0),
+        ("sm_80", 128, 81 * 1024, 2),
+        ("sm_80", 128, 81 * 1024 + 1, 1),
+    ],
+)
+def test_blocks_of_a_multiprocessor(arch, registers, shared, blocks):
+    assert targets.resident_blocks(arch, 256, registers, shared) == blocks
+
+
+def test_the_tables_know_the_same_architectures():
+    assert list(targets.SHARED_BYTES) == list(targets.RESIDENT_THREADS)
+    assert list(targets.SHARED_BYTES) == list(targets.MULTIPROCESSORS)
+    assert all(0 < fewest <= most for fewest, most in targets.MULTIPROCESSORS.values())

@@ -1,14 +1,18 @@
 """The key of a kernel: all that decides its code, and nothing else. And what bad code costs."""
 
+import hashlib
+import itertools
 import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from kernlib.errors import CompileError
-from kernlib.jit import compiler, entry, service, sources, toolchain
+from kernlib.jit import compiler, entry, layers, service, sources, toolchain, tuning
 from kernlib.jit.spec import KernelSpec
 
 SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, 0, (), "a kernel of tests")
@@ -22,6 +26,73 @@ CHANGES = {
     "threads": SPEC._replace(threads=64),
     "shared": SPEC._replace(shared_bytes=1024),
 }
+
+
+# Of each family the canonical bytes, the portable and the exact key. What they are made of is held
+# still, so that only another scheme changes them: it empties every user's cache.
+GOLDEN = {
+    "pairwise": (
+        "218acb7579809a4a7b39adfc7a1eae02e266ed8a91d763b76dc00839f7c000d2",
+        "b472c9f27fdb8a6029a173c89468824bdaa6e57a6804fe4c86801c2cc31f2826",
+        "46b652d2d9e199f17ca7fdd51234b1cb433ed8289bbad91b329e8d7fbbddd858",
+    ),
+}
+
+
+def golden(family):
+    return KernelSpec(
+        family, '#include "x.cuh"\nusing T = float;\n', family, 256, 49152, ("-O3",), "words"
+    )
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_the_scheme_of_keys_is_that_of_every_earlier_release(family, monkeypatch):
+    monkeypatch.setattr(sources, "digest", lambda source: hashlib.sha256(b"a header").digest())
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: "13.0.88")
+    monkeypatch.setattr(toolchain, "cuda_major", lambda: "13")
+    monkeypatch.setattr(toolchain, "OPTIONS", ("c++17",))
+    monkeypatch.setattr(entry, "SCHEMA", 1)
+    wanted = layers.wanted(golden(family), ARCH)
+    canonical = hashlib.sha256(wanted.spec.canonical())
+    found = tuple(digest.hex() for digest in (canonical.digest(), wanted.portable, wanted.key))
+    assert found == GOLDEN[family]
+
+
+def test_the_digest_of_headers_is_that_of_every_earlier_release(tmp_path, monkeypatch):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "a.cuh").write_text('#include "b.cuh"\n#include <cuda_fp16.h>\n')
+    (tmp_path / "b.cuh").write_text("// b\n")
+    monkeypatch.setattr(sources, "root", lambda: tmp_path)
+    sources._digest_of.cache_clear(), sources._read.cache_clear()
+    try:
+        found = sources.digest('#include "common/a.cuh"\n').hex()
+    finally:
+        monkeypatch.undo()
+        sources.forget()
+    assert found == "f960b49524186f709ab1ff4a65615d2b920374eba86bfd9031f82eeb70fb3e55"
+
+
+def test_the_key_of_a_tuning_result_is_that_of_every_earlier_release():
+    found = tuning._key("pairwise", ("NVIDIA H200", 132), b"signature").hex()
+    assert found == "e167a28ec825ef4f6c0fa2dcfed318117b5fb68045108d97119ac1d7d14990b8"
+
+
+ALIKE = [1, "1", True, 1.0, b"1", (1,), None, "", 0, False, "True", "1.0"]
+
+
+def test_values_that_look_alike_make_different_keys():
+    """As fields of what is lowered: options of the compiler, threads, bytes of shared memory."""
+    specs = [SPEC._replace(options=(value,)) for value in ALIKE]
+    specs += [SPEC._replace(threads=value, shared_bytes=other)
+              for value, other in itertools.permutations(ALIKE[:4], 2)]  # fmt: skip
+    assert len({service.digest(spec, ARCH) for spec in specs}) == len(specs)
+
+
+def test_fields_do_not_run_together():
+    pairs = [("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", "")]
+    specs = [SPEC._replace(family=family, entry=name) for family, name in pairs]
+    specs += [SPEC._replace(options=options) for options in (("ab", "c"), ("a", "bc"), ("abc",))]
+    assert len({service.digest(spec, ARCH) for spec in specs}) == len(specs)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -90,6 +161,18 @@ from kernlib.jit import service
 from kernlib.jit.spec import KernelSpec
 print(service.digest(KernelSpec(*{fields!r}), "sm_90a").hex())
 """
+LOWERED_CHILD = """
+import hashlib
+import kernlib as kl
+from kernlib.jit import service
+from kernlib.ops import pairwise_lowering
+digest = hashlib.sha256()
+chain = (kl.Laplace(), kl.Custom("tanh(gain * v) + shift", ("shift", "gain")))
+for descriptor in (kl.p_distance(), kl.polynomial(3), kl.l1_distance(epilogue=chain)):
+    for spec in pairwise_lowering.variants(descriptor, "sm_90a", ("float32", "float16")):
+        digest.update(service.digest(spec, "sm_90a"))
+print(digest.hexdigest())
+"""
 
 
 def test_the_key_is_the_same_in_every_process_and_folder(tmp_path):
@@ -106,6 +189,22 @@ def test_the_key_is_the_same_in_every_process_and_folder(tmp_path):
     assert keys == {service.digest(SPEC, ARCH).hex()}
 
 
+def test_what_is_lowered_has_the_same_keys_under_every_hash_seed(tmp_path):
+    seeds = ("0", "1", "77")
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOWERED_CHILD],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in seeds
+    ]
+    keys = {child.communicate(timeout=120)[0].strip() for child in children}
+    assert [child.returncode for child in children] == [0, 0, 0] and len(keys) == 1
+
+
 BAD = '#include "common/math.cuh"\nextern "C" __global__ void entry() {\n    int x = nonsense;\n}\n'
 
 
@@ -118,6 +217,39 @@ def test_the_error_for_bad_source_shows_line_message_and_kernel_and_is_picklable
         assert 'identifier "nonsense" is undefined' in text
         assert SPEC.description in text and ARCH in text
         assert error.source == BAD
+
+
+def test_the_error_for_an_unknown_arch_says_what_to_do_and_is_picklable():
+    with pytest.raises(CompileError) as caught:
+        compiler.compile_spec(SPEC, "sm_999")
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert "does not know sm_999; install a newer one" in str(error)
+
+
+def test_another_thread_goes_on_while_nvrtc_works():
+    """Without the lock of the interpreter: it ticks as often as a sleep of 1 ms lets it."""
+    source = "".join(f'#include "{name}"\n' for name in ("common/types.cuh", "common/math.cuh"))
+    heavy = "".join(f"__device__ double f{i}(double x) {{ return sin(x) * pow(x, {i}.5); }}\n"
+                    for i in range(60))  # fmt: skip
+    used = " + ".join(f"f{i}(*out)" for i in range(60))
+    source += heavy + f'extern "C" __global__ void entry(double* out) {{ *out = {used}; }}\n'
+    compiler.compile_spec(SPEC, ARCH)  # imports and loads everything
+    ticks, done = [], threading.Event()
+
+    def observe():
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    observer = threading.Thread(target=observe)
+    observer.start()
+    start = time.perf_counter()
+    compiler.compile_spec(SPEC._replace(source=source), ARCH)
+    end = time.perf_counter()
+    done.set()
+    observer.join()
+    during = [start, *(tick for tick in ticks if start < tick < end), end]
+    longest = max(b - a for a, b in itertools.pairwise(during))
+    assert end - start > 0.1 and len(during) > 20 and longest < (end - start) / 2
 
 
 FIRST_COMPILES = """

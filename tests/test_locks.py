@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kernlib.jit.locks import KeyLocks, MemoryLocks, hold_file
+from kernlib.jit import locks as module
+from kernlib.jit.locks import ForkGuard, KeyLocks, MemoryLocks, hold_file
 
 KEY = b"\x07" + bytes(31)
 SAME_SHARD = b"\x07" + bytes(range(31))
@@ -223,3 +224,59 @@ def test_an_idle_child_does_not_hold_a_dead_owners_lock(tmp_path):
     finally:
         os.kill(grandchild, signal.SIGKILL)
         owner.stdout.close()
+
+
+# Work that a fork waits for.
+
+
+def test_a_fork_waits_for_the_work_of_others_and_lets_none_begin():
+    guard, order = ForkGuard(), []
+    inside, begun = threading.Event(), threading.Event()
+
+    def work():
+        with guard:
+            inside.set()
+            time.sleep(0.2)
+            order.append("first")
+
+    def later():
+        begun.set()
+        with guard:
+            order.append("second")
+
+    threads = [threading.Thread(target=work), threading.Thread(target=later)]
+    threads[0].start()
+    assert inside.wait(10)
+    guard.before_fork()
+    threads[1].start()
+    assert begun.wait(10)
+    time.sleep(0.1)
+    assert order == ["first"]
+    guard.after_in_parent()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["first", "second"]
+
+
+def test_a_fork_waits_neither_for_its_own_thread_nor_for_ever(monkeypatch):
+    guard, start = ForkGuard(), time.monotonic()
+    with guard:
+        guard.before_fork()
+        guard.after_in_parent()
+    assert time.monotonic() - start < 1
+    monkeypatch.setattr(module, "FORK_WAIT_S", 0.1)
+    stuck, inside = threading.Event(), threading.Event()
+
+    def hang():
+        with guard:
+            inside.set()
+            stuck.wait(20)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert inside.wait(10)
+    guard.before_fork()
+    guard.after_in_parent()
+    stuck.set()
+    thread.join(10)
+    assert time.monotonic() - start < 5

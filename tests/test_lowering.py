@@ -147,17 +147,108 @@ ARCHS = list(targets.SHARED_BYTES)
 DTYPES = list(lowering.TYPES)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_variant_fits_the_shared_memory_of_every_target(arch):
-    specs = lowering.variants(NORM, arch, tuple(DTYPES))
-    assert len({spec.source for spec in specs}) == len(specs) > 100
-    assert max(spec.shared_bytes for spec in specs) <= targets.SHARED_BYTES[arch]
+REPRESENTATIVE = {
+    "l1": L1,
+    "laplace": LAPLACE,
+    "signed": SIGNED,
+    "symmetric": SYMMETRIC,
+    "norm": NORM,
+    "both": kl.Pairwise(inner=kl.Power(), outer=kl.Power()),
+    "outer": kl.Pairwise(inner=kl.Sqrt(), outer=kl.Power(), epilogue=kl.Gaussian()),
+    "polynomial": kl.polynomial(2),
+}
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_every_variant_fits_every_target_and_has_a_description_of_its_own(name):
+    for arch in ARCHS:
+        specs = lowering.variants(REPRESENTATIVE[name], arch, tuple(DTYPES))
+        assert len({spec.source for spec in specs}) == len(specs) > 100
+        assert len({spec.description for spec in specs}) == len(specs)
+        assert max(spec.shared_bytes for spec in specs) <= targets.SHARED_BYTES[arch]
+        assert max(spec.threads for spec in specs) <= targets.RESIDENT_THREADS[arch]
+
+
+BOTH = REPRESENTATIVE["both"]
+DESCRIBED = [  # what is shown only where it says something
+    (L1, {}, "float32 tile=64 features/features"),
+    (L1, {"dtype": "float16", "out_dtype": "float16"}, "float16 tile=64 features/features"),
+    (L1, {"dtype": "float16"}, "float16->float32 tile=64 features/features"),
+    (L1, {"b": Layout(0, 1, 2000), "m": 9000}, "float32 tile=128 features/points"),
+    (SIGNED, {"out": Layout(0, 1, 1000), "k": 200}, "float32 tile=64 {} long swapped"),
+    (NORM, {"inner": 2.0, "root": True}, "float32 tile=64 {} p=2.0"),
+    (BOTH, {"inner": 3.0, "outer": 0.5}, "float32 tile=64 {} p=3.0 outer=sqrt(s)"),
+    (BOTH, {"inner": 2.0, "root": True}, "float32 tile=64 {} p=2.0 outer=sqrt(s)"),
+    (BOTH, {"inner": "device", "root": True}, "float32 tile=64 {} p=device outer=power(s,root)"),
+    (BOTH, {}, "float32 tile=64 {} outer=power(s,exponent)"),
+]
+
+
+@pytest.mark.parametrize(("descriptor", "changes", "expected"), DESCRIBED)
+def test_a_description_says_what_the_variant_is(descriptor, changes, expected):
+    described = lowered(descriptor, **changes).spec.description
+    assert described == f"{descriptor.describe()} {expected.format('features/features')}"
 
 
 def test_a_target_with_too_little_shared_memory_is_refused(monkeypatch):
     monkeypatch.setitem(targets.SHARED_BYTES, "sm_86", 10_000)
-    with pytest.raises(UnsupportedError, match="bytes of shared memory"):
+    with pytest.raises(
+        UnsupportedError, match="bytes of shared memory, a block of sm_86 has 10000"
+    ):
         lowered(arch="sm_86")
+    with pytest.raises(UnsupportedError, match="bytes of shared memory"):
+        lowering.variants(L1, "sm_86", ("float32",))
+
+
+def test_where_the_big_tile_does_not_fit_the_small_one_is_taken(monkeypatch):
+    monkeypatch.setitem(targets.SHARED_BYTES, "sm_86", 98 * 1024)
+    found = lowered(m=30000, n=30000, k=1024, arch="sm_86")
+    assert constant(found, "TILE") == "64"
+    assert lowering.candidates(problem(k=1024), "sm_86") == [{"tile": 64}]
+    assert constant(lowered(m=30000, n=30000, k=128, arch="sm_86"), "TILE") == "128"
+    for spec in lowering.variants(L1, "sm_86", ("float32",)):
+        assert spec.shared_bytes <= 98 * 1024
+        assert "tile=64" in spec.description or "long" not in spec.description
+
+
+# Choices that tuning makes.
+
+CANDIDATES = [  # changes of a 1000 x 2000 problem, tiles to choose from
+    ({}, [128, 64]),
+    ({"dtype": "bfloat16", "batch": 7}, [128, 64]),
+    ({"m": 65, "n": 65}, [128, 64]),
+    ({"m": 64}, [64]),
+    ({"n": 1}, [64]),
+    ({"dtype": "float64", "out_dtype": "float64"}, [64]),
+]
+
+
+@pytest.mark.parametrize(("changes", "tiles"), CANDIDATES)
+def test_tuning_may_choose_any_tile_that_the_problem_fills(changes, tiles):
+    given = problem(**changes)
+    assert lowering.candidates(given, "sm_90a") == [{"tile": tile} for tile in tiles]
+    strides = (0,) * lowering.scalar_count(L1)
+    for tile in tiles:
+        for value in (tile, str(tile)):
+            found = lower(L1, given, "sm_90a", 132, strides, {"tile": value})
+            assert constant(found, "TILE") == str(tile)
+            assert found.grid[0] == -(-given.m // tile) * -(-given.n // tile)
+            assert found.spec in lowering.variants(L1, "sm_90a", (given.dtype,))
+
+
+@pytest.mark.parametrize("choice", [None, {}, {"tile": 32}, {"tile": "big"}, {"tile": 64, "x": 1}])
+def test_a_choice_that_is_no_candidate_is_passed_over(choice):
+    strides = (0,) * lowering.scalar_count(L1)
+    for call in (problem(m=9000), problem(m=200)):
+        untuned = lower(L1, call, "sm_90a", 132, strides)
+        assert lower(L1, call, "sm_90a", 132, strides, choice) == untuned
+
+
+def test_a_choice_does_not_outlive_the_problem_it_was_made_for():
+    strides = (0,) * lowering.scalar_count(L1)
+    thin = problem(m=64)
+    found = lower(L1, thin, "sm_90a", 132, strides, {"tile": 128})
+    assert found == lower(L1, thin, "sm_90a", 132, strides)
 
 
 def shared_bytes(tile, long_k, accumulator):
@@ -319,12 +410,14 @@ def test_lowering_chooses_among_the_variants(descriptor, arch, data, m, n, k, ba
     a, b, out = (data.draw(LAYOUTS) for _ in range(3))
     power = isinstance(descriptor.inner, kl.Power)
     inner = data.draw(st.sampled_from(list(lowering.INNER_CODE))) if power else "any"
+    out_dtype = data.draw(st.sampled_from([dtype, lowering.ACCUMULATORS[dtype]]))
     given = Problem(
-        m, n, k, batch, a, a if descriptor.symmetric else b, out, dtype, dtype,
+        m, n, k, batch, a, a if descriptor.symmetric else b, out, dtype, out_dtype,
         inner=inner, root=isinstance(descriptor.outer, kl.Root),
     )  # fmt: skip
+    choice = data.draw(st.sampled_from([None, *lowering.candidates(given, arch)]))
     strides = (0,) * lowering.scalar_count(descriptor)
-    assert lower(descriptor, given, arch, 100, strides).spec in known(descriptor, arch)
+    assert lower(descriptor, given, arch, 100, strides, choice).spec in known(descriptor, arch)
 
 
 @pytest.mark.parametrize("outer", [0.5, 1.0, 2.0, "any"])

@@ -36,6 +36,8 @@ def meta(*shape):
 
 
 TYPE_ERRORS = {
+    "accumulate 1": (call(L1, A, B, accumulate=1), "accumulate must be a bool, got 1"),
+    "accumulate list": (call(L1, A, B, accumulate=[1]), r"accumulate must be a bool, got \[1\]"),
     "a list": (call(L1, [[1.0]], B), "a must be a tensor, got list"),
     "a array": (call(L1, np.ones((M, K)), B), "a must be a tensor, got ndarray"),
     "a None": (call(L1, None, B), "a must be a tensor, got NoneType"),
@@ -134,6 +136,7 @@ VALUE_ERRORS = {
     "p -1": (call(NORM, A, B, p=-1), "p must be 0 or greater .*got -1"),
     "p nan": (call(NORM, A, B, p=float("nan")), "p must be 0 or greater .*got nan"),
     "p np -1": (call(NORM, A, B, p=np.float32(-1)), "p must be 0 or greater .*got -1"),
+    "p beyond floats": (call(NORM, A, B, p=10**400), "p must fit a float64"),
     "p tensor -1": (call(NORM, A, B, p=torch.tensor([-1.0])), "p must be 0 or greater .*got -1"),
     "inner_p -1": (call(NORM, A, B, inner_p=-1), "inner_p must be 0 or greater .*got -1"),
     "outer_p nan": (call(BOTH, A, B, inner_p=1.0, outer_p=float("nan")), "outer_p .*nan"),

@@ -108,3 +108,14 @@ def test_memory_store_keeps_to_its_budget():
         assert store.put(key(number), bytes([number]) * 100)
     assert store.info()["bytes_used"] == 1000 and store.get(key(9)) is None
     assert not store.put(key(1), bytes(1001))
+
+
+def test_a_child_forked_in_the_middle_of_a_put_counts_its_bytes_anew():
+    store = MemoryStore(1000)
+    store.put(key(1), bytes(100))
+    store._bytes += 900  # as another thread leaves it for a moment
+    pid = os.fork()
+    if pid == 0:
+        good = store.put(key(2), bytes(900)) and store.get(key(1)) is not None
+        os._exit(0 if good and store.info()["bytes_used"] == 1000 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

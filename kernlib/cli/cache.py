@@ -1,129 +1,248 @@
-"""``kernlib cache``: look into the kernel cache and empty it."""
+"""``kernlib cache``: look into the kernel cache; its upkeep and bundles are in other files."""
 
 from __future__ import annotations
 
-import json
-from datetime import datetime
+import difflib
+from pathlib import Path
 
 import click
 
-from kernlib.cli.output import plain_errors, print_table, size
+from kernlib.cli import health, kernels, places
+from kernlib.cli.exchange import export, import_bundle
+from kernlib.cli.kernels import KEY_DIGITS, Kept
+from kernlib.cli.options import arch_option, days_option, json_option
+from kernlib.cli.output import counted, plain_errors, print_json, print_table, size
+from kernlib.cli.upkeep import clear, prune, verify
 
-KEY_DIGITS = 12  # as many as an event's line shows
+SHOWN_CANDIDATES = 8
 COLUMNS = {
     "key": "left",
     "arch": "left",
-    "registers": "right",
-    "spills": "right",
-    "shared": "right",
-    "compile ms": "right",
-    "cubin": "right",
+    **kernels.REPORTS,
     "created": "left",
+    "last used": "left",
+    "where": "left",
     "description": "left",
 }
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
 @click.group()
 def cache() -> None:
-    """Look into the cache of compiled kernels, or empty it."""
+    """Look into the cache of compiled kernels, repair, empty and ship it."""
+
+
+for _command in (verify, prune, clear, export, import_bundle):
+    cache.add_command(_command)
 
 
 @cache.command()
 @json_option
 def info(as_json: bool) -> None:
-    """Where the cache is, how many kernels it holds and how full it is."""
+    """Say where the cache is, how many kernels it holds and how full it is, and name its bundles.
+
+    A cache that cannot be used, and a bundle that is passed over, are said and are no error:
+    `kernlib doctor` judges.
+    """
     with plain_errors():
-        facts = _store().info()
+        layers, said = places.opened()
+        facts = _info(layers)
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
-    click.echo(f"kind     {facts['kind']}")
-    click.echo(f"path     {facts['path'] or 'none: kernels are kept for this process only'}")
-    click.echo(f"kernels  {facts['entries']}")
-    click.echo(f"used     {size(facts['bytes_used'])} of {size(facts['budget'])}")
+    if facts["kind"] == "memory":
+        click.echo(f"Warning: {places.why_in_memory(said)}. {places.ADVICE}", err=True)
+    for name, text in _info_lines(facts):
+        click.echo(f"{name:12s}{text}")
 
 
-@cache.command("list")
-@json_option
-def list_kernels(as_json: bool) -> None:
-    """One row for each kernel, the newest first."""
-    with plain_errors():
-        kernels, damaged = _kernels(_store())
-    if as_json:
-        click.echo(json.dumps(kernels, indent=2))
-    elif kernels:
-        print_table(COLUMNS, [_row(kernel) for kernel in kernels])
-    else:
-        click.echo("The cache holds no kernels.")
-    if damaged:
-        click.echo(f"{damaged} damaged entries are left out; they count as missing.", err=True)
+def _info(layers) -> dict:
+    facts = layers.store.info()
+    facts["moved_aside"] = health.aside_facts(places.folder())
+    facts["bundles"] = [_bundle_info(mounted) for mounted in places.mounted(layers)]
+    return facts
 
 
-@cache.command()
-@click.option("--yes", is_flag=True, help="Do not ask.")
-def clear(yes: bool) -> None:
-    """Drop all kernels; they are compiled again when they are next wanted."""
-    with plain_errors():
-        store = _store()
-        facts = store.info()
-    if not facts["entries"]:
-        click.echo("The cache holds no kernels.")
-        return
-    if not yes:
-        click.confirm(f"Drop {facts['entries']} kernels in {facts['path']}?", abort=True)
-    store.clear()
-    left = store.info()["entries"]
-    click.echo(f"Dropped {facts['entries'] - left} kernels.")
-    if left:
-        raise click.ClickException(f"{left} kernels could not be dropped from {facts['path']}")
-
-
-def _store():
-    from kernlib.jit import service
-
-    return service.layer()[0]
-
-
-def _kernels(store) -> tuple[list[dict], int]:
-    """What each readable entry says of itself, newest first, and the number of damaged ones."""
-    from kernlib.jit import entry
-
-    found = [(key, entry.unpack(key, value)) for key, value in store.items()]
-    kernels = [_facts(key, kernel) for key, kernel in found if kernel is not None]
-    kernels.sort(key=lambda kernel: kernel["created"] or 0, reverse=True)
-    return kernels, len(found) - len(kernels)
-
-
-def _facts(key: bytes, kernel) -> dict:
-    meta = kernel.meta
-    counts = ("registers", "spill_bytes", "shared_bytes", "compile_ms", "created")
+def _bundle_info(mounted: places.Mounted) -> dict:
+    path = str(mounted.folder)
+    if mounted.bundle is None:
+        return {"path": path, "entries": 0, "bytes_used": 0, "archs": {}, "refused": mounted.reason}
+    facts = mounted.bundle.info()
+    archs = health.contents(mounted.bundle.items()).archs
     return {
-        "key": key.hex(),
-        "kernel": kernel.kernel,
-        "family": meta.get("family", ""),
-        "arch": meta.get("arch", ""),
-        "nvrtc": meta.get("nvrtc", ""),
-        **{name: _count(meta.get(name)) for name in counts},
-        "cubin_bytes": len(kernel.cubin),
-        "description": meta.get("description", ""),
+        "path": path,
+        "entries": facts["entries"],
+        "bytes_used": facts["bytes_used"],
+        "archs": dict(sorted(archs.items())),
+        "refused": None,
     }
 
 
-def _count(text: str | None) -> int | None:
-    """A number of the metadata; None for one that was not known or is not there."""
-    return int(text) if text is not None and text.isdecimal() else None
+def _info_lines(facts: dict) -> list[tuple[str, str]]:
+    lines = [
+        ("kind", facts["kind"]),
+        ("path", facts["path"] or "none: kernels are kept for this process only"),
+        ("kernels", facts["entries"]),
+        ("used", f"{size(facts['bytes_used'])} of {size(facts['budget'])}"),
+        ("tuning", counted(facts["tuning"], "result")),
+    ]
+    for old in facts["moved_aside"]:
+        lines.append(("moved aside", f"{old['path']}, damaged, {size(old['bytes'])}"))
+    return lines + [("bundle", _bundle_line(bundle)) for bundle in facts["bundles"]]
+
+
+def _bundle_line(bundle: dict) -> str:
+    if bundle["refused"]:
+        return f"{bundle['path']} is passed over: {bundle['refused']}"
+    listed = f" ({health.per_arch(bundle['archs'])})" if bundle["archs"] else ""
+    number = counted(bundle["entries"], "kernel")
+    return f"{bundle['path']}, {number}{listed}, {size(bundle['bytes_used'])}"
+
+
+@cache.command("list")
+@arch_option("Only kernels for this target; may be repeated.")
+@click.option("--family", metavar="FAMILY", help="Only kernels of this family, such as pairwise.")
+@days_option("Only kernels of the store that nobody has used for more than so many days.")
+@json_option
+def list_kernels(
+    archs: tuple[str, ...], family: str | None, days: int | None, as_json: bool
+) -> None:
+    """List the kernels of store and bundles, one row each, the newest first.
+
+    Damaged entries are left out and counted on stderr; `kernlib cache verify` names them.
+    """
+    with plain_errors():
+        found, damaged = _listed(places.layers(), days)
+    chosen = [
+        kernel
+        for kernel in found
+        if kernel["arch"] in (archs or (kernel["arch"],))
+        and kernel["family"] == (family or kernel["family"])
+    ]
+    if as_json:
+        print_json(chosen)
+    elif chosen:
+        print_table(COLUMNS, [_row(kernel) for kernel in chosen])
+    else:
+        click.echo("No such kernels." if found or days else "The cache holds no kernels.")
+    if damaged:
+        entries = counted(damaged, "damaged entry")
+        click.echo(f"{entries} left out, which count as missing.", err=True)
+
+
+def _listed(layers, days: int | None) -> tuple[list[dict], int]:
+    """The whole entries, newest first, and the number of damaged ones."""
+    found, damaged = [], 0
+    for kept in kernels.kept(layers):
+        if kept.entry is None:
+            damaged += 1
+        elif days is None or _unused(kept, layers.kind, days):
+            found.append(kept.facts())
+    found.sort(key=lambda kernel: kernel["created"] or 0, reverse=True)
+    return found, damaged
+
+
+def _unused(kept: Kept, store: str, days: int) -> bool:
+    """What `prune` with as many days would drop."""
+    return kept.where == store and (kept.day or 0) < kernels.today() - days
 
 
 def _row(kernel: dict) -> tuple:
-    reports = ("registers", "spill_bytes", "shared_bytes", "compile_ms")
-    counts = ("?" if kernel[name] is None else kernel[name] for name in reports)
     created = kernel["created"]
     return (
         kernel["key"][:KEY_DIGITS],
         kernel["arch"],
-        *counts,
-        size(kernel["cubin_bytes"]),
-        "?" if created is None else f"{datetime.fromtimestamp(created):%Y-%m-%d %H:%M}",
+        *kernels.reports(kernel),
+        "?" if created is None else kernels.moment(created),
+        kernels.unknown(kernel["last_used"]),
+        kernel["where"],
         kernel["description"],
     )
+
+
+@cache.command()
+@click.argument("prefix", metavar="KEY-PREFIX")
+@click.option("--cubin", type=Path, metavar="FILE", help="Write the cubin there, for nvdisasm.")
+@click.option("--force", is_flag=True, help="Let --cubin replace a file.")
+@json_option
+def show(prefix: str, cubin: Path | None, force: bool, as_json: bool) -> None:
+    """Show all that is known of one kernel, named by the first digits of its key.
+
+    Exits with 1 if no kernel's key begins so, or several do, or the entry is damaged.
+    """
+    prefix = prefix.lower()
+    if not prefix or set(prefix) - set("0123456789abcdef"):
+        message = f"{prefix!r} is no beginning of a key; its first digits do, as in cache list."
+        raise click.BadParameter(message, param_hint="KEY-PREFIX")
+    if force and cubin is None:
+        raise click.UsageError("--force is about the file of --cubin; give --cubin FILE too.")
+    with plain_errors():
+        found = _one(places.layers(), prefix)
+        if cubin is not None:
+            _write(cubin, found[0].entry.cubin, force)
+    _print_kernel(found, as_json)
+    if cubin is not None:
+        click.echo(f"Wrote {size(len(found[0].entry.cubin))} to {cubin}.", err=as_json)
+
+
+def _one(layers, prefix: str) -> list[Kept]:
+    """One kernel, once for each place that holds it. Raises ClickException."""
+    found = [kept for kept in kernels.kept(layers) if kept.key.hex().startswith(prefix)]
+    if not found:
+        raise click.ClickException(_unknown(layers, prefix))
+    if len({kept.key for kept in found}) > 1:
+        lines = "\n".join(_candidates(found))
+        raise click.ClickException(f"several kernels' keys begin with {prefix}:\n{lines}")
+    whole = [kept for kept in found if kept.entry is not None]
+    if not whole:
+        raise click.ClickException(
+            f"the entry of {found[0].key.hex()} is damaged and counts as missing; "
+            "`kernlib cache verify --repair` drops it"
+        )
+    return whole
+
+
+def _unknown(layers, prefix: str) -> str:
+    """The message about a prefix that nothing begins with, with the keys that look most like it."""
+    known = {kept.key.hex(): kept for kept in kernels.kept(layers)}
+    if not known:
+        return f"no kernel's key begins with {prefix}: the cache holds no kernels"
+    starts = {key[: len(prefix)]: key for key in known}
+    close = difflib.get_close_matches(prefix, starts, SHOWN_CANDIDATES, cutoff=0.0)
+    lines = "\n".join(_candidates([known[starts[start]] for start in close]))
+    return f"no kernel's key begins with {prefix}; there are:\n{lines}"
+
+
+def _candidates(found: list[Kept]) -> list[str]:
+    distinct = list({kept.key: kept for kept in found}.values())
+    lines = [_candidate(kept) for kept in distinct[:SHOWN_CANDIDATES]]
+    left = len(distinct) - len(lines)
+    return [*lines, f"  and {left} more"] if left else lines
+
+
+def _candidate(kept: Kept) -> str:
+    meta = kept.entry.meta if kept.entry else {"description": "damaged"}
+    words = (kept.key.hex()[:16], meta.get("arch", ""), meta.get("description", ""))
+    return "  " + "  ".join(word for word in words if word)
+
+
+def _write(path: Path, cubin: bytes, force: bool) -> None:
+    try:
+        with path.open("wb" if force else "xb") as file:
+            file.write(cubin)
+    except FileExistsError:
+        raise click.ClickException(f"{path} is there already; --force replaces it") from None
+
+
+def _print_kernel(found: list[Kept], as_json: bool) -> None:
+    facts = found[0].facts()
+    facts["where"] = [kept.where for kept in found]
+    facts["meta"] = dict(sorted(found[0].entry.meta.items()))
+    if as_json:
+        print_json(facts)
+        return
+    lines = {**facts.pop("meta"), **facts, "where": ", ".join(facts["where"])}
+    lines["created"] = None if facts["created"] is None else kernels.moment(facts["created"])
+    lines["cubin_bytes"] = f"{facts['cubin_bytes']} ({size(facts['cubin_bytes'])})"
+    order = dict.fromkeys((*facts, *lines))
+    for name in order:
+        click.echo(f"{name.replace('_', ' '):14s}{kernels.unknown(lines[name])}")

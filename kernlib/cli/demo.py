@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import click
 
+from kernlib.cli import machine, places
+from kernlib.cli.machine import ARCH_WITHOUT_GPU
 from kernlib.cli.output import plain_errors, print_table
 
 POINTS, OTHERS, FEATURES = 1000, 800, 64
 ERROR_BOUND = 1e-5  # relative Frobenius norm against float64, for float32 inputs
 GPU_REPEATS = 20
-ARCH_WITHOUT_GPU = "sm_90a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def demo() -> None:
     a result is wrong or a kernel cannot be compiled.
     """
     with plain_errors():
+        places.layers()  # what cannot be used is said once, before the work
         device = _gpu()
         if device is None:
             click.echo(
@@ -74,20 +76,14 @@ def _cases() -> list[Case]:
 
 
 def _gpu() -> tuple | None:
-    """Device, name and arch of the first GPU that kernels run on."""
+    """Device, name and arch of the first GPU if kernels run on it; stderr says why not."""
     import torch
 
-    from kernlib.errors import UnsupportedError
-    from kernlib.launch import arch_of
-
-    if not torch.cuda.is_available():
-        return None
-    try:
-        arch = arch_of(0)
-    except UnsupportedError as error:
-        click.echo(str(error), err=True)
-        return None
-    return torch.device("cuda", 0), torch.cuda.get_device_name(0), arch
+    for gpu in machine.gpus()[:1]:
+        if gpu.arch is not None:
+            return torch.device("cuda", gpu.index), gpu.name, gpu.arch
+        click.echo(gpu.problem, err=True)
+    return None
 
 
 def _run(case: Case, device: tuple | None) -> Result:
@@ -176,7 +172,7 @@ def _report(results: list[Result], device: tuple | None) -> None:
 def _conclusion(results: list[Result]) -> str:
     from kernlib.jit import service
 
-    path = service.layer()[0].info()["path"]
+    path = service.layers().store.info()["path"]
     compiled = sum(result.compiled for result in results)
     if not compiled:
         return f"Nothing was compiled: all {len(results)} kernels were found in the cache, {path}."

@@ -7,8 +7,20 @@ from typing import ClassVar
 
 from kernlib.canonical import encode
 
+parsed: dict[str, Descriptor] = {}  # texts that kernlib.descriptors.text has read
 
-class Descriptor:
+
+class Part:
+    """Base of descriptors and of what they are made of. A text names them by their class."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        parsed.clear()  # a name may mean another class now, as when a notebook's cell runs again
+
+
+class Descriptor(Part):
     """Base of the frozen dataclasses that :func:`kernlib.run_kernel` accepts.
 
     ``family`` names the modules that implement it: ``kernlib.ops.<family>`` and
@@ -34,6 +46,25 @@ class Descriptor:
     def __reduce__(self):
         fields = (f for f in dataclasses.fields(self) if f.init)
         return type(self), tuple(getattr(self, f.name) for f in fields)
+
+
+def render(value) -> str:
+    """A descriptor, or a part of one, as its constructor's call with every field named, from which
+    :func:`kernlib.descriptors.text.from_text` makes an equal one.
+
+    Raises TypeError for what is neither a plain value nor a dataclass. Dynamo can trace it.
+    """
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    for kind in (int, float, str):  # the kind itself, for subclasses such as numpy.float64
+        if isinstance(value, kind):
+            return repr(kind(value))
+    if isinstance(value, tuple):
+        inside = ", ".join([render(item) for item in value])
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    fields = [f.name for f in dataclasses.fields(value) if f.init]
+    parts = [f"{name}={render(getattr(value, name))}" for name in fields]
+    return f"{type(value).__name__}({', '.join(parts)})"
 
 
 def require(condition: bool, message: str) -> None:

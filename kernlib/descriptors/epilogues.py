@@ -9,11 +9,11 @@ from __future__ import annotations
 import keyword
 from dataclasses import dataclass
 
-from kernlib.descriptors.base import require
+from kernlib.descriptors.base import Part, require
 from kernlib.descriptors.expression import CONSTANTS, FUNCTIONS, VALUE, names, parse
 
 
-class Epilogue:
+class Epilogue(Part):
     """Base of all epilogues: an ``expression`` over ``v`` and ``parameters``.
 
     Parameters listed in ``positive`` must be greater than zero: a host value that is not raises
@@ -203,7 +203,7 @@ def _check_parameters(parameters: tuple[str, ...]) -> None:
     for name in parameters:
         valid = isinstance(name, str) and name.isidentifier() and name.isascii()
         require(
-            valid and not keyword.iskeyword(name),
+            valid and name not in keyword.kwlist,
             f"parameter {name!r} is not an ASCII identifier; its value is an argument of the call",
         )
         require(name not in RESERVED, f"parameter name {name!r} is taken; choose another")
@@ -222,7 +222,7 @@ def as_epilogues(value) -> tuple[Epilogue, ...]:
                 f"epilogue must be made of epilogues such as Laplace(), got {epilogue!r}"
             )
     taken = [name for epilogue in epilogues for name in epilogue.parameters]
-    repeated = sorted({name for name in taken if taken.count(name) > 1})
+    repeated = sorted({name for i, name in enumerate(taken) if name in taken[:i]})
     require(
         not repeated,
         f"epilogues share the parameter(s) {repeated}; rename one, as in Scale(parameter='gain')",

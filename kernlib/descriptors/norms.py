@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernlib.descriptors.base import Part
+
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Part):
     """``v``: inner or outer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Abs:
+class Abs(Part):
     """``|v|``: inner or outer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Square:
+class Square(Part):
     """``v * v``: inner or outer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sqrt:
+class Sqrt(Part):
     """``sqrt(v)``, NaN for negative ``v``: inner or outer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Power:
+class Power(Part):
     """Inner: ``|v| ** inner_p``, where ``inner_p = 0`` counts ``v != 0`` (a NaN stays one) and
     ``inner_p = inf`` takes the largest ``|v|`` in place of the sum. Outer: ``s ** outer_p``, no
     absolute value.
@@ -37,7 +39,7 @@ class Power:
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class Root(Part):
     """Outer: ``s ** (1 / inner_p)``, the root that turns a power sum into a norm; ``s`` itself
     for ``inner_p`` 0 and inf, as in ``torch.cdist``. Requires ``inner=Power()``."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kernlib.descriptors import norms
-from kernlib.descriptors.base import Descriptor, check_precision, require
+from kernlib.descriptors.base import Descriptor, check_precision, render, require
 from kernlib.descriptors.epilogues import (
     Cauchy,
     Epilogue,
@@ -39,12 +39,15 @@ class Pairwise(Descriptor):
     family: ClassVar[str] = "pairwise"
 
     operator: str = "difference"
-    inner: object = norms.Abs()
-    outer: object = norms.Identity()
+    # NOTE: functions, because Dynamo traces them where it cannot a default that is an object.
+    inner: object = field(default_factory=lambda: norms.Abs())
+    outer: object = field(default_factory=lambda: norms.Identity())
     epilogue: tuple[Epilogue, ...] = ()
     precision: str | None = None
     symmetric: bool = False
-    _hash: int = field(init=False, repr=False, compare=False)
+    # NOTE: kept, so that Dynamo guards a program by it: field by field, it would make symbols of
+    # numbers that differ between two descriptors.
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "epilogue", as_epilogues(self.epilogue))
@@ -65,10 +68,10 @@ class Pairwise(Descriptor):
             not self.symmetric or not self.signed,
             f"symmetric=True needs inner(-v) = inner(v), which {self.inner} of a difference is not",
         )
-        object.__setattr__(self, "_hash", hash(self.canonical()))
+        object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.text)  # which a str computes once
 
     @property
     def signed(self) -> bool:

@@ -23,6 +23,7 @@ from pathlib import Path
 SHARDS = 256
 FIRST_POLL_S = 0.001
 LONGEST_POLL_S = 0.05
+FORK_WAIT_S = 20.0
 
 OnWait = Callable[[], object]
 
@@ -76,7 +77,7 @@ class KeyLocks:
             try:
                 yield fd is not None
             finally:
-                _release(fd, owner)
+                release(fd, owner)
 
     def _lock_file(self, key: bytes, deadline: float, wait: OnWait) -> int | None:
         try:
@@ -87,6 +88,41 @@ class KeyLocks:
             return _acquire(self._directory / f"{key[0]:02x}.lock", deadline, wait)
         except OSError:
             return None
+
+
+class ForkGuard:
+    """Work that a fork of another thread waits for: NVRTC's locks and half-done imports would stay
+    taken in the child, whose own first use of them would hang. Not reentrant.
+
+    The owner registers the two hooks, and `__init__` for the child.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: set[int] = set()
+        self._forking = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forking)
+            self._inside.add(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._inside.discard(threading.get_ident())
+            self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Wait for the others' work, so long that only a hang takes longer, and let none begin."""
+        self._changed.acquire()
+        self._forking += 1
+        mine = {threading.get_ident()}
+        self._changed.wait_for(lambda: self._inside <= mine, FORK_WAIT_S)
+
+    def after_in_parent(self) -> None:
+        self._forking -= 1
+        self._changed.notify_all()
+        self._changed.release()
 
 
 @contextmanager
@@ -100,7 +136,7 @@ def hold_file(path: Path, timeout: float) -> Iterator[bool]:
     try:
         yield fd is not None
     finally:
-        _release(fd, owner)
+        release(fd, owner)
 
 
 def _nothing() -> None:
@@ -124,7 +160,7 @@ def _acquire(path: Path, deadline: float, wait: OnWait) -> int | None:
     wait = _once(wait)
     pause = FIRST_POLL_S
     while True:
-        fd = _try_lock(path)
+        fd = try_lock(path)
         if fd is not None:
             return fd
         wait()
@@ -135,9 +171,11 @@ def _acquire(path: Path, deadline: float, wait: OnWait) -> int | None:
         pause = min(2 * pause, LONGEST_POLL_S)
 
 
-def _try_lock(path: Path) -> int | None:
-    """Lock it now or return None. Opened anew each time (8 us), for a cleaner may have removed
-    the file that others wait for: then two owners would hold two files of one name."""
+def try_lock(path: Path) -> int | None:
+    """The descriptor of the file, made if need be and locked now, or None. Raises OSError.
+
+    Opened anew each time (8 us), for a cleaner may have removed the file that others wait for: then
+    two owners would hold two files of one name."""
     with _guard:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _open_fds.add(fd)
@@ -154,7 +192,8 @@ def _try_lock(path: Path) -> int | None:
     return None
 
 
-def _release(fd: int | None, owner: int) -> None:
+def release(fd: int | None, owner: int) -> None:
+    """Unlock what process ``owner`` has locked, and close it; nothing in a process forked since."""
     if fd is None or os.getpid() != owner:  # forked inside the block: the hook has closed it
         return
     try:

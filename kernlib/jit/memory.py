@@ -16,6 +16,7 @@ class MemoryStore:
     def __init__(self, budget: int):
         self.budget = budget
         self._values: dict[bytes, bytes] = {}
+        self._tuning: dict[bytes, bytes] = {}
         self._bytes = 0
         self._lock = threading.RLock()
         _instances.add(self)
@@ -44,12 +45,20 @@ class MemoryStore:
 
     def info(self) -> dict[str, object]:
         facts = {"kind": "memory", "path": None, "entries": len(self._values)}
+        facts["tuning"] = len(self._tuning)
         return facts | {"bytes_used": self._bytes, "budget": self.budget}
 
     def clear(self) -> None:
         with self._lock:
             self._values.clear()
             self._bytes = 0
+
+    def get_tuning(self, key: bytes) -> bytes | None:
+        return self._tuning.get(key)
+
+    def put_tuning(self, key: bytes, value: bytes) -> bool:
+        self._tuning[key] = bytes(value)
+        return True
 
     def close(self) -> None:
         """Nothing to close; the values stay."""
@@ -58,6 +67,7 @@ class MemoryStore:
 def _after_in_child() -> None:
     for store in list(_instances):
         store._lock = threading.RLock()
+        store._bytes = sum(map(len, store._values.values()))  # another thread was in the middle
 
 
 os.register_at_fork(after_in_child=_after_in_child)

@@ -1,14 +1,8 @@
 """Where compiled kernels are kept: bytes under 32-byte keys, in LMDB, or in memory without a disk.
 
-Two verbs, `get` and `put`, and housekeeping. None raises for a bad, full or vanished store: what
-cannot be read is a miss, what cannot be kept is not kept. What the bytes mean is the caller's.
-
-    <directory>/v1/store/{data.mdb, lock.mdb}     moved aside as a whole when it is damaged
-    <directory>/v1/store.lock                     the gate: held to open, to move aside, to write
-    <directory>/v1/locks/                         the caller's, see `locks_directory`
-
-Fork: no transaction is open while the process forks, and the child closes the environment it
-inherited before anything else; its next verb opens its own. LMDB would use the old one silently.
+Two verbs, `get` and `put`, the same two for tuning results, and housekeeping. None raises for a
+bad, full or vanished store: what cannot be read is a miss, what cannot be kept is not kept. What
+the bytes mean is the caller's. How the environment survives is in `environment.py`.
 """
 
 from __future__ import annotations
@@ -17,27 +11,20 @@ import atexit
 import contextlib
 import errno
 import os
-import shutil
 import struct
 import threading
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
 
 from kernlib.jit import private
-from kernlib.jit.locks import hold_file
+from kernlib.jit.environment import DAMAGE, LAYOUT, Environment
 from kernlib.jit.memory import MemoryStore
 from kernlib.settings import MAP_BYTES
 
-LAYOUT = "v1"
-SMALLEST_MAP_BYTES = 16 << 20
-LARGEST_MAP_BYTES = 1 << 40  # a header that asks for more is damaged
-MAX_READERS = 1000
-GATE_TIMEOUT_S = 5.0  # writers take milliseconds; a stopped one must not stop us
 MAP_SHARE = 0.8  # of the map for the budget: fuller, freed pages no longer suffice to free more
 EVICT_TO = 0.75
 EVICT_KEYS = 256
@@ -45,13 +32,6 @@ RESCUE_KEYS = 4  # in one transaction on a full map, where deleting many fails a
 RESCUE_ROUNDS = 64
 
 _DAY = struct.Struct("<I")
-_DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.InvalidError,
-    lmdb.VersionMismatchError,
-    lmdb.PageNotFoundError,
-    lmdb.IncompatibleError,
-)
 
 
 def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> LmdbStore | MemoryStore:
@@ -94,25 +74,17 @@ def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemorySt
     return store, ""
 
 
-class LmdbStore:
-    """An LMDB environment under `directory`, shared by all processes that open it.
+class LmdbStore(Environment):
+    """Kernels, the day each was last used, and tuning results, each a database of one environment.
 
-    Made by `open_store`, which sees to it that a process has one for each directory. One lock
-    serialises its threads (a read takes 4 us), so that no transaction is open when the map must
-    move or the process forks. `open` raises OSError and lmdb.Error, the verbs neither.
+    Made by `open_store`, which sees to it that a process has one for each directory. `open` raises
+    OSError and lmdb.Error, the verbs neither.
     """
 
     def __init__(self, directory: Path, budget: int, map_bytes: int = MAP_BYTES):
-        self.directory = Path(directory)
-        self.path = self.directory / LAYOUT / "store"
-        self._gate_path = self.directory / LAYOUT / "store.lock"
-        self._map_bytes = map_bytes
+        super().__init__(directory, map_bytes)
         self.budget = budget
-        self._lock = threading.RLock()
-        self._env: lmdb.Environment | None = None
-        self._file = (0, 0)  # device and inode of the data file that is open
         self._hits: dict[bytes, int] = {}  # day of last use, for keys whose stamp is older
-        _instances.add(self)
 
     @property
     def budget(self) -> int:
@@ -143,159 +115,56 @@ class LmdbStore:
                 yield key, value
 
     def info(self) -> dict[str, object]:
-        """kind, path, entries, bytes_used, budget; zeros for a store that cannot be read."""
-        entries, used = self._safely(self._transact, self._count) or (0, 0)
-        facts = {"kind": "lmdb", "path": str(self.path), "entries": entries}
+        """kind, path, entries, tuning (number of results), bytes_used, budget; zeros for a store
+        that cannot be read."""
+        entries, used, tuned = self._safely(self._transact, self._sizes) or (0, 0, 0)
+        facts = {"kind": "lmdb", "path": str(self.path), "entries": entries, "tuning": tuned}
         return facts | {"bytes_used": used, "budget": self.budget}
 
     def clear(self) -> None:
         """Drop all kernels; tuning results stay."""
         self._safely(self._clear)
 
+    def get_tuning(self, key: bytes) -> bytes | None:
+        """A copy of a tuning result, None for a miss."""
+        return self._safely(self._transact, lambda txn: txn.get(key, db=self._tuning))
+
+    def put_tuning(self, key: bytes, value: bytes) -> bool:
+        """Keep a tuning result, which eviction never touches; False if it cannot."""
+        return bool(
+            self._safely(self._transact, lambda txn: txn.put(key, value, db=self._tuning), True)
+        )
+
+    def clear_tuning(self) -> int:
+        """Forget all tuning results; returns how many there were."""
+        return self._safely(self._transact, self._forget_tuning, True) or 0
+
+    def days(self) -> dict[bytes, int]:
+        """Of each key the day it was last used, in days since 1970."""
+        return self._safely(self._transact, self._read_days) or {}
+
+    def prune(self, unused_days: int | None = None, to_bytes: int | None = None) -> int:
+        """Drop kernels unused for more than so many days, then the longest unused until at most so
+        many bytes are used; returns how many went."""
+        before = self.info()["entries"]
+        self._safely(self._prune, unused_days, to_bytes)
+        return before - self.info()["entries"]
+
+    def set_aside(self) -> None:
+        """Move the whole store aside, as damage found in use does, also one that was never opened:
+        LMDB may die of what :meth:`verify` has found. The next verb starts afresh."""
+        with self._lock:
+            if self._env is None:
+                with contextlib.suppress(OSError):
+                    self._file = private.identity(self._data)
+            super().set_aside()
+
     def close(self) -> None:
         """Write the noted days and close; the next verb opens it again."""
         with self._lock:
             if self._env is not None:
                 self._safely(self._flush)
-            self._close_env()
-
-    # Opening and closing. The caller of what follows holds self._lock.
-
-    def open(self) -> None:
-        """Open or create it; a damaged one is moved aside. Raises OSError, lmdb.Error."""
-        private.refuse_network(self.directory)
-        for folder in (self.directory, self.directory / LAYOUT, self.path):
-            private.make_private(folder)
-        with self._gate():
-            try:
-                self._attach()
-            except _DAMAGE:
-                self._move_aside()
-                private.make_private(self.path)
-                self._attach()
-
-    @contextlib.contextmanager
-    def _gate(self) -> Iterator[None]:
-        """One process at a time, with a deadline, which LMDB's own writer lock has not."""
-        with hold_file(self._gate_path, GATE_TIMEOUT_S) as owned:
-            if not owned:
-                reason = f"another process held it for {GATE_TIMEOUT_S:.0f} s"
-                raise TimeoutError(errno.ETIMEDOUT, reason, str(self._gate_path))
-            yield
-
-    def _attach(self) -> None:
-        """Open with the largest map that address space (ulimit -v), file size and disk allow."""
-        private.reserve_lock_file(self.path / "lock.mdb")
-        while True:
-            try:
-                return self._attach_map()
-            except (lmdb.MemoryError, OSError):
-                self._close_env()
-                if self._map_bytes // 4 < SMALLEST_MAP_BYTES:
-                    raise
-                self._map_bytes //= 4
-            except BaseException:
-                self._close_env()
-                raise
-
-    def _attach_map(self) -> None:
-        data = self.path / "data.mdb"
-        size = data.stat().st_size if data.exists() else None
-        if size == 0:
-            raise lmdb.InvalidError(f"{data} is empty")
-        self._env = lmdb.open(
-            str(self.path),
-            map_size=self._map_bytes,
-            create=False,
-            mode=0o700,  # less the x bits for the files
-            max_dbs=4,
-            max_readers=MAX_READERS,
-            metasync=False,  # power loss may undo the last put, and cannot break the tree
-            lib_version=0,  # 1.0 writes another format, and LMDB_DEFAULT_LIB_VERSION asks for it
-        )
-        need = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if size is not None and size < need:  # ours are as long as their map, see _extend
-            raise lmdb.CorruptedError(f"{data} is cut: {size} of {need} bytes")
-        self._extend()
-        self._file = private.identity(data)
-        self._env.reader_check()
-        with self._env.begin(write=True) as txn:
-            self._kernels = self._env.open_db(b"kernels", txn=txn)
-            self._days = self._env.open_db(b"days", txn=txn)
-            self._tuning = self._env.open_db(b"tuning", txn=txn)  # eviction never touches it
-
-    def _extend(self) -> None:
-        """Make the file as long as its map, sparsely: reading a map past the end of its file is
-        SIGBUS, which killed 145 of 150 readers of truncated files. Under the gate; extends only."""
-        size = self._env.info()["map_size"]
-        if size > LARGEST_MAP_BYTES:
-            raise lmdb.InvalidError(f"a map of {size} bytes")
-        if os.stat(self.path / "data.mdb").st_size < size:
-            os.truncate(self.path / "data.mdb", size)
-
-    def _move_aside(self) -> None:
-        """Rename the whole directory; data.mdb alone would share its lock file with the next one.
-        Under the gate. The newest is kept to be looked at, older ones go."""
-        self._close_env()
-        os.rename(self.path, f"{self.path}.corrupt-{time.time_ns()}-{os.getpid()}")
-        for old in sorted(self.path.parent.glob(f"{self.path.name}.corrupt-*"))[:-1]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _recover(self) -> None:
-        """Move a store found damaged in use aside, unless another process has done so already."""
-        self._close_env()
-        try:
-            with self._gate():
-                if private.identity(self.path / "data.mdb") == self._file:
-                    self._move_aside()
-        except OSError:
-            pass  # the next verb opens it again, and meets the same damage
-
-    def _close_env(self) -> None:
-        env, self._env = self._env, None
-        if env is not None:
-            env.close()
-
-    # Transactions.
-
-    def _safely(self, verb: Callable, *args: object) -> object:
-        """verb(*args), or None for whatever LMDB or the system raised; damage is moved aside."""
-        with self._lock:
-            try:
-                if self._env is None:
-                    self.open()
-                return verb(*args)
-            except _DAMAGE:
-                self._recover()
-            except (lmdb.PanicError, FileNotFoundError):
-                self._close_env()  # after a failed write, or the directory was removed: anew
-            except (lmdb.Error, OSError):
-                pass
-        return None
-
-    def _transact(self, work: Callable[[lmdb.Transaction], object], write: bool = False) -> object:
-        """work(txn), once more when another process has grown the map. Raises lmdb.Error."""
-        try:
-            return self._attempt(work, write)
-        except lmdb.MapResizedError:
-            self._follow_map()
-        return self._attempt(work, write)
-
-    def _attempt(self, work: Callable[[lmdb.Transaction], object], write: bool) -> object:
-        with (
-            self._gate() if write else contextlib.nullcontext(),
-            self._env.begin(write=write) as txn,
-        ):
-            return work(txn)
-
-    def _follow_map(self) -> None:
-        with self._gate():
-            try:
-                self._env.set_mapsize(0)
-                self._extend()
-            except BaseException:
-                self._close_env()  # NOTE: the old map is unmapped already, any use is SIGSEGV
-                raise
+            super().close()
 
     # What the verbs do inside.
 
@@ -321,7 +190,7 @@ class LmdbStore:
             return
         try:
             self._transact(lambda txn: self._stamp(txn, hits), True)
-        except _DAMAGE:
+        except DAMAGE:
             raise
         except (lmdb.Error, OSError):
             pass  # the order of eviction is a day off
@@ -358,12 +227,15 @@ class LmdbStore:
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return stats[0]["entries"], pages * stats[0]["psize"]
 
+    def _sizes(self, txn: lmdb.Transaction) -> tuple[int, int, int]:
+        return (*self._count(txn), txn.stat(self._tuning)["entries"])
+
     def _keys(self, txn: lmdb.Transaction) -> list[bytes]:
         return list(txn.cursor(db=self._kernels).iternext(keys=True, values=False))
 
     def _oldest(self, txn: lmdb.Transaction) -> list[bytes]:
         """All keys by day of last use; one without a stamp comes first."""
-        days = {key: int.from_bytes(day, "little") for key, day in txn.cursor(db=self._days)}
+        days = self._read_days(txn)
         return sorted(self._keys(txn), key=lambda key: days.get(key, 0))
 
     def _evict(self, target: int, small: int = 0) -> None:
@@ -397,11 +269,34 @@ class LmdbStore:
             txn.delete(key, db=self._days)
         return self._count(txn)[1] <= target
 
+    def _read_days(self, txn: lmdb.Transaction) -> dict[bytes, int]:
+        return {key: int.from_bytes(day, "little") for key, day in txn.cursor(db=self._days)}
+
+    def _forget_tuning(self, txn: lmdb.Transaction) -> int:
+        count = txn.stat(self._tuning)["entries"]
+        txn.drop(self._tuning, delete=False)
+        return count
+
+    def _prune(self, unused_days: int | None, to_bytes: int | None) -> None:
+        self._flush()
+        if unused_days is not None:
+            days, oldest = self._transact(self._read_days), _today() - unused_days
+            old = [key for key in self._transact(self._keys) if days.get(key, 0) < oldest]
+            for at in range(0, len(old), EVICT_KEYS):
+                keys = old[at : at + EVICT_KEYS]
+                self._transact(lambda txn, keys=keys: self._drop(txn, keys), True)
+        if to_bytes is not None:
+            self._evict(to_bytes)
+
     def _clear(self) -> None:
         self._hits = {}
         self._evict(-1)
         self._evict(-1)  # those that a full map held back
         self._settle()
+
+    def _after_fork(self) -> None:
+        self._hits = {}  # the parent writes them
+        super()._after_fork()
 
 
 def _today() -> int:
@@ -410,33 +305,19 @@ def _today() -> int:
 
 _registry = threading.RLock()
 _stores: dict[str, LmdbStore | MemoryStore] = {}
-_instances: weakref.WeakSet[LmdbStore] = weakref.WeakSet()
-_held: list[threading.RLock] = []
 
 
-# NOTE: locks.py registers its hooks first, so they run after these before a fork, as they must:
-# a thread inside a verb needs its guard to leave.
 def _before_fork() -> None:
     _registry.acquire()
-    for store in list(_instances):
-        store._lock.acquire()
-        _held.append(store._lock)
 
 
 def _after_in_parent() -> None:
-    while _held:
-        _held.pop().release()
     _registry.release()
 
 
 def _after_in_child() -> None:
     global _registry
-    _held.clear()
     _registry = threading.RLock()
-    for store in list(_instances):
-        store._lock = threading.RLock()
-        store._hits = {}  # the parent writes them
-        store._close_env()
 
 
 os.register_at_fork(
@@ -446,5 +327,5 @@ os.register_at_fork(
 
 @atexit.register
 def _close_all() -> None:
-    for store in list(_instances):
+    for store in list(_stores.values()):
         store.close()

@@ -1,4 +1,4 @@
-"""Which architecture a device takes, and what a block may use there."""
+"""Which architecture a device takes, and what a block and a multiprocessor have there."""
 
 from __future__ import annotations
 
@@ -20,19 +20,47 @@ SHARED_BYTES = {
     "sm_121": 99 * 1024,
 }
 
-# Multiprocessors of the largest product, for choices made where no device can be asked.
-MULTIPROCESSORS = {
-    "sm_80": 108,
-    "sm_86": 84,
-    "sm_87": 16,
-    "sm_89": 142,
-    "sm_90a": 132,
-    "sm_100": 148,
-    "sm_103": 160,
-    "sm_110": 20,
-    "sm_120": 188,
-    "sm_121": 48,
+# Beside the block's, of one multiprocessor: the driver keeps RESERVED_SHARED_BYTES of each block.
+RESERVED_SHARED_BYTES = 1024
+REGISTERS = 64 * 1024
+RESIDENT_THREADS = {
+    "sm_80": 2048,
+    "sm_86": 1536,
+    "sm_87": 1536,
+    "sm_89": 1536,
+    "sm_90a": 2048,
+    "sm_100": 2048,
+    "sm_103": 2048,
+    "sm_110": 1536,
+    "sm_120": 1536,
+    "sm_121": 1536,
 }
+
+# Fewest and most multiprocessors of the products, for choices made where no device can be asked.
+# A slice of a GPU (MIG) may have fewer.
+MULTIPROCESSORS = {
+    "sm_80": (56, 108),  # A30, A100
+    "sm_86": (6, 84),  # RTX A400, A40
+    "sm_87": (4, 16),  # Orin Nano 4GB, AGX Orin 64GB
+    "sm_89": (14, 142),  # RTX 3050 A Laptop, L40
+    "sm_90a": (78, 132),  # H20, H100 SXM and H200
+    "sm_100": (148, 152),  # B200, GB200
+    "sm_103": (148, 160),  # B300, all of a Blackwell Ultra
+    "sm_110": (12, 20),  # Thor T4000, T5000
+    "sm_120": (14, 188),  # RTX PRO 500 Laptop, RTX PRO 6000
+    "sm_121": (48, 48),  # GB10
+}
+
+
+def resident_blocks(arch: str, threads: int, registers: int, shared_bytes: int) -> int:
+    """Blocks of a kernel that one multiprocessor holds at a time; 0 for one that cannot run."""
+    by_threads = RESIDENT_THREADS[arch] // threads
+    warps = -(-threads // 32)
+    by_registers = REGISTERS // (warps * -(-registers * 32 // 256) * 256)  # given out by 256 a warp
+    if shared_bytes > SHARED_BYTES[arch]:
+        return 0
+    whole = SHARED_BYTES[arch] + RESERVED_SHARED_BYTES
+    return min(by_threads, by_registers, whole // (shared_bytes + RESERVED_SHARED_BYTES))
 
 
 def arch_of(capability: tuple[int, int], name: str = "this device") -> str:

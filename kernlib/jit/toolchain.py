@@ -64,6 +64,19 @@ def nvrtc_version() -> str:
 
 
 @lru_cache(maxsize=1)
+def cuda_major() -> str:
+    """The CUDA major whose cubins are made and loaded here: NVRTC's, or where there is none that
+    of the driver's bindings, which run what others have compiled."""
+    version = nvrtc_version()
+    if version == UNKNOWN_VERSION:
+        try:
+            version = metadata.version("cuda-bindings")
+        except metadata.PackageNotFoundError:
+            return UNKNOWN_VERSION
+    return version.partition(".")[0]
+
+
+@lru_cache(maxsize=1)
 def header_directory() -> str:
     """The folder of ``cuda_fp16.h`` and its like in the CUDA runtime's wheel.
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
+
+from torch._C import _is_tracing
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
 from kernlib.descriptors.base import Descriptor
@@ -15,13 +20,43 @@ def op_of(descriptor: Descriptor) -> ModuleType:
     """The module that implements a descriptor's family. Raises TypeError for anything else."""
     op = _ops.get(type(descriptor))
     if op is None:
-        if not isinstance(descriptor, Descriptor):
-            raise TypeError(
-                f"descriptor must be a kernlib descriptor such as Pairwise(), got {descriptor!r}"
-            )
+        _check_descriptor(descriptor)
         op = import_module(f"kernlib.ops.{descriptor.family}")
         _ops[type(descriptor)] = op
     return op
+
+
+def _check_descriptor(descriptor) -> None:
+    if not isinstance(descriptor, Descriptor):
+        raise TypeError(
+            f"descriptor must be a kernlib descriptor such as Pairwise(), got {descriptor!r}"
+        )
+
+
+def __getattr__(name: str):
+    """The modules that register operators, ``<family>_library``, imported when first asked for:
+    Dynamo follows an attribute of a module where it refuses ``import_module``."""
+    if name.endswith("_library"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _library_of(descriptor: Descriptor) -> ModuleType:
+    """The module that runs a family by way of ``torch.library``."""
+    from kernlib import ops
+
+    _check_descriptor(descriptor)
+    return getattr(ops, f"{descriptor.family}_library")
+
+
+def register_operators() -> None:
+    """Register the operators that exported programs call, as a process must that loads one.
+
+    Whoever traces or compiles a call has them without this.
+    """
+    for module in iter_modules(__path__):
+        if module.name.endswith("_library"):
+            import_module(f"{__name__}.{module.name}")
 
 
 def run_kernel(descriptor: Descriptor, *tensors, debug: bool = False, **arguments):
@@ -35,21 +70,19 @@ def run_kernel(descriptor: Descriptor, *tensors, debug: bool = False, **argument
 
     Raises TypeError and ValueError for bad arguments, UnsupportedError for devices without kernels,
     CompileError, and CaptureError for a kernel that is missing inside a CUDA graph's capture.
+
+    ``torch.compile``, ``torch.export``, ``make_fx``, ``torch.jit.trace`` and fake tensors see one
+    operator of ``torch.library``, so ``fullgraph=True`` holds. A number is a constant of what they
+    make, which torch.compile makes anew for another (8 times by default): pass what changes as a
+    tensor.
     """
+    # Dynamo, a mode of the dispatcher (fake tensors, make_fx, non-strict export), torch.jit.trace.
+    # With torch.compiler.is_compiling in place of the first two, 45 ns would be 120, and fake
+    # tensors and make_fx not seen.
+    if is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing():
+        return _library_of(descriptor).run(descriptor, *tensors, debug=debug, **arguments)
     op = _ops.get(type(descriptor)) or op_of(descriptor)
     if debug:
         with events.on_stderr():
             return op.run(descriptor, *tensors, **arguments)
     return op.run(descriptor, *tensors, **arguments)
-
-
-def prepare(descriptor: Descriptor, *tensors, debug: bool = False, **arguments) -> None:
-    """Compile and load what :func:`run_kernel` would use for these arguments, and launch nothing.
-
-    After it the same call, on any stream, may be captured in a CUDA graph. Does nothing for CPU
-    tensors. Raises what :func:`run_kernel` raises.
-    """
-    if debug:
-        with events.on_stderr():
-            return op_of(descriptor).prepare(descriptor, *tensors, **arguments)
-    return op_of(descriptor).prepare(descriptor, *tensors, **arguments)

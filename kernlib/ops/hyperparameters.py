@@ -18,13 +18,17 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def host_value(name: str, value: object) -> float | None:
-    """A real number as float, a tensor as None. Raises TypeError for anything else."""
-    if type(value) is float or type(value) is int:
-        return float(value)
+    """A real number as float, a tensor as None. Raises TypeError for anything else, ValueError for
+    an int beyond any float."""
+    if type(value) is float:
+        return value
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must fit a float64, got an int of many digits") from None
     raise TypeError(
         f"{name} must be a real number or a tensor of shape () or (L,), got {value!r} "
         f"({type(value).__name__})"
@@ -43,13 +47,18 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be greater than 0, got {value}")
 
 
-def check_tensor(name: str, value: torch.Tensor, positive: frozenset[str]) -> None:
-    """A hyperparameter tensor is real and of shape () or (L,), and one in host memory holds values
-    that would do as numbers. Raises ValueError, TypeError."""
+def check_kind(name: str, value: torch.Tensor) -> None:
+    """A hyperparameter tensor is real and of shape () or (L,). Raises ValueError, TypeError."""
     if value.dim() > 1:
         raise ValueError(f"{name} must have shape () or (L,), got {tuple(value.shape)}")
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} must be real, got {value.dtype}")
+
+
+def check_tensor(name: str, value: torch.Tensor, positive: frozenset[str]) -> None:
+    """:func:`check_kind`, and one in host memory holds values that would do as numbers. Raises
+    ValueError, TypeError."""
+    check_kind(name, value)
     if value.device.type == "cpu" and value.numel():
         check_host(name, float(value.detach().double().min()), positive)  # min() keeps a NaN
 

@@ -6,6 +6,8 @@ launch. Everything else (checks, lowering, loading) happens when a signature is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -13,9 +15,9 @@ import torch
 from kernlib.descriptors import norms
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.errors import UnsupportedError
-from kernlib.jit import targets
+from kernlib.jit import targets, tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.launch import Plan, PlanCache, arch_of, load
+from kernlib.launch import Candidate, Candidates, Plan, PlanCache, arch_of, load, model
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops import pairwise_lowering as lowering
 from kernlib.ops import run_kernel
@@ -26,9 +28,9 @@ from kernlib.ops.hyperparameters import (
     host_value,
     on_device,
 )
+from kernlib.ops.pairwise_request import Request, is_empty, problem_of, tuning_signature
 
 _plans = PlanCache()
-_OPTIONS = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
 
 
 class PairwisePlan(NamedTuple):
@@ -85,16 +87,21 @@ def run(
         checks.check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, {})
         raise
     if plan is None:
-        arguments = (out, accumulate, row_offset, col_offset, hyperparameters)
+        request = Request(
+            descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+        )
+        if checks.stand_ins(a, b, out):
+            from kernlib.ops import pairwise_library
+
+            return pairwise_library.run(descriptor, a, b, **request.keywords())
         if a.is_neg() or (b is not None and b.is_neg()):
-            positive = (x if x is None else x.resolve_neg() for x in (a, b))
-            options = dict(zip(_OPTIONS, arguments[:-1], strict=True))
-            return run(descriptor, *positive, **options, **hyperparameters)
+            a, b = request.positive()[1:3]
+            return run(descriptor, a, b, **request.keywords())
         if a.device.type == "cpu":
             from kernlib.ops import pairwise_cpu
 
-            return pairwise_cpu.run(descriptor, a, b, *arguments)
-        plan = _make_plan(descriptor, a, b, *arguments)
+            return pairwise_cpu.run(*request)
+        plan = _make_plan(request)
         _plans.keep(key, plan)
     numbers = kept = None
     if hyperparameters:
@@ -117,14 +124,25 @@ def run(
     return out
 
 
+def prepared(descriptor: Pairwise, a, b=None, **arguments) -> bool:
+    """Whether the plan of a call is there, so that it needs nothing but its launch."""
+    request = Request.of(descriptor, a, b, arguments)
+    key = _signature(*request)
+    try:
+        return key in _plans.plans
+    except TypeError:  # as in run
+        checks.check_call(*request)
+        raise
+
+
 def prepare(descriptor: Pairwise, a, b=None, **arguments) -> None:
     """Build the plan of a call, compiling and loading its kernel; see :func:`kernlib.prepare`."""
-    options = {name: arguments.pop(name, default) for name, default in _OPTIONS.items()}
-    key = _signature(descriptor, a, b, *options.values(), arguments)
-    if a.device.type == "cpu":
-        checks.check_call(descriptor, a, b, *options.values(), arguments)
+    request = Request.of(descriptor, a, b, arguments).positive()
+    key = _signature(*request)
+    if request.a.device.type == "cpu":
+        checks.check_call(*request)
     elif key not in _plans.plans:
-        _plans.keep(key, _make_plan(descriptor, a, b, *options.values(), arguments))
+        _plans.keep(key, _make_plan(request))
 
 
 def cdist(
@@ -199,6 +217,7 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
         )
     except (AttributeError, RuntimeError, NotImplementedError):
         checks.check_tensors(a=a, b=b, out=out)
+        checks.refuse_transforms(a=a, b=b, out=out)
         raise
     if hyperparameters:
         key += tuple((name, _kind(name, value)) for name, value in hyperparameters.items())
@@ -206,7 +225,9 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
 
 
 def _of(t: torch.Tensor) -> tuple:
-    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15, t.is_neg()
+    # A null address counts as 15, no tensor's own: a fake one must not find a real one's plan.
+    address = (t.data_ptr() or -1) & 15
+    return t.shape, t.stride(), t.dtype, t.get_device(), address, t.is_neg()
 
 
 _EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
@@ -223,102 +244,120 @@ def _kind(name: str, value: object):
     return number if number in own else "any"
 
 
-def _make_plan(
-    descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
-) -> PairwisePlan:
-    arguments = (out, accumulate, row_offset, col_offset, hyperparameters)
-    call = checks.check_call(descriptor, a, b, *arguments)
-    if a.device.type != "cuda":
-        raise UnsupportedError(
-            f"kernlib computes on CUDA and CPU tensors, a is on {a.device}; move it to one of them"
-        )
-    device = a.get_device()
-    arch = arch_of(device)
-    target = (
-        torch.empty(call.out_shape, dtype=call.out_dtype, device="meta") if out is None else out
-    )
-    plan = PairwisePlan(
+def _make_plan(request: Request) -> PairwisePlan:
+    call = checks.check_call(*request)
+    device = request.device()
+    arch_of(device)  # one too old is refused for an empty out as well
+    lowered = None if is_empty(call) else _lower(request, call, device)
+    return _plan(request, call, lowered)
+
+
+def _plan(request: Request, call: checks.Call, lowered: lowering.Lowered | None) -> PairwisePlan:
+    """The plan of a checked call, its kernel loaded; ``lowered`` is None for an empty out."""
+    descriptor, count = request.descriptor, lowering.scalar_count(request.descriptor)
+    launch = None
+    if lowered is not None:
+        device, numbers = request.a.get_device(), lowering.NUMBER * count
+        kernel = load(lowered.spec, device)
+        launch = Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
+    return PairwisePlan(
         out_shape=call.out_shape,
         out_dtype=call.out_dtype,
-        out_device=a.device,
+        out_device=request.a.device,
         slots=checks.slots(descriptor),
-        spans=tuple(checks.span(t) for t in (a, a if b is None else b, target)),
-        count=lowering.scalar_count(descriptor),
-        root=checks.follows_inner(descriptor, hyperparameters),
-        swapped=False,
-        launch=None,
+        spans=tuple(checks.span(t) for t in (request.a, request.second, request.target(call))),
+        count=count,
+        root=checks.follows_inner(descriptor, request.hyperparameters),
+        swapped=lowered is not None and lowered.swapped,
+        launch=launch,
     )
-    if call.m * call.n * call.batch == 0:
-        return plan
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    lowered = _lower(descriptor, a, b, *arguments, call, arch, processors)
-    kernel = load(lowered.spec, device)
-    numbers = lowering.NUMBER * plan.count
-    launch = Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
-    return plan._replace(swapped=lowered.swapped, launch=launch)
 
 
-def specs(descriptor: Pairwise, arch: str, tensors: tuple, arguments: dict) -> list[KernelSpec]:
-    """The kernels that a call with these tensors (``meta`` ones will do) uses on ``arch``."""
-    options = {name: arguments.get(name, default) for name, default in _OPTIONS.items()}
-    rest = {name: value for name, value in arguments.items() if name not in options}
-    a, b = (*tensors, None)[:2]
-    call = checks.check_call(descriptor, a, b, *options.values(), rest)
-    if call.m * call.n * call.batch == 0:
+def specs(
+    descriptor: Pairwise, arch: str, tensors: tuple, arguments: dict, device: int | None = None
+) -> list[KernelSpec]:
+    """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
+    arch, untuned; on ``device`` alone, if it is given, as it is tuned."""
+    request = Request.of(descriptor, *(*tensors, None)[:2], arguments).positive()
+    call = checks.check_call(*request)
+    if is_empty(call):
         return []
-    processors = targets.MULTIPROCESSORS[arch]
-    return [_lower(descriptor, a, b, *options.values(), rest, call, arch, processors).spec]
+    if device is not None:
+        return [_lower(request, call, device).spec]
+    problem, strides = problem_of(request, call)
+    chosen, count = lowering.defaults(problem, arch), targets.MULTIPROCESSORS[arch][0]
+    return [lowering.lower(descriptor, problem, arch, count, strides, c).spec for c in chosen]
+
+
+def choices(descriptor: Pairwise, a, b=None, **arguments) -> Candidates:
+    """The kernels that could compute a call, none for an empty out; see :func:`kernlib.tune`.
+
+    Raises what :func:`run` raises, and UnsupportedError for tensors that are on no GPU.
+    """
+    request = Request.of(descriptor, a, b, arguments).positive()
+    if torch.is_grad_enabled():
+        checks.refuse_gradients(a, b, request.out, request.hyperparameters)
+    call = checks.check_call(*request)
+    if request.a.device.type != "cuda":
+        raise UnsupportedError(
+            f"kernels are timed on the GPU that will run them, and a is on {request.a.device}; "
+            "move the tensors to a CUDA device"
+        )
+    device = request.a.get_device()
+    arch, count = arch_of(device), model(device).multiprocessors
+    problem, strides = problem_of(request, call)
+    scratch = cache(partial(_scratch, request, call))
+
+    def candidate(choice: lowering.Choice) -> Candidate:
+        lowered = lowering.lower(descriptor, problem, arch, count, strides, choice)
+        return Candidate(choice, lowered.spec, partial(_trial, request, call, lowered, scratch))
+
+    known = [] if is_empty(call) else lowering.candidates(problem, arch)
+    signature = tuning_signature(descriptor, problem)
+    return Candidates(device, signature, [candidate(choice) for choice in known])
+
+
+def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
+    """An output like the caller's for nobody to read."""
+    target = request.target(call)
+    return request.a.new_empty_strided(target.shape, target.stride(), dtype=target.dtype)
+
+
+def _trial(
+    request: Request, call: checks.Call, lowered: lowering.Lowered, scratch: Callable
+) -> Callable[[], None]:
+    """Launch one kernel of a call into ``scratch()``, and return what launches it again."""
+    plan = _plan(request, call, lowered)
+    numbers = kept = None
+    if request.hyperparameters:
+        numbers, kept = _numbers(plan, request.descriptor, request.a, request.hyperparameters)
+    tensors = [request.a, request.second, scratch()]
+    if plan.swapped:
+        tensors[:2] = tensors[1::-1]
+
+    plan.launch.launch(tuple(t.data_ptr() for t in tensors), numbers)
+
+    def again(_held=(tensors, kept)) -> None:
+        plan.launch.repeat()
+
+    return again
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
-    """Every kernel that lowering can choose for a descriptor and an out of the inputs' dtype."""
+    """Every kernel that lowering can choose for a descriptor and inputs of ``dtypes``."""
     return lowering.variants(descriptor, arch, tuple(checks.DTYPES[dtype] for dtype in dtypes))
 
 
-def _lower(
-    descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters,
-    call, arch, processors,
-) -> lowering.Lowered:  # fmt: skip
-    target = (
-        torch.empty(call.out_shape, dtype=call.out_dtype, device="meta") if out is None else out
-    )
-    problem = lowering.Problem(
-        call.m,
-        call.n,
-        call.k,
-        call.batch,
-        _layout(a, call.batch),
-        _layout(a if b is None else b, call.batch),
-        _layout(target, call.batch),
-        checks.DTYPES[call.dtype],
-        checks.DTYPES[call.out_dtype],
-        row_offset - col_offset,
-        bool(accumulate),
-        *checks.exponents(descriptor, hyperparameters),
-        checks.follows_inner(descriptor, hyperparameters),
-    )
-    strides = _scalar_strides(descriptor, hyperparameters, call)
-    return lowering.lower(descriptor, problem, arch, processors, strides)
-
-
-def _layout(t: torch.Tensor, batch: int) -> lowering.Layout:
-    """Strides with those of single entries out of the way of alignment."""
-    rows, columns = (s if n > 1 else 0 for s, n in zip(t.stride()[-2:], t.shape[-2:], strict=True))
-    if t.shape[-1] == 1:
-        columns = 1 if rows != 1 else columns
-    step = t.stride(0) if t.dim() == 3 and t.shape[0] == batch and batch > 1 else 0
-    return lowering.Layout(step, rows, columns, 0 if t.is_meta else t.data_ptr() & 15)
-
-
-def _scalar_strides(descriptor, hyperparameters, call) -> tuple[int, ...]:
-    slots = checks.slots(descriptor)
-    strides = [0] * lowering.scalar_count(descriptor)
-    for name, value in hyperparameters.items():
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] > 1:
-            # One that must be copied to the device or converted arrives contiguous.
-            same = value.device == call.device and value.dtype == accumulator(call.dtype)
-            strides[slots[name] // 2] = value.stride(0) if same else 1
-    return tuple(strides)
+def _lower(request: Request, call: checks.Call, device: int) -> lowering.Lowered:
+    """The kernel for a call on a device: the tuned one, else by rule."""
+    problem, strides = problem_of(request, call)
+    arch, gpu = arch_of(device), model(device)
+    tuned = None
+    if len(lowering.candidates(problem, arch)) > 1:
+        signature = tuning_signature(request.descriptor, problem)
+        tuned = tuning.choice(request.descriptor.family, gpu, signature)
+    count = gpu.multiprocessors
+    return lowering.lower(request.descriptor, problem, arch, count, strides, tuned)
 
 
 def _numbers(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list, list]:

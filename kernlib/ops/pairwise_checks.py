@@ -10,7 +10,13 @@ import torch
 from kernlib.descriptors import norms
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise_lowering as lowering
-from kernlib.ops.hyperparameters import accumulator, check_host, check_tensor, host_value
+from kernlib.ops.hyperparameters import (
+    accumulator,
+    check_host,
+    check_kind,
+    check_tensor,
+    host_value,
+)
 
 DTYPES = {getattr(torch, name): name for name in lowering.TYPES}
 COMPUTE_MODES = (
@@ -52,15 +58,36 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
             f"symmetric=True needs row_offset == col_offset, got {row_offset} and {col_offset}"
         )
     _check_hyperparameters(descriptor, hyperparameters, a.device)
+    if type(accumulate) is not bool:
+        raise TypeError(f"accumulate must be a bool, got {accumulate!r}")
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     sizes = (a.shape[-2], second.shape[-2], a.shape[-1])
-    batch = _batch(a, second, out, hyperparameters)
-    flat = batch == 1 and a.dim() == second.dim() == 2 and (out is None or out.dim() == 2)
-    shape = sizes[:2] if flat or (out is not None and out.dim() == 2) else (batch, *sizes[:2])
+    batch, shape = _output(a, second, out, hyperparameters)
+    if out is not None:
+        _check_memory(out)
+    return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
+
+
+def check_shapes(a, b, out, tensors: dict[str, torch.Tensor]) -> tuple[int, ...]:
+    """The output's shape, after the checks that need no descriptor and no value: sizes may be
+    symbols. Raises ValueError and TypeError."""
+    second = a if b is None else b
+    _check_inputs(a, second)
+    for name, tensor in tensors.items():
+        check_kind(name, tensor)
+        _check_device(name, tensor, a.device)
+    return _output(a, second, out, tensors)[1]
+
+
+def _output(a, second, out, values: dict) -> tuple[int, tuple[int, ...]]:
+    """The batch and the output's shape, an ``out`` checked against it."""
+    batch = _batch(a, second, out, values)
+    flat = a.dim() == second.dim() == 2 and batch == 1 if out is None else out.dim() == 2
+    shape = (a.shape[-2], second.shape[-2]) if flat else (batch, a.shape[-2], second.shape[-2])
     if out is not None:
         _check_out(out, a, shape, batch)
-    return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
+    return batch, shape
 
 
 def check_tensors(**tensors) -> None:
@@ -72,6 +99,26 @@ def check_tensors(**tensors) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+
+
+def stand_ins(*tensors) -> bool:
+    """Whether one has no memory here but stands for a tensor that has: a fake one outside its mode,
+    a functional one, one with a dispatcher of its own."""
+    given = [t for t in tensors if isinstance(t, torch.Tensor)]
+    own = torch.Tensor.__torch_dispatch__
+    return any(
+        type(t).__torch_dispatch__ is not own or torch._is_functional_tensor(t) for t in given
+    )
+
+
+def refuse_transforms(**tensors) -> None:
+    """Raises RuntimeError for a tensor inside a transform of torch.func."""
+    for name, tensor in tensors.items():
+        if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise RuntimeError(
+                f"{name} is inside a transform of torch.func (vmap, grad ...), which pairwise "
+                "kernels do not support: call outside it, on a batch (L, M, K) in place of vmap"
+            )
 
 
 def _check_second(descriptor: Pairwise, b) -> None:
@@ -115,11 +162,15 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
             check_host(name, number, descriptor.positive)
             continue
         check_tensor(name, value, descriptor.positive)
-        if value.device != device and value.device.type != "cpu":
-            raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+        _check_device(name, value, device)
     missing = sorted(required - set(values))
     if missing:
         raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
+
+
+def _check_device(name: str, value: torch.Tensor, device: torch.device) -> None:
+    if value.device != device and value.device.type != "cpu":
+        raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
 
 
 def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:
@@ -178,11 +229,11 @@ def _batch(a, b, out, values: dict) -> int:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim() == 1:
             sizes[name] = value.shape[0]
-    found = {size for size in sizes.values() if size != 1}
-    if len(found) > 1:
+    found = [size for size in sizes.values() if size != 1]  # no set: symbols have no hash
+    if any(size != found[0] for size in found):
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise ValueError(f"batches must be 1 or equal, got {listed}")
-    return found.pop() if found else 1
+    return found[0] if found else 1
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, shape: tuple[int, ...], batch: int) -> None:
@@ -194,6 +245,9 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, shape: tuple[int, ...], batch
     if out.dtype not in (a.dtype, accumulator(a.dtype)):
         wanted = " or ".join(str(t) for t in dict.fromkeys((a.dtype, accumulator(a.dtype))))
         raise TypeError(f"out must be {wanted} for {a.dtype} inputs, got {out.dtype}")
+
+
+def _check_memory(out: torch.Tensor) -> None:
     if out.is_neg():
         raise ValueError("out is a negated view (such as x.conj().imag); pass a tensor of its own")
     if _overlaps_itself(out):

@@ -8,6 +8,7 @@ dataclasses would cost 5 ms of the first call.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ MAX_TILES = 2**31 - 1  # blocks of a grid's first axis
 MAX_BATCH_BLOCKS = 65535
 POINTERS = 3  # of a, b and out, at the start of the parameter struct
 NUMBER = "dQ"  # then for each hyperparameter its value, and its address if it is on the device
+Choice = dict[str, int]  # knobs that tuning turns, by name
 COMMON_SCALARS = ("inner_p", "outer_p", "epsilon", "regularization")
 
 # torch's names of storage: (CUDA type, bytes, CUDA type of arithmetic, its bytes)
@@ -35,6 +37,8 @@ TYPES = {
     "float16": ("half_t", 2, "float", 4),
     "bfloat16": ("bfloat16_t", 2, "float", 4),
 }
+# The other dtype that an out may have: the one of the arithmetic.
+ACCUMULATORS = {name: "float64" if name == "float64" else "float32" for name in TYPES}
 
 # Host values of p with code of their own; every other value shares "any", device tensors "device".
 INNER_CODE = {
@@ -138,15 +142,19 @@ def lower(
     arch: str,
     multiprocessors: int,
     scalar_strides: tuple[int, ...],
+    choice: Mapping[str, object] | None = None,
 ) -> Lowered:
-    """Choose the variant for a call. Raises UnsupportedError for sizes no grid can hold."""
+    """Choose the variant for a call: by ``choice`` if it is one of the problem's candidates (values
+    may be text), else by rule. Raises UnsupportedError for sizes no grid can hold."""
     swapped = problem.out.rows == 1 and problem.out.columns != 1
     if swapped:
         problem = problem.transposed()
+    known = candidates(problem, arch)
+    chosen = _known(choice, known) or default(problem, known, multiprocessors)
     variant = Variant(
         problem.dtype,
         problem.out_dtype,
-        _tile(problem, multiprocessors),
+        chosen["tile"],
         problem.k > PROMOTE_K,
         _access(problem.a, problem.m, problem.k, problem.dtype),
         _access(problem.b, problem.n, problem.k, problem.dtype),
@@ -166,44 +174,87 @@ def lower(
     return Lowered(spec(descriptor, variant, arch), grid, fixed, swapped)
 
 
+def candidates(problem: Problem, arch: str) -> list[Choice]:
+    """What :func:`lower` can choose for a problem, the largest tile first: each knob's value, of
+    kernels whose shared memory fits the arch. There is always one."""
+    thin = min(problem.m, problem.n) <= SMALL_TILE
+    tiles = _tiles(problem.dtype, problem.k > PROMOTE_K, arch)
+    return [{"tile": tile} for tile in tiles if tile == SMALL_TILE or not thin]
+
+
+def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned: big tiles once there is one a multiprocessor."""
+    tiles = _ceil(problem.m, BIG_TILE) * _ceil(problem.n, BIG_TILE) * problem.batch
+    return known[-1] if tiles < multiprocessors else known[0]
+
+
+def defaults(problem: Problem, arch: str) -> list[Choice]:
+    """The candidates taken untuned by the GPUs of an arch, smallest to largest."""
+    known = candidates(problem, arch)
+    fewest, most = targets.MULTIPROCESSORS[arch]
+    made = [default(problem, known, count) for count in range(fewest, most + 1)]
+    return [choice for choice in known if choice in made]
+
+
+def _known(choice: Mapping[str, object] | None, known: list[Choice]) -> Choice | None:
+    """The candidate that a choice names; None for one that is damaged or of another version."""
+    named = {name: str(value) for name, value in (choice or {}).items()}
+    same = (c for c in known if {name: str(value) for name, value in c.items()} == named)
+    return next(same, None)
+
+
+def _tiles(dtype: str, long_k: bool, arch: str) -> list[int]:
+    """Tiles that fit a block of ``arch``; the small one in any case, for :func:`spec` to refuse."""
+    # 64 double sums a thread, of the big tile, would take all 128 registers.
+    sizes = (SMALL_TILE,) if dtype == "float64" else (BIG_TILE, SMALL_TILE)
+    limit = targets.SHARED_BYTES[arch]
+    return [t for t in sizes if t == SMALL_TILE or shared_bytes(dtype, t, long_k) <= limit]
+
+
 def spec(descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
     """The KernelSpec of a variant. Raises UnsupportedError where its shared memory does not fit."""
-    shared = shared_bytes(variant)
+    shared = shared_bytes(variant.dtype, variant.tile, variant.long_k)
     if shared > targets.SHARED_BYTES[arch]:
-        raise UnsupportedError(f"{descriptor.describe()} needs {shared} bytes of shared memory")
+        raise UnsupportedError(
+            f"{descriptor.describe()} needs {shared} bytes of shared memory, a block of {arch} has "
+            f"{targets.SHARED_BYTES[arch]}"
+        )
     return KernelSpec(
         "pairwise",
         source(descriptor, variant),
         "pairwise",
         THREADS,
         shared,
-        description=f"{descriptor.describe()} {_describe(variant)}",
+        description=f"{descriptor.describe()} {_describe(descriptor, variant)}",
     )
 
 
-def shared_bytes(variant: Variant) -> int:
+def shared_bytes(dtype: str, tile: int, long_k: bool) -> int:
     """Two stages of both operands and the tile of sums, which share memory when K is short."""
-    accumulator = TYPES[variant.dtype][3]
-    line = (variant.tile + 16 // accumulator) * accumulator
-    stages, sums = 2 * 2 * TILE_K * line, variant.tile * line
-    return stages + sums if variant.long_k else max(stages, sums)
+    accumulator = TYPES[dtype][3]
+    line = (tile + 16 // accumulator) * accumulator
+    stages, sums = 2 * 2 * TILE_K * line, tile * line
+    return stages + sums if long_k else max(stages, sums)
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for out tensors of the inputs' dtype."""
+    """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
     powers = INNER_CODE if isinstance(descriptor.inner, norms.Power) else ("any",)
-    outers = _outer_kinds(descriptor)
     accesses = ("features", "points", "strided")
-    choices = product(dtypes, (BIG_TILE, SMALL_TILE), (True, False), accesses, accesses, powers)
-    swaps = (False, True) if descriptor.signed else (False,)
+    code = list(product(accesses, accesses, _swaps(descriptor), powers, _outer_kinds(descriptor)))
     specs = {
-        spec(descriptor, Variant(t, t, tile, long, a, b, swap, power, outer, root), arch)
-        for t, tile, long, a, b, power in choices
-        for swap in swaps
-        for outer, root in outers
-        if tile == SMALL_TILE or t != "float64"
+        spec(descriptor, Variant(dtype, out, tile, long, a, b, swap, power, outer, root), arch)
+        for dtype in dtypes
+        for out in dict.fromkeys((dtype, ACCUMULATORS[dtype]))
+        for long in (True, False)
+        for tile in _tiles(dtype, long, arch)
+        for a, b, swap, power, (outer, root) in code
     }
     return sorted(specs, key=lambda s: s.source)
+
+
+def _swaps(descriptor: Pairwise) -> tuple[bool, ...]:
+    return (False, True) if descriptor.signed else (False,)
 
 
 def _outer_kinds(descriptor: Pairwise) -> list[tuple[float | str, bool]]:
@@ -287,19 +338,15 @@ def _outer(descriptor: Pairwise, variant: Variant) -> tuple[str, list[tuple[str,
     return simple.get(type(descriptor.outer), "s"), []
 
 
-def _describe(variant: Variant) -> str:
-    power = "" if variant.inner == "any" else f" p={variant.inner}"
-    layout = f"{variant.access_a}/{variant.access_b}"
-    return f"{variant.dtype} tile={variant.tile} {layout}{power}{' long' * variant.long_k}"
-
-
-def _tile(problem: Problem, multiprocessors: int) -> int:
-    """Big tiles once there is one for each multiprocessor; doubles always take the small one."""
-    big = _ceil(problem.m, BIG_TILE) * _ceil(problem.n, BIG_TILE) * problem.batch
-    thin = min(problem.m, problem.n) <= SMALL_TILE
-    if problem.dtype == "float64" or thin or big < multiprocessors:
-        return SMALL_TILE
-    return BIG_TILE
+def _describe(descriptor: Pairwise, variant: Variant) -> str:
+    """What tells a kernel from the others of its descriptor; of an outer exponent its code, which
+    several exponents of both stages may share."""
+    dtypes = dict.fromkeys((variant.dtype, variant.out_dtype))
+    words = ["->".join(dtypes), f"tile={variant.tile}", f"{variant.access_a}/{variant.access_b}"]
+    words += [f"p={variant.inner}"] * (variant.inner != "any")
+    if isinstance(descriptor.outer, norms.Power):
+        words.append("outer=" + _outer(descriptor, variant)[0].replace(" ", ""))
+    return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])
 
 
 def _access(layout: Layout, count: int, k: int, dtype: str) -> str:

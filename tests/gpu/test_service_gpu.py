@@ -56,6 +56,26 @@ def test_a_second_process_compiles_nothing_and_does_not_load_nvrtc(tmp_path):
     assert second == {"events": ["lookup", "hit", "load", "launch"], "nvrtc": False}
 
 
+SHIP = """
+import sys, torch, kernlib as kl
+from kernlib.jit import bundle, service
+x, y = torch.empty(70, 12, device="meta"), torch.empty(60, 12, device="meta")
+kl.compile(kl.laplace_l1(), archs=("sm_80", "sm_90a", "sm_120"), specs=(x, y), bandwidth=2.0)
+bundle.write(sys.argv[1], bundle.collect(service.layers().store.items()))
+"""
+
+
+def test_a_read_only_bundle_of_three_archs_leaves_nothing_to_compile(tmp_path):
+    folder = tmp_path / "bundle"
+    env = {**os.environ, "KERNLIB_CACHE_DIR": str(tmp_path / "maker")}
+    subprocess.run([sys.executable, "-c", SHIP, str(folder)], env=env, check=True, timeout=120)
+    for path in (folder / "kernels.mdb", folder):
+        path.chmod(path.stat().st_mode & 0o555)
+    roots = os.pathsep.join(map(str, (tmp_path / "empty", folder)))
+    found = first_call(tmp_path, KERNLIB_CACHE_DIR=roots, KERNLIB_ASSERT_CACHED="1")
+    assert found == {"events": ["lookup", "hit", "load", "launch"], "nvrtc": False}
+
+
 def test_more_than_48_kb_of_shared_memory(device):
     from cuda.bindings import driver
 
@@ -79,7 +99,7 @@ def test_a_whole_entry_that_the_driver_rejects_is_compiled_anew(device):
     descriptor = kl.Pairwise(epilogue=kl.Custom("v * 7.75"))
     (spec,) = kl.ops.pairwise.specs(descriptor, "sm_90a", (a, b), {})
     key = service.digest(spec, "sm_90a")
-    store, _ = service.layer()
+    store = service.layers().store
     store.put(key, entry.pack(key, entry.Entry("pairwise", b"not a cubin", {})))
     names = []
     unsubscribe = kl.events.subscribe(lambda event: names.append(event.name))

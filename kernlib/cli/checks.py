@@ -1,0 +1,177 @@
+"""What `kernlib doctor` checks of the machine: Python packages, GPUs, the compiler, settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kernlib.cli import machine
+
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+INSTALL = "pip install 'kernlib[cu13]' (driver 580 or later) or 'kernlib[cu12]'"
+PROBE = """#include "common/types.cuh"
+extern "C" __global__ void probe(float *x) { x[threadIdx.x] += 1.0f; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line. ``advice`` says what to do about a line that is not ok; only a ``needed`` one makes
+    the command fail. ``details`` are for programs."""
+
+    label: str
+    text: str
+    advice: str = ""
+    needed: bool = False
+    details: dict = field(default_factory=dict)
+
+    @property
+    def mark(self) -> str:
+        return ("FAIL" if self.needed else "note") if self.advice else "ok"
+
+    def facts(self) -> dict:
+        """The line as JSON."""
+        said = {"label": self.label, "text": self.text, "advice": self.advice}
+        return {"status": self.mark.lower(), **said, "details": self.details}
+
+
+def kernlib() -> list[Finding]:
+    import kernlib
+    from kernlib.jit import sources
+
+    python = platform.python_version()
+    text = f"{kernlib.__version__}, Python {python}, sources in {sources.root()}"
+    details = {"version": kernlib.__version__, "python": python, "sources": str(sources.root())}
+    return [Finding("kernlib", text, details=details)]
+
+
+def torch() -> list[Finding]:
+    import torch
+
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    if torch.version.hip:
+        build = f"built for ROCm {torch.version.hip}"
+    advice = ""
+    if DRIVER_VERSION.exists() and not torch.version.cuda:
+        advice = "this machine has an NVIDIA driver: install a CUDA build of torch to use its GPU"
+    details = {"version": str(torch.__version__), "cuda": torch.version.cuda}
+    return [Finding("torch", f"{torch.__version__}, {build}", advice, details=details)]
+
+
+def gpus() -> list[Finding]:
+    found = machine.gpus()
+    if not found:
+        text = "none that torch can use; CPU tensors are computed in PyTorch, kernels can be built"
+        return [Finding("GPU", text)]
+    return [_gpu(gpu) for gpu in found]
+
+
+def _gpu(gpu: machine.Gpu) -> Finding:
+    text = f"{gpu.name}, kernels are compiled for {gpu.arch}" if gpu.arch else gpu.name
+    details = {"name": gpu.name, "arch": gpu.arch}
+    return Finding(f"GPU {gpu.index}", text, gpu.problem, details=details)
+
+
+def driver() -> list[Finding]:
+    """The driver's version, and whether it can load what the installed NVRTC makes; nothing where
+    no driver is needed."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip:
+        return []
+    from cuda.bindings import driver
+
+    from kernlib.jit import toolchain
+
+    number = int(driver.cuDriverGetVersion()[1])
+    version, cuda = _driver_text(), f"{number // 1000}.{number % 1000 // 10}"
+    text = f"{version or 'driver'}, for CUDA {cuda}"
+    details = {"version": version or None, "cuda": cuda}
+    made_for = toolchain.nvrtc_version().partition(".")[0]
+    if made_for.isdecimal() and int(made_for) > number // 1000:
+        advice = f"kernels of NVRTC {made_for} do not load there: update it, or use kernlib[cu12]"
+        return [Finding("driver", text, advice, needed=True, details=details)]
+    return [Finding("driver", text, details=details)]
+
+
+def _driver_text() -> str:
+    found = DRIVER_VERSION.read_text() if DRIVER_VERSION.exists() else ""
+    number = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", found)
+    return number[0] if number else ""
+
+
+def wheels() -> list[Finding]:
+    from kernlib.jit import toolchain
+
+    found = [_wheel("cuda.core", "cuda-core"), _wheel("bindings", "cuda-bindings")]
+    nvrtc = toolchain.nvrtc_version()
+    if nvrtc == toolchain.UNKNOWN_VERSION:
+        return [*found, Finding("NVRTC", "not installed", INSTALL, needed=True)]
+    return [*found, Finding("NVRTC", nvrtc, details={"version": nvrtc})]
+
+
+def _wheel(label: str, name: str) -> Finding:
+    from importlib import metadata  # 20 ms that help need not wait for
+
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(label, f"{name} is not installed", INSTALL, needed=True)
+    return Finding(label, f"{name} {version}", details={"version": version})
+
+
+def headers() -> list[Finding]:
+    from kernlib.errors import UnsupportedError
+    from kernlib.jit import toolchain
+
+    try:
+        folder = toolchain.header_directory()
+    except UnsupportedError:
+        return [Finding("headers", "no CUDA headers from pip; no kernel of today needs them")]
+    if not (Path(folder) / "cuda_fp16.h").exists():
+        text = f"{folder} lacks cuda_fp16.h"
+        return [Finding("headers", f"{text}; no kernel of today needs it")]
+    return [Finding("headers", folder, details={"path": folder})]
+
+
+def compiles() -> list[Finding]:
+    """A real compile that includes our headers, for each target of this machine."""
+    first, *others = machine.archs() or [machine.ARCH_WITHOUT_GPU]
+    return [_compile(first, ", with loading the compiler"), *map(_compile, others)]
+
+
+def _compile(arch: str, remark: str = "") -> Finding:
+    from kernlib.errors import CompileError, UnsupportedError
+    from kernlib.jit import compiler
+    from kernlib.jit.spec import KernelSpec
+
+    spec = KernelSpec("doctor", PROBE, "probe", 32, description="the probe of kernlib doctor")
+    try:
+        made = compiler.compile_spec(spec, arch)
+    except UnsupportedError as error:
+        return Finding("compile", "not possible", str(error), needed=True)
+    except CompileError as error:
+        advice = "reinstall kernlib and its compiler: " + INSTALL
+        return Finding("compile", str(error), advice, needed=True)
+    milliseconds = int(made.meta["compile_ms"])
+    text = f"{milliseconds} ms for {arch}{remark}"
+    return Finding("compile", text, details={"arch": arch, "ms": milliseconds})
+
+
+def settings() -> list[Finding]:
+    from kernlib import settings
+
+    try:
+        settings.Settings.read()
+    except ValueError as error:
+        return [Finding("settings", str(error), "unset it or give it such a value", needed=True)]
+    return [_setting(variable) for variable in settings.VARIABLES]
+
+
+def _setting(variable) -> Finding:
+    value = os.environ.get(variable.name) or None
+    text = f"{variable.name}={value}" if value else f"{variable.name} is {variable.default}"
+    return Finding("settings", text, details={"name": variable.name, "value": value})

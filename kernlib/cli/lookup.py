@@ -1,0 +1,97 @@
+"""Descriptors by name: kernlib's ready-made ones, and those of the user's own modules."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from functools import reduce
+from importlib import import_module
+
+import click
+
+HINT = "DESCRIPTOR"
+
+
+def descriptors(text: str) -> list:
+    """The descriptors that a word of the command line names. Raises BadParameter."""
+    module, colon, name = text.partition(":")
+    if colon:
+        return _of(text, _resolved(text, _imported(module), name))
+    known = ready_made()
+    if text not in known:
+        names = ", ".join(known)
+        raise _bad(f"{text!r} is none of kernlib's: {names}; package.module:name names your own.")
+    return [known[text]()]
+
+
+def ready_made() -> dict[str, Callable]:
+    """kernlib's public functions that answer a descriptor without being told anything."""
+    import kernlib
+    from kernlib.descriptors.base import Descriptor
+
+    homes = sorted(kernlib._HOMES.items())
+    public = {n: getattr(kernlib, n) for n, home in homes if home.startswith("kernlib.descriptors")}
+    return {
+        name: function
+        for name, function in public.items()
+        if inspect.isfunction(function)
+        and _needs_nothing(function)
+        and isinstance(function(), Descriptor)
+    }
+
+
+def _needs_nothing(function: Callable) -> bool:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return all(p.default is not p.empty or p.kind in variable for p in parameters)
+
+
+def _imported(name: str):
+    """A module, also of the working directory, as for ``python -m``."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return import_module(name)
+    except (Exception, SystemExit) as error:  # whatever a module of the user's raises
+        raise _bad(f"{name!r} cannot be imported: {_reason(error)}.") from error
+
+
+def _resolved(text: str, module, name: str):
+    """The object that a dotted name says, called if it is a function."""
+    from kernlib.descriptors.base import Descriptor
+
+    try:
+        found = reduce(getattr, name.split("."), module)
+    except AttributeError as error:
+        raise _bad(f"{text!r} cannot be found: {error}.") from error
+    if isinstance(found, Descriptor) or not callable(found):
+        return found
+    try:
+        return found()
+    except (Exception, SystemExit) as error:
+        raise _bad(f"{text}() failed: {_reason(error)}.") from error
+
+
+def _of(text: str, found) -> list:
+    """One descriptor, or a list of them, as a list."""
+    from kernlib.descriptors.base import Descriptor
+
+    listed = list(found) if isinstance(found, (list, tuple)) else [found]
+    wrong = next((item for item in listed if not isinstance(item, Descriptor)), None)
+    if not listed or wrong is not None:
+        what = f"holds a {type(wrong).__name__}" if listed else "is an empty list"
+        raise _bad(
+            f"{text!r} {what}; a descriptor such as kernlib.laplace_l1(), a list of them, or a "
+            "function that returns either would do."
+        )
+    return listed
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _bad(message: str) -> click.BadParameter:
+    return click.BadParameter(message, param_hint=HINT)

@@ -1,0 +1,214 @@
+"""Bundles: compiled kernels in one read-only file, to be shipped and mounted.
+
+A bundle is a folder with one file, ``kernels.mdb``: an LMDB file, compacted, which equal kernels
+fill with equal bytes. Its keys are the portable ones, without NVRTC's version: a cubin of the same
+CUDA major runs, whichever release made it. It must not change while it is open; a new version of
+it replaces the file as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import lmdb
+
+from kernlib.jit import entry
+from kernlib.jit.entry import Entry
+from kernlib.jit.environment import walk
+
+FILE = "kernels.mdb"
+DATABASE = b"kernels"
+ROOM = 64 << 20  # of the map it is written in, beyond twice what it holds
+NOT_SHIPPED = (
+    "compile_ms",
+    "created",
+    "portable",
+)  # of an entry's meta: these differ between equals
+
+
+class Bundle:
+    """A bundle opened for reading. Made by :func:`open_bundle`; `get` and `items` raise nothing."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self._lock = threading.RLock()
+        self._env: lmdb.Environment | None = None
+        _instances.add(self)
+
+    def open(self) -> None:
+        """Open a file whose pages have been walked. Raises lmdb.Error, OSError."""
+        with self._lock:
+            if self._env is None:
+                env = lmdb.open(
+                    str(self.folder / FILE),
+                    subdir=False,
+                    readonly=True,
+                    lock=False,  # a read-only file system takes no lock file
+                    max_dbs=1,
+                    lib_version=0,
+                )
+                try:
+                    self._kernels = env.open_db(DATABASE, create=False)
+                except BaseException:
+                    env.close()
+                    raise
+                self._env = env
+
+    def get(self, key: bytes) -> bytes | None:
+        """A copy of the value under a portable key, None for a miss."""
+        try:
+            self.open()
+            with self._env.begin() as txn:
+                return txn.get(key, db=self._kernels)
+        except (lmdb.Error, OSError):
+            return None
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every pair, in order of key."""
+        try:
+            self.open()
+            with self._env.begin() as txn:
+                return iter(list(txn.cursor(db=self._kernels)))
+        except (lmdb.Error, OSError):
+            return iter(())
+
+    def info(self) -> dict[str, object]:
+        """kind, path, entries, bytes_used."""
+        path = self.folder / FILE
+        used = path.stat().st_size if path.exists() else 0
+        facts = {"kind": "bundle", "path": str(self.folder), "entries": 0, "bytes_used": used}
+        try:
+            self.open()
+            with self._env.begin() as txn:
+                return facts | {"entries": txn.stat(self._kernels)["entries"]}
+        except (lmdb.Error, OSError):
+            return facts
+
+    def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+
+def open_bundle(folder: Path) -> Bundle:
+    """The bundle in ``folder``, its pages walked once.
+
+    Raises OSError when there is none, when others may write it, or when it is cut or damaged.
+    """
+    folder = Path(folder)
+    _refuse_writable(folder)
+    problems = walk(folder / FILE)
+    if problems:
+        raise OSError(f"{folder / FILE} is damaged ({problems[0]}); export it again")
+    found = Bundle(folder)
+    try:
+        found.open()
+    except lmdb.Error as error:
+        raise OSError(f"{folder / FILE} cannot be opened: {error}") from error
+    return found
+
+
+def _refuse_writable(folder: Path) -> None:
+    """Cubins are executable code: nobody but the owner may exchange them."""
+    path = folder / FILE
+    if not path.exists():
+        advice = "a bundle is what `kernlib cache export` writes"
+        if (folder / "v1").is_dir():
+            advice = "this is a cache, which may change while it is read: " + advice
+        raise FileNotFoundError(f"{folder} holds no {FILE}; {advice}")
+    for part in (folder, path):
+        mode = os.stat(part).st_mode
+        if mode & 0o022 and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+            raise PermissionError(
+                f"others may write {part} (mode {mode & 0o777:o}); chmod go-w would do"
+            )
+
+
+def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -> dict:
+    """Portable key to :class:`Entry`, of the whole entries of a store for ``archs`` (all without).
+
+    Of one kernel made by several NVRTCs the newest stays; what differs between two compiles of one
+    kernel (when, how long) goes.
+    """
+    kernels: dict[bytes, Entry] = {}
+    for key, value in items:
+        found = entry.unpack(key, value)
+        if found is None or (archs and found.meta.get("arch") not in archs):
+            continue
+        portable = bytes.fromhex(found.meta.get("portable", "")) or key
+        kept = kernels.get(portable)
+        if kept is None or _version(kept) < _version(found):
+            meta = {name: text for name, text in found.meta.items() if name not in NOT_SHIPPED}
+            kernels[portable] = Entry(found.kernel, found.cubin, meta)
+    return kernels
+
+
+def _version(found: Entry) -> tuple[int, ...]:
+    parts = found.meta.get("nvrtc", "").split(".")
+    return tuple(int(part) for part in parts if part.isdecimal())
+
+
+def copy_into(store, found: Bundle) -> dict[str, int]:
+    """Copy a bundle's kernels into a store, under their portable keys. Counts those ``added``,
+    ``known`` before, ``damaged``, and ``declined`` by the store. Raises nothing."""
+    counts = dict.fromkeys(("added", "known", "damaged", "declined"), 0)
+    for key, value in found.items():
+        if entry.unpack(key, value) is None:
+            counts["damaged"] += 1
+        elif store.get(key) == value:
+            counts["known"] += 1
+        else:
+            counts["added" if store.put(key, value) else "declined"] += 1
+    return counts
+
+
+def write(folder: Path, kernels: dict[bytes, Entry]) -> None:
+    """Write a bundle: equal kernels give equal bytes, and a reader sees the old file or the new.
+
+    Raises OSError.
+    """
+    folder = Path(folder)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    pairs = [(key, entry.pack(key, kernels[key])) for key in sorted(kernels)]
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as work:
+        compact = Path(work) / FILE
+        try:
+            _write_compact(Path(work) / "all.mdb", compact, pairs)
+        except lmdb.Error as error:
+            raise OSError(f"{folder} cannot take the bundle: {error}") from error
+        compact.chmod(0o644)
+        os.replace(compact, folder / FILE)
+
+
+def _write_compact(scratch: Path, compact: Path, pairs: list[tuple[bytes, bytes]]) -> None:
+    room = ROOM + 2 * sum(len(value) for _, value in pairs)
+    env = lmdb.open(str(scratch), subdir=False, lock=False, map_size=room, max_dbs=1, lib_version=0)
+    with env:
+        with env.begin(write=True) as txn:
+            kernels = env.open_db(DATABASE, txn=txn)
+            for key, value in pairs:
+                txn.put(key, value, db=kernels, append=True)
+        descriptor = os.open(compact, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            env.copyfd(descriptor, compact=True)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+_instances: weakref.WeakSet[Bundle] = weakref.WeakSet()
+
+
+def _after_in_child() -> None:
+    for found in list(_instances):
+        found._lock = threading.RLock()
+        found.close()
+
+
+os.register_at_fork(after_in_child=_after_in_child)

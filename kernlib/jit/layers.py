@@ -1,0 +1,155 @@
+"""The places a compiled kernel may lie: the writable store, then read-only bundles.
+
+A kernel has two keys. The exact one holds NVRTC's version, since an update of it may mend code; the
+store keeps what is compiled here under it. The portable one holds only the CUDA major: bundles are
+asked for it, and the store for what was imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kernlib import events, settings
+from kernlib.canonical import encode
+from kernlib.jit import entry, sources, toolchain
+from kernlib.jit.entry import Entry
+from kernlib.jit.locks import KeyLocks, MemoryLocks
+from kernlib.jit.spec import KernelSpec
+from kernlib.jit.store import LmdbStore, MemoryStore, locks_directory, open_store
+
+
+class Wanted(NamedTuple):
+    """A kernel for one target, and the keys it is kept under."""
+
+    spec: KernelSpec
+    arch: str
+    key: bytes
+    portable: bytes
+
+    def emit(self, name: str, **fields: object) -> None:
+        events.emit(name, self.key.hex(), self.arch, self.spec.description, **fields)
+
+
+def wanted(spec: KernelSpec, arch: str) -> Wanted:
+    """The kernel with its keys: sha256 over all that decides its cubin."""
+    parts = (
+        entry.SCHEMA,
+        spec.family,
+        spec.canonical(),
+        arch,
+        sources.digest(spec.source),
+        toolchain.OPTIONS,
+        toolchain.cuda_major(),
+    )
+    portable = hashlib.sha256(encode(parts)).digest()
+    exact = hashlib.sha256(encode((portable, toolchain.nvrtc_version()))).digest()
+    return Wanted(spec, arch, exact, portable)
+
+
+class Layers(NamedTuple):
+    """The writable store with the locks of its keys, and the bundles behind it."""
+
+    store: LmdbStore | MemoryStore
+    locks: KeyLocks | MemoryLocks
+    bundles: tuple = ()
+
+    def find(self, kernel: Wanted) -> Entry | None:
+        """The first whole entry; anything odd is a miss."""
+        for where, key, value in self._values(kernel):
+            found = None if value is None else entry.unpack(key, value)
+            if found is not None:
+                kernel.emit("hit", where=where)
+                return found
+        return None
+
+    def _values(self, kernel: Wanted) -> Iterator[tuple[str, bytes, bytes | None]]:
+        for key in (kernel.key, kernel.portable):
+            yield self.kind, key, self.store.get(key)
+        if kernel.portable not in _refused:
+            for bundle in self.bundles:
+                yield "bundle", kernel.portable, bundle.get(kernel.portable)
+
+    def keep(self, kernel: Wanted, made: Entry) -> None:
+        """Put a compiled kernel into the store, which may decline."""
+        meta = {**made.meta, "portable": kernel.portable.hex()}
+        value = entry.pack(kernel.key, Entry(made.kernel, made.cubin, meta))
+        if self.store.put(kernel.key, value):
+            kernel.emit("store", bytes=len(value), where=self.kind)
+
+    def drop(self, kernel: Wanted) -> None:
+        """Forget it in the store, and pass over what the bundles hold of it."""
+        _refused.add(kernel.portable)
+        for key in (kernel.key, kernel.portable):
+            self.store.delete(key)
+
+    @property
+    def kind(self) -> str:
+        return "memory" if isinstance(self.store, MemoryStore) else "store"
+
+
+_opening = threading.RLock()
+_layers: tuple[tuple, Layers] | None = None
+_bundles: dict[tuple[str, str], object] = {}  # by path and fingerprint; None for one without use
+_refused: set[bytes] = set()  # portable keys of what a bundle holds and the driver refuses
+
+
+def layers() -> Layers:
+    """The layers of the current settings, opened at the first use."""
+    global _layers
+    current = settings.current()
+    asked = (current.cache_dir, current.cache_bytes)
+    with _opening:
+        if _layers is None or _layers[0] != asked:
+            _layers = (asked, _open(*asked))
+        return _layers[1]
+
+
+def _open(directories: tuple[Path, ...], budget: int) -> Layers:
+    store = open_store(directories[0], budget)
+    memory = isinstance(store, MemoryStore)
+    locks = MemoryLocks() if memory else KeyLocks(locks_directory(directories[0]))
+    bundles = (_open_bundle(folder) for folder in directories[1:])
+    return Layers(store, locks, tuple(bundle for bundle in bundles if bundle is not None))
+
+
+def _open_bundle(folder: Path):
+    """The bundle, once for each file and process; one that cannot be used costs a warning."""
+    from kernlib.jit import bundle  # few have one
+    from kernlib.jit.presence import fingerprint
+
+    name = (os.path.realpath(folder), fingerprint(folder / bundle.FILE))
+    if name not in _bundles:
+        try:
+            _bundles[name] = bundle.open_bundle(Path(name[0]))
+        except OSError as error:
+            _bundles[name] = None
+            warnings.warn(
+                f"{folder} of KERNLIB_CACHE_DIR is passed over: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return _bundles[name]
+
+
+def _before_fork() -> None:
+    _opening.acquire()  # LMDB would refuse the child a file that a thread was just opening
+
+
+def _after_in_parent() -> None:
+    _opening.release()
+
+
+def _after_in_child() -> None:
+    global _opening, _layers
+    _opening, _layers = threading.RLock(), None
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+)

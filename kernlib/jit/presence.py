@@ -1,0 +1,110 @@
+"""Who has a store open, and whether its file is as the last of them left it.
+
+A process that dies of a signal may have met damage, and a machine that lost power may have made
+some; LMDB would answer the next read of it with SIGSEGV. So each process keeps a locked file here
+while it has the store open. One that nobody locks was left by a dead process: the file is then not
+to be trusted before its pages have been walked. The same holds for a file that was changed while
+nobody had it open, which its size and time of change, noted by whoever leaves, give away.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from kernlib.jit import locks
+
+
+def fingerprint(path: Path) -> str:
+    """What a write to a file changes: inode, size, time of change; "" where there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return ""
+    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+
+class Presence:
+    """This process among those that have a store open. The caller holds the store's gate.
+
+    `folder` takes the marks, `note` the fingerprint. Both verbs raise OSError.
+    """
+
+    def __init__(self, folder: Path, note: Path):
+        self._folder, self._note = folder, note
+        # The file, its descriptor, and the process that locked it.
+        self._mark: tuple[Path, int, int] | None = None
+
+    def enter(self, found: str) -> bool:
+        """Make this process's mark. True if a file of that fingerprint can be trusted: nobody who
+        had it open has died, and it is what the last one left or others have it open now."""
+        self.forget()
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        path = self._folder / f"{os.getpid()}-{time.time_ns()}"
+        fd = locks.try_lock(path)
+        if fd is None:
+            raise BlockingIOError(f"{path} is locked")
+        self._mark = (path, fd, os.getpid())
+        others, dead = self._census(path)  # after our mark: it takes the place of dead ones
+        return not dead and (others or found == self._noted())
+
+    def leave(self, found: str) -> None:
+        """Take the mark back and note the fingerprint of a file that is whole."""
+        if self._mark is None or self._mark[2] != os.getpid():
+            return
+        self._note.write_text(found)
+        self._mark[0].unlink(missing_ok=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Without a word to those who come: what an unclean end would leave, or a forked child."""
+        if self._mark is not None:
+            _, fd, owner = self._mark
+            self._mark = None
+            locks.release(fd, owner)
+
+    def _census(self, own: Path) -> tuple[bool, bool]:
+        """Whether other processes have the store open, and whether one has died with it open."""
+        others = dead = False
+        for path in self._folder.iterdir():
+            if path == own:
+                continue
+            try:
+                if _remove_if_dead(path):
+                    dead = True
+                else:
+                    others = True
+            except OSError:
+                dead = True  # not to be told, and no reason to do without a cache
+        return others, dead
+
+    def _noted(self) -> str | None:
+        try:
+            return self._note.read_text()
+        except (OSError, UnicodeDecodeError):
+            return None
+
+
+def _remove_if_dead(mark: Path) -> bool:
+    """Remove a mark that no process locks; False for one that is. Raises OSError."""
+    fd = locks.try_lock(mark)
+    if fd is None:
+        return False
+    try:
+        mark.unlink(missing_ok=True)
+    finally:
+        locks.release(fd, os.getpid())
+    return True
+
+
+def dead_marks(folder: Path) -> list[Path]:
+    """The marks of processes that have died; left in place, for whoever opens the store next. The
+    caller holds the store's gate. Raises OSError."""
+    return [path for path in folder.iterdir() if _is_dead(path)] if folder.is_dir() else []
+
+
+def _is_dead(mark: Path) -> bool:
+    fd = locks.try_lock(mark)
+    locks.release(fd, os.getpid())
+    return fd is not None

@@ -1,0 +1,36 @@
+"""The fastest of several kernels for one problem on one GPU model, kept beside the kernels.
+
+A choice is a few words: values of knobs by name. Whether they still mean something is for those to
+judge who turn the knobs; what is read here is either what was kept, or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from kernlib.canonical import encode
+from kernlib.jit import entry, service
+from kernlib.jit.entry import Entry
+
+SCHEMA = 1  # raise it when the meaning of a signature or a choice changes for every family
+
+
+def choice(family: str, model: tuple, signature: bytes) -> dict[str, str] | None:
+    """What was kept for a problem of a family on a GPU model; None for nothing and for damage."""
+    key = _key(family, model, signature)
+    value = service.layers().store.get_tuning(key)
+    found = None if value is None else entry.unpack(key, value)
+    if found is None or found.kernel != family or found.cubin:
+        return None
+    return found.meta or None
+
+
+def keep(family: str, model: tuple, signature: bytes, choice: dict[str, object]) -> bool:
+    """Keep a choice for :func:`choice` in every process; False if the store cannot."""
+    key = _key(family, model, signature)
+    words = {name: str(value) for name, value in choice.items()}
+    return service.layers().store.put_tuning(key, entry.pack(key, Entry(family, b"", words)))
+
+
+def _key(family: str, model: tuple, signature: bytes) -> bytes:
+    return hashlib.sha256(encode((SCHEMA, family, tuple(model), signature))).digest()

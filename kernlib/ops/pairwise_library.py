@@ -1,0 +1,121 @@
+"""The pairwise op as two operators of ``torch.library``, for whoever records calls and runs them
+later: torch.compile, torch.export, make_fx, fake tensors.
+
+Eager calls pass them by (the dispatcher costs 6 to 11 us a call), so this module is imported, and
+the operators registered, when a call is first recorded. A process that only loads an exported
+program imports it before ``torch.export.load``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from kernlib import events
+from kernlib.descriptors.pairwise import Pairwise
+from kernlib.descriptors.text import from_text
+from kernlib.ops import pairwise
+from kernlib.ops import pairwise_checks as checks
+from kernlib.ops.hyperparameters import host_value
+
+# ``names`` are those of ``numbers``, then those of ``tensors``, which stay where they are; one text
+# with spaces, for torch.jit.trace takes no list of str.
+_ARGUMENTS = (
+    "str descriptor, str names, float[] numbers, Tensor[] tensors, "
+    "SymInt row_offset, SymInt col_offset, bool debug"
+)
+_library = torch.library.Library("kernlib", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"pairwise(Tensor a, Tensor? b, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(
+    f"pairwise_out(Tensor a, Tensor? b, Tensor(a!) out, bool accumulate, {_ARGUMENTS}) -> ()",
+    tags=_TAGS,
+)
+_new = torch.ops.kernlib.pairwise.default
+_into = torch.ops.kernlib.pairwise_out.default
+
+
+def run(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    debug: bool = False,
+    **hyperparameters,
+) -> torch.Tensor:
+    """:func:`kernlib.ops.pairwise.run` by way of the operators.
+
+    What is wrong with shapes, dtypes and devices is raised here; what is wrong with values, or
+    does not fit the descriptor, when the operator runs.
+    """
+    checks.check_tensors(a=a, b=b, out=out)
+    if accumulate and out is None:
+        raise ValueError("accumulate=True adds to out, and no out is given")
+    separate = _separate(hyperparameters, a.device)
+    arguments = (descriptor.text, *separate, row_offset, col_offset, debug)
+    if out is None:
+        return _new(a, b, *arguments)
+    _into(a, b, out, bool(accumulate), *arguments)
+    return out
+
+
+def _separate(hyperparameters: dict, device: torch.device) -> tuple[str, list, list]:
+    """Names, numbers and tensors. Raises TypeError for what is neither number nor tensor."""
+    tensors = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
+    numbers = {k: _number(k, v) for k, v in hyperparameters.items() if k not in tensors}
+    # The copy of a host tensor is recorded too: a CUDA graph can leave it out, where the operator
+    # itself would have to refuse a host tensor while it is captured.
+    placed = [v.to(device) if v.device.type == "cpu" else v for v in tensors.values()]
+    return " ".join([*numbers, *tensors]), [*numbers.values()], placed
+
+
+def _number(name: str, value) -> float:
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return torch.sym_float(value)
+    return host_value(name, value)
+
+
+def _call(a, b, out, accumulate, descriptor, names, numbers, tensors, rows, columns, debug):
+    """The eager call that an operator's arguments stand for."""
+    values = dict(zip(names.split(), (*numbers, *tensors), strict=True))
+    with events.on_stderr() if debug else nullcontext():
+        return pairwise.run(
+            from_text(descriptor), a, b, out=out, accumulate=accumulate,
+            row_offset=rows, col_offset=columns, **values,
+        )  # fmt: skip
+
+
+def _call_new(a, b, *arguments):
+    return _call(a, b, None, False, *arguments)
+
+
+def _call_into(a, b, out, accumulate, *arguments):
+    _call(a, b, out, accumulate, *arguments)
+
+
+def _shape(a, b, out, names, tensors) -> tuple:
+    """The output's shape. Raises what eager calls raise for shapes, dtypes, devices, gradients."""
+    given = names.split()
+    values = dict(zip(given[len(given) - len(tensors) :], tensors, strict=True))
+    if torch.is_grad_enabled():
+        checks.refuse_gradients(a, b, out, values)
+    return checks.check_shapes(a, b, out, values)
+
+
+def _fake_new(a, b, descriptor, names, numbers, tensors, row_offset, col_offset, debug):
+    return a.new_empty(_shape(a, b, None, names, tensors))
+
+
+def _fake_into(a, b, out, accumulate, descriptor, names, numbers, tensors, *rest):
+    _shape(a, b, out, names, tensors)
+
+
+_library.impl("pairwise", _call_new, "CompositeExplicitAutograd")
+_library.impl("pairwise_out", _call_into, "CompositeExplicitAutograd")
+torch.library.register_fake("kernlib::pairwise", _fake_new, lib=_library)
+torch.library.register_fake("kernlib::pairwise_out", _fake_into, lib=_library)

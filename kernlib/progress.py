@@ -1,0 +1,64 @@
+"""How far work has come that takes seconds, on stderr, for whoever watches it there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def wanted(progress: bool | None) -> bool:
+    """Whether to show it: as told, for None if stderr is a terminal."""
+    if progress is None:
+        return sys.stderr is not None and sys.stderr.isatty()
+    return bool(progress)
+
+
+class Silent:
+    """Progress that nobody watches."""
+
+    def count(self, what: str, work: Callable[[], Value]) -> Value:
+        """``work()``'s value, shown as begun and, unless it raises, as done; any thread may."""
+        return work()
+
+
+class Bar(Silent):
+    """A row of a rich display: title, bar, count, times, and what was begun last."""
+
+    def __init__(self, display, title: str, total: int):
+        self._display = display
+        self._task = display.add_task(title, total=total, what="")
+
+    def count(self, what: str, work: Callable[[], Value]) -> Value:
+        self._display.update(self._task, what=what)
+        value = work()
+        self._display.advance(self._task)
+        return value
+
+
+@contextmanager
+def shown(progress: bool | None, title: str, total: int) -> Iterator[Silent]:
+    """A bar for ``total`` pieces of work. It stays when asked for by True, else it goes when the
+    work ends; on a stderr that is no terminal only its end is written."""
+    if not total or not wanted(progress):
+        yield Silent()
+        return
+    from rich import progress as rich  # 20 ms that only those who watch pay
+    from rich.console import Console
+    from rich.table import Column
+
+    what = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(20),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[what]}", markup=False, table_column=what),
+    )
+    console = Console(stderr=True)
+    with rich.Progress(*columns, console=console, transient=not progress, expand=True) as display:
+        yield Bar(display, title, total)

@@ -1,0 +1,131 @@
+"""GPUs that exist only by name, for tests without one: tensors say that they are there, kernels
+are compiled, loaded and launched without compiler and driver, and all of it is noted."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from kernlib import launch
+from kernlib.jit import service
+from kernlib.jit.entry import Entry
+
+MODELS = {  # capability, name, multiprocessors
+    0: ((9, 0), "GPU 0", 132),
+    1: ((8, 6), "GPU 1", 84),
+    2: ((7, 5), "GPU 2", 40),
+}
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that calls itself one of GPU 0."""
+
+    index = 0
+    device = property(lambda self: torch.device("cuda", self.index))
+
+    def get_device(self) -> int:
+        return self.index
+
+
+class OnSecondGpu(OnGpu):
+    index = 1
+
+
+def on_gpu(*shape: int, kind: type = OnGpu, **options) -> torch.Tensor:
+    return torch.zeros(*shape, **options).as_subclass(kind)
+
+
+class Gpus:
+    """``builds``, ``loads`` and ``launches`` in order; ``entered``, the devices made current, the
+    innermost last; ``clock``, in ms, which each launch moves by ``cost(launch)``."""
+
+    def __init__(self) -> None:
+        self.entered, self.builds, self.loads, self.launches = [0], [], [], []
+        self.capturing, self.clock, self.cost = False, 0.0, lambda launch: 1.0
+        self._kernels = {}
+
+    @contextmanager
+    def device(self, index: int):
+        self.entered.append(index)
+        try:
+            yield
+        finally:
+            self.entered.pop()
+
+    def build(self, spec, arch: str) -> Entry:
+        thread = threading.current_thread()
+        self.builds.append(SimpleNamespace(arch=arch, what=spec.description, thread=thread))
+        return Entry("pairwise", b"", {"registers": "100", "shared_bytes": str(spec.shared_bytes)})
+
+    def loaded(self, spec, device: int, arch: str):
+        return self._kernels.get((device, spec.canonical(), arch))
+
+    def kernel(self, spec, device: int, arch: str):
+        assert not self.capturing and self.entered[-1] == device
+        thread = threading.current_thread()
+        self.loads.append(SimpleNamespace(device=device, what=spec.description, thread=thread))
+        service.build(spec, arch)
+        made = SimpleNamespace(spec=spec, key="0" * 64, arch=arch, function=len(self.loads))
+        self._kernels[device, spec.canonical(), arch] = made
+        return made
+
+    def launch(self, function: int, *arguments) -> tuple:
+        """Stands for cuLaunchKernel."""
+        made = self.loads[function - 1]
+        assert not self.capturing and self.entered[-1] == made.device
+        noted = SimpleNamespace(device=made.device, grid=arguments[:2], what=made.what)
+        self.launches.append(noted)
+        self.clock += self.cost(noted)
+        return (0,)
+
+    def event(self, enable_timing: bool):
+        return _Event(self)
+
+
+class _Event:
+    def __init__(self, gpus: Gpus):
+        self._gpus = gpus
+
+    def record(self) -> None:
+        self.time = self._gpus.clock
+
+    def synchronize(self) -> None:
+        assert self.time <= self._gpus.clock
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.time - self.time
+
+
+def install(monkeypatch) -> Gpus:
+    """Put the GPUs where torch, the service and the driver would be asked."""
+    gpus = Gpus()
+    faked = {
+        "is_available": lambda: True,
+        "current_device": lambda: gpus.entered[-1],
+        "get_device_capability": lambda index: MODELS[index][0],
+        "get_device_name": lambda index: MODELS[index][1],
+        "get_device_properties": lambda index: SimpleNamespace(
+            name=MODELS[index][1], multi_processor_count=MODELS[index][2]
+        ),
+        "device": gpus.device,
+        "is_current_stream_capturing": lambda: gpus.capturing,
+        "Event": gpus.event,
+    }
+    for name, fake in faked.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("build", "loaded", "kernel"):
+        monkeypatch.setattr(service, name, getattr(gpus, name))
+    monkeypatch.setattr(launch, "_bind_context", lambda device: None)
+    monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: gpus.launch)
+    monkeypatch.setattr(launch, "current_device", lambda: gpus.entered[-1])
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    return gpus
+
+
+def forget() -> None:
+    """No plan made, no model known."""
+    launch.forget_plans()
+    launch.model.cache_clear()

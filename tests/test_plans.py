@@ -1,0 +1,60 @@
+"""Plans: one cache a thread, bounded, and forgotten in all threads at once."""
+
+import threading
+
+from kernlib import launch
+
+
+def test_the_oldest_plan_goes_first():
+    cache = launch.PlanCache()
+    for index in range(launch.PLANS + 3):
+        cache.keep((index,), index)
+    assert list(cache.plans) == [(index,) for index in range(3, launch.PLANS + 3)]
+
+
+def test_forgetting_reaches_every_thread_and_every_cache_and_goes_on():
+    caches = [launch.PlanCache(), launch.PlanCache()]
+    kept, forgotten, seen = threading.Barrier(3), threading.Event(), []
+
+    def work(cache):
+        cache.keep(("key",), 1)
+        kept.wait(30)
+        assert forgotten.wait(30)
+        seen.append(dict(cache.plans))
+        cache.keep(("key",), 2)
+        seen.append(dict(cache.plans))
+
+    threads = [threading.Thread(target=work, args=(cache,)) for cache in caches]
+    for thread in threads:
+        thread.start()
+    kept.wait(30)
+    launch.forget_plans()
+    forgotten.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(str, seen)) == sorted(map(str, [{}, {}, {("key",): 2}, {("key",): 2}]))
+
+
+def test_the_plans_of_a_thread_go_with_it():
+    cache = launch.PlanCache()
+    before = len(launch._tables)
+    thread = threading.Thread(target=lambda: cache.keep(("key",), 1))
+    thread.start()
+    thread.join()
+    assert len(launch._tables) == before
+
+
+def test_a_thread_may_keep_plans_while_another_forgets_them():
+    cache, done = launch.PlanCache(), threading.Event()
+
+    def forget():
+        while not done.is_set():
+            launch.forget_plans()
+
+    thread = threading.Thread(target=forget)
+    thread.start()
+    for index in range(20_000):
+        cache.keep((index,), index)
+    done.set()
+    thread.join()
+    assert len(cache.plans) <= launch.PLANS
