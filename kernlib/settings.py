@@ -22,7 +22,7 @@ DEFAULT_CACHE_BYTES = 512 << 20
 DEFAULT_LOCK_TIMEOUT_S = 60.0
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SIZE = re.compile(r"(?P<number>\d+)\s*(?P<unit>[KMG]?)(?:I?B)?", re.IGNORECASE)
+_SIZE = r"(?i)(?P<number>\d+)\s*(?P<unit>[KMG]?)(?:I?B)?"  # compiled when used, see errors.py
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True}
 _BOOLS |= {"0": False, "false": False, "no": False, "off": False}
 
@@ -110,15 +110,18 @@ def override(**fields: object) -> Iterator[Settings]:
 
 
 def _paths(text: str) -> tuple[Path, ...]:
-    found = tuple(_expanded(part) for part in text.split(os.pathsep) if part.strip())
-    if found:
-        return found
+    first, *others = text.split(os.pathsep)
+    bundles = (_expanded(part) for part in others if part.strip())
+    return (_expanded(first) if first.strip() else _default_folder(), *bundles)
+
+
+def _default_folder() -> Path:
     import platformdirs  # 3 ms that only the default costs
 
     try:
-        return (Path(platformdirs.user_cache_dir("kernlib", appauthor=False)),)
+        return Path(platformdirs.user_cache_dir("kernlib", appauthor=False))
     except RuntimeError:  # a user in no list, without HOME
-        return (Path("~/.cache/kernlib"),)
+        return Path("~/.cache/kernlib")
 
 
 def _expanded(part: str) -> Path:
@@ -145,7 +148,7 @@ def _size(env: Mapping[str, str], name: str, default: int) -> int:
 
 def parse_size(text: str) -> int | None:
     """Bytes of ``512M``, ``64 KiB`` and the like, None for what is no size."""
-    match = _SIZE.fullmatch(text.strip())
+    match = re.fullmatch(_SIZE, text.strip())
     return None if match is None else int(match["number"]) * _UNITS[match["unit"].upper()]
 
 

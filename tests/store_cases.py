@@ -60,7 +60,7 @@ def aside(path):
 def filled(tmp_path, count=40):
     store = opened(tmp_path)
     for number in range(count):
-        assert store.put(key(number), pack(key(number), Entry("k", value(number))))
+        assert store.put(key(number), pack(key(number), Entry("k", value(number), {})))
     store.close()
     module._stores.clear()
     return tmp_path / "v1" / "store"

@@ -228,6 +228,32 @@ def test_a_cache_is_no_bundle(tmp_path, roots, compiles):
     passed_over("this is a cache")
 
 
+def test_the_file_in_place_of_its_folder(tmp_path, roots, compiles):
+    folder = made_bundle(tmp_path, roots)
+    roots(tmp_path / "user", folder / bundle.FILE)
+    passed_over("name the folder that holds kernels.mdb")
+
+
+def test_a_link_that_leads_to_itself(tmp_path, roots, compiles):
+    (tmp_path / "loop").symlink_to("loop")
+    roots(tmp_path / "user", tmp_path / "loop")
+    passed_over("loop")
+
+
+def test_a_bundle_is_no_place_to_write(tmp_path, roots, compiles):
+    folder = made_bundle(tmp_path, roots)
+    roots(folder)
+    with pytest.warns(RuntimeWarning, match="it is a bundle, .*behind a colon"):
+        assert where(spec(1)) is None
+    assert [path.name for path in folder.iterdir()] == [bundle.FILE]
+
+
+def test_nothing_before_the_first_colon_is_the_users_own_cache(tmp_path, roots, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    roots("", tmp_path / "bundle")
+    assert settings.current().cache_dir == (tmp_path / "kernlib", tmp_path / "bundle")
+
+
 @pytest.mark.parametrize("part", ["", bundle.FILE])
 def test_a_bundle_that_others_may_write(tmp_path, roots, compiles, part):
     (made_bundle(tmp_path, roots) / part).chmod(0o777)
@@ -285,6 +311,15 @@ def test_export_and_import_round_trip(tmp_path, roots, compiles):
     assert where(spec(1)) == "store" and compiles == []
     exported(tmp_path / "again")
     assert (tmp_path / "again" / bundle.FILE).read_bytes() == (path / bundle.FILE).read_bytes()
+
+
+def test_an_import_beyond_the_budget_says_what_was_not_kept(tmp_path):
+    kernels = {key(n): Entry("k", os.urandom(200_000), {}) for n in range(60)}
+    bundle.write(tmp_path / "bundle", kernels)
+    store = opened(tmp_path / "cache")
+    counts = bundle.copy_into(store, bundle.open_bundle(tmp_path / "bundle"))
+    assert counts["added"] == store.info()["entries"] < 60
+    assert counts["added"] + counts["declined"] == 60
 
 
 def test_an_import_copies_no_damaged_entry(tmp_path, roots):

@@ -135,7 +135,7 @@ def test_import_says_what_it_left(run, tmp_path, monkeypatch):
 def test_import_of_no_bundle(run, tmp_path, name):
     keep("a")
     (tmp_path / "file").write_text("")
-    plain(run("cache", "import", tmp_path / name), 1, str(tmp_path / name), "no kernels.mdb")
+    plain(run("cache", "import", tmp_path / name), 1, str(tmp_path / name), "kernels.mdb")
 
 
 def test_a_folder_must_be_given(run):

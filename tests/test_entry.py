@@ -83,6 +83,10 @@ def test_helper_rebuilds_a_good_value():
     assert unpack(KEY, rebuilt()) == ENTRY
 
 
+def test_its_repr_is_short():
+    assert repr(ENTRY) == "Entry('kernlib_main', 4096 bytes, sm_90a)"
+
+
 def test_wrong_key_is_a_miss():
     assert unpack(KEY[::-1], VALUE) is None
 

@@ -376,3 +376,12 @@ def test_custom_epilogues_take_their_parameters_by_name():
 def test_more_points_than_one_block_of_the_reference_holds(rows):
     a, b = points(rows, 3), points(2100, 3)
     torch.testing.assert_close(kl.cdist(a, b, 1.0), torch.cdist(a, b, 1.0))
+
+
+def test_a_default_device_of_torch_changes_nothing():
+    x, y = torch.randn(5, 3), torch.randn(4, 3)
+    symmetric = kl.gaussian(symmetric=True)
+    wanted = kl.cdist(x, y), kl.run_kernel(symmetric, x, bandwidth=2.0)
+    with torch.device("meta"):
+        found = kl.cdist(x, y), kl.run_kernel(symmetric, x, bandwidth=2.0)
+    assert all(map(torch.equal, found, wanted))

@@ -3,6 +3,7 @@ clean one they are not."""
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
@@ -378,3 +379,17 @@ def test_the_fingerprint_of_nothing(tmp_path):
     assert not fresh.enter("")
     fresh.leave("")
     assert list((tmp_path / "open").iterdir()) == []
+
+
+def worker(folder):
+    opened(folder).put(key(1), b"1")
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_worker_of_multiprocessing_ends_cleanly(tmp_path, method):
+    process = multiprocessing.get_context(method).Process(target=worker, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert list((tmp_path / "v1" / "open").iterdir()) == []
+    assert (tmp_path / "v1" / "store.left").exists()

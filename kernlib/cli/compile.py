@@ -133,11 +133,18 @@ def _compile(descriptors: list, archs: tuple, dtypes, shapes, call, workers) -> 
         "archs": list(archs),
         "compiled": len(compiled),
         "found": len(rows) - len(compiled),
-        "kept": len(kept.intersection(compiled)),
+        "kept": sum(_is_kept(key) for key in kept.intersection(compiled)),
         "seconds": round(time.perf_counter() - start, 3),
         "path": str(places.folder()),
         "kernels": rows,
     }
+
+
+def _is_kept(key: str) -> bool:
+    """Whether a kernel that was put into the store has not been driven out by later ones."""
+    from kernlib.jit import service
+
+    return service.layers().store.get(bytes.fromhex(key)) is not None
 
 
 def _entries(descriptors: list, archs: tuple, dtypes, shapes, call: dict, workers) -> list:

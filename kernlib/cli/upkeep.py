@@ -132,10 +132,10 @@ def _conclusion(wrong: list[dict], repair: bool) -> str:
 def prune(days: int | None, to_bytes: int | None, yes: bool, as_json: bool) -> None:
     """Drop kernels that are long unused, and remove damaged stores that were moved aside.
 
-    Before it removes one of those it asks. Tuning results stay. Kernels that other processes have
-    loaded stay loaded there.
+    Before it removes one of those it asks; with --json it leaves them unless --yes. Tuning results
+    stay. Kernels that other processes have loaded stay loaded there.
     """
-    if days is None and to_bytes is None:
+    if days is None and to_bytes is None and not health.aside_facts(places.folder()):
         message = "nothing says what to drop: give --unused DAYS, --to SIZE or both."
         raise click.UsageError(message)
     with plain_errors():
@@ -157,7 +157,7 @@ def _remove_aside(yes: bool, as_json: bool) -> list[dict]:
     removed = []
     for old in health.aside_facts(places.folder()):
         question = f"Remove the damaged store {old['path']} ({size(old['bytes'])})?"
-        if yes or click.confirm(question, err=True):
+        if yes or (not as_json and click.confirm(question, err=True)):
             shutil.rmtree(old["path"])
             removed.append(old)
             if not as_json:

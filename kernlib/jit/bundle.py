@@ -18,11 +18,11 @@ from pathlib import Path
 
 import lmdb
 
-from kernlib.jit import entry
+from kernlib.jit import entry, private
 from kernlib.jit.entry import Entry
 from kernlib.jit.environment import walk
 
-FILE = "kernels.mdb"
+FILE = private.BUNDLE
 DATABASE = b"kernels"
 ROOM = 64 << 20  # of the map it is written in, beyond twice what it holds
 NOT_SHIPPED = (
@@ -117,6 +117,8 @@ def open_bundle(folder: Path) -> Bundle:
 def _refuse_writable(folder: Path) -> None:
     """Cubins are executable code: nobody but the owner may exchange them."""
     path = folder / FILE
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder} is a file; name the folder that holds {FILE}")
     if not path.exists():
         advice = "a bundle is what `kernlib cache export` writes"
         if (folder / "v1").is_dir():
@@ -158,13 +160,18 @@ def copy_into(store, found: Bundle) -> dict[str, int]:
     """Copy a bundle's kernels into a store, under their portable keys. Counts those ``added``,
     ``known`` before, ``damaged``, and ``declined`` by the store. Raises nothing."""
     counts = dict.fromkeys(("added", "known", "damaged", "declined"), 0)
+    added = []
     for key, value in found.items():
         if entry.unpack(key, value) is None:
             counts["damaged"] += 1
         elif store.get(key) == value:
             counts["known"] += 1
+        elif store.put(key, value):
+            added.append(key)
         else:
-            counts["added" if store.put(key, value) else "declined"] += 1
+            counts["declined"] += 1
+    counts["added"] = sum(store.get(key) is not None for key in added)
+    counts["declined"] += len(added) - counts["added"]  # over the budget, they drove others out
     return counts
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MAGIC = b"KLIB"
 SCHEMA = 1  # raise it whenever the layout or the meaning of a field changes
@@ -23,13 +23,16 @@ _LENGTHS = struct.Struct("<III")
 _PAIR = struct.Struct("<II")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A compiled kernel: its entry point, its cubin, and free text about it."""
 
     kernel: str
     cubin: bytes
-    meta: dict[str, str] = field(default_factory=dict)
+    meta: dict[str, str]
+
+    def __repr__(self) -> str:  # without the cubin, which is 50 KB
+        what = f"{self.meta.get('arch', '')} {self.meta.get('description', '')}".strip()
+        return f"Entry({self.kernel!r}, {len(self.cubin)} bytes{what and ', ' + what})"
 
 
 def pack(key: bytes, entry: Entry) -> bytes:

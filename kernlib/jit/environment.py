@@ -106,6 +106,7 @@ class Environment:
     def open(self) -> None:
         """Open or create it; a damaged one is moved aside. Raises OSError, lmdb.Error."""
         private.refuse_network(self.directory)
+        private.refuse_bundle(self.directory)
         for folder in (self.directory, self.directory / LAYOUT, self.path):
             private.make_private(folder)
         with self._gate():

@@ -64,7 +64,8 @@ class Layers(NamedTuple):
         for where, key, value in self._values(kernel):
             found = None if value is None else entry.unpack(key, value)
             if found is not None:
-                kernel.emit("hit", where=where)
+                at = kernel._replace(key=key)  # where `kernlib cache show` finds it
+                at.emit("hit", where=where)
                 return found
         return None
 
@@ -123,7 +124,10 @@ def _open_bundle(folder: Path):
     from kernlib.jit import bundle  # few have one
     from kernlib.jit.presence import fingerprint
 
-    name = (os.path.realpath(folder), fingerprint(folder / bundle.FILE))
+    try:
+        name = (os.path.realpath(folder), fingerprint(folder / bundle.FILE))
+    except OSError as error:  # which opening it meets as well
+        name = (os.path.realpath(folder), str(error))
     if name not in _bundles:
         try:
             _bundles[name] = bundle.open_bundle(Path(name[0]))

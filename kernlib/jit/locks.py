@@ -100,7 +100,7 @@ class ForkGuard:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside: set[int] = set()
-        self._forking = 0
+        self._forking: set[int] = set()  # threads between their two hooks
 
     def __enter__(self) -> None:
         with self._changed:
@@ -115,12 +115,14 @@ class ForkGuard:
     def before_fork(self) -> None:
         """Wait for the others' work, so long that only a hang takes longer, and let none begin."""
         self._changed.acquire()
-        self._forking += 1
+        self._forking.add(threading.get_ident())
         mine = {threading.get_ident()}
         self._changed.wait_for(lambda: self._inside <= mine, FORK_WAIT_S)
 
     def after_in_parent(self) -> None:
-        self._forking -= 1
+        if threading.get_ident() not in self._forking:
+            return  # the hooks were registered while this thread was forking already
+        self._forking.discard(threading.get_ident())
         self._changed.notify_all()
         self._changed.release()
 

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+BUNDLE = "kernels.mdb"  # the one file of a bundle, which is no place for a store
 LOCK_FILE_BYTES = 64 << 10  # 64 bytes a reader: room for 1022
 
 # NOTE: LMDB maps a shared lock file and leans on flock: neither is sound across hosts.
@@ -50,6 +51,12 @@ def make_private(folder: Path) -> None:
     if found.st_mode & 0o022:
         reason = f"others may write it (mode {found.st_mode & 0o777:o}), chmod go-w would do"
         raise PermissionError(errno.EPERM, reason, str(folder))
+
+
+def refuse_bundle(folder: Path) -> None:
+    if (folder / BUNDLE).exists():
+        reason = "it is a bundle, which is read only: name it behind a colon"
+        raise OSError(errno.EINVAL, reason, str(folder))
 
 
 def refuse_network(folder: Path) -> None:

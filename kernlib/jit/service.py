@@ -89,7 +89,8 @@ def _find_or_compile(asked: Wanted) -> Entry:
     if current.assert_cached:
         raise NotCachedError(
             f"KERNLIB_ASSERT_CACHED is set and {asked.spec.description} for {asked.arch} is not in "
-            "the cache"
+            "the cache; make it with `kernlib compile` or without that variable, or name a bundle "
+            "that holds it in KERNLIB_CACHE_DIR"
         )
 
     def waiting() -> None:
@@ -123,8 +124,9 @@ def _publish(asked: Wanted, device: int) -> Kernel:
 
 
 def _load_or_rebuild(asked: Wanted, device: int) -> Kernel:
+    built = build(asked.spec, asked.arch)
     try:
-        return load(build(asked.spec, asked.arch), asked, device)
+        return load(built, asked, device)
     except Exception as error:
         if not any(reason in str(error) for reason in REJECTED):
             raise

@@ -24,6 +24,7 @@ def root() -> Path:
     raise KernlibError(f"kernel_sources is missing beside {package}; reinstall kernlib")
 
 
+@cache
 def closure(source: str) -> tuple[str, ...]:
     """Names, relative to :func:`root`, of all files that ``source`` includes, sorted."""
     found: set[str] = set()
@@ -69,5 +70,5 @@ def _read(name: str) -> str:
 
 def forget() -> None:
     """Read the files anew: for those who edit kernels in a running process."""
-    for cached in (root, _digest_of, _read):
+    for cached in (root, closure, _digest_of, _read):
         cached.cache_clear()

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import struct
+import sys
 import threading
 import time
 import warnings
@@ -94,6 +95,10 @@ class LmdbStore(Environment):
     @budget.setter
     def budget(self, budget: int) -> None:
         self._budget = budget
+
+    def open(self) -> None:
+        super().open()
+        _close_with_worker()
 
     def get(self, key: bytes) -> bytes | None:
         """A copy of the value, None for a miss; a hit is noted in memory as today's."""
@@ -329,3 +334,17 @@ os.register_at_fork(
 def _close_all() -> None:
     for store in list(_stores.values()):
         store.close()
+
+
+_finalized = 0  # the process that has told multiprocessing
+
+
+def _close_with_worker() -> None:
+    """Have the stores closed at the end of a process of multiprocessing, which runs no atexit."""
+    global _finalized
+    if "multiprocessing.process" in sys.modules and _finalized != os.getpid():
+        from multiprocessing import parent_process, util
+
+        if parent_process() is not None:
+            util.Finalize(None, _close_all, exitpriority=0)
+        _finalized = os.getpid()

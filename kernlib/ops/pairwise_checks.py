@@ -165,6 +165,8 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
         _check_device(name, value, device)
     missing = sorted(required - set(values))
     if missing:
+        if "inner_p" in missing:  # which p gives as well, and with it the outer exponent
+            missing[missing.index("inner_p")] = "p (or inner_p)"
         raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
 
 
@@ -308,7 +310,7 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
     bytes_of = []
     for t in (x, y):
-        marks = torch.zeros(extent // unit + 1, dtype=torch.bool)
+        marks = torch.zeros(extent // unit + 1, dtype=torch.bool, device="cpu")
         scale = t.element_size() // unit
         strides = [stride * scale for stride in t.stride()]
         for part in range(scale):

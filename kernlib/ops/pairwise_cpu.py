@@ -15,7 +15,7 @@ def run(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparamete
         descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
     )
     fresh = out is None
-    out = torch.empty(call.out_shape, dtype=call.out_dtype) if fresh else out
+    out = torch.empty(call.out_shape, dtype=call.out_dtype, device=a.device) if fresh else out
     second = a if b is None else b
     tensors = (a, second, out)
     spans = tuple(checks.span(t) for t in tensors)
@@ -23,7 +23,7 @@ def run(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparamete
         checks.refuse_overlap(a, second, out)
     result = compute(descriptor, a, second, call, row_offset - col_offset, hyperparameters)
     if descriptor.symmetric:  # BLAS does not sum (m, n) and (n, m) in one order
-        below = torch.ones(call.m, call.n, dtype=torch.bool).tril(-1)
+        below = torch.ones(call.m, call.n, dtype=torch.bool, device=a.device).tril(-1)
         result = torch.where(below, result.mT, result)
     result = result.view(out.shape)
     out.copy_(out.to(result.dtype) + result if accumulate else result)

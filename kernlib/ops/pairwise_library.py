@@ -32,6 +32,8 @@ _library.define(
     f"pairwise_out(Tensor a, Tensor? b, Tensor(a!) out, bool accumulate, {_ARGUMENTS}) -> ()",
     tags=_TAGS,
 )
+# After an error of a traced call Dynamo would trace what the operators run: 5 s, for nothing.
+_run = torch.compiler.disable(pairwise.run)
 _new = torch.ops.kernlib.pairwise.default
 _into = torch.ops.kernlib.pairwise_out.default
 
@@ -81,10 +83,11 @@ def _number(name: str, value) -> float:
 
 
 def _call(a, b, out, accumulate, descriptor, names, numbers, tensors, rows, columns, debug):
-    """The eager call that an operator's arguments stand for."""
-    values = dict(zip(names.split(), (*numbers, *tensors), strict=True))
+    """The eager call that an operator's arguments stand for. AOTInductor hands over None for an
+    empty list."""
+    values = dict(zip(names.split(), (*(numbers or ()), *(tensors or ())), strict=True))
     with events.on_stderr() if debug else nullcontext():
-        return pairwise.run(
+        return _run(
             from_text(descriptor), a, b, out=out, accumulate=accumulate,
             row_offset=rows, col_offset=columns, **values,
         )  # fmt: skip
@@ -100,7 +103,7 @@ def _call_into(a, b, out, accumulate, *arguments):
 
 def _shape(a, b, out, names, tensors) -> tuple:
     """The output's shape. Raises what eager calls raise for shapes, dtypes, devices, gradients."""
-    given = names.split()
+    given, tensors = names.split(), tensors or ()
     values = dict(zip(given[len(given) - len(tensors) :], tensors, strict=True))
     if torch.is_grad_enabled():
         checks.refuse_gradients(a, b, out, values)

@@ -32,8 +32,9 @@ _FUNCTIONS = {
 
 def apply(epilogues: tuple[Epilogue, ...], v: torch.Tensor, parameters: dict) -> torch.Tensor:
     """The chain of epilogues over ``v``; parameters are numbers or tensors that broadcast."""
-    values = {name: torch.as_tensor(x, dtype=v.dtype) for name, x in parameters.items()}
-    values = {name: x.to(v.device) for name, x in values.items()}
+    values = {
+        name: torch.as_tensor(x, dtype=v.dtype, device=v.device) for name, x in parameters.items()
+    }
     for epilogue in epilogues:
         v = _evaluate(epilogue.tree(), {**values, VALUE: v}).expand(v.shape)
     return v
