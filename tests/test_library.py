@@ -503,3 +503,10 @@ print([name for name in names if name in sys.modules])
 def test_an_eager_call_registers_nothing():
     run = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True)
     assert run.stdout == "[]\n", run.stderr
+
+
+def test_none_stands_for_an_empty_list():
+    """As AOTInductor passes it."""
+    library = kernlib.ops.pairwise_library
+    found = library._call_new(A, B, kl.l1_distance().text, "", None, None, 0, 0, False)
+    assert torch.equal(found, kl.cdist(A, B, p=1))

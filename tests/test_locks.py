@@ -280,3 +280,16 @@ def test_a_fork_waits_neither_for_its_own_thread_nor_for_ever(monkeypatch):
     stuck.set()
     thread.join(10)
     assert time.monotonic() - start < 5
+
+
+def test_a_guard_whose_hooks_come_in_the_middle_of_a_fork_stays_open():
+    guard = ForkGuard()
+    guard.after_in_parent()  # the thread that forks has passed the other hook's turn
+    entered = threading.Event()
+
+    def work():
+        with guard:
+            entered.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert entered.wait(10)
