@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ def start(code, *args, **options):
     env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1]))
     command = [sys.executable, "-c", head + code, *map(str, args)]
     return subprocess.Popen(command, env=env, **options)
+
+
+@contextmanager
+def failing(error):
+    """Every transaction of every store raises ``error`` inside the block."""
+
+    def fail(*_args):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LmdbStore, "_transact", fail)
+        yield
 
 
 def aside(path):

@@ -17,6 +17,7 @@ from store_cases import (
     READ_AND_WRITE,
     aside,
     entries,
+    failing,
     filled,
     key,
     no_store_outlives_its_test,  # noqa: F401
@@ -29,7 +30,7 @@ from store_cases import (
 from kernlib.jit import environment, locks, presence
 from kernlib.jit import store as module
 from kernlib.jit.presence import Presence, fingerprint
-from kernlib.jit.store import LmdbStore, MemoryStore, open_store
+from kernlib.jit.store import MemoryStore, open_store
 
 OPEN = "store = open_store(Path(sys.argv[1]), 8 << 20, 16 << 20)\nstore.get(key(0))\n"
 WAIT = OPEN + "print(os.getpid(), flush=True)\nsys.stdin.readline()\n"
@@ -359,15 +360,10 @@ def test_junk_among_the_marks_costs_a_walk(tmp_path, walks, kind):
     assert len(entries(opened(tmp_path))) == 40 and len(walks) == 1
 
 
-def test_an_error_in_use_costs_a_walk_of_the_pages(tmp_path, monkeypatch, walks):
+def test_an_error_in_use_costs_a_walk_of_the_pages(tmp_path, walks):
     filled(tmp_path)
     store = opened(tmp_path)
-
-    def fail(*_args):
-        raise lmdb.PageFullError("mdb_put: MDB_PAGE_FULL")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LmdbStore, "_transact", fail)
+    with failing(lmdb.PageFullError("mdb_put: MDB_PAGE_FULL")):
         assert store.get(key(1)) is None
     assert store._env is None and not any(map(is_locked, marks(tmp_path)))
     assert store.get(key(1)) is not None and len(walks) == 1 and aside(tmp_path) == []

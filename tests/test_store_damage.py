@@ -9,6 +9,7 @@ from store_cases import (
     SMALL_MAP,
     aside,
     entries,
+    failing,
     filled,
     key,
     no_store_outlives_its_test,  # noqa: F401
@@ -90,18 +91,15 @@ def test_damage_found_in_use_is_moved_aside_once(tmp_path, monkeypatch):
     filled(tmp_path)
     store = opened(tmp_path)
 
-    def corrupt(*_args):
-        raise lmdb.CorruptedError("mdb_get: MDB_CORRUPTED")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LmdbStore, "_transact", corrupt)
+    corrupted = lmdb.CorruptedError("mdb_get: MDB_CORRUPTED")
+    with failing(corrupted):
         assert store.get(key(1)) is None
     assert len(aside(tmp_path)) == 1
     assert store.get(key(1)) is None and store.put(key(1), b"1")
 
     def corrupt_and_gone(*_args):
         store._file = (0, 0)  # as if another process had moved it aside meanwhile
-        corrupt()
+        raise corrupted
 
     with monkeypatch.context() as patch:
         patch.setattr(LmdbStore, "_transact", corrupt_and_gone)
@@ -109,12 +107,8 @@ def test_damage_found_in_use_is_moved_aside_once(tmp_path, monkeypatch):
     assert len(aside(tmp_path)) == 1 and store.get(key(1)) == b"1"
 
 
-def test_any_lmdb_error_is_a_miss(store, monkeypatch):
-    def fail(*_args):
-        raise lmdb.PanicError("mdb_txn_begin: MDB_PANIC")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LmdbStore, "_transact", fail)
+def test_any_lmdb_error_is_a_miss(store):
+    with failing(lmdb.PanicError("mdb_txn_begin: MDB_PANIC")):
         assert store.get(key(1)) is None and not store.put(key(1), b"1")
         assert list(store.items()) == [] and store.info()["entries"] == 0
     assert store.put(key(1), b"1") and aside(store.directory) == []
