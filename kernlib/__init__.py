@@ -31,17 +31,25 @@ _NAMES = {
         "rational_quadratic",
         "squared_distance",
     ),
+    "kernlib.descriptors.kronecker_sparse": ("KroneckerSparse", "KroneckerSparseChain"),
     "kernlib.descriptors.norms": ("Abs", "Identity", "Power", "Root", "Sqrt", "Square"),
     "kernlib.descriptors.epilogues": (
+        "Bias",
         "Cauchy",
         "Custom",
         "Gaussian",
+        "Gelu",
         "Laplace",
+        "LeakyRelu",
         "Matern",
         "Polynomial",
         "PowerExponential",
         "RationalQuadratic",
+        "Relu",
         "Scale",
+        "Sigmoid",
+        "Silu",
+        "Tanh",
     ),
     "kernlib.errors": (
         "CaptureError",
@@ -52,7 +60,7 @@ _NAMES = {
     ),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
-_MODULES = ("descriptors", "events", "settings")
+_MODULES = ("descriptors", "events", "nn", "settings")
 
 __all__ = sorted((*_HOMES, *_MODULES, "__version__"))
 

@@ -8,18 +8,18 @@ listeners pays for one test of an empty list.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from kernlib import settings
 
 NAMES = ("lookup", "hit", "wait", "compile", "store", "load", "launch", "failed")
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """``name`` is one of :data:`NAMES`; ``key`` is the kernel's digest in hex; ``fields`` holds
     what is worth knowing of this event (``ms``, ``registers``, ``spill_bytes``, ``shared_bytes``,
     ``where``, ``grid``, ``block`` ...), units in the names."""
@@ -28,7 +28,7 @@ class Event:
     key: str
     arch: str
     description: str
-    fields: dict[str, object] = field(default_factory=dict)
+    fields: Mapping[str, object] = MappingProxyType({})  # one for all, so none may write to it
 
     def __str__(self) -> str:
         details = " ".join(f"{name}={value}" for name, value in self.fields.items())

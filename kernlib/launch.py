@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,7 +22,12 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
 
+if TYPE_CHECKING:
+    from kernlib.tensor_map import Encoder, TensorMap
+
 PLANS = 1024  # of one thread; past that the oldest goes, and is rebuilt in 0.1 ms
+
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of an encoded tensor map
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _raw_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -112,11 +117,14 @@ def _bind_context(device: int) -> None:
 class Plan:
     """One kernel, its grid and its parameter block, for the thread that made it.
 
-    The block starts with ``pointers`` addresses, then numbers in the struct format ``numbers``,
-    then ``fixed`` bytes. A launch rewrites the addresses, and the numbers where it is given some.
+    The block starts with an encoded tensor map for each of ``maps``, then ``pointers`` addresses,
+    then numbers in the struct format ``numbers``, then ``fixed`` bytes. A launch rewrites maps and
+    addresses, and the numbers where it is given some.
     """
 
-    __slots__ = ("_block", "_function", "_numbers", "_pointers", "device", "grid", "kernel")
+    __slots__ = (
+        "_block", "_encoders", "_function", "_numbers", "_pointers", "device", "grid", "kernel",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -126,25 +134,38 @@ class Plan:
         pointers: int,
         numbers: str,
         fixed: bytes,
+        maps: tuple[TensorMap, ...] = (),
     ):
         self.kernel, self.device, self.grid = kernel, device, grid
         self._pointers = struct.Struct(f"<{pointers}Q")
         self._numbers = struct.Struct("<" + numbers)
-        content = bytes(self._pointers.size + self._numbers.size) + fixed
-        block = ctypes.create_string_buffer(content, len(content))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+        size = self._pointers.size + self._numbers.size
+        whole = MAP_BYTES * len(maps) + size + len(fixed)
+        # Behind as many bytes as put the maps at an address that they may have.
+        memory = ctypes.create_string_buffer(whole + MAP_ALIGNMENT)
+        start = -ctypes.addressof(memory) % MAP_ALIGNMENT
+        first = ctypes.addressof(memory) + start
+        self._encoders = _encoders(maps, first) if maps else []
+        place = start + MAP_BYTES * len(maps)
+        memory[place + size : place + size + len(fixed)] = fixed
+        arguments = (ctypes.c_void_p * 1)(first)
         spec = kernel.spec
         shape = (kernel.function, *grid, 1, spec.threads, 1, 1, spec.shared_bytes)
         self._function = (shape, ctypes.addressof(arguments), _cu_launch_kernel())
-        self._block = (block, arguments)
+        self._block = (memory, place, place + self._pointers.size, arguments)
 
     def launch(self, pointers: tuple[int, ...], numbers: list | None = None) -> None:
-        """Launch on torch's current stream of the plan's device. Without ``numbers``, those of the
-        last call stay: pass them always, or never, when they are 0."""
-        block = self._block[0]
-        self._pointers.pack_into(block, 0, *pointers)
+        """Launch on torch's current stream of the plan's device. ``pointers`` are those of the maps,
+        then the block's own. Without ``numbers``, those of the last call stay: pass them always, or
+        never, when they are 0."""
+        memory, place, numbers_place, _ = self._block
+        if self._encoders:
+            for encode, address in zip(self._encoders, pointers, strict=False):
+                encode(address)
+            pointers = pointers[len(self._encoders) :]
+        self._pointers.pack_into(memory, place, *pointers)
         if numbers is not None:
-            self._numbers.pack_into(block, self._pointers.size, *numbers)
+            self._numbers.pack_into(memory, numbers_place, *numbers)
         if current_device() == self.device:
             self.repeat()
         else:
@@ -169,30 +190,18 @@ class Plan:
         )
 
 
+def _encoders(maps: tuple[TensorMap, ...], address: int) -> list[Encoder]:
+    """Those that write the maps one behind the other. Kernels without maps do not load them."""
+    from kernlib.tensor_map import Encoder
+
+    return [Encoder(each, address + MAP_BYTES * index) for index, each in enumerate(maps)]
+
+
 @lru_cache(maxsize=1)
 def _cu_launch_kernel() -> Callable:
     from cuda.bindings.driver import cuLaunchKernel
 
     return cuLaunchKernel
-
-
-class Candidate(NamedTuple):
-    """One of the kernels that could compute a call. ``ready()`` loads it, launches it, and returns
-    a function that launches it again: into an output that the call's candidates share, and nobody
-    else sees."""
-
-    choice: dict[str, int]  # what sets it apart, as the family's lowering takes it
-    spec: KernelSpec
-    ready: Callable[[], Callable[[], None]]
-
-
-class Candidates(NamedTuple):
-    """What a family's ``choices`` answers: all kernels for one call on a device, and the bytes
-    under which the fastest is kept, which calls of the same speed share."""
-
-    device: int
-    signature: bytes
-    kernels: list[Candidate]
 
 
 class _Table:

@@ -3,8 +3,8 @@
 A family takes part with two functions in its op module, besides those of run_kernel and compile:
 
 - ``choices(descriptor, *tensors, **arguments)`` checks a call like ``run`` and answers with
-  :class:`kernlib.launch.Candidates`: the device, each kernel with the choice that sets it apart and
-  a function that makes it ready to launch, and the bytes under which the fastest is kept;
+  :class:`kernlib.ops.candidates.Candidates`: the device, each kernel with the choice that sets it
+  apart and a function that makes it ready to launch, and the bytes under which the fastest is kept;
 - where it chooses a kernel for a device, it asks :func:`kernlib.jit.tuning.choice` for the family,
   :func:`kernlib.launch.model` and the same bytes, and passes over an answer that it does not know.
 """
@@ -27,8 +27,8 @@ from kernlib.descriptors.base import Descriptor
 from kernlib.errors import CaptureError
 from kernlib.jit import targets, tuning
 from kernlib.jit.entry import Entry
-from kernlib.launch import Candidate
 from kernlib.ops import op_of
+from kernlib.ops.candidates import Candidate
 from kernlib.progress import shown, wanted
 
 BATCH_MS = 2.0  # events resolve 0.5 us, and a launch takes 5 us of the host

@@ -27,6 +27,7 @@ FAMILIES = {
     "pairwise": (
         (
             "kernlib/ops/pairwise*.py",
+            "kernlib/ops/tensors.py",
             "kernlib/ops/hyperparameters.py",
             "kernlib/ops/expression_source.py",
             "kernlib/reference/pairwise.py",
@@ -44,6 +45,7 @@ FAMILIES = {
             "kernlib/ahead.py",
             "kernlib/tuner.py",
             "kernlib/ops/__init__.py",
+            "kernlib/ops/candidates.py",
             "tests/gpu/test_service*.py",
         ),
         None,

@@ -1,4 +1,4 @@
-"""NVRTC takes a declared matrix of pairwise kernels, and none spills, grows or takes too long."""
+"""NVRTC takes a declared matrix of kernels, and none spills, grows or takes too long."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +9,7 @@ import pytest
 import kernlib as kl
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
+from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops.pairwise_lowering import INNER_CODE, Variant, spec
 
 HERE = "sm_90a"
@@ -83,14 +84,19 @@ def cpu_cap(made):
 
 
 def build(case):
-    """The entry, and the processor's milliseconds: the least of a few compiles, if need be."""
+    """The entry of a pairwise case, and the processor's milliseconds."""
     descriptor, made, arch = case
-    wanted, times = spec(descriptor, made, arch), []
+    return build_spec(spec(descriptor, made, arch), arch, cpu_cap(made))
+
+
+def build_spec(wanted, arch, cap):
+    """The entry, and the processor's milliseconds: the least of a few compiles, if need be."""
+    times = []
     for _ in range(TRIES):
         start = time.thread_time()
         entry = compile_spec(wanted, arch)
         times.append((time.thread_time() - start) * 1e3)
-        if times[-1] <= cpu_cap(made):
+        if times[-1] <= cap:
             break
     return entry, min(times)
 
@@ -157,6 +163,66 @@ def test_a_multiprocessor_holds_the_blocks_that_the_kernel_promises(name):
     assert wanted.threads * BLOCKS <= targets.RESIDENT_THREADS[arch]
     held = targets.resident_blocks(arch, wanted.threads, registers, shared)
     assert held >= (BLOCKS if arch == HERE else 1)  # others have shared memory for one big tile
+
+
+# Portable kernels of Kronecker-sparse factors.
+
+SPARSE_CPU_MS = 550  # 1.5 times the 360 of the slowest
+ACTIVATED = (kl.Bias(), kl.Gelu())
+
+
+def sparse_matrix():
+    """Name to (spec, arch): each tile and access of each dtype, on every arch at least once."""
+    cases = {}
+    kinds = [("float16", "fp32"), ("float32", "fp32"), ("float32", "tf32")]
+
+    def add(arch, dtype, precision, tile, left, right, partial=False, epilogue=()):
+        made = portable.Variant(dtype, precision, tile, left, right, partial)
+        wanted = portable.spec(epilogue, made, arch)
+        cases[f"{arch} {wanted.description}"] = wanted, arch
+
+    for kind in kinds[:2]:
+        for left in portable.ACCESSES:
+            for right in portable.ACCESSES:
+                crowded = kind == kinds[1] or (left, right) == ("gather", "gather")
+                add(HERE, *kind, portable.TALL if crowded else portable.BIG, left, right)
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
+        for kind in kinds:
+            tile = portable.TALL if kind == kinds[1] else portable.BIG
+            add(arch, *kind, tile, "line", "depth", epilogue=ACTIVATED)
+            add(arch, *kind, portable.TALL, "gather", "gather")
+    for kind in (*kinds, ("bfloat16", "fp32")):
+        add(HERE, *kind, portable.SMALL, "depth", "line", epilogue=ACTIVATED)
+        add(HERE, *kind, portable.TALL, "gather", "depth", epilogue=ACTIVATED)
+    add(HERE, *kinds[0], portable.BIG, "line", "line", partial=True)
+    for dtype in ("float16", "bfloat16", "float32"):
+        cases[f"{HERE} pack {dtype}"] = portable.pack_spec(dtype), HERE
+        cases[f"{HERE} reduce {dtype}"] = portable.reduce_spec(dtype), HERE
+    return cases
+
+
+SPARSE = sparse_matrix()
+
+
+@cache
+def built_sparse():
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda case: build_spec(*case, SPARSE_CPU_MS), SPARSE.values())
+        return dict(zip(SPARSE, made, strict=True))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_portable_kernel_compiles_within_its_bounds(name):
+    (wanted, arch), (entry, milliseconds) = SPARSE[name], built_sparse()[name]
+    registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
+    assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
+    assert 0 < registers <= REGISTERS and spilled == 0
+    assert len(entry.cubin) <= CUBIN_BYTES
+    assert milliseconds <= SPARSE_CPU_MS
+    shared = int(entry.meta["shared_bytes"])
+    assert wanted.shared_bytes <= shared <= wanted.shared_bytes + portable.PLACE_BYTES
+    held = targets.resident_blocks(arch, wanted.threads, registers, shared)
+    assert held >= (1 if arch in ("sm_86", "sm_89", "sm_120") else BLOCKS)
 
 
 # The table of architectures.

@@ -78,6 +78,21 @@ def test_different_descriptors_differ_in_value_and_bytes():
     assert len({d.canonical() for d in NAMED.values()}) == len(NAMED)
 
 
+STAGES = (kl.Identity, kl.Abs, kl.Square, kl.Sqrt, kl.Power, kl.Root)
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_stage_equals_those_of_its_class_alone_and_cannot_be_changed(kind):
+    stage = kind()
+    clones = [pickle.loads(pickle.dumps(stage, p)) for p in range(pickle.HIGHEST_PROTOCOL + 1)]
+    for other in (*clones, copy.copy(stage), copy.deepcopy(stage), dataclasses.replace(stage)):
+        assert type(other) is kind and other == stage and hash(other) == hash(stage)
+    assert [other for other in STAGES if other() == stage] == [kind]
+    assert repr(stage) == f"{kind.__name__}()" and not hasattr(stage, "__dict__")
+    with pytest.raises(AttributeError):
+        stage.surprise = 1
+
+
 def test_two_ways_to_say_the_same_are_equal():
     assert kl.Pairwise(epilogue=[kl.Laplace()]) == kl.Pairwise(epilogue=kl.Laplace())
     assert kl.Pairwise(epilogue=None) == kl.Pairwise() == kl.l1_distance()

@@ -19,6 +19,8 @@ FILES = [
 ]
 LONGEST_FILE, WIDEST_LINE = 600, 100
 
+FAMILIES = ("kernlib.ops.pairwise", "kernlib.ops.kronecker_sparse")
+
 # Part of the package to what it must not import, by the first words of the module's name.
 FORBIDDEN = {
     "descriptors": ("torch", "cuda", "lmdb", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
@@ -26,8 +28,8 @@ FORBIDDEN = {
     "reference": ("cuda", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
     "launch.py": ("kernlib.ops", "kernlib.descriptors", "kernlib.reference", "kernlib.ahead"),
     "ops": ("cuda", "lmdb", "kernlib.nn", "kernlib.cli", "kernlib.ahead", "kernlib.tuner"),
-    "ahead.py": ("cuda", "lmdb", "kernlib.ops.pairwise", "kernlib.cli"),
-    "tuner.py": ("cuda", "lmdb", "kernlib.ops.pairwise", "kernlib.cli"),
+    "ahead.py": ("cuda", "lmdb", *FAMILIES, "kernlib.cli"),
+    "tuner.py": ("cuda", "lmdb", *FAMILIES, "kernlib.cli"),
     "progress.py": ("torch", "cuda", "lmdb", "kernlib"),
     "settings.py": ("torch", "cuda", "lmdb", "kernlib"),
     "canonical.py": ("torch", "cuda", "lmdb", "kernlib"),

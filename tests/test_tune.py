@@ -16,7 +16,7 @@ from kernlib import launch, tuner
 from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import entry, service, tuning
 from kernlib.jit.memory import MemoryStore
-from kernlib.ops import pairwise, pairwise_checks, pairwise_lowering
+from kernlib.ops import pairwise, pairwise_checks, pairwise_choices, pairwise_lowering
 from kernlib.ops.pairwise_request import Request, problem_of
 
 L1, LAPLACE = kl.l1_distance(), kl.laplace_l1()
@@ -272,9 +272,9 @@ def test_the_callers_output_is_left_alone(gpus, monkeypatch, layout, accumulate)
         outputs.append(pointers[2])
         return real(plan, pointers, numbers)
 
-    scratch = pairwise._scratch
+    scratch = pairwise_choices._scratch
     monkeypatch.setattr(
-        pairwise, "_scratch", lambda *given: (strides.append(1), scratch(*given))[1]
+        pairwise_choices, "_scratch", lambda *given: (strides.append(1), scratch(*given))[1]
     )
     monkeypatch.setattr(launch.Plan, "launch", noted)
     version = out._version

@@ -5,6 +5,7 @@
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 struct alignas(2) half_t { u16 bits; };
 struct alignas(2) bfloat16_t { u16 bits; };

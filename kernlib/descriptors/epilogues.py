@@ -1,22 +1,25 @@
 """What is done to each finished value before it is written. Epilogues compose from left to right.
 
 Every epilogue states one expression of ``v``, the value it receives, and names its parameters; the
-parameters become keyword arguments of the call, as numbers or as tensors of shape () or (L,).
+parameters become keyword arguments of the call, as numbers or as tensors of shape () or (L,), and
+those listed in ``vectors`` as tensors that hold one value for each output feature.
 """
 
 from __future__ import annotations
 
 import keyword
+import math
 from dataclasses import dataclass
 
-from kernlib.descriptors.base import Part, require
+from kernlib.descriptors.base import Part, Value, require
 from kernlib.descriptors.expression import CONSTANTS, FUNCTIONS, VALUE, names, parse
 
 
 class Epilogue(Part):
     """Base of all epilogues: an ``expression`` over ``v`` and ``parameters``.
 
-    Parameters listed in ``positive`` must be greater than zero: a host value that is not raises
+    Parameters listed in ``vectors`` hold one value for each output feature; the others are
+    scalars. Those listed in ``positive`` must be greater than zero: a host value that is not raises
     ValueError; a device tensor is not looked at, which would wait for the device.
     """
 
@@ -28,6 +31,10 @@ class Epilogue(Part):
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
         return ()
 
     @property
@@ -51,18 +58,20 @@ class _Bandwidth(Epilogue):
         return self.parameters
 
 
-@dataclass(frozen=True, slots=True)
-class Laplace(_Bandwidth):
+class Laplace(Value, _Bandwidth):
     """``exp(-v / bandwidth)``; ``v`` is a distance."""
+
+    __slots__ = ()
 
     @property
     def expression(self) -> str:
         return "exp(-v / bandwidth)"
 
 
-@dataclass(frozen=True, slots=True)
-class Gaussian(_Bandwidth):
+class Gaussian(Value, _Bandwidth):
     """``exp(-v / (2 * bandwidth**2))``; ``v`` is a squared distance."""
+
+    __slots__ = ()
 
     @property
     def expression(self) -> str:
@@ -89,9 +98,10 @@ class Matern(_Bandwidth):
         return f"(1 + {t}{quadratic}) * exp(-{t})"
 
 
-@dataclass(frozen=True, slots=True)
-class RationalQuadratic(Epilogue):
+class RationalQuadratic(Value, Epilogue):
     """``(1 + v / (2 * alpha * bandwidth**2)) ** -alpha``; ``v`` is a squared distance."""
+
+    __slots__ = ()
 
     @property
     def expression(self) -> str:
@@ -106,18 +116,20 @@ class RationalQuadratic(Epilogue):
         return self.parameters
 
 
-@dataclass(frozen=True, slots=True)
-class Cauchy(_Bandwidth):
+class Cauchy(Value, _Bandwidth):
     """``1 / (1 + v / bandwidth**2)``; ``v`` is a squared distance."""
+
+    __slots__ = ()
 
     @property
     def expression(self) -> str:
         return "1 / (1 + v / (bandwidth * bandwidth))"
 
 
-@dataclass(frozen=True, slots=True)
-class PowerExponential(Epilogue):
+class PowerExponential(Value, Epilogue):
     """``exp(-(v / bandwidth) ** q)``; ``v`` is a distance, usually with ``0 < q <= p``."""
+
+    __slots__ = ()
 
     @property
     def expression(self) -> str:
@@ -170,6 +182,122 @@ class Scale(Epilogue):
 
 
 @dataclass(frozen=True, slots=True)
+class Bias(Epilogue):
+    """``v + bias``, one value for each output feature: a tensor (features,) of the inputs' dtype.
+
+    ``parameter`` renames the argument when there are several. For families whose outputs have
+    features, such as :class:`kernlib.KroneckerSparse`.
+    """
+
+    parameter: str = "bias"
+
+    def __post_init__(self):
+        _check_parameters((self.parameter,))
+
+    @property
+    def expression(self) -> str:
+        return f"v + {self.parameter}"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+
+class Relu(Value, Epilogue):
+    """``max(v, 0)``."""
+
+    __slots__ = ()
+
+    @property
+    def expression(self) -> str:
+        return "max(v, 0)"
+
+
+@dataclass(frozen=True, slots=True)
+class LeakyRelu(Epilogue):
+    """``v`` where it is positive, else ``negative_slope * v``.
+
+    Raises TypeError for a slope that is no number, ValueError for one that is not finite.
+    """
+
+    negative_slope: float = 0.01
+
+    def __post_init__(self):
+        slope = self.negative_slope
+        if isinstance(slope, bool) or not isinstance(slope, (int, float)):
+            raise TypeError(f"negative_slope must be a number, got {slope!r}")
+        require(math.isfinite(slope), f"negative_slope must be finite, got {slope!r}")
+        object.__setattr__(self, "negative_slope", float(slope))
+
+    @property
+    def expression(self) -> str:
+        return f"max(v, 0) + {self.negative_slope!r} * min(v, 0)"
+
+
+@dataclass(frozen=True, slots=True)
+class Gelu(Epilogue):
+    """``v * (1 + erf(v / sqrt(2))) / 2``, or with ``approximate="tanh"``
+    ``v * (1 + tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))) / 2``, as ``torch.nn.GELU``.
+
+    Raises ValueError for another ``approximate``.
+    """
+
+    approximate: str = "none"
+
+    def __post_init__(self):
+        known = ("none", "tanh")
+        require(
+            self.approximate in known,
+            f"approximate must be one of {known}, got {self.approximate!r}",
+        )
+
+    @property
+    def expression(self) -> str:
+        if self.approximate == "tanh":
+            return "0.5 * v * (1 + tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)))"
+        return "0.5 * v * (1 + erf(0.7071067811865476 * v))"
+
+
+# 1 / (1 + exp(-v)) in which no exponent is positive, so that neither it nor its derivative
+# overflows, and which keeps its relative accuracy where it is small.
+_SIGMOID = "exp(min(v, 0)) / (exp(min(v, 0)) + exp(-max(v, 0)))"
+
+
+class Sigmoid(Value, Epilogue):
+    """``1 / (1 + exp(-v))``."""
+
+    __slots__ = ()
+
+    @property
+    def expression(self) -> str:
+        return _SIGMOID
+
+
+class Silu(Value, Epilogue):
+    """``v / (1 + exp(-v))``, also called swish."""
+
+    __slots__ = ()
+
+    @property
+    def expression(self) -> str:
+        return f"v * ({_SIGMOID})"
+
+
+class Tanh(Value, Epilogue):
+    """``tanh(v)``."""
+
+    __slots__ = ()
+
+    @property
+    def expression(self) -> str:
+        return "tanh(v)"
+
+
+@dataclass(frozen=True, slots=True)
 class Custom(Epilogue):
     """Any expression of ``v`` and named parameters, such as
     ``Custom("tanh(gain * v) + shift", ("gain", "shift"))``.
@@ -196,6 +324,7 @@ class Custom(Epilogue):
 RESERVED = {
     *FUNCTIONS, *CONSTANTS, VALUE, "p", "inner_p", "outer_p", "epsilon", "regularization",
     "row_offset", "col_offset", "out", "accumulate", "debug", "a", "b", "descriptor",
+    "x", "weight", "weights", "layout",
 }  # fmt: skip
 
 
@@ -228,3 +357,14 @@ def as_epilogues(value) -> tuple[Epilogue, ...]:
         f"epilogues share the parameter(s) {repeated}; rename one, as in Scale(parameter='gain')",
     )
     return tuple(epilogues)
+
+
+def refuse_vectors(epilogues: tuple[Epilogue, ...], family: str) -> None:
+    """Raises ValueError for an epilogue that needs output features, which ``family`` has not."""
+    for epilogue in epilogues:
+        if epilogue.vectors:
+            raise ValueError(
+                f"{epilogue!r} needs one value for each output feature, and a {family} kernel has "
+                "pairs of points in place of features; a shift of all values is "
+                "Custom('v + shift', ('shift',))"
+            )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 FUNCTIONS = {
     "abs": 1,
@@ -32,18 +32,15 @@ CONSTANTS = {"pi": 3.141592653589793, "e": 2.718281828459045}
 VALUE = "v"
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(NamedTuple):
     value: float
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """``operator`` is one of ``+ - * / **``, ``neg``, or a key of FUNCTIONS."""
 
     operator: str

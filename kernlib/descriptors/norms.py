@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from kernlib.descriptors.base import Part
+from kernlib.descriptors.base import Part, Value
 
 
-@dataclass(frozen=True, slots=True)
-class Identity(Part):
+class Identity(Value, Part):
     """``v``: inner or outer."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class Abs(Part):
+
+class Abs(Value, Part):
     """``|v|``: inner or outer."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class Square(Part):
+
+class Square(Value, Part):
     """``v * v``: inner or outer."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class Sqrt(Part):
+
+class Sqrt(Value, Part):
     """``sqrt(v)``, NaN for negative ``v``: inner or outer."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class Power(Part):
+
+class Power(Value, Part):
     """Inner: ``|v| ** inner_p``, where ``inner_p = 0`` counts ``v != 0`` (a NaN stays one) and
     ``inner_p = inf`` takes the largest ``|v|`` in place of the sum. Outer: ``s ** outer_p``, no
     absolute value.
@@ -37,11 +38,14 @@ class Power(Part):
     is a Power too, ``outer_p = 1 / p``.
     """
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class Root(Part):
+
+class Root(Value, Part):
     """Outer: ``s ** (1 / inner_p)``, the root that turns a power sum into a norm; ``s`` itself
     for ``inner_p`` 0 and inf, as in ``torch.cdist``. Requires ``inner=Power()``."""
+
+    __slots__ = ()
 
 
 INNER = (Identity, Abs, Square, Sqrt, Power)

@@ -17,6 +17,7 @@ from kernlib.descriptors.epilogues import (
     PowerExponential,
     RationalQuadratic,
     as_epilogues,
+    refuse_vectors,
 )
 
 OPERATORS = ("difference", "dot")
@@ -51,6 +52,7 @@ class Pairwise(Descriptor):
 
     def __post_init__(self):
         object.__setattr__(self, "epilogue", as_epilogues(self.epilogue))
+        refuse_vectors(self.epilogue, self.family)
         require(
             self.operator in OPERATORS,
             f"operator must be one of {OPERATORS}, got {self.operator!r}",

@@ -15,17 +15,27 @@ _UNROLLED_DEGREE = 16  # largest integer exponent written out as multiplications
 
 
 class EpilogueSource:
-    """Text of a chain of epilogues over parameters read by ``read(first + i)``.
+    """Text of a chain of epilogues over scalar parameters read by ``read(first + i)`` and vectors
+    read by ``read.vector(k)``, an address whose element ``feature`` belongs to ``v``.
 
-    What depends on parameters alone becomes a member, computed once a thread: a division by a
-    bandwidth is a multiplication by its reciprocal.
+    ``steps`` are expressions of ``v``, the last one's result. What depends on scalars alone becomes
+    one of ``members``, (name, text) computed once a thread: a division by a bandwidth is a
+    multiplication by its reciprocal. ``vectors`` are the same for members of type
+    ``const InputT*``, whose names are those of no parameters: factors of a chain that name their
+    biases apart share their kernels.
     """
 
     def __init__(self, epilogues: tuple[Epilogue, ...], first: str):
-        self.members: list[tuple[str, str]] = []
+        vectors = [name for epilogue in epilogues for name in epilogue.vectors]
         parameters = [name for epilogue in epilogues for name in epilogue.parameters]
-        for index, name in enumerate(parameters):
-            self.members.append((f"parameter_{name}", f"read({first} + {index})"))
+        scalars = [name for name in parameters if name not in vectors]
+        self.members: list[tuple[str, str]] = [
+            (f"parameter_{name}", f"read({first} + {index})") for index, name in enumerate(scalars)
+        ]
+        self.vectors: list[tuple[str, str]] = [
+            (f"vector_{index}", f"read.vector({index})") for index in range(len(vectors))
+        ]
+        self._elements = {name: f"vector_{index}" for index, name in enumerate(vectors)}
         self.steps = [self._render(epilogue.tree()) for epilogue in epilogues]
 
     def _member(self, text: str) -> str:
@@ -36,19 +46,27 @@ class EpilogueSource:
         self.members.append((name, text))
         return name
 
+    def _is_constant(self, node: Node) -> bool:
+        """Whether a tree is the same for all elements of a thread."""
+        return names(node).isdisjoint((VALUE, *self._elements))
+
     def _render(self, node: Node) -> str:
-        """Text of a tree, with its parts that need no ``v`` moved to members."""
-        if isinstance(node, Operation) and VALUE not in names(node):
+        """Text of a tree, with its parts that are the same for all elements moved to members."""
+        if isinstance(node, Operation) and self._is_constant(node):
             text = self._operation(node)
             return self._member(text) if names(node) else text
         if isinstance(node, Operation):
             return self._operation(node)
         if isinstance(node, Number):
             return _literal(node.value)
-        return node.name if node.name == VALUE else f"parameter_{node.name}"
+        if node.name == VALUE:
+            return node.name
+        if node.name in self._elements:
+            return f"convert<AccT>({self._elements[node.name]}[feature])"
+        return f"parameter_{node.name}"
 
     def _operation(self, node: Operation) -> str:
-        if node.operator == "/" and VALUE not in names(node.operands[1]):
+        if node.operator == "/" and self._is_constant(node.operands[1]):
             reciprocal = Operation("reciprocal", (node.operands[1],))
             return self._operation(Operation("*", (node.operands[0], reciprocal)))
         if node.operator == "reciprocal":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from kernlib.errors import CaptureError
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
+_SHAPES = ("()", "() or (L,)")  # by the dimensions that a tensor may have, L being the batch
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -17,9 +19,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF_TYPES else dtype
 
 
-def host_value(name: str, value: object) -> float | None:
+def host_value(name: str, value: object, dimensions: int = 1) -> float | None:
     """A real number as float, a tensor as None. Raises TypeError for anything else, ValueError for
-    an int beyond any float."""
+    an int beyond any float. ``dimensions``, 0 or 1, are those that a tensor may have."""
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor):
@@ -30,37 +32,42 @@ def host_value(name: str, value: object) -> float | None:
         except OverflowError:
             raise ValueError(f"{name} must fit a float64, got an int of many digits") from None
     raise TypeError(
-        f"{name} must be a real number or a tensor of shape () or (L,), got {value!r} "
+        f"{name} must be a real number or a tensor of shape {_SHAPES[dimensions]}, got {value!r} "
         f"({type(value).__name__})"
     )
 
 
-def check_exponent(name: str, value: float) -> None:
-    """Inner exponents are 0 to inf. Raises ValueError."""
-    if not value >= 0:
-        raise ValueError(f"{name} must be 0 or greater (inf for the maximum), got {value}")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raises ValueError for zero, negative and NaN."""
-    if not value > 0:
-        raise ValueError(f"{name} must be greater than 0, got {value}")
-
-
-def check_kind(name: str, value: torch.Tensor) -> None:
-    """A hyperparameter tensor is real and of shape () or (L,). Raises ValueError, TypeError."""
-    if value.dim() > 1:
-        raise ValueError(f"{name} must have shape () or (L,), got {tuple(value.shape)}")
+def check_kind(name: str, value: torch.Tensor, dimensions: int = 1) -> None:
+    """A hyperparameter tensor is real and of shape (), or (L,) where it may have a dimension.
+    Raises ValueError, TypeError."""
+    if value.dim() > dimensions:
+        shape = tuple(value.shape)
+        raise ValueError(f"{name} must have shape {_SHAPES[dimensions]}, got {shape}")
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} must be real, got {value.dtype}")
 
 
-def check_tensor(name: str, value: torch.Tensor, positive: frozenset[str]) -> None:
-    """:func:`check_kind`, and one in host memory holds values that would do as numbers. Raises
-    ValueError, TypeError."""
-    check_kind(name, value)
+def check_host(name: str, value: float, positive: frozenset[str]) -> None:
+    """Host values are numbers, those of ``positive`` greater than zero. Raises ValueError."""
+    if name in positive:
+        if not value > 0:
+            raise ValueError(f"{name} must be greater than 0, got {value}")
+    elif math.isnan(value):
+        raise ValueError(f"{name} must be a number, got nan")
+
+
+def check_tensor(
+    name: str,
+    value: torch.Tensor,
+    positive: frozenset[str],
+    check: Callable[[str, float, frozenset[str]], None] = check_host,
+    dimensions: int = 1,
+) -> None:
+    """:func:`check_kind`, and one in host memory holds values that would do as numbers, of which
+    ``check`` decides. Raises ValueError, TypeError."""
+    check_kind(name, value, dimensions)
     if value.device.type == "cpu" and value.numel():
-        check_host(name, float(value.detach().double().min()), positive)  # min() keeps a NaN
+        check(name, float(value.detach().double().min()), positive)  # min() keeps a NaN
 
 
 def on_device(name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype):
@@ -79,15 +86,3 @@ def on_device(name: str, value: torch.Tensor, device: torch.device, dtype: torch
             f"has gone: pass a number or a tensor on {device}"
         )
     return value.to(dtype).contiguous().pin_memory().to(device, non_blocking=True)
-
-
-def check_host(name: str, value: float, positive: frozenset[str]) -> None:
-    """What can be said of a host value by its name alone."""
-    if name in ("p", "inner_p"):
-        check_exponent(name, value)
-    elif name in positive:
-        check_positive(name, value)
-    elif name == "epsilon" and not value >= 0:
-        raise ValueError(f"epsilon must be 0 or greater, got {value}")
-    elif math.isnan(value):
-        raise ValueError(f"{name} must be a number, got nan")

@@ -6,29 +6,31 @@ launch. Everything else (checks, lowering, loading) happens when a signature is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kernlib.descriptors import norms
 from kernlib.descriptors.pairwise import Pairwise
-from kernlib.errors import UnsupportedError
 from kernlib.jit import targets, tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.launch import Candidate, Candidates, Plan, PlanCache, arch_of, load, model
+from kernlib.launch import Plan, PlanCache, arch_of, load, model
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops import pairwise_lowering as lowering
 from kernlib.ops import run_kernel
-from kernlib.ops.hyperparameters import (
-    accumulator,
-    check_host,
-    check_tensor,
-    host_value,
-    on_device,
-)
+from kernlib.ops.hyperparameters import accumulator, host_value, on_device
 from kernlib.ops.pairwise_request import Request, is_empty, problem_of, tuning_signature
+from kernlib.ops.tensors import (
+    check_out_shape,
+    refuse_overlap,
+    refuse_transforms,
+    signature,
+    span,
+    stand_ins,
+)
+
+if TYPE_CHECKING:
+    from kernlib.ops.candidates import Candidates
 
 _plans = PlanCache()
 
@@ -90,7 +92,7 @@ def run(
         request = Request(
             descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
         )
-        if checks.stand_ins(a, b, out):
+        if stand_ins(a, b, out):
             from kernlib.ops import pairwise_library
 
             return pairwise_library.run(descriptor, a, b, **request.keywords())
@@ -105,14 +107,14 @@ def run(
         _plans.keep(key, plan)
     numbers = kept = None
     if hyperparameters:
-        numbers, kept = _numbers(plan, descriptor, a, hyperparameters)
+        numbers, kept = numbers_of(plan, descriptor, a, hyperparameters)
     second = a if b is None else b
     given = out is not None
     if not given:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
     pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
     if given and checks.ranges_meet(pointers, plan.spans):
-        checks.refuse_overlap(a, second, out)
+        refuse_overlap(out, a=a, b=second)
     if given and not out.is_inference():  # those have no version to count
         torch.autograd.graph.increment_version(out)
     if plan.launch is None:
@@ -176,7 +178,7 @@ def cdist(
     shape = (*batch, x1.shape[-2], x2.shape[-2])
     flat = None
     if out is not None:
-        checks.check_out_shape(out, shape)
+        check_out_shape(out, shape)
         flat = checks.flat_out(out)
     result = run_kernel(descriptor, first, second, out=flat, debug=debug, **arguments)
     if out is not None:
@@ -208,26 +210,20 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     try:
         key = (
             descriptor,
-            _of(a),
-            None if b is None else _of(b),
-            None if out is None else _of(out),
+            signature(a),
+            None if b is None else signature(b),
+            None if out is None else signature(out),
             accumulate,
             row_offset,
             col_offset,
         )
     except (AttributeError, RuntimeError, NotImplementedError):
-        checks.check_tensors(a=a, b=b, out=out)
-        checks.refuse_transforms(a=a, b=b, out=out)
+        checks.check_tensors(a, b, out)
+        refuse_transforms(checks.NO_TRANSFORMS, a=a, b=b, out=out)
         raise
     if hyperparameters:
         key += tuple((name, _kind(name, value)) for name, value in hyperparameters.items())
     return key
-
-
-def _of(t: torch.Tensor) -> tuple:
-    # A null address counts as 15, no tensor's own: a fake one must not find a real one's plan.
-    address = (t.data_ptr() or -1) & 15
-    return t.shape, t.stride(), t.dtype, t.get_device(), address, t.is_neg()
 
 
 _EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
@@ -249,10 +245,12 @@ def _make_plan(request: Request) -> PairwisePlan:
     device = request.device()
     arch_of(device)  # one too old is refused for an empty out as well
     lowered = None if is_empty(call) else _lower(request, call, device)
-    return _plan(request, call, lowered)
+    return loaded_plan(request, call, lowered)
 
 
-def _plan(request: Request, call: checks.Call, lowered: lowering.Lowered | None) -> PairwisePlan:
+def loaded_plan(
+    request: Request, call: checks.Call, lowered: lowering.Lowered | None
+) -> PairwisePlan:
     """The plan of a checked call, its kernel loaded; ``lowered`` is None for an empty out."""
     descriptor, count = request.descriptor, lowering.scalar_count(request.descriptor)
     launch = None
@@ -265,7 +263,7 @@ def _plan(request: Request, call: checks.Call, lowered: lowering.Lowered | None)
         out_dtype=call.out_dtype,
         out_device=request.a.device,
         slots=checks.slots(descriptor),
-        spans=tuple(checks.span(t) for t in (request.a, request.second, request.target(call))),
+        spans=tuple(span(t) for t in (request.a, request.second, request.target(call))),
         count=count,
         root=checks.follows_inner(descriptor, request.hyperparameters),
         swapped=lowered is not None and lowered.swapped,
@@ -294,53 +292,9 @@ def choices(descriptor: Pairwise, a, b=None, **arguments) -> Candidates:
 
     Raises what :func:`run` raises, and UnsupportedError for tensors that are on no GPU.
     """
-    request = Request.of(descriptor, a, b, arguments).positive()
-    if torch.is_grad_enabled():
-        checks.refuse_gradients(a, b, request.out, request.hyperparameters)
-    call = checks.check_call(*request)
-    if request.a.device.type != "cuda":
-        raise UnsupportedError(
-            f"kernels are timed on the GPU that will run them, and a is on {request.a.device}; "
-            "move the tensors to a CUDA device"
-        )
-    device = request.a.get_device()
-    arch, count = arch_of(device), model(device).multiprocessors
-    problem, strides = problem_of(request, call)
-    scratch = cache(partial(_scratch, request, call))
+    from kernlib.ops import pairwise_choices  # which calls themselves do without
 
-    def candidate(choice: lowering.Choice) -> Candidate:
-        lowered = lowering.lower(descriptor, problem, arch, count, strides, choice)
-        return Candidate(choice, lowered.spec, partial(_trial, request, call, lowered, scratch))
-
-    known = [] if is_empty(call) else lowering.candidates(problem, arch)
-    signature = tuning_signature(descriptor, problem)
-    return Candidates(device, signature, [candidate(choice) for choice in known])
-
-
-def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
-    """An output like the caller's for nobody to read."""
-    target = request.target(call)
-    return request.a.new_empty_strided(target.shape, target.stride(), dtype=target.dtype)
-
-
-def _trial(
-    request: Request, call: checks.Call, lowered: lowering.Lowered, scratch: Callable
-) -> Callable[[], None]:
-    """Launch one kernel of a call into ``scratch()``, and return what launches it again."""
-    plan = _plan(request, call, lowered)
-    numbers = kept = None
-    if request.hyperparameters:
-        numbers, kept = _numbers(plan, request.descriptor, request.a, request.hyperparameters)
-    tensors = [request.a, request.second, scratch()]
-    if plan.swapped:
-        tensors[:2] = tensors[1::-1]
-
-    plan.launch.launch(tuple(t.data_ptr() for t in tensors), numbers)
-
-    def again(_held=(tensors, kept)) -> None:
-        plan.launch.repeat()
-
-    return again
+    return pairwise_choices.choices(Request.of(descriptor, a, b, arguments))
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
@@ -360,20 +314,20 @@ def _lower(request: Request, call: checks.Call, device: int) -> lowering.Lowered
     return lowering.lower(request.descriptor, problem, arch, count, strides, tuned)
 
 
-def _numbers(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list, list]:
+def numbers_of(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list, list]:
     """A number and a pointer for each hyperparameter, and tensors to keep until the launch."""
     numbers, kept = [0.0, 0] * plan.count, []
     for name, value in hyperparameters.items():
         slot = plan.slots[name]
         number = host_value(name, value)
         if number is not None:
-            check_host(name, number, descriptor.positive)
+            checks.check_host(name, number, descriptor.positive)
             numbers[slot] = number
             if plan.root and slot == checks.INNER_SLOT:
                 numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
             continue
         if value.device.type == "cpu":
-            check_tensor(name, value, descriptor.positive)
+            checks.check_tensor(name, value, descriptor.positive)
         tensor = on_device(name, value, a.device, accumulator(a.dtype))
         numbers[slot + 1] = tensor.data_ptr()
         kept.append(tensor)

@@ -9,14 +9,10 @@ import torch
 
 from kernlib.descriptors import norms
 from kernlib.descriptors.pairwise import Pairwise
+from kernlib.ops import hyperparameters as numbers
 from kernlib.ops import pairwise_lowering as lowering
-from kernlib.ops.hyperparameters import (
-    accumulator,
-    check_host,
-    check_kind,
-    check_tensor,
-    host_value,
-)
+from kernlib.ops.hyperparameters import accumulator, check_kind, host_value
+from kernlib.ops.tensors import check_dense, check_memory, check_out_shape
 
 DTYPES = {getattr(torch, name): name for name in lowering.TYPES}
 COMPUTE_MODES = (
@@ -26,7 +22,14 @@ COMPUTE_MODES = (
 )
 INNER_SLOT, OUTER_SLOT = 0, 2  # of inner_p and outer_p among a plan's numbers
 MAX_OFFSET = 1 << 61
-MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
+NO_TRANSFORMS = (
+    "pairwise kernels do not support: call outside it, on a batch (L, M, K) in place of vmap"
+)
+_NOT_NEGATIVE = {  # argument to what its smallest value is said to be
+    "p": "0 or greater (inf for the maximum)",
+    "inner_p": "0 or greater (inf for the maximum)",
+    "epsilon": "0 or greater",
+}
 
 
 class Call(NamedTuple):
@@ -65,7 +68,7 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     sizes = (a.shape[-2], second.shape[-2], a.shape[-1])
     batch, shape = _output(a, second, out, hyperparameters)
     if out is not None:
-        _check_memory(out)
+        check_memory(out)
     return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
 
 
@@ -90,35 +93,9 @@ def _output(a, second, out, values: dict) -> tuple[int, tuple[int, ...]]:
     return batch, shape
 
 
-def check_tensors(**tensors) -> None:
+def check_tensors(a, b, out) -> None:
     """Raises TypeError for what is neither a dense tensor nor None; a itself must be a tensor."""
-    for name, tensor in tensors.items():
-        if tensor is None and name != "a":
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-
-
-def stand_ins(*tensors) -> bool:
-    """Whether one has no memory here but stands for a tensor that has: a fake one outside its mode,
-    a functional one, one with a dispatcher of its own."""
-    given = [t for t in tensors if isinstance(t, torch.Tensor)]
-    own = torch.Tensor.__torch_dispatch__
-    return any(
-        type(t).__torch_dispatch__ is not own or torch._is_functional_tensor(t) for t in given
-    )
-
-
-def refuse_transforms(**tensors) -> None:
-    """Raises RuntimeError for a tensor inside a transform of torch.func."""
-    for name, tensor in tensors.items():
-        if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise RuntimeError(
-                f"{name} is inside a transform of torch.func (vmap, grad ...), which pairwise "
-                "kernels do not support: call outside it, on a batch (L, M, K) in place of vmap"
-            )
+    check_dense(("a",), a=a, b=b, out=out)
 
 
 def _check_second(descriptor: Pairwise, b) -> None:
@@ -168,6 +145,20 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
         if "inner_p" in missing:  # which p gives as well, and with it the outer exponent
             missing[missing.index("inner_p")] = "p (or inner_p)"
         raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
+
+
+def check_host(name: str, value: float, positive: frozenset[str]) -> None:
+    """What can be said of a host value by its name alone. Raises ValueError."""
+    if name not in _NOT_NEGATIVE:
+        numbers.check_host(name, value, positive)
+    elif not value >= 0:
+        raise ValueError(f"{name} must be {_NOT_NEGATIVE[name]}, got {value}")
+
+
+def check_tensor(name: str, value: torch.Tensor, positive: frozenset[str]) -> None:
+    """A hyperparameter tensor is real, of shape () or (L,), and in host memory holds values that
+    would do as numbers. Raises ValueError, TypeError."""
+    numbers.check_tensor(name, value, positive, check_host)
 
 
 def _check_device(name: str, value: torch.Tensor, device: torch.device) -> None:
@@ -249,86 +240,12 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, shape: tuple[int, ...], batch
         raise TypeError(f"out must be {wanted} for {a.dtype} inputs, got {out.dtype}")
 
 
-def _check_memory(out: torch.Tensor) -> None:
-    if out.is_neg():
-        raise ValueError("out is a negated view (such as x.conj().imag); pass a tensor of its own")
-    if _overlaps_itself(out):
-        raise ValueError(
-            f"out overlaps itself (shape {tuple(out.shape)}, strides {out.stride()}): elements "
-            "that share memory cannot all be written; clone it"
-        )
-
-
-def check_out_shape(out: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless ``out`` has ``shape``."""
-    if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"out must have shape {tuple(shape)}, got {tuple(out.shape)}")
-
-
-def _overlaps_itself(t: torch.Tensor) -> bool:
-    """Exact for views made by slicing, transposing and expanding; others may be refused wrongly."""
-    dims = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
-    reach = 0
-    for stride, size in dims:
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def span(t: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element."""
-    if t.numel() == 0:
-        return 0
-    last = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
-    return (last + 1) * t.element_size()
-
-
 def ranges_meet(pointers: tuple[int, int, int], spans: tuple[int, int, int]) -> bool:
-    """Whether out's range of memory meets that of an input."""
+    """Whether out's range of memory meets that of an input. For two inputs written out: a third of
+    the time that :func:`kernlib.ops.tensors.ranges_meet` takes."""
     a, b, out = pointers
     end = out + spans[2]
     return (out < a + spans[0] and a < end) or (out < b + spans[1] and b < end)
-
-
-def refuse_overlap(a, b, out) -> None:
-    """Raises ValueError when out shares memory with an input."""
-    for name, tensor in (("a", a), ("b", b)):
-        if tensor.numel() and out.numel() and _share_memory(tensor, out):
-            raise ValueError(f"out shares memory with {name}; give it memory of its own")
-
-
-def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two views whose ranges meet share an element: by their columns where both step over
-    the same rows, else marked one by one on the host, else assumed."""
-    if _in_other_columns(x, y):
-        return False
-    base = min(x.data_ptr(), y.data_ptr())
-    unit = min(x.element_size(), y.element_size())
-    extent = max(t.data_ptr() + span(t) for t in (x, y)) - base
-    if extent // unit > MAX_EXACT_OVERLAP:
-        return True
-    bytes_of = []
-    for t in (x, y):
-        marks = torch.zeros(extent // unit + 1, dtype=torch.bool, device="cpu")
-        scale = t.element_size() // unit
-        strides = [stride * scale for stride in t.stride()]
-        for part in range(scale):
-            offset = (t.data_ptr() - base) // unit + part
-            marks.as_strided(t.shape, strides, offset).fill_(True)
-        bytes_of.append(marks)
-    return bool((bytes_of[0] & bytes_of[1]).any())
-
-
-def _in_other_columns(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether both are (rows, columns) of one pitch, and take columns that do not meet."""
-    if x.dim() != 2 or y.dim() != 2 or x.stride(0) != y.stride(0):
-        return False
-    pitch = x.stride(0) * x.element_size()
-    widths = [span(t[:1]) for t in (x, y)]
-    starts = [(t.data_ptr() - min(x.data_ptr(), y.data_ptr())) % pitch for t in (x, y)]
-    ends = [start + width for start, width in zip(starts, widths, strict=True)]
-    return max(ends) <= pitch and (ends[0] <= starts[1] or ends[1] <= starts[0])
 
 
 def refuse_gradients(a, b, out, values: dict) -> None:

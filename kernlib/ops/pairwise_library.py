@@ -55,7 +55,7 @@ def run(
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values, or
     does not fit the descriptor, when the operator runs.
     """
-    checks.check_tensors(a=a, b=b, out=out)
+    checks.check_tensors(a, b, out)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     separate = _separate(hyperparameters, a.device)

@@ -42,7 +42,7 @@ class Request(NamedTuple):
     def positive(self) -> Request:
         """With inputs that a kernel may read: the lazy negation of a view is not in its memory.
         Raises TypeError for what is no dense tensor."""
-        checks.check_tensors(a=self.a, b=self.b, out=self.out)
+        checks.check_tensors(self.a, self.b, self.out)
         b = self.b if self.b is None else self.b.resolve_neg()
         return self._replace(a=self.a.resolve_neg(), b=b)
 

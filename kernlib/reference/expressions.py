@@ -7,6 +7,21 @@ import torch
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import VALUE, Name, Node, Number
 
+
+def _maximum(x, y) -> torch.Tensor:
+    """The larger, NaN if one is. Against a number the derivative at the tie is that of
+    ``torch.relu`` and ``torch.clamp``, where ``torch.maximum`` has one half."""
+    x, y = (y, x) if isinstance(y, torch.Tensor) else (x, y)
+    if isinstance(y, torch.Tensor):
+        return torch.maximum(x, y)
+    return torch.relu(x) if y == 0 else x.clamp(min=y)
+
+
+def _minimum(x, y) -> torch.Tensor:
+    x, y = (y, x) if isinstance(y, torch.Tensor) else (x, y)
+    return torch.minimum(x, y) if isinstance(y, torch.Tensor) else x.clamp(max=y)
+
+
 _FUNCTIONS = {
     "+": lambda x, y: x + y,
     "-": lambda x, y: x - y,
@@ -21,8 +36,8 @@ _FUNCTIONS = {
     "expm1": torch.expm1,
     "log": torch.log,
     "log1p": torch.log1p,
-    "max": torch.maximum,
-    "min": torch.minimum,
+    "max": _maximum,
+    "min": _minimum,
     "pow": lambda x, y: x**y,
     "sin": torch.sin,
     "sqrt": torch.sqrt,
@@ -30,20 +45,40 @@ _FUNCTIONS = {
 }
 
 
-def apply(epilogues: tuple[Epilogue, ...], v: torch.Tensor, parameters: dict) -> torch.Tensor:
-    """The chain of epilogues over ``v``; parameters are numbers or tensors that broadcast."""
-    values = {
-        name: torch.as_tensor(x, dtype=v.dtype, device=v.device) for name, x in parameters.items()
-    }
+def apply(
+    epilogues: tuple[Epilogue, ...], v: torch.Tensor, parameters: dict, axis: int = -1
+) -> torch.Tensor:
+    """The chain of epilogues over ``v``, differentiable in everything.
+
+    Parameters are numbers or tensors that broadcast; vectors lie along ``axis`` of ``v``, 0 or -1.
+    """
+    vectors = {name for epilogue in epilogues for name in epilogue.vectors}
+    after = v.dim() - 1 if axis == 0 else 0  # dimensions of v that follow a vector's
+    values = {name: _value(x, v, after if name in vectors else 0) for name, x in parameters.items()}
     for epilogue in epilogues:
-        v = _evaluate(epilogue.tree(), {**values, VALUE: v}).expand(v.shape)
+        found = _evaluate(epilogue.tree(), {**values, VALUE: v})
+        if not isinstance(found, torch.Tensor):
+            found = v.new_full((), found)
+        v = found.to(v.device).expand(v.shape)
     return v
 
 
-def _evaluate(node: Node, values: dict[str, torch.Tensor]) -> torch.Tensor:
+def _value(x, v: torch.Tensor, after: int):
+    """A parameter as a tensor like ``v`` followed by some dimensions of size 1, or as a number."""
+    if not isinstance(x, torch.Tensor):
+        return torch.sym_float(x)
+    x = x.to(v.device, v.dtype)
+    return x.reshape(*x.shape, *([1] * after)) if after else x
+
+
+def _evaluate(node: Node, values: dict[str, torch.Tensor | float]) -> torch.Tensor | float:
+    """A tensor, or the number of a tree that is nothing else. Numbers stay numbers: a tensor of
+    each on the GPU would wait for the copy."""
     if isinstance(node, Number):
-        like = values[VALUE]
-        return torch.tensor(node.value, dtype=like.dtype, device=like.device)
+        return node.value
     if isinstance(node, Name):
         return values[node.name]
-    return _FUNCTIONS[node.operator](*(_evaluate(x, values) for x in node.operands))
+    operands = [_evaluate(x, values) for x in node.operands]
+    if not any(isinstance(x, torch.Tensor) for x in operands):
+        operands[0] = torch.tensor(operands[0], dtype=values[VALUE].dtype, device="cpu")
+    return _FUNCTIONS[node.operator](*operands)

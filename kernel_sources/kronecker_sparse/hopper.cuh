@@ -1,0 +1,224 @@
+// Kronecker-sparse factors on Hopper, whose copy engine makes the stride of the permutation free:
+//   y[n; i,j,l] = Finish(sum_k w[i,l,j,k] * x[n; i,k,l]),  n the batch, features or batch contiguous.
+// Floors: (a*d*(b+c)*batch + a*b*c*d) * itemsize bytes over 4.3 TB/s on an H200; 2*a*b*c*d*batch
+// operations over 770 TFLOP/s in half types, 138 in 3xTF32, 415 in TF32.
+//
+// Persistent CTAs: one producer warp, two warpgroups that multiply 64 rows of the batch each. A tile is
+// 128 rows of the batch by TILE_COLUMNS output features of one group (i, l); tiles of a group follow
+// each other, so that its weights are read once where they fit (RESIDENT).
+//
+// The generated source defines before it includes this file:
+//   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
+//   BATCH_LAST               whether x is (features, batch), else (batch, features) and d = 1
+//   TILE_COLUMNS             output features of a tile: a multiple of 8, of a 128-byte row if there
+//                            are several tiles a group
+//   STAGES, OUT_BUFFERS      tiles of x under way, tiles of y under way
+//   RESIDENT                 blocks of w along k that stay in shared memory; 0: w moves like x
+//   PRODUCTS                 fp32: 3 for split products (3xTF32), 1 for TF32; half types: 1
+//   VECTORS, SCALARS         parameters of the epilogues
+//   HEAD, Finish             the first of them, over accumulators
+//   REST, Rest               those behind HEAD_SCALARS and HEAD_VECTORS, over the staged tile
+//   PACKED                   whether w comes from hopper_pack.cuh, else by a tensor map
+//   multiply(...)            one wgmma of TILE_COLUMNS; HALF_INPUT: whether x is no float
+//   PARAMETER_BYTES          what lowering makes of Parameters
+#pragma once
+
+#include "common/hopper.cuh"
+#include "kronecker_sparse/epilogue.cuh"
+
+constexpr int ROW_BYTES = 128;                        // swizzled rows of every tile
+constexpr int ROW = ROW_BYTES / sizeof(InputT);       // elements of one
+constexpr int TILE_DEPTH = ROW;                       // input features of a stage
+constexpr int STEP = 32 / sizeof(InputT);             // input features of one wgmma
+constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a thread
+constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;         // of w: split into high and low words
+
+constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int W_BYTES = COPIES * TILE_COLUMNS * ROW_BYTES;  // one block along k
+constexpr int STAGE_BYTES = X_BYTES + (RESIDENT ? 0 : W_BYTES);
+constexpr int RESIDENT_BYTES = RESIDENT * W_BYTES;
+// A warpgroup's part of y: BATCH_LAST blocks of (TILE_COLUMNS, ROW), else of (64, ROW).
+constexpr int OUT_BLOCKS = BATCH_LAST ? 64 / ROW : (TILE_COLUMNS + ROW - 1) / ROW;
+constexpr int OUT_BLOCK_BYTES = (BATCH_LAST ? TILE_COLUMNS : 64) * ROW_BYTES;
+constexpr int OUT_BYTES = OUT_BLOCKS * OUT_BLOCK_BYTES;
+
+// Laid out by kernlib/ops/kronecker_sparse_lowering_hopper.py.
+struct Maps {
+    TensorMap x, y;
+#if !PACKED
+    TensorMap w;
+#endif
+};
+
+struct Weights {
+#if PACKED
+    const unsigned char* packed;  // by hopper_pack.cuh
+#endif
+};
+
+struct Fixed {
+    int row_tiles, column_tiles;  // of a group
+    int lanes;                    // d
+    int columns, depth;           // b, c
+    u32 tiles;                    // of all groups
+};
+
+struct Parameters : Maps, Weights, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Read {
+    const Parameters& parameters;
+    __device__ __forceinline__ AccT operator()(int index) const { return parameters.scalar(index); }
+    __device__ __forceinline__ const InputT* vector(int index) const {
+        return parameters.vector(index);
+    }
+};
+
+struct Shared {
+    unsigned char* weights;
+    unsigned char* stages;
+    unsigned char* out;
+    u64 *full, *empty, *weights_full, *weights_empty;
+};
+
+// A tile's place. Row tiles of a group are neighbours where its weights stay; else the column tiles of
+// the same rows, so that x comes from L2.
+struct Tile {
+    int group, row, column, block, lane;
+    __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
+        if (RESIDENT) {
+            row = index % p.row_tiles;
+            group = index / p.row_tiles;
+            column = 0;
+        } else {
+            column = index % p.column_tiles;
+            row = index / p.column_tiles % p.row_tiles;
+            group = index / p.column_tiles / p.row_tiles;
+        }
+        lane = group % p.lanes;
+        block = group / p.lanes;
+    }
+};
+
+// The tiles of a CTA: neighbours where they share resident weights; else those that the CTAs compute at
+// the same time are neighbours.
+struct Range {
+    u32 first, last, step;
+    __device__ __forceinline__ explicit Range(u32 tiles) {
+        if (RESIDENT) {
+            first = u64(tiles) * blockIdx.x / gridDim.x;
+            last = u64(tiles) * (blockIdx.x + 1) / gridDim.x;
+            step = 1;
+        } else {
+            first = blockIdx.x;
+            last = tiles;
+            step = gridDim.x;
+        }
+    }
+};
+
+__device__ __forceinline__ void load_weights(unsigned char* to, const Parameters& p, u64* barrier,
+                                             const Tile& tile, int block, int blocks) {
+    int pair = tile.block * p.lanes + tile.lane;
+#if PACKED
+    i64 place = (i64(pair) * p.column_tiles + tile.column) * blocks + block;
+    load_bytes(to, p.packed + place * W_BYTES, barrier, W_BYTES);
+#else
+    load_box(to, p.w, barrier, block * TILE_DEPTH, tile.column * TILE_COLUMNS, pair, 0);
+#endif
+}
+
+__device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
+                                           const Tile& tile, int block, int blocks) {
+    barrier_expect(barrier, STAGE_BYTES);
+    int row = tile.row * TILE_ROWS, k = block * TILE_DEPTH;
+    if (BATCH_LAST) {
+#pragma unroll
+        for (int part = 0; part < TILE_ROWS / ROW; ++part)
+            load_box(to + part * TILE_DEPTH * ROW_BYTES, p.x, barrier, row + part * ROW, tile.lane, k,
+                     tile.block);
+    } else {
+        load_box(to, p.x, barrier, k, tile.block, row, 0);
+    }
+    if (!RESIDENT) load_weights(to + X_BYTES, p, barrier, tile, block, blocks);
+}
+
+__device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
+    int depth_blocks = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
+    int stage = 0, parity = 1, group = -1, groups = 0;
+    Range range(p.tiles);
+    for (u32 index = range.first; index < range.last; index += range.step) {
+        Tile tile(p, index);
+        if (RESIDENT && tile.group != group) {
+            barrier_wait(s.weights_empty, (groups & 1) ^ 1);
+            barrier_expect(s.weights_full, depth_blocks * W_BYTES);
+            for (int block = 0; block < depth_blocks; ++block)
+                load_weights(s.weights + block * W_BYTES, p, s.weights_full, tile, block,
+                             depth_blocks);
+            group = tile.group;
+            ++groups;
+        }
+        for (int block = 0; block < depth_blocks; ++block) {
+            barrier_wait(&s.empty[stage], parity);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, block,
+                       depth_blocks);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+    }
+}
+
+#include "kronecker_sparse/hopper_multiply.cuh"
+#include "kronecker_sparse/hopper_store.cuh"
+
+__device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
+    int warpgroup = threadIdx.x / 128 - 1;
+    int depth_blocks = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
+    int stage = 0, parity = 0, group = -1, groups = 0, buffer = 0;
+    Finish finish(Read{p});
+    Range range(p.tiles);
+    for (u32 index = range.first; index < range.last; index += range.step) {
+        Tile tile(p, index);
+        if (RESIDENT && tile.group != group) {
+            barrier_wait(s.weights_full, groups & 1);
+            group = tile.group;
+            ++groups;
+        }
+        float sums[SUMS];
+        multiply_tile(sums, s, warpgroup, p.depth, depth_blocks, stage, parity);
+        if (RESIDENT && (index + 1 == range.last || (index + 1) % p.row_tiles == 0)) {
+            if (threadIdx.x % 32 == 0) barrier_arrive(s.weights_empty);
+        }
+        store_tile(sums, finish, p, s.out + (buffer * WARPGROUPS + warpgroup) * OUT_BYTES, tile,
+                   warpgroup);
+        if (++buffer == OUT_BUFFERS) buffer = 0;
+    }
+    if (threadIdx.x % 128 == 0) wait_for_stores();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+kronecker_sparse_hopper(const __grid_constant__ Parameters parameters) {
+    extern __shared__ unsigned char dynamic[];
+    __shared__ u64 barriers[2 * STAGES + 2];
+    unsigned char* base = dynamic + (-shared_address(dynamic) & 1023);
+    Shared s = {base, base + RESIDENT_BYTES, base + RESIDENT_BYTES + STAGES * STAGE_BYTES,
+                barriers, barriers + STAGES, barriers + 2 * STAGES, barriers + 2 * STAGES + 1};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1);
+            barrier_init(&s.empty[i], 4 * WARPGROUPS);
+        }
+        barrier_init(s.weights_full, 1);
+        barrier_init(s.weights_empty, 4 * WARPGROUPS);
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        release_registers<40>();
+        if (threadIdx.x == 0) produce(parameters, s);
+    } else {
+        take_registers<232>();
+        consume(parameters, s);
+    }
+}

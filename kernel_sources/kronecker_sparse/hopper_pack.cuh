@@ -1,0 +1,73 @@
+// Weights in the order in which wgmma reads them from shared memory: for each tile of hopper.cuh or
+// interleaved.cuh and each of its stages along k, for each l of the tile and each 16 bytes along k,
+// TILE_COLUMNS rows j. What lies outside the weight is zero. Reads and writes each weight once:
+// 2 * a*b*c*d * itemsize bytes, 1 us for the 2 MB of (1,512,512,4) in half types.
+//
+// The generated source defines before it includes this file:
+//   InputT, TILE_COLUMNS, TILE_DEPTH, SPAN   of the kernel that will read it
+//   PRODUCTS                 fp32: 3 for high and low words, 1 for rounded ones; half types: 1
+//   ORDER_SIZE, ORDER        which k a position along k stands for, in each ORDER_SIZE of them
+//   PARAMETER_BYTES          what lowering makes of Parameters
+#pragma once
+
+#include "common/types.cuh"
+
+constexpr int THREADS = 256;
+constexpr int CHUNK = 16 / sizeof(InputT);
+constexpr int CHUNKS = TILE_DEPTH / CHUNK;
+constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;
+
+// Laid out by kernlib/ops/kronecker_sparse_lowering_pack.py.
+struct Parameters {
+    // written at each launch
+    const InputT* weight;
+    InputT* packed;
+    // fixed by the plan
+    i64 block_stride, lane_stride, column_stride, depth_stride;
+    i64 total;                          // chunks, of one copy
+    int lanes, columns, depth;          // of the weight
+    int spans, column_tiles, stages;    // of the tiles
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+__device__ __forceinline__ void split(float x, float& high, float& low) {
+    u32 word;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
+    high = __uint_as_float(word);
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x - high));
+    low = __uint_as_float(word);
+}
+
+template <class T>
+__device__ __forceinline__ void split(T x, T& high, T& low) { high = x; }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+kronecker_sparse_pack(const __grid_constant__ Parameters p) {
+    i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (index >= p.total) return;
+    // Neighbouring threads take neighbouring l, as they lie in the weight.
+    int padded = p.spans * SPAN;
+    int l = int(index % padded);
+    i64 rest = index / padded;
+    int chunk = int(rest % (p.stages * CHUNKS));
+    rest /= p.stages * CHUNKS;
+    int j = int(rest % (p.column_tiles * TILE_COLUMNS));
+    i64 i = rest / (p.column_tiles * TILE_COLUMNS);
+
+    Vector<InputT, CHUNK> high = {}, low = {};
+    const InputT* from =
+        p.weight + i * p.block_stride + l * p.lane_stride + j * p.column_stride;
+#pragma unroll
+    for (int e = 0; e < CHUNK; ++e) {
+        int position = chunk * CHUNK + e;
+        int k = position - position % ORDER_SIZE + ORDER[position % ORDER_SIZE];
+        if (l < p.lanes && j < p.columns && k < p.depth)
+            split(from[k * p.depth_stride], high.element[e], low.element[e]);
+    }
+    constexpr int LANE = CHUNKS * TILE_COLUMNS, STAGE = COPIES * SPAN * LANE;  // in chunks
+    i64 tile = (i * p.spans + l / SPAN) * p.column_tiles + j / TILE_COLUMNS;
+    i64 place = (tile * p.stages + chunk / CHUNKS) * STAGE + l % SPAN * LANE +
+                chunk % CHUNKS * TILE_COLUMNS + j % TILE_COLUMNS;
+    store_vector(p.packed + place * CHUNK, high);
+    if (COPIES == 2) store_vector(p.packed + (place + SPAN * LANE) * CHUNK, low);
+}

@@ -1,0 +1,167 @@
+// Kronecker-sparse factors on Hopper, batch first and d > 1, where features of one group lie d apart:
+//   y[n, i, j, l] = Finish(sum_k w[i, l, j, k] * x[n, i, k, l])
+// Floors as in hopper.cuh. A tile takes LANES * HALVES neighbouring l together, so that whole sectors
+// move; what limits it is the traffic from L2: every tile of BN features reads x again.
+//
+// 16 bytes of a tile of x are LW neighbouring l of 8 / LW (fp32: 4 / LW) neighbouring k: a thread's
+// loads become the registers of LW independent wgmmas, in half types after one byte permute each. The
+// order of k inside a wgmma is free, so thread t of a quad takes chunks 2t and 2t + 1 of a row,
+// which the swizzle spreads over all banks; w is packed in that order.
+//
+// The generated source defines before it includes this file:
+//   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
+//   LANES, HALVES            l of a warpgroup; 2 where two warpgroups share rows and split l
+//   MERGED                   whether rows of x hold all l of a k, so that (k, l) is one dimension
+//   TILE_COLUMNS             output features j of a tile
+//   TILE_DEPTH               input features k of a stage
+//   STAGES, PRODUCTS, multiply(...), HALF_INPUT, PARAMETER_BYTES, and the epilogues: as in
+//                            hopper.cuh
+#pragma once
+
+#include "common/hopper.cuh"
+#include "kronecker_sparse/epilogue.cuh"
+
+constexpr int SIZE = sizeof(InputT);
+constexpr int ROW_BYTES = 128;
+constexpr int CHUNK = 16 / SIZE;                      // elements of 16 bytes
+constexpr int SPAN = LANES * HALVES;                  // l of a tile
+constexpr int ROW_DEPTH = ROW_BYTES / SIZE / SPAN;    // k of one row of x in shared memory
+constexpr int ROW_BLOCKS = TILE_DEPTH / ROW_DEPTH;    // such rows of a stage, for each n
+constexpr int TILE_ROWS = HALVES == 2 ? 64 : 128;
+constexpr int THREADS = 384;
+constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a thread for one l
+constexpr int STEP = 32 / SIZE;                       // k of one wgmma
+constexpr int STEPS = TILE_DEPTH / STEP;
+constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;
+constexpr int SPAN_BYTES = SPAN * SIZE;               // of one k: the box's row, unless merged
+// Bits of the row that the chunk is XORed with: the copy engine swizzles by the box's row.
+constexpr int SWIZZLE = (MERGED ? ROW_BYTES : SPAN_BYTES) / 16 - 1;
+
+constexpr int X_BLOCK_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int X_BYTES = ROW_BLOCKS * X_BLOCK_BYTES;
+constexpr int W_LANE_BYTES = TILE_COLUMNS * TILE_DEPTH * SIZE;
+constexpr int W_BYTES = COPIES * SPAN * W_LANE_BYTES;  // of a stage, packed by hopper_pack.cuh
+constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int OUT_BLOCKS = TILE_COLUMNS / ROW_DEPTH;  // rows of 128 bytes for each n
+constexpr int OUT_ROWS = HALVES == 2 ? TILE_ROWS : 64;  // n that are stored together
+constexpr int OUT_BLOCK_BYTES = OUT_ROWS * ROW_BYTES;
+constexpr int OUT_BYTES = OUT_BLOCKS * OUT_BLOCK_BYTES;
+constexpr int OUT_COLUMNS = ROW_DEPTH < 8 ? 8 : ROW_DEPTH;  // j that are staged and stored together
+
+// Laid out by kernlib/ops/kronecker_sparse_lowering_interleaved.py.
+struct Maps { TensorMap x, y; };
+
+struct Weights { const unsigned char* packed; };  // by hopper_pack.cuh
+
+struct Fixed {
+    int row_tiles, column_tiles;
+    int blocks, lanes;   // a, d
+    int columns, depth;  // b, c
+    int spans;           // ceil(d / SPAN)
+    u32 tiles;           // of all
+};
+
+struct Parameters : Maps, Weights, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Read {
+    const Parameters& parameters;
+    __device__ __forceinline__ AccT operator()(int index) const { return parameters.scalar(index); }
+    __device__ __forceinline__ const InputT* vector(int index) const {
+        return parameters.vector(index);
+    }
+};
+
+struct Shared {
+    unsigned char* stages;
+    unsigned char* out;
+    u64 *full, *empty;
+};
+
+// A tile's place. Column tiles of the same rows are computed at the same time by neighbouring CTAs:
+// were they computed one after the other, the rows of all CTAs, 69 MB of (1,256,256,16), would leave
+// L2 in between.
+struct Tile {
+    int row, column, block, lane;
+    __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
+        column = index % p.column_tiles;
+        row = index / p.column_tiles % p.row_tiles;
+        int group = index / p.column_tiles / p.row_tiles;
+        lane = group % p.spans * SPAN;
+        block = group / p.spans;
+    }
+};
+
+__device__ __forceinline__ void load_weights(unsigned char* to, const Parameters& p, u64* barrier,
+                                             const Tile& tile, int stage, int stages) {
+    i64 place = i64(tile.block * p.spans + tile.lane / SPAN) * p.column_tiles + tile.column;
+    load_bytes(to, p.packed + (place * stages + stage) * W_BYTES, barrier, W_BYTES);
+}
+
+__device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
+                                           const Tile& tile, int stage, int stages) {
+    barrier_expect(barrier, STAGE_BYTES);
+    int row = tile.row * TILE_ROWS;
+#pragma unroll
+    for (int block = 0; block < ROW_BLOCKS; ++block) {
+        int k = stage * TILE_DEPTH + block * ROW_DEPTH;
+        if (MERGED)
+            load_box(to + block * X_BLOCK_BYTES, p.x, barrier, k * SPAN, tile.block, row, 0);
+        else
+            load_box(to + block * X_BLOCK_BYTES, p.x, barrier, tile.lane, k, tile.block, row);
+    }
+    load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
+}
+
+__device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
+    int depths = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
+    int stage = 0, parity = 1;
+    for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
+        Tile tile(p, index);
+        for (int depth = 0; depth < depths; ++depth) {
+            barrier_wait(&s.empty[stage], parity);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, depth, depths);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+    }
+}
+
+#include "kronecker_sparse/interleaved_multiply.cuh"
+#include "kronecker_sparse/interleaved_store.cuh"
+
+__device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
+    int warpgroup = threadIdx.x / 128 - 1;
+    int depths = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
+    int stage = 0, parity = 0;
+    Finish finish(Read{p});
+    for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
+        Tile tile(p, index);
+        float sums[LANES][SUMS];
+        multiply_tile(sums, s, warpgroup, depths, stage, parity);
+        store_tile(sums, finish, p, s.out, tile, warpgroup);
+    }
+    if (threadIdx.x % 128 == 0) wait_for_stores();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+kronecker_sparse_interleaved(const __grid_constant__ Parameters parameters) {
+    extern __shared__ unsigned char dynamic[];
+    __shared__ u64 barriers[2 * STAGES];
+    unsigned char* base = dynamic + (-shared_address(dynamic) & 1023);
+    Shared s = {base, base + STAGES * STAGE_BYTES, barriers, barriers + STAGES};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1);
+            barrier_init(&s.empty[i], 8);
+        }
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        release_registers<40>();
+        if (threadIdx.x == 0) produce(parameters, s);
+    } else {
+        take_registers<232>();
+        consume(parameters, s);
+    }
+}

@@ -1,0 +1,186 @@
+// The sums of an interleaved tile: fragments of x for LANES wgmmas from each 16-byte load.
+#pragma once
+
+struct alignas(16) Chunk { u32 word[4]; };
+
+__device__ __forceinline__ Chunk load_chunk(u32 stage, int block, int row, int chunk) {
+    Chunk x;
+    u32 address = stage + block * X_BLOCK_BYTES + row * ROW_BYTES + ((chunk ^ (row & SWIZZLE)) << 4);
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
+                 : "r"(address));
+    return x;
+}
+
+__device__ __forceinline__ u32 low_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x5410); }
+__device__ __forceinline__ u32 high_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
+
+// Registers `part` (row g) and `part + 1` (row g + 8) of a step's fragments come from both rows.
+#if HALF_INPUT
+// Pairs of k for eight l from two chunks of eight l each.
+__device__ __forceinline__ void zip(u32 (&a)[LANES][4], int part, const Chunk& x, const Chunk& y) {
+#pragma unroll
+    for (int i = 0; i < LANES / 2; ++i) {
+        a[2 * i][part] = low_halves(x.word[i], y.word[i]);
+        a[2 * i + 1][part] = high_halves(x.word[i], y.word[i]);
+    }
+}
+
+__device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, int step, int row,
+                                               int t, int half) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        int r = row + 8 * side;
+        if constexpr (LANES == 8) {
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                int block = HALVES == 2 ? 4 * step + 2 * pair : 2 * step + pair;
+                Chunk x = load_chunk(stage, block, r, 2 * t + half);
+                Chunk y = load_chunk(stage, HALVES == 2 ? block + 1 : block, r,
+                                     HALVES == 2 ? 2 * t + half : 2 * t + 1);
+                zip(a, 2 * pair + side, x, y);
+            }
+        } else if constexpr (LANES == 4) {
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                Chunk x = load_chunk(stage, step, r, 2 * t + pair);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    a[2 * i][2 * pair + side] = low_halves(x.word[i], x.word[i + 2]);
+                    a[2 * i + 1][2 * pair + side] = high_halves(x.word[i], x.word[i + 2]);
+                }
+            }
+        } else {
+            Chunk x = load_chunk(stage, step / 2, r, 2 * t + step % 2);
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                a[0][2 * pair + side] = low_halves(x.word[2 * pair], x.word[2 * pair + 1]);
+                a[1][2 * pair + side] = high_halves(x.word[2 * pair], x.word[2 * pair + 1]);
+            }
+        }
+    }
+}
+#else
+__device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, int step, int row,
+                                               int t, int half) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        int r = row + 8 * side;
+        if constexpr (LANES == 8) {
+#pragma unroll
+            for (int part = 0; part < 4; ++part) {
+                int pair = part / 2, e = part % 2;
+                Chunk x = load_chunk(stage, 4 * step + 2 * pair + t / 2, r,
+                                     t % 2 * 4 + 2 * half + e);
+#pragma unroll
+                for (int l = 0; l < 4; ++l) a[4 * e + l][2 * pair + side] = x.word[l];
+            }
+        } else if constexpr (LANES == 4) {
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                Chunk x = HALVES == 2 ? load_chunk(stage, 2 * step + pair, r, 2 * t + half)
+                                      : load_chunk(stage, step, r, 2 * t + pair);
+#pragma unroll
+                for (int l = 0; l < 4; ++l) a[l][2 * pair + side] = x.word[l];
+            }
+        } else {
+            Chunk x = load_chunk(stage, step / 2, r, 2 * t + step % 2);
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair)
+#pragma unroll
+                for (int l = 0; l < 2; ++l) a[l][2 * pair + side] = x.word[2 * pair + l];
+        }
+    }
+}
+
+__device__ __forceinline__ float high_word(float x) {
+    u32 y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return __uint_as_float(y);
+}
+#endif
+
+// Packed w of one l: for each 16 bytes along k, TILE_COLUMNS rows.
+__device__ __forceinline__ u64 weights_descriptor(u32 address) {
+    return core_matrices_descriptor(address, TILE_COLUMNS * 16, 128);
+}
+
+// Frees a stage that this warp has read.
+__device__ __forceinline__ void release_stage(const Shared& s, int stage) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
+}
+
+#if HALF_INPUT
+__device__ __forceinline__ void multiply_step(float (&sums)[LANES][SUMS], u32 (&a)[LANES][4],
+                                              u64 right, bool accumulate) {
+    wgmma_fence();
+#pragma unroll
+    for (int l = 0; l < LANES; ++l)
+        multiply(sums[l], a[l], right + (l * W_LANE_BYTES >> 4), accumulate);
+    wgmma_commit();
+}
+#else
+__device__ __forceinline__ void multiply_step(float (&sums)[LANES][SUMS], u32 (&a)[LANES][4],
+                                              u64 right, bool accumulate) {
+    u32 low[LANES][4];
+#pragma unroll
+    for (int l = 0; l < LANES; ++l)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float value = __uint_as_float(a[l][i]), high = high_word(value);
+            a[l][i] = __float_as_uint(high);
+            low[l][i] = __float_as_uint(high_word(value - high));
+        }
+    wgmma_fence();
+#pragma unroll
+    for (int l = 0; l < LANES; ++l) {
+        u64 b = right + (l * W_LANE_BYTES >> 4);
+        if (PRODUCTS == 3) {
+            multiply(sums[l], low[l], b, accumulate);
+            multiply(sums[l], a[l], b + (SPAN * W_LANE_BYTES >> 4), 1);
+        }
+        multiply(sums[l], a[l], b, PRODUCTS == 3 || accumulate);
+    }
+    wgmma_commit();
+}
+#endif
+
+__device__ __forceinline__ void multiply_tile(float (&total)[LANES][SUMS], const Shared& s,
+                                              int warpgroup, int depths, int& stage, int& parity) {
+    int lane = threadIdx.x % 32, t = lane % 4;
+    int row = (HALVES == 2 ? 0 : warpgroup * 64) + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    int half = HALVES == 2 ? warpgroup : 0;
+#if HALF_INPUT
+    auto& sums = total;
+#else
+    // Each stage's sums start from zero and are added outside: the matrix unit truncates.
+    float sums[LANES][SUMS];
+#pragma unroll
+    for (int l = 0; l < LANES; ++l)
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) total[l][i] = 0.0f;
+#endif
+#pragma unroll 1
+    for (int d = 0; d < depths; ++d) {
+        barrier_wait(&s.full[stage], parity);
+        u32 x = shared_address(s.stages + stage * STAGE_BYTES);
+        u64 right = weights_descriptor(x + X_BYTES + half * LANES * W_LANE_BYTES);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            u32 a[LANES][4];
+            load_fragments(a, x, step, row, t, half);
+            multiply_step(sums, a, right + step * 2 * TILE_COLUMNS,
+                          HALF_INPUT ? d + step > 0 : step > 0);
+            wgmma_wait<0>();  // its registers must stay as they are until then
+        }
+        release_stage(s, stage);
+#if !HALF_INPUT
+#pragma unroll
+        for (int l = 0; l < LANES; ++l)
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) total[l][i] += sums[l][i];
+#endif
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+}

@@ -1,0 +1,125 @@
+// A finished interleaved tile through shared memory to device memory, by the copy engine.
+#pragma once
+
+__device__ __forceinline__ void store_words(u32 address, const u32* word, int words) {
+    if (words == 4)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                     :: "r"(address), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
+    else
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
+                     :: "r"(address), "r"(word[0]), "r"(word[1]) : "memory");
+}
+
+// Address of byte `byte` of the row of j and l in line `row` of the staged tile.
+__device__ __forceinline__ u32 out_address(u32 out, int row, int byte) {
+    int chunk = byte % ROW_BYTES / 16;
+    return out + byte / ROW_BYTES * OUT_BLOCK_BYTES + row * ROW_BYTES +
+           ((chunk ^ (row & SWIZZLE)) << 4) + byte % 16;
+}
+
+#if HALF_INPUT
+__device__ __forceinline__ u32 pack(float x, float y) {
+    return u32(convert<OutputT>(x).bits) | u32(convert<OutputT>(y).bits) << 16;
+}
+#endif
+
+// Columns first .. first + OUT_COLUMNS: all LANES of one (n, j) are LANES * SIZE bytes of a row.
+__device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], int first, u32 out,
+                                              int row, int t, int half) {
+    constexpr int WORDS = LANES * SIZE / 4;
+#pragma unroll
+    for (int i = first / 2; i < (first + OUT_COLUMNS) / 2; i += 2) {
+        u32 word[2 * WORDS];
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+#pragma unroll
+            for (int m = 0; m < WORDS; ++m) {
+#if HALF_INPUT
+                word[e * WORDS + m] = pack(sums[2 * m][i + e], sums[2 * m + 1][i + e]);
+#else
+                word[e * WORDS + m] = __float_as_uint(sums[m][i + e]);
+#endif
+            }
+        int line = row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t;
+        int byte = column * SPAN * SIZE + half * LANES * SIZE;
+        if constexpr (HALVES == 1 && WORDS <= 2) {  // both columns lie side by side
+            store_words(out_address(out, line, byte), word, 2 * WORDS);
+        } else {
+#pragma unroll
+            for (int m = 0; m < 2 * WORDS; m += 4)
+                store_words(out_address(out, line, byte + m / WORDS * SPAN_BYTES + m % WORDS * 4),
+                            word + m, 4);
+        }
+    }
+}
+
+// The costly epilogues over staged columns; `thread` of `threads` that staged them.
+__device__ __forceinline__ void finish_staged(u32 out, int column, const Parameters& p,
+                                              const Tile& tile, int thread, int threads) {
+    Rest rest(ReadFrom<HEAD_SCALARS, HEAD_VECTORS, Read>{Read{p}});
+    constexpr int BLOCKS = OUT_COLUMNS / ROW_DEPTH;
+    i64 block_feature = i64(tile.block) * p.columns * p.lanes;
+#pragma unroll 1
+    for (int index = thread; index < BLOCKS * OUT_ROWS * 8; index += threads) {
+        int chunk = index % 8, row = index / 8 % OUT_ROWS, block = index / 8 / OUT_ROWS;
+        int byte = (column / ROW_DEPTH + block) * ROW_BYTES + chunk * 16;
+        finish_chunk(out_address(out, row, byte), rest, [&](int e) {
+            int element = byte / SIZE + e;
+            int j = min(tile.column * TILE_COLUMNS + element / SPAN, p.columns - 1);
+            int l = min(tile.lane + element % SPAN, p.lanes - 1);
+            return block_feature + i64(j) * p.lanes + l;
+        });
+    }
+}
+
+__device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Finish& finish,
+                                           const Parameters& p, unsigned char* staged,
+                                           const Tile& tile, int warpgroup) {
+    int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    int half = HALVES == 2 ? warpgroup : 0;
+    int first = tile.column * TILE_COLUMNS;
+    if (HEAD) {
+        i64 feature = i64(tile.block) * p.columns * p.lanes + tile.lane + half * LANES;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) {
+            int column = min(first + i / 4 * 8 + t * 2 + i % 2, p.columns - 1);
+#pragma unroll
+            for (int l = 0; l < LANES; ++l) {
+                i64 place = feature + i64(column) * p.lanes + l;
+                if (!MERGED) place = min(place, i64(p.blocks) * p.columns * p.lanes - 1);
+                sums[l][i] = finish(sums[l][i], place);
+            }
+        }
+    }
+    constexpr int THREADS_TOGETHER = HALVES == 2 ? 256 : 128;
+    unsigned char* out = staged + (HALVES == 2 ? 0 : warpgroup * OUT_BYTES);
+    int barrier = HALVES == 2 ? 1 : 1 + warpgroup;
+    bool leader = threadIdx.x % THREADS_TOGETHER == (HALVES == 2 ? 128 : 0);
+    int n = tile.row * TILE_ROWS + (HALVES == 2 ? 0 : warpgroup * 64);
+#pragma unroll
+    for (int column = 0; column < TILE_COLUMNS; column += OUT_COLUMNS) {
+        // One group of stores for each part of the staged tile: this part's last one is over.
+        if (leader) wait_for_reads<TILE_COLUMNS / OUT_COLUMNS - 1>();
+        sync_threads(barrier, THREADS_TOGETHER);
+        stage_columns(sums, column, shared_address(out), row, t, half);
+        if (REST) {
+            sync_threads(barrier, THREADS_TOGETHER);
+            finish_staged(shared_address(out), column, p, tile, threadIdx.x % THREADS_TOGETHER,
+                          THREADS_TOGETHER);
+        }
+        fence_shared_writes();
+        sync_threads(barrier, THREADS_TOGETHER);
+        if (!leader) continue;
+#pragma unroll
+        for (int block = column / ROW_DEPTH; block < (column + OUT_COLUMNS) / ROW_DEPTH; ++block) {
+            unsigned char* from = out + block * OUT_BLOCK_BYTES;
+            int j = first + block * ROW_DEPTH;
+            if (MERGED)
+                store_box(p.y, from, j * SPAN, tile.block, n, 0);
+            else
+                store_box(p.y, from, tile.lane, j, tile.block, n);
+        }
+        commit_stores();
+    }
+}

@@ -1,0 +1,48 @@
+// out[i,l,r,s] = sum over splits, in order, of partial[split,i,l,r,s]: the same bits at every run.
+//
+// Floor: splits * a*b*c*d * 4 bytes over the bandwidth of L2, where portable.cuh has left them.
+//
+// The generated source defines before it includes this file:
+//   OutputT            storage of out
+//   PARAMETER_BYTES    what lowering makes of Parameters
+#pragma once
+
+#include "common/types.cuh"
+
+constexpr int THREADS = 256;
+constexpr int RUN = 4;  // columns of a thread
+
+// Laid out by kernlib/ops/kronecker_sparse_lowering_portable.py.
+struct Parameters {
+    // written at each launch
+    const float* partial;  // (split, block, lane, row, column), columns padded to a multiple of RUN
+    OutputT* out;
+    // fixed by the plan
+    i64 out_block_stride, out_lane_stride, out_row_stride, out_column_stride;
+    i64 split_stride;
+    u32 splits, lanes, rows, columns;
+    u32 runs, total;       // of RUN columns, in a row and in all
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+kronecker_sparse_reduce(const __grid_constant__ Parameters p) {
+    u32 index = blockIdx.x * THREADS + threadIdx.x;
+    if (index >= p.total) return;
+    const float* from = p.partial + i64(index) * RUN;
+    Vector<float, RUN> sum = {};
+#pragma unroll 4
+    for (u32 split = 0; split < p.splits; ++split, from += p.split_stride) {
+        auto part = load_vector<float, RUN>(from);
+#pragma unroll
+        for (int e = 0; e < RUN; ++e) sum.element[e] += part.element[e];
+    }
+    u32 column = index % p.runs * RUN, line = index / p.runs;
+    u32 row = line % p.rows, lane = line / p.rows % p.lanes, block = line / p.rows / p.lanes;
+    OutputT* to = p.out + block * p.out_block_stride + lane * p.out_lane_stride +
+                  row * p.out_row_stride + column * p.out_column_stride;
+#pragma unroll
+    for (int e = 0; e < RUN; ++e) {
+        if (column + e < p.columns) to[e * p.out_column_stride] = convert<OutputT>(sum.element[e]);
+    }
+}

@@ -1,0 +1,30 @@
+"""Modules for networks: :class:`KSLinear` in place of ``torch.nn.Linear``, and what swaps them.
+
+Names are loaded when first used.
+"""
+
+from importlib import import_module as _import_module
+
+_NAMES = {
+    "kernlib.nn.kronecker_sparse": ("KSLinear",),
+    "kernlib.nn.replace": ("VIT_S16", "replace_linear"),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_MODULES = ("compat",)
+
+__all__ = sorted((*_HOMES, *_MODULES))
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        value = getattr(_import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = _import_module(f"kernlib.nn.{name}")
+    else:
+        raise AttributeError(f"module 'kernlib.nn' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,207 @@
+"""The functions and layers of KSMM under their names and with the order of its arguments.
+
+``vsize`` is gone, as kernels choose the width of their loads themselves. A dtype of None is torch's
+default, where KSMM has float16. What takes a factor in KSMM's storage names the algorithm that
+stores it so:
+
+| algo | storage of a weight (a, b, c, d) |
+|---|---|
+| kernel | (a*d*c, b) |
+| bmm | (a*d, b, c) |
+| einsum | (a, b, c, d) |
+| dense, sparse | (a*b*d, a*c*d), the latter in CSR |
+| bsr | (a*d*b, a*d*c), the blocks of bmm along the diagonal, in BSR; in CSR if gcd(b, c) is 1 |
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernlib.nn.kronecker_sparse import KSLinear, flatten_bias
+from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, bmm
+from kernlib.nn.replace import nearest_factor
+from kernlib.reference import kronecker_sparse as reference
+
+FORMATS = ("kernel", *ALGORITHMS)
+VERSIONS = ("torch_matmul", "einsum")
+
+
+# Factors.
+
+
+def generate_factor(
+    a: int, b: int, c: int, d: int, algo: str, weights=None, dtype=None, device=None
+) -> torch.Tensor:
+    """A factor in the storage of ``algo``: of ``weights`` (a, b, c, d), or uniform in
+    ``±1/sqrt(c)``. Raises ValueError for another ``algo`` and for weights of another shape."""
+    _check_format(algo)
+    weights = None if weights is None else [weights]
+    layer = KSLinear([(a, b, c, d)], weights, bias=False, dtype=dtype, device=device)
+    weight = layer.factors[0].detach()
+    if algo == "kernel":
+        return weight.permute(0, 3, 2, 1).reshape(a * d * c, b)
+    return STORAGE[algo](weight) if algo in STORAGE else weight
+
+
+def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
+    """The weight (a, b, c, d) of a factor in the storage of ``algo``, as KSMM's checkpoints have
+    it: what :class:`KSLinear` takes. Differentiable but for sparse and bsr."""
+    _check_format(algo)
+    a, b, c, d = pattern
+    if algo == "kernel":
+        return factor.reshape(a, d, c, b).permute(0, 3, 2, 1)
+    if algo == "bsr":
+        factor = factor.to_dense().reshape(a * d, b, a * d, c).diagonal(0, 0, 2).permute(2, 0, 1)
+    if algo in ("bmm", "bsr"):
+        return factor.reshape(a, d, b, c).permute(0, 2, 3, 1)
+    if algo == "einsum":
+        return factor
+    return nearest_factor(factor.to_dense(), pattern)
+
+
+def from_abcd_to_dense(factor: torch.Tensor) -> torch.Tensor:
+    """The matrix (a*b*d, a*c*d) of a weight (a, b, c, d)."""
+    return reference.dense(tuple(factor.shape), factor)
+
+
+def from_kernel_format_to_dense(factor: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """The matrix (a*b*d, a*c*d) of a factor in the storage of the kernel, (a*d*c, b)."""
+    return reference.dense(pattern, to_abcd(factor, pattern, "kernel"))
+
+
+def from_bmm_format_to_dense(factor: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """The matrix (a*b*d, a*c*d) of a factor in the storage of bmm, (a*d, b, c) or (a, d, b, c)."""
+    return reference.dense(pattern, to_abcd(factor, pattern, "bmm"))
+
+
+def bmm_bs_first(x: torch.Tensor, w_kron: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """(..., a*c*d) to (..., a*b*d) by a factor in the storage of bmm."""
+    return bmm(x, None, pattern, batch_last=False, stored=w_kron)
+
+
+def bmm_bs_last(x: torch.Tensor, w_kron: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """(a*c*d, ...) to (a*b*d, ...) by a factor in the storage of bmm."""
+    return bmm(x, None, pattern, batch_last=True, stored=w_kron)
+
+
+def _check_format(algo: str) -> None:
+    if algo not in FORMATS:
+        raise ValueError(f"algo must be one of {', '.join(FORMATS)}, got {algo!r}")
+
+
+# Layers.
+
+
+class LinearBsl(nn.Linear):
+    """``nn.Linear`` with the batch last: (in_features, ...) to (out_features, ...).
+
+    ``version`` is ``"torch_matmul"`` or ``"einsum"``; ``weights`` (out_features, in_features) are
+    copied. The bias is (out_features,), and one of (out_features, 1) is loaded too.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        version: str = "torch_matmul",
+        weights=None,
+    ):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if version not in VERSIONS:
+            raise ValueError(f"version must be one of {', '.join(VERSIONS)}, got {version!r}")
+        self.version = version
+        _set_weight(self, weights)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(in_features, ...) to (out_features, ...)."""
+        if self.version == "einsum":
+            product = torch.einsum("oi,i...->o...", self.weight, input)
+        else:
+            flat = self.weight @ input.reshape(self.in_features, -1)
+            product = flat.reshape(self.out_features, *input.shape[1:])
+        if self.bias is None:
+            return product
+        return product + self.bias.to(product.dtype).view(-1, *[1] * (product.dim() - 1))
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
+        flatten_bias(state_dict, prefix, self.out_features)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class UnfusedLinear(nn.Linear):
+    """``nn.Linear`` whose bias is added in an operation of its own. ``weights`` (out_features,
+    in_features) are copied."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        weights=None,
+    ):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        _set_weight(self, weights)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        product = F.linear(input, self.weight)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+def get_linear_layer(
+    patterns,
+    algo: str = "auto",
+    dtype: torch.dtype | None = None,
+    bs_last: bool = False,
+    bias: bool = False,
+    weights=None,
+    device=None,
+    **others,
+) -> nn.Module:
+    """A :class:`KSLinear`; or for one dense pattern (1, out, in, 1) with ``algo="nn_linear"`` an
+    ``nn.Linear``, with ``"unfused_linear"`` an :class:`UnfusedLinear` or, ``bs_last``, a
+    :class:`LinearBsl`, for which ``weights`` holds one matrix (out, in).
+
+    Raises TypeError for ``vsize`` and other arguments that it does not take; ValueError for what
+    :class:`KSLinear` refuses, and for ``nn_linear`` with ``bs_last`` or another pattern.
+    """
+    if "vsize" in others or type(bias) is not bool:
+        raise TypeError(
+            "vsize is gone: kernels choose the width of their loads themselves; leave it out, and "
+            f"give what follows it by name (bias got {bias!r})"
+        )
+    if others:
+        raise TypeError(f"get_linear_layer takes no argument {', '.join(others)}")
+    if algo not in ("nn_linear", "unfused_linear"):
+        return KSLinear(patterns, weights, bias, algo, dtype, bs_last, device)
+    out_features, in_features = _dense_sizes(patterns, algo)
+    if algo == "nn_linear" and bs_last:
+        raise ValueError("algo='nn_linear' has the batch first; use 'unfused_linear' for bs_last")
+    kind = nn.Linear if algo == "nn_linear" else LinearBsl if bs_last else UnfusedLinear
+    layer = kind(in_features, out_features, bias, device=device, dtype=dtype)
+    _set_weight(layer, None if weights is None else weights[0])
+    return layer
+
+
+def _dense_sizes(patterns, algo: str) -> tuple[int, int]:
+    if len(patterns) != 1 or patterns[0][0] != 1 or patterns[0][3] != 1:
+        raise ValueError(f"algo={algo!r} needs one pattern (1, out, in, 1), got {patterns}")
+    return patterns[0][1], patterns[0][2]
+
+
+def _set_weight(layer: nn.Linear, weights: torch.Tensor | None) -> None:
+    if weights is None:
+        return
+    if weights.shape != layer.weight.shape:
+        raise ValueError(
+            f"weights must have shape {tuple(layer.weight.shape)}, got {tuple(weights.shape)}"
+        )
+    with torch.no_grad():
+        layer.weight.copy_(weights)

@@ -1,0 +1,336 @@
+"""A linear layer whose matrix is a product of Kronecker-sparse factors."""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.descriptors.kronecker_sparse import KroneckerSparse, KroneckerSparseChain
+from kernlib.errors import CompileError, UnsupportedError
+from kernlib.nn.activations import activate, as_activation, as_steps
+from kernlib.nn.derived import Kept, derived
+from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts
+from kernlib.ops import run_kernel
+from kernlib.reference import kronecker_sparse as reference
+
+ALGOS = ("auto", "kernel", *ALGORITHMS)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class KSLinear(nn.Module):
+    """``activation(x K^T + bias)`` with ``K = K_last @ ... @ K_0``, in place of ``nn.Linear``.
+
+    Factor ``K_t`` has the pattern (a, b, c, d) and the support ``I_a ⊗ 1_{b×c} ⊗ I_d``, a part
+    ``1/(a d)`` of its ``a*b*d`` rows by ``a*c*d`` columns: see :class:`kernlib.KroneckerSparse`.
+
+    - ``patterns``: tuples (a, b, c, d), the factor that meets the input first.
+    - ``weights``: one tensor (a, b, c, d) a factor, copied; without them uniform in
+      ``±1/sqrt(c)``.
+    - ``bias``: whether there is one, uniform in ``±1/sqrt(in_features)``.
+    - ``algo``: how it is computed, also later, by ``layer.algo = ...``: ``"kernel"`` (one pass with
+      bias and activation, on CPU tensors in PyTorch), ``"einsum"``, ``"bmm"``, ``"dense"``,
+      ``"sparse"`` (CSR) or ``"bsr"``, all with the same parameters, values and gradients.
+      ``"auto"`` is the kernel on CUDA, and the einsum elsewhere and, with a warning, where the GPU
+      has no kernel or none can be built.
+    - ``dtype``, ``device``: as those of ``nn.Linear``; without them those of ``weights``. float16,
+      bfloat16, float32 or float64.
+    - ``bs_last=False``: input (..., in_features), output (..., out_features), any number of
+      dimensions; ``bs_last=True``: (in_features, ...) and (out_features, ...).
+    - ``activation``: ``"relu"``, ``"gelu"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``,
+      ``"leaky_relu"``, or epilogues without arguments such as ``kernlib.Gelu("tanh")``.
+    - ``precision``: of float32 in the kernel, as in :class:`kernlib.KroneckerSparse`.
+
+    ``factors`` holds one parameter (a, b, c, d) a factor, ``bias`` is (out_features,): one
+    ``state_dict`` for every algorithm and layout. What dense, sparse, bsr and bmm derive of a
+    weight is kept between calls that record no gradient of it; a write through ``weight.data``,
+    which torch does not count, asks for ``layer.algo = layer.algo`` after it.
+
+    Raises ValueError for factors that do not fit together, naming them, for weights of another
+    shape and an unknown ``algo`` or activation; TypeError for what is no pattern, weight or dtype.
+
+    Layer, names and argument order are those of the KSMM project.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[Pattern],
+        weights: Sequence[torch.Tensor] | None = None,
+        bias: bool = True,
+        algo: str = "auto",
+        dtype: torch.dtype | None = None,
+        bs_last: bool = False,
+        device: torch.device | str | int | None = None,
+        activation: str | Epilogue | None = None,
+        precision: str | None = None,
+    ):
+        super().__init__()
+        self._patterns = _as_patterns(patterns)
+        self._bs_last, self._precision = bool(bs_last), precision
+        self._activation = as_activation(activation)
+        self._steps = as_steps(self._activation)
+        self._descriptors = {given: self._describe(given) for given in (False, True)}
+        self._names = tuple(str(index) for index in range(self.num_mat))
+        self.algo = algo
+
+        weights = None if weights is None else _checked_weights(weights, self.patterns)
+        if weights is not None:
+            dtype = _shared(weights, "dtype") if dtype is None else dtype
+            device = _shared(weights, "device") if device is None else device
+        dtype = _checked_dtype(dtype)
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        self.factors = nn.ParameterList(nn.Parameter(empty(shape)) for shape in self.patterns)
+        self.register_parameter("bias", nn.Parameter(empty(self.out_size)) if bias else None)
+        self.reset_parameters()
+        if weights is not None:
+            with torch.no_grad():
+                for factor, weight in zip(self.factors, weights, strict=True):
+                    factor.copy_(weight)
+
+    patterns = property(lambda self: self._patterns, doc="Patterns, the first factor first.")
+    bs_last = property(lambda self: self._bs_last, doc="Whether the batch comes last.")
+    activation = property(lambda self: self._activation, doc="Epilogues after the bias.")
+    precision = property(lambda self: self._precision, doc="Of float32 in the kernel.")
+
+    @property
+    def in_size(self) -> int:
+        """Features of the input."""
+        return self._descriptors[False].in_features
+
+    @property
+    def out_size(self) -> int:
+        """Features of the output."""
+        return self._descriptors[False].out_features
+
+    in_features, out_features = in_size, out_size
+
+    @property
+    def num_mat(self) -> int:
+        """How many factors there are."""
+        return len(self._patterns)
+
+    @property
+    def algo(self) -> str:
+        """How the layer is computed, as it was asked for."""
+        return self._algo
+
+    @algo.setter
+    def algo(self, algo: str) -> None:
+        if algo not in ALGOS:
+            raise ValueError(f"algo must be one of {', '.join(ALGOS)}, got {algo!r}")
+        self._algo = algo
+        self._forget()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter."""
+        return self.to_dense()
+
+    def reset_parameters(self) -> None:
+        """Draw factors and bias anew."""
+        for factor, (_, _, c, _) in zip(self.factors, self.patterns, strict=True):
+            nn.init.uniform_(factor, -1 / math.sqrt(c), 1 / math.sqrt(c))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_size)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features), or with the batch last."""
+        return self._computed(self._layer, input)
+
+    def forward_bs_first(self, output: torch.Tensor) -> torch.Tensor:
+        """The product (..., in_features) to (..., out_features) without bias and activation."""
+        return self._computed(partial(self._product, batch_last=False), output)
+
+    def forward_bs_last(self, output: torch.Tensor) -> torch.Tensor:
+        """The product (in_features, ...) to (out_features, ...) without bias and activation."""
+        return self._computed(partial(self._product, batch_last=True), output)
+
+    def pre_process(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The input as a matrix: (batch, in_features) or (in_features, batch)."""
+        first = tensor.shape[0]
+        return tensor.reshape(first, -1) if self.bs_last else tensor.reshape(-1, tensor.shape[-1])
+
+    def post_process(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Bias, activation and the batch of the input ``tensor`` for a product ``output``."""
+        output = self._finish(output, self.bs_last)
+        if self.bs_last:
+            return output.reshape(self.out_size, *tensor.shape[1:])
+        return output.reshape(*tensor.shape[:-1], self.out_size)
+
+    def get_dense_product(self) -> torch.Tensor:
+        """The matrix (out_features, in_features) of the factors as they are, differentiable."""
+        product = None
+        for pattern, weight in zip(self.patterns, self._weights(), strict=True):
+            if product is None:
+                product = reference.dense(pattern, weight)
+            else:
+                product = reference.multiply(pattern, product, weight, batch_last=True)
+        return product
+
+    to_dense = get_dense_product
+
+    def extra_repr(self) -> str:
+        parts = [f"in_features={self.in_size}", f"out_features={self.out_size}"]
+        parts += [f"patterns={list(self.patterns)}", f"algo={self.algo!r}"]
+        parts += [f"bias={self.bias is not None}"]
+        parts += ["bs_last=True"] if self.bs_last else []
+        parts += [f"activation={epilogue}" for epilogue in self.activation]
+        return ", ".join(parts)
+
+    # The algorithms.
+
+    def _computed(self, compute: Callable, x: torch.Tensor) -> torch.Tensor:
+        """``compute(x, algo)`` with the algorithm that was asked for, or that "auto" stands for."""
+        if self._algo != "auto":
+            return compute(x, self._algo)
+        if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+            return compute(x, "einsum")
+        if torch.compiler.is_compiling():
+            return compute(x, "kernel")
+        key = (x.device, x.dtype)
+        if key not in self._without_kernel:
+            try:
+                return compute(x, "kernel")
+            except (UnsupportedError, CompileError) as error:
+                self._without_kernel.add(key)
+                warnings.warn(f"KSLinear takes the einsum on {x.device}: {error}", stacklevel=4)
+        return compute(x, "einsum")
+
+    def _layer(self, x: torch.Tensor, algo: str) -> torch.Tensor:
+        if algo != "kernel":
+            return self._finish(self._product(x, algo, self.bs_last), self.bs_last)
+        weights, bias = self._weights(), self.bias
+        if bias is None:
+            return run_kernel(self._descriptors[False], x, *weights)
+        return run_kernel(self._descriptors[True], x, *weights, bias=bias)
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The factors, without the 1 us each that a ParameterList takes to find them."""
+        factors = self.factors
+        held = factors._parameters
+        try:
+            return [held[name] for name in self._names]
+        except KeyError:  # parametrized
+            return list(factors)
+
+    def _product(self, x: torch.Tensor, algo: str, batch_last: bool) -> torch.Tensor:
+        """The factors alone, one after the other."""
+        weights = self._weights()
+        self._check_input(x, batch_last, weights[0].dtype)
+        for index, (pattern, weight) in enumerate(zip(self.patterns, weights, strict=True)):
+            if algo == "kernel":
+                factor = KroneckerSparse(*pattern, batch_last=batch_last, precision=self.precision)
+                x = run_kernel(factor, x, weight)
+            elif algo == "einsum":
+                x = ALGORITHMS[algo](x, weight, pattern, batch_last)
+            else:
+                stored = derived(self._kept, index, algo, STORAGE[algo], weight)
+                x = ALGORITHMS[algo](x, weight, pattern, batch_last, stored)
+        return x.contiguous()  # which an einsum need not be
+
+    def _finish(self, product: torch.Tensor, batch_last: bool) -> torch.Tensor:
+        if self.bias is not None:
+            bias = self.bias.to(product.dtype)  # which autocast may have narrowed
+            product = product + (bias.view(-1, *[1] * (product.dim() - 1)) if batch_last else bias)
+        return activate(self._steps, product)
+
+    def _check_input(self, x: torch.Tensor, batch_last: bool, dtype: torch.dtype) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"input must be a tensor, got {type(x).__name__}")
+        if x.dim() == 0 or x.shape[0 if batch_last else -1] != self.in_size:
+            wanted = f"({self.in_size}, ...)" if batch_last else f"(..., {self.in_size})"
+            raise ValueError(f"input must have shape {wanted}, got {tuple(x.shape)}")
+        if x.dtype != dtype and not autocasts(x.device):
+            raise TypeError(f"input must be {dtype} as the layer's factors are, got {x.dtype}")
+
+    def _describe(self, bias: bool) -> KroneckerSparse | KroneckerSparseChain:
+        """The whole layer as one descriptor, with or without a bias."""
+        end = (*([Bias()] if bias else []), *self.activation)
+        factors = [
+            KroneckerSparse(
+                *pattern,
+                batch_last=self.bs_last,
+                epilogue=end if index == self.num_mat - 1 else (),
+                precision=self.precision,
+            )
+            for index, pattern in enumerate(self.patterns)
+        ]
+        return factors[0] if len(factors) == 1 else KroneckerSparseChain(tuple(factors))
+
+    # What a layer holds besides its parameters, and what is saved of it.
+
+    def _forget(self) -> None:
+        self._kept: dict[int, Kept] = {}
+        self._without_kernel: set[tuple[torch.device, torch.dtype]] = set()
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_kept": {}, "_without_kernel": set()}
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
+        flatten_bias(state_dict, prefix, self.out_size)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def flatten_bias(state_dict: dict, prefix: str, size: int) -> None:
+    """Make a bias (size, 1), as KSMM's batch-last layers have it, one of (size,)."""
+    bias = state_dict.get(f"{prefix}bias")
+    if isinstance(bias, torch.Tensor) and bias.shape == (size, 1):
+        state_dict[f"{prefix}bias"] = bias.flatten()
+
+
+def _as_patterns(patterns) -> tuple[Pattern, ...]:
+    if not isinstance(patterns, Sequence) or isinstance(patterns, str) or not len(patterns):
+        raise TypeError(f"patterns must be a list of tuples (a, b, c, d), got {patterns!r}")
+    found = []
+    for index, pattern in enumerate(patterns):
+        try:
+            sizes = tuple(operator.index(size) for size in pattern)
+        except TypeError:
+            sizes = ()
+        if len(sizes) != 4 or any(isinstance(size, bool) for size in pattern):
+            raise TypeError(f"patterns[{index}] must be four ints (a, b, c, d), got {pattern!r}")
+        if min(sizes) < 1:
+            raise ValueError(f"patterns[{index}] must have sizes of 1 or more, got {sizes}")
+        found.append(sizes)
+    return tuple(found)
+
+
+def _checked_weights(weights, patterns: tuple[Pattern, ...]) -> list[torch.Tensor]:
+    weights = list(weights)
+    if len(weights) != len(patterns):
+        raise ValueError(
+            f"weights must hold one tensor for each of {len(patterns)} patterns, got {len(weights)}"
+        )
+    for index, (weight, pattern) in enumerate(zip(weights, patterns, strict=True)):
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
+            raise TypeError(f"weights[{index}] must be a tensor of floats, got {kind}")
+        if tuple(weight.shape) != pattern:
+            raise ValueError(
+                f"weights[{index}] must have the shape {pattern} of its pattern, got "
+                f"{tuple(weight.shape)}"
+            )
+    return weights
+
+
+def _shared(weights: list[torch.Tensor], name: str):
+    """The dtype or device of all weights. Raises ValueError where they differ."""
+    found = [getattr(weight, name) for weight in weights]
+    if len(set(found)) > 1:
+        raise ValueError(f"weights have several {name}s, {found}; give the {name} of the layer")
+    return found[0]
+
+
+def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if dtype not in DTYPES:
+        known = ", ".join(str(one) for one in DTYPES)
+        raise TypeError(f"dtype must be one of {known}, got {dtype}")
+    return dtype

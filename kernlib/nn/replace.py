@@ -1,0 +1,139 @@
+"""Swap the ``nn.Linear`` layers of a model for :class:`kernlib.nn.KSLinear`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from kernlib.nn.kronecker_sparse import KSLinear
+from kernlib.nn.kronecker_sparse_algorithms import Pattern
+
+Chain = Sequence[Pattern]
+
+# The chains of KSMM's ViT-S/16 by (in_features, out_features), each with the factor that meets the
+# input first: query, key and value; up; down.
+VIT_S16: dict[tuple[int, int], tuple[Pattern, ...]] = {
+    (384, 384): ((2, 48, 192, 1), (1, 192, 48, 2)),
+    (384, 1536): ((6, 64, 64, 1), (1, 768, 192, 2)),
+    (1536, 384): ((6, 64, 256, 1), (1, 128, 128, 3)),
+}
+
+
+def replace_linear(
+    module: nn.Module,
+    patterns: Mapping[tuple[int, int], Chain] | Callable[[str, int, int], Chain | None],
+    *,
+    match: str | Callable[[str, nn.Linear], bool] | None = None,
+    approximate: bool = False,
+    **options,
+) -> dict[str, KSLinear]:
+    """Swap layers of ``module`` in place, and return the new ones by their names.
+
+    - ``patterns``: chains by ``(in_features, out_features)``, such as :data:`VIT_S16`, or a
+      function of a layer's name, ``in_features`` and ``out_features``. A layer without a chain, or
+      with None, stays.
+    - ``match``: which layers are looked at: those in whose name this regular expression is found,
+      such as ``"mlp|to_[qkv]"``, or for which this function of name and layer is true.
+    - ``approximate``: False draws the factors anew. True takes them from the layer's weight, for
+      chains of one factor: of the matrices with its support the nearest to the weight, which for
+      (1, out, in, 1) is the weight.
+    - ``options``: more arguments of :class:`KSLinear` (``algo``, ``precision``, ``activation``).
+
+    dtype, device, the bias and its values, training mode and what requires a gradient stay as they
+    were, and a layer that stands in several places is swapped in all of them. Swapped is only
+    ``nn.Linear`` itself: what derives from it may be more, as in ``nn.MultiheadAttention``, which
+    uses the weight of its ``out_proj`` itself.
+
+    Raises, with ``module`` as it was, ValueError that names the layer: for a chain of other sizes,
+    for ``approximate`` with several factors, and for a weight that another module holds too, such
+    as an embedding's; and TypeError for a ``module`` that is an ``nn.Linear`` itself.
+    """
+    if isinstance(module, nn.Linear):
+        raise TypeError(
+            "module is an nn.Linear itself, in no place to be swapped: build a KSLinear"
+        )
+    chain_of = patterns if callable(patterns) else _by_sizes(patterns)
+    holders = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+    new: dict[nn.Linear, KSLinear] = {}
+    places = []
+    for parent, child, name, layer in _linears(module):
+        if layer not in new:
+            if not _matches(match, name, layer):
+                continue
+            chain = chain_of(name, layer.in_features, layer.out_features)
+            if chain is None:
+                continue
+            if holders[id(layer.weight)] > 1:
+                raise ValueError(f"{name} shares its weight with another module; leave it out")
+            new[layer] = _replacement(name, layer, chain, approximate, options)
+        places.append((parent, child, name, new[layer]))
+    for parent, child, _, layer in places:
+        setattr(parent, child, layer)
+    return {name: layer for _, _, name, layer in places}
+
+
+def nearest_factor(weight: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """The factor (a, b, c, d) whose matrix is nearest to ``weight`` (a*b*d, a*c*d) in the Frobenius
+    norm: the values of ``weight`` on the support."""
+    a, b, c, d = pattern
+    spread = weight.reshape(a, b, d, a, c, d)
+    return spread.diagonal(0, 0, 3).diagonal(0, 1, 3).permute(2, 0, 1, 3)
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Linear]]:
+    """Every place of an nn.Linear: its parent, its name there, its whole name, the layer."""
+    for prefix, parent in module.named_modules():
+        for child, layer in parent._modules.items():
+            if type(layer) is nn.Linear:
+                yield parent, child, f"{prefix}.{child}" if prefix else child, layer
+
+
+def _by_sizes(patterns) -> Callable[[str, int, int], Chain | None]:
+    if not isinstance(patterns, Mapping):
+        raise TypeError(
+            "patterns must be a mapping from (in_features, out_features) to chains, or a function "
+            f"of a layer's name and these sizes, got {type(patterns).__name__}"
+        )
+    return lambda name, in_features, out_features: patterns.get((in_features, out_features))
+
+
+def _matches(match, name: str, layer: nn.Linear) -> bool:
+    if match is None:
+        return True
+    return bool(match(name, layer)) if callable(match) else re.search(match, name) is not None
+
+
+def _replacement(
+    name: str, layer: nn.Linear, chain: Chain, approximate: bool, options: dict
+) -> KSLinear:
+    weight, bias = layer.weight, layer.bias
+    try:
+        new = KSLinear(
+            chain, None, bias is not None, dtype=weight.dtype, device=weight.device, **options
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
+    if (new.in_features, new.out_features) != (layer.in_features, layer.out_features):
+        raise ValueError(
+            f"{name} takes {layer.in_features} features to {layer.out_features}, its chain "
+            f"{list(new.patterns)} takes {new.in_features} to {new.out_features}"
+        )
+    if new.bs_last:
+        raise ValueError(f"{name} has the batch first, and bs_last=True would have it last")
+    if approximate and new.num_mat != 1:
+        raise ValueError(
+            f"{name}: approximate=True takes one factor from a weight, and its chain has "
+            f"{new.num_mat}; use approximate=False or a chain of one"
+        )
+    with torch.no_grad():
+        if approximate:
+            new.factors[0].copy_(nearest_factor(weight, new.patterns[0]))
+        if bias is not None:
+            new.bias.copy_(bias)
+            new.bias.requires_grad_(bias.requires_grad)
+    new.factors.requires_grad_(weight.requires_grad)
+    return new.train(layer.training)

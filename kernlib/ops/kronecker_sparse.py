@@ -1,0 +1,403 @@
+"""The Kronecker-sparse op: products with factors of support ``I_a ⊗ 1_{b×c} ⊗ I_d``.
+
+The steady state is a dict hit: signature to plan, fresh pointers into the plan's blocks, launch.
+Everything else (checks, lowering, loading) happens when a signature is new. CPU tensors, float64
+and calls inside transforms of torch.func are computed by the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import forward_ad
+
+from kernlib.descriptors.kronecker_sparse import KroneckerSparse, KroneckerSparseChain
+from kernlib.errors import UnsupportedError
+from kernlib.jit.spec import KernelSpec
+from kernlib.launch import PlanCache
+from kernlib.ops import kronecker_sparse_checks as checks
+from kernlib.ops.hyperparameters import accumulator, check_host, check_tensor, host_value, on_device
+from kernlib.ops.tensors import check_dense, ranges_meet, refuse_overlap, signature, stand_ins
+from kernlib.reference import kronecker_sparse as reference
+
+if TYPE_CHECKING:
+    from kernlib.ops.candidates import Candidates
+    from kernlib.ops.kronecker_sparse_plans import KroneckerPlan
+
+_plans = PlanCache()
+
+
+def run(
+    descriptor: KroneckerSparse | KroneckerSparseChain,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *more: torch.Tensor,
+    out: torch.Tensor | None = None,
+    **parameters,
+) -> torch.Tensor:
+    """``y[..., i*b*d + j*d + l] = epilogue(sum_k W[i,j,k,l] * x[..., i*c*d + k*d + l])``.
+
+    - ``x`` (..., in_features), or (in_features, ...) with ``batch_last``, of any strides and any
+      number of further dimensions, none included; ``weight`` (a, b, c, d), of any strides. A chain
+      takes a weight for each of its factors, in their order.
+    - float32, float16, bfloat16 or float64, the same for all tensors, computed in float32 for half
+      types. Under autocast they are cast as those of ``torch.nn.Linear`` are.
+    - ``out``: the shape and dtype of the result, any strides, written in place; without it a new
+      contiguous tensor.
+    - One argument for each parameter of the epilogue: ``bias`` a tensor (out_features,), scalars as
+      real numbers or tensors of shape () that stay on the device and are not looked at there.
+
+    Gradients of all tensors are recorded, and those of the gradients; then an activation is not
+    fused with the product but applied to its rounded result, so that the gradient is exact. Weights
+    (a, b, c, d) are those of the KSMM project.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
+    gradients are recorded.
+    """
+    if type(descriptor) is KroneckerSparseChain:
+        return _run_chain(descriptor, x, (weight, *more), out, parameters)
+    if more:
+        checks.check_weights(descriptor, (weight, *more))
+    if torch._C._is_any_autocast_enabled():
+        x, weight, parameters = autocast(x, weight, parameters)
+    recorded = torch.is_grad_enabled() and requires_gradient(x, weight, out, parameters.values())
+    if recorded or forward_ad._current_level >= 0:
+        return _run_recorded(descriptor, x, weight, out, parameters)
+    return execute(descriptor, x, weight, out, parameters)
+
+
+def _run_chain(chain: KroneckerSparseChain, x, weights: tuple, out, parameters: dict):
+    checks.check_weights(chain, weights)
+    checks.check_names(chain, parameters)
+    last = len(weights) - 1
+    for index, (factor, weight) in enumerate(zip(chain.factors, weights, strict=True)):
+        own = {name: parameters[name] for name in factor.parameters}
+        x = run(factor, x, weight, out=out if index == last else None, **own)
+    return x
+
+
+def autocast(x, weight, parameters: dict) -> tuple:
+    """The tensors as autocast has them for a linear layer: all but float64 in its dtype."""
+    kind = x.device.type if isinstance(x, torch.Tensor) else "none"
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return x, weight, parameters
+    dtype = torch.get_autocast_dtype(kind)
+    cast = {name: _cast(value, dtype) for name, value in parameters.items()}
+    return _cast(x, dtype), _cast(weight, dtype), cast
+
+
+def _cast(value, dtype: torch.dtype):
+    """Of parameters only the vectors: a tensor of shape () is a scalar."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    return value.to(dtype) if value.dtype in checks.KERNEL_TYPES else value
+
+
+def requires_gradient(x, weight, out, values: Iterable) -> bool:
+    """Whether one of a call's tensors requires a gradient; others than tensors do not."""
+    # any() over a generator would double the time
+    return True in [getattr(t, "requires_grad", False) for t in (x, weight, out, *values)]
+
+
+def _run_recorded(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> torch.Tensor:
+    """A call whose derivatives torch wants to know."""
+    checks.refuse_out_of_recorded(out)
+    if stand_ins(x, weight):
+        from kernlib.ops import kronecker_sparse_library
+
+        return kronecker_sparse_library.run(descriptor, x, weight, **parameters)
+    call = checks.check_call(descriptor, x, weight, out, parameters)
+    if forward_ad._current_level >= 0 or by_reference(call, x, weight, parameters):
+        return _reference(descriptor, x, weight, out, parameters)
+    from kernlib.ops import kronecker_sparse_operators
+
+    return kronecker_sparse_operators.recorded(descriptor, x, weight, parameters)
+
+
+def by_reference(call: checks.Call, *tensors) -> bool:
+    """Whether torch computes a checked call: all but the kernels' dtypes on CUDA, and whatever is
+    inside a transform of torch.func. Raises UnsupportedError for devices that have no backend."""
+    if call.device.type not in ("cpu", "cuda", "meta"):
+        raise UnsupportedError(
+            f"kernlib computes on CUDA and CPU tensors, x is on {call.device}; move it to one of "
+            "them"
+        )
+    return (
+        call.device.type != "cuda"
+        or call.dtype not in checks.KERNEL_TYPES
+        or any(map(_is_transformed, tensors))
+    )
+
+
+def _is_transformed(value) -> bool:
+    if isinstance(value, dict):
+        return any(map(_is_transformed, value.values()))
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return isinstance(value, torch.Tensor) and wrapped(value)
+
+
+def _reference(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> torch.Tensor:
+    """A checked call by torch's own operators, which are differentiable as they are."""
+    if out is not None and not out.is_meta:
+        vectors = {name: parameters[name] for name in descriptor.vectors}
+        refuse_overlap(out, x=x, weight=weight, **vectors)
+    with _no_autocast(x):
+        y = reference.kronecker_sparse(descriptor, x, weight, parameters)
+    return y if out is None else out.copy_(y)
+
+
+def _no_autocast(x: torch.Tensor):
+    """Autocast has cast the operands already, and would take float32 sums from half types."""
+    if torch._C._is_any_autocast_enabled() and x.device.type != "meta":
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
+
+
+def execute(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> torch.Tensor:
+    """A call as it is given: without autocast, and without a record of gradients."""
+    key = _key(descriptor, x, weight, out, parameters)
+    plan = _plans.plans.get(key)
+    if plan is None:
+        return _first(key, descriptor, x, weight, out, parameters)
+    vectors = numbers = kept = ()
+    if parameters:
+        vectors, numbers, kept = parameters_of(plan, descriptor, x, parameters)
+    if plan.left is not None:
+        x = x.reshape(plan.left)
+    if out is None:
+        target = torch.empty(plan.shape, dtype=plan.dtype, device=plan.device)
+    else:
+        target = _target(plan, x, weight, out, vectors)
+    launch_all(plan, x, weight, target, vectors, numbers)
+    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    if out is None or out is target:
+        return target
+    return out.copy_(target)
+
+
+def weight_gradient(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    pattern: tuple[int, int, int, int],
+    batch_last: bool = False,
+    precision: str | None = None,
+) -> torch.Tensor:
+    """``dW[i,j,k,l] = sum_n grad[n,(i,j,l)] * x[n,(i,k,l)]``, contiguous (a, b, c, d): the gradient
+    of a product (without its epilogue) with respect to its weight. The sums are float32 for half
+    types. Nothing is recorded. Raises ValueError and TypeError that name the argument."""
+    try:
+        precision = precision_of(precision, x)
+        key = (pattern, batch_last, precision, signature(grad), signature(x))
+        plan = _plans.plans.get(key)
+    except (AttributeError, RuntimeError, NotImplementedError):  # as in _key
+        plan = None
+    if plan is None:
+        checks.check_gradient(grad, x, pattern, batch_last)
+        call = checks.Call(0, pattern, x.dtype, x.device)
+        if by_reference(call, grad, x):
+            with _no_autocast(x):
+                return reference.weight_gradient(pattern, grad, x, batch_last)
+        if grad.is_neg() or x.is_neg():
+            grad, x = grad.resolve_neg(), x.resolve_neg()
+            return weight_gradient(grad, x, pattern, batch_last, precision)
+        from kernlib.ops import kronecker_sparse_plans
+
+        plan = kronecker_sparse_plans.gradient_plan(grad, x, pattern, batch_last, precision)
+        _plans.keep(key, plan)
+    left = grad if plan.left is None else grad.reshape(plan.left)
+    right = x if plan.right is None else x.reshape(plan.right)
+    if not plan.steps:  # an empty sum
+        return torch.zeros(plan.shape, dtype=plan.dtype, device=plan.device)
+    out = torch.empty(plan.shape, dtype=plan.dtype, device=plan.device)
+    launch_all(plan, left, right, out, (), ())
+    return out
+
+
+def _first(key, descriptor, x, weight, out, parameters: dict) -> torch.Tensor:
+    """A call that has no plan: one of a new signature, or one that takes none."""
+    if stand_ins(x, weight, out):
+        from kernlib.ops import kronecker_sparse_library
+
+        return kronecker_sparse_library.run(descriptor, x, weight, out=out, **parameters)
+    call = checks.check_call(descriptor, x, weight, out, parameters)
+    if by_reference(call, x, weight, out, parameters):
+        return _reference(descriptor, x, weight, out, parameters)
+    if any(t.is_neg() for t in _tensors(x, weight, parameters)):
+        x, weight, parameters = positive(x, weight, parameters)
+        return execute(descriptor, x, weight, out, parameters)
+    make_plan(descriptor, x, weight, out, parameters, call)
+    return execute(descriptor, x, weight, out, parameters)
+
+
+def make_plan(descriptor: KroneckerSparse, x, weight, out, parameters: dict, call) -> None:
+    """Make and keep the plan of a checked call on CUDA tensors, its kernels loaded."""
+    from kernlib.ops import kronecker_sparse_plans
+
+    key = _key(descriptor, x, weight, out, parameters)
+    made = kronecker_sparse_plans.plan(descriptor, call, x, weight, out, parameters, key[-1])
+    _plans.keep(key, made)
+
+
+def has_plan(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> bool:
+    """Whether the plan of a call is kept."""
+    return _key(descriptor, x, weight, out, parameters) in _plans.plans
+
+
+def _tensors(x, weight, parameters: dict) -> list[torch.Tensor]:
+    return [x, weight, *(v for v in parameters.values() if isinstance(v, torch.Tensor))]
+
+
+def positive(x, weight, parameters: dict) -> tuple:
+    """Operands that a kernel may read: the lazy negation of a view is not in its memory."""
+    resolved = {
+        name: value.resolve_neg() if isinstance(value, torch.Tensor) else value
+        for name, value in parameters.items()
+    }
+    return x.resolve_neg(), weight.resolve_neg(), resolved
+
+
+def _key(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> tuple | None:
+    """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers and,
+    last, the precision. None where there can be no plan."""
+    try:
+        key = (
+            descriptor,
+            signature(x),
+            signature(weight),
+            None if out is None else signature(out),
+        )
+    except (AttributeError, RuntimeError, NotImplementedError):
+        check_dense(("x", "weight"), x=x, weight=weight, out=out)
+        return None
+    if parameters:
+        key += tuple((name, _kind(value)) for name, value in parameters.items())
+    return (*key, precision_of(descriptor.precision, x))
+
+
+def precision_of(permitted: str | None, x: torch.Tensor) -> str | None:
+    """What the products of float32 tensors may be, None for others."""
+    return (permitted or float32_precision()) if x.dtype is torch.float32 else None
+
+
+def _kind(value):
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device(), value.is_neg()
+    return None
+
+
+def float32_precision() -> str:
+    """What torch permits the products of float32 tensors to be: "fp32" or "tf32"."""
+    try:
+        return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    except RuntimeError:  # torch's newer setting, one for each backend, is in use
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+
+
+def parameters_of(plan: KroneckerPlan, descriptor, x, parameters: dict) -> tuple:
+    """Vectors, a number and an address for each scalar, and tensors to keep until the launch."""
+    vectors = tuple(parameters[name].contiguous() for name in plan.vectors)
+    if not plan.scalars:
+        return vectors, (), ()
+    numbers, kept = [0.0, 0] * len(plan.scalars), []
+    for index, name in enumerate(plan.scalars):
+        value = parameters[name]
+        number = host_value(name, value, 0)
+        if number is not None:
+            check_host(name, number, descriptor.positive)
+            numbers[2 * index] = number
+            continue
+        if value.device.type == "cpu":
+            check_tensor(name, value, descriptor.positive, dimensions=0)
+        tensor = on_device(name, value, x.device, accumulator(x.dtype))
+        numbers[2 * index + 1] = tensor.data_ptr()
+        kept.append(tensor)
+    return vectors, numbers, kept
+
+
+def _target(plan: KroneckerPlan, x, weight, out, vectors: tuple) -> torch.Tensor:
+    """Where the kernel writes: ``out``, or a new tensor where its batch is not one of strides.
+    Raises ValueError for an ``out`` that shares memory with an operand."""
+    inputs = (x, weight, *vectors)
+    ranges = [(t.data_ptr(), length) for t, length in zip(inputs, plan.spans, strict=True)]
+    if ranges_meet(out.data_ptr(), plan.out_span, ranges):
+        named = dict(zip(plan.vectors, vectors, strict=True))
+        refuse_overlap(out, x=x, weight=weight, **named)
+    if plan.apart:
+        return torch.empty(plan.shape, dtype=plan.dtype, device=plan.device)
+    if not out.is_inference():  # those have no version to count
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def launch_all(plan: KroneckerPlan, left, right, out, vectors: tuple, numbers) -> torch.Tensor:
+    """The kernels of a plan, one after another on the current stream; answers their scratch, or
+    ``out`` where they need none."""
+    addresses, scratch = [left.data_ptr(), right.data_ptr(), out.data_ptr(), 0], out
+    if plan.workspace:
+        scratch = torch.empty(plan.workspace, dtype=torch.uint8, device=plan.device)
+        addresses[3] = scratch.data_ptr()
+    for vector in vectors:
+        addresses.append(vector.data_ptr())
+    for step, table, scalars in plan.steps:
+        step.launch(tuple([addresses[i] + at for i, at in table]), numbers if scalars else None)
+    return scratch
+
+
+# What does without calls is in a module of its own, which those do not load.
+
+
+def prepare(descriptor, *tensors, **arguments) -> None:
+    """Build the plans of a call, compiling and loading its kernels, and load those of its gradient
+    where one would be recorded; see :func:`kernlib.prepare`."""
+    from kernlib.ops import kronecker_sparse_ahead as ahead
+
+    for request in ahead.requests(descriptor, tensors, arguments):
+        ahead.prepare(request)
+
+
+def prepared(descriptor, *tensors, **arguments) -> bool:
+    """Whether the plans of a call are there, so that it needs nothing but its launches. One whose
+    gradient would be recorded is never: its kernels are looked for each time."""
+    from kernlib.ops import kronecker_sparse_ahead as ahead
+
+    return all(map(ahead.prepared, ahead.requests(descriptor, tensors, arguments)))
+
+
+def specs(
+    descriptor, arch: str, tensors: tuple, arguments: dict, device: int | None = None
+) -> list[KernelSpec]:
+    """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
+    arch, untuned; on ``device`` alone, if it is given, as it is tuned. Those of its gradient are
+    among them where one would be recorded."""
+    from kernlib.ops import kronecker_sparse_ahead as ahead
+
+    requests = ahead.requests(descriptor, tensors, arguments)
+    found = [spec for request in requests for spec in ahead.specs(request, arch, device)]
+    return list(dict.fromkeys(found))
+
+
+def variants(descriptor, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
+    """Every kernel that lowering can choose for a descriptor, its gradient included, and inputs of
+    ``dtypes``; none for float64, which torch computes. Raises KeyError for other dtypes."""
+    from kernlib.ops import kronecker_sparse_ahead as ahead
+
+    return ahead.variants(descriptor, arch, dtypes)
+
+
+def choices(descriptor, *tensors, **arguments) -> Candidates:
+    """The kernels that could compute a call, none for an empty result; see :func:`kernlib.tune`.
+
+    Raises what :func:`run` raises, UnsupportedError for tensors that are on no GPU, and TypeError
+    for a chain, of which one factor is tuned at a time.
+    """
+    from kernlib.ops import kronecker_sparse_ahead, kronecker_sparse_choices
+
+    if type(descriptor) is KroneckerSparseChain:
+        raise TypeError(
+            f"{descriptor.describe()} is several kernels: tune its factors one at a time"
+        )
+    (request,) = kronecker_sparse_ahead.requests(descriptor, tensors, arguments)
+    return kronecker_sparse_choices.choices(request)

@@ -1,0 +1,69 @@
+"""The kernels that could compute a Kronecker-sparse call, each ready to be timed: for tuning
+alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+
+from kernlib.errors import UnsupportedError
+from kernlib.launch import arch_of, model
+from kernlib.ops import kronecker_sparse as op
+from kernlib.ops import kronecker_sparse_checks as checks
+from kernlib.ops import kronecker_sparse_lowering as lowering
+from kernlib.ops import kronecker_sparse_plans as plans
+from kernlib.ops.candidates import Candidate, Candidates
+from kernlib.ops.kronecker_sparse_ahead import Request
+
+
+def choices(request: Request) -> Candidates:
+    """What :func:`kernlib.ops.kronecker_sparse.choices` documents."""
+    call = request.check()
+    if request.x.device.type != "cuda" or call.dtype not in checks.KERNEL_TYPES:
+        raise UnsupportedError(
+            f"kernels are timed on the GPU that will run them, and x is {call.dtype} on "
+            f"{request.x.device}; move the tensors to a CUDA device, in one of "
+            f"{', '.join(checks.KERNEL_TYPES.values())}"
+        )
+    fused, device = request.fused(), request.x.get_device()
+    arch, count = arch_of(device), model(device).multiprocessors
+    if not call.batch:
+        return Candidates(device, b"", [])
+    problem = plans.problem_of(fused.descriptor, call, *fused[1:4], fused.precision())
+    scratch = cache(partial(_scratch, fused, call))
+
+    def candidate(choice: lowering.Choice) -> Candidate:
+        epilogue = fused.descriptor.epilogue
+        lowered = lowering.lower(epilogue, problem, arch, count, choice)
+        main = max((step.spec for step in lowered.steps), key=lambda spec: spec.shared_bytes)
+        return Candidate(choice, main, partial(_trial, fused, call, lowered, scratch))
+
+    known = lowering.candidates(problem, arch)
+    return Candidates(device, plans.signature(problem), [candidate(choice) for choice in known])
+
+
+def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
+    """An output like the caller's for nobody to read."""
+    out = request.out
+    if out is None or plans.view_of(out, request.descriptor.batch_last) is None:
+        return request.x.new_empty(call.out_shape)
+    return request.x.new_empty_strided(out.shape, out.stride())
+
+
+def _trial(
+    request: Request, call: checks.Call, lowered: lowering.Lowered, scratch: Callable
+) -> Callable[[], None]:
+    """Launch the kernels of a call into ``scratch()``, and return what launches them again."""
+    descriptor, x, weight, _, parameters = request
+    plan = plans.loaded_plan(descriptor, call, *request[1:], lowered)
+    vectors, numbers, kept = op.parameters_of(plan, descriptor, x, parameters)
+    left, out = x if plan.left is None else x.reshape(plan.left), scratch()
+    workspace = op.launch_all(plan, left, weight, out, vectors, numbers)
+
+    def again(_held=(left, weight, out, vectors, kept, workspace)) -> None:
+        for step, *_ in plan.steps:
+            step.repeat()
+
+    return again

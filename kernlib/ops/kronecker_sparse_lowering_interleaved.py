@@ -1,0 +1,294 @@
+"""The kernel of kernel_sources/kronecker_sparse/interleaved.cuh: batch first, d > 1.
+
+Whole 32-byte sectors of neighbouring l move together, or all l of a k where they are fewer.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.ops import kronecker_sparse_lowering_pack as packing
+from kernlib.ops import kronecker_sparse_lowering_source as text
+from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
+from kernlib.ops.kronecker_sparse_lowering_problem import (
+    TYPES,
+    Choice,
+    Lowered,
+    Problem,
+    Step,
+    ceil,
+)
+from kernlib.tensor_map import TensorMap
+
+KIND = "interleaved"
+FIXED = "<8i"
+
+
+class Shape(NamedTuple):
+    """How a tile takes the l of a problem: ``lanes`` a warpgroup, ``halves`` 2 where the two
+    warpgroups share rows and split l; ``merged`` where all l of a k lie side by side and are
+    taken, so that (k, l) is one dimension."""
+
+    lanes: int
+    halves: int
+    merged: bool
+
+    @property
+    def span(self) -> int:
+        return self.lanes * self.halves
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64 if self.halves == 2 else 128
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the epilogue."""
+
+    dtype: str
+    precision: str
+    shape: Shape
+    columns: int
+
+
+# By bytes of an element: shapes, and for each the columns of a tile (64 KB of accumulators, half of
+# that with a second set of sums for fp32) and the depth of a stage.
+SHAPES = {
+    2: {
+        Shape(8, 2, True): ((32, 24), 16),
+        Shape(8, 1, True): ((32, 24), 16),
+        Shape(4, 1, True): ((64, 48), 16),
+        Shape(2, 1, True): ((128, 64), 32),
+        Shape(8, 2, False): ((32, 24), 16),
+    },
+    4: {
+        Shape(4, 1, True): ((32, 24), 16),
+        Shape(2, 1, True): ((64, 48), 16),
+        Shape(4, 2, False): ((32, 24), 8),
+    },
+}
+
+
+def candidates(problem: Problem, arch: str) -> list[Choice]:
+    """The widths of tile for a problem, none if it is not one of this kernel's."""
+    shape = _shape(problem) if arch == wgmma.ARCH else None
+    if shape is None:
+        return []
+    return [{"columns": columns} for columns in _columns(problem.dtype, shape, problem.columns)]
+
+
+def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned."""
+    return known[0]
+
+
+def lower(
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    choice: Choice,
+) -> Lowered:
+    """The launches of a call with the columns of ``choice``, one of :func:`candidates`."""
+    variant = _variant(problem, int(choice["columns"]))
+    packed = _packing(variant)
+    row_tiles, column_tiles = ceil(problem.rows, variant.shape.rows), packed.tiles(problem)
+    spans = packed.spans(problem)
+    tiles = row_tiles * column_tiles * problem.blocks * spans
+    fixed = struct.pack(
+        FIXED,
+        row_tiles, column_tiles, problem.blocks, problem.lanes, problem.columns, problem.depth,
+        spans, tiles,
+    )  # fmt: skip
+    names = tuple((f"vector{k}", 0) for k in range(len(text.vectors(epilogue))))
+    main = Step(
+        spec(epilogue, variant),
+        (min(multiprocessors, tiles), 1),
+        _padded(fixed, epilogue),
+        (("left", 0), ("out", 0), ("workspace", 0), *names),
+        text.scalar_count(epilogue),
+        _maps(problem, variant),
+    )
+    return Lowered((packing.step(problem, packed), main), packed.workspace(problem))
+
+
+def specs(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
+) -> list[KernelSpec]:
+    """The specs that :func:`lower` takes for a choice."""
+    variant = _variant(problem, int(choice["columns"]))
+    return [packing.spec(_packing(variant)), spec(epilogue, variant)]
+
+
+def variants(
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and by x of
+    their gradients, and ``kinds`` of numbers: (dtype, precision)."""
+    if arch != wgmma.ARCH:
+        return []
+    made = [
+        Variant(dtype, precision, shape, columns)
+        for dtype, precision in kinds
+        for shape in SHAPES[TYPES[dtype][1]]
+        for width in sizes
+        for columns in _columns(dtype, shape, width)
+    ]
+    found = [spec(epilogue, variant) for variant in made for epilogue in epilogues]
+    found += [packing.spec(_packing(variant)) for variant in made]
+    return list(dict.fromkeys(found))
+
+
+def _columns(dtype: str, shape: Shape, count: int) -> list[int]:
+    """Widths of tile by preference: those that pad the columns least, then the widest."""
+    known = SHAPES[TYPES[dtype][1]][shape][0]
+    return sorted(known, key=lambda columns: (ceil(count, columns) * columns, -columns))
+
+
+def _shape(problem: Problem) -> Shape | None:
+    """How tiles take a problem's l; None for what the copy engine or the tiles do not take."""
+    left, out, d = problem.left, problem.out, problem.lanes
+    if d == 1 or left.lane != 1 or out.lane != 1 or problem.depth > wgmma.MAX_DEPTH:
+        return None
+    tiles = ceil(problem.rows, 64) * ceil(problem.columns, 16) * problem.blocks * d
+    if tiles > wgmma.MAX_TILES:
+        return None
+    whole = (left.depth == d or problem.depth == 1) and (out.column == d or problem.columns == 1)
+    for shape in SHAPES[TYPES[problem.dtype][1]]:
+        if shape.merged and not (whole and d == shape.span):
+            continue
+        if not shape.merged and d < shape.span // 2:
+            continue
+        if _takes(problem, shape):
+            return shape
+    return None
+
+
+def _takes(problem: Problem, shape: Shape) -> bool:
+    (x, x_strides), (y, y_strides) = _extents(problem, shape)
+    dtype = problem.dtype
+    return wgmma.addressable(dtype, problem.left.alignment, x, x_strides) and wgmma.addressable(
+        dtype, problem.out.alignment, y, y_strides
+    )
+
+
+def _extents(problem: Problem, shape: Shape) -> tuple[tuple, tuple]:
+    """Sizes and strides, in elements, of x and of y as their maps have them."""
+    left, out, d = problem.left, problem.out, problem.lanes
+    rows, columns, depth, blocks = problem.rows, problem.columns, problem.depth, problem.blocks
+    if shape.merged:
+        x = (depth * d, blocks, rows, 1), (left.block, left.line, 0)
+        y = (columns * d, blocks, rows, 1), (out.block, out.row, 0)
+    else:
+        x = (d, depth, blocks, rows), (left.depth, left.block, left.line)
+        y = (d, columns, blocks, rows), (out.column, out.block, out.row)
+    return x, y
+
+
+def _variant(problem: Problem, columns: int) -> Variant:
+    return Variant(problem.dtype, problem.precision, _shape(problem), columns)
+
+
+def depth_order(dtype: str, shape: Shape) -> tuple[int, ...]:
+    """Which k each position along wgmma's depth stands for: thread t of a quad holds those of the
+    16-byte chunks that it reads (interleaved_multiply.cuh)."""
+    quad, pair = range(4), range(2)
+    if dtype == "float32":
+        if shape.halves == 2:
+            return tuple(range(8))
+        if shape.lanes == 4:
+            return tuple(2 * t + e for e in pair for t in quad)
+        return tuple(4 * t + 2 * step + e for step in pair for e in pair for t in quad)
+    if shape.halves == 2:
+        return tuple(4 * (2 * e + f) + t for e in pair for t in quad for f in pair)
+    if shape.lanes == 8:
+        return tuple(range(16))
+    if shape.lanes == 4:
+        return tuple(4 * t + 2 * e + f for e in pair for t in quad for f in pair)
+    return tuple(
+        8 * t + 4 * step + 2 * e + f for step in pair for e in pair for t in quad for f in pair
+    )
+
+
+def _packing(variant: Variant) -> packing.Packing:
+    dtype, precision, shape, columns = variant
+    depth = SHAPES[TYPES[dtype][1]][shape][1]
+    products = wgmma.products_of(dtype, precision)
+    order = depth_order(dtype, shape)
+    return packing.Packing(dtype, columns, depth, shape.span, products, order)
+
+
+def shared_memory(variant: Variant) -> tuple[int, int]:
+    """Stages that fit beside the staged tile of y, and bytes of all."""
+    itemsize = TYPES[variant.dtype][1]
+    rows, span = variant.shape.rows, variant.shape.span
+    packed = _packing(variant)
+    stage = rows * packed.depth * span * itemsize + packed.stage_bytes
+    kept = 1024 + 256 + rows * variant.columns * span * itemsize  # swizzled rows are aligned
+    count = wgmma.stages(kept, stage)
+    return count, kept - 256 + count * stage
+
+
+def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    dtype, precision, shape, columns = variant
+    count, shared = shared_memory(variant)
+    assert shared <= targets.SHARED_BYTES[wgmma.ARCH] and count >= 2, variant
+    words = [f"{shape.rows}x{columns}x{shape.span}", *["merged"] * shape.merged]
+    return KernelSpec(
+        "kronecker_sparse",
+        _source(epilogue, variant, count),
+        "kronecker_sparse_interleaved",
+        wgmma.THREADS,
+        shared,
+        description=text.describe(KIND, dtype, precision, words, epilogue),
+    )
+
+
+def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> str:
+    """The generated CUDA text: types, ``Finish``, a few constants, the wgmma, one include."""
+    dtype, precision, shape, columns = variant
+    return f"""{wgmma.preamble(dtype, epilogue)}
+constexpr int LANES = {shape.lanes};
+constexpr int HALVES = {shape.halves};
+constexpr bool MERGED = {str(shape.merged).lower()};
+constexpr int TILE_COLUMNS = {columns};
+constexpr int TILE_DEPTH = {SHAPES[TYPES[dtype][1]][shape][1]};
+constexpr int STAGES = {stages};
+constexpr int PRODUCTS = {wgmma.products_of(dtype, precision)};
+constexpr int PARAMETER_BYTES = {_parameter_bytes(epilogue)};
+#define HALF_INPUT {int(dtype != "float32")}
+
+{wgmma.multiply(dtype, columns, True)}
+#include "kronecker_sparse/interleaved.cuh"
+"""
+
+
+def _parameter_bytes(epilogue: tuple[Epilogue, ...]) -> int:
+    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
+    return wgmma.parameter_bytes(2, 1 + vectors, scalars, struct.calcsize(FIXED))
+
+
+def _padded(fixed: bytes, epilogue: tuple[Epilogue, ...]) -> bytes:
+    """``fixed`` up to the end of the parameter struct."""
+    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
+    before = 128 * 2 + 8 * (1 + vectors) + 16 * scalars
+    return fixed.ljust(_parameter_bytes(epilogue) - before, b"\0")
+
+
+def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, TensorMap]:
+    """Maps of x and of y."""
+    dtype, shape = variant.dtype, variant.shape
+    row = wgmma.ROW_BYTES // TYPES[dtype][1]
+    found = []
+    for (sizes, strides), rows in zip(_extents(problem, shape), (shape.rows, 64), strict=True):
+        box = (row, 1, rows, 1) if shape.merged else (shape.span, row // shape.span, 1, rows)
+        swizzle = 128 if shape.merged else shape.span * TYPES[dtype][1]
+        steps = wgmma.byte_strides(dtype, sizes, strides)
+        found.append(TensorMap(dtype, sizes, steps, box, swizzle))
+    return tuple(found)

@@ -1,0 +1,99 @@
+"""The kernel of kernel_sources/kronecker_sparse/hopper_pack.cuh: weights as Hopper reads them.
+
+They are packed anew for each call: 2 us, where a copy that is kept would have to know of every way
+in which a weight can change (``.data``, a replayed CUDA graph, another process).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from kernlib.errors import UnsupportedError
+from kernlib.jit.spec import KernelSpec
+from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Problem, Step, ceil
+
+THREADS = 256
+FIXED = "<5q6i"
+MAX_BLOCKS = 2**31 - 1
+
+
+class Packing(NamedTuple):
+    """The tiles that will read the weight: columns, depth of a stage and lanes of each; in which
+    order of depth; and the products that a multiplication takes, 3 for 3xTF32."""
+
+    dtype: str
+    columns: int
+    depth: int
+    span: int
+    products: int
+    order: tuple[int, ...] = (0,)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of one stage of one tile."""
+        copies = 2 if self.products == 3 else 1
+        return copies * self.span * self.columns * self.depth * TYPES[self.dtype][1]
+
+    def stages(self, problem: Problem) -> int:
+        return ceil(problem.depth, self.depth)
+
+    def spans(self, problem: Problem) -> int:
+        return ceil(problem.lanes, self.span)
+
+    def tiles(self, problem: Problem) -> int:
+        """Tiles of columns."""
+        return ceil(problem.columns, self.columns)
+
+    def workspace(self, problem: Problem) -> int:
+        """Bytes of the packed weight."""
+        tiles = problem.blocks * self.spans(problem) * self.tiles(problem)
+        return tiles * self.stages(problem) * self.stage_bytes
+
+
+def step(problem: Problem, packing: Packing) -> Step:
+    """The launch that packs ``right`` into the workspace. Raises UnsupportedError for a weight that
+    no grid can hold."""
+    spans, tiles, stages = packing.spans(problem), packing.tiles(problem), packing.stages(problem)
+    chunks = stages * packing.depth * TYPES[packing.dtype][1] // 16
+    total = problem.blocks * spans * packing.span * tiles * packing.columns * chunks
+    blocks = ceil(total, THREADS)
+    if blocks > MAX_BLOCKS:
+        raise UnsupportedError(
+            f"a weight of {problem.blocks} x {problem.columns} x {problem.depth} x {problem.lanes} "
+            "numbers is more than one launch packs; call it on slices"
+        )
+    right = problem.right
+    fixed = struct.pack(
+        FIXED,
+        right.block, right.lane, right.line, right.depth, total,
+        problem.lanes, problem.columns, problem.depth, spans, tiles, stages,
+    )  # fmt: skip
+    return Step(spec(packing), (blocks, 1), fixed, (("right", 0), ("workspace", 0)))
+
+
+def spec(packing: Packing) -> KernelSpec:
+    """The KernelSpec of a packing."""
+    dtype, columns, depth, span, products, order = packing
+    source = f"""#include "common/types.cuh"
+
+using InputT = {TYPES[dtype][0]};
+
+constexpr int TILE_COLUMNS = {columns};
+constexpr int TILE_DEPTH = {depth};
+constexpr int SPAN = {span};
+constexpr int PRODUCTS = {products};
+constexpr int ORDER_SIZE = {len(order)};
+__device__ constexpr unsigned char ORDER[] = {{{", ".join(map(str, order))}}};
+constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
+
+#include "kronecker_sparse/hopper_pack.cuh"
+"""
+    words = f"{columns}x{depth}x{span}" + " split" * (products == 3)
+    return KernelSpec(
+        "kronecker_sparse",
+        source,
+        "kronecker_sparse_pack",
+        THREADS,
+        description=f"kronecker_sparse pack {dtype} {words}",
+    )

@@ -1,0 +1,84 @@
+"""What lowering of Kronecker-sparse calls takes and answers: plain named tuples.
+
+One problem covers a factor forward, its gradient by x and its gradient by the weight:
+
+    out[i,l,r,s] = Finish(sum_q left[i,l,r,q] * right[i,l,s,q])
+
+over blocks i, lanes l, rows r, columns s and depth q. Forward, rows are the batch, columns and
+depth a block's output and input features; for the weight's gradient the batch is the depth.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernlib.jit.spec import KernelSpec
+from kernlib.tensor_map import TensorMap
+
+NUMBER = "dQ"  # of a scalar of the epilogue: its value, and its address if it is on the device
+Choice = dict[str, object]  # what sets a kernel apart from the others for a problem
+Pattern = tuple[int, int, int, int]
+
+# torch's names of storage: (CUDA type, bytes); all are summed in float
+TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat16_t", 2)}
+
+
+class Layout(NamedTuple):
+    """Strides of an operand, in elements, by block, lane, line (row or column of out) and depth;
+    ``alignment`` is the address of the first element modulo 16 (an aligned one may say 0 or 16)."""
+
+    block: int
+    lane: int
+    line: int
+    depth: int = 0
+    alignment: int = 16
+
+
+class OutLayout(NamedTuple):
+    """Strides of the output, as of :class:`Layout`."""
+
+    block: int
+    lane: int
+    row: int
+    column: int
+    alignment: int = 16
+
+
+class Problem(NamedTuple):
+    """One call's shapes and layouts, as lowering sees them. ``precision`` is "fp32" or "tf32", and
+    "fp32" for half types."""
+
+    blocks: int
+    lanes: int
+    rows: int
+    columns: int
+    depth: int
+    left: Layout
+    right: Layout
+    out: OutLayout
+    dtype: str = "float32"
+    precision: str = "fp32"
+
+
+class Step(NamedTuple):
+    """One launch. ``pointers`` name operands ("left", "right", "out", "workspace" or "vector<k>")
+    and the byte to begin at: first of ``maps``, then those whose addresses the parameter block
+    holds behind the maps, before ``scalars`` times NUMBER, and ``fixed``."""
+
+    spec: KernelSpec
+    grid: tuple[int, int]
+    fixed: bytes
+    pointers: tuple[tuple[str, int], ...]
+    scalars: int = 0
+    maps: tuple[TensorMap, ...] = ()
+
+
+class Lowered(NamedTuple):
+    """The launches of a call, in order, and the bytes of scratch that they share."""
+
+    steps: tuple[Step, ...]
+    workspace: int = 0
+
+
+def ceil(count: int, size: int) -> int:
+    return -(-count // size)

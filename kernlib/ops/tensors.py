@@ -1,0 +1,143 @@
+"""What every family asks of its tensors: their kind, the memory they lie in, and the signature by
+which a plan is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
+
+
+def signature(t: torch.Tensor) -> tuple:
+    """All of a tensor that a plan depends on: shape, strides, dtype, device, alignment, negation.
+
+    Raises AttributeError, RuntimeError or NotImplementedError for what :func:`check_dense` and
+    :func:`refuse_transforms` then say in the caller's words.
+    """
+    # A null address counts as 15, no tensor's own: a fake one must not find a real one's plan.
+    address = (t.data_ptr() or -1) & 15
+    return t.shape, t.stride(), t.dtype, t.get_device(), address, t.is_neg()
+
+
+def check_dense(required: tuple[str, ...], **tensors) -> None:
+    """Raises TypeError for what is neither a dense tensor nor None, and for None where ``required``
+    names it."""
+    for name, tensor in tensors.items():
+        if tensor is None and name not in required:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+
+
+def stand_ins(*tensors) -> bool:
+    """Whether one has no memory here but stands for a tensor that has: a fake one outside its mode,
+    a functional one, one with a dispatcher of its own."""
+    given = [t for t in tensors if isinstance(t, torch.Tensor)]
+    own = torch.Tensor.__torch_dispatch__
+    return any(
+        type(t).__torch_dispatch__ is not own or torch._is_functional_tensor(t) for t in given
+    )
+
+
+def refuse_transforms(advice: str, **tensors) -> None:
+    """Raises RuntimeError for a tensor inside a transform of torch.func.
+
+    ``advice`` ends the sentence "... is inside a transform of torch.func (vmap, grad ...), which":
+    whose kernels do not support it, and what to call instead.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise RuntimeError(
+                f"{name} is inside a transform of torch.func (vmap, grad ...), which {advice}"
+            )
+
+
+def check_out_shape(out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless ``out`` has ``shape``."""
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out must have shape {tuple(shape)}, got {tuple(out.shape)}")
+
+
+def check_memory(out: torch.Tensor) -> None:
+    """Raises ValueError for an ``out`` that no kernel can write: a negated view, or one whose
+    elements share memory."""
+    if out.is_neg():
+        raise ValueError("out is a negated view (such as x.conj().imag); pass a tensor of its own")
+    if overlaps_itself(out):
+        raise ValueError(
+            f"out overlaps itself (shape {tuple(out.shape)}, strides {out.stride()}): elements "
+            "that share memory cannot all be written; clone it"
+        )
+
+
+def overlaps_itself(t: torch.Tensor) -> bool:
+    """Exact for views made by slicing, transposing and expanding; others may be refused wrongly."""
+    dims = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def span(t: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element."""
+    if t.numel() == 0:
+        return 0
+    last = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
+    return (last + 1) * t.element_size()
+
+
+def ranges_meet(out_address: int, out_span: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether out's range of memory meets one of ``ranges``: an input's address and span."""
+    end, met = out_address + out_span, False
+    for address, length in ranges:  # any() over a generator would double the time
+        met = met or (out_address < address + length and address < end)
+    return met
+
+
+def refuse_overlap(out: torch.Tensor, **inputs: torch.Tensor) -> None:
+    """Raises ValueError when ``out`` shares memory with an input."""
+    for name, tensor in inputs.items():
+        if tensor.numel() and out.numel() and _share_memory(tensor, out):
+            raise ValueError(f"out shares memory with {name}; give it memory of its own")
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two views share an element: by their ranges, by their columns where both step over
+    the same rows, else marked one by one on the host, else assumed."""
+    if not ranges_meet(y.data_ptr(), span(y), [(x.data_ptr(), span(x))]):
+        return False
+    if _in_other_columns(x, y):
+        return False
+    base = min(x.data_ptr(), y.data_ptr())
+    unit = min(x.element_size(), y.element_size())
+    extent = max(t.data_ptr() + span(t) for t in (x, y)) - base
+    if extent // unit > MAX_EXACT_OVERLAP:
+        return True
+    bytes_of = []
+    for t in (x, y):
+        marks = torch.zeros(extent // unit + 1, dtype=torch.bool, device="cpu")
+        scale = t.element_size() // unit
+        strides = [stride * scale for stride in t.stride()]
+        for part in range(scale):
+            offset = (t.data_ptr() - base) // unit + part
+            marks.as_strided(t.shape, strides, offset).fill_(True)
+        bytes_of.append(marks)
+    return bool((bytes_of[0] & bytes_of[1]).any())
+
+
+def _in_other_columns(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both are (rows, columns) of one pitch, and take columns that do not meet."""
+    if x.dim() != 2 or y.dim() != 2 or x.stride(0) != y.stride(0):
+        return False
+    pitch = x.stride(0) * x.element_size()
+    widths = [span(t[:1]) for t in (x, y)]
+    starts = [(t.data_ptr() - min(x.data_ptr(), y.data_ptr())) % pitch for t in (x, y)]
+    ends = [start + width for start, width in zip(starts, widths, strict=True)]
+    return max(ends) <= pitch and (ends[0] <= starts[1] or ends[1] <= starts[0])

@@ -1,0 +1,256 @@
+"""All six algorithms of KSLinear give the product of the index formula, by what they derive of a
+weight or by what they kept of it. Rows are those of KSMM's limits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ks_cases import (
+    ALGOS,
+    CHAIN,
+    LAYOUTS,
+    PATTERNS,
+    error,
+    expected,
+    inputs,
+    layer,
+    matrix,
+    product,
+    random,
+)
+
+import kernlib.nn.kronecker_sparse as implementation
+from kernlib.errors import CompileError, UnsupportedError
+from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE
+
+DERIVING = tuple(STORAGE)
+BATCHES = [(), (1,), (0,), (5,), (2, 3), (2, 0), (3, 1, 2)]
+each_algo = pytest.mark.parametrize("algo", ALGOS)
+each_layout = pytest.mark.parametrize("bs_last", LAYOUTS, ids=["first", "last"])
+
+
+@each_layout
+@each_algo
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_rows_3_and_4_every_algorithm_is_the_index_formula(pattern, algo, bs_last):
+    made = layer(pattern, algo, bs_last)
+    for batch in BATCHES:
+        x = inputs(made, *batch)
+        wanted = expected(made, x)
+        for recorded in (True, False, False):  # the last from what was kept
+            with torch.set_grad_enabled(recorded):
+                found = made(x)
+            assert found.is_contiguous() and found.requires_grad == recorded
+            torch.testing.assert_close(found, wanted)
+
+
+@each_layout
+@each_algo
+def test_a_chain_is_the_product_of_its_factors(algo, bs_last):
+    made = layer(CHAIN, algo, bs_last)
+    for batch in BATCHES:
+        x = inputs(made, *batch)
+        torch.testing.assert_close(made(x), expected(made, x))
+
+
+@each_algo
+@pytest.mark.parametrize("batch", [0, 1, 2, 3, 5, 127, 129, 25089])
+def test_row_5_any_batch(batch, algo):
+    for bs_last in LAYOUTS:
+        made = layer((2, 3, 5, 2), algo, bs_last, torch.float32)
+        x = inputs(made, batch)
+        torch.testing.assert_close(made(x).double(), expected(made, x), rtol=1e-5, atol=1e-5)
+
+
+@each_algo
+@pytest.mark.parametrize(
+    "pattern",
+    [(1, 7, 514, 1), (1, 100, 14, 2), (3, 10, 3, 7), (2, 20, 8, 1), (1, 1, 100, 3), (7, 14, 10, 1)],
+    ids=str,
+)
+def test_row_6_any_size(pattern, algo):
+    made = layer(pattern, algo, dtype=torch.float32)
+    x = inputs(made, 3)
+    assert error(made(x), expected(made, x)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each_algo
+def test_row_7_half_types_accumulate_in_float32(algo, dtype):
+    bound = {torch.float16: 3e-4, torch.bfloat16: 3e-3}[dtype]  # the rounding of the result alone
+    for c in (48, 192, 1024):
+        made = layer((1, 8, c, 2), algo, dtype=dtype, bias=False)
+        x = inputs(made, 16)
+        with torch.no_grad():
+            found = made(x)
+        assert found.dtype == dtype
+        assert error(found, expected(made, x)) < bound, c
+
+
+@each_layout
+@each_algo
+def test_row_11_strides_do_not_matter(algo, bs_last):
+    made = layer((2, 3, 5, 4), algo, bs_last)
+    whole = inputs(made, 4, 6)
+    views = {
+        "transposed": whole.transpose(1, 2) if bs_last else whole.transpose(0, 1),
+        "batch sliced": whole[:, ::2, 1:] if bs_last else whole[::2, 1:],
+        "features apart": random(*whole.shape, 2)[..., 0],
+        "features backwards": random(*reversed(whole.shape)).permute(2, 1, 0),
+        "expanded": inputs(made, 1, 1).expand(*([-1, 4, 6] if bs_last else [4, 6, -1])),
+    }
+    for name, x in views.items():
+        assert not x.is_contiguous(), name
+        torch.testing.assert_close(made(x), made(x.contiguous()), msg=name)
+
+
+def test_functions_take_any_layout_and_storage():
+    weight, pattern = random(2, 3, 5, 4), (2, 3, 5, 4)
+    x = random(7, 40)
+    wanted = x @ matrix(weight).T
+    for name, function in ALGORITHMS.items():
+        torch.testing.assert_close(function(x, weight, pattern, False), wanted)
+        torch.testing.assert_close(function(x.T, weight, pattern, True), wanted.T)
+        if name in STORAGE:
+            stored = STORAGE[name](weight)
+            torch.testing.assert_close(function(x, weight, pattern, stored=stored), wanted)
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize("algo", DERIVING)
+def test_storage_is_kept_while_the_weight_is_what_it_was(algo):
+    made = layer(CHAIN, algo)
+    x = inputs(made, 3)
+    with torch.no_grad():
+        made(x)
+        kept = {place: entry.value for place, entry in made._kept.items()}
+        made(x)
+    assert len(kept) == len(CHAIN)
+    assert all(made._kept[place].value is value for place, value in kept.items())
+
+
+CHANGES = {
+    "in place": lambda made: made.factors[0].mul_(2),
+    "a slice": lambda made: made.factors[0][0].zero_(),
+    "data": lambda made: setattr(made.factors[0], "data", 3 * made.factors[0].data),
+    "data twice": lambda made: [
+        setattr(made.factors[0], "data", k * made.factors[0].detach().clone()) for k in (2, 3)
+    ],
+    "parameter": lambda made: made.factors.__setitem__(
+        0, torch.nn.Parameter(made.factors[0].detach() + 1)
+    ),
+    "loaded": lambda made: made.load_state_dict(layer(CHAIN, seed=5).state_dict()),
+    "assigned": lambda made: made.load_state_dict(layer(CHAIN, seed=5).state_dict(), assign=True),
+    "reset": lambda made: made.reset_parameters(),
+    "dtype and back": lambda made: made.float().double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@each_algo
+def test_a_changed_weight_shows(algo, change):
+    made = layer(CHAIN, algo)
+    x = inputs(made, 3)
+    with torch.no_grad():
+        before = made(x)
+        CHANGES[change](made)
+        found = made(x)
+    torch.testing.assert_close(found, expected(made, x))
+    assert change == "dtype and back" or not torch.allclose(found, before)
+
+
+@each_algo
+def test_another_place_in_the_same_memory_shows(algo):
+    made = layer(CHAIN, algo)
+    x = inputs(made, 3)
+    both = random(2, *CHAIN[0])
+    with torch.no_grad():
+        for weight in both:
+            made.factors[0].data = weight
+            torch.testing.assert_close(made(x), expected(made, x))
+
+
+@each_algo
+def test_an_optimizer_step_shows(algo):
+    made = layer(CHAIN, algo)
+    x = inputs(made, 3)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for _ in range(2):
+        made(x).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(made(x), expected(made, x))
+
+
+@pytest.mark.parametrize("algo", DERIVING)
+def test_nothing_is_kept_where_gradients_are_recorded(algo):
+    made = layer(CHAIN, algo)
+    made(inputs(made, 3)).sum().backward()
+    assert not made._kept
+
+
+@pytest.mark.parametrize("algo", DERIVING)
+def test_what_inference_mode_keeps_serves_gradients_of_the_input(algo):
+    made = layer(CHAIN, algo).requires_grad_(False)
+    x = inputs(made, 3, requires_grad=True)
+    with torch.inference_mode():
+        made(x)
+    made(x).sum().backward()
+    torch.testing.assert_close(x.grad, product(made).sum(0).expand_as(x))
+
+
+@pytest.mark.parametrize("algo", DERIVING)
+def test_tensors_of_inference_mode_count_no_versions(algo):
+    with torch.inference_mode():
+        made = layer(CHAIN, algo)
+        x = inputs(made, 3)
+        made(x)
+        made.factors[0].mul_(2)
+        torch.testing.assert_close(made(x), expected(made, x))
+
+
+def test_another_algorithm_lets_go_of_what_was_kept():
+    made = layer(CHAIN, "dense")
+    with torch.no_grad():
+        made(inputs(made, 3))
+        assert made._kept
+        made.algo = "bmm"
+        assert not made._kept
+
+
+# "auto".
+
+
+def test_auto_is_the_einsum_on_the_cpu():
+    made, wanted = layer(CHAIN), layer(CHAIN, "einsum")
+    x = inputs(made, 3)
+    assert made.algo == "auto" and torch.equal(made(x), wanted(x))
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("refusal", [UnsupportedError("too old"), CompileError("refused")])
+def test_auto_falls_back_to_the_einsum_once_and_says_so(monkeypatch, refusal):
+    calls = []
+
+    def refuse(*arguments, **parameters):
+        calls.append(arguments)
+        raise refusal
+
+    monkeypatch.setattr(implementation, "run_kernel", refuse)
+    made = layer(CHAIN)
+    plain = inputs(made, 3)
+    x = plain.as_subclass(OnGpu)
+    with pytest.warns(UserWarning, match=f"einsum on cuda:0: {refusal.args[0]}"):
+        torch.testing.assert_close(made(x).as_subclass(torch.Tensor), expected(made, plain))
+    made(x)
+    assert len(calls) == 1
+    made.algo = "kernel"
+    with pytest.raises(type(refusal)):
+        made(x)
