@@ -19,6 +19,9 @@
 //   HEAD, Finish             the first of them, over accumulators
 //   REST, Rest               those behind HEAD_SCALARS and HEAD_VECTORS, over the staged tile
 //   PACKED                   whether w comes from hopper_pack.cuh, else by a tensor map
+//   RIGHT_LINES              whether the map has j contiguous, else k (not packed, half types)
+//   PARTIAL                  whether sums over parts of k go to a workspace, for reduce.cuh: the
+//                            gradient by w, with j for n, k for j and n for k
 //   multiply(...)            one wgmma of TILE_COLUMNS; HALF_INPUT: whether x is no float
 //   PARAMETER_BYTES          what lowering makes of Parameters
 #pragma once
@@ -36,7 +39,10 @@ constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a threa
 constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;         // of w: split into high and low words
 
 constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
-constexpr int W_BYTES = COPIES * TILE_COLUMNS * ROW_BYTES;  // one block along k
+// One block of w along k: for each copy TILE_COLUMNS rows of 128 bytes along k, else as many along j.
+constexpr int W_PARTS = RIGHT_LINES ? (TILE_COLUMNS + ROW - 1) / ROW : 1;
+constexpr int W_BYTES = RIGHT_LINES ? W_PARTS * TILE_DEPTH * ROW_BYTES
+                                    : COPIES * TILE_COLUMNS * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + (RESIDENT ? 0 : W_BYTES);
 constexpr int RESIDENT_BYTES = RESIDENT * W_BYTES;
 // A warpgroup's part of y: BATCH_LAST blocks of (TILE_COLUMNS, ROW), else of (64, ROW).
@@ -46,26 +52,34 @@ constexpr int OUT_BYTES = OUT_BLOCKS * OUT_BLOCK_BYTES;
 
 // Laid out by kernlib/ops/kronecker_sparse_lowering_hopper.py.
 struct Maps {
-    TensorMap x, y;
+    TensorMap x;
+#if !PARTIAL
+    TensorMap y;
+#endif
 #if !PACKED
     TensorMap w;
 #endif
 };
 
-struct Weights {
+struct Workspaces {
 #if PACKED
     const unsigned char* packed;  // by hopper_pack.cuh
+#endif
+#if PARTIAL
+    float* partial;               // (split, i, l, row, column), rows of `pitch` columns
 #endif
 };
 
 struct Fixed {
     int row_tiles, column_tiles;  // of a group
-    int lanes;                    // d
-    int columns, depth;           // b, c
-    u32 tiles;                    // of all groups
+    int blocks, lanes;            // a, d
+    int rows, columns, depth;     // batch, b, c
+    int split_depth;              // blocks of k of a part
+    int pitch;
+    u32 tiles;                    // of all groups and parts
 };
 
-struct Parameters : Maps, Weights, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+struct Parameters : Maps, Workspaces, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 struct Read {
@@ -83,10 +97,10 @@ struct Shared {
     u64 *full, *empty, *weights_full, *weights_empty;
 };
 
-// A tile's place. Row tiles of a group are neighbours where its weights stay; else the column tiles of
-// the same rows, so that x comes from L2.
+// A tile's place, and its blocks of k. Row tiles of a group are neighbours where its weights stay; else
+// the column tiles of the same rows, so that x comes from L2.
 struct Tile {
-    int group, row, column, block, lane;
+    int group, row, column, block, lane, split, first, depth;
     __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
         if (RESIDENT) {
             row = index % p.row_tiles;
@@ -99,6 +113,15 @@ struct Tile {
         }
         lane = group % p.lanes;
         block = group / p.lanes;
+        int all = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
+        split = first = 0;
+        depth = all;
+        if (PARTIAL) {
+            split = block / p.blocks;
+            block %= p.blocks;
+            first = split * p.split_depth;
+            depth = min(p.split_depth, all - first);
+        }
     }
 };
 
@@ -120,18 +143,26 @@ struct Range {
 };
 
 __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters& p, u64* barrier,
-                                             const Tile& tile, int block, int blocks) {
-    int pair = tile.block * p.lanes + tile.lane;
+                                             const Tile& tile, int block) {
+    int column = tile.column * TILE_COLUMNS, k = block * TILE_DEPTH;
 #if PACKED
-    i64 place = (i64(pair) * p.column_tiles + tile.column) * blocks + block;
+    i64 pair = i64(tile.block) * p.lanes + tile.lane;
+    i64 place = (pair * p.column_tiles + tile.column) * tile.depth + block;
     load_bytes(to, p.packed + place * W_BYTES, barrier, W_BYTES);
 #else
-    load_box(to, p.w, barrier, block * TILE_DEPTH, tile.column * TILE_COLUMNS, pair, 0);
+    if (RIGHT_LINES) {
+#pragma unroll
+        for (int part = 0; part < W_PARTS; ++part)
+            load_box(to + part * TILE_DEPTH * ROW_BYTES, p.w, barrier, column + part * ROW, tile.lane,
+                     k, tile.block);
+    } else {
+        load_box(to, p.w, barrier, k, tile.lane, column, tile.block);
+    }
 #endif
 }
 
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
-                                           const Tile& tile, int block, int blocks) {
+                                           const Tile& tile, int block) {
     barrier_expect(barrier, STAGE_BYTES);
     int row = tile.row * TILE_ROWS, k = block * TILE_DEPTH;
     if (BATCH_LAST) {
@@ -140,30 +171,27 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
             load_box(to + part * TILE_DEPTH * ROW_BYTES, p.x, barrier, row + part * ROW, tile.lane, k,
                      tile.block);
     } else {
-        load_box(to, p.x, barrier, k, tile.block, row, 0);
+        load_box(to, p.x, barrier, k, tile.lane, row, tile.block);
     }
-    if (!RESIDENT) load_weights(to + X_BYTES, p, barrier, tile, block, blocks);
+    if (!RESIDENT) load_weights(to + X_BYTES, p, barrier, tile, block);
 }
 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
-    int depth_blocks = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
     int stage = 0, parity = 1, group = -1, groups = 0;
     Range range(p.tiles);
     for (u32 index = range.first; index < range.last; index += range.step) {
         Tile tile(p, index);
         if (RESIDENT && tile.group != group) {
             barrier_wait(s.weights_empty, (groups & 1) ^ 1);
-            barrier_expect(s.weights_full, depth_blocks * W_BYTES);
-            for (int block = 0; block < depth_blocks; ++block)
-                load_weights(s.weights + block * W_BYTES, p, s.weights_full, tile, block,
-                             depth_blocks);
+            barrier_expect(s.weights_full, tile.depth * W_BYTES);
+            for (int block = 0; block < tile.depth; ++block)
+                load_weights(s.weights + block * W_BYTES, p, s.weights_full, tile, block);
             group = tile.group;
             ++groups;
         }
-        for (int block = 0; block < depth_blocks; ++block) {
+        for (int block = 0; block < tile.depth; ++block) {
             barrier_wait(&s.empty[stage], parity);
-            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, block,
-                       depth_blocks);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, tile.first + block);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
@@ -174,7 +202,6 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
 
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     int warpgroup = threadIdx.x / 128 - 1;
-    int depth_blocks = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
     int stage = 0, parity = 0, group = -1, groups = 0, buffer = 0;
     Finish finish(Read{p});
     Range range(p.tiles);
@@ -186,13 +213,17 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
             ++groups;
         }
         float sums[SUMS];
-        multiply_tile(sums, s, warpgroup, p.depth, depth_blocks, stage, parity);
+        multiply_tile(sums, s, warpgroup, p.depth - tile.first * TILE_DEPTH, tile.depth, stage, parity);
         if (RESIDENT && (index + 1 == range.last || (index + 1) % p.row_tiles == 0)) {
             if (threadIdx.x % 32 == 0) barrier_arrive(s.weights_empty);
         }
+#if PARTIAL
+        store_partial(sums, p, tile, warpgroup);
+#else
         store_tile(sums, finish, p, s.out + (buffer * WARPGROUPS + warpgroup) * OUT_BYTES, tile,
                    warpgroup);
         if (++buffer == OUT_BUFFERS) buffer = 0;
+#endif
     }
     if (threadIdx.x % 128 == 0) wait_for_stores();
 }

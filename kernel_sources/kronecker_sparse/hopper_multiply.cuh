@@ -12,11 +12,11 @@ __device__ __forceinline__ u64 weights_descriptor(const Shared& s, int stage, in
     u32 address = shared_address(RESIDENT ? s.weights + block * W_BYTES
                                           : s.stages + stage * STAGE_BYTES + X_BYTES);
     return PACKED ? core_matrices_descriptor(address, TILE_COLUMNS * 16, 128)
-                  : matrix_descriptor(address, 16, 8 * ROW_BYTES);
+                  : matrix_descriptor(address, TILE_DEPTH * ROW_BYTES, 8 * ROW_BYTES);
 }
 
 // From one wgmma's part of w to the next one's, and from high to low words, in units of 16 bytes.
-constexpr int WEIGHTS_STEP = PACKED ? 2 * TILE_COLUMNS : 2;
+constexpr int WEIGHTS_STEP = PACKED ? 2 * TILE_COLUMNS : RIGHT_LINES ? STEP * ROW_BYTES / 16 : 2;
 constexpr int WEIGHTS_COPY = TILE_COLUMNS * ROW_BYTES / 16;
 
 #if HALF_INPUT

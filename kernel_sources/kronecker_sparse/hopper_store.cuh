@@ -56,6 +56,24 @@ __device__ __forceinline__ void finish_staged(u32 out, const Parameters& p, i64 
     }
 }
 
+#if PARTIAL
+// The sums as they are, each pair of columns side by side.
+__device__ __forceinline__ void store_partial(const float (&sums)[SUMS], const Parameters& p,
+                                              const Tile& tile, int warpgroup) {
+    int lane = threadIdx.x % 32, first = tile.column * TILE_COLUMNS + lane % 4 * 2;
+    int row = tile.row * TILE_ROWS + warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    i64 group = (i64(tile.split) * p.blocks + tile.block) * p.lanes + tile.lane;
+    float* to = p.partial + (group * p.rows + row) * p.pitch + first;
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 2) {
+        int line = i / 2 % 2 * 8, column = i / 4 * 8;
+        if (row + line < p.rows && first + column < p.pitch) {
+            Vector<float, 2> pair = {sums[i], sums[i + 1]};
+            store_vector(to + i64(line) * p.pitch + column, pair);
+        }
+    }
+}
+#else
 __device__ __forceinline__ void store_tile(float (&sums)[SUMS], const Finish& finish,
                                            const Parameters& p, unsigned char* out,
                                            const Tile& tile, int warpgroup) {
@@ -87,8 +105,9 @@ __device__ __forceinline__ void store_tile(float (&sums)[SUMS], const Finish& fi
             if (BATCH_LAST)
                 store_box(p.y, from, row + block * ROW, tile.lane, first, tile.block);
             else
-                store_box(p.y, from, first + block * ROW, tile.block, row, 0);
+                store_box(p.y, from, first + block * ROW, tile.lane, row, tile.block);
         }
         commit_stores();
     }
 }
+#endif

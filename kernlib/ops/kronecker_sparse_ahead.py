@@ -131,13 +131,8 @@ def _backward(request: Request, call: checks.Call) -> list[tuple[tuple, lowering
         swapped = weight.transpose(1, 2)
         found.append(((), plans.problem_of(turned, back, grad, swapped, None, precision)))
     if weight.requires_grad:
-        sizes = (descriptor.out_features, descriptor.in_features)
-        seen = [
-            plans.view_of(t, last) or plans.copied_view(size, call.batch, last)
-            for t, size in zip((grad, x), sizes, strict=True)
-        ]
-        kind = plans.kernel_precision(precision)
-        pattern = descriptor.pattern
+        pattern, kind = descriptor.pattern, plans.kernel_precision(precision)
+        seen, _, _ = plans.gradient_views(grad, x, pattern, call.batch, last)
         found.append(((), plans.gradient_problem(pattern, call.batch, *seen, call.dtype, kind)))
     return found
 

@@ -19,6 +19,7 @@ from types import ModuleType
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
 from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
 from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
@@ -50,7 +51,8 @@ __all__ = [
 ]
 
 # By preference: untuned, a problem goes to the first kind that has a candidate for it.
-KINDS: dict[str, ModuleType] = {kind.KIND: kind for kind in (interleaved, hopper, portable)}
+_MODULES = (gradient, interleaved, hopper, portable)
+KINDS: dict[str, ModuleType] = {kind.KIND: kind for kind in _MODULES}
 
 
 def lower(

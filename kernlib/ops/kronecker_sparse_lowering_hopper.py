@@ -26,7 +26,7 @@ from kernlib.tensor_map import TensorMap
 
 KIND = "hopper"
 TILE_ROWS = 128
-FIXED = "<6i"
+FIXED = "<10i"  # struct Fixed
 # Columns of a tile: accumulators are half as many a thread; fp32 keeps two sets of them.
 COLUMNS = {"half": (16, 32, 48, 64, 96, 128, 192, 256), "float": (16, 32, 48, 64, 96, 128)}
 RESIDENT = (1, 2, 4)  # blocks of a weight along its depth that may stay in shared memory
@@ -78,7 +78,8 @@ def lower(
     packed = _packing(variant)
     row_tiles, column_tiles = ceil(problem.rows, TILE_ROWS), packed.tiles(problem)
     tiles = row_tiles * column_tiles * problem.blocks * problem.lanes
-    sizes = (row_tiles, column_tiles, problem.lanes, problem.columns, problem.depth, tiles)
+    extents = (problem.blocks, problem.lanes, problem.rows, problem.columns, problem.depth)
+    sizes = (row_tiles, column_tiles, *extents, 0, 0, tiles)
     maps, pointers = _maps(problem, variant)
     names = tuple((f"vector{k}", 0) for k in range(len(text.vectors(epilogue))))
     main = Step(
@@ -139,7 +140,7 @@ def _batch_last(problem: Problem) -> bool | None:
     """Whether rows lie side by side; None for what the copy engine or the tiles do not take."""
     rows, depth = problem.rows, problem.depth
     tiles = ceil(rows, TILE_ROWS) * ceil(problem.columns, 16) * problem.blocks * problem.lanes
-    if depth > wgmma.MAX_DEPTH or tiles > wgmma.MAX_TILES:
+    if wgmma.is_deep(problem) or tiles > wgmma.MAX_TILES:
         return None
     left, out = problem.left, problem.out
     if rows > 1 and left.line == out.row == 1 and _takes(problem, True):
@@ -160,14 +161,14 @@ def _takes(problem: Problem, batch_last: bool) -> bool:
 
 def _extents(problem: Problem, batch_last: bool) -> tuple[tuple, tuple]:
     """Sizes and strides, in elements, of x and of y as their maps have them."""
-    left, out = problem.left, problem.out
+    left, out, lanes, blocks = problem.left, problem.out, problem.lanes, problem.blocks
     rows, columns, depth = problem.rows, problem.columns, problem.depth
     if batch_last:
-        x = (rows, problem.lanes, depth, problem.blocks), (left.lane, left.depth, left.block)
-        y = (rows, problem.lanes, columns, problem.blocks), (out.lane, out.column, out.block)
+        x = (rows, lanes, depth, blocks), (left.lane, left.depth, left.block)
+        y = (rows, lanes, columns, blocks), (out.lane, out.column, out.block)
     else:
-        x = (depth, problem.blocks, rows, 1), (left.block, left.line, 0)
-        y = (columns, problem.blocks, rows, 1), (out.block, out.row, 0)
+        x = (depth, lanes, rows, blocks), (left.lane, left.line, left.block)
+        y = (columns, lanes, rows, blocks), (out.lane, out.row, out.block)
     return x, y
 
 
@@ -179,15 +180,18 @@ def _variant(problem: Problem, columns: int) -> Variant:
 
 
 def _is_packed_already(problem: Problem) -> bool:
-    """Whether a weight's rows can be copied as they are: depths side by side, d = 1."""
-    right = problem.right
-    sizes = (problem.depth, problem.columns, problem.blocks)
-    side_by_side = right.depth == 1 or problem.depth == 1
-    return (
-        problem.lanes == 1
-        and side_by_side
-        and wgmma.addressable(problem.dtype, right.alignment, sizes, (right.line, right.block))
-    )
+    """Whether a weight's rows can be copied as they are: depths side by side."""
+    side_by_side = problem.right.depth == 1 or problem.depth == 1
+    alignment = problem.right.alignment
+    sizes, strides = weight_extent(problem)
+    return side_by_side and wgmma.addressable(problem.dtype, alignment, sizes, strides)
+
+
+def weight_extent(problem: Problem) -> tuple[tuple, tuple]:
+    """Sizes and strides, in elements, of the weight as its map has it."""
+    right, lanes, blocks = problem.right, problem.lanes, problem.blocks
+    sizes = (problem.depth, lanes, problem.columns, blocks)
+    return sizes, (right.lane, right.line, right.block)
 
 
 def _resident(dtype: str, precision: str, columns: int, width: int, depth: int) -> int:
@@ -253,6 +257,8 @@ constexpr int OUT_BUFFERS = {sizes.out_buffers};
 constexpr int RESIDENT = {resident};
 constexpr int PRODUCTS = {wgmma.products_of(dtype, precision)};
 constexpr int PARAMETER_BYTES = {_parameter_bytes(epilogue, variant)};
+constexpr bool RIGHT_LINES = false;
+#define PARTIAL 0
 #define PACKED {int(packed)}
 #define HALF_INPUT {int(dtype != "float32")}
 
@@ -286,9 +292,7 @@ def _maps(problem: Problem, variant: Variant) -> tuple[tuple[TensorMap, ...], tu
     maps = [_map(dtype, *extent, box) for extent, box in zip((x, y), boxes, strict=True)]
     if variant.packed:
         return tuple(maps), (("left", 0), ("out", 0), ("workspace", 0))
-    sizes = (problem.depth, problem.columns, problem.blocks, 1)
-    strides = (problem.right.line, problem.right.block, 0)
-    maps.append(_map(dtype, sizes, strides, (row, columns, 1, 1)))
+    maps.append(_map(dtype, *weight_extent(problem), (row, 1, columns, 1)))
     return tuple(maps), (("left", 0), ("out", 0), ("right", 0))
 
 

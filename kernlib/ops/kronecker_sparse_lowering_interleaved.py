@@ -153,7 +153,7 @@ def _columns(dtype: str, shape: Shape, count: int) -> list[int]:
 def _shape(problem: Problem) -> Shape | None:
     """How tiles take a problem's l; None for what the copy engine or the tiles do not take."""
     left, out, d = problem.left, problem.out, problem.lanes
-    if d == 1 or left.lane != 1 or out.lane != 1 or problem.depth > wgmma.MAX_DEPTH:
+    if d == 1 or left.lane != 1 or out.lane != 1 or wgmma.is_deep(problem):
         return None
     tiles = ceil(problem.rows, 64) * ceil(problem.columns, 16) * problem.blocks * d
     if tiles > wgmma.MAX_TILES:

@@ -103,10 +103,10 @@ def lower(
     variant = _variant(problem, tile, count > 1)
     made = spec(() if count > 1 else epilogue, variant, arch)
     if count > 1:
-        partial, one = _partial_layout(problem)
+        partial, one = partial_layout(problem)
         grid, fixed = _launch(problem, tile, partial, one, count)
         main = Step(made, grid, fixed, (("left", 0), ("right", 0), ("workspace", 0)))
-        return Lowered((main, _reduce(problem, partial, one, count)), 4 * one * count)
+        return Lowered((main, reduce_step(problem, partial, one, count)), 4 * one * count)
     grid, fixed = _launch(problem, tile, problem.out, 0, 1)
     vectors = tuple((f"vector{k}", 0) for k in range(len(text.vectors(epilogue))))
     pointers = (("left", 0), ("workspace" if packs else "right", 0), ("out", 0), *vectors)
@@ -380,7 +380,7 @@ def _pack(problem: Problem, made: Layout) -> Step:
     return Step(pack_spec(problem.dtype), (ceil(total, THREADS), 1), fixed, pointers)
 
 
-def _partial_layout(problem: Problem) -> tuple[OutLayout, int]:
+def partial_layout(problem: Problem) -> tuple[OutLayout, int]:
     """Where one split's sums go, rows padded to whole runs, and the elements of one split."""
     pitch = ceil(problem.columns, REDUCE_RUN) * REDUCE_RUN
     lane = problem.rows * pitch
@@ -388,7 +388,7 @@ def _partial_layout(problem: Problem) -> tuple[OutLayout, int]:
     return OutLayout(block, lane, pitch, 1), problem.blocks * block
 
 
-def _reduce(problem: Problem, partial: OutLayout, one: int, count: int) -> Step:
+def reduce_step(problem: Problem, partial: OutLayout, one: int, count: int) -> Step:
     total = one // REDUCE_RUN
     if total > MAX_BLOCKS:
         raise UnsupportedError(

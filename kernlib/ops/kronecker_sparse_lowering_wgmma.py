@@ -13,16 +13,18 @@ ARCH = "sm_90a"
 THREADS = 384
 ROW_BYTES = 128  # of a swizzled row of shared memory
 MAX_STAGES = 8
-MAX_DEPTH = 4096  # deeper problems, gradients by the weight, have too few tiles
+DEEP = 1024  # depth from which few tiles are summed in parts
 MAX_TILES = 2**31 - 1
 _CHEAP = ("+", "-", "*", "neg", "abs", "max", "min")
 _KINDS = {"float16": ("f16", 16), "bfloat16": ("bf16", 16), "float32": ("tf32", 8)}
 
 
-def multiply(dtype: str, columns: int, registers: bool, along_rows: bool = False) -> str:
+def multiply(
+    dtype: str, columns: int, registers: bool, left_lines: bool = False, right_lines: bool = False
+) -> str:
     """CUDA text of ``multiply(sums, a, b, accumulate)``: one wgmma of 64 rows by ``columns``, with
-    ``a`` in four registers of a thread or, by a descriptor, in shared memory, there
-    ``along_rows`` if its neighbours are rows; ``b`` by a descriptor, its neighbours depths."""
+    ``a`` in four registers of a thread or, by a descriptor, in shared memory, and ``b`` there:
+    depths are neighbours or, as the last arguments say, rows of ``a`` and columns of ``b``."""
     kind, depth = _KINDS[dtype]
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
@@ -34,7 +36,8 @@ def multiply(dtype: str, columns: int, registers: bool, along_rows: bool = False
     else:
         parameter, left, next_ = "u64 a", f"%{count}", count + 1
         given = '"l"(a)'
-    transposes = "" if dtype == "float32" else ", 0" if registers else f", {int(along_rows)}, 0"
+    transposes = "" if registers else f", {int(left_lines)}"
+    transposes = "" if dtype == "float32" else f"{transposes}, {int(right_lines)}"
     shape = f"m64n{columns}k{depth}.f32.{kind}.{kind}"
     return f"""__device__ __forceinline__ void multiply(float (&d)[{count}], {parameter},
                                          u64 b, int accumulate) {{
@@ -87,6 +90,11 @@ def products(problem: Problem) -> int:
 
 def products_of(dtype: str, precision: str) -> int:
     return 3 if (dtype, precision) == ("float32", "fp32") else 1
+
+
+def is_deep(problem: Problem) -> bool:
+    """Whether tiles are few and their sums long, as in the gradient of a weight."""
+    return problem.depth > DEEP and problem.depth >= 4 * max(problem.rows, problem.columns)
 
 
 def addressable(dtype: str, alignment: int, sizes: tuple, strides: tuple[int, ...]) -> bool:

@@ -16,6 +16,7 @@ from kernlib.descriptors.kronecker_sparse import KroneckerSparse
 from kernlib.jit import tuning
 from kernlib.launch import Plan, arch_of, load, model
 from kernlib.ops import kronecker_sparse_lowering as lowering
+from kernlib.ops.kronecker_sparse import TURNED_LINE
 from kernlib.ops.kronecker_sparse_checks import KERNEL_TYPES, Call
 from kernlib.ops.tensors import span
 
@@ -39,6 +40,7 @@ class KroneckerPlan(NamedTuple):
     apart: bool  # a given out is written by a copy
     workspace: int
     steps: tuple[tuple[Plan, tuple[tuple[int, int], ...], int], ...]  # table of pointers, scalars
+    turned: bool = False  # operands are copied from batch first to batch last
 
 
 class View(NamedTuple):
@@ -209,24 +211,36 @@ def gradient_plan(
     grad: torch.Tensor, x: torch.Tensor, pattern, batch_last: bool, precision: str | None
 ) -> KroneckerPlan:
     """The plan of the gradient of a weight, its kernels loaded."""
-    a, b, c, d = pattern
-    sizes, tensors = (a * b * d, a * c * d), (grad, x)
-    batch, device = grad.numel() // sizes[0], x.get_device()
+    device = x.get_device()
     arch_of(device)
-    given = [view_of(t, batch_last) for t in tensors]
-    copies = [
-        _copy_shape(view, t, size, batch_last)
-        for view, t, size in zip(given, tensors, sizes, strict=True)
-    ]
-    seen = [v or copied_view(n, batch, batch_last) for v, n in zip(given, sizes, strict=True)]
+    batch = grad.numel() // (pattern[0] * pattern[1] * pattern[3])
+    seen, copies, turned = gradient_views(grad, x, pattern, batch, batch_last)
     steps, workspace = (), 0
     if batch:
         problem = gradient_problem(pattern, batch, *seen, x.dtype, kernel_precision(precision))
         lowered = lower((), problem, device)
         steps, workspace = _steps(lowered, device), lowered.workspace
     return KroneckerPlan(
-        pattern, x.dtype, x.device, *copies, (), (), (), 0, False, workspace, steps
+        pattern, x.dtype, x.device, *copies, (), (), (), 0, False, workspace, steps, turned
     )
+
+
+def gradient_views(
+    grad: torch.Tensor, x: torch.Tensor, pattern, batch: int, batch_last: bool
+) -> tuple[list[View], list[tuple | None], bool]:
+    """Views of both operands of the gradient of a weight, the shapes that they are copied to, and
+    whether they are turned from batch first to batch last, in lines of whole 16 bytes."""
+    a, b, c, d = pattern
+    if d > 1 and not batch_last:
+        return [View(1, -(-batch // TURNED_LINE) * TURNED_LINE)] * 2, [None, None], True
+    sizes, tensors = (a * b * d, a * c * d), (grad, x)
+    given = [view_of(t, batch_last) for t in tensors]
+    copies = [
+        _copy_shape(view, t, size, batch_last)
+        for view, t, size in zip(given, tensors, sizes, strict=True)
+    ]
+    seen = [v or copied_view(n, batch, batch_last) for v, n in zip(given, sizes, strict=True)]
+    return seen, copies, False
 
 
 def _steps(lowered: lowering.Lowered, device: int) -> tuple:
