@@ -11,12 +11,23 @@ import math
 import sys
 from pathlib import Path
 
+from benchmarks import kronecker_sparse_summary as kronecker_sparse
 from benchmarks.harness import number
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 NOTHING = "No results committed yet."
 HEADER = ("case", "kernlib", "floor", "rivals", "error")
+SHOWN = len(kronecker_sparse.SHOWN)
+FACTORS = (
+    "factor",
+    *(c for k in kronecker_sparse.SHOWN for c in (k, "floor", "best rival", "error")),
+)
+# How many times longer the best rival takes; means are geometric.
+SUMMARIES = (
+    "cases", "fastest in", "best rival, mean", "best rival, least", "over floor, mean",
+    "largest error",
+)  # fmt: skip
 
 
 class MissingMarkers(Exception):
@@ -40,8 +51,17 @@ def _section(family: str, found: dict) -> str:
         f"**{family.replace('_', ' ').capitalize()}** on {found['gpu']}, driver {found['driver']}, "
         f"torch {found['torch']}, NVRTC {found['nvrtc']}, {found['date']}"
     )
-    lines = [_line(HEADER), "|---|---:|---:|---|---:|", *map(_row, found["rows"])]
-    return "\n".join([head, "", *lines])
+    tables = _TABLES.get(family, _rows)(found["rows"])
+    return "\n\n".join([head, *tables])
+
+
+def _rows(rows: list[dict]) -> list[str]:
+    """One table of all rows."""
+    return [_table(HEADER, "|---|---:|---:|---|---:|", map(_row, rows))]
+
+
+def _table(header, rule: str, lines) -> str:
+    return "\n".join([_line(header), rule, *lines])
 
 
 def _line(cells) -> str:
@@ -49,10 +69,13 @@ def _line(cells) -> str:
 
 
 def _row(row: dict) -> str:
-    unit = row["unit"]
-    floor = f"{quantity(row['floor'], unit)} ({row['bound']})" if row["floor"] else ""
     rivals = ", ".join(_rival(name, row) for name in row["rivals"])
-    return _line((row["case"], quantity(row["ours"], unit), floor, rivals, _error(row["error"])))
+    ours = quantity(row["ours"], row["unit"])
+    return _line((row["case"], ours, _floor(row), rivals, _error(row["error"])))
+
+
+def _floor(row: dict) -> str:
+    return f"{quantity(row['floor'], row['unit'])} ({row['bound']})" if row["floor"] else ""
 
 
 def _rival(name: str, row: dict) -> str:
@@ -64,6 +87,46 @@ def _rival(name: str, row: dict) -> str:
 
 def _error(error: float | None) -> str:
     return "" if error is None else f"{error:.1e}"
+
+
+# Families with more rows than README has room for.
+
+
+def _kronecker_sparse(rows: list[dict]) -> list[str]:
+    """The factors, a row for all SHOWN kinds; summaries of the other sections; all other rows."""
+    factors = [_factor(*item) for item in kronecker_sparse.factors(rows).items()]
+    summaries = [_summary(*item) for item in kronecker_sparse.summaries(rows).items()]
+    tables = [_table(FACTORS, "|---|" + "---:|---:|---|---:|" * SHOWN, factors)] if factors else []
+    if summaries:
+        tables.append(_table(SUMMARIES, "|---|" + "---:|" * (len(SUMMARIES) - 1), summaries))
+    others = kronecker_sparse.others(rows)
+    return [*tables, *(_rows(others) if others else [])]
+
+
+def _factor(name: str, kinds: dict[str, dict]) -> str:
+    cells = [name]
+    for kind in kronecker_sparse.SHOWN:
+        cells += _cells(kinds[kind]) if kind in kinds else [""] * 4
+    return _line(cells)
+
+
+def _cells(row: dict) -> list[str]:
+    rivals = row["rivals"]
+    best = _rival(kronecker_sparse.best_rival(row), {**row, "rival_errors": {}}) if rivals else ""
+    return [quantity(row["ours"], row["unit"]), _floor(row), best, _error(row["error"])]
+
+
+def _summary(name: str, found: kronecker_sparse.Summary) -> str:
+    wins = f"{found.wins} of {found.compared}" if found.compared else ""
+    times = (_times(found.speed_up), _times(found.least), _times(found.over_floor))
+    return _line((f"{name}: {found.cases}", wins, *times, _error(found.error)))
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{number(value)}×"
+
+
+_TABLES = {"kronecker_sparse": _kronecker_sparse}
 
 
 def quantity(value: float, unit: str) -> str:

@@ -123,7 +123,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_block", "_encoders", "_function", "_numbers", "_pointers", "device", "grid", "kernel",
+        "_block", "_encoders", "_function", "_mapped", "_numbers", "_pointers", "device", "grid",
+        "kernel",
     )  # fmt: skip
 
     def __init__(
@@ -146,6 +147,7 @@ class Plan:
         start = -ctypes.addressof(memory) % MAP_ALIGNMENT
         first = ctypes.addressof(memory) + start
         self._encoders = _encoders(maps, first) if maps else []
+        self._mapped: tuple[int, ...] = ()  # addresses that the maps hold
         place = start + MAP_BYTES * len(maps)
         memory[place + size : place + size + len(fixed)] = fixed
         arguments = (ctypes.c_void_p * 1)(first)
@@ -160,9 +162,10 @@ class Plan:
         never, when they are 0."""
         memory, place, numbers_place, _ = self._block
         if self._encoders:
-            for encode, address in zip(self._encoders, pointers, strict=False):
-                encode(address)
-            pointers = pointers[len(self._encoders) :]
+            count = len(self._encoders)
+            if pointers[:count] != self._mapped:
+                self._encode(pointers[:count])
+            pointers = pointers[count:]
         self._pointers.pack_into(memory, place, *pointers)
         if numbers is not None:
             self._numbers.pack_into(memory, numbers_place, *numbers)
@@ -173,6 +176,12 @@ class Plan:
                 self.repeat()
         if events.listening():
             self._report()
+
+    def _encode(self, addresses: tuple[int, ...]) -> None:
+        self._mapped = ()  # should one be refused
+        for encode, address in zip(self._encoders, addresses, strict=True):
+            encode(address)
+        self._mapped = addresses
 
     def repeat(self) -> None:
         """Launch with what the last :meth:`launch` was given, on the plan's device, which must be

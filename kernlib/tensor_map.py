@@ -32,7 +32,7 @@ class TensorMap(NamedTuple):
 class Encoder:
     """Encodes one map to a place in memory that its owner keeps."""
 
-    __slots__ = ("_address", "_arguments", "_map", "_place")
+    __slots__ = ("_arguments", "_map")
 
     def __init__(self, tensor_map: TensorMap, place: int):
         rank = len(tensor_map.sizes)
@@ -46,17 +46,14 @@ class Encoder:
         # No interleaving; boxes are filled up with zeros.
         flags = (0, swizzle, _PROMOTE_256_BYTES, 0)
         self._arguments = (head, (*tail, *map(ctypes.c_int, flags)))
-        self._map, self._address = tensor_map, None
+        self._map = tensor_map
 
     def __call__(self, address: int) -> None:
         """Encode the map of a tensor at ``address``. Raises RuntimeError if the driver refuses."""
-        if address == self._address:
-            return
         head, tail = self._arguments
         status = _encode_tiled()(*head, ctypes.c_void_p(address), *tail)
         if status != 0:
             raise RuntimeError(f"the driver refused {self._map} at {address:#x}: error {status}")
-        self._address = address
 
 
 @lru_cache(maxsize=1)

@@ -22,7 +22,8 @@ COMMITTED = ROOT / "tests" / "gpu_record.json"
 GPU_TESTS = ROOT / "tests" / "gpu"
 RENEW = "run `pytest tests/gpu` on a machine with an NVIDIA GPU and commit tests/gpu_record.json"
 
-# Of each family: patterns of files below ROOT, and the CUDA file whose includes belong to it.
+# Of each family: patterns of files below ROOT, and patterns of CUDA files, below kernel_sources,
+# that belong to it with all that they include.
 FAMILIES = {
     "pairwise": (
         (
@@ -36,7 +37,23 @@ FAMILIES = {
             "tests/gpu/pairwise_*.py",  # what those tests share
             "tests/gpu/sanitized_calls.py",
         ),
-        "pairwise/pairwise.cuh",
+        ("pairwise/pairwise.cuh",),
+    ),
+    "kronecker_sparse": (
+        (
+            "kernlib/ops/kronecker_sparse*.py",
+            "kernlib/ops/tensors.py",
+            "kernlib/ops/hyperparameters.py",
+            "kernlib/ops/expression_source.py",
+            "kernlib/reference/kronecker_sparse.py",
+            "kernlib/reference/expressions.py",
+            "kernlib/nn/*.py",
+            "kernlib/tensor_map.py",
+            "tests/gpu/test_kronecker_sparse*.py",
+            "tests/gpu/kronecker_sparse_*.py",
+        ),
+        # math.cuh is included by what lowering generates.
+        ("kronecker_sparse/*.cuh", "common/math.cuh"),
     ),
     "service": (
         (
@@ -48,7 +65,7 @@ FAMILIES = {
             "kernlib/ops/candidates.py",
             "tests/gpu/test_service*.py",
         ),
-        None,
+        (),
     ),
 }
 
@@ -67,10 +84,11 @@ def family_of(path: Path) -> str | None:
 
 def files(family: str, root: Path = ROOT) -> list[str]:
     """Names, relative to ``root``, of all files a family's digest covers, sorted."""
-    patterns, entry = FAMILIES[family]
+    patterns, entries = FAMILIES[family]
     found = {path.relative_to(root).as_posix() for p in patterns for path in root.glob(p)}
-    if entry is not None:
-        closure = sources.closure(f'#include "{entry}"')
+    folder = sources.root()
+    for path in (path for entry in entries for path in folder.glob(entry)):
+        closure = sources.closure(f'#include "{path.relative_to(folder).as_posix()}"')
         found |= {f"kernel_sources/{name}" for name in closure}
     return sorted(found)
 

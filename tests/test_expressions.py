@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ PYTHON = {
     "log1p": math.log1p,
     "max": max,
     "min": min,
+    "ndtr": statistics.NormalDist().cdf,
     "pow": math.pow,
     "sin": math.sin,
     "sqrt": math.sqrt,
@@ -34,7 +36,7 @@ PYTHON = {
     "e": math.e,
 }
 PARAMETERS = ("gain", "shift")
-TAME = ("abs", "cos", "erf", "sin", "tanh")  # defined everywhere and never large
+TAME = ("abs", "cos", "erf", "ndtr", "sin", "tanh")  # defined everywhere and never large
 
 
 def by_torch(text, v, **parameters):

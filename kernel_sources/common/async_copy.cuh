@@ -20,3 +20,9 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
+
+// Arrives at an mbarrier once every copy this thread began is over.
+__device__ __forceinline__ void arrive_after_copies(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];"
+                 :: "r"(static_cast<u32>(__cvta_generic_to_shared(barrier))) : "memory");
+}

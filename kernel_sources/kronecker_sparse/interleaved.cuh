@@ -18,6 +18,7 @@
 //                            hopper.cuh
 #pragma once
 
+#include "common/async_copy.cuh"
 #include "common/hopper.cuh"
 #include "kronecker_sparse/epilogue.cuh"
 
@@ -28,7 +29,7 @@ constexpr int SPAN = LANES * HALVES;                  // l of a tile
 constexpr int ROW_DEPTH = ROW_BYTES / SIZE / SPAN;    // k of one row of x in shared memory
 constexpr int ROW_BLOCKS = TILE_DEPTH / ROW_DEPTH;    // such rows of a stage, for each n
 constexpr int TILE_ROWS = HALVES == 2 ? 64 : 128;
-constexpr int THREADS = 384;
+constexpr int PRODUCERS = 128, THREADS = 384;
 constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a thread for one l
 constexpr int STEP = 32 / SIZE;                       // k of one wgmma
 constexpr int STEPS = TILE_DEPTH / STEP;
@@ -49,19 +50,34 @@ constexpr int OUT_BYTES = OUT_BLOCKS * OUT_BLOCK_BYTES;
 constexpr int OUT_COLUMNS = ROW_DEPTH < 8 ? 8 : ROW_DEPTH;  // j that are staged and stored together
 
 // Laid out by kernlib/ops/kronecker_sparse_lowering_interleaved.py.
+#if MERGED
 struct Maps { TensorMap x, y; };
-
-struct Weights { const unsigned char* packed; };  // by hopper_pack.cuh
+struct Operands { const unsigned char* packed; };  // weights, by hopper_pack.cuh
+struct Strides {};
+#else
+// The copy engine takes 4 cycles for a row of 32 bytes, threads less than 2.
+struct Maps {};
+struct Operands {
+    const InputT* x;
+    OutputT* y;
+    const unsigned char* packed;
+};
+struct Strides {
+    i64 x_row, x_block, x_depth, y_row, y_block, y_column;
+};
+#endif
 
 struct Fixed {
     int row_tiles, column_tiles;
     int blocks, lanes;   // a, d
+    int rows;            // batch
     int columns, depth;  // b, c
     int spans;           // ceil(d / SPAN)
     u32 tiles;           // of all
+    int unused;
 };
 
-struct Parameters : Maps, Weights, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+struct Parameters : Maps, Operands, VectorPointers<VECTORS>, Scalars<SCALARS>, Strides, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 struct Read {
@@ -78,17 +94,18 @@ struct Shared {
     u64 *full, *empty;
 };
 
-// A tile's place. Column tiles of the same rows are computed at the same time by neighbouring CTAs:
-// were they computed one after the other, the rows of all CTAs, 69 MB of (1,256,256,16), would leave
-// L2 in between.
+// A tile's place. Spans and column tiles of the same rows are computed at the same time by neighbouring
+// CTAs: were they computed one after the other, the rows of all CTAs, 69 MB of (1,256,256,16), would
+// leave L2 in between, and lines of y be written in parts.
 struct Tile {
     int row, column, block, lane;
     __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
+        lane = index % p.spans * SPAN;
+        index /= p.spans;
         column = index % p.column_tiles;
-        row = index / p.column_tiles % p.row_tiles;
-        int group = index / p.column_tiles / p.row_tiles;
-        lane = group % p.spans * SPAN;
-        block = group / p.spans;
+        index /= p.column_tiles;
+        row = index % p.row_tiles;
+        block = index / p.row_tiles;
     }
 };
 
@@ -98,20 +115,44 @@ __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters
     load_bytes(to, p.packed + (place * stages + stage) * W_BYTES, barrier, W_BYTES);
 }
 
+#if MERGED
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
                                            const Tile& tile, int stage, int stages) {
     barrier_expect(barrier, STAGE_BYTES);
-    int row = tile.row * TILE_ROWS;
 #pragma unroll
     for (int block = 0; block < ROW_BLOCKS; ++block) {
         int k = stage * TILE_DEPTH + block * ROW_DEPTH;
-        if (MERGED)
-            load_box(to + block * X_BLOCK_BYTES, p.x, barrier, k * SPAN, tile.block, row, 0);
-        else
-            load_box(to + block * X_BLOCK_BYTES, p.x, barrier, tile.lane, k, tile.block, row);
+        load_box(to + block * X_BLOCK_BYTES, p.x, barrier, k * SPAN, tile.block,
+                 tile.row * TILE_ROWS, 0);
     }
     load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
 }
+#else
+// By all producers, eight of them a row.
+__device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
+                                           const Tile& tile, int stage, int stages) {
+    if (threadIdx.x == 0) {
+        barrier_expect(barrier, W_BYTES);
+        load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
+    }
+    constexpr int CHUNKS = SPAN_BYTES / 16, STEP_ROWS = PRODUCERS / 8;
+    int chunk = threadIdx.x % 8, line = threadIdx.x / 8, row = tile.row * TILE_ROWS + line;
+    int l = tile.lane + chunk % CHUNKS * CHUNK, first = stage * TILE_DEPTH + chunk / CHUNKS;
+    const InputT* from = p.x + row * p.x_row + tile.block * p.x_block + first * p.x_depth + l;
+#pragma unroll 1
+    for (int block = 0; block < ROW_BLOCKS; ++block) {
+        bool exists = l < p.lanes && first + block * ROW_DEPTH < p.depth;
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; r += STEP_ROWS) {
+            int place = (line + r) * ROW_BYTES + ((chunk ^ ((line + r) & SWIZZLE)) << 4);
+            copy_async<16>(to + place, from + r * p.x_row, exists && row + r < p.rows ? 16 : 0);
+        }
+        to += X_BLOCK_BYTES;
+        from += ROW_DEPTH * p.x_depth;
+    }
+    arrive_after_copies(barrier);
+}
+#endif
 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int depths = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -140,7 +181,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
         multiply_tile(sums, s, warpgroup, depths, stage, parity);
         store_tile(sums, finish, p, s.out, tile, warpgroup);
     }
-    if (threadIdx.x % 128 == 0) wait_for_stores();
+    if (MERGED && threadIdx.x % 128 == 0) wait_for_stores();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -151,7 +192,7 @@ kronecker_sparse_interleaved(const __grid_constant__ Parameters parameters) {
     Shared s = {base, base + STAGES * STAGE_BYTES, barriers, barriers + STAGES};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.full[i], 1);
+            barrier_init(&s.full[i], MERGED ? 1 : 1 + PRODUCERS);
             barrier_init(&s.empty[i], 8);
         }
         fence_barrier_init();
@@ -159,7 +200,7 @@ kronecker_sparse_interleaved(const __grid_constant__ Parameters parameters) {
     __syncthreads();
     if (threadIdx.x < 128) {
         release_registers<40>();
-        if (threadIdx.x == 0) produce(parameters, s);
+        if (!MERGED || threadIdx.x == 0) produce(parameters, s);
     } else {
         take_registers<232>();
         consume(parameters, s);

@@ -3,13 +3,17 @@
 
 struct alignas(16) Chunk { u32 word[4]; };
 
-__device__ __forceinline__ Chunk load_chunk(u32 stage, int block, int row, int chunk) {
+__device__ __forceinline__ Chunk load_shared_chunk(u32 address) {
     Chunk x;
-    u32 address = stage + block * X_BLOCK_BYTES + row * ROW_BYTES + ((chunk ^ (row & SWIZZLE)) << 4);
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
                  : "r"(address));
     return x;
+}
+
+__device__ __forceinline__ Chunk load_chunk(u32 stage, int block, int row, int chunk) {
+    return load_shared_chunk(stage + block * X_BLOCK_BYTES + row * ROW_BYTES +
+                             ((chunk ^ (row & SWIZZLE)) << 4));
 }
 
 __device__ __forceinline__ u32 low_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x5410); }

@@ -73,6 +73,24 @@ __device__ __forceinline__ void finish_staged(u32 out, int column, const Paramet
     }
 }
 
+#if !MERGED
+// Staged columns to y, two threads a sector of 32 bytes.
+__device__ __forceinline__ void copy_staged(u32 out, int column, const Parameters& p,
+                                            const Tile& tile, int thread) {
+    constexpr int CHUNKS = SPAN_BYTES / 16, ACROSS = OUT_COLUMNS * CHUNKS;
+    OutputT* to = p.y + i64(tile.row) * TILE_ROWS * p.y_row + tile.block * p.y_block;
+#pragma unroll 4
+    for (int index = thread; index < ACROSS * OUT_ROWS; index += 256) {
+        int place = index % ACROSS, row = index / ACROSS;
+        int inside = column + place / CHUNKS, j = tile.column * TILE_COLUMNS + inside;
+        int l = tile.lane + place % CHUNKS * CHUNK;
+        Chunk x = load_shared_chunk(out_address(out, row, (inside * CHUNKS + place % CHUNKS) * 16));
+        if (tile.row * TILE_ROWS + row < p.rows && j < p.columns && l < p.lanes)
+            *reinterpret_cast<Chunk*>(to + row * p.y_row + j * p.y_column + l) = x;
+    }
+}
+#endif
+
 __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Finish& finish,
                                            const Parameters& p, unsigned char* staged,
                                            const Tile& tile, int warpgroup) {
@@ -95,12 +113,15 @@ __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Fin
     constexpr int THREADS_TOGETHER = HALVES == 2 ? 256 : 128;
     unsigned char* out = staged + (HALVES == 2 ? 0 : warpgroup * OUT_BYTES);
     int barrier = HALVES == 2 ? 1 : 1 + warpgroup;
+#if MERGED
     bool leader = threadIdx.x % THREADS_TOGETHER == (HALVES == 2 ? 128 : 0);
-    int n = tile.row * TILE_ROWS + (HALVES == 2 ? 0 : warpgroup * 64);
+#endif
 #pragma unroll
     for (int column = 0; column < TILE_COLUMNS; column += OUT_COLUMNS) {
+#if MERGED
         // One group of stores for each part of the staged tile: this part's last one is over.
         if (leader) wait_for_reads<TILE_COLUMNS / OUT_COLUMNS - 1>();
+#endif
         sync_threads(barrier, THREADS_TOGETHER);
         stage_columns(sums, column, shared_address(out), row, t, half);
         if (REST) {
@@ -108,18 +129,18 @@ __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Fin
             finish_staged(shared_address(out), column, p, tile, threadIdx.x % THREADS_TOGETHER,
                           THREADS_TOGETHER);
         }
+#if MERGED
         fence_shared_writes();
         sync_threads(barrier, THREADS_TOGETHER);
         if (!leader) continue;
 #pragma unroll
-        for (int block = column / ROW_DEPTH; block < (column + OUT_COLUMNS) / ROW_DEPTH; ++block) {
-            unsigned char* from = out + block * OUT_BLOCK_BYTES;
-            int j = first + block * ROW_DEPTH;
-            if (MERGED)
-                store_box(p.y, from, j * SPAN, tile.block, n, 0);
-            else
-                store_box(p.y, from, tile.lane, j, tile.block, n);
-        }
+        for (int block = column / ROW_DEPTH; block < (column + OUT_COLUMNS) / ROW_DEPTH; ++block)
+            store_box(p.y, out + block * OUT_BLOCK_BYTES, (first + block * ROW_DEPTH) * SPAN,
+                      tile.block, tile.row * TILE_ROWS + (HALVES == 2 ? 0 : warpgroup * 64), 0);
         commit_stores();
+#else
+        sync_threads(barrier, THREADS_TOGETHER);
+        copy_staged(shared_address(out), column, p, tile, threadIdx.x % THREADS_TOGETHER);
+#endif
     }
 }

@@ -259,7 +259,7 @@ class Gelu(Epilogue):
     def expression(self) -> str:
         if self.approximate == "tanh":
             return "0.5 * v * (1 + tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)))"
-        return "0.5 * v * (1 + erf(0.7071067811865476 * v))"
+        return "v * ndtr(v)"
 
 
 # 1 / (1 + exp(-v)) in which no exponent is positive, so that neither it nor its derivative

@@ -22,6 +22,7 @@ FUNCTIONS = {
     "log1p": 1,
     "max": 2,
     "min": 2,
+    "ndtr": 1,
     "pow": 2,
     "sin": 1,
     "sqrt": 1,

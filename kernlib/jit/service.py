@@ -20,7 +20,8 @@ from kernlib.jit.spec import KernelSpec
 
 # What the driver says of a cubin that is none, or one for another device.
 REJECTED = ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_PTX", "INVALID_SOURCE", "NOT_FOUND")
-STATIC_SHARED_LIMIT = 48 * 1024  # what a launch may use without asking the driver first
+# A launch may use 48 KB without asking the driver first, a kernel's own static memory included.
+UNASKED_SHARED_BYTES = 32 * 1024
 
 
 class Kernel(NamedTuple):
@@ -145,7 +146,7 @@ def load(built: Entry, asked: Wanted, device: int) -> Kernel:
     owner = core.ObjectCode.from_cubin(built.cubin).get_kernel(built.kernel)
     # The function itself, so that a lazy driver loads it now and not inside a graph's capture.
     function = _check(driver.cuKernelGetFunction(int(owner.handle)))
-    if spec.shared_bytes > STATIC_SHARED_LIMIT:
+    if spec.shared_bytes > UNASKED_SHARED_BYTES:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(function, limit, spec.shared_bytes))
     asked.emit("load", device=device, bytes=len(built.cubin))

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kernlib.ops.candidates import Candidates
     from kernlib.ops.kronecker_sparse_plans import KroneckerPlan
 
-TURNED_LINE = 8  # elements to a multiple of which lines of turned operands are padded: 16 bytes
-
 _plans = PlanCache()
 
 
@@ -209,25 +207,13 @@ def weight_gradient(
 
         plan = kronecker_sparse_plans.gradient_plan(grad, x, pattern, batch_last, precision)
         _plans.keep(key, plan)
-    if plan.turned:
-        left, right = _turned(grad), _turned(x)
-    else:
-        left = grad if plan.left is None else grad.reshape(plan.left)
-        right = x if plan.right is None else x.reshape(plan.right)
+    left = grad if plan.left is None else grad.reshape(plan.left)
+    right = x if plan.right is None else x.reshape(plan.right)
     if not plan.steps:  # an empty sum
         return torch.zeros(plan.shape, dtype=plan.dtype, device=plan.device)
     out = torch.empty(plan.shape, dtype=plan.dtype, device=plan.device)
     launch_all(plan, left, right, out, (), ())
     return out
-
-
-def _turned(t: torch.Tensor) -> torch.Tensor:
-    """A batch-first tensor as batch last: the sum over the batch then runs along memory, where
-    features d apart would be gathered, each from a 32-byte sector of its own."""
-    flat = t.reshape(-1, t.shape[-1])
-    batch, features = flat.shape
-    made = t.new_empty(features, -(-batch // TURNED_LINE) * TURNED_LINE)[:, :batch]
-    return made.copy_(flat.t())
 
 
 def _first(key, descriptor, x, weight, out, parameters: dict) -> torch.Tensor:

@@ -132,7 +132,7 @@ def _backward(request: Request, call: checks.Call) -> list[tuple[tuple, lowering
         found.append(((), plans.problem_of(turned, back, grad, swapped, None, precision)))
     if weight.requires_grad:
         pattern, kind = descriptor.pattern, plans.kernel_precision(precision)
-        seen, _, _ = plans.gradient_views(grad, x, pattern, call.batch, last)
+        seen, _ = plans.gradient_views(grad, x, pattern, call.batch, last)
         found.append(((), plans.gradient_problem(pattern, call.batch, *seen, call.dtype, kind)))
     return found
 

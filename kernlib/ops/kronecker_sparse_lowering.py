@@ -23,6 +23,7 @@ from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
 from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
 from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
+from kernlib.ops import kronecker_sparse_lowering_turn as turn
 from kernlib.ops.kronecker_sparse_lowering_problem import (
     NUMBER,
     Choice,
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 # By preference: untuned, a problem goes to the first kind that has a candidate for it.
-_MODULES = (gradient, interleaved, hopper, portable)
+_MODULES = (turn, gradient, interleaved, hopper, portable)
 KINDS: dict[str, ModuleType] = {kind.KIND: kind for kind in _MODULES}
 
 

@@ -25,7 +25,8 @@ from kernlib.ops.kronecker_sparse_lowering_problem import (
 from kernlib.tensor_map import TensorMap
 
 KIND = "interleaved"
-FIXED = "<8i"
+FIXED = "<10i"  # struct Fixed
+STRIDES = "<6q"  # struct Strides, of what the copy engine does not move
 
 
 class Shape(NamedTuple):
@@ -102,17 +103,18 @@ def lower(
     tiles = row_tiles * column_tiles * problem.blocks * spans
     fixed = struct.pack(
         FIXED,
-        row_tiles, column_tiles, problem.blocks, problem.lanes, problem.columns, problem.depth,
-        spans, tiles,
+        row_tiles, column_tiles, problem.blocks, problem.lanes, problem.rows, problem.columns,
+        problem.depth, spans, tiles, 0,
     )  # fmt: skip
     names = tuple((f"vector{k}", 0) for k in range(len(text.vectors(epilogue))))
+    merged = variant.shape.merged
     main = Step(
         spec(epilogue, variant),
         (min(multiprocessors, tiles), 1),
-        _padded(fixed, epilogue),
+        _padded(fixed, epilogue) if merged else _strides(problem) + fixed,
         (("left", 0), ("out", 0), ("workspace", 0), *names),
         text.scalar_count(epilogue),
-        _maps(problem, variant),
+        _maps(problem, variant) if merged else (),
     )
     return Lowered((packing.step(problem, packed), main), packed.workspace(problem))
 
@@ -256,12 +258,12 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> st
     return f"""{wgmma.preamble(dtype, epilogue)}
 constexpr int LANES = {shape.lanes};
 constexpr int HALVES = {shape.halves};
-constexpr bool MERGED = {str(shape.merged).lower()};
 constexpr int TILE_COLUMNS = {columns};
 constexpr int TILE_DEPTH = {SHAPES[TYPES[dtype][1]][shape][1]};
 constexpr int STAGES = {stages};
 constexpr int PRODUCTS = {wgmma.products_of(dtype, precision)};
-constexpr int PARAMETER_BYTES = {_parameter_bytes(epilogue)};
+constexpr int PARAMETER_BYTES = {_parameter_bytes(epilogue, shape.merged)};
+#define MERGED {int(shape.merged)}
 #define HALF_INPUT {int(dtype != "float32")}
 
 {wgmma.multiply(dtype, columns, True)}
@@ -269,9 +271,12 @@ constexpr int PARAMETER_BYTES = {_parameter_bytes(epilogue)};
 """
 
 
-def _parameter_bytes(epilogue: tuple[Epilogue, ...]) -> int:
+def _parameter_bytes(epilogue: tuple[Epilogue, ...], merged: bool = True) -> int:
     vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    return wgmma.parameter_bytes(2, 1 + vectors, scalars, struct.calcsize(FIXED))
+    fixed = struct.calcsize(FIXED)
+    if merged:
+        return wgmma.parameter_bytes(2, 1 + vectors, scalars, fixed)
+    return 8 * (3 + vectors) + 16 * scalars + struct.calcsize(STRIDES) + fixed
 
 
 def _padded(fixed: bytes, epilogue: tuple[Epilogue, ...]) -> bytes:
@@ -281,14 +286,18 @@ def _padded(fixed: bytes, epilogue: tuple[Epilogue, ...]) -> bytes:
     return fixed.ljust(_parameter_bytes(epilogue) - before, b"\0")
 
 
+def _strides(problem: Problem) -> bytes:
+    left, out = problem.left, problem.out
+    x, y = (left.line, left.block, left.depth), (out.row, out.block, out.column)
+    return struct.pack(STRIDES, *x, *y)
+
+
 def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, TensorMap]:
-    """Maps of x and of y."""
+    """Maps of x and of y, whose rows hold all l of several k or j."""
     dtype, shape = variant.dtype, variant.shape
     row = wgmma.ROW_BYTES // TYPES[dtype][1]
     found = []
     for (sizes, strides), rows in zip(_extents(problem, shape), (shape.rows, 64), strict=True):
-        box = (row, 1, rows, 1) if shape.merged else (shape.span, row // shape.span, 1, rows)
-        swizzle = 128 if shape.merged else shape.span * TYPES[dtype][1]
         steps = wgmma.byte_strides(dtype, sizes, strides)
-        found.append(TensorMap(dtype, sizes, steps, box, swizzle))
+        found.append(TensorMap(dtype, sizes, steps, (row, 1, rows, 1), wgmma.ROW_BYTES))
     return tuple(found)

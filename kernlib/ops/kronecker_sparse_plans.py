@@ -16,7 +16,6 @@ from kernlib.descriptors.kronecker_sparse import KroneckerSparse
 from kernlib.jit import tuning
 from kernlib.launch import Plan, arch_of, load, model
 from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops.kronecker_sparse import TURNED_LINE
 from kernlib.ops.kronecker_sparse_checks import KERNEL_TYPES, Call
 from kernlib.ops.tensors import span
 
@@ -40,7 +39,6 @@ class KroneckerPlan(NamedTuple):
     apart: bool  # a given out is written by a copy
     workspace: int
     steps: tuple[tuple[Plan, tuple[tuple[int, int], ...], int], ...]  # table of pointers, scalars
-    turned: bool = False  # operands are copied from batch first to batch last
 
 
 class View(NamedTuple):
@@ -214,25 +212,22 @@ def gradient_plan(
     device = x.get_device()
     arch_of(device)
     batch = grad.numel() // (pattern[0] * pattern[1] * pattern[3])
-    seen, copies, turned = gradient_views(grad, x, pattern, batch, batch_last)
+    seen, copies = gradient_views(grad, x, pattern, batch, batch_last)
     steps, workspace = (), 0
     if batch:
         problem = gradient_problem(pattern, batch, *seen, x.dtype, kernel_precision(precision))
         lowered = lower((), problem, device)
         steps, workspace = _steps(lowered, device), lowered.workspace
     return KroneckerPlan(
-        pattern, x.dtype, x.device, *copies, (), (), (), 0, False, workspace, steps, turned
+        pattern, x.dtype, x.device, *copies, (), (), (), 0, False, workspace, steps
     )
 
 
 def gradient_views(
     grad: torch.Tensor, x: torch.Tensor, pattern, batch: int, batch_last: bool
-) -> tuple[list[View], list[tuple | None], bool]:
-    """Views of both operands of the gradient of a weight, the shapes that they are copied to, and
-    whether they are turned from batch first to batch last, in lines of whole 16 bytes."""
+) -> tuple[list[View], list[tuple | None]]:
+    """Views of both operands of the gradient of a weight, and the shapes of copies they need."""
     a, b, c, d = pattern
-    if d > 1 and not batch_last:
-        return [View(1, -(-batch // TURNED_LINE) * TURNED_LINE)] * 2, [None, None], True
     sizes, tensors = (a * b * d, a * c * d), (grad, x)
     given = [view_of(t, batch_last) for t in tensors]
     copies = [
@@ -240,7 +235,7 @@ def gradient_views(
         for view, t, size in zip(given, tensors, sizes, strict=True)
     ]
     seen = [v or copied_view(n, batch, batch_last) for v, n in zip(given, sizes, strict=True)]
-    return seen, copies, False
+    return seen, copies
 
 
 def _steps(lowered: lowering.Lowered, device: int) -> tuple:

@@ -38,6 +38,7 @@ _FUNCTIONS = {
     "log1p": torch.log1p,
     "max": _maximum,
     "min": _minimum,
+    "ndtr": torch.special.ndtr,
     "pow": lambda x, y: x**y,
     "sin": torch.sin,
     "sqrt": torch.sqrt,
