@@ -177,6 +177,6 @@ def _wanted(descriptor: Descriptor, arch: str, specs, dtypes: tuple, arguments: 
         except KeyError as error:
             raise TypeError(f"dtypes: {descriptor.family} has no kernels for {error}") from None
     tensors = _several(specs)
-    if not 1 <= len(tensors) <= 2 or not all(isinstance(t, torch.Tensor) for t in tensors):
+    if not tensors or not all(isinstance(t, torch.Tensor) for t in tensors):
         raise TypeError(f"specs must be the tensors of one call, got {len(tensors)}: {specs!r}")
     return op.specs(descriptor, arch, tensors, arguments)

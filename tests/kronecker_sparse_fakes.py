@@ -154,6 +154,7 @@ def install(monkeypatch) -> gpu_fakes.Gpus:
         return answer
 
     monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: launched)
-    for module in (kronecker_sparse, kronecker_sparse_ahead):
+    monkeypatch.setattr(launch, "_raw_empty", None)
+    for module in (kronecker_sparse, kronecker_sparse_ahead, launch):
         monkeypatch.setattr(module, "torch", Torch())
     return made

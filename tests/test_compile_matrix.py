@@ -9,7 +9,11 @@ import pytest
 import kernlib as kl
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
+from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
+from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
+from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
+from kernlib.ops import kronecker_sparse_lowering_turn as turn
 from kernlib.ops.pairwise_lowering import INNER_CODE, Variant, spec
 
 HERE = "sm_90a"
@@ -223,6 +227,68 @@ def test_a_portable_kernel_compiles_within_its_bounds(name):
     assert wanted.shared_bytes <= shared <= wanted.shared_bytes + portable.PLACE_BYTES
     held = targets.resident_blocks(arch, wanted.threads, registers, shared)
     assert held >= (1 if arch in ("sm_86", "sm_89", "sm_120") else BLOCKS)
+
+
+# Hopper's kernels of Kronecker-sparse factors.
+
+HOPPER_CPU_MS = 1000  # 1.5 times the 650 of the slowest
+HOPPER_REGISTERS = 168  # of 384 threads; warpgroups that multiply take 232, the producers keep 40
+SCALED = (kl.Bias(), kl.Scale(), kl.Gelu("tanh"))
+KINDS = [("float16", "fp32"), ("bfloat16", "fp32"), ("float32", "fp32"), ("float32", "tf32")]
+
+
+def hopper_matrix():
+    """Name to spec: each width of tile of each kind, each order of packed weights."""
+    specs = []
+    for dtype, precision in KINDS:
+        widths = hopper.COLUMNS["float" if dtype == "float32" else "half"]
+        for columns in widths if dtype != "bfloat16" else widths[-1:]:
+            for last in (False, True):
+                for resident in (1, 0) if columns == widths[-1] else (int(last),):
+                    packed = dtype == "float32" or resident == 0
+                    made = hopper.Variant(dtype, precision, last, columns, resident, packed)
+                    specs.append(hopper.spec(ACTIVATED if last else SCALED, made))
+        specs.append(hopper.spec((), hopper.Variant(dtype, precision, True, 64, 0, True)))
+        specs += interleaved_specs(dtype, precision)
+    for lines, widths in ((False, gradient.COLUMNS), (True, gradient.WHOLE_COLUMNS)):
+        specs += [gradient.spec(gradient.Variant("float16", lines, width)) for width in widths]
+    specs.append(gradient.spec(gradient.Variant("bfloat16", True, 256)))
+    for kind in (hopper, interleaved):  # packed weights
+        made = kind.variants([()], (64, 512), HERE, KINDS)
+        specs += [spec for spec in made if spec.entry == "kronecker_sparse_pack"]
+    specs += [turn.spec(dtype) for dtype in ("float16", "bfloat16", "float32")]
+    return {spec.description: spec for spec in specs}
+
+
+def interleaved_specs(dtype, precision):
+    shapes = interleaved.SHAPES[4 if dtype == "float32" else 2]
+    for shape, tiling in shapes.items():
+        for columns in tiling.columns if dtype != "bfloat16" else tiling.columns[:1]:
+            made = interleaved.Variant(dtype, precision, shape, columns)
+            yield interleaved.spec((kl.Bias(),) if columns == tiling.columns[0] else SCALED, made)
+    yield interleaved.spec((), made)
+
+
+HOPPER = hopper_matrix()
+
+
+@cache
+def built_for_hopper():
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda wanted: build_spec(wanted, HERE, HOPPER_CPU_MS), HOPPER.values())
+        return dict(zip(HOPPER, made, strict=True))
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_a_kernel_for_hopper_compiles_within_its_bounds(name):
+    wanted, (entry, milliseconds) = HOPPER[name], built_for_hopper()[name]
+    registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
+    assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
+    assert 0 < registers <= HOPPER_REGISTERS and spilled == 0
+    assert len(entry.cubin) <= CUBIN_BYTES
+    assert milliseconds <= HOPPER_CPU_MS
+    shared = int(entry.meta["shared_bytes"])
+    assert targets.resident_blocks(HERE, wanted.threads, registers, shared) >= 1
 
 
 # The table of architectures.

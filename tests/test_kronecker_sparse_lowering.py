@@ -3,11 +3,21 @@ bytes of parameters. On sm_80, where there are no others."""
 
 import ctypes
 import re
-import struct
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kronecker_sparse_lowering_cases import (
+    ADDRESSES,
+    DTYPES,
+    KINDS,
+    batch_last,
+    block,
+    parameter_bytes,
+    parameters,
+    problem,
+    weight_gradient,
+)
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
@@ -17,38 +27,7 @@ from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout, Problem, lower
 
 ARCH, PROCESSORS = "sm_80", 108
-DTYPES = ("float16", "bfloat16", "float32")
 SCALED = (kl.Bias(), kl.Scale(), kl.Gelu())
-
-
-def problem(blocks=2, lanes=1, rows=25088, columns=96, depth=48, **changes):
-    """A factor (blocks, columns, depth, lanes) forward, batch first, on contiguous tensors."""
-    features, outputs = blocks * depth * lanes, blocks * columns * lanes
-    fields = {
-        "left": Layout(depth * lanes, 1, features, lanes),
-        "right": Layout(columns * depth * lanes, 1, depth * lanes, lanes),
-        "out": OutLayout(columns * lanes, 1, outputs, lanes),
-        "dtype": "float16",
-    }
-    return Problem(blocks, lanes, rows, columns, depth, **(fields | changes))
-
-
-def batch_last(**changes):
-    """The same, batch last."""
-    made = problem(**changes)
-    n, lanes = made.rows, made.lanes
-    left = Layout(made.depth * lanes * n, n, 1, lanes * n)
-    out = OutLayout(made.columns * lanes * n, n, 1, lanes * n)
-    return made._replace(left=left, out=out)
-
-
-def weight_gradient(a=2, b=96, c=48, d=1, batch=25088, last=False, **changes):
-    """The gradient of a weight on contiguous tensors."""
-    feature, n = (batch, 1) if last else (1, None)
-    left = Layout(b * d * feature, feature, d * feature, n or a * b * d)
-    right = Layout(c * d * feature, feature, d * feature, n or a * c * d)
-    fields = {"left": left, "right": right, "out": OutLayout(b * c * d, 1, c * d, d)}
-    return Problem(a, d, b, c, batch, **(fields | {"dtype": "float16"} | changes))
 
 
 def main_of(lowered):
@@ -143,53 +122,20 @@ def test_the_tile_fits_the_result(given, expected):
 
 # The parameter blocks, against the structs of the CUDA sources.
 
-KINDS = {
-    "i64": ctypes.c_int64,
-    "u32": ctypes.c_uint32,
-    "View": ctypes.c_int64 * 4,
-    "pointer": ctypes.c_uint64,
-}
-
-
-def struct_of(file, *names):
-    """Structs as a C compiler lays them out one behind another, read from a source."""
-    source = (sources.root() / "kronecker_sparse" / file).read_text()
-    fields = []
-    for struct_name in names:
-        body = re.search(rf"struct {struct_name} \{{(.*?)\n\}};", source, re.S)[1]
-        for line in re.sub(r"//.*", "", body).split(";"):
-            if line.strip():
-                kind, declared = re.fullmatch(r"((?:const )?\w+\*?)\s+(.*)", line.strip()).groups()
-                base = KINDS["pointer" if "*" in kind else kind]
-                fields += [(name.strip(), base) for name in declared.split(",")]
-    return type("Parameters", (ctypes.Structure,), {"_fields_": fields})
-
 
 def fixed(found):
-    """The fixed part of the main kernel's parameters, by name."""
-    made = struct_of("portable.cuh", "Fixed").from_buffer_copy(main_of(found).fixed)
+    """The parameters of the main kernel, by name."""
+    made = parameters(main_of(found))
     values = {name: getattr(made, name) for name, _ in made._fields_}
     return {name: list(v) if hasattr(v, "__len__") else v for name, v in values.items()}
-
-
-def block(step, addresses):
-    """A launch's parameters, as a plan fills them."""
-    pointers = [addresses[name] + offset for name, offset in step.pointers]
-    numbers = [x for index in range(step.scalars) for x in (index + 0.5, index + 900)]
-    layout = f"<{len(pointers)}Q" + lowering.NUMBER * step.scalars
-    return struct.pack(layout, *pointers, *numbers) + step.fixed
-
-
-def parameter_bytes(step):
-    return int(re.search(r"PARAMETER_BYTES = (\d+);", step.spec.source)[1])
 
 
 @pytest.mark.parametrize("epilogue", [(), (kl.Bias(),), SCALED, (kl.Scale(),)], ids=str)
 @pytest.mark.parametrize("given", [problem(), weight_gradient(), problem(lanes=3)])
 def test_every_block_is_as_long_as_the_struct_of_its_source(epilogue, given):
-    addresses = {"left": 1, "right": 2, "out": 3, "workspace": 4, "vector0": 5}
     for step in lowered(given, epilogue).steps:
-        assert len(block(step, addresses)) == parameter_bytes(step)
+        size = len(block(step, ADDRESSES))
+        assert size == parameter_bytes(step) == ctypes.sizeof(parameters(step))
         assert "static_assert(sizeof(Parameters) == PARAMETER_BYTES" in sources._read(
             re.findall(r'#include "(kronecker_sparse/.*)"', step.spec.source)[0]
         )
@@ -221,10 +167,8 @@ def test_the_parameters_are_the_struct_of_the_source():
     assert (count["out_along_rows"], count["out_vectors"]) == (1, 0)
     assert found.workspace == 3 * 5 * 1000 * pitch * 4
 
-    read = struct_of("portable_pack.cuh", "Parameters").from_buffer_copy(
-        block(pack, {"right": 7, "workspace": 8})
-    )
-    assert (read.right, read.packed) == (7, 8)
+    read = parameters(pack)
+    assert (read.right, read.packed) == (ADDRESSES["right"], ADDRESSES["workspace"])
     assert [getattr(read, f"{n}_stride") for n in ("block", "lane", "line", "depth")] == [
         21, 22, 24, 23,
     ]  # fmt: skip
@@ -242,8 +186,12 @@ def test_pointers_and_scalars_are_in_the_order_of_the_source():
     source = sources._read("kronecker_sparse/portable.cuh")
     order = "Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {}"
     assert f"struct {order};" in source
-    pointers = struct_of("portable.cuh", "Pointers")
-    assert [name for name, _ in pointers._fields_] == ["left", "right", "out"]
+    read = parameters(step)
+    fields = ("left", "right", "out", "vector0", "vector1")
+    assert [getattr(read, field) for field in fields] == [ADDRESSES[name] for name in names]
+    assert [(getattr(read, f"value{k}"), getattr(read, f"device{k}")) for k in (0, 1)] == [
+        (0.5, 900), (1.5, 901),
+    ]  # fmt: skip
 
 
 def test_the_epilogue_is_one_struct_over_value_and_feature():
@@ -308,7 +256,8 @@ def test_packed_lines_are_whole_chunks():
 @pytest.mark.parametrize("pattern", [(1, 8, 8, 1), (2, 96, 48, 3), (4, 192, 48, 16)])
 def test_splits_cover_the_depth_and_leave_none_empty(pattern, batch, dtype):
     given = weight_gradient(*pattern, batch=batch, dtype=dtype)
-    found = lowered(given)
+    choice = portable.default(given, portable.candidates(given, ARCH), PROCESSORS)
+    found = portable.lower((), given, ARCH, PROCESSORS, choice)
     count = fixed(found)
     splits = count["rows_of_tiles"] // count["row_tiles"]
     assert (splits - 1) * count["split_depth"] < batch <= splits * count["split_depth"]
@@ -323,10 +272,9 @@ def test_splits_cover_the_depth_and_leave_none_empty(pattern, batch, dtype):
     main, reduce = found.steps
     assert main.pointers[-1] == ("workspace", 0)
     assert "using OutputT = float;" in main.spec.source and not main.scalars
-    read = struct_of("reduce.cuh", "Parameters").from_buffer_copy(
-        block(reduce, {"workspace": 7, "out": 8})
-    )
-    assert (read.partial, read.out, read.splits, read.split_stride) == (7, 8, splits, one)
+    read = parameters(reduce)
+    assert (read.partial, read.out) == (ADDRESSES["workspace"], ADDRESSES["out"])
+    assert (read.splits, read.split_stride) == (splits, one)
     assert (read.lanes, read.rows, read.columns) == given[1:4]
     assert (read.runs, read.total) == (pitch // 4, one // 4)
     assert [getattr(read, f"out_{n}_stride") for n in ("block", "lane", "row", "column")] == list(
@@ -451,10 +399,7 @@ PATTERN = (2, 192, 64, 3)
 
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
 def test_every_variant_fits_every_target_and_has_a_description_of_its_own(arch):
-    specs = portable.variants([(), (kl.Bias(),)], PATTERN[1:3], arch, [
-        (dtype, precision) for dtype in DTYPES
-        for precision in (("fp32", "tf32") if dtype == "float32" else ("fp32",))
-    ])  # fmt: skip
+    specs = portable.variants([(), (kl.Bias(),)], PATTERN[1:3], arch, KINDS)
     assert len({spec.source for spec in specs}) == len(specs) > 100
     assert len({spec.description for spec in specs}) == len(specs)
     assert max(spec.shared_bytes for spec in specs) <= targets.SHARED_BYTES[arch]
@@ -501,10 +446,10 @@ EPILOGUES = [(), (kl.Bias(),), SCALED]
 KNOWN = {}
 
 
-def known(epilogue, pattern, arch, kinds):
+def known(epilogue, pattern, arch):
     key = epilogue, pattern[1:3], arch
     if key not in KNOWN:
-        KNOWN[key] = set(portable.variants([epilogue, ()], pattern[1:3], arch, kinds))
+        KNOWN[key] = set(portable.variants([epilogue, ()], pattern[1:3], arch, KINDS))
     return KNOWN[key]
 
 
@@ -522,9 +467,8 @@ def test_lowering_chooses_among_the_variants(
     sizes = {"forward": (batch, b, c), "by x": (batch, c, b), "by weight": (b, c, batch)}[role]
     precision = precision if dtype == "float32" else "fp32"
     given = Problem(a, d, *sizes, left, right, out, dtype, precision)
-    kinds = [(t, p) for t in DTYPES for p in ("fp32", "tf32") if t == "float32" or p == "fp32"]
     for choice in portable.candidates(given, arch):
         found = portable.lower(epilogue, given, arch, data.draw(st.integers(1, 150)), choice)
         for step in found.steps:
-            assert step.spec in known(epilogue, pattern, arch, kinds)
+            assert step.spec in known(epilogue, pattern, arch)
             assert 1 <= step.grid[0] < 2**31 and 1 <= step.grid[1] < 65536

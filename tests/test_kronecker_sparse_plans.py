@@ -8,7 +8,7 @@ import gpu_fakes
 import kronecker_sparse_fakes
 import pytest
 import torch
-from gpu_fakes import OnGpu, on_gpu
+from gpu_fakes import OnGpu, OnSecondGpu, on_gpu
 from kronecker_sparse_fakes import TYPES
 from torch.autograd import forward_ad
 
@@ -16,7 +16,7 @@ import kernlib as kl
 from kernlib.errors import CaptureError
 from kernlib.jit import tuning
 from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import kronecker_sparse_operators as operators
+from kernlib.ops import kronecker_sparse_autograd as autograd
 from kernlib.ops import kronecker_sparse_plans as plans
 from kernlib.reference import kronecker_sparse as reference
 
@@ -191,15 +191,15 @@ def test_the_gradient_of_a_weight_is_its_problem(batch_last, batch, dtype):
 def test_the_operators_are_the_same_kernels(batch_last):
     x = gpu(*((A * C * D, 6) if batch_last else (6, A * C * D)))
     weight, bias = gpu(*PATTERN), gpu(A * B * D)
-    y = operators._product(x, weight, bias, batch_last, None, False)
+    y = autograd.product(x, weight, bias, batch_last, None, False)
     descriptor = kl.KroneckerSparse(*PATTERN, batch_last=batch_last, epilogue=kl.Bias())
     torch.testing.assert_close(host(y), expected(descriptor, x, weight, {"bias": bias}))
-    back = operators._product(y, weight.transpose(1, 2), None, batch_last, None, False)
+    back = autograd.product(y, weight.transpose(1, 2), None, batch_last, None, False)
     turned = descriptor.transposed()
     torch.testing.assert_close(
         host(back), expected(turned, y, weight.transpose(1, 2), {}), rtol=1e-5, atol=1e-4
     )
-    grad = operators._weight_gradient(y, x, list(PATTERN), batch_last, None, False)
+    grad = autograd.weight_gradient(y, x, list(PATTERN), batch_last, None, False)
     wanted = reference.weight_gradient(PATTERN, host(y), host(x), batch_last)
     torch.testing.assert_close(host(grad), wanted, rtol=1e-5, atol=1e-4)
 
@@ -397,9 +397,9 @@ def test_prepare_of_a_recorded_call_loads_its_gradients(gpus):
     assert shapes == [(6, B, C), (6, C, B), (B, C, 6)]
     loads = len(gpus.loads)
     with torch.no_grad():
-        y = operators._product(x.detach(), weight.detach(), bias.detach(), False, None, False)
-        operators._product(y, weight.detach().transpose(1, 2), None, False, None, False)
-        operators._weight_gradient(y, x.detach(), PATTERN, False, None, False)
+        y = autograd.product(x.detach(), weight.detach(), bias.detach(), False, None, False)
+        autograd.product(y, weight.detach().transpose(1, 2), None, False, None, False)
+        autograd.weight_gradient(y, x.detach(), PATTERN, False, None, False)
     assert len(gpus.loads) == loads
     gpus.capturing = True
     kl.prepare(descriptor, x, weight, bias=bias)
@@ -492,3 +492,39 @@ def test_a_given_out_finds_what_was_tuned_without_one(gpus):
 
 def test_plans_read_the_layout_of_lowering():
     assert plans._place("vector3") == 7 and plans._place("out") == 2
+    assert plans._picker([2, 0])([5, 6, 7]) == (7, 5) and plans._picker([1])([5, 6, 7]) == (6,)
+
+
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+def test_tensors_of_another_device_are_computed_there(dtype, gpus):
+    descriptor = kl.KroneckerSparse(*PATTERN, epilogue=kl.Bias())
+    tensors = [gpu(*s, dtype=dtype) for s in ((6, A * C * D), PATTERN, (A * B * D,))]
+    x, weight, bias = (t.as_subclass(OnSecondGpu) for t in tensors)
+    for _ in range(2):
+        y = kl.run_kernel(descriptor, x, weight, bias=bias)
+        op.weight_gradient(gpu(6, A * B * D, dtype=dtype).as_subclass(OnSecondGpu), x, PATTERN)
+    wanted = expected(descriptor, x, weight, {"bias": bias})
+    torch.testing.assert_close(host(y), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert [launch.device for launch in gpus.launches] == [1] * 8 and gpus.entered == [0]
+
+
+def test_events_tell_of_each_launch(gpus):
+    descriptor = kl.KroneckerSparse(*PATTERN)
+    x, weight, heard = gpu(6, A * C * D), gpu(*PATTERN), []
+    kl.run_kernel(descriptor, x, weight)
+    stop = kl.events.subscribe(heard.append)
+    try:
+        kl.run_kernel(descriptor, x, weight)
+    finally:
+        stop()
+    assert [event.name for event in heard] == ["launch"] * 2
+    assert [event.description for event in heard] == [each.what for each in gpus.launches[2:]]
+
+
+def test_results_that_are_held_do_not_share_memory():
+    descriptor = kl.KroneckerSparse(*PATTERN)
+    x, weight = gpu(6, A * C * D), gpu(*PATTERN)
+    wanted = expected(descriptor, x, weight, {})
+    found = [kl.run_kernel(descriptor, x * n, weight) for n in (1, 2, 3)]
+    for n, y in enumerate(found, 1):
+        torch.testing.assert_close(host(y), n * wanted)

@@ -368,6 +368,11 @@ def test_parametrizations(algo):
             made.factors.parametrizations["0"].original.mul_(3)
     made(x).sum().backward()
     assert made.factors.parametrizations["0"].original.grad is not None
+    parametrize.register_parametrization(made, "bias", Twice())
+    torch.testing.assert_close(made(x), expected(made, x))
+    made(x).sum().backward()
+    assert made.parametrizations["bias"].original.grad is not None
+    parametrize.remove_parametrizations(made, "bias")
     parametrize.remove_parametrizations(made.factors, "0")
     torch.testing.assert_close(made(x), expected(made, x))
 

@@ -20,6 +20,12 @@ __device__ __forceinline__ void barrier_arrive(u64* barrier) {
                  :: "r"(shared_address(barrier)) : "memory");
 }
 
+// Arrives once for all threads of the warp.
+__device__ __forceinline__ void barrier_arrive_by_warp(u64* barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
 // Arrives, and announces the bytes that tensor copies will bring.
 __device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
@@ -48,13 +54,20 @@ __device__ __forceinline__ void fence_shared_writes() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// In a kernel launched to begin before the one ahead of it ends: waits until that has ended. Does
+// nothing in others.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets such a kernel behind this one begin as soon as all CTAs of this one have.
+__device__ __forceinline__ void begin_next_kernel() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Barrier of a whole number of warps, by number: 0 is __syncthreads().
 __device__ __forceinline__ void sync_threads(int number, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void prefetch(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
 
 __device__ __forceinline__ void load_box(void* to, const TensorMap& map, u64* barrier, int x, int y,
@@ -110,8 +123,8 @@ __device__ __forceinline__ void take_registers() {
 // `group_bytes` apart; for one whose rows run along M or N, `atom_bytes` from 128 bytes of a row to
 // the next 128.
 __device__ __forceinline__ u64 matrix_descriptor(u32 address, int atom_bytes, int group_bytes) {
-    return u64((address & 0x3ffff) >> 4) | u64(atom_bytes >> 4) << 16 | u64(group_bytes >> 4) << 32 |
-           u64(1) << 62;
+    return u64((address & 0x3ffff) >> 4) | u64(atom_bytes >> 4) << 16 |
+           u64(group_bytes >> 4) << 32 | u64(1) << 62;
 }
 
 // A matrix in blocks of eight rows of 16 bytes along k: `depth_bytes` from block to block along k,
@@ -134,6 +147,19 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 
+// The nearest TF32 number.
+__device__ __forceinline__ float round_to_tf32(float x) {
+    u32 y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return __uint_as_float(y);
+}
+
+// Two numbers of a 2-byte type.
+template <class T>
+__device__ __forceinline__ u32 pack(float x, float y) {
+    return u32(convert<T>(x).bits) | u32(convert<T>(y).bits) << 16;
+}
+
 // Four 8x8 matrices of 2-byte elements from a warp's accumulator layout to rows of 16 bytes, whose
 // addresses lanes 8i .. 8i+7 give for matrix i.
 template <bool TRANSPOSED>
@@ -147,35 +173,12 @@ __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c,
     }
 }
 
+__device__ __forceinline__ float load_shared(u32 address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    return x;
+}
+
 __device__ __forceinline__ void store_shared(u32 address, float x) {
     asm volatile("st.shared.f32 [%0], %1;" :: "r"(address), "f"(x) : "memory");
-}
-
-// The same box to the same place in each CTA of the cluster that `mask` names, for their barriers.
-__device__ __forceinline__ void load_box_for_cluster(void* to, const TensorMap& map, u64* barrier,
-                                                     int x, int y, int z, int w, int mask) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-                 :: "r"(shared_address(to)), "l"(&map), "r"(shared_address(barrier)),
-                    "r"(x), "r"(y), "r"(z), "r"(w), "h"(static_cast<u16>(mask)) : "memory");
-}
-
-// Arrives at the barrier at the same place in the CTA of that rank.
-__device__ __forceinline__ void barrier_arrive_at(u64* barrier, int rank) {
-    asm volatile("{\n\t"
-                 ".reg .u32 remote;\n\t"
-                 "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n\t"
-                 "}" :: "r"(shared_address(barrier)), "r"(rank) : "memory");
-}
-
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
-                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ int cluster_rank() {
-    int rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
 }

@@ -25,12 +25,14 @@ struct Scalars<0> {
 };
 
 // Reads the parameters from SCALAR and VECTOR on: those of the epilogues behind the first ones.
-template <int SCALAR, int VECTOR, class Read>
-struct ReadFrom {
-    const Read& read;
-    __device__ __forceinline__ AccT operator()(int index) const { return read(SCALAR + index); }
+template <class Parameters, int SCALAR = 0, int VECTOR = 0>
+struct Read {
+    const Parameters& parameters;
+    __device__ __forceinline__ AccT operator()(int index) const {
+        return parameters.scalar(SCALAR + index);
+    }
     __device__ __forceinline__ const InputT* vector(int index) const {
-        return read.vector(VECTOR + index);
+        return parameters.vector(VECTOR + index);
     }
 };
 
@@ -38,7 +40,8 @@ struct ReadFrom {
 // thread's accumulators. Half types have been rounded before, as by a product of torch's.
 // feature(e) is that of element e.
 template <class Rest, class Feature>
-__device__ __forceinline__ void finish_chunk(u32 address, const Rest& rest, const Feature& feature) {
+__device__ __forceinline__ void finish_chunk(u32 address, const Rest& rest,
+                                             const Feature& feature) {
     constexpr int CHUNK = 16 / sizeof(OutputT);
     union { u32 word[4]; OutputT element[CHUNK]; } x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

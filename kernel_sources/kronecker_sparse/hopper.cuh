@@ -1,18 +1,19 @@
 // Kronecker-sparse factors on Hopper, whose copy engine makes the stride of the permutation free:
-//   y[n; i,j,l] = Finish(sum_k w[i,l,j,k] * x[n; i,k,l]),  n the batch, features or batch contiguous.
+//   y[n; i,j,l] = Finish(sum_k w[i,l,j,k] * x[n; i,k,l])
+// for n of the batch, with features or the batch contiguous.
 // Floors: (a*d*(b+c)*batch + a*b*c*d) * itemsize bytes over 4.3 TB/s on an H200; 2*a*b*c*d*batch
 // operations over 770 TFLOP/s in half types, 138 in 3xTF32, 415 in TF32.
 //
-// Persistent CTAs: one producer warp, two warpgroups that multiply 64 rows of the batch each. A tile is
-// 128 rows of the batch by TILE_COLUMNS output features of one group (i, l); tiles of a group follow
-// each other, so that its weights are read once where they fit (RESIDENT).
+// Persistent CTAs: one producer thread, two warpgroups that multiply 64 rows of the batch each. A
+// tile is 128 rows of the batch by TILE_COLUMNS output features of one group (i, l); where its
+// weights fit (RESIDENT), tiles that share them follow each other, so that they are read once.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
 //   BATCH_LAST               whether x is (features, batch), else (batch, features) and d = 1
 //   TILE_COLUMNS             output features of a tile: a multiple of 8, of a 128-byte row if there
 //                            are several tiles a group
-//   STAGES, OUT_BUFFERS      tiles of x under way, tiles of y under way
+//   STAGES, OUT_PARTS        tiles of x under way, parts of tiles of y of a warpgroup
 //   RESIDENT                 blocks of w along k that stay in shared memory; 0: w moves like x
 //   PRODUCTS                 fp32: 3 for split products (3xTF32), 1 for TF32; half types: 1
 //   VECTORS, SCALARS         parameters of the epilogues
@@ -39,18 +40,22 @@ constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a threa
 constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;         // of w: split into high and low words
 
 constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
-// One block of w along k: for each copy TILE_COLUMNS rows of 128 bytes along k, else as many along j.
+// One block of w along k: for each copy TILE_COLUMNS rows of 128 bytes along k; or, RIGHT_LINES,
+// TILE_DEPTH rows of them along j for each part of the columns.
 constexpr int W_PARTS = RIGHT_LINES ? (TILE_COLUMNS + ROW - 1) / ROW : 1;
 constexpr int W_BYTES = RIGHT_LINES ? W_PARTS * TILE_DEPTH * ROW_BYTES
                                     : COPIES * TILE_COLUMNS * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + (RESIDENT ? 0 : W_BYTES);
 constexpr int RESIDENT_BYTES = RESIDENT * W_BYTES;
-// A warpgroup's part of y: BATCH_LAST blocks of (TILE_COLUMNS, ROW), else of (64, ROW).
-constexpr int OUT_BLOCKS = BATCH_LAST ? 64 / ROW : (TILE_COLUMNS + ROW - 1) / ROW;
-constexpr int OUT_BLOCK_BYTES = (BATCH_LAST ? TILE_COLUMNS : 64) * ROW_BYTES;
-constexpr int OUT_BYTES = OUT_BLOCKS * OUT_BLOCK_BYTES;
+// A warpgroup stages PART_COLUMNS of y at a time: BATCH_LAST blocks of (PART_COLUMNS, ROW), else of
+// (64, ROW).
+constexpr int PART_COLUMNS = TILE_COLUMNS < ROW ? TILE_COLUMNS : ROW;
+constexpr int PARTS = (TILE_COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
+constexpr int PART_BLOCKS = BATCH_LAST ? 64 / ROW : 1;
+constexpr int PART_BLOCK_BYTES = (BATCH_LAST ? PART_COLUMNS : 64) * ROW_BYTES;
+constexpr int PART_BYTES = PART_BLOCKS * PART_BLOCK_BYTES;
 
-// Laid out by kernlib/ops/kronecker_sparse_lowering_hopper.py.
+// Laid out by kernlib/ops/kronecker_sparse_lowering_hopper.py; PARTIAL, by ..._gradient.py.
 struct Maps {
     TensorMap x;
 #if !PARTIAL
@@ -82,14 +87,6 @@ struct Fixed {
 struct Parameters : Maps, Workspaces, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
-struct Read {
-    const Parameters& parameters;
-    __device__ __forceinline__ AccT operator()(int index) const { return parameters.scalar(index); }
-    __device__ __forceinline__ const InputT* vector(int index) const {
-        return parameters.vector(index);
-    }
-};
-
 struct Shared {
     unsigned char* weights;
     unsigned char* stages;
@@ -97,22 +94,23 @@ struct Shared {
     u64 *full, *empty, *weights_full, *weights_empty;
 };
 
-// A tile's place, and its blocks of k. Row tiles of a group are neighbours where its weights stay; else
-// the column tiles of the same rows, so that x comes from L2.
+// A tile's place, and its blocks of k. Row tiles of the same weights, a group, are neighbours where
+// these stay; else the column tiles of the same rows, so that x comes from L2.
 struct Tile {
     int group, row, column, block, lane, split, first, depth;
     __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
         if (RESIDENT) {
             row = index % p.row_tiles;
             group = index / p.row_tiles;
-            column = 0;
+            column = group % p.column_tiles;
+            index = group / p.column_tiles;
         } else {
             column = index % p.column_tiles;
             row = index / p.column_tiles % p.row_tiles;
-            group = index / p.column_tiles / p.row_tiles;
+            group = index = index / p.column_tiles / p.row_tiles;
         }
-        lane = group % p.lanes;
-        block = group / p.lanes;
+        lane = index % p.lanes;
+        block = index / p.lanes;
         int all = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
         split = first = 0;
         depth = all;
@@ -125,8 +123,8 @@ struct Tile {
     }
 };
 
-// The tiles of a CTA: neighbours where they share resident weights; else those that the CTAs compute at
-// the same time are neighbours.
+// The tiles of a CTA: neighbours where they share resident weights; else those that all CTAs
+// compute at the same time are neighbours.
 struct Range {
     u32 first, last, step;
     __device__ __forceinline__ explicit Range(u32 tiles) {
@@ -153,37 +151,47 @@ __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters
     if (RIGHT_LINES) {
 #pragma unroll
         for (int part = 0; part < W_PARTS; ++part)
-            load_box(to + part * TILE_DEPTH * ROW_BYTES, p.w, barrier, column + part * ROW, tile.lane,
-                     k, tile.block);
+            load_box(to + part * TILE_DEPTH * ROW_BYTES, p.w, barrier, column + part * ROW,
+                     tile.lane, k, tile.block);
     } else {
         load_box(to, p.w, barrier, k, tile.lane, column, tile.block);
     }
 #endif
 }
 
+// Weights of the first stage are those that the kernel ahead of this one packs.
+__device__ __forceinline__ void wait_for_weights(bool& packed) {
+    if (!packed) wait_for_previous_kernel();
+    packed = true;
+}
+
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
-                                           const Tile& tile, int block) {
+                                           const Tile& tile, int block, bool& packed) {
     barrier_expect(barrier, STAGE_BYTES);
     int row = tile.row * TILE_ROWS, k = block * TILE_DEPTH;
     if (BATCH_LAST) {
 #pragma unroll
         for (int part = 0; part < TILE_ROWS / ROW; ++part)
-            load_box(to + part * TILE_DEPTH * ROW_BYTES, p.x, barrier, row + part * ROW, tile.lane, k,
-                     tile.block);
+            load_box(to + part * TILE_DEPTH * ROW_BYTES, p.x, barrier, row + part * ROW, tile.lane,
+                     k, tile.block);
     } else {
         load_box(to, p.x, barrier, k, tile.lane, row, tile.block);
     }
-    if (!RESIDENT) load_weights(to + X_BYTES, p, barrier, tile, block);
+    if (RESIDENT) return;
+    wait_for_weights(packed);
+    load_weights(to + X_BYTES, p, barrier, tile, block);
 }
 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int stage = 0, parity = 1, group = -1, groups = 0;
+    bool packed = !PACKED;
     Range range(p.tiles);
     for (u32 index = range.first; index < range.last; index += range.step) {
         Tile tile(p, index);
         if (RESIDENT && tile.group != group) {
             barrier_wait(s.weights_empty, (groups & 1) ^ 1);
             barrier_expect(s.weights_full, tile.depth * W_BYTES);
+            wait_for_weights(packed);
             for (int block = 0; block < tile.depth; ++block)
                 load_weights(s.weights + block * W_BYTES, p, s.weights_full, tile, block);
             group = tile.group;
@@ -191,7 +199,8 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
         }
         for (int block = 0; block < tile.depth; ++block) {
             barrier_wait(&s.empty[stage], parity);
-            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, tile.first + block);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, tile.first + block,
+                       packed);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
@@ -202,8 +211,8 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
 
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     int warpgroup = threadIdx.x / 128 - 1;
-    int stage = 0, parity = 0, group = -1, groups = 0, buffer = 0;
-    Finish finish(Read{p});
+    int stage = 0, parity = 0, group = -1, groups = 0, slot = 0;
+    Finish finish(Read<Parameters>{p});
     Range range(p.tiles);
     for (u32 index = range.first; index < range.last; index += range.step) {
         Tile tile(p, index);
@@ -213,16 +222,16 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
             ++groups;
         }
         float sums[SUMS];
-        multiply_tile(sums, s, warpgroup, p.depth - tile.first * TILE_DEPTH, tile.depth, stage, parity);
+        multiply_tile(sums, s, warpgroup, p.depth - tile.first * TILE_DEPTH, tile.depth, stage,
+                      parity);
         if (RESIDENT && (index + 1 == range.last || (index + 1) % p.row_tiles == 0)) {
             if (threadIdx.x % 32 == 0) barrier_arrive(s.weights_empty);
         }
 #if PARTIAL
         store_partial(sums, p, tile, warpgroup);
 #else
-        store_tile(sums, finish, p, s.out + (buffer * WARPGROUPS + warpgroup) * OUT_BYTES, tile,
+        store_tile(sums, finish, p, s.out + warpgroup * OUT_PARTS * PART_BYTES, slot, tile,
                    warpgroup);
-        if (++buffer == OUT_BUFFERS) buffer = 0;
 #endif
     }
     if (threadIdx.x % 128 == 0) wait_for_stores();

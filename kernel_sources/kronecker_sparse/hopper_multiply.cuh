@@ -1,12 +1,6 @@
 // The sums of a tile by wgmma: 64 rows of the batch a warpgroup, TILE_COLUMNS features.
 #pragma once
 
-// Frees a stage that this warp has read.
-__device__ __forceinline__ void release_stage(const Shared& s, int stage) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
-}
-
 // Of one copy of a block of w: of rows of 128 bytes, or packed.
 __device__ __forceinline__ u64 weights_descriptor(const Shared& s, int stage, int block) {
     u32 address = shared_address(RESIDENT ? s.weights + block * W_BYTES
@@ -22,7 +16,8 @@ constexpr int WEIGHTS_COPY = TILE_COLUMNS * ROW_BYTES / 16;
 #if HALF_INPUT
 // Both operands from shared memory; x along k (batch first) or along the batch (batch last).
 __device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared& s, int warpgroup,
-                                              int depth, int depth_blocks, int& stage, int& parity) {
+                                              int depth, int depth_blocks, int& stage,
+                                              int& parity) {
     int previous = -1;
 #pragma unroll 1
     for (int block = 0; block < depth_blocks; ++block) {
@@ -37,32 +32,27 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared&
             if (step < steps) {
                 // 16 bytes a unit: 16 rows of k, or 32 bytes along a row.
                 constexpr int LEFT_STEP = BATCH_LAST ? STEP * ROW_BYTES / 16 : 2;
-                multiply(sums, left + step * LEFT_STEP, right + step * WEIGHTS_STEP, block + step > 0);
+                multiply(sums, left + step * LEFT_STEP, right + step * WEIGHTS_STEP,
+                         block + step > 0);
             }
         }
         wgmma_commit();
         if (previous >= 0) {
             wgmma_wait<1>();
-            release_stage(s, previous);
+            barrier_arrive_by_warp(&s.empty[previous]);
         }
         previous = stage;
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     wgmma_wait<0>();
-    release_stage(s, previous);
+    barrier_arrive_by_warp(&s.empty[previous]);
 }
 #else
 // x through registers, split into TF32 words there, for TF32 wgmma takes no operand along the
 // batch; w was split when it was packed. Each block's sums start from zero and are added outside,
 // because the matrix unit truncates what it accumulates.
-__device__ __forceinline__ float high_word(float x) {
-    u32 y;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-    return __uint_as_float(y);
-}
-
-// Element (row, k) of the warpgroup's part of a stage. Batch last, wgmma's k = 0..7 are k = 0, 2, 4,
-// 6, 1, 3, 5, 7 (w is packed so): 16-byte chunks of four rows then lie in different banks.
+// Element (row, k) of the warpgroup's part of a stage. Batch last, wgmma's k = 0..7 are k = 0, 2,
+// 4, 6, 1, 3, 5, 7 (w is packed so): 16-byte chunks of four rows then lie in different banks.
 __device__ __forceinline__ u32 element_address(u32 stage, int row, int k) {
     if (BATCH_LAST) {
         int chunk = (row % ROW / 4) ^ (k & 7);
@@ -72,14 +62,9 @@ __device__ __forceinline__ u32 element_address(u32 stage, int row, int k) {
     return stage + row * ROW_BYTES + (((k >> 2) ^ (row & 7)) << 4) + (k & 3) * 4;
 }
 
-__device__ __forceinline__ float load_shared(u32 address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-    return x;
-}
-
 __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared& s, int warpgroup,
-                                              int depth, int depth_blocks, int& stage, int& parity) {
+                                              int depth, int depth_blocks, int& stage,
+                                              int& parity) {
     constexpr int STEPS = TILE_DEPTH / STEP;
     int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, k = lane % 4;
     int near = BATCH_LAST ? 2 * k : k, far = BATCH_LAST ? 2 * k + 1 : k + 4;
@@ -99,9 +84,9 @@ __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared
             for (int part = 0; part < 4; ++part) {
                 float value = load_shared(element_address(x, row + part % 2 * 8,
                                                           step * STEP + (part / 2 ? far : near)));
-                float word = high_word(value);
+                float word = round_to_tf32(value);
                 high[step][part] = __float_as_uint(word);
-                low[step][part] = __float_as_uint(high_word(value - word));
+                low[step][part] = __float_as_uint(round_to_tf32(value - word));
             }
         }
         wgmma_fence();
@@ -118,7 +103,7 @@ __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared
         }
         wgmma_commit();
         wgmma_wait<0>();
-        release_stage(s, stage);
+        barrier_arrive_by_warp(&s.empty[stage]);
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) total[i] += sums[i];
         if (++stage == STAGES) stage = 0, parity ^= 1;

@@ -10,7 +10,7 @@
 //   PARAMETER_BYTES          what lowering makes of Parameters
 #pragma once
 
-#include "common/types.cuh"
+#include "common/hopper.cuh"
 
 constexpr int THREADS = 256;
 constexpr int CHUNK = 16 / sizeof(InputT);
@@ -31,11 +31,8 @@ struct Parameters {
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 __device__ __forceinline__ void split(float x, float& high, float& low) {
-    u32 word;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
-    high = __uint_as_float(word);
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x - high));
-    low = __uint_as_float(word);
+    high = round_to_tf32(x);
+    low = round_to_tf32(x - high);
 }
 
 template <class T>
@@ -43,6 +40,7 @@ __device__ __forceinline__ void split(T x, T& high, T& low) { high = x; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_pack(const __grid_constant__ Parameters p) {
+    begin_next_kernel();  // it prepares itself and loads x meanwhile
     i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (index >= p.total) return;
     // Neighbouring threads take neighbouring l, as they lie in the weight.

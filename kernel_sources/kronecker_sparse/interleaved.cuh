@@ -1,12 +1,13 @@
-// Kronecker-sparse factors on Hopper, batch first and d > 1, where features of one group lie d apart:
+// Kronecker-sparse factors on Hopper, batch first and d > 1, where features of a group lie d apart:
 //   y[n, i, j, l] = Finish(sum_k w[i, l, j, k] * x[n, i, k, l])
-// Floors as in hopper.cuh. A tile takes LANES * HALVES neighbouring l together, so that whole sectors
-// move; what limits it is the traffic from L2: every tile of BN features reads x again.
+// Floors as in hopper.cuh. A tile takes LANES * HALVES neighbouring l together, so that whole
+// sectors move; what limits it is the traffic from L2: every tile of TILE_COLUMNS features reads x
+// again.
 //
-// 16 bytes of a tile of x are LW neighbouring l of 8 / LW (fp32: 4 / LW) neighbouring k: a thread's
-// loads become the registers of LW independent wgmmas, in half types after one byte permute each. The
-// order of k inside a wgmma is free, so thread t of a quad takes chunks 2t and 2t + 1 of a row,
-// which the swizzle spreads over all banks; w is packed in that order.
+// 16 bytes of a tile of x are LANES neighbouring l of 8 / LANES (fp32: 4 / LANES) neighbouring k: a
+// thread's loads become the registers of LANES independent wgmmas, in half types after one byte
+// permute each. The order of k inside a wgmma is free, so thread t of a quad takes chunks 2t and
+// 2t + 1 of a row, which the swizzle spreads over all banks; w is packed in that order.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
@@ -34,8 +35,8 @@ constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a threa
 constexpr int STEP = 32 / SIZE;                       // k of one wgmma
 constexpr int STEPS = TILE_DEPTH / STEP;
 constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;
-constexpr int SPAN_BYTES = SPAN * SIZE;               // of one k: the box's row, unless merged
-// Bits of the row that the chunk is XORed with: the copy engine swizzles by the box's row.
+constexpr int SPAN_BYTES = SPAN * SIZE;               // of one k
+// Bits of the row that the chunk is XORed with, by the copy engine if MERGED.
 constexpr int SWIZZLE = (MERGED ? ROW_BYTES : SPAN_BYTES) / 16 - 1;
 
 constexpr int X_BLOCK_BYTES = TILE_ROWS * ROW_BYTES;
@@ -74,19 +75,11 @@ struct Fixed {
     int columns, depth;  // b, c
     int spans;           // ceil(d / SPAN)
     u32 tiles;           // of all
-    int unused;
+    int unused;          // fills up 8 bytes
 };
 
 struct Parameters : Maps, Operands, VectorPointers<VECTORS>, Scalars<SCALARS>, Strides, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
-
-struct Read {
-    const Parameters& parameters;
-    __device__ __forceinline__ AccT operator()(int index) const { return parameters.scalar(index); }
-    __device__ __forceinline__ const InputT* vector(int index) const {
-        return parameters.vector(index);
-    }
-};
 
 struct Shared {
     unsigned char* stages;
@@ -94,9 +87,9 @@ struct Shared {
     u64 *full, *empty;
 };
 
-// A tile's place. Spans and column tiles of the same rows are computed at the same time by neighbouring
-// CTAs: were they computed one after the other, the rows of all CTAs, 69 MB of (1,256,256,16), would
-// leave L2 in between, and lines of y be written in parts.
+// A tile's place. Spans and column tiles of the same rows are computed at the same time by
+// neighbouring CTAs: were they computed one after the other, the rows of all CTAs, 69 MB of
+// (1,256,256,16), would leave L2 in between, and lines of y be written in parts.
 struct Tile {
     int row, column, block, lane;
     __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
@@ -117,7 +110,7 @@ __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters
 
 #if MERGED
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
-                                           const Tile& tile, int stage, int stages) {
+                                           const Tile& tile, int stage, int stages, bool& packed) {
     barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll
     for (int block = 0; block < ROW_BLOCKS; ++block) {
@@ -125,13 +118,17 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
         load_box(to + block * X_BLOCK_BYTES, p.x, barrier, k * SPAN, tile.block,
                  tile.row * TILE_ROWS, 0);
     }
+    if (!packed) wait_for_previous_kernel();
+    packed = true;
     load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
 }
 #else
 // By all producers, eight of them a row.
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
-                                           const Tile& tile, int stage, int stages) {
+                                           const Tile& tile, int stage, int stages, bool& packed) {
     if (threadIdx.x == 0) {
+        if (!packed) wait_for_previous_kernel();
+        packed = true;
         barrier_expect(barrier, W_BYTES);
         load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
     }
@@ -157,11 +154,13 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int depths = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
     int stage = 0, parity = 1;
+    bool packed = false;  // by the kernel ahead of this one
     for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
         Tile tile(p, index);
         for (int depth = 0; depth < depths; ++depth) {
             barrier_wait(&s.empty[stage], parity);
-            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, depth, depths);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, depth, depths,
+                       packed);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
@@ -174,7 +173,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     int warpgroup = threadIdx.x / 128 - 1;
     int depths = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
     int stage = 0, parity = 0;
-    Finish finish(Read{p});
+    Finish finish(Read<Parameters>{p});
     for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
         Tile tile(p, index);
         float sums[LANES][SUMS];

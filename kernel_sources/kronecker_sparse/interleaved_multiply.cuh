@@ -70,16 +70,7 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, in
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
         int r = row + 8 * side;
-        if constexpr (LANES == 8) {
-#pragma unroll
-            for (int part = 0; part < 4; ++part) {
-                int pair = part / 2, e = part % 2;
-                Chunk x = load_chunk(stage, 4 * step + 2 * pair + t / 2, r,
-                                     t % 2 * 4 + 2 * half + e);
-#pragma unroll
-                for (int l = 0; l < 4; ++l) a[4 * e + l][2 * pair + side] = x.word[l];
-            }
-        } else if constexpr (LANES == 4) {
+        if constexpr (LANES == 4) {
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
                 Chunk x = HALVES == 2 ? load_chunk(stage, 2 * step + pair, r, 2 * t + half)
@@ -96,23 +87,11 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, in
         }
     }
 }
-
-__device__ __forceinline__ float high_word(float x) {
-    u32 y;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-    return __uint_as_float(y);
-}
 #endif
 
 // Packed w of one l: for each 16 bytes along k, TILE_COLUMNS rows.
 __device__ __forceinline__ u64 weights_descriptor(u32 address) {
     return core_matrices_descriptor(address, TILE_COLUMNS * 16, 128);
-}
-
-// Frees a stage that this warp has read.
-__device__ __forceinline__ void release_stage(const Shared& s, int stage) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
 }
 
 #if HALF_INPUT
@@ -132,9 +111,9 @@ __device__ __forceinline__ void multiply_step(float (&sums)[LANES][SUMS], u32 (&
     for (int l = 0; l < LANES; ++l)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float value = __uint_as_float(a[l][i]), high = high_word(value);
+            float value = __uint_as_float(a[l][i]), high = round_to_tf32(value);
             a[l][i] = __float_as_uint(high);
-            low[l][i] = __float_as_uint(high_word(value - high));
+            low[l][i] = __float_as_uint(round_to_tf32(value - high));
         }
     wgmma_fence();
 #pragma unroll
@@ -178,7 +157,7 @@ __device__ __forceinline__ void multiply_tile(float (&total)[LANES][SUMS], const
                           HALF_INPUT ? d + step > 0 : step > 0);
             wgmma_wait<0>();  // its registers must stay as they are until then
         }
-        release_stage(s, stage);
+        barrier_arrive_by_warp(&s.empty[stage]);
 #if !HALF_INPUT
 #pragma unroll
         for (int l = 0; l < LANES; ++l)

@@ -18,12 +18,6 @@ __device__ __forceinline__ u32 out_address(u32 out, int row, int byte) {
            ((chunk ^ (row & SWIZZLE)) << 4) + byte % 16;
 }
 
-#if HALF_INPUT
-__device__ __forceinline__ u32 pack(float x, float y) {
-    return u32(convert<OutputT>(x).bits) | u32(convert<OutputT>(y).bits) << 16;
-}
-#endif
-
 // Columns first .. first + OUT_COLUMNS: all LANES of one (n, j) are LANES * SIZE bytes of a row.
 __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], int first, u32 out,
                                               int row, int t, int half) {
@@ -36,7 +30,7 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
 #pragma unroll
             for (int m = 0; m < WORDS; ++m) {
 #if HALF_INPUT
-                word[e * WORDS + m] = pack(sums[2 * m][i + e], sums[2 * m + 1][i + e]);
+                word[e * WORDS + m] = pack<OutputT>(sums[2 * m][i + e], sums[2 * m + 1][i + e]);
 #else
                 word[e * WORDS + m] = __float_as_uint(sums[m][i + e]);
 #endif
@@ -54,21 +48,26 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
     }
 }
 
+// Of column j and the tile's l; where y has none, and nothing is stored, some other. Lowering sees
+// to it that 32 bits do: 64 take more registers than there are.
+__device__ __forceinline__ int feature_of(const Parameters& p, const Tile& tile, int j, int l) {
+    l += tile.lane;
+    return (tile.block * p.columns + min(j, p.columns - 1)) * p.lanes +
+           (MERGED ? l : min(l, p.lanes - 1));
+}
+
 // The costly epilogues over staged columns; `thread` of `threads` that staged them.
 __device__ __forceinline__ void finish_staged(u32 out, int column, const Parameters& p,
                                               const Tile& tile, int thread, int threads) {
-    Rest rest(ReadFrom<HEAD_SCALARS, HEAD_VECTORS, Read>{Read{p}});
+    Rest rest(Read<Parameters, HEAD_SCALARS, HEAD_VECTORS>{p});
     constexpr int BLOCKS = OUT_COLUMNS / ROW_DEPTH;
-    i64 block_feature = i64(tile.block) * p.columns * p.lanes;
 #pragma unroll 1
     for (int index = thread; index < BLOCKS * OUT_ROWS * 8; index += threads) {
         int chunk = index % 8, row = index / 8 % OUT_ROWS, block = index / 8 / OUT_ROWS;
         int byte = (column / ROW_DEPTH + block) * ROW_BYTES + chunk * 16;
         finish_chunk(out_address(out, row, byte), rest, [&](int e) {
             int element = byte / SIZE + e;
-            int j = min(tile.column * TILE_COLUMNS + element / SPAN, p.columns - 1);
-            int l = min(tile.lane + element % SPAN, p.lanes - 1);
-            return block_feature + i64(j) * p.lanes + l;
+            return feature_of(p, tile, tile.column * TILE_COLUMNS + element / SPAN, element % SPAN);
         });
     }
 }
@@ -98,16 +97,12 @@ __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Fin
     int half = HALVES == 2 ? warpgroup : 0;
     int first = tile.column * TILE_COLUMNS;
     if (HEAD) {
-        i64 feature = i64(tile.block) * p.columns * p.lanes + tile.lane + half * LANES;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) {
-            int column = min(first + i / 4 * 8 + t * 2 + i % 2, p.columns - 1);
+            int j = first + i / 4 * 8 + t * 2 + i % 2;
 #pragma unroll
-            for (int l = 0; l < LANES; ++l) {
-                i64 place = feature + i64(column) * p.lanes + l;
-                if (!MERGED) place = min(place, i64(p.blocks) * p.columns * p.lanes - 1);
-                sums[l][i] = finish(sums[l][i], place);
-            }
+            for (int l = 0; l < LANES; ++l)
+                sums[l][i] = finish(sums[l][i], feature_of(p, tile, j, half * LANES + l));
         }
     }
     constexpr int THREADS_TOGETHER = HALVES == 2 ? 256 : 128;

@@ -53,16 +53,6 @@ struct Fixed {
 struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
-struct Read {
-    const Parameters& parameters;
-    __device__ __forceinline__ AccT operator()(int index) const {
-        return parameters.scalar(index);
-    }
-    __device__ __forceinline__ const InputT* vector(int index) const {
-        return parameters.vector(index);
-    }
-};
-
 // What a CTA computes. It waits in shared memory while the sums take the registers.
 struct Place {
     i64 row, column;
@@ -123,7 +113,7 @@ kronecker_sparse_portable(const __grid_constant__ Parameters p) {
         begin += terms;
         place = shared_place;
         store_tile(reinterpret_cast<float*>(shared), sums, place.target(p, add, begin >= end),
-                   Finish(Read{p}), p.out_along_rows, p.out_vectors);
+                   Finish(Read<Parameters>{p}), p.out_along_rows, p.out_vectors);
         add = true;
         if (PARTS) __syncthreads();
     } while (PARTS && begin < end);

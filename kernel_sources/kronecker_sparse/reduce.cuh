@@ -1,6 +1,7 @@
 // out[i,l,r,s] = sum over splits, in order, of partial[split,i,l,r,s]: the same bits at every run.
 //
-// Floor: splits * a*b*c*d * 4 bytes over the bandwidth of L2, where portable.cuh has left them.
+// Floor: splits * a*b*c*d * 4 bytes over the bandwidth of L2, where portable.cuh or hopper.cuh has
+// left them.
 //
 // The generated source defines before it includes this file:
 //   OutputT            storage of out

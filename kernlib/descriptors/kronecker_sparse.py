@@ -187,22 +187,26 @@ class KroneckerSparseChain(Descriptor):
 def _check_chain(factors: tuple[KroneckerSparse, ...]) -> None:
     first, taken = factors[0], []
     for index, factor in enumerate(factors):
-        name = f"factors[{index}] {factor.describe()}"
         previous = factors[max(index - 1, 0)]
-        require(
-            index == 0 or factor.in_features == previous.out_features,
-            f"{name} takes {factor.in_features} features, and factors[{index - 1}] "
-            f"{previous.describe()} gives {previous.out_features}",
-        )
-        require(
-            factor.batch_last == first.batch_last,
-            f"{name} has batch_last={factor.batch_last}, and factors[0] {first.batch_last}: one "
-            "chain has one layout",
-        )
         repeated = [p for p in factor.parameters if p in taken]
-        require(
-            not repeated,
-            f"{name} repeats the parameter(s) {repeated} of an earlier factor; rename one, as in "
-            "Bias('bias2')",
-        )
+        # Texts only where they are needed: Dynamo cannot trace them.
+        if index and factor.in_features != previous.out_features:
+            raise ValueError(
+                f"{_place(index, factor)} takes {factor.in_features} features, and "
+                f"{_place(index - 1, previous)} gives {previous.out_features}"
+            )
+        if factor.batch_last != first.batch_last:
+            raise ValueError(
+                f"{_place(index, factor)} has batch_last={factor.batch_last}, and factors[0] "
+                f"{first.batch_last}: one chain has one layout"
+            )
+        if repeated:
+            raise ValueError(
+                f"{_place(index, factor)} repeats the parameter(s) {repeated} of an earlier "
+                "factor; rename one, as in Bias('bias2')"
+            )
         taken += factor.parameters
+
+
+def _place(index: int, factor: KroneckerSparse) -> str:
+    return f"factors[{index}] {factor.describe()}"

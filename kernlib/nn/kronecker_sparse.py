@@ -6,7 +6,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -188,32 +188,36 @@ class KSLinear(nn.Module):
 
     def _computed(self, compute: Callable, x: torch.Tensor) -> torch.Tensor:
         """``compute(x, algo)`` with the algorithm that was asked for, or that "auto" stands for."""
-        if self._algo != "auto":
-            return compute(x, self._algo)
+        algo = self._algo
+        if algo != "auto":
+            return compute(x, algo)
         if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
             return compute(x, "einsum")
         if torch.compiler.is_compiling():
             return compute(x, "kernel")
-        key = (x.device, x.dtype)
-        if key not in self._without_kernel:
+        without = self._without_kernel
+        if not without or (x.device, x.dtype) not in without:
             try:
                 return compute(x, "kernel")
             except (UnsupportedError, CompileError) as error:
-                self._without_kernel.add(key)
+                without.add((x.device, x.dtype))
                 warnings.warn(f"KSLinear takes the einsum on {x.device}: {error}", stacklevel=4)
         return compute(x, "einsum")
 
     def _layer(self, x: torch.Tensor, algo: str) -> torch.Tensor:
         if algo != "kernel":
             return self._finish(self._product(x, algo, self.bs_last), self.bs_last)
-        weights, bias = self._weights(), self.bias
+        try:
+            bias = self._parameters["bias"]  # in 0.1 us, by its name in 0.6
+        except KeyError:  # parametrized
+            bias = self.bias
         if bias is None:
-            return run_kernel(self._descriptors[False], x, *weights)
-        return run_kernel(self._descriptors[True], x, *weights, bias=bias)
+            return run_kernel(self._descriptors[False], x, *self._weights())
+        return run_kernel(self._descriptors[True], x, *self._weights(), bias=bias)
 
     def _weights(self) -> list[torch.Tensor]:
         """The factors, without the 1 us each that a ParameterList takes to find them."""
-        factors = self.factors
+        factors = self._modules["factors"]
         held = factors._parameters
         try:
             return [held[name] for name in self._names]
@@ -226,8 +230,7 @@ class KSLinear(nn.Module):
         self._check_input(x, batch_last, weights[0].dtype)
         for index, (pattern, weight) in enumerate(zip(self.patterns, weights, strict=True)):
             if algo == "kernel":
-                factor = KroneckerSparse(*pattern, batch_last=batch_last, precision=self.precision)
-                x = run_kernel(factor, x, weight)
+                x = run_kernel(_factor(pattern, batch_last, self.precision), x, weight)
             elif algo == "einsum":
                 x = ALGORITHMS[algo](x, weight, pattern, batch_last)
             else:
@@ -276,6 +279,11 @@ class KSLinear(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
         flatten_bias(state_dict, prefix, self.out_size)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+@lru_cache(maxsize=256)
+def _factor(pattern: Pattern, batch_last: bool, precision: str | None) -> KroneckerSparse:
+    return KroneckerSparse(*pattern, batch_last=batch_last, precision=precision)
 
 
 def flatten_bias(state_dict: dict, prefix: str, size: int) -> None:

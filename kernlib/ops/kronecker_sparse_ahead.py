@@ -14,7 +14,7 @@ from kernlib.ops import kronecker_sparse as op
 from kernlib.ops import kronecker_sparse_checks as checks
 from kernlib.ops import kronecker_sparse_lowering as lowering
 from kernlib.ops import kronecker_sparse_plans as plans
-from kernlib.ops.kronecker_sparse_operators import leading_bias, linear
+from kernlib.ops.kronecker_sparse_autograd import parts
 from kernlib.ops.tensors import check_dense
 
 
@@ -48,11 +48,8 @@ class Request(NamedTuple):
         and never the lazy negation of a view, which is not in its memory."""
         descriptor, parameters = self.descriptor, self.parameters
         if self.recorded():
-            name = leading_bias(descriptor)
-            parameters = {} if name is None else {"bias": parameters[name]}
-            descriptor = linear(
-                descriptor.pattern, descriptor.batch_last, descriptor.precision, name is not None
-            )
+            made = parts(descriptor)
+            descriptor, parameters = made.product, made.operands(parameters)
         x, weight, parameters = op.positive(self.x, self.weight, parameters)
         return Request(descriptor, x, weight, self.out, parameters)
 
@@ -87,7 +84,7 @@ def prepare(request: Request) -> None:
     call = request.check()
     if op.by_reference(call, *request[1:]):
         return
-    if not op.has_plan(*request.fused()):
+    if op.find_plan(*request.fused()) is None:
         op.make_plan(*request.fused(), call)
     device = request.x.get_device()
     for epilogue, problem in _backward(request, call):
@@ -97,7 +94,7 @@ def prepare(request: Request) -> None:
 
 def prepared(request: Request) -> bool:
     """Whether the plan of a request is there, and no other is needed."""
-    return not request.recorded() and op.has_plan(*request.fused())
+    return not request.recorded() and op.find_plan(*request.fused()) is not None
 
 
 def specs(request: Request, arch: str, device: int | None) -> list[KernelSpec]:

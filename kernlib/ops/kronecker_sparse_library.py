@@ -1,8 +1,5 @@
 """The Kronecker-sparse op for whoever records calls and runs them later: torch.compile,
-torch.export, make_fx, fake tensors.
-
-Eager calls pass by, except that those whose gradient is recorded call the same operators.
-"""
+torch.export, make_fx, fake tensors. Eager calls pass by."""
 
 from __future__ import annotations
 

@@ -7,29 +7,29 @@ or both with features contiguous and d = 1 (batch first).
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit.spec import KernelSpec
+from kernlib.ops import kronecker_sparse_lowering_maps as maps
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
+from kernlib.ops.kronecker_sparse_lowering_hopper import FIXED, TILE_ROWS
 from kernlib.ops.kronecker_sparse_lowering_problem import (
-    TYPES,
     Choice,
     Layout,
     Lowered,
     Problem,
     Step,
     ceil,
+    is_deep,
 )
 from kernlib.tensor_map import TensorMap
 
 KIND = "gradient"
-TILE_ROWS = 128
 TILE_DEPTH = wgmma.ROW_BYTES // 2
-FIXED = "<10i"  # struct Fixed
+PARAMETERS = wgmma.Parameters(2, 1, FIXED)
 COLUMNS = (16, 32, 48, 64, 96, 128, 192, 256)
 WHOLE_COLUMNS = (64, 128, 192, 256)  # of several tiles, or where columns lie side by side
 MIN_PART = 8  # blocks of depth; shorter parts wait more than they sum
@@ -46,7 +46,7 @@ class Variant(NamedTuple):
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The width of tile for a problem, none if it is not one of this kernel's."""
-    if arch != wgmma.ARCH or not wgmma.is_deep(problem) or problem.dtype == "float32":
+    if arch != wgmma.ARCH or not is_deep(problem) or problem.dtype == "float32":
         return []
     lines = _lines(problem)
     if lines is None or _tiles(problem, 16) > wgmma.MAX_TILES:
@@ -54,9 +54,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     return [{"columns": _columns(problem.columns, lines)}]
 
 
-def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned."""
-    return known[0]
+default = wgmma.default
 
 
 def lower(
@@ -78,15 +76,14 @@ def lower(
     parts = ceil(ceil(problem.depth, TILE_DEPTH), part)
     partial, one = portable.partial_layout(problem)
     tiles = _tiles(problem, columns) * parts
-    fixed = struct.pack(
-        FIXED,
+    fixed = PARAMETERS.pack(
         row_tiles, column_tiles, problem.blocks, problem.lanes, problem.rows, problem.columns,
         problem.depth, part, partial.row, tiles,
     )  # fmt: skip
     main = Step(
         spec(variant),
         (min(multiprocessors, tiles), 1),
-        fixed.ljust(_parameter_bytes() - 2 * 128 - 8, b"\0"),
+        fixed,
         (("left", 0), ("right", 0), ("workspace", 0)),
         maps=_maps(problem, variant),
     )
@@ -108,14 +105,16 @@ def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for the gradients of weights of b x c blocks,
-    ``sizes``, and ``kinds`` of numbers: (dtype, precision)."""
+    ``sizes``, for products of few rows and their gradients by x, and ``kinds`` of numbers: (dtype,
+    precision)."""
     if arch != wgmma.ARCH:
         return []
     halves = [dtype for dtype, _ in kinds if dtype != "float32"]
     found = [
-        spec(Variant(dtype, lines, _columns(sizes[1], lines)))
+        spec(Variant(dtype, lines, _columns(count, lines)))
         for dtype in halves
         for lines in (False, True)
+        for count in sizes
     ]
     return list(dict.fromkeys(found + [portable.reduce_spec(dtype) for dtype in halves]))
 
@@ -159,45 +158,47 @@ def _lines(problem: Problem) -> bool | None:
         if near != (1, 1):
             continue
         pairs = ((left, problem.rows), (right, problem.columns))
-        extents = [(side, *_extent(problem, side, size, lines)) for side, size in pairs]
-        if all(wgmma.addressable(problem.dtype, s.alignment, n, by) for s, n, by in extents):
+        if all(
+            maps.addressable(problem.dtype, side.alignment, _extent(problem, side, count, lines))
+            for side, count in pairs
+        ):
             return lines
     return None
 
 
-def _extent(problem: Problem, side: Layout, count: int, lines: bool) -> tuple[tuple, tuple]:
-    """Sizes and strides, in elements, of an operand as its map has it."""
+def _extent(problem: Problem, side: Layout, count: int, lines: bool) -> maps.Extent:
     depth, lanes, blocks = problem.depth, problem.lanes, problem.blocks
     if lines:
-        return (count, lanes, depth, blocks), (side.lane, side.depth, side.block)
-    return (depth, lanes, count, blocks), (side.lane, side.line, side.block)
+        return maps.Extent((count, lanes, depth, blocks), (side.lane, side.depth, side.block))
+    return maps.Extent((depth, lanes, count, blocks), (side.lane, side.line, side.block))
 
 
-def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, TensorMap]:
-    pairs = ((problem.left, problem.rows), (problem.right, problem.columns))
-    found = []
-    for (side, count), width in zip(pairs, (TILE_ROWS, variant.columns), strict=True):
-        sizes, strides = _extent(problem, side, count, variant.lines)
-        box = (TILE_DEPTH, 1, TILE_DEPTH if variant.lines else width, 1)
-        steps = wgmma.byte_strides(variant.dtype, sizes, strides)
-        found.append(TensorMap(variant.dtype, sizes, steps, box, wgmma.ROW_BYTES))
-    return tuple(found)
+def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
+    """Maps of both operands."""
+    dtype, lines, columns = variant
+    sides = (problem.left, problem.rows, TILE_ROWS), (problem.right, problem.columns, columns)
+    return tuple(
+        maps.tensor_map(
+            dtype,
+            _extent(problem, side, count, lines),
+            (TILE_DEPTH, 1, TILE_DEPTH if lines else width, 1),
+        )
+        for side, count, width in sides
+    )
 
 
 def spec(variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     dtype, lines, columns = variant
-    row = wgmma.ROW_BYTES // TYPES[dtype][1]
-    width = ceil(columns, row) * row if lines else columns
-    stage = (TILE_ROWS + width) * wgmma.ROW_BYTES
-    count = wgmma.stages(1024 + 256, stage)
+    width = ceil(columns, TILE_DEPTH) * TILE_DEPTH if lines else columns
+    stages, shared = wgmma.stages(0, (TILE_ROWS + width) * wgmma.ROW_BYTES)
     words = [f"{TILE_ROWS}x{columns}", "batch_first" if lines else "batch_last"]
     return KernelSpec(
         "kronecker_sparse",
-        _source(variant, count),
+        _source(variant, stages),
         "kronecker_sparse_hopper",
         wgmma.THREADS,
-        1024 + count * stage,
+        shared,
         description=text.describe(KIND, dtype, "fp32", words, ()),
     )
 
@@ -209,10 +210,10 @@ def _source(variant: Variant, stages: int) -> str:
 constexpr bool BATCH_LAST = {str(lines).lower()};
 constexpr int TILE_COLUMNS = {columns};
 constexpr int STAGES = {stages};
-constexpr int OUT_BUFFERS = 1;
+constexpr int OUT_PARTS = 1;
 constexpr int RESIDENT = 0;
 constexpr int PRODUCTS = 1;
-constexpr int PARAMETER_BYTES = {_parameter_bytes()};
+constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 constexpr bool RIGHT_LINES = {str(lines).lower()};
 #define PARTIAL 1
 #define PACKED 0
@@ -221,7 +222,3 @@ constexpr bool RIGHT_LINES = {str(lines).lower()};
 {wgmma.multiply(dtype, columns, False, lines, lines)}
 #include "kronecker_sparse/hopper.cuh"
 """
-
-
-def _parameter_bytes() -> int:
-    return wgmma.parameter_bytes(2, 1, 0, struct.calcsize(FIXED))

@@ -5,22 +5,21 @@ The copy engine wants strides of whole 16 bytes; other layouts go to the portabl
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.ops import kronecker_sparse_lowering_maps as maps
 from kernlib.ops import kronecker_sparse_lowering_pack as packing
 from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
 from kernlib.ops.kronecker_sparse_lowering_problem import (
-    TYPES,
     Choice,
     Lowered,
     Problem,
     Step,
     ceil,
+    is_deep,
 )
 from kernlib.tensor_map import TensorMap
 
@@ -29,9 +28,12 @@ TILE_ROWS = 128
 FIXED = "<10i"  # struct Fixed
 # Columns of a tile: accumulators are half as many a thread; fp32 keeps two sets of them.
 COLUMNS = {"half": (16, 32, 48, 64, 96, 128, 192, 256), "float": (16, 32, 48, 64, 96, 128)}
-RESIDENT = (1, 2, 4)  # blocks of a weight along its depth that may stay in shared memory
-RESIDENT_BYTES = 96 * 1024
-# wgmma's eight depths in this order leave batch-last fp32 without bank conflicts (multiply.cuh).
+RESIDENT = (1, 2, 3, 4)  # blocks of a weight along its depth that may stay in shared memory
+BLOCKS = (*RESIDENT, RESIDENT[-1] + 1)  # of any depth, as far as it matters
+RESIDENT_BYTES = 128 * 1024
+RESIDENT_GROUPS = 64  # with fewer, CTAs that share rows of x compute them at about the same time
+# wgmma's eight depths in this order leave batch-last fp32 without bank conflicts: see
+# hopper_multiply.cuh.
 BATCH_LAST_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -50,7 +52,7 @@ class Sizes(NamedTuple):
     """Shared memory of a variant."""
 
     stages: int
-    out_buffers: int
+    out_parts: int
     shared_bytes: int
 
 
@@ -61,9 +63,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     return [{"columns": columns} for columns in _columns(problem.dtype, problem.columns)]
 
 
-def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned."""
-    return known[0]
+default = wgmma.default
 
 
 def lower(
@@ -79,16 +79,14 @@ def lower(
     row_tiles, column_tiles = ceil(problem.rows, TILE_ROWS), packed.tiles(problem)
     tiles = row_tiles * column_tiles * problem.blocks * problem.lanes
     extents = (problem.blocks, problem.lanes, problem.rows, problem.columns, problem.depth)
-    sizes = (row_tiles, column_tiles, *extents, 0, 0, tiles)
-    maps, pointers = _maps(problem, variant)
-    names = tuple((f"vector{k}", 0) for k in range(len(text.vectors(epilogue))))
+    weights = "workspace" if variant.packed else "right"
     main = Step(
         spec(epilogue, variant),
         (min(multiprocessors, tiles), 1),
-        _padded(struct.pack(FIXED, *sizes), epilogue, variant),
-        (*pointers, *names),
+        _parameters(epilogue, variant).pack(row_tiles, column_tiles, *extents, 0, 0, tiles),
+        (("left", 0), ("out", 0), (weights, 0), *text.vector_pointers(epilogue)),
         text.scalar_count(epilogue),
-        maps,
+        _maps(problem, variant),
     )
     if not variant.packed:
         return Lowered((main,))
@@ -106,22 +104,37 @@ def specs(
 def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and by x of
-    their gradients, and ``kinds`` of numbers: (dtype, precision)."""
+    """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and their
+    gradients, and ``kinds`` of numbers: (dtype, precision)."""
     if arch != wgmma.ARCH:
         return []
-    made = [
-        Variant(dtype, precision, batch_last, columns, _resident(dtype, precision, *tile), packed)
+    products = [
+        Variant(dtype, precision, batch_last, columns, resident, packed)
         for dtype, precision in kinds
         for width, depth in dict.fromkeys((sizes, sizes[::-1]))
         for columns in _columns(dtype, width)
-        for tile in [(columns, width, depth)]
+        for resident in {_resident(dtype, precision, columns, depth), *([0] * (width > columns))}
         for batch_last in (False, True)
-        for packed in ((True,) if dtype == "float32" else (False, True))
+        for packed in _packed(dtype)
     ]
-    found = [spec(epilogue, variant) for variant in made for epilogue in epilogues]
-    found += [packing.spec(_packing(variant)) for variant in made if variant.packed]
+    # The depth of the gradient of a weight is the batch.
+    gradients = [
+        Variant(dtype, precision, batch_last, columns, resident, packed)
+        for dtype, precision in kinds
+        for columns in _columns(dtype, sizes[1])
+        for resident in {_resident(dtype, precision, columns, n * wgmma.row(dtype)) for n in BLOCKS}
+        for batch_last in ((False, True) if sizes[1] == 1 else (False,))
+        for packed in _packed(dtype)
+    ]
+    found = [spec(epilogue, variant) for variant in products for epilogue in epilogues]
+    found += [spec((), variant) for variant in gradients]
+    found += [packing.spec(_packing(v)) for v in products + gradients if v.packed]
     return list(dict.fromkeys(found))
+
+
+def _packed(dtype: str) -> tuple[bool, ...]:
+    """Whether weights are packed: those that are split or rounded are in any case."""
+    return (True,) if dtype == "float32" else (False, True)
 
 
 def _columns(dtype: str, count: int) -> list[int]:
@@ -131,8 +144,8 @@ def _columns(dtype: str, count: int) -> list[int]:
     single = [columns for columns in known if columns >= count]
     if single:
         return single[:1]
-    row = wgmma.ROW_BYTES // TYPES[dtype][1]
-    whole = [columns for columns in known if columns % row == 0 and columns >= known[-1] // 2]
+    row, least = wgmma.row(dtype), known[-1] // 2
+    whole = [columns for columns in known if columns % row == 0 and columns >= least]
     return sorted(whole, key=lambda columns: (ceil(count, columns) * columns, -columns))
 
 
@@ -140,41 +153,34 @@ def _batch_last(problem: Problem) -> bool | None:
     """Whether rows lie side by side; None for what the copy engine or the tiles do not take."""
     rows, depth = problem.rows, problem.depth
     tiles = ceil(rows, TILE_ROWS) * ceil(problem.columns, 16) * problem.blocks * problem.lanes
-    if wgmma.is_deep(problem) or tiles > wgmma.MAX_TILES:
+    if is_deep(problem) or tiles > wgmma.MAX_TILES:
         return None
     left, out = problem.left, problem.out
-    if rows > 1 and left.line == out.row == 1 and _takes(problem, True):
+    if rows > 1 and left.line == out.row == 1 and maps.takes(problem, *_extents(problem, True)):
         return True
     first = problem.lanes == 1 and (left.depth == 1 or depth == 1)
-    if first and (out.column == 1 or problem.columns == 1) and _takes(problem, False):
-        return False
-    return None
+    first = first and (out.column == 1 or problem.columns == 1)
+    return False if first and maps.takes(problem, *_extents(problem, False)) else None
 
 
-def _takes(problem: Problem, batch_last: bool) -> bool:
-    (x, x_strides), (y, y_strides) = _extents(problem, batch_last)
-    dtype = problem.dtype
-    return wgmma.addressable(dtype, problem.left.alignment, x, x_strides) and wgmma.addressable(
-        dtype, problem.out.alignment, y, y_strides
-    )
-
-
-def _extents(problem: Problem, batch_last: bool) -> tuple[tuple, tuple]:
-    """Sizes and strides, in elements, of x and of y as their maps have them."""
+def _extents(problem: Problem, batch_last: bool) -> tuple[maps.Extent, maps.Extent]:
+    """Of x and of y."""
     left, out, lanes, blocks = problem.left, problem.out, problem.lanes, problem.blocks
     rows, columns, depth = problem.rows, problem.columns, problem.depth
     if batch_last:
-        x = (rows, lanes, depth, blocks), (left.lane, left.depth, left.block)
-        y = (rows, lanes, columns, blocks), (out.lane, out.column, out.block)
+        x = maps.Extent((rows, lanes, depth, blocks), (left.lane, left.depth, left.block))
+        y = maps.Extent((rows, lanes, columns, blocks), (out.lane, out.column, out.block))
     else:
-        x = (depth, lanes, rows, blocks), (left.lane, left.line, left.block)
-        y = (columns, lanes, rows, blocks), (out.lane, out.row, out.block)
+        x = maps.Extent((depth, lanes, rows, blocks), (left.lane, left.line, left.block))
+        y = maps.Extent((columns, lanes, rows, blocks), (out.lane, out.row, out.block))
     return x, y
 
 
 def _variant(problem: Problem, columns: int) -> Variant:
     dtype, precision = problem.dtype, problem.precision
-    resident = _resident(dtype, precision, columns, problem.columns, problem.depth)
+    tiles = ceil(problem.columns, columns)
+    near = tiles == 1 or tiles * problem.blocks * problem.lanes <= RESIDENT_GROUPS
+    resident = _resident(dtype, precision, columns, problem.depth) if near else 0
     packed = dtype == "float32" or not _is_packed_already(problem)
     return Variant(dtype, precision, bool(_batch_last(problem)), columns, resident, packed)
 
@@ -182,59 +188,57 @@ def _variant(problem: Problem, columns: int) -> Variant:
 def _is_packed_already(problem: Problem) -> bool:
     """Whether a weight's rows can be copied as they are: depths side by side."""
     side_by_side = problem.right.depth == 1 or problem.depth == 1
-    alignment = problem.right.alignment
-    sizes, strides = weight_extent(problem)
-    return side_by_side and wgmma.addressable(problem.dtype, alignment, sizes, strides)
+    alignment, extent = problem.right.alignment, _weight_extent(problem)
+    return side_by_side and maps.addressable(problem.dtype, alignment, extent)
 
 
-def weight_extent(problem: Problem) -> tuple[tuple, tuple]:
-    """Sizes and strides, in elements, of the weight as its map has it."""
+def _weight_extent(problem: Problem) -> maps.Extent:
     right, lanes, blocks = problem.right, problem.lanes, problem.blocks
     sizes = (problem.depth, lanes, problem.columns, blocks)
-    return sizes, (right.lane, right.line, right.block)
+    return maps.Extent(sizes, (right.lane, right.line, right.block))
 
 
-def _resident(dtype: str, precision: str, columns: int, width: int, depth: int) -> int:
-    """Blocks of the weight that stay in shared memory, where one tile holds all its columns."""
-    blocks = ceil(depth, wgmma.ROW_BYTES // TYPES[dtype][1])
-    copies = 2 if wgmma.products_of(dtype, precision) == 3 else 1
-    for count in RESIDENT:
-        if width <= columns and blocks <= count:
-            return count if count * copies * columns * wgmma.ROW_BYTES <= RESIDENT_BYTES else 0
-    return 0
+def _resident(dtype: str, precision: str, columns: int, depth: int) -> int:
+    """Blocks of the weight that stay in shared memory, 0 if they do not fit."""
+    blocks = ceil(depth, wgmma.row(dtype))
+    count = next((count for count in RESIDENT if blocks <= count), 0)
+    return count if count * _block_bytes(dtype, precision, columns) <= RESIDENT_BYTES else 0
+
+
+def _block_bytes(dtype: str, precision: str, columns: int) -> int:
+    """Of a block of the weight along its depth, packed or not."""
+    products = wgmma.products(dtype, precision)
+    return packing.Packing(dtype, columns, wgmma.row(dtype), 1, products).stage_bytes
 
 
 def _packing(variant: Variant) -> packing.Packing:
-    depth = wgmma.ROW_BYTES // TYPES[variant.dtype][1]
-    products = wgmma.products_of(variant.dtype, variant.precision)
-    reordered = variant.dtype == "float32" and variant.batch_last
-    order = BATCH_LAST_ORDER if reordered else (0,)
-    return packing.Packing(variant.dtype, variant.columns, depth, 1, products, order)
+    dtype, depth = variant.dtype, wgmma.row(variant.dtype)
+    products = wgmma.products(dtype, variant.precision)
+    order = BATCH_LAST_ORDER if dtype == "float32" and variant.batch_last else (0,)
+    return packing.Packing(dtype, variant.columns, depth, 1, products, order)
 
 
 def shared_memory(variant: Variant) -> Sizes:
-    """Stages and staged tiles of y that fit, two of the latter if four stages still do."""
-    row = wgmma.ROW_BYTES // TYPES[variant.dtype][1]
-    weights = _packing(variant).stage_bytes
-    stage = TILE_ROWS * wgmma.ROW_BYTES + (0 if variant.resident else weights)
-    blocks = 64 // row if variant.batch_last else ceil(variant.columns, row)
-    lines = variant.columns if variant.batch_last else 64
-    out = 2 * blocks * lines * wgmma.ROW_BYTES
-    kept = 1024 + 256 + variant.resident * weights  # swizzled rows are aligned; barriers
-    for buffers in (2, 1):
-        count = wgmma.stages(kept + buffers * out, stage)
-        if count >= 4 or buffers == 1:
+    """Stages and staged parts of y that fit: of the latter those of two tiles, if four stages are
+    left, else of fewer."""
+    dtype, precision, batch_last, columns, resident, _ = variant
+    row, weights = wgmma.row(dtype), _block_bytes(dtype, precision, columns)
+    stage = TILE_ROWS * wgmma.ROW_BYTES + (0 if resident else weights)
+    part = (min(columns, row) * 64 // row if batch_last else 64) * wgmma.ROW_BYTES
+    whole = 2 * ceil(columns, row)
+    for parts in sorted({max(2, whole), 4, 2}, reverse=True):
+        count, shared = wgmma.stages(resident * weights + 2 * parts * part, stage)
+        if count >= 4 or parts == 2:
             break
-    return Sizes(count, buffers, kept - 256 + buffers * out + count * stage)
+    return Sizes(count, parts, shared)
 
 
 def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     dtype, precision, batch_last, columns, resident, packed = variant
     sizes = shared_memory(variant)
-    assert sizes.shared_bytes <= targets.SHARED_BYTES[wgmma.ARCH] and sizes.stages >= 2, variant
     words = [f"{TILE_ROWS}x{columns}", "batch_last" if batch_last else "batch_first"]
-    words += ["resident"] * bool(resident) + ["packed"] * packed
+    words += [f"resident={resident}"] * bool(resident) + ["packed"] * packed
     return KernelSpec(
         "kronecker_sparse",
         _source(epilogue, variant, sizes),
@@ -253,10 +257,10 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, sizes: Sizes) -> s
 constexpr bool BATCH_LAST = {str(batch_last).lower()};
 constexpr int TILE_COLUMNS = {columns};
 constexpr int STAGES = {sizes.stages};
-constexpr int OUT_BUFFERS = {sizes.out_buffers};
+constexpr int OUT_PARTS = {sizes.out_parts};
 constexpr int RESIDENT = {resident};
-constexpr int PRODUCTS = {wgmma.products_of(dtype, precision)};
-constexpr int PARAMETER_BYTES = {_parameter_bytes(epilogue, variant)};
+constexpr int PRODUCTS = {wgmma.products(dtype, precision)};
+constexpr int PARAMETER_BYTES = {_parameters(epilogue, variant).size};
 constexpr bool RIGHT_LINES = false;
 #define PARTIAL 0
 #define PACKED {int(packed)}
@@ -267,34 +271,17 @@ constexpr bool RIGHT_LINES = false;
 """
 
 
-def _parameter_bytes(epilogue: tuple[Epilogue, ...], variant: Variant) -> int:
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    maps = 2 if variant.packed else 3
-    return wgmma.parameter_bytes(maps, variant.packed + vectors, scalars, struct.calcsize(FIXED))
+def _parameters(epilogue: tuple[Epilogue, ...], variant: Variant) -> wgmma.Parameters:
+    count = 2 if variant.packed else 3
+    return wgmma.Parameters(count, int(variant.packed), FIXED, epilogue)
 
 
-def _padded(fixed: bytes, epilogue: tuple[Epilogue, ...], variant: Variant) -> bytes:
-    """``fixed`` up to the end of the parameter struct."""
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    before = 128 * (2 if variant.packed else 3) + 8 * (variant.packed + vectors) + 16 * scalars
-    return fixed.ljust(_parameter_bytes(epilogue, variant) - before, b"\0")
-
-
-def _maps(problem: Problem, variant: Variant) -> tuple[tuple[TensorMap, ...], tuple]:
-    """Maps of x, of y and, if it is not packed, of the weight; and whose addresses these and the
-    parameter struct begin with."""
-    dtype, batch_last, columns = variant.dtype, variant.batch_last, variant.columns
-    row = wgmma.ROW_BYTES // TYPES[dtype][1]
-    x, y = _extents(problem, batch_last)
-    boxes = [(row, 1, row, 1), (row, 1, columns, 1)] if batch_last else [
-        (row, 1, TILE_ROWS, 1), (row, 1, 64, 1),
-    ]  # fmt: skip
-    maps = [_map(dtype, *extent, box) for extent, box in zip((x, y), boxes, strict=True)]
-    if variant.packed:
-        return tuple(maps), (("left", 0), ("out", 0), ("workspace", 0))
-    maps.append(_map(dtype, *weight_extent(problem), (row, 1, columns, 1)))
-    return tuple(maps), (("left", 0), ("out", 0), ("right", 0))
-
-
-def _map(dtype: str, sizes: tuple, strides: tuple, box: tuple) -> TensorMap:
-    return TensorMap(dtype, sizes, wgmma.byte_strides(dtype, sizes, strides), box, 128)
+def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
+    """Maps of x, of y and, if it is not packed, of the weight."""
+    dtype, row, columns = variant.dtype, wgmma.row(variant.dtype), variant.columns
+    x, y = _extents(problem, variant.batch_last)
+    lines = (row, min(columns, row)) if variant.batch_last else (TILE_ROWS, 64)
+    found = [(x, lines[0]), (y, lines[1])]
+    if not variant.packed:
+        found.append((_weight_extent(problem), columns))
+    return tuple(maps.tensor_map(dtype, extent, (row, 1, count, 1)) for extent, count in found)

@@ -5,12 +5,11 @@ Whole 32-byte sectors of neighbouring l move together, or all l of a k where the
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.ops import kronecker_sparse_lowering_maps as maps
 from kernlib.ops import kronecker_sparse_lowering_pack as packing
 from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
@@ -21,12 +20,14 @@ from kernlib.ops.kronecker_sparse_lowering_problem import (
     Problem,
     Step,
     ceil,
+    is_deep,
 )
 from kernlib.tensor_map import TensorMap
 
 KIND = "interleaved"
 FIXED = "<10i"  # struct Fixed
 STRIDES = "<6q"  # struct Strides, of what the copy engine does not move
+MAX_FEATURES = 2**31 - 1  # of the result, counted by an int
 
 
 class Shape(NamedTuple):
@@ -57,20 +58,27 @@ class Variant(NamedTuple):
     columns: int
 
 
-# By bytes of an element: shapes, and for each the columns of a tile (64 KB of accumulators, half of
-# that with a second set of sums for fp32) and the depth of a stage.
+class Tiling(NamedTuple):
+    """Columns of a tile, widest first (64 KB of accumulators, half of that with a second set of
+    sums for fp32), and the depth of a stage."""
+
+    columns: tuple[int, ...]
+    depth: int
+
+
+# By bytes of an element, shapes by preference.
 SHAPES = {
     2: {
-        Shape(8, 2, True): ((32, 24), 16),
-        Shape(8, 1, True): ((32, 24), 16),
-        Shape(4, 1, True): ((64, 48), 16),
-        Shape(2, 1, True): ((128, 64), 32),
-        Shape(8, 2, False): ((32, 24), 16),
+        Shape(8, 2, True): Tiling((32, 24), 16),
+        Shape(8, 1, True): Tiling((32, 24), 16),
+        Shape(4, 1, True): Tiling((64, 48), 16),
+        Shape(2, 1, True): Tiling((128, 64), 32),
+        Shape(8, 2, False): Tiling((32, 24), 16),
     },
     4: {
-        Shape(4, 1, True): ((32, 24), 16),
-        Shape(2, 1, True): ((64, 48), 16),
-        Shape(4, 2, False): ((32, 24), 8),
+        Shape(4, 1, True): Tiling((32, 24), 16),
+        Shape(2, 1, True): Tiling((64, 48), 16),
+        Shape(4, 2, False): Tiling((32, 24), 8),
     },
 }
 
@@ -83,9 +91,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     return [{"columns": columns} for columns in _columns(problem.dtype, shape, problem.columns)]
 
 
-def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned."""
-    return known[0]
+default = wgmma.default
 
 
 def lower(
@@ -101,21 +107,19 @@ def lower(
     row_tiles, column_tiles = ceil(problem.rows, variant.shape.rows), packed.tiles(problem)
     spans = packed.spans(problem)
     tiles = row_tiles * column_tiles * problem.blocks * spans
-    fixed = struct.pack(
-        FIXED,
-        row_tiles, column_tiles, problem.blocks, problem.lanes, problem.rows, problem.columns,
-        problem.depth, spans, tiles, 0,
-    )  # fmt: skip
-    names = tuple((f"vector{k}", 0) for k in range(len(text.vectors(epilogue))))
-    merged = variant.shape.merged
+    strides = () if variant.shape.merged else _strides(problem)
     main = Step(
         spec(epilogue, variant),
         (min(multiprocessors, tiles), 1),
-        _padded(fixed, epilogue) if merged else _strides(problem) + fixed,
-        (("left", 0), ("out", 0), ("workspace", 0), *names),
+        _parameters(epilogue, variant.shape).pack(
+            *strides,
+            row_tiles, column_tiles, problem.blocks, problem.lanes, problem.rows, problem.columns,
+            problem.depth, spans, tiles, 0,
+        ),
+        (("left", 0), ("out", 0), ("workspace", 0), *text.vector_pointers(epilogue)),
         text.scalar_count(epilogue),
-        _maps(problem, variant) if merged else (),
-    )
+        _maps(problem, variant) if variant.shape.merged else (),
+    )  # fmt: skip
     return Lowered((packing.step(problem, packed), main), packed.workspace(problem))
 
 
@@ -130,8 +134,8 @@ def specs(
 def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and by x of
-    their gradients, and ``kinds`` of numbers: (dtype, precision)."""
+    """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and their
+    gradients, and ``kinds`` of numbers: (dtype, precision)."""
     if arch != wgmma.ARCH:
         return []
     made = [
@@ -146,19 +150,23 @@ def variants(
     return list(dict.fromkeys(found))
 
 
+def _tiling(dtype: str, shape: Shape) -> Tiling:
+    return SHAPES[TYPES[dtype][1]][shape]
+
+
 def _columns(dtype: str, shape: Shape, count: int) -> list[int]:
     """Widths of tile by preference: those that pad the columns least, then the widest."""
-    known = SHAPES[TYPES[dtype][1]][shape][0]
+    known = _tiling(dtype, shape).columns
     return sorted(known, key=lambda columns: (ceil(count, columns) * columns, -columns))
 
 
 def _shape(problem: Problem) -> Shape | None:
     """How tiles take a problem's l; None for what the copy engine or the tiles do not take."""
     left, out, d = problem.left, problem.out, problem.lanes
-    if d == 1 or left.lane != 1 or out.lane != 1 or wgmma.is_deep(problem):
+    if d == 1 or left.lane != 1 or out.lane != 1 or is_deep(problem):
         return None
     tiles = ceil(problem.rows, 64) * ceil(problem.columns, 16) * problem.blocks * d
-    if tiles > wgmma.MAX_TILES:
+    if tiles > wgmma.MAX_TILES or problem.columns * problem.blocks * d > MAX_FEATURES:
         return None
     whole = (left.depth == d or problem.depth == 1) and (out.column == d or problem.columns == 1)
     for shape in SHAPES[TYPES[problem.dtype][1]]:
@@ -166,29 +174,21 @@ def _shape(problem: Problem) -> Shape | None:
             continue
         if not shape.merged and d < shape.span // 2:
             continue
-        if _takes(problem, shape):
+        if maps.takes(problem, *_extents(problem, shape)):
             return shape
     return None
 
 
-def _takes(problem: Problem, shape: Shape) -> bool:
-    (x, x_strides), (y, y_strides) = _extents(problem, shape)
-    dtype = problem.dtype
-    return wgmma.addressable(dtype, problem.left.alignment, x, x_strides) and wgmma.addressable(
-        dtype, problem.out.alignment, y, y_strides
-    )
-
-
-def _extents(problem: Problem, shape: Shape) -> tuple[tuple, tuple]:
-    """Sizes and strides, in elements, of x and of y as their maps have them."""
+def _extents(problem: Problem, shape: Shape) -> tuple[maps.Extent, maps.Extent]:
+    """Of x and of y; threads that copy chunks of 16 bytes ask the same of them as maps do."""
     left, out, d = problem.left, problem.out, problem.lanes
     rows, columns, depth, blocks = problem.rows, problem.columns, problem.depth, problem.blocks
     if shape.merged:
-        x = (depth * d, blocks, rows, 1), (left.block, left.line, 0)
-        y = (columns * d, blocks, rows, 1), (out.block, out.row, 0)
+        x = maps.Extent((depth * d, blocks, rows, 1), (left.block, left.line, 0))
+        y = maps.Extent((columns * d, blocks, rows, 1), (out.block, out.row, 0))
     else:
-        x = (d, depth, blocks, rows), (left.depth, left.block, left.line)
-        y = (d, columns, blocks, rows), (out.column, out.block, out.row)
+        x = maps.Extent((d, depth, blocks, rows), (left.depth, left.block, left.line))
+        y = maps.Extent((d, columns, blocks, rows), (out.column, out.block, out.row))
     return x, y
 
 
@@ -219,9 +219,8 @@ def depth_order(dtype: str, shape: Shape) -> tuple[int, ...]:
 
 def _packing(variant: Variant) -> packing.Packing:
     dtype, precision, shape, columns = variant
-    depth = SHAPES[TYPES[dtype][1]][shape][1]
-    products = wgmma.products_of(dtype, precision)
-    order = depth_order(dtype, shape)
+    products, order = wgmma.products(dtype, precision), depth_order(dtype, shape)
+    depth = _tiling(dtype, shape).depth
     return packing.Packing(dtype, columns, depth, shape.span, products, order)
 
 
@@ -231,20 +230,17 @@ def shared_memory(variant: Variant) -> tuple[int, int]:
     rows, span = variant.shape.rows, variant.shape.span
     packed = _packing(variant)
     stage = rows * packed.depth * span * itemsize + packed.stage_bytes
-    kept = 1024 + 256 + rows * variant.columns * span * itemsize  # swizzled rows are aligned
-    count = wgmma.stages(kept, stage)
-    return count, kept - 256 + count * stage
+    return wgmma.stages(rows * variant.columns * span * itemsize, stage)
 
 
 def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     dtype, precision, shape, columns = variant
-    count, shared = shared_memory(variant)
-    assert shared <= targets.SHARED_BYTES[wgmma.ARCH] and count >= 2, variant
+    stages, shared = shared_memory(variant)
     words = [f"{shape.rows}x{columns}x{shape.span}", *["merged"] * shape.merged]
     return KernelSpec(
         "kronecker_sparse",
-        _source(epilogue, variant, count),
+        _source(epilogue, variant, stages),
         "kronecker_sparse_interleaved",
         wgmma.THREADS,
         shared,
@@ -259,10 +255,10 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> st
 constexpr int LANES = {shape.lanes};
 constexpr int HALVES = {shape.halves};
 constexpr int TILE_COLUMNS = {columns};
-constexpr int TILE_DEPTH = {SHAPES[TYPES[dtype][1]][shape][1]};
+constexpr int TILE_DEPTH = {_tiling(dtype, shape).depth};
 constexpr int STAGES = {stages};
-constexpr int PRODUCTS = {wgmma.products_of(dtype, precision)};
-constexpr int PARAMETER_BYTES = {_parameter_bytes(epilogue, shape.merged)};
+constexpr int PRODUCTS = {wgmma.products(dtype, precision)};
+constexpr int PARAMETER_BYTES = {_parameters(epilogue, shape).size};
 #define MERGED {int(shape.merged)}
 #define HALF_INPUT {int(dtype != "float32")}
 
@@ -271,33 +267,21 @@ constexpr int PARAMETER_BYTES = {_parameter_bytes(epilogue, shape.merged)};
 """
 
 
-def _parameter_bytes(epilogue: tuple[Epilogue, ...], merged: bool = True) -> int:
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    fixed = struct.calcsize(FIXED)
-    if merged:
-        return wgmma.parameter_bytes(2, 1 + vectors, scalars, fixed)
-    return 8 * (3 + vectors) + 16 * scalars + struct.calcsize(STRIDES) + fixed
+def _parameters(epilogue: tuple[Epilogue, ...], shape: Shape) -> wgmma.Parameters:
+    if shape.merged:
+        return wgmma.Parameters(2, 1, FIXED, epilogue)
+    return wgmma.Parameters(0, 3, STRIDES + FIXED.removeprefix("<"), epilogue)
 
 
-def _padded(fixed: bytes, epilogue: tuple[Epilogue, ...]) -> bytes:
-    """``fixed`` up to the end of the parameter struct."""
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    before = 128 * 2 + 8 * (1 + vectors) + 16 * scalars
-    return fixed.ljust(_parameter_bytes(epilogue) - before, b"\0")
-
-
-def _strides(problem: Problem) -> bytes:
+def _strides(problem: Problem) -> tuple[int, ...]:
     left, out = problem.left, problem.out
-    x, y = (left.line, left.block, left.depth), (out.row, out.block, out.column)
-    return struct.pack(STRIDES, *x, *y)
+    return left.line, left.block, left.depth, out.row, out.block, out.column
 
 
-def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, TensorMap]:
+def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
     """Maps of x and of y, whose rows hold all l of several k or j."""
     dtype, shape = variant.dtype, variant.shape
-    row = wgmma.ROW_BYTES // TYPES[dtype][1]
-    found = []
-    for (sizes, strides), rows in zip(_extents(problem, shape), (shape.rows, 64), strict=True):
-        steps = wgmma.byte_strides(dtype, sizes, strides)
-        found.append(TensorMap(dtype, sizes, steps, (row, 1, rows, 1), wgmma.ROW_BYTES))
-    return tuple(found)
+    pairs = zip(_extents(problem, shape), (shape.rows, 64), strict=True)
+    return tuple(
+        maps.tensor_map(dtype, extent, (wgmma.row(dtype), 1, rows, 1)) for extent, rows in pairs
+    )

@@ -11,11 +11,16 @@ from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Problem, Step, ceil
+from kernlib.ops.kronecker_sparse_lowering_problem import (
+    MAX_BLOCKS,
+    TYPES,
+    Problem,
+    Step,
+    ceil,
+)
 
 THREADS = 256
-FIXED = "<5q6i"
-MAX_BLOCKS = 2**31 - 1
+FIXED = "<5q6i"  # what struct Parameters holds behind its pointers
 
 
 class Packing(NamedTuple):
@@ -30,10 +35,14 @@ class Packing(NamedTuple):
     order: tuple[int, ...] = (0,)
 
     @property
+    def copies(self) -> int:
+        """2 of weights that are split into high and low words."""
+        return 2 if self.products == 3 else 1
+
+    @property
     def stage_bytes(self) -> int:
         """Of one stage of one tile."""
-        copies = 2 if self.products == 3 else 1
-        return copies * self.span * self.columns * self.depth * TYPES[self.dtype][1]
+        return self.copies * self.span * self.columns * self.depth * TYPES[self.dtype][1]
 
     def stages(self, problem: Problem) -> int:
         return ceil(problem.depth, self.depth)
@@ -90,6 +99,7 @@ constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
 #include "kronecker_sparse/hopper_pack.cuh"
 """
     words = f"{columns}x{depth}x{span}" + " split" * (products == 3)
+    words += " reordered" * (order != tuple(range(len(order))))
     return KernelSpec(
         "kronecker_sparse",
         source,

@@ -17,6 +17,7 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops.kronecker_sparse_lowering_problem import (
+    MAX_BLOCKS,
     TYPES,
     Choice,
     Layout,
@@ -35,7 +36,7 @@ PART = 1024  # terms of one chain of 3xTF32 sums
 REDUCE_RUN = 4  # columns of a thread that adds up splits
 MIN_SPLIT = 512  # terms; shorter splits wait more than they sum
 WAVES = 4  # of blocks that splitting may make at most
-MAX_BLOCKS, MAX_SLABS = 2**31 - 1, 65535  # of a grid's first and second axis
+MAX_SLABS = 65535  # of a grid's second axis
 ACCESSES = ("depth", "line", "gather")
 FIXED = "<17q10I"  # struct Fixed
 REDUCE_FIXED = "<5q6I"
@@ -108,8 +109,8 @@ def lower(
         main = Step(made, grid, fixed, (("left", 0), ("right", 0), ("workspace", 0)))
         return Lowered((main, reduce_step(problem, partial, one, count)), 4 * one * count)
     grid, fixed = _launch(problem, tile, problem.out, 0, 1)
-    vectors = tuple((f"vector{k}", 0) for k in range(len(text.vectors(epilogue))))
-    pointers = (("left", 0), ("workspace" if packs else "right", 0), ("out", 0), *vectors)
+    operands = (("left", 0), ("workspace" if packs else "right", 0), ("out", 0))
+    pointers = (*operands, *text.vector_pointers(epilogue))
     main = Step(made, grid, fixed, pointers, text.scalar_count(epilogue))
     if not packs:
         return Lowered((main,))

@@ -18,6 +18,8 @@ from kernlib.tensor_map import TensorMap
 NUMBER = "dQ"  # of a scalar of the epilogue: its value, and its address if it is on the device
 Choice = dict[str, object]  # what sets a kernel apart from the others for a problem
 Pattern = tuple[int, int, int, int]
+MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
+DEEP = 1024  # depth from which few tiles are summed in parts
 
 # torch's names of storage: (CUDA type, bytes); all are summed in float
 TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat16_t", 2)}
@@ -82,3 +84,8 @@ class Lowered(NamedTuple):
 
 def ceil(count: int, size: int) -> int:
     return -(-count // size)
+
+
+def is_deep(problem: Problem) -> bool:
+    """Whether tiles are few and their sums long, as in the gradient of a weight."""
+    return problem.depth > DEEP and problem.depth >= 4 * max(problem.rows, problem.columns)

@@ -13,6 +13,11 @@ def vectors(epilogue: tuple[Epilogue, ...]) -> tuple[str, ...]:
     return tuple(name for part in epilogue for name in part.vectors)
 
 
+def vector_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ...]:
+    """Those of a Step, behind its operands."""
+    return tuple((f"vector{index}", 0) for index in range(len(vectors(epilogue))))
+
+
 def scalar_count(epilogue: tuple[Epilogue, ...]) -> int:
     """How many parameters are single numbers."""
     return sum(len(part.parameters) - len(part.vectors) for part in epilogue)

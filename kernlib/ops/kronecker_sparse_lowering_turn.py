@@ -14,8 +14,8 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
-from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
 from kernlib.ops.kronecker_sparse_lowering_problem import (
+    MAX_BLOCKS,
     TYPES,
     Choice,
     Layout,
@@ -23,6 +23,7 @@ from kernlib.ops.kronecker_sparse_lowering_problem import (
     Problem,
     Step,
     ceil,
+    is_deep,
 )
 
 KIND = "turned"
@@ -30,12 +31,11 @@ THREADS = 256
 TILE = 64
 FIXED = "<2q4I"
 ALIGNMENT = 256  # of each operand in the workspace
-MAX_BLOCKS = 2**31 - 1
 
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """What sums the turned problem, none if it is not one to turn."""
-    if not wgmma.is_deep(problem) or not _is_batch_first(problem):
+    if not is_deep(problem) or not _is_batch_first(problem):
         return []
     return _inner(problem, arch).candidates(_turned(problem), arch)
 
@@ -43,7 +43,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
 def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
     """Of the candidates the one taken untuned."""
     turned = _turned(problem)
-    kind = portable if "rows" in known[0] else gradient
+    kind = portable if "rows" in known[0] else gradient  # which chooses columns alone
     return kind.default(turned, known, multiprocessors)
 
 
@@ -101,6 +101,7 @@ def _inner(problem: Problem, arch: str) -> ModuleType:
 
 
 def _pitch(problem: Problem) -> int:
+    """From one turned feature to the next, in elements: whole chunks of 16 bytes."""
     chunk = 16 // TYPES[problem.dtype][1]
     return ceil(problem.depth, chunk) * chunk
 
@@ -122,12 +123,14 @@ def _bytes(problem: Problem, count: int) -> int:
 
 
 def _moved(pointers: tuple, places: dict[str, int]) -> tuple:
+    """Pointers into the workspace, where an operand's and its own lie at these places."""
     return tuple(
         ("workspace", at + places[name]) if name in places else (name, at) for name, at in pointers
     )
 
 
 def _step(problem: Problem, name: str, side: Layout, count: int, place: int) -> Step:
+    """The launch that turns an operand of ``count`` lines a group."""
     columns = problem.blocks * count * problem.lanes
     chunk = 16 // TYPES[problem.dtype][1]
     tiles = ceil(columns, TILE), ceil(problem.depth, TILE)

@@ -1,20 +1,24 @@
-"""What both of Hopper's kernels are assembled from: the matrix instruction, checks of what the copy
-engine can address, tiles that fit shared memory."""
+"""What Hopper's kernels are assembled from: types and epilogues, the matrix instruction, the
+parameter struct, stages that fit shared memory."""
 
 from __future__ import annotations
+
+import struct
+from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
 from kernlib.jit import targets
 from kernlib.ops import kronecker_sparse_lowering_source as text
-from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Problem, ceil
+from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Choice, Problem, ceil
 
 ARCH = "sm_90a"
 THREADS = 384
 ROW_BYTES = 128  # of a swizzled row of shared memory
+SWIZZLE_BYTES = 1024  # whose multiples swizzled rows begin at, where shared memory does at 16
+BARRIER_BYTES = 256  # at most, of static shared memory
 MAX_STAGES = 8
-DEEP = 1024  # depth from which few tiles are summed in parts
-MAX_TILES = 2**31 - 1
+MAX_TILES = 2**31 - 1  # of all CTAs, counted by an int
 _CHEAP = ("+", "-", "*", "neg", "abs", "max", "min")
 _KINDS = {"float16": ("f16", 16), "bfloat16": ("bf16", 16), "float32": ("tf32", 8)}
 
@@ -83,44 +87,47 @@ def _is_cheap(node: Node) -> bool:
     return node.operator in _CHEAP and all(map(_is_cheap, node.operands))
 
 
-def products(problem: Problem) -> int:
+def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of candidates by preference the one taken untuned."""
+    return known[0]
+
+
+def products(dtype: str, precision: str) -> int:
     """Products of one multiplication: 3 for fp32 by 3xTF32."""
-    return products_of(problem.dtype, problem.precision)
-
-
-def products_of(dtype: str, precision: str) -> int:
     return 3 if (dtype, precision) == ("float32", "fp32") else 1
 
 
-def is_deep(problem: Problem) -> bool:
-    """Whether tiles are few and their sums long, as in the gradient of a weight."""
-    return problem.depth > DEEP and problem.depth >= 4 * max(problem.rows, problem.columns)
+def row(dtype: str) -> int:
+    """Elements of a swizzled row."""
+    return ROW_BYTES // TYPES[dtype][1]
 
 
-def addressable(dtype: str, alignment: int, sizes: tuple, strides: tuple[int, ...]) -> bool:
-    """Whether a tensor map holds a tensor: strides, in elements, of all dimensions but the
-    innermost, whose size comes first among ``sizes``."""
-    itemsize = TYPES[dtype][1]
-    steps = [s * itemsize for s, n in zip(strides, sizes[1:], strict=True) if n > 1]
-    return (
-        alignment % 16 == 0
-        and all(0 < size < 2**31 for size in sizes)
-        and all(step > 0 and step % 16 == 0 and step < 2**40 for step in steps)
-    )
+def stages(kept: int, stage: int) -> tuple[int, int]:
+    """As many stages as fit beside ``kept`` bytes, and the dynamic shared memory of all."""
+    kept += SWIZZLE_BYTES
+    count = min(MAX_STAGES, (targets.SHARED_BYTES[ARCH] - BARRIER_BYTES - kept) // stage)
+    return count, kept + count * stage
 
 
-def byte_strides(dtype: str, sizes: tuple, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor map: of a single entry any that a map may have."""
-    itemsize = TYPES[dtype][1]
-    pairs = zip(strides, sizes[1:], strict=True)
-    return tuple(stride * itemsize if size > 1 else 16 for stride, size in pairs)
+class Parameters(NamedTuple):
+    """The parameter struct: tensor maps, which align it to 64 bytes, the kernel's own pointers and
+    the epilogue's, its scalars, and what is fixed, in a format of :mod:`struct`."""
 
+    maps: int
+    pointers: int
+    fixed: str
+    epilogue: tuple[Epilogue, ...] = ()
 
-def stages(shared: int, stage: int) -> int:
-    """As many stages as fit beside ``shared`` bytes."""
-    return min(MAX_STAGES, (targets.SHARED_BYTES[ARCH] - shared) // stage)
+    @property
+    def size(self) -> int:
+        size = self._place() + struct.calcsize(self.fixed)
+        return ceil(size, 64) * 64 if self.maps else size
 
+    def pack(self, *values: int) -> bytes:
+        """The fixed values, up to the end of the struct."""
+        return struct.pack(self.fixed, *values).ljust(self.size - self._place(), b"\0")
 
-def parameter_bytes(maps: int, pointers: int, scalars: int, fixed: int) -> int:
-    """Size of the parameter struct, which tensor maps align to 64 bytes."""
-    return ceil(128 * maps + 8 * pointers + 16 * scalars + fixed, 64) * 64
+    def _place(self) -> int:
+        """Where the fixed values begin."""
+        pointers = self.pointers + len(text.vectors(self.epilogue))
+        return 128 * self.maps + 8 * pointers + 16 * text.scalar_count(self.epilogue)

@@ -1,26 +1,18 @@
-"""The Kronecker-sparse op as operators of ``torch.library``, and its gradient, of which there is
-this one definition for eager and for compiled calls.
-
-The product ``y = K(weight) x``, its gradient with respect to x, which is a product again, and that
-with respect to the weight are trilinear in (grad, x, weight): the gradient of each is the other
-two, to any order.
-"""
+"""The Kronecker-sparse op as operators of ``torch.library``, for compiled and recorded calls and
+inside transforms of torch.func. Their gradients are those of eager calls."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
 
 import torch
 
 from kernlib import events
-from kernlib.descriptors.epilogues import Bias
 from kernlib.descriptors.kronecker_sparse import KroneckerSparse
 from kernlib.descriptors.text import from_text
 from kernlib.ops import kronecker_sparse as op
+from kernlib.ops import kronecker_sparse_autograd as autograd
 from kernlib.ops import kronecker_sparse_checks as checks
-from kernlib.ops.hyperparameters import accumulator
-from kernlib.reference import kronecker_sparse as reference
 
 _library = torch.library.Library("kernlib", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -46,52 +38,19 @@ product = torch.ops.kernlib.kronecker_sparse_product.default
 weight_gradient = torch.ops.kernlib.kronecker_sparse_weight_gradient.default
 
 
-def leading_bias(descriptor: KroneckerSparse) -> str | None:
-    """The parameter of the Bias that the epilogues begin with, if they do."""
-    first = descriptor.epilogue[0] if descriptor.epilogue else None
-    return first.parameter if isinstance(first, Bias) else None
-
-
-@lru_cache(maxsize=1024)
-def linear(pattern: tuple, batch_last: bool, precision: str | None, bias: bool) -> KroneckerSparse:
-    """The product with one factor, with or without a bias."""
-    epilogue = (Bias(),) if bias else ()
-    return KroneckerSparse(*pattern, batch_last=batch_last, epilogue=epilogue, precision=precision)
-
-
 def recorded(
     descriptor: KroneckerSparse, x, weight, parameters: dict, debug: bool = False
 ) -> torch.Tensor:
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
-    name = leading_bias(descriptor)
-    bias = None if name is None else parameters[name]
+    made = autograd.parts(descriptor)
+    bias = made.operands(parameters).get("bias")
     y = product(x, weight, bias, descriptor.batch_last, descriptor.precision, debug)
-    rest = descriptor.epilogue[name is not None :]
-    if not rest:
-        return y
-    own = {name: parameters[name] for epilogue in rest for name in epilogue.parameters}
-    v = reference.finish(rest, y.to(accumulator(y.dtype)), own, descriptor.batch_last)
-    return v.to(y.dtype)
-
-
-def _listening(debug: bool):
-    return events.on_stderr() if debug else nullcontext()
-
-
-def _product(x, weight, bias, batch_last: bool, precision, debug: bool) -> torch.Tensor:
-    descriptor = linear(tuple(weight.shape), batch_last, precision, bias is not None)
-    with _listening(debug):
-        return op.execute(descriptor, x, weight, None, {} if bias is None else {"bias": bias})
-
-
-def _weight_gradient(grad, x, pattern, batch_last: bool, precision, debug: bool) -> torch.Tensor:
-    with _listening(debug):
-        return op.weight_gradient(grad, x, tuple(pattern), batch_last, precision)
+    return made.finish(y, parameters)
 
 
 def _whole(x, weight, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
-    with _listening(debug):
+    with events.on_stderr() if debug else nullcontext():
         return op.execute(from_text(descriptor), x, weight, None, _values(names, numbers, tensors))
 
 
@@ -132,8 +91,8 @@ def _fake_whole(x, weight, descriptor, names, numbers, tensors, debug):
 
 for _name, _call, _fake in (
     ("kronecker_sparse", _whole, _fake_whole),
-    ("kronecker_sparse_product", _product, _fake_product),
-    ("kronecker_sparse_weight_gradient", _weight_gradient, _fake_weight_gradient),
+    ("kronecker_sparse_product", autograd.product, _fake_product),
+    ("kronecker_sparse_weight_gradient", autograd.weight_gradient, _fake_weight_gradient),
 ):
     _library.impl(_name, _call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kernlib::{_name}", _fake, lib=_library)
@@ -141,45 +100,23 @@ _library.impl("kronecker_sparse", _whole_recorded, "Autograd", with_keyset=True)
 
 
 def _save_product(ctx, inputs, output) -> None:
-    x, weight, _, *ctx.options = inputs
-    ctx.pattern = tuple(weight.shape)
-    ctx.save_for_backward(
-        x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None
-    )
+    x, weight, _, *options = inputs
+    autograd.save_product(ctx, x, weight, options)
 
 
 def _product_backward(ctx, grad):
-    x, weight = ctx.saved_tensors
-    batch_last = ctx.options[0]
-    to_x = to_weight = to_bias = None
-    if ctx.needs_input_grad[0]:
-        to_x = product(grad, weight.transpose(1, 2), None, *ctx.options)
-    if ctx.needs_input_grad[1]:
-        to_weight = weight_gradient(grad, x, ctx.pattern, *ctx.options)
-    if ctx.needs_input_grad[2]:
-        features = grad.shape[0 if batch_last else -1]
-        flat = grad.reshape(features, -1).mT if batch_last else grad.reshape(-1, features)
-        to_bias = flat.sum(0)
-    return to_x, to_weight, to_bias, None, None, None
+    found = autograd.product_gradients(ctx, grad, product, weight_gradient)
+    return *found, None, None, None
 
 
 def _save_weight_gradient(ctx, inputs, output) -> None:
-    grad, x, _, *ctx.options = inputs
-    ctx.save_for_backward(
-        grad if ctx.needs_input_grad[1] else None, x if ctx.needs_input_grad[0] else None
-    )
+    grad, x, _, *options = inputs
+    autograd.save_weight_gradient(ctx, grad, x, options)
 
 
 def _weight_gradient_backward(ctx, to_weight):
-    """Of ``to_weight``, which stands where the weight would: a product with it, and with its
-    transpose."""
-    grad, x = ctx.saved_tensors
-    to_grad = to_x = None
-    if ctx.needs_input_grad[0]:
-        to_grad = product(x, to_weight, None, *ctx.options)
-    if ctx.needs_input_grad[1]:
-        to_x = product(grad, to_weight.transpose(1, 2), None, *ctx.options)
-    return to_grad, to_x, None, None, None, None
+    found = autograd.weight_gradient_gradients(ctx, to_weight, product)
+    return *found, None, None, None, None
 
 
 torch.library.register_autograd(

@@ -276,6 +276,8 @@ def specs(
 ) -> list[KernelSpec]:
     """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
     arch, untuned; on ``device`` alone, if it is given, as it is tuned."""
+    if len(tensors) > 2:
+        raise TypeError(f"specs must be the tensors of one call, got {len(tensors)}: {tensors!r}")
     request = Request.of(descriptor, *(*tensors, None)[:2], arguments).positive()
     call = checks.check_call(*request)
     if is_empty(call):

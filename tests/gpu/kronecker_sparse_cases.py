@@ -17,6 +17,7 @@ import torch
 import kernlib as kl
 from kernlib import ahead, launch
 from kernlib.jit import tuning
+from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse as op
 from kernlib.ops import kronecker_sparse_checks as checks
 from kernlib.ops import kronecker_sparse_lowering as lowering
@@ -61,7 +62,7 @@ def product(pattern, numbers="fp32", batch_last=False, epilogue=()) -> kl.Kronec
 
 
 def random(*shape: int, dtype=torch.float32, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape, device=DEVICE, dtype=torch.float64) * scale).to(dtype)
+    return (torch.randn(shape, device=DEVICE, dtype=torch.float64) * scale).to(dtype)
 
 
 def shape_of(features: int, batch: tuple[int, ...], batch_last: bool) -> tuple[int, ...]:
@@ -150,16 +151,17 @@ def first_of_each_kind(problem: lowering.Problem) -> list[dict]:
     return list(reversed(found.values()))
 
 
-def build(problems: list, every: bool = False) -> None:
-    """Compile what the candidates of (epilogue, problem) take, on all processors at once: one after
-    the other the kernels of this family's tests would take two minutes."""
-    arch, listed = launch.arch_of(index()), candidates if every else first_of_each_kind
-    specs = [
-        step.spec
-        for epilogue, problem in problems
-        for choice in (None, *listed(problem))
-        for step in lowered(epilogue, problem, choice).steps
-    ]
+def specs_of(epilogue: tuple, problem: lowering.Problem, every: bool = False) -> list[KernelSpec]:
+    """The kernels that :func:`each` runs."""
+    known = candidates(problem) if every else first_of_each_kind(problem)
+    steps = [step for choice in (None, *known) for step in lowered(epilogue, problem, choice).steps]
+    return [step.spec for step in steps]
+
+
+def build(specs: list[KernelSpec]) -> None:
+    """Compile kernels on all processors at once: one after the other those of this family's tests
+    take two minutes."""
+    arch = launch.arch_of(index())
     ahead.build_all([(spec, arch) for spec in dict.fromkeys(specs)], None, False)
 
 
@@ -170,36 +172,41 @@ class Seen(NamedTuple):
     launched: list[str]
     planned: list[tuple[tuple, lowering.Problem]]
 
-    def assert_launched(self, choice: dict | None) -> None:
-        """The kernels of a choice, where it is one of a problem's candidates, are what ran."""
-        for epilogue, problem in self.planned:
-            steps = lowered(epilogue, problem, choice).steps
-            assert {step.spec.description for step in steps} <= set(self.launched), self.launched
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """The descriptions of the kernels that are launched meanwhile."""
+    found: list[str] = []
+
+    def note(event: kl.events.Event) -> None:
+        if event.name == "launch":
+            found.append(event.description)
+
+    unsubscribe = kl.events.subscribe(note)
+    try:
+        yield found
+    finally:
+        unsubscribe()
 
 
 @contextmanager
 def choosing(choice: dict | None) -> Iterator[Seen]:
     """Calls take a choice as if tuning had kept it, None for the rule."""
-    seen, plain = Seen([], []), lowering.lower
+    planned, plain = [], lowering.lower
 
     def lower(epilogue, problem, *others) -> lowering.Lowered:
-        seen.planned.append((epilogue, problem))
+        planned.append((epilogue, problem))
         return plain(epilogue, problem, *others)
 
-    def note(event: kl.events.Event) -> None:
-        if event.name == "launch":
-            seen.launched.append(event.description)
-
-    unsubscribe = kl.events.subscribe(note)
     launch.forget_plans()
     try:
         with (
             mock.patch.object(tuning, "choice", lambda *_: choice),
             mock.patch.object(lowering, "lower", lower),
+            launches() as launched,
         ):
-            yield seen
+            yield Seen(launched, planned)
     finally:
-        unsubscribe()
         launch.forget_plans()
 
 
@@ -219,18 +226,24 @@ KERNELS = {"by rule": (), "portable": ("portable",)}  # arguments of only()
 
 
 def each(call: Callable[[], Result], every: bool = False) -> Iterator[tuple[str, Result]]:
-    """What a call gives by the rule, and by one candidate of each kind or by every one; with the
-    names of the kernels."""
+    """What a call gives by the rule, and by one candidate of each kind or by every one that is
+    another kernel; with the names of the kernels."""
     with choosing(None) as seen:
         found = call()
     yield f"by rule: {seen.launched}", found
     if not seen.planned:
         return
-    _, problem = seen.planned[-1]
+    epilogue, problem = seen.planned[-1]
+    ran = [[step.spec for step in lowered(epilogue, problem, None).steps]]
     for choice in candidates(problem) if every else first_of_each_kind(problem):
+        specs = [step.spec for step in lowered(epilogue, problem, choice).steps]
+        if specs in ran:
+            continue
+        ran.append(specs)
         with choosing(choice) as seen:
             found = call()
-        seen.assert_launched(choice)
+        last = seen.launched[-len(specs) :]
+        assert last == [spec.description for spec in specs], f"{choice} launched {seen.launched}"
         yield f"by {choice}: {seen.launched}", found
 
 

@@ -36,7 +36,7 @@ def problems() -> list:
 
 @pytest.fixture(scope="module", autouse=True)
 def built(problems):
-    ks.build(problems, every=True)
+    ks.build([spec for each in problems for spec in ks.specs_of(*each, every=True)])
 
 
 @ks.both_layouts
@@ -89,7 +89,7 @@ def test_gradients_of_a_weight(pattern, numbers, batch_last, seed):
             op.weight_gradient(grad, x, pattern, batch_last, precision)
         cases.append((grad, x))
         problems += seen.planned
-    ks.build(problems, every=True)
+    ks.build([spec for each in problems for spec in ks.specs_of(*each, every=True)])
     for grad, x in cases:
         left, right = (t.double() if batch_last else t.double().mT for t in (grad, x))
         left, right = left.reshape(a, b, d, -1), right.reshape(a, c, d, -1)
@@ -125,7 +125,7 @@ def test_small_integers_are_exact(pattern, precision, batch_last, seed):
     wanted = ks.exact(x, weight, batch_last).float()
     call = partial(kl.run_kernel, ks.product(pattern, precision, batch_last), x, weight)
     for name, found in ks.each(call, every=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0, msg=name)
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=0), name
 
 
 @ks.both_layouts
@@ -154,7 +154,10 @@ def test_what_is_not_finite_stays_in_its_products(bad, pattern, numbers, batch_l
         by_row[row, feature] = bad
         touched[row] |= ks.matrix(weight)[:, feature] != 0
     touched = touched.mT if batch_last else touched
-    call = lambda: [kl.run_kernel(descriptor, each, weight) for each in (x, spoilt)]  # noqa: E731
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return kl.run_kernel(descriptor, x, weight), kl.run_kernel(descriptor, spoilt, weight)
+
     for name, (clean, found) in ks.each(call):
         assert torch.equal(~found.isfinite(), touched), name
         assert torch.equal(found[~touched], clean[~touched]), name
@@ -230,7 +233,7 @@ def test_epilogues(name, numbers, batch_last, seed):
         given = arguments_of(descriptor, dtype)
         cases.append((descriptor, *ks.operands(pattern, batch, numbers, batch_last), given))
     problems = [ks.problem_of(d, x, weight, **given) for d, x, weight, given in cases]
-    ks.build([(epilogue, problem) for problem in problems])
+    ks.build([spec for problem in problems for spec in ks.specs_of(epilogue, problem)])
     for descriptor, x, weight, given in cases:
         values = {
             k: lay(v, batch_last) if k in descriptor.vectors else float(v) for k, v in given.items()

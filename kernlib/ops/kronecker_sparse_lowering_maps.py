@@ -1,0 +1,43 @@
+"""What Hopper's copy engine can address, and the maps by which it does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Problem
+from kernlib.tensor_map import TensorMap
+
+
+class Extent(NamedTuple):
+    """An operand as its map has it: sizes, innermost first, and strides, in elements, of all
+    dimensions but that one, whose elements lie side by side."""
+
+    sizes: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+
+
+def takes(problem: Problem, x: Extent, y: Extent) -> bool:
+    """Whether the copy engine reads the left operand, x, and writes the result, y."""
+    left, out, dtype = problem.left.alignment, problem.out.alignment, problem.dtype
+    return addressable(dtype, left, x) and addressable(dtype, out, y)
+
+
+def addressable(dtype: str, alignment: int, extent: Extent) -> bool:
+    """Whether a tensor map holds a tensor."""
+    itemsize = TYPES[dtype][1]
+    pairs = zip(extent.strides, extent.sizes[1:], strict=True)
+    steps = [stride * itemsize for stride, size in pairs if size > 1]
+    return (
+        alignment % 16 == 0
+        and all(0 < size < 2**31 for size in extent.sizes)
+        and all(0 < step < 2**40 and step % 16 == 0 for step in steps)
+    )
+
+
+def tensor_map(dtype: str, extent: Extent, box: tuple[int, int, int, int]) -> TensorMap:
+    """The map of an addressable tensor, whose boxes have swizzled rows of 128 bytes."""
+    itemsize = TYPES[dtype][1]
+    pairs = zip(extent.strides, extent.sizes[1:], strict=True)
+    # Of a single entry any stride that a map may have.
+    steps = tuple(stride * itemsize if size > 1 else 16 for stride, size in pairs)
+    return TensorMap(dtype, extent.sizes, steps, box, 128)

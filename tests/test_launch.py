@@ -1,0 +1,159 @@
+"""Plans with tensor maps, several launches one behind the other, and new tensors, without a GPU."""
+
+import ctypes
+import struct
+from operator import itemgetter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernlib import events, launch, tensor_map
+from kernlib.jit.spec import KernelSpec
+
+MAP = tensor_map.TensorMap("float16", (8, 8), (16,), (8, 8), 0)
+
+
+class Driver:
+    """Stands for cuLaunchKernel and cuTensorMapEncodeTiled: notes launches as bytes of their
+    blocks, and the addresses of which a map was encoded, which are all that their maps hold."""
+
+    def __init__(self):
+        self.launched, self.encoded, self.size, self.refused = [], [], 0, set()
+        self.block = 0
+
+    def launch(self, *arguments):
+        self.block = ctypes.c_void_p.from_address(arguments[9]).value
+        self.launched.append((arguments[0], arguments[8], ctypes.string_at(self.block, self.size)))
+        return (0,)
+
+    def encode(self, place, kind, rank, address, *others):
+        self.encoded.append(address.value)
+        ctypes.memset(place.value, 0, launch.MAP_BYTES)
+        if address.value in self.refused:
+            return 1
+        ctypes.c_uint64.from_address(place.value).value = address.value
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: made.launch)
+    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: made.encode)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 700 + device)
+    return made
+
+
+def plan(driver, *arguments, function=1, device=0):
+    spec = KernelSpec("family", "source", "entry", 32, description=f"kernel {function}")
+    kernel = SimpleNamespace(spec=spec, key="0" * 64, arch="sm_90a", function=function)
+    return launch.Plan(kernel, device, (5, 6), *arguments)
+
+
+def block(*pointers, maps=2, tail=b"tail"):
+    """What a kernel is to read."""
+    heads = [struct.pack("<Q", p).ljust(launch.MAP_BYTES, b"\0") for p in pointers[:maps]]
+    return b"".join(heads) + struct.pack(f"<{len(pointers) - maps}Q", *pointers[maps:]) + tail
+
+
+@pytest.fixture
+def mapped(driver):
+    driver.size = 2 * launch.MAP_BYTES + 8 + 4
+    return plan(driver, 1, "", b"tail", (MAP, MAP))
+
+
+def test_maps_lie_where_the_driver_takes_them_and_hold_the_addresses(driver, mapped):
+    calls = [(16, 32, 1 << 63), (48, 32, 7), (48, 64, 7), (16, 32, 7), (80, 96, 0)]
+    for pointers in calls:
+        mapped.launch(pointers)
+    assert [found for _, _, found in driver.launched] == [block(*each) for each in calls]
+    assert driver.block % launch.MAP_ALIGNMENT == 0
+
+
+def test_a_map_is_encoded_where_an_operand_is_for_the_first_time(driver, mapped):
+    for pointers in [(16, 32, 1), (16, 32, 2), (16, 48, 3), (16, 32, 4), (16, 48, 5)]:
+        mapped.launch(pointers)
+    assert driver.encoded == [16, 32, 48]
+
+
+def test_maps_of_many_addresses_are_right_and_bounded(driver, mapped):
+    calls = [(16 * (n % 40 + 1), 32, n) for n in range(100)]
+    for pointers in calls:
+        mapped.launch(pointers)
+    assert [found for _, _, found in driver.launched] == [block(*each) for each in calls]
+    assert all(len(known) <= launch.KNOWN_MAPS for known in mapped._maps._known)
+
+
+def test_after_a_map_that_was_refused_the_others_are_put_in_place_anew(driver, mapped):
+    mapped.launch((16, 32, 1))
+    driver.refused.add(64)
+    with pytest.raises(RuntimeError, match="the driver refused"):
+        mapped.launch((48, 64, 2))
+    assert len(driver.launched) == 1
+    with pytest.raises(RuntimeError, match="the driver refused"):
+        mapped.launch((48, 64, 2))
+    mapped.launch((16, 32, 3))
+    assert driver.launched[-1][2] == block(16, 32, 3)
+
+
+def test_a_launch_that_fails_is_named(driver, monkeypatch):
+    made = plan(driver, 1, "", b"")
+    failed = SimpleNamespace(name="CUDA_ERROR_LAUNCH_FAILED")
+    made._launch = lambda *_: (failed,)
+    for call in (lambda: made.launch((1,)), made.repeat):
+        with pytest.raises(RuntimeError, match="launch of kernel 1 failed: CUDA_ERROR_LAUNCH"):
+            call()
+
+
+def test_a_repeated_launch_has_the_same_block(driver):
+    driver.size = 8 + 16
+    made = plan(driver, 1, "dQ", b"")
+    made.launch((3,), [0.5, 4])
+    made.repeat()
+    assert driver.launched[0] == driver.launched[1] == (1, 700, struct.pack("<QdQ", 3, 0.5, 4))
+
+
+def test_plans_one_behind_the_other_pick_their_addresses(driver):
+    driver.size = 16 + 16
+    first = plan(driver, 2, "", bytes(16), function=1)
+    second = plan(driver, 2, "dQ", b"", function=2)
+    heard = []
+    stop = events.subscribe(heard.append)
+    try:
+        steps = ((first, itemgetter(0, 3), 0), (second, itemgetter(3, 2), 1))
+        launch.start_all(steps, 0, [11, 22, 33, 44], [0.5, 9])
+    finally:
+        stop()
+    assert driver.launched == [
+        (1, 700, struct.pack("<QQQQ", 11, 44, 0, 0)),
+        (2, 700, struct.pack("<QQdQ", 44, 33, 0.5, 9)),
+    ]
+    assert [event.description for event in heard] == ["kernel 1", "kernel 2"]
+
+
+# New tensors, by torch's raw call for host memory in place of that for a GPU's.
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.uint8])
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (5,), (2, 3, 4), (2, 0, 4), (1, 1), torch.Size([3, 2])]
+)
+def test_new_tensors_are_those_of_empty(shape, dtype, raw, monkeypatch):
+    device = torch.device("cpu")
+    if raw:
+        strided = torch._C._dynamo.guards._empty_strided_cpu
+        monkeypatch.setattr(launch, "_raw_empty", strided)
+        device = torch.device("cuda:0")
+    make = launch.allocator(shape, dtype, device)
+    wanted = torch.empty(shape, dtype=dtype)
+    first, second = make(), make()
+    for found in (first, second):
+        assert type(found) is torch.Tensor and found.dtype == dtype
+        assert (found.shape, found.stride()) == (wanted.shape, wanted.stride())
+        assert not found.requires_grad and not found.is_inference() and found._version == 0
+    assert not shape or first.numel() == 0 or first.data_ptr() != second.data_ptr()
+    with torch.inference_mode():
+        assert make().is_inference()
