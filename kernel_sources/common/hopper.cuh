@@ -54,17 +54,6 @@ __device__ __forceinline__ void fence_shared_writes() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// In a kernel launched to begin before the one ahead of it ends: waits until that has ended. Does
-// nothing in others.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// Lets such a kernel behind this one begin as soon as all CTAs of this one have.
-__device__ __forceinline__ void begin_next_kernel() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // Barrier of a whole number of warps, by number: 0 is __syncthreads().
 __device__ __forceinline__ void sync_threads(int number, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");

@@ -159,14 +159,8 @@ __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters
 #endif
 }
 
-// Weights of the first stage are those that the kernel ahead of this one packs.
-__device__ __forceinline__ void wait_for_weights(bool& packed) {
-    if (!packed) wait_for_previous_kernel();
-    packed = true;
-}
-
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
-                                           const Tile& tile, int block, bool& packed) {
+                                           const Tile& tile, int block) {
     barrier_expect(barrier, STAGE_BYTES);
     int row = tile.row * TILE_ROWS, k = block * TILE_DEPTH;
     if (BATCH_LAST) {
@@ -177,21 +171,17 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
     } else {
         load_box(to, p.x, barrier, k, tile.lane, row, tile.block);
     }
-    if (RESIDENT) return;
-    wait_for_weights(packed);
-    load_weights(to + X_BYTES, p, barrier, tile, block);
+    if (!RESIDENT) load_weights(to + X_BYTES, p, barrier, tile, block);
 }
 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int stage = 0, parity = 1, group = -1, groups = 0;
-    bool packed = !PACKED;
     Range range(p.tiles);
     for (u32 index = range.first; index < range.last; index += range.step) {
         Tile tile(p, index);
         if (RESIDENT && tile.group != group) {
             barrier_wait(s.weights_empty, (groups & 1) ^ 1);
             barrier_expect(s.weights_full, tile.depth * W_BYTES);
-            wait_for_weights(packed);
             for (int block = 0; block < tile.depth; ++block)
                 load_weights(s.weights + block * W_BYTES, p, s.weights_full, tile, block);
             group = tile.group;
@@ -199,8 +189,7 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
         }
         for (int block = 0; block < tile.depth; ++block) {
             barrier_wait(&s.empty[stage], parity);
-            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, tile.first + block,
-                       packed);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, tile.first + block);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }

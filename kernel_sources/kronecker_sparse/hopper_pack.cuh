@@ -40,7 +40,6 @@ __device__ __forceinline__ void split(T x, T& high, T& low) { high = x; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_pack(const __grid_constant__ Parameters p) {
-    begin_next_kernel();  // it prepares itself and loads x meanwhile
     i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (index >= p.total) return;
     // Neighbouring threads take neighbouring l, as they lie in the weight.

@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters
 
 #if MERGED
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
-                                           const Tile& tile, int stage, int stages, bool& packed) {
+                                           const Tile& tile, int stage, int stages) {
     barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll
     for (int block = 0; block < ROW_BLOCKS; ++block) {
@@ -118,17 +118,13 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
         load_box(to + block * X_BLOCK_BYTES, p.x, barrier, k * SPAN, tile.block,
                  tile.row * TILE_ROWS, 0);
     }
-    if (!packed) wait_for_previous_kernel();
-    packed = true;
     load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
 }
 #else
 // By all producers, eight of them a row.
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
-                                           const Tile& tile, int stage, int stages, bool& packed) {
+                                           const Tile& tile, int stage, int stages) {
     if (threadIdx.x == 0) {
-        if (!packed) wait_for_previous_kernel();
-        packed = true;
         barrier_expect(barrier, W_BYTES);
         load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
     }
@@ -154,13 +150,11 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int depths = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
     int stage = 0, parity = 1;
-    bool packed = false;  // by the kernel ahead of this one
     for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
         Tile tile(p, index);
         for (int depth = 0; depth < depths; ++depth) {
             barrier_wait(&s.empty[stage], parity);
-            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, depth, depths,
-                       packed);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, depth, depths);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }

@@ -17,9 +17,11 @@ class Extent(NamedTuple):
 
 
 def takes(problem: Problem, x: Extent, y: Extent) -> bool:
-    """Whether the copy engine reads the left operand, x, and writes the result, y."""
+    """Whether the copy engine reads the left operand, x, and writes the result, y: of that whole 16
+    bytes, at the end of a line too, where it would overwrite what follows."""
     left, out, dtype = problem.left.alignment, problem.out.alignment, problem.dtype
-    return addressable(dtype, left, x) and addressable(dtype, out, y)
+    whole = y.sizes[0] * TYPES[dtype][1] % 16 == 0
+    return whole and addressable(dtype, left, x) and addressable(dtype, out, y)
 
 
 def addressable(dtype: str, alignment: int, extent: Extent) -> bool:

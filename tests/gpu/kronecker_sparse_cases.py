@@ -47,6 +47,7 @@ PATTERNS = (
 )  # fmt: skip
 # One for each kernel of a product, batch first: whole spans of lanes, none, and what fits no word.
 LANES, BLOCKS, ODD = FEW = ((2, 40, 24, 16), (3, 64, 48, 1), (2, 3, 5, 3))
+CHAIN = ((2, 12, 24, 1), (1, 24, 12, 2))  # of a layer that takes 48 features to 48
 
 both_layouts = pytest.mark.parametrize("batch_last", LAYOUTS, ids=("first", "last"))
 all_numbers = pytest.mark.parametrize("numbers", NUMBERS)
@@ -106,6 +107,11 @@ def exact(x: torch.Tensor, weight: torch.Tensor, batch_last: bool = False) -> to
     return times(matrix(weight), x.detach().double(), batch_last)
 
 
+def lay(vector: torch.Tensor, batch_last: bool) -> torch.Tensor:
+    """A value for each output feature, in float64, as it broadcasts with results (n, features)."""
+    return vector.detach().double()[:, None] if batch_last else vector.detach().double()
+
+
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """``|found - wanted| / |wanted|`` in the Frobenius norm; NaN never passes."""
     difference, scale = (found.detach().double() - wanted).norm(), wanted.norm()
@@ -156,6 +162,20 @@ def specs_of(epilogue: tuple, problem: lowering.Problem, every: bool = False) ->
     known = candidates(problem) if every else first_of_each_kind(problem)
     steps = [step for choice in (None, *known) for step in lowered(epilogue, problem, choice).steps]
     return [step.spec for step in steps]
+
+
+def specs_of_step(descriptor: kl.KroneckerSparse, batch: int, numbers: str) -> list[KernelSpec]:
+    """The kernels of a product, with all epilogues fused and as it is recorded, and of its
+    gradients."""
+    x, weight = meta(descriptor.pattern, batch, numbers, descriptor.batch_last)
+    vectors = {name: x.new_empty(descriptor.out_features) for name in descriptor.vectors}
+    values = {name: vectors.get(name, 1.0) for name in descriptor.parameters}
+    found, arch = [], launch.arch_of(index())
+    for recorded in (False, True):
+        for tensor in (x, weight, *vectors.values()):
+            tensor.requires_grad_(recorded)
+        found += op.specs(descriptor, arch, (x, weight), values, index())
+    return found
 
 
 def build(specs: list[KernelSpec]) -> None:

@@ -17,6 +17,20 @@ END = (kl.Bias(), kl.Gelu())
 STEPS = 4  # with CUDA graphs the first runs eagerly, the second records, the others replay
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    """The kernels of most tests here, compiled side by side."""
+    cases = [(p, n, 136) for p in (ks.LANES, ks.BLOCKS) for n in ("fp32", "fp16")]
+    cases += [(ks.LANES, n, batch) for n in ("fp32", "fp16") for batch in (40, 129, 1000, 5001)]
+    cases += [(pattern, n, 256) for pattern in ks.CHAIN for n in ("fp32", "bf16")]
+    specs = []
+    for pattern, numbers, batch in cases:
+        for last in ks.LAYOUTS:
+            descriptor = ks.product(pattern, numbers, last, END)
+            specs += ks.specs_of_step(descriptor, batch, numbers)
+    ks.build(specs)
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
@@ -102,7 +116,7 @@ def test_replays_see_weights_that_were_written(numbers, batch_last, seed):
 @ks.both_layouts
 @pytest.mark.parametrize("amp", (None, torch.bfloat16), ids=str)
 def test_a_compiled_layer_trains_like_an_eager_one(amp, batch_last, seed):
-    plain = KSLinear(((2, 12, 24, 1), (1, 24, 12, 2)), bs_last=batch_last, device=ks.DEVICE,
+    plain = KSLinear(ks.CHAIN, bs_last=batch_last, device=ks.DEVICE,
                      activation="gelu", algo="kernel")  # fmt: skip
     other = copy.deepcopy(plain)
     compiled = torch.compile(other, fullgraph=True)

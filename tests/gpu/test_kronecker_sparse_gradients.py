@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib import launch
 from kernlib.nn import KSLinear
 from kernlib.ops import kronecker_sparse as op
 from kernlib.reference import kronecker_sparse as reference
 
 PATTERNS = (*ks.FEW, (2, 72, 100, 2))
-CHAIN = ((2, 12, 24, 1), (1, 24, 12, 2))
 ALGOS = ("kernel", "einsum", "bmm", "dense", "sparse", "bsr")
 BIAS = (kl.Bias(),)
 every_kernel = pytest.mark.parametrize("kernels", ks.KERNELS)
@@ -25,20 +23,15 @@ every_kernel = pytest.mark.parametrize("kernels", ks.KERNELS)
 @pytest.fixture(scope="module", autouse=True)
 def built():
     """The kernels of most tests here, compiled side by side."""
-    specs, arch = [], launch.arch_of(ks.index())
+    specs = []
     for names in ks.KERNELS.values():
         with ks.only(*names):
-            for pattern in PATTERNS:
+            for pattern in (*PATTERNS, *ks.CHAIN):
                 for numbers in ks.NUMBERS:
                     for last in ks.LAYOUTS:
                         descriptor = ks.product(pattern, numbers, last, BIAS)
                         for batch in (1, 129, 136, 5000):
-                            x, weight = ks.meta(pattern, batch, numbers, last)
-                            bias = x.new_empty(descriptor.out_features)
-                            for tensor in (x, weight, bias):
-                                tensor.requires_grad_()
-                            given = {"bias": bias}
-                            specs += op.specs(descriptor, arch, (x, weight), given, ks.index())
+                            specs += ks.specs_of_step(descriptor, batch, numbers)
     ks.build(specs)
 
 
@@ -213,13 +206,13 @@ def test_float64_passes_gradcheck(batch_last, seed):
 # The layer.
 
 
-def layer(patterns=CHAIN, numbers="fp32", **options) -> KSLinear:
+def layer(patterns=ks.CHAIN, numbers="fp32", **options) -> KSLinear:
     return KSLinear(patterns, dtype=ks.DTYPES[numbers], device=ks.DEVICE, **options)
 
 
 @ks.both_layouts
 @pytest.mark.parametrize("numbers", ("fp32", "fp16", "bf16"))
-@pytest.mark.parametrize("patterns", (CHAIN, ((2, 3, 5, 4),), ((3, 7, 8, 2),)), ids=str)
+@pytest.mark.parametrize("patterns", (ks.CHAIN, ((2, 3, 5, 4),), ((3, 7, 8, 2),)), ids=str)
 def test_all_algorithms_agree(patterns, numbers, batch_last, seed):
     """Values and gradients, each against float64."""
     made = layer(patterns, numbers, bs_last=batch_last)
@@ -261,9 +254,8 @@ def test_a_step_keeps_the_support(algo, batch_last, seed):
     with torch.no_grad():
         after = made(x)
     assert not torch.allclose(before, after)
-    bias = made.bias.double()
-    wanted = ks.exact(x, made.factors[0], batch_last) + (bias[:, None] if batch_last else bias)
-    assert ks.relative_error(after, wanted.detach()) <= 2e-6
+    wanted = ks.exact(x, made.factors[0], batch_last) + ks.lay(made.bias, batch_last)
+    assert ks.relative_error(after, wanted) <= 2e-6
 
 
 @ks.both_layouts

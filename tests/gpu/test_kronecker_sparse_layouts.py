@@ -97,8 +97,7 @@ def test_a_bias_of_any_stride(pattern, numbers, batch_last, seed):
         ks.random(features + 1, dtype=x.dtype)[1:],
         ks.random(1, dtype=x.dtype).expand(features),
     ):
-        laid = bias.double()[:, None] if batch_last else bias.double()
-        wanted = ks.exact(x, weight, batch_last) + laid
+        wanted = ks.exact(x, weight, batch_last) + ks.lay(bias, batch_last)
         ks.check(descriptor, x, weight, numbers, wanted=wanted, bias=bias)
 
 
@@ -133,8 +132,8 @@ def test_negated_views_keep_their_sign(pattern, batch_last, seed):
     assert all(t.is_neg() for t in given)
     descriptor = ks.product(pattern, "fp32", batch_last, kl.Bias())
     found = kl.run_kernel(descriptor, *given[:2], bias=given[2])
-    laid = bias.double()[:, None] if batch_last else bias.double()
-    assert ks.relative_error(found, ks.exact(x, weight, batch_last) - laid) <= 1e-6
+    wanted = ks.exact(x, weight, batch_last) - ks.lay(bias, batch_last)
+    assert ks.relative_error(found, wanted) <= 1e-6
     target = torch.zeros_like(found, dtype=torch.complex64).conj().imag
     with pytest.raises(ValueError, match="out is a negated view"):
         kl.run_kernel(descriptor, x, weight, bias=bias, out=target)
