@@ -52,7 +52,7 @@ def accesses(found):
     return "/".join(re.findall(r"#define ACCESS_\w+ Access::(\w+)", source))
 
 
-ACCESSES = [  # dtype, layout of an operand (2 blocks, 3 lanes, 500 lines, depth 64), its access
+ACCESSES = [  # dtype, layout of an operand (2 blocks, 3 lanes, 504 lines, depth 64), its access
     ("float16", Layout(8, 8, 64, 1), "depth"),
     ("float16", Layout(8, 8, 1, 64), "line"),
     ("float16", Layout(8, 8, 68, 1), "gather"),
@@ -74,7 +74,7 @@ ACCESSES = [  # dtype, layout of an operand (2 blocks, 3 lanes, 500 lines, depth
 
 @pytest.mark.parametrize(("dtype", "layout", "expected"), ACCESSES)
 def test_wide_copies_are_chosen_only_where_every_one_is_aligned(dtype, layout, expected):
-    given = problem(blocks=2, lanes=3, rows=500, depth=64, columns=500, left=layout, dtype=dtype)
+    given = problem(blocks=2, lanes=3, rows=504, depth=64, columns=504, left=layout, dtype=dtype)
     assert accesses(lowered(given)).split("/")[0] == expected
     assert accesses(lowered(given._replace(right=layout))).split("/")[1] == expected
 
@@ -85,8 +85,20 @@ def test_strides_of_what_there_is_one_of_do_not_count():
     row = problem(blocks=1, rows=1, left=Layout(0, 0, 7, 1), out=OutLayout(0, 0, 5, 1))
     assert accesses(lowered(row)) == "depth/depth" and fixed(lowered(row))["out_vectors"] == 1
     shallow = problem(blocks=1, depth=1, left=Layout(0, 0, 8, 7), right=Layout(0, 0, 1, 7))
-    assert accesses(lowered(shallow)) == "depth/line"
-    assert accesses(lowered(shallow._replace(rows=1, left=Layout(0, 0, 7, 7)))) == "depth/line"
+    assert accesses(lowered(shallow)) == "gather/line"
+    assert accesses(lowered(shallow._replace(rows=1, left=Layout(0, 0, 7, 7)))) == "gather/line"
+
+
+def test_lines_that_end_within_a_copy_are_gathered_unless_zeros_follow():
+    """A copy of fewer than 16 bytes reads 16, of which memory may hold but the first."""
+    ends = problem(blocks=1, depth=50, left=Layout(0, 0, 56, 1), right=Layout(0, 0, 56, 1))
+    assert accesses(lowered(ends)) == "gather/depth"  # the weight is packed, and ends in zeros
+    assert accesses(lowered(ends._replace(left=Layout(0, 0, 56, 1, 16, True)))) == "depth/depth"
+    row = problem(blocks=1, rows=1, depth=50, left=Layout(0, 0, 0, 1), right=Layout(0, 0, 56, 1))
+    assert accesses(lowered(row)) == "gather/gather"
+    across = problem(blocks=1, rows=100, left=Layout(0, 0, 1, 104))
+    assert accesses(lowered(across)).startswith("gather/")
+    assert accesses(lowered(across._replace(rows=104))).startswith("line/")
 
 
 TILES = [  # problem, its tile

@@ -157,7 +157,7 @@ def packed(problem: Problem) -> Problem:
     chunk = 16 // TYPES[problem.dtype][1]
     pitch = ceil(problem.depth, chunk) * chunk
     lane = problem.columns * pitch
-    made = problem._replace(right=Layout(problem.lanes * lane, lane, pitch, 1, 16))
+    made = problem._replace(right=Layout(problem.lanes * lane, lane, pitch, 1, 16, True))
     return made if _chunks(made) <= MAX_BLOCKS else problem
 
 
@@ -234,15 +234,18 @@ def _accesses(problem: Problem) -> tuple[str, str]:
 
 def access(problem: Problem, layout: Layout, lines: int) -> str:
     """How far 16-byte copies can run: see Access in portable_operand.cuh. The stride of what there
-    is one of does not count."""
+    is one of does not count. A copy of fewer than 16 bytes reads all of them, so lines end on whole
+    ones, or go on in zeros."""
     chunk = 16 // TYPES[problem.dtype][1]
     block = layout.block if problem.blocks > 1 else 0
     lane = layout.lane if problem.lanes > 1 else 0
     if layout.alignment % 16 or block % chunk or lane % chunk:
         return "gather"
-    if (layout.depth == 1 or problem.depth == 1) and (layout.line % chunk == 0 or lines == 1):
+    side_by_side, apart = layout.depth == 1, layout.line % chunk == 0 or lines == 1
+    if side_by_side and apart and (layout.padded or problem.depth % chunk == 0):
         return "depth"
-    if (layout.line == 1 or lines == 1) and (layout.depth % chunk == 0 or problem.depth == 1):
+    side_by_side, apart = layout.line == 1, layout.depth % chunk == 0 or problem.depth == 1
+    if side_by_side and apart and lines % chunk == 0:
         return "line"
     return "gather"
 

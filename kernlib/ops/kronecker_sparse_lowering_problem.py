@@ -27,13 +27,15 @@ TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat
 
 class Layout(NamedTuple):
     """Strides of an operand, in elements, by block, lane, line (row or column of out) and depth;
-    ``alignment`` is the address of the first element modulo 16 (an aligned one may say 0 or 16)."""
+    ``alignment`` is the address of the first element modulo 16 (an aligned one may say 0 or 16);
+    ``padded``, whether lines end in zeros up to whole 16 bytes."""
 
     block: int
     lane: int
     line: int
     depth: int = 0
     alignment: int = 16
+    padded: bool = False
 
 
 class OutLayout(NamedTuple):

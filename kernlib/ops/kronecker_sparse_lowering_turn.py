@@ -111,7 +111,7 @@ def _turned(problem: Problem) -> Problem:
     d, pitch = problem.lanes, _pitch(problem)
 
     def side(count: int) -> Layout:
-        return Layout(count * d * pitch, pitch, d * pitch, 1, 16)
+        return Layout(count * d * pitch, pitch, d * pitch, 1, 16, True)
 
     return problem._replace(left=side(problem.rows), right=side(problem.columns))
 

@@ -127,9 +127,10 @@ def row_norms(wanted, x, weight, batch_last: bool) -> torch.Tensor:
 
 
 def row_error(found, wanted, norms: torch.Tensor, batch_last: bool) -> float:
-    """The largest error of a vector of the batch."""
+    """The largest error of a vector of the batch; of one too small for normal numbers, relative to
+    the smallest of those."""
     difference = (found.detach().double() - wanted).norm(dim=0 if batch_last else -1)
-    return (difference / norms.clamp_min(1e-300)).max().item()
+    return (difference / norms.clamp_min(torch.finfo(found.dtype).tiny)).max().item()
 
 
 # Kernels.
@@ -251,6 +252,7 @@ def each(call: Callable[[], Result], every: bool = False) -> Iterator[tuple[str,
     with choosing(None) as seen:
         found = call()
     yield f"by rule: {seen.launched}", found
+    assert bool(seen.planned) == bool(seen.launched), "kernels whose problems were not seen"
     if not seen.planned:
         return
     epilogue, problem = seen.planned[-1]

@@ -28,8 +28,7 @@ HOPPER = (
     # Lanes of whole words: 16, 8, 4 and 2 to a tile, and some of more.
     ((2, 20, 8, 16), "fp16", False, 67), ((3, 26, 24, 8), "fp16", False, 130),
     ((1, 70, 20, 4), "bf16", False, 67), ((1, 72, 20, 2), "fp16", False, 130),
-    ((2, 9, 17, 24), "bf16", False, 67), ((1, 26, 17, 4), "fp32", False, 67),
-    ((2, 9, 17, 12), "fp32", False, 67), ((1, 50, 20, 2), "tf32", False, 130),
+    ((1, 26, 17, 4), "fp32", False, 67), ((1, 50, 20, 2), "tf32", False, 130),
     # Blocks: one tile of columns or several, weights as they are or packed, resident or not.
     ((2, 24, 40, 1), "fp16", False, 67), ((2, 24, 40, 1), "fp32", False, 130),
     ((1, 264, 72, 1), "fp16", False, 130), ((1, 136, 264, 1), "fp32", False, 67),
@@ -40,7 +39,12 @@ HOPPER = (
     ((2, 24, 40, 1), "fp16", False, 4360), ((1, 10, 24, 4), "bf16", False, 4360),
     ((1, 10, 24, 3), "fp16", True, 4360),
 )  # fmt: skip
-CALLS = {"portable": PORTABLE, "hopper": HOPPER}
+# Rows of 32 bytes, which threads copy and announce by an mbarrier.
+BY_THREADS = (
+    ((2, 9, 17, 24), "bf16", False, 67), ((2, 9, 17, 12), "fp32", False, 67),
+    ((1, 26, 24, 64), "fp16", False, 130),
+)  # fmt: skip
+CALLS = {"portable": PORTABLE, "hopper": (*HOPPER, *BY_THREADS), "engine": HOPPER}
 
 
 def run(pattern, numbers: str, batch_last: bool, batch: int, every: bool) -> None:

@@ -291,3 +291,26 @@ def test_more_than_2_to_the_31_elements(pattern, batch_last, seed):
         wanted += op.weight_gradient(left.double(), right.double(), pattern, batch_last)
     for name, found in ks.each(partial(op.weight_gradient, y, x, pattern, batch_last)):
         assert ks.relative_error(found, wanted) <= ks.TOLERANCE["bf16"], name
+
+
+GAPS = (
+    *[((1, b, 16, 1), False, batch) for b in (1, 2, 3, 5, 9, 33, 65) for batch in (1, 5)],
+    *[((1, 3, 16, d), True, batch) for d in (1, 2) for batch in (1, 2, 3, 7, 9, 33)],
+    *[((1, b, 8, d), False, 5) for b, d in ((3, 2), (5, 4), (1, 2), (1, 4), (3, 8), (3, 16))],
+)
+
+
+@ks.all_numbers
+@pytest.mark.parametrize(("pattern", "batch_last", "batch"), GAPS, ids=str)
+def test_gaps_between_lines_of_a_result_stay(pattern, batch_last, batch, numbers, seed):
+    """The copy engine writes whole 16 bytes, which the end of a line need not fill."""
+    x, weight = ks.operands(pattern, batch, numbers, batch_last)
+    lined = torch.full((len(x), 128), math.nan, dtype=x.dtype, device=ks.DEVICE)
+    x = lined[:, : x.shape[1]].copy_(x)
+    wanted = ks.exact(x, weight, batch_last)
+    lines, line = wanted.shape
+    whole = torch.full((lines + 2, 128), math.nan, dtype=x.dtype, device=ks.DEVICE)
+    out = whole[1:-1, :line]
+    kl.run_kernel(ks.product(pattern, numbers, batch_last), x, weight, out=out)
+    assert ks.relative_error(out, wanted) <= ks.TOLERANCE[numbers]
+    assert whole[:, line:].isnan().all() and whole[[0, -1]].isnan().all()

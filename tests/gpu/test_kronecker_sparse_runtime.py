@@ -386,14 +386,15 @@ def test_memory_of_a_step(pattern, numbers, batch_last, seed):
     sizes = [t.numel() * t.element_size() for t in (x, y)]
     assert sizes[1] <= most <= sizes[1] + small
     del y
-    given = [t.requires_grad_() for t in (x, weight)]
-    before = torch.cuda.memory_allocated()
-    y = kl.run_kernel(descriptor, x, weight)
-    assert torch.cuda.memory_allocated() - before <= sizes[1] + small
-    grad = torch.randn_like(y)
     turned = sum(sizes) if not batch_last and pattern[3] > 1 else 0
-    bounds = ((given, sizes[0] + turned), (given[1:], turned), (given[:1], sizes[0]))
-    for inputs, bound in bounds:
-        call = partial(torch.autograd.grad, y, inputs, grad, retain_graph=True)
+    grad = torch.randn((sizes[1] // x.element_size(),), device=ks.DEVICE, dtype=x.dtype)
+    for of_x, of_weight in ((True, True), (False, True), (True, False)):
+        given = x.detach().requires_grad_(of_x), weight.detach().requires_grad_(of_weight)
+        before = torch.cuda.memory_allocated()
+        y = kl.run_kernel(descriptor, *given)
+        assert torch.cuda.memory_allocated() - before <= sizes[1] + small
+        inputs = [t for t in given if t.requires_grad]
+        call = partial(torch.autograd.grad, y, inputs, grad.view(y.shape), retain_graph=True)
         call()
+        bound = sizes[0] * of_x + turned * of_weight
         assert peak(call)[1] <= bound + small
