@@ -120,8 +120,8 @@ def test_functions_take_any_layout_and_storage():
 
 
 @pytest.mark.parametrize("algo", DERIVING)
-def test_storage_is_kept_while_the_weight_is_what_it_was(algo):
-    made = layer(CHAIN, algo)
+def test_storage_is_kept_while_a_frozen_weight_is_what_it_was(algo):
+    made = layer(CHAIN, algo).requires_grad_(False)
     x = inputs(made, 3)
     with torch.no_grad():
         made(x)
@@ -150,8 +150,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @each_algo
-def test_a_changed_weight_shows(algo, change):
-    made = layer(CHAIN, algo)
+@pytest.mark.parametrize("trains", (True, False))
+def test_a_changed_weight_shows(algo, change, trains):
+    made = layer(CHAIN, algo).requires_grad_(trains)
     x = inputs(made, 3)
     with torch.no_grad():
         before = made(x)
@@ -172,11 +173,12 @@ def test_another_place_in_the_same_memory_shows(algo):
             torch.testing.assert_close(made(x), expected(made, x))
 
 
+@pytest.mark.parametrize("fused", (False, True))  # which counts no version
 @each_algo
-def test_an_optimizer_step_shows(algo):
+def test_an_optimizer_step_shows(algo, fused):
     made = layer(CHAIN, algo)
     x = inputs(made, 3)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, fused=fused)
     for _ in range(2):
         made(x).square().sum().backward()
         optimizer.step()
@@ -185,9 +187,11 @@ def test_an_optimizer_step_shows(algo):
 
 
 @pytest.mark.parametrize("algo", DERIVING)
-def test_nothing_is_kept_where_gradients_are_recorded(algo):
+def test_nothing_is_kept_of_weights_that_train(algo):
     made = layer(CHAIN, algo)
     made(inputs(made, 3)).sum().backward()
+    with torch.no_grad():
+        made(inputs(made, 3))
     assert not made._kept
 
 
@@ -212,7 +216,7 @@ def test_tensors_of_inference_mode_count_no_versions(algo):
 
 
 def test_another_algorithm_lets_go_of_what_was_kept():
-    made = layer(CHAIN, "dense")
+    made = layer(CHAIN, "dense").requires_grad_(False)
     with torch.no_grad():
         made(inputs(made, 3))
         assert made._kept

@@ -1,8 +1,8 @@
-"""Storage derived from a weight, such as its dense matrix, kept while the weight stays what it was.
+"""Storage derived from a frozen weight, such as its dense matrix, kept while that stays as it was.
 
-A weight has changed when torch's version counter says so, or when it is other memory, another
-dtype, device or shape. Writes that pass the counter by, as those through ``weight.data`` do, are
-not seen.
+Of a weight that requires a gradient nothing is kept. A frozen one has changed when torch's version
+counter says so, or when it is other memory, another dtype, device or shape. Writes that pass the
+counter by, as those through ``weight.data`` do, are not seen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def derived(
 ) -> torch.Tensor | None:
     """``make(weight)``, from ``kept[place]`` if that was made of this very weight by this ``name``.
 
-    None where nothing may be kept: when the weight's gradient is recorded, and in a call that is
+    None where nothing may be kept: of a weight that requires a gradient, and in a call that is
     compiled, traced, transformed or captured in a graph, which must neither leave its values to
     others nor depend on theirs.
     """
@@ -65,7 +65,8 @@ def ordinary(*tensors: torch.Tensor) -> bool:
 
 
 def _may_keep(weight: torch.Tensor) -> bool:
-    if not ordinary(weight) or (torch.is_grad_enabled() and weight.requires_grad):
+    # A weight that trains changes in ways no counter sees: fused optimizers, replayed graphs.
+    if not ordinary(weight) or weight.requires_grad:
         return False
     if weight.is_inference():  # such a tensor counts no versions
         return False

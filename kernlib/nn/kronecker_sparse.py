@@ -49,8 +49,8 @@ class KSLinear(nn.Module):
 
     ``factors`` holds one parameter (a, b, c, d) a factor, ``bias`` is (out_features,): one
     ``state_dict`` for every algorithm and layout. What dense, sparse, bsr and bmm derive of a
-    weight is kept between calls that record no gradient of it; a write through ``weight.data``,
-    which torch does not count, asks for ``layer.algo = layer.algo`` after it.
+    frozen weight is kept; a write through ``weight.data``, which torch does not count, asks for
+    ``layer.algo = layer.algo`` after it.
 
     Raises ValueError for factors that do not fit together, naming them, for weights of another
     shape and an unknown ``algo`` or activation; TypeError for what is no pattern, weight or dtype.

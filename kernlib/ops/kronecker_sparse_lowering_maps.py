@@ -7,6 +7,8 @@ from typing import NamedTuple
 from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Problem
 from kernlib.tensor_map import TensorMap
 
+MAX_SIZE = 2**31 - 1024  # kernels round sizes up to whole tiles, in an int
+
 
 class Extent(NamedTuple):
     """An operand as its map has it: sizes, innermost first, and strides, in elements, of all
@@ -31,7 +33,7 @@ def addressable(dtype: str, alignment: int, extent: Extent) -> bool:
     steps = [stride * itemsize for stride, size in pairs if size > 1]
     return (
         alignment % 16 == 0
-        and all(0 < size < 2**31 for size in extent.sizes)
+        and all(0 < size < MAX_SIZE for size in extent.sizes)
         and all(0 < step < 2**40 and step % 16 == 0 for step in steps)
     )
 
