@@ -528,3 +528,21 @@ def test_results_that_are_held_do_not_share_memory():
     found = [kl.run_kernel(descriptor, x * n, weight) for n in (1, 2, 3)]
     for n, y in enumerate(found, 1):
         torch.testing.assert_close(host(y), n * wanted)
+
+
+def test_parameters_without_memory_find_no_plan():
+    """Whether they are inside a transform or stand for others: a plan would read address 0."""
+    descriptor = kl.KroneckerSparse(1, 3, 2, 1, epilogue=kl.Bias())
+    x, weight, bias = torch.ones(4, 2), torch.ones(1, 3, 2, 1), torch.ones(5, 3)
+    real = op._key(descriptor, x, weight, None, {"bias": bias[0]})
+    keys = []
+
+    def inside(one):
+        keys.append(op._key(descriptor, x, weight, None, {"bias": one}))
+        return one
+
+    torch.vmap(inside)(bias)
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.ones(3)
+    keys.append(op._key(descriptor, x, weight, None, {"bias": fake}))
+    assert real is not None and keys[0] is None and keys[1] != real

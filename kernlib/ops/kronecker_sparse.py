@@ -244,7 +244,7 @@ def _weight_gradient_by_plan(plan: KroneckerPlan, grad, x) -> torch.Tensor:
 
 def _first(key, descriptor, x, weight, out, parameters: dict) -> torch.Tensor:
     """A call that has no plan: one of a new signature, or one that takes none."""
-    if stand_ins(x, weight, out):
+    if stand_ins(x, weight, out, *parameters.values()):
         from kernlib.ops import kronecker_sparse_library
 
         return kronecker_sparse_library.run(descriptor, x, weight, out=out, **parameters)
@@ -300,12 +300,12 @@ def _key(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> tuple
         )  # fmt: skip
         if out is not None:
             key += signature(out)
+        if parameters:
+            for name, value in parameters.items():
+                key += (name, _kind(value))
     except (AttributeError, RuntimeError, NotImplementedError):
         check_dense(("x", "weight"), x=x, weight=weight, out=out)
         return None
-    if parameters:
-        for name, value in parameters.items():
-            key += (name, _kind(value))
     return key
 
 
@@ -315,9 +315,8 @@ def precision_of(permitted: str | None, x: torch.Tensor) -> str | None:
 
 
 def _kind(value):
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.get_device(), value.is_neg()
-    return None
+    """Of a number nothing; of a tensor its signature, so that one without memory finds no plan."""
+    return signature(value) if isinstance(value, torch.Tensor) else None
 
 
 def float32_precision() -> str:
