@@ -18,6 +18,7 @@ import record  # noqa: E402
 from kernlib import settings  # noqa: E402
 
 RUN = pytest.StashKey[record.Run]()
+OUTPUT = "gpu_record"  # where a worker's output holds what its run knows
 
 
 def pytest_configure(config):
@@ -34,7 +35,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(missing)
 
 
-# The record. With pytest-xdist no process sees the whole run, and none is written.
+# The record. With pytest-xdist workers see the run, each its part, and the controller writes.
 
 
 def pytest_deselected(items):
@@ -67,6 +68,18 @@ def pytest_runtest_makereport(item, call):
         outcome = "passed" if expected else report.outcome
         if outcome != "passed" or call.when == "teardown":
             item.config.stash[RUN].outcome(family, item.nodeid, outcome)
+
+
+def pytest_sessionfinish(session):
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:  # this is a worker
+        output[OUTPUT] = session.config.stash[RUN].state()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which need not be there
+def pytest_testnodedown(node):
+    output = getattr(node, "workeroutput", {})  # a worker that crashed has none
+    node.config.stash[RUN].merge(output.get(OUTPUT))
 
 
 def pytest_terminal_summary(terminalreporter, config):

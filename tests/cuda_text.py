@@ -7,6 +7,7 @@ import ctypes
 import re
 from collections import ChainMap
 from collections.abc import Mapping
+from functools import cache
 from types import SimpleNamespace
 
 from kernlib.jit import sources
@@ -21,6 +22,7 @@ FIELDS = {
     "pointer": ctypes.c_uint64,
 }
 SCALAR = [("value", ctypes.c_double), ("device", ctypes.c_uint64)]
+UNION = "union "  # no name of C++
 CASTS = {name: lambda x: x for name in ("int", "i64", "u32", "u64")}
 
 
@@ -58,14 +60,14 @@ class Text(Mapping):
     def run(self, code: str, **values) -> SimpleNamespace:
         """The variables of straight code: declarations, assignments and ``if``."""
         made = ChainMap({}, values, self)
-        exec(statements(code), {}, made)
+        exec(_compiled(code), {}, made)
         return SimpleNamespace(**(values | made.maps[0]))
 
     def parameters(self) -> type[ctypes.Structure]:
         """struct Parameters, as a C++ compiler lays it out; names of two bases' fields differ."""
-        bases = re.search(r"struct Parameters(?: : ([^{]*))? \{(.*?)\};", self.text, re.S)
+        bases = re.search(r"struct Parameters(?: : ([^{]*))? \{", self.text)
         if bases[1] is None:
-            return _structure(_fields(bases[2]))
+            return _structure(_fields(self.body("struct Parameters {")))
         fields = []
         for base in re.split(r", (?![^<]*>)", bases[1]):
             arguments = re.search(r"<(\w+)>", base)
@@ -75,7 +77,7 @@ class Text(Mapping):
             elif base.startswith("Scalars"):
                 fields += [(f"{name}{k}", t) for k in range(count) for name, t in SCALAR]
             else:
-                fields += _fields(re.search(rf"struct {base} \{{(.*?)\}};", self.text, re.S)[1])
+                fields += _fields(self.body(f"struct {base} {{"))
         return _structure(fields)
 
 
@@ -96,14 +98,13 @@ def _arrays(text: str) -> list[tuple[str, list[int]]]:
 
 
 def _preprocessed(text: str) -> tuple[str, dict[str, str]]:
-    """After ``#if NAME`` or ``#if !NAME``; and each NAME of ``#define NAME value``."""
+    """After ``#if`` of a NAME, ``!NAME`` or ``NAME == number``; and each NAME of ``#define NAME
+    value``."""
     defined, taken, lines = {}, [True], []
     for line in text.splitlines():
         words = line.split()
         if line.startswith("#if"):
-            name = words[1]
-            value = not int(defined[name[1:]]) if name[0] == "!" else bool(int(defined[name]))
-            taken.append(value)
+            taken.append(_holds(line.strip(), defined))
         elif line.startswith("#else"):
             taken[-1] = not taken[-1]
         elif line.startswith("#endif"):
@@ -115,9 +116,25 @@ def _preprocessed(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(lines), defined
 
 
+def _holds(line: str, defined: dict[str, str]) -> bool:
+    found = re.fullmatch(r"#if (?:(!?)(\w+)|(\w+) == (\d+))", line)
+    if found is None:
+        raise ValueError(f"{line} is not understood; write #if NAME, !NAME or NAME == number")
+    if found[3]:
+        return int(defined[found[3]]) == int(found[4])
+    return bool(int(defined[found[2]])) != bool(found[1])
+
+
 def _fields(body: str) -> list[tuple[str, type]]:
+    """Of a struct; names of anonymous unions begin with UNION."""
     found = []
-    for line in filter(str.strip, body.split(";")):
+    for part in filter(str.strip, _split(body, ";", "{", "}")):
+        line = part.rstrip().removesuffix(";")
+        union = re.fullmatch(r"\s*union \{(.*)\}", line, re.S)
+        if union:
+            made = type("Union", (ctypes.Union,), {"_fields_": _fields(union[1])})
+            found.append((f"{UNION}{len(found)}", made))
+            continue
         kind, names = re.fullmatch(
             r"((?:const )?(?:unsigned )?\w+\*?)\s+(.*)", line.strip()
         ).groups()
@@ -131,7 +148,9 @@ def _structure(fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
     size = ctypes.sizeof(type("Fields", (ctypes.Structure,), {"_fields_": fields}))
     if fields[0][1] is FIELDS["TensorMap"]:
         fields = [*fields, ("padding", ctypes.c_char * (-size % 64))]
-    return type("Parameters", (ctypes.Structure,), {"_fields_": fields})
+    unions = [name for name, _ in fields if name.startswith(UNION)]
+    members = {"_anonymous_": unions, "_fields_": fields}
+    return type("Parameters", (ctypes.Structure,), members)
 
 
 def _end(text: str, start: int, opening: str, closing: str) -> int:
@@ -144,11 +163,11 @@ def _end(text: str, start: int, opening: str, closing: str) -> int:
     raise ValueError(f"no {closing} in {text[start:]!r}")
 
 
-def _split(text: str, marks: str) -> list[str]:
+def _split(text: str, marks: str, opening: str = "([", closing: str = ")]") -> list[str]:
     """Parts between those marks that stand in no parentheses, each mark at the end of its part."""
     parts, depth = [""], 0
     for character in text:
-        depth += (character in "([") - (character in ")]")
+        depth += (character in opening) - (character in closing)
         parts[-1] += character
         if character in marks and not depth:
             parts.append("")
@@ -203,6 +222,11 @@ def statements(code: str) -> str:
             lines.append("    " * indent + head + ":")
         indent += (mark == "{") - (mark == "}")
     return "\n".join(lines)
+
+
+@cache
+def _compiled(code: str):
+    return compile(statements(code), "<CUDA>", "exec")
 
 
 def _statement(text: str) -> list[str]:

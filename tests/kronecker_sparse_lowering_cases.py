@@ -10,6 +10,8 @@ from functools import cache
 import cuda_text
 
 from kernlib.ops import kronecker_sparse_lowering as lowering
+from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
+from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout, Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -72,3 +74,57 @@ def parameters(step: lowering.Step):
 
 def parameter_bytes(step: lowering.Step) -> int:
     return int(re.search(r"PARAMETER_BYTES = (\d+);", step.spec.source)[1])
+
+
+# What lowering makes of problems on Hopper.
+
+ARCH, PROCESSORS = "sm_90a", 132
+
+
+def lowered(given, epilogue=(), **choice):
+    known = lowering.candidates(given, ARCH)
+    wanted = next(c for c in known if choice.items() <= c.items())
+    return lowering.lower(epilogue, given, ARCH, PROCESSORS, wanted)
+
+
+def main_of(found):
+    return found.steps[-1]
+
+
+def with_lanes(lanes, dtype="float16", **changes):
+    return problem(lanes=lanes, dtype=dtype, **changes)
+
+
+SAMPLE = {
+    "batch first": problem(),
+    "batch first, several tiles": problem(blocks=3, columns=520, depth=520),
+    "batch first, many tiles of resident weights": problem(blocks=40, columns=512, depth=64),
+    "batch first, packed": problem(right=Layout(48, 1, 1, 96)),
+    "batch first, float32": problem(columns=200, depth=300, dtype="float32"),
+    "batch first, tf32": problem(dtype="float32", precision="tf32"),
+    "batch last": batch_last(lanes=3, rows=1000),
+    "batch last, several tiles": batch_last(lanes=2, columns=520, depth=520, rows=1000),
+    "batch last, packed": batch_last(lanes=3, rows=1000, right=Layout(9, 8, 7, 6)),
+    "batch last, float32": batch_last(lanes=3, rows=1000, columns=130, dtype="float32"),
+    "one of everything": problem(blocks=1, rows=1, columns=1, depth=1),
+    "d = 2": with_lanes(2, rows=777, columns=68, depth=52),
+    **{f"d = {d}": with_lanes(d, rows=777, columns=70, depth=50) for d in (4, 8, 16, 24, 40)},
+    **{
+        f"d = {d}, {precision}": with_lanes(d, "float32", rows=777, precision=precision)
+        for d in (2, 4, 8, 20)
+        for precision in ("fp32", "tf32")
+    },
+    "d = 16, apart": with_lanes(16, rows=99, left=Layout(48 * 32, 1, 96 * 32, 32)),
+}
+
+
+def choices(given, multiprocessors=PROCESSORS):
+    """What lowering makes of a problem with each of its candidates of Hopper's two kinds, whose
+    launches are at most two: that of a packed weight, and the product."""
+    found = [
+        lowering.lower((), given, ARCH, multiprocessors, choice)
+        for choice in lowering.candidates(given, ARCH)
+        if choice["kind"] in (hopper.KIND, interleaved.KIND)
+    ]
+    assert all(len(made.steps) <= 2 for made in found)
+    return found

@@ -205,7 +205,7 @@ def verdict(family: str, entry: dict | None, current: str) -> tuple[str, str]:
 
 @dataclass
 class Run:
-    """What one pytest session did with the GPU tests."""
+    """What one pytest session did with the GPU tests, in one process or merged from several."""
 
     digests: dict[str, str] = field(default_factory=dict)
     tests: dict[str, dict[str, str]] = field(default_factory=dict)  # family, test, outcome or ""
@@ -224,6 +224,30 @@ class Run:
         weight = ["", "passed", "skipped", "failed"].index
         tests = self.tests.setdefault(family, {})
         tests[test] = max(tests.get(test, ""), outcome, key=weight)
+
+    def state(self) -> dict:
+        """All of it as plain data, which another process can :meth:`merge`."""
+        return {
+            "digests": self.digests,
+            "tests": self.tests,
+            "files": sorted(map(str, self.files)),
+            "partial": sorted(self.partial),
+        }
+
+    def merge(self, state: dict | None) -> None:
+        """Add what another process did, the :meth:`state` of its run. A family is partial of which
+        both read different files; each is where a process died and left None."""
+        if state is None:
+            self.partial |= set(FAMILIES)
+            return
+        for family, found in state["digests"].items():
+            if self.digests.setdefault(family, found) != found:
+                self.partial.add(family)
+        for family, tests in state["tests"].items():
+            for test, outcome in tests.items():
+                self.outcome(family, test, outcome)
+        self.files |= set(map(Path, state["files"]))
+        self.partial |= set(state["partial"])
 
     def complete(self, family: str) -> bool:
         """Whether every test of the family was collected and ran."""

@@ -176,6 +176,13 @@ def test_short_calls_are_replayed():
     assert timing.time_call(clock, lambda: None, ()) == 0.25 and clock.replays >= 5
 
 
+def test_a_call_that_the_host_made_long_is_timed_by_its_second():
+    clock = Clock(2.6, 0.3)
+    assert timing.time_call(clock, lambda: None, ()) == 0.25 and not clock.times
+    clock = Clock(400.0, 300.0, 200.0)
+    assert timing.time_call(clock, lambda: None, ()) == 300.0 and clock.replays == 0
+
+
 @pytest.mark.parametrize(("ms", "count"), [(2.0, 7), (299.0, 7), (400.0, 3), (2083.0, 2)])
 def test_repetitions(ms, count):
     assert timing.repetitions(ms) == count and timing.repetitions(ms, quick=True) == 1

@@ -132,7 +132,7 @@ class Function:
 
     def __call__(self, *arguments):
         block = ctypes.c_void_p.from_address(arguments[9]).value
-        self.calls.append((arguments[:9], ctypes.string_at(block, self.size)))
+        self.calls.append((tuple(map(int, arguments[:9])), ctypes.string_at(block, self.size)))
         return (0,)
 
 

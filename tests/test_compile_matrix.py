@@ -7,13 +7,15 @@ from functools import cache
 import pytest
 
 import kernlib as kl
-from kernlib.jit import targets
+from kernlib.jit import compiler, targets
 from kernlib.jit.compiler import compile_spec
+from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
 from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
 from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops import kronecker_sparse_lowering_turn as turn
+from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
 from kernlib.ops.pairwise_lowering import INNER_CODE, Variant, spec
 
 HERE = "sm_90a"
@@ -241,7 +243,7 @@ def hopper_matrix():
     """Name to spec: each width of tile of each kind, each order of packed weights."""
     specs = []
     for dtype, precision in KINDS:
-        widths = hopper.COLUMNS["float" if dtype == "float32" else "half"]
+        widths = hopper.COLUMNS[wgmma.products(dtype, precision)]
         for columns in widths if dtype != "bfloat16" else widths[-1:]:
             for last in (False, True):
                 for resident in (1, 0) if columns == widths[-1] else (int(last),):
@@ -261,11 +263,13 @@ def hopper_matrix():
 
 
 def interleaved_specs(dtype, precision):
-    shapes = interleaved.SHAPES[4 if dtype == "float32" else 2]
-    for shape, tiling in shapes.items():
+    for shape, tiling in interleaved.shapes(dtype, precision).items():
         for columns in tiling.columns if dtype != "bfloat16" else tiling.columns[:1]:
             made = interleaved.Variant(dtype, precision, shape, columns)
-            yield interleaved.spec((kl.Bias(),) if columns == tiling.columns[0] else SCALED, made)
+            widest = columns == tiling.columns[0]
+            yield interleaved.spec((kl.Bias(),) if widest else SCALED, made)
+            if widest and precision == "tf32":  # whose registers the accumulators leave fewest of
+                yield from (interleaved.spec(epilogue, made) for epilogue in ((), SCALED))
     yield interleaved.spec((), made)
 
 
@@ -274,14 +278,26 @@ HOPPER = hopper_matrix()
 
 @cache
 def built_for_hopper():
-    with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda wanted: build_spec(wanted, HERE, HOPPER_CPU_MS), HOPPER.values())
-        return dict(zip(HOPPER, made, strict=True))
+    """Of each the entry, the processor's milliseconds and NVRTC's log."""
+    run, logs = compiler._run_nvrtc, {}
+
+    def logged(wanted, arch, log):
+        cubin = run(wanted, arch, log)
+        logs[wanted] = log.getvalue()
+        return cubin
+
+    def build_logged(wanted):
+        return *build_spec(wanted, HERE, HOPPER_CPU_MS), logs[wanted]
+
+    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_run_nvrtc", logged)
+        specs = {**HOPPER, "serial": KernelSpec("kronecker_sparse", SERIAL, "serial", 128)}
+        return dict(zip(specs, pool.map(build_logged, specs.values()), strict=True))
 
 
 @pytest.mark.parametrize("name", HOPPER)
 def test_a_kernel_for_hopper_compiles_within_its_bounds(name):
-    wanted, (entry, milliseconds) = HOPPER[name], built_for_hopper()[name]
+    wanted, (entry, milliseconds, _) = HOPPER[name], built_for_hopper()[name]
     registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
     assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
     assert 0 < registers <= HOPPER_REGISTERS and spilled == 0
@@ -289,6 +305,34 @@ def test_a_kernel_for_hopper_compiles_within_its_bounds(name):
     assert milliseconds <= HOPPER_CPU_MS
     shared = int(entry.meta["shared_bytes"])
     assert targets.resident_blocks(HERE, wanted.threads, registers, shared) >= 1
+
+
+# Changes sums between a wgmma and the wait for it.
+SERIAL = f"""#include "common/types.cuh"
+#include "common/hopper.cuh"
+
+{wgmma.multiply("float16", 16, False)}
+extern "C" __global__ void serial(float* y, u64 a, u64 b, int count) {{
+    float sums[8] = {{}};
+    for (int i = 0; i < count; ++i) {{
+        wgmma_fence();
+        multiply(sums, a + i, b + i, 1);
+        wgmma_commit();
+        for (int k = 0; k < 8; ++k) sums[k] *= 2.0f;
+        wgmma_wait<0>();
+    }}
+    for (int k = 0; k < 8; ++k) y[threadIdx.x * 8 + k] = sums[k];
+}}
+"""
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_no_matrix_instruction_waits_for_the_one_before(name):
+    assert "serialized" not in built_for_hopper()[name][-1]
+
+
+def test_the_log_says_where_matrix_instructions_wait():
+    assert "wgmma.mma_async instructions are serialized" in built_for_hopper()["serial"][-1]
 
 
 # The table of architectures.

@@ -28,6 +28,7 @@ def test_expressions(text):
 SOURCE = """
 #define LARGE 0
 #define SMALL 1
+#define COUNT 3
 using T = half_t;
 constexpr int A = 3, B = A * sizeof(T);  // not C = 4
 constexpr bool LAST = B == 6;
@@ -41,10 +42,25 @@ constexpr int C = LAST ? 5
                        : 6;
 #endif
 #endif
+#if COUNT == 1
+constexpr int D = 1;
+#else
+constexpr int D = 2;
+#endif
+#if COUNT == 3
+constexpr int E = 3;
+#else
+constexpr int E = 4;
+#endif
 struct Maps { TensorMap x; };
 struct Data {
     const unsigned char* packed;  // in order
     int one, two;
+    union {
+        int three;  // in place of
+        i64 four;
+    };
+    int five;
 };
 struct Parameters : Maps, VectorPointers<A>, Scalars<1>, Data {};
 struct Place {
@@ -66,13 +82,23 @@ struct Place {
 def test_constants_and_what_is_left_out():
     found = cuda_text.Text(SOURCE)
     assert [found[name] for name in ("A", "B", "LAST", "C")] == [3, 6, True, 5]
+    assert [found[name] for name in ("D", "E")] == [2, 3]
+
+
+def test_a_condition_that_is_not_understood_is_no_condition_that_holds():
+    for condition in ("A > 1", "A == B", "A && B", "!A == 1"):
+        with pytest.raises(ValueError, match="#if"):
+            cuda_text.Text(f"#define A 1\n#define B 1\n#if {condition}\n#endif")
 
 
 def test_structs_are_laid_out_as_by_a_compiler():
     made = cuda_text.Text(SOURCE).parameters()
     names = ("vector0", "vector2", "value0", "device0", "packed", "one", "two")
     assert [getattr(made, name).offset for name in names] == [128, 144, 152, 160, 168, 176, 180]
-    assert ctypes.sizeof(made) == 192
+    assert [getattr(made, name).offset for name in ("three", "four", "five")] == [184, 184, 192]
+    assert ctypes.sizeof(made) == 256
+    read = made.from_buffer_copy(bytes(184) + (7 << 32 | 5).to_bytes(8, "little") + bytes(64))
+    assert (read.three, read.four, read.five) == (5, 7 << 32 | 5, 0)
 
 
 def test_straight_code_runs():

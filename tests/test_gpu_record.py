@@ -1,5 +1,6 @@
 """The committed GPU record is of this tree, and what makes it stale is what it should be."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -204,6 +205,51 @@ def test_all_skipped_verifies_nothing(gpu_files):
     assert run.results()["pairwise"]["status"] == "unverified"
 
 
+def told(run):
+    """What a worker hands to the controller."""
+    return json.loads(json.dumps(run.state()))
+
+
+def workers_runs(paths):
+    """Runs of workers that all collected every test and ran one file each."""
+    runs = []
+    for own in paths:
+        run = record.Run()
+        for path in paths:
+            run.collected("pairwise", path, f"{path.name}::t")
+        run.outcome("pairwise", f"{own.name}::t", "passed")
+        runs.append(run)
+    return runs
+
+
+def merged(*states):
+    run = record.Run()
+    for state in states:
+        run.merge(state)
+    return run
+
+
+def test_runs_of_workers_merge_into_that_of_one_process(gpu_files):
+    states = [told(run) for run in workers_runs(gpu_files)]
+    assert merged(*states) == merged(*reversed(states)) == full_run(gpu_files)
+    assert merged(*states).results() == full_run(gpu_files).results()
+    failing = workers_runs(gpu_files)
+    failing[0].outcome("pairwise", "test_pairwise_a.py::t", "failed")
+    found = merged(*map(told, failing)).results()["pairwise"]
+    assert (found["status"], found["failed"]) == ("failed", ["test_pairwise_a.py::t"])
+
+
+def test_what_workers_leave_open_is_not_recorded(gpu_files):
+    first, second = workers_runs(gpu_files)
+    assert merged(told(first)).results() == {}  # nobody ran the second file
+    assert merged(told(first), told(second), None).results() == {}  # one has crashed
+    second.partial.add("pairwise")
+    assert merged(told(first), told(second)).results() == {}
+    first, second = workers_runs(gpu_files)
+    second.digests["pairwise"] = "other"
+    assert merged(told(first), told(second)).results() == {}
+
+
 def test_write_keeps_other_families(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     monkeypatch.setenv("KERNLIB_GPU_RECORD", str(path))
@@ -280,10 +326,10 @@ def test_hooks_record_failures_with_their_seed(checkout):
     assert "KERNLIB_SEED=" in output
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("tests", "-k", "test_ok"), ("tests/gpu/test_pairwise_x.py::test_ok",), ("--co", "tests")],
-)
+PARTIAL = [("tests", "-k", "test_ok"), ("tests/gpu/test_pairwise_x.py::test_ok",)]
+
+
+@pytest.mark.parametrize("arguments", [*PARTIAL, ("--co", "tests")])
 def test_hooks_record_no_partial_run(checkout, arguments):
     output, found = run_pytest(checkout, *arguments)
     assert found is None, output
@@ -294,3 +340,69 @@ def test_hooks_skip_without_a_gpu(checkout):
         pytest.skip("there is one")
     output, found = run_pytest(checkout, "tests", "-m", "gpu", gpu=False)
     assert f"{2 * len(record.FAMILIES)} skipped" in output and found is None
+
+
+# With pytest-xdist, whose workers hand what they saw to the process that writes.
+
+needs_xdist = pytest.mark.skipif(
+    importlib.util.find_spec("xdist") is None, reason="pytest-xdist is not installed"
+)
+WORKERS = ("-p", "xdist", "-n", "2")
+OUTCOMES = """
+import pytest
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_many(number):
+    assert number != 4
+
+
+def test_skipped():
+    pytest.skip("here")
+
+
+@pytest.fixture
+def late():
+    yield
+    raise ValueError
+
+
+def test_bad_end(late):
+    pass
+"""
+CRASH = """
+import os
+
+
+def test_crash():
+    os._exit(1)
+"""
+
+
+@needs_xdist
+def test_workers_write_the_record_of_one_process(checkout):
+    (checkout / "tests" / "gpu" / "test_service_x.py").write_text(OUTCOMES)
+    (checkout / "tests" / "gpu" / "test_service_y.py").write_text(GPU_TEST)
+    output, wanted = run_pytest(checkout, "-p", "no:xdist", "tests")
+    assert wanted is not None, output
+    assert len(wanted["families"]["service"]["failed"]) == 2
+    assert wanted["families"]["service"]["reason"] == "1 of 10 tests skipped"
+    (checkout / "tests" / "gpu_record.json").unlink()
+    output, found = run_pytest(checkout, *WORKERS, "tests")
+    assert found == wanted and "gpu record: pairwise passed" in output, output
+
+
+@needs_xdist
+@pytest.mark.parametrize("arguments", PARTIAL)
+def test_workers_record_no_partial_run(checkout, arguments):
+    output, found = run_pytest(checkout, *WORKERS, *arguments)
+    assert found is None and "gpu record: pairwise incomplete, not recorded" in output, output
+
+
+@needs_xdist
+def test_a_worker_that_crashed_leaves_all_incomplete(checkout):
+    (checkout / "tests" / "gpu" / "test_service_x.py").write_text(CRASH)
+    output, found = run_pytest(checkout, *WORKERS, "tests")
+    assert found is None, output
+    for family in record.FAMILIES:
+        assert f"gpu record: {family} incomplete, not recorded" in output, output

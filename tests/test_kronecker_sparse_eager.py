@@ -229,6 +229,26 @@ def test_a_gradient_of_a_gradient_is_recorded_only_where_it_is_asked_for():
     assert to_x.requires_grad and to_weight.requires_grad and not to_bias.requires_grad
 
 
+@pytest.mark.parametrize("batch_last", [False, True])
+def test_gradients_without_memory(batch_last):
+    """Zero tensors, as other functions may hand them back, whole or a view of them."""
+    factor = FACTOR.replace(batch_last=batch_last)
+    tensors = operands(batch_last)
+    shape = (OUT, 2, 3) if batch_last else (2, 3, OUT)
+    longer = (OUT + 1, 2, 3) if batch_last else (3, 3, OUT)
+    zeros = torch._efficientzerotensor(shape), torch._efficientzerotensor(longer)[1:]
+    for create_graph in (False, True):
+        for zero in (*zeros, values(*shape), *zeros):  # without a plan, and with one
+            y = kl.run_kernel(factor, *tensors[:2], bias=tensors[2])
+            wanted = reference.kronecker_sparse(factor, *tensors[:2], {"bias": tensors[2]})
+            found, expected_ = (
+                torch.autograd.grad(each, tensors, given, create_graph=create_graph)
+                for each, given in ((y, zero), (wanted, zero.clone()))
+            )
+            close(found, expected_)
+            assert not any(t._is_zerotensor() for t in found[:2])
+
+
 def test_checkpoints_and_hooks_are_torchs():
     tensors = operands()
     wanted = torch.autograd.grad(call(*tensors).square().sum(), tensors)

@@ -124,6 +124,10 @@ VALUE_ERRORS = {
         call(PLAIN, X, W, out=(ones(6, 24) * 1j).conj().imag),
         "out is a negated view",
     ),
+    "out zero": (
+        call(PLAIN, X, W, out=torch._efficientzerotensor((6, 24))),
+        r"out is a zero tensor.*no memory; pass out\.clone\(\)",
+    ),
     "gradient's features": (
         lambda: op.weight_gradient(ones(6, 25), X, PATTERN),
         r"grad must have 24 features .*\(6, 25\)",
@@ -181,6 +185,16 @@ def test_out_must_not_share_memory_with_an_operand(case):
     x, weight, bias, out, name = MEMORY[case](ones(24, 24), ones(2, 3, 3, 2), ones(12))
     with pytest.raises(ValueError, match=f"out shares memory with {name};"):
         kl.run_kernel(SQUARE, x, weight, bias=bias, out=out)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (5, 23)])
+def test_out_must_not_share_memory_with_a_scalar(place):
+    out = torch.full((6, 24), 7.0)
+    with pytest.raises(ValueError, match="out shares memory with scale;"):
+        kl.run_kernel(SCALED, X, W, scale=out[place], out=out)
+    assert (out == 7.0).all()
+    kl.run_kernel(SCALED, X, W, scale=out[place].clone(), out=out)
+    assert (out == 35.0).all()
 
 
 def test_a_refused_call_writes_nothing():

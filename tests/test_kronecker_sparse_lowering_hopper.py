@@ -1,21 +1,24 @@
 """Lowering of Kronecker-sparse products to Hopper's kernels: which problems they take, parameters,
-tensor maps, shared memory, and that their tiles cover the result."""
+tensor maps, shared memory, generated source."""
 
 import ctypes
-import re
-from types import SimpleNamespace
 
 import pytest
 from kronecker_sparse_lowering_cases import (
     ADDRESSES,
     KINDS,
+    SAMPLE,
     batch_last,
     block,
+    choices,
+    lowered,
+    main_of,
     parameter_bytes,
     parameters,
     problem,
     text_of,
     weight_gradient,
+    with_lanes,
 )
 
 import kernlib as kl
@@ -23,29 +26,17 @@ from kernlib.jit import sources, targets
 from kernlib.ops import kronecker_sparse_lowering as lowering
 from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
 from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
-from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout, lower
+from kernlib.ops import kronecker_sparse_lowering_pack as packing
+from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
+from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout
 
 ARCH, PROCESSORS = "sm_90a", 132
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 EPILOGUES = [(), (kl.Bias(),), (kl.Bias(), kl.Scale(), kl.Gelu(), kl.Bias("late"))]
 
 
-def lowered(given, epilogue=(), **choice):
-    known = lowering.candidates(given, ARCH)
-    wanted = next(c for c in known if choice.items() <= c.items())
-    return lower(epilogue, given, ARCH, PROCESSORS, wanted)
-
-
-def main_of(found):
-    return found.steps[-1]
-
-
 def kind_of(given, arch=ARCH):
     return lowering.candidates(given, arch)[0]["kind"]
-
-
-def with_lanes(lanes, dtype="float16", **changes):
-    return problem(lanes=lanes, dtype=dtype, **changes)
 
 
 TAKEN = {  # by name: a problem and its kind
@@ -98,8 +89,10 @@ TAKEN = {  # by name: a problem and its kind
 @pytest.mark.parametrize("name", TAKEN)
 def test_each_kind_takes_what_the_copy_engine_can_address(name):
     given, kind = TAKEN[name]
-    assert kind_of(given) == kind
-    assert {choice["kind"] for choice in lowering.candidates(given, ARCH)} == {kind, "portable"}
+    assert kind_of(given) == ("portable" if lowering.is_small(given) else kind)
+    kinds = {choice["kind"] for choice in lowering.candidates(given, ARCH)}
+    assert kinds - {"transposed"} == {kind, "portable"}
+    assert kind == "interleaved" or "transposed" not in kinds
 
 
 @pytest.mark.parametrize("arch", [arch for arch in targets.SHARED_BYTES if arch != ARCH])
@@ -112,20 +105,52 @@ def test_other_targets_take_the_portable_kernels(arch):
     }  # fmt: skip
 
 
-WIDTHS = [  # dtype, columns of a problem, of its tile
-    ("float16", 8, 16), ("float16", 40, 48), ("bfloat16", 96, 96), ("float16", 136, 192),
-    ("float16", 256, 256), ("float16", 320, 192), ("float16", 384, 192), ("float16", 512, 256),
-    ("float32", 100, 128), ("float32", 132, 96), ("float32", 160, 96), ("float32", 256, 128),
+WIDTHS = [  # dtype, precision, columns of a problem, of its tile
+    ("float16", "fp32", 8, 16), ("float16", "fp32", 40, 48), ("bfloat16", "fp32", 96, 96),
+    ("float16", "fp32", 136, 192), ("float16", "fp32", 256, 256), ("float16", "fp32", 320, 192),
+    ("float16", "fp32", 384, 192), ("float16", "fp32", 512, 256), ("float32", "fp32", 100, 128),
+    ("float32", "fp32", 132, 96), ("float32", "fp32", 160, 96), ("float32", "fp32", 256, 128),
+    ("float32", "tf32", 100, 128), ("float32", "tf32", 132, 192), ("float32", "tf32", 256, 256),
+    ("float32", "tf32", 384, 192), ("float32", "tf32", 512, 256),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "count", "columns"), WIDTHS)
-def test_one_tile_holds_all_columns_or_few_are_padded(dtype, count, columns):
-    given = problem(columns=count, dtype=dtype, out=OutLayout(1024, 1, 8192, 1))
+@pytest.mark.parametrize(("dtype", "precision", "count", "columns"), WIDTHS)
+def test_one_tile_holds_all_columns_or_few_are_padded(dtype, precision, count, columns):
+    wide = {"columns": count, "out": OutLayout(1024, 1, 8192, 1)}
+    given = problem(dtype=dtype, precision=precision, **wide)
     row = 128 // ITEMSIZE[dtype]
     known = [c["columns"] for c in hopper.candidates(given, ARCH)]
     assert known[0] == columns
     assert known == [columns] if count <= columns else all(width % row == 0 for width in known)
+
+
+SUMS = {1: 128, 3: 64}  # accumulators of a thread, of which split products keep two sets
+
+
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+def test_tiles_are_as_wide_as_registers_permit(dtype, precision):
+    most = SUMS[wgmma.products(dtype, precision)]
+    assert hopper.COLUMNS[wgmma.products(dtype, precision)][-1] // 2 == most
+    for shape, tiling in interleaved.shapes(dtype, precision).items():
+        sums = [columns * shape.lanes // 2 for columns in tiling.columns]
+        assert sums == sorted(sums, reverse=True) and sums[0] == most
+        for columns in tiling.columns:
+            made = interleaved.Variant(dtype, precision, shape, columns)
+            text = text_of(interleaved.spec((), made).source)
+            assert text["SUMS"] * text["LANES"] == columns * shape.lanes // 2
+            assert text["PRODUCTS"] == wgmma.products(dtype, precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+def test_epilogues_go_over_the_staged_tile_where_tf32_leaves_no_registers(dtype, precision):
+    for shape, tiling in interleaved.shapes(dtype, precision).items():
+        for columns in tiling.columns:
+            made = interleaved.Variant(dtype, precision, shape, columns)
+            full = precision == "tf32" and columns * shape.lanes // 2 == 128
+            for epilogue, rest in (((), False), (EPILOGUES[1], full), (EPILOGUES[2], True)):
+                text = text_of(interleaved.spec(epilogue, made).source)
+                assert (text["HEAD"], text["REST"]) == (bool(epilogue) and not full, rest)
 
 
 def test_interleaved_tiles_take_all_l_or_whole_sectors():
@@ -133,43 +158,14 @@ def test_interleaved_tiles_take_all_l_or_whole_sectors():
     for dtype, *lanes in (("float16", 2, 4, 8, 16, 24, 64), ("float32", 2, 4, 8, 12, 16)):
         for d in lanes:
             shape = interleaved._shape(with_lanes(d, dtype))
+            if dtype == "float32":
+                assert interleaved._shape(with_lanes(d, dtype, precision="tf32")) == shape
             assert shape.span == d if shape.merged else shape.span * ITEMSIZE[dtype] == 32
             shapes[dtype, d] = shape
     assert {d for (_, d), shape in shapes.items() if not shape.merged} == {24, 64, 8, 12, 16}
     apart = with_lanes(16, left=Layout(48 * 32, 1, 96 * 32, 32))
     assert not interleaved._shape(apart).merged
     assert shapes["float16", 16].merged
-
-
-SAMPLE = {
-    "batch first": problem(),
-    "batch first, several tiles": problem(blocks=3, columns=520, depth=520),
-    "batch first, many tiles of resident weights": problem(blocks=40, columns=512, depth=64),
-    "batch first, packed": problem(right=Layout(48, 1, 1, 96)),
-    "batch first, float32": problem(columns=200, depth=300, dtype="float32"),
-    "batch first, tf32": problem(dtype="float32", precision="tf32"),
-    "batch last": batch_last(lanes=3, rows=1000),
-    "batch last, several tiles": batch_last(lanes=2, columns=520, depth=520, rows=1000),
-    "batch last, packed": batch_last(lanes=3, rows=1000, right=Layout(9, 8, 7, 6)),
-    "batch last, float32": batch_last(lanes=3, rows=1000, columns=130, dtype="float32"),
-    "one of everything": problem(blocks=1, rows=1, columns=1, depth=1),
-    **{f"d = {d}": with_lanes(d, rows=777, columns=70, depth=50) for d in (2, 4, 8, 16, 24, 40)},
-    **{
-        f"d = {d}, {precision}": with_lanes(d, "float32", rows=777, precision=precision)
-        for d in (2, 4, 8, 20)
-        for precision in ("fp32", "tf32")
-    },
-    "d = 16, apart": with_lanes(16, rows=99, left=Layout(48 * 32, 1, 96 * 32, 32)),
-}
-
-
-def choices(given):
-    """What lowering makes of a problem with each of its candidates on Hopper."""
-    return [
-        lower((), given, ARCH, PROCESSORS, choice)
-        for choice in lowering.candidates(given, ARCH)
-        if choice["kind"] != "portable"
-    ]
 
 
 # The parameter blocks, against the structs of the CUDA sources.
@@ -303,7 +299,7 @@ def out_bytes(text):
     """The staged parts of y of both warpgroups."""
     if "PART_BYTES" in text:
         return text["WARPGROUPS"] * text["OUT_PARTS"] * text["PART_BYTES"]
-    return text["OUT_BYTES"] * (1 if text["HALVES"] == 2 else 2)
+    return text["OUT_SLOTS"] * text["OUT_BYTES"] * (1 if text["HALVES"] == 2 else 2)
 
 
 def test_stages_and_tiles_fit_the_shared_memory():
@@ -334,65 +330,6 @@ def test_weights_stay_where_they_fit():
     assert resident(columns=512, depth=64, blocks=1000) == 0
 
 
-# Tiles.
-
-
-def tiles_of(step):
-    """Index and Tile of each tile, for each CTA."""
-    text, read = text_of(step.spec.source), parameters(step)
-    ranged = "explicit Range(" in text.text
-    loop = r"for \(u32 index = blockIdx.x; index < p.tiles; index \+= gridDim.x\) \{"
-    assert ranged or len(re.findall(loop, text.text)) == 2
-    for block_index in range(step.grid[0]):
-        first, last, stride = block_index, read.tiles, step.grid[0]
-        if ranged:
-            at, of = SimpleNamespace(x=block_index), SimpleNamespace(x=step.grid[0])
-            made = text.run(text.body("explicit Range("), tiles=read.tiles, blockIdx=at, gridDim=of)
-            first, last, stride = made.first, made.last, made.step
-        place = text.body("Tile(const Parameters& p")
-        yield [(i, text.run(place, p=read, index=i)) for i in range(first, last, stride)]
-
-
-@pytest.mark.parametrize("name", SAMPLE)
-def test_tiles_cover_the_result_once(name):
-    given = SAMPLE[name]._replace(rows=min(SAMPLE[name].rows, 1000))
-    for found in choices(given):
-        step = main_of(found)
-        text, read = text_of(step.spec.source), parameters(step)
-        span = text.get("SPAN", 1)
-        made = [tile for tiles in tiles_of(step) for _, tile in tiles]
-        places = [(tile.block, tile.lane, tile.row, tile.column) for tile in made]
-        assert sorted(places) == [
-            (i, l, row, column)
-            for i in range(given.blocks)
-            for l in range(0, given.lanes, span)
-            for row in range(read.row_tiles)
-            for column in range(read.column_tiles)
-        ]
-
-
-RESIDENT = [
-    problem(blocks=5, rows=1000), problem(blocks=3, rows=1000, columns=512, depth=64),
-    problem(blocks=200, rows=300), batch_last(lanes=7, rows=1000), problem(blocks=1, rows=20000),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("given", RESIDENT)
-def test_resident_weights_are_freed_when_a_ctas_next_tile_has_others(given):
-    step = main_of(lowered(given))
-    text, read = text_of(step.spec.source), parameters(step)
-    assert text["RESIDENT"]
-    condition = re.search(r"if \(RESIDENT && \((index .*)\)\) \{", text.text)[1]
-    for tiles in tiles_of(step):
-        bounds = SimpleNamespace(last=tiles[-1][0] + 1) if tiles else None
-        groups = {}
-        for (index, tile), after in zip(tiles, [*tiles[1:], None], strict=True):
-            groups.setdefault(tile.group, set()).add((tile.block, tile.lane, tile.column))
-            freed = text.run(f"int freed = {condition};", index=index, range=bounds, p=read).freed
-            assert bool(freed) == (after is None or after[1].group != tile.group)
-        assert all(len(places) == 1 for places in groups.values())
-
-
 # Generated source.
 
 
@@ -417,11 +354,11 @@ def test_a_description_says_what_the_variant_is():
         "kronecker_sparse hopper float16 128x96 batch_first resident=1 Relu()"
     ]
     assert described(batch_last(dtype="float32", depth=500)) == [
-        "kronecker_sparse pack float32 96x32x1 split reordered",
+        "kronecker_sparse pack float32 96x32x1 by 1 split reordered",
         "kronecker_sparse hopper float32 fp32 128x96 batch_last packed",
     ]
     assert described(with_lanes(16)) == [
-        "kronecker_sparse pack float16 32x16x16 reordered",
+        "kronecker_sparse pack float16 32x16x16 by 8 reordered",
         "kronecker_sparse interleaved float16 64x32x16 merged",
     ]
 
@@ -442,7 +379,7 @@ def test_constants_agree_with_the_source():
     text = text_of(main_of(lowered(problem())).spec.source)
     assert text["TILE_ROWS"] == hopper.TILE_ROWS
     read = (sources.root() / "kronecker_sparse" / "hopper_pack.cuh").read_text()
-    assert "constexpr int THREADS = 256;" in read
+    assert f"constexpr int THREADS = {packing.THREADS};" in read
     for given, epilogue in ((weight_gradient(), ()), (problem(), EPILOGUES[1])):
         for step in lowered(given, epilogue).steps:
             assert (

@@ -1,23 +1,36 @@
 """Packed weights of Hopper's kernels: hopper_pack.cuh puts each number where the kernels look for
 it, in the order in which their matrix instructions take the depth."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kronecker_sparse_lowering_cases import KINDS, batch_last, parameters, problem, text_of
+from kronecker_sparse_lowering_cases import (
+    KINDS,
+    batch_last,
+    choices,
+    parameters,
+    problem,
+    text_of,
+)
 
 from kernlib.errors import UnsupportedError
-from kernlib.ops import kronecker_sparse_lowering as lowering
 from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
 from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops import kronecker_sparse_lowering_pack as packing
 from kernlib.ops.kronecker_sparse_lowering import Layout
 
-ARCH = "sm_90a"
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 SMALL = {"rows": 100, "columns": 40, "depth": 24}
 TRANSPOSED = {"right": Layout(40 * 24, 1, 1, 40)}
+
+
+def weight(apart, lane=1, **changes):
+    """Layout of a weight of SMALL with (j, k) so far apart."""
+    return Layout(40 * 24 * apart, lane, 24 * apart, apart, **changes)
+
+
 PACKED = {
     "strided": problem(blocks=3, right=Layout(40 * 24 * 2, 1, 2, 80), **SMALL),
     "several tiles and stages": problem(**SMALL | {"columns": 264, "depth": 136}, **TRANSPOSED),
@@ -33,11 +46,32 @@ PACKED = {
         for d in (2, 4, 8, 16, 24)
     },
     "a stage and a bit": problem(lanes=4, **SMALL | {"depth": 18}),
+    # Of which a thread reads fewer l together.
+    **{
+        f"d = 16, {alignment} bytes behind 16": problem(
+            lanes=16, **SMALL, right=weight(16, alignment=alignment)
+        )
+        for alignment in (8, 4, 2)
+    },
+    "d = 8, lines apart by 12": problem(lanes=8, **SMALL, right=weight(12)),
+    "d = 8, lines apart by 9": problem(lanes=8, **SMALL, right=weight(9)),
+    "d = 8, l apart": problem(lanes=8, **SMALL, right=weight(16, lane=2)),
+    "d = 8, l last": problem(lanes=8, **SMALL, right=Layout(7680, 960, 24, 1)),
+    "d = 24, float32, 8 bytes behind 16": problem(
+        lanes=24, dtype="float32", **SMALL, right=weight(24, alignment=8)
+    ),
+    "d = 4, batch last": batch_last(lanes=4, **SMALL | {"rows": 104}),
+    "d = 12, batch last, tf32": batch_last(
+        lanes=12, dtype="float32", precision="tf32", **SMALL | {"rows": 104}
+    ),
+    "d = 16, batch last, many tiles": batch_last(
+        lanes=16, rows=104, columns=264, depth=136, right=Layout(264 * 136 * 16, 1, 16, 264 * 16)
+    ),
 }
 
 
 def steps(given):
-    found = lowering.lower((), given, ARCH, 132, lowering.candidates(given, ARCH)[0])
+    found = choices(given)[0]
     assert found.steps[0].spec.entry == "kronecker_sparse_pack"
     return found
 
@@ -61,25 +95,56 @@ def packed(given, step, memory):
     """What the kernel writes, by its source, all threads at once; low words are negative."""
     text, p = text_of(step.spec.source), parameters(step)
     body = text.body("kronecker_sparse_pack(const")
-    assert "if (index >= p.total) return;" in body
     assert 0 <= step.grid[0] * text["THREADS"] - p.total < text["THREADS"]
     index = np.arange(p.total)
-    at = text.run(between(body, "int padded", "Vector<"), p=p, index=index)
-    copies, order = text["COPIES"], np.array(text["ORDER"])
-    out = np.full(copies * p.total * text["CHUNK"], -(10**9))
-    to = text.run(between(body, "constexpr int LANE", "store_vector"), **vars(at))
-    assert "p.packed + (place + SPAN * LANE) * CHUNK, low" in body
-    for e in range(text["CHUNK"]):
-        place = {**vars(at), "ORDER": order, "e": e}
-        k = text.run(between(body, "int position", "if (l <"), **place).k
-        inside = (at.l < p.lanes) & (at.j < p.columns) & (k < p.depth)
-        source = at.i * p.block_stride + at.l * p.lane_stride + at.j * p.column_stride
-        value = np.where(inside, memory[np.where(inside, source + k * p.depth_stride, 0)], 0)
-        out[to.place * text["CHUNK"] + e] = value
-        if copies == 2:
-            low = (to.place + text["SPAN"] * to.LANE) * text["CHUNK"] + e
-            out[low] = -value
+    at = text.run(between(body, "int groups", "if (chunk >="), p=p, index=index)
+    exists = at.chunk < at.chunks
+    at = {name: getattr(at, name)[exists] for name in ("l", "chunk", "j", "i")}
+    read = loaded(given, text, p, body, at, memory)
+    size, chunk = text["CHUNK"] * text["TOGETHER"], text["CHUNK"]
+    out = np.full(text["COPIES"] * exists.sum() * size, -(10**9))
+    writes = np.zeros(out.size, int)
+    sizes = vars(text.run(between(body, "constexpr int LANE", "for (int m")))
+    code = between(body, "int lane", "Vector<InputT, CHUNK> high")
+    for m in range(text["TOGETHER"]):
+        place = text.run(code, p=p, m=m, **at, **sizes).place
+        for e in range(chunk):
+            for copy, sign in enumerate((1, -1)[: text["COPIES"]]):
+                to = (place + copy * text["SPAN"] * sizes["LANE"]) * chunk + e
+                np.add.at(writes, to, 1)
+                out[to] = sign * read[e][m]
+    assert (writes == 1).all()
     return out
+
+
+def loaded(given, text, p, body, at, memory):
+    """What each thread reads: TOGETHER numbers of each of CHUNK, zeros outside of the weight."""
+    for code in (
+        "if (index >= p.total) return;",
+        "if (chunk >= chunks) return;",
+        "Vector<InputT, TOGETHER> read[CHUNK] = {};",
+        "if (l < p.lanes && j < p.columns && k < p.depth)",
+        "load_vector<InputT, TOGETHER>(from + k * p.depth_stride);",
+        "for (int m = 0; m < TOGETHER; ++m)",
+        "split(read[e].element[m], high.element[e], low.element[e]);",
+        "store_vector(p.packed + place * CHUNK, high);",
+        "if (COPIES == 2) store_vector(p.packed + (place + SPAN * LANE) * CHUNK, low);",
+    ):
+        assert code in body
+    source = re.search(r"from =\s*p.weight \+ (.*?);", body, re.S)[1]
+    first = text.run(f"i64 first = {source};", p=p, **at).first
+    base = given.right.alignment % 16 // ITEMSIZE[given.dtype]
+    found = []
+    for e in range(text["CHUNK"]):
+        names = {**at, "ORDER": np.array(text["ORDER"]), "e": e}
+        k = text.run(between(body, "int position", "if (l <"), **names).k
+        inside = (at["l"] < p.lanes) & (at["j"] < p.columns) & (k < p.depth)
+        begin = first + k * p.depth_stride
+        assert ((base + begin[inside]) % text["TOGETHER"] == 0).all()  # of aligned bytes
+        assert (at["l"][inside] + text["TOGETHER"] <= p.lanes).all()
+        places = np.where(inside, begin, 0) + np.arange(text["TOGETHER"])[:, None]
+        found.append(np.where(inside, memory[np.where(inside, places, 0)], 0))
+    return found
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -186,14 +251,18 @@ def loaded_order(dtype, shape):
     return tuple(found)
 
 
-SHAPES = [(dtype, shape) for dtype, size in ITEMSIZE.items() for shape in interleaved.SHAPES[size]]
+SHAPES = [
+    (dtype, precision, shape)
+    for dtype, precision in KINDS
+    for shape in interleaved.shapes(dtype, precision)
+]
 
 
-@pytest.mark.parametrize(("dtype", "shape"), SHAPES)
-def test_the_order_is_a_permutation_and_that_of_the_loads(dtype, shape):
+@pytest.mark.parametrize(("dtype", "precision", "shape"), SHAPES)
+def test_the_order_is_a_permutation_and_that_of_the_loads(dtype, precision, shape):
     order = interleaved.depth_order(dtype, shape)
     assert sorted(order) == list(range(len(order)))
-    assert interleaved.SHAPES[ITEMSIZE[dtype]][shape][1] % len(order) == 0
+    assert interleaved.shapes(dtype, precision)[shape].depth % len(order) == 0
     assert len(order) * ITEMSIZE[dtype] % 32 == 0
     known = loaded_order(dtype, shape)
     assert order == known or order == known + tuple(k + len(known) for k in known)
@@ -241,9 +310,91 @@ def test_the_parameters_are_the_struct_of_the_source():
     assert strides == (11, 12, 13, 14)
     assert (p.lanes, p.columns, p.depth) == (3, 200, 100)
     assert (p.spans, p.column_tiles, p.stages) == (2, 4, 4)
-    assert p.total == 5 * 2 * 2 * 4 * 64 * (4 * 32 // 8)
-    assert made.workspace(given) == p.total * 16
-    assert made._replace(products=3).workspace(given) == 2 * p.total * 16
+    # Of 4 l, 1 at a time, 256 lines by 16 chunks of 8: by warps of 8 lines and 4 chunks.
+    assert p.total == 5 * 4 * (256 // 8) * (16 // 4) * 32
+    assert step.grid == (-(-p.total // packing.THREADS), 1)
+    assert made.workspace(given) == 5 * 4 * 256 * 16 * 16
+    assert made._replace(products=3).workspace(given) == 2 * 5 * 4 * 256 * 16 * 16
+
+
+@pytest.mark.parametrize(("depth", "parts"), [(16, 1), (32, 1), (33, 2), (160, 5)])
+def test_chunks_that_fill_no_warp_have_one_of_their_own(depth, parts):
+    given = problem(blocks=3, lanes=2, columns=24, depth=depth)
+    p = parameters(packing.step(given, packing.Packing("float16", 24, 16, 2, 1)))
+    assert p.total == 3 * 1 * (24 // 8) * parts * 32
+
+
+# Neighbouring l that a thread reads together.
+
+HALF, SINGLE = packing.Packing("float16", 32, 16, 8, 1), packing.Packing("float32", 32, 16, 4, 3)
+
+
+def of(lanes, apart=None, dtype="float16", **changes):
+    """A problem of a weight with (j, k) ``apart``, or as ``changes`` of its layout have it."""
+    made = weight(lanes if apart is None else apart)._replace(**changes)
+    return problem(lanes=lanes, dtype=dtype, **SMALL, right=made)
+
+
+TOGETHER = {  # by name: a problem, its packing, how many
+    "d = 1": (of(1), HALF, 1),
+    "d = 2": (of(2), HALF, 2),
+    "d = 3": (of(3), HALF, 1),
+    "d = 4": (of(4), HALF, 4),
+    "d = 6": (of(6), HALF, 2),
+    "d = 8": (of(8), HALF, 8),
+    "d = 12": (of(12), HALF, 4),
+    "d = 24": (of(24), HALF, 8),
+    "d = 8 of tiles of 2": (of(8), HALF._replace(span=2), 8),
+    "d = 4 of tiles of 1": (of(4), HALF._replace(span=1), 4),
+    "d = 2 of tiles of 16": (of(2), HALF._replace(span=16), 2),
+    "float32 d = 8": (of(8, dtype="float32"), SINGLE, 4),
+    "float32 d = 6": (of(6, dtype="float32"), SINGLE, 2),
+    "float32 d = 5": (of(5, dtype="float32"), SINGLE, 1),
+    "16 bytes behind 16": (of(8, alignment=0), HALF, 8),
+    "8 bytes": (of(8, alignment=8), HALF, 4),
+    "4 bytes": (of(8, alignment=4), HALF, 2),
+    "12 bytes": (of(8, alignment=12), HALF, 2),
+    "2 bytes": (of(8, alignment=2), HALF, 1),
+    "float32 8 bytes": (of(8, dtype="float32", alignment=8), SINGLE, 2),
+    "float32 4 bytes": (of(8, dtype="float32", alignment=4), SINGLE, 1),
+    "k apart by 12": (of(8, depth=12), HALF, 4),
+    "k apart by 10": (of(8, depth=10), HALF, 2),
+    "k apart by 9": (of(8, depth=9), HALF, 1),
+    "lines apart by 196": (of(8, line=196), HALF, 4),
+    "lines apart by 199": (of(8, line=199), HALF, 1),
+    "blocks apart by 8000 and 2": (of(8, block=8002), HALF, 2),
+    "expanded k": (of(8, depth=0), HALF, 8),
+    "l apart by 2": (of(8, apart=16, lane=2), HALF, 1),
+    "expanded l": (of(8, lane=0), HALF, 1),
+    "l far apart": (of(8, lane=960, line=24, depth=1), HALF, 1),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_threads_read_as_many_l_together_as_are_aligned(name):
+    given, made, together = TOGETHER[name]
+    step = packing.step(given, made)
+    text, p = text_of(step.spec.source), parameters(step)
+    assert text["TOGETHER"] == together
+    assert step.spec == packing.chosen(given, made) and step.spec in packing.specs(made)
+    assert f" by {together}" in step.spec.description
+    spans = -(-given.lanes // made.span)
+    chunks = text["CHUNKS"] * p.stages
+    parts = -(-chunks // 4)
+    assert spans * made.span % together == given.lanes % together == 0
+    groups = spans * made.span // together
+    assert p.total == given.blocks * groups * p.column_tiles * made.columns // 8 * parts * 32
+
+
+@pytest.mark.parametrize("made", [HALF, SINGLE])
+def test_a_packing_has_a_variant_for_each_number_of_l_up_to_16_bytes(made):
+    texts = [text_of(spec.source) for spec in packing.specs(made)]
+    known = [text["TOGETHER"] for text in texts]
+    assert known == list(made.together) == sorted({n for n in (1, 2, 4, 8) if n <= known[0]})[::-1]
+    assert known[0] * ITEMSIZE[made.dtype] == 16
+    assert len({spec.description for spec in packing.specs(made)}) == len(known)
+    for text in texts:
+        assert (text["SPAN"], text["CHUNK"]) == (made.span, 16 // ITEMSIZE[made.dtype])
 
 
 def test_a_weight_that_no_grid_holds_is_refused():

@@ -170,6 +170,35 @@ def test_out_must_not_share_memory_with_an_operand():
         torch.testing.assert_close(host(found), wanted)
 
 
+def test_out_must_not_share_memory_with_a_scalar_that_a_kernel_reads():
+    epilogue = (kl.Bias(), kl.Scale(), kl.Scale("gain"))
+    descriptor = kl.KroneckerSparse(*PATTERN, epilogue=epilogue)
+    x, weight, bias = gpu(6, A * C * D), gpu(*PATTERN), gpu(A * B * D)
+    memory = gpu(6, 2 * A * B * D)
+    out = memory[:, : A * B * D]
+    for _ in range(2):
+        for place, name in (((0, 0), "scale"), ((5, A * B * D - 1), "gain")):
+            given = {"bias": bias, "scale": 2.0, "gain": 3.0, name: memory[place]}
+            before = host(memory).clone()
+            with pytest.raises(ValueError, match=f"out shares memory with {name};"):
+                kl.run_kernel(descriptor, x, weight, out=out, **given)
+            assert torch.equal(host(memory), before)
+        given = {"gain": memory[3, -1], "scale": 2.0, "bias": bias}  # in the gaps of out
+        wanted = expected(descriptor, x, weight, given)
+        found = kl.run_kernel(descriptor, x, weight, out=out, **given)
+        torch.testing.assert_close(host(found), wanted)
+
+
+def test_a_scalar_that_is_converted_may_lie_in_out():
+    """It is copied before the kernel writes."""
+    descriptor = kl.KroneckerSparse(*PATTERN, epilogue=kl.Scale())
+    x, weight = gpu(6, A * C * D, dtype=torch.float16), gpu(*PATTERN, dtype=torch.float16)
+    out = gpu(6, A * B * D, dtype=torch.float16)
+    wanted = expected(descriptor, x, weight, {"scale": out[0, 0].clone()})
+    found = kl.run_kernel(descriptor, x, weight, scale=out[0, 0], out=out)
+    torch.testing.assert_close(host(found), wanted)
+
+
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("batch_last", [False, True])

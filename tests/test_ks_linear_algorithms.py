@@ -3,6 +3,9 @@ weight or by what they kept of it. Rows are those of KSMM's limits."""
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import pytest
 import torch
 from ks_cases import (
@@ -18,6 +21,7 @@ from ks_cases import (
     product,
     random,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernlib.nn.kronecker_sparse as implementation
 from kernlib.errors import CompileError, UnsupportedError
@@ -254,7 +258,71 @@ def test_auto_falls_back_to_the_einsum_once_and_says_so(monkeypatch, refusal):
     with pytest.warns(UserWarning, match=f"einsum on cuda:0: {refusal.args[0]}"):
         torch.testing.assert_close(made(x).as_subclass(torch.Tensor), expected(made, plain))
     made(x)
+    made(2 * x)
     assert len(calls) == 1
     made.algo = "kernel"
     with pytest.raises(type(refusal)):
         made(x)
+
+
+def refuse_above(monkeypatch, batch):
+    """A kernel that takes only so large a batch; answers the batches that it was asked for."""
+    asked, run = [], implementation.run_kernel
+
+    def limited(descriptor, x, *arguments, **parameters):
+        asked.append(len(x))
+        if len(x) > batch:
+            raise UnsupportedError(f"{len(x)} rows are more than one launch holds")
+        plain = x.as_subclass(torch.Tensor)
+        return run(descriptor, plain, *arguments, **parameters).as_subclass(OnGpu)
+
+    monkeypatch.setattr(implementation, "run_kernel", limited)
+    return asked
+
+
+def test_a_batch_that_is_refused_condemns_no_other(monkeypatch):
+    asked = refuse_above(monkeypatch, 5)
+    made = layer(CHAIN)
+    x = inputs(made, 9)
+    for batch, refused in ((3, 0), (9, 1), (3, 0), (9, 0), (5, 0), (7, 1), (9, 0), (7, 0)):
+        part = x[:batch].as_subclass(OnGpu)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = made(part).as_subclass(torch.Tensor)
+        torch.testing.assert_close(found, expected(made, x[:batch]))
+        assert len(said) == refused
+    assert asked == [3, 9, 3, 5, 7]
+
+
+@pytest.mark.filterwarnings("ignore:KSLinear takes the einsum")
+def test_refusals_that_are_remembered_are_bounded_and_forgotten(monkeypatch):
+    asked = refuse_above(monkeypatch, 0)
+    monkeypatch.setattr(implementation, "REFUSALS", 2)
+    made = layer(CHAIN)
+    x = inputs(made, 3).as_subclass(OnGpu)
+    for batch in (1, 2, 1, 3, 3, 1):
+        made(x[:batch])
+    assert asked == [1, 2, 3, 1] and len(made._without_kernel) <= 2
+    made.algo = "auto"
+    made(x[:1])
+    assert asked == [1, 2, 3, 1, 1]
+    assert not copy.deepcopy(made)._without_kernel
+
+
+@pytest.mark.filterwarnings("ignore:KSLinear takes the einsum")
+def test_a_refusal_leaves_symbolic_sizes_alone(monkeypatch):
+    refuse_above(monkeypatch, 0)
+    made = layer(CHAIN)
+    x = inputs(made, 3)
+    made(x.as_subclass(OnGpu))
+    assert made._without_kernel
+    shapes = []
+
+    def look(x):
+        shapes.append(x.shape)
+        refused = {(x.device, x.dtype, torch.Size([3, made.in_features]))}
+        assert not implementation._is_among(refused, x)
+        return x + 1
+
+    make_fx(look, tracing_mode="symbolic")(x)
+    assert isinstance(shapes[0][0], torch.SymInt)

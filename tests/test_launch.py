@@ -24,7 +24,8 @@ class Driver:
 
     def launch(self, *arguments):
         self.block = ctypes.c_void_p.from_address(arguments[9]).value
-        self.launched.append((arguments[0], arguments[8], ctypes.string_at(self.block, self.size)))
+        stream = int(arguments[8])
+        self.launched.append((arguments[0], stream, ctypes.string_at(self.block, self.size)))
         return (0,)
 
     def encode(self, place, kind, rank, address, *others):
@@ -113,6 +114,18 @@ def test_a_repeated_launch_has_the_same_block(driver):
     made.launch((3,), [0.5, 4])
     made.repeat()
     assert driver.launched[0] == driver.launched[1] == (1, 700, struct.pack("<QdQ", 3, 0.5, 4))
+
+
+def test_each_launch_is_on_the_stream_that_is_current(driver, monkeypatch):
+    driver.size = 8
+    made, streams = plan(driver, 1, "", b""), (700, 7, 7, 0, 1 << 47, 7)
+    for number, stream in enumerate(streams):
+        monkeypatch.setattr(launch, "current_stream", lambda device, stream=stream: stream)
+        made.launch((number,))
+        launch.start_all(((made, itemgetter(slice(0, 1)), 0),), 0, [number])
+        made.repeat()
+    wanted = [(1, s, struct.pack("<Q", n)) for n, s in enumerate(streams) for _ in range(3)]
+    assert driver.launched == wanted
 
 
 def test_plans_one_behind_the_other_pick_their_addresses(driver):

@@ -111,7 +111,9 @@ def plan(monkeypatch, driver):
 
     def launched(*arguments):
         block = driver.calls[0].place
-        assert block in [ctypes.c_void_p.from_address(a).value for a in arguments if a > 2**32]
+        assert block in [
+            ctypes.c_void_p.from_address(a).value for a in map(int, arguments) if a > 2**32
+        ]
         seen.append((block, ctypes.string_at(block, 2 * MAP_BYTES + 32)))
         return (0,)
 

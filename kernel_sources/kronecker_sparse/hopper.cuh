@@ -80,7 +80,10 @@ struct Fixed {
     int blocks, lanes;            // a, d
     int rows, columns, depth;     // batch, b, c
     int split_depth;              // blocks of k of a part
-    int pitch;
+    union {
+        int pitch;                // of rows of `partial`
+        int teams;                // of CTAs, where weights stay
+    };
     u32 tiles;                    // of all groups and parts
 };
 
@@ -123,19 +126,22 @@ struct Tile {
     }
 };
 
-// The tiles of a CTA: neighbours where they share resident weights; else those that all CTAs
-// compute at the same time are neighbours.
+// The tiles of a CTA: those that all CTAs compute at the same time are neighbours or, where weights
+// stay, those that a team of them does. A team of one computes neighbours one after the other.
+// Teams have as many of the tiles as of the CTAs: no CTA has two where there are as many as CTAs.
 struct Range {
     u32 first, last, step;
-    __device__ __forceinline__ explicit Range(u32 tiles) {
+    __device__ __forceinline__ explicit Range(const Parameters& p) {
+        first = blockIdx.x;
+        last = p.tiles;
+        step = gridDim.x;
         if (RESIDENT) {
-            first = u64(tiles) * blockIdx.x / gridDim.x;
-            last = u64(tiles) * (blockIdx.x + 1) / gridDim.x;
-            step = 1;
-        } else {
-            first = blockIdx.x;
-            last = tiles;
-            step = gridDim.x;
+            u32 teams = p.teams, team = blockIdx.x % teams;
+            u32 size = gridDim.x / teams, larger = gridDim.x % teams;  // teams of one CTA more
+            u32 before = team * size + min(team, larger);  // CTAs of the teams before
+            step = size + (team < larger);
+            first = u64(p.tiles) * before / gridDim.x + blockIdx.x / teams;
+            last = u64(p.tiles) * (before + step) / gridDim.x;
         }
     }
 };
@@ -176,7 +182,7 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int stage = 0, parity = 1, group = -1, groups = 0;
-    Range range(p.tiles);
+    Range range(p);
     for (u32 index = range.first; index < range.last; index += range.step) {
         Tile tile(p, index);
         if (RESIDENT && tile.group != group) {
@@ -202,7 +208,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     int warpgroup = threadIdx.x / 128 - 1;
     int stage = 0, parity = 0, group = -1, groups = 0, slot = 0;
     Finish finish(Read<Parameters>{p});
-    Range range(p.tiles);
+    Range range(p);
     for (u32 index = range.first; index < range.last; index += range.step) {
         Tile tile(p, index);
         if (RESIDENT && tile.group != group) {
@@ -211,9 +217,14 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
             ++groups;
         }
         float sums[SUMS];
+        if (!HALF_INPUT) {  // which TF32 overwrites; from undefined ones ptxas serialises its wgmma
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+        }
         multiply_tile(sums, s, warpgroup, p.depth - tile.first * TILE_DEPTH, tile.depth, stage,
                       parity);
-        if (RESIDENT && (index + 1 == range.last || (index + 1) % p.row_tiles == 0)) {
+        u32 next = index + range.step;
+        if (RESIDENT && (next >= range.last || next / p.row_tiles != index / p.row_tiles)) {
             if (threadIdx.x % 32 == 0) barrier_arrive(s.weights_empty);
         }
 #if PARTIAL

@@ -49,8 +49,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared&
 }
 #else
 // x through registers, split into TF32 words there, for TF32 wgmma takes no operand along the
-// batch; w was split when it was packed. Each block's sums start from zero and are added outside,
-// because the matrix unit truncates what it accumulates.
+// batch; w was split when it was packed. In 3xTF32 each block's sums start from zero and are added
+// outside, because the matrix unit truncates what it accumulates.
 // Element (row, k) of the warpgroup's part of a stage. Batch last, wgmma's k = 0..7 are k = 0, 2,
 // 4, 6, 1, 3, 5, 7 (w is packed so): 16-byte chunks of four rows then lie in different banks.
 __device__ __forceinline__ u32 element_address(u32 stage, int row, int k) {
@@ -68,15 +68,19 @@ __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared
     constexpr int STEPS = TILE_DEPTH / STEP;
     int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, k = lane % 4;
     int near = BATCH_LAST ? 2 * k : k, far = BATCH_LAST ? 2 * k + 1 : k + 4;
+#if PRODUCTS == 3
+    float sums[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) total[i] = 0.0f;
+#else
+    auto& sums = total;
+#endif
 #pragma unroll 1
     for (int block = 0; block < depth_blocks; ++block) {
         barrier_wait(&s.full[stage], parity);
         u32 x = shared_address(s.stages + stage * STAGE_BYTES) + warpgroup * (64 * ROW_BYTES);
         u64 right = weights_descriptor(s, stage, block);
         int steps = min((depth - block * TILE_DEPTH + STEP - 1) / STEP, STEPS);
-        float sums[SUMS];
         u32 high[STEPS][4], low[STEPS][4];
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
@@ -94,18 +98,22 @@ __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared
         for (int step = 0; step < STEPS; ++step) {
             if (step < steps) {
                 u64 w = right + step * WEIGHTS_STEP;
-                if (PRODUCTS == 3) {
-                    multiply(sums, low[step], w, step > 0);
-                    multiply(sums, high[step], w + WEIGHTS_COPY, 1);
-                }
-                multiply(sums, high[step], w, PRODUCTS == 3 || step > 0);
+#if PRODUCTS == 3
+                multiply(sums, low[step], w, step > 0);
+                multiply(sums, high[step], w + WEIGHTS_COPY, 1);
+                multiply(sums, high[step], w, 1);
+#else
+                multiply(sums, high[step], w, block + step > 0);
+#endif
             }
         }
         wgmma_commit();
         wgmma_wait<0>();
         barrier_arrive_by_warp(&s.empty[stage]);
+#if PRODUCTS == 3
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) total[i] += sums[i];
+#endif
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }

@@ -44,11 +44,11 @@ constexpr int X_BYTES = ROW_BLOCKS * X_BLOCK_BYTES;
 constexpr int W_LANE_BYTES = TILE_COLUMNS * TILE_DEPTH * SIZE;
 constexpr int W_BYTES = COPIES * SPAN * W_LANE_BYTES;  // of a stage, packed by hopper_pack.cuh
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int OUT_BLOCKS = TILE_COLUMNS / ROW_DEPTH;  // rows of 128 bytes for each n
-constexpr int OUT_ROWS = HALVES == 2 ? TILE_ROWS : 64;  // n that are stored together
-constexpr int OUT_BLOCK_BYTES = OUT_ROWS * ROW_BYTES;
-constexpr int OUT_BYTES = OUT_BLOCKS * OUT_BLOCK_BYTES;
 constexpr int OUT_COLUMNS = ROW_DEPTH < 8 ? 8 : ROW_DEPTH;  // j that are staged and stored together
+constexpr int OUT_ROWS = 64;                                // n likewise
+constexpr int OUT_BLOCK_BYTES = OUT_ROWS * ROW_BYTES;
+constexpr int OUT_BYTES = OUT_COLUMNS / ROW_DEPTH * OUT_BLOCK_BYTES;
+constexpr int OUT_SLOTS = TILE_COLUMNS / OUT_COLUMNS < 4 ? TILE_COLUMNS / OUT_COLUMNS : 4;
 
 // Laid out by kernlib/ops/kronecker_sparse_lowering_interleaved.py.
 #if MERGED
@@ -166,13 +166,21 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     int warpgroup = threadIdx.x / 128 - 1;
     int depths = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
-    int stage = 0, parity = 0;
+    int stage = 0, parity = 0, slot = 0;
     Finish finish(Read<Parameters>{p});
     for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
         Tile tile(p, index);
         float sums[LANES][SUMS];
+        // Which TF32 overwrites; from undefined ones ptxas serialises its wgmma where epilogues go
+        // over them, and 128 of them, whose epilogues do not, it would spill.
+        if (!HALF_INPUT && LANES * SUMS < 128) {
+#pragma unroll
+            for (int l = 0; l < LANES; ++l)
+#pragma unroll
+                for (int i = 0; i < SUMS; ++i) sums[l][i] = 0.0f;
+        }
         multiply_tile(sums, s, warpgroup, depths, stage, parity);
-        store_tile(sums, finish, p, s.out, tile, warpgroup);
+        store_tile(sums, finish, p, s.out, slot, tile, warpgroup);
     }
     if (MERGED && threadIdx.x % 128 == 0) wait_for_stores();
 }

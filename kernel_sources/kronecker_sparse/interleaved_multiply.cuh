@@ -119,11 +119,13 @@ __device__ __forceinline__ void multiply_step(float (&sums)[LANES][SUMS], u32 (&
 #pragma unroll
     for (int l = 0; l < LANES; ++l) {
         u64 b = right + (l * W_LANE_BYTES >> 4);
-        if (PRODUCTS == 3) {
-            multiply(sums[l], low[l], b, accumulate);
-            multiply(sums[l], a[l], b + (SPAN * W_LANE_BYTES >> 4), 1);
-        }
-        multiply(sums[l], a[l], b, PRODUCTS == 3 || accumulate);
+#if PRODUCTS == 3
+        multiply(sums[l], low[l], b, accumulate);
+        multiply(sums[l], a[l], b + (SPAN * W_LANE_BYTES >> 4), 1);
+        multiply(sums[l], a[l], b, 1);
+#else
+        multiply(sums[l], a[l], b, accumulate);
+#endif
     }
     wgmma_commit();
 }
@@ -134,7 +136,7 @@ __device__ __forceinline__ void multiply_tile(float (&total)[LANES][SUMS], const
     int lane = threadIdx.x % 32, t = lane % 4;
     int row = (HALVES == 2 ? 0 : warpgroup * 64) + threadIdx.x % 128 / 32 * 16 + lane / 4;
     int half = HALVES == 2 ? warpgroup : 0;
-#if HALF_INPUT
+#if PRODUCTS == 1
     auto& sums = total;
 #else
     // Each stage's sums start from zero and are added outside: the matrix unit truncates.
@@ -154,11 +156,11 @@ __device__ __forceinline__ void multiply_tile(float (&total)[LANES][SUMS], const
             u32 a[LANES][4];
             load_fragments(a, x, step, row, t, half);
             multiply_step(sums, a, right + step * 2 * TILE_COLUMNS,
-                          HALF_INPUT ? d + step > 0 : step > 0);
+                          PRODUCTS == 1 ? d + step > 0 : step > 0);
             wgmma_wait<0>();  // its registers must stay as they are until then
         }
         barrier_arrive_by_warp(&s.empty[stage]);
-#if !HALF_INPUT
+#if PRODUCTS == 3
 #pragma unroll
         for (int l = 0; l < LANES; ++l)
 #pragma unroll

@@ -11,7 +11,7 @@ __device__ __forceinline__ void store_words(u32 address, const u32* word, int wo
                      :: "r"(address), "r"(word[0]), "r"(word[1]) : "memory");
 }
 
-// Address of byte `byte` of the row of j and l in line `row` of the staged tile.
+// Address of byte `byte` of the row of j and l in line `row` of staged columns.
 __device__ __forceinline__ u32 out_address(u32 out, int row, int byte) {
     int chunk = byte % ROW_BYTES / 16;
     return out + byte / ROW_BYTES * OUT_BLOCK_BYTES + row * ROW_BYTES +
@@ -35,7 +35,7 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
                 word[e * WORDS + m] = __float_as_uint(sums[m][i + e]);
 #endif
             }
-        int line = row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t;
+        int line = row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t - first;
         int byte = column * SPAN * SIZE + half * LANES * SIZE;
         if constexpr (HALVES == 1 && WORDS <= 2) {  // both columns lie side by side
             store_words(out_address(out, line, byte), word, 2 * WORDS);
@@ -56,7 +56,8 @@ __device__ __forceinline__ int feature_of(const Parameters& p, const Tile& tile,
            (MERGED ? l : min(l, p.lanes - 1));
 }
 
-// The costly epilogues over staged columns; `thread` of `threads` that staged them.
+// The costly epilogues over staged columns, the first of which is j = `column`; `thread` of
+// `threads` that staged them.
 __device__ __forceinline__ void finish_staged(u32 out, int column, const Parameters& p,
                                               const Tile& tile, int thread, int threads) {
     Rest rest(Read<Parameters, HEAD_SCALARS, HEAD_VECTORS>{p});
@@ -64,10 +65,10 @@ __device__ __forceinline__ void finish_staged(u32 out, int column, const Paramet
 #pragma unroll 1
     for (int index = thread; index < BLOCKS * OUT_ROWS * 8; index += threads) {
         int chunk = index % 8, row = index / 8 % OUT_ROWS, block = index / 8 / OUT_ROWS;
-        int byte = (column / ROW_DEPTH + block) * ROW_BYTES + chunk * 16;
+        int byte = block * ROW_BYTES + chunk * 16;
         finish_chunk(out_address(out, row, byte), rest, [&](int e) {
             int element = byte / SIZE + e;
-            return feature_of(p, tile, tile.column * TILE_COLUMNS + element / SPAN, element % SPAN);
+            return feature_of(p, tile, column + element / SPAN, element % SPAN);
         });
     }
 }
@@ -81,9 +82,8 @@ __device__ __forceinline__ void copy_staged(u32 out, int column, const Parameter
 #pragma unroll 4
     for (int index = thread; index < ACROSS * OUT_ROWS; index += 256) {
         int place = index % ACROSS, row = index / ACROSS;
-        int inside = column + place / CHUNKS, j = tile.column * TILE_COLUMNS + inside;
-        int l = tile.lane + place % CHUNKS * CHUNK;
-        Chunk x = load_shared_chunk(out_address(out, row, (inside * CHUNKS + place % CHUNKS) * 16));
+        int j = column + place / CHUNKS, l = tile.lane + place % CHUNKS * CHUNK;
+        Chunk x = load_shared_chunk(out_address(out, row, place * 16));
         if (tile.row * TILE_ROWS + row < p.rows && j < p.columns && l < p.lanes)
             *reinterpret_cast<Chunk*>(to + row * p.y_row + j * p.y_column + l) = x;
     }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void copy_staged(u32 out, int column, const Parameter
 #endif
 
 __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Finish& finish,
-                                           const Parameters& p, unsigned char* staged,
+                                           const Parameters& p, unsigned char* staged, int& slot,
                                            const Tile& tile, int warpgroup) {
     int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     int half = HALVES == 2 ? warpgroup : 0;
@@ -106,36 +106,39 @@ __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Fin
         }
     }
     constexpr int THREADS_TOGETHER = HALVES == 2 ? 256 : 128;
-    unsigned char* out = staged + (HALVES == 2 ? 0 : warpgroup * OUT_BYTES);
-    int barrier = HALVES == 2 ? 1 : 1 + warpgroup;
+    staged += HALVES == 2 ? 0 : warpgroup * OUT_SLOTS * OUT_BYTES;
+    int barrier = HALVES == 2 ? 1 : 1 + warpgroup, thread = threadIdx.x % THREADS_TOGETHER;
 #if MERGED
-    bool leader = threadIdx.x % THREADS_TOGETHER == (HALVES == 2 ? 128 : 0);
+    bool leader = thread == (HALVES == 2 ? 128 : 0);
 #endif
 #pragma unroll
     for (int column = 0; column < TILE_COLUMNS; column += OUT_COLUMNS) {
+        unsigned char* out = staged + slot * OUT_BYTES;
+        // What used the slot before is over.
 #if MERGED
-        // One group of stores for each part of the staged tile: this part's last one is over.
-        if (leader) wait_for_reads<TILE_COLUMNS / OUT_COLUMNS - 1>();
+        if (leader) wait_for_reads<OUT_SLOTS - 1>();
 #endif
         sync_threads(barrier, THREADS_TOGETHER);
         stage_columns(sums, column, shared_address(out), row, t, half);
         if (REST) {
             sync_threads(barrier, THREADS_TOGETHER);
-            finish_staged(shared_address(out), column, p, tile, threadIdx.x % THREADS_TOGETHER,
-                          THREADS_TOGETHER);
+            finish_staged(shared_address(out), first + column, p, tile, thread, THREADS_TOGETHER);
         }
 #if MERGED
         fence_shared_writes();
         sync_threads(barrier, THREADS_TOGETHER);
-        if (!leader) continue;
+        if (leader) {
 #pragma unroll
-        for (int block = column / ROW_DEPTH; block < (column + OUT_COLUMNS) / ROW_DEPTH; ++block)
-            store_box(p.y, out + block * OUT_BLOCK_BYTES, (first + block * ROW_DEPTH) * SPAN,
-                      tile.block, tile.row * TILE_ROWS + (HALVES == 2 ? 0 : warpgroup * 64), 0);
-        commit_stores();
+            for (int block = 0; block < OUT_COLUMNS / ROW_DEPTH; ++block)
+                store_box(p.y, out + block * OUT_BLOCK_BYTES,
+                          (first + column + block * ROW_DEPTH) * SPAN, tile.block,
+                          tile.row * TILE_ROWS + (HALVES == 2 ? 0 : warpgroup * 64), 0);
+            commit_stores();
+        }
 #else
         sync_threads(barrier, THREADS_TOGETHER);
-        copy_staged(shared_address(out), column, p, tile, threadIdx.x % THREADS_TOGETHER);
+        copy_staged(shared_address(out), first + column, p, tile, thread);
 #endif
+        if (++slot == OUT_SLOTS) slot = 0;
     }
 }

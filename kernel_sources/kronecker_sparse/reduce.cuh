@@ -30,16 +30,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_reduce(const __grid_constant__ Parameters p) {
     u32 index = blockIdx.x * THREADS + threadIdx.x;
     if (index >= p.total) return;
-    const float* from = p.partial + i64(index) * RUN;
+    // Neighbouring threads take neighbouring l, as they lie in a weight: written apart, each number
+    // of a weight with d = 16 would be a sector of 32 bytes.
+    u32 lane = index % p.lanes, run = index / p.lanes % p.runs, line = index / p.lanes / p.runs;
+    u32 row = line % p.rows, block = line / p.rows, column = run * RUN;
+    i64 place = (i64(block * p.lanes + lane) * p.rows + row) * p.runs + run;
+    const float* from = p.partial + place * RUN;
     Vector<float, RUN> sum = {};
-#pragma unroll 4
+#pragma unroll 8
     for (u32 split = 0; split < p.splits; ++split, from += p.split_stride) {
         auto part = load_vector<float, RUN>(from);
 #pragma unroll
         for (int e = 0; e < RUN; ++e) sum.element[e] += part.element[e];
     }
-    u32 column = index % p.runs * RUN, line = index / p.runs;
-    u32 row = line % p.rows, lane = line / p.rows % p.lanes, block = line / p.rows / p.lanes;
     OutputT* to = p.out + block * p.out_block_stride + lane * p.out_lane_stride +
                   row * p.out_row_stride + column * p.out_column_stride;
 #pragma unroll

@@ -1,21 +1,25 @@
-// out[f, n] = in[n, f]: batch first to batch last, before the gradient of a weight with d > 1. Its
-// sums run over n, whose neighbours batch first has a whole row apart, and its f of one group d.
+// out[f, n] = in[n, f]: batch first to batch last, before the gradient of a weight, d > 1, whose
+// sums run over n: batch first has neighbours of n a whole row apart, and the f of one group d. The
+// same before a product of large factors, and back behind it, where n are features and f the batch.
 //
 // Floor: 2 * rows * columns * itemsize bytes over 4.3 TB/s.
 //
 // The generated source defines before it includes this file:
 //   InputT             storage
+//   HALF_INPUT         whether that is 2 bytes
 //   PARAMETER_BYTES    what lowering makes of Parameters
 #pragma once
 
 #include "common/types.cuh"
+#if HALF_INPUT
+#include "common/mma.cuh"
+#endif
 
 constexpr int THREADS = 256;
 constexpr int TILE = 64;
 constexpr int CHUNK = 16 / sizeof(InputT);
 constexpr int ACROSS = TILE / CHUNK;                       // chunks of a line of a tile
 constexpr int CHUNKS = TILE * ACROSS / THREADS;            // of a thread
-constexpr int LINE = TILE + 4 / sizeof(InputT);            // one word more than a multiple of 32
 
 // Laid out by kernlib/ops/kronecker_sparse_lowering_turn.py.
 struct Parameters {
@@ -35,9 +39,69 @@ union Words {
     u32 word[4];
 };
 
+// Into line f of the result. A last chunk that is not full ends in zeros, for which the pitch has
+// room.
+__device__ __forceinline__ void store_chunk(const Words& x, const Parameters& p, u32 n, u32 f) {
+    if (f < p.columns && n < p.rows) store_vector(p.out + i64(f) * p.pitch + n, x.value);
+}
+
+#if HALF_INPUT
+// Byte of a chunk of line n of the tile: the eight lines that ldmatrix reads at once, such as n =
+// 0, 1, 8, 9, 16, 17, 24 and 25, have it in different banks.
+__device__ __forceinline__ u32 place_of(u32 n, u32 chunk) {
+    return n * (TILE * 2) + ((chunk ^ (n & 1) ^ (n >> 2 & 6)) << 4);
+}
+
+// A warp turns the tile's f of one chunk: matrix m of ldmatrix takes n = 8 t + 2 m and the next, so
+// that thread t of a quad gets n = 8 t .. 8 t + 7 of one f.
+__device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Parameters& p, u32 row,
+                                     u32 column) {
+    __shared__ __align__(128) unsigned char tile[TILE * TILE * 2];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+        u32 index = threadIdx.x + i * THREADS;
+        store_vector(reinterpret_cast<InputT*>(tile + place_of(index / ACROSS, index % ACROSS)),
+                     read[i].value);
+    }
+    __syncthreads();
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 base = u32(__cvta_generic_to_shared(tile));
+    u32 line = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2, f = warp * 8 + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        Words x;
+        u32 n = half * 32 + lane % 4 * CHUNK;
+        load_matrices<true>(x.word, base + place_of(half * 32 + line, warp));
+        store_chunk(x, p, row + n, column + f);
+    }
+}
+#else
+// Whole words, with a line's length that spreads them over all banks.
+__device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Parameters& p, u32 row,
+                                     u32 column) {
+    constexpr int LINE = TILE + 1;
+    __shared__ u32 tile[TILE * LINE];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+        u32 index = threadIdx.x + i * THREADS;
+#pragma unroll
+        for (int e = 0; e < CHUNK; ++e)
+            tile[index / ACROSS * LINE + index % ACROSS * CHUNK + e] = read[i].word[e];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+        u32 index = threadIdx.x + i * THREADS, f = index / ACROSS, n = index % ACROSS * CHUNK;
+        Words line;
+#pragma unroll
+        for (int e = 0; e < CHUNK; ++e) line.word[e] = tile[(n + e) * LINE + f];
+        store_chunk(line, p, row + n, column + f);
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_turn(const __grid_constant__ Parameters p) {
-    __shared__ __align__(16) InputT tile[TILE * LINE];
     u32 row = blockIdx.x / p.column_tiles * TILE, column = blockIdx.x % p.column_tiles * TILE;
     Words x[CHUNKS];
 #pragma unroll
@@ -54,23 +118,5 @@ kronecker_sparse_turn(const __grid_constant__ Parameters p) {
                 if (f + e < p.columns) x[i].value.element[e] = from[e];
         }
     }
-    u32* words = reinterpret_cast<u32*>(tile);
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-        u32 index = threadIdx.x + i * THREADS;
-        u32 place = (index / ACROSS * LINE + index % ACROSS * CHUNK) * sizeof(InputT) / 4;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) words[place + w] = x[i].word[w];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-        u32 index = threadIdx.x + i * THREADS, f = index / ACROSS, n = index % ACROSS * CHUNK;
-        Vector<InputT, CHUNK> line;
-#pragma unroll
-        for (int e = 0; e < CHUNK; ++e) line.element[e] = tile[(n + e) * LINE + f];
-        // The pitch is of whole chunks: a last one that is not full ends in zeros.
-        if (column + f < p.columns && row + n < p.pitch)
-            store_vector(p.out + i64(column + f) * p.pitch + row + n, line);
-    }
+    turn(x, p, row, column);
 }

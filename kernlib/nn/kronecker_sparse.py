@@ -22,6 +22,7 @@ from kernlib.reference import kronecker_sparse as reference
 
 ALGOS = ("auto", "kernel", *ALGORITHMS)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REFUSALS = 1024  # that "auto" remembers; past that it asks for the kernel again
 
 
 class KSLinear(nn.Module):
@@ -37,15 +38,16 @@ class KSLinear(nn.Module):
     - ``algo``: how it is computed, also later, by ``layer.algo = ...``: ``"kernel"`` (one pass with
       bias and activation, on CPU tensors in PyTorch), ``"einsum"``, ``"bmm"``, ``"dense"``,
       ``"sparse"`` (CSR) or ``"bsr"``, all with the same parameters, values and gradients.
-      ``"auto"`` is the kernel on CUDA, and the einsum elsewhere and, with a warning, where the GPU
-      has no kernel or none can be built.
+      ``"auto"`` is the kernel on CUDA, and the einsum elsewhere and, with a warning, for inputs of
+      a shape for which the GPU has no kernel or none can be built.
     - ``dtype``, ``device``: as those of ``nn.Linear``; without them those of ``weights``. float16,
       bfloat16, float32 or float64.
     - ``bs_last=False``: input (..., in_features), output (..., out_features), any number of
       dimensions; ``bs_last=True``: (in_features, ...) and (out_features, ...).
     - ``activation``: ``"relu"``, ``"gelu"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``,
       ``"leaky_relu"``, or epilogues without arguments such as ``kernlib.Gelu("tanh")``.
-    - ``precision``: of float32 in the kernel, as in :class:`kernlib.KroneckerSparse`.
+    - ``precision``: of float32 in the kernel, as in :class:`kernlib.KroneckerSparse`. At
+      ``"fp32"`` infinities, and numbers of 3.402e38 or more, give NaN there, not in the einsum.
 
     ``factors`` holds one parameter (a, b, c, d) a factor, ``bias`` is (out_features,): one
     ``state_dict`` for every algorithm and layout. What dense, sparse, bsr and bmm derive of a
@@ -196,11 +198,13 @@ class KSLinear(nn.Module):
         if torch.compiler.is_compiling():
             return compute(x, "kernel")
         without = self._without_kernel
-        if not without or (x.device, x.dtype) not in without:
+        if not without or not _is_among(without, x):
             try:
                 return compute(x, "kernel")
             except (UnsupportedError, CompileError) as error:
-                without.add((x.device, x.dtype))
+                if len(without) >= REFUSALS:
+                    without.clear()
+                without.add((x.device, x.dtype, x.shape))
                 warnings.warn(f"KSLinear takes the einsum on {x.device}: {error}", stacklevel=4)
         return compute(x, "einsum")
 
@@ -271,7 +275,8 @@ class KSLinear(nn.Module):
 
     def _forget(self) -> None:
         self._kept: dict[int, Kept] = {}
-        self._without_kernel: set[tuple[torch.device, torch.dtype]] = set()
+        # With the shape: which kernel a call needs, and whether one launch holds it, depends on it.
+        self._without_kernel: set[tuple[torch.device, torch.dtype, torch.Size]] = set()
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_kept": {}, "_without_kernel": set()}
@@ -279,6 +284,14 @@ class KSLinear(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
         flatten_bias(state_dict, prefix, self.out_size)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def _is_among(refused: set, x: torch.Tensor) -> bool:
+    """Whether the kernel was refused for an input like this one."""
+    try:
+        return (x.device, x.dtype, x.shape) in refused
+    except TypeError:  # of sizes that are symbols, which have no hash
+        return False
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,16 @@ from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_checks as checks
 from kernlib.ops.hyperparameters import accumulator, check_host, check_tensor, host_value, on_device
-from kernlib.ops.tensors import check_dense, ranges_meet, refuse_overlap, signature, stand_ins
+from kernlib.ops.tensors import (
+    LOWEST_ADDRESS,
+    check_dense,
+    is_lazy,
+    materialised,
+    ranges_meet,
+    refuse_overlap,
+    signature,
+    stand_ins,
+)
 from kernlib.reference import kronecker_sparse as reference
 
 if TYPE_CHECKING:
@@ -156,8 +165,7 @@ def _is_transformed(value) -> bool:
 def _reference(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> torch.Tensor:
     """A checked call by torch's own operators, which are differentiable as they are."""
     if out is not None and not out.is_meta:
-        vectors = {name: parameters[name] for name in descriptor.vectors}
-        refuse_overlap(out, x=x, weight=weight, **vectors)
+        refuse_overlap(out, x=x, weight=weight, **_tensors(parameters))
     with _no_autocast(x):
         y = reference.kronecker_sparse(descriptor, x, weight, parameters)
     return y if out is None else out.copy_(y)
@@ -189,8 +197,11 @@ def by_plan(plan: KroneckerPlan, descriptor, x, weight, out, parameters: dict) -
         vectors, numbers, kept = parameters_of(plan, descriptor, x, parameters)
     if plan.left is not None:
         x = x.reshape(plan.left)
-    target = plan.result() if out is None else _target(plan, x, weight, out, vectors)
-    launch_all(plan, x, weight, target, vectors, numbers)
+    if out is None:
+        target = plan.result()
+    else:
+        target = _target(plan, x, weight, out, vectors, kept, parameters)
+    plan.launch(x, weight, target, vectors, numbers)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     if out is None or out is target:
         return target
@@ -219,9 +230,9 @@ def weight_gradient(
         if by_reference(call, grad, x):
             with _no_autocast(x):
                 return reference.weight_gradient(pattern, grad, x, batch_last)
-        if grad.is_neg() or x.is_neg():
-            grad, x = grad.resolve_neg(), x.resolve_neg()
-            return weight_gradient(grad, x, pattern, batch_last, precision)
+        if is_lazy(grad) or is_lazy(x):
+            given = materialised(grad), materialised(x)
+            return weight_gradient(*given, pattern, batch_last, precision)
         from kernlib.ops import kronecker_sparse_plans
 
         plan = kronecker_sparse_plans.gradient_plan(grad, x, pattern, batch_last, precision)
@@ -238,7 +249,7 @@ def _weight_gradient_by_plan(plan: KroneckerPlan, grad, x) -> torch.Tensor:
     if not plan.steps:  # an empty sum
         return torch.zeros(plan.shape, dtype=plan.dtype, device=plan.device)
     out = plan.result()
-    launch_all(plan, left, right, out, (), ())
+    plan.launch(left, right, out, (), ())
     return out
 
 
@@ -251,7 +262,7 @@ def _first(key, descriptor, x, weight, out, parameters: dict) -> torch.Tensor:
     call = checks.check_call(descriptor, x, weight, out, parameters)
     if by_reference(call, x, weight, out, parameters):
         return _reference(descriptor, x, weight, out, parameters)
-    if any(t.is_neg() for t in _tensors(x, weight, parameters)):
+    if any(map(is_lazy, (x, weight, *_tensors(parameters).values()))):
         x, weight, parameters = positive(x, weight, parameters)
         return execute(descriptor, x, weight, out, parameters)
     make_plan(descriptor, x, weight, out, parameters, call)
@@ -274,29 +285,29 @@ def find_plan(
     return _plans.plans.get(_key(descriptor, x, weight, out, parameters))
 
 
-def _tensors(x, weight, parameters: dict) -> list[torch.Tensor]:
-    return [x, weight, *(v for v in parameters.values() if isinstance(v, torch.Tensor))]
+def _tensors(parameters: dict) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in parameters.items() if isinstance(value, torch.Tensor)}
 
 
 def positive(x, weight, parameters: dict) -> tuple:
-    """Operands that a kernel may read: the lazy negation of a view is not in its memory."""
-    resolved = {
-        name: value.resolve_neg() if isinstance(value, torch.Tensor) else value
-        for name, value in parameters.items()
-    }
-    return x.resolve_neg(), weight.resolve_neg(), resolved
+    """Operands that a kernel may read: the lazy negation of a view is not in its memory, and a zero
+    tensor has none."""
+    real = {name: materialised(value) for name, value in _tensors(parameters).items()}
+    return materialised(x), materialised(weight), parameters | real
 
 
 def _key(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> tuple | None:
     """All that a plan depends on: after the descriptor the precision, then shapes, strides, dtypes,
     device, alignment and kinds of numbers. None where there can be no plan."""
     try:  # signature(x), signature(weight), in 0.2 us less
+        dtype = x.dtype
         key = (
             descriptor,
-            (descriptor.precision or float32_precision()) if x.dtype is _FLOAT32 else None,
-            x.shape, x.stride(), x.dtype, x.get_device(), (x.data_ptr() or -1) & 15, x.is_neg(),
+            (descriptor.precision or float32_precision()) if dtype is _FLOAT32 else None,
+            x.shape, x.stride(), dtype, x.get_device(),
+            p & 15 if (p := x.data_ptr()) >= LOWEST_ADDRESS else ~p, x.is_neg(),
             weight.shape, weight.stride(), weight.dtype, weight.get_device(),
-            (weight.data_ptr() or -1) & 15, weight.is_neg(),
+            p & 15 if (p := weight.data_ptr()) >= LOWEST_ADDRESS else ~p, weight.is_neg(),
         )  # fmt: skip
         if out is not None:
             key += signature(out)
@@ -348,34 +359,24 @@ def parameters_of(plan: KroneckerPlan, descriptor, x, parameters: dict) -> tuple
     return vectors, numbers, kept
 
 
-def _target(plan: KroneckerPlan, x, weight, out, vectors: Sequence) -> torch.Tensor:
+def _target(
+    plan: KroneckerPlan, x, weight, out, vectors: Sequence, kept: Sequence, parameters: dict
+) -> torch.Tensor:
     """Where the kernel writes: ``out``, or a new tensor where its batch is not one of strides.
-    Raises ValueError for an ``out`` that shares memory with an operand."""
+    Raises ValueError for an ``out`` that shares memory with an operand or a scalar."""
     inputs = (x, weight, *vectors)
     ranges = [(t.data_ptr(), length) for t, length in zip(inputs, plan.spans, strict=True)]
+    for scalar in kept:
+        ranges.append((scalar.data_ptr(), 4))  # of float32, whatever x is
     if ranges_meet(out.data_ptr(), plan.out_span, ranges):
-        named = dict(zip(plan.vectors, vectors, strict=True))
-        refuse_overlap(out, x=x, weight=weight, **named)
+        scalars = filter(_tensors(parameters).__contains__, plan.scalars)
+        named = zip((*plan.vectors, *scalars), (*vectors, *kept), strict=True)
+        refuse_overlap(out, x=x, weight=weight, **dict(named))
     if plan.apart:
         return plan.result()
     if not out.is_inference():  # those have no version to count
         torch.autograd.graph.increment_version(out)
     return out
-
-
-def launch_all(plan: KroneckerPlan, left, right, out, vectors: Sequence, numbers) -> torch.Tensor:
-    """The kernels of a plan, one after another on the current stream; answers their scratch, or
-    ``out`` where they need none."""
-    addresses, scratch = [left.data_ptr(), right.data_ptr(), out.data_ptr(), 0], out
-    if plan.scratch is not None:
-        scratch = plan.scratch()
-        addresses[3] = scratch.data_ptr()
-    for vector in vectors:
-        addresses.append(vector.data_ptr())
-    for place, offset in plan.inner:
-        addresses.append(addresses[place] + offset)
-    launch.start_all(plan.steps, plan.index, addresses, numbers)
-    return scratch
 
 
 # What does without calls is in a module of its own, which those do not load.

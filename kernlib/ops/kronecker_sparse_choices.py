@@ -60,7 +60,7 @@ def _trial(
     plan = plans.loaded_plan(descriptor, call, *request[1:], lowered)
     vectors, numbers, kept = op.parameters_of(plan, descriptor, x, parameters)
     left, out = x if plan.left is None else x.reshape(plan.left), scratch()
-    workspace = op.launch_all(plan, left, weight, out, vectors, numbers)
+    workspace = plan.launch(left, weight, out, vectors, numbers)
 
     def again(_held=(left, weight, out, vectors, kept, workspace)) -> None:
         for step, *_ in plan.steps:

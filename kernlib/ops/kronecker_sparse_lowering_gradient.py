@@ -212,11 +212,11 @@ constexpr int TILE_COLUMNS = {columns};
 constexpr int STAGES = {stages};
 constexpr int OUT_PARTS = 1;
 constexpr int RESIDENT = 0;
-constexpr int PRODUCTS = 1;
 constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 constexpr bool RIGHT_LINES = {str(lines).lower()};
 #define PARTIAL 1
 #define PACKED 0
+#define PRODUCTS 1
 #define HALF_INPUT 1
 
 {wgmma.multiply(dtype, columns, False, lines, lines)}

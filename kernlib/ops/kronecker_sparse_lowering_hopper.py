@@ -26,11 +26,15 @@ from kernlib.tensor_map import TensorMap
 KIND = "hopper"
 TILE_ROWS = 128
 FIXED = "<10i"  # struct Fixed
-# Columns of a tile: accumulators are half as many a thread; fp32 keeps two sets of them.
-COLUMNS = {"half": (16, 32, 48, 64, 96, 128, 192, 256), "float": (16, 32, 48, 64, 96, 128)}
+# Columns of a tile: accumulators are half as many a thread; 3xTF32 keeps two sets of them.
+COLUMNS = {1: (16, 32, 48, 64, 96, 128, 192, 256), 3: (16, 32, 48, 64, 96, 128)}
 RESIDENT = (1, 2, 3, 4)  # blocks of a weight along its depth that may stay in shared memory
 BLOCKS = (*RESIDENT, RESIDENT[-1] + 1)  # of any depth, as far as it matters
 RESIDENT_BYTES = 128 * 1024
+# Teams of CTAs that write neighbouring rows at the same time, which DRAM takes 8 % faster in
+# (4,192,48,16), batch last; each CTA then reads more groups' weights.
+TEAMS = 4
+TEAM_BYTES = 32 * 1024  # of a group's weights, up to which that pays
 RESIDENT_GROUPS = 64  # with fewer, CTAs that share rows of x compute them at about the same time
 # wgmma's eight depths in this order leave batch-last fp32 without bank conflicts: see
 # hopper_multiply.cuh.
@@ -60,7 +64,8 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The widths of tile for a problem, none if it is not one of this kernel's."""
     if arch != wgmma.ARCH or _batch_last(problem) is None:
         return []
-    return [{"columns": columns} for columns in _columns(problem.dtype, problem.columns)]
+    known = _columns(problem.dtype, problem.precision, problem.columns)
+    return [{"columns": columns} for columns in known]
 
 
 default = wgmma.default
@@ -79,11 +84,13 @@ def lower(
     row_tiles, column_tiles = ceil(problem.rows, TILE_ROWS), packed.tiles(problem)
     tiles = row_tiles * column_tiles * problem.blocks * problem.lanes
     extents = (problem.blocks, problem.lanes, problem.rows, problem.columns, problem.depth)
+    grid = min(multiprocessors, tiles)
+    teams = min(grid, TEAMS) if variant.resident and _writes_most(problem, variant) else grid
     weights = "workspace" if variant.packed else "right"
     main = Step(
         spec(epilogue, variant),
-        (min(multiprocessors, tiles), 1),
-        _parameters(epilogue, variant).pack(row_tiles, column_tiles, *extents, 0, 0, tiles),
+        (grid, 1),
+        _parameters(epilogue, variant).pack(row_tiles, column_tiles, *extents, 0, teams, tiles),
         (("left", 0), ("out", 0), (weights, 0), *text.vector_pointers(epilogue)),
         text.scalar_count(epilogue),
         _maps(problem, variant),
@@ -98,7 +105,7 @@ def specs(
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a choice."""
     variant = _variant(problem, int(choice["columns"]))
-    return [packing.spec(_packing(variant))] * variant.packed + [spec(epilogue, variant)]
+    return [packing.chosen(problem, _packing(variant))] * variant.packed + [spec(epilogue, variant)]
 
 
 def variants(
@@ -112,7 +119,7 @@ def variants(
         Variant(dtype, precision, batch_last, columns, resident, packed)
         for dtype, precision in kinds
         for width, depth in dict.fromkeys((sizes, sizes[::-1]))
-        for columns in _columns(dtype, width)
+        for columns in _columns(dtype, precision, width)
         for resident in {_resident(dtype, precision, columns, depth), *([0] * (width > columns))}
         for batch_last in (False, True)
         for packed in _packed(dtype)
@@ -121,15 +128,23 @@ def variants(
     gradients = [
         Variant(dtype, precision, batch_last, columns, resident, packed)
         for dtype, precision in kinds
-        for columns in _columns(dtype, sizes[1])
+        for columns in _columns(dtype, precision, sizes[1])
         for resident in {_resident(dtype, precision, columns, n * wgmma.row(dtype)) for n in BLOCKS}
         for batch_last in ((False, True) if sizes[1] == 1 else (False,))
         for packed in _packed(dtype)
     ]
     found = [spec(epilogue, variant) for variant in products for epilogue in epilogues]
     found += [spec((), variant) for variant in gradients]
-    found += [packing.spec(_packing(v)) for v in products + gradients if v.packed]
+    packed = [_packing(variant) for variant in products + gradients if variant.packed]
+    found += [spec for each in dict.fromkeys(packed) for spec in packing.specs(each)]
     return list(dict.fromkeys(found))
+
+
+def _writes_most(problem: Problem, variant: Variant) -> bool:
+    """Whether a tile's result is most of what it moves."""
+    weights = variant.resident * _block_bytes(variant.dtype, variant.precision, variant.columns)
+    one = ceil(problem.columns, variant.columns) == 1
+    return one and weights <= TEAM_BYTES and problem.columns >= 2 * problem.depth
 
 
 def _packed(dtype: str) -> tuple[bool, ...]:
@@ -137,10 +152,10 @@ def _packed(dtype: str) -> tuple[bool, ...]:
     return (True,) if dtype == "float32" else (False, True)
 
 
-def _columns(dtype: str, count: int) -> list[int]:
+def _columns(dtype: str, precision: str, count: int) -> list[int]:
     """Widths of tile by preference: one tile where it holds all columns, else those that pad them
     least, of whole 128-byte rows."""
-    known = COLUMNS["float" if dtype == "float32" else "half"]
+    known = COLUMNS[wgmma.products(dtype, precision)]
     single = [columns for columns in known if columns >= count]
     if single:
         return single[:1]
@@ -259,11 +274,11 @@ constexpr int TILE_COLUMNS = {columns};
 constexpr int STAGES = {sizes.stages};
 constexpr int OUT_PARTS = {sizes.out_parts};
 constexpr int RESIDENT = {resident};
-constexpr int PRODUCTS = {wgmma.products(dtype, precision)};
 constexpr int PARAMETER_BYTES = {_parameters(epilogue, variant).size};
 constexpr bool RIGHT_LINES = false;
 #define PARTIAL 0
 #define PACKED {int(packed)}
+#define PRODUCTS {wgmma.products(dtype, precision)}
 #define HALF_INPUT {int(dtype != "float32")}
 
 {wgmma.multiply(dtype, columns, registers, batch_last)}

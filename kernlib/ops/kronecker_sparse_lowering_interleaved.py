@@ -27,6 +27,7 @@ from kernlib.tensor_map import TensorMap
 KIND = "interleaved"
 FIXED = "<10i"  # struct Fixed
 STRIDES = "<6q"  # struct Strides, of what the copy engine does not move
+OUT_BYTES = 64 * 1024  # at most, of staged columns: four slots
 MAX_FEATURES = 2**31 - 1  # of the result, counted by an int
 
 
@@ -59,23 +60,28 @@ class Variant(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Columns of a tile, widest first (64 KB of accumulators, half of that with a second set of
-    sums for fp32), and the depth of a stage."""
+    """Columns of a tile, widest first (64 KB of accumulators, half of that in 3xTF32, which has a
+    second set of sums), and the depth of a stage."""
 
     columns: tuple[int, ...]
     depth: int
 
 
-# By bytes of an element, shapes by preference.
+# By the products of a multiplication and bytes of an element, shapes by preference.
 SHAPES = {
-    2: {
+    (1, 2): {
         Shape(8, 2, True): Tiling((32, 24), 16),
         Shape(8, 1, True): Tiling((32, 24), 16),
         Shape(4, 1, True): Tiling((64, 48), 16),
         Shape(2, 1, True): Tiling((128, 64), 32),
         Shape(8, 2, False): Tiling((32, 24), 16),
     },
-    4: {
+    (1, 4): {
+        Shape(4, 1, True): Tiling((64, 48, 32, 24), 16),
+        Shape(2, 1, True): Tiling((128, 96, 64, 48), 16),
+        Shape(4, 2, False): Tiling((64, 48, 32, 24), 8),
+    },
+    (3, 4): {
         Shape(4, 1, True): Tiling((32, 24), 16),
         Shape(2, 1, True): Tiling((64, 48), 16),
         Shape(4, 2, False): Tiling((32, 24), 8),
@@ -83,12 +89,20 @@ SHAPES = {
 }
 
 
+def shapes(dtype: str, precision: str) -> dict[Shape, Tiling]:
+    """The tiles of a kind of numbers."""
+    return SHAPES[wgmma.products(dtype, precision), TYPES[dtype][1]]
+
+
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The widths of tile for a problem, none if it is not one of this kernel's."""
     shape = _shape(problem) if arch == wgmma.ARCH else None
     if shape is None:
         return []
-    return [{"columns": columns} for columns in _columns(problem.dtype, shape, problem.columns)]
+    return [
+        {"columns": columns}
+        for columns in _columns(problem.dtype, problem.precision, shape, problem.columns)
+    ]
 
 
 default = wgmma.default
@@ -128,7 +142,7 @@ def specs(
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a choice."""
     variant = _variant(problem, int(choice["columns"]))
-    return [packing.spec(_packing(variant)), spec(epilogue, variant)]
+    return [packing.chosen(problem, _packing(variant)), spec(epilogue, variant)]
 
 
 def variants(
@@ -141,22 +155,19 @@ def variants(
     made = [
         Variant(dtype, precision, shape, columns)
         for dtype, precision in kinds
-        for shape in SHAPES[TYPES[dtype][1]]
+        for shape in shapes(dtype, precision)
         for width in sizes
-        for columns in _columns(dtype, shape, width)
+        for columns in _columns(dtype, precision, shape, width)
     ]
     found = [spec(epilogue, variant) for variant in made for epilogue in epilogues]
-    found += [packing.spec(_packing(variant)) for variant in made]
+    packed = dict.fromkeys(_packing(variant) for variant in made)
+    found += [spec for each in packed for spec in packing.specs(each)]
     return list(dict.fromkeys(found))
 
 
-def _tiling(dtype: str, shape: Shape) -> Tiling:
-    return SHAPES[TYPES[dtype][1]][shape]
-
-
-def _columns(dtype: str, shape: Shape, count: int) -> list[int]:
+def _columns(dtype: str, precision: str, shape: Shape, count: int) -> list[int]:
     """Widths of tile by preference: those that pad the columns least, then the widest."""
-    known = _tiling(dtype, shape).columns
+    known = shapes(dtype, precision)[shape].columns
     return sorted(known, key=lambda columns: (ceil(count, columns) * columns, -columns))
 
 
@@ -169,7 +180,7 @@ def _shape(problem: Problem) -> Shape | None:
     if tiles > wgmma.MAX_TILES or problem.columns * problem.blocks * d > MAX_FEATURES:
         return None
     whole = (left.depth == d or problem.depth == 1) and (out.column == d or problem.columns == 1)
-    for shape in SHAPES[TYPES[problem.dtype][1]]:
+    for shape in shapes(problem.dtype, problem.precision):
         if shape.merged and not (whole and d == shape.span):
             continue
         if not shape.merged and d < shape.span // 2:
@@ -220,17 +231,18 @@ def depth_order(dtype: str, shape: Shape) -> tuple[int, ...]:
 def _packing(variant: Variant) -> packing.Packing:
     dtype, precision, shape, columns = variant
     products, order = wgmma.products(dtype, precision), depth_order(dtype, shape)
-    depth = _tiling(dtype, shape).depth
+    depth = shapes(dtype, precision)[shape].depth
     return packing.Packing(dtype, columns, depth, shape.span, products, order)
 
 
 def shared_memory(variant: Variant) -> tuple[int, int]:
-    """Stages that fit beside the staged tile of y, and bytes of all."""
+    """Stages that fit beside staged columns of y, and bytes of all."""
     itemsize = TYPES[variant.dtype][1]
     rows, span = variant.shape.rows, variant.shape.span
     packed = _packing(variant)
     stage = rows * packed.depth * span * itemsize + packed.stage_bytes
-    return wgmma.stages(rows * variant.columns * span * itemsize, stage)
+    staged = min(rows * variant.columns * span * itemsize, OUT_BYTES)
+    return wgmma.stages(staged, stage)
 
 
 def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
@@ -251,15 +263,17 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> str:
     """The generated CUDA text: types, ``Finish``, a few constants, the wgmma, one include."""
     dtype, precision, shape, columns = variant
-    return f"""{wgmma.preamble(dtype, epilogue)}
+    # 128 accumulators of TF32 leave no registers for epilogues: half types are packed first.
+    full = dtype == "float32" and columns * shape.lanes == 256
+    return f"""{wgmma.preamble(dtype, epilogue, staged=full)}
 constexpr int LANES = {shape.lanes};
 constexpr int HALVES = {shape.halves};
 constexpr int TILE_COLUMNS = {columns};
-constexpr int TILE_DEPTH = {_tiling(dtype, shape).depth};
+constexpr int TILE_DEPTH = {shapes(dtype, precision)[shape].depth};
 constexpr int STAGES = {stages};
-constexpr int PRODUCTS = {wgmma.products(dtype, precision)};
 constexpr int PARAMETER_BYTES = {_parameters(epilogue, shape).size};
 #define MERGED {int(shape.merged)}
+#define PRODUCTS {wgmma.products(dtype, precision)}
 #define HALF_INPUT {int(dtype != "float32")}
 
 {wgmma.multiply(dtype, columns, True)}

@@ -19,7 +19,7 @@ from kernlib.ops.kronecker_sparse_lowering_problem import (
     ceil,
 )
 
-THREADS = 256
+THREADS = 128
 FIXED = "<5q6i"  # what struct Parameters holds behind its pointers
 
 
@@ -44,6 +44,12 @@ class Packing(NamedTuple):
         """Of one stage of one tile."""
         return self.copies * self.span * self.columns * self.depth * TYPES[self.dtype][1]
 
+    @property
+    def together(self) -> tuple[int, ...]:
+        """Neighbouring l that a thread can read at once, most first."""
+        most = 16 // TYPES[self.dtype][1]
+        return tuple(count for count in (8, 4, 2, 1) if count <= most)
+
     def stages(self, problem: Problem) -> int:
         return ceil(problem.depth, self.depth)
 
@@ -65,7 +71,9 @@ def step(problem: Problem, packing: Packing) -> Step:
     no grid can hold."""
     spans, tiles, stages = packing.spans(problem), packing.tiles(problem), packing.stages(problem)
     chunks = stages * packing.depth * TYPES[packing.dtype][1] // 16
-    total = problem.blocks * spans * packing.span * tiles * packing.columns * chunks
+    together = _together(problem, packing)
+    groups, lines = spans * packing.span // together, tiles * packing.columns
+    total = problem.blocks * groups * (lines // 8) * ceil(chunks, 4) * 32
     blocks = ceil(total, THREADS)
     if blocks > MAX_BLOCKS:
         raise UnsupportedError(
@@ -78,11 +86,31 @@ def step(problem: Problem, packing: Packing) -> Step:
         right.block, right.lane, right.line, right.depth, total,
         problem.lanes, problem.columns, problem.depth, spans, tiles, stages,
     )  # fmt: skip
-    return Step(spec(packing), (blocks, 1), fixed, (("right", 0), ("workspace", 0)))
+    made = spec(packing, together)
+    return Step(made, (blocks, 1), fixed, (("right", 0), ("workspace", 0)))
 
 
-def spec(packing: Packing) -> KernelSpec:
-    """The KernelSpec of a packing."""
+def _together(problem: Problem, packing: Packing) -> int:
+    """As many l as lie side by side, aligned, in the weight and in what is made of it."""
+    right, itemsize = problem.right, TYPES[packing.dtype][1]
+    counts = (problem.lanes, packing.spans(problem) * packing.span)
+    counts += (right.block, right.line, right.depth, right.alignment // itemsize)
+    known = packing.together if right.lane == 1 else (1,)
+    return next(count for count in known if all(x % count == 0 for x in counts))
+
+
+def chosen(problem: Problem, packing: Packing) -> KernelSpec:
+    """The spec that :func:`step` takes."""
+    return spec(packing, _together(problem, packing))
+
+
+def specs(packing: Packing) -> list[KernelSpec]:
+    """Every spec that :func:`step` can take for a packing."""
+    return [spec(packing, together) for together in packing.together]
+
+
+def spec(packing: Packing, together: int) -> KernelSpec:
+    """The KernelSpec of a packing by threads that read ``together`` neighbouring l."""
     dtype, columns, depth, span, products, order = packing
     source = f"""#include "common/types.cuh"
 
@@ -91,6 +119,7 @@ using InputT = {TYPES[dtype][0]};
 constexpr int TILE_COLUMNS = {columns};
 constexpr int TILE_DEPTH = {depth};
 constexpr int SPAN = {span};
+constexpr int TOGETHER = {together};
 constexpr int PRODUCTS = {products};
 constexpr int ORDER_SIZE = {len(order)};
 __device__ constexpr unsigned char ORDER[] = {{{", ".join(map(str, order))}}};
@@ -98,7 +127,7 @@ constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
 
 #include "kronecker_sparse/hopper_pack.cuh"
 """
-    words = f"{columns}x{depth}x{span}" + " split" * (products == 3)
+    words = f"{columns}x{depth}x{span} by {together}" + " split" * (products == 3)
     words += " reordered" * (order != tuple(range(len(order))))
     return KernelSpec(
         "kronecker_sparse",

@@ -2,7 +2,8 @@
 another kind.
 
 kernel_sources/kronecker_sparse/turn.cuh costs a read and a write of both operands. Summed as they
-are, features d apart and batches a row apart would each be a 32-byte sector.
+are, features d apart and batches a row apart would each be a 32-byte sector. The kind `transposed`
+has its launches from here too.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ def lower(
 ) -> Lowered:
     """The launches of a call: both operands turned into the workspace, and what sums them there."""
     inner = _inner(problem, arch).lower(epilogue, _turned(problem), arch, multiprocessors, choice)
-    left, right = _bytes(problem, problem.rows), _bytes(problem, problem.columns)
+    left, right = (
+        size(problem.dtype, problem.blocks * count * problem.lanes, problem.depth)
+        for count in (problem.rows, problem.columns)
+    )
     places = {"left": 0, "right": left, "workspace": left + right}
     turns = [
         _step(problem, "left", problem.left, problem.rows, 0),
         _step(problem, "right", problem.right, problem.columns, left),
     ]
-    steps = [step._replace(pointers=_moved(step.pointers, places)) for step in inner.steps]
+    steps = [moved(step, places) for step in inner.steps]
     return Lowered((*turns, *steps), left + right + inner.workspace)
 
 
@@ -86,12 +90,21 @@ def _is_batch_first(problem: Problem) -> bool:
     d = problem.lanes
     sides = ((problem.left, problem.rows), (problem.right, problem.columns))
     return d > 1 and all(
-        side.lane == 1
-        and (side.line == d or count == 1)
-        and (side.block == d * count or problem.blocks == 1)
+        is_flat(problem, count, side.lane, side.line, side.block)
         and problem.blocks * d * count < 2**31
         and ceil(problem.blocks * d * count, TILE) * ceil(problem.depth, TILE) <= MAX_BLOCKS
         for side, count in sides
+    )
+
+
+def is_flat(problem: Problem, count: int, lane: int, near: int, block: int) -> bool:
+    """Whether features (i, j, l), ``count`` of j and with these strides of l, j and i, lie side by
+    side."""
+    d = problem.lanes
+    return (
+        (lane == 1 or d == 1)
+        and (near == d or count == 1)
+        and (block == d * count or problem.blocks == 1)
     )
 
 
@@ -100,54 +113,70 @@ def _inner(problem: Problem, arch: str) -> ModuleType:
     return gradient if gradient.candidates(_turned(problem), arch) else portable
 
 
-def _pitch(problem: Problem) -> int:
-    """From one turned feature to the next, in elements: whole chunks of 16 bytes."""
-    chunk = 16 // TYPES[problem.dtype][1]
-    return ceil(problem.depth, chunk) * chunk
+def pitch(dtype: str, count: int) -> int:
+    """From one turned line of ``count`` elements to the next: whole chunks of 16 bytes."""
+    chunk = 16 // TYPES[dtype][1]
+    return ceil(count, chunk) * chunk
+
+
+def size(dtype: str, lines: int, count: int) -> int:
+    """Workspace of turned lines of ``count`` elements each, in bytes."""
+    return ceil(lines * pitch(dtype, count) * TYPES[dtype][1], ALIGNMENT) * ALIGNMENT
 
 
 def _turned(problem: Problem) -> Problem:
     """The problem over operands in the workspace, where the depth is contiguous."""
-    d, pitch = problem.lanes, _pitch(problem)
+    d, apart = problem.lanes, pitch(problem.dtype, problem.depth)
 
     def side(count: int) -> Layout:
-        return Layout(count * d * pitch, pitch, d * pitch, 1, 16, True)
+        return Layout(count * d * apart, apart, d * apart, 1, 16, True)
 
     return problem._replace(left=side(problem.rows), right=side(problem.columns))
 
 
-def _bytes(problem: Problem, count: int) -> int:
-    """Workspace of an operand of ``count`` lines a group."""
-    size = problem.blocks * count * problem.lanes * _pitch(problem) * TYPES[problem.dtype][1]
-    return ceil(size, ALIGNMENT) * ALIGNMENT
-
-
-def _moved(pointers: tuple, places: dict[str, int]) -> tuple:
-    """Pointers into the workspace, where an operand's and its own lie at these places."""
-    return tuple(
-        ("workspace", at + places[name]) if name in places else (name, at) for name, at in pointers
+def moved(step: Step, places: dict[str, int]) -> Step:
+    """A launch whose operands of these names, and own workspace, lie there in the workspace."""
+    pointers = tuple(
+        ("workspace", at + places[name]) if name in places else (name, at)
+        for name, at in step.pointers
     )
+    return step._replace(pointers=pointers)
 
 
 def _step(problem: Problem, name: str, side: Layout, count: int, place: int) -> Step:
     """The launch that turns an operand of ``count`` lines a group."""
-    columns = problem.blocks * count * problem.lanes
-    chunk = 16 // TYPES[problem.dtype][1]
-    tiles = ceil(columns, TILE), ceil(problem.depth, TILE)
-    vectors = int(side.depth % chunk == 0 and side.alignment % 16 == 0)
-    sizes = (problem.depth, columns, tiles[0], vectors)
-    fixed = struct.pack(FIXED, side.depth, _pitch(problem), *sizes)
-    pointers = ((name, 0), ("workspace", place))
-    return Step(spec(problem.dtype), (tiles[0] * tiles[1], 1), fixed, pointers)
+    sizes = problem.depth, problem.blocks * count * problem.lanes
+    strides = side.depth, pitch(problem.dtype, problem.depth)
+    return step(problem.dtype, sizes, strides, side.alignment, ((name, 0), ("workspace", place)))
+
+
+def step(
+    dtype: str,
+    sizes: tuple[int, int],
+    strides: tuple[int, int],
+    alignment: int,
+    pointers: tuple[tuple[str, int], tuple[str, int]],
+) -> Step:
+    """The launch that turns ``sizes``, rows and columns, at the first of ``pointers`` to columns
+    and rows at the second: rows and turned columns lie ``strides`` elements apart. The first row
+    begins at ``alignment`` modulo 16; turned columns take whole 16 bytes, aligned, of which the
+    last may end in zeros."""
+    rows, columns = sizes
+    chunk = 16 // TYPES[dtype][1]
+    tiles = ceil(columns, TILE), ceil(rows, TILE)
+    vectors = int(strides[0] % chunk == 0 and alignment % 16 == 0)
+    fixed = struct.pack(FIXED, *strides, rows, columns, tiles[0], vectors)
+    return Step(spec(dtype), (tiles[0] * tiles[1], 1), fixed, pointers)
 
 
 def spec(dtype: str) -> KernelSpec:
-    """The KernelSpec that turns an operand of ``dtype``."""
+    """The KernelSpec that turns a matrix of ``dtype``."""
     source = f"""#include "common/types.cuh"
 
 using InputT = {TYPES[dtype][0]};
 
 constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
+#define HALF_INPUT {int(dtype != "float32")}
 
 #include "kronecker_sparse/turn.cuh"
 """

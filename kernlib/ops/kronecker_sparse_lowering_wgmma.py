@@ -57,10 +57,12 @@ def multiply(
 """
 
 
-def preamble(dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
+def preamble(dtype: str, epilogue: tuple[Epilogue, ...], staged: bool = False) -> str:
     """Types, and the epilogues in two parts: the cheap ones at the beginning go over accumulators,
-    128 times unrolled, the others in a loop over the staged tile."""
-    count = next((i for i, part in enumerate(epilogue) if not _is_cheap(part.tree())), None)
+    128 times unrolled, the others, or all if ``staged``, in a loop over the staged tile."""
+    count = next(
+        (i for i, part in enumerate(epilogue) if staged or not _is_cheap(part.tree())), None
+    )
     head, rest = epilogue[:count], () if count is None else epilogue[count:]
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"

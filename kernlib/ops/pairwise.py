@@ -21,7 +21,10 @@ from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import accumulator, host_value, on_device
 from kernlib.ops.pairwise_request import Request, is_empty, problem_of, tuning_signature
 from kernlib.ops.tensors import (
+    LOWEST_ADDRESS,
     check_out_shape,
+    is_lazy,
+    materialised,
     refuse_overlap,
     refuse_transforms,
     signature,
@@ -96,8 +99,8 @@ def run(
             from kernlib.ops import pairwise_library
 
             return pairwise_library.run(descriptor, a, b, **request.keywords())
-        if a.is_neg() or (b is not None and b.is_neg()):
-            a, b = request.positive()[1:3]
+        if is_lazy(a) or (b is not None and is_lazy(b)):
+            a, b = _readable(request)[1:3]
             return run(descriptor, a, b, **request.keywords())
         if a.device.type == "cpu":
             from kernlib.ops import pairwise_cpu
@@ -139,7 +142,7 @@ def prepared(descriptor: Pairwise, a, b=None, **arguments) -> bool:
 
 def prepare(descriptor: Pairwise, a, b=None, **arguments) -> None:
     """Build the plan of a call, compiling and loading its kernel; see :func:`kernlib.prepare`."""
-    request = Request.of(descriptor, a, b, arguments).positive()
+    request = _readable(Request.of(descriptor, a, b, arguments))
     key = _signature(*request)
     if request.a.device.type == "cpu":
         checks.check_call(*request)
@@ -226,6 +229,14 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     return key
 
 
+def _readable(request: Request) -> Request:
+    """A request with inputs that a kernel may read, zero tensors among them. Raises TypeError for
+    what is no dense tensor."""
+    made = request.positive()
+    b = made.b if made.b is None else materialised(made.b)
+    return made._replace(a=materialised(made.a), b=b)
+
+
 _EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
 
 
@@ -278,7 +289,7 @@ def specs(
     arch, untuned; on ``device`` alone, if it is given, as it is tuned."""
     if len(tensors) > 2:
         raise TypeError(f"specs must be the tensors of one call, got {len(tensors)}: {tensors!r}")
-    request = Request.of(descriptor, *(*tensors, None)[:2], arguments).positive()
+    request = _readable(Request.of(descriptor, *(*tensors, None)[:2], arguments))
     call = checks.check_call(*request)
     if is_empty(call):
         return []
@@ -296,7 +307,7 @@ def choices(descriptor: Pairwise, a, b=None, **arguments) -> Candidates:
     """
     from kernlib.ops import pairwise_choices  # which calls themselves do without
 
-    return pairwise_choices.choices(Request.of(descriptor, a, b, arguments))
+    return pairwise_choices.choices(_readable(Request.of(descriptor, a, b, arguments)))
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
@@ -331,6 +342,8 @@ def numbers_of(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list
         if value.device.type == "cpu":
             checks.check_tensor(name, value, descriptor.positive)
         tensor = on_device(name, value, a.device, accumulator(a.dtype))
-        numbers[slot + 1] = tensor.data_ptr()
+        address = tensor.data_ptr()
+        if address >= LOWEST_ADDRESS or not tensor._is_zerotensor():  # else its number is 0
+            numbers[slot + 1] = address
         kept.append(tensor)
     return numbers, kept

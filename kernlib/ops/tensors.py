@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
+# Below 4 GiB lies no GPU's memory: an address there is the offset of a view into none at all.
+LOWEST_ADDRESS = 1 << 32
 
 
 def signature(t: torch.Tensor) -> tuple:
@@ -16,9 +18,22 @@ def signature(t: torch.Tensor) -> tuple:
     Raises AttributeError, RuntimeError or NotImplementedError for what :func:`check_dense` and
     :func:`refuse_transforms` then say in the caller's words.
     """
-    # A null address counts as 15, no tensor's own: a fake one must not find a real one's plan.
-    address = (t.data_ptr() or -1) & 15
-    return t.shape, t.stride(), t.dtype, t.get_device(), address, t.is_neg()
+    # That of fake and zero tensors, which have no memory, is below 0: they must find no real one's
+    # plan. To ask _is_zerotensor() would take another 0.1 us, and say nothing of fake ones.
+    address = t.data_ptr()
+    alignment = address & 15 if address >= LOWEST_ADDRESS else ~address
+    return t.shape, t.stride(), t.dtype, t.get_device(), alignment, t.is_neg()
+
+
+def is_lazy(t: torch.Tensor) -> bool:
+    """Whether memory does not hold the values: those of a negated view, or of a zero tensor, which
+    autograd makes for gradients that are not defined, and which has no memory."""
+    return t.is_neg() or t._is_zerotensor()
+
+
+def materialised(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of a lazy one, whose memory holds its values."""
+    return t.clone() if t._is_zerotensor() else t.resolve_neg()
 
 
 def check_dense(required: tuple[str, ...], **tensors) -> None:
@@ -63,8 +78,13 @@ def check_out_shape(out: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_memory(out: torch.Tensor) -> None:
-    """Raises ValueError for an ``out`` that no kernel can write: a negated view, or one whose
-    elements share memory."""
+    """Raises ValueError for an ``out`` that no kernel can write: a zero tensor, a negated view, or
+    one whose elements share memory."""
+    if out._is_zerotensor():
+        raise ValueError(
+            "out is a zero tensor, as autograd makes for undefined gradients, and has no memory; "
+            "pass out.clone()"
+        )
     if out.is_neg():
         raise ValueError("out is a negated view (such as x.conj().imag); pass a tensor of its own")
     if overlaps_itself(out):
