@@ -72,11 +72,12 @@ class Gpus:
         self._kernels[device, spec.canonical(), arch] = made
         return made
 
-    def launch(self, function: int, *arguments) -> tuple:
-        """Stands for cuLaunchKernel."""
-        made = self.loads[function - 1]
+    def launch(self, config, function, *arguments) -> tuple:
+        """Stands for cuLaunchKernelEx."""
+        made = self.loads[int(function) - 1]
         assert not self.capturing and self.entered[-1] == made.device
-        noted = SimpleNamespace(device=made.device, grid=arguments[:2], what=made.what)
+        grid = config.gridDimX, config.gridDimY
+        noted = SimpleNamespace(device=made.device, grid=grid, what=made.what)
         self.launches.append(noted)
         self.clock += self.cost(noted)
         return (0,)
@@ -119,7 +120,8 @@ def install(monkeypatch) -> Gpus:
     for name in ("build", "loaded", "kernel"):
         monkeypatch.setattr(service, name, getattr(gpus, name))
     monkeypatch.setattr(launch, "_bind_context", lambda device: None)
-    monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: gpus.launch)
+    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: gpus.launch)
+    monkeypatch.setattr(launch, "_driver_version", lambda: launch.OVERLAPS_FROM)
     monkeypatch.setattr(launch, "current_device", lambda: gpus.entered[-1])
     monkeypatch.setattr(launch, "current_stream", lambda device: 0)
     return gpus

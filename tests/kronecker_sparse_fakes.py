@@ -147,13 +147,13 @@ def install(monkeypatch) -> gpu_fakes.Gpus:
         monkeypatch.setattr(lowering, name, getattr(simulated, name))
     monkeypatch.setattr(tuning, "choice", lambda *_: None)
 
-    def launched(function, *arguments):
-        answer = made.launch(function, *arguments)
-        block = ctypes.c_void_p.from_address(arguments[8]).value
+    def launched(config, function, arguments, extra):
+        answer = made.launch(config, function, arguments, extra)
+        block = ctypes.c_void_p.from_address(arguments).value
         simulated.run(made.launches[-1].what, block)
         return answer
 
-    monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: launched)
+    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(launch, "_raw_empty", None)
     for module in (kronecker_sparse, kronecker_sparse_ahead, launch):
         monkeypatch.setattr(module, "torch", Torch())

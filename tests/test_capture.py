@@ -125,21 +125,25 @@ def test_rocm_is_refused(monkeypatch):
 
 
 class Function:
-    """Stands for cuLaunchKernel: notes its arguments, and the bytes it was given by pointer."""
+    """Stands for cuLaunchKernelEx: notes the function, its config's grid, block, shared memory and
+    stream, and the bytes it was given by pointer."""
 
     def __init__(self, size):
         self.size, self.calls = size, []
 
-    def __call__(self, *arguments):
-        block = ctypes.c_void_p.from_address(arguments[9]).value
-        self.calls.append((tuple(map(int, arguments[:9])), ctypes.string_at(block, self.size)))
+    def __call__(self, config, function, arguments, extra):
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        threads = config.blockDimX, config.blockDimY, config.blockDimZ
+        shape = (*grid, *threads, config.sharedMemBytes, int(config.hStream))
+        block = ctypes.c_void_p.from_address(arguments).value
+        self.calls.append(((int(function), *shape), ctypes.string_at(block, self.size)))
         return (0,)
 
 
 @pytest.fixture
 def plan(monkeypatch, loads):
     function = Function(16 + 8 + 4)
-    monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: function)
+    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: function)
     monkeypatch.setattr(launch, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "current_stream", lambda device: 700 + device)
     kernel = launch.load(SPEC, 0)

@@ -2,6 +2,7 @@
 tensor maps, shared memory, generated source."""
 
 import ctypes
+import itertools
 
 import pytest
 from kronecker_sparse_lowering_cases import (
@@ -328,6 +329,62 @@ def test_weights_stay_where_they_fit():
     assert resident(columns=128, depth=128, dtype="float32") == 4  # 128 KiB: high and low words
     assert resident(columns=512, depth=64, blocks=8) == 1
     assert resident(columns=512, depth=64, blocks=1000) == 0
+
+
+# Launches that begin before the one before has ended.
+
+OTHERS = {  # of which every kind takes some, by way of every other
+    "a weight's gradient of few rows": weight_gradient(batch=1000, dtype="float32"),
+    "a weight's gradient": weight_gradient(),
+    "a weight's gradient, float32": weight_gradient(dtype="float32"),
+    "a weight's gradient, d > 1": weight_gradient(d=16),
+    "a weight's gradient, d > 1, batch last": weight_gradient(d=16, last=True),
+    "large": with_lanes(64, blocks=1, columns=768, depth=192),
+    "large, in slices": with_lanes(64, "float32", blocks=4, columns=256, depth=256),
+    "an odd batch, last": batch_last(rows=25089),
+}
+
+
+@pytest.mark.parametrize("name", [*SAMPLE, *OTHERS])
+def test_only_the_product_behind_its_own_packing_overlaps(name):
+    given = (SAMPLE | OTHERS)[name]
+    for choice in lowering.candidates(given, ARCH):
+        steps = lowering.lower((), given, ARCH, PROCESSORS, choice).steps
+        packs = [step.spec.entry == "kronecker_sparse_pack" for step in steps]
+        overlaps = [step.overlaps for step in steps]
+        assert overlaps == (
+            [False, True] if choice["kind"] == "hopper" and any(packs) else [False] * len(steps)
+        )
+        for before, step in itertools.pairwise(steps):
+            if step.overlaps:
+                written, (read,) = before.pointers[1], step.pointers[len(step.maps) :]
+                assert before.spec.entry == "kronecker_sparse_pack"
+                assert read == written == ("workspace", 0)
+
+
+def test_some_products_overlap_and_some_by_way_of_batch_last_do_not():
+    everything = (SAMPLE | OTHERS).values()
+    found = [
+        (choice["kind"], any(step.overlaps for step in steps))
+        for given in everything
+        for choice in lowering.candidates(given, ARCH)
+        for steps in [lowering.lower((), given, ARCH, PROCESSORS, choice).steps]
+    ]
+    assert {("hopper", True), ("hopper", False), ("transposed", False)} <= set(found)
+    assert {kind for kind, overlaps in found if overlaps} == {"hopper"}
+    assert {kind for kind, _ in found} == {
+        "turned", "gradient", "interleaved", "transposed", "hopper", "portable",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_what_overlaps_waits_for_what_permits_it(name):
+    for found in choices(SAMPLE[name]):
+        if main_of(found).overlaps:
+            before, own = (text_of(step.spec.source).text for step in found.steps)
+            assert "#define PACKED 1" in main_of(found).spec.source
+            assert "wait_for_prerequisites();" in own.partition(" produce(")[2]
+            assert "launch_dependents();" in before.partition("kronecker_sparse_pack(")[2]
 
 
 # Generated source.

@@ -61,7 +61,12 @@ def test_every_kind_stays_for_tuning_to_find(dtype, precision):
     assert lowering.lower((), given, ARCH, 132).steps[-1].spec.entry != "kronecker_sparse_pack"
 
 
-def test_gradients_of_weights_are_not_small():
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+def test_a_long_depth_is_not_small(dtype, precision):
+    """Portable kernels sum it in parts, by two launches; gradients of weights are such."""
+    options = {"dtype": dtype, "precision": precision}
     for last in (False, True):
-        given = weight_gradient(2, 40, 24, 1, last=last)
-        assert not lowering.is_small(given)
+        for batch in (1024, 8192, 25088):
+            given = weight_gradient(1, 128, 512, 4, batch=batch, last=last, **options)
+            assert not lowering.is_small(given)
+    assert not lowering.is_small(problem(lanes=4, rows=8, depth=1024, **options))

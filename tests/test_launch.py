@@ -1,6 +1,7 @@
 """Plans with tensor maps, several launches one behind the other, and new tensors, without a GPU."""
 
 import ctypes
+import gc
 import struct
 from operator import itemgetter
 from types import SimpleNamespace
@@ -10,22 +11,26 @@ import torch
 
 from kernlib import events, launch, tensor_map
 from kernlib.jit.spec import KernelSpec
+from kernlib.ops import kronecker_sparse_plans
+from kernlib.ops.kronecker_sparse_lowering_problem import Step
 
 MAP = tensor_map.TensorMap("float16", (8, 8), (16,), (8, 8), 0)
 
 
 class Driver:
-    """Stands for cuLaunchKernel and cuTensorMapEncodeTiled: notes launches as bytes of their
-    blocks, and the addresses of which a map was encoded, which are all that their maps hold."""
+    """Stands for cuLaunchKernelEx and cuTensorMapEncodeTiled: notes launches as bytes of their
+    blocks, their configs as the driver reads them, and the addresses of which a map was encoded,
+    which are all that their maps hold."""
 
     def __init__(self):
         self.launched, self.encoded, self.size, self.refused = [], [], 0, set()
-        self.block = 0
+        self.block, self.configs = 0, []
 
-    def launch(self, *arguments):
-        self.block = ctypes.c_void_p.from_address(arguments[9]).value
-        stream = int(arguments[8])
-        self.launched.append((arguments[0], stream, ctypes.string_at(self.block, self.size)))
+    def launch(self, config, function, arguments, extra):
+        self.block = ctypes.c_void_p.from_address(arguments).value
+        self.configs.append(read(config))
+        stream = self.configs[-1].stream
+        self.launched.append((int(function), stream, ctypes.string_at(self.block, self.size)))
         return (0,)
 
     def encode(self, place, kind, rank, address, *others):
@@ -37,20 +42,47 @@ class Driver:
         return 0
 
 
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its value is 64 bytes, 8 behind its beginning."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("shape", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+def read(config):
+    """What the driver reads of a config, itself included."""
+    raw = Config.from_address(config.getPtr())
+    attributes = [(each.id, each.value[0]) for each in raw.attributes[: raw.count]]
+    return SimpleNamespace(
+        shape=tuple(raw.shape), stream=raw.stream or 0, attributes=attributes, config=config
+    )
+
+
 @pytest.fixture
 def driver(monkeypatch):
     made = Driver()
-    monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: made.launch)
+    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: made.launch)
+    monkeypatch.setattr(launch, "_driver_version", lambda: 13000)
     monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: made.encode)
     monkeypatch.setattr(launch, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "current_stream", lambda device: 700 + device)
     return made
 
 
-def plan(driver, *arguments, function=1, device=0):
-    spec = KernelSpec("family", "source", "entry", 32, description=f"kernel {function}")
+def plan(driver, *arguments, function=1, device=0, **options):
+    spec = KernelSpec("family", "source", "entry", 32, 49152, description=f"kernel {function}")
     kernel = SimpleNamespace(spec=spec, key="0" * 64, arch="sm_90a", function=function)
-    return launch.Plan(kernel, device, (5, 6), *arguments)
+    return launch.Plan(kernel, device, (5, 6), *arguments, **options)
 
 
 def block(*pointers, maps=2, tail=b"tail"):
@@ -144,6 +176,76 @@ def test_plans_one_behind_the_other_pick_their_addresses(driver):
         (2, 700, struct.pack("<QQdQ", 44, 33, 0.5, 9)),
     ]
     assert [event.description for event in heard] == ["kernel 1", "kernel 2"]
+
+
+# What the driver is told beside the block.
+
+SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+def test_a_config_is_what_the_driver_reads(driver):
+    plan(driver, 1, "", b"").launch((3,))
+    (found,) = driver.configs
+    assert (found.shape, found.stream) == ((5, 6, 1, 32, 1, 1, 49152), 700)
+
+
+def test_plans_that_overlap_say_so_and_no_others(driver):
+    for overlaps in (True, False):
+        plan(driver, 1, "", b"", overlaps=overlaps).launch((3,))
+    plan(driver, 1, "", b"").launch((3,))
+    assert [found.attributes for found in driver.configs] == [[(SERIALIZATION, 1)], [], []]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_of_a_call_that_overlaps_is_such_a_plan(driver, overlaps, monkeypatch):
+    kernel = plan(driver, 1, "", b"").kernel
+    monkeypatch.setattr(kronecker_sparse_plans, "load", lambda spec, device: kernel)
+    step = Step(kernel.spec, (5, 6), b"", (("right", 0),), overlaps=overlaps)
+    made, pick, _ = kronecker_sparse_plans._step(step, 0, [(0, 0), (1, 0)])
+    made.launch(pick([3, 4]))
+    assert [len(found.attributes) for found in driver.configs] == [overlaps]
+
+
+@pytest.mark.parametrize(
+    ("version", "count"), [(11080, 0), (12020, 0), (12030, 1), (12090, 1), (13000, 1)]
+)
+def test_drivers_that_capture_no_overlap_are_not_asked_for_one(driver, version, count, monkeypatch):
+    monkeypatch.setattr(launch, "_driver_version", lambda: version)
+    plan(driver, 1, "", b"", overlaps=True).launch((3,))
+    assert len(driver.configs[0].attributes) == count
+
+
+def test_a_plan_that_does_not_overlap_asks_no_drivers_version(driver, monkeypatch):
+    monkeypatch.setattr(launch, "_driver_version", lambda: pytest.fail("asked"))
+    plan(driver, 1, "", b"").launch((3,))
+    assert len(driver.configs) == 1
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_each_stream_has_its_own_config(driver, overlaps, monkeypatch):
+    streams = (7, 7, 1 << 47, 0, 0)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 7)
+    made = plan(driver, 1, "", b"", overlaps=overlaps)
+    for stream in streams:
+        monkeypatch.setattr(launch, "current_stream", lambda device, stream=stream: stream)
+        made.launch((3,))
+    assert [found.stream for found in driver.configs] == list(streams)
+    assert all(len(found.attributes) == overlaps for found in driver.configs)
+    first, again, second, third, last = (found.config for found in driver.configs)
+    assert first is again and third is last and len({id(first), id(second), id(third)}) == 3
+
+
+def test_what_a_launch_points_to_lives_as_long_as_its_plan(driver):
+    driver.size = 8 + 4
+    plans = [plan(driver, 1, "", b"tail", overlaps=True, function=n + 1) for n in range(50)]
+    gc.collect()
+    others = [bytearray(b"\xff" * size) for size in range(16, 4096)]
+    for number, made in enumerate(plans):
+        made.launch((number,))
+    assert len(others) == 4080
+    assert driver.launched == [(n + 1, 700, struct.pack("<Q", n) + b"tail") for n in range(50)]
+    assert all(found.attributes == [(SERIALIZATION, 1)] for found in driver.configs)
+    assert {found.shape for found in driver.configs} == {(5, 6, 1, 32, 1, 1, 49152)}
 
 
 # New tensors, by torch's raw call for host memory in place of that for a GPU's.

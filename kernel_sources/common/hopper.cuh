@@ -59,6 +59,16 @@ __device__ __forceinline__ void sync_threads(int number, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
 }
 
+// Permits the launch behind this one, if it overlaps, to begin once all CTAs have got here.
+__device__ __forceinline__ void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;");
+}
+
+// Waits, if this launch overlaps the one before, until that has ended and what it wrote is seen.
+__device__ __forceinline__ void wait_for_prerequisites() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 __device__ __forceinline__ void load_box(void* to, const TensorMap& map, u64* barrier, int x, int y,
                                          int z, int w) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "

@@ -6,7 +6,8 @@
 //
 // Persistent CTAs: one producer thread, two warpgroups that multiply 64 rows of the batch each. A
 // tile is 128 rows of the batch by TILE_COLUMNS output features of one group (i, l); where its
-// weights fit (RESIDENT), tiles that share them follow each other, so that they are read once.
+// weights fit (RESIDENT), tiles that share them follow each other, so that they are read once,
+// or by each CTA of a team where y is most of what moves.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
@@ -180,23 +181,29 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
     if (!RESIDENT) load_weights(to + X_BYTES, p, barrier, tile, block);
 }
 
+// Packed weights may still be under way when this kernel begins, but not x, which was there before.
+// So where weights stay, x of a tile comes before its weights: no more than the stages hold.
+static_assert(STAGES >= RESIDENT, "x of a tile is loaded before its weights");
+
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int stage = 0, parity = 1, group = -1, groups = 0;
+    if (PACKED && !RESIDENT) wait_for_prerequisites();
     Range range(p);
     for (u32 index = range.first; index < range.last; index += range.step) {
         Tile tile(p, index);
+        for (int block = 0; block < tile.depth; ++block) {
+            barrier_wait(&s.empty[stage], parity);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, tile.first + block);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
         if (RESIDENT && tile.group != group) {
+            if (PACKED && groups == 0) wait_for_prerequisites();
             barrier_wait(s.weights_empty, (groups & 1) ^ 1);
             barrier_expect(s.weights_full, tile.depth * W_BYTES);
             for (int block = 0; block < tile.depth; ++block)
                 load_weights(s.weights + block * W_BYTES, p, s.weights_full, tile, block);
             group = tile.group;
             ++groups;
-        }
-        for (int block = 0; block < tile.depth; ++block) {
-            barrier_wait(&s.empty[stage], parity);
-            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, tile.first + block);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
 }

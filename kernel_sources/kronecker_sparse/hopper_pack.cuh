@@ -45,6 +45,7 @@ __device__ __forceinline__ void split(T x, T& high, T& low) { high = x; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_pack(const __grid_constant__ Parameters p) {
+    launch_dependents();  // hopper.cuh waits where it reads what is packed here
     i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (index >= p.total) return;
     int groups = p.spans * SPAN / TOGETHER, rows = p.column_tiles * TILE_COLUMNS;

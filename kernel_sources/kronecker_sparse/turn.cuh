@@ -76,7 +76,7 @@ __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Paramete
     }
 }
 #else
-// Whole words, with a line's length that spreads them over all banks.
+// Whole words, in lines of which a warp's accesses find two words a bank.
 __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Parameters& p, u32 row,
                                      u32 column) {
     constexpr int LINE = TILE + 1;

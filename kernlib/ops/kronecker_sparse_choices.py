@@ -32,16 +32,20 @@ def choices(request: Request) -> Candidates:
     if not call.batch:
         return Candidates(device, b"", [])
     problem = plans.problem_of(fused.descriptor, call, *fused[1:4], fused.precision())
+    known = lowering.candidates(problem, arch)
+    made = [
+        lowering.lower(fused.descriptor.epilogue, problem, arch, count, choice) for choice in known
+    ]
+    # One of each for all candidates, which run one after the other: some need a GiB of workspace.
+    most = max(lowered.workspace for lowered in made)
+    workspace = cache(plans.allocator((most,), torch.uint8, request.x.device))
     scratch = cache(partial(_scratch, fused, call))
 
-    def candidate(choice: lowering.Choice) -> Candidate:
-        epilogue = fused.descriptor.epilogue
-        lowered = lowering.lower(epilogue, problem, arch, count, choice)
+    def candidate(choice: lowering.Choice, lowered: lowering.Lowered) -> Candidate:
         main = max((step.spec for step in lowered.steps), key=lambda spec: spec.shared_bytes)
-        return Candidate(choice, main, partial(_trial, fused, call, lowered, scratch))
+        return Candidate(choice, main, partial(_trial, fused, call, lowered, scratch, workspace))
 
-    known = lowering.candidates(problem, arch)
-    return Candidates(device, plans.signature(problem), [candidate(choice) for choice in known])
+    return Candidates(device, plans.signature(problem), list(map(candidate, known, made)))
 
 
 def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
@@ -53,16 +57,22 @@ def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
 
 
 def _trial(
-    request: Request, call: checks.Call, lowered: lowering.Lowered, scratch: Callable
+    request: Request,
+    call: checks.Call,
+    lowered: lowering.Lowered,
+    scratch: Callable,
+    workspace: Callable,
 ) -> Callable[[], None]:
-    """Launch the kernels of a call into ``scratch()``, and return what launches them again."""
+    """Launch the kernels of a call into ``scratch()``, with ``workspace()`` between them, and
+    return what launches them again."""
     descriptor, x, weight, _, parameters = request
     plan = plans.loaded_plan(descriptor, call, *request[1:], lowered)
     vectors, numbers, kept = op.parameters_of(plan, descriptor, x, parameters)
     left, out = x if plan.left is None else x.reshape(plan.left), scratch()
-    workspace = plan.launch(left, weight, out, vectors, numbers)
+    shared = workspace() if lowered.workspace else None
+    plan.launch(left, weight, out, vectors, numbers, shared)
 
-    def again(_held=(left, weight, out, vectors, kept, workspace)) -> None:
+    def again(_held=(left, weight, out, vectors, kept, shared)) -> None:
         for step, *_ in plan.steps:
             step.repeat()
 

@@ -26,6 +26,7 @@ from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops import kronecker_sparse_lowering_transposed as transposed
 from kernlib.ops import kronecker_sparse_lowering_turn as turn
 from kernlib.ops.kronecker_sparse_lowering_problem import (
+    DEEP,
     NUMBER,
     Choice,
     Layout,
@@ -34,7 +35,6 @@ from kernlib.ops.kronecker_sparse_lowering_problem import (
     Pattern,
     Problem,
     Step,
-    is_deep,
 )
 
 __all__ = [
@@ -90,11 +90,11 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
 
 
 def is_small(problem: Problem) -> bool:
-    """Whether a problem's batch is so small that packing the weight costs more than the kinds which
-    ask for it gain: on an H200 (1, 768, 192, 2) in float32, 64 rows, takes 16.4 us by `interleaved`
-    and 10.9 by `portable`, whose host makes one launch instead of two."""
+    """Whether a problem has so few rows that packing the weight costs more than the kinds which ask
+    for it gain: on an H200 (1, 768, 192, 2) in float32, 64 rows, takes 16.4 us by `interleaved` and
+    10.9 by `portable`, whose host makes one launch instead of two. Of a long depth it makes two."""
     half = problem.dtype != "float32"
-    if is_deep(problem) or problem.rows > (64 if half else 128) or (half and problem.depth > 192):
+    if problem.rows > (64 if half else 128) or problem.depth > (192 if half else DEEP - 1):
         return False
     # Batch first, `portable` reads and writes each l by itself.
     batch_last = problem.rows > 1 and problem.left.line == problem.out.row == 1

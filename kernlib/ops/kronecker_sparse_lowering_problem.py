@@ -67,7 +67,9 @@ class Problem(NamedTuple):
 class Step(NamedTuple):
     """One launch. ``pointers`` name operands ("left", "right", "out", "workspace" or "vector<k>")
     and the byte to begin at: first of ``maps``, then those whose addresses the parameter block
-    holds behind the maps, before ``scalars`` times NUMBER, and ``fixed``."""
+    holds behind the maps, before ``scalars`` times NUMBER, and ``fixed``. One that ``overlaps`` may
+    begin before the step before it has ended, and waits for it where it reads what that one wrote:
+    the product behind the packing of its own weight."""
 
     spec: KernelSpec
     grid: tuple[int, int]
@@ -75,6 +77,7 @@ class Step(NamedTuple):
     pointers: tuple[tuple[str, int], ...]
     scalars: int = 0
     maps: tuple[TensorMap, ...] = ()
+    overlaps: bool = False
 
 
 class Lowered(NamedTuple):

@@ -89,7 +89,9 @@ def lower(
         inner = hopper.lower(epilogue, part, arch, multiprocessors, choice)
         packing = () if steps else inner.steps[:-1]  # the same for every slice
         before, after = _turns(problem, first, count, places)
-        own = [turn.moved(step, places) for step in (*packing, inner.steps[-1])]
+        # Right before the product x is written, at whose first byte it would have to wait.
+        product = inner.steps[-1]._replace(overlaps=False)
+        own = [turn.moved(step, places) for step in (*packing, product)]
         steps += [*own[:-1], before, own[-1], after]
     return Lowered(tuple(steps), x + y + inner.workspace)
 

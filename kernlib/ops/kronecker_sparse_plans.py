@@ -42,7 +42,7 @@ class KroneckerPlan(NamedTuple):
     index: int  # of the device
     result: Callable[[], torch.Tensor]  # makes a new one
     steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
-    launch: Callable[..., torch.Tensor]  # of the steps, as _launcher makes it
+    launch: Callable[..., None]  # of the steps, as _launcher makes it
 
 
 class View(NamedTuple):
@@ -264,23 +264,21 @@ def _launches(
 
 def _launcher(
     steps: tuple, device: int, scratch: Callable | None, inner: tuple[tuple[int, int], ...]
-) -> Callable[..., torch.Tensor]:
-    """What launches the kernels of a plan, one after another on the current stream, and answers
-    their scratch, or ``out`` where they need none. ``scratch`` makes it; ``inner`` are further
-    addresses: in which operand, how many bytes on. A closure, as a plan's fields take 20 ns each.
-    """
+) -> Callable[..., None]:
+    """What launches the kernels of a plan, one after another on the current stream. ``scratch``
+    makes what they share where none is ``given``; ``inner`` are further addresses: in which
+    operand, how many bytes on. A closure, as a plan's fields take 20 ns each."""
 
-    def launch(left, right, out, vectors: Sequence, numbers: Sequence) -> torch.Tensor:
-        addresses, shared = [left.data_ptr(), right.data_ptr(), out.data_ptr(), 0], out
+    def launch(left, right, out, vectors: Sequence, numbers: Sequence, given=None) -> None:
+        addresses = [left.data_ptr(), right.data_ptr(), out.data_ptr(), 0]
         if scratch is not None:
-            shared = scratch()
+            shared = scratch() if given is None else given
             addresses[3] = shared.data_ptr()
         for vector in vectors:
             addresses.append(vector.data_ptr())
         for place, offset in inner:
             addresses.append(addresses[place] + offset)
         start_all(steps, device, addresses, numbers)
-        return shared
 
     return launch
 
@@ -289,7 +287,7 @@ def _step(step: lowering.Step, device: int, known: list[tuple[int, int]]) -> tup
     kernel = load(step.spec, device)
     own = len(step.pointers) - len(step.maps)
     numbers = NUMBER * step.scalars
-    made = Plan(kernel, device, step.grid, own, numbers, step.fixed, step.maps)
+    made = Plan(kernel, device, step.grid, own, numbers, step.fixed, step.maps, step.overlaps)
     return made, _picker([known.index((_place(n), at)) for n, at in step.pointers]), step.scalars
 
 
