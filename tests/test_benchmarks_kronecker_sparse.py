@@ -69,6 +69,7 @@ def test_case_names_are_the_agreed_ones():
     assert [p.case.name for p in CASES["host"]] == [
         "kronecker_sparse hot call (6,64,64,1) fp16",
         "kronecker_sparse hot call (1,768,192,2) fp16",
+        "kronecker_sparse hot call of 128 rows (1,768,192,2) fp16",
         "kronecker_sparse compile maximum",
         "kronecker_sparse compile median",
     ]
@@ -298,18 +299,18 @@ def test_every_case_has_kernels(section):
         assert op.specs(plan.problem.descriptor, "sm_90a", made, {}), plan.case.name
 
 
-def test_one_hot_call_launches_once_and_the_other_packs_first():
+def test_hot_calls_launch_once_and_the_last_packs_first():
     counts = []
-    for pattern in host.HOT_PATTERNS:
-        problem = Problem("host", pattern, False, "fp16", host.HOT_BATCH)
+    for pattern, batch, _ in host.HOT_CALLS:
+        problem = Problem("host", pattern, False, "fp16", batch)
         found = op.specs(problem.descriptor, "sm_90a", problems.stand_ins(problem), {})
         counts.append(len(found))
-    assert counts == [1, 2]
+    assert counts == [1, 1, 2]
 
 
 def test_hot_call(monkeypatch):
     monkeypatch.setattr(host, "host_us", lambda call, wait, quick: (call(), 5.0)[1])
-    row = host.hot_call((6, 64, 64, 1), Session(), "cpu")
+    row = host.hot_call((6, 64, 64, 1), 64, 12.0, Session(), "cpu")
     assert row.case == "kronecker_sparse hot call (6,64,64,1) fp16" and row.unit == "us"
     assert row.rivals == {"einsum": 5.0, "dense": 5.0} and row.error < 1e-3 and row.must == 12.0
 
@@ -431,7 +432,7 @@ def test_report_has_few_rows_for_many_cases():
     text = report.render([("kronecker_sparse", {**head(), "rows": every})])
     tables = re.findall(r"(?:^\|.*\n?)+", text, re.M)
     counts = [len(table.splitlines()) - 2 for table in tables]
-    assert counts == [16, 6, 3]
+    assert counts == [16, 6, 4]
     for table in tables:
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
