@@ -129,7 +129,7 @@ struct Tile {
 
 // The tiles of a CTA: those that all CTAs compute at the same time are neighbours or, where weights
 // stay, those that a team of them does. A team of one computes neighbours one after the other.
-// Teams have as many of the tiles as of the CTAs: no CTA has two where there are as many as CTAs.
+// A team's share of the tiles is its share of the CTAs: none has more than the mean, rounded up.
 struct Range {
     u32 first, last, step;
     __device__ __forceinline__ explicit Range(const Parameters& p) {
@@ -181,8 +181,9 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
     if (!RESIDENT) load_weights(to + X_BYTES, p, barrier, tile, block);
 }
 
-// Packed weights may still be under way when this kernel begins. Where they stay they are loaded
-// before x, which was there earlier: 2 us of (1,256,256,16) against x first.
+// Packed weights may still be under way when this kernel begins: who reads them waits. Where they
+// stay, x waits with them, though it was there earlier: loaded first, it made (1,256,256,16) 2 us
+// slower.
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int stage = 0, parity = 1, group = -1, groups = 0;
     if (PACKED && !RESIDENT) wait_for_prerequisites();

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
-# Below 4 GiB lies no GPU's memory: an address there is the offset of a view into none at all.
+# Below 4 GiB lies no GPU's memory: an address there is the offset of a view into none at all. A
+# view that begins further in is not told apart.
 LOWEST_ADDRESS = 1 << 32
 
 
