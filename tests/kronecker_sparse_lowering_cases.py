@@ -13,6 +13,7 @@ from kernlib.ops import kronecker_sparse_lowering as lowering
 from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
 from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout, Problem
+from kernlib.ops.steps import NUMBER
 
 DTYPES = ("float16", "bfloat16", "float32")
 KINDS = [("float16", "fp32"), ("bfloat16", "fp32"), ("float32", "fp32"), ("float32", "tf32")]
@@ -58,7 +59,7 @@ def block(step: lowering.Step, addresses: dict[str, int]) -> bytes:
     own = step.pointers[len(step.maps) :]
     pointers = [addresses[name] + offset for name, offset in own]
     numbers = [x for index in range(step.scalars) for x in (index + 0.5, index + 900)]
-    layout = f"<{len(pointers)}Q" + lowering.NUMBER * step.scalars
+    layout = f"<{len(pointers)}Q" + NUMBER * step.scalars
     return bytes(128 * len(step.maps)) + struct.pack(layout, *pointers, *numbers) + step.fixed
 
 

@@ -17,7 +17,7 @@ from kernlib.errors import CaptureError
 from kernlib.jit import tuning
 from kernlib.ops import kronecker_sparse as op
 from kernlib.ops import kronecker_sparse_autograd as autograd
-from kernlib.ops import kronecker_sparse_plans as plans
+from kernlib.ops import sequence
 from kernlib.reference import kronecker_sparse as reference
 
 PATTERN = (2, 3, 5, 4)
@@ -519,9 +519,8 @@ def test_a_given_out_finds_what_was_tuned_without_one(gpus):
         assert gpus.lowering.problems[0] == gpus.lowering.problems[1]
 
 
-def test_plans_read_the_layout_of_lowering():
-    assert plans._place("vector3") == 7 and plans._place("out") == 2
-    assert plans._picker([2, 0])([5, 6, 7]) == (7, 5) and plans._picker([1])([5, 6, 7]) == (6,)
+def test_a_step_picks_its_addresses():
+    assert sequence.picker([2, 0])([5, 6, 7]) == (7, 5) and sequence.picker([1])([5, 6, 7]) == (6,)
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=str)

@@ -11,8 +11,8 @@ import torch
 
 from kernlib import events, launch, tensor_map
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse_plans
-from kernlib.ops.kronecker_sparse_lowering_problem import Step
+from kernlib.ops import sequence
+from kernlib.ops.steps import Step
 
 MAP = tensor_map.TensorMap("float16", (8, 8), (16,), (8, 8), 0)
 
@@ -199,9 +199,9 @@ def test_plans_that_overlap_say_so_and_no_others(driver):
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_step_of_a_call_that_overlaps_is_such_a_plan(driver, overlaps, monkeypatch):
     kernel = plan(driver, 1, "", b"").kernel
-    monkeypatch.setattr(kronecker_sparse_plans, "load", lambda spec, device: kernel)
+    monkeypatch.setattr(sequence, "load", lambda spec, device: kernel)
     step = Step(kernel.spec, (5, 6), b"", (("right", 0),), overlaps=overlaps)
-    made, pick, _ = kronecker_sparse_plans._step(step, 0, [(0, 0), (1, 0)])
+    (((made, pick, _),), _) = sequence.load_steps((step,), ("left", "right"), 0)
     made.launch(pick([3, 4]))
     assert [len(found.attributes) for found in driver.configs] == [overlaps]
 

@@ -20,6 +20,7 @@ from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_checks as checks
 from kernlib.ops.hyperparameters import accumulator, check_host, check_tensor, host_value, on_device
+from kernlib.ops.precision import float32_precision
 from kernlib.ops.tensors import (
     LOWEST_ADDRESS,
     check_dense,
@@ -201,7 +202,10 @@ def by_plan(plan: KroneckerPlan, descriptor, x, weight, out, parameters: dict) -
         target = plan.result()
     else:
         target = _target(plan, x, weight, out, vectors, kept, parameters)
-    plan.launch(x, weight, target, vectors, numbers)
+    addresses = [x.data_ptr(), weight.data_ptr(), target.data_ptr()]
+    for vector in vectors:
+        addresses.append(vector.data_ptr())
+    plan.launch(addresses, numbers)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     if out is None or out is target:
         return target
@@ -249,7 +253,7 @@ def _weight_gradient_by_plan(plan: KroneckerPlan, grad, x) -> torch.Tensor:
     if not plan.steps:  # an empty sum
         return torch.zeros(plan.shape, dtype=plan.dtype, device=plan.device)
     out = plan.result()
-    plan.launch(left, right, out, (), ())
+    plan.launch([left.data_ptr(), right.data_ptr(), out.data_ptr()])
     return out
 
 
@@ -328,14 +332,6 @@ def precision_of(permitted: str | None, x: torch.Tensor) -> str | None:
 def _kind(value):
     """Of a number nothing; of a tensor its signature, so that one without memory finds no plan."""
     return signature(value) if isinstance(value, torch.Tensor) else None
-
-
-def float32_precision() -> str:
-    """What torch permits the products of float32 tensors to be: "fp32" or "tf32"."""
-    try:
-        return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    except RuntimeError:  # torch's newer setting, one for each backend, is in use
-        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
 
 
 def parameters_of(plan: KroneckerPlan, descriptor, x, parameters: dict) -> tuple:

@@ -70,7 +70,7 @@ def _trial(
     vectors, numbers, kept = op.parameters_of(plan, descriptor, x, parameters)
     left, out = x if plan.left is None else x.reshape(plan.left), scratch()
     shared = workspace() if lowered.workspace else None
-    plan.launch(left, weight, out, vectors, numbers, shared)
+    plan.launch([t.data_ptr() for t in (left, weight, out, *vectors)], numbers, shared)
 
     def again(_held=(left, weight, out, vectors, kept, shared)) -> None:
         for step, *_ in plan.steps:

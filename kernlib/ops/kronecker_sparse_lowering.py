@@ -27,18 +27,15 @@ from kernlib.ops import kronecker_sparse_lowering_transposed as transposed
 from kernlib.ops import kronecker_sparse_lowering_turn as turn
 from kernlib.ops.kronecker_sparse_lowering_problem import (
     DEEP,
-    NUMBER,
     Choice,
     Layout,
-    Lowered,
     OutLayout,
     Pattern,
     Problem,
-    Step,
 )
+from kernlib.ops.steps import Lowered, Step
 
 __all__ = [
-    "NUMBER",
     "Choice",
     "Layout",
     "Lowered",

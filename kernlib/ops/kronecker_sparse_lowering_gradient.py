@@ -16,15 +16,8 @@ from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
 from kernlib.ops.kronecker_sparse_lowering_hopper import FIXED, TILE_ROWS
-from kernlib.ops.kronecker_sparse_lowering_problem import (
-    Choice,
-    Layout,
-    Lowered,
-    Problem,
-    Step,
-    ceil,
-    is_deep,
-)
+from kernlib.ops.kronecker_sparse_lowering_problem import Choice, Layout, Problem, ceil, is_deep
+from kernlib.ops.steps import Lowered, Step
 from kernlib.tensor_map import TensorMap
 
 KIND = "gradient"

@@ -13,14 +13,8 @@ from kernlib.ops import kronecker_sparse_lowering_maps as maps
 from kernlib.ops import kronecker_sparse_lowering_pack as packing
 from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
-from kernlib.ops.kronecker_sparse_lowering_problem import (
-    Choice,
-    Lowered,
-    Problem,
-    Step,
-    ceil,
-    is_deep,
-)
+from kernlib.ops.kronecker_sparse_lowering_problem import Choice, Problem, ceil, is_deep
+from kernlib.ops.steps import Lowered, Step
 from kernlib.tensor_map import TensorMap
 
 KIND = "hopper"

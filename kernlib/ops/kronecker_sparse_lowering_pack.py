@@ -11,13 +11,8 @@ from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops.kronecker_sparse_lowering_problem import (
-    MAX_BLOCKS,
-    TYPES,
-    Problem,
-    Step,
-    ceil,
-)
+from kernlib.ops.kronecker_sparse_lowering_problem import MAX_BLOCKS, TYPES, Problem, ceil
+from kernlib.ops.steps import Step
 
 THREADS = 128
 FIXED = "<5q6i"  # what struct Parameters holds behind its pointers

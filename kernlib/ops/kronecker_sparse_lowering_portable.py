@@ -21,12 +21,11 @@ from kernlib.ops.kronecker_sparse_lowering_problem import (
     TYPES,
     Choice,
     Layout,
-    Lowered,
     OutLayout,
     Problem,
-    Step,
     ceil,
 )
+from kernlib.ops.steps import Lowered, Step
 
 KIND = "portable"
 THREADS = 256

@@ -12,10 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernlib.jit.spec import KernelSpec
-from kernlib.tensor_map import TensorMap
-
-NUMBER = "dQ"  # of a scalar of the epilogue: its value, and its address if it is on the device
 Choice = dict[str, object]  # what sets a kernel apart from the others for a problem
 Pattern = tuple[int, int, int, int]
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
@@ -62,29 +58,6 @@ class Problem(NamedTuple):
     out: OutLayout
     dtype: str = "float32"
     precision: str = "fp32"
-
-
-class Step(NamedTuple):
-    """One launch. ``pointers`` name operands ("left", "right", "out", "workspace" or "vector<k>")
-    and the byte to begin at: first of ``maps``, then those whose addresses the parameter block
-    holds behind the maps, before ``scalars`` times NUMBER, and ``fixed``. One that ``overlaps`` may
-    begin before the step before it has ended, and waits for it where it reads what that one wrote:
-    the product behind the packing of its own weight."""
-
-    spec: KernelSpec
-    grid: tuple[int, int]
-    fixed: bytes
-    pointers: tuple[tuple[str, int], ...]
-    scalars: int = 0
-    maps: tuple[TensorMap, ...] = ()
-    overlaps: bool = False
-
-
-class Lowered(NamedTuple):
-    """The launches of a call, in order, and the bytes of scratch that they share."""
-
-    steps: tuple[Step, ...]
-    workspace: int = 0
 
 
 def ceil(count: int, size: int) -> int:

@@ -31,12 +31,11 @@ from kernlib.ops.kronecker_sparse_lowering_problem import (
     TYPES,
     Choice,
     Layout,
-    Lowered,
     OutLayout,
     Problem,
-    Step,
     ceil,
 )
+from kernlib.ops.steps import Lowered, Step
 
 KIND = "transposed"
 WORKSPACE = 2**30  # bytes of a transposed slice of x and of the result, beside the packed weight

@@ -20,12 +20,11 @@ from kernlib.ops.kronecker_sparse_lowering_problem import (
     TYPES,
     Choice,
     Layout,
-    Lowered,
     Problem,
-    Step,
     ceil,
     is_deep,
 )
+from kernlib.ops.steps import Lowered, Step
 
 KIND = "turned"
 THREADS = 256

@@ -7,8 +7,7 @@ depth in the gradient of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,14 +15,13 @@ import torch
 from kernlib.canonical import encode
 from kernlib.descriptors.kronecker_sparse import KroneckerSparse
 from kernlib.jit import tuning
-from kernlib.launch import Plan, allocator, arch_of, load, model, start_all
+from kernlib.launch import Plan, allocator, arch_of, model
 from kernlib.ops import kronecker_sparse_lowering as lowering
 from kernlib.ops.kronecker_sparse_checks import KERNEL_TYPES, Call
+from kernlib.ops.sequence import launcher, load_steps
 from kernlib.ops.tensors import span
 
 FAMILY = KroneckerSparse.family
-NUMBER = "dQ"  # of a scalar: its value, and its address if it is on the device
-_PLACES = {"left": 0, "right": 1, "out": 2, "workspace": 3}  # of addresses; vectors follow
 
 
 class KroneckerPlan(NamedTuple):
@@ -42,7 +40,7 @@ class KroneckerPlan(NamedTuple):
     index: int  # of the device
     result: Callable[[], torch.Tensor]  # makes a new one
     steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
-    launch: Callable[..., None]  # of the steps, as _launcher makes it
+    launch: Callable[..., None]  # of the steps, given addresses: left, right, out, vectors
 
 
 class View(NamedTuple):
@@ -246,61 +244,12 @@ def _launches(
 ) -> dict:
     """The fields of a plan that make its result and launch its kernels, loaded, on the device of
     x."""
-    scratch, inner, steps = None, (), ()
-    if lowered is not None:
-        if lowered.workspace:
-            scratch = allocator((lowered.workspace,), torch.uint8, x.device)
-        pointers = [(_place(n), at) for step in lowered.steps for n, at in step.pointers]
-        inner = tuple(dict.fromkeys(pointer for pointer in pointers if pointer[1]))
-        known = [*((place, 0) for place in range(len(_PLACES) + vectors)), *inner]
-        steps = tuple(_step(step, x.get_device(), known) for step in lowered.steps)
+    found = lowering.Lowered(()) if lowered is None else lowered
+    operands = ("left", "right", "out", *(f"vector{index}" for index in range(vectors)))
+    steps, inner = load_steps(found.steps, operands, x.get_device())
     return {
         "index": x.get_device(),
         "result": allocator(shape, dtype, x.device),
         "steps": steps,
-        "launch": _launcher(steps, x.get_device(), scratch, inner),
+        "launch": launcher(steps, inner, x.device, found.workspace),
     }
-
-
-def _launcher(
-    steps: tuple, device: int, scratch: Callable | None, inner: tuple[tuple[int, int], ...]
-) -> Callable[..., None]:
-    """What launches the kernels of a plan, one after another on the current stream. ``scratch``
-    makes what they share where none is ``given``; ``inner`` are further addresses: in which
-    operand, how many bytes on. A closure, as a plan's fields take 20 ns each."""
-
-    def launch(left, right, out, vectors: Sequence, numbers: Sequence, given=None) -> None:
-        addresses = [left.data_ptr(), right.data_ptr(), out.data_ptr(), 0]
-        if scratch is not None:
-            shared = scratch() if given is None else given
-            addresses[3] = shared.data_ptr()
-        for vector in vectors:
-            addresses.append(vector.data_ptr())
-        for place, offset in inner:
-            addresses.append(addresses[place] + offset)
-        start_all(steps, device, addresses, numbers)
-
-    return launch
-
-
-def _step(step: lowering.Step, device: int, known: list[tuple[int, int]]) -> tuple:
-    kernel = load(step.spec, device)
-    own = len(step.pointers) - len(step.maps)
-    numbers = NUMBER * step.scalars
-    made = Plan(kernel, device, step.grid, own, numbers, step.fixed, step.maps, step.overlaps)
-    return made, _picker([known.index((_place(n), at)) for n, at in step.pointers]), step.scalars
-
-
-def _place(name: str) -> int:
-    """Where the address of an operand is among those of a launch."""
-    if name.startswith("vector"):
-        return len(_PLACES) + int(name.removeprefix("vector"))
-    return _PLACES[name]
-
-
-def _picker(indices: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
-    """What takes a tuple of entries out of a list: in 0.1 us, a comprehension in 0.3."""
-    if len(indices) == 1:
-        (only,) = indices
-        return lambda addresses: (addresses[only],)
-    return itemgetter(*indices)
