@@ -1,0 +1,24 @@
+"""Solvers: Cholesky, LU and symmetric eigenproblems, and conjugate gradients for kernel systems.
+
+The dense ones follow torch.linalg, report failures in ``info`` tensors that stay on the device, and
+can work in place; the iterative ones need products with the matrix alone. The model of the dense
+ones is the kermac project.
+"""
+
+from kernlib.linalg.cusolver import MissingExtraError
+from kernlib.linalg.dense import eigh, solve_cholesky, solve_lu
+from kernlib.linalg.iterative import CGResult, conjugate_gradient
+from kernlib.linalg.kernel_systems import solve_kernel
+from kernlib.linalg.nystrom import NystromPreconditioner, nystrom
+
+__all__ = [
+    "CGResult",
+    "MissingExtraError",
+    "NystromPreconditioner",
+    "conjugate_gradient",
+    "eigh",
+    "nystrom",
+    "solve_cholesky",
+    "solve_kernel",
+    "solve_lu",
+]

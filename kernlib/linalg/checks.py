@@ -1,0 +1,117 @@
+"""What the solvers ask of their tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernlib.ops.tensors import (
+    check_dense,
+    is_lazy,
+    materialised,
+    overlaps_itself,
+    refuse_overlap,
+    refuse_transforms,
+)
+
+DTYPES = (torch.float32, torch.float64)
+_NO_TRANSFORMS = "kernlib.linalg does not support; give it a batch of matrices instead"
+
+
+class System(NamedTuple):
+    """A checked ``a x = b``: b as columns, and the batch of x."""
+
+    a: torch.Tensor  # (..., N, N)
+    b: torch.Tensor  # (..., N, C)
+    vector: bool  # b was given without the dimension of columns
+    batch: torch.Size
+
+
+def check_system(a: torch.Tensor, b: torch.Tensor, overwrite_a: bool, overwrite_b: bool) -> System:
+    """Raises TypeError and ValueError that name the argument, RuntimeError for gradients."""
+    a, b = check_matrix(a, overwrite_a), _check_tensor("b", b, overwrite_b)
+    if b.dtype != a.dtype:
+        raise TypeError(f"b must be {a.dtype} as a is, got {b.dtype}")
+    if b.device != a.device:
+        raise ValueError(f"b must be on a's device {a.device}, got {b.device}")
+    vector = b.dim() == 1 or b.shape == a.shape[:-1]
+    columns = b.unsqueeze(-1) if vector else b
+    if columns.dim() < 2 or columns.shape[-2] != a.shape[-1]:
+        raise ValueError(
+            f"b must be (N,), (..., N) with the batch of a, or (..., N, C) for a of shape "
+            f"{tuple(a.shape)}, got {tuple(b.shape)}"
+        )
+    batch = _broadcast(a, columns)
+    if overwrite_b and batch != columns.shape[:-2]:
+        raise ValueError(
+            f"overwrite_b needs b of the batch {tuple(batch)} that x has, got shape "
+            f"{tuple(b.shape)}"
+        )
+    if overwrite_a or overwrite_b:
+        _refuse_shared(a, b)
+    return System(a, columns, vector, batch)
+
+
+def check_matrix(a: torch.Tensor, overwrite: bool) -> torch.Tensor:
+    """A square (..., N, N), with values in memory. Raises as :func:`check_system`."""
+    a = _check_tensor("a", a, overwrite)
+    if a.dim() < 2 or a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"a must be square, (..., N, N), got shape {tuple(a.shape)}")
+    return a
+
+
+def raise_for_info(info: torch.Tensor, task: str, failure: str) -> None:
+    """Raises LinAlgError for the first entry of a batch whose info is not 0; waits for the
+    device."""
+    found = info.reshape(-1).tolist()
+    failed = [index for index, value in enumerate(found) if value]
+    if failed:
+        where = f"batch entry {failed[0]}: " if info.dim() else ""
+        more = f" ({len(failed)} of {len(found)} entries failed)" if len(failed) > 1 else ""
+        reason = failure.format(info=found[failed[0]])
+        raise torch.linalg.LinAlgError(f"{task}: {where}{reason}{more}")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, overwrite: bool) -> torch.Tensor:
+    check_dense((name,), **{name: tensor})
+    refuse_transforms(_NO_TRANSFORMS, **{name: tensor})
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires a gradient, which kernlib.linalg does not compute; use torch.linalg, "
+            f"or pass {name}.detach()"
+        )
+    if not overwrite:
+        return materialised(tensor)
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{name} is a negated view or zero tensor, which overwrite_{name} cannot "
+            f"write; pass {name}.clone()"
+        )
+    if overlaps_itself(tensor):
+        raise ValueError(
+            f"{name} overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
+            f"which overwrite_{name} cannot write; clone it"
+        )
+    return tensor
+
+
+def _broadcast(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast"
+        ) from None
+
+
+def _refuse_shared(a: torch.Tensor, b: torch.Tensor) -> None:
+    try:
+        refuse_overlap(b, a=a)
+    except ValueError:
+        raise ValueError(
+            "b shares memory with a, of which overwrite_a or overwrite_b would change both; give "
+            "it memory of its own"
+        ) from None

@@ -1,0 +1,194 @@
+"""Direct solvers and symmetric eigenproblems: torch's conventions, infos that stay on the device.
+
+Each call takes the memory it may overwrite (:mod:`kernlib.linalg.layouts`) and runs on it the steps
+of :mod:`kernlib.linalg.native` (PyTorch) or of :mod:`kernlib.linalg.cusolver`.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+
+from kernlib.linalg import cusolver, layouts, native
+from kernlib.linalg.checks import System, check_matrix, check_system, raise_for_info
+from kernlib.linalg.layouts import Work
+
+_NOT_POSITIVE = "a is not positive definite: the leading minor of order {info} is not positive"
+_SINGULAR = "a is singular: pivot {info} is zero"
+_NOT_CONVERGED = "the eigenvalues did not converge (info {info}), as with NaN in a"
+
+
+def solve_cholesky(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    upper: bool = False,
+    overwrite_a: bool = False,
+    overwrite_b: bool = False,
+    check_errors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Solve ``a x = b`` for symmetric positive definite a by ``a = L L^T``.
+
+    - ``a`` (..., N, N), float32 or float64, any strides; of it the lower triangle is read, with
+      ``upper=True`` the upper one, as torch.linalg.cholesky has it.
+    - ``b`` (..., N, C) with right-hand sides as columns, any strides; (N,), or (..., N) with the
+      batch of a, is one vector, as for torch.linalg.solve. Batches broadcast, and an ``a`` that
+      serves several b is factored once.
+    - ``overwrite_a``: the factor is written into a's memory, in its own triangle for a row- or
+      column-major a; the other triangle is lost. ``overwrite_b``: x is written into b, and
+      returned.
+
+    Returns x, the info of the factorization and that of the solution, int32 of the batch's shape.
+    A factorization's info is 0, or the order of the leading minor that is not positive, and x is
+    then NaN. Nothing waits for the device, unless ``check_errors=True``, which raises
+    torch.linalg.LinAlgError naming the batch entry.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
+    gradient while gradients are recorded. The model is kermac's ``solve_cholesky``.
+    """
+    system = check_system(a, b, overwrite_a, overwrite_b)
+    with torch.no_grad():
+        matrix = layouts.square_work(system.a, overwrite_a)
+        steps, flipped = _steps(matrix.matrix), upper != matrix.transposed
+        info = steps.cholesky(matrix.matrix, flipped) if system.a.numel() else _zeros(system.a)
+
+        def solve(factor: torch.Tensor, columns: torch.Tensor, _) -> None:
+            steps.cholesky_solve(factor, columns, flipped)
+
+        x = _substitute(system, matrix, None, overwrite_b, solve)
+        return _finish(system, x, info, check_errors, "solve_cholesky", _NOT_POSITIVE)
+
+
+def solve_lu(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    overwrite_a: bool = False,
+    overwrite_b: bool = False,
+    check_errors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Solve ``a x = b`` for any square a by ``a = P L U`` with partial pivoting.
+
+    Arguments and results are those of :func:`solve_cholesky`, with all of a read. An info greater
+    than 0 is the pivot that is exactly zero, and x is then NaN. With ``overwrite_a`` a's memory
+    holds the factors of a if a is column-major, those of its transpose if it is row-major. The
+    model is kermac's ``solve_lu``.
+    """
+    system = check_system(a, b, overwrite_a, overwrite_b)
+    with torch.no_grad():
+        matrix = layouts.square_work(system.a, overwrite_a)
+        steps, pivots, info = _lu_steps(matrix.matrix), None, _zeros(system.a)
+        if system.a.numel():
+            pivots, info = steps.lu(matrix.matrix)
+
+        def solve(factors: torch.Tensor, columns: torch.Tensor, pivots: torch.Tensor) -> None:
+            steps.lu_solve(factors, pivots, columns, matrix.transposed)
+
+        x = _substitute(system, matrix, pivots, overwrite_b, solve)
+        return _finish(system, x, info, check_errors, "solve_lu", _SINGULAR)
+
+
+def eigh(
+    a: torch.Tensor,
+    *,
+    upper: bool = False,
+    overwrite_a: bool = False,
+    check_errors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Eigenvalues and eigenvectors of symmetric a: ``a = V diag(w) V^T``.
+
+    ``a`` (..., N, N), float32 or float64, any strides; of it the lower triangle is read, with
+    ``upper=True`` the upper one. Returns ascending ``w`` (..., N), ``V`` (..., N, N) with the
+    eigenvectors as columns, and ``info``, int32 of the batch's shape: 0, or positive where they
+    did not converge, and w and V are NaN. With ``overwrite_a`` V is a's memory: a itself, or its
+    transpose for a row-major a.
+
+    On a GPU cuSOLVER computes them by way of nvmath-python, the extra ``kernlib[linalg]``. Nothing
+    here waits for the device, but cuSOLVER itself does for large matrices (N = 2000, and batches of
+    N = 512, on an H200). Without the extra torch does, which always waits; inside a CUDA graph's
+    capture, where that cannot be, MissingExtraError is raised.
+    ``check_errors=True`` waits too, and raises
+    torch.linalg.LinAlgError naming the batch entry. Other errors are those of
+    :func:`solve_cholesky`. The model is kermac's ``eigh``.
+    """
+    a = check_matrix(a, overwrite_a)
+    batch = a.shape[:-2]
+    with torch.no_grad():
+        work = layouts.square_work(a, overwrite_a)
+        matrix = work.matrix
+        if a.numel():
+            w, info = _eigh_steps(matrix).eigh(matrix, upper != work.transposed)
+        else:
+            w, info = matrix.new_empty(matrix.shape[:2]), _zeros(a)
+        # Of one NaN in a, LAPACK may make one in w, finite vectors and no error.
+        info.masked_fill_((info == 0) & ~w.isfinite().all(-1), a.shape[-1])
+        for found in (w[..., None], matrix):
+            found.masked_fill_((info != 0)[:, None, None], math.nan)
+        layouts.give_back(work, matrix)
+        vectors = matrix.view(a.shape) if work.home is None else work.home
+        info = info.view(batch)
+        if check_errors:
+            raise_for_info(info, "eigh", _NOT_CONVERGED)
+        return w.view(a.shape[:-1]), vectors, info
+
+
+def _steps(matrix: torch.Tensor) -> ModuleType:
+    """Who factors and solves: torch would copy a padded matrix, cuSOLVER takes it as it lies."""
+    padded = not layouts.is_packed(matrix)
+    return cusolver if padded and cusolver.serves(matrix) else native
+
+
+def _lu_steps(matrix: torch.Tensor) -> ModuleType:
+    """As :func:`_steps`; of a batch torch's way waits for the device from N = 32 on, but it can be
+    captured, where cuBLAS's cannot."""
+    if matrix.shape[0] > 1 and cusolver.serves(matrix):
+        return native if torch.cuda.is_current_stream_capturing() else cusolver
+    return _steps(matrix)
+
+
+def _eigh_steps(matrix: torch.Tensor) -> ModuleType:
+    """Who finds eigenvalues: torch waits for the device. Raises MissingExtraError in a capture."""
+    if cusolver.serves(matrix):
+        return cusolver
+    if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
+        cusolver.require("eigh inside a CUDA graph's capture")
+    return native
+
+
+def _substitute(system: System, matrix: Work, pivots, overwrite_b: bool, solve) -> torch.Tensor:
+    """Solve for the factored matrix; x of shape (*batch, N, C), in b's memory if it may be."""
+    batch, factors = system.a.shape[:-2], matrix.matrix
+    columns = layouts.columns_work(system.b, system.batch, overwrite_b)
+    x = columns.matrix
+    if x.numel():
+        joined = layouts.side_by_side(x) if factors.shape[0] == 1 else None
+        if joined is not None:
+            solve(factors, joined, pivots)
+        else:
+            wide = None if pivots is None else layouts.spread(pivots, batch, system.batch)
+            solve(layouts.spread(factors, batch, system.batch), x, wide)
+    layouts.give_back(matrix, factors)
+    return x.view(*system.batch, *x.shape[1:]) if columns.home is None else _home(columns, x)
+
+
+def _home(columns: Work, x: torch.Tensor) -> torch.Tensor:
+    layouts.give_back(columns, x)
+    return columns.home
+
+
+def _finish(
+    system: System, x: torch.Tensor, info: torch.Tensor, check_errors: bool, task: str, failure: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    info = info.view(system.a.shape[:-2]).expand(system.batch)
+    x.masked_fill_((info != 0)[..., None, None], math.nan)
+    if check_errors:
+        raise_for_info(info, task, failure)
+    solved = torch.zeros(system.batch, dtype=torch.int32, device=x.device)
+    return x.squeeze(-1) if system.vector else x, info, solved
+
+
+def _zeros(a: torch.Tensor) -> torch.Tensor:
+    """Infos of a batch of matrices without elements."""
+    return torch.zeros(math.prod(a.shape[:-2]), dtype=torch.int32, device=a.device)

@@ -1,0 +1,171 @@
+"""Conjugate gradients for symmetric positive definite systems of which only products are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernlib.linalg.checks import DTYPES
+from kernlib.ops.tensors import check_dense
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+# A column that its recurrence calls converged, and its true residual does not, starts again while
+# each start halves that residual; then rounding has the last word.
+_PROGRESS = 0.5
+
+
+class CGResult(NamedTuple):
+    """What :func:`conjugate_gradient` found."""
+
+    x: torch.Tensor  # of b's shape
+    residual: torch.Tensor  # ||b - A x|| / ||b|| of each column, float64: () or (C,)
+    iterations: int  # products with A in the course of iterating
+
+
+class _State(NamedTuple):
+    x: torch.Tensor
+    r: torch.Tensor  # b - A x, by recurrence
+    p: torch.Tensor  # direction
+    rz: torch.Tensor  # <r, M r> of each column
+    active: torch.Tensor  # columns that go on
+
+
+def conjugate_gradient(
+    matmul: Product,
+    b: torch.Tensor,
+    *,
+    preconditioner: Product | None = None,
+    x0: torch.Tensor | None = None,
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+    check_every: int = 10,
+) -> CGResult:
+    """Solve ``A x = b`` for symmetric positive definite A until ``||b - A x|| <= tol ||b||``.
+
+    - ``matmul``: v of b's shape to ``A v``, such as a kernel's product plus a multiple of v;
+      ``preconditioner`` the same for an approximate inverse, symmetric positive definite too.
+    - ``b`` (N,), or (N, C) for C systems at once: each column has step sizes of its own, and stays
+      as it is once it has converged or cannot go on (a direction without positive curvature, a
+      NaN). float32 or float64; dot products are summed in float64.
+    - ``x0``: where to start, of b's shape; 0 without it.
+    - At most ``max_iter`` iterations. Every ``check_every`` of them the host waits for the device
+      to learn whether a column goes on; nothing else waits.
+
+    The residual that a recurrence gives drifts from the true one: when no column goes on, the true
+    one is computed, and columns above ``tol`` start again from their x while that helps. The
+    result's ``residual`` is the true one of every column, at the price of one more product; one
+    above ``tol`` says that ``max_iter`` or the arithmetic was not enough.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for a ``b`` that requires a
+    gradient while gradients are recorded. Hestenes and Stiefel 1952.
+    """
+    _check(b, x0, tol, max_iter, check_every)
+    with torch.no_grad():
+        limit = tol * _norm(b)
+        x = torch.zeros_like(b) if x0 is None else x0.clone()
+        r = b.clone() if x0 is None else b - _product(matmul, x)
+        state = _start(x, r, limit, preconditioner)
+        done, best = 0, torch.full_like(limit, torch.inf)
+        while done < max_iter:
+            for _ in range(min(check_every, max_iter - done)):
+                state, done = _step(matmul, preconditioner, state, limit), done + 1
+            if not state.active.any():
+                r = b - _product(matmul, state.x)
+                norm = _norm(r)
+                again = (norm > limit) & (norm < _PROGRESS * best)
+                if not again.any():
+                    return CGResult(state.x, _relative(norm, b), done)
+                best = torch.minimum(best, norm)
+                state = _start(state.x, r, limit, preconditioner, again)
+        return CGResult(state.x, _relative(_norm(b - _product(matmul, state.x)), b), done)
+
+
+def _start(
+    x: torch.Tensor,
+    r: torch.Tensor,
+    limit: torch.Tensor,
+    preconditioner: Product | None,
+    columns: torch.Tensor | None = None,
+) -> _State:
+    """The state that goes down the gradient at x, in the given columns."""
+    active = _norm(r) > limit  # not of a NaN
+    if columns is not None:
+        active &= columns
+    z = _preconditioned(preconditioner, r)
+    rz = _dot(r, z)
+    active &= rz > 0
+    return _State(x, r, torch.where(active, z, 0), rz, active)
+
+
+def _step(
+    matmul: Product, preconditioner: Product | None, state: _State, limit: torch.Tensor
+) -> _State:
+    x, r, p, rz, active = state
+    q = _product(matmul, p)
+    curvature = _dot(p, q)
+    active = active & (curvature > 0) & (curvature < torch.inf)
+    alpha = torch.where(active, rz / curvature, 0).to(x.dtype)
+    # A column that stopped keeps its x and r, even if q has a NaN there.
+    x = torch.where(active, x + alpha * p, x)
+    r = torch.where(active, r - alpha * q, r)
+    z = _preconditioned(preconditioner, r)
+    following = _dot(r, z)
+    active = active & (_norm(r) > limit) & (following > 0) & (following < torch.inf)
+    beta = (following / rz).to(x.dtype)
+    return _State(x, r, torch.where(active, z + beta * p, 0), following, active)
+
+
+def _product(matmul: Product, v: torch.Tensor) -> torch.Tensor:
+    product = matmul(v)
+    if not isinstance(product, torch.Tensor) or product.shape != v.shape:
+        found = getattr(product, "shape", None)
+        found = type(product).__name__ if found is None else f"shape {tuple(found)}"
+        raise ValueError(f"matmul must return a tensor of shape {tuple(v.shape)}, got {found}")
+    if product.dtype != v.dtype:
+        raise TypeError(f"matmul must return {v.dtype} for {v.dtype}, got {product.dtype}")
+    return product
+
+
+def _preconditioned(preconditioner: Product | None, r: torch.Tensor) -> torch.Tensor:
+    return r if preconditioner is None else preconditioner(r)
+
+
+def _dot(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The dot product of each column, in float64."""
+    return torch.sum(u * v, dim=0, dtype=torch.float64)
+
+
+def _norm(v: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(v, dim=0, dtype=torch.float64)
+
+
+def _relative(norm: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    scale = _norm(b)
+    return norm / torch.where(scale > 0, scale, 1)
+
+
+def _check(b, x0, tol, max_iter: int, check_every: int) -> None:
+    check_dense(("b",), b=b, x0=x0)
+    if b.dtype not in DTYPES:
+        raise TypeError(f"b must be float32 or float64, got {b.dtype}")
+    if b.dim() not in (1, 2):
+        raise ValueError(f"b must be (N,) or (N, C), got shape {tuple(b.shape)}")
+    if torch.is_grad_enabled() and (b.requires_grad or (x0 is not None and x0.requires_grad)):
+        raise RuntimeError(
+            "b or x0 requires a gradient, which conjugate_gradient does not compute; detach it"
+        )
+    if x0 is not None and (x0.shape, x0.dtype, x0.device) != (b.shape, b.dtype, b.device):
+        raise ValueError(
+            f"x0 must have b's shape {tuple(b.shape)}, dtype {b.dtype} and device {b.device}, got "
+            f"{tuple(x0.shape)}, {x0.dtype}, {x0.device}"
+        )
+    if not tol >= 0:
+        raise ValueError(f"tol must be 0 or greater, got {tol}")
+    for name, value, least in (("max_iter", max_iter, 0), ("check_every", check_every, 1)):
+        if type(value) is not int:
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be {least} or greater, got {value}")

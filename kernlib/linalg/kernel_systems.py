@@ -1,0 +1,78 @@
+"""Kernel systems without the kernel matrix: conjugate gradients over products made on the fly."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from kernlib.descriptors.pairwise import Pairwise
+from kernlib.linalg.iterative import CGResult, conjugate_gradient
+from kernlib.linalg.nystrom import check_points, nystrom
+
+
+def solve_kernel(
+    descriptor: Pairwise,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    regularization: float,
+    rank: int | None = None,
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+    check_every: int = 10,
+    generator: torch.Generator | None = None,
+    **hyperparameters,
+) -> CGResult:
+    """Solve ``(K(x, x) + regularization I) w = y`` by :func:`conjugate_gradient`.
+
+    ``x`` (N, D) and ``y`` (N,) or (N, C), float32 or float64; ``descriptor`` a positive
+    semidefinite kernel and ``hyperparameters`` its arguments. K is never stored: products are
+    :func:`kernlib.kernel_matmul`, and memory is that of the :func:`nystrom` preconditioner,
+    N * ``rank`` numbers. ``rank`` is about ``2 sqrt(N)`` by default; 0 is none. ``tol``,
+    ``max_iter`` and ``check_every`` are those of :func:`conjugate_gradient`, and so is the result.
+    Predictions are ``kernel_matmul(descriptor, points, x, w, **hyperparameters)``.
+
+    Raises ValueError and TypeError that name the argument.
+    """
+    import kernlib
+
+    mu = check_points(descriptor, x, regularization)
+    _check_targets(x, y)
+    plain = dataclasses.replace(descriptor, symmetric=False)
+    preconditioner, count = None, x.shape[0]
+    if rank is None:
+        rank = min(count, math.ceil(2 * math.sqrt(count)))
+    if rank:
+        preconditioner = nystrom(
+            plain, x, rank, regularization=mu, generator=generator, **hyperparameters
+        )
+
+    def product(v: torch.Tensor) -> torch.Tensor:
+        return kernlib.kernel_matmul(plain, x, x, v, **hyperparameters).add_(v, alpha=mu)
+
+    columns = y[:, None] if y.dim() == 1 else y
+    found = conjugate_gradient(
+        product,
+        columns,
+        preconditioner=preconditioner,
+        tol=tol,
+        max_iter=max_iter,
+        check_every=check_every,
+    )
+    if y.dim() == 1:
+        found = found._replace(x=found.x[:, 0], residual=found.residual[0])
+    return found
+
+
+def _check_targets(x: torch.Tensor, y: torch.Tensor) -> None:
+    if not isinstance(y, torch.Tensor):
+        raise TypeError(f"y must be a tensor, got {type(y).__name__}")
+    if y.dim() not in (1, 2) or y.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"y must be ({x.shape[0]},) or ({x.shape[0]}, C) for x of shape {tuple(x.shape)}, got "
+            f"{tuple(y.shape)}"
+        )
+    if (y.dtype, y.device) != (x.dtype, x.device):
+        raise TypeError(f"y must be {x.dtype} on {x.device} as x is, got {y.dtype} on {y.device}")

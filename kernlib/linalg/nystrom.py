@@ -1,0 +1,158 @@
+"""A Nyström preconditioner: the large eigenvalues of a kernel matrix, from some of its columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from kernlib.descriptors.pairwise import Pairwise
+from kernlib.linalg.checks import DTYPES
+from kernlib.linalg.dense import eigh
+from kernlib.ops import run_kernel
+from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.tensors import check_dense
+
+# Rows that are widened to float64 at once: 2^22 numbers, 32 MiB, whatever the rank.
+_CHUNK = 1 << 22
+# The shift, relative to K's norm: its rounding errors, and in float64 more, as eigenvectors lose
+# orthogonality by 2^-53 / shift (1e-6 here). Then ten times that, and so on.
+_LEAST_SHIFT, _SHIFTS = 1e-10, 8
+
+
+class NystromPreconditioner(NamedTuple):
+    """``v -> P^-1 v`` for v (N,) or (N, C), as :func:`nystrom` describes it."""
+
+    vectors: torch.Tensor  # U (N, rank); zero where there was no eigenvalue
+    eigenvalues: torch.Tensor  # of the approximation, ascending, float64 (rank,)
+    weights: torch.Tensor  # (rank,): (least + regularization) / (eigenvalue + regularization) - 1
+
+    def __call__(self, v: torch.Tensor) -> torch.Tensor:
+        weights = self.weights if v.dim() == 1 else self.weights[:, None]
+        return v + self.vectors @ (weights * (self.vectors.mT @ v))
+
+
+def nystrom(
+    descriptor: Pairwise,
+    x: torch.Tensor,
+    rank: int,
+    *,
+    regularization: float,
+    generator: torch.Generator | None = None,
+    **hyperparameters,
+) -> NystromPreconditioner:
+    """A preconditioner of ``K(x, x) + regularization I`` from ``rank`` random columns of K.
+
+    With U the eigenvectors of the Nyström approximation ``K(x, s) K(s, s)^-1 K(s, x)``, s being
+    ``rank`` points of x chosen uniformly, and e its eigenvalues, the least of them e_min:
+
+        P^-1 v = (e_min + reg) U (diag(e) + reg)^-1 U^T v + (v - U U^T v)
+
+    so that eigenvalues above e_min come near ``e_min + reg``, and the others stay. ``descriptor``
+    is a positive semidefinite kernel, ``hyperparameters`` its arguments for
+    :func:`kernlib.run_kernel`; ``x`` (N, D), float32 or float64; ``rank`` 1 to N;
+    ``regularization`` a number greater than 0; ``generator`` draws the points. Memory is
+    N * rank numbers, and N * rank^2 operations in float64 build it. That waits for the device.
+
+    Raises ValueError and TypeError that name the argument, torch.linalg.LinAlgError for a kernel
+    that is not positive semidefinite. Frangella, Tropp and Udell, Randomized Nyström
+    Preconditioning, 2021, with uniform columns for the random test matrix.
+    """
+    mu = check_points(descriptor, x, regularization)
+    count = x.shape[0]
+    if type(rank) is not int:
+        raise TypeError(f"rank must be an int, got {rank!r}")
+    if not 1 <= rank <= count:
+        raise ValueError(f"rank must be 1 to {count}, the points of x, got {rank}")
+    with torch.no_grad():
+        chosen = _landmarks(x, rank, generator)
+        plain = dataclasses.replace(descriptor, symmetric=False)
+        columns = run_kernel(plain, x, x[chosen], **hyperparameters)
+        if columns.dim() != 2:
+            raise ValueError("hyperparameters must be of shape () here, and give one matrix")
+        shift, root = _shifted_root(columns[chosen].double(), columns)
+        squares, turn, _ = eigh(_gram(columns, chosen, shift, root), overwrite_a=True)
+        return _preconditioner(columns, chosen, shift, root, squares, turn, mu)
+
+
+def check_points(descriptor, x: torch.Tensor, regularization) -> float:
+    """The regularization as a number. Raises ValueError and TypeError that name the argument."""
+    if not isinstance(descriptor, Pairwise):
+        raise TypeError(f"descriptor must be a Pairwise kernel, got {descriptor!r}")
+    check_dense(("x",), x=x)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x must be float32 or float64, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"x must be (N, D), got shape {tuple(x.shape)}")
+    mu = host_value("regularization", regularization, 0)
+    if mu is None:
+        raise TypeError("regularization must be a number here, got a tensor")
+    if not 0 < mu < float("inf"):
+        raise ValueError(f"regularization must be greater than 0 and finite, got {mu}")
+    return mu
+
+
+def _landmarks(x: torch.Tensor, rank: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Indices of points, none twice."""
+    where = x.device if generator is None else generator.device
+    return torch.randperm(x.shape[0], generator=generator, device=where)[:rank].to(x.device)
+
+
+def _shifted_root(block: torch.Tensor, columns: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """A shift of the size of K's rounding errors, and the Cholesky factor of ``block`` with it."""
+    eye = torch.eye(block.shape[0], dtype=block.dtype, device=block.device)
+    block = (block + block.mT) / 2
+    least = max(torch.finfo(columns.dtype).eps, _LEAST_SHIFT)
+    shift = least * float(torch.linalg.matrix_norm(columns))
+    for _ in range(_SHIFTS):
+        root, info = torch.linalg.cholesky_ex(block + shift * eye)
+        if not info:
+            return shift, root
+        shift *= 10
+    raise torch.linalg.LinAlgError(
+        f"nystrom: the kernel is not positive semidefinite, not even with {shift / 10:.1e} added "
+        "to its diagonal, or it has a NaN"
+    )
+
+
+def _factor_rows(columns: torch.Tensor, chosen: torch.Tensor, shift: float, root: torch.Tensor):
+    """Slices of rows, and those rows of ``B = (K(x, s) + shift I(x, s)) root^-T`` in float64: B B^T
+    is the approximation of K, shifted. B itself before its Gram matrix, or errors grow as its
+    square."""
+    count, rank = columns.shape
+    step = max(_CHUNK // rank, 1)
+    order = torch.arange(rank, device=columns.device)
+    for first in range(0, count, step):
+        rows = columns[first : first + step].to(torch.float64, copy=True)
+        row = chosen - first
+        inside = (row >= 0) & (row < rows.shape[0])
+        added = torch.where(inside, shift, 0.0).to(rows.dtype)
+        rows.index_put_((torch.where(inside, row, 0), order), added, accumulate=True)
+        rows = torch.linalg.solve_triangular(root.mT, rows, upper=True, left=False)
+        yield slice(first, first + step), rows
+
+
+def _gram(columns, chosen, shift: float, root: torch.Tensor) -> torch.Tensor:
+    """``B^T B``."""
+    rank = columns.shape[1]
+    gram = torch.zeros((rank, rank), dtype=torch.float64, device=columns.device)
+    for _, rows in _factor_rows(columns, chosen, shift, root):
+        gram.addmm_(rows.mT, rows)
+    return gram
+
+
+def _preconditioner(
+    columns, chosen, shift: float, root, squares, turn, mu: float
+) -> NystromPreconditioner:
+    """Of the eigenvalues ``squares`` of ``B^T B`` and their eigenvectors ``turn``: U is
+    ``B turn / sqrt(squares)``."""
+    kept = squares > 2 * shift  # below, rounding errors have as much to say
+    eigenvalues = torch.where(kept, squares - shift, 0)
+    least = torch.where(kept, eigenvalues, torch.inf).min()
+    weights = torch.where(kept, (least + mu) / (eigenvalues + mu) - 1, 0)
+    mixing = turn * torch.where(kept, squares.clamp_min(shift).rsqrt(), 0)
+    vectors = torch.empty_like(columns)
+    for where, rows in _factor_rows(columns, chosen, shift, root):
+        vectors[where] = (rows @ mixing).to(columns.dtype)
+    return NystromPreconditioner(vectors, eigenvalues, weights.to(columns.dtype))

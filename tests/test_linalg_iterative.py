@@ -1,0 +1,235 @@
+"""Conjugate gradients, the Nyström preconditioner, and kernel systems solved with both."""
+
+import pytest
+import torch
+
+import kernlib
+from kernlib import linalg
+
+
+@pytest.fixture
+def points(seed):
+    return torch.randn(600, 3, dtype=torch.float64)
+
+
+def spread_out(n, condition, dtype):
+    """A positive definite matrix with eigenvalues from 1 to ``condition``."""
+    turn = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+    return ((turn * torch.logspace(0, condition, n, dtype=torch.float64)) @ turn.mT).to(dtype)
+
+
+def relative(a, x, b):
+    return (a.double() @ x.double() - b.double()).norm(dim=0) / b.double().norm(dim=0)
+
+
+@pytest.mark.parametrize("shape", [(200,), (200, 1), (200, 5)])
+@pytest.mark.parametrize("start", [False, True])
+def test_residual_is_the_true_one_and_below_tol(shape, start, seed):
+    a, b = spread_out(200, 2, torch.float64), torch.randn(shape, dtype=torch.float64)
+    x0 = torch.randn_like(b) if start else None
+    x, residual, iterations = linalg.conjugate_gradient(a.__matmul__, b, x0=x0, tol=1e-10)
+    assert x.shape == shape and residual.shape == shape[1:]
+    assert (residual <= 1e-10).all() and 0 < iterations <= 300
+    assert torch.allclose(residual, relative(a, x, b), rtol=1e-3)
+
+
+def test_columns_converge_alone(seed):
+    """Each column takes the steps that it takes without the others."""
+    a = spread_out(100, 3, torch.float64)
+    b = torch.randn(100, 3, dtype=torch.float64)
+    b[:, 1] = a @ torch.ones(100, dtype=torch.float64) * 1e-8
+    b[:, 2] = 0
+    together = linalg.conjugate_gradient(a.__matmul__, b, tol=1e-8, check_every=1)
+    for column in range(3):
+        alone = linalg.conjugate_gradient(a.__matmul__, b[:, column], tol=1e-8, check_every=1)
+        difference = (together.x[:, column] - alone.x).norm()
+        assert difference <= 1e-4 * alone.x.norm()  # condition times tol is 1e-5
+        assert alone.iterations <= together.iterations
+    assert (together.residual <= 1e-8).all()
+    assert torch.equal(together.x[:, 2], torch.zeros(100, dtype=torch.float64))
+    assert together.residual[2] == 0
+
+
+def test_drift_of_float32_is_found(seed):
+    """The recurrence says 1e-7 long before the residual does, if it ever does."""
+    a = spread_out(300, 4, torch.float32)
+    b = torch.randn(300, 2)
+    found = linalg.conjugate_gradient(a.__matmul__, b, tol=1e-7, max_iter=5000)
+    assert torch.allclose(found.residual, relative(a, found.x, b), rtol=0.5)
+    assert (found.residual < 1e-3).all() and found.iterations < 5000
+    easy = linalg.conjugate_gradient(a.__matmul__, b, tol=2e-3, max_iter=5000)
+    assert (easy.residual <= 2e-3).all()
+
+
+def test_a_direction_without_curvature_stops_its_column(seed):
+    a = torch.diag(torch.tensor([1.0, -1.0, 2.0, 3.0]))
+    b = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    x, residual, _ = linalg.conjugate_gradient(a.__matmul__, b, tol=1e-6)
+    assert residual[0] <= 1e-6 and residual[1] == 1
+    assert torch.equal(x[:, 1], torch.zeros(4))
+
+
+def test_nan_stays_in_its_column(seed):
+    a, b = spread_out(50, 1, torch.float64), torch.randn(50, 3, dtype=torch.float64)
+    b[7, 1] = torch.nan
+    x, residual, _ = linalg.conjugate_gradient(a.__matmul__, b)
+    assert (residual[::2] <= 1e-6).all() and residual[1].isnan()
+    assert x[:, ::2].isfinite().all()
+
+
+def test_iterations_end(seed):
+    a, b = spread_out(200, 6, torch.float64), torch.randn(200, dtype=torch.float64)
+    found = linalg.conjugate_gradient(a.__matmul__, b, max_iter=7, check_every=5)
+    assert found.iterations == 7 and found.residual > 1e-6
+    none = linalg.conjugate_gradient(a.__matmul__, b, max_iter=0)
+    assert none.iterations == 0 and none.residual == 1
+
+
+def test_a_good_preconditioner_saves_iterations(seed):
+    a, b = spread_out(200, 5, torch.float64), torch.randn(200, 2, dtype=torch.float64)
+    inverse = torch.linalg.inv(a)
+    plain = linalg.conjugate_gradient(a.__matmul__, b, max_iter=5000)
+    better = linalg.conjugate_gradient(
+        a.__matmul__, b, preconditioner=inverse.__matmul__, check_every=1
+    )
+    assert better.iterations <= 3 < plain.iterations
+    assert (better.residual <= 1e-6).all()
+
+
+def test_what_conjugate_gradient_refuses():
+    b, same = torch.ones(4), torch.clone
+    with pytest.raises(TypeError, match="b must be float32"):
+        linalg.conjugate_gradient(same, b.int())
+    with pytest.raises(ValueError, match=r"b must be \(N,\)"):
+        linalg.conjugate_gradient(same, b[None, None])
+    with pytest.raises(ValueError, match="x0 must have b's shape"):
+        linalg.conjugate_gradient(same, b, x0=torch.ones(3))
+    with pytest.raises(ValueError, match="tol must be 0"):
+        linalg.conjugate_gradient(same, b, tol=float("nan"))
+    with pytest.raises(ValueError, match="check_every must be 1"):
+        linalg.conjugate_gradient(same, b, check_every=0)
+    with pytest.raises(TypeError, match="max_iter must be an int"):
+        linalg.conjugate_gradient(same, b, max_iter=1.5)
+    with pytest.raises(ValueError, match="matmul must return a tensor of shape"):
+        linalg.conjugate_gradient(lambda v: v[:2], b)
+    with pytest.raises(TypeError, match=r"matmul must return torch\.float32"):
+        linalg.conjugate_gradient(torch.Tensor.double, b)
+    with pytest.raises(RuntimeError, match="requires a gradient"):
+        linalg.conjugate_gradient(same, b.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [1, 40, 600])
+def test_nystrom_is_its_formula(points, dtype, rank):
+    x, regularization = points.to(dtype), 1e-2
+    gaussian = kernlib.gaussian(symmetric=True)
+    made = linalg.nystrom(gaussian, x, rank, regularization=regularization, bandwidth=2.0)
+    assert made.vectors.shape == (600, rank) and made.vectors.dtype == dtype
+    u, e = made.vectors.double(), made.eigenvalues
+    kept = e > 0
+    u, e = u[:, kept], e[kept]
+    eye = torch.eye(len(e), dtype=torch.float64)
+    assert (u.mT @ u - eye).abs().max() < 1e-5
+    v = torch.randn(600, 3, dtype=dtype)
+    inside = u.mT @ v.double()
+    scaled = ((e.min() + regularization) / (e + regularization))[:, None] * inside
+    wanted = u @ scaled + v.double() - u @ inside
+    assert torch.allclose(made(v).double(), wanted, atol=1e-5)
+    assert torch.allclose(made(v[:, 0]), made(v)[:, 0], atol=1e-5)
+
+
+def test_nystrom_of_every_column_finds_the_eigenvalues(points):
+    k = kernlib.run_kernel(kernlib.gaussian(), points, points, bandwidth=2.0)
+    made = linalg.nystrom(kernlib.gaussian(), points, 600, regularization=1e-3, bandwidth=2.0)
+    exact = torch.linalg.eigvalsh(k)
+    assert torch.allclose(made.eigenvalues[-100:], exact[-100:], rtol=1e-6)
+
+
+def test_the_generator_draws_the_columns(points):
+    def made(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return linalg.nystrom(
+            kernlib.laplace_l1(), points, 20, regularization=1.0, generator=generator, bandwidth=5.0
+        ).vectors
+
+    assert torch.equal(made(1), made(1)) and not torch.equal(made(1), made(2))
+
+
+def test_duplicates_do_no_harm(points):
+    x = points[:100].repeat(6, 1)
+    made = linalg.nystrom(kernlib.gaussian(), x, 300, regularization=1e-2, bandwidth=2.0)
+    assert all(part.isfinite().all() for part in made)
+    assert (made.eigenvalues > 0).sum() <= 100
+
+
+def test_what_nystrom_refuses(points):
+    gaussian, arguments = kernlib.gaussian(), {"regularization": 1.0, "bandwidth": 1.0}
+    with pytest.raises(ValueError, match=r"rank must be 1 to 600.* got 601"):
+        linalg.nystrom(gaussian, points, 601, **arguments)
+    with pytest.raises(TypeError, match="rank must be an int"):
+        linalg.nystrom(gaussian, points, 5.0, **arguments)
+    with pytest.raises(ValueError, match="regularization must be greater than 0"):
+        linalg.nystrom(gaussian, points, 5, regularization=0, bandwidth=1.0)
+    with pytest.raises(ValueError, match=r"x must be \(N, D\)"):
+        linalg.nystrom(gaussian, points[None], 5, **arguments)
+    with pytest.raises(TypeError, match="x must be float32"):
+        linalg.nystrom(gaussian, points.half(), 5, **arguments)
+    with pytest.raises(TypeError, match="descriptor must be a Pairwise"):
+        linalg.nystrom("gaussian", points, 5, **arguments)
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive semidefinite"):
+        linalg.nystrom(kernlib.l1_distance(), points, 50, regularization=1.0)
+
+
+@pytest.mark.parametrize("rank", [0, None, 100])
+@pytest.mark.parametrize("shape", [(600,), (600, 2)])
+def test_solve_kernel(points, rank, shape, product):
+    y = torch.randn(shape, dtype=torch.float64)
+    gaussian = kernlib.gaussian(symmetric=True)
+    w, residual, _ = linalg.solve_kernel(
+        gaussian, points, y, regularization=1e-2, rank=rank, tol=1e-8, bandwidth=1.0
+    )
+    k = kernlib.run_kernel(kernlib.gaussian(), points, points, bandwidth=1.0)
+    k.diagonal().add_(1e-2)
+    assert w.shape == shape and residual.shape == shape[1:] and (residual <= 1e-8).all()
+    assert (relative(k, w, y) <= 2e-8).all()
+
+
+def test_nystrom_saves_iterations(points, product):
+    y = torch.randn(600, dtype=torch.float64)
+    counts = [
+        linalg.solve_kernel(
+            kernlib.gaussian(), points, y, regularization=1e-3, rank=rank, bandwidth=2.0
+        ).iterations
+        for rank in (0, 200)
+    ]
+    assert counts[1] * 4 < counts[0]
+
+
+def test_what_solve_kernel_refuses(points):
+    for y, error in ((points[:5], ValueError), (points.float(), TypeError), ([1], TypeError)):
+        with pytest.raises(error, match="y must be"):
+            linalg.solve_kernel(kernlib.gaussian(), points, y, regularization=1.0, bandwidth=1.0)
+
+
+def test_solve_kernel_is_matrix_free(points):
+    """Its products are those of kernel_matmul, with v as columns."""
+    if not hasattr(kernlib, "kernel_matmul"):
+        pytest.skip("kernel_matmul is not there")
+    y = torch.randn(100, dtype=torch.float64)
+    found = linalg.solve_kernel(
+        kernlib.laplace_l1(), points[:100], y, regularization=1.0, bandwidth=1.0
+    )
+    assert found.residual <= 1e-6
+
+
+@pytest.fixture
+def product(monkeypatch):
+    """kernel_matmul of one matrix, made once: the reference would make it in every product."""
+    made = {}
+
+    def matmul(descriptor, a, b, v, **hyperparameters):
+        if not made:
+            made["k"] = kernlib.run_kernel(descriptor, a, b, **hyperparameters)
+        return made["k"] @ v
+
+    monkeypatch.setattr(kernlib, "kernel_matmul", matmul, raising=False)
