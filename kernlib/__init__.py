@@ -11,12 +11,24 @@ __version__ = "0.1.0"
 _NAMES = {
     "kernlib.ops": ("register_operators", "run_kernel"),
     "kernlib.ops.pairwise": ("cdist",),
+    "kernlib.ops.pairwise_agop": ("agop",),
+    "kernlib.ops.pairwise_expadd": ("cdist_expadd", "cdist_grad_expadd"),
+    "kernlib.ops.pairwise_gradient": ("cdist_grad",),
+    "kernlib.ops.pairwise_reduce": (
+        "kernel_argmin",
+        "kernel_logsumexp",
+        "kernel_matmul",
+        "kernel_min",
+        "kernel_sum",
+        "kernel_topk",
+    ),
     "kernlib.ahead": ("compile", "prepare"),
     "kernlib.tuner": ("tune",),
     "kernlib.descriptors.pairwise": (
         "Pairwise",
         "cauchy",
         "dot_product",
+        "exp_power_sum",
         "gaussian",
         "l1_distance",
         "l2_distance",
@@ -32,7 +44,16 @@ _NAMES = {
         "squared_distance",
     ),
     "kernlib.descriptors.kronecker_sparse": ("KroneckerSparse", "KroneckerSparseChain"),
-    "kernlib.descriptors.norms": ("Abs", "Identity", "Power", "Root", "Sqrt", "Square"),
+    "kernlib.descriptors.norms": (
+        "Abs",
+        "ExpPower",
+        "Identity",
+        "Power",
+        "PowerLog",
+        "Root",
+        "Sqrt",
+        "Square",
+    ),
     "kernlib.descriptors.epilogues": (
         "Bias",
         "Cauchy",
@@ -60,7 +81,7 @@ _NAMES = {
     ),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
-_MODULES = ("descriptors", "events", "nn", "settings")
+_MODULES = ("compat", "descriptors", "events", "linalg", "nn", "settings")
 
 __all__ = sorted((*_HOMES, *_MODULES, "__version__"))
 

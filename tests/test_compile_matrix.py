@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 import kernlib as kl
+from kernlib.descriptors import norms
 from kernlib.jit import compiler, targets
 from kernlib.jit.compiler import compile_spec
 from kernlib.jit.spec import KernelSpec
@@ -16,7 +17,7 @@ from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops import kronecker_sparse_lowering_turn as turn
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
-from kernlib.ops.pairwise_lowering import INNER_CODE, Variant, spec
+from kernlib.ops.pairwise_lowering import EXPONENT_STAGES, INNER_CODE, Variant, spec
 
 HERE = "sm_90a"
 SPILL_BYTES, REGISTERS = 128, 128  # two blocks of 256 threads share a multiprocessor
@@ -47,6 +48,13 @@ def matrix():
         cases[f"dot {name}"] = (kl.Pairwise("dot", inner=stage), variant(tile=64), HERE)
     for power, code in INNER_CODE.items():
         cases[f"term {code} p={power}"] = (POWER, variant(inner=power, root=True), HERE)
+    for stage in (norms.ExpPower, norms.PowerLog):
+        descriptor = kl.Pairwise(inner=stage())
+        for power, code in EXPONENT_STAGES[stage].items():
+            cases[f"term {code} p={power}"] = (descriptor, variant(inner=power), HERE)
+        cases[f"float64 {stage.__name__}"] = (descriptor, variant("float64", 64), HERE)
+    made = variant("float64", 64, inner="device")
+    cases["float64 ExpPowerOnDevice"] = (kl.Pairwise(inner=norms.ExpPower()), made, HERE)
     accesses = ("features", "points", "strided")
     for a in accesses:
         for b in accesses:
@@ -137,7 +145,7 @@ def test_the_kernel_compiles_within_its_bounds(name):
 
 def test_the_matrix_has_every_term_and_every_access():
     text = "".join(spec(d, v, arch).source for d, v, arch in CASES.values())
-    for code in (*STAGES, *INNER_CODE.values()):
+    for code in (*STAGES, *(c for codes in EXPONENT_STAGES.values() for c in codes.values())):
         assert f"#define INNER {code}\n" in text
     for side in "AB":
         for access in ("features", "points", "strided"):

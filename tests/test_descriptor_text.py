@@ -11,27 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib.descriptors import epilogues
+from kernlib.descriptors import epilogues, norms
 from kernlib.descriptors.base import Descriptor, Part, render
 from kernlib.descriptors.text import from_text, to_text
 
 LAPLACE = (
     "Pairwise(operator='difference', inner=Abs(), outer=Identity(), epilogue=(Laplace(),), "
-    "precision=None, symmetric=False)"
+    "precision=None, symmetric=False, direct=False)"
 )
 CHAIN = (
     "Pairwise(operator='dot', inner=Identity(), outer=Identity(), epilogue=(Polynomial(degree=5), "
-    "Custom(expression='tanh(gain * v)', parameters=('gain',))), precision='tf32', symmetric=True)"
+    "Custom(expression='tanh(gain * v)', parameters=('gain',))), precision='tf32', symmetric=True, "
+    "direct=True)"
 )
 # Saved programs hold these texts: what they mean must not change.
 KNOWN = {
     LAPLACE: kl.laplace_l1(),
     CHAIN: kl.Pairwise(
         "dot", kl.Identity(), epilogue=(kl.Polynomial(5), kl.Custom("tanh(gain * v)", ("gain",))),
-        precision="tf32", symmetric=True,
+        precision="tf32", symmetric=True, direct=True,
     ),
 }  # fmt: skip
 STAGES = [kl.Identity(), kl.Abs(), kl.Square(), kl.Sqrt(), kl.Power()]
+LATER = [norms.ExpPower(), norms.PowerLog()]  # inner stages alone
 
 
 @pytest.mark.parametrize("text", KNOWN)
@@ -57,15 +59,16 @@ def distinct(chain) -> bool:
 
 @given(
     operator=st.sampled_from(["difference", "dot"]),
-    inner=st.sampled_from(STAGES),
+    inner=st.sampled_from([*STAGES, *LATER]),
     outer=st.sampled_from([*STAGES, kl.Root()]),
     chain=st.lists(epilogue_parts, max_size=3).filter(distinct),
     precision=st.sampled_from([None, "fp32", "tf32", "bf16"]),
     symmetric=st.booleans(),
+    direct=st.booleans(),
 )
-def test_there_and_back_is_the_same(operator, inner, outer, chain, precision, symmetric):
+def test_there_and_back_is_the_same(operator, inner, outer, chain, precision, symmetric, direct):
     try:
-        made = kl.Pairwise(operator, inner, outer, chain, precision, symmetric)
+        made = kl.Pairwise(operator, inner, outer, chain, precision, symmetric, direct)
     except ValueError:  # such as a Root without a Power
         return
     text = to_text(made)
@@ -86,6 +89,7 @@ def test_both_ways_are_remembered():
 
 
 def test_a_field_that_is_left_out_has_its_default():
+    assert from_text(LAPLACE.replace(", direct=False", "")) == kl.laplace_l1()
     assert from_text("Pairwise(epilogue=(Laplace(),))") == kl.laplace_l1()
 
 

@@ -13,7 +13,9 @@ import pytest
 
 import kernlib as kl
 from kernlib.canonical import encode
+from kernlib.descriptors import norms
 from kernlib.descriptors.expression import FUNCTIONS
+from kernlib.descriptors.pairwise import exp_power_sum
 
 INNER = (kl.Identity(), kl.Abs(), kl.Square(), kl.Sqrt(), kl.Power())
 OUTER = (kl.Identity(), kl.Abs(), kl.Square(), kl.Sqrt(), kl.Power())
@@ -36,17 +38,20 @@ NAMED = {
     "rational_quadratic": kl.rational_quadratic(),
     "cauchy": kl.cauchy(),
     "polynomial": kl.polynomial(5),
+    "exp_power_sum": exp_power_sum(),
+    "power_log": kl.Pairwise(inner=norms.PowerLog()),
     "symmetric": kl.l1_distance(symmetric=True),
+    "direct": kl.l2_distance(direct=True),
     "tf32": kl.dot_product(precision="tf32"),
     "custom": kl.Pairwise(epilogue=kl.Custom("tanh(gain * v) + shift", ("gain", "shift"))),
     "chain": kl.l1_distance(epilogue=(kl.Laplace(), kl.Scale(), kl.Custom("v + 1"))),
 }
 
-# Kernels are kept under keys made of these bytes: a change here empties every user's cache.
+# Tuned choices are kept under keys made of these bytes: a change here forgets every user's.
 GOLDEN = {
-    "l1": "e843c28594849f59918738be2d29ce136b23f085c3d84da453fde23ebc29cbc6",
-    "laplace_pq": "c76bea1917bf21528a0d91f91666f3a8dfb190e42d6d6b53754ae04ab2237dbb",
-    "chain": "ba72129aaf921a6322987e8a9cab7a7082beb7cbd5cf57fd38284bbc45129fe9",
+    "l1": "471019e8da385a4327770aaa5edca0997ee0417be2d0ae9271e7b1037280238c",
+    "laplace_pq": "bc6132a85d0c6cce1d0871fefd6e8a4abaea6c909ef050bc41a11eda741b5d79",
+    "chain": "fd398323619a33c2dcedfb16ff1b3da335da22334e89545296bfed589b656f1a",
 }
 
 
@@ -78,7 +83,16 @@ def test_different_descriptors_differ_in_value_and_bytes():
     assert len({d.canonical() for d in NAMED.values()}) == len(NAMED)
 
 
-STAGES = (kl.Identity, kl.Abs, kl.Square, kl.Sqrt, kl.Power, kl.Root)
+STAGES = (
+    kl.Identity,
+    kl.Abs,
+    kl.Square,
+    kl.Sqrt,
+    kl.Power,
+    kl.Root,
+    norms.ExpPower,
+    norms.PowerLog,
+)
 
 
 @pytest.mark.parametrize("kind", STAGES)
@@ -244,6 +258,7 @@ WRONG_PARTS = {
     "epilogue class": (lambda: kl.Pairwise(epilogue=kl.Laplace), "such as Laplace"),
     "epilogue part": (lambda: kl.Pairwise(epilogue=(kl.Scale(), 3)), "such as Laplace.*3"),
     "symmetric": (lambda: kl.Pairwise(symmetric=1), "symmetric must be a bool, got 1"),
+    "direct": (lambda: kl.Pairwise(direct=None), "direct must be a bool, got None"),
 }
 
 

@@ -28,6 +28,7 @@ FORBIDDEN = {
     "reference": ("cuda", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
     "launch.py": ("kernlib.ops", "kernlib.descriptors", "kernlib.reference", "kernlib.ahead"),
     "ops": ("cuda", "lmdb", "kernlib.nn", "kernlib.cli", "kernlib.ahead", "kernlib.tuner"),
+    "linalg": ("lmdb", "kernlib.nn", "kernlib.cli", "kernlib.compat", "kernlib.ahead"),
     "ahead.py": ("cuda", "lmdb", *FAMILIES, "kernlib.cli"),
     "tuner.py": ("cuda", "lmdb", *FAMILIES, "kernlib.cli"),
     "progress.py": ("torch", "cuda", "lmdb", "kernlib"),
@@ -100,6 +101,7 @@ def test_what_is_optional_or_slow_is_imported_when_it_is_used(name):
 
 def test_no_module_of_the_package_imports_tests_or_benchmarks():
     known = {"kernlib", "torch", "cuda", "lmdb", "numpy", "platformdirs", "click", "rich"}
+    known |= {"nvmath"}  # an extra, for kernlib.linalg
     for path in MODULES:
         roots = {name.split(".")[0] for name in imports(path)}
         assert roots <= known | set(sys.stdlib_module_names), path

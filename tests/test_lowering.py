@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
+from kernlib.descriptors import norms
+from kernlib.descriptors.pairwise import exp_power_sum
 from kernlib.errors import UnsupportedError
 from kernlib.jit import sources, targets
 from kernlib.ops import pairwise_lowering as lowering
@@ -156,6 +158,8 @@ REPRESENTATIVE = {
     "both": kl.Pairwise(inner=kl.Power(), outer=kl.Power()),
     "outer": kl.Pairwise(inner=kl.Sqrt(), outer=kl.Power(), epilogue=kl.Gaussian()),
     "polynomial": kl.polynomial(2),
+    "exponentials": exp_power_sum(epilogue=kl.Scale()),
+    "logarithms": kl.Pairwise(inner=norms.PowerLog()),
 }
 
 
@@ -350,7 +354,7 @@ def test_wide_stores_are_chosen_only_where_every_one_is_aligned(dtype, out, expe
 
 
 def test_the_names_of_scalars_are_the_enum_of_the_source():
-    text = (sources.root() / "pairwise" / "pairwise.cuh").read_text()
+    text = (sources.root() / "pairwise" / "scalars.cuh").read_text()
     names = re.search(r"enum \{ (.*) \};", text)[1].lower().split(", ")
     assert names == [*lowering.COMMON_SCALARS, "epilogue"]
 
@@ -365,8 +369,26 @@ def test_every_term_that_lowering_names_is_defined():
     text = sources._read("pairwise/terms.cuh")
     defined = set(re.findall(r"^struct (\w+)", text, re.M))
     stages = {"Identity", "Abs", "Square", "Sqrt"}
-    assert set(lowering.INNER_CODE.values()) | stages <= defined
+    named = {code for codes in lowering.EXPONENT_STAGES.values() for code in codes.values()}
+    assert named | stages <= defined
     assert {"Difference", "SwappedDifference", "Dot"} <= defined
+
+
+@pytest.mark.parametrize(
+    ("inner", "code"),
+    [
+        (0.0, "ExpPowerOnDevice"), (1.0, "ExpPower1"), (2.0, "ExpPower2"),
+        ("any", "ExpPower"), ("device", "ExpPowerOnDevice"),
+    ],
+)  # fmt: skip
+def test_the_code_of_exponentials_follows_the_exponent(inner, code):
+    found = lowered(exp_power_sum(), inner=inner)
+    assert f"#define INNER {code}\n" in found.spec.source
+    assert "#define INNER PowerLog\n" in lowered(kl.Pairwise(inner=norms.PowerLog())).spec.source
+
+
+def test_a_descriptor_without_tensor_cores_has_the_same_source():
+    assert lowered(L1.replace(direct=True)).spec.source == lowered(L1).spec.source
 
 
 def test_sizes_and_numbers_do_not_reach_the_source():
@@ -408,8 +430,7 @@ def known(descriptor, arch):
 )  # fmt: skip
 def test_lowering_chooses_among_the_variants(descriptor, arch, data, m, n, k, batch, dtype):
     a, b, out = (data.draw(LAYOUTS) for _ in range(3))
-    power = isinstance(descriptor.inner, kl.Power)
-    inner = data.draw(st.sampled_from(list(lowering.INNER_CODE))) if power else "any"
+    inner = data.draw(st.sampled_from(list(lowering.inner_codes(descriptor))))
     out_dtype = data.draw(st.sampled_from([dtype, lowering.ACCUMULATORS[dtype]]))
     given = Problem(
         m, n, k, batch, a, a if descriptor.symmetric else b, out, dtype, out_dtype,

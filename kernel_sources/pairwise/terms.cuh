@@ -6,68 +6,92 @@
 //   Power, any p                   2 special-function operations (16 a clock and SM)   0.478 us
 //   Power p = 0.5, 1.5, 2.5        1 special-function operation   0.239 us
 //   Power p = 3, 4 | 6             3 | 4 issue slots
+//   ExpPower p = 1, 2              1 special-function operation   0.239 us
+//   ExpPower, any p                3 special-function operations   0.718 us
+//   PowerLog                       2 special-function operations   0.478 us
 #pragma once
 
 #include "common/math.cuh"
 
+// The arguments of an inner stage: its exponent, and the factor of ExpPower.
+template <class T>
+struct InnerNumbers {
+    T p, scale;
+};
+
 // Terms that add up. UNROLL_K features are unrolled: enough to hide a shared-memory read behind
-// arithmetic; special functions hide it by themselves, and their code is long.
+// arithmetic; special functions hide it by themselves, and their code is long. ZERO_ADDS_NOTHING:
+// so that features past the last one may be summed as zeros.
 struct Sum {
     static constexpr int UNROLL_K = 4;
+    static constexpr bool ZERO_ADDS_NOTHING = true;
     template <class T>
-    static __device__ __forceinline__ T merge(T x, T y, T) { return x + y; }
+    static __device__ __forceinline__ T merge(T x, T y, InnerNumbers<T>) { return x + y; }
 };
 
 struct Identity : Sum {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) { return sum + v; }
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) { return sum + v; }
 };
 
 struct Abs : Sum {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) { return sum + absolute(v); }
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
+        return sum + absolute(v);
+    }
 };
 
 struct Square : Sum {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) { return multiply_add(v, v, sum); }
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
+        return multiply_add(v, v, sum);
+    }
 };
 
 struct Sqrt : Sum {  // NaN for v < 0, as torch.sqrt
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) { return sum + fast_sqrt(v); }
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
+        return sum + fast_sqrt(v);
+    }
 };
 
 // |v|^p for a p > 0 of the host.
 struct Power : Sum {
     static constexpr int UNROLL_K = 1;
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T p) {
-        return sum + fast_power(absolute(v), p);
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
+        return sum + fast_power(absolute(v), numbers.p);
     }
 };
+
+// size^p for size >= 0 and any p >= 0: 1 for p = 0, but 0 at 0. A NaN stays one.
+template <class T>
+__device__ __forceinline__ T power_or_count(T size, T p) {
+    T power = p == T(0) ? (size == size ? T(1) : size) : fast_power(size, p);
+    return size == T(0) ? T(0) : power;
+}
 
 // |v|^p for a p on the device, where p = 0 (count of v != 0) and p = inf (maximum) turn up at run
 // time. The extra slots hide behind the two special-function operations.
 struct PowerOnDevice {
     static constexpr int UNROLL_K = 1;
+    static constexpr bool ZERO_ADDS_NOTHING = true;
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T p) {
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
         T size = absolute(v);
-        T term = p == T(0) ? (size == size ? T(1) : size) : fast_power(size, p);
-        term = size == T(0) ? T(0) : term;
-        return merge(sum, p == infinity(p) ? size : term, p);
+        T term = power_or_count(size, numbers.p);
+        return merge(sum, numbers.p == infinity(size) ? size : term, numbers);
     }
     template <class T>
-    static __device__ __forceinline__ T merge(T x, T y, T p) {
-        return p == infinity(p) ? maximum(x, y) : x + y;
+    static __device__ __forceinline__ T merge(T x, T y, InnerNumbers<T> numbers) {
+        return numbers.p == infinity(x) ? maximum(x, y) : x + y;
     }
 };
 
 struct Power0 : Sum {
     static constexpr int UNROLL_K = 1;
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) {
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
         T one = v == v ? T(1) : v;  // a NaN stays one
         return sum + (v == T(0) ? T(0) : one);
     }
@@ -76,13 +100,15 @@ struct Power0 : Sum {
 struct PowerHalf : Sum {
     static constexpr int UNROLL_K = 1;
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) { return sum + fast_sqrt(absolute(v)); }
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
+        return sum + fast_sqrt(absolute(v));
+    }
 };
 
 struct PowerThreeHalves : Sum {
     static constexpr int UNROLL_K = 1;
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) {
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
         T size = absolute(v);
         return multiply_add(size, fast_sqrt(size), sum);
     }
@@ -91,21 +117,21 @@ struct PowerThreeHalves : Sum {
 struct PowerFiveHalves : Sum {
     static constexpr int UNROLL_K = 1;
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) {
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
         return multiply_add(v * v, fast_sqrt(absolute(v)), sum);
     }
 };
 
 struct Power3 : Sum {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) {
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
         return multiply_add(v * v, absolute(v), sum);
     }
 };
 
 struct Power4 : Sum {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) {
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
         T square = v * v;
         return multiply_add(square, square, sum);
     }
@@ -113,7 +139,7 @@ struct Power4 : Sum {
 
 struct Power6 : Sum {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) {
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
         T square = v * v;
         return multiply_add(square * square, square, sum);
     }
@@ -121,18 +147,100 @@ struct Power6 : Sum {
 
 struct PowerInfinity {
     static constexpr int UNROLL_K = 4;
+    static constexpr bool ZERO_ADDS_NOTHING = true;
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T v, T) { return maximum(sum, absolute(v)); }
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
+        return maximum(sum, absolute(v));
+    }
     template <class T>
-    static __device__ __forceinline__ T merge(T x, T y, T) { return maximum(x, y); }
+    static __device__ __forceinline__ T merge(T x, T y, InnerNumbers<T>) { return maximum(x, y); }
+};
+
+// e^x in one special-function operation, its absolute error below 2^-23 for x <= 0.
+__device__ __forceinline__ float fast_exp(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.442695041f));
+    return y;
+}
+__device__ __noinline__ double fast_exp(double x) { return exp(x); }  // inlined: 1.4 s of NVRTC
+
+// exp(scale * size^p), for p > 0, or with ANY_P for p = 0 too.
+template <bool ANY_P>
+__device__ __forceinline__ float exp_power(float size, float p, float scale) {
+    return fast_exp(scale * (ANY_P ? power_or_count(size, p) : fast_power(size, p)));
+}
+template <bool ANY_P>
+__device__ __noinline__ double exp_power(double size, double p, double scale) {
+    return exp(scale * power_or_count(size, p));
+}
+
+// exp(scale * |v|^p) for a p > 0 of the host: 1 where v = 0, so that no feature past the last one
+// may be summed.
+struct ExpPower : Sum {
+    static constexpr int UNROLL_K = 1;
+    static constexpr bool ZERO_ADDS_NOTHING = false;
+    template <class T>
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
+        return sum + exp_power<false>(absolute(v), numbers.p, numbers.scale);
+    }
+};
+
+struct ExpPowerOnDevice : ExpPower {  // and for p = 0
+    template <class T>
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
+        return sum + exp_power<true>(absolute(v), numbers.p, numbers.scale);
+    }
+};
+
+struct ExpPower1 : ExpPower {
+    template <class T>
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
+        return sum + fast_exp(numbers.scale * absolute(v));
+    }
+};
+
+struct ExpPower2 : ExpPower {
+    template <class T>
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
+        return sum + fast_exp(numbers.scale * (v * v));
+    }
+};
+
+// size^p log2(size), 0 for size = 0 (in fp32 for denormals too) and any p >= 0: a logarithm of
+// -1e30 in place of -inf, times 1e-25 at least, makes a power of 0.
+__device__ __forceinline__ float power_log2(float size, float p) {
+    float y;
+    asm("{\n\t"
+        ".reg .f32 t, u;\n\t"
+        "lg2.approx.ftz.f32 t, %1;\n\t"
+        "max.NaN.ftz.f32 t, t, 0fF149F2CA;\n\t"
+        "mul.ftz.f32 u, t, %2;\n\t"
+        "ex2.approx.ftz.f32 u, u;\n\t"
+        "mul.ftz.f32 %0, u, t;\n\t"
+        "}"
+        : "=f"(y)
+        : "f"(size), "f"(maximum(p, 1e-25f)));
+    return y;
+}
+__device__ __noinline__ double power_log2(double size, double p) {  // inlined: 1.4 s of NVRTC
+    double t = log2(size);
+    return size == 0.0 ? 0.0 : exp2(p * t) * t;
+}
+
+struct PowerLog : Sum {  // |v|^p ln|v|
+    static constexpr int UNROLL_K = 1;
+    template <class T>
+    static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
+        return multiply_add(power_log2(absolute(v), numbers.p), T(0.6931471805599453), sum);
+    }
 };
 
 // Op(a, b) followed by Inner, for one k.
 template <class Inner>
 struct Difference {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T a, T b, T p) {
-        return Inner::add(sum, b - a, p);
+    static __device__ __forceinline__ T add(T sum, T a, T b, InnerNumbers<T> numbers) {
+        return Inner::add(sum, b - a, numbers);
     }
 };
 
@@ -140,15 +248,15 @@ struct Difference {
 template <class Inner>
 struct SwappedDifference {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T a, T b, T p) {
-        return Inner::add(sum, a - b, p);
+    static __device__ __forceinline__ T add(T sum, T a, T b, InnerNumbers<T> numbers) {
+        return Inner::add(sum, a - b, numbers);
     }
 };
 
 template <class Inner>
 struct Dot {
     template <class T>
-    static __device__ __forceinline__ T add(T sum, T a, T b, T p) {
-        return Inner::add(sum, a * b, p);
+    static __device__ __forceinline__ T add(T sum, T a, T b, InnerNumbers<T> numbers) {
+        return Inner::add(sum, a * b, numbers);
     }
 };

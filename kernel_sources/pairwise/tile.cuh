@@ -31,6 +31,7 @@ struct Place {
 };
 
 using Sums = AccT[PER_SIDE][PER_SIDE];
+using Numbers = InnerNumbers<AccT>;
 
 __device__ __forceinline__ void read_points(AccT (&values)[PER_SIDE], const AccT* line) {
 #pragma unroll
@@ -42,7 +43,8 @@ __device__ __forceinline__ void read_points(AccT (&values)[PER_SIDE], const AccT
 }
 
 // One feature: a and b are the thread's first points in its line of either operand.
-__device__ __forceinline__ void accumulate(Sums& sums, const AccT* a, const AccT* b, AccT p) {
+__device__ __forceinline__ void accumulate(Sums& sums, const AccT* a, const AccT* b,
+                                           const Numbers& numbers) {
     AccT left[PER_SIDE], right[PER_SIDE];
     read_points(left, a);
     read_points(right, b);
@@ -50,7 +52,7 @@ __device__ __forceinline__ void accumulate(Sums& sums, const AccT* a, const AccT
     for (int i = 0; i < PER_SIDE; ++i) {
 #pragma unroll
         for (int c = 0; c < PER_SIDE; ++c) {
-            sums[i][c] = Term::add(sums[i][c], left[i], right[c], p);
+            sums[i][c] = Term::add(sums[i][c], left[i], right[c], numbers);
         }
     }
 }
@@ -58,7 +60,8 @@ __device__ __forceinline__ void accumulate(Sums& sums, const AccT* a, const AccT
 // Moves the running sums to shared memory, where they are written or merged, and starts anew.
 // Every sum starts from zero, the maximum of absolute values included.
 template <bool MERGE>
-__device__ __forceinline__ void promote(AccT* total, Sums& sums, const Place& place, AccT p) {
+__device__ __forceinline__ void promote(AccT* total, Sums& sums, const Place& place,
+                                        const Numbers& numbers) {
 #pragma unroll
     for (int i = 0; i < PER_SIDE; ++i) {
 #pragma unroll
@@ -69,7 +72,7 @@ __device__ __forceinline__ void promote(AccT* total, Sums& sums, const Place& pl
 #pragma unroll
             for (int e = 0; e < CHUNK; ++e) {
                 AccT sum = sums[i][c * CHUNK + e];
-                value.element[e] = MERGE ? Inner::merge(value.element[e], sum, p) : sum;
+                value.element[e] = MERGE ? Inner::merge(value.element[e], sum, numbers) : sum;
                 sums[i][c * CHUNK + e] = AccT(0);
             }
             store_vector(address, value);
@@ -87,7 +90,8 @@ __device__ __forceinline__ void clear(AccT* total) {
 
 // Leaves the sums of one tile in `total`, whose memory may be that of the stages if !LONG_K.
 __device__ __forceinline__ void sum_tile(AccT* total, AccT* stages, const Points& a,
-                                         const Points& b, const Place& place, AccT p) {
+                                         const Points& b, const Place& place,
+                                         const Numbers& numbers) {
     Operand<ACCESS_A> left(a);
     Operand<ACCESS_B> right(b);
     Sums sums = {};
@@ -115,19 +119,22 @@ __device__ __forceinline__ void sum_tile(AccT* total, AccT* stages, const Points
         for (int quarter = 0; quarter < 4; ++quarter) {
             if (quarter % 2 == 0) left.begin(next, quarter / 2, ahead);
             else right.begin(next + OPERAND, quarter / 2, ahead);
+            // Features past the last one are zeros, which some stages would count.
+            int count = TILE_K / 4;
+            if (!Inner::ZERO_ADDS_NOTHING) count = min(count, features - done - quarter * count);
 #pragma unroll Inner::UNROLL_K
-            for (int k = 0; k < TILE_K / 4; ++k) {
-                accumulate(sums, line + place.a, line + OPERAND + place.b, p);
+            for (int k = 0; k < count; ++k) {
+                accumulate(sums, line + place.a, line + OPERAND + place.b, numbers);
                 line += LINE;
             }
             if (quarter % 2 == 0) left.end(next, quarter / 2);
             else right.end(next + OPERAND, quarter / 2);
         }
         bool full = done % PROMOTE_K == PROMOTE_K - TILE_K;
-        if (LONG_K && (full || ahead <= 0)) promote<true>(total, sums, place, p);
+        if (LONG_K && (full || ahead <= 0)) promote<true>(total, sums, place, numbers);
     }
     wait_for_copies();
     if (LONG_K) return;
     __syncthreads();  // nobody reads the stages any more, where the sums go now
-    promote<false>(total, sums, place, p);
+    promote<false>(total, sums, place, numbers);
 }

@@ -322,9 +322,9 @@ class Custom(Epilogue):
 
 
 RESERVED = {
-    *FUNCTIONS, *CONSTANTS, VALUE, "p", "inner_p", "outer_p", "epsilon", "regularization",
-    "row_offset", "col_offset", "out", "accumulate", "debug", "a", "b", "descriptor",
-    "x", "weight", "weights", "layout",
+    *FUNCTIONS, *CONSTANTS, VALUE, "p", "inner_p", "outer_p", "inner_scale", "epsilon",
+    "regularization", "row_offset", "col_offset", "feature_map", "out", "accumulate", "debug", "a",
+    "b", "descriptor", "x", "weight", "weights", "layout",
 }  # fmt: skip
 
 

@@ -41,6 +41,25 @@ class Power(Value, Part):
     __slots__ = ()
 
 
+class ExpPower(Value, Part):
+    """Inner: ``exp(inner_scale * |v| ** inner_p)``, so that the sum is one of kernels of single
+    features, each 1 where its coordinates are equal. ``inner_p = 0`` stands for ``v != 0``, as in
+    :class:`Power`; inf is refused.
+
+    Both are arguments of the call, ``p`` another name of ``inner_p``; ``inner_scale`` is usually
+    negative. The expadd family of the kermac project.
+    """
+
+    __slots__ = ()
+
+
+class PowerLog(Value, Part):
+    """Inner: ``|v| ** inner_p * ln|v|``, 0 where ``v = 0``: the derivative of :class:`Power` by its
+    exponent, for gradients of ``p``. ``p`` is another name of ``inner_p``; inf is refused."""
+
+    __slots__ = ()
+
+
 class Root(Value, Part):
     """Outer: ``s ** (1 / inner_p)``, the root that turns a power sum into a norm; ``s`` itself
     for ``inner_p`` 0 and inf, as in ``torch.cdist``. Requires ``inner=Power()``."""
@@ -48,5 +67,6 @@ class Root(Value, Part):
     __slots__ = ()
 
 
-INNER = (Identity, Abs, Square, Sqrt, Power)
+INNER = (Identity, Abs, Square, Sqrt, Power, ExpPower, PowerLog)
+EXPONENTS = (Power, ExpPower, PowerLog)  # the inner stages that take inner_p
 OUTER = (Identity, Abs, Square, Sqrt, Power, Root)

@@ -30,8 +30,13 @@ class Pairwise(Descriptor):
     ``operator`` is ``"difference"`` (``b - a``) or ``"dot"`` (``b * a``); ``inner`` and ``outer``
     are stages of :mod:`kernlib.descriptors.norms`; ``epilogue`` is none, one or several of
     :mod:`kernlib.descriptors.epilogues`. ``symmetric`` computes K(a, a): ``b`` is left out, half of
-    the sums are computed, and the result is bitwise symmetric. ``precision`` permits less
-    accuracy (``"tf32"``, ``"bf16"``); today's kernels use no such permission.
+    the sums are computed, and the result is bitwise symmetric.
+
+    ``precision`` is the accuracy asked for: ``"fp32"`` that of fp32 arithmetic, whichever unit
+    computes it; ``"tf32"`` and ``"bf16"`` permit the smaller one of tensor cores' single products,
+    for squared differences and dot products of float32. None follows torch's own setting,
+    ``torch.get_float32_matmul_precision()``, at the time of the call. ``direct`` takes differences
+    of coordinates even where tensor cores would do, which is exact near duplicates and slower.
 
     Raises ValueError for a combination that has no meaning, TypeError for parts of another kind.
     The four stages and their combinations are those of the kermac project.
@@ -46,6 +51,7 @@ class Pairwise(Descriptor):
     epilogue: tuple[Epilogue, ...] = ()
     precision: str | None = None
     symmetric: bool = False
+    direct: bool = False
     # NOTE: kept, so that Dynamo guards a program by it: field by field, it would make symbols of
     # numbers that differ between two descriptors.
     text: str = field(init=False, repr=False, compare=False)
@@ -60,8 +66,9 @@ class Pairwise(Descriptor):
         _check_stage("inner", self.inner, norms.INNER)
         _check_stage("outer", self.outer, norms.OUTER)
         check_precision(self.precision)
-        if type(self.symmetric) is not bool:
-            raise TypeError(f"symmetric must be a bool, got {self.symmetric!r}")
+        for name, flag in (("symmetric", self.symmetric), ("direct", self.direct)):
+            if type(flag) is not bool:
+                raise TypeError(f"{name} must be a bool, got {flag!r}")
         require(
             not isinstance(self.outer, norms.Root) or isinstance(self.inner, norms.Power),
             f"outer=Root() needs inner=Power(), got inner={self.inner}",
@@ -96,6 +103,7 @@ class Pairwise(Descriptor):
         stages = [f"op={self.operator}", f"inner={self.inner}", f"outer={self.outer}"]
         stages += [str(epilogue) for epilogue in self.epilogue]
         stages += ["symmetric"] if self.symmetric else []
+        stages += ["direct"] if self.direct else []
         return f"Pairwise({', '.join(stages)})"
 
 
@@ -128,6 +136,11 @@ def p_distance(**fields) -> Pairwise:
 def power_sum(**fields) -> Pairwise:
     """``sum_k |b - a|^p``, with ``p`` given to the call."""
     return Pairwise(inner=norms.Power(), **fields)
+
+
+def exp_power_sum(**fields) -> Pairwise:
+    """``sum_k exp(inner_scale * |b - a|^p)``, with ``p`` and ``inner_scale`` given to the call."""
+    return Pairwise(inner=norms.ExpPower(), **fields)
 
 
 def dot_product(**fields) -> Pairwise:

@@ -125,18 +125,19 @@ def _check_inputs(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.device) -> None:
-    required = _check_exponents_given(descriptor, values) | set(descriptor.parameters)
-    allowed = required | {"p", "inner_p", "outer_p"}
-    allowed |= {"epsilon", "regularization"} if descriptor.epilogue else set()
+    scale = {"inner_scale"} if isinstance(descriptor.inner, norms.ExpPower) else set()
+    required = _check_exponents_given(descriptor, values) | scale | set(descriptor.parameters)
+    allowed = _takes(descriptor)
     for name, value in values.items():
         if name in ("epsilon", "regularization") and not descriptor.epilogue:
             raise ValueError(f"{name} needs an epilogue, and {descriptor.describe()} has none")
         if name not in allowed:
-            known = ", ".join(sorted(set(slots(descriptor)) - {"p"})) or "none"
+            known = ", ".join(sorted(allowed)) or "none"
             raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {known}")
         number = host_value(name, value)
         if number is not None:
             check_host(name, number, descriptor.positive)
+            _check_finite_power(descriptor, name, number)
             continue
         check_tensor(name, value, descriptor.positive)
         _check_device(name, value, device)
@@ -145,6 +146,25 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
         if "inner_p" in missing:  # which p gives as well, and with it the outer exponent
             missing[missing.index("inner_p")] = "p (or inner_p)"
         raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
+
+
+def _takes(descriptor: Pairwise) -> set[str]:
+    """The names of a descriptor's hyperparameters."""
+    stages = {
+        ("p", "inner_p"): isinstance(descriptor.inner, norms.EXPONENTS),
+        ("inner_scale",): isinstance(descriptor.inner, norms.ExpPower),
+        ("outer_p",): isinstance(descriptor.outer, norms.Power),
+        ("epsilon", "regularization"): bool(descriptor.epilogue),
+    }
+    taken = {name for names, takes in stages.items() if takes for name in names}
+    return taken | set(descriptor.parameters)
+
+
+def _check_finite_power(descriptor: Pairwise, name: str, value: float) -> None:
+    """Of the inner stages, Power alone means something by an exponent of inf."""
+    power = isinstance(descriptor.inner, norms.Power)
+    if name in ("p", "inner_p") and math.isinf(value) and not power:
+        raise ValueError(f"{name} must be finite for inner={descriptor.inner}, got {value}")
 
 
 def check_host(name: str, value: float, positive: frozenset[str]) -> None:
@@ -168,19 +188,20 @@ def _check_device(name: str, value: torch.Tensor, device: torch.device) -> None:
 
 def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:
     """The exponents the call must give, after checking that those it gives fit together."""
-    inner = isinstance(descriptor.inner, norms.Power)
+    inner = isinstance(descriptor.inner, norms.EXPONENTS)
     outer = isinstance(descriptor.outer, norms.Power)
     given = {name for name in ("p", "inner_p", "outer_p") if name in values}
     if "p" in given and not inner:
         raise ValueError(f"p needs inner=Power(), and {descriptor.describe()} has another")
-    if "p" in given and len(given) > 1:
+    if "p" in given and isinstance(descriptor.inner, norms.Power) and len(given) > 1:
         raise ValueError("p sets inner_p and outer_p: give either p or them")
+    if {"p", "inner_p"} <= given:
+        raise ValueError("p and inner_p are two names of one exponent: give either")
     if "inner_p" in given and not inner:
         raise ValueError(f"inner_p needs inner=Power(), and {descriptor.describe()} has another")
     if "outer_p" in given and not outer:
         raise ValueError(f"outer_p needs outer=Power(), and {descriptor.describe()} has another")
-    if "p" in given:
-        return set()
+    inner, outer = inner and "p" not in given, outer and not follows_inner(descriptor, values)
     return {name for name, needed in (("inner_p", inner), ("outer_p", outer)) if needed}
 
 
@@ -192,17 +213,20 @@ def slots(descriptor: Pairwise) -> dict[str, int]:
 
 def follows_inner(descriptor: Pairwise, values: dict) -> bool:
     """Whether the outer exponent is the reciprocal of the inner one."""
-    power = isinstance(descriptor.outer, norms.Power) and "p" in values
-    return power or isinstance(descriptor.outer, norms.Root)
+    if isinstance(descriptor.outer, norms.Root):
+        return True
+    powers = isinstance(descriptor.inner, norms.Power) and isinstance(descriptor.outer, norms.Power)
+    return powers and "p" in values
 
 
 def exponents(descriptor: Pairwise, values: dict) -> tuple[float | str, float | str]:
     """The kinds of inner and outer exponent by which lowering chooses code."""
     inner = values.get("p", values.get("inner_p"))
     outer = values.get("outer_p")
+    codes = lowering.inner_codes(descriptor)
     on_device = isinstance(inner, torch.Tensor)
     return (
-        "device" if on_device else _own(inner, lowering.INNER_CODE),
+        ("device" if "device" in codes else "any") if on_device else _own(inner, codes),
         "any" if isinstance(outer, torch.Tensor) else _own(outer, lowering.EXPONENT_CODE),
     )
 
@@ -246,19 +270,6 @@ def ranges_meet(pointers: tuple[int, int, int], spans: tuple[int, int, int]) -> 
     a, b, out = pointers
     end = out + spans[2]
     return (out < a + spans[0] and a < end) or (out < b + spans[1] and b < end)
-
-
-def refuse_gradients(a, b, out, values: dict) -> None:
-    """Raises RuntimeError, naming the argument, if one requires a gradient."""
-    known = (a, b, out)
-    if values or any(t is not None and t.requires_grad for t in known):
-        named = {"a": a, "b": b, "out": out, **values}
-        for name, value in named.items():
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                raise RuntimeError(
-                    f"{name} requires a gradient, which pairwise kernels do not compute yet: pass "
-                    f"{name}.detach(), or call under torch.no_grad()"
-                )
 
 
 def compute_mode(mode: str) -> None:

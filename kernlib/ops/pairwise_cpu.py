@@ -45,6 +45,7 @@ def compute(descriptor, a, b, call, diagonal: int, hyperparameters: dict) -> tor
         first,
         second,
         inner_p=inner,
+        inner_scale=values.pop("inner_scale", None),
         outer_p=values.pop("outer_p", None),
         root=checks.follows_inner(descriptor, hyperparameters),
         diagonal=diagonal,

@@ -28,7 +28,8 @@ MAX_BATCH_BLOCKS = 65535
 POINTERS = 3  # of a, b and out, at the start of the parameter struct
 NUMBER = "dQ"  # then for each hyperparameter its value, and its address if it is on the device
 Choice = dict[str, int]  # knobs that tuning turns, by name
-COMMON_SCALARS = ("inner_p", "outer_p", "epsilon", "regularization")
+# In the order of the enum of scalars.cuh.
+COMMON_SCALARS = ("inner_p", "outer_p", "epsilon", "regularization", "inner_scale")
 
 # torch's names of storage: (CUDA type, bytes, CUDA type of arithmetic, its bytes)
 TYPES = {
@@ -54,6 +55,17 @@ INNER_CODE = {
     float("inf"): "PowerInfinity",
     "any": "Power",
     "device": "PowerOnDevice",
+}
+EXPONENT_STAGES = {  # inner stages with an exponent: their code for its values
+    norms.Power: INNER_CODE,
+    norms.ExpPower: {
+        1.0: "ExpPower1",
+        2.0: "ExpPower2",
+        "any": "ExpPower",
+        "device": "ExpPowerOnDevice",
+        0.0: "ExpPowerOnDevice",
+    },
+    norms.PowerLog: {"any": "PowerLog"},
 }
 ROOT_CODE = {
     0.0: "s",
@@ -94,7 +106,7 @@ class Problem(NamedTuple):
     out_dtype: str = "float32"
     diagonal: int = 0  # n - m of the entries that receive the regularization
     accumulate: bool = False
-    inner: float | str = "any"  # key of INNER_CODE, for inner=Power()
+    inner: float | str = "any"  # key of inner_codes(descriptor)
     outer: float | str = "any"  # key of EXPONENT_CODE or another, for outer=Power()
     root: bool = False  # outer exponent is 1 / inner exponent
 
@@ -130,6 +142,12 @@ class Variant(NamedTuple):
     inner: float | str
     outer: float | str
     root: bool
+
+
+def inner_codes(descriptor: Pairwise) -> dict[float | str, str]:
+    """Kinds of inner exponent that have code of their own, and that code."""
+    stage = type(descriptor.inner)
+    return EXPONENT_STAGES.get(stage) or {"any": stage.__name__}
 
 
 def scalar_count(descriptor: Pairwise) -> int:
@@ -239,7 +257,7 @@ def shared_bytes(dtype: str, tile: int, long_k: bool) -> int:
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
-    powers = INNER_CODE if isinstance(descriptor.inner, norms.Power) else ("any",)
+    powers = inner_codes(descriptor)
     accesses = ("features", "points", "strided")
     code = list(product(accesses, accesses, _swaps(descriptor), powers, _outer_kinds(descriptor)))
     specs = {
@@ -284,19 +302,13 @@ constexpr bool LONG_K = {str(variant.long_k).lower()};
 constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
 
 #define OPERATION {"Swapped" * variant.swapped}{operation}
-#define INNER {_inner(descriptor, variant)}
+#define INNER {inner_codes(descriptor)[variant.inner]}
 #define ACCESS_A Access::{variant.access_a}
 #define ACCESS_B Access::{variant.access_b}
 
 {_finish(descriptor, variant)}
 #include "pairwise/pairwise.cuh"
 """
-
-
-def _inner(descriptor: Pairwise, variant: Variant) -> str:
-    if isinstance(descriptor.inner, norms.Power):
-        return INNER_CODE[variant.inner]
-    return type(descriptor.inner).__name__
 
 
 def _finish(descriptor: Pairwise, variant: Variant) -> str:
@@ -343,7 +355,9 @@ def _describe(descriptor: Pairwise, variant: Variant) -> str:
     several exponents of both stages may share."""
     dtypes = dict.fromkeys((variant.dtype, variant.out_dtype))
     words = ["->".join(dtypes), f"tile={variant.tile}", f"{variant.access_a}/{variant.access_b}"]
-    words += [f"p={variant.inner}"] * (variant.inner != "any")
+    codes = inner_codes(descriptor)
+    inner = next(kind for kind in codes if codes[kind] == codes[variant.inner])
+    words += [f"p={inner}"] * (inner != "any")
     if isinstance(descriptor.outer, norms.Power):
         words.append("outer=" + _outer(descriptor, variant)[0].replace(" ", ""))
     return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])

@@ -31,8 +31,13 @@ class Request(NamedTuple):
     @classmethod
     def of(cls, descriptor: Pairwise, a, b, arguments: dict) -> Request:
         """From the keyword arguments of a call."""
+        if arguments.get("feature_map") is not None:
+            from kernlib.ops import pairwise_features  # which most calls do without
+
+            a, b = pairwise_features.apply(arguments["feature_map"], a, b)
         options = (arguments.get(name, default) for name, default in OPTIONS.items())
-        rest = {name: arguments[name] for name in arguments if name not in OPTIONS}
+        known = (*OPTIONS, "feature_map")
+        rest = {name: arguments[name] for name in arguments if name not in known}
         return cls(descriptor, a, b, *options, rest)
 
     def keywords(self) -> dict:

@@ -19,6 +19,7 @@ def pairwise(
     b: torch.Tensor,
     *,
     inner_p=None,
+    inner_scale=None,
     outer_p=None,
     root: bool = False,
     epsilon=0.0,
@@ -28,15 +29,15 @@ def pairwise(
 ) -> torch.Tensor:
     """(L, M, N) from ``a`` (L, M, K) and ``b`` (L, N, K), in their dtype.
 
-    Exponents are None, numbers or tensors of shape () or (L,); the outer one is ``1 / inner_p``
-    when ``root``. Other hyperparameters are numbers or tensors of shape () or (L,).
-    ``regularization`` is added where ``n - m == diagonal``.
+    Exponents and ``inner_scale`` are None, numbers or tensors of shape () or (L,); the outer
+    exponent is ``1 / inner_p`` when ``root``. Other hyperparameters are numbers or tensors of shape
+    () or (L,). ``regularization`` is added where ``n - m == diagonal``.
     """
     batch = a.shape[0]
     entries = [
         _outer(
             descriptor,
-            _sums(descriptor, a[l], b[l], _entry(inner_p, l)),
+            _sums(descriptor, a[l], b[l], _entry(inner_p, l), _entry(inner_scale, l)),
             _entry(inner_p, l),
             _entry(outer_p, l),
             root,
@@ -67,7 +68,7 @@ def _column(value, like: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, 1, 1)
 
 
-def _sums(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor, p: float | None) -> torch.Tensor:
+def _sums(descriptor: Pairwise, a, b, p: float | None, scale: float | None) -> torch.Tensor:
     """``sum_k inner(op(a, b))`` of one batch entry, the maximum for ``p = inf``."""
     if a.shape[1] == 0 or 0 in (a.shape[0], b.shape[0]):
         return a.new_zeros(a.shape[0], b.shape[0])
@@ -75,28 +76,38 @@ def _sums(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor, p: float | Non
     sums = a.new_empty(a.shape[0], b.shape[0])
     # In place: results kept between the temporaries of 16 MB tear the heap apart, 6 GB for 5000^2.
     for block, out in zip(a.split(rows), sums.split(rows), strict=True):
-        out.copy_(_block(descriptor, block, b, p))
+        out.copy_(_block(descriptor, block, b, p, scale))
     return sums
 
 
-def _block(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor, p: float | None) -> torch.Tensor:
+def _block(descriptor: Pairwise, a, b, p: float | None, scale: float | None) -> torch.Tensor:
     dot = descriptor.operator == "dot"
     if dot and isinstance(descriptor.inner, norms.Identity):
         return a @ b.T
     v = b[None] * a[:, None] if dot else b[None] - a[:, None]
-    if p is not None and math.isinf(p):
+    if isinstance(descriptor.inner, norms.Power) and math.isinf(p):
         return v.abs().amax(-1)
-    return _inner(descriptor.inner, v, p).sum(-1)
+    return _inner(descriptor.inner, v, p, scale).sum(-1)
 
 
-def _inner(stage: object, v: torch.Tensor, p: float | None) -> torch.Tensor:
+def _inner(stage: object, v: torch.Tensor, p: float | None, scale: float | None) -> torch.Tensor:
     if isinstance(stage, norms.Power):
-        return torch.where(v.isnan(), v, (v != 0).to(v.dtype)) if p == 0 else v.abs() ** p
+        return _power(v, p)
+    if isinstance(stage, norms.ExpPower):
+        return torch.exp(scale * _power(v, p))
+    if isinstance(stage, norms.PowerLog):
+        size = v.abs()
+        return torch.where(v == 0, torch.zeros_like(v), size**p * size.log())
     if isinstance(stage, norms.Abs):
         return v.abs()
     if isinstance(stage, norms.Square):
         return v * v
     return v.sqrt() if isinstance(stage, norms.Sqrt) else v
+
+
+def _power(v: torch.Tensor, p: float) -> torch.Tensor:
+    """``|v|^p``; for p = 0 whether v is not 0, a NaN staying one."""
+    return torch.where(v.isnan(), v, (v != 0).to(v.dtype)) if p == 0 else v.abs() ** p
 
 
 def _outer(descriptor, s: torch.Tensor, inner_p, outer_p, root: bool) -> torch.Tensor:

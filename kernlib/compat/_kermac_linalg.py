@@ -1,0 +1,96 @@
+"""kermac's solvers: right-hand sides and solutions are rows. ``debug`` has nothing to show."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from kernlib import linalg
+
+
+class FillMode(Enum):
+    """The triangle that is read, in the sense of torch whatever the layout of the matrix; kermac's
+    had the other one for a row-major matrix."""
+
+    LOWER = 0
+    UPPER = 1
+
+
+def solve_cholesky(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    fill_mode: FillMode = FillMode.LOWER,
+    overwrite_a: bool = False,
+    overwrite_b: bool = False,
+    check_errors: bool = False,
+    debug: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Solve ``x a = b`` for symmetric positive definite ``a``.
+
+    ``a`` (N, N) or (L, N, N); ``b`` (C, N) or (L, C, N), any strides. Returns x in b's shape (with
+    a's batch, if b has none), and the infos of factorization and solution, int32 (L,), which stay
+    on the device. What is written in place, and what is raised, says
+    :func:`kernlib.linalg.solve_cholesky`.
+    """
+    options = {"upper": _is_upper(fill_mode), "overwrite_a": overwrite_a}
+    options |= {"overwrite_b": overwrite_b, "check_errors": check_errors}
+    return _solve_rows(linalg.solve_cholesky, a, b, options)
+
+
+def solve_lu(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    overwrite_a: bool = False,
+    overwrite_b: bool = False,
+    check_errors: bool = False,
+    debug: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Solve ``x a = b`` for any square ``a`` of any layout: kermac's system for a row-major ``a``,
+    where that for a column-major one was ``x a^T = b``. Else as :func:`solve_cholesky`."""
+    options = {"overwrite_a": overwrite_a, "overwrite_b": overwrite_b}
+    options |= {"check_errors": check_errors}
+    return _solve_rows(linalg.solve_lu, _transposed("a", a), b, options)
+
+
+def eigh(
+    a: torch.Tensor,
+    fill_mode: FillMode = FillMode.LOWER,
+    overwrite_a: bool = False,
+    check_errors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ascending eigenvalues (L, N), eigenvectors (L, N, N) as columns, infos int32 (L,), of
+    symmetric ``a`` (L, N, N); of ``a`` (N, N) they are (N,), (N, N) and (1,). See
+    :func:`kernlib.linalg.eigh`."""
+    options = {"overwrite_a": overwrite_a, "check_errors": check_errors}
+    w, vectors, info = linalg.eigh(a, upper=_is_upper(fill_mode), **options)
+    return w, vectors, info.reshape(-1)
+
+
+def _is_upper(fill_mode: FillMode) -> bool:
+    if not isinstance(fill_mode, FillMode):
+        raise TypeError(f"fill_mode must be a FillMode, got {fill_mode!r}")
+    return fill_mode is FillMode.UPPER
+
+
+def _solve_rows(solve, a: torch.Tensor, b: torch.Tensor, options: dict):
+    """``a x^T = b^T``, both of three dimensions, so that no matrix is taken for vectors."""
+    columns = _transposed("b", b)
+    _check_rank("a", a)
+    whole = a if a.dim() == 3 else a[None]
+    x, factored, solved = solve(whole, columns if b.dim() == 3 else columns[None], **options)
+    rows = x.mT
+    flat = b.dim() == 2 and a.dim() == 2
+    return rows[0] if flat else rows, factored.reshape(-1), solved.reshape(-1)
+
+
+def _transposed(name: str, t: torch.Tensor) -> torch.Tensor:
+    _check_rank(name, t)
+    return t.mT
+
+
+def _check_rank(name: str, t: torch.Tensor) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+    if t.dim() not in (2, 3):
+        raise ValueError(f"{name} must have 2 or 3 dimensions, got shape {tuple(t.shape)}")

@@ -1,0 +1,147 @@
+"""kermac's helpers: a timer, statistics of a tensor, kernels compiled ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from kernlib import ahead, launch
+from kernlib.compat._kermac_descriptors import Inner, Kernel, KernelDescriptor, Outer
+from kernlib.errors import UnsupportedError
+from kernlib.ops import op_of
+
+# Points and features of the calls that are compiled ahead: either tile, K short and long, with
+# and without lengths that forbid 16-byte loads.
+_SIZES = tuple(
+    (points + odd, features + odd)
+    for points in (256, 8192)
+    for features in (64, 1024)
+    for odd in (0, 1)
+)
+
+
+class CudaTimer:
+    """Milliseconds between :meth:`start` and :meth:`stop` on the current stream; a context manager
+    too, which leaves them in ``elapsed``. On a machine without a GPU the clock's."""
+
+    def __init__(self):
+        self.elapsed = 0.0
+        self._begun = None
+
+    def start(self) -> None:
+        """Begin, or begin again."""
+        self._begun = _mark()
+
+    def stop(self) -> float:
+        """The milliseconds since start, after waiting for the device. Raises RuntimeError for a
+        timer that was not started."""
+        if self._begun is None:
+            raise RuntimeError("the timer was not started; call start() first")
+        ended = _mark()
+        if isinstance(ended, float):
+            self.elapsed = (ended - self._begun) * 1e3
+        else:
+            ended.synchronize()
+            self.elapsed = self._begun.elapsed_time(ended)
+        self._begun = None
+        return self.elapsed
+
+    def __enter__(self) -> CudaTimer:
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+
+def _mark() -> torch.cuda.Event | float:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def tensor_stats(tensor: torch.Tensor) -> dict[str, float]:
+    """``min``, ``max``, ``mean``, ``std`` of the elements that are numbers, and the counts ``nan``
+    and ``inf``. Waits for the device. Raises TypeError for anything but a tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+    values = tensor.detach().double().flatten()
+    finite = values[values.isfinite()]
+    found = {"nan": float(values.isnan().sum()), "inf": float(values.isinf().sum())}
+    if not finite.numel():
+        return dict.fromkeys(("min", "max", "mean", "std"), float("nan")) | found
+    return {
+        "min": finite.min().item(),
+        "max": finite.max().item(),
+        "mean": finite.mean().item(),
+        "std": finite.std(correction=min(1, finite.numel() - 1)).item(),
+    } | found
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up, for a b greater than 0."""
+    return -(-a // b)
+
+
+def pre_compile_descriptors(
+    device: torch.device | str | int | None,
+    descriptors: KernelDescriptor | Iterable[KernelDescriptor],
+    try_to_align: bool = False,
+    debug: bool = False,
+) -> None:
+    """Compile into the cache the kernels of float32 tensors of each layout, row- or column-major,
+    for the GPU ``device`` (None: the current one). Of exponents the code that serves all is made,
+    not that of 1, 2 and the other values with their own. ``try_to_align`` is ignored, as alignment
+    is found out at each call.
+
+    Raises UnsupportedError for a device that is no GPU, TypeError for what is no descriptor, and
+    what :func:`kernlib.compile` raises.
+    """
+    single = isinstance(descriptors, KernelDescriptor)
+    arch = launch.arch_of(_index(device))
+    jobs = []
+    for descriptor in (descriptors,) if single else descriptors:
+        if not isinstance(descriptor, KernelDescriptor):
+            raise TypeError(f"descriptors must be KernelDescriptors, got {descriptor!r}")
+        made, arguments = descriptor.pairwise, _arguments(descriptor)
+        for a, b, out in _layouts():
+            found = op_of(made).specs(made, arch, (a, b), {"out": out} | arguments)
+            jobs += [(spec, arch) for spec in found]
+    ahead.build_all(jobs, None, True if debug else None)
+
+
+def _index(device: torch.device | str | int | None) -> int:
+    if device is None:
+        return torch.cuda.current_device()
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "cuda":
+        raise UnsupportedError(f"kernels are compiled for a GPU, and device is {device!r}")
+    return torch.cuda.current_device() if found.index is None else found.index
+
+
+def _arguments(descriptor: KernelDescriptor) -> dict[str, float]:
+    """Hyperparameters of a call, exponents that have no code of their own."""
+    given = {"inner_p": 1.3} if descriptor.inner is Inner.POW else {}
+    given |= {"outer_p": 0.7} if descriptor.outer is Outer.POW else {}
+    if len(given) == 2:  # the outer one as the reciprocal of the inner: another kernel
+        given = {"p": 1.3}
+    return given | ({} if descriptor.kernel is Kernel.NONE else {"bandwidth": 1.0})
+
+
+def _layouts() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Tensors without data of every layout: a, b and out."""
+    for points, features in _SIZES:
+        for number in range(8):
+            a = _meta(points, features, number & 1)
+            b = _meta(points, features, number & 2)
+            yield a, b, _meta(points, points, number & 4)
+
+
+def _meta(rows: int, columns: int, column_major: int) -> torch.Tensor:
+    if column_major:
+        return torch.empty(columns, rows, device="meta").mT
+    return torch.empty(rows, columns, device="meta")

@@ -1,0 +1,235 @@
+"""kermac's names, signatures and result ranks over kernlib's kernels:
+``import kernlib.compat.kermac as kermac``.
+
+Arguments and results are kermac's: a result without a given ``out`` has a batch dimension, of 1
+where no argument has one; ``try_to_align`` is accepted and ignored, as kernels find out the
+alignment themselves. What differs is what kermac gets wrong, and what it refuses:
+
+- descriptors are immutable, and ``skip_epilogue`` leaves other calls alone;
+- hyperparameters may be any real number or tensor of shape () or (L,), of any stride;
+- ``regularization_offset_x`` counts columns and ``_y`` rows, whatever the layout of ``out``;
+- the regularization is added to the diagonal, whose entry need not be 1;
+- ``epsilon`` is 1e-5 by default, as in kermac, and absolute: where data or bandwidths are as
+  small, pass ``epsilon=0.0``. It applies to the magnitude, so that negative dot products stay;
+- gradients are exactly 0 at equal coordinates, and a NaN reaches them;
+- float64, float16 and bfloat16, CPU tensors, arbitrary strides and empty tensors are taken;
+- gradients of the kernel matrices are recorded by autograd, or the call refuses.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.compat._kermac_descriptors import (
+    Inner,
+    Kernel,
+    KernelDescriptor,
+    Op,
+    Outer,
+    l1_norm,
+    l2_norm,
+    laplace_l1,
+    laplace_l2,
+    mma,
+    p_norm,
+)
+from kernlib.compat._kermac_linalg import FillMode, eigh, solve_cholesky, solve_lu
+from kernlib.compat._kermac_tools import (
+    CudaTimer,
+    ceil_div,
+    pre_compile_descriptors,
+    tensor_stats,
+)
+from kernlib.descriptors import pairwise as named
+from kernlib.ops import pairwise_expadd, pairwise_gradient
+from kernlib.ops import run_kernel as _run_kernel
+from kernlib.ops.hyperparameters import host_value
+
+__all__ = [
+    "CudaTimer",
+    "FillMode",
+    "Inner",
+    "Kernel",
+    "KernelDescriptor",
+    "Op",
+    "Outer",
+    "cdist",
+    "cdist_expadd",
+    "cdist_grad",
+    "cdist_grad_expadd",
+    "ceil_div",
+    "eigh",
+    "l1_norm",
+    "l2_norm",
+    "laplace_l1",
+    "laplace_l2",
+    "mma",
+    "p_norm",
+    "pre_compile_descriptors",
+    "run_kernel",
+    "solve_cholesky",
+    "solve_lu",
+    "tensor_stats",
+]
+
+EPSILON = 1e-5
+
+
+def run_kernel(
+    kernel_descriptor: KernelDescriptor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    p: float | torch.Tensor | None = None,
+    inner_p: float | torch.Tensor | None = None,
+    outer_p: float | torch.Tensor | None = None,
+    bandwidth: float | torch.Tensor | None = None,
+    epsilon: float | None = None,
+    regularization: float | torch.Tensor | None = None,
+    regularization_offset_x: int = 0,
+    regularization_offset_y: int = 0,
+    try_to_align: bool = False,
+    debug: bool = False,
+) -> torch.Tensor:
+    """``out[l,m,n] = kernel(outer(sum_k inner(op(b[l,n,k], a[l,m,k]))))``.
+
+    - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K); ``out`` (M, N) or (L, M, N) is written
+      in place and returned, without it the result is (L, M, N), L 1 for matrices.
+    - ``p`` only where both stages are POW: ``inner_p = p, outer_p = 1 / p``; else ``inner_p`` and
+      ``outer_p``, each exactly where its stage is POW.
+    - ``bandwidth`` exactly where there is a kernel; ``epsilon`` (1e-5) and ``regularization`` only
+      there: values smaller than epsilon in magnitude count as 0, and where
+      ``m + regularization_offset_y == n + regularization_offset_x`` the regularization is added.
+
+    Raises ValueError for other combinations of arguments, and what :func:`kernlib.run_kernel`
+    raises.
+    """
+    if not isinstance(kernel_descriptor, KernelDescriptor):
+        raise TypeError(f"kernel_descriptor must be a KernelDescriptor, got {kernel_descriptor!r}")
+    exponents = {"p": p, "inner_p": inner_p, "outer_p": outer_p}
+    of_kernel = {"bandwidth": bandwidth, "epsilon": epsilon, "regularization": regularization}
+    _check_combination(kernel_descriptor, exponents, of_kernel)
+    if kernel_descriptor.kernel is not Kernel.NONE and epsilon is None:
+        of_kernel["epsilon"] = EPSILON
+    given = {name: x for name, x in (exponents | of_kernel).items() if x is not None}
+    return _with_batch(
+        _run_kernel(
+            kernel_descriptor.pairwise,
+            a,
+            b,
+            out=out,
+            row_offset=regularization_offset_y,
+            col_offset=regularization_offset_x,
+            debug=debug,
+            **given,
+        ),
+        out,
+        3,
+    )
+
+
+def _check_combination(descriptor: KernelDescriptor, exponents: dict, of_kernel: dict) -> None:
+    """What kernlib would take or name otherwise. Raises ValueError."""
+    powers = {"inner_p": descriptor.inner is Inner.POW, "outer_p": descriptor.outer is Outer.POW}
+    if exponents["p"] is not None and not all(powers.values()):
+        raise ValueError(
+            f"p needs Inner.POW and Outer.POW, got {descriptor.inner}, {descriptor.outer}"
+        )
+    if descriptor.kernel is Kernel.NONE:
+        for name, value in of_kernel.items():
+            if value is not None:
+                raise ValueError(f"{name} needs a kernel, and the descriptor has Kernel.NONE")
+
+
+def _with_batch(result: torch.Tensor, out: torch.Tensor | None, dimensions: int) -> torch.Tensor:
+    """A result of kermac's rank, unless it was given."""
+    return result if out is not None or result.dim() == dimensions else result[None]
+
+
+def cdist(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    p: float | torch.Tensor = 2.0,
+    skip_epilogue: bool = False,
+    try_to_align: bool = False,
+    debug: bool = False,
+) -> torch.Tensor:
+    """p-norm distances (L, M, N) of the rows of ``a`` (M, K) or (L, M, K) and ``b`` (N, K) or
+    (L, N, K); with ``skip_epilogue`` the sums ``sum_k |a - b|^p`` without the root, for every p.
+
+    Raises ValueError for ``p=inf`` without root, which has no sums, and what
+    :func:`kernlib.run_kernel` raises.
+    """
+    value = host_value("p", p)
+    if value == float("inf") and skip_epilogue:
+        raise ValueError("skip_epilogue asks for power sums, and p=inf has none")
+    if value == 1:
+        descriptor = named.l1_distance()
+    elif value == 2:
+        descriptor = named.squared_distance() if skip_epilogue else named.l2_distance()
+    else:
+        descriptor = named.power_sum() if skip_epilogue else named.p_distance()
+    exponent = {} if value in (1, 2) else {"p": p}
+    return _with_batch(_run_kernel(descriptor, a, b, out=out, debug=debug, **exponent), out, 3)
+
+
+def cdist_grad(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    out: torch.Tensor | None = None,
+    p: float | torch.Tensor = 2.0,
+    eps: float = 1e-8,
+    debug: bool = False,
+) -> torch.Tensor:
+    """``out[l,o,n,m] = sum_k c[o,k] a[k,m] sign(d[n,m] - b[n,k]) |d[n,m] - b[n,k]|^(p-1)``.
+
+    ``a`` (K, M), ``b`` (N, K), ``c`` (O, K), ``d`` (N, M), ``out`` (O, N, M), each with an optional
+    batch in front; without ``out`` the result is (L, O, N, M). See :func:`kernlib.cdist_grad`.
+    """
+    found = pairwise_gradient.cdist_grad(a, b, c, d, out=out, p=p, eps=eps, debug=debug)
+    return _with_batch(found, out, 4)
+
+
+def cdist_expadd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    p: float | torch.Tensor = 2.0,
+    lengthscale: float | torch.Tensor | None = None,
+    scale: float | torch.Tensor | None = None,
+    try_to_align: bool = False,
+    debug: bool = False,
+) -> torch.Tensor:
+    """``sum_k exp(scale * |a_k - b_k|^p)`` (L, M, N); see :func:`kernlib.cdist_expadd`."""
+    given = {"p": p, "lengthscale": lengthscale, "scale": scale, "debug": debug}
+    return _with_batch(pairwise_expadd.cdist_expadd(a, b, out=out, **given), out, 3)
+
+
+def cdist_grad_expadd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    p: float | torch.Tensor = 2.0,
+    q: float = 1.0,
+    c0: float = 0.0,
+    lengthscale: float | torch.Tensor | None = None,
+    scale: float | torch.Tensor | None = None,
+    eps: float = 1e-8,
+    s_km: torch.Tensor | None = None,
+    try_to_align: bool = False,
+    debug: bool = False,
+) -> torch.Tensor:
+    """The gradient of ``(c0 + S)^q`` of sums S by the query points (L, O, N, M); see
+    :func:`kernlib.cdist_grad_expadd`."""
+    given = {"p": p, "q": q, "c0": c0, "lengthscale": lengthscale, "scale": scale}
+    found = pairwise_expadd.cdist_grad_expadd(
+        a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **given
+    )
+    return _with_batch(found, out, 4)

@@ -1,0 +1,254 @@
+"""The expadd family: sums of one-dimensional exponential kernels, and the gradient of their powers.
+
+Semantics of the kermac project's ``cdist_expadd`` and ``cdist_grad_expadd``.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import torch
+
+from kernlib import events
+from kernlib.descriptors.pairwise import exp_power_sum
+from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import run_kernel
+from kernlib.ops.hyperparameters import accumulator, check_kind, host_value, on_device
+from kernlib.ops.tensors import (
+    check_dense,
+    check_memory,
+    check_out_shape,
+    refuse_overlap,
+    refuse_transforms,
+)
+
+_SUMS = exp_power_sum()
+_SHAPES = {"a": "KM", "b": "NK", "c": "OK", "d": "NM", "s_km": "KM"}  # behind the batch
+_LOWEST = -3e38  # beyond it fp32 has -inf, and -inf * 0 is a NaN
+
+
+def cdist_expadd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    p: float | torch.Tensor = 2.0,
+    lengthscale: float | torch.Tensor | None = None,
+    scale: float | torch.Tensor | None = None,
+    debug: bool = False,
+) -> torch.Tensor:
+    """``out[l,m,n] = sum_k exp(scale * |a[l,m,k] - b[l,n,k]|^p)``.
+
+    ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), ``out`` (M, N) or (L, M, N): layouts,
+    dtypes, batches and ``out`` as in :func:`kernlib.ops.pairwise.run`. ``p``, ``lengthscale`` and
+    ``scale`` are real numbers or tensors of shape () or (L,). ``lengthscale`` stands for
+    ``scale = -1 / lengthscale^p``.
+
+    Raises ValueError unless exactly one of ``lengthscale`` and ``scale`` is given, for a host
+    lengthscale that is not positive, a host p that is negative or infinite, and what
+    :func:`kernlib.run_kernel` raises.
+    """
+    scale = scale_of(p, lengthscale, scale, a)
+    return run_kernel(_SUMS, a, b, out=out, p=p, inner_scale=scale, debug=debug)
+
+
+def cdist_grad_expadd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    p: float | torch.Tensor = 2.0,
+    q: float | torch.Tensor = 1.0,
+    c0: float | torch.Tensor = 0.0,
+    lengthscale: float | torch.Tensor | None = None,
+    scale: float | torch.Tensor | None = None,
+    eps: float = 1e-8,
+    s_km: torch.Tensor | None = None,
+    debug: bool = False,
+) -> torch.Tensor:
+    """The gradient of ``sum_k c[o,k] a[k,m] (c0 + S[k,m])^q`` by the query points ``d``, with
+    ``S[k,m] = sum_n exp(scale * |d[n,m] - b[n,k]|^p)``: ``out[l,o,n,m] = sum_k c[o,k] a[k,m]
+    q (c0 + S[k,m])^(q-1) * scale p sign(v) |v|^(p-1) exp(scale |v|^p)``, where
+    ``v = d[n,m] - b[n,k]``.
+
+    - Points are columns, as in :func:`kernlib.cdist_grad`: ``a`` (K, M) weights of the pairs, ``b``
+      (N, K) and ``d`` (N, M) points, ``c`` (O, K) coefficients, each with an optional batch in
+      front; one dtype, any strides.
+    - ``out`` (O, N, M) or (L, O, N, M) is written in place; without it a new tensor, of three
+      dimensions where nothing has a batch.
+    - ``s_km`` (K, M): S, where it is there already; else, unless ``q`` is the number 1, it is
+      computed. Where ``c0 + S`` is 0 so is the gradient.
+    - ``p``, ``q``, ``c0``, ``lengthscale`` and ``scale`` are real numbers or tensors of shape () or
+      (L,). ``eps`` is the smallest ``|v|`` that counts where p < 1; equal coordinates add 0.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
+    gradient while gradients are recorded.
+    """
+    tensors = {"a": a, "b": b, "c": c, "d": d, "s_km": s_km}
+    numbers = {"p": p, "q": q, "c0": c0, "lengthscale": lengthscale, "scale": scale}
+    shape = _check_gradient(tensors, numbers, out)
+    eps = _least(eps)
+    scale = scale_of(p, lengthscale, scale, d)
+    from kernlib.ops.pairwise_gradient import pair_gradient  # which cdist_expadd does without
+
+    with events.on_stderr() if debug else nullcontext():
+        wide = {name: t if t is None or t.dim() == 3 else t[None] for name, t in tensors.items()}
+        queries, points = wide["d"].mT, wide["b"].mT
+        weights = _weights(wide["a"], queries, points, wide["s_km"], p, q, c0, scale)
+        out = d.new_empty(shape) if out is None else out
+        # Kernels write (queries, features); kermac has the features first.
+        turned = (out if out.dim() == 4 else out[None]).mT
+        values = {"p": p, "inner_scale": scale, "out": turned}
+        if isinstance(p, torch.Tensor) or p < 1:  # else no slope grows towards 0
+            values["eps"] = eps
+        stages = (_SUMS.operator, _SUMS.inner)
+        pair_gradient(*stages, queries, points, weights.mT, wide["c"], **values)
+    return out
+
+
+def _weights(a, queries, points, s, p, q, c0, scale) -> torch.Tensor:
+    """``a q (c0 + S)^(q-1)``, (L, K, M) in a's dtype."""
+    if host_value("q", q) == 1:
+        return a
+    dtype = accumulator(a.dtype)
+    if s is None:
+        values = {"p": p, "inner_scale": scale}
+        s = run_kernel(_SUMS, points.to(dtype), queries.to(dtype), **values)
+    q, c0 = (_placed(name, x, a) for name, x in (("q", q), ("c0", c0)))
+    q, c0 = (x.reshape(-1, 1, 1) if isinstance(x, torch.Tensor) else x for x in (q, c0))
+    base = s.to(dtype) + c0
+    return (a * torch.where(base == 0, 0.0, q * base ** (q - 1))).to(a.dtype)
+
+
+def _check_gradient(
+    tensors: dict[str, torch.Tensor | None], numbers: dict, out: torch.Tensor | None
+) -> tuple[int, ...]:
+    """The result's shape. Raises TypeError, ValueError and RuntimeError that name the argument."""
+    check_dense(("a", "b", "c", "d"), **tensors, out=out)
+    given = {name: t for name, t in tensors.items() if t is not None}
+    refuse_transforms(checks.NO_TRANSFORMS, **given)
+    sizes = _check_tensors(given)
+    for name, value in numbers.items():
+        _check_number(name, value)
+    batch = _batch(given, out, numbers)
+    shape = tuple(sizes[letter] for letter in "ONM")
+    flat = batch == 1 and all(t.dim() == 2 for t in given.values())
+    shape = shape if (flat if out is None else out.dim() == 3) else (batch, *shape)
+    _refuse_gradients(given | numbers | {"out": out})
+    if out is not None:
+        _check_out(out, shape, batch, given)
+    return shape
+
+
+def _check_tensors(given: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The sizes by their letters in _SHAPES."""
+    like, sizes, places = given["d"], {}, {}
+    for name, t in given.items():
+        if t.dim() not in (2, 3):
+            wanted = ", ".join(_SHAPES[name])
+            raise ValueError(f"{name} must be ({wanted}) or (L, {wanted}), got {tuple(t.shape)}")
+        if t.dtype not in checks.DTYPES:
+            raise TypeError(
+                f"{name} must be one of {', '.join(checks.DTYPES.values())}, got {t.dtype}"
+            )
+        if t.dtype not in (like.dtype, accumulator(like.dtype) if name == "s_km" else like.dtype):
+            raise TypeError(f"{name} must be {like.dtype} as d is, got {t.dtype}")
+        if t.device != like.device:
+            raise ValueError(f"{name} must be on d's device {like.device}, got {t.device}")
+        for letter, size in zip(_SHAPES[name], t.shape[-2:], strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(
+                    f"{name} of shape {tuple(t.shape)} has {letter} = {size}, "
+                    f"{places[letter]} has {sizes[letter]}"
+                )
+            places.setdefault(letter, name)
+    return sizes
+
+
+def _check_number(name: str, value: object) -> None:
+    if value is None:
+        return
+    positive = frozenset(("lengthscale",))
+    number = host_value(name, value)
+    if number is None:
+        checks.check_tensor(name, value, positive)
+        return
+    checks.check_host(name, number, positive)
+    if name == "p" and math.isinf(number):
+        raise ValueError(f"p must be finite, got {number}")
+
+
+def _batch(given: dict[str, torch.Tensor], out: torch.Tensor | None, numbers: dict) -> int:
+    """The batch that all broadcast to. Raises ValueError where two differ."""
+    sizes = {name: t.shape[0] for name, t in given.items() if t.dim() == 3}
+    vectors = {name: x for name, x in numbers.items() if isinstance(x, torch.Tensor) and x.dim()}
+    sizes |= {name: x.shape[0] for name, x in vectors.items()}
+    if out is not None and out.dim() == 4:
+        sizes["out"] = out.shape[0]
+    found = {size for size in sizes.values() if size != 1}
+    if len(found) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(f"batches must be 1 or equal, got {listed}")
+    return found.pop() if found else 1
+
+
+def _check_out(
+    out: torch.Tensor, shape: tuple[int, ...], batch: int, given: dict[str, torch.Tensor]
+) -> None:
+    like = given["d"]
+    if len(shape) == 3 and batch != 1:
+        raise ValueError(f"out must be 4-D for a batch of {batch}, got shape {tuple(out.shape)}")
+    check_out_shape(out, shape)
+    if out.dtype != like.dtype:
+        raise TypeError(f"out must be {like.dtype} as d is, got {out.dtype}")
+    if out.device != like.device:
+        raise ValueError(f"out must be on the inputs' device {like.device}, got {out.device}")
+    check_memory(out)
+    refuse_overlap(out, **given)
+
+
+def _refuse_gradients(named: dict) -> None:
+    for name, value in named.items():
+        if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires a gradient, which cdist_grad_expadd does not record: pass "
+                f"{name}.detach(), or call under torch.no_grad()"
+            )
+
+
+def _least(eps: float) -> float:
+    number = host_value("eps", eps, 0)
+    if number is None or not number >= 0:
+        raise ValueError(f"eps must be a number of 0 or greater, got {eps!r}")
+    return number
+
+
+def scale_of(p, lengthscale, scale, like: torch.Tensor) -> float | torch.Tensor:
+    """``scale``, or ``-1 / lengthscale^p`` for inputs ``like`` one tensor. Raises ValueError unless
+    exactly one is given, and for host values that would not do."""
+    if (lengthscale is None) == (scale is None):
+        given = "neither" if scale is None else "both"
+        raise ValueError(f"give exactly one of lengthscale and scale, got {given}")
+    if scale is not None:
+        return scale
+    _check_number("p", p)
+    _check_number("lengthscale", lengthscale)
+    exponent, length = host_value("p", p), host_value("lengthscale", lengthscale)
+    if exponent is None or length is None:
+        check_dense(("a",), a=like)
+        return -(_placed("lengthscale", lengthscale, like) ** -_placed("p", p, like))
+    try:
+        return max(-(length**-exponent), _LOWEST)
+    except OverflowError:
+        return _LOWEST
+
+
+def _placed(name: str, value, like: torch.Tensor):
+    """A tensor on the inputs' device in the dtype of their arithmetic; a number as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    check_kind(name, value)
+    return on_device(name, value, like.device, accumulator(like.dtype))

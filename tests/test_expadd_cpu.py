@@ -1,0 +1,294 @@
+"""Sums of exponentials, the stage of logarithms and the gradient of powers of sums, on CPU tensors
+against plain float64."""
+
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.descriptors import norms
+from kernlib.descriptors.pairwise import exp_power_sum
+from kernlib.ops.pairwise_expadd import cdist_expadd, cdist_grad_expadd
+
+M, N, K, L, O = 6, 7, 5, 3, 2
+INF, NAN = math.inf, math.nan
+LOGS = kl.Pairwise(inner=norms.PowerLog())
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def differences(a, b):
+    return (b.double().unsqueeze(-3) - a.double().unsqueeze(-2)).abs()
+
+
+# Values.
+
+
+@pytest.mark.parametrize("p", [0.3, 0.7, 1, 1.3, 2, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [(), (L,)])
+def test_sums_of_exponentials(p, dtype, batch):
+    a, b = draw(*batch, M, K, dtype=dtype), draw(*batch, N, K, seed=1, dtype=dtype)
+    found = cdist_expadd(a, b, p=p, scale=-0.8)
+    expected = torch.exp(-0.8 * differences(a, b) ** p).sum(-1)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [0.7, 1, 2])
+def test_a_lengthscale_stands_for_a_scale(p):
+    a, b = draw(M, K), draw(N, K, seed=1)
+    expected = cdist_expadd(a, b, p=p, scale=-(0.6**-p))
+    assert torch.equal(cdist_expadd(a, b, p=p, lengthscale=0.6), expected)
+    for given in ({"lengthscale": torch.tensor(0.6)}, {"lengthscale": torch.tensor([0.6] * L)}):
+        found = cdist_expadd(a, b, p=p, **given)
+        torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-6, atol=1e-6)
+
+
+def test_exponents_and_scales_of_a_batch_are_a_loop_over_its_entries():
+    a, b = draw(M, K), draw(L, N, K, seed=1)
+    p, scale = torch.tensor([0.5, 1.0, 1.7]), torch.tensor([-1.0, -0.3, 0.2])
+    found = cdist_expadd(a, b, p=p, scale=scale)
+    for l in range(L):
+        one = cdist_expadd(a, b[l], p=p[l].item(), scale=scale[l].item())
+        torch.testing.assert_close(found[l], one)
+
+
+@pytest.mark.parametrize("scale", [-1e-20, -2.0, -1e20, -INF])
+def test_equal_coordinates_count_one_each(scale):
+    a = draw(M, 1).expand(M, K)
+    found = cdist_expadd(a, a, p=1.3, lengthscale=1e-200) if scale == -INF else None
+    found = cdist_expadd(a, a, p=1.3, scale=scale) if found is None else found
+    assert torch.equal(found.diagonal(), torch.full((M,), float(K), dtype=found.dtype))
+
+
+def test_p_of_zero_asks_whether_coordinates_differ():
+    a, b = torch.tensor([[0.0, 1.0, NAN]]), torch.tensor([[0.0, 3.0, 1.0], [5.0, 1.0, 1.0]])
+    found = cdist_expadd(a[:, :2], b[:, :2], p=0, scale=-1.0)
+    torch.testing.assert_close(found, torch.tensor([[1 + math.exp(-1), 1 + math.exp(-1)]]))
+    assert cdist_expadd(a, b, p=0, scale=-1.0).isnan().all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_what_is_no_number_reaches_the_sum(bad):
+    a, b = draw(M, K), draw(N, K, seed=1)
+    a[2, 1] = bad
+    expected = torch.exp(-(differences(a, b) ** 1.3)).sum(-1)
+    found = cdist_expadd(a, b, p=1.3, scale=-1.0)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_no_features_give_an_empty_sum():
+    assert torch.equal(cdist_expadd(draw(M, 0), draw(N, 0), scale=-1.0), draw(M, N) * 0)
+    assert cdist_expadd(draw(0, K), draw(N, K), scale=-1.0).shape == (0, N)
+
+
+def test_the_stage_takes_epilogues_and_an_outer_power_of_its_own():
+    a, b = draw(M, K), draw(N, K, seed=1)
+    made = exp_power_sum(outer=kl.Power(), epilogue=kl.Scale("gain"))
+    found = kl.run_kernel(made, a, b, p=1.3, inner_scale=-0.5, outer_p=0.7, gain=3.0)
+    s = torch.exp(-0.5 * differences(a, b) ** 1.3).sum(-1)
+    torch.testing.assert_close(found, 3 * s**0.7)
+    symmetric = kl.run_kernel(exp_power_sum(symmetric=True), a, p=1.3, inner_scale=-0.5)
+    assert torch.equal(symmetric, symmetric.mT)
+    torch.testing.assert_close(symmetric, cdist_expadd(a, a, p=1.3, scale=-0.5))
+
+
+def test_an_out_is_written_in_place():
+    a, b = draw(M, K), draw(N, K, seed=1)
+    out = torch.full((N, M), NAN, dtype=torch.float64).mT
+    assert cdist_expadd(a, b, out=out, scale=-1.0) is out
+    torch.testing.assert_close(out, cdist_expadd(a, b, scale=-1.0))
+
+
+@pytest.mark.parametrize("p", [0, 0.5, 1, 1.3, 2])
+def test_logarithms_are_the_derivative_of_a_power_by_its_exponent(p):
+    a, b = draw(M, K), draw(N, K, seed=1)
+    b[3] = a[2]
+    found = kl.run_kernel(LOGS, a, b, p=p)
+    v = differences(a, b)
+    expected = torch.where(v == 0, 0.0, v**p * v.clamp(min=1e-300).log()).sum(-1)
+    torch.testing.assert_close(found, expected)
+    assert found[2, 3] == 0
+    if p:
+        above, below = (kl.cdist(a, b, p=p + step, root=False) for step in (1e-6, -1e-6))
+        torch.testing.assert_close(found, (above - below) / 2e-6, rtol=1e-6, atol=1e-6)
+
+
+def test_a_nan_stays_one_among_logarithms():
+    a, b = draw(M, K), draw(N, K, seed=1)
+    a[1, 0] = NAN
+    found = kl.run_kernel(LOGS, a, b, inner_p=torch.tensor(1.3))
+    assert found[1].isnan().all() and not found[2:].isnan().any()
+
+
+# What is refused.
+
+A, B = draw(M, K), draw(N, K, seed=1)
+REFUSED = {
+    "neither": ({}, ValueError, "exactly one of lengthscale and scale, got neither"),
+    "both": ({"scale": -1.0, "lengthscale": 1.0}, ValueError, "exactly one of .* got both"),
+    "negative lengthscale": ({"lengthscale": -1.0}, ValueError, "lengthscale must be greater"),
+    "zero lengthscale": ({"lengthscale": torch.zeros(())}, ValueError, "lengthscale must be gr"),
+    "infinite p": ({"scale": -1.0, "p": INF}, ValueError, "p must be finite"),
+    "negative p": ({"scale": -1.0, "p": -1.0}, ValueError, "p must be 0 or greater"),
+    "no number": ({"scale": "1"}, TypeError, "scale must be a real number"),
+    "not a number": ({"scale": NAN}, ValueError, "scale must be a number, got nan"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    arguments, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        cdist_expadd(A, B, **arguments)
+
+
+STAGE_REFUSED = {
+    "no scale": ({"p": 1.0}, ValueError, "needs inner_scale"),
+    "no exponent": ({"inner_scale": -1.0}, ValueError, r"needs p \(or inner_p\)"),
+    "two names": ({"p": 1.0, "inner_p": 1.0, "inner_scale": -1.0}, ValueError, "two names of one"),
+    "an outer one": (
+        {"p": 1.0, "outer_p": 1.0, "inner_scale": -1.0},
+        ValueError,
+        "outer_p needs outer=Power",
+    ),
+    "bandwidth": (
+        {"p": 1.0, "inner_scale": -1.0, "bandwidth": 1.0},
+        TypeError,
+        "bandwidth is no argument .* takes inner_p, inner_scale, p$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAGE_REFUSED)
+def test_what_the_stage_refuses(case):
+    arguments, error, message = STAGE_REFUSED[case]
+    with pytest.raises(error, match=message):
+        kl.run_kernel(exp_power_sum(), A, B, **arguments)
+
+
+def test_other_stages_take_no_scale():
+    with pytest.raises(TypeError, match="inner_scale is no argument"):
+        kl.run_kernel(kl.power_sum(), A, B, p=1.0, inner_scale=-1.0)
+    with pytest.raises(ValueError, match="p must be finite for inner=PowerLog"):
+        kl.run_kernel(LOGS, A, B, p=INF)
+    with pytest.raises(ValueError, match=r"Root\(\) needs inner=Power"):
+        exp_power_sum(outer=kl.Root())
+
+
+# Gradients of (c0 + S)^q.
+
+
+def gradient(a, b, c, d, p, q, c0, scale):
+    """By autograd, for p of 1 or greater."""
+    d = d.double().clone().requires_grad_()
+    v = (d.unsqueeze(-2) - b.double().unsqueeze(-1)).abs()  # (N, K, M)
+    s = torch.exp(scale * v**p).sum(-3)
+    rows = []
+    for one in c.double().unbind(-2):
+        value = (one.unsqueeze(-1) * a.double() * (c0 + s) ** q).sum()
+        rows.append(torch.autograd.grad(value, d, retain_graph=True)[0])
+    return torch.stack(rows, -3)
+
+
+def problem(*batch, dtype=torch.float64):
+    """a, b, c, d with K, N, O and M of 8, 5, 2 and 6."""
+    sizes = {"a": (8, 6), "b": (5, 8), "c": (2, 8), "d": (5, 6)}
+    return [draw(*batch, *size, seed=i, dtype=dtype) for i, size in enumerate(sizes.values())]
+
+
+@pytest.mark.parametrize("p", [1, 1.3, 2])
+@pytest.mark.parametrize(("q", "c0"), [(1.0, 0.0), (0.7, 0.5), (2.0, 0.0)])
+@pytest.mark.parametrize("batch", [(), (L,)])
+def test_the_gradient_is_that_of_autograd(p, q, c0, batch):
+    tensors = problem(*batch)
+    found = cdist_grad_expadd(*tensors, p=p, q=q, c0=c0, scale=-0.4)
+    expected = gradient(*tensors, p, q, c0, -0.4)
+    assert found.shape == (*batch, 2, 5, 6) and found.is_contiguous()
+    torch.testing.assert_close(found, expected)
+
+
+def test_sums_that_are_there_are_not_made_again():
+    a, b, c, d = problem()
+    s = cdist_expadd(b.mT, d.mT, p=1.3, scale=-0.4)
+    options = {"p": 1.3, "q": 0.7, "c0": 0.2, "scale": -0.4}
+    expected = cdist_grad_expadd(a, b, c, d, **options)
+    torch.testing.assert_close(cdist_grad_expadd(a, b, c, d, s_km=s, **options), expected)
+    other = cdist_grad_expadd(a, b, c, d, s_km=4 * s, **options | {"c0": 0.8})
+    torch.testing.assert_close(other, expected * 4 ** (0.7 - 1))
+
+
+@pytest.mark.parametrize("p", [0.7, 1.0, 1.3])
+def test_equal_coordinates_add_nothing(p):
+    a, b, c, d = problem()
+    d[:] = 0.0
+    b[:] = 0.0
+    options = {"p": p, "q": 0.7, "scale": -0.4}
+    assert not cdist_grad_expadd(a, b, c, d, **options).any()
+    b[:, 0] = 0.25
+    found = cdist_grad_expadd(a, b, c, d, **options)
+    s = 5 * math.exp(-0.4 * 0.25**p)
+    one = 0.7 * s ** (0.7 - 1) * 0.4 * p * 0.25 ** (p - 1) * math.exp(-0.4 * 0.25**p)
+    expected = (c[:, 0, None, None] * a[0] * one).expand(2, 5, 6)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_gradient_fills_an_out_of_either_rank_and_any_strides():
+    a, b, c, d = problem()
+    expected = cdist_grad_expadd(a, b, c, d, scale=-0.4)
+    for shape in ((2, 5, 6), (1, 2, 5, 6)):
+        out = torch.full((*shape[:-1], 9), NAN, dtype=torch.float64)[..., :6]
+        assert cdist_grad_expadd(a, b, c, d, out=out, scale=-0.4) is out
+        torch.testing.assert_close(out, expected.view(shape))
+        turned = torch.full((*shape[:-2], 6, 5), NAN, dtype=torch.float64).mT
+        torch.testing.assert_close(
+            cdist_grad_expadd(a, b, c, d, out=turned, scale=-0.4), expected.view(shape)
+        )
+
+
+def test_batches_broadcast_those_of_numbers_too():
+    a, b, c, d = problem()
+    scale, q = torch.tensor([-0.4, -0.2, -1.0]), torch.tensor([0.5])
+    found = cdist_grad_expadd(a, b[None].expand(L, -1, -1), c, d, p=1.3, q=q, scale=scale)
+    for l in range(L):
+        one = cdist_grad_expadd(a, b, c, d, p=1.3, q=0.5, scale=scale[l].item())
+        torch.testing.assert_close(found[l], one, rtol=1e-6, atol=1e-6)
+
+
+GRADIENT_REFUSED = {
+    "rank": ({"c": draw(8)}, ValueError, r"c must be \(O, K\) or \(L, O, K\), got \(8,\)"),
+    "size": ({"a": draw(7, 6)}, ValueError, r"b of shape \(5, 8\) has K = 8, a has 7"),
+    "sums": ({"s_km": draw(6, 8)}, ValueError, "s_km of shape"),
+    "dtype": ({"b": draw(5, 8).float()}, TypeError, "b must be torch.float64 as d is"),
+    "whole numbers": ({"a": torch.zeros(8, 6, dtype=torch.int32)}, TypeError, "a must be one of"),
+    "batches": ({"a": draw(2, 8, 6), "d": draw(3, 5, 6)}, ValueError, "a: 2, d: 3"),
+    "out's shape": ({"out": draw(2, 6, 5)}, ValueError, "out must have shape"),
+    "out's rank": ({"a": draw(2, 8, 6), "out": draw(2, 5, 6)}, ValueError, "out must be 4-D"),
+    "out's dtype": ({"out": draw(2, 5, 6).float()}, TypeError, "out must be torch.float64"),
+    "out itself": ({"out": draw(1, 5, 6).expand(2, 5, 6)}, ValueError, "out overlaps itself"),
+    "eps": ({"eps": -1.0}, ValueError, "eps must be a number of 0 or greater"),
+    "p": ({"p": INF}, ValueError, "p must be finite"),
+    "no tensor": ({"b": None}, TypeError, "b must be a tensor"),
+    "gradient": ({"a": draw(8, 6).requires_grad_()}, RuntimeError, "a requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENT_REFUSED)
+def test_what_the_gradient_refuses(case):
+    changes, error, message = GRADIENT_REFUSED[case]
+    arguments = dict(zip("abcd", problem(), strict=True)) | {"scale": -0.4} | changes
+    with pytest.raises(error, match=message):
+        cdist_grad_expadd(**arguments)
+
+
+def test_an_out_may_not_share_memory_with_an_input():
+    a, b, c, d = problem()
+    memory = torch.zeros(200, dtype=torch.float64)
+    d = memory[:30].view(5, 6).copy_(d)
+    with pytest.raises(ValueError, match="out shares memory with d"):
+        cdist_grad_expadd(a, b, c, d, out=memory[:60].view(2, 5, 6), scale=-0.4)

@@ -1,0 +1,117 @@
+"""Weights and matrices that map features ahead of a pairwise kernel."""
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.ops.pairwise_features import apply
+
+M, N, K, K2, L = 5, 6, 4, 3, 2
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+A, B = draw(M, K), draw(N, K, seed=1)
+
+
+def test_weights_of_each_feature():
+    w = draw(K, seed=2)
+    a, b = apply(w, A, B)
+    assert torch.equal(a, A * w) and torch.equal(b, B * w)
+
+
+@pytest.mark.parametrize("shape", [(L, K), (L, 1, K)])
+def test_weights_of_each_entry_of_a_batch(shape):
+    w, b = draw(*shape, seed=2), draw(L, N, K, seed=1)
+    mapped, other = apply(w, A, b)
+    assert mapped.shape == (L, M, K) and other.shape == (L, N, K)
+    for l in range(L):
+        assert torch.equal(mapped[l], A * w[l]) and torch.equal(other[l], b[l] * w[l])
+
+
+@pytest.mark.parametrize("columns", [K, K2, 1])
+def test_a_matrix_makes_a_mahalanobis_distance(columns):
+    matrix = draw(K, columns, seed=2)
+    found = kl.cdist(*apply(matrix, A, B))
+    v = A[:, None] - B
+    expected = torch.einsum("mnk,kl,mnl->mn", v, matrix @ matrix.T, v).sqrt()
+    torch.testing.assert_close(found, expected)
+
+
+def test_matrices_of_each_entry_of_a_batch():
+    matrix = draw(L, K, K2, seed=2)
+    a, b = apply(matrix, A, B[None])
+    assert a.shape == (L, M, K2) and b.shape == (L, N, K2)
+    torch.testing.assert_close(a, torch.stack([A @ one for one in matrix]))
+
+
+def test_a_square_map_is_a_matrix_unless_the_batch_is_as_long():
+    square = draw(K, K, seed=2)
+    torch.testing.assert_close(apply(square, A, None)[0], A @ square)
+    with pytest.raises(ValueError, match="a matrix or 4 entries of weights"):
+        apply(square, draw(K, M, K), None)
+    torch.testing.assert_close(apply(square[:, None], draw(K, M, K), None)[0],
+                               draw(K, M, K) * square[:, None])  # fmt: skip
+    torch.testing.assert_close(apply(square[None], draw(K, M, K), None)[0], draw(K, M, K) @ square)
+
+
+def test_no_second_points_and_the_same_ones_are_mapped_once():
+    w = draw(K, seed=2)
+    assert apply(w, A, None)[1] is None
+    a, b = apply(w, A, A)
+    assert a is b
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_inputs_take_a_map_of_either_dtype(dtype):
+    a, w = A.to(dtype), draw(K, seed=2, dtype=torch.float32)
+    found = apply(w, a, None)[0]
+    assert found.dtype == dtype and torch.equal(found, (a.float() * w).to(dtype))
+    assert apply(w.to(dtype), a, None)[0].dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(K,), (L, 1, K), (K, K2), (L, K, K2)])
+def test_gradients_reach_points_and_map(shape):
+    w = draw(*shape, seed=2).requires_grad_()
+    a, b = A.clone().requires_grad_(), B.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *given: apply(*given), (w, a, b))
+
+
+REFUSED = {
+    "a number": (2.0, TypeError, "feature_map must be a tensor, got float"),
+    "no dimension": (draw(1)[0], ValueError, r"feature_map must be \(K,\)"),
+    "features": (draw(K + 1), ValueError, "with K = 4, got shape"),
+    "rows": (draw(K + 1, K2), ValueError, "feature_map must be"),
+    "four dimensions": (draw(1, 1, K, K), ValueError, "feature_map must be"),
+    "dtype": (draw(K).float(), TypeError, "feature_map must be torch.float64 for"),
+    "device": (draw(K).to("meta"), ValueError, "feature_map must be on the inputs' device cpu"),
+    "sparse": (draw(K, K).to_sparse(), TypeError, "feature_map must be a dense tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    feature_map, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        apply(feature_map, A, B)
+
+
+def test_batches_are_one_or_equal():
+    with pytest.raises(ValueError, match="batches must be 1 or equal, got feature_map: 2, x: 3"):
+        apply(draw(L, 1, K), A, draw(3, N, K))
+
+
+def test_a_call_maps_its_points_first():
+    a, b, weights = torch.randn(5, 3), torch.randn(4, 3), torch.rand(3)
+    wanted = kl.run_kernel(kl.gaussian(), a * weights, b * weights, bandwidth=2.0)
+    found = kl.run_kernel(kl.gaussian(), a, b, bandwidth=2.0, feature_map=weights)
+    torch.testing.assert_close(found, wanted)
+    compiled = torch.compile(
+        lambda a, b: kl.run_kernel(kl.gaussian(), a, b, bandwidth=2.0, feature_map=weights),
+        backend="aot_eager", fullgraph=True,
+    )  # fmt: skip
+    torch.testing.assert_close(compiled(a, b), wanted)
+    kl.prepare(kl.gaussian(), a, b, bandwidth=2.0, feature_map=weights)
