@@ -234,10 +234,12 @@ class Plan:
         )
 
 
-def start_all(steps: tuple, device: int, addresses: list[int], numbers: list | tuple = ()) -> None:
+def start_all(
+    steps: tuple, device: int, addresses: list[int], numbers: list | tuple | None = None
+) -> None:
     """Launch plans one behind the other on torch's current stream of their device, which must be
     current. ``steps`` are plans, each with what picks its pointers from ``addresses``, and whether
-    it takes ``numbers``."""
+    it takes ``numbers``, if there are some."""
     stream = current_stream(device)
     for plan, pick, numbered in steps:
         plan.start(stream, pick(addresses), numbers if numbered else None)

@@ -199,7 +199,8 @@ def test_progress_says_what_is_done(built, capsys, monkeypatch):
 
 def test_prepare_compiles_in_worker_threads_and_loads_in_this_one(gpus):
     a, b = on_gpu(3000, 64), on_gpu(2000, 64)
-    descriptors = [kl.l1_distance(), kl.l2_distance(), kl.squared_distance()]
+    others = (kl.l2_distance(direct=True), kl.squared_distance(direct=True))
+    descriptors = [kl.l1_distance(), *others]
     kl.prepare(descriptors, a, b, workers=2)
     first = gpus.builds[:3]
     assert {made.what for made in first} == {made.what for made in gpus.loads}

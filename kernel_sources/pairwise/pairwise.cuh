@@ -9,8 +9,11 @@
 //   OPERATION, INNER         Difference, SwappedDifference or Dot; a struct of terms.cuh
 //   ACCESS_A, ACCESS_B       a value of Access (operand.cuh)
 //   Finish                   Outer and Epilogue of one sum; its constructor reads hyperparameters
+//   GATED                    if defined: the count above which, at Launch::gate, there is anything
+//                            to do (split.cuh); CTAs then walk over the tiles
 #pragma once
 
+#include "pairwise/scalars.cuh"
 #include "pairwise/terms.cuh"
 
 using Inner = INNER;
@@ -19,10 +22,6 @@ using Term = OPERATION<Inner>;
 #include "pairwise/tile.cuh"
 
 constexpr int RASTER_ROWS = 16;  // tile rows walked together, so that both operands stay in L2
-
-struct View {
-    i64 batch_stride, row_stride, column_stride;
-};
 
 // Laid out by kernlib/ops/pairwise_lowering.py.
 struct Parameters {
@@ -41,16 +40,7 @@ struct Parameters {
     int accumulate;
 };
 
-// Places in Parameters::scalars that every pairwise kernel has; the epilogue's follow.
-enum { INNER_P, OUTER_P, EPSILON, REGULARIZATION, EPILOGUE };
-
-struct ReadScalar {
-    const Parameters& parameters;
-    i64 l;
-    __device__ __forceinline__ AccT operator()(int index) const {
-        return read_scalar<AccT>(parameters.scalars[index], l * parameters.scalar_strides[index]);
-    }
-};
+using ReadScalar = ScalarReader<Parameters>;
 
 // Outer, epilogue and regularization over the thread's own sums, in place.
 __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters, const Finish& f,
@@ -119,22 +109,20 @@ __device__ __forceinline__ Points points_of(const InputT* data, const View& view
 }
 
 // Tile index to tile row and column: columns are walked in groups of RASTER_ROWS rows.
-__device__ __forceinline__ void place_tile(const Parameters& parameters, int& tile_m, int& tile_n) {
+__device__ __forceinline__ void place_tile(const Parameters& parameters, u32 index, int& tile_m,
+                                           int& tile_n) {
     u32 per_group = min(parameters.tiles_m, RASTER_ROWS) * parameters.tiles_n;
-    u32 first = blockIdx.x / per_group * RASTER_ROWS, inside = blockIdx.x % per_group;
+    u32 first = index / per_group * RASTER_ROWS, inside = index % per_group;
     u32 rows = min(parameters.tiles_m - first, u32(RASTER_ROWS));
     tile_m = first + inside % rows;
     tile_n = inside / rows;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-pairwise(const __grid_constant__ Parameters parameters) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    AccT* stages = reinterpret_cast<AccT*>(shared);
+__device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT* stages,
+                                             u32 index) {
     AccT* total = LONG_K ? stages + 2 * STAGE : stages;
-
     int tile_m, tile_n;
-    place_tile(parameters, tile_m, tile_n);
+    place_tile(parameters, index, tile_m, tile_n);
     if (SYMMETRIC && tile_n < tile_m) return;
     i64 m0 = i64(tile_m) * TILE, n0 = i64(tile_n) * TILE;
     int rows = int(min(parameters.m - m0, i64(TILE)));
@@ -146,7 +134,8 @@ pairwise(const __grid_constant__ Parameters parameters) {
     for (i64 l = blockIdx.y; l < parameters.batch; l += gridDim.y) {
         auto a = points_of(parameters.a, parameters.a_view, l, m0, parameters.m, parameters.k);
         auto b = points_of(parameters.b, parameters.b_view, l, n0, parameters.n, parameters.k);
-        sum_tile(total, stages, a, b, place, ReadScalar{parameters, l}(INNER_P));
+        ReadScalar read{parameters, l};
+        sum_tile(total, stages, a, b, place, {read(INNER_P), read(INNER_SCALE)});
         finish(total, parameters, Finish(ReadScalar{parameters, l}), place, m0, n0, l);
         __syncthreads();
         OutputT* out = parameters.out + l * view.batch_stride;
@@ -166,3 +155,27 @@ pairwise(const __grid_constant__ Parameters parameters) {
         __syncthreads();
     }
 }
+
+#ifdef GATED
+struct Launch {
+    const u32* gate;
+    Parameters parameters;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+pairwise(const __grid_constant__ Launch launch) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    if (*launch.gate <= GATED) return;
+    u32 tiles = u32(launch.parameters.tiles_m) * launch.parameters.tiles_n;
+#pragma unroll 1
+    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
+        compute_tile(launch.parameters, reinterpret_cast<AccT*>(shared), index);
+    }
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+pairwise(const __grid_constant__ Parameters parameters) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    compute_tile(parameters, reinterpret_cast<AccT*>(shared), blockIdx.x);
+}
+#endif

@@ -10,18 +10,16 @@ import torch
 from kernlib.errors import UnsupportedError
 from kernlib.launch import arch_of, model
 from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import pairwise_kinds as kinds
 from kernlib.ops import pairwise_lowering as lowering
+from kernlib.ops import pairwise_plans as plans
 from kernlib.ops.candidates import Candidate, Candidates
-from kernlib.ops.pairwise import loaded_plan, numbers_of
 from kernlib.ops.pairwise_request import Request, is_empty, problem_of, tuning_signature
 
 
 def choices(request: Request) -> Candidates:
     """What :func:`kernlib.ops.pairwise.choices` documents."""
     request = request.positive()
-    if torch.is_grad_enabled():
-        values = request.hyperparameters
-        checks.refuse_gradients(request.a, request.b, request.out, values)
     call = checks.check_call(*request)
     if request.a.device.type != "cuda":
         raise UnsupportedError(
@@ -34,10 +32,12 @@ def choices(request: Request) -> Candidates:
     scratch = cache(partial(_scratch, request, call))
 
     def candidate(choice: lowering.Choice) -> Candidate:
-        lowered = lowering.lower(descriptor, problem, arch, count, strides, choice)
-        return Candidate(choice, lowered.spec, partial(_trial, request, call, lowered, scratch))
+        lowered = kinds.lower(descriptor, problem, arch, count, strides, permitted, choice)
+        main = max(plans.specs_of(lowered), key=lambda spec: spec.shared_bytes)
+        return Candidate(choice, main, partial(_trial, request, call, lowered, scratch))
 
-    known = [] if is_empty(call) else lowering.candidates(problem, arch)
+    permitted = plans.precision(descriptor) or "fp32"
+    known = [] if is_empty(call) else kinds.candidates(descriptor, problem, arch, permitted)
     signature = tuning_signature(descriptor, problem)
     return Candidates(device, signature, [candidate(choice) for choice in known])
 
@@ -49,13 +49,15 @@ def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
 
 
 def _trial(
-    request: Request, call: checks.Call, lowered: lowering.Lowered, scratch: Callable
+    request: Request, call: checks.Call, lowered: plans.Launches, scratch: Callable
 ) -> Callable[[], None]:
     """Launch one kernel of a call into ``scratch()``, and return what launches it again."""
-    plan = loaded_plan(request, call, lowered)
+    plan = plans.loaded_plan(request, call, lowered)
     numbers = kept = None
     if request.hyperparameters:
-        numbers, kept = numbers_of(plan, request.descriptor, request.a, request.hyperparameters)
+        numbers, kept = plans.numbers_of(
+            plan, request.descriptor, request.a, request.hyperparameters
+        )
     tensors = [request.a, request.second, scratch()]
     if plan.swapped:
         tensors[:2] = tensors[1::-1]

@@ -35,12 +35,13 @@ def launcher(
     loaded: Loaded, inner: tuple[tuple[int, int], ...], device: torch.device, workspace: int
 ) -> Callable[..., None]:
     """What launches steps on the current stream of their device, which must be current. It takes a
-    list of the operands' addresses, which it extends, the scalars, and the workspace where it is
-    not to make one. A closure, as a plan's fields take 20 ns each."""
+    list of the operands' addresses, which it extends; the scalars, or None for those of the last
+    call; and the workspace where it is not to make one. A closure, as a plan's fields take 20 ns
+    each."""
     scratch = allocator((workspace,), torch.uint8, device) if workspace else None
     index = device.index
 
-    def launch(addresses: list[int], numbers: Sequence = (), given=None) -> None:
+    def launch(addresses: list[int], numbers: Sequence | None = None, given=None) -> None:
         address = 0
         if scratch is not None:
             shared = scratch() if given is None else given
@@ -67,7 +68,7 @@ class Steps:
 
     def launch(self, pointers: Sequence[int], numbers: Sequence | None = None) -> None:
         """Launch all on torch's current stream of their device, in a workspace of their own."""
-        self._last = pointers, numbers or ()
+        self._last = pointers, numbers
         if launching.current_device() == self.device:
             self.repeat()
         else:
