@@ -1,0 +1,203 @@
+"""The kernel of pair gradients on tensor cores: gradient_tensor.cuh.
+
+It takes float32 problems of differences, with points that lie side by side in memory for each
+feature, which :mod:`kernlib.ops.pairwise_gradient` arranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.ops.pairwise_gradient_lowering import (
+    Lowered,
+    Problem,
+    access,
+    ceil,
+    fixed_parameters,
+    parts_of,
+    workspace,
+)
+from kernlib.ops.pairwise_lowering import MAX_BATCH_BLOCKS, MAX_TILES, TYPES
+
+SIGN = "AbsSlope"
+LINES = "features"  # of Access: points of a feature side by side
+RUN = 4  # points of one 16-byte access
+FEWEST = 1 << 27  # of slopes: below, a few more small kernels would cost what is won
+STEP = 16  # points
+
+
+class Tile(NamedTuple):
+    """What a CTA takes: warps along queries and features, queries and tiles of 16 features of each,
+    and steps of 16 points of a stage."""
+
+    queries_a_warp: int
+    feature_tiles: int
+    warps_q: int
+    warps_k: int
+    steps: int = 1
+    blocks: int = 2
+
+    @property
+    def queries(self) -> int:
+        return self.queries_a_warp * self.warps_q
+
+    @property
+    def features(self) -> int:
+        return 16 * self.feature_tiles * self.warps_k
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_q * self.warps_k
+
+
+# By tiles of 8 columns, 0 for a single coefficient.
+TILES = {
+    0: (Tile(4, 3, 4, 2, 2), Tile(4, 2, 8, 1, 2), Tile(4, 1, 8, 1, 2)),
+    1: (Tile(4, 2, 2, 4, 2), Tile(4, 2, 8, 1, 2), Tile(4, 1, 8, 1, 2)),
+    2: (
+        Tile(2, 4, 4, 2, 2), Tile(2, 3, 4, 2, 2), Tile(2, 4, 8, 1, 2), Tile(2, 2, 8, 1, 2),
+        Tile(2, 1, 8, 1, 2),
+    ),
+}  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """Everything that the generated code depends on."""
+
+    slope: str
+    columns: int
+    tile: Tile
+    out_dtype: str = "float32"
+
+
+def takes(problem: Problem) -> bool:
+    """Whether the kernel computes a problem's function of its operands, however they lie."""
+    if problem.dtype not in ("float32", "float16", "bfloat16"):
+        return False
+    if problem.operation != "Difference" or problem.slope == "IdentitySlope":
+        return False
+    return problem.slope == SIGN or problem.sets > 1
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is the faster one."""
+    size = problem.queries * problem.points * problem.features * problem.batch
+    if size < FEWEST or problem.features < 8 or problem.queries < 8:
+        return False
+    if (
+        problem.sets > 1
+        or access(problem.z.transposed(), 0, problem.points, problem.dtype) != LINES
+    ):
+        return True
+    # One coefficient and points in lines, which the FP32 lanes read best: 12.65 ms against 14.05
+    # for 768 features, by tiles of 128.
+    width = _best(TILES[0], problem.features).features
+    return 12.65 * ceil(problem.features, 128) * 128 > 14.05 * ceil(problem.features, width) * width
+
+
+def columns_of(problem: Problem) -> int:
+    """Tiles of 8 coefficients, 0 for a single one."""
+    if problem.sets <= 1:
+        return 0
+    return 1 if problem.sets <= 8 else 2
+
+
+def lower(
+    problem: Problem, arch: str, multiprocessors: int, tile: Tile | None = None
+) -> Lowered | None:
+    """The variant for a call, None for sizes that no grid can hold."""
+    columns = columns_of(problem)
+    tile = tile or default(problem, arch)
+    tiles_q, tiles_k = ceil(problem.queries, tile.queries), ceil(problem.features, tile.features)
+    tiles_o = ceil(problem.sets, 8 * columns) if columns else 1
+    if tiles_q * tiles_k > MAX_TILES or problem.points >= 2**31 - 4 * STEP * tile.steps:
+        return None
+    tiles = tiles_q * tiles_k * tiles_o * problem.batch
+    parts = parts_of(tiles, problem.points, multiprocessors * tile.blocks)
+    stage = STEP * tile.steps
+    per_part = max(1, ceil(problem.points, parts * stage)) * stage
+    parts = max(1, ceil(problem.points, per_part))
+    out_dtype = problem.out_dtype if parts == 1 else "float32"
+    if parts > 1:
+        problem = problem._replace(out=workspace(problem), accumulate=False)
+    fixed = fixed_parameters(problem, (tiles_q, tiles_k, tiles_o), parts, per_part)
+    grid = (tiles_q * tiles_k, min(problem.batch * tiles_o * parts, MAX_BATCH_BLOCKS))
+    made = spec(Variant(problem.slope, columns, tile, out_dtype))
+    return Lowered(made, grid, fixed, parts)
+
+
+def default(problem: Problem, arch: str) -> Tile:
+    """Of the tiles that fit, the one that computes fewest slopes in vain, at a price for narrow
+    ones, which split the weights more often."""
+    columns, limit = columns_of(problem), targets.SHARED_BYTES[arch]
+    fitting = [t for t in TILES[columns] if shared_bytes(columns, t) <= limit] or TILES[columns]
+    return _best(fitting, problem.features)
+
+
+def _best(tiles: Sequence[Tile], features: int) -> Tile:
+    return min(tiles, key=lambda t: ceil(features, t.features) * (t.features + 16))
+
+
+def shared_bytes(columns: int, tile: Tile) -> int:
+    """Three stages of the raw operands, two of the split weights."""
+    points, line = STEP * tile.steps, STEP * tile.steps + 4
+    lines = tile.queries + (8 * columns or 1)
+    raw = 4 * (tile.features * points + lines * line)
+    terms = tile.queries * tile.steps * (512 * columns or 128)
+    return 3 * raw + 2 * terms
+
+
+def spec(variant: Variant) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    tile = variant.tile
+    described = f"{variant.slope} columns={8 * variant.columns or 1} {tile.queries}x{tile.features}"
+    return KernelSpec(
+        "pairwise",
+        source(variant),
+        "pair_gradient_tensor",
+        tile.threads,
+        shared_bytes(variant.columns, tile),
+        description=f"pair_gradient tensor {described} {variant.out_dtype}",
+    )
+
+
+def source(variant: Variant) -> str:
+    """The generated CUDA text: a few defines and one include."""
+    tile = variant.tile
+    constants: Mapping[str, object] = {
+        "COLUMN_TILES": variant.columns or 1,
+        "QUERIES_A_WARP": tile.queries_a_warp,
+        "FEATURE_TILES": tile.feature_tiles,
+        "WARPS_Q": tile.warps_q,
+        "WARPS_K": tile.warps_k,
+        "STEPS": tile.steps,
+        "BLOCKS": tile.blocks,
+    }
+    lines = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
+    return f"""#include "common/types.cuh"
+
+using OutputT = {TYPES[variant.out_dtype][0]};
+
+constexpr bool SINGLE = {str(variant.columns == 0).lower()};
+{lines}
+#define SLOPE {variant.slope}
+
+#include "pairwise/gradient_tensor.cuh"
+"""
+
+
+def variants(slope: str, arch: str, out_dtypes: tuple[str, ...] = ("float32",)) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for a slope on the GPUs of an arch."""
+    limit = targets.SHARED_BYTES[arch]
+    columns = [c for c in TILES if c or slope == SIGN]
+    made = {
+        spec(Variant(slope, c, tile, out))
+        for c in columns
+        for tile in TILES[c]
+        for out in out_dtypes
+        if shared_bytes(c, tile) <= limit
+    }
+    return sorted(made, key=lambda s: s.source)
