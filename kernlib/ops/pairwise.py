@@ -6,29 +6,28 @@ launch. Everything else (checks, lowering, loading) happens when a signature is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernlib.descriptors import norms
 from kernlib.descriptors.pairwise import Pairwise
-from kernlib.jit import targets, tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.launch import Plan, PlanCache, arch_of, load, model
+from kernlib.launch import PlanCache
 from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import pairwise_kinds as kinds
 from kernlib.ops import pairwise_lowering as lowering
+from kernlib.ops import pairwise_plans as plans
 from kernlib.ops import run_kernel
-from kernlib.ops.hyperparameters import accumulator, host_value, on_device
-from kernlib.ops.pairwise_request import Request, is_empty, problem_of, tuning_signature
+from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.pairwise_request import Request, is_empty, problem_of
 from kernlib.ops.tensors import (
-    LOWEST_ADDRESS,
     check_out_shape,
     is_lazy,
     materialised,
     refuse_overlap,
     refuse_transforms,
     signature,
-    span,
     stand_ins,
 )
 
@@ -36,20 +35,6 @@ if TYPE_CHECKING:
     from kernlib.ops.candidates import Candidates
 
 _plans = PlanCache()
-
-
-class PairwisePlan(NamedTuple):
-    """What a call of one signature needs besides its pointers and numbers."""
-
-    out_shape: tuple[int, ...]
-    out_dtype: torch.dtype
-    out_device: torch.device
-    slots: dict[str, int]  # of a hyperparameter's number
-    spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
-    count: int  # of hyperparameters
-    root: bool  # the outer exponent follows from the inner one
-    swapped: bool
-    launch: Plan | None  # None for an output without elements
 
 
 def run(
@@ -61,6 +46,7 @@ def run(
     accumulate: bool = False,
     row_offset: int = 0,
     col_offset: int = 0,
+    feature_map: torch.Tensor | None = None,
     **hyperparameters,
 ) -> torch.Tensor:
     """``out[l,m,n] (+)= epilogue(outer(sum_k inner(op(a[l,m,k], b[l,n,k]))))``.
@@ -76,16 +62,28 @@ def run(
       the largest; and one argument for each parameter of the epilogue (``bandwidth`` ...). Real
       numbers, or tensors of shape () or (L,) that stay on the device. Device tensors are not
       looked at: a negative p gives whatever its formula gives.
+    - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
+      multiplied first (:func:`kernlib.ops.pairwise_features.apply`).
     - ``epsilon`` (default 0): with an epilogue, values smaller than it in magnitude count as 0.
     - ``regularization``: with an epilogue, added where ``m + row_offset == n + col_offset``, so
       that a block of a larger K(X, X) finds its diagonal.
 
-    Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
-    gradient while gradients are recorded.
+    Gradients of all tensors are recorded, and those of the gradients: see ``docs/gradients.md``.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
+    gradients are recorded.
     """
+    if feature_map is not None:
+        from kernlib.ops import pairwise_features  # which most calls do without
+
+        a, b = pairwise_features.apply(feature_map, a, b)
+    if torch.is_grad_enabled() and _requires_gradient(a, b, out, hyperparameters):
+        from kernlib.ops import pairwise_autograd  # which calls without a gradient do without
+
+        return pairwise_autograd.run(
+            descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+        )
     key = _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters)
-    if torch.is_grad_enabled():
-        checks.refuse_gradients(a, b, out, hyperparameters)
     try:
         plan = _plans.plans.get(key)
     except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
@@ -105,12 +103,13 @@ def run(
         if a.device.type == "cpu":
             from kernlib.ops import pairwise_cpu
 
+            _refuse_overlap_of_values(out, hyperparameters)
             return pairwise_cpu.run(*request)
-        plan = _make_plan(request)
+        plan = plans.plan(request)
         _plans.keep(key, plan)
     numbers = kept = None
     if hyperparameters:
-        numbers, kept = numbers_of(plan, descriptor, a, hyperparameters)
+        numbers, kept = plans.numbers_of(plan, descriptor, a, hyperparameters)
     second = a if b is None else b
     given = out is not None
     if not given:
@@ -118,6 +117,8 @@ def run(
     pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
     if given and checks.ranges_meet(pointers, plan.spans):
         refuse_overlap(out, a=a, b=second)
+    if given and kept:
+        _refuse_overlap_of_values(out, hyperparameters)
     if given and not out.is_inference():  # those have no version to count
         torch.autograd.graph.increment_version(out)
     if plan.launch is None:
@@ -127,6 +128,22 @@ def run(
     plan.launch.launch(pointers, numbers)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     return out
+
+
+def _requires_gradient(a, b, out, values: dict) -> bool:
+    """Whether one of a call's tensors requires a gradient; others than tensors do not."""
+    if getattr(a, "requires_grad", False) or getattr(b, "requires_grad", False):
+        return True
+    if not values:
+        return getattr(out, "requires_grad", False)
+    # any() over a generator would double the time
+    return True in [getattr(t, "requires_grad", False) for t in (out, *values.values())]
+
+
+def _refuse_overlap_of_values(out: torch.Tensor | None, values: dict) -> None:
+    """Raises ValueError when ``out`` shares memory with a hyperparameter that is a tensor."""
+    if out is not None:
+        refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
 
 
 def prepared(descriptor: Pairwise, a, b=None, **arguments) -> bool:
@@ -147,7 +164,7 @@ def prepare(descriptor: Pairwise, a, b=None, **arguments) -> None:
     if request.a.device.type == "cpu":
         checks.check_call(*request)
     elif key not in _plans.plans:
-        _plans.keep(key, _make_plan(request))
+        _plans.keep(key, plans.plan(request))
 
 
 def cdist(
@@ -165,12 +182,14 @@ def cdist(
     ``x1`` (*B, P, M) and ``x2`` (*B', R, M) give (broadcast of B and B', P, R);
     ``(sum_k |x1 - x2|^p)^(1/p)``, the count of differing coordinates for p = 0, the largest
     difference for p = inf. ``root=False`` returns the power sums themselves (for p = inf there are
-    none: ValueError). ``compute_mode`` is checked and otherwise ignored: differences are taken
-    directly, so no accuracy is lost to cancellation. A NaN reaches the result for every p, where
-    torch drops some for p = inf, and autocast does not change the dtype.
+    none: ValueError). Large float32 problems with p = 2 are computed by products of tensor cores at
+    the accuracy of float32: columns are centred first, and pairs that lie close together beside
+    their distance from the centre are computed from differences; the ``compute_mode``
+    "donot_use_mm_for_euclid_dist" computes all from differences. A NaN reaches the result for every
+    p, where torch drops some for p = inf, and autocast does not change the dtype.
     """
     checks.compute_mode(compute_mode)
-    descriptor, arguments = _distance(p, root)
+    descriptor, arguments = _distance(p, root, compute_mode == "donot_use_mm_for_euclid_dist")
     if checks.are_matrices(x1, x2):
         return run_kernel(descriptor, x1, x2, out=out, debug=debug, **arguments)
     batch, first, second = checks.broadcast_batches(x1, x2)
@@ -191,18 +210,21 @@ def cdist(
 
 
 _L1 = Pairwise(inner=norms.Abs())
-_L2 = Pairwise(inner=norms.Square(), outer=norms.Sqrt())
-_SQUARES = Pairwise(inner=norms.Square())
 _NORM = Pairwise(inner=norms.Power(), outer=norms.Root())
 _POWER_SUM = Pairwise(inner=norms.Power())
+_EUCLIDEAN = {  # by root and direct
+    (root, direct): Pairwise(inner=norms.Square(), outer=outer, direct=direct)
+    for root, outer in ((True, norms.Sqrt()), (False, norms.Identity()))
+    for direct in (True, False)
+}
 
 
-def _distance(p, root: bool) -> tuple[Pairwise, dict]:
+def _distance(p, root: bool, direct: bool) -> tuple[Pairwise, dict]:
     value = host_value("p", p)
     if value == 1:
         return _L1, {}
     if value == 2:
-        return (_L2 if root else _SQUARES), {}
+        return _EUCLIDEAN[bool(root), direct], {}
     if value == float("inf") and not root:
         raise ValueError("root=False asks for power sums, and p=inf has none; use root=True")
     return (_NORM if root else _POWER_SUM), {"p": p}
@@ -219,6 +241,7 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
             accumulate,
             row_offset,
             col_offset,
+            plans.precision(descriptor),
         )
     except (AttributeError, RuntimeError, NotImplementedError):
         checks.check_tensors(a, b, out)
@@ -251,37 +274,6 @@ def _kind(name: str, value: object):
     return number if number in own else "any"
 
 
-def _make_plan(request: Request) -> PairwisePlan:
-    call = checks.check_call(*request)
-    device = request.device()
-    arch_of(device)  # one too old is refused for an empty out as well
-    lowered = None if is_empty(call) else _lower(request, call, device)
-    return loaded_plan(request, call, lowered)
-
-
-def loaded_plan(
-    request: Request, call: checks.Call, lowered: lowering.Lowered | None
-) -> PairwisePlan:
-    """The plan of a checked call, its kernel loaded; ``lowered`` is None for an empty out."""
-    descriptor, count = request.descriptor, lowering.scalar_count(request.descriptor)
-    launch = None
-    if lowered is not None:
-        device, numbers = request.a.get_device(), lowering.NUMBER * count
-        kernel = load(lowered.spec, device)
-        launch = Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
-    return PairwisePlan(
-        out_shape=call.out_shape,
-        out_dtype=call.out_dtype,
-        out_device=request.a.device,
-        slots=checks.slots(descriptor),
-        spans=tuple(span(t) for t in (request.a, request.second, request.target(call))),
-        count=count,
-        root=checks.follows_inner(descriptor, request.hyperparameters),
-        swapped=lowered is not None and lowered.swapped,
-        launch=launch,
-    )
-
-
 def specs(
     descriptor: Pairwise, arch: str, tensors: tuple, arguments: dict, device: int | None = None
 ) -> list[KernelSpec]:
@@ -294,10 +286,10 @@ def specs(
     if is_empty(call):
         return []
     if device is not None:
-        return [_lower(request, call, device).spec]
+        return plans.specs_of(plans.lower(request, call, device))
     problem, strides = problem_of(request, call)
-    chosen, count = lowering.defaults(problem, arch), targets.MULTIPROCESSORS[arch][0]
-    return [lowering.lower(descriptor, problem, arch, count, strides, c).spec for c in chosen]
+    permitted = plans.precision(descriptor) or "fp32"
+    return kinds.specs(descriptor, problem, arch, strides, permitted)
 
 
 def choices(descriptor: Pairwise, a, b=None, **arguments) -> Candidates:
@@ -312,38 +304,4 @@ def choices(descriptor: Pairwise, a, b=None, **arguments) -> Candidates:
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
     """Every kernel that lowering can choose for a descriptor and inputs of ``dtypes``."""
-    return lowering.variants(descriptor, arch, tuple(checks.DTYPES[dtype] for dtype in dtypes))
-
-
-def _lower(request: Request, call: checks.Call, device: int) -> lowering.Lowered:
-    """The kernel for a call on a device: the tuned one, else by rule."""
-    problem, strides = problem_of(request, call)
-    arch, gpu = arch_of(device), model(device)
-    tuned = None
-    if len(lowering.candidates(problem, arch)) > 1:
-        signature = tuning_signature(request.descriptor, problem)
-        tuned = tuning.choice(request.descriptor.family, gpu, signature)
-    count = gpu.multiprocessors
-    return lowering.lower(request.descriptor, problem, arch, count, strides, tuned)
-
-
-def numbers_of(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list, list]:
-    """A number and a pointer for each hyperparameter, and tensors to keep until the launch."""
-    numbers, kept = [0.0, 0] * plan.count, []
-    for name, value in hyperparameters.items():
-        slot = plan.slots[name]
-        number = host_value(name, value)
-        if number is not None:
-            checks.check_host(name, number, descriptor.positive)
-            numbers[slot] = number
-            if plan.root and slot == checks.INNER_SLOT:
-                numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
-            continue
-        if value.device.type == "cpu":
-            checks.check_tensor(name, value, descriptor.positive)
-        tensor = on_device(name, value, a.device, accumulator(a.dtype))
-        address = tensor.data_ptr()
-        if address >= LOWEST_ADDRESS or not tensor._is_zerotensor():  # else its number is 0
-            numbers[slot + 1] = address
-        kept.append(tensor)
-    return numbers, kept
+    return kinds.variants(descriptor, arch, tuple(checks.DTYPES[dtype] for dtype in dtypes))

@@ -1,5 +1,6 @@
 """The pairwise op as two operators of ``torch.library``, for whoever records calls and runs them
-later: torch.compile, torch.export, make_fx, fake tensors.
+later: torch.compile, torch.export, make_fx, fake tensors. With a gradient to record the first is
+the two of :mod:`kernlib.ops.pairwise_operators` and torch's own.
 
 Eager calls pass them by (the dispatcher costs 6 to 11 us a call), so this module is imported, and
 the operators registered, when a call is first recorded. A process that only loads an exported
@@ -15,8 +16,10 @@ import torch
 from kernlib import events
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.descriptors.text import from_text
-from kernlib.ops import pairwise
+from kernlib.ops import pairwise, pairwise_features
+from kernlib.ops import pairwise_autograd as autograd
 from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import pairwise_operators as operators
 from kernlib.ops.hyperparameters import host_value
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, which stay where they are; one text
@@ -48,6 +51,7 @@ def run(
     row_offset: int = 0,
     col_offset: int = 0,
     debug: bool = False,
+    feature_map: torch.Tensor | None = None,
     **hyperparameters,
 ) -> torch.Tensor:
     """:func:`kernlib.ops.pairwise.run` by way of the operators.
@@ -56,6 +60,8 @@ def run(
     does not fit the descriptor, when the operator runs.
     """
     checks.check_tensors(a, b, out)
+    if feature_map is not None:
+        a, b = pairwise_features.apply(feature_map, a, b)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     separate = _separate(hyperparameters, a.device)
@@ -94,19 +100,46 @@ def _call(a, b, out, accumulate, descriptor, names, numbers, tensors, rows, colu
 
 
 def _call_new(a, b, *arguments):
-    return _call(a, b, None, False, *arguments)
+    with torch.no_grad():  # one to record has not come here
+        return _call(a, b, None, False, *arguments)
 
 
 def _call_into(a, b, out, accumulate, *arguments):
     _call(a, b, out, accumulate, *arguments)
 
 
+def _new_recorded(keyset, a, b, descriptor, names, numbers, tensors, rows, columns, debug):
+    """The operator as autograd sees it: with a gradient to record it is what
+    :func:`kernlib.ops.pairwise_operators.recorded` does, else itself."""
+    needed = (a, b, *(tensors or ()))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in needed):
+        values = dict(zip(names.split(), (*(numbers or ()), *needed[2:]), strict=True))
+        made = from_text(descriptor)
+        _check_recorded(made, a, b, rows, columns, values)
+        return operators.recorded(made, a, b, values, rows - columns)
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keyset & torch._C._after_autograd_keyset
+        return _new.redispatch(
+            below, a, b, descriptor, names, numbers, tensors, rows, columns, debug
+        )
+
+
+def _check_recorded(descriptor, a, b, rows, columns, values: dict) -> None:
+    """What the operator checks when it runs, but for values that may be of no tensor in memory."""
+    offsets = (rows, columns) if type(rows) is type(columns) is int else (0, 0)
+    numbers = {name: value if type(value) is float else 1.0 for name, value in values.items()}
+    checks.check_call(descriptor, a, b, None, False, *offsets, numbers)
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    checks.check_shapes(a, b, None, tensors)
+
+
 def _shape(a, b, out, names, tensors) -> tuple:
-    """The output's shape. Raises what eager calls raise for shapes, dtypes, devices, gradients."""
+    """The output's shape. Raises what eager calls raise for shapes, dtypes and devices, and for an
+    ``out`` while gradients are recorded."""
     given, tensors = names.split(), tensors or ()
     values = dict(zip(given[len(given) - len(tensors) :], tensors, strict=True))
     if torch.is_grad_enabled():
-        checks.refuse_gradients(a, b, out, values)
+        autograd.refuse_out(a, b, out, values)
     return checks.check_shapes(a, b, out, values)
 
 
@@ -119,6 +152,7 @@ def _fake_into(a, b, out, accumulate, descriptor, names, numbers, tensors, *rest
 
 
 _library.impl("pairwise", _call_new, "CompositeExplicitAutograd")
+_library.impl("pairwise", _new_recorded, "Autograd", with_keyset=True)
 _library.impl("pairwise_out", _call_into, "CompositeExplicitAutograd")
 torch.library.register_fake("kernlib::pairwise", _fake_new, lib=_library)
 torch.library.register_fake("kernlib::pairwise_out", _fake_into, lib=_library)

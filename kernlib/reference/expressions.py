@@ -47,17 +47,23 @@ _FUNCTIONS = {
 
 
 def apply(
-    epilogues: tuple[Epilogue, ...], v: torch.Tensor, parameters: dict, axis: int = -1
+    epilogues: tuple[Epilogue, ...],
+    v: torch.Tensor,
+    parameters: dict,
+    axis: int = -1,
+    functions: dict | None = None,
 ) -> torch.Tensor:
     """The chain of epilogues over ``v``, differentiable in everything.
 
     Parameters are numbers or tensors that broadcast; vectors lie along ``axis`` of ``v``, 0 or -1.
+    ``functions`` replace torch's, by the operators and names of the language.
     """
+    known = _FUNCTIONS | (functions or {})
     vectors = {name for epilogue in epilogues for name in epilogue.vectors}
     after = v.dim() - 1 if axis == 0 else 0  # dimensions of v that follow a vector's
     values = {name: _value(x, v, after if name in vectors else 0) for name, x in parameters.items()}
     for epilogue in epilogues:
-        found = _evaluate(epilogue.tree(), {**values, VALUE: v})
+        found = _evaluate(epilogue.tree(), {**values, VALUE: v}, known)
         if not isinstance(found, torch.Tensor):
             found = v.new_full((), found)
         v = found.to(v.device).expand(v.shape)
@@ -72,14 +78,16 @@ def _value(x, v: torch.Tensor, after: int):
     return x.reshape(*x.shape, *([1] * after)) if after else x
 
 
-def _evaluate(node: Node, values: dict[str, torch.Tensor | float]) -> torch.Tensor | float:
+def _evaluate(
+    node: Node, values: dict[str, torch.Tensor | float], known: dict
+) -> torch.Tensor | float:
     """A tensor, or the number of a tree that is nothing else. Numbers stay numbers: a tensor of
     each on the GPU would wait for the copy."""
     if isinstance(node, Number):
         return node.value
     if isinstance(node, Name):
         return values[node.name]
-    operands = [_evaluate(x, values) for x in node.operands]
+    operands = [_evaluate(x, values, known) for x in node.operands]
     if not any(isinstance(x, torch.Tensor) for x in operands):
         operands[0] = torch.tensor(operands[0], dtype=values[VALUE].dtype, device="cpu")
-    return _FUNCTIONS[node.operator](*operands)
+    return known[node.operator](*operands)

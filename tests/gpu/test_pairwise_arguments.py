@@ -217,14 +217,13 @@ def test_the_same_call_before_and_after_others_is_bitwise_equal(seed):
     assert torch.equal(kl.cdist(a, b, p=2), before)
 
 
-def test_requires_grad_is_refused_never_detached(seed):
+def test_requires_grad_is_refused_through_out_never_detached(seed):
     a, b = points(9, 4).requires_grad_(), points(8, 4)
     with pytest.raises(RuntimeError, match="a requires a gradient"):
-        kl.run_kernel(kl.l1_distance(), a, b)
+        kl.run_kernel(kl.l1_distance(), a, b, out=torch.empty(9, 8, device="cuda"))
+    width, out = torch.ones(1, device="cuda", requires_grad=True), torch.empty(8, 8, device="cuda")
     with pytest.raises(RuntimeError, match="bandwidth requires a gradient"):
-        kl.run_kernel(
-            kl.laplace_l1(), b, b, bandwidth=torch.ones(1, device="cuda", requires_grad=True)
-        )
+        kl.run_kernel(kl.laplace_l1(), b, b, out=out, bandwidth=width)
     with torch.no_grad():
         assert not kl.run_kernel(kl.l1_distance(), a, b).requires_grad
 

@@ -173,8 +173,7 @@ def test_gradients_flow_around_a_call_under_no_grad(seed):
     weight = torch.ones(N, device="cuda", requires_grad=True)
     torch.compile(call, fullgraph=True)(x, y, weight).backward()
     close(weight.grad, kl.run_kernel(LAPLACE, x.detach(), y, bandwidth=9.0).sum(0))
-    with pytest.raises(RuntimeError, match="a requires a gradient"):
-        torch.compile(lambda x, y: kl.cdist(x, y), fullgraph=True)(x, y)
+    assert torch.compile(lambda x, y: kl.cdist(x, y), fullgraph=True)(x, y).requires_grad
 
 
 @pytest.mark.parametrize("strict", [False, True])

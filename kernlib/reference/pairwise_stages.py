@@ -1,0 +1,141 @@
+"""The stages of a pairwise kernel in PyTorch, ``out = finish(sums)``, differentiable in everything
+as often as is asked for. At singularities the derivatives are those of
+:mod:`kernlib.reference.powers`, and the sign of 0 is 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernlib.descriptors import norms
+from kernlib.descriptors.pairwise import Pairwise
+from kernlib.reference import expressions
+from kernlib.reference.powers import power, square_root
+
+_FINITE = {"**": power, "pow": power, "sqrt": square_root}  # of an epilogue
+
+
+def sums(
+    operator: str, inner: object, x, z, *, p=None, inner_scale=None, first: bool = True
+) -> torch.Tensor:
+    """``sum_k inner(op(x[l,q,k], z[l,t,k]))``: (L, Q, T) from (L, Q, K) and (L, T, K), with every
+    difference there at once. Differences are ``z - x`` where x is ``first``, else ``x - z``;
+    ``p`` and ``inner_scale`` are numbers or tensors of shape () or (L,)."""
+    left, right = (x[:, :, None], z[:, None]) if first else (z[:, None], x[:, :, None])
+    v = left * right if operator == "dot" else right - left
+    if _is(p, math.inf):
+        return v.abs().amax(-1) if v.shape[-1] else v.sum(-1)
+    return _inner(inner, v, entries(p, 4), entries(inner_scale, 4)).sum(-1)
+
+
+def linear(operator: str, inner: object) -> bool:
+    """Whether :func:`products` is the gradient of the sums."""
+    dot = operator == "dot"
+    return isinstance(inner, norms.Identity if dot else norms.Square)
+
+
+def products(operator: str, x, z, weights) -> torch.Tensor:
+    """The gradient of the weighted sums with respect to x, for squared differences and for the dot
+    product: ``2 (x sum_t W - W z)``, from which the mean of z is taken first, as its differences to
+    x are what counts; ``W z``."""
+    if operator == "dot":
+        return weights @ z
+    # A constant that cancels: it has no derivative of its own.
+    mean = z.mean(-2, keepdim=True).detach() if z.shape[-2] else z.new_zeros(())
+    return 2 * (weights.sum(-1, keepdim=True) * (x - mean) - weights @ (z - mean))
+
+
+def finish(
+    descriptor: Pairwise, s: torch.Tensor, values: dict, *, root: bool, diagonal: int = 0
+) -> torch.Tensor:
+    """``epilogue(outer(s))`` with epsilon and regularization: (L, M, N) from sums (1, M, N) or
+    (L, M, N).
+
+    ``values`` are the call's hyperparameters by name, numbers or tensors of shape () or (L,).
+    ``root`` says that the outer exponent is the reciprocal of the inner one; ``regularization`` is
+    added where ``n - m == diagonal``.
+    """
+    placed = {name: entries(_placed(value, s), 3) for name, value in values.items()}
+    v = _outer(descriptor, s, placed, root)
+    shapes = [x.shape for x in placed.values() if isinstance(x, torch.Tensor)]
+    v = v.expand(torch.broadcast_shapes(v.shape, *shapes))
+    if not descriptor.epilogue:
+        return v
+    epsilon = placed.get("epsilon", 0.0)
+    if not _is(epsilon, 0.0):
+        v = torch.where(v.abs() < epsilon, 0.0, v)
+    own = {name: placed[name] for name in descriptor.parameters}
+    v = expressions.apply(descriptor.epilogue, v, own, functions=_FINITE)
+    regularization = placed.get("regularization", 0.0)
+    if _is(regularization, 0.0):
+        return v
+    m = torch.arange(v.shape[1], device=v.device)[:, None]
+    n = torch.arange(v.shape[2], device=v.device)[None, :]
+    return torch.where(n - m == diagonal, v + regularization, v)
+
+
+def entries(value, dimensions: int):
+    """A number as it is, a tensor of shape () or (L,) as one that broadcasts over a batch of
+    ``dimensions`` in all."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.reshape(-1, *[1] * (dimensions - 1))
+
+
+def _placed(value, like: torch.Tensor):
+    return value.to(like.device, like.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _is(value, number: float) -> bool:
+    return value is not None and not isinstance(value, torch.Tensor) and value == number
+
+
+def _inner(stage: object, v: torch.Tensor, p, scale) -> torch.Tensor:
+    if isinstance(stage, norms.Abs):
+        return v.abs()
+    if isinstance(stage, norms.Square):
+        return v * v
+    if isinstance(stage, norms.Sqrt):
+        return square_root(v)
+    if isinstance(stage, norms.Power):
+        return _power(v, p)
+    if isinstance(stage, norms.ExpPower):
+        return torch.exp(scale * _power(v, p))
+    if isinstance(stage, norms.PowerLog):
+        zero = v == 0
+        safe = torch.where(zero, 1.0, v.abs())
+        return torch.where(zero, 0.0, safe**p * safe.log())
+    return v
+
+
+def _power(v: torch.Tensor, p) -> torch.Tensor:
+    """``|v| ** p``, for p = 0 whether v is not 0."""
+    if isinstance(p, torch.Tensor):
+        return torch.where((v == 0) & (p == 0), 0.0, power(v.abs(), p))
+    if p == 0:
+        return torch.where(v.isnan(), v, (v != 0).to(v.dtype))
+    if p == 1:
+        return v.abs()
+    return v * v if p == 2 else power(v.abs(), p)
+
+
+def _outer(descriptor: Pairwise, s: torch.Tensor, values: dict, root: bool) -> torch.Tensor:
+    stage = descriptor.outer
+    if root:
+        return _root(s, values.get("p", values.get("inner_p")))
+    if isinstance(stage, norms.Power):
+        return power(s, values["outer_p"])
+    if isinstance(stage, norms.Abs):
+        return s.abs()
+    if isinstance(stage, norms.Square):
+        return s * s
+    return square_root(s) if isinstance(stage, norms.Sqrt) else s
+
+
+def _root(s: torch.Tensor, p) -> torch.Tensor:
+    if isinstance(p, torch.Tensor):
+        whole = (p == 0) | p.isinf()
+        return power(s, torch.where(whole, 1.0, 1 / torch.where(whole, 1.0, p)))
+    return s if p in (0, math.inf) else power(s, 1 / p)

@@ -1,0 +1,159 @@
+"""The average gradient outer product, against gradients by autograd, on CPU tensors."""
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.ops import pairwise_autograd as autograd
+from kernlib.ops.pairwise_agop import agop
+
+Q, T, K, O, L = 9, 6, 4, 3, 2
+DOUBLE = torch.float64
+KERNELS = {
+    "laplace": (kl.laplace_l1(), {"bandwidth": 3.0}),
+    "gaussian": (kl.gaussian(), {"bandwidth": 2.0}),
+    "pq": (kl.laplace_pq(), {"p": 1.3, "q": 0.8, "bandwidth": torch.tensor(3.0)}),
+    "polynomial": (kl.polynomial(2), {"gamma": 0.5, "offset": 1.0}),
+    "sums": (kl.power_sum(), {"p": 1.2}),
+    "largest": (kl.p_distance(), {"p": float("inf")}),
+    "regularized": (kl.gaussian(), {"bandwidth": 2.0, "regularization": 0.5}),
+}
+
+
+def points(*shape):
+    return torch.randn(shape, dtype=DOUBLE)
+
+
+def entry(value, l, dimensions):
+    """The batch entry of a tensor that has a batch, else the whole."""
+    batched = isinstance(value, torch.Tensor) and value.dim() == dimensions + 1
+    return value[l if value.shape[0] > 1 else 0] if batched else value
+
+
+def gradients(descriptor, x, z, c, values, batch):
+    """(L, O, Q, K) by autograd."""
+    made = []
+    for l in range(batch):
+        query = entry(x, l, 2).clone().requires_grad_()
+        given = {name: entry(value, l, 0) for name, value in values.items()}
+        k = kl.run_kernel(descriptor, query, entry(z, l, 2), **given)
+        found = (entry(c, l, 2) @ k.mT).sum(-1)  # one number for each output
+        made += [torch.stack([torch.autograd.grad(f, query, retain_graph=True)[0] for f in found])]
+    return torch.stack(made)
+
+
+def wanted(descriptor, x, z, c, values, batch=1, centred=False):
+    g = gradients(descriptor, x, z, c, values, batch)
+    g = g - g.mean(2, keepdim=True) if centred else g
+    return torch.einsum("loqi,loqj->lij", g, g) / (g.shape[1] * g.shape[2])
+
+
+@pytest.mark.parametrize("entries", [1 << 25, 60])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("case", KERNELS)
+def test_row_43_it_is_the_average_product_of_gradients(case, centred, entries, monkeypatch, seed):
+    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(autograd, "FEWEST_ROWS", 2)
+    descriptor, values = KERNELS[case]
+    x, z, c = points(Q, K), points(T, K), points(O, T)
+    x[1] = z[2]  # a query that is a point
+    found = agop(descriptor, x, z, c, centred=centred, **values)
+    expected = wanted(descriptor, x, z, c, values, centred=centred)[0]
+    torch.testing.assert_close(found, expected)
+    diagonal = agop(descriptor, x, z, c, centred=centred, diagonal=True, **values)
+    torch.testing.assert_close(diagonal, expected.diagonal())
+    torch.testing.assert_close(found, found.mT)
+
+
+@pytest.mark.parametrize("entries", [1 << 25, 100])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("batched", ["x", "z", "c", "bandwidth", "x z c", "all"])
+def test_row_15_batches_broadcast(batched, centred, entries, monkeypatch, seed):
+    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(autograd, "FEWEST_ROWS", 2)
+    names = batched.split() if batched != "all" else ["x", "z", "c", "bandwidth"]
+    shapes = {"x": (Q, K), "z": (T, K), "c": (O, T)}
+    x, z, c = (points(*((L,) if n in names else ()), *shape) for n, shape in shapes.items())
+    values = {"bandwidth": torch.tensor([2.0, 3.0]) if "bandwidth" in names else 2.0}
+    found = agop(kl.laplace_l2(), x, z, c, centred=centred, **values)
+    expected = wanted(kl.laplace_l2(), x, z, c, values, L, centred)
+    assert found.shape == (L, K, K)
+    torch.testing.assert_close(found, expected)
+    out = torch.empty(L, K, dtype=DOUBLE)
+    given = {"diagonal": True, "centred": centred, "out": out, **values}
+    assert agop(kl.laplace_l2(), x, z, c, **given) is out
+    torch.testing.assert_close(out, expected.diagonal(dim1=1, dim2=2))
+
+
+def test_one_output_may_have_no_dimension(seed):
+    x, z, c = points(Q, K), points(T, K), points(T)
+    found = agop(kl.gaussian(), x, z, c, bandwidth=2.0)
+    assert torch.equal(found, agop(kl.gaussian(), x, z, c[None], bandwidth=2.0))
+    one = agop(kl.gaussian(), x[None], z, c, bandwidth=2.0)
+    assert torch.equal(one, found[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_dtype_matches_float64(dtype, seed):
+    x, z, c = (t.to(dtype) for t in (points(50, K), points(40, K), points(O, 40)))
+    found = agop(kl.gaussian(), x, z, c, bandwidth=2.0)
+    exact = agop(kl.gaussian(), x.double(), z.double(), c.double(), bandwidth=2.0)
+    gate = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert found.dtype == dtype and (found - exact).norm() <= gate * exact.norm()
+    wide = torch.empty(K, K, dtype=torch.float32)
+    agop(kl.gaussian(), x, z, c, bandwidth=2.0, out=wide)
+    assert (wide - exact).norm() <= 5e-6 * exact.norm()
+
+
+def test_a_common_gradient_is_taken_away_without_cancelling(seed):
+    """f(x) = 1e3 <w, x> + a little: centred, in float32, the little remains."""
+    x, w = points(500, K), points(1, K)
+    k = kl.polynomial(2)
+    values = {"gamma": 1.0, "offset": 5e3}  # gradients 2 (<x, w> + 5e3) w
+    found = agop(k, x.float(), w.float(), torch.ones(1, 1), centred=True, **values)
+    spread = (2 * (x @ w[0])).var(correction=0)
+    torch.testing.assert_close(found.double(), spread * w.mT @ w, rtol=2e-2, atol=1e-4)
+
+
+def test_no_points_and_no_features_have_no_gradient():
+    c = torch.ones(O, 0)
+    assert not agop(kl.gaussian(), torch.ones(Q, K), torch.ones(0, K), c, bandwidth=2.0).any()
+    empty = agop(kl.gaussian(), torch.ones(Q, 0), torch.ones(T, 0), torch.ones(O, T), bandwidth=1.0)
+    assert empty.shape == (0, 0)
+
+
+X, Z, C = torch.ones(Q, K), torch.ones(T, K), torch.ones(O, T)
+WRONG = {
+    "descriptor": (lambda: agop("gaussian", X, Z, C), TypeError, "descriptor must be a Pairwise"),
+    "symmetric": (lambda: call(descriptor=kl.gaussian(symmetric=True)), ValueError, "symmetric"),
+    "x's type": (lambda: call(x=[1.0]), TypeError, "x must be a tensor"),
+    "x's shape": (lambda: call(x=X[0]), ValueError, "x must be"),
+    "z's features": (lambda: call(z=Z[:, 1:]), ValueError, "x and z must have as many features"),
+    "z's dtype": (lambda: call(z=Z.double()), TypeError, "z must have the dtype of x"),
+    "x's dtype": (lambda: call(x=X.int()), TypeError, "x must be one of"),
+    "coefficients": (lambda: call(c=C[:, 1:]), ValueError, "one column for each of the 6"),
+    "dimensions": (lambda: call(c=C[None, None]), ValueError, "coefficients must be"),
+    "none": (lambda: call(x=X[:0]), ValueError, "needs a query in x"),
+    "bandwidth": (lambda: agop(kl.gaussian(), X, Z, C), ValueError, "needs bandwidth"),
+    "negative": (lambda: call(bandwidth=-1.0), ValueError, "bandwidth must be greater than 0"),
+    "batches": (
+        lambda: call(x=X.expand(2, Q, K), bandwidth=torch.ones(3)),
+        ValueError,
+        "x: 2, bandwidth: 3",
+    ),
+    "out": (lambda: call(out=torch.ones(K)), ValueError, "out must have shape"),
+    "out's dtype": (lambda: call(out=torch.ones(K, K).half()), TypeError, "out must be"),
+    "gradient": (lambda: call(c=C.clone().requires_grad_()), RuntimeError, "coefficients requires"),
+}
+
+
+def call(descriptor=None, x=X, z=Z, c=C, **arguments):
+    arguments = {"bandwidth": 2.0} | arguments
+    return agop(descriptor or kl.gaussian(), x, z, c, **arguments)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named(case):
+    function, kind, message = WRONG[case]
+    with pytest.raises(kind, match=message):
+        function()
