@@ -1,0 +1,108 @@
+// Reductions for few features: a thread keeps ROWS rows of a in registers and walks over n, whose
+// points lie in shared memory with their line of v, read as broadcasts of 16 bytes.
+//
+// Floor of the Gaussian of K features times C columns on an H200 (132 SM x 128 lanes x 1.98 GHz):
+// 2 K + 2 + C issue slots a pair (differences, squares, scale, 2^x, products), and one
+// special-function operation, 16 a clock and SM. 100000 x 100000, K = 3, C = 1: 2.7 and 2.4 ms.
+//
+// The generated source defines, beside what reduce.cuh needs, K, 1 to 16, and ROWS.
+#pragma once
+
+#include "pairwise/reduce.cuh"
+
+constexpr int THREADS = 256;
+constexpr int STAGE = THREADS;  // points at a time, one a thread to read; at most 32 KB
+constexpr int LINE = (K + Reducer::COLUMNS + 3) / 4 * 4;
+// Pairs in flight: 16, or fewer where each is long and hides latency by itself.
+constexpr int PAIRS = LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
+constexpr int UNROLL = PAIRS > ROWS ? PAIRS / ROWS : 1;
+
+struct Stage {
+    alignas(16) AccT line[STAGE][LINE];
+
+    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n) {
+        if (n >= parameters.n) return;
+        AccT* to = line[threadIdx.x];
+        const View& view = parameters.b_view;
+        const InputT* from = parameters.b + l * view.batch_stride + n * view.row_stride;
+#pragma unroll
+        for (int k = 0; k < K; ++k) to[k] = convert<AccT>(from[k * view.column_stride]);
+        if (Reducer::COLUMNS > 0) read_weights(to + K, parameters, l, n);
+    }
+
+    __device__ __forceinline__ void read(AccT (&to)[LINE], int n) const {
+#pragma unroll
+        for (int c = 0; c < LINE; c += 4) {
+            auto chunk = load_vector<AccT, 4>(line[n] + c);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) to[c + e] = chunk.element[e];
+        }
+    }
+};
+
+using Rows = AccT[ROWS][K];
+
+// Rows past the last one are read as that one and never written.
+__device__ __forceinline__ void read_rows(Rows& rows, const Parameters& parameters, i64 l, i64 m0) {
+    const View& view = parameters.a_view;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        i64 m = min(m0 + i * THREADS, parameters.m - 1);
+        const InputT* from = parameters.a + l * view.batch_stride + m * view.row_stride;
+#pragma unroll
+        for (int k = 0; k < K; ++k) rows[i][k] = convert<AccT>(from[k * view.column_stride]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+pairwise_reduce_small(const __grid_constant__ Launch launch) {
+    __shared__ Stage stage;
+    if (!launch.is_needed()) return;
+    const Parameters& parameters = launch.parameters;
+    Part part(parameters, ROWS * THREADS);
+    i64 m0 = part.m0 + threadIdx.x;
+#pragma unroll 1
+    for (i64 l = blockIdx.y; l < parameters.batch; l += gridDim.y) {
+        ReadScalar read{parameters, l};
+        Finish finish(read);
+        InnerNumbers<AccT> numbers = {read(INNER_P), read(INNER_SCALE)};
+        AccT regularization = IN_PLACE ? read(REGULARIZATION) : AccT(0);
+        Rows rows;
+        read_rows(rows, parameters, l, m0);
+        Reducer reducers[ROWS];
+#pragma unroll 1
+        for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
+            __syncthreads();
+            stage.fill(parameters, l, n0 + threadIdx.x);
+            __syncthreads();
+            int count = int(min(part.last - n0, i64(STAGE))), base = int(n0 - part.first);
+            int places[ROWS];
+            if (IN_PLACE) {
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    places[i] = diagonal_place(parameters, m0 + i * THREADS, n0);
+                }
+            }
+#pragma unroll UNROLL
+            for (int n = 0; n < count; ++n) {
+                AccT line[LINE];
+                stage.read(line, n);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    AccT sum = AccT(0);
+#pragma unroll
+                    for (int k = 0; k < K; ++k) sum = Term::add(sum, rows[i][k], line[k], numbers);
+                    AccT value = finish(sum);
+                    if (IN_PLACE && n == places[i]) value += regularization;
+                    reducers[i].add(value, base + n, line + K);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) reducers[i].settle();
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            store_row(reducers[i], parameters, part, l, m0 + i * THREADS);
+        }
+    }
+}

@@ -1,0 +1,190 @@
+"""Gradients of reductions of a kernel matrix. Nothing but a reduction's inputs and results is kept:
+its matrix is computed again, block by block, by :func:`kernlib.run_kernel`, whose own gradients
+lead on to points and hyperparameters. Memory stays O(M + N) plus a block; a gradient that is
+itself to be differentiated keeps the blocks' graphs, O(M N)."""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.ops import pairwise_reduce_blocks as by_blocks
+from kernlib.ops import pairwise_reduce_checks as checks
+from kernlib.ops import pairwise_reduce_plans as plans
+from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.pairwise_reduce_blocks import multiplied
+from kernlib.ops.pairwise_reduce_checks import Request, Shape
+from kernlib.ops.tensors import stand_ins
+
+PARTS = 4  # tensors of a block's size that a block's gradient takes
+
+
+def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values: dict):
+    """A call of ``matmul``, ``sum`` or ``logsumexp`` whose gradient is recorded. Raises
+    RuntimeError for an ``out``."""
+    refuse_out(out)
+    if stand_ins(a, b, v):
+        from kernlib.ops import pairwise_reduce_library as library
+
+        return library.run(reduction, descriptor, a, b, v, None, row_offset, col_offset, values)
+    request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
+    shape = checks.shape_of(request)
+    size = (shape.batch, shape.m) if shape.batched else (shape.m,)
+    if v is not None and v.dim() > 1:
+        size = (*size, shape.columns)
+    return _apply(reduction, request, shape).reshape(size).to(a.dtype)
+
+
+def refuse_out(out) -> None:
+    """Raises RuntimeError for an ``out`` while a gradient is recorded."""
+    if out is not None:
+        raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
+
+
+def _apply(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
+    tensors = request.tensors()
+    numbers = {k: v for k, v in request.hyperparameters.items() if k not in tensors}
+    fixed = request._replace(a=None, b=None, v=None, hyperparameters=numbers)
+    return _Reduction.apply(reduction, fixed, shape, tuple(tensors), *tensors.values())
+
+
+def computed(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
+    """A reduction (L, M, C) or (L, M) in the arithmetic's dtype, without a gradient."""
+    descriptor, a, b, v, *offsets, values = request
+    with torch.no_grad():
+        found = plans.run(reduction, descriptor, a, b, v, None, *offsets, values, wide=True)
+    return found.reshape(shape.batch, shape.m, *((shape.columns,) if v is not None else ()))
+
+
+def _whole(fixed: Request, names: tuple[str, ...], tensors: tuple) -> Request:
+    """The request again, of its tensors and the rest."""
+    named = dict(zip(names, tensors, strict=True))
+    points = {name: named.pop(name, None) for name in ("a", "b", "v")}
+    return fixed._replace(**points, hyperparameters={**fixed.hyperparameters, **named})
+
+
+class _Reduction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, reduction, fixed, shape, names, *tensors):
+        ctx.fixed, ctx.shape, ctx.reduction, ctx.names = fixed, shape, reduction, names
+        out = computed(reduction, _whole(fixed, names, tensors), shape)
+        ctx.save_for_backward(*tensors, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        *tensors, out = ctx.saved_tensors
+        needs = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
+        wanted = [name for name, need in needs if need]
+        request = _whole(ctx.fixed, ctx.names, tensors)
+        found = gradients(ctx.reduction, request, ctx.shape, wanted, gradient, out)
+        return (None,) * 4 + tuple(found.get(name) for name in ctx.names)
+
+
+def gradients(
+    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+) -> dict[str, torch.Tensor]:
+    """The gradients of the ``wanted`` tensors from that of the result ``out``, both (L, M, C) or
+    (L, M): recorded where gradients are."""
+    if request.v is None or shape.matrices == shape.batch:
+        return _gradients(reduction, request, shape, wanted, gradient, out)
+    # One matrix for a whole batch of v: the batch becomes columns.
+    v, columns = request.v, shape.batch * shape.columns
+    folded = shape._replace(batch=1, columns=columns)
+    request = request._replace(v=v.movedim(0, 1).reshape(shape.n, columns))
+    flat = (t.movedim(0, 1).reshape(1, shape.m, columns) for t in (gradient, out))
+    found = _gradients(reduction, request, folded, wanted, *flat)
+    if "v" in found:
+        found["v"] = found["v"].view(shape.n, *v.shape[::2]).movedim(1, 0).contiguous()
+    return found
+
+
+def _gradients(reduction, request, shape, wanted, gradient, out) -> dict[str, torch.Tensor]:
+    with by_blocks.without_autocast(request.a.device):
+        if wanted == ["v"]:
+            return {"v": _transposed_product(request, shape, gradient)}
+        return _by_blocks(reduction, request, shape, wanted, gradient, out)
+
+
+def _transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -> torch.Tensor:
+    """``sum_m K[l,m,n] weights[l,m,c]`` in the shape of v."""
+    v, n, m = request.v, shape.n, shape.m
+    if request.descriptor.signed:
+        out = torch.zeros(shape.batch, n, shape.columns, dtype=weights.dtype, device=v.device)
+        for block, values in by_blocks.each(request, shape):
+            l, rows, columns = block
+            out[l, columns] += multiplied(request, values.mT.to(weights.dtype), weights[l, rows])
+        return _to_shape(out, v)
+    weights = weights.to(v.dtype)
+    exchanged = request.transposed()._replace(v=weights)
+    turned = shape._replace(m=n, n=m)
+    recorded = torch.is_grad_enabled() and weights.requires_grad
+    out = (_apply if recorded else computed)("matmul", exchanged, turned)
+    return _to_shape(out, v)
+
+
+def _by_blocks(
+    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+) -> dict[str, torch.Tensor]:
+    """The gradients of the wanted tensors, a block of the matrix at a time."""
+    create, tensors = torch.is_grad_enabled(), request.tensors()
+    wide = accumulator(request.a.dtype)
+    totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in wanted}
+    through = [name for name in wanted if name != "v"]
+    entries = by_blocks.entries_of(request.a.device, wide) // PARTS
+    for block in by_blocks.blocks(shape, entries):
+        parts = _parts(request, block)
+        if not create:
+            parts = {k: t.detach().requires_grad_(k in through) for k, t in parts.items()}
+        with torch.enable_grad():
+            values = _values(request, block, parts)
+        fixed = values if create else values.detach()
+        g = gradient[block[:2]]
+        weights = _weights(reduction, request, parts, fixed, g, out[block[:2]])
+        found = torch.autograd.grad(
+            values, [parts[name] for name in through], weights.to(values.dtype),
+            create_graph=create, allow_unused=True,
+        )  # fmt: skip
+        for name, value in zip(through, found, strict=True):
+            if value is not None:
+                _part_of(totals[name], name, block).add_(value)
+        if "v" in totals:
+            whole = multiplied(request, fixed.mT.to(g.dtype), g)
+            part = _part_of(totals["v"], "v", block)
+            part.add_(_to_shape(whole, part))
+    return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
+
+
+def _part_of(t: torch.Tensor, name: str, block) -> torch.Tensor:
+    """The part of a tensor that belongs to a block."""
+    l, m, n = block
+    if name in ("a", "b", "v"):
+        return by_blocks.points_of(t, l, m if name == "a" else n)
+    return by_blocks.numbers_of({name: t}, l)[name]
+
+
+def _parts(request: Request, block) -> dict[str, torch.Tensor]:
+    return {name: _part_of(t, name, block) for name, t in request.tensors().items()}
+
+
+def _values(request: Request, block, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A block of the matrix of parts that may require gradients."""
+    values = {name: parts.get(name, value) for name, value in request.hyperparameters.items()}
+    return by_blocks.matrix(request, block, parts["a"], parts["b"], values)
+
+
+def _weights(reduction: str, request: Request, parts: dict, values, gradient, out) -> torch.Tensor:
+    """What each entry of a block of the matrix is worth to the reduction."""
+    if reduction == "matmul":
+        v = parts["v"].to(gradient.dtype)
+        return multiplied(request, gradient, (v if v.dim() == 3 else v[None]).mT)
+    if reduction == "sum":
+        return gradient[..., None].expand(values.shape)
+    shares = (values.to(out.dtype) - out[..., None]).exp()
+    return torch.where(out[..., None].isneginf(), 0.0, shares) * gradient[..., None]
+
+
+def _to_shape(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A gradient (L, N, C) summed over a batch that was broadcast."""
+    if like.dim() == 2 or like.shape[0] == 1:
+        whole = whole.sum(0, keepdim=like.dim() == 3) if whole.shape[0] > 1 else whole
+    return whole.reshape(like.shape).to(like.dtype)

@@ -1,0 +1,132 @@
+"""Reductions of a kernel matrix by the kernels that never store it: which calls they take, and
+their launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernlib.descriptors import norms
+from kernlib.launch import Plan, arch_of, load, model
+from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import pairwise_reduce_lowering as lowering
+from kernlib.ops.pairwise_kinds import takes_products
+from kernlib.ops.pairwise_lowering import NUMBER, Layout, scalar_count
+from kernlib.ops.pairwise_lowering_split import ARCH as PRODUCTS_ARCH
+from kernlib.ops.pairwise_reduce_checks import Request, Shape
+from kernlib.ops.pairwise_request import _layout, _scalar_strides
+
+# Columns of v up to which computing the matrix once for every 16 of them is faster than storing
+# blocks of it, which takes as long as 60 issue slots an entry, and multiplying them.
+SMALL_COLUMNS, TILE_COLUMNS = 64, 16
+VALUE_BYTES = 4  # of a value that a kernel writes
+
+
+class ReductionPlan(NamedTuple):
+    """What a call of one signature launches. The first three are what
+    :func:`kernlib.ops.pairwise_plans.numbers_of` reads."""
+
+    slots: dict[str, int]
+    count: int
+    root: bool
+    # Each with the bytes by which its columns begin further on: in v, and in the values.
+    launches: tuple[tuple[Plan, int, int], ...]
+    splits: int
+
+
+def takes(reduction: str, request: Request, shape: Shape) -> bool:
+    """Whether the kernels compute a reduction, and are the fastest to do so."""
+    if request.a.device.type != "cuda" or reduction == "topk":
+        return False
+    small = shape.k <= lowering.SMALL_K
+    if shape.columns > (SMALL_COLUMNS if small else TILE_COLUMNS):
+        return False
+    empty = 0 in (shape.m, shape.n, shape.k, shape.batch)
+    empty = empty or (request.v is not None and shape.columns == 0)
+    if empty or checks.DTYPES[request.a.dtype] not in lowering.DTYPES:
+        return False
+    arch = arch_of(request.a.get_device())
+    if not small and arch == PRODUCTS_ARCH and _has_products(request) and blocks_pay(shape):
+        return False
+    width = min(shape.columns, lowering.WIDTHS[-1])
+    return lowering.fits(problem_of(reduction, request, shape, width), arch)
+
+
+def _has_products(request: Request) -> bool:
+    """Whether tensor cores compute blocks of the matrix."""
+    descriptor = request.descriptor
+    powers = isinstance(descriptor.inner, norms.Power)
+    exponent = checks.exponents(descriptor, request.hyperparameters)[0]
+    return takes_products(descriptor) and (not powers or exponent == 2.0)
+
+
+def blocks_pay(shape: Shape) -> bool:
+    """Whether blocks of products of tensor cores, stored and multiplied, beat direct differences
+    that are never stored, in us on an H200: 1e10 pairs of 64 features take blocks 85 ms and tiles
+    55, 1e10 pairs of 784 features 144 ms and 583."""
+    pairs = float(shape.m) * shape.n * shape.matrices
+    return 100 + pairs * (8e-6 + 0.8e-8 * shape.k) < pairs * (8e-7 + 7.3e-8 * shape.k)
+
+
+def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:
+    """Launch, for the addresses of a, b, v, of values (splits, L, M, C) in float32, and for ``min``
+    of their places (splits, L, M)."""
+    a, b, v, values, places = pointers
+    for launch, in_v, in_values in plan.launches:
+        launch.launch((a, b, v + in_v, values + in_values, places), numbers)
+
+
+def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None) -> ReductionPlan:
+    """The plan of a checked call, its kernels loaded. ``rows`` is that of
+    :func:`kernlib.ops.pairwise_reduce_lowering.lower`."""
+    descriptor, v, device = request.descriptor, request.v, request.a.get_device()
+    arch, count = arch_of(device), model(device).multiprocessors
+    numbers = request.hyperparameters
+    call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, numbers)
+    strides = _scalar_strides(descriptor, numbers, call)
+    launches, per_split, splits = [], 0, 0
+    for column, width in passes(shape.columns):
+        problem = problem_of(reduction, request, shape, width)
+        lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
+        per_split, splits = lowered.per_split, lowered.splits
+        layout = NUMBER * scalar_count(descriptor)
+        kernel = load(lowered.spec, device)
+        made = Plan(kernel, device, lowered.grid, lowering.POINTERS, layout, lowered.fixed)
+        in_v = 0 if v is None else column * v.stride(-1) * v.element_size()
+        launches.append((made, in_v, column * VALUE_BYTES))
+    return ReductionPlan(
+        slots=checks.slots(descriptor),
+        count=scalar_count(descriptor),
+        root=checks.follows_inner(descriptor, numbers),
+        launches=tuple(launches),
+        splits=splits,
+    )
+
+
+def passes(columns: int) -> list[tuple[int, int]]:
+    """The launches for so many columns of v: first column, count. One for none."""
+    widest = lowering.WIDTHS[-1]
+    starts = range(0, max(1, columns), widest)
+    return [(start, min(widest, columns - start)) for start in starts]
+
+
+def problem_of(reduction: str, request: Request, shape: Shape, width: int) -> lowering.Problem:
+    """A checked request as lowering sees it, for ``width`` columns of v."""
+    descriptor, a, b, v, row_offset, col_offset, numbers = request
+    return lowering.Problem(
+        reduction,
+        shape.m,
+        shape.n,
+        shape.k,
+        shape.batch,
+        _layout(a, shape.batch),
+        _layout(b, shape.batch),
+        Layout(0, 0, 0) if v is None else _layout(v, shape.batch),
+        width,
+        shape.columns,
+        checks.DTYPES[a.dtype],
+        row_offset - col_offset,
+        *checks.exponents(descriptor, numbers),
+        checks.follows_inner(descriptor, numbers),
+        "epsilon" in numbers,
+        "regularization" in numbers,
+    )
