@@ -1,6 +1,9 @@
 """Distance and kernel matrices: kernlib, its floor, torch and torch.compile.
 
 ``python -m benchmarks.pairwise --json benchmarks/results/h200/pairwise.json``
+
+The cases of the gradient and of products that store no matrix are in ``pairwise_gradient.py`` and
+``pairwise_matmul.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +16,23 @@ from dataclasses import dataclass
 import torch
 
 import kernlib as kl
-from benchmarks.harness import UNITS_PER_MS, Case, Row, Session, attempt, main
+from benchmarks import pairwise_gradient as gradient
+from benchmarks import pairwise_matmul as matmul
+from benchmarks.harness import UNITS_PER_MS, Case, Row, Session, main
+from benchmarks.pairwise_problems import (
+    DTYPES,
+    TENSOR_RATES,
+    exact_distances,
+    float32_products,
+    floor_ms,
+    race,
+    timed,
+)
 from benchmarks.timing import Device, relative_error, sample_rows
+from kernlib.jit import sources
 
-SOURCE = '#include "pairwise/pairwise.cuh"'
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
-EXACT_ELEMENTS = 1 << 27  # differences in float64 at once: 1 GB, and as much again for powers
+KERNELS = sorted(path.name for path in (sources.root() / "pairwise").glob("*.cuh"))
+SOURCE = "\n".join(f'#include "pairwise/{name}"' for name in KERNELS)
 COMPILED_K = 64  # above it torch.compile of the plain expression takes minutes
 
 # Of one pair-feature: (issue slots, special-function operations), as in pairwise/terms.cuh.
@@ -32,6 +46,10 @@ COSTS = {
     1.3: (2, 2),
 }
 FP64_SLOTS = 2  # a float64 operation takes the slots of two
+
+# Hard data: columns with means of HARD_MEAN times their spread, and one point of b in
+# HARD_EVERY beside one of a, at these multiples of the spread.
+HARD_MEAN, HARD_EVERY, HARD_NEAR = 100.0, 100, (1e-4, 1e-1)
 
 P1 = "cdist p=1 30000x30000x1024 fp32"
 LAPLACE_OVER_P1 = 1.03
@@ -49,6 +67,9 @@ class Problem:
     dtype: str = "fp32"
     epilogue: str = ""  # "laplace" or "gaussian"
     symmetric: bool = False
+    dot: bool = False  # products in place of differences
+    direct: bool = False  # differences even for p = 2
+    hard: bool = False  # data whose distances cancel
     must: float | None = None
     must_error: float | None = None
     unit: str = "ms"
@@ -62,28 +83,43 @@ class Problem:
         """One that puts the kernel's values near exp(-1) for points of a normal distribution."""
         return math.sqrt(self.k) if self.epilogue == "gaussian" else float(self.k)
 
+    @property
+    def expanded(self) -> bool:
+        """Whether tensor cores can do it: squares by products, or products asked for."""
+        return self.p == 2 and not self.direct and self.dtype in TENSOR_RATES
+
     def floor(self, device: Device) -> tuple[float, str]:
         """Milliseconds and what bounds them."""
         pairs = self.m * (self.m + 1) / 2 if self.symmetric else self.m * self.n
+        written = self.m * self.n * DTYPES[self.dtype].itemsize
+        if self.expanded:
+            operations = 2 * pairs * self.k
+            return floor_ms(device, moved=written, operations=operations, kind=self.dtype)
         slots, special = COSTS[self.p]
         if self.dtype == "fp64":
             slots *= FP64_SLOTS
-        written = self.m * self.n * DTYPES[self.dtype].itemsize
-        return device.floor_ms(slots * pairs * self.k, special * pairs * self.k, written)
+        return floor_ms(device, slots * pairs * self.k, special * pairs * self.k, written)
 
 
-def cdist(p: float, k: int = 1024, must=None, must_error=None, size=30000, **fields) -> Problem:
+def cdist(
+    p: float, k: int = 1024, must=None, must_error=None, size=30000, form="", **fields
+) -> Problem:
     fields = {"must": must, "must_error": must_error, **fields}
-    return Problem(f"cdist p={p:g}", float(p), size, size, k, **fields)
+    return Problem(" ".join(f"cdist p={p:g} {form}".split()), float(p), size, size, k, **fields)
 
 
 PROBLEMS = (
     cdist(1, must=70.0, must_error=2e-7),
-    cdist(2, must=70.0, must_error=2e-7),
+    cdist(2, must=20.0, must_error=1e-6),
+    cdist(2, dtype="tf32"),
+    cdist(2, form="direct", direct=True, must=70.0, must_error=2e-7),
+    cdist(2, form="hard", hard=True, must_error=1e-5),
+    Problem("dot_product", 2.0, 30000, 30000, 1024, dot=True),
     cdist(1.3, must=460.0, must_error=1e-6),
     Problem("laplace_l1", 1.0, 30000, 30000, 1024, epilogue="laplace"),
     cdist(1, 32),
     Problem("gaussian", 2.0, 30000, 30000, 32, epilogue="gaussian"),
+    Problem("gaussian", 2.0, 30000, 30000, 784, epilogue="gaussian"),
     cdist(3),
     cdist(0.5),
     cdist(1.5),
@@ -109,14 +145,17 @@ def kernel(problem: Problem) -> Callable:
 
 def described(problem: Problem) -> tuple[object, dict]:
     """Descriptor and hyperparameters of a case."""
+    precision = "tf32" if problem.dtype == "tf32" else None
     if problem.epilogue == "laplace":
         return kl.laplace_l1(symmetric=problem.symmetric), {"bandwidth": problem.bandwidth}
     if problem.epilogue == "gaussian":
         return kl.gaussian(), {"bandwidth": problem.bandwidth}
+    if problem.dot:
+        return kl.dot_product(precision=precision), {}
     if problem.p == 1:
         return kl.l1_distance(), {}
     if problem.p == 2:
-        return kl.l2_distance(), {}
+        return kl.l2_distance(precision=precision, direct=problem.direct), {}
     return kl.p_distance(), {"p": problem.p}
 
 
@@ -126,7 +165,36 @@ def tensors(problem: Problem, device: str = "cuda") -> tuple[torch.Tensor, ...]:
     kind = {"device": device, "dtype": DTYPES[problem.dtype]}
     a = torch.randn(problem.m, problem.k, generator=generator, **kind)
     b = a if problem.symmetric else torch.randn(problem.n, problem.k, generator=generator, **kind)
+    if problem.hard:
+        harden(a, b, generator)
     return a, b, torch.empty(problem.m, problem.n, **kind)
+
+
+def harden(a: torch.Tensor, b: torch.Tensor, generator: torch.Generator) -> None:
+    """Shift the columns of both, and put points of b beside those of a that :func:`sampled` takes
+    its rows from. None coincide, so that each distance has a relative error."""
+    means = torch.randn(a.shape[1], generator=generator, device=a.device).sign_() * HARD_MEAN
+    near = a[doubled(a, b)]
+    noise = torch.randn(near.shape, generator=generator, device=a.device)
+    low, high = (math.log10(size) for size in HARD_NEAR)
+    sizes = torch.logspace(low, high, len(near), device=a.device)
+    b[-len(near) :] = near + sizes[:, None] * noise
+    a += means
+    b += means
+
+
+def doubled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The points of a that have a near one in b: one in HARD_EVERY, spread evenly."""
+    count = max(1, min(len(a), len(b)) // HARD_EVERY)
+    return torch.arange(count, device=a.device) * (len(a) - 1) // max(count - 1, 1)
+
+
+def sampled(problem: Problem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Rows whose errors are taken: of hard data those with a near pair."""
+    if not problem.hard:
+        return sample_rows(problem.m, a.device)
+    near = doubled(a, b)
+    return near[sample_rows(len(near), a.device)]
 
 
 # The same in plain torch.
@@ -142,8 +210,16 @@ def finish(problem: Problem, distance: torch.Tensor) -> torch.Tensor:
 
 
 def plain(problem: Problem) -> Callable:
-    """``f(a, b, out)`` with torch.cdist in its default mode."""
+    """``f(a, b, out)`` with torch.cdist in its default mode, or torch.matmul."""
+    if problem.dot:
+        return lambda a, b, out: torch.matmul(a, b.mT, out=out)
     return lambda a, b, out: finish(problem, torch.cdist(a, b, p=problem.p))
+
+
+def plain_differences(problem: Problem) -> Callable:
+    """The same with torch.cdist in the mode that takes differences for p = 2 too."""
+    mode = "donot_use_mm_for_euclid_dist"
+    return lambda a, b, out: finish(problem, torch.cdist(a, b, p=problem.p, compute_mode=mode))
 
 
 def compiled(problem: Problem) -> Callable:
@@ -159,53 +235,51 @@ def compiled(problem: Problem) -> Callable:
 
 
 def rivals(problem: Problem) -> dict[str, Callable]:
-    found = {"torch": plain(problem)}
+    found = {"cublas" if problem.dot else "torch": plain(problem)}
+    if problem.direct or problem.hard:
+        found["torch direct"] = plain_differences(problem)
     if problem.k <= COMPILED_K:
         found["torch.compile"] = compiled(problem)
     return found
 
 
 def exact(problem: Problem, a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of the result in float64, by direct differences, a block at a time."""
-    block = max(1, EXACT_ELEMENTS // max(1, b.shape[0] * b.shape[1]))
-    points, others = a[rows].double(), b.double()
-    found = [_distances(part, others, problem.p) for part in points.split(block)]
-    return finish(problem, torch.cat(found))
-
-
-def _distances(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
-    size = (a[:, None] - b[None]).abs_()
-    if math.isinf(p):
-        return size.amax(-1)
-    return size.pow_(p).sum(-1).pow_(1 / p) if p != 1 else size.sum(-1)
+    """Some rows of the result in float64."""
+    if problem.dot:
+        return a[rows].double() @ b.double().mT
+    return finish(problem, exact_distances(a[rows], b, problem.p))
 
 
 # A row.
 
 
-def measure(problem: Problem, session: Session) -> Row:
-    buffers = tensors(problem)
-    rows = sample_rows(problem.m)
+def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
+    buffers = tensors(problem, device)
+    rows = sampled(problem, *buffers[:2])
     wanted = exact(problem, *buffers[:2], rows)
-    ours, error = timed(session, kernel(problem), buffers, rows, wanted)
-    floor, bound = problem.floor(Device.current())
-    scale = UNITS_PER_MS[problem.unit]
-    row = Row(problem.name, problem.unit, ours * scale, floor * scale, bound, error=error)
-    row.must, row.must_error = required(problem, session), problem.must_error
-    for name, call in rivals(problem).items():
-        found = attempt(
-            name, problem.name, lambda call=call: timed(session, call, buffers, rows, wanted)
-        )
-        if found is not None:
-            row.rivals[name], row.rival_errors[name] = found[0] * scale, found[1]
-    return row
+
+    def measured(name: str, call: Callable) -> tuple[float, float]:
+        eager = name not in ("kernlib", "torch.compile")
+        return timed(session, call, buffers, lambda out: error(problem, out[rows], wanted), eager)
+
+    with float32_products(problem.dtype):
+        ours, found = measured("kernlib", kernel(problem))
+        floor, bound = problem.floor(Device.current())
+        scale = UNITS_PER_MS[problem.unit]
+        row = Row(problem.name, problem.unit, ours * scale, floor * scale, bound, error=found)
+        row.must, row.must_error = required(problem, session), problem.must_error
+        return race(row, rivals(problem), measured)
 
 
-def timed(session: Session, call: Callable, buffers, rows, wanted) -> tuple[float, float]:
-    """Milliseconds and error; the call that gives the error warms up the ones that are timed."""
-    buffers[2].fill_(math.nan)
-    error = relative_error(call(*buffers)[rows], wanted)
-    return session.time(call, buffers), error
+def error(problem: Problem, result: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Against float64: relative Frobenius norm, or for hard data the largest relative error of one
+    distance, which a norm over all would hide. Raises ValueError when it is not a number."""
+    if not problem.hard:
+        return relative_error(result, wanted)
+    worst = ((result.double() - wanted).abs() / wanted).max().item()
+    if not math.isfinite(worst):
+        raise ValueError(f"the largest error against float64 is {worst}")
+    return worst
 
 
 def required(problem: Problem, session: Session) -> float | None:
@@ -220,7 +294,8 @@ def required(problem: Problem, session: Session) -> float | None:
 
 
 def cases() -> list[Case]:
-    return [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]
+    matrices = [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]
+    return [*matrices, *gradient.cases(), *matmul.cases()]
 
 
 if __name__ == "__main__":

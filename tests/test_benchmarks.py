@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 
 from benchmarks import harness, pairwise, report, service, timing
 from benchmarks.harness import Row
-from kernlib.ops.pairwise import specs as lowered
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "nvrtc": "13.0",
         "kernlib": "0.1.0", "sources": "ab12", "date": "2026-01-01"}  # fmt: skip
-H200 = timing.Device(132, 1.98e9)
 ROW = {"case", "unit", "ours", "floor", "bound", "rivals", "error", "rival_errors"}
 OPTIONAL = {"must", "must_error", "sources"}
 
@@ -219,89 +216,12 @@ def test_host_time_is_per_call():
     assert len(waits) == 2 * service.BATCHES
 
 
-# Pairwise cases.
-
-PROBLEMS = {problem.name: problem for problem in pairwise.PROBLEMS}
+# The service.
 
 
-def test_case_names_are_the_agreed_ones():
-    wanted = (
-        *[
-            f"cdist p={p} 30000x30000x1024 fp32"
-            for p in ("1", "2", "1.3", "3", "0.5", "1.5", "inf")
-        ],
-        "laplace_l1 30000x30000x1024 fp32",
-        "laplace_l1 symmetric 30000x30000x1024 fp32",
-        "gaussian 30000x30000x32 fp32",
-        "cdist p=1 30000x30000x32 fp32",
-        "cdist p=1 30000x30000x1023 fp32",
-        "cdist p=1 30000x30000x1024 fp16",
-        "cdist p=1 10000x10000x256 fp64",
-        "cdist p=1 1000x1000x64 fp32",
-    )
-    assert set(PROBLEMS) == set(wanted) and len(PROBLEMS) == len(pairwise.PROBLEMS)
-    assert pairwise.PROBLEMS[0].name == pairwise.P1
+def test_case_names_of_the_service_are_the_agreed_ones():
     names = {case.name for case in service.cases()}
     assert {"first call cold", "first call cached", "hot call 64x64x8", "compile p=1"} <= names
-
-
-@pytest.mark.parametrize(
-    ("name", "ms", "bound"),
-    [
-        ("cdist p=1 30000x30000x1024 fp32", 55.1, "issue slots"),
-        ("cdist p=1.3 30000x30000x1024 fp32", 440.8, "special functions"),
-        ("cdist p=0.5 30000x30000x1024 fp32", 220.4, "special functions"),
-        ("cdist p=3 30000x30000x1024 fp32", 82.6, "issue slots"),
-        ("cdist p=1 10000x10000x256 fp64", 3.06, "issue slots"),
-        ("laplace_l1 symmetric 30000x30000x1024 fp32", 27.55, "issue slots"),
-    ],
-)
-def test_floors(name, ms, bound):
-    found = PROBLEMS[name].floor(H200)
-    assert found == (pytest.approx(ms, rel=2e-3), bound)
-
-
-def test_floor_of_bytes():
-    assert H200.floor_ms(0, 0, 4.3e9) == (pytest.approx(1.0), "bytes")
-
-
-def small(problem):
-    return replace(problem, m=7, n=7 if problem.symmetric else 9, k=11)
-
-
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if not name.endswith("fp16")])
-def test_ours_torch_and_exact_agree(name):
-    problem = small(PROBLEMS[name])
-    a, b, out = pairwise.tensors(problem, "cpu")
-    rows = timing.sample_rows(problem.m, "cpu")
-    exact = pairwise.exact(problem, a, b, rows)
-    assert timing.relative_error(pairwise.kernel(problem)(a, b, out)[rows], exact) < 1e-5
-    assert timing.relative_error(pairwise.plain(problem)(a, b, out)[rows], exact) < 1e-5
-
-
-def test_exact_works_in_blocks(monkeypatch):
-    problem = small(PROBLEMS["cdist p=1.3 30000x30000x1024 fp32"])
-    a, b, _ = pairwise.tensors(problem, "cpu")
-    rows = timing.sample_rows(problem.m, "cpu")
-    whole = pairwise.exact(problem, a, b, rows)
-    monkeypatch.setattr(pairwise, "EXACT_ELEMENTS", 2 * 9 * 11)
-    assert torch.equal(pairwise.exact(problem, a, b, rows), whole)
-
-
-def test_laplace_may_take_little_more_than_p1():
-    session = harness.Session(ours={pairwise.P1: 60.0})
-    laplace = PROBLEMS["laplace_l1 30000x30000x1024 fp32"]
-    assert pairwise.required(laplace, session) == pytest.approx(61.8)
-    assert pairwise.required(PROBLEMS[pairwise.P1], session) == 70.0
-
-
-@pytest.mark.parametrize("name", list(PROBLEMS))
-def test_every_case_has_a_kernel(name):
-    problem = PROBLEMS[name]
-    points = torch.empty(problem.m, problem.k, dtype=pairwise.DTYPES[problem.dtype], device="meta")
-    descriptor, arguments = pairwise.described(problem)
-    tensors = (points,) if problem.symmetric else (points, points)
-    assert len(lowered(descriptor, "sm_90a", tensors, arguments)) == 1
 
 
 def test_child_processes_see_the_given_cache_only(tmp_path, monkeypatch):

@@ -1,0 +1,339 @@
+"""The pairwise benchmark: its cases, floors, rivals and errors; times need a GPU."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kernlib as kl
+from benchmarks import harness, pairwise, timing
+from benchmarks import pairwise_gradient as gradient
+from benchmarks import pairwise_matmul as matmul
+from benchmarks import pairwise_problems as problems
+from benchmarks.harness import Row, Session
+from kernlib.ops.pairwise import specs as lowered
+
+H200 = timing.Device(132, 1.98e9)
+MATRICES = {problem.name: problem for problem in pairwise.PROBLEMS}
+GRADIENTS = {problem.name: problem for problem in gradient.PROBLEMS}
+PRODUCTS = {problem.name: problem for problem in matmul.PROBLEMS}
+EVERY = {**MATRICES, **GRADIENTS, **PRODUCTS}
+TF32 = 2e-3  # which the CPU does not use
+
+
+class Clock:
+    """A timer by which every call takes the same."""
+
+    def __init__(self, ms=5.0):
+        self.ms, self.calls = ms, 0
+
+    def swept(self, call, buffers):
+        call(*buffers)
+        self.calls += 1
+        return self.ms
+
+
+# Cases.
+
+
+def test_case_names_are_the_agreed_ones():
+    shape = "30000x30000x1024"
+    grad, products = "10000x10000x768", "kernel_matmul gaussian 100000x100000"
+    wanted = [
+        *[f"cdist p={p} {shape} fp32" for p in ("1", "2", "1.3", "3", "0.5", "1.5", "inf")],
+        *[f"cdist p=2 {form}{shape} {kind}" for form, kind in
+          (("", "tf32"), ("direct ", "fp32"), ("hard ", "fp32"))],
+        f"dot_product {shape} fp32",
+        f"laplace_l1 {shape} fp32",
+        f"laplace_l1 symmetric {shape} fp32",
+        "gaussian 30000x30000x32 fp32",
+        "gaussian 30000x30000x784 fp32",
+        "cdist p=1 30000x30000x32 fp32",
+        "cdist p=1 30000x30000x1023 fp32",
+        f"cdist p=1 {shape} fp16",
+        "cdist p=1 10000x10000x256 fp64",
+        "cdist p=1 1000x1000x64 fp32",
+        *[f"cdist_grad p={p} {grad} O=16 fp32" for p in ("1", "1.5", "2")],
+        *[f"cdist_grad p={p} {grad} O=1 fp32" for p in ("1", "2")],
+        *[f"{products} {rest}" for rest in
+          ("D=3 fp32", "D=64 fp32", "D=64 tf32", "D=3 C=64 fp32", "D=64 memory")],
+        *[f"kernel_matmul gaussian 30000x30000 D=784 {kind}" for kind in ("fp32", "tf32")],
+        "kernel_matmul laplace_l1 30000x30000 D=64 fp32",
+    ]  # fmt: skip
+    assert sorted(case.name for case in pairwise.cases()) == sorted(wanted)
+    assert pairwise.PROBLEMS[0].name == pairwise.P1
+
+
+def test_no_case_is_named_within_another():
+    cases = pairwise.cases()
+    assert all(harness.chosen(cases, [case.name]) == [case] for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("name", "ms", "bound"),
+    [
+        ("cdist p=1 30000x30000x1024 fp32", 55.1, "issue slots"),
+        ("cdist p=2 30000x30000x1024 fp32", 7.18, "tensor cores"),
+        ("cdist p=2 30000x30000x1024 tf32", 4.44, "tensor cores"),
+        ("cdist p=2 direct 30000x30000x1024 fp32", 55.1, "issue slots"),
+        ("cdist p=2 hard 30000x30000x1024 fp32", 7.18, "tensor cores"),
+        ("dot_product 30000x30000x1024 fp32", 7.18, "tensor cores"),
+        ("gaussian 30000x30000x784 fp32", 5.50, "tensor cores"),
+        ("gaussian 30000x30000x32 fp32", 0.837, "bytes"),
+        ("cdist p=1.3 30000x30000x1024 fp32", 440.8, "special functions"),
+        ("cdist p=0.5 30000x30000x1024 fp32", 220.4, "special functions"),
+        ("cdist p=3 30000x30000x1024 fp32", 82.6, "issue slots"),
+        ("cdist p=1 10000x10000x256 fp64", 3.06, "issue slots"),
+        ("laplace_l1 symmetric 30000x30000x1024 fp32", 27.55, "issue slots"),
+        ("cdist_grad p=1 10000x10000x768 O=16 fp32", 9.58, "tensor cores"),
+        ("cdist_grad p=1.5 10000x10000x768 O=16 fp32", 18.37, "special functions"),
+        ("cdist_grad p=2 10000x10000x768 O=16 fp32", 9.58, "tensor cores"),
+        ("cdist_grad p=1 10000x10000x768 O=1 fp32", 6.89, "issue slots"),
+        ("cdist_grad p=2 10000x10000x768 O=1 fp32", 2.99, "fp32 lanes"),
+        ("kernel_matmul gaussian 100000x100000 D=3 fp32", 2.39, "issue slots"),
+        ("kernel_matmul gaussian 100000x100000 D=64 fp32", 4.99, "tensor cores"),
+        ("kernel_matmul gaussian 100000x100000 D=64 tf32", 3.08, "tensor cores"),
+        ("kernel_matmul gaussian 30000x30000 D=784 fp32", 5.50, "tensor cores"),
+        ("kernel_matmul gaussian 30000x30000 D=784 tf32", 3.40, "tensor cores"),
+        ("kernel_matmul laplace_l1 30000x30000 D=64 fp32", 3.50, "issue slots"),
+    ],
+)
+def test_floors(name, ms, bound):
+    assert EVERY[name].floor(H200) == (pytest.approx(ms, rel=2e-3), bound)
+
+
+def test_floor_of_bytes():
+    assert problems.floor_ms(H200, moved=4.3e9) == (pytest.approx(1.0), "bytes")
+
+
+def test_targets_are_above_their_floors():
+    targets = {name: problem.must for name, problem in EVERY.items() if problem.must}
+    assert all(must > EVERY[name].floor(H200)[0] for name, must in targets.items())
+    assert targets["cdist p=2 30000x30000x1024 fp32"] == 20.0
+    assert targets["kernel_matmul gaussian 100000x100000 D=64 tf32"] == 6.0
+
+
+def test_the_digest_covers_every_kernel_of_the_family():
+    for name in ("pairwise", "gradient", "reduce"):
+        assert f'#include "pairwise/{name}.cuh"' in pairwise.SOURCE
+
+
+# Matrices.
+
+
+def small(problem, k=11):
+    return replace(problem, m=7, n=7 if problem.symmetric else 9, k=k)
+
+
+@pytest.mark.parametrize("name", [name for name in MATRICES if not name.endswith("fp16")])
+def test_ours_torch_and_exact_agree(name):
+    problem = small(MATRICES[name])
+    a, b, out = pairwise.tensors(problem, "cpu")
+    rows = timing.sample_rows(problem.m, "cpu")
+    exact = pairwise.exact(problem, a, b, rows)
+    bound = TF32 if problem.dtype == "tf32" else 1e-5
+    assert timing.relative_error(pairwise.kernel(problem)(a, b, out)[rows], exact) < bound
+    assert timing.relative_error(pairwise.plain(problem)(a, b, out)[rows], exact) < 1e-5
+
+
+def test_exact_works_in_blocks(monkeypatch):
+    problem = small(MATRICES["cdist p=1.3 30000x30000x1024 fp32"])
+    a, b, _ = pairwise.tensors(problem, "cpu")
+    rows = timing.sample_rows(problem.m, "cpu")
+    whole = pairwise.exact(problem, a, b, rows)
+    monkeypatch.setattr(problems, "EXACT_ELEMENTS", 2 * 9 * 11)
+    assert torch.equal(pairwise.exact(problem, a, b, rows), whole)
+
+
+def test_laplace_may_take_little_more_than_p1():
+    session = Session(ours={pairwise.P1: 60.0})
+    laplace = MATRICES["laplace_l1 30000x30000x1024 fp32"]
+    assert pairwise.required(laplace, session) == pytest.approx(61.8)
+    assert pairwise.required(MATRICES[pairwise.P1], session) == 70.0
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_every_case_has_a_kernel(name):
+    problem = MATRICES[name]
+    points = torch.empty(problem.m, problem.k, dtype=problems.DTYPES[problem.dtype], device="meta")
+    descriptor, arguments = pairwise.described(problem)
+    tensors = (points,) if problem.symmetric else (points, points)
+    assert lowered(descriptor, "sm_90a", tensors, arguments)
+
+
+def test_rivals_are_those_that_a_case_is_about():
+    names = {name: list(pairwise.rivals(problem)) for name, problem in MATRICES.items()}
+    assert names["cdist p=2 30000x30000x1024 fp32"] == ["torch"]
+    assert names["cdist p=2 hard 30000x30000x1024 fp32"] == ["torch", "torch direct"]
+    assert names["dot_product 30000x30000x1024 fp32"] == ["cublas"]
+    assert names["gaussian 30000x30000x32 fp32"] == ["torch", "torch.compile"]
+
+
+# Hard data.
+
+HARD = replace(MATRICES["cdist p=2 hard 30000x30000x1024 fp32"], m=1000, n=900, k=64)
+
+
+def test_hard_data_has_means_far_away_and_points_side_by_side():
+    a, b, _ = pairwise.tensors(HARD, "cpu")
+    assert a.mean(0).abs().min() > 99 and a.std(0).max() < 1.2
+    rows = pairwise.sampled(HARD, a, b)
+    assert len(set(rows.tolist())) == 9  # 1 % of the smaller side
+    nearest = pairwise.exact(HARD, a, b, rows).min(1).values
+    assert (nearest > 0).all() and nearest.min() < 0.01 and nearest.max() < 1.5
+    others = pairwise.exact(HARD, a, b, torch.tensor([5, 300, 900])).min(1).values
+    assert others.min() > 4
+
+
+def test_error_of_hard_data_is_that_of_the_worst_distance():
+    a, b, out = pairwise.tensors(HARD, "cpu")
+    rows = pairwise.sampled(HARD, a, b)
+    exact = pairwise.exact(HARD, a, b, rows)
+    found = exact.clone()
+    found[3, 4] *= 1.5
+    assert pairwise.error(HARD, found, exact) == pytest.approx(0.5)
+    assert pairwise.error(HARD, pairwise.kernel(HARD)(a, b, out)[rows], exact) < 1e-5
+    plain = {name: pairwise.error(HARD, call(a, b, out)[rows], exact)
+             for name, call in pairwise.rivals(HARD).items()}  # fmt: skip
+    assert plain["torch"] > 0.1 and plain["torch direct"] < 1e-5
+    found[0, 0] = math.nan
+    with pytest.raises(ValueError, match="nan"):
+        pairwise.error(HARD, found, exact)
+
+
+# Gradients.
+
+
+def small_gradient(problem):
+    return problem._replace(points=13, queries=11, features=9)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_agree_with_float64_and_torch(name):
+    problem = small_gradient(GRADIENTS[name])
+    *tensors, out = gradient.tensors(problem, "cpu")
+    sample = gradient.exact(problem, *tensors)
+    for call in (gradient.kernel(problem), gradient.plain(problem)):
+        result = call(*tensors, out.fill_(math.nan))
+        assert result.shape == (problem.outputs, 9, 11)
+        assert gradient.largest_error(result, sample) < 1e-5
+
+
+def test_error_of_a_gradient_is_over_the_sum_of_its_terms():
+    a, b = torch.tensor([[1.0], [2.0]]), torch.zeros(1, 2)
+    c, d = torch.tensor([[3.0, -1.0]]), torch.ones(1, 1)
+    problem = gradient.Problem(1.0, 1, points=2, queries=1, features=1)
+    sample = gradient.exact(problem, a, b, c, d)
+    assert sample.values.item() == 1.0 and sample.sizes.item() == 5.0
+    assert gradient.largest_error(torch.full((1, 1, 1), 1.5), sample) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="nan"):
+        gradient.largest_error(torch.full((1, 1, 1), math.nan), sample)
+
+
+def test_sampled_features_reach_both_ends():
+    problem = gradient.Problem(1.0, 2, points=3, queries=5, features=768)
+    *tensors, _ = gradient.tensors(problem, "cpu")
+    features = gradient.exact(problem, *tensors).features.tolist()
+    assert len(features) == 8 and (features[0], features[-1]) == (0, 767)
+
+
+# Products without the matrix.
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_agree_with_float64_and_torch(name, monkeypatch):
+    problem = PRODUCTS[name]._replace(points=50)
+    monkeypatch.setattr(matmul, "BLOCK_ENTRIES", 7 * 50)
+    a, b, v, out = matmul.tensors(problem, "cpu")
+    assert v.shape == out.shape == ((50,) if problem.columns == 1 else (50, problem.columns))
+    rows = timing.sample_rows(50, "cpu")
+    exact = matmul.exact(problem, a, b, v, rows)
+    for call in (matmul.kernel(problem), matmul.plain(problem)):
+        result = call(a, b, v, out.fill_(math.nan))
+        assert timing.relative_error(result[rows], exact) < (TF32 if "tf32" in name else 1e-5)
+
+
+def test_the_row_of_memory(monkeypatch):
+    held = iter([12 << 20, 3 << 30])
+    monkeypatch.setattr(matmul, "tensors", lambda problem: ())
+    monkeypatch.setattr(matmul, "peak_bytes", lambda call, buffers: next(held))
+    row = matmul.measure_memory(Session())
+    assert row.case == "kernel_matmul gaussian 100000x100000 D=64 memory"
+    assert (row.unit, row.ours, row.rivals) == ("bytes", 12 << 20, {"torch": 3 << 30})
+    assert harness.verdict(row).startswith("met")
+
+
+def test_memory_may_grow_with_the_points_alone():
+    problem = matmul.MEMORY
+    assert problem.most_bytes < 200e6 < 4 * problem.points**2
+    doubled = problem._replace(points=2 * problem.points)
+    assert doubled.most_bytes < 2 * problem.most_bytes
+
+
+# Rows.
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(timing.Device, "current", classmethod(lambda cls: H200))
+
+
+@pytest.mark.parametrize(
+    ("module", "problem", "rival"),
+    [
+        (pairwise, small(MATRICES["cdist p=2 30000x30000x1024 tf32"], 70), "torch"),
+        (pairwise, small(MATRICES["dot_product 30000x30000x1024 fp32"], 70), "cublas"),
+        (gradient, small_gradient(gradient.PROBLEMS[2]), "torch"),
+        (matmul, matmul.PROBLEMS[0]._replace(points=50), "torch"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_row_of_each_kind(module, problem, rival, device):
+    before = torch.get_float32_matmul_precision()
+    row = module.measure(problem, Session(timer=Clock()), "cpu")
+    assert torch.get_float32_matmul_precision() == before
+    assert (row.case, row.unit, row.ours, row.rivals) == (problem.name, "ms", 5.0, {rival: 5.0})
+    assert row.error < TF32 and row.rival_errors[rival] < TF32 and row.floor > 0
+    assert row.must == problem.must
+
+
+def timed(clock, eager):
+    out = torch.empty(3)
+    session = Session(timer=clock)
+    found = problems.timed(session, lambda out: out.fill_(1), (out,), lambda r: r[0].item(), eager)
+    return found, clock.calls
+
+
+def test_a_rival_that_takes_seconds_is_called_once():
+    assert timed(Clock(2000.0), True) == ((2000.0, 1.0), 1)
+    assert timed(Clock(2000.0), False) == ((2000.0, 1.0), 1 + 2)
+    assert timed(Clock(5.0), True)[1] > 7
+
+
+def test_calls_that_write_nothing_are_caught():
+    with pytest.raises(ValueError, match="nan"):
+        problems.timed(
+            Session(timer=Clock()),
+            lambda out: out,
+            (torch.empty(3),),
+            lambda result: timing.relative_error(result, torch.ones(3, dtype=torch.float64)),
+        )
+
+
+def test_rivals_that_fail_are_left_out_of_a_row():
+    def broken():
+        raise RuntimeError("no memory")
+
+    calls = {"torch": lambda: (2.0, 0.1), "broken": broken}
+    found = problems.race(Row("a", "us", 1.0), calls, lambda name, call: call())
+    assert found.rivals == {"torch": 2000.0} and found.rival_errors == {"torch": 0.1}
+
+
+def test_products_follow_the_kind_of_numbers():
+    with problems.float32_products("tf32"):
+        assert torch.get_float32_matmul_precision() == "high"
+    with problems.float32_products("fp32"):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert pairwise.described(MATRICES["cdist p=2 30000x30000x1024 tf32"])[0].precision == "tf32"
+    assert matmul.PROBLEMS[2].descriptor == kl.gaussian(precision="tf32")
