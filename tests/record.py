@@ -31,13 +31,17 @@ FAMILIES = {
             "kernlib/ops/tensors.py",
             "kernlib/ops/hyperparameters.py",
             "kernlib/ops/expression_source.py",
-            "kernlib/reference/pairwise.py",
+            "kernlib/ops/precision.py",
+            "kernlib/ops/sequence.py",
+            "kernlib/ops/steps.py",
+            "kernlib/reference/pairwise*.py",
+            "kernlib/reference/powers.py",
             "kernlib/reference/expressions.py",
             "tests/gpu/test_pairwise*.py",
             "tests/gpu/pairwise_*.py",  # what those tests share
             "tests/gpu/sanitized_calls.py",
         ),
-        ("pairwise/pairwise.cuh",),
+        ("pairwise/*.cuh",),
     ),
     "kronecker_sparse": (
         (
@@ -45,6 +49,9 @@ FAMILIES = {
             "kernlib/ops/tensors.py",
             "kernlib/ops/hyperparameters.py",
             "kernlib/ops/expression_source.py",
+            "kernlib/ops/precision.py",
+            "kernlib/ops/sequence.py",
+            "kernlib/ops/steps.py",
             "kernlib/reference/kronecker_sparse.py",
             "kernlib/reference/expressions.py",
             "kernlib/nn/*.py",
@@ -54,6 +61,10 @@ FAMILIES = {
         ),
         # math.cuh is included by what lowering generates.
         ("kronecker_sparse/*.cuh", "common/math.cuh"),
+    ),
+    "linalg": (
+        ("kernlib/linalg/*.py", "tests/gpu/test_linalg*.py", "tests/linalg_cases.py"),
+        (),
     ),
     "service": (
         (

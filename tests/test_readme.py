@@ -103,7 +103,7 @@ def test_every_named_descriptor_and_stage_is_listed():
     home = kernlib._HOMES
     defined = {n for n, where in home.items() if where == "kernlib.descriptors.pairwise"}
     assert named(PAIRWISE, "name") == defined - {"Pairwise"}
-    assert named(PAIRWISE, "stage") == {cls.__name__ for cls in norms.OUTER}
+    assert named(PAIRWISE, "stage") == {cls.__name__ for cls in (*norms.INNER, *norms.OUTER)}
 
 
 def test_every_epilogue_and_function_is_listed():
