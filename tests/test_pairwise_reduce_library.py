@@ -179,6 +179,22 @@ def test_fake_tensors_have_the_shapes_of_real_ones(case, inside):
     assert [g.shape for g in slopes] == [t.shape for t in tensors]
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_without_a_gradient(device):
+    with FakeTensorMode(), torch.device(device):
+        a, b = torch.empty(L, M, K), torch.empty(N, K)
+        v, out = torch.empty(N, 1), torch.empty(L, M, 1)
+    low, places = kl.kernel_min(GAUSSIAN, a, b, bandwidth=2.0)
+    near, which = kl.kernel_topk(GAUSSIAN, a, b, 3, bandwidth=2.0)
+    assert kl.kernel_argmin(GAUSSIAN, a, b, bandwidth=2.0).shape == low.shape == (L, M)
+    assert near.shape == which.shape == (L, M, 3)
+    assert places.dtype == which.dtype == torch.int64
+    assert kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=2.0).device == a.device
+    if device == "cpu":  # torch without CUDA copies no fake tensor of it
+        assert kl.kernel_matmul(GAUSSIAN, a, b, v, out=out, bandwidth=2.0) is out
+
+
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
 def test_make_fx_sees_forward_and_backward(tracing, seed):
     function, tensors = made("columns")

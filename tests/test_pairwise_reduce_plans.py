@@ -9,7 +9,7 @@ from kernlib.ops import pairwise_reduce_blocks as by_blocks
 from kernlib.ops import pairwise_reduce_checks as checks
 from kernlib.ops import pairwise_reduce_kernels as kernels
 from kernlib.ops import pairwise_reduce_plans as plans
-from kernlib.ops.pairwise_reduce_checks import Shape
+from kernlib.ops.pairwise_reduce_checks import Request, Shape
 
 M, N, K, L = 11, 13, 3, 2
 GAUSSIAN = kl.gaussian()
@@ -203,9 +203,16 @@ def test_autocast_changes_nothing():
 # Who computes a call.
 
 
-@pytest.mark.parametrize(("m", "k", "blocks"), [
-    (30_000, 784, True), (100_000, 64, False), (100_000, 200, True), (1000, 784, False),
-    (3000, 784, True),
+@pytest.mark.parametrize(("m", "k", "columns", "descriptor", "by"), [
+    (30_000, 784, 1, kl.gaussian(), True), (100_000, 64, 16, kl.gaussian(), True),
+    (100_000, 64, 17, kl.gaussian(), False), (100_000, 64, 1, kl.laplace_l1(), False),
+    (100_000, 64, 1, kl.gaussian(direct=True), False), (100_000, 3, 1, kl.gaussian(), False),
+    (1000, 64, 1, kl.gaussian(), False), (100_000, 64, 1, kl.polynomial(3), True),
 ])  # fmt: skip
-def test_blocks_of_many_features_pay(m, k, blocks):
-    assert kernels.blocks_pay(Shape(m, m, k, 1, 1, False, 1)) == blocks
+def test_large_products_go_to_tensor_cores(m, k, columns, descriptor, by):
+    a, v = torch.empty(m, k, device="meta"), torch.empty(m, columns, device="meta")
+    numbers = dict.fromkeys(descriptor.parameters, 1.0)
+    request = Request(descriptor, a, a, v, 0, 0, numbers)
+    shape = Shape(m, m, k, 1, columns, False, 1)
+    for arch, wanted in (("sm_90a", by), ("sm_80", False)):
+        assert kernels.by_products("matmul", request, shape, arch) == wanted

@@ -9,6 +9,7 @@ struct Finite {
     static constexpr u32 NAN_SEEN = 1, PLUS = 2, MINUS = 4;  // a NaN, an infinity of either sign
     static constexpr int OPERANDS = 1 + FEATURE_TILES;
     static constexpr int CHUNKS_OF_STAGE = TILE_K * TILE / CHUNK;
+    static_assert(CHUNKS_OF_STAGE % THREADS == 0, "whole rounds");
     u32* notes;
 
     __device__ __forceinline__ explicit Finite(u32* notes) : notes(notes) {}
@@ -23,8 +24,8 @@ struct Finite {
 #pragma unroll
         for (int operand = 0; operand < OPERANDS; ++operand) {
 #pragma unroll
-            for (int i = threadIdx.x; i < CHUNKS_OF_STAGE; i += THREADS) {
-                const AccT* from = place(stage, operand, i);
+            for (int round = 0; round < CHUNKS_OF_STAGE / THREADS; ++round) {
+                const AccT* from = place(stage, operand, round * THREADS + threadIdx.x);
                 auto chunk = load_vector<AccT, CHUNK>(from);
 #pragma unroll
                 for (int e = 0; e < CHUNK; ++e) sum = chunk.element[e] * AccT(0) + sum;

@@ -39,6 +39,8 @@ class Tile(NamedTuple):
     warps_k: int
     steps: int = 1
     blocks: int = 2
+    wgmma: bool = False
+    together: int = 1
 
     @property
     def queries(self) -> int:
@@ -146,6 +148,8 @@ def shared_bytes(columns: int, tile: Tile) -> int:
     points, line = STEP * tile.steps, STEP * tile.steps + 4
     lines = tile.queries + (8 * columns or 1)
     raw = 4 * (tile.features * points + lines * line)
+    if tile.wgmma and not columns:
+        return 3 * raw + 2 * (tile.queries * tile.steps * 96 + 128)
     terms = tile.queries * tile.steps * (512 * columns or 128)
     return 3 * raw + 2 * terms
 
@@ -175,6 +179,7 @@ def source(variant: Variant) -> str:
         "WARPS_K": tile.warps_k,
         "STEPS": tile.steps,
         "BLOCKS": tile.blocks,
+        "TOGETHER": tile.together,
     }
     lines = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
     return f"""#include "common/types.cuh"
@@ -184,8 +189,33 @@ using OutputT = {TYPES[variant.out_dtype][0]};
 constexpr bool SINGLE = {str(variant.columns == 0).lower()};
 {lines}
 #define SLOPE {variant.slope}
+#define WGMMA {int(tile.wgmma)}
 
-#include "pairwise/gradient_tensor.cuh"
+{_multiply(variant.columns or 1) if tile.wgmma else ""}#include "pairwise/gradient_tensor.cuh"
+"""
+
+
+def _multiply(columns: int) -> str:
+    """CUDA text of a wgmma of 64 features, in four registers of a thread, by tiles of 8 columns in
+    shared memory, whose descriptor's upper half is 8: 128 bytes from 8 columns to the next."""
+    count = 4 * columns
+    sums = ", ".join(f"%{i}" for i in range(count))
+    bound = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(count))
+    left = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""__device__ __forceinline__ void multiply_64(float (&d)[{columns}][4], const u32 (&a)[4],
+                                            u32 b) {{
+    asm volatile("{{\\n\\t"
+                 ".reg .b64 b;\\n\\t"
+                 ".reg .b32 upper;\\n\\t"
+                 "mov.b32 upper, 8;\\n\\t"
+                 "mov.b64 b, {{%{count + 4}, upper}};\\n\\t"
+                 "wgmma.mma_async.sync.aligned.m64n{8 * columns}k16.f32.bf16.bf16 "
+                 "{{{sums}}}, {{{left}}}, b, 1, 1, 1, 0;\\n\\t"
+                 "}}"
+                 : {bound}
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+}}
+
 """
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernlib.descriptors import norms
 from kernlib.launch import Plan, arch_of, load, model
 from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import pairwise_lowering_split_reduce as products
 from kernlib.ops import pairwise_reduce_lowering as lowering
 from kernlib.ops.pairwise_kinds import takes_products
 from kernlib.ops.pairwise_lowering import NUMBER, Layout, scalar_count
-from kernlib.ops.pairwise_lowering_split import ARCH as PRODUCTS_ARCH
+from kernlib.ops.pairwise_plans import precision
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
 from kernlib.ops.pairwise_request import _layout, _scalar_strides
+from kernlib.ops.sequence import Steps
 
+# Of v's columns one launch by tensor cores takes 8: 18 ms for 1e10 pairs of 64 features, and 16 in
+# one go 54, as each value then waits for its share of reads of v.
+PRODUCT_COLUMNS = 8
 # Columns of v up to which computing the matrix once for every 16 of them is faster than storing
 # blocks of it, which takes as long as 60 issue slots an entry, and multiplying them.
 SMALL_COLUMNS, TILE_COLUMNS = 64, 16
@@ -29,7 +33,7 @@ class ReductionPlan(NamedTuple):
     count: int
     root: bool
     # Each with the bytes by which its columns begin further on: in v, and in the values.
-    launches: tuple[tuple[Plan, int, int], ...]
+    launches: tuple[tuple[Plan | Steps, int, int], ...]
     splits: int
 
 
@@ -45,26 +49,17 @@ def takes(reduction: str, request: Request, shape: Shape) -> bool:
     if empty or checks.DTYPES[request.a.dtype] not in lowering.DTYPES:
         return False
     arch = arch_of(request.a.get_device())
-    if not small and arch == PRODUCTS_ARCH and _has_products(request) and blocks_pay(shape):
-        return False
     width = min(shape.columns, lowering.WIDTHS[-1])
     return lowering.fits(problem_of(reduction, request, shape, width), arch)
 
 
-def _has_products(request: Request) -> bool:
-    """Whether tensor cores compute blocks of the matrix."""
-    descriptor = request.descriptor
-    powers = isinstance(descriptor.inner, norms.Power)
-    exponent = checks.exponents(descriptor, request.hyperparameters)[0]
-    return takes_products(descriptor) and (not powers or exponent == 2.0)
-
-
-def blocks_pay(shape: Shape) -> bool:
-    """Whether blocks of products of tensor cores, stored and multiplied, beat direct differences
-    that are never stored, in us on an H200: 1e10 pairs of 64 features take blocks 85 ms and tiles
-    55, 1e10 pairs of 784 features 144 ms and 583."""
-    pairs = float(shape.m) * shape.n * shape.matrices
-    return 100 + pairs * (8e-6 + 0.8e-8 * shape.k) < pairs * (8e-7 + 7.3e-8 * shape.k)
+def by_products(reduction: str, request: Request, shape: Shape, arch: str) -> bool:
+    """Whether tensor cores compute the sums of a reduction that the kernels take."""
+    if shape.columns > TILE_COLUMNS or not takes_products(request.descriptor):
+        return False
+    problem = problem_of(reduction, request, shape, min(shape.columns, PRODUCT_COLUMNS))
+    permitted = precision(request.descriptor)
+    return products.takes(request.descriptor, problem, arch, permitted) and products.pays(problem)
 
 
 def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:
@@ -84,13 +79,20 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
     call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, numbers)
     strides = _scalar_strides(descriptor, numbers, call)
     launches, per_split, splits = [], 0, 0
-    for column, width in passes(shape.columns):
+    product = rows is None and by_products(reduction, request, shape, arch)
+    widest = PRODUCT_COLUMNS if product else lowering.WIDTHS[-1]
+    for column, width in passes(shape.columns, widest):
         problem = problem_of(reduction, request, shape, width)
-        lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
+        if product:
+            lowered = products.lower(
+                descriptor, problem, arch, count, strides, precision(descriptor), per_split
+            )
+            made = Steps(lowered, products.OPERANDS, request.a.device)
+        else:
+            lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
+            layout, kernel = NUMBER * scalar_count(descriptor), load(lowered.spec, device)
+            made = Plan(kernel, device, lowered.grid, lowering.POINTERS, layout, lowered.fixed)
         per_split, splits = lowered.per_split, lowered.splits
-        layout = NUMBER * scalar_count(descriptor)
-        kernel = load(lowered.spec, device)
-        made = Plan(kernel, device, lowered.grid, lowering.POINTERS, layout, lowered.fixed)
         in_v = 0 if v is None else column * v.stride(-1) * v.element_size()
         launches.append((made, in_v, column * VALUE_BYTES))
     return ReductionPlan(
@@ -102,9 +104,8 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
     )
 
 
-def passes(columns: int) -> list[tuple[int, int]]:
+def passes(columns: int, widest: int = lowering.WIDTHS[-1]) -> list[tuple[int, int]]:
     """The launches for so many columns of v: first column, count. One for none."""
-    widest = lowering.WIDTHS[-1]
     starts = range(0, max(1, columns), widest)
     return [(start, min(widest, columns - start)) for start in starts]
 

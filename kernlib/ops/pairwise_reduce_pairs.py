@@ -31,7 +31,7 @@ def run(
         batched = places if places.dim() == 3 else places[None]
         found = pair_values(request, batched).view(places.shape)
     found = found.to(a.dtype)
-    return (found, places) if reduction == "topk" else (found[..., 0], places[..., 0])
+    return (found, places) if reduction == "topk" else (found.squeeze(-1), places.squeeze(-1))
 
 
 def chosen(reduction: str, request: Request, k: int, largest: bool):

@@ -20,6 +20,7 @@ from kernlib.ops.pairwise import _kind
 from kernlib.ops.pairwise_plans import numbers_of, precision
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
 from kernlib.ops.tensors import (
+    check_dense,
     is_lazy,
     ranges_meet,
     refuse_overlap,
@@ -79,9 +80,10 @@ def run(
         if stand_ins(a, b, v, out):
             from kernlib.ops import pairwise_reduce_library as library
 
-            return library.run(
-                reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide
-            )
+            arguments = (row_offset, col_offset, values)
+            if reduction == "min":
+                return library.choose(reduction, descriptor, a, b, 1, False, *arguments)
+            return library.run(reduction, descriptor, a, b, v, out, *arguments, wide)
         request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
         if any(t is not None and is_lazy(t) for t in (a, b, v)):
             made = request._replace(v=request.v if v is None or v.dim() > 1 else request.v[:, 0])
@@ -115,6 +117,7 @@ def _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, valu
         )
     except (AttributeError, RuntimeError, NotImplementedError):
         checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
+        check_dense((), out=out)
         raise
     if values:
         key += tuple((name, _kind(name, value)) for name, value in values.items())

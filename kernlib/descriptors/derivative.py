@@ -1,0 +1,340 @@
+"""Derivatives of expressions, as expressions: what a kernel must compute for a gradient.
+
+Where there is none, they are what torch has of the same expression, and of a distance of equal
+points (:mod:`kernlib.reference.powers`): 0 for ``abs`` and ``sqrt`` at 0, and for ``x ** y`` at 0
+with y between 0 and 2 other than 1; one half, or all against a constant, where two sides of ``max``
+or ``min`` are equal. The language has no comparison. In place of one stands a product that
+saturates, ``min(x / smallest, 1)``, which is 0 at 0 and 1 from ``smallest`` on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kernlib.descriptors.epilogues import Epilogue, Matern
+from kernlib.descriptors.expression import VALUE, Name, Node, Number, Operation, names, parse
+
+ZERO, ONE, HALF = Number(0.0), Number(1.0), Number(0.5)
+_V = Name(VALUE)
+
+
+def derivative(node: Node, by: str, smallest: float) -> Node:
+    """The derivative of a tree by the name ``by``. Between 0 and ``smallest``, in magnitude, it may
+    be wrong near a point that has none."""
+    if not isinstance(node, Operation):
+        return ONE if node == Name(by) else ZERO
+    slopes = [derivative(operand, by, smallest) for operand in node.operands]
+    if all(slope == ZERO for slope in slopes):
+        return ZERO
+    if node.operator in _CHAIN:
+        (x,), (slope,) = node.operands, slopes
+        return product(_CHAIN[node.operator](x, node, smallest), slope)
+    return _OF_TWO[node.operator](*node.operands, *slopes, node, smallest)
+
+
+def substitute(node: Node, value: Node) -> Node:
+    """The tree with ``value`` in place of ``v``."""
+    if isinstance(node, Operation):
+        return Operation(node.operator, tuple(substitute(x, value) for x in node.operands))
+    return value if node == _V else node
+
+
+def size(node: Node) -> int:
+    """Numbers, names and operations in a tree."""
+    inside = node.operands if isinstance(node, Operation) else ()
+    return 1 + sum(size(x) for x in inside)
+
+
+# Trees of simple parts, simplified where a part is 0 or 1 or both are numbers. Constants of a
+# product, which do not name v, come first: they are computed once a thread.
+
+
+def total(x: Node, y: Node) -> Node:
+    if ZERO in (x, y):
+        return y if x == ZERO else x
+    if _is_negative(y):
+        return difference(x, _without_sign(y))
+    return _folded("+", x, y, lambda a, b: a + b)
+
+
+def difference(x: Node, y: Node) -> Node:
+    if y == ZERO:
+        return x
+    if x == ZERO:
+        return negative(y)
+    if _is_negative(y):
+        return total(x, _without_sign(y))
+    return _folded("-", x, y, lambda a, b: a - b)
+
+
+def negative(x: Node) -> Node:
+    return _without_sign(x) if _is_negative(x) else _negated(x)
+
+
+def product(x: Node, y: Node) -> Node:
+    if ZERO in (x, y):
+        return ZERO
+    if _is_negative(x) != _is_negative(y):
+        return _negated(product(_without_sign(x), _without_sign(y)))
+    (c, x), (d, y) = (_separated(_without_sign(factor)) for factor in (x, y))
+    return _times(_times(c, d), _times(x, y))
+
+
+def quotient(x: Node, y: Node) -> Node:
+    if y == ONE or x == ZERO:
+        return x
+    if VALUE not in names(y):
+        return product(_folded("/", ONE, y, lambda a, b: a / b), x)
+    return Operation("/", (x, y))
+
+
+def _folded(operator: str, x: Node, y: Node, compute: Callable) -> Node:
+    if isinstance(x, Number) and isinstance(y, Number) and y.value:
+        return Number(compute(x.value, y.value))
+    return Operation(operator, (x, y))
+
+
+def _times(x: Node, y: Node) -> Node:
+    if ONE in (x, y):
+        return y if x == ONE else x
+    return _folded("*", x, y, lambda a, b: a * b)
+
+
+def _separated(x: Node) -> tuple[Node, Node]:
+    """The constant factor and the other."""
+    if VALUE not in names(x):
+        return x, ONE
+    if isinstance(x, Operation) and x.operator == "*" and VALUE not in names(x.operands[0]):
+        return x.operands
+    return ONE, x
+
+
+def _is_negative(x: Node) -> bool:
+    if isinstance(x, Number):
+        return x.value < 0
+    return isinstance(x, Operation) and x.operator == "neg"
+
+
+def _without_sign(x: Node) -> Node:
+    if not _is_negative(x):
+        return x
+    return Number(-x.value) if isinstance(x, Number) else x.operands[0]
+
+
+def _negated(x: Node) -> Node:
+    return Number(-x.value) if isinstance(x, Number) else Operation("neg", (x,))
+
+
+def _call(function: str, *operands: Node) -> Node:
+    return Operation(function, operands)
+
+
+# What comparisons are replaced by.
+
+
+def _step(x: Node, smallest: float) -> Node:
+    """0 at 0 and 1 above, for x that is not negative."""
+    return _call("min", product(Number(1 / smallest), x), ONE)
+
+
+def _is_zero(x: Node, smallest: float) -> Node:
+    return difference(ONE, _step(_call("abs", x), smallest))
+
+
+def _sign(x: Node, smallest: float) -> Node:
+    return _call("max", _call("min", product(Number(1 / smallest), x), ONE), Number(-1.0))
+
+
+def _above(x: Node, tie: float, smallest: float) -> Node:
+    """1 where x is greater than 0, ``tie`` at 0, and 0 below."""
+    steep = product(Number(1 / smallest), x)
+    if tie == 0:
+        return _call("max", _call("min", steep, ONE), ZERO)
+    if tie == 1:
+        return total(ONE, _call("max", _call("min", steep, ZERO), Number(-1.0)))
+    return total(HALF, product(HALF, _sign(x, smallest)))
+
+
+# Rules: of functions of one x, whose value is y, and of operators and functions of two.
+
+
+def root_slope(y: Node, smallest: float) -> Node:
+    """The derivative of ``y = sqrt(x)`` by x: 0 at 0, and where y is infinite."""
+    return product(HALF, quotient(_step(y, smallest), _call("max", y, Number(smallest))))
+
+
+def _bell(factor: float, exponent: float) -> Callable:
+    return lambda x, y, smallest: product(
+        Number(factor), _call("exp", product(Number(exponent), product(x, x)))
+    )
+
+
+_CHAIN = {
+    "neg": lambda x, y, smallest: Number(-1.0),
+    "abs": lambda x, y, smallest: _sign(x, smallest),
+    "cos": lambda x, y, smallest: negative(_call("sin", x)),
+    "erf": _bell(2 / math.sqrt(math.pi), -1.0),
+    "exp": lambda x, y, smallest: y,
+    "expm1": lambda x, y, smallest: _call("exp", x),
+    "log": lambda x, y, smallest: quotient(ONE, x),
+    "log1p": lambda x, y, smallest: quotient(ONE, total(ONE, x)),
+    "ndtr": _bell(1 / math.sqrt(2 * math.pi), -0.5),
+    "sin": lambda x, y, smallest: _call("cos", x),
+    "sqrt": lambda x, y, smallest: root_slope(y, smallest),
+    "tanh": lambda x, y, smallest: difference(ONE, product(y, y)),
+}
+
+
+def _product_slope(x, y, to_x, to_y, node, smallest) -> Node:
+    return total(product(y, to_x), product(x, to_y))
+
+
+def _quotient_slope(x, y, to_x, to_y, node, smallest) -> Node:
+    return quotient(difference(to_x, product(node, to_y)), y)
+
+
+def _power_slope(x, y, to_x, to_y, node, smallest) -> Node:
+    found, zero = ZERO, _is_zero(x, smallest)
+    if to_x != ZERO and isinstance(y, Number):
+        found = product(_by_base(x, y.value, node, zero), to_x)
+    elif to_x != ZERO:
+        # y x^(y - 1) out of the power that is there, and for y = 1 the limit at 0.
+        one = _is_zero(difference(y, ONE), smallest)
+        above = total(product(y, node), product(one, zero))
+        found = product(quotient(above, total(x, zero)), to_x)
+    if to_y == ZERO:
+        return found
+    return total(found, product(product(node, _call("log", total(x, zero))), to_y))
+
+
+def _by_base(x: Node, y: float, node: Node, zero: Node) -> Node:
+    if y in (0.0, 1.0):
+        return Number(y)
+    if 0 < y < 2:
+        return product(Number(y), quotient(node, total(x, zero)))
+    return product(Number(y), x if y == 2 else Operation("**", (x, Number(y - 1))))
+
+
+def _extreme_slope(x, y, to_x, to_y, node, smallest) -> Node:
+    ahead = difference(x, y) if node.operator == "max" else difference(y, x)
+    share = _above(ahead, _tie(x, y, node.operator), smallest)
+    if to_y == ZERO:
+        return product(share, to_x)
+    return total(product(share, to_x), product(difference(ONE, share), to_y))
+
+
+def _tie(x: Node, y: Node, operator: str) -> float:
+    """What x is given of a tie: by torch.relu nothing, by torch.clamp all, else one half."""
+    if not isinstance(x, Number) and not isinstance(y, Number):
+        return 0.5
+    number = y if isinstance(y, Number) else x
+    tensors = 0.0 if operator == "max" and number == ZERO else 1.0
+    return tensors if number is y else 1.0 - tensors
+
+
+_OF_TWO = {
+    "+": lambda x, y, to_x, to_y, *_: total(to_x, to_y),
+    "-": lambda x, y, to_x, to_y, *_: difference(to_x, to_y),
+    "*": _product_slope,
+    "/": _quotient_slope,
+    "**": _power_slope,
+    "pow": _power_slope,
+    "max": _extreme_slope,
+    "min": _extreme_slope,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Derivative(Epilogue):
+    """The derivative of ``finish(s)``, which is an outer stage and a chain of epilogues, by ``s``
+    or by a parameter of the chain; of gradients, and not for users.
+
+    ``v`` is s itself, but for the ``outer`` stage "Sqrt" the root of s. ``by`` is "v", which stands
+    for s, or a name among ``parameters``: those of the chain, ``exponent`` for the outer stage
+    "Power" and, if it ``snaps``, ``limit``: values below it in magnitude are constants. ``smallest``
+    is a number near the least of the arithmetic that is normal.
+    """
+
+    outer: str = "Identity"
+    epilogue: tuple[Epilogue, ...] = ()
+    by: str = VALUE
+    snaps: bool = False
+    smallest: float = 1e-38
+
+    @property
+    def exponent(self) -> str:
+        return free_names(self.epilogue)[0]
+
+    @property
+    def limit(self) -> str:
+        return free_names(self.epilogue)[1]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(sorted(names(_tree(self)) - {VALUE}))
+
+    def tree(self) -> Node:
+        return _tree(self)
+
+
+@lru_cache(maxsize=1024)
+def free_names(epilogues: tuple[Epilogue, ...]) -> tuple[str, str]:
+    """Names of an exponent and of a limit that no parameter of the epilogues has."""
+    taken, ending = {name for each in epilogues for name in each.parameters}, ""
+    while {f"exponent{ending}", f"limit{ending}"} & taken:
+        ending += "_"
+    return f"exponent{ending}", f"limit{ending}"
+
+
+@lru_cache(maxsize=1024)
+def _tree(made: Derivative) -> Node:
+    """By the chain rule, from s outwards: the value so far, and its derivative."""
+    value, slope = _V, ONE if made.by == VALUE else ZERO
+    if made.outer == "Sqrt":
+        slope = product(slope, root_slope(_V, made.smallest))
+    for step in _steps(made):
+        by_value, by_name = _slopes(step, made)
+        slope = product(substitute(by_value, value), slope)
+        slope = total(slope, substitute(by_name, value))
+        value = substitute(step.tree() if isinstance(step, Epilogue) else step, value)
+    return slope
+
+
+def _steps(made: Derivative) -> list[Epilogue | Node]:
+    power = Operation("**", (_V, Name(made.exponent)))
+    stages = {"Abs": _call("abs", _V), "Square": product(_V, _V), "Power": power}
+    steps = [stages[made.outer]] if made.outer in stages else []
+    if made.snaps:
+        steps.append(product(_kept(made), _V))
+    return [*steps, *made.epilogue]
+
+
+def _kept(made: Derivative) -> Node:
+    """1, and 0 where v is below the limit in magnitude."""
+    below = _call("max", difference(Name(made.limit), _call("abs", _V)), ZERO)
+    return difference(ONE, _step(below, made.smallest))
+
+
+def _slopes(step: Epilogue | Node, made: Derivative) -> tuple[Node, Node]:
+    """The derivatives of a step by its value and by the name that is asked for."""
+    if made.snaps and step == product(_kept(made), _V):
+        return _kept(made), ZERO
+    if isinstance(step, Matern):
+        return _matern_slopes(step, made.by)
+    tree = step.tree() if isinstance(step, Epilogue) else step
+    by_name = ZERO if made.by == VALUE else derivative(tree, made.by, made.smallest)
+    return derivative(tree, VALUE, made.smallest), by_name
+
+
+def _matern_slopes(step: Matern, by: str) -> tuple[Node, Node]:
+    """In closed form: the rules would subtract two values near 1 from each other."""
+    rate = f"(sqrt({2 * step.nu}) / bandwidth)"
+    more = f" * (1 + {rate} * v) / 3" if step.nu == 2.5 else ""
+    slope = f"({rate} * {rate}) * (v{more}) * exp(-({rate} * v))"
+    by_value = negative(parse(slope, step.parameters))
+    if by != "bandwidth":
+        return by_value, ZERO
+    return by_value, parse(f"(v / bandwidth) * ({slope})", step.parameters)
