@@ -45,9 +45,10 @@ def check_solution(a: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> None:
     assert residual <= TOLERANCE[x.dtype] * scale
 
 
-def check_eigh(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> None:
-    """Ascending values, orthonormal columns, ``V diag(w) V^T = a``."""
-    tolerance = 2 * TOLERANCE[v.dtype]
+def check_eigh(a: torch.Tensor, w: torch.Tensor, v: torch.Tensor, rough: bool = False) -> None:
+    """Ascending values, orthonormal columns, ``V diag(w) V^T = a``. ``rough``: as torch computes
+    them on a GPU, in float32 by Jacobi's method to 2e-4."""
+    tolerance = 1e-3 if rough and v.dtype is torch.float32 else 2 * TOLERANCE[v.dtype]
     a, w, v = a.double(), w.double(), v.double()
     assert (w.diff(dim=-1) >= 0).all()
     assert ((v * w[..., None, :]) @ v.mT - a).norm() <= tolerance * a.norm()

@@ -100,7 +100,7 @@ def test_what_is_refused(case):
 
 
 def test_batches_are_one_or_equal():
-    with pytest.raises(ValueError, match="batches must be 1 or equal, got feature_map: 2, x: 3"):
+    with pytest.raises(ValueError, match="batches must be 1 or equal, got feature_map: 2, b: 3"):
         apply(draw(L, 1, K), A, draw(3, N, K))
 
 
@@ -115,3 +115,35 @@ def test_a_call_maps_its_points_first():
     )  # fmt: skip
     torch.testing.assert_close(compiled(a, b), wanted)
     kl.prepare(kl.gaussian(), a, b, bandwidth=2.0, feature_map=weights)
+
+
+@pytest.mark.parametrize("shape", [(K,), (K, K2)])
+@pytest.mark.parametrize("function", [kl.run_kernel, kl.kernel_sum])
+def test_points_that_do_not_fit_are_named(function, shape):
+    w = draw(*shape)
+    cases = {
+        "1-D": (A[0], B, ValueError, r"a must be \(N, K\) or \(L, N, K\), got shape"),
+        "no dimension": (A[0, 0], B, ValueError, r"a must be \(N, K\)"),
+        "4-D": (A, B[None, None], ValueError, r"b must be \(N, K\)"),
+        "features": (A, B[:, :-1], ValueError, "a and b must have the same number of features"),
+        "one feature": (A, B[:, :1], ValueError, "a and b must have the same number of features"),
+        "device": (A, B.to("meta"), ValueError, "a and b must be on one device"),
+        "a list": (A, [1.0], TypeError, "b must be a tensor, got list"),
+        "integers": (A.long(), B.long(), TypeError, "a must have a floating dtype"),
+    }
+    for a, b, error, message in cases.values():
+        with pytest.raises(error, match=message):
+            function(kl.gaussian(), a, b, bandwidth=1.0, feature_map=w)
+
+
+def test_autocast_changes_nothing():
+    a, b, w = (x.float() for x in (A, B, draw(K, K2)))
+    wanted = apply(w, a, b)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = apply(w, a, b)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_tensors_without_data_are_mapped():
+    a, b, w = (x.to("meta") for x in (A, B, draw(K, K2)))
+    assert [tuple(x.shape) for x in apply(w, a, b)] == [(A.shape[0], K2), (B.shape[0], K2)]

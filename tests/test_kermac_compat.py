@@ -1,10 +1,13 @@
 """kermac's names, on CPU tensors against plain float64: its semantics where they were right, and a
 test of each line where they were not (the comment names it)."""
 
+import importlib
 import inspect
 import itertools
 import math
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -149,6 +152,7 @@ def test_the_regularization_is_added_whatever_the_points():  # W5
     torch.testing.assert_close(found - plain, 0.25 * torch.eye(M, N)[None])
     same = kermac.run_kernel(kermac.laplace_l1, A, A, regularization=0.25, **options)
     assert torch.equal(same[0].diagonal(), torch.full((M,), 1.25))
+    options["regularization_offset_x"] = np.int64(0)
     none = kermac.run_kernel(kermac.laplace_l1, A, B, regularization=0, **options)
     assert torch.equal(none, plain)
 
@@ -173,8 +177,45 @@ def test_descriptors_are_values():
     assert pickle.loads(pickle.dumps(made)) == made
     assert made.pairwise == kl.laplace_l1()
     assert len({KernelDescriptor(*each) for each in ALL}) == 150
-    with pytest.raises(TypeError, match="inner must be a Inner, got <Outer"):
-        KernelDescriptor(Op.DIFF, Outer.ABS)
+    with pytest.raises(TypeError, match="inner_power must be of PowerType, got <KernelType"):
+        KernelDescriptor(Op.DIFF, Kernel.NONE)
+
+
+def test_every_name_of_kermac_is_there():
+    by_name = KernelDescriptor(
+        inner_operator=kermac.InnerOperator.DIFF,
+        inner_power=kermac.PowerType.SQUARE,
+        outer_power=kermac.PowerType.SQRT,
+        kernel_type=kermac.KernelType.LAPLACE,
+    )
+    assert by_name == kermac.kernel_descriptor_laplace_l2 == kermac.laplace_l2
+    for name in ("l1_norm", "l2_norm", "p_norm", "laplace_l1", "laplace_l2", "mma"):
+        assert getattr(kermac, f"kernel_descriptor_{name}") is getattr(kermac, name)
+    enums = {
+        kermac.InnerOperator: "DIFF DOT",
+        kermac.PowerType: "NOOP ABS SQUARE SQRT POW",
+        kermac.KernelType: "NONE LAPLACE GAUSSIAN",
+        kermac.Symmetry: "NonSymmetric Symmetric",
+        kermac.FillMode: "UPPER LOWER",
+        kermac.Majorness: "COL_MAJOR ROW_MAJOR",
+        kermac.Alignment: "ALIGN_1 ALIGN_4",
+    }
+    for enum, names in enums.items():
+        assert [each.name for each in enum] == names.split()
+    solvers = importlib.import_module("kernlib.compat.kermac.linalg")
+    for name in ("solve_cholesky", "solve_lu", "eigh"):
+        assert getattr(solvers, name) is getattr(kermac, name) is getattr(kermac.linalg, name)
+
+
+def test_the_module_is_an_attribute_of_its_package():
+    code = "import kernlib; kernlib.compat.kermac.cdist"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        kl.compat.other  # noqa: B018
+
+
+def test_a_descriptor_is_made_once():
+    assert kermac.l2_norm.pairwise is kermac.l2_norm.pairwise
 
 
 # cdist.
@@ -241,7 +282,7 @@ def descriptor(inner=Inner.ABS, outer=Outer.NOOP, kernel=Kernel.NONE):
 
 POWERS = descriptor(Inner.POW, Outer.POW)
 REFUSED = {  # descriptor, arguments, error, message
-    "p for one power": (descriptor(Inner.POW), {"p": 1.0}, ValueError, "p needs Inner.POW and"),
+    "p for one power": (descriptor(Inner.POW), {"p": 1.0}, ValueError, "p needs PowerType.POW"),
     "p and inner_p": (POWERS, {"p": 1.0, "inner_p": 1.0}, ValueError, "give either p or them"),
     "no inner_p": (POWERS, {"outer_p": 1.0}, ValueError, "needs p"),
     "no outer_p": (POWERS, {"inner_p": 1.0}, ValueError, "needs outer_p"),
@@ -253,6 +294,12 @@ REFUSED = {  # descriptor, arguments, error, message
     "regularized": (kermac.l1_norm, {"regularization": 1.0}, ValueError, "regularization needs"),
     "zero bandwidth": (kermac.laplace_l1, {"bandwidth": 0}, ValueError, "greater than 0"),  # W16
     "negative p": (POWERS, {"p": -1.0}, ValueError, "p must be 0 or greater"),
+    "an offset": (
+        kermac.laplace_l1,
+        {"bandwidth": 1.0, "regularization_offset_y": 1.5},
+        TypeError,
+        "regularization_offset_y must be an int, got 1.5",
+    ),  # fmt: skip
     "text": (kermac.laplace_l1, {"bandwidth": "1"}, TypeError, "bandwidth must be a real number"),
     "no descriptor": (kl.laplace_l1(), {"bandwidth": 1.0}, TypeError, "must be a KernelDescript"),
 }
@@ -350,23 +397,48 @@ def test_gradients_of_a_batch_of_exponents():  # W3
 @pytest.mark.parametrize("p", [0.8, 1.2])
 def test_powers_of_sums_and_their_gradient(k, p):
     x, z = draw(11, k), draw(13, k, seed=1)
-    lengthscale, c0, q = 1.5, 0.3, 2.0
-    scale = -(lengthscale**-p)
-    s = kermac.cdist_expadd(z, x, p=p, lengthscale=lengthscale)
+    c0, q, scale = 0.3, 2.0, -(1.5**-p)
+    s = kermac.cdist_expadd(z, x, p=p, scale=scale)
     v = differences(z, x)
     torch.testing.assert_close(s[0].double(), torch.exp(scale * v**p).sum(-1), atol=1e-4, rtol=1e-4)
     a, c = torch.ones(13, 11), draw(2, 13, seed=2)
-    values = {"p": p, "q": q, "c0": c0}
+    values = {"p": p, "q": q, "c0": c0, "scale": scale}
     d = x.double().requires_grad_()
     kernel = (c0 + torch.exp(scale * (d - z.double()[:, None]).abs() ** p).sum(-1)) ** q  # (13, 11)
     expected = torch.stack(
         [torch.autograd.grad((one.double() @ kernel).sum(), d, retain_graph=True)[0].mT
          for one in c]
     )  # fmt: skip
-    for more in ({"lengthscale": lengthscale}, {"scale": scale}, {"scale": scale, "s_km": s}):
+    for more in ({}, {"s_km": s}, {"s_km": s[0], "eps": 1e-10}):
         found = kermac.cdist_grad_expadd(a, z.mT, c, x.mT, **values, **more)
         assert found.shape == (1, 2, k, 11)
         torch.testing.assert_close(found[0].double(), expected, atol=5e-3, rtol=5e-3)
+
+
+def test_sums_that_are_given_may_be_others():  # xRFM hands over multiples of them
+    x, z, c = draw(11, 5), draw(13, 5, seed=1), draw(2, 13, seed=2)
+    s = kermac.cdist_expadd(z, x, p=1.2, scale=-0.6)[0]
+    values = {"p": 1.2, "q": 3.0, "c0": 0.25, "scale": -0.6}
+    found = kermac.cdist_grad_expadd(torch.full_like(s, 0.15), z.mT, c, x.mT, s_km=0.15 * s,
+                                     **values)  # fmt: skip
+    d = x.double().requires_grad_()
+    sums = torch.exp(-0.6 * (d - z.double()[:, None]).abs() ** 1.2).sum(-1)
+    kernel = (0.25 + 0.15 * sums) ** 3
+    for o in range(2):
+        wanted = torch.autograd.grad((c[o].double() @ kernel).sum(), d, retain_graph=True)[0]
+        torch.testing.assert_close(found[0, o].double(), wanted.mT, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [2.0, torch.tensor(2.0), torch.tensor([2.0, 3.0])])
+def test_a_lengthscale_has_kermacs_sign(length):
+    found = kermac.cdist_expadd(A, B, p=1.3, lengthscale=length)
+    for l, one in enumerate(torch.as_tensor(length).reshape(-1).tolist()):
+        expected = torch.exp(differences(A, B) ** 1.3 / one**1.3).sum(-1)
+        torch.testing.assert_close(found[l].double(), expected, rtol=1e-5, atol=1e-5)
+    given = kermac.cdist_expadd(A, B, p=1.3, lengthscale=length, scale=-0.5)
+    assert torch.equal(given, kermac.cdist_expadd(A, B, p=1.3, scale=-0.5))
+    with pytest.raises(ValueError, match="give scale or lengthscale, got neither"):
+        kermac.cdist_expadd(A, B)
 
 
 # Helpers.
@@ -384,12 +456,25 @@ def test_a_timer_on_a_machine_without_a_gpu_takes_the_clock(monkeypatch):
     assert timer.elapsed > 0
 
 
-def test_statistics_of_a_tensor():
-    found = kermac.tensor_stats(torch.tensor([1.0, 3.0, NAN, INF]))
-    assert found == {"min": 1.0, "max": 3.0, "mean": 2.0, "std": math.sqrt(2), "nan": 1, "inf": 1}
-    assert math.isnan(kermac.tensor_stats(torch.empty(0))["mean"])
-    with pytest.raises(TypeError, match="tensor must be a tensor"):
-        kermac.tensor_stats([1.0])
+def test_how_a_tensor_lies_in_memory():
+    buffer = torch.empty(3, 8, 12)
+    found = kermac.tensor_stats(buffer)
+    assert found.shape == (3, 8, 12) and found.majorness is kermac.Majorness.ROW_MAJOR
+    assert found.alignment is kermac.Alignment.ALIGN_4
+    assert (found.num_batches, found.batch_stride, found.leading_dimension_stride) == (3, 96, 12)
+    turned = kermac.tensor_stats(buffer[1].mT)
+    assert turned.shape == (1, 12, 8) and turned.majorness is kermac.Majorness.COL_MAJOR
+    assert turned.batch_stride == 0 and turned.leading_dimension_stride == 12
+    for odd in (buffer[:, :, 1:], torch.empty(3, 8, 11), torch.empty(290).as_strided((2, 8, 12),
+                (97, 12, 1))):  # fmt: skip  # W9: the last by its batch stride
+        assert kermac.tensor_stats(odd).alignment is kermac.Alignment.ALIGN_1
+    with pytest.raises(ValueError, match="must be row- or column-major, got shape"):
+        kermac.tensor_stats(buffer[:, ::2, ::2])
+    with pytest.raises(ValueError, match="2 or 3 dimensions, got shape"):
+        kermac.tensor_stats(buffer[0, 0])
+    for wrong in ([1.0], buffer.double()):
+        with pytest.raises(TypeError, match="tensor must be a float32 tensor"):
+            kermac.tensor_stats(wrong)
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
@@ -398,7 +483,7 @@ def test_division_rounded_up(a, b, expected):
 
 
 def test_descriptors_compiled_ahead_are_what_calls_of_every_layout_use(monkeypatch):
-    from kernlib.compat import _kermac_tools as tools
+    from kernlib.compat.kermac import _tools as tools
 
     jobs = []
     monkeypatch.setattr(tools.launch, "arch_of", lambda index: "sm_90a")

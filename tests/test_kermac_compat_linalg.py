@@ -103,8 +103,12 @@ def test_failures_are_in_the_infos_or_raised():
     b = draw(L, C, N, seed=1)
     _, info, _ = kermac.solve_cholesky(a, b)
     assert (info != 0).tolist() == [False, True, False, False]
-    with pytest.raises(torch.linalg.LinAlgError):
-        kermac.solve_cholesky(a, b, check_errors=True)
+    for error in (torch.linalg.LinAlgError, ValueError):  # the second is kermac's
+        with pytest.raises(error, match="batch entry 1"):
+            kermac.solve_cholesky(a, b, check_errors=True)
+        with pytest.raises(error, match="batch entry 2"):
+            kermac.eigh(torch.where(torch.arange(L)[:, None, None] == 2, torch.nan, a),
+                        check_errors=True)  # fmt: skip
     a[2] = 0
     assert kermac.solve_lu(a, b)[1].bool().tolist() == [False, False, True, False]
 
@@ -115,6 +119,8 @@ def test_what_is_refused():
         kermac.solve_cholesky(a, b, "L")
     with pytest.raises(ValueError, match="b must have 2 or 3 dimensions"):
         kermac.solve_lu(a, b[0])
+    with pytest.raises(ValueError, match="a must have 2 or 3 dimensions"):
+        kermac.eigh(a[None, None])
     with pytest.raises(TypeError, match="a must be a tensor"):
         kermac.solve_lu([1.0], b)
     with pytest.raises(ValueError, match=r"overwrite_a|overlap"):  # W14

@@ -2,6 +2,7 @@
 
 import struct
 from functools import cache
+from itertools import product
 
 import pytest
 from gpu_fakes import MODELS
@@ -156,8 +157,17 @@ def test_tiles_of_tensor_cores_fit(features, sets):
     made = problem(features=features, sets=sets)
     for arch, limit in targets.SHARED_BYTES.items():
         tile = tensor.default(made, arch)
-        assert tensor.shared_bytes(tensor.columns_of(made), tile) <= limit
+        assert tensor.shared_bytes(tensor.columns_of(made, arch), tile) <= limit
+        assert tile.wgmma == (arch == HERE and features > tensor.NARROW)
     assert tensor.default(problem(features=8), HERE).features == 16
+
+
+@pytest.mark.parametrize(
+    ("sets", "columns", "elsewhere"), [(0, 0, 0), (1, 0, 0), (2, 1, 1), (9, 2, 2), (40, 4, 2)]
+)
+def test_columns_hold_coefficients(sets, columns, elsewhere):
+    assert tensor.columns_of(problem(sets=sets), HERE) == columns
+    assert tensor.columns_of(problem(sets=sets), "sm_80") == elsewhere
 
 
 # What NVRTC makes of it.
@@ -204,11 +214,12 @@ def matrix():
             )  # fmt: skip
             made = tensor.Variant(slope, columns, tile)
             cases[f"{arch} tensor {slope} {columns}"] = (tensor.spec(made), arch)
-    for columns, tiles in tensor.TILES.items():
-        for tile in tiles:
+    for table in (tensor.TILES, tensor.WGMMA):
+        for columns, tile in ((c, t) for c, tiles in table.items() for t in tiles):
             slopes = ("AbsSlope", "ThreeHalvesSlope", "DeviceSlope")[: 3 if columns else 1]
             for slope in slopes:
-                name = f"tensor {slope} {columns} {tile.queries}x{tile.features}"
+                unit = "wgmma" if tile.wgmma else "mma"
+                name = f"{unit} {slope} {columns} {tile.queries}x{tile.features}"
                 cases[name] = (tensor.spec(tensor.Variant(slope, columns, tile)), HERE)
     return cases
 
@@ -239,7 +250,7 @@ def test_a_kernel_compiles_within_its_bounds(name):
 def test_every_choice_is_a_variant():
     known = {s.source for s in direct.variants("Difference", "AbsSlope", HERE, ("float32",))}
     known |= {s.source for s in tensor.variants("AbsSlope", HERE)}
-    for sets in (0, 1, 2, 7, 16):
-        for points in (64, 100000):
-            for lower in (direct.lower, tensor.lower):
-                assert lower(problem(points=points, sets=sets), HERE, COUNT).spec.source in known
+    for sets, points in product((0, 1, 2, 7, 16, 40), (64, 100000)):
+        for features, lower in product((16, 40, 768), (direct.lower, tensor.lower)):
+            made = problem(points=points, sets=sets, features=features)
+            assert lower(made, HERE, COUNT).spec.source in known

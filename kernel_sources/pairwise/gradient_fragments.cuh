@@ -45,18 +45,6 @@ __device__ __forceinline__ u32 signs(float first, float second) {
     return (upper & 0x80008000u) | one;
 }
 
-__device__ __forceinline__ u32 fast_signs(float first, float second) {
-    u32 upper = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632), y;
-    asm("{\n\t"
-        ".reg .b32 t;\n\t"
-        "fma.rn.sat.f16x2 t, %1, %2, %3;\n\t"
-        "sub.rn.f16x2 %0, t, %3;\n\t"
-        "}"
-        : "=r"(y)
-        : "r"(upper), "r"(0x78007800), "r"(0x38003800));
-    return y;
-}
-
 // Four points of one column of weights: high and low parts.
 struct alignas(16) TwoTerms {
     u32 high[2], low[2];

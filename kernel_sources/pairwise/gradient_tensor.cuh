@@ -1,8 +1,8 @@
 // out[l,o,q,k] (+)= factor sum_t (c[l,o,t] W[l,q,t]) Slope(x[l,q,k] - z[l,t,k]) on tensor cores.
 //
-// For one query the sum is a product: slopes (16 features x 16 points), which a warp makes in
-// registers just where mma.sync wants them, times c W (16 points x 8 columns), which the CTA makes
-// once a stage for all its features. Both factors are split into bfloat16 parts:
+// For one query the sum is a product: slopes (16 features x 16 points a warp), which are made in
+// registers just where mma.sync or wgmma wants them, times c W (16 points x columns), which the CTA
+// makes once a stage for all its features. Both factors are split into bfloat16 parts:
 //
 //   SIGN      slopes are 1, -1 or 0, exact in one part. Two products, by the parts of c W, whose
 //             columns are coefficients; or, with SINGLE, one: the columns are the three parts of
@@ -17,11 +17,13 @@
 // The generated source defines before it includes this file:
 //   OutputT                storage of out; all else is float
 //   SLOPE                  a struct of gradient_slopes.cuh, of differences
+//   WGMMA                  1 for wgmma, whose multiply_64() is then defined too; 0 for mma.sync
 //   SINGLE                 one coefficient or none, and a sign
-//   COLUMN_TILES           tiles of 8 coefficients: 1 or 2
+//   COLUMN_TILES           tiles of 8 coefficients: 1 or 2, or 4 by wgmma
 //   QUERIES_A_WARP, FEATURE_TILES  of a warp, tiles of 16 features
 //   WARPS_Q, WARPS_K       warps side by side along queries and along features
 //   STEPS                  times 16 points of a stage
+//   TOGETHER               queries whose products wgmma computes while the next ones' slopes are made
 //   BLOCKS                 CTAs of a multiprocessor
 #pragma once
 
@@ -65,11 +67,7 @@ struct Slopes {
                 const auto& z = points.z[r].element;
                 float first = x[r] - z[half * 2], second = x[r] - z[half * 2 + 1];
                 if (Slope::SIGN) {
-#if FAST_SIGNS
-                    high[half * 2 + r] = fast_signs(first, second);
-#else
                     high[half * 2 + r] = signs(first, second);
-#endif
                 } else {
                     first = Slope::at(first, exponents);
                     second = Slope::at(second, exponents);
@@ -186,9 +184,6 @@ __device__ __forceinline__ void write(Sums& sums, const Coordinates& x,
                 OutputT* to = out + o * view.coefficient_stride + q * view.query_stride +
                               k * view.feature_stride;
                 sum *= factor;
-#if FAST_SIGNS
-                sum *= 32768.0f;
-#endif
                 *to = convert<OutputT>(parameters.accumulate ? sum + convert<float>(*to) : sum);
             }
         }

@@ -1,7 +1,8 @@
 // Products of slopes and split weights by wgmma (sm_90a): slopes from registers, weights from
 // shared memory, which so reach registers no more. A warpgroup has QUERIES_A_WARP queries and
 // FEATURE_TILES times 64 features, 16 of them a warp. Slopes of one query are made while the tensor
-// cores are at those of the last.
+// cores are at those of the last. The order of points inside a product is free, see
+// gradient_fragments.cuh: one half of 16 rows is points 4t and 4t + 1, the other 4t + 2 and 4t + 3.
 #pragma once
 
 #include "common/hopper.cuh"

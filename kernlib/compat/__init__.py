@@ -1,1 +1,17 @@
 """Predecessors' names over kernlib's kernels, so that their users change one import."""
+
+from importlib import import_module as _import_module
+
+_MODULES = ("kermac",)
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kernlib.compat' has no attribute {name!r}")
+    return _import_module(f"kernlib.compat.{name}")
+
+
+def __dir__():
+    return __all__

@@ -18,6 +18,7 @@ from kernlib.descriptors.epilogues import Epilogue, Matern
 from kernlib.descriptors.expression import VALUE, Name, Node, Number, Operation, names, parse
 
 ZERO, ONE, HALF = Number(0.0), Number(1.0), Number(0.5)
+LONGEST = 200  # parts of a chain, each step written into the next, whose derivatives have 2000
 _V = Name(VALUE)
 
 
@@ -42,10 +43,11 @@ def substitute(node: Node, value: Node) -> Node:
     return value if node == _V else node
 
 
-def size(node: Node) -> int:
-    """Numbers, names and operations in a tree."""
-    inside = node.operands if isinstance(node, Operation) else ()
-    return 1 + sum(size(x) for x in inside)
+def size(node: Node, value: int = 1) -> int:
+    """Numbers, names and operations in a tree in which v has ``value`` of them."""
+    if isinstance(node, Operation):
+        return 1 + sum(size(x, value) for x in node.operands)
+    return value if node == _V else 1
 
 
 # Trees of simple parts, simplified where a part is 0 or 1 or both are numbers. Constants of a
@@ -287,6 +289,15 @@ def free_names(epilogues: tuple[Epilogue, ...]) -> tuple[str, str]:
     while {f"exponent{ending}", f"limit{ending}"} & taken:
         ending += "_"
     return f"exponent{ending}", f"limit{ending}"
+
+
+@lru_cache(maxsize=1024)
+def fits(outer: str, epilogue: tuple[Epilogue, ...], snaps: bool) -> bool:
+    """Whether the derivatives of a chain are expressions of a length that a compiler is given."""
+    length = 1
+    for step in _steps(Derivative(outer, epilogue, snaps=snaps)):
+        length = size(step.tree() if isinstance(step, Epilogue) else step, length)
+    return length <= LONGEST
 
 
 @lru_cache(maxsize=1024)

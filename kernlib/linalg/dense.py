@@ -14,6 +14,7 @@ import torch
 from kernlib.linalg import cusolver, layouts, native
 from kernlib.linalg.checks import System, check_matrix, check_system, raise_for_info
 from kernlib.linalg.layouts import Work
+from kernlib.ops.precision import float32_precision
 
 _NOT_POSITIVE = "a is not positive definite: the leading minor of order {info} is not positive"
 _SINGULAR = "a is singular: pivot {info} is zero"
@@ -135,9 +136,11 @@ def eigh(
 
 
 def _steps(matrix: torch.Tensor) -> ModuleType:
-    """Who factors and solves: torch would copy a padded matrix, cuSOLVER takes it as it lies."""
-    padded = not layouts.is_packed(matrix)
-    return cusolver if padded and cusolver.serves(matrix) else native
+    """Who factors and solves: torch would copy a padded matrix, cuSOLVER takes it as it lies; and
+    where TF32 is permitted to products torch's solutions have no more digits than that."""
+    rounded = matrix.dtype is torch.float32 and float32_precision() == "tf32"
+    wanted = rounded or not layouts.is_packed(matrix)
+    return cusolver if wanted and cusolver.serves(matrix) else native
 
 
 def _lu_steps(matrix: torch.Tensor) -> ModuleType:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from kernlib.descriptors.pairwise import Pairwise
-from kernlib.ops import pairwise as op
 from kernlib.ops import pairwise_autograd as autograd
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops.hyperparameters import accumulator, check_kind
 from kernlib.ops.pairwise_autograd import Block, Call
+from kernlib.ops.pairwise_weights import by_sums
 from kernlib.ops.tensors import check_dense, check_memory, check_out_shape, is_lazy, materialised
 
 
@@ -48,10 +48,7 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
         sides = max(rows.shape[0], points.shape[0])
         weights = x.new_ones(()).expand(sides, rows.shape[1], points.shape[1])
     else:
-        s = autograd.batched(op.run(made.descriptor, rows, points, **made.arguments()))
-        if any(t.dim() and t.shape[0] > 1 for t in tensors.values()):
-            s = s.expand(batch, -1, -1)  # else the weights of its entries would be added up
-        weights = autograd.weights_of(call.descriptor, s, values, 0, None, [])[0]
+        weights = by_sums(call.descriptor, made, values, rows, points)
     if weights is None or 0 in (*weights.shape, *shape):
         return x.new_zeros(shape)
     if autograd.by_formula(made):

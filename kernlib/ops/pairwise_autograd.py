@@ -1,10 +1,11 @@
 """Gradients of the pairwise op in eager calls.
 
 A call is ``finish(S)`` with the sums ``S = sum_k inner(op(a, b))``. Forward is the ordinary fused
-kernel, of which only the inputs are kept. Backward makes S again, a block of rows at a time, lets
-torch differentiate what follows it, which is elementwise, and turns ``W = d out / d S`` into
-gradients of the points by one kernel for each side: ``sum_t W[q,t] d inner(op(x_q, z_t)) / d x_q``.
-So a gradient takes memory for a block, and not for the matrix.
+kernel, of which only the inputs are kept. Backward computes ``d finish / d S`` by a kernel like it
+(:mod:`kernlib.ops.pairwise_weights`), a block of rows at a time, multiplies it by the gradient that
+arrives, and turns these weights W into gradients of the points by one kernel for each side:
+``sum_t W[q,t] d inner(op(x_q, z_t)) / d x_q``. So a gradient takes memory for a block, and not for
+the matrix.
 
 With ``create_graph`` the call is made again out of operators that are recorded themselves
 (:mod:`kernlib.ops.pairwise_operators`), as it is under torch.compile.
@@ -20,18 +21,23 @@ import torch
 from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors import norms
+from kernlib.descriptors.expression import VALUE
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise as op
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops import pairwise_formula as formula
-from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops import pairwise_products as products
+from kernlib.ops import pairwise_weights as weights
+from kernlib.ops.hyperparameters import accumulator, on_device
 from kernlib.ops.pairwise_formula import Sums
+from kernlib.ops.pairwise_gradient_products import FEWEST
+from kernlib.ops.pairwise_weights import Finish
 from kernlib.ops.tensors import is_lazy, materialised, refuse_transforms, stand_ins
-from kernlib.reference import pairwise_stages as stages
 
-BLOCK_ENTRIES = 1 << 25  # of the matrix at once: 128 MB in float32, some five times
+BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much where it is packed
 FEWEST_ROWS = 128  # of a block, unless there are fewer: a kernel's tile has as many
 _INFINITE = float("inf")
+_INNER = frozenset(("p", "inner_p", "inner_scale"))  # names of what the sums are given
 
 
 def run(
@@ -121,15 +127,20 @@ def _made_again(call: Call, needs: tuple, saved: tuple, grad) -> list:
 def sums_of(descriptor: Pairwise, values: dict) -> Sums:
     """The sums of a call."""
     p, scale = values.get("p", values.get("inner_p")), values.get("inner_scale")
-    power = isinstance(descriptor.inner, norms.Power)
-    if power and not isinstance(p, torch.Tensor) and p in (1, 2):
-        return Sums(_plain(descriptor, norms.Abs() if p == 1 else norms.Square()))
-    return Sums(_plain(descriptor, descriptor.inner), p, scale)
+    if type(descriptor.inner) is norms.Power and not isinstance(p, torch.Tensor) and p in (1, 2):
+        return Sums(_plain(descriptor, "Abs" if p == 1 else "Square"))
+    return Sums(_plain(descriptor), p, scale)
 
 
 @lru_cache(maxsize=1024)
-def _plain(descriptor: Pairwise, inner: object) -> Pairwise:
-    return descriptor.replace(inner=inner, outer=norms.Identity(), epilogue=())
+def _plain(descriptor: Pairwise, inner: str | None = None) -> Pairwise:
+    stage = getattr(norms, inner)() if inner else descriptor.inner
+    return descriptor.replace(inner=stage, outer=norms.Identity(), epilogue=())
+
+
+@lru_cache(maxsize=1024)
+def _one_sided(descriptor: Pairwise) -> Pairwise:
+    return descriptor.replace(symmetric=False) if descriptor.symmetric else descriptor
 
 
 def is_plain(descriptor: Pairwise, values: dict) -> bool:
@@ -141,19 +152,29 @@ def is_plain(descriptor: Pairwise, values: dict) -> bool:
     return identity and not descriptor.epilogue
 
 
-def points_gradient(made: Sums, x, z, weights, first: bool) -> torch.Tensor:
-    """``sum_t W[l,q,t] d inner(op(x[l,q,k], z[l,t,k])) / d x``, (L, Q, K), without a record; x is
-    the op's a if ``first``, else its b."""
+def points_gradient(made: Sums, x, z, given: torch.Tensor, first: bool) -> torch.Tensor:
+    """``sum_t W[l,q,t] d inner(op(x[l,q,k], z[l,t,k])) / d x``, (L, Q, K), or all without a batch,
+    of weights ``given`` and without a record; x is the op's a if ``first``, else its b."""
+    if given.numel() == 0 or x.shape[-1] == 0:
+        return x.new_zeros(*given.shape[:-2], *x.shape[-2:])
+    descriptor = made.descriptor
+    if by_formula(made):
+        sides = (batched(t) for t in (x, z, given))
+        return _by_formula(made, *sides, first).view(*given.shape[:-2], *x.shape[-2:])
+    if made.linear:
+        if descriptor.operator == "dot":
+            return products.dots(descriptor.precision, z, given)
+        if given.numel() * x.shape[-1] >= FEWEST and x.dtype == torch.float32:
+            return products.squares(descriptor.precision, x, z, given)
     from kernlib.ops.pairwise_gradient import pair_gradient
 
-    if weights.numel() == 0 or x.shape[-1] == 0:
-        return x.new_zeros(weights.shape[0], *x.shape[1:])
-    if by_formula(made):
-        needs, x = (True, False, False, False), x.expand(weights.shape[0], -1, -1)
-        return formula.gradients(made, x, z, weights, first, needs)[0]
-    operator, inner = made.descriptor.operator, made.descriptor.inner
     options = {"p": made.p, "inner_scale": made.scale, "first": first}
-    return pair_gradient(operator, inner, x, z, weights, **options)
+    return pair_gradient(descriptor.operator, descriptor.inner, x, z, given, **options)
+
+
+def _by_formula(made: Sums, x, z, given, first: bool) -> torch.Tensor:
+    x = x.expand(given.shape[0], -1, -1)
+    return formula.gradients(made, x, z, given, first, (True, False, False, False))[0]
 
 
 def by_formula(made: Sums) -> bool:
@@ -167,7 +188,7 @@ def exponent_sums(made: Sums) -> Sums | None:
     kernel."""
     if not isinstance(made.descriptor.inner, norms.Power):
         return None
-    return made._replace(descriptor=_plain(made.descriptor, norms.PowerLog()))
+    return made._replace(descriptor=_plain(made.descriptor, "PowerLog"))
 
 
 def batched(x: torch.Tensor) -> torch.Tensor:
@@ -203,96 +224,166 @@ def blocks(batch: int, rows: int, columns: int, most: int) -> Iterator[Block]:
             yield Block(slice(entry, entry + depth), slice(row, row + height))
 
 
-def weights_of(
-    descriptor: Pairwise, s: torch.Tensor, values: dict, diagonal: int, grad, wanted: list
-) -> list:
-    """The gradients of ``sum grad * finish(s)`` with respect to s and the ``wanted`` tensors among
-    ``values``, None for what nothing depends on."""
-    with torch.enable_grad():
-        s = s.detach().requires_grad_()
-        root = checks.follows_inner(descriptor, values)
-        out = stages.finish(descriptor, s, values, root=root, diagonal=diagonal)
-        if not out.requires_grad:
-            return [None] * (1 + len(wanted))
-        grad = torch.ones_like(out) if grad is None else grad
-        return list(torch.autograd.grad(out, [s, *wanted], grad, allow_unused=True))
+# The gradients.
 
 
+class Backward(NamedTuple):
+    """What the blocks of one backward pass share: the call, with tensors among its ``values`` on
+    the device and in the arithmetic's dtype, and what is asked for: whether a and b, and which
+    hyperparameters. ``mirrored``: the gradient that arrives was added to its transpose."""
+
+    descriptor: Pairwise
+    values: dict
+    points: tuple[bool, bool]
+    wanted: tuple[str, ...]
+    mirrored: bool
+
+    def part(self, block: Block) -> Backward:
+        """For a block. Kernels that are symmetric compute no rows alone."""
+        values = {name: block.entries(value) for name, value in self.values.items()}
+        return self._replace(descriptor=_one_sided(self.descriptor), values=values)
+
+
+@torch.no_grad()
 def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
     """The gradients of ``a``, ``b`` and the hyperparameters that are tensors, None where there is
-    no need, without a record."""
+    no need, without a record: from those inputs and from ``grad``, that of the output."""
     a, b, *tensors = saved
     wide = accumulator(a.dtype)
-    x = _ready(a, wide)
-    z = x if b is None else _ready(b, wide)
-    leaves = {
-        name: t.detach().to(a.device, wide, copy=True).requires_grad_(need)
-        for name, t, need in zip(call.names, tensors, needs[2:], strict=True)
-    }
-    totals = [torch.zeros_like(x) if needs[0] else None]
-    totals.append(torch.zeros_like(z) if needs[1] else None)
-    totals += [torch.zeros_like(t) if t.requires_grad else None for t in leaves.values()]
-    grad = batched(materialised(grad) if is_lazy(grad) else grad)
-    symmetric = call.descriptor.symmetric
-    descriptor = call.descriptor.replace(symmetric=False) if symmetric else call.descriptor
-    made = call._replace(descriptor=descriptor)
-    plain = is_plain(descriptor, call.values(tensors)) and not any(needs[2:])
-    most = grad.numel() if plain else BLOCK_ENTRIES
-    for block in blocks(grad.shape[0], x.shape[1], z.shape[1], max(1, most)):
-        given = block.of(grad).to(wide)
-        if symmetric:  # out is, so its gradient may be taken so
-            given = (given + block.entries(grad)[:, :, block.rows].mT) / 2
-        _add_block(made, block, x, z, given, leaves, totals, plain)
-    if symmetric and needs[0]:
-        totals[0] *= 2  # a stands on both sides
-    pairs = zip(totals, saved, strict=True)
-    return [None if g is None else g.to(t.device, t.dtype).reshape(t.shape) for g, t in pairs]
+    grad = materialised(grad) if is_lazy(grad) else grad
+    x = _ready(a, grad, wide)
+    z = x if b is None else _ready(b, grad, wide)
+    pairs = zip(call.names, tensors, strict=True)
+    values = call.numbers | {name: on_device(name, t, a.device, wide) for name, t in pairs}
+    wanted = tuple(name for name, need in zip(call.names, needs[2:], strict=True) if need)
+    shared = Backward(
+        call.descriptor, values, needs[:2], wanted, call.descriptor.symmetric and needs[0]
+    )
+    plain = not wanted and is_plain(call.descriptor, values)
+    by = _at_once if plain or grad.numel() <= BLOCK_ENTRIES else _by_blocks
+    found = by(shared, x, z, grad)
+    if "regularization" in wanted:
+        found["regularization"] = grad.diagonal(call.diagonal, -2, -1).sum(-1, dtype=wide)
+    names = ("a", "b", *call.names)
+    made = zip(names, saved, needs, strict=True)
+    return [_fitted(found.get(name), leaf) if need else None for name, leaf, need in made]
 
 
-def _ready(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    x = batched(x.detach()).to(wide)
+def _ready(x: torch.Tensor, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """Points in the arithmetic's dtype, with a batch if the gradient has one."""
+    x = batched(x) if grad.dim() == 3 else x
+    x = x if x.dtype == wide else x.to(wide)
     return materialised(x) if is_lazy(x) else x
 
 
-def _add_block(call: Call, block: Block, x, z, grad, leaves: dict, totals: list, plain) -> None:
-    """Add what a block of the matrix contributes to all gradients."""
-    rows, columns = block.of(x), block.entries(z)
-    with torch.enable_grad():
-        values = call.numbers | {name: block.entries(t) for name, t in leaves.items()}
-    detached = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-    made, weights = sums_of(call.descriptor, detached), grad
-    if not plain:
-        s = batched(op.run(made.descriptor, rows, columns, **made.arguments()))
-        wanted = [t for t in leaves.values() if t.requires_grad]
-        diagonal = call.diagonal + block.rows.start
-        weights, *found = weights_of(call.descriptor, s, values, diagonal, grad, wanted)
-        for total, g in zip([t for t in totals[2:] if t is not None], found, strict=True):
-            total += 0 if g is None else g
-    if weights is None:  # of an epilogue that does not look at its value
-        return
-    if totals[0] is not None:
-        _add(block.of(totals[0]), points_gradient(made, rows, columns, weights, True))
-    if totals[1] is not None:
-        _add(block.entries(totals[1]), points_gradient(made, columns, rows, weights.mT, False))
-    _add_inner(made, block, (rows, columns, weights), dict(zip(leaves, totals[2:], strict=True)))
+def _fitted(found: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor:
+    """A gradient in the form of its tensor: summed over a batch that was broadcast."""
+    if found is None:
+        return torch.zeros_like(leaf)
+    if found.numel() != leaf.numel():
+        found = found.sum(0)
+    return found.to(leaf.device, leaf.dtype).reshape(leaf.shape)
 
 
-def _add_inner(made: Sums, block: Block, sides: tuple, totals: dict) -> None:
-    """Add what the exponent and the scale of the inner stage receive through the sums."""
-    to_p = totals.get("p", totals.get("inner_p"))
-    to_scale = totals.get("inner_scale")
+def _at_once(shared: Backward, x, z, grad) -> dict:
+    if shared.mirrored:
+        grad = grad.to(x.dtype) + grad.mT
+    return _contributions(shared, x, z, grad)
+
+
+def _by_blocks(shared: Backward, x, z, grad) -> dict:
+    x, z, grad = (batched(t) for t in (x, z, grad))
+    totals = {name: x.new_zeros(grad.shape[0]) for name in shared.wanted}
+    totals |= {"a": torch.zeros_like(x), "b": torch.zeros_like(z)}
+    for block in blocks(grad.shape[0], x.shape[1], z.shape[1], BLOCK_ENTRIES):
+        given = block.of(grad)
+        if shared.mirrored:
+            given = given.to(x.dtype) + block.entries(grad)[:, :, block.rows].mT
+        found = _contributions(shared.part(block), block.of(x), block.entries(z), given)
+        for name, value in found.items():
+            total = totals[name]
+            total = block.of(total) if name == "a" else block.entries(total)
+            total += value.sum_to_size(total.shape) if value.dim() == 3 else value
+    return totals
+
+
+def _contributions(shared: Backward, x, z, grad) -> dict[str, torch.Tensor]:
+    """What a block of the matrix contributes to all gradients: (L, M, K), (L, N, K) and (L,), or
+    (M, K), (N, K) and () without a batch."""
+    descriptor, values = shared.descriptor, shared.values
+    made, second = sums_of(descriptor, values), None if descriptor.symmetric else z
+    if is_plain(descriptor, values):
+        given, found = grad.to(x.dtype), {}
+    else:
+        given, found = _through_finish(shared, made, x, second, grad)
+    if given is not None:
+        for name, value in _through_inner(shared, made, x, z, given).items():
+            found[name] = found[name] + value if name in found else value
+    if shared.mirrored:
+        found = {name: value / 2 for name, value in found.items()}
+    if given is not None and shared.points[0]:
+        found["a"] = points_gradient(made, x, z, given, True)
+    if given is not None and shared.points[1]:
+        found["b"] = points_gradient(made, z, x, given.mT, False)
+    return found
+
+
+def _through_finish(shared: Backward, made: Sums, x, second, grad) -> tuple:
+    """``grad * d finish / d S``, None if that is 0, and what hyperparameters receive not by way of
+    the sums."""
+    finish = weights.finish_of(shared.descriptor, shared.values)
+    if not weights.has_kernels(finish):
+        return _by_torch(shared, made, x, second, grad)
+    given, found = None, {}
+    if any(shared.points) or not _INNER.isdisjoint(shared.wanted):
+        given = weights.derivative(made, finish, VALUE, x, second)
+        given = None if given is None else weights.weighted(given, grad)
+    for name in shared.wanted:
+        by = _name_in_finish(shared, finish, name)
+        slope = None if by is None else weights.derivative(made, finish, by, x, second)
+        if slope is not None:
+            found[name] = weights.contracted(slope, grad)
+            if name in _INNER:  # of whose exponent the outer one is the reciprocal
+                p, power = shared.values[name], finish.values[by]
+                whole = (p == 0) | p.isinf()
+                found[name] = torch.where(whole, 0.0, -power * power * found[name])
+    return given, found
+
+
+def _name_in_finish(shared: Backward, finish: Finish, name: str) -> str | None:
+    """What a hyperparameter is called in the derivatives of what follows the sums."""
+    if name in shared.descriptor.parameters:
+        return name
+    root = checks.follows_inner(shared.descriptor, shared.values)
+    return finish.exponent if name in (("p", "inner_p") if root else ("outer_p",)) else None
+
+
+def _by_torch(shared: Backward, made: Sums, x, second, grad) -> tuple:
+    """The same by torch, from the sums."""
+    values = {name: v for name, v in shared.values.items() if name != "regularization"}
+    leaves = {n: values[n].detach().requires_grad_() for n in shared.wanted if n in values}
+    s = batched(op.run(made.descriptor, x, second, **made.arguments()))
+    grad3 = batched(grad).to(s.dtype)
+    s = s.expand(grad3.shape)
+    given, *found = weights.by_torch(
+        shared.descriptor, s, values | leaves, grad3, [*leaves.values()]
+    )
+    pairs = zip(leaves, found, strict=True)
+    return given.view(grad.shape), {name: g for name, g in pairs if g is not None}
+
+
+def _through_inner(shared: Backward, made: Sums, x, z, given) -> dict[str, torch.Tensor]:
+    """What the exponent and the scale of the inner stage receive by way of the sums."""
+    names = [name for name in shared.wanted if name in _INNER]
+    if not names:
+        return {}
     logarithmic = exponent_sums(made)
-    if logarithmic is not None and to_p is not None:
-        terms = batched(op.run(logarithmic.descriptor, *sides[:2], **logarithmic.arguments()))
-        _add(block.entries(to_p), (sides[2] * terms).sum((1, 2)))
-    elif to_p is not None or to_scale is not None:
-        needs = (False, False, to_p is not None, to_scale is not None)
-        found = formula.gradients(made, *sides, True, needs)[2:]
-        for total, g in zip((to_p, to_scale), found, strict=True):
-            if total is not None:
-                _add(block.entries(total), g)
-
-
-def _add(total: torch.Tensor, found: torch.Tensor) -> None:
-    """Add to one of a smaller batch, or of none, too."""
-    total += found.sum_to_size(total.shape)
+    if logarithmic is not None:
+        second = None if made.descriptor.symmetric else z
+        terms = op.run(logarithmic.descriptor, x, second, **logarithmic.arguments())
+        return {names[0]: weights.contracted(terms, given)}
+    x, z, given = (batched(t) for t in (x, z, given))
+    each = [v.expand(given.shape[0]) if isinstance(v, torch.Tensor) else v for v in made[1:]]
+    needs = (False, False, names != ["inner_scale"], "inner_scale" in names)
+    to_p, to_scale = formula.gradients(Sums(made.descriptor, *each), x, z, given, True, needs)[2:]
+    return {name: to_scale if name == "inner_scale" else to_p for name in names}

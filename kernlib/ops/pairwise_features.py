@@ -26,18 +26,35 @@ def apply(
       ``torch.get_float32_matmul_precision`` says.
 
     Batches of 1 broadcast. The results have the inputs' dtype; the map has that too, or the one of
-    the arithmetic (float32 for float16 and bfloat16). Differentiable by all three.
+    the arithmetic (float32 for float16 and bfloat16). Autocast changes nothing. Differentiable by
+    all three.
 
-    Raises TypeError and ValueError that name ``feature_map``.
+    Raises TypeError and ValueError that name the argument.
     """
-    _check(feature_map, a)
+    _check(feature_map, a, b)
     weights = _as_weights(feature_map, a)
-    mapped = _mapped(feature_map, weights, a)
-    return mapped, mapped if b is a else None if b is None else _mapped(feature_map, weights, b)
+    first = _mapped(feature_map, weights, "a", a)
+    if b is None or b is a:
+        return first, b if b is None else first
+    return first, _mapped(feature_map, weights, "b", b)
 
 
-def _check(feature_map, a: torch.Tensor) -> None:
-    check_dense(("feature_map", "a"), feature_map=feature_map, a=a)
+def _check(feature_map, a: torch.Tensor, b: torch.Tensor | None) -> None:
+    check_dense(("feature_map", "a"), feature_map=feature_map, a=a, b=b)
+    for name, x in (("a", a), ("b", b)):
+        if x is None:
+            continue
+        if x.dim() not in (2, 3):
+            raise ValueError(f"{name} must be (N, K) or (L, N, K), got shape {tuple(x.shape)}")
+        if x.shape[-1] != a.shape[-1]:  # a b of one feature would broadcast
+            raise ValueError(
+                f"a and b must have the same number of features, got {tuple(a.shape)} and "
+                f"{tuple(x.shape)}"
+            )
+        if x.device != a.device:
+            raise ValueError(f"a and b must be on one device, got {a.device} and {x.device}")
+    if not a.dtype.is_floating_point:
+        raise TypeError(f"a must have a floating dtype for a feature_map, got {a.dtype}")
     allowed = tuple(dict.fromkeys((a.dtype, accumulator(a.dtype))))
     if feature_map.dtype not in allowed:
         wanted = " or ".join(map(str, allowed))
@@ -70,9 +87,18 @@ def _as_weights(feature_map: torch.Tensor, a: torch.Tensor) -> torch.Tensor | No
     raise ValueError(f"feature_map must be {SHAPES}, with K = {features}, got shape {shape}")
 
 
-def _mapped(feature_map, weights: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+def _mapped(feature_map, weights: torch.Tensor | None, name: str, x: torch.Tensor) -> torch.Tensor:
     batch = feature_map.shape[0] if (feature_map if weights is None else weights).dim() == 3 else 1
     if x.dim() == 3 and batch != x.shape[0] and 1 not in (batch, x.shape[0]):
-        raise ValueError(f"batches must be 1 or equal, got feature_map: {batch}, x: {x.shape[0]}")
+        raise ValueError(
+            f"batches must be 1 or equal, got feature_map: {batch}, {name}: {x.shape[0]}"
+        )
     wide = x.to(feature_map.dtype)
-    return (wide @ feature_map if weights is None else wide * weights).to(x.dtype)
+    return (_product(wide, feature_map) if weights is None else wide * weights).to(x.dtype)
+
+
+def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # there is none for meta
+        return x @ matrix
+    with torch.autocast(x.device.type, enabled=False):
+        return x @ matrix

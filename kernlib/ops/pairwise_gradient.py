@@ -53,10 +53,12 @@ def cdist_grad(
     - ``out`` (O, N, M) or (L, O, N, M), any strides; without it a new tensor, 4-D when something
       has a batch.
     - ``p`` is 0 or greater, and finite: a real number, or a tensor of shape () or (L,) that stays
-      on the device and is not looked at. Equal coordinates add exactly 0 for every p; for p < 1
-      other differences count as ``eps`` at least. A NaN reaches every sum that it is part of.
-      For p = 2 a large call is computed by matrix products of columns without their mean: its
-      error is relative to ``sum_k |c a| (|d| + |b|)`` of those.
+      on the device and is not looked at. For p < 1 differences other than 0 count as ``eps`` at
+      least. A NaN reaches every sum that it is part of.
+    - Equal coordinates add exactly 0, but in large calls on a GPU with the number 2 for p: those
+      are matrix products of columns without their mean, of an error of about 2^-22 of
+      ``sum_k |c a| (|d| + |b|)``, where equal coordinates cancel to that and no further. p as a
+      tensor is always computed by differences.
 
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
     gradient while gradients are recorded.
@@ -90,8 +92,9 @@ def pair_gradient(
     dtypes, batches and ``out`` as in :func:`cdist_grad`. ``op`` is ``z - x`` where x is the
     ``first`` operand of ``"difference"``, else ``x - z``. ``inner`` is Identity, Abs, Square, Sqrt,
     Power, which needs ``p``, or ExpPower, which needs ``p`` and ``inner_scale``: numbers or tensors
-    of shape () or (L,). The derivative at equal coordinates is exactly 0, for p = 0 everywhere;
-    ``eps`` is the smallest ``|v|`` that counts where p < 1, 0 for the smallest normal number.
+    of shape () or (L,). The derivative at equal coordinates is exactly 0, for p = 0 everywhere, but
+    in large calls with Square, or Power and the number 2, as :func:`cdist_grad` says. ``eps`` is the
+    smallest ``|v|`` that counts where p < 1, 0 for the smallest normal number.
 
     Raises ValueError and TypeError that name the argument, RuntimeError as :func:`cdist_grad` does.
     """

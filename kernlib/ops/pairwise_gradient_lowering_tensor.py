@@ -25,13 +25,15 @@ from kernlib.ops.pairwise_lowering import MAX_BATCH_BLOCKS, MAX_TILES, TYPES
 SIGN = "AbsSlope"
 LINES = "features"  # of Access: points of a feature side by side
 RUN = 4  # points of one 16-byte access
+NARROW = 32  # features, up to which tiles of wgmma would be half empty
 FEWEST = 1 << 27  # of slopes: below, a few more small kernels would cost what is won
 STEP = 16  # points
 
 
 class Tile(NamedTuple):
     """What a CTA takes: warps along queries and features, queries and tiles of 16 features of each,
-    and steps of 16 points of a stage."""
+    and steps of 16 points of a stage. By ``wgmma`` four warps along features share their queries
+    and slopes of ``together`` of them are made at once."""
 
     queries_a_warp: int
     feature_tiles: int
@@ -64,6 +66,12 @@ TILES = {
         Tile(2, 1, 8, 1, 2),
     ),
 }  # fmt: skip
+WGMMA = {  # for sm_90a
+    0: (Tile(8, 1, 1, 8, 2, 2, True), Tile(8, 1, 2, 4, 2, 2, True)),
+    1: (Tile(8, 1, 1, 8, 2, 2, True), Tile(8, 1, 2, 4, 2, 2, True)),
+    2: (Tile(8, 1, 1, 8, 2, 2, True), Tile(8, 1, 2, 4, 2, 2, True)),
+    4: (Tile(4, 1, 1, 8, 2, 2, True), Tile(4, 1, 2, 4, 2, 2, True)),
+}
 
 
 class Variant(NamedTuple):
@@ -89,10 +97,8 @@ def pays(problem: Problem) -> bool:
     size = problem.queries * problem.points * problem.features * problem.batch
     if size < FEWEST or problem.features < 8 or problem.queries < 8:
         return False
-    if (
-        problem.sets > 1
-        or access(problem.z.transposed(), 0, problem.points, problem.dtype) != LINES
-    ):
+    lies = access(problem.z.transposed(), problem.features, problem.points, problem.dtype)
+    if problem.sets > 1 or lies != LINES:
         return True
     # One coefficient and points in lines, which the FP32 lanes read best: 12.65 ms against 14.05
     # for 768 features, by tiles of 128.
@@ -100,18 +106,19 @@ def pays(problem: Problem) -> bool:
     return 12.65 * ceil(problem.features, 128) * 128 > 14.05 * ceil(problem.features, width) * width
 
 
-def columns_of(problem: Problem) -> int:
+def columns_of(problem: Problem, arch: str) -> int:
     """Tiles of 8 coefficients, 0 for a single one."""
     if problem.sets <= 1:
         return 0
-    return 1 if problem.sets <= 8 else 2
+    most = 4 if arch == "sm_90a" and problem.features > NARROW else 2
+    return next(n for n in (1, 2, 4) if 8 * n >= problem.sets or n == most)
 
 
 def lower(
     problem: Problem, arch: str, multiprocessors: int, tile: Tile | None = None
 ) -> Lowered | None:
     """The variant for a call, None for sizes that no grid can hold."""
-    columns = columns_of(problem)
+    columns = columns_of(problem, arch)
     tile = tile or default(problem, arch)
     tiles_q, tiles_k = ceil(problem.queries, tile.queries), ceil(problem.features, tile.features)
     tiles_o = ceil(problem.sets, 8 * columns) if columns else 1
@@ -134,9 +141,12 @@ def lower(
 def default(problem: Problem, arch: str) -> Tile:
     """Of the tiles that fit, the one that computes fewest slopes in vain, at a price for narrow
     ones, which split the weights more often."""
-    columns, limit = columns_of(problem), targets.SHARED_BYTES[arch]
-    fitting = [t for t in TILES[columns] if shared_bytes(columns, t) <= limit] or TILES[columns]
-    return _best(fitting, problem.features)
+    columns, features = columns_of(problem, arch), problem.features
+    if arch == "sm_90a" and features > NARROW:
+        return _best(WGMMA[columns], features)
+    limit = targets.SHARED_BYTES[arch]
+    fitting = [t for t in TILES[columns] if shared_bytes(columns, t) <= limit]
+    return _best(fitting or TILES[columns], features)
 
 
 def _best(tiles: Sequence[Tile], features: int) -> Tile:
@@ -158,6 +168,7 @@ def spec(variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     tile = variant.tile
     described = f"{variant.slope} columns={8 * variant.columns or 1} {tile.queries}x{tile.features}"
+    described += " wgmma" if tile.wgmma else ""
     return KernelSpec(
         "pairwise",
         source(variant),
@@ -202,8 +213,8 @@ def _multiply(columns: int) -> str:
     sums = ", ".join(f"%{i}" for i in range(count))
     bound = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(count))
     left = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""__device__ __forceinline__ void multiply_64(float (&d)[{columns}][4], const u32 (&a)[4],
-                                            u32 b) {{
+    return f"""__device__ __forceinline__ void multiply_64(float (&d)[{columns}][4],
+                                            const u32 (&a)[4], u32 b) {{
     asm volatile("{{\\n\\t"
                  ".reg .b64 b;\\n\\t"
                  ".reg .b32 upper;\\n\\t"
@@ -222,12 +233,13 @@ def _multiply(columns: int) -> str:
 def variants(slope: str, arch: str, out_dtypes: tuple[str, ...] = ("float32",)) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for a slope on the GPUs of an arch."""
     limit = targets.SHARED_BYTES[arch]
-    columns = [c for c in TILES if c or slope == SIGN]
+    tables = (TILES, WGMMA) if arch == "sm_90a" else (TILES,)
     made = {
-        spec(Variant(slope, c, tile, out))
-        for c in columns
-        for tile in TILES[c]
+        spec(Variant(slope, columns, tile, out))
+        for table in tables
+        for columns, tiles in table.items()
+        for tile in tiles
         for out in out_dtypes
-        if shared_bytes(c, tile) <= limit
+        if (columns or slope == SIGN) and shared_bytes(columns, tile) <= limit
     }
     return sorted(made, key=lambda s: s.source)

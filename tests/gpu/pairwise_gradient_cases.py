@@ -9,20 +9,26 @@ import torch
 
 import kernlib as kl
 from kernlib.launch import forget_plans
+from kernlib.ops import pairwise_gradient_lowering_tensor as tensor
 from kernlib.ops import pairwise_gradient_plans as plans
 
-WAYS = ("direct", "tensor", "products")
+WAYS = ("direct", "mma", "wgmma", "products")
 TERMS = {torch.float32: 3e-5, torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @contextmanager
 def by(way: str | None):
-    """Calls go one way, whatever their size."""
+    """Calls go one way, whatever their size; "wgmma" is "mma" where there is none."""
     if way is None:
         yield
         return
     forget_plans()
-    with mock.patch.object(plans, "rule", lambda problem: way):
+    rule = "tensor" if way in ("mma", "wgmma") else way
+    narrow = {"mma": 1 << 40, "wgmma": 0}.get(way, tensor.NARROW)
+    with (
+        mock.patch.object(plans, "rule", lambda problem: rule),
+        mock.patch.object(tensor, "NARROW", narrow),
+    ):
         yield
     forget_plans()
 

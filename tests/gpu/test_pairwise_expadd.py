@@ -75,7 +75,8 @@ def test_powers_times_logarithms(p, dtype, shape, seed):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     out = check(LOGS, a, b, p=p, tolerance=tolerance)
     assert out[1, 2] == 0
-    on_device = kl.run_kernel(LOGS, a, b, p=torch.tensor(p, device="cuda"))
+    exponent = torch.tensor(p, device="cuda", dtype=dtype)
+    on_device = kl.run_kernel(LOGS, a, b, p=exponent)
     assert relative_error(on_device, out) <= tolerance
     a[3, 0] = math.nan
     assert kl.run_kernel(LOGS, a, b, p=p)[3].isnan().all()

@@ -22,15 +22,15 @@ SIZES = ((1, 1, 1), (7, 9, 5), (301, 67, 45), (304, 64, 128), (1000, 130, 200))
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("sets", (1, 2, 5, 16, 33))
-@pytest.mark.parametrize("way", ("direct", "tensor"))
-def test_values_of_both_kernels(size, sets, way, seed):
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+def test_values_of_all_kernels(size, sets, way, seed):
     for p in (1, 1.5) if sets > 1 or way == "direct" else (1,):
         with by(way):
             check(operands(*size, sets), p)
 
 
 @pytest.mark.parametrize("p", PS)
-@pytest.mark.parametrize("way", ("direct", "tensor"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 def test_every_exponent(p, way, seed):
     with by(way):
         check(operands(301, 67, 45, 3), p)
@@ -43,7 +43,7 @@ def test_every_exponent_in_float64(p, sets, seed):
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("way", ("direct", "tensor", "products"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma", "products"))
 def test_half_types(dtype, way, seed):
     for sets, p in ((1, 1), (3, 1), (3, 1.5)) if way != "products" else ((1, 2), (3, 2)):
         with by(way):
@@ -72,7 +72,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", ("direct", "tensor"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 @pytest.mark.parametrize("sets", (1, 5))
 def test_every_layout_gives_the_same(layout, way, sets, seed):
     given = operands(304, 64, 128, sets)
@@ -84,7 +84,7 @@ def test_every_layout_gives_the_same(layout, way, sets, seed):
             assert torch.equal(kl.cdist_grad(*changed, p=1), wanted), place
 
 
-@pytest.mark.parametrize("way", ("direct", "tensor"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 @pytest.mark.parametrize("order", ((0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)))
 def test_out_of_any_strides_is_filled_and_nothing_else(way, order, seed):
     given = operands(100, 68, 44, 5)
@@ -97,7 +97,7 @@ def test_out_of_any_strides_is_filled_and_nothing_else(way, order, seed):
     assert big.isnan().sum() == big.numel() - part.numel()
 
 
-@pytest.mark.parametrize("way", ("direct", "tensor"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 @pytest.mark.parametrize("sets", (0, 1, 3))
 def test_accumulate_adds_and_parts_add_up(way, sets, seed):
     x, z = torch.randn(70, 40, device="cuda"), torch.randn(20000, 40, device="cuda")
@@ -112,7 +112,7 @@ def test_accumulate_adds_and_parts_add_up(way, sets, seed):
     assert error < 1e-5
 
 
-@pytest.mark.parametrize("way", ("direct", "tensor"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 def test_batches_broadcast_and_numbers_stay_on_the_device(way, seed):
     p = torch.tensor([1.0, 0.0, 1.5, 0.0, 0.7], device="cuda")[::2]
     given = operands(150, 40, 30, 3, batch=(3,))
@@ -132,11 +132,11 @@ def test_batches_broadcast_and_numbers_stay_on_the_device(way, seed):
             assert ((found[l].cpu() - wanted).abs() / terms.clamp(min=1e-30)).max() < 3e-5
 
 
-@pytest.mark.parametrize("way", ("direct", "tensor"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 @pytest.mark.parametrize("sets", (1, 3))
 @pytest.mark.parametrize("p", (0.7, 1, 1.5, 2))
 def test_w6_equal_coordinates_add_exactly_nothing(way, sets, p, seed):
-    if way == "tensor" and sets == 1 and p != 1:
+    if way != "direct" and sets == 1 and p != 1:
         pytest.skip("not a kernel of tensor cores")
     b = torch.randint(0, 2, (40, 301), device="cuda").float()
     d = b[:, :1].expand(-1, 65).clone()
@@ -148,11 +148,11 @@ def test_w6_equal_coordinates_add_exactly_nothing(way, sets, p, seed):
     assert (found == 0).all()
 
 
-@pytest.mark.parametrize("way", ("direct", "tensor"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 @pytest.mark.parametrize("sets", (1, 3))
 @pytest.mark.parametrize("p", (1, 1.5))
 def test_w7_a_nan_reaches_what_it_is_part_of(way, sets, p, seed):
-    if way == "tensor" and sets == 1 and p != 1:
+    if way != "direct" and sets == 1 and p != 1:
         pytest.skip("not a kernel of tensor cores")
     lost = (
         lambda out: out[:, :, 2],
@@ -169,7 +169,7 @@ def test_w7_a_nan_reaches_what_it_is_part_of(way, sets, p, seed):
         assert found.isnan().sum() == part(found).numel(), place
 
 
-@pytest.mark.parametrize("way", ("direct", "tensor"))
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 def test_equal_infinities_have_no_sign(way, seed):
     a, b, c, d = operands(301, 67, 45, 1)
     b[3, 7], d[3, 5], d[3, 6] = float("inf"), float("inf"), -float("inf")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from contextlib import contextmanager
+from enum import Enum, auto
 
 import torch
 
@@ -13,8 +14,12 @@ class FillMode(Enum):
     """The triangle that is read, in the sense of torch whatever the layout of the matrix; kermac's
     had the other one for a row-major matrix."""
 
-    LOWER = 0
-    UPPER = 1
+    UPPER = auto()
+    LOWER = auto()
+
+
+class SolverError(torch.linalg.LinAlgError, ValueError):
+    """A solver failed, which kermac raised ValueError for."""
 
 
 def solve_cholesky(
@@ -31,7 +36,8 @@ def solve_cholesky(
     ``a`` (N, N) or (L, N, N); ``b`` (C, N) or (L, C, N), any strides. Returns x in b's shape (with
     a's batch, if b has none), and the infos of factorization and solution, int32 (L,), which stay
     on the device. What is written in place, and what is raised, says
-    :func:`kernlib.linalg.solve_cholesky`.
+    :func:`kernlib.linalg.solve_cholesky`; with ``check_errors`` the LinAlgError is a ValueError
+    too, as kermac's was.
     """
     options = {"upper": _is_upper(fill_mode), "overwrite_a": overwrite_a}
     options |= {"overwrite_b": overwrite_b, "check_errors": check_errors}
@@ -63,7 +69,9 @@ def eigh(
     symmetric ``a`` (L, N, N); of ``a`` (N, N) they are (N,), (N, N) and (1,). See
     :func:`kernlib.linalg.eigh`."""
     options = {"overwrite_a": overwrite_a, "check_errors": check_errors}
-    w, vectors, info = linalg.eigh(a, upper=_is_upper(fill_mode), **options)
+    _check_rank("a", a)
+    with _as_value_errors():
+        w, vectors, info = linalg.eigh(a, upper=_is_upper(fill_mode), **options)
     return w, vectors, info.reshape(-1)
 
 
@@ -78,10 +86,19 @@ def _solve_rows(solve, a: torch.Tensor, b: torch.Tensor, options: dict):
     columns = _transposed("b", b)
     _check_rank("a", a)
     whole = a if a.dim() == 3 else a[None]
-    x, factored, solved = solve(whole, columns if b.dim() == 3 else columns[None], **options)
+    with _as_value_errors():
+        x, factored, solved = solve(whole, columns if b.dim() == 3 else columns[None], **options)
     rows = x.mT
     flat = b.dim() == 2 and a.dim() == 2
     return rows[0] if flat else rows, factored.reshape(-1), solved.reshape(-1)
+
+
+@contextmanager
+def _as_value_errors():
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise SolverError(str(error)) from None
 
 
 def _transposed(name: str, t: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,16 @@
-"""kermac's helpers: a timer, statistics of a tensor, kernels compiled ahead."""
+"""kermac's helpers: a timer, how a tensor lies in memory, kernels compiled ahead."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
 from kernlib import ahead, launch
-from kernlib.compat._kermac_descriptors import Inner, Kernel, KernelDescriptor, Outer
+from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
 from kernlib.errors import UnsupportedError
 from kernlib.ops import op_of
 
@@ -64,22 +66,58 @@ def _mark() -> torch.cuda.Event | float:
     return event
 
 
-def tensor_stats(tensor: torch.Tensor) -> dict[str, float]:
-    """``min``, ``max``, ``mean``, ``std`` of the elements that are numbers, and the counts ``nan``
-    and ``inf``. Waits for the device. Raises TypeError for anything but a tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
-    values = tensor.detach().double().flatten()
-    finite = values[values.isfinite()]
-    found = {"nan": float(values.isnan().sum()), "inf": float(values.isinf().sum())}
-    if not finite.numel():
-        return dict.fromkeys(("min", "max", "mean", "std"), float("nan")) | found
-    return {
-        "min": finite.min().item(),
-        "max": finite.max().item(),
-        "mean": finite.mean().item(),
-        "std": finite.std(correction=min(1, finite.numel() - 1)).item(),
-    } | found
+class Majorness(Enum):
+    """Which elements of a matrix are neighbours: those of a column, or those of a row."""
+
+    COL_MAJOR = auto()
+    ROW_MAJOR = auto()
+
+
+class Alignment(Enum):
+    """Elements that one load may take."""
+
+    ALIGN_1 = auto()
+    ALIGN_4 = auto()
+
+
+class TensorStats(NamedTuple):
+    """What :func:`tensor_stats` says of a tensor."""
+
+    shape: tuple[int, int, int]  # a batch of 1 in front, if there is none
+    majorness: Majorness
+    alignment: Alignment
+    num_batches: int
+    batch_stride: int  # in elements; 0 for a batch of 1
+    leading_dimension_stride: int
+
+
+def tensor_stats(tensor: torch.Tensor) -> TensorStats:
+    """How a float32 tensor (M, N) or (L, M, N) lies in memory. ``ALIGN_4`` says that loads of 16
+    bytes may read it: its address, leading dimension and batch stride are multiples of them.
+
+    Raises TypeError for another dtype and for what is no tensor, ValueError for another rank and
+    for strides that are neither row- nor column-major.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+        found = getattr(tensor, "dtype", type(tensor).__name__)
+        raise TypeError(f"tensor must be a float32 tensor, got {found}")
+    if tensor.dim() not in (2, 3):
+        raise ValueError(f"tensor must have 2 or 3 dimensions, got shape {tuple(tensor.shape)}")
+    whole = tensor if tensor.dim() == 3 else tensor[None]
+    (count, rows, columns), (step, row, column) = whole.shape, whole.stride()
+    if column == 1 and row >= columns:
+        majorness = Majorness.ROW_MAJOR
+    elif row == 1 and column >= rows:
+        majorness = Majorness.COL_MAJOR
+    else:
+        raise ValueError(
+            f"tensor must be row- or column-major, got shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}"
+        )
+    step, lead = step if count > 1 else 0, max(row, column)
+    aligned = not (tensor.data_ptr() % 16 or lead % 4 or step % 4)
+    alignment = Alignment.ALIGN_4 if aligned else Alignment.ALIGN_1
+    return TensorStats((count, rows, columns), majorness, alignment, count, step, lead)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -125,11 +163,11 @@ def _index(device: torch.device | str | int | None) -> int:
 
 def _arguments(descriptor: KernelDescriptor) -> dict[str, float]:
     """Hyperparameters of a call, exponents that have no code of their own."""
-    given = {"inner_p": 1.3} if descriptor.inner is Inner.POW else {}
-    given |= {"outer_p": 0.7} if descriptor.outer is Outer.POW else {}
+    given = {"inner_p": 1.3} if descriptor.inner_power is PowerType.POW else {}
+    given |= {"outer_p": 0.7} if descriptor.outer_power is PowerType.POW else {}
     if len(given) == 2:  # the outer one as the reciprocal of the inner: another kernel
         given = {"p": 1.3}
-    return given | ({} if descriptor.kernel is Kernel.NONE else {"bandwidth": 1.0})
+    return given | ({} if descriptor.kernel_type is KernelType.NONE else {"bandwidth": 1.0})
 
 
 def _layouts() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

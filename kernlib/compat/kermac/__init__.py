@@ -6,26 +6,44 @@ where no argument has one; ``try_to_align`` is accepted and ignored, as kernels 
 alignment themselves. What differs is what kermac gets wrong, and what it refuses:
 
 - descriptors are immutable, and ``skip_epilogue`` leaves other calls alone;
-- hyperparameters may be any real number or tensor of shape () or (L,), of any stride;
+- hyperparameters are real numbers or tensors of shape () or (L,), of any stride;
 - ``regularization_offset_x`` counts columns and ``_y`` rows, whatever the layout of ``out``;
 - the regularization is added to the diagonal, whose entry need not be 1;
 - ``epsilon`` is 1e-5 by default, as in kermac, and absolute: where data or bandwidths are as
   small, pass ``epsilon=0.0``. It applies to the magnitude, so that negative dot products stay;
-- gradients are exactly 0 at equal coordinates, and a NaN reaches them;
+- equal coordinates add nothing to gradients, and a NaN reaches them;
+- ``tensor_stats`` tells the alignment of row-major tensors too, and looks at the batch stride;
 - float64, float16 and bfloat16, CPU tensors, arbitrary strides and empty tensors are taken;
 - gradients of the kernel matrices are recorded by autograd, or the call refuses.
+
+What stays though it may surprise: ``lengthscale`` stands for ``scale = 1 / lengthscale^p``, a sum
+that grows, and a ``scale`` that is given too takes its place. :func:`kernlib.cdist_expadd` has the
+sum that decays. ``Symmetry`` is a name alone, and no call takes it.
 """
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
-from kernlib.compat._kermac_descriptors import (
+from kernlib.compat.kermac import linalg
+from kernlib.compat.kermac._descriptors import (
     Inner,
+    InnerOperator,
     Kernel,
     KernelDescriptor,
+    KernelType,
     Op,
     Outer,
+    PowerType,
+    Symmetry,
+    kernel_descriptor_l1_norm,
+    kernel_descriptor_l2_norm,
+    kernel_descriptor_laplace_l1,
+    kernel_descriptor_laplace_l2,
+    kernel_descriptor_mma,
+    kernel_descriptor_p_norm,
     l1_norm,
     l2_norm,
     laplace_l1,
@@ -33,36 +51,53 @@ from kernlib.compat._kermac_descriptors import (
     mma,
     p_norm,
 )
-from kernlib.compat._kermac_linalg import FillMode, eigh, solve_cholesky, solve_lu
-from kernlib.compat._kermac_tools import (
+from kernlib.compat.kermac._tools import (
+    Alignment,
     CudaTimer,
+    Majorness,
+    TensorStats,
     ceil_div,
     pre_compile_descriptors,
     tensor_stats,
 )
+from kernlib.compat.kermac.linalg import FillMode, eigh, solve_cholesky, solve_lu
 from kernlib.descriptors import pairwise as named
 from kernlib.ops import pairwise_expadd, pairwise_gradient
 from kernlib.ops import run_kernel as _run_kernel
 from kernlib.ops.hyperparameters import host_value
 
 __all__ = [
+    "Alignment",
     "CudaTimer",
     "FillMode",
     "Inner",
+    "InnerOperator",
     "Kernel",
     "KernelDescriptor",
+    "KernelType",
+    "Majorness",
     "Op",
     "Outer",
+    "PowerType",
+    "Symmetry",
+    "TensorStats",
     "cdist",
     "cdist_expadd",
     "cdist_grad",
     "cdist_grad_expadd",
     "ceil_div",
     "eigh",
+    "kernel_descriptor_l1_norm",
+    "kernel_descriptor_l2_norm",
+    "kernel_descriptor_laplace_l1",
+    "kernel_descriptor_laplace_l2",
+    "kernel_descriptor_mma",
+    "kernel_descriptor_p_norm",
     "l1_norm",
     "l2_norm",
     "laplace_l1",
     "laplace_l2",
+    "linalg",
     "mma",
     "p_norm",
     "pre_compile_descriptors",
@@ -73,6 +108,10 @@ __all__ = [
 ]
 
 EPSILON = 1e-5
+
+# Kept, as each takes 14 us to make.
+_L1, _L2, _NORM = named.l1_distance(), named.l2_distance(), named.p_distance()
+_SQUARES, _POWERS = named.squared_distance(), named.power_sum()
 
 
 def run_kernel(
@@ -109,7 +148,7 @@ def run_kernel(
     exponents = {"p": p, "inner_p": inner_p, "outer_p": outer_p}
     of_kernel = {"bandwidth": bandwidth, "epsilon": epsilon, "regularization": regularization}
     _check_combination(kernel_descriptor, exponents, of_kernel)
-    if kernel_descriptor.kernel is not Kernel.NONE and epsilon is None:
+    if kernel_descriptor.kernel_type is not KernelType.NONE and epsilon is None:
         of_kernel["epsilon"] = EPSILON
     given = {name: x for name, x in (exponents | of_kernel).items() if x is not None}
     return _with_batch(
@@ -118,8 +157,8 @@ def run_kernel(
             a,
             b,
             out=out,
-            row_offset=regularization_offset_y,
-            col_offset=regularization_offset_x,
+            row_offset=_offset("regularization_offset_y", regularization_offset_y),
+            col_offset=_offset("regularization_offset_x", regularization_offset_x),
             debug=debug,
             **given,
         ),
@@ -130,15 +169,24 @@ def run_kernel(
 
 def _check_combination(descriptor: KernelDescriptor, exponents: dict, of_kernel: dict) -> None:
     """What kernlib would take or name otherwise. Raises ValueError."""
-    powers = {"inner_p": descriptor.inner is Inner.POW, "outer_p": descriptor.outer is Outer.POW}
-    if exponents["p"] is not None and not all(powers.values()):
+    powers = descriptor.inner_power, descriptor.outer_power
+    if exponents["p"] is not None and powers != (PowerType.POW, PowerType.POW):
         raise ValueError(
-            f"p needs Inner.POW and Outer.POW, got {descriptor.inner}, {descriptor.outer}"
+            f"p needs PowerType.POW for inner_power and outer_power, got {powers[0]}, {powers[1]}"
         )
-    if descriptor.kernel is Kernel.NONE:
+    if descriptor.kernel_type is KernelType.NONE:
         for name, value in of_kernel.items():
             if value is not None:
-                raise ValueError(f"{name} needs a kernel, and the descriptor has Kernel.NONE")
+                raise ValueError(f"{name} needs a kernel, and the descriptor has KernelType.NONE")
+
+
+def _offset(name: str, value) -> int:
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
 
 
 def _with_batch(result: torch.Tensor, out: torch.Tensor | None, dimensions: int) -> torch.Tensor:
@@ -165,11 +213,11 @@ def cdist(
     if value == float("inf") and skip_epilogue:
         raise ValueError("skip_epilogue asks for power sums, and p=inf has none")
     if value == 1:
-        descriptor = named.l1_distance()
+        descriptor = _L1
     elif value == 2:
-        descriptor = named.squared_distance() if skip_epilogue else named.l2_distance()
+        descriptor = _SQUARES if skip_epilogue else _L2
     else:
-        descriptor = named.power_sum() if skip_epilogue else named.p_distance()
+        descriptor = _POWERS if skip_epilogue else _NORM
     exponent = {} if value in (1, 2) else {"p": p}
     return _with_batch(_run_kernel(descriptor, a, b, out=out, debug=debug, **exponent), out, 3)
 
@@ -204,8 +252,10 @@ def cdist_expadd(
     try_to_align: bool = False,
     debug: bool = False,
 ) -> torch.Tensor:
-    """``sum_k exp(scale * |a_k - b_k|^p)`` (L, M, N); see :func:`kernlib.cdist_expadd`."""
-    given = {"p": p, "lengthscale": lengthscale, "scale": scale, "debug": debug}
+    """``sum_k exp(scale * |a_k - b_k|^p)`` (L, M, N), with ``scale`` of 1 / lengthscale^p, if it is
+    not given; usually it is negative. See :func:`kernlib.cdist_expadd`, whose ``lengthscale`` has
+    the other sign."""
+    given = {"p": p, "scale": _scale(p, lengthscale, scale, a), "debug": debug}
     return _with_batch(pairwise_expadd.cdist_expadd(a, b, out=out, **given), out, 3)
 
 
@@ -217,8 +267,8 @@ def cdist_grad_expadd(
     *,
     out: torch.Tensor | None = None,
     p: float | torch.Tensor = 2.0,
-    q: float = 1.0,
-    c0: float = 0.0,
+    q: float | torch.Tensor = 1.0,
+    c0: float | torch.Tensor = 0.0,
     lengthscale: float | torch.Tensor | None = None,
     scale: float | torch.Tensor | None = None,
     eps: float = 1e-8,
@@ -226,10 +276,20 @@ def cdist_grad_expadd(
     try_to_align: bool = False,
     debug: bool = False,
 ) -> torch.Tensor:
-    """The gradient of ``(c0 + S)^q`` of sums S by the query points (L, O, N, M); see
+    """The gradient of ``(c0 + S)^q`` of sums S by the query points (L, O, N, M), where ``s_km``
+    (K, M) may take the place of S; ``scale`` as in :func:`cdist_expadd`. See
     :func:`kernlib.cdist_grad_expadd`."""
-    given = {"p": p, "q": q, "c0": c0, "lengthscale": lengthscale, "scale": scale}
+    given = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, d)}
     found = pairwise_expadd.cdist_grad_expadd(
         a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **given
     )
     return _with_batch(found, out, 4)
+
+
+def _scale(p, lengthscale, scale, like: torch.Tensor) -> float | torch.Tensor:
+    """Raises ValueError where neither is given, and for host values that would not do."""
+    if scale is not None:
+        return scale
+    if lengthscale is None:
+        raise ValueError("give scale or lengthscale, got neither")
+    return -pairwise_expadd.scale_of(p, lengthscale, None, like)
