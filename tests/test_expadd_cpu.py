@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import kernlib as kl
 from kernlib.descriptors import norms
@@ -134,8 +135,14 @@ REFUSED = {
     "both": ({"scale": -1.0, "lengthscale": 1.0}, ValueError, "exactly one of .* got both"),
     "negative lengthscale": ({"lengthscale": -1.0}, ValueError, "lengthscale must be greater"),
     "zero lengthscale": ({"lengthscale": torch.zeros(())}, ValueError, "lengthscale must be gr"),
-    "infinite p": ({"scale": -1.0, "p": INF}, ValueError, "p must be finite"),
-    "negative p": ({"scale": -1.0, "p": -1.0}, ValueError, "p must be 0 or greater"),
+    "infinite p": ({"scale": -1.0, "p": INF}, ValueError, "p must be 0 or greater and finite"),
+    "negative p": ({"scale": -1.0, "p": -1.0}, ValueError, "p must be 0 or greater and finite"),
+    "infinite tensor": ({"scale": -1.0, "p": torch.tensor(INF)}, ValueError, "greater and finite"),
+    "batches": (
+        {"p": torch.ones(2), "lengthscale": torch.ones(3)},
+        ValueError,
+        "batches must be 1 or equal, got p: 2, lengthscale: 3",
+    ),
     "no number": ({"scale": "1"}, TypeError, "scale must be a real number"),
     "not a number": ({"scale": NAN}, ValueError, "scale must be a number, got nan"),
 }
@@ -272,7 +279,9 @@ GRADIENT_REFUSED = {
     "out's dtype": ({"out": draw(2, 5, 6).float()}, TypeError, "out must be torch.float64"),
     "out itself": ({"out": draw(1, 5, 6).expand(2, 5, 6)}, ValueError, "out overlaps itself"),
     "eps": ({"eps": -1.0}, ValueError, "eps must be a number of 0 or greater"),
-    "p": ({"p": INF}, ValueError, "p must be finite"),
+    "p": ({"p": INF}, ValueError, "p must be 0 or greater and finite, got inf"),
+    "q": ({"q": INF}, ValueError, "q must be finite, got inf"),
+    "c0": ({"c0": NAN}, ValueError, "c0 must be finite, got nan"),
     "no tensor": ({"b": None}, TypeError, "b must be a tensor"),
     "gradient": ({"a": draw(8, 6).requires_grad_()}, RuntimeError, "a requires a gradient"),
 }
@@ -292,3 +301,65 @@ def test_an_out_may_not_share_memory_with_an_input():
     d = memory[:30].view(5, 6).copy_(d)
     with pytest.raises(ValueError, match="out shares memory with d"):
         cdist_grad_expadd(a, b, c, d, out=memory[:60].view(2, 5, 6), scale=-0.4)
+
+
+def test_an_out_may_not_share_memory_with_a_number():
+    a, b, c, d = problem()
+    out = torch.ones(2, 5, 6, dtype=torch.float64)
+    for name in ("p", "q", "c0", "lengthscale"):
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            cdist_grad_expadd(a, b, c, d, out=out, **{"lengthscale": 1.0, name: out[0, 0, 0]})
+
+
+# What is beyond any range, and who else calls.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("given", [{"lengthscale": 1e-300}, {"scale": -1e301}, {"scale": -INF}])
+def test_sums_of_a_scale_beyond_the_range_count_equal_coordinates(dtype, given):
+    a = draw(M, K).to(dtype)
+    found = cdist_expadd(a, a, p=2.0, **given)
+    assert torch.equal(found, K * torch.eye(M, dtype=dtype))
+    tensors = [draw(*s).to(dtype) for s in ((M, M), (2, M))]
+    slopes = cdist_grad_expadd(tensors[0], a.mT, tensors[1], a.mT, q=2.0, **given)
+    assert torch.equal(slopes, torch.zeros_like(slopes))
+
+
+def test_a_lengthscale_that_is_a_tensor_stays_in_range():
+    a = draw(M, K).float()
+    found = cdist_expadd(a, a, lengthscale=torch.tensor([1e-25, 2.0]))
+    assert torch.equal(found[0], K * torch.eye(M))
+    torch.testing.assert_close(found[1], cdist_expadd(a, a, lengthscale=2.0))
+
+
+def test_half_types_take_a_float32_out():
+    tensors = [t.half() for t in problem()]
+    out = torch.full((2, 5, 6), NAN)
+    assert cdist_grad_expadd(*tensors, out=out, scale=-0.4, q=2.0) is out
+    rounded = cdist_grad_expadd(*tensors, scale=-0.4, q=2.0)
+    assert rounded.dtype == torch.float16
+    torch.testing.assert_close(out.half(), rounded)
+
+
+def test_a_lengthscale_may_be_a_tensor_of_a_compiled_or_fake_call():
+    a, b, length = draw(M, K), draw(N, K, seed=1), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    wanted = cdist_expadd(a, b, p=1.5, lengthscale=length)
+    run = torch.compile(
+        lambda a, b, length: cdist_expadd(a, b, p=1.5, lengthscale=length),
+        backend="aot_eager", fullgraph=True,
+    )  # fmt: skip
+    torch.testing.assert_close(run(a, b, length), wanted)
+    with FakeTensorMode() as mode:
+        found = cdist_expadd(*(mode.from_tensor(t) for t in (a, b)), p=1.5,
+                             lengthscale=mode.from_tensor(length))  # fmt: skip
+    assert found.shape == wanted.shape
+
+
+def test_integers_and_transforms_are_refused_by_name():
+    with pytest.raises(TypeError, match="a must be one of float32"):
+        cdist_expadd(A.long(), B.long(), lengthscale=torch.tensor(1.0))
+    for name in ("lengthscale", "p"):
+        with pytest.raises(RuntimeError, match=f"{name} is inside a transform of torch.func"):
+            torch.vmap(lambda x, name=name: cdist_expadd(A, B, **{"lengthscale": 1.0, name: x}))(
+                torch.ones(3)
+            )

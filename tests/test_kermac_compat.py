@@ -299,7 +299,7 @@ REFUSED = {  # descriptor, arguments, error, message
         {"bandwidth": 1.0, "regularization_offset_y": 1.5},
         TypeError,
         "regularization_offset_y must be an int, got 1.5",
-    ),  # fmt: skip
+    ),
     "text": (kermac.laplace_l1, {"bandwidth": "1"}, TypeError, "bandwidth must be a real number"),
     "no descriptor": (kl.laplace_l1(), {"bandwidth": 1.0}, TypeError, "must be a KernelDescript"),
 }

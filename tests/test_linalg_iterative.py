@@ -44,7 +44,8 @@ def test_columns_converge_alone(seed):
         alone = linalg.conjugate_gradient(a.__matmul__, b[:, column], tol=1e-8, check_every=1)
         difference = (together.x[:, column] - alone.x).norm()
         assert difference <= 1e-4 * alone.x.norm()  # condition times tol is 1e-5
-        assert alone.iterations <= together.iterations
+        # One column is another product to BLAS, whose rounding is worth a few iterations.
+        assert alone.iterations <= 1.2 * together.iterations
     assert (together.residual <= 1e-8).all()
     assert torch.equal(together.x[:, 2], torch.zeros(100, dtype=torch.float64))
     assert together.residual[2] == 0
@@ -106,8 +107,23 @@ def test_what_conjugate_gradient_refuses():
         linalg.conjugate_gradient(same, b, x0=torch.ones(3))
     with pytest.raises(ValueError, match="tol must be 0"):
         linalg.conjugate_gradient(same, b, tol=float("nan"))
+    with pytest.raises(TypeError, match="tol must be a real number"):
+        linalg.conjugate_gradient(same, b, tol="1e-6")
+    with pytest.raises(ValueError, match=r"tol must have shape \(\), got \(4,\)"):
+        linalg.conjugate_gradient(same, b, tol=torch.ones(4))
     with pytest.raises(ValueError, match="check_every must be 1"):
         linalg.conjugate_gradient(same, b, check_every=0)
+    with pytest.raises(TypeError, match=r"matmul must be a function of v, such as A\.__matmul__"):
+        linalg.conjugate_gradient(torch.eye(4), b)
+    with pytest.raises(TypeError, match="preconditioner must be a function of v"):
+        linalg.conjugate_gradient(same, b, preconditioner=torch.eye(4))
+    for result in (lambda v: v[:1], lambda v: None):  # the first would broadcast
+        with pytest.raises(ValueError, match=r"preconditioner must return a tensor of shape \(4,"):
+            linalg.conjugate_gradient(same, b, preconditioner=result)
+    with pytest.raises(TypeError, match=r"preconditioner must return torch\.float32"):
+        linalg.conjugate_gradient(same, b, preconditioner=torch.Tensor.double)
+    with pytest.raises(RuntimeError, match=r"b is inside a transform of torch\.func"):
+        torch.vmap(lambda v: linalg.conjugate_gradient(same, v).x)(torch.ones(2, 4))
     with pytest.raises(TypeError, match="max_iter must be an int"):
         linalg.conjugate_gradient(same, b, max_iter=1.5)
     with pytest.raises(ValueError, match="matmul must return a tensor of shape"):
@@ -116,6 +132,32 @@ def test_what_conjugate_gradient_refuses():
         linalg.conjugate_gradient(torch.Tensor.double, b)
     with pytest.raises(RuntimeError, match="requires a gradient"):
         linalg.conjugate_gradient(same, b.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("start", [False, True])
+def test_magnitudes_do_not_matter(dtype, start, seed):
+    """Of both ends of the range, where squares overflow or vanish; a column of 0 stays 0."""
+    ends = (1e-36, 1e36) if dtype is torch.float32 else (1e-300, 1e300)
+    factors = torch.tensor([1.0, *ends, 0.0], dtype=torch.float64)
+    a, b = spread_out(50, 1, dtype), torch.randn(50, 1, dtype=torch.float64) * factors
+    x0 = b.to(dtype) * 0.01 if start else None
+    found = linalg.conjugate_gradient(a.__matmul__, b.to(dtype), x0=x0)
+    assert (found.residual <= 1e-6).all()
+    for column in range(3):
+        x = found.x[:, column].double() / factors[column]
+        torch.testing.assert_close(x, found.x[:, 0].double(), rtol=1e-4, atol=1e-6)
+    assert not found.x[:, 3].any()
+
+
+def test_autocast_does_not_round_the_preconditioner(points):
+    inverse = linalg.nystrom(
+        kernlib.gaussian(), points.float(), 20, regularization=1.0, bandwidth=2.0
+    )
+    for v in (torch.randn(600), torch.randn(600, 3)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = inverse(v)
+        assert torch.equal(found, inverse(v))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -209,6 +251,54 @@ def test_what_solve_kernel_refuses(points):
     for y, error in ((points[:5], ValueError), (points.float(), TypeError), ([1], TypeError)):
         with pytest.raises(error, match="y must be"):
             linalg.solve_kernel(kernlib.gaussian(), points, y, regularization=1.0, bandwidth=1.0)
+
+
+def test_nothing_is_silently_detached(points):  # W18
+    x, y = points[:20], torch.ones(20, dtype=torch.float64)
+    bandwidth = torch.tensor(2.0, dtype=torch.float64)
+    for name in ("x", "y", "bandwidth"):
+        given = {"x": x, "y": y, "bandwidth": bandwidth}
+        given[name] = given[name].clone().requires_grad_()
+        solve = lambda x, y, **rest: linalg.solve_kernel(  # noqa: E731
+            kernlib.gaussian(), x, y, regularization=1.0, **rest
+        )
+        with pytest.raises(RuntimeError, match=f"{name} requires a gradient, which solve_kernel"):
+            solve(**given)
+        with torch.no_grad():
+            assert solve(**given).residual <= 1e-6
+        if name != "y":
+            del given["y"]
+            with pytest.raises(RuntimeError, match=f"{name} requires a gradient, which nystrom"):
+                linalg.nystrom(kernlib.gaussian(), rank=5, regularization=1.0, **given)
+
+
+REFUSED = {
+    "a batch": ({"bandwidth": torch.ones(3)}, ValueError, "bandwidth must be one number here"),
+    "out": ({"out": torch.ones(20)}, TypeError, "out is no argument of"),
+    "accumulate": ({"accumulate": True}, TypeError, "accumulate is no argument of"),
+    "generator": ({"generator": 0}, TypeError, "generator must be a torch.Generator, got 0"),
+    "maps": ({"feature_map": torch.ones(2, 1, 3)}, ValueError, "feature_map must give one matrix"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("task", ["solve_kernel", "nystrom"])
+def test_what_both_refuse(task, case, points):
+    given, error, message = REFUSED[case]
+    arguments = (points[:20], torch.ones(20, dtype=torch.float64) if task[0] == "s" else 5)
+    given = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    with pytest.raises(error, match=message):
+        getattr(linalg, task)(
+            kernlib.gaussian(), *arguments, regularization=1.0, **{"bandwidth": 1.0} | given
+        )
+
+
+def test_hyperparameters_of_one_number_and_maps_are_taken(points):
+    x, y = points[:50], torch.randn(50, dtype=torch.float64)
+    values = {"bandwidth": torch.tensor([2.0]), "feature_map": torch.rand(3, 2).double()}
+    found = linalg.solve_kernel(kernlib.gaussian(), x, y, regularization=0.5, **values)
+    k = kernlib.run_kernel(kernlib.gaussian(), x, x, **values)
+    torch.testing.assert_close(k @ found.x + 0.5 * found.x, y, atol=1e-4, rtol=1e-4)
 
 
 def test_solve_kernel_is_matrix_free(points):

@@ -42,6 +42,7 @@ LARGE = {"queries": 10000, "points": 10000, "features": 768}
         (LARGE | {"z": Layout(0, 768, 1)}, "tensor"),
         (LARGE | {"sets": 16}, "tensor"),
         (LARGE | {"slope": "PowerSlope"}, "direct"),
+        (LARGE | {"slope": "PowerSlope", "sets": 2}, "direct"),
         (LARGE | {"slope": "PowerSlope", "sets": 16}, "tensor"),
         (LARGE | {"slope": "PowerSlope", "sets": 16, "dtype": "bfloat16"}, "tensor"),
         (LARGE | {"dtype": "float64"}, "direct"),
@@ -158,7 +159,7 @@ def test_tiles_of_tensor_cores_fit(features, sets):
     for arch, limit in targets.SHARED_BYTES.items():
         tile = tensor.default(made, arch)
         assert tensor.shared_bytes(tensor.columns_of(made, arch), tile) <= limit
-        assert tile.wgmma == (arch == HERE and features > tensor.NARROW)
+        assert tile.wgmma == (arch == HERE and features > tensor.NARROW and sets > 8)
     assert tensor.default(problem(features=8), HERE).features == 16
 
 

@@ -23,7 +23,7 @@
 //   QUERIES_A_WARP, FEATURE_TILES  of a warp, tiles of 16 features
 //   WARPS_Q, WARPS_K       warps side by side along queries and along features
 //   STEPS                  times 16 points of a stage
-//   TOGETHER               queries whose products wgmma computes while the next ones' slopes are made
+//   TOGETHER               queries whose slopes wgmma multiplies while the next ones' are made
 //   BLOCKS                 CTAs of a multiprocessor
 #pragma once
 
@@ -85,6 +85,7 @@ struct Slopes {
 #include "pairwise/gradient_mma.cuh"
 #endif
 
+#if !WGMMA
 // The three parts of weights, which are the columns of a SINGLE coefficient.
 __device__ __forceinline__ void make_single_terms(unsigned char* terms, const float* raw,
                                                   bool weighted) {
@@ -108,10 +109,13 @@ __device__ __forceinline__ void make_single_terms(unsigned char* terms, const fl
         }
     }
 }
+#endif
 
 // c W of one stage, split.
 __device__ __forceinline__ void make_terms(unsigned char* terms, const float* raw, bool weighted) {
+#if !WGMMA
     if (SINGLE) return make_single_terms(terms, raw, weighted);
+#endif
     constexpr int LANES = 32 * COLUMN_TILES;          // of one query and step
     constexpr int TASKS = QUERIES * STEPS * LANES;
     constexpr int HOP = THREADS / LANES;

@@ -8,13 +8,13 @@
 #include "common/hopper.cuh"
 
 constexpr int TILE_STEP = 64;
-constexpr int PARTS = SINGLE ? 1 : 2;
 // Rows of 16 bytes (8 points) of every column, for either half of 16 points, one part after the
-// other. The three columns of SINGLE are followed by what makes five that nobody reads.
-constexpr int HALF_BYTES = (SINGLE ? 3 : COLUMNS) * 16;
-constexpr int TERM_BYTES = PARTS * 2 * HALF_BYTES;  // of a query and a step
-constexpr int TERMS = QUERIES * STEPS * TERM_BYTES + (SINGLE ? 128 : 0);
+// other.
+constexpr int HALF_BYTES = COLUMNS * 16;
+constexpr int TERM_BYTES = 2 * 2 * HALF_BYTES;  // of a query and a step
+constexpr int TERMS = QUERIES * STEPS * TERM_BYTES;
 static_assert(WARPS_K % 4 == 0, "whole warpgroups");
+static_assert(!SINGLE, "of one coefficient mma.sync's products are as fast");
 
 struct Place {
     int q, k, row, column;
@@ -26,13 +26,6 @@ struct Place {
         column = lane % 4;
     }
 };
-
-__device__ __forceinline__ void store_single(unsigned char* terms, int place, int quad, int part,
-                                             u32 first, u32 second) {
-    u32* to = reinterpret_cast<u32*>(terms + place * TERM_BYTES) + part * 4 + quad;
-    to[0] = first;
-    to[HALF_BYTES / 4] = second;
-}
 
 __device__ __forceinline__ void store_terms(unsigned char* terms, int place, int o, int quad,
                                             const TwoTerms& made) {
@@ -52,7 +45,7 @@ __device__ __forceinline__ void multiply(float (&sums)[COLUMN_TILES][4], const S
                                          u32 high) {
     u32 low = high + 2 * HALF_BYTES / 16;
     if (!Slope::SIGN) multiply_64(sums, slopes.low, high);
-    if (!SINGLE) multiply_64(sums, slopes.high, low);
+    multiply_64(sums, slopes.high, low);
     multiply_64(sums, slopes.high, high);
 }
 

@@ -255,8 +255,8 @@ class Derivative(Epilogue):
     or by a parameter of the chain; of gradients, and not for users.
 
     ``v`` is s itself, but for the ``outer`` stage "Sqrt" the root of s. ``by`` is "v", which stands
-    for s, or a name among ``parameters``: those of the chain, ``exponent`` for the outer stage
-    "Power" and, if it ``snaps``, ``limit``: values below it in magnitude are constants. ``smallest``
+    for s, or a parameter: one of the chain's, or ``exponent``, that of the outer stage "Power". If
+    it ``snaps``, values below a parameter ``limit`` in magnitude are 0, and constant. ``smallest``
     is a number near the least of the arithmetic that is normal.
     """
 

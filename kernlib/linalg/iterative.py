@@ -8,13 +8,15 @@ from typing import NamedTuple
 import torch
 
 from kernlib.linalg.checks import DTYPES
-from kernlib.ops.tensors import check_dense
+from kernlib.ops.hyperparameters import check_kind, host_value
+from kernlib.ops.tensors import check_dense, refuse_transforms
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 # A column that its recurrence calls converged, and its true residual does not, starts again while
 # each start halves that residual; then rounding has the last word.
 _PROGRESS = 0.5
+_NO_TRANSFORMS = "conjugate_gradient does not support; give it the columns of one b instead"
 
 
 class CGResult(NamedTuple):
@@ -49,7 +51,8 @@ def conjugate_gradient(
       ``preconditioner`` the same for an approximate inverse, symmetric positive definite too.
     - ``b`` (N,), or (N, C) for C systems at once: each column has step sizes of its own, and stays
       as it is once it has converged or cannot go on (a direction without positive curvature, a
-      NaN). float32 or float64; dot products are summed in float64.
+      NaN). float32 or float64, of any magnitude: columns are scaled by powers of two meanwhile.
+      Dot products are summed in float64.
     - ``x0``: where to start, of b's shape; 0 without it.
     - At most ``max_iter`` iterations. Every ``check_every`` of them the host waits for the device
       to learn whether a column goes on; nothing else waits.
@@ -63,24 +66,40 @@ def conjugate_gradient(
     gradient while gradients are recorded. Hestenes and Stiefel 1952.
     """
     _check(b, x0, tol, max_iter, check_every)
+    _check_functions(matmul, preconditioner)
     with torch.no_grad():
+        scale = _scales(b)
+        b = b * scale
         limit = tol * _norm(b)
-        x = torch.zeros_like(b) if x0 is None else x0.clone()
-        r = b.clone() if x0 is None else b - _product(matmul, x)
+        x = torch.zeros_like(b) if x0 is None else x0 * scale
+        r = b if x0 is None else b - _product("matmul", matmul, x)
         state = _start(x, r, limit, preconditioner)
         done, best = 0, torch.full_like(limit, torch.inf)
         while done < max_iter:
             for _ in range(min(check_every, max_iter - done)):
                 state, done = _step(matmul, preconditioner, state, limit), done + 1
             if not state.active.any():
-                r = b - _product(matmul, state.x)
+                r = b - _product("matmul", matmul, state.x)
                 norm = _norm(r)
                 again = (norm > limit) & (norm < _PROGRESS * best)
                 if not again.any():
-                    return CGResult(state.x, _relative(norm, b), done)
+                    return CGResult(state.x / scale, _relative(norm, b), done)
                 best = torch.minimum(best, norm)
                 state = _start(state.x, r, limit, preconditioner, again)
-        return CGResult(state.x, _relative(_norm(b - _product(matmul, state.x)), b), done)
+        norm = _norm(b - _product("matmul", matmul, state.x))
+        return CGResult(state.x / scale, _relative(norm, b), done)
+
+
+def _scales(b: torch.Tensor) -> torch.Tensor:
+    """A power of two for each column by which its largest number is near 1, so that the product of
+    two residuals neither overflows nor vanishes; 1 for a column that has none."""
+    if not b.shape[0]:
+        return b.new_ones(b.shape[1:])
+    largest = b.abs().amax(0)
+    limit = 126 if b.dtype is torch.float32 else 1022  # whose power has a reciprocal
+    exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
+    usable = largest.isfinite() & (largest > 0)
+    return torch.where(usable, torch.ldexp(torch.ones_like(largest), -exponent), 1.0)
 
 
 def _start(
@@ -104,7 +123,7 @@ def _step(
     matmul: Product, preconditioner: Product | None, state: _State, limit: torch.Tensor
 ) -> _State:
     x, r, p, rz, active = state
-    q = _product(matmul, p)
+    q = _product("matmul", matmul, p)
     curvature = _dot(p, q)
     active = active & (curvature > 0) & (curvature < torch.inf)
     alpha = torch.where(active, rz / curvature, 0).to(x.dtype)
@@ -118,19 +137,19 @@ def _step(
     return _State(x, r, torch.where(active, z + beta * p, 0), following, active)
 
 
-def _product(matmul: Product, v: torch.Tensor) -> torch.Tensor:
-    product = matmul(v)
+def _product(name: str, function: Product, v: torch.Tensor) -> torch.Tensor:
+    product = function(v)
     if not isinstance(product, torch.Tensor) or product.shape != v.shape:
         found = getattr(product, "shape", None)
         found = type(product).__name__ if found is None else f"shape {tuple(found)}"
-        raise ValueError(f"matmul must return a tensor of shape {tuple(v.shape)}, got {found}")
+        raise ValueError(f"{name} must return a tensor of shape {tuple(v.shape)}, got {found}")
     if product.dtype != v.dtype:
-        raise TypeError(f"matmul must return {v.dtype} for {v.dtype}, got {product.dtype}")
+        raise TypeError(f"{name} must return {v.dtype} for {v.dtype}, got {product.dtype}")
     return product
 
 
 def _preconditioned(preconditioner: Product | None, r: torch.Tensor) -> torch.Tensor:
-    return r if preconditioner is None else preconditioner(r)
+    return r if preconditioner is None else _product("preconditioner", preconditioner, r)
 
 
 def _dot(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -147,8 +166,17 @@ def _relative(norm: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return norm / torch.where(scale > 0, scale, 1)
 
 
+def _check_functions(matmul, preconditioner) -> None:
+    for name, function in (("matmul", matmul), ("preconditioner", preconditioner)):
+        if not callable(function) and (name == "matmul" or function is not None):
+            raise TypeError(
+                f"{name} must be a function of v, such as A.__matmul__, got {function!r}"
+            )
+
+
 def _check(b, x0, tol, max_iter: int, check_every: int) -> None:
     check_dense(("b",), b=b, x0=x0)
+    refuse_transforms(_NO_TRANSFORMS, b=b, x0=x0)
     if b.dtype not in DTYPES:
         raise TypeError(f"b must be float32 or float64, got {b.dtype}")
     if b.dim() not in (1, 2):
@@ -162,6 +190,8 @@ def _check(b, x0, tol, max_iter: int, check_every: int) -> None:
             f"x0 must have b's shape {tuple(b.shape)}, dtype {b.dtype} and device {b.device}, got "
             f"{tuple(x0.shape)}, {x0.dtype}, {x0.device}"
         )
+    if host_value("tol", tol, 0) is None:
+        check_kind("tol", tol, 0)
     if not tol >= 0:
         raise ValueError(f"tol must be 0 or greater, got {tol}")
     for name, value, least in (("max_iter", max_iter, 0), ("check_every", check_every, 1)):

@@ -9,7 +9,7 @@ import torch
 
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.linalg.iterative import CGResult, conjugate_gradient
-from kernlib.linalg.nystrom import check_points, nystrom
+from kernlib.linalg.nystrom import check_points, check_rest, nystrom
 
 
 def solve_kernel(
@@ -34,12 +34,14 @@ def solve_kernel(
     ``max_iter`` and ``check_every`` are those of :func:`conjugate_gradient`, and so is the result.
     Predictions are ``kernel_matmul(descriptor, points, x, w, **hyperparameters)``.
 
-    Raises ValueError and TypeError that name the argument.
+    Raises ValueError and TypeError that name the argument, RuntimeError for tensors that require a
+    gradient while gradients are recorded.
     """
     import kernlib
 
     mu = check_points(descriptor, x, regularization)
     _check_targets(x, y)
+    check_rest("solve_kernel", generator, {"x": x, "y": y}, hyperparameters)
     plain = dataclasses.replace(descriptor, symmetric=False)
     preconditioner, count = None, x.shape[0]
     if rank is None:

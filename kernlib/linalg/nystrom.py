@@ -12,6 +12,7 @@ from kernlib.linalg.checks import DTYPES
 from kernlib.linalg.dense import eigh
 from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.pairwise_reduce_blocks import without_autocast
 from kernlib.ops.tensors import check_dense
 
 # Rows that are widened to float64 at once: 2^22 numbers, 32 MiB, whatever the rank.
@@ -30,7 +31,8 @@ class NystromPreconditioner(NamedTuple):
 
     def __call__(self, v: torch.Tensor) -> torch.Tensor:
         weights = self.weights if v.dim() == 1 else self.weights[:, None]
-        return v + self.vectors @ (weights * (self.vectors.mT @ v))
+        with without_autocast(v.device):
+            return v + self.vectors @ (weights * (self.vectors.mT @ v))
 
 
 def nystrom(
@@ -55,11 +57,13 @@ def nystrom(
     ``regularization`` a number greater than 0; ``generator`` draws the points. Memory is
     N * rank numbers, and N * rank^2 operations in float64 build it. That waits for the device.
 
-    Raises ValueError and TypeError that name the argument, torch.linalg.LinAlgError for a kernel
-    that is not positive semidefinite. Frangella, Tropp and Udell, Randomized Nyström
+    Raises ValueError and TypeError that name the argument, RuntimeError for tensors that require a
+    gradient while gradients are recorded, torch.linalg.LinAlgError for a kernel that is not
+    positive semidefinite. Frangella, Tropp and Udell, Randomized Nyström
     Preconditioning, 2021, with uniform columns for the random test matrix.
     """
     mu = check_points(descriptor, x, regularization)
+    check_rest("nystrom", generator, {"x": x}, hyperparameters)
     count = x.shape[0]
     if type(rank) is not int:
         raise TypeError(f"rank must be an int, got {rank!r}")
@@ -70,7 +74,9 @@ def nystrom(
         plain = dataclasses.replace(descriptor, symmetric=False)
         columns = run_kernel(plain, x, x[chosen], **hyperparameters)
         if columns.dim() != 2:
-            raise ValueError("hyperparameters must be of shape () here, and give one matrix")
+            raise ValueError(
+                f"feature_map must give one matrix here, got shape {tuple(columns.shape)} for K"
+            )
         shift, root = _shifted_root(columns[chosen].double(), columns)
         squares, turn, _ = eigh(_gram(columns, chosen, shift, root), overwrite_a=True)
         return _preconditioner(columns, chosen, shift, root, squares, turn, mu)
@@ -91,6 +97,28 @@ def check_points(descriptor, x: torch.Tensor, regularization) -> float:
     if not 0 < mu < float("inf"):
         raise ValueError(f"regularization must be greater than 0 and finite, got {mu}")
     return mu
+
+
+def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> None:
+    """Raises TypeError, ValueError and RuntimeError for what ``task`` does not take of a call's
+    other arguments."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+    for name, value in hyperparameters.items():
+        if name in ("out", "accumulate", "debug"):
+            raise TypeError(f"{name} is no argument of {task}")
+        if name == "feature_map" or not isinstance(value, torch.Tensor):
+            continue
+        if value.dim() and tuple(value.shape) != (1,):
+            raise ValueError(
+                f"{name} must be one number here, of shape () or (1,), got {tuple(value.shape)}"
+            )
+    for name, value in (tensors | hyperparameters).items():
+        if torch.is_grad_enabled() and getattr(value, "requires_grad", False):
+            raise RuntimeError(
+                f"{name} requires a gradient, which {task} does not record: pass {name}.detach(), "
+                "or call under torch.no_grad()"
+            )
 
 
 def _landmarks(x: torch.Tensor, rank: int, generator: torch.Generator | None) -> torch.Tensor:

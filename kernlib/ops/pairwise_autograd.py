@@ -230,12 +230,14 @@ def blocks(batch: int, rows: int, columns: int, most: int) -> Iterator[Block]:
 class Backward(NamedTuple):
     """What the blocks of one backward pass share: the call, with tensors among its ``values`` on
     the device and in the arithmetic's dtype, and what is asked for: whether a and b, and which
-    hyperparameters. ``mirrored``: the gradient that arrives was added to its transpose."""
+    hyperparameters. ``plain``: the values are the sums. ``mirrored``: the gradient that arrives is
+    added to its transpose."""
 
     descriptor: Pairwise
     values: dict
     points: tuple[bool, bool]
     wanted: tuple[str, ...]
+    plain: bool
     mirrored: bool
 
     def part(self, block: Block) -> Backward:
@@ -256,11 +258,10 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
     pairs = zip(call.names, tensors, strict=True)
     values = call.numbers | {name: on_device(name, t, a.device, wide) for name, t in pairs}
     wanted = tuple(name for name, need in zip(call.names, needs[2:], strict=True) if need)
-    shared = Backward(
-        call.descriptor, values, needs[:2], wanted, call.descriptor.symmetric and needs[0]
-    )
-    plain = not wanted and is_plain(call.descriptor, values)
-    by = _at_once if plain or grad.numel() <= BLOCK_ENTRIES else _by_blocks
+    plain, mirrored = is_plain(call.descriptor, values), call.descriptor.symmetric and needs[0]
+    shared = Backward(call.descriptor, values, needs[:2], wanted, plain, mirrored)
+    small = grad.numel() <= BLOCK_ENTRIES or (plain and not wanted)
+    by = _at_once if small else _by_blocks
     found = by(shared, x, z, grad)
     if "regularization" in wanted:
         found["regularization"] = grad.diagonal(call.diagonal, -2, -1).sum(-1, dtype=wide)
@@ -282,7 +283,9 @@ def _fitted(found: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(leaf)
     if found.numel() != leaf.numel():
         found = found.sum(0)
-    return found.to(leaf.device, leaf.dtype).reshape(leaf.shape)
+    if found.shape != leaf.shape:
+        found = found.reshape(leaf.shape)
+    return found.to(leaf.device, leaf.dtype)
 
 
 def _at_once(shared: Backward, x, z, grad) -> dict:
@@ -312,7 +315,7 @@ def _contributions(shared: Backward, x, z, grad) -> dict[str, torch.Tensor]:
     (M, K), (N, K) and () without a batch."""
     descriptor, values = shared.descriptor, shared.values
     made, second = sums_of(descriptor, values), None if descriptor.symmetric else z
-    if is_plain(descriptor, values):
+    if shared.plain:
         given, found = grad.to(x.dtype), {}
     else:
         given, found = _through_finish(shared, made, x, second, grad)

@@ -9,11 +9,13 @@ import math
 from contextlib import nullcontext
 
 import torch
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
 from kernlib.descriptors.pairwise import exp_power_sum
+from kernlib.ops import hyperparameters, run_kernel
 from kernlib.ops import pairwise_checks as checks
-from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import accumulator, check_kind, host_value, on_device
 from kernlib.ops.tensors import (
     check_dense,
@@ -21,11 +23,16 @@ from kernlib.ops.tensors import (
     check_out_shape,
     refuse_overlap,
     refuse_transforms,
+    stand_ins,
 )
 
 _SUMS = exp_power_sum()
 _SHAPES = {"a": "KM", "b": "NK", "c": "OK", "d": "NM", "s_km": "KM"}  # behind the batch
-_LOWEST = -3e38  # beyond it fp32 has -inf, and -inf * 0 is a NaN
+_FINITE = ("p", "q", "c0")
+_POSITIVE = frozenset(("lengthscale",))
+# A lower scale becomes -inf in the arithmetic, or its product with p |v|^(p-1) does, and -inf * 0
+# is a NaN.
+_LOWEST = {torch.float32: -1e30, torch.float64: -1e300}
 
 
 def cdist_expadd(
@@ -43,7 +50,9 @@ def cdist_expadd(
     ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), ``out`` (M, N) or (L, M, N): layouts,
     dtypes, batches and ``out`` as in :func:`kernlib.ops.pairwise.run`. ``p``, ``lengthscale`` and
     ``scale`` are real numbers or tensors of shape () or (L,). ``lengthscale`` stands for
-    ``scale = -1 / lengthscale^p``.
+    ``scale = -1 / lengthscale^p``. A scale below -1e30 (-1e300 for float64) counts as that, unless
+    it is a tensor. Gradients of all tensors are recorded. Semantics of the kermac project, whose
+    ``lengthscale`` has the other sign.
 
     Raises ValueError unless exactly one of ``lengthscale`` and ``scale`` is given, for a host
     lengthscale that is not positive, a host p that is negative or infinite, and what
@@ -78,14 +87,16 @@ def cdist_grad_expadd(
       (N, K) and ``d`` (N, M) points, ``c`` (O, K) coefficients, each with an optional batch in
       front; one dtype, any strides.
     - ``out`` (O, N, M) or (L, O, N, M) is written in place; without it a new tensor, of three
-      dimensions where nothing has a batch.
-    - ``s_km`` (K, M): S, where it is there already; else, unless ``q`` is the number 1, it is
-      computed. Where ``c0 + S`` is 0 so is the gradient.
+      dimensions where nothing has a batch. Half types also take a float32 ``out``.
+    - ``s_km`` (K, M): S, where it is there already, or what is to stand in its place; else, unless
+      ``q`` is the number 1, it is computed. Where ``c0 + S`` is 0 so is the gradient.
     - ``p``, ``q``, ``c0``, ``lengthscale`` and ``scale`` are real numbers or tensors of shape () or
-      (L,). ``eps`` is the smallest ``|v|`` that counts where p < 1; equal coordinates add 0.
+      (L,), as in :func:`cdist_expadd`. ``eps`` is the smallest ``|v|`` that counts where p < 1;
+      equal coordinates add 0.
 
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
-    gradient while gradients are recorded.
+    gradient while gradients are recorded. Semantics of the kermac project, whose ``lengthscale``
+    has the other sign.
     """
     tensors = {"a": a, "b": b, "c": c, "d": d, "s_km": s_km}
     numbers = {"p": p, "q": q, "c0": c0, "lengthscale": lengthscale, "scale": scale}
@@ -139,7 +150,8 @@ def _check_gradient(
     shape = shape if (flat if out is None else out.dim() == 3) else (batch, *shape)
     _refuse_gradients(given | numbers | {"out": out})
     if out is not None:
-        _check_out(out, shape, batch, given)
+        vectors = {name: x for name, x in numbers.items() if isinstance(x, torch.Tensor)}
+        _check_out(out, shape, batch, given | vectors)
     return shape
 
 
@@ -171,14 +183,23 @@ def _check_tensors(given: dict[str, torch.Tensor]) -> dict[str, int]:
 def _check_number(name: str, value: object) -> None:
     if value is None:
         return
-    positive = frozenset(("lengthscale",))
     number = host_value(name, value)
-    if number is None:
-        checks.check_tensor(name, value, positive)
-        return
-    checks.check_host(name, number, positive)
-    if name == "p" and math.isinf(number):
-        raise ValueError(f"p must be finite, got {number}")
+    if number is not None:
+        _check_host(name, number)
+    elif is_dynamo_compiling() or is_in_torch_dispatch_mode() or stand_ins(value):
+        check_kind(name, value)  # its value is not known yet
+    else:
+        refuse_transforms(checks.NO_TRANSFORMS, **{name: value})
+        hyperparameters.check_tensor(name, value, _POSITIVE, _check_host)
+
+
+def _check_host(name: str, number: float, positive: frozenset[str] = _POSITIVE) -> None:
+    """What can be said of a host value by its name alone. Raises ValueError."""
+    if name == "p" and not 0 <= number < math.inf:
+        raise ValueError(f"p must be 0 or greater and finite, got {number}")
+    if name in _FINITE and not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    hyperparameters.check_host(name, number, positive)
 
 
 def _batch(given: dict[str, torch.Tensor], out: torch.Tensor | None, numbers: dict) -> int:
@@ -202,7 +223,7 @@ def _check_out(
     if len(shape) == 3 and batch != 1:
         raise ValueError(f"out must be 4-D for a batch of {batch}, got shape {tuple(out.shape)}")
     check_out_shape(out, shape)
-    if out.dtype != like.dtype:
+    if out.dtype not in (like.dtype, accumulator(like.dtype)):
         raise TypeError(f"out must be {like.dtype} as d is, got {out.dtype}")
     if out.device != like.device:
         raise ValueError(f"out must be on the inputs' device {like.device}, got {out.device}")
@@ -232,18 +253,29 @@ def scale_of(p, lengthscale, scale, like: torch.Tensor) -> float | torch.Tensor:
     if (lengthscale is None) == (scale is None):
         given = "neither" if scale is None else "both"
         raise ValueError(f"give exactly one of lengthscale and scale, got {given}")
+    for name, value in (("p", p), ("lengthscale", lengthscale), ("scale", scale)):
+        _check_number(name, value)
+    _check_like(like)
+    lowest = _LOWEST[accumulator(like.dtype)]
     if scale is not None:
-        return scale
-    _check_number("p", p)
-    _check_number("lengthscale", lengthscale)
+        number = host_value("scale", scale)
+        return scale if number is None else max(number, lowest)
     exponent, length = host_value("p", p), host_value("lengthscale", lengthscale)
     if exponent is None or length is None:
-        check_dense(("a",), a=like)
-        return -(_placed("lengthscale", lengthscale, like) ** -_placed("p", p, like))
+        _batch({}, None, {"p": p, "lengthscale": lengthscale})
+        found = _placed("lengthscale", lengthscale, like) ** -_placed("p", p, like)
+        return (-found).clamp(min=lowest)
     try:
-        return max(-(length**-exponent), _LOWEST)
+        return max(-(length**-exponent), lowest)
     except OverflowError:
-        return _LOWEST
+        return lowest
+
+
+def _check_like(a: torch.Tensor) -> None:
+    """Raises TypeError for what has no arithmetic here."""
+    check_dense(("a",), a=a)
+    if a.dtype not in checks.DTYPES:
+        raise TypeError(f"a must be one of {', '.join(checks.DTYPES.values())}, got {a.dtype}")
 
 
 def _placed(name: str, value, like: torch.Tensor):

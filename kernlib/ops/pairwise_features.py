@@ -34,9 +34,9 @@ def apply(
     _check(feature_map, a, b)
     weights = _as_weights(feature_map, a)
     first = _mapped(feature_map, weights, "a", a)
-    if b is None or b is a:
-        return first, b if b is None else first
-    return first, _mapped(feature_map, weights, "b", b)
+    if b is a:
+        return first, first
+    return first, None if b is None else _mapped(feature_map, weights, "b", b)
 
 
 def _check(feature_map, a: torch.Tensor, b: torch.Tensor | None) -> None:

@@ -93,8 +93,8 @@ def pair_gradient(
     ``first`` operand of ``"difference"``, else ``x - z``. ``inner`` is Identity, Abs, Square, Sqrt,
     Power, which needs ``p``, or ExpPower, which needs ``p`` and ``inner_scale``: numbers or tensors
     of shape () or (L,). The derivative at equal coordinates is exactly 0, for p = 0 everywhere, but
-    in large calls with Square, or Power and the number 2, as :func:`cdist_grad` says. ``eps`` is the
-    smallest ``|v|`` that counts where p < 1, 0 for the smallest normal number.
+    in large calls with Square, or Power and the number 2, as :func:`cdist_grad` says. ``eps`` is
+    the smallest ``|v|`` that counts where p < 1, 0 for the smallest normal number.
 
     Raises ValueError and TypeError that name the argument, RuntimeError as :func:`cdist_grad` does.
     """

@@ -16,6 +16,7 @@ KERNEL_COLUMNS = 128  # of a product, from which the kernel of dot products beat
 KERNEL_TILE = (128, 192)  # its rows and columns
 TORCH_COLUMNS = 64  # of a tile of SGEMM
 MOST_PARTS, SHORTEST_PART = 16, 1024  # of long sums, and terms of each
+BUSY_ENOUGH = 0.85
 _DOTS = {p: dot_product(precision=p) for p in (None, "fp32", "tf32", "bf16")}
 
 
@@ -76,7 +77,7 @@ def _is_torchs(precision: str | None, left: torch.Tensor, narrowest: int) -> boo
 
 def _parts(left: torch.Tensor, right: torch.Tensor) -> int:
     """In how many parts a sum is computed, so that its tiles fill the GPU's multiprocessors, each
-    of which sums up a tile alone: the fewest that leave a tenth idle at most, else the best."""
+    of which sums up a tile alone: the fewest that keep them nearly as busy as any number does."""
     batch = max(t.shape[0] if t.dim() == 3 else 1 for t in (left, right))
     if batch > 1:
         return 1
@@ -86,5 +87,4 @@ def _parts(left: torch.Tensor, right: torch.Tensor) -> int:
     most = min(MOST_PARTS, terms // SHORTEST_PART)
     known = [n for n in range(1, most + 1) if terms % (4 * n) == 0] or [1]
     busy = {n: tiles * n / (-(-tiles * n // at_once) * at_once) for n in known}
-    best = max(busy.values())
-    return next(n for n in known if busy[n] >= min(0.9, best))
+    return next(n for n in known if busy[n] >= BUSY_ENOUGH * max(busy.values()))
