@@ -1,5 +1,7 @@
 """The average gradient outer product, against gradients by autograd, on CPU tensors."""
 
+import math
+
 import pytest
 import torch
 
@@ -113,6 +115,22 @@ def test_a_common_gradient_is_taken_away_without_cancelling(seed):
     found = agop(k, x.float(), w.float(), torch.ones(1, 1), centred=True, **values)
     spread = (2 * (x @ w[0])).var(correction=0)
     torch.testing.assert_close(found.double(), spread * w.mT @ w, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("descriptor, values", [
+    (kl.gaussian(), {"bandwidth": 2.0}), (kl.p_distance(), {"p": math.inf}),
+    (kl.Pairwise(inner=kl.PowerLog()), {"inner_p": 1.3}),
+])  # fmt: skip
+def test_modes_change_nothing(descriptor, values, seed):
+    given = [points(7, 4).float(), points(9, 4).float(), points(2, 9).float()]
+    wanted = agop(descriptor, *given, **values)
+    assert wanted.any()
+    with torch.inference_mode():
+        inside = [t.clone() for t in given]
+        assert torch.equal(agop(descriptor, *inside, **values), wanted)
+    assert torch.equal(agop(descriptor, *inside, **values), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(agop(descriptor, *given, **values), wanted)
 
 
 def test_no_points_and_no_features_have_no_gradient():

@@ -250,6 +250,15 @@ def test_memory_that_is_shared_is_refused():
             kl.cdist_grad(*given, out=big.view(O, N, M))
     with pytest.raises(ValueError, match="overlaps itself"):
         kl.cdist_grad(a, b, c, d, out=big[:1].view(1, 1, 1).expand(O, N, M))
+    with pytest.raises(ValueError, match="out shares memory with p"):
+        kl.cdist_grad(a, b, c, d, p=big[3], out=big.view(O, N, M))
+
+
+def test_autocast_changes_nothing():
+    given = [t.float() for t in operands()]
+    wanted = kl.cdist_grad(*given, p=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(kl.cdist_grad(*given, p=2), wanted)
 
 
 @pytest.mark.parametrize("place", range(4))

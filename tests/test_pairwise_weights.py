@@ -235,6 +235,22 @@ def test_large_calls_take_products(case, monkeypatch, seed):
     assert len(seen) == 2
 
 
+def test_only_what_takes_memory_is_computed_by_blocks(monkeypatch, seed):
+    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", 2 * N)
+    monkeypatch.setattr(autograd, "FEWEST_ROWS", 2)
+    seen, real = [], autograd.points_gradient
+    monkeypatch.setattr(autograd, "points_gradient", lambda *given: seen.append(1) or real(*given))
+    for descriptor, calls in (
+        (kl.l1_distance(), 2),
+        (kl.squared_distance(), M),  # 2 in each block of 2 rows
+        (kl.l2_distance(), M),
+    ):
+        a, b = points(M, K).requires_grad_(), points(N, K).requires_grad_()
+        gradients(descriptor, (a, b), {}, torch.randn(M, N, dtype=DOUBLE))
+        assert len(seen) == calls
+        seen.clear()
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     gpu_fakes.forget()

@@ -99,7 +99,7 @@ def _scales(b: torch.Tensor) -> torch.Tensor:
     limit = 126 if b.dtype is torch.float32 else 1022  # whose power has a reciprocal
     exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
     usable = largest.isfinite() & (largest > 0)
-    return torch.where(usable, torch.ldexp(torch.ones_like(largest), -exponent), 1.0)
+    return torch.where(usable, torch.exp2(-exponent.to(b.dtype)), 1.0)
 
 
 def _start(

@@ -12,7 +12,7 @@ from kernlib.linalg.checks import DTYPES
 from kernlib.linalg.dense import eigh
 from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import host_value
-from kernlib.ops.pairwise_reduce_blocks import without_autocast
+from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import check_dense
 
 # Rows that are widened to float64 at once: 2^22 numbers, 32 MiB, whatever the rank.

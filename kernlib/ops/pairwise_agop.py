@@ -10,6 +10,7 @@ from kernlib.ops import pairwise_checks as checks
 from kernlib.ops.hyperparameters import accumulator, check_kind
 from kernlib.ops.pairwise_autograd import Block, Call
 from kernlib.ops.pairwise_weights import by_sums
+from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import check_dense, check_memory, check_out_shape, is_lazy, materialised
 
 
@@ -80,14 +81,17 @@ def agop(
     - The result is (K, K), or with ``diagonal=True`` its diagonal (K,); behind a batch if there is
       one. It is written to ``out``, if that is given, which for half types may be float32.
     - ``centred=True`` subtracts from each gradient the mean over the queries of its output.
-    - ``hyperparameters`` are those of :func:`kernlib.run_kernel`, such as ``bandwidth``.
+    - ``hyperparameters`` are the descriptor's, such as ``bandwidth``: numbers, or tensors of shape
+      () or (L,). In place of a ``feature_map`` M pass the mapped points: of the points themselves
+      the result is then ``M A M^T``.
 
     Gradients exist for a block of queries at a time, so memory is O(block (T + O K) + K^2). Where
     a query is one of the points, a distance that is not smooth at 0 contributes 0. Descriptors are
     not ``symmetric``: for the points themselves pass them twice.
 
-    This is the step of recursive feature machines, and what xRFM asks for: the metric of the next
-    round is the result, a root of it, or its diagonal.
+    This is the step of recursive feature machines (Radhakrishnan, Beaglehole, Pandit and Belkin
+    2024), and what xRFM asks for: the metric of the next round is the result, a root of it, or its
+    diagonal.
 
     Raises ValueError and TypeError that name the argument, RuntimeError for tensors that require a
     gradient while gradients are recorded.
@@ -108,7 +112,8 @@ def agop(
     points = (_ready(t, wide) for t in (x, z, coefficients))
     call = Call(descriptor, 0, 0, numbers, tuple(tensors))
     total = x.new_zeros(1 if batch is None else batch, *shape[-1 if diagonal else -2 :], dtype=wide)
-    found = _sum_products(call, total, *points, tensors, centred).view(shape)
+    with without_autocast(x.device):
+        found = _sum_products(call, total, *points, tensors, centred).view(shape)
     return found.to(x.dtype) if out is None else out.copy_(found)
 
 

@@ -260,8 +260,9 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
     wanted = tuple(name for name, need in zip(call.names, needs[2:], strict=True) if need)
     plain, mirrored = is_plain(call.descriptor, values), call.descriptor.symmetric and needs[0]
     shared = Backward(call.descriptor, values, needs[:2], wanted, plain, mirrored)
-    small = grad.numel() <= BLOCK_ENTRIES or (plain and not wanted)
-    by = _at_once if small else _by_blocks
+    # Without weights of its own, and with none that products would pack, nothing is large.
+    light = plain and not wanted and not sums_of(call.descriptor, values).linear
+    by = _at_once if light or grad.numel() <= BLOCK_ENTRIES else _by_blocks
     found = by(shared, x, z, grad)
     if "regularization" in wanted:
         found["regularization"] = grad.diagonal(call.diagonal, -2, -1).sum(-1, dtype=wide)

@@ -6,6 +6,7 @@ import torch
 
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import refuse_overlap, span
 from kernlib.reference.pairwise import pairwise
 
@@ -22,7 +23,8 @@ def run(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparamete
     spans = tuple(span(t) for t in tensors)
     if not fresh and checks.ranges_meet(tuple(t.data_ptr() for t in tensors), spans):
         refuse_overlap(out, a=a, b=second)
-    result = compute(descriptor, a, second, call, row_offset - col_offset, hyperparameters)
+    with without_autocast(a.device):
+        result = compute(descriptor, a, second, call, row_offset - col_offset, hyperparameters)
     if descriptor.symmetric:  # BLAS does not sum (m, n) and (n, m) in one order
         below = torch.ones(call.m, call.n, dtype=torch.bool, device=a.device).tril(-1)
         result = torch.where(below, result.mT, result)

@@ -87,10 +87,16 @@ def _by_rows(made: Sums, value, tensors: tuple, needs: tuple, along, create: boo
     return [_joined(i, kept) if needs[i] else None for i, kept in enumerate(found)]
 
 
+def normal(t):
+    """A tensor that may be saved for a gradient: a copy of one that was made in inference mode."""
+    return t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t
+
+
 def _block(made, value, tensors, needs, part: slice, along, create: bool) -> list:
     x, z, weights = tensors
     sides = (x[:, part], z, weights[:, part], made.p, made.scale)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        sides, along = tuple(normal(t) for t in sides), normal(along)
         # x always: its own gradient is what second() differentiates.
         asked = (True, *needs[1:])
         leaves = [_leaf(t, create) if ask else t for t, ask in zip(sides, asked, strict=True)]

@@ -15,6 +15,7 @@ from kernlib.ops import pairwise_gradient_lowering as lowering
 from kernlib.ops import pairwise_gradient_plans as plans
 from kernlib.ops.hyperparameters import accumulator, host_value, on_device
 from kernlib.ops.pairwise_gradient_checks import Call, Kind, Operands
+from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import (
     LOWEST_ADDRESS,
     is_lazy,
@@ -131,16 +132,19 @@ def _run(kind: Kind, operands: Operands, out, accumulate: bool, values: dict) ->
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
     else:
-        _refuse_overlap(kind, operands, out, plan.spans, plan.out_span)
+        _refuse_overlap(kind, operands, out, plan.spans, plan.out_span, values)
     if plan.compute is not None:
         plan.compute(operands, out, numbers)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     return out
 
 
-def _refuse_overlap(kind: Kind, operands: Operands, out, spans, out_span: int) -> None:
-    """Raises ValueError when a given ``out`` shares memory with an operand; else counts a version
-    of it."""
+def _refuse_overlap(
+    kind: Kind, operands: Operands, out, spans, out_span: int, values: dict
+) -> None:
+    """Raises ValueError when a given ``out`` shares memory with an operand or a number; else counts
+    a version of it."""
+    refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
     ranges = [
         (t.data_ptr(), length) for t, length in zip(operands, spans, strict=True) if t is not None
     ]
@@ -187,14 +191,13 @@ def _on_cpu(kind: Kind, call: Call, operands: Operands, out, accumulate, values:
         out = torch.empty(call.out_shape, dtype=call.out_dtype, device=call.device)
     else:
         spans = [0 if t is None else span(t) for t in operands]
-        _refuse_overlap(kind, operands, out, spans, span(out))
+        _refuse_overlap(kind, operands, out, spans, span(out), values)
     if call.empty:
         return out
     options = {name: values.get(name) for name in ("p", "inner_scale")}
-    result = reference.pair_gradient(
-        kind.operator, kind.inner, *given, **options, first=kind.first, plain=kind.plain,
-        eps=values.get("eps", 0.0),
-    )  # fmt: skip
+    options |= {"first": kind.first, "plain": kind.plain, "eps": values.get("eps", 0.0)}
+    with without_autocast(call.device):
+        result = reference.pair_gradient(kind.operator, kind.inner, *given, **options)
     target = checks.turned_out(kind, out, call.sets)
     target.copy_(target.to(wide) + result if accumulate else result)
     return out

@@ -5,7 +5,6 @@ float64, the k nearest, CPU tensors."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 
@@ -118,14 +117,6 @@ def _by_torch(precision: str | None, left: torch.Tensor, narrowest: int) -> bool
     if wanted == "fp32":
         return setting == "fp32" and narrowest < PRODUCT_COLUMNS
     return setting != "fp32" or narrowest < PRODUCT_COLUMNS
-
-
-def without_autocast(device: torch.device):
-    """What keeps autocast from rounding the operands of torch's products, here and in what computes
-    blocks of CPU tensors and gradients."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def matmul(request: Request, shape: Shape) -> torch.Tensor:

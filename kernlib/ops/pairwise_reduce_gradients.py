@@ -13,6 +13,7 @@ from kernlib.ops import pairwise_reduce_plans as plans
 from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.pairwise_reduce_blocks import multiplied
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
+from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import stand_ins
 
 PARTS = 4  # tensors of a block's size that a block's gradient takes
@@ -99,7 +100,7 @@ def gradients(
 
 
 def _gradients(reduction, request, shape, wanted, gradient, out) -> dict[str, torch.Tensor]:
-    with by_blocks.without_autocast(request.a.device):
+    with without_autocast(request.a.device):
         if wanted == ["v"]:
             return {"v": _transposed_product(request, shape, gradient)}
         return _by_blocks(reduction, request, shape, wanted, gradient, out)

@@ -19,6 +19,7 @@ from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.pairwise import _kind
 from kernlib.ops.pairwise_plans import numbers_of, precision
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
+from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import (
     check_dense,
     is_lazy,
@@ -172,7 +173,7 @@ def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset,
         return found.view(shape.m, shape.batch, shape.columns).movedim(1, 0)
     v = v[:, None] if v is not None and v.dim() == 1 else v
     request = Request(plan.descriptor, a, b, v, row_offset, col_offset, values)
-    with torch.no_grad(), by_blocks.without_autocast(plan.device):
+    with torch.no_grad(), without_autocast(plan.device):
         return by_blocks.REDUCTIONS[reduction](request, plan.shape)
 
 

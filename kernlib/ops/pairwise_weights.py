@@ -17,6 +17,7 @@ from kernlib.descriptors.expression import VALUE
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise as op
 from kernlib.ops import pairwise_checks as checks
+from kernlib.ops import pairwise_formula as formula
 from kernlib.ops.pairwise_formula import Sums
 from kernlib.reference import pairwise_stages as stages
 
@@ -144,8 +145,9 @@ def by_torch(
 ) -> list:
     """The gradients of ``sum grad * finish(s)`` with respect to s and the ``wanted`` tensors among
     ``values``, None for what nothing depends on, by torch: ten to twenty passes over memory."""
-    with torch.enable_grad():
-        s = s.detach().requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():
+        s, grad = formula.normal(s).detach().requires_grad_(), formula.normal(grad)
+        values = {name: formula.normal(value) for name, value in values.items()}
         out = stages.finish(descriptor, s, values, root=checks.follows_inner(descriptor, values))
         if not out.requires_grad:
             return [None] * (1 + len(wanted))

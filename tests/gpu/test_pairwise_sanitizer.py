@@ -13,16 +13,17 @@ import pytest
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 # cuda-bindings asks an older driver for functions it lacks, which is no error of ours.
 OPTIONS = ("--error-exitcode", "9", "--report-api-errors", "no")
-CALLS = Path(__file__).with_name("sanitized_calls.py")
+CALLS = ("sanitized_calls.py", "pairwise_products_sanitized_calls.py")
 
 
 @pytest.mark.skipif(not os.path.exists(SANITIZER), reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
-def test_no_bad_access_and_no_race(tool):
+@pytest.mark.parametrize("calls", CALLS)
+def test_no_bad_access_and_no_race(calls, tool):
     # Without torch's pool every tensor is an allocation of its own, with guards behind it.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(
-        [SANITIZER, "--tool", tool, *OPTIONS, sys.executable, str(CALLS)],
+        [SANITIZER, "--tool", tool, *OPTIONS, sys.executable, str(Path(__file__).with_name(calls))],
         env=env,
         capture_output=True,
         text=True,
