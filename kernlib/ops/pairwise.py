@@ -20,6 +20,7 @@ from kernlib.ops import pairwise_lowering as lowering
 from kernlib.ops import pairwise_plans as plans
 from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.pairwise_finish import EXPONENT_CODE
 from kernlib.ops.pairwise_request import Request, is_empty, problem_of
 from kernlib.ops.tensors import (
     check_out_shape,
@@ -248,7 +249,7 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
         refuse_transforms(checks.NO_TRANSFORMS, a=a, b=b, out=out)
         raise
     if hyperparameters:
-        key += tuple((name, _kind(name, value)) for name, value in hyperparameters.items())
+        key += tuple((name, kind_of_number(name, value)) for name, value in hyperparameters.items())
     return key
 
 
@@ -263,14 +264,14 @@ def _readable(request: Request) -> Request:
 _EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
 
 
-def _kind(name: str, value: object):
+def kind_of_number(name: str, value: object):
     """Of a number only its kind; of an exponent the value, where it has code of its own."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
     if name not in _EXPONENTS:
         return None
     number = host_value(name, value)
-    own = lowering.EXPONENT_CODE if name == "outer_p" else lowering.INNER_CODE
+    own = EXPONENT_CODE if name == "outer_p" else lowering.INNER_CODE
     return number if number in own else "any"
 
 

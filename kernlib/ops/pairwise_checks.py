@@ -12,6 +12,7 @@ from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import hyperparameters as numbers
 from kernlib.ops import pairwise_lowering as lowering
 from kernlib.ops.hyperparameters import accumulator, check_kind, host_value
+from kernlib.ops.pairwise_finish import EXPONENT_CODE
 from kernlib.ops.tensors import check_dense, check_memory, check_out_shape
 
 DTYPES = {getattr(torch, name): name for name in lowering.TYPES}
@@ -227,7 +228,7 @@ def exponents(descriptor: Pairwise, values: dict) -> tuple[float | str, float | 
     on_device = isinstance(inner, torch.Tensor)
     return (
         ("device" if "device" in codes else "any") if on_device else _own(inner, codes),
-        "any" if isinstance(outer, torch.Tensor) else _own(outer, lowering.EXPONENT_CODE),
+        "any" if isinstance(outer, torch.Tensor) else _own(outer, EXPONENT_CODE),
     )
 
 

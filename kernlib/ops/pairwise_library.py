@@ -64,15 +64,15 @@ def run(
         a, b = pairwise_features.apply(feature_map, a, b)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
-    separate = _separate(hyperparameters, a.device)
-    arguments = (descriptor.text, *separate, row_offset, col_offset, debug)
+    given = separate(hyperparameters, a.device)
+    arguments = (descriptor.text, *given, row_offset, col_offset, debug)
     if out is None:
         return _new(a, b, *arguments)
     _into(a, b, out, bool(accumulate), *arguments)
     return out
 
 
-def _separate(hyperparameters: dict, device: torch.device) -> tuple[str, list, list]:
+def separate(hyperparameters: dict, device: torch.device) -> tuple[str, list, list]:
     """Names, numbers and tensors. Raises TypeError for what is neither number nor tensor."""
     tensors = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
     numbers = {k: _number(k, v) for k, v in hyperparameters.items() if k not in tensors}

@@ -17,7 +17,12 @@ from kernlib.descriptors.pairwise import Pairwise
 from kernlib.errors import UnsupportedError
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops.expression_source import EpilogueSource
+from kernlib.ops.pairwise_finish import (
+    COMMON_SCALARS,
+    finish,
+    outer,
+    outer_kinds,
+)
 
 THREADS = 256
 TILE_K = 16
@@ -28,8 +33,6 @@ MAX_BATCH_BLOCKS = 65535
 POINTERS = 3  # of a, b and out, at the start of the parameter struct
 NUMBER = "dQ"  # then for each hyperparameter its value, and its address if it is on the device
 Choice = dict[str, int]  # knobs that tuning turns, by name
-# In the order of the enum of scalars.cuh.
-COMMON_SCALARS = ("inner_p", "outer_p", "epsilon", "regularization", "inner_scale")
 
 # torch's names of storage: (CUDA type, bytes, CUDA type of arithmetic, its bytes)
 TYPES = {
@@ -67,16 +70,6 @@ EXPONENT_STAGES = {  # inner stages with an exponent: their code for its values
     },
     norms.PowerLog: {"any": "PowerLog"},
 }
-ROOT_CODE = {
-    0.0: "s",
-    0.5: "s * s",
-    1.0: "s",
-    2.0: "sqrt(s)",
-    4.0: "sqrt(sqrt(s))",
-    float("inf"): "s",
-    "device": "power(s, root)",
-}
-EXPONENT_CODE = {0.5: "sqrt(s)", 1.0: "s", 2.0: "s * s"}
 
 
 class Layout(NamedTuple):
@@ -174,8 +167,8 @@ def lower(
         problem.out_dtype,
         chosen["tile"],
         problem.k > PROMOTE_K,
-        _access(problem.a, problem.m, problem.k, problem.dtype),
-        _access(problem.b, problem.n, problem.k, problem.dtype),
+        access(problem.a, problem.m, problem.k, problem.dtype),
+        access(problem.b, problem.n, problem.k, problem.dtype),
         swapped and descriptor.signed,
         problem.inner,
         problem.outer,
@@ -187,7 +180,7 @@ def lower(
             f"a {problem.m} x {problem.n} result over {problem.k} features is more than one launch "
             f"holds ({MAX_TILES} tiles of {variant.tile}); call it on slices"
         )
-    fixed = _fixed(problem, tiles_m, tiles_n, scalar_strides)
+    fixed = fixed_parameters(problem, tiles_m, tiles_n, scalar_strides)
     grid = (tiles_m * tiles_n, min(problem.batch, MAX_BATCH_BLOCKS))
     return Lowered(spec(descriptor, variant, arch), grid, fixed, swapped)
 
@@ -259,7 +252,7 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[K
     """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
     powers = inner_codes(descriptor)
     accesses = ("features", "points", "strided")
-    code = list(product(accesses, accesses, _swaps(descriptor), powers, _outer_kinds(descriptor)))
+    code = list(product(accesses, accesses, _swaps(descriptor), powers, outer_kinds(descriptor)))
     specs = {
         spec(descriptor, Variant(dtype, out, tile, long, a, b, swap, power, outer, root), arch)
         for dtype in dtypes
@@ -273,16 +266,6 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[K
 
 def _swaps(descriptor: Pairwise) -> tuple[bool, ...]:
     return (False, True) if descriptor.signed else (False,)
-
-
-def _outer_kinds(descriptor: Pairwise) -> list[tuple[float | str, bool]]:
-    """Kinds of the outer exponent, and whether it follows from the inner one."""
-    if isinstance(descriptor.outer, norms.Root):
-        return [("any", True)]
-    if not isinstance(descriptor.outer, norms.Power):
-        return [("any", False)]
-    own = [(kind, False) for kind in ("any", *EXPONENT_CODE)]
-    return own + [("any", True)] * isinstance(descriptor.inner, norms.Power)
 
 
 def source(descriptor: Pairwise, variant: Variant) -> str:
@@ -306,48 +289,9 @@ constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
 #define ACCESS_A Access::{variant.access_a}
 #define ACCESS_B Access::{variant.access_b}
 
-{_finish(descriptor, variant)}
+{finish(descriptor, variant)}
 #include "pairwise/pairwise.cuh"
 """
-
-
-def _finish(descriptor: Pairwise, variant: Variant) -> str:
-    outer, members = _outer(descriptor, variant)
-    steps = [f"AccT v = {outer};"]
-    if descriptor.epilogue:
-        text = EpilogueSource(descriptor.epilogue, str(len(COMMON_SCALARS)))
-        members = [*members, ("epsilon", "read(2)"), *text.members]
-        steps.append("if (absolute(v) < epsilon) v = AccT(0);")
-        steps += [f"v = {step};" for step in text.steps]
-    fields = "".join(f"    AccT {name};\n" for name, _ in members)
-    reads = "".join(f"        {name} = {value};\n" for name, value in members)
-    body = "".join(f"        {step}\n" for step in steps)
-    return f"""struct Finish {{
-{fields}    template <class Read>
-    __device__ __forceinline__ explicit Finish(Read read) {{
-{reads}    }}
-    __device__ __forceinline__ AccT operator()(AccT s) const {{
-{body}        return v;
-    }}
-}};
-"""
-
-
-def _outer(descriptor: Pairwise, variant: Variant) -> tuple[str, list[tuple[str, str]]]:
-    """Text of Outer over ``s``, and the members it needs."""
-    if variant.root:
-        if variant.inner == "device":
-            limit = "read(0) == AccT(0) || read(0) == infinity(AccT())"
-            return ROOT_CODE["device"], [("root", f"{limit} ? AccT(1) : AccT(1) / read(0)")]
-        if variant.inner in ROOT_CODE:
-            return ROOT_CODE[variant.inner], []
-        return "power(s, exponent)", [("exponent", "read(1)")]
-    if isinstance(descriptor.outer, norms.Power):
-        if variant.outer in EXPONENT_CODE:
-            return EXPONENT_CODE[variant.outer], []
-        return "power(s, exponent)", [("exponent", "read(1)")]
-    simple = {norms.Abs: "absolute(s)", norms.Square: "s * s", norms.Sqrt: "sqrt(s)"}
-    return simple.get(type(descriptor.outer), "s"), []
 
 
 def _describe(descriptor: Pairwise, variant: Variant) -> str:
@@ -359,11 +303,11 @@ def _describe(descriptor: Pairwise, variant: Variant) -> str:
     inner = next(kind for kind in codes if codes[kind] == codes[variant.inner])
     words += [f"p={inner}"] * (inner != "any")
     if isinstance(descriptor.outer, norms.Power):
-        words.append("outer=" + _outer(descriptor, variant)[0].replace(" ", ""))
+        words.append("outer=" + outer(descriptor, variant)[0].replace(" ", ""))
     return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])
 
 
-def _access(layout: Layout, count: int, k: int, dtype: str) -> str:
+def access(layout: Layout, count: int, k: int, dtype: str) -> str:
     """How far 16-byte loads (8 bytes of a half type) can run: see Access in operand.cuh."""
     itemsize = TYPES[dtype][1]
     run = 4 if itemsize == 2 else 16 // itemsize
@@ -384,7 +328,9 @@ def _takes_vectors(problem: Problem) -> bool:
     return aligned and out.columns == 1 and out.rows % chunk == 0 and out.batch % chunk == 0
 
 
-def _fixed(problem: Problem, tiles_m: int, tiles_n: int, scalar_strides: tuple[int, ...]) -> bytes:
+def fixed_parameters(
+    problem: Problem, tiles_m: int, tiles_n: int, scalar_strides: tuple[int, ...]
+) -> bytes:
     views = [x for v in (problem.a, problem.b, problem.out) for x in (v.batch, v.rows, v.columns)]
     sizes = (problem.m, problem.n, problem.batch, problem.diagonal)
     flags = (int(_takes_vectors(problem)), int(problem.accumulate))

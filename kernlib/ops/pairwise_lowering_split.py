@@ -19,6 +19,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.ops import pairwise_lowering as direct
 from kernlib.ops import pairwise_lowering_split_pack as pack
 from kernlib.ops.kronecker_sparse_lowering_wgmma import multiply
+from kernlib.ops.pairwise_finish import finish, outer_kinds
 from kernlib.ops.pairwise_lowering import Problem
 from kernlib.ops.pairwise_lowering_split_pack import (
     DOUBTFUL,
@@ -181,7 +182,7 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[K
         _variant(*kind, k, inner, outer, root)
         for kind in kinds
         for k in ((32, 64) if kind[-1] else (64,))
-        for outer, root in direct._outer_kinds(descriptor)
+        for outer, root in outer_kinds(descriptor)
     ]
     found = [spec(descriptor, variant, difference) for variant in made]
     found += [centre_spec(kind[0], difference) for kind in kinds]
@@ -285,18 +286,9 @@ constexpr int DYNAMIC_BYTES = {variant.shared_bytes};
 #define GATED {DOUBTFUL}
 
 {multiply("float16", variant.columns, False)}
-{_finish(descriptor, variant)}
+{finish(descriptor, variant, root="square_root")}
 #include "pairwise/split.cuh"
 """
-
-
-def _finish(descriptor: Pairwise, variant: Variant) -> str:
-    """Outer and epilogue, as in the direct kernel but for the branch of an exact root."""
-    same = direct.Variant(
-        variant.dtype, variant.out_dtype, 0, False, "strided", "strided", False,
-        variant.inner, variant.outer, variant.root,
-    )  # fmt: skip
-    return direct._finish(descriptor, same).replace("AccT v = sqrt(", "AccT v = square_root(")
 
 
 def _describe(variant: Variant) -> str:

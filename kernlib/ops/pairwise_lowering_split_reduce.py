@@ -188,7 +188,7 @@ def _main_step(
     strides: tuple[int, ...],
 ) -> Step:
     splits = ceil(problem.n, per_split)
-    fixed = direct._fixed(problem, per_split, row_blocks, tuple(strides)) + struct.pack(
+    fixed = direct.fixed_parameters(problem, per_split, row_blocks, tuple(strides)) + struct.pack(
         FIXED,
         place.a_stride, place.b_stride, place.a_points, place.b_points, place.stages, splits,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from kernlib.ops.pairwise_kinds import takes_products
 from kernlib.ops.pairwise_lowering import NUMBER, Layout, scalar_count
 from kernlib.ops.pairwise_plans import precision
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
-from kernlib.ops.pairwise_request import _layout, _scalar_strides
+from kernlib.ops.pairwise_request import layout_of, scalar_strides
 from kernlib.ops.sequence import Steps
 
 # Of v's columns one launch by tensor cores takes 8: 18 ms for 1e10 pairs of 64 features, and 16 in
@@ -77,7 +77,7 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
     arch, count = arch_of(device), model(device).multiprocessors
     numbers = request.hyperparameters
     call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, numbers)
-    strides = _scalar_strides(descriptor, numbers, call)
+    strides = scalar_strides(descriptor, numbers, call)
     launches, per_split, splits = [], 0, 0
     product = rows is None and by_products(reduction, request, shape, arch)
     widest = PRODUCT_COLUMNS if product else lowering.WIDTHS[-1]
@@ -119,9 +119,9 @@ def problem_of(reduction: str, request: Request, shape: Shape, width: int) -> lo
         shape.n,
         shape.k,
         shape.batch,
-        _layout(a, shape.batch),
-        _layout(b, shape.batch),
-        Layout(0, 0, 0) if v is None else _layout(v, shape.batch),
+        layout_of(a, shape.batch),
+        layout_of(b, shape.batch),
+        Layout(0, 0, 0) if v is None else layout_of(v, shape.batch),
         width,
         shape.columns,
         checks.DTYPES[a.dtype],

@@ -17,7 +17,7 @@ from kernlib.ops import pairwise_reduce_gradients as gradients
 from kernlib.ops import pairwise_reduce_pairs as pairs
 from kernlib.ops import pairwise_reduce_plans as plans
 from kernlib.ops.hyperparameters import accumulator
-from kernlib.ops.pairwise_library import _separate
+from kernlib.ops.pairwise_library import separate
 from kernlib.ops.pairwise_reduce_checks import Request
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, as of kernlib::pairwise.
@@ -60,10 +60,10 @@ def run(
     """
     checks.check_tensors(descriptor, a, b, v)
     made, b = checks.sides(descriptor, a, b, row_offset, col_offset)
-    separate = _separate(values, a.device)
-    if out is not None and torch.is_grad_enabled() and _any_requires(a, b, v, out, *separate[2]):
+    given = separate(values, a.device)
+    if out is not None and torch.is_grad_enabled() and _any_requires(a, b, v, out, *given[2]):
         gradients.refuse_out(out)
-    found = _reduce(a, b, v, reduction, made.text, *separate, row_offset, col_offset)
+    found = _reduce(a, b, v, reduction, made.text, *given, row_offset, col_offset)
     if out is None:
         return found if wide else found.to(a.dtype)
     checks.check_result(out, tuple(found.shape), a)
@@ -76,7 +76,7 @@ def choose(
     """:func:`kernlib.ops.pairwise_reduce_pairs.run` by way of the operators."""
     checks.check_tensors(descriptor, a, b, None)
     made, b = checks.sides(descriptor, a, b, rows, columns)
-    names, numbers, tensors = _separate(values, a.device)
+    names, numbers, tensors = separate(values, a.device)
     options = reduction, made.text, names, numbers, tensors, rows, columns
     with torch.no_grad():
         found, places = _choose(a, b, k, largest, *options)

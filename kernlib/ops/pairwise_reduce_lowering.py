@@ -21,7 +21,7 @@ from kernlib.ops.pairwise_lowering import (
     THREADS,
     TYPES,
     Layout,
-    _access,
+    access,
     inner_codes,
     scalar_count,
     shared_bytes,
@@ -120,7 +120,7 @@ def lower(
     row_blocks = _ceil(problem.m, block)
     per_split = per_split or split(problem, row_blocks, unit, multiprocessors * RESIDENT)
     splits = _ceil(problem.n, per_split)
-    fixed = _fixed(problem, per_split, row_blocks, scalar_strides)
+    fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
     grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
     return Lowered(spec(descriptor, made, arch), grid, fixed, per_split, splits)
 
@@ -144,8 +144,8 @@ def variant(problem: Problem, rows: int | None = None) -> Variant:
         problem.k if small else 0,
         (rows or rows_of(problem.k, width)) if small else 0,
         not small and problem.k > PROMOTE_K,
-        "strided" if small else _access(*a, problem.k, problem.dtype),
-        "strided" if small else _access(*b, problem.k, problem.dtype),
+        "strided" if small else access(*a, problem.k, problem.dtype),
+        "strided" if small else access(*b, problem.k, problem.dtype),
         problem.inner,
         problem.outer,
         problem.root,
@@ -240,7 +240,7 @@ constexpr bool LONG_K = {str(made.long_k).lower()};
 """
 
 
-def _fixed(
+def fixed_parameters(
     problem: Problem, per_split: int, row_blocks: int, scalar_strides: tuple[int, ...]
 ) -> bytes:
     layouts = (problem.a, problem.b, problem.v)

@@ -16,7 +16,7 @@ from kernlib.ops import pairwise_reduce_blocks as by_blocks
 from kernlib.ops import pairwise_reduce_checks as checks
 from kernlib.ops import pairwise_reduce_kernels as kernels
 from kernlib.ops.hyperparameters import accumulator
-from kernlib.ops.pairwise import _kind
+from kernlib.ops.pairwise import kind_of_number
 from kernlib.ops.pairwise_plans import numbers_of, precision
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
 from kernlib.ops.precision import without_autocast
@@ -121,7 +121,7 @@ def _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, valu
         check_dense((), out=out)
         raise
     if values:
-        key += tuple((name, _kind(name, value)) for name, value in values.items())
+        key += tuple((name, kind_of_number(name, value)) for name, value in values.items())
     return key
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from kernlib.descriptors.expression import Node, Number, Operation
 from kernlib.descriptors.pairwise import Pairwise
+from kernlib.ops import pairwise_finish
 from kernlib.ops.expression_source import EpilogueSource
-from kernlib.ops.pairwise_lowering import COMMON_SCALARS, _outer
 
 
 class ReductionSource(EpilogueSource):
@@ -48,27 +48,7 @@ def _factors(node: Node, is_constant) -> tuple[Node, list[Node], bool]:
 def finish(descriptor: Pairwise, variant) -> str:
     """The struct ``Finish``: outer stage and epilogue of one sum. ``variant`` has ``inner``,
     ``outer``, ``root`` and ``epsilon``: whether values below an epsilon count as 0."""
-    outer, members = _outer(descriptor, variant)
-    steps = [f"AccT v = {outer};"]
-    if descriptor.epilogue:
-        text = ReductionSource(descriptor.epilogue, str(len(COMMON_SCALARS)))
-        members = [*members, *text.members]
-        if variant.epsilon:
-            members.append(("epsilon", f"read({COMMON_SCALARS.index('epsilon')})"))
-            steps.append("if (absolute(v) < epsilon) v = AccT(0);")
-        steps += [f"v = {step};" for step in text.steps]
-    fields = "".join(f"    AccT {name};\n" for name, _ in members)
-    reads = "".join(f"        {name} = {value};\n" for name, value in members)
-    body = "".join(f"        {step}\n" for step in steps)
-    return f"""namespace approximate {{
-struct Finish {{
-{fields}    template <class Read>
-    __device__ __forceinline__ explicit Finish(Read read) {{
-{reads}    }}
-    __device__ __forceinline__ AccT operator()(AccT s) const {{
-{body}        return v;
-    }}
-}};
-}}
-using approximate::Finish;
-"""
+    text = pairwise_finish.finish(
+        descriptor, variant, source=ReductionSource, epsilon=variant.epsilon
+    )
+    return f"namespace approximate {{\n{text}}}\nusing approximate::Finish;\n"

@@ -85,7 +85,7 @@ def problem_of(request: Request, call: checks.Call) -> tuple[lowering.Problem, t
         call.n,
         call.k,
         call.batch,
-        *(_layout(t, call.batch) for t in tensors),
+        *(layout_of(t, call.batch) for t in tensors),
         checks.DTYPES[call.dtype],
         checks.DTYPES[call.out_dtype],
         request.row_offset - request.col_offset,
@@ -93,7 +93,7 @@ def problem_of(request: Request, call: checks.Call) -> tuple[lowering.Problem, t
         *checks.exponents(descriptor, hyperparameters),
         checks.follows_inner(descriptor, hyperparameters),
     )
-    return problem, _scalar_strides(descriptor, hyperparameters, call)
+    return problem, scalar_strides(descriptor, hyperparameters, call)
 
 
 def tuning_signature(descriptor: Pairwise, problem: lowering.Problem) -> bytes:
@@ -101,7 +101,7 @@ def tuning_signature(descriptor: Pairwise, problem: lowering.Problem) -> bytes:
     return encode((descriptor.canonical(), problem._replace(diagonal=0)))
 
 
-def _layout(t: torch.Tensor, batch: int) -> lowering.Layout:
+def layout_of(t: torch.Tensor, batch: int) -> lowering.Layout:
     """Strides with those of single entries out of the way of alignment."""
     rows, columns = (s if n > 1 else 0 for s, n in zip(t.stride()[-2:], t.shape[-2:], strict=True))
     if t.shape[-1] == 1:
@@ -111,7 +111,7 @@ def _layout(t: torch.Tensor, batch: int) -> lowering.Layout:
     return lowering.Layout(step, rows, columns, address & 15)
 
 
-def _scalar_strides(descriptor, hyperparameters, call) -> tuple[int, ...]:
+def scalar_strides(descriptor, hyperparameters, call) -> tuple[int, ...]:
     slots = checks.slots(descriptor)
     strides = [0] * lowering.scalar_count(descriptor)
     for name, value in hyperparameters.items():
