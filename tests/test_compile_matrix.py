@@ -18,6 +18,7 @@ from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops import kronecker_sparse_lowering_turn as turn
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
 from kernlib.ops.pairwise_lowering import EXPONENT_STAGES, INNER_CODE, Variant, spec
+from kernlib.ops.wgmma import multiply
 
 HERE = "sm_90a"
 SPILL_BYTES, REGISTERS = 128, 128  # two blocks of 256 threads share a multiprocessor
@@ -321,7 +322,7 @@ def test_a_kernel_for_hopper_compiles_within_its_bounds(name):
 SERIAL = f"""#include "common/types.cuh"
 #include "common/hopper.cuh"
 
-{wgmma.multiply("float16", 16, False)}
+{multiply("float16", 16, False)}
 extern "C" __global__ void serial(float* y, u64 a, u64 b, int count) {{
     float sums[8] = {{}};
     for (int i = 0; i < count; ++i) {{

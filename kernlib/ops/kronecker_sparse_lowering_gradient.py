@@ -18,6 +18,7 @@ from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
 from kernlib.ops.kronecker_sparse_lowering_hopper import FIXED, TILE_ROWS
 from kernlib.ops.kronecker_sparse_lowering_problem import Choice, Layout, Problem, ceil, is_deep
 from kernlib.ops.steps import Lowered, Step
+from kernlib.ops.wgmma import multiply
 from kernlib.tensor_map import TensorMap
 
 KIND = "gradient"
@@ -212,6 +213,6 @@ constexpr bool RIGHT_LINES = {str(lines).lower()};
 #define PRODUCTS 1
 #define HALF_INPUT 1
 
-{wgmma.multiply(dtype, columns, False, lines, lines)}
+{multiply(dtype, columns, False, lines, lines)}
 #include "kronecker_sparse/hopper.cuh"
 """

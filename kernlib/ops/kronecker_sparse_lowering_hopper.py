@@ -15,6 +15,7 @@ from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
 from kernlib.ops.kronecker_sparse_lowering_problem import Choice, Problem, ceil, is_deep
 from kernlib.ops.steps import Lowered, Step
+from kernlib.ops.wgmma import multiply
 from kernlib.tensor_map import TensorMap
 
 KIND = "hopper"
@@ -276,7 +277,7 @@ constexpr bool RIGHT_LINES = false;
 #define PRODUCTS {wgmma.products(dtype, precision)}
 #define HALF_INPUT {int(dtype != "float32")}
 
-{wgmma.multiply(dtype, columns, registers, batch_last)}
+{multiply(dtype, columns, registers, batch_last)}
 #include "kronecker_sparse/hopper.cuh"
 """
 

@@ -15,6 +15,7 @@ from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
 from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Choice, Problem, ceil, is_deep
 from kernlib.ops.steps import Lowered, Step
+from kernlib.ops.wgmma import multiply
 from kernlib.tensor_map import TensorMap
 
 KIND = "interleaved"
@@ -269,7 +270,7 @@ constexpr int PARAMETER_BYTES = {_parameters(epilogue, shape).size};
 #define PRODUCTS {wgmma.products(dtype, precision)}
 #define HALF_INPUT {int(dtype != "float32")}
 
-{wgmma.multiply(dtype, columns, True)}
+{multiply(dtype, columns, True)}
 #include "kronecker_sparse/interleaved.cuh"
 """
 

@@ -1,5 +1,5 @@
-"""What Hopper's kernels are assembled from: types and epilogues, the matrix instruction, the
-parameter struct, stages that fit shared memory."""
+"""What Hopper's kernels are assembled from: types and epilogues, the parameter struct, stages that
+fit shared memory."""
 
 from __future__ import annotations
 
@@ -20,41 +20,6 @@ BARRIER_BYTES = 256  # at most, of static shared memory
 MAX_STAGES = 8
 MAX_TILES = 2**31 - 1  # of all CTAs, counted by an int
 _CHEAP = ("+", "-", "*", "neg", "abs", "max", "min")
-_KINDS = {"float16": ("f16", 16), "bfloat16": ("bf16", 16), "float32": ("tf32", 8)}
-
-
-def multiply(
-    dtype: str, columns: int, registers: bool, left_lines: bool = False, right_lines: bool = False
-) -> str:
-    """CUDA text of ``multiply(sums, a, b, accumulate)``: one wgmma of 64 rows by ``columns``, with
-    ``a`` in four registers of a thread or, by a descriptor, in shared memory, and ``b`` there:
-    depths are neighbours or, as the last arguments say, rows of ``a`` and columns of ``b``."""
-    kind, depth = _KINDS[dtype]
-    count = columns // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    if registers:
-        parameter, left, next_ = "const u32 (&a)[4]", "{%%%d, %%%d, %%%d, %%%d}", count + 4
-        left = left % tuple(range(count, count + 4))
-        given = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
-    else:
-        parameter, left, next_ = "u64 a", f"%{count}", count + 1
-        given = '"l"(a)'
-    transposes = "" if registers else f", {int(left_lines)}"
-    transposes = "" if dtype == "float32" else f"{transposes}, {int(right_lines)}"
-    shape = f"m64n{columns}k{depth}.f32.{kind}.{kind}"
-    return f"""__device__ __forceinline__ void multiply(float (&d)[{count}], {parameter},
-                                         u64 b, int accumulate) {{
-    asm volatile("{{\\n\\t"
-                 ".reg .pred p;\\n\\t"
-                 "setp.ne.b32 p, %{next_ + 1}, 0;\\n\\t"
-                 "wgmma.mma_async.sync.aligned.{shape} "
-                 "{{{sums}}}, {left}, %{next_}, p, 1, 1{transposes};\\n\\t"
-                 "}}"
-                 : {bound}
-                 : {given}, "l"(b), "r"(accumulate));
-}}
-"""
 
 
 def preamble(dtype: str, epilogue: tuple[Epilogue, ...], staged: bool = False) -> str:

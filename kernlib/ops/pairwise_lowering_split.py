@@ -18,7 +18,6 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import pairwise_lowering as direct
 from kernlib.ops import pairwise_lowering_split_pack as pack
-from kernlib.ops.kronecker_sparse_lowering_wgmma import multiply
 from kernlib.ops.pairwise_finish import finish, outer_kinds
 from kernlib.ops.pairwise_lowering import Problem
 from kernlib.ops.pairwise_lowering_split_pack import (
@@ -40,6 +39,7 @@ from kernlib.ops.pairwise_lowering_split_pack import (
     workspace,
 )
 from kernlib.ops.steps import WORKSPACE, Lowered, Step
+from kernlib.ops.wgmma import multiply
 
 ARCH = "sm_90a"
 TILE_M = 128

@@ -18,13 +18,13 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import pairwise_lowering_split_pack as pack
 from kernlib.ops import pairwise_reduce_lowering as direct
-from kernlib.ops.kronecker_sparse_lowering_wgmma import multiply
 from kernlib.ops.pairwise_lowering import inner_codes, scalar_count
 from kernlib.ops.pairwise_lowering_split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.ops.pairwise_lowering_split_pack import ceil
 from kernlib.ops.pairwise_reduce_lowering import REDUCERS, Problem, width_of
 from kernlib.ops.pairwise_reduce_source import finish
 from kernlib.ops.steps import WORKSPACE, Step
+from kernlib.ops.wgmma import multiply
 
 OPERANDS = ("a", "b", "v", "out", "indices")
 INFOS = 3  # tiles whose PointInfo and lines of v are in shared memory
