@@ -227,7 +227,7 @@ def test_versions_count_what_is_overwritten():
 
 def test_without_the_extra(monkeypatch):
     monkeypatch.setattr(cusolver, "_import_error", lambda: ImportError("no module nvmath"))
-    assert dense._steps(torch.eye(3)[None].mT) is native
+    assert dense._steps(torch.eye(3)[None].mT, True) is native
     with pytest.raises(linalg.MissingExtraError, match=r"eigh .*kernlib\[linalg\]") as caught:
         cusolver.require("eigh here")
     assert isinstance(caught.value, ImportError)

@@ -52,7 +52,7 @@ def solve_cholesky(
     system = check_system(a, b, overwrite_a, overwrite_b)
     with torch.no_grad():
         matrix = layouts.square_work(system.a, overwrite_a)
-        steps, flipped = _steps(matrix.matrix), upper != matrix.transposed
+        steps, flipped = _steps(matrix.matrix, overwrite_a), upper != matrix.transposed
         info = steps.cholesky(matrix.matrix, flipped) if system.a.numel() else _zeros(system.a)
 
         def solve(factor: torch.Tensor, columns: torch.Tensor, _) -> None:
@@ -80,7 +80,7 @@ def solve_lu(
     system = check_system(a, b, overwrite_a, overwrite_b)
     with torch.no_grad():
         matrix = layouts.square_work(system.a, overwrite_a)
-        steps, pivots, info = _lu_steps(matrix.matrix), None, _zeros(system.a)
+        steps, pivots, info = _lu_steps(matrix.matrix, overwrite_a), None, _zeros(system.a)
         if system.a.numel():
             pivots, info = steps.lu(matrix.matrix)
 
@@ -135,20 +135,22 @@ def eigh(
         return w.view(a.shape[:-1]), vectors, info
 
 
-def _steps(matrix: torch.Tensor) -> ModuleType:
-    """Who factors and solves: torch would copy a padded matrix, cuSOLVER takes it as it lies; and
-    where TF32 is permitted to products torch's solutions have no more digits than that."""
+def _steps(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
+    """Who factors and solves. torch would copy a padded matrix, and a large one to overwrite, which
+    cuSOLVER takes as it lies; and where TF32 is permitted to products torch's solutions have no
+    more digits than that."""
     rounded = matrix.dtype is torch.float32 and float32_precision() == "tf32"
-    wanted = rounded or not layouts.is_packed(matrix)
+    large = overwrite and matrix.shape[-1] >= cusolver.LOOP_FROM
+    wanted = rounded or large or not layouts.is_packed(matrix)
     return cusolver if wanted and cusolver.serves(matrix) else native
 
 
-def _lu_steps(matrix: torch.Tensor) -> ModuleType:
+def _lu_steps(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
     """As :func:`_steps`; of a batch torch's way waits for the device from N = 32 on, but it can be
     captured, where cuBLAS's cannot."""
     if matrix.shape[0] > 1 and cusolver.serves(matrix):
         return native if torch.cuda.is_current_stream_capturing() else cusolver
-    return _steps(matrix)
+    return _steps(matrix, overwrite)
 
 
 def _eigh_steps(matrix: torch.Tensor) -> ModuleType:
