@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.ops import pairwise_autograd as autograd
 from kernlib.ops import pairwise_reduce_blocks as by_blocks
+from kernlib.ops import pairwise_reduce_gradients as gradients
 from kernlib.ops.pairwise_reduce_checks import Shape
 
 M, N, K, L = 11, 13, 3, 2
@@ -247,6 +249,64 @@ def test_gradients_of_batches(a, b, v, wanted):
         close(x, y)
 
 
+REDUCTIONS = {
+    "matmul": lambda *t, **w: kl.kernel_matmul(GAUSSIAN, *t, **w),
+    "sum": lambda a, b, v, **w: kl.kernel_sum(GAUSSIAN, a, b, **w),
+    "logsumexp": lambda a, b, v, **w: kl.kernel_logsumexp(GAUSSIAN, a, b, **w),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradients_of_narrow_types_are_summed_in_float32(reduction, dtype):
+    """Those of a number too, whatever its own dtype and shape."""
+    function = REDUCTIONS[reduction]
+    inputs = [points(M, K, dtype=dtype), points(N, K, seed=1, dtype=dtype),
+              points(N, 2, seed=2, dtype=dtype), torch.tensor([1.5], dtype=dtype)]  # fmt: skip
+    inputs = [t.requires_grad_() for t in inputs if reduction == "matmul" or t.shape[-1:] != (2,)]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    slopes = []
+    for given in (inputs, wide):
+        a, b, *v, bandwidth = given
+        out = function(a, b, v[0] if v else None, bandwidth=bandwidth)
+        slopes.append(torch.autograd.grad(out, given, torch.ones_like(out)))
+    for x, y in zip(*slopes, strict=True):
+        assert x.dtype == dtype and x.shape == y.shape
+        close(x, y.to(dtype), 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 256])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_gradient_takes_each_entry_once_and_few_at_a_time(reduction, rows, monkeypatch):
+    seen, compute = [], autograd.gradients
+
+    def watched(call, needs, saved, weights):
+        seen.append(weights.numel())
+        return compute(call, needs, saved, weights)
+
+    monkeypatch.setattr(autograd, "gradients", watched)
+    monkeypatch.setattr(gradients, "FEWEST_ROWS", rows)
+    inputs = [points(M, K), points(N, K, seed=1), points(N, 2, seed=2)]
+    inputs = [t.requires_grad_() for t in inputs[: 3 if reduction == "matmul" else 2]]
+    v = inputs[2] if reduction == "matmul" else None
+    out = REDUCTIONS[reduction](*inputs[:2], v, bandwidth=1.5)
+    found = torch.autograd.grad(out.square().sum(), inputs)
+    assert sum(seen) == M * N and max(seen) <= 40 // gradients.PARTS
+    matrix = kl.run_kernel(GAUSSIAN, *inputs[:2], bandwidth=1.5)
+    whole = {"matmul": lambda: matrix @ v, "sum": lambda: matrix.sum(1),
+             "logsumexp": lambda: matrix.logsumexp(1)}[reduction]()  # fmt: skip
+    for x, y in zip(found, torch.autograd.grad(whole.square().sum(), inputs), strict=True):
+        close(x, y)
+
+
+def test_gradients_of_log_sums_of_nothing_but_minus_infinity():
+    descriptor = kl.dot_product(epilogue=kl.Custom("v * s", ("s",)))
+    a = torch.tensor([[-1e30], [1.0]], requires_grad=True)
+    b = torch.tensor([[1e30], [1e30]])
+    (found,) = torch.autograd.grad(kl.kernel_logsumexp(descriptor, a, b, s=1e-30).sum(), a)
+    torch.testing.assert_close(found, torch.tensor([[0.0], [1.0]]))
+
+
 @pytest.mark.parametrize("name", ["gaussian", "polynomial"])
 def test_gradients_of_gradients(name):
     descriptor, (a, b, v), tensors, offsets = arguments(name)
@@ -342,14 +402,15 @@ def test_the_descriptor_is_a_pairwise_one():
 
 @pytest.mark.parametrize("size", [(1, 7, 5), (3, 7, 5), (2, 1, 100), (2, 100, 1), (4, 33, 29)])
 @pytest.mark.parametrize("entries", [1, 6, 40, 10**6])
-@pytest.mark.parametrize("whole_rows", [False, True])
-def test_blocks_cover_each_entry_once(size, entries, whole_rows):
+@pytest.mark.parametrize("fewest_rows", [1, 7])
+def test_blocks_cover_each_entry_once(size, entries, fewest_rows):
     marks = torch.zeros(size, dtype=torch.int64)
     shape = Shape(size[1], size[2], K, size[0], 0, True, size[0])
-    for l, m, n in by_blocks.blocks(shape, entries, whole_rows):
+    for l, m, n in by_blocks.blocks(shape, entries, fewest_rows):
         part = marks[l, m, n]
         assert 0 < part.numel() <= entries
-        assert not whole_rows or entries < size[2] or part.shape[2] == size[2]
+        rows = min(size[1], fewest_rows)
+        assert entries < rows * size[2] or part.shape[2] == size[2]
         part += 1
     assert marks.eq(1).all()
 
@@ -357,4 +418,4 @@ def test_blocks_cover_each_entry_once(size, entries, whole_rows):
 @pytest.mark.parametrize("size", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
 def test_nothing_has_no_blocks(size):
     shape = Shape(size[1], size[2], K, size[0], 0, True, size[0])
-    assert not list(by_blocks.blocks(shape, 100))
+    assert not list(by_blocks.blocks(shape, 100, 7))

@@ -5,6 +5,7 @@ import torch
 from gpu_fakes import on_gpu
 
 import kernlib as kl
+from kernlib.ops import pairwise_products as products
 from kernlib.ops import pairwise_reduce_blocks as by_blocks
 from kernlib.ops import pairwise_reduce_checks as checks
 from kernlib.ops import pairwise_reduce_kernels as kernels
@@ -165,22 +166,22 @@ def test_who_computes_a_product_of_a_block(setting, asked, columns, torchs):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
-        assert by_blocks._by_torch(asked, on_gpu(1, 300, 4096), columns) == torchs
-        assert by_blocks._by_torch(asked, on_gpu(1, 3, 4, dtype=torch.float64), columns)
-        assert by_blocks._by_torch(asked, torch.zeros(1, 3, 4), columns)
+        assert products._is_torchs(asked, on_gpu(1, 300, 4096), columns) == torchs
+        assert products._is_torchs(asked, on_gpu(1, 3, 4, dtype=torch.float64), columns)
+        assert products._is_torchs(asked, torch.zeros(1, 3, 4), columns)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("n", [64, 50])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_products_by_kernels_are_those_of_torch(n, batch, monkeypatch):
-    monkeypatch.setattr(by_blocks, "_by_torch", lambda *arguments: False)
-    left, right = points(batch, 7, n).mT.contiguous().mT, points(1, n, 2, seed=1)
+@pytest.mark.parametrize(("batch", "parts"), [(1, 1), (1, 5), (3, 1)])
+def test_products_by_kernels_are_those_of_torch(batch, parts, monkeypatch):
+    monkeypatch.setattr(products, "_is_torchs", lambda *arguments: False)
+    fits = lambda left, right: parts if left.shape[-1] % parts == 0 else 1  # noqa: E731
+    monkeypatch.setattr(products, "_parts", fits)
+    left, right = points(batch, 7, 50).mT.contiguous().mT, points(1, 50, 2, seed=1)
     inputs = left.requires_grad_(), right.requires_grad_()
-    request = checks.Request(GAUSSIAN, A, B, V, 0, 0, {})
-    torch.testing.assert_close(by_blocks.multiplied(request, *inputs), left @ right)
-    assert torch.autograd.gradcheck(lambda *x: by_blocks.multiplied(request, *x), inputs)
+    torch.testing.assert_close(products.multiplied(None, *inputs), left @ right)
+    assert torch.autograd.gradcheck(lambda *x: products.multiplied(None, *x), inputs)
     v = V.clone().requires_grad_()
     assert torch.autograd.gradcheck(
         lambda v: kl.kernel_matmul(GAUSSIAN, A, B, v, bandwidth=1.5), (v,)

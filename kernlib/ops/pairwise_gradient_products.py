@@ -44,13 +44,14 @@ def square(
 def _square(target, x, z, weights, coefficients, factor: float, accumulate: bool) -> None:
     """One batch entry: target (O, Q, K)."""
     if coefficients is None:
-        coefficients = torch.ones(1, z.shape[0], dtype=z.dtype, device=z.device)
-    sums = run_kernel(_DOT, coefficients, weights)[..., None]  # (O, Q, 1)
-    if accumulate:
+        sums, points = weights.sum(-1, keepdim=True)[None], z.mT.contiguous().mul(-factor)[None]
+    else:
+        sums = run_kernel(_DOT, coefficients, weights)[..., None]
+        points = _weighted(coefficients, z.mT, -factor)
+    if accumulate:  # sums (O, Q, 1), points (O, K, T)
         target.addcmul_(x, sums, value=factor)
     else:
         torch.mul(x * factor, sums, out=target)
-    points = _weighted(coefficients, z.mT, -factor)
     run_kernel(_DOT, weights, points, out=target, accumulate=True)
 
 

@@ -8,30 +8,27 @@ from collections.abc import Iterator
 
 import torch
 
-from kernlib.descriptors.pairwise import dot_product
 from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.pairwise_products import multiplied
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
-from kernlib.ops.precision import float32_precision
 
 BLOCK_BYTES = 1 << 26
 CPU_BLOCK_BYTES = 1 << 24  # which stay in a core's cache between the block's two passes
 MOST_ROWS = 4096  # of a block of many columns: enough for a product to be bound by arithmetic
-PRODUCT_COLUMNS = 128  # a tile's: narrower products by kernels are no faster than SGEMM
-SUMS = 16  # of a product of few columns and many terms, so that its tiles fill a GPU
 
 Block = tuple[slice, slice, slice]  # of the batch, of rows and of columns
 
 
-def blocks(shape: Shape, entries: int, whole_rows: bool = False) -> Iterator[Block]:
-    """Parts of at most ``entries`` of a matrix, row after row. With ``whole_rows`` a part has all
-    columns, if one row does not exceed ``entries``."""
+def blocks(shape: Shape, entries: int, fewest_rows: int) -> Iterator[Block]:
+    """Parts of at most ``entries`` of a matrix, row after row. A part has all columns, unless that
+    leaves it with less than ``fewest_rows`` of several."""
     if 0 in (shape.m, shape.n, shape.batch):
         return
     columns = min(shape.n, entries)
     rows = min(shape.m, entries // columns)
-    if not whole_rows and rows < min(shape.m, MOST_ROWS):
-        rows = min(shape.m, MOST_ROWS, entries)
+    if rows < min(shape.m, fewest_rows):
+        rows = min(shape.m, fewest_rows, entries)
         columns = min(shape.n, entries // rows)
     whole = (rows, columns) == (shape.m, shape.n)
     for l in _slices(shape.batch, max(1, entries // (rows * columns)) if whole else 1):
@@ -44,9 +41,9 @@ def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def entries_of(device: torch.device, dtype: torch.dtype) -> int:
-    """Entries of a block of a dtype."""
-    return (CPU_BLOCK_BYTES if device.type == "cpu" else BLOCK_BYTES) // dtype.itemsize
+def entries_of(device: torch.device, dtype: torch.dtype, most: int = BLOCK_BYTES) -> int:
+    """Entries of a block of a dtype, which takes ``most`` bytes on a GPU."""
+    return (CPU_BLOCK_BYTES if device.type == "cpu" else most) // dtype.itemsize
 
 
 def points_of(t: torch.Tensor, batch: slice, points: slice) -> torch.Tensor:
@@ -81,7 +78,7 @@ def each(request: Request, shape: Shape, at_least: int = 1, whole_rows: bool = F
     in memory that they share."""
     dtype, device = accumulator(request.a.dtype), request.a.device
     entries, memory = max(at_least, entries_of(device, dtype)), None
-    for block in blocks(shape, entries, whole_rows):
+    for block in blocks(shape, entries, 1 if whole_rows else MOST_ROWS):
         size = tuple(part.stop - part.start for part in block)
         count = size[0] * size[1] * size[2]
         if memory is None:  # the first block is the largest
@@ -91,34 +88,6 @@ def each(request: Request, shape: Shape, at_least: int = 1, whole_rows: bool = F
         yield block, matrix(request, block, a, b, values, memory[:count].view(size))
 
 
-_DOTS = {p: dot_product(precision=p) for p in (None, "fp32", "tf32", "bf16")}
-
-
-def multiplied(request: Request, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``left @ right`` for (L, M, N) and (L or 1, N, C), as accurate as the descriptor asks:
-    without a precision of its own by torch's setting. Differentiable."""
-    precision, (n, columns) = request.descriptor.precision, right.shape[-2:]
-    if _by_torch(precision, left, min(n, columns)):
-        return left @ right
-    if left.shape[0] == right.shape[0] == 1 and columns < PRODUCT_COLUMNS and n % SUMS == 0:
-        left = left[0].unflatten(-1, (SUMS, -1)).movedim(1, 0)
-        right = right[0].unflatten(0, (SUMS, -1))
-        return run_kernel(_DOTS[precision], left, right.mT).sum(0, keepdim=True)
-    return run_kernel(_DOTS[precision], left, right.mT)
-
-
-def _by_torch(precision: str | None, left: torch.Tensor, narrowest: int) -> bool:
-    """Whether a product is torch's: where that is as accurate as is asked for, unless it is wide
-    enough for the dot product's kernel to be faster than SGEMM, or permits tensor cores more than
-    torch's setting does."""
-    if left.dtype != torch.float32 or left.device.type == "cpu":
-        return True
-    wanted, setting = precision or float32_precision(), float32_precision()
-    if wanted == "fp32":
-        return setting == "fp32" and narrowest < PRODUCT_COLUMNS
-    return setting != "fp32" or narrowest < PRODUCT_COLUMNS
-
-
 def matmul(request: Request, shape: Shape) -> torch.Tensor:
     """``sum_n K[l,m,n] v[l,n,c]`` as (L, M, C) in the arithmetic's dtype."""
     wide, device = accumulator(request.a.dtype), request.a.device
@@ -126,7 +95,8 @@ def matmul(request: Request, shape: Shape) -> torch.Tensor:
     v = request.v if request.v.dim() == 3 else request.v[None]
     for block, values in each(request, shape):
         l, m, n = block
-        out[l, m] += multiplied(request, values, points_of(v, l, n).to(wide))
+        right = points_of(v, l, n).to(wide)
+        out[l, m] += multiplied(request.descriptor.precision, values, right)
     return out
 
 

@@ -1,22 +1,30 @@
-"""Gradients of reductions of a kernel matrix. Nothing but a reduction's inputs and results is kept:
-its matrix is computed again, block by block, by :func:`kernlib.run_kernel`, whose own gradients
-lead on to points and hyperparameters. Memory stays O(M + N) plus a block; a gradient that is
-itself to be differentiated keeps the blocks' graphs, O(M N)."""
+"""Gradients of reductions of a kernel matrix. Nothing but a reduction's inputs and results is kept.
+
+What each entry of a block of rows is worth to the reduction, such as ``g v^T``, is the gradient
+that arrives at that block of the matrix: :mod:`kernlib.ops.pairwise_autograd` leads it on to points
+and hyperparameters. The gradient of v is another product by the matrix. Memory stays O(M + N) plus
+half a gigabyte. A gradient that is itself to be differentiated is recorded: its blocks, computed by
+:func:`kernlib.run_kernel`, and their graphs stay, O(M N).
+"""
 
 from __future__ import annotations
 
 import torch
 
+from kernlib.ops import pairwise_autograd as autograd
 from kernlib.ops import pairwise_reduce_blocks as by_blocks
 from kernlib.ops import pairwise_reduce_checks as checks
 from kernlib.ops import pairwise_reduce_plans as plans
-from kernlib.ops.hyperparameters import accumulator
-from kernlib.ops.pairwise_reduce_blocks import multiplied
+from kernlib.ops.hyperparameters import accumulator, on_device
+from kernlib.ops.pairwise_products import multiplied
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
 from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import stand_ins
 
-PARTS = 4  # tensors of a block's size that a block's gradient takes
+MOST_BYTES = 1 << 29  # of all that a gradient keeps of a block
+PARTS = 3  # tensors of a block's size among them: weights, a slope, and what packs their product
+FEWEST_ROWS = 256  # of a block with all columns: sums by b then outweigh adding them up
+RECORDED_PARTS = 4  # tensors of a block's size that a recorded gradient takes at once
 
 
 def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values: dict):
@@ -103,7 +111,8 @@ def _gradients(reduction, request, shape, wanted, gradient, out) -> dict[str, to
     with without_autocast(request.a.device):
         if wanted == ["v"]:
             return {"v": _transposed_product(request, shape, gradient)}
-        return _by_blocks(reduction, request, shape, wanted, gradient, out)
+        made = _recorded if torch.is_grad_enabled() else _by_blocks
+        return made(reduction, request, shape, wanted, gradient, out)
 
 
 def _transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -> torch.Tensor:
@@ -111,9 +120,11 @@ def _transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -
     v, n, m = request.v, shape.n, shape.m
     if request.descriptor.signed:
         out = torch.zeros(shape.batch, n, shape.columns, dtype=weights.dtype, device=v.device)
+        precision = request.descriptor.precision
         for block, values in by_blocks.each(request, shape):
             l, rows, columns = block
-            out[l, columns] += multiplied(request, values.mT.to(weights.dtype), weights[l, rows])
+            right = weights[l, rows]
+            out[l, columns] += multiplied(precision, values.mT.to(weights.dtype), right)
         return _to_shape(out, v)
     weights = weights.to(v.dtype)
     exchanged = request.transposed()._replace(v=weights)
@@ -123,36 +134,110 @@ def _transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -
     return _to_shape(out, v)
 
 
+# Gradients that nobody differentiates.
+
+
 def _by_blocks(
     reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
 ) -> dict[str, torch.Tensor]:
     """The gradients of the wanted tensors, a block of the matrix at a time."""
-    create, tensors = torch.is_grad_enabled(), request.tensors()
-    wide = accumulator(request.a.dtype)
+    given, request = request.tensors(), _widened(request)
+    tensors, wide = request.tensors(), accumulator(request.a.dtype)
+    through = [name for name in wanted if name != "v"]
+    totals = {name: torch.zeros_like(tensors[name]) for name in through}
+    entries = max(1, by_blocks.entries_of(request.a.device, wide, MOST_BYTES) // PARTS)
+    for block in by_blocks.blocks(shape, entries, FEWEST_ROWS):
+        rows = gradient[block[:2]], out[block[:2]]
+        for name, value in _of_block(reduction, request, block, through, *rows).items():
+            _part_of(totals[name], name, block).add_(value)
+    if "v" in wanted:
+        totals["v"] = _transposed_product(request, shape, gradient)
+    return {name: t.to(given[name].device, given[name].dtype) for name, t in totals.items()}
+
+
+def _widened(request: Request) -> Request:
+    """Its tensors on the device and in the arithmetic's dtype."""
+    device, wide = request.a.device, accumulator(request.a.dtype)
+    made = {name: on_device(name, t, device, wide) for name, t in request.tensors().items()}
+    return _whole(request, tuple(made), tuple(made.values()))
+
+
+def _of_block(
+    reduction: str, request: Request, block, through: list[str], gradient, out
+) -> dict[str, torch.Tensor]:
+    """What a block of the matrix contributes to the gradients of tensors other than v."""
+    parts = _parts(request, block)
+    if reduction == "logsumexp":
+        weights = _weighted_shares(_values(request, block, parts), gradient, out)
+    else:
+        weights = _weights(reduction, request, block, parts, gradient)
+    names = tuple(name for name in parts if name not in ("a", "b", "v"))
+    numbers = {k: v for k, v in request.hyperparameters.items() if k not in names}
+    offsets = request.row_offset + block[1].start, request.col_offset + block[2].start
+    call = autograd.Call(request.descriptor, *offsets, numbers, names)
+    sides = ("a", "b", *names)
+    needs = tuple(name in through for name in sides)
+    found = autograd.gradients(call, needs, tuple(parts[name] for name in sides), weights)
+    return {name: x for name, x, need in zip(sides, found, needs, strict=True) if need}
+
+
+def _weighted_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
+    """What each entry is worth to a log-sum-exp, written over the ``values``."""
+    top = out[..., None]
+    top = top.masked_fill(top.isneginf(), 0.0)  # where all values are -inf, whose shares are 0
+    return values.sub_(top).exp_().mul_(gradient[..., None])
+
+
+def _weights(reduction: str, request: Request, block, parts: dict, gradient) -> torch.Tensor:
+    """What each entry of a block is worth to a sum or a product."""
+    if reduction == "sum":
+        return gradient[..., None].expand(*gradient.shape, block[2].stop - block[2].start)
+    v = parts["v"].to(gradient.dtype)
+    lines = (v if v.dim() == 3 else v[None]).mT
+    if lines.shape[-2] == 1:  # no product, but one write
+        return gradient * lines
+    return multiplied(request.descriptor.precision, gradient, lines)
+
+
+# Recorded gradients.
+
+
+def _recorded(
+    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+) -> dict[str, torch.Tensor]:
+    """The gradients of the wanted tensors by blocks whose graphs are kept."""
+    tensors, wide = request.tensors(), accumulator(request.a.dtype)
     totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in wanted}
     through = [name for name in wanted if name != "v"]
-    entries = by_blocks.entries_of(request.a.device, wide) // PARTS
-    for block in by_blocks.blocks(shape, entries):
+    entries = max(1, by_blocks.entries_of(request.a.device, wide) // RECORDED_PARTS)
+    for block in by_blocks.blocks(shape, entries, by_blocks.MOST_ROWS):
         parts = _parts(request, block)
-        if not create:
-            parts = {k: t.detach().requires_grad_(k in through) for k, t in parts.items()}
-        with torch.enable_grad():
-            values = _values(request, block, parts)
-        fixed = values if create else values.detach()
+        values = _values(request, block, parts)
         g = gradient[block[:2]]
-        weights = _weights(reduction, request, parts, fixed, g, out[block[:2]])
-        found = torch.autograd.grad(
-            values, [parts[name] for name in through], weights.to(values.dtype),
-            create_graph=create, allow_unused=True,
-        )  # fmt: skip
+        if reduction == "logsumexp":
+            weights = _recorded_shares(values, g, out[block[:2]])
+        else:
+            weights = _weights(reduction, request, block, parts, g)
+        options = {"create_graph": True, "allow_unused": True}
+        leaves = [parts[name] for name in through]
+        found = torch.autograd.grad(values, leaves, weights.to(values.dtype), **options)
         for name, value in zip(through, found, strict=True):
             if value is not None:
                 _part_of(totals[name], name, block).add_(value)
         if "v" in totals:
-            whole = multiplied(request, fixed.mT.to(g.dtype), g)
+            whole = multiplied(request.descriptor.precision, values.mT.to(g.dtype), g)
             part = _part_of(totals["v"], "v", block)
             part.add_(_to_shape(whole, part))
     return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
+
+
+def _recorded_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
+    """:func:`_weighted_shares` in memory of their own."""
+    shares = (values.to(out.dtype) - out[..., None]).exp()
+    return torch.where(out[..., None].isneginf(), 0.0, shares) * gradient[..., None]
+
+
+# Parts of tensors that belong to a block.
 
 
 def _part_of(t: torch.Tensor, name: str, block) -> torch.Tensor:
@@ -171,17 +256,6 @@ def _values(request: Request, block, parts: dict[str, torch.Tensor]) -> torch.Te
     """A block of the matrix of parts that may require gradients."""
     values = {name: parts.get(name, value) for name, value in request.hyperparameters.items()}
     return by_blocks.matrix(request, block, parts["a"], parts["b"], values)
-
-
-def _weights(reduction: str, request: Request, parts: dict, values, gradient, out) -> torch.Tensor:
-    """What each entry of a block of the matrix is worth to the reduction."""
-    if reduction == "matmul":
-        v = parts["v"].to(gradient.dtype)
-        return multiplied(request, gradient, (v if v.dim() == 3 else v[None]).mT)
-    if reduction == "sum":
-        return gradient[..., None].expand(values.shape)
-    shares = (values.to(out.dtype) - out[..., None]).exp()
-    return torch.where(out[..., None].isneginf(), 0.0, shares) * gradient[..., None]
 
 
 def _to_shape(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
