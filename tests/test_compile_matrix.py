@@ -5,10 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
+from compile_logs import built_with_logs
 
 import kernlib as kl
 from kernlib.descriptors import norms
-from kernlib.jit import compiler, targets
+from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
@@ -290,20 +291,9 @@ HOPPER = hopper_matrix()
 @cache
 def built_for_hopper():
     """Of each the entry, the processor's milliseconds and NVRTC's log."""
-    run, logs = compiler._run_nvrtc, {}
-
-    def logged(wanted, arch, log):
-        cubin = run(wanted, arch, log)
-        logs[wanted] = log.getvalue()
-        return cubin
-
-    def build_logged(wanted):
-        return *build_spec(wanted, HERE, HOPPER_CPU_MS), logs[wanted]
-
-    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "_run_nvrtc", logged)
-        specs = {**HOPPER, "serial": KernelSpec("kronecker_sparse", SERIAL, "serial", 128)}
-        return dict(zip(specs, pool.map(build_logged, specs.values()), strict=True))
+    specs = {**HOPPER, "serial": KernelSpec("kronecker_sparse", SERIAL, "serial", 128)}
+    made = built_with_logs(specs, lambda wanted: build_spec(wanted, HERE, HOPPER_CPU_MS))
+    return {name: (*entry, log) for name, (entry, log) in made.items()}
 
 
 @pytest.mark.parametrize("name", HOPPER)

@@ -1,13 +1,13 @@
 """Lowering of squared distances and dot products to tensor cores, and what NVRTC makes of it."""
 
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
+from compile_logs import built_with_logs
 
 import kernlib as kl
-from kernlib.jit import compiler, targets
+from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
 from kernlib.ops import pairwise_lowering as direct
 from kernlib.ops import pairwise_lowering_split as split
@@ -155,20 +155,7 @@ MATRIX = matrix()
 @cache
 def built():
     """Of each the entry and NVRTC's log."""
-    run, logs = compiler._run_nvrtc, {}
-
-    def logged(wanted, arch, log):
-        cubin = run(wanted, arch, log)
-        logs[wanted] = log.getvalue()
-        return cubin
-
-    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "_run_nvrtc", logged)
-        entries = pool.map(lambda wanted: compile_spec(wanted, HERE), MATRIX.values())
-        return {
-            name: (entry, logs[wanted])
-            for (name, wanted), entry in zip(MATRIX.items(), entries, strict=True)
-        }
+    return built_with_logs(MATRIX, lambda wanted: compile_spec(wanted, HERE))
 
 
 @pytest.mark.parametrize("name", MATRIX)

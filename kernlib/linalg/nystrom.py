@@ -13,7 +13,7 @@ from kernlib.linalg.dense import eigh
 from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import host_value
 from kernlib.ops.precision import without_autocast
-from kernlib.ops.tensors import check_dense
+from kernlib.ops.tensors import check_dense, refuse_gradients
 
 # Rows that are widened to float64 at once: 2^22 numbers, 32 MiB, whatever the rank.
 _CHUNK = 1 << 22
@@ -113,12 +113,7 @@ def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> No
             raise ValueError(
                 f"{name} must be one number here, of shape () or (1,), got {tuple(value.shape)}"
             )
-    for name, value in (tensors | hyperparameters).items():
-        if torch.is_grad_enabled() and getattr(value, "requires_grad", False):
-            raise RuntimeError(
-                f"{name} requires a gradient, which {task} does not record: pass {name}.detach(), "
-                "or call under torch.no_grad()"
-            )
+    refuse_gradients(task, **tensors, **hyperparameters)
 
 
 def _landmarks(x: torch.Tensor, rank: int, generator: torch.Generator | None) -> torch.Tensor:

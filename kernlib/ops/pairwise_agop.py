@@ -11,7 +11,14 @@ from kernlib.ops.hyperparameters import accumulator, check_kind
 from kernlib.ops.pairwise_autograd import Block, Call
 from kernlib.ops.pairwise_weights import by_sums
 from kernlib.ops.precision import without_autocast
-from kernlib.ops.tensors import check_dense, check_memory, check_out_shape, is_lazy, materialised
+from kernlib.ops.tensors import (
+    check_dense,
+    check_memory,
+    check_out_shape,
+    is_lazy,
+    materialised,
+    refuse_gradients,
+)
 
 
 @torch.no_grad()
@@ -97,7 +104,7 @@ def agop(
     gradient while gradients are recorded.
     """
     check_dense(("x", "z", "coefficients"), x=x, z=z, coefficients=coefficients, out=out)
-    _refuse_gradients(x=x, z=z, coefficients=coefficients, out=out, **hyperparameters)
+    refuse_gradients("agop", x=x, z=z, coefficients=coefficients, out=out, **hyperparameters)
     _check_points(x, z, coefficients)
     values = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
     batch = _check_batch(x, z, coefficients, values)
@@ -123,15 +130,6 @@ def _ready(t: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
 
 
 # What may be wrong.
-
-
-def _refuse_gradients(**tensors) -> None:
-    for name, t in tensors.items():
-        if torch.is_grad_enabled() and isinstance(t, torch.Tensor) and t.requires_grad:
-            raise RuntimeError(
-                f"{name} requires a gradient, which agop does not record: pass {name}.detach(), or "
-                "call under torch.no_grad()"
-            )
 
 
 def _check_points(x, z, coefficients) -> None:

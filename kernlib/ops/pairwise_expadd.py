@@ -21,6 +21,7 @@ from kernlib.ops.tensors import (
     check_dense,
     check_memory,
     check_out_shape,
+    refuse_gradients,
     refuse_overlap,
     refuse_transforms,
     stand_ins,
@@ -148,7 +149,7 @@ def _check_gradient(
     shape = tuple(sizes[letter] for letter in "ONM")
     flat = batch == 1 and all(t.dim() == 2 for t in given.values())
     shape = shape if (flat if out is None else out.dim() == 3) else (batch, *shape)
-    _refuse_gradients(given | numbers | {"out": out})
+    refuse_gradients("cdist_grad_expadd", **given, **numbers, out=out)
     if out is not None:
         vectors = {name: x for name, x in numbers.items() if isinstance(x, torch.Tensor)}
         _check_out(out, shape, batch, given | vectors)
@@ -229,15 +230,6 @@ def _check_out(
         raise ValueError(f"out must be on the inputs' device {like.device}, got {out.device}")
     check_memory(out)
     refuse_overlap(out, **given)
-
-
-def _refuse_gradients(named: dict) -> None:
-    for name, value in named.items():
-        if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} requires a gradient, which cdist_grad_expadd does not record: pass "
-                f"{name}.detach(), or call under torch.no_grad()"
-            )
 
 
 def _least(eps: float) -> float:

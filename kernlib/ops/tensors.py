@@ -162,3 +162,16 @@ def _in_other_columns(x: torch.Tensor, y: torch.Tensor) -> bool:
     starts = [(t.data_ptr() - min(x.data_ptr(), y.data_ptr())) % pitch for t in (x, y)]
     ends = [start + width for start, width in zip(starts, widths, strict=True)]
     return max(ends) <= pitch and (ends[0] <= starts[1] or ends[1] <= starts[0])
+
+
+def refuse_gradients(task: str, **values) -> None:
+    """Raises RuntimeError, naming the argument, if one is a tensor that requires a gradient while
+    gradients are recorded, which ``task`` does not do."""
+    if not torch.is_grad_enabled():
+        return
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise RuntimeError(
+                f"{name} requires a gradient, which {task} does not record: pass {name}.detach(), "
+                "or call under torch.no_grad()"
+            )
