@@ -135,14 +135,15 @@ def _tensor(
 
 def arranged(kind: Kind, operands: Operands) -> Operands:
     """Operands (L, Q, K) and so on as tensor cores take them: float32, z with the points of each
-    feature in aligned lines."""
+    feature in aligned lines of whole runs, for a copy of a part of one reads all of it."""
     x, z, weights, coefficients = (
         t if t is None else t.to(torch.float32) for t in operands.turned(kind)
     )
     lines = z.mT
     steps = [s for s, n in zip(lines.stride()[:-1], lines.shape[:-1], strict=True) if n > 1]
-    aligned = lines.data_ptr() % 16 == 0 and all(s % tensor.RUN == 0 for s in steps)
-    if lines.stride(-1) != 1 or not aligned:
+    aligned = lines.data_ptr() % 16 == 0
+    whole = all(n % tensor.RUN == 0 for n in (lines.shape[-1], *steps))
+    if lines.stride(-1) != 1 or not (aligned and whole):
         length = lowering.ceil(lines.shape[-1], tensor.RUN) * tensor.RUN
         made = torch.empty((*lines.shape[:-1], length), dtype=z.dtype, device=z.device)
         z = made[..., : lines.shape[-1]].copy_(lines).mT

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from pairwise_gradient_cases import by, check, expected, operands
-from test_pairwise_sanitizer import OPTIONS, SANITIZER
 
 import kernlib as kl
 from kernlib.ops import pairwise_gradient_plans as plans
@@ -123,9 +117,10 @@ def test_batches_broadcast_and_numbers_stay_on_the_device(way, seed):
         found = kl.cdist_grad(*given, p=p)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            assert torch.equal(kl.cdist_grad(*given, p=p), found)
+            again = kl.cdist_grad(*given, p=p)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(again, found)
         for l, exponent in enumerate(p.tolist()):
             own = [t[l if t.shape[0] > 1 else 0] for t in given]
             wanted, terms = expected(own, exponent)
@@ -243,20 +238,3 @@ def test_the_rule_sends_large_calls_to_tensor_cores(seed):
         patch.setattr(plans, "rule", lambda problem: seen.append(rule(problem)) or rule(problem))
         kl.cdist_grad(*given, p=1.25)
     assert "tensor" in seen
-
-
-@pytest.mark.skipif(not os.path.exists(SANITIZER), reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
-def test_no_bad_access_and_no_race(tool):
-    calls = Path(__file__).with_name("pairwise_gradient_sanitized_calls.py")
-    # Without torch's pool every tensor is an allocation of its own, with guards behind it.
-    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(
-        [SANITIZER, "--tool", tool, *OPTIONS, sys.executable, str(calls)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    report = done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.returncode == 0 and "done" in done.stdout, report

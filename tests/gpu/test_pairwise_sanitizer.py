@@ -13,7 +13,11 @@ import pytest
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 # cuda-bindings asks an older driver for functions it lacks, which is no error of ours.
 OPTIONS = ("--error-exitcode", "9", "--report-api-errors", "no")
-CALLS = ("sanitized_calls.py", "pairwise_products_sanitized_calls.py")
+CALLS = (
+    "sanitized_calls.py",
+    "pairwise_products_sanitized_calls.py",
+    "pairwise_gradient_sanitized_calls.py",
+)
 
 
 @pytest.mark.skipif(not os.path.exists(SANITIZER), reason="compute-sanitizer is not installed")
@@ -22,8 +26,9 @@ CALLS = ("sanitized_calls.py", "pairwise_products_sanitized_calls.py")
 def test_no_bad_access_and_no_race(calls, tool):
     # Without torch's pool every tensor is an allocation of its own, with guards behind it.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    script = str(Path(__file__).with_name(calls))
     done = subprocess.run(
-        [SANITIZER, "--tool", tool, *OPTIONS, sys.executable, str(Path(__file__).with_name(calls))],
+        [SANITIZER, "--tool", tool, *OPTIONS, sys.executable, script, tool],
         env=env,
         capture_output=True,
         text=True,
