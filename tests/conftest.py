@@ -23,6 +23,9 @@ OUTPUT = "gpu_record"  # where a worker's output holds what its run knows
 
 def pytest_configure(config):
     config.stash[RUN] = record.Run()
+    # Workers of pytest-xdist share the cores: references in float64 else take five times as long.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
