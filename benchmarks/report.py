@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import kronecker_sparse_summary as kronecker_sparse
+from benchmarks import sparse_summary as sparse
 from benchmarks.harness import number
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +127,12 @@ def _times(value: float | None) -> str:
     return "" if value is None else f"{number(value)}×"
 
 
-_TABLES = {"kronecker_sparse": _kronecker_sparse}
+def _sparse(rows: list[dict]) -> list[str]:
+    """The headline shapes, the grid by density, all other rows."""
+    return [_table(header, rule, map(_line, lines)) for header, rule, lines in sparse.tables(rows)]
+
+
+_TABLES = {"kronecker_sparse": _kronecker_sparse, "sparse": _sparse}
 
 
 def quantity(value: float, unit: str) -> str:

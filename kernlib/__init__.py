@@ -44,6 +44,7 @@ _NAMES = {
         "squared_distance",
     ),
     "kernlib.descriptors.kronecker_sparse": ("KroneckerSparse", "KroneckerSparseChain"),
+    "kernlib.descriptors.sparse": ("SparseMatmul",),
     "kernlib.descriptors.norms": (
         "Abs",
         "ExpPower",
@@ -81,7 +82,7 @@ _NAMES = {
     ),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
-_MODULES = ("compat", "descriptors", "events", "linalg", "nn", "settings")
+_MODULES = ("compat", "descriptors", "events", "linalg", "nn", "settings", "sparse")
 
 __all__ = sorted((*_HOMES, *_MODULES, "__version__"))
 

@@ -14,7 +14,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 
 # Fewer points than by default, whose K has 14.4 GB: other tests may be on the same GPU.
-ON_THE_GPU = {"kernel_ridge": ("--train", "20000")}
+ON_THE_GPU = {"kernel_ridge": ("--train", "20000"), "sparse_decoder": ("--tokens", "16")}
 
 
 def run(
@@ -33,8 +33,8 @@ def run(
 
 
 def test_there_are_examples():
-    names = {example.name for example in EXAMPLES}
-    wanted = {"quickstart.py", "custom_epilogue.py", "kronecker_vit.py", "kernel_ridge.py"}
+    names = {example.stem for example in EXAMPLES}
+    wanted = {"quickstart", "custom_epilogue", "kronecker_vit", "kernel_ridge", "sparse_decoder"}
     assert wanted <= names
 
 

@@ -19,7 +19,7 @@ FILES = [
 ]
 LONGEST_FILE, WIDEST_LINE = 600, 100
 
-FAMILIES = ("kernlib.ops.pairwise", "kernlib.ops.kronecker_sparse")
+FAMILIES = ("kernlib.ops.pairwise", "kernlib.ops.kronecker_sparse", "kernlib.ops.sparse")
 
 # Part of the package to what it must not import, by the first words of the module's name.
 FORBIDDEN = {

@@ -2,7 +2,7 @@
 
 from importlib import import_module as _import_module
 
-_MODULES = ("kermac",)
+_MODULES = ("kermac", "macko")
 
 __all__ = sorted(_MODULES)
 

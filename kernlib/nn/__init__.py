@@ -1,4 +1,5 @@
-"""Modules for networks: :class:`KSLinear` in place of ``torch.nn.Linear``, and what swaps them.
+"""Modules for networks: :class:`KSLinear` and :class:`SparseLinear` in place of
+``torch.nn.Linear``, and what swaps them.
 
 Names are loaded when first used.
 """
@@ -8,6 +9,7 @@ from importlib import import_module as _import_module
 _NAMES = {
     "kernlib.nn.kronecker_sparse": ("KSLinear",),
     "kernlib.nn.replace": ("VIT_S16", "replace_linear"),
+    "kernlib.nn.sparse_linear": ("SparseLinear", "sparsify"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = ("compat",)

@@ -1,0 +1,185 @@
+// From a chunk in shared memory to left operands of mma.sync (common/mma.cuh), in registers.
+//
+// A group is 8 rows and 16 columns, half of 32: columns 8t + 4 plane + j, t < 4, j < 4. Lane (g, t)
+// owns four of its entries, row g and j = 0 .. 3, which are the columns k of an mma in the order
+// 2t, 2t + 1, 2t + 8, 2t + 9. A word of the bitmap is two rows of a group, and has them in bit
+// 8j + g % 2 * 4 + t: so a lane's bits lie in bytes, where one multiplication makes selectors for
+// prmt of them and one __dp4a counts those before a column. Values lie in the order
+// (32 columns, upper or lower 8 rows, plane, g, t, j): what a warp loads at a time is 128
+// neighbours.
+#pragma once
+
+constexpr u32 BYTES = 0x01010101;
+
+using Fragment = u32[4];
+
+__device__ __forceinline__ u32 load_word(u32 address) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u32 load_value(u32 address) {
+    u32 value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ Vector<u32, 4> load_words(u32 address) {
+    Vector<u32, 4> x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.element[0]), "=r"(x.element[1]), "=r"(x.element[2]), "=r"(x.element[3])
+                 : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_word(u32 address, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
+}
+
+// Bytes of two registers; unlike __byte_perm without two masks of the selector a group.
+__device__ __forceinline__ u32 permute(u32 low, u32 high, u32 select) {
+    u32 value;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(select));
+    return value;
+}
+
+// What a lane needs of its place, worked out once: for each chunk anew it would be 30 instructions.
+// The words of rows 2q, 2q + 1 of a block of 32 columns are 16 bytes, of its groups half * 2 +
+// plane, and lie at block * 64 + (q ^ block / 2) * 16, which spreads the same q of all blocks over
+// the banks.
+struct Lane {
+    u32 bit, below;       // its first bit in a word, and those of the lanes before it
+    u32 counted, unit;    // bytes in a chunk: the word of q = 0 that it counts; its unit of block 0
+    u32 counts, ranks;    // the same where the warp's ranks lie
+    u32 second, third, fourth;  // factors of its bits for load_four, which are no immediates
+
+    __device__ __forceinline__ Lane(u32 ranks_of_warp) {
+        int lane = threadIdx.x % 32;
+        bit = lane % 8;  // g % 2 * 4 + t
+        below = BYTES * ((1u << bit) - 1);
+        counted = lane / 4 * 64 + lane / 8 * 16 + lane % 4 * 4;
+        unit = lane / 8 * 16;
+        ranks = ranks_of_warp + unit;
+        counts = ranks_of_warp + counted;
+        second = 0x2, third = 0x202, fourth = 0x20202;
+        if (VALUE_WORDS) second = 0xbc0021bc, third = 0x1010;
+        keep(bit);
+        keep(below);
+        keep(counted);
+        keep(unit);
+        keep(ranks);
+        keep(counts);
+        keep(second);
+        keep(third);
+        keep(fourth);
+    }
+};
+
+// Adds up the warp's values up to and with that of a lane: a shuffle knows whether it found one.
+__device__ __forceinline__ int add_before(int sum) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+        asm volatile("{\n\t"
+                     ".reg .pred found;\n\t"
+                     ".reg .s32 other;\n\t"
+                     "shfl.sync.up.b32 other|found, %0, %1, 0, 0xffffffff;\n\t"
+                     "@found add.s32 %0, %0, other;\n\t"
+                     "}" : "+r"(sum) : "r"(step));
+    return sum;
+}
+
+// Where each word's values begin. A lane counts a group.
+__device__ __forceinline__ void make_ranks(u32 chunk, const Lane& lane) {
+    u32 words = chunk + lane.counted;
+    int count[4], sum = 0;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        count[q] = __popc(load_word(words ^ q * 16));
+        sum += count[q];
+    }
+    u32 at = chunk + BITMAP_BYTES + 2 * (add_before(sum) - sum);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        store_word(lane.counts ^ q * 16, at);
+        at += 2 * count[q];
+    }
+}
+
+// Four neighbouring columns. Byte i of `bits` is 1 where column i has a value, else 0; the values
+// lie one behind the other from `at` on.
+#if VALUE_WORDS
+// 0x5454 + (0x2200 - 0x44) * byte 2 - 0x4400 * byte 3, the factors in `pair`.
+__device__ __forceinline__ u32 select_last(u32 bits, u32 pair) {
+    u32 select;
+    asm("dp2a.hi.s32.u32 %0, %1, %2, %3;" : "=r"(select) : "r"(pair), "r"(bits), "r"(0x5454));
+    return select;
+}
+
+// Only where the last of four values lies in it: no bank conflicts of lanes that need none.
+__device__ __forceinline__ void load_word_if(u32& value, u32 address, u32 have, u32 want) {
+    asm volatile("{\n\t"
+                 ".reg .pred equal;\n\t"
+                 "setp.eq.u32 equal, %2, %3;\n\t"
+                 "@equal ld.shared.u32 %0, [%1];\n\t"
+                 "}" : "=r"(value) : "r"(address), "r"(have), "r"(want) : "memory");
+}
+
+// The three words that hold four values, wherever they begin: at density 0.5 the values of a warp's
+// load spread over more than 32 banks in 43 of 100 cases, so that four loads take 5.7 wavefronts.
+__device__ __forceinline__ void load_four(u32& left, u32& right, u32 bits, u32 at,
+                                          const Lane& lane) {
+    u32 address = at & ~3u, shift = at * 8;  // of which a word takes 0 or 16
+    u32 low = load_word(address), middle = load_word(address + 4), high;
+    if (VALUE_WORDS == 2)
+        load_word_if(high, address + 8, at & 2 | bits, 2 | BYTES);
+    else
+        high = load_word(address + 8);
+    u32 first = __funnelshift_r(low, middle, shift), next = __funnelshift_r(middle, high, shift);
+    // Behind the values of the first two columns, at most 32 bits.
+    u32 last = u32((u64(next) << 32 | first) >> __dp4a(bits, lane.third, 0u));
+    // Of a pair: its first value from bytes 0, 1, its second from where the first one ends; where
+    // there is none, bytes of the zero.
+    left = permute(first, 0, bits * (0x2200 - 0x44) + 0x5454);
+    right = permute(last, 0, select_last(bits, lane.second));
+}
+#else
+__device__ __forceinline__ void load_four(u32& left, u32& right, u32 bits, u32 at,
+                                          const Lane& lane) {
+    u32 second = __dp4a(bits, lane.second, at), third = __dp4a(bits, lane.third, at),
+        fourth = __dp4a(bits, lane.fourth, at);
+    // The upper half of a loaded register is zero: bytes 2, 3 of the first, 6, 7 of the second.
+    u32 select = 0x76327632u - 0x22u * bits;
+    left = permute(load_value(at), load_value(second), select);
+    right = permute(load_value(third), load_value(fourth), select >> 16);
+}
+#endif
+
+// Adds the products of a chunk's 16 rows and 256 columns with x.
+template <class X, class S>
+__device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const X& x, const Lane& lane) {
+    make_ranks(chunk, lane);
+    __syncwarp();
+    u32 words = chunk + lane.unit;
+#pragma unroll
+    for (int block = 0; block < CHUNK_COLUMNS / 32; ++block) {
+        int swap = block / 2 * 16;
+        auto word = load_words((words ^ swap) + block * 64);
+        auto rank = load_words((lane.ranks ^ swap) + block * 64);
+        Fragment left[2];  // of the planes
+#pragma unroll
+        for (int group = 0; group < 4; ++group) {
+            u32 w = word.element[group];
+            u32 at = rank.element[group] + 2 * __popc(w & lane.below);
+            Fragment& to = left[group % 2];
+            load_four(to[group / 2], to[2 + group / 2], w >> lane.bit & BYTES, at, lane);
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            const auto& b = x.part[tile][block].element;
+            const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+            multiply_fragments<InputT>(sums[tile], left[0], first);
+            multiply_fragments<InputT>(sums[tile], left[1], second);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+// A warp's chunks on their way from device memory, some ahead of the one it decodes.
+#pragma once
+
+// A unit: a slab of a range of chunk columns. Walked, as a division costs as much as 30 entries.
+struct Walk {
+    int slab, range, first, chunks;
+
+    __device__ __forceinline__ Walk(const Parameters& p, int unit)
+        : Walk(p, unit / p.slabs, unit % p.slabs) {}
+
+    __device__ __forceinline__ Walk(const Parameters& p, int range, int slab)
+        : slab(slab), range(range) {
+        first = range * p.range_chunks + min(range, p.wider_ranges);
+        chunks = p.range_chunks + (range < p.wider_ranges);
+    }
+
+    // Where the unit's chunk of a warp begins and ends in `offsets`.
+    __device__ __forceinline__ const u32* place(const Parameters& p, int warp) const {
+        return p.offsets + i64(slab) * p.kchunks + first + warp;
+    }
+};
+
+// A slot holds a chunk and 16 bytes more, of which decoding reads up to 12 for nothing and the last
+// 8 are free for the barrier of the slot behind: one address serves for a chunk and its barrier.
+struct Ring {
+    const Parameters& p;
+    u32 begin, end, chunk;  // in shared memory; chunk: that of the warp's next unit
+    u32 parity;             // of its barrier
+    int warp, range;        // of the unit that is asked for next
+    int run, left;          // units to ask for: of its range, behind it
+    const u32* place;       // its chunk's, if there is one
+    bool exists;
+    u32 from, to;           // read when it is next: used later, so that no warp waits for them
+#if PREFETCH
+    u32 next_from, next_to;  // those behind it
+#endif
+
+    __device__ __forceinline__ Ring(const Parameters& p, u32 slots, int warp, int unit, int units)
+        : p(p), parity(0), warp(warp), left(units) {
+        int bytes = p.stages * p.slot_bytes, lane = threadIdx.x % 32;
+        begin = uniform(slots + warp * bytes);
+        end = begin + bytes;
+#if COPY_ENGINE
+        if (lane < p.stages) {
+            barrier_init(barrier(begin + lane * p.slot_bytes), 1);
+            fence_barrier_init();
+        }
+#endif
+        __syncwarp();
+        // The places of the first chunks together: one after the other they would take 1 us each.
+        if (lane <= p.stages && lane < units) {
+            Walk walk(p, unit + lane);
+            if (warp < walk.chunks)
+                asm volatile("prefetch.global.L1 [%0];" :: "l"(walk.place(p, warp)));
+        }
+        enter(Walk(p, unit));
+        read_place();
+#if PREFETCH
+        advance();
+#endif
+#pragma unroll 1
+        for (chunk = begin; chunk != end; chunk += p.slot_bytes) {
+            if (leads()) copy();
+            advance();
+        }
+        chunk = begin;
+    }
+
+    __device__ static u64* barrier(u32 chunk) {
+        return static_cast<u64*>(__cvta_shared_to_generic(chunk - 16));
+    }
+
+    // The one thread of a warp that asks and arrives.
+    __device__ static bool leads() {
+#if COPY_ENGINE
+        return elect_lane();
+#else
+        return true;
+#endif
+    }
+
+    __device__ __forceinline__ void enter(const Walk& ahead) {
+        range = ahead.range;
+        run = min(p.slabs - ahead.slab, left);
+        left -= run;
+        exists = run > 0 && warp < ahead.chunks;
+        place = ahead.place(p, warp);
+    }
+
+    __device__ __forceinline__ void read_place() {
+#if PREFETCH
+        u32 &from = next_from, &to = next_to;
+#endif
+        from = to = 0;
+        if (!exists) return;
+        from = place[0];
+        to = place[1];
+    }
+
+    // Asks for the chunk whose place has been read, by the thread that leads(): no bytes where the
+    // warp has none, as behind the last unit.
+    __device__ __forceinline__ void copy() {
+        int count = int(to - from);
+        const unsigned char* source = p.data + i64(from) * 16;
+        void* target = __cvta_shared_to_generic(chunk);
+#if COPY_ENGINE
+        barrier_expect(barrier(chunk), count * 16);
+        if (count) load_bytes(target, source, barrier(chunk), count * 16);
+#if PREFETCH
+        int next = int(next_to - next_from);
+        if (next) prefetch_bytes(p.data + i64(next_from) * 16, next * 16);
+#endif
+#else
+        for (int i = threadIdx.x % 32; i < count; i += 32)
+            copy_async<16>(static_cast<unsigned char*>(target) + i * 16, source + i * 16, 16);
+#endif
+    }
+
+    // Reads the place of the chunk behind the one that has been asked for.
+    __device__ __forceinline__ void advance() {
+#if PREFETCH
+        from = next_from;
+        to = next_to;
+#endif
+        place += p.kchunks;
+        if (--run == 0) enter(Walk(p, range + 1, 0));
+        read_place();
+    }
+
+    // Until the chunk is there.
+    __device__ __forceinline__ void wait() {
+#if COPY_ENGINE
+        barrier_wait(barrier(chunk), parity);
+#else
+        wait_for_copies();
+        __syncwarp();
+#endif
+    }
+
+    // On to the next one.
+    __device__ __forceinline__ void step() {
+        chunk += p.slot_bytes;
+        if (chunk == end) {
+            chunk = begin;
+            parity ^= 1;
+        }
+    }
+};

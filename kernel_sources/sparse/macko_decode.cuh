@@ -1,0 +1,48 @@
+// A dense matrix of zeros receives the entries of one in MACKO's 4-bit delta format. A warp walks a
+// row, 32 entries at a time: the column of an entry is the sum of the codes up to its own, and of
+// one for each entry before it.
+//
+// Floor: the bytes of the dense matrix over 4.3 TB/s, twice, as it is filled with zeros before.
+//
+// The generated source defines before it includes this file:
+//   BitsT              a value's bits
+//   RowT               of row_ptr
+//   PARAMETER_BYTES    Parameters as the codec lays them out
+#pragma once
+
+#include "common/types.cuh"
+
+constexpr int THREADS = 128;
+constexpr u32 ALL_LANES = 0xffffffff;
+
+// Laid out by kernlib/ops/sparse_format_macko_gpu.py.
+struct Parameters {
+    // written at each launch
+    const BitsT* values;
+    const unsigned char* deltas;
+    const RowT* row_ptr;
+    BitsT* out;
+    // fixed by the plan
+    i64 rows, columns;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as the codec lays it out");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sparse_macko_decode(const __grid_constant__ Parameters p) {
+    int lane = threadIdx.x % 32;
+    i64 row = (i64(blockIdx.x) * THREADS + threadIdx.x) / 32;
+    if (row >= p.rows) return;
+    i64 end = p.row_ptr[row + 1], column = -1;  // of the entry before
+    for (i64 first = p.row_ptr[row]; first < end; first += 32) {
+        i64 k = first + lane;
+        int passed = k < end ? 1 + (p.deltas[k / 2] >> (k % 2 * 4) & 15) : 0;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            int lower = __shfl_up_sync(ALL_LANES, passed, step);
+            if (lane >= step) passed += lower;
+        }
+        i64 to = column + passed;
+        if (k < end && to < p.columns) p.out[row * p.columns + to] = p.values[k];
+        column += __shfl_sync(ALL_LANES, passed, 31);
+    }
+}

@@ -1,0 +1,109 @@
+// Codes of the formats u8 and u4, as a slice of 32 rows holds them (kernlib/ops/sparse_slices.py).
+//
+// Code k of a lane lies in a group of 8, or, of those behind the last whole one, in one of 4, of 2
+// and of 1 as the bits of the length say: of u4 never of 1. A group of COUNT is its values, lane by
+// lane, and then its steps, lane by lane: so CODE_BYTES * k bytes lie before the group that begins
+// with code k. Of 4-bit steps, those of a group's first half are the low bits of a lane's bytes.
+//
+// The generated source defines STEP_BITS, 8 or 4, before it includes this file.
+#pragma once
+
+#include "common/types.cuh"
+
+template <class T>
+constexpr int CODE_BYTES = 32 * sizeof(T) + 4 * STEP_BITS;  // of one code of each lane
+constexpr u32 LONGEST_STEP = (1u << STEP_BITS) - 1;
+
+template <int BYTES>
+__device__ __forceinline__ void load_once(u32* to, const unsigned char* from) {
+    if constexpr (BYTES == 1) {
+        asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(to[0]) : "l"(from));
+    } else if constexpr (BYTES == 2) {
+        u16 x;
+        asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(x) : "l"(from));
+        to[0] = x;
+    } else if constexpr (BYTES == 4) {
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+    } else if constexpr (BYTES == 8) {
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+    } else {
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i += 4)
+            asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3])
+                         : "l"(from + 4 * i));
+    }
+}
+
+// COUNT codes of this lane. Written in order: ptxas would sink the loads to their use.
+template <class T, int COUNT>
+struct Group {
+    static constexpr int VALUE_BYTES = COUNT * sizeof(T);
+    static constexpr int STEP_BYTES = COUNT * STEP_BITS / 8;
+    u32 values[(VALUE_BYTES + 3) / 4];
+    u32 steps[(STEP_BYTES + 3) / 4];
+
+    // From the group's beginning.
+    __device__ __forceinline__ void load(const unsigned char* group) {
+        u32 lane = threadIdx.x % 32;
+        load_once<VALUE_BYTES>(values, group + lane * VALUE_BYTES);
+        load_once<STEP_BYTES>(steps, group + 32 * VALUE_BYTES + lane * STEP_BYTES);
+    }
+
+    // Steps 4i .. 4i + 3, a byte each.
+    __device__ __forceinline__ u32 four_steps(int i) const {
+        if constexpr (STEP_BITS == 8) return steps[i];
+        constexpr u32 LOW = 0x0f0f0f0f;
+        if constexpr (COUNT == 8) return (i ? steps[0] >> 4 : steps[0]) & LOW;
+        return (steps[0] & LOW) | (steps[0] & ~LOW) << (4 * COUNT - 4);
+    }
+};
+
+// Element n of words that hold several.
+template <class T>
+__device__ __forceinline__ float element(const u32* words, int n) {
+    if constexpr (sizeof(T) == 4) {
+        return __uint_as_float(words[n]);
+    } else {
+        T x;
+        x.bits = u16(n % 2 ? words[n / 2] >> 16 : words[n / 2]);
+        return convert<float>(x);
+    }
+}
+
+// sum + the products of four unsigned bytes and four others.
+__device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 sum) {
+    u32 y;
+    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(sum));
+    return y;
+}
+
+// Where code k of a lane lies in a slice of that length: bytes to its value, and to the byte of its
+// step, which begins there at bit `shift`.
+template <class T>
+struct Place {
+    i64 value, step;
+    u32 shift;
+
+    __device__ __forceinline__ Place(u32 k, u32 length, u32 lane) {
+        u32 whole = length & ~7u, first = k & ~7u, count = 8;
+        if (k >= whole) {
+            first = whole;
+            count = 4;
+            while (!(length & count) || k >= first + count) {
+                first += length & count;
+                count /= 2;
+            }
+        }
+        u32 inside = k - first, bytes = count * STEP_BITS / 8;
+        value = i64(first) * CODE_BYTES<T> + (lane * count + inside) * sizeof(T);
+        step = i64(first) * CODE_BYTES<T> + 32 * count * sizeof(T) + lane * bytes;
+        shift = 0;
+        if (inside >= bytes) {
+            inside -= bytes;
+            shift = STEP_BITS;
+        }
+        step += inside;
+    }
+};

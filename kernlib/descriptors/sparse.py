@@ -1,0 +1,54 @@
+"""Products of tensors with compressed matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kernlib.descriptors.base import Descriptor, render
+from kernlib.descriptors.epilogues import Epilogue, as_epilogues
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMatmul(Descriptor):
+    """``y = epilogue(W x)``, the product with a matrix W (R, C) that
+    :func:`kernlib.sparse.compress` made.
+
+    x is (..., C) and y (..., R), as with ``torch.nn.functional.linear``:
+
+        ``y[..., r] = epilogue(sum_c W[r, c] * x[..., c])``, the sums in float32.
+
+    ``epilogue`` is none, one or several of :mod:`kernlib.descriptors.epilogues`, of which
+    :class:`kernlib.Bias` adds one value for each row of W. The matrix's size, format and dtype are
+    those of the call. Raises TypeError for an epilogue of another kind. The model is MACKO-SpMV.
+    """
+
+    family: ClassVar[str] = "sparse"
+
+    epilogue: tuple[Epilogue, ...] = ()
+    text: str = field(init=False, repr=False, compare=False)  # kept for Dynamo, as Pairwise's is
+
+    def __post_init__(self):
+        object.__setattr__(self, "epilogue", as_epilogues(self.epilogue))
+        object.__setattr__(self, "text", render(self))
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # which a str computes once
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the epilogues' parameters, in order."""
+        return tuple(name for epilogue in self.epilogue for name in epilogue.parameters)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The parameters that hold one value for each row of the matrix, in order."""
+        return tuple(name for epilogue in self.epilogue for name in epilogue.vectors)
+
+    @property
+    def positive(self) -> frozenset[str]:
+        """The parameters that must be greater than zero."""
+        return frozenset(name for epilogue in self.epilogue for name in epilogue.positive)
+
+    def describe(self) -> str:
+        return f"SparseMatmul({', '.join(str(epilogue) for epilogue in self.epilogue)})"

@@ -1,0 +1,404 @@
+"""A linear layer whose frozen weight is compressed, and what puts it into a model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.descriptors.sparse import SparseMatmul
+from kernlib.nn.activations import as_activation
+from kernlib.ops import run_kernel
+from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix, compress, module_of
+from kernlib.sparse.prune import magnitude
+
+_PREFIX = "weight_"  # of the buffers, which are named as the format's tensors
+_EXTRA = "_extra_state"
+
+
+class SparseLinear(nn.Module):
+    """``activation(x W^T + bias)`` with a compressed, frozen ``W`` (out_features, in_features), in
+    place of ``nn.Linear``.
+
+    Made by :meth:`from_linear` or :meth:`from_matrix`. ``SparseLinear(...)`` itself makes an empty
+    layer, on any device or "meta", which cannot compute until ``load_state_dict`` has filled it.
+
+    - ``in_features``, ``out_features``, ``bias``, ``dtype``, ``device``: as those of ``nn.Linear``;
+      float16, bfloat16 or float32.
+    - ``activation``: ``"relu"``, ``"gelu"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``,
+      ``"leaky_relu"``, or epilogues without arguments such as ``kernlib.Gelu("tanh")``, in the same
+      kernel.
+
+    x is (..., in_features). Gradients reach x and the bias, a parameter; the weight has none. Its
+    tensors are buffers: ``.to(device)`` moves them, ``.half()``, ``.bfloat16()`` and ``.float()``
+    round the values and compress them anew. ``state_dict`` holds tensors alone, a versioned header
+    among them, and loads into a layer of another format and number of entries.
+
+    Raises TypeError for another dtype and what is no activation, ValueError for an activation that
+    takes arguments. The compressed layer of a language model is MACKO-SpMV's use of such matrices.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str | Epilogue | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+    ):
+        super().__init__()
+        dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        self._sizes = (int(out_features), int(in_features))
+        self._activation = as_activation(activation)
+        # Built here, as Dynamo cannot.
+        self._plain = SparseMatmul(epilogue=self._activation)
+        self._biased = SparseMatmul(epilogue=(Bias(), *self._activation))
+        # Moves and casts with the layer, and so says where and what an empty one is.
+        like = torch.empty(0, dtype=dtype, device=device)
+        self.register_buffer("_like", like, persistent=False)
+        zeros = torch.zeros(self._sizes[0], dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
+        self._names: tuple[str, ...] = ()
+        self._matrix: SparseMatrix | None = None
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        format: str = "auto",
+        density: float | None = None,
+        per: str = "matrix",
+        activation: str | Epilogue | None = None,
+    ) -> SparseLinear:
+        """The layer with the weight of ``linear``, compressed where it lies; the bias is the same
+        parameter.
+
+        - ``format``: as of :func:`kernlib.sparse.compress`.
+        - ``density``: None compresses the weight as it is; a number keeps that part of the entries,
+          those of largest magnitude, counted ``per`` "matrix" or "row": see
+          :func:`kernlib.sparse.magnitude`. ``linear`` keeps its weight.
+
+        Raises TypeError for what is no ``nn.Linear`` and for float64, ValueError for one without
+        values, such as on "meta", and as ``compress`` and ``magnitude`` do.
+        """
+        _check_linear(linear)
+        weight = linear.weight.detach()
+        if density is not None:
+            weight = magnitude(weight, density, per)
+        made = _counted(compress(weight, format), int(torch.count_nonzero(weight)))
+        return cls.from_matrix(made, linear.bias, activation).train(linear.training)
+
+    @classmethod
+    def from_matrix(
+        cls,
+        matrix: SparseMatrix,
+        bias: torch.Tensor | None = None,
+        activation: str | Epilogue | None = None,
+    ) -> SparseLinear:
+        """The layer of a compressed matrix (out_features, in_features), whose tensors it shares. A
+        ``bias`` that is a parameter is kept as it is. Raises TypeError and ValueError for a bias
+        that is no tensor (out_features,) of the matrix's dtype and device."""
+        if not isinstance(matrix, SparseMatrix):
+            raise TypeError(f"matrix must be a SparseMatrix, got {type(matrix).__name__}")
+        _check_bias(bias, matrix)
+        rows, cols = matrix.shape
+        made = cls(cols, rows, False, activation, matrix.dtype, matrix.device)
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias.detach())
+        made.bias = bias
+        made._hold(matrix)
+        return made
+
+    in_features = property(lambda self: self._sizes[1], doc="Features of the input.")
+    out_features = property(lambda self: self._sizes[0], doc="Features of the output.")
+    activation = property(lambda self: self._activation, doc="Epilogues after the bias.")
+
+    @property
+    def matrix(self) -> SparseMatrix:
+        """The weight. Raises RuntimeError for a layer that is still empty."""
+        held = self._matrix
+        if held is None:
+            raise RuntimeError("this SparseLinear is empty: load a state_dict into it")
+        return held
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter."""
+        return self.to_dense()
+
+    def to_dense(self) -> torch.Tensor:
+        """W (out_features, in_features), a new tensor; activation and bias are not in it."""
+        return self.matrix.to_dense()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the compressed weight; 0 of an empty layer."""
+        return 0 if self._matrix is None else self._matrix.nbytes
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        bias = self._parameters["bias"]
+        if bias is None:
+            return run_kernel(self._plain, self._weight(), input)
+        return run_kernel(self._biased, self._weight(), input, bias=bias)
+
+    def extra_repr(self) -> str:
+        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
+        parts += [f"bias={self.bias is not None}"]
+        if self._matrix is None:
+            parts += [f"dtype={self._like.dtype}", "empty"]
+        else:
+            held = self._matrix
+            parts += [f"format={held.format!r}", f"dtype={held.dtype}"]
+            parts += [f"density={held.density:.3g}"] if held.device.type != "meta" else []
+            parts += [f"bytes={held.nbytes}"]
+        return ", ".join([*parts, *(f"activation={epilogue}" for epilogue in self.activation)])
+
+    # The matrix, and the buffers that are its tensors.
+
+    def _hold(self, matrix: SparseMatrix) -> None:
+        """Take a matrix, and make its tensors the buffers."""
+        for name in self._names:
+            del self._buffers[name]
+        for name, tensor in matrix.tensors.items():
+            self.register_buffer(_PREFIX + name, tensor)
+        self._names = tuple(_PREFIX + name for name in matrix.tensors)
+        self._matrix = matrix
+
+    def _weight(self) -> SparseMatrix:
+        """The matrix of the buffers as they are now: functional_call, among others, puts other
+        tensors there."""
+        held, buffers = self.matrix, self._buffers
+        operands = held.operands
+        for name, operand in zip(self._names, operands, strict=True):
+            if buffers[name] is not operand:
+                return SparseMatrix.from_layout(
+                    held.layout, tuple(buffers[name] for name in self._names)
+                )
+        return held
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        held = self._matrix
+        if held is not None:
+            dtype = fn(self._like).dtype
+            if dtype != held.dtype:
+                self._hold(_rounded(held, dtype))
+        super()._apply(fn, recurse)
+        if held is not None:
+            self._hold(_with_tensors(self._matrix, [self._buffers[name] for name in self._names]))
+        return self
+
+    # Saving, and what is saved.
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Everything but the tensors, as the bytes of a JSON text in a tensor: formats of files
+        that hold tensors alone, such as safetensors, take it."""
+        header = None if self._matrix is None else self._matrix.state()[0]
+        text = json.dumps(header, sort_keys=True).encode()
+        return torch.tensor(list(text), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Nothing: the matrix was made of it together with its tensors."""
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        if prefix + _EXTRA in state_dict:
+            # An empty layer on meta takes what is loaded, as every module does with assign=True.
+            assigned = local_metadata.get("assign_to_params_buffers", False) or self._like.is_meta
+            local_metadata = {**local_metadata, "assign_to_params_buffers": assigned}
+            try:
+                loaded = self._loaded(state_dict, prefix, assigned)
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix.rstrip('.') or 'SparseLinear'}: {error}")
+                return
+            self._like = torch.empty(0, dtype=loaded.dtype, device=loaded.device)
+            self._hold(loaded)
+        kept = {name: self._buffers.pop(name) for name in self._names}  # which are loaded already
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._buffers.update(kept)
+        known = {prefix + name for name in kept}
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
+
+    def _loaded(self, state_dict: dict, prefix: str, assigned: bool) -> SparseMatrix:
+        """The matrix in a state_dict, itself or in memory, dtype and place of the layer. Raises
+        TypeError and ValueError."""
+        header = _header(state_dict[prefix + _EXTRA])
+        start = prefix + _PREFIX
+        tensors = {k[len(start) :]: v for k, v in state_dict.items() if k.startswith(start)}
+        found = SparseMatrix.from_state(header, tensors)
+        if found.shape != self._sizes:
+            raise ValueError(
+                f"the matrix loaded has shape {found.shape}, that of the layer has {self._sizes}"
+            )
+        if assigned:
+            return found
+        if found.dtype != self._like.dtype:
+            found = _rounded(found, self._like.dtype)
+        return _with_tensors(found, [t.to(self._like.device, copy=True) for t in found.operands])
+
+    def __getstate__(self) -> dict:
+        """Without the matrix, whose tensors the buffers are."""
+        held = self._matrix
+        kept = None if held is None else (held.layout, held._nnz)
+        return {**self.__dict__, "_matrix": kept}
+
+    def __setstate__(self, state: dict) -> None:
+        kept = state["_matrix"]
+        super().__setstate__({**state, "_matrix": None})
+        if kept is not None:
+            layout, nnz = kept
+            operands = tuple(self._buffers[name] for name in self._names)
+            self._hold(_counted(SparseMatrix.from_layout(layout, operands), nnz))
+
+
+def sparsify(
+    model: nn.Module,
+    filter: str | Callable[[str, nn.Linear], bool] | None = None,
+    density: float | None = None,
+    format: str = "auto",
+    per: str = "matrix",
+) -> dict[str, SparseLinear]:
+    """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
+    new ones by their names.
+
+    - ``filter``: which layers: those for which this function of name and layer is true, or in whose
+      name this regular expression is found, such as ``r"mlp|[qkvo]_proj"``; None takes all. Leave
+      out a head that shares the weight of an embedding.
+    - ``density``, ``format``, ``per``: as of :meth:`SparseLinear.from_linear`.
+
+    Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
+    bias stays the same parameter, and training mode as it was; a layer that stands in several
+    places is swapped in all of them. Swapped is only ``nn.Linear`` itself: what derives from it may
+    be more.
+
+    Raises, with ``model`` as it was, ValueError that names the layer for a weight that another
+    module holds too and for one without values, such as on "meta", TypeError that names it for one
+    of another dtype than float16, bfloat16 and float32, and TypeError for a ``model`` that is an
+    ``nn.Linear`` itself.
+    """
+    if isinstance(model, nn.Linear):
+        raise TypeError(
+            "model is an nn.Linear itself, in no place to be swapped: use SparseLinear.from_linear"
+        )
+    places = _places(model, filter)
+    _check_all(model, places)
+    new = {}
+    while places:
+        layer, where = next(iter(places.items()))
+        made = SparseLinear.from_linear(layer, format, density, per)
+        for parent, child, name in where:
+            setattr(parent, child, made)
+            new[name] = made
+        del places[layer], layer  # and with it the dense weight
+    return new
+
+
+def _places(model: nn.Module, filter) -> dict[nn.Linear, list[tuple[nn.Module, str, str]]]:
+    """The layers that a filter accepts in one of their places, and all places of each: its parent,
+    its name there, its whole name."""
+    found = list(_linears(model))
+    accepted = {layer for _, _, name, layer in found if _accepts(filter, name, layer)}
+    places: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
+    for parent, child, name, layer in found:
+        if layer in accepted:
+            places.setdefault(layer, []).append((parent, child, name))
+    return places
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Linear]]:
+    """Every place of an nn.Linear: its parent, its name there, its whole name, the layer."""
+    for prefix, parent in model.named_modules():
+        for child, layer in parent._modules.items():
+            if type(layer) is nn.Linear:
+                yield parent, child, f"{prefix}.{child}" if prefix else child, layer
+
+
+def _accepts(filter, name: str, layer: nn.Linear) -> bool:
+    if filter is None:
+        return True
+    return bool(filter(name, layer)) if callable(filter) else re.search(filter, name) is not None
+
+
+def _check_all(model: nn.Module, places: dict) -> None:
+    """Raises TypeError or ValueError, naming the layer, for the first that cannot be swapped."""
+    holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+    for layer, where in places.items():
+        name = where[0][2]
+        if holders[id(layer.weight)] > 1:
+            raise ValueError(f"{name} shares its weight with another module; leave it out")
+        try:
+            _check_linear(layer)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+
+
+def _check_linear(linear) -> None:
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+    _checked_dtype(linear.weight.dtype)
+    if linear.weight.is_meta:
+        raise ValueError("the weight is on meta, without values to compress: load it first")
+
+
+def _check_bias(bias, matrix: SparseMatrix) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias must be a tensor, got {type(bias).__name__}")
+    if tuple(bias.shape) != matrix.shape[:1]:
+        raise ValueError(f"bias must have shape {matrix.shape[:1]}, got {tuple(bias.shape)}")
+    if bias.dtype != matrix.dtype:
+        raise TypeError(f"bias must be {matrix.dtype} as the matrix is, got {bias.dtype}")
+    if bias.device != matrix.device:
+        raise ValueError(f"bias must be on {matrix.device} as the matrix is, got {bias.device}")
+
+
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPES.values():
+        known = ", ".join(DTYPES)
+        raise TypeError(f"a SparseLinear holds {known}, got {dtype}")
+    return dtype
+
+
+def _header(state) -> dict:
+    """The header in an extra state. Raises ValueError."""
+    try:
+        header = json.loads(bytes(state.tolist()).decode())
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError("its extra state is no header of a SparseLinear") from None
+    if not isinstance(header, dict):
+        raise ValueError("what is loaded was saved of an empty SparseLinear")
+    return header
+
+
+def _rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
+    """The matrix in another dtype: in its format, or in the best one where that cannot hold it."""
+    dtype = _checked_dtype(dtype)
+    if matrix.device.type == "meta":
+        raise TypeError(
+            f"a SparseLinear on meta has no values to turn from {matrix.dtype} into {dtype}"
+        )
+    dense = matrix.to_dense().to(dtype)
+    fits = module_of(matrix.format).nbytes(dense) is not None
+    return compress(dense, matrix.format if fits else "auto")
+
+
+def _with_tensors(matrix: SparseMatrix, tensors: list[torch.Tensor]) -> SparseMatrix:
+    """The same matrix in other memory."""
+    return _counted(SparseMatrix.from_layout(matrix.layout, tuple(tensors)), matrix._nnz)
+
+
+def _counted(matrix: SparseMatrix, nnz: int | None) -> SparseMatrix:
+    """A matrix whose number of entries is known, so that nobody counts them again."""
+    return SparseMatrix(
+        matrix.format, matrix.shape, matrix.dtype, matrix.tensors, matrix.facts, nnz
+    )

@@ -1,0 +1,196 @@
+"""Gradients of products with compressed matrices: their formulas, stated here alone, and eager
+calls that record them.
+
+The gradient of ``W x`` with respect to x is ``W^T grad``, of which that with respect to grad is
+``W`` times it again, to any order. Up to FEW vectors go by the compressed transpose, which the
+matrix makes once and keeps; more of them, as in training, by the matrix laid out densely, which
+takes no second copy.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.descriptors.sparse import SparseMatmul
+from kernlib.ops import sparse as op
+from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.sparse_matrix import SparseMatrix
+from kernlib.ops.tensors import is_lazy, materialised, stand_ins
+from kernlib.reference import sparse as reference
+
+FEW = 16  # vectors that kernels take at once
+PLAIN, BIASED = SparseMatmul(), SparseMatmul((Bias(),))
+
+
+class Parts(NamedTuple):
+    """A call as it is recorded: one product, and torch's own operators on its rounded result."""
+
+    product: SparseMatmul  # with or without a bias
+    bias: str | None  # the parameter of the Bias that the epilogues begin with, if they do
+    needed: frozenset[str]  # that, if there is one
+    rest: tuple[Epilogue, ...]
+    names: tuple[str, ...]  # of the rest's parameters
+
+    def operands(self, parameters: dict) -> dict:
+        """The parameters of the product."""
+        return {} if self.bias is None else {"bias": parameters[self.bias]}
+
+    def finish(self, y: torch.Tensor, parameters: dict) -> torch.Tensor:
+        """The result of the call for that of the product."""
+        if not self.rest:
+            return y
+        own = {name: parameters[name] for name in self.names}
+        v = reference.finish(self.rest, y.to(accumulator(y.dtype)), own)
+        return v.to(y.dtype)
+
+
+@lru_cache(maxsize=1024)
+def parts(descriptor: SparseMatmul) -> Parts:
+    """What a call with a gradient consists of."""
+    first = descriptor.epilogue[0] if descriptor.epilogue else None
+    bias = first.parameter if isinstance(first, Bias) else None
+    fused = bias is not None
+    rest = descriptor.epilogue[fused:]
+    names = tuple(name for epilogue in rest for name in epilogue.parameters)
+    return Parts(BIASED if fused else PLAIN, bias, frozenset([bias] * fused), rest, names)
+
+
+# Both products, without a record.
+
+
+def product(w: SparseMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``W x + bias``, ``bias`` or None."""
+    if bias is None:
+        return op.execute(PLAIN, w, x, None, {})
+    return op.execute(BIASED, w, x, None, {"bias": bias})
+
+
+def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor) -> torch.Tensor:
+    """``W^T y`` for y (..., R): by W^T, compressed, if there is one and y is FEW vectors."""
+    if turned is not None and _few(w, y):
+        return op.execute(PLAIN, turned, y, None, {})
+    from kernlib.ops.sparse_plans import by_dense, laid_out, no_autocast
+
+    dense = laid_out(w).t()
+    y = materialised(y) if is_lazy(y) else y
+    if y.device.type != "cuda":
+        with no_autocast(y):
+            return reference.sparse_matmul(PLAIN, dense, y)
+    return by_dense(PLAIN, dense, y, {})
+
+
+def transpose_for(w: SparseMatrix, y: torch.Tensor) -> SparseMatrix | None:
+    """The transpose that :func:`turned_product` should be given for y: made if need be, but not
+    while a CUDA graph is captured, which that would wait for the device in."""
+    if w.format == "dense" or not _few(w, y) or y.device.type != "cuda":
+        return None
+    known = w.known_transpose()
+    if known is None and not torch.cuda.is_current_stream_capturing():
+        return w.transpose()
+    return known
+
+
+def _few(w: SparseMatrix, y: torch.Tensor) -> bool:
+    """Whether y (..., R) is FEW vectors at most."""
+    return y.numel() <= FEW * w.shape[0]
+
+
+def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """Of a vector that was added to each of the result's."""
+    return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad.clone()
+
+
+# Eager calls.
+
+
+def recorded(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor:
+    """A checked call whose gradient is recorded, outside of transforms of torch.func."""
+    made = parts(descriptor)
+    bias = made.operands(parameters).get("bias")
+    return made.finish(_Product.apply(x, bias, w, None), parameters)
+
+
+_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))  # which stand for no other tensor
+
+
+def known(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor | None:
+    """:func:`recorded` of a call that needs no check, since the plan of its product is kept and the
+    rest of it has no parameters; else None."""
+    made = parts(descriptor)
+    if made.names or parameters.keys() != made.needed:
+        return None
+    if type(x) not in _ORDINARY and stand_ins(x):
+        return None
+    operands = made.operands(parameters)
+    plan = op.find_plan(made.product, w, x, None, operands)
+    if plan is None:
+        return None
+    return made.finish(_Product.apply(x, operands.get("bias"), w, plan), parameters)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, w, plan):
+        ctx.w = w
+        if plan is None:
+            return product(w, x, bias)
+        descriptor, given = (PLAIN, {}) if bias is None else (BIASED, {"bias": bias})
+        return op.by_plan(plan, descriptor, w, x, None, given)
+
+    @staticmethod
+    def backward(ctx, grad):
+        needs = ctx.needs_input_grad
+        to_x = _turned(ctx.w, grad) if needs[0] else None
+        return to_x, bias_gradient(grad) if needs[1] else None, None, None
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, w):
+        ctx.w = w
+        return turned_product(w, transpose_for(w, y), y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if _is_watched(grad):
+            return _operator(ctx.w, grad, False), None
+        made = _Product.apply if torch.is_grad_enabled() else _unrecorded
+        return made(grad, None, ctx.w, None), None
+
+
+def _unrecorded(x, bias, w, plan):
+    return product(w, x, bias)
+
+
+def _turned(w: SparseMatrix, grad: torch.Tensor) -> torch.Tensor:
+    """``W^T grad``: by the operator where somebody must see it, by a function that records where a
+    gradient of it may be asked for, else by nothing but the kernels."""
+    if _is_watched(grad):
+        return _operator(w, grad, True)
+    if torch.is_grad_enabled():
+        return _Turned.apply(grad, w)
+    return turned_product(w, transpose_for(w, grad), grad)
+
+
+def _is_watched(grad: torch.Tensor) -> bool:
+    return (
+        is_dynamo_compiling()
+        or is_in_torch_dispatch_mode()
+        or _is_tracing()
+        or _are_functorch_transforms_active()
+        or is_legacy_batchedtensor(grad)  # as is_grads_batched makes them
+    )
+
+
+def _operator(w: SparseMatrix, x: torch.Tensor, turned: bool) -> torch.Tensor:
+    from kernlib.ops import sparse_operators as operators
+
+    return operators.product(x, *operators.listed(w), None, turned, False)

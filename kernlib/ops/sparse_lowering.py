@@ -1,0 +1,46 @@
+"""From a product with a compressed matrix to kernels, grids and parameters, by its format.
+
+Pure arithmetic on plain data. Each format that has kernels of its own has a module,
+``sparse_lowering_<format>``, with
+
+    MOST_COLUMNS                                        vectors that one call takes
+    takes(problem, arch) -> whether it computes a problem
+    lower(epilogue, problem, arch, multiprocessors) -> Lowered
+    variants(epilogue, dtypes, arch) -> every spec that its lower() can choose
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.jit.spec import KernelSpec
+from kernlib.ops.sparse_problem import Problem
+from kernlib.ops.steps import Lowered
+
+FORMATS = ("bitmap", "macko", "u8", "u4")  # those with kernels; a dense matrix is cuBLAS's
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a format with kernels."""
+    return import_module(f"kernlib.ops.sparse_lowering_{name}")
+
+
+def takes(name: str, problem: Problem, arch: str) -> bool:
+    """Whether a format's kernels compute a problem; else it is decoded and multiplied by cuBLAS."""
+    return name in FORMATS and module_of(name).takes(problem, arch)
+
+
+def lower(
+    name: str, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> Lowered:
+    """The launches of a call by a format's kernels, which take it."""
+    return module_of(name).lower(epilogue, problem, arch, multiprocessors)
+
+
+def variants(
+    name: str, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose; none for a format without kernels."""
+    return module_of(name).variants(epilogue, dtypes, arch) if name in FORMATS else []

@@ -1,0 +1,390 @@
+"""Compressed matrices: :class:`SparseMatrix`, which holds plain tensors, and what makes them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+from types import MappingProxyType, ModuleType
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from kernlib.ops import sparse_encode
+from kernlib.ops.tensors import check_dense, stand_ins
+
+VERSION = 1  # of what state() answers
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
+_ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
+
+
+class SparseMatrix:
+    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "macko" and "dense",
+    made by :func:`kernlib.sparse.compress`. Plain data: nothing of it changes, but
+    :meth:`transpose` keeps what it made.
+
+    ``kernlib.run_kernel(SparseMatmul(), w, x)`` and :func:`kernlib.sparse.matmul` multiply with it.
+    Copies, pickles and ``torch.save`` hold its tensors without the transpose; :meth:`state` gives
+    plain values and tensors to save, :meth:`from_state` checks what was loaded.
+    """
+
+    __slots__ = (
+        "__weakref__", "_back", "_device", "_dtype", "_facts", "_format", "_key", "_layout", "_nnz",
+        "_operands", "_shape", "_transposed",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        format: str,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        tensors: Mapping[str, torch.Tensor],
+        facts: Mapping[str, int],
+        nnz: int | None = None,
+    ):
+        """Of what a format's ``encode`` answered, unchecked: see :func:`compress` and
+        :meth:`from_state`."""
+        operands = tuple(_placed(tensors[name]) for name in module_of(format).TENSORS)
+        _fill(self, layout_text(format, shape, dtype, facts), operands, nnz)
+
+    @classmethod
+    def from_state(
+        cls, header: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+    ) -> SparseMatrix:
+        """The matrix whose :meth:`state` this is, on the device of its tensors, which it shares.
+
+        Waits for the device. Raises ValueError that names what is missing, unknown or of the wrong
+        kind, such as a version that this kernlib does not know, TypeError for what is no tensor.
+        """
+        given = _checked_header(header)
+        module = module_of(given["format"])
+        check_dense(tuple(tensors), **tensors)
+        found = {name: _placed(tensor) for name, tensor in tensors.items()}
+        shape, dtype = given["shape"], DTYPES[given["dtype"]]
+        module.check(found, given["facts"], shape, dtype)
+        return cls(given["format"], shape, dtype, found, given["facts"], given["nnz"])
+
+    @classmethod
+    def from_layout(cls, layout: str, operands: tuple[torch.Tensor, ...]) -> SparseMatrix:
+        """The matrix of a :attr:`layout` and its tensors in order, unchecked: in 2 us."""
+        made = cls.__new__(cls)
+        _fill(made, layout, tuple(operands), None)
+        return made
+
+    @property
+    def format(self) -> str:
+        """ "bitmap", "u8", "u4", "macko" or "dense"."""
+        return self._format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(R, C)``: output features and input features."""
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values: float16, bfloat16 or float32."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self._device
+
+    @property
+    def version(self) -> int:
+        """Of the format's layout, which :meth:`state` holds."""
+        return VERSION
+
+    @property
+    def layout(self) -> str:
+        """Format, shape, dtype and facts as one text: with :attr:`operands` the whole matrix."""
+        return self._layout
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, in the format's order."""
+        return self._operands
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by name."""
+        names = module_of(self._format).TENSORS
+        return MappingProxyType(dict(zip(names, self._operands, strict=True)))
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What the format knows of the matrix on the host."""
+        return MappingProxyType(self._facts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self._operands)
+
+    @property
+    def nnz(self) -> int:
+        """How many entries are not zero. Counted when it is first asked for, which waits for the
+        device."""
+        if self._nnz is None:
+            object.__setattr__(self, "_nnz", int(torch.count_nonzero(self.to_dense())))
+        return self._nnz
+
+    @property
+    def density(self) -> float:
+        """The part of all entries that is not zero, 0 of an empty matrix."""
+        total = self._shape[0] * self._shape[1]
+        return self.nnz / total if total else 0.0
+
+    def to_dense(self) -> torch.Tensor:
+        """W (R, C), contiguous, bit by bit what was compressed but for the sign of zeros, which the
+        format "dense" keeps, and NaNs in "macko", which knows one. Does not wait for the device."""
+        if self._device.type == "meta":
+            return torch.empty(self._shape, dtype=self._dtype, device="meta")
+        module = module_of(self._format)
+        tensors = dict(zip(module.TENSORS, self._operands, strict=True))
+        return module.decode(tensors, self._facts, self._shape, self._dtype)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
+        """The matrix on a device: itself if it is there, else a copy."""
+        moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
+        if all(new is old for new, old in zip(moved, self._operands, strict=True)):
+            return self
+        made = SparseMatrix.from_layout(self._layout, tuple(map(_fixed, moved)))
+        object.__setattr__(made, "_nnz", self._nnz)
+        return made
+
+    def cuda(self, device: torch.device | int | None = None) -> SparseMatrix:
+        """:meth:`to` a CUDA device, the current one by default."""
+        return self.to("cuda" if device is None else torch.device("cuda", device))
+
+    def cpu(self) -> SparseMatrix:
+        """:meth:`to` the CPU."""
+        return self.to("cpu")
+
+    def convert(self, format: str) -> SparseMatrix:
+        """The same matrix in another format, or in the one that "auto" finds; itself if it is in
+        that one. Raises ValueError for a format that cannot hold it."""
+        if format == self._format:
+            return self
+        return compress(self.to_dense(), format)
+
+    def transpose(self) -> SparseMatrix:
+        """The transpose (C, R), compressed in the same format where that can hold it. Made once,
+        on the matrix's device, and kept: gradients with respect to x multiply with it."""
+        if self._transposed is None:
+            back = self._back() if self._back is not None else None
+            if back is not None:
+                return back
+            made = _turned(self)
+            object.__setattr__(made, "_back", weakref.ref(self))
+            object.__setattr__(self, "_transposed", made)
+        return self._transposed
+
+    def known_transpose(self) -> SparseMatrix | None:
+        """What :meth:`transpose` has made, or was made from; None if it has not been asked for."""
+        if self._transposed is not None or self._back is None:
+            return self._transposed
+        return self._back()
+
+    def state(self) -> tuple[dict, dict[str, torch.Tensor]]:
+        """Plain values, and the tensors by name: what :meth:`from_state` takes. Waits for the
+        device if ``nnz`` has not been counted."""
+        header = {
+            "format": self._format,
+            "version": VERSION,
+            "shape": list(self._shape),
+            "dtype": NAMES[self._dtype],
+            "nnz": self.nnz,
+            "facts": dict(self._facts),
+        }
+        return header, {name: tensor.detach() for name, tensor in self.tensors.items()}
+
+    def __repr__(self) -> str:
+        counted = [] if self._nnz is None else [f"density={self.density:.3g}"]
+        parts = [str(self._shape), f"format={self._format!r}", f"dtype={self._dtype}", *counted]
+        parts += [f"nbytes={self.nbytes}", f"device='{self._device}'"]
+        return f"SparseMatrix({', '.join(parts)})"
+
+    def __setattr__(self, name: str, value) -> None:
+        raise AttributeError(f"a SparseMatrix does not change: {name} cannot be set; make another")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a SparseMatrix does not change: {name} cannot be deleted")
+
+    def __copy__(self) -> SparseMatrix:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> SparseMatrix:
+        copies = tuple(_fixed(t.clone()) for t in self._operands)
+        made = SparseMatrix.from_layout(self._layout, copies)
+        object.__setattr__(made, "_nnz", self._nnz)
+        memo[id(self)] = made
+        return made
+
+    def __reduce__(self):
+        return _unpickled, self.state()
+
+
+def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> None:
+    """The fields of a new matrix, which refuses to have them set."""
+    put = object.__setattr__
+    format, shape, dtype, facts = parse_layout(layout)
+    put(made, "_layout", layout)
+    put(made, "_format", format)
+    put(made, "_shape", shape)
+    put(made, "_dtype", dtype)
+    put(made, "_facts", facts)
+    put(made, "_operands", operands)
+    put(made, "_device", operands[0].device)
+    put(made, "_key", (layout, operands[0].get_device()))
+    put(made, "_nnz", nnz)
+    put(made, "_transposed", None)
+    put(made, "_back", None)
+
+
+def module_of(format: str) -> ModuleType:
+    """The module of a format: TENSORS, encode, decode, nbytes, check. Raises ValueError for one
+    that is not known."""
+    return _formats().module_of(format)
+
+
+@lru_cache(maxsize=1)
+def _formats() -> ModuleType:
+    return import_module("kernlib.ops.sparse_formats")
+
+
+def layout_text(format: str, shape: tuple[int, int], dtype: torch.dtype, facts: Mapping) -> str:
+    """What :attr:`SparseMatrix.layout` says: ``bitmap 64x256 float16 largest=528``."""
+    known = [f"{name}={int(value)}" for name, value in sorted(facts.items())]
+    return " ".join([format, f"{int(shape[0])}x{int(shape[1])}", NAMES[dtype], *known])
+
+
+def parse_layout(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str, int]]:
+    """Format, shape, dtype and facts of a layout."""
+    return _parse(layout) if is_dynamo_compiling() else _parsed(layout)
+
+
+def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str, int]]:
+    format, size, dtype, *facts = layout.split(" ")
+    rows, cols = size.split("x")
+    pairs = (fact.split("=") for fact in facts)
+    known = MappingProxyType({name: int(value) for name, value in pairs})
+    return format, (int(rows), int(cols)), DTYPES[dtype], known
+
+
+_parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
+
+
+def _placed(t: torch.Tensor) -> torch.Tensor:
+    """A tensor as kernels read it: contiguous, its first address aligned, without a gradient."""
+    t = t.detach().contiguous()
+    if t.is_meta or stand_ins(t) or t.data_ptr() % _ALIGNMENT == 0:
+        return _fixed(t)
+    return _fixed(t.clone())
+
+
+def _fixed(t: torch.Tensor) -> torch.Tensor:
+    """Marked as by ``torch._dynamo.mark_static_address``, which would load Dynamo: CUDA graphs of
+    compiled code read a matrix where it is, and copy it into no place of theirs."""
+    t._dynamo_static_input_type = "unguarded"
+    return t
+
+
+def _turned(w: SparseMatrix) -> SparseMatrix:
+    dense = w.to_dense().t()
+    fits = module_of(w.format).nbytes(dense) is not None
+    made = compress(dense, w.format if fits else "auto")
+    object.__setattr__(made, "_nnz", w._nnz)
+    return made
+
+
+def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
+    return SparseMatrix.from_state(header, tensors)
+
+
+def _checked_header(header: Mapping[str, object]) -> dict:
+    """A header with its values in the types of this process. Raises ValueError."""
+    wanted = ("format", "version", "shape", "dtype", "nnz", "facts")
+    missing = [name for name in wanted if name not in header]
+    if missing:
+        raise ValueError(f"header of a SparseMatrix lacks {', '.join(missing)}")
+    if header["version"] != VERSION:
+        raise ValueError(
+            f"header is of version {header['version']!r}, this kernlib reads version {VERSION}: "
+            "compress the matrix again"
+        )
+    if header["dtype"] not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {header['dtype']!r}")
+    shape = _integers("shape", header["shape"])
+    if len(shape) != 2:
+        raise ValueError(f"shape must be (rows, columns), got {header['shape']!r}")
+    if not isinstance(header["facts"], Mapping):
+        raise ValueError(f"facts must be a dict of ints, got {header['facts']!r}")
+    facts = dict(zip(header["facts"], _integers("facts", header["facts"].values()), strict=True))
+    (nnz,) = _integers("nnz", [header["nnz"]])
+    if nnz > shape[0] * shape[1]:
+        raise ValueError(f"nnz must be at most {shape[0]} * {shape[1]}, got {nnz}")
+    return {**header, "shape": shape, "facts": facts, "nnz": nnz}
+
+
+def _integers(name: str, values) -> tuple[int, ...]:
+    """Raises ValueError unless all are ints of at least 0."""
+    try:
+        found = tuple(values)
+    except TypeError:
+        raise ValueError(f"{name} must hold ints, got {values!r}") from None
+    for value in found:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} must hold ints of at least 0, got {value!r}")
+    return found
+
+
+def compress(dense: torch.Tensor, format: str = "auto") -> SparseMatrix:
+    """A matrix (R, C) compressed where it lies, on the CPU or by kernels on a GPU.
+
+    - ``dense``: float16, bfloat16 or float32, of any strides; torch's sparse layouts are laid out
+      densely first. Its gradient is not recorded.
+    - ``format``: "bitmap" (one bit a position, and the values), "u8" (a byte of column a
+      value, for densities below 0.1), "u4" (four bits), "macko" (MACKO-SpMV's), "dense", or "auto":
+      the one whose product is fastest, by its bytes for this matrix and the rates measured.
+
+    Raises TypeError for what is no tensor, ValueError for another dtype or number of dimensions,
+    and for a format that is not known or cannot hold the matrix. Formats and their comparison
+    follow MACKO-SpMV and SpInfer.
+    """
+    dense = _matrix(dense)
+    if format == "auto":
+        format = _formats().auto(dense)
+    tensors, facts = module_of(format).encode(dense)
+    return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
+
+
+def from_csr(
+    crow: torch.Tensor,
+    col: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, int],
+    format: str = "auto",
+) -> SparseMatrix:
+    """:func:`compress` of a matrix in CSR form: row ``r`` holds ``values[crow[r]:crow[r + 1]]`` in
+    columns ``col[crow[r]:crow[r + 1]]``. Indices are int32 or int64. Raises what
+    ``torch.sparse_csr_tensor`` and :func:`compress` raise."""
+    given = torch.sparse_csr_tensor(crow, col, values, tuple(shape), check_invariants=True)
+    return compress(given, format)
+
+
+def _matrix(dense: torch.Tensor) -> torch.Tensor:
+    """A dense matrix whose memory holds its values. Raises ValueError and TypeError."""
+    if isinstance(dense, torch.Tensor) and dense.layout in _SPARSE_LAYOUTS and dense.dim() == 2:
+        dense = dense.detach().to_dense()
+    dense = sparse_encode.matrix(dense)
+    if stand_ins(dense) or torch._C._functorch.is_functorch_wrapped_tensor(dense):
+        raise ValueError(
+            "dense has no values here to compress (a fake tensor, or one inside a transform of "
+            "torch.func): compress outside"
+        )
+    return dense

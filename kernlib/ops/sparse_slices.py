@@ -1,0 +1,226 @@
+"""The formats u8 and u4: a value and a step of 8 or 4 bits to its column for each entry.
+
+u8 is for densities up to about .1, where steps are long, u4 for those from there to about .4.
+
+Columns go in panels of ``width``. The rows of a panel, sorted by how many codes they have there,
+most first, are taken 32 at a time: a slice, of which each lane holds one row and as many codes as
+the longest row needs. All slices of a panel, in an order in which each run of them is about as long
+as any other, then those of the next panel. Tensors:
+
+=========  =====  =====================================================================
+data       uint8  the slices' codes, one slice after the other
+offsets    int32  [slices + 1] codes of a lane before each slice
+rows       int16  [panels, slices of a panel, 32] row of each lane, -1 for none; int32 of
+                  more than 65535 rows. Read int16 as unsigned
+=========  =====  =====================================================================
+
+A code is a value and the step to its column: from that of the code before, the first one's from the
+panel's first column. Longer steps are divided by codes of a zero value and the longest step. Codes
+behind a row's last are zero in value and step. Stored is whatever does not equal zero, NaN
+included; -0.0 comes back as 0.0. A slice's length is that of its longest row, of u4 the next even
+one. The first ``length // 8 * 8`` codes of its lanes lie in groups of 8, the rest in one of 4, of 2
+and of 1 as the bits of the length say. A group is the values of its codes, lane by lane, then their
+steps, lane by lane: each is one load of a lane. Of u4, the steps of a group's first half are the
+low bits of a lane's bytes, those of the second half the high bits.
+
+That is itemsize + 1 or itemsize + .5 bytes a code, 2 a row and panel. Of a matrix of uniform
+density d, what fills up slices is under 1 % of the codes, half a code a lane, or one, of 50 to 700;
+long steps of u4 add ``1 / (1 - (1 - d)^15) - 1``: 26 % at .1, 3.6 % at .2, .5 % at .3.
+
+Steps are the deltas of MACKO-SpMV, in the order in which threads read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from kernlib.ops import sparse_slices_cpu as cpu
+from kernlib.ops.sparse_encode import check_size, check_tensors, matrix
+
+TENSORS = ("data", "offsets", "rows")
+LANES = cpu.LANES  # rows of a slice
+SHORT_ROWS = 65535  # most rows whose numbers are 2 bytes
+WIDEST = 4096  # bytes of a vector in a panel, as kernels take them
+# Default widths, of 2-byte values: 8 copies of 8 vectors' x fill Hopper's shared memory at 1792.
+LEAST_WIDTH, MOST_WIDTH = 512, 1792
+WAVE = 132 * 32  # slices that an H200 takes at a time, one a warp
+SLICE_COST = 64  # columns that one takes as long as, without codes
+MOST_CODES = 2**31 - 1  # of a lane in all slices, as offsets count them
+
+
+class Code(NamedTuple):
+    """A format by its name and the bits of a step."""
+
+    name: str
+    bits: int
+
+    @property
+    def longest(self) -> int:
+        """The longest step."""
+        return (1 << self.bits) - 1
+
+    @property
+    def unit(self) -> int:
+        """Codes of whole bytes: lengths are multiples."""
+        return 8 // self.bits
+
+    def size(self, itemsize: int) -> int:
+        """Bytes of one code of each lane."""
+        return LANES * itemsize + LANES * self.bits // 8
+
+
+def encode(
+    code: Code, dense: torch.Tensor, width: int | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Tensors and facts of a (rows, columns) matrix of float16, bfloat16 or float32, any strides.
+
+    ``width`` of a panel is a multiple of 16 columns; by default :func:`panel_width`'s. On CUDA all
+    is done by kernels, and the host waits once, for the size. Raises as
+    :func:`kernlib.ops.sparse_encode.matrix`, and ValueError for a matrix that offsets cannot count.
+    """
+    dense = matrix(dense)
+    width = width or panel_width(*dense.shape, dense.element_size())
+    starts, rows = arrange(_codec(dense).count(code, dense, width), code.unit)
+    total = int(starts[-1])
+    if total > MOST_CODES:
+        raise ValueError(
+            f"format {code.name} holds {MOST_CODES} codes a lane, the matrix needs {total}"
+        )
+    size = total * code.size(dense.element_size())
+    data = torch.zeros(size, dtype=torch.uint8, device=dense.device)
+    offsets = starts.to(torch.int32)
+    if size:
+        _codec(dense).write(code, dense, width, offsets, rows, data)
+    return {"data": data, "offsets": offsets, "rows": rows}, {"width": width}
+
+
+def decode(
+    code: Code,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The dense matrix, contiguous, every bit as it was but the sign of -0.0; without a
+    synchronisation."""
+    dense = torch.zeros(shape, dtype=dtype, device=tensors["data"].device)
+    if dense.numel() and tensors["data"].numel():
+        _codec(dense).read(code, tensors, facts["width"], dense)
+    return dense
+
+
+def nbytes(code: Code, dense: torch.Tensor) -> int | None:
+    """Bytes of what :func:`encode` would make; None for a matrix it refuses. The host waits for
+    them."""
+    found = int(measure(code, dense))
+    return None if found < 0 else found
+
+
+def measure(code: Code, dense: torch.Tensor) -> torch.Tensor:
+    """:func:`nbytes` as an int64 on the matrix's device, -1 for None, without a synchronisation."""
+    dense = matrix(dense)
+    width = panel_width(*dense.shape, dense.element_size())
+    starts, rows = arrange(_codec(dense).count(code, dense, width), code.unit)
+    held = rows.numel() * rows.element_size() + 4 * starts.numel()
+    total = starts[-1]
+    return torch.where(total > MOST_CODES, -1, total * code.size(dense.element_size()) + held)
+
+
+def check(
+    code: Code,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Raises ValueError, naming what is wrong, unless tensors and facts are of this format and
+    shape. The host waits for the ends of ``offsets``."""
+    wanted = {"data": torch.uint8, "offsets": torch.int32, "rows": _row_type(shape[0])}
+    check_tensors(code.name, tensors, wanted)
+    width, most = facts.get("width", 0), WIDEST // dtype.itemsize
+    if width < 16 or width % 16 or width > most:
+        raise ValueError(f"fact width must be a multiple of 16 up to {most}, got {width}")
+    panels, slices = grid(shape, width)
+    check_size("offsets", tensors["offsets"], (panels * slices + 1,))
+    check_size("rows", tensors["rows"], (panels, slices, LANES))
+    _check_sizes(code, tensors, shape, dtype)
+
+
+def _check_sizes(
+    code: Code, tensors: Mapping[str, torch.Tensor], shape: tuple, dtype: torch.dtype
+) -> None:
+    """That slices lie in data one behind the other, and that lanes have rows of the matrix."""
+    offsets, rows, data = tensors["offsets"], tensors["rows"], tensors["data"]
+    wrong = ((offsets.diff() < 0) | (offsets[1:] % code.unit != 0)).sum()
+    found = torch.stack([offsets[0], offsets[-1], wrong]).tolist()
+    size = found[1] * code.size(dtype.itemsize)
+    if found[0] != 0 or found[2] or tuple(data.shape) != (size,):
+        raise ValueError(
+            f"offsets must rise from 0, by multiples of {code.unit}, to the codes of a lane in "
+            f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
+        )
+    known = cpu.unsigned(rows)
+    if rows.numel() and bool(((known >= shape[0]) & (rows != -1)).any()):
+        raise ValueError(f"rows must be -1 or rows of the matrix, which has {shape[0]}")
+
+
+def panel_width(rows: int, cols: int, itemsize: int) -> int:
+    """Columns of a panel, a multiple of 16: of all numbers of panels the one whose slices, taken a
+    WAVE at a time, should be done first."""
+    slices, cols, most = -(-rows // LANES), max(cols, 1), MOST_WIDTH * 2 // itemsize
+    fewest = -(-cols // most)
+    panels = range(fewest, max(fewest, cols // LEAST_WIDTH) + 1)
+
+    def cost(width: int) -> tuple[int, int]:
+        waves = -(-slices * -(-cols // width) // WAVE)
+        return waves * (width + SLICE_COST), -width
+
+    return min((-(-cols // (16 * n)) * 16 for n in panels), key=cost)
+
+
+def grid(shape: tuple[int, int], width: int) -> tuple[int, int]:
+    """Panels of a matrix, and slices of a panel."""
+    return -(-shape[1] // width), -(-shape[0] // LANES)
+
+
+def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the codes of each (panel, row): int64 starts of all slices and their end, and rows."""
+    panels, count = lengths.shape
+    slices = -(-count // LANES)
+    padded = torch.nn.functional.pad(lengths, (0, slices * LANES - count), value=-1)
+    ordered, rows = torch.sort(padded, dim=1, descending=True, stable=True)
+    order = slice_order(slices, lengths.device)
+    ordered = ordered.view(panels, slices, LANES)[:, order]
+    rows = rows.view(panels, slices, LANES)[:, order]
+    rows = torch.where(ordered < 0, -1, rows)
+    longest = ordered[:, :, 0].clamp_min(0).reshape(-1).to(torch.int64)
+    longest = (longest + unit - 1) // unit * unit
+    starts = torch.nn.functional.pad(longest.cumsum(0), (1, 0))
+    return starts, rows.to(_row_type(count)).contiguous()
+
+
+def slice_order(slices: int, device: torch.device) -> torch.Tensor:
+    """Which slice of the sorted ones is at each place: by reversed bits (van der Corput), so that
+    the slices of any run are as long as others are."""
+    index = torch.arange(slices, device=device)
+    turned = torch.zeros_like(index)
+    for bit in range(max(slices - 1, 0).bit_length()):
+        turned = turned * 2 + (index >> bit & 1)
+    return torch.argsort(turned)
+
+
+def _row_type(rows: int) -> torch.dtype:
+    return torch.int16 if rows <= SHORT_ROWS else torch.int32
+
+
+def _codec(dense: torch.Tensor) -> ModuleType:
+    """The module that counts, writes and reads codes where a matrix lies."""
+    if not dense.is_cuda:
+        return cpu
+    from kernlib.ops import sparse_slices_gpu as gpu
+
+    return gpu

@@ -1,0 +1,124 @@
+"""The formats u8 and u4 on CPU tensors: codes counted, written and read by torch.
+
+See :mod:`kernlib.ops.sparse_slices`; what a function calls ``code`` is its ``Code``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernlib.ops.sparse_encode import BITS, bits, nonzero
+
+if TYPE_CHECKING:
+    from kernlib.ops.sparse_slices import Code
+
+LANES = 32
+
+
+def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
+    """Codes of each (panel, row): int32."""
+    rows, cols = dense.shape
+    lengths = torch.zeros(-(-cols // width), rows, dtype=torch.int32)
+    for index, line in enumerate(lengths):
+        _, row, _, extra = _panel(code, dense, index * width, width)
+        line.index_add_(0, row, (extra + 1).to(torch.int32))
+    return lengths
+
+
+def write(
+    code: Code,
+    dense: torch.Tensor,
+    width: int,
+    offsets: torch.Tensor,
+    rows: torch.Tensor,
+    data: torch.Tensor,
+) -> None:
+    """Write all codes into ``data``, zero before."""
+    itemsize = dense.element_size()
+    values, starts = data.view(BITS[dense.dtype]), offsets.to(torch.int64)
+    lengths, slices = starts.diff(), rows.shape[1]
+    for index in range(rows.shape[0]):
+        held = unsigned(rows[index]).view(-1)
+        real = (rows[index] != -1).view(-1).nonzero()[:, 0]
+        slot = torch.empty(dense.shape[0], dtype=torch.int64)
+        slot[held[real]] = real
+        values_of, row, steps, extra = _panel(code, dense, index * width, width)
+        behind = (extra + 1).cumsum(0)  # codes up to each entry's, of all rows
+        counts = torch.zeros(dense.shape[0], dtype=torch.int64).index_add_(0, row, extra + 1)
+        number = behind - 1 - (counts.cumsum(0) - counts)[row]
+        place = index * slices + slot[row] // LANES
+        base, length, lane = starts[place] * code.size(itemsize), lengths[place], slot[row] % LANES
+        value, step, shift = places(code, number, length, lane, itemsize)
+        values[(base + value) // itemsize] = values_of
+        data.index_add_(0, base + step, (steps << shift).to(torch.uint8))
+        far, back = _long(extra)
+        _, step, shift = places(code, number[far] - back, length[far], lane[far], itemsize)
+        data.index_add_(0, base[far] + step, (code.longest << shift).to(torch.uint8))
+
+
+def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
+    """Write all entries into ``dense``, contiguous and zero before."""
+    itemsize, rows, data = dense.element_size(), tensors["rows"], tensors["data"]
+    if data.storage_offset() % itemsize:
+        data = data.clone()
+    starts = tensors["offsets"].to(torch.int64)
+    slices, cols = rows.shape[1], dense.shape[1]
+    flat = bits(dense).view(-1)
+    values, lanes = data.view(BITS[dense.dtype]), torch.arange(LANES)
+    for index in range(rows.shape[0]):
+        own = starts[index * slices : (index + 1) * slices + 1]
+        lengths, first = own.diff(), own[:-1] - own[0]
+        place = torch.repeat_interleave(torch.arange(slices), lengths)
+        number = (torch.arange(len(place)) - first[place])[:, None]
+        base = (own[:-1] * code.size(itemsize))[place][:, None]
+        value, step, shift = places(code, number, lengths[place][:, None], lanes, itemsize)
+        found = values[(base + value) // itemsize]
+        column = (data[base + step].to(torch.int64) >> shift & code.longest).cumsum(0)
+        before = torch.nn.functional.pad(column, (0, 0, 1, 0))[first[place]]
+        column = column - before + index * width
+        row = unsigned(rows[index])[place]
+        real = found != 0
+        flat[row[real] * cols + column[real]] = found[real]
+
+
+def unsigned(rows: torch.Tensor) -> torch.Tensor:
+    """int64 rows, which int16 holds modulo 2**16."""
+    return rows.to(torch.int64) & (0xFFFF if rows.dtype == torch.int16 else 0xFFFFFFFF)
+
+
+def places(
+    code: Code, numbers: torch.Tensor, lengths: torch.Tensor, lanes: torch.Tensor, itemsize: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bytes from a slice's beginning to value and step of a lane's codes by their numbers, for the
+    slice's length, and the bit at which the step begins."""
+    at = lengths & ~7
+    first, count = numbers & ~7, torch.full_like(numbers, 8)
+    for size in (4, 2, 1):
+        here = (numbers >= at) & (numbers < at + size) & (lengths & size != 0)
+        first, count = torch.where(here, at, first), torch.where(here, size, count)
+        at = at + (lengths & size)
+    group, inside = first * code.size(itemsize), numbers - first
+    values = group + (lanes * count + inside) * itemsize
+    taken = count * code.bits // 8  # bytes of a lane's steps
+    steps = group + LANES * count * itemsize + lanes * taken + inside % taken
+    return values, steps, inside // taken * code.bits
+
+
+def _panel(code: Code, dense: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, ...]:
+    """Bits, row, step and codes before its own of each entry of a panel, in order."""
+    held = bits(dense)[:, first : first + width]
+    rows, cols = torch.nonzero(nonzero(held), as_tuple=True)
+    steps = cols.clone()
+    same = rows[1:] == rows[:-1]
+    steps[1:] -= torch.where(same, cols[:-1], 0)
+    extra = (steps - 1).clamp_min(0) // code.longest
+    return held[rows, cols], rows, steps - code.longest * extra, extra
+
+
+def _long(extra: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each code of no value: which entry it is before, and by how many codes."""
+    owner = torch.repeat_interleave(torch.arange(len(extra)), extra)
+    return owner, torch.arange(len(owner)) - (extra.cumsum(0) - extra)[owner] + 1

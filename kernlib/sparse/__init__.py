@@ -1,0 +1,27 @@
+"""Unstructured sparse weights: matrices compressed on the GPU, and their products with vectors.
+
+Names are loaded when first used. The model of the family is the MACKO-SpMV project.
+"""
+
+from importlib import import_module as _import_module
+
+_NAMES = {
+    "kernlib.ops.sparse_matrix": ("SparseMatrix", "compress", "from_csr"),
+    "kernlib.ops.sparse": ("matmul",),
+    "kernlib.sparse.prune": ("magnitude",),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kernlib.sparse' has no attribute {name!r}")
+    value = getattr(_import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return __all__

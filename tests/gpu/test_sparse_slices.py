@@ -1,0 +1,181 @@
+"""The formats u8 and u4 on a GPU: codec equal to the CPU's, products against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib import launch
+from kernlib.ops import sparse_format_u4 as u4
+from kernlib.ops import sparse_format_u8 as u8
+from kernlib.ops import sparse_lowering_u4, sparse_lowering_u8
+from kernlib.ops.sequence import Steps
+from kernlib.ops.sparse_problem import Problem, facts_of
+
+# Relative Frobenius errors, of results rounded once; of a few results, the unit of rounding.
+TOLERANCE = {torch.float16: 2.5e-4, torch.bfloat16: 2e-3, torch.float32: 1e-6}
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 1e-6}
+# Odd sizes, one row, one column, panels that end within, more columns than a block's x holds.
+SHAPES = ((1, 1), (1, 700), (700, 1), (37, 513), (131, 2050), (515, 30_001), (2049, 1031))
+LOWERINGS = {u8: sparse_lowering_u8, u4: sparse_lowering_u4}
+all_formats = pytest.mark.parametrize("form", LOWERINGS, ids=lambda form: form.FORMAT)
+all_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def matrix(rows, cols, density, dtype=torch.float16):
+    values = torch.randn(rows, cols, device="cuda").to(dtype)
+    kept = torch.rand(rows, cols, device="cuda") < density
+    return torch.where(kept, values, torch.zeros((), dtype=dtype, device="cuda"))
+
+
+def vectors(columns, cols, dtype):
+    """x whose rows begin at whole 16 bytes, with NaN behind them."""
+    pitch = -(-cols // 8) * 8 + 8
+    whole = torch.full((columns, pitch), math.nan, dtype=dtype, device="cuda")
+    whole[:, :cols] = torch.randn(columns, cols, device="cuda").to(dtype)
+    return whole[:, :cols]
+
+
+def product(form, encoded, shape, x, epilogue=(), vector=(), numbers=None, out=None):
+    """The product by this format's kernels."""
+    (tensors, facts), lowering = encoded, LOWERINGS[form]
+    if out is None:
+        out = torch.full((x.shape[0], shape[0]), math.nan, dtype=x.dtype, device=x.device)
+    dtype, strides = str(x.dtype).removeprefix("torch."), (out.stride(0), out.stride(1))
+    sizes = (*shape, x.shape[0], dtype, x.stride(0), True, strides)
+    problem, device = Problem(*sizes, facts_of(facts)), x.device.index
+    arch = launch.arch_of(device)
+    assert lowering.takes(problem, arch)
+    lowered = lowering.lower(epilogue, problem, arch, launch.model(device).multiprocessors)
+    given = {**tensors, "x": x, "out": out}
+    given.update({f"vector{index}": each for index, each in enumerate(vector)})
+    steps = Steps(lowered, tuple(given), x.device)
+    steps.launch([each.data_ptr() for each in given.values()], numbers)
+    return out
+
+
+def check(dense, x, found):
+    wanted = x.double() @ dense.double().T
+    error = (found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)
+    bound = (TOLERANCE if found.numel() >= 1000 else ROUNDING)[dense.dtype]
+    assert error <= bound, f"{tuple(dense.shape)} of {x.shape[0]}: {error:.2e} > {bound:.1e}"
+
+
+@all_formats
+@all_dtypes
+@pytest.mark.parametrize("density", (0.0, 0.003, 0.1, 1.0))
+def test_the_codec_is_the_cpu_s(form, dtype, density, seed):
+    for rows, cols in SHAPES[:6]:
+        dense = matrix(rows, cols, density, dtype)
+        dense[rows // 2, cols // 2] = math.nan
+        dense[0, 0] = -0.0  # no entry
+        for given in (dense, dense.t().contiguous().t()):
+            ours, facts = form.encode(given)
+            theirs, known = form.encode(dense.cpu())
+            assert facts == known
+            form.check(ours, facts, (rows, cols), dtype)
+            assert all(torch.equal(ours[name].cpu(), theirs[name]) for name in form.TENSORS)
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        dense[0, 0] = 0.0
+        found = form.decode(ours, facts, (rows, cols), dtype)
+        assert torch.equal(found.view(bits), dense.view(bits))
+        assert form.nbytes(dense) == sum(t.numel() * t.element_size() for t in ours.values())
+
+
+@all_formats
+@all_dtypes
+@pytest.mark.parametrize("columns", (1, 2, 3, 7, 8, 16))
+def test_values(form, dtype, columns, seed):
+    for rows, cols in SHAPES:
+        dense = matrix(rows, cols, 0.1, dtype)
+        x = vectors(columns, cols, dtype)
+        check(dense, x, product(form, form.encode(dense), (rows, cols), x))
+
+
+@all_formats
+def test_widths_of_panels_and_skewed_rows(form, seed):
+    dense = matrix(300, 9000, 0.05)
+    dense[7], dense[100:200] = 0.5, 0.0
+    dense[::50] = matrix(6, 9000, 0.6)
+    for width in (16, 512, 1024, 1792, 2048):
+        for columns in (1, 3, 8):
+            x = vectors(columns, 9000, torch.float16)
+            found = product(form, form.encode(dense, width), dense.shape, x)
+            check(dense, x, found)
+            assert (found[:, 101:149] == 0).all()
+
+
+@all_formats
+def test_more_rows_than_two_bytes_count(form, seed):
+    dense = matrix(70_001, 300, 0.05)
+    x = vectors(2, 300, torch.float16)
+    check(dense, x, product(form, form.encode(dense), dense.shape, x))
+
+
+@all_formats
+def test_no_columns_and_no_entries(form, seed):
+    encoded = form.encode(torch.zeros(5, 0, dtype=torch.float16, device="cuda"))
+    x = torch.zeros(1, 8, dtype=torch.float16, device="cuda")[:, :0]
+    assert (product(form, encoded, (5, 0), x) == 0).all()
+    x = vectors(3, 600, torch.float16)
+    x[:] = math.nan
+    encoded = form.encode(matrix(40, 600, 0.0))
+    assert (product(form, encoded, (40, 600), x) == 0).all()
+
+
+@all_formats
+def test_what_is_not_stored_meets_no_infinity(form, seed):
+    dense = torch.zeros(40, 3000, dtype=torch.float16, device="cuda")
+    dense[3, 2999], dense[4, 10], dense[5, 800] = 2.0, 1.0, -0.0
+    for columns in (1, 8):
+        x = vectors(columns, 3000, torch.float16)
+        x[:] = math.inf
+        x[:, 10], x[:, 255], x[:, 2999] = 3.0, math.nan, 0.5
+        found = product(form, form.encode(dense), dense.shape, x)
+        assert (found[:, 3] == 1.0).all() and (found[:, 4] == 3.0).all()
+        assert found.count_nonzero() == 2 * columns
+
+
+@all_formats
+@all_dtypes
+def test_epilogues_and_strides_of_out(form, dtype, seed):
+    dense, columns = matrix(333, 2000, 0.1, dtype), 5
+    x, bias = vectors(columns, 2000, dtype), torch.randn(333, device="cuda").to(dtype)
+    whole = torch.full((333, 2 * columns), math.nan, dtype=dtype, device="cuda")
+    out = whole.t()[::2]
+    epilogue = (kl.Bias(), kl.Scale(), kl.Relu())
+    product(form, form.encode(dense), dense.shape, x, epilogue, (bias,), [0.5, 0], out)
+    wanted = ((x.double() @ dense.double().T + bias.double()) * 0.5).relu()
+    error = (out.double() - wanted).norm() / wanted.norm()
+    assert error <= TOLERANCE[dtype]
+    assert whole[:, 1::2].isnan().all()
+
+
+@all_formats
+@pytest.mark.parametrize("columns", (1, 8))
+def test_the_same_bits_every_time(form, columns, seed):
+    dense = matrix(2048, 8192, 0.1)
+    encoded, x = form.encode(dense), vectors(columns, 8192, torch.float16)
+    first = product(form, encoded, dense.shape, x)
+    for _ in range(10):
+        assert torch.equal(product(form, encoded, dense.shape, x), first)
+
+
+@all_formats
+def test_repeated_calls_in_a_graph_overlap_safely(form, seed):
+    dense, columns = matrix(1000, 4000, 0.1), 1
+    encoded, x = form.encode(dense), vectors(columns, 4000, torch.float16)
+    outs = [torch.zeros(1, 1000, dtype=torch.float16, device="cuda") for _ in range(6)]
+    wanted = product(form, encoded, dense.shape, x).clone()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for out in outs:
+            product(form, encoded, dense.shape, x, out=out)
+    x.mul_(2)
+    for _ in range(3):
+        graph.replay()
+    assert all(torch.equal(out, 2 * wanted) for out in outs)

@@ -1,0 +1,105 @@
+"""Products of bitmap matrices: launches and sizes, and kernels for every target."""
+
+import re
+import struct
+from functools import cache
+
+import pytest
+from compile_logs import built_with_logs
+
+import kernlib as kl
+from kernlib.errors import UnsupportedError
+from kernlib.jit import targets
+from kernlib.jit.compiler import compile_spec
+from kernlib.ops import sparse_lowering_bitmap as lowering
+from kernlib.ops import sparse_lowering_sum as last
+from kernlib.ops.sparse_problem import Problem
+
+ARCHES = ("sm_90a", "sm_80", "sm_86", "sm_100", "sm_120")
+EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())
+HALF = ("float16", "bfloat16")
+
+
+def problem(rows=8192, cols=28672, columns=1, dtype="float16", largest=4880, strides=None):
+    facts = (("largest", largest),)
+    pitch = -(-cols // 8) * 8
+    return Problem(rows, cols, columns, dtype, pitch, False, strides or (rows, 1), facts)
+
+
+def fixed(step):
+    names = "rows x_stride out_vector out_row cols columns kchunks slabs stages "
+    names += "slot cta_units longer_ctas range_chunks wider_ranges"
+    return dict(zip(names.split(), struct.unpack(lowering.FIXED, step.fixed), strict=True))
+
+
+def test_several_ranges_meet_in_the_workspace():
+    lowered = lowering.lower(EPILOGUE, problem(columns=8), "sm_90a", 132)
+    first, second = lowered.steps
+    assert first.grid == (132, 1) and not first.scalars and "sums" in first.spec.description
+    found = fixed(first)
+    ranges = -(-112 // (first.spec.threads // 32))
+    assert (found["kchunks"], found["slabs"]) == (112, 512)
+    assert found["cta_units"] * 132 + found["longer_ctas"] == ranges * 512
+    assert found["range_chunks"] * ranges + found["wider_ranges"] == 112
+    assert lowered.workspace == 4 * ranges * 8 * 8192
+    assert second.spec.entry == "sparse_sum" and second.overlaps and second.scalars == 1
+    assert second.pointers == (("workspace", 0), ("out", 0), ("vector0", 0))
+    assert not lowering.lower((), problem(), "sm_86", 84).steps[1].overlaps
+
+
+def test_one_range_writes_the_result():
+    (only,) = lowering.lower(EPILOGUE, problem(300, 2000, 3), "sm_90a", 132).steps
+    assert only.pointers[-2:] == (("out", 0), ("vector0", 0)) and only.scalars == 1
+    assert only.grid == (19, 1) and fixed(only)["cta_units"] == 1
+
+
+@pytest.mark.parametrize("arch", targets.SHARED_BYTES)
+@pytest.mark.parametrize("columns", (1, 8, 16))
+@pytest.mark.parametrize("largest", (512, 1504, 4880, 8704))
+def test_the_ring_fits_shared_memory(largest, columns, arch):
+    given = problem(columns=columns, largest=largest)
+    first = lowering.lower((), given, arch, 100).steps[0]
+    found, warps = fixed(first), first.spec.threads // 32
+    stages = found["stages"]
+    assert 0 < stages <= lowering.MAX_STAGES
+    assert found["slot"] >= largest + lowering.SLOT_TAIL and found["slot"] % 128 == 0
+    assert stages * warps * found["slot"] < first.spec.shared_bytes < targets.SHARED_BYTES[arch]
+
+
+def test_what_it_does_not_take():
+    for given in (problem(dtype="float32"), problem(columns=17), problem(columns=0), problem(0)):
+        assert not lowering.takes(given, "sm_90a")
+        with pytest.raises(UnsupportedError, match="no bitmap kernel multiplies"):
+            lowering.lower((), given, "sm_90a", 132)
+
+
+def test_lowering_chooses_of_the_variants():
+    known = lowering.variants(EPILOGUE, HALF, "sm_90a")
+    for columns in (1, 2, 8, 9, 16):
+        for cols in (16, 2048, 28672):
+            for largest in (600, 8704):
+                given = problem(cols=cols, columns=columns, largest=largest)
+                for step in lowering.lower(EPILOGUE, given, "sm_90a", 132).steps:
+                    assert step.spec in known
+
+
+@cache
+def built(arch):
+    dtypes = HALF if arch == "sm_90a" else HALF[:1]
+    specs = {s.description: s for s in lowering.variants(EPILOGUE, dtypes, arch)}
+    return built_with_logs(specs, lambda spec: compile_spec(spec, arch))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_variant_compiles_without_spills(arch):
+    made = built(arch)
+    assert len(made) >= 13
+    for name, (_, log) in made.items():
+        (used,) = re.findall(r"Used (\d+) registers", log)
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+        assert sum(spilled) <= 64 and int(used) <= 255, f"{name}: {used} registers, {spilled}"
+
+
+def test_the_sum_of_parts_takes_every_dtype():
+    for dtype in (*HALF, "float32"):
+        assert last.spec(EPILOGUE, dtype, "sm_90a").entry == "sparse_sum"

@@ -1,0 +1,193 @@
+"""The formats by name, the rates of their products, and the one that is chosen."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernlib.jit import targets
+from kernlib.ops import sparse_format_bitmap as bitmap
+from kernlib.ops import sparse_format_dense as dense_format
+from kernlib.ops import sparse_formats as formats
+from kernlib.ops import sparse_rates as rates
+from kernlib.ops.sparse_encode import BITS, total_bytes
+
+DTYPES = tuple(BITS)
+
+
+def test_formats_by_name():
+    for name in ("bitmap", "dense"):
+        module = formats.module_of(name)
+        assert name == module.FORMAT and name in formats.FORMATS
+    with pytest.raises(
+        ValueError, match="one of 'bitmap', 'u8', 'u4', 'macko', 'dense', got 'csr'"
+    ):
+        formats.module_of("csr")
+
+
+def test_a_format_is_loaded_when_it_is_asked_for():
+    code = """
+import sys
+from kernlib.ops import sparse_formats
+assert not [name for name in sys.modules if "sparse_format_" in name]
+assert "kernlib.launch" not in sys.modules
+import torch
+module = sparse_formats.module_of("bitmap")
+tensors, facts = module.encode(torch.eye(4))
+module.decode(tensors, facts, (4, 4), torch.float32)
+assert "kernlib.launch" not in sys.modules and "kernlib.ops.sparse_format_u8" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (1, 1), (33, 257)], ids=str)
+def test_the_dense_format(shape, dtype, seed):
+    whole = torch.randn(shape[1], shape[0]).to(dtype)
+    for dense in (whole.T, whole.T.contiguous()):
+        tensors, facts = dense_format.encode(dense)
+        assert tuple(tensors) == dense_format.TENSORS and facts == {}
+        dense_format.check(tensors, facts, shape, dtype)
+        assert dense_format.nbytes(dense) == total_bytes(tensors)
+        found = dense_format.decode(tensors, facts, shape, dtype)
+        assert found.is_contiguous() and torch.equal(found, dense)
+        for copy in (found, tensors["values"]):  # neither shares memory with the other
+            copy.zero_()
+        assert not dense.numel() or (dense != 0).any()
+
+
+def test_the_dense_format_checks_its_tensors():
+    values = torch.zeros(4, 6)
+    for given, message in [
+        ({}, "has the tensors values, got none"),
+        ({"values": values.half()}, "values must have dtype torch.float32"),
+        ({"values": values.T}, "values must be contiguous"),
+        ({"values": values[:3]}, r"values must have shape \(4, 6\), got \(3, 6\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dense_format.check(given, {}, (4, 6), torch.float32)
+
+
+# Rates.
+
+
+def test_every_format_has_rates_wherever_there_are_some():
+    assert rates.DEFAULT in rates.RATES
+    for arch, known in rates.RATES.items():
+        assert arch in targets.SHARED_BYTES and set(known) == set(formats.FORMATS)
+        for points in known.values():
+            densities = [rate.density for rate in points]
+            assert densities and densities == sorted(set(densities))
+            assert all(0 <= rate.density <= 1 for rate in points)
+            assert all(rate.fixed_us > 0 and 0.1 < rate.tb_per_s < 10 for rate in points)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    points = (rates.Rate(0.1, 2.0, 1.0), rates.Rate(0.5, 4.0, 3.0))
+    known = {name: (rates.Rate(0.0, 1.0, 4.0),) for name in formats.FORMATS}
+    known["bitmap"] = points
+    monkeypatch.setattr(rates, "RATES", {"sm_90a": known})
+    return known
+
+
+def test_rates_are_interpolated(table):
+    megabyte = 10**6  # 1 us at 1 TB/s
+    for density, wanted in [
+        (0.0, 2 + 1), (0.1, 2 + 1), (0.3, 3 + 1 / 2), (0.2, 2.5 + 1 / 1.5), (0.5, 4 + 1 / 3),
+        (1.0, 4 + 1 / 3),
+    ]:  # fmt: skip
+        assert rates.microseconds("bitmap", "sm_90a", density, megabyte) == pytest.approx(wanted)
+    assert rates.microseconds("dense", "sm_80", 0.3, megabyte) == pytest.approx(1.25)
+
+
+# The choice.
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Bytes of the formats u8, u4 and macko, which stand-ins answer."""
+    sizes = {"u8": None, "u4": None, "macko": None}
+    find = formats.module_of
+    made = {name: SimpleNamespace(nbytes=lambda d, n=name: sizes[n]) for name in sizes}
+    monkeypatch.setattr(formats, "module_of", lambda name: made.get(name) or find(name))
+    return sizes
+
+
+def random(density, dtype=torch.float16, shape=(1024, 2048)):
+    return torch.randn(shape).masked_fill(torch.rand(shape) >= density, 0).to(dtype)
+
+
+def test_bytes_of_all_formats_and_density(others, seed):
+    dense = random(0.3)
+    others["u8"] = 12345
+    sizes, density = formats.measured(dense)
+    assert list(sizes) == ["bitmap", "u8", "dense"] and sizes["u8"] == 12345
+    assert sizes["bitmap"] == bitmap.nbytes(dense) == total_bytes(bitmap.encode(dense)[0])
+    assert sizes["dense"] == dense.numel() * 2
+    assert density == int((dense != 0).sum()) / dense.numel()
+
+
+def test_negative_zeros_of_pruning_are_not_counted(others, seed):
+    kept = torch.rand(300, 1000) < 0.3
+    dense = torch.randn(300, 1000).half() * kept
+    sizes, density = formats.measured(dense)
+    assert sizes["bitmap"] == bitmap.nbytes(dense.masked_fill(~kept, 0))
+    assert density == int((dense != 0).sum()) / dense.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_fewest_bytes_of_all_formats_at_one_rate(table, dtype, seed):
+    table["bitmap"] = table["dense"]
+    for density in (0.02, 0.2, 0.5, 1.0):
+        dense = random(density, dtype, (300, 1000))
+        taken = {}
+        for name in formats.FORMATS:
+            module = formats.module_of(name)
+            if module.nbytes(dense) is not None:
+                taken[name] = total_bytes(module.encode(dense)[0])
+                assert module.nbytes(dense) == taken[name], name
+        assert formats.measured(dense)[0] == taken
+        assert formats.auto(dense) == min(taken, key=taken.get)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bitmap_below_nine_tenths_and_dense_above(others, table, dtype, seed):
+    table["bitmap"] = table["dense"]
+    assert formats.auto(random(0.5, dtype)) == "bitmap"
+    assert formats.auto(random(0.5, dtype).T) == "bitmap"
+    assert formats.auto(random(1.0, dtype)) == "dense"
+
+
+def test_a_format_that_cannot_hold_the_matrix_is_not_chosen(others, table, monkeypatch, seed):
+    dense = random(0.05)
+    others.update(u8=1)
+    assert formats.auto(dense) == "u8"
+    others.update(u8=None, macko=1)
+    assert formats.auto(dense) == "macko"
+    others.update(macko=None)
+    table["bitmap"] = table["dense"]
+    assert formats.auto(dense) == "bitmap"
+    monkeypatch.setattr(bitmap, "MOST_BYTES", 0)
+    assert formats.auto(dense) == "dense"
+
+
+def test_rates_decide_among_bytes(others, table, seed):
+    dense = random(0.5)
+    others.update(u8=10**6, macko=10**6)
+    table["macko"] = (rates.Rate(0.0, 1.0, 4.1),)
+    assert formats.auto(dense) == "macko"
+    table["u8"] = (rates.Rate(0.0, 0.9, 4.0), rates.Rate(1.0, 0.9, 4.0))
+    assert formats.auto(dense) == "u8"
+
+
+def test_matrices_without_entries(others):
+    for shape in [(0, 0), (0, 5), (5, 0), (1, 1), (300, 300)]:
+        assert formats.auto(torch.zeros(shape)) in ("bitmap", "dense")
+
+
+def test_a_choice_for_what_is_no_matrix_is_refused(others):
+    with pytest.raises(ValueError, match="dense must be a matrix"):
+        formats.auto(torch.zeros(2, 2, 2))

@@ -1,0 +1,234 @@
+"""The formats u8 and u4 on CPU tensors: against a scalar encoder, and what `check` refuses."""
+
+import math
+
+import pytest
+import torch
+
+from kernlib.ops import sparse_format_u4 as u4
+from kernlib.ops import sparse_format_u8 as u8
+from kernlib.ops import sparse_slices as slices
+
+BITS = {2: torch.int16, 4: torch.int32}
+every_format = pytest.mark.parametrize("form", (u8, u4), ids=("u8", "u4"))
+
+
+def matrix(rows, cols, density, dtype=torch.float16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, cols, generator=generator).to(dtype)
+    kept = torch.rand(rows, cols, generator=generator) < density
+    return torch.where(kept, values, torch.zeros((), dtype=dtype))
+
+
+def bits(t):
+    return t.view(BITS[t.element_size()])
+
+
+def same(a, b):
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def codes_of(row, first, longest):
+    """(value bits, step) of each code of a row of a panel, written down one by one."""
+    found, last, zeros = [], first, (0, -(2**15), -(2**31))
+    for column, value in enumerate(row, first):
+        if value not in zeros:
+            while column - last > longest:
+                found.append((0, longest))
+                last += longest
+            found.append((value, column - last))
+            last = column
+    return found
+
+
+def step_bytes(steps, bits):
+    """Bytes of a lane's steps in a group."""
+    if bits == 8:
+        return bytes(steps)
+    half = len(steps) // 2
+    return bytes(low | high << 4 for low, high in zip(steps[:half], steps[half:], strict=True))
+
+
+def reversed_bits(slices):
+    width = (slices - 1).bit_length()
+    turned = [int(format(i, f"0{width}b")[::-1], 2) if width else 0 for i in range(2**width)]
+    return [i for i in turned if i < slices]
+
+
+def scalar_encode(dense, width, bits_of_step):
+    """Bytes of data, offsets and rows by loops over single codes."""
+    size, (rows, cols) = dense.element_size(), dense.shape
+    values, data, offsets, held = bits(dense).tolist(), b"", [0], []
+    for first in range(0, cols, width):
+        longest = 2**bits_of_step - 1
+        lines = [codes_of(line[first : first + width], first, longest) for line in values]
+        order = sorted(range(rows), key=lambda r: (-len(lines[r]), r))
+        for group in reversed_bits(-(-rows // 32)):
+            mine = order[32 * group : 32 * group + 32]
+            length = len(lines[mine[0]])
+            length += length % (8 // bits_of_step)
+            padded = [lines[r] + [(0, 0)] * (length - len(lines[r])) for r in mine]
+            padded += [[(0, 0)] * length] * (32 - len(mine))
+            at = 0
+            for count in [8] * (length // 8) + [s for s in (4, 2, 1) if length & s]:
+                parts = [lane[at : at + count] for lane in padded]
+                data += b"".join(
+                    v.to_bytes(size, "little", signed=True) for part in parts for v, _ in part
+                )
+                for part in parts:
+                    data += step_bytes([step for _, step in part], bits_of_step)
+                at += count
+            offsets.append(offsets[-1] + length)
+            held.append(mine + [-1] * (32 - len(mine)))
+    return data, offsets, held
+
+
+CASES = [
+    (5, 32, 0.3, 32), (70, 300, 0.1, 128), (33, 700, 0.002, 512), (97, 260, 0.6, 256),
+    (40, 100, 1.0, 64), (64, 600, 0.0, 512), (1, 1, 1.0, 512), (31, 1500, 0.01, 1024),
+]  # fmt: skip
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_encoding_is_that_of_a_scalar_encoder(case, dtype, form):
+    rows, cols, density, width = case
+    dense = matrix(rows, cols, density, dtype)
+    tensors, facts = form.encode(dense, width)
+    data, offsets, held = scalar_encode(dense, width, form.CODE.bits)
+    assert facts == {"width": width} and tuple(tensors) == form.TENSORS
+    assert bytes(tensors["data"].tolist()) == data
+    assert tensors["offsets"].tolist() == offsets
+    assert tensors["rows"].view(-1, 32).tolist() == held
+    form.check(tensors, facts, (rows, cols), dtype)
+    assert same(form.decode(tensors, facts, (rows, cols), dtype), dense)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_every_bit_comes_back(dtype, form):
+    dense = matrix(50, 2100, 0.05, dtype)
+    dense[0] = 0
+    dense[1] = 1
+    dense[3, 5], dense[3, 2099], dense[4, 0] = math.nan, math.inf, -math.inf
+    bits(dense)[5, 7] = torch.iinfo(BITS[dense.element_size()]).max - 3  # a NaN of its own
+    bits(dense)[6, 7] = 1  # subnormal
+    tensors, facts = form.encode(dense)
+    form.check(tensors, facts, dense.shape, dtype)
+    assert same(form.decode(tensors, facts, dense.shape, dtype), dense)
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert size == form.nbytes(dense) == form.measure(dense, None)
+
+
+@every_format
+def test_minus_zero_is_no_entry(form):
+    dense = matrix(70, 300, 0.2)
+    pruned = torch.where(dense == 0, torch.tensor(-0.0, dtype=dense.dtype), dense)
+    ours, theirs = form.encode(pruned)[0], form.encode(dense)[0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in form.TENSORS)
+
+
+@every_format
+@pytest.mark.parametrize("turned", [False, True])
+def test_any_strides_encode_alike(turned, form):
+    dense = matrix(70, 90, 0.2)
+    view = dense.t().contiguous().t() if turned else matrix(140, 180, 0.0)[::2, ::2].copy_(dense)
+    assert not view.is_contiguous()
+    ours, theirs = form.encode(view)[0], form.encode(dense)[0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in form.TENSORS)
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_what_has_no_elements(shape, form):
+    tensors, facts = form.encode(torch.zeros(shape, dtype=torch.float16))
+    form.check(tensors, facts, shape, torch.float16)
+    assert form.decode(tensors, facts, shape, torch.float16).shape == shape
+    assert tensors["data"].numel() == 0
+
+
+@every_format
+def test_more_rows_than_two_bytes_count(form):
+    dense = torch.zeros(70_000, 16, dtype=torch.float16)
+    dense[66_000, 3], dense[69_999, 0], dense[2, 15] = 1, 2, 3
+    tensors, facts = form.encode(dense)
+    assert tensors["rows"].dtype == torch.int32
+    assert same(form.decode(tensors, facts, dense.shape, dense.dtype), dense)
+    short = dense[:65_535]
+    tensors, facts = form.encode(short)
+    assert tensors["rows"].dtype == torch.int16
+    form.check(tensors, facts, short.shape, short.dtype)
+    assert same(form.decode(tensors, facts, short.shape, short.dtype), short)
+
+
+@pytest.mark.parametrize("form, density, more", [(u8, 0.05, 0.02), (u8, 0.1, 0.01),
+                                                 (u4, 0.2, 0.045), (u4, 0.3, 0.009)])  # fmt: skip
+def test_bytes_of_a_uniform_matrix(form, density, more):
+    dense = matrix(2048, 4096, density)
+    stored = int((bits(dense) != 0).sum())
+    tensors, _ = form.encode(dense, 1024)
+    codes = tensors["data"].numel() * 32 / form.CODE.size(2)
+    assert codes <= stored * (1 + more)
+    assert tensors["rows"].numel() * 2 == 2048 * 4 * 2
+
+
+def test_runs_of_slices_are_about_equally_long():
+    lengths = torch.randint(60, 140, (1, 8192), generator=torch.Generator().manual_seed(1))
+    starts, _ = slices.arrange(lengths.to(torch.int32))
+    runs = (starts[54:] - starts[:-54]).to(torch.float64)
+    assert (runs.max() - runs.min()) / runs.mean() < 0.04
+
+
+@pytest.mark.parametrize("shape", [(8192, 28672), (12288, 49152), (11008, 4096), (4096, 11008)])
+def test_widths_give_whole_waves_of_slices(shape):
+    width = slices.panel_width(*shape, 2)
+    panels, count = slices.grid(shape, width)
+    waves = panels * count / slices.WAVE
+    assert 512 <= width <= slices.MOST_WIDTH and width % 16 == 0
+    assert panels == -(-shape[1] // width) and waves / math.ceil(waves) > 0.6
+
+
+def test_widths_of_small_and_wide_matrices():
+    assert slices.panel_width(8192, 28672, 2) == 1792
+    assert slices.panel_width(4096, 4096, 2) == 512
+    assert slices.panel_width(0, 0, 2) == slices.panel_width(7, 1, 4) == 16
+    assert slices.panel_width(49152, 12288, 4) <= slices.MOST_WIDTH // 2
+
+
+@every_format
+def test_check_names_what_is_wrong(form):
+    dense = matrix(70, 300, 0.1)
+    tensors, facts = form.encode(dense, 128)
+
+    def refused(words, given=tensors, shape=(70, 300), facts=facts):
+        with pytest.raises(ValueError, match=words):
+            form.check(given, facts, shape, torch.float16)
+
+    refused("has the tensors", {"data": tensors["data"]})
+    refused("width", facts={"width": 100})
+    refused("width", facts={"width": 4096})
+    refused("data must have", {**tensors, "data": tensors["data"].view(torch.int8)})
+    refused("offsets must have shape", shape=(70, 700))
+    refused("rows must have shape", {**tensors, "rows": tensors["rows"][:, :2].contiguous()})
+    refused("offsets must rise", {**tensors, "data": tensors["data"][:-96]})
+    refused("offsets must rise", {**tensors, "data": tensors["data"].view(-1, 2)})
+    refused("offsets must rise", {**tensors, "offsets": tensors["offsets"].flip(0)})
+    refused("rows must be -1 or", {**tensors, "rows": tensors["rows"] + 60})
+
+
+def test_lengths_of_4_bit_steps_are_even():
+    tensors, facts = u4.encode(matrix(70, 300, 0.1), 128)
+    assert not (tensors["offsets"] % 2).any()
+    odd = tensors["offsets"].clone()
+    odd[1] -= 1
+    with pytest.raises(ValueError, match="multiples of 2"):
+        u4.check({**tensors, "offsets": odd}, facts, (70, 300), torch.float16)
+
+
+@every_format
+def test_what_it_does_not_take(form):
+    with pytest.raises(ValueError, match="dtype of float16"):
+        form.encode(torch.zeros(3, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="must be a matrix"):
+        form.encode(torch.zeros(3, dtype=torch.float16), 512)
