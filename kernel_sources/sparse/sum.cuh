@@ -29,11 +29,11 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 extern "C" __global__ void sparse_sum(const __grid_constant__ Parameters p) {
     i64 row = i64(blockIdx.x) * blockDim.x + threadIdx.x;
-    Finish finish(Read<Parameters>{p});
 #if OVERLAPS
     wait_for_prerequisites();
 #endif
     if (row >= p.rows) return;
+    Finish finish(Read<Parameters>{p});
     for (int n = blockIdx.y; n < p.columns; n += gridDim.y) {
         const float* from = p.sums + n * p.rows + row;
         float sum = 0;
