@@ -324,7 +324,7 @@ class Custom(Epilogue):
 RESERVED = {
     *FUNCTIONS, *CONSTANTS, VALUE, "p", "inner_p", "outer_p", "inner_scale", "epsilon",
     "regularization", "row_offset", "col_offset", "feature_map", "out", "accumulate", "debug", "a",
-    "b", "descriptor", "x", "weight", "weights", "layout", "w", "more", "epilogue",
+    "b", "descriptor", "x", "weight", "weights", "layout",
 }  # fmt: skip
 
 

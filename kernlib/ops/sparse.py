@@ -80,6 +80,7 @@ def run(
     descriptor: SparseMatmul,
     w: SparseMatrix,
     x: torch.Tensor,
+    /,
     *more,
     out: torch.Tensor | None = None,
     **parameters,

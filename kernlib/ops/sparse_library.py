@@ -19,6 +19,7 @@ def run(
     descriptor: SparseMatmul,
     w: SparseMatrix,
     x: torch.Tensor,
+    /,
     *more,
     out: torch.Tensor | None = None,
     debug: bool = False,

@@ -11,7 +11,7 @@ _BY_MKL = (
 
 
 def _settle_vector_functions() -> None:
-    """Call each once for one number, in 60 us. MKL before 2025 looks for the code of a function at
+    """Call each once for one number, in 0.7 ms. MKL before 2025 looks for the code of a function at
     its first call, and one by several threads at once may get some of its results from code of low
     accuracy: 2e-5 in place of 6e-8, in one process of 90 (pytorch/pytorch#188792)."""
     for dtype in (torch.float32, torch.float64):
