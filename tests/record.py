@@ -47,6 +47,7 @@ FAMILIES = {
     "kronecker_sparse": (
         (
             "kernlib/ops/kronecker_sparse*.py",
+            "kernlib/ops/product_*.py",
             "kernlib/ops/tensors.py",
             "kernlib/ops/hyperparameters.py",
             "kernlib/ops/expression_source.py",
@@ -71,10 +72,10 @@ FAMILIES = {
     "sparse": (
         (
             "kernlib/ops/sparse*.py",
+            "kernlib/ops/product_*.py",
             "kernlib/ops/tensors.py",
             "kernlib/ops/hyperparameters.py",
             "kernlib/ops/expression_source.py",
-            "kernlib/ops/kronecker_sparse_lowering_source.py",
             "kernlib/ops/sequence.py",
             "kernlib/ops/steps.py",
             "kernlib/reference/sparse.py",

@@ -13,7 +13,7 @@ from kronecker_sparse_fakes import Torch, at
 
 from kernlib import launch
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse_lowering_source as text
+from kernlib.ops import product_source as text
 from kernlib.ops import sparse, sparse_ahead, sparse_lowering, sparse_plans
 from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix
 from kernlib.ops.steps import Lowered, Step

@@ -22,7 +22,7 @@
 constexpr int PART = 1024;
 constexpr bool PARTS = PRODUCTS == 3;
 
-#include "kronecker_sparse/epilogue.cuh"
+#include "common/parameters.cuh"
 #include "kronecker_sparse/portable_store.cuh"
 
 struct View {

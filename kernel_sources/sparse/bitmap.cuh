@@ -26,7 +26,7 @@
 #include "common/async_copy.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
-#include "kronecker_sparse/epilogue.cuh"
+#include "common/parameters.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int CHUNK_COLUMNS = 256, WORDS = 128, BITMAP_BYTES = 4 * WORDS;

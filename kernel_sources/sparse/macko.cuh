@@ -32,7 +32,7 @@
 
 #include "common/async_copy.cuh"
 #include "common/hopper.cuh"
-#include "kronecker_sparse/epilogue.cuh"
+#include "common/parameters.cuh"
 #include "sparse/macko_codes.cuh"
 
 constexpr int THREADS = 32 * WARPS;

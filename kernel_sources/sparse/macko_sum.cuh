@@ -12,7 +12,7 @@
 #pragma once
 
 #include "common/hopper.cuh"
-#include "kronecker_sparse/epilogue.cuh"
+#include "common/parameters.cuh"
 
 constexpr int THREADS = 128;
 constexpr int UNIT = 64;  // as in macko.cuh

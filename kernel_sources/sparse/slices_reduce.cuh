@@ -4,13 +4,13 @@
 // Floor: panels * N * R * 4 bytes over the bandwidth of L2, where slices.cuh has left them.
 //
 // The generated source defines before it includes this file:
-//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish   as those of the Kronecker family
+//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish   of kernlib/ops/product_source.py
 //   PARAMETER_BYTES                                             what lowering makes of Parameters
 #pragma once
 
 #include "common/types.cuh"
 #include "common/hopper.cuh"
-#include "kronecker_sparse/epilogue.cuh"
+#include "common/parameters.cuh"
 
 constexpr int ROWS = 32, PARTS = 8;  // of a block: rows, and threads that share one's panels
 constexpr int THREADS = ROWS * PARTS;

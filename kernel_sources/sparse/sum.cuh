@@ -11,7 +11,7 @@
 #pragma once
 
 #include "common/hopper.cuh"
-#include "kronecker_sparse/epilogue.cuh"
+#include "common/parameters.cuh"
 
 struct Pointers {
     const float* sums;

@@ -13,8 +13,8 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_lowering_maps as maps
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
-from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
+from kernlib.ops import product_source as text
 from kernlib.ops.kronecker_sparse_lowering_hopper import FIXED, TILE_ROWS
 from kernlib.ops.kronecker_sparse_lowering_problem import Choice, Layout, Problem, ceil, is_deep
 from kernlib.ops.steps import Lowered, Step
@@ -193,7 +193,7 @@ def spec(variant: Variant) -> KernelSpec:
         "kronecker_sparse_hopper",
         wgmma.THREADS,
         shared,
-        description=text.describe(KIND, dtype, "fp32", words, ()),
+        description=text.describe("kronecker_sparse", KIND, dtype, "fp32", words, ()),
     )
 
 

@@ -11,9 +11,10 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_lowering_maps as maps
 from kernlib.ops import kronecker_sparse_lowering_pack as packing
-from kernlib.ops import kronecker_sparse_lowering_source as text
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
-from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Choice, Problem, ceil, is_deep
+from kernlib.ops import product_source as text
+from kernlib.ops.kronecker_sparse_lowering_problem import Choice, Problem, ceil, is_deep
+from kernlib.ops.product_source import TYPES
 from kernlib.ops.steps import Lowered, Step
 from kernlib.ops.wgmma import multiply
 from kernlib.tensor_map import TensorMap
@@ -250,7 +251,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         "kronecker_sparse_interleaved",
         wgmma.THREADS,
         shared,
-        description=text.describe(KIND, dtype, precision, words, epilogue),
+        description=text.describe("kronecker_sparse", KIND, dtype, precision, words, epilogue),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Problem
+from kernlib.ops.kronecker_sparse_lowering_problem import Problem
+from kernlib.ops.product_source import TYPES
 from kernlib.tensor_map import TensorMap
 
 MAX_SIZE = 2**31 - 1024  # kernels round sizes up to whole tiles, in an int

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops.kronecker_sparse_lowering_problem import MAX_BLOCKS, TYPES, Problem, ceil
+from kernlib.ops.kronecker_sparse_lowering_problem import MAX_BLOCKS, Problem, ceil
+from kernlib.ops.product_source import TYPES
 from kernlib.ops.steps import Step
 
 THREADS = 128

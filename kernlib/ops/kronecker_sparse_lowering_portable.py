@@ -15,16 +15,16 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse_lowering_source as text
+from kernlib.ops import product_source as text
 from kernlib.ops.kronecker_sparse_lowering_problem import (
     MAX_BLOCKS,
-    TYPES,
     Choice,
     Layout,
     OutLayout,
     Problem,
     ceil,
 )
+from kernlib.ops.product_source import TYPES
 from kernlib.ops.steps import Lowered, Step
 
 KIND = "portable"
@@ -253,7 +253,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelS
     """The KernelSpec of a variant. Raises UnsupportedError where its shared memory does not fit."""
     dtype, precision, tile, left, right, partial = variant
     words = [f"{tile.rows}x{tile.columns}", f"{left}/{right}", *["partial"] * partial]
-    description = text.describe(KIND, dtype, precision, words, epilogue)
+    description = text.describe("kronecker_sparse", KIND, dtype, precision, words, epilogue)
     shared = shared_bytes(dtype, tile, left, right)
     if shared > _limit(arch):
         raise UnsupportedError(

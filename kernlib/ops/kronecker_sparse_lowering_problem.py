@@ -17,9 +17,6 @@ Pattern = tuple[int, int, int, int]
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
 DEEP = 1024  # depth from which few tiles are summed in parts
 
-# torch's names of storage: (CUDA type, bytes); all are summed in float
-TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat16_t", 2)}
-
 
 class Layout(NamedTuple):
     """Strides of an operand, in elements, by block, lane, line (row or column of out) and depth;

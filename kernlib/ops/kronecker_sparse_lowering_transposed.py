@@ -27,14 +27,8 @@ from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
 from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
 from kernlib.ops import kronecker_sparse_lowering_turn as turn
 from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
-from kernlib.ops.kronecker_sparse_lowering_problem import (
-    TYPES,
-    Choice,
-    Layout,
-    OutLayout,
-    Problem,
-    ceil,
-)
+from kernlib.ops.kronecker_sparse_lowering_problem import Choice, Layout, OutLayout, Problem, ceil
+from kernlib.ops.product_source import TYPES
 from kernlib.ops.steps import Lowered, Step
 
 KIND = "transposed"

@@ -17,13 +17,13 @@ from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
 from kernlib.ops import kronecker_sparse_lowering_portable as portable
 from kernlib.ops.kronecker_sparse_lowering_problem import (
     MAX_BLOCKS,
-    TYPES,
     Choice,
     Layout,
     Problem,
     ceil,
     is_deep,
 )
+from kernlib.ops.product_source import TYPES
 from kernlib.ops.steps import Lowered, Step
 
 KIND = "turned"

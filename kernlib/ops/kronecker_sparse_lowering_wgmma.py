@@ -9,8 +9,9 @@ from typing import NamedTuple
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
 from kernlib.jit import targets
-from kernlib.ops import kronecker_sparse_lowering_source as text
-from kernlib.ops.kronecker_sparse_lowering_problem import TYPES, Choice, Problem, ceil
+from kernlib.ops import product_source as text
+from kernlib.ops.kronecker_sparse_lowering_problem import Choice, Problem, ceil
+from kernlib.ops.product_source import TYPES
 
 ARCH = "sm_90a"
 THREADS = 384

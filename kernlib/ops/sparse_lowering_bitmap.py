@@ -11,9 +11,10 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse_lowering_source as text
+from kernlib.ops import product_source as text
 from kernlib.ops import sparse_lowering_sum as last
-from kernlib.ops.sparse_problem import TYPES, Problem
+from kernlib.ops.product_source import TYPES
+from kernlib.ops.sparse_problem import Problem
 from kernlib.ops.steps import Lowered, Step
 
 MOST_COLUMNS = 16

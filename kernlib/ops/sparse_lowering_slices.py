@@ -15,9 +15,10 @@ from typing import NamedTuple
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse_lowering_source as text
+from kernlib.ops import product_source as text
+from kernlib.ops.product_source import TYPES
 from kernlib.ops.sparse_lowering_sum import OVERLAPPING
-from kernlib.ops.sparse_problem import TYPES, Problem
+from kernlib.ops.sparse_problem import Problem
 from kernlib.ops.sparse_slices import SHORT_ROWS, WIDEST, Code, grid
 from kernlib.ops.steps import Lowered, Step
 
@@ -186,8 +187,7 @@ constexpr int PARAMETER_BYTES = {size};
 
 #include "sparse/slices_reduce.cuh"
 """
-    words = text.describe("sum of panels", dtype, "fp32", [], epilogue)
-    words = words.replace("kronecker_sparse", "sparse", 1)
+    words = text.describe("sparse", "sum of panels", dtype, "fp32", [], epilogue)
     return KernelSpec("sparse", source, "sparse_slices_reduce", REDUCE_THREADS, description=words)
 
 

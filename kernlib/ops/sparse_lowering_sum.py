@@ -9,7 +9,7 @@ import struct
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse_lowering_source as text
+from kernlib.ops import product_source as text
 from kernlib.ops.sparse_problem import Problem
 from kernlib.ops.steps import Step
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Names of dtypes, their CUDA types and bytes.
-TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat16_t", 2)}
-
 
 class Problem(NamedTuple):
     """``out[n, r] = sum_c w[r, c] x[n, c]``, the sums in float32, for ``columns`` vectors n.

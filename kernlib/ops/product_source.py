@@ -1,11 +1,13 @@
-"""CUDA text that every kernel of the Kronecker-sparse family begins with: types and epilogue."""
+"""CUDA text that kernels of products begin with: types and epilogue."""
 
 from __future__ import annotations
 
 from kernlib.descriptors.base import render
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.ops.expression_source import EpilogueSource
-from kernlib.ops.kronecker_sparse_lowering_problem import TYPES
+
+# torch's names of storage: (CUDA type, bytes); all are summed in float
+TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat16_t", 2)}
 
 
 def vectors(epilogue: tuple[Epilogue, ...]) -> tuple[str, ...]:
@@ -27,7 +29,7 @@ def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
     """InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish.
 
     ``Finish(read)`` reads scalars by ``read(k)`` and addresses of vectors by ``read.vector(k)``;
-    ``finish(v, feature)`` is the value of an output feature ``i*b*d + j*d + l``.
+    ``finish(v, feature)`` is the value of an output feature.
     """
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
@@ -62,8 +64,10 @@ def finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:
 """
 
 
-def describe(kind: str, dtype: str, precision: str, words: list[str], epilogue: tuple) -> str:
-    """A kernel in one line for people: no pattern, whose sizes are launch arguments."""
+def describe(
+    family: str, kind: str, dtype: str, precision: str, words: list[str], epilogue: tuple
+) -> str:
+    """A kernel in one line for people: no sizes that are launch arguments."""
     arithmetic = [precision] * (dtype == "float32")
     parts = [render(part) for part in epilogue]
-    return " ".join(["kronecker_sparse", kind, dtype, *arithmetic, *words, *parts])
+    return " ".join([family, kind, dtype, *arithmetic, *words, *parts])
