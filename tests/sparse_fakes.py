@@ -13,8 +13,8 @@ from kronecker_sparse_fakes import Torch, at
 
 from kernlib import launch
 from kernlib.jit.spec import KernelSpec
+from kernlib.ops import product_autograd, sparse, sparse_ahead, sparse_lowering, sparse_plans
 from kernlib.ops import product_source as text
-from kernlib.ops import sparse, sparse_ahead, sparse_lowering, sparse_plans
 from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix
 from kernlib.ops.steps import Lowered, Step
 from kernlib.reference import expressions
@@ -104,10 +104,12 @@ def _end(problem, epilogue, values, scratch, out):
     target.copy_(v.float())
 
 
-def finish(epilogue, y, parameters):
+class Expressions:
     """The reference's, which would put numbers on the GPU."""
-    plain = {k: host(v) if isinstance(v, torch.Tensor) else v for k, v in parameters.items()}
-    return expressions.apply(epilogue, host(y), plain).as_subclass(type(y))
+
+    def apply(self, epilogue, y, parameters, axis=-1):
+        plain = {k: host(v) if isinstance(v, torch.Tensor) else v for k, v in parameters.items()}
+        return expressions.apply(epilogue, host(y), plain, axis=axis).as_subclass(type(y))
 
 
 def host(t: torch.Tensor) -> torch.Tensor:
@@ -132,7 +134,8 @@ def install(monkeypatch) -> gpu_fakes.Gpus:
         return dense.clone().as_subclass(type(self.operands[0]))
 
     monkeypatch.setattr(SparseMatrix, "to_dense", laid_out)
-    monkeypatch.setattr(reference, "finish", finish)
+    for module in (reference, product_autograd):
+        monkeypatch.setattr(module, "expressions", Expressions())
     monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(launch, "_raw_empty", None)
     for module in (sparse, sparse_ahead, sparse_plans, launch):

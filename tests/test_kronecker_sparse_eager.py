@@ -17,6 +17,7 @@ from kernlib.ops import kronecker_sparse as op
 from kernlib.ops import kronecker_sparse_autograd as autograd
 from kernlib.ops import kronecker_sparse_checks as checks
 from kernlib.ops import kronecker_sparse_operators as operators
+from kernlib.ops.product_arguments import KERNEL_TYPES
 from kernlib.reference import kronecker_sparse as reference
 
 PATTERN = (2, 3, 5, 4)
@@ -40,7 +41,7 @@ def gpus(monkeypatch):
     monkeypatch.setitem(gpu_fakes.MODELS, -1, gpu_fakes.MODELS[0])
 
     def by_reference(call, *tensors):
-        return call.dtype not in checks.KERNEL_TYPES or any(map(op._is_transformed, tensors))
+        return call.dtype not in KERNEL_TYPES or any(map(op._is_transformed, tensors))
 
     monkeypatch.setattr(op, "by_reference", by_reference)
     yield made
@@ -93,7 +94,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("dtype", checks.KERNEL_TYPES, ids=str)
+@pytest.mark.parametrize("dtype", KERNEL_TYPES, ids=str)
 @pytest.mark.parametrize("batch_last", [False, True])
 def test_eager_gradients_are_those_of_the_operators(batch_last, dtype, epilogue):
     factor = kl.KroneckerSparse(*PATTERN, batch_last=batch_last, epilogue=EPILOGUES[epilogue])

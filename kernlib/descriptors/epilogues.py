@@ -11,7 +11,7 @@ import keyword
 import math
 from dataclasses import dataclass
 
-from kernlib.descriptors.base import Part, Value, require
+from kernlib.descriptors.base import Descriptor, Part, Value, require
 from kernlib.descriptors.expression import CONSTANTS, FUNCTIONS, VALUE, names, parse
 
 
@@ -368,3 +368,26 @@ def refuse_vectors(epilogues: tuple[Epilogue, ...], family: str) -> None:
                 "pairs of points in place of features; a shift of all values is "
                 "Custom('v + shift', ('shift',))"
             )
+
+
+class Product(Descriptor):
+    """Base of products of which a field, ``epilogue``, finishes each value. The features of their
+    results are what vectors hold a value for."""
+
+    __slots__ = ()
+    epilogue: tuple[Epilogue, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the epilogues' parameters, in order."""
+        return tuple(name for epilogue in self.epilogue for name in epilogue.parameters)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The parameters that hold one value for each output feature, in order."""
+        return tuple(name for epilogue in self.epilogue for name in epilogue.vectors)
+
+    @property
+    def positive(self) -> frozenset[str]:
+        """The parameters that must be greater than zero."""
+        return frozenset(name for epilogue in self.epilogue for name in epilogue.positive)

@@ -7,11 +7,11 @@ from functools import partial
 from typing import ClassVar
 
 from kernlib.descriptors.base import Descriptor, check_precision, render, require
-from kernlib.descriptors.epilogues import Epilogue, as_epilogues
+from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 
 
 @dataclass(frozen=True, slots=True)
-class KroneckerSparse(Descriptor):
+class KroneckerSparse(Product):
     """``y = epilogue(K x)``, the product with one factor of pattern ``(a, b, c, d)``.
 
     The factor K has ``a*b*d`` rows, ``a*c*d`` columns and, out of a weight W (a, b, c, d),
@@ -93,21 +93,6 @@ class KroneckerSparse(Descriptor):
     def density(self) -> float:
         """The part of K that the weight fills: ``1 / (a * d)``."""
         return 1 / (self.a * self.d)
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of the epilogues' parameters, in order."""
-        return tuple(name for epilogue in self.epilogue for name in epilogue.parameters)
-
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        """The parameters that hold one value for each output feature, in order."""
-        return tuple(name for epilogue in self.epilogue for name in epilogue.vectors)
-
-    @property
-    def positive(self) -> frozenset[str]:
-        """The parameters that must be greater than zero."""
-        return frozenset(name for epilogue in self.epilogue for name in epilogue.positive)
 
     def transposed(self) -> KroneckerSparse:
         """The product with the transpose of K, without an epilogue: its pattern is (a, c, b, d),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kernlib.descriptors.base import Descriptor, render
-from kernlib.descriptors.epilogues import Epilogue, as_epilogues
+from kernlib.descriptors.base import render
+from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 
 
 @dataclass(frozen=True, slots=True)
-class SparseMatmul(Descriptor):
+class SparseMatmul(Product):
     """``y = epilogue(W x)``, the product with a matrix W (R, C) that
     :func:`kernlib.sparse.compress` made.
 
@@ -34,21 +34,6 @@ class SparseMatmul(Descriptor):
 
     def __hash__(self) -> int:
         return hash(self.text)  # which a str computes once
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of the epilogues' parameters, in order."""
-        return tuple(name for epilogue in self.epilogue for name in epilogue.parameters)
-
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        """The parameters that hold one value for each row of the matrix, in order."""
-        return tuple(name for epilogue in self.epilogue for name in epilogue.vectors)
-
-    @property
-    def positive(self) -> frozenset[str]:
-        """The parameters that must be greater than zero."""
-        return frozenset(name for epilogue in self.epilogue for name in epilogue.positive)
 
     def describe(self) -> str:
         return f"SparseMatmul({', '.join(str(epilogue) for epilogue in self.epilogue)})"

@@ -7,8 +7,7 @@ and calls inside transforms of torch.func are computed by the reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +15,23 @@ from torch.autograd import forward_ad
 
 from kernlib import launch
 from kernlib.descriptors.kronecker_sparse import KroneckerSparse, KroneckerSparseChain
-from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import kronecker_sparse_checks as checks
-from kernlib.ops.hyperparameters import accumulator, check_host, check_tensor, host_value, on_device
 from kernlib.ops.precision import float32_precision
+from kernlib.ops.product_arguments import (
+    KERNEL_TYPES,
+    autocast,
+    check_device,
+    check_names,
+    kind_of,
+    named,
+    no_autocast,
+    parameters_of,
+    positive,
+    refuse_out_of_recorded,
+    requires_gradient,
+    tensors_of,
+)
 from kernlib.ops.tensors import (
     LOWEST_ADDRESS,
     check_dense,
@@ -73,8 +84,8 @@ def run(
     if more:
         checks.check_weights(descriptor, (weight, *more))
     if torch._C._is_any_autocast_enabled():
-        x, weight, parameters = autocast(x, weight, parameters)
-    recorded = torch.is_grad_enabled() and requires_gradient(x, weight, out, parameters.values())
+        (x, weight), parameters = autocast((x, weight), parameters)
+    recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), x, weight, out)
     if recorded or forward_ad._current_level >= 0:
         return _run_recorded(descriptor, x, weight, out, parameters)
     return execute(descriptor, x, weight, out, parameters)
@@ -82,7 +93,7 @@ def run(
 
 def _run_chain(chain: KroneckerSparseChain, x, weights: tuple, out, parameters: dict):
     checks.check_weights(chain, weights)
-    checks.check_names(chain, parameters)
+    check_names(chain, parameters)
     last = len(weights) - 1
     for index, (factor, weight) in enumerate(zip(chain.factors, weights, strict=True)):
         own = {name: parameters[name] for name in factor.parameters}
@@ -90,34 +101,9 @@ def _run_chain(chain: KroneckerSparseChain, x, weights: tuple, out, parameters: 
     return x
 
 
-def autocast(x, weight, parameters: dict) -> tuple:
-    """The tensors as autocast has them for a linear layer: all but float64 in its dtype."""
-    kind = x.device.type if isinstance(x, torch.Tensor) else "none"
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return x, weight, parameters
-    dtype = torch.get_autocast_dtype(kind)
-    cast = {name: _cast(value, dtype) for name, value in parameters.items()}
-    return _cast(x, dtype), _cast(weight, dtype), cast
-
-
-def _cast(value, dtype: torch.dtype):
-    """Of parameters only the vectors: a tensor of shape () is a scalar."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    return value.to(dtype) if value.dtype in checks.KERNEL_TYPES else value
-
-
-def requires_gradient(x, weight, out, values: Iterable) -> bool:
-    """Whether one of a call's tensors requires a gradient; others than tensors do not."""
-    if getattr(x, "requires_grad", False) or getattr(weight, "requires_grad", False):
-        return True
-    # any() over a generator would double the time
-    return True in [getattr(t, "requires_grad", False) for t in (out, *values)]
-
-
 def _run_recorded(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> torch.Tensor:
     """A call whose derivatives torch wants to know."""
-    checks.refuse_out_of_recorded(out)
+    refuse_out_of_recorded(out)
     eager = forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
     if eager:
         from kernlib.ops import kronecker_sparse_autograd as autograd
@@ -142,14 +128,10 @@ def _run_recorded(descriptor: KroneckerSparse, x, weight, out, parameters: dict)
 def by_reference(call: checks.Call, *tensors) -> bool:
     """Whether torch computes a checked call: all but the kernels' dtypes on CUDA, and whatever is
     inside a transform of torch.func. Raises UnsupportedError for devices that have no backend."""
-    if call.device.type not in ("cpu", "cuda", "meta"):
-        raise UnsupportedError(
-            f"kernlib computes on CUDA and CPU tensors, x is on {call.device}; move it to one of "
-            "them"
-        )
+    check_device(call.device)
     return (
         call.device.type != "cuda"
-        or call.dtype not in checks.KERNEL_TYPES
+        or call.dtype not in KERNEL_TYPES
         or any(map(_is_transformed, tensors))
     )
 
@@ -166,17 +148,10 @@ def _is_transformed(value) -> bool:
 def _reference(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> torch.Tensor:
     """A checked call by torch's own operators, which are differentiable as they are."""
     if out is not None and not out.is_meta:
-        refuse_overlap(out, x=x, weight=weight, **_tensors(parameters))
-    with _no_autocast(x):
+        refuse_overlap(out, x=x, weight=weight, **tensors_of(parameters))
+    with no_autocast(x):
         y = reference.kronecker_sparse(descriptor, x, weight, parameters)
     return y if out is None else out.copy_(y)
-
-
-def _no_autocast(x: torch.Tensor):
-    """Autocast has cast the operands already, and would take float32 sums from half types."""
-    if torch._C._is_any_autocast_enabled() and x.device.type != "meta":
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
 
 
 def execute(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> torch.Tensor:
@@ -232,7 +207,7 @@ def weight_gradient(
         checks.check_gradient(grad, x, pattern, batch_last)
         call = checks.Call(0, pattern, x.dtype, x.device)
         if by_reference(call, grad, x):
-            with _no_autocast(x):
+            with no_autocast(x):
                 return reference.weight_gradient(pattern, grad, x, batch_last)
         if is_lazy(grad) or is_lazy(x):
             given = materialised(grad), materialised(x)
@@ -266,8 +241,8 @@ def _first(key, descriptor, x, weight, out, parameters: dict) -> torch.Tensor:
     call = checks.check_call(descriptor, x, weight, out, parameters)
     if by_reference(call, x, weight, out, parameters):
         return _reference(descriptor, x, weight, out, parameters)
-    if any(map(is_lazy, (x, weight, *_tensors(parameters).values()))):
-        x, weight, parameters = positive(x, weight, parameters)
+    if any(map(is_lazy, (x, weight, *tensors_of(parameters).values()))):
+        (x, weight), parameters = positive((x, weight), parameters)
         return execute(descriptor, x, weight, out, parameters)
     make_plan(descriptor, x, weight, out, parameters, call)
     return execute(descriptor, x, weight, out, parameters)
@@ -289,17 +264,6 @@ def find_plan(
     return _plans.plans.get(_key(descriptor, x, weight, out, parameters))
 
 
-def _tensors(parameters: dict) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in parameters.items() if isinstance(value, torch.Tensor)}
-
-
-def positive(x, weight, parameters: dict) -> tuple:
-    """Operands that a kernel may read: the lazy negation of a view is not in its memory, and a zero
-    tensor has none."""
-    real = {name: materialised(value) for name, value in _tensors(parameters).items()}
-    return materialised(x), materialised(weight), parameters | real
-
-
 def _key(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> tuple | None:
     """All that a plan depends on: after the descriptor the precision, then shapes, strides, dtypes,
     device, alignment and kinds of numbers. None where there can be no plan."""
@@ -317,7 +281,7 @@ def _key(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> tuple
             key += signature(out)
         if parameters:
             for name, value in parameters.items():
-                key += (name, _kind(value))
+                key += (name, kind_of(value))
     except (AttributeError, RuntimeError, NotImplementedError):
         check_dense(("x", "weight"), x=x, weight=weight, out=out)
         return None
@@ -327,32 +291,6 @@ def _key(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> tuple
 def precision_of(permitted: str | None, x: torch.Tensor) -> str | None:
     """What the products of float32 tensors may be, None for others."""
     return (permitted or float32_precision()) if x.dtype is torch.float32 else None
-
-
-def _kind(value):
-    """Of a number nothing; of a tensor its signature, so that one without memory finds no plan."""
-    return signature(value) if isinstance(value, torch.Tensor) else None
-
-
-def parameters_of(plan: KroneckerPlan, descriptor, x, parameters: dict) -> tuple:
-    """Vectors, a number and an address for each scalar, and tensors to keep until the launch."""
-    vectors = [parameters[name].contiguous() for name in plan.vectors]
-    if not plan.scalars:
-        return vectors, (), ()
-    numbers, kept = [0.0, 0] * len(plan.scalars), []
-    for index, name in enumerate(plan.scalars):
-        value = parameters[name]
-        number = host_value(name, value, 0)
-        if number is not None:
-            check_host(name, number, descriptor.positive)
-            numbers[2 * index] = number
-            continue
-        if value.device.type == "cpu":
-            check_tensor(name, value, descriptor.positive, dimensions=0)
-        tensor = on_device(name, value, x.device, accumulator(x.dtype))
-        numbers[2 * index + 1] = tensor.data_ptr()
-        kept.append(tensor)
-    return vectors, numbers, kept
 
 
 def _target(
@@ -365,9 +303,7 @@ def _target(
     for scalar in kept:
         ranges.append((scalar.data_ptr(), 4))  # of float32, whatever x is
     if ranges_meet(out.data_ptr(), plan.out_span, ranges):
-        scalars = filter(_tensors(parameters).__contains__, plan.scalars)
-        named = zip((*plan.vectors, *scalars), (*vectors, *kept), strict=True)
-        refuse_overlap(out, x=x, weight=weight, **dict(named))
+        refuse_overlap(out, x=x, weight=weight, **named(plan, vectors, kept, parameters))
     if plan.apart:
         return plan.result()
     if not out.is_inference():  # those have no version to count

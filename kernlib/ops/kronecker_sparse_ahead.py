@@ -15,6 +15,14 @@ from kernlib.ops import kronecker_sparse_checks as checks
 from kernlib.ops import kronecker_sparse_lowering as lowering
 from kernlib.ops import kronecker_sparse_plans as plans
 from kernlib.ops.kronecker_sparse_autograd import parts
+from kernlib.ops.product_arguments import (
+    KERNEL_TYPES,
+    autocast,
+    check_names,
+    positive,
+    refuse_out_of_recorded,
+    requires_gradient,
+)
 from kernlib.ops.tensors import check_dense
 
 
@@ -30,14 +38,12 @@ class Request(NamedTuple):
     def check(self) -> checks.Call:
         """Raises what a call raises."""
         if self.recorded():
-            checks.refuse_out_of_recorded(self.out)
+            refuse_out_of_recorded(self.out)
         return checks.check_call(*self)
 
     def recorded(self) -> bool:
         """Whether a gradient would be recorded."""
-        return torch.is_grad_enabled() and op.requires_gradient(
-            *self[1:4], self.parameters.values()
-        )
+        return torch.is_grad_enabled() and requires_gradient(self.parameters.values(), *self[1:4])
 
     def precision(self) -> str | None:
         """What float32 products may be, as a plan knows it."""
@@ -50,7 +56,7 @@ class Request(NamedTuple):
         if self.recorded():
             made = parts(descriptor)
             descriptor, parameters = made.product, made.operands(parameters)
-        x, weight, parameters = op.positive(self.x, self.weight, parameters)
+        (x, weight), parameters = positive((self.x, self.weight), parameters)
         return Request(descriptor, x, weight, self.out, parameters)
 
 
@@ -60,14 +66,14 @@ def requests(descriptor, tensors: tuple, arguments: dict) -> list[Request]:
     rest = dict(arguments)
     out = rest.pop("out", None)
     checks.check_weights(descriptor, tensors[1:])
-    checks.check_names(descriptor, rest)
+    check_names(descriptor, rest)
     x, found = tensors[0], []
     for factor, weight in zip(descriptor.factors, tensors[1:], strict=True):
         if found:
             x = _result(found[-1])
         check_dense(("x", "weight"), x=x, weight=weight)
         own = {name: rest[name] for name in factor.parameters}
-        x, weight, own = op.autocast(x, weight, own)
+        (x, weight), own = autocast((x, weight), own)
         found.append(Request(factor, x, weight, None, own))
     return [*found[:-1], found[-1]._replace(out=out)]
 
@@ -100,7 +106,7 @@ def prepared(request: Request) -> bool:
 def specs(request: Request, arch: str, device: int | None) -> list[KernelSpec]:
     """The kernels of a request on an arch, or on one device."""
     call = request.check()
-    if call.dtype not in checks.KERNEL_TYPES or not call.batch:
+    if call.dtype not in KERNEL_TYPES or not call.batch:
         return []
     fused = request.fused()
     problem = plans.problem_of(fused.descriptor, call, *fused[1:4], request.precision())
@@ -137,7 +143,7 @@ def _backward(request: Request, call: checks.Call) -> list[tuple[tuple, lowering
 def variants(descriptor, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
     """What :func:`kernlib.ops.kronecker_sparse.variants` documents."""
     wanted = (dtype for dtype in dtypes if dtype != torch.float64)
-    names = tuple(checks.KERNEL_TYPES[dtype] for dtype in wanted)
+    names = tuple(KERNEL_TYPES[dtype] for dtype in wanted)
     found = []
     for factor in descriptor.factors:
         given = factor.precision and plans.kernel_precision(factor.precision)

@@ -13,58 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
-from torch._C import _are_functorch_transforms_active, _is_tracing
-from torch._C._functorch import is_legacy_batchedtensor
-from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
-from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.descriptors.epilogues import Bias
 from kernlib.descriptors.kronecker_sparse import KroneckerSparse
 from kernlib.ops import kronecker_sparse as op
-from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops import product_autograd
+from kernlib.ops.product_autograd import ORDINARY, Parts, is_biased, is_watched
 from kernlib.ops.tensors import stand_ins
-from kernlib.reference import kronecker_sparse as reference
-
-_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))  # which stand for no other tensor
-
-
-class Parts(NamedTuple):
-    """A call as it is recorded: one kernel, and torch's own operators on its rounded result."""
-
-    product: KroneckerSparse  # with or without a bias
-    bias: str | None  # the parameter of the Bias that the epilogues begin with, if they do
-    needed: frozenset[str]  # that, if there is one
-    rest: tuple[Epilogue, ...]
-    names: tuple[str, ...]  # of the rest's parameters
-
-    def operands(self, parameters: dict) -> dict:
-        """The parameters of the product."""
-        return {} if self.bias is None else {"bias": parameters[self.bias]}
-
-    def finish(self, y: torch.Tensor, parameters: dict) -> torch.Tensor:
-        """The result of the call for that of the product."""
-        if not self.rest:
-            return y
-        own = {name: parameters[name] for name in self.names}
-        last = self.product.batch_last
-        v = reference.finish(self.rest, y.to(accumulator(y.dtype)), own, last)
-        return v.to(y.dtype)
 
 
 @lru_cache(maxsize=1024)
 def parts(descriptor: KroneckerSparse) -> Parts:
     """What a call with a gradient consists of."""
-    first = descriptor.epilogue[0] if descriptor.epilogue else None
-    bias = first.parameter if isinstance(first, Bias) else None
-    rest = descriptor.epilogue[bias is not None :]
-    names = tuple(name for epilogue in rest for name in epilogue.parameters)
-    fused = bias is not None
-    made = _linear(descriptor.pattern, descriptor.batch_last, descriptor.precision, fused)
-    return Parts(made, bias, frozenset([bias] if fused else []), rest, names)
+    last = descriptor.batch_last
+    made = _linear(descriptor.pattern, last, descriptor.precision, is_biased(descriptor))
+    return product_autograd.parts(descriptor, made, 0 if last else -1)
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +125,7 @@ def known(descriptor: KroneckerSparse, x, weight, parameters: dict) -> torch.Ten
     made = parts(descriptor)
     if made.names or parameters.keys() != made.needed:
         return None
-    if not (type(x) in _ORDINARY and type(weight) in _ORDINARY) and stand_ins(x, weight):
+    if not (type(x) in ORDINARY and type(weight) in ORDINARY) and stand_ins(x, weight):
         return None
     operands = made.operands(parameters)
     plan = op.find_plan(made.product, x, weight, None, operands)
@@ -204,13 +170,7 @@ def _ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
     """What a backward pass computes products and gradients of weights by: the operators where
     somebody must see them, functions that record where a gradient of them may be asked for, else
     nothing but the kernels."""
-    if (
-        is_dynamo_compiling()
-        or is_in_torch_dispatch_mode()
-        or _is_tracing()
-        or _are_functorch_transforms_active()
-        or is_legacy_batchedtensor(grad)  # as is_grads_batched makes them
-    ):
+    if is_watched(grad):
         from kernlib.ops import kronecker_sparse_operators as operators
 
         return operators.product, operators.weight_gradient

@@ -16,16 +16,17 @@ from kernlib.ops import kronecker_sparse_lowering as lowering
 from kernlib.ops import kronecker_sparse_plans as plans
 from kernlib.ops.candidates import Candidate, Candidates
 from kernlib.ops.kronecker_sparse_ahead import Request
+from kernlib.ops.product_arguments import KERNEL_TYPES
 
 
 def choices(request: Request) -> Candidates:
     """What :func:`kernlib.ops.kronecker_sparse.choices` documents."""
     call = request.check()
-    if request.x.device.type != "cuda" or call.dtype not in checks.KERNEL_TYPES:
+    if request.x.device.type != "cuda" or call.dtype not in KERNEL_TYPES:
         raise UnsupportedError(
             f"kernels are timed on the GPU that will run them, and x is {call.dtype} on "
             f"{request.x.device}; move the tensors to a CUDA device, in one of "
-            f"{', '.join(checks.KERNEL_TYPES.values())}"
+            f"{', '.join(KERNEL_TYPES.values())}"
         )
     fused, device = request.fused(), request.x.get_device()
     arch, count = arch_of(device), model(device).multiprocessors

@@ -7,10 +7,16 @@ import torch
 
 from kernlib.descriptors.kronecker_sparse import KroneckerSparse, KroneckerSparseChain
 from kernlib.descriptors.text import from_text
-from kernlib.ops import kronecker_sparse as op
 from kernlib.ops import kronecker_sparse_checks as checks
 from kernlib.ops import kronecker_sparse_operators as operators
-from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.product_arguments import (
+    autocast,
+    check_names,
+    check_out,
+    check_parameters,
+    for_operator,
+    refuse_out_of_recorded,
+)
 from kernlib.ops.tensors import check_dense
 
 
@@ -31,12 +37,12 @@ def run(
     if out is not None and torch.is_grad_enabled():
         for tensor in (x, weight, *more, out, *parameters.values()):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                checks.refuse_out_of_recorded(out)
+                refuse_out_of_recorded(out)
     names = " ".join(parameters)
     y = _call(descriptor.text, names, debug, x, weight, *more, *parameters.values())
     if out is None:
         return y
-    checks.check_out(out, x, y.shape)
+    check_out(out, x, y.shape)
     return out.copy_(y)
 
 
@@ -47,7 +53,7 @@ def _call(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     descriptor, listed = from_text(text), names.split()
     operands = tensors[: len(tensors) - len(listed)]
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
-    checks.check_names(descriptor, parameters)
+    check_names(descriptor, parameters)
     checks.check_weights(descriptor, operands[1:])
     x = operands[0]
     for factor, weight in zip(descriptor.factors, operands[1:], strict=True):
@@ -58,19 +64,7 @@ def _call(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
 
 def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: bool) -> torch.Tensor:
     check_dense(("x", "weight"), x=x, weight=weight)
-    x, weight, parameters = op.autocast(x, weight, parameters)
+    (x, weight), parameters = autocast((x, weight), parameters)
     checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
-    checks.check_parameters(descriptor, parameters, x, look=False)
-    tensors = {k: v for k, v in parameters.items() if isinstance(v, torch.Tensor)}
-    numbers = {k: _number(k, v) for k, v in parameters.items() if k not in tensors}
-    # The copy of a host tensor is recorded too: a CUDA graph can leave it out, where the operator
-    # itself would have to refuse a host tensor while it is captured.
-    placed = [v if v.device == x.device else v.to(x.device) for v in tensors.values()]
-    names = " ".join([*numbers, *tensors])
-    return operators.whole(x, weight, descriptor.text, names, [*numbers.values()], placed, debug)
-
-
-def _number(name: str, value) -> float:
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return torch.sym_float(value)
-    return host_value(name, value, 0)
+    check_parameters(descriptor, descriptor.out_features, parameters, x, False, checks.TYPES)
+    return operators.whole(x, weight, descriptor.text, *for_operator(parameters, x.device), debug)

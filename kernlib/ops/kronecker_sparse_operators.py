@@ -13,6 +13,7 @@ from kernlib.descriptors.text import from_text
 from kernlib.ops import kronecker_sparse as op
 from kernlib.ops import kronecker_sparse_autograd as autograd
 from kernlib.ops import kronecker_sparse_checks as checks
+from kernlib.ops.product_arguments import by_name, check_vector, requires_gradient
 
 _library = torch.library.Library("kernlib", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -51,19 +52,14 @@ def recorded(
 
 def _whole(x, weight, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        return op.execute(from_text(descriptor), x, weight, None, _values(names, numbers, tensors))
-
-
-def _values(names: str, numbers, tensors) -> dict:
-    """The parameters by name. AOTInductor hands over None for an empty list."""
-    return dict(zip(names.split(), (*(numbers or ()), *(tensors or ())), strict=True))
+        return op.execute(from_text(descriptor), x, weight, None, by_name(names, numbers, tensors))
 
 
 def _whole_recorded(keyset, x, weight, descriptor, names, numbers, tensors, debug):
     """The operator as autograd sees it: with a gradient to record it is what :func:`recorded` does,
     else itself."""
-    if torch.is_grad_enabled() and op.requires_gradient(x, weight, None, tensors or ()):
-        values = _values(names, numbers, tensors)
+    if torch.is_grad_enabled() and requires_gradient(tensors or (), x, weight):
+        values = by_name(names, numbers, tensors)
         return recorded(from_text(descriptor), x, weight, values, debug)
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
@@ -75,7 +71,7 @@ def _fake_product(x, weight, bias, batch_last, precision, debug):
         raise ValueError(f"weight must have shape (a, b, c, d), got {tuple(weight.shape)}")
     shape = checks.check_operands(weight.shape, batch_last, x, weight)
     if bias is not None:
-        checks.check_vector(shape[0 if batch_last else -1], "bias", bias, x)
+        check_vector(shape[0 if batch_last else -1], "bias", bias, x, checks.TYPES)
     return x.new_empty(shape)
 
 

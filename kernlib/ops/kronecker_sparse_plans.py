@@ -17,7 +17,8 @@ from kernlib.descriptors.kronecker_sparse import KroneckerSparse
 from kernlib.jit import tuning
 from kernlib.launch import Plan, allocator, arch_of, model
 from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops.kronecker_sparse_checks import KERNEL_TYPES, Call
+from kernlib.ops.kronecker_sparse_checks import Call
+from kernlib.ops.product_arguments import KERNEL_TYPES, address_of, folded
 from kernlib.ops.sequence import launcher, load_steps
 from kernlib.ops.tensors import span
 
@@ -54,22 +55,15 @@ class View(NamedTuple):
 def view_of(t: torch.Tensor, batch_last: bool) -> View | None:
     """A tensor's strides with its batch folded; None where that takes a copy."""
     batch = slice(1, None) if batch_last else slice(0, -1)
-    inner, reach = 0, None
-    for size, stride in zip(reversed(t.shape[batch]), reversed(t.stride()[batch]), strict=True):
-        if size == 1:
-            continue
-        if reach is None:
-            inner = stride
-        elif stride != reach:
-            return None
-        reach = stride * size
+    inner = folded(t.shape[batch], t.stride()[batch])
+    if inner is None:
+        return None
     return View(inner, t.stride(0 if batch_last else -1), _alignment(t))
 
 
 def _alignment(t: torch.Tensor) -> int:
     """The first address modulo 16, 16 for 0; a meta tensor's storage counts as aligned."""
-    address = t.storage_offset() * t.element_size() if t.is_meta else t.data_ptr()
-    return address & 15 or 16
+    return address_of(t) & 15 or 16
 
 
 def copied_view(features: int, batch: int, batch_last: bool) -> View:

@@ -7,7 +7,7 @@ computed by the reference, on the matrix laid out densely.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,17 +18,26 @@ from torch.compiler import is_dynamo_compiling
 from kernlib import launch
 from kernlib.descriptors.epilogues import Bias, Epilogue, as_epilogues
 from kernlib.descriptors.sparse import SparseMatmul
-from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import run_kernel
 from kernlib.ops import sparse_checks as checks
-from kernlib.ops.hyperparameters import accumulator, check_host, check_tensor, host_value, on_device
-from kernlib.ops.sparse_matrix import NAMES, SparseMatrix
+from kernlib.ops.product_arguments import (
+    autocast,
+    check_device,
+    kind_of,
+    named,
+    no_autocast,
+    parameters_of,
+    positive,
+    refuse_out_of_recorded,
+    requires_gradient,
+    tensors_of,
+)
+from kernlib.ops.sparse_matrix import SparseMatrix
 from kernlib.ops.tensors import (
     LOWEST_ADDRESS,
     check_dense,
     is_lazy,
-    materialised,
     ranges_meet,
     refuse_overlap,
     signature,
@@ -115,40 +124,16 @@ def run(
     if type(w) is not SparseMatrix:
         checks.check_matrix(w)
     if torch._C._is_any_autocast_enabled():
-        x, parameters = autocast(w.dtype, x, parameters)
-    recorded = torch.is_grad_enabled() and requires_gradient(x, out, parameters.values())
+        (x,), parameters = autocast((x,), parameters, w.dtype)
+    recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), x, out)
     if recorded or forward_ad._current_level >= 0:
         return _run_recorded(descriptor, w, x, out, parameters)
     return execute(descriptor, w, x, out, parameters)
 
 
-def autocast(dtype: torch.dtype, x, parameters: dict) -> tuple:
-    """x and vectors as autocast has them, in ``dtype``, the matrix's. float64 stays."""
-    kind = x.device.type if isinstance(x, torch.Tensor) else "none"
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return x, parameters
-    cast = {name: _cast(value, dtype) for name, value in parameters.items()}
-    return _cast(x, dtype), cast
-
-
-def _cast(value, dtype: torch.dtype):
-    """Of parameters only the vectors: a tensor of shape () is a scalar."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    return value.to(dtype) if value.dtype in NAMES else value
-
-
-def requires_gradient(x, out, values: Iterable) -> bool:
-    """Whether one of a call's tensors requires a gradient; others than tensors do not."""
-    if getattr(x, "requires_grad", False):
-        return True
-    # any() over a generator would double the time
-    return True in [getattr(t, "requires_grad", False) for t in (out, *values)]
-
-
 def _run_recorded(descriptor: SparseMatmul, w, x, out, parameters: dict) -> torch.Tensor:
     """A call whose derivatives torch wants to know."""
-    checks.refuse_out_of_recorded(out)
+    refuse_out_of_recorded(out)
     eager = forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
     if eager:
         from kernlib.ops import sparse_autograd as autograd
@@ -173,11 +158,7 @@ def _run_recorded(descriptor: SparseMatmul, w, x, out, parameters: dict) -> torc
 def by_reference(call: checks.Call, *tensors) -> bool:
     """Whether torch computes a checked call: all but those on CUDA, and those inside a transform of
     torch.func other than vmap. Raises UnsupportedError for devices that have no backend."""
-    if call.device.type not in ("cpu", "cuda", "meta"):
-        raise UnsupportedError(
-            f"kernlib computes on CUDA and CPU tensors, x is on {call.device}; move it to one of "
-            "them"
-        )
+    check_device(call.device)
     return call.device.type != "cuda" or _is_differentiated() or any(map(_is_legacy, tensors))
 
 
@@ -207,10 +188,10 @@ def is_transformed(*values) -> bool:
 
 def _reference(descriptor: SparseMatmul, w, x, out, parameters: dict) -> torch.Tensor:
     """A checked call by torch's own operators, which are differentiable as they are."""
-    from kernlib.ops.sparse_plans import laid_out, no_autocast
+    from kernlib.ops.sparse_plans import laid_out
 
     if out is not None and not out.is_meta:
-        refuse_overlap(out, x=x, **_tensors(parameters), **_operands(w))
+        refuse_overlap(out, x=x, **tensors_of(parameters), **_operands(w))
     with no_autocast(x):
         y = reference.sparse_matmul(descriptor, laid_out(w), x, parameters)
     return y if out is None else out.copy_(y)
@@ -281,8 +262,8 @@ def _first(key, descriptor, w, x, out, parameters: dict) -> torch.Tensor:
 
         y = sparse_operators.called(descriptor, w, x, parameters)
         return y if out is None else out.copy_(y)
-    if any(map(is_lazy, (x, *_tensors(parameters).values()))):
-        x, parameters = positive(x, parameters)
+    if any(map(is_lazy, (x, *tensors_of(parameters).values()))):
+        (x,), parameters = positive((x,), parameters)
         return execute(descriptor, w, x, out, parameters)
     make_plan(descriptor, w, x, out, parameters, call)
     return execute(descriptor, w, x, out, parameters)
@@ -301,20 +282,9 @@ def find_plan(descriptor: SparseMatmul, w, x, out, parameters: dict) -> SparsePl
     return _plans.plans.get(_key(descriptor, w, x, out, parameters))
 
 
-def _tensors(parameters: dict) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in parameters.items() if isinstance(value, torch.Tensor)}
-
-
 def _operands(w: SparseMatrix) -> dict[str, torch.Tensor]:
     """The matrix's tensors by what an error calls them."""
     return {f"w.tensors[{name!r}]": tensor for name, tensor in w.tensors.items()}
-
-
-def positive(x, parameters: dict) -> tuple:
-    """Operands that a kernel may read: the lazy negation of a view is not in its memory, and a zero
-    tensor has none."""
-    real = {name: materialised(value) for name, value in _tensors(parameters).items()}
-    return materialised(x), parameters | real
 
 
 def _key(descriptor: SparseMatmul, w: SparseMatrix, x, out, parameters: dict) -> tuple | None:
@@ -330,37 +300,11 @@ def _key(descriptor: SparseMatmul, w: SparseMatrix, x, out, parameters: dict) ->
             key += signature(out)
         if parameters:
             for name, value in parameters.items():
-                key += (name, _kind(value))
+                key += (name, kind_of(value))
     except (AttributeError, RuntimeError, NotImplementedError):
         check_dense(("x",), x=x, out=out)
         return None
     return key
-
-
-def _kind(value):
-    """Of a number nothing; of a tensor its signature, so that one without memory finds no plan."""
-    return signature(value) if isinstance(value, torch.Tensor) else None
-
-
-def parameters_of(plan: SparsePlan, descriptor, x, parameters: dict) -> tuple:
-    """Vectors, a number and an address for each scalar, and tensors to keep until the launch."""
-    vectors = [parameters[name].contiguous() for name in plan.vectors]
-    if not plan.scalars:
-        return vectors, (), ()
-    numbers, kept = [0.0, 0] * len(plan.scalars), []
-    for index, name in enumerate(plan.scalars):
-        value = parameters[name]
-        number = host_value(name, value, 0)
-        if number is not None:
-            check_host(name, number, descriptor.positive)
-            numbers[2 * index] = number
-            continue
-        if value.device.type == "cpu":
-            check_tensor(name, value, descriptor.positive, dimensions=0)
-        tensor = on_device(name, value, x.device, accumulator(x.dtype))
-        numbers[2 * index + 1] = tensor.data_ptr()
-        kept.append(tensor)
-    return vectors, numbers, kept
 
 
 def _target(
@@ -372,9 +316,7 @@ def _target(
     ranges += [(t.data_ptr(), t.numel() * t.element_size()) for t in w.operands]
     ranges += [(scalar.data_ptr(), 4) for scalar in kept]  # of float32, whatever x is
     if ranges_meet(out.data_ptr(), plan.out_span, ranges):
-        scalars = filter(_tensors(parameters).__contains__, plan.scalars)
-        named = zip((*plan.vectors, *scalars), (*vectors, *kept), strict=True)
-        refuse_overlap(out, x=x, **dict(named), **_operands(w))
+        refuse_overlap(out, x=x, **named(plan, vectors, kept, parameters), **_operands(w))
     if plan.apart:
         return None
     if not out.is_inference():  # those have no version to count

@@ -18,8 +18,15 @@ from kernlib.ops import sparse_checks as checks
 from kernlib.ops import sparse_lowering as lowering
 from kernlib.ops import sparse_plans as plans
 from kernlib.ops.candidates import Candidate, Candidates
+from kernlib.ops.product_arguments import (
+    KERNEL_TYPES,
+    autocast,
+    positive,
+    refuse_out_of_recorded,
+    requires_gradient,
+)
 from kernlib.ops.sparse_autograd import PLAIN, parts, transpose_for
-from kernlib.ops.sparse_matrix import NAMES, SparseMatrix
+from kernlib.ops.sparse_matrix import SparseMatrix
 
 MULTIPROCESSORS = 132  # that lowering is told of where no GPU is named; no spec depends on it
 
@@ -36,14 +43,13 @@ class Request(NamedTuple):
     def check(self) -> checks.Call:
         """Raises what a call raises."""
         if self.recorded():
-            checks.refuse_out_of_recorded(self.out)
+            refuse_out_of_recorded(self.out)
         return checks.check_call(*self)
 
     def recorded(self) -> bool:
         """Whether a gradient would be recorded."""
-        return torch.is_grad_enabled() and op.requires_gradient(
-            self.x, self.out, self.parameters.values()
-        )
+        values = self.parameters.values()
+        return torch.is_grad_enabled() and requires_gradient(values, self.x, self.out)
 
     def fused(self) -> Request:
         """What the product itself computes: with a gradient recorded, no activation; and never the
@@ -52,7 +58,7 @@ class Request(NamedTuple):
         if self.recorded():
             made = parts(descriptor)
             descriptor, parameters = made.product, made.operands(parameters)
-        x, parameters = op.positive(self.x, parameters)
+        (x,), parameters = positive((self.x,), parameters)
         return Request(descriptor, self.w, x, self.out, parameters)
 
 
@@ -66,7 +72,7 @@ def request(descriptor: SparseMatmul, tensors: tuple, arguments: dict) -> Reques
     w, x = tensors
     checks.check_matrix(w)
     checks.check_dense(("x",), x=x, out=out)
-    x, rest = op.autocast(w.dtype, x, rest)
+    (x,), rest = autocast((x,), rest, w.dtype)
     return Request(descriptor, w, x, out, rest)
 
 
@@ -122,7 +128,7 @@ def variants(
     descriptor: SparseMatmul, arch: str, dtypes: tuple[torch.dtype, ...]
 ) -> list[KernelSpec]:
     """What :func:`kernlib.ops.sparse.variants` documents."""
-    names = tuple(NAMES[dtype] for dtype in dtypes if dtype != torch.float64)
+    names = tuple(KERNEL_TYPES[dtype] for dtype in dtypes if dtype != torch.float64)
     made = parts(descriptor)
     found = []
     for epilogue in (descriptor.epilogue, made.product.epilogue, ()):

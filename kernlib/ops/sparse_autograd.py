@@ -10,18 +10,15 @@ takes no second copy.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
-from torch._C import _are_functorch_transforms_active, _is_tracing
-from torch._C._functorch import is_legacy_batchedtensor
-from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.descriptors.epilogues import Bias
 from kernlib.descriptors.sparse import SparseMatmul
+from kernlib.ops import product_autograd
 from kernlib.ops import sparse as op
-from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.product_arguments import no_autocast
+from kernlib.ops.product_autograd import ORDINARY, Parts, is_biased, is_watched
 from kernlib.ops.sparse_matrix import SparseMatrix
 from kernlib.ops.tensors import is_lazy, materialised, stand_ins
 from kernlib.reference import sparse as reference
@@ -30,37 +27,10 @@ FEW = 16  # vectors that kernels take at once
 PLAIN, BIASED = SparseMatmul(), SparseMatmul((Bias(),))
 
 
-class Parts(NamedTuple):
-    """A call as it is recorded: one product, and torch's own operators on its rounded result."""
-
-    product: SparseMatmul  # with or without a bias
-    bias: str | None  # the parameter of the Bias that the epilogues begin with, if they do
-    needed: frozenset[str]  # that, if there is one
-    rest: tuple[Epilogue, ...]
-    names: tuple[str, ...]  # of the rest's parameters
-
-    def operands(self, parameters: dict) -> dict:
-        """The parameters of the product."""
-        return {} if self.bias is None else {"bias": parameters[self.bias]}
-
-    def finish(self, y: torch.Tensor, parameters: dict) -> torch.Tensor:
-        """The result of the call for that of the product."""
-        if not self.rest:
-            return y
-        own = {name: parameters[name] for name in self.names}
-        v = reference.finish(self.rest, y.to(accumulator(y.dtype)), own)
-        return v.to(y.dtype)
-
-
 @lru_cache(maxsize=1024)
 def parts(descriptor: SparseMatmul) -> Parts:
     """What a call with a gradient consists of."""
-    first = descriptor.epilogue[0] if descriptor.epilogue else None
-    bias = first.parameter if isinstance(first, Bias) else None
-    fused = bias is not None
-    rest = descriptor.epilogue[fused:]
-    names = tuple(name for epilogue in rest for name in epilogue.parameters)
-    return Parts(BIASED if fused else PLAIN, bias, frozenset([bias] * fused), rest, names)
+    return product_autograd.parts(descriptor, BIASED if is_biased(descriptor) else PLAIN, -1)
 
 
 # Both products, without a record.
@@ -77,7 +47,7 @@ def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor
     """``W^T y`` for y (..., R): by W^T, compressed, if there is one and y is FEW vectors."""
     if turned is not None and _few(w, y):
         return op.execute(PLAIN, turned, y, None, {})
-    from kernlib.ops.sparse_plans import by_dense, laid_out, no_autocast
+    from kernlib.ops.sparse_plans import by_dense, laid_out
 
     dense = laid_out(w).t()
     y = materialised(y) if is_lazy(y) else y
@@ -118,16 +88,13 @@ def recorded(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> 
     return made.finish(_Product.apply(x, bias, w, None), parameters)
 
 
-_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))  # which stand for no other tensor
-
-
 def known(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor | None:
     """:func:`recorded` of a call that needs no check, since the plan of its product is kept and the
     rest of it has no parameters; else None."""
     made = parts(descriptor)
     if made.names or parameters.keys() != made.needed:
         return None
-    if type(x) not in _ORDINARY and stand_ins(x):
+    if type(x) not in ORDINARY and stand_ins(x):
         return None
     operands = made.operands(parameters)
     plan = op.find_plan(made.product, w, x, None, operands)
@@ -160,7 +127,7 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if _is_watched(grad):
+        if is_watched(grad):
             return _operator(ctx.w, grad, False), None
         made = _Product.apply if torch.is_grad_enabled() else _unrecorded
         return made(grad, None, ctx.w, None), None
@@ -173,21 +140,11 @@ def _unrecorded(x, bias, w, plan):
 def _turned(w: SparseMatrix, grad: torch.Tensor) -> torch.Tensor:
     """``W^T grad``: by the operator where somebody must see it, by a function that records where a
     gradient of it may be asked for, else by nothing but the kernels."""
-    if _is_watched(grad):
+    if is_watched(grad):
         return _operator(w, grad, True)
     if torch.is_grad_enabled():
         return _Turned.apply(grad, w)
     return turned_product(w, transpose_for(w, grad), grad)
-
-
-def _is_watched(grad: torch.Tensor) -> bool:
-    return (
-        is_dynamo_compiling()
-        or is_in_torch_dispatch_mode()
-        or _is_tracing()
-        or _are_functorch_transforms_active()
-        or is_legacy_batchedtensor(grad)  # as is_grads_batched makes them
-    )
 
 
 def _operator(w: SparseMatrix, x: torch.Tensor, turned: bool) -> torch.Tensor:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from kernlib.descriptors.sparse import SparseMatmul
-from kernlib.ops.hyperparameters import check_host, check_kind, check_tensor, host_value
+from kernlib.ops.product_arguments import check_out, check_parameters
 from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix
-from kernlib.ops.tensors import check_dense, check_memory, check_out_shape
+from kernlib.ops.tensors import check_dense, check_memory
 
 
 class Call(NamedTuple):
@@ -61,76 +61,3 @@ def check_x(shape: tuple[int, int], dtype: torch.dtype, device, x: torch.Tensor)
             f"x must be (..., {cols}) for w of shape {(rows, cols)}, got shape {tuple(x.shape)}"
         )
     return (*x.shape[:-1], rows)
-
-
-def check_parameters(
-    descriptor: SparseMatmul, rows: int, parameters: dict, x: torch.Tensor, look: bool
-) -> None:
-    """Each parameter of the epilogue is given and fits; ``look`` at values in host memory. Raises
-    ValueError and TypeError."""
-    check_names(descriptor, parameters)
-    for name, value in parameters.items():
-        if name in descriptor.vectors:
-            check_vector(rows, name, value, x)
-        else:
-            _check_scalar(descriptor, name, value, x, look)
-
-
-def check_names(descriptor: SparseMatmul, parameters: dict) -> None:
-    """Each parameter of the epilogue is given, and nothing else. Raises TypeError for what is none
-    of them, ValueError for one that is missing."""
-    needed = descriptor.parameters
-    for name in parameters:
-        if name not in needed:
-            known = ", ".join(needed) or "none"
-            raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {known}")
-    missing = [name for name in needed if name not in parameters]
-    if missing:
-        raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
-
-
-def check_vector(rows: int, name: str, value, x: torch.Tensor) -> None:
-    """A vector has a value for each row of w. Raises ValueError and TypeError."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        raise TypeError(
-            f"{name} must be a dense tensor of shape ({rows},), got {type(value).__name__}"
-        )
-    if value.dim() != 1 or value.shape[0] != rows:
-        raise ValueError(f"{name} must have shape ({rows},), got {tuple(value.shape)}")
-    if value.dtype != x.dtype:
-        raise TypeError(f"x and {name} must have one dtype, got {x.dtype} and {value.dtype}")
-    if value.device != x.device:
-        raise ValueError(f"x and {name} must be on one device, got {x.device} and {value.device}")
-
-
-def _check_scalar(descriptor: SparseMatmul, name: str, value, x, look: bool) -> None:
-    if not look and isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return
-    number = host_value(name, value, 0)
-    if number is not None:
-        check_host(name, number, descriptor.positive)
-        return
-    if look and not torch._C._functorch.is_functorch_wrapped_tensor(value):
-        check_tensor(name, value, descriptor.positive, dimensions=0)
-    else:
-        check_kind(name, value, 0)
-    if value.device != x.device and value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}, x on {x.device}")
-
-
-def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """``out`` is what a call of x could return. Raises ValueError and TypeError."""
-    check_out_shape(out, shape)
-    if out.device != x.device:
-        raise ValueError(f"out must be on the device of x, {x.device}, got {out.device}")
-    if out.dtype != x.dtype:
-        raise TypeError(f"out must be {x.dtype} as x is, got {out.dtype}")
-
-
-def refuse_out_of_recorded(out) -> None:
-    """Raises RuntimeError for an ``out`` of a call whose gradient is recorded."""
-    if out is not None:
-        raise RuntimeError(
-            "out takes no result whose gradient is recorded: leave it out, detach the inputs, or "
-            "call under torch.no_grad()"
-        )

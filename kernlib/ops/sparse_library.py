@@ -7,10 +7,16 @@ import torch
 
 from kernlib.descriptors.sparse import SparseMatmul
 from kernlib.descriptors.text import from_text
-from kernlib.ops import sparse as op
 from kernlib.ops import sparse_checks as checks
 from kernlib.ops import sparse_operators as operators
-from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.product_arguments import (
+    autocast,
+    check_out,
+    check_parameters,
+    for_operator,
+    refuse_out_of_recorded,
+    requires_gradient,
+)
 from kernlib.ops.sparse_matrix import SparseMatrix, module_of, parse_layout
 from kernlib.ops.tensors import check_dense
 
@@ -36,8 +42,8 @@ def run(
         raise TypeError(f"{descriptor.describe()} takes w and x, got {2 + len(more)} operands")
     checks.check_matrix(w)
     turned = None
-    if torch.is_grad_enabled() and op.requires_gradient(x, out, parameters.values()):
-        checks.refuse_out_of_recorded(out)
+    if torch.is_grad_enabled() and requires_gradient(parameters.values(), x, out):
+        refuse_out_of_recorded(out)
         turned = w.known_transpose()
     operands, layout = w.operands, ""
     if turned is not None:
@@ -46,7 +52,7 @@ def run(
     y = _call(descriptor.text, names, w.layout, layout, debug, x, *operands, *parameters.values())
     if out is None:
         return y
-    checks.check_out(out, x, y.shape)
+    check_out(out, x, y.shape)
     return out.copy_(y)
 
 
@@ -59,19 +65,11 @@ def _call(text: str, names: str, layout: str, turned_layout: str, debug: bool, x
     parameters = dict(zip(names.split(), tensors, strict=True))
     check_dense(("x",), x=x)
     _, shape, dtype, _ = parse_layout(layout)
-    x, parameters = op.autocast(dtype, x, parameters)
+    (x,), parameters = autocast((x,), parameters, dtype)
     checks.check_x(shape, dtype, matrix[0].device, x)
-    checks.check_parameters(descriptor, shape[0], parameters, x, look=False)
-    given = {k: v for k, v in parameters.items() if isinstance(v, torch.Tensor)}
-    numbers = {k: _number(k, v) for k, v in parameters.items() if k not in given}
-    # The copy of a host tensor is recorded too: a CUDA graph can leave it out, where the operator
-    # itself would have to refuse a host tensor while it is captured.
-    placed = [v if v.device == x.device else v.to(x.device) for v in given.values()]
-    known = " ".join([*numbers, *given])
-    return operators.whole(
-        x, matrix, transposed, layout, turned_layout, text, known, [*numbers.values()], placed,
-        debug,
-    )  # fmt: skip
+    check_parameters(descriptor, shape[0], parameters, x, look=False)
+    given = for_operator(parameters, x.device)
+    return operators.whole(x, matrix, transposed, layout, turned_layout, text, *given, debug)
 
 
 def _taken(layout: str, tensors: tuple) -> tuple[list, tuple]:
@@ -80,9 +78,3 @@ def _taken(layout: str, tensors: tuple) -> tuple[list, tuple]:
         return [], tensors
     count = len(module_of(parse_layout(layout)[0]).TENSORS)
     return [*tensors[:count]], tensors[count:]
-
-
-def _number(name: str, value) -> float:
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return torch.sym_float(value)
-    return host_value(name, value, 0)

@@ -12,11 +12,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.ops import sparse_encode
+from kernlib.ops.product_arguments import KERNEL_TYPES
 from kernlib.ops.tensors import check_dense, stand_ins
 
 VERSION = 1  # of what state() answers
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
 _ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
 
@@ -197,7 +197,7 @@ class SparseMatrix:
             "format": self._format,
             "version": VERSION,
             "shape": list(self._shape),
-            "dtype": NAMES[self._dtype],
+            "dtype": KERNEL_TYPES[self._dtype],
             "nnz": self.nnz,
             "facts": dict(self._facts),
         }
@@ -260,7 +260,7 @@ def _formats() -> ModuleType:
 def layout_text(format: str, shape: tuple[int, int], dtype: torch.dtype, facts: Mapping) -> str:
     """What :attr:`SparseMatrix.layout` says: ``bitmap 64x256 float16 largest=528``."""
     known = [f"{name}={int(value)}" for name, value in sorted(facts.items())]
-    return " ".join([format, f"{int(shape[0])}x{int(shape[1])}", NAMES[dtype], *known])
+    return " ".join([format, f"{int(shape[0])}x{int(shape[1])}", KERNEL_TYPES[dtype], *known])
 
 
 def parse_layout(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str, int]]:

@@ -17,7 +17,8 @@ from kernlib.descriptors.text import from_text
 from kernlib.ops import sparse as op
 from kernlib.ops import sparse_autograd as autograd
 from kernlib.ops import sparse_checks as checks
-from kernlib.ops.hyperparameters import accumulator, host_value
+from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.product_arguments import by_name, check_vector, for_operator, requires_gradient
 from kernlib.ops.sparse_matrix import SparseMatrix, parse_layout
 from kernlib.reference import sparse as reference
 
@@ -49,11 +50,7 @@ def listed(w: SparseMatrix) -> tuple[list[torch.Tensor], list[torch.Tensor], str
 
 def called(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor:
     """A checked call by its operator."""
-    tensors = {k: v for k, v in parameters.items() if isinstance(v, torch.Tensor)}
-    numbers = {k: host_value(k, v, 0) for k, v in parameters.items() if k not in tensors}
-    names = " ".join([*numbers, *tensors])
-    given = [*numbers.values()], [*tensors.values()]
-    return whole(x, *listed(w), descriptor.text, names, *given, False)
+    return whole(x, *listed(w), descriptor.text, *for_operator(parameters), False)
 
 
 def recorded(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor:
@@ -74,7 +71,7 @@ def _whole(
 ):
     w = SparseMatrix.from_layout(layout, matrix)
     with events.on_stderr() if debug else nullcontext():
-        return op.execute(from_text(descriptor), w, x, None, _values(names, numbers, tensors))
+        return op.execute(from_text(descriptor), w, x, None, by_name(names, numbers, tensors))
 
 
 def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, debug):
@@ -86,17 +83,12 @@ def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, deb
         return autograd.turned_product(w, back, x)
 
 
-def _values(names: str, numbers, tensors) -> dict:
-    """The parameters by name. AOTInductor hands over None for an empty list."""
-    return dict(zip(names.split(), (*(numbers or ()), *(tensors or ())), strict=True))
-
-
 def _whole_recorded(keyset, x, *rest):
     """The operator as autograd sees it: with a gradient to record it is the product, and torch's
     own operators behind it; else itself."""
     *matrix, descriptor, names, numbers, tensors, debug = rest
-    if torch.is_grad_enabled() and op.requires_gradient(x, None, tensors or ()):
-        values = _values(names, numbers, tensors)
+    if torch.is_grad_enabled() and requires_gradient(tensors or (), x):
+        values = by_name(names, numbers, tensors)
         return _recorded(from_text(descriptor), x, tuple(matrix), values, debug)
     with torch._C._AutoDispatchBelowAutograd():
         return whole.redispatch(keyset & torch._C._after_autograd_keyset, x, *rest)
@@ -112,7 +104,7 @@ def _fake_product(x, matrix, transposed, layout, transposed_layout, bias, turned
     shape = shape[::-1] if turned else shape
     made = checks.check_x(shape, dtype, matrix[0].device, x)
     if bias is not None:
-        checks.check_vector(shape[0], "bias", bias, x)
+        check_vector(shape[0], "bias", bias, x)
     return x.new_empty(made)
 
 
@@ -163,7 +155,7 @@ def _vmap_whole(info, dims, x, *rest):
     y = _mapped_product(info, dims, x, matrix, False, debug)
     values = [_beside(t, dim, y) for t, dim in zip(tensors, inner, strict=True)]
     made, wide = from_text(descriptor), y.to(accumulator(y.dtype))
-    v = reference.finish(made.epilogue, wide, _values(names, numbers, values))
+    v = reference.finish(made.epilogue, wide, by_name(names, numbers, values))
     return v.to(y.dtype), 0
 
 

@@ -4,7 +4,6 @@ loaded; or, for many vectors, the matrix laid out densely and cuBLAS's product."
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +14,10 @@ from kernlib.descriptors.sparse import SparseMatmul
 from kernlib.launch import Plan, allocator, arch_of, model
 from kernlib.ops import sparse_lowering as lowering
 from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.product_arguments import KERNEL_TYPES, address_of, folded, no_autocast
 from kernlib.ops.sequence import launcher, load_steps
 from kernlib.ops.sparse_checks import Call
-from kernlib.ops.sparse_matrix import NAMES, SparseMatrix
+from kernlib.ops.sparse_matrix import SparseMatrix
 from kernlib.ops.sparse_problem import Problem, facts_of
 from kernlib.ops.steps import Lowered
 from kernlib.ops.tensors import span
@@ -57,22 +57,13 @@ class Columns(NamedTuple):
 
 def columns_of(t: torch.Tensor) -> Columns | None:
     """A tensor's strides with its leading dimensions folded; None where that takes a copy."""
-    inner, reach = 0, None
-    for size, stride in zip(reversed(t.shape[:-1]), reversed(t.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if reach is None:
-            inner = stride
-        elif stride != reach:
-            return None
-        reach = stride * size
-    return Columns(inner, t.stride(-1))
+    inner = folded(t.shape[:-1], t.stride()[:-1])
+    return None if inner is None else Columns(inner, t.stride(-1))
 
 
 def _aligned(t: torch.Tensor) -> bool:
     """Whether the first address is at whole 16 bytes; a meta tensor's storage counts as such."""
-    address = t.storage_offset() * t.element_size() if t.is_meta else t.data_ptr()
-    return address % 16 == 0
+    return address_of(t) % 16 == 0
 
 
 def readable(x: torch.Tensor) -> Columns | None:
@@ -107,7 +98,7 @@ def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
         rows=rows,
         cols=cols,
         columns=call.columns,
-        dtype=NAMES[w.dtype],
+        dtype=KERNEL_TYPES[w.dtype],
         x_stride=stride,
         x_padded=seen is None,
         out_strides=(written.vector, written.feature if rows > 1 else 0),
@@ -211,10 +202,3 @@ def _product(dense: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) ->
         y = torch.mv(dense, column) if bias is None else torch.addmv(bias, dense, column)
         return y[None]
     return torch.mm(x, dense.t()) if bias is None else torch.addmm(bias, x, dense.t())
-
-
-def no_autocast(x: torch.Tensor):
-    """Autocast has cast the operands already, and would take float32 sums from half types."""
-    if torch._C._is_any_autocast_enabled() and x.device.type != "meta":
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
