@@ -123,7 +123,7 @@ def problems(section: str) -> list[Problem]:
             Problem(section, *shape, density, format=name)
             for shape in ((4096, 4096), LARGE[0])
             for density in DENSITIES
-            for name in ("bitmap", "u8", "u4", "macko")
+            for name in ("bitmap", "u8", "u4", "u2", "macko")
         ]
     headline = {(*shape, density) for shape in HEADLINE for density in SHOWN_DENSITIES}
     every = [(*shape, density) for shape in SHAPES for density in DENSITIES]

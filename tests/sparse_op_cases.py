@@ -12,7 +12,7 @@ from kernlib.sparse import SparseMatrix, compress
 
 FORMATS = [
     name
-    for name in ("bitmap", "u8", "u4", "macko", "dense")
+    for name in ("bitmap", "u8", "u4", "u2", "macko", "dense")
     if find_spec(f"kernlib.ops.sparse_format_{name}")
 ]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

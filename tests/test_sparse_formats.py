@@ -15,6 +15,7 @@ from kernlib.ops import sparse_rates as rates
 from kernlib.ops.sparse_encode import BITS, total_bytes
 
 DTYPES = tuple(BITS)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def test_formats_by_name():
@@ -22,7 +23,7 @@ def test_formats_by_name():
         module = formats.module_of(name)
         assert name == module.FORMAT and name in formats.FORMATS
     with pytest.raises(
-        ValueError, match="one of 'bitmap', 'u8', 'u4', 'macko', 'dense', got 'csr'"
+        ValueError, match="one of 'bitmap', 'u8', 'u4', 'u2', 'macko', 'dense', got 'csr'"
     ):
         formats.module_of("csr")
 
@@ -76,12 +77,15 @@ def test_the_dense_format_checks_its_tensors():
 def test_every_format_has_rates_wherever_there_are_some():
     assert rates.DEFAULT in rates.RATES
     for arch, known in rates.RATES.items():
-        assert arch in targets.SHARED_BYTES and set(known) == set(formats.FORMATS)
-        for points in known.values():
-            densities = [rate.density for rate in points]
-            assert densities and densities == sorted(set(densities))
-            assert all(0 <= rate.density <= 1 for rate in points)
-            assert all(rate.fixed_us > 0 and 0.1 < rate.tb_per_s < 10 for rate in points)
+        assert arch in targets.SHARED_BYTES
+        assert list(known) == sorted(known) and max(known) == rates.MOST_COLUMNS
+        for formats_known in known.values():
+            assert set(formats_known) == set(formats.FORMATS)
+            for points in formats_known.values():
+                densities = [rate.density for rate in points]
+                assert densities and densities == sorted(set(densities))
+                assert all(0 <= rate.density <= 1 for rate in points)
+                assert all(rate.fixed_us > 0 and 0.1 < rate.tb_per_s < 10 for rate in points)
 
 
 @pytest.fixture
@@ -89,7 +93,7 @@ def table(monkeypatch):
     points = (rates.Rate(0.1, 2.0, 1.0), rates.Rate(0.5, 4.0, 3.0))
     known = {name: (rates.Rate(0.0, 1.0, 4.0),) for name in formats.FORMATS}
     known["bitmap"] = points
-    monkeypatch.setattr(rates, "RATES", {"sm_90a": known})
+    monkeypatch.setattr(rates, "RATES", {"sm_90a": {rates.MOST_COLUMNS: known}})
     return known
 
 
@@ -108,8 +112,8 @@ def test_rates_are_interpolated(table):
 
 @pytest.fixture
 def others(monkeypatch):
-    """Bytes of the formats u8, u4 and macko, which stand-ins answer."""
-    sizes = {"u8": None, "u4": None, "macko": None}
+    """Bytes of the formats u8, u4, u2 and macko, which stand-ins answer."""
+    sizes = {"u8": None, "u4": None, "u2": None, "macko": None}
     find = formats.module_of
     made = {name: SimpleNamespace(nbytes=lambda d, n=name: sizes[n]) for name in sizes}
     monkeypatch.setattr(formats, "module_of", lambda name: made.get(name) or find(name))
@@ -138,7 +142,7 @@ def test_negative_zeros_of_pruning_are_not_counted(others, seed):
     assert density == int((dense != 0).sum()) / dense.numel()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_fewest_bytes_of_all_formats_at_one_rate(table, dtype, seed):
     table["bitmap"] = table["dense"]
     for density in (0.02, 0.2, 0.5, 1.0):
@@ -153,7 +157,7 @@ def test_the_fewest_bytes_of_all_formats_at_one_rate(table, dtype, seed):
         assert formats.auto(dense) == min(taken, key=taken.get)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_bitmap_below_nine_tenths_and_dense_above(others, table, dtype, seed):
     table["bitmap"] = table["dense"]
     assert formats.auto(random(0.5, dtype)) == "bitmap"
@@ -181,6 +185,28 @@ def test_rates_decide_among_bytes(others, table, seed):
     assert formats.auto(dense) == "macko"
     table["u8"] = (rates.Rate(0.0, 0.9, 4.0), rates.Rate(1.0, 0.9, 4.0))
     assert formats.auto(dense) == "u8"
+
+
+def test_bitmap_is_not_chosen_for_what_its_kernels_do_not_take(others, table, seed):
+    table["bitmap"] = table["dense"]
+    assert formats.auto(random(0.5)) == "bitmap"
+    assert formats.auto(random(0.5).float()) == "dense"
+
+
+def test_columns_decide_among_formats(seed):
+    large = (8192, 28672)
+
+    def fastest(density, columns):
+        entries = density * large[0] * large[1]
+        sizes = {"bitmap": 2 * entries + large[0] * large[1] / 8, "u4": 2.5 * entries}
+        return min(sizes, key=lambda n: rates.microseconds(n, "sm_90a", density, sizes[n], columns))
+
+    assert [fastest(0.3, n) for n in (1, 2, 3, 8, 16)] == ["u4", "u4", *["bitmap"] * 3]
+    dense = random(0.3)
+    assert formats.auto(dense, 1) == "u4" and formats.auto(dense, 16) == "dense"
+    for columns in (0, 17, 1.0, True):
+        with pytest.raises(ValueError, match="columns must be an int of 1 to 16"):
+            formats.auto(dense, columns)
 
 
 def test_matrices_without_entries(others):

@@ -17,7 +17,7 @@ import kernlib as kl
 from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import SparseMatrix, compress, magnitude
 
-FORMATS = ("bitmap", "u8", "u4", "macko", "dense")
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 each_format = pytest.mark.parametrize("format", FORMATS)
 
 
@@ -47,10 +47,10 @@ def test_names_and_order_of_arguments():
         "in_features", "out_features", "bias", "activation", "dtype", "device",
     ]  # fmt: skip
     assert list(inspect.signature(SparseLinear.from_linear).parameters) == [
-        "linear", "format", "density", "per", "activation",
+        "linear", "format", "density", "per", "activation", "columns",
     ]  # fmt: skip
     assert list(inspect.signature(sparsify).parameters) == [
-        "model", "filter", "density", "format", "per",
+        "model", "filter", "density", "format", "per", "columns",
     ]  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_auto_takes_few_bytes(dtype, seed):
     for density, wanted in [
         (0, FORMATS),
         (0.05, ("u8", "u4")),
-        (0.6, ("bitmap", "u4")),
+        (0.6, ("bitmap", "u4", "u2")),
         (1, ("dense",)),
     ]:
         dense = random(1024, 2048, density, dtype)

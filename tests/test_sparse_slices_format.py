@@ -1,16 +1,18 @@
-"""The formats u8 and u4 on CPU tensors: against a scalar encoder, and what `check` refuses."""
+"""The formats u8, u4 and u2 on CPU tensors: against a scalar encoder, and what `check` refuses."""
 
 import math
 
 import pytest
 import torch
 
+from kernlib.ops import sparse_format_u2 as u2
 from kernlib.ops import sparse_format_u4 as u4
 from kernlib.ops import sparse_format_u8 as u8
 from kernlib.ops import sparse_slices as slices
+from kernlib.ops import sparse_slices_cpu as cpu
 
 BITS = {2: torch.int16, 4: torch.int32}
-every_format = pytest.mark.parametrize("form", (u8, u4), ids=("u8", "u4"))
+every_format = pytest.mark.parametrize("form", (u8, u4, u2), ids=("u8", "u4", "u2"))
 
 
 def matrix(rows, cols, density, dtype=torch.float16, seed=0):
@@ -41,12 +43,38 @@ def codes_of(row, first, longest):
     return found
 
 
+def codes_of_u2(row, first):
+    """The same of u2, one code less than it takes at the least for each step of it."""
+    found, last = [], first - 1
+    for column, value in enumerate(row, first):
+        if value not in (0, -(2**15), -(2**31)):
+            count = -(-(column - last) // 4)
+            found.append((value, column - last, count))
+            last = column
+    return found
+
+
+def filled_u2(entries, length):
+    """(value bits, step bits) of the codes of a row of u2, as many as its slice has: those that it
+    lacks go, one by one, to the first entries whose steps can be divided."""
+    lacking, made = length - sum(count for _, _, count in entries), []
+    for value, step, count in entries:
+        more = min(lacking, step - count)
+        lacking, count = lacking - more, count + more
+        rest = step - count
+        for index in range(count):
+            made.append((value if index == count - 1 else 0, min(rest, 3)))
+            rest -= min(rest, 3)
+    return made + [(0, 0)] * lacking
+
+
 def step_bytes(steps, bits):
     """Bytes of a lane's steps in a group."""
-    if bits == 8:
-        return bytes(steps)
-    half = len(steps) // 2
-    return bytes(low | high << 4 for low, high in zip(steps[:half], steps[half:], strict=True))
+    count = len(steps) * bits // 8
+    parts = [steps[at : at + count] for at in range(0, len(steps), count)]
+    return bytes(
+        sum(s << bits * i for i, s in enumerate(held)) for held in zip(*parts, strict=True)
+    )
 
 
 def reversed_bits(slices):
@@ -62,19 +90,30 @@ def scalar_encode(dense, width, bits_of_step):
     for first in range(0, cols, width):
         longest = 2**bits_of_step - 1
         lines = [codes_of(line[first : first + width], first, longest) for line in values]
-        order = sorted(range(rows), key=lambda r: (-len(lines[r]), r))
+        counts, unit = [len(line) for line in lines], 8 // bits_of_step
+        if bits_of_step == 2:
+            lines = [codes_of_u2(line[first : first + width], first) for line in values]
+            counts = [sum(count for _, _, count in line) for line in lines]
+        order = sorted(range(rows), key=lambda r: (-counts[r], r))
         for group in reversed_bits(-(-rows // 32)):
             mine = order[32 * group : 32 * group + 32]
-            length = len(lines[mine[0]])
-            length += length % (8 // bits_of_step)
-            padded = [lines[r] + [(0, 0)] * (length - len(lines[r])) for r in mine]
+            length = -(-counts[mine[0]] // unit) * unit
+            if bits_of_step == 2:
+                padded = [filled_u2(lines[r], length) for r in mine]
+            else:
+                padded = [lines[r] + [(0, 0)] * (length - counts[r]) for r in mine]
             padded += [[(0, 0)] * length] * (32 - len(mine))
             at = 0
-            for count in [8] * (length // 8) + [s for s in (4, 2, 1) if length & s]:
+            whole = 16 if bits_of_step == 2 else 8
+            rest = [s for s in (8, 4, 2, 1) if s < whole and length & s]
+            for count in [whole] * (length // whole) + rest:
                 parts = [lane[at : at + count] for lane in padded]
-                data += b"".join(
-                    v.to_bytes(size, "little", signed=True) for part in parts for v, _ in part
-                )
+                for begin in range(0, count, 8):
+                    data += b"".join(
+                        v.to_bytes(size, "little", signed=True)
+                        for part in parts
+                        for v, _ in part[begin : begin + 8]
+                    )
                 for part in parts:
                     data += step_bytes([step for _, step in part], bits_of_step)
                 at += count
@@ -163,7 +202,8 @@ def test_more_rows_than_two_bytes_count(form):
 
 
 @pytest.mark.parametrize("form, density, more", [(u8, 0.05, 0.02), (u8, 0.1, 0.01),
-                                                 (u4, 0.2, 0.045), (u4, 0.3, 0.009)])  # fmt: skip
+                                                 (u4, 0.2, 0.045), (u4, 0.3, 0.009),
+                                                 (u2, 0.5, 0.076), (u2, 0.7, 0.016)])  # fmt: skip
 def test_bytes_of_a_uniform_matrix(form, density, more):
     dense = matrix(2048, 4096, density)
     stored = int((bits(dense) != 0).sum())
@@ -217,13 +257,34 @@ def test_check_names_what_is_wrong(form):
     refused("rows must be -1 or", {**tensors, "rows": tensors["rows"] + 60})
 
 
-def test_lengths_of_4_bit_steps_are_even():
-    tensors, facts = u4.encode(matrix(70, 300, 0.1), 128)
-    assert not (tensors["offsets"] % 2).any()
+@pytest.mark.parametrize("form, unit", [(u4, 2), (u2, 4)], ids=["u4", "u2"])
+def test_lengths_are_whole_bytes_of_steps(form, unit):
+    tensors, facts = form.encode(matrix(70, 300, 0.1), 128)
+    assert not (tensors["offsets"] % unit).any()
     odd = tensors["offsets"].clone()
     odd[1] -= 1
-    with pytest.raises(ValueError, match="multiples of 2"):
-        u4.check({**tensors, "offsets": odd}, facts, (70, 300), torch.float16)
+    with pytest.raises(ValueError, match=f"multiples of {unit}"):
+        form.check({**tensors, "offsets": odd}, facts, (70, 300), torch.float16)
+
+
+def test_codes_of_u2_stay_in_their_panel(seed):
+    """Rows of any lengths in one slice: the products' addresses are those of the codes."""
+    width = 64
+    dense = torch.ones(32, width, dtype=torch.float16)
+    for row in range(1, 32):
+        kept = torch.rand(width) < torch.rand(())
+        kept[: torch.randint(width + 1, ())] = False
+        dense[row] = kept
+    dense[30], dense[31] = 0, 0
+    dense[31, width - 1] = 1
+    tensors, facts = u2.encode(dense, width)
+    assert tensors["offsets"].tolist() == [0, width]
+    number, lane = torch.arange(width)[:, None], torch.arange(32)
+    length = torch.full_like(number, width)
+    _, step, shift = cpu.places(u2.CODE, number, length, lane, 2)
+    last = (tensors["data"][step] >> shift & 3).sum(0) + width - 1
+    assert bool((last == width - 1).all())
+    assert same(u2.decode(tensors, facts, dense.shape, dense.dtype), dense)
 
 
 @every_format

@@ -1,4 +1,4 @@
-"""Products with the formats u8 and u4: launches and sizes, and kernels for every target."""
+"""Products with the formats u8, u4 and u2: launches and sizes, and kernels for every target."""
 
 import struct
 import time
@@ -10,7 +10,14 @@ import pytest
 import kernlib as kl
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
-from kernlib.ops import sparse_format_u4, sparse_format_u8, sparse_lowering_u4, sparse_lowering_u8
+from kernlib.ops import (
+    sparse_format_u2,
+    sparse_format_u4,
+    sparse_format_u8,
+    sparse_lowering_u2,
+    sparse_lowering_u4,
+    sparse_lowering_u8,
+)
 from kernlib.ops import sparse_lowering_slices as shared
 from kernlib.ops import sparse_slices_gpu as gpu
 from kernlib.ops.sparse_problem import Problem
@@ -18,8 +25,8 @@ from kernlib.ops.sparse_problem import Problem
 ARCHES = ("sm_90a", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())
 DTYPES = ("float16", "bfloat16", "float32")
-CODES = {"u8": sparse_format_u8.CODE, "u4": sparse_format_u4.CODE}
-LOWERINGS = {"u8": sparse_lowering_u8, "u4": sparse_lowering_u4}
+CODES = {"u8": sparse_format_u8.CODE, "u4": sparse_format_u4.CODE, "u2": sparse_format_u2.CODE}
+LOWERINGS = {"u8": sparse_lowering_u8, "u4": sparse_lowering_u4, "u2": sparse_lowering_u2}
 CPU_MS, TRIES = 600, 3  # 1.5 times the 400 of the slowest
 
 
@@ -96,6 +103,7 @@ def test_few_slices_take_fewer_warps_that_read_further_ahead():
     assert variant(problem()).shape == (512, 2, 4)
     assert variant(problem(4096, 4096, width=512)).shape == (256, 2, 8)
     assert variant(problem(4096, 4096, width=512), count=60).shape == (512, 2, 4)
+    assert variant(problem(), code="u2").shape == (512, 2, 2)  # groups of 16
 
 
 @every_lowering

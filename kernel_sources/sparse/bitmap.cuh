@@ -7,18 +7,18 @@
 //
 // Floors on an H200 for a chunk at density d (16-bit values), in clocks of an SM at 1.72 GHz:
 //   memory    512 + 8192 d bytes over 4.31 TB/s on 132 SMs: 243 at d = 0.5
-//   shared    wavefronts: 137 of values (183 if a lane took four loads of 16 bits),
-//             32 of words and ranks, 13 to make ranks, 36 of the copy, some 8 of sums: 226
-//   issue     4 a clock: 617 of the decoding and products, 51 of ranks, 64 of everything else: 183
-//   integers  350 for logic, shifts and selections, 2 clocks each on 4 schedulers: 175
+//   shared    wavefronts: 183 of values, which at d = 0.5 spread over more than 32 banks in 43 of
+//             100 loads; 32 of words and ranks, 13 to make ranks, 36 of the copy, some 8 of sums: 272
+//   issue     4 a clock: 519 of the decoding and products, 51 of ranks, 64 of everything else: 158
+// Measured at 8192 x 28672: 69, 78 and 105 us at d = 0.3, 0.5 and 0.7 where shared memory alone is
+// 69 at 0.5; 71, 88 and 116 us for 8 vectors. Three loads of whole words a lane for its four values
+// were 226 wavefronts, but with what selects the halves no faster.
 //
 // The generated source defines before it includes this file:
 //   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish
 //   WARPS                  of a CTA: chunks side by side
 //   COLUMN_TILES           tiles of 8 vectors; 0 for a single vector
 //   SUMS                   whether the result goes to the workspace, as float [range][n][row]
-//   VALUE_WORDS            how values are loaded, see load_four
-//   PREFETCH               whether the chunk behind the ring's last one is brought to L2
 //   COPY_ENGINE            1 where bulk copies fill the ring (sm_90 and later), 0 for cp.async
 //   PARAMETER_BYTES        Parameters as lowering lays them out
 #pragma once
@@ -73,12 +73,6 @@ __device__ __forceinline__ bool elect_lane() {
                  "selp.b32 %0, 1, 0, p;\n\t"
                  "}" : "=r"(elected));
     return elected;
-}
-#endif
-
-#if PREFETCH
-__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 #endif
 

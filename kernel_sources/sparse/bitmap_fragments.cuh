@@ -63,7 +63,6 @@ struct Lane {
         ranks = ranks_of_warp + unit;
         counts = ranks_of_warp + counted;
         second = 0x2, third = 0x202, fourth = 0x20202;
-        if (VALUE_WORDS) second = 0xbc0021bc, third = 0x1010;
         keep(bit);
         keep(below);
         keep(counted);
@@ -108,42 +107,6 @@ __device__ __forceinline__ void make_ranks(u32 chunk, const Lane& lane) {
 
 // Four neighbouring columns. Byte i of `bits` is 1 where column i has a value, else 0; the values
 // lie one behind the other from `at` on.
-#if VALUE_WORDS
-// 0x5454 + (0x2200 - 0x44) * byte 2 - 0x4400 * byte 3, the factors in `pair`.
-__device__ __forceinline__ u32 select_last(u32 bits, u32 pair) {
-    u32 select;
-    asm("dp2a.hi.s32.u32 %0, %1, %2, %3;" : "=r"(select) : "r"(pair), "r"(bits), "r"(0x5454));
-    return select;
-}
-
-// Only where the last of four values lies in it: no bank conflicts of lanes that need none.
-__device__ __forceinline__ void load_word_if(u32& value, u32 address, u32 have, u32 want) {
-    asm volatile("{\n\t"
-                 ".reg .pred equal;\n\t"
-                 "setp.eq.u32 equal, %2, %3;\n\t"
-                 "@equal ld.shared.u32 %0, [%1];\n\t"
-                 "}" : "=r"(value) : "r"(address), "r"(have), "r"(want) : "memory");
-}
-
-// The three words that hold four values, wherever they begin: at density 0.5 the values of a warp's
-// load spread over more than 32 banks in 43 of 100 cases, so that four loads take 5.7 wavefronts.
-__device__ __forceinline__ void load_four(u32& left, u32& right, u32 bits, u32 at,
-                                          const Lane& lane) {
-    u32 address = at & ~3u, shift = at * 8;  // of which a word takes 0 or 16
-    u32 low = load_word(address), middle = load_word(address + 4), high;
-    if (VALUE_WORDS == 2)
-        load_word_if(high, address + 8, at & 2 | bits, 2 | BYTES);
-    else
-        high = load_word(address + 8);
-    u32 first = __funnelshift_r(low, middle, shift), next = __funnelshift_r(middle, high, shift);
-    // Behind the values of the first two columns, at most 32 bits.
-    u32 last = u32((u64(next) << 32 | first) >> __dp4a(bits, lane.third, 0u));
-    // Of a pair: its first value from bytes 0, 1, its second from where the first one ends; where
-    // there is none, bytes of the zero.
-    left = permute(first, 0, bits * (0x2200 - 0x44) + 0x5454);
-    right = permute(last, 0, select_last(bits, lane.second));
-}
-#else
 __device__ __forceinline__ void load_four(u32& left, u32& right, u32 bits, u32 at,
                                           const Lane& lane) {
     u32 second = __dp4a(bits, lane.second, at), third = __dp4a(bits, lane.third, at),
@@ -153,7 +116,6 @@ __device__ __forceinline__ void load_four(u32& left, u32& right, u32 bits, u32 a
     left = permute(load_value(at), load_value(second), select);
     right = permute(load_value(third), load_value(fourth), select >> 16);
 }
-#endif
 
 // Adds the products of a chunk's 16 rows and 256 columns with x.
 template <class X, class S>

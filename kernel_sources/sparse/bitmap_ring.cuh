@@ -31,9 +31,6 @@ struct Ring {
     const u32* place;       // its chunk's, if there is one
     bool exists;
     u32 from, to;           // read when it is next: used later, so that no warp waits for them
-#if PREFETCH
-    u32 next_from, next_to;  // those behind it
-#endif
 
     __device__ __forceinline__ Ring(const Parameters& p, u32 slots, int warp, int unit, int units)
         : p(p), parity(0), warp(warp), left(units) {
@@ -55,9 +52,6 @@ struct Ring {
         }
         enter(Walk(p, unit));
         read_place();
-#if PREFETCH
-        advance();
-#endif
 #pragma unroll 1
         for (chunk = begin; chunk != end; chunk += p.slot_bytes) {
             if (leads()) copy();
@@ -88,9 +82,6 @@ struct Ring {
     }
 
     __device__ __forceinline__ void read_place() {
-#if PREFETCH
-        u32 &from = next_from, &to = next_to;
-#endif
         from = to = 0;
         if (!exists) return;
         from = place[0];
@@ -106,10 +97,6 @@ struct Ring {
 #if COPY_ENGINE
         barrier_expect(barrier(chunk), count * 16);
         if (count) load_bytes(target, source, barrier(chunk), count * 16);
-#if PREFETCH
-        int next = int(next_to - next_from);
-        if (next) prefetch_bytes(p.data + i64(next_from) * 16, next * 16);
-#endif
 #else
         for (int i = threadIdx.x % 32; i < count; i += 32)
             copy_async<16>(static_cast<unsigned char*>(target) + i * 16, source + i * 16, 16);
@@ -118,10 +105,6 @@ struct Ring {
 
     // Reads the place of the chunk behind the one that has been asked for.
     __device__ __forceinline__ void advance() {
-#if PREFETCH
-        from = next_from;
-        to = next_to;
-#endif
         place += p.kchunks;
         if (--run == 0) enter(Walk(p, range + 1, 0));
         read_place();

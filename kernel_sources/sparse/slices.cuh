@@ -1,31 +1,38 @@
-// part[panel,n,r] = sum_c w[r,c] x[n,c] over the columns c of a panel, w in the format u8 or u4.
+// part[panel,n,r] = sum_c w[r,c] x[n,c] over the columns c of a panel, w in the format u8, u4
+// or u2.
 //
 // A panel is `width` columns. Its rows, sorted by how many codes they have there, are taken 32 at a
 // time: a slice, one row a lane, as many codes for each as the longest has. A code is a value and
 // the step to its column from that of the code before. Lanes read their own codes from device
-// memory, DEPTH groups of 8 ahead, and x from shared memory; a warp takes slice after slice, so
+// memory, DEPTH groups ahead, and x from shared memory; a warp takes slice after slice, so
 // there is neither a search for rows nor a sum across lanes.
 //
-// Floor in bytes: itemsize + 1 (u8) or itemsize + .5 (u4) a code, 2 a row and panel, over the
+// Floor in bytes: itemsize + 1 (u8), + .5 (u4) or + .25 (u2) a code, 2 a row and panel, over the
 // bandwidth of memory: at 8192 x 28672, of an H200's 4.31 TB/s, 16.4 us for 70.8 MB of u8 with a
-// density of .1, 41.3 us for 178 MB of u4 with .3.
+// density of .1, 41.3 us for 178 MB of u4 with .3, 65.6 us for 283 MB of u2 with .5.
 // Of 32 codes of a half type, in clocks of a multiprocessor (132, 1.755 GHz):
-//                                      u8                 u4
-//   memory, at 4.31 TB/s               5.2                4.3
-//   issue slots / 4 (SASS, sm_90a)     7.8 / 4 = 1.9      8.2 / 4 = 2.0
-//   load unit: matrix + gathers        .75 + 1.7 to 2.5   .63 + 1.6 to 2.0 wavefronts (simulated)
+//                                      u8                 u4                 u2
+//   memory, at 4.31 TB/s               5.2                4.3                3.9
+//   issue slots / 4 (SASS, sm_90a)     7.8 / 4 = 1.9      8.2 / 4 = 2.0      7.9 / 4 = 2.0
+//   load unit: matrix + gathers        .75 + 1.7 to 2.5   .63 + 1.6 to 2.0   .56 + 1.1 to 1.6
+// in wavefronts (simulated).
 // With N = 8 there are 22.8 (23.1) slots, 5.7 (5.8) clocks, 16 of them conversions and FMAs; with
 // N = 4 14.8 (15.1). A gather of 16 bytes is a wavefront for 8 lanes, and where these meet in banks
 // 10 for a warp, of 8 bytes 5.5. So there x lies in as many copies as lanes share a wavefront, 128
 // bytes a column, each lane reads its own, and there are 4 and 2.
 //
+// Measured on an H200 at 8192 x 28672: with N = 1 23.0 us for u8 at .1, 48.0 us for u4 at .3, 73.3
+// us for u2 at .5, 94.8 us at .7, where cuBLAS takes 117; of 12288 x 49152 4.1 TB/s. With N = 8 44,
+// 88 and 139 us: load unit and issue slots are busy two thirds of the time, waits for results are
+// the rest. mma.sync with x as ldmatrix gathers it, of 11.8 slots, took as long.
+//
 // The generated source defines before it includes this file:
 //   InputT, RowT       storage of the matrix and of x; of rows, as unsigned
-//   STEP_BITS          8 or 4
+//   STEP_BITS          8, 4 or 2
 //   COLUMNS            vectors of x that a block takes at a time: 1, 2, 4 or 8
 //   COPIES             of x in shared memory: 1, or of 2-byte types as many as fill 128 bytes
 //   THREADS, BLOCKS    of a block, and of a multiprocessor
-//   DEPTH              groups of 8 codes that a lane reads ahead
+//   DEPTH              groups of 8 codes, of u2 of 16, that a lane reads ahead
 //   PARAMETER_BYTES    what lowering makes of Parameters
 #pragma once
 
@@ -38,6 +45,7 @@ constexpr int COLUMN_BYTES = COLUMNS * sizeof(InputT);  // of x, for one column 
 constexpr u32 PITCH = COPIES * COLUMN_BYTES;            // from one column of x to the next
 constexpr int CHUNK = 16 / sizeof(InputT);              // elements of one copy of x
 constexpr int SUMS = COLUMNS == 1 ? 2 : COLUMNS;        // two chains hide the latency of one
+constexpr u32 WHOLE_BYTES = WHOLE_CODES * CODE_BYTES<InputT>;
 constexpr RowT NO_ROW = RowT(~RowT(0));
 
 // Laid out by kernlib/ops/sparse_lowering_slices.py.
@@ -110,7 +118,8 @@ __device__ __forceinline__ void add_if_entry(float value, const Gathered& x, int
     }
 }
 
-// Adds a group's products. `place` is the address of x at the column of the last code before it.
+// Adds a group's products. `place` is the address of x at the column of the last code before it,
+// with steps that are never 0 at the next one.
 template <int COUNT>
 __device__ __forceinline__ void add_products(const Group<InputT, COUNT>& group, u32& place,
                                              float (&sums)[SUMS]) {
@@ -120,7 +129,7 @@ __device__ __forceinline__ void add_products(const Group<InputT, COUNT>& group, 
         constexpr u32 UNIT = PITCH * 0x01010101u;
         u32 at = dot_bytes(group.four_steps(e / 4), UNIT >> (24 - 8 * (e % 4)), place);
         if (e % 4 == 3 || e == COUNT - 1) place = at;
-        Gathered x(at);
+        Gathered x(at + e * LEAST_STEP * PITCH);
         float value = element<InputT>(group.values, e);
         if constexpr (COLUMNS == 1) {
             add_if_entry<1>(value, x, 0, &sums[e % 2]);
@@ -129,6 +138,7 @@ __device__ __forceinline__ void add_products(const Group<InputT, COUNT>& group, 
             for (int n = 0; n < COLUMNS; n += 2) add_if_entry<2>(value, x, n, sums + n);
         }
     }
+    place += COUNT * LEAST_STEP * PITCH;
 }
 
 // Where a slice lies, and which row a lane has in it.
@@ -147,30 +157,31 @@ struct Head {
     }
 };
 
-// The codes of one lane in a slice: groups of 8, of which DEPTH are on their way, and the rest.
+// The codes of one lane in a slice: whole groups, of which DEPTH are on their way, and the rest.
 struct Stream {
-    using Whole = Group<InputT, 8>;
+    static constexpr u32 WHOLE = WHOLE_CODES, HALF = WHOLE / 2, QUARTER = WHOLE / 4;
+    using Whole = Group<InputT, WHOLE>;
     const unsigned char* ahead;  // the group to read next
     u32 length;
     Whole ring[DEPTH];
-    Group<InputT, 4> four;
-    Group<InputT, 2> two;
-    Group<InputT, 8 / STEP_BITS> one;  // not of u4, whose lengths are even
+    Group<InputT, HALF> half;
+    Group<InputT, QUARTER> quarter;
+    Group<InputT, 8 / STEP_BITS> one;  // of u8: lengths of u4 are even, of u2 multiples of 4
 
     __device__ __forceinline__ void load(Whole& group) {
         group.load(ahead);
-        ahead += 8 * CODE_BYTES<InputT>;
+        ahead += WHOLE_BYTES;
     }
 
     __device__ __forceinline__ void open(const Parameters& p, const Head& head) {
         length = head.length;
         ahead = p.data + i64(head.start) * CODE_BYTES<InputT>;
-        const unsigned char* rest = ahead + i64(length & ~7u) * CODE_BYTES<InputT>;
+        const unsigned char* rest = ahead + i64(length & ~(WHOLE - 1)) * CODE_BYTES<InputT>;
 #pragma unroll
         for (int k = 0; k < DEPTH; ++k)
-            if (8 * k + 8 <= length) load(ring[k]);
-        if (length & 4) four.load(rest);
-        if (length & 2) two.load(rest + (length & 4) * CODE_BYTES<InputT>);
+            if (WHOLE * k + WHOLE <= length) load(ring[k]);
+        if (length & HALF) half.load(rest);
+        if (length & QUARTER) quarter.load(rest + (length & HALF) * CODE_BYTES<InputT>);
         if constexpr (STEP_BITS == 8)
             if (length & 1) one.load(rest + (length & 6) * CODE_BYTES<InputT>);
     }
@@ -178,17 +189,17 @@ struct Stream {
     __device__ __forceinline__ void run(u32 place, float (&sums)[SUMS]) {
         int left = int(length);
 #pragma unroll 1
-        while (left >= 8) {
+        while (left >= int(WHOLE)) {
 #pragma unroll
             for (int k = 0; k < DEPTH; ++k) {
-                if (left < 8) break;
+                if (left < int(WHOLE)) break;
                 add_products(ring[k], place, sums);
-                if (left >= 8 * DEPTH + 8) load(ring[k]);
-                left -= 8;
+                if (left >= int(WHOLE) * (DEPTH + 1)) load(ring[k]);
+                left -= WHOLE;
             }
         }
-        if (left & 4) add_products(four, place, sums);
-        if (left & 2) add_products(two, place, sums);
+        if (left & HALF) add_products(half, place, sums);
+        if (left & QUARTER) add_products(quarter, place, sums);
         if constexpr (STEP_BITS == 8)
             if (left & 1) add_products(one, place, sums);
     }

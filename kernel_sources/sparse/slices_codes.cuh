@@ -1,18 +1,25 @@
-// Codes of the formats u8 and u4, as a slice of 32 rows holds them (kernlib/ops/sparse_slices.py).
+// Codes of the formats u8, u4 and u2, as a slice of 32 rows holds them
+// (kernlib/ops/sparse_slices.py).
 //
 // Code k of a lane lies in a group of 8, or, of those behind the last whole one, in one of 4, of 2
 // and of 1 as the bits of the length say: of u4 never of 1. A group of COUNT is its values, lane by
 // lane, and then its steps, lane by lane: so CODE_BYTES * k bytes lie before the group that begins
 // with code k. Of 4-bit steps, those of a group's first half are the low bits of a lane's bytes.
 //
-// The generated source defines STEP_BITS, 8 or 4, before it includes this file.
+// Of u2 groups are of 16, then of 8 and of 4; the values of 8 lie lane by lane, then those of the
+// other 8; each quarter's steps have two bits of a lane's bytes, of each step one less.
+//
+// The generated source defines STEP_BITS, 8, 4 or 2, before it includes this file.
 #pragma once
 
 #include "common/types.cuh"
 
 template <class T>
 constexpr int CODE_BYTES = 32 * sizeof(T) + 4 * STEP_BITS;  // of one code of each lane
-constexpr u32 LONGEST_STEP = (1u << STEP_BITS) - 1;
+constexpr u32 STEP_MASK = (1u << STEP_BITS) - 1;
+constexpr u32 LEAST_STEP = STEP_BITS == 2;  // whose bits are all zero
+constexpr u32 LONGEST_STEP = STEP_MASK + LEAST_STEP;
+constexpr u32 WHOLE_CODES = STEP_BITS == 2 ? 16 : 8;  // of a whole group
 
 template <int BYTES>
 __device__ __forceinline__ void load_once(u32* to, const unsigned char* from) {
@@ -47,13 +54,24 @@ struct Group {
     // From the group's beginning.
     __device__ __forceinline__ void load(const unsigned char* group) {
         u32 lane = threadIdx.x % 32;
-        load_once<VALUE_BYTES>(values, group + lane * VALUE_BYTES);
+        constexpr int PARTS = COUNT > 8 ? COUNT / 8 : 1, PART_BYTES = VALUE_BYTES / PARTS;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i)
+            load_once<PART_BYTES>(values + i * (PART_BYTES / 4),
+                                  group + i * 32 * PART_BYTES + lane * PART_BYTES);
         load_once<STEP_BYTES>(steps, group + 32 * VALUE_BYTES + lane * STEP_BYTES);
     }
 
-    // Steps 4i .. 4i + 3, a byte each.
+    // Steps 4i .. 4i + 3, less LEAST_STEP each, a byte each.
     __device__ __forceinline__ u32 four_steps(int i) const {
         if constexpr (STEP_BITS == 8) return steps[i];
+        if constexpr (STEP_BITS == 2) {
+            u32 x = steps[0];
+            if (COUNT == 8) x = (x >> 4 * i & 0x0303) | (x >> 4 * i & 0x0c0c) << 14;
+            else if (COUNT == 4) x |= x << 6 | x << 12 | x << 18;
+            else x >>= 2 * i;
+            return x & 0x03030303;
+        }
         constexpr u32 LOW = 0x0f0f0f0f;
         if constexpr (COUNT == 8) return (i ? steps[0] >> 4 : steps[0]) & LOW;
         return (steps[0] & LOW) | (steps[0] & ~LOW) << (4 * COUNT - 4);
@@ -87,23 +105,22 @@ struct Place {
     u32 shift;
 
     __device__ __forceinline__ Place(u32 k, u32 length, u32 lane) {
-        u32 whole = length & ~7u, first = k & ~7u, count = 8;
+        u32 whole = length & ~(WHOLE_CODES - 1), first = k & ~(WHOLE_CODES - 1);
+        u32 count = WHOLE_CODES;
         if (k >= whole) {
             first = whole;
-            count = 4;
+            count = WHOLE_CODES / 2;
             while (!(length & count) || k >= first + count) {
                 first += length & count;
                 count /= 2;
             }
         }
-        u32 inside = k - first, bytes = count * STEP_BITS / 8;
-        value = i64(first) * CODE_BYTES<T> + (lane * count + inside) * sizeof(T);
+        u32 inside = k - first, bytes = count * STEP_BITS / 8, part = min(count, 8u);
+        value = i64(first) * CODE_BYTES<T> +
+                (inside / 8 * 256 + lane * part + inside % 8) * sizeof(T);
         step = i64(first) * CODE_BYTES<T> + 32 * count * sizeof(T) + lane * bytes;
         shift = 0;
-        if (inside >= bytes) {
-            inside -= bytes;
-            shift = STEP_BITS;
-        }
+        for (; inside >= bytes; inside -= bytes) shift += STEP_BITS;
         step += inside;
     }
 };

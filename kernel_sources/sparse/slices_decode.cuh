@@ -1,4 +1,5 @@
-// The dense matrix of one in the format u8 or u4, over zeros: a warp for a slice, a row for a lane.
+// The dense matrix of one in the format u8, u4 or u2, over zeros: a warp for a slice, a row for a
+// lane.
 //
 // Floor: the bytes of the compressed matrix, and a sector of 32 bytes for each entry, over the
 // bandwidth of memory.
@@ -6,7 +7,7 @@
 // The generated source defines before it includes this file:
 //   BitsT              unsigned, as wide as an element
 //   RowT               storage of rows, as unsigned
-//   STEP_BITS          8 or 4
+//   STEP_BITS          8, 4 or 2
 //   PARAMETER_BYTES    what lowering makes of Parameters
 #pragma once
 
@@ -39,8 +40,9 @@ sparse_slices_read(const __grid_constant__ Parameters p) {
     u32 column = 0;
     for (u32 code = 0; code < length; ++code) {
         Place<BitsT> place(code, length, lane);
-        column += u32(from[place.step]) >> place.shift & LONGEST_STEP;
+        column += u32(from[place.step]) >> place.shift & STEP_MASK;
         BitsT bits = *reinterpret_cast<const BitsT*>(from + place.value);
         if (bits != 0) to[column] = bits;
+        column += LEAST_STEP;
     }
 }

@@ -1,12 +1,12 @@
-// Counts the codes of each (panel, row) of the formats u8 and u4, or writes them: a warp each. Both
-// read the dense matrix once.
+// Counts the codes of each (panel, row) of the formats u8, u4 and u2, or writes them: a warp each.
+// Both read the dense matrix once; to write u2, a warp counts first, and finds its row in L1 again.
 //
 // Floor: the bytes of the dense matrix, and of what is written, over the bandwidth of memory.
 //
 // The generated source defines before it includes this file:
 //   BitsT              unsigned, as wide as an element
 //   RowT               storage of rows, as unsigned
-//   STEP_BITS          8 or 4
+//   STEP_BITS          8, 4 or 2
 //   ACTION_COUNT or ACTION_WRITE
 //   PARAMETER_BYTES    what lowering makes of Parameters
 #pragma once
@@ -46,13 +46,14 @@ __device__ __forceinline__ u32 extra_codes(u32 step) {
     return step > LONGEST_STEP ? (step - 1) / LONGEST_STEP : 0;
 }
 
-// Calls take(code, step, bits) for each entry of a row in a panel by the lane that read it, with
-// the number of its code, and answers the number of codes.
+// Calls take(code, column, step, bits) for each entry of a row in a panel by the lane that read it,
+// with the number of its code, and answers the number of codes.
 template <class Take>
 __device__ __forceinline__ u32 walk(const Parameters& p, i64 row, u32 panel, const Take& take) {
     u32 lane = threadIdx.x % 32, first = panel * p.width, count = min(p.width, p.cols - first);
     const BitsT* from = p.dense + row * p.row_stride + i64(first) * p.column_stride;
-    u32 codes = 0, last = 0;  // before the next block of columns; of its last entry the column
+    // Before the next block of columns: codes, and of the last entry the column.
+    u32 codes = 0, last = 0u - LEAST_STEP;
     for (u32 begin = 0; begin < count; begin += 32 * AHEAD) {
         BitsT bits[AHEAD];
 #pragma unroll
@@ -70,24 +71,26 @@ __device__ __forceinline__ u32 walk(const Parameters& p, i64 row, u32 panel, con
             u32 code = codes + extra + __popc(below);
             codes += extra + __popc(set);
             if constexpr (LONGEST_STEP < 31) {  // entries of a block may be as far from each other
-                bool far = entry && below && step > LONGEST_STEP;
-                u32 one = __ballot_sync(~0u, far), to_here = ~0u >> (31 - lane);
-                u32 two = __ballot_sync(~0u, far && step > 2 * LONGEST_STEP);
-                code += __popc(one & to_here) + __popc(two & to_here);
-                codes += __popc(one) + __popc(two);
+                u32 own = entry && below ? extra_codes(step) : 0, to_here = ~0u >> (31 - lane);
+#pragma unroll
+                for (u32 bit = 1; bit <= 30 / LONGEST_STEP; bit *= 2) {
+                    u32 having = __ballot_sync(~0u, own & bit);
+                    code += bit * __popc(having & to_here);
+                    codes += bit * __popc(having);
+                }
             }
-            if (entry) take(code, step, u32(bits[k]));
+            if (entry) take(code, block + lane, step, u32(bits[k]));
             last = block + 31 - __clz(set);
         }
     }
     return codes;
 }
 
-#ifdef ACTION_COUNT
-
 struct Ignore {
-    __device__ __forceinline__ void operator()(u32, u32, u32) const {}
+    __device__ __forceinline__ void operator()(u32, u32, u32, u32) const {}
 };
+
+#ifdef ACTION_COUNT
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_slices_count(const __grid_constant__ Parameters p) {
@@ -102,13 +105,19 @@ sparse_slices_count(const __grid_constant__ Parameters p) {
 struct Write {
     unsigned char* slice;
     u32 length, lane;
+    int lacking;  // codes that fill up the row, which come first if steps are never 0
 
-    __device__ __forceinline__ void operator()(u32 code, u32 step, u32 bits) const {
-        for (; step > LONGEST_STEP; step -= LONGEST_STEP)  // codes before it, of a zero value
-            set_step(Place<BitsT>(code - extra_codes(step), length, lane), LONGEST_STEP);
-        Place<BitsT> place(code, length, lane);
+    __device__ __forceinline__ void operator()(u32 code, u32 column, u32 step, u32 bits) const {
+        int number = int(code), before = number - int(extra_codes(step)) - 1;
+        if constexpr (LEAST_STEP > 0) {
+            number = min(number + lacking, int(column));
+            before = min(before + lacking, int(column) - int(step));
+        }
+        Place<BitsT> place(u32(number), length, lane);
         *reinterpret_cast<BitsT*>(slice + place.value) = BitsT(bits);
-        set_step(place, step);
+        int left = int(step) - int(LEAST_STEP) * (number - before);
+        for (; left > 0; left -= STEP_MASK)  // codes of a zero value come before it
+            set_step(Place<BitsT>(u32(++before), length, lane), min(u32(left), STEP_MASK));
     }
 
     // Over zeros. Other lanes set the other bits of a byte.
@@ -129,8 +138,10 @@ sparse_slices_write(const __grid_constant__ Parameters p) {
     RowT row = p.rows[line];
     if (row == RowT(~RowT(0))) return;
     u32 start = u32(p.offsets[slice]), length = u32(p.offsets[slice + 1]) - start;
-    Write take{p.data + i64(start) * CODE_BYTES<BitsT>, length, u32(line % 32)};
-    walk(p, row, u32(slice / p.slices), take);
+    u32 panel = u32(slice / p.slices);
+    Write take{p.data + i64(start) * CODE_BYTES<BitsT>, length, u32(line % 32), 0};
+    if constexpr (LEAST_STEP > 0) take.lacking = int(length - walk(p, row, panel, Ignore()));
+    walk(p, row, panel, take);
 }
 
 #endif

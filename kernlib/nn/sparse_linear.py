@@ -75,11 +75,12 @@ class SparseLinear(nn.Module):
         density: float | None = None,
         per: str = "matrix",
         activation: str | Epilogue | None = None,
+        columns: int = 1,
     ) -> SparseLinear:
         """The layer with the weight of ``linear``, compressed where it lies; the bias is the same
         parameter.
 
-        - ``format``: as of :func:`kernlib.sparse.compress`.
+        - ``format``, ``columns``: as of :func:`kernlib.sparse.compress`.
         - ``density``: None compresses the weight as it is; a number keeps that part of the entries,
           those of largest magnitude, counted ``per`` "matrix" or "row": see
           :func:`kernlib.sparse.magnitude`. ``linear`` keeps its weight.
@@ -91,7 +92,7 @@ class SparseLinear(nn.Module):
         weight = linear.weight.detach()
         if density is not None:
             weight = magnitude(weight, density, per)
-        made = _counted(compress(weight, format), int(torch.count_nonzero(weight)))
+        made = _counted(compress(weight, format, columns), int(torch.count_nonzero(weight)))
         return cls.from_matrix(made, linear.bias, activation).train(linear.training)
 
     @classmethod
@@ -266,6 +267,7 @@ def sparsify(
     density: float | None = None,
     format: str = "auto",
     per: str = "matrix",
+    columns: int = 1,
 ) -> dict[str, SparseLinear]:
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
     new ones by their names.
@@ -273,7 +275,7 @@ def sparsify(
     - ``filter``: which layers: those for which this function of name and layer is true, or in whose
       name this regular expression is found, such as ``r"mlp|[qkvo]_proj"``; None takes all. Leave
       out a head that shares the weight of an embedding.
-    - ``density``, ``format``, ``per``: as of :meth:`SparseLinear.from_linear`.
+    - ``density``, ``format``, ``per``, ``columns``: as of :meth:`SparseLinear.from_linear`.
 
     Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
     bias stays the same parameter, and training mode as it was; a layer that stands in several
@@ -294,7 +296,7 @@ def sparsify(
     new = {}
     while places:
         layer, where = next(iter(places.items()))
-        made = SparseLinear.from_linear(layer, format, density, per)
+        made = SparseLinear.from_linear(layer, format, density, per, columns=columns)
         for parent, child, name in where:
             setattr(parent, child, made)
             new[name] = made

@@ -108,8 +108,8 @@ def run(
     for the call: then epilogues other than a bias follow on the rounded product.
 
     Infinite and NaN entries of x: formats "bitmap" and "dense", and whatever cuBLAS or the CPU
-    computes, multiply them by zeros as well, which gives NaN; "u8", "u4" and "macko" skip
-    entries that are not stored. What lies behind x in memory never matters.
+    computes, multiply them by zeros as well, which gives NaN; "u8", "u4", "u2" and "macko"
+    skip entries that are not stored. What lies behind x in memory never matters.
 
     Gradients of x and of the epilogue's parameters are recorded, those of x by the matrix's
     transpose, and those of the gradients; then an activation is not fused with the product but

@@ -15,7 +15,7 @@ import torch
 from kernlib.ops import sparse_rates as rates
 from kernlib.ops.sparse_encode import matrix
 
-FORMATS = ("bitmap", "u8", "u4", "macko", "dense")
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 
 
 def module_of(name: str) -> ModuleType:
@@ -26,18 +26,26 @@ def module_of(name: str) -> ModuleType:
     return import_module(f"kernlib.ops.sparse_format_{name}")
 
 
-def auto(dense: torch.Tensor) -> str:
-    """The format in which a product with a matrix (R, C) should be fastest: of those that can hold
-    it, by the exact bytes of each over the rates of ``sparse_rates``. Synchronises once where every
-    format has ``measure``. Raises as ``encode`` does for what is no matrix."""
+def auto(dense: torch.Tensor, columns: int = 1) -> str:
+    """The format in which a product of a matrix (R, C) with so many vectors should be fastest: of
+    those that can hold it, by the exact bytes of each over the rates of ``sparse_rates``.
+    Synchronises once where every format has ``measure``. Raises as ``encode`` does for what is no
+    matrix, and ValueError for columns that are not 1 to 16."""
+    rates.check_columns(columns)
     dense = matrix(dense)
     sizes, density = measured(dense)
+    if dense.dtype == torch.float32:
+        sizes.pop("bitmap", None)  # whose kernels take half types only
     arch = rates.DEFAULT
     if dense.device.type == "cuda":
         from kernlib.launch import arch_of  # which CPU tensors do not load
 
         arch = arch_of(dense.get_device())
-    return min(sizes, key=lambda name: rates.microseconds(name, arch, density, sizes[name]))
+
+    def microseconds(name: str) -> float:
+        return rates.microseconds(name, arch, density, sizes[name], columns)
+
+    return min(sizes, key=microseconds)
 
 
 def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:

@@ -19,7 +19,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.ops.sparse_problem import Problem
 from kernlib.ops.steps import Lowered
 
-FORMATS = ("bitmap", "macko", "u8", "u4")  # those with kernels; a dense matrix is cuBLAS's
+FORMATS = ("bitmap", "macko", "u8", "u4", "u2")  # those with kernels; a dense matrix is cuBLAS's
 
 
 def module_of(name: str) -> ModuleType:

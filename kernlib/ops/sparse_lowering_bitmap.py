@@ -23,11 +23,10 @@ WORD_BYTES = 512  # of a chunk's bitmap
 MAX_STAGES = 8
 RING_OFFSET = 128
 SLOT_TAIL = 16  # bytes behind a chunk: up to 12 are read for nothing, 8 are a barrier
-WARPS = (20, 16, 12, 8)  # of a CTA
+WARPS = (16, 12, 8)  # of a CTA
 FIXED = "<4q10i"  # struct Fixed
 POINTERS = 4
 MAX_UNITS = 2**31 - 1
-VALUE_WORDS, PREFETCH = 1, 0  # see bitmap.cuh
 
 
 class Variant(NamedTuple):
@@ -103,7 +102,7 @@ def _warps(problem: Problem, arch: str) -> int:
 
 def _has_registers(variant: Variant) -> bool:
     """Whether its kernel spills none: 16 vectors take up to 168."""
-    return variant.warps <= (20 if variant.tiles < 2 else 12)
+    return variant.tiles < 2 or variant.warps <= 12
 
 
 def _variant(problem: Problem, warps: int, sums: bool = True) -> Variant:
@@ -160,8 +159,6 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelS
 constexpr int WARPS = {variant.warps};
 constexpr int COLUMN_TILES = {variant.tiles};
 constexpr bool SUMS = {str(variant.sums).lower()};
-#define VALUE_WORDS {VALUE_WORDS}
-#define PREFETCH {PREFETCH * int(arch in last.OVERLAPPING)}
 constexpr int PARAMETER_BYTES = {size};
 #define COPY_ENGINE {int(arch in last.OVERLAPPING)}
 

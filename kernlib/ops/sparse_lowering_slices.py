@@ -1,5 +1,5 @@
 """The kernels slices.cuh and slices_reduce.cuh of kernel_sources/sparse: products with the formats
-u8 and u4.
+u8, u4 and u2.
 
 The first adds up each row's products in each panel of columns, the second adds panels, in order,
 and applies epilogues: so the result does not depend on the order in which blocks run, and there is
@@ -37,7 +37,7 @@ FEW_SLICES = 16  # of a multiprocessor, up to which half its warps do
 
 
 class Shape(NamedTuple):
-    """Threads of a block, blocks of a multiprocessor, and groups of 8 codes read ahead."""
+    """Threads of a block, blocks of a multiprocessor, and groups of codes read ahead."""
 
     threads: int
     blocks: int
@@ -102,7 +102,7 @@ def variants(
             for columns in COLUMNS:
                 for copies, shared in _holdings(dtype, columns, arch):
                     for few in (False, True):
-                        shape = shape_of(dtype, columns, copies, few)
+                        shape = shape_of(code, dtype, columns, copies, few)
                         made = Variant(code, dtype, rows, columns, copies, shared, shape)
                         found.append(spec(made))
         found.append(reduce_spec(epilogue, dtype))
@@ -121,7 +121,7 @@ def variant(code: Code, problem: Problem, arch: str, multiprocessors: int) -> Va
     )
     panels, slices = grid((problem.rows, problem.cols), width)
     few = panels * slices <= FEW_SLICES * multiprocessors
-    shape = shape_of(problem.dtype, columns, copies, few)
+    shape = shape_of(code, problem.dtype, columns, copies, few)
     return Variant(code, problem.dtype, rows, columns, copies, shared, shape)
 
 
@@ -135,18 +135,23 @@ def _holdings(dtype: str, columns: int, arch: str) -> list[tuple[int, int]]:
     return [*found, (1, SHARED[columns])]
 
 
-def shape_of(dtype: str, columns: int, copies: int, few: bool) -> Shape:
+def shape_of(code: Code, dtype: str, columns: int, copies: int, few: bool) -> Shape:
     """Blocks for a dtype, the columns of x that one takes, and whether there are few slices."""
-    wide = TYPES[dtype][1] == 4
+    threads, blocks, codes = _read_ahead(TYPES[dtype][1] == 4, columns, copies, few)
+    return Shape(threads, blocks, max(1, codes // code.whole))
+
+
+def _read_ahead(wide: bool, columns: int, copies: int, few: bool) -> tuple[int, int, int]:
+    """Threads, blocks, and codes that a lane reads ahead."""
     if copies > 1:
-        return Shape(512, 1, 4) if few else Shape(1024, 1, 2)
+        return (512, 1, 32) if few else (768, 1, 24)
     if wide and columns >= 4:
-        return Shape(256, 2, 2)
+        return 256, 2, 16
     if few:
-        return Shape(256, 2, 4 if wide or columns > 2 else 8)
+        return 256, 2, 32 if wide or columns > 2 else 64
     if wide and columns == 2:
-        return Shape(256, 2, 4)
-    return Shape(512, 2, 2 if wide or columns == 8 else 4)
+        return 256, 2, 32
+    return 512, 2, 16 if wide or columns == 8 else 32
 
 
 def held(made: Variant, width: int) -> int:

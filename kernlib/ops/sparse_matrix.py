@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.ops import sparse_encode
 from kernlib.ops.product_arguments import KERNEL_TYPES
+from kernlib.ops.sparse_rates import check_columns
 from kernlib.ops.tensors import check_dense, stand_ins
 
 VERSION = 1  # of what state() answers
@@ -22,7 +23,7 @@ _ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
 
 
 class SparseMatrix:
-    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "macko" and "dense",
+    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense",
     made by :func:`kernlib.sparse.compress`. Plain data: nothing of it changes, but
     :meth:`transpose` keeps what it made.
 
@@ -76,7 +77,7 @@ class SparseMatrix:
 
     @property
     def format(self) -> str:
-        """ "bitmap", "u8", "u4", "macko" or "dense"."""
+        """ "bitmap", "u8", "u4", "u2", "macko" or "dense"."""
         return self._format
 
     @property
@@ -165,12 +166,12 @@ class SparseMatrix:
         """:meth:`to` the CPU."""
         return self.to("cpu")
 
-    def convert(self, format: str) -> SparseMatrix:
-        """The same matrix in another format, or in the one that "auto" finds; itself if it is in
-        that one. Raises ValueError for a format that cannot hold it."""
+    def convert(self, format: str, columns: int = 1) -> SparseMatrix:
+        """The same matrix in another format, or in the one that "auto" finds for so many vectors;
+        itself if it is in that one. Raises ValueError for a format that cannot hold it."""
         if format == self._format:
             return self
-        return compress(self.to_dense(), format)
+        return compress(self.to_dense(), format, columns)
 
     def transpose(self) -> SparseMatrix:
         """The transpose (C, R), compressed in the same format where that can hold it. Made once,
@@ -343,22 +344,25 @@ def _integers(name: str, values) -> tuple[int, ...]:
     return found
 
 
-def compress(dense: torch.Tensor, format: str = "auto") -> SparseMatrix:
+def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
     """A matrix (R, C) compressed where it lies, on the CPU or by kernels on a GPU.
 
     - ``dense``: float16, bfloat16 or float32, of any strides; torch's sparse layouts are laid out
       densely first. Its gradient is not recorded.
-    - ``format``: "bitmap" (one bit a position, and the values), "u8" (a byte of column a
-      value, for densities below 0.1), "u4" (four bits), "macko" (MACKO-SpMV's), "dense", or "auto":
-      the one whose product is fastest, by its bytes for this matrix and the rates measured.
+    - ``format``: "bitmap" (one bit a position, and the values), "u8" (a byte of column a value,
+      for densities below 0.1), "u4" (four bits), "u2" (two), "macko" (MACKO-SpMV's), "dense", or
+      "auto": the one whose product is fastest, by its bytes for this matrix and measured rates.
+    - ``columns``: for "auto", how many vectors (1 to 16) products mostly have at a time: "bitmap"
+      takes several at nearly the price of one, the others do not.
 
     Raises TypeError for what is no tensor, ValueError for another dtype or number of dimensions,
-    and for a format that is not known or cannot hold the matrix. Formats and their comparison
-    follow MACKO-SpMV and SpInfer.
+    for a format that is not known or cannot hold the matrix, and for other ``columns``. Formats and
+    their comparison follow MACKO-SpMV and SpInfer.
     """
     dense = _matrix(dense)
+    check_columns(columns)
     if format == "auto":
-        format = _formats().auto(dense)
+        format = _formats().auto(dense, columns)
     tensors, facts = module_of(format).encode(dense)
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
 
@@ -369,12 +373,13 @@ def from_csr(
     values: torch.Tensor,
     shape: tuple[int, int],
     format: str = "auto",
+    columns: int = 1,
 ) -> SparseMatrix:
     """:func:`compress` of a matrix in CSR form: row ``r`` holds ``values[crow[r]:crow[r + 1]]`` in
     columns ``col[crow[r]:crow[r + 1]]``. Indices are int32 or int64. Raises what
     ``torch.sparse_csr_tensor`` and :func:`compress` raise."""
     given = torch.sparse_csr_tensor(crow, col, values, tuple(shape), check_invariants=True)
-    return compress(given, format)
+    return compress(given, format, columns)
 
 
 def _matrix(dense: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """How long one product with a compressed matrix takes, by format: data, and what reads it.
 
 A product reads its matrix once, so its time is a fixed part and the matrix's bytes over a rate. The
-rate depends on density: decoding costs instructions for each position, bytes come for each entry.
+rate depends on density, as decoding costs instructions for each position and bytes come for each
+entry, and on the number of vectors, as each gathers x for each entry.
 """
 
 from __future__ import annotations
@@ -17,31 +18,72 @@ class Rate(NamedTuple):
     tb_per_s: float
 
 
-# By arch and format, densities ascending. A GPU that is not here takes those of DEFAULT, as the
-# formats' order depends little on it.
+# By arch, vectors up to a number, and format, densities ascending. A GPU that is not here takes
+# those of DEFAULT, as the formats' order depends little on it.
 DEFAULT = "sm_90a"
-# Measured on an H200: dense, bitmap and u8 with 8192 x 28672 and 4096 x 4096.
-RATES: dict[str, dict[str, tuple[Rate, ...]]] = {
+# Measured on an H200 with 8192 x 28672, 12288 x 49152 and 4096 x 4096: within 10 % for one vector,
+# and for more within 20, as several gathers of x at once are faster in wider panels. Of several
+# vectors macko's are an estimate, from 4096 x 4096 alone.
+RATES: dict[str, dict[int, dict[str, tuple[Rate, ...]]]] = {
     "sm_90a": {
-        "dense": (Rate(0.0, 4.0, 4.37),),
-        "bitmap": (
-            Rate(0.1, 4.7, 1.02),
-            Rate(0.3, 4.7, 2.21),
-            Rate(0.5, 4.7, 3.34),
-            Rate(0.7, 4.7, 3.59),
-        ),
-        "u8": (Rate(0.0, 3.8, 4.14),),
-        "u4": (Rate(0.0, 3.8, 4.14),),
-        "macko": (Rate(0.0, 4.0, 3.2),),
+        2: {
+            "dense": (Rate(0.0, 4.7, 4.17),),
+            "bitmap": (
+                Rate(0.1, 6.0, 1.28),
+                Rate(0.3, 6.0, 2.67),
+                Rate(0.4, 6.0, 3.31),
+                Rate(0.5, 6.0, 3.75),
+            ),
+            "u8": (Rate(0.0, 4.7, 4.17),),
+            "u4": (Rate(0.0, 4.7, 4.17),),
+            "u2": (Rate(0.0, 4.7, 4.17),),
+            "macko": (Rate(0.0, 8.0, 3.95),),
+        },
+        8: {
+            "dense": (Rate(0.0, 4.7, 4.15),),
+            "bitmap": (
+                Rate(0.1, 6.0, 1.24),
+                Rate(0.3, 6.0, 2.61),
+                Rate(0.4, 6.0, 3.11),
+                Rate(0.5, 6.0, 3.25),
+            ),
+            "u8": (Rate(0.0, 10.0, 2.1),),
+            "u4": (Rate(0.0, 10.0, 2.3),),
+            "u2": (Rate(0.0, 10.0, 2.2),),
+            "macko": (Rate(0.0, 11.0, 1.5),),
+        },
+        16: {
+            "dense": (Rate(0.0, 4.7, 4.15),),
+            "bitmap": (
+                Rate(0.1, 6.0, 0.9),
+                Rate(0.3, 6.0, 1.9),
+                Rate(0.4, 6.0, 2.35),
+                Rate(0.5, 6.0, 2.7),
+            ),
+            "u8": (Rate(0.0, 12.0, 1.2),),
+            "u4": (Rate(0.0, 12.0, 1.1),),
+            "u2": (Rate(0.0, 12.0, 1.05),),
+            "macko": (Rate(0.0, 20.0, 0.75),),
+        },
     },
 }
+MOST_COLUMNS = 16
 
 
-def microseconds(format: str, arch: str, density: float, nbytes: int) -> float:
-    """The time of a product with a matrix of ``nbytes`` in a format: rates between two densities of
-    the table are interpolated, beyond them they are those of the nearest."""
-    fixed, rate = _between(RATES.get(arch, RATES[DEFAULT])[format], density)
+def microseconds(format: str, arch: str, density: float, nbytes: int, columns: int = 1) -> float:
+    """The time of a product with a matrix of ``nbytes`` in a format and so many vectors: rates
+    between two densities of the table are interpolated, beyond them they are those of the
+    nearest."""
+    known = RATES.get(arch, RATES[DEFAULT])
+    most = min(number for number in known if number >= columns)
+    fixed, rate = _between(known[most][format], density)
     return fixed + nbytes / rate * 1e-6
+
+
+def check_columns(columns: int) -> None:
+    """Raises ValueError for a number of vectors that the table has nothing about."""
+    if type(columns) is not int or not 1 <= columns <= MOST_COLUMNS:
+        raise ValueError(f"columns must be an int of 1 to {MOST_COLUMNS}, got {columns!r}")
 
 
 def _between(rates: tuple[Rate, ...], density: float) -> tuple[float, float]:

@@ -1,6 +1,7 @@
-"""The formats u8 and u4: a value and a step of 8 or 4 bits to its column for each entry.
+"""The formats u8, u4 and u2: a value and a step of 8, 4 or 2 bits to its column for each entry.
 
-u8 is for densities up to about .1, where steps are long, u4 for those from there to about .4.
+u8 is for densities up to about .1, where steps are long, u4 for those from there to about .4, u2
+for those from there to about .85.
 
 Columns go in panels of ``width``. The rows of a panel, sorted by how many codes they have there,
 most first, are taken 32 at a time: a slice, of which each lane holds one row and as many codes as
@@ -18,14 +19,23 @@ A code is a value and the step to its column: from that of the code before, the 
 panel's first column. Longer steps are divided by codes of a zero value and the longest step. Codes
 behind a row's last are zero in value and step. Stored is whatever does not equal zero, NaN
 included; -0.0 comes back as 0.0. A slice's length is that of its longest row, of u4 the next even
-one. The first ``length // 8 * 8`` codes of its lanes lie in groups of 8, the rest in one of 4, of 2
-and of 1 as the bits of the length say. A group is the values of its codes, lane by lane, then their
-steps, lane by lane: each is one load of a lane. Of u4, the steps of a group's first half are the
-low bits of a lane's bytes, those of the second half the high bits.
+one, of u2 the next multiple of 4. The first ``length // 8 * 8`` codes of its lanes lie in groups of
+8, the rest in one of 4, of 2 and of 1 as the bits of the length say. A group is the values of its
+codes, lane by lane, then their steps, lane by lane: each is one load of a lane. Of u4, the steps of
+a group's first half are the low bits of a lane's bytes, those of the second half the high bits.
 
-That is itemsize + 1 or itemsize + .5 bytes a code, 2 a row and panel. Of a matrix of uniform
-density d, what fills up slices is under 1 % of the codes, half a code a lane, or one, of 50 to 700;
-long steps of u4 add ``1 / (1 - (1 - d)^15) - 1``: 26 % at .1, 3.6 % at .2, .5 % at .3.
+Of u2, groups are of 16 codes, the rest of 8 and of 4: the values of 8, lane by lane, those of the
+other 8, then the steps of each quarter of the codes in two bits of a lane's bytes. Two bits hold a
+step of 1 to 4, less one; the first is that from the column before the panel. As none is 0, codes
+that fill up a row go ahead too, and must not leave the panel. So they come first: those of a row
+that lacks E codes are of step 1 until it lacks none, and the entry in column c, the n-th code of
+its row were it not for that, is number ``min(c, n + E)``. Such a row ends in its last entry, or in
+column ``length - 1``.
+
+That is itemsize + 1, + .5 or + .25 bytes a code, 2 a row and panel. Of a matrix of uniform density
+d, what fills up slices is under 1 % of the codes, half a code a lane, one, or two, of 50 to 1400;
+long steps of u4 add ``1 / (1 - (1 - d)^15) - 1``: 26 % at .1, 3.6 % at .2, .5 % at .3; those of u2
+``1 / (1 - (1 - d)^4) - 1``: 15 % at .4, 6.7 % at .5, 2.6 % at .6, .8 % at .7.
 
 Steps are the deltas of MACKO-SpMV, in the order in which threads read them.
 """
@@ -59,9 +69,24 @@ class Code(NamedTuple):
     bits: int
 
     @property
+    def least(self) -> int:
+        """The step whose bits are all zero."""
+        return 1 if self.bits == 2 else 0
+
+    @property
+    def mask(self) -> int:
+        """The bits of the longest step."""
+        return (1 << self.bits) - 1
+
+    @property
     def longest(self) -> int:
         """The longest step."""
-        return (1 << self.bits) - 1
+        return self.mask + self.least
+
+    @property
+    def whole(self) -> int:
+        """Codes of a whole group."""
+        return 16 if self.bits == 2 else 8
 
     @property
     def unit(self) -> int:

@@ -1,4 +1,4 @@
-"""The formats u8 and u4 on CPU tensors: codes counted, written and read by torch.
+"""The formats u8, u4 and u2 on CPU tensors: codes counted, written and read by torch.
 
 See :mod:`kernlib.ops.sparse_slices`; what a function calls ``code`` is its ``Code``.
 """
@@ -23,8 +23,8 @@ def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
     rows, cols = dense.shape
     lengths = torch.zeros(-(-cols // width), rows, dtype=torch.int32)
     for index, line in enumerate(lengths):
-        _, row, _, extra = _panel(code, dense, index * width, width)
-        line.index_add_(0, row, (extra + 1).to(torch.int32))
+        _, row, _, steps = _panel(code, dense, index * width, width)
+        line.index_add_(0, row, codes_of(code, steps).to(torch.int32))
     return lengths
 
 
@@ -45,18 +45,22 @@ def write(
         real = (rows[index] != -1).view(-1).nonzero()[:, 0]
         slot = torch.empty(dense.shape[0], dtype=torch.int64)
         slot[held[real]] = real
-        values_of, row, steps, extra = _panel(code, dense, index * width, width)
-        behind = (extra + 1).cumsum(0)  # codes up to each entry's, of all rows
-        counts = torch.zeros(dense.shape[0], dtype=torch.int64).index_add_(0, row, extra + 1)
-        number = behind - 1 - (counts.cumsum(0) - counts)[row]
+        values_of, row, columns, steps = _panel(code, dense, index * width, width)
+        taken = codes_of(code, steps)
+        counts = torch.zeros(dense.shape[0], dtype=torch.int64).index_add_(0, row, taken)
+        number = taken.cumsum(0) - 1 - (counts.cumsum(0) - counts)[row]
         place = index * slices + slot[row] // LANES
         base, length, lane = starts[place] * code.size(itemsize), lengths[place], slot[row] % LANES
-        value, step, shift = places(code, number, length, lane, itemsize)
+        before = number - taken
+        if code.least:  # what fills up the row comes first
+            lacking = length - counts[row]
+            number = torch.minimum(number + lacking, columns)
+            before = torch.minimum(before + lacking, columns - steps)
+        value, _, _ = places(code, number, length, lane, itemsize)
         values[(base + value) // itemsize] = values_of
-        data.index_add_(0, base + step, (steps << shift).to(torch.uint8))
-        far, back = _long(extra)
-        _, step, shift = places(code, number[far] - back, length[far], lane[far], itemsize)
-        data.index_add_(0, base[far] + step, (code.longest << shift).to(torch.uint8))
+        owner, number, step = _divided(code, steps, before, number)
+        _, at, shift = places(code, number, length[owner], lane[owner], itemsize)
+        data.index_add_(0, base[owner] + at, (step << shift).to(torch.uint8))
 
 
 def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
@@ -76,9 +80,9 @@ def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: tor
         base = (own[:-1] * code.size(itemsize))[place][:, None]
         value, step, shift = places(code, number, lengths[place][:, None], lanes, itemsize)
         found = values[(base + value) // itemsize]
-        column = (data[base + step].to(torch.int64) >> shift & code.longest).cumsum(0)
+        column = (data[base + step].to(torch.int64) >> shift & code.mask).cumsum(0)
         before = torch.nn.functional.pad(column, (0, 0, 1, 0))[first[place]]
-        column = column - before + index * width
+        column = column - before + number * code.least + index * width
         row = unsigned(rows[index])[place]
         real = found != 0
         flat[row[real] * cols + column[real]] = found[real]
@@ -94,31 +98,41 @@ def places(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bytes from a slice's beginning to value and step of a lane's codes by their numbers, for the
     slice's length, and the bit at which the step begins."""
-    at = lengths & ~7
-    first, count = numbers & ~7, torch.full_like(numbers, 8)
-    for size in (4, 2, 1):
+    at = lengths // code.whole * code.whole
+    first, count = numbers // code.whole * code.whole, torch.full_like(numbers, code.whole)
+    for size in (code.whole // 2, code.whole // 4, code.whole // 8):
         here = (numbers >= at) & (numbers < at + size) & (lengths & size != 0)
         first, count = torch.where(here, at, first), torch.where(here, size, count)
         at = at + (lengths & size)
-    group, inside = first * code.size(itemsize), numbers - first
-    values = group + (lanes * count + inside) * itemsize
+    group, inside, part = first * code.size(itemsize), numbers - first, count.clamp_max(8)
+    values = group + (inside // 8 * LANES * 8 + lanes * part + inside % 8) * itemsize
     taken = count * code.bits // 8  # bytes of a lane's steps
     steps = group + LANES * count * itemsize + lanes * taken + inside % taken
     return values, steps, inside // taken * code.bits
 
 
+def codes_of(code: Code, steps: torch.Tensor) -> torch.Tensor:
+    """Codes that each step takes."""
+    return (steps - 1).clamp_min(0) // code.longest + 1
+
+
 def _panel(code: Code, dense: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, ...]:
-    """Bits, row, step and codes before its own of each entry of a panel, in order."""
+    """Bits, row, column and step of each entry of a panel, in order."""
     held = bits(dense)[:, first : first + width]
     rows, cols = torch.nonzero(nonzero(held), as_tuple=True)
-    steps = cols.clone()
-    same = rows[1:] == rows[:-1]
-    steps[1:] -= torch.where(same, cols[:-1], 0)
-    extra = (steps - 1).clamp_min(0) // code.longest
-    return held[rows, cols], rows, steps - code.longest * extra, extra
+    steps = cols + code.least
+    steps[1:] -= torch.where(rows[1:] == rows[:-1], cols[:-1] + code.least, 0)
+    return held[rows, cols], rows, cols, steps
 
 
-def _long(extra: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each code of no value: which entry it is before, and by how many codes."""
-    owner = torch.repeat_interleave(torch.arange(len(extra)), extra)
-    return owner, torch.arange(len(owner)) - (extra.cumsum(0) - extra)[owner] + 1
+def _divided(
+    code: Code, steps: torch.Tensor, before: torch.Tensor, number: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Of each code whose step has bits: the entry that it leads to, its number and those bits. An
+    entry's codes are those behind ``before`` up to ``number``; the first ones take the longest."""
+    left = steps - code.least * (number - before)
+    count = (left + code.mask - 1) // code.mask
+    owner = torch.repeat_interleave(torch.arange(len(steps)), count)
+    index = torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]
+    held = (left[owner] - code.mask * index).clamp_max(code.mask)
+    return owner, before[owner] + 1 + index, held

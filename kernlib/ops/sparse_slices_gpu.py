@@ -1,4 +1,4 @@
-"""The formats u8 and u4 on a GPU: codes counted and written, and the dense matrix, by kernels.
+"""The formats u8, u4 and u2 on a GPU: codes counted and written, and the dense matrix, by kernels.
 
 See :mod:`kernlib.ops.sparse_slices`; what a function calls ``code`` is its ``Code``. Counting and
 writing read the dense matrix once each.

@@ -13,7 +13,7 @@ import kernlib as kl
 from kernlib import sparse
 
 SHAPES = ((1, 1), (17, 300), (33, 2050), (100, 5000))
-FORMATS = ("bitmap", "u8", "u4", "macko", "dense")
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 
 
 def main() -> None:

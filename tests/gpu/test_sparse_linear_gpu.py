@@ -13,7 +13,7 @@ from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import magnitude
 
 DEVICE = "cuda"
-FORMATS = ("bitmap", "u8", "u4", "macko", "dense")
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 STEPS = 4  # with CUDA graphs the first runs eagerly, the second records, the others replay
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6}
 

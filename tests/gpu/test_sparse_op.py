@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from sparse_op_cases import BIASED, DTYPES, EPILOGUES, FORMATS, made, random, values_of
 
 import kernlib as kl
@@ -21,7 +22,7 @@ from kernlib.sparse import SparseMatrix, compress, matmul
 DEVICE = "cuda"
 TOLERANCE = {"fp16": 2.5e-4, "bf16": 2e-3, "fp32": 1e-6}
 COLUMNS = (1, 2, 7, 8, 16, 33, 256)
-DENSITY = {"bitmap": 0.5, "u8": 0.08, "u4": 0.3, "macko": 0.2, "dense": 1.0}
+DENSITY = {"bitmap": 0.5, "u8": 0.08, "u4": 0.3, "u2": 0.6, "macko": 0.2, "dense": 1.0}
 PLAIN = SparseMatmul()
 GELU = SparseMatmul(EPILOGUES["gelu"])
 SCALARS = SparseMatmul(EPILOGUES["scalars"])
@@ -68,10 +69,18 @@ def tolerance(found, numbers="fp16") -> float:
     return TOLERANCE[numbers] * (1 if found.numel() >= 4096 else 1.96)
 
 
+def bound(found, wanted, dense, x, bias=None, numbers="fp16") -> float:
+    """The tolerance, or cuBLAS's own error where that computes: it may round sums in between, and
+    chooses its kernel by the layout of its operands."""
+    theirs = relative_error(F.linear(x, dense, bias), wanted)
+    return max(tolerance(found, numbers), 1.2 * theirs)
+
+
 def check(found, dense, x, numbers="fp16"):
     assert torch.count_nonzero(found), "all zeros"
-    error = relative_error(found, exact(dense, x))
-    assert error <= tolerance(found, numbers), f"{tuple(x.shape)}: error {error:.2e}"
+    wanted = exact(dense, x)
+    error, most = relative_error(found, wanted), bound(found, wanted, dense, x, numbers=numbers)
+    assert error <= most, f"{tuple(x.shape)}: error {error:.2e}"
 
 
 # Values.
@@ -147,12 +156,12 @@ def test_operands_of_any_strides(columns, format, seed):
 @pytest.mark.parametrize("leading", [(), (1,), (2, 3), (2, 1, 4), (0,), (3, 0), (2, 20)])
 def test_leading_dimensions(leading, format, seed):
     dense, w, _ = case(format)
-    x, bias = torch.randn(*leading, 1000, device=DEVICE).half(), torch.randn(500, device=DEVICE)
-    y = matmul(w, x, bias.half())
+    x, bias = (torch.randn(*sizes, device=DEVICE).half() for sizes in ((*leading, 1000), (500,)))
+    y = matmul(w, x, bias)
     assert y.shape == (*leading, 500) and y.is_contiguous()
     if y.numel():
-        wanted = exact(dense, x) + bias.half().double()
-        assert relative_error(y, wanted) <= tolerance(y)
+        wanted = exact(dense, x) + bias.double()
+        assert relative_error(y, wanted) <= bound(y, wanted, dense, x, bias)
     if len(leading) > 1:
         part = torch.randn(*leading, 1008, device=DEVICE).half()[..., :1000].transpose(0, 1)
         torch.testing.assert_close(matmul(w, part), matmul(w, part.contiguous()))
@@ -194,10 +203,8 @@ def test_gradients(columns, format, seed):
         y = kl.run_kernel(descriptor, w, x, bias=bias)
         found = torch.autograd.grad(y, (x, bias), grad)
         wide = [t.detach().double().requires_grad_() for t in (x, bias)]
-        z = torch.nn.functional.linear(wide[0], dense.double(), wide[1])
-        wanted = torch.autograd.grad(
-            z if descriptor is BIASED else torch.nn.functional.gelu(z), wide, grad.double()
-        )
+        z = F.linear(wide[0], dense.double(), wide[1])
+        wanted = torch.autograd.grad(z if descriptor is BIASED else F.gelu(z), wide, grad.double())
         for ours, theirs in zip(found, wanted, strict=True):
             assert relative_error(ours, theirs) <= 1e-3
     assert (w.known_transpose() is None) == (columns > 16 or format == "dense")
@@ -293,7 +300,7 @@ def test_graphs_follow_what_is_changed_in_place(columns, format, seed):
         out.fill_(math.nan)
         graph.replay()
         wanted = exact(dense, x) + bias.double()
-        assert relative_error(out, wanted) <= tolerance(out)
+        assert relative_error(out, wanted) <= bound(out, wanted, dense, x, bias)
         first = out.clone()
         graph.replay()
         assert torch.equal(out, first)
@@ -302,7 +309,7 @@ def test_graphs_follow_what_is_changed_in_place(columns, format, seed):
 @pytest.mark.parametrize("format", [f for f in FORMATS if f != "dense"])
 def test_a_capture_needs_prepare(format, seed):
     _, w, x = case(format)
-    descriptor = SparseMatmul(kl.Custom("v * 1.375"))  # not loaded yet
+    descriptor = SparseMatmul(kl.Custom(f"v * 1.{FORMATS.index(format)}375"))  # not loaded yet
     out = torch.empty(1, 500, device=DEVICE).half()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(kl.CaptureError, match=r"kernlib\.prepare"), torch.cuda.graph(graph):
@@ -437,7 +444,7 @@ def test_a10_6_values_that_are_not_finite(value, format, seed):
     w = compress(dense, format)
     x[2, 77] = value
     y = matmul(w, x)
-    skips = format in ("u8", "u4", "macko")
+    skips = format in ("u8", "u4", "u2", "macko")
     others = torch.tensor([0, 1, 3], device=DEVICE)
     check(y[others], dense, x[others])  # of other vectors nothing is seen
     assert not math.isfinite(y[2, 5])

@@ -1,4 +1,4 @@
-"""The formats u8 and u4 on a GPU: codec equal to the CPU's, products against float64."""
+"""The formats u8, u4 and u2 on a GPU: codec equal to the CPU's, products against float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 import kernlib as kl
 from kernlib import launch
+from kernlib.ops import sparse_format_u2 as u2
 from kernlib.ops import sparse_format_u4 as u4
 from kernlib.ops import sparse_format_u8 as u8
-from kernlib.ops import sparse_lowering_u4, sparse_lowering_u8
+from kernlib.ops import sparse_lowering_u2, sparse_lowering_u4, sparse_lowering_u8
 from kernlib.ops.sequence import Steps
 from kernlib.ops.sparse_problem import Problem, facts_of
 
@@ -20,7 +21,7 @@ TOLERANCE = {torch.float16: 2.5e-4, torch.bfloat16: 2e-3, torch.float32: 1e-6}
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 1e-6}
 # Odd sizes, one row, one column, panels that end within, more columns than a block's x holds.
 SHAPES = ((1, 1), (1, 700), (700, 1), (37, 513), (131, 2050), (515, 30_001), (2049, 1031))
-LOWERINGS = {u8: sparse_lowering_u8, u4: sparse_lowering_u4}
+LOWERINGS = {u8: sparse_lowering_u8, u4: sparse_lowering_u4, u2: sparse_lowering_u2}
 all_formats = pytest.mark.parametrize("form", LOWERINGS, ids=lambda form: form.FORMAT)
 all_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
