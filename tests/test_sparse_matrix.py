@@ -100,6 +100,20 @@ def test_what_is_wrong_is_said(case):
         call()
 
 
+@every_format
+def test_a_dense_matrix_is_plain_inside_transforms(format, seed):
+    dense = random(40, 300, 0.4, torch.float16)
+    w, found = compress(dense, format), []
+
+    def call(x):
+        found.append(w.to_dense())
+        return x.sum()
+
+    torch.func.grad(call)(torch.ones(2))
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(found[0])
+    assert torch.equal(found[0], dense)
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_auto_takes_few_bytes(dtype, seed):
     # Of a small matrix the fixed times of the formats decide.

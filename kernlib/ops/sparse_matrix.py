@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
 from types import MappingProxyType, ModuleType
@@ -147,7 +148,8 @@ class SparseMatrix:
             return torch.empty(self._shape, dtype=self._dtype, device="meta")
         module = module_of(self._format)
         tensors = dict(zip(module.TENSORS, self._operands, strict=True))
-        return module.decode(tensors, self._facts, self._shape, self._dtype)
+        with _untransformed():
+            return module.decode(tensors, self._facts, self._shape, self._dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
         """The matrix on a device: itself if it is there, else a copy."""
@@ -380,6 +382,13 @@ def from_csr(
     ``torch.sparse_csr_tensor`` and :func:`compress` raise."""
     given = torch.sparse_csr_tensor(crow, col, values, tuple(shape), check_invariants=True)
     return compress(given, format, columns)
+
+
+def _untransformed():
+    """Outside of transforms of torch.func, which wrap each tensor that is made inside, and kernels
+    take none of those."""
+    active = torch._C._are_functorch_transforms_active()
+    return torch._C._DisableFuncTorch() if active else nullcontext()
 
 
 def _matrix(dense: torch.Tensor) -> torch.Tensor:
