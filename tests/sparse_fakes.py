@@ -24,7 +24,7 @@ from kernlib.reference import sparse as reference
 class Simulated:
     """A format's lowering: one launch sums into scratch, another applies the epilogue."""
 
-    MOST_COLUMNS = 16
+    MOST_COLUMNS, READS_AHEAD = 16, True
     OFFSET = 16  # of the sums in the scratch
 
     def __init__(self):

@@ -8,7 +8,7 @@
 // Floors on an H200 for a chunk at density d (16-bit values), in clocks of an SM at 1.72 GHz:
 //   memory    512 + 8192 d bytes over 4.31 TB/s on 132 SMs: 243 at d = 0.5
 //   shared    wavefronts: 183 of values, which at d = 0.5 spread over more than 32 banks in 43 of
-//             100 loads; 32 of words and ranks, 13 to make ranks, 36 of the copy, some 8 of sums: 272
+//             100 loads; 32 of words and ranks, 13 to make ranks, 36 of the copy, 8 of sums: 272
 //   issue     4 a clock: 519 of the decoding and products, 51 of ranks, 64 of everything else: 158
 // Measured at 8192 x 28672: 69, 78 and 105 us at d = 0.3, 0.5 and 0.7 where shared memory alone is
 // 69 at 0.5; 71, 88 and 116 us for 8 vectors. Three loads of whole words a lane for its four values
@@ -126,14 +126,14 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
 #endif
     u32 sums_of_slabs = uniform(shared_address(dynamic));
     Ring ring(p, sums_of_slabs + DEPTH * WARPS * PARTIAL * 4 + RING_OFFSET, warp, unit, int(units));
-    Meeting meeting(p, sums_of_slabs, uniform(shared_address(barriers)), warp);
     Lane lane(shared_address(ranks[warp]));
     Walk walk(p, unit);
     Vectors x;
     int until_written = warp + 2;  // turns until this warp writes a slab's sums
 #if COPY_ENGINE
-    wait_for_prerequisites();
+    wait_for_prerequisites();  // the matrix is read before, x and the epilogue's numbers after this
 #endif
+    Meeting meeting(p, sums_of_slabs, uniform(shared_address(barriers)), warp);
     u32 turn = 0;
 #pragma unroll 1
     while (turn < units) {  // ranges

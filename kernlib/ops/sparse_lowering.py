@@ -7,6 +7,8 @@ Pure arithmetic on plain data. Each format that has kernels of its own has a mod
     takes(problem, arch) -> whether it computes a problem
     lower(epilogue, problem, arch, multiprocessors) -> Lowered
     variants(epilogue, dtypes, arch) -> every spec that its lower() can choose
+    READS_AHEAD    whether its first launch, where it may overlap the one before, reads the matrix
+                   and nothing else before it waits for that; if not, it is not there
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from types import ModuleType
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit.spec import KernelSpec
+from kernlib.ops.sparse_lowering_sum import OVERLAPPING
 from kernlib.ops.sparse_problem import Problem
 from kernlib.ops.steps import Lowered
 
@@ -37,6 +40,12 @@ def lower(
 ) -> Lowered:
     """The launches of a call by a format's kernels, which take it."""
     return module_of(name).lower(epilogue, problem, arch, multiprocessors)
+
+
+def reads_ahead(name: str, arch: str) -> bool:
+    """Whether the first launch of a format's kernels may begin before the one before it has ended,
+    if that does not write the matrix."""
+    return arch in OVERLAPPING and getattr(module_of(name), "READS_AHEAD", False)
 
 
 def variants(

@@ -18,6 +18,7 @@ from kernlib.ops.sparse_problem import Problem
 from kernlib.ops.steps import Lowered, Step
 
 MOST_COLUMNS = 16
+READS_AHEAD = True  # where the copy engine fills the ring
 CHUNK_ROWS, CHUNK_COLUMNS = 16, 256
 WORD_BYTES = 512  # of a chunk's bitmap
 MAX_STAGES = 8

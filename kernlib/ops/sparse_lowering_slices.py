@@ -3,8 +3,8 @@ u8, u4 and u2.
 
 The first adds up each row's products in each panel of columns, the second adds panels, in order,
 and applies epilogues: so the result does not depend on the order in which blocks run, and there is
-no counter to reset. Both permit and make use of launches that overlap: the first reads the matrix,
-never x, before what came before it has ended.
+no counter to reset. Both permit launches that overlap: the first reads the matrix, never x, before
+what came before it has ended.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def lower(
         problem.columns, chunks, ranges, held(made, width), 0,
     )  # fmt: skip
     pointers = tuple((name, 0) for name in ("data", "offsets", "rows", "x", "workspace"))
-    # It reads the matrix before it waits for what came before, which may have written that: so it
-    # begins behind it, though 2 us of 21 could be saved at d = 0.1.
+    # It reads the matrix before it waits for what came before: see kernlib/ops/sparse_settled.py.
     first = Step(spec(made), (ranges * chunks, 1), fixed, pointers)
     return Lowered((first, last), 4 * panels * problem.columns * problem.rows)
 

@@ -10,6 +10,7 @@ from kernlib.ops.sparse_problem import Problem
 from kernlib.ops.steps import Lowered
 
 MOST_COLUMNS = slices.MOST_COLUMNS
+READS_AHEAD = True
 
 
 def takes(problem: Problem, arch: str) -> bool:

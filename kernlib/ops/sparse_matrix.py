@@ -26,7 +26,8 @@ _ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
 class SparseMatrix:
     """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense",
     made by :func:`kernlib.sparse.compress`. Plain data: nothing of it changes, but
-    :meth:`transpose` keeps what it made.
+    :meth:`transpose` keeps what it made. Who writes its tensors all the same does so by torch, or
+    calls ``torch.autograd.graph.increment_version``: products read them early.
 
     ``kernlib.run_kernel(SparseMatmul(), w, x)`` and :func:`kernlib.sparse.matmul` multiply with it.
     Copies, pickles and ``torch.save`` hold its tensors without the transpose; :meth:`state` gives
@@ -35,7 +36,7 @@ class SparseMatrix:
 
     __slots__ = (
         "__weakref__", "_back", "_device", "_dtype", "_facts", "_format", "_key", "_layout", "_nnz",
-        "_operands", "_shape", "_transposed",
+        "_operands", "_settled", "_shape", "_transposed",
     )  # fmt: skip
 
     def __init__(
@@ -247,6 +248,7 @@ def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> 
     put(made, "_nnz", nnz)
     put(made, "_transposed", None)
     put(made, "_back", None)
+    put(made, "_settled", {})  # of sparse_settled: versions by stream
 
 
 def module_of(format: str) -> ModuleType:

@@ -45,6 +45,7 @@ class SparsePlan(NamedTuple):
     steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
     launch: Callable[..., None] | None  # of the steps, given addresses; None for cuBLAS, whose
     multiply: Callable[..., torch.Tensor]  # is by_cublas
+    early: Callable[..., None] | None  # launch for a settled matrix; None if it is the same
 
 
 class Columns(NamedTuple):
@@ -145,19 +146,25 @@ def plan(
         apart=out is not None and (lowered is None or columns_of(out) is None),
         index=device,
         result=allocator(call.out_shape, call.dtype, x.device),
-        **_launches(w, x, len(vectors), lowered),
+        **_launches(w, x, len(vectors), lowered, arch),
     )
 
 
-def _launches(w: SparseMatrix, x: torch.Tensor, vectors: int, lowered: Lowered | None) -> dict:
+def _launches(
+    w: SparseMatrix, x: torch.Tensor, vectors: int, lowered: Lowered | None, arch: str
+) -> dict:
     """The fields of a plan that launch its kernels, loaded."""
     if lowered is None:
-        return {"steps": (), "launch": None, "multiply": by_cublas}
+        return {"steps": (), "launch": None, "multiply": by_cublas, "early": None}
     names = tuple(w.tensors)
     operands = (*names, "x", "out", *(f"vector{index}" for index in range(vectors)))
     steps, inner = load_steps(lowered.steps, operands, x.get_device())
-    launch = launcher(steps, inner, x.device, lowered.workspace)
-    return {"steps": steps, "launch": launch, "multiply": by_cublas}
+    launch, early = launcher(steps, inner, x.device, lowered.workspace), None
+    if lowering.reads_ahead(w.format, arch):
+        first, *rest = lowered.steps
+        ahead, _ = load_steps((first._replace(overlaps=True), *rest), operands, x.get_device())
+        early = launcher(ahead, inner, x.device, lowered.workspace)
+    return {"steps": steps, "launch": launch, "multiply": by_cublas, "early": early}
 
 
 # Many vectors, and matrices in the dense format.

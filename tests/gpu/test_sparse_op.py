@@ -307,6 +307,41 @@ def test_graphs_follow_what_is_changed_in_place(columns, format, seed):
 
 
 @pytest.mark.parametrize("format", [f for f in FORMATS if f != "dense"])
+def test_a_matrix_that_is_written_is_waited_for(format, seed):
+    """Kernels read a matrix early, but not one that the launch before them writes."""
+    dense = random(2048, 4096, DENSITY[format], torch.float16, DEVICE)
+    both = compress(dense, format), compress(dense * 2, format)
+    w, x = compress(dense, format), torch.randn(4096, device=DEVICE).half()
+    wanted = [matmul(other, x).clone() for other in both]
+    assert not torch.equal(*wanted)
+
+    def written(index):
+        for to, given in zip(w.operands, both[index].operands, strict=True):
+            to.copy_(given)
+        return matmul(w, x), matmul(w, x)
+
+    found = [written(turn % 2) for turn in range(40)]
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        captured = written(0), written(1)
+    for turn in range(40):
+        graph.replay()
+        found.extend(tuple(y.clone() for y in pair) for pair in captured)
+        found.append(written(turn % 2))
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        found.extend(written(turn % 2) for turn in range(10))
+    torch.cuda.synchronize()
+    for turn, pair in enumerate(found[:40] + found[-10:]):
+        assert all(torch.equal(y, wanted[turn % 2]) for y in pair), turn
+    for turn in range(40):
+        first, second, last = found[40 + 3 * turn : 43 + 3 * turn]
+        assert all(torch.equal(y, wanted[0]) for y in first), turn
+        assert all(torch.equal(y, wanted[1]) for y in second), turn
+        assert all(torch.equal(y, wanted[turn % 2]) for y in last), turn
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != "dense"])
 def test_a_capture_needs_prepare(format, seed):
     _, w, x = case(format)
     descriptor = SparseMatmul(kl.Custom(f"v * 1.{FORMATS.index(format)}375"))  # not loaded yet
