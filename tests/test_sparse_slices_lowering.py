@@ -99,6 +99,21 @@ def test_vectors_of_half_types_lie_in_copies_where_they_fit():
     assert variant(problem(columns=8, dtype="float32", width=512)).copies == 1
 
 
+def test_blocks_with_copies_of_x_have_one_panel_each():
+    for rows, cols, width, columns, ranges in (
+        (8192, 28672, 1792, 8, 16 * 8),
+        (8192, 28672, 1792, 16, 16 * 4),
+        (12288, 49152, 1504, 4, 33 * 4),
+        (4096, 4096, 512, 8, 8 * 16),
+        (64, 4096, 512, 8, 8 * 2),  # no more than there are slices
+        (8192, 28672, 400, 8, 132),  # 72 panels: 72 blocks would leave too many idle
+        (8192, 28672, 1792, 1, 264),
+    ):
+        given = problem(rows, cols, columns, width=width)
+        first, _ = sparse_lowering_u8.lower((), given, "sm_90a", 132).steps
+        assert fixed(first)["ranges"] == ranges
+
+
 def test_few_slices_take_fewer_warps_that_read_further_ahead():
     assert variant(problem()).shape == (512, 2, 4)
     assert variant(problem(4096, 4096, width=512)).shape == (256, 2, 8)

@@ -22,9 +22,9 @@
 // bytes a column, each lane reads its own, and there are 4 and 2.
 //
 // Measured on an H200 at 8192 x 28672: with N = 1 23.0 us for u8 at .1, 48.0 us for u4 at .3, 73.3
-// us for u2 at .5, 94.8 us at .7, where cuBLAS takes 117; of 12288 x 49152 4.1 TB/s. With N = 8 44,
-// 88 and 139 us: load unit and issue slots are busy two thirds of the time, waits for results are
-// the rest. mma.sync with x as ldmatrix gathers it, of 11.8 slots, took as long.
+// us for u2 at .5, 94.8 us at .7, where cuBLAS takes 117; of 12288 x 49152 4.1 TB/s. With N = 8 39,
+// 78 and 131 us: some 7 clocks a gather of 512 bytes, whatever adds it up. mma.sync with x as
+// ldmatrix gathers it, of 11.8 slots, took as long.
 //
 // The generated source defines before it includes this file:
 //   InputT, RowT       storage of the matrix and of x; of rows, as unsigned
