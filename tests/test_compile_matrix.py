@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 from compile_logs import built_with_logs
+from compile_pace import timed
 
 import kernlib as kl
 from kernlib.descriptors import norms
@@ -27,9 +28,7 @@ CUBIN_BYTES = 100 * 1000
 BLOCKS = 2  # of a multiprocessor, as __launch_bounds__ promises
 COMPILE_MS = 10_000  # of the clock, which on a loaded machine says little
 # Of the processor: 1.5 times the 520 ms of the slowest, and the 980 of those with p on the device.
-# Sharing a core with another thread costs 1.25 times; what is over its cap is compiled again.
 CPU_MS, CPU_MS_DEVICE_P = 800, 1500
-TRIES = 3
 
 POWER = kl.p_distance()
 STAGES = {"Identity": kl.Identity(), "Abs": kl.Abs(), "Square": kl.Square(), "Sqrt": kl.Sqrt()}
@@ -108,15 +107,8 @@ def build(case):
 
 
 def build_spec(wanted, arch, cap):
-    """The entry, and the processor's milliseconds: the least of a few compiles, if need be."""
-    times = []
-    for _ in range(TRIES):
-        start = time.thread_time()
-        entry = compile_spec(wanted, arch)
-        times.append((time.thread_time() - start) * 1e3)
-        if times[-1] <= cap:
-            break
-    return entry, min(times)
+    """The entry, and the processor's milliseconds."""
+    return timed(lambda: compile_spec(wanted, arch), cap)
 
 
 @cache

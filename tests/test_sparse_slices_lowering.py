@@ -1,11 +1,11 @@
 """Products with the formats u8, u4 and u2: launches and sizes, and kernels for every target."""
 
 import struct
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
+from compile_pace import timed
 
 import kernlib as kl
 from kernlib.jit import targets
@@ -27,7 +27,7 @@ EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())
 DTYPES = ("float16", "bfloat16", "float32")
 CODES = {"u8": sparse_format_u8.CODE, "u4": sparse_format_u4.CODE, "u2": sparse_format_u2.CODE}
 LOWERINGS = {"u8": sparse_lowering_u8, "u4": sparse_lowering_u4, "u2": sparse_lowering_u2}
-CPU_MS, TRIES = 600, 3  # 1.5 times the 400 of the slowest
+CPU_MS = 600  # 1.5 times the 400 of the slowest
 
 
 def problem(rows=8192, cols=28672, columns=1, dtype="float16", width=1792):
@@ -171,15 +171,8 @@ CASES = cases()
 
 
 def build(case):
-    """The entry, and the processor's milliseconds: the least of a few compiles, if need be."""
-    times = []
-    for _ in range(TRIES):
-        start = time.thread_time()
-        entry = compile_spec(*case)
-        times.append((time.thread_time() - start) * 1e3)
-        if times[-1] <= CPU_MS:
-            break
-    return entry, min(times)
+    """The entry, and the processor's milliseconds."""
+    return timed(lambda: compile_spec(*case), CPU_MS)
 
 
 @cache
