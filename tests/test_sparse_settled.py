@@ -9,7 +9,7 @@ import torch
 
 from kernlib.jit import targets
 from kernlib.ops import sparse_lowering, sparse_settled
-from kernlib.ops.sparse_settled import STREAMS, is_settled, settle, versions_of
+from kernlib.ops.sparse_settled import STREAMS, is_settled, settle, state_of
 from kernlib.sparse import compress
 
 
@@ -29,10 +29,10 @@ def w():
 
 def called(w) -> bool:
     """A product; whether it read the matrix early."""
-    versions = versions_of(w)
-    if is_settled(w, versions, 0):
+    state = state_of(w)
+    if is_settled(w, state, 0):
         return True
-    settle(w, versions, 0)
+    settle(w, state, 0)
     return False
 
 
@@ -46,6 +46,14 @@ def test_a_product_behind_a_write_waits(gpu, w):
     for tensor in w.operands:
         tensor.copy_(tensor.clone())
         assert [called(w) for _ in range(2)] == [False, True]
+
+
+def test_a_product_behind_a_change_of_memory_waits(gpu, w):
+    assert [called(w) for _ in range(2)] == [False, True]
+    tensor = w.operands[0]
+    version, tensor.data = tensor._version, tensor.clone()
+    assert tensor._version == version  # torch does not count that
+    assert [called(w) for _ in range(2)] == [False, True]
 
 
 def test_each_stream_has_a_product_that_waits(gpu, w):
@@ -73,7 +81,7 @@ def test_a_capture_takes_any_stream_and_counts_for_none(gpu, w):
 def test_tensors_without_a_version_are_never_read_early(gpu):
     with torch.inference_mode():
         made = compress(torch.eye(64).half(), "u8")
-    assert versions_of(made) is None
+    assert state_of(made) is None
     assert [called(made) for _ in range(2)] == [False, False]
 
 

@@ -254,7 +254,44 @@ def test_check_names_what_is_wrong(form):
     refused("offsets must rise", {**tensors, "data": tensors["data"][:-96]})
     refused("offsets must rise", {**tensors, "data": tensors["data"].view(-1, 2)})
     refused("offsets must rise", {**tensors, "offsets": tensors["offsets"].flip(0)})
-    refused("rows must be -1 or", {**tensors, "rows": tensors["rows"] + 60})
+    refused("rows must be those", {**tensors, "rows": tensors["rows"] + 60})
+
+
+@every_format
+def test_states_by_which_kernels_would_leave_memory_are_refused(form):
+    dense = matrix(70, 300, 0.1)
+    tensors, facts = form.encode(dense, 128)
+
+    def refused(words, **changed):
+        with pytest.raises(ValueError, match=words):
+            form.check({**tensors, **changed}, facts, (70, 300), torch.float16)
+
+    refused("steps to 128 columns", data=tensors["data"] | 0xFF)
+    twice = tensors["rows"].clone()
+    twice[1][twice[1] == 5] = 6
+    refused("rows must be those", rows=twice)
+    refused("rows must be those", rows=torch.full_like(twice, -1))
+    wrapped = tensors["offsets"].clone()
+    wrapped[1:4] = torch.tensor([2**31 - 4, -(2**31), -4])
+    refused("offsets must rise", offsets=wrapped)
+
+
+@every_format
+@pytest.mark.parametrize("width", (16, 128, None))
+def test_sums_of_steps_are_the_last_columns(form, width, seed):
+    for density in (0.0, 0.02, 0.4, 1.0):
+        tensors, facts = form.encode(matrix(70, 300, density), width)
+        code, offsets = form.CODE, tensors["offsets"].long()
+        data, lengths = tensors["data"], offsets.diff()
+        found = cpu.steps_of_lanes(code, data, offsets, 2)
+        wanted = torch.zeros_like(found)
+        for index, length in enumerate(lengths.tolist()):
+            for number in range(length):
+                given = torch.tensor([[number]]), torch.tensor([[length]]), torch.arange(32)
+                _, at, shift = cpu.places(code, *given, 2)
+                stored = data[offsets[index] * code.size(2) + at[0]].long() >> shift[0]
+                wanted[index] += stored & code.mask
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("form, unit", [(u4, 2), (u2, 4)], ids=["u4", "u2"])

@@ -36,13 +36,14 @@ sparse_slices_read(const __grid_constant__ Parameters p) {
     if (row == RowT(~RowT(0))) return;
     u32 start = u32(p.offsets[slice]), length = u32(p.offsets[slice + 1]) - start;
     const unsigned char* from = p.data + i64(start) * CODE_BYTES<BitsT>;
-    BitsT* to = p.dense + i64(row) * p.cols + slice / p.panel_slices * p.width;
+    i64 first = slice / p.panel_slices * p.width;
+    BitsT* to = p.dense + i64(row) * p.cols + first;
     u32 column = 0;
     for (u32 code = 0; code < length; ++code) {
         Place<BitsT> place(code, length, lane);
         column += u32(from[place.step]) >> place.shift & STEP_MASK;
         BitsT bits = *reinterpret_cast<const BitsT*>(from + place.value);
-        if (bits != 0) to[column] = bits;
+        if (bits != 0 && first + column < p.cols) to[column] = bits;
         column += LEAST_STEP;
     }
 }

@@ -34,7 +34,7 @@ from kernlib.ops.product_arguments import (
     tensors_of,
 )
 from kernlib.ops.sparse_matrix import SparseMatrix
-from kernlib.ops.sparse_settled import is_settled, settle, versions_of
+from kernlib.ops.sparse_settled import is_settled, settle, state_of
 from kernlib.ops.tensors import (
     LOWEST_ADDRESS,
     check_dense,
@@ -230,11 +230,11 @@ def by_plan(plan: SparsePlan, descriptor, w, x, out, parameters: dict) -> torch.
         addresses.append(vector.data_ptr())
     if plan.early is None:
         plan.launch(addresses, numbers)
-    elif is_settled(w, versions := versions_of(w), plan.index):
+    elif is_settled(w, state := state_of(w), plan.index):
         plan.early(addresses, numbers)
     else:
         plan.launch(addresses, numbers)
-        settle(w, versions, plan.index)
+        settle(w, state, plan.index)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     if out is None or out is target:
         return target

@@ -26,8 +26,9 @@ _ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
 class SparseMatrix:
     """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense",
     made by :func:`kernlib.sparse.compress`. Plain data: nothing of it changes, but
-    :meth:`transpose` keeps what it made. Who writes its tensors all the same does so by torch, or
-    calls ``torch.autograd.graph.increment_version``: products read them early.
+    :meth:`transpose` keeps what it made. Who writes its tensors all the same, by other means than
+    torch's operations on them, calls ``torch.autograd.graph.increment_version``: products read them
+    early.
 
     ``kernlib.run_kernel(SparseMatmul(), w, x)`` and :func:`kernlib.sparse.matmul` multiply with it.
     Copies, pickles and ``torch.save`` hold its tensors without the transpose; :meth:`state` gives
@@ -172,9 +173,11 @@ class SparseMatrix:
     def convert(self, format: str, columns: int = 1) -> SparseMatrix:
         """The same matrix in another format, or in the one that "auto" finds for so many vectors;
         itself if it is in that one. Raises ValueError for a format that cannot hold it."""
-        if format == self._format:
-            return self
-        return compress(self.to_dense(), format, columns)
+        check_columns(columns)
+        dense = None if format == self._format else self.to_dense()
+        if format == "auto":
+            format = _formats().auto(dense, columns)
+        return self if format == self._format else compress(dense, format)
 
     def transpose(self) -> SparseMatrix:
         """The transpose (C, R), compressed in the same format where that can hold it. Made once,

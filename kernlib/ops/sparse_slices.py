@@ -163,7 +163,7 @@ def check(
     dtype: torch.dtype,
 ) -> None:
     """Raises ValueError, naming what is wrong, unless tensors and facts are of this format and
-    shape. The host waits for the ends of ``offsets``."""
+    shape. Reads all of them, and waits for the device."""
     wanted = {"data": torch.uint8, "offsets": torch.int32, "rows": _row_type(shape[0])}
     check_tensors(code.name, tensors, wanted)
     width, most = facts.get("width", 0), WIDEST // dtype.itemsize
@@ -173,13 +173,14 @@ def check(
     check_size("offsets", tensors["offsets"], (panels * slices + 1,))
     check_size("rows", tensors["rows"], (panels, slices, LANES))
     _check_sizes(code, tensors, shape, dtype)
+    _check_columns(code, tensors, width, dtype)
 
 
 def _check_sizes(
     code: Code, tensors: Mapping[str, torch.Tensor], shape: tuple, dtype: torch.dtype
 ) -> None:
-    """That slices lie in data one behind the other, and that lanes have rows of the matrix."""
-    offsets, rows, data = tensors["offsets"], tensors["rows"], tensors["data"]
+    """That slices lie in data one behind the other, and that panels have each row once."""
+    offsets, rows, data = tensors["offsets"].long(), tensors["rows"], tensors["data"]
     wrong = ((offsets.diff() < 0) | (offsets[1:] % code.unit != 0)).sum()
     found = torch.stack([offsets[0], offsets[-1], wrong]).tolist()
     size = found[1] * code.size(dtype.itemsize)
@@ -188,9 +189,21 @@ def _check_sizes(
             f"offsets must rise from 0, by multiples of {code.unit}, to the codes of a lane in "
             f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
         )
-    known = cpu.unsigned(rows)
-    if rows.numel() and bool(((known >= shape[0]) & (rows != -1)).any()):
-        raise ValueError(f"rows must be -1 or rows of the matrix, which has {shape[0]}")
+    known = cpu.unsigned(rows).flatten(1).sort().values
+    all_rows = torch.arange(shape[0], device=rows.device)
+    if bool((known[:, : shape[0]] != all_rows).any() | (rows != -1).sum().ne(len(rows) * shape[0])):
+        raise ValueError(f"rows must be those of the matrix, 0 to {shape[0] - 1}, and else -1")
+
+
+def _check_columns(
+    code: Code, tensors: Mapping[str, torch.Tensor], width: int, dtype: torch.dtype
+) -> None:
+    """That steps lead to columns of a panel, as kernels read x there."""
+    offsets = tensors["offsets"].long()
+    steps = cpu.steps_of_lanes(code, tensors["data"], offsets, dtype.itemsize)
+    columns = steps + code.least * (offsets.diff()[:, None] - 1)  # of each lane's last code
+    if bool((columns >= width).any()):
+        raise ValueError(f"data must have steps to {width} columns of a panel, not beyond them")
 
 
 def panel_width(rows: int, cols: int, itemsize: int) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kernlib.ops.sparse_slices import Code
 
 LANES = 32
+GROUPS = 1 << 16  # whose steps are looked at together
 
 
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
@@ -84,8 +85,34 @@ def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: tor
         before = torch.nn.functional.pad(column, (0, 0, 1, 0))[first[place]]
         column = column - before + number * code.least + index * width
         row = unsigned(rows[index])[place]
-        real = found != 0
+        real = (found != 0) & (column < cols)
         flat[row[real] * cols + column[real]] = found[real]
+
+
+def steps_of_lanes(
+    code: Code, data: torch.Tensor, offsets: torch.Tensor, itemsize: int
+) -> torch.Tensor:
+    """Sums of the steps of each slice's lanes, (slices, lanes), as they are stored; on any device,
+    by a byte at a time."""
+    shifts = torch.arange(0, 8, code.bits, device=data.device)
+    known = (torch.arange(256, device=data.device)[:, None] >> shifts & code.mask).sum(1)
+    lengths, base = offsets.diff(), offsets[:-1] * code.size(itemsize)
+    sums = torch.zeros(len(lengths), LANES, dtype=torch.int64, device=data.device)
+    count = code.whole
+    while count * code.bits >= 8:
+        first, groups = lengths & -2 * count, (lengths & count) // count
+        if count == code.whole:
+            first, groups = torch.zeros_like(lengths), lengths // count
+        owner = torch.repeat_interleave(groups)
+        inside = torch.arange(len(owner), device=data.device) - (groups.cumsum(0) - groups)[owner]
+        begin = base[owner] + (first[owner] + inside * count) * code.size(itemsize)
+        places = torch.arange(LANES * count * code.bits // 8, device=data.device)
+        places += LANES * count * itemsize
+        for some, at in zip(owner.split(GROUPS), begin.split(GROUPS), strict=True):
+            found = known[data[at[:, None] + places].long()]
+            sums.index_add_(0, some, found.view(len(some), LANES, count * code.bits // 8).sum(2))
+        count //= 2
+    return sums
 
 
 def unsigned(rows: torch.Tensor) -> torch.Tensor:

@@ -315,9 +315,12 @@ def test_a_matrix_that_is_written_is_waited_for(format, seed):
     wanted = [matmul(other, x).clone() for other in both]
     assert not torch.equal(*wanted)
 
-    def written(index):
+    def write(index):
         for to, given in zip(w.operands, both[index].operands, strict=True):
-            to.copy_(given)
+            torch.add(given, 0, out=to)  # by a kernel; copies are none
+
+    def written(index):
+        write(index)
         return matmul(w, x), matmul(w, x)
 
     found = [written(turn % 2) for turn in range(40)]
@@ -331,9 +334,19 @@ def test_a_matrix_that_is_written_is_waited_for(format, seed):
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
         found.extend(written(turn % 2) for turn in range(10))
+    torch.cuda.current_stream().wait_stream(other)
+    writer = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(writer):
+        write(1)
+    behind = []
+    for _ in range(20):  # whose writes no tensor counts
+        written(0)
+        writer.replay()
+        behind.append(matmul(w, x))
     torch.cuda.synchronize()
     for turn, pair in enumerate(found[:40] + found[-10:]):
         assert all(torch.equal(y, wanted[turn % 2]) for y in pair), turn
+    assert all(torch.equal(y, wanted[1]) for y in behind)
     for turn in range(40):
         first, second, last = found[40 + 3 * turn : 43 + 3 * turn]
         assert all(torch.equal(y, wanted[0]) for y in first), turn
