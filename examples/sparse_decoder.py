@@ -259,7 +259,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="how many to generate")
     options = parser.parse_args()
     device, config = options.device, LARGE if options.device == "cuda" else SMALL
-    steps = options.tokens or (64 if device == "cuda" else 8)
+    steps = options.tokens
+    if steps is None:
+        steps = 64 if device == "cuda" else 8
     if steps < 1 or not 0 < options.density <= 1:
         parser.error("--tokens must be 1 or more, and --density above 0 and at most 1")
     model = pruned(config, steps + 1, options.density, device)

@@ -177,6 +177,7 @@ def _wanted(descriptor: Descriptor, arch: str, specs, dtypes: tuple, arguments: 
         except KeyError as error:
             raise TypeError(f"dtypes: {descriptor.family} has no kernels for {error}") from None
     tensors = _several(specs)
-    if not tensors or not all(isinstance(t, torch.Tensor) for t in tensors):
-        raise TypeError(f"specs must be the tensors of one call, got {len(tensors)}: {specs!r}")
+    if not tensors or not all(isinstance(t, torch.Tensor) or hasattr(t, "layout") for t in tensors):
+        given = ", ".join(type(t).__name__ for t in tensors) or "none"
+        raise TypeError(f"specs must be the tensors of one call, got {given}")
     return op.specs(descriptor, arch, tensors, arguments)

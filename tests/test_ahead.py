@@ -110,7 +110,7 @@ def test_nothing_to_compile_is_fine(built):
         ({"archs": "sm_75", "specs": (X, X)}, ValueError, "arch must be one of .*sm_75"),
         ({"bandwidth": 1.0}, TypeError, "bandwidth: arguments of a call need its specs"),
         ({"specs": (X, X, X)}, TypeError, "specs must be the tensors of one call, got 3"),
-        ({"specs": (X, 3)}, TypeError, "specs must be the tensors"),
+        ({"specs": (X, 3)}, TypeError, "specs must be the tensors of one call, got Tensor, int"),
         ({"dtypes": torch.int8}, TypeError, "dtypes: pairwise has no kernels for torch.int8"),
         ({"workers": 0}, ValueError, "workers must be a positive int, got 0"),
         ({"workers": -2}, ValueError, "workers must be a positive int, got -2"),

@@ -42,6 +42,23 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-3) ->
 # Construction.
 
 
+def test_what_cannot_be_swapped_or_made_is_refused():
+    model = nn.Sequential(nn.Linear(16, 8))
+    for given, error, words in (
+        (0.5, TypeError, "filter must be a regular expression, .* got float"),
+        (["0"], TypeError, "filter must be .* got list"),
+        ("[", ValueError, "filter must be a regular expression, got '\\['"),
+    ):
+        with pytest.raises(error, match=words):
+            sparsify(model, given)
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got dict"):
+        sparsify({})
+    for sizes in ((-1, 8), ("16", 8), (16, 8.0)):
+        with pytest.raises(ValueError, match="features must be an int of at least 0"):
+            SparseLinear(*sizes)
+    assert type(model[0]) is nn.Linear
+
+
 def test_names_and_order_of_arguments():
     assert list(inspect.signature(SparseLinear).parameters) == [
         "in_features", "out_features", "bias", "activation", "dtype", "device",

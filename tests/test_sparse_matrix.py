@@ -84,7 +84,7 @@ WRONG = {
     "three dimensions": (lambda: compress(torch.ones(3, 1, 2)), ValueError, r"shape \(3, 1, 2\)"),
     "float64": (lambda: compress(torch.ones(3, 2).double()), ValueError, "float64"),
     "int8": (lambda: compress(torch.ones(3, 2).char()), ValueError, "int8"),
-    "format": (lambda: compress(torch.ones(3, 2), "csr"), ValueError, "format must be one of"),
+    "format": (lambda: compress(torch.ones(3, 2), "csr"), ValueError, "must be 'auto' or one of"),
     "meta": (
         lambda: compress(torch.ones(3, 2, device="meta"), "bitmap"),
         ValueError,
@@ -98,6 +98,14 @@ def test_what_is_wrong_is_said(case):
     call, kind, message = WRONG[case]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_matrix_moves_to_devices_alone():
+    w = compress(torch.eye(40).half())
+    assert w.to("cpu") is w and w.to(torch.device("cpu")) is w
+    for given in (torch.float32, None, torch.zeros(2), True):
+        with pytest.raises(TypeError, match=r"device must be a torch\.device, str or int, got"):
+            w.to(given)
 
 
 @every_format

@@ -383,3 +383,12 @@ def test_kernels_are_named_for_a_gpu_that_is_not_here(format, seed):
         assert found and set(found) <= set(known)
     many = torch.empty(99, 512, dtype=torch.float16, device="meta")
     assert op.specs(BIASED, "sm_90a", (w.to("meta"), many), {"bias": bias}) == []
+
+
+def test_kernels_are_compiled_ahead_for_a_matrix(seed):
+    w, x = compress(random(64, 80, dtype=torch.float16), "u4"), torch.randn(80).half()
+    for given in ((w, x), (w.to("meta"), x.to("meta"))):
+        entries = kl.compile(SparseMatmul(), archs=("sm_90a",), specs=given)
+        assert [entry.kernel for entry in entries] == ["sparse_slices", "sparse_slices_reduce"]
+    with pytest.raises(kl.UnsupportedError, match=r"kernlib\.compile"):
+        kl.prepare(SparseMatmul(), w.to("meta"), x.to("meta"))

@@ -280,7 +280,7 @@ def test_states_by_which_kernels_would_leave_memory_are_refused(form):
 @pytest.mark.parametrize("width", (16, 128, None))
 def test_sums_of_steps_are_the_last_columns(form, width, seed):
     for density in (0.0, 0.02, 0.4, 1.0):
-        tensors, facts = form.encode(matrix(70, 300, density), width)
+        tensors, _ = form.encode(matrix(70, 300, density), width)
         code, offsets = form.CODE, tensors["offsets"].long()
         data, lengths = tensors["data"], offsets.diff()
         found = cpu.steps_of_lanes(code, data, offsets, 2)

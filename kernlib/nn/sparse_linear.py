@@ -6,6 +6,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import nn
@@ -54,7 +56,8 @@ class SparseLinear(nn.Module):
     ):
         super().__init__()
         dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
-        self._sizes = (int(out_features), int(in_features))
+        sizes = {"out_features": out_features, "in_features": in_features}
+        self._sizes = tuple(_checked_size(name, size) for name, size in sizes.items())
         self._activation = as_activation(activation)
         # Built here, as Dynamo cannot.
         self._plain = SparseMatmul(epilogue=self._activation)
@@ -287,6 +290,9 @@ def sparsify(
     of another dtype than float16, bfloat16 and float32, and TypeError for a ``model`` that is an
     ``nn.Linear`` itself.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    _check_filter(filter)
     if isinstance(model, nn.Linear):
         raise TypeError(
             "model is an nn.Linear itself, in no place to be swapped: use SparseLinear.from_linear"
@@ -322,6 +328,21 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Linear]
         for child, layer in parent._modules.items():
             if type(layer) is nn.Linear:
                 yield parent, child, f"{prefix}.{child}" if prefix else child, layer
+
+
+def _check_filter(filter) -> None:
+    if isinstance(filter, str):
+        try:
+            re.compile(filter)
+        except re.error as error:
+            raise ValueError(
+                f"filter must be a regular expression, got {filter!r}: {error}"
+            ) from None
+    elif filter is not None and not callable(filter):
+        raise TypeError(
+            "filter must be a regular expression, a function of a name and a layer, or None, got "
+            f"{type(filter).__name__}"
+        )
 
 
 def _accepts(filter, name: str, layer: nn.Linear) -> bool:
@@ -362,6 +383,12 @@ def _check_bias(bias, matrix: SparseMatrix) -> None:
         raise TypeError(f"bias must be {matrix.dtype} as the matrix is, got {bias.dtype}")
     if bias.device != matrix.device:
         raise ValueError(f"bias must be on {matrix.device} as the matrix is, got {bias.device}")
+
+
+def _checked_size(name: str, size) -> int:
+    if not isinstance(size, SupportsIndex) or index(size) < 0:
+        raise ValueError(f"{name} must be an int of at least 0, got {size!r}")
+    return index(size)
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:

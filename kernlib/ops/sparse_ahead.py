@@ -79,6 +79,8 @@ def request(descriptor: SparseMatmul, tensors: tuple, arguments: dict) -> Reques
 def prepare(request: Request) -> None:
     """Build the plan of a request, its kernels loaded, and load those of its gradient."""
     call = request.check()
+    if call.device.type == "meta":
+        raise UnsupportedError("tensors on meta are on no GPU to prepare: see kernlib.compile")
     if op.by_reference(call, request.x, request.parameters):
         return
     fused = request.fused()

@@ -154,7 +154,13 @@ class SparseMatrix:
             return module.decode(tensors, self._facts, self._shape, self._dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
-        """The matrix on a device: itself if it is there, else a copy."""
+        """The matrix on a device: itself if it is there, else a copy. Raises TypeError for what is
+        no device, such as a dtype."""
+        if type(device) not in (torch.device, str, int):
+            raise TypeError(
+                f"device must be a torch.device, str or int, got {device!r}; for another dtype "
+                "compress to_dense().to(dtype)"
+            )
         moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
         if all(new is old for new, old in zip(moved, self._operands, strict=True)):
             return self
@@ -370,6 +376,9 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
     check_columns(columns)
     if format == "auto":
         format = _formats().auto(dense, columns)
+    elif format not in _formats().FORMATS:
+        known = ", ".join(map(repr, _formats().FORMATS))
+        raise ValueError(f"format must be 'auto' or one of {known}, got {format!r}")
     tensors, facts = module_of(format).encode(dense)
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
 
