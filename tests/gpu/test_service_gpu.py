@@ -81,8 +81,8 @@ def test_more_than_48_kb_of_shared_memory(device):
     from cuda.bindings import driver
 
     spec = KernelSpec("service", BIG_SHARED, "fill", 256, SHARED, description="fill")
+    out = torch.empty(256, device="cuda")  # and with it a context
     kernel = service.kernel(spec, torch.cuda.current_device(), "sm_90a")
-    out = torch.empty(256, device="cuda")
     import ctypes
 
     pointer = ctypes.c_uint64(out.data_ptr())
