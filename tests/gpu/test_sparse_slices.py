@@ -61,7 +61,8 @@ def product(form, encoded, shape, x, epilogue=(), vector=(), numbers=None, out=N
 def check(dense, x, found):
     wanted = x.double() @ dense.double().T
     usual = (x.double().square() @ dense.double().square().T).sqrt()  # if terms do not cancel
-    error = (found.double() - wanted).norm() / usual.norm().clamp_min(1e-30)
+    scale = torch.maximum(wanted.norm(), usual.norm()).clamp_min(1e-30)
+    error = (found.double() - wanted).norm() / scale
     many = torch.count_nonzero(wanted) >= 1000
     bound = (TOLERANCE if many else ROUNDING)[dense.dtype]
     assert error <= bound, f"{tuple(dense.shape)} of {x.shape[0]}: {error:.2e} > {bound:.1e}"
