@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 from compile_logs import built_with_logs
-from compile_pace import timed
+from compile_pace import confirmed, timed
 
 import kernlib as kl
 from kernlib.descriptors import norms
@@ -27,8 +27,8 @@ SPILL_BYTES, REGISTERS = 128, 128  # two blocks of 256 threads share a multiproc
 CUBIN_BYTES = 100 * 1000
 BLOCKS = 2  # of a multiprocessor, as __launch_bounds__ promises
 COMPILE_MS = 10_000  # of the clock, which on a loaded machine says little
-# Of the processor: 1.5 times the 520 ms of the slowest, and the 980 of those with p on the device.
-CPU_MS, CPU_MS_DEVICE_P = 800, 1500
+# Of the processor: 1.5 times the 520 ms of the slowest, and the 1230 of those with p on the device.
+CPU_MS, CPU_MS_DEVICE_P = 800, 1850
 
 POWER = kl.p_distance()
 STAGES = {"Identity": kl.Identity(), "Abs": kl.Abs(), "Square": kl.Square(), "Sqrt": kl.Sqrt()}
@@ -103,12 +103,12 @@ def cpu_cap(descriptor, made):
 def build(case):
     """The entry of a pairwise case, and the processor's milliseconds."""
     descriptor, made, arch = case
-    return build_spec(spec(descriptor, made, arch), arch, cpu_cap(descriptor, made))
+    return build_spec(spec(descriptor, made, arch), arch)
 
 
-def build_spec(wanted, arch, cap):
+def build_spec(wanted, arch):
     """The entry, and the processor's milliseconds."""
-    return timed(lambda: compile_spec(wanted, arch), cap)
+    return timed(lambda: compile_spec(wanted, arch))
 
 
 @cache
@@ -132,7 +132,8 @@ def test_the_kernel_compiles_within_its_bounds(name):
     assert 0 < meta["registers"] <= REGISTERS
     assert meta["compile_ms"] <= COMPILE_MS
     descriptor, made, arch = CASES[name]
-    assert built()[name][1] <= cpu_cap(descriptor, made)
+    wanted, cap = spec(descriptor, made, arch), cpu_cap(descriptor, made)
+    assert confirmed(built()[name][1], cap, lambda: compile_spec(wanted, arch)) <= cap
     if made.dtype == "float32":
         assert len(entry.cubin) <= CUBIN_BYTES
         if arch == HERE and made.tile == 128:
@@ -217,7 +218,7 @@ SPARSE = sparse_matrix()
 @cache
 def built_sparse():
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda case: build_spec(*case, SPARSE_CPU_MS), SPARSE.values())
+        made = pool.map(lambda case: build_spec(*case), SPARSE.values())
         return dict(zip(SPARSE, made, strict=True))
 
 
@@ -228,7 +229,8 @@ def test_a_portable_kernel_compiles_within_its_bounds(name):
     assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
     assert 0 < registers <= REGISTERS and spilled == 0
     assert len(entry.cubin) <= CUBIN_BYTES
-    assert milliseconds <= SPARSE_CPU_MS
+    cap = SPARSE_CPU_MS
+    assert confirmed(milliseconds, cap, lambda: compile_spec(wanted, arch)) <= cap
     shared = int(entry.meta["shared_bytes"])
     assert wanted.shared_bytes <= shared <= wanted.shared_bytes + portable.PLACE_BYTES
     held = targets.resident_blocks(arch, wanted.threads, registers, shared)
@@ -284,7 +286,7 @@ HOPPER = hopper_matrix()
 def built_for_hopper():
     """Of each the entry, the processor's milliseconds and NVRTC's log."""
     specs = {**HOPPER, "serial": KernelSpec("kronecker_sparse", SERIAL, "serial", 128)}
-    made = built_with_logs(specs, lambda wanted: build_spec(wanted, HERE, HOPPER_CPU_MS))
+    made = built_with_logs(specs, lambda wanted: build_spec(wanted, HERE))
     return {name: (*entry, log) for name, (entry, log) in made.items()}
 
 
@@ -295,7 +297,8 @@ def test_a_kernel_for_hopper_compiles_within_its_bounds(name):
     assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
     assert 0 < registers <= HOPPER_REGISTERS and spilled == 0
     assert len(entry.cubin) <= CUBIN_BYTES
-    assert milliseconds <= HOPPER_CPU_MS
+    cap = HOPPER_CPU_MS
+    assert confirmed(milliseconds, cap, lambda: compile_spec(wanted, HERE)) <= cap
     shared = int(entry.meta["shared_bytes"])
     assert targets.resident_blocks(HERE, wanted.threads, registers, shared) >= 1
 
