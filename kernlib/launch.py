@@ -61,7 +61,7 @@ def allocator(
     current when it is called: in 0.5 us on a host where ``torch.empty`` takes 1.8."""
     if _raw_empty is None or device.type != "cuda":
         return partial(torch.empty, shape, dtype=dtype, device=device)
-    strides = torch.empty(shape, device="meta").stride()
+    strides = torch.empty(shape, dtype=dtype, device="meta").stride()
     return partial(_raw_empty, tuple(shape), strides, dtype)
 
 

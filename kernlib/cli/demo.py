@@ -91,9 +91,11 @@ def _run(case: Case, device: tuple | None) -> Result:
 
     import kernlib as kl
 
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(POINTS, FEATURES, generator=generator)
-    y = torch.randn(OTHERS, FEATURES, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    sizes = (POINTS, FEATURES), (OTHERS, FEATURES)
+    x, y = (
+        torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in sizes
+    )
     with _watched() as seen:
         if device is None:
             kl.compile(case.descriptor, archs=(ARCH_WITHOUT_GPU,), specs=(x, y), **case.arguments)

@@ -19,6 +19,7 @@ import torch
 
 from kernlib.ops import sparse_format_macko as codec
 from kernlib.ops import sparse_lowering_macko_product as product
+from kernlib.ops.product_arguments import no_autocast
 from kernlib.ops.tensors import check_dense, refuse_gradients
 
 __all__ = ["compress", "decompress", "move_to_device", "multiply"]
@@ -127,7 +128,8 @@ def _fake(values, deltas, row_ptr, rows, columns, V):
 def _on_cpu(values, deltas, row_ptr, rows, columns, V):
     _check_product(values, deltas, row_ptr, rows, columns, V)
     dense = decompress((values, deltas, row_ptr, rows, columns))
-    return (dense.float() @ V.float()).to(V.dtype)
+    with no_autocast(V):
+        return (dense.float() @ V.float()).to(V.dtype)
 
 
 def _on_cuda(values, deltas, row_ptr, rows, columns, V):

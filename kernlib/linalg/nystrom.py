@@ -119,7 +119,8 @@ def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> No
 def _landmarks(x: torch.Tensor, rank: int, generator: torch.Generator | None) -> torch.Tensor:
     """Indices of points, none twice."""
     where = x.device if generator is None else generator.device
-    return torch.randperm(x.shape[0], generator=generator, device=where)[:rank].to(x.device)
+    order = torch.randperm(x.shape[0], generator=generator, dtype=torch.int64, device=where)
+    return order[:rank].to(x.device)
 
 
 def _shifted_root(block: torch.Tensor, columns: torch.Tensor) -> tuple[float, torch.Tensor]:
@@ -145,7 +146,7 @@ def _factor_rows(columns: torch.Tensor, chosen: torch.Tensor, shift: float, root
     square."""
     count, rank = columns.shape
     step = max(_CHUNK // rank, 1)
-    order = torch.arange(rank, device=columns.device)
+    order = torch.arange(rank, dtype=torch.int64, device=columns.device)
     for first in range(0, count, step):
         rows = columns[first : first + step].to(torch.float64, copy=True)
         row = chosen - first

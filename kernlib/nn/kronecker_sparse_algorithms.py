@@ -93,6 +93,8 @@ def csr(weight: torch.Tensor) -> torch.Tensor:
         columns.expand(a, b, d, c).flatten(),
         weight.transpose(2, 3).flatten(),
         size=(a * b * d, a * c * d),
+        dtype=weight.dtype,
+        device=weight.device,
         check_invariants=False,
     )
 

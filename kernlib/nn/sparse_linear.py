@@ -205,7 +205,7 @@ class SparseLinear(nn.Module):
         that hold tensors alone, such as safetensors, take it."""
         header = None if self._matrix is None else self._matrix.state()[0]
         text = json.dumps(header, sort_keys=True).encode()
-        return torch.tensor(list(text), dtype=torch.uint8)
+        return torch.tensor(list(text), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Nothing: the matrix was made of it together with its tensors."""

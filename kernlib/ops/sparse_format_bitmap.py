@@ -92,7 +92,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
         )
     offsets = ends.to(torch.int32)
     if dense.device.type == "cpu":
-        data = torch.zeros(total, dtype=torch.uint8)
+        data = torch.zeros(total, dtype=torch.uint8, device=dense.device)
         cpu.fill(dense, offsets, data)
     else:
         data = torch.empty(total, dtype=torch.uint8, device=dense.device)

@@ -21,7 +21,8 @@ QUADS = [block * 4 + (q ^ block // 2) for block in range(8) for q in range(4)]
 def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
     """Entries of each chunk, int32."""
     found = [nonzero(block).sum(-1, dtype=torch.int32).reshape(-1) for block in _blocks(dense)]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int32)
+    empty = torch.zeros(0, dtype=torch.int32, device=dense.device)
+    return torch.cat(found) if found else empty
 
 
 def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None:
@@ -42,7 +43,7 @@ def decode(
     data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
     """The dense matrix of chunks."""
-    out = torch.zeros(shape, dtype=dtype)
+    out = torch.zeros(shape, dtype=dtype, device=data.device)
     across = _across(shape)
     written, stored = bits(out), data.view(BITS[dtype])
     for top in range(0, shape[0], _step(across)):
@@ -51,7 +52,7 @@ def decode(
         first = top // ROWS * across
         starts = offsets[first : first + slabs * across].long()
         present = _bits(data.view(-1, UNIT)[_headers(starts)])
-        values = torch.zeros(slabs * across, POSITIONS, dtype=stored.dtype)
+        values = stored.new_zeros(slabs * across, POSITIONS)
         places = _places(starts, present.sum(-1), stored.element_size())
         values.masked_scatter_(present, stored[places])
         whole = values.view(slabs, across, 8, 2, 2, 8, 4, 4).permute(0, 3, 5, 1, 2, 6, 4, 7)
@@ -86,7 +87,8 @@ def _blocks(dense: torch.Tensor):
 
 def _headers(starts: torch.Tensor) -> torch.Tensor:
     """The units of the bitmaps of chunks at ``starts``, (chunks, 32)."""
-    return starts[:, None] + torch.arange(HEADER // UNIT)
+    units = torch.arange(HEADER // UNIT, dtype=torch.int64, device=starts.device)
+    return starts[:, None] + units
 
 
 def _words(present: torch.Tensor) -> torch.Tensor:
@@ -94,13 +96,14 @@ def _words(present: torch.Tensor) -> torch.Tensor:
     # block, half, plane, q, odd, t, j
     axes = present.view(-1, 8, 2, 2, 4, 2, 4, 4)
     lines = axes.permute(0, 1, 4, 2, 3, 7, 5, 6).reshape(-1, len(QUADS), UNIT, 8)
-    weights = 1 << torch.arange(8, dtype=torch.uint8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=present.device)
     return (lines * weights).sum(-1, dtype=torch.uint8)[:, QUADS]
 
 
 def _bits(words: torch.Tensor) -> torch.Tensor:
     """The reverse of :func:`_words`."""
-    lines = (words[:, QUADS, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    places = torch.arange(8, dtype=torch.uint8, device=words.device)
+    lines = (words[:, QUADS, :, None] >> places) & 1
     # block, q, half, plane, j, odd, t
     axes = lines.bool().view(-1, 8, 4, 2, 2, 4, 2, 4)
     return axes.permute(0, 1, 3, 4, 2, 6, 7, 5).reshape(-1, POSITIONS)
@@ -110,4 +113,5 @@ def _places(starts: torch.Tensor, counts: torch.Tensor, itemsize: int) -> torch.
     """Where the values of chunks at ``starts`` lie, in elements of the whole of data."""
     first = (starts * UNIT + HEADER) // itemsize
     before = counts.cumsum(0) - counts
-    return (first - before).repeat_interleave(counts) + torch.arange(int(counts.sum()))
+    numbers = torch.arange(int(counts.sum()), dtype=torch.int64, device=counts.device)
+    return (first - before).repeat_interleave(counts) + numbers

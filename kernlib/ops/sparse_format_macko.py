@@ -64,9 +64,9 @@ def decode(
     values, deltas, row_ptr = (tensors[name] for name in TENSORS)
     if values.device.type == "cuda":
         return _gpu().decode(values, deltas, row_ptr, tuple(shape))
-    out = torch.zeros(shape, dtype=dtype)
+    out = torch.zeros(shape, dtype=dtype, device=values.device)
     counts = row_ptr.diff().to(torch.int64)
-    rows = torch.repeat_interleave(torch.arange(shape[0]), counts)
+    rows = torch.repeat_interleave(counts)
     ends = _widths(deltas, rows.numel()).cumsum(0)
     first = row_ptr[:-1].to(torch.int64)
     before = torch.nn.functional.pad(ends, (1, 0))[first]
@@ -162,14 +162,15 @@ def _encode_cpu(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str,
     dense = dense.contiguous()
     bits, step = shared.bits(dense), LAST_CODE + 1
     rows, columns, before, taken = _runs(dense)
-    counts = torch.zeros(dense.shape[0], dtype=torch.int64).index_add_(0, rows, taken)
+    counts = rows.new_zeros(dense.shape[0]).index_add_(0, rows, taken)
     row_ptr, facts = _rows(counts, rows.numel())
     ends = taken.cumsum(0)
     pads = taken - 1
-    owner = torch.repeat_interleave(torch.arange(rows.numel()), pads)
-    nth = torch.arange(owner.numel()) - (pads.cumsum(0) - pads)[owner]
-    values = torch.zeros(facts["entries"], dtype=dense.dtype)
-    codes = torch.zeros(facts["entries"], dtype=torch.uint8)
+    owner = torch.repeat_interleave(pads)
+    nth = torch.arange(owner.numel(), dtype=torch.int64, device=dense.device)
+    nth -= (pads.cumsum(0) - pads)[owner]
+    values = dense.new_zeros(facts["entries"])
+    codes = torch.zeros(facts["entries"], dtype=torch.uint8, device=dense.device)
     stored = shared.bits(values)
     stored[ends - 1] = _canonical(bits[rows, columns], dense.dtype)
     codes[ends - 1] = ((columns - before - 1) % step).to(torch.uint8)

@@ -383,21 +383,6 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
 
 
-def from_csr(
-    crow: torch.Tensor,
-    col: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, int],
-    format: str = "auto",
-    columns: int = 1,
-) -> SparseMatrix:
-    """:func:`compress` of a matrix in CSR form: row ``r`` holds ``values[crow[r]:crow[r + 1]]`` in
-    columns ``col[crow[r]:crow[r + 1]]``. Indices are int32 or int64. Raises what
-    ``torch.sparse_csr_tensor`` and :func:`compress` raise."""
-    given = torch.sparse_csr_tensor(crow, col, values, tuple(shape), check_invariants=True)
-    return compress(given, format, columns)
-
-
 def _untransformed():
     """Outside of transforms of torch.func, which wrap each tensor that is made inside, and kernels
     take none of those."""

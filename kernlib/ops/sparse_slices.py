@@ -190,7 +190,7 @@ def _check_sizes(
             f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
         )
     known = cpu.unsigned(rows).flatten(1).sort().values
-    all_rows = torch.arange(shape[0], device=rows.device)
+    all_rows = torch.arange(shape[0], dtype=torch.int64, device=rows.device)
     if bool((known[:, : shape[0]] != all_rows).any() | (rows != -1).sum().ne(len(rows) * shape[0])):
         raise ValueError(f"rows must be those of the matrix, 0 to {shape[0] - 1}, and else -1")
 
@@ -244,7 +244,7 @@ def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.T
 def slice_order(slices: int, device: torch.device) -> torch.Tensor:
     """Which slice of the sorted ones is at each place: by reversed bits (van der Corput), so that
     the slices of any run are as long as others are."""
-    index = torch.arange(slices, device=device)
+    index = torch.arange(slices, dtype=torch.int64, device=device)
     turned = torch.zeros_like(index)
     for bit in range(max(slices - 1, 0).bit_length()):
         turned = turned * 2 + (index >> bit & 1)

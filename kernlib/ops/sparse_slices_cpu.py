@@ -22,7 +22,7 @@ GROUPS = 1 << 16  # whose steps are looked at together
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
     """Codes of each (panel, row): int32."""
     rows, cols = dense.shape
-    lengths = torch.zeros(-(-cols // width), rows, dtype=torch.int32)
+    lengths = torch.zeros(-(-cols // width), rows, dtype=torch.int32, device=dense.device)
     for index, line in enumerate(lengths):
         _, row, _, steps = _panel(code, dense, index * width, width)
         line.index_add_(0, row, codes_of(code, steps).to(torch.int32))
@@ -44,11 +44,11 @@ def write(
     for index in range(rows.shape[0]):
         held = unsigned(rows[index]).view(-1)
         real = (rows[index] != -1).view(-1).nonzero()[:, 0]
-        slot = torch.empty(dense.shape[0], dtype=torch.int64)
+        slot = held.new_empty(dense.shape[0])
         slot[held[real]] = real
         values_of, row, columns, steps = _panel(code, dense, index * width, width)
         taken = codes_of(code, steps)
-        counts = torch.zeros(dense.shape[0], dtype=torch.int64).index_add_(0, row, taken)
+        counts = row.new_zeros(dense.shape[0]).index_add_(0, row, taken)
         number = taken.cumsum(0) - 1 - (counts.cumsum(0) - counts)[row]
         place = index * slices + slot[row] // LANES
         base, length, lane = starts[place] * code.size(itemsize), lengths[place], slot[row] % LANES
@@ -72,12 +72,14 @@ def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: tor
     starts = tensors["offsets"].to(torch.int64)
     slices, cols = rows.shape[1], dense.shape[1]
     flat = bits(dense).view(-1)
-    values, lanes = data.view(BITS[dense.dtype]), torch.arange(LANES)
+    values = data.view(BITS[dense.dtype])
+    lanes = torch.arange(LANES, dtype=torch.int64, device=data.device)
     for index in range(rows.shape[0]):
         own = starts[index * slices : (index + 1) * slices + 1]
         lengths, first = own.diff(), own[:-1] - own[0]
-        place = torch.repeat_interleave(torch.arange(slices), lengths)
-        number = (torch.arange(len(place)) - first[place])[:, None]
+        place = torch.repeat_interleave(lengths)
+        number = torch.arange(len(place), dtype=torch.int64, device=data.device)
+        number = (number - first[place])[:, None]
         base = (own[:-1] * code.size(itemsize))[place][:, None]
         value, step, shift = places(code, number, lengths[place][:, None], lanes, itemsize)
         found = values[(base + value) // itemsize]
@@ -94,8 +96,9 @@ def steps_of_lanes(
 ) -> torch.Tensor:
     """Sums of the steps of each slice's lanes, (slices, lanes), as they are stored; on any device,
     by a byte at a time."""
-    shifts = torch.arange(0, 8, code.bits, device=data.device)
-    known = (torch.arange(256, device=data.device)[:, None] >> shifts & code.mask).sum(1)
+    shifts = torch.arange(0, 8, code.bits, dtype=torch.int64, device=data.device)
+    known = torch.arange(256, dtype=torch.int64, device=data.device)
+    known = (known[:, None] >> shifts & code.mask).sum(1)
     lengths, base = offsets.diff(), offsets[:-1] * code.size(itemsize)
     sums = torch.zeros(len(lengths), LANES, dtype=torch.int64, device=data.device)
     count = code.whole
@@ -104,9 +107,11 @@ def steps_of_lanes(
         if count == code.whole:
             first, groups = torch.zeros_like(lengths), lengths // count
         owner = torch.repeat_interleave(groups)
-        inside = torch.arange(len(owner), device=data.device) - (groups.cumsum(0) - groups)[owner]
+        inside = torch.arange(len(owner), dtype=torch.int64, device=data.device)
+        inside -= (groups.cumsum(0) - groups)[owner]
         begin = base[owner] + (first[owner] + inside * count) * code.size(itemsize)
-        places = torch.arange(LANES * count * code.bits // 8, device=data.device)
+        wide = LANES * count * code.bits // 8
+        places = torch.arange(wide, dtype=torch.int64, device=data.device)
         places += LANES * count * itemsize
         for some, at in zip(owner.split(GROUPS), begin.split(GROUPS), strict=True):
             found = known[data[at[:, None] + places].long()]
@@ -159,7 +164,8 @@ def _divided(
     entry's codes are those behind ``before`` up to ``number``; the first ones take the longest."""
     left = steps - code.least * (number - before)
     count = (left + code.mask - 1) // code.mask
-    owner = torch.repeat_interleave(torch.arange(len(steps)), count)
-    index = torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]
+    owner = torch.repeat_interleave(count)
+    index = torch.arange(len(owner), dtype=torch.int64, device=owner.device)
+    index -= (count.cumsum(0) - count)[owner]
     held = (left[owner] - code.mask * index).clamp_max(code.mask)
     return owner, before[owner] + 1 + index, held

@@ -49,8 +49,8 @@ def pairwise(
         v = torch.where(v.abs() < _column(epsilon, v), torch.zeros_like(v), v)
         columns = {name: _column(x, v) for name, x in (parameters or {}).items()}
         v = expressions.apply(descriptor.epilogue, v, columns).clone()
-        m = torch.arange(v.shape[1], device=v.device)[:, None]
-        n = torch.arange(v.shape[2], device=v.device)[None, :]
+        m = torch.arange(v.shape[1], dtype=torch.int64, device=v.device)[:, None]
+        n = torch.arange(v.shape[2], dtype=torch.int64, device=v.device)[None, :]
         v = torch.where(n - m == diagonal, v + _column(regularization, v), v)
     return v
 

@@ -71,8 +71,8 @@ def finish(
     regularization = placed.get("regularization", 0.0)
     if _is(regularization, 0.0):
         return v
-    m = torch.arange(v.shape[1], device=v.device)[:, None]
-    n = torch.arange(v.shape[2], device=v.device)[None, :]
+    m = torch.arange(v.shape[1], dtype=torch.int64, device=v.device)[:, None]
+    n = torch.arange(v.shape[2], dtype=torch.int64, device=v.device)[None, :]
     return torch.where(n - m == diagonal, v + regularization, v)
 
 

@@ -6,7 +6,8 @@ Names are loaded when first used. The model of the family is the MACKO-SpMV proj
 from importlib import import_module as _import_module
 
 _NAMES = {
-    "kernlib.ops.sparse_matrix": ("SparseMatrix", "compress", "from_csr"),
+    "kernlib.ops.sparse_matrix": ("SparseMatrix", "compress"),
+    "kernlib.ops.sparse_csr": ("from_csr",),
     "kernlib.ops.sparse": ("matmul",),
     "kernlib.sparse.prune": ("magnitude",),
 }

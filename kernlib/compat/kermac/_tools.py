@@ -181,5 +181,5 @@ def _layouts() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
 
 def _meta(rows: int, columns: int, column_major: int) -> torch.Tensor:
     if column_major:
-        return torch.empty(columns, rows, device="meta").mT
-    return torch.empty(rows, columns, device="meta")
+        return torch.empty(columns, rows, dtype=torch.float32, device="meta").mT
+    return torch.empty(rows, columns, dtype=torch.float32, device="meta")
