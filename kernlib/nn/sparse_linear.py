@@ -252,7 +252,7 @@ class SparseLinear(nn.Module):
     def __getstate__(self) -> dict:
         """Without the matrix, whose tensors the buffers are."""
         held = self._matrix
-        kept = None if held is None else (held.layout, held._nnz)
+        kept = None if held is None else (held.layout, held.known_nnz())
         return {**self.__dict__, "_matrix": kept}
 
     def __setstate__(self, state: dict) -> None:
@@ -423,7 +423,7 @@ def _rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
 
 def _with_tensors(matrix: SparseMatrix, tensors: list[torch.Tensor]) -> SparseMatrix:
     """The same matrix in other memory."""
-    return _counted(SparseMatrix.from_layout(matrix.layout, tuple(tensors)), matrix._nnz)
+    return _counted(SparseMatrix.from_layout(matrix.layout, tuple(tensors)), matrix.known_nnz())
 
 
 def _counted(matrix: SparseMatrix, nnz: int | None) -> SparseMatrix:

@@ -33,8 +33,8 @@ from kernlib.ops.product_arguments import (
     requires_gradient,
     tensors_of,
 )
+from kernlib.ops.sparse_frozen import check_frozen
 from kernlib.ops.sparse_matrix import SparseMatrix
-from kernlib.ops.sparse_settled import is_settled, settle, state_of
 from kernlib.ops.tensors import (
     LOWEST_ADDRESS,
     check_dense,
@@ -191,6 +191,8 @@ def _reference(descriptor: SparseMatmul, w, x, out, parameters: dict) -> torch.T
     """A checked call by torch's own operators, which are differentiable as they are."""
     from kernlib.ops.sparse_plans import laid_out
 
+    if w.frozen:
+        check_frozen(w)
     if out is not None and not out.is_meta:
         refuse_overlap(out, x=x, **tensors_of(parameters), **_operands(w))
     with no_autocast(x):
@@ -212,6 +214,8 @@ def by_plan(plan: SparsePlan, descriptor, w, x, out, parameters: dict) -> torch.
     if launch.current_device() != plan.index:
         with torch.cuda.device(plan.index):
             return by_plan(plan, descriptor, w, x, out, parameters)
+    if w._frozen is not None:
+        check_frozen(w)
     vectors = numbers = kept = ()
     if parameters:
         vectors, numbers, kept = parameters_of(plan, descriptor, x, parameters)
@@ -228,13 +232,7 @@ def by_plan(plan: SparsePlan, descriptor, w, x, out, parameters: dict) -> torch.
     addresses += (x.data_ptr(), target.data_ptr())
     for vector in vectors:
         addresses.append(vector.data_ptr())
-    if plan.early is None:
-        plan.launch(addresses, numbers)
-    elif is_settled(w, state := state_of(w), plan.index):
-        plan.early(addresses, numbers)
-    else:
-        plan.launch(addresses, numbers)
-        settle(w, state, plan.index)
+    plan.launch(addresses, numbers)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     if out is None or out is target:
         return target
@@ -295,8 +293,9 @@ def _operands(w: SparseMatrix) -> dict[str, torch.Tensor]:
 
 
 def _key(descriptor: SparseMatmul, w: SparseMatrix, x, out, parameters: dict) -> tuple | None:
-    """All that a plan depends on: the descriptor, the matrix's layout and device, then shapes,
-    strides, dtypes, device, alignment and kinds of numbers. None where there can be no plan."""
+    """All that a plan depends on: the descriptor, the matrix's layout and device and whether it is
+    frozen, then shapes, strides, dtypes, device, alignment and kinds of numbers. None where there
+    can be no plan."""
     try:  # signature(x), in 0.1 us less
         key = (
             descriptor, w._key,

@@ -19,6 +19,7 @@ from kernlib.ops import product_autograd
 from kernlib.ops import sparse as op
 from kernlib.ops.product_arguments import no_autocast
 from kernlib.ops.product_autograd import ORDINARY, Parts, is_biased, is_watched
+from kernlib.ops.sparse_frozen import check_unwritten, state_of
 from kernlib.ops.sparse_matrix import SparseMatrix
 from kernlib.ops.tensors import is_lazy, materialised, stand_ins
 from kernlib.reference import sparse as reference
@@ -59,13 +60,14 @@ def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor
 
 def transpose_for(w: SparseMatrix, y: torch.Tensor) -> SparseMatrix | None:
     """The transpose that :func:`turned_product` should be given for y: made if need be, but not
-    while a CUDA graph is captured, which that would wait for the device in."""
+    while a CUDA graph is captured, which that would wait for the device in, nor of tensors of
+    inference mode, for which it would not be kept."""
     if w.format == "dense" or not _few(w, y) or y.device.type != "cuda":
         return None
     known = w.known_transpose()
-    if known is None and not torch.cuda.is_current_stream_capturing():
-        return w.transpose()
-    return known
+    if known is not None or torch.cuda.is_current_stream_capturing() or state_of(w) is None:
+        return known
+    return w.transpose()
 
 
 def _few(w: SparseMatrix, y: torch.Tensor) -> bool:
@@ -106,7 +108,7 @@ def known(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> tor
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, w, plan):
-        ctx.w = w
+        ctx.w, ctx.state = w, state_of(w)
         if plan is None:
             return product(w, x, bias)
         descriptor, given = (PLAIN, {}) if bias is None else (BIASED, {"bias": bias})
@@ -115,6 +117,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         needs = ctx.needs_input_grad
+        check_unwritten(ctx.w, ctx.state)
         to_x = _turned(ctx.w, grad) if needs[0] else None
         return to_x, bias_gradient(grad) if needs[1] else None, None, None
 
@@ -122,11 +125,12 @@ class _Product(torch.autograd.Function):
 class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, w):
-        ctx.w = w
+        ctx.w, ctx.state = w, state_of(w)
         return turned_product(w, transpose_for(w, y), y)
 
     @staticmethod
     def backward(ctx, grad):
+        check_unwritten(ctx.w, ctx.state)
         if is_watched(grad):
             return _operator(ctx.w, grad, False), None
         made = _Product.apply if torch.is_grad_enabled() else _unrecorded

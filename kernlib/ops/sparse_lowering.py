@@ -44,7 +44,7 @@ def lower(
 
 def reads_ahead(name: str, arch: str) -> bool:
     """Whether the first launch of a format's kernels may begin before the one before it has ended,
-    if that does not write the matrix."""
+    if that does not write the matrix: if it is frozen."""
     return arch in OVERLAPPING and getattr(module_of(name), "READS_AHEAD", False)
 
 

@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.ops import sparse_encode
 from kernlib.ops.product_arguments import KERNEL_TYPES
+from kernlib.ops.sparse_frozen import State, freeze, state_of, thaw
 from kernlib.ops.sparse_rates import check_columns
 from kernlib.ops.tensors import check_dense, stand_ins
 
@@ -21,14 +22,15 @@ VERSION = 1  # of what state() answers
 DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
 _ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
+TURNED = "_kernlib_turned"  # of a first tensor: states in which its matrix is another's transpose
 
 
 class SparseMatrix:
     """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense",
     made by :func:`kernlib.sparse.compress`. Plain data: nothing of it changes, but
-    :meth:`transpose` keeps what it made. Who writes its tensors all the same, by other means than
-    torch's operations on them, calls ``torch.autograd.graph.increment_version``: products read them
-    early.
+    :meth:`transpose` keeps what it made. Products see what is written to its tensors all the same;
+    the transpose and ``nnz`` are made anew after writes that torch counts, so who writes by other
+    means than its operations calls ``torch.autograd.graph.increment_version``.
 
     ``kernlib.run_kernel(SparseMatmul(), w, x)`` and :func:`kernlib.sparse.matmul` multiply with it.
     Copies, pickles and ``torch.save`` hold its tensors without the transpose; :meth:`state` gives
@@ -36,8 +38,8 @@ class SparseMatrix:
     """
 
     __slots__ = (
-        "__weakref__", "_back", "_device", "_dtype", "_facts", "_format", "_key", "_layout", "_nnz",
-        "_operands", "_settled", "_shape", "_transposed",
+        "__weakref__", "_addresses", "_back", "_counted", "_device", "_dtype", "_facts", "_format",
+        "_frozen", "_key", "_layout", "_nnz", "_operands", "_shape", "_transposed", "_turned",
     )  # fmt: skip
 
     def __init__(
@@ -131,11 +133,21 @@ class SparseMatrix:
 
     @property
     def nnz(self) -> int:
-        """How many entries are not zero. Counted when it is first asked for, which waits for the
-        device."""
-        if self._nnz is None:
-            object.__setattr__(self, "_nnz", int(torch.count_nonzero(self.to_dense())))
-        return self._nnz
+        """How many entries are not zero. Counted when it is first asked for, and again after a
+        write, which waits for the device."""
+        known = self.known_nnz()
+        if known is None:
+            known = int(torch.count_nonzero(self.to_dense()))
+            _count(self, known)
+        return known
+
+    def known_nnz(self) -> int | None:
+        """``nnz`` if it is known without counting: not after a write that torch counts, nor of
+        tensors of inference mode, whose writes it does not count."""
+        if self._nnz is None or self._device.type == "meta":
+            return self._nnz
+        state = state_of(self)
+        return self._nnz if state is not None and state == self._counted else None
 
     @property
     def density(self) -> float:
@@ -165,7 +177,7 @@ class SparseMatrix:
         if all(new is old for new, old in zip(moved, self._operands, strict=True)):
             return self
         made = SparseMatrix.from_layout(self._layout, tuple(map(_fixed, moved)))
-        object.__setattr__(made, "_nnz", self._nnz)
+        _count(made, self.known_nnz())
         return made
 
     def cuda(self, device: torch.device | int | None = None) -> SparseMatrix:
@@ -187,21 +199,50 @@ class SparseMatrix:
 
     def transpose(self) -> SparseMatrix:
         """The transpose (C, R), compressed in the same format where that can hold it. Made once,
-        on the matrix's device, and kept: gradients with respect to x multiply with it."""
-        if self._transposed is None:
-            back = self._back() if self._back is not None else None
-            if back is not None:
-                return back
-            made = _turned(self)
-            object.__setattr__(made, "_back", weakref.ref(self))
-            object.__setattr__(self, "_transposed", made)
-        return self._transposed
+        on the matrix's device, and kept until torch counts a write to one of them, but not of
+        tensors of inference mode: gradients with respect to x multiply with it."""
+        known = self.known_transpose()
+        if known is None:
+            known = _turned(self)
+            states = state_of(self), state_of(known)
+            if None not in states:
+                _pair(self, known, states)
+        return known
 
     def known_transpose(self) -> SparseMatrix | None:
-        """What :meth:`transpose` has made, or was made from; None if it has not been asked for."""
-        if self._transposed is not None or self._back is None:
-            return self._transposed
-        return self._back()
+        """What :meth:`transpose` has made, or was made from, if neither has been written since;
+        None if it has not been asked for."""
+        other = self._transposed
+        if other is None and self._back is not None:
+            other = self._back()
+        if other is None or is_dynamo_compiling():  # there the operator compares when it runs
+            return other
+        return other if self._turned == (state_of(self), state_of(other)) else None
+
+    def freeze(self) -> SparseMatrix:
+        """Promise that no tensor of the matrix is written from now on, by anything, and return it:
+        products with it on a GPU then begin before the launch before them has ended.
+
+        Waits for the device, for what has written the matrix. A write that torch counts raises
+        RuntimeError at the next product; one that it does not count (through ``.data``, DLPack, a
+        storage, a collective, another kernel or the replay of a graph) makes products wrong.
+        :meth:`thaw` takes the promise back. Copies, and what ``torch.compile`` makes of a product,
+        are not frozen. Raises CaptureError while a CUDA graph is captured.
+        """
+        freeze(self)
+        return self
+
+    def thaw(self) -> SparseMatrix:
+        """Take :meth:`freeze` back and return the matrix: products launched from now on wait, and
+        it may be written. CUDA graphs that were captured before hold the promise still: capture
+        them again."""
+        thaw(self)
+        return self
+
+    @property
+    def frozen(self) -> bool:
+        """Whether :meth:`freeze` has been called, and :meth:`thaw` not since."""
+        return self._frozen is not None
 
     def state(self) -> tuple[dict, dict[str, torch.Tensor]]:
         """Plain values, and the tensors by name: what :meth:`from_state` takes. Waits for the
@@ -217,7 +258,7 @@ class SparseMatrix:
         return header, {name: tensor.detach() for name, tensor in self.tensors.items()}
 
     def __repr__(self) -> str:
-        counted = [] if self._nnz is None else [f"density={self.density:.3g}"]
+        counted = [] if self.known_nnz() is None else [f"density={self.density:.3g}"]
         parts = [str(self._shape), f"format={self._format!r}", f"dtype={self._dtype}", *counted]
         parts += [f"nbytes={self.nbytes}", f"device='{self._device}'"]
         return f"SparseMatrix({', '.join(parts)})"
@@ -234,7 +275,7 @@ class SparseMatrix:
     def __deepcopy__(self, memo: dict) -> SparseMatrix:
         copies = tuple(_fixed(t.clone()) for t in self._operands)
         made = SparseMatrix.from_layout(self._layout, copies)
-        object.__setattr__(made, "_nnz", self._nnz)
+        _count(made, self.known_nnz())
         memo[id(self)] = made
         return made
 
@@ -254,10 +295,32 @@ def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> 
     put(made, "_operands", operands)
     put(made, "_device", operands[0].device)
     put(made, "_key", (layout, operands[0].get_device()))
-    put(made, "_nnz", nnz)
+    put(made, "_addresses", None)  # of the tensors when a product last looked at them
+    put(made, "_frozen", None)  # the state that was promised to stay
     put(made, "_transposed", None)
     put(made, "_back", None)
-    put(made, "_settled", {})  # of sparse_settled: versions by stream
+    put(made, "_turned", None)  # the states of this and its transpose when that was made
+    put(made, "_nnz", None)
+    put(made, "_counted", None)  # the state of which that is the number
+    if nnz is not None:
+        _count(made, nnz)
+
+
+def _count(w: SparseMatrix, nnz: int | None) -> None:
+    """Take a number of entries for that of the matrix as it is now."""
+    object.__setattr__(w, "_counted", state_of(w))
+    object.__setattr__(w, "_nnz", nnz)
+
+
+def _pair(w: SparseMatrix, turned: SparseMatrix, states: tuple[State, State]) -> None:
+    """Make two matrices, in these states, known as one another's transpose."""
+    put = object.__setattr__
+    put(turned, "_turned", states[::-1])
+    put(turned, "_back", weakref.ref(w))
+    put(w, "_turned", states)
+    put(w, "_transposed", turned)
+    setattr(turned._operands[0], TURNED, states)  # for programs that hold these tensors alone
+    setattr(w._operands[0], TURNED, states[::-1])
 
 
 def module_of(format: str) -> ModuleType:
@@ -312,7 +375,7 @@ def _turned(w: SparseMatrix) -> SparseMatrix:
     dense = w.to_dense().t()
     fits = module_of(w.format).nbytes(dense) is not None
     made = compress(dense, w.format if fits else "auto")
-    object.__setattr__(made, "_nnz", w._nnz)
+    _count(made, w.known_nnz())
     return made
 
 

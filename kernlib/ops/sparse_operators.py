@@ -19,7 +19,8 @@ from kernlib.ops import sparse_autograd as autograd
 from kernlib.ops import sparse_checks as checks
 from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.product_arguments import by_name, check_vector, for_operator, requires_gradient
-from kernlib.ops.sparse_matrix import SparseMatrix, parse_layout
+from kernlib.ops.sparse_frozen import check_frozen, state_of
+from kernlib.ops.sparse_matrix import TURNED, SparseMatrix, parse_layout
 from kernlib.reference import sparse as reference
 
 _library = torch.library.Library("kernlib", "FRAGMENT")
@@ -42,6 +43,8 @@ product = torch.ops.kernlib.sparse_matmul_product.default
 
 def listed(w: SparseMatrix) -> tuple[list[torch.Tensor], list[torch.Tensor], str, str]:
     """A matrix as an operator takes it, with its transpose if that is known."""
+    if w.frozen:
+        check_frozen(w)
     turned = w.known_transpose()
     if turned is None:
         return [*w.operands], [], w.layout, ""
@@ -79,8 +82,17 @@ def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, deb
     with events.on_stderr() if debug else nullcontext():
         if not turned:
             return autograd.product(w, x, bias)
-        back = SparseMatrix.from_layout(transposed_layout, transposed) if transposed else None
-        return autograd.turned_product(w, back, x)
+        return autograd.turned_product(w, _given_transpose(w, transposed_layout, transposed), x)
+
+
+def _given_transpose(w: SparseMatrix, layout: str, tensors: list) -> SparseMatrix | None:
+    """The transpose that a product was recorded with, but not behind a write to one of the two that
+    torch has counted: a compiled program is given the same tensors for ever."""
+    if not tensors:
+        return None
+    turned = SparseMatrix.from_layout(layout, tensors)
+    made = getattr(tensors[0], TURNED, None)  # lost where a program was saved and loaded
+    return turned if made is None or made == (state_of(w), state_of(turned)) else None
 
 
 def _whole_recorded(keyset, x, *rest):

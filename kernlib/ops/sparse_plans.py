@@ -45,7 +45,6 @@ class SparsePlan(NamedTuple):
     steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
     launch: Callable[..., None] | None  # of the steps, given addresses; None for cuBLAS, whose
     multiply: Callable[..., torch.Tensor]  # is by_cublas
-    early: Callable[..., None] | None  # launch for a settled matrix; None if it is the same
 
 
 class Columns(NamedTuple):
@@ -155,16 +154,15 @@ def _launches(
 ) -> dict:
     """The fields of a plan that launch its kernels, loaded."""
     if lowered is None:
-        return {"steps": (), "launch": None, "multiply": by_cublas, "early": None}
+        return {"steps": (), "launch": None, "multiply": by_cublas}
     names = tuple(w.tensors)
     operands = (*names, "x", "out", *(f"vector{index}" for index in range(vectors)))
-    steps, inner = load_steps(lowered.steps, operands, x.get_device())
-    launch, early = launcher(steps, inner, x.device, lowered.workspace), None
-    if lowering.reads_ahead(w.format, arch):
-        first, *rest = lowered.steps
-        ahead, _ = load_steps((first._replace(overlaps=True), *rest), operands, x.get_device())
-        early = launcher(ahead, inner, x.device, lowered.workspace)
-    return {"steps": steps, "launch": launch, "multiply": by_cublas, "early": early}
+    wanted = lowered.steps
+    if w.frozen and wanted and lowering.reads_ahead(w.format, arch):
+        wanted = (wanted[0]._replace(overlaps=True), *wanted[1:])
+    steps, inner = load_steps(wanted, operands, x.get_device())
+    launch = launcher(steps, inner, x.device, lowered.workspace)
+    return {"steps": steps, "launch": launch, "multiply": by_cublas}
 
 
 # Many vectors, and matrices in the dense format.
