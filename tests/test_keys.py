@@ -48,6 +48,7 @@ def golden(family):
 @pytest.mark.parametrize("family", GOLDEN)
 def test_the_scheme_of_keys_is_that_of_every_earlier_release(family, monkeypatch):
     monkeypatch.setattr(sources, "digest", lambda source: hashlib.sha256(b"a header").digest())
+    monkeypatch.setattr(sources, "system_includes", lambda source: frozenset())
     monkeypatch.setattr(toolchain, "nvrtc_version", lambda: "13.0.88")
     monkeypatch.setattr(toolchain, "cuda_major", lambda: "13")
     monkeypatch.setattr(toolchain, "OPTIONS", ("c++17",))

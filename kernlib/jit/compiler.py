@@ -42,20 +42,21 @@ def compile_spec(spec: KernelSpec, arch: str) -> Entry:
 
 def _run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
     core = toolchain.cuda_core()
-    includes = [str(sources.root())]
-    if sources.system_includes(spec.source):
-        includes.append(toolchain.header_directory())
+    name = f"kernlib_{spec.family}.cu"
+    headers = toolchain.header_directory() if sources.system_includes(spec.source) else None
     try:
+        # no_source_include: nothing is looked for in the working directory.
         # no_cache: NVRTC's own cache answers without the resource report, and ours is in front.
         options = core.ProgramOptions(
-            name=f"kernlib_{spec.family}.cu",
+            name=name,
             arch=arch,
             std=toolchain.STANDARD,
-            include_path=includes,
+            include_path=headers,
+            no_source_include=True,
             ptxas_options=["-v", *spec.options],
             no_cache=True,
         )
-        program = core.Program(spec.source, "c++", options)
+        program = core.Program(sources.assemble(spec.source, name), "c++", options)
         return bytes(program.compile("cubin", logs=log).code)
     except Exception as error:
         raise _explain(error, spec, arch) from error

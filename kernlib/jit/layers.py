@@ -46,10 +46,14 @@ def wanted(spec: KernelSpec, arch: str) -> Wanted:
         sources.digest(spec.source),
         toolchain.OPTIONS,
         toolchain.cuda_major(),
+        *toolchain.environment(),
     )
     portable = hashlib.sha256(encode(parts)).digest()
-    exact = hashlib.sha256(encode((portable, toolchain.nvrtc_version()))).digest()
-    return Wanted(spec, arch, exact, portable)
+    compiler = (portable, toolchain.nvrtc_version())
+    headers = sources.system_includes(spec.source)
+    if headers:
+        compiler += (toolchain.header_digest(headers),)
+    return Wanted(spec, arch, hashlib.sha256(encode(compiler)).digest(), portable)
 
 
 class Layers(NamedTuple):

@@ -113,7 +113,8 @@ def _compile(into: Layers, asked: Wanted) -> Entry:
         raise
     report = {f: made.meta[f] for f in ("registers", "spill_bytes", "shared_bytes")}
     asked.emit("compile", ms=made.meta["compile_ms"], **report)
-    into.keep(asked, made)
+    if digest(asked.spec, asked.arch) == asked.key:  # else the sources were read anew meanwhile
+        into.keep(asked, made)
     return made
 
 

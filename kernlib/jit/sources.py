@@ -1,14 +1,19 @@
-"""Where the CUDA sources lie, and the digest of all that one kernel includes."""
+"""The CUDA sources: where they lie, the one text that a kernel is compiled from, and its digest.
+
+A kernel is compiled from the very texts that its key was made of, put in place of the includes
+that ask for them: so NVRTC, which looks in the working directory before any other, opens no file,
+and what is written over the sources meanwhile cannot get under a key that it does not belong to.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 
 from kernlib.errors import KernlibError
-
-_OWN, _SYSTEM = '#include "', "#include <"
 
 
 @lru_cache(maxsize=1)
@@ -28,25 +33,77 @@ def root() -> Path:
 def closure(source: str) -> tuple[str, ...]:
     """Names, relative to :func:`root`, of all files that ``source`` includes, sorted."""
     found: set[str] = set()
-    waiting = _included(source, _OWN)
+    waiting = _included(source)[0]
     while waiting:
         name = waiting.pop()
         if name not in found:
             found.add(name)
-            waiting += _included(_read(name), _OWN)
+            waiting += _included(_read(name))[0]
     return tuple(sorted(found))
 
 
+@cache
 def system_includes(source: str) -> frozenset[str]:
     """CUDA headers (``<cuda_fp16.h>`` ...) that ``source`` and its closure ask for."""
     texts = (source, *(_read(name) for name in closure(source)))
-    return frozenset(name for text in texts for name in _included(text, _SYSTEM))
+    return frozenset(name for text in texts for name in _included(text)[1])
 
 
-def _included(text: str, start: str) -> list[str]:
-    """Names behind the include lines that begin with ``start``."""
-    lines = (line for line in text.splitlines() if line.startswith(start))
-    return [line[len(start) :].split('"')[0].split(">")[0] for line in lines]
+def _included(text: str) -> tuple[list[str], list[str]]:
+    """Names of our own files and of CUDA headers that a text includes."""
+    lines = text.split("\n") if "include" in text else ()
+    asked = [_asked(line) for line in lines if "include" in line]  # no regex: 0.2 ms of a hit
+    return _between(asked, '"', '"'), _between(asked, "<", ">")
+
+
+def _between(asked: list[str], first: str, last: str) -> list[str]:
+    return [name[1:].split(last)[0] for name in asked if name.startswith(first)]
+
+
+def _asked(line: str) -> str:
+    """What stands behind ``#include`` in a line, "" for any other line."""
+    word = _directive(line)
+    return word.removeprefix("include").lstrip() if word.startswith("include") else ""
+
+
+def _directive(line: str) -> str:
+    """What stands behind the ``#`` of a line, "" for one that does not begin with it."""
+    line = line.strip()
+    return line[1:].lstrip() if line.startswith("#") else ""
+
+
+def assemble(source: str, name: str) -> str:
+    """``source`` with all files of its closure in place of the includes that ask for them, each of
+    them once, as ``#pragma once`` has it. Messages of a compiler name the files and ``name``."""
+    return "\n".join(_assembled(source, name, set(), True)) + "\n"
+
+
+def _assembled(text: str, name: str, done: set[str], certain: bool) -> Iterator[str]:
+    """The lines of a text. What stands inside an ``#if`` of it, or in a text that is not
+    ``certain`` to be compiled, may be skipped, and then the next include has to bring it."""
+    depth = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        own = _between([_asked(line)], '"', '"')
+        if own:
+            yield from _inserted(own[0], done, certain and depth == 0)
+            yield f'#line {number + 1} "{name}"'
+            continue
+        word = _directive(line)
+        depth += word.startswith("if") - word.startswith("endif")
+        yield "" if word.split() == ["pragma", "once"] else line
+
+
+def _inserted(name: str, done: set[str], certain: bool) -> Iterator[str]:
+    if name in done:
+        return
+    if certain:
+        done.add(name)
+    else:
+        done = done | {name}  # while it is open: it may be reached from itself
+    guard = "KERNLIB_HAS_" + "".join(c if c.isalnum() else "_" for c in name)
+    yield from (f"#ifndef {guard}", f"#define {guard}", f'#line 1 "{name}"')
+    yield from _assembled(_read(name), name, done, certain)
+    yield "#endif"
 
 
 @cache
@@ -63,12 +120,31 @@ def digest(source: str) -> bytes:
     return _digest_of(closure(source))
 
 
+def folder_digest(folder: Path, names: Iterable[str]) -> bytes:
+    """Digest by content of the files of these names in a folder and of what they include there.
+    Raises OSError."""
+    texts: dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        name = os.path.normpath(waiting.pop())
+        if name not in texts and (folder / name).is_file():
+            texts[name] = (folder / name).read_text(encoding="utf-8", errors="surrogateescape")
+            beside, elsewhere = _included(texts[name])
+            waiting += [os.path.join(os.path.dirname(name), other) for other in beside]
+            waiting += beside + elsewhere
+    digest = hashlib.sha256()
+    for name, text in sorted(texts.items()):
+        data = text.encode("utf-8", "surrogateescape")
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
+    return digest.digest()
+
+
 @cache
 def _read(name: str) -> str:
-    return (root() / name).read_text()
+    return (root() / name).read_text(encoding="utf-8")
 
 
 def forget() -> None:
     """Read the files anew: for those who edit kernels in a running process."""
-    for cached in (root, closure, _digest_of, _read):
+    for cached in (root, closure, system_includes, _digest_of, _read):
         cached.cache_clear()

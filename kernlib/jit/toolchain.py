@@ -6,14 +6,24 @@ import os
 import threading
 from functools import lru_cache
 from importlib import import_module, metadata
+from pathlib import Path
 from types import ModuleType
 
 from kernlib.errors import UnsupportedError
+from kernlib.jit import sources
 
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 UNKNOWN_VERSION = "probe-failed"
 STANDARD = "c++17"
-OPTIONS = (STANDARD,)  # of every compile, for the key
+OPTIONS = (STANDARD, "no-source-include")  # of every compile, for the key
+# What NVRTC and ptxas read of the environment and generate other code by. They read more, which
+# leaves the code as it is, and no search path for headers, such as CPATH.
+CODE_VARIABLES = (
+    "FINALIZER_USE_LEGACY_ELF_BUILDER",
+    "NVRTC_APPEND_FLAGS",
+    "NVRTC_PREPEND_FLAGS",
+    "NV_NVVM_VERSION",
+)
 
 
 def missing(what: str, error: Exception) -> UnsupportedError:
@@ -74,6 +84,22 @@ def cuda_major() -> str:
         except metadata.PackageNotFoundError:
             return UNKNOWN_VERSION
     return version.partition(".")[0]
+
+
+def environment() -> tuple[str, ...]:
+    """Those of CODE_VARIABLES that are set, with their values, for the key; mostly none."""
+    return tuple(f"{name}={os.environ[name]}" for name in CODE_VARIABLES if name in os.environ)
+
+
+@lru_cache(maxsize=64)
+def header_digest(names: frozenset[str]) -> str:
+    """Digest of the CUDA headers of these names and all they include, read once a process: of
+    their contents, as a toolkit on the machine has no version of a wheel. ``probe-failed`` where
+    there are none, which a kernel that is found needs not."""
+    try:
+        return sources.folder_digest(Path(header_directory()), names).hex()
+    except (UnsupportedError, OSError):
+        return UNKNOWN_VERSION
 
 
 @lru_cache(maxsize=1)
