@@ -24,7 +24,7 @@ import math
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -59,7 +59,7 @@ class Model(NamedTuple):
 
 class Result(NamedTuple):
     way: str
-    count: int  # of points to learn from
+    points: int  # to learn from
     predictions: torch.Tensor
     r2: float
     rmse: float
@@ -71,7 +71,10 @@ class Result(NamedTuple):
 def make(train: int, features: int, seed: int, device: str) -> Data:
     """Waves in random directions, scaled to a spread of 1, and noise on those to learn from."""
     count = train + max(train // 5, 100)
-    random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    random: dict[str, Any] = {
+        "generator": torch.Generator(device).manual_seed(seed),
+        "device": device,
+    }
     x = torch.randn(count, features, **random)
     x /= torch.arange(1, features + 1, device=device) ** DECAY
     directions = torch.nn.functional.normalize(torch.randn(WAVES, features, **random))
@@ -176,15 +179,15 @@ def peak_mb(device: str) -> float:
 
 def check(results: list[Result], device: str) -> None:
     """Each way solves its equations, explains the data, and predicts what plain torch does."""
-    reference = {r.count: r.predictions for r in results if r.way == "plain torch"}
+    reference = {r.points: r.predictions for r in results if r.way == "plain torch"}
     for found in results:
-        wanted = reference[found.count]
+        wanted = reference[found.points]
         apart = ((found.predictions - wanted).norm() / wanted.norm()).item()
-        print(f"{found.way:12s} {found.count:6d} points  {device:5s} relative error "
+        print(f"{found.way:12s} {found.points:6d} points  {device:5s} relative error "
               f"{found.error:.1e}, predictions {apart:.1e} from plain torch's")  # fmt: skip
         if not max(found.error, apart) <= BOUND:
             raise SystemExit(f"{found.way}: an error is above {BOUND:g}")
-        if found.count >= ENOUGH and not found.r2 >= ACCURACY:
+        if found.points >= ENOUGH and not found.r2 >= ACCURACY:
             raise SystemExit(f"{found.way}: R^2 is below {ACCURACY}")
 
 
@@ -193,7 +196,7 @@ def print_table(results: list[Result]) -> None:
     for column in ("way", "points", "R^2", "test RMSE", "seconds", "peak MB"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for r in results:
-        table.add_row(r.way, f"{r.count}", f"{r.r2:.4f}", f"{r.rmse:.4f}", f"{r.seconds:.3f}",
+        table.add_row(r.way, f"{r.points}", f"{r.r2:.4f}", f"{r.rmse:.4f}", f"{r.seconds:.3f}",
                       f"{r.peak_mb:.0f}")  # fmt: skip
     Console().print(table)
 
@@ -210,7 +213,7 @@ def plot(results: list[Result], path: Path) -> None:
             own = [r for r in results if r.way == way]
             axis.loglog([getattr(r, what) for r in own], [r.rmse for r in own], "o-", label=way)
             for r in own:
-                axis.annotate(f" {r.count}", (getattr(r, what), r.rmse), fontsize=7)
+                axis.annotate(f" {r.points}", (getattr(r, what), r.rmse), fontsize=7)
         axis.set_xlabel(label)
         axis.tick_params(axis="x", which="both", labelsize=7, labelrotation=30)
         axis.grid(True, which="both", alpha=0.3)
@@ -221,7 +224,7 @@ def plot(results: list[Result], path: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=tuple(TRAIN), default=default)
     parser.add_argument("--train", type=int, help="points to learn from: 60000, or 2000 on a CPU")

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,10 @@ class Result(NamedTuple):
 
 def images(config: Config, count: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Gratings (count, 1, size, size) and their classes."""
-    random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    random: dict[str, Any] = {
+        "generator": torch.Generator(device).manual_seed(seed),
+        "device": device,
+    }
 
     def uniform(low: float, high: float) -> torch.Tensor:
         return low + (high - low) * torch.rand(count, 1, 1, **random)
@@ -212,7 +215,7 @@ def table(results: dict[str, Result]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--steps", type=int, help="training steps of each model")
@@ -227,12 +230,12 @@ def main() -> None:
     for kind in ("KSLinear", "nn.Linear"):
         torch.manual_seed(0)
         model = ViT(config).to(device)
+        swapped: dict[str, KSLinear] = {}
         if kind == "KSLinear":
             swapped = replace_linear(model, config.chains, match=REPLACED)
         results[kind] = train(model, config._replace(steps=steps), device, AMP[options.amp])
-        if kind == "KSLinear":
-            for name, layer in list(swapped.items())[:5]:  # those of the first block
-                check(name, layer, device)
+        for name, layer in list(swapped.items())[:5]:  # those of the first block
+            check(name, layer, device)
         del model
     table(results)
     for kind, result in results.items():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -68,6 +67,9 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, config: Config, length: int):
         super().__init__()
         self.heads, self.kv_heads, self.size = (
@@ -165,7 +167,8 @@ class Stepper:
     def __init__(self, model: Decoder, device: str):
         self.token = torch.zeros(1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.model, self.graph = model, None
+        self.model = model
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.step()  # loads kernels, which a capture cannot
         if device == "cuda":
             torch.cuda.synchronize()
@@ -207,7 +210,7 @@ def generate(model: Decoder, steps: int, device: str, given: torch.Tensor | None
     return Run(torch.cat(tokens), torch.cat(logits), steps / seconds)
 
 
-def timed(step: Callable, steps: int, device: str) -> float:
+def timed(step: Stepper, steps: int, device: str) -> float:
     step.restart()
     start = now(device)
     for _ in range(steps):
@@ -252,7 +255,7 @@ def compare(dense: Run, sparse: Run, dtype: torch.dtype, device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--density", type=float, default=0.5, help="part of the weights that stays")

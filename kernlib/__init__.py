@@ -87,7 +87,7 @@ _MODULES = ("compat", "descriptors", "events", "linalg", "nn", "settings", "spar
 __all__ = sorted((*_HOMES, *_MODULES, "__version__"))
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name in _HOMES:
         value = getattr(_import_module(_HOMES[name]), name)
     elif name in _MODULES:
@@ -98,5 +98,5 @@ def __getattr__(name: str):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

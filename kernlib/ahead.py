@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,17 +20,20 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.ops import op_of
 from kernlib.progress import shown
 
+if TYPE_CHECKING:
+    from kernlib.ops.sparse_matrix import SparseMatrix
+
 
 def compile(
-    descriptors: Descriptor | list[Descriptor],
+    descriptors: Descriptor | Sequence[Descriptor],
     *,
     archs: str | tuple[str, ...] | list[str] = ("sm_90a",),
-    specs: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+    specs: torch.Tensor | tuple[torch.Tensor | SparseMatrix, ...] | None = None,
     dtypes: torch.dtype | tuple[torch.dtype, ...] = (torch.float32,),
     workers: int | None = None,
     progress: bool | None = None,
     debug: bool = False,
-    **arguments,
+    **arguments: Any,
 ) -> list[Entry]:
     """Compile kernels into the cache, for GPUs that need not be here.
 
@@ -59,12 +64,12 @@ def compile(
 
 
 def prepare(
-    descriptors: Descriptor | list[Descriptor],
-    *tensors: torch.Tensor,
+    descriptors: Descriptor | Sequence[Descriptor],
+    *tensors: torch.Tensor | SparseMatrix,
     workers: int | None = None,
     progress: bool | None = None,
     debug: bool = False,
-    **arguments,
+    **arguments: Any,
 ) -> None:
     """Compile and load what :func:`kernlib.run_kernel` would use for these arguments, with each of
     the descriptors, and launch nothing.

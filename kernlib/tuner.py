@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +31,9 @@ from kernlib.jit.entry import Entry
 from kernlib.ops import op_of
 from kernlib.ops.candidates import Candidate
 from kernlib.progress import shown, wanted
+
+if TYPE_CHECKING:
+    from kernlib.ops.sparse_matrix import SparseMatrix
 
 BATCH_MS = 2.0  # events resolve 0.5 us, and a launch takes 5 us of the host
 LONGEST_BATCH = 2000  # launches
@@ -108,7 +112,10 @@ def _words(choice: dict) -> str:
 
 
 def tune(
-    descriptor: Descriptor, *tensors: torch.Tensor, progress: bool | None = None, **arguments
+    descriptor: Descriptor,
+    *tensors: torch.Tensor | SparseMatrix,
+    progress: bool | None = None,
+    **arguments: Any,
 ) -> Tuning:
     """Time every kernel that could compute :func:`kernlib.run_kernel` of these arguments, and keep
     the fastest for all later calls with these sizes, layouts and dtypes on this model of GPU.

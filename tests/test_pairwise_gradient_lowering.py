@@ -158,7 +158,7 @@ def test_tiles_of_tensor_cores_fit(features, sets):
     made = problem(features=features, sets=sets)
     for arch, limit in targets.SHARED_BYTES.items():
         tile = tensor.default(made, arch)
-        assert tensor.shared_bytes(tensor.columns_of(made, arch), tile) <= limit
+        assert tensor.shared_bytes(True, tensor.columns_of(made, arch), tile) <= limit
         assert tile.wgmma == (arch == HERE and features > tensor.NARROW and sets > 8)
     assert tensor.default(problem(features=8), HERE).features == 16
 
@@ -209,16 +209,16 @@ def matrix():
         made = direct.Variant("float32", "float32", "Difference", "AbsSlope", 1, *accesses[:2])
         cases[f"{arch} direct"] = (direct.spec(made, arch), arch)
         for slope, columns in (("AbsSlope", 0), ("AbsSlope", 2), ("PowerSlope", 1)):
+            sign = slope == tensor.SIGN
             tile = next(
-                t for t in tensor.TILES[columns]
-                if tensor.shared_bytes(columns, t) <= targets.SHARED_BYTES[arch]
+                t for t in tensor.TILES[sign][columns]
+                if tensor.shared_bytes(sign, columns, t) <= targets.SHARED_BYTES[arch]
             )  # fmt: skip
             made = tensor.Variant(slope, columns, tile)
             cases[f"{arch} tensor {slope} {columns}"] = (tensor.spec(made), arch)
-    for table in (tensor.TILES, tensor.WGMMA):
-        for columns, tile in ((c, t) for c, tiles in table.items() for t in tiles):
-            slopes = ("AbsSlope", "ThreeHalvesSlope", "DeviceSlope")[: 3 if columns else 1]
-            for slope in slopes:
+    for sign, table in product((True, False), (tensor.TILES, tensor.WGMMA)):
+        for columns, tile in ((c, t) for c, tiles in table[sign].items() for t in tiles):
+            for slope in ("AbsSlope",) if sign else ("ThreeHalvesSlope", "DeviceSlope"):
                 unit = "wgmma" if tile.wgmma else "mma"
                 name = f"{unit} {slope} {columns} {tile.queries}x{tile.features}"
                 cases[name] = (tensor.spec(tensor.Variant(slope, columns, tile)), HERE)
@@ -243,7 +243,7 @@ def test_a_kernel_compiles_within_its_bounds(name):
     assert entry.kernel == spec.entry and len(entry.cubin) <= CUBIN_BYTES
     assert spilled <= SPILL_BYTES
     shared = int(entry.meta["shared_bytes"])
-    blocks = 1 if "float64" in name else 2
+    blocks = 1 if "float64" in name or spec.threads > direct.THREADS else 2
     if arch == HERE:
         assert targets.resident_blocks(arch, spec.threads, registers, shared) >= blocks
 

@@ -25,6 +25,7 @@
 //   STEPS                  times 16 points of a stage
 //   TOGETHER               queries whose slopes wgmma multiplies while the next ones' are made
 //   BLOCKS                 CTAs of a multiprocessor
+//   CHAIN                  points of a SINGLE coefficient whose sums stay in tensor cores
 #pragma once
 
 using InputT = float;
@@ -163,7 +164,8 @@ __device__ __forceinline__ bool loses(const Parameters& parameters, i64 l, i64 k
 
 __device__ __forceinline__ void write(Sums& sums, const Coordinates& x,
                                       const Parameters& parameters, const Share& share, i64 q0,
-                                      i64 k0, const Place& place, float factor) {
+                                      i64 k0, const Place& place, float factor,
+                                      bool accumulate) {
     const OutView& view = parameters.out_view;
     OutputT* out = parameters.out + share.l * view.batch_stride + share.part * view.part_stride;
 #pragma unroll
@@ -188,10 +190,15 @@ __device__ __forceinline__ void write(Sums& sums, const Coordinates& x,
                 OutputT* to = out + o * view.coefficient_stride + q * view.query_stride +
                               k * view.feature_stride;
                 sum *= factor;
-                *to = convert<OutputT>(parameters.accumulate ? sum + convert<float>(*to) : sum);
+                *to = convert<OutputT>(accumulate ? sum + convert<float>(*to) : sum);
             }
         }
     }
+}
+
+__device__ __forceinline__ void clear(Sums& sums) {
+    Sums none = {};
+    memcpy(sums, none, sizeof(Sums));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -222,6 +229,7 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
         make_terms(terms, stages, loader.weighted);
         publish_terms();
         int slot = 0, parity = 0;
+        bool accumulate = parameters.accumulate;
 #pragma unroll 1
         for (int done = 0; done < count; done += POINTS) {
             wait_for_copies();
@@ -234,9 +242,14 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
             add_stage(sums, x, stages + slot * RAW, terms + parity * TERMS, place, exponents);
             slot = next;
             parity = 1 - parity;
+            if (SINGLE && (done + POINTS) % CHAIN == 0 && done + POINTS < count) {
+                write(sums, x, parameters, share, q0, k0, place, factor, accumulate);
+                accumulate = true;
+                clear(sums);
+            }
         }
         wait_for_copies();
-        write(sums, x, parameters, share, q0, k0, place, factor);
+        write(sums, x, parameters, share, q0, k0, place, factor, accumulate);
         __syncthreads();
     }
 }

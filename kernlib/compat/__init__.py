@@ -7,11 +7,11 @@ _MODULES = ("kermac", "macko")
 __all__ = sorted(_MODULES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'kernlib.compat' has no attribute {name!r}")
     return _import_module(f"kernlib.compat.{name}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

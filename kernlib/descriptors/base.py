@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernlib.canonical import encode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 parsed: dict[str, Descriptor] = {}  # texts that kernlib.descriptors.text has read
 
@@ -52,7 +55,7 @@ class Descriptor(Part):
         """One line for people."""
         return repr(self)
 
-    def replace(self, **changes):
+    def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
 
@@ -61,7 +64,7 @@ class Descriptor(Part):
         return type(self), tuple(getattr(self, f.name) for f in fields)
 
 
-def render(value) -> str:
+def render(value: object) -> str:
     """A descriptor, or a part of one, as its constructor's call with every field named, from which
     :func:`kernlib.descriptors.text.from_text` makes an equal one.
 

@@ -375,7 +375,7 @@ class Product(Descriptor):
     results are what vectors hold a value for."""
 
     __slots__ = ()
-    epilogue: tuple[Epilogue, ...]
+    epilogue: Epilogue | tuple[Epilogue, ...]
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class KroneckerSparse(Product):
     d: int
     _: KW_ONLY
     batch_last: bool = False
-    epilogue: tuple[Epilogue, ...] = ()
+    epilogue: Epilogue | tuple[Epilogue, ...] = ()
     precision: str | None = None
     text: str = field(init=False, repr=False, compare=False)  # kept for Dynamo, as Pairwise's is
 

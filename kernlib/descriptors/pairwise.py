@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kernlib.descriptors import norms
 from kernlib.descriptors.base import Descriptor, check_precision, render, require
@@ -19,6 +19,22 @@ from kernlib.descriptors.epilogues import (
     as_epilogues,
     refuse_vectors,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """What every named descriptor passes on to :class:`Pairwise`."""
+
+        precision: str | None
+        symmetric: bool
+        direct: bool
+
+    class _Stages(_Options, total=False):
+        """What those without an epilogue of their own pass on as well."""
+
+        epilogue: Epilogue | tuple[Epilogue, ...]
+
 
 OPERATORS = ("difference", "dot")
 
@@ -48,7 +64,7 @@ class Pairwise(Descriptor):
     # NOTE: functions, because Dynamo traces them where it cannot a default that is an object.
     inner: object = field(default_factory=lambda: norms.Abs())
     outer: object = field(default_factory=lambda: norms.Identity())
-    epilogue: tuple[Epilogue, ...] = ()
+    epilogue: Epilogue | tuple[Epilogue, ...] = ()
     precision: str | None = None
     symmetric: bool = False
     direct: bool = False
@@ -69,14 +85,14 @@ class Pairwise(Descriptor):
         for name, flag in (("symmetric", self.symmetric), ("direct", self.direct)):
             if type(flag) is not bool:
                 raise TypeError(f"{name} must be a bool, got {flag!r}")
-        require(
-            not isinstance(self.outer, norms.Root) or isinstance(self.inner, norms.Power),
-            f"outer=Root() needs inner=Power(), got inner={self.inner}",
-        )
-        require(
-            not self.symmetric or not self.signed,
-            f"symmetric=True needs inner(-v) = inner(v), which {self.inner} of a difference is not",
-        )
+        # NOTE: texts are made when they are needed: Dynamo warns of a dataclass's repr.
+        if isinstance(self.outer, norms.Root) and not isinstance(self.inner, norms.Power):
+            raise ValueError(f"outer=Root() needs inner=Power(), got inner={self.inner}")
+        if self.symmetric and self.signed:
+            raise ValueError(
+                f"symmetric=True needs inner(-v) = inner(v), which {self.inner} of a difference "
+                f"is not"
+            )
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
@@ -113,81 +129,81 @@ def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
         raise TypeError(f"{argument} must be one of {known}, got {stage!r}")
 
 
-def l1_distance(**fields) -> Pairwise:
+def l1_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``sum_k |b - a|``."""
     return Pairwise(inner=norms.Abs(), **fields)
 
 
-def l2_distance(**fields) -> Pairwise:
+def l2_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``sqrt(sum_k (b - a)^2)``."""
     return Pairwise(inner=norms.Square(), outer=norms.Sqrt(), **fields)
 
 
-def squared_distance(**fields) -> Pairwise:
+def squared_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``sum_k (b - a)^2``."""
     return Pairwise(inner=norms.Square(), **fields)
 
 
-def p_distance(**fields) -> Pairwise:
+def p_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``(sum_k |b - a|^p)^(1/p)``, with ``p`` given to the call."""
     return Pairwise(inner=norms.Power(), outer=norms.Root(), **fields)
 
 
-def power_sum(**fields) -> Pairwise:
+def power_sum(**fields: Unpack[_Stages]) -> Pairwise:
     """``sum_k |b - a|^p``, with ``p`` given to the call."""
     return Pairwise(inner=norms.Power(), **fields)
 
 
-def exp_power_sum(**fields) -> Pairwise:
+def exp_power_sum(**fields: Unpack[_Stages]) -> Pairwise:
     """``sum_k exp(inner_scale * |b - a|^p)``, with ``p`` and ``inner_scale`` given to the call."""
     return Pairwise(inner=norms.ExpPower(), **fields)
 
 
-def dot_product(**fields) -> Pairwise:
+def dot_product(**fields: Unpack[_Stages]) -> Pairwise:
     """``sum_k b * a``."""
     return Pairwise("dot", inner=norms.Identity(), **fields)
 
 
-def laplace_l1(**fields) -> Pairwise:
+def laplace_l1(**fields: Unpack[_Options]) -> Pairwise:
     """``exp(-|b - a|_1 / bandwidth)``."""
     return l1_distance(epilogue=Laplace(), **fields)
 
 
-def laplace_l2(**fields) -> Pairwise:
+def laplace_l2(**fields: Unpack[_Options]) -> Pairwise:
     """``exp(-|b - a|_2 / bandwidth)``."""
     return l2_distance(epilogue=Laplace(), **fields)
 
 
-def laplace_pq(**fields) -> Pairwise:
+def laplace_pq(**fields: Unpack[_Options]) -> Pairwise:
     """``exp(-(|b - a|_p / bandwidth)^q)``, with ``p`` and ``q`` given to the call."""
     return p_distance(epilogue=PowerExponential(), **fields)
 
 
-def gaussian(**fields) -> Pairwise:
+def gaussian(**fields: Unpack[_Options]) -> Pairwise:
     """``exp(-|b - a|_2^2 / (2 bandwidth^2))``."""
     return squared_distance(epilogue=Gaussian(), **fields)
 
 
-def matern32(**fields) -> Pairwise:
+def matern32(**fields: Unpack[_Options]) -> Pairwise:
     """Matérn kernel with ``nu = 3/2``."""
     return l2_distance(epilogue=Matern(1.5), **fields)
 
 
-def matern52(**fields) -> Pairwise:
+def matern52(**fields: Unpack[_Options]) -> Pairwise:
     """Matérn kernel with ``nu = 5/2``."""
     return l2_distance(epilogue=Matern(2.5), **fields)
 
 
-def rational_quadratic(**fields) -> Pairwise:
+def rational_quadratic(**fields: Unpack[_Options]) -> Pairwise:
     """``(1 + |b - a|_2^2 / (2 alpha bandwidth^2))^-alpha``."""
     return squared_distance(epilogue=RationalQuadratic(), **fields)
 
 
-def cauchy(**fields) -> Pairwise:
+def cauchy(**fields: Unpack[_Options]) -> Pairwise:
     """``1 / (1 + |b - a|_2^2 / bandwidth^2)``."""
     return squared_distance(epilogue=Cauchy(), **fields)
 
 
-def polynomial(degree: int = 3, **fields) -> Pairwise:
+def polynomial(degree: int = 3, **fields: Unpack[_Options]) -> Pairwise:
     """``(gamma * <a, b> + offset)^degree``."""
     return dot_product(epilogue=Polynomial(degree), **fields)

@@ -25,7 +25,7 @@ class SparseMatmul(Product):
 
     family: ClassVar[str] = "sparse"
 
-    epilogue: tuple[Epilogue, ...] = ()
+    epilogue: Epilogue | tuple[Epilogue, ...] = ()
     text: str = field(init=False, repr=False, compare=False)  # kept for Dynamo, as Pairwise's is
 
     def __post_init__(self):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kernlib.linalg.checks import DTYPES
 from kernlib.ops.hyperparameters import check_kind, host_value
 from kernlib.ops.tensors import check_dense, refuse_transforms
+
+if TYPE_CHECKING:
+    from kernlib.linalg.nystrom import NystromPreconditioner
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -39,7 +42,7 @@ def conjugate_gradient(
     matmul: Product,
     b: torch.Tensor,
     *,
-    preconditioner: Product | None = None,
+    preconditioner: Product | NystromPreconditioner | None = None,
     x0: torch.Tensor | None = None,
     tol: float = 1e-6,
     max_iter: int = 1000,

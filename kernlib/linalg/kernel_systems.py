@@ -23,7 +23,7 @@ def solve_kernel(
     max_iter: int = 1000,
     check_every: int = 10,
     generator: torch.Generator | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> CGResult:
     """Solve ``(K(x, x) + regularization I) w = y`` by :func:`conjugate_gradient`.
 

@@ -42,7 +42,7 @@ def nystrom(
     *,
     regularization: float,
     generator: torch.Generator | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> NystromPreconditioner:
     """A preconditioner of ``K(x, x) + regularization I`` from ``rank`` random columns of K.
 

@@ -17,7 +17,7 @@ _MODULES = ("compat",)
 __all__ = sorted((*_HOMES, *_MODULES))
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name in _HOMES:
         value = getattr(_import_module(_HOMES[name]), name)
     elif name in _MODULES:
@@ -28,5 +28,5 @@ def __getattr__(name: str):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

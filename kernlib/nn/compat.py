@@ -15,6 +15,9 @@ stores it so:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,7 +35,14 @@ VERSIONS = ("torch_matmul", "einsum")
 
 
 def generate_factor(
-    a: int, b: int, c: int, d: int, algo: str, weights=None, dtype=None, device=None
+    a: int,
+    b: int,
+    c: int,
+    d: int,
+    algo: str,
+    weights: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
 ) -> torch.Tensor:
     """A factor in the storage of ``algo``: of ``weights`` (a, b, c, d), or uniform in
     ``±1/sqrt(c)``. Raises ValueError for another ``algo`` and for weights of another shape."""
@@ -106,10 +116,10 @@ class LinearBsl(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         version: str = "torch_matmul",
-        weights=None,
+        weights: torch.Tensor | None = None,
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
         if version not in VERSIONS:
@@ -142,9 +152,9 @@ class UnfusedLinear(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device=None,
-        dtype=None,
-        weights=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        weights: torch.Tensor | None = None,
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
         _set_weight(self, weights)
@@ -156,14 +166,14 @@ class UnfusedLinear(nn.Linear):
 
 
 def get_linear_layer(
-    patterns,
+    patterns: Sequence[Pattern],
     algo: str = "auto",
     dtype: torch.dtype | None = None,
     bs_last: bool = False,
     bias: bool = False,
-    weights=None,
-    device=None,
-    **others,
+    weights: Sequence[torch.Tensor] | None = None,
+    device: torch.device | str | int | None = None,
+    **others: Any,
 ) -> nn.Module:
     """A :class:`KSLinear`; or for one dense pattern (1, out, in, 1) with ``algo="nn_linear"`` an
     ``nn.Linear``, with ``"unfused_linear"`` an :class:`UnfusedLinear` or, ``bs_last``, a

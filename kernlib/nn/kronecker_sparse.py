@@ -60,6 +60,8 @@ class KSLinear(nn.Module):
     Layer, names and argument order are those of the KSMM project.
     """
 
+    bias: torch.Tensor | None
+
     def __init__(
         self,
         patterns: Sequence[Pattern],

@@ -28,7 +28,13 @@ def einsum(x, weight, pattern: Pattern, batch_last: bool = False) -> torch.Tenso
     return reference.multiply(pattern, x, weight, batch_last)
 
 
-def bmm(x, weight, pattern: Pattern, batch_last: bool = False, stored=None) -> torch.Tensor:
+def bmm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    pattern: Pattern,
+    batch_last: bool = False,
+    stored: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Gather the features of each of the ``a * d`` blocks, one ``torch.bmm``, scatter.
 
     ``stored`` is the weight as (a*d, b, c).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ def replace_linear(
     *,
     match: str | Callable[[str, nn.Linear], bool] | None = None,
     approximate: bool = False,
-    **options,
+    **options: Any,
 ) -> dict[str, KSLinear]:
     """Swap layers of ``module`` in place, and return the new ones by their names.
 

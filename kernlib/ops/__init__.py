@@ -5,13 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._C import _is_tracing
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
 from kernlib.descriptors.base import Descriptor
+
+if TYPE_CHECKING:
+    from kernlib.ops.sparse_matrix import SparseMatrix
 
 _ops: dict[type, ModuleType] = {}
 
@@ -59,7 +64,12 @@ def register_operators() -> None:
             import_module(f"{__name__}.{module.name}")
 
 
-def run_kernel(descriptor: Descriptor, *tensors, debug: bool = False, **arguments):
+def run_kernel(
+    descriptor: Descriptor,
+    *tensors: torch.Tensor | SparseMatrix,
+    debug: bool = False,
+    **arguments: Any,
+) -> torch.Tensor:
     """Run the kernel that ``descriptor`` describes on ``tensors`` and return its output.
 
     The family's own module says which tensors and keyword arguments it takes: for

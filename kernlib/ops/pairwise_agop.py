@@ -77,7 +77,7 @@ def agop(
     diagonal: bool = False,
     centred: bool = False,
     out: torch.Tensor | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """The average gradient outer product of ``f_o(x) = sum_t coefficients[o,t] K(x, z_t)``:
     ``sum_oq G[o,q] G[o,q]^T / (O Q)`` with ``G[o,q] = d f_o / d x`` at ``x[q]``.

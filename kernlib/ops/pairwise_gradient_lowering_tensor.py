@@ -28,12 +28,13 @@ RUN = 4  # points of one 16-byte access
 NARROW = 32  # features, up to which tiles of wgmma would be half empty
 FEWEST = 1 << 27  # of slopes: below, a few more small kernels would cost what is won
 STEP = 16  # points
+CHAIN = 1024  # of them, of a single coefficient, until sums of tensor cores are added to out
 
 
 class Tile(NamedTuple):
     """What a CTA takes: warps along queries and features, queries and tiles of 16 features of each,
-    and steps of 16 points of a stage. By ``wgmma`` four warps along features share their queries
-    and slopes of ``together`` of them are made at once."""
+    and steps of 16 points of a stage. By ``wgmma`` four warps along features share their queries,
+    and slopes are made while the last step's are multiplied if ``ahead`` is 1."""
 
     queries_a_warp: int
     feature_tiles: int
@@ -42,7 +43,7 @@ class Tile(NamedTuple):
     steps: int = 1
     blocks: int = 2
     wgmma: bool = False
-    together: int = 1
+    ahead: int = 0
 
     @property
     def queries(self) -> int:
@@ -57,20 +58,34 @@ class Tile(NamedTuple):
         return 32 * self.warps_q * self.warps_k
 
 
-# By tiles of 8 columns, 0 for a single coefficient.
+# Of signs and of other slopes, by tiles of 8 columns, 0 for a single coefficient.
 TILES = {
-    0: (Tile(4, 3, 4, 2, 2), Tile(4, 2, 8, 1, 2), Tile(4, 1, 8, 1, 2)),
-    1: (Tile(4, 2, 2, 4, 2), Tile(4, 2, 8, 1, 2), Tile(4, 1, 8, 1, 2)),
-    2: (
-        Tile(2, 4, 4, 2, 2), Tile(2, 3, 4, 2, 2), Tile(2, 4, 8, 1, 2), Tile(2, 2, 8, 1, 2),
-        Tile(2, 1, 8, 1, 2),
-    ),
+    True: {
+        0: (Tile(4, 3, 4, 2, 2), Tile(4, 2, 8, 1, 2), Tile(4, 1, 8, 1, 2)),
+        1: (Tile(4, 2, 2, 4, 2), Tile(4, 2, 8, 1, 1), Tile(4, 1, 8, 1, 1)),
+        2: (
+            Tile(2, 4, 4, 2, 2), Tile(2, 3, 4, 2, 2), Tile(2, 4, 8, 1, 1), Tile(2, 2, 8, 1, 1),
+            Tile(2, 1, 8, 1, 1),
+        ),
+    },
+    False: {
+        1: (Tile(4, 2, 2, 4, 1), Tile(4, 2, 8, 1, 1), Tile(4, 1, 8, 1, 1)),
+        2: (
+            Tile(2, 4, 4, 2, 1), Tile(2, 3, 4, 2, 1), Tile(2, 4, 8, 1, 1), Tile(2, 2, 8, 1, 1),
+            Tile(2, 1, 8, 1, 1),
+        ),
+    },
 }  # fmt: skip
-# For sm_90a: 16 columns in 22.7 ms in place of 24.6 (p = 1, K = M = 10000, N = 768), 32 in 35 in
-# place of 49; of 8 and fewer mma.sync takes 17.7 in place of 19.1.
+# For sm_90a, of 16 columns and more; of 8 and fewer mma.sync is as fast.
 WGMMA = {
-    2: (Tile(8, 1, 1, 8, 2, 2, True), Tile(8, 1, 2, 4, 2, 2, True)),
-    4: (Tile(4, 1, 1, 8, 2, 2, True), Tile(4, 1, 2, 4, 2, 2, True)),
+    True: {
+        2: (Tile(8, 1, 1, 8, 2, 2, True, 1), Tile(8, 1, 2, 4, 1, 2, True, 1)),
+        4: (Tile(4, 1, 1, 8, 2, 2, True), Tile(4, 1, 2, 4, 1, 2, True)),
+    },
+    False: {
+        2: (Tile(4, 1, 2, 8, 2, 1, True, 1), Tile(4, 1, 2, 4, 1, 2, True, 1)),
+        4: (Tile(4, 1, 2, 8, 2, 1, True), Tile(4, 1, 2, 4, 1, 2, True)),
+    },
 }
 
 
@@ -104,7 +119,7 @@ def pays(problem: Problem) -> bool:
         return True
     # One coefficient and points in lines, which the FP32 lanes read best: 12.65 ms against 14.05
     # for 768 features, by tiles of 128.
-    width = _best(TILES[0], problem.features).features
+    width = _best(TILES[True][0], problem.features).features
     return 12.65 * ceil(problem.features, 128) * 128 > 14.05 * ceil(problem.features, width) * width
 
 
@@ -128,6 +143,8 @@ def lower(
         return None
     tiles = tiles_q * tiles_k * tiles_o * problem.batch
     parts = parts_of(tiles, problem.points, multiprocessors * tile.blocks)
+    if columns == 0 and problem.out_dtype != "float32" and problem.points > CHAIN:
+        parts = max(parts, 2)  # sums that are added to out in float32
     stage = STEP * tile.steps
     per_part = max(1, ceil(problem.points, parts * stage)) * stage
     parts = max(1, ceil(problem.points, per_part))
@@ -143,24 +160,24 @@ def lower(
 def default(problem: Problem, arch: str) -> Tile:
     """Of the tiles that fit, the one that computes fewest slopes in vain, at a price for narrow
     ones, which split the weights more often."""
-    columns, features = columns_of(problem, arch), problem.features
-    if arch == "sm_90a" and features > NARROW and columns in WGMMA:
-        return _best(WGMMA[columns], features)
-    limit = targets.SHARED_BYTES[arch]
-    fitting = [t for t in TILES[columns] if shared_bytes(columns, t) <= limit]
-    return _best(fitting or TILES[columns], features)
+    columns, features, sign = columns_of(problem, arch), problem.features, problem.slope == SIGN
+    if arch == "sm_90a" and features > NARROW and columns in WGMMA[sign]:
+        return _best(WGMMA[sign][columns], features)
+    limit, known = targets.SHARED_BYTES[arch], TILES[sign][columns]
+    fitting = [t for t in known if shared_bytes(sign, columns, t) <= limit]
+    return _best(fitting or known, features)
 
 
 def _best(tiles: Sequence[Tile], features: int) -> Tile:
     return min(tiles, key=lambda t: ceil(features, t.features) * (t.features + 16))
 
 
-def shared_bytes(columns: int, tile: Tile) -> int:
+def shared_bytes(sign: bool, columns: int, tile: Tile) -> int:
     """Three stages of the raw operands, two of the split weights."""
     points, line = STEP * tile.steps, STEP * tile.steps + 4
     lines = tile.queries + (8 * columns or 1)
     raw = 4 * (tile.features * points + lines * line)
-    terms = tile.queries * tile.steps * (512 * columns or 128)
+    terms = tile.queries * tile.steps * ((768 if sign else 1024) * columns or 128)
     return 3 * raw + 2 * terms
 
 
@@ -174,7 +191,7 @@ def spec(variant: Variant) -> KernelSpec:
         source(variant),
         "pair_gradient_tensor",
         tile.threads,
-        shared_bytes(variant.columns, tile),
+        shared_bytes(variant.slope == SIGN, variant.columns, tile),
         description=f"pair_gradient tensor {described} {variant.out_dtype}",
     )
 
@@ -232,14 +249,14 @@ def _multiply(columns: int) -> str:
 
 def variants(slope: str, arch: str, out_dtypes: tuple[str, ...] = ("float32",)) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for a slope on the GPUs of an arch."""
-    limit = targets.SHARED_BYTES[arch]
-    tables = (TILES, WGMMA) if arch == "sm_90a" else (TILES,)
+    limit, sign = targets.SHARED_BYTES[arch], slope == SIGN
+    tables = (TILES[sign], WGMMA[sign]) if arch == "sm_90a" else (TILES[sign],)
     made = {
         spec(Variant(slope, columns, tile, out))
         for table in tables
         for columns, tiles in table.items()
         for tile in tiles
         for out in out_dtypes
-        if (columns or slope == SIGN) and shared_bytes(columns, tile) <= limit
+        if shared_bytes(sign, columns, tile) <= limit
     }
     return sorted(made, key=lambda s: s.source)

@@ -24,7 +24,7 @@ def kernel_matmul(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``out[l,m,c] = sum_n K[l,m,n] v[l,n,c]`` with ``K = run_kernel(descriptor, a, b, ...)``.
 
@@ -60,7 +60,7 @@ def kernel_sum(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``out[l,m] = sum_n K[l,m,n]``, (M,) or (L, M): the product with ones.
 
@@ -79,7 +79,7 @@ def kernel_logsumexp(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``out[l,m] = log sum_n exp(K[l,m,n])``, (M,) or (L, M), with no overflow on the way; -inf for
     no n. Of a descriptor whose value is a logarithm: ``-|a - b|^2`` of a Gaussian, say, by
@@ -100,7 +100,7 @@ def kernel_min(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest entry of each row of K and its column: values of the inputs' dtype, and int64
     indices, both (M,) or (L, M). The lowest index of equal ones; a NaN is smaller than any number,
@@ -128,7 +128,7 @@ def kernel_argmin(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """The column of the smallest entry of each row of K, int64, (M,) or (L, M): the nearest point,
     for a distance. As the indices of :func:`kernel_min`, with its arguments and errors."""
@@ -149,7 +149,7 @@ def kernel_topk(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
-    **hyperparameters,
+    **hyperparameters: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` smallest (or ``largest``) entries of each row of K in order, and their columns:
     values of the inputs' dtype, and int64 indices, both (M, k) or (L, M, k), as of ``torch.topk``.

@@ -60,7 +60,7 @@ def matmul(
     bias: torch.Tensor | None = None,
     epilogue: Epilogue | tuple[Epilogue, ...] = (),
     out: torch.Tensor | None = None,
-    **parameters,
+    **parameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``y[..., r] = epilogue(sum_c W[r, c] * x[..., c] + bias[r])`` for a compressed matrix.
 
@@ -93,7 +93,7 @@ def run(
     /,
     *more,
     out: torch.Tensor | None = None,
-    **parameters,
+    **parameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``y[..., r] = epilogue(sum_c W[r, c] * x[..., c])``, the sums in float32.
 

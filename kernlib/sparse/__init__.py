@@ -16,7 +16,7 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'kernlib.sparse' has no attribute {name!r}")
     value = getattr(_import_module(_HOMES[name]), name)
@@ -24,5 +24,5 @@ def __getattr__(name: str):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__
