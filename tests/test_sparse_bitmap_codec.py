@@ -248,8 +248,21 @@ WRONG = {
     "grow by 32 to": lambda t, f: t["offsets"][2].add_(513),
     "the fact largest must be 544, .* got 560": lambda t, f: f.update(largest=560),
     "the fact largest must be 544, .* got None": lambda t, f: f.clear(),
+    "each bit: 1 of 2 chunks are": lambda t, f: t["data"][544:548].fill_(255),
+    "for each bit: 2 of 2 chunks": lambda t, f: t["data"].zero_()[544].fill_(255),
+    "has the facts largest, got 'x' too": lambda t, f: f.update(x=1),
     "must lie on one device": lambda t, f: t.update(data=t["data"].to("meta")),
 }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_are_counted_some_chunks_at_a_time(dtype, seed, monkeypatch):
+    monkeypatch.setattr(bitmap, "CHECKED", 4)
+    dense = random((100, 700), 0.3, dtype)
+    tensors, facts = bitmap.encode(dense)
+    found = bitmap._marked(tensors["data"], tensors["offsets"][:-1])
+    assert torch.equal(found, cpu.chunk_counts(dense)) and found.dtype == torch.int32
+    bitmap.check(tensors, facts, (100, 700), dtype)
 
 
 @pytest.mark.parametrize("message", WRONG)

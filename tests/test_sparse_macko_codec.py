@@ -129,8 +129,23 @@ def test_checks_of_loaded_tensors(seed):
     refused("entries must be a multiple of 8", given={"entries": 3})
     refused("longest must be", given={"longest": 1})
     refused("busiest must be", given={"busiest": 1})
+    refused("nnz must be", given={"nnz": facts["nnz"] + 1})
+    refused("nnz must be", given={"nnz": 10**30})
+    refused("has the facts .* got 'more' too", given={"more": 1})
+    wrapped = row_ptr.clone()  # whose differences are positive as int32
+    wrapped[1:4] = torch.tensor([2**31 - 1, -(2**31), -1])
+    refused("row_ptr must rise .* falling in between", row_ptr=wrapped)
     refused("has the tensors values, deltas, row_ptr", data=values)
     refused("must be contiguous", values=values.repeat_interleave(2)[::2])
+
+
+def test_passed_columns_are_sums_of_codes(seed):
+    for density in (0.02, 0.3, 1.0):
+        tensors, facts = macko.encode(cases.random(30, 100, density))
+        entries = facts["entries"]
+        widths = macko._widths(tensors["deltas"], entries)
+        wanted = torch.nn.functional.pad(widths.cumsum(0), (1, 0))
+        assert torch.equal(macko._passed(tensors["deltas"], torch.arange(entries + 1)), wanted)
 
 
 def test_size_follows_the_formula(seed):

@@ -259,7 +259,16 @@ def test_tensors_inside_a_larger_one_are_aligned(seed):
 
 
 HEADERS = {
-    "version": ({"version": 2}, "header is of version 2, this kernlib reads version 1"),
+    "version": ({"version": 3}, "header is of version 3, this kernlib reads versions 1 and 2"),
+    "no version": ({"version": "2"}, "header is of version '2'"),
+    "a list for a format": ({"format": ["csr"]}, "format must be one of"),
+    "a list for a dtype": ({"dtype": ["float16"]}, "dtype must be one of"),
+    "a size past all memory": ({"shape": [2**40, 2**40]}, "shape must be that of at most"),
+    "an endless size": ({"shape": [10**30, 0], "nnz": 0}, "shape must be that of at most"),
+    "a fact too many": (
+        {"facts": {"largest": 4, "a b": 1}},
+        "has the facts largest, got 'a b' too",
+    ),
     "format": ({"format": "csr"}, "format must be one of"),
     "dtype": ({"dtype": "float64"}, "dtype must be one of float32, float16, bfloat16"),
     "shape": ({"shape": [20]}, "shape must be"),
@@ -287,7 +296,27 @@ def test_a_header_that_lacks_something_is_refused(seed):
             SparseMatrix.from_state({k: v for k, v in header.items() if k != name}, tensors)
 
 
+@pytest.mark.parametrize("given", [(None, {}), ({}, None), ([], {})], ids=str)
+def test_what_is_no_state_is_refused(given, seed):
+    header, _ = made(20, 300)[1].state()
+    name = "header" if given[1] is not None else "tensors"
+    with pytest.raises(TypeError, match=f"{name} must be a dict, .* got"):
+        SparseMatrix.from_state(given[0] if name == "header" else header, given[1])
+
+
 TENSORS = {
+    "a name that is no text": (lambda t: {1: t["data"]}, ValueError, "data, offsets, got 1"),
+    "nested": (
+        lambda t: {**t, "data": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+        TypeError,
+        "data must be a dense tensor, got a nested one",
+    ),
+    "expanded": (
+        lambda t: {**t, "data": torch.zeros(1, dtype=torch.uint8).expand(2**44)},
+        ValueError,
+        r"data must have memory .* strides \(0,\)",
+    ),
+    "meta": (lambda t: {k: v.to("meta") for k, v in t.items()}, ValueError, "on meta, without val"),
     "none": (lambda t: {}, ValueError, "data, offsets"),
     "one": (lambda t: {"data": t["data"]}, ValueError, "data, offsets"),
     "another name": (lambda t: {**t, "extra": t["data"]}, ValueError, "data, offsets"),
@@ -299,6 +328,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("case", TENSORS)
 def test_wrong_tensors_are_refused(case, seed):
     header, tensors = made(20, 300)[1].state()
@@ -313,6 +343,30 @@ def test_to(seed):
     away = w.to("meta")
     assert away.device.type == "meta" and away.shape == w.shape and away.nbytes == w.nbytes
     assert away.to_dense().shape == dense.shape and away.to_dense().is_meta
+
+
+@pytest.mark.parametrize("format", ["u8", "u4", "u2"])
+def test_states_of_version_1_are_read(format, seed):
+    """Whose rows were int16."""
+    for rows in (1, 70, 2**16):
+        dense, w = made(rows, 40, format, dtype=torch.float16)
+        header, tensors = w.state()
+        assert {t.dtype for t in tensors.values()} <= {torch.uint8, torch.int32, torch.float16}
+        if tensors["rows"].dtype == torch.uint8:
+            tensors["rows"] = tensors["rows"].view(torch.int16)
+        old = SparseMatrix.from_state({**header, "version": 1}, tensors)
+        assert same_bits(old.to_dense(), dense) and old.layout == w.layout
+        assert old.tensors["rows"].dtype == w.tensors["rows"].dtype
+
+
+def test_values_of_a_lazy_view_are_laid_out(seed):
+    dense, w = made(20, 70, "dense")
+    header, tensors = w.state()
+    values = torch._neg_view(-tensors["values"])
+    assert same_bits(SparseMatrix.from_state(header, {"values": values}).to_dense(), dense)
+    none = torch._efficientzerotensor((20, 70))
+    again = SparseMatrix.from_state(header, {"values": none})
+    assert again.tensors["values"].data_ptr() and not again.to_dense().any()
 
 
 @every_format

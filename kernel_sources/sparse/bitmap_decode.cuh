@@ -15,14 +15,17 @@ struct Parameters {
     const unsigned char* data;
     const u32* offsets;   // in 16 bytes
     BitsT* out;
+    const unsigned char* data_end;
     i64 rows, cols;
     int kchunks, vectors; // vectors: whether rows of out take aligned 16-byte stores
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
 
 __device__ __forceinline__ void fetch(Chunk& chunk, const Parameters& p) {
-    u32 begin = p.offsets[blockIdx.x], units = p.offsets[blockIdx.x + 1] - begin;
-    units = min(units, u32(sizeof(Chunk) / 16));  // of offsets that are none
+    // Within data and the chunk, whatever offsets hold.
+    u32 last = u32(min(i64(p.offsets[blockIdx.x + 1]), (p.data_end - p.data) / 16));
+    u32 begin = min(p.offsets[blockIdx.x], last);
+    u32 units = min(last - begin, u32(sizeof(Chunk) / 16));
     auto* to = reinterpret_cast<Vector<u32, 4>*>(&chunk);
     const unsigned char* from = p.data + i64(begin) * 16;
     for (u32 i = threadIdx.x; i < units; i += CHUNK_THREADS)

@@ -22,6 +22,7 @@ struct Parameters {
     const unsigned char* deltas;
     const RowT* row_ptr;
     BitsT* out;
+    const BitsT* values_end;
     // fixed by the plan
     i64 rows, columns;
 };
@@ -32,8 +33,9 @@ sparse_macko_decode(const __grid_constant__ Parameters p) {
     int lane = threadIdx.x % 32;
     i64 row = (i64(blockIdx.x) * THREADS + threadIdx.x) / 32;
     if (row >= p.rows) return;
-    i64 end = p.row_ptr[row + 1], column = -1;  // of the entry before
-    for (i64 first = p.row_ptr[row]; first < end; first += 32) {
+    // Within the entries, whatever row_ptr holds. `column` is that of the entry before.
+    i64 end = min(i64(p.row_ptr[row + 1]), i64(p.values_end - p.values)), column = -1;
+    for (i64 first = max(i64(p.row_ptr[row]), i64(0)); first < end; first += 32) {
         i64 k = first + lane;
         int passed = k < end ? 1 + (p.deltas[k / 2] >> (k % 2 * 4) & 15) : 0;
 #pragma unroll

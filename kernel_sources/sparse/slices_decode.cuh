@@ -23,7 +23,9 @@ struct Parameters {
     const RowT* rows;
     BitsT* dense;
     i64 cols;
-    u32 width, panel_slices, slices, unused;
+    u32 width, panel_slices, slices;
+    u32 rows, codes;  // of the matrix; of a lane in data: so that no bytes lead beyond either
+    u32 unused;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
@@ -33,8 +35,10 @@ sparse_slices_read(const __grid_constant__ Parameters p) {
     if (slice >= p.slices) return;
     u32 lane = threadIdx.x % 32;
     RowT row = p.rows[slice * 32 + lane];
-    if (row == RowT(~RowT(0))) return;
-    u32 start = u32(p.offsets[slice]), length = u32(p.offsets[slice + 1]) - start;
+    if (row >= p.rows) return;  // none, or one that cannot be
+    u32 start = min(u32(p.offsets[slice]), p.codes);
+    u32 end = min(u32(p.offsets[slice + 1]), p.codes), length = end > start ? end - start : 0;
+    length -= length % (8 / STEP_BITS);  // whole bytes of steps
     const unsigned char* from = p.data + i64(start) * CODE_BYTES<BitsT>;
     i64 first = slice / p.panel_slices * p.width;
     BitsT* to = p.dense + i64(row) * p.cols + first;

@@ -5,7 +5,7 @@ Formats store the bits of values, so the payload of a NaN comes back as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -50,11 +50,7 @@ def check_tensors(
 ) -> None:
     """Raises ValueError unless ``tensors`` are those that ``dtypes`` names, contiguous, of these
     dtypes, on one device, and begin at whole 16 bytes there, as kernels read them."""
-    if set(tensors) != set(dtypes):
-        raise ValueError(
-            f"a matrix of format {format!r} has the tensors {', '.join(dtypes)}, "
-            f"got {', '.join(tensors) or 'none'}"
-        )
+    check_names(format, tensors, dtypes)
     devices = {tensors[name].device for name in dtypes}
     if len(devices) > 1:
         raise ValueError(
@@ -68,6 +64,25 @@ def check_tensors(
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
         if tensor.device.type == "cuda" and tensor.data_ptr() % 16:
             raise ValueError(f"{name} must begin at whole 16 bytes of memory; clone it")
+
+
+def check_names(format: str, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    """Raises ValueError unless ``tensors`` have these names."""
+    if set(tensors) != set(names):
+        raise ValueError(
+            f"a matrix of format {format!r} has the tensors {', '.join(names)}, "
+            f"got {', '.join(map(str, tensors)) or 'none'}"
+        )
+
+
+def check_facts(format: str, facts: Mapping[str, int], names: tuple[str, ...]) -> None:
+    """Raises ValueError for a fact that a format does not know."""
+    more = [repr(name) for name in facts if name not in names]
+    if more:
+        known = ", ".join(names) or "none"
+        raise ValueError(
+            f"a matrix of format {format!r} has the facts {known}, got {', '.join(more)} too"
+        )
 
 
 def check_size(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

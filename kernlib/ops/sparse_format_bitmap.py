@@ -36,6 +36,7 @@ from kernlib.ops.sparse_format_bitmap_cpu import COLUMNS, HEADER, POSITIONS, ROW
 FORMAT = "bitmap"
 TENSORS = ("data", "offsets")
 MOST_BYTES = UNIT * 2**31  # which offsets do not reach
+CHECKED = 1 << 16  # chunks whose bits are counted together: 32 MiB, several times
 
 
 def chunks_of(shape: tuple[int, int]) -> int:
@@ -125,6 +126,7 @@ def check(
     """Raises ValueError, naming what is wrong, unless tensors and facts are such as
     :func:`encode` makes for this shape and dtype. Synchronises."""
     shared.check_tensors(FORMAT, tensors, {"data": torch.uint8, "offsets": torch.int32})
+    shared.check_facts(FORMAT, facts, ("largest",))
     data, offsets = (tensors[name] for name in TENSORS)
     shared.check_size("offsets", offsets, (chunks_of(shape) + 1,))
     if data.dim() != 1:
@@ -140,11 +142,38 @@ def check(
         )
     if data.numel() != UNIT * numbers[1]:
         raise ValueError(f"data must have {UNIT * numbers[1]} bytes, got {data.numel()}")
+    _check_bits(data, offsets, units, dtype)
     if facts.get("largest") != UNIT * numbers[3]:
         raise ValueError(
             f"the fact largest must be {UNIT * numbers[3]}, the bytes of the largest chunk, "
             f"got {facts.get('largest')}"
         )
+
+
+def _check_bits(
+    data: torch.Tensor, offsets: torch.Tensor, units: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Raises ValueError unless chunks have a value for each bit, as kernels count their places by
+    bits. Offsets have been checked."""
+    wrong = chunk_units(_marked(data, offsets[:-1]), dtype.itemsize) != units
+    count = int(wrong.sum())
+    if count:
+        raise ValueError(
+            "data must have, behind the bitmap of each chunk, as many values as it has bits set, "
+            f"one for each bit: {count} of {len(units)} chunks are of another size"
+        )
+
+
+def _marked(data: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Bits that are set in the bitmap of each chunk at ``starts``, int32, on any device."""
+    lines, found = data.view(-1, UNIT), []
+    for some in starts.long().split(CHECKED):
+        x = lines[cpu.headers(some)].view(torch.int32).flatten(1)
+        x = x - (x >> 1 & 0x55555555)  # sums of 2 bits, of 4, of 8
+        x = (x & 0x33333333) + (x >> 2 & 0x33333333)
+        x = x + (x >> 4) & 0x0F0F0F0F
+        found.append(x.view(torch.uint8).sum(1, dtype=torch.int32))
+    return torch.cat(found) if found else starts
 
 
 def _gpu():

@@ -33,7 +33,7 @@ def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None
         present = nonzero(values)
         used = present.reshape(chunks, POSITIONS)
         starts = offsets[first : first + chunks].long()
-        data.view(-1, UNIT)[_headers(starts)] = _words(used)
+        data.view(-1, UNIT)[headers(starts)] = _words(used)
         places = _places(starts, used.sum(-1), values.element_size())
         data.view(values.dtype)[places] = values[present]
         first += chunks
@@ -51,7 +51,7 @@ def decode(
         slabs = -(-part.shape[0] // ROWS)
         first = top // ROWS * across
         starts = offsets[first : first + slabs * across].long()
-        present = _bits(data.view(-1, UNIT)[_headers(starts)])
+        present = _bits(data.view(-1, UNIT)[headers(starts)])
         values = stored.new_zeros(slabs * across, POSITIONS)
         places = _places(starts, present.sum(-1), stored.element_size())
         values.masked_scatter_(present, stored[places])
@@ -85,7 +85,7 @@ def _blocks(dense: torch.Tensor):
         yield axes.permute(0, 3, 4, 1, 6, 2, 5, 7).reshape(slabs, across, POSITIONS)
 
 
-def _headers(starts: torch.Tensor) -> torch.Tensor:
+def headers(starts: torch.Tensor) -> torch.Tensor:
     """The units of the bitmaps of chunks at ``starts``, (chunks, 32)."""
     units = torch.arange(HEADER // UNIT, dtype=torch.int64, device=starts.device)
     return starts[:, None] + units

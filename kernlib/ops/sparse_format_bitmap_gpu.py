@@ -22,7 +22,7 @@ ITEMSIZES = (2, 4)
 OPERANDS = {
     "count": ("dense", "counts"),
     "encode": ("dense", "offsets", "data"),
-    "decode": ("data", "offsets", "out"),
+    "decode": ("data", "offsets", "out", "data_end"),
 }
 FIXED = {"count": "<3qI3i", "encode": "<3q2i", "decode": "<2q2i"}
 THREADS = {"count": 256, "encode": 128, "decode": 128}
@@ -113,4 +113,7 @@ def _launch(kind: str, how: tuple, *tensors: torch.Tensor) -> None:
     if found is None:
         found = Steps(Lowered((step(kind, how),)), OPERANDS[kind], device)
         _plans.keep(key, found)
-    found.launch([tensor.data_ptr() for tensor in tensors])
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if kind == "decode":
+        addresses.append(addresses[0] + tensors[0].numel())
+    found.launch(addresses)

@@ -47,4 +47,5 @@ def check(
     """Raises ValueError, naming what is wrong, unless ``tensors`` hold one contiguous matrix of
     this shape and dtype."""
     shared.check_tensors(FORMAT, tensors, {"values": dtype})
+    shared.check_facts(FORMAT, facts, ())
     shared.check_size("values", tensors["values"], shape)

@@ -25,6 +25,7 @@ from kernlib.ops import sparse_encode as shared
 
 FORMAT = "macko"
 TENSORS = ("values", "deltas", "row_ptr")
+FACTS = ("entries", "longest", "busiest", "nnz")
 PADDED = 8  # entries, to a multiple of which the stream is padded
 WIDE_FROM = 2**31  # entries from which row_ptr takes int64
 BLOCK = 32  # rows, of which ``busiest`` tells the entries
@@ -103,6 +104,7 @@ def check(
     """Raises ValueError, naming what is wrong, unless tensors and facts are such as
     :func:`encode` makes for this shape and dtype, as far as memory is concerned: sizes, facts, and
     no column beyond the last one. Synchronises."""
+    shared.check_facts(FORMAT, facts, FACTS)
     entries = facts.get("entries", -1)
     if entries < 0 or entries % PADDED:
         raise ValueError(f"the fact entries must be a multiple of {PADDED}, got {entries}")
@@ -113,20 +115,50 @@ def check(
     shared.check_size("values", values, (entries,))
     shared.check_size("deltas", deltas, (entries // 2,))
     shared.check_size("row_ptr", row_ptr, (shape[0] + 1,))
-    counts = row_ptr.diff().to(torch.int64)
-    ends = torch.stack((row_ptr[0], row_ptr[-1], (counts < 0).sum())).tolist()
-    if ends[0] != 0 or ends[2] or not entries - PADDED < ends[1] <= entries:
-        raise ValueError(
-            f"row_ptr must rise from 0 to {entries} less at most {PADDED - 1} entries of padding, "
-            f"got {ends[0]} to {ends[1]}"
-        )
-    columns = torch.nn.functional.pad(_widths(deltas, ends[1]).cumsum(0), (1, 0))
-    widest = int(columns[row_ptr.to(torch.int64)].diff().max()) if shape[0] else 0
-    if widest > shape[1]:
-        raise ValueError(f"deltas must lead to {shape[1]} columns at most, got {widest} in a row")
-    for name, wanted in _rows(counts, facts.get("nnz", 0))[1].items():
+    last = check_stream(tensors, shape, PADDED - 1)
+    nnz = shared.nonzero(shared.bits(values[:last])).sum()
+    for name, wanted in _rows(row_ptr.to(torch.int64).diff(), nnz)[1].items():
         if facts.get(name) != wanted:
             raise ValueError(f"the fact {name} must be {wanted}, got {facts.get(name)}")
+
+
+def check_stream(
+    tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], padding: int | None = None
+) -> int:
+    """The number of entries. Raises ValueError unless rows lie one behind the other in the stream,
+    behind them at most so much ``padding``, and no step leads beyond the last column: so nothing
+    that reads the matrix leaves its tensors. Their dtypes and sizes must have been checked.
+    Synchronises."""
+    values, deltas, row_ptr = (tensors[name] for name in TENSORS)
+    falls = (row_ptr[1:] < row_ptr[:-1]).sum()  # compared, as differences may wrap
+    ends = torch.stack([end.to(torch.int64) for end in (row_ptr[0], row_ptr[-1], falls)])
+    (first, last, falling), entries = ends.tolist(), values.numel()
+    most = entries if padding is None else padding
+    if first != 0 or falling or not entries - most <= last <= entries:
+        raise ValueError(
+            f"row_ptr must rise from 0 to {entries} less at most {most} entries of padding, got "
+            f"{first} to {last}" + (", falling in between" if falling else "")
+        )
+    if last:
+        widest = int(_passed(deltas, row_ptr.to(torch.int64)).diff().max())
+        if widest > shape[1]:
+            raise ValueError(
+                f"deltas must lead to {shape[1]} columns at most, got {widest} in a row"
+            )
+    return last
+
+
+def _passed(deltas: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The columns that the entries before each of ``places`` pass, with their own, int64: by sums
+    of eight codes, as one for each entry would take 24 bytes."""
+    groups = deltas.view(-1, PADDED // 2)
+    sums = ((groups & LAST_CODE) + (groups >> 4)).sum(1, dtype=torch.int64)
+    whole, inside = places // PADDED, places % PADDED
+    before = torch.nn.functional.pad(sums.cumsum(0), (1, 0))[whole]
+    held = groups[whole.clamp_max(len(groups) - 1)]
+    codes = torch.stack((held & LAST_CODE, held >> 4), 2).flatten(1)
+    number = torch.arange(PADDED, dtype=torch.int64, device=deltas.device)
+    return before + places + (codes * (number < inside[:, None])).sum(1, dtype=torch.int64)
 
 
 def facts_of(row_ptr: torch.Tensor, nnz: int = 0) -> dict[str, int]:
@@ -145,14 +177,13 @@ def _rows(counts: torch.Tensor, nnz: torch.Tensor | int) -> tuple[torch.Tensor, 
     numbers = torch.cat((ends[-1:], most[0].to(torch.int64), most[1], found)).tolist()
     entries = -(-numbers[0] // PADDED) * PADDED
     row_ptr = ends if entries >= WIDE_FROM else ends.to(torch.int32)
-    names = ("entries", "longest", "busiest", "nnz")
-    return row_ptr, dict(zip(names, (entries, *numbers[1:]), strict=True))
+    return row_ptr, dict(zip(FACTS, (entries, *numbers[1:]), strict=True))
 
 
 def _runs(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of the values that are not zero, by row: rows, columns, the column of the one before (-1 for
     none), and how many entries each makes with the pads before it."""
-    rows, columns = (dense != 0).nonzero(as_tuple=True)
+    rows, columns = shared.nonzero(shared.bits(dense)).nonzero(as_tuple=True)
     before = torch.full_like(columns, -1)
     before[1:] = torch.where(rows[1:] == rows[:-1], columns[:-1], -1)
     return rows, columns, before, (columns - before - 1) // (LAST_CODE + 1) + 1

@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OPERANDS = {
     "count": ("dense", "counts"),
     "encode": ("dense", "row_ptr", "values", "deltas"),
-    "decode": ("values", "deltas", "row_ptr", "out"),
+    "decode": ("values", "deltas", "row_ptr", "out", "values_end"),
 }
 FIXED = {"count": "<3qQ", "encode": "<3qQ", "decode": "<2q"}
 THREADS = 128  # four rows
@@ -110,4 +110,7 @@ def _launch(kind: str, dtype: torch.dtype, wide: bool, how: tuple, *tensors: tor
         step = Step(spec(kind, dtype, wide), grid, struct.pack(FIXED[kind], *how), pointers)
         found = Steps(Lowered((step,)), OPERANDS[kind], device)
         _plans.keep(key, found)
-    found.launch([tensor.data_ptr() for tensor in tensors])
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if kind == "decode":
+        addresses.append(addresses[0] + tensors[0].numel() * tensors[0].element_size())
+    found.launch(addresses)

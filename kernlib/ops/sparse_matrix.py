@@ -16,9 +16,9 @@ from kernlib.ops import sparse_encode
 from kernlib.ops.product_arguments import KERNEL_TYPES
 from kernlib.ops.sparse_frozen import State, freeze, state_of, thaw
 from kernlib.ops.sparse_rates import check_columns
-from kernlib.ops.tensors import check_dense, stand_ins
+from kernlib.ops.tensors import materialised, stand_ins
 
-VERSION = 1  # of what state() answers
+VERSION = 2  # of what state() answers
 DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
 _ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
@@ -53,7 +53,7 @@ class SparseMatrix:
     ):
         """Of what a format's ``encode`` answered, unchecked: see :func:`compress` and
         :meth:`from_state`."""
-        operands = tuple(_placed(tensors[name]) for name in module_of(format).TENSORS)
+        operands = tuple(placed(tensors[name]) for name in module_of(format).TENSORS)
         _fill(self, layout_text(format, shape, dtype, facts), operands, nnz)
 
     @classmethod
@@ -62,16 +62,16 @@ class SparseMatrix:
     ) -> SparseMatrix:
         """The matrix whose :meth:`state` this is, on the device of its tensors, which it shares.
 
-        Waits for the device. Raises ValueError that names what is missing, unknown or of the wrong
-        kind, such as a version that this kernlib does not know, TypeError for what is no tensor.
+        Waits for the device: the tensors are looked at, so that no product can leave their memory,
+        whatever bytes they hold. Raises ValueError that names what is missing, unknown or wrong,
+        such as a version that this kernlib does not know, TypeError for what is no dict or tensor.
         """
-        given = _checked_header(header)
-        module = module_of(given["format"])
-        check_dense(tuple(tensors), **tensors)
-        found = {name: _placed(tensor) for name, tensor in tensors.items()}
-        shape, dtype = given["shape"], DTYPES[given["dtype"]]
-        module.check(found, given["facts"], shape, dtype)
-        return cls(given["format"], shape, dtype, found, given["facts"], given["nnz"])
+        from kernlib.ops import sparse_state  # which only loading needs
+
+        given = sparse_state.checked_header(header)
+        parts = given["format"], given["shape"], DTYPES[given["dtype"]]
+        found = sparse_state.loaded(*parts, given["facts"], tensors)
+        return cls(*parts, found, given["facts"], given["nnz"])
 
     @classmethod
     def from_layout(cls, layout: str, operands: tuple[torch.Tensor, ...]) -> SparseMatrix:
@@ -356,9 +356,10 @@ def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str,
 _parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
 
 
-def _placed(t: torch.Tensor) -> torch.Tensor:
-    """A tensor as kernels read it: contiguous, its first address aligned, without a gradient."""
-    t = t.detach().contiguous()
+def placed(t: torch.Tensor) -> torch.Tensor:
+    """A tensor as kernels read it: contiguous, its first address aligned, without a gradient, its
+    values in memory."""
+    t = materialised(t.detach()).contiguous()
     if t.is_meta or stand_ins(t) or t.data_ptr() % _ALIGNMENT == 0:
         return _fixed(t)
     return _fixed(t.clone())
@@ -381,43 +382,6 @@ def _turned(w: SparseMatrix) -> SparseMatrix:
 
 def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
     return SparseMatrix.from_state(header, tensors)
-
-
-def _checked_header(header: Mapping[str, object]) -> dict:
-    """A header with its values in the types of this process. Raises ValueError."""
-    wanted = ("format", "version", "shape", "dtype", "nnz", "facts")
-    missing = [name for name in wanted if name not in header]
-    if missing:
-        raise ValueError(f"header of a SparseMatrix lacks {', '.join(missing)}")
-    if header["version"] != VERSION:
-        raise ValueError(
-            f"header is of version {header['version']!r}, this kernlib reads version {VERSION}: "
-            "compress the matrix again"
-        )
-    if header["dtype"] not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {header['dtype']!r}")
-    shape = _integers("shape", header["shape"])
-    if len(shape) != 2:
-        raise ValueError(f"shape must be (rows, columns), got {header['shape']!r}")
-    if not isinstance(header["facts"], Mapping):
-        raise ValueError(f"facts must be a dict of ints, got {header['facts']!r}")
-    facts = dict(zip(header["facts"], _integers("facts", header["facts"].values()), strict=True))
-    (nnz,) = _integers("nnz", [header["nnz"]])
-    if nnz > shape[0] * shape[1]:
-        raise ValueError(f"nnz must be at most {shape[0]} * {shape[1]}, got {nnz}")
-    return {**header, "shape": shape, "facts": facts, "nnz": nnz}
-
-
-def _integers(name: str, values) -> tuple[int, ...]:
-    """Raises ValueError unless all are ints of at least 0."""
-    try:
-        found = tuple(values)
-    except TypeError:
-        raise ValueError(f"{name} must hold ints, got {values!r}") from None
-    for value in found:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} must hold ints of at least 0, got {value!r}")
-    return found
 
 
 def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:

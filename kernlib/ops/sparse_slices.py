@@ -11,8 +11,8 @@ as any other, then those of the next panel. Tensors:
 =========  =====  =====================================================================
 data       uint8  the slices' codes, one slice after the other
 offsets    int32  [slices + 1] codes of a lane before each slice
-rows       int16  [panels, slices of a panel, 32] row of each lane, -1 for none; int32 of
-                  more than 65535 rows. Read int16 as unsigned
+rows       uint8  [panels, slices of a panel, 64] row of each lane in two bytes, the low one
+                  first, 65535 for none; of more than 65535 rows int32 [..., 32], -1 for none
 =========  =====  =====================================================================
 
 A code is a value and the step to its column: from that of the code before, the first one's from the
@@ -49,7 +49,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.ops import sparse_slices_cpu as cpu
-from kernlib.ops.sparse_encode import check_size, check_tensors, matrix
+from kernlib.ops.sparse_encode import check_facts, check_size, check_tensors, matrix
 
 TENSORS = ("data", "offsets", "rows")
 LANES = cpu.LANES  # rows of a slice
@@ -164,16 +164,18 @@ def check(
 ) -> None:
     """Raises ValueError, naming what is wrong, unless tensors and facts are of this format and
     shape. Reads all of them, and waits for the device."""
-    wanted = {"data": torch.uint8, "offsets": torch.int32, "rows": _row_type(shape[0])}
-    check_tensors(code.name, tensors, wanted)
+    kind, number = _row_type(shape[0])
+    check_tensors(code.name, tensors, {"data": torch.uint8, "offsets": torch.int32, "rows": kind})
+    check_facts(code.name, facts, ("width",))
     width, most = facts.get("width", 0), WIDEST // dtype.itemsize
     if width < 16 or width % 16 or width > most:
         raise ValueError(f"fact width must be a multiple of 16 up to {most}, got {width}")
     panels, slices = grid(shape, width)
     check_size("offsets", tensors["offsets"], (panels * slices + 1,))
-    check_size("rows", tensors["rows"], (panels, slices, LANES))
+    check_size("rows", tensors["rows"], (panels, slices, number))
     _check_sizes(code, tensors, shape, dtype)
-    _check_columns(code, tensors, width, dtype)
+    if panels:
+        _check_columns(code, tensors, width, shape, dtype)
 
 
 def _check_sizes(
@@ -189,21 +191,36 @@ def _check_sizes(
             f"offsets must rise from 0, by multiples of {code.unit}, to the codes of a lane in "
             f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
         )
-    known = cpu.unsigned(rows).flatten(1).sort().values
-    all_rows = torch.arange(shape[0], dtype=torch.int64, device=rows.device)
-    if bool((known[:, : shape[0]] != all_rows).any() | (rows != -1).sum().ne(len(rows) * shape[0])):
-        raise ValueError(f"rows must be those of the matrix, 0 to {shape[0] - 1}, and else -1")
+    known = cpu.numbers(rows).flatten(1)
+    known = torch.where(known == -1, shape[0], known).sort().values  # lanes without one behind
+    wanted = torch.arange(known.shape[1], dtype=torch.int64, device=rows.device)
+    if bool((known != wanted.clamp_max(shape[0])).any()):
+        raise ValueError(
+            f"rows must be those of the matrix, 0 to {shape[0] - 1}, once in each panel, and else "
+            "-1, of two bytes 65535"
+        )
 
 
 def _check_columns(
-    code: Code, tensors: Mapping[str, torch.Tensor], width: int, dtype: torch.dtype
+    code: Code,
+    tensors: Mapping[str, torch.Tensor],
+    width: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
 ) -> None:
-    """That steps lead to columns of a panel, as kernels read x there."""
-    offsets = tensors["offsets"].long()
+    """That steps lead to columns of a panel, as kernels read x there; what fills up rows of u2 may
+    go on to a whole unit of the last one's, where x ends in zeros."""
+    offsets, (panels, slices) = tensors["offsets"].long(), grid(shape, width)
     steps = cpu.steps_of_lanes(code, tensors["data"], offsets, dtype.itemsize)
     columns = steps + code.least * (offsets.diff()[:, None] - 1)  # of each lane's last code
-    if bool((columns >= width).any()):
-        raise ValueError(f"data must have steps to {width} columns of a panel, not beyond them")
+    last = shape[1] - (panels - 1) * width
+    most = -(-last // code.unit) * code.unit if code.least else last
+    whole = slices * (panels - 1)
+    if bool((columns[:whole] >= width).any() | (columns[whole:] >= most).any()):
+        raise ValueError(
+            f"data must have steps to {width} columns of a panel, {last} of the last one, not "
+            "beyond them"
+        )
 
 
 def panel_width(rows: int, cols: int, itemsize: int) -> int:
@@ -238,7 +255,9 @@ def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.T
     longest = ordered[:, :, 0].clamp_min(0).reshape(-1).to(torch.int64)
     longest = (longest + unit - 1) // unit * unit
     starts = torch.nn.functional.pad(longest.cumsum(0), (1, 0))
-    return starts, rows.to(_row_type(count)).contiguous()
+    if _row_type(count)[0] == torch.uint8:
+        return starts, rows.to(torch.int16).contiguous().view(torch.uint8)
+    return starts, rows.to(torch.int32).contiguous()
 
 
 def slice_order(slices: int, device: torch.device) -> torch.Tensor:
@@ -251,8 +270,10 @@ def slice_order(slices: int, device: torch.device) -> torch.Tensor:
     return torch.argsort(turned)
 
 
-def _row_type(rows: int) -> torch.dtype:
-    return torch.int16 if rows <= SHORT_ROWS else torch.int32
+def _row_type(rows: int) -> tuple[torch.dtype, int]:
+    """What rows are held as, and elements for a slice. Bytes, not int16: no collective takes that,
+    and so no ``DistributedDataParallel`` a module that holds it."""
+    return (torch.uint8, 2 * LANES) if rows <= SHORT_ROWS else (torch.int32, LANES)
 
 
 def _codec(dense: torch.Tensor) -> ModuleType:

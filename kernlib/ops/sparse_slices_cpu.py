@@ -42,8 +42,8 @@ def write(
     values, starts = data.view(BITS[dense.dtype]), offsets.to(torch.int64)
     lengths, slices = starts.diff(), rows.shape[1]
     for index in range(rows.shape[0]):
-        held = unsigned(rows[index]).view(-1)
-        real = (rows[index] != -1).view(-1).nonzero()[:, 0]
+        held = numbers(rows[index]).view(-1)
+        real = (held != -1).nonzero()[:, 0]
         slot = held.new_empty(dense.shape[0])
         slot[held[real]] = real
         values_of, row, columns, steps = _panel(code, dense, index * width, width)
@@ -86,8 +86,8 @@ def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: tor
         column = (data[base + step].to(torch.int64) >> shift & code.mask).cumsum(0)
         before = torch.nn.functional.pad(column, (0, 0, 1, 0))[first[place]]
         column = column - before + number * code.least + index * width
-        row = unsigned(rows[index])[place]
-        real = (found != 0) & (column < cols)
+        row = numbers(rows[index])[place]
+        real = (found != 0) & (column < cols) & (row >= 0)
         flat[row[real] * cols + column[real]] = found[real]
 
 
@@ -120,9 +120,13 @@ def steps_of_lanes(
     return sums
 
 
-def unsigned(rows: torch.Tensor) -> torch.Tensor:
-    """int64 rows, which int16 holds modulo 2**16."""
-    return rows.to(torch.int64) & (0xFFFF if rows.dtype == torch.int16 else 0xFFFFFFFF)
+def numbers(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of lanes, (..., lanes), int64, -1 for none."""
+    if rows.dtype != torch.uint8:
+        return rows.to(torch.int64)
+    pairs = rows.unflatten(-1, (LANES, 2)).to(torch.int64)
+    found = pairs[..., 0] | pairs[..., 1] << 8
+    return torch.where(found == 0xFFFF, -1, found)
 
 
 def places(

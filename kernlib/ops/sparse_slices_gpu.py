@@ -14,15 +14,16 @@ import torch
 
 from kernlib.jit.spec import KernelSpec
 from kernlib.launch import Plan, load
+from kernlib.ops.sparse_slices_cpu import LANES
 
 if TYPE_CHECKING:
     from kernlib.ops.sparse_slices import Code
 
 THREADS = 256
 ENCODE_FIXED = "<2q6I"  # strides of the matrix, then sizes
-DECODE_FIXED = "<q4I"
+DECODE_FIXED = "<q6I"
 TYPES = {2: "u16", 4: "u32"}
-ROW_TYPES = {torch.int16: "u16", torch.int32: "u32"}
+ROW_TYPES = {torch.uint8: "u16", torch.int32: "u32"}
 
 
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
@@ -48,15 +49,17 @@ def write(
     """Write all codes into ``data``, zero before."""
     made = write_spec(code, dense.element_size(), ROW_TYPES[rows.dtype])
     fixed = _encode_fixed(dense, width, rows.shape[1])
-    _launch(made, rows.numel(), (dense, offsets, rows, data), fixed)
+    _launch(made, LANES * (offsets.numel() - 1), (dense, offsets, rows, data), fixed)
 
 
 def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
     """Write all entries into ``dense``, contiguous and zero before."""
     rows = tensors["rows"]
     made = read_spec(code, dense.element_size(), ROW_TYPES[rows.dtype])
-    slices = rows.shape[0] * rows.shape[1]
-    fixed = struct.pack(DECODE_FIXED, dense.shape[1], width, rows.shape[1], slices, 0)
+    slices, codes = rows.shape[0] * rows.shape[1], tensors["data"].numel()
+    codes //= code.size(dense.element_size())
+    numbers = width, rows.shape[1], slices, dense.shape[0], codes, 0
+    fixed = struct.pack(DECODE_FIXED, dense.shape[1], *numbers)
     _launch(made, slices, (tensors["data"], tensors["offsets"], rows, dense), fixed)
 
 
