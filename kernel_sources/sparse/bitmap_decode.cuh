@@ -23,7 +23,7 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it ou
 
 __device__ __forceinline__ void fetch(Chunk& chunk, const Parameters& p) {
     // Within data and the chunk, whatever offsets hold.
-    u32 last = u32(min(i64(p.offsets[blockIdx.x + 1]), (p.data_end - p.data) / 16));
+    u32 last = u32(min(i64(p.offsets[blockIdx.x + 1]), i64(p.data_end - p.data) / 16));
     u32 begin = min(p.offsets[blockIdx.x], last);
     u32 units = min(last - begin, u32(sizeof(Chunk) / 16));
     auto* to = reinterpret_cast<Vector<u32, 4>*>(&chunk);

@@ -12,6 +12,7 @@ from kernlib.ops import sparse_format_macko as codec
 from kernlib.ops import sparse_lowering_macko as lowering
 from kernlib.ops.sequence import Steps
 from kernlib.ops.sparse_problem import Problem, facts_of
+from kernlib.ops.tensors import materialised
 
 PADDED = 8  # elements, to a multiple of which kernels read a vector
 
@@ -27,7 +28,7 @@ def product(
     if not tensors[0].numel() or not x.numel():
         return x.new_zeros((rows,))
     matrix = [_readable(tensor) for tensor in tensors]
-    x = x.resolve_neg()
+    x = materialised(x)
     if columns % PADDED or x.stride(0) != 1 or x.data_ptr() % 16:
         x = torch.nn.functional.pad(x.clone(), (0, -columns % PADDED))
     out = x.new_empty((rows,))
@@ -38,8 +39,10 @@ def product(
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of one that kernels cannot read as it lies."""
-    whole = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+    address = tensor.data_ptr()  # 0 of a zero tensor, which has no memory
+    if address and address % 16 == 0 and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return materialised(tensor).clone(memory_format=torch.contiguous_format)
 
 
 def _plan(values: torch.Tensor, rows: int, columns: int) -> Steps:
