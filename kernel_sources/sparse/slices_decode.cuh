@@ -24,7 +24,7 @@ struct Parameters {
     BitsT* dense;
     i64 cols;
     u32 width, panel_slices, slices;
-    u32 rows, codes;  // of the matrix; of a lane in data: so that no bytes lead beyond either
+    u32 lines, codes;  // rows of the matrix; of a lane in data: so that no bytes lead beyond either
     u32 unused;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
@@ -35,7 +35,7 @@ sparse_slices_read(const __grid_constant__ Parameters p) {
     if (slice >= p.slices) return;
     u32 lane = threadIdx.x % 32;
     RowT row = p.rows[slice * 32 + lane];
-    if (row >= p.rows) return;  // none, or one that cannot be
+    if (row >= p.lines) return;  // none, or one that cannot be
     u32 start = min(u32(p.offsets[slice]), p.codes);
     u32 end = min(u32(p.offsets[slice + 1]), p.codes), length = end > start ? end - start : 0;
     length -= length % (8 / STEP_BITS);  // whole bytes of steps
