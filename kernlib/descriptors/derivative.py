@@ -1,10 +1,11 @@
 """Derivatives of expressions, as expressions: what a kernel must compute for a gradient.
 
-Where there is none, they are what torch has of the same expression, and of a distance of equal
-points (:mod:`kernlib.reference.powers`): 0 for ``abs`` and ``sqrt`` at 0, and for ``x ** y`` at 0
-with y between 0 and 2 other than 1; one half, or all against a constant, where two sides of ``max``
-or ``min`` are equal. The language has no comparison. In place of one stands a product that
-saturates, ``min(x / smallest, 1)``, which is 0 at 0 and 1 from ``smallest`` on.
+Where there is none, they are those of a distance of equal points
+(:mod:`kernlib.reference.powers`): 0 for ``abs`` and ``sqrt`` at 0, and for ``x ** y`` at 0 with y
+between 0 and 2 other than 1. Where two sides of ``max`` or ``min`` are equal, ``tie_share`` of
+:mod:`kernlib.descriptors.expression` says what each is given. The language has no comparison. In
+place of one stands a product that saturates, ``min(x / smallest, 1)``, which is 0 at 0 and 1 from
+``smallest`` on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kernlib.descriptors.epilogues import Epilogue, Matern
-from kernlib.descriptors.expression import VALUE, Name, Node, Number, Operation, names, parse
+from kernlib.descriptors.expression import (
+    VALUE,
+    Name,
+    Node,
+    Number,
+    Operation,
+    names,
+    parse,
+    tie_share,
+)
 
 ZERO, ONE, HALF = Number(0.0), Number(1.0), Number(0.5)
 LONGEST = 200  # parts of a chain, each step written into the next, whose derivatives have 2000
@@ -222,19 +232,10 @@ def _by_base(x: Node, y: float, node: Node, zero: Node) -> Node:
 
 def _extreme_slope(x, y, to_x, to_y, node, smallest) -> Node:
     ahead = difference(x, y) if node.operator == "max" else difference(y, x)
-    share = _above(ahead, _tie(x, y, node.operator), smallest)
+    share = _above(ahead, tie_share(node), smallest)
     if to_y == ZERO:
         return product(share, to_x)
     return total(product(share, to_x), product(difference(ONE, share), to_y))
-
-
-def _tie(x: Node, y: Node, operator: str) -> float:
-    """What x is given of a tie: by torch.relu nothing, by torch.clamp all, else one half."""
-    if not isinstance(x, Number) and not isinstance(y, Number):
-        return 0.5
-    number = y if isinstance(y, Number) else x
-    tensors = 0.0 if operator == "max" and number == ZERO else 1.0
-    return tensors if number is y else 1.0 - tensors
 
 
 _OF_TWO = {

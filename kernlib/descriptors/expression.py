@@ -73,6 +73,22 @@ def names(node: Node) -> frozenset[str]:
     return frozenset()
 
 
+def tie_share(operation: Operation) -> float:
+    """The part of the derivative of a ``max`` or ``min`` that its first operand is given where both
+    are equal: one half, but beside a constant all of it, and nothing in ``max(v, 0)``.
+
+    Kernels and torch's operators alike go by this, so that no choice of torch's, which has changed,
+    decides whether a layer that begins at 0 trains.
+    """
+    constant = [not names(operand) for operand in operation.operands]
+    if constant[0] == constant[1]:
+        return 0.5
+    number = operation.operands[constant.index(True)]
+    zero = number in (Number(0.0), Operation("neg", (Number(0.0),)))
+    other = 0.0 if operation.operator == "max" and zero else 1.0
+    return 1.0 - other if constant[0] else other
+
+
 def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _convert_number(node.value, text)

@@ -21,11 +21,8 @@ NAMED: dict[str, Epilogue] = {
     "tanh": epilogues.Tanh(),
 }
 _FUNCTIONS = {
+    **expressions.ACTIVATIONS,
     epilogues.Gelu: lambda gelu, v: F.gelu(v, approximate=gelu.approximate),
-    epilogues.LeakyRelu: lambda leaky, v: F.leaky_relu(v, leaky.negative_slope),
-    epilogues.Relu: lambda _, v: F.relu(v),
-    epilogues.Sigmoid: lambda _, v: torch.sigmoid(v),
-    epilogues.Silu: lambda _, v: F.silu(v),
     epilogues.Tanh: lambda _, v: torch.tanh(v),
 }
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 
-from kernlib.descriptors.epilogues import Epilogue
-from kernlib.descriptors.expression import VALUE, Name, Node, Number
+from kernlib.descriptors.epilogues import Epilogue, LeakyRelu, Relu, Sigmoid, Silu
+from kernlib.descriptors.expression import VALUE, Name, Node, Number, tie_share
 
 
-def _maximum(x, y) -> torch.Tensor:
-    """The larger, NaN if one is. Against a number the derivative at the tie is that of
-    ``torch.relu`` and ``torch.clamp``, where ``torch.maximum`` has one half."""
-    x, y = (y, x) if isinstance(y, torch.Tensor) else (x, y)
+def absolute(x: torch.Tensor) -> torch.Tensor:
+    """``|x|``, whose derivatives at 0 are 0."""
+    return torch.where(x == 0, 0.0, x.abs())
+
+
+# By the operator and whether the first is given a part of a tie: where the second one is taken.
+_SECOND = {
+    ("max", False): torch.le,
+    ("max", True): torch.lt,
+    ("min", False): torch.ge,
+    ("min", True): torch.gt,
+}
+
+
+def extreme(operator: str, x, y, share: float) -> torch.Tensor:
+    """The larger (``"max"``) or smaller (``"min"``) of tensors or numbers, of which one is a
+    tensor: NaN if one is. Where both are equal, x receives ``share`` of the derivative, 0, 1 or
+    one half, and y the rest: selected here, for torch's own ``clamp`` gave all of it to the tensor
+    up to 2.13 and gives nothing in 2.15."""
+    if not isinstance(x, torch.Tensor):
+        x, y, share = y, x, 1 - share
+    second = _SECOND[operator, share > 0](x, y)
     if isinstance(y, torch.Tensor):
-        return torch.maximum(x, y)
-    return torch.relu(x) if y == 0 else x.clamp(min=y)
-
-
-def _minimum(x, y) -> torch.Tensor:
-    x, y = (y, x) if isinstance(y, torch.Tensor) else (x, y)
-    return torch.minimum(x, y) if isinstance(y, torch.Tensor) else x.clamp(max=y)
+        second = second | y.isnan()
+    found = torch.where(second, y, x)
+    # Halves first: their sum does not overflow.
+    return found if share in (0, 1) else torch.where(x == y, 0.5 * x + 0.5 * y, found)
 
 
 _FUNCTIONS = {
@@ -29,20 +47,28 @@ _FUNCTIONS = {
     "/": lambda x, y: x / y,
     "**": lambda x, y: x**y,
     "neg": lambda x: -x,
-    "abs": torch.abs,
+    "abs": absolute,
     "cos": torch.cos,
     "erf": torch.erf,
     "exp": torch.exp,
     "expm1": torch.expm1,
     "log": torch.log,
     "log1p": torch.log1p,
-    "max": _maximum,
-    "min": _minimum,
     "ndtr": torch.special.ndtr,
     "pow": lambda x, y: x**y,
     "sin": torch.sin,
     "sqrt": torch.sqrt,
     "tanh": torch.tanh,
+}
+
+
+# Epilogues in fewer of torch's operators than their expressions take: 1 for 12 of a sigmoid. Those
+# with a corner select, so that no choice of torch's is their derivative at 0.
+ACTIVATIONS: dict[type[Epilogue], Callable] = {
+    LeakyRelu: lambda leaky, v: torch.where(v > 0, v, leaky.negative_slope * v),
+    Relu: lambda _, v: extreme("max", v, 0.0, 0.0),
+    Sigmoid: lambda _, v: torch.sigmoid(v),
+    Silu: lambda _, v: F.silu(v),
 }
 
 
@@ -63,6 +89,10 @@ def apply(
     after = v.dim() - 1 if axis == 0 else 0  # dimensions of v that follow a vector's
     values = {name: _value(x, v, after if name in vectors else 0) for name, x in parameters.items()}
     for epilogue in epilogues:
+        activation = ACTIVATIONS.get(type(epilogue))
+        if activation is not None:
+            v = activation(epilogue, v)
+            continue
         found = _evaluate(epilogue.tree(), {**values, VALUE: v}, known)
         if not isinstance(found, torch.Tensor):
             found = v.new_full((), found)
@@ -90,4 +120,6 @@ def _evaluate(
     operands = [_evaluate(x, values, known) for x in node.operands]
     if not any(isinstance(x, torch.Tensor) for x in operands):
         operands[0] = torch.tensor(operands[0], dtype=values[VALUE].dtype, device="cpu")
+    if node.operator in ("max", "min"):
+        return extreme(node.operator, *operands, tie_share(node))
     return known[node.operator](*operands)

@@ -8,6 +8,7 @@ import kronecker_sparse_cases as ks
 import pytest
 import torch
 import torch.nn.functional as F
+from tie_cases import ACTIVATIONS
 
 import kernlib as kl
 from kernlib.nn import KSLinear
@@ -313,3 +314,18 @@ def test_autocast_leaves_float64_alone_and_reaches_the_op(seed):
     assert ks.relative_error(found, wanted) <= ks.TOLERANCE["bf16"]
     assert ks.relative_error(double, ks.exact(x, weight)) <= 1e-13
     assert op.weight_gradient(double, x.double(), ks.LANES).dtype == torch.float64
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_layer_that_is_zero_trains(algo, activation):
+    pattern, first = (2, 16, 32, 2), ACTIVATIONS[activation][0]
+    layer = KSLinear([pattern], algo=algo, activation=activation, device=ks.DEVICE)
+    for parameter in layer.parameters():
+        torch.nn.init.zeros_(parameter)
+    x = ks.random(40, layer.in_features, dtype=torch.float32)
+    leaves = (layer.factors[0], layer.bias)
+    to_weight, to_bias = torch.autograd.grad(layer(x).sum(), leaves)
+    torch.testing.assert_close(to_bias, torch.full_like(to_bias, 40 * first))
+    wanted = first * x.sum(0).reshape(2, 1, 32, 2).expand(pattern)
+    torch.testing.assert_close(to_weight, wanted, rtol=1e-5, atol=1e-4)

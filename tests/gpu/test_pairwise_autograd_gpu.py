@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pairwise_cases import points, relative_error
+from tie_cases import ACTIVATIONS, CHOSEN
 from torch.autograd import gradcheck, gradgradcheck
 
 import kernlib as kl
@@ -101,6 +102,20 @@ def test_w6_equal_points_and_coordinates(case, seed):
     wanted = exact(descriptor, (a, a), values, along)
     assert all(g.isfinite().all() for g in found)
     assert relative_error(found[0] + found[1], wanted[0] + wanted[1]) <= 2e-5
+
+
+TIES = {kl.Custom(text): slope for text, slope in CHOSEN.items()}
+TIES |= {activation: slopes[0] for activation, slopes in ACTIVATIONS.items()}
+
+
+@pytest.mark.parametrize("epilogue", TIES, ids=str)
+def test_two_equal_sides_of_a_formula(epilogue):
+    """Of every value, by the kernel that computes the derivative."""
+    a = torch.zeros(300, 4, device="cuda", requires_grad=True)
+    b = torch.arange(20.0, device="cuda").reshape(5, 4)
+    kernel = kl.dot_product(epilogue=epilogue)
+    (found,) = torch.autograd.grad(kl.run_kernel(kernel, a, b).sum(), a)
+    torch.testing.assert_close(found, TIES[epilogue] * b.sum(0).expand(300, 4))
 
 
 @pytest.mark.parametrize("case", ["p", "gaussian"])

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tie_cases import ACTIVATIONS
 from torch import nn
 
 from kernlib.nn import SparseLinear, sparsify
@@ -140,3 +141,14 @@ def test_pruning_makes_the_choice_of_the_cpu(seed):
             for per in ("matrix", "row"):
                 found = magnitude(weight.to(DEVICE), density, per)
                 assert torch.equal(found.cpu(), magnitude(weight, density, per))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_gradients_of_zeros_pass_every_activation(activation):
+    plain = linear(torch.float32)
+    nn.init.zeros_(plain.bias)
+    layer = SparseLinear.from_linear(plain, activation=activation)
+    x = torch.zeros(3, 1032, device=DEVICE, requires_grad=True)
+    (found,) = torch.autograd.grad(layer(x).sum(), x)
+    wanted = ACTIVATIONS[activation][0] * plain.weight.double().sum(0).expand(3, -1)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
