@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import kernlib.nn.kronecker_sparse as implementation
 from kernlib.errors import CompileError, UnsupportedError
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE
+from kernlib.reference import kronecker_sparse as reference
 
 DERIVING = tuple(STORAGE)
 BATCHES = [(), (1,), (0,), (5,), (2, 3), (2, 0), (3, 1, 2)]
@@ -46,6 +47,42 @@ def test_rows_3_and_4_every_algorithm_is_the_index_formula(pattern, algo, bs_las
                 found = made(x)
             assert found.is_contiguous() and found.requires_grad == recorded
             torch.testing.assert_close(found, wanted)
+
+
+# Where the index of a column is the same in every row, or there is one of it.
+FLAT = [
+    (1, 1536, 384, 1),
+    (1, 2, 1, 1),
+    (1, 1, 7, 1),
+    (1, 48, 48, 2),
+    (6, 64, 256, 1),
+    (1, 4, 4, 3),
+]
+LAID = {
+    "plain": lambda weight: weight,
+    "transposed": lambda weight: weight.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "expanded": lambda weight: weight[:1, :1, :, :1].expand(weight.shape),
+    "sliced": lambda weight: weight.repeat_interleave(2, 2)[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("laid", LAID)
+@pytest.mark.parametrize("algo", ["sparse", "bsr"])
+@pytest.mark.parametrize("pattern", [*FLAT, *PATTERNS], ids=str)
+def test_what_is_stored_of_a_weight_can_be_read(pattern, algo, laid):
+    weight = LAID[laid](random(*pattern, dtype=torch.float32))
+    stored = STORAGE[algo](weight)
+    parts = stored.crow_indices(), stored.col_indices(), stored.values()
+    assert all(part.is_contiguous() for part in parts)
+    torch._validate_sparse_compressed_tensor_args(*parts, stored.shape, stored.layout)
+    dense = reference.dense(pattern, weight.double())
+    for bs_last in LAYOUTS:
+        x = random(stored.shape[1], 5, dtype=torch.float32)
+        x = x if bs_last else x.mT
+        wanted = dense @ x.double() if bs_last else x.double() @ dense.mT
+        for given in (stored, None):
+            found = ALGORITHMS[algo](x, weight, pattern, bs_last, given)
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @each_layout

@@ -94,14 +94,11 @@ def csr(weight: torch.Tensor) -> torch.Tensor:
     weight = weight.detach().to(_wide("sparse", weight))
     i, l, k = (_places(weight, size) for size in (a, d, c))
     columns = i.view(-1, 1, 1, 1) * (c * d) + l.view(-1, 1) + k * d
-    return torch.sparse_csr_tensor(
-        _places(weight, a * b * d + 1) * c,
-        columns.expand(a, b, d, c).flatten(),
-        weight.transpose(2, 3).flatten(),
-        size=(a * b * d, a * c * d),
-        dtype=weight.dtype,
-        device=weight.device,
-        check_invariants=False,
+    rows = _places(weight, a * b * d + 1) * c
+    values = weight.transpose(2, 3).flatten()
+    size = (a * b * d, a * c * d)
+    return _compressed(
+        torch.sparse_csr_tensor, rows, columns.expand(a, b, d, c).flatten(), values, size
     )
 
 
@@ -115,13 +112,18 @@ def bsr_blocks(weight: torch.Tensor) -> torch.Tensor:
     tiles = blocks(weight).reshape(a * d, high, side, wide, side)
     values = tiles.transpose(2, 3).reshape(-1, side, side)
     make = torch.sparse_csr_tensor if side == 1 else torch.sparse_bsr_tensor
-    return make(
-        _places(weight, a * d * high + 1) * wide,
-        _places(weight, a * d * wide).view(-1, 1, wide).expand(-1, high, -1).flatten(),
-        values.flatten() if side == 1 else values,
-        size=(a * d * b, a * d * c),
-        check_invariants=False,
-    )
+    rows = _places(weight, a * d * high + 1) * wide
+    columns = _places(weight, a * d * wide).view(-1, 1, wide).expand(-1, high, -1).flatten()
+    values = values.flatten() if side == 1 else values
+    return _compressed(make, rows, columns, values, (a * d * b, a * d * c))
+
+
+def _compressed(make: Callable, rows, columns, values, size: tuple[int, int]) -> torch.Tensor:
+    """A sparse tensor whose invariants hold by how its parts were made: asking torch would wait for
+    a GPU. Its products read the parts as if these were contiguous, out of bounds where an expanded
+    one that was flattened is still a view of fewer elements."""
+    parts = [part.contiguous() for part in (rows, columns, values)]
+    return make(*parts, size=size, dtype=values.dtype, device=values.device, check_invariants=False)
 
 
 STORAGE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -329,3 +329,18 @@ def test_a_layer_that_is_zero_trains(algo, activation):
     torch.testing.assert_close(to_bias, torch.full_like(to_bias, 40 * first))
     wanted = first * x.sum(0).reshape(2, 1, 32, 2).expand(pattern)
     torch.testing.assert_close(to_weight, wanted, rtol=1e-5, atol=1e-4)
+
+
+FLAT = [(1, 1536, 384, 1), (1, 2, 1, 1), (1, 48, 48, 2), (6, 64, 256, 1), (1, 4, 4, 3)]
+
+
+@pytest.mark.parametrize("bs_last", ks.LAYOUTS)
+@pytest.mark.parametrize("pattern", FLAT, ids=str)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_patterns_whose_columns_repeat(algo, pattern, bs_last):
+    layer = KSLinear([pattern], bias=False, algo=algo, bs_last=bs_last, device=ks.DEVICE)
+    x, _ = ks.operands(pattern, 5, "fp32", bs_last)
+    wanted = ks.exact(x, layer.factors[0].detach(), bs_last)
+    for recorded in (True, False, False):  # the last from what was kept
+        with torch.set_grad_enabled(recorded):
+            torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-4)
