@@ -186,6 +186,7 @@ def test_hard_data_has_means_far_away_and_points_side_by_side():
     assert others.min() > 4
 
 
+@pytest.mark.slow
 def test_error_of_hard_data_is_that_of_the_worst_distance():
     a, b, out = pairwise.tensors(HARD, "cpu")
     rows = pairwise.sampled(HARD, a, b)

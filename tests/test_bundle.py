@@ -282,6 +282,7 @@ def test_equal_kernels_give_equal_bytes(tmp_path, roots, compiles):
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_real_kernels_from_two_processes_give_equal_bytes(tmp_path):
     code = (
         "import kernlib as kl, torch; from pathlib import Path\n"

@@ -108,6 +108,7 @@ def test_a_pipe_that_nobody_reads_on_ends_the_command_quietly(cache_dir):
 # The demo.
 
 
+@pytest.mark.slow
 def test_the_second_demo_compiles_nothing(cache_dir):
     first = command("demo")
     assert first.returncode == 0, first.stderr

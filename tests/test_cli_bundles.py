@@ -143,6 +143,7 @@ def test_a_folder_must_be_given(run):
         plain(run("cache", name), 2, "FOLDER")
 
 
+@pytest.mark.slow
 def test_from_one_machine_to_another(tmp_path, cache_dir):
     """Real kernels: compiled for two targets, exported, mounted, imported, in processes each."""
     call = ("laplace_l1", "--shape", "100x8", "--shape", "50x8", "--argument", "bandwidth=8.0")

@@ -38,6 +38,7 @@ def test_there_are_examples():
     assert wanted <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_on_the_cpu(example, tmp_path):
     found = run(example, tmp_path, CUDA_VISIBLE_DEVICES="")
@@ -50,6 +51,7 @@ RIDGE = EXAMPLES[0].parent / "kernel_ridge.py"
 WAYS = ("direct", "matrix-free", "plain torch")
 
 
+@pytest.mark.slow
 def test_all_ways_to_kernel_ridge_regression_agree(tmp_path):
     arguments = ("--device", "cpu", "--train", "1000", "--features", "16", "--seed", "3")
     found = run(RIDGE, tmp_path, *arguments, CUDA_VISIBLE_DEVICES="")
@@ -65,6 +67,7 @@ def test_all_ways_to_kernel_ridge_regression_agree(tmp_path):
     assert len(apart) == 3 and all(max(map(float, both)) < 1e-3 for both in apart)
 
 
+@pytest.mark.slow
 def test_kernel_ridge_regression_is_drawn_where_matplotlib_is(tmp_path):
     arguments = ("--device", "cpu", "--train", "160", "--plot", str(tmp_path / "ridge.png"))
     found = run(RIDGE, tmp_path, *arguments, CUDA_VISIBLE_DEVICES="")
@@ -76,6 +79,7 @@ def test_kernel_ridge_regression_is_drawn_where_matplotlib_is(tmp_path):
     assert all(found.stdout.count(f"│ {way} ") == 4 for way in WAYS)  # numbers of points
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_on_the_gpu(example, tmp_path):

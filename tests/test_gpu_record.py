@@ -292,7 +292,7 @@ def checkout(tmp_path):
     for name in ("kernlib", "kernel_sources", "benchmarks"):
         shutil.copytree(record.ROOT / name, root / name)
     (root / "tests" / "gpu").mkdir(parents=True)
-    for name in ("conftest.py", "record.py"):
+    for name in ("conftest.py", "record.py", "speeds.py"):
         shutil.copy(Path(__file__).parent / name, root / "tests" / name)
     shutil.copy(record.ROOT / "pyproject.toml", root)
     (root / "fake_gpu.py").write_text(FAKE_GPU)
@@ -317,6 +317,7 @@ def test_hooks_write_the_record(checkout):
     assert found["families"]["pairwise"]["tests"] == 2
 
 
+@pytest.mark.slow
 def test_hooks_record_failures_with_their_seed(checkout):
     path = checkout / "tests" / "gpu" / "test_service_x.py"
     path.write_text("def test_bad(seed):\n    assert seed is None\n")
@@ -329,17 +330,18 @@ def test_hooks_record_failures_with_their_seed(checkout):
 PARTIAL = [("tests", "-k", "test_ok"), ("tests/gpu/test_pairwise_x.py::test_ok",)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [*PARTIAL, ("--co", "tests")])
 def test_hooks_record_no_partial_run(checkout, arguments):
     output, found = run_pytest(checkout, *arguments)
     assert found is None, output
 
 
-def test_hooks_skip_without_a_gpu(checkout):
+def test_hooks_leave_gpu_tests_out_without_a_gpu(checkout):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     output, found = run_pytest(checkout, "tests", "-m", "gpu", gpu=False)
-    assert f"{2 * len(record.FAMILIES)} skipped" in output and found is None
+    assert f"{2 * len(record.FAMILIES)} tests need an NVIDIA GPU" in output and found is None
 
 
 # With pytest-xdist, whose workers hand what they saw to the process that writes.
@@ -379,11 +381,12 @@ def test_crash():
 """
 
 
+@pytest.mark.slow
 @needs_xdist
 def test_workers_write_the_record_of_one_process(checkout):
     (checkout / "tests" / "gpu" / "test_service_x.py").write_text(OUTCOMES)
     (checkout / "tests" / "gpu" / "test_service_y.py").write_text(GPU_TEST)
-    output, wanted = run_pytest(checkout, "-p", "no:xdist", "tests")
+    output, wanted = run_pytest(checkout, "-n", "0", "tests")
     assert wanted is not None, output
     assert len(wanted["families"]["service"]["failed"]) == 2
     assert wanted["families"]["service"]["reason"] == "1 of 10 tests skipped"
@@ -392,6 +395,7 @@ def test_workers_write_the_record_of_one_process(checkout):
     assert found == wanted and "gpu record: pairwise passed" in output, output
 
 
+@pytest.mark.slow
 @needs_xdist
 @pytest.mark.parametrize("arguments", PARTIAL)
 def test_workers_record_no_partial_run(checkout, arguments):
@@ -399,6 +403,7 @@ def test_workers_record_no_partial_run(checkout, arguments):
     assert found is None and "gpu record: pairwise incomplete, not recorded" in output, output
 
 
+@pytest.mark.slow
 @needs_xdist
 def test_a_worker_that_crashed_leaves_all_incomplete(checkout):
     (checkout / "tests" / "gpu" / "test_service_x.py").write_text(CRASH)

@@ -190,6 +190,7 @@ def test_the_key_is_the_same_in_every_process_and_folder(tmp_path):
     assert keys == {service.digest(SPEC, ARCH).hex()}
 
 
+@pytest.mark.slow
 def test_what_is_lowered_has_the_same_keys_under_every_hash_seed(tmp_path):
     seeds = ("0", "1", "77")
     children = [

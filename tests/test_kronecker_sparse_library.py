@@ -242,6 +242,7 @@ print(torch.allclose(program(x), wanted))
 """
 
 
+@pytest.mark.slow
 def test_a_saved_program_runs_in_another_process(tmp_path):
     x = values(11, 40, seed=3)
     torch.export.save(exported(False, True), tmp_path / "program.pt2")

@@ -344,6 +344,7 @@ print(torch.equal(program(x), wanted))
 """
 
 
+@pytest.mark.slow
 def test_a_saved_program_runs_in_another_process(tmp_path):
     x = points(11, K, seed=3)
     torch.export.save(exported(False, True), tmp_path / "program.pt2")

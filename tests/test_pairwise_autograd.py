@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from speeds import slow_but
 from torch.autograd import gradcheck, gradgradcheck
 
 import kernlib as kl
@@ -71,7 +72,7 @@ SMOOTH = {  # descriptor, hyperparameters
 }
 
 
-@pytest.mark.parametrize("how", [EAGER, REGISTERED])
+@pytest.mark.parametrize("how", slow_but((EAGER,), (EAGER, REGISTERED)))
 @pytest.mark.parametrize("case", SMOOTH)
 def test_row_35_first_and_second_gradients_are_right(case, how, seed):
     descriptor, values = SMOOTH[case]
@@ -96,7 +97,7 @@ ROUGH = {
 }
 
 
-@pytest.mark.parametrize("how", [EAGER, REGISTERED])
+@pytest.mark.parametrize("how", slow_but((EAGER,), (EAGER, REGISTERED)))
 @pytest.mark.parametrize("case", ROUGH)
 def test_row_35_gradients_of_kernels_with_edges_are_right(case, how, seed):
     descriptor, values = ROUGH[case]

@@ -67,6 +67,7 @@ def test_row_36_a_compiled_gradient_is_the_eager_one(case, backend, seed):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_inductor_fuses_what_follows_the_sums(seed):
     function, tensors = made("gaussian")
     along = torch.randn(M, N)

@@ -1,11 +1,12 @@
 """Pair gradients to kernels: which way, which code, which bytes; and what NVRTC makes of it."""
 
 import struct
-from functools import cache
 from itertools import product
 
 import pytest
+from compiled_kernels import compiled
 from gpu_fakes import MODELS
+from speeds import one_of_each, slow_but
 
 from kernlib.errors import CompileError
 from kernlib.jit import targets
@@ -248,22 +249,19 @@ SPILL_BYTES = 200  # most before and behind the loops; one point's worth is 500 
 CUBIN_BYTES = 130 * 1000
 
 
-@cache
-def compiled(name):
-    return compile_spec(*CASES[name])
+FAST = one_of_each(lambda case: (*case[0].description.split()[:2], case[1] == HERE), CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_a_kernel_compiles_within_its_bounds(name):
     spec, arch = CASES[name]
-    entry = compiled(name)
-    registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
-    assert entry.kernel == spec.entry and len(entry.cubin) <= CUBIN_BYTES
-    assert spilled <= SPILL_BYTES
-    shared = int(entry.meta["shared_bytes"])
+    made = compiled(spec, arch)
+    assert made.entry.kernel == spec.entry and len(made.entry.cubin) <= CUBIN_BYTES
+    assert made.spilled <= SPILL_BYTES
     blocks = 1 if "float64" in name or spec.threads > direct.THREADS else 2
     if arch == HERE:
-        assert targets.resident_blocks(arch, spec.threads, registers, shared) >= blocks
+        held = targets.resident_blocks(arch, spec.threads, made.registers, made.shared)
+        assert held >= blocks
 
 
 def test_every_choice_is_a_variant():

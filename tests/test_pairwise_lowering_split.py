@@ -1,21 +1,19 @@
 """Lowering of squared distances and dot products to tensor cores, and what NVRTC makes of it."""
 
 import struct
-from functools import cache
 
 import pytest
-from compile_logs import built_with_logs
-from compile_pace import confirmed, timed
+from compiled_kernels import compiled
+from speeds import one_of_each, slow_but
 
 import kernlib as kl
 from kernlib.jit import targets
-from kernlib.jit.compiler import compile_spec
 from kernlib.ops import pairwise_lowering as direct
 from kernlib.ops import pairwise_lowering_split as split
 from kernlib.ops.pairwise_lowering import Layout, Problem
 
 HERE = "sm_90a"
-CPU_MS = 1000  # 1.5 times the 660 of the slowest
+INSTRUCTIONS = 4700  # 1.5 times the 3128 of the longest
 L2, DOT = kl.l2_distance(), kl.dot_product()
 
 
@@ -153,22 +151,13 @@ def matrix():
 MATRIX = matrix()
 
 
-@cache
-def built():
-    """Of each the entry, the processor's milliseconds and NVRTC's log."""
-    made = built_with_logs(MATRIX, lambda wanted: timed(lambda: compile_spec(wanted, HERE)))
-    return {name: (*entry, log) for name, (entry, log) in made.items()}
-
-
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", slow_but(one_of_each(lambda spec: spec.entry, MATRIX), MATRIX))
 def test_a_kernel_compiles_within_its_bounds(name):
-    wanted, (entry, milliseconds, log) = MATRIX[name], built()[name]
-    registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
-    assert entry.cubin[:4] == b"\x7fELF" and spilled == 0
-    assert "serialized" not in log
-    assert confirmed(milliseconds, CPU_MS, lambda: compile_spec(wanted, HERE)) <= CPU_MS
-    shared = int(entry.meta["shared_bytes"])
-    assert targets.resident_blocks(HERE, wanted.threads, registers, shared) >= 1
+    made = compiled(MATRIX[name], HERE)
+    assert made.spilled == 0 and "serialized" not in made.log
+    assert made.instructions <= INSTRUCTIONS
+    threads = MATRIX[name].threads
+    assert targets.resident_blocks(HERE, threads, made.registers, made.shared) >= 1
 
 
 def test_variants_hold_what_calls_choose():

@@ -1,14 +1,13 @@
 """Lowering of reductions to tensor cores, and what NVRTC makes of it."""
 
 import struct
-from functools import cache
 
 import pytest
-from compile_logs import built_with_logs
+from compiled_kernels import compiled
+from speeds import one_of_each, slow_but
 
 import kernlib as kl
 from kernlib.jit import targets
-from kernlib.jit.compiler import compile_spec
 from kernlib.ops import pairwise_lowering_split_pack as pack
 from kernlib.ops import pairwise_lowering_split_reduce as split
 from kernlib.ops import pairwise_reduce_lowering as direct
@@ -189,18 +188,12 @@ def matrix():
 MATRIX = matrix()
 
 
-@cache
-def built():
-    """Of each the entry and NVRTC's log."""
-    return built_with_logs(MATRIX, lambda wanted: compile_spec(wanted, HERE))
-
-
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", slow_but(one_of_each(lambda spec: spec.entry, MATRIX), MATRIX))
 def test_a_kernel_compiles_within_its_bounds(name):
-    wanted, (entry, log) = MATRIX[name], built()[name]
-    registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
-    products = wanted.entry == "pairwise_split_reduce"
-    assert entry.cubin[:4] == b"\x7fELF" and "serialized" not in log
-    assert spilled == 0 or not products
-    shared, resident = int(entry.meta["shared_bytes"]), 1 if products else direct.RESIDENT
-    assert targets.resident_blocks(HERE, wanted.threads, registers, shared) >= resident
+    wanted = MATRIX[name]
+    made, products = compiled(wanted, HERE), wanted.entry == "pairwise_split_reduce"
+    assert "serialized" not in made.log
+    assert made.spilled == 0 or not products
+    resident = 1 if products else direct.RESIDENT
+    held = targets.resident_blocks(HERE, wanted.threads, made.registers, made.shared)
+    assert held >= resident

@@ -92,6 +92,7 @@ def test_compiled_calls_and_gradients_are_the_eager_ones(case, backend, seed):
     close(gradients(run, tensors, along), gradients(function, tensors, along))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["columns", "sum", "topk"])
 def test_inductor_takes_the_operators(case, seed):
     function, tensors = made(case)

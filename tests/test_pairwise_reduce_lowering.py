@@ -7,6 +7,7 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import slow_but
 from test_lowering import KINDS, Scalar
 
 import kernlib as kl
@@ -222,7 +223,7 @@ COMPILED = {
 SMALL_SPILL, TILE_SPILL = 16, 256  # bytes; a tile's reducers wait in local memory for its sums
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", slow_but(("gaussian", "tile"), COMPILED))
 def test_the_kernel_compiles_within_its_bounds(name):
     descriptor, changes = COMPILED[name]
     wanted = lowered(descriptor, **changes).spec
@@ -235,6 +236,7 @@ def test_the_kernel_compiles_within_its_bounds(name):
     assert targets.resident_blocks(HERE, wanted.threads, registers, shared) >= lowering.RESIDENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 @pytest.mark.parametrize("k", [3, 64])
 def test_other_architectures_compile_it(arch, k):

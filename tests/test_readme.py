@@ -186,6 +186,7 @@ def test_a_product_of_few_long_rows_is_summed_as_a_gradient_is():
 # All of them.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, text in DOCUMENTS.items() if "```python" in text])
 def test_its_code_runs(name, tmp_path):
     code = "\n".join(blocks(DOCUMENTS[name], "python"))

@@ -24,6 +24,7 @@ def run(*arguments):
     return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_small_soak_keeps_its_promises_and_puts_rows_beside_those_that_are_there(tmp_path):
     path = tmp_path / "service.json"
     other = harness.Row("hot call", "us", 8.0, must=12.0).as_json()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import slow_but
 
 from kernlib.errors import UnsupportedError
 from kernlib.jit import sources, targets
@@ -273,7 +274,7 @@ def test_loaded_tensors_are_checked(message):
 
 
 @pytest.mark.parametrize("itemsize", gpu.ITEMSIZES)
-@pytest.mark.parametrize("arch", targets.SHARED_BYTES)
+@pytest.mark.parametrize("arch", slow_but(("sm_90a",), targets.SHARED_BYTES))
 def test_kernels_compile_for_every_target(arch, itemsize):
     made = gpu.specs(itemsize)
     with ThreadPoolExecutor(2) as pool:

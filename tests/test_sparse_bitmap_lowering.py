@@ -1,16 +1,14 @@
 """Products of bitmap matrices: launches and sizes, and kernels for every target."""
 
-import re
 import struct
-from functools import cache
 
 import pytest
-from compile_logs import built_with_logs
+from compiled_kernels import compiled
+from speeds import one_of_each, slow_but
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
 from kernlib.jit import targets
-from kernlib.jit.compiler import compile_spec
 from kernlib.ops import sparse_lowering_bitmap as lowering
 from kernlib.ops import sparse_lowering_sum as last
 from kernlib.ops.sparse_problem import Problem
@@ -83,21 +81,29 @@ def test_lowering_chooses_of_the_variants():
                     assert step.spec in known
 
 
-@cache
-def built(arch):
-    dtypes = HALF if arch == "sm_90a" else HALF[:1]
-    specs = {s.description: s for s in lowering.variants(EPILOGUE, dtypes, arch)}
-    return built_with_logs(specs, lambda spec: compile_spec(spec, arch))
+def cases():
+    """Name to (spec, arch): of every target all variants, beside sm_90a of one dtype."""
+    found = {}
+    for arch in ARCHES:
+        dtypes = HALF if arch == "sm_90a" else HALF[:1]
+        for spec in lowering.variants(EPILOGUE, dtypes, arch):
+            found[f"{arch} {spec.description}"] = spec, arch
+    return found
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-def test_every_variant_compiles_without_spills(arch):
-    made = built(arch)
-    assert len(made) >= 13
-    for name, (_, log) in made.items():
-        (used,) = re.findall(r"Used (\d+) registers", log)
-        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
-        assert sum(spilled) <= 64 and int(used) <= 255, f"{name}: {used} registers, {spilled}"
+CASES = cases()
+FAST = one_of_each(lambda case: (case[0].entry, case[1] == "sm_90a"), CASES)
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, CASES))
+def test_every_variant_compiles_without_spills(name):
+    made = compiled(*CASES[name])
+    assert made.spilled <= 64 and made.registers <= 255
+
+
+def test_every_target_has_variants():
+    for arch in ARCHES:
+        assert sum(name.startswith(f"{arch} ") for name in CASES) >= 13
 
 
 def test_the_sum_of_parts_takes_every_dtype():

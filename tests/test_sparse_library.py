@@ -216,6 +216,7 @@ print(torch.allclose(program(x), wanted))
 """
 
 
+@pytest.mark.slow
 def test_a_saved_program_runs_in_another_process(tmp_path):
     x = torch.randn(11, 40)
     torch.export.save(exported(False, True), tmp_path / "program.pt2")

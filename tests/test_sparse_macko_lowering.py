@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from speeds import slow_but
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
@@ -124,7 +125,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(("one vector", "ranges"), CASES))
 def test_kernels_compile_without_spills(name):
     given, epilogue, arch = CASES[name]
     for step in lowered(given, arch, epilogue).steps:
