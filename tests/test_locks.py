@@ -234,14 +234,14 @@ def test_a_fork_waits_for_the_work_of_others_and_lets_none_begin():
     inside, begun = threading.Event(), threading.Event()
 
     def work():
-        with guard:
+        with guard.work():
             inside.set()
             time.sleep(0.2)
             order.append("first")
 
     def later():
         begun.set()
-        with guard:
+        with guard.work():
             order.append("second")
 
     threads = [threading.Thread(target=work), threading.Thread(target=later)]
@@ -260,7 +260,7 @@ def test_a_fork_waits_for_the_work_of_others_and_lets_none_begin():
 
 def test_a_fork_waits_neither_for_its_own_thread_nor_for_ever(monkeypatch):
     guard, start = ForkGuard(), time.monotonic()
-    with guard:
+    with guard.work():
         guard.before_fork()
         guard.after_in_parent()
     assert time.monotonic() - start < 1
@@ -268,7 +268,7 @@ def test_a_fork_waits_neither_for_its_own_thread_nor_for_ever(monkeypatch):
     stuck, inside = threading.Event(), threading.Event()
 
     def hang():
-        with guard:
+        with guard.work():
             inside.set()
             stuck.wait(20)
 
@@ -288,7 +288,7 @@ def test_a_guard_whose_hooks_come_in_the_middle_of_a_fork_stays_open():
     entered = threading.Event()
 
     def work():
-        with guard:
+        with guard.work():
             entered.set()
 
     threading.Thread(target=work, daemon=True).start()

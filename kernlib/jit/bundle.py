@@ -44,8 +44,10 @@ class Bundle:
     def open(self) -> None:
         """Open a file whose pages have been walked. Raises lmdb.Error, OSError."""
         with self._lock:
-            if self._env is None:
-                env = lmdb.open(
+            if self._env is not None:
+                return
+            try:
+                self._env = lmdb.open(
                     str(self.folder / FILE),
                     subdir=False,
                     readonly=True,
@@ -53,12 +55,10 @@ class Bundle:
                     max_dbs=1,
                     lib_version=0,
                 )
-                try:
-                    self._kernels = env.open_db(DATABASE, create=False)
-                except BaseException:
-                    env.close()
-                    raise
-                self._env = env
+                self._kernels = self._env.open_db(DATABASE, create=False)
+            except BaseException:
+                self.close()
+                raise
 
     def get(self, key: bytes) -> bytes | None:
         """A copy of the value under a portable key, None for a miss."""
@@ -91,13 +91,14 @@ class Bundle:
             return facts
 
     def close(self) -> None:
-        env, self._env = self._env, None
-        if env is not None:
-            env.close()
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
 
-def open_bundle(folder: Path) -> Bundle:
-    """The bundle in ``folder``, its pages walked once.
+def open_bundle(folder: Path, found: Bundle | None = None) -> Bundle:
+    """The bundle in ``folder``, its pages walked once; ``found`` is the object for it, if the
+    caller has one.
 
     Raises OSError when there is none, when others may write it, or when it is cut or damaged.
     """
@@ -106,7 +107,7 @@ def open_bundle(folder: Path) -> Bundle:
     problems = walk(folder / FILE)
     if problems:
         raise OSError(f"{folder / FILE} is damaged ({problems[0]}); export it again")
-    found = Bundle(folder)
+    found = found or Bundle(folder)
     try:
         found.open()
     except lmdb.Error as error:

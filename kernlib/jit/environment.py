@@ -21,13 +21,13 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 
 from kernlib.jit import private
-from kernlib.jit.locks import hold_file
+from kernlib.jit.locks import hold_file, surely
 from kernlib.jit.presence import Presence, dead_marks, fingerprint
 
 LAYOUT = "v1"
@@ -76,7 +76,8 @@ def unclean_ends(directory: Path) -> list[float]:
     root = Path(directory) / LAYOUT
     if not root.is_dir():
         return []
-    with hold_file(root / "store.lock", GATE_TIMEOUT_S) as owned:
+    gate = hold_file(root / "store.lock", GATE_TIMEOUT_S)
+    with surely(gate), gate as owned:
         marks = dead_marks(root / "open") if owned else []
         return sorted(mark.stat().st_mtime for mark in marks)
 
@@ -109,12 +110,11 @@ class Environment:
         private.refuse_bundle(self.directory)
         for folder in (self.directory, self.directory / LAYOUT, self.path):
             private.make_private(folder)
-        with self._gate():
-            try:
-                self._open_checked()
-            except BaseException:
-                self._presence.forget()
-                raise
+        try:
+            self._gated(self._open_checked)
+        except BaseException:
+            self._abandon()
+            raise
 
     def _open_checked(self) -> None:
         try:
@@ -137,8 +137,8 @@ class Environment:
 
     def verify(self) -> list[str]:
         """What a walk over all pages finds wrong. Raises OSError."""
-        with self._lock, self._gate():
-            return walk(self._data)
+        with self._lock:
+            return self._gated(walk, self._data)
 
     def set_aside(self) -> None:
         """Move the whole store aside, as damage found in use does; the next verb starts afresh."""
@@ -151,20 +151,24 @@ class Environment:
             if self._env is None:
                 return
             try:
-                with contextlib.suppress(OSError), self._gate():
-                    self._close_env()
-                    self._presence.leave(fingerprint(self._data))
+                with contextlib.suppress(OSError):
+                    self._gated(self._leave)
             finally:
                 self._abandon()
 
-    @contextlib.contextmanager
-    def _gate(self) -> Iterator[None]:
-        """One process at a time, with a deadline, which LMDB's own writer lock has not."""
-        with hold_file(self._gate_path, GATE_TIMEOUT_S) as owned:
+    def _leave(self) -> None:
+        self._close_env()
+        self._presence.leave(fingerprint(self._data))
+
+    def _gated(self, work: Callable, *arguments: object) -> object:
+        """work(*arguments) by one process at a time, with a deadline, which LMDB's own writer lock
+        has not."""
+        gate = hold_file(self._gate_path, GATE_TIMEOUT_S)
+        with surely(gate), gate as owned:
             if not owned:
                 reason = f"another process held it for {GATE_TIMEOUT_S:.0f} s"
                 raise TimeoutError(errno.ETIMEDOUT, reason, str(self._gate_path))
-            yield
+            return work(*arguments)
 
     def _attach(self) -> None:
         """Open with the largest map that address space (ulimit -v), file size and disk allow."""
@@ -229,11 +233,13 @@ class Environment:
         """Move a store found damaged in use aside, unless another process has done so already."""
         self._abandon()
         try:
-            with self._gate():
-                if private.identity(self._data) == self._file:
-                    self._move_aside()
+            self._gated(self._move_aside_if_ours)
         except OSError:
             pass  # the next verb opens it again, and meets the same damage
+
+    def _move_aside_if_ours(self) -> None:
+        if private.identity(self._data) == self._file:
+            self._move_aside()
 
     def _abandon(self) -> None:
         """Close it without a word: whoever opens it next walks its pages."""
@@ -241,9 +247,9 @@ class Environment:
         self._presence.forget()
 
     def _close_env(self) -> None:
-        env, self._env = self._env, None
-        if env is not None:
-            env.close()
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
     # Transactions.
 
@@ -278,20 +284,24 @@ class Environment:
         return self._attempt(work, write)
 
     def _attempt(self, work: Callable[[lmdb.Transaction], object], write: bool) -> object:
-        with (
-            self._gate() if write else contextlib.nullcontext(),
-            self._env.begin(write=write) as txn,
-        ):
+        if write:
+            return self._gated(self._in_transaction, work, True)
+        return self._in_transaction(work, False)
+
+    def _in_transaction(self, work: Callable[[lmdb.Transaction], object], write: bool) -> object:
+        with self._env.begin(write=write) as txn:
             return work(txn)
 
     def _follow_map(self) -> None:
-        with self._gate():
-            try:
-                self._env.set_mapsize(0)
-                self._extend()
-            except BaseException:
-                self._abandon()  # NOTE: the old map is unmapped already, any use is SIGSEGV
-                raise
+        try:
+            self._gated(self._take_map)
+        except BaseException:
+            self._abandon()  # NOTE: the old map is unmapped already, any use is SIGSEGV
+            raise
+
+    def _take_map(self) -> None:
+        self._env.set_mapsize(0)
+        self._extend()
 
     def _after_fork(self) -> None:
         """In a forked child, before anything else."""
@@ -308,13 +318,15 @@ _held: list[threading.RLock] = []
 # a thread inside a verb needs its guard to leave.
 def _before_fork() -> None:
     for environment in list(_instances):
-        environment._lock.acquire()
         _held.append(environment._lock)
+        environment._lock.acquire()
 
 
 def _after_in_parent() -> None:
     while _held:
-        _held.pop().release()
+        lock = _held.pop()
+        if lock._is_owned():  # not if an interrupt came before
+            lock.release()
 
 
 def _after_in_child() -> None:

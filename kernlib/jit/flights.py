@@ -19,7 +19,8 @@ class _Flight(Generic[Value]):
 
     def __init__(self) -> None:
         self.owner = threading.get_ident()
-        self.done = threading.Event()
+        self.done = threading.RLock()  # the runner's until it has landed; unlike an Event it
+        self.done.acquire()  # knows whose it is, however an interrupt came in between
         self.landed = False
         self.value: Value | None = None
         self.error: Exception | None = None
@@ -29,7 +30,7 @@ class Flights(Generic[Key, Value]):
     """The runs now in the air, one a key. Keeps no result: the caller publishes it in `make`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._flights: dict[Key, _Flight[Value]] = {}
         _instances.add(self)
 
@@ -41,42 +42,51 @@ class Flights(Generic[Key, Value]):
         waiter runs `make` instead. Raises RuntimeError when `make` asks for its own key.
         """
         while True:
-            flight, owned = self._claim(key)
-            if owned:
-                return self._fly(key, flight, make)
-            flight.done.wait()
+            own: _Flight[Value] = _Flight()
+            try:
+                try:
+                    flight = self._claim(key, own)
+                    if flight is own:
+                        return self._fly(own, make)
+                finally:
+                    self._land(key, own)
+            finally:
+                self._land(key, own)  # again: an interrupt may have come into the first
+            with flight.done:
+                pass
             if flight.error is not None:
                 raise flight.error
             if flight.landed:
                 return flight.value
 
-    def _claim(self, key: Key) -> tuple[_Flight[Value], bool]:
+    def _claim(self, key: Key, own: _Flight[Value]) -> _Flight[Value]:
+        """The flight of a key, which is our own if there was none."""
         with self._lock:
-            flight = self._flights.get(key)
-            if flight is None:
-                flight = self._flights[key] = _Flight()
-                return flight, True
-        if flight.owner == threading.get_ident():
+            flight = self._flights.setdefault(key, own)
+        if flight is not own and flight.owner == threading.get_ident():
             raise RuntimeError(f"{key!r} was asked for by the call that makes it")
-        return flight, False
+        return flight
 
-    def _fly(self, key: Key, flight: _Flight[Value], make: Callable[[], Value]) -> Value:
+    def _fly(self, own: _Flight[Value], make: Callable[[], Value]) -> Value:
         try:
-            flight.value = make()
-            flight.landed = True
-            return flight.value
+            own.value = make()
         except Exception as error:
-            flight.error = error
+            own.error = error
             raise
-        finally:
-            with self._lock:
-                if self._flights.get(key) is flight:  # a fork inside make() dropped it
-                    del self._flights[key]
-            flight.done.set()
+        own.landed = True
+        return own.value
+
+    def _land(self, key: Key, own: _Flight[Value]) -> None:
+        """Let the waiters of our own flight go on; nothing when that has been done."""
+        with self._lock:
+            if self._flights.get(key) is own:  # not if a fork inside make() dropped it
+                del self._flights[key]
+        if own.done._is_owned():
+            own.done.release()
 
     def _forget(self) -> None:
         """In a forked child: the threads that were flying do not exist here."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._flights = {}
 
 

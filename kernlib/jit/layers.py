@@ -101,6 +101,7 @@ class Layers(NamedTuple):
 _opening = threading.RLock()
 _layers: tuple[tuple, Layers] | None = None
 _bundles: dict[tuple[str, str], object] = {}  # by path and fingerprint; None for one without use
+_opening_bundles: dict[tuple[str, str], object] = {}
 _refused: set[bytes] = set()  # portable keys of what a bundle holds and the driver refuses
 
 
@@ -133,8 +134,10 @@ def _open_bundle(folder: Path):
     except OSError as error:  # which opening it meets as well
         name = (os.path.realpath(folder), str(error))
     if name not in _bundles:
+        # Noted before it is opened: LMDB refuses to open one again that an interrupt made us lose.
+        opening = _opening_bundles.setdefault(name, bundle.Bundle(Path(name[0])))
         try:
-            _bundles[name] = bundle.open_bundle(Path(name[0]))
+            _bundles[name] = bundle.open_bundle(opening.folder, opening)
         except OSError as error:
             _bundles[name] = None
             warnings.warn(
@@ -142,6 +145,7 @@ def _open_bundle(folder: Path):
                 RuntimeWarning,
                 stacklevel=2,
             )
+        del _opening_bundles[name]
     return _bundles[name]
 
 
@@ -150,7 +154,8 @@ def _before_fork() -> None:
 
 
 def _after_in_parent() -> None:
-    _opening.release()
+    if _opening._is_owned():  # not if an interrupt came before
+        _opening.release()
 
 
 def _after_in_child() -> None:

@@ -7,6 +7,11 @@ other, which costs time and nothing else.
 Fork: a flock belongs to the open file, which a child shares. The child closes its copies without
 LOCK_UN (that would free the parent's lock), and the owner unlocks explicitly, since closing its own
 copy frees nothing while a child still has one.
+
+Interrupts: Ctrl-C may raise behind any call, also behind the one that took a lock, and on the way
+into the one that gives it back. So what is held belongs to an object made beforehand, which can
+tell what it has taken, and may be asked twice to give it back: ``with surely(hold), hold``. Locks
+of threads are RLocks, which know their owner, and whose own ``with`` is one step.
 """
 
 from __future__ import annotations
@@ -16,8 +21,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 SHARDS = 256
@@ -28,6 +32,46 @@ FORK_WAIT_S = 20.0
 OnWait = Callable[[], object]
 
 
+class Hold:
+    """Something to hold inside a ``with`` block, which is told what :meth:`acquire` returns."""
+
+    def acquire(self) -> bool:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give back whatever this object has taken, nothing if that has been done."""
+        raise NotImplementedError
+
+    def __enter__(self) -> bool:
+        try:
+            return self.acquire()
+        except BaseException:
+            self.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Surely:
+    """See :func:`surely`."""
+
+    def __init__(self, hold: Hold):
+        self._hold = hold
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._hold.release()
+
+
+def surely(hold: Hold) -> Surely:
+    """In front of a hold in its ``with``: gives back what an interrupt kept the hold from giving
+    back, or from learning that it has."""
+    return Surely(hold)
+
+
 class MemoryLocks:
     """The same verb between the threads of one process, for when there is no directory."""
 
@@ -36,22 +80,34 @@ class MemoryLocks:
         _instances.add(self)
 
     def _renew(self) -> None:
-        self._shards = [threading.Lock() for _ in range(SHARDS)]
+        self._shards = [threading.RLock() for _ in range(SHARDS)]
 
-    @contextmanager
-    def hold(self, key: bytes, timeout: float, on_wait: OnWait | None = None) -> Iterator[bool]:
-        """Yield True with the key's shard locked, False when `timeout` seconds did not do.
+    def hold(self, key: bytes, timeout: float, on_wait: OnWait | None = None) -> Hold:
+        """To hold the key's shard: True inside, False when `timeout` seconds did not do.
 
         `on_wait` is called once, when the lock is first found taken. Not reentrant: a thread that
-        holds a shard and asks for another key of it gets False after the timeout.
+        holds a shard and asks for another key of it gets False.
         """
-        shard = self._shards[key[0]]
-        owned = _acquire_thread(shard, time.monotonic() + timeout, on_wait or _nothing)
-        try:
-            yield owned
-        finally:
-            if owned:
-                shard.release()
+        return _ThreadHold(self._shards[key[0]], timeout, on_wait or _nothing)
+
+
+class _ThreadHold(Hold):
+    def __init__(self, shard: threading.RLock, timeout: float, wait: OnWait):
+        self._shard, self._wait = shard, wait
+        self._deadline = time.monotonic() + timeout
+        self._free = False  # of this thread, before it was asked for
+
+    def acquire(self) -> bool:
+        self._free = not self._shard._is_owned()
+        if self._free and self._shard.acquire(blocking=False):
+            return True
+        self._wait()
+        left = max(0.0, min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX))
+        return self._free and self._shard.acquire(timeout=left)
+
+    def release(self) -> None:
+        if self._free and self._shard._is_owned():
+            self._shard.release()
 
 
 class KeyLocks:
@@ -61,84 +117,139 @@ class KeyLocks:
         self._directory = Path(directory)
         self._threads = MemoryLocks()
 
-    @contextmanager
-    def hold(self, key: bytes, timeout: float, on_wait: OnWait | None = None) -> Iterator[bool]:
-        """Yield True with the key locked against all threads and processes, else False.
+    def hold(self, key: bytes, timeout: float, on_wait: OnWait | None = None) -> Hold:
+        """To hold the key against all threads and processes: True inside, else False.
 
         False means that the deadline passed or that the lock file cannot be used (read-only
         directory, no flock there): the caller goes on privately. Raises nothing of its own.
         `on_wait` is called once, when the lock is first found taken.
         """
-        deadline = time.monotonic() + timeout
         wait = _once(on_wait)
-        with self._threads.hold(key, timeout, wait) as mine:
-            fd = self._lock_file(key, deadline, wait) if mine else None
-            owner = os.getpid()
-            try:
-                yield fd is not None
-            finally:
-                release(fd, owner)
+        file = FileHold(self._directory / f"{key[0]:02x}.lock", timeout, wait)
+        return _KeyHold(self._threads.hold(key, timeout, wait), file)
 
-    def _lock_file(self, key: bytes, deadline: float, wait: OnWait) -> int | None:
+
+class _KeyHold(Hold):
+    def __init__(self, threads: Hold, file: FileHold):
+        self._threads, self._file = threads, file
+
+    def acquire(self) -> bool:
+        if not self._threads.acquire():
+            return False
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._file.acquire()
         except OSError:
-            return None
+            return False
+
+    def release(self) -> None:
         try:
-            return _acquire(self._directory / f"{key[0]:02x}.lock", deadline, wait)
-        except OSError:
-            return None
+            self._file.release()
+        finally:
+            self._threads.release()
+
+
+class FileHold(Hold):
+    """To hold the file `path`, made if need be, against all other processes; threads are the
+    caller's to serialise. Raises OSError when it cannot be opened or locked."""
+
+    def __init__(self, path: Path, timeout: float, on_wait: OnWait | None = None):
+        self.path = path
+        self._wait = _once(on_wait)
+        self._deadline = time.monotonic() + timeout
+        self._fd: int | None = None
+        self._owner = 0  # the process
+
+    def acquire(self) -> bool:
+        """True with the file locked, False after the deadline; a timeout of 0 is one attempt."""
+        pause = FIRST_POLL_S
+        while not self._try():
+            self._wait()
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_POLL_S)
+        return True
+
+    def _try(self) -> bool:
+        """Opened anew each time (8 us), for a cleaner may have removed the file that others wait
+        for: then two owners would hold two files of one name."""
+        self._owner = os.getpid()
+        with _guard:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self.path, flags, 0o600)
+            _open_fds[self._fd] = self
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._fd).st_ino == os.stat(self.path).st_ino:
+                return True
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Unlock and close it; nothing in a process forked since, whose hook has closed it."""
+        fd = self._fd
+        if fd is not None and os.getpid() == self._owner and _open_fds.get(fd) is self:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            finally:
+                with _guard:
+                    del _open_fds[fd]  # first: closed twice, it might be another's by then
+                    os.close(fd)
+        self._fd = None
+
+
+def hold_file(path: Path, timeout: float) -> FileHold:
+    """To hold `path` against all other processes: True inside, False after `timeout` seconds."""
+    return FileHold(path, timeout)
 
 
 class ForkGuard:
     """Work that a fork of another thread waits for: NVRTC's locks and half-done imports would stay
-    taken in the child, whose own first use of them would hang. Not reentrant.
+    taken in the child, whose own first use of them would hang.
 
     The owner registers the two hooks, and `__init__` for the child.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside: set[int] = set()
-        self._forking: set[int] = set()  # threads between their two hooks
+        self._gate = threading.RLock()  # between the two hooks of a fork nobody begins
+        self._inside: dict[Hold, int] = {}  # threads by what they hold
 
-    def __enter__(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._forking)
-            self._inside.add(threading.get_ident())
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._inside.discard(threading.get_ident())
-            self._changed.notify_all()
+    def work(self) -> Hold:
+        """To hold while working; True inside. A thread may hold several."""
+        return _Work(self)
 
     def before_fork(self) -> None:
         """Wait for the others' work, so long that only a hang takes longer, and let none begin."""
-        self._changed.acquire()
-        self._forking.add(threading.get_ident())
-        mine = {threading.get_ident()}
-        self._changed.wait_for(lambda: self._inside <= mine, FORK_WAIT_S)
+        self._gate.acquire()
+        end, pause = time.monotonic() + FORK_WAIT_S, FIRST_POLL_S
+        while set(self._inside.values()) - {threading.get_ident()} and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_S)
 
     def after_in_parent(self) -> None:
-        if threading.get_ident() not in self._forking:
-            return  # the hooks were registered while this thread was forking already
-        self._forking.discard(threading.get_ident())
-        self._changed.notify_all()
-        self._changed.release()
+        if self._gate._is_owned():  # not if the hooks were registered in the middle of this fork
+            self._gate.release()
 
 
-@contextmanager
-def hold_file(path: Path, timeout: float) -> Iterator[bool]:
-    """Yield True with `path` locked against all other processes, False after `timeout` seconds.
+class _Work(Hold):
+    def __init__(self, guard: ForkGuard):
+        self._guard = guard
 
-    Raises OSError when the file cannot be opened or locked. Threads are the caller's to serialise.
-    """
-    fd = _acquire(path, time.monotonic() + timeout, _nothing)
-    owner = os.getpid()
-    try:
-        yield fd is not None
-    finally:
-        release(fd, owner)
+    def acquire(self) -> bool:
+        me, inside = threading.get_ident(), self._guard._inside
+        if me in inside.values():  # and a fork waits for that
+            inside[self] = me
+        else:
+            with self._guard._gate:
+                inside[self] = me
+        return True
+
+    def release(self) -> None:
+        self._guard._inside.pop(self, None)
 
 
 def _nothing() -> None:
@@ -150,69 +261,9 @@ def _once(call: OnWait | None) -> OnWait:
     return lambda: calls.pop()() if calls else None
 
 
-def _acquire_thread(lock: threading.Lock, deadline: float, wait: OnWait) -> bool:
-    if lock.acquire(blocking=False):
-        return True
-    wait()
-    return lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
-
-
-def _acquire(path: Path, deadline: float, wait: OnWait) -> int | None:
-    """The descriptor of the locked file, None after the deadline. Raises OSError."""
-    wait = _once(wait)
-    pause = FIRST_POLL_S
-    while True:
-        fd = try_lock(path)
-        if fd is not None:
-            return fd
-        wait()
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return None
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, LONGEST_POLL_S)
-
-
-def try_lock(path: Path) -> int | None:
-    """The descriptor of the file, made if need be and locked now, or None. Raises OSError.
-
-    Opened anew each time (8 us), for a cleaner may have removed the file that others wait for: then
-    two owners would hold two files of one name."""
-    with _guard:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _open_fds.add(fd)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_ino == os.stat(path).st_ino:
-            return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        _close(fd)
-        raise
-    _close(fd)
-    return None
-
-
-def release(fd: int | None, owner: int) -> None:
-    """Unlock what process ``owner`` has locked, and close it; nothing in a process forked since."""
-    if fd is None or os.getpid() != owner:  # forked inside the block: the hook has closed it
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    finally:
-        _close(fd)
-
-
-def _close(fd: int) -> None:
-    with _guard:
-        _open_fds.discard(fd)
-        os.close(fd)
-
-
 # The guard makes "opened and noted" one step to a fork in another thread.
 _guard = threading.RLock()
-_open_fds: set[int] = set()
+_open_fds: dict[int, FileHold] = {}
 _instances: weakref.WeakSet[MemoryLocks] = weakref.WeakSet()
 
 
@@ -221,7 +272,8 @@ def _before_fork() -> None:
 
 
 def _after_in_parent() -> None:
-    _guard.release()
+    if _guard._is_owned():
+        _guard.release()
 
 
 def _after_in_child() -> None:

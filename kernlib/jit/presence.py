@@ -33,8 +33,8 @@ class Presence:
 
     def __init__(self, folder: Path, note: Path):
         self._folder, self._note = folder, note
-        # The file, its descriptor, and the process that locked it.
-        self._mark: tuple[Path, int, int] | None = None
+        self._mark: locks.FileHold | None = None
+        self._owner = 0  # the process whose mark it is
 
     def enter(self, found: str) -> bool:
         """Make this process's mark. True if a file of that fingerprint can be trusted: nobody who
@@ -42,27 +42,25 @@ class Presence:
         self.forget()
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{os.getpid()}-{time.time_ns()}"
-        fd = locks.try_lock(path)
-        if fd is None:
+        self._owner, self._mark = os.getpid(), locks.hold_file(path, 0)
+        if not self._mark.acquire():
             raise BlockingIOError(f"{path} is locked")
-        self._mark = (path, fd, os.getpid())
         others, dead = self._census(path)  # after our mark: it takes the place of dead ones
         return not dead and (others or found == self._noted())
 
     def leave(self, found: str) -> None:
         """Take the mark back and note the fingerprint of a file that is whole."""
-        if self._mark is None or self._mark[2] != os.getpid():
+        if self._mark is None or self._owner != os.getpid():
             return
         self._note.write_text(found)
-        self._mark[0].unlink(missing_ok=True)
+        self._mark.path.unlink(missing_ok=True)
         self.forget()
 
     def forget(self) -> None:
         """Without a word to those who come: what an unclean end would leave, or a forked child."""
         if self._mark is not None:
-            _, fd, owner = self._mark
+            self._mark.release()
             self._mark = None
-            locks.release(fd, owner)
 
     def _census(self, own: Path) -> tuple[bool, bool]:
         """Whether other processes have the store open, and whether one has died with it open."""
@@ -88,14 +86,11 @@ class Presence:
 
 def _remove_if_dead(mark: Path) -> bool:
     """Remove a mark that no process locks; False for one that is. Raises OSError."""
-    fd = locks.try_lock(mark)
-    if fd is None:
-        return False
-    try:
-        mark.unlink(missing_ok=True)
-    finally:
-        locks.release(fd, os.getpid())
-    return True
+    found = locks.hold_file(mark, 0)
+    with locks.surely(found), found as dead:
+        if dead:
+            mark.unlink(missing_ok=True)
+        return dead
 
 
 def dead_marks(folder: Path) -> list[Path]:
@@ -105,6 +100,6 @@ def dead_marks(folder: Path) -> list[Path]:
 
 
 def _is_dead(mark: Path) -> bool:
-    fd = locks.try_lock(mark)
-    locks.release(fd, os.getpid())
-    return fd is not None
+    found = locks.hold_file(mark, 0)
+    with locks.surely(found), found as dead:
+        return dead

@@ -29,7 +29,7 @@ def reserve_lock_file(path: Path) -> None:
 
     NOTE: never while LMDB has it open here: closing any descriptor of it drops LMDB's locks.
     """
-    if path.exists():
+    if path.exists() and path.stat().st_size:  # not one that an interrupt left empty
         return
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

@@ -15,7 +15,7 @@ from kernlib.jit import toolchain
 from kernlib.jit.entry import Entry
 from kernlib.jit.flights import Flights
 from kernlib.jit.layers import Layers, Wanted, layers, wanted
-from kernlib.jit.locks import ForkGuard
+from kernlib.jit.locks import ForkGuard, surely
 from kernlib.jit.spec import KernelSpec
 
 # What the driver says of a cubin that is none, or one for another device.
@@ -97,13 +97,15 @@ def _find_or_compile(asked: Wanted) -> Entry:
     def waiting() -> None:
         asked.emit("wait", pid=os.getpid())
 
-    with layers().locks.hold(asked.key, current.lock_timeout, waiting):
+    lock = layers().locks.hold(asked.key, current.lock_timeout, waiting)
+    with surely(lock), lock:
         return layers().find(asked) or _compile(layers(), asked)
 
 
 def _compile(into: Layers, asked: Wanted) -> Entry:
     try:
-        with _unforked:
+        work = _unforked.work()
+        with surely(work), work:
             from kernlib.jit import compiler  # 4 ms that a hit does not pay
 
             made = compiler.compile_spec(asked.spec, asked.arch)
@@ -139,7 +141,8 @@ def _load_or_rebuild(asked: Wanted, device: int) -> Kernel:
 
 def load(built: Entry, asked: Wanted, device: int) -> Kernel:
     """Load a cubin on ``device``, which must be current, and raise its shared-memory limit."""
-    with _unforked:
+    work = _unforked.work()
+    with surely(work), work:
         core = toolchain.cuda_core()
         from cuda.bindings import driver
 

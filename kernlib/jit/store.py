@@ -48,8 +48,12 @@ def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> Lmdb
         if store is not None:
             store.budget = budget
             return store
-        store, reason = _open_or_memory(Path(directory), LmdbStore(Path(name), budget, map_bytes))
+        # Noted before it is opened: LMDB refuses to open one again that an interrupt made us lose.
+        disk = _opening.setdefault(name, LmdbStore(Path(name), budget, map_bytes))
+        store, reason = _open_or_memory(Path(directory), disk)
+        store.budget = budget
         _stores[name] = store
+        del _opening[name]
     if reason:
         warnings.warn(
             f"the kernel cache in {directory} cannot be used ({reason}); kernels are kept in memory"
@@ -97,7 +101,8 @@ class LmdbStore(Environment):
         self._budget = budget
 
     def open(self) -> None:
-        super().open()
+        if self._env is None:
+            super().open()
         _close_with_worker()
 
     def get(self, key: bytes) -> bytes | None:
@@ -310,6 +315,7 @@ def _today() -> int:
 
 _registry = threading.RLock()
 _stores: dict[str, LmdbStore | MemoryStore] = {}
+_opening: dict[str, LmdbStore] = {}
 
 
 def _before_fork() -> None:
@@ -317,7 +323,8 @@ def _before_fork() -> None:
 
 
 def _after_in_parent() -> None:
-    _registry.release()
+    if _registry._is_owned():  # not if an interrupt came before
+        _registry.release()
 
 
 def _after_in_child() -> None:
