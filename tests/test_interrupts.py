@@ -1,5 +1,5 @@
-"""An interrupt at any place of the service's code spoils nothing: the next call finds no lock taken,
-no compile under way, and a store that works, in this process and in others."""
+"""An interrupt at any place of the service's code spoils nothing: the next call finds no lock
+taken, no compile under way, and a store that works, in this process and in others."""
 
 import itertools
 import sys

@@ -232,10 +232,8 @@ class Environment:
     def _recover(self) -> None:
         """Move a store found damaged in use aside, unless another process has done so already."""
         self._abandon()
-        try:
+        with contextlib.suppress(OSError):  # the next verb opens it again, and meets the same
             self._gated(self._move_aside_if_ours)
-        except OSError:
-            pass  # the next verb opens it again, and meets the same damage
 
     def _move_aside_if_ours(self) -> None:
         if private.identity(self._data) == self._file:
