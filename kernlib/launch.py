@@ -94,14 +94,14 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
     while the current stream is captured; else what :func:`kernlib.jit.service.kernel` raises.
     """
     arch = arch_of(device)
-    found = service.loaded(spec, device, arch)
-    if found is not None:
-        _bind_context(device)
-        return found
+    # A context that is bound outside of the guard would be what torch takes for the current device
+    # in a thread that had none.
     with torch.cuda.device(device):
-        _refuse_capture(spec, device)
+        found = service.loaded(spec, device, arch)
+        if found is None:
+            _refuse_capture(spec, device)
         _bind_context(device)
-        return service.kernel(spec, device, arch)
+        return service.kernel(spec, device, arch) if found is None else found
 
 
 def unloaded(specs: list[KernelSpec], device: int) -> list[KernelSpec]:
@@ -125,7 +125,8 @@ def _refuse_capture(spec: KernelSpec, device: int) -> None:
 
 def _bind_context(device: int) -> None:
     """Give a fresh thread a CUDA context: torch binds one only when it calls the runtime, which a
-    thread that has allocated nothing has not done, and a driver launch without one fails."""
+    thread that has allocated nothing has not done, and a driver launch without one fails. The
+    device must be current, or torch would take it for that from now on."""
     from cuda.bindings import driver
 
     if int(driver.cuCtxGetCurrent()[1]) == 0:
