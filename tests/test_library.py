@@ -453,7 +453,7 @@ def test_vmap_is_refused(place):
 
 
 def test_grad_is_refused():
-    with pytest.raises(RuntimeError, match=r"a is inside a transform of torch\.func"):
+    with pytest.raises(RuntimeError, match=r"x1 is inside a transform of torch\.func"):
         torch.func.grad(lambda x: kl.cdist(x, B).sum())(A)
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
 from kernlib.descriptors.base import Descriptor
+from kernlib.ops.tensors import check_flag
 
 if TYPE_CHECKING:
     from kernlib.ops.sparse_matrix import SparseMatrix
@@ -86,6 +87,8 @@ def run_kernel(
     make, which torch.compile makes anew for another (8 times by default): pass what changes as a
     tensor.
     """
+    if debug is not False:
+        check_flag("debug", debug)
     # Dynamo, a mode of the dispatcher (fake tensors, make_fx, non-strict export), torch.jit.trace.
     # With torch.compiler.is_compiling in place of the first two, 45 ns would be 120, and fake
     # tensors and make_fx not seen.

@@ -9,8 +9,19 @@ from numbers import Real
 import torch
 
 from kernlib.errors import CaptureError
+from kernlib.ops.tensors import check_layout
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
+# Of which torch makes float32 or float64; float8 has several, and older torch fewer.
+_REAL = frozenset(
+    getattr(torch, name)
+    for name in (
+        "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+        "float8_e4m3fnuz", "float8_e5m2fnuz", "uint8", "int8", "int16", "int32", "int64",
+        "uint16", "uint32", "uint64",
+    )
+    if hasattr(torch, name)
+)  # fmt: skip
 _SHAPES = ("()", "() or (L,)")  # by the dimensions that a tensor may have, L being the batch
 
 
@@ -30,20 +41,28 @@ def host_value(name: str, value: object, dimensions: int = 1) -> float | None:
         try:
             return float(value)
         except OverflowError:
-            raise ValueError(f"{name} must fit a float64, got an int of many digits") from None
+            raise ValueError(f"{name} must fit a float64, got one of many digits") from None
     raise TypeError(
         f"{name} must be a real number or a tensor of shape {_SHAPES[dimensions]}, got {value!r} "
         f"({type(value).__name__})"
     )
 
 
+def plain(name: str, value: object, dimensions: int = 1) -> float | torch.Tensor:
+    """A real number as float, of whichever type it is, and a tensor as it is. Raises as
+    :func:`host_value` does."""
+    number = host_value(name, value, dimensions)
+    return value if number is None else number
+
+
 def check_kind(name: str, value: torch.Tensor, dimensions: int = 1) -> None:
-    """A hyperparameter tensor is real and of shape (), or (L,) where it may have a dimension.
-    Raises ValueError, TypeError."""
+    """A hyperparameter tensor is dense, real and of shape (), or (L,) where it may have a
+    dimension. Raises ValueError, TypeError."""
+    check_layout(name, value)
     if value.dim() > dimensions:
         shape = tuple(value.shape)
         raise ValueError(f"{name} must have shape {_SHAPES[dimensions]}, got {shape}")
-    if value.is_complex() or value.dtype == torch.bool:
+    if value.dtype not in _REAL:
         raise TypeError(f"{name} must be real, got {value.dtype}")
 
 
@@ -66,8 +85,18 @@ def check_tensor(
     """:func:`check_kind`, and one in host memory holds values that would do as numbers, of which
     ``check`` decides. Raises ValueError, TypeError."""
     check_kind(name, value, dimensions)
-    if value.device.type == "cpu" and value.numel():
-        check(name, float(value.detach().double().min()), positive)  # min() keeps a NaN
+    for number in extremes(value):
+        check(name, number, positive)
+
+
+def extremes(value: torch.Tensor) -> tuple[float, ...]:
+    """The least and the greatest of a tensor in host memory, of one number alone that, or NaN if
+    one is; nothing of a tensor on a device, at which nobody looks."""
+    if value.device.type != "cpu" or not value.numel():
+        return ()
+    if value.numel() == 1:
+        return (float(value.detach()),)
+    return tuple(map(float, value.detach().double().aminmax()))
 
 
 def on_device(name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype):
@@ -80,6 +109,8 @@ def on_device(name: str, value: torch.Tensor, device: torch.device, dtype: torch
         return value if value.dtype == dtype else value.to(dtype)
     if value.device.type != "cpu":
         raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+    if device.type == "meta":
+        return value.to(device, dtype)
     if torch.cuda.is_current_stream_capturing():
         raise CaptureError(
             f"{name} is in host memory, which a replay of the CUDA graph would read again after it "

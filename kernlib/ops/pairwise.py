@@ -12,6 +12,7 @@ import torch
 
 from kernlib.descriptors import norms
 from kernlib.descriptors.pairwise import Pairwise
+from kernlib.errors import KernlibError
 from kernlib.jit.spec import KernelSpec
 from kernlib.launch import PlanCache
 from kernlib.ops import pairwise_checks as checks
@@ -19,14 +20,17 @@ from kernlib.ops import pairwise_kinds as kinds
 from kernlib.ops import pairwise_lowering as lowering
 from kernlib.ops import pairwise_plans as plans
 from kernlib.ops import run_kernel
-from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.hyperparameters import check_kind, host_value
 from kernlib.ops.pairwise_finish import EXPONENT_CODE
 from kernlib.ops.pairwise_request import Request, is_empty, problem_of
 from kernlib.ops.tensors import (
+    check_dense,
+    check_flag,
     check_out_shape,
     is_lazy,
     materialised,
     refuse_overlap,
+    refuse_overlap_of_copied,
     refuse_transforms,
     signature,
     stand_ins,
@@ -77,7 +81,7 @@ def run(
     if feature_map is not None:
         from kernlib.ops import pairwise_features  # which most calls do without
 
-        a, b = pairwise_features.apply(feature_map, a, b)
+        a, b = pairwise_features.apply(feature_map, a, b, out)
     if torch.is_grad_enabled() and _requires_gradient(a, b, out, hyperparameters):
         from kernlib.ops import pairwise_autograd  # which calls without a gradient do without
 
@@ -94,11 +98,14 @@ def run(
         request = Request(
             descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
         )
-        if stand_ins(a, b, out):
+        if a.is_meta or stand_ins(a, b, out):
             from kernlib.ops import pairwise_library
 
+            if a.is_meta:  # of which operators would say less
+                checks.check_call(*request)
             return pairwise_library.run(descriptor, a, b, **request.keywords())
         if is_lazy(a) or (b is not None and is_lazy(b)):
+            refuse_overlap_of_copied(out, a=a, b=b)
             a, b = _readable(request)[1:3]
             return run(descriptor, a, b, **request.keywords())
         if a.device.type == "cpu":
@@ -183,16 +190,24 @@ def cdist(
     ``x1`` (*B, P, M) and ``x2`` (*B', R, M) give (broadcast of B and B', P, R);
     ``(sum_k |x1 - x2|^p)^(1/p)``, the count of differing coordinates for p = 0, the largest
     difference for p = inf. ``root=False`` returns the power sums themselves (for p = inf there are
-    none: ValueError). Large float32 problems with p = 2 are computed by products of tensor cores at
-    the accuracy of float32: columns are centred first, and pairs that lie close together beside
-    their distance from the centre are computed from differences; the ``compute_mode``
-    "donot_use_mm_for_euclid_dist" computes all from differences. A NaN reaches the result for every
+    none: ValueError, but for a p on a device, at which nobody looks). Large float32 problems with
+    p = 2 are computed by products of tensor cores at the accuracy of float32: columns are centred
+    first, and pairs that lie close together beside their distance from the centre are computed from
+    differences; the ``compute_mode`` "donot_use_mm_for_euclid_dist" computes all from differences. A NaN reaches the result for every
     p, where torch drops some for p = inf, and autocast does not change the dtype.
     """
     checks.compute_mode(compute_mode)
     descriptor, arguments = _distance(p, root, compute_mode == "donot_use_mm_for_euclid_dist")
-    if checks.are_matrices(x1, x2):
-        return run_kernel(descriptor, x1, x2, out=out, debug=debug, **arguments)
+    try:
+        if checks.are_matrices(x1, x2):
+            return run_kernel(descriptor, x1, x2, out=out, debug=debug, **arguments)
+        return _batched_cdist(descriptor, x1, x2, p, out, debug, arguments)
+    except (KernlibError, RuntimeError, TypeError, ValueError):
+        checks.check_distance(x1, x2, out)  # in the words of this call
+        raise
+
+
+def _batched_cdist(descriptor: Pairwise, x1, x2, p, out, debug: bool, arguments: dict):
     batch, first, second = checks.broadcast_batches(x1, x2)
     if len(batch) > 1 and isinstance(p, torch.Tensor) and p.numel() > 1:
         raise ValueError(
@@ -201,8 +216,10 @@ def cdist(
     shape = (*batch, x1.shape[-2], x2.shape[-2])
     flat = None
     if out is not None:
+        check_dense((), out=out)
         check_out_shape(out, shape)
         flat = checks.flat_out(out)
+        refuse_overlap_of_copied(out, x1=x1, x2=x2)
     result = run_kernel(descriptor, first, second, out=flat, debug=debug, **arguments)
     if out is not None:
         return out
@@ -221,13 +238,15 @@ _EUCLIDEAN = {  # by root and direct
 
 
 def _distance(p, root: bool, direct: bool) -> tuple[Pairwise, dict]:
+    if type(root) is not bool:
+        check_flag("root", root)
     value = host_value("p", p)
     if value == 1:
         return _L1, {}
     if value == 2:
-        return _EUCLIDEAN[bool(root), direct], {}
-    if value == float("inf") and not root:
-        raise ValueError("root=False asks for power sums, and p=inf has none; use root=True")
+        return _EUCLIDEAN[root, direct], {}
+    if not root:
+        checks.check_has_sums(p, "root=False")
     return (_NORM if root else _POWER_SUM), {"p": p}
 
 
@@ -267,7 +286,11 @@ _EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
 def kind_of_number(name: str, value: object):
     """Of a number only its kind; of an exponent the value, where it has code of its own."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.get_device()
+        try:
+            return value.shape, value.stride(), value.dtype, value.get_device()
+        except (RuntimeError, NotImplementedError):  # of what is not dense
+            check_kind(name, value)
+            raise
     if name not in _EXPONENTS:
         return None
     number = host_value(name, value)

@@ -7,17 +7,20 @@ import torch
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise_autograd as autograd
 from kernlib.ops import pairwise_checks as checks
-from kernlib.ops.hyperparameters import accumulator, check_kind
+from kernlib.ops.hyperparameters import accumulator, check_kind, plain
 from kernlib.ops.pairwise_autograd import Block, Call
 from kernlib.ops.pairwise_weights import by_sums
 from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import (
     check_dense,
+    check_flag,
     check_memory,
     check_out_shape,
     is_lazy,
     materialised,
     refuse_gradients,
+    refuse_overlap_of_copied,
+    refuse_transforms,
 )
 
 
@@ -104,6 +107,9 @@ def agop(
     gradient while gradients are recorded.
     """
     check_dense(("x", "z", "coefficients"), x=x, z=z, coefficients=coefficients, out=out)
+    check_flag("diagonal", diagonal)
+    check_flag("centred", centred)
+    refuse_transforms(checks.NO_TRANSFORMS, x=x, z=z, coefficients=coefficients, out=out)
     refuse_gradients("agop", x=x, z=z, coefficients=coefficients, out=out, **hyperparameters)
     _check_points(x, z, coefficients)
     values = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
@@ -113,7 +119,10 @@ def agop(
     shape = shape if batch is None else (batch, *shape)
     if out is not None:
         _check_out(out, x, shape)
-    numbers = {k: v for k, v in hyperparameters.items() if k not in values}
+        refuse_overlap_of_copied(out, x=x, z=z, coefficients=coefficients, **values)
+    if x.is_meta:
+        return x.new_empty(shape) if out is None else out
+    numbers = {k: plain(k, v) for k, v in hyperparameters.items() if k not in values}
     wide = accumulator(x.dtype)
     tensors = {name: value.to(x.device, wide) for name, value in values.items()}
     points = (_ready(t, wide) for t in (x, z, coefficients))

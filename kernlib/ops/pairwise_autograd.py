@@ -28,11 +28,11 @@ from kernlib.ops import pairwise_checks as checks
 from kernlib.ops import pairwise_formula as formula
 from kernlib.ops import pairwise_products as products
 from kernlib.ops import pairwise_weights as weights
-from kernlib.ops.hyperparameters import accumulator, on_device
+from kernlib.ops.hyperparameters import accumulator, host_value, on_device
 from kernlib.ops.pairwise_formula import Sums
 from kernlib.ops.pairwise_gradient_products import FEWEST
 from kernlib.ops.pairwise_weights import Finish
-from kernlib.ops.tensors import is_lazy, materialised, refuse_transforms, stand_ins
+from kernlib.ops.tensors import check_flag, is_lazy, materialised, refuse_transforms, stand_ins
 
 BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much where it is packed
 FEWEST_ROWS = 128  # of a block, unless there are fewer: a kernel's tile has as many
@@ -45,32 +45,29 @@ def run(
 ) -> torch.Tensor:
     """A call whose gradient is recorded. Raises RuntimeError for an ``out``, and inside transforms
     of torch.func."""
+    checks.check_tensors(a, b, out)
     refuse_out(a, b, out, values)
+    check_flag("accumulate", accumulate)
     if accumulate:
         raise ValueError("accumulate=True adds to out, and no out is given")
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     if _are_functorch_transforms_active():
         refuse_transforms(checks.NO_TRANSFORMS, a=a, b=b, **tensors)
-    if stand_ins(a, b):
+    if getattr(a, "is_meta", False) or stand_ins(a, b):
         from kernlib.ops import pairwise_library
 
+        if not stand_ins(a, b):  # of meta tensors operators would say less
+            checks.check_call(descriptor, a, b, None, False, row_offset, col_offset, values)
         offsets = {"row_offset": row_offset, "col_offset": col_offset}
         return pairwise_library.run(descriptor, a, b, **offsets, **values)
-    numbers = {name: value for name, value in values.items() if name not in tensors}
+    numbers = {k: host_value(k, value) for k, value in values.items() if k not in tensors}
     call = Call(descriptor, row_offset, col_offset, numbers, tuple(tensors))
     return _Pairwise.apply(call, a, b, *tensors.values())
 
 
 def refuse_out(a, b, out, values: dict) -> None:
     """Raises RuntimeError, naming the argument that requires a gradient, for an ``out``."""
-    if out is None:
-        return
-    for name, value in {"a": a, "b": b, "out": out, **values}.items():
-        if getattr(value, "requires_grad", False):
-            raise RuntimeError(
-                f"{name} requires a gradient, which a call that writes out does not record: leave "
-                f"out and accumulate away, pass {name}.detach(), or call under torch.no_grad()"
-            )
+    checks.refuse_out(out, a=a, b=b, out=out, **values)
 
 
 class Call(NamedTuple):

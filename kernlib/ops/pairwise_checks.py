@@ -6,14 +6,23 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors import norms
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import hyperparameters as numbers
 from kernlib.ops import pairwise_lowering as lowering
-from kernlib.ops.hyperparameters import accumulator, check_kind, host_value
+from kernlib.ops.hyperparameters import accumulator, check_kind, extremes, host_value
 from kernlib.ops.pairwise_finish import EXPONENT_CODE
-from kernlib.ops.tensors import check_dense, check_memory, check_out_shape
+from kernlib.ops.tensors import (
+    check_dense,
+    check_memory,
+    check_out_shape,
+    refuse_overlap_of_copied,
+    refuse_transforms,
+    stand_ins,
+)
 
 DTYPES = {getattr(torch, name): name for name in lowering.TYPES}
 COMPUTE_MODES = (
@@ -110,19 +119,26 @@ def _check_inputs(a: torch.Tensor, b: torch.Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name} must be (N, K) or (L, N, K), got shape {tuple(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"{name} must be one of {', '.join(lowering.TYPES)}, got {tensor.dtype}"
-            )
-    if a.dtype != b.dtype:
-        raise TypeError(f"a and b must have one dtype, got {a.dtype} and {b.dtype}")
-    if a.device != b.device:
-        raise ValueError(f"a and b must be on one device, got {a.device} and {b.device}")
+    _check_same_kind(a=a, b=b)
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(
             f"a and b must have the same number of features, got {tuple(a.shape)} and "
             f"{tuple(b.shape)}"
         )
+
+
+def _check_same_kind(**pair: torch.Tensor) -> None:
+    """Two tensors of one known dtype on one device. Raises TypeError and ValueError."""
+    for name, tensor in pair.items():
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} must be one of {', '.join(lowering.TYPES)}, got {tensor.dtype}"
+            )
+    names, (x, y) = " and ".join(pair), pair.values()
+    if x.dtype != y.dtype:
+        raise TypeError(f"{names} must have one dtype, got {x.dtype} and {y.dtype}")
+    if x.device != y.device:
+        raise ValueError(f"{names} must be on one device, got {x.device} and {y.device}")
 
 
 def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.device) -> None:
@@ -141,6 +157,8 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
             _check_finite_power(descriptor, name, number)
             continue
         check_tensor(name, value, descriptor.positive)
+        for number in extremes(value):
+            _check_finite_power(descriptor, name, number)
         _check_device(name, value, device)
     missing = sorted(required - set(values))
     if missing:
@@ -275,7 +293,7 @@ def ranges_meet(pointers: tuple[int, int, int], spans: tuple[int, int, int]) -> 
 
 def compute_mode(mode: str) -> None:
     """Raises ValueError for a mode torch.cdist would not take."""
-    if mode not in COMPUTE_MODES:
+    if not isinstance(mode, str) or mode not in COMPUTE_MODES:
         raise ValueError(f"compute_mode must be one of {COMPUTE_MODES}, got {mode!r}")
 
 
@@ -292,6 +310,41 @@ def are_matrices(x1: torch.Tensor, x2: torch.Tensor) -> bool:
             f"{tuple(x2.shape)}"
         )
     return x1.dim() == x2.dim() == 2
+
+
+def check_distance(x1: torch.Tensor, x2: torch.Tensor, out) -> None:
+    """What can be wrong with the tensors of a cdist, once are_matrices has passed, by the names
+    that they have there. Raises TypeError, ValueError and RuntimeError."""
+    check_dense(("x1", "x2"), x1=x1, x2=x2, out=out)
+    refuse_transforms(NO_TRANSFORMS, x1=x1, x2=x2, out=out)
+    _check_same_kind(x1=x1, x2=x2)
+    refuse_out(out, x1=x1, x2=x2, out=out)
+    refuse_overlap_of_copied(out, x1=x1, x2=x2)
+
+
+def refuse_out(out, /, **values) -> None:
+    """Raises RuntimeError, naming the argument that requires a gradient, for an ``out``."""
+    if out is None or not torch.is_grad_enabled():
+        return
+    for name, value in values.items():
+        if getattr(value, "requires_grad", False):
+            raise RuntimeError(
+                f"{name} requires a gradient, which a call that writes out does not record: leave "
+                f"out and accumulate away, pass {name}.detach(), or call under torch.no_grad()"
+            )
+
+
+def check_has_sums(p, asked: str) -> None:
+    """Raises ValueError, which says what ``asked`` for power sums, for an exponent of inf, which
+    has none: a number, or one in the memory of a tensor that the host can read."""
+    if isinstance(p, torch.Tensor):
+        if is_dynamo_compiling() or is_in_torch_dispatch_mode() or stand_ins(p):
+            return  # its value is not known yet
+        check_kind("p", p)
+        refuse_transforms(NO_TRANSFORMS, p=p)
+    numbers_of_p = extremes(p) if isinstance(p, torch.Tensor) else (host_value("p", p),)
+    if math.inf in numbers_of_p:
+        raise ValueError(f"{asked} asks for power sums, and p=inf has none; ask for the root")
 
 
 def broadcast_batches(x1: torch.Tensor, x2: torch.Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.ops import pairwise_checks as checks
-from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.hyperparameters import accumulator, plain
 from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import refuse_overlap, span
 from kernlib.reference.pairwise import pairwise
@@ -16,6 +16,7 @@ def run(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparamete
     call = checks.check_call(
         descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
     )
+    hyperparameters = {name: plain(name, value) for name, value in hyperparameters.items()}
     fresh = out is None
     out = torch.empty(call.out_shape, dtype=call.out_dtype, device=a.device) if fresh else out
     second = a if b is None else b

@@ -8,13 +8,16 @@ from __future__ import annotations
 import torch
 
 from kernlib.ops.hyperparameters import accumulator
-from kernlib.ops.tensors import check_dense
+from kernlib.ops.tensors import check_dense, refuse_overlap_of_copied
 
 SHAPES = "(K,) or (L, 1, K) for weights, (K, K2) or (L, K, K2) for a matrix"
 
 
 def apply(
-    feature_map: torch.Tensor, a: torch.Tensor, b: torch.Tensor | None
+    feature_map: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``a`` (M, K) or (L, M, K) and ``b`` (N, K) or (L, N, K), both mapped; None stays None.
 
@@ -29,9 +32,11 @@ def apply(
     the arithmetic (float32 for float16 and bfloat16). Autocast changes nothing. Differentiable by
     all three.
 
-    Raises TypeError and ValueError that name the argument.
+    Raises TypeError and ValueError that name the argument, also for an ``out`` of the call that
+    follows which shares memory with one of them: that call sees the mapped points alone.
     """
     _check(feature_map, a, b)
+    refuse_overlap_of_copied(out, a=a, b=b, feature_map=feature_map)
     weights = _as_weights(feature_map, a)
     first = _mapped(feature_map, weights, "a", a)
     if b is a:

@@ -13,15 +13,17 @@ from kernlib.launch import PlanCache
 from kernlib.ops import pairwise_gradient_checks as checks
 from kernlib.ops import pairwise_gradient_lowering as lowering
 from kernlib.ops import pairwise_gradient_plans as plans
-from kernlib.ops.hyperparameters import accumulator, host_value, on_device
+from kernlib.ops.hyperparameters import accumulator, check_kind, host_value, on_device, plain
 from kernlib.ops.pairwise_gradient_checks import Call, Kind, Operands
 from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import (
     LOWEST_ADDRESS,
+    check_flag,
     is_lazy,
     materialised,
     ranges_meet,
     refuse_overlap,
+    refuse_overlap_of_copied,
     refuse_transforms,
     signature,
     span,
@@ -64,7 +66,8 @@ def cdist_grad(
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
     gradient while gradients are recorded.
     """
-    if debug:
+    if debug is not False:
+        check_flag("debug", debug)
         with events.on_stderr():
             return cdist_grad(a, b, c, d, out, p, eps)
     values = {"p": p, "eps": checks.check_eps(eps)}
@@ -121,7 +124,10 @@ def _run(kind: Kind, operands: Operands, out, accumulate: bool, values: dict) ->
         raise
     if plan is None:
         call = checks.check_call(kind, operands, out, accumulate, values)
+        if call.device.type == "meta":
+            return operands.x.new_empty(call.out_shape) if out is None else out
         if any(is_lazy(t) for t in operands if t is not None):
+            refuse_overlap_of_copied(out, **dict(zip(kind.names, operands, strict=True)))
             read = Operands(*(t if t is None else materialised(t) for t in operands))
             return _run(kind, read, out, accumulate, values)
         if call.device.type == "cpu":
@@ -171,7 +177,11 @@ def _signature(kind: Kind, operands: Operands, out, accumulate, values: dict) ->
 def _kind(name: str, value: object):
     """Of a number only its kind; of an exponent the value, where it has code of its own."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.get_device()
+        try:
+            return value.shape, value.stride(), value.dtype, value.get_device()
+        except (RuntimeError, NotImplementedError):  # of what is not dense
+            check_kind(name, value)
+            raise
     if name != "p":
         return None
     number = host_value(name, value)
@@ -194,7 +204,7 @@ def _on_cpu(kind: Kind, call: Call, operands: Operands, out, accumulate, values:
         _refuse_overlap(kind, operands, out, spans, span(out), values)
     if call.empty:
         return out
-    options = {name: values.get(name) for name in ("p", "inner_scale")}
+    options = {name: plain(name, values[name]) for name in ("p", "inner_scale") if name in values}
     options |= {"first": kind.first, "plain": kind.plain, "eps": values.get("eps", 0.0)}
     with without_autocast(call.device):
         result = reference.pair_gradient(kind.operator, kind.inner, *given, **options)

@@ -21,6 +21,7 @@ from kernlib.ops import pairwise_autograd as autograd
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops import pairwise_operators as operators
 from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.tensors import check_flag
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, which stay where they are; one text
 # with spaces, for torch.jit.trace takes no list of str.
@@ -61,14 +62,15 @@ def run(
     """
     checks.check_tensors(a, b, out)
     if feature_map is not None:
-        a, b = pairwise_features.apply(feature_map, a, b)
+        a, b = pairwise_features.apply(feature_map, a, b, out)
+    check_flag("accumulate", accumulate)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     given = separate(hyperparameters, a.device)
     arguments = (descriptor.text, *given, row_offset, col_offset, debug)
     if out is None:
         return _new(a, b, *arguments)
-    _into(a, b, out, bool(accumulate), *arguments)
+    _into(a, b, out, accumulate, *arguments)
     return out
 
 

@@ -12,6 +12,7 @@ import torch
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise_features
 from kernlib.ops import pairwise_reduce_plans as plans
+from kernlib.ops.tensors import check_flag
 
 
 def kernel_matmul(
@@ -161,16 +162,17 @@ def kernel_topk(
     """
     from kernlib.ops import pairwise_reduce_pairs as pairs
 
+    check_flag("largest", largest)
     a, b = _mapped(feature_map, a, b)
     offsets = row_offset, col_offset
-    return pairs.run("topk", descriptor, a, b, k, bool(largest), *offsets, hyperparameters)
+    return pairs.run("topk", descriptor, a, b, k, largest, *offsets, hyperparameters)
 
 
 def _run(
     reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values: dict
 ) -> torch.Tensor:
     """A reduction that has one tensor for its result."""
-    a, b = _mapped(feature_map, a, b)
+    a, b = _mapped(feature_map, a, b, out)
     arguments = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
     if plans.is_recorded():
         from kernlib import ops
@@ -183,8 +185,8 @@ def _run(
     return plans.run(*arguments)
 
 
-def _mapped(feature_map, a, b) -> tuple:
-    return (a, b) if feature_map is None else pairwise_features.apply(feature_map, a, b)
+def _mapped(feature_map, a, b, out=None) -> tuple:
+    return (a, b) if feature_map is None else pairwise_features.apply(feature_map, a, b, out)
 
 
 def _requires_gradient(a, b, v, out, values: dict) -> bool:

@@ -9,7 +9,7 @@ import torch
 from kernlib.descriptors.base import Descriptor
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise_checks as checks
-from kernlib.ops.hyperparameters import accumulator
+from kernlib.ops.hyperparameters import accumulator, plain
 from kernlib.ops.tensors import (
     check_dense,
     check_memory,
@@ -69,7 +69,8 @@ def request_of(descriptor, a, b, v, row_offset, col_offset, hyperparameters) -> 
     if v is not None:
         v = materialised(v[:, None] if v.dim() == 1 else v)
     a, b = materialised(a), materialised(b)
-    return Request(descriptor, a, b, v, row_offset, col_offset, hyperparameters)
+    values = {name: plain(name, value) for name, value in hyperparameters.items()}
+    return Request(descriptor, a, b, v, row_offset, col_offset, values)
 
 
 def check_tensors(descriptor, a, b, v) -> None:
@@ -107,6 +108,12 @@ def shape_of(request: Request) -> Shape:
     width = 0 if v is None else v.shape[-1]
     batch = size[0] if batched else 1
     return Shape(call.m, call.n, call.k, batch, width, batched, call.batch)
+
+
+def check_meta(descriptor, a, b, v, row_offset, col_offset, hyperparameters) -> Shape:
+    """Check a call on tensors of the meta device as one on others is. Raises ValueError,
+    TypeError."""
+    return shape_of(request_of(descriptor, a, b, v, row_offset, col_offset, hyperparameters))
 
 
 def result_shape(a, b, v, tensors: dict[str, torch.Tensor]) -> tuple[int, ...]:

@@ -31,9 +31,11 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
     """A call of ``matmul``, ``sum`` or ``logsumexp`` whose gradient is recorded. Raises
     RuntimeError for an ``out``."""
     refuse_out(out)
-    if stand_ins(a, b, v):
+    if getattr(a, "is_meta", False) or stand_ins(a, b, v):
         from kernlib.ops import pairwise_reduce_library as library
 
+        if not stand_ins(a, b, v):  # of meta tensors operators would say less
+            checks.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
         return library.run(reduction, descriptor, a, b, v, None, row_offset, col_offset, values)
     request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
     shape = checks.shape_of(request)

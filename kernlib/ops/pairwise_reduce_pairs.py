@@ -19,9 +19,13 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``topk``, or ``min``, whose k is 1: values and places as :mod:`kernlib.ops.pairwise_reduce`
     documents them. ``rows`` and ``columns`` are the offsets."""
-    if plans.is_recorded() or stand_ins(a, b):
+    recorded = plans.is_recorded() or stand_ins(a, b)
+    if recorded or getattr(a, "is_meta", False):
         from kernlib import ops
 
+        if not recorded:  # of meta tensors operators would say less
+            found = checks.check_meta(descriptor, a, b, None, rows, columns, values)
+            checks.check_k(k, found.n)
         return ops.pairwise_reduce_library.choose(
             reduction, descriptor, a, b, k, largest, rows, columns, values
         )

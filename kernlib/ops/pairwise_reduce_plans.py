@@ -25,6 +25,7 @@ from kernlib.ops.tensors import (
     is_lazy,
     ranges_meet,
     refuse_overlap,
+    refuse_overlap_of_copied,
     signature,
     span,
     stand_ins,
@@ -78,15 +79,18 @@ def run(
         checks.shape_of(checks.request_of(descriptor, a, b, v, row_offset, col_offset, values))
         raise
     if plan is None:
-        if stand_ins(a, b, v, out):
+        if a.is_meta or stand_ins(a, b, v, out):
             from kernlib.ops import pairwise_reduce_library as library
 
+            if a.is_meta:  # of which operators would say less
+                checks.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
             arguments = (row_offset, col_offset, values)
             if reduction == "min":
                 return library.choose(reduction, descriptor, a, b, 1, False, *arguments)
             return library.run(reduction, descriptor, a, b, v, out, *arguments, wide)
         request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
         if any(t is not None and is_lazy(t) for t in (a, b, v)):
+            refuse_overlap_of_copied(out, a=a, b=b, v=v)
             made = request._replace(v=request.v if v is None or v.dim() > 1 else request.v[:, 0])
             return run(reduction, *made[:4], out, row_offset, col_offset, values, wide)
         plan = _make_plan(reduction, request, v, out, wide)

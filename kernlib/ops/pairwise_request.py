@@ -34,7 +34,7 @@ class Request(NamedTuple):
         if arguments.get("feature_map") is not None:
             from kernlib.ops import pairwise_features  # which most calls do without
 
-            a, b = pairwise_features.apply(arguments["feature_map"], a, b)
+            a, b = pairwise_features.apply(arguments["feature_map"], a, b, arguments.get("out"))
         options = (arguments.get(name, default) for name, default in OPTIONS.items())
         known = (*OPTIONS, "feature_map")
         rest = {name: arguments[name] for name in arguments if name not in known}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
 # Below 4 GiB lies no GPU's memory: an address there is the offset of a view into none at all. A
@@ -37,7 +38,14 @@ def materialised(t: torch.Tensor) -> torch.Tensor:
     return t.clone() if t._is_zerotensor() else t.resolve_neg()
 
 
-def check_dense(required: tuple[str, ...], **tensors) -> None:
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError for what is neither True nor False: of other values, such as "no", their
+    truth would decide."""
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_dense(required: tuple[str, ...], /, **tensors) -> None:
     """Raises TypeError for what is neither a dense tensor nor None, and for None where ``required``
     names it."""
     for name, tensor in tensors.items():
@@ -45,8 +53,17 @@ def check_dense(required: tuple[str, ...], **tensors) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+        check_layout(name, tensor)
+
+
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor whose memory is not its values, one stride a dimension."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it, or pass parts")
+    if tensor.is_quantized:
+        raise TypeError(f"{name} must be a dense tensor, got {tensor.dtype}; dequantize() it")
 
 
 def stand_ins(*tensors) -> bool:
@@ -59,7 +76,7 @@ def stand_ins(*tensors) -> bool:
     )
 
 
-def refuse_transforms(advice: str, **tensors) -> None:
+def refuse_transforms(advice: str, /, **tensors) -> None:
     """Raises RuntimeError for a tensor inside a transform of torch.func.
 
     ``advice`` ends the sentence "... is inside a transform of torch.func (vmap, grad ...), which":
@@ -122,7 +139,21 @@ def ranges_meet(out_address: int, out_span: int, ranges: Iterable[tuple[int, int
     return met
 
 
-def refuse_overlap(out: torch.Tensor, **inputs: torch.Tensor) -> None:
+def refuse_overlap_of_copied(out, /, **inputs) -> None:
+    """:func:`refuse_overlap` ahead of a call that computes from copies of its inputs, so that what
+    follows sees nothing of their memory. Of what has none here, such as fake tensors, and of what
+    is no tensor, nothing is said."""
+    given = {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+    if not isinstance(out, torch.Tensor) or is_dynamo_compiling():
+        return
+    if not stand_ins(out, *given.values()):
+        for name, t in {"out": out, **given}.items():
+            check_layout(name, t)
+        refuse_transforms("cannot write out: leave it out, or call outside it", out=out, **given)
+        refuse_overlap(out, **given)
+
+
+def refuse_overlap(out: torch.Tensor, /, **inputs: torch.Tensor) -> None:
     """Raises ValueError when ``out`` shares memory with an input."""
     for name, tensor in inputs.items():
         if tensor.numel() and out.numel() and _share_memory(tensor, out):
@@ -164,7 +195,7 @@ def _in_other_columns(x: torch.Tensor, y: torch.Tensor) -> bool:
     return max(ends) <= pitch and (ends[0] <= starts[1] or ends[1] <= starts[0])
 
 
-def refuse_gradients(task: str, **values) -> None:
+def refuse_gradients(task: str, /, **values) -> None:
     """Raises RuntimeError, naming the argument, if one is a tensor that requires a gradient while
     gradients are recorded, which ``task`` does not do."""
     if not torch.is_grad_enabled():
