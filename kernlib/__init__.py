@@ -76,6 +76,7 @@ _NAMES = {
     "kernlib.errors": (
         "CaptureError",
         "CompileError",
+        "ConvergenceWarning",
         "KernlibError",
         "NotCachedError",
         "UnsupportedError",

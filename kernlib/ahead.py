@@ -18,6 +18,8 @@ from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops import op_of
+from kernlib.ops.tensors import check_flag
+from kernlib.progress import check as check_progress
 from kernlib.progress import shown
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def compile(
     """
     if specs is None and arguments:
         raise TypeError(f"{', '.join(arguments)}: arguments of a call need its specs")
+    _check_options(workers, progress, debug)
     targeted = [targets.check_arch(arch) for arch in _several(archs)]
     jobs = [
         (spec, arch)
@@ -82,7 +85,7 @@ def prepare(
     Raises what :func:`kernlib.run_kernel` raises, CaptureError while the stream captures and
     something is not loaded, and UnsupportedError for ``meta`` tensors without a usable GPU.
     """
-    _check_workers(workers)
+    _check_options(workers, progress, debug)
     with events.on_stderr() if debug else nullcontext():
         listed = _several(descriptors)
         waiting = [d for d in listed if not op_of(d).prepared(d, *tensors, **arguments)]
@@ -134,6 +137,13 @@ def build_all(
     return [futures[key].result() for key in keys]
 
 
+def _check_options(workers, progress, debug) -> None:
+    """Raises TypeError and ValueError."""
+    _check_workers(workers)
+    check_progress(progress)
+    check_flag("debug", debug)
+
+
 def _check_workers(workers: int | None) -> None:
     """Raises TypeError and ValueError for what is no positive int."""
     if workers is None:
@@ -177,6 +187,9 @@ def _several(value) -> tuple:
 def _wanted(descriptor: Descriptor, arch: str, specs, dtypes: tuple, arguments: dict) -> list:
     op = op_of(descriptor)
     if specs is None:
+        for dtype in dtypes:
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"dtypes must be torch dtypes, got {dtype!r}")
         try:
             return op.variants(descriptor, arch, dtypes)
         except KeyError as error:

@@ -44,6 +44,12 @@ class NotCachedError(KernlibError):
     """KERNLIB_ASSERT_CACHED is set and a kernel was neither loaded nor in the store."""
 
 
+class ConvergenceWarning(UserWarning):
+    """A solver of :mod:`kernlib.linalg` ended above the tolerance that it was given; what it
+    returns holds the residual. ``warnings.simplefilter("error", ConvergenceWarning)`` makes it an
+    exception."""
+
+
 def _excerpt(log: str, source: str) -> str:
     """The numbered source lines around the errors of the log, or "" when none points into it."""
     lines = source.splitlines()

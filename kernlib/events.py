@@ -62,7 +62,10 @@ def emit(name: str, key: str, arch: str, description: str, **fields: object) -> 
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
-    """Call ``listener`` with every later :class:`Event`; returns the function that ends it."""
+    """Call ``listener`` with every later :class:`Event`; returns the function that ends it. Raises
+    TypeError for what cannot be called."""
+    if not callable(listener):
+        raise TypeError(f"listener must be a function of an Event, got {listener!r}")
     _subscribers.append(listener)
 
     def unsubscribe() -> None:

@@ -66,10 +66,19 @@ def allocator(
 
 
 def arch_of(device: int) -> str:
-    """The compile target of a CUDA device. Raises UnsupportedError below sm_80 and on ROCm."""
+    """The compile target of a CUDA device. Raises UnsupportedError below sm_80, on ROCm and where
+    there is no such device."""
     if torch.version.hip is not None:
         raise UnsupportedError("kernlib runs on NVIDIA GPUs and on CPU tensors, not on ROCm")
-    capability = torch.cuda.get_device_capability(device)
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device < count:
+            raise
+        raise UnsupportedError(
+            f"there is no cuda:{device}: torch sees {count} CUDA devices that it can use"
+        ) from None
     return targets.arch_of(capability, torch.cuda.get_device_name(device))
 
 

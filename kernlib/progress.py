@@ -11,10 +11,17 @@ Value = TypeVar("Value")
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show it: as told, for None if stderr is a terminal."""
+    """Whether to show it: as told, for None if stderr is a terminal. Raises TypeError."""
+    check(progress)
     if progress is None:
         return sys.stderr is not None and sys.stderr.isatty()
-    return bool(progress)
+    return progress
+
+
+def check(progress: bool | None) -> None:
+    """Raises TypeError for what is neither a bool nor None."""
+    if progress is not None and type(progress) is not bool:
+        raise TypeError(f"progress must be True, False or None, got {progress!r}")
 
 
 class Silent:

@@ -30,6 +30,7 @@ from kernlib.jit import targets, tuning
 from kernlib.jit.entry import Entry
 from kernlib.ops import op_of
 from kernlib.ops.candidates import Candidate
+from kernlib.progress import check as check_progress
 from kernlib.progress import shown, wanted
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def tune(
     Raises what run_kernel raises, UnsupportedError for tensors that are on no GPU, and CaptureError
     while the stream captures: nothing runs then that could be timed.
     """
+    check_progress(progress)
     found = op_of(descriptor).choices(descriptor, *tensors, **arguments)
     gpu = launch.model(found.device)
     with torch.cuda.device(found.device):

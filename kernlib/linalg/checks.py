@@ -8,6 +8,7 @@ import torch
 
 from kernlib.ops.tensors import (
     check_dense,
+    check_flag,
     is_lazy,
     materialised,
     overlaps_itself,
@@ -26,6 +27,29 @@ class System(NamedTuple):
     b: torch.Tensor  # (..., N, C)
     vector: bool  # b was given without the dimension of columns
     batch: torch.Size
+
+
+def check_flags(**flags) -> None:
+    """Raises TypeError for what is neither True nor False."""
+    for name, flag in flags.items():
+        check_flag(name, flag)
+
+
+def refuse_meta(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor of the meta device where its values decide what follows."""
+    if tensor.is_meta:
+        raise ValueError(f"{name} must have values, which one on the meta device has not")
+
+
+def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a NaN or an infinity among values; waits for the device."""
+    wrong = int((~tensor.isfinite()).sum())
+    if wrong:
+        kind = "NaN" if tensor.isnan().any() else "infinity"
+        raise ValueError(
+            f"{name} must be finite, and holds {kind}: {wrong} of its {tensor.numel()} values are "
+            "NaN or infinite"
+        )
 
 
 def check_system(a: torch.Tensor, b: torch.Tensor, overwrite_a: bool, overwrite_b: bool) -> System:
@@ -64,6 +88,7 @@ def check_matrix(a: torch.Tensor, overwrite: bool) -> torch.Tensor:
 def raise_for_info(info: torch.Tensor, task: str, failure: str) -> None:
     """Raises LinAlgError for the first entry of a batch whose info is not 0; waits for the
     device."""
+    refuse_meta("a, of which check_errors=True reads the outcome,", info)
     found = info.reshape(-1).tolist()
     failed = [index for index, value in enumerate(found) if value]
     if failed:

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from kernlib.linalg import cusolver, layouts, native
-from kernlib.linalg.checks import System, check_matrix, check_system, raise_for_info
+from kernlib.linalg.checks import System, check_flags, check_matrix, check_system, raise_for_info
 from kernlib.linalg.layouts import Work
 from kernlib.ops.precision import float32_precision
 
@@ -49,6 +49,8 @@ def solve_cholesky(
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
     gradient while gradients are recorded. The model is kermac's ``solve_cholesky``.
     """
+    flags = {"overwrite_a": overwrite_a, "overwrite_b": overwrite_b}
+    check_flags(upper=upper, check_errors=check_errors, **flags)
     system = check_system(a, b, overwrite_a, overwrite_b)
     with torch.no_grad():
         matrix = layouts.square_work(system.a, overwrite_a)
@@ -77,6 +79,7 @@ def solve_lu(
     holds the factors of a if a is column-major, those of its transpose if it is row-major. The
     model is kermac's ``solve_lu``.
     """
+    check_flags(overwrite_a=overwrite_a, overwrite_b=overwrite_b, check_errors=check_errors)
     system = check_system(a, b, overwrite_a, overwrite_b)
     with torch.no_grad():
         matrix = layouts.square_work(system.a, overwrite_a)
@@ -114,6 +117,7 @@ def eigh(
     torch.linalg.LinAlgError naming the batch entry. Other errors are those of
     :func:`solve_cholesky`. The model is kermac's ``eigh``.
     """
+    check_flags(upper=upper, overwrite_a=overwrite_a, check_errors=check_errors)
     a = check_matrix(a, overwrite_a)
     batch = a.shape[:-2]
     with torch.no_grad():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernlib.linalg.checks import DTYPES
+from kernlib.errors import ConvergenceWarning
+from kernlib.linalg.checks import DTYPES, refuse_meta
 from kernlib.ops.hyperparameters import check_kind, host_value
+from kernlib.ops.precision import without_autocast
 from kernlib.ops.tensors import check_dense, refuse_transforms
 
 if TYPE_CHECKING:
@@ -62,15 +65,42 @@ def conjugate_gradient(
 
     The residual that a recurrence gives drifts from the true one: when no column goes on, the true
     one is computed, and columns above ``tol`` start again from their x while that helps. The
-    result's ``residual`` is the true one of every column, at the price of one more product; one
-    above ``tol`` says that ``max_iter`` or the arithmetic was not enough.
+    result's ``residual`` is the true one of every column, at the price of one more product. One
+    above ``tol``, unless that is 0, says that ``max_iter`` or the arithmetic was not enough, and
+    warns with a :class:`kernlib.ConvergenceWarning`. Autocast changes nothing.
 
     Raises ValueError and TypeError that name the argument, RuntimeError for a ``b`` that requires a
     gradient while gradients are recorded. Hestenes and Stiefel 1952.
     """
     _check(b, x0, tol, max_iter, check_every)
     _check_functions(matmul, preconditioner)
-    with torch.no_grad():
+    found = solve(matmul, b, preconditioner, x0, tol, max_iter, check_every)
+    warn_unless_converged("conjugate_gradient", found, tol)
+    return found
+
+
+def warn_unless_converged(task: str, found: CGResult, tol: float) -> None:
+    """Warns of columns whose residual is above ``tol``; waits for the device."""
+    above = ~(found.residual <= float(tol))  # a NaN is
+    count = int(above.sum())
+    if not count or not tol:
+        return
+    worst = f"{float(found.residual[above].max()):.2g}"
+    several = f"{count} of {above.numel()} residuals, up to {worst}, are"
+    which = several if above.dim() else f"the residual {worst} is"
+    warnings.warn(
+        f"{task}: {which} above tol={float(tol):g} after {found.iterations} iterations. More of "
+        "them (max_iter), a better conditioned matrix (regularization, preconditioner) or float64 "
+        "come nearer",
+        ConvergenceWarning,
+        stacklevel=3,
+    )
+
+
+def solve(matmul, b, preconditioner, x0, tol, max_iter: int, check_every: int) -> CGResult:
+    """:func:`conjugate_gradient` of checked arguments, without its warning."""
+    tol = float(tol)
+    with torch.no_grad(), without_autocast(b.device):
         scale = _scales(b)
         b = b * scale
         limit = tol * _norm(b)
@@ -180,6 +210,7 @@ def _check_functions(matmul, preconditioner) -> None:
 def _check(b, x0, tol, max_iter: int, check_every: int) -> None:
     check_dense(("b",), b=b, x0=x0)
     refuse_transforms(_NO_TRANSFORMS, b=b, x0=x0)
+    refuse_meta("b", b)
     if b.dtype not in DTYPES:
         raise TypeError(f"b must be float32 or float64, got {b.dtype}")
     if b.dim() not in (1, 2):
@@ -193,8 +224,14 @@ def _check(b, x0, tol, max_iter: int, check_every: int) -> None:
             f"x0 must have b's shape {tuple(b.shape)}, dtype {b.dtype} and device {b.device}, got "
             f"{tuple(x0.shape)}, {x0.dtype}, {x0.device}"
         )
+    check_limits(tol, max_iter, check_every)
+
+
+def check_limits(tol, max_iter, check_every) -> None:
+    """When to end, and how often to look. Raises TypeError and ValueError."""
     if host_value("tol", tol, 0) is None:
         check_kind("tol", tol, 0)
+        refuse_meta("tol", tol)
     if not tol >= 0:
         raise ValueError(f"tol must be 0 or greater, got {tol}")
     for name, value, least in (("max_iter", max_iter, 0), ("check_every", check_every, 1)):

@@ -8,8 +8,10 @@ import math
 import torch
 
 from kernlib.descriptors.pairwise import Pairwise
-from kernlib.linalg.iterative import CGResult, conjugate_gradient
-from kernlib.linalg.nystrom import check_points, check_rest, nystrom
+from kernlib.linalg.checks import refuse_not_finite
+from kernlib.linalg.iterative import CGResult, check_limits, solve, warn_unless_converged
+from kernlib.linalg.nystrom import check_points, check_rank, check_rest, nystrom
+from kernlib.ops.tensors import check_dense
 
 
 def solve_kernel(
@@ -31,21 +33,27 @@ def solve_kernel(
     semidefinite kernel and ``hyperparameters`` its arguments. K is never stored: products are
     :func:`kernlib.kernel_matmul`, and memory is that of the :func:`nystrom` preconditioner,
     N * ``rank`` numbers. ``rank`` is about ``2 sqrt(N)`` by default; 0 is none. ``tol``,
-    ``max_iter`` and ``check_every`` are those of :func:`conjugate_gradient`, and so is the result.
+    ``max_iter`` and ``check_every`` are those of :func:`conjugate_gradient`, and so is the result;
+    its residual is ``||y - (K + regularization I) w|| / ||y||`` with K made anew in float64, also
+    for float32, whose products cannot tell small residuals of large w. One above ``tol`` warns with
+    a :class:`kernlib.ConvergenceWarning`.
     Predictions are ``kernel_matmul(descriptor, points, x, w, **hyperparameters)``.
 
-    Raises ValueError and TypeError that name the argument, RuntimeError for tensors that require a
-    gradient while gradients are recorded.
+    Raises ValueError and TypeError that name the argument, also for NaN or infinity in x or y,
+    RuntimeError for tensors that require a gradient while gradients are recorded.
     """
     import kernlib
 
     mu = check_points(descriptor, x, regularization)
     _check_targets(x, y)
     check_rest("solve_kernel", generator, {"x": x, "y": y}, hyperparameters)
+    check_limits(tol, max_iter, check_every)
+    refuse_not_finite("y", y)
     plain = dataclasses.replace(descriptor, symmetric=False)
     preconditioner, count = None, x.shape[0]
     if rank is None:
         rank = min(count, math.ceil(2 * math.sqrt(count)))
+    check_rank(rank, count, least=0)
     if rank:
         preconditioner = nystrom(
             plain, x, rank, regularization=mu, generator=generator, **hyperparameters
@@ -55,22 +63,31 @@ def solve_kernel(
         return kernlib.kernel_matmul(plain, x, x, v, **hyperparameters).add_(v, alpha=mu)
 
     columns = y[:, None] if y.dim() == 1 else y
-    found = conjugate_gradient(
-        product,
-        columns,
-        preconditioner=preconditioner,
-        tol=tol,
-        max_iter=max_iter,
-        check_every=check_every,
-    )
+    found = solve(product, columns, preconditioner, None, tol, max_iter, check_every)
+    if x.dtype is not torch.float64:
+        found = found._replace(residual=_residual(plain, x, columns, found.x, mu, hyperparameters))
+    warn_unless_converged("solve_kernel", found, tol)
     if y.dim() == 1:
         found = found._replace(x=found.x[:, 0], residual=found.residual[0])
     return found
 
 
+def _residual(descriptor: Pairwise, x, y, w, mu: float, values: dict) -> torch.Tensor:
+    """``||y - (K + mu I) w|| / ||y||`` of each column, in float64."""
+    import kernlib
+
+    feature_map = values.get("feature_map")
+    if feature_map is not None:
+        values = values | {"feature_map": feature_map.double()}
+    with torch.no_grad():
+        x, y, w = x.double(), y.double(), w.double()
+        left = y - kernlib.kernel_matmul(descriptor, x, x, w, **values).add_(w, alpha=mu)
+        norm = torch.linalg.vector_norm(y, dim=0)
+        return torch.linalg.vector_norm(left, dim=0) / torch.where(norm > 0, norm, 1)
+
+
 def _check_targets(x: torch.Tensor, y: torch.Tensor) -> None:
-    if not isinstance(y, torch.Tensor):
-        raise TypeError(f"y must be a tensor, got {type(y).__name__}")
+    check_dense(("y",), y=y)
     if y.dim() not in (1, 2) or y.shape[0] != x.shape[0]:
         raise ValueError(
             f"y must be ({x.shape[0]},) or ({x.shape[0]}, C) for x of shape {tuple(x.shape)}, got "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.descriptors.pairwise import Pairwise
-from kernlib.linalg.checks import DTYPES
+from kernlib.linalg.checks import DTYPES, refuse_meta, refuse_not_finite
 from kernlib.linalg.dense import eigh
 from kernlib.ops import run_kernel
 from kernlib.ops.hyperparameters import host_value
@@ -30,9 +30,21 @@ class NystromPreconditioner(NamedTuple):
     weights: torch.Tensor  # (rank,): (least + regularization) / (eigenvalue + regularization) - 1
 
     def __call__(self, v: torch.Tensor) -> torch.Tensor:
+        self._check(v)
         weights = self.weights if v.dim() == 1 else self.weights[:, None]
         with without_autocast(v.device):
             return v + self.vectors @ (weights * (self.vectors.mT @ v))
+
+    def _check(self, v) -> None:
+        check_dense(("v",), v=v)
+        own = self.vectors
+        if v.dim() not in (1, 2) or v.shape[0] != own.shape[0]:
+            size = own.shape[0]
+            raise ValueError(f"v must be ({size},) or ({size}, C), got shape {tuple(v.shape)}")
+        if (v.dtype, v.device) != (own.dtype, own.device):
+            raise TypeError(
+                f"v must be {own.dtype} on {own.device} as x was, got {v.dtype} on {v.device}"
+            )
 
 
 def nystrom(
@@ -59,16 +71,13 @@ def nystrom(
 
     Raises ValueError and TypeError that name the argument, RuntimeError for tensors that require a
     gradient while gradients are recorded, torch.linalg.LinAlgError for a kernel that is not
-    positive semidefinite. Frangella, Tropp and Udell, Randomized Nyström
+    positive semidefinite or has a NaN. Frangella, Tropp and Udell, Randomized Nyström
     Preconditioning, 2021, with uniform columns for the random test matrix.
     """
     mu = check_points(descriptor, x, regularization)
     check_rest("nystrom", generator, {"x": x}, hyperparameters)
     count = x.shape[0]
-    if type(rank) is not int:
-        raise TypeError(f"rank must be an int, got {rank!r}")
-    if not 1 <= rank <= count:
-        raise ValueError(f"rank must be 1 to {count}, the points of x, got {rank}")
+    check_rank(rank, count, least=1)
     with torch.no_grad():
         chosen = _landmarks(x, rank, generator)
         plain = dataclasses.replace(descriptor, symmetric=False)
@@ -96,7 +105,17 @@ def check_points(descriptor, x: torch.Tensor, regularization) -> float:
         raise TypeError("regularization must be a number here, got a tensor")
     if not 0 < mu < float("inf"):
         raise ValueError(f"regularization must be greater than 0 and finite, got {mu}")
+    refuse_meta("x", x)
+    refuse_not_finite("x", x)
     return mu
+
+
+def check_rank(rank, count: int, least: int) -> None:
+    """Raises TypeError and ValueError for what is no number of points."""
+    if type(rank) is not int:
+        raise TypeError(f"rank must be an int, got {rank!r}")
+    if not least <= rank <= count:
+        raise ValueError(f"rank must be {least} to {count}, the points of x, got {rank}")
 
 
 def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> None:
@@ -134,9 +153,14 @@ def _shifted_root(block: torch.Tensor, columns: torch.Tensor) -> tuple[float, to
         if not info:
             return shift, root
         shift *= 10
+    if columns.isnan().any():
+        raise torch.linalg.LinAlgError(
+            "nystrom: the kernel matrix holds NaN, though x has none: see its hyperparameters, and "
+            "whether the squares of x overflow"
+        )
     raise torch.linalg.LinAlgError(
         f"nystrom: the kernel is not positive semidefinite, not even with {shift / 10:.1e} added "
-        "to its diagonal, or it has a NaN"
+        "to its diagonal"
     )
 
 
@@ -151,7 +175,8 @@ def _factor_rows(columns: torch.Tensor, chosen: torch.Tensor, shift: float, root
         rows = columns[first : first + step].to(torch.float64, copy=True)
         row = chosen - first
         inside = (row >= 0) & (row < rows.shape[0])
-        added = torch.where(inside, shift, 0.0).to(rows.dtype)
+        # By torch.where, of numbers alone, it would have torch's default dtype.
+        added = inside.to(rows.dtype) * shift
         rows.index_put_((torch.where(inside, row, 0), order), added, accumulate=True)
         rows = torch.linalg.solve_triangular(root.mT, rows, upper=True, left=False)
         yield slice(first, first + step), rows

@@ -193,8 +193,9 @@ def cdist(
     none: ValueError, but for a p on a device, at which nobody looks). Large float32 problems with
     p = 2 are computed by products of tensor cores at the accuracy of float32: columns are centred
     first, and pairs that lie close together beside their distance from the centre are computed from
-    differences; the ``compute_mode`` "donot_use_mm_for_euclid_dist" computes all from differences. A NaN reaches the result for every
-    p, where torch drops some for p = inf, and autocast does not change the dtype.
+    differences; the ``compute_mode`` "donot_use_mm_for_euclid_dist" computes all from differences.
+    A NaN reaches the result for every p, where torch drops some for p = inf, and autocast does not
+    change the dtype.
     """
     checks.compute_mode(compute_mode)
     descriptor, arguments = _distance(p, root, compute_mode == "donot_use_mm_for_euclid_dist")

@@ -14,15 +14,18 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
 from kernlib.descriptors.pairwise import exp_power_sum
+from kernlib.errors import KernlibError
 from kernlib.ops import hyperparameters, run_kernel
 from kernlib.ops import pairwise_checks as checks
-from kernlib.ops.hyperparameters import accumulator, check_kind, host_value, on_device
+from kernlib.ops.hyperparameters import accumulator, check_kind, host_value, on_device, plain
 from kernlib.ops.tensors import (
     check_dense,
+    check_flag,
     check_memory,
     check_out_shape,
     refuse_gradients,
     refuse_overlap,
+    refuse_overlap_of_copied,
     refuse_transforms,
     stand_ins,
 )
@@ -59,8 +62,24 @@ def cdist_expadd(
     lengthscale that is not positive, a host p that is negative or infinite, and what
     :func:`kernlib.run_kernel` raises.
     """
-    scale = scale_of(p, lengthscale, scale, a)
-    return run_kernel(_SUMS, a, b, out=out, p=p, inner_scale=scale, debug=debug)
+    made = scale_of(p, lengthscale, scale, a)
+    refuse_overlap_of_copied(out, lengthscale=lengthscale, scale=scale)
+    try:
+        return run_kernel(_SUMS, a, b, out=out, p=p, inner_scale=made, debug=debug)
+    except (KernlibError, RuntimeError, TypeError, ValueError):
+        _check_scale(lengthscale, scale, a, b, p, out)  # by the names that it has here
+        raise
+
+
+def _check_scale(lengthscale, scale, a, b, p, out) -> None:
+    """Device and batch of the scale. Raises ValueError."""
+    given = {"lengthscale": lengthscale, "scale": scale}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and value.device not in (a.device, torch.device("cpu")):
+            raise ValueError(f"{name} is on {value.device}, the inputs on {a.device}")
+    check_dense(("a", "b"), a=a, b=b, out=out)
+    _batch({"a": a, "b": b}, None, given | {"p": p})
+    checks.refuse_out(out, a=a, b=b, p=p, **given)
 
 
 def cdist_grad_expadd(
@@ -103,7 +122,11 @@ def cdist_grad_expadd(
     numbers = {"p": p, "q": q, "c0": c0, "lengthscale": lengthscale, "scale": scale}
     shape = _check_gradient(tensors, numbers, out)
     eps = _least(eps)
-    scale = scale_of(p, lengthscale, scale, d)
+    check_flag("debug", debug)
+    scale = scale_of(p, lengthscale, scale, d, "d")
+    if d.is_meta:
+        return d.new_empty(shape) if out is None else out
+    p, q, c0 = (plain(name, numbers[name]) for name in ("p", "q", "c0"))
     from kernlib.ops.pairwise_gradient import pair_gradient  # which cdist_expadd does without
 
     with events.on_stderr() if debug else nullcontext():
@@ -239,7 +262,9 @@ def _least(eps: float) -> float:
     return number
 
 
-def scale_of(p, lengthscale, scale, like: torch.Tensor) -> float | torch.Tensor:
+def scale_of(
+    p, lengthscale, scale, like: torch.Tensor, name_of_like: str = "a"
+) -> float | torch.Tensor:
     """``scale``, or ``-1 / lengthscale^p`` for inputs ``like`` one tensor. Raises ValueError unless
     exactly one is given, and for host values that would not do."""
     if (lengthscale is None) == (scale is None):
@@ -247,7 +272,7 @@ def scale_of(p, lengthscale, scale, like: torch.Tensor) -> float | torch.Tensor:
         raise ValueError(f"give exactly one of lengthscale and scale, got {given}")
     for name, value in (("p", p), ("lengthscale", lengthscale), ("scale", scale)):
         _check_number(name, value)
-    _check_like(like)
+    _check_like(name_of_like, like)
     lowest = _LOWEST[accumulator(like.dtype)]
     if scale is not None:
         number = host_value("scale", scale)
@@ -263,11 +288,12 @@ def scale_of(p, lengthscale, scale, like: torch.Tensor) -> float | torch.Tensor:
         return lowest
 
 
-def _check_like(a: torch.Tensor) -> None:
+def _check_like(name: str, like: torch.Tensor) -> None:
     """Raises TypeError for what has no arithmetic here."""
-    check_dense(("a",), a=a)
-    if a.dtype not in checks.DTYPES:
-        raise TypeError(f"a must be one of {', '.join(checks.DTYPES.values())}, got {a.dtype}")
+    check_dense((name,), **{name: like})
+    if like.dtype not in checks.DTYPES:
+        known = ", ".join(checks.DTYPES.values())
+        raise TypeError(f"{name} must be one of {known}, got {like.dtype}")
 
 
 def _placed(name: str, value, like: torch.Tensor):

@@ -65,6 +65,8 @@ from kernlib.descriptors import pairwise as named
 from kernlib.ops import pairwise_expadd, pairwise_gradient
 from kernlib.ops import run_kernel as _run_kernel
 from kernlib.ops.hyperparameters import host_value
+from kernlib.ops.pairwise_checks import MAX_OFFSET, check_has_sums
+from kernlib.ops.tensors import check_flag, refuse_overlap_of_copied
 
 __all__ = [
     "Alignment",
@@ -148,6 +150,7 @@ def run_kernel(
     exponents = {"p": p, "inner_p": inner_p, "outer_p": outer_p}
     of_kernel = {"bandwidth": bandwidth, "epsilon": epsilon, "regularization": regularization}
     _check_combination(kernel_descriptor, exponents, of_kernel)
+    check_flag("try_to_align", try_to_align)
     if kernel_descriptor.kernel_type is not KernelType.NONE and epsilon is None:
         of_kernel["epsilon"] = EPSILON
     given = {name: x for name, x in (exponents | of_kernel).items() if x is not None}
@@ -181,12 +184,17 @@ def _check_combination(descriptor: KernelDescriptor, exponents: dict, of_kernel:
 
 
 def _offset(name: str, value) -> int:
-    if isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, torch.SymInt):
         return value
     try:
-        return operator.index(value)
+        found = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r}") from None
+    if isinstance(value, (bool, torch.Tensor)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if abs(found) > MAX_OFFSET:
+        raise ValueError(f"{name} must be at most 2**61 in magnitude, got {found}")
+    return found
 
 
 def _with_batch(result: torch.Tensor, out: torch.Tensor | None, dimensions: int) -> torch.Tensor:
@@ -210,8 +218,10 @@ def cdist(
     :func:`kernlib.run_kernel` raises.
     """
     value = host_value("p", p)
-    if value == float("inf") and skip_epilogue:
-        raise ValueError("skip_epilogue asks for power sums, and p=inf has none")
+    check_flag("skip_epilogue", skip_epilogue)
+    check_flag("try_to_align", try_to_align)
+    if skip_epilogue:
+        check_has_sums(p, "skip_epilogue")
     if value == 1:
         descriptor = _L1
     elif value == 2:
@@ -255,7 +265,9 @@ def cdist_expadd(
     """``sum_k exp(scale * |a_k - b_k|^p)`` (L, M, N), with ``scale`` of 1 / lengthscale^p, if it is
     not given; usually it is negative. See :func:`kernlib.cdist_expadd`, whose ``lengthscale`` has
     the other sign."""
-    given = {"p": p, "scale": _scale(p, lengthscale, scale, a), "debug": debug}
+    check_flag("try_to_align", try_to_align)
+    refuse_overlap_of_copied(out, lengthscale=lengthscale)
+    given = {"p": p, "scale": _scale(p, lengthscale, scale, "a", a), "debug": debug}
     return _with_batch(pairwise_expadd.cdist_expadd(a, b, out=out, **given), out, 3)
 
 
@@ -279,17 +291,19 @@ def cdist_grad_expadd(
     """The gradient of ``(c0 + S)^q`` of sums S by the query points (L, O, N, M), where ``s_km``
     (K, M) may take the place of S; ``scale`` as in :func:`cdist_expadd`. See
     :func:`kernlib.cdist_grad_expadd`."""
-    given = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, d)}
+    check_flag("try_to_align", try_to_align)
+    refuse_overlap_of_copied(out, lengthscale=lengthscale)
+    given = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, "d", d)}
     found = pairwise_expadd.cdist_grad_expadd(
         a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **given
     )
     return _with_batch(found, out, 4)
 
 
-def _scale(p, lengthscale, scale, like: torch.Tensor) -> float | torch.Tensor:
+def _scale(p, lengthscale, scale, name: str, like: torch.Tensor) -> float | torch.Tensor:
     """Raises ValueError where neither is given, and for host values that would not do."""
     if scale is not None:
         return scale
     if lengthscale is None:
         raise ValueError("give scale or lengthscale, got neither")
-    return -pairwise_expadd.scale_of(p, lengthscale, None, like)
+    return -pairwise_expadd.scale_of(p, lengthscale, None, like, name)

@@ -13,6 +13,7 @@ from kernlib import ahead, launch
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
 from kernlib.errors import UnsupportedError
 from kernlib.ops import op_of
+from kernlib.ops.tensors import check_flag, check_layout
 
 # Points and features of the calls that are compiled ahead: either tile, K short and long, with
 # and without lengths that forbid 16-byte loads.
@@ -98,7 +99,9 @@ def tensor_stats(tensor: torch.Tensor) -> TensorStats:
     Raises TypeError for another dtype and for what is no tensor, ValueError for another rank and
     for strides that are neither row- nor column-major.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+    if isinstance(tensor, torch.Tensor):
+        check_layout("tensor", tensor)
+    if getattr(tensor, "dtype", None) != torch.float32:
         found = getattr(tensor, "dtype", type(tensor).__name__)
         raise TypeError(f"tensor must be a float32 tensor, got {found}")
     if tensor.dim() not in (2, 3):
@@ -121,7 +124,13 @@ def tensor_stats(tensor: torch.Tensor) -> TensorStats:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b`` rounded up, for a b greater than 0."""
+    """``a / b`` rounded up, for a b greater than 0. Raises TypeError for what is no int, ValueError
+    for another b."""
+    for name, value in (("a", a), ("b", b)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+    if b <= 0:
+        raise ValueError(f"b must be greater than 0, got {b}")
     return -(-a // b)
 
 
@@ -139,12 +148,18 @@ def pre_compile_descriptors(
     Raises UnsupportedError for a device that is no GPU, TypeError for what is no descriptor, and
     what :func:`kernlib.compile` raises.
     """
+    check_flag("try_to_align", try_to_align)
+    check_flag("debug", debug)
     single = isinstance(descriptors, KernelDescriptor)
-    arch = launch.arch_of(_index(device))
-    jobs = []
-    for descriptor in (descriptors,) if single else descriptors:
+    if not single and not isinstance(descriptors, Iterable):
+        raise TypeError(f"descriptors must be KernelDescriptors, got {descriptors!r}")
+    wanted = (descriptors,) if single else tuple(descriptors)
+    for descriptor in wanted:
         if not isinstance(descriptor, KernelDescriptor):
             raise TypeError(f"descriptors must be KernelDescriptors, got {descriptor!r}")
+    arch = launch.arch_of(_index(device))
+    jobs = []
+    for descriptor in wanted:
         made, arguments = descriptor.pairwise, _arguments(descriptor)
         for a, b, out in _layouts():
             found = op_of(made).specs(made, arch, (a, b), {"out": out} | arguments)
@@ -153,12 +168,17 @@ def pre_compile_descriptors(
 
 
 def _index(device: torch.device | str | int | None) -> int:
-    if device is None:
-        return torch.cuda.current_device()
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        found = torch.device("cuda" if device is None else device)
+        if type(device) is int:
+            found = torch.device("cuda", device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be one of torch's, got {device!r}") from None
     if found.type != "cuda":
         raise UnsupportedError(f"kernels are compiled for a GPU, and device is {device!r}")
-    return torch.cuda.current_device() if found.index is None else found.index
+    if found.index is not None:
+        return found.index
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def _arguments(descriptor: KernelDescriptor) -> dict[str, float]:
