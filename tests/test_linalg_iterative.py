@@ -1,5 +1,7 @@
 """Conjugate gradients, the Nyström preconditioner, and kernel systems solved with both."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -323,3 +325,110 @@ def product(monkeypatch):
         return made["k"] @ v
 
     monkeypatch.setattr(kernlib, "kernel_matmul", matmul, raising=False)
+
+
+# What a result says of itself.
+
+
+@pytest.mark.parametrize("regularization", (1e-6, 1e-4, 1e-2))
+@pytest.mark.parametrize("scale", (1.0, 1e-20))
+@pytest.mark.parametrize("rank", (0, None))
+def test_the_residual_is_that_of_the_system_in_float64(scale, regularization, rank, seed):
+    """Products in float32 say less of a large w, and less still of points whose squares it cannot
+    hold."""
+    x, y = torch.randn(200, 3) * scale, torch.randn(200, 2)
+    arguments = {"bandwidth": scale}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        w, residual, _ = linalg.solve_kernel(
+            kernlib.matern32(), x, y, regularization=regularization, rank=rank, **arguments
+        )
+    k = kernlib.run_kernel(kernlib.matern32(), x.double(), x.double(), **arguments)
+    k.diagonal().add_(regularization)
+    torch.testing.assert_close(residual, relative(k, w, y), rtol=1e-6, atol=1e-12)
+    assert bool(said) == bool((residual > 1e-6).any())
+
+
+def test_what_did_not_converge_warns(points):
+    x, y = points[:100], torch.randn(100, dtype=torch.float64)
+    arguments = {"regularization": 1e-3, "bandwidth": 2.0}
+    with pytest.warns(kernlib.ConvergenceWarning, match=r"solve_kernel: the residual .* above tol"):
+        found = linalg.solve_kernel(kernlib.gaussian(), x, y, max_iter=1, rank=0, **arguments)
+    assert found.residual > 1e-6
+    a, b = spread_out(50, 6, torch.float64), torch.randn(50, 3, dtype=torch.float64)
+    with pytest.warns(kernlib.ConvergenceWarning, match="3 of 3 residuals.* after 2 iterations"):
+        linalg.conjugate_gradient(a.__matmul__, b, max_iter=2)
+    b[7, 1] = torch.nan
+    with pytest.warns(kernlib.ConvergenceWarning, match="up to nan"):
+        linalg.conjugate_gradient(a.__matmul__, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linalg.solve_kernel(kernlib.gaussian(), x, y, **arguments)
+        linalg.conjugate_gradient(a.__matmul__, b, max_iter=2, tol=0)  # as far as it goes
+
+
+@pytest.mark.parametrize("value, word", ((torch.nan, "NaN"), (torch.inf, "infinity")))
+@pytest.mark.parametrize("name", ("x", "y"))
+def test_data_that_are_not_finite_are_said_to_be(name, value, word, points):
+    given = {"x": points[:50].clone(), "y": torch.ones(50, dtype=torch.float64)}
+    given[name][7] = value
+    x, y = given.values()
+    arguments = {"regularization": 1.0, "bandwidth": 1.0}
+    for rank in (0, 5):
+        with pytest.raises(ValueError, match=f"{name} must be finite, and holds {word}"):
+            linalg.solve_kernel(kernlib.gaussian(), x, y, rank=rank, **arguments)
+    if name == "x":
+        with pytest.raises(ValueError, match=f"x must be finite, and holds {word}"):
+            linalg.nystrom(kernlib.gaussian(), x, 5, **arguments)
+
+
+def test_a_nan_of_the_kernel_alone_is_said_to_be_one(points):
+    with pytest.raises(torch.linalg.LinAlgError, match="kernel matrix holds NaN"):
+        linalg.nystrom(kernlib.dot_product(), points * 1e200, 5, regularization=1.0)
+
+
+@pytest.fixture(params=["meta", "float16", "float64", "autocast"])
+def surroundings(request):
+    """What a user may have set that is no argument."""
+    before = torch.get_default_dtype()
+    if request.param == "meta":
+        with torch.device("meta"):
+            yield
+    elif request.param == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    else:
+        torch.set_default_dtype(getattr(torch, request.param))
+        yield
+        torch.set_default_dtype(before)
+
+
+SOLVES = {
+    "conjugate_gradient": lambda a, x, b: linalg.conjugate_gradient(lambda v: a @ v, b, tol=1e-4),
+    "preconditioned": lambda a, x, b: linalg.conjugate_gradient(
+        lambda v: a @ v, b, preconditioner=lambda v: v @ torch.eye(2, device="cpu").to(v), tol=1e-4
+    ),
+    "nystrom": lambda a, x, b: linalg.nystrom(
+        kernlib.gaussian(), x, 40, regularization=1e-2, bandwidth=1.0,
+        generator=torch.Generator().manual_seed(0),
+    ),
+    "solve_kernel": lambda a, x, b: linalg.solve_kernel(
+        kernlib.gaussian(), x, b, regularization=1e-2, bandwidth=1.0, rank=10, tol=1e-3,
+        generator=torch.Generator().manual_seed(0),
+    ),
+    "solve_cholesky": lambda a, x, b: linalg.solve_cholesky(a, b),
+    "solve_lu": lambda a, x, b: linalg.solve_lu(a, b),
+    "eigh": lambda a, x, b: linalg.eigh(a)[::2],
+}  # fmt: skip
+A40 = torch.diag(torch.linspace(1, 20, 40)) + 0.01
+X40, B40 = torch.sin(torch.arange(120.0)).view(40, 3) * 3, torch.cos(torch.arange(80.0)).view(40, 2)
+ALONE = {name: solve(A40, X40, B40) for name, solve in SOLVES.items()}
+
+
+@pytest.mark.parametrize("name", SOLVES)
+def test_surroundings_change_nothing(name, surroundings):
+    found = SOLVES[name](A40, X40, B40)
+    for part, wanted in zip(found, ALONE[name], strict=True):
+        if isinstance(part, torch.Tensor):
+            assert part.dtype == wanted.dtype and part.device == wanted.device
+            torch.testing.assert_close(part, wanted, rtol=1e-4, atol=1e-4)

@@ -66,9 +66,9 @@ def solve_kernel(
     found = solve(product, columns, preconditioner, None, tol, max_iter, check_every)
     if x.dtype is not torch.float64:
         found = found._replace(residual=_residual(plain, x, columns, found.x, mu, hyperparameters))
-    warn_unless_converged("solve_kernel", found, tol)
     if y.dim() == 1:
         found = found._replace(x=found.x[:, 0], residual=found.residual[0])
+    warn_unless_converged("solve_kernel", found, tol)
     return found
 
 

@@ -92,7 +92,9 @@ def run(
     try:
         plan = _plans.plans.get(key)
     except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
-        checks.check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, {})
+        checks.check_call(
+            descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+        )
         raise
     if plan is None:
         request = Request(

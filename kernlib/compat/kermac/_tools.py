@@ -169,9 +169,10 @@ def pre_compile_descriptors(
 
 def _index(device: torch.device | str | int | None) -> int:
     try:
-        found = torch.device("cuda" if device is None else device)
         if type(device) is int:
             found = torch.device("cuda", device)
+        else:
+            found = torch.device("cuda" if device is None else device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be one of torch's, got {device!r}") from None
     if found.type != "cuda":

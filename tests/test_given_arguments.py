@@ -1,0 +1,247 @@
+"""What a call is told of its arguments is about those that it was given: ``out`` must not share
+memory with them, copied first or not, flags are flags, and names are the caller's."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib import linalg
+from kernlib.compat import kermac
+
+GAUSSIAN, WIDTH = kl.gaussian(), {"bandwidth": 2.0}
+FACTOR = kl.KroneckerSparse(2, 3, 3, 2)
+
+
+def square(n=6, dtype=torch.float32):
+    return torch.rand(n, n, dtype=dtype) + n * torch.eye(n, dtype=dtype)
+
+
+def mapped(which):
+    def call(out):
+        given = {"a": square(), "b": square(), "feature_map": square(), which: out}
+        a, b, feature_map = given.values()
+        return kl.run_kernel(GAUSSIAN, a, b, out=out, feature_map=feature_map, **WIDTH)
+
+    return call
+
+
+def mapped_product(which):
+    def call(out):
+        given = {"a": square(), "b": square(), "v": square(), "feature_map": square(), which: out}
+        a, b, v, feature_map = given.values()
+        return kl.kernel_matmul(GAUSSIAN, a, b, v, out=out, feature_map=feature_map, **WIDTH)
+
+    return call
+
+
+def negated(t):
+    return torch._neg_view(t)
+
+
+# To the argument that out is, and the call.
+OVERLAPS = {
+    **{f"run_kernel {name} mapped": (name, mapped(name)) for name in ("a", "b", "feature_map")},
+    **{
+        f"kernel_matmul {name} mapped": (name, mapped_product(name))
+        for name in ("a", "b", "v", "feature_map")
+    },
+    "run_kernel negated": (
+        "b",
+        lambda out: kl.run_kernel(GAUSSIAN, square(), negated(out), out=out, **WIDTH),
+    ),
+    "kernel_matmul negated": (
+        "v",
+        lambda out: kl.kernel_matmul(GAUSSIAN, square(), square(), negated(out), out=out, **WIDTH),
+    ),
+    "cdist": ("x1", lambda out: kl.cdist(out, square(), out=out)),
+    "cdist negated": ("x2", lambda out: kl.cdist(square(), negated(out), out=out)),
+    "cdist_grad negated": (
+        "d",
+        lambda out: kl.cdist_grad(square(), square(), square(1 * 6)[:1], negated(out), out[None]),
+    ),
+    "cdist_expadd lengthscale": (
+        "lengthscale",
+        lambda out: kl.cdist_expadd(square(), square(), lengthscale=out[0, 0], out=out),
+    ),
+    "agop x": ("x", lambda out: kl.agop(GAUSSIAN, out, square(), square(), out=out, **WIDTH)),
+    "agop z": ("z", lambda out: kl.agop(GAUSSIAN, square(), out, square(), out=out, **WIDTH)),
+    "agop coefficients": (
+        "coefficients",
+        lambda out: kl.agop(GAUSSIAN, square(), square(), out, out=out, **WIDTH),
+    ),
+    "agop bandwidth": (
+        "bandwidth",
+        lambda out: kl.agop(GAUSSIAN, square(), square(), square(), out=out, bandwidth=out[0, 0]),
+    ),
+    "kermac run_kernel": (
+        "a",
+        lambda out: kermac.run_kernel(kermac.laplace_l1, out, square(), out=out, bandwidth=1.0),
+    ),
+    "kermac cdist_expadd": (
+        "lengthscale",
+        lambda out: kermac.cdist_expadd(square(), square(), out=out, lengthscale=out[0, 0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_out_shares_no_memory_with_what_is_copied_first(case):
+    name, call = OVERLAPS[case]
+    out = square()
+    before = out.clone()
+    with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+        call(out)
+    assert torch.equal(out, before)
+
+
+def test_a_batch_that_is_copied_is_looked_at_before():
+    whole = torch.rand(2, 3, 6, 6)
+    x2, before = whole[:, :2], whole.clone()
+    with pytest.raises(ValueError, match="out shares memory with x2"):
+        kl.cdist(torch.rand(2, 2, 6, 6), x2, out=whole.view(3, 2, 6, 6)[:2])
+    assert torch.equal(whole, before)
+
+
+# Flags. Each call takes the flag's value last; those that are None in its place are not bools only.
+
+POINTS = torch.rand(5, 3), torch.rand(4, 3)
+PAIRS = torch.rand(4, 5), torch.rand(3, 4), torch.rand(2, 4), torch.rand(3, 5)
+FLAGS = {
+    "run_kernel debug": lambda x: kl.run_kernel(GAUSSIAN, *POINTS, debug=x, **WIDTH),
+    "run_kernel accumulate": lambda x: kl.run_kernel(GAUSSIAN, *POINTS, accumulate=x, **WIDTH),
+    "factor debug": lambda x: kl.run_kernel(
+        FACTOR, torch.rand(12), torch.rand(2, 3, 3, 2), debug=x
+    ),
+    "cdist root": lambda x: kl.cdist(*POINTS, root=x),
+    "cdist debug": lambda x: kl.cdist(*POINTS, debug=x),
+    "cdist_grad debug": lambda x: kl.cdist_grad(*PAIRS, debug=x),
+    "cdist_expadd debug": lambda x: kl.cdist_expadd(*POINTS, scale=-1.0, debug=x),
+    "cdist_grad_expadd debug": lambda x: kl.cdist_grad_expadd(*PAIRS, scale=-1.0, debug=x),
+    "agop diagonal": lambda x: kl.agop(GAUSSIAN, *POINTS, PAIRS[2], diagonal=x, **WIDTH),
+    "agop centred": lambda x: kl.agop(GAUSSIAN, *POINTS, PAIRS[2], centred=x, **WIDTH),
+    "kernel_topk largest": lambda x: kl.kernel_topk(GAUSSIAN, *POINTS, 1, x, **WIDTH),
+    "compile debug": lambda x: kl.compile([], debug=x),
+    "compile progress": lambda x: kl.compile([], progress=x),
+    "prepare debug": lambda x: kl.prepare(GAUSSIAN, *POINTS, debug=x, **WIDTH),
+    "prepare progress": lambda x: kl.prepare(GAUSSIAN, *POINTS, progress=x, **WIDTH),
+    "tune progress": lambda x: kl.tune(GAUSSIAN, *POINTS, progress=x, **WIDTH),
+    "solve_cholesky upper": lambda x: linalg.solve_cholesky(square(), square(), upper=x),
+    "eigh upper": lambda x: linalg.eigh(square(), upper=x),
+    "eigh overwrite_a": lambda x: linalg.eigh(square(), overwrite_a=x),
+    "eigh check_errors": lambda x: linalg.eigh(square(), check_errors=x),
+    "kermac run_kernel try_to_align": lambda x: kermac.run_kernel(
+        kermac.l1_norm, *POINTS, try_to_align=x
+    ),
+    "kermac run_kernel debug": lambda x: kermac.run_kernel(kermac.l1_norm, *POINTS, debug=x),
+    "kermac cdist skip_epilogue": lambda x: kermac.cdist(*POINTS, skip_epilogue=x),
+    "kermac cdist try_to_align": lambda x: kermac.cdist(*POINTS, try_to_align=x),
+    "kermac cdist_expadd try_to_align": lambda x: kermac.cdist_expadd(
+        *POINTS, scale=-1.0, try_to_align=x
+    ),
+    "kermac cdist_grad_expadd try_to_align": lambda x: kermac.cdist_grad_expadd(
+        *PAIRS, scale=-1.0, try_to_align=x
+    ),
+    "kermac solve_lu debug": lambda x: kermac.solve_lu(square(), square(), debug=x),
+    "kermac pre_compile_descriptors debug": lambda x: kermac.pre_compile_descriptors(
+        0, kermac.l1_norm, debug=x
+    ),
+    **{
+        f"{solve.__module__} {solve.__name__} {flag}": lambda x, solve=solve, flag=flag: solve(
+            square(), square(), **{flag: x}
+        )
+        for solve in (linalg.solve_cholesky, linalg.solve_lu, kermac.solve_cholesky)
+        for flag in ("overwrite_a", "overwrite_b", "check_errors")
+    },
+}
+
+
+@pytest.mark.parametrize("value", ("no", 0, 1.0, [], torch.tensor(True)), ids=repr)
+@pytest.mark.parametrize("case", FLAGS)
+def test_flags_are_true_or_false(case, value):
+    with pytest.raises(TypeError, match=f"{case.split()[-1]} must be"):
+        FLAGS[case](value)
+
+
+def test_power_sums_of_an_infinite_exponent_are_refused_in_tensors_too():
+    for p in (float("inf"), torch.tensor(float("inf")), torch.tensor([1.0, float("inf")])):
+        with pytest.raises(ValueError, match="root=False asks for power sums"):
+            kl.cdist(*POINTS, p=p, root=False)
+        with pytest.raises(ValueError, match="skip_epilogue asks for power sums"):
+            kermac.cdist(*POINTS, p=p, skip_epilogue=True)
+        with pytest.raises(ValueError, match="p must be 0 or greater and finite"):
+            kl.cdist_expadd(*POINTS, p=p, scale=-1.0)
+
+
+# Names and kinds.
+
+X, Y = POINTS
+NAMES = {
+    "x1's dtype": (lambda: kl.cdist(X.int(), Y.int()), "x1 must be one of"),
+    "dtypes": (lambda: kl.cdist(X, Y.double()), "x1 and x2 must have one dtype"),
+    "x2 nested": (lambda: kl.cdist(X, torch.nested.nested_tensor([X, Y])), "x2 must be a dense"),
+    "x2 sparse": (lambda: kl.cdist(X, Y.to_sparse()), "x2 must be a dense tensor"),
+    "out": (lambda: kl.cdist(X, Y, out="x"), "out must be a tensor, got str"),
+    "out of a batch": (lambda: kl.cdist(X[None], Y, out="x"), "out must be a tensor, got str"),
+    "bandwidth sparse": (
+        lambda: kl.run_kernel(GAUSSIAN, X, Y, bandwidth=torch.ones(1).to_sparse()),
+        "bandwidth must be a dense tensor",
+    ),
+    "bandwidth nested": (
+        lambda: kl.run_kernel(GAUSSIAN, X, Y, bandwidth=torch.nested.nested_tensor([X])),
+        "bandwidth must be a dense tensor",
+    ),
+    "bandwidth quantized": (
+        lambda: kl.run_kernel(
+            GAUSSIAN, X, Y, bandwidth=torch.quantize_per_tensor(torch.ones(1), 1.0, 0, torch.qint8)
+        ),
+        "bandwidth must be a dense tensor",
+    ),
+    "a quantized": (
+        lambda: kl.run_kernel(GAUSSIAN, torch.quantize_per_tensor(X, 1.0, 0, torch.qint8), Y),
+        "a must be a dense tensor",
+    ),
+    "scale": (lambda: kl.cdist_expadd(X, Y, scale=torch.ones(2, 2)), "scale must have shape"),
+    "a huge number": (lambda: kl.cdist(X, Y, p=10**400), "p must fit a float64"),
+    "a listener": (lambda: kl.events.subscribe(3), "listener must be a function"),
+    "dtypes of compile": (lambda: kl.compile(GAUSSIAN, dtypes="x"), "dtypes must be"),
+    "offset": (
+        lambda: kermac.run_kernel(kermac.laplace_l1, X, Y, bandwidth=1.0,
+                                  regularization_offset_x=2**62),
+        "regularization_offset_x must be",
+    ),
+    "d of kermac": (
+        lambda: kermac.cdist_grad_expadd(*PAIRS[:3], PAIRS[3].int(), lengthscale=1.0),
+        "d must be one of",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_errors_name_the_argument_as_the_caller_does(case):
+    call, message = NAMES[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_gradient_beside_out_is_refused_by_the_callers_name():
+    with pytest.raises(RuntimeError, match="x2 requires a gradient"):
+        kl.cdist(X, Y.clone().requires_grad_(), out=torch.empty(5, 4))
+
+
+def test_fractions_are_numbers():
+    half, three, matrix = Fraction(1, 2), Fraction(3, 1), square() * torch.eye(6)
+    for call in (
+        lambda n: kl.cdist(X, Y, p=n(three)),
+        lambda n: kl.run_kernel(GAUSSIAN, X, Y, bandwidth=n(half)),
+        lambda n: kl.cdist_grad(*PAIRS, p=n(three)),
+        lambda n: kl.cdist_expadd(X, Y, p=n(three), lengthscale=n(half)),
+        lambda n: kl.cdist_grad_expadd(*PAIRS, p=n(three), q=n(three), scale=-n(half), c0=n(half)),
+        lambda n: kl.agop(GAUSSIAN, X, Y, PAIRS[2], bandwidth=n(half)),
+        lambda n: kl.kernel_sum(GAUSSIAN, X, Y, bandwidth=n(half)),
+        lambda n: kl.kernel_sum(GAUSSIAN, X.clone().requires_grad_(), Y, bandwidth=n(half)),
+        lambda n: kl.cdist(X.clone().requires_grad_(), Y, p=n(three)),
+        lambda n: linalg.conjugate_gradient(matrix.matmul, torch.ones(6), tol=n(half)).x,
+    ):
+        torch.testing.assert_close(call(lambda x: x), call(float), equal_nan=True)
