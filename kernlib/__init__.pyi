@@ -55,6 +55,7 @@ from kernlib.descriptors.pairwise import squared_distance as squared_distance
 from kernlib.descriptors.sparse import SparseMatmul as SparseMatmul
 from kernlib.errors import CaptureError as CaptureError
 from kernlib.errors import CompileError as CompileError
+from kernlib.errors import ConvergenceWarning as ConvergenceWarning
 from kernlib.errors import KernlibError as KernlibError
 from kernlib.errors import NotCachedError as NotCachedError
 from kernlib.errors import UnsupportedError as UnsupportedError

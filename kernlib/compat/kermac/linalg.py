@@ -8,7 +8,7 @@ from enum import Enum, auto
 import torch
 
 from kernlib import linalg
-from kernlib.ops.tensors import check_dense, check_flag
+from kernlib.ops import tensors as _tensors
 
 
 class FillMode(Enum):
@@ -40,7 +40,7 @@ def solve_cholesky(
     :func:`kernlib.linalg.solve_cholesky`; with ``check_errors`` the LinAlgError is a ValueError
     too, as kermac's was.
     """
-    check_flag("debug", debug)
+    _tensors.check_flag("debug", debug)
     options = {"upper": _is_upper(fill_mode), "overwrite_a": overwrite_a}
     options |= {"overwrite_b": overwrite_b, "check_errors": check_errors}
     return _solve_rows(linalg.solve_cholesky, a, b, options)
@@ -56,7 +56,7 @@ def solve_lu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve ``x a = b`` for any square ``a`` of any layout: kermac's system for a row-major ``a``,
     where that for a column-major one was ``x a^T = b``. Else as :func:`solve_cholesky`."""
-    check_flag("debug", debug)
+    _tensors.check_flag("debug", debug)
     options = {"overwrite_a": overwrite_a, "overwrite_b": overwrite_b}
     options |= {"check_errors": check_errors}
     return _solve_rows(linalg.solve_lu, _transposed("a", a), b, options)
@@ -110,6 +110,6 @@ def _transposed(name: str, t: torch.Tensor) -> torch.Tensor:
 
 
 def _check_rank(name: str, t: torch.Tensor) -> None:
-    check_dense((name,), **{name: t})
+    _tensors.check_dense((name,), **{name: t})
     if t.dim() not in (2, 3):
         raise ValueError(f"{name} must have 2 or 3 dimensions, got shape {tuple(t.shape)}")
