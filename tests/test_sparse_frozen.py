@@ -18,7 +18,7 @@ from kernlib.errors import CaptureError
 from kernlib.jit import targets
 from kernlib.ops import sparse_autograd as autograd
 from kernlib.ops import sparse_lowering
-from kernlib.ops.sparse_frozen import state_of
+from kernlib.ops.sparse_tensors import state_of
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 every_format = pytest.mark.parametrize("format", FORMATS)

@@ -11,12 +11,14 @@ from typing import SupportsIndex
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.descriptors.sparse import SparseMatmul
 from kernlib.nn.activations import as_activation
 from kernlib.ops import run_kernel
 from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix, compress, module_of
+from kernlib.ops.tensors import check_dense, stand_ins
 from kernlib.sparse.prune import magnitude
 
 _PREFIX = "weight_"  # of the buffers, which are named as the format's tensors
@@ -177,14 +179,12 @@ class SparseLinear(nn.Module):
 
     def _weight(self) -> SparseMatrix:
         """The matrix of the buffers as they are now: functional_call, among others, puts other
-        tensors there."""
+        tensors there. Raises ValueError, TypeError where they are none of the kind held."""
         held, buffers = self.matrix, self._buffers
         operands = held.operands
         for name, operand in zip(self._names, operands, strict=True):
             if buffers[name] is not operand:
-                return SparseMatrix.from_layout(
-                    held.layout, tuple(buffers[name] for name in self._names)
-                )
+                return _of_others(held, {name: buffers[name] for name in self._names})
         return held
 
     def _apply(self, fn: Callable, recurse: bool = True):
@@ -419,6 +419,29 @@ def _rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
     dense = matrix.to_dense().to(dtype)
     fits = module_of(matrix.format).nbytes(dense) is not None
     return compress(dense, matrix.format if fits else "auto")
+
+
+def _of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
+    """The matrix of other tensors than those held, by the names of the buffers."""
+    if not is_dynamo_compiling():  # there the operator checks them when it runs
+        check_dense(tuple(tensors), **tensors)
+        tensors = {name: _untracked(name, tensor) for name, tensor in tensors.items()}
+        if not stand_ins(*tensors.values()):
+            from kernlib.ops.sparse_fitted import fitted
+
+            return fitted(held.layout, tuple(tensors.values()))
+    return SparseMatrix.from_layout(held.layout, tuple(tensors.values()))
+
+
+def _untracked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor inside transforms of torch.func without those that compute gradients, to which the
+    matrix is a constant. Raises RuntimeError for one that is mapped over."""
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    if functorch.is_batchedtensor(tensor):
+        raise RuntimeError(f"torch.vmap maps the input of a SparseLinear, not its {name}")
+    return tensor
 
 
 def _with_tensors(matrix: SparseMatrix, tensors: list[torch.Tensor]) -> SparseMatrix:

@@ -33,8 +33,8 @@ from kernlib.ops.product_arguments import (
     requires_gradient,
     tensors_of,
 )
-from kernlib.ops.sparse_frozen import check_frozen
 from kernlib.ops.sparse_matrix import SparseMatrix
+from kernlib.ops.sparse_tensors import check_frozen, check_place
 from kernlib.ops.tensors import (
     LOWEST_ADDRESS,
     check_dense,
@@ -216,6 +216,9 @@ def by_plan(plan: SparsePlan, descriptor, w, x, out, parameters: dict) -> torch.
             return by_plan(plan, descriptor, w, x, out, parameters)
     if w._frozen is not None:
         check_frozen(w)
+    addresses = [t.data_ptr() for t in w._operands]
+    if addresses != w._addresses:
+        check_place(w, addresses)
     vectors = numbers = kept = ()
     if parameters:
         vectors, numbers, kept = parameters_of(plan, descriptor, x, parameters)
@@ -228,8 +231,7 @@ def by_plan(plan: SparsePlan, descriptor, w, x, out, parameters: dict) -> torch.
         x = plan.copy(x)
     if target is None:
         target = plan.result()
-    addresses = [t.data_ptr() for t in w._operands]
-    addresses += (x.data_ptr(), target.data_ptr())
+    addresses = [*addresses, x.data_ptr(), target.data_ptr()]
     for vector in vectors:
         addresses.append(vector.data_ptr())
     plan.launch(addresses, numbers)

@@ -19,8 +19,8 @@ from kernlib.ops import product_autograd
 from kernlib.ops import sparse as op
 from kernlib.ops.product_arguments import no_autocast
 from kernlib.ops.product_autograd import ORDINARY, Parts, is_biased, is_watched
-from kernlib.ops.sparse_frozen import check_unwritten, state_of
 from kernlib.ops.sparse_matrix import SparseMatrix
+from kernlib.ops.sparse_tensors import check_unwritten, state_of
 from kernlib.ops.tensors import is_lazy, materialised, stand_ins
 from kernlib.reference import sparse as reference
 

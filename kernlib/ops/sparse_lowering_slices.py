@@ -88,7 +88,7 @@ def lower(
         problem.columns, chunks, ranges, held(made, width), 0,
     )  # fmt: skip
     pointers = tuple((name, 0) for name in ("data", "offsets", "rows", "x", "workspace"))
-    # It reads the matrix before it waits for what came before: see kernlib/ops/sparse_frozen.py.
+    # It reads the matrix before it waits for what came before: see kernlib/ops/sparse_tensors.py.
     first = Step(spec(made), (ranges * chunks, 1), fixed, pointers)
     return Lowered((first, last), 4 * panels * problem.columns * problem.rows)
 

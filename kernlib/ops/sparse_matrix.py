@@ -14,15 +14,22 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.ops import sparse_encode
 from kernlib.ops.product_arguments import KERNEL_TYPES
-from kernlib.ops.sparse_frozen import State, freeze, state_of, thaw
 from kernlib.ops.sparse_rates import check_columns
-from kernlib.ops.tensors import materialised, stand_ins
+from kernlib.ops.sparse_tensors import (
+    TURNED,
+    State,
+    check_place,
+    freeze,
+    marked,
+    placed,
+    state_of,
+    thaw,
+)
+from kernlib.ops.tensors import stand_ins
 
 VERSION = 2  # of what state() answers
 DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
-_ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
-TURNED = "_kernlib_turned"  # of a first tensor: states in which its matrix is another's transpose
 
 
 class SparseMatrix:
@@ -54,7 +61,8 @@ class SparseMatrix:
         """Of what a format's ``encode`` answered, unchecked: see :func:`compress` and
         :meth:`from_state`."""
         operands = tuple(placed(tensors[name]) for name in module_of(format).TENSORS)
-        _fill(self, layout_text(format, shape, dtype, facts), operands, nnz)
+        layout = layout_text(format, shape, dtype, facts)
+        _fill(self, layout, marked(operands, layout), nnz)
 
     @classmethod
     def from_state(
@@ -160,9 +168,11 @@ class SparseMatrix:
         format "dense" keeps, and NaNs in "macko", which knows one. Does not wait for the device."""
         if self._device.type == "meta":
             return torch.empty(self._shape, dtype=self._dtype, device="meta")
+        if self._device.type == "cuda" and not stand_ins(*self._operands):
+            check_place(self, [t.data_ptr() for t in self._operands])
         module = module_of(self._format)
         tensors = dict(zip(module.TENSORS, self._operands, strict=True))
-        with _untransformed():
+        with untransformed():
             return module.decode(tensors, self._facts, self._shape, self._dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
@@ -176,7 +186,7 @@ class SparseMatrix:
         moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
         if all(new is old for new, old in zip(moved, self._operands, strict=True)):
             return self
-        made = SparseMatrix.from_layout(self._layout, tuple(map(_fixed, moved)))
+        made = SparseMatrix.from_layout(self._layout, marked(moved, self._layout))
         _count(made, self.known_nnz())
         return made
 
@@ -273,8 +283,8 @@ class SparseMatrix:
         return self
 
     def __deepcopy__(self, memo: dict) -> SparseMatrix:
-        copies = tuple(_fixed(t.clone()) for t in self._operands)
-        made = SparseMatrix.from_layout(self._layout, copies)
+        copies = tuple(t.clone() for t in self._operands)
+        made = SparseMatrix.from_layout(self._layout, marked(copies, self._layout))
         _count(made, self.known_nnz())
         memo[id(self)] = made
         return made
@@ -356,22 +366,6 @@ def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str,
 _parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
 
 
-def placed(t: torch.Tensor) -> torch.Tensor:
-    """A tensor as kernels read it: contiguous, its first address aligned, without a gradient, its
-    values in memory."""
-    t = materialised(t.detach()).contiguous()
-    if t.is_meta or stand_ins(t) or t.data_ptr() % _ALIGNMENT == 0:
-        return _fixed(t)
-    return _fixed(t.clone())
-
-
-def _fixed(t: torch.Tensor) -> torch.Tensor:
-    """Marked as by ``torch._dynamo.mark_static_address``, which would load Dynamo: CUDA graphs of
-    compiled code read a matrix where it is, and copy it into no place of theirs."""
-    t._dynamo_static_input_type = "unguarded"
-    return t
-
-
 def _turned(w: SparseMatrix) -> SparseMatrix:
     dense = w.to_dense().t()
     fits = module_of(w.format).nbytes(dense) is not None
@@ -410,7 +404,7 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
 
 
-def _untransformed():
+def untransformed():
     """Outside of transforms of torch.func, which wrap each tensor that is made inside, and kernels
     take none of those."""
     active = torch._C._are_functorch_transforms_active()

@@ -19,8 +19,9 @@ from kernlib.ops import sparse_autograd as autograd
 from kernlib.ops import sparse_checks as checks
 from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.product_arguments import by_name, check_vector, for_operator, requires_gradient
-from kernlib.ops.sparse_frozen import check_frozen, state_of
-from kernlib.ops.sparse_matrix import TURNED, SparseMatrix, parse_layout
+from kernlib.ops.sparse_fitted import fitted
+from kernlib.ops.sparse_matrix import SparseMatrix, parse_layout
+from kernlib.ops.sparse_tensors import TURNED, check_frozen, state_of
 from kernlib.reference import sparse as reference
 
 _library = torch.library.Library("kernlib", "FRAGMENT")
@@ -72,13 +73,13 @@ def _recorded(descriptor, x, matrix: tuple, parameters: dict, debug: bool) -> to
 def _whole(
     x, matrix, transposed, layout, transposed_layout, descriptor, names, numbers, tensors, debug
 ):
-    w = SparseMatrix.from_layout(layout, matrix)
+    w = fitted(layout, matrix)
     with events.on_stderr() if debug else nullcontext():
         return op.execute(from_text(descriptor), w, x, None, by_name(names, numbers, tensors))
 
 
 def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, debug):
-    w = SparseMatrix.from_layout(layout, matrix)
+    w = fitted(layout, matrix)
     with events.on_stderr() if debug else nullcontext():
         if not turned:
             return autograd.product(w, x, bias)
@@ -90,7 +91,7 @@ def _given_transpose(w: SparseMatrix, layout: str, tensors: list) -> SparseMatri
     torch has counted: a compiled program is given the same tensors for ever."""
     if not tensors:
         return None
-    turned = SparseMatrix.from_layout(layout, tensors)
+    turned = fitted(layout, tensors)
     made = getattr(tensors[0], TURNED, None)  # lost where a program was saved and loaded
     return turned if made is None or made == (state_of(w), state_of(turned)) else None
 

@@ -1,4 +1,5 @@
-"""The promise that a matrix is not written, and what torch counts of writes.
+"""The tensors of a matrix: where they lie, what torch counts of writes to them, and the promise
+that nobody writes them.
 
 A product of a frozen matrix may read it before the launch before it on its stream has ended, which
 hides the start of a launch. Whatever that launch writes may not be there yet: torch does not count
@@ -9,17 +10,44 @@ products that wait. What torch does count is compared at each product.
 
 from __future__ import annotations
 
+from itertools import count
+from os import urandom
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernlib.errors import CaptureError
-from kernlib.ops.tensors import stand_ins
+from kernlib.ops.tensors import materialised, stand_ins
 
 if TYPE_CHECKING:
     from kernlib.ops.sparse_matrix import SparseMatrix
 
+ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
+MARK = "_kernlib_matrix"  # of tensors that fit one another: a number, their layout, place, version
+TURNED = "_kernlib_turned"  # of a first tensor: states in which its matrix is another's transpose
+next_mark = count(int.from_bytes(urandom(6), "little") << 16).__next__  # unlike other processes'
+
 State = tuple[int, ...]
+
+
+def placed(t: torch.Tensor) -> torch.Tensor:
+    """A tensor as kernels read it: contiguous, its first address aligned, without a gradient, its
+    values in memory."""
+    t = materialised(t.detach()).contiguous()
+    if t.is_meta or stand_ins(t) or t.data_ptr() % ALIGNMENT == 0:
+        return t
+    return t.clone()
+
+
+def marked(operands: tuple[torch.Tensor, ...], layout: str) -> tuple[torch.Tensor, ...]:
+    """The tensors of a matrix, marked as those: a program that holds nothing else knows by it that
+    they fit the layout. And as by ``torch._dynamo.mark_static_address``, which would load Dynamo:
+    CUDA graphs of compiled code read a matrix where it is, and copy it into no place of theirs."""
+    made = (next_mark(), layout, None)
+    for t in operands:
+        setattr(t, MARK, made)
+        t._dynamo_static_input_type = "unguarded"
+    return operands
 
 
 def state_of(w: SparseMatrix) -> State | None:
@@ -68,6 +96,15 @@ def _seen(w: SparseMatrix) -> State:
     """The state, or of tensors of inference mode where they lie."""
     state = state_of(w)
     return tuple([t.data_ptr() for t in w._operands]) if state is None else state
+
+
+def check_place(w: SparseMatrix, addresses: list[int]) -> None:
+    """Look at tensors that are not where a product saw them before, if it saw them. Raises
+    ValueError where kernels cannot read them, CaptureError where that cannot be found out."""
+    if addresses != w._addresses:
+        from kernlib.ops.sparse_fitted import check_moved  # which most processes do not load
+
+        check_moved(w, addresses)
 
 
 def check_unwritten(w: SparseMatrix, state: State | None) -> None:

@@ -1,0 +1,125 @@
+"""Matrices of tensors that others have put in the place of those that a matrix was made of.
+
+``torch.func.functional_call`` and programs that were recorded pass any tensors with a layout, and
+``.data`` moves them. Kernels take the layout's word for sizes and for where memory ends, so such
+tensors are checked, which waits for the device: once, as a mark on them says afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernlib.errors import CaptureError
+from kernlib.ops.sparse_matrix import (
+    SparseMatrix,
+    layout_text,
+    module_of,
+    parse_layout,
+    untransformed,
+)
+from kernlib.ops.sparse_tensors import ALIGNMENT, MARK, next_mark
+from kernlib.ops.sparse_tensors import placed as as_read
+
+
+def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
+    """The matrix of format, shape and dtype of a layout whose tensors these are, in order, with the
+    facts that are theirs. Tensors that kernels cannot read where they are get copied.
+
+    Raises ValueError that names what is wrong, CaptureError for tensors that have not been checked
+    while a CUDA graph is captured.
+    """
+    known = _known(tensors)
+    if known == layout and tensors[0].__dict__[MARK][2] is None:
+        return SparseMatrix.from_layout(layout, tensors)
+    with untransformed():
+        placed = tuple(map(as_read, tensors))
+        if known is None or _kind(known) != _kind(layout):
+            _refuse_capture(placed)
+            format, shape, dtype, facts = parse_layout(layout)
+            known = layout_text(format, shape, dtype, _checked(layout, placed, {**facts}))
+            _mark(tensors, known)
+    return SparseMatrix.from_layout(known, placed)
+
+
+def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
+    """Look at the tensors of a matrix at addresses that are new, and remember them. Raises
+    ValueError for such as kernels cannot read, and for those of another matrix."""
+    for name, address, tensor in zip(w.tensors, addresses, w.operands, strict=True):
+        if address % ALIGNMENT or not tensor.is_contiguous():
+            raise ValueError(
+                f"w.tensors[{name!r}] must be contiguous and begin at whole {ALIGNMENT} bytes, "
+                f"got address {address:#x} and strides {tensor.stride()}: make the matrix anew, "
+                "by SparseMatrix.from_state(*w.state())"
+            )
+    if w._addresses is not None:
+        _refuse_capture(w.operands)
+        found = _checked(w.layout, w.operands, {**w.facts})
+        if found != w.facts:
+            raise ValueError(
+                f"the tensors of w lie elsewhere now and are those of another matrix: {found} for "
+                f"{dict(w.facts)}; make it anew, by SparseMatrix.from_state"
+            )
+    object.__setattr__(w, "_addresses", addresses)
+
+
+def _checked(layout: str, tensors: Sequence[torch.Tensor], facts: dict[str, int]) -> dict[str, int]:
+    """The facts of tensors, which fit them. Raises ValueError."""
+    format, shape, dtype, _ = parse_layout(layout)
+    module = module_of(format)
+    named = dict(zip(module.TENSORS, tensors, strict=True))
+    try:
+        facts |= _measured(format, named)
+        module.check(named, facts, shape, dtype)
+    except (ValueError, RuntimeError) as error:  # torch's own, of what has no such numbers
+        kind = " ".join(_kind(layout))
+        raise ValueError(f"these tensors are no matrix of kind {kind!r}: {error}") from error
+    return facts
+
+
+def _measured(format: str, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The facts that lie in tensors. Those of the formats u8, u4 and u2 do not: a matrix of another
+    width is one of another kind."""
+    if format == "bitmap":
+        units = tensors["offsets"].long().diff()
+        return {"largest": 16 * int(units.max()) if units.numel() else 0}
+    if format == "macko":
+        entries = int(torch.count_nonzero(tensors["values"]))
+        return module_of(format).facts_of(tensors["row_ptr"], entries)
+    return {}
+
+
+def _known(tensors: Sequence[torch.Tensor]) -> str | None:
+    """The layout of tensors that were checked together."""
+    marks = [getattr(t, MARK, None) for t in tensors]
+    first = marks[0]
+    if first is None:
+        return None
+    for t, mark in zip(tensors, marks, strict=True):
+        if mark is None or mark[0] != first[0]:
+            return None
+        if mark[2] is not None and mark[2] != (t.data_ptr(), t._version):
+            return None
+    return first[1]
+
+
+def _mark(tensors: Sequence[torch.Tensor], layout: str) -> None:
+    """Remember tensors as they are now; not those whose writes torch does not count."""
+    if not any(t.is_inference() for t in tensors):
+        number = next_mark()
+        for t in tensors:
+            setattr(t, MARK, (number, layout, (t.data_ptr(), t._version)))
+
+
+def _kind(layout: str) -> list[str]:
+    """Format, shape and dtype."""
+    return layout.split(" ")[:3]
+
+
+def _refuse_capture(tensors: Sequence[torch.Tensor]) -> None:
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "these tensors of a compressed matrix are not those it was made of, and have not been "
+            "checked, which waits for the device: make the same call once before the capture"
+        )
