@@ -223,7 +223,10 @@ def parse(argv: Sequence[str] | None, family: str) -> argparse.Namespace:
 
 
 def chosen(cases: Sequence[Case], wanted: Sequence[str] | None) -> list[Case]:
-    return [c for c in cases if not wanted or any(text in c.name for text in wanted)]
+    """The cases whose name contains one of ``wanted``; a whole name means that case alone."""
+    names = {c.name for c in cases}
+    parts = [text for text in wanted or () if text not in names]
+    return [c for c in cases if not wanted or c.name in wanted or any(t in c.name for t in parts)]
 
 
 def main(family: str, cases: Sequence[Case], source: str, argv=None) -> int:

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.sparse --json benchmarks/results/h200/sparse.json``
 
-Sections: ``headline`` (five shapes, four densities, one and eight columns), ``compress``,
+Sections: ``headline`` (five shapes, four densities, one and eight columns), ``frozen`` (the same
+with matrices that nobody writes, as ``SparseMatrix.freeze`` promises), ``compress``,
 ``columns`` (2 to 32), ``formats`` (each one alone, of which the table of rates is made) and
 ``grid`` (31 shapes by 11 densities). ``--only`` chooses some. ``python -m benchmarks.sparse_plot``
 draws the speed-up over the density.
@@ -58,7 +59,7 @@ class Timer:
     def replayed(self, calls: Sequence[Callable], quick: bool = False) -> float:
         """In a CUDA graph of all: the median of its replays, one behind the other."""
         graph, results = torch.cuda.CUDAGraph(), []
-        for call in calls:  # kernels wait for what they read only where a matrix is new to them
+        for call in calls:  # nothing is compiled or loaded in a capture
             call()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -128,7 +129,7 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     wanted = exact(dense, x)
 
     matrix = sparse.compress(dense, problem.format, min(problem.columns, 16))
-    ours, error = fastest(compressed(matrix, x), wanted, session)
+    ours, error = fastest(compressed(matrix, x, problem.frozen), wanted, session)
     floor, bound = problem.floor_us(matrix.nbytes), f"bytes, {matrix.format}"
     row = Row(problem.name, "us", ours, floor, bound, error=error)
     if problem.section != "formats":

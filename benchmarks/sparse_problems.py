@@ -25,7 +25,7 @@ LARGE = ((8192, 28672), (12288, 49152))
 HEADLINE = (*LARGE, (4096, 4096), (4096, 11008), (11008, 4096))
 SHOWN_DENSITIES = (0.7, 0.5, 0.3, 0.1)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-SECTIONS = ("headline", "compress", "columns", "formats", "grid")
+SECTIONS = ("headline", "frozen", "compress", "columns", "formats", "grid")
 
 # Targets: times of cuBLAS over ours, by density, for the LARGE shapes and for the other HEADLINE
 # ones; the time of eight columns over that of one; errors over cuBLAS's; milliseconds.
@@ -41,7 +41,8 @@ EXACT_ENTRIES = 1 << 26  # of a matrix that are in float64 at once, 512 MB
 
 class Problem(NamedTuple):
     """A product of a matrix (rows, cols) with ``columns`` vectors, or, in the section ``compress``,
-    the way from the dense matrix to the compressed one."""
+    the way from the dense matrix to the compressed one. ``frozen``, whether it is promised that
+    nobody writes the matrix."""
 
     section: str
     rows: int
@@ -50,6 +51,7 @@ class Problem(NamedTuple):
     kind: str = "fp16"
     columns: int = 1
     format: str = "auto"
+    frozen: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +63,8 @@ class Problem(NamedTuple):
         if self.section == "compress":
             return f"compress {shape} {self.kind}"
         several = f"N={columns} " if columns > 1 else ""
-        return f"spmv {shape} {self.format} {several}{self.kind}"
+        frozen = " frozen" if self.frozen else ""
+        return f"spmv {shape} {self.format} {several}{self.kind}{frozen}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,6 +112,12 @@ def problems(section: str) -> list[Problem]:
             for shape in shapes
             for density in SHOWN_DENSITIES
             for columns in (1, 8)
+        ]
+    if section == "frozen":
+        return [
+            one._replace(section=section, frozen=True)
+            for one in problems("headline")
+            if one.kind == "fp16"
         ]
     if section == "compress":
         return [Problem(section, *shape, density) for shape in LARGE for density in (0.5, 0.1)]

@@ -34,10 +34,13 @@ def copies(nbytes: int) -> int:
     return min(MAX_SETS, max(2, math.ceil(ROTATED_BYTES / max(nbytes, 1))))
 
 
-def compressed(matrix: SparseMatrix, x: torch.Tensor) -> Contender:
+def compressed(matrix: SparseMatrix, x: torch.Tensor, frozen: bool = False) -> Contender:
     """A product with a compressed matrix."""
-    more = [copy.deepcopy(matrix) for _ in range(copies(matrix.nbytes) - 1)]
-    return Contender({"": [lambda w=w: matmul(w, x) for w in (matrix, *more)]})
+    every = [matrix, *(copy.deepcopy(matrix) for _ in range(copies(matrix.nbytes) - 1))]
+    if frozen:
+        for w in every:
+            w.freeze()
+    return Contender({"": [lambda w=w: matmul(w, x) for w in every]})
 
 
 def cublas(dense: torch.Tensor, x: torch.Tensor) -> Contender:
@@ -77,7 +80,7 @@ def cusparse(dense: torch.Tensor, x: torch.Tensor) -> Contender:
 def rivals(problem: Problem, dense: torch.Tensor, x: torch.Tensor) -> dict[str, Callable]:
     """What makes each rival of a case, but for cuBLAS."""
     found: dict[str, Callable[[], Contender]] = {}
-    if problem.format != "auto":
+    if problem.format != "auto" or problem.frozen:  # those stand beside the same without it
         return found
     if problem.columns in (1, 8):
         found["macko"] = lambda: compressed(compress(dense, "macko"), x)

@@ -12,7 +12,7 @@ from benchmarks.harness import number
 from benchmarks.kronecker_sparse_summary import geometric_mean
 from benchmarks.sparse_problems import DENSITIES, HEADLINE, SHAPES, SHOWN_DENSITIES
 
-CASE = re.compile(r"spmv (\d+)x(\d+) density=([\d.]+) (\w+) (?:N=(\d+) )?(\w+)$")
+CASE = re.compile(r"spmv (\d+)x(\d+) density=([\d.]+) (\w+) (?:N=(\d+) )?(\w+?)( frozen)?$")
 RIVALS = ("cublas", "macko")
 HEADER = ("matrix, fp16", *(f"density {density:g}" for density in SHOWN_DENSITIES))
 GRID = (
@@ -31,6 +31,7 @@ class Place(NamedTuple):
     format: str
     columns: int
     kind: str
+    frozen: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,8 +55,9 @@ def place(case: str) -> Place | None:
     found = CASE.match(case)
     if found is None:
         return None
-    rows, cols, density, format, columns, kind = found.groups()
-    return Place(int(rows), int(cols), float(density), format, int(columns or 1), kind)
+    rows, cols, density, format, columns, kind, frozen = found.groups()
+    sizes = int(rows), int(cols), float(density)
+    return Place(*sizes, format, int(columns or 1), kind, frozen is not None)
 
 
 def format_of(row: dict) -> str:
@@ -70,8 +72,8 @@ def over(row: dict, rival: str) -> float | None:
 
 def placed(rows: Iterable[dict], **wanted) -> dict[Place, dict]:
     """The rows of products with compressed matrices of a chosen format, where what their names say
-    is ``wanted``."""
-    found = {}
+    is ``wanted``; of frozen ones only if that is."""
+    found, wanted = {}, {"frozen": False, **wanted}
     for row in rows:
         at = place(row["case"])
         if at and at.format == "auto" and all(getattr(at, k) == v for k, v in wanted.items()):
@@ -144,10 +146,11 @@ Table = tuple[tuple[str, ...], str, list[tuple[str, ...]]]
 
 
 def tables(rows: Sequence[dict]) -> list[Table]:
-    """The headline shapes by density, for one vector and for eight; the grid, a line a density;
+    """The headline shapes by density, for one vector, of frozen matrices too, and for eight; the
+    grid, a line a density;
     bfloat16 and compression, row by row."""
     found = []
-    headline = [*_headline(rows, 1), *_headline(rows, 8)]
+    headline = [*_headline(rows, 1), *_headline(rows, 1, frozen=True), *_headline(rows, 8)]
     if headline:
         found.append((HEADER, "|---|" + "---:|" * len(SHOWN_DENSITIES), headline))
     densities = [_density(*item) for item in grid(rows).items()]
@@ -159,9 +162,11 @@ def tables(rows: Sequence[dict]) -> list[Table]:
     return found
 
 
-def _headline(rows: Sequence[dict], columns: int) -> list[tuple[str, ...]]:
-    found = {at[:3]: row for at, row in placed(rows, columns=columns, kind="fp16").items()}
+def _headline(rows: Sequence[dict], columns: int, frozen: bool = False) -> list[tuple[str, ...]]:
+    known = placed(rows, columns=columns, kind="fp16", frozen=frozen)
+    found = {at[:3]: row for at, row in known.items()}
     several = f", {columns} vectors" if columns > 1 else ""
+    several += ", frozen" if frozen else ""
     return [
         (
             f"{shape[0]}x{shape[1]}{several}",
@@ -192,7 +197,7 @@ def _is_other(row: dict) -> bool:
     at = place(row["case"])
     if at is None:
         return True
-    return at.format == "auto" and (at.kind != "fp16" or at.columns not in (1, 8))
+    return at.format == "auto" and not at.frozen and (at.kind != "fp16" or at.columns not in (1, 8))
 
 
 def _other(row: dict) -> tuple[str, ...]:

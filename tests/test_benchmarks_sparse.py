@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import harness
 from benchmarks import sparse as benchmark
 from benchmarks import sparse_plot as plot
 from benchmarks import sparse_problems as problems
@@ -66,14 +67,23 @@ def test_case_names_are_the_agreed_ones():
     wanted = {f"spmv {r}x{c} density={d:g} auto {n}fp16" for (r, c), d, n in headline}
     assert len(wanted) == 40 and wanted <= {case.name for case in CASES["headline"]}
     assert Counter({name: len(found) for name, found in CASES.items()}) == {
-        "headline": 56, "compress": 4, "columns": 8, "formats": 110, "grid": 341 - 20,
+        "headline": 56, "frozen": 40, "compress": 4, "columns": 8, "formats": 110, "grid": 341 - 20,
     }  # fmt: skip
 
 
-def test_no_case_is_named_within_another():
+def test_no_case_is_named_within_another_but_a_frozen_one():
     assert len(set(NAMES)) == len(NAMES)
     joined = "\n".join(NAMES)
-    assert all(joined.count(name) == 1 for name in NAMES)
+    for name in NAMES:
+        assert joined.count(name) == 1 + (f"{name} frozen" in NAMES)
+    every = [case for found in CASES.values() for case in found]
+    for name in ("spmv 4096x4096 density=0.5 auto fp16", "spmv 4096x4096 density=0.5 auto fp16 fr"):
+        (found,) = harness.chosen(every, [name])
+        assert found.name.startswith(name)
+    frozen = [case.name for case in CASES["frozen"]]
+    assert frozen[0] == "spmv 8192x28672 density=0.7 auto fp16 frozen"
+    assert {name.removesuffix(" frozen") for name in frozen} < set(NAMES)
+    assert [case.name for case in harness.chosen(every, ["frozen"])] == frozen
 
 
 def test_matrices_of_one_size_are_measured_one_after_the_other():
@@ -166,9 +176,12 @@ def test_ours_and_all_rivals_agree(columns, few_copies):
 
 def test_copies_are_other_memory_and_enough_of_it(few_copies):
     matrix = sparse.compress(torch.eye(64).half(), "bitmap")
-    calls = rivals.compressed(matrix, torch.ones(64).half()).forms[""]
-    addresses = {call.__defaults__[0].operands[0].data_ptr() for call in calls}
-    assert len(addresses) == len(calls) == 2
+    for frozen in (False, True):
+        calls = rivals.compressed(matrix, torch.ones(64).half(), frozen).forms[""]
+        matrices = [call.__defaults__[0] for call in calls]
+        addresses = {w.operands[0].data_ptr() for w in matrices}
+        assert len(addresses) == len(calls) == 2
+        assert all(w.frozen == frozen for w in matrices)
 
 
 def test_copies_are_400_mb_in_all():
@@ -200,6 +213,8 @@ def test_a_row(few_copies):
     session.ours[one.case] = one.ours
     eight = benchmark.measure(Problem("headline", 64, 512, 0.5, columns=8), session, "cpu")
     assert eight.must == pytest.approx(1.25 * 250)
+    frozen = benchmark.measure(Problem("frozen", 64, 512, 0.5, frozen=True), session, "cpu")
+    assert frozen.case == f"{one.case} frozen" and set(frozen.rivals) == {"cublas"}
     plain = benchmark.measure(Problem("formats", 64, 512, 0.5, format="u8"), session, "cpu")
     assert plain.bound == "bytes, u8" and not plain.rivals and plain.must is None
     problems.drawn.cache_clear()
@@ -273,10 +288,10 @@ def test_a_run_writes_its_rows(tmp_path, monkeypatch, few_copies, capsys):
 def rows() -> list[dict]:
     """A result file's rows, with made-up times."""
     found = []
-    for section, every in (("headline", ("fp16",)), ("grid", ("fp16",))):
+    for section, every in (("headline", ("fp16",)), ("frozen", ("fp16",)), ("grid", ("fp16",))):
         for p in problems.problems(section):
             if p.kind in every:
-                ours = 100 * (p.density + 0.1) * (1.2 if p.columns == 8 else 1)
+                ours = 100 * (p.density + 0.1) * (1.2 if p.columns == 8 else 1) - p.frozen
                 times = {"cublas": 110.0, "macko": 150 * (p.density + 0.1)}
                 format = "dense" if p.density > 0.9 else "bitmap"
                 found.append({
@@ -293,9 +308,10 @@ def rows() -> list[dict]:
 
 def test_places():
     at = summary.place("spmv 8192x28672 density=0.05 auto N=8 bf16")
-    assert at == (8192, 28672, 0.05, "auto", 8, "bf16") and at.shape == (8192, 28672)
+    assert at == (8192, 28672, 0.05, "auto", 8, "bf16", False) and at.shape == (8192, 28672)
+    assert summary.place("spmv 8192x28672 density=0.05 auto N=8 bf16 frozen") == (*at[:-1], True)
     assert summary.place("spmv 4096x4096 density=1 bitmap fp16") == (
-        4096, 4096, 1.0, "bitmap", 1, "fp16",
+        4096, 4096, 1.0, "bitmap", 1, "fp16", False,
     )  # fmt: skip
     assert summary.place("compress 8192x28672 density=0.5 fp16") is None
     for name in NAMES:
@@ -319,8 +335,9 @@ def test_tables_for_the_readme():
     for header, rule, lines in (headline, grid, others):
         assert rule.count("|") == len(header) + 1
         assert all(len(line) == len(header) for line in lines)
-    assert len(headline[2]) == 10 and headline[2][0][0] == "8192x28672"
-    assert headline[2][0][2] == "60.0 µs (1.83×)" and headline[2][5][0].endswith(", 8 vectors")
+    assert len(headline[2]) == 15 and headline[2][0][0] == "8192x28672"
+    assert headline[2][0][2] == "60.0 µs (1.83×)" and headline[2][10][0].endswith(", 8 vectors")
+    assert headline[2][5][:3] == ("8192x28672, frozen", "79.0 µs (1.39×)", "59.0 µs (1.86×)")
     assert len(grid[2]) == 11 and grid[2][0][:2] == ("1", "dense")
     (line,) = others[2]
     assert line[:3] == (

@@ -48,10 +48,11 @@ def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
     ValueError for such as kernels cannot read, and for those of another matrix."""
     for name, address, tensor in zip(w.tensors, addresses, w.operands, strict=True):
         if address % ALIGNMENT or not tensor.is_contiguous():
+            place = f"w.tensors[{name!r}]"
             raise ValueError(
-                f"w.tensors[{name!r}] must be contiguous and begin at whole {ALIGNMENT} bytes, "
-                f"got address {address:#x} and strides {tensor.stride()}: make the matrix anew, "
-                "by SparseMatrix.from_state(*w.state())"
+                f"{place} must be contiguous and begin at whole {ALIGNMENT} bytes of memory, got "
+                f"address {address:#x} and strides {tensor.stride()}: give it memory of its own, "
+                f"{place}.data = {place}.clone()"
             )
     if w._addresses is not None:
         _refuse_capture(w.operands)
