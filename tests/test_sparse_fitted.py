@@ -14,7 +14,7 @@ from torch.func import functional_call
 from kernlib.errors import CaptureError
 from kernlib.nn import SparseLinear
 from kernlib.nn.sparse_linear import _of_others
-from kernlib.ops import sparse_fitted
+from kernlib.ops import sparse_fitted, sparse_format_bitmap
 from kernlib.ops.sparse_fitted import fitted
 from kernlib.ops.sparse_matrix import module_of
 from kernlib.sparse import SparseMatrix, compress, matmul
@@ -24,16 +24,23 @@ every_format = pytest.mark.parametrize("format", FORMATS)
 
 @pytest.fixture
 def gpus(monkeypatch):
+    """GPUs by name; what would be looked at on one is on the host."""
     gpu_fakes.forget()
+    inner = sparse_format_bitmap.check
+
+    def check(tensors, *rest):
+        inner({name: sparse_fakes.host(t) for name, t in tensors.items()}, *rest)
+
+    monkeypatch.setattr(sparse_format_bitmap, "check", check)
     yield sparse_fakes.install(monkeypatch)
     gpu_fakes.forget()
 
 
 @pytest.fixture
 def checks(monkeypatch):
-    """The layouts whose tensors were checked, in order."""
-    found, inner = [], sparse_fitted._checked
-    monkeypatch.setattr(sparse_fitted, "_checked", lambda *a: found.append(a[0]) or inner(*a))
+    """The formats whose tensors were looked at, in order."""
+    found, inner = [], sparse_fitted._measured
+    monkeypatch.setattr(sparse_fitted, "_measured", lambda *a: found.append(a[0]) or inner(*a))
     return found
 
 

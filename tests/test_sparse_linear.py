@@ -214,10 +214,16 @@ def test_a_compiled_layer_records_gradients():
 
 
 def test_functional_call_takes_other_tensors():
-    layer = SparseLinear.from_linear(linear(), "bitmap")
-    empty = {"weight_data": torch.zeros_like(layer.weight_data)}  # no chunk has an entry
-    found = torch.func.functional_call(layer, empty, (inputs(2),))
-    close(found, layer.bias.detach().expand(2, -1), 1e-6)
+    layer, others = SparseLinear.from_linear(linear(), "bitmap"), linear(density=0.8)
+    with torch.no_grad():
+        for weight in (torch.zeros_like(others.weight), others.weight):
+            given = compress(weight, "bitmap").tensors
+            given = {f"weight_{name}": tensor for name, tensor in given.items()}
+            found = torch.func.functional_call(layer, given, (inputs(2),))
+            close(found, F.linear(inputs(2), weight, layer.bias), 1e-3)
+    with pytest.raises(ValueError, match="no matrix of kind 'bitmap 70x300 float16': data must"):
+        empty = {"weight_data": torch.zeros_like(layer.weight_data)}  # values without a place
+        torch.func.functional_call(layer, empty, (inputs(2),))
     assert torch.equal(layer.to_dense(), linear().weight)
 
 

@@ -7,7 +7,8 @@ tensors are checked, which waits for the device: once, as a mark on them says af
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,8 +20,8 @@ from kernlib.ops.sparse_matrix import (
     parse_layout,
     untransformed,
 )
-from kernlib.ops.sparse_tensors import ALIGNMENT, MARK, next_mark
-from kernlib.ops.sparse_tensors import placed as as_read
+from kernlib.ops.sparse_state import loaded
+from kernlib.ops.sparse_tensors import ALIGNMENT, MARK, next_mark, placed
 
 
 def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
@@ -31,16 +32,20 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
     while a CUDA graph is captured.
     """
     known = _known(tensors)
-    if known == layout and tensors[0].__dict__[MARK][2] is None:
+    if tensors[0].is_meta or (known == layout and getattr(tensors[0], MARK)[2] is None):
         return SparseMatrix.from_layout(layout, tensors)
     with untransformed():
-        placed = tuple(map(as_read, tensors))
-        if known is None or _kind(known) != _kind(layout):
-            _refuse_capture(placed)
-            format, shape, dtype, facts = parse_layout(layout)
-            known = layout_text(format, shape, dtype, _checked(layout, placed, {**facts}))
-            _mark(tensors, known)
-    return SparseMatrix.from_layout(known, placed)
+        if known is not None and _kind(known) == _kind(layout):
+            return SparseMatrix.from_layout(known, tuple(map(placed, tensors)))
+        _refuse_capture(tensors)
+        format, shape, dtype, facts = parse_layout(layout)
+        named = dict(zip(module_of(format).TENSORS, tensors, strict=True))
+        with _of_kind(layout):
+            facts = {**facts, **_measured(format, named)}
+            found = loaded(format, shape, dtype, facts, named)
+        known = layout_text(format, shape, dtype, facts)
+        _mark(tensors, known)
+        return SparseMatrix.from_layout(known, tuple(found.values()))
 
 
 def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
@@ -56,7 +61,9 @@ def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
             )
     if w._addresses is not None:
         _refuse_capture(w.operands)
-        found = _checked(w.layout, w.operands, {**w.facts})
+        with _of_kind(w.layout):
+            found = {**w.facts, **_measured(w.format, w.tensors)}
+            module_of(w.format).check(w.tensors, found, w.shape, w.dtype)
         if found != w.facts:
             raise ValueError(
                 f"the tensors of w lie elsewhere now and are those of another matrix: {found} for "
@@ -65,21 +72,17 @@ def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
     object.__setattr__(w, "_addresses", addresses)
 
 
-def _checked(layout: str, tensors: Sequence[torch.Tensor], facts: dict[str, int]) -> dict[str, int]:
-    """The facts of tensors, which fit them. Raises ValueError."""
-    format, shape, dtype, _ = parse_layout(layout)
-    module = module_of(format)
-    named = dict(zip(module.TENSORS, tensors, strict=True))
+@contextmanager
+def _of_kind(layout: str) -> Iterator[None]:
+    """Says what tensors should have been where that finds them wrong."""
     try:
-        facts |= _measured(format, named)
-        module.check(named, facts, shape, dtype)
+        yield
     except (ValueError, RuntimeError) as error:  # torch's own, of what has no such numbers
         kind = " ".join(_kind(layout))
         raise ValueError(f"these tensors are no matrix of kind {kind!r}: {error}") from error
-    return facts
 
 
-def _measured(format: str, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+def _measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The facts that lie in tensors. Those of the formats u8, u4 and u2 do not: a matrix of another
     width is one of another kind."""
     if format == "bitmap":
