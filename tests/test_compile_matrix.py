@@ -201,7 +201,7 @@ def test_a_portable_kernel_compiles_within_its_bounds(name):
 
 # Hopper's kernels of Kronecker-sparse factors.
 
-HOPPER_INSTRUCTIONS = 4500  # 1.5 times the 3040 of the longest
+HOPPER_INSTRUCTIONS = 5100  # 1.5 times the 3400 of the longest
 HOPPER_REGISTERS = 168  # of 384 threads; warpgroups that multiply take 232, the producers keep 40
 SCALED = (kl.Bias(), kl.Scale(), kl.Gelu("tanh"))
 KINDS = [("float16", "fp32"), ("bfloat16", "fp32"), ("float32", "fp32"), ("float32", "tf32")]

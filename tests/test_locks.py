@@ -77,17 +77,15 @@ def test_timeout_yields_false_and_waits_once(locks):
     waits, got = [], []
 
     def second():
-        start = time.monotonic()
         with locks.hold(SAME_SHARD, 0.3, lambda: waits.append(1)) as owned:
-            got.extend([owned, time.monotonic() - start])
+            got.append(owned)
 
     with locks.hold(KEY, 1, lambda: waits.append("first")):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join()
         assert not taken(locks, OTHER)
-    assert waits == [1]
-    assert got[0] is False and 0.25 < got[1] < 2
+    assert waits == [1] and got == [False]
     assert not taken(locks)
 
 
@@ -112,10 +110,11 @@ def test_an_error_in_on_wait_frees_what_was_taken(tmp_path):
 
 def test_unusable_directory_yields_false_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    start = time.monotonic()
-    assert taken(KeyLocks(tmp_path / "file"), timeout=10)
-    assert taken(KeyLocks(tmp_path / "file" / "below"), timeout=10)
-    assert time.monotonic() - start < 1
+    waits = []
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with KeyLocks(folder).hold(KEY, 10, lambda: waits.append(1)) as owned:
+            assert not owned
+    assert waits == []
 
 
 def test_read_only_directory_yields_false(tmp_path, monkeypatch):
@@ -259,11 +258,14 @@ def test_a_fork_waits_for_the_work_of_others_and_lets_none_begin():
 
 
 def test_a_fork_waits_neither_for_its_own_thread_nor_for_ever(monkeypatch):
-    guard, start = ForkGuard(), time.monotonic()
+    guard, waits = ForkGuard(), []
+    condition = guard._changed
+    wait = condition.wait
+    monkeypatch.setattr(condition, "wait", lambda limit=None: [waits.append(limit), wait(limit)][1])
     with guard.work():
         guard.before_fork()
         guard.after_in_parent()
-    assert time.monotonic() - start < 1
+    assert waits == []
     monkeypatch.setattr(module, "FORK_WAIT_S", 0.1)
     stuck, inside = threading.Event(), threading.Event()
 
@@ -278,8 +280,8 @@ def test_a_fork_waits_neither_for_its_own_thread_nor_for_ever(monkeypatch):
     guard.before_fork()
     guard.after_in_parent()
     stuck.set()
-    thread.join(10)
-    assert time.monotonic() - start < 5
+    thread.join()
+    assert waits and max(waits) <= 0.1
 
 
 def test_a_guard_whose_hooks_come_in_the_middle_of_a_fork_stays_open():

@@ -15,11 +15,11 @@ import kernlib
 from kernlib.jit import sources
 
 PACKAGE = Path(kernlib.__file__).resolve().parent
-IMPORT_BUDGET_MS = 50
+IMPORTED_MODULES = 3  # of this package; each costs some 0.2 ms and more
 UNWRITABLE_HOME = "/proc"  # not even root makes a folder there
 
 IMPORT_AND_REPORT = """
-import json, sys, time
+import json, sys
 import torch
 files = []
 def watch(event, arguments):
@@ -27,13 +27,11 @@ def watch(event, arguments):
         files.append(str(arguments[0]))
 sys.addaudithook(watch)
 before = set(sys.modules)
-start = time.perf_counter()
 import kernlib
-milliseconds = (time.perf_counter() - start) * 1e3
 opened = list(files)
 cuda = torch.cuda.is_initialized()
-roots = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
-print(json.dumps({"ms": milliseconds, "files": opened, "roots": roots, "cuda": cuda}))
+new = sorted(set(sys.modules) - before)
+print(json.dumps({"modules": new, "files": opened, "cuda": cuda}))
 """
 
 
@@ -49,9 +47,9 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def imported() -> list[dict]:
-    """Three reports of importing kernlib after torch."""
-    return [json.loads(python(IMPORT_AND_REPORT).stdout) for _ in range(3)]
+def imported() -> dict:
+    """A report of importing kernlib after torch."""
+    return json.loads(python(IMPORT_AND_REPORT).stdout)
 
 
 def test_sources_are_there():
@@ -75,19 +73,17 @@ def test_every_public_name_resolves():
 
 
 def test_import_is_quick(imported):
-    assert min(report["ms"] for report in imported) < IMPORT_BUDGET_MS
+    assert len(imported["modules"]) <= IMPORTED_MODULES, imported["modules"]
 
 
 def test_import_opens_only_its_own_source(imported):
-    for report in imported:
-        strangers = [f for f in report["files"] if not Path(f).resolve().is_relative_to(PACKAGE)]
-        assert strangers == []
+    files = imported["files"]
+    assert [f for f in files if not Path(f).resolve().is_relative_to(PACKAGE)] == []
 
 
 def test_import_loads_nothing_else_and_touches_no_gpu(imported):
-    for report in imported:
-        assert report["roots"] == ["kernlib"]
-        assert not report["cuda"]
+    assert {name.partition(".")[0] for name in imported["modules"]} == {"kernlib"}
+    assert not imported["cuda"]
 
 
 def test_import_alone_loads_no_torch():

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from contextlib import contextmanager
 
 import lmdb
@@ -262,13 +261,12 @@ def test_children_that_leave_by_exit_cost_a_walk_and_nothing_else(tmp_path, walk
     assert [store.get(key(n)) == value(n) for n in range(95, 98)] == [True] * 3
 
 
-def test_many_marks_are_cheap(tmp_path):
+def test_many_marks_cost_one_walk(tmp_path, walks):
     filled(tmp_path)
     for number in range(100):
         (tmp_path / "v1" / "open" / f"{number}-1").write_bytes(b"")
-    begin = time.perf_counter()
     opened(tmp_path)
-    assert time.perf_counter() - begin < 1 and len(marks(tmp_path)) == 1
+    assert len(walks) == 1 and len(marks(tmp_path)) == 1
 
 
 # When a step fails.

@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import warnings
 
 from process_cases import ROOT
@@ -63,15 +62,14 @@ def test_a_process_writes_a_line_an_event_if_it_is_asked_to(lab):
 
 
 def test_when_the_owner_is_killed_the_one_who_waits_takes_over_at_once(lab):
+    patient = {"KERNLIB_LOCK_TIMEOUT": "600"}  # longer than anything here may take
     owner = lab.start("build('one')", COMPILE_S="60")
     lab.wait_for("compile-one")
     code = "events.subscribe(lambda event: mark(f'event-{event.name}'))\nbuild('one'); mark('done')"
-    next_one = lab.start(code)
+    next_one = lab.start(code, **patient)
     lab.wait_for("event-wait")
     owner.kill()
-    begin = time.monotonic()
     lab.wait_for("done")
-    assert time.monotonic() - begin < 5  # of the 60 s until it would compile for itself
     lab.join([next_one])
     assert lab.compiles() == {"one": 2}
     assert lab.build(["one"]) == {}
@@ -82,9 +80,8 @@ def test_a_fresh_process_takes_over_from_a_killed_one_at_once(lab):
     lab.wait_for("compile-one")
     owner.kill()
     owner.wait()
-    begin = time.monotonic()
     status, errors = lab.run("build('one')", KERNLIB_DEBUG="1")
-    assert status == 0 and " wait " not in errors and time.monotonic() - begin < 10
+    assert status == 0 and " wait " not in errors
 
 
 DIE_IN_PUT = """
@@ -112,6 +109,18 @@ def test_a_put_that_was_killed_is_rolled_back_and_compiled_again(lab):
 # Locks that are held too long.
 
 
+TOGETHER = """
+def together(*arguments):
+    made = compile_spec(*arguments)
+    while len(list(marks.glob("compile-one-*"))) < 2:
+        time.sleep(0.002)
+    return made
+
+compiler.compile_spec = together
+build("one")
+"""
+
+
 def test_two_who_waited_too_long_publish_the_same_kernel(lab):
     (key,) = keys(lab, "one")
     folder = lab.cache / "v1" / "locks"
@@ -120,7 +129,7 @@ def test_two_who_waited_too_long_publish_the_same_kernel(lab):
         path.chmod(0o700)
     with hold_file(folder / f"{key[0]:02x}.lock", 1):
         variables = {"KERNLIB_LOCK_TIMEOUT": "0.2", "KERNLIB_DEBUG": "1"}
-        children = [lab.start("build('one')", **variables) for _ in range(2)]
+        children = [lab.start(TOGETHER, **variables) for _ in range(2)]
         errors = [child.communicate(timeout=60)[1] for child in children]
     assert [child.returncode for child in children] == [0, 0], errors
     assert all("kernlib wait " in text and "kernlib store " in text for text in errors)
@@ -133,9 +142,8 @@ def test_who_waits_for_a_sleeper_compiles_privately_and_says_so(lab):
     owner = lab.start("build('one')", COMPILE_S="0.5")
     lab.wait_for("compile-one")
     owner.send_signal(signal.SIGSTOP)
-    begin = time.monotonic()
     status, errors = lab.run("build('one')", KERNLIB_LOCK_TIMEOUT="0.5", KERNLIB_DEBUG="1")
-    assert status == 0 and 0.5 < time.monotonic() - begin < 20
+    assert status == 0
     names = [line.split()[1] for line in errors.splitlines()]
     assert names == ["lookup", "wait", "compile", "store"]
     assert lab.compiles() == {"one": 2}
