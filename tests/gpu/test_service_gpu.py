@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import torch
 
@@ -120,15 +119,19 @@ def test_prepare_leaves_nothing_to_compile(device):
     assert names == ["launch"]
 
 
-def test_the_hot_call_costs_microseconds(device):
+FRAMES = 40  # of a hot call, which has 25
+
+
+def test_the_hot_call_is_short(device):
     a, b = torch.randn(64, 8, device="cuda"), torch.randn(64, 8, device="cuda")
     out = torch.empty(64, 64, device="cuda")
     descriptor = kl.l1_distance()
-    best = 1.0
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(500):
-            kl.run_kernel(descriptor, a, b, out=out)
-        best = min(best, (time.perf_counter() - start) / 500)
-        torch.cuda.synchronize()
-    assert best <= 25e-6  # the benchmark holds it to 12; a busy machine may take twice that
+    kl.run_kernel(descriptor, a, b, out=out)
+    names = []
+    note = {"call": lambda frame: names.append(frame.f_code.co_name)}  # of Python, not of C
+    sys.setprofile(lambda frame, event, _: note.get(event, id)(frame))
+    try:
+        kl.run_kernel(descriptor, a, b, out=out)
+    finally:
+        sys.setprofile(None)
+    assert 0 < len(names) <= FRAMES, names  # the benchmark measures their microseconds
