@@ -332,6 +332,18 @@ def test_codes_of_u2_stay_in_their_panel(seed):
 
 
 @every_format
+def test_sizes_past_32_bits_are_refused(form):
+    for shape in ((2**31, 0), (0, 2**31)):
+        dense = torch.empty(shape, dtype=torch.float16)
+        assert form.nbytes(dense) is None
+        with pytest.raises(ValueError, match="holds 2147483647 rows or columns at most"):
+            form.encode(dense)
+        tensors, facts = form.encode(torch.empty(0, 0, dtype=torch.float16))
+        with pytest.raises(ValueError, match="sizes up to 2147483647"):
+            form.check(tensors, facts, shape, torch.float16)
+
+
+@every_format
 def test_what_it_does_not_take(form):
     with pytest.raises(ValueError, match="dtype of float16"):
         form.encode(torch.zeros(3, 3, dtype=torch.float64))

@@ -132,6 +132,8 @@ def test_small_and_empty_problems(lowering):
     assert not lowering.takes(problem(width=2064), "sm_90a")
     assert not lowering.takes(problem(dtype="float32", width=1040), "sm_90a")
     assert not lowering.takes(problem(rows=2**31, cols=2**20, width=16), "sm_90a")
+    assert not lowering.takes(problem(rows=2**32, cols=1, width=16), "sm_90a")
+    assert not lowering.takes(problem(rows=1, cols=2**32, width=1792), "sm_90a")
     many = lowering.lower((), problem(rows=70_000), "sm_90a", 132).steps[0]
     assert "using RowT = u32" in many.spec.source
 

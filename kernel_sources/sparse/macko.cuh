@@ -40,7 +40,11 @@ constexpr int RUN = 8;                     // entries of a lane, side by side
 constexpr int HALF = 32 * RUN, STEP = 2 * HALF;
 constexpr int UNIT = 64;                   // entries between which warps may divide: 128 bytes
 constexpr int WORDS = RUN * sizeof(InputT) / 4;
-constexpr u32 SCALE = sizeof(InputT) / 2 * COLUMNS;  // bytes of x for half a column
+// Places of x, by half a column: bytes of shared memory, of device memory 2 bytes each, as 32 bits
+// do not count the bytes of 2^30 float32 columns.
+constexpr u32 SCALE = SHARED_X ? sizeof(InputT) / 2 * COLUMNS : 1;
+constexpr u32 UNSHARED_BYTES = sizeof(InputT) / 2;
+static_assert(SHARED_X || COLUMNS == 1, "x in device memory is that of one vector");
 
 struct Pointers {
     const InputT* values;
@@ -157,8 +161,9 @@ struct Gathered {
     __device__ __forceinline__ Gathered(u32 place, const char* x, u32 exists) {
         if (!SHARED_X) {
             words[0] = 0;
-            if (exists) words[0] = sizeof(InputT) == 2 ? *reinterpret_cast<const u16*>(x + place)
-                                                       : *reinterpret_cast<const u32*>(x + place);
+            x += u64(place) * UNSHARED_BYTES;
+            if (exists) words[0] = sizeof(InputT) == 2 ? *reinterpret_cast<const u16*>(x)
+                                                       : *reinterpret_cast<const u32*>(x);
         } else if (BYTES == 2) {
             asm("{\n\t.reg .pred p;\n\t.reg .b16 h;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.b16 h, 0;\n\t"
                 "@p ld.shared.u16 h, [%1];\n\tcvt.u32.u16 %0, h;\n\t}"

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kernlib.errors import UnsupportedError
 from kernlib.ops import sparse_encode as shared
 
 FORMAT = "macko"
@@ -41,11 +42,17 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     ``busiest`` (of the 32 rows with most, counted from multiples of 32), and ``nnz``, entries that
     are no pads. On a GPU two kernels, and one synchronisation to learn the size.
 
-    Raises TypeError or ValueError for what is no such matrix.
+    Raises TypeError or ValueError for what is no such matrix, UnsupportedError on a GPU for 2^31
+    columns or more.
     """
     dense = shared.matrix(dense)
     if dense.device.type == "cpu":
         return _encode_cpu(dense)
+    if _is_too_wide(dense):
+        raise UnsupportedError(
+            f"MACKO's format counts the entries of a row by 32 bits on a GPU: compress slices of "
+            f"the columns of a matrix of shape {tuple(dense.shape)}"
+        )
     gpu = _gpu()
     dense = gpu.readable(dense)
     counts, nnz = gpu.row_counts(dense)
@@ -78,8 +85,10 @@ def decode(
 
 def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
     """Bytes that :func:`encode` would take: one number, int64, on the device of the matrix, without
-    a synchronisation on a GPU."""
+    a synchronisation on a GPU; below 0 if it refuses the matrix."""
     dense = shared.matrix(dense)
+    if _is_too_wide(dense):
+        return torch.full((), -1, dtype=torch.int64, device=dense.device)
     if dense.device.type == "cpu":
         entries = _runs(dense)[-1].sum()
     else:
@@ -90,9 +99,15 @@ def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Te
     return padded * dense.element_size() + padded // 2 + width * (dense.shape[0] + 1)
 
 
-def nbytes(dense: torch.Tensor) -> int:
-    """Bytes that :func:`encode` would take."""
-    return int(measure(dense))
+def nbytes(dense: torch.Tensor) -> int | None:
+    """Bytes that :func:`encode` would take; None for a matrix that it refuses."""
+    found = int(measure(dense))
+    return None if found < 0 else found
+
+
+def _is_too_wide(dense: torch.Tensor) -> bool:
+    """Whether kernels, which count the entries of a row by 32 bits, may count wrongly."""
+    return dense.device.type == "cuda" and dense.shape[1] >= WIDE_FROM
 
 
 def check(

@@ -19,7 +19,7 @@ from kernlib.ops import product_source as text
 from kernlib.ops.product_source import TYPES
 from kernlib.ops.sparse_lowering_sum import OVERLAPPING
 from kernlib.ops.sparse_problem import Problem
-from kernlib.ops.sparse_slices import SHORT_ROWS, WIDEST, Code, grid
+from kernlib.ops.sparse_slices import MOST_SIZE, SHORT_ROWS, WIDEST, Code, grid
 from kernlib.ops.steps import Lowered, Step
 
 MOST_COLUMNS = 16  # columns of x that one call takes
@@ -62,6 +62,8 @@ def takes(problem: Problem, arch: str) -> bool:
     counted, of panels that shared memory holds."""
     width = problem.fact("width")
     if problem.dtype not in TYPES or not 0 < width <= WIDEST // TYPES[problem.dtype][1]:
+        return False
+    if max(problem.rows, problem.cols) > MOST_SIZE:
         return False
     panels, slices = grid((problem.rows, problem.cols), width)
     return 1 <= problem.columns <= MOST_COLUMNS and panels * slices < MOST_SLICES

@@ -60,6 +60,7 @@ LEAST_WIDTH, MOST_WIDTH = 512, 1792
 WAVE = 132 * 32  # slices that an H200 takes at a time, one a warp
 SLICE_COST = 64  # columns that one takes as long as, without codes
 MOST_CODES = 2**31 - 1  # of a lane in all slices, as offsets count them
+MOST_SIZE = 2**31 - 1  # rows and columns, as int32 rows and kernels count them
 
 
 class Code(NamedTuple):
@@ -108,6 +109,11 @@ def encode(
     :func:`kernlib.ops.sparse_encode.matrix`, and ValueError for a matrix that offsets cannot count.
     """
     dense = matrix(dense)
+    if max(dense.shape) > MOST_SIZE:
+        raise ValueError(
+            f"format {code.name} holds {MOST_SIZE} rows or columns at most, got shape "
+            f"{tuple(dense.shape)}"
+        )
     width = width or panel_width(*dense.shape, dense.element_size())
     starts, rows = arrange(_codec(dense).count(code, dense, width), code.unit)
     total = int(starts[-1])
@@ -148,6 +154,8 @@ def nbytes(code: Code, dense: torch.Tensor) -> int | None:
 def measure(code: Code, dense: torch.Tensor) -> torch.Tensor:
     """:func:`nbytes` as an int64 on the matrix's device, -1 for None, without a synchronisation."""
     dense = matrix(dense)
+    if max(dense.shape) > MOST_SIZE:
+        return torch.full((), -1, dtype=torch.int64, device=dense.device)
     width = panel_width(*dense.shape, dense.element_size())
     starts, rows = arrange(_codec(dense).count(code, dense, width), code.unit)
     held = rows.numel() * rows.element_size() + 4 * starts.numel()
@@ -164,6 +172,8 @@ def check(
 ) -> None:
     """Raises ValueError, naming what is wrong, unless tensors and facts are of this format and
     shape. Reads all of them, and waits for the device."""
+    if max(shape) > MOST_SIZE:
+        raise ValueError(f"shape must be of sizes up to {MOST_SIZE}, got {tuple(shape)}")
     kind, number = _row_type(shape[0])
     check_tensors(code.name, tensors, {"data": torch.uint8, "offsets": torch.int32, "rows": kind})
     check_facts(code.name, facts, ("width",))

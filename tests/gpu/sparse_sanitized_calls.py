@@ -35,8 +35,27 @@ def main() -> None:
                     sparse.matmul(made, x, bias=bias, epilogue=(kl.Gelu(),))
                 out = torch.empty(rows, 2, device="cuda", dtype=dtype).T
                 sparse.matmul(made, x[:2], out=out)
+    undo_any_bytes()
     torch.cuda.synchronize()
     print("done")
+
+
+def undo_any_bytes() -> None:
+    """Tensors of random bytes, unchecked: what undoes codes must not leave them."""
+    for dtype in (torch.float16, torch.float32):
+        for rows, cols in SHAPES:
+            for name in FORMATS:
+                held = sparse.compress(torch.ones(rows, cols, dtype=dtype, device="cuda"), name)
+                for one in held.tensors:
+                    tensors = {**held.tensors, one: any_bytes(held.tensors[one])}
+                    made = sparse.SparseMatrix(name, (rows, cols), dtype, tensors, held.facts)
+                    assert made.to_dense().shape == (rows, cols)
+
+
+def any_bytes(like: torch.Tensor) -> torch.Tensor:
+    size = like.numel() * like.element_size()
+    made = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    return made.view(like.dtype).view(like.shape)
 
 
 if __name__ == "__main__":
