@@ -457,3 +457,73 @@ def test_a_layer_holds_a_matrix_of_kernlib():
     layer = SparseLinear.from_linear(linear())
     assert type(layer.matrix) is SparseMatrix
     assert torch.equal(kl.sparse.matmul(layer.matrix, inputs(2), bias=layer.bias), layer(inputs(2)))
+
+
+# Tensors that are no matrix.
+
+
+@each_format
+def test_pickled_layers_are_looked_at(format):
+    made = SparseLinear.from_linear(linear(), format)
+    assert torch.equal(copy.deepcopy(made).to_dense(), made.to_dense())
+    if format == "dense":
+        return
+    name = {"bitmap": "offsets", "macko": "row_ptr"}.get(format, "rows")
+    made._buffers[f"weight_{name}"].view(torch.uint8).fill_(201)
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match=name):
+        torch.load(file, weights_only=False)
+    with pytest.raises(ValueError, match=name):
+        copy.deepcopy(made)
+
+
+@pytest.mark.parametrize("format", ["u8", "u4", "u2"])
+def test_layers_pickled_with_rows_of_two_bytes_load(format):
+    made = SparseLinear.from_linear(linear(), format)
+    old = SparseLinear.from_linear(linear(), format)
+    old._buffers["weight_rows"] = old._buffers["weight_rows"].view(torch.int16)
+    again = pickle.loads(pickle.dumps(old))
+    assert again._buffers["weight_rows"].dtype == torch.uint8
+    assert torch.equal(again.to_dense(), made.to_dense())
+
+
+@each_format
+@pytest.mark.parametrize("via", ["meta", "cpu"])
+def test_a_layer_made_empty_holds_no_matrix(format, via):
+    made = SparseLinear.from_linear(linear(), format)
+    state = copy.deepcopy(made.state_dict())
+    model = nn.Sequential(made).to(via).to_empty(device="cpu")
+    assert made.extra_repr().endswith("empty")
+    with pytest.raises(RuntimeError, match="is empty: load a state_dict"):
+        model(inputs(2))
+    made.load_state_dict(state)
+    assert torch.equal(made.to_dense(), linear().weight)
+
+
+def test_headers_that_nest_too_deep_or_lie_nowhere_are_refused():
+    made = SparseLinear.from_linear(linear())
+    state = made.state_dict()
+    deep = torch.tensor(list(b"[" * 100_000), dtype=torch.uint8)
+    for wrong in (deep, state["_extra_state"].to("meta"), torch.zeros(3), None):
+        with pytest.raises(RuntimeError, match="no header of a SparseLinear"):
+            made.load_state_dict({**state, "_extra_state": wrong})
+
+
+WRONG_OPTIONS = {
+    "format": ("nosuch", ValueError, "format must be 'auto' or one of"),
+    "per": ("nonsense", ValueError, "per must be one of matrix, row"),
+    "columns": (0, ValueError, "columns must be"),
+    "density": ("0.5", TypeError, "density must be a number from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_options_are_checked_where_they_are_not_used(name):
+    value, error, words = WRONG_OPTIONS[name]
+    for model in (nn.Sequential(), nn.Sequential(linear())):
+        with pytest.raises(error, match=words):
+            sparsify(model, filter="none", **{name: value})
+    with pytest.raises(error, match=words):
+        SparseLinear.from_linear(linear(), **{name: value})

@@ -98,3 +98,72 @@ def test_what_is_refused(case):
     weight, density, per, kind, message = WRONG[case]
     with pytest.raises(kind, match=message):
         magnitude(weight, density, per)
+
+
+EIGHT_BITS = (
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_floats_of_eight_bits(dtype, inplace, seed):
+    weight = torch.randn(20, 30).to(dtype)
+    weight[3, 4] = torch.tensor(math.nan).to(dtype)
+    wanted = torch.where(chosen(weight, 0.3, "matrix"), weight.float(), 0.0)
+    found = magnitude(weight, 0.3, inplace=inplace)
+    assert found.dtype == dtype and (found is weight) is inplace and wanted.isnan().sum() == 1
+    assert torch.equal(found.float().nan_to_num(99), wanted.nan_to_num(99))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_views_whose_memory_holds_other_values(inplace, seed):
+    weight = torch.view_as_complex(torch.randn(20, 30, 2)).conj().imag
+    wanted = magnitude(weight.clone(), 0.3)
+    found = magnitude(weight, 0.3, inplace=inplace)
+    assert torch.equal(found, wanted) and torch.equal(largest(weight, 1), torch.ones(20, 30) > 0)
+    zero = torch._efficientzerotensor((3, 4))
+    assert magnitude(zero, 0.5).tolist() == [[0.0] * 4] * 3
+    with pytest.raises(ValueError, match="weight is a zero tensor"):
+        magnitude(zero, 0.5, inplace=True)
+
+
+def test_numbers_of_any_kind_are_densities(seed):
+    from fractions import Fraction
+
+    weight = torch.randn(20, 30)
+    assert torch.equal(magnitude(weight, Fraction(1, 4)), magnitude(weight, 0.25))
+
+
+NO_WEIGHTS = {
+    "none": lambda: None,
+    "a list": lambda: [1.0],
+    "integers": lambda: torch.ones(3, dtype=torch.int8),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "no zero": lambda: torch.zeros(3, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NO_WEIGHTS)
+def test_what_is_no_weight_is_refused(kind):
+    with pytest.raises(TypeError, match="weight must be a"):
+        magnitude(NO_WEIGHTS[kind](), 0.5)
+
+
+@pytest.mark.parametrize("power", [2, 400, 9999])
+def test_numbers_that_are_no_part_are_refused(power):
+    for density in (10**power, -(10**power), math.nan, math.inf, -0.1, 1.01):
+        with pytest.raises(ValueError, match="density must be from 0 to 1, got"):
+            magnitude(torch.ones(3), density)
+
+
+def test_flags_and_names_are_what_they_say():
+    for wrong in ("no", 1, None, torch.tensor(True)):
+        with pytest.raises(TypeError, match="inplace must be a bool"):
+            magnitude(torch.ones(3), 0.5, inplace=wrong)
+    for wrong in ("rows", None, ["row"], torch.ones(3)):
+        with pytest.raises(ValueError, match="per must be one of matrix, row"):
+            magnitude(torch.ones(3), 0.5, wrong)

@@ -17,9 +17,11 @@ from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.descriptors.sparse import SparseMatmul
 from kernlib.nn.activations import as_activation
 from kernlib.ops import run_kernel
-from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix, compress, module_of
+from kernlib.ops.sparse_formats import check_format
+from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix, compress, module_of, parse_layout
+from kernlib.ops.sparse_rates import check_columns
 from kernlib.ops.tensors import check_dense, stand_ins
-from kernlib.sparse.prune import magnitude
+from kernlib.sparse.prune import check_density, check_per, magnitude
 
 _PREFIX = "weight_"  # of the buffers, which are named as the format's tensors
 _EXTRA = "_extra_state"
@@ -94,6 +96,7 @@ class SparseLinear(nn.Module):
         values, such as on "meta", and as ``compress`` and ``magnitude`` do.
         """
         _check_linear(linear)
+        _check_options(density, format, per, columns)
         weight = linear.weight.detach()
         if density is not None:
             weight = magnitude(weight, density, per)
@@ -168,10 +171,15 @@ class SparseLinear(nn.Module):
 
     # The matrix, and the buffers that are its tensors.
 
-    def _hold(self, matrix: SparseMatrix) -> None:
-        """Take a matrix, and make its tensors the buffers."""
+    def _let_go(self) -> None:
+        """Become empty."""
         for name in self._names:
             del self._buffers[name]
+        self._names, self._matrix = (), None
+
+    def _hold(self, matrix: SparseMatrix) -> None:
+        """Take a matrix, and make its tensors the buffers."""
+        self._let_go()
         for name, tensor in matrix.tensors.items():
             self.register_buffer(_PREFIX + name, tensor)
         self._names = tuple(_PREFIX + name for name in matrix.tensors)
@@ -189,6 +197,9 @@ class SparseLinear(nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True):
         held = self._matrix
+        if held is not None and _makes_anew(fn, self._like):
+            self._let_go()
+            held = None
         if held is not None:
             dtype = fn(self._like).dtype
             if dtype != held.dtype:
@@ -260,8 +271,8 @@ class SparseLinear(nn.Module):
         super().__setstate__({**state, "_matrix": None})
         if kept is not None:
             layout, nnz = kept
-            operands = tuple(self._buffers[name] for name in self._names)
-            self._hold(_counted(SparseMatrix.from_layout(layout, operands), nnz))
+            tensors = {n.removeprefix(_PREFIX): self._buffers[n] for n in self._names}
+            self._hold(_counted(_restored(layout, tensors), nnz))
 
 
 def sparsify(
@@ -293,6 +304,7 @@ def sparsify(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     _check_filter(filter)
+    _check_options(density, format, per, columns)
     if isinstance(model, nn.Linear):
         raise TypeError(
             "model is an nn.Linear itself, in no place to be swapped: use SparseLinear.from_linear"
@@ -364,6 +376,15 @@ def _check_all(model: nn.Module, places: dict) -> None:
             raise type(error)(f"{name}: {error}") from error
 
 
+def _check_options(density, format, per, columns) -> None:
+    """Raises TypeError or ValueError for arguments that are none, used or not."""
+    if density is not None:
+        check_density(density)
+    check_format(format)
+    check_per(per)
+    check_columns(columns)
+
+
 def _check_linear(linear) -> None:
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
@@ -398,15 +419,34 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def _makes_anew(fn: Callable, like: torch.Tensor) -> bool:
+    """Whether a function for ``Module._apply`` answers tensors without the values of those given,
+    as ``to_empty`` does: no matrix to multiply with."""
+    if getattr(fn, "__qualname__", "").startswith("Module.to_empty"):
+        return True
+    return like.is_meta and not fn(like).is_meta
+
+
 def _header(state) -> dict:
     """The header in an extra state. Raises ValueError."""
     try:
         header = json.loads(bytes(state.tolist()).decode())
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # RecursionError is the second
         raise ValueError("its extra state is no header of a SparseLinear") from None
     if not isinstance(header, dict):
         raise ValueError("what is loaded was saved of an empty SparseLinear")
     return header
+
+
+def _restored(layout: str, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
+    """The matrix of a pickled layer, whose tensors are looked at as those of a state are, but where
+    they have no values. Raises ValueError."""
+    from kernlib.ops.sparse_state import loaded  # which only loading needs
+
+    format, *kind, facts = parse_layout(layout)
+    if not stand_ins(*tensors.values()) and not any(t.is_meta for t in tensors.values()):
+        tensors = loaded(format, *kind, facts, tensors)
+    return SparseMatrix.from_layout(layout, tuple(tensors[n] for n in module_of(format).TENSORS))
 
 
 def _rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:

@@ -20,10 +20,17 @@ FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 
 def module_of(name: str) -> ModuleType:
     """The module of a format. Raises ValueError, listing the formats, for one that is not known."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         known = ", ".join(map(repr, FORMATS))
         raise ValueError(f"format must be one of {known}, got {name!r}")
     return import_module(f"kernlib.ops.sparse_format_{name}")
+
+
+def check_format(format: str) -> None:
+    """Raises ValueError, listing the formats, for what is neither one nor "auto"."""
+    if not isinstance(format, str) or format not in ("auto", *FORMATS):
+        known = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"format must be 'auto' or one of {known}, got {format!r}")
 
 
 def auto(dense: torch.Tensor, columns: int = 1) -> str:

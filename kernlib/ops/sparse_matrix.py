@@ -202,6 +202,7 @@ class SparseMatrix:
         """The same matrix in another format, or in the one that "auto" finds for so many vectors;
         itself if it is in that one. Raises ValueError for a format that cannot hold it."""
         check_columns(columns)
+        _formats().check_format(format)
         dense = None if format == self._format else self.to_dense()
         if format == "auto":
             format = _formats().auto(dense, columns)
@@ -395,11 +396,9 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
     """
     dense = _matrix(dense)
     check_columns(columns)
+    _formats().check_format(format)
     if format == "auto":
         format = _formats().auto(dense, columns)
-    elif format not in _formats().FORMATS:
-        known = ", ".join(map(repr, _formats().FORMATS))
-        raise ValueError(f"format must be 'auto' or one of {known}, got {format!r}")
     tensors, facts = module_of(format).encode(dense)
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
 

@@ -57,7 +57,7 @@ def _check_names_of(given: Mapping[str, object]) -> None:
             f"header is of version {version!r}, this kernlib reads versions {known}: compress the "
             "matrix again"
         )
-    module_of(format if isinstance(format, str) else repr(format))
+    module_of(format)
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
