@@ -20,6 +20,7 @@ import kernlib.ops.sparse_library
 from kernlib.descriptors.sparse import SparseMatmul
 from kernlib.ops import sparse_autograd as autograd
 from kernlib.ops import sparse_operators as operators
+from kernlib.reference import expressions
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 torch.manual_seed(5)
@@ -409,23 +410,35 @@ def test_a_matrix_stays_where_it_is_in_cuda_graphs_of_compiled_code():
     assert not any(t.__dict__ for t in W.state()[1].values())
 
 
+def near(found: torch.Tensor, wanted: torch.Tensor, ulps: int) -> bool:
+    """Within so many units in the last place of the largest, in float32."""
+    return (found - wanted).abs().max() <= ulps * 2**-23 * wanted.abs().max()
+
+
 @pytest.mark.parametrize("w", [W, TURNED], ids=["no transpose", "a transpose"])
 def test_eager_functions_are_the_operators(w):
-    """Which record eager calls on a GPU; here on CPU tensors."""
+    """Which record eager calls on a GPU; here on CPU tensors. With a known transpose they are two
+    routes through BLAS, which on some CPUs sum in another order: 2 units in the last place were
+    seen. Both are as near to float64."""
+
+    def exact(descriptor, w, x, given):
+        return expressions.apply(descriptor.epilogue, x @ DENSE.double().mT, given)
+
     for descriptor in (PLAIN, GELU, SCALED):
         values = {n: v for n, v in (("bias", B), ("gain", GAIN), ("shift", GAIN * 2))}
-        given = {n: values[n].clone().requires_grad_() for n in descriptor.parameters}
-        tensors = [X.clone().requires_grad_(), *given.values()]
 
-        def results(run, descriptor=descriptor, given=given, tensors=tensors):
+        def results(run, dtype=torch.float32, descriptor=descriptor, values=values):
+            names = descriptor.parameters
+            given = {n: values[n].to(dtype, copy=True).requires_grad_() for n in names}
+            tensors = [X.to(dtype, copy=True).requires_grad_(), *given.values()]
             y = run(descriptor, w, tensors[0], given)
             first = torch.autograd.grad(y.square().sum(), tensors, create_graph=True)
             twice = torch.autograd.grad(sum(t.square().sum() for t in first), tensors)
-            return y, *first, *twice
+            return [t.detach() for t in (y, *first, *twice)]
 
         found, wanted = results(autograd.recorded), results(operators.recorded)
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert torch.equal(ours, theirs)
+        for ours, theirs, true in zip(found, wanted, results(exact, torch.float64), strict=True):
+            assert near(ours, theirs, 4) and near(ours, true, 8) and near(theirs, true, 8)
 
 
 @pytest.mark.filterwarnings("ignore")  # that it is deprecated
