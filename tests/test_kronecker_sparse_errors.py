@@ -197,6 +197,38 @@ def test_out_must_not_share_memory_with_a_scalar(place):
     assert (out == 35.0).all()
 
 
+OF_CHAIN = {
+    "x": lambda x, w, b: (x, x),
+    "first weight": lambda x, w, b: (w[0], w[0].view(12, 12)[:4]),
+    "last weight": lambda x, w, b: (w[1], w[1].view(12, 12)[:4]),
+    "first bias": lambda x, w, b: (b[0], b[0].view(1, 12)),
+    "last bias": lambda x, w, b: (b[1], b[1].view(1, 12)),
+}
+NAMES = {"first weight": r"weights\[0\]", "last weight": r"weights\[1\]", "x": "x",
+         "first bias": "bias", "last bias": "bias2"}  # fmt: skip
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("case", OF_CHAIN)
+def test_out_must_not_share_memory_with_an_operand_of_a_chain(case, autocast):
+    """Which the last factor does not see."""
+    factors = [kl.KroneckerSparse(1, 12, 12, 1, epilogue=kl.Bias(n)) for n in ("bias", "bias2")]
+    chain = kl.KroneckerSparseChain(tuple(factors))
+    weights, biases = [ones(1, 12, 12, 1) for _ in range(2)], [ones(12) for _ in range(2)]
+    x = ones(4, 12)
+    operand, out = OF_CHAIN[case](x, weights, biases)
+    given = x[: len(out)]
+    if autocast:
+        out, given = operand.view(torch.bfloat16).reshape(-1)[:12].view(1, 12), x[:1]
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(ValueError, match=f"out shares memory with {NAMES[case]};"),
+    ):
+        kl.run_kernel(chain, given, *weights, bias=biases[0], bias2=biases[1], out=out)
+    assert (operand == 1).all()
+    kl.run_kernel(chain, given, *weights, bias=biases[0], bias2=biases[1], out=ones(len(given), 12))
+
+
 def test_a_refused_call_writes_nothing():
     out = torch.full((6, 24), 7.0)
     for bad in ({"bias": ones(23)}, {"bias": B.double()}, {}):

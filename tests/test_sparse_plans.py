@@ -144,6 +144,23 @@ def test_out_shares_no_memory(format, gpus, seed):
         matmul(w, x[:1], bias, out=zeros_on_gpu(1, 40, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("format", ["bitmap", "dense"])
+def test_out_shares_no_memory_with_what_is_copied_first(format, gpus, seed):
+    _, w = matrix(gpus, 40, 40, format)
+    scaled = SparseMatmul((kl.Bias(), kl.Scale()))
+    x, memory = gpu(3, 40), gpu(3, 80)
+    out = memory.view(6, 40)[:3]
+    for _ in range(2):
+        for values, name in (
+            ({"bias": memory.flatten()[:80:2], "scale": 2.0}, "bias"),
+            ({"bias": gpu(40), "scale": memory[0, 0]}, "scale"),
+        ):
+            with pytest.raises(ValueError, match=f"out shares memory with {name};"):
+                kl.run_kernel(scaled, w, x, out=out, **values)
+            apart = zeros_on_gpu(3, 40, dtype=torch.float16)
+            kl.run_kernel(scaled, w, x, out=apart, **values)
+
+
 # Plans.
 
 

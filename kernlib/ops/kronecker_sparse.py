@@ -7,7 +7,6 @@ and calls inside transforms of torch.func are computed by the reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +23,8 @@ from kernlib.ops.product_arguments import (
     check_device,
     check_names,
     kind_of,
-    named,
     no_autocast,
+    parameter_ranges,
     parameters_of,
     positive,
     refuse_out_of_recorded,
@@ -38,6 +37,7 @@ from kernlib.ops.tensors import (
     is_lazy,
     materialised,
     ranges_meet,
+    refuse_any_overlap,
     refuse_overlap,
     signature,
     stand_ins,
@@ -84,6 +84,8 @@ def run(
     if more:
         checks.check_weights(descriptor, (weight, *more))
     if torch._C._is_any_autocast_enabled():
+        if out is not None:
+            refuse_any_overlap(out, x=x, weight=weight, **parameters)  # which casts would hide
         (x, weight), parameters = autocast((x, weight), parameters)
     recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), x, weight, out)
     if recorded or forward_ad._current_level >= 0:
@@ -95,6 +97,9 @@ def _run_chain(chain: KroneckerSparseChain, x, weights: tuple, out, parameters: 
     checks.check_weights(chain, weights)
     check_names(chain, parameters)
     last = len(weights) - 1
+    if out is not None:  # whose own factor sees neither x nor what belongs to the others
+        named = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
+        refuse_any_overlap(out, x=x, **named, **parameters)
     for index, (factor, weight) in enumerate(zip(chain.factors, weights, strict=True)):
         own = {name: parameters[name] for name in factor.parameters}
         x = run(factor, x, weight, out=out if index == last else None, **own)
@@ -171,12 +176,9 @@ def by_plan(plan: KroneckerPlan, descriptor, x, weight, out, parameters: dict) -
     vectors = numbers = kept = ()
     if parameters:
         vectors, numbers, kept = parameters_of(plan, descriptor, x, parameters)
+    target = plan.result() if out is None else _target(plan, x, weight, out, parameters)
     if plan.left is not None:
         x = x.reshape(plan.left)
-    if out is None:
-        target = plan.result()
-    else:
-        target = _target(plan, x, weight, out, vectors, kept, parameters)
     addresses = [x.data_ptr(), weight.data_ptr(), target.data_ptr()]
     for vector in vectors:
         addresses.append(vector.data_ptr())
@@ -242,6 +244,8 @@ def _first(key, descriptor, x, weight, out, parameters: dict) -> torch.Tensor:
     if by_reference(call, x, weight, out, parameters):
         return _reference(descriptor, x, weight, out, parameters)
     if any(map(is_lazy, (x, weight, *tensors_of(parameters).values()))):
+        if out is not None:
+            refuse_any_overlap(out, x=x, weight=weight, **parameters)
         (x, weight), parameters = positive((x, weight), parameters)
         return execute(descriptor, x, weight, out, parameters)
     make_plan(descriptor, x, weight, out, parameters, call)
@@ -293,17 +297,15 @@ def precision_of(permitted: str | None, x: torch.Tensor) -> str | None:
     return (permitted or float32_precision()) if x.dtype is torch.float32 else None
 
 
-def _target(
-    plan: KroneckerPlan, x, weight, out, vectors: Sequence, kept: Sequence, parameters: dict
-) -> torch.Tensor:
+def _target(plan: KroneckerPlan, x, weight, out, parameters: dict) -> torch.Tensor:
     """Where the kernel writes: ``out``, or a new tensor where its batch is not one of strides.
-    Raises ValueError for an ``out`` that shares memory with an operand or a scalar."""
-    inputs = (x, weight, *vectors)
-    ranges = [(t.data_ptr(), length) for t, length in zip(inputs, plan.spans, strict=True)]
-    for scalar in kept:
-        ranges.append((scalar.data_ptr(), 4))  # of float32, whatever x is
+    Raises ValueError for an ``out`` that shares memory with an argument as it was given, copied for
+    the kernel or not."""
+    ranges = [(x.data_ptr(), plan.spans[0]), (weight.data_ptr(), plan.spans[1])]
+    if parameters:
+        ranges += parameter_ranges(plan, plan.spans[2:], parameters)
     if ranges_meet(out.data_ptr(), plan.out_span, ranges):
-        refuse_overlap(out, x=x, weight=weight, **named(plan, vectors, kept, parameters))
+        refuse_overlap(out, x=x, weight=weight, **tensors_of(parameters))
     if plan.apart:
         return plan.result()
     if not out.is_inference():  # those have no version to count

@@ -35,7 +35,7 @@ class KroneckerPlan(NamedTuple):
     right: tuple[int, ...] | None  # of strides
     vectors: tuple[str, ...]
     scalars: tuple[str, ...]
-    spans: tuple[int, ...]  # bytes from first to last element of x, weight and vectors
+    spans: tuple[int, ...]  # bytes from first to last element of x, weight and vectors as given
     out_span: int
     apart: bool  # a given out is written by a copy
     index: int  # of the device
@@ -184,7 +184,7 @@ def loaded_plan(
     """The plan of a checked call by given kernels; ``lowered`` is None for an empty result."""
     seen, written = views(descriptor, call, x, out)
     vectors = tuple(parameters[name] for name in descriptor.vectors)
-    spans = (0 if seen is None else span(x), span(weight), *map(span, vectors))
+    spans = (span(x), span(weight), *map(span, vectors))
     return KroneckerPlan(
         shape=call.out_shape,
         dtype=call.dtype,

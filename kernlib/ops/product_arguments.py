@@ -242,10 +242,17 @@ def parameters_of(plan, descriptor: Product, x: torch.Tensor, parameters: dict) 
     return vectors, numbers, kept
 
 
-def named(plan, vectors: Sequence, kept: Sequence, parameters: dict) -> dict[str, torch.Tensor]:
-    """What :func:`parameters_of` answered, tensors alone, by the names of the parameters."""
-    scalars = filter(tensors_of(parameters).__contains__, plan.scalars)
-    return dict(zip((*plan.vectors, *scalars), (*vectors, *kept), strict=True))
+def parameter_ranges(plan, spans: Sequence[int], parameters: dict) -> list[tuple[int, int]]:
+    """Addresses and lengths in bytes of the parameters that are tensors, as they were given: an
+    ``out`` that shares memory with one is refused even where the kernel reads a copy. ``spans``
+    are those of the vectors."""
+    vectors = zip(plan.vectors, spans, strict=True)
+    found = [(parameters[name].data_ptr(), length) for name, length in vectors]
+    for name in plan.scalars:
+        value = parameters[name]
+        if isinstance(value, torch.Tensor):
+            found.append((value.data_ptr(), value.element_size()))
+    return found
 
 
 # Parameters of an operator: names, those of the numbers first, numbers and tensors.

@@ -25,8 +25,8 @@ from kernlib.ops.product_arguments import (
     autocast,
     check_device,
     kind_of,
-    named,
     no_autocast,
+    parameter_ranges,
     parameters_of,
     positive,
     refuse_out_of_recorded,
@@ -40,6 +40,7 @@ from kernlib.ops.tensors import (
     check_dense,
     is_lazy,
     ranges_meet,
+    refuse_any_overlap,
     refuse_overlap,
     signature,
     stand_ins,
@@ -125,6 +126,8 @@ def run(
     if type(w) is not SparseMatrix:
         checks.check_matrix(w)
     if torch._C._is_any_autocast_enabled():
+        if out is not None:
+            refuse_any_overlap(out, x=x, **parameters)  # which casts would hide
         (x,), parameters = autocast((x,), parameters, w.dtype)
     recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), x, out)
     if recorded or forward_ad._current_level >= 0:
@@ -224,7 +227,7 @@ def by_plan(plan: SparsePlan, descriptor, w, x, out, parameters: dict) -> torch.
         vectors, numbers, kept = parameters_of(plan, descriptor, x, parameters)
     target = None
     if out is not None:
-        target = _target(plan, w, x, out, vectors, kept, parameters)
+        target = _target(plan, w, x, out, parameters)
     if plan.launch is None:
         return _by_cublas(plan, descriptor, w, x, out, vectors, numbers, kept)
     if plan.copy is not None:
@@ -270,6 +273,8 @@ def _first(key, descriptor, w, x, out, parameters: dict) -> torch.Tensor:
         y = sparse_operators.called(descriptor, w, x, parameters)
         return y if out is None else out.copy_(y)
     if any(map(is_lazy, (x, *tensors_of(parameters).values()))):
+        if out is not None:
+            refuse_any_overlap(out, x=x, **parameters)
         (x,), parameters = positive((x,), parameters)
         return execute(descriptor, w, x, out, parameters)
     make_plan(descriptor, w, x, out, parameters, call)
@@ -315,16 +320,16 @@ def _key(descriptor: SparseMatmul, w: SparseMatrix, x, out, parameters: dict) ->
     return key
 
 
-def _target(
-    plan: SparsePlan, w, x, out, vectors: Sequence, kept: Sequence, parameters: dict
-) -> torch.Tensor | None:
+def _target(plan: SparsePlan, w, x, out, parameters: dict) -> torch.Tensor | None:
     """Where the kernel writes: ``out``, or None, a new tensor, where its leading dimensions are not
-    one of strides. Raises ValueError for an ``out`` that shares memory with an operand."""
-    ranges = [(t.data_ptr(), length) for t, length in zip((x, *vectors), plan.spans, strict=True)]
+    one of strides. Raises ValueError for an ``out`` that shares memory with an argument as it was
+    given, copied for the kernel or not."""
+    ranges = [(x.data_ptr(), plan.spans[0])]
+    if parameters:
+        ranges += parameter_ranges(plan, plan.spans[1:], parameters)
     ranges += [(t.data_ptr(), t.numel() * t.element_size()) for t in w.operands]
-    ranges += [(scalar.data_ptr(), 4) for scalar in kept]  # of float32, whatever x is
     if ranges_meet(out.data_ptr(), plan.out_span, ranges):
-        refuse_overlap(out, x=x, **named(plan, vectors, kept, parameters), **_operands(w))
+        refuse_overlap(out, x=x, **tensors_of(parameters), **_operands(w))
     if plan.apart:
         return None
     if not out.is_inference():  # those have no version to count

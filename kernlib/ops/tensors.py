@@ -162,6 +162,26 @@ def refuse_overlap(out: torch.Tensor, /, **inputs: torch.Tensor) -> None:
             raise ValueError(f"out shares memory with {name}; give it memory of its own")
 
 
+def refuse_any_overlap(out, **given) -> None:
+    """:func:`refuse_overlap` of arguments as a call was given them: what is no tensor, and what has
+    no memory here, is passed over. Cheap where no storage reaches ``out``."""
+    try:
+        first = out.data_ptr()
+        last = first + span(out) if first else 0  # fake tensors begin at 0
+        near = {
+            name: t
+            for name, t in given.items()
+            if isinstance(t, torch.Tensor)
+            and t.device == out.device
+            and t.data_ptr() < last
+            and t.data_ptr() + span(t) > first
+        }
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return  # no tensor with memory: others say so, or write nothing in place
+    if near:
+        refuse_overlap(out, **near)
+
+
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two views share an element: by their ranges, by their columns where both step over
     the same rows, else marked one by one on the host, else assumed."""

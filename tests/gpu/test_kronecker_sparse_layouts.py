@@ -280,6 +280,33 @@ def test_views_that_share_a_buffer_without_sharing_elements(seed):
     assert ks.relative_error(found, square.double() @ square.double().T) <= 1e-6
 
 
+def test_what_a_kernel_reads_a_copy_of_is_not_written(seed):
+    pattern = (2, 16, 16, 2)
+    descriptor = ks.product(pattern, epilogue=(kl.Bias(), kl.Scale()))
+    _, weight = ks.operands(pattern, 1)
+    memory = ks.random(64, 64)
+    out, before = memory[:6].view(3, 2, 64), memory.clone()
+    taken = {
+        "x": memory[:12].view(3, 4, 64)[:, :2],
+        "bias": memory.flatten()[:128:2],
+        "scale": memory.view(torch.float64)[0, 0],
+    }
+    for name, tensor in taken.items():
+        given = {"x": ks.random(3, 2, 64), "bias": ks.random(64), "scale": 2.0, name: tensor}
+        x = given.pop("x")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"out shares memory with {name};"):
+                kl.run_kernel(descriptor, x, weight, out=out, **given)
+            kl.run_kernel(descriptor, x, weight, out=torch.empty_like(out), **given)
+    first, last = ks.product((1, 64, 64, 1)), ks.product((1, 64, 64, 1))
+    chain = kl.KroneckerSparseChain((first, last))
+    weights = ks.random(2, 1, 64, 64, 1)
+    for name, out in (("x", memory), (r"weights\[0\]", weights[0].view(64, 64))):
+        with pytest.raises(ValueError, match=f"out shares memory with {name};"):
+            kl.run_kernel(chain, memory, *weights, out=out)
+    assert torch.equal(memory, before)
+
+
 # Sizes.
 
 
