@@ -15,6 +15,7 @@ from kernlib.errors import CaptureError
 from kernlib.ops import sparse as op
 from kernlib.ops import sparse_autograd as autograd
 from kernlib.ops import sparse_operators as operators
+from kernlib.ops import sparse_plans
 from kernlib.reference import expressions
 from kernlib.sparse import SparseMatrix, matmul
 
@@ -328,3 +329,15 @@ def test_vmap_goes_by_the_operator(gpus, seed, monkeypatch):
     monkeypatch.setattr(op.checks, "check_call", lambda *a: None)
     torch.vmap(lambda x: matmul(w, x))(torch.randn(3, 2, 40).half())
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (3,), (20,), (2, 12)])
+def test_results_of_cublas_are_no_views(leading, seed):
+    """One that is made while a product is recorded could not be written in place."""
+    dense, x, bias = torch.randn(9, 40), torch.randn(*leading, 40), torch.randn(9)
+    with torch.no_grad():
+        for descriptor, values in ((PLAIN, {}), (BIASED, {"bias": bias})):
+            found = sparse_plans.by_dense(descriptor, dense, x, values)
+            wanted = torch.nn.functional.linear(x, dense, values.get("bias"))
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+            assert not found._is_view()

@@ -197,13 +197,13 @@ def by_dense(
         if epilogue and not biased:
             wide = y.to(accumulator(y.dtype))
             y = reference.finish(epilogue, wide, parameters).to(y.dtype)
-    return y.view(*x.shape[:-1], dense.shape[0])
+    # Not as a view, which autograd would forbid to write in place behind a recorded product.
+    return torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], dense.shape[0]])
 
 
 def _product(dense: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """(N, R). One vector goes by cuBLAS's own way for it."""
+    """(N, R). One vector goes by cuBLAS's own way for it, which answers (R,)."""
     if x.shape[0] == 1:
         column = x[0]
-        y = torch.mv(dense, column) if bias is None else torch.addmv(bias, dense, column)
-        return y[None]
+        return torch.mv(dense, column) if bias is None else torch.addmv(bias, dense, column)
     return torch.mm(x, dense.t()) if bias is None else torch.addmm(bias, x, dense.t())

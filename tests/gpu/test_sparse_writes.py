@@ -201,6 +201,23 @@ def test_gradients_are_those_of_what_is_there(columns, format, seed):
             y.backward(grad)
 
 
+@every_format
+@pytest.mark.parametrize("columns", [1, 8, 33])
+def test_a_recorded_result_can_be_written_in_place(columns, format, seed):
+    w = compress(random(500, 1000, DENSITY[format], torch.float16, DEVICE), format)
+    x = torch.randn(columns, 1000, device=DEVICE).half().requires_grad_()
+    bias = torch.randn(500, device=DEVICE).half().requires_grad_()
+    for given in (x, x[0]):
+        y = matmul(w, given, bias)
+        wanted = y.detach() + 1
+        y += 1
+        assert torch.equal(y, wanted)
+        (found,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        assert found.any()
+        z = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)[0]
+        z += 1
+
+
 # Other tensors.
 
 
