@@ -1,4 +1,4 @@
-"""A linear layer whose frozen weight is compressed, and what puts it into a model."""
+"""A linear layer whose constant weight is compressed, and what puts it into a model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from kernlib.ops import run_kernel
 from kernlib.ops.sparse_formats import check_format
 from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix, compress, module_of, parse_layout
 from kernlib.ops.sparse_rates import check_columns
-from kernlib.ops.tensors import check_dense, stand_ins
+from kernlib.ops.tensors import check_dense, check_flag, stand_ins
 from kernlib.sparse.prune import check_density, check_per, magnitude
 
 _PREFIX = "weight_"  # of the buffers, which are named as the format's tensors
 _EXTRA = "_extra_state"
+MOST_FEATURES = 2**61 - 1  # of which torch can count the bytes
 
 
 class SparseLinear(nn.Module):
-    """``activation(x W^T + bias)`` with a compressed, frozen ``W`` (out_features, in_features), in
-    place of ``nn.Linear``.
+    """``activation(x W^T + bias)`` with a compressed, constant ``W`` (out_features, in_features),
+    in place of ``nn.Linear``.
 
     Made by :meth:`from_linear` or :meth:`from_matrix`. ``SparseLinear(...)`` itself makes an empty
     layer, on any device or "meta", which cannot compute until ``load_state_dict`` has filled it.
@@ -45,8 +46,9 @@ class SparseLinear(nn.Module):
     round the values and compress them anew. ``state_dict`` holds tensors alone, a versioned header
     among them, and loads into a layer of another format and number of entries.
 
-    Raises TypeError for another dtype and what is no activation, ValueError for an activation that
-    takes arguments. The compressed layer of a language model is MACKO-SpMV's use of such matrices.
+    Raises TypeError for another dtype, a ``bias`` that is no bool and what is no activation,
+    ValueError for other sizes, what is no device and an activation that takes arguments. The
+    compressed layer of a language model is MACKO-SpMV's use of such matrices.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class SparseLinear(nn.Module):
         dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
         sizes = {"out_features": out_features, "in_features": in_features}
         self._sizes = tuple(_checked_size(name, size) for name, size in sizes.items())
+        check_flag("bias", bias)
+        device = _checked_device(device)
         self._activation = as_activation(activation)
         # Built here, as Dynamo cannot.
         self._plain = SparseMatmul(epilogue=self._activation)
@@ -150,6 +154,18 @@ class SparseLinear(nn.Module):
         """Bytes of the compressed weight; 0 of an empty layer."""
         return 0 if self._matrix is None else self._matrix.nbytes
 
+    def freeze(self) -> SparseLinear:
+        """Promise that nobody writes the weight, as :meth:`SparseMatrix.freeze` of :attr:`matrix`
+        does, and return the layer. Training or not, no layer does so by itself: torch does not
+        count every write. Moving, casting and loading make another matrix, which is not frozen."""
+        self.matrix.freeze()
+        return self
+
+    def thaw(self) -> SparseLinear:
+        """Take :meth:`freeze` back and return the layer."""
+        self.matrix.thaw()
+        return self
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
         bias = self._parameters["bias"]
@@ -224,7 +240,8 @@ class SparseLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        if prefix + _EXTRA in state_dict:
+        headed = prefix + _EXTRA in state_dict
+        if headed:
             # An empty layer on meta takes what is loaded, as every module does with assign=True.
             assigned = local_metadata.get("assign_to_params_buffers", False) or self._like.is_meta
             local_metadata = {**local_metadata, "assign_to_params_buffers": assigned}
@@ -235,13 +252,17 @@ class SparseLinear(nn.Module):
                 return
             self._like = torch.empty(0, dtype=loaded.dtype, device=loaded.device)
             self._hold(loaded)
-        kept = {name: self._buffers.pop(name) for name in self._names}  # which are loaded already
+        # Which are loaded already, or cannot be, as nothing says what they are.
+        kept = {name: self._buffers.pop(name) for name in self._names}
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self._buffers.update(kept)
-        known = {prefix + name for name in kept}
-        unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
+        known = [prefix + name for name in kept]
+        if headed:
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
+        else:
+            missing_keys += [key for key in known if key not in state_dict]
 
     def _loaded(self, state_dict: dict, prefix: str, assigned: bool) -> SparseMatrix:
         """The matrix in a state_dict, itself or in memory, dtype and place of the layer. Raises
@@ -346,9 +367,10 @@ def _check_filter(filter) -> None:
     if isinstance(filter, str):
         try:
             re.compile(filter)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
+            shown = filter if len(filter) <= 80 else filter[:77] + "..."
             raise ValueError(
-                f"filter must be a regular expression, got {filter!r}: {error}"
+                f"filter must be a regular expression, got {shown!r}: {error}"
             ) from None
     elif filter is not None and not callable(filter):
         raise TypeError(
@@ -388,16 +410,23 @@ def _check_options(density, format, per, columns) -> None:
 def _check_linear(linear) -> None:
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
-    _checked_dtype(linear.weight.dtype)
-    if linear.weight.is_meta:
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"the weight of linear must be a tensor, got {type(weight).__name__}")
+    if nn.parameter.is_lazy(weight):
+        raise ValueError("the weight is one of a lazy layer that has not been called: call it once")
+    _checked_dtype(weight.dtype)
+    if weight.is_nested or weight.dim() != 2:
+        shape = "a nested tensor" if weight.is_nested else f"shape {tuple(weight.shape)}"
+        raise ValueError(f"the weight must be a matrix (out_features, in_features), got {shape}")
+    if weight.is_meta:
         raise ValueError("the weight is on meta, without values to compress: load it first")
 
 
 def _check_bias(bias, matrix: SparseMatrix) -> None:
     if bias is None:
         return
-    if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"bias must be a tensor, got {type(bias).__name__}")
+    check_dense(("bias",), bias=bias)
     if tuple(bias.shape) != matrix.shape[:1]:
         raise ValueError(f"bias must have shape {matrix.shape[:1]}, got {tuple(bias.shape)}")
     if bias.dtype != matrix.dtype:
@@ -407,13 +436,25 @@ def _check_bias(bias, matrix: SparseMatrix) -> None:
 
 
 def _checked_size(name: str, size) -> int:
-    if not isinstance(size, SupportsIndex) or index(size) < 0:
-        raise ValueError(f"{name} must be an int of at least 0, got {size!r}")
+    known = isinstance(size, SupportsIndex) and not isinstance(size, (bool, torch.Tensor))
+    if not known or not 0 <= index(size) <= MOST_FEATURES:
+        raise ValueError(f"{name} must be an int of at least 0 and below 2^61, got {size!r}")
     return index(size)
 
 
+def _checked_device(device) -> torch.device | None:
+    if device is None or isinstance(device, torch.device):
+        return device
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device must be a torch.device, str or int that names one, got {device!r}"
+        ) from None
+
+
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in DTYPES.values():
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         known = ", ".join(DTYPES)
         raise TypeError(f"a SparseLinear holds {known}, got {dtype}")
     return dtype

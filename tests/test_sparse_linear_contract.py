@@ -1,0 +1,177 @@
+"""SparseLinear where something is wrong or unusual: arguments, states without a header, torch's
+defaults, the promise."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from kernlib.nn import SparseLinear, sparsify
+from kernlib.sparse import compress, magnitude
+
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
+each_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def linear(dtype=torch.float16, rows=70, cols=300) -> nn.Linear:
+    torch.manual_seed(0)
+    made = nn.Linear(cols, rows, dtype=dtype, device="cpu")
+    magnitude(made.weight, 0.3, inplace=True)
+    return made
+
+
+# States without a header.
+
+
+@each_format
+def test_a_state_without_a_header_says_that_the_weight_was_not_loaded(format):
+    layer, other = SparseLinear.from_linear(linear()), SparseLinear.from_linear(linear(), format)
+    dense, bias = layer.to_dense(), torch.full((70,), 2.0).half()
+    names = [f"weight_{name}" for name in other.matrix.tensors]
+    state = {**other.state_dict(), "bias": bias}
+    del state["_extra_state"]
+    found = layer.load_state_dict(state, strict=False)
+    assert sorted(found.unexpected_keys) == sorted(names)
+    own = [f"weight_{name}" for name in layer.matrix.tensors]
+    assert set(found.missing_keys) == {"_extra_state", *(n for n in own if n not in names)}
+    assert torch.equal(layer.to_dense(), dense) and torch.equal(layer.bias, bias)
+    with pytest.raises(RuntimeError, match=r"Missing key.*_extra_state.*\n.*Unexpected key"):
+        layer.load_state_dict(state)
+
+
+def test_a_part_of_a_state_is_a_part(seed):
+    layer = SparseLinear.from_linear(linear(), "bitmap")
+    found = layer.load_state_dict({"bias": torch.zeros(70).half()}, strict=False)
+    assert set(found.missing_keys) == {"_extra_state", "weight_data", "weight_offsets"}
+    assert not found.unexpected_keys and not layer.bias.any()
+    found = layer.load_state_dict({"weight": torch.zeros(70, 300)}, strict=False)
+    assert found.unexpected_keys == ["weight"]
+
+
+def test_in_a_model_the_names_are_whole():
+    model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), "bitmap"), "norm": nn.Tanh()})
+    state = {k: v for k, v in model.state_dict().items() if "extra" not in k}
+    found = model.load_state_dict(state, strict=False)
+    assert sorted(found.unexpected_keys) == ["up.weight_data", "up.weight_offsets"]
+    assert found.missing_keys == ["up._extra_state"]
+    whole = model.load_state_dict(model.state_dict(), strict=False)
+    assert not whole.missing_keys and not whole.unexpected_keys
+
+
+# Arguments.
+
+
+class Odd(nn.Linear):
+    """A layer whose weight is whatever is put there."""
+
+    def __init__(self, weight):
+        nn.Module.__init__(self)
+        self.weight, self.bias = weight, None
+
+
+NESTED = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])
+MATRIX = compress(torch.eye(4).half())
+WRONG = {
+    "bool": (lambda: SparseLinear(True, 4), ValueError, "in_features must be an int .* got True"),
+    "huge": (lambda: SparseLinear(4, 2**70), ValueError, "out_features must be an int of at least"),
+    "tensor": (lambda: SparseLinear(torch.tensor(3), 4), ValueError, "in_features must be an int"),
+    "bias": (lambda: SparseLinear(3, 4, "no"), TypeError, "bias must be True or False, got 'no'"),
+    "dtype": (lambda: SparseLinear(3, 4, dtype="float16"), TypeError, "holds .* got float16"),
+    "dtypes": (lambda: SparseLinear(3, 4, dtype=torch.ones(2)), TypeError, "a SparseLinear holds"),
+    "device": (lambda: SparseLinear(3, 4, device="here"), ValueError, "device must be .* 'here'"),
+    "a list": (lambda: SparseLinear(3, 4, device=[0]), ValueError, "device must be a torch.device"),
+    "no weight": (lambda: SparseLinear.from_linear(Odd(None)), TypeError, "must be a tensor"),
+    "vector": (
+        lambda: SparseLinear.from_linear(Odd(nn.Parameter(torch.ones(3)))), ValueError,
+        r"the weight must be a matrix \(out_features, in_features\), got shape \(3,\)",
+    ),
+    "nested": (lambda: SparseLinear.from_linear(Odd(NESTED)), ValueError, "got a nested tensor"),
+    "lazy": (lambda: SparseLinear.from_linear(nn.LazyLinear(3)), ValueError, "not been called"),
+    "sparse bias": (
+        lambda: SparseLinear.from_matrix(MATRIX, torch.ones(4).half().to_sparse()), TypeError,
+        "bias must be a dense tensor",
+    ),
+    "deep filter": (lambda: sparsify(nn.Sequential(), "(" * 9999), ValueError, "filter must be"),
+    "long filter": (
+        lambda: sparsify(nn.Sequential(), "a{99999999999999999999}"), ValueError, "filter must be",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused(case):
+    make, kind, message = WRONG[case]
+    with pytest.raises(kind, match=message) as found:
+        make()
+    assert len(str(found.value)) < 400
+
+
+# torch's defaults, which decide nothing of a layer that has a weight.
+
+
+@pytest.mark.parametrize("default", ["meta", "float64", "bfloat16", "autocast"])
+@each_format
+def test_a_layer_follows_its_weight(format, default):
+    plain, x = linear(torch.float32), torch.randn(3, 300)
+    layer = SparseLinear.from_linear(plain, format)
+    wanted, state = layer(x), layer.state_dict()
+    before, like = torch.get_default_dtype(), torch.zeros(70, device="cpu")
+    if default == "autocast":
+        context = torch.autocast("cpu", torch.bfloat16)
+    else:
+        context = torch.device("meta" if default == "meta" else "cpu")
+    try:
+        if default in ("float64", "bfloat16"):
+            torch.set_default_dtype(getattr(torch, default))
+        with context:
+            made = SparseLinear.from_linear(plain, format)
+            assert all(torch.equal(v, made.state_dict()[k]) for k, v in state.items())
+            for other in (made, SparseLinear.from_matrix(layer.matrix, like)):
+                other.load_state_dict(state)
+                assert torch.equal(other(x), wanted) and other.matrix.dtype == torch.float32
+            model = nn.Sequential(plain, nn.ReLU())
+            (swapped,) = sparsify(model, density=0.2, format=format).values()
+            assert swapped.matrix.device.type == "cpu" and "density=0.2" in repr(swapped)
+            assert torch.equal(layer.half().to_dense(), plain.weight.half())
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_header_lies_on_the_cpu():
+    layer = SparseLinear.from_linear(linear())
+    with torch.device("meta"):
+        header = layer.state_dict()["_extra_state"]
+    assert json.loads(bytes(header.tolist()))["shape"] == [70, 300]
+
+
+# The promise.
+
+
+@each_format
+def test_a_layer_is_frozen_when_it_is_told_to_be(format):
+    layer, x = SparseLinear.from_linear(linear(), format).eval(), torch.ones(300).half()
+    wanted = layer(x)
+    assert not layer.matrix.frozen and not layer.train().eval().matrix.frozen
+    assert layer.freeze() is layer and layer.matrix.frozen and torch.equal(layer(x), wanted)
+    assert layer.train().matrix.frozen
+    first = f"weight_{next(iter(layer.matrix.tensors))}"
+    getattr(layer, first).add_(0)
+    with pytest.raises(RuntimeError, match=r"written or moved after freeze\(\)"):
+        layer(x)
+    assert layer.thaw() is layer and torch.equal(layer(x), wanted)
+    layer.freeze().load_state_dict(layer.state_dict())
+    assert not layer.matrix.frozen and torch.equal(layer(x), wanted)
+    assert not layer.freeze().bfloat16().matrix.frozen
+    with pytest.raises(RuntimeError, match="is empty: load a state_dict"):
+        SparseLinear(3, 4).freeze()
+
+
+def test_a_write_to_a_buffer_is_the_weight_of_the_next_gradient(seed):
+    layer = SparseLinear.from_linear(linear(torch.float32), "bitmap")
+    turned = layer.matrix.transpose()
+    doubled = compress(2 * layer.to_dense(), "bitmap")
+    for name, tensor in doubled.tensors.items():
+        getattr(layer, f"weight_{name}").copy_(tensor)
+    assert layer.matrix.transpose() is not turned
+    assert torch.equal(layer.matrix.transpose().to_dense(), 2 * turned.to_dense())
