@@ -256,6 +256,22 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("shape", [(16, 300), (17, 256), (5, 7), (40, 700)], ids=str)
+def test_bits_beyond_the_edges_are_refused(shape, seed):
+    rows, cols = (-(-size // step) * step for size, step in zip(shape, (16, 256), strict=True))
+    for place in ((0, shape[1]), (shape[0], 0), (rows - 1, cols - 1)):
+        if place[0] >= rows or place[1] >= cols:
+            continue
+        dense = random((rows, cols), 0.3, torch.float16)
+        dense[shape[0] :], dense[:, shape[1] :] = 0, 0
+        tensors, facts = bitmap.encode(dense)
+        bitmap.check(tensors, facts, shape, torch.float16)
+        dense[place] = 1
+        tensors, facts = bitmap.encode(dense)
+        with pytest.raises(ValueError, match="data must have no bits set beyond the matrix's"):
+            bitmap.check(tensors, facts, shape, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_are_counted_some_chunks_at_a_time(dtype, seed, monkeypatch):
     monkeypatch.setattr(bitmap, "CHECKED", 4)

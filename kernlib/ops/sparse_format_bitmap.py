@@ -37,6 +37,7 @@ FORMAT = "bitmap"
 TENSORS = ("data", "offsets")
 MOST_BYTES = UNIT * 2**31  # which offsets do not reach
 CHECKED = 1 << 16  # chunks whose bits are counted together: 32 MiB, several times
+SPREAD = 1 << 12  # whose positions are looked at one by one: 16 MiB, several times
 
 
 def chunks_of(shape: tuple[int, int]) -> int:
@@ -143,6 +144,7 @@ def check(
     if data.numel() != UNIT * numbers[1]:
         raise ValueError(f"data must have {UNIT * numbers[1]} bytes, got {data.numel()}")
     _check_bits(data, offsets, units, dtype)
+    _check_edges(data, offsets, shape)
     if facts.get("largest") != UNIT * numbers[3]:
         raise ValueError(
             f"the fact largest must be {UNIT * numbers[3]}, the bytes of the largest chunk, "
@@ -161,6 +163,26 @@ def _check_bits(
         raise ValueError(
             "data must have, behind the bitmap of each chunk, as many values as it has bits set, "
             f"one for each bit: {count} of {len(units)} chunks are of another size"
+        )
+
+
+def _check_edges(data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Raises ValueError for bits beyond the matrix's edges, whose values a product would multiply
+    with zeros: NaN stays. Offsets have been checked."""
+    if 0 in shape:
+        return
+    slabs, across = -(-shape[0] // ROWS), -(-shape[1] // COLUMNS)
+    last = shape[0] - (slabs - 1) * ROWS, shape[1] - (across - 1) * COLUMNS
+    starts, lines, wrong = offsets[:-1].view(slabs, across), data.view(-1, UNIT), 0
+    for edge, rows, cols in ((starts[-1], last[0], COLUMNS), (starts[:, -1], ROWS, last[1])):
+        beyond = ~cpu.inside(rows, cols, data.device)
+        for some in edge.long().split(SPREAD) if beyond.any() else ():
+            found = cpu.positions(lines[cpu.headers(some)]) & beyond
+            wrong += int(found.any(1).sum())
+    if wrong:
+        raise ValueError(
+            f"data must have no bits set beyond the matrix's {shape[0]} rows and {shape[1]} "
+            f"columns, {wrong} chunks at its edges have"
         )
 
 

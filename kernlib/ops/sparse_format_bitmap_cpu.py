@@ -51,7 +51,7 @@ def decode(
         slabs = -(-part.shape[0] // ROWS)
         first = top // ROWS * across
         starts = offsets[first : first + slabs * across].long()
-        present = _bits(data.view(-1, UNIT)[headers(starts)])
+        present = positions(data.view(-1, UNIT)[headers(starts)])
         values = stored.new_zeros(slabs * across, POSITIONS)
         places = _places(starts, present.sum(-1), stored.element_size())
         values.masked_scatter_(present, stored[places])
@@ -100,13 +100,20 @@ def _words(present: torch.Tensor) -> torch.Tensor:
     return (lines * weights).sum(-1, dtype=torch.uint8)[:, QUADS]
 
 
-def _bits(words: torch.Tensor) -> torch.Tensor:
+def positions(words: torch.Tensor) -> torch.Tensor:
     """The reverse of :func:`_words`."""
     places = torch.arange(8, dtype=torch.uint8, device=words.device)
     lines = (words[:, QUADS, :, None] >> places) & 1
     # block, q, half, plane, j, odd, t
     axes = lines.bool().view(-1, 8, 4, 2, 2, 4, 2, 4)
     return axes.permute(0, 1, 3, 4, 2, 6, 7, 5).reshape(-1, POSITIONS)
+
+
+def inside(rows: int, cols: int, device: torch.device) -> torch.Tensor:
+    """Which positions of a chunk, in the order of values, are of its first rows and columns."""
+    kept = torch.zeros(ROWS, COLUMNS, dtype=torch.bool, device=device)
+    kept[:rows, :cols] = True
+    return kept.view(2, 8, 8, 4, 2, 4).permute(2, 0, 4, 1, 3, 5).reshape(-1)
 
 
 def _places(starts: torch.Tensor, counts: torch.Tensor, itemsize: int) -> torch.Tensor:
