@@ -94,6 +94,8 @@ def test_what_is_refused(seed):
         macko.multiply(compressed, [1.0] * 20)
     with pytest.raises(TypeError, match=r"device must be a torch\.device, str or int"):
         macko.move_to_device(compressed, None)
+    with pytest.raises(ValueError, match="device must be one of torch's"):
+        macko.move_to_device(compressed, "nosuch")
     with pytest.raises(ValueError, match="more bytes than torch counts"):
         macko.decompress((*compressed[:4], 2**62))
     with pytest.raises(RuntimeError, match="requires a gradient"):

@@ -106,6 +106,8 @@ def test_a_matrix_moves_to_devices_alone():
     for given in (torch.float32, None, torch.zeros(2), True):
         with pytest.raises(TypeError, match=r"device must be a torch\.device, str or int, got"):
             w.to(given)
+    with pytest.raises(ValueError, match="device must be one of torch's, got 'nosuch'"):
+        w.to("nosuch")
 
 
 @every_format

@@ -80,6 +80,10 @@ def move_to_device(compressed: Compressed, device: torch.device | str | int) -> 
     _check_matrix(*tensors, *shape)
     if type(device) not in (torch.device, str, int):
         raise TypeError(f"device must be a torch.device, str or int, got {device!r}")
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one of torch's, got {device!r}") from error
     _look(tensors, shape)
     moved = tuple(tensor.to(device) for tensor in tensors)
     _remember(moved, shape)

@@ -177,12 +177,16 @@ class SparseMatrix:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
         """The matrix on a device: itself if it is there, else a copy. Raises TypeError for what is
-        no device, such as a dtype."""
+        no device, such as a dtype, ValueError for a text that names none."""
         if type(device) not in (torch.device, str, int):
             raise TypeError(
                 f"device must be a torch.device, str or int, got {device!r}; for another dtype "
                 "compress to_dense().to(dtype)"
             )
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device must be one of torch's, got {device!r}") from error
         moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
         if all(new is old for new, old in zip(moved, self._operands, strict=True)):
             return self
