@@ -81,7 +81,7 @@ FAMILIES = {
             "kernlib/reference/sparse.py",
             "kernlib/reference/expressions.py",
             "kernlib/nn/activations.py",
-            "kernlib/nn/sparse_linear.py",
+            "kernlib/nn/sparse*.py",
             "kernlib/sparse/*.py",
             "kernlib/compat/macko.py",
             "tests/gpu/test_sparse*.py",

@@ -1,11 +1,9 @@
-"""A linear layer whose constant weight is compressed, and what puts it into a model."""
+"""A linear layer whose constant weight is compressed."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import index
 from typing import SupportsIndex
 
@@ -99,8 +97,8 @@ class SparseLinear(nn.Module):
         Raises TypeError for what is no ``nn.Linear`` and for float64, ValueError for one without
         values, such as on "meta", and as ``compress`` and ``magnitude`` do.
         """
-        _check_linear(linear)
-        _check_options(density, format, per, columns)
+        check_linear(linear)
+        check_options(density, format, per, columns)
         weight = linear.weight.detach()
         if density is not None:
             weight = magnitude(weight, density, per)
@@ -296,109 +294,7 @@ class SparseLinear(nn.Module):
             self._hold(_counted(_restored(layout, tensors), nnz))
 
 
-def sparsify(
-    model: nn.Module,
-    filter: str | Callable[[str, nn.Linear], bool] | None = None,
-    density: float | None = None,
-    format: str = "auto",
-    per: str = "matrix",
-    columns: int = 1,
-) -> dict[str, SparseLinear]:
-    """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
-    new ones by their names.
-
-    - ``filter``: which layers: those for which this function of name and layer is true, or in whose
-      name this regular expression is found, such as ``r"mlp|[qkvo]_proj"``; None takes all. Leave
-      out a head that shares the weight of an embedding.
-    - ``density``, ``format``, ``per``, ``columns``: as of :meth:`SparseLinear.from_linear`.
-
-    Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
-    bias stays the same parameter, and training mode as it was; a layer that stands in several
-    places is swapped in all of them. Swapped is only ``nn.Linear`` itself: what derives from it may
-    be more.
-
-    Raises, with ``model`` as it was, ValueError that names the layer for a weight that another
-    module holds too and for one without values, such as on "meta", TypeError that names it for one
-    of another dtype than float16, bfloat16 and float32, and TypeError for a ``model`` that is an
-    ``nn.Linear`` itself.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    _check_filter(filter)
-    _check_options(density, format, per, columns)
-    if isinstance(model, nn.Linear):
-        raise TypeError(
-            "model is an nn.Linear itself, in no place to be swapped: use SparseLinear.from_linear"
-        )
-    places = _places(model, filter)
-    _check_all(model, places)
-    new = {}
-    while places:
-        layer, where = next(iter(places.items()))
-        made = SparseLinear.from_linear(layer, format, density, per, columns=columns)
-        for parent, child, name in where:
-            setattr(parent, child, made)
-            new[name] = made
-        del places[layer], layer  # and with it the dense weight
-    return new
-
-
-def _places(model: nn.Module, filter) -> dict[nn.Linear, list[tuple[nn.Module, str, str]]]:
-    """The layers that a filter accepts in one of their places, and all places of each: its parent,
-    its name there, its whole name."""
-    found = list(_linears(model))
-    accepted = {layer for _, _, name, layer in found if _accepts(filter, name, layer)}
-    places: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
-    for parent, child, name, layer in found:
-        if layer in accepted:
-            places.setdefault(layer, []).append((parent, child, name))
-    return places
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Linear]]:
-    """Every place of an nn.Linear: its parent, its name there, its whole name, the layer."""
-    for prefix, parent in model.named_modules():
-        for child, layer in parent._modules.items():
-            if type(layer) is nn.Linear:
-                yield parent, child, f"{prefix}.{child}" if prefix else child, layer
-
-
-def _check_filter(filter) -> None:
-    if isinstance(filter, str):
-        try:
-            re.compile(filter)
-        except (re.error, OverflowError, RecursionError) as error:
-            shown = filter if len(filter) <= 80 else filter[:77] + "..."
-            raise ValueError(
-                f"filter must be a regular expression, got {shown!r}: {error}"
-            ) from None
-    elif filter is not None and not callable(filter):
-        raise TypeError(
-            "filter must be a regular expression, a function of a name and a layer, or None, got "
-            f"{type(filter).__name__}"
-        )
-
-
-def _accepts(filter, name: str, layer: nn.Linear) -> bool:
-    if filter is None:
-        return True
-    return bool(filter(name, layer)) if callable(filter) else re.search(filter, name) is not None
-
-
-def _check_all(model: nn.Module, places: dict) -> None:
-    """Raises TypeError or ValueError, naming the layer, for the first that cannot be swapped."""
-    holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
-    for layer, where in places.items():
-        name = where[0][2]
-        if holders[id(layer.weight)] > 1:
-            raise ValueError(f"{name} shares its weight with another module; leave it out")
-        try:
-            _check_linear(layer)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from error
-
-
-def _check_options(density, format, per, columns) -> None:
+def check_options(density, format, per, columns) -> None:
     """Raises TypeError or ValueError for arguments that are none, used or not."""
     if density is not None:
         check_density(density)
@@ -407,7 +303,7 @@ def _check_options(density, format, per, columns) -> None:
     check_columns(columns)
 
 
-def _check_linear(linear) -> None:
+def check_linear(linear) -> None:
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
     weight = getattr(linear, "weight", None)
