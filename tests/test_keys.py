@@ -228,6 +228,15 @@ def test_the_error_for_an_unknown_arch_says_what_to_do_and_is_picklable():
         assert "does not know sm_999; install a newer one" in str(error)
 
 
+@pytest.mark.parametrize(
+    "version, caches",
+    [("12.4.127", False), ("12.8.93", False), ("12.9.41", True), ("13.0.88", True), ("?", True)],
+)
+def test_the_option_against_nvrtcs_cache_is_given_where_there_is_one(version, caches, monkeypatch):
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: version)
+    assert toolchain.nvrtc_caches() is caches
+
+
 def test_another_thread_goes_on_while_nvrtc_works(monkeypatch):
     """NVRTC works without the lock of the interpreter: ticks go on from its begin to its end."""
     source = "".join(f'#include "{name}"\n' for name in ("common/types.cuh", "common/math.cuh"))

@@ -54,7 +54,7 @@ def _run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
             include_path=headers,
             no_source_include=True,
             ptxas_options=["-v", *spec.options],
-            no_cache=True,
+            no_cache=toolchain.nvrtc_caches() or None,
         )
         program = core.Program(sources.assemble(spec.source, name), "c++", options)
         return bytes(program.compile("cubin", logs=log).code)

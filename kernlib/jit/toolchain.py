@@ -73,6 +73,12 @@ def nvrtc_version() -> str:
     return UNKNOWN_VERSION
 
 
+def nvrtc_caches() -> bool:
+    """Whether NVRTC has a cache of its own, from 12.9 on; older ones refuse the option against it."""
+    numbers = [int(part) for part in nvrtc_version().split(".")[:2] if part.isdecimal()]
+    return numbers >= [12, 9] or not numbers
+
+
 @lru_cache(maxsize=1)
 def cuda_major() -> str:
     """The CUDA major whose cubins are made and loaded here: NVRTC's, or where there is none that
