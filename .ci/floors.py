@@ -1,4 +1,4 @@
-"""Prints the oldest versions that pyproject.toml permits, as constraints for pip: ``name==floor``."""
+"""Prints the oldest versions that pyproject.toml permits, as constraints of pip."""
 
 import re
 from pathlib import Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -115,3 +116,21 @@ def test_import_and_compile_with_a_home_that_cannot_be_written():
     assert found.stdout.split() == ["2", "True"]
     assert found.stderr.count("RuntimeWarning") == 1
     assert "KERNLIB_CACHE_DIR" in found.stderr
+
+
+# The versions that are permitted.
+
+
+def test_every_requirement_has_an_oldest_version_that_the_document_names():
+    root = PACKAGE.parent
+    if not (root / "pyproject.toml").exists():
+        pytest.skip("kernlib is installed, without its checkout")
+    said = subprocess.check_output([sys.executable, str(root / ".ci" / "floors.py")], text=True)
+    floors = dict(line.split("==") for line in said.splitlines())
+    text = (root / "pyproject.toml").read_text()
+    required = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.M | re.S)[1]
+    for name in re.findall(r'"([\w-]+)', required):
+        assert name in floors, f"{name} has no lower bound"
+    document = (root / "docs" / "versions.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \|$", document, re.M))
+    assert rows == floors

@@ -74,7 +74,7 @@ def nvrtc_version() -> str:
 
 
 def nvrtc_caches() -> bool:
-    """Whether NVRTC has a cache of its own, from 12.9 on; older ones refuse the option against it."""
+    """Whether NVRTC has a cache of its own, as from 12.9 on; older ones refuse the option."""
     numbers = [int(part) for part in nvrtc_version().split(".")[:2] if part.isdecimal()]
     return numbers >= [12, 9] or not numbers
 
