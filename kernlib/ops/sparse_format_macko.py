@@ -29,6 +29,7 @@ TENSORS = ("values", "deltas", "row_ptr")
 FACTS = ("entries", "longest", "busiest", "nnz")
 PADDED = 8  # entries, to a multiple of which the stream is padded
 WIDE_FROM = 2**31  # entries from which row_ptr takes int64
+MOST_COLUMNS = 2**31 - 1  # on a GPU, whose kernels count the entries of a row by 32 bits
 BLOCK = 32  # rows, of which ``busiest`` tells the entries
 LAST_CODE = 15
 # Bits behind the sign, and the infinity's.
@@ -106,8 +107,8 @@ def nbytes(dense: torch.Tensor) -> int | None:
 
 
 def _is_too_wide(dense: torch.Tensor) -> bool:
-    """Whether kernels, which count the entries of a row by 32 bits, may count wrongly."""
-    return dense.device.type == "cuda" and dense.shape[1] >= WIDE_FROM
+    """Whether kernels may count the entries of a row wrongly."""
+    return dense.device.type == "cuda" and dense.shape[1] > MOST_COLUMNS
 
 
 def check(
