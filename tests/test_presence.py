@@ -326,12 +326,14 @@ def test_dead_marks_stay_until_there_is_another(tmp_path, monkeypatch, walks):
     assert len(walks) == 1
 
 
-@pytest.mark.parametrize("call", ["write_text", "unlink"])
+@pytest.mark.parametrize(
+    "call", [(presence.private, "write_note"), (presence.Path, "unlink")], ids=["write", "unlink"]
+)
 def test_a_close_that_fails_leaves_nothing_locked(tmp_path, monkeypatch, walks, call):
     filled(tmp_path)
     store, before = opened(tmp_path), set(locks._open_fds)
     with monkeypatch.context() as patch:
-        patch.setattr(presence.Path, call, fails(errno.ENOSPC))
+        patch.setattr(*call, fails(errno.ENOSPC))
         store.close()
     assert set(locks._open_fds) < before and store._env is None
     assert [is_locked(mark) for mark in marks(tmp_path)] == [False]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import lmdb
@@ -11,9 +12,15 @@ from store_cases import (
     key,
     no_store_outlives_its_test,  # noqa: F401
     opened,
+    run,
 )
 
-from kernlib.jit import private
+from kernlib.cli import health
+from kernlib.jit import bundle, private
+from kernlib.jit import store as module
+from kernlib.jit.bundle import open_bundle
+from kernlib.jit.entry import Entry
+from kernlib.jit.locks import FileHold
 from kernlib.jit.store import MemoryStore, open_store
 
 
@@ -119,3 +126,202 @@ def test_a_child_forked_in_the_middle_of_a_put_counts_its_bytes_anew():
         good = store.put(key(2), bytes(900)) and store.get(key(1)) is not None
         os._exit(0 if good and store.info()["bytes_used"] == 1000 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# A cache that nobody can write: on a read-only mount, say, of a container's image.
+
+
+@pytest.fixture
+def read_only(tmp_path, monkeypatch):
+    """A store with a kernel and a tuning result, as it looks on a file system that is read only."""
+
+    def mounted():
+        store = opened(tmp_path)
+        store.put(key(1), b"1"), store.put_tuning(key(2), b"2")
+        store.close()
+        module._stores.clear()
+
+        def refuse(hold):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(hold.path))
+
+        monkeypatch.setattr(FileHold, "_try", refuse)
+        return tmp_path
+
+    return mounted
+
+
+def opened_read_only(path):
+    with pytest.warns(RuntimeWarning, match=r"cannot be written .*beside those it holds") as caught:
+        store = open_store(path, BUDGET)
+    assert len(caught) == 1 and isinstance(store, MemoryStore)
+    return store
+
+
+def test_a_cache_on_a_read_only_file_system_serves_and_stays_as_it_is(read_only):
+    path = read_only()
+    before = {each: each.stat().st_mtime_ns for each in path.rglob("*")}
+    store = opened_read_only(path)
+    assert store.get(key(1)) == b"1" and store.get_tuning(key(2)) == b"2"
+    assert store.put(key(3), b"3") and store.get(key(3)) == b"3"
+    assert store.get(key(4)) is None and store.get_tuning(key(4)) is None
+    assert dict(store.items()) == {key(1): b"1", key(3): b"3"} and store.info()["entries"] == 2
+    store.delete(key(1))  # which the driver has refused
+    assert store.get(key(1)) is None and dict(store.items()) == {key(3): b"3"}
+    assert {each: each.stat().st_mtime_ns for each in path.rglob("*")} == before
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if store.get_tuning(key(2)) == b"2" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_read_only_cache_that_is_damaged_or_anothers_is_not_read(read_only, monkeypatch):
+    path = read_only()
+    with monkeypatch.context() as patch:
+        foreign(patch, path / "v1" / "store" / "data.mdb")
+        unusable(path, "it belongs to user 4242")
+    module._stores.clear()
+    data = path / "v1" / "store" / "data.mdb"
+    data.write_bytes(bytes(8192) + data.read_bytes()[8192:])
+    assert unusable(path, os.strerror(errno.EROFS))._behind is None
+
+
+def test_a_read_only_file_system_without_a_cache(tmp_path, read_only):
+    read_only()
+    shutil.rmtree(tmp_path / "v1" / "store")
+    unusable(tmp_path, os.strerror(errno.EROFS))
+
+
+# Files of the store that are not what they should be.
+
+
+ODD = {
+    "pipe": lambda path, _elsewhere: os.mkfifo(path),
+    "folder": lambda path, _elsewhere: path.mkdir(),
+    "link": lambda path, elsewhere: path.symlink_to(elsewhere),
+}
+FILES = (
+    "store/data.mdb",
+    "store/lock.mdb",
+    "store.lock",
+    "store.left",
+    "open/1-1",
+    "locks/00.lock",
+)
+HOW = """
+import resource, warnings
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+warnings.simplefilter("ignore")
+from kernlib.jit.locks import KeyLocks
+from kernlib.jit.store import locks_directory
+store = open_store(Path(sys.argv[1]), 8 << 20, 16 << 20)
+assert store.put(key(1), b"1") and store.get(key(1)) == b"1"
+with KeyLocks(locks_directory(sys.argv[1])).hold(bytes(32), 0):
+    pass
+store.close()
+assert open_store(Path(sys.argv[1]), 8 << 20, 16 << 20).get(key(1)) in (b"1", None)
+"""
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_plain_file_hangs_nobody_and_is_not_written(tmp_path, name, kind):
+    opened(tmp_path).close()
+    module._stores.clear()
+    path = tmp_path / "v1" / name
+    path.unlink(missing_ok=True)
+    (tmp_path / "elsewhere").write_bytes(b"precious")
+    ODD[kind](path, tmp_path / "elsewhere")
+    assert run(HOW, tmp_path) == 0
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
+
+
+def test_a_bundle_that_is_a_pipe_is_passed_over(tmp_path):
+    (tmp_path / "bundle").mkdir(mode=0o755)
+    os.mkfifo(tmp_path / "bundle" / "kernels.mdb", 0o644)
+    with pytest.raises(OSError, match="no plain file"):
+        open_bundle(tmp_path / "bundle")
+
+
+def test_a_pipe_in_place_of_the_store_does_not_hang_its_verification(tmp_path):
+    (tmp_path / "v1" / "store").mkdir(parents=True)
+    os.mkfifo(tmp_path / "v1" / "store" / "data.mdb")
+    assert health.before_opening(tmp_path).pages == []
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb"])
+def test_a_file_of_the_store_that_others_may_write_or_own(tmp_path, monkeypatch, name):
+    opened(tmp_path).close()
+    module._stores.clear()
+    path = tmp_path / "v1" / "store" / name
+    path.chmod(0o666)
+    unusable(tmp_path, "others may write it (mode 666), chmod go-w would do")
+    module._stores.clear()
+    path.chmod(0o600)
+    foreign(monkeypatch, path)
+    unusable(tmp_path, "it belongs to user 4242")
+
+
+def foreign(monkeypatch, *paths):
+    """Files that look as if another user owned them: only root could really give them away."""
+    stat, lstat = os.stat, os.lstat
+
+    def owned(call):
+        def of(path, *arguments, **options):
+            found = call(path, *arguments, **options)
+            if not isinstance(path, int) and Path(path) in paths:
+                fields = list(found)
+                fields[4] = 4242
+                return os.stat_result(fields)
+            return found
+
+        return of
+
+    monkeypatch.setattr(os, "stat", owned(stat))
+    monkeypatch.setattr(os, "lstat", owned(lstat))
+
+
+@pytest.mark.parametrize("below", ["v1/locks", "v1/open"])
+def test_folders_of_locks_that_others_may_write(tmp_path, below):
+    opened(tmp_path).close()
+    module._stores.clear()
+    (tmp_path / below).chmod(0o777)
+    unusable(tmp_path, "chmod go-w")
+
+
+@pytest.mark.parametrize("part", ["", "kernels.mdb"])
+def test_a_bundle_of_another_user_is_passed_over(tmp_path, monkeypatch, part):
+    bundle.write(tmp_path / "bundle", {key(1): Entry("k", b"cubin", {})})
+    folder = tmp_path / "bundle"
+    open_bundle(folder).close()
+    with monkeypatch.context() as patch:
+        foreign(patch, folder / part)
+        with pytest.raises(PermissionError, match="belongs to user 4242"):
+            open_bundle(folder)
+    with monkeypatch.context() as patch:  # root's are everybody's
+        patch.setattr(os, "geteuid", lambda: 4242)
+        owner = os.stat(folder).st_uid
+        if owner == 0:
+            open_bundle(folder).close()
+
+
+MASKS = """
+os.umask(int(sys.argv[2], 8))
+from kernlib.jit.locks import KeyLocks
+from kernlib.jit.store import locks_directory
+for _ in range(2):
+    store = open_store(Path(sys.argv[1]), 8 << 20, 16 << 20)
+    assert store.put(key(1), b"1") and store.info()["kind"] == "lmdb"
+    with KeyLocks(locks_directory(sys.argv[1])).hold(bytes(32), 0) as owned:
+        assert owned
+    store.close()
+"""
+
+
+@pytest.mark.parametrize("mask", ["000", "022", "077", "777"])
+def test_modes_are_the_same_under_every_umask(tmp_path, mask):
+    """Also those of the folders above the cache that it has made."""
+    assert run(MASKS, tmp_path / "above" / "cache", mask) == 0
+    found = {path for path in (tmp_path / "above").rglob("*")} | {tmp_path / "above"}
+    assert {path.name for path in found} >= {"store.left", "store.lock", "data.mdb", "00.lock"}
+    for path in found:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path

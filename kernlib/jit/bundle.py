@@ -35,8 +35,11 @@ NOT_SHIPPED = (
 class Bundle:
     """A bundle opened for reading. Made by :func:`open_bundle`; `get` and `items` raise nothing."""
 
-    def __init__(self, folder: Path):
+    databases: tuple[bytes, ...] = (DATABASE,)
+
+    def __init__(self, folder: Path, file: str = FILE):
         self.folder = Path(folder)
+        self._path = self.folder / file
         self._lock = threading.RLock()
         self._env: lmdb.Environment | None = None
         _instances.add(self)
@@ -48,14 +51,15 @@ class Bundle:
                 return
             try:
                 self._env = lmdb.open(
-                    str(self.folder / FILE),
+                    str(self._path),
                     subdir=False,
                     readonly=True,
                     lock=False,  # a read-only file system takes no lock file
-                    max_dbs=1,
+                    max_dbs=len(self.databases),
                     lib_version=0,
                 )
-                self._kernels = self._env.open_db(DATABASE, create=False)
+                opened = [self._env.open_db(name, create=False) for name in self.databases]
+                self._kernels, self._tuning = opened[0], opened[-1]
             except BaseException:
                 self.close()
                 raise
@@ -80,8 +84,7 @@ class Bundle:
 
     def info(self) -> dict[str, object]:
         """kind, path, entries, bytes_used."""
-        path = self.folder / FILE
-        used = path.stat().st_size if path.exists() else 0
+        used = self._path.stat().st_size if self._path.exists() else 0
         facts = {"kind": "bundle", "path": str(self.folder), "entries": 0, "bytes_used": used}
         try:
             self.open()
@@ -100,10 +103,11 @@ def open_bundle(folder: Path, found: Bundle | None = None) -> Bundle:
     """The bundle in ``folder``, its pages walked once; ``found`` is the object for it, if the
     caller has one.
 
-    Raises OSError when there is none, when others may write it, or when it is cut or damaged.
+    Raises OSError when there is none, when others than root and the user may write it, or when it
+    is cut or damaged.
     """
     folder = Path(folder)
-    _refuse_writable(folder)
+    _refuse_others(folder)
     problems = walk(folder / FILE)
     if problems:
         raise OSError(f"{folder / FILE} is damaged ({problems[0]}); export it again")
@@ -115,8 +119,8 @@ def open_bundle(folder: Path, found: Bundle | None = None) -> Bundle:
     return found
 
 
-def _refuse_writable(folder: Path) -> None:
-    """Cubins are executable code: nobody but the owner may exchange them."""
+def _refuse_others(folder: Path) -> None:
+    """Cubins are executable code: nobody but root and the user may exchange them."""
     path = folder / FILE
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file; name the folder that holds {FILE}")
@@ -126,7 +130,13 @@ def _refuse_writable(folder: Path) -> None:
             advice = "this is a cache, which may change while it is read: " + advice
         raise FileNotFoundError(f"{folder} holds no {FILE}; {advice}")
     for part in (folder, path):
-        mode = os.stat(part).st_mode
+        found = os.stat(part)
+        if found.st_uid not in (0, os.geteuid()):
+            raise PermissionError(
+                f"{part} belongs to user {found.st_uid}, who may change it; a bundle must be "
+                "root's or your own, as a copy of it is"
+            )
+        mode = found.st_mode
         if mode & 0o022 and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
             raise PermissionError(
                 f"others may write {part} (mode {mode & 0o777:o}); chmod go-w would do"

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import threading
 import time
 import weakref
@@ -30,7 +31,7 @@ from kernlib.jit import private
 from kernlib.jit.locks import hold_file, surely
 from kernlib.jit.presence import Presence, dead_marks, fingerprint
 
-LAYOUT = "v1"
+LAYOUT, STORE, DATA, LOCKS = "v1", "store", "data.mdb", "locks"
 DATABASES = ("kernels", "days", "tuning")
 SMALLEST_MAP_BYTES = 16 << 20
 LARGEST_MAP_BYTES = 1 << 40  # a header that asks for more is damaged
@@ -59,6 +60,8 @@ def walk(data: Path) -> list[str]:
     Raises OSError."""
     import lmdb.verify  # 3 ms, and only after an unclean end
 
+    if not stat.S_ISREG(os.stat(data).st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(data))  # reading a pipe hangs
     try:
         return lmdb.verify.verify(str(data), subdir=False)
     except lmdb.verify.VerifyError as error:
@@ -92,8 +95,8 @@ class Environment:
     def __init__(self, directory: Path, map_bytes: int):
         self.directory = Path(directory)
         root = self.directory / LAYOUT
-        self.path = root / "store"
-        self._data = self.path / "data.mdb"
+        self.path = root / STORE
+        self._data = self.path / DATA
         self._gate_path = root / "store.lock"
         self._presence = Presence(root / "open", root / "store.left")
         self._map_bytes = map_bytes
@@ -108,8 +111,11 @@ class Environment:
         """Open or create it; a damaged one is moved aside. Raises OSError, lmdb.Error."""
         private.refuse_network(self.directory)
         private.refuse_bundle(self.directory)
-        for folder in (self.directory, self.directory / LAYOUT, self.path):
+        root = self.directory / LAYOUT
+        for folder in (self.directory, root, self.path, root / LOCKS):
             private.make_private(folder)
+        for file in (self._data, self.path / "lock.mdb"):
+            private.refuse_odd(file)
         try:
             self._gated(self._open_checked)
         except BaseException:
@@ -205,6 +211,8 @@ class Environment:
         if size is not None and size < need:  # ours are as long as their map, see _extend
             raise lmdb.CorruptedError(f"{self._data} is cut: {size} of {need} bytes")
         self._extend()
+        if size is None:
+            os.chmod(self._data, 0o600)  # whatever the umask says
         self._file = private.identity(self._data)
         self._env.reader_check()
         with self._env.begin(write=True) as txn:

@@ -24,6 +24,8 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from kernlib.jit import private
+
 SHARDS = 256
 FIRST_POLL_S = 0.001
 LONGEST_POLL_S = 0.05
@@ -137,7 +139,7 @@ class _KeyHold(Hold):
         if not self._threads.acquire():
             return False
         try:
-            self._file.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private.make_folder(self._file.path.parent)
             return self._file.acquire()
         except OSError:
             return False
@@ -177,8 +179,7 @@ class FileHold(Hold):
         for: then two owners would hold two files of one name."""
         self._owner = os.getpid()
         with _guard:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(self.path, flags, 0o600)
+            self._fd = private.open_plain(self.path, os.O_RDWR | os.O_CREAT)
             _open_fds[self._fd] = self
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,15 +6,24 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kernlib.jit.read_only import ReadOnlyCache
 
 _instances: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
 
 
 class MemoryStore:
-    """The same verbs on a dict: for this process only, dropping the oldest put over the budget."""
+    """The same verbs on a dict: for this process only, dropping the oldest put over the budget.
 
-    def __init__(self, budget: int):
+    ``behind`` is a cache that cannot be written, which is asked for what is not in the dict.
+    """
+
+    def __init__(self, budget: int, behind: ReadOnlyCache | None = None):
         self.budget = budget
+        self._behind = behind
+        self._hidden: set[bytes] = set()  # of what is behind: deleted here
         self._values: dict[bytes, bytes] = {}
         self._tuning: dict[bytes, bytes] = {}
         self._bytes = 0
@@ -22,29 +31,38 @@ class MemoryStore:
         _instances.add(self)
 
     def get(self, key: bytes) -> bytes | None:
-        return self._values.get(key)
+        found = self._values.get(key)
+        if found is None and self._behind is not None and key not in self._hidden:
+            found = self._behind.get(key)
+        return found
 
     def put(self, key: bytes, value: bytes) -> bool:
         if len(value) > self.budget:
             return False
         with self._lock:
-            self.delete(key)
+            self._forget(key)
             while self._bytes + len(value) > self.budget:
-                self.delete(next(iter(self._values)))
+                self._forget(next(iter(self._values)))
             self._values[key] = bytes(value)
             self._bytes += len(value)
         return True
 
     def delete(self, key: bytes) -> None:
         with self._lock:
-            self._bytes -= len(self._values.pop(key, b""))
+            self._forget(key)
+            self._hidden.add(key)
+
+    def _forget(self, key: bytes) -> None:
+        self._bytes -= len(self._values.pop(key, b""))
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
+        behind = () if self._behind is None else self._behind.items()
         with self._lock:
-            return iter(list(self._values.items()))
+            found = {key: value for key, value in behind if key not in self._hidden}
+            return iter((found | self._values).items())
 
     def info(self) -> dict[str, object]:
-        facts = {"kind": "memory", "path": None, "entries": len(self._values)}
+        facts = {"kind": "memory", "path": None, "entries": sum(1 for _ in self.items())}
         facts["tuning"] = len(self._tuning)
         return facts | {"bytes_used": self._bytes, "budget": self.budget}
 
@@ -52,9 +70,13 @@ class MemoryStore:
         with self._lock:
             self._values.clear()
             self._bytes = 0
+            self._hidden.update(key for key, _ in self.items())
 
     def get_tuning(self, key: bytes) -> bytes | None:
-        return self._tuning.get(key)
+        found = self._tuning.get(key)
+        if found is None and self._behind is not None:
+            found = self._behind.get_tuning(key)
+        return found
 
     def put_tuning(self, key: bytes, value: bytes) -> bool:
         self._tuning[key] = bytes(value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from pathlib import Path
 
 BUNDLE = "kernels.mdb"  # the one file of a bundle, which is no place for a store
+NOTE_BYTES = 1 << 10
 LOCK_FILE_BYTES = 64 << 10  # 64 bytes a reader: room for 1022
 
 # NOTE: LMDB maps a shared lock file and leans on flock: neither is sound across hosts.
@@ -31,7 +33,7 @@ def reserve_lock_file(path: Path) -> None:
     """
     if path.exists() and path.stat().st_size:  # not one that an interrupt left empty
         return
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_plain(path, os.O_WRONLY | os.O_CREAT)
     try:
         if os.write(fd, bytes(LOCK_FILE_BYTES)) < LOCK_FILE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -42,15 +44,78 @@ def reserve_lock_file(path: Path) -> None:
         os.close(fd)
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder and those above it, where there are none, for their owner alone whatever the
+    umask says. Raises OSError."""
+    missing = [folder]
+    while not os.path.lexists(missing[-1].parent):
+        missing.append(missing[-1].parent)
+    for each in reversed(missing):
+        try:
+            os.mkdir(each, 0o700)
+        except FileExistsError:
+            if not each.is_dir():
+                raise
+        else:
+            os.chmod(each, 0o700)
+
+
 def make_private(folder: Path) -> None:
     """Make the folder, or refuse one that somebody else may write: cubins are executable code."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = os.stat(folder)
-    if found.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", str(folder))
+    make_folder(folder)
+    refuse_others(folder, os.stat(folder), (os.geteuid(),))
+
+
+def refuse_others(path: Path, found: os.stat_result, owners: tuple[int, ...]) -> None:
+    """Raises PermissionError for what others than ``owners`` may write."""
+    if found.st_uid not in owners:
+        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", str(path))
     if found.st_mode & 0o022:
         reason = f"others may write it (mode {found.st_mode & 0o777:o}), chmod go-w would do"
-        raise PermissionError(errno.EPERM, reason, str(folder))
+        raise PermissionError(errno.EPERM, reason, str(path))
+
+
+def refuse_odd(path: Path, owners: tuple[int, ...] | None = None) -> None:
+    """Raises OSError for what is no plain file (opening a pipe waits for ever) or what others than
+    ``owners`` may write, by default the user; a path with nothing there passes."""
+    if os.path.lexists(path):
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        refuse_others(path, found, owners or (os.geteuid(),))
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """A descriptor of a plain file, one that is made being the owner's alone: neither a symbolic
+    link nor a pipe, which would wait for its other end. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        if flags & os.O_CREAT:
+            os.fchmod(fd, 0o600)  # whatever the umask says
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_note(path: Path) -> str:
+    """The text of a small file. Raises OSError and UnicodeDecodeError."""
+    fd = open_plain(path, os.O_RDONLY)
+    try:
+        return os.read(fd, NOTE_BYTES).decode()
+    finally:
+        os.close(fd)
+
+
+def write_note(path: Path, text: str) -> None:
+    """Write a small file, in the place of what it held. Raises OSError."""
+    fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
 
 
 def refuse_bundle(folder: Path) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import lmdb
 
 from kernlib.jit import private
-from kernlib.jit.environment import DAMAGE, LAYOUT, Environment
+from kernlib.jit.environment import DAMAGE, LAYOUT, LOCKS, Environment
 from kernlib.jit.memory import MemoryStore
 from kernlib.settings import MAP_BYTES
 
@@ -50,32 +50,41 @@ def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> Lmdb
             return store
         # Noted before it is opened: LMDB refuses to open one again that an interrupt made us lose.
         disk = _opening.setdefault(name, LmdbStore(Path(name), budget, map_bytes))
-        store, reason = _open_or_memory(Path(directory), disk)
+        store, said = _open_or_memory(Path(directory), disk)
         store.budget = budget
         _stores[name] = store
         del _opening[name]
-    if reason:
-        warnings.warn(
-            f"the kernel cache in {directory} cannot be used ({reason}); kernels are kept in memory"
-            " for this process only. Set KERNLIB_CACHE_DIR to a local folder of your own",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    if said:
+        said += ". Set KERNLIB_CACHE_DIR to a local folder of your own"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
     return store
 
 
 def locks_directory(directory: Path) -> Path:
     """Where the key locks of this cache directory live: outside what is moved aside."""
-    return Path(directory) / LAYOUT / "locks"
+    return Path(directory) / LAYOUT / LOCKS
 
 
 def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemoryStore, str]:
+    """The store, open, or one in memory and what is to be said of that."""
+    cannot = f"the kernel cache in {named} cannot be "
+    memory = "; kernels are kept in memory for this process only"
     try:
         if str(named).startswith("~"):
             raise FileNotFoundError(errno.ENOENT, "no home directory")
         store.open()
     except (OSError, lmdb.Error) as error:
-        return MemoryStore(store.budget), str(error)
+        if getattr(error, "errno", None) == errno.EROFS:
+            from kernlib.jit import read_only  # which few need
+
+            try:
+                behind = read_only.find(store.directory)
+            except OSError as refused:
+                error, behind = refused, None
+            if behind is not None:
+                said = f"{cannot}written ({error}){memory}, beside those it holds"
+                return MemoryStore(store.budget, behind), said
+        return MemoryStore(store.budget), f"{cannot}used ({error}){memory}"
     return store, ""
 
 
