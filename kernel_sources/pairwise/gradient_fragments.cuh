@@ -1,29 +1,35 @@
-// Slopes and weights as bfloat16 fragments of tensor cores.
+// Slopes and weights as fragments of tensor cores, in parts that add up to what FP32 lanes
+// multiply.
 //
-// A float is the sum of a high and a low bfloat16 to 2^-17 of it, of three to all its bits. The
-// sign of a difference is exact in one. Of 16 points a lane holds four neighbouring ones, 4t to
-// 4t + 3 for t = lane % 4, in place of the 2t, 2t + 1, 2t + 8, 2t + 9 of common/mma.cuh. The sum
-// over points is the same as long as both factors agree, and its four are one 16-byte read.
+// A sign is exact in one bfloat16, and a weight in three, each the upper bits of what the last one
+// left. Other slopes and their weights are two TF32 numbers each, of which three products count:
+// less than 2^-19 of a term is lost. (Two bfloat16 parts of each lost up to 2^-15.) Parts are cut
+// off, not rounded, so that none is infinite where the whole is not.
+//
+// Of 16 points a lane holds four neighbouring ones, 4t to 4t + 3 for t = lane % 4, in place of
+// 2t, 2t + 1, 2t + 8, 2t + 9 (bfloat16) or t, t + 4, t + 8, t + 12 (TF32) of common/mma.cuh. The
+// sum over points is the same as long as both factors agree, and its four are one 16-byte read.
 #pragma once
 
 #include "common/mma.cuh"
 
-// Two floats rounded to bfloat16, the first one in the lower half.
-__device__ __forceinline__ u32 pack(float first, float second) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
-    return y;
+// What a float leaves of another, whose upper bits it is: nothing of an infinity or a NaN.
+__device__ __forceinline__ float left_of(float whole, u32 upper) {
+    float left = whole - __uint_as_float(upper);
+    return left == left ? left : 0.0f;
 }
-__device__ __forceinline__ float lower(u32 x) { return __uint_as_float(x << 16); }
-__device__ __forceinline__ float upper(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 
-// The high parts of two floats, which are left with what is missing.
-__device__ __forceinline__ u32 split(float& first, float& second) {
-    u32 high = pack(first, second);
-    first -= lower(high);
-    second -= upper(high);
-    return high;
+// The upper halves of two floats, which are bfloat16, the first one in the lower half. The floats
+// are left with what is missing.
+__device__ __forceinline__ u32 cut(float& first, float& second) {
+    u32 x = __float_as_uint(first), y = __float_as_uint(second);
+    first = left_of(first, x & 0xffff0000u);
+    second = left_of(second, y & 0xffff0000u);
+    return __byte_perm(x, y, 0x7632);
 }
+
+// The upper 19 bits of a float, all that a tensor core reads of TF32.
+__device__ __forceinline__ u32 upper_bits(float x) { return __float_as_uint(x) & 0xffffe000u; }
 
 // The signs of two floats: 1, -1 or (for a zero of either sign) 0, and 1 or -1 for a NaN. The
 // upper half of a float is one of bfloat16, which is 0 for those below 2^-133 alone.
@@ -45,15 +51,32 @@ __device__ __forceinline__ u32 signs(float first, float second) {
     return (upper & 0x80008000u) | one;
 }
 
-// Four points of one column of weights: high and low parts.
-struct alignas(16) TwoTerms {
-    u32 high[2], low[2];
+// Four points of one column of weights: parts, each of pairs of points or (TF32) of points.
+template <bool SIGN>
+struct Terms;
+
+template <>
+struct Terms<true> {
+    static constexpr int PARTS = 3, WORDS = 2;
+    u32 part[PARTS][WORDS];
+    __device__ __forceinline__ explicit Terms(float (&value)[4]) {
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            part[i][0] = cut(value[0], value[1]);
+            part[i][1] = cut(value[2], value[3]);
+        }
+    }
 };
-__device__ __forceinline__ TwoTerms two_terms(float (&value)[4]) {
-    TwoTerms made;
-    made.high[0] = split(value[0], value[1]);
-    made.high[1] = split(value[2], value[3]);
-    made.low[0] = pack(value[0], value[1]);
-    made.low[1] = pack(value[2], value[3]);
-    return made;
-}
+
+template <>
+struct Terms<false> {
+    static constexpr int PARTS = 2, WORDS = 4;
+    u32 part[PARTS][WORDS];
+    __device__ __forceinline__ explicit Terms(const float (&value)[4]) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            part[0][i] = upper_bits(value[i]);
+            part[1][i] = round_to_tf32(__float_as_uint(left_of(value[i], part[0][i])));
+        }
+    }
+};

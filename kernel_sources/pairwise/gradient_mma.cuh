@@ -3,7 +3,9 @@
 #pragma once
 
 constexpr int TILE_STEP = 16;  // features from one tile of a warp to its next
-constexpr int TERM_BYTES = SINGLE ? 8 * 16 : 16 * 32 * COLUMN_TILES;  // of a query and a step
+constexpr int PART_BYTES = 32 * 4 * Parts::WORDS;  // of a tile of columns
+// Of a query and a step:
+constexpr int TERM_BYTES = SINGLE ? 8 * 16 : Parts::PARTS * PART_BYTES * COLUMN_TILES;
 constexpr int TERMS = QUERIES * STEPS * TERM_BYTES;
 
 // The place of a warp's queries and features in the tile, and of a lane's.
@@ -27,45 +29,69 @@ __device__ __forceinline__ void store_single(unsigned char* terms, int place, in
 
 // Four weights of column o.
 __device__ __forceinline__ void store_terms(unsigned char* terms, int place, int o, int quad,
-                                            const TwoTerms& made) {
-    int lane = o / 8 * 32 + o % 8 * 4 + quad;
-    reinterpret_cast<TwoTerms*>(terms + place * TERM_BYTES)[lane] = made;
+                                            const Parts& made) {
+    unsigned char* to = terms + place * TERM_BYTES + o / 8 * Parts::PARTS * PART_BYTES;
+    int lane = o % 8 * 4 + quad;
+#pragma unroll
+    for (int i = 0; i < Parts::PARTS; ++i) {
+        Vector<u32, Parts::WORDS> part;
+#pragma unroll
+        for (int w = 0; w < Parts::WORDS; ++w) part.element[w] = made.part[i][w];
+        store_vector(reinterpret_cast<u32*>(to + i * PART_BYTES) + lane * Parts::WORDS, part);
+    }
 }
 
 __device__ __forceinline__ void publish_terms() {}
 
+// In the order of the program where it is long: hoisted, they would not fit registers.
+template <int N>
+__device__ __forceinline__ Vector<u32, N> read_part(const u32* from) {
+    if constexpr (N == 4) return load_shared_in_order<u32, N>(from);
+    else return load_vector<u32, N>(from);
+}
+
 struct Weights {
-    u32 high[COLUMN_TILES][2], low[COLUMN_TILES][2];
+    Vector<u32, Parts::WORDS> part[COLUMN_TILES][SINGLE ? 1 : Parts::PARTS];
 };
 
 __device__ __forceinline__ void read_weights(Weights& weights, const unsigned char* terms, int q,
                                              int step) {
     const unsigned char* from = terms + (q * STEPS + step) * TERM_BYTES;
     int lane = threadIdx.x % 32;
-    if (SINGLE) {
-        // Columns 0, 1, 2; the others come to nothing that is read.
-        auto parts = reinterpret_cast<const Vector<u32, 2>*>(from)[lane % 16];
-        weights.high[0][0] = parts.element[0];
-        weights.high[0][1] = parts.element[1];
-        return;
-    }
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n) {
-        auto made = load_vector<u32, 4>(reinterpret_cast<const u32*>(from) + (n * 32 + lane) * 4);
-        weights.high[n][0] = made.element[0];
-        weights.high[n][1] = made.element[1];
-        weights.low[n][0] = made.element[2];
-        weights.low[n][1] = made.element[3];
+    for (int i = 0; i < COLUMN_TILES * (SINGLE ? 1 : Parts::PARTS); ++i) {
+        // SINGLE: columns 0, 1, 2; the others come to nothing that is read.
+        int place = SINGLE ? lane % 16 : lane;
+        auto line = reinterpret_cast<const u32*>(from + i * PART_BYTES) + place * Parts::WORDS;
+        weights.part[i / Parts::PARTS][SINGLE ? 0 : i % Parts::PARTS] =
+            read_part<Parts::WORDS>(line);
     }
 }
 
-__device__ __forceinline__ void multiply(float (&sums)[COLUMN_TILES][4], const Slopes& slopes,
+// Whether a step's weights of all queries fit registers beside the sums.
+constexpr bool KEPT = Slope::SIGN && COLUMN_TILES == 1;
+
+template <class Made>
+__device__ __forceinline__ void multiply(float (&sums)[COLUMN_TILES][4], const Made& slopes,
                                          const Weights& weights) {
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; ++n) {
-        multiply_fragments<bfloat16_t>(sums[n], slopes.high, weights.high[n]);
-        if (!SINGLE) multiply_fragments<bfloat16_t>(sums[n], slopes.high, weights.low[n]);
-        if (!Slope::SIGN) multiply_fragments<bfloat16_t>(sums[n], slopes.low, weights.high[n]);
+        const auto& parts = weights.part[n];
+        if constexpr (Slope::SIGN) {
+#pragma unroll
+            for (int i = SINGLE ? 0 : Parts::PARTS - 1; i >= 0; --i) {
+                multiply_fragments<bfloat16_t>(sums[n], slopes.high, parts[i].element);
+            }
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 first[2] = {parts[0].element[half * 2], parts[0].element[half * 2 + 1]};
+                u32 second[2] = {parts[1].element[half * 2], parts[1].element[half * 2 + 1]};
+                multiply_fragments<float>(sums[n], slopes.low[half], first);
+                multiply_fragments<float>(sums[n], slopes.high[half], second);
+                multiply_fragments<float>(sums[n], slopes.high[half], first);
+            }
+        }
     }
 }
 
@@ -74,9 +100,11 @@ __device__ __forceinline__ void add_stage(Sums& sums, const Coordinates& x, cons
                                           const Exponents& exponents) {
 #pragma unroll 1
     for (int step = 0; step < STEPS; ++step) {
-        Weights weights[QUERIES_A_WARP];
+        Weights weights[KEPT ? QUERIES_A_WARP : 1];
 #pragma unroll
-        for (int q = 0; q < QUERIES_A_WARP; ++q) read_weights(weights[q], terms, place.q + q, step);
+        for (int q = 0; KEPT && q < QUERIES_A_WARP; ++q) {
+            read_weights(weights[q], terms, place.q + q, step);
+        }
         const float* points = raw + (step * FEATURES + place.k + place.row) * 16 + place.column * 4;
 #pragma unroll
         for (int f = 0; f < FEATURE_TILES; ++f) {
@@ -85,7 +113,8 @@ __device__ __forceinline__ void add_stage(Sums& sums, const Coordinates& x, cons
             for (int q = 0; q < QUERIES_A_WARP; ++q) {
                 Slopes slopes;
                 slopes.make(x[q][f], z, exponents);
-                multiply(sums[q][f], slopes, weights[q]);
+                if (!KEPT) read_weights(weights[0], terms, place.q + q, step);
+                multiply(sums[q][f], slopes, weights[KEPT ? q : 0]);
             }
         }
     }

@@ -2,12 +2,16 @@
 //
 // For one query the sum is a product: slopes (16 features x 16 points a warp), which are made in
 // registers just where mma.sync or wgmma wants them, times c W (16 points x columns), which the CTA
-// makes once a stage for all its features. Both factors are split into bfloat16 parts:
+// makes once a stage for all its features. Both factors are split (gradient_fragments.cuh):
 //
-//   SIGN      slopes are 1, -1 or 0, exact in one part. Two products, by the parts of c W, whose
-//             columns are coefficients; or, with SINGLE, one: the columns are the three parts of
-//             the only coefficient times W, and nothing is lost.
-//   else      two parts of each, three products: 2^-16 of each term at most.
+//   SIGN      slopes are 1, -1 or 0. Three products, by the parts of c W, whose columns are
+//             coefficients; or, with SINGLE, one: the columns are the parts of the only
+//             coefficient times W. Nothing is lost.
+//   else      two parts of each, three products of TF32, which cost six of bfloat16.
+//
+// Tensor cores cut off what does not fit their sums: each product loses 2^-26 of the sum so far on
+// average, always towards 0, which came to 2e-5 for 10000 points and 3e-4 for 100000. So registers
+// add their sums to the whole, and they begin anew, every CHAIN points.
 //
 // Floors on an H200, K = M = 10000 (points, queries), N = 768, 7.68e10 slopes:
 //   issue     SIGN 2.5 slots a slope and 0.25 or 0.5 for the products: 6.3 to 7 ms
@@ -23,9 +27,8 @@
 //   QUERIES_A_WARP, FEATURE_TILES  of a warp, tiles of 16 features
 //   WARPS_Q, WARPS_K       warps side by side along queries and along features
 //   STEPS                  times 16 points of a stage
-//   TOGETHER               queries whose slopes wgmma multiplies while the next ones' are made
 //   BLOCKS                 CTAs of a multiprocessor
-//   CHAIN                  points of a SINGLE coefficient whose sums stay in tensor cores
+//   CHAIN                  stages that tensor cores sum up alone
 #pragma once
 
 using InputT = float;
@@ -36,6 +39,7 @@ using AccT = float;
 #include "pairwise/gradient_fragments.cuh"
 
 using Slope = SLOPE;
+using Parts = Terms<Slope::SIGN>;
 
 constexpr int THREADS = 32 * WARPS_Q * WARPS_K;
 constexpr int QUERIES = QUERIES_A_WARP * WARPS_Q, FEATURES = 16 * FEATURE_TILES * WARPS_K;
@@ -46,7 +50,9 @@ static_assert(!SINGLE || (Slope::SIGN && COLUMN_TILES == 1), "SINGLE is for sign
 
 #include "pairwise/gradient_stage.cuh"
 
-using Sums = float[QUERIES_A_WARP][FEATURE_TILES][COLUMN_TILES][4];
+using Sums = float[QUERIES_A_WARP][FEATURE_TILES][COLUMN_TILES][4];  // of tensor cores
+constexpr int KEPT_SUMS = SINGLE ? 2 : 4 * COLUMN_TILES;  // the parts of SINGLE become one
+using Totals = float[QUERIES_A_WARP][FEATURE_TILES][KEPT_SUMS];
 using Coordinates = float[QUERIES_A_WARP][FEATURE_TILES][2];
 
 // Coordinates of z of a lane's two features (8 apart) and four points.
@@ -56,9 +62,33 @@ struct Points {
         : z{load_vector<float, 4>(from), load_vector<float, 4>(from + 8 * 16)} {}
 };
 
-// A query's slopes at those, in high and low parts; signs have no low ones.
-struct Slopes {
-    u32 high[4], low[4];
+// A query's slopes at those, as fragments: signs of 16 points, or others of 8, and 8, in two parts.
+struct Signs {
+    u32 high[4];
+    __device__ __forceinline__ void put(int half, int r, float first, float second,
+                                        const Exponents&) {
+        high[half * 2 + r] = signs(first, second);
+    }
+};
+struct Values {
+    u32 high[2][4], low[2][4];
+    __device__ __forceinline__ void put(int half, int r, float first, float second,
+                                        const Exponents& exponents) {
+        float slope[2] = {Slope::at(first, exponents), Slope::at(second, exponents)};
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            u32 upper = upper_bits(slope[e]);
+            high[half][e * 2 + r] = upper;
+            low[half][e * 2 + r] = __float_as_uint(slope[e] - __uint_as_float(upper));
+        }
+    }
+};
+template <bool SIGN>
+struct SlopesOf : Signs {};
+template <>
+struct SlopesOf<false> : Values {};
+
+struct Slopes : SlopesOf<Slope::SIGN> {
     __device__ __forceinline__ void make(const float (&x)[2], const Points& points,
                                          const Exponents& exponents) {
 #pragma unroll
@@ -66,15 +96,7 @@ struct Slopes {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const auto& z = points.z[r].element;
-                float first = x[r] - z[half * 2], second = x[r] - z[half * 2 + 1];
-                if (Slope::SIGN) {
-                    high[half * 2 + r] = signs(first, second);
-                } else {
-                    first = Slope::at(first, exponents);
-                    second = Slope::at(second, exponents);
-                    high[half * 2 + r] = split(first, second);
-                    low[half * 2 + r] = pack(first, second);
-                }
+                put(half, r, x[r] - z[half * 2], x[r] - z[half * 2 + 1], exponents);
             }
         }
     }
@@ -105,8 +127,8 @@ __device__ __forceinline__ void make_single_terms(unsigned char* terms, const fl
         }
 #pragma unroll
         for (int part = 0; part < 3; ++part) {
-            u32 first = split(w.element[0], w.element[1]);
-            store_single(terms, place, quad, part, first, split(w.element[2], w.element[3]));
+            u32 first = cut(w.element[0], w.element[1]);
+            store_single(terms, place, quad, part, first, cut(w.element[2], w.element[3]));
         }
     }
 }
@@ -131,7 +153,7 @@ __device__ __forceinline__ void make_terms(unsigned char* terms, const float* ra
         float value[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) value[e] = w.element[e] * c.element[e];
-        store_terms(terms, place + i * HOP, o, quad, two_terms(value));
+        store_terms(terms, place + i * HOP, o, quad, Parts(value));
     }
 }
 
@@ -162,10 +184,27 @@ __device__ __forceinline__ bool loses(const Parameters& parameters, i64 l, i64 k
     return below != below || above != above;
 }
 
-__device__ __forceinline__ void write(Sums& sums, const Coordinates& x,
+// Adds the sums of tensor cores to the totals, and begins them anew.
+__device__ __forceinline__ void promote(Totals& totals, Sums& sums, const Place& place) {
+#pragma unroll
+    for (int i = 0; i < QUERIES_A_WARP; ++i) {
+#pragma unroll
+        for (int f = 0; f < FEATURE_TILES; ++f) {
+#pragma unroll
+            for (int e = 0; e < 4 * COLUMN_TILES; ++e) {
+                float& sum = sums[i][f][e / 4][e % 4];
+                // SINGLE: columns 0 and 1 are in lanes of place.column 0, column 2 in those of 1.
+                if (!SINGLE) totals[i][f][e] += sum;
+                else if (e % 2 == 0 || place.column == 0) totals[i][f][e / 2] += sum;
+                sum = 0.0f;
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void write(Totals& totals, const Coordinates& x,
                                       const Parameters& parameters, const Share& share, i64 q0,
-                                      i64 k0, const Place& place, float factor,
-                                      bool accumulate) {
+                                      i64 k0, const Place& place, float factor) {
     const OutView& view = parameters.out_view;
     OutputT* out = parameters.out + share.l * view.batch_stride + share.part * view.part_stride;
 #pragma unroll
@@ -174,14 +213,14 @@ __device__ __forceinline__ void write(Sums& sums, const Coordinates& x,
 #pragma unroll
         for (int f = 0; f < FEATURE_TILES; ++f) {
 #pragma unroll
-            for (int e = 0; e < 4 * COLUMN_TILES; ++e) {
-                int r = e / 2 % 2, n = e / 4;
+            for (int e = 0; e < KEPT_SUMS; ++e) {
+                int r = SINGLE ? e : e / 2 % 2, n = e / 4;
                 i64 k = k0 + place.k + f * TILE_STEP + r * 8 + place.row;
                 int o = share.tile_o * COLUMNS + n * 8 + place.column * 2 + e % 2;
-                float sum = sums[i][f][n][e % 4];
+                float sum = totals[i][f][e];
                 if (SINGLE) {
-                    sum += __shfl_down_sync(~0u, e % 2 == 0 ? sum : 0.0f, 1) + sums[i][f][n][e | 1];
-                    if (e % 2 || place.column) continue;
+                    sum += __shfl_down_sync(~0u, sum, 1);
+                    if (place.column) continue;
                     o = 0;
                 }
                 bool inside = q < parameters.queries && k < parameters.features;
@@ -190,15 +229,10 @@ __device__ __forceinline__ void write(Sums& sums, const Coordinates& x,
                 OutputT* to = out + o * view.coefficient_stride + q * view.query_stride +
                               k * view.feature_stride;
                 sum *= factor;
-                *to = convert<OutputT>(accumulate ? sum + convert<float>(*to) : sum);
+                *to = convert<OutputT>(parameters.accumulate ? sum + convert<float>(*to) : sum);
             }
         }
     }
-}
-
-__device__ __forceinline__ void clear(Sums& sums) {
-    Sums none = {};
-    memcpy(sums, none, sizeof(Sums));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -220,6 +254,7 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
         Exponents exponents = read_numbers(parameters, share.l, factor);
         Coordinates x;
         Sums sums = {};
+        Totals totals = {};
 
         loader.begin(stages, count);
         read_x(x, parameters, share.l, q0, k0, place);
@@ -228,8 +263,7 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
         loader.begin(stages + RAW, count - POINTS);
         make_terms(terms, stages, loader.weighted);
         publish_terms();
-        int slot = 0, parity = 0;
-        bool accumulate = parameters.accumulate;
+        int slot = 0, parity = 0, chain = CHAIN;
 #pragma unroll 1
         for (int done = 0; done < count; done += POINTS) {
             wait_for_copies();
@@ -242,14 +276,13 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
             add_stage(sums, x, stages + slot * RAW, terms + parity * TERMS, place, exponents);
             slot = next;
             parity = 1 - parity;
-            if (SINGLE && (done + POINTS) % CHAIN == 0 && done + POINTS < count) {
-                write(sums, x, parameters, share, q0, k0, place, factor, accumulate);
-                accumulate = true;
-                clear(sums);
-            }
+            if (--chain) continue;
+            promote(totals, sums, place);
+            chain = CHAIN;
         }
         wait_for_copies();
-        write(sums, x, parameters, share, q0, k0, place, factor, accumulate);
+        promote(totals, sums, place);
+        write(totals, x, parameters, share, q0, k0, place, factor);
         __syncthreads();
     }
 }

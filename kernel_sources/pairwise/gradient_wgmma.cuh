@@ -2,16 +2,17 @@
 // shared memory, which so reach registers no more. A warpgroup has QUERIES_A_WARP queries and
 // FEATURE_TILES times 64 features, 16 of them a warp. Slopes of one query are made while the tensor
 // cores are at those of the last. The order of points inside a product is free, see
-// gradient_fragments.cuh: one half of 16 rows is points 4t and 4t + 1, the other 4t + 2 and 4t + 3.
+// gradient_fragments.cuh: of 16 bfloat16 rows one half is points 4t and 4t + 1, the other 4t + 2
+// and 4t + 3; of 8 TF32 rows one half is points 4t (or 4t + 2), the other the next ones.
 #pragma once
 
 #include "common/hopper.cuh"
 
 constexpr int TILE_STEP = 64;
-// Rows of 16 bytes (8 points) of every column, for either half of 16 points, one part after the
-// other.
+// Rows of 16 bytes of every column for either half of a product's rows, one part after the other.
 constexpr int HALF_BYTES = COLUMNS * 16;
-constexpr int TERM_BYTES = 2 * 2 * HALF_BYTES;  // of a query and a step
+constexpr int PART_BYTES = Parts::WORDS * HALF_BYTES;
+constexpr int TERM_BYTES = Parts::PARTS * PART_BYTES;  // of a query and a step
 constexpr int TERMS = QUERIES * STEPS * TERM_BYTES;
 static_assert(WARPS_K % 4 == 0, "whole warpgroups");
 static_assert(!SINGLE, "of one coefficient mma.sync's products are as fast");
@@ -28,25 +29,39 @@ struct Place {
 };
 
 __device__ __forceinline__ void store_terms(unsigned char* terms, int place, int o, int quad,
-                                            const TwoTerms& made) {
+                                            const Parts& made) {
     u32* to = reinterpret_cast<u32*>(terms + place * TERM_BYTES) + o * 4 + quad;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        to[half * HALF_BYTES / 4] = made.high[half];
-        to[(2 + half) * HALF_BYTES / 4] = made.low[half];
+    for (int i = 0; i < Parts::PARTS; ++i) {
+#pragma unroll
+        for (int w = 0; w < Parts::WORDS; ++w) {
+            to[i * PART_BYTES / 4 + w * HALF_BYTES / 4] = made.part[i][w];
+        }
     }
 }
 
 // Before the barrier behind which terms are read.
 __device__ __forceinline__ void publish_terms() { fence_shared_writes(); }
 
-// The products of one query.
-__device__ __forceinline__ void multiply(float (&sums)[COLUMN_TILES][4], const Slopes& slopes,
-                                         u32 high) {
-    u32 low = high + 2 * HALF_BYTES / 16;
-    if (!Slope::SIGN) multiply_64(sums, slopes.low, high);
-    multiply_64(sums, slopes.high, low);
-    multiply_64(sums, slopes.high, high);
+// The products of one query and step.
+template <class Made>
+__device__ __forceinline__ void multiply(float (&sums)[COLUMN_TILES][4], const Made& slopes,
+                                         u32 weights) {
+    constexpr int PART = PART_BYTES / 16, HALF = HALF_BYTES / 16;
+    if constexpr (Slope::SIGN) {
+#pragma unroll
+        for (int i = Parts::PARTS - 1; i >= 0; --i) {
+            multiply_64(sums, slopes.high, weights + i * PART);
+        }
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 first = weights + 2 * half * HALF;
+            multiply_64(sums, slopes.low[half], first);
+            multiply_64(sums, slopes.high[half], first + PART);
+            multiply_64(sums, slopes.high[half], first);
+        }
+    }
 }
 
 __device__ __forceinline__ void add_stage(Sums& sums, const Coordinates& x, const float* raw,
@@ -62,17 +77,13 @@ __device__ __forceinline__ void add_stage(Sums& sums, const Coordinates& x, cons
         for (int f = 0; f < FEATURE_TILES; ++f) {
             Points z(points + f * TILE_STEP * 16);
 #pragma unroll
-            for (int q = 0; q < QUERIES_A_WARP; q += TOGETHER) {
-                Slopes slopes[TOGETHER];
-#pragma unroll
-                for (int i = 0; i < TOGETHER; ++i) slopes[i].make(x[q + i][f], z, exponents);
+            for (int q = 0; q < QUERIES_A_WARP; ++q) {
+                Slopes slopes;
+                slopes.make(x[q][f], z, exponents);
                 wgmma_fence();
-#pragma unroll
-                for (int i = 0; i < TOGETHER; ++i) {
-                    multiply(sums[q + i][f], slopes[i], weights + (q + i) * NEXT);
-                }
+                multiply(sums[q][f], slopes, weights + q * NEXT);
                 wgmma_commit();
-                wgmma_wait<1>();  // the last ones' slopes are free
+                wgmma_wait<1>();  // the last one's slopes are free
             }
         }
         points += FEATURES * 16;

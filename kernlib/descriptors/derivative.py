@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kernlib.descriptors.epilogues import Epilogue, Matern
+from kernlib.descriptors.epilogues import Cauchy, Epilogue, Gaussian, Matern, RationalQuadratic
 from kernlib.descriptors.expression import (
     VALUE,
     Name,
@@ -30,6 +30,7 @@ from kernlib.descriptors.expression import (
 ZERO, ONE, HALF = Number(0.0), Number(1.0), Number(0.5)
 LONGEST = 200  # parts of a chain, each step written into the next, whose derivatives have 2000
 _V = Name(VALUE)
+_VANISHED = 800.0  # minus a logarithm that no float64 has
 
 
 def derivative(node: Node, by: str, smallest: float) -> Node:
@@ -95,11 +96,15 @@ def product(x: Node, y: Node) -> Node:
     return _times(_times(c, d), _times(x, y))
 
 
-def quotient(x: Node, y: Node) -> Node:
+def quotient(x: Node, y: Node, most: float = 0.0) -> Node:
+    """``x / y``, of a y that does not name v by ``1 / y``, up to ``most`` in magnitude if given."""
     if y == ONE or x == ZERO:
         return x
     if VALUE not in names(y):
-        return product(_folded("/", ONE, y, lambda a, b: a / b), x)
+        one = _folded("/", ONE, y, lambda a, b: a / b)
+        if most and not isinstance(one, Number):
+            one = _call("max", _call("min", one, Number(most)), Number(-most))
+        return product(one, x)
     return Operation("/", (x, y))
 
 
@@ -205,28 +210,33 @@ def _product_slope(x, y, to_x, to_y, node, smallest) -> Node:
 
 
 def _quotient_slope(x, y, to_x, to_y, node, smallest) -> Node:
-    return quotient(difference(to_x, product(node, to_y)), y)
+    # An infinite 1 / y, such as of squares below 1e-38, would be NaN where the rest is 0.
+    return quotient(difference(to_x, product(node, to_y)), y, 1 / smallest)
 
 
 def _power_slope(x, y, to_x, to_y, node, smallest) -> Node:
     found, zero = ZERO, _is_zero(x, smallest)
     if to_x != ZERO and isinstance(y, Number):
-        found = product(_by_base(x, y.value, node, zero), to_x)
+        found = product(_by_base(x, y.value, zero), to_x)
     elif to_x != ZERO:
-        # y x^(y - 1) out of the power that is there, and for y = 1 the limit at 0.
+        # y x^(y - 1), but at x = 0, where y is not negative, 0, and for y = 1 the limit. Not the
+        # power that is there over x, which is NaN for an infinity.
+        replaced = product(_above(y, 1.0, smallest), zero)
+        power = _call("pow", total(x, replaced), difference(y, ONE))
         one = _is_zero(difference(y, ONE), smallest)
-        above = total(product(y, node), product(one, zero))
-        found = product(quotient(above, total(x, zero)), to_x)
+        above = product(y, product(difference(ONE, replaced), power))
+        found = product(total(above, product(one, zero)), to_x)
     if to_y == ZERO:
         return found
     return total(found, product(product(node, _call("log", total(x, zero))), to_y))
 
 
-def _by_base(x: Node, y: float, node: Node, zero: Node) -> Node:
+def _by_base(x: Node, y: float, zero: Node) -> Node:
     if y in (0.0, 1.0):
         return Number(y)
     if 0 < y < 2:
-        return product(Number(y), quotient(node, total(x, zero)))
+        power = Operation("**", (total(x, zero), Number(y - 1)))
+        return product(Number(y), product(difference(ONE, zero), power))
     return product(Number(y), x if y == 2 else Operation("**", (x, Number(y - 1))))
 
 
@@ -336,17 +346,43 @@ def _slopes(step: Epilogue | Node, made: Derivative) -> tuple[Node, Node]:
         return _kept(made), ZERO
     if isinstance(step, Matern):
         return _matern_slopes(step, made.by)
+    if isinstance(step, (Gaussian, Cauchy, RationalQuadratic)):
+        return _slopes_of_squares(step, made.by, 1 / made.smallest)
     tree = step.tree() if isinstance(step, Epilogue) else step
     by_name = ZERO if made.by == VALUE else derivative(tree, made.by, made.smallest)
     return derivative(tree, VALUE, made.smallest), by_name
 
 
+def _slopes_of_squares(step: Epilogue, by: str, most: float) -> tuple[Node, Node]:
+    """Of functions of ``u = v / bandwidth^2``, v a squared distance, in closed form. Where u or
+    ``1 / bandwidth^2`` is infinite, below bandwidths of 1e-19, the rules would give NaN for 0."""
+    u = "((1 / bandwidth) * v * (1 / bandwidth))"
+    finite, squares = f"min({u}, {most!r})", f"min((1 / bandwidth) * (1 / bandwidth), {most!r})"
+    by_alpha = "0"
+    if isinstance(step, Gaussian):
+        finite = f"min({u}, {2 * _VANISHED})"
+        slope = f"(0.5 * exp(-0.5 * {u}))"
+    elif isinstance(step, Cauchy):
+        slope = f"(1 / (1 + {u}) * (1 / (1 + {u})))"
+    else:
+        base = f"(1 + (0.5 / alpha) * {u})"
+        slope = f"(0.5 * {base} ** (-alpha - 1))"
+        part = f"((0.5 / alpha) * {finite})"
+        by_alpha = f"{base} ** -alpha * ({part} / (1 + {part}) - log(1 + {part}))"
+    by_value = parse(f"-({squares} * {slope})", step.parameters)
+    if by == "bandwidth":
+        return by_value, parse(f"2 * (1 / bandwidth) * ({finite} * {slope})", step.parameters)
+    return by_value, parse(by_alpha, step.parameters) if by == "alpha" else ZERO
+
+
 def _matern_slopes(step: Matern, by: str) -> tuple[Node, Node]:
-    """In closed form: the rules would subtract two values near 1 from each other."""
-    rate = f"(sqrt({2 * step.nu}) / bandwidth)"
-    more = f" * (1 + {rate} * v) / 3" if step.nu == 2.5 else ""
-    slope = f"({rate} * {rate}) * (v{more}) * exp(-({rate} * v))"
-    by_value = negative(parse(slope, step.parameters))
+    """In closed form: the rules would subtract two values near 1 from each other. Of a distance
+    whose kernel is 0 they are 0, which an infinity in front of the exponential would make NaN."""
+    t = f"(sqrt({2 * step.nu}) / bandwidth * v)"
+    finite = f"min({t}, {_VANISHED})"
+    more = f" * (1 + {finite}) / 3" if step.nu == 2.5 else ""
+    slope = f"{finite}{more} * exp(-{t})"
+    by_value = negative(parse(f"sqrt({2 * step.nu}) / bandwidth * ({slope})", step.parameters))
     if by != "bandwidth":
         return by_value, ZERO
-    return by_value, parse(f"(v / bandwidth) * ({slope})", step.parameters)
+    return by_value, parse(f"1 / bandwidth * ({finite} * ({slope}))", step.parameters)

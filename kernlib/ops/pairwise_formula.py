@@ -59,16 +59,40 @@ def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
     """The gradients of ``sum_qk along * (gradient of sum W S with respect to x)`` with respect to
     x, z, W, p and the inner scale, None where there is no need."""
     create = torch.is_grad_enabled()
+    if made.linear and made.descriptor.operator == "difference":
+        return _second_of_squares(x, z, weights, along, needs)
 
     def value(x, z, weights, p, scale):
         if made.linear:
-            return stages.products(made.descriptor.operator, x, z, weights)
+            return weights @ z
         x = x.expand(weights.shape[0], -1, -1)
         s = made._replace(p=p, scale=scale).of(x, z, first)
         (found,) = torch.autograd.grad(s, x, weights, create_graph=True)
         return found
 
     return _by_rows(made, value, (x, z, weights), needs, along, create)
+
+
+def _second_of_squares(x, z, weights, along, needs: tuple) -> list:
+    """:func:`second` of squared differences, whose gradient is ``2 sum_t W (x - z)``. What W
+    receives is made of differences: of products ``along x - along z`` nothing is left where points
+    lie close together."""
+    to_x = to_z = to_weights = None
+    if needs[0]:
+        to_x = (2 * weights.sum(-1, keepdim=True) * along).sum_to_size(x.shape)
+    if needs[1]:
+        to_z = (-2 * (weights.mT @ along)).sum_to_size(z.shape)
+    if needs[2]:
+        rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
+        parts = zip(x.split(rows, 1), along.split(rows, 1), strict=True)
+        made = [_along_differences(own, z, given) for own, given in parts]
+        to_weights = 2 * torch.cat(made, 1) if made else torch.zeros_like(weights)
+    return [to_x, to_z, to_weights, None, None]
+
+
+def _along_differences(x, z, along) -> torch.Tensor:
+    """``sum_k along[l,q,k] (x[l,q,k] - z[l,t,k])``, (L, Q, T)."""
+    return ((x[:, :, None] - z[:, None]) * along[:, :, None]).sum(-1)
 
 
 def _by_rows(made: Sums, value, tensors: tuple, needs: tuple, along, create: bool) -> list:

@@ -23,6 +23,8 @@ SCALARS = ("p", "inner_scale", "eps")
 NUMBERS = "dQ" * len(SCALARS)
 MAX_PARTS = 32  # of the points, whose sums meet in a workspace
 PART_POINTS = 256  # the fewest of a part
+CHAIN = 1024  # points that float32 adds one after the other, of which 10000 may be 1e-4 off,
+MOST_SUMS = 1 << 26  # unless the sums of all parts were more than so many
 O_TILES = (0, 1, 2, 4)
 
 # Slopes by what decides their code; host values of p without code of their own share "any" above 1
@@ -144,6 +146,8 @@ def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
         )
     tiles = tiles_q * tiles_k * tiles_o * problem.batch
     parts = parts_of(tiles, problem.points, multiprocessors * blocks(problem.dtype))
+    if problem.dtype != "float64":
+        parts = max(parts, min(ceil(problem.points, CHAIN), MOST_SUMS // sums_of(problem)))
     per_part = max(1, ceil(problem.points, parts * TILE_K)) * TILE_K
     parts = max(1, ceil(problem.points, per_part))
     variant = Variant(
@@ -174,6 +178,11 @@ def parts_of(tiles: int, points: int, slots: int) -> int:
         if full > 1.02 * most:
             best, most = parts, full
     return best
+
+
+def sums_of(problem: Problem) -> int:
+    """Elements of the result."""
+    return max(1, problem.batch * max(1, problem.sets) * problem.queries * problem.features)
 
 
 def workspace(problem: Problem) -> OutLayout:

@@ -28,13 +28,13 @@ RUN = 4  # points of one 16-byte access
 NARROW = 32  # features, up to which tiles of wgmma would be half empty
 FEWEST = 1 << 27  # of slopes: below, a few more small kernels would cost what is won
 STEP = 16  # points
-CHAIN = 1024  # of them, of a single coefficient, until sums of tensor cores are added to out
+CHAIN = 128  # of them, that tensor cores sum up alone; of other slopes than signs half as many
 
 
 class Tile(NamedTuple):
     """What a CTA takes: warps along queries and features, queries and tiles of 16 features of each,
-    and steps of 16 points of a stage. By ``wgmma`` four warps along features share their queries,
-    and slopes are made while the last step's are multiplied if ``ahead`` is 1."""
+    and steps of 16 points of a stage. By ``wgmma`` four warps along features share their
+    queries."""
 
     queries_a_warp: int
     feature_tiles: int
@@ -43,7 +43,6 @@ class Tile(NamedTuple):
     steps: int = 1
     blocks: int = 2
     wgmma: bool = False
-    ahead: int = 0
 
     @property
     def queries(self) -> int:
@@ -63,28 +62,22 @@ TILES = {
     True: {
         0: (Tile(4, 3, 4, 2, 2), Tile(4, 2, 8, 1, 2), Tile(4, 1, 8, 1, 2)),
         1: (Tile(4, 2, 2, 4, 2), Tile(4, 2, 8, 1, 1), Tile(4, 1, 8, 1, 1)),
-        2: (
-            Tile(2, 4, 4, 2, 2), Tile(2, 3, 4, 2, 2), Tile(2, 4, 8, 1, 1), Tile(2, 2, 8, 1, 1),
-            Tile(2, 1, 8, 1, 1),
-        ),
+        2: (Tile(2, 2, 2, 4, 2), Tile(2, 2, 4, 2, 2), Tile(2, 2, 8, 1, 1), Tile(2, 1, 8, 1, 1)),
     },
     False: {
         1: (Tile(4, 2, 2, 4, 1), Tile(4, 2, 8, 1, 1), Tile(4, 1, 8, 1, 1)),
-        2: (
-            Tile(2, 4, 4, 2, 1), Tile(2, 3, 4, 2, 1), Tile(2, 4, 8, 1, 1), Tile(2, 2, 8, 1, 1),
-            Tile(2, 1, 8, 1, 1),
-        ),
+        2: (Tile(2, 2, 4, 2, 1), Tile(2, 2, 8, 1, 1), Tile(2, 1, 8, 1, 1)),
     },
-}  # fmt: skip
+}
 # For sm_90a, of 16 columns and more; of 8 and fewer mma.sync is as fast.
 WGMMA = {
     True: {
-        2: (Tile(8, 1, 1, 8, 2, 2, True, 1), Tile(8, 1, 2, 4, 1, 2, True, 1)),
-        4: (Tile(4, 1, 1, 8, 2, 2, True), Tile(4, 1, 2, 4, 1, 2, True)),
+        2: (Tile(4, 1, 2, 8, 2, 1, True), Tile(4, 1, 2, 4, 2, 2, True)),
+        4: (Tile(2, 1, 2, 8, 2, 1, True), Tile(2, 1, 2, 4, 2, 2, True)),
     },
     False: {
-        2: (Tile(4, 1, 2, 8, 2, 1, True, 1), Tile(4, 1, 2, 4, 1, 2, True, 1)),
-        4: (Tile(4, 1, 2, 8, 2, 1, True), Tile(4, 1, 2, 4, 1, 2, True)),
+        2: (Tile(4, 1, 1, 8, 2, 2, True), Tile(4, 1, 2, 4, 2, 2, True)),
+        4: (Tile(2, 1, 2, 8, 2, 1, True), Tile(2, 1, 2, 4, 2, 2, True)),
     },
 }
 
@@ -143,8 +136,6 @@ def lower(
         return None
     tiles = tiles_q * tiles_k * tiles_o * problem.batch
     parts = parts_of(tiles, problem.points, multiprocessors * tile.blocks)
-    if columns == 0 and problem.out_dtype != "float32" and problem.points > CHAIN:
-        parts = max(parts, 2)  # sums that are added to out in float32
     stage = STEP * tile.steps
     per_part = max(1, ceil(problem.points, parts * stage)) * stage
     parts = max(1, ceil(problem.points, per_part))
@@ -207,7 +198,7 @@ def source(variant: Variant) -> str:
         "WARPS_K": tile.warps_k,
         "STEPS": tile.steps,
         "BLOCKS": tile.blocks,
-        "TOGETHER": tile.together,
+        "CHAIN": (CHAIN if variant.slope == SIGN else CHAIN // 2) // (STEP * tile.steps),
     }
     lines = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
     return f"""#include "common/types.cuh"
@@ -219,17 +210,19 @@ constexpr bool SINGLE = {str(variant.columns == 0).lower()};
 #define SLOPE {variant.slope}
 #define WGMMA {int(tile.wgmma)}
 
-{_multiply(variant.columns or 1) if tile.wgmma else ""}#include "pairwise/gradient_tensor.cuh"
+{_multiply(variant) if tile.wgmma else ""}#include "pairwise/gradient_tensor.cuh"
 """
 
 
-def _multiply(columns: int) -> str:
+def _multiply(variant: Variant) -> str:
     """CUDA text of a wgmma of 64 features, in four registers of a thread, by tiles of 8 columns in
     shared memory, whose descriptor's upper half is 8: 128 bytes from 8 columns to the next."""
+    columns, sign = variant.columns, variant.slope == SIGN
     count = 4 * columns
     sums = ", ".join(f"%{i}" for i in range(count))
     bound = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(count))
     left = ", ".join(f"%{count + i}" for i in range(4))
+    kind = "k16.f32.bf16.bf16" if sign else "k8.f32.tf32.tf32"
     return f"""__device__ __forceinline__ void multiply_64(float (&d)[{columns}][4],
                                             const u32 (&a)[4], u32 b) {{
     asm volatile("{{\\n\\t"
@@ -237,8 +230,8 @@ def _multiply(columns: int) -> str:
                  ".reg .b32 upper;\\n\\t"
                  "mov.b32 upper, 8;\\n\\t"
                  "mov.b64 b, {{%{count + 4}, upper}};\\n\\t"
-                 "wgmma.mma_async.sync.aligned.m64n{8 * columns}k16.f32.bf16.bf16 "
-                 "{{{sums}}}, {{{left}}}, b, 1, 1, 1, 0;\\n\\t"
+                 "wgmma.mma_async.sync.aligned.m64n{8 * columns}{kind} "
+                 "{{{sums}}}, {{{left}}}, b, 1, 1, 1{", 0" if sign else ""};\\n\\t"
                  "}}"
                  : {bound}
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));

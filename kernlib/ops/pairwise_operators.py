@@ -17,6 +17,7 @@ from kernlib.ops import pairwise as op
 from kernlib.ops import pairwise_autograd as autograd
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops import pairwise_formula as formula
+from kernlib.ops import pairwise_weights as weights
 from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.pairwise_formula import Sums
 from kernlib.reference import pairwise_stages as stages
@@ -42,6 +43,9 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     placed = {
         k: v.to(a.device, wide) if isinstance(v, torch.Tensor) else v for k, v in values.items()
     }
+    unit = weights.unit_of(descriptor, placed, wide)
+    if unit is not None:
+        x, z, placed = autograd.scaled(unit, x, z, placed)
     s = sums(autograd.sums_of(descriptor, placed), x, z)
     root = checks.follows_inner(descriptor, placed)
     v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal)

@@ -78,7 +78,10 @@ class _Reduction(torch.autograd.Function):
     def forward(ctx, reduction, fixed, shape, names, *tensors):
         ctx.fixed, ctx.shape, ctx.reduction, ctx.names = fixed, shape, reduction, names
         out = computed(reduction, _whole(fixed, names, tensors), shape)
-        ctx.save_for_backward(*tensors, out)
+        # Not as a view, which torch forbids to write in place where a function has made it; and
+        # saved where its value counts, as what is saved cannot be written either.
+        out = torch.ops.aten._unsafe_view.default(out, out.shape)
+        ctx.save_for_backward(*tensors, out if reduction == "logsumexp" else None)
         return out
 
     @staticmethod
@@ -95,15 +98,15 @@ def gradients(
     reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
 ) -> dict[str, torch.Tensor]:
     """The gradients of the ``wanted`` tensors from that of the result ``out``, both (L, M, C) or
-    (L, M): recorded where gradients are."""
+    (L, M): recorded where gradients are. A product and a sum need no ``out``."""
     if request.v is None or shape.matrices == shape.batch:
         return _gradients(reduction, request, shape, wanted, gradient, out)
     # One matrix for a whole batch of v: the batch becomes columns.
     v, columns = request.v, shape.batch * shape.columns
     folded = shape._replace(batch=1, columns=columns)
     request = request._replace(v=v.movedim(0, 1).reshape(shape.n, columns))
-    flat = (t.movedim(0, 1).reshape(1, shape.m, columns) for t in (gradient, out))
-    found = _gradients(reduction, request, folded, wanted, *flat)
+    gradient = gradient.movedim(0, 1).reshape(1, shape.m, columns)
+    found = _gradients(reduction, request, folded, wanted, gradient, None)
     if "v" in found:
         found["v"] = found["v"].view(shape.n, *v.shape[::2]).movedim(1, 0).contiguous()
     return found
@@ -149,7 +152,7 @@ def _by_blocks(
     totals = {name: torch.zeros_like(tensors[name]) for name in through}
     entries = max(1, by_blocks.entries_of(request.a.device, wide, MOST_BYTES) // PARTS)
     for block in by_blocks.blocks(shape, entries, FEWEST_ROWS):
-        rows = gradient[block[:2]], out[block[:2]]
+        rows = gradient[block[:2]], None if out is None else out[block[:2]]
         for name, value in _of_block(reduction, request, block, through, *rows).items():
             _part_of(totals[name], name, block).add_(value)
     if "v" in wanted:

@@ -10,6 +10,7 @@ from kernlib.ops import pairwise_reduce_blocks as by_blocks
 from kernlib.ops import pairwise_reduce_checks as checks
 from kernlib.ops import pairwise_reduce_plans as plans
 from kernlib.ops import run_kernel
+from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.pairwise_reduce_checks import Request
 from kernlib.ops.tensors import stand_ins
 
@@ -55,8 +56,9 @@ def pair_values(request: Request, indices: torch.Tensor) -> torch.Tensor:
     """The entries ``K[l,m,indices[l,m,j]]`` as (L, M, J), differentiable: a batch of as many
     matrices of one row as there are rows."""
     batch, rows, count = indices.shape
-    a, b = (t if t.dim() == 3 else t[None] for t in (request.a, request.b))
-    near = b[0][indices] if b.shape[0] == 1 else b[_places(indices, 0), indices]
+    wide = accumulator(request.a.dtype)
+    a, b = (t.to(wide) if t.dim() == 3 else t[None].to(wide) for t in (request.a, request.b))
+    near = _chosen_points(b, indices)
     features, values = a.shape[-1], dict(request.hyperparameters)
     added = values.pop("regularization", None)
     pairs = run_kernel(
@@ -72,6 +74,15 @@ def pair_values(request: Request, indices: torch.Tensor) -> torch.Tensor:
         added = added[:, None, None] if added.dim() else added
     on_diagonal = _places(indices, 1) + request.row_offset == indices + request.col_offset
     return pairs + added * on_diagonal.to(pairs.dtype)
+
+
+def _chosen_points(b: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """``b[l,indices[l,m,j]]``, (L, M, J, K). In float64 where a gradient is recorded: that of a
+    point that many rows have chosen is a sum of one term after the other, of 7000 of them 1e-5 off
+    in float32."""
+    points = b.to(torch.float64) if b.requires_grad else b
+    near = points[0][indices] if b.shape[0] == 1 else points[_places(indices, 0), indices]
+    return near.to(b.dtype)
 
 
 def _places(indices: torch.Tensor, dim: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ sums, under epilogues that :mod:`kernlib.descriptors.derivative` makes. So one k
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,7 +13,15 @@ import torch
 
 from kernlib.descriptors import norms
 from kernlib.descriptors.derivative import ZERO, Derivative, fits, free_names
-from kernlib.descriptors.epilogues import Epilogue
+from kernlib.descriptors.epilogues import (
+    Cauchy,
+    Epilogue,
+    Gaussian,
+    Laplace,
+    Matern,
+    PowerExponential,
+    RationalQuadratic,
+)
 from kernlib.descriptors.expression import VALUE
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise as op
@@ -24,6 +33,8 @@ from kernlib.reference import pairwise_stages as stages
 _INFINITE = float("inf")
 _SMALLEST = {torch.float32: 1e-38, torch.float64: 1e-300}
 _STAGES = {1.0: "Identity", 0.5: "Sqrt", 2.0: "Square"}  # of exponents
+_USUAL_EXPONENT = 30  # of two, of a bandwidth
+_LARGEST_EXPONENTS = {torch.float32: 120, torch.float64: 1000}  # whose negatives are normal too
 _LARGEST_PRODUCT = 2**31  # elements of a dot product by cuBLAS, less one
 
 
@@ -73,6 +84,33 @@ def root_of(p: float | torch.Tensor) -> float | torch.Tensor:
         return 1.0 if p in (0, _INFINITE) else 1 / p
     whole = (p == 0) | p.isinf()
     return torch.where(whole, 1.0, 1 / torch.where(whole, 1.0, p))
+
+
+def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | None:
+    """A power of two near a bandwidth whose square is far from 1, by which points of a dtype and
+    bandwidth may be divided: the kernel is one of their quotients. None if there is no need, or it
+    is another. Of a bandwidth that is a tensor nothing is known here."""
+    bandwidth = values.get("bandwidth")
+    if not isinstance(bandwidth, (int, float)):
+        return None
+    exponent = math.frexp(bandwidth)[1]
+    if abs(exponent) <= _USUAL_EXPONENT or not _is_of_quotients(descriptor, values):
+        return None
+    most = _LARGEST_EXPONENTS[dtype]
+    return 2.0 ** max(-most, min(most, exponent))
+
+
+def _is_of_quotients(descriptor: Pairwise, values: dict) -> bool:
+    snaps = isinstance(values.get("epsilon"), torch.Tensor) or values.get("epsilon")
+    if snaps or descriptor.operator != "difference" or len(descriptor.epilogue) != 1:
+        return False
+    stages = type(descriptor.inner), type(descriptor.outer)
+    if stages == (norms.Square, norms.Identity):
+        return isinstance(descriptor.epilogue[0], (Gaussian, RationalQuadratic, Cauchy))
+    known = stages in ((norms.Abs, norms.Identity), (norms.Square, norms.Sqrt))
+    if not known and not checks.follows_inner(descriptor, values):
+        return False
+    return isinstance(descriptor.epilogue[0], (Laplace, Matern, PowerExponential))
 
 
 def derivative(

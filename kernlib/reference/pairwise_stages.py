@@ -10,8 +10,10 @@ import math
 import torch
 
 from kernlib.descriptors import norms
+from kernlib.descriptors.epilogues import Matern
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.reference import expressions
+from kernlib.reference.matern import matern
 from kernlib.reference.powers import power, square_root
 
 _FINITE = {"**": power, "pow": power, "sqrt": square_root}  # of an epilogue
@@ -31,20 +33,10 @@ def sums(
 
 
 def linear(operator: str, inner: object) -> bool:
-    """Whether :func:`products` is the gradient of the sums."""
+    """Whether the gradient of the sums is made of products of matrices: ``W z`` of dot products,
+    ``2 (x sum_t W - W z)`` of squared differences."""
     dot = operator == "dot"
     return isinstance(inner, norms.Identity if dot else norms.Square)
-
-
-def products(operator: str, x, z, weights) -> torch.Tensor:
-    """The gradient of the weighted sums with respect to x, for squared differences and for the dot
-    product: ``2 (x sum_t W - W z)``, from which the mean of z is taken first, as its differences to
-    x are what counts; ``W z``."""
-    if operator == "dot":
-        return weights @ z
-    # A constant that cancels: it has no derivative of its own.
-    mean = z.mean(-2, keepdim=True).detach() if z.shape[-2] else z.new_zeros(())
-    return 2 * (weights.sum(-1, keepdim=True) * (x - mean) - weights @ (z - mean))
 
 
 def finish(
@@ -58,22 +50,31 @@ def finish(
     added where ``n - m == diagonal``.
     """
     placed = {name: entries(_placed(value, s), 3) for name, value in values.items()}
-    v = _outer(descriptor, s, placed, root)
     shapes = [x.shape for x in placed.values() if isinstance(x, torch.Tensor)]
-    v = v.expand(torch.broadcast_shapes(v.shape, *shapes))
+    s = s.expand(torch.broadcast_shapes(s.shape, *shapes))
+    epilogues, epsilon = descriptor.epilogue, placed.get("epsilon", 0.0)
+    if _is_matern(descriptor) and _is(epsilon, 0.0):
+        rate = (2 * epilogues[0].nu) ** 0.5 / placed["bandwidth"]
+        v, epilogues = matern(s * rate * rate, epilogues[0].nu), epilogues[1:]
+    else:
+        v = _outer(descriptor, s, placed, root)
     if not descriptor.epilogue:
         return v
-    epsilon = placed.get("epsilon", 0.0)
     if not _is(epsilon, 0.0):
         v = torch.where(v.abs() < epsilon, 0.0, v)
     own = {name: placed[name] for name in descriptor.parameters}
-    v = expressions.apply(descriptor.epilogue, v, own, functions=_FINITE)
+    v = expressions.apply(epilogues, v, own, functions=_FINITE)
     regularization = placed.get("regularization", 0.0)
     if _is(regularization, 0.0):
         return v
     m = torch.arange(v.shape[1], dtype=torch.int64, device=v.device)[:, None]
     n = torch.arange(v.shape[2], dtype=torch.int64, device=v.device)[None, :]
     return torch.where(n - m == diagonal, v + regularization, v)
+
+
+def _is_matern(descriptor: Pairwise) -> bool:
+    first = descriptor.epilogue[0] if descriptor.epilogue else None
+    return isinstance(first, Matern) and isinstance(descriptor.outer, norms.Sqrt)
 
 
 def entries(value, dimensions: int):
