@@ -51,9 +51,19 @@ def system_includes(source: str) -> frozenset[str]:
 
 def _included(text: str) -> tuple[list[str], list[str]]:
     """Names of our own files and of CUDA headers that a text includes."""
-    lines = text.split("\n") if "include" in text else ()
-    asked = [_asked(line) for line in lines if "include" in line]  # no regex: 0.2 ms of a hit
+    asked = [_asked(line) for line in _lines_with("include", text)]
     return _between(asked, '"', '"'), _between(asked, "<", ">")
+
+
+def _lines_with(word: str, text: str) -> Iterator[str]:
+    """The lines that hold a word. Searched for, as a regex costs 0.2 ms of each hit and a list of
+    all lines of CUDA's headers, 1.3 MB behind cuda_fp16.h, several."""
+    place = text.find(word)
+    while place >= 0:
+        end = text.find("\n", place)
+        end = len(text) if end < 0 else end
+        yield text[text.rfind("\n", 0, place) + 1 : end]
+        place = text.find(word, end)
 
 
 def _between(asked: list[str], first: str, last: str) -> list[str]:
