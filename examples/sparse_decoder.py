@@ -272,6 +272,8 @@ def main() -> None:
     megabytes = weight_mb(model)
     compressed = copy.deepcopy(model)
     layers = sparsify(compressed, PRUNED)
+    for layer in layers.values():
+        layer.freeze()  # nobody writes the weights from here on: products begin earlier
     for name, layer in list(layers.items())[:7]:  # those of the first block
         print(f"{name:32s} {describe(layer)}")
     sparse = generate(compressed, steps, device, given=dense.tokens)

@@ -261,6 +261,15 @@ def test_a_write_before_the_gradient_raises_as_in_torch(format, seed):
     torch.testing.assert_close(found, 2 * grad @ dense, rtol=1e-4, atol=1e-5)
 
 
+def test_the_gradient_of_the_bias_alone_needs_no_matrix(seed):
+    dense, w = made(40, 70, dtype=torch.float32)
+    x, bias = torch.randn(3, 70), torch.randn(40, requires_grad=True)
+    y = autograd._Product.apply(x, bias, w, None)
+    written(w, dense)
+    (found,) = torch.autograd.grad(y.sum(), bias)
+    assert torch.equal(found, torch.full((40,), 3.0))
+
+
 def test_a_write_before_the_second_gradient_raises(seed):
     dense, w = made(40, 70, dtype=torch.float32)
     x = torch.randn(3, 70, requires_grad=True)

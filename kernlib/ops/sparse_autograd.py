@@ -116,10 +116,13 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        needs = ctx.needs_input_grad
-        check_unwritten(ctx.w, ctx.state)
-        to_x = _turned(ctx.w, grad) if needs[0] else None
-        return to_x, bias_gradient(grad) if needs[1] else None, None, None
+        to_x = to_bias = None
+        if ctx.needs_input_grad[0]:
+            check_unwritten(ctx.w, ctx.state)
+            to_x = _turned(ctx.w, grad)
+        if ctx.needs_input_grad[1]:
+            to_bias = bias_gradient(grad)
+        return to_x, to_bias, None, None
 
 
 class _Turned(torch.autograd.Function):
