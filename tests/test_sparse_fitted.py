@@ -208,6 +208,22 @@ def test_a_capture_takes_only_what_was_checked(gpus, seed):
 
 
 @every_format
+def test_a_program_finds_the_matrix_of_its_tensors(format, checks, seed):
+    dense, w = made(40, 70, format)
+    others = [copy.deepcopy(w), w.to("meta"), SparseMatrix.from_state(*w.state()), w.transpose()]
+    for other in (w, *others):
+        assert fitted(other.layout, [*other.operands]) is other
+    taken = fitted(w.layout, [*others[0].operands])
+    assert taken is others[0] and taken is not w
+    copied = fitted(w.layout, [copy.copy(t) for t in w.operands])
+    assert copied is not w and torch.equal(copied.to_dense(), dense)
+    layout, operands = w.layout, w.operands
+    del w
+    found = fitted(layout, operands)  # which knows by their marks that they fit
+    assert torch.equal(found.to_dense(), dense) and not checks
+
+
+@every_format
 def test_which_tensors_are_known(format, checks, seed):
     dense, w = made(40, 70, format)
     whole = [w, copy.deepcopy(w), w.to("meta"), SparseMatrix.from_state(*w.state())]

@@ -144,6 +144,20 @@ def test_a_frozen_matrix_of_the_cpu(seed):
     assert torch.equal(matmul(w.thaw(), x), x)
 
 
+def test_a_compiled_product_follows_the_promise(seed):
+    torch._dynamo.reset()
+    dense, w = made(40, 70, "u8", dtype=torch.float32)
+    call = torch.compile(lambda x: matmul(w, x), fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 70)
+    for change in (w.freeze, w.thaw):
+        change()
+        torch.testing.assert_close(call(x), x @ dense.t(), rtol=1e-4, atol=1e-5)
+    w.freeze().operands[0].add_(0)
+    with pytest.raises(RuntimeError, match="after freeze"):
+        call(x)
+    torch._dynamo.reset()
+
+
 def test_copies_are_not_frozen(seed):
     w = compress(torch.eye(64).half(), "u8").freeze()
     assert w.cpu() is w and copy.copy(w) is w and w.convert("u8") is w

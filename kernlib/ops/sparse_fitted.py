@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 
 import torch
 
@@ -21,16 +22,21 @@ from kernlib.ops.sparse_matrix import (
     untransformed,
 )
 from kernlib.ops.sparse_state import loaded
-from kernlib.ops.sparse_tensors import ALIGNMENT, MARK, next_mark, placed
+from kernlib.ops.sparse_tensors import ALIGNMENT, LIVE, MARK, next_mark, placed
 
 
 def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
     """The matrix of format, shape and dtype of a layout whose tensors these are, in order, with the
-    facts that are theirs. Tensors that kernels cannot read where they are get copied.
+    facts that are theirs: the very one that they were marked for if it is there. Tensors that
+    kernels cannot read where they are get copied.
 
     Raises ValueError that names what is wrong, CaptureError for tensors that have not been checked
     while a CUDA graph is captured.
     """
+    mark = getattr(tensors[0], MARK, None)
+    found = None if mark is None else LIVE.get(mark[0])
+    if found is not None and found._layout == layout and _are(found._operands, tensors):
+        return found
     known = _known(tensors)
     if tensors[0].is_meta or (known == layout and getattr(tensors[0], MARK)[2] is None):
         return SparseMatrix.from_layout(layout, tensors)
@@ -51,9 +57,9 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
 def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
     """Look at the tensors of a matrix at addresses that are new, and remember them. Raises
     ValueError for such as kernels cannot read, and for those of another matrix."""
-    for name, address, tensor in zip(w.tensors, addresses, w.operands, strict=True):
+    for index, (address, tensor) in enumerate(zip(addresses, w._operands, strict=True)):
         if address % ALIGNMENT or not tensor.is_contiguous():
-            place = f"w.tensors[{name!r}]"
+            place = f"w.tensors[{[*w.tensors][index]!r}]"
             raise ValueError(
                 f"{place} must be contiguous and begin at whole {ALIGNMENT} bytes of memory, got "
                 f"address {address:#x} and strides {tensor.stride()}: give it memory of its own, "
@@ -106,6 +112,11 @@ def _known(tensors: Sequence[torch.Tensor]) -> str | None:
         if mark[2] is not None and mark[2] != (t.data_ptr(), t._version):
             return None
     return first[1]
+
+
+def _are(own: tuple[torch.Tensor, ...], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these are a matrix's own tensors."""
+    return len(own) == len(tensors) and all(map(is_, own, tensors))
 
 
 def _mark(tensors: Sequence[torch.Tensor], layout: str) -> None:

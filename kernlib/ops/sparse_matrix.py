@@ -20,7 +20,7 @@ from kernlib.ops.sparse_tensors import (
     State,
     check_place,
     freeze,
-    marked,
+    mark,
     placed,
     state_of,
     thaw,
@@ -61,8 +61,8 @@ class SparseMatrix:
         """Of what a format's ``encode`` answered, unchecked: see :func:`compress` and
         :meth:`from_state`."""
         operands = tuple(placed(tensors[name]) for name in module_of(format).TENSORS)
-        layout = layout_text(format, shape, dtype, facts)
-        _fill(self, layout, marked(operands, layout), nnz)
+        _fill(self, layout_text(format, shape, dtype, facts), operands, nnz)
+        mark(self)
 
     @classmethod
     def from_state(
@@ -190,7 +190,8 @@ class SparseMatrix:
         moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
         if all(new is old for new, old in zip(moved, self._operands, strict=True)):
             return self
-        made = SparseMatrix.from_layout(self._layout, marked(moved, self._layout))
+        made = SparseMatrix.from_layout(self._layout, moved)
+        mark(made)
         _count(made, self.known_nnz())
         return made
 
@@ -241,8 +242,8 @@ class SparseMatrix:
         Waits for the device, for what has written the matrix. A write that torch counts raises
         RuntimeError at the next product; one that it does not count (through ``.data``, DLPack, a
         storage, a collective, another kernel or the replay of a graph) makes products wrong.
-        :meth:`thaw` takes the promise back. Copies, and what ``torch.compile`` makes of a product,
-        are not frozen. Raises CaptureError while a CUDA graph is captured.
+        :meth:`thaw` takes the promise back. Copies are not frozen. Raises CaptureError while a CUDA
+        graph is captured.
         """
         freeze(self)
         return self
@@ -289,7 +290,8 @@ class SparseMatrix:
 
     def __deepcopy__(self, memo: dict) -> SparseMatrix:
         copies = tuple(t.clone() for t in self._operands)
-        made = SparseMatrix.from_layout(self._layout, marked(copies, self._layout))
+        made = SparseMatrix.from_layout(self._layout, copies)
+        mark(made)
         _count(made, self.known_nnz())
         memo[id(self)] = made
         return made

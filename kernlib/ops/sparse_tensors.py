@@ -13,6 +13,7 @@ from __future__ import annotations
 from itertools import count
 from os import urandom
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -26,6 +27,7 @@ ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
 MARK = "_kernlib_matrix"  # of tensors that fit one another: a number, their layout, place, version
 TURNED = "_kernlib_turned"  # of a first tensor: states in which its matrix is another's transpose
 next_mark = count(int.from_bytes(urandom(6), "little") << 16).__next__  # unlike other processes'
+LIVE: WeakValueDictionary[int, SparseMatrix] = WeakValueDictionary()  # matrices by their numbers
 
 State = tuple[int, ...]
 
@@ -39,15 +41,16 @@ def placed(t: torch.Tensor) -> torch.Tensor:
     return t.clone()
 
 
-def marked(operands: tuple[torch.Tensor, ...], layout: str) -> tuple[torch.Tensor, ...]:
-    """The tensors of a matrix, marked as those: a program that holds nothing else knows by it that
-    they fit the layout. And as by ``torch._dynamo.mark_static_address``, which would load Dynamo:
-    CUDA graphs of compiled code read a matrix where it is, and copy it into no place of theirs."""
-    made = (next_mark(), layout, None)
-    for t in operands:
+def mark(w: SparseMatrix) -> None:
+    """Mark the tensors of a matrix as those: a program that holds nothing else finds it by them, or
+    knows that they fit the layout. And as by ``torch._dynamo.mark_static_address``, which would
+    load Dynamo: CUDA graphs of compiled code read a matrix where it is, and copy it into no place
+    of theirs."""
+    made = (next_mark(), w._layout, None)
+    for t in w._operands:
         setattr(t, MARK, made)
         t._dynamo_static_input_type = "unguarded"
-    return operands
+    LIVE[made[0]] = w
 
 
 def state_of(w: SparseMatrix) -> State | None:
