@@ -6,6 +6,8 @@ first used.
 
 from importlib import import_module as _import_module
 
+_import_module("kernlib.forks")  # its hook has to come before threads do
+
 __version__ = "0.1.0"
 
 _NAMES = {

@@ -1,0 +1,44 @@
+"""A fork waits for what other threads are importing: in the child nobody would finish it, and who
+wants the same module there would wait for ever.
+
+Names of kernlib are loaded when they are first used, and modules by the calls that need them, so a
+thread that makes its first call is in the middle of an import most of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from importlib import _bootstrap
+
+WAIT_S = 20.0  # so long that only a hang takes longer
+PAUSE_S = 0.002
+# Packages that a call of kernlib loads. Others run programs inside their imports, without an end.
+PACKAGES = ("kernlib", "cuda", "lmdb", "numpy", "nvmath", "platformdirs", "torch")
+
+
+def imports_of_others() -> list[str]:
+    """Modules of those packages that other threads are importing now, or are about to.
+
+    NOTE: what Python keeps of that has no public name: a lock for each module, by a weak reference,
+    for as long as a thread has to do with it. The thread that waits for another's is not told from
+    it, and needs not be.
+    """
+    me = threading.get_ident()
+    found = []
+    for name, reference in list(getattr(_bootstrap, "_module_locks", {}).items()):
+        lock = reference() if name.partition(".")[0] in PACKAGES else None
+        if lock is not None and getattr(lock, "owner", me) != me:
+            found.append(name)
+    return found
+
+
+def _before_fork() -> None:
+    end = time.monotonic() + WAIT_S
+    while imports_of_others() and time.monotonic() < end:
+        time.sleep(PAUSE_S)
+
+
+if hasattr(os, "register_at_fork"):  # first of all hooks, so that it runs last before a fork
+    os.register_at_fork(before=_before_fork)
