@@ -77,6 +77,7 @@ def _second_of_squares(x, z, weights, along, needs: tuple) -> list:
     """:func:`second` of squared differences, whose gradient is ``2 sum_t W (x - z)``. What W
     receives is made of differences: of products ``along x - along z`` nothing is left where points
     lie close together."""
+    x, z, weights, along = (normal(t) for t in (x, z, weights, along))
     to_x = to_z = to_weights = None
     if needs[0]:
         to_x = (2 * weights.sum(-1, keepdim=True) * along).sum_to_size(x.shape)
