@@ -187,6 +187,25 @@ def test_tensors_of_any_strides_and_lazy_ones(seed):
     assert not macko.decompress((none, deltas, row_ptr, *shape)).any()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("name", ["values", "deltas", "row_ptr"])
+def test_tensors_without_memory_of_their_own_are_refused(name, seed):
+    compressed, x = macko.compress(cases.random(8, 20, 0.5)), torch.ones(20, dtype=HALF)
+    freed = with_bytes(compressed, name, lambda t: t.untyped_storage().resize_(0))
+    place = ("values", "deltas", "row_ptr").index(name)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    nested = *compressed[:place], nested, *compressed[place + 1 :]
+    for call in (
+        macko.decompress,
+        lambda given: macko.multiply(given, x),
+        lambda given: macko.move_to_device(given, "cpu"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} has no memory"):
+            call(freed)
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got a nested one"):
+            call(nested)
+
+
 def test_saving_takes_the_tuple(seed, tmp_path):
     compressed = macko.compress(cases.random(8, 20, 0.5))
     torch.save(compressed, tmp_path / "m.pt")

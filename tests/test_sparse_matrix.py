@@ -306,6 +306,13 @@ def test_what_is_no_state_is_refused(given, seed):
         SparseMatrix.from_state(given[0] if name == "header" else header, given[1])
 
 
+def freed(tensor):
+    """As modules that are sharded leave theirs."""
+    made = tensor.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
 TENSORS = {
     "a name that is no text": (lambda t: {1: t["data"]}, ValueError, "data, offsets, got 1"),
     "nested": (
@@ -317,6 +324,11 @@ TENSORS = {
         lambda t: {**t, "data": torch.zeros(1, dtype=torch.uint8).expand(2**44)},
         ValueError,
         r"data must have memory .* strides \(0,\)",
+    ),
+    "freed": (
+        lambda t: {**t, "data": freed(t["data"])},
+        ValueError,
+        "data has no memory: its storage",
     ),
     "meta": (lambda t: {k: v.to("meta") for k, v in t.items()}, ValueError, "on meta, without val"),
     "none": (lambda t: {}, ValueError, "data, offsets"),

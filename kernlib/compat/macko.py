@@ -25,6 +25,7 @@ from kernlib.ops import sparse_format_macko as codec
 from kernlib.ops import sparse_lowering_macko_product as product
 from kernlib.ops.product_arguments import no_autocast
 from kernlib.ops.sparse_matrix import placed
+from kernlib.ops.sparse_state import check_whole
 from kernlib.ops.tensors import check_dense, refuse_gradients, stand_ins
 
 __all__ = ["compress", "decompress", "move_to_device", "multiply"]
@@ -184,6 +185,8 @@ def _look(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> bool:
         return True
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
+    for name, tensor in zip(codec.TENSORS, tensors, strict=True):
+        check_whole(name, tensor)
     codec.check_stream(_named(tensors), shape)
     _remember(tensors, shape)
     return True

@@ -14,7 +14,7 @@ import torch
 
 from kernlib.ops.sparse_encode import check_names
 from kernlib.ops.sparse_matrix import DTYPES, VERSION, module_of, placed
-from kernlib.ops.tensors import check_dense, overlaps_itself, stand_ins
+from kernlib.ops.tensors import check_dense, overlaps_itself, span, stand_ins
 
 READABLE = (1, VERSION)  # 1 held the rows of u8, u4 and u2 as int16, which no collective takes
 MOST_BYTES = 2**63 - 1  # of the dense matrix, as torch counts them
@@ -93,7 +93,7 @@ def loaded(
     check_names(format, tensors, module.TENSORS)
     check_dense(module.TENSORS, **tensors)
     for name, tensor in tensors.items():
-        _check_memory(name, tensor)
+        check_whole(name, tensor)
     if all(tensor.is_meta for tensor in tensors.values()):
         raise ValueError("the tensors of a state are on meta, without values: load those that are")
     found = {name: placed(tensor) for name, tensor in tensors.items()}
@@ -104,10 +104,9 @@ def loaded(
     return found
 
 
-def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raises TypeError and ValueError for a tensor that does not lie in memory by itself."""
-    if tensor.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one")
+def check_whole(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a dense tensor that does not lie in memory, each of its
+    elements by itself."""
     if stand_ins(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ValueError(
             f"{name} has no values here to look at (a fake tensor, or one inside a transform of "
@@ -118,3 +117,6 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
             f"{name} must have memory for each of its elements, got shape {tuple(tensor.shape)} "
             f"with strides {tensor.stride()}"
         )
+    reach = tensor.storage_offset() * tensor.element_size() + span(tensor)
+    if not tensor._is_zerotensor() and tensor.untyped_storage().nbytes() < reach:
+        raise ValueError(f"{name} has no memory: its storage has been freed or cut")

@@ -106,8 +106,6 @@ def _check(weight, density, per: str) -> None:
         zero = " that have a zero" if isinstance(kind, torch.dtype) and kind.itemsize == 1 else ""
         raise TypeError(f"weight must be a tensor of floats{zero}, got {kind}")
     check_dense(("weight",), weight=weight)
-    if weight.is_nested:
-        raise TypeError("weight must be a dense tensor, got a nested one")
     check_density(density)
     check_per(per)
 
