@@ -74,7 +74,7 @@ def by_dlpack(to):
 
 def by_storage(to):
     view = torch.empty(0, dtype=to.dtype, device=DEVICE)
-    view.set_(to.untyped_storage(), to.storage_offset(), to.shape)
+    view.set_(to.untyped_storage(), to.storage_offset(), to.shape, to.stride())
     return lambda given: torch.add(given, 0, out=view)
 
 
@@ -254,21 +254,21 @@ def test_the_buffers_of_another_matrix(format, seed):
     near(y, dense[1], x)
 
 
+def shifted(t: torch.Tensor, shift: int) -> torch.Tensor:
+    """A copy that begins so many elements into its memory."""
+    flat = torch.zeros(t.numel() + shift, dtype=t.dtype, device=DEVICE)
+    return flat[shift:].view(t.shape).copy_(t)
+
+
 @every_format
 def test_views_of_a_flat_buffer(format, seed):
     dense, (first, second), x = layers(format)
     for shift in (1, 2, 4, 8):
-        given = {}
-        for name, t in buffers(second).items():
-            flat = torch.zeros(t.numel() + shift, dtype=t.dtype, device=DEVICE)
-            given[name] = flat[shift:].copy_(t)
+        given = {name: shifted(t, shift) for name, t in buffers(second).items()}
         with torch.no_grad():
             near(functional_call(first, given, (x,)), dense[1], x)
-    for name, t in buffers(first).items():
-        if t.numel():
-            moved = getattr(first, name)
-            moved.data = torch.cat((t[:1], t))[1:]
-            break
+    moved = first.matrix.operands[0]
+    moved.data = shifted(moved, 1)
     with pytest.raises(ValueError, match="must be contiguous and begin at whole 16 bytes"):
         first(x)
     torch.cuda.synchronize()
@@ -318,7 +318,7 @@ def test_moved_tensors_in_memory_of_their_own(seed):
     w, x = compress(dense, "bitmap"), torch.randn(4, 1000, device=DEVICE).half()
     near(matmul(w, x), dense, x)
     data = w.operands[0]
-    data.data = torch.cat((data[:1], data))[1:]
+    data.data = shifted(data, 1)
     for call in (lambda: matmul(w, x), w.to_dense):
         with pytest.raises(ValueError, match=r"w\.tensors\['data'\]\.data = .*clone"):
             call()
