@@ -4,7 +4,9 @@ import copy
 import hashlib
 import math
 import pickle
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -123,6 +125,10 @@ def test_what_people_read():
     assert CHAIN.describe().startswith("KroneckerSparseChain(KroneckerSparse(2, 48, 192, 1, ")
 
 
+DEEP: list = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
 VALUE_ERRORS = {
     "a 0": (lambda: kl.KroneckerSparse(0, 1, 1, 1), "a must be at least 1, got 0"),
     "d -1": (lambda: kl.KroneckerSparse(1, 1, 1, -1), "d must be at least 1, got -1"),
@@ -152,6 +158,20 @@ VALUE_ERRORS = {
     "bias 2x": (lambda: kl.Bias("2x"), "'2x' is not an ASCII identifier"),
     "gelu": (lambda: kl.Gelu("fast"), "approximate must be one of .*'fast'"),
     "slope": (lambda: kl.LeakyRelu(math.inf), "negative_slope must be finite, got inf"),
+    "slope of digits": (lambda: kl.LeakyRelu(10**400), "negative_slope must fit a float64"),
+    "slope of many": (lambda: kl.LeakyRelu(10**5000), "negative_slope .*, got int of many digits"),
+    "a of many digits": (lambda: kl.KroneckerSparse(10**5000, 1, 1, 1), "must be below"),
+    "-a of many": (lambda: kl.KroneckerSparse(-(10**5000), 1, 1, 1), "a must be at least 1"),
+    "too large": (lambda: kl.KroneckerSparse(2**30, 1, 1, 2**30), r"below 2\*\*60, got 1152"),
+    "precision list": (lambda: FACTOR.replace(precision=["fp32"]), "precision must be None or one"),
+    "precision array": (lambda: FACTOR.replace(precision=np.ones(3)), "precision must be None or"),
+    "gelu list": (lambda: kl.Gelu(np.ones(2)), "approximate must be one of"),
+    "degree": (lambda: kl.Polynomial(10**5000), "degree must be an int from 1 to 16, got int of"),
+    "nu": (lambda: kl.Matern(Fraction(1, 2)), "nu must be 1.5 or 2.5"),
+    "operator": (lambda: kl.Pairwise(np.ones(2)), "operator must be one of"),
+    "parameter": (lambda: kl.Custom("v", (DEEP,)), r"parameter \[\[.* is not an ASCII identifier"),
+    "a null byte": (lambda: kl.Custom("v\0"), "does not parse"),
+    "a lone surrogate": (lambda: kl.Custom("\ud800"), "does not parse"),
 }  # fmt: skip
 
 TYPE_ERRORS = {
@@ -167,6 +187,18 @@ TYPE_ERRORS = {
     ),
     "slope bool": (lambda: kl.LeakyRelu(True), "negative_slope must be a number, got True"),
     "slope str": (lambda: kl.LeakyRelu("0.1"), "negative_slope must be a number, got '0.1'"),
+    "nu": (lambda: kl.Matern(np.array([1.5, 2.5])), "nu must be a number"),
+    "nu tensor": (lambda: kl.Matern(torch.tensor(1.5)), "nu must be a number"),
+    "parameters": (lambda: kl.Custom("v", 5), "parameters must be a tuple, .*got 5"),
+    "a set": (lambda: kl.Custom("v", {"w"}), "parameters must be a tuple"),
+    "a text": (lambda: kl.Custom("v * w", "w"), r"parameters must be a tuple, such as \('w',\)"),
+    "deep": (lambda: FACTOR.replace(epilogue=DEEP), r"epilogue must be made of .*got \[\["),
+    "a deep chain": (
+        lambda: kl.KroneckerSparseChain((DEEP,)),
+        r"factors\[0\] must be a Kron",
+    ),
+    "a deep stage": (lambda: kl.Pairwise(inner=DEEP), "inner must be one of"),
+    "a deep expression": (lambda: kl.Custom(DEEP), "expression must be a string"),
 }
 
 

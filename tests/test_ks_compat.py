@@ -136,5 +136,89 @@ def test_what_is_wrong():
     for function in (compat.generate_factor, lambda *a: compat.to_abcd(random(2), a[:4], a[4])):
         with pytest.raises(ValueError, match="algo must be one of kernel, einsum"):
             function(1, 2, 3, 4, "coo")
-    with pytest.raises(ValueError, match=r"weights\[0\] must have the shape"):
+    with pytest.raises(ValueError, match=r"weights must have shape \(1, 2, 3, 4\), got"):
         compat.generate_factor(1, 2, 3, 4, "bmm", random(1, 2, 3, 5))
+
+
+FACTOR = (2, 3, 5, 4)
+WRONG = {
+    "a size of 0": (lambda: compat.generate_factor(1, 0, 3, 1, "bmm"), ValueError, "b must be at"),
+    "a size": (lambda: compat.generate_factor(1, 2, 3, 1.0, "bmm"), TypeError, "d must be an int"),
+    "weights": (lambda: compat.generate_factor(1, 2, 3, 1, "bmm", [1]), TypeError, "weights must"),
+    "algo": (lambda: compat.generate_factor(1, 2, 3, 1, None), ValueError, "algo must be one of"),
+    "a pattern": (lambda: compat.to_abcd(random(2), 5, "bmm"), TypeError, "pattern must be four"),
+    "a short pattern": (
+        lambda: compat.from_kernel_format_to_dense(random(2), (1, 2)),
+        TypeError,
+        "pattern must be",
+    ),
+    "no factor": (
+        lambda: compat.to_abcd(None, FACTOR, "bmm"),
+        TypeError,
+        "factor must be a tensor",
+    ),
+    "turned": (
+        lambda: compat.to_abcd(random(3, 40), FACTOR, "kernel"),
+        ValueError,
+        r"factor must have shape \(40, 3\), got \(3, 40\)",
+    ),
+    "no weight": (lambda: compat.from_abcd_to_dense([1]), TypeError, "factor must be a tensor"),
+    "a matrix": (
+        lambda: compat.from_abcd_to_dense(random(2, 3)),
+        ValueError,
+        r"shape \(a, b, c, d",
+    ),
+    "x": (
+        lambda: compat.bmm_bs_first([1.0], random(8, 3, 5), FACTOR),
+        TypeError,
+        "x must be a ten",
+    ),
+    "x's features": (
+        lambda: compat.bmm_bs_last(random(6, 40), random(8, 3, 5), FACTOR),
+        ValueError,
+        r"x must have shape \(40, ...\), got \(6, 40\)",
+    ),
+    "w_kron": (
+        lambda: compat.bmm_bs_first(random(6, 40), random(8, 5, 3), FACTOR),
+        ValueError,
+        r"w_kron must have shape \(8, 3, 5\) or \(2, 4, 3, 5\), got \(8, 5, 3\)",
+    ),
+    "a bias of values": (
+        lambda: compat.LinearBsl(3, 4, random(4)),
+        TypeError,
+        "bias must be a bool",
+    ),
+    "another": (lambda: compat.UnfusedLinear(3, 4, "no"), TypeError, "bias must be a bool"),
+    "a list": (lambda: compat.UnfusedLinear(3, 4, weights=[1]), TypeError, "weights must be a ten"),
+    "an input": (
+        lambda: compat.LinearBsl(4, 3)(random(2, 4)),
+        ValueError,
+        r"shape \(4, ...\), got",
+    ),
+    "no patterns": (lambda: compat.get_linear_layer(None, "nn_linear"), ValueError, "one pattern"),
+    "flags": (
+        lambda: compat.get_linear_layer([(1, 4, 3, 1)], "nn_linear", bs_last="no"),
+        TypeError,
+        "bs_last must be a bool",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named(case):
+    call, kind, message = WRONG[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_layer_of_weights_is_where_they_are():
+    weights = random(4, 3).to(torch.float16)
+    with torch.device("meta"):
+        made = [
+            compat.LinearBsl(3, 4, weights=weights),
+            compat.UnfusedLinear(3, 4, weights=weights),
+        ]
+        made.append(compat.get_linear_layer([(1, 4, 3, 1)], "nn_linear", weights=[weights]))
+    for layer in made:
+        assert layer.weight.dtype == torch.float16 and layer.weight.device.type == "cpu"
+        assert torch.equal(layer.weight, weights)

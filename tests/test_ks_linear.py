@@ -31,10 +31,22 @@ each_algo = pytest.mark.parametrize("algo", ALGOS)
 
 def test_names_and_order_of_arguments():
     assert list(inspect.signature(KSLinear).parameters) == [
-        "patterns", "weights", "bias", "algo", "dtype", "bs_last", "device", "activation",
+        "patterns", "weights", "bias", "algo", "dtype", "bs_last", "more", "device", "activation",
         "precision",
     ]  # fmt: skip
     assert set(KNOWN) == {"auto", *ALGOS}
+
+
+def test_what_stands_behind_bs_last_in_ksmm_is_not_misread():
+    """A device in some of its versions, vsize and then a device in others."""
+    before = (CHAIN, None, True, "einsum", torch.float64, True)
+    for device in ("meta", torch.device("meta")):
+        assert KSLinear(*before, device).bias.device.type == "meta"
+    for behind in ((4,), (2,), (4, "cpu"), ("cpu", "relu"), (None,), ("cpu", None, "fp32")):
+        with pytest.raises(TypeError, match=r"vsize is gone.*leave it out"):
+            KSLinear(*before, *behind)
+    with pytest.raises(TypeError, match="by name"):
+        KSLinear(*before, "cpu", device="cpu")
 
 
 def test_sizes_and_members():
@@ -88,6 +100,10 @@ def test_weights_are_copied():
     assert made.factors[0].all() and made.factors[0].requires_grad
 
 
+DEEP: list = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
 WRONG = {
     "no list": (dict(patterns=ONE), TypeError, r"patterns\[0\] must be four ints"),
     "text": (dict(patterns="2354"), TypeError, "patterns must be a list"),
@@ -108,6 +124,24 @@ WRONG = {
     "scale": (dict(activation=kl.Scale()), ValueError, "needs the argument.* scale"),
     "precision": (dict(precision="fp8"), ValueError, "precision must be None or one of"),
     "vsize": (dict(vsize=4), TypeError, "vsize"),
+    "bias of values": (
+        dict(bias=torch.tensor([5.0])),
+        TypeError,
+        "bias must be a bool, got tensor",
+    ),
+    "bias text": (dict(bias="no"), TypeError, "bias must be a bool, got 'no'"),
+    "bias int": (dict(bias=1), TypeError, "bias must be a bool, got 1"),
+    "bs_last text": (dict(bs_last="first"), TypeError, "bs_last must be a bool, got 'first'"),
+    "algo list": (dict(algo=["einsum"]), ValueError, "algo must be one of auto"),
+    "dtype text": (dict(dtype="float32"), TypeError, "dtype must be one of.*got 'float32'"),
+    "device text": (dict(device="gpu"), ValueError, "device 'gpu' is none that torch knows"),
+    "device bool": (dict(device=True), TypeError, "device must be a torch.device, a text"),
+    "device float": (dict(device=1.0), TypeError, "device must be a torch.device, a text"),
+    "weights int": (dict(weights=5), TypeError, "weights must be a list of tensors"),
+    "huge": (dict(patterns=[(2**40, 1, 1, 2**40)]), ValueError, r"patterns\[0\] must hold below"),
+    "many digits": (dict(patterns=[(10**5000, 1, 1, 1)]), ValueError, r"patterns\[0\] must hold"),
+    "deep": (dict(activation=DEEP), TypeError, "activation must be a name such as 'gelu'"),
+    "precision list": (dict(precision=["fp32"]), ValueError, "precision must be None or one of"),
     "count": (dict(weights=[]), ValueError, "one tensor for each of 1 patterns, got 0"),
     "shape": (dict(weights=[random(4, 3, 5, 2)]), ValueError, r"weights\[0\] must have the shape"),
     "ints": (dict(weights=[torch.ones(ONE).int()]), TypeError, r"weights\[0\].*floats.*int32"),

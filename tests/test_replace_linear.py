@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 import torch
-from ks_cases import product
+from ks_cases import ALGOS, product
 from torch import nn
 
 import kernlib
@@ -183,3 +184,64 @@ def test_the_published_chains_of_vit_s16():
         count = sum(math.prod(pattern) for pattern in chain)
         assert count < in_features * out_features
     assert sum(math.prod(pattern) for pattern in VIT_S16[384, 1536]) == 24576 + 294912
+
+
+BAD = {
+    "None": (lambda: replace_linear(None, CHAINS), TypeError, r"module must be an nn.M.*None"),
+    "a class": (lambda: replace_linear(nn.Linear, CHAINS), TypeError, "module must be an nn"),
+    "patterns": (lambda: replace_linear(model(), 5), TypeError, "patterns must be a mapping"),
+    "no expression": (
+        lambda: replace_linear(model(), CHAINS, match="("),
+        ValueError,
+        r"match '\(' is no regular expression",
+    ),
+    "match": (lambda: replace_linear(model(), CHAINS, match=5), TypeError, "match must be None, a"),
+    "approximate": (
+        lambda: replace_linear(model(), CHAINS, approximate="no"),
+        TypeError,
+        "approximate must be a bool, got 'no'",
+    ),
+    "a chain": (
+        lambda: replace_linear(model(), lambda *_: 5),
+        TypeError,
+        r"2: patterns must be a list of tuples .*got 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_named(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_compiled_expression_is_one():
+    assert set(replace_linear(model(), CHAINS, match=re.compile(r"^1\."))) == {"1.0", "1.2"}
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_new_layers_are_where_the_old_ones_are_whatever_the_defaults(approximate):
+    """Neither torch's default device and dtype nor autocast decide of parameters or of products."""
+    chains = {sizes: [(1, *reversed(sizes), 1)] for sizes in CHAINS} if approximate else CHAINS
+    net = model()
+    wanted = copy.deepcopy(net)
+    before, device = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        with torch.autocast("cpu", torch.bfloat16):
+            swapped = replace_linear(net, chains, approximate=approximate)
+            for algo in ALGOS:
+                for layer in swapped.values():
+                    layer.algo = algo
+                x = torch.ones(3, 12, device="cpu", dtype=torch.float32)
+                assert net(x[None]).device.type == "cpu"
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(device)
+    for layer in swapped.values():
+        assert {(p.dtype, p.device.type) for p in layer.parameters()} == {(torch.float32, "cpu")}
+    if approximate:
+        x = torch.randn(2, 7, 12)
+        torch.testing.assert_close(net(x), wanted(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernlib.canonical import encode
@@ -89,12 +90,42 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def shown(value: object) -> str:
+    """A value as messages show it: short, whatever it is and however deep it is nested."""
+    from reprlib import Repr  # of what goes wrong only
+
+    short = Repr()
+    short.maxstring = short.maxother = short.maxlong = 200
+    try:
+        return short.repr(value)
+    except ValueError:  # of an int with more digits than Python prints
+        return f"{type(value).__name__} of many digits"
+
+
+def as_number(name: str, value: object) -> float:
+    """A real number, such as a Fraction, as a float. Raises TypeError for what is none, ValueError
+    for one beyond any float64."""
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float64, got {shown(value)}") from None
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError for what is neither True nor False, whatever its truth would be."""
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be a bool, got {shown(value)}")
+
+
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 def check_precision(precision: str | None) -> None:
     """``precision`` permits less accuracy and never asks for it; raises ValueError for others."""
-    require(
-        precision is None or precision in PRECISIONS,
-        f"precision must be None or one of {PRECISIONS}, got {precision!r}",
-    )
+    if precision is None or (isinstance(precision, str) and precision in PRECISIONS):
+        return
+    raise ValueError(f"precision must be None or one of {PRECISIONS}, got {shown(precision)}")

@@ -11,7 +11,7 @@ import keyword
 import math
 from dataclasses import dataclass
 
-from kernlib.descriptors.base import Descriptor, Part, Value, require
+from kernlib.descriptors.base import Descriptor, Part, Value, as_number, require, shown
 from kernlib.descriptors.expression import CONSTANTS, FUNCTIONS, VALUE, names, parse
 
 
@@ -83,13 +83,16 @@ class Matern(_Bandwidth):
     """Matérn kernel of a distance ``v``, with ``t = sqrt(2 nu) * v / bandwidth``:
     ``(1 + t) exp(-t)`` for ``nu = 1.5``, ``(1 + t + t**2 / 3) exp(-t)`` for ``nu = 2.5``.
 
-    Raises ValueError for another ``nu``; ``nu = 0.5`` is :class:`Laplace`.
+    Raises ValueError for another ``nu``, TypeError for what is no number; ``nu = 0.5`` is
+    :class:`Laplace`.
     """
 
     nu: float = 1.5
 
     def __post_init__(self):
-        require(self.nu in (1.5, 2.5), f"nu must be 1.5 or 2.5 (0.5 is Laplace), got {self.nu!r}")
+        nu = as_number("nu", self.nu)
+        require(nu in (1.5, 2.5), f"nu must be 1.5 or 2.5 (0.5 is Laplace), got {nu!r}")
+        object.__setattr__(self, "nu", nu)
 
     @property
     def expression(self) -> str:
@@ -152,7 +155,8 @@ class Polynomial(Epilogue):
 
     def __post_init__(self):
         valid = type(self.degree) is int and 1 <= self.degree <= 16
-        require(valid, f"degree must be an int from 1 to 16, got {self.degree!r}")
+        if not valid:
+            raise ValueError(f"degree must be an int from 1 to 16, got {shown(self.degree)}")
 
     @property
     def expression(self) -> str:
@@ -227,11 +231,9 @@ class LeakyRelu(Epilogue):
     negative_slope: float = 0.01
 
     def __post_init__(self):
-        slope = self.negative_slope
-        if isinstance(slope, bool) or not isinstance(slope, (int, float)):
-            raise TypeError(f"negative_slope must be a number, got {slope!r}")
+        slope = as_number("negative_slope", self.negative_slope)
         require(math.isfinite(slope), f"negative_slope must be finite, got {slope!r}")
-        object.__setattr__(self, "negative_slope", float(slope))
+        object.__setattr__(self, "negative_slope", slope)
 
     @property
     def expression(self) -> str:
@@ -249,11 +251,9 @@ class Gelu(Epilogue):
     approximate: str = "none"
 
     def __post_init__(self):
-        known = ("none", "tanh")
-        require(
-            self.approximate in known,
-            f"approximate must be one of {known}, got {self.approximate!r}",
-        )
+        known, given = ("none", "tanh"), self.approximate
+        if not isinstance(given, str) or given not in known:
+            raise ValueError(f"approximate must be one of {known}, got {shown(given)}")
 
     @property
     def expression(self) -> str:
@@ -312,13 +312,17 @@ class Custom(Epilogue):
 
     def __post_init__(self):
         if not isinstance(self.expression, str):
-            raise TypeError(f"expression must be a string, got {self.expression!r}")
-        if isinstance(self.parameters, str):
-            raise TypeError(f"parameters must be a tuple, such as ({self.parameters!r},)")
+            raise TypeError(f"expression must be a string, got {shown(self.expression)}")
+        if not isinstance(self.parameters, (tuple, list)):
+            example = self.parameters if isinstance(self.parameters, str) else "gain"
+            raise TypeError(
+                f"parameters must be a tuple, such as ({example!r},), got {shown(self.parameters)}"
+            )
         object.__setattr__(self, "parameters", tuple(self.parameters))
         _check_parameters(self.parameters)
         unused = set(self.parameters) - names(self.tree())
-        require(not unused, f"expression {self.expression!r} does not use {sorted(unused)}")
+        if unused:
+            raise ValueError(f"expression {shown(self.expression)} does not use {sorted(unused)}")
 
 
 RESERVED = {
@@ -331,10 +335,11 @@ RESERVED = {
 def _check_parameters(parameters: tuple[str, ...]) -> None:
     for name in parameters:
         valid = isinstance(name, str) and name.isidentifier() and name.isascii()
-        require(
-            valid and name not in keyword.kwlist,
-            f"parameter {name!r} is not an ASCII identifier; its value is an argument of the call",
-        )
+        if not valid or name in keyword.kwlist:
+            raise ValueError(
+                f"parameter {shown(name)} is not an ASCII identifier; its value is an argument of "
+                "the call"
+            )
         require(name not in RESERVED, f"parameter name {name!r} is taken; choose another")
     require(len(set(parameters)) == len(parameters), f"parameters {parameters} repeat a name")
 
@@ -348,7 +353,7 @@ def as_epilogues(value) -> tuple[Epilogue, ...]:
     for epilogue in epilogues:
         if not isinstance(epilogue, Epilogue):
             raise TypeError(
-                f"epilogue must be made of epilogues such as Laplace(), got {epilogue!r}"
+                f"epilogue must be made of epilogues such as Laplace(), got {shown(epilogue)}"
             )
     taken = [name for epilogue in epilogues for name in epilogue.parameters]
     repeated = sorted({name for i, name in enumerate(taken) if name in taken[:i]})

@@ -12,6 +12,8 @@ import math
 from functools import cache
 from typing import NamedTuple
 
+from kernlib.descriptors.base import shown
+
 FUNCTIONS = {
     "abs": 1,
     "cos": 1,
@@ -31,6 +33,7 @@ FUNCTIONS = {
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 CONSTANTS = {"pi": 3.141592653589793, "e": 2.718281828459045}
 VALUE = "v"
+DEEPEST = 100  # operations in one another: what walks a tree takes several frames for each
 
 
 class Number(NamedTuple):
@@ -60,7 +63,15 @@ def parse(text: str, parameters: tuple[str, ...]) -> Node:
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"expression {text!r} does not parse: {error.msg}") from None
+        raise ValueError(f"expression {shown(text)} does not parse: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deep
+        what = str(error) or "it is nested too deep"
+        raise ValueError(f"expression {shown(text)} does not parse: {what}") from None
+    if (depth := _depth(body)) > DEEPEST:
+        raise ValueError(
+            f"expression {shown(text)} has {depth} operations in one another, of at most "
+            f"{DEEPEST}: use several epilogues, or parentheses in long sums"
+        )
     return _convert(body, text, frozenset(parameters))
 
 
@@ -89,6 +100,17 @@ def tie_share(operation: Operation) -> float:
     return 1.0 - other if constant[0] else other
 
 
+def _depth(node: ast.expr) -> int:
+    """Of the operations in one another, counted without recursion."""
+    deepest, left = 0, [(node, 0)]
+    while left:
+        node, depth = left.pop()
+        deepest = max(deepest, depth)
+        inside = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+        left += [(child, depth + 1) for child in inside]
+    return deepest
+
+
 def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _convert_number(node.value, text)
@@ -104,8 +126,8 @@ def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
         return _convert_call(node, text, parameters)
     part = ast.get_source_segment(text.strip(), node) or type(node).__name__
     raise ValueError(
-        f"expression {text!r}: {part!r} is not part of the language; use numbers, v, parameters, "
-        f"+ - * / **, parentheses and {', '.join(FUNCTIONS)}"
+        f"expression {shown(text)}: {shown(part)} is not part of the language; use numbers, v, "
+        f"parameters, + - * / **, parentheses and {', '.join(FUNCTIONS)}"
     )
 
 
@@ -115,7 +137,7 @@ def _convert_number(value: float, text: str) -> Node:
             return Number(float(value))
     except OverflowError:
         pass
-    raise ValueError(f"expression {text!r}: {str(value)[:20]} is too large for a float64")
+    raise ValueError(f"expression {shown(text)}: {shown(value)} is too large for a float64")
 
 
 def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
@@ -124,18 +146,18 @@ def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
     if name in CONSTANTS:
         return Number(CONSTANTS[name])
     known = ", ".join(sorted(parameters | {VALUE}))
-    raise ValueError(f"expression {text!r} names {name!r}; known are {known}, pi and e")
+    raise ValueError(f"expression {shown(text)} names {name!r}; known are {known}, pi and e")
 
 
 def _convert_call(node: ast.Call, text: str, parameters: frozenset[str]) -> Node:
     function = node.func.id
     if function not in FUNCTIONS:
         raise ValueError(
-            f"expression {text!r} calls {function!r}; known are {', '.join(FUNCTIONS)}"
+            f"expression {shown(text)} calls {function!r}; known are {', '.join(FUNCTIONS)}"
         )
     if len(node.args) != FUNCTIONS[function]:
         wanted = FUNCTIONS[function]
         raise ValueError(
-            f"expression {text!r}: {function} takes {wanted} argument(s), got {len(node.args)}"
+            f"expression {shown(text)}: {function} takes {wanted} argument(s), got {len(node.args)}"
         )
     return Operation(function, tuple(_convert(a, text, parameters) for a in node.args))

@@ -6,8 +6,17 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from kernlib.descriptors.base import Descriptor, check_precision, render, require
+from kernlib.descriptors.base import (
+    Descriptor,
+    check_flag,
+    check_precision,
+    render,
+    require,
+    shown,
+)
 from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
+
+MOST = 2**60  # numbers of a weight: an address has 64 bits, and a float64 8 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,8 @@ class KroneckerSparse(Product):
     does not, None does if ``torch.get_float32_matmul_precision()`` permits it at the call.
 
     Raises TypeError for sizes that are no ints and parts of another kind, ValueError for sizes
-    below 1. Patterns, names and layouts are those of the KSMM project.
+    below 1 and for more numbers than a tensor may hold. Patterns, names and layouts are those of
+    the KSMM project.
     """
 
     family: ClassVar[str] = "kronecker_sparse"
@@ -49,10 +59,13 @@ class KroneckerSparse(Product):
     def __post_init__(self):
         for name, size in (("a", self.a), ("b", self.b), ("c", self.c), ("d", self.d)):
             if type(size) is not int:
-                raise TypeError(f"{name} must be an int, got {size!r}")
-            require(size >= 1, f"{name} must be at least 1, got {size}")
-        if type(self.batch_last) is not bool:
-            raise TypeError(f"batch_last must be a bool, got {self.batch_last!r}")
+                raise TypeError(f"{name} must be an int, got {shown(size)}")
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {shown(size)}")
+        numbers = self.a * self.b * self.c * self.d
+        if numbers >= MOST:
+            raise ValueError(f"a * b * c * d must be below 2**60, got {shown(numbers)}")
+        check_flag("batch_last", self.batch_last)
         object.__setattr__(self, "epilogue", as_epilogues(self.epilogue))
         check_precision(self.precision)
         object.__setattr__(self, "text", render(self))
@@ -126,12 +139,12 @@ class KroneckerSparseChain(Descriptor):
     def __post_init__(self):
         given = (self.factors,) if isinstance(self.factors, KroneckerSparse) else self.factors
         if not isinstance(given, (tuple, list)):
-            raise TypeError(f"factors must be a tuple of KroneckerSparse, got {given!r}")
+            raise TypeError(f"factors must be a tuple of KroneckerSparse, got {shown(given)}")
         object.__setattr__(self, "factors", tuple(given))
         require(len(self.factors) > 0, "factors must hold at least one KroneckerSparse, got none")
         for index, factor in enumerate(self.factors):
             if not isinstance(factor, KroneckerSparse):
-                raise TypeError(f"factors[{index}] must be a KroneckerSparse, got {factor!r}")
+                raise TypeError(f"factors[{index}] must be a KroneckerSparse, got {shown(factor)}")
         _check_chain(self.factors)
         object.__setattr__(self, "text", render(self))
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from kernlib.descriptors import norms
-from kernlib.descriptors.base import Descriptor, check_precision, render, require
+from kernlib.descriptors.base import (
+    Descriptor,
+    check_flag,
+    check_precision,
+    render,
+    shown,
+)
 from kernlib.descriptors.epilogues import (
     Cauchy,
     Epilogue,
@@ -75,16 +81,13 @@ class Pairwise(Descriptor):
     def __post_init__(self):
         object.__setattr__(self, "epilogue", as_epilogues(self.epilogue))
         refuse_vectors(self.epilogue, self.family)
-        require(
-            self.operator in OPERATORS,
-            f"operator must be one of {OPERATORS}, got {self.operator!r}",
-        )
+        if not isinstance(self.operator, str) or self.operator not in OPERATORS:
+            raise ValueError(f"operator must be one of {OPERATORS}, got {shown(self.operator)}")
         _check_stage("inner", self.inner, norms.INNER)
         _check_stage("outer", self.outer, norms.OUTER)
         check_precision(self.precision)
-        for name, flag in (("symmetric", self.symmetric), ("direct", self.direct)):
-            if type(flag) is not bool:
-                raise TypeError(f"{name} must be a bool, got {flag!r}")
+        check_flag("symmetric", self.symmetric)
+        check_flag("direct", self.direct)
         # NOTE: texts are made when they are needed: Dynamo warns of a dataclass's repr.
         if isinstance(self.outer, norms.Root) and not isinstance(self.inner, norms.Power):
             raise ValueError(f"outer=Root() needs inner=Power(), got inner={self.inner}")
@@ -126,7 +129,7 @@ class Pairwise(Descriptor):
 def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
     if not isinstance(stage, allowed):
         known = ", ".join(f"{cls.__name__}()" for cls in allowed)
-        raise TypeError(f"{argument} must be one of {known}, got {stage!r}")
+        raise TypeError(f"{argument} must be one of {known}, got {shown(stage)}")
 
 
 def l1_distance(**fields: Unpack[_Stages]) -> Pairwise:

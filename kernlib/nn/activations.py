@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kernlib.descriptors import epilogues
+from kernlib.descriptors.base import shown
 from kernlib.descriptors.epilogues import Epilogue, as_epilogues
 from kernlib.descriptors.expression import Node
 from kernlib.reference import expressions
@@ -43,7 +44,7 @@ def as_activation(value) -> tuple[Epilogue, ...]:
     except TypeError:
         raise TypeError(
             f"activation must be a name such as 'gelu' or an epilogue such as kernlib.Gelu(), got "
-            f"{value!r}"
+            f"{shown(value)}"
         ) from None
     for epilogue in found:
         if epilogue.parameters:

@@ -15,6 +15,7 @@ stores it so:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernlib.nn.kronecker_sparse import KSLinear, flatten_bias
+from kernlib.descriptors.base import check_flag, shown
+from kernlib.descriptors.kronecker_sparse import KroneckerSparse
+from kernlib.nn.kronecker_sparse import KSLinear, checked_device, flatten_bias
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, bmm
 from kernlib.nn.replace import nearest_factor
 from kernlib.reference import kronecker_sparse as reference
@@ -45,10 +48,14 @@ def generate_factor(
     device: torch.device | str | int | None = None,
 ) -> torch.Tensor:
     """A factor in the storage of ``algo``: of ``weights`` (a, b, c, d), or uniform in
-    ``±1/sqrt(c)``. Raises ValueError for another ``algo`` and for weights of another shape."""
+    ``±1/sqrt(c)``. Raises ValueError for another ``algo``, for sizes below 1 and for weights of
+    another shape, TypeError for what is no int, tensor or dtype."""
     _check_format(algo)
-    weights = None if weights is None else [weights]
-    layer = KSLinear([(a, b, c, d)], weights, bias=False, dtype=dtype, device=device)
+    pattern = _checked_pattern((a, b, c, d))
+    if weights is not None:
+        _check_shape("weights", weights, [pattern])
+        weights = [weights]
+    layer = KSLinear([pattern], weights, bias=False, dtype=dtype, device=device)
     weight = layer.factors[0].detach()
     if algo == "kernel":
         return weight.permute(0, 3, 2, 1).reshape(a * d * c, b)
@@ -57,9 +64,11 @@ def generate_factor(
 
 def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
     """The weight (a, b, c, d) of a factor in the storage of ``algo``, as KSMM's checkpoints have
-    it: what :class:`KSLinear` takes. Differentiable but for sparse and bsr."""
+    it: what :class:`KSLinear` takes. Differentiable but for sparse and bsr. Raises ValueError for
+    a factor that is not in that storage, TypeError for what is no tensor or pattern."""
     _check_format(algo)
-    a, b, c, d = pattern
+    a, b, c, d = pattern = _checked_pattern(pattern)
+    _check_shape("factor", factor, _stored_shapes(pattern, algo))
     if algo == "kernel":
         return factor.reshape(a, d, c, b).permute(0, 3, 2, 1)
     if algo == "bsr":
@@ -72,7 +81,12 @@ def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
 
 
 def from_abcd_to_dense(factor: torch.Tensor) -> torch.Tensor:
-    """The matrix (a*b*d, a*c*d) of a weight (a, b, c, d)."""
+    """The matrix (a*b*d, a*c*d) of a weight (a, b, c, d). Raises TypeError for what is no tensor,
+    ValueError for one of other dimensions."""
+    if not isinstance(factor, torch.Tensor):
+        raise TypeError(f"factor must be a tensor, got {type(factor).__name__}")
+    if factor.dim() != 4:
+        raise ValueError(f"factor must have shape (a, b, c, d), got {tuple(factor.shape)}")
     return reference.dense(tuple(factor.shape), factor)
 
 
@@ -88,17 +102,61 @@ def from_bmm_format_to_dense(factor: torch.Tensor, pattern: Pattern) -> torch.Te
 
 def bmm_bs_first(x: torch.Tensor, w_kron: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     """(..., a*c*d) to (..., a*b*d) by a factor in the storage of bmm."""
-    return bmm(x, None, pattern, batch_last=False, stored=w_kron)
+    return _by_bmm(x, w_kron, pattern, batch_last=False)
 
 
 def bmm_bs_last(x: torch.Tensor, w_kron: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     """(a*c*d, ...) to (a*b*d, ...) by a factor in the storage of bmm."""
-    return bmm(x, None, pattern, batch_last=True, stored=w_kron)
+    return _by_bmm(x, w_kron, pattern, batch_last=True)
+
+
+def _by_bmm(x, w_kron, pattern: Pattern, batch_last: bool) -> torch.Tensor:
+    a, b, c, d = pattern = _checked_pattern(pattern)
+    _check_shape("w_kron", w_kron, _stored_shapes(pattern, "bmm"))
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    if x.dim() == 0 or x.shape[0 if batch_last else -1] != a * c * d:
+        wanted = f"({a * c * d}, ...)" if batch_last else f"(..., {a * c * d})"
+        raise ValueError(f"x must have shape {wanted}, got {tuple(x.shape)}")
+    if x.dtype != w_kron.dtype:
+        raise TypeError(f"x and w_kron must have one dtype, got {x.dtype} and {w_kron.dtype}")
+    return bmm(x, None, pattern, batch_last, w_kron.reshape(a * d, b, c))
 
 
 def _check_format(algo: str) -> None:
-    if algo not in FORMATS:
-        raise ValueError(f"algo must be one of {', '.join(FORMATS)}, got {algo!r}")
+    if not isinstance(algo, str) or algo not in FORMATS:
+        raise ValueError(f"algo must be one of {', '.join(FORMATS)}, got {shown(algo)}")
+
+
+def _checked_pattern(pattern) -> Pattern:
+    """Raises TypeError and ValueError that name the size."""
+    try:
+        sizes = tuple(pattern)
+    except TypeError:
+        sizes = ()
+    if len(sizes) != 4:
+        raise TypeError(f"pattern must be four ints (a, b, c, d), got {shown(pattern)}")
+    found = [operator.index(s) if hasattr(s, "__index__") else s for s in sizes]
+    return KroneckerSparse(*found).pattern
+
+
+def _stored_shapes(pattern: Pattern, algo: str) -> list[tuple[int, ...]]:
+    """The shapes of a factor in the storage of an algorithm."""
+    a, b, c, d = pattern
+    return {
+        "kernel": [(a * d * c, b)],
+        "bmm": [(a * d, b, c), (a, d, b, c)],
+        "einsum": [pattern],
+        "bsr": [(a * d * b, a * d * c)],
+    }.get(algo, [(a * b * d, a * c * d)])
+
+
+def _check_shape(name: str, tensor, shapes: list[tuple[int, ...]]) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tuple(tensor.shape) not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
 
 
 # Layers.
@@ -121,14 +179,22 @@ class LinearBsl(nn.Linear):
         version: str = "torch_matmul",
         weights: torch.Tensor | None = None,
     ):
-        super().__init__(in_features, out_features, bias, device, dtype)
-        if version not in VERSIONS:
-            raise ValueError(f"version must be one of {', '.join(VERSIONS)}, got {version!r}")
+        if not isinstance(version, str) or version not in VERSIONS:
+            raise ValueError(f"version must be one of {', '.join(VERSIONS)}, got {shown(version)}")
+        _check_layer(bias, weights)
+        super().__init__(in_features, out_features, bias, *_placed(weights, device, dtype))
         self.version = version
         _set_weight(self, weights)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(in_features, ...) to (out_features, ...)."""
+        """(in_features, ...) to (out_features, ...). Raises TypeError for what is no tensor,
+        ValueError for one of another shape."""
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input must be a tensor, got {type(input).__name__}")
+        if input.dim() == 0 or input.shape[0] != self.in_features:
+            raise ValueError(
+                f"input must have shape ({self.in_features}, ...), got {tuple(input.shape)}"
+            )
         if self.version == "einsum":
             product = torch.einsum("oi,i...->o...", self.weight, input)
         else:
@@ -156,7 +222,8 @@ class UnfusedLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         weights: torch.Tensor | None = None,
     ):
-        super().__init__(in_features, out_features, bias, device, dtype)
+        _check_layer(bias, weights)
+        super().__init__(in_features, out_features, bias, *_placed(weights, device, dtype))
         _set_weight(self, weights)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -185,25 +252,52 @@ def get_linear_layer(
     if "vsize" in others or type(bias) is not bool:
         raise TypeError(
             "vsize is gone: kernels choose the width of their loads themselves; leave it out, and "
-            f"give what follows it by name (bias got {bias!r})"
+            f"give what follows it by name (bias got {shown(bias)})"
         )
     if others:
         raise TypeError(f"get_linear_layer takes no argument {', '.join(others)}")
     if algo not in ("nn_linear", "unfused_linear"):
-        return KSLinear(patterns, weights, bias, algo, dtype, bs_last, device)
+        return KSLinear(patterns, weights, bias, algo, dtype, bs_last, device=device)
+    check_flag("bs_last", bs_last)
     out_features, in_features = _dense_sizes(patterns, algo)
     if algo == "nn_linear" and bs_last:
         raise ValueError("algo='nn_linear' has the batch first; use 'unfused_linear' for bs_last")
     kind = nn.Linear if algo == "nn_linear" else LinearBsl if bs_last else UnfusedLinear
+    weight = None if weights is None else _only(weights)
+    device, dtype = _placed(weight, device, dtype)
     layer = kind(in_features, out_features, bias, device=device, dtype=dtype)
-    _set_weight(layer, None if weights is None else weights[0])
+    _set_weight(layer, weight)
     return layer
 
 
 def _dense_sizes(patterns, algo: str) -> tuple[int, int]:
-    if len(patterns) != 1 or patterns[0][0] != 1 or patterns[0][3] != 1:
-        raise ValueError(f"algo={algo!r} needs one pattern (1, out, in, 1), got {patterns}")
-    return patterns[0][1], patterns[0][2]
+    if not isinstance(patterns, Sequence) or len(patterns) != 1:
+        raise ValueError(f"algo={algo!r} needs one pattern (1, out, in, 1), got {shown(patterns)}")
+    a, b, c, d = _checked_pattern(patterns[0])
+    if a != 1 or d != 1:
+        raise ValueError(f"algo={algo!r} needs one pattern (1, out, in, 1), got {shown(patterns)}")
+    return b, c
+
+
+def _only(weights) -> torch.Tensor:
+    if not isinstance(weights, (Sequence, torch.Tensor)) or len(weights) != 1:
+        raise ValueError(f"weights must hold one matrix (out, in), got {shown(weights)}")
+    _check_layer(True, weights[0])
+    return weights[0]
+
+
+def _check_layer(bias, weights) -> None:
+    check_flag("bias", bias)
+    if weights is not None and not isinstance(weights, torch.Tensor):
+        raise TypeError(f"weights must be a tensor, got {type(weights).__name__}")
+
+
+def _placed(weights: torch.Tensor | None, device, dtype) -> tuple:
+    """Device and dtype of a layer: those of the weights where none are given."""
+    device = checked_device(device)
+    if weights is None:
+        return device, dtype
+    return weights.device if device is None else device, weights.dtype if dtype is None else dtype
 
 
 def _set_weight(layer: nn.Linear, weights: torch.Tensor | None) -> None:

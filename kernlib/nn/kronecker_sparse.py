@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 
 import torch
 from torch import nn
 
+from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
-from kernlib.descriptors.kronecker_sparse import KroneckerSparse, KroneckerSparseChain
+from kernlib.descriptors.kronecker_sparse import MOST, KroneckerSparse, KroneckerSparseChain
 from kernlib.errors import CompileError, UnsupportedError
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.derived import Kept, derived
@@ -55,9 +56,11 @@ class KSLinear(nn.Module):
     ``layer.algo = layer.algo`` after it.
 
     Raises ValueError for factors that do not fit together, naming them, for weights of another
-    shape and an unknown ``algo`` or activation; TypeError for what is no pattern, weight or dtype.
+    shape and an unknown ``algo`` or activation; TypeError for what is no pattern, weight, dtype or
+    bool, such as a tensor for ``bias``, whose values are copied into ``layer.bias``.
 
-    Layer, names and argument order are those of the KSMM project.
+    Layer, names and argument order are those of the KSMM project, up to ``bs_last``: what follows
+    is given by name, for there KSMM has ``vsize``, which is gone, and then ``device``.
     """
 
     bias: torch.Tensor | None
@@ -70,13 +73,17 @@ class KSLinear(nn.Module):
         algo: str = "auto",
         dtype: torch.dtype | None = None,
         bs_last: bool = False,
+        *more: torch.device | str,
         device: torch.device | str | int | None = None,
         activation: str | Epilogue | None = None,
         precision: str | None = None,
     ):
         super().__init__()
+        check_flag("bias", bias)
+        check_flag("bs_last", bs_last)
+        device = checked_device(_by_position(more, device))
         self._patterns = _as_patterns(patterns)
-        self._bs_last, self._precision = bool(bs_last), precision
+        self._bs_last, self._precision = bs_last, precision
         self._activation = as_activation(activation)
         self._steps = as_steps(self._activation)
         self._descriptors = {given: self._describe(given) for given in (False, True)}
@@ -126,8 +133,8 @@ class KSLinear(nn.Module):
 
     @algo.setter
     def algo(self, algo: str) -> None:
-        if algo not in ALGOS:
-            raise ValueError(f"algo must be one of {', '.join(ALGOS)}, got {algo!r}")
+        if not isinstance(algo, str) or algo not in ALGOS:
+            raise ValueError(f"algo must be one of {', '.join(ALGOS)}, got {shown(algo)}")
         self._algo = algo
         self._forget()
 
@@ -310,7 +317,7 @@ def flatten_bias(state_dict: dict, prefix: str, size: int) -> None:
 
 def _as_patterns(patterns) -> tuple[Pattern, ...]:
     if not isinstance(patterns, Sequence) or isinstance(patterns, str) or not len(patterns):
-        raise TypeError(f"patterns must be a list of tuples (a, b, c, d), got {patterns!r}")
+        raise TypeError(f"patterns must be a list of tuples (a, b, c, d), got {shown(patterns)}")
     found = []
     for index, pattern in enumerate(patterns):
         try:
@@ -318,14 +325,20 @@ def _as_patterns(patterns) -> tuple[Pattern, ...]:
         except TypeError:
             sizes = ()
         if len(sizes) != 4 or any(isinstance(size, bool) for size in pattern):
-            raise TypeError(f"patterns[{index}] must be four ints (a, b, c, d), got {pattern!r}")
+            raise TypeError(
+                f"patterns[{index}] must be four ints (a, b, c, d), got {shown(pattern)}"
+            )
         if min(sizes) < 1:
-            raise ValueError(f"patterns[{index}] must have sizes of 1 or more, got {sizes}")
+            raise ValueError(f"patterns[{index}] must have sizes of 1 or more, got {shown(sizes)}")
+        if math.prod(sizes) >= MOST:
+            raise ValueError(f"patterns[{index}] must hold below 2**60 numbers, got {shown(sizes)}")
         found.append(sizes)
     return tuple(found)
 
 
 def _checked_weights(weights, patterns: tuple[Pattern, ...]) -> list[torch.Tensor]:
+    if isinstance(weights, str) or not isinstance(weights, Iterable):
+        raise TypeError(f"weights must be a list of tensors, one a pattern, got {shown(weights)}")
     weights = list(weights)
     if len(weights) != len(patterns):
         raise ValueError(
@@ -343,6 +356,33 @@ def _checked_weights(weights, patterns: tuple[Pattern, ...]) -> list[torch.Tenso
     return weights
 
 
+def _by_position(more: tuple, device):
+    """The device, which some versions of KSMM have behind ``bs_last`` and others behind ``vsize``.
+    Raises TypeError for what else stands there."""
+    if not more:
+        return device
+    if len(more) > 1 or device is not None or not isinstance(more[0], (str, torch.device)):
+        raise TypeError(
+            f"KSLinear takes device, activation and precision by name, got {shown(more)} behind "
+            "bs_last; KSMM's vsize is gone: kernels choose the width of their loads themselves, so "
+            "leave it out"
+        )
+    return more[0]
+
+
+def checked_device(device: object) -> torch.device | None:
+    """Raises TypeError and ValueError for what names no device."""
+    if device is None or isinstance(device, torch.device):
+        return device
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
+        raise TypeError(f"device must be a torch.device, a text or an index, got {shown(device)}")
+    try:
+        return torch.device(device)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(f"device {shown(device)} is none that torch knows: {reason}") from None
+
+
 def _shared(weights: list[torch.Tensor], name: str):
     """The dtype or device of all weights. Raises ValueError where they differ."""
     found = [getattr(weight, name) for weight in weights]
@@ -353,7 +393,7 @@ def _shared(weights: list[torch.Tensor], name: str):
 
 def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype not in DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         known = ", ".join(str(one) for one in DTYPES)
-        raise TypeError(f"dtype must be one of {known}, got {dtype}")
+        raise TypeError(f"dtype must be one of {known}, got {shown(dtype)}")
     return dtype

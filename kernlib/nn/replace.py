@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernlib.descriptors.base import check_flag, shown
 from kernlib.nn.kronecker_sparse import KSLinear
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
 
@@ -28,7 +29,7 @@ def replace_linear(
     module: nn.Module,
     patterns: Mapping[tuple[int, int], Chain] | Callable[[str, int, int], Chain | None],
     *,
-    match: str | Callable[[str, nn.Linear], bool] | None = None,
+    match: str | re.Pattern[str] | Callable[[str, nn.Linear], bool] | None = None,
     approximate: bool = False,
     **options: Any,
 ) -> dict[str, KSLinear]:
@@ -51,12 +52,17 @@ def replace_linear(
 
     Raises, with ``module`` as it was, ValueError that names the layer: for a chain of other sizes,
     for ``approximate`` with several factors, and for a weight that another module holds too, such
-    as an embedding's; and TypeError for a ``module`` that is an ``nn.Linear`` itself.
+    as an embedding's; ValueError for a ``match`` that is no regular expression; and TypeError for a
+    ``module`` that is none, or an ``nn.Linear`` itself, and for arguments of another kind.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {shown(module)}")
     if isinstance(module, nn.Linear):
         raise TypeError(
             "module is an nn.Linear itself, in no place to be swapped: build a KSLinear"
         )
+    check_flag("approximate", approximate)
+    match = _checked_match(match)
     chain_of = patterns if callable(patterns) else _by_sizes(patterns)
     holders = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
     new: dict[nn.Linear, KSLinear] = {}
@@ -102,10 +108,27 @@ def _by_sizes(patterns) -> Callable[[str, int, int], Chain | None]:
     return lambda name, in_features, out_features: patterns.get((in_features, out_features))
 
 
+def _checked_match(match):
+    """None, a function or a regular expression. Raises TypeError and ValueError for others."""
+    if match is None or isinstance(match, re.Pattern) or callable(match):
+        return match
+    if not isinstance(match, str):
+        raise TypeError(
+            "match must be None, a regular expression, or a function of a layer's name and the "
+            f"layer, got {shown(match)}"
+        )
+    try:
+        return re.compile(match)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"match {shown(match)} is no regular expression: {error}") from None
+
+
 def _matches(match, name: str, layer: nn.Linear) -> bool:
     if match is None:
         return True
-    return bool(match(name, layer)) if callable(match) else re.search(match, name) is not None
+    if isinstance(match, re.Pattern):
+        return match.search(name) is not None
+    return bool(match(name, layer))
 
 
 def _replacement(
