@@ -17,6 +17,7 @@ from kernlib.nn.sparse_linear import _of_others
 from kernlib.ops import sparse_fitted, sparse_format_bitmap
 from kernlib.ops.sparse_fitted import fitted
 from kernlib.ops.sparse_matrix import module_of
+from kernlib.ops.sparse_tensors import state_of
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 every_format = pytest.mark.parametrize("format", FORMATS)
@@ -50,7 +51,7 @@ def layer(density=0.2, format="bitmap", rows=70, cols=600):
 
 
 def buffers(other):
-    return {n: t.detach() for n, t in other.named_buffers() if n.startswith("weight_")}
+    return {n: t.clone() for n, t in other.named_buffers() if n.startswith("weight_")}
 
 
 def on_gpu(w):
@@ -215,8 +216,10 @@ def test_a_program_finds_the_matrix_of_its_tensors(format, checks, seed):
         assert fitted(other.layout, [*other.operands]) is other
     taken = fitted(w.layout, [*others[0].operands])
     assert taken is others[0] and taken is not w
-    copied = fitted(w.layout, [copy.copy(t) for t in w.operands])
-    assert copied is not w and torch.equal(copied.to_dense(), dense)
+    for alias in (torch.Tensor.detach, copy.copy, torch.Tensor.view_as):
+        same = [t.view_as(t) if alias is torch.Tensor.view_as else alias(t) for t in w.operands]
+        assert fitted(w.layout, same).to_dense().equal(dense)
+        assert state_of(fitted(w.layout, same)) == state_of(w) and not checks
     layout, operands = w.layout, w.operands
     del w
     found = fitted(layout, operands)  # which knows by their marks that they fit

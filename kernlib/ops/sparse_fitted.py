@@ -22,13 +22,13 @@ from kernlib.ops.sparse_matrix import (
     untransformed,
 )
 from kernlib.ops.sparse_state import loaded
-from kernlib.ops.sparse_tensors import ALIGNMENT, LIVE, MARK, next_mark, placed
+from kernlib.ops.sparse_tensors import ALIGNMENT, LIVE, MARK, PLACES, next_mark, placed
 
 
 def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
     """The matrix of format, shape and dtype of a layout whose tensors these are, in order, with the
-    facts that are theirs: the very one that they were marked for if it is there. Tensors that
-    kernels cannot read where they are get copied.
+    facts that are theirs: the very one whose tensors or memory they are, if that is there. Tensors
+    that kernels cannot read where they are get copied.
 
     Raises ValueError that names what is wrong, CaptureError for tensors that have not been checked
     while a CUDA graph is captured.
@@ -38,7 +38,13 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
     if found is not None and found._layout == layout and _are(found._operands, tensors):
         return found
     known = _known(tensors)
-    if tensors[0].is_meta or (known == layout and getattr(tensors[0], MARK)[2] is None):
+    if tensors[0].is_meta:
+        return SparseMatrix.from_layout(layout, tensors)
+    if found is None:  # autograd of compiled code may detach tensors, which leaves no mark
+        found = PLACES.get(tensors[0].data_ptr())
+    if found is not None and _kind(found.layout) == _kind(layout) and _share(found, tensors):
+        return found
+    if known == layout and getattr(tensors[0], MARK)[2] is None:
         return SparseMatrix.from_layout(layout, tensors)
     with untransformed():
         if known is not None and _kind(known) == _kind(layout):
@@ -117,6 +123,16 @@ def _known(tensors: Sequence[torch.Tensor]) -> str | None:
 def _are(own: tuple[torch.Tensor, ...], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these are a matrix's own tensors."""
     return len(own) == len(tensors) and all(map(is_, own, tensors))
+
+
+def _share(w: SparseMatrix, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are the memory of a matrix's own, which is there as long as that is."""
+    return len(tensors) == len(w.operands) and all(
+        t.data_ptr() == own.data_ptr()
+        and (t.shape, t.dtype, t.device) == (own.shape, own.dtype, own.device)
+        and t.is_contiguous()
+        for own, t in zip(w.operands, tensors, strict=True)
+    )
 
 
 def _mark(tensors: Sequence[torch.Tensor], layout: str) -> None:

@@ -28,6 +28,7 @@ MARK = "_kernlib_matrix"  # of tensors that fit one another: a number, their lay
 TURNED = "_kernlib_turned"  # of a first tensor: states in which its matrix is another's transpose
 next_mark = count(int.from_bytes(urandom(6), "little") << 16).__next__  # unlike other processes'
 LIVE: WeakValueDictionary[int, SparseMatrix] = WeakValueDictionary()  # matrices by their numbers
+PLACES: WeakValueDictionary[int, SparseMatrix] = WeakValueDictionary()  # by first addresses
 
 State = tuple[int, ...]
 
@@ -51,6 +52,8 @@ def mark(w: SparseMatrix) -> None:
         setattr(t, MARK, made)
         t._dynamo_static_input_type = "unguarded"
     LIVE[made[0]] = w
+    if not stand_ins(*w._operands) and (address := w._operands[0].data_ptr()):
+        PLACES[address] = w
 
 
 def state_of(w: SparseMatrix) -> State | None:

@@ -229,7 +229,7 @@ def layers(format, dtype=torch.float16):
 
 
 def buffers(layer):
-    return {n: t.detach() for n, t in layer.named_buffers() if n.startswith("weight_")}
+    return {n: t.clone() for n, t in layer.named_buffers() if n.startswith("weight_")}
 
 
 def near(found, dense, x):
