@@ -363,3 +363,44 @@ def test_integers_and_transforms_are_refused_by_name():
             torch.vmap(lambda x, name=name: cdist_expadd(A, B, **{"lengthscale": 1.0, name: x}))(
                 torch.ones(3)
             )
+
+
+LENGTHS = (1e-30, 1e-16, 1e-5, 1e5, 1e20, 1e35)
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "batch"])
+@pytest.mark.parametrize("p", [0.7, 1.3, 2.0])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_no_lengthscale_leaves_the_range_of_float32(length, p, kind):
+    a, b = (
+        length * torch.randn(2, n, 6, generator=torch.Generator().manual_seed(n)) for n in (5, 7)
+    )
+    given = {
+        "number": length,
+        "tensor": torch.tensor(length, dtype=torch.float64),
+        "batch": torch.tensor([length, 2 * length], dtype=torch.float64),
+    }[kind]
+    lengths = torch.as_tensor(given, dtype=torch.float64).reshape(-1, 1, 1, 1)
+    v = (a.double()[:, :, None] - b.double()[:, None]).abs() / lengths
+    found = kl.cdist_expadd(a, b, p=p, lengthscale=given)
+    torch.testing.assert_close(
+        found.double(), torch.exp(-(v**p)).sum(-1), rtol=0, atol=6e-6, check_dtype=True
+    )
+
+
+def test_gradients_pass_the_unit_of_a_lengthscale():
+    length = 1e-20
+    a, b = (torch.randn(n, 6, generator=torch.Generator().manual_seed(n)) for n in (5, 7))
+    wide = [x.double().requires_grad_() for x in (a, b, torch.tensor(1.5))]
+    torch.exp(-(((wide[0][:, None] - wide[1]) / wide[2]) ** 2)).sum().backward()
+    own = [(length * x).requires_grad_() for x in (a, b, torch.tensor(1.5))]
+    kl.cdist_expadd(own[0], own[1], p=2.0, lengthscale=own[2]).sum().backward()
+    for found, wanted in zip(own, wide, strict=True):
+        scaled = length * found.grad.double()
+        torch.testing.assert_close(scaled, wanted.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_an_out_that_overlaps_is_refused_where_the_points_are_copied_too():
+    a = torch.randn(6, 6)
+    with pytest.raises(ValueError, match=r"overlap|share"):
+        kl.cdist_expadd(a, a, lengthscale=1e-20, out=a)

@@ -183,7 +183,11 @@ DESCRIBED = [  # what is shown only where it says something
     (NORM, {"inner": 2.0, "root": True}, "float32 tile=64 {} p=2.0"),
     (BOTH, {"inner": 3.0, "outer": 0.5}, "float32 tile=64 {} p=3.0 outer=sqrt(s)"),
     (BOTH, {"inner": 2.0, "root": True}, "float32 tile=64 {} p=2.0 outer=sqrt(s)"),
-    (BOTH, {"inner": "device", "root": True}, "float32 tile=64 {} p=device outer=power(s,root)"),
+    (
+        BOTH,
+        {"inner": "device", "root": True},
+        "float32 tile=64 {} p=device outer=any_root(s,exponent,rest) norm",
+    ),
     (BOTH, {}, "float32 tile=64 {} outer=power(s,exponent)"),
 ]
 

@@ -1,8 +1,21 @@
-"""The hostile points themselves, and the bar."""
+"""Norms, kernel functions and sums on points where they go wrong, on the CPU."""
 
 import pairwise_hostile as hostile
 import pytest
 import torch
+from pairwise_forwards import FORWARDS
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("dtype", hostile.DTYPES, ids=str)
+def test_forwards_meet_the_bar_on_hostile_points(name, dtype):
+    forward = FORWARDS[name]
+    for case in hostile.cases(dtype):
+        exact, terms = forward.exact(case)
+        rival = forward.theirs(case)
+        hostile.check(forward.ours(case), exact, terms, rival, f"{name}, {case.name}")
 
 
 def test_the_cases_are_what_their_names_say():

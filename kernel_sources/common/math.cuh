@@ -59,6 +59,22 @@ __device__ __forceinline__ double reciprocal(double x) {
     return x != 0.0 && fabs(y) == infinity(y) ? copysign(1.7976931348623157e308, x) : y;
 }
 
+// The product of two reciprocals, neither 0 nor infinite unless one of them is: 0 times it is 0, and
+// an infinity times it is no NaN.
+template <class T>
+__device__ __forceinline__ T bounded_product(T x, T y, T least, T most) {
+    T z = x * y, size = absolute(z);
+    if (x == T(0) || y == T(0) || absolute(x) == infinity(x) || absolute(y) == infinity(y)) return z;
+    if (size < least) return copysign(least, z);
+    return size > most ? copysign(most, z) : z;
+}
+__device__ __forceinline__ float bounded(float x, float y) {
+    return bounded_product(x, y, 1.4e-45f, 3.402823466e38f);
+}
+__device__ __forceinline__ double bounded(double x, double y) {
+    return bounded_product(x, y, 4.9406564584124654e-324, 1.7976931348623157e308);
+}
+
 // The normal distribution up to x, by Abramowitz and Stegun 7.1.26 to 8e-8: 15 instructions, where
 // erff() takes 30 and branches.
 __device__ __forceinline__ float ndtr(float x) {
@@ -75,6 +91,34 @@ __device__ __forceinline__ double ndtr(double x) { return 0.5 * erfc(-0.70710678
 // pow() for any base and exponent, with the accuracy of the type.
 __device__ __forceinline__ float power(float x, float p) { return powf(x, p); }
 __device__ __forceinline__ double power(double x, double p) { return pow(x, p); }
+
+// s^(1/p) for an s that is no denormal, where `exponent` is 1/p rounded and `rest` what that leaves
+// out, to (1 + 1/p) 2^-22: whole and fractional part of log2 s apart, as the error of a logarithm,
+// and of its product with 1/p, is that of the root.
+__device__ __forceinline__ float norm_root(float s, float exponent, float rest) {
+    int bits = __float_as_int(s);
+    float whole = float((bits >> 23) - 127), part, y, power;
+    asm("lg2.approx.ftz.f32 %0, %1;"
+        : "=f"(part)
+        : "f"(__int_as_float((bits & 0x7fffff) | 0x3f800000)));
+    float high = whole * exponent, n = rintf(high);
+    float low = fmaf(whole, exponent, -high) + fmaf(part, exponent, whole * rest);
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(high - n + low));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(n - 1.0f));  // 2^128 is infinite
+    return s > 0.0f && s < infinity(s) ? 2.0f * y * power : s;
+}
+__device__ __forceinline__ double norm_root(double s, double exponent, double) {
+    return pow(s, exponent);
+}
+
+// The same for a p that turns up at run time: exact where that of a number is.
+__device__ __forceinline__ float any_root(float s, float exponent, float rest) {
+    float y = norm_root(s, exponent, rest);
+    return exponent == 1.0f ? s : (exponent == 0.5f ? sqrtf(s) : y);
+}
+__device__ __forceinline__ double any_root(double s, double exponent, double rest) {
+    return exponent == 1.0 ? s : norm_root(s, exponent, rest);
+}
 
 template <int N, class T>
 __device__ __forceinline__ T integer_power(T x) {

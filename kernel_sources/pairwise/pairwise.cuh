@@ -9,6 +9,7 @@
 //   OPERATION, INNER         Difference, SwappedDifference or Dot; a struct of terms.cuh
 //   ACCESS_A, ACCESS_B       a value of Access (operand.cuh)
 //   Finish                   Outer and Epilogue of one sum; its constructor reads hyperparameters
+//   BY_NORM                  if defined: sums are those of norms, of which norm.cuh mends some
 //   GATED                    if defined: the count above which, at Launch::gate, there is anything
 //                            to do (split.cuh); CTAs then walk over the tiles
 #pragma once
@@ -20,6 +21,9 @@ using Inner = INNER;
 using Term = OPERATION<Inner>;
 
 #include "pairwise/tile.cuh"
+#ifdef BY_NORM
+#include "pairwise/norm.cuh"
+#endif
 
 constexpr int RASTER_ROWS = 16;  // tile rows walked together, so that both operands stay in L2
 
@@ -44,7 +48,12 @@ using ReadScalar = ScalarReader<Parameters>;
 
 // Outer, epilogue and regularization over the thread's own sums, in place.
 __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters, const Finish& f,
-                                       const Place& place, i64 m0, i64 n0, i64 l) {
+                                       const Place& place, const Points& a, const Points& b,
+                                       const Numbers& numbers, i64 m0, i64 n0, i64 l) {
+    Rescale rescale(numbers);
+#ifdef BY_NORM
+    Range range(numbers.p, a.features);
+#endif
     AccT regularization = ReadScalar{parameters, l}(REGULARIZATION);
     // n - m - diagonal of the tile's first entry, far outside the tile cut to an int's range.
     i64 offset = max(min(n0 - m0 - parameters.diagonal, i64(TILE)), i64(-2 * TILE));
@@ -54,9 +63,12 @@ __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters
         int place_in_sums = place.sums(i, c);
         auto value = load_vector<AccT, CHUNK>(total + place_in_sums);
         int row = place_in_sums / LINE, column = place_in_sums % LINE;
+#ifdef BY_NORM
+        mend_norms(value, row, column, a, b, range, numbers.p);
+#endif
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
-            AccT result = f(value.element[e]);
+            AccT result = f(rescale(value.element[e]), rescale.unit);
             if (column + e - row + int(offset) == 0) result += regularization;
             value.element[e] = result;
         }
@@ -135,8 +147,10 @@ __device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT*
         auto a = points_of(parameters.a, parameters.a_view, l, m0, parameters.m, parameters.k);
         auto b = points_of(parameters.b, parameters.b_view, l, n0, parameters.n, parameters.k);
         ReadScalar read{parameters, l};
-        sum_tile(total, stages, a, b, place, {read(INNER_P), read(INNER_SCALE)});
-        finish(total, parameters, Finish(ReadScalar{parameters, l}), place, m0, n0, l);
+        Numbers numbers = {read(INNER_P), read(INNER_SCALE)};
+        sum_tile(total, stages, a, b, place, numbers);
+        finish(total, parameters, Finish(ReadScalar{parameters, l}), place, a, b, numbers, m0, n0,
+               l);
         __syncthreads();
         OutputT* out = parameters.out + l * view.batch_stride;
         OutputT* tile = out + m0 * view.row_stride + n0 * view.column_stride;

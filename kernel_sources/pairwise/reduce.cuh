@@ -10,6 +10,7 @@
 //   SCALARS        count of hyperparameters
 //   OPERATION, INNER   as for pairwise.cuh
 //   REDUCER        a struct of reducers.cuh
+//   BY_NORM        if defined: as for pairwise.cuh
 //   REGULARIZED    whether the regularization is given
 //   Finish         Outer and Epilogue of one sum; its constructor reads hyperparameters
 //   GATED          if defined: the count above which, at Launch::gate, there is anything to do
@@ -23,6 +24,9 @@
 using Inner = INNER;
 using Term = OPERATION<Inner>;
 using Reducer = REDUCER;
+#ifdef BY_NORM
+#include "pairwise/norm.cuh"
+#endif
 
 // Laid out by kernlib/ops/pairwise_reduce_lowering.py.
 struct Parameters {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "pairwise/reduce.cuh"
+#include "pairwise/unit.cuh"
 
 constexpr int THREADS = 256;
 constexpr int STAGE = THREADS;  // points at a time, one a thread to read; at most 32 KB
@@ -54,9 +55,46 @@ __device__ __forceinline__ void read_rows(Rows& rows, const Parameters& paramete
     }
 }
 
+// The reciprocal of a block's unit, from a pair of points for each thread.
+__device__ __forceinline__ float sample_unit(u32* shared, const Rows& rows,
+                                             const Parameters& parameters, const Part& part, i64 l,
+                                             float p) {
+    const View& view = parameters.b_view;
+    i64 n = part.first + threadIdx.x % max(part.last - part.first, i64(1));
+    const InputT* from = parameters.b + l * view.batch_stride + n * view.row_stride;
+    float largest = 0.0f;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        float size = absolute(Term::of(rows[0][k], convert<AccT>(from[k * view.column_stride])));
+        largest = size - size == 0.0f ? fmaxf(largest, size) : largest;
+    }
+    return unit_of(largest_in_block(shared, largest), p);
+}
+
+#ifdef BY_NORM
+// What is odd among the sums of point n and the thread's rows, anew.
+__device__ __forceinline__ void mend_norms(AccT (&sums)[ROWS], const Parameters& parameters, i64 l,
+                                           i64 m0, i64 n, const Range& range, float p) {
+    bool odd = false;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) odd |= range.excludes(sums[i]);
+    if (!odd) return;
+    const View &left = parameters.a_view, &right = parameters.b_view;
+    const InputT* b = parameters.b + l * right.batch_stride + n * right.row_stride;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        i64 m = min(m0 + i * THREADS, parameters.m - 1);
+        const InputT* a = parameters.a + l * left.batch_stride + m * left.row_stride;
+        if (range.excludes(sums[i]))
+            sums[i] = -norm_of_pair(a, b, left.column_stride, right.column_stride, K, 0, 1, p);
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_reduce_small(const __grid_constant__ Launch launch) {
     __shared__ Stage stage;
+    __shared__ u32 word;
     if (!launch.is_needed()) return;
     const Parameters& parameters = launch.parameters;
     Part part(parameters, ROWS * THREADS);
@@ -67,8 +105,14 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
         Finish finish(read);
         InnerNumbers<AccT> numbers = {read(INNER_P), read(INNER_SCALE)};
         AccT regularization = IN_PLACE ? read(REGULARIZATION) : AccT(0);
+#ifdef BY_NORM
+        Range range(numbers.p, K);
+#endif
         Rows rows;
         read_rows(rows, parameters, l, m0);
+        if constexpr (SCALED)
+            numbers.unit = sample_unit(&word, rows, parameters, part, l, numbers.p);
+        Rescale rescale(numbers);
         Reducer reducers[ROWS];
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
@@ -87,12 +131,20 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
             for (int n = 0; n < count; ++n) {
                 AccT line[LINE];
                 stage.read(line, n);
+                AccT sums[ROWS];
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    AccT sum = AccT(0);
+                    sums[i] = AccT(0);
 #pragma unroll
-                    for (int k = 0; k < K; ++k) sum = Term::add(sum, rows[i][k], line[k], numbers);
-                    AccT value = finish(sum);
+                    for (int k = 0; k < K; ++k)
+                        sums[i] = Term::add(sums[i], rows[i][k], line[k], numbers);
+                }
+#ifdef BY_NORM
+                mend_norms(sums, parameters, l, m0, n0 + n, range, numbers.p);
+#endif
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    AccT value = finish(rescale(sums[i]), rescale.unit);
                     if (IN_PLACE && n == places[i]) value += regularization;
                     reducers[i].add(value, base + n, line + K);
                 }

@@ -33,17 +33,26 @@ __device__ __forceinline__ void fill_weights(AccT* weights, const Parameters& pa
 // Takes the thread's share of a finished tile, of which `columns` exist; `base` is the place of its
 // first column, `diagonal` that of the row's regularization, in the tile.
 __device__ __forceinline__ void take(Reducer& reducer, const AccT* total, const AccT* weights,
-                                     const Finish& finish, int columns, int base, int diagonal,
+                                     const Finish& finish, const Points& a, const Points& b,
+                                     const Numbers& numbers, int base, int diagonal,
                                      AccT regularization) {
+    Rescale rescale(numbers);
+#ifdef BY_NORM
+    Range range(numbers.p, a.features);
+#endif
+    int columns = b.count;
     int row = threadIdx.x % TILE, begin = threadIdx.x / TILE * SHARE;
     int end = min(begin + SHARE, columns);
 #pragma unroll 1
     for (int column = begin; column < end; column += CHUNK) {
         auto sums = load_vector<AccT, CHUNK>(total + row * LINE + column);
+#ifdef BY_NORM
+        mend_norms(sums, row, column, a, b, range, numbers.p);
+#endif
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
             if (column + e >= end) break;
-            AccT value = finish(sums.element[e]);
+            AccT value = finish(rescale(sums.element[e]), rescale.unit);
             if (IN_PLACE && column + e == diagonal) value += regularization;
             reducer.add(value, base + column + e, weights + (column + e) * WEIGHTS);
         }
@@ -82,9 +91,10 @@ pairwise_reduce_tile(const __grid_constant__ Launch launch) {
         for (i64 n0 = part.first; n0 < part.last; n0 += TILE) {
             auto b = points_of(parameters.b, parameters.b_view, l, n0, part.last, parameters.k);
             fill_weights(weights, parameters, l, n0, b.count);
-            sum_tile(total, stages, a, b, place, {read(INNER_P), read(INNER_SCALE)});
+            Numbers numbers = {read(INNER_P), read(INNER_SCALE)};
+            sum_tile(total, stages, a, b, place, numbers);
             __syncthreads();
-            take(reducer, total, weights, Finish(read), b.count, int(n0 - part.first),
+            take(reducer, total, weights, Finish(read), a, b, numbers, int(n0 - part.first),
                  IN_PLACE ? diagonal_place(parameters, m, n0) : 0,
                  IN_PLACE ? read(REGULARIZATION) : AccT(0));
             __syncthreads();

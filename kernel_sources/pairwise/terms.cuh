@@ -13,18 +13,21 @@
 
 #include "common/math.cuh"
 
-// The arguments of an inner stage: its exponent, and the factor of ExpPower.
+// The arguments of an inner stage: its exponent, the factor of ExpPower, and what |v| is multiplied
+// by before a logarithm is taken of it (unit.cuh).
 template <class T>
 struct InnerNumbers {
-    T p, scale;
+    T p, scale, unit = T(1);
 };
 
 // Terms that add up. UNROLL_K features are unrolled: enough to hide a shared-memory read behind
 // arithmetic; special functions hide it by themselves, and their code is long. ZERO_ADDS_NOTHING:
-// so that features past the last one may be summed as zeros.
+// so that features past the last one may be summed as zeros. BY_LOGARITHM: the relative error of a
+// term grows with its logarithm.
 struct Sum {
     static constexpr int UNROLL_K = 4;
     static constexpr bool ZERO_ADDS_NOTHING = true;
+    static constexpr bool BY_LOGARITHM = false;
     template <class T>
     static __device__ __forceinline__ T merge(T x, T y, InnerNumbers<T>) { return x + y; }
 };
@@ -58,9 +61,10 @@ struct Sqrt : Sum {  // NaN for v < 0, as torch.sqrt
 // |v|^p for a p > 0 of the host.
 struct Power : Sum {
     static constexpr int UNROLL_K = 1;
+    static constexpr bool BY_LOGARITHM = true;
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
-        return sum + fast_power(absolute(v), numbers.p);
+        return sum + fast_power(absolute(v) * numbers.unit, numbers.p);
     }
 };
 
@@ -72,14 +76,18 @@ __device__ __forceinline__ T power_or_count(T size, T p) {
 }
 
 // |v|^p for a p on the device, where p = 0 (count of v != 0) and p = inf (maximum) turn up at run
-// time. The extra slots hide behind the two special-function operations.
+// time, and p = 1 and 2, by which integers keep exact sums. The extra slots hide behind the two
+// special-function operations.
 struct PowerOnDevice {
     static constexpr int UNROLL_K = 1;
     static constexpr bool ZERO_ADDS_NOTHING = true;
+    static constexpr bool BY_LOGARITHM = true;
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
-        T size = absolute(v);
+        T size = absolute(v) * numbers.unit;
         T term = power_or_count(size, numbers.p);
+        term = numbers.p == T(1) ? size : term;
+        term = numbers.p == T(2) ? size * size : term;
         return merge(sum, numbers.p == infinity(size) ? size : term, numbers);
     }
     template <class T>
@@ -148,6 +156,7 @@ struct Power6 : Sum {
 struct PowerInfinity {
     static constexpr int UNROLL_K = 4;
     static constexpr bool ZERO_ADDS_NOTHING = true;
+    static constexpr bool BY_LOGARITHM = false;
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T>) {
         return maximum(sum, absolute(v));
@@ -239,8 +248,10 @@ struct PowerLog : Sum {  // |v|^p ln|v|
 template <class Inner>
 struct Difference {
     template <class T>
+    static __device__ __forceinline__ T of(T a, T b) { return b - a; }
+    template <class T>
     static __device__ __forceinline__ T add(T sum, T a, T b, InnerNumbers<T> numbers) {
-        return Inner::add(sum, b - a, numbers);
+        return Inner::add(sum, of(a, b), numbers);
     }
 };
 
@@ -248,15 +259,19 @@ struct Difference {
 template <class Inner>
 struct SwappedDifference {
     template <class T>
+    static __device__ __forceinline__ T of(T a, T b) { return a - b; }
+    template <class T>
     static __device__ __forceinline__ T add(T sum, T a, T b, InnerNumbers<T> numbers) {
-        return Inner::add(sum, a - b, numbers);
+        return Inner::add(sum, of(a, b), numbers);
     }
 };
 
 template <class Inner>
 struct Dot {
     template <class T>
+    static __device__ __forceinline__ T of(T a, T b) { return a * b; }
+    template <class T>
     static __device__ __forceinline__ T add(T sum, T a, T b, InnerNumbers<T> numbers) {
-        return Inner::add(sum, a * b, numbers);
+        return Inner::add(sum, of(a, b), numbers);
     }
 };

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "pairwise/operand.cuh"
+#include "pairwise/unit.cuh"
 
 constexpr int PROMOTE_K = 128;
 constexpr int PER_SIDE = TILE / 16;      // rows (and columns) of a thread
@@ -88,10 +89,11 @@ __device__ __forceinline__ void clear(AccT* total) {
     }
 }
 
-// Leaves the sums of one tile in `total`, whose memory may be that of the stages if !LONG_K.
+// Leaves the sums of one tile in `total`, whose memory may be that of the stages if !LONG_K, and
+// their unit in `numbers`.
 __device__ __forceinline__ void sum_tile(AccT* total, AccT* stages, const Points& a,
                                          const Points& b, const Place& place,
-                                         const Numbers& numbers) {
+                                         Numbers& numbers) {
     Operand<ACCESS_A> left(a);
     Operand<ACCESS_B> right(b);
     Sums sums = {};
@@ -104,6 +106,9 @@ __device__ __forceinline__ void sum_tile(AccT* total, AccT* stages, const Points
         left.end(stages, i);
         right.end(stages + OPERAND, i);
     }
+    // Its word of shared memory pads a line of the first stage.
+    if constexpr (SCALED)
+        numbers.unit = sample_unit(reinterpret_cast<u32*>(stages + TILE), a, b, numbers.p);
     int stage = 0;
 #pragma unroll 1
     for (int done = 0; done < features; done += TILE_K) {

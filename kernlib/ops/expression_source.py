@@ -67,10 +67,9 @@ class EpilogueSource:
 
     def _operation(self, node: Operation) -> str:
         if node.operator == "/" and self._is_constant(node.operands[1]):
-            reciprocal = Operation("reciprocal", (node.operands[1],))
-            return self._operation(Operation("*", (node.operands[0], reciprocal)))
+            return self._operation(self._quotient(*node.operands))
         if node.operator == "reciprocal":
-            return f"reciprocal({self._render(node.operands[0])})"
+            return self._reciprocal(node.operands[0])
         if node.operator == "**":
             return self._power(*node.operands)
         parts = [self._render(operand) for operand in node.operands]
@@ -80,6 +79,22 @@ class EpilogueSource:
             return f"({parts[0]} {node.operator} {parts[1]})"
         return f"{_FUNCTIONS.get(node.operator, node.operator)}({', '.join(parts)})"
 
+    def _quotient(self, left: Node, right: Node) -> Operation:
+        """A product in place of a division by a constant; two where the constant is a product, as
+        the square of a bandwidth of 1e-20 has no reciprocal in float."""
+        parts = right.operands if _is_product(right) else (right,)
+        for part in parts:
+            left = Operation("*", (left, Operation("reciprocal", (part,))))
+        return left
+
+    def _reciprocal(self, node: Node) -> str:
+        """Of a product the product of reciprocals: the square of a bandwidth of 1e20 is infinite in
+        float."""
+        if _is_product(node):
+            parts = [self._render(Operation("reciprocal", (each,))) for each in node.operands]
+            return f"bounded({', '.join(parts)})"
+        return f"reciprocal({self._render(node)})"
+
     def _power(self, base: Node, exponent: Node) -> str:
         text = self._render(base)
         if isinstance(exponent, Number) and exponent.value.is_integer():
@@ -87,6 +102,10 @@ class EpilogueSource:
             if 1 <= degree <= _UNROLLED_DEGREE:
                 return f"integer_power<{degree}>({text})"
         return f"power({text}, {self._render(exponent)})"
+
+
+def _is_product(node: Node) -> bool:
+    return isinstance(node, Operation) and node.operator == "*"
 
 
 def _literal(value: float) -> str:

@@ -37,6 +37,9 @@ _POSITIVE = frozenset(("lengthscale",))
 # A lower scale becomes -inf in the arithmetic, or its product with p |v|^(p-1) does, and -inf * 0
 # is a NaN.
 _LOWEST = {torch.float32: -1e30, torch.float64: -1e300}
+# Binary exponents of a lengthscale, and of its power, up to which the points stay as they are: the
+# error of |v|^p grows with log2 |v|, 6e-7 at 16.
+_NEAR, _NEAR_POWER = 16, 64
 
 
 def cdist_expadd(
@@ -54,9 +57,11 @@ def cdist_expadd(
     ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), ``out`` (M, N) or (L, M, N): layouts,
     dtypes, batches and ``out`` as in :func:`kernlib.ops.pairwise.run`. ``p``, ``lengthscale`` and
     ``scale`` are real numbers or tensors of shape () or (L,). ``lengthscale`` stands for
-    ``scale = -1 / lengthscale^p``. A scale below -1e30 (-1e300 for float64) counts as that, unless
-    it is a tensor. Gradients of all tensors are recorded. Semantics of the kermac project, whose
-    ``lengthscale`` has the other sign.
+    ``scale = -1 / lengthscale^p``; where that may leave the arithmetic's range, as it may for a
+    tensor or a number far from 1, the points are first multiplied by a power of two near its
+    reciprocal. A scale below -1e30 (-1e300 for float64) counts as that, unless it is a tensor.
+    Gradients of all tensors are recorded. Semantics of the kermac project, whose ``lengthscale``
+    has the other sign.
 
     Raises ValueError unless exactly one of ``lengthscale`` and ``scale`` is given, for a host
     lengthscale that is not positive, a host p that is negative or infinite, and what
@@ -65,7 +70,8 @@ def cdist_expadd(
     made = scale_of(p, lengthscale, scale, a)
     refuse_overlap_of_copied(out, lengthscale=lengthscale, scale=scale)
     try:
-        return run_kernel(_SUMS, a, b, out=out, p=p, inner_scale=made, debug=debug)
+        x, y, made = _in_units(p, lengthscale, made, a, b, out)
+        return run_kernel(_SUMS, x, y, out=out, p=p, inner_scale=made, debug=debug)
     except (KernlibError, RuntimeError, TypeError, ValueError):
         _check_scale(lengthscale, scale, a, b, p, out)  # by the names that it has here
         raise
@@ -286,6 +292,48 @@ def scale_of(
         return max(-(length**-exponent), lowest)
     except OverflowError:
         return lowest
+
+
+def _in_units(p, lengthscale, scale, a, b, out) -> tuple:
+    """Both operands and the scale, in a unit near the lengthscale where that is needed."""
+    unit = None if lengthscale is None else _unit(p, lengthscale, a)
+    if unit is None:
+        return a, b, scale
+    check_dense(("a", "b"), a=a, b=b, out=out)
+    refuse_overlap_of_copied(out, a=a, b=b)
+    scale = scale_of(p, _length(lengthscale, a) * unit, None, a)
+    return _times(a, unit), _times(b, unit), scale
+
+
+def _unit(p, lengthscale, like: torch.Tensor) -> float | torch.Tensor | None:
+    """A power of two that brings a lengthscale to 0.5 to 1; None where points and lengthscale
+    do as they are. Multiplying points by it is exact, but for half types, whose range is small."""
+    if like.dtype == torch.float16:
+        return None
+    wide = accumulator(like.dtype)
+    lowest = math.frexp(torch.finfo(wide).tiny)[1]
+    length, exponent = host_value("lengthscale", lengthscale), host_value("p", p)
+    if length is None:
+        found = _length(lengthscale, like).detach()
+        unit = torch.frexp(found).mantissa / found
+        return unit.nan_to_num(1.0).clamp(2.0**lowest, 2.0**-lowest)
+    shift = math.frexp(length)[1]
+    if abs(shift) <= _NEAR and abs(shift * (exponent or 0.0)) <= _NEAR_POWER:
+        return None
+    return 2.0 ** max(lowest, min(-shift, -lowest)) if math.isfinite(length) else None
+
+
+def _length(lengthscale, like: torch.Tensor):
+    """A lengthscale in the inputs' arithmetic."""
+    return _placed("lengthscale", lengthscale, like)
+
+
+def _times(points: torch.Tensor, unit) -> torch.Tensor:
+    """Points, (N, K) or (L, N, K), times one unit, or one for each entry of the batch."""
+    if not isinstance(unit, torch.Tensor):
+        return points * unit
+    unit = unit.to(points.dtype)
+    return points * (unit.reshape(-1, 1, 1) if unit.numel() > 1 else unit.reshape(()))
 
 
 def _check_like(name: str, like: torch.Tensor) -> None:

@@ -16,8 +16,8 @@ ROOT_CODE = {
     2.0: "{root}(s)",
     4.0: "{root}({root}(s))",
     float("inf"): "s",
-    "device": "power(s, root)",
 }
+EXACT_SUMS = (0.0, 1.0, 2.0, float("inf"))  # exponents whose sums are as good as their terms
 EXPONENT_CODE = {0.5: "{root}(s)", 1.0: "s", 2.0: "s * s"}
 
 
@@ -33,6 +33,10 @@ def finish(
     one count as 0."""
     text, members = outer(descriptor, variant, root)
     steps = [f"AccT v = {text};"]
+    if variant.root and variant.inner in ("any", "device"):  # of unit.cuh
+        steps.append("v *= unit;")
+    if is_norm(variant):  # what norm.cuh has computed anew
+        steps.append("if (s < AccT(0)) v = -s;")
     if descriptor.epilogue:
         made = source(descriptor.epilogue, str(len(COMMON_SCALARS)))
         if epsilon:
@@ -47,19 +51,22 @@ def finish(
 {fields}    template <class Read>
     __device__ __forceinline__ explicit Finish(Read read) {{
 {reads}    }}
-    __device__ __forceinline__ AccT operator()(AccT s) const {{
+    __device__ __forceinline__ AccT operator()(AccT s, AccT unit = AccT(1)) const {{
 {body}        return v;
     }}
 }};
 """
 
 
+def is_norm(variant) -> bool:
+    """Whether a kernel has ``BY_NORM`` defined: sums of powers under a root may leave float's range
+    where their root does not, and are then computed anew."""
+    return variant.root and variant.dtype != "float64" and variant.inner not in EXACT_SUMS
+
+
 def outer(descriptor: Pairwise, variant, root: str = "sqrt") -> tuple[str, list[tuple[str, str]]]:
     """Text of Outer over ``s``, and the members it needs."""
     stage, kind = descriptor.outer, None
-    if variant.root and variant.inner == "device":
-        limit = "read(0) == AccT(0) || read(0) == infinity(AccT())"
-        return ROOT_CODE["device"], [("root", f"{limit} ? AccT(1) : AccT(1) / read(0)")]
     if variant.root:
         kind = ROOT_CODE.get(variant.inner)
     elif isinstance(stage, norms.Power):
@@ -67,9 +74,19 @@ def outer(descriptor: Pairwise, variant, root: str = "sqrt") -> tuple[str, list[
     else:
         simple = {norms.Abs: "absolute(s)", norms.Square: "s * s", norms.Sqrt: "{root}(s)"}
         kind = simple.get(type(stage), "s")
-    if kind is None:
+    if kind is not None:
+        return kind.format(root=root), []
+    if not variant.root:
         return "power(s, exponent)", [("exponent", "read(1)")]
-    return kind.format(root=root), []
+    # The reciprocal is rounded, and what it lacks is known to p's own precision.
+    whole = "read(0) == AccT(0) || read(0) == infinity(AccT())"
+    reciprocal = "AccT(1) / read(0)"
+    rest = "multiply_add(-exponent, read(0), AccT(1)) / read(0)"
+    text, members = "norm_root(s, exponent, rest)", [("exponent", reciprocal), ("rest", rest)]
+    if variant.inner == "device":  # exact where a number is
+        text = "any_root(s, exponent, rest)"
+        members[0] = ("exponent", f"{whole} ? AccT(1) : {reciprocal}")
+    return text, members
 
 
 def outer_kinds(descriptor: Pairwise) -> list[tuple[float | str, bool]]:

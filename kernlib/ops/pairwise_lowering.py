@@ -20,6 +20,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.ops.pairwise_finish import (
     COMMON_SCALARS,
     finish,
+    is_norm,
     outer,
     outer_kinds,
 )
@@ -288,7 +289,7 @@ constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
 #define INNER {inner_codes(descriptor)[variant.inner]}
 #define ACCESS_A Access::{variant.access_a}
 #define ACCESS_B Access::{variant.access_b}
-
+{"#define BY_NORM" * is_norm(variant)}
 {finish(descriptor, variant)}
 #include "pairwise/pairwise.cuh"
 """
@@ -304,6 +305,7 @@ def _describe(descriptor: Pairwise, variant: Variant) -> str:
     words += [f"p={inner}"] * (inner != "any")
     if isinstance(descriptor.outer, norms.Power):
         words.append("outer=" + outer(descriptor, variant)[0].replace(" ", ""))
+        words += ["norm"] * is_norm(variant)
     return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])
 
 

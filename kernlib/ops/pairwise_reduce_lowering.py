@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.ops.pairwise_finish import is_norm
 from kernlib.ops.pairwise_lowering import (
     BIG_TILE,
     MAX_BATCH_BLOCKS,
@@ -219,7 +220,7 @@ constexpr bool REGULARIZED = {str(made.regularized).lower()};
 #define OPERATION {operation}
 #define INNER {inner_codes(descriptor)[made.inner]}
 #define REDUCER {made.reducer}
-
+{"#define BY_NORM" * is_norm(made)}
 {finish(descriptor, made)}
 #include "pairwise/reduce_{made.kind}.cuh"
 """

@@ -11,7 +11,11 @@ from kernlib.ops.expression_source import EpilogueSource
 
 class ReductionSource(EpilogueSource):
     """:class:`EpilogueSource` with ``exp(v * constant)`` as ``2^(v * constant')``, in one
-    multiplication and one special-function instruction."""
+    multiplication and one special-function instruction, and every division by a constant as one
+    multiplication."""
+
+    def _quotient(self, left: Node, right: Node) -> Operation:
+        return Operation("*", (left, Operation("reciprocal", (right,))))
 
     def _operation(self, node: Operation) -> str:
         if node.operator != "exp":

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kernlib.descriptors.epilogues import Epilogue, LeakyRelu, Relu, Sigmoid, Silu
-from kernlib.descriptors.expression import VALUE, Name, Node, Number, tie_share
+from kernlib.descriptors.expression import VALUE, Name, Node, Number, Operation, tie_share
 
 
 def absolute(x: torch.Tensor) -> torch.Tensor:
@@ -117,9 +117,17 @@ def _evaluate(
         return node.value
     if isinstance(node, Name):
         return values[node.name]
+    if node.operator == "/" and _is_product(node.operands[1]):
+        # The square of a bandwidth of 1e20 is infinite in float32, that of 1e-23 is 0.
+        left, right = node.operands[1].operands
+        node = Operation("/", (Operation("/", (node.operands[0], left)), right))
     operands = [_evaluate(x, values, known) for x in node.operands]
     if not any(isinstance(x, torch.Tensor) for x in operands):
         operands[0] = torch.tensor(operands[0], dtype=values[VALUE].dtype, device="cpu")
     if node.operator in ("max", "min"):
         return extreme(node.operator, *operands, tie_share(node))
     return known[node.operator](*operands)
+
+
+def _is_product(node: Node) -> bool:
+    return isinstance(node, Operation) and node.operator == "*"

@@ -34,16 +34,15 @@ def pairwise(
     () or (L,). ``regularization`` is added where ``n - m == diagonal``.
     """
     batch = a.shape[0]
-    entries = [
-        _outer(
-            descriptor,
-            _sums(descriptor, a[l], b[l], _entry(inner_p, l), _entry(inner_scale, l)),
-            _entry(inner_p, l),
-            _entry(outer_p, l),
-            root,
-        )
-        for l in range(batch)
-    ]
+    entries = []
+    for l in range(batch):
+        # As float32 has it: torch.pow takes it so for most elements of a tensor, and not for all.
+        p = None if inner_p is None else torch.tensor(_entry(inner_p, l), dtype=a.dtype).item()
+        sums = _sums(descriptor, a[l], b[l], p, _entry(inner_scale, l))
+        if root:
+            entries.append(_norms(descriptor, a[l], b[l], sums, p))
+        else:
+            entries.append(_outer(descriptor.outer, sums, _entry(outer_p, l)))
     v = torch.stack(entries) if entries else a.new_zeros(0, a.shape[1], b.shape[1])
     if descriptor.epilogue:
         v = torch.where(v.abs() < _column(epsilon, v), torch.zeros_like(v), v)
@@ -81,13 +80,38 @@ def _sums(descriptor: Pairwise, a, b, p: float | None, scale: float | None) -> t
 
 
 def _block(descriptor: Pairwise, a, b, p: float | None, scale: float | None) -> torch.Tensor:
-    dot = descriptor.operator == "dot"
-    if dot and isinstance(descriptor.inner, norms.Identity):
+    if descriptor.operator == "dot" and isinstance(descriptor.inner, norms.Identity):
         return a @ b.T
-    v = b[None] * a[:, None] if dot else b[None] - a[:, None]
+    v = _terms(descriptor, a[:, None], b[None])
     if isinstance(descriptor.inner, norms.Power) and math.isinf(p):
         return v.abs().amax(-1)
     return _inner(descriptor.inner, v, p, scale).sum(-1)
+
+
+def _terms(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return b * a if descriptor.operator == "dot" else b - a
+
+
+def _norms(descriptor: Pairwise, a, b, sums: torch.Tensor, p: float) -> torch.Tensor:
+    """``sums ** (1 / p)``. Sums of powers leave the range of their type where norms do not: those
+    are computed anew, of terms divided by the largest."""
+    if p in (0, 1, math.inf) or a.shape[-1] == 0:
+        return sums
+    info = torch.finfo(sums.dtype)
+    # In double: the rounding of 1 / p times ln(s) is an error of the root.
+    result = sums.sqrt() if p == 2 else (sums.double() ** (1 / p)).to(sums.dtype)
+    odd = ((sums < info.tiny / info.eps) | (sums == math.inf)).nonzero()
+    for m, n in (part.unbind(-1) for part in odd.split(max(1, BLOCK_ELEMENTS // a.shape[-1]))):
+        sizes = _terms(descriptor, a[m], b[n]).abs()
+        largest = sizes.amax(-1)
+        plain = (largest == 0) | largest.isinf()
+        # In two steps: the reciprocal of a denormal is infinite.
+        shift = torch.where(largest < 1, 2.0**64, 2.0**-64)
+        unit = torch.where(plain, 1.0, largest * shift)
+        scaled = (sizes * shift[:, None] / unit[:, None]) ** p
+        root = (scaled.sum(-1).double() ** (1 / p)).to(sums.dtype)
+        result[m, n] = torch.where(plain, largest, largest * root)
+    return result
 
 
 def _inner(stage: object, v: torch.Tensor, p: float | None, scale: float | None) -> torch.Tensor:
@@ -110,12 +134,9 @@ def _power(v: torch.Tensor, p: float) -> torch.Tensor:
     return torch.where(v.isnan(), v, (v != 0).to(v.dtype)) if p == 0 else v.abs() ** p
 
 
-def _outer(descriptor, s: torch.Tensor, inner_p, outer_p, root: bool) -> torch.Tensor:
-    stage = descriptor.outer
-    if root:
-        return s if inner_p in (0, math.inf) else s ** (1 / inner_p)
+def _outer(stage: object, s: torch.Tensor, p: float | None) -> torch.Tensor:
     if isinstance(stage, norms.Power):
-        return s**outer_p
+        return s**p
     if isinstance(stage, norms.Abs):
         return s.abs()
     if isinstance(stage, norms.Square):
