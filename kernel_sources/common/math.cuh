@@ -59,12 +59,13 @@ __device__ __forceinline__ double reciprocal(double x) {
     return x != 0.0 && fabs(y) == infinity(y) ? copysign(1.7976931348623157e308, x) : y;
 }
 
-// The product of two reciprocals, neither 0 nor infinite unless one of them is: 0 times it is 0, and
-// an infinity times it is no NaN.
+// The product of two reciprocals, neither 0 nor infinite unless one of them is: 0 times it is 0,
+// and an infinity times it is no NaN.
 template <class T>
 __device__ __forceinline__ T bounded_product(T x, T y, T least, T most) {
     T z = x * y, size = absolute(z);
-    if (x == T(0) || y == T(0) || absolute(x) == infinity(x) || absolute(y) == infinity(y)) return z;
+    bool finite = absolute(x) < infinity(x) && absolute(y) < infinity(y);
+    if (x == T(0) || y == T(0) || !finite) return z;
     if (size < least) return copysign(least, z);
     return size > most ? copysign(most, z) : z;
 }

@@ -37,7 +37,7 @@ def pairwise(
     entries = []
     for l in range(batch):
         # As float32 has it: torch.pow takes it so for most elements of a tensor, and not for all.
-        p = None if inner_p is None else torch.tensor(_entry(inner_p, l), dtype=a.dtype).item()
+        p = None if inner_p is None else a.new_tensor(_entry(inner_p, l)).item()
         sums = _sums(descriptor, a[l], b[l], p, _entry(inner_scale, l))
         if root:
             entries.append(_norms(descriptor, a[l], b[l], sums, p))
@@ -106,7 +106,7 @@ def _norms(descriptor: Pairwise, a, b, sums: torch.Tensor, p: float) -> torch.Te
         largest = sizes.amax(-1)
         plain = (largest == 0) | largest.isinf()
         # In two steps: the reciprocal of a denormal is infinite.
-        shift = torch.where(largest < 1, 2.0**64, 2.0**-64)
+        shift = torch.full_like(largest, 2.0**64).where(largest < 1, 2.0**-64)
         unit = torch.where(plain, 1.0, largest * shift)
         scaled = (sizes * shift[:, None] / unit[:, None]) ** p
         root = (scaled.sum(-1).double() ** (1 / p)).to(sums.dtype)
