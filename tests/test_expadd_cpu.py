@@ -365,7 +365,8 @@ def test_integers_and_transforms_are_refused_by_name():
             )
 
 
-LENGTHS = (1e-30, 1e-16, 1e-5, 1e5, 1e20, 1e35)
+SEEDED = lambda seed: torch.Generator().manual_seed(seed)  # noqa: E731
+LENGTHS = (1e-30, 1e-16, 1e-5, 1e5, 1e20, 1e30)
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor", "batch"])
@@ -404,3 +405,18 @@ def test_an_out_that_overlaps_is_refused_where_the_points_are_copied_too():
     a = torch.randn(6, 6)
     with pytest.raises(ValueError, match=r"overlap|share"):
         kl.cdist_expadd(a, a, lengthscale=1e-20, out=a)
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@pytest.mark.parametrize("p", [1.3, 2.0])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_gradients_of_sums_for_any_lengthscale(length, p, kind):
+    """In units of the lengthscale they are what they are for one of 1."""
+    a, c = torch.randn(8, 5, generator=SEEDED(1)), torch.randn(2, 8, generator=SEEDED(2))
+    b, d = torch.randn(3, 8, generator=SEEDED(3)), torch.randn(3, 5, generator=SEEDED(4))
+    given = length if kind == "number" else torch.tensor(length, dtype=torch.float64)
+    wide = [x.double() for x in (a, b, c, d)]
+    wanted = kl.cdist_grad_expadd(*wide, p=p, q=0.5, lengthscale=1.0)
+    near, far = ((length * x.double()).float() for x in (b, d))
+    found = kl.cdist_grad_expadd(a, near, c, far, p=p, q=0.5, lengthscale=given)
+    torch.testing.assert_close(length * found.double(), wanted, rtol=1e-5, atol=1e-5)

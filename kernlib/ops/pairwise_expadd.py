@@ -40,6 +40,7 @@ _LOWEST = {torch.float32: -1e30, torch.float64: -1e300}
 # Binary exponents of a lengthscale, and of its power, up to which the points stay as they are: the
 # error of |v|^p grows with log2 |v|, 6e-7 at 16.
 _NEAR, _NEAR_POWER = 16, 64
+_FURTHEST = {torch.float32: 100, torch.float64: 900}  # one beyond these is left as it is
 
 
 def cdist_expadd(
@@ -137,13 +138,19 @@ def cdist_grad_expadd(
 
     with events.on_stderr() if debug else nullcontext():
         wide = {name: t if t is None or t.dim() == 3 else t[None] for name, t in tensors.items()}
-        queries, points = wide["d"].mT, wide["b"].mT
-        weights = _weights(wide["a"], queries, points, wide["s_km"], p, q, c0, scale)
+        queries, points, first = wide["d"].mT, wide["b"].mT, wide["a"]
+        clamped = isinstance(p, torch.Tensor) or p < 1  # else no slope grows towards 0
+        unit = None if lengthscale is None else _unit(p, lengthscale, d)
+        if unit is not None and not (clamped and isinstance(unit, torch.Tensor)):
+            scale = scale_of(p, _length(lengthscale, d) * unit, None, d)
+            queries, points, first = (_times(x, unit) for x in (queries, points, first))
+            eps = eps * unit if clamped else eps
+        weights = _weights(first, queries, points, wide["s_km"], p, q, c0, scale)
         out = d.new_empty(shape) if out is None else out
         # Kernels write (queries, features); kermac has the features first.
         turned = (out if out.dim() == 4 else out[None]).mT
         values = {"p": p, "inner_scale": scale, "out": turned}
-        if isinstance(p, torch.Tensor) or p < 1:  # else no slope grows towards 0
+        if clamped:
             values["eps"] = eps
         stages = (_SUMS.operator, _SUMS.inner)
         pair_gradient(*stages, queries, points, weights.mT, wide["c"], **values)
@@ -306,21 +313,20 @@ def _in_units(p, lengthscale, scale, a, b, out) -> tuple:
 
 
 def _unit(p, lengthscale, like: torch.Tensor) -> float | torch.Tensor | None:
-    """A power of two that brings a lengthscale to 0.5 to 1; None where points and lengthscale
-    do as they are. Multiplying points by it is exact, but for half types, whose range is small."""
+    """A power of two that brings a lengthscale to 0.5 to 1; None, or 1 in a tensor, where points
+    and lengthscale do as they are, or multiplying would take points out of the range of their type,
+    as it would those of float16."""
     if like.dtype == torch.float16:
         return None
-    wide = accumulator(like.dtype)
-    lowest = math.frexp(torch.finfo(wide).tiny)[1]
+    most = _FURTHEST[accumulator(like.dtype)]
     length, exponent = host_value("lengthscale", lengthscale), host_value("p", p)
     if length is None:
         found = _length(lengthscale, like).detach()
-        unit = torch.frexp(found).mantissa / found
-        return unit.nan_to_num(1.0).clamp(2.0**lowest, 2.0**-lowest)
-    shift = math.frexp(length)[1]
-    if abs(shift) <= _NEAR and abs(shift * (exponent or 0.0)) <= _NEAR_POWER:
-        return None
-    return 2.0 ** max(lowest, min(-shift, -lowest)) if math.isfinite(length) else None
+        inside = (found >= 2.0**-most) & (found <= 2.0**most)
+        return torch.where(inside, torch.frexp(found).mantissa / found, 1.0)
+    shift = math.frexp(length)[1] if math.isfinite(length) else most + 1
+    near = abs(shift) <= _NEAR and abs(shift * (exponent or 0.0)) <= _NEAR_POWER
+    return None if near or abs(shift) > most else 2.0**-shift
 
 
 def _length(lengthscale, like: torch.Tensor):
