@@ -40,7 +40,10 @@ _LOWEST = {torch.float32: -1e30, torch.float64: -1e300}
 # Binary exponents of a lengthscale, and of its power, up to which the points stay as they are: the
 # error of |v|^p grows with log2 |v|, 6e-7 at 16.
 _NEAR, _NEAR_POWER = 16, 64
-_FURTHEST = {torch.float32: 100, torch.float64: 900}  # one beyond these is left as it is
+# Those of a lengthscale beyond which the points stay too: of sums, and of gradients, in which
+# powers of the points times the scale stand beside exponentials that are 0.
+_SUMS_END = {torch.float32: 126, torch.float64: 1022}
+_GRADIENTS_END = {torch.float32: 100, torch.float64: 900}
 
 
 def cdist_expadd(
@@ -140,7 +143,7 @@ def cdist_grad_expadd(
         wide = {name: t if t is None or t.dim() == 3 else t[None] for name, t in tensors.items()}
         queries, points, first = wide["d"].mT, wide["b"].mT, wide["a"]
         clamped = isinstance(p, torch.Tensor) or p < 1  # else no slope grows towards 0
-        unit = None if lengthscale is None else _unit(p, lengthscale, d)
+        unit = None if lengthscale is None else _unit(p, lengthscale, d, _GRADIENTS_END)
         if unit is not None and not (clamped and isinstance(unit, torch.Tensor)):
             scale = scale_of(p, _length(lengthscale, d) * unit, None, d)
             queries, points, first = (_times(x, unit) for x in (queries, points, first))
@@ -303,7 +306,7 @@ def scale_of(
 
 def _in_units(p, lengthscale, scale, a, b, out) -> tuple:
     """Both operands and the scale, in a unit near the lengthscale where that is needed."""
-    unit = None if lengthscale is None else _unit(p, lengthscale, a)
+    unit = None if lengthscale is None else _unit(p, lengthscale, a, _SUMS_END)
     if unit is None:
         return a, b, scale
     check_dense(("a", "b"), a=a, b=b, out=out)
@@ -312,13 +315,13 @@ def _in_units(p, lengthscale, scale, a, b, out) -> tuple:
     return _times(a, unit), _times(b, unit), scale
 
 
-def _unit(p, lengthscale, like: torch.Tensor) -> float | torch.Tensor | None:
+def _unit(p, lengthscale, like: torch.Tensor, ends: dict) -> float | torch.Tensor | None:
     """A power of two that brings a lengthscale to 0.5 to 1; None, or 1 in a tensor, where points
     and lengthscale do as they are, or multiplying would take points out of the range of their type,
     as it would those of float16."""
     if like.dtype == torch.float16:
         return None
-    most = _FURTHEST[accumulator(like.dtype)]
+    most = ends[accumulator(like.dtype)]
     length, exponent = host_value("lengthscale", lengthscale), host_value("p", p)
     if length is None:
         found = _length(lengthscale, like).detach()
