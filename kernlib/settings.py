@@ -125,10 +125,11 @@ def _default_folder() -> Path:
 
 
 def _expanded(part: str) -> Path:
-    """The folder, with its ``~`` where nobody has that home: the store refuses it by name."""
+    """The folder, the same one wherever the process goes later. With its ``~`` where nobody has
+    that home, and relative where the working directory was removed: the store refuses both."""
     try:
-        return Path(part).expanduser()
-    except RuntimeError:
+        return Path(part).expanduser().absolute()
+    except (RuntimeError, OSError):
         return Path(part)
 
 

@@ -138,7 +138,7 @@ os.environ["KERNLIB_CACHE_DIR"] = f"{marks / 'user'}:{marks / 'bundle'}"
 settings.reset()
 real = lmdb_open = bundle.lmdb.open
 def slow(path, *arguments, **options):
-    if "kernels.mdb" in path:
+    if b"kernels.mdb" in path:
         mark("opening")
         time.sleep(0.3)
     return real(path, *arguments, **options)

@@ -325,3 +325,95 @@ def test_modes_are_the_same_under_every_umask(tmp_path, mask):
     assert {path.name for path in found} >= {"store.left", "store.lock", "data.mdb", "00.lock"}
     for path in found:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+# Names of folders: outside ASCII, outside UTF-8, relative.
+
+PLACES = """
+import warnings
+warnings.simplefilter("error")
+from kernlib import settings
+from kernlib.jit import bundle, service, layers
+from kernlib.jit.compiler import Entry
+from kernlib.jit import compiler
+from kernlib.jit.spec import KernelSpec
+compiles = []
+def compile_spec(spec, arch):
+    compiles.append(spec)
+    meta = dict.fromkeys(("registers", "spill_bytes", "shared_bytes", "compile_ms"), "1")
+    return Entry(spec.entry, b"cubin", meta)
+compiler.compile_spec = compile_spec
+spec = KernelSpec("test", "// one", "entry", 32)
+"""
+BUILD = (
+    PLACES
+    + """
+service.build(spec, "sm_90a")
+found = layers.layers()
+assert found.kind == "store", found
+folder = Path(os.fsdecode(os.environb[b"KERNLIB_CACHE_DIR"]))
+bundle.write(folder / "bundle", bundle.collect(found.store.items()))
+assert [key for key, _ in bundle.open_bundle(folder / "bundle").items()]
+"""
+)
+
+
+@pytest.mark.parametrize("name", ["käche".encode(), b"k\xff\xfe", "核".encode()])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_a_folder_of_any_name_in_any_locale(tmp_path, monkeypatch, name, locale):
+    monkeypatch.setenv("LC_ALL", locale)
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    monkeypatch.setenv("PYTHONCOERCECLOCALE", "0")
+    monkeypatch.setitem(os.environb, b"KERNLIB_CACHE_DIR", bytes(tmp_path / "a") + name)
+    assert run(BUILD) == 0
+
+
+RELATIVE = (
+    PLACES
+    + """
+here = Path.cwd()
+service.build(spec, "sm_90a")
+(here / "elsewhere").mkdir()
+os.chdir(here / "elsewhere")
+service.forget()
+settings.reset() if sys.argv[1] == "anew" else None
+if sys.argv[1] == "fork":
+    pid = os.fork()
+    if pid:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+service.build(spec._replace(source="// two"), "sm_90a")
+store, locks = layers.layers()[:2]
+root = here / ("elsewhere/cache" if sys.argv[1] == "anew" else "cache")
+assert store.directory == root and locks._directory == root / "v1" / "locks", store.directory
+os._exit(0 if len(os.listdir(root / "v1" / "locks")) > 0 else 1)
+"""
+)
+
+
+@pytest.mark.parametrize("how", ["same", "fork", "anew"])
+def test_a_relative_folder_is_where_the_process_was(tmp_path, monkeypatch, how):
+    monkeypatch.setenv("KERNLIB_CACHE_DIR", "cache:no-bundle")
+    script = RELATIVE.replace('simplefilter("error")', 'simplefilter("ignore")')
+    assert run(script, how, cwd=tmp_path) == 0
+
+
+REMOVED = (
+    PLACES
+    + """
+os.rmdir(os.getcwd())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    service.build(spec, "sm_90a")
+    service.build(spec, "sm_90a")
+texts = [str(warning.message) for warning in caught]
+assert len(texts) == 2 and "kernels are kept in memory" in texts[0], texts
+assert "passed over" in texts[1] and len(compiles) == 1
+assert layers.layers().kind == "memory"
+"""
+)
+
+
+def test_a_relative_folder_of_a_working_directory_that_was_removed(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.setenv("KERNLIB_CACHE_DIR", "cache:bundle")
+    assert run(REMOVED, cwd=tmp_path / "gone") == 0

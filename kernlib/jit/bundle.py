@@ -51,7 +51,7 @@ class Bundle:
                 return
             try:
                 self._env = lmdb.open(
-                    str(self._path),
+                    os.fsencode(self._path),  # see environment.py
                     subdir=False,
                     readonly=True,
                     lock=False,  # a read-only file system takes no lock file
@@ -206,7 +206,8 @@ def write(folder: Path, kernels: dict[bytes, Entry]) -> None:
 
 def _write_compact(scratch: Path, compact: Path, pairs: list[tuple[bytes, bytes]]) -> None:
     room = ROOM + 2 * sum(len(value) for _, value in pairs)
-    env = lmdb.open(str(scratch), subdir=False, lock=False, map_size=room, max_dbs=1, lib_version=0)
+    path = os.fsencode(scratch)
+    env = lmdb.open(path, subdir=False, lock=False, map_size=room, max_dbs=1, lib_version=0)
     with env:
         with env.begin(write=True) as txn:
             kernels = env.open_db(DATABASE, txn=txn)

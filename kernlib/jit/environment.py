@@ -198,7 +198,7 @@ class Environment:
         if size == 0:
             raise lmdb.InvalidError(f"{self._data} is empty")
         self._env = lmdb.open(
-            str(self.path),
+            os.fsencode(self.path),  # of text it takes only what the locale's encoding has
             map_size=self._map_bytes,
             create=False,
             mode=0o700,  # less the x bits for the files

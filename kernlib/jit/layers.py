@@ -119,7 +119,7 @@ def layers() -> Layers:
 def _open(directories: tuple[Path, ...], budget: int) -> Layers:
     store = open_store(directories[0], budget)
     memory = isinstance(store, MemoryStore)
-    locks = MemoryLocks() if memory else KeyLocks(locks_directory(directories[0]))
+    locks = MemoryLocks() if memory else KeyLocks(locks_directory(store.directory))
     bundles = (_open_bundle(folder) for folder in directories[1:])
     return Layers(store, locks, tuple(bundle for bundle in bundles if bundle is not None))
 
@@ -129,10 +129,12 @@ def _open_bundle(folder: Path):
     from kernlib.jit import bundle  # few have one
     from kernlib.jit.presence import fingerprint
 
+    real = str(folder)
     try:
-        name = (os.path.realpath(folder), fingerprint(folder / bundle.FILE))
+        real = os.path.realpath(folder)
+        name = (real, fingerprint(folder / bundle.FILE))
     except OSError as error:  # which opening it meets as well
-        name = (os.path.realpath(folder), str(error))
+        name = (real, str(error))
     if name not in _bundles:
         # Noted before it is opened: LMDB refuses to open one again that an interrupt made us lose.
         opening = _opening_bundles.setdefault(name, bundle.Bundle(Path(name[0])))

@@ -133,7 +133,8 @@ def refuse_network(folder: Path) -> None:
 def mount_kind(path: str) -> str:
     """The type of the file system a path is on, "" where the kernel lists no mounts."""
     best, kind = "", ""
-    for line in _MOUNTS.read_text(errors="replace").splitlines() if _MOUNTS.exists() else ():
+    mounts = os.fsdecode(_MOUNTS.read_bytes()) if _MOUNTS.exists() else ""
+    for line in mounts.split("\n")[:-1]:
         fields, _, source = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")

@@ -42,7 +42,10 @@ def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> Lmdb
     user's, on a network) is warned about once, naming KERNLIB_CACHE_DIR, the path and the reason,
     and replaced by a MemoryStore. `budget` is in bytes, at most 80 % of the map.
     """
-    name = os.path.realpath(directory)
+    try:
+        name = os.path.realpath(directory)
+    except OSError:  # relative, and the working directory was removed, which opening it meets too
+        name = str(directory)
     with _registry:
         store = _stores.get(name)
         if store is not None:
@@ -61,7 +64,7 @@ def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> Lmdb
 
 
 def locks_directory(directory: Path) -> Path:
-    """Where the key locks of this cache directory live: outside what is moved aside."""
+    """Where the key locks of a store's directory live: outside what is moved aside."""
     return Path(directory) / LAYOUT / LOCKS
 
 
