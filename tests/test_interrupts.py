@@ -11,7 +11,17 @@ from interrupts import Interrupt
 from service_cases import ARCH, SPEC, spec
 
 from kernlib import settings
-from kernlib.jit import bundle, environment, flights, layers, locks, presence, service, store
+from kernlib.jit import (
+    bundle,
+    environment,
+    flights,
+    layers,
+    locks,
+    presence,
+    read_only,
+    service,
+    store,
+)
 from kernlib.jit.locks import hold_file
 from kernlib.jit.store import LmdbStore
 
@@ -22,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-MODULES = (bundle, environment, flights, layers, locks, presence, service, store)
+MODULES = (bundle, environment, flights, layers, locks, presence, read_only, service, store)
 FILES = {module.__file__ for module in MODULES}
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import lmdb
@@ -13,6 +14,7 @@ from store_cases import (
     no_store_outlives_its_test,  # noqa: F401
     opened,
     run,
+    start,
 )
 
 from kernlib.cli import health
@@ -20,7 +22,7 @@ from kernlib.jit import bundle, private
 from kernlib.jit import store as module
 from kernlib.jit.bundle import open_bundle
 from kernlib.jit.entry import Entry
-from kernlib.jit.locks import FileHold
+from kernlib.jit.locks import FileHold, hold_file
 from kernlib.jit.store import MemoryStore, open_store
 
 
@@ -189,6 +191,46 @@ def test_a_read_only_file_system_without_a_cache(tmp_path, read_only):
     read_only()
     shutil.rmtree(tmp_path / "v1" / "store")
     unusable(tmp_path, os.strerror(errno.EROFS))
+
+
+# Two containers that share a cache, and their process ids.
+
+HOLDER = """
+import fcntl, struct
+store = open_store(Path(sys.argv[1]), 8 << 20, 16 << 20)
+assert store.put(key(1), b"1") and store.put_tuning(key(2), b"2")
+if sys.argv[2]:
+    # As LMDB marks a process that reads: a byte locked, as far into the file as its id is large.
+    file = open(Path(sys.argv[1]) / "v1" / "store" / "lock.mdb", "r+b")
+    fcntl.lockf(file, fcntl.LOCK_EX, 1, int(sys.argv[2]))
+print("ready", flush=True)
+sys.stdin.readline()
+assert store.put(key(3), b"3")
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_process_id_that_another_container_uses_too(tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with start(HOLDER, tmp_path, os.getpid(), **pipes) as holder:
+        assert holder.stdout.readline() == "ready\n"
+        with pytest.warns(RuntimeWarning, match="another container has the process id") as caught:
+            store = open_store(tmp_path, BUDGET, 16 << 20)
+        assert len(caught) == 1 and isinstance(store, MemoryStore)
+        assert "KERNLIB_CACHE_DIR" in str(caught[0].message)
+        assert store.get(key(1)) == b"1" and store.get_tuning(key(2)) == b"2"
+        assert store.get(key(3)) is None and store.put(key(4), b"4") and store.get(key(4)) == b"4"
+        holder.stdin.write("\n"), holder.stdin.flush()
+        assert holder.stdout.readline() == "done\n"
+        assert store.get(key(3)) == b"3"  # what others write meanwhile is found
+        with hold_file(tmp_path / "v1" / "store.lock", 0) as owned:
+            assert owned
+        holder.communicate("\n")
+    assert holder.returncode == 0
+    store.close()
+    module._stores.clear()
+    assert opened(tmp_path).get(key(3)) == b"3"
 
 
 # Files of the store that are not what they should be.

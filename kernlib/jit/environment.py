@@ -31,7 +31,7 @@ from kernlib.jit import private
 from kernlib.jit.locks import hold_file, surely
 from kernlib.jit.presence import Presence, dead_marks, fingerprint
 
-LAYOUT, STORE, DATA, LOCKS = "v1", "store", "data.mdb", "locks"
+LAYOUT, STORE, DATA, GATE, LOCKS = "v1", "store", "data.mdb", "store.lock", "locks"
 DATABASES = ("kernels", "days", "tuning")
 SMALLEST_MAP_BYTES = 16 << 20
 LARGEST_MAP_BYTES = 1 << 40  # a header that asks for more is damaged
@@ -79,7 +79,7 @@ def unclean_ends(directory: Path) -> list[float]:
     root = Path(directory) / LAYOUT
     if not root.is_dir():
         return []
-    gate = hold_file(root / "store.lock", GATE_TIMEOUT_S)
+    gate = hold_file(root / GATE, GATE_TIMEOUT_S)
     with surely(gate), gate as owned:
         marks = dead_marks(root / "open") if owned else []
         return sorted(mark.stat().st_mtime for mark in marks)
@@ -97,7 +97,7 @@ class Environment:
         root = self.directory / LAYOUT
         self.path = root / STORE
         self._data = self.path / DATA
-        self._gate_path = root / "store.lock"
+        self._gate_path = root / GATE
         self._presence = Presence(root / "open", root / "store.left")
         self._map_bytes = map_bytes
         self._lock = threading.RLock()

@@ -83,7 +83,9 @@ class MemoryStore:
         return True
 
     def close(self) -> None:
-        """Nothing to close; the values stay."""
+        """The values stay; what is behind is opened again by the next verb."""
+        if self._behind is not None:
+            self._behind.close()
 
 
 def _after_in_child() -> None:

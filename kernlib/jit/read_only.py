@@ -1,25 +1,45 @@
-"""A cache on a file system that nobody can write here: what it holds is read, as a bundle is."""
+"""A cache that this process cannot write: what it holds is read, as a bundle is.
+
+Its file system is read only, or LMDB has no slot for this process: it tells its users apart by
+their process ids, and two containers give out the same ones.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lmdb
 
 from kernlib.jit import private
 from kernlib.jit.bundle import Bundle
-from kernlib.jit.environment import DATA, LAYOUT, STORE, walk
+from kernlib.jit.environment import DATA, GATE, GATE_TIMEOUT_S, LAYOUT, STORE, walk
+from kernlib.jit.locks import hold_file, surely
 
 
 class ReadOnlyCache(Bundle):
-    """The store of a cache directory, read without a lock: where another machine writes it
-    meanwhile, LMDB cannot tell."""
+    """The store of a cache directory, read without LMDB's locks. With a ``gate``, which all writers
+    hold, it is read while nobody writes; without one LMDB cannot tell."""
 
     databases = (b"kernels", b"tuning")
 
+    def __init__(self, store: Path, gate: Path | None):
+        super().__init__(store, DATA)
+        self._gate = gate
+
+    def get(self, key: bytes) -> bytes | None:
+        return self.alone(super().get, key)
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        return self.alone(super().items) or iter(())
+
     def get_tuning(self, key: bytes) -> bytes | None:
         """A copy of a tuning result, None for a miss. Raises nothing."""
+        return self.alone(self._get_tuning, key)
+
+    def _get_tuning(self, key: bytes) -> bytes | None:
         try:
             self.open()
             with self._env.begin() as txn:
@@ -27,20 +47,45 @@ class ReadOnlyCache(Bundle):
         except (lmdb.Error, OSError):
             return None
 
+    def alone(self, verb: Callable, *arguments: object) -> object:
+        """verb(*arguments) while nobody writes; None if that cannot be had."""
+        if self._gate is None:
+            return verb(*arguments)
+        try:
+            gate = hold_file(self._gate, GATE_TIMEOUT_S)
+            with surely(gate), gate as owned:
+                return verb(*arguments) if owned else None
+        except OSError:
+            return None
 
-def find(directory: Path) -> ReadOnlyCache | None:
-    """The cache in a directory, its pages walked once; None where there is none that is whole.
 
-    Raises PermissionError for one that others than root and the user may write.
+def find(directory: Path, error: Exception) -> tuple[ReadOnlyCache | None, str]:
+    """The cache of a directory whose store could not be opened, if it is whole and the error is one
+    that leaves it readable, and what the error means.
+
+    Raises PermissionError for a cache that others than root and the user may write.
     """
     store = directory / LAYOUT / STORE
-    owners = (0, os.geteuid())
+    if getattr(error, "errno", None) == errno.EROFS:
+        gate, meaning = None, str(error)
+    elif isinstance(error, lmdb.LockError):
+        gate = directory / LAYOUT / GATE
+        meaning = (
+            f"a process of another container has the process id {os.getpid()} too, by which LMDB "
+            f"tells its users apart: {error}"
+        )
+    else:
+        return None, str(error)
     if not (store / DATA).is_file():
-        return None
+        return None, meaning
     for part in (directory, directory / LAYOUT, store, store / DATA):
-        private.refuse_others(part, os.stat(part), owners)
+        private.refuse_others(part, os.stat(part), (0, os.geteuid()))
+    found = ReadOnlyCache(store, gate)
+    return (found if found.alone(_is_whole, store / DATA) else None), meaning
+
+
+def _is_whole(data: Path) -> bool:
     try:
-        whole = not walk(store / DATA)
+        return not walk(data)
     except OSError:
-        return None
-    return ReadOnlyCache(store, DATA) if whole else None
+        return False

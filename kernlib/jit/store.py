@@ -77,17 +77,16 @@ def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemorySt
             raise FileNotFoundError(errno.ENOENT, "no home directory")
         store.open()
     except (OSError, lmdb.Error) as error:
-        if getattr(error, "errno", None) == errno.EROFS:
-            from kernlib.jit import read_only  # which few need
+        from kernlib.jit import read_only  # which few need
 
-            try:
-                behind = read_only.find(store.directory)
-            except OSError as refused:
-                error, behind = refused, None
-            if behind is not None:
-                said = f"{cannot}written ({error}){memory}, beside those it holds"
-                return MemoryStore(store.budget, behind), said
-        return MemoryStore(store.budget), f"{cannot}used ({error}){memory}"
+        try:
+            behind, reason = read_only.find(store.directory, error)
+        except OSError as refused:
+            behind, reason = None, str(refused)
+        if behind is not None:
+            said = f"{cannot}written ({reason}){memory}, beside those it holds"
+            return MemoryStore(store.budget, behind), said
+        return MemoryStore(store.budget), f"{cannot}used ({reason}){memory}"
     return store, ""
 
 
