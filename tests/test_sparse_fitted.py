@@ -14,10 +14,11 @@ from torch.func import functional_call
 from kernlib.errors import CaptureError
 from kernlib.nn import SparseLinear
 from kernlib.nn.sparse_linear import _of_others
+from kernlib.ops import sparse as op
 from kernlib.ops import sparse_fitted, sparse_format_bitmap
 from kernlib.ops.sparse_fitted import fitted
 from kernlib.ops.sparse_matrix import module_of
-from kernlib.ops.sparse_tensors import state_of
+from kernlib.ops.sparse_tensors import mark, state_of
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 every_format = pytest.mark.parametrize("format", FORMATS)
@@ -267,6 +268,15 @@ def test_tensors_that_were_moved_are_looked_at(gpus, checks, seed):
         to.data = given.clone().as_subclass(OnGpu)
     with pytest.raises(ValueError, match=r"those of another matrix: \{'largest': \d+\} for"):
         matmul(w, x)
+
+
+def test_the_first_product_of_a_matrix_looks_at_nothing(gpus, seed, monkeypatch):
+    """And loads no module that would."""
+    dense, w = made(40, 600, dtype=torch.float16)
+    w = sparse_fakes.on_gpu(w, gpus, dense)
+    mark(w)
+    monkeypatch.setattr(op, "check_place", None)
+    matmul(w, torch.randn(2, 600).half().as_subclass(OnGpu))
 
 
 def test_formats_measure_all_their_facts(seed):

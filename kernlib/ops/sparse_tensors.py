@@ -52,8 +52,11 @@ def mark(w: SparseMatrix) -> None:
         setattr(t, MARK, made)
         t._dynamo_static_input_type = "unguarded"
     LIVE[made[0]] = w
-    if not stand_ins(*w._operands) and (address := w._operands[0].data_ptr()):
-        PLACES[address] = w
+    if not stand_ins(*w._operands):
+        addresses = [t.data_ptr() for t in w._operands]
+        object.__setattr__(w, "_addresses", addresses)  # where kernels can read them
+        if addresses[0]:
+            PLACES[addresses[0]] = w
 
 
 def state_of(w: SparseMatrix) -> State | None:
