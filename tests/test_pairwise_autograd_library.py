@@ -168,7 +168,7 @@ def test_a_gradient_through_out_is_refused():
 
 def test_transforms_of_torch_func_are_refused():
     b = points(N, K, grad=False)
-    with pytest.raises(RuntimeError, match=r"a is inside a transform of torch\.func"):
+    with pytest.raises(RuntimeError, match=r"x1 is inside a transform of torch\.func"):
         torch.func.grad(lambda x: kl.cdist(x, b).sum())(points(M, K, grad=False))
 
 
