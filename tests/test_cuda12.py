@@ -1,0 +1,30 @@
+"""The calls that are run on kernels of CUDA 12, by ``tests/cuda12.py`` on a GPU: here on the CPU."""
+
+import cuda12
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.jit import toolchain
+from kernlib.ops import op_of
+
+CALLS = cuda12.calls()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_has_kernels_and_a_result(name, seed):
+    descriptor, shapes, arguments, dtype = CALLS[name]
+    operands, given = cuda12.tensors(shapes, arguments, dtype, "meta")
+    if dtype != "float64" or descriptor.family == "pairwise":
+        assert op_of(descriptor).specs(descriptor, cuda12.ARCH, operands, given)
+    operands, given = cuda12.tensors(shapes, arguments, dtype, "cpu")
+    found = kl.run_kernel(descriptor, *operands, **given)
+    exact = {k: v.double() if torch.is_tensor(v) else v for k, v in given.items()}
+    expected = kl.run_kernel(descriptor, *(x.double() for x in operands), **exact)
+    assert (found - expected).norm() <= cuda12.TOLERANCE[dtype] * expected.norm()
+
+
+def test_another_major_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolchain, "cuda_major", lambda: "13")
+    with pytest.raises(RuntimeError, match=r"is not of CUDA 12: kernlib\[cu12\]"):
+        cuda12.compile_all(tmp_path)
