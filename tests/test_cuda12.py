@@ -1,4 +1,4 @@
-"""The calls that are run on kernels of CUDA 12, by ``tests/cuda12.py`` on a GPU: here on the CPU."""
+"""The calls that a GPU computes with kernels of CUDA 12, `tests/cuda12.py`: here on the CPU."""
 
 import cuda12
 import pytest
