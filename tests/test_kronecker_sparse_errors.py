@@ -59,6 +59,10 @@ TYPE_ERRORS = {
     "bias double": (call(BIASED, X, W, bias=B.double()), "x and bias .*float32 and .*float64"),
     "bias number": (call(BIASED, X, W, bias=1.0), r"bias .*tensor of shape \(24,\), got float"),
     "bias None": (call(BIASED, X, W, bias=None), "bias must be a dense tensor .*got NoneType"),
+    "bias nested": (
+        call(BIASED, X, W, bias=torch.nested.nested_tensor([ones(3), ones(2)])),
+        "bias must be a dense tensor",
+    ),
     "bias sparse": (call(BIASED, X, W, bias=sparse(B)), "bias must be a dense tensor"),
     "out double": (call(PLAIN, X, W, out=ones(6, 24).double()), "out must be .*float32.*float64"),
     "scale str": (call(SCALED, X, W, scale="2"), r"scale .*number or a tensor of shape \(\).*'2'"),

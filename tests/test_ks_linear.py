@@ -160,6 +160,27 @@ def test_row_8_what_is_wrong_is_an_exception_that_names_it(case):
         KSLinear(**({"patterns": [ONE]} | arguments))
 
 
+INPUTS = {
+    "list": (lambda x: x.tolist(), TypeError, "input must be a tensor|x must be a tensor"),
+    "coo": (lambda x: x.to_sparse(), TypeError, "must be a dense tensor"),
+    "csr": (lambda x: x.to_sparse_csr(), TypeError, "must be a dense tensor"),
+    "nested": (lambda x: torch.nested.nested_tensor([x[0], x[1]]), TypeError, "be a dense tensor"),
+    "mkldnn": (lambda x: x.to_mkldnn(), TypeError, "must be a dense tensor"),
+    "meta": (lambda x: x.to("meta"), ValueError, "on one device|input must be on cpu"),
+    "double": (lambda x: x.double(), TypeError, "one dtype|must be torch.float32 as"),
+    "features": (lambda x: x[:, 1:], ValueError, r"must (have|be) .*\(\.\.\., 40\)"),
+}
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("case", INPUTS)
+def test_what_is_no_input_is_said_by_every_algorithm(case, algo):
+    make, kind, message = INPUTS[case]
+    made = KSLinear([ONE], algo=algo, dtype=torch.float32)
+    with pytest.raises(kind, match=message):
+        made(make(torch.ones(3, 40)))
+
+
 def test_weights_of_several_dtypes_need_the_layers():
     weights = [random(*CHAIN[0]), random(*CHAIN[1]).float(), random(*CHAIN[2])]
     with pytest.raises(ValueError, match="weights have several dtypes"):

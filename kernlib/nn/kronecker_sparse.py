@@ -240,7 +240,7 @@ class KSLinear(nn.Module):
     def _product(self, x: torch.Tensor, algo: str, batch_last: bool) -> torch.Tensor:
         """The factors alone, one after the other."""
         weights = self._weights()
-        self._check_input(x, batch_last, weights[0].dtype)
+        self._check_input(x, batch_last, weights[0])
         for index, (pattern, weight) in enumerate(zip(self.patterns, weights, strict=True)):
             if algo == "kernel":
                 x = run_kernel(_factor(pattern, batch_last, self.precision), x, weight)
@@ -257,14 +257,23 @@ class KSLinear(nn.Module):
             product = product + (bias.view(-1, *[1] * (product.dim() - 1)) if batch_last else bias)
         return activate(self._steps, product)
 
-    def _check_input(self, x: torch.Tensor, batch_last: bool, dtype: torch.dtype) -> None:
+    def _check_input(self, x: torch.Tensor, batch_last: bool, weight: torch.Tensor) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"input must be a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or x.is_nested:
+            kind = "a nested one" if x.is_nested else f"layout {x.layout}"
+            raise TypeError(f"input must be a dense tensor, got {kind}")
         if x.dim() == 0 or x.shape[0 if batch_last else -1] != self.in_size:
             wanted = f"({self.in_size}, ...)" if batch_last else f"(..., {self.in_size})"
             raise ValueError(f"input must have shape {wanted}, got {tuple(x.shape)}")
-        if x.dtype != dtype and not autocasts(x.device):
-            raise TypeError(f"input must be {dtype} as the layer's factors are, got {x.dtype}")
+        if x.get_device() != weight.get_device() or x.is_meta != weight.is_meta:
+            raise ValueError(
+                f"input must be on {weight.device} as the layer's factors are, got {x.device}"
+            )
+        if x.dtype != weight.dtype and not autocasts(x.device):
+            raise TypeError(
+                f"input must be {weight.dtype} as the layer's factors are, got {x.dtype}"
+            )
 
     def _describe(self, bias: bool) -> KroneckerSparse | KroneckerSparseChain:
         """The whole layer as one descriptor, with or without a bias."""

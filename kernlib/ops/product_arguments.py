@@ -72,7 +72,7 @@ def check_vector(
 ) -> None:
     """A vector has a value for each feature of the result, and the dtype of x, which errors call
     one of ``dtypes``, if they are given. Raises ValueError and TypeError."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_nested:
         raise TypeError(
             f"{name} must be a dense tensor of shape ({features},), got {type(value).__name__}"
         )
