@@ -18,6 +18,16 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 _STATIC_SHARED = re.compile(r"(\d+) bytes smem")
 
 
+_VERDICTS = ("NVRTC_ERROR_COMPILATION", "NVRTC_ERROR_INVALID_OPTION")
+_SHORTAGE = ("Memory allocation failure", "out of memory", "Out of memory")  # ptxas says it so
+
+
+class NoVerdict(CompileError):
+    """NVRTC failed for a reason of the moment, out of memory above all: not to be remembered."""
+
+    passing = True
+
+
 def compile_spec(spec: KernelSpec, arch: str) -> Entry:
     """Compile for ``arch`` and return cubin and resource report.
 
@@ -57,7 +67,9 @@ def _run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
             no_cache=toolchain.nvrtc_caches() or None,
         )
         program = core.Program(sources.assemble(spec.source, name), "c++", options)
-        return bytes(program.compile("cubin", logs=log).code)
+        cubin = bytes(program.compile("cubin", logs=log).code)
+        toolchain.confirm_nvrtc()
+        return cubin
     except Exception as error:
         raise _explain(error, spec, arch) from error
 
@@ -70,8 +82,10 @@ def _explain(error: Exception, spec: KernelSpec, arch: str) -> Exception:
     if "invalid value for --gpu-architecture" in text:
         advice = f"NVRTC {toolchain.nvrtc_version()} does not know {arch}; install a newer one"
         return CompileError(advice, text, "")
-    message = f"NVRTC refused the source of {spec.description or spec.entry} for {arch}"
-    return CompileError(message, text, spec.source)
+    what = f"the source of {spec.description or spec.entry} for {arch}"
+    if not any(verdict in text for verdict in _VERDICTS) or any(it in text for it in _SHORTAGE):
+        return NoVerdict(f"NVRTC failed on {what}; the next call tries again", text, "")
+    return CompileError(f"NVRTC refused {what}", text, spec.source)
 
 
 def _resources(log: str, spec: KernelSpec) -> dict[str, str]:

@@ -6,6 +6,7 @@ tensor or a family, and nothing touches the driver but :func:`load`.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import NamedTuple
 
@@ -110,13 +111,15 @@ def _compile(into: Layers, asked: Wanted) -> Entry:
 
             made = compiler.compile_spec(asked.spec, asked.arch)
     except CompileError as error:
-        _failures[asked.key] = error.args
+        if not getattr(error, "passing", False):
+            _failures[asked.key] = error.args
         asked.emit("failed")
         raise
     report = {f: made.meta[f] for f in ("registers", "spill_bytes", "shared_bytes")}
     asked.emit("compile", ms=made.meta["compile_ms"], **report)
-    if digest(asked.spec, asked.arch) == asked.key:  # else the sources were read anew meanwhile
-        into.keep(asked, made)
+    now = wanted(asked.spec, asked.arch)  # another NVRTC may have been loaded than was looked for
+    if now.portable == asked.portable:  # else the sources were read anew meanwhile
+        into.keep(now, made)
     return made
 
 
@@ -165,7 +168,11 @@ def _check(result: tuple):
 
 
 def _after_in_child() -> None:
-    _kernels.clear()
+    """Forget the parent's kernels without letting go of them, not even at the end: they would be
+    unloaded with a driver that no child can use."""
+    global _kernels
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kernels))
+    _kernels = {}
     _unforked.__init__()
 
 

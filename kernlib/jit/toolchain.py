@@ -12,7 +12,7 @@ from types import ModuleType
 from kernlib.errors import UnsupportedError
 from kernlib.jit import sources
 
-NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+NVRTC_WHEELS = {"nvidia-cuda-nvrtc": "13", "nvidia-cuda-nvrtc-cu12": "12"}  # and their majors
 UNKNOWN_VERSION = "probe-failed"
 STANDARD = "c++17"
 OPTIONS = (STANDARD, "no-source-include")  # of every compile, for the key
@@ -59,18 +59,46 @@ os.register_at_fork(after_in_child=_after_in_child)
 
 
 @lru_cache(maxsize=1)
+def _wheel_version() -> str:
+    """The version of the wheel whose NVRTC cuda.bindings loads. Both majors may be installed, as
+    torch brings one; the bindings decide."""
+    bindings = _version_of("cuda-bindings").partition(".")[0]
+    wheels = [wheel for wheel in NVRTC_WHEELS if bindings in (UNKNOWN_VERSION, NVRTC_WHEELS[wheel])]
+    found = [_version_of(wheel) for wheel in wheels]
+    return next((version for version in found if version != UNKNOWN_VERSION), UNKNOWN_VERSION)
+
+
+def _version_of(wheel: str) -> str:
+    try:
+        return metadata.version(wheel)
+    except metadata.PackageNotFoundError:
+        return UNKNOWN_VERSION
+
+
+_loaded: str | None = None  # where it is not the wheel's
+
+
 def nvrtc_version() -> str:
-    """NVRTC's version from the wheel's metadata, 2 ms, without loading it (200 ms).
+    """NVRTC's version from the wheel's metadata, 2 ms, without loading it (200 ms); that of the
+    loaded one, once it has turned out to be another.
 
     ``probe-failed`` where no wheel is installed: it enters keys, where it must not look like a
     version.
     """
-    for wheel in NVRTC_WHEELS:
-        try:
-            return metadata.version(wheel)
-        except metadata.PackageNotFoundError:
-            continue
-    return UNKNOWN_VERSION
+    return _loaded or _wheel_version()
+
+
+def confirm_nvrtc() -> None:
+    """Compare the loaded NVRTC with the wheel: a search path may have brought another."""
+    global _loaded
+    version = nvrtc_version()
+    if version != UNKNOWN_VERSION:
+        from cuda.bindings import nvrtc  # which a compile has loaded
+
+        status, *numbers = nvrtc.nvrtcVersion()
+        if int(status) == 0 and [str(number) for number in numbers] != version.split(".")[:2]:
+            _loaded = ".".join(map(str, numbers))
+            cuda_major.cache_clear()
 
 
 def nvrtc_caches() -> bool:
@@ -85,10 +113,7 @@ def cuda_major() -> str:
     of the driver's bindings, which run what others have compiled."""
     version = nvrtc_version()
     if version == UNKNOWN_VERSION:
-        try:
-            version = metadata.version("cuda-bindings")
-        except metadata.PackageNotFoundError:
-            return UNKNOWN_VERSION
+        version = _version_of("cuda-bindings")
     return version.partition(".")[0]
 
 
