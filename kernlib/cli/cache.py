@@ -11,7 +11,7 @@ from kernlib.cli import health, kernels, places
 from kernlib.cli.exchange import export, import_bundle
 from kernlib.cli.kernels import KEY_DIGITS, Kept
 from kernlib.cli.options import arch_option, days_option, json_option
-from kernlib.cli.output import counted, plain_errors, print_json, print_table, size
+from kernlib.cli.output import counted, plain, plain_errors, print_json, print_table, size
 from kernlib.cli.upkeep import clear, prune, verify
 
 SHOWN_CANDIDATES = 8
@@ -222,7 +222,7 @@ def _candidates(found: list[Kept]) -> list[str]:
 def _candidate(kept: Kept) -> str:
     meta = kept.entry.meta if kept.entry else {"description": "damaged"}
     words = (kept.key.hex()[:16], meta.get("arch", ""), meta.get("description", ""))
-    return "  " + "  ".join(word for word in words if word)
+    return "  " + "  ".join(plain(word) for word in words if word)
 
 
 def _write(path: Path, cubin: bytes, force: bool) -> None:
@@ -245,4 +245,5 @@ def _print_kernel(found: list[Kept], as_json: bool) -> None:
     lines["cubin_bytes"] = f"{facts['cubin_bytes']} ({size(facts['cubin_bytes'])})"
     order = dict.fromkeys((*facts, *lines))
     for name in order:
-        click.echo(f"{name.replace('_', ' '):14s}{kernels.unknown(lines[name])}")
+        label = plain(name.replace("_", " "))
+        click.echo(f"{label:14s}{plain(kernels.unknown(lines[name]))}")

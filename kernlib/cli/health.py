@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kernlib.cli.output import plain
+
 
 @dataclass(frozen=True, slots=True)
 class Before:
@@ -76,7 +78,7 @@ def contents(items: Iterable[tuple[bytes, bytes]]) -> Contents:
 
 def per_arch(archs: Counter) -> str:
     """``3 sm_80, 1 sm_90a``."""
-    return ", ".join(f"{number} {arch}" for arch, number in sorted(archs.items()))
+    return ", ".join(f"{number} {plain(arch)}" for arch, number in sorted(archs.items()))
 
 
 def taken(folder: Path) -> int:

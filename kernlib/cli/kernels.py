@@ -17,6 +17,7 @@ REPORTS = {
     "compile ms": "right",
     "cubin": "right",
 }
+LONGEST_NUMBER = 15  # digits
 _COUNTS = ("registers", "spill_bytes", "shared_bytes", "compile_ms")
 
 
@@ -31,13 +32,20 @@ class Kept(NamedTuple):
 
     def facts(self) -> dict:
         """What the commands print as JSON."""
-        last = None if self.day is None else (date(1970, 1, 1) + timedelta(self.day)).isoformat()
+        last_used = None if self.day is None else _date(self.day)
         return {
             "key": self.key.hex(),
             **facts(self.entry),
-            "last_used": last,
+            "last_used": last_used,
             "where": self.where,
         }
+
+
+def _date(day: int) -> str | None:
+    try:
+        return (date(1970, 1, 1) + timedelta(day)).isoformat()
+    except OverflowError:  # of a damaged stamp
+        return None
 
 
 def kept(layers) -> Iterator[Kept]:
@@ -74,8 +82,10 @@ def facts(entry) -> dict:
 
 
 def count(text: str | None) -> int | None:
-    """A number of the metadata; None for one that was not known or is not there."""
-    return int(text) if text is not None and text.isdecimal() else None
+    """A number of the metadata; None for one that is not known, not there or cannot be meant."""
+    if text is None or len(text) > LONGEST_NUMBER or not (text.isascii() and text.isdecimal()):
+        return None
+    return int(text)
 
 
 def reports(kernel: dict) -> tuple:
@@ -90,5 +100,8 @@ def unknown(value: object) -> object:
 
 
 def moment(seconds: float) -> str:
-    """A time for people, to the minute."""
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+    """A time for people, to the minute; a question mark for one that no calendar has."""
+    try:
+        return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+    except (OverflowError, ValueError, OSError):
+        return "?"

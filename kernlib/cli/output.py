@@ -27,7 +27,7 @@ def print_table(columns: dict[str, str], rows: list[tuple], title: str | None = 
         table.add_column(heading, justify=justify, no_wrap=heading != last, overflow="fold")
     table.columns[-1].min_width = FOLDED_WIDTH if len(columns) > 1 else None
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(plain(cell) for cell in row))
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else PIPE_WIDTH, markup=False, highlight=False)
     wide = console.options.update(width=PIPE_WIDTH)
@@ -35,6 +35,15 @@ def print_table(columns: dict[str, str], rows: list[tuple], title: str | None = 
     if console.width < needed.minimum:
         console.width = needed.maximum
     console.print(table)
+
+
+def plain(value: object) -> str:
+    """The text of a value on one line, with escapes for what a terminal would obey: entries of a
+    bundle say what they please."""
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def print_json(facts: object) -> None:

@@ -24,6 +24,7 @@ from kernlib.jit.environment import walk
 
 FILE = private.BUNDLE
 DATABASE = b"kernels"
+KEY_BYTES = 32
 ROOM = 64 << 20  # of the map it is written in, beyond twice what it holds
 NOT_SHIPPED = (
     "compile_ms",
@@ -154,7 +155,9 @@ def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -
         found = entry.unpack(key, value)
         if found is None or (archs and found.meta.get("arch") not in archs):
             continue
-        portable = bytes.fromhex(found.meta.get("portable", "")) or key
+        portable = _portable(found) or key
+        if len(portable) != KEY_BYTES:
+            continue
         kept = kernels.get(portable)
         if kept is None or _version(kept) < _version(found):
             meta = {name: text for name, text in found.meta.items() if name not in NOT_SHIPPED}
@@ -162,9 +165,18 @@ def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -
     return kernels
 
 
+def _portable(found: Entry) -> bytes | None:
+    """The key that an entry says it has in bundles; None for what is none."""
+    try:
+        key = bytes.fromhex(found.meta.get("portable", ""))
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES else None
+
+
 def _version(found: Entry) -> tuple[int, ...]:
     parts = found.meta.get("nvrtc", "").split(".")
-    return tuple(int(part) for part in parts if part.isdecimal())
+    return tuple(int(part) for part in parts if part.isdecimal() and len(part) < KEY_BYTES)
 
 
 def copy_into(store, found: Bundle) -> dict[str, int]:
@@ -173,7 +185,7 @@ def copy_into(store, found: Bundle) -> dict[str, int]:
     counts = dict.fromkeys(("added", "known", "damaged", "declined"), 0)
     added = []
     for key, value in found.items():
-        if entry.unpack(key, value) is None:
+        if len(key) != KEY_BYTES or entry.unpack(key, value) is None:
             counts["damaged"] += 1
         elif store.get(key) == value:
             counts["known"] += 1
