@@ -195,6 +195,27 @@ WRONG = {
         ValueError,
         r"shape \(4, ...\), got",
     ),
+    "features": (
+        lambda: compat.LinearBsl(3.0, 4),
+        TypeError,
+        "in_features must be an int",
+    ),
+    "many": (lambda: compat.UnfusedLinear(3, 10**5000), ValueError, "out_features must be from 0"),
+    "dtype": (
+        lambda: compat.LinearBsl(3, 4, dtype="half"),
+        TypeError,
+        "dtype must be a torch.dtype",
+    ),
+    "a sparse input": (
+        lambda: compat.UnfusedLinear(4, 3)(random(2, 4).float().to_sparse()),
+        TypeError,
+        "input must be a dense tensor",
+    ),
+    "another dtype": (
+        lambda: compat.UnfusedLinear(4, 3)(random(2, 4)),
+        TypeError,
+        r"input must be torch\.float32 as the layer's weight is, got torch\.float64",
+    ),
     "no patterns": (lambda: compat.get_linear_layer(None, "nn_linear"), ValueError, "one pattern"),
     "flags": (
         lambda: compat.get_linear_layer([(1, 4, 3, 1)], "nn_linear", bs_last="no"),

@@ -137,6 +137,8 @@ WRONG = {
     "device text": (dict(device="gpu"), ValueError, "device 'gpu' is none that torch knows"),
     "device bool": (dict(device=True), TypeError, "device must be a torch.device, a text"),
     "device float": (dict(device=1.0), TypeError, "device must be a torch.device, a text"),
+    "weights sparse": (dict(weights=[random(*ONE).to_sparse()]), TypeError, "be a dense tensor"),
+    "one tensor": (dict(weights=random(1, *ONE)), TypeError, "weights must be a list of tensors"),
     "weights int": (dict(weights=5), TypeError, "weights must be a list of tensors"),
     "huge": (dict(patterns=[(2**40, 1, 1, 2**40)]), ValueError, r"patterns\[0\] must hold below"),
     "many digits": (dict(patterns=[(10**5000, 1, 1, 1)]), ValueError, r"patterns\[0\] must hold"),
@@ -179,6 +181,19 @@ def test_what_is_no_input_is_said_by_every_algorithm(case, algo):
     made = KSLinear([ONE], algo=algo, dtype=torch.float32)
     with pytest.raises(kind, match=message):
         made(make(torch.ones(3, 40)))
+
+
+def test_parts_of_a_forward_pass_say_what_is_no_input():
+    made = KSLinear([ONE], dtype=torch.float32)
+    x = torch.ones(3, 40)
+    with pytest.raises(TypeError, match="input must be a tensor"):
+        made.pre_process(None)
+    with pytest.raises(ValueError, match="input must have shape"):
+        made.post_process(x[:, 1:], x)
+    with pytest.raises(TypeError, match="output must be a tensor"):
+        made.post_process(x, None)
+    with pytest.raises(ValueError, match="output must be the product of the input, 72 values"):
+        made.post_process(x, x)
 
 
 def test_weights_of_several_dtypes_need_the_layers():

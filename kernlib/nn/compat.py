@@ -24,14 +24,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernlib.descriptors.base import check_flag, shown
-from kernlib.descriptors.kronecker_sparse import KroneckerSparse
-from kernlib.nn.kronecker_sparse import KSLinear, checked_device, flatten_bias
-from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, bmm
+from kernlib.descriptors.kronecker_sparse import MOST, KroneckerSparse
+from kernlib.nn.kronecker_sparse import DTYPES, KSLinear, checked_device, flatten_bias
+from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts, bmm
 from kernlib.nn.replace import nearest_factor
+from kernlib.ops.tensors import check_dense
 from kernlib.reference import kronecker_sparse as reference
 
 FORMATS = ("kernel", *ALGORITHMS)
 VERSIONS = ("torch_matmul", "einsum")
+COMPRESSED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr)
 
 
 # Factors.
@@ -68,7 +70,8 @@ def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
     a factor that is not in that storage, TypeError for what is no tensor or pattern."""
     _check_format(algo)
     a, b, c, d = pattern = _checked_pattern(pattern)
-    _check_shape("factor", factor, _stored_shapes(pattern, algo))
+    compressed = algo in ("dense", "sparse", "bsr")
+    _check_shape("factor", factor, _stored_shapes(pattern, algo), compressed)
     if algo == "kernel":
         return factor.reshape(a, d, c, b).permute(0, 3, 2, 1)
     if algo == "bsr":
@@ -83,8 +86,7 @@ def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
 def from_abcd_to_dense(factor: torch.Tensor) -> torch.Tensor:
     """The matrix (a*b*d, a*c*d) of a weight (a, b, c, d). Raises TypeError for what is no tensor,
     ValueError for one of other dimensions."""
-    if not isinstance(factor, torch.Tensor):
-        raise TypeError(f"factor must be a tensor, got {type(factor).__name__}")
+    check_dense(("factor",), factor=factor)
     if factor.dim() != 4:
         raise ValueError(f"factor must have shape (a, b, c, d), got {tuple(factor.shape)}")
     return reference.dense(tuple(factor.shape), factor)
@@ -113,8 +115,7 @@ def bmm_bs_last(x: torch.Tensor, w_kron: torch.Tensor, pattern: Pattern) -> torc
 def _by_bmm(x, w_kron, pattern: Pattern, batch_last: bool) -> torch.Tensor:
     a, b, c, d = pattern = _checked_pattern(pattern)
     _check_shape("w_kron", w_kron, _stored_shapes(pattern, "bmm"))
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    check_dense(("x",), x=x)
     if x.dim() == 0 or x.shape[0 if batch_last else -1] != a * c * d:
         wanted = f"({a * c * d}, ...)" if batch_last else f"(..., {a * c * d})"
         raise ValueError(f"x must have shape {wanted}, got {tuple(x.shape)}")
@@ -130,14 +131,18 @@ def _check_format(algo: str) -> None:
 
 def _checked_pattern(pattern) -> Pattern:
     """Raises TypeError and ValueError that name the size."""
-    try:
-        sizes = tuple(pattern)
-    except TypeError:
-        sizes = ()
+    sizes = tuple(pattern) if isinstance(pattern, Sequence) else ()
     if len(sizes) != 4:
         raise TypeError(f"pattern must be four ints (a, b, c, d), got {shown(pattern)}")
-    found = [operator.index(s) if hasattr(s, "__index__") else s for s in sizes]
-    return KroneckerSparse(*found).pattern
+    return KroneckerSparse(*map(_as_int, sizes)).pattern
+
+
+def _as_int(size):
+    """An int of another type, such as numpy's, as Python's; others as they are."""
+    try:
+        return size if isinstance(size, bool) else operator.index(size)
+    except (TypeError, RuntimeError):
+        return size
 
 
 def _stored_shapes(pattern: Pattern, algo: str) -> list[tuple[int, ...]]:
@@ -151,9 +156,12 @@ def _stored_shapes(pattern: Pattern, algo: str) -> list[tuple[int, ...]]:
     }.get(algo, [(a * b * d, a * c * d)])
 
 
-def _check_shape(name: str, tensor, shapes: list[tuple[int, ...]]) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+def _check_shape(
+    name: str, tensor, shapes: list[tuple[int, ...]], compressed: bool = False
+) -> None:
+    known = compressed and isinstance(tensor, torch.Tensor) and tensor.layout in COMPRESSED
+    if not known:
+        check_dense((name,), **{name: tensor})
     if tuple(tensor.shape) not in shapes:
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
@@ -181,7 +189,7 @@ class LinearBsl(nn.Linear):
     ):
         if not isinstance(version, str) or version not in VERSIONS:
             raise ValueError(f"version must be one of {', '.join(VERSIONS)}, got {shown(version)}")
-        _check_layer(bias, weights)
+        _check_layer(in_features, out_features, bias, weights)
         super().__init__(in_features, out_features, bias, *_placed(weights, device, dtype))
         self.version = version
         _set_weight(self, weights)
@@ -189,12 +197,7 @@ class LinearBsl(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(in_features, ...) to (out_features, ...). Raises TypeError for what is no tensor,
         ValueError for one of another shape."""
-        if not isinstance(input, torch.Tensor):
-            raise TypeError(f"input must be a tensor, got {type(input).__name__}")
-        if input.dim() == 0 or input.shape[0] != self.in_features:
-            raise ValueError(
-                f"input must have shape ({self.in_features}, ...), got {tuple(input.shape)}"
-            )
+        _check_input(self, input, 0)
         if self.version == "einsum":
             product = torch.einsum("oi,i...->o...", self.weight, input)
         else:
@@ -222,12 +225,14 @@ class UnfusedLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         weights: torch.Tensor | None = None,
     ):
-        _check_layer(bias, weights)
+        _check_layer(in_features, out_features, bias, weights)
         super().__init__(in_features, out_features, bias, *_placed(weights, device, dtype))
         _set_weight(self, weights)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """(..., in_features) to (..., out_features). Raises TypeError for what is no tensor,
+        ValueError for one of another shape."""
+        _check_input(self, input, -1)
         product = F.linear(input, self.weight)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
@@ -280,24 +285,43 @@ def _dense_sizes(patterns, algo: str) -> tuple[int, int]:
 
 
 def _only(weights) -> torch.Tensor:
-    if not isinstance(weights, (Sequence, torch.Tensor)) or len(weights) != 1:
+    if not isinstance(weights, Sequence) or len(weights) != 1:
         raise ValueError(f"weights must hold one matrix (out, in), got {shown(weights)}")
-    _check_layer(True, weights[0])
+    check_dense(("weights[0]",), **{"weights[0]": weights[0]})
     return weights[0]
 
 
-def _check_layer(bias, weights) -> None:
+def _check_layer(in_features, out_features, bias, weights) -> None:
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if isinstance(size, bool) or not isinstance(_as_int(size), int):
+            raise TypeError(f"{name} must be an int, got {shown(size)}")
+        if not 0 <= size < MOST:
+            raise ValueError(f"{name} must be from 0 to below 2**60, got {shown(size)}")
     check_flag("bias", bias)
-    if weights is not None and not isinstance(weights, torch.Tensor):
-        raise TypeError(f"weights must be a tensor, got {type(weights).__name__}")
+    check_dense((), weights=weights)
+
+
+def _check_input(layer: nn.Linear, input, axis: int) -> None:
+    check_dense(("input",), input=input)
+    if input.dim() == 0 or input.shape[axis] != layer.in_features:
+        wanted = f"({layer.in_features}, ...)" if axis == 0 else f"(..., {layer.in_features})"
+        raise ValueError(f"input must have shape {wanted}, got {tuple(input.shape)}")
+    if input.dtype != layer.weight.dtype and not autocasts(input.device):
+        raise TypeError(
+            f"input must be {layer.weight.dtype} as the layer's weight is, got {input.dtype}"
+        )
 
 
 def _placed(weights: torch.Tensor | None, device, dtype) -> tuple:
     """Device and dtype of a layer: those of the weights where none are given."""
     device = checked_device(device)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
     if weights is None:
         return device, dtype
-    return weights.device if device is None else device, weights.dtype if dtype is None else dtype
+    if dtype is None and weights.dtype in DTYPES:  # others are copied into torch's default
+        dtype = weights.dtype
+    return weights.device if device is None else device, dtype
 
 
 def _set_weight(layer: nn.Linear, weights: torch.Tensor | None) -> None:

@@ -19,6 +19,7 @@ from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.derived import Kept, derived
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts
 from kernlib.ops import run_kernel
+from kernlib.ops.tensors import check_dense
 from kernlib.reference import kronecker_sparse as reference
 
 ALGOS = ("auto", "kernel", *ALGORITHMS)
@@ -165,11 +166,18 @@ class KSLinear(nn.Module):
 
     def pre_process(self, tensor: torch.Tensor) -> torch.Tensor:
         """The input as a matrix: (batch, in_features) or (in_features, batch)."""
+        self._check_input(tensor, self.bs_last, self._weights()[0])
         first = tensor.shape[0]
         return tensor.reshape(first, -1) if self.bs_last else tensor.reshape(-1, tensor.shape[-1])
 
     def post_process(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Bias, activation and the batch of the input ``tensor`` for a product ``output``."""
+        self._check_input(tensor, self.bs_last, self._weights()[0])
+        size = self.out_size * (tensor.numel() // self.in_size)
+        check_dense(("output",), output=output)
+        if output.numel() != size:
+            given = tuple(output.shape)
+            raise ValueError(f"output must be the product of the input, {size} values, got {given}")
         output = self._finish(output, self.bs_last)
         if self.bs_last:
             return output.reshape(self.out_size, *tensor.shape[1:])
@@ -258,11 +266,7 @@ class KSLinear(nn.Module):
         return activate(self._steps, product)
 
     def _check_input(self, x: torch.Tensor, batch_last: bool, weight: torch.Tensor) -> None:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"input must be a tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_nested:
-            kind = "a nested one" if x.is_nested else f"layout {x.layout}"
-            raise TypeError(f"input must be a dense tensor, got {kind}")
+        check_dense(("input",), input=x)
         if x.dim() == 0 or x.shape[0 if batch_last else -1] != self.in_size:
             wanted = f"({self.in_size}, ...)" if batch_last else f"(..., {self.in_size})"
             raise ValueError(f"input must have shape {wanted}, got {tuple(x.shape)}")
@@ -331,7 +335,7 @@ def _as_patterns(patterns) -> tuple[Pattern, ...]:
     for index, pattern in enumerate(patterns):
         try:
             sizes = tuple(operator.index(size) for size in pattern)
-        except TypeError:
+        except (TypeError, RuntimeError):  # the latter of tensors of a rare kind
             sizes = ()
         if len(sizes) != 4 or any(isinstance(size, bool) for size in pattern):
             raise TypeError(
@@ -346,7 +350,7 @@ def _as_patterns(patterns) -> tuple[Pattern, ...]:
 
 
 def _checked_weights(weights, patterns: tuple[Pattern, ...]) -> list[torch.Tensor]:
-    if isinstance(weights, str) or not isinstance(weights, Iterable):
+    if isinstance(weights, (str, torch.Tensor)) or not isinstance(weights, Iterable):
         raise TypeError(f"weights must be a list of tensors, one a pattern, got {shown(weights)}")
     weights = list(weights)
     if len(weights) != len(patterns):
@@ -357,6 +361,7 @@ def _checked_weights(weights, patterns: tuple[Pattern, ...]) -> list[torch.Tenso
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
             raise TypeError(f"weights[{index}] must be a tensor of floats, got {kind}")
+        check_dense((), **{f"weights[{index}]": weight})
         if tuple(weight.shape) != pattern:
             raise ValueError(
                 f"weights[{index}] must have the shape {pattern} of its pattern, got "
