@@ -27,6 +27,13 @@ class Compiled(NamedTuple):
     shared: int  # bytes
     instructions: int
 
+    @property
+    def serialized(self) -> bool:
+        """Whether matrix instructions wait for the one before, which ptxas of NVRTC 12.8 lets some
+        do: right, and slower."""
+        known = self.entry.meta["nvrtc"].split(".")[:2] == ["12", "8"]
+        return "serialized" in self.log and not known
+
 
 @cache
 def compiled(spec: KernelSpec, arch: str) -> Compiled:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from dynamo_messages import said
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -181,14 +182,14 @@ WRONG = {
 def test_what_is_wrong_is_said_as_in_eager_calls(case):
     call, message = WRONG[case]
     for run in (call, compiled(call)):
-        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=said(message)):
             run(X)
 
 
 def test_out_takes_no_result_whose_gradient_is_recorded():
     run = compiled(lambda x, out: kl.run_kernel(PLAIN, x, W, out=out))
     x, out = X.clone().requires_grad_(), torch.empty(6, 24)
-    with pytest.raises(RuntimeError, match="out takes no result whose gradient"):
+    with pytest.raises(RuntimeError, match=said("out takes no result whose gradient")):
         run(x, out)
     with torch.no_grad():
         assert torch.equal(run(x, out), kl.run_kernel(PLAIN, X, W))
