@@ -8,8 +8,8 @@ thread that makes its first call is in the middle of an import most of the time.
 from __future__ import annotations
 
 import os
-import threading
 import time
+from _thread import get_ident  # threading would cost the import of kernlib 3 ms
 from importlib import _bootstrap
 
 WAIT_S = 20.0  # so long that only a hang takes longer
@@ -25,7 +25,7 @@ def imports_of_others() -> list[str]:
     for as long as a thread has to do with it. The thread that waits for another's is not told from
     it, and needs not be.
     """
-    me = threading.get_ident()
+    me = get_ident()
     found = []
     for name, reference in list(getattr(_bootstrap, "_module_locks", {}).items()):
         lock = reference() if name.partition(".")[0] in PACKAGES else None
