@@ -45,7 +45,7 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_dense(required: tuple[str, ...], /, **tensors) -> None:
+def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:
     """Raises TypeError for what is neither a dense tensor nor None, and for None where ``required``
     names it."""
     for name, tensor in tensors.items():
