@@ -85,6 +85,6 @@ def arch_of(capability: tuple[int, int], name: str = "this device") -> str:
 
 def check_arch(arch: str) -> str:
     """``arch`` itself. Raises ValueError, listing the targets, for one that is not known."""
-    if arch not in SHARED_BYTES:
+    if not isinstance(arch, str) or arch not in SHARED_BYTES:
         raise ValueError(f"arch must be one of {', '.join(SHARED_BYTES)}, got {arch!r}")
     return arch

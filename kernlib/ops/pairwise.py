@@ -46,7 +46,7 @@ def run(
     descriptor: Pairwise,
     a: torch.Tensor,
     b: torch.Tensor | None = None,
-    *,
+    *more: torch.Tensor,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     row_offset: int = 0,
@@ -78,6 +78,8 @@ def run(
     Raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.
     """
+    if more:
+        checks.refuse_more(descriptor, more)
     if feature_map is not None:
         from kernlib.ops import pairwise_features  # which most calls do without
 
@@ -113,7 +115,6 @@ def run(
         if a.device.type == "cpu":
             from kernlib.ops import pairwise_cpu
 
-            _refuse_overlap_of_values(out, hyperparameters)
             return pairwise_cpu.run(*request)
         plan = plans.plan(request)
         _plans.keep(key, plan)
@@ -156,9 +157,9 @@ def _refuse_overlap_of_values(out: torch.Tensor | None, values: dict) -> None:
         refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
 
 
-def prepared(descriptor: Pairwise, a, b=None, **arguments) -> bool:
+def prepared(descriptor: Pairwise, a, b=None, *more, **arguments) -> bool:
     """Whether the plan of a call is there, so that it needs nothing but its launch."""
-    request = Request.of(descriptor, a, b, arguments)
+    request = Request.of(descriptor, a, b, arguments, more)
     key = _signature(*request)
     try:
         return key in _plans.plans
@@ -167,9 +168,9 @@ def prepared(descriptor: Pairwise, a, b=None, **arguments) -> bool:
         raise
 
 
-def prepare(descriptor: Pairwise, a, b=None, **arguments) -> None:
+def prepare(descriptor: Pairwise, a, b=None, *more, **arguments) -> None:
     """Build the plan of a call, compiling and loading its kernel; see :func:`kernlib.prepare`."""
-    request = _readable(Request.of(descriptor, a, b, arguments))
+    request = _readable(Request.of(descriptor, a, b, arguments, more))
     key = _signature(*request)
     if request.a.device.type == "cpu":
         checks.check_call(*request)
@@ -266,7 +267,7 @@ def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
             col_offset,
             plans.precision(descriptor),
         )
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         checks.check_tensors(a, b, out)
         refuse_transforms(checks.NO_TRANSFORMS, a=a, b=b, out=out)
         raise
@@ -319,14 +320,14 @@ def specs(
     return kinds.specs(descriptor, problem, arch, strides, permitted)
 
 
-def choices(descriptor: Pairwise, a, b=None, **arguments) -> Candidates:
+def choices(descriptor: Pairwise, a, b=None, *more, **arguments) -> Candidates:
     """The kernels that could compute a call, none for an empty out; see :func:`kernlib.tune`.
 
     Raises what :func:`run` raises, and UnsupportedError for tensors that are on no GPU.
     """
     from kernlib.ops import pairwise_choices  # which calls themselves do without
 
-    return pairwise_choices.choices(_readable(Request.of(descriptor, a, b, arguments)))
+    return pairwise_choices.choices(_readable(Request.of(descriptor, a, b, arguments, more)))
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:

@@ -82,6 +82,11 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
 
 
+def refuse_more(descriptor: Pairwise, more: tuple) -> None:
+    """Raises TypeError for tensors behind a and b."""
+    raise TypeError(f"{descriptor.describe()} takes tensors a and b, got {2 + len(more)}")
+
+
 def check_shapes(a, b, out, tensors: dict[str, torch.Tensor]) -> tuple[int, ...]:
     """The output's shape, after the checks that need no descriptor and no value: sizes may be
     symbols. Raises ValueError and TypeError."""

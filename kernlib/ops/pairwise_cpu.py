@@ -24,6 +24,9 @@ def run(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparamete
     spans = tuple(span(t) for t in tensors)
     if not fresh and checks.ranges_meet(tuple(t.data_ptr() for t in tensors), spans):
         refuse_overlap(out, a=a, b=second)
+    if not fresh:
+        tensors = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
+        refuse_overlap(out, **tensors)
     with without_autocast(a.device):
         result = compute(descriptor, a, second, call, row_offset - col_offset, hyperparameters)
     if descriptor.symmetric:  # BLAS does not sum (m, n) and (n, m) in one order

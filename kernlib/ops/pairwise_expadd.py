@@ -85,8 +85,7 @@ def _check_scale(lengthscale, scale, a, b, p, out) -> None:
     """Device and batch of the scale. Raises ValueError."""
     given = {"lengthscale": lengthscale, "scale": scale}
     for name, value in given.items():
-        if isinstance(value, torch.Tensor) and value.device not in (a.device, torch.device("cpu")):
-            raise ValueError(f"{name} is on {value.device}, the inputs on {a.device}")
+        _check_device(name, value, a)
     check_dense(("a", "b"), a=a, b=b, out=out)
     _batch({"a": a, "b": b}, None, given | {"p": p})
     checks.refuse_out(out, a=a, b=b, p=p, **given)
@@ -184,6 +183,7 @@ def _check_gradient(
     sizes = _check_tensors(given)
     for name, value in numbers.items():
         _check_number(name, value)
+        _check_device(name, value, tensors["d"])
     batch = _batch(given, out, numbers)
     shape = tuple(sizes[letter] for letter in "ONM")
     flat = batch == 1 and all(t.dim() == 2 for t in given.values())
@@ -231,6 +231,12 @@ def _check_number(name: str, value: object) -> None:
     else:
         refuse_transforms(checks.NO_TRANSFORMS, **{name: value})
         hyperparameters.check_tensor(name, value, _POSITIVE, _check_host)
+
+
+def _check_device(name: str, value: object, like: torch.Tensor) -> None:
+    """Raises ValueError for a tensor of another device than the inputs' and the host."""
+    if isinstance(value, torch.Tensor) and value.device not in (like.device, torch.device("cpu")):
+        raise ValueError(f"{name} is on {value.device}, the inputs on {like.device}")
 
 
 def _check_host(name: str, number: float, positive: frozenset[str] = _POSITIVE) -> None:

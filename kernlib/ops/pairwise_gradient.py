@@ -165,7 +165,7 @@ def _signature(kind: Kind, operands: Operands, out, accumulate, values: dict) ->
     """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
     try:
         tensors = tuple(None if t is None else signature(t) for t in (*operands, out))
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         checks.check_tensors(kind, operands, out)
         named = dict(zip(kind.names, operands, strict=True))
         refuse_transforms(checks.NO_TRANSFORMS, **named, out=out)

@@ -46,7 +46,7 @@ def run(
     descriptor: Pairwise,
     a: torch.Tensor,
     b: torch.Tensor | None = None,
-    *,
+    *more: torch.Tensor,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     row_offset: int = 0,
@@ -60,6 +60,8 @@ def run(
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values, or
     does not fit the descriptor, when the operator runs.
     """
+    if more:
+        checks.refuse_more(descriptor, more)
     checks.check_tensors(a, b, out)
     if feature_map is not None:
         a, b = pairwise_features.apply(feature_map, a, b, out)

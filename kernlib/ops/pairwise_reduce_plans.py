@@ -120,7 +120,7 @@ def _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, valu
             wide,
             precision(descriptor),
         )
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
         check_dense((), out=out)
         raise

@@ -29,8 +29,10 @@ class Request(NamedTuple):
     hyperparameters: dict
 
     @classmethod
-    def of(cls, descriptor: Pairwise, a, b, arguments: dict) -> Request:
-        """From the keyword arguments of a call."""
+    def of(cls, descriptor: Pairwise, a, b, arguments: dict, more: tuple = ()) -> Request:
+        """From the keyword arguments of a call. Raises TypeError for ``more`` tensors."""
+        if more:
+            checks.refuse_more(descriptor, more)
         if arguments.get("feature_map") is not None:
             from kernlib.ops import pairwise_features  # which most calls do without
 

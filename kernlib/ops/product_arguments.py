@@ -19,7 +19,7 @@ from kernlib.ops.hyperparameters import (
     host_value,
     on_device,
 )
-from kernlib.ops.tensors import check_out_shape, materialised, signature
+from kernlib.ops.tensors import check_layout, check_out_shape, materialised, signature
 
 KERNEL_TYPES = {  # the dtypes of the kernels, by the names that lowering knows
     torch.float32: "float32",
@@ -72,10 +72,11 @@ def check_vector(
 ) -> None:
     """A vector has a value for each feature of the result, and the dtype of x, which errors call
     one of ``dtypes``, if they are given. Raises ValueError and TypeError."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_nested:
+    if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{name} must be a dense tensor of shape ({features},), got {type(value).__name__}"
         )
+    check_layout(name, value)
     if value.dim() != 1 or value.shape[0] != features:
         raise ValueError(f"{name} must have shape ({features},), got {tuple(value.shape)}")
     check_same_kind("x", x, name, value, dtypes)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import is_lazy as is_uninitialized
 
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
 # Below 4 GiB lies no GPU's memory: an address there is the offset of a view into none at all. A
@@ -60,6 +61,8 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor whose memory is not its values, one stride a dimension."""
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if is_uninitialized(tensor):
+        raise TypeError(f"{name} must be a dense tensor, got a parameter without its values yet")
     if tensor.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it, or pass parts")
     if tensor.is_quantized:
@@ -96,8 +99,8 @@ def check_out_shape(out: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_memory(out: torch.Tensor) -> None:
-    """Raises ValueError for an ``out`` that no kernel can write: a zero tensor, a negated view, or
-    one whose elements share memory."""
+    """Raises ValueError for an ``out`` that no kernel can write: a zero tensor, a negated view, one
+    whose elements share memory, or one of inference mode outside of it."""
     if out._is_zerotensor():
         raise ValueError(
             "out is a zero tensor, as autograd makes for undefined gradients, and has no memory; "
@@ -105,6 +108,10 @@ def check_memory(out: torch.Tensor) -> None:
         )
     if out.is_neg():
         raise ValueError("out is a negated view (such as x.conj().imag); pass a tensor of its own")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "out was made in inference mode, outside of which nothing may write it; clone it"
+        )
     if overlaps_itself(out):
         raise ValueError(
             f"out overlaps itself (shape {tuple(out.shape)}, strides {out.stride()}): elements "

@@ -1,0 +1,50 @@
+"""All entries, and which callables of the package they must cover."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+
+from contract import cases, of_linalg, of_pairwise, of_products, of_service
+
+ENTRIES = of_pairwise.ENTRIES | of_products.ENTRIES | of_linalg.ENTRIES | of_service.ENTRIES
+MODULES = (
+    "kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.linalg", "kernlib.sparse",
+    "kernlib.compat.kermac", "kernlib.compat.macko", "kernlib.events", "kernlib.settings",
+)  # fmt: skip
+WITHOUT_ARGUMENTS = set()
+
+
+def public() -> set[str]:
+    """Functions and classes that a user may call, but for exceptions, enums and plain records."""
+    found = set()
+    for name in MODULES:
+        module = import_module(name)
+        for attribute in getattr(module, "__all__", None) or vars(module):
+            value = getattr(module, attribute)
+            if attribute.startswith("_") or not callable(value) or _is_record(value):
+                continue
+            if hasattr(module, "__all__") or getattr(value, "__module__", "") == name:
+                found.add(f"{name}.{attribute}")
+    return found
+
+
+def _is_record(value) -> bool:
+    from enum import Enum
+
+    if not inspect.isclass(value):
+        return False
+    return issubclass(value, (BaseException, Enum, tuple))
+
+
+def share(name: str, count: int) -> int:
+    """The part of so many cases that an entry gets, by weight."""
+    total = sum(entry.weight for entry in ENTRIES.values())
+    return max(1, -(-count * ENTRIES[name].weight // total))
+
+
+def faults(name: str, seed: int, count: int, device: str = "cpu") -> list[str]:
+    """What went wrong in so many cases of an entry."""
+    made = (cases.run(ENTRIES[name], name, seed, index, device) for index in range(count))
+    found = [f"{one.shown}: {one.fault}" for one in made if one.fault]
+    return [*dict.fromkeys(found)]
