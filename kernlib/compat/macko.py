@@ -86,7 +86,12 @@ def move_to_device(compressed: Compressed, device: torch.device | str | int) -> 
     except RuntimeError as error:
         raise ValueError(f"device must be one of torch's, got {device!r}") from error
     _look(tensors, shape)
-    moved = tuple(tensor.to(device) for tensor in tensors)
+    try:
+        moved = tuple(tensor.to(device) for tensor in tensors)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        if "out of memory" in str(error):
+            raise
+        raise ValueError(f"device must be one that torch can use, got {device}: {error}") from error
     _remember(moved, shape)
     return *moved, *shape
 
@@ -106,7 +111,7 @@ def multiply(compressed: Compressed, V: torch.Tensor) -> torch.Tensor:
     refuse_gradients("kernlib.compat.macko", V=V, values=values)
     try:
         return torch.ops.macko_spmv.multiply(values, deltas, row_ptr, rows, columns, V)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         _check_product(values, deltas, row_ptr, rows, columns, V)  # in this function's words
         raise
 

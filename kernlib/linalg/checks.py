@@ -115,6 +115,10 @@ def _check_tensor(name: str, tensor: torch.Tensor, overwrite: bool) -> torch.Ten
             f"{name} is a negated view or zero tensor, which overwrite_{name} cannot "
             f"write; pass {name}.clone()"
         )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} was made in inference mode, outside of which overwrite_{name} cannot write it"
+        )
     if overlaps_itself(tensor):
         raise ValueError(
             f"{name} overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "

@@ -339,20 +339,22 @@ def _checked_size(name: str, size) -> int:
 
 
 def _checked_device(device) -> torch.device | None:
-    if device is None or isinstance(device, torch.device):
-        return device
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
+    if device is not None and type(device) not in (torch.device, str, int):
         raise ValueError(
             f"device must be a torch.device, str or int that names one, got {device!r}"
+        )
+    try:
+        return torch.empty(0, device=device).device if device is not None else None
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"device must be a torch.device, str or int that names one, got {device!r}: {error}"
         ) from None
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         known = ", ".join(DTYPES)
-        raise TypeError(f"a SparseLinear holds {known}, got {dtype}")
+        raise TypeError(f"a SparseLinear holds {known}, got {dtype} for dtype")
     return dtype
 
 

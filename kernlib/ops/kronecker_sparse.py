@@ -286,7 +286,7 @@ def _key(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> tuple
         if parameters:
             for name, value in parameters.items():
                 key += (name, kind_of(value))
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         check_dense(("x", "weight"), x=x, weight=weight, out=out)
         return None
     return key

@@ -29,8 +29,8 @@ from kernlib.ops.tensors import (
     check_out_shape,
     is_lazy,
     materialised,
+    refuse_any_overlap,
     refuse_overlap,
-    refuse_overlap_of_copied,
     refuse_transforms,
     signature,
     stand_ins,
@@ -109,7 +109,7 @@ def run(
                 checks.check_call(*request)
             return pairwise_library.run(descriptor, a, b, **request.keywords())
         if is_lazy(a) or (b is not None and is_lazy(b)):
-            refuse_overlap_of_copied(out, a=a, b=b)
+            refuse_any_overlap(out, a=a, b=b)
             a, b = _readable(request)[1:3]
             return run(descriptor, a, b, **request.keywords())
         if a.device.type == "cpu":
@@ -223,7 +223,7 @@ def _batched_cdist(descriptor: Pairwise, x1, x2, p, out, debug: bool, arguments:
         check_dense((), out=out)
         check_out_shape(out, shape)
         flat = checks.flat_out(out)
-        refuse_overlap_of_copied(out, x1=x1, x2=x2)
+        refuse_any_overlap(out, x1=x1, x2=x2)
     result = run_kernel(descriptor, first, second, out=flat, debug=debug, **arguments)
     if out is not None:
         return out

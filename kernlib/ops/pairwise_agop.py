@@ -18,8 +18,8 @@ from kernlib.ops.tensors import (
     check_out_shape,
     is_lazy,
     materialised,
+    refuse_any_overlap,
     refuse_gradients,
-    refuse_overlap_of_copied,
     refuse_transforms,
 )
 
@@ -119,7 +119,7 @@ def agop(
     shape = shape if batch is None else (batch, *shape)
     if out is not None:
         _check_out(out, x, shape)
-        refuse_overlap_of_copied(out, x=x, z=z, coefficients=coefficients, **values)
+        refuse_any_overlap(out, x=x, z=z, coefficients=coefficients, **values)
     if x.is_meta:
         return x.new_empty(shape) if out is None else out
     numbers = {k: plain(k, v) for k, v in hyperparameters.items() if k not in values}

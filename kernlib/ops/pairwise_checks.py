@@ -19,7 +19,7 @@ from kernlib.ops.tensors import (
     check_dense,
     check_memory,
     check_out_shape,
-    refuse_overlap_of_copied,
+    refuse_any_overlap,
     refuse_transforms,
     stand_ins,
 )
@@ -324,7 +324,7 @@ def check_distance(x1: torch.Tensor, x2: torch.Tensor, out) -> None:
     refuse_transforms(NO_TRANSFORMS, x1=x1, x2=x2, out=out)
     _check_same_kind(x1=x1, x2=x2)
     refuse_out(out, x1=x1, x2=x2, out=out)
-    refuse_overlap_of_copied(out, x1=x1, x2=x2)
+    refuse_any_overlap(out, x1=x1, x2=x2)
 
 
 def refuse_out(out, /, **values) -> None:

@@ -23,9 +23,9 @@ from kernlib.ops.tensors import (
     check_flag,
     check_memory,
     check_out_shape,
+    refuse_any_overlap,
     refuse_gradients,
     refuse_overlap,
-    refuse_overlap_of_copied,
     refuse_transforms,
     stand_ins,
 )
@@ -72,7 +72,7 @@ def cdist_expadd(
     :func:`kernlib.run_kernel` raises.
     """
     made = scale_of(p, lengthscale, scale, a)
-    refuse_overlap_of_copied(out, lengthscale=lengthscale, scale=scale)
+    refuse_any_overlap(out, lengthscale=lengthscale, scale=scale)
     try:
         x, y, made = _in_units(p, lengthscale, made, a, b, out)
         return run_kernel(_SUMS, x, y, out=out, p=p, inner_scale=made, debug=debug)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.ops.hyperparameters import accumulator
-from kernlib.ops.tensors import check_dense, refuse_overlap_of_copied
+from kernlib.ops.tensors import check_dense, refuse_any_overlap
 
 SHAPES = "(K,) or (L, 1, K) for weights, (K, K2) or (L, K, K2) for a matrix"
 
@@ -36,7 +36,7 @@ def apply(
     follows which shares memory with one of them: that call sees the mapped points alone.
     """
     _check(feature_map, a, b)
-    refuse_overlap_of_copied(out, a=a, b=b, feature_map=feature_map)
+    refuse_any_overlap(out, a=a, b=b, feature_map=feature_map)
     weights = _as_weights(feature_map, a)
     first = _mapped(feature_map, weights, "a", a)
     if b is a:

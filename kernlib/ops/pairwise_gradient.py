@@ -22,8 +22,8 @@ from kernlib.ops.tensors import (
     is_lazy,
     materialised,
     ranges_meet,
+    refuse_any_overlap,
     refuse_overlap,
-    refuse_overlap_of_copied,
     refuse_transforms,
     signature,
     span,
@@ -127,7 +127,7 @@ def _run(kind: Kind, operands: Operands, out, accumulate: bool, values: dict) ->
         if call.device.type == "meta":
             return operands.x.new_empty(call.out_shape) if out is None else out
         if any(is_lazy(t) for t in operands if t is not None):
-            refuse_overlap_of_copied(out, **dict(zip(kind.names, operands, strict=True)))
+            refuse_any_overlap(out, **dict(zip(kind.names, operands, strict=True)))
             read = Operands(*(t if t is None else materialised(t) for t in operands))
             return _run(kind, read, out, accumulate, values)
         if call.device.type == "cpu":

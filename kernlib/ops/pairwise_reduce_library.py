@@ -19,7 +19,7 @@ from kernlib.ops import pairwise_reduce_plans as plans
 from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.pairwise_library import separate
 from kernlib.ops.pairwise_reduce_checks import Request
-from kernlib.ops.tensors import refuse_overlap_of_copied
+from kernlib.ops.tensors import refuse_any_overlap
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, as of kernlib::pairwise.
 _ARGUMENTS = (
@@ -68,7 +68,7 @@ def run(
     if out is None:
         return found if wide else found.to(a.dtype)
     checks.check_result(out, tuple(found.shape), a)
-    refuse_overlap_of_copied(out, a=a, b=b, v=v, **values)
+    refuse_any_overlap(out, a=a, b=b, v=v, **values)
     return out.copy_(found)
 
 

@@ -24,8 +24,8 @@ from kernlib.ops.tensors import (
     check_dense,
     is_lazy,
     ranges_meet,
+    refuse_any_overlap,
     refuse_overlap,
-    refuse_overlap_of_copied,
     signature,
     span,
     stand_ins,
@@ -90,7 +90,7 @@ def run(
             return library.run(reduction, descriptor, a, b, v, out, *arguments, wide)
         request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
         if any(t is not None and is_lazy(t) for t in (a, b, v)):
-            refuse_overlap_of_copied(out, a=a, b=b, v=v)
+            refuse_any_overlap(out, a=a, b=b, v=v)
             made = request._replace(v=request.v if v is None or v.dim() > 1 else request.v[:, 0])
             return run(reduction, *made[:4], out, row_offset, col_offset, values, wide)
         plan = _make_plan(reduction, request, v, out, wide)

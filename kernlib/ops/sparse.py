@@ -314,7 +314,7 @@ def _key(descriptor: SparseMatmul, w: SparseMatrix, x, out, parameters: dict) ->
         if parameters:
             for name, value in parameters.items():
                 key += (name, kind_of(value))
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         check_dense(("x",), x=x, out=out)
         return None
     return key

@@ -146,20 +146,6 @@ def ranges_meet(out_address: int, out_span: int, ranges: Iterable[tuple[int, int
     return met
 
 
-def refuse_overlap_of_copied(out, /, **inputs) -> None:
-    """:func:`refuse_overlap` ahead of a call that computes from copies of its inputs, so that what
-    follows sees nothing of their memory. Of what has none here, such as fake tensors, and of what
-    is no tensor, nothing is said."""
-    given = {name: t for name, t in inputs.items() if isinstance(t, torch.Tensor)}
-    if not isinstance(out, torch.Tensor) or is_dynamo_compiling():
-        return
-    if not stand_ins(out, *given.values()):
-        for name, t in {"out": out, **given}.items():
-            check_layout(name, t)
-        refuse_transforms("cannot write out: leave it out, or call outside it", out=out, **given)
-        refuse_overlap(out, **given)
-
-
 def refuse_overlap(out: torch.Tensor, /, **inputs: torch.Tensor) -> None:
     """Raises ValueError when ``out`` shares memory with an input."""
     if out.is_meta:  # all of which begin at 0
@@ -169,9 +155,12 @@ def refuse_overlap(out: torch.Tensor, /, **inputs: torch.Tensor) -> None:
             raise ValueError(f"out shares memory with {name}; give it memory of its own")
 
 
-def refuse_any_overlap(out, **given) -> None:
-    """:func:`refuse_overlap` of arguments as a call was given them: what is no tensor, and what has
-    no memory here, is passed over. Cheap where no storage reaches ``out``."""
+def refuse_any_overlap(out, /, **given) -> None:
+    """:func:`refuse_overlap` of arguments as a call was given them, ahead of copies of which what
+    follows would see alone. What is no tensor, and what has no memory here, is passed over. Cheap
+    where no storage reaches ``out``."""
+    if out is None or is_dynamo_compiling():
+        return
     try:
         first = out.data_ptr()
         last = first + span(out) if first else 0  # fake tensors begin at 0
@@ -183,7 +172,7 @@ def refuse_any_overlap(out, **given) -> None:
             and t.data_ptr() < last
             and t.data_ptr() + span(t) > first
         }
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         return  # no tensor with memory: others say so, or write nothing in place
     if near:
         refuse_overlap(out, **near)

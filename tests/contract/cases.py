@@ -140,6 +140,8 @@ def _copy(value):
 def _fault_of(error: Exception, entry: Entry, given: dict, changed: dict) -> str:
     kind, text = type(error).__name__, str(error)
     short = f"{kind}: {text.splitlines()[0][:160] if text else ''}"
+    if "can't allocate memory" in text or "out of memory" in text:
+        return ""  # a size that is right, and too large for this machine
     if _raised_by_given(error):
         return ""  # by a function that was an argument
     if not changed:

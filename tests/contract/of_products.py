@@ -28,9 +28,10 @@ KINDS = {
 }  # fmt: skip
 NAMES = (
     "x", "w", "weight", "weights", "bias", "input", "descriptor", "factors", "patterns", "shape",
-    "format", "tensors", "header", "values", "bitmap", "offsets", "compressed", "operands", "row_ptr",
-    "deltas", "columns", "dense", "M", "V", "a", "b", "bandwidth", "epilogue", "activation", "state",
-    "factor", "algo", "rows", "specs", "pattern", "vsize", "dtype",
+    "format", "tensors", "header", "values", "bitmap", "offsets", "compressed", "operands",
+    "row_ptr", "deltas", "columns", "dense", "M", "V", "a", "b", "bandwidth", "epilogue",
+    "activation", "state", "factor", "algo", "epilogues", "parameter", "rows", "specs", "pattern",
+    "vsize", "dtype",
 )  # fmt: skip
 
 
@@ -83,8 +84,8 @@ def chain(c: Context) -> dict:
     second = (1, 4, 6, 5)
     made = kl.KroneckerSparseChain((kl.KroneckerSparse(*PATTERN), kl.KroneckerSparse(*second)))
     dtype = c.float_type()
-    given = {"descriptor": made, "x": c.randn(3, 40, dtype=dtype),
-             "weight": c.randn(*PATTERN, dtype=dtype), "second": c.randn(*second, dtype=dtype)}  # fmt: skip
+    given = {"descriptor": made, "x": c.randn(3, 40, dtype=dtype)}
+    given |= {"weight": c.randn(*PATTERN, dtype=dtype), "second": c.randn(*second, dtype=dtype)}
     if c.random.random() < 0.5:
         given["out"] = torch.zeros(3, 20, dtype=dtype, device=c.device)
     return given
@@ -114,8 +115,9 @@ def call_layer(patterns, weights, use_bias, algo, dtype, bs_last, device, activa
 
 
 def swap(c: Context) -> dict:
-    return {"module": nn.Sequential(nn.Linear(8, 6), nn.ReLU()), "patterns": {(8, 6): [(2, 3, 4, 1)]},
-            "match": None, "approximate": False, "algo": "einsum"}  # fmt: skip
+    model = nn.Sequential(nn.Linear(8, 6, device=c.device), nn.ReLU())
+    return {"module": model, "patterns": {(8, 6): [(2, 3, 4, 1)]}, "match": None,
+            "approximate": False, "algo": "einsum"}  # fmt: skip
 
 
 # Compressed matrices.
@@ -182,7 +184,7 @@ def call_compress(dense, format="auto", columns=1, **rest):
 def wanted_dense(dense, format=None, columns=1):
     if dense.dim() != 2:
         raise ValueError("dense")
-    return plain.wide(dense)
+    return plain.wide(dense if dense.layout == torch.strided else dense.to_dense())
 
 
 def csr(c: Context) -> dict:
@@ -279,11 +281,47 @@ def stored(algo: str, name: str):
     return arguments
 
 
+def layers(c: Context) -> dict:
+    return {"in_features": 4, "out_features": 3, "bias": True, "device": c.device,
+            "dtype": torch.float32, "weights": c.randn(3, 4)}  # fmt: skip
+
+
+def last(c: Context) -> dict:
+    return layers(c) | {"version": "einsum"}
+
+
+def any_layer(c: Context) -> dict:
+    return {"patterns": [(1, 3, 4, 1)], "algo": c.random.choice(["nn_linear", "einsum"]),
+            "dtype": torch.float32, "bs_last": False, "bias": False, "weights": None,
+            "device": c.device}  # fmt: skip
+
+
+def product_of_storage(c: Context) -> dict:
+    return {"x": c.randn(3, 40), "w_kron": compat.generate_factor(*PATTERN, "bmm"),
+            "pattern": PATTERN}  # fmt: skip
+
+
+def product_of_storage_last(c: Context) -> dict:
+    return product_of_storage(c) | {"x": c.randn(40, 3)}
+
+
+def stored_anyhow(c: Context) -> dict:
+    algo = c.random.choice(["kernel", "bmm", "einsum", "dense", "sparse", "bsr"])
+    return stored(algo, "factor")(c) | {"algo": algo}
+
+
 def entry(name, call, arguments, positional=9, wanted=None, weight=1, kinds=None):
     return name, Entry(call, arguments, positional, KINDS | (kinds or {}), wanted, NAMES, weight)
 
 
 BIAS = {"bias": "flag"}
+LAYERS = BIAS | {"version": "text", "weights": "tensor"}
+
+
+def of_ksmm(name: str, arguments, kinds=None):
+    return entry(f"kernlib.nn.compat.{name}", getattr(compat, name), arguments, 9, None, 1, kinds)
+
+
 ENTRIES = dict(
     (
         entry("kernlib.run_kernel factor", kl.run_kernel, factor, 3, wanted_factor, 4),
@@ -291,6 +329,16 @@ ENTRIES = dict(
         entry("kernlib.run_kernel sparse", kl.run_kernel, run_sparse, 3, wanted_sparse, 3),
         entry("kernlib.nn.KSLinear", call_layer, layer, 10, None, 4),
         entry("kernlib.nn.replace_linear", kl.nn.replace_linear, swap, 2, None, 2),
+        of_ksmm("generate_factor", generated, {"weights": "tensor"}),
+        of_ksmm("to_abcd", stored_anyhow),
+        of_ksmm("from_abcd_to_dense", lambda c: {"factor": c.randn(*PATTERN)}),
+        of_ksmm("from_kernel_format_to_dense", stored("kernel", "factor")),
+        of_ksmm("from_bmm_format_to_dense", stored("bmm", "factor")),
+        of_ksmm("bmm_bs_first", product_of_storage),
+        of_ksmm("bmm_bs_last", product_of_storage_last),
+        of_ksmm("LinearBsl", last, LAYERS),
+        of_ksmm("UnfusedLinear", layers, LAYERS),
+        of_ksmm("get_linear_layer", any_layer, BIAS),
         entry("kernlib.nn.SparseLinear", kl.nn.SparseLinear, empty_layer, 6, None, 1, BIAS),
         entry("kernlib.nn.SparseLinear.from_linear", call_from_linear, from_linear, 7, None, 3),
         entry("kernlib.nn.sparsify", kl.nn.sparsify, sparsified, 6, None, 2),

@@ -45,9 +45,9 @@ def number(value, least=-math.inf, above=-math.inf, most=math.inf):
     if isinstance(value, np.complexfloating):
         raise TypeError("no number")
     found = float(value)
-    if math.isnan(found) or not least <= found <= most or not found > above:
-        if not (above == -math.inf and found == -math.inf):
-            raise ValueError("out of range")
+    unbounded = above == found == -math.inf
+    if not least <= found <= most or not (found > above or unbounded):
+        raise ValueError("out of range")
     return found
 
 
@@ -77,8 +77,8 @@ def power(sums, p, root):
         total = (sums**p).sum(-1)
         return total ** (1 / p) if root else total
     if (p.dim() and p.shape[0] != 1) or p.numel() == 0:
-        parts = [power(s, float(q), root) for s, q in
-                 zip(sums.expand(p.shape[0], *sums.shape[-3:]), p.flatten(), strict=True)]  # fmt: skip
+        each = zip(sums.expand(p.shape[0], *sums.shape[-3:]), p.flatten(), strict=True)
+        parts = [power(s, float(q), root) for s, q in each]
         return torch.stack(parts) if parts else sums.new_empty(0, *sums.shape[-3:-1])
     if p.is_meta:
         return sums.sum(-1)

@@ -13,6 +13,10 @@ import torch
 import kernlib as kl
 
 
+def nothing(*_, **__):
+    """Takes anything, and gives nothing."""
+
+
 class Plain(torch.Tensor):
     """A subclass that changes nothing."""
 
@@ -128,7 +132,7 @@ ANYTHING = {
     "empty list": [],
     "dict": {"a": 1},
     "set": {1},
-    "function": abs,
+    "function": nothing,
     "module": torch.nn.Linear(2, 2),
     "descriptor": kl.gaussian(),
     "ellipsis": ...,
@@ -162,8 +166,8 @@ INTS = {
     "tensor": torch.tensor(1), "nan": math.nan, "text": "1", "fraction": Fraction(1),
 }  # fmt: skip
 TEXTS = {
-    "another": "nosuch", "upper": "AUTO", "not ascii": "é\x00", "long": "x" * 10_000, "pattern": "(",
-    "number": 3, "tuple": ("auto",), "bytes": b"auto", "list": [],
+    "another": "nosuch", "upper": "AUTO", "not ascii": "é\x00", "long": "x" * 10_000,
+    "pattern": "(", "number": 3, "tuple": ("auto",), "bytes": b"auto", "list": [],
 }  # fmt: skip
 DESCRIPTORS = {
     "a class": kl.Gaussian,
@@ -185,17 +189,18 @@ DEVICES = {
 }  # fmt: skip
 DTYPES = {
     "float16": torch.float16, "float64": torch.float64, "int8": torch.int8, "bool": torch.bool,
-    "complex": torch.complex64, "float8": torch.float8_e4m3fn, "text": "float32", "numpy": np.float32,
-    "python": float, "tuple": (torch.float32, torch.float16),
+    "complex": torch.complex64, "float8": torch.float8_e4m3fn, "text": "float32",
+    "numpy": np.float32, "python": float, "tuple": (torch.float32, torch.float16),
 }  # fmt: skip
 FUNCTIONS = {
-    "abs": abs, "None": lambda *a: None, "number": lambda *a: 3, "shape": lambda *a: torch.ones(1),
-    "double": lambda v, *a: v.double() if hasattr(v, "double") else v, "no function": 3, "text": "x",
-    "list": [abs],
+    "nothing": nothing, "number": lambda *a: 3, "shape": lambda *a: torch.ones(1),
+    "double": lambda v, *a: v.double() if hasattr(v, "double") else v, "no function": 3,
+    "text": "x", "list": [nothing],
 }  # fmt: skip
 EPILOGUES = {
-    "relu": kl.Relu(), "class": kl.Relu, "name": "relu", "module": torch.nn.ReLU(), "bias": kl.Bias(),
-    "kernel": kl.Gaussian(), "tuple": (kl.Gelu(), kl.Scale()), "list": [kl.Gelu()],
+    "relu": kl.Relu(), "class": kl.Relu, "name": "relu", "module": torch.nn.ReLU(),
+    "bias": kl.Bias(), "kernel": kl.Gaussian(), "tuple": (kl.Gelu(), kl.Scale()),
+    "list": [kl.Gelu()],
     "twice": (kl.Scale(), kl.Scale()), "nested": ((kl.Gelu(),),), "stage": kl.Abs(),
 }  # fmt: skip
 OF_KIND = {
@@ -222,13 +227,13 @@ def placed(value, device):
 
 def instead(kind: str, value, random) -> tuple[str, object]:
     """What stands in a value's place, and what it is called."""
-    if isinstance(value, torch.Tensor) and (kind == "tensor" or random.random() < 0.5):
-        if random.random() < 0.85:
-            name = random.choice([*TENSORS])
-            try:
-                return name, TENSORS[name](value)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
-                return "None", None  # what cannot be made of this tensor
+    by_tensor = isinstance(value, torch.Tensor) and (kind == "tensor" or random.random() < 0.5)
+    if by_tensor and random.random() < 0.85:
+        name = random.choice([*TENSORS])
+        try:
+            return name, TENSORS[name](value)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+            return "None", None  # what cannot be made of this tensor
     table = OF_KIND.get(kind) or ANYTHING
     if table is not ANYTHING and kind != "function" and random.random() < 0.2:
         table = ANYTHING

@@ -66,7 +66,7 @@ from kernlib.ops import pairwise_expadd, pairwise_gradient
 from kernlib.ops import run_kernel as _run_kernel
 from kernlib.ops.hyperparameters import host_value
 from kernlib.ops.pairwise_checks import MAX_OFFSET, check_has_sums
-from kernlib.ops.tensors import check_flag, refuse_overlap_of_copied
+from kernlib.ops.tensors import check_flag, refuse_any_overlap
 
 __all__ = [
     "Alignment",
@@ -266,7 +266,7 @@ def cdist_expadd(
     not given; usually it is negative. See :func:`kernlib.cdist_expadd`, whose ``lengthscale`` has
     the other sign."""
     check_flag("try_to_align", try_to_align)
-    refuse_overlap_of_copied(out, lengthscale=lengthscale)
+    refuse_any_overlap(out, lengthscale=lengthscale)
     given = {"p": p, "scale": _scale(p, lengthscale, scale, "a", a), "debug": debug}
     return _with_batch(pairwise_expadd.cdist_expadd(a, b, out=out, **given), out, 3)
 
@@ -292,7 +292,7 @@ def cdist_grad_expadd(
     (K, M) may take the place of S; ``scale`` as in :func:`cdist_expadd`. See
     :func:`kernlib.cdist_grad_expadd`."""
     check_flag("try_to_align", try_to_align)
-    refuse_overlap_of_copied(out, lengthscale=lengthscale)
+    refuse_any_overlap(out, lengthscale=lengthscale)
     given = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, "d", d)}
     found = pairwise_expadd.cdist_grad_expadd(
         a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **given
