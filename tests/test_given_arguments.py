@@ -245,3 +245,21 @@ def test_fractions_are_numbers():
         lambda n: linalg.conjugate_gradient(matrix.matmul, torch.ones(6), tol=n(half)).x,
     ):
         torch.testing.assert_close(call(lambda x: x), call(float), equal_nan=True)
+
+
+def test_tensors_of_inference_mode_are_constants_of_recorded_calls():
+    with torch.inference_mode():
+        b = torch.rand(4, 3)
+    for call in (kl.cdist, lambda a, b: kl.kernel_sum(GAUSSIAN, a, b, **WIDTH)):
+        a, other = X.clone().requires_grad_(), X.clone().requires_grad_()
+        call(a, b).sum().backward()
+        call(other, b.clone()).sum().backward()
+        assert torch.equal(a.grad, other.grad)
+
+
+def test_out_of_inference_mode_is_written_inside_of_it_alone():
+    with torch.inference_mode():
+        out = torch.zeros(5, 4)
+        assert kl.cdist(X, Y, out=out) is out
+    with pytest.raises(ValueError, match="out was made in inference mode"):
+        kl.cdist(X, Y, out=out)

@@ -62,7 +62,7 @@ def run(
         return pairwise_library.run(descriptor, a, b, **offsets, **values)
     numbers = {k: host_value(k, value) for k, value in values.items() if k not in tensors}
     call = Call(descriptor, row_offset, col_offset, numbers, tuple(tensors))
-    return _Pairwise.apply(call, a, b, *tensors.values())
+    return _Pairwise.apply(call, *map(formula.normal, (a, b, *tensors.values())))
 
 
 def refuse_out(a, b, out, values: dict) -> None:

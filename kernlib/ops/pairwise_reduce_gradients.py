@@ -16,6 +16,7 @@ from kernlib.ops import pairwise_reduce_blocks as by_blocks
 from kernlib.ops import pairwise_reduce_checks as checks
 from kernlib.ops import pairwise_reduce_plans as plans
 from kernlib.ops.hyperparameters import accumulator, on_device
+from kernlib.ops.pairwise_formula import normal
 from kernlib.ops.pairwise_products import multiplied
 from kernlib.ops.pairwise_reduce_checks import Request, Shape
 from kernlib.ops.precision import without_autocast
@@ -55,7 +56,8 @@ def _apply(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
     tensors = request.tensors()
     numbers = {k: v for k, v in request.hyperparameters.items() if k not in tensors}
     fixed = request._replace(a=None, b=None, v=None, hyperparameters=numbers)
-    return _Reduction.apply(reduction, fixed, shape, tuple(tensors), *tensors.values())
+    kept = map(normal, tensors.values())
+    return _Reduction.apply(reduction, fixed, shape, tuple(tensors), *kept)
 
 
 def computed(reduction: str, request: Request, shape: Shape) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 import kernlib
 from contract import wrong
 from kernlib.errors import KernlibError
+from kernlib.sparse import SparseMatrix
 
 PACKAGE = str(Path(kernlib.__file__).parent)
 # RuntimeErrors that are documented: of gradients, transforms of torch.func, and empty layers.
@@ -128,8 +129,13 @@ def _view_of(memory: torch.Tensor, like):
 
 
 def _copy(value):
+    """On the host, where it has values."""
     try:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+        if isinstance(value, SparseMatrix):
+            return value.to("cpu")
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().clone() if value.is_meta else value.detach().clone().cpu()
     except Exception:  # of what has no values
         return value
 
@@ -140,7 +146,7 @@ def _copy(value):
 def _fault_of(error: Exception, entry: Entry, given: dict, changed: dict) -> str:
     kind, text = type(error).__name__, str(error)
     short = f"{kind}: {text.splitlines()[0][:160] if text else ''}"
-    if "can't allocate memory" in text or "out of memory" in text:
+    if re.search("can't allocate memory|out of memory|Storage size calculation", text):
         return ""  # a size that is right, and too large for this machine
     if _raised_by_given(error):
         return ""  # by a function that was an argument
@@ -204,11 +210,11 @@ def _fault_of_result(entry: Entry, found, before: dict, changed: dict) -> str:
         return f"a result, where plain torch has {type(error).__name__}: {str(error)[:120]}"
     founds = found if isinstance(found, (tuple, list)) else (found,)
     wanteds = wanted if isinstance(wanted, (tuple, list)) else (wanted,)
-    for one, other in zip(founds, wanteds, strict=False):
-        fault = _difference(one, other)
-        if fault:
-            return fault
-    return ""
+    try:
+        faults = [_difference(*pair) for pair in zip(founds, wanteds, strict=False)]
+    except RuntimeError as error:
+        return f"a result that cannot be compared: {str(error)[:120]}"
+    return next(filter(None, faults), "")
 
 
 def _difference(found, wanted) -> str:

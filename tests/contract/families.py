@@ -41,10 +41,19 @@ def covered() -> set[str]:
     return {name.partition(" ")[0] for name in ENTRIES}
 
 
-def share(name: str, count: int) -> int:
+# What takes tensors, but what compiles many kernels, or tunes, where that is possible.
+ON_GPU = {
+    name: entry
+    for name, entry in ENTRIES.items()
+    if not name.endswith(("compile", "tune", "pre_compile_descriptors"))
+    and (name not in of_service.ENTRIES or "kermac" in name or name == "kernlib.prepare")
+}
+
+
+def share(name: str, count: int, entries=ENTRIES) -> int:
     """The part of so many cases that an entry gets, by weight."""
-    total = sum(entry.weight for entry in ENTRIES.values())
-    return max(1, -(-count * ENTRIES[name].weight // total))
+    total = sum(entry.weight for entry in entries.values())
+    return max(1, -(-count * entries[name].weight // total))
 
 
 def faults(name: str, seed: int, count: int, device: str = "cpu") -> list[str]:

@@ -262,7 +262,7 @@ def call_macko(values, deltas, row_ptr, rows, cols, V, **rest):
 
 
 def move(c: Context) -> dict:
-    return {"compressed": macko.compress(pruned(c, 6, 24, torch.float16)), "device": "cpu"}
+    return {"compressed": macko.compress(pruned(c, 6, 24, torch.float16)), "device": c.device}
 
 
 # KSMM's functions.
@@ -275,7 +275,7 @@ def generated(c: Context) -> dict:
 
 def stored(algo: str, name: str):
     def arguments(c: Context) -> dict:
-        made = compat.generate_factor(*PATTERN, algo, c.randn(*PATTERN))
+        made = compat.generate_factor(*PATTERN, algo, c.randn(*PATTERN), device=c.device)
         return {name: made, "pattern": PATTERN}
 
     return arguments
@@ -297,7 +297,7 @@ def any_layer(c: Context) -> dict:
 
 
 def product_of_storage(c: Context) -> dict:
-    return {"x": c.randn(3, 40), "w_kron": compat.generate_factor(*PATTERN, "bmm"),
+    return {"x": c.randn(3, 40), "w_kron": compat.generate_factor(*PATTERN, "bmm", device=c.device),
             "pattern": PATTERN}  # fmt: skip
 
 

@@ -17,6 +17,13 @@ def nothing(*_, **__):
     """Takes anything, and gives nothing."""
 
 
+class Anything:
+    """Made of anything."""
+
+    def __init__(self, *_, **__):
+        pass
+
+
 class Plain(torch.Tensor):
     """A subclass that changes nothing."""
 
@@ -128,7 +135,7 @@ ANYTHING = {
     "bytes": b"x",
     "int": 3,
     "object": object(),
-    "type": int,
+    "type": Anything,
     "empty list": [],
     "dict": {"a": 1},
     "set": {1},
