@@ -344,7 +344,7 @@ def _checked_device(device) -> torch.device | None:
             f"device must be a torch.device, str or int that names one, got {device!r}"
         )
     try:
-        return torch.empty(0, device=device).device if device is not None else None
+        return None if device is None else torch.empty(0, dtype=torch.uint8, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"device must be a torch.device, str or int that names one, got {device!r}: {error}"
