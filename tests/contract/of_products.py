@@ -108,10 +108,8 @@ def layer(c: Context) -> dict:
     return given
 
 
-def call_layer(patterns, weights, use_bias, algo, dtype, bs_last, device, activation, precision, x):
-    made = kl.nn.KSLinear(patterns, weights, use_bias, algo, dtype, bs_last, device, activation,
-                          precision)  # fmt: skip
-    return made(x)
+def call_layer(patterns, weights, use_bias, algo, dtype, bs_last, *, x, **named):
+    return kl.nn.KSLinear(patterns, weights, use_bias, algo, dtype, bs_last, **named)(x)
 
 
 def swap(c: Context) -> dict:
@@ -287,7 +285,9 @@ def layers(c: Context) -> dict:
 
 
 def last(c: Context) -> dict:
-    return layers(c) | {"version": "einsum"}
+    given = layers(c)
+    weights = given.pop("weights")
+    return given | {"version": "einsum", "weights": weights}
 
 
 def any_layer(c: Context) -> dict:
@@ -327,7 +327,7 @@ ENTRIES = dict(
         entry("kernlib.run_kernel factor", kl.run_kernel, factor, 3, wanted_factor, 4),
         entry("kernlib.run_kernel chain", kl.run_kernel, chain, 4, wanted_chain, 2),
         entry("kernlib.run_kernel sparse", kl.run_kernel, run_sparse, 3, wanted_sparse, 3),
-        entry("kernlib.nn.KSLinear", call_layer, layer, 10, None, 4),
+        entry("kernlib.nn.KSLinear", call_layer, layer, 6, None, 4),
         entry("kernlib.nn.replace_linear", kl.nn.replace_linear, swap, 2, None, 2),
         of_ksmm("generate_factor", generated, {"weights": "tensor"}),
         of_ksmm("to_abcd", stored_anyhow),

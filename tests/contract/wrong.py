@@ -24,6 +24,13 @@ class Anything:
         pass
 
 
+class AnyModule(torch.nn.Module):
+    """Called with anything, it gives nothing."""
+
+    def forward(self, *_, **__):
+        return None
+
+
 class Plain(torch.Tensor):
     """A subclass that changes nothing."""
 
@@ -140,7 +147,7 @@ ANYTHING = {
     "dict": {"a": 1},
     "set": {1},
     "function": nothing,
-    "module": torch.nn.Linear(2, 2),
+    "module": AnyModule(),
     "descriptor": kl.gaussian(),
     "ellipsis": ...,
     "slice": slice(1),
