@@ -316,7 +316,7 @@ def _in_units(p, lengthscale, scale, a, b, out) -> tuple:
     if unit is None:
         return a, b, scale
     check_dense(("a", "b"), a=a, b=b, out=out)
-    refuse_overlap_of_copied(out, a=a, b=b)
+    refuse_any_overlap(out, a=a, b=b)
     scale = scale_of(p, _length(lengthscale, a) * unit, None, a)
     return _times(a, unit), _times(b, unit), scale
 

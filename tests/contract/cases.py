@@ -27,6 +27,11 @@ SAID = re.compile(
     r"requires a gradient|takes no (result|gradient)|inside a transform|is empty: load|"
     r"torch\.half|was not started|gradient"
 )
+# What is right, and beyond this machine: a size, and a device that layers are asked for.
+BEYOND = re.compile(
+    r"can't allocate memory|out of memory|Storage size calculation|not compiled with CUDA|"
+    r"invalid device ordinal|Cannot access accelerator|Could not run 'aten::empty"
+)
 BINDING = re.compile(
     r"unexpected keyword argument|required (positional|keyword-only) argument|positional argument|"
     r"multiple values"
@@ -146,8 +151,8 @@ def _copy(value):
 def _fault_of(error: Exception, entry: Entry, given: dict, changed: dict) -> str:
     kind, text = type(error).__name__, str(error)
     short = f"{kind}: {text.splitlines()[0][:160] if text else ''}"
-    if re.search("can't allocate memory|out of memory|Storage size calculation", text):
-        return ""  # a size that is right, and too large for this machine
+    if BEYOND.search(text):
+        return ""
     if _raised_by_given(error):
         return ""  # by a function that was an argument
     if not changed:
