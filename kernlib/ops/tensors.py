@@ -61,7 +61,7 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor whose memory is not its values, one stride a dimension."""
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-    if is_uninitialized(tensor):
+    if not is_dynamo_compiling() and is_uninitialized(tensor):
         raise TypeError(f"{name} must be a dense tensor, got a parameter without its values yet")
     if tensor.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it, or pass parts")
