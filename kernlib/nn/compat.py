@@ -317,6 +317,8 @@ def _placed(weights: torch.Tensor | None, device, dtype) -> tuple:
     device = checked_device(device)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")
+    if dtype is not None and dtype not in DTYPES and not dtype.is_complex:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     if weights is None:
         return device, dtype
     if dtype is None and weights.dtype in DTYPES:  # others are copied into torch's default

@@ -249,6 +249,8 @@ class KSLinear(nn.Module):
         """The factors alone, one after the other."""
         weights = self._weights()
         self._check_input(x, batch_last, weights[0])
+        if torch.is_grad_enabled() and x.is_inference():
+            x = x.clone()  # which may be kept for a gradient
         for index, (pattern, weight) in enumerate(zip(self.patterns, weights, strict=True)):
             if algo == "kernel":
                 x = run_kernel(_factor(pattern, batch_last, self.precision), x, weight)
