@@ -21,6 +21,12 @@ struct alignas(8) PointInfo {
     float norm, scale;
 };
 
+// A sum from the product of two points' words, the scales of both, and their norms. Points of 1e-20
+// have scales whose product is 0; the first step overflows for points of a dot product alone.
+__device__ __forceinline__ float scaled_sum(float product, float left, float right, float norms) {
+    return DIFFERENCE ? fmaf(product * left, right, norms) : fmaf(product, left * right, norms);
+}
+
 // Whether a sum computed as `value` needs another, direct, computation.
 __device__ __forceinline__ bool is_doubtful(float value, float norms) {
     return DIFFERENCE ? !(value >= TAU * norms) : value != value;

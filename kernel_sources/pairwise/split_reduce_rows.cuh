@@ -43,7 +43,7 @@ struct PairSum {
     __device__ __forceinline__ PairSum(float product, const PointInfo& left,
                                        const PointInfo& right) {
         norms = left.norm + right.norm;
-        value = fmaf(product * left.scale, right.scale, norms);  // of 2^-159, if multiplied first
+        value = scaled_sum(product, left.scale, right.scale, norms);
     }
 };
 

@@ -63,7 +63,7 @@ __device__ __forceinline__ bool scale_lines(Four (&values)[LINES], const PointIn
         for (int e = 0; e < 4; ++e) {
             PointInfo right = e < 2 ? first.element[e] : second.element[e - 2];
             float norms = left[i].norm + right.norm;
-            float x = fmaf(values[i].element[e] * left[i].scale, right.scale, norms);
+            float x = scaled_sum(values[i].element[e], left[i].scale, right.scale, norms);
             certain &= !is_doubtful(x, norms);
             values[i].element[e] = x;
         }
