@@ -102,7 +102,8 @@ __device__ __forceinline__ float norm_root(float s, float exponent, float rest) 
     asm("lg2.approx.ftz.f32 %0, %1;"
         : "=f"(part)
         : "f"(__int_as_float((bits & 0x7fffff) | 0x3f800000)));
-    float high = whole * exponent, n = rintf(high);
+    // Not one multiplication and addition with what follows: `low` has what it is rounded by.
+    float high = __fmul_rn(whole, exponent), n = rintf(high);
     float low = fmaf(whole, exponent, -high) + fmaf(part, exponent, whole * rest);
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(high - n + low));
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(n - 1.0f));  // 2^128 is infinite
