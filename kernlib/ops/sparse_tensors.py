@@ -82,7 +82,8 @@ def freeze(w: SparseMatrix) -> None:
                 "call it before the capture"
             )
         torch.cuda.synchronize(w._device)  # whatever wrote the matrix has ended then
-    object.__setattr__(w, "_frozen", _seen(w))
+    state = state_of(w)
+    object.__setattr__(w, "_frozen", _places(w) if state is None else state)
     object.__setattr__(w, "_key", (*w._key, "frozen"))
 
 
@@ -94,17 +95,17 @@ def thaw(w: SparseMatrix) -> None:
 
 def check_frozen(w: SparseMatrix) -> None:
     """Raises RuntimeError for a frozen matrix that was written, as far as torch counts."""
-    if _seen(w) != w._frozen:
+    state = state_of(w)
+    if state != w._frozen and (state is not None or _places(w) != w._frozen):
         raise RuntimeError(
             "w was written or moved after freeze(), and products of a frozen matrix may read it "
             "before that has ended: call w.thaw() before writing its tensors, and w.freeze() after"
         )
 
 
-def _seen(w: SparseMatrix) -> State:
-    """The state, or of tensors of inference mode where they lie."""
-    state = state_of(w)
-    return tuple([t.data_ptr() for t in w._operands]) if state is None else state
+def _places(w: SparseMatrix) -> State:
+    """What can be seen of tensors of inference mode: where they lie."""
+    return tuple([t.data_ptr() for t in w._operands])
 
 
 def check_place(w: SparseMatrix, addresses: list[int]) -> None:
