@@ -329,6 +329,8 @@ def _placed(weights: torch.Tensor | None, device, dtype) -> tuple:
 def _set_weight(layer: nn.Linear, weights: torch.Tensor | None) -> None:
     if weights is None:
         return
+    if weights.is_meta and not layer.weight.is_meta:
+        raise ValueError(f"weights must have values for a layer on {layer.weight.device}, got meta")
     if weights.shape != layer.weight.shape:
         raise ValueError(
             f"weights must have shape {tuple(layer.weight.shape)}, got {tuple(weights.shape)}"

@@ -316,6 +316,8 @@ def _in_units(p, lengthscale, scale, a, b, out) -> tuple:
     if unit is None:
         return a, b, scale
     check_dense(("a", "b"), a=a, b=b, out=out)
+    if a.device != b.device:
+        raise ValueError(f"a and b must be on one device, got {a.device} and {b.device}")
     refuse_any_overlap(out, a=a, b=b)
     scale = scale_of(p, _length(lengthscale, a) * unit, None, a)
     return _times(a, unit), _times(b, unit), scale
