@@ -103,6 +103,8 @@ class KSLinear(nn.Module):
         if weights is not None:
             with torch.no_grad():
                 for factor, weight in zip(self.factors, weights, strict=True):
+                    if weight.is_meta and not factor.is_meta:
+                        raise ValueError(f"weights must have values on {factor.device}, got meta")
                     factor.copy_(weight)
 
     patterns = property(lambda self: self._patterns, doc="Patterns, the first factor first.")
