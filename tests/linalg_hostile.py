@@ -1,4 +1,4 @@
-"""Systems on which solvers go wrong, and what their solutions must satisfy; for the CPU and a GPU."""
+"""Systems on which solvers go wrong, and what solutions must satisfy; for the CPU and a GPU."""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def derivatives(run: Callable, given: Operands, of_weight: bool = True) -> dict[
     second = torch.autograd.grad(first[0], (g, w) if of_weight else (g,), u)
     names = ("by x", "by w") if of_weight else ("by x",)
     again = ("by g of that by x", "by w of that by x")
-    return {"y": y.detach()} | dict(zip(names, first)) | dict(zip(again, second))
+    found = zip((*names, *again[: len(second)]), (*first, *second), strict=True)
+    return {"y": y.detach()} | {name: value.detach() for name, value in found}
 
 
 def exact(run: Callable, given: Operands, of_weight: bool = True) -> tuple[dict, dict]:
