@@ -117,7 +117,8 @@ def check(
         if gpu and out.dtype == torch.float32:
             bar = max(bar, max((b for n, b in GPU_BAR.items() if n in where), default=0.0))
         info = torch.finfo(out.dtype)
-        least = (1024 if gpu else info.eps * 1024) * info.tiny / bar
+        flushed = gpu and out.dtype in (torch.float32, torch.bfloat16)
+        least = (1024 if flushed else info.eps * 1024) * info.tiny / bar
         of_exact, size = exacts[name], terms[name].clamp(min=least if "denormals" in where else 0)
         if gpu and out.dtype != torch.float64:
             spoilt = ~of_exact.isfinite()

@@ -1,0 +1,15 @@
+"""Reductions, array gradients and agop on hostile points, on a GPU."""
+
+import pytest
+import reduction_hostile as reductions
+import torch
+
+# Up to 16 features, of which threads keep rows, and more, which take tiles.
+SIZES = ({"rows": 300, "columns": 500, "features": 3}, {"rows": 140, "columns": 260})
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("name", reductions.CHECKS)
+def test_reductions_meet_the_bar_on_hostile_points(name, dtype):
+    for sizes in SIZES if name != "agop" else ({},):
+        reductions.CHECKS[name](dtype, "cuda", **sizes)

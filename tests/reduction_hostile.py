@@ -1,0 +1,97 @@
+"""Reductions of kernel matrices, array gradients and agop on hostile points, by float64; for the
+CPU and for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pairwise_hostile as hostile
+import torch
+from pairwise_forwards import bandwidth
+
+import kernlib as kl
+
+NUMBERS = {torch.float32: 3e-6, torch.float64: 1e-12}
+
+
+def matrix(case: hostile.Case) -> torch.Tensor:
+    """That of a Laplace kernel in float64."""
+    a, b = case.exact
+    return torch.exp(-(b[None] - a[:, None]).abs().sum(-1) / bandwidth(case))
+
+
+def check_sums(dtype: torch.dtype, device: str, **sizes: int) -> None:
+    for case in hostile.cases(dtype, device, names=hostile.FINITE, **sizes):
+        numbers = {"bandwidth": bandwidth(case)}
+        v = hostile.case("normal", dtype, device, rows=len(case.b), features=3).a
+        k, wide = matrix(case), v.double().cpu()
+        ones = torch.ones_like(k)
+        found = kl.kernel_matmul(kl.laplace_l1(), case.a, case.b, v, **numbers)
+        hostile.check(found, k @ wide, ones @ wide.abs(), where=f"matmul {case.name}")
+        found = kl.kernel_sum(kl.laplace_l1(), case.a, case.b, **numbers)
+        hostile.check(found, k.sum(1), ones.sum(1), where=f"sum {case.name}")
+        found = kl.kernel_logsumexp(kl.laplace_l1(), case.a, case.b, **numbers)
+        hostile.check(found, k.logsumexp(1), 1 + k.logsumexp(1), where=f"logsumexp {case.name}")
+
+
+def check_choices(dtype: torch.dtype, device: str, **sizes: int) -> None:
+    for case in hostile.cases(dtype, device, names=hostile.FINITE, **sizes):
+        a, b = case.exact
+        wanted = (b[None] - a[:, None]).abs().sum(-1)
+        places = kl.kernel_argmin(kl.l1_distance(), case.a, case.b).cpu()
+        values, smallest = kl.kernel_min(kl.l1_distance(), case.a, case.b)
+        assert torch.equal(places, smallest.cpu())
+        hostile.check(values, wanted.amin(1), where=case.name)
+        chosen = wanted.gather(1, places[:, None])[:, 0]
+        hostile.check(chosen.to(dtype), wanted.amin(1), where=case.name)
+        values = kl.kernel_topk(kl.l1_distance(), case.a, case.b, 4)[0]
+        hostile.check(values, wanted.sort(1).values[:, :4], where=case.name)
+
+
+def check_array_gradients(dtype: torch.dtype, device: str, **sizes: int) -> None:
+    """cdist_grad, and agop of few queries, whose slopes it multiplies."""
+    for case in hostile.cases(dtype, device, names=hostile.FINITE, **sizes):
+        count, queries = len(case.b), len(case.a)
+        weights = hostile.case("normal", dtype, device, rows=count, features=queries).a
+        c = hostile.case("normal", dtype, device, seed=1, rows=3, features=count).a
+        x, z = case.exact
+        for p in (1.0, 1.5):
+            v = x.mT[:, None] - z.mT[:, :, None]  # (N, K, M)
+            slopes = v.sign() * v.abs() ** (p - 1)
+            both = c.double().cpu()[:, :, None] * weights.double().cpu()
+            wanted, terms = (
+                torch.einsum("okm,nkm->onm", *t)
+                for t in ((both, slopes), (both.abs(), slopes.abs()))
+            )
+            found = kl.cdist_grad(weights, case.b.mT, c, case.a.mT, p=p)
+            where = f"cdist_grad {p} {case.name}"
+            hostile.check(found, wanted, terms.clamp(min=least(dtype)), where=where, bars=NUMBERS)
+
+
+def check_agop(dtype: torch.dtype, device: str) -> None:
+    for name in ("normal", "offset 1e3", "duplicates", "one huge feature", "heavy tails"):
+        case = hostile.case(name, dtype, device)
+        x, z = case.exact
+        c = hostile.case("normal", dtype, device, seed=1, rows=2, features=len(z)).a
+        width = bandwidth(case)
+        found = kl.agop(kl.laplace_l1(), case.a, case.b, c, bandwidth=width)
+        k = matrix(case)[..., None]
+        slopes = (z[None] - x[:, None]).sign() * k / width
+        rounded = slopes.abs() * (1 - k.log().clamp(-1000, 0) / 8)  # exponents of these are
+        made = torch.einsum("ot,qtk->oqk", c.double().cpu(), slopes).flatten(0, 1)
+        size = torch.einsum("ot,qtk->oqk", c.double().cpu().abs(), rounded).flatten(0, 1)
+        wanted, terms = (t.mT @ t / len(t) for t in (made, size))
+        hostile.check(found, wanted, terms, where=f"agop {name}", bars=NUMBERS)
+
+
+def least(dtype: torch.dtype) -> float:
+    """Below which products of weights and slopes are denormals."""
+    return 4 * torch.finfo(dtype).tiny
+
+
+CHECKS: dict[str, Callable] = {
+    "sums": check_sums,
+    "choices": check_choices,
+    "array gradients": check_array_gradients,
+    "agop": check_agop,
+}

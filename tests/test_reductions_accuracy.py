@@ -1,0 +1,11 @@
+"""Reductions, array gradients and agop on hostile points, on the CPU."""
+
+import pytest
+import reduction_hostile as reductions
+import torch
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("name", reductions.CHECKS)
+def test_reductions_meet_the_bar_on_hostile_points(name, dtype):
+    reductions.CHECKS[name](dtype, "cpu")
