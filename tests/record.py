@@ -97,6 +97,7 @@ FAMILIES = {
     "service": (
         (
             "kernlib/jit/*.py",
+            "kernlib/forks.py",
             "kernlib/launch.py",
             "kernlib/ahead.py",
             "kernlib/tuner.py",
