@@ -309,6 +309,7 @@ def run_pytest(root, *arguments, gpu=True):
     return done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else None
 
 
+@pytest.mark.slow
 def test_hooks_write_the_record(checkout):
     output, found = run_pytest(checkout, "tests")
     assert found is not None, output

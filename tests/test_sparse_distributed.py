@@ -43,6 +43,7 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo here")
 def test_data_parallel_modules_take_every_format(tmp_path):
     spawn(work, (str(tmp_path),), nprocs=2)
