@@ -100,8 +100,8 @@ def derivatives(run: Callable, given: Operands, of_weight: bool = True) -> dict[
 
 
 def exact(run: Callable, given: Operands, of_weight: bool = True) -> tuple[dict, dict]:
-    """The same in float64 on the CPU, and the sums of absolute terms."""
-    wide = Operands(*(t.detach().cpu().double() for t in given))
+    """The same in float64, and the sums of absolute terms."""
+    wide = Operands(*(t.detach().double() for t in given))
     absolute = Operands(*(t.abs() for t in wide))
     return derivatives(run, wide, of_weight), derivatives(run, absolute, of_weight)
 
@@ -119,7 +119,10 @@ def check(
         info = torch.finfo(out.dtype)
         flushed = gpu and out.dtype in (torch.float32, torch.bfloat16)
         least = (1024 if flushed else info.eps * 1024) * info.tiny / bar
-        of_exact, size = exacts[name], terms[name].clamp(min=least if "denormals" in where else 0)
+        of_exact, size = (
+            exacts[name].cpu(),
+            terms[name].cpu().clamp(min=least if "denormals" in where else 0),
+        )
         if gpu and out.dtype != torch.float64:
             spoilt = ~of_exact.isfinite()
             assert not out.cpu()[spoilt].isfinite().any(), f"{where}, {name}: a number"
@@ -135,7 +138,7 @@ def check(
 def check_exact(found: dict, wanted: tuple[dict, dict], where: str) -> None:
     """Of integers, whose results a type holds or rounds once."""
     for name, out in found.items():
-        assert torch.equal(out.cpu(), wanted[0][name].to(out.dtype)), f"{where}, {name}"
+        assert torch.equal(out, wanted[0][name].to(out.dtype)), f"{where}, {name}"
 
 
 def pairs(names: tuple[str, ...] = NAMES) -> Iterator[tuple[str, str]]:

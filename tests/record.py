@@ -41,6 +41,8 @@ FAMILIES = {
             "tests/gpu/test_pairwise*.py",
             "tests/gpu/pairwise_*.py",  # what those tests share
             "tests/gpu/sanitized_calls.py",
+            "tests/pairwise_*.py",
+            "tests/reduction_hostile.py",
         ),
         ("pairwise/*.cuh",),
     ),
@@ -65,6 +67,7 @@ FAMILIES = {
             "kernlib/tensor_map.py",
             "tests/gpu/test_kronecker_sparse*.py",
             "tests/gpu/kronecker_sparse_*.py",
+            "tests/product_hostile.py",
         ),
         # math.cuh is included by what lowering generates.
         ("kronecker_sparse/*.cuh", "common/math.cuh"),
@@ -87,11 +90,12 @@ FAMILIES = {
             "tests/gpu/test_sparse*.py",
             "tests/gpu/sparse_*.py",
             "tests/sparse_*_cases.py",
+            "tests/product_hostile.py",
         ),
         ("sparse/*.cuh", "common/math.cuh"),
     ),
     "linalg": (
-        ("kernlib/linalg/*.py", "tests/gpu/test_linalg*.py", "tests/linalg_cases.py"),
+        ("kernlib/linalg/*.py", "tests/gpu/test_linalg*.py", "tests/linalg_*.py"),
         (),
     ),
     "service": (
