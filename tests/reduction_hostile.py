@@ -11,7 +11,12 @@ from pairwise_forwards import bandwidth
 
 import kernlib as kl
 
-NUMBERS = {torch.float32: 3e-6, torch.float64: 1e-12}
+NUMBERS = {
+    torch.float32: 3e-6,
+    torch.float64: 1e-12,
+    torch.float16: 2.0**-11 + 3e-6,
+    torch.bfloat16: 2.0**-8 + 3e-6,
+}
 
 
 def matrix(case: hostile.Case) -> torch.Tensor:

@@ -9,3 +9,9 @@ import torch
 @pytest.mark.parametrize("name", reductions.CHECKS)
 def test_reductions_meet_the_bar_on_hostile_points(name, dtype):
     reductions.CHECKS[name](dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", ("sums", "choices", "array gradients"))
+def test_half_types_are_rounded_once(name, dtype):
+    reductions.CHECKS[name](dtype, "cpu")
