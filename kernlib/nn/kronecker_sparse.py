@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
@@ -251,7 +252,8 @@ class KSLinear(nn.Module):
         """The factors alone, one after the other."""
         weights = self._weights()
         self._check_input(x, batch_last, weights[0])
-        if torch.is_grad_enabled() and x.is_inference():
+        # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
+        if not is_dynamo_compiling() and torch.is_grad_enabled() and x.is_inference():
             x = x.clone()  # which may be kept for a gradient
         for index, (pattern, weight) in enumerate(zip(self.patterns, weights, strict=True)):
             if algo == "kernel":
