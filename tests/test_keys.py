@@ -230,10 +230,16 @@ def test_the_error_for_an_unknown_arch_says_what_to_do_and_is_picklable():
 
 @pytest.mark.parametrize(
     "version, caches",
-    [("12.4.127", False), ("12.8.93", False), ("12.9.41", True), ("13.0.88", True), ("?", True)],
+    [
+        ((0, 12, 4), False),
+        ((0, 12, 8), False),
+        ((0, 12, 9), True),
+        ((0, 13, 0), True),
+        ((1,), True),
+    ],
 )
 def test_the_option_against_nvrtcs_cache_is_given_where_there_is_one(version, caches, monkeypatch):
-    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: version)
+    monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", lambda: version)
     assert toolchain.nvrtc_caches() is caches
 
 

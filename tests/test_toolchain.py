@@ -56,7 +56,8 @@ def test_what_another_nvrtc_has_made_is_kept_under_its_name(cache, installed):
     source = 'extern "C" __global__ void entry(float* out) { out[0] = 1; }\n'
     spec = SPEC._replace(source=source)
     major, minor = nvrtc.nvrtcVersion()[1:]
-    installed({"nvidia-cuda-nvrtc": f"{major}.{minor + 1}.1", "cuda-bindings": f"{major}.4"})
+    wheel = "nvidia-cuda-nvrtc" if major > 12 else "nvidia-cuda-nvrtc-cu12"
+    installed({wheel: f"{major}.{minor + 1}.1", "cuda-bindings": f"{major}.4"})
     before = layers.wanted(spec, ARCH)
     made = service.build(spec, ARCH)
     after = layers.wanted(spec, ARCH)

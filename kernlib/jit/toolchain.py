@@ -102,9 +102,12 @@ def confirm_nvrtc() -> None:
 
 
 def nvrtc_caches() -> bool:
-    """Whether NVRTC has a cache of its own, as from 12.9 on; older ones refuse the option."""
-    numbers = [int(part) for part in nvrtc_version().split(".")[:2] if part.isdecimal()]
-    return numbers >= [12, 9] or not numbers
+    """Whether the NVRTC that compiles, which this loads, has a cache of its own, as from 12.9 on;
+    older ones refuse the option against it."""
+    from cuda.bindings import nvrtc
+
+    status, *numbers = nvrtc.nvrtcVersion()
+    return int(status) != 0 or numbers >= [12, 9]
 
 
 @lru_cache(maxsize=1)
