@@ -89,6 +89,53 @@ def check_agop(dtype: torch.dtype, device: str) -> None:
         hostile.check(found, wanted, terms, where=f"agop {name}", bars=NUMBERS)
 
 
+SUMS = {  # the bar of the matrix, and that of sums
+    torch.float32: 2e-6,
+    torch.float64: 2e-13,
+    torch.float16: 2.0**-11 + 2e-6,
+    torch.bfloat16: 2.0**-8 + 2e-6,
+}
+OF_SQUARES = {
+    "gaussian": lambda t: torch.exp(-t / 2),
+    "cauchy": lambda t: 1 / (1 + t),
+    "rational_quadratic": lambda t: (1 + t / 2.6) ** -1.3,
+}
+
+
+def check_bandwidths(dtype: torch.dtype, device: str, rows=70, columns=90, features=20) -> None:
+    """As small or large as the points, whatever the range of their squares."""
+    small, large = (1e-30, 1e18) if dtype == torch.float32 else (1e-100, 1e100)
+    points = hostile.case("normal", dtype, device, rows=rows, features=features).a
+    others = hostile.case("normal", dtype, device, seed=1, rows=columns, features=features).a
+    for name, width in ((n, w) for n in OF_SQUARES for w in (small, 1e-20, 1.0, large)):
+        a, b = points * width, others * width
+        x, z = a.double().cpu(), b.double().cpu()
+        numbers = {"bandwidth": width * 3}
+        squares = ((z[None] - x[:, None]) / numbers["bandwidth"]).square().sum(-1)
+        k = OF_SQUARES[name](squares)
+        more = {"alpha": 1.3} if name == "rational_quadratic" else {}
+        found = kl.kernel_sum(getattr(kl, name)(), a, b, **numbers, **more)
+        hostile.check(found, k.sum(1), where=f"{name} {width}", bars=SUMS)
+        v = torch.ones(columns, 2, dtype=dtype, device=device)
+        found = kl.kernel_matmul(getattr(kl, name)(), a, b, v, **numbers, **more)
+        hostile.check(found, k @ v.double().cpu(), where=f"{name} {width}", bars=SUMS)
+
+
+def check_equal_terms(dtype: torch.dtype, device: str, columns=20000, features=20, **_: int) -> None:
+    """Thousands, whose rounding has one sign."""
+    b = torch.zeros(columns, features, dtype=dtype, device=device)
+    v = torch.ones(columns, 1, dtype=dtype, device=device)
+    for value in torch.linspace(0.3, 0.9, 7).tolist():
+        a = torch.full((40, features), value, dtype=dtype, device=device)
+        k = torch.exp(-a.double().cpu().square().sum(1) / 18)
+        found = kl.kernel_sum(kl.gaussian(), a, b, bandwidth=3.0)
+        hostile.check(found, k * columns, where=f"sum {value}", bars=SUMS)
+        found = kl.kernel_matmul(kl.gaussian(), a, b, v, bandwidth=3.0)
+        rival = k.to(device, dtype)[:, None].expand(-1, columns).contiguous() @ v
+        where = f"matmul {value}"
+        hostile.check(found, k[:, None] * columns, rival=rival, where=where, bars=SUMS)
+
+
 def least(dtype: torch.dtype) -> float:
     """Below which products of weights and slopes are denormals."""
     return 4 * torch.finfo(dtype).tiny
@@ -99,4 +146,6 @@ CHECKS: dict[str, Callable] = {
     "choices": check_choices,
     "array gradients": check_array_gradients,
     "agop": check_agop,
+    "bandwidths": check_bandwidths,
+    "equal terms": check_equal_terms,
 }

@@ -43,6 +43,16 @@ __device__ __forceinline__ float fast_power(float x, float p) {
 }
 __device__ __forceinline__ double fast_power(double x, double p) { return pow(x, p); }
 
+// total + sum, where `sum` is left with what the rounding lost (Dekker's Fast2Sum), for the next
+// chain of terms to begin with: a total of a thousand chains is as good as one of them. Behind an
+// infinity that is a NaN, if it is not KEPT from there.
+template <bool KEPT = true, class T>
+__device__ __forceinline__ T add_chain(T total, T& sum) {
+    T whole = total + sum, lost = sum - (whole - total);
+    sum = !KEPT || absolute(lost) <= absolute(sum) ? lost : T(0);
+    return whole;
+}
+
 __device__ __forceinline__ float infinity(float) { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ double infinity(double) {
     return __longlong_as_double(0x7ff0000000000000ll);

@@ -1,6 +1,7 @@
 // out[l,o,q,k] (+)= factor sum_t c[l,o,t] W[l,q,t] Slope(Op(x[l,q,k], z[l,t,k])), on the FP32 (or
 // FP64) lanes: one CTA a tile of queries and features, which walks over the points t. A thread
 // keeps its coordinates of x and its sums in registers; z, W and c come through shared memory.
+// float sums go to totals in shared memory every CHAIN points, for 1.2 % of the slots of p = 1.
 //
 // Floors: gradient_slopes.cuh. A thread's 32 sums take 3 16-byte reads of shared memory a point, so
 // that p = 1 costs 4.2 slots instead of 4.
@@ -19,6 +20,7 @@ constexpr int TILE = 64;
 #include "pairwise/gradient_parameters.cuh"
 #include "pairwise/operand.cuh"
 #include "pairwise/gradient_finite.cuh"
+#include "pairwise/totals.cuh"
 
 using Op = OPERATION;
 using Slope = SLOPE;
@@ -32,6 +34,8 @@ constexpr int OPERAND = TILE_K * LINE;
 constexpr int STAGE = (1 + FEATURE_TILES) * OPERAND + TILE_K * O_TILE;
 
 using Sums = AccT[SETS][PER_SIDE][ACROSS];
+constexpr int CHAIN = 128;  // points, whole stages
+using SumTotals = Totals<AccT, sizeof(AccT) == 4 ? SETS * PER_SIDE * ACROSS : 0, THREADS>;
 
 // The thread's place in a tile: a warp covers 4 x 8 of the 16 x 16 threads, so that its reads of
 // shared memory are broadcasts.
@@ -161,7 +165,8 @@ struct Stages {
 // Sums over the points of one part.
 __device__ __forceinline__ void sum_points(Sums& sums, const AccT (&x)[PER_SIDE][ACROSS],
                                            AccT* stages, Stages& operands, const Place& place,
-                                           Finite& finite, const Exponents& exponents, int count) {
+                                           Finite& finite, const SumTotals& totals,
+                                           const Exponents& exponents, int count) {
     constexpr int C = (1 + FEATURE_TILES) * OPERAND;  // where a stage's coefficients lie
     static_assert(Stages::STEPS <= 4, "a run for each quarter");
     operands.coefficients.begin(count);
@@ -197,6 +202,7 @@ __device__ __forceinline__ void sum_points(Sums& sums, const AccT (&x)[PER_SIDE]
             operands.end(next, quarter);
         }
         operands.coefficients.end(next + C);
+        if (ahead % CHAIN < TILE_K) totals.add<true>(&sums[0][0][0]);
     }
     wait_for_copies();
     __syncthreads();
@@ -210,6 +216,7 @@ __device__ __forceinline__ void sum_points(Sums& sums, const AccT (&x)[PER_SIDE]
         line += LINE;
         c += O_TILE;
     }
+    totals.finish(&sums[0][0][0]);
 }
 
 struct Target {
@@ -319,7 +326,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 pair_gradient(const __grid_constant__ Parameters parameters) {
     extern __shared__ __align__(16) unsigned char shared[];
     AccT* stages = reinterpret_cast<AccT*>(shared);
-    Finite finite(reinterpret_cast<u32*>(stages + 2 * STAGE));
+    SumTotals totals(stages + 2 * STAGE);
+    Finite finite(reinterpret_cast<u32*>(stages + 2 * STAGE + SumTotals::ELEMENTS));
     // Features change fastest: CTAs side by side read the same weights, which are the most.
     i64 q0 = i64(blockIdx.x / parameters.tiles_k) * TILE;
     i64 k0 = i64(blockIdx.x % parameters.tiles_k) * TILE * FEATURE_TILES;
@@ -346,8 +354,9 @@ pair_gradient(const __grid_constant__ Parameters parameters) {
         Exponents exponents = read_numbers(parameters, share.l, factor);
         read_x(x, parameters, share.l, q0, k0, place);
         Sums sums = {};
+        totals.clear();
         if (Slope::SIGN) finite.clear();
-        sum_points(sums, x, stages, operands, place, finite, exponents, end - begin);
+        sum_points(sums, x, stages, operands, place, finite, totals, exponents, end - begin);
         if (Slope::SIGN) __syncthreads();  // all has been looked at
         write(sums, x, parameters, share, q0, k0, place, finite, factor);
         __syncthreads();

@@ -3,8 +3,9 @@
 //
 // A sign is exact in one bfloat16, and a weight in three, each the upper bits of what the last one
 // left. Other slopes and their weights are two TF32 numbers each, of which three products count:
-// less than 2^-19 of a term is lost. (Two bfloat16 parts of each lost up to 2^-15.) Parts are cut
-// off, not rounded, so that none is infinite where the whole is not.
+// less than 2^-20 of a term is lost. (Two bfloat16 parts of each lost up to 2^-15.) Parts are cut
+// off, so that none is infinite where the whole is not. Only the upper TF32 part of a weight is
+// rounded, as the product of both lower parts has either sign then, not that of the term.
 //
 // Of 16 points a lane holds four neighbouring ones, 4t to 4t + 3 for t = lane % 4, in place of
 // 2t, 2t + 1, 2t + 8, 2t + 9 (bfloat16) or t, t + 4, t + 8, t + 12 (TF32) of common/mma.cuh. The
@@ -13,10 +14,9 @@
 
 #include "common/mma.cuh"
 
-// What a float leaves of another, whose upper bits it is: nothing of an infinity or a NaN.
+// What the upper bits of a float leave of it: a NaN of an infinity.
 __device__ __forceinline__ float left_of(float whole, u32 upper) {
-    float left = whole - __uint_as_float(upper);
-    return left == left ? left : 0.0f;
+    return whole - __uint_as_float(upper);
 }
 
 // The upper halves of two floats, which are bfloat16, the first one in the lower half. The floats
@@ -75,8 +75,8 @@ struct Terms<false> {
     __device__ __forceinline__ explicit Terms(const float (&value)[4]) {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
-            part[0][i] = upper_bits(value[i]);
-            part[1][i] = round_to_tf32(__float_as_uint(left_of(value[i], part[0][i])));
+            part[0][i] = round_to_tf32(__float_as_uint(value[i]));
+            part[1][i] = __float_as_uint(left_of(value[i], part[0][i]));
         }
     }
 };

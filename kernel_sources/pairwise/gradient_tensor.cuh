@@ -10,8 +10,8 @@
 //   else      two parts of each, three products of TF32, which cost six of bfloat16.
 //
 // Tensor cores cut off what does not fit their sums: each product loses 2^-26 of the sum so far on
-// average, always towards 0, which came to 2e-5 for 10000 points and 3e-4 for 100000. So registers
-// add their sums to the whole, and they begin anew, every CHAIN points.
+// average, always towards 0, which came to 2e-5 for 10000 points and 3e-4 for 100000. So their sums
+// go to totals in shared memory every CHAIN points.
 //
 // Floors on an H200, K = M = 10000 (points, queries), N = 768, 7.68e10 slopes:
 //   issue     SIGN 2.5 slots a slope and 0.25 or 0.5 for the products: 6.3 to 7 ms
@@ -49,10 +49,12 @@ constexpr int RAW_STAGES = 3;
 static_assert(!SINGLE || (Slope::SIGN && COLUMN_TILES == 1), "SINGLE is for signs");
 
 #include "pairwise/gradient_stage.cuh"
+#include "pairwise/totals.cuh"
 
-using Sums = float[QUERIES_A_WARP][FEATURE_TILES][COLUMN_TILES][4];  // of tensor cores
+using Sums = float[QUERIES_A_WARP][FEATURE_TILES][COLUMN_TILES][4];
 constexpr int KEPT_SUMS = SINGLE ? 2 : 4 * COLUMN_TILES;  // the parts of SINGLE become one
-using Totals = float[QUERIES_A_WARP][FEATURE_TILES][KEPT_SUMS];
+using Kept = float[QUERIES_A_WARP][FEATURE_TILES][KEPT_SUMS];
+using SumTotals = Totals<float, sizeof(Kept) / 4, THREADS>;
 using Coordinates = float[QUERIES_A_WARP][FEATURE_TILES][2];
 
 // Coordinates of z of a lane's two features (8 apart) and four points.
@@ -184,25 +186,43 @@ __device__ __forceinline__ bool loses(const Parameters& parameters, i64 l, i64 k
     return below != below || above != above;
 }
 
-// Adds the sums of tensor cores to the totals, and begins them anew.
-__device__ __forceinline__ void promote(Totals& totals, Sums& sums, const Place& place) {
+// The sums that count. Of SINGLE, columns 0 and 1 are in lanes of place.column 0, column 2 in those
+// of 1: as far as a lane has them they become one.
+__device__ __forceinline__ void fold(Kept& kept, Sums& sums, const Place& place) {
 #pragma unroll
     for (int i = 0; i < QUERIES_A_WARP; ++i) {
 #pragma unroll
         for (int f = 0; f < FEATURE_TILES; ++f) {
+            float* sum = &sums[i][f][0][0];
 #pragma unroll
-            for (int e = 0; e < 4 * COLUMN_TILES; ++e) {
-                float& sum = sums[i][f][e / 4][e % 4];
-                // SINGLE: columns 0 and 1 are in lanes of place.column 0, column 2 in those of 1.
-                if (!SINGLE) totals[i][f][e] += sum;
-                else if (e % 2 == 0 || place.column == 0) totals[i][f][e / 2] += sum;
-                sum = 0.0f;
+            for (int e = 0; e < KEPT_SUMS; ++e) {
+                kept[i][f][e] = SINGLE ? sum[2 * e] : sum[e];
+                if (SINGLE && place.column == 0) kept[i][f][e] += sum[2 * e + 1];
             }
         }
     }
 }
 
-__device__ __forceinline__ void write(Totals& totals, const Coordinates& x,
+// Adds the sums of tensor cores to the totals, which are NaN where they would be infinite, and
+// leaves what begins the next ones.
+__device__ __forceinline__ void promote(const SumTotals& totals, Sums& sums, const Place& place) {
+    Kept kept;
+    fold(kept, sums, place);
+    totals.add<false>(&kept[0][0][0]);
+#pragma unroll
+    for (int i = 0; i < QUERIES_A_WARP; ++i) {
+#pragma unroll
+        for (int f = 0; f < FEATURE_TILES; ++f) {
+            float* sum = &sums[i][f][0][0];
+#pragma unroll
+            for (int e = 0; e < 4 * COLUMN_TILES; ++e) {
+                sum[e] = !SINGLE ? kept[i][f][e] : e % 2 ? 0.0f : kept[i][f][e / 2];
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void write(const Kept& sums, const Coordinates& x,
                                       const Parameters& parameters, const Share& share, i64 q0,
                                       i64 k0, const Place& place, float factor) {
     const OutView& view = parameters.out_view;
@@ -217,7 +237,7 @@ __device__ __forceinline__ void write(Totals& totals, const Coordinates& x,
                 int r = SINGLE ? e : e / 2 % 2, n = e / 4;
                 i64 k = k0 + place.k + f * TILE_STEP + r * 8 + place.row;
                 int o = share.tile_o * COLUMNS + n * 8 + place.column * 2 + e % 2;
-                float sum = totals[i][f][e];
+                float sum = sums[i][f][e];
                 if (SINGLE) {
                     sum += __shfl_down_sync(~0u, sum, 1);
                     if (place.column) continue;
@@ -240,6 +260,7 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
     extern __shared__ __align__(16) unsigned char shared[];
     unsigned char* terms = shared;
     float* stages = reinterpret_cast<float*>(shared + 2 * TERMS);
+    SumTotals totals(stages + RAW_STAGES * RAW);
     i64 q0 = i64(blockIdx.x / parameters.tiles_k) * QUERIES;
     i64 k0 = i64(blockIdx.x % parameters.tiles_k) * FEATURES;
     Place place;
@@ -254,7 +275,7 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
         Exponents exponents = read_numbers(parameters, share.l, factor);
         Coordinates x;
         Sums sums = {};
-        Totals totals = {};
+        totals.clear();
 
         loader.begin(stages, count);
         read_x(x, parameters, share.l, q0, k0, place);
@@ -281,8 +302,10 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
             chain = CHAIN;
         }
         wait_for_copies();
-        promote(totals, sums, place);
-        write(totals, x, parameters, share, q0, k0, place, factor);
+        Kept kept;
+        fold(kept, sums, place);
+        totals.finish(&kept[0][0][0]);
+        write(kept, x, parameters, share, q0, k0, place, factor);
         __syncthreads();
     }
 }

@@ -13,6 +13,7 @@
 
 constexpr int THREADS = 256;
 constexpr int STAGE = THREADS;  // points at a time, one a thread to read; at most 32 KB
+constexpr int RUN = 64;         // of them, between which reducers settle
 constexpr int LINE = (K + Reducer::COLUMNS + 3) / 4 * 4;
 // Pairs in flight: 16, or fewer where each is long and hides latency by itself.
 constexpr int PAIRS = LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
@@ -127,30 +128,34 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
                     places[i] = diagonal_place(parameters, m0 + i * THREADS, n0);
                 }
             }
+#pragma unroll 1
+            for (int run = 0; run < count; run += RUN) {
+                int end = min(run + RUN, count);
 #pragma unroll UNROLL
-            for (int n = 0; n < count; ++n) {
-                AccT line[LINE];
-                stage.read(line, n);
-                AccT sums[ROWS];
+                for (int n = run; n < end; ++n) {
+                    AccT line[LINE];
+                    stage.read(line, n);
+                    AccT sums[ROWS];
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    sums[i] = AccT(0);
+                    for (int i = 0; i < ROWS; ++i) {
+                        sums[i] = AccT(0);
 #pragma unroll
-                    for (int k = 0; k < K; ++k)
-                        sums[i] = Term::add(sums[i], rows[i][k], line[k], numbers);
-                }
+                        for (int k = 0; k < K; ++k)
+                            sums[i] = Term::add(sums[i], rows[i][k], line[k], numbers);
+                    }
 #ifdef BY_NORM
-                mend_norms(sums, parameters, l, m0, n0 + n, range, numbers.p);
+                    mend_norms(sums, parameters, l, m0, n0 + n, range, numbers.p);
 #endif
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    AccT value = finish(rescale(sums[i]), rescale.unit);
-                    if (IN_PLACE && n == places[i]) value += regularization;
-                    reducers[i].add(value, base + n, line + K);
+                    for (int i = 0; i < ROWS; ++i) {
+                        AccT value = finish(rescale(sums[i]), rescale.unit);
+                        if (IN_PLACE && n == places[i]) value += regularization;
+                        reducers[i].add(value, base + n, line + K);
+                    }
                 }
-            }
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) reducers[i].settle();
+                for (int i = 0; i < ROWS; ++i) reducers[i].settle();
+            }
         }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {

@@ -6,8 +6,8 @@
 //   LINEAR    whether adding x + y is adding x, then y
 //   INDEXED   whether it writes the place of its value too
 //   add(x, n, v)   takes the value of one n; v points to its COLUMNS values of v
-//   settle()       ends a run of adds: sums of one chain of a thousand terms are off by 5e-7, so
-//                  runs are summed apart, and added up
+//   settle()       ends a run of adds: runs are summed apart and added up, as a chain of n equal
+//                  terms may be off by 1.5e-8 n
 //   merge(other)   takes what another thread found, after settle()
 //   output(c), index()
 // and starts empty. A reducer that is INDEXED starts with the place of the first n it may see. No
@@ -33,8 +33,13 @@ struct Matmul {
     __device__ __forceinline__ void settle() {
 #pragma unroll
         for (int c = 0; c < WIDTH; ++c) {
-            total[c] += run[c];
-            run[c] = 0.0f;
+            // Of many, runs would be that many registers where tiles are multiplied.
+            if (WIDTH <= 4) {
+                total[c] = add_chain(total[c], run[c]);
+            } else {
+                total[c] += run[c];
+                run[c] = 0.0f;
+            }
         }
     }
 
@@ -55,10 +60,7 @@ struct RowSum {
 
     __device__ __forceinline__ RowSum(int = 0) {}
     __device__ __forceinline__ void add(float x, int, const float*) { run += x; }
-    __device__ __forceinline__ void settle() {
-        total += run;
-        run = 0.0f;
-    }
+    __device__ __forceinline__ void settle() { total = add_chain(total, run); }
     __device__ __forceinline__ void merge(const RowSum& other) { total += other.total; }
     __device__ __forceinline__ float output(int) const { return total; }
     __device__ __forceinline__ int index() const { return 0; }
@@ -86,10 +88,7 @@ struct LogSumExp {
         run += exp2_approximate((x - largest) * LOG2_E);
     }
 
-    __device__ __forceinline__ void settle() {
-        total += run;
-        run = 0.0f;
-    }
+    __device__ __forceinline__ void settle() { total = add_chain(total, run); }
 
     __device__ __forceinline__ void merge(LogSumExp other) {
         if (other.largest > largest) raise(other.largest);

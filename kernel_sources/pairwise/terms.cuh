@@ -30,6 +30,11 @@ struct Sum {
     static constexpr bool BY_LOGARITHM = false;
     template <class T>
     static __device__ __forceinline__ T merge(T x, T y, InnerNumbers<T>) { return x + y; }
+    // The same of a total and a sum, which is left with what begins the next one.
+    template <class T>
+    static __device__ __forceinline__ T merge_exactly(T total, T& sum, InnerNumbers<T>) {
+        return add_chain(total, sum);
+    }
 };
 
 struct Identity : Sum {
@@ -93,6 +98,12 @@ struct PowerOnDevice {
     template <class T>
     static __device__ __forceinline__ T merge(T x, T y, InnerNumbers<T> numbers) {
         return numbers.p == infinity(x) ? maximum(x, y) : x + y;
+    }
+    template <class T>
+    static __device__ __forceinline__ T merge_exactly(T total, T& sum, InnerNumbers<T> numbers) {
+        T largest = maximum(total, sum), whole = add_chain(total, sum);
+        if (numbers.p == infinity(total)) sum = T(0);
+        return numbers.p == infinity(total) ? largest : whole;
     }
 };
 
@@ -163,6 +174,12 @@ struct PowerInfinity {
     }
     template <class T>
     static __device__ __forceinline__ T merge(T x, T y, InnerNumbers<T>) { return maximum(x, y); }
+    template <class T>
+    static __device__ __forceinline__ T merge_exactly(T total, T& sum, InnerNumbers<T>) {
+        total = maximum(total, sum);
+        sum = T(0);
+        return total;
+    }
 };
 
 // e^x in one special-function operation, its absolute error below 2^-23 for x <= 0.

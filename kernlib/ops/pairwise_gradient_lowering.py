@@ -23,8 +23,6 @@ SCALARS = ("p", "inner_scale", "eps")
 NUMBERS = "dQ" * len(SCALARS)
 MAX_PARTS = 32  # of the points, whose sums meet in a workspace
 PART_POINTS = 256  # the fewest of a part
-CHAIN = 1024  # points that float32 adds one after the other, of which 10000 may be 1e-4 off,
-MOST_SUMS = 1 << 26  # unless the sums of all parts were more than so many
 O_TILES = (0, 1, 2, 4)
 
 # Slopes by what decides their code; host values of p without code of their own share "any" above 1
@@ -146,8 +144,6 @@ def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
         )
     tiles = tiles_q * tiles_k * tiles_o * problem.batch
     parts = parts_of(tiles, problem.points, multiprocessors * blocks(problem.dtype))
-    if problem.dtype != "float64":
-        parts = max(parts, min(ceil(problem.points, CHAIN), MOST_SUMS // sums_of(problem)))
     per_part = max(1, ceil(problem.points, parts * TILE_K)) * TILE_K
     parts = max(1, ceil(problem.points, per_part))
     variant = Variant(
@@ -178,11 +174,6 @@ def parts_of(tiles: int, points: int, slots: int) -> int:
         if full > 1.02 * most:
             best, most = parts, full
     return best
-
-
-def sums_of(problem: Problem) -> int:
-    """Elements of the result."""
-    return max(1, problem.batch * max(1, problem.sets) * problem.queries * problem.features)
 
 
 def workspace(problem: Problem) -> OutLayout:
@@ -228,12 +219,15 @@ def spec(variant: Variant, arch: str) -> KernelSpec:
 
 
 def shared_bytes(variant: Variant) -> int:
-    """Two stages of the operands and the coefficients, and the notes of what is not finite."""
+    """Two stages of the operands and the coefficients, totals of float, and the notes of what is
+    not finite."""
     accumulator = TYPES[variant.dtype][3]
     operands = 1 + feature_tiles(variant.dtype, variant.o_tile)
     line = TILE * accumulator + 16
     stage = operands * TILE_K * line + TILE_K * variant.o_tile * accumulator
-    return 2 * stage + operands * TILE * 4
+    sums = (variant.o_tile or 1) * (operands - 1) * TILE * TILE
+    totals = 0 if variant.dtype == "float64" else sums * accumulator
+    return 2 * stage + totals + operands * TILE * 4
 
 
 def source(variant: Variant) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.ops.pairwise_gradient_lowering import (
+    O_TILES,
     Lowered,
     Problem,
     access,
@@ -62,22 +63,23 @@ TILES = {
     True: {
         0: (Tile(4, 3, 4, 2, 2), Tile(4, 2, 8, 1, 2), Tile(4, 1, 8, 1, 2)),
         1: (Tile(4, 2, 2, 4, 2), Tile(4, 2, 8, 1, 1), Tile(4, 1, 8, 1, 1)),
-        2: (Tile(2, 2, 2, 4, 2), Tile(2, 2, 4, 2, 2), Tile(2, 2, 8, 1, 1), Tile(2, 1, 8, 1, 1)),
+        2: (Tile(2, 2, 2, 4, 2), Tile(2, 2, 4, 2, 1), Tile(2, 2, 8, 1, 1), Tile(2, 1, 8, 1, 1)),
     },
     False: {
         1: (Tile(4, 2, 2, 4, 1), Tile(4, 2, 8, 1, 1), Tile(4, 1, 8, 1, 1)),
         2: (Tile(2, 2, 4, 2, 1), Tile(2, 2, 8, 1, 1), Tile(2, 1, 8, 1, 1)),
     },
 }
-# For sm_90a, of 16 columns and more; of 8 and fewer mma.sync is as fast.
+# For sm_90a. Of signs and 8 columns or fewer mma.sync is as fast.
 WGMMA = {
     True: {
-        2: (Tile(4, 1, 2, 8, 2, 1, True), Tile(4, 1, 2, 4, 2, 2, True)),
-        4: (Tile(2, 1, 2, 8, 2, 1, True), Tile(2, 1, 2, 4, 2, 2, True)),
+        2: (Tile(4, 1, 2, 8, 2, 1, True), Tile(4, 1, 2, 4, 1, 2, True)),
+        4: (Tile(2, 1, 2, 8, 2, 1, True), Tile(2, 1, 2, 4, 1, 2, True)),
     },
     False: {
-        2: (Tile(4, 1, 1, 8, 2, 2, True), Tile(4, 1, 2, 4, 2, 2, True)),
-        4: (Tile(2, 1, 2, 8, 2, 1, True), Tile(2, 1, 2, 4, 2, 2, True)),
+        1: (Tile(8, 1, 1, 8, 1, 2, True), Tile(8, 1, 2, 4, 1, 2, True)),
+        2: (Tile(4, 1, 2, 8, 2, 1, True), Tile(4, 1, 2, 4, 1, 2, True)),
+        4: (Tile(2, 1, 2, 8, 2, 1, True), Tile(2, 1, 2, 4, 1, 2, True)),
     },
 }
 
@@ -106,8 +108,8 @@ def pays(problem: Problem) -> bool:
     if size < FEWEST or problem.features < 8 or problem.queries < 8:
         return False
     lies = access(problem.z.transposed(), problem.features, problem.points, problem.dtype)
-    if problem.sets == 2 and problem.slope != SIGN:
-        return False  # 22 ms on FP32 lanes in place of 32, p = 1.5
+    if problem.sets <= O_TILES[-1] and problem.slope != SIGN:
+        return False  # two sets take 22 ms on FP32 lanes in place of 32 (p = 1.5), and more digits
     if problem.sets > 1 or lies != LINES:
         return True
     # One coefficient and points in lines, which the FP32 lanes read best: 12.65 ms against 14.05
@@ -164,12 +166,13 @@ def _best(tiles: Sequence[Tile], features: int) -> Tile:
 
 
 def shared_bytes(sign: bool, columns: int, tile: Tile) -> int:
-    """Three stages of the raw operands, two of the split weights."""
+    """Three stages of the raw operands, two of the split weights, and totals."""
     points, line = STEP * tile.steps, STEP * tile.steps + 4
     lines = tile.queries + (8 * columns or 1)
     raw = 4 * (tile.features * points + lines * line)
     terms = tile.queries * tile.steps * ((768 if sign else 1024) * columns or 128)
-    return 3 * raw + 2 * terms
+    totals = 4 * tile.threads * tile.queries_a_warp * tile.feature_tiles * (4 * columns or 2)
+    return 3 * raw + 2 * terms + totals
 
 
 def spec(variant: Variant) -> KernelSpec:

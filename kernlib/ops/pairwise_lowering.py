@@ -27,7 +27,7 @@ from kernlib.ops.pairwise_finish import (
 
 THREADS = 256
 TILE_K = 16
-PROMOTE_K = 128
+PROMOTE_K = 64
 BIG_TILE, SMALL_TILE = 128, 64
 MAX_TILES = 2**31 - 1  # blocks of a grid's first axis
 MAX_BATCH_BLOCKS = 65535

@@ -31,9 +31,9 @@ def test_second_derivatives_on_hostile_points(name, dtype):
         compare(FUNCTIONS[name], case, along=True)
 
 
-def worst(a, b, c, d, p) -> float:
+def worst(a, b, c, d, p, found=None) -> float:
     """The largest error relative to the sum of absolute terms."""
-    found = kl.cdist_grad(a, b, c, d, p=p).double()
+    found = (kl.cdist_grad(a, b, c, d, p=p) if found is None else found).double()
     a, b, c, d = (t.double() for t in (a, b, c, d))
     v = d[:, None] - b[:, :, None]
     slopes = v.sign() * v.abs() ** (p - 1)
@@ -68,9 +68,12 @@ def test_large_calls_over_few_points_as_kermac_has_them(sets, p, seed):
     found = kl.cdist_grad(a, b, c, d, p=p)
     rows = torch.randint(1000, (20,), device="cuda")
     for l in range(4):
-        part = kl.cdist_grad(*(t[l].double() for t in (a, b[:, rows], c, d[:, rows])), p=p)
-        own = found[l][:, rows].double()
-        torch.testing.assert_close(own, part, atol=1e-4, rtol=0)
+        one = a[l], b[l, rows], c[l], d[l, rows]
+        own = found[l][:, rows]
+        assert worst(*one, p, own) <= BAR
+        part = kl.cdist_grad(*(t.double() for t in one), p=p)
+        if p <= 2:  # as kermac's own test asks; of larger powers the terms are larger
+            torch.testing.assert_close(own.double(), part, atol=1e-4, rtol=0)
         assert (own - part).norm() <= 1e-6 * part.norm()
 
 
