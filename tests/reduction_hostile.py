@@ -121,7 +121,9 @@ def check_bandwidths(dtype: torch.dtype, device: str, rows=70, columns=90, featu
         hostile.check(found, k @ v.double().cpu(), where=f"{name} {width}", bars=SUMS)
 
 
-def check_equal_terms(dtype: torch.dtype, device: str, columns=20000, features=20, **_: int) -> None:
+def check_equal_terms(
+    dtype: torch.dtype, device: str, columns=20000, features=20, **_: int
+) -> None:
     """Thousands, whose rounding has one sign."""
     b = torch.zeros(columns, features, dtype=dtype, device=device)
     v = torch.ones(columns, 1, dtype=dtype, device=device)

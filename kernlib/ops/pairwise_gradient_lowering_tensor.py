@@ -70,17 +70,20 @@ TILES = {
         2: (Tile(2, 2, 4, 2, 1), Tile(2, 2, 8, 1, 1), Tile(2, 1, 8, 1, 1)),
     },
 }
-# For sm_90a. Of signs and 8 columns or fewer mma.sync is as fast.
-WGMMA = {
-    True: {
-        2: (Tile(4, 1, 2, 8, 2, 1, True), Tile(4, 1, 2, 4, 1, 2, True)),
-        4: (Tile(2, 1, 2, 8, 2, 1, True), Tile(2, 1, 2, 4, 1, 2, True)),
-    },
-    False: {
-        1: (Tile(8, 1, 1, 8, 1, 2, True), Tile(8, 1, 2, 4, 1, 2, True)),
-        2: (Tile(4, 1, 2, 8, 2, 1, True), Tile(4, 1, 2, 4, 1, 2, True)),
-        4: (Tile(2, 1, 2, 8, 2, 1, True), Tile(2, 1, 2, 4, 1, 2, True)),
-    },
+# By wgmma, for sm_90a, of 256, 128 and 64 features. Two tiles of features of a warp share
+# descriptors of weights: 7.0 slots a slope in place of 7.6 (p = 1, 16 columns).
+_BY_WGMMA = {
+    1: (Tile(4, 2, 2, 8, 2, 1), Tile(8, 1, 1, 8, 1), Tile(8, 1, 2, 4, 1)),
+    2: (Tile(2, 2, 2, 8, 2, 1), Tile(2, 2, 4, 4, 2, 1), Tile(4, 1, 2, 4, 1)),
+    4: (Tile(1, 2, 2, 8, 2, 1), Tile(1, 2, 4, 4, 2, 1), Tile(2, 1, 2, 4, 1)),
+}
+WGMMA = {  # of signs and 8 columns or fewer mma.sync is as fast
+    sign: {
+        columns: tuple(tile._replace(wgmma=True) for tile in tiles)
+        for columns, tiles in _BY_WGMMA.items()
+        if columns > 1 or not sign
+    }
+    for sign in (True, False)
 }
 
 
