@@ -107,35 +107,61 @@ def check_bandwidths(dtype: torch.dtype, device: str, rows=70, columns=90, featu
     small, large = (1e-30, 1e18) if dtype == torch.float32 else (1e-100, 1e100)
     points = hostile.case("normal", dtype, device, rows=rows, features=features).a
     others = hostile.case("normal", dtype, device, seed=1, rows=columns, features=features).a
+    v = torch.ones(columns, 2, dtype=dtype, device=device)
     for name, width in ((n, w) for n in OF_SQUARES for w in (small, 1e-20, 1.0, large)):
-        a, b = points * width, others * width
-        x, z = a.double().cpu(), b.double().cpu()
-        numbers = {"bandwidth": width * 3}
-        squares = ((z[None] - x[:, None]) / numbers["bandwidth"]).square().sum(-1)
-        k = OF_SQUARES[name](squares)
-        more = {"alpha": 1.3} if name == "rational_quadratic" else {}
-        found = kl.kernel_sum(getattr(kl, name)(), a, b, **numbers, **more)
-        hostile.check(found, k.sum(1), where=f"{name} {width}", bars=SUMS)
-        v = torch.ones(columns, 2, dtype=dtype, device=device)
-        found = kl.kernel_matmul(getattr(kl, name)(), a, b, v, **numbers, **more)
-        hostile.check(found, k @ v.double().cpu(), where=f"{name} {width}", bars=SUMS)
+        a, b, bandwidth = points * width, others * width, width * 3
+        squares = (b.double().cpu()[None] - a.double().cpu()[:, None]).div(bandwidth).square()
+        k = OF_SQUARES[name](squares.sum(-1))
+        descriptor, where = getattr(kl, name)(), f"{name} {width}"
+        numbers = {"bandwidth": bandwidth} | (
+            {"alpha": 1.3} if "alpha" in descriptor.parameters else {}
+        )
+        found = kl.kernel_sum(descriptor, a, b, **numbers)
+        hostile.check(found, k.sum(1), where=where, bars=SUMS)
+        found = kl.kernel_matmul(descriptor, a, b, v, **numbers)
+        hostile.check(found, k @ v.double().cpu(), where=where, bars=SUMS)
+        nearest = kl.kernel_min(descriptor, a, b, **numbers)[1].cpu()
+        chosen = k.gather(1, nearest[:, None])[:, 0]
+        torch.testing.assert_close(chosen, k.amin(1), rtol=1e-5, atol=0, msg=where)
 
 
-def check_equal_terms(
-    dtype: torch.dtype, device: str, columns=20000, features=20, **_: int
-) -> None:
+def check_far_points(dtype: torch.dtype, device: str, **_: int) -> None:
+    """Points far from each other beside a bandwidth: equal ones are 1, others 0, and none NaN."""
+    rows = [[1000.0, 0, 0], [1000.0, 0, 0], [1.0, 2, 3], [-3e37, 0, 1]]
+    a = torch.tensor(rows, dtype=dtype, device=device).requires_grad_()
+    wanted = torch.tensor([2.0, 2.0, 1.0, 1.0], dtype=dtype)
+    for name in (*OF_SQUARES, "laplace_l1", "laplace_l2"):
+        descriptor = getattr(kl, name)()
+        for width in (1e-20, 1e-31, 1e-36, 1e-38, 1e-44):
+            numbers = {"bandwidth": width} | (
+                {"alpha": 1.3} if "alpha" in descriptor.parameters else {}
+            )
+            where = f"{name} {width}"
+            found = kl.kernel_sum(descriptor, a.detach(), a.detach(), **numbers)
+            torch.testing.assert_close(found.cpu(), wanted, msg=where)
+            recorded = kl.kernel_sum(descriptor, a, a.detach(), **numbers)
+            (slopes,) = torch.autograd.grad(recorded.sum(), a)
+            assert torch.equal(recorded.detach().cpu(), found.cpu()) and not slopes.isnan().any(), (
+                where
+            )
+
+
+def check_equal_terms(dtype: torch.dtype, device: str, features=20, **_: int) -> None:
     """Thousands, whose rounding has one sign."""
-    b = torch.zeros(columns, features, dtype=dtype, device=device)
-    v = torch.ones(columns, 1, dtype=dtype, device=device)
+    count = 20000
+    b = torch.zeros(count, features, dtype=dtype, device=device)
     for value in torch.linspace(0.3, 0.9, 7).tolist():
         a = torch.full((40, features), value, dtype=dtype, device=device)
         k = torch.exp(-a.double().cpu().square().sum(1) / 18)
         found = kl.kernel_sum(kl.gaussian(), a, b, bandwidth=3.0)
-        hostile.check(found, k * columns, where=f"sum {value}", bars=SUMS)
-        found = kl.kernel_matmul(kl.gaussian(), a, b, v, bandwidth=3.0)
-        rival = k.to(device, dtype)[:, None].expand(-1, columns).contiguous() @ v
-        where = f"matmul {value}"
-        hostile.check(found, k[:, None] * columns, rival=rival, where=where, bars=SUMS)
+        hostile.check(found, k * count, where=f"sum {value}", bars=SUMS)
+        for columns in (1, 8):
+            v = torch.ones(count, columns, dtype=dtype, device=device)
+            found = kl.kernel_matmul(kl.gaussian(), a, b, v, bandwidth=3.0)
+            wanted = (k[:, None] * count).expand(-1, columns)
+            rival = k.to(device, dtype)[:, None].expand(-1, count).contiguous() @ v
+            where = f"{columns} columns of {value}"
+            hostile.check(found, wanted, rival=rival, where=where, bars=SUMS)
 
 
 def least(dtype: torch.dtype) -> float:
@@ -149,5 +175,6 @@ CHECKS: dict[str, Callable] = {
     "array gradients": check_array_gradients,
     "agop": check_agop,
     "bandwidths": check_bandwidths,
+    "far points": check_far_points,
     "equal terms": check_equal_terms,
 }

@@ -241,3 +241,11 @@ def test_the_kernel_compiles_within_its_bounds(name):
 @pytest.mark.parametrize("k", [3, 64])
 def test_other_architectures_compile_it(arch, k):
     assert compile_spec(lowered(arch=arch, k=k).spec, arch).cubin[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(("k", "long"), [(64, False), (100, True), (129, True)])
+def test_long_sums_are_totalled_where_that_fits(k, long):
+    assert lowering.variant(problem(k=k), HERE).long_k is long
+    small = lowering.variant(problem(k=k, columns=16), "sm_89")
+    assert small.long_k is (k > 128)
+    assert lowering.fits(problem(k=k, columns=16), "sm_89") == (k <= 128)

@@ -5,7 +5,8 @@
 // left. Other slopes and their weights are two TF32 numbers each, of which three products count:
 // less than 2^-20 of a term is lost. (Two bfloat16 parts of each lost up to 2^-15.) Parts are cut
 // off, so that none is infinite where the whole is not. Only the upper TF32 part of a weight is
-// rounded, as the product of both lower parts has either sign then, not that of the term.
+// rounded (to infinity above 3.401e38), as the product of both lower parts has either sign then,
+// not that of the term.
 //
 // Of 16 points a lane holds four neighbouring ones, 4t to 4t + 3 for t = lane % 4, in place of
 // 2t, 2t + 1, 2t + 8, 2t + 9 (bfloat16) or t, t + 4, t + 8, t + 12 (TF32) of common/mma.cuh. The

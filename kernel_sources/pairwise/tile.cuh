@@ -3,9 +3,9 @@
 // Per feature and thread that is 64 terms against 4 16-byte reads of shared memory, so a term of
 // two issue slots costs about 2.1. Two CTAs share an SM at 128 registers. Sums wait in shared
 // memory between promotions, where they cost no register: fp32 chains of n equal terms are off by
-// up to 1.5e-8 n, totals of chains of PROMOTE_K by 1.1e-6 up to 1000 features, for 1.9 % more slots.
-// Those of 10000 would be off by 2.4e-6: of MANY features totals keep what they round off, and are
-// off by 1e-6 again, for 2.2 % more.
+// up to 1.5e-8 n, totals of chains of PROMOTE_K by 1.1e-6 up to 1000 features, for 1.9 % of the
+// slots. Those of 10000 would be off by 2.4e-6: of MANY features totals keep what they round off,
+// and are off by 1e-6 again, for 2.2 % more.
 #pragma once
 
 #include "pairwise/operand.cuh"

@@ -256,7 +256,7 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
     values = call.numbers | {name: on_device(name, t, a.device, wide) for name, t in pairs}
     unit = weights.unit_of(call.descriptor, values, wide)
     if unit is not None:
-        x, z, values = scaled(unit, x, z, values)
+        x, z, values, unit = weights.in_unit(unit, x, z, values)
     wanted = tuple(name for name, need in zip(call.names, needs[2:], strict=True) if need)
     plain, mirrored = is_plain(call.descriptor, values), call.descriptor.symmetric and needs[0]
     shared = Backward(call.descriptor, values, needs[:2], wanted, plain, mirrored)
@@ -271,13 +271,6 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
     names = ("a", "b", *call.names)
     made = zip(names, saved, needs, strict=True)
     return [_fitted(found.get(name), leaf) if need else None for name, leaf, need in made]
-
-
-def scaled(unit: float, x, z, values: dict) -> tuple:
-    """Points, of which the second may be the first or None, and bandwidth in another unit."""
-    left = x / unit
-    right = left if z is x else None if z is None else z / unit
-    return left, right, values | {"bandwidth": values["bandwidth"] / unit}
 
 
 def _ready(x: torch.Tensor, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:

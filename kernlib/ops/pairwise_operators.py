@@ -45,7 +45,7 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     }
     unit = weights.unit_of(descriptor, placed, wide)
     if unit is not None:
-        x, z, placed = autograd.scaled(unit, x, z, placed)
+        x, z, placed, _ = weights.in_unit(unit, x, z, placed)
     s = sums(autograd.sums_of(descriptor, placed), x, z)
     root = checks.follows_inner(descriptor, placed)
     v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal)

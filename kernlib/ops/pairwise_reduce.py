@@ -7,12 +7,19 @@ Gradients take half a gigabyte more at most; those that are differentiated thems
 
 from __future__ import annotations
 
+from math import inf
+from numbers import Real
+
 import torch
 
 from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise_features
 from kernlib.ops import pairwise_reduce_plans as plans
+from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.tensors import check_flag
+
+_USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32
+_WIDE_RANGE = (torch.float32, torch.float64, torch.bfloat16)  # float16 has no such points
 
 
 def kernel_matmul(
@@ -111,7 +118,7 @@ def kernel_min(
     ValueError where b has no points. Values are differentiable, each by its own pair. After the
     Min_ArgMin reduction of the KeOps project.
     """
-    a, b = _mapped(feature_map, a, b)
+    a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset
     recorded = torch.is_grad_enabled() and _requires_gradient(a, b, None, None, hyperparameters)
     if recorded or plans.is_recorded():
@@ -163,7 +170,7 @@ def kernel_topk(
     from kernlib.ops import pairwise_reduce_pairs as pairs
 
     check_flag("largest", largest)
-    a, b = _mapped(feature_map, a, b)
+    a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset
     return pairs.run("topk", descriptor, a, b, k, largest, *offsets, hyperparameters)
 
@@ -172,7 +179,7 @@ def _run(
     reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values: dict
 ) -> torch.Tensor:
     """A reduction that has one tensor for its result."""
-    a, b = _mapped(feature_map, a, b, out)
+    a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     arguments = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
     if plans.is_recorded():
         from kernlib import ops
@@ -185,8 +192,34 @@ def _run(
     return plans.run(*arguments)
 
 
-def _mapped(feature_map, a, b, out=None) -> tuple:
-    return (a, b) if feature_map is None else pairwise_features.apply(feature_map, a, b, out)
+def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
+    """Points and hyperparameters, mapped, and in a unit near a bandwidth whose square has no
+    reciprocal, which kernels of squared distances multiply by."""
+    if feature_map is not None:
+        a, b = pairwise_features.apply(feature_map, a, b, out)
+    bandwidth = _far_bandwidth(values.get("bandwidth"))
+    if bandwidth is None:
+        return a, b, values
+    from kernlib.ops import pairwise_weights as weights
+
+    values = values | {"bandwidth": bandwidth}
+    points = [t for t in (a, b) if t is not None]
+    known = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
+    if not known or not points or not weights.is_of_squares(descriptor, values):
+        return a, b, values
+    unit = weights.unit_of(descriptor, values, accumulator(a.dtype))
+    return (a, b, values) if unit is None else weights.in_unit(unit, a, b, values)[:3]
+
+
+def _far_bandwidth(bandwidth: object) -> float | None:
+    """A bandwidth that is a number and no usual one; None for others, and for what is none."""
+    if isinstance(bandwidth, torch.Tensor) or not isinstance(bandwidth, Real):
+        return None
+    try:
+        bandwidth = float(bandwidth)
+    except OverflowError:
+        return None
+    return None if _USUAL[0] <= bandwidth <= _USUAL[1] or not 0 < bandwidth < inf else bandwidth
 
 
 def _requires_gradient(a, b, v, out, values: dict) -> bool:

@@ -115,7 +115,7 @@ def lower(
     """Choose the kernel for a problem of 1 feature or more. ``per_split`` is that of another launch
     whose results lie side by side with this one's; ``rows`` overrides the rows of a thread of the
     small kernel."""
-    made = variant(problem, rows)
+    made = variant(problem, arch, rows)
     block = made.rows * THREADS if made.k else BIG_TILE
     unit = THREADS if made.k else BIG_TILE
     row_blocks = _ceil(problem.m, block)
@@ -131,11 +131,17 @@ def fits(problem: Problem, arch: str) -> bool:
     takes = problem.dtype in DTYPES and min(problem.k, problem.m, problem.n) > 0
     if not takes or problem.columns > WIDTHS[-1] or _ceil(problem.m, THREADS) > MAX_BLOCKS // 1024:
         return False
-    return shared(variant(problem)) <= targets.SHARED_BYTES[arch]
+    return shared(variant(problem, arch)) <= targets.SHARED_BYTES[arch]
 
 
-def variant(problem: Problem, rows: int | None = None) -> Variant:
-    """The code for a problem."""
+def variant(problem: Problem, arch: str, rows: int | None = None) -> Variant:
+    """The code for a problem. Where totals beside the stages do not fit, two chains become one."""
+    made = _variant(problem, rows)
+    short = problem.k <= 2 * PROMOTE_K and shared(made) > targets.SHARED_BYTES[arch]
+    return made._replace(long_k=False) if short else made
+
+
+def _variant(problem: Problem, rows: int | None) -> Variant:
     width = width_of(problem.columns)
     small = problem.k <= SMALL_K
     a, b = ((layout, count) for layout, count in ((problem.a, problem.m), (problem.b, problem.n)))

@@ -32,7 +32,6 @@ from kernlib.ops.tensors import (
 )
 
 _plans = PlanCache()
-_USUAL = 1e-9, 1e9  # bandwidths, far from those whose squares leave the range of float32
 
 
 class CallPlan(NamedTuple):
@@ -100,31 +99,10 @@ def run(
     second = a if b is None else b
     if out is not None:
         _refuse_overlap(plan, out, values, a=a, b=second, v=v)
-    if _is_unusual(values):
-        x, z, scaled = _in_units(plan, a, second, values)
-        if scaled is not values:
-            weights, offsets = v if v is None else v.to(x.dtype), (row_offset, col_offset)
-            found = run(reduction, plan.descriptor, x, z, weights, None, *offsets, scaled, True)
-            return _finished(found, plan, out)
     if plan.launch is None:
         found = _without_kernels(reduction, plan, a, second, v, row_offset, col_offset, values)
         return _finished(found, plan, out)
     return _launched(reduction, plan, a, second, v, out, values)
-
-
-def _is_unusual(values: dict) -> bool:
-    bandwidth = values.get("bandwidth")
-    return isinstance(bandwidth, (int, float)) and not _USUAL[0] < bandwidth < _USUAL[1]
-
-
-def _in_units(plan: CallPlan, a, b, values: dict) -> tuple:
-    """Points and values of the same kernel in a unit near its bandwidth, if it has one."""
-    from kernlib.ops import pairwise_autograd as autograd
-    from kernlib.ops import pairwise_weights
-
-    wide = accumulator(a.dtype)
-    unit = pairwise_weights.unit_of(plan.descriptor, values, wide)
-    return (a, b, values) if unit is None else autograd.scaled(unit, a.to(wide), b.to(wide), values)
 
 
 def _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide) -> tuple:

@@ -100,6 +100,34 @@ def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | N
     return 2.0 ** max(-most, min(most, exponent))
 
 
+def in_unit(unit: float, x: torch.Tensor, z: torch.Tensor | None, values: dict) -> tuple:
+    """Points, of which the second may be the first or None, and bandwidth divided by a unit, and
+    that unit: a tensor of 1, and nothing is divided, where a coordinate would overflow."""
+    shared, range_ = z is None or z is x, torch.finfo(x.dtype)
+    if unit < 1.0:
+        limit = range_.max * unit
+        for size in [_largest(each) for each in ((x,) if shared else (x, z)) if each.numel()]:
+            unit = torch.where(size < limit, unit * torch.ones_like(size), 1.0)
+    left = x / unit
+    right = z if z is None else left if shared else z / unit
+    bandwidth = values["bandwidth"] / unit
+    if isinstance(bandwidth, torch.Tensor):  # a reciprocal of less would be infinite
+        bandwidth = bandwidth.clamp(min=range_.tiny)
+    return left, right, values | {"bandwidth": bandwidth}, unit
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest of the finite coordinates' sizes."""
+    x = x.detach()
+    return torch.where(x.isfinite(), x.abs(), 0.0).amax()
+
+
+def is_of_squares(descriptor: Pairwise, values: dict) -> bool:
+    """Whether a kernel is one of squared distances beside a squared bandwidth."""
+    stages = type(descriptor.inner), type(descriptor.outer)
+    return stages == (norms.Square, norms.Identity) and _is_of_quotients(descriptor, values)
+
+
 def _is_of_quotients(descriptor: Pairwise, values: dict) -> bool:
     snaps = isinstance(values.get("epsilon"), torch.Tensor) or values.get("epsilon")
     if snaps or descriptor.operator != "difference" or len(descriptor.epilogue) != 1:
@@ -108,9 +136,15 @@ def _is_of_quotients(descriptor: Pairwise, values: dict) -> bool:
     if stages == (norms.Square, norms.Identity):
         return isinstance(descriptor.epilogue[0], (Gaussian, RationalQuadratic, Cauchy))
     known = stages in ((norms.Abs, norms.Identity), (norms.Square, norms.Sqrt))
-    if not known and not checks.follows_inner(descriptor, values):
+    if not known and not _is_norm(descriptor, values):
         return False
     return isinstance(descriptor.epilogue[0], (Laplace, Matern, PowerExponential))
+
+
+def _is_norm(descriptor: Pairwise, values: dict) -> bool:
+    """Whether sums and root are a norm, which a count of differences (p = 0) is not."""
+    p = values.get("p", values.get("inner_p"))
+    return checks.follows_inner(descriptor, values) and not isinstance(p, torch.Tensor) and p != 0
 
 
 def derivative(
