@@ -1,0 +1,146 @@
+"""Plans of calls on a GPU that exists only by name: kernels, grids and parameter blocks, but for
+addresses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import gpu_fakes
+import torch
+from gpu_fakes import OnGpu
+
+import kernlib as kl
+from kernlib import launch, tensor_map
+from kernlib.jit import tuning
+
+
+def install(monkeypatch) -> list[str]:
+    """Put the GPU in place; the list is of the plans to come."""
+    gpu_fakes.install(monkeypatch)
+    monkeypatch.setattr(tuning, "choice", lambda *_: None)
+    monkeypatch.setattr(launch, "_raw_empty", None)
+    monkeypatch.setattr(tensor_map.Encoder, "__init__", lambda self, *_: None)
+    monkeypatch.setattr(tensor_map.Encoder, "__call__", lambda self, address: None)
+    for name in ("empty", "zeros", "ones", "full", "empty_strided", "tensor", "arange"):
+        monkeypatch.setattr(torch, name, _on_host(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "to", _moved(torch.Tensor.to))
+    found: list[str] = []
+    original = launch.Plan.__init__
+
+    def made(self, kernel, device, grid, pointers, numbers, fixed, maps=(), overlaps=False):
+        shape = (grid, kernel.spec.threads, kernel.spec.shared_bytes, pointers, numbers)
+        digest = hashlib.sha256(kernel.spec.canonical())
+        digest.update(repr((shape, fixed, maps, overlaps)).encode())
+        found.append(f"{kernel.spec.description} {grid[0]}x{grid[1]} {digest.hexdigest()[:16]}")
+        original(self, kernel, device, grid, pointers, numbers, fixed, maps, overlaps)
+
+    monkeypatch.setattr(launch.Plan, "__init__", made)
+    return found
+
+
+def _on_host(function: Callable) -> Callable:
+    """``function`` of torch, whose tensors on a GPU are in host memory."""
+
+    def call(*arguments, device=None, **options):
+        if device is None or torch.device(device).type != "cuda":
+            return function(*arguments, device=device, **options)
+        return function(*arguments, **options).as_subclass(OnGpu)
+
+    return call
+
+
+def _moved(to: Callable) -> Callable:
+    def call(self, *arguments, **options):
+        given = [a for a in arguments if not _is_gpu(a)]
+        device = options.pop("device", None)
+        gpu = len(given) < len(arguments) or _is_gpu(device)
+        if device is not None and not gpu:
+            options["device"] = device
+        moved = to(self, *given, **options) if given or options else self
+        return moved.as_subclass(OnGpu) if gpu else moved
+
+    return call
+
+
+def _is_gpu(value: object) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def normal(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype).as_subclass(OnGpu)
+
+
+def compressed(dense: torch.Tensor, format: str) -> kl.sparse.SparseMatrix:
+    matrix = kl.sparse.compress(dense, format=format)
+    there = tuple(t.as_subclass(OnGpu) for t in matrix.operands)
+    return kl.sparse.SparseMatrix.from_layout(matrix.layout, there)
+
+
+def calls() -> dict[str, Callable]:
+    return {**pairwise_calls(), **kronecker_sparse_calls(), **sparse_calls()}
+
+
+def pairwise_calls() -> dict[str, Callable]:
+    a, b = normal(1000, 64), normal(800, 64)
+    big, half = normal(30000, 200), normal(1000, 64, dtype=torch.float16)
+    v, width = normal(800, 3), normal(1)
+    few = normal(500, 40), normal(20, 500), normal(3, 500), normal(20, 40)
+    many = normal(1000, 2000), normal(768, 1000), normal(16, 1000), normal(768, 2000)
+    return {
+        "l1": lambda: kl.run_kernel(kl.l1_distance(), a, b),
+        "l1 into": lambda: kl.run_kernel(kl.l1_distance(), a, b, out=normal(800, 1000).T),
+        "batch": lambda: kl.run_kernel(kl.l2_distance(), a.view(10, 100, 64), b),
+        "float64": lambda: kl.cdist(a.double(), b.double(), p=3),
+        "gaussian": lambda: kl.run_kernel(kl.gaussian(), a, b, bandwidth=2.0),
+        "gaussian of a tensor": lambda: kl.run_kernel(kl.gaussian(), a, b, bandwidth=width),
+        "gaussian half": lambda: kl.run_kernel(kl.gaussian(), half, half, bandwidth=2.0),
+        "p": lambda: kl.cdist(a, b, p=1.7),
+        "products": lambda: kl.cdist(big, big),
+        "matmul": lambda: kl.kernel_matmul(kl.gaussian(), a, b, v, bandwidth=2.0),
+        "matmul of products": lambda: kl.kernel_matmul(kl.cauchy(), big, big, big, bandwidth=2.0),
+        "sum of few": lambda: kl.kernel_sum(kl.laplace_l1(), a[:, :3], b[:, :3], bandwidth=2.0),
+        "logsumexp": lambda: kl.kernel_logsumexp(kl.dot_product(), a, b),
+        "argmin": lambda: kl.kernel_argmin(kl.l1_distance(), a, b),
+        "gradient, 1": lambda: kl.cdist_grad(*few, p=1),
+        "gradient, 1.5": lambda: kl.cdist_grad(*few, p=1.5),
+        "gradient of many, 1": lambda: kl.cdist_grad(*many, p=1),
+        "gradient of many, 1.5": lambda: kl.cdist_grad(*many, p=1.5),
+        "expadd": lambda: kl.cdist_expadd(a, b, p=1.3, lengthscale=2.0),
+        "backward": lambda: _backward(kl.gaussian(), a, b, bandwidth=2.0),
+        "backward, 1": lambda: _backward(kl.laplace_l1(), a, b, bandwidth=2.0),
+    }
+
+
+def kronecker_sparse_calls() -> dict[str, Callable]:
+    made = {}
+    for pattern in ((2, 48, 192, 1), (1, 64, 64, 8), (4, 16, 16, 4)):
+        for batch_last in (False, True):
+            for dtype in (torch.float32, torch.float16):
+                factor = kl.KroneckerSparse(*pattern, batch_last=batch_last)
+                weight = normal(*factor.weight_shape, dtype=dtype)
+                shape = (256, factor.in_features)
+                x = normal(*(shape[::-1] if batch_last else shape), dtype=dtype)
+                name = f"Kronecker-sparse {pattern} {batch_last} {dtype}"
+                made[name] = lambda f=factor, x=x, w=weight: kl.run_kernel(f, x, w)
+    return made
+
+
+def sparse_calls() -> dict[str, Callable]:
+    made = {}
+    dense = torch.zeros(512, 1024).bernoulli_(0.3, generator=torch.Generator().manual_seed(0))
+    for format in ("bitmap", "u8", "u4", "u2", "macko", "dense"):
+        for dtype in (torch.float16, torch.bfloat16):
+            matrix = compressed(dense.to(dtype), format)
+            for columns in (1, 4, 16, 40):
+                x = normal(columns, 1024, dtype=dtype)
+                name = f"sparse {format} {dtype} {columns}"
+                made[name] = lambda m=matrix, x=x: kl.sparse.matmul(m, x)
+    return made
+
+
+def _backward(descriptor, *tensors, **arguments) -> None:
+    tensors = [t.detach().as_subclass(OnGpu).requires_grad_() for t in tensors]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.as_subclass(OnGpu)):
+        y = kl.run_kernel(descriptor, *tensors, **arguments)
+        torch.autograd.grad(y, tensors, torch.zeros(y.shape, dtype=y.dtype).as_subclass(OnGpu))
