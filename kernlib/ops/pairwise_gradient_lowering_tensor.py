@@ -112,7 +112,7 @@ def pays(problem: Problem) -> bool:
         return False
     lies = access(problem.z.transposed(), problem.features, problem.points, problem.dtype)
     if problem.sets <= O_TILES[-1] and problem.slope != SIGN:
-        return False  # two sets take 22 ms on FP32 lanes in place of 32 (p = 1.5), and more digits
+        return False  # two sets take 22 ms on FP32 lanes in place of 32, p = 1.5
     if problem.sets > 1 or lies != LINES:
         return True
     # One coefficient and points in lines, which the FP32 lanes read best: 12.65 ms against 14.05

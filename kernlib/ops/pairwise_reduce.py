@@ -203,9 +203,11 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
     from kernlib.ops import pairwise_weights as weights
 
     values = values | {"bandwidth": bandwidth}
-    points = [t for t in (a, b) if t is not None]
+    points = (a,) if b is None else (a, b)
     known = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
-    if not known or not points or not weights.is_of_squares(descriptor, values):
+    if not known or not isinstance(descriptor, Pairwise):  # which checks will say
+        return a, b, values
+    if not weights.is_of_squares(descriptor, values):
         return a, b, values
     unit = weights.unit_of(descriptor, values, accumulator(a.dtype))
     return (a, b, values) if unit is None else weights.in_unit(unit, a, b, values)[:3]
@@ -213,6 +215,8 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
 
 def _far_bandwidth(bandwidth: object) -> float | None:
     """A bandwidth that is a number and no usual one; None for others, and for what is none."""
+    if type(bandwidth) is float and _USUAL[0] <= bandwidth <= _USUAL[1]:
+        return None  # before what takes 0.4 us
     if isinstance(bandwidth, torch.Tensor) or not isinstance(bandwidth, Real):
         return None
     try:

@@ -103,16 +103,16 @@ def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | N
 def in_unit(unit: float, x: torch.Tensor, z: torch.Tensor | None, values: dict) -> tuple:
     """Points, of which the second may be the first or None, and bandwidth divided by a unit, and
     that unit: a tensor of 1, and nothing is divided, where a coordinate would overflow."""
-    shared, range_ = z is None or z is x, torch.finfo(x.dtype)
+    shared, limits = z is None or z is x, torch.finfo(x.dtype)
     if unit < 1.0:
-        limit = range_.max * unit
+        most = limits.max * unit
         for size in [_largest(each) for each in ((x,) if shared else (x, z)) if each.numel()]:
-            unit = torch.where(size < limit, unit * torch.ones_like(size), 1.0)
+            unit = torch.where(size < most, unit * torch.ones_like(size), 1.0)
     left = x / unit
     right = z if z is None else left if shared else z / unit
     bandwidth = values["bandwidth"] / unit
     if isinstance(bandwidth, torch.Tensor):  # a reciprocal of less would be infinite
-        bandwidth = bandwidth.clamp(min=range_.tiny)
+        bandwidth = bandwidth.clamp(min=limits.tiny)
     return left, right, values | {"bandwidth": bandwidth}, unit
 
 
