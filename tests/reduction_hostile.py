@@ -102,9 +102,15 @@ OF_SQUARES = {
 }
 
 
+def numbers_of(descriptor: kl.Pairwise, bandwidth: float) -> dict[str, float]:
+    """The hyperparameters of a kernel."""
+    more = {"alpha": 1.3} if "alpha" in descriptor.parameters else {}
+    return {"bandwidth": bandwidth, **more}
+
+
 def check_bandwidths(dtype: torch.dtype, device: str, rows=70, columns=90, features=20) -> None:
     """As small or large as the points, whatever the range of their squares."""
-    small, large = (1e-30, 1e18) if dtype == torch.float32 else (1e-100, 1e100)
+    small, large = (1e-100, 1e100) if dtype == torch.float64 else (1e-30, 1e18)
     points = hostile.case("normal", dtype, device, rows=rows, features=features).a
     others = hostile.case("normal", dtype, device, seed=1, rows=columns, features=features).a
     v = torch.ones(columns, 2, dtype=dtype, device=device)
@@ -113,9 +119,7 @@ def check_bandwidths(dtype: torch.dtype, device: str, rows=70, columns=90, featu
         squares = (b.double().cpu()[None] - a.double().cpu()[:, None]).div(bandwidth).square()
         k = OF_SQUARES[name](squares.sum(-1))
         descriptor, where = getattr(kl, name)(), f"{name} {width}"
-        numbers = {"bandwidth": bandwidth} | (
-            {"alpha": 1.3} if "alpha" in descriptor.parameters else {}
-        )
+        numbers = numbers_of(descriptor, bandwidth)
         found = kl.kernel_sum(descriptor, a, b, **numbers)
         hostile.check(found, k.sum(1), where=where, bars=SUMS)
         found = kl.kernel_matmul(descriptor, a, b, v, **numbers)
@@ -133,17 +137,13 @@ def check_far_points(dtype: torch.dtype, device: str, **_: int) -> None:
     for name in (*OF_SQUARES, "laplace_l1", "laplace_l2"):
         descriptor = getattr(kl, name)()
         for width in (1e-20, 1e-31, 1e-36, 1e-38, 1e-44):
-            numbers = {"bandwidth": width} | (
-                {"alpha": 1.3} if "alpha" in descriptor.parameters else {}
-            )
-            where = f"{name} {width}"
+            numbers, where = numbers_of(descriptor, width), f"{name} {width}"
             found = kl.kernel_sum(descriptor, a.detach(), a.detach(), **numbers)
             torch.testing.assert_close(found.cpu(), wanted, msg=where)
             recorded = kl.kernel_sum(descriptor, a, a.detach(), **numbers)
             (slopes,) = torch.autograd.grad(recorded.sum(), a)
-            assert torch.equal(recorded.detach().cpu(), found.cpu()) and not slopes.isnan().any(), (
-                where
-            )
+            assert torch.equal(recorded.detach().cpu(), found.cpu()), where
+            assert not slopes.isnan().any(), where
 
 
 def check_equal_terms(dtype: torch.dtype, device: str, features=20, **_: int) -> None:

@@ -14,7 +14,7 @@
 // go to totals in shared memory every CHAIN points.
 //
 // Floors on an H200, K = M = 10000 (points, queries), N = 768, 7.68e10 slopes:
-//   issue     SIGN 2.5 slots a slope and 0.25 or 0.5 for the products: 6.3 to 7 ms
+//   issue     SIGN 2.5 slots a slope and 0.4 for three products of 16 columns: 7.5 ms
 //             p = 1.5: 6 slots and 0.75: 16 ms; one special-function operation: 18.4 ms
 //   products  2.3 ms each for 16 columns
 //

@@ -27,6 +27,7 @@ from kernlib.descriptors.pairwise import Pairwise
 from kernlib.ops import pairwise as op
 from kernlib.ops import pairwise_checks as checks
 from kernlib.ops import pairwise_formula as formula
+from kernlib.ops.hyperparameters import accumulator
 from kernlib.ops.pairwise_formula import Sums
 from kernlib.reference import pairwise_stages as stages
 
@@ -102,12 +103,13 @@ def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | N
 
 def in_unit(unit: float, x: torch.Tensor, z: torch.Tensor | None, values: dict) -> tuple:
     """Points, of which the second may be the first or None, and bandwidth divided by a unit, and
-    that unit: a tensor of 1, and nothing is divided, where a coordinate would overflow."""
-    shared, limits = z is None or z is x, torch.finfo(x.dtype)
+    that unit: a tensor of 1, and nothing is divided, where a coordinate would overflow. Unit and
+    bandwidth have the arithmetic's dtype then."""
+    shared, limits, wide = z is None or z is x, torch.finfo(x.dtype), accumulator(x.dtype)
     if unit < 1.0:
         most = limits.max * unit
         for size in [_largest(each) for each in ((x,) if shared else (x, z)) if each.numel()]:
-            unit = torch.where(size < most, unit * torch.ones_like(size), 1.0)
+            unit = torch.where(size < most, unit * torch.ones_like(size, dtype=wide), 1.0)
     left = x / unit
     right = z if z is None else left if shared else z / unit
     bandwidth = values["bandwidth"] / unit

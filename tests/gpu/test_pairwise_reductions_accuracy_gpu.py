@@ -13,3 +13,8 @@ SIZES = ({"rows": 300, "columns": 500, "features": 3}, {"rows": 140, "columns": 
 def test_reductions_meet_the_bar_on_hostile_points(name, dtype):
     for sizes in SIZES if name != "agop" else ({},):
         reductions.CHECKS[name](dtype, "cuda", **sizes)
+
+
+@pytest.mark.parametrize("name", ("bandwidths", "far points"))
+def test_bandwidths_keep_their_digits_beside_points_of_bfloat16(name):
+    reductions.CHECKS[name](torch.bfloat16, "cuda")
