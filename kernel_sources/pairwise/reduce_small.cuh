@@ -13,8 +13,7 @@
 
 constexpr int THREADS = 256;
 constexpr int STAGE = THREADS;  // points at a time, one a thread to read; at most 32 KB
-// Of them, between which reducers settle: those that keep what a total rounds off more often.
-constexpr int RUN = Reducer::COLUMNS > 4 ? STAGE : 64;
+constexpr int RUN = 64;         // of them, between which reducers settle
 constexpr int LINE = (K + Reducer::COLUMNS + 3) / 4 * 4;
 // Pairs in flight: 16, or fewer where each is long and hides latency by itself.
 constexpr int PAIRS = LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);

@@ -32,15 +32,7 @@ struct Matmul {
 
     __device__ __forceinline__ void settle() {
 #pragma unroll
-        for (int c = 0; c < WIDTH; ++c) {
-            // Of many, runs would be that many registers where tiles are multiplied.
-            if (WIDTH <= 4) {
-                total[c] = add_chain(total[c], run[c]);
-            } else {
-                total[c] += run[c];
-                run[c] = 0.0f;
-            }
-        }
+        for (int c = 0; c < WIDTH; ++c) total[c] = add_chain(total[c], run[c]);
     }
 
     __device__ __forceinline__ void merge(const Matmul& other) {

@@ -18,3 +18,9 @@ def test_reductions_meet_the_bar_on_hostile_points(name, dtype):
 @pytest.mark.parametrize("name", ("bandwidths", "far points"))
 def test_bandwidths_keep_their_digits_beside_points_of_bfloat16(name):
     reductions.CHECKS[name](torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("features", (5, 40, 200))
+def test_a_row_that_coincides_with_every_column(features):
+    """Among so many that tensor cores compute the others."""
+    reductions.check_coinciding_points(torch.float32, "cuda", rows=3000, features=features)
