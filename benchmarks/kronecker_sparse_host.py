@@ -83,7 +83,7 @@ def hot_call(
 
 def kernels(arch: str) -> list[KernelSpec]:
     """Every kernel of the section ``patterns``, once."""
-    from kernlib.ops import kronecker_sparse as op
+    from kernlib.families.kronecker_sparse import operation as op
 
     found = [
         spec

@@ -13,7 +13,7 @@ import torch
 
 import kernlib as kl
 from benchmarks.timing import COPY_BYTES_PER_S
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.families.kronecker_sparse import reference
 
 Pattern = tuple[int, int, int, int]
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kronecker_sparse_problems import KINDS, Problem
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.families.kronecker_sparse import reference
 
 DENSE_BYTES = 4e9  # of the dense matrix
 DENSE_MS = 50.0  # and its time, by estimate

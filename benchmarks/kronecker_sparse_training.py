@@ -17,7 +17,7 @@ from benchmarks.kronecker_sparse_problems import (
 )
 from benchmarks.kronecker_sparse_rivals import blocks, einsum
 from benchmarks.timing import relative_error, sample_rows
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.families.kronecker_sparse import reference
 
 
 def step(multiply: Callable) -> Callable:

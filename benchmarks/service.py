@@ -183,15 +183,15 @@ def triton_add(x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
 
 def spec_and_arch(p: float) -> tuple[object, str]:
     """The kernel of ``cdist p=... 30000x30000x1024 fp32``, for this GPU or for CPU_ARCH."""
+    from kernlib.families.pairwise import operation
     from kernlib.jit import targets
-    from kernlib.ops import pairwise
 
     points = torch.empty(30000, 1024, device="meta")
     cuda = torch.cuda.is_available()
     arch = targets.arch_of(torch.cuda.get_device_capability()) if cuda else CPU_ARCH
     one = p == 1
     descriptor, arguments = (kl.l1_distance(), {}) if one else (kl.p_distance(), {"p": p})
-    return pairwise.specs(descriptor, arch, (points, points), arguments)[0], arch
+    return operation.specs(descriptor, arch, (points, points), arguments)[0], arch
 
 
 def compile_row(p: float, session: Session) -> Row:

@@ -61,10 +61,10 @@ class Found:
 
 LOWERED = """
 import json, sys, kernlib as kl
-from kernlib.ops import pairwise_lowering
+from kernlib.families.pairwise.lowering import direct
 descriptors = (kl.l1_distance(), kl.gaussian(), kl.laplace_l1(), kl.matern32(), kl.cauchy(),
                kl.matern52(), kl.squared_distance(), kl.rational_quadratic(), kl.l2_distance())
-lists = [pairwise_lowering.variants(d, "sm_90a", ("float32",)) for d in descriptors]
+lists = [direct.variants(d, "sm_90a", ("float32",)) for d in descriptors]
 specs = [tuple(s) for several in zip(*lists) for s in several]
 json.dump(specs, sys.stdout)
 """

@@ -11,12 +11,12 @@ _import_module("kernlib.forks")  # its hook has to come before threads do
 __version__ = "0.1.0"
 
 _NAMES = {
-    "kernlib.ops": ("register_operators", "run_kernel"),
-    "kernlib.ops.pairwise": ("cdist",),
-    "kernlib.ops.pairwise_agop": ("agop",),
-    "kernlib.ops.pairwise_expadd": ("cdist_expadd", "cdist_grad_expadd"),
-    "kernlib.ops.pairwise_gradient": ("cdist_grad",),
-    "kernlib.ops.pairwise_reduce": (
+    "kernlib.run": ("register_operators", "run_kernel"),
+    "kernlib.families.pairwise.operation": ("cdist",),
+    "kernlib.families.pairwise.functions.agop": ("agop",),
+    "kernlib.families.pairwise.functions.expadd": ("cdist_expadd", "cdist_grad_expadd"),
+    "kernlib.families.pairwise.gradients.points": ("cdist_grad",),
+    "kernlib.families.pairwise.functions.reductions": (
         "kernel_argmin",
         "kernel_logsumexp",
         "kernel_matmul",
@@ -26,7 +26,7 @@ _NAMES = {
     ),
     "kernlib.ahead": ("compile", "prepare"),
     "kernlib.tuner": ("tune",),
-    "kernlib.descriptors.pairwise": (
+    "kernlib.families.pairwise.descriptor": (
         "Pairwise",
         "cauchy",
         "dot_product",
@@ -45,9 +45,9 @@ _NAMES = {
         "rational_quadratic",
         "squared_distance",
     ),
-    "kernlib.descriptors.kronecker_sparse": ("KroneckerSparse", "KroneckerSparseChain"),
-    "kernlib.descriptors.sparse": ("SparseMatmul",),
-    "kernlib.descriptors.norms": (
+    "kernlib.families.kronecker_sparse.descriptor": ("KroneckerSparse", "KroneckerSparseChain"),
+    "kernlib.families.sparse.descriptor": ("SparseMatmul",),
+    "kernlib.families.pairwise.stages": (
         "Abs",
         "ExpPower",
         "Identity",

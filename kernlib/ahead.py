@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernlib import events, launch
+from kernlib import events
 from kernlib.descriptors.base import Descriptor
 from kernlib.errors import UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import op_of
-from kernlib.ops.tensors import check_flag
 from kernlib.progress import check as check_progress
 from kernlib.progress import shown
+from kernlib.run import op_of
+from kernlib.runtime import launch
+from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
-    from kernlib.ops.sparse_matrix import SparseMatrix
+    from kernlib.families.sparse.matrix import SparseMatrix
 
 
 def compile(

@@ -3,10 +3,12 @@
 A family takes part with two functions in its op module, besides those of run_kernel and compile:
 
 - ``choices(descriptor, *tensors, **arguments)`` checks a call like ``run`` and answers with
-  :class:`kernlib.ops.candidates.Candidates`: the device, each kernel with the choice that sets it
-  apart and a function that makes it ready to launch, and the bytes under which the fastest is kept;
+  :class:`kernlib.runtime.candidates.Candidates`: the device, each kernel with the choice that sets
+  it apart and a function that makes it ready to launch, and the bytes under which the fastest is
+  kept;
 - where it chooses a kernel for a device, it asks :func:`kernlib.jit.tuning.choice` for the family,
-  :func:`kernlib.launch.model` and the same bytes, and passes over an answer that it does not know.
+  :func:`kernlib.runtime.launch.model` and the same bytes, and passes over an answer that it does
+  not know.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernlib import launch
 from kernlib.ahead import build_all
 from kernlib.descriptors.base import Descriptor
 from kernlib.errors import CaptureError
 from kernlib.jit import targets, tuning
 from kernlib.jit.entry import Entry
-from kernlib.ops import op_of
-from kernlib.ops.candidates import Candidate
 from kernlib.progress import check as check_progress
 from kernlib.progress import shown, wanted
+from kernlib.run import op_of
+from kernlib.runtime import launch
+from kernlib.runtime.candidates import Candidate
 
 if TYPE_CHECKING:
-    from kernlib.ops.sparse_matrix import SparseMatrix
+    from kernlib.families.sparse.matrix import SparseMatrix
 
 BATCH_MS = 2.0  # events resolve 0.5 us, and a launch takes 5 us of the host
 LONGEST_BATCH = 2000  # launches

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import torch
 
-from kernlib import launch
 from kernlib.jit import service
 from kernlib.jit.entry import Entry
+from kernlib.runtime import launch
 
 MODELS = {  # capability, name, multiprocessors
     0: ((9, 0), "GPU 0", 132),

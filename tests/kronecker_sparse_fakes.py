@@ -11,12 +11,11 @@ import gpu_fakes
 import torch
 from gpu_fakes import OnGpu
 
-from kernlib import launch
+from kernlib.families.kronecker_sparse import ahead, operation
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse, kronecker_sparse_ahead
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.reference import expressions
+from kernlib.runtime import expressions, launch
 
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -155,6 +154,6 @@ def install(monkeypatch) -> gpu_fakes.Gpus:
 
     monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(launch, "_raw_empty", None)
-    for module in (kronecker_sparse, kronecker_sparse_ahead, launch):
+    for module in (operation, ahead, launch):
         monkeypatch.setattr(module, "torch", Torch())
     return made

@@ -9,11 +9,10 @@ from functools import cache
 
 import cuda_text
 
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
-from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
-from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout, Problem
-from kernlib.ops.steps import NUMBER
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
+from kernlib.lowering.steps import NUMBER
 
 DTYPES = ("float16", "bfloat16", "float32")
 KINDS = [("float16", "fp32"), ("bfloat16", "fp32"), ("float32", "fp32"), ("float32", "tf32")]

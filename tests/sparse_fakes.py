@@ -11,14 +11,13 @@ import torch
 from gpu_fakes import OnGpu
 from kronecker_sparse_fakes import Torch, at
 
-from kernlib import launch
+from kernlib.families.sparse import ahead, operation, plans, reference
+from kernlib.families.sparse.lowering import choose
+from kernlib.families.sparse.matrix import DTYPES, SparseMatrix
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import product_autograd, sparse, sparse_ahead, sparse_lowering, sparse_plans
-from kernlib.ops import product_source as text
-from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix
-from kernlib.ops.steps import Lowered, Step
-from kernlib.reference import expressions
-from kernlib.reference import sparse as reference
+from kernlib.lowering import product_source as text
+from kernlib.lowering.steps import Lowered, Step
+from kernlib.runtime import autograd, expressions, launch
 
 
 class Simulated:
@@ -120,7 +119,7 @@ def install(monkeypatch) -> gpu_fakes.Gpus:
     """Put GPUs and lowering in place; ``lowering`` of what is returned notes the problems."""
     made = gpu_fakes.install(monkeypatch)
     made.lowering = simulated = Simulated()
-    monkeypatch.setattr(sparse_lowering, "module_of", lambda name: simulated)
+    monkeypatch.setattr(choose, "module_of", lambda name: simulated)
 
     def launched(config, function, arguments, extra):
         answer = made.launch(config, function, arguments, extra)
@@ -134,11 +133,11 @@ def install(monkeypatch) -> gpu_fakes.Gpus:
         return dense.clone().as_subclass(type(self.operands[0]))
 
     monkeypatch.setattr(SparseMatrix, "to_dense", laid_out)
-    for module in (reference, product_autograd):
+    for module in (reference, autograd):
         monkeypatch.setattr(module, "expressions", Expressions())
     monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(launch, "_raw_empty", None)
-    for module in (sparse, sparse_ahead, sparse_plans, launch):
+    for module in (operation, ahead, plans, launch):
         monkeypatch.setattr(module, "torch", Torch())
     return made
 

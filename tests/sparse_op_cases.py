@@ -7,13 +7,13 @@ from importlib.util import find_spec
 import torch
 
 import kernlib as kl
-from kernlib.descriptors.sparse import SparseMatmul
+from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.sparse import SparseMatrix, compress
 
 FORMATS = [
     name
     for name in ("bitmap", "u8", "u4", "u2", "macko", "dense")
-    if find_spec(f"kernlib.ops.sparse_format_{name}")
+    if find_spec(f"kernlib.families.sparse.formats.{name}")
 ]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 EPILOGUES = {

@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "accuracy.md").read_text()
 CODE = " ".join(re.findall(r"`([^`\n]+)`", PAGE))
 # What computes nothing by itself: it describes a part of a call, prepares one, or is an error.
 OTHERS = {"register_operators", "Pairwise"}
-PARTS = {"kernlib.descriptors.norms", "kernlib.descriptors.epilogues", "kernlib.errors"}
+PARTS = {"kernlib.families.pairwise.stages", "kernlib.descriptors.epilogues", "kernlib.errors"}
 MODULES = {"compat", "descriptors", "events", "settings", "linalg", "nn", "sparse", "__version__"}
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.ops import pairwise_autograd as autograd
-from kernlib.ops.pairwise_agop import agop
+from kernlib.families.pairwise.functions.agop import agop
+from kernlib.families.pairwise.gradients import eager as autograd
 
 Q, T, K, O, L = 9, 6, 4, 3, 2
 DOUBLE = torch.float64

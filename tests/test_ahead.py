@@ -8,12 +8,14 @@ import torch
 from gpu_fakes import OnGpu, OnSecondGpu, on_gpu
 
 import kernlib as kl
-from kernlib import events, launch
+from kernlib import events
 from kernlib.errors import CaptureError, CompileError, UnsupportedError
+from kernlib.families.pairwise import checks, operation
+from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
-from kernlib.ops import pairwise, pairwise_checks, pairwise_lowering
-from kernlib.ops.pairwise_request import Request, problem_of
+from kernlib.runtime import launch
 
 X = torch.empty(3000, 64, device="meta")
 SMALL = torch.empty(50, 64, device="meta")  # thin: one tile will do
@@ -78,11 +80,11 @@ def test_a_call_is_compiled_for_the_small_and_the_large_gpus_of_an_arch(built, p
 @pytest.mark.parametrize("points", [200, 600, 1000, 1400, 2000])
 def test_no_gpu_of_an_arch_misses_what_was_compiled_for_a_call(arch, points):
     x = torch.empty(points, 64, device="meta")
-    specs = set(pairwise.specs(L1, arch, (x, x), {}))
+    specs = set(operation.specs(L1, arch, (x, x), {}))
     fewest, most = targets.MULTIPROCESSORS[arch]
     request = Request.of(L1, x, x, {})
-    problem, strides = problem_of(request, pairwise_checks.check_call(*request))
-    lower = pairwise_lowering.lower
+    problem, strides = problem_of(request, checks.check_call(*request))
+    lower = direct.lower
     counts = range(fewest, most + 1)
     assert specs == {lower(L1, problem, arch, count, strides).spec for count in counts}
 
@@ -218,7 +220,7 @@ def test_prepare_compiles_in_worker_threads_and_loads_in_this_one(gpus):
 def test_what_is_prepared_is_not_looked_at_again(gpus, monkeypatch):
     a, b = on_gpu(300, 64), on_gpu(200, 64)
     kl.prepare(LAPLACE, a, b, bandwidth=1.0)
-    monkeypatch.setattr(pairwise_checks, "check_call", None)
+    monkeypatch.setattr(checks, "check_call", None)
     kl.prepare(LAPLACE, a, b, bandwidth=2.0)
     kl.prepare([LAPLACE, LAPLACE], a, b, bandwidth=3.0, workers=1)
 
@@ -321,12 +323,12 @@ def test_a_negated_view_is_prepared_as_the_call_will_read_it(gpus):
     kl.run_kernel(L1, a, b, out=out)
     assert len(gpus.loads) == before == 1
     assert "features/features" in gpus.loads[0].what  # as strided as a is, it would not be
-    assert not any(key[1][-1] for key in pairwise._plans.plans)
+    assert not any(key[1][-1] for key in operation._plans.plans)
 
 
 def test_unloaded_names_what_a_device_lacks(gpus):
     a = on_gpu(300, 64)
-    one, other = (pairwise.specs(d, "sm_90a", (a, a), {}, 0)[0] for d in (L1, kl.l2_distance()))
+    one, other = (operation.specs(d, "sm_90a", (a, a), {}, 0)[0] for d in (L1, kl.l2_distance()))
     launch.load(one, 0)
     assert launch.unloaded([one, other], 0) == [other]
     assert launch.unloaded([one], 1) == [one]

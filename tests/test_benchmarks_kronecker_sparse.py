@@ -17,9 +17,9 @@ from benchmarks import kronecker_sparse_summary as summary
 from benchmarks import kronecker_sparse_training as training
 from benchmarks.harness import Row, Session
 from benchmarks.kronecker_sparse_problems import Problem
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import reference
 from kernlib.jit import sources
-from kernlib.ops import kronecker_sparse as op
-from kernlib.reference import kronecker_sparse as reference
 
 CASES = {name: benchmark.planned(name) for name in benchmark.SECTIONS}
 NAMES = [plan.case.name for section in CASES.values() for plan in section]

@@ -12,7 +12,7 @@ from benchmarks import pairwise_gradient as gradient
 from benchmarks import pairwise_matmul as matmul
 from benchmarks import pairwise_problems as problems
 from benchmarks.harness import Row, Session
-from kernlib.ops.pairwise import specs as lowered
+from kernlib.families.pairwise.operation import specs as lowered
 
 H200 = timing.Device(132, 1.98e9)
 MATRICES = {problem.name: problem for problem in pairwise.PROBLEMS}

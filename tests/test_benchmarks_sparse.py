@@ -21,7 +21,7 @@ from benchmarks import sparse_summary as summary
 from benchmarks.harness import Session
 from benchmarks.sparse_problems import Problem
 from kernlib import sparse
-from kernlib.ops import sparse_formats
+from kernlib.families.sparse.formats import registry
 
 CASES = {name: benchmark.cases(name) for name in benchmark.SECTIONS}
 NAMES = [case.name for section in CASES.values() for case in section]
@@ -163,7 +163,7 @@ def test_ours_and_all_rivals_agree(columns, few_copies):
     if columns == 1:
         contenders["cusparse"] = rivals.cusparse(dense.float(), x.float())
         assert not contenders["cusparse"].captured
-    for format in sparse_formats.FORMATS:
+    for format in registry.FORMATS:
         contenders[format] = rivals.compressed(sparse.compress(dense, format), x)
     assert {"cublas", "macko"} <= set(contenders)
     for name, contender in contenders.items():
@@ -402,10 +402,10 @@ def test_the_document_says_which_format_is_smallest():
         else:
             low, high = (*numbers, 1.0)[:2]
         ranges[cells[0].strip('`"')] = (low, high)
-    assert set(ranges) == set(sparse_formats.FORMATS)
+    assert set(ranges) == set(registry.FORMATS)
     torch.manual_seed(0)
     weight = torch.randn(512, 2048).half()
     for density in (0.02, 0.08, 0.13, 0.2, 0.26, 0.5, 0.8, 0.92, 0.95, 1.0):
-        sizes, _ = sparse_formats.measured(sparse.magnitude(weight, density))
+        sizes, _ = registry.measured(sparse.magnitude(weight, density))
         low, high = ranges[min(sizes, key=sizes.get)]
         assert low <= density <= high, (density, sizes)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import launch
 from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import compiler, service
 from kernlib.jit.spec import KernelSpec
+from kernlib.runtime import launch
 
 SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, description="my kernel")
 CAPABILITIES = {0: (9, 0), 1: (8, 6), 2: (12, 0), 3: (7, 5)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.ops.pairwise_gradient import pair_gradient
+from kernlib.families.pairwise.gradients.points import pair_gradient
 
 K, M, N, O, L = 9, 5, 4, 3, 2
 PS = [0, 0.3, 0.5, 0.7, 1, 1 + 1e-7, 1.1, 1.5, 2, 2.5, 3, 4, 6]
@@ -330,9 +330,9 @@ def test_numbers_that_are_missing_are_named():
 
 
 def test_blocks_of_many_points_add_up(monkeypatch):
-    from kernlib.reference import pairwise_gradient
+    from kernlib.families.pairwise.gradients import reference
 
     given = operands(L)
     wanted = kl.cdist_grad(*given, p=1.5)
-    monkeypatch.setattr(pairwise_gradient, "BLOCK_ELEMENTS", 8)
+    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 8)
     torch.testing.assert_close(kl.cdist_grad(*given, p=1.5), wanted)

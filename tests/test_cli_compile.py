@@ -253,7 +253,7 @@ def test_a_kernel_found_under_another_description(run, compiles, monkeypatch):
     """No key holds a description, so that an entry may be older than its words."""
     run("compile", "gaussian", *CALL)
     fresh()
-    from kernlib.descriptors.pairwise import Pairwise
+    from kernlib.families.pairwise.descriptor import Pairwise
 
     monkeypatch.setattr(Pairwise, "describe", lambda self: "in other words")
     facts = json.loads(run("compile", "gaussian", *CALL, "--json").stdout)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import kernlib as kl
+from kernlib.families.pairwise.lowering import direct, split
 from kernlib.jit import compiler, layers, service, sources, toolchain
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import pairwise_lowering, pairwise_lowering_split
 
 pytest_plugins = ["service_fixtures"]
 
@@ -32,7 +32,7 @@ HALF = PLAIN._replace(
 SPECS = {
     "plain": PLAIN,
     "half": HALF,
-    "pairwise": pairwise_lowering.variants(kl.gaussian(), ARCH, ("float32",))[0],
+    "pairwise": direct.variants(kl.gaussian(), ARCH, ("float32",))[0],
 }
 
 # Of files that kernels include, that CUDA's headers include, and that NVRTC asks the working
@@ -172,8 +172,8 @@ def by_include_path(spec):
 
 
 def test_the_assembled_text_gives_the_code_that_includes_give():
-    found = [PLAIN, *pairwise_lowering.variants(kl.gaussian(), ARCH, ("float16",))[:2]]
-    found += pairwise_lowering_split.variants(kl.gaussian(), ARCH, ("float32",))[:1]
+    found = [PLAIN, *direct.variants(kl.gaussian(), ARCH, ("float16",))[:2]]
+    found += split.variants(kl.gaussian(), ARCH, ("float32",))[:1]
     for spec in found:
         assert compiler.compile_spec(spec, ARCH).cubin == by_include_path(spec)
 

@@ -9,17 +9,15 @@ from compiled_kernels import compiled
 from speeds import one_of_each, slow_but
 
 import kernlib as kl
-from kernlib.descriptors import norms
+from kernlib.families.kronecker_sparse.lowering import hopper, interleaved, portable
+from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
+from kernlib.families.kronecker_sparse.lowering import transpose as turn
+from kernlib.families.kronecker_sparse.lowering import weight_gradient as gradient
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.lowering.direct import EXPONENT_STAGES, INNER_CODE, Variant, spec
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
-from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
-from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
-from kernlib.ops import kronecker_sparse_lowering_portable as portable
-from kernlib.ops import kronecker_sparse_lowering_turn as turn
-from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
-from kernlib.ops.pairwise_lowering import EXPONENT_STAGES, INNER_CODE, Variant, spec
-from kernlib.ops.wgmma import multiply
+from kernlib.lowering.wgmma import multiply
 
 HERE = "sm_90a"
 SPILL_BYTES, REGISTERS = 128, 128  # two blocks of 256 threads share a multiprocessor
@@ -47,13 +45,13 @@ def matrix():
         cases[f"dot {name}"] = (kl.Pairwise("dot", inner=stage), variant(tile=64), HERE)
     for power, code in INNER_CODE.items():
         cases[f"term {code} p={power}"] = (POWER, variant(inner=power, root=True), HERE)
-    for stage in (norms.ExpPower, norms.PowerLog):
+    for stage in (stages.ExpPower, stages.PowerLog):
         descriptor = kl.Pairwise(inner=stage())
         for power, code in EXPONENT_STAGES[stage].items():
             cases[f"term {code} p={power}"] = (descriptor, variant(inner=power), HERE)
         cases[f"float64 {stage.__name__}"] = (descriptor, variant("float64", 64), HERE)
     made = variant("float64", 64, inner="device")
-    cases["float64 ExpPowerOnDevice"] = (kl.Pairwise(inner=norms.ExpPower()), made, HERE)
+    cases["float64 ExpPowerOnDevice"] = (kl.Pairwise(inner=stages.ExpPower()), made, HERE)
     accesses = ("features", "points", "strided")
     for a in accesses:
         for b in accesses:

@@ -6,7 +6,7 @@ import torch
 
 import kernlib as kl
 from kernlib.jit import toolchain
-from kernlib.ops import op_of
+from kernlib.run import op_of
 
 CALLS = cuda12.calls()
 

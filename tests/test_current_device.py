@@ -9,8 +9,8 @@ import torch
 from gpu_fakes import OnSecondGpu, on_gpu
 
 import kernlib as kl
-from kernlib import launch
 from kernlib.jit.spec import KernelSpec
+from kernlib.runtime import launch
 
 
 @pytest.fixture

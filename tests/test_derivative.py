@@ -15,10 +15,10 @@ from kernlib.descriptors import derivative as rules
 from kernlib.descriptors.derivative import Derivative, derivative, size
 from kernlib.descriptors.expression import FUNCTIONS, Name, Number, Operation, parse
 from kernlib.descriptors.text import from_text
+from kernlib.families.pairwise.powers import power, square_root
 from kernlib.jit.compiler import compile_spec
-from kernlib.ops.expression_source import EpilogueSource
-from kernlib.reference import expressions
-from kernlib.reference.powers import power, square_root
+from kernlib.lowering.epilogue_source import EpilogueSource
+from kernlib.runtime import expressions
 
 DOUBLE = torch.float64
 VALUES = st.floats(-3, 3).map(lambda x: round(x, 9))  # 0 or not near it

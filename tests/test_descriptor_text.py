@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib.descriptors import epilogues, norms
+from kernlib.descriptors import epilogues
 from kernlib.descriptors.base import Descriptor, Part, render
 from kernlib.descriptors.text import from_text, to_text
+from kernlib.families.pairwise import stages
 
 LAPLACE = (
     "Pairwise(operator='difference', inner=Abs(), outer=Identity(), epilogue=(Laplace(),), "
@@ -33,7 +34,7 @@ KNOWN = {
     ),
 }  # fmt: skip
 STAGES = [kl.Identity(), kl.Abs(), kl.Square(), kl.Sqrt(), kl.Power()]
-LATER = [norms.ExpPower(), norms.PowerLog()]  # inner stages alone
+LATER = [stages.ExpPower(), stages.PowerLog()]  # inner stages alone
 
 
 @pytest.mark.parametrize("text", KNOWN)

@@ -13,9 +13,9 @@ import pytest
 
 import kernlib as kl
 from kernlib.canonical import encode
-from kernlib.descriptors import norms
 from kernlib.descriptors.expression import FUNCTIONS
-from kernlib.descriptors.pairwise import exp_power_sum
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.descriptor import exp_power_sum
 
 INNER = (kl.Identity(), kl.Abs(), kl.Square(), kl.Sqrt(), kl.Power())
 OUTER = (kl.Identity(), kl.Abs(), kl.Square(), kl.Sqrt(), kl.Power())
@@ -39,7 +39,7 @@ NAMED = {
     "cauchy": kl.cauchy(),
     "polynomial": kl.polynomial(5),
     "exp_power_sum": exp_power_sum(),
-    "power_log": kl.Pairwise(inner=norms.PowerLog()),
+    "power_log": kl.Pairwise(inner=stages.PowerLog()),
     "symmetric": kl.l1_distance(symmetric=True),
     "direct": kl.l2_distance(direct=True),
     "tf32": kl.dot_product(precision="tf32"),
@@ -90,8 +90,8 @@ STAGES = (
     kl.Sqrt,
     kl.Power,
     kl.Root,
-    norms.ExpPower,
-    norms.PowerLog,
+    stages.ExpPower,
+    stages.PowerLog,
 )
 
 

@@ -8,13 +8,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import kernlib as kl
-from kernlib.descriptors import norms
-from kernlib.descriptors.pairwise import exp_power_sum
-from kernlib.ops.pairwise_expadd import cdist_expadd, cdist_grad_expadd
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.descriptor import exp_power_sum
+from kernlib.families.pairwise.functions.expadd import cdist_expadd, cdist_grad_expadd
 
 M, N, K, L, O = 6, 7, 5, 3, 2
 INF, NAN = math.inf, math.nan
-LOGS = kl.Pairwise(inner=norms.PowerLog())
+LOGS = kl.Pairwise(inner=stages.PowerLog())
 
 
 def draw(*shape, seed=0, dtype=torch.float64):

@@ -14,8 +14,8 @@ from kernlib.descriptors.expression import FUNCTIONS, Number, names, parse
 from kernlib.errors import CompileError
 from kernlib.jit.compiler import compile_spec
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops.expression_source import EpilogueSource
-from kernlib.reference import expressions
+from kernlib.lowering.epilogue_source import EpilogueSource
+from kernlib.runtime import expressions
 
 PYTHON = {
     "abs": abs,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.ops.pairwise_features import apply
+from kernlib.families.pairwise.functions.feature_map import apply
 
 M, N, K, K2, L = 5, 6, 4, 3, 2
 

@@ -106,7 +106,7 @@ pid = os.fork()
 if pid == 0:
     signal.alarm(60)
     kl.gaussian(), kl.linalg, kl.nn, kl.compile
-    import kernlib.ops.pairwise, kernlib.jit.service
+    import kernlib.families.pairwise.operation, kernlib.jit.service
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the child hung"
 thread.join(60)

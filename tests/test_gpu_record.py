@@ -41,8 +41,8 @@ def test_families_cover_their_files():
     pairwise, service = record.files("pairwise"), record.files("service")
     assert "kernel_sources/pairwise/pairwise.cuh" in pairwise
     assert "kernel_sources/common/math.cuh" in pairwise
-    assert "kernlib/ops/pairwise_lowering.py" in pairwise
-    assert {"kernlib/launch.py", "kernlib/jit/store.py"} <= set(service)
+    assert "kernlib/families/pairwise/lowering/direct.py" in pairwise
+    assert {"kernlib/runtime/launch.py", "kernlib/jit/store.py"} <= set(service)
     folder = record.ROOT / "kernel_sources" / "pairwise"
     assert {f"kernel_sources/pairwise/{path.name}" for path in folder.glob("*.cuh")} <= set(
         pairwise
@@ -118,7 +118,8 @@ def tree(tmp_path):
 def test_digest_follows_code_only(tree):
     before = record.digest("pairwise", tree)
     assert before == record.digest("pairwise")
-    source, op = tree / "kernel_sources/pairwise/terms.cuh", tree / "kernlib/ops/pairwise.py"
+    source = tree / "kernel_sources/pairwise/terms.cuh"
+    op = tree / "kernlib/families/pairwise/operation.py"
     source.write_text("// new\n" + source.read_text())
     op.write_text(op.read_text() + "\n# new\n")
     assert record.digest("pairwise", tree) == before

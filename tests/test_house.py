@@ -19,13 +19,26 @@ FILES = [
 ]
 LONGEST_FILE, WIDEST_LINE = 600, 100
 
-FAMILIES = ("kernlib.ops.pairwise", "kernlib.ops.kronecker_sparse", "kernlib.ops.sparse")
+FAMILIES = ("pairwise", "kronecker_sparse", "sparse")
 
 # Part of the package to what it must not import, by the first words of the module's name.
 FORBIDDEN = {
-    "descriptors": ("torch", "cuda", "lmdb", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
-    "jit": ("torch", "kernlib.ops", "kernlib.descriptors", "kernlib.launch", "kernlib.reference"),
-    "reference": ("cuda", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
+    "descriptors": (
+        "torch",
+        "cuda",
+        "lmdb",
+        "kernlib.ops",
+        "kernlib.jit",
+        "kernlib.runtime.launch",
+    ),
+    "jit": (
+        "torch",
+        "kernlib.ops",
+        "kernlib.descriptors",
+        "kernlib.runtime.launch",
+        "kernlib.reference",
+    ),
+    "reference": ("cuda", "kernlib.ops", "kernlib.jit", "kernlib.runtime.launch"),
     "launch.py": ("kernlib.ops", "kernlib.descriptors", "kernlib.reference", "kernlib.ahead"),
     "ops": ("cuda", "lmdb", "kernlib.nn", "kernlib.cli", "kernlib.ahead", "kernlib.tuner"),
     "linalg": ("lmdb", "kernlib.nn", "kernlib.cli", "kernlib.compat", "kernlib.ahead"),
@@ -35,7 +48,7 @@ FORBIDDEN = {
     "settings.py": ("torch", "cuda", "lmdb", "kernlib"),
     "canonical.py": ("torch", "cuda", "lmdb", "kernlib"),
     "errors.py": ("torch", "cuda", "lmdb", "kernlib"),
-    "events.py": ("torch", "cuda", "lmdb", "kernlib.ops", "kernlib.jit", "kernlib.launch"),
+    "events.py": ("torch", "cuda", "lmdb", "kernlib.ops", "kernlib.jit", "kernlib.runtime.launch"),
 }
 # What may be imported only inside a function: the rest of the package works without it.
 LAZY = {"cuda": PACKAGE, "platformdirs": PACKAGE, "torch": PACKAGE / "__init__.py"}

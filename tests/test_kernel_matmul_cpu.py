@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.ops import pairwise_autograd as autograd
-from kernlib.ops import pairwise_reduce_blocks as by_blocks
-from kernlib.ops import pairwise_reduce_gradients as gradients
-from kernlib.ops.pairwise_reduce_checks import Shape
+from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.reductions import blocks as by_blocks
+from kernlib.families.pairwise.reductions import gradients
+from kernlib.families.pairwise.reductions.arguments import Shape
 
 M, N, K, L = 11, 13, 3, 2
 GAUSSIAN = kl.gaussian()

@@ -166,11 +166,11 @@ LOWERED_CHILD = """
 import hashlib
 import kernlib as kl
 from kernlib.jit import service
-from kernlib.ops import pairwise_lowering
+from kernlib.families.pairwise.lowering import direct
 digest = hashlib.sha256()
 chain = (kl.Laplace(), kl.Custom("tanh(gain * v) + shift", ("shift", "gain")))
 for descriptor in (kl.p_distance(), kl.polynomial(3), kl.l1_distance(epilogue=chain)):
-    for spec in pairwise_lowering.variants(descriptor, "sm_90a", ("float32", "float16")):
+    for spec in direct.variants(descriptor, "sm_90a", ("float32", "float16")):
         digest.update(service.digest(spec, "sm_90a"))
 print(digest.hexdigest())
 """

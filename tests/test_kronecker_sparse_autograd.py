@@ -8,8 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 import kernlib as kl
-from kernlib.ops import kronecker_sparse_operators as operators
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.families.kronecker_sparse import operators, reference
 
 PATTERN = (2, 3, 4, 2)
 PATTERNS = [PATTERN, (1, 1, 1, 1), (1, 3, 2, 1), (3, 1, 2, 1), (1, 2, 3, 3)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import kernlib as kl
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.families.kronecker_sparse import reference
 
 GATES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 PATTERN = (2, 3, 5, 4)

@@ -18,8 +18,8 @@ from kernlib.descriptors.base import Value
 from kernlib.descriptors.text import from_text, to_text
 from kernlib.jit.compiler import compile_spec
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops.expression_source import EpilogueSource
-from kernlib.reference import expressions
+from kernlib.lowering.epilogue_source import EpilogueSource
+from kernlib.runtime import expressions
 
 FACTOR = kl.KroneckerSparse(2, 3, 5, 4)
 FULL = kl.KroneckerSparse(

@@ -13,12 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernlib as kl
-from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import kronecker_sparse_autograd as autograd
-from kernlib.ops import kronecker_sparse_checks as checks
-from kernlib.ops import kronecker_sparse_operators as operators
-from kernlib.ops.product_arguments import KERNEL_TYPES
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.families.kronecker_sparse import checks, operators, reference
+from kernlib.families.kronecker_sparse import gradients as autograd
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.runtime.arguments import KERNEL_TYPES
 
 PATTERN = (2, 3, 5, 4)
 FEATURES, OUT = 40, 24

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import kronecker_sparse_operators as operators
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import operators
 
 PATTERN = (2, 3, 5, 4)
 PLAIN = kl.KroneckerSparse(*PATTERN)

@@ -14,7 +14,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernlib as kl
-import kernlib.ops.kronecker_sparse_library
+import kernlib.families.kronecker_sparse.library
 
 PATTERN = (2, 3, 5, 4)
 EPILOGUE = (kl.Bias(), kl.Gelu())
@@ -382,9 +382,10 @@ import kernlib as kl
 layer = kl.KroneckerSparse(2, 3, 5, 4, epilogue=(kl.Bias(), kl.Gelu()))
 tensors = [torch.ones(s, requires_grad=True) for s in ((6, 40), (2, 3, 5, 4), (24,))]
 kl.run_kernel(layer, *tensors[:2], bias=tensors[2]).sum().backward()
-from kernlib.ops import kronecker_sparse_operators as operators
+from kernlib.families.kronecker_sparse import operators
 operators.recorded(layer, *tensors[:2], {"bias": tensors[2]}).sum().backward()
-names = ("kernlib.ops.kronecker_sparse_library", "kernlib.ops.pairwise", "torch._dynamo")
+here = "kernlib.families"
+names = (f"{here}.kronecker_sparse.library", f"{here}.pairwise.operation", "torch._dynamo")
 print([name for name in names if name in sys.modules])
 """
 
@@ -396,7 +397,7 @@ def test_an_eager_call_loads_nothing_that_compiles():
 
 def test_none_stands_for_an_empty_list():
     """As AOTInductor passes it."""
-    operators = kernlib.ops.kronecker_sparse_operators
+    operators = kernlib.families.kronecker_sparse.operators
     found = operators._whole(X, W, PLAIN.text, "", None, None, False)
     assert torch.equal(found, kl.run_kernel(PLAIN, X, W))
 

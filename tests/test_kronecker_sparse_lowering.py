@@ -21,10 +21,10 @@ from kronecker_sparse_lowering_cases import (
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import portable
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem, lower
 from kernlib.jit import sources, targets
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops import kronecker_sparse_lowering_portable as portable
-from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout, Problem, lower
 
 ARCH, PROCESSORS = "sm_80", 108
 SCALED = (kl.Bias(), kl.Scale(), kl.Gelu())

@@ -18,11 +18,11 @@ from kronecker_sparse_lowering_cases import (
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import transpose as turn
+from kernlib.families.kronecker_sparse.lowering import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, lower
 from kernlib.jit import targets
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops import kronecker_sparse_lowering_gradient as gradient
-from kernlib.ops import kronecker_sparse_lowering_turn as turn
-from kernlib.ops.kronecker_sparse_lowering import Layout, lower
 
 ARCH, PROCESSORS = "sm_90a", 132
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}

@@ -23,13 +23,12 @@ from kronecker_sparse_lowering_cases import (
 )
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
+from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
+from kernlib.families.kronecker_sparse.lowering import pack as packing
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
 from kernlib.jit import sources, targets
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
-from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
-from kernlib.ops import kronecker_sparse_lowering_pack as packing
-from kernlib.ops import kronecker_sparse_lowering_wgmma as wgmma
-from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout
 
 ARCH, PROCESSORS = "sm_90a", 132
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}

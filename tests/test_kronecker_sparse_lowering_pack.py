@@ -16,10 +16,9 @@ from kronecker_sparse_lowering_cases import (
 )
 
 from kernlib.errors import UnsupportedError
-from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
-from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
-from kernlib.ops import kronecker_sparse_lowering_pack as packing
-from kernlib.ops.kronecker_sparse_lowering import Layout
+from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
+from kernlib.families.kronecker_sparse.lowering import pack as packing
+from kernlib.families.kronecker_sparse.lowering.choose import Layout
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 SMALL = {"rows": 100, "columns": 40, "depth": 24}

@@ -3,7 +3,7 @@
 import pytest
 from kronecker_sparse_lowering_cases import KINDS, batch_last, problem, weight_gradient
 
-from kernlib.ops import kronecker_sparse_lowering as lowering
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
 
 ARCH = "sm_90a"
 HALF, TF32, FP32 = ("float16", "fp32"), ("float32", "tf32"), ("float32", "fp32")

@@ -19,8 +19,7 @@ from kronecker_sparse_lowering_cases import (
     text_of,
 )
 
-from kernlib.ops import kronecker_sparse_lowering_hopper as hopper
-from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
+from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
 
 COUNTS = [1, 2, 3, 5, 26, 78, 114, 131, 132]  # of multiprocessors, whole and of a part of a GPU
 

@@ -24,11 +24,11 @@ from kronecker_sparse_lowering_cases import (
 )
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import interleaved
+from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
 from kernlib.jit import targets
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops import kronecker_sparse_lowering_interleaved as interleaved
-from kernlib.ops import kronecker_sparse_lowering_transposed as transposed
-from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout
 
 ARCH, PROCESSORS = "sm_90a", 132
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}

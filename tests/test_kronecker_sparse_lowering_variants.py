@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from kronecker_sparse_lowering_cases import DTYPES, batch_last, problem, weight_gradient
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
 from kernlib.jit import sources, targets
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops.kronecker_sparse_lowering import Layout, OutLayout
 
 ARCHS = ("sm_90a", "sm_80", "sm_86")
 PATTERNS = [

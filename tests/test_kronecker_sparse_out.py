@@ -8,7 +8,7 @@ import torch
 from gpu_fakes import OnGpu, on_gpu
 
 import kernlib as kl
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.families.kronecker_sparse import reference
 
 PATTERN = (2, 3, 5, 4)
 A, B, C, D = PATTERN

@@ -14,11 +14,11 @@ from torch.autograd import forward_ad
 
 import kernlib as kl
 from kernlib.errors import CaptureError
+from kernlib.families.kronecker_sparse import gradients as autograd
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import reference
 from kernlib.jit import tuning
-from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import kronecker_sparse_autograd as autograd
-from kernlib.ops import sequence
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.runtime import sequence
 
 PATTERN = (2, 3, 5, 4)
 A, B, C, D = PATTERN

@@ -25,8 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernlib.nn.kronecker_sparse as implementation
 from kernlib.errors import CompileError, UnsupportedError
+from kernlib.families.kronecker_sparse import reference
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE
-from kernlib.reference import kronecker_sparse as reference
 
 DERIVING = tuple(STORAGE)
 BATCHES = [(), (1,), (0,), (5,), (2, 3), (2, 0), (3, 1, 2)]

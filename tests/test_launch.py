@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernlib import events, launch, tensor_map
+from kernlib import events
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import sequence
-from kernlib.ops.steps import Step
+from kernlib.lowering.steps import Step
+from kernlib.runtime import launch, sequence, tensor_map
 
 MAP = tensor_map.TensorMap("float16", (8, 8), (16,), (8, 8), 0)
 

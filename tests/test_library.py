@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernlib as kl
-import kernlib.ops.pairwise_library
+import kernlib.families.pairwise.library
 
 M, N, K, L = 5, 7, 9, 3
 LAPLACE, SYMMETRIC, NORM = kl.laplace_l1(), kl.gaussian(symmetric=True), kl.p_distance()
@@ -495,7 +495,7 @@ EAGER = """
 import sys, torch
 import kernlib as kl
 kl.cdist(torch.ones(2, 3), torch.ones(4, 3))
-names = ("kernlib.ops.pairwise_library", "kernlib.descriptors.text", "torch._dynamo")
+names = ("kernlib.families.pairwise.library", "kernlib.descriptors.text", "torch._dynamo")
 print([name for name in names if name in sys.modules])
 """
 
@@ -507,6 +507,6 @@ def test_an_eager_call_registers_nothing():
 
 def test_none_stands_for_an_empty_list():
     """As AOTInductor passes it."""
-    library = kernlib.ops.pairwise_library
+    library = kernlib.families.pairwise.library
     found = library._call_new(A, B, kl.l1_distance().text, "", None, None, 0, 0, False)
     assert torch.equal(found, kl.cdist(A, B, p=1))

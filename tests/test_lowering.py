@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib.descriptors import norms
-from kernlib.descriptors.pairwise import exp_power_sum
 from kernlib.errors import UnsupportedError
+from kernlib.families.pairwise import stages as norms
+from kernlib.families.pairwise.descriptor import exp_power_sum
+from kernlib.families.pairwise.lowering import direct as lowering
+from kernlib.families.pairwise.lowering.direct import Layout, Problem, lower
 from kernlib.jit import sources, targets
-from kernlib.ops import pairwise_lowering as lowering
-from kernlib.ops.pairwise_lowering import Layout, Problem, lower
 
 L1, LAPLACE, NORM = kl.l1_distance(), kl.laplace_l1(), kl.p_distance()
 SIGNED = kl.Pairwise(inner=kl.Identity())

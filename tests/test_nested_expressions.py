@@ -10,7 +10,7 @@ import torch
 import kernlib as kl
 from kernlib.descriptors.derivative import Derivative, fits
 from kernlib.descriptors.text import from_text
-from kernlib.ops.expression_source import EpilogueSource
+from kernlib.lowering.epilogue_source import EpilogueSource
 
 
 def test_every_real_number_is_one():

@@ -9,9 +9,9 @@ from speeds import slow_but
 from torch.autograd import gradcheck, gradgradcheck
 
 import kernlib as kl
-from kernlib.descriptors import norms
-from kernlib.ops import pairwise_autograd as autograd
-from kernlib.ops import pairwise_operators as operators
+from kernlib.families.pairwise import stages as norms
+from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import operators
 
 M, N, K, L = 4, 3, 5, 2
 DOUBLE = torch.float64

@@ -8,11 +8,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import kernlib as kl
-from kernlib.descriptors import norms
-from kernlib.ops import pairwise_operators as operators
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.gradients import operators
 
 M, N, K, L = 5, 4, 3, 2
-EXPONENTIAL = kl.Pairwise(inner=norms.ExpPower())
+EXPONENTIAL = kl.Pairwise(inner=stages.ExpPower())
 CASES = {  # descriptor, numbers, tensors, whether b is left out
     "l1": (kl.l1_distance(), {}, {}, False),
     "gaussian": (kl.gaussian(), {}, {"bandwidth": 2.0}, False),

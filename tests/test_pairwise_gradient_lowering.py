@@ -9,12 +9,12 @@ from gpu_fakes import MODELS
 from speeds import one_of_each, slow_but
 
 from kernlib.errors import CompileError
+from kernlib.families.pairwise.gradients import plans
+from kernlib.families.pairwise.lowering import gradient as direct
+from kernlib.families.pairwise.lowering import gradient_tensor as tensor
+from kernlib.families.pairwise.lowering.direct import Layout
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
-from kernlib.ops import pairwise_gradient_lowering as direct
-from kernlib.ops import pairwise_gradient_lowering_tensor as tensor
-from kernlib.ops import pairwise_gradient_plans as plans
-from kernlib.ops.pairwise_lowering import Layout
 
 HERE = "sm_90a"
 COUNT = MODELS[0][2]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernlib.ops import pairwise_gradient_products as products
+from kernlib.families.pairwise.gradients import point_products as products
 
 Q, T, K = 7, 9, 4
 

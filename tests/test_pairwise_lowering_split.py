@@ -7,10 +7,9 @@ from compiled_kernels import compiled
 from speeds import one_of_each, slow_but
 
 import kernlib as kl
+from kernlib.families.pairwise.lowering import direct, split
+from kernlib.families.pairwise.lowering.direct import Layout, Problem
 from kernlib.jit import targets
-from kernlib.ops import pairwise_lowering as direct
-from kernlib.ops import pairwise_lowering_split as split
-from kernlib.ops.pairwise_lowering import Layout, Problem
 
 HERE = "sm_90a"
 INSTRUCTIONS = 4700  # 1.5 times the 3128 of the longest

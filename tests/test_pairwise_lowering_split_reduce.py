@@ -7,12 +7,12 @@ from compiled_kernels import compiled
 from speeds import one_of_each, slow_but
 
 import kernlib as kl
+from kernlib.families.pairwise.lowering import pack
+from kernlib.families.pairwise.lowering import reduce as direct
+from kernlib.families.pairwise.lowering import split_reduce as split
+from kernlib.families.pairwise.lowering.direct import Layout, scalar_count
+from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import targets
-from kernlib.ops import pairwise_lowering_split_pack as pack
-from kernlib.ops import pairwise_lowering_split_reduce as split
-from kernlib.ops import pairwise_reduce_lowering as direct
-from kernlib.ops.pairwise_lowering import Layout, scalar_count
-from kernlib.ops.pairwise_reduce_lowering import Problem
 
 HERE = "sm_90a"
 GAUSSIAN, DOT = kl.gaussian(), kl.dot_product()

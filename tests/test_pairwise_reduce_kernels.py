@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.ops import pairwise_reduce_checks as checks
-from kernlib.ops import pairwise_reduce_kernels as kernels
-from kernlib.ops import pairwise_reduce_lowering as lowering
-from kernlib.ops import pairwise_reduce_plans as plans
-from kernlib.ops.pairwise_lowering import scalar_count
-from kernlib.ops.pairwise_plans import numbers_of
+from kernlib.families.pairwise.lowering import reduce as lowering
+from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.plans import numbers_of
+from kernlib.families.pairwise.reductions import arguments as checks
+from kernlib.families.pairwise.reductions import kernels, plans
 
 GAUSSIAN = kl.gaussian()
 TYPES = {torch.float32: ctypes.c_float, torch.int64: ctypes.c_int64}

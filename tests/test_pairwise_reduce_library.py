@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import kernlib as kl
-import kernlib.ops.pairwise_reduce_library as library
+import kernlib.families.pairwise.reductions.library as library
 
 M, N, K, L, C = 5, 7, 3, 2, 4
 GAUSSIAN, SYMMETRIC = kl.gaussian(), kl.gaussian(symmetric=True)
@@ -280,8 +280,9 @@ import sys, torch
 import kernlib as kl
 kl.kernel_sum(kl.l1_distance(), torch.ones(2, 3), torch.ones(4, 3))
 kl.kernel_min(kl.l1_distance(), torch.ones(2, 3), torch.ones(4, 3))
-names = ("pairwise_reduce_library", "pairwise_reduce_gradients", "pairwise_reduce_pairs")
-print([name for name in names if f"kernlib.ops.{name}" in sys.modules])
+names = ("library", "gradients", "pairs")
+here = "kernlib.families.pairwise.reductions"
+print([name for name in names if f"{here}.{name}" in sys.modules])
 """
 
 

@@ -11,12 +11,13 @@ from speeds import slow_but
 from test_lowering import KINDS, Scalar
 
 import kernlib as kl
+from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.lowering import reduce as lowering
+from kernlib.families.pairwise.lowering.direct import NUMBER, Layout, scalar_count
+from kernlib.families.pairwise.lowering.reduce import Problem
+from kernlib.families.pairwise.reductions import kernels
 from kernlib.jit import sources, targets
 from kernlib.jit.compiler import compile_spec
-from kernlib.ops import pairwise_lowering, pairwise_reduce_kernels
-from kernlib.ops import pairwise_reduce_lowering as lowering
-from kernlib.ops.pairwise_lowering import NUMBER, Layout, scalar_count
-from kernlib.ops.pairwise_reduce_lowering import Problem
 
 GAUSSIAN = kl.gaussian()
 HERE = "sm_90a"
@@ -179,7 +180,7 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
 )  # fmt: skip
 def test_splits_cover_n_and_fit_the_workspace(m, n, k, columns, batch, processors):
     found = lowered(m=m, n=n, k=k, columns=columns, batch=batch, processors=processors)
-    unit = pairwise_lowering.THREADS if k == 3 else pairwise_lowering.BIG_TILE
+    unit = direct.THREADS if k == 3 else direct.BIG_TILE
     assert found.per_split % unit == 0
     assert (found.splits - 1) * found.per_split < n <= found.splits * found.per_split
     partial = found.splits * m * batch * columns
@@ -200,8 +201,8 @@ def test_passes_share_their_splits():
     first = lowered(columns=16, out_columns=17)
     second = lowered(columns=1, out_columns=17, per_split=first.per_split)
     assert first.splits == second.splits
-    assert pairwise_reduce_kernels.passes(33) == [(0, 16), (16, 16), (32, 1)]
-    assert pairwise_reduce_kernels.passes(0) == [(0, 0)]
+    assert kernels.passes(33) == [(0, 16), (16, 16), (32, 1)]
+    assert kernels.passes(0) == [(0, 0)]
 
 
 # What NVRTC makes of it.

@@ -5,12 +5,11 @@ import torch
 from gpu_fakes import on_gpu
 
 import kernlib as kl
-from kernlib.ops import pairwise_products as products
-from kernlib.ops import pairwise_reduce_blocks as by_blocks
-from kernlib.ops import pairwise_reduce_checks as checks
-from kernlib.ops import pairwise_reduce_kernels as kernels
-from kernlib.ops import pairwise_reduce_plans as plans
-from kernlib.ops.pairwise_reduce_checks import Request, Shape
+from kernlib.families.pairwise.gradients import products
+from kernlib.families.pairwise.reductions import arguments as checks
+from kernlib.families.pairwise.reductions import blocks as by_blocks
+from kernlib.families.pairwise.reductions import kernels, plans
+from kernlib.families.pairwise.reductions.arguments import Request, Shape
 
 M, N, K, L = 11, 13, 3, 2
 GAUSSIAN = kl.gaussian()

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.descriptors import norms
-from kernlib.ops import pairwise_autograd as autograd
-from kernlib.ops import pairwise_products as products
-from kernlib.ops import pairwise_weights as weights
-from kernlib.ops.pairwise_agop import agop
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.functions.agop import agop
+from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import products, weights
 
 M, N, K, L = 6, 5, 3, 2
 DOUBLE = torch.float64
@@ -30,16 +29,16 @@ CASES = {  # descriptor, hyperparameters
     "pq, q = 1": (kl.laplace_pq(), {"p": 1.4, "q": 1.0, "bandwidth": 3.0}),
     "polynomial": (kl.polynomial(2), {"gamma": 0.5, "offset": 1.0}),
     "powers": (
-        kl.Pairwise(inner=norms.Power(), outer=norms.Power(), epilogue=kl.Scale()),
+        kl.Pairwise(inner=stages.Power(), outer=stages.Power(), epilogue=kl.Scale()),
         {"inner_p": 1.5, "outer_p": 0.7, "scale": 2.0},
     ),
     "exponential": (
-        kl.Pairwise(inner=norms.ExpPower(), epilogue=kl.Tanh()),
+        kl.Pairwise(inner=stages.ExpPower(), epilogue=kl.Tanh()),
         {"p": 1.5, "inner_scale": -0.7},
     ),
-    "square": (kl.l1_distance(outer=norms.Square(), epilogue=kl.Laplace()), {"bandwidth": 9.0}),
+    "square": (kl.l1_distance(outer=stages.Square(), epilogue=kl.Laplace()), {"bandwidth": 9.0}),
     "absolute": (
-        kl.Pairwise(inner=norms.Identity(), outer=norms.Abs(), epilogue=kl.Silu()), {},
+        kl.Pairwise(inner=stages.Identity(), outer=stages.Abs(), epilogue=kl.Silu()), {},
     ),
     "custom": (
         kl.l1_distance(epilogue=(kl.Custom("limit * v ** exponent", ("limit", "exponent")),
@@ -163,7 +162,7 @@ def test_the_exponent_of_the_outer_stage_selects_its_code():
     finish = lambda d, **values: weights.finish_of(d, values)[:1]  # noqa: E731
     outer = [finish(kl.p_distance(), p=p)[0] for p in (0, 0.5, 1, 2, 3, float("inf"))]
     assert outer == ["Identity", "Square", "Identity", "Sqrt", "Power", "Identity"]
-    powers = kl.Pairwise(outer=norms.Power())
+    powers = kl.Pairwise(outer=stages.Power())
     outer = [finish(powers, outer_p=p)[0] for p in (0.5, 1.0, 2.0, 0.3, torch.tensor(1.0))]
     assert outer == ["Sqrt", "Identity", "Square", "Power", "Power"]
     p = torch.tensor([0.0, 4.0, float("inf")])

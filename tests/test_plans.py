@@ -2,7 +2,7 @@
 
 import threading
 
-from kernlib import launch
+from kernlib.runtime import launch
 
 
 def test_the_oldest_plan_goes_first():

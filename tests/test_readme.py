@@ -16,11 +16,12 @@ import torch
 import kernlib
 from benchmarks import report
 from kernlib import settings
-from kernlib.descriptors import epilogues, expression, norms
+from kernlib.descriptors import epilogues, expression
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.pairwise import stages
 from kernlib.jit import targets
 from kernlib.nn import KSLinear, compat
 from kernlib.nn.kronecker_sparse import ALGOS
-from kernlib.ops import kronecker_sparse as op
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = {
@@ -101,9 +102,9 @@ def test_it_leads_to_every_document_and_example():
 
 def test_every_named_descriptor_and_stage_is_listed():
     home = kernlib._HOMES
-    defined = {n for n, where in home.items() if where == "kernlib.descriptors.pairwise"}
+    defined = {n for n, where in home.items() if where == "kernlib.families.pairwise.descriptor"}
     assert named(PAIRWISE, "name") == defined - {"Pairwise"}
-    assert named(PAIRWISE, "stage") == {cls.__name__ for cls in (*norms.INNER, *norms.OUTER)}
+    assert named(PAIRWISE, "stage") == {cls.__name__ for cls in (*stages.INNER, *stages.OUTER)}
 
 
 def test_every_epilogue_and_function_is_listed():

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from speeds import slow_but
 
 from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.formats import bitmap
+from kernlib.families.sparse.formats import bitmap_cpu as cpu
+from kernlib.families.sparse.formats import bitmap_gpu as gpu
 from kernlib.jit import sources, targets
 from kernlib.jit.compiler import compile_spec
-from kernlib.ops import sparse_format_bitmap as bitmap
-from kernlib.ops import sparse_format_bitmap_cpu as cpu
-from kernlib.ops import sparse_format_bitmap_gpu as gpu
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SHAPES = [(0, 0), (0, 5), (5, 0), (1, 1), (1, 300), (17, 1), (33, 257), (48, 512)]

@@ -8,10 +8,10 @@ from speeds import one_of_each, slow_but
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.lowering import bitmap as lowering
+from kernlib.families.sparse.lowering import sum as last
+from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
-from kernlib.ops import sparse_lowering_bitmap as lowering
-from kernlib.ops import sparse_lowering_sum as last
-from kernlib.ops.sparse_problem import Problem
 
 ARCHES = ("sm_90a", "sm_80", "sm_86", "sm_100", "sm_120")
 EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())

@@ -12,13 +12,14 @@ from sparse_op_cases import FORMATS, made, random
 from torch.func import functional_call
 
 from kernlib.errors import CaptureError
+from kernlib.families.sparse import fitted as sparse_fitted
+from kernlib.families.sparse import operation as op
+from kernlib.families.sparse.fitted import fitted
+from kernlib.families.sparse.formats import bitmap
+from kernlib.families.sparse.matrix import module_of
+from kernlib.families.sparse.tensors import mark, state_of
 from kernlib.nn import SparseLinear
 from kernlib.nn.sparse_linear import _of_others
-from kernlib.ops import sparse as op
-from kernlib.ops import sparse_fitted, sparse_format_bitmap
-from kernlib.ops.sparse_fitted import fitted
-from kernlib.ops.sparse_matrix import module_of
-from kernlib.ops.sparse_tensors import mark, state_of
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 every_format = pytest.mark.parametrize("format", FORMATS)
@@ -28,12 +29,12 @@ every_format = pytest.mark.parametrize("format", FORMATS)
 def gpus(monkeypatch):
     """GPUs by name; what would be looked at on one is on the host."""
     gpu_fakes.forget()
-    inner = sparse_format_bitmap.check
+    inner = bitmap.check
 
     def check(tensors, *rest):
         inner({name: sparse_fakes.host(t) for name, t in tensors.items()}, *rest)
 
-    monkeypatch.setattr(sparse_format_bitmap, "check", check)
+    monkeypatch.setattr(bitmap, "check", check)
     yield sparse_fakes.install(monkeypatch)
     gpu_fakes.forget()
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernlib.families.sparse.formats import bitmap
+from kernlib.families.sparse.formats import dense as dense_format
+from kernlib.families.sparse.formats import registry as formats
+from kernlib.families.sparse.formats.encoding import BITS, total_bytes
+from kernlib.families.sparse.lowering import rates
 from kernlib.jit import targets
-from kernlib.ops import sparse_format_bitmap as bitmap
-from kernlib.ops import sparse_format_dense as dense_format
-from kernlib.ops import sparse_formats as formats
-from kernlib.ops import sparse_rates as rates
-from kernlib.ops.sparse_encode import BITS, total_bytes
 
 DTYPES = tuple(BITS)
 HALVES = (torch.float16, torch.bfloat16)
@@ -31,14 +31,16 @@ def test_formats_by_name():
 def test_a_format_is_loaded_when_it_is_asked_for():
     code = """
 import sys
-from kernlib.ops import sparse_formats
-assert not [name for name in sys.modules if "sparse_format_" in name]
-assert "kernlib.launch" not in sys.modules
+from kernlib.families.sparse.formats import registry
+here = "kernlib.families.sparse.formats."
+known = {here + name for name in ("registry", "encoding")}
+assert not [name for name in sys.modules if name.startswith(here) and name not in known]
+assert "kernlib.runtime.launch" not in sys.modules
 import torch
-module = sparse_formats.module_of("bitmap")
+module = registry.module_of("bitmap")
 tensors, facts = module.encode(torch.eye(4))
 module.decode(tensors, facts, (4, 4), torch.float32)
-assert "kernlib.launch" not in sys.modules and "kernlib.ops.sparse_format_u8" not in sys.modules
+assert "kernlib.runtime.launch" not in sys.modules and here + "u8" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -12,13 +12,13 @@ from gpu_fakes import OnGpu
 from sparse_op_cases import FORMATS, made
 
 import kernlib as kl
-from kernlib import launch
-from kernlib.descriptors.sparse import SparseMatmul
 from kernlib.errors import CaptureError
+from kernlib.families.sparse import gradients as autograd
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.families.sparse.lowering import choose
+from kernlib.families.sparse.tensors import state_of
 from kernlib.jit import targets
-from kernlib.ops import sparse_autograd as autograd
-from kernlib.ops import sparse_lowering
-from kernlib.ops.sparse_tensors import state_of
+from kernlib.runtime import launch
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 every_format = pytest.mark.parametrize("format", FORMATS)
@@ -26,7 +26,7 @@ every_format = pytest.mark.parametrize("format", FORMATS)
 
 def test_formats_that_read_ahead():
     found = {
-        arch: {name for name in sparse_lowering.FORMATS if sparse_lowering.reads_ahead(name, arch)}
+        arch: {name for name in choose.FORMATS if choose.reads_ahead(name, arch)}
         for arch in targets.SHARED_BYTES
     }
     assert found["sm_90a"] == {"bitmap", "u8", "u4", "u2"} and not found["sm_80"]

@@ -17,11 +17,11 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernlib as kl
-import kernlib.ops.sparse_library
-from kernlib.descriptors.sparse import SparseMatmul
-from kernlib.ops import sparse_autograd as autograd
-from kernlib.ops import sparse_operators as operators
-from kernlib.reference import expressions
+import kernlib.families.sparse.library
+from kernlib.families.sparse import gradients as autograd
+from kernlib.families.sparse import operators
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.runtime import expressions
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 torch.manual_seed(5)
@@ -459,7 +459,8 @@ from kernlib.sparse import compress, matmul
 w = compress(torch.eye(40), "bitmap")
 x, bias = torch.ones(6, 40, requires_grad=True), torch.ones(40, requires_grad=True)
 matmul(w, x, bias, kl.Gelu()).sum().backward()
-names = ("kernlib.ops.sparse_library", "kernlib.ops.kronecker_sparse", "torch._dynamo")
+here = "kernlib.families"
+names = (f"{here}.sparse.library", f"{here}.kronecker_sparse.operation", "torch._dynamo")
 print([name for name in names if name in sys.modules])
 """
 

@@ -6,7 +6,7 @@ import pytest
 import sparse_macko_cases as cases
 import torch
 
-from kernlib.ops import sparse_format_macko as macko
+from kernlib.families.sparse.formats import macko
 
 DENSITIES = (0.0, 0.003, 0.02, 0.1, 0.5, 1.0)
 SHAPES = ((1, 1), (1, 200), (200, 1), (7, 33), (33, 17), (70, 256), (5, 1000))

@@ -7,10 +7,10 @@ from speeds import slow_but
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.lowering import macko as lowering
+from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
-from kernlib.ops import sparse_lowering_macko as lowering
-from kernlib.ops.sparse_problem import Problem, facts_of
 
 SMS = 132
 EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())

@@ -19,10 +19,10 @@ from sparse_op_cases import (
 )
 
 import kernlib as kl
-from kernlib.descriptors.sparse import SparseMatmul
 from kernlib.descriptors.text import from_text, to_text
-from kernlib.ops import sparse as op
-from kernlib.reference import expressions
+from kernlib.families.sparse import operation as op
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.runtime import expressions
 from kernlib.sparse import compress, matmul
 
 # Of a whole result, relative: half a unit in the last place, since the results here are few.

@@ -10,13 +10,12 @@ from gpu_fakes import on_gpu as zeros_on_gpu
 from sparse_op_cases import BIASED, EPILOGUES, made, values_of
 
 import kernlib as kl
-from kernlib.descriptors.sparse import SparseMatmul
 from kernlib.errors import CaptureError
-from kernlib.ops import sparse as op
-from kernlib.ops import sparse_autograd as autograd
-from kernlib.ops import sparse_operators as operators
-from kernlib.ops import sparse_plans
-from kernlib.reference import expressions
+from kernlib.families.sparse import gradients as autograd
+from kernlib.families.sparse import operation as op
+from kernlib.families.sparse import operators, plans
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.runtime import expressions
 from kernlib.sparse import SparseMatrix, matmul
 
 PLAIN = SparseMatmul()
@@ -337,7 +336,7 @@ def test_results_of_cublas_are_no_views(leading, seed):
     dense, x, bias = torch.randn(9, 40), torch.randn(*leading, 40), torch.randn(9)
     with torch.no_grad():
         for descriptor, values in ((PLAIN, {}), (BIASED, {"bias": bias})):
-            found = sparse_plans.by_dense(descriptor, dense, x, values)
+            found = plans.by_dense(descriptor, dense, x, values)
             wanted = torch.nn.functional.linear(x, dense, values.get("bias"))
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
             assert not found._is_view()

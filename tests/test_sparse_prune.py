@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from kernlib.families.sparse.prune import PER, largest
 from kernlib.sparse import magnitude
-from kernlib.sparse.prune import PER, largest
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 SHAPES = ((37, 53), (5,), (), (0, 4), (4, 0), (2, 3, 4), (1, 1), (1, 300), (300, 1))

@@ -5,11 +5,8 @@ import math
 import pytest
 import torch
 
-from kernlib.ops import sparse_format_u2 as u2
-from kernlib.ops import sparse_format_u4 as u4
-from kernlib.ops import sparse_format_u8 as u8
-from kernlib.ops import sparse_slices as slices
-from kernlib.ops import sparse_slices_cpu as cpu
+from kernlib.families.sparse.formats import slices, u2, u4, u8
+from kernlib.families.sparse.formats import slices_cpu as cpu
 
 BITS = {2: torch.int16, 4: torch.int32}
 every_format = pytest.mark.parametrize("form", (u8, u4, u2), ids=("u8", "u4", "u2"))

@@ -7,23 +7,19 @@ from compiled_kernels import compiled
 from speeds import one_of_each, slow_but
 
 import kernlib as kl
+from kernlib.families.sparse.formats import slices_gpu as gpu
+from kernlib.families.sparse.formats import u2, u4, u8
+from kernlib.families.sparse.lowering import slices as shared
+from kernlib.families.sparse.lowering import u2 as sparse_lowering_u2
+from kernlib.families.sparse.lowering import u4 as sparse_lowering_u4
+from kernlib.families.sparse.lowering import u8 as sparse_lowering_u8
+from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
-from kernlib.ops import (
-    sparse_format_u2,
-    sparse_format_u4,
-    sparse_format_u8,
-    sparse_lowering_u2,
-    sparse_lowering_u4,
-    sparse_lowering_u8,
-)
-from kernlib.ops import sparse_lowering_slices as shared
-from kernlib.ops import sparse_slices_gpu as gpu
-from kernlib.ops.sparse_problem import Problem
 
 ARCHES = ("sm_90a", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())
 DTYPES = ("float16", "bfloat16", "float32")
-CODES = {"u8": sparse_format_u8.CODE, "u4": sparse_format_u4.CODE, "u2": sparse_format_u2.CODE}
+CODES = {"u8": u8.CODE, "u4": u4.CODE, "u2": u2.CODE}
 LOWERINGS = {"u8": sparse_lowering_u8, "u4": sparse_lowering_u4, "u2": sparse_lowering_u2}
 INSTRUCTIONS = 4000  # 1.5 times the 2680 of the longest
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from sparse_tampering_cases import FORMATS, consume, refusals, states, tampered
 
 from kernlib.compat import macko
-from kernlib.ops.sparse_matrix import module_of
+from kernlib.families.sparse.matrix import module_of
 from kernlib.sparse import SparseMatrix, compress
 
 

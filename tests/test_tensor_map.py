@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import gpu_fakes
 import pytest
 
-from kernlib import launch, tensor_map
 from kernlib.jit.spec import KernelSpec
-from kernlib.launch import MAP_ALIGNMENT, MAP_BYTES, Plan
-from kernlib.tensor_map import Encoder, TensorMap
+from kernlib.lowering.tma import TensorMap
+from kernlib.runtime import launch, tensor_map
+from kernlib.runtime.launch import MAP_ALIGNMENT, MAP_BYTES, Plan
+from kernlib.runtime.tensor_map import Encoder
 
 X = TensorMap("float16", (48, 1, 25088, 2), (16, 192, 96), (64, 1, 128, 1), 128)
 Y = TensorMap("float32", (100, 3, 7, 5), (400, 1200, 8400), (32, 1, 64, 1), 64)

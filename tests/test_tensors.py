@@ -11,9 +11,8 @@ import torch
 from gpu_fakes import OnGpu, on_gpu
 
 import kernlib as kl
-from kernlib import launch
-from kernlib.ops import hyperparameters as numbers
-from kernlib.ops import kronecker_sparse, tensors
+from kernlib.families.kronecker_sparse import operation
+from kernlib.runtime import launch, numbers, tensors
 
 SPARSE = torch.eye(3).to_sparse()
 
@@ -157,7 +156,7 @@ def test_no_kronecker_sparse_kernel_is_given_the_address_of_a_zero_tensor(zero, 
         values = dict(zip(factor.parameters, values, strict=True))
         kl.prepare(factor, x, weight, **values)
         y = kl.run_kernel(factor, x, weight, **values)
-        return host(y), host(kronecker_sparse.weight_gradient(grad, x, PATTERN))
+        return host(y), host(operation.weight_gradient(grad, x, PATTERN))
 
     for chosen in (*calls, *calls, [0, 4], [4]):  # before there are plans of others, and with them
         found, wanted = call(lazy, chosen), call(dense, chosen)

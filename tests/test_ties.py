@@ -10,7 +10,7 @@ from kernlib import sparse
 from kernlib.descriptors.derivative import Derivative
 from kernlib.nn import KSLinear, SparseLinear
 from kernlib.nn.kronecker_sparse import ALGOS
-from kernlib.reference import expressions
+from kernlib.runtime import expressions
 
 DOUBLE = torch.float64
 

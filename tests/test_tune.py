@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib import launch, tuner
+from kernlib import tuner
 from kernlib.errors import CaptureError, UnsupportedError
+from kernlib.families.pairwise import checks, choices, operation
+from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import entry, service, tuning
 from kernlib.jit.memory import MemoryStore
-from kernlib.ops import pairwise, pairwise_checks, pairwise_choices, pairwise_lowering
-from kernlib.ops.pairwise_request import Request, problem_of
+from kernlib.runtime import launch
 
 L1, LAPLACE = kl.l1_distance(), kl.laplace_l1()
 MODEL = launch.Model("GPU", 132)
@@ -204,9 +206,9 @@ def test_meta_tensors_prepare_the_tuned_kernel(gpus):
     gpus.cost = slower(128)
     kl.tune(L1, a, b)
     meta = [torch.empty(t.shape, device="meta") for t in (a, b)]
-    (spec,) = pairwise.specs(L1, "sm_90a", meta, {}, 0)
+    (spec,) = operation.specs(L1, "sm_90a", meta, {}, 0)
     assert "tile=64 " in spec.description
-    (spec,) = pairwise.specs(L1, "sm_90a", meta, {})
+    (spec,) = operation.specs(L1, "sm_90a", meta, {})
     assert "tile=128 " in spec.description
 
 
@@ -272,16 +274,14 @@ def test_the_callers_output_is_left_alone(gpus, monkeypatch, layout, accumulate)
         outputs.append(pointers[2])
         return real(plan, pointers, numbers)
 
-    scratch = pairwise_choices._scratch
-    monkeypatch.setattr(
-        pairwise_choices, "_scratch", lambda *given: (strides.append(1), scratch(*given))[1]
-    )
+    scratch = choices._scratch
+    monkeypatch.setattr(choices, "_scratch", lambda *given: (strides.append(1), scratch(*given))[1])
     monkeypatch.setattr(launch.Plan, "launch", noted)
     version = out._version
     kl.tune(L1, a, b, out=out, accumulate=accumulate)
     assert len(set(outputs)) == 1 == len(strides)
     assert out.data_ptr() not in outputs and out._version == version
-    call = pairwise_checks.check_call(L1, a, b, out, accumulate, 0, 0, {})
+    call = checks.check_call(L1, a, b, out, accumulate, 0, 0, {})
     request = Request(L1, a, b, out, accumulate, 0, 0, {})
     own = scratch(request, call)
     assert (own.stride(), own.shape, own.dtype) == (out.stride(), out.shape, out.dtype)
@@ -306,7 +306,7 @@ def test_numbers_reach_the_trial(gpus, monkeypatch):
     )
     width = on_gpu(1, dtype=torch.float64)
     kl.tune(LAPLACE, on_gpu(300, 64), on_gpu(200, 64), bandwidth=2.5, epsilon=width)
-    slot = pairwise_checks.slots(LAPLACE)
+    slot = checks.slots(LAPLACE)
     assert {n[slot["bandwidth"]] for n in numbers} == {2.5}
     assert all(n[slot["epsilon"] + 1] not in (0, width.data_ptr()) for n in numbers)  # as float32
 
@@ -431,7 +431,7 @@ def test_the_module_does_not_take_the_functions_name():
 def test_no_record_makes_lowering_fail(choice):
     x = torch.empty(3000, 64, device="meta")
     request = Request.of(L1, x, x, {})
-    problem, strides = problem_of(request, pairwise_checks.check_call(*request))
-    found = pairwise_lowering.lower(L1, problem, "sm_90a", 132, strides, choice)
+    problem, strides = problem_of(request, checks.check_call(*request))
+    found = direct.lower(L1, problem, "sm_90a", 132, strides, choice)
     tile = 64 if choice == {"tile": "64"} else 128
     assert f"tile={tile} " in found.spec.description

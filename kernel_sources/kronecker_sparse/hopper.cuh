@@ -56,7 +56,7 @@ constexpr int PART_BLOCKS = BATCH_LAST ? 64 / ROW : 1;
 constexpr int PART_BLOCK_BYTES = (BATCH_LAST ? PART_COLUMNS : 64) * ROW_BYTES;
 constexpr int PART_BYTES = PART_BLOCKS * PART_BLOCK_BYTES;
 
-// Laid out by kernlib/ops/kronecker_sparse_lowering_hopper.py; PARTIAL, by ..._gradient.py.
+// Laid out by kernlib/families/kronecker_sparse/lowering/hopper.py; PARTIAL, by ..._gradient.py.
 struct Maps {
     TensorMap x;
 #if !PARTIAL

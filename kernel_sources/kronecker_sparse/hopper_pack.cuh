@@ -22,7 +22,7 @@ constexpr int CHUNK = 16 / sizeof(InputT);
 constexpr int CHUNKS = TILE_DEPTH / CHUNK;
 constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;
 
-// Laid out by kernlib/ops/kronecker_sparse_lowering_pack.py.
+// Laid out by kernlib/families/kronecker_sparse/lowering/pack.py.
 struct Parameters {
     // written at each launch
     const InputT* weight;

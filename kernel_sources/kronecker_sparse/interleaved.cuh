@@ -50,7 +50,7 @@ constexpr int OUT_BLOCK_BYTES = OUT_ROWS * ROW_BYTES;
 constexpr int OUT_BYTES = OUT_COLUMNS / ROW_DEPTH * OUT_BLOCK_BYTES;
 constexpr int OUT_SLOTS = TILE_COLUMNS / OUT_COLUMNS < 4 ? TILE_COLUMNS / OUT_COLUMNS : 4;
 
-// Laid out by kernlib/ops/kronecker_sparse_lowering_interleaved.py.
+// Laid out by kernlib/families/kronecker_sparse/lowering/interleaved.py.
 #if MERGED
 struct Maps { TensorMap x, y; };
 struct Operands { const unsigned char* packed; };  // weights, by hopper_pack.cuh

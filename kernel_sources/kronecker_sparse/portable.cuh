@@ -49,7 +49,7 @@ struct Fixed {
     u32 out_vectors;       // whether out takes aligned 16-byte stores along its closer lines
 };
 
-// Laid out by kernlib/ops/kronecker_sparse_lowering_portable.py.
+// Laid out by kernlib/families/kronecker_sparse/lowering/portable.py.
 struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 

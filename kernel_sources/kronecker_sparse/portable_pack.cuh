@@ -15,7 +15,7 @@
 constexpr int THREADS = 256;
 constexpr int CHUNK = 16 / sizeof(InputT);
 
-// Laid out by kernlib/ops/kronecker_sparse_lowering_portable.py.
+// Laid out by kernlib/families/kronecker_sparse/lowering/portable.py.
 struct Parameters {
     // written at each launch
     const InputT* right;

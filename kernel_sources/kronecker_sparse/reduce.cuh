@@ -13,7 +13,7 @@
 constexpr int THREADS = 256;
 constexpr int RUN = 4;  // columns of a thread
 
-// Laid out by kernlib/ops/kronecker_sparse_lowering_portable.py.
+// Laid out by kernlib/families/kronecker_sparse/lowering/portable.py.
 struct Parameters {
     // written at each launch
     const float* partial;  // (split, block, lane, row, column), columns padded to a multiple of RUN

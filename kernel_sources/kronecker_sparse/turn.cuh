@@ -21,7 +21,7 @@ constexpr int CHUNK = 16 / sizeof(InputT);
 constexpr int ACROSS = TILE / CHUNK;                       // chunks of a line of a tile
 constexpr int CHUNKS = TILE * ACROSS / THREADS;            // of a thread
 
-// Laid out by kernlib/ops/kronecker_sparse_lowering_turn.py.
+// Laid out by kernlib/families/kronecker_sparse/lowering/transpose.py.
 struct Parameters {
     // written at each launch
     const InputT* in;

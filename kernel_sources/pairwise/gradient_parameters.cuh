@@ -9,7 +9,7 @@ struct OutView {
     i64 part_stride;  // between the partial sums of parts of the points
 };
 
-// Laid out by kernlib/ops/pairwise_gradient_lowering.py.
+// Laid out by kernlib/families/pairwise/lowering/gradient.py.
 struct Parameters {
     // written at each launch
     const InputT* x;

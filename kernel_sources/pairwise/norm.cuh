@@ -2,7 +2,8 @@
 // pair is computed again, of |v_k| / max |v|, which costs about as much as 2 to 10 pairs. In float
 // alone. Behind sum_tile and before Finish, to which a sum s < 0 says that -s is the norm.
 //
-// The generated source defines BY_NORM to have it: see kernlib/ops/pairwise_finish.py.
+// The generated source defines BY_NORM to have it: see
+// kernlib/families/pairwise/lowering/finish.py.
 #pragma once
 
 #include "common/math.cuh"

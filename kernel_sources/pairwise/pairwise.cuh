@@ -27,7 +27,7 @@ using Term = OPERATION<Inner>;
 
 constexpr int RASTER_ROWS = 16;  // tile rows walked together, so that both operands stay in L2
 
-// Laid out by kernlib/ops/pairwise_lowering.py.
+// Laid out by kernlib/families/pairwise/lowering/direct.py.
 struct Parameters {
     // written at each launch
     const InputT* a;

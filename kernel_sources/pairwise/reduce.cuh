@@ -28,7 +28,7 @@ using Reducer = REDUCER;
 #include "pairwise/norm.cuh"
 #endif
 
-// Laid out by kernlib/ops/pairwise_reduce_lowering.py.
+// Laid out by kernlib/families/pairwise/lowering/reduce.py.
 struct Parameters {
     // written at each launch
     const InputT* a;

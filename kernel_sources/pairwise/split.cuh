@@ -46,7 +46,7 @@ constexpr int PART_BYTES = 16 * PART * 4;
 static_assert(DYNAMIC_BYTES == STAGES * STAGE_BYTES + INFOS * INFO_BYTES +
                                    4 * WARPGROUPS * PART_BYTES, "as lowering counts it");
 
-// Laid out by kernlib/ops/pairwise_lowering_split.py.
+// Laid out by kernlib/families/pairwise/lowering/split.py.
 struct Parameters {
     // written at each launch
     const InputT* a;

@@ -20,7 +20,7 @@ struct Sample {
     int points, padding;
 };
 
-// Laid out by kernlib/ops/pairwise_lowering_split.py.
+// Laid out by kernlib/families/pairwise/lowering/split.py.
 struct Parameters {
     // written at each launch
     const InputT* a;

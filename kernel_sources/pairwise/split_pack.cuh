@@ -33,7 +33,7 @@ struct Side {
     int entries, vectors;               // batch entries; whether features load 16 bytes at a time
 };
 
-// Laid out by kernlib/ops/pairwise_lowering_split.py.
+// Laid out by kernlib/families/pairwise/lowering/split.py.
 struct Parameters {
     // written at each launch
     const InputT* a;

@@ -41,7 +41,7 @@ constexpr int INFO_BYTES = POINT_BYTES + TILE_N * Reducer::COLUMNS * 4;
 static_assert(DYNAMIC_BYTES == RESIDENT * A_BYTES + STAGES * STAGE_BYTES + INFOS * INFO_BYTES,
               "as lowering counts it");
 
-// Laid out by kernlib/ops/pairwise_lowering_split_reduce.py.
+// Laid out by kernlib/families/pairwise/lowering/split_reduce.py.
 struct SplitLaunch {
     // written at each launch, as the beginning of Parameters
     const u32* gate;

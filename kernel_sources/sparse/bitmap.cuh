@@ -1,5 +1,5 @@
 // out[n, r] = Finish(sum_c w[r, c] x[n, c]) of a bitmap matrix, by tensor cores: one decoding
-// serves up to 8 * COLUMN_TILES vectors n. Layout: kernlib/ops/sparse_format_bitmap.py.
+// serves up to 8 * COLUMN_TILES vectors n. Layout: kernlib/families/sparse/formats/bitmap.py.
 //
 // A warp keeps x of 256 columns in registers, as fragments of mma.sync, and walks down the slabs of
 // 16 rows: its chunks come through a ring of its own. The CTA's warps stand side by side along the
@@ -51,7 +51,7 @@ struct Fixed {
     int range_chunks, wider_ranges;  // and chunks of a range
 };
 
-// Laid out by kernlib/ops/sparse_lowering_bitmap.py.
+// Laid out by kernlib/families/sparse/lowering/bitmap.py.
 struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 

@@ -5,7 +5,7 @@
 //
 // The generated source defines before it includes this file:
 //   BitsT              an integer as wide as values
-//   PARAMETER_BYTES    what kernlib/ops/sparse_format_bitmap_gpu.py makes of Parameters
+//   PARAMETER_BYTES    what kernlib/families/sparse/formats/bitmap_gpu.py makes of Parameters
 #pragma once
 
 #include "common/async_copy.cuh"

@@ -1,5 +1,5 @@
 // Where bits and values of a chunk lie, for the kernels that make and undo them. Layout:
-// kernlib/ops/sparse_format_bitmap.py.
+// kernlib/families/sparse/formats/bitmap.py.
 //
 // A warp takes 4 rows of a chunk, two pairs that share words. Lane l has columns 8 l .. 8 l + 7,
 // which are t = l % 4 of block l / 4: its lower four are those of plane 0, its upper four of 1.

@@ -24,7 +24,7 @@ constexpr int RUN = 8;
 constexpr int LAST_CODE = 15;
 constexpr u32 ALL_LANES = 0xffffffff;
 
-// Laid out by kernlib/ops/sparse_format_macko_gpu.py.
+// Laid out by kernlib/families/sparse/formats/macko_gpu.py.
 struct Parameters {
     // written at each launch
     const BitsT* dense;

@@ -28,7 +28,7 @@ struct Fixed {
     int rows, columns;
 };
 
-// Laid out by kernlib/ops/sparse_lowering_macko.py.
+// Laid out by kernlib/families/sparse/lowering/macko.py.
 struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 

@@ -48,7 +48,7 @@ constexpr int SUMS = COLUMNS == 1 ? 2 : COLUMNS;        // two chains hide the l
 constexpr u32 WHOLE_BYTES = WHOLE_CODES * CODE_BYTES<InputT>;
 constexpr RowT NO_ROW = RowT(~RowT(0));
 
-// Laid out by kernlib/ops/sparse_lowering_slices.py.
+// Laid out by kernlib/families/sparse/lowering/slices.py.
 struct Parameters {
     // written at each launch
     const unsigned char* data;

@@ -1,5 +1,5 @@
 // Codes of the formats u8, u4 and u2, as a slice of 32 rows holds them
-// (kernlib/ops/sparse_slices.py).
+// (kernlib/families/sparse/formats/slices.py).
 //
 // Code k of a lane lies in a group of 8, or, of those behind the last whole one, in one of 4, of 2
 // and of 1 as the bits of the length say: of u4 never of 1. A group of COUNT is its values, lane by

@@ -16,7 +16,7 @@
 
 constexpr int THREADS = 256;
 
-// Laid out by kernlib/ops/sparse_slices_gpu.py.
+// Laid out by kernlib/families/sparse/formats/slices_gpu.py.
 struct Parameters {
     const unsigned char* data;
     const int* offsets;

@@ -24,7 +24,7 @@ struct Fixed {
     u32 unused;
 };
 
-// Laid out by kernlib/ops/sparse_slices_gpu.py.
+// Laid out by kernlib/families/sparse/formats/slices_gpu.py.
 #ifdef ACTION_COUNT
 struct Addresses {
     const BitsT* dense;

@@ -4,8 +4,9 @@
 // Floor: panels * N * R * 4 bytes over the bandwidth of L2, where slices.cuh has left them.
 //
 // The generated source defines before it includes this file:
-//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish   of kernlib/ops/product_source.py
-//   PARAMETER_BYTES                                             what lowering makes of Parameters
+//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish   of
+//   kernlib/lowering/product_source.py PARAMETER_BYTES
+//   what lowering makes of Parameters
 #pragma once
 
 #include "common/types.cuh"
@@ -15,7 +16,7 @@
 constexpr int ROWS = 32, PARTS = 8;  // of a block: rows, and threads that share one's panels
 constexpr int THREADS = ROWS * PARTS;
 
-// Laid out by kernlib/ops/sparse_lowering_slices.py.
+// Laid out by kernlib/families/sparse/lowering/slices.py.
 struct Addresses {
     const float* part;  // (panel, n, row)
     OutputT* out;

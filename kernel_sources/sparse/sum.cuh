@@ -23,7 +23,7 @@ struct Fixed {
     int columns, parts;
 };
 
-// Laid out by kernlib/ops/sparse_lowering_sum.py.
+// Laid out by kernlib/families/sparse/lowering/sum.py.
 struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 

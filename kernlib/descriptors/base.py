@@ -40,8 +40,8 @@ class Value:
 class Descriptor(Part):
     """Base of the frozen dataclasses that :func:`kernlib.run_kernel` accepts.
 
-    ``family`` names the modules that implement it: ``kernlib.ops.<family>`` and
-    ``kernlib.reference.<family>``. Copies and pickles rebuild through the constructor, so that a
+    ``family`` names the modules that implement it: those of
+    ``kernlib.families.<family>``. Copies and pickles rebuild through the constructor, so that a
     descriptor is always a validated one.
     """
 

@@ -1,8 +1,8 @@
 """The small language of epilogues: one arithmetic expression of ``v`` and named parameters.
 
 An expression is parsed once with Python's own grammar and a white list; nothing is ever evaluated
-as Python. From the tree come the CUDA text (``kernlib.ops.expression_source``) and the torch
-reference (``kernlib.reference.expressions``).
+as Python. From the tree come the CUDA text (``kernlib.lowering.epilogue_source``) and the torch
+reference (``kernlib.runtime.expressions``).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.ops.tensors import (
+from kernlib.runtime.tensors import (
     check_dense,
     check_flag,
     is_lazy,

@@ -14,7 +14,7 @@ import torch
 from kernlib.linalg import cusolver, layouts, native
 from kernlib.linalg.checks import System, check_flags, check_matrix, check_system, raise_for_info
 from kernlib.linalg.layouts import Work
-from kernlib.ops.precision import float32_precision
+from kernlib.runtime.precision import float32_precision
 
 _NOT_POSITIVE = "a is not positive definite: the leading minor of order {info} is not positive"
 _SINGULAR = "a is singular: pivot {info} is zero"

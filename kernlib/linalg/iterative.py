@@ -10,9 +10,9 @@ import torch
 
 from kernlib.errors import ConvergenceWarning
 from kernlib.linalg.checks import DTYPES, refuse_meta
-from kernlib.ops.hyperparameters import check_kind, host_value
-from kernlib.ops.precision import without_autocast
-from kernlib.ops.tensors import check_dense, refuse_transforms
+from kernlib.runtime.numbers import check_kind, host_value
+from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.tensors import check_dense, refuse_transforms
 
 if TYPE_CHECKING:
     from kernlib.linalg.nystrom import NystromPreconditioner

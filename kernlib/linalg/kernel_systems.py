@@ -7,11 +7,11 @@ import math
 
 import torch
 
-from kernlib.descriptors.pairwise import Pairwise
+from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.checks import refuse_not_finite
 from kernlib.linalg.iterative import CGResult, check_limits, solve, warn_unless_converged
 from kernlib.linalg.nystrom import check_points, check_rank, check_rest, nystrom
-from kernlib.ops.tensors import check_dense
+from kernlib.runtime.tensors import check_dense
 
 
 def solve_kernel(

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.descriptors.pairwise import Pairwise
+from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.checks import DTYPES, refuse_meta, refuse_not_finite
 from kernlib.linalg.dense import eigh
-from kernlib.ops import run_kernel
-from kernlib.ops.hyperparameters import host_value
-from kernlib.ops.precision import without_autocast
-from kernlib.ops.tensors import check_dense, refuse_gradients
+from kernlib.run import run_kernel
+from kernlib.runtime.numbers import host_value
+from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.tensors import check_dense, refuse_gradients
 
 # Rows that are widened to float64 at once: 2^22 numbers, 32 MiB, whatever the rank.
 _CHUNK = 1 << 22

@@ -11,7 +11,7 @@ from kernlib.descriptors import epilogues
 from kernlib.descriptors.base import shown
 from kernlib.descriptors.epilogues import Epilogue, as_epilogues
 from kernlib.descriptors.expression import Node
-from kernlib.reference import expressions
+from kernlib.runtime import expressions
 
 NAMED: dict[str, Epilogue] = {
     "gelu": epilogues.Gelu(),

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernlib.descriptors.base import check_flag, shown
-from kernlib.descriptors.kronecker_sparse import MOST, KroneckerSparse
+from kernlib.families.kronecker_sparse import reference
+from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse
 from kernlib.nn.kronecker_sparse import DTYPES, KSLinear, checked_device, flatten_bias
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts, bmm
 from kernlib.nn.replace import nearest_factor
-from kernlib.ops.tensors import check_dense
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.runtime.tensors import check_dense
 
 FORMATS = ("kernel", *ALGORITHMS)
 VERSIONS = ("torch_matmul", "einsum")

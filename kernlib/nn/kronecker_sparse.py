@@ -14,14 +14,14 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
-from kernlib.descriptors.kronecker_sparse import MOST, KroneckerSparse, KroneckerSparseChain
 from kernlib.errors import CompileError, UnsupportedError
+from kernlib.families.kronecker_sparse import reference
+from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse, KroneckerSparseChain
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.derived import Kept, derived
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts
-from kernlib.ops import run_kernel
-from kernlib.ops.tensors import check_dense
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.run import run_kernel
+from kernlib.runtime.tensors import check_dense
 
 ALGOS = ("auto", "kernel", *ALGORITHMS)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

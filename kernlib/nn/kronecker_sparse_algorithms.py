@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from kernlib.families.kronecker_sparse import reference
 from kernlib.nn.derived import ordinary
-from kernlib.reference import kronecker_sparse as reference
 
 Pattern = tuple[int, int, int, int]
 

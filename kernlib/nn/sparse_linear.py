@@ -12,14 +12,14 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.epilogues import Bias, Epilogue
-from kernlib.descriptors.sparse import SparseMatmul
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.families.sparse.formats.registry import check_format
+from kernlib.families.sparse.lowering.rates import check_columns
+from kernlib.families.sparse.matrix import DTYPES, SparseMatrix, compress, module_of, parse_layout
+from kernlib.families.sparse.prune import check_density, check_per, magnitude
 from kernlib.nn.activations import as_activation
-from kernlib.ops import run_kernel
-from kernlib.ops.sparse_formats import check_format
-from kernlib.ops.sparse_matrix import DTYPES, SparseMatrix, compress, module_of, parse_layout
-from kernlib.ops.sparse_rates import check_columns
-from kernlib.ops.tensors import check_dense, check_flag, stand_ins
-from kernlib.sparse.prune import check_density, check_per, magnitude
+from kernlib.run import run_kernel
+from kernlib.runtime.tensors import check_dense, check_flag, stand_ins
 
 _PREFIX = "weight_"  # of the buffers, which are named as the format's tensors
 _EXTRA = "_extra_state"
@@ -380,7 +380,7 @@ def _header(state) -> dict:
 def _restored(layout: str, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
     """The matrix of a pickled layer, whose tensors are looked at as those of a state are, but where
     they have no values. Raises ValueError."""
-    from kernlib.ops.sparse_state import loaded  # which only loading needs
+    from kernlib.families.sparse.state import loaded  # which only loading needs
 
     format, *kind, facts = parse_layout(layout)
     if not stand_ins(*tensors.values()) and not any(t.is_meta for t in tensors.values()):
@@ -406,7 +406,7 @@ def _of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMa
         check_dense(tuple(tensors), **tensors)
         tensors = {name: _untracked(name, tensor) for name, tensor in tensors.items()}
         if not stand_ins(*tensors.values()):
-            from kernlib.ops.sparse_fitted import fitted
+            from kernlib.families.sparse.fitted import fitted
 
             return fitted(held.layout, tuple(tensors.values()))
     return SparseMatrix.from_layout(held.layout, tuple(tensors.values()))

@@ -6,10 +6,10 @@ Names are loaded when first used. The model of the family is the MACKO-SpMV proj
 from importlib import import_module as _import_module
 
 _NAMES = {
-    "kernlib.ops.sparse_matrix": ("SparseMatrix", "compress"),
-    "kernlib.ops.sparse_csr": ("from_csr",),
-    "kernlib.ops.sparse": ("matmul",),
-    "kernlib.sparse.prune": ("magnitude",),
+    "kernlib.families.sparse.matrix": ("SparseMatrix", "compress"),
+    "kernlib.families.sparse.csr": ("from_csr",),
+    "kernlib.families.sparse.operation": ("matmul",),
+    "kernlib.families.sparse.prune": ("magnitude",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 

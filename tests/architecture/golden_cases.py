@@ -10,13 +10,12 @@ from itertools import product
 import torch
 
 import kernlib as kl
+from kernlib.families.pairwise.lowering import gradient, gradient_tensor
+from kernlib.families.sparse.formats import bitmap_gpu as bitmap_codec
+from kernlib.families.sparse.formats import macko_gpu as macko_codec
 from kernlib.jit import service
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import pairwise_gradient_lowering as gradient
-from kernlib.ops import pairwise_gradient_lowering_tensor as gradient_tensor
-from kernlib.ops import sparse_format_bitmap_gpu as bitmap_codec
-from kernlib.ops import sparse_format_macko_gpu as macko_codec
 
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 HALVES = (torch.float16, torch.bfloat16)

@@ -11,8 +11,8 @@ import torch
 from gpu_fakes import OnGpu
 
 import kernlib as kl
-from kernlib import launch, tensor_map
 from kernlib.jit import tuning
+from kernlib.runtime import launch, tensor_map
 
 
 def install(monkeypatch) -> list[str]:

@@ -10,8 +10,8 @@ from contract import plain
 from contract.cases import Context, Entry
 from kernlib import sparse
 from kernlib.compat import macko
+from kernlib.families.kronecker_sparse import reference
 from kernlib.nn import compat
-from kernlib.reference import kronecker_sparse as reference
 
 FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 PATTERN = (2, 3, 4, 5)  # 40 features to 30

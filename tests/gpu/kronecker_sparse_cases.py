@@ -15,14 +15,13 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import ahead, launch
+from kernlib import ahead
+from kernlib.families.kronecker_sparse import checks, plans, reference
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import kronecker_sparse_checks as checks
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops import kronecker_sparse_plans as plans
-from kernlib.reference import kronecker_sparse as reference
+from kernlib.runtime import launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = float("nan")

@@ -11,9 +11,9 @@ import kronecker_sparse_cases as ks
 import torch
 
 import kernlib as kl
-from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import kronecker_sparse_lowering as lowering
-from kernlib.ops.kronecker_sparse_lowering_problem import DEEP
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering.problem import DEEP
 
 # Patterns, numbers, batch_last and batches. The last ones pack a weight, and split a batch.
 PORTABLE = (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 import kernlib as kl
-from kernlib.descriptors import norms
-from kernlib.ops import pairwise_checks as checks
-from kernlib.ops import pairwise_cpu
+from kernlib.families.pairwise import checks, cpu
+from kernlib.families.pairwise import stages as norms
 
 POISON = float("nan")
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -31,7 +30,7 @@ def reference(descriptor, a, b=None, row_offset=0, col_offset=0, **hyperparamete
     if descriptor.symmetric:
         descriptor, b = descriptor.replace(symmetric=False), a
     call = checks.check_call(descriptor, a, b, None, False, row_offset, col_offset, values)
-    result = pairwise_cpu.compute(descriptor, a, b, call, row_offset - col_offset, values)
+    result = cpu.compute(descriptor, a, b, call, row_offset - col_offset, values)
     return result.view(call.out_shape)
 
 

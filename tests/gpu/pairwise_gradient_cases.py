@@ -8,9 +8,9 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.launch import forget_plans
-from kernlib.ops import pairwise_gradient_lowering_tensor as tensor
-from kernlib.ops import pairwise_gradient_plans as plans
+from kernlib.families.pairwise.gradients import plans
+from kernlib.families.pairwise.lowering import gradient_tensor as tensor
+from kernlib.runtime.launch import forget_plans
 
 WAYS = ("direct", "mma", "wgmma", "products")
 TERMS = {torch.float32: 3e-6, torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 3e-2}

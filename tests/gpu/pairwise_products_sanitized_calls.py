@@ -14,9 +14,8 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.launch import forget_plans
-from kernlib.ops import pairwise_lowering_split as split
-from kernlib.ops import pairwise_lowering_split_reduce as split_reduce
+from kernlib.families.pairwise.lowering import split, split_reduce
+from kernlib.runtime.launch import forget_plans
 
 SHAPES = ((1, 1, 1), (67, 33, 7), (68, 196, 36), (130, 193, 140))
 

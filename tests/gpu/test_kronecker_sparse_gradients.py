@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from tie_cases import ACTIVATIONS
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import reference
 from kernlib.nn import KSLinear
-from kernlib.ops import kronecker_sparse as op
-from kernlib.reference import kronecker_sparse as reference
 
 PATTERNS = (*ks.FEW, (2, 72, 100, 2))
 ALGOS = ("kernel", "einsum", "bmm", "dense", "sparse", "bsr")

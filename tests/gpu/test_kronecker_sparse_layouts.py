@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import kronecker_sparse_lowering_transposed as transposed
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
 
 GUARD = 512  # elements before and behind a tensor: whole 16 bytes
 two_numbers = pytest.mark.parametrize("numbers", ("fp32", "fp16"))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse import operation as op
 from kernlib.nn import KSLinear
-from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import op_of
+from kernlib.run import op_of
 
 # Pattern, numbers, batch_last and batch of calls that go to each kind of kernel, with the weight as
 # it is and with one that a launch before packs.

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib.ops import kronecker_sparse as op
-from kernlib.ops import kronecker_sparse_lowering as lowering
+from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
 
 # Strides of whole 16 bytes or not, one row, tiles and their neighbours, several waves of tiles.
 BATCHES = (1, 2, 3, 5, 8, 127, 128, 129, 1000, 25089, 25096)

@@ -7,9 +7,9 @@ from tie_cases import ACTIVATIONS, CHOSEN
 from torch.autograd import gradcheck, gradgradcheck
 
 import kernlib as kl
-from kernlib.ops import pairwise_autograd as autograd
-from kernlib.ops import pairwise_operators as operators
-from kernlib.ops.pairwise_agop import agop
+from kernlib.families.pairwise.functions.agop import agop
+from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import operators
 
 CASES = {  # descriptor, hyperparameters
     "l1": (kl.l1_distance(), {}),

@@ -11,12 +11,12 @@ from pairwise_cases import check, points, relative_error
 
 import kernlib as kl
 from kernlib.compat import kermac
-from kernlib.descriptors import norms
-from kernlib.descriptors.pairwise import exp_power_sum
-from kernlib.ops.pairwise_expadd import cdist_expadd, cdist_grad_expadd
-from kernlib.ops.pairwise_features import apply
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.descriptor import exp_power_sum
+from kernlib.families.pairwise.functions.expadd import cdist_expadd, cdist_grad_expadd
+from kernlib.families.pairwise.functions.feature_map import apply
 
-SUMS, LOGS = exp_power_sum(), kl.Pairwise(inner=norms.PowerLog())
+SUMS, LOGS = exp_power_sum(), kl.Pairwise(inner=stages.PowerLog())
 SHAPES = ((1, 1, 1), (33, 65, 7), (129, 127, 8), (200, 131, 19), (128, 256, 64), (257, 133, 1023))
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -82,9 +82,9 @@ def test_powers_times_logarithms(p, dtype, shape, seed):
     assert kl.run_kernel(LOGS, a, b, p=p)[3].isnan().all()
 
 
-@pytest.mark.parametrize("stage", (norms.ExpPower, norms.PowerLog))
+@pytest.mark.parametrize("stage", (stages.ExpPower, stages.PowerLog))
 def test_dot_products_pass_the_stages_too(stage, seed):
-    arguments = {"inner_scale": -0.5} if stage is norms.ExpPower else {}
+    arguments = {"inner_scale": -0.5} if stage is stages.ExpPower else {}
     check(kl.Pairwise("dot", stage()), points(90, 33), points(70, 33), p=1.3,
           tolerance=1e-5, **arguments)  # fmt: skip
 

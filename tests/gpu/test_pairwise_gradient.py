@@ -7,8 +7,8 @@ import torch
 from pairwise_gradient_cases import by, check, expected, operands
 
 import kernlib as kl
-from kernlib.ops import pairwise_gradient_plans as plans
-from kernlib.ops.pairwise_gradient import pair_gradient
+from kernlib.families.pairwise.gradients import plans
+from kernlib.families.pairwise.gradients.points import pair_gradient
 
 PS = (0, 0.3, 0.5, 0.7, 1, 1.1, 1.3, 1.5, 2, 2.5, 3, 4, 6)
 SIZES = ((1, 1, 1), (7, 9, 5), (301, 67, 45), (304, 64, 128), (1000, 130, 200))

@@ -12,7 +12,7 @@ from pairwise_derivatives import FUNCTIONS, SQUARES, compare
 from pairwise_gradient_cases import by
 
 import kernlib as kl
-from kernlib.ops import pairwise_gradient_lowering_tensor as tensor
+from kernlib.families.pairwise.lowering import gradient_tensor as tensor
 
 BAR = hostile.GRADIENT[torch.float32]
 

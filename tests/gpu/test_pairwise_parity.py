@@ -11,8 +11,8 @@ import torch
 from pairwise_cases import points, relative_error
 
 import kernlib as kl
-from kernlib.launch import arch_of
-from kernlib.ops import pairwise
+from kernlib.families.pairwise import operation
+from kernlib.runtime.launch import arch_of
 
 INF, NAN = math.inf, math.nan
 L2, SQUARES, DOT = kl.l2_distance(), kl.squared_distance(), kl.dot_product()
@@ -34,7 +34,7 @@ def tensor_cores():
 
 def by_products(descriptor, *tensors, **arguments) -> bool:
     """Whether a call goes by tensor cores."""
-    specs = pairwise.specs(descriptor, arch_of(0), tensors, arguments)
+    specs = operation.specs(descriptor, arch_of(0), tensors, arguments)
     return any("pairwise/split" in spec.source for spec in specs)
 
 

@@ -9,8 +9,8 @@ import torch
 from pairwise_cases import points, reference, relative_error
 
 import kernlib as kl
-from kernlib.ops import pairwise_reduce_kernels as kernels
-from kernlib.ops.pairwise_reduce_checks import request_of, shape_of
+from kernlib.families.pairwise.reductions import kernels
+from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 
 GAUSSIAN = kl.gaussian()
 DESCRIPTORS = {

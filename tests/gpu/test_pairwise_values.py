@@ -9,8 +9,8 @@ import torch
 from pairwise_cases import all_combinations, check, points, reference, relative_error
 
 import kernlib as kl
-from kernlib.descriptors import norms
-from kernlib.ops.pairwise_lowering import INNER_CODE
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.lowering.direct import INNER_CODE
 
 INF = math.inf
 EXPONENTS = (0, 0.3, 0.5, 0.7, 1, 1.3, 1.5, 2, 2.5, 3, 4, 6, INF, 1 + 1e-7)
@@ -21,9 +21,9 @@ SHAPES = ((1, 1, 1), (33, 65, 7), (129, 127, 8), (200, 131, 19), (128, 256, 64),
 def test_the_predecessors_combinations(descriptor, seed):
     a, b = points(37, 21), points(45, 21)
     arguments = {}
-    if isinstance(descriptor.inner, norms.Power):
+    if isinstance(descriptor.inner, stages.Power):
         arguments["inner_p"] = 1.7
-    if isinstance(descriptor.outer, norms.Power):
+    if isinstance(descriptor.outer, stages.Power):
         arguments["outer_p"] = 0.6
     if descriptor.epilogue:
         arguments["bandwidth"] = 40.0

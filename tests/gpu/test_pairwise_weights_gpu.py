@@ -5,9 +5,8 @@ import torch
 from pairwise_cases import points, relative_error
 
 import kernlib as kl
-from kernlib.ops import pairwise_autograd as autograd
-from kernlib.ops import pairwise_products as products
-from kernlib.ops import pairwise_weights as weights
+from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import products, weights
 
 CASES = {  # descriptor, hyperparameters
     "l2": (kl.l2_distance(), {}),

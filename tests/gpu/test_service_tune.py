@@ -13,9 +13,10 @@ import torch
 from pairwise_cases import points, relative_error
 
 import kernlib as kl
-from kernlib import launch, tuner
+from kernlib import tuner
 from kernlib.jit import tuning
-from kernlib.ops import op_of
+from kernlib.run import op_of
+from kernlib.runtime import launch
 
 M, N, K = 1100, 1000, 64  # 72 tiles of 128 and 288 of 64: both can be chosen on every GPU
 GRIDS = {128: "72x1", 64: "288x1"}

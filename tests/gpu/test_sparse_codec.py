@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kernlib import launch
+from kernlib.families.sparse.formats import bitmap
+from kernlib.families.sparse.formats import bitmap_gpu as gpu
+from kernlib.families.sparse.formats import dense as dense_format
+from kernlib.families.sparse.formats import registry as formats
+from kernlib.families.sparse.formats.encoding import BITS
 from kernlib.jit import service
-from kernlib.ops import sparse_format_bitmap as bitmap
-from kernlib.ops import sparse_format_bitmap_gpu as gpu
-from kernlib.ops import sparse_format_dense as dense_format
-from kernlib.ops import sparse_formats as formats
-from kernlib.ops.sparse_encode import BITS
+from kernlib.runtime import launch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SHAPES = [

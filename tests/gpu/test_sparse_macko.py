@@ -7,13 +7,14 @@ import sparse_macko_cases as cases
 import torch
 
 import kernlib as kl
-from kernlib import ahead, launch
+from kernlib import ahead
 from kernlib.compat import macko as compat
-from kernlib.ops import sparse_format_macko as codec
-from kernlib.ops import sparse_format_macko_gpu as gpu
-from kernlib.ops import sparse_lowering_macko as lowering
-from kernlib.ops.sequence import Steps
-from kernlib.ops.sparse_problem import Problem, facts_of
+from kernlib.families.sparse.formats import macko as codec
+from kernlib.families.sparse.formats import macko_gpu as gpu
+from kernlib.families.sparse.lowering import macko as lowering
+from kernlib.families.sparse.lowering.problem import Problem, facts_of
+from kernlib.runtime import launch
+from kernlib.runtime.sequence import Steps
 
 SHAPES = (  # and densities
     ((1, 1), 1.0), ((33, 40), 0.5), ((1000, 333), 0.1), ((257, 5000), 0.3), ((3, 9001), 0.02),

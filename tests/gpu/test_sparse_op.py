@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from sparse_op_cases import BIASED, DTYPES, EPILOGUES, FORMATS, made, random, values_of
 
 import kernlib as kl
-from kernlib import ahead, launch
-from kernlib.descriptors.sparse import SparseMatmul
-from kernlib.ops import sparse as op
-from kernlib.reference import expressions
+from kernlib import ahead
+from kernlib.families.sparse import operation as op
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.runtime import expressions, launch
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 DEVICE = "cuda"

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import launch
-from kernlib.ops import sparse_format_u2 as u2
-from kernlib.ops import sparse_format_u4 as u4
-from kernlib.ops import sparse_format_u8 as u8
-from kernlib.ops import sparse_lowering_u2, sparse_lowering_u4, sparse_lowering_u8
-from kernlib.ops.sequence import Steps
-from kernlib.ops.sparse_problem import Problem, facts_of
+from kernlib.families.sparse.formats import u2, u4, u8
+from kernlib.families.sparse.lowering import u2 as sparse_lowering_u2
+from kernlib.families.sparse.lowering import u4 as sparse_lowering_u4
+from kernlib.families.sparse.lowering import u8 as sparse_lowering_u8
+from kernlib.families.sparse.lowering.problem import Problem, facts_of
+from kernlib.runtime import launch
+from kernlib.runtime.sequence import Steps
 
 # Relative Frobenius errors, of results rounded once; of a few results, the unit of rounding.
 TOLERANCE = {torch.float16: 2.5e-4, torch.bfloat16: 2e-3, torch.float32: 1e-6}

@@ -10,7 +10,7 @@ from sparse_tampering_cases import DTYPES, FORMATS, consume, refusals, states, t
 
 from kernlib import sparse
 from kernlib.compat import macko
-from kernlib.ops.sparse_matrix import module_of
+from kernlib.families.sparse.matrix import module_of
 from kernlib.sparse import SparseMatrix, compress
 
 few = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))

@@ -11,9 +11,9 @@ from sparse_op_cases import FORMATS, random
 from torch.func import functional_call
 
 import kernlib as kl
-from kernlib import launch
 from kernlib.jit.spec import KernelSpec
 from kernlib.nn import SparseLinear
+from kernlib.runtime import launch
 from kernlib.sparse import compress, matmul
 
 DEVICE = "cuda"

@@ -61,12 +61,13 @@ from kernlib.compat.kermac._tools import (
     tensor_stats,
 )
 from kernlib.compat.kermac.linalg import FillMode, eigh, solve_cholesky, solve_lu
-from kernlib.descriptors import pairwise as named
-from kernlib.ops import pairwise_expadd, pairwise_gradient
-from kernlib.ops import run_kernel as _run_kernel
-from kernlib.ops.hyperparameters import host_value
-from kernlib.ops.pairwise_checks import MAX_OFFSET, check_has_sums
-from kernlib.ops.tensors import check_flag, refuse_any_overlap
+from kernlib.families.pairwise import descriptor as named
+from kernlib.families.pairwise.checks import MAX_OFFSET, check_has_sums
+from kernlib.families.pairwise.functions import expadd
+from kernlib.families.pairwise.gradients import points
+from kernlib.run import run_kernel as _run_kernel
+from kernlib.runtime.numbers import host_value
+from kernlib.runtime.tensors import check_flag, refuse_any_overlap
 
 __all__ = [
     "Alignment",
@@ -247,7 +248,7 @@ def cdist_grad(
     ``a`` (K, M), ``b`` (N, K), ``c`` (O, K), ``d`` (N, M), ``out`` (O, N, M), each with an optional
     batch in front; without ``out`` the result is (L, O, N, M). See :func:`kernlib.cdist_grad`.
     """
-    found = pairwise_gradient.cdist_grad(a, b, c, d, out=out, p=p, eps=eps, debug=debug)
+    found = points.cdist_grad(a, b, c, d, out=out, p=p, eps=eps, debug=debug)
     return _with_batch(found, out, 4)
 
 
@@ -268,7 +269,7 @@ def cdist_expadd(
     check_flag("try_to_align", try_to_align)
     refuse_any_overlap(out, lengthscale=lengthscale)
     given = {"p": p, "scale": _scale(p, lengthscale, scale, "a", a), "debug": debug}
-    return _with_batch(pairwise_expadd.cdist_expadd(a, b, out=out, **given), out, 3)
+    return _with_batch(expadd.cdist_expadd(a, b, out=out, **given), out, 3)
 
 
 def cdist_grad_expadd(
@@ -294,9 +295,7 @@ def cdist_grad_expadd(
     check_flag("try_to_align", try_to_align)
     refuse_any_overlap(out, lengthscale=lengthscale)
     given = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, "d", d)}
-    found = pairwise_expadd.cdist_grad_expadd(
-        a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **given
-    )
+    found = expadd.cdist_grad_expadd(a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **given)
     return _with_batch(found, out, 4)
 
 
@@ -306,4 +305,4 @@ def _scale(p, lengthscale, scale, name: str, like: torch.Tensor) -> float | torc
         return scale
     if lengthscale is None:
         raise ValueError("give scale or lengthscale, got neither")
-    return -pairwise_expadd.scale_of(p, lengthscale, None, like, name)
+    return -expadd.scale_of(p, lengthscale, None, like, name)

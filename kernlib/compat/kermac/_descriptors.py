@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kernlib.descriptors import norms
 from kernlib.descriptors.epilogues import Gaussian, Laplace
-from kernlib.descriptors.pairwise import Pairwise
+from kernlib.families.pairwise import stages as norms
+from kernlib.families.pairwise.descriptor import Pairwise
 
 
 class InnerOperator(Enum):

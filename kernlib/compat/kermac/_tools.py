@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib import ahead, launch
+from kernlib import ahead
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
 from kernlib.errors import UnsupportedError
-from kernlib.ops import op_of
-from kernlib.ops.tensors import check_flag, check_layout
+from kernlib.run import op_of
+from kernlib.runtime import launch
+from kernlib.runtime.tensors import check_flag, check_layout
 
 # Points and features of the calls that are compiled ahead: either tile, K short and long, with
 # and without lengths that forbid 16-byte loads.

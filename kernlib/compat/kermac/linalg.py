@@ -8,7 +8,7 @@ from enum import Enum, auto
 import torch
 
 from kernlib import linalg
-from kernlib.ops import tensors as _tensors
+from kernlib.runtime import tensors as _tensors
 
 
 class FillMode(Enum):

@@ -1,0 +1,64 @@
+"""The product of a matrix in MACKO's format, of which nothing is known but its tensors, and one
+vector on a GPU: for callers that keep no facts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernlib.families.sparse.formats import macko as codec
+from kernlib.families.sparse.lowering import macko as lowering
+from kernlib.families.sparse.lowering.problem import Problem, facts_of
+from kernlib.runtime.launch import PlanCache, arch_of, model
+from kernlib.runtime.sequence import Steps
+from kernlib.runtime.tensors import materialised
+
+PADDED = 8  # elements, to a multiple of which kernels read a vector
+
+_plans = PlanCache()
+
+
+def product(
+    tensors: Sequence[torch.Tensor], shape: tuple[int, int], x: torch.Tensor
+) -> torch.Tensor:
+    """``W x`` (R,) of the ``codec.TENSORS`` of a matrix (R, C) with int32 rows and a checked vector
+    (C,) of any stride and of its dtype, without a synchronisation."""
+    rows, columns = shape
+    if not tensors[0].numel() or not x.numel():
+        return x.new_zeros((rows,))
+    matrix = [_readable(tensor) for tensor in tensors]
+    x = materialised(x)
+    if columns % PADDED or x.stride(0) != 1 or x.data_ptr() % 16:
+        x = torch.nn.functional.pad(x.clone(), (0, -columns % PADDED))
+    out = x.new_empty((rows,))
+    plan = _plan(tensors[0], rows, columns)
+    plan.launch([tensor.data_ptr() for tensor in (*matrix, x, out)])
+    return out
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one that kernels cannot read as it lies."""
+    address = tensor.data_ptr()  # 0 of a zero tensor, which has no memory
+    if address and address % 16 == 0 and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return materialised(tensor).clone(memory_format=torch.contiguous_format)
+
+
+def _plan(values: torch.Tensor, rows: int, columns: int) -> Steps:
+    """The launches. How unequal rows are is not known: they count as equal, and take longer where
+    they are not."""
+    entries, device = values.numel(), values.device
+    key = entries, rows, columns, values.dtype, device.index
+    found = _plans.plans.get(key)
+    if found is None:
+        each = -(-entries // rows)
+        facts = {"entries": entries, "longest": each, "busiest": each * codec.BLOCK}
+        dtype = str(values.dtype).removeprefix("torch.")
+        padded = -(-columns // PADDED) * PADDED
+        problem = Problem(rows, columns, 1, dtype, padded, True, (rows, 1), facts_of(facts))
+        index = device.index
+        made = lowering.lower((), problem, arch_of(index), model(index).multiprocessors)
+        found = Steps(made, (*codec.TENSORS, "x", "out"), device)
+        _plans.keep(key, found)
+    return found

@@ -1,0 +1,210 @@
+"""Products of a tensor with Kronecker-sparse factors, whose support is ``I_a ⊗ 1_{b×c} ⊗ I_d``."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import ClassVar
+
+from kernlib.descriptors.base import (
+    Descriptor,
+    check_flag,
+    check_precision,
+    render,
+    require,
+    shown,
+)
+from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
+
+MOST = 2**60  # numbers of a weight: an address has 64 bits, and a float64 8 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KroneckerSparse(Product):
+    """``y = epilogue(K x)``, the product with one factor of pattern ``(a, b, c, d)``.
+
+    The factor K has ``a*b*d`` rows, ``a*c*d`` columns and, out of a weight W (a, b, c, d),
+
+        ``K[i*b*d + j*d + l, i*c*d + k*d + l] = W[i, j, k, l]``, everything else 0.
+
+    With ``batch_last=False`` x is (..., in_features) and y (..., out_features), and
+
+        ``y[..., i*b*d + j*d + l] = epilogue(sum_k W[i,j,k,l] * x[..., i*c*d + k*d + l])``;
+
+    with ``batch_last=True`` x is (in_features, ...) and y (out_features, ...). d = 1 is
+    block-diagonal, (1, b, c, 1) dense; Monarch and butterfly layers are chains of such factors.
+
+    ``epilogue`` is none, one or several of :mod:`kernlib.descriptors.epilogues`, of which
+    :class:`kernlib.Bias` adds one value for each output feature. ``precision`` permits less
+    accuracy of float32: ``"tf32"`` and ``"bf16"`` let the products be taken in TF32, ``"fp32"``
+    does not, None does if ``torch.get_float32_matmul_precision()`` permits it at the call.
+
+    Raises TypeError for sizes that are no ints and parts of another kind, ValueError for sizes
+    below 1 and for more numbers than a tensor may hold. Patterns, names and layouts are those of
+    the KSMM project.
+    """
+
+    family: ClassVar[str] = "kronecker_sparse"
+
+    a: int
+    b: int
+    c: int
+    d: int
+    _: KW_ONLY
+    batch_last: bool = False
+    epilogue: Epilogue | tuple[Epilogue, ...] = ()
+    precision: str | None = None
+    text: str = field(init=False, repr=False, compare=False)  # kept for Dynamo, as Pairwise's is
+
+    def __post_init__(self):
+        for name, size in (("a", self.a), ("b", self.b), ("c", self.c), ("d", self.d)):
+            if type(size) is not int:
+                raise TypeError(f"{name} must be an int, got {shown(size)}")
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {shown(size)}")
+        numbers = self.a * self.b * self.c * self.d
+        if numbers >= MOST:
+            raise ValueError(f"a * b * c * d must be below 2**60, got {shown(numbers)}")
+        check_flag("batch_last", self.batch_last)
+        object.__setattr__(self, "epilogue", as_epilogues(self.epilogue))
+        check_precision(self.precision)
+        object.__setattr__(self, "text", render(self))
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # which a str computes once
+
+    def __reduce__(self):
+        keywords = {name: getattr(self, name) for name in ("batch_last", "epilogue", "precision")}
+        return partial(type(self), **keywords), self.pattern
+
+    @property
+    def pattern(self) -> tuple[int, int, int, int]:
+        """``(a, b, c, d)``."""
+        return self.a, self.b, self.c, self.d
+
+    @property
+    def factors(self) -> tuple[KroneckerSparse]:
+        """Itself alone: a chain of one."""
+        return (self,)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """The shape of the weight, which is the pattern."""
+        return self.pattern
+
+    @property
+    def in_features(self) -> int:
+        """``a * c * d``."""
+        return self.a * self.c * self.d
+
+    @property
+    def out_features(self) -> int:
+        """``a * b * d``."""
+        return self.a * self.b * self.d
+
+    @property
+    def density(self) -> float:
+        """The part of K that the weight fills: ``1 / (a * d)``."""
+        return 1 / (self.a * self.d)
+
+    def transposed(self) -> KroneckerSparse:
+        """The product with the transpose of K, without an epilogue: its pattern is (a, c, b, d),
+        its weight ``weight.transpose(1, 2)``."""
+        return KroneckerSparse(
+            self.a, self.c, self.b, self.d, batch_last=self.batch_last, precision=self.precision
+        )
+
+    def describe(self) -> str:
+        parts = [str(size) for size in self.pattern]
+        parts += ["batch_last"] * self.batch_last
+        parts += [str(epilogue) for epilogue in self.epilogue]
+        return f"KroneckerSparse({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True)
+class KroneckerSparseChain(Descriptor):
+    """``y = factor_n(... factor_1(x))``: the right-most factor of the product comes first, and has
+    its own weight and epilogue. A call takes the weights in that order.
+
+    Raises ValueError, naming the factor, where one does not take the features, the layout or the
+    parameter names that the others leave to it; TypeError for what is no
+    :class:`KroneckerSparse`.
+    """
+
+    family: ClassVar[str] = "kronecker_sparse"
+
+    factors: tuple[KroneckerSparse, ...]
+    text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        given = (self.factors,) if isinstance(self.factors, KroneckerSparse) else self.factors
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(f"factors must be a tuple of KroneckerSparse, got {shown(given)}")
+        object.__setattr__(self, "factors", tuple(given))
+        require(len(self.factors) > 0, "factors must hold at least one KroneckerSparse, got none")
+        for index, factor in enumerate(self.factors):
+            if not isinstance(factor, KroneckerSparse):
+                raise TypeError(f"factors[{index}] must be a KroneckerSparse, got {shown(factor)}")
+        _check_chain(self.factors)
+        object.__setattr__(self, "text", render(self))
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @property
+    def batch_last(self) -> bool:
+        return self.factors[0].batch_last
+
+    @property
+    def in_features(self) -> int:
+        return self.factors[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.factors[-1].out_features
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all factors' parameters, in order."""
+        return tuple(name for factor in self.factors for name in factor.parameters)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Those that hold one value for each output feature of their factor, in order."""
+        return tuple(name for factor in self.factors for name in factor.vectors)
+
+    @property
+    def positive(self) -> frozenset[str]:
+        """The parameters that must be greater than zero."""
+        return frozenset(name for factor in self.factors for name in factor.positive)
+
+    def describe(self) -> str:
+        return f"KroneckerSparseChain({', '.join(f.describe() for f in self.factors)})"
+
+
+def _check_chain(factors: tuple[KroneckerSparse, ...]) -> None:
+    first, taken = factors[0], []
+    for index, factor in enumerate(factors):
+        previous = factors[max(index - 1, 0)]
+        repeated = [p for p in factor.parameters if p in taken]
+        # Texts only where they are needed: Dynamo cannot trace them.
+        if index and factor.in_features != previous.out_features:
+            raise ValueError(
+                f"{_place(index, factor)} takes {factor.in_features} features, and "
+                f"{_place(index - 1, previous)} gives {previous.out_features}"
+            )
+        if factor.batch_last != first.batch_last:
+            raise ValueError(
+                f"{_place(index, factor)} has batch_last={factor.batch_last}, and factors[0] "
+                f"{first.batch_last}: one chain has one layout"
+            )
+        if repeated:
+            raise ValueError(
+                f"{_place(index, factor)} repeats the parameter(s) {repeated} of an earlier "
+                "factor; rename one, as in Bias('bias2')"
+            )
+        taken += factor.parameters
+
+
+def _place(index: int, factor: KroneckerSparse) -> str:
+    return f"factors[{index}] {factor.describe()}"

@@ -1,0 +1,159 @@
+"""From a Kronecker-sparse problem to kernels, grids and parameters.
+
+Pure arithmetic on plain data: no tensor, no device. What the generated code depends on is in the
+spec; sizes, strides, patterns and the epilogue's parameters are launch arguments. Each kind of
+kernel has a module of its own, which KINDS names; every module has
+
+    candidates(problem, arch) -> choices of that kind for a problem, none if it does not take it
+    default(problem, known, multiprocessors) -> the one of these taken untuned
+    lower(epilogue, problem, arch, multiprocessors, choice) -> Lowered
+    specs(epilogue, problem, arch, choice) -> the specs of that on all GPUs of an arch
+    variants(epilogues, sizes, arch, kinds) -> every spec that its lower() can choose
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.kronecker_sparse.lowering import hopper, interleaved, portable
+from kernlib.families.kronecker_sparse.lowering import transpose as turn
+from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
+from kernlib.families.kronecker_sparse.lowering import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.lowering.problem import (
+    DEEP,
+    Choice,
+    Layout,
+    OutLayout,
+    Pattern,
+    Problem,
+)
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.steps import Lowered, Step
+
+__all__ = [
+    "Choice",
+    "Layout",
+    "Lowered",
+    "OutLayout",
+    "Problem",
+    "Step",
+    "candidates",
+    "default",
+    "defaults",
+    "lower",
+    "specs_for",
+    "variants",
+]
+
+# By preference: untuned, a problem goes to the first kind that has a candidate for it, but to
+# `transposed` where that pays and to `portable` if it is small.
+_MODULES = (turn, gradient, interleaved, transposed, hopper, portable)
+KINDS: dict[str, ModuleType] = {kind.KIND: kind for kind in _MODULES}
+
+
+def lower(
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    choice: Mapping[str, object] | None = None,
+) -> Lowered:
+    """Choose the kernels for a call: by ``choice`` if it is one of the problem's candidates (values
+    may be text), else by rule. Raises UnsupportedError for sizes no grid can hold."""
+    known = candidates(problem, arch)
+    chosen = _known(choice, known) or default(problem, known, multiprocessors)
+    kind, own = _apart(chosen)
+    return kind.lower(epilogue, problem, arch, multiprocessors, own)
+
+
+def candidates(problem: Problem, arch: str) -> list[Choice]:
+    """What :func:`lower` can choose for a problem, by preference: each the name of a kind and its
+    knobs. There is always one."""
+    known = [
+        {"kind": name, **choice}
+        for name, kind in KINDS.items()
+        for choice in kind.candidates(problem, arch)
+    ]
+    if is_small(problem):
+        return sorted(known, key=lambda choice: choice["kind"] != portable.KIND)
+    if any(choice["kind"] == transposed.KIND for choice in known) and transposed.pays(problem):
+        return sorted(known, key=lambda choice: choice["kind"] != transposed.KIND)
+    return known
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether a problem has so few rows that packing the weight costs more than the kinds which ask
+    for it gain: on an H200 (1, 768, 192, 2) in float32, 64 rows, takes 16.4 us by `interleaved` and
+    10.9 by `portable`, whose host makes one launch instead of two. Of a long depth it makes two."""
+    half = problem.dtype != "float32"
+    if problem.rows > (64 if half else 128) or problem.depth > (192 if half else DEEP - 1):
+        return False
+    # Batch first, `portable` reads and writes each l by itself.
+    batch_last = problem.rows > 1 and problem.left.line == problem.out.row == 1
+    return batch_last or problem.lanes <= 4 or problem.rows <= 16
+
+
+def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned."""
+    kind, _ = _apart(known[0])
+    own = [_apart(choice)[1] for choice in known if choice["kind"] == known[0]["kind"]]
+    return {"kind": known[0]["kind"], **kind.default(problem, own, multiprocessors)}
+
+
+def defaults(problem: Problem, arch: str) -> list[Choice]:
+    """The candidates taken untuned by the GPUs of an arch, smallest to largest."""
+    known = candidates(problem, arch)
+    fewest, most = targets.MULTIPROCESSORS[arch]
+    made = [default(problem, known, count) for count in range(fewest, most + 1)]
+    return [choice for choice in known if choice in made]
+
+
+def specs_for(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
+) -> list[KernelSpec]:
+    """The specs that :func:`lower` takes for a candidate, on whichever GPU of the arch."""
+    kind, own = _apart(choice)
+    return kind.specs(epilogue, problem, arch, own)
+
+
+def variants(
+    epilogue: tuple[Epilogue, ...],
+    pattern: Pattern,
+    batch_last: bool,
+    arch: str,
+    dtypes: tuple[str, ...],
+    precision: str | None,
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for a factor and inputs of ``dtypes``, whatever
+    their batch, strides and alignment: with the whole epilogue, with its leading vectors alone (as
+    where a gradient is recorded), and with none, as the gradients by x and by the weight have.
+
+    ``precision`` decides for float32; None stands for both.
+    """
+    _, b, c, _ = pattern
+    wanted = ("fp32", "tf32") if precision is None else ("fp32" if precision == "fp32" else "tf32",)
+    kinds = [
+        (dtype, each) for dtype in dtypes for each in (wanted if dtype == "float32" else ("fp32",))
+    ]
+    leading = epilogue[: next((i for i, e in enumerate(epilogue) if not e.vectors), len(epilogue))]
+    epilogues = list(dict.fromkeys([epilogue, leading, leading[:1], ()]))
+    found = [
+        spec for kind in KINDS.values() for spec in kind.variants(epilogues, (b, c), arch, kinds)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _apart(choice: Choice) -> tuple[ModuleType, Choice]:
+    """The module of a choice's kind, and the choice without its name."""
+    own = dict(choice)
+    return KINDS[own.pop("kind")], own
+
+
+def _known(choice: Mapping[str, object] | None, known: list[Choice]) -> Choice | None:
+    """The candidate that a choice names; None for one that is damaged or of another version."""
+    named = {name: str(value) for name, value in (choice or {}).items()}
+    same = (c for c in known if {name: str(value) for name, value in c.items()} == named)
+    return next(same, None)

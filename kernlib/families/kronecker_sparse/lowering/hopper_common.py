@@ -1,0 +1,107 @@
+"""What Hopper's kernels are assembled from: types and epilogues, the parameter struct, stages that
+fit shared memory."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.descriptors.expression import Node, Operation
+from kernlib.families.kronecker_sparse.lowering.problem import Choice, Problem, ceil
+from kernlib.jit import targets
+from kernlib.lowering import product_source as text
+from kernlib.lowering import tma
+from kernlib.lowering.product_source import TYPES
+
+ARCH = "sm_90a"
+THREADS = 384
+ROW_BYTES = 128  # of a swizzled row of shared memory
+SWIZZLE_BYTES = 1024  # whose multiples swizzled rows begin at, where shared memory does at 16
+BARRIER_BYTES = 256  # at most, of static shared memory
+MAX_STAGES = 8
+MAX_TILES = 2**31 - 1  # of all CTAs, counted by an int
+_CHEAP = ("+", "-", "*", "neg", "abs", "max", "min")
+
+
+def preamble(dtype: str, epilogue: tuple[Epilogue, ...], staged: bool = False) -> str:
+    """Types, and the epilogues in two parts: the cheap ones at the beginning go over accumulators,
+    128 times unrolled, the others, or all if ``staged``, in a loop over the staged tile."""
+    count = next(
+        (i for i, part in enumerate(epilogue) if staged or not _is_cheap(part.tree())), None
+    )
+    head, rest = epilogue[:count], () if count is None else epilogue[count:]
+    return f"""#include "common/types.cuh"
+#include "common/math.cuh"
+
+using InputT = {TYPES[dtype][0]};
+using AccT = float;
+using OutputT = InputT;
+
+constexpr int VECTORS = {len(text.vectors(epilogue))};
+constexpr int SCALARS = {text.scalar_count(epilogue)};
+constexpr bool HEAD = {str(bool(head)).lower()};
+constexpr bool REST = {str(bool(rest)).lower()};
+constexpr int HEAD_VECTORS = {len(text.vectors(head))};
+constexpr int HEAD_SCALARS = {text.scalar_count(head)};
+
+{text.finish(head)}
+{text.finish(rest, "Rest")}"""
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether an expression takes but a few instructions."""
+    if not isinstance(node, Operation):
+        return True
+    return node.operator in _CHEAP and all(map(_is_cheap, node.operands))
+
+
+def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of candidates by preference the one taken untuned."""
+    return known[0]
+
+
+def products(dtype: str, precision: str) -> int:
+    """Products of one multiplication: 3 for fp32 by 3xTF32."""
+    return 3 if (dtype, precision) == ("float32", "fp32") else 1
+
+
+def row(dtype: str) -> int:
+    """Elements of a swizzled row."""
+    return ROW_BYTES // TYPES[dtype][1]
+
+
+def stages(kept: int, stage: int) -> tuple[int, int]:
+    """As many stages as fit beside ``kept`` bytes, and the dynamic shared memory of all."""
+    kept += SWIZZLE_BYTES
+    count = min(MAX_STAGES, (targets.SHARED_BYTES[ARCH] - BARRIER_BYTES - kept) // stage)
+    return count, kept + count * stage
+
+
+class Parameters(NamedTuple):
+    """The parameter struct: tensor maps, which align it to 64 bytes, the kernel's own pointers and
+    the epilogue's, its scalars, and what is fixed, in a format of :mod:`struct`."""
+
+    maps: int
+    pointers: int
+    fixed: str
+    epilogue: tuple[Epilogue, ...] = ()
+
+    @property
+    def size(self) -> int:
+        size = self._place() + struct.calcsize(self.fixed)
+        return ceil(size, 64) * 64 if self.maps else size
+
+    def pack(self, *values: int) -> bytes:
+        """The fixed values, up to the end of the struct."""
+        return struct.pack(self.fixed, *values).ljust(self.size - self._place(), b"\0")
+
+    def _place(self) -> int:
+        """Where the fixed values begin."""
+        pointers = self.pointers + len(text.vectors(self.epilogue))
+        return 128 * self.maps + 8 * pointers + 16 * text.scalar_count(self.epilogue)
+
+
+def addresses(problem: Problem, x: tma.Extent, y: tma.Extent) -> bool:
+    """Whether the copy engine reads the left operand, x, and writes the result, y."""
+    return tma.takes(problem.dtype, problem.left.alignment, problem.out.alignment, x, y)

@@ -1,0 +1,184 @@
+"""Gradients of a weight of batch-first operands with d > 1: turned to batch last, then summed by
+another kind.
+
+kernel_sources/kronecker_sparse/turn.cuh costs a read and a write of both operands. Summed as they
+are, features d apart and batches a row apart would each be a 32-byte sector. The kind `transposed`
+has its launches from here too.
+"""
+
+from __future__ import annotations
+
+import struct
+from types import ModuleType
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.kronecker_sparse.lowering import portable
+from kernlib.families.kronecker_sparse.lowering import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.lowering.problem import (
+    MAX_BLOCKS,
+    Choice,
+    Layout,
+    Problem,
+    ceil,
+    is_deep,
+)
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.product_source import TYPES
+from kernlib.lowering.steps import Lowered, Step
+
+KIND = "turned"
+THREADS = 256
+TILE = 64
+FIXED = "<2q4I"
+ALIGNMENT = 256  # of each operand in the workspace
+
+
+def candidates(problem: Problem, arch: str) -> list[Choice]:
+    """What sums the turned problem, none if it is not one to turn."""
+    if not is_deep(problem) or not _is_batch_first(problem):
+        return []
+    return _inner(problem, arch).candidates(_turned(problem), arch)
+
+
+def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned."""
+    turned = _turned(problem)
+    kind = portable if "rows" in known[0] else gradient  # which chooses columns alone
+    return kind.default(turned, known, multiprocessors)
+
+
+def lower(
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    choice: Choice,
+) -> Lowered:
+    """The launches of a call: both operands turned into the workspace, and what sums them there."""
+    inner = _inner(problem, arch).lower(epilogue, _turned(problem), arch, multiprocessors, choice)
+    left, right = (
+        size(problem.dtype, problem.blocks * count * problem.lanes, problem.depth)
+        for count in (problem.rows, problem.columns)
+    )
+    places = {"left": 0, "right": left, "workspace": left + right}
+    turns = [
+        _step(problem, "left", problem.left, problem.rows, 0),
+        _step(problem, "right", problem.right, problem.columns, left),
+    ]
+    steps = [moved(step, places) for step in inner.steps]
+    return Lowered((*turns, *steps), left + right + inner.workspace)
+
+
+def specs(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
+) -> list[KernelSpec]:
+    """The specs that :func:`lower` takes for a choice."""
+    inner = _inner(problem, arch).specs(epilogue, _turned(problem), arch, choice)
+    return [spec(problem.dtype), *inner]
+
+
+def variants(
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose besides those of the kinds that sum."""
+    return [spec(dtype) for dtype in dict.fromkeys(dtype for dtype, _ in kinds)]
+
+
+def _is_batch_first(problem: Problem) -> bool:
+    """Whether both operands are rows of features (i, j, l) without gaps."""
+    d = problem.lanes
+    sides = ((problem.left, problem.rows), (problem.right, problem.columns))
+    return d > 1 and all(
+        is_flat(problem, count, side.lane, side.line, side.block)
+        and problem.blocks * d * count < 2**31
+        and ceil(problem.blocks * d * count, TILE) * ceil(problem.depth, TILE) <= MAX_BLOCKS
+        for side, count in sides
+    )
+
+
+def is_flat(problem: Problem, count: int, lane: int, near: int, block: int) -> bool:
+    """Whether features (i, j, l), ``count`` of j and with these strides of l, j and i, lie side by
+    side."""
+    d = problem.lanes
+    return (
+        (lane == 1 or d == 1)
+        and (near == d or count == 1)
+        and (block == d * count or problem.blocks == 1)
+    )
+
+
+def _inner(problem: Problem, arch: str) -> ModuleType:
+    """The kind that sums the turned problem."""
+    return gradient if gradient.candidates(_turned(problem), arch) else portable
+
+
+def pitch(dtype: str, count: int) -> int:
+    """From one turned line of ``count`` elements to the next: whole chunks of 16 bytes."""
+    chunk = 16 // TYPES[dtype][1]
+    return ceil(count, chunk) * chunk
+
+
+def size(dtype: str, lines: int, count: int) -> int:
+    """Workspace of turned lines of ``count`` elements each, in bytes."""
+    return ceil(lines * pitch(dtype, count) * TYPES[dtype][1], ALIGNMENT) * ALIGNMENT
+
+
+def _turned(problem: Problem) -> Problem:
+    """The problem over operands in the workspace, where the depth is contiguous."""
+    d, apart = problem.lanes, pitch(problem.dtype, problem.depth)
+
+    def side(count: int) -> Layout:
+        return Layout(count * d * apart, apart, d * apart, 1, 16, True)
+
+    return problem._replace(left=side(problem.rows), right=side(problem.columns))
+
+
+def moved(step: Step, places: dict[str, int]) -> Step:
+    """A launch whose operands of these names, and own workspace, lie there in the workspace."""
+    pointers = tuple(
+        ("workspace", at + places[name]) if name in places else (name, at)
+        for name, at in step.pointers
+    )
+    return step._replace(pointers=pointers)
+
+
+def _step(problem: Problem, name: str, side: Layout, count: int, place: int) -> Step:
+    """The launch that turns an operand of ``count`` lines a group."""
+    sizes = problem.depth, problem.blocks * count * problem.lanes
+    strides = side.depth, pitch(problem.dtype, problem.depth)
+    return step(problem.dtype, sizes, strides, side.alignment, ((name, 0), ("workspace", place)))
+
+
+def step(
+    dtype: str,
+    sizes: tuple[int, int],
+    strides: tuple[int, int],
+    alignment: int,
+    pointers: tuple[tuple[str, int], tuple[str, int]],
+) -> Step:
+    """The launch that turns ``sizes``, rows and columns, at the first of ``pointers`` to columns
+    and rows at the second: rows and turned columns lie ``strides`` elements apart. The first row
+    begins at ``alignment`` modulo 16; turned columns take whole 16 bytes, aligned, of which the
+    last may end in zeros."""
+    rows, columns = sizes
+    chunk = 16 // TYPES[dtype][1]
+    tiles = ceil(columns, TILE), ceil(rows, TILE)
+    vectors = int(strides[0] % chunk == 0 and alignment % 16 == 0)
+    fixed = struct.pack(FIXED, *strides, rows, columns, tiles[0], vectors)
+    return Step(spec(dtype), (tiles[0] * tiles[1], 1), fixed, pointers)
+
+
+def spec(dtype: str) -> KernelSpec:
+    """The KernelSpec that turns a matrix of ``dtype``."""
+    source = f"""#include "common/types.cuh"
+
+using InputT = {TYPES[dtype][0]};
+
+constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
+#define HALF_INPUT {int(dtype != "float32")}
+
+#include "kronecker_sparse/turn.cuh"
+"""
+    description = f"kronecker_sparse turn {dtype}"
+    entry = "kronecker_sparse_turn"
+    return KernelSpec("kronecker_sparse", source, entry, THREADS, description=description)

@@ -1,0 +1,198 @@
+"""Products of large factors, batch first and d > 1: x transposed to batch last, multiplied there by
+the kind `hopper`, and the result transposed back.
+
+kernel_sources/kronecker_sparse/turn.cuh costs a read and a write of x and of the result. The kind
+`interleaved`, which takes the same problems, has neither, but fetches x from L2 once for each tile
+of few columns, and the weight once for each tile of rows. A batch that would take more scratch than
+WORKSPACE goes in slices, one after the other.
+
+Which is faster is a matter of bytes and operations, for x, result and packed weight of X, Y and W
+bytes:
+
+    interleaved = max((X * column tiles + W * row tiles) / L2_RATES, (X + Y) / MEMORY_RATE,
+                      operations / INTERLEAVED_RATES)
+    transposed  = max((X + Y + W * slices) / MEMORY_RATE, operations / HOPPER_RATES)
+                  + 2 * (X + Y) / MEMORY_RATE + 2 * slices * LAUNCH
+
+On an H200, a batch of 25088, both measured in ms: (1, 768, 192, 64) in float16 5.88 and 2.71, in
+TF32 8.65 and 5.21, in 3xTF32 14.4 and 8.13; (4, 1024, 1024, 16) 19.3 and 9.16, 54.5 and 17.4, 80.0
+and 44.3; (1, 256, 256, 16) 0.238 and 0.345, 0.608 and 0.704, 1.26 and 0.989.
+"""
+
+from __future__ import annotations
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
+from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
+from kernlib.families.kronecker_sparse.lowering import transpose as turn
+from kernlib.families.kronecker_sparse.lowering.problem import (
+    Choice,
+    Layout,
+    OutLayout,
+    Problem,
+    ceil,
+)
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.product_source import TYPES
+from kernlib.lowering.steps import Lowered, Step
+
+KIND = "transposed"
+WORKSPACE = 2**30  # bytes of a transposed slice of x and of the result, beside the packed weight
+GAIN = 1.2  # of a faster kind, by the model, that is worth the scratch
+# Bytes a second of an H200: from L2 of tiles whose l are merged, in lines of 128 bytes, or of
+# others by bytes of an element, in sectors of 32. Operations a second by interleaved.SHAPES' keys.
+MERGED_RATE, L2_RATES = 11e12, {2: 3.8e12, 4: 5e12}
+MEMORY_RATE = 3.9e12
+HOPPER_RATES = {(1, 2): 600e12, (1, 4): 330e12, (3, 4): 110e12}
+INTERLEAVED_RATES = {(1, 2): 430e12, (1, 4): 200e12, (3, 4): 65e12}
+LAUNCH = 5e-6  # seconds
+
+
+def candidates(problem: Problem, arch: str) -> list[Choice]:
+    """The widths of tile for a problem, none if it is not one of this kind's."""
+    if not _is_flat(problem) or not interleaved.candidates(problem, arch):
+        return []
+    rows = slice_rows(problem)
+    if not rows:
+        return []
+    parts = [_part(problem, count) for count in {rows, _slices(problem, rows)[-1][1]}]
+    known = [hopper.candidates(part, arch) for part in parts]
+    return known[0] if all(known) else []
+
+
+default = wgmma.default
+
+
+def pays(problem: Problem) -> bool:
+    """Whether a problem of this kind's is taken by it untuned, as the model has it."""
+    of_interleaved, of_transposed = seconds(problem)
+    return of_interleaved >= GAIN * of_transposed
+
+
+def lower(
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    choice: Choice,
+) -> Lowered:
+    """The launches of a call: the weight packed, then of each slice of the batch x transposed, the
+    product, and its result transposed back."""
+    rows = slice_rows(problem)
+    x, y = (turn.size(problem.dtype, count, rows) for count in _features(problem))
+    places = {"left": 0, "out": x, "workspace": x + y}
+    steps: list[Step] = []
+    for first, count in _slices(problem, rows):
+        part = _part(problem, count)
+        inner = hopper.lower(epilogue, part, arch, multiprocessors, choice)
+        packing = () if steps else inner.steps[:-1]  # the same for every slice
+        before, after = _turns(problem, first, count, places)
+        # Right before the product x is written, at whose first byte it would have to wait.
+        product = inner.steps[-1]._replace(overlaps=False)
+        own = [turn.moved(step, places) for step in (*packing, product)]
+        steps += [*own[:-1], before, own[-1], after]
+    return Lowered(tuple(steps), x + y + inner.workspace)
+
+
+def specs(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
+) -> list[KernelSpec]:
+    """The specs that :func:`lower` takes for a choice."""
+    part = _part(problem, slice_rows(problem))
+    return [turn.spec(problem.dtype), *hopper.specs(epilogue, part, arch, choice)]
+
+
+def variants(
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose besides those of the kind `hopper`."""
+    if arch != wgmma.ARCH:
+        return []
+    return [turn.spec(dtype) for dtype in dict.fromkeys(dtype for dtype, _ in kinds)]
+
+
+def seconds(problem: Problem) -> tuple[float, float]:
+    """What the model says of a problem: interleaved, and transposed."""
+    products, itemsize = wgmma.products(problem.dtype, problem.precision), TYPES[problem.dtype][1]
+    depths, features = _features(problem)
+    copies = 2 if products == 3 else 1  # of the packed weight
+    weight = copies * depths * problem.columns * itemsize
+    moved = problem.rows * (depths + features) * itemsize
+    operations = 2 * problem.rows * depths * problem.columns
+    shape = _shape(problem)
+    columns = interleaved.candidates(problem, wgmma.ARCH)[0]["columns"]
+    of_x = problem.rows * depths * itemsize * ceil(problem.columns, columns)
+    of_l2 = of_x + weight * ceil(problem.rows, shape.rows)
+    of_interleaved = max(
+        of_l2 / (MERGED_RATE if shape.merged else L2_RATES[itemsize]),
+        moved / MEMORY_RATE,
+        operations / INTERLEAVED_RATES[products, itemsize],
+    )
+    slices = ceil(problem.rows, slice_rows(problem))
+    moving = (moved + weight * slices) / MEMORY_RATE
+    turning = 2 * moved / MEMORY_RATE + 2 * slices * LAUNCH
+    return of_interleaved, max(moving, operations / HOPPER_RATES[products, itemsize]) + turning
+
+
+def _shape(problem: Problem) -> interleaved.Shape:
+    """How tiles of `interleaved` take the l of a problem of features side by side."""
+    known = interleaved.shapes(problem.dtype, problem.precision)
+    return next(shape for shape in known if not shape.merged or shape.span == problem.lanes)
+
+
+def _features(problem: Problem) -> tuple[int, int]:
+    """Of x and of the result."""
+    groups = problem.blocks * problem.lanes
+    return groups * problem.depth, groups * problem.columns
+
+
+def _is_flat(problem: Problem) -> bool:
+    """Whether features of x and of the result lie side by side, of the latter whole 16 bytes, which
+    is what is written. Rows that do not overlap are those of a product: in the gradient of a weight
+    by few rows a depth is a whole row."""
+    left, out = problem.left, problem.out
+    chunk = 16 // TYPES[problem.dtype][1]
+    depths, features = _features(problem)
+    if problem.rows == 1 or problem.depth == 1 or left.line < depths or out.row < features:
+        return False
+    return (
+        turn.is_flat(problem, problem.depth, left.lane, left.depth, left.block)
+        and turn.is_flat(problem, problem.columns, out.lane, out.column, out.block)
+        and features % chunk == out.row % chunk == out.alignment % 16 == 0
+    )
+
+
+def slice_rows(problem: Problem) -> int:
+    """Rows of a slice: all, or whole tiles, as few slices as WORKSPACE permits and about as long as
+    each other; 0 if it holds no tile."""
+    bytes_a_row = sum(_features(problem)) * TYPES[problem.dtype][1]
+    most = WORKSPACE // bytes_a_row // hopper.TILE_ROWS * hopper.TILE_ROWS
+    if problem.rows <= most or not most:
+        return min(problem.rows, most)
+    each = ceil(problem.rows, ceil(problem.rows, most))
+    return ceil(each, hopper.TILE_ROWS) * hopper.TILE_ROWS
+
+
+def _slices(problem: Problem, rows: int) -> list[tuple[int, int]]:
+    """First row and rows of each slice."""
+    return [(n, min(rows, problem.rows - n)) for n in range(0, problem.rows, rows)]
+
+
+def _part(problem: Problem, rows: int) -> Problem:
+    """The product of a slice in the workspace: batch last, its rows padded to whole 16 bytes."""
+    d, pitch = problem.lanes, turn.pitch(problem.dtype, rows)
+    left = Layout(problem.depth * d * pitch, pitch, 1, d * pitch)
+    out = OutLayout(problem.columns * d * pitch, pitch, 1, d * pitch)
+    return problem._replace(rows=pitch, left=left, out=out)
+
+
+def _turns(problem: Problem, first: int, count: int, places: dict[str, int]) -> tuple[Step, Step]:
+    """The launches that transpose a slice of x into the workspace, and its result out of it."""
+    dtype, left, out = problem.dtype, problem.left, problem.out
+    itemsize, pitch = TYPES[dtype][1], turn.pitch(dtype, count)
+    depths, features = _features(problem)
+    x = ("left", first * left.line * itemsize), ("workspace", places["left"])
+    y = ("workspace", places["out"]), ("out", first * out.row * itemsize)
+    before = turn.step(dtype, (count, depths), (left.line, pitch), left.alignment, x)
+    after = turn.step(dtype, (features, count), (pitch, out.row), 16, y)
+    return before, after

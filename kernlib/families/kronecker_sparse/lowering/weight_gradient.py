@@ -1,0 +1,224 @@
+"""Gradients of a weight by the kernel of kernel_sources/kronecker_sparse/hopper.cuh, half types.
+
+The batch is their depth, long and in parts that CTAs sum on their own; reduce.cuh adds those up, in
+order. Left is the gradient of the result, right is x: both with the batch contiguous (batch last),
+or both with features contiguous and d = 1 (batch first).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
+from kernlib.families.kronecker_sparse.lowering import portable
+from kernlib.families.kronecker_sparse.lowering.hopper import FIXED, TILE_ROWS
+from kernlib.families.kronecker_sparse.lowering.problem import (
+    Choice,
+    Layout,
+    Problem,
+    ceil,
+    is_deep,
+)
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import product_source as text
+from kernlib.lowering import tma as maps
+from kernlib.lowering.steps import Lowered, Step
+from kernlib.lowering.tma import TensorMap
+from kernlib.lowering.wgmma import multiply
+
+KIND = "gradient"
+TILE_DEPTH = wgmma.ROW_BYTES // 2
+PARAMETERS = wgmma.Parameters(2, 1, FIXED)
+COLUMNS = (16, 32, 48, 64, 96, 128, 192, 256)
+WHOLE_COLUMNS = (64, 128, 192, 256)  # of several tiles, or where columns lie side by side
+MIN_PART = 8  # blocks of depth; shorter parts wait more than they sum
+WAVES = 2  # of CTAs at most
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses."""
+
+    dtype: str
+    lines: bool  # whether features lie side by side, else the batch
+    columns: int
+
+
+def candidates(problem: Problem, arch: str) -> list[Choice]:
+    """The width of tile for a problem, none if it is not one of this kernel's."""
+    if arch != wgmma.ARCH or not is_deep(problem) or problem.dtype == "float32":
+        return []
+    lines = _lines(problem)
+    if lines is None or _tiles(problem, 16) > wgmma.MAX_TILES:
+        return []
+    return [{"columns": _columns(problem.columns, lines)}]
+
+
+default = wgmma.default
+
+
+def lower(
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    choice: Choice,
+) -> Lowered:
+    """The launches of a call. An epilogue needs whole sums: those go to the portable kernel."""
+    if epilogue:
+        known = portable.candidates(problem, arch)
+        own = portable.default(problem, known, multiprocessors)
+        return portable.lower(epilogue, problem, arch, multiprocessors, own)
+    columns = int(choice["columns"])
+    variant = Variant(problem.dtype, bool(_lines(problem)), columns)
+    row_tiles, column_tiles = ceil(problem.rows, TILE_ROWS), ceil(problem.columns, columns)
+    part = _part(problem, columns, multiprocessors)
+    parts = ceil(ceil(problem.depth, TILE_DEPTH), part)
+    partial, one = portable.partial_layout(problem)
+    tiles = _tiles(problem, columns) * parts
+    fixed = PARAMETERS.pack(
+        row_tiles, column_tiles, problem.blocks, problem.lanes, problem.rows, problem.columns,
+        problem.depth, part, partial.row, tiles,
+    )  # fmt: skip
+    main = Step(
+        spec(variant),
+        (min(multiprocessors, tiles), 1),
+        fixed,
+        (("left", 0), ("right", 0), ("workspace", 0)),
+        maps=_maps(problem, variant),
+    )
+    return Lowered((main, portable.reduce_step(problem, partial, one, parts)), 4 * one * parts)
+
+
+def specs(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
+) -> list[KernelSpec]:
+    """The specs that :func:`lower` takes for a choice."""
+    if epilogue:
+        known = portable.candidates(problem, arch)
+        return [s for own in known for s in portable.specs(epilogue, problem, arch, own)]
+    variant = Variant(problem.dtype, bool(_lines(problem)), int(choice["columns"]))
+    return [spec(variant), portable.reduce_spec(problem.dtype)]
+
+
+def variants(
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for the gradients of weights of b x c blocks,
+    ``sizes``, for products of few rows and their gradients by x, and ``kinds`` of numbers: (dtype,
+    precision)."""
+    if arch != wgmma.ARCH:
+        return []
+    halves = [dtype for dtype, _ in kinds if dtype != "float32"]
+    found = [
+        spec(Variant(dtype, lines, _columns(count, lines)))
+        for dtype in halves
+        for lines in (False, True)
+        for count in sizes
+    ]
+    return list(dict.fromkeys(found + [portable.reduce_spec(dtype) for dtype in halves]))
+
+
+def _columns(count: int, lines: bool) -> int:
+    """The narrowest tile that holds all columns, else the one that pads them least."""
+    known = WHOLE_COLUMNS if lines or count > COLUMNS[-1] else COLUMNS
+    if count <= known[-1]:
+        return next(columns for columns in known if columns >= count)
+    return min(known[1:], key=lambda columns: (ceil(count, columns) * columns, -columns))
+
+
+def _tiles(problem: Problem, columns: int) -> int:
+    """Tiles of a part."""
+    across = ceil(problem.rows, TILE_ROWS) * ceil(problem.columns, columns)
+    return across * problem.blocks * problem.lanes
+
+
+def _part(problem: Problem, columns: int, multiprocessors: int) -> int:
+    """Blocks of depth of a part: as many parts as fill a device's waves best."""
+    blocks, tiles = ceil(problem.depth, TILE_DEPTH), _tiles(problem, columns)
+    best, filled = blocks, 0.0
+    for parts in range(1, max(1, WAVES * multiprocessors // tiles) + 1):
+        part = ceil(blocks, parts)
+        if part < MIN_PART and parts > 1:
+            break
+        # The last wave, and what uneven parts leave idle.
+        waves = ceil(tiles * ceil(blocks, part), multiprocessors)
+        share = tiles * blocks / (waves * multiprocessors * part)
+        if share > filled + 0.02:
+            best, filled = part, share
+    return best
+
+
+def _lines(problem: Problem) -> bool | None:
+    """Whether both operands have features side by side; False for the batch, None for neither, or
+    for what the copy engine does not take."""
+    left, right = problem.left, problem.right
+    for lines in (False, True):
+        near = (left.line, right.line) if lines else (left.depth, right.depth)
+        if near != (1, 1):
+            continue
+        pairs = ((left, problem.rows), (right, problem.columns))
+        if all(
+            maps.addressable(problem.dtype, side.alignment, _extent(problem, side, count, lines))
+            for side, count in pairs
+        ):
+            return lines
+    return None
+
+
+def _extent(problem: Problem, side: Layout, count: int, lines: bool) -> maps.Extent:
+    depth, lanes, blocks = problem.depth, problem.lanes, problem.blocks
+    if lines:
+        return maps.Extent((count, lanes, depth, blocks), (side.lane, side.depth, side.block))
+    return maps.Extent((depth, lanes, count, blocks), (side.lane, side.line, side.block))
+
+
+def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
+    """Maps of both operands."""
+    dtype, lines, columns = variant
+    sides = (problem.left, problem.rows, TILE_ROWS), (problem.right, problem.columns, columns)
+    return tuple(
+        maps.tensor_map(
+            dtype,
+            _extent(problem, side, count, lines),
+            (TILE_DEPTH, 1, TILE_DEPTH if lines else width, 1),
+        )
+        for side, count, width in sides
+    )
+
+
+def spec(variant: Variant) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    dtype, lines, columns = variant
+    width = ceil(columns, TILE_DEPTH) * TILE_DEPTH if lines else columns
+    stages, shared = wgmma.stages(0, (TILE_ROWS + width) * wgmma.ROW_BYTES)
+    words = [f"{TILE_ROWS}x{columns}", "batch_first" if lines else "batch_last"]
+    return KernelSpec(
+        "kronecker_sparse",
+        _source(variant, stages),
+        "kronecker_sparse_hopper",
+        wgmma.THREADS,
+        shared,
+        description=text.describe("kronecker_sparse", KIND, dtype, "fp32", words, ()),
+    )
+
+
+def _source(variant: Variant, stages: int) -> str:
+    """The generated CUDA text: types, a few constants, the wgmma, one include."""
+    dtype, lines, columns = variant
+    return f"""{wgmma.preamble(dtype, ())}
+constexpr bool BATCH_LAST = {str(lines).lower()};
+constexpr int TILE_COLUMNS = {columns};
+constexpr int STAGES = {stages};
+constexpr int OUT_PARTS = 1;
+constexpr int RESIDENT = 0;
+constexpr int PARAMETER_BYTES = {PARAMETERS.size};
+constexpr bool RIGHT_LINES = {str(lines).lower()};
+#define PARTIAL 1
+#define PACKED 0
+#define PRODUCTS 1
+#define HALF_INPUT 1
+
+{multiply(dtype, columns, False, lines, lines)}
+#include "kronecker_sparse/hopper.cuh"
+"""

@@ -1,0 +1,249 @@
+"""Plans of Kronecker-sparse calls: the problem that lowering sees, and its kernels, loaded.
+
+Forward and backward are one kind of problem: ``out[i,l,r,s] = sum_q left[i,l,r,q] right[i,l,s,q]``
+with the batch n as rows and k as depth in a product, j and k as rows and columns and the batch as
+depth in the gradient of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernlib.canonical import encode
+from kernlib.families.kronecker_sparse.checks import Call
+from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.jit import tuning
+from kernlib.runtime.arguments import KERNEL_TYPES, address_of, folded
+from kernlib.runtime.launch import Plan, allocator, arch_of, model
+from kernlib.runtime.sequence import launcher, load_steps
+from kernlib.runtime.tensors import span
+
+FAMILY = KroneckerSparse.family
+
+
+class KroneckerPlan(NamedTuple):
+    """What a call of one signature needs besides its pointers and numbers."""
+
+    shape: tuple[int, ...]  # of a new result
+    dtype: torch.dtype
+    device: torch.device
+    left: tuple[int, ...] | None  # the shape to which an operand is copied if its batch is not one
+    right: tuple[int, ...] | None  # of strides
+    vectors: tuple[str, ...]
+    scalars: tuple[str, ...]
+    spans: tuple[int, ...]  # bytes from first to last element of x, weight and vectors as given
+    out_span: int
+    apart: bool  # a given out is written by a copy
+    index: int  # of the device
+    result: Callable[[], torch.Tensor]  # makes a new one
+    steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
+    launch: Callable[..., None]  # of the steps, given addresses: left, right, out, vectors
+
+
+class View(NamedTuple):
+    """Strides of a tensor whose batch is one dimension, and its first address modulo 16."""
+
+    batch: int
+    feature: int
+    alignment: int = 16
+
+
+def view_of(t: torch.Tensor, batch_last: bool) -> View | None:
+    """A tensor's strides with its batch folded; None where that takes a copy."""
+    batch = slice(1, None) if batch_last else slice(0, -1)
+    inner = folded(t.shape[batch], t.stride()[batch])
+    if inner is None:
+        return None
+    return View(inner, t.stride(0 if batch_last else -1), _alignment(t))
+
+
+def _alignment(t: torch.Tensor) -> int:
+    """The first address modulo 16, 16 for 0; a meta tensor's storage counts as aligned."""
+    return address_of(t) & 15 or 16
+
+
+def copied_view(features: int, batch: int, batch_last: bool) -> View:
+    """The strides of a contiguous tensor, such as a copy or a new result."""
+    return View(1, batch) if batch_last else View(features, 1)
+
+
+def _copy_shape(view: View | None, t, features: int, batch_last: bool) -> tuple[int, int] | None:
+    """The shape of the copy that a tensor without a view needs."""
+    if view is not None:
+        return None
+    batch = t.numel() // features
+    return (features, batch) if batch_last else (batch, features)
+
+
+def _used(stride: int, size: int) -> int:
+    """A stride, that of a single entry out of the way of alignment."""
+    return stride if size > 1 else 0
+
+
+def _features(pattern: tuple[int, int, int, int], stride: int) -> tuple[int, int, int]:
+    """Strides of i, l and k among features (i, k, l) of sizes ``a, c, d`` of a pattern."""
+    a, _, c, d = pattern
+    return _used(c * d * stride, a), _used(stride, d), _used(d * stride, c)
+
+
+def forward_problem(
+    descriptor: KroneckerSparse, call: Call, x: View, weight: torch.Tensor, out: View, precision
+) -> lowering.Problem:
+    """The product: rows n, columns j, depth k."""
+    a, b, c, d = descriptor.pattern
+    block, lane, depth = _features((a, b, c, d), x.feature)
+    left = lowering.Layout(block, lane, _used(x.batch, call.batch), depth, x.alignment)
+    i, j, k, l = (_used(s, n) for s, n in zip(weight.stride(), weight.shape, strict=True))
+    right = lowering.Layout(i, l, j, k, _alignment(weight))
+    block, lane, column = _features((a, c, b, d), out.feature)
+    rows = _used(out.batch, call.batch)
+    written = lowering.OutLayout(block, lane, rows, column, out.alignment)
+    kind = KERNEL_TYPES[call.dtype]
+    return lowering.Problem(a, d, call.batch, b, c, left, right, written, kind, precision or "fp32")
+
+
+def gradient_problem(
+    pattern: tuple[int, int, int, int],
+    batch: int,
+    grad: View,
+    x: View,
+    dtype: torch.dtype,
+    precision: str | None,
+) -> lowering.Problem:
+    """The gradient of a weight: rows j, columns k, depth n; contiguous (a, b, c, d)."""
+    a, b, c, d = pattern
+    block, lane, line = _features((a, c, b, d), grad.feature)
+    left = lowering.Layout(block, lane, line, _used(grad.batch, batch), grad.alignment)
+    block, lane, line = _features(pattern, x.feature)
+    right = lowering.Layout(block, lane, line, _used(x.batch, batch), x.alignment)
+    strides = (_used(b * c * d, a), _used(1, d), _used(c * d, b), _used(d, c))
+    written = lowering.OutLayout(*strides, 16)
+    return lowering.Problem(
+        a, d, b, c, batch, left, right, written, KERNEL_TYPES[dtype], precision or "fp32"
+    )
+
+
+def kernel_precision(precision: str | None) -> str:
+    """As lowering knows it: "bf16" permits "tf32" too, which is what the kernels make of it."""
+    return "tf32" if precision in ("tf32", "bf16") else "fp32"
+
+
+def signature(problem: lowering.Problem) -> bytes:
+    """What calls share that the same kernel is fastest for."""
+    return encode((FAMILY, problem))
+
+
+def lower(epilogue: tuple, problem: lowering.Problem, device: int) -> lowering.Lowered:
+    """The kernels of a problem on a device: the tuned ones, else by rule."""
+    arch, gpu = arch_of(device), model(device)
+    tuned = None
+    if len(lowering.candidates(problem, arch)) > 1:
+        tuned = tuning.choice(FAMILY, gpu, signature(problem))
+    return lowering.lower(epilogue, problem, arch, gpu.multiprocessors, tuned)
+
+
+def views(descriptor: KroneckerSparse, call: Call, x, out) -> tuple[View | None, View | None]:
+    """Those of x and of the result, each None if it needs a copy."""
+    last = descriptor.batch_last
+    if out is None:
+        return view_of(x, last), copied_view(descriptor.out_features, call.batch, last)
+    return view_of(x, last), view_of(out, last)
+
+
+def problem_of(descriptor: KroneckerSparse, call: Call, x, weight, out, precision):
+    """The problem of a checked call."""
+    last = descriptor.batch_last
+    given = views(descriptor, call, x, out)
+    sizes = (descriptor.in_features, descriptor.out_features)
+    left, right = (
+        view or copied_view(size, call.batch, last) for view, size in zip(given, sizes, strict=True)
+    )
+    return forward_problem(descriptor, call, left, weight, right, kernel_precision(precision))
+
+
+def plan(
+    descriptor: KroneckerSparse, call: Call, x, weight, out, parameters: dict, precision
+) -> KroneckerPlan:
+    """The plan of a checked call on CUDA tensors, its kernels loaded."""
+    device = x.get_device()
+    arch_of(device)  # one too old is refused for an empty result as well
+    lowered = None
+    if call.batch:
+        problem = problem_of(descriptor, call, x, weight, out, precision)
+        lowered = lower(descriptor.epilogue, problem, device)
+    return loaded_plan(descriptor, call, x, weight, out, parameters, lowered)
+
+
+def loaded_plan(
+    descriptor: KroneckerSparse, call: Call, x, weight, out, parameters: dict, lowered
+) -> KroneckerPlan:
+    """The plan of a checked call by given kernels; ``lowered`` is None for an empty result."""
+    seen, written = views(descriptor, call, x, out)
+    vectors = tuple(parameters[name] for name in descriptor.vectors)
+    spans = (span(x), span(weight), *map(span, vectors))
+    return KroneckerPlan(
+        shape=call.out_shape,
+        dtype=call.dtype,
+        device=x.device,
+        left=_copy_shape(seen, x, descriptor.in_features, descriptor.batch_last),
+        right=None,
+        vectors=descriptor.vectors,
+        scalars=tuple(n for n in descriptor.parameters if n not in descriptor.vectors),
+        spans=spans,
+        out_span=0 if out is None else span(out),
+        apart=written is None,
+        **_launches(call.out_shape, call.dtype, x, len(vectors), lowered),
+    )
+
+
+def gradient_plan(
+    grad: torch.Tensor, x: torch.Tensor, pattern, batch_last: bool, precision: str | None
+) -> KroneckerPlan:
+    """The plan of the gradient of a weight, its kernels loaded."""
+    device = x.get_device()
+    arch_of(device)
+    batch = grad.numel() // (pattern[0] * pattern[1] * pattern[3])
+    seen, copies = gradient_views(grad, x, pattern, batch, batch_last)
+    lowered = None
+    if batch:
+        problem = gradient_problem(pattern, batch, *seen, x.dtype, kernel_precision(precision))
+        lowered = lower((), problem, device)
+    return KroneckerPlan(
+        pattern, x.dtype, x.device, *copies, (), (), (), 0, False,
+        **_launches(pattern, x.dtype, x, 0, lowered),
+    )  # fmt: skip
+
+
+def gradient_views(
+    grad: torch.Tensor, x: torch.Tensor, pattern, batch: int, batch_last: bool
+) -> tuple[list[View], list[tuple | None]]:
+    """Views of both operands of the gradient of a weight, and the shapes of copies they need."""
+    a, b, c, d = pattern
+    sizes, tensors = (a * b * d, a * c * d), (grad, x)
+    given = [view_of(t, batch_last) for t in tensors]
+    copies = [
+        _copy_shape(view, t, size, batch_last)
+        for view, t, size in zip(given, tensors, sizes, strict=True)
+    ]
+    seen = [v or copied_view(n, batch, batch_last) for v, n in zip(given, sizes, strict=True)]
+    return seen, copies
+
+
+def _launches(
+    shape: tuple[int, ...], dtype: torch.dtype, x: torch.Tensor, vectors: int, lowered
+) -> dict:
+    """The fields of a plan that make its result and launch its kernels, loaded, on the device of
+    x."""
+    found = lowering.Lowered(()) if lowered is None else lowered
+    operands = ("left", "right", "out", *(f"vector{index}" for index in range(vectors)))
+    steps, inner = load_steps(found.steps, operands, x.get_device())
+    return {
+        "index": x.get_device(),
+        "result": allocator(shape, dtype, x.device),
+        "steps": steps,
+        "launch": launcher(steps, inner, x.device, found.workspace),
+    }

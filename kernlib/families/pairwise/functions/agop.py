@@ -1,0 +1,204 @@
+"""The average gradient outer product of a kernel machine, whose gradients are never all stored."""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.pairwise import checks
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients.eager import Block, Call
+from kernlib.families.pairwise.gradients.weights import by_sums
+from kernlib.runtime.numbers import accumulator, check_kind, plain
+from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.tensors import (
+    check_dense,
+    check_flag,
+    check_memory,
+    check_out_shape,
+    is_lazy,
+    materialised,
+    refuse_any_overlap,
+    refuse_gradients,
+    refuse_transforms,
+)
+
+
+@torch.no_grad()
+def _sum_products(call: Call, total, x, z, coefficients, tensors: dict, centred: bool):
+    """The averages, into ``total`` of zeros, (L, K, K) or of diagonals (L, K), for checked
+    arguments that all have a batch, in its dtype."""
+    outputs, (queries, features) = coefficients.shape[1], x.shape[1:]
+    diagonal, largest = total.dim() == 2, max(z.shape[1], outputs * features)
+    for block in autograd.blocks(total.shape[0], queries, largest, autograd.BLOCK_ENTRIES):
+        part = total[block.part]
+        found = _gradients(call, block, len(part), x, z, coefficients, tensors)
+        if centred:
+            if block.rows.start == 0:  # a shift near the mean: what follows does not cancel
+                shift, moved = found.mean(2, keepdim=True), 0
+            found = found - shift
+            moved = moved + found.sum(2)
+        flat = found.flatten(1, 2)
+        part += flat.square().sum(1) if diagonal else flat.mT @ flat
+        if centred and block.rows.stop >= queries:
+            products = "lok,lok->lk" if diagonal else "lok,loj->lkj"
+            part -= torch.einsum(products, moved, moved) / queries
+    total /= outputs * queries
+    return total
+
+
+def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors: dict):
+    """``d/dx_q sum_t c[o,t] K(x_q, z_t)`` of a block of queries: (L, O, Q, K) or (1, O, Q, K)."""
+    from kernlib.families.pairwise.gradients.points import pair_gradient
+
+    rows, points, c = block.of(x), block.entries(z), block.entries(coefficients)
+    values = call.numbers | {name: block.entries(t) for name, t in tensors.items()}
+    made = autograd.sums_of(call.descriptor, values)
+    shape = max(t.shape[0] for t in (rows, points, c)), c.shape[1], *rows.shape[1:]
+    if autograd.is_plain(call.descriptor, values):
+        sides = max(rows.shape[0], points.shape[0])
+        weights = x.new_ones(()).expand(sides, rows.shape[1], points.shape[1])
+    else:
+        weights = by_sums(call.descriptor, made, values, rows, points)
+    if weights is None or 0 in (*weights.shape, *shape):
+        return x.new_zeros(shape)
+    if autograd.by_formula(made):
+        each = [autograd.points_gradient(made, rows, points, weights * one[:, None], True)
+                for one in c.unbind(1)]  # fmt: skip
+        return torch.stack(each, 1)
+    options = {"p": made.p, "inner_scale": made.scale, "first": True}
+    operator, inner = made.descriptor.operator, made.descriptor.inner
+    return pair_gradient(operator, inner, rows, points, weights, c, **options)
+
+
+def agop(
+    descriptor: Pairwise,
+    x: torch.Tensor,
+    z: torch.Tensor,
+    coefficients: torch.Tensor,
+    *,
+    diagonal: bool = False,
+    centred: bool = False,
+    out: torch.Tensor | None = None,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """The average gradient outer product of ``f_o(x) = sum_t coefficients[o,t] K(x, z_t)``:
+    ``sum_oq G[o,q] G[o,q]^T / (O Q)`` with ``G[o,q] = d f_o / d x`` at ``x[q]``.
+
+    - ``x`` (Q, K) or (L, Q, K), the queries; ``z`` (T, K) or (L, T, K), the points of the machine;
+      ``coefficients`` (O, T) or (L, O, T), one row for each output, or (T,) for one. One dtype, any
+      strides; half types are computed in float32. Batches of size 1 broadcast.
+    - The result is (K, K), or with ``diagonal=True`` its diagonal (K,); behind a batch if there is
+      one. It is written to ``out``, if that is given, which for half types may be float32.
+    - ``centred=True`` subtracts from each gradient the mean over the queries of its output.
+    - ``hyperparameters`` are the descriptor's, such as ``bandwidth``: numbers, or tensors of shape
+      () or (L,). In place of a ``feature_map`` M pass the mapped points: of the points themselves
+      the result is then ``M A M^T``.
+
+    Gradients exist for a block of queries at a time, so memory is O(block (T + O K) + K^2). Where
+    a query is one of the points, a distance that is not smooth at 0 contributes 0. Descriptors are
+    not ``symmetric``: for the points themselves pass them twice.
+
+    This is the step of recursive feature machines (Radhakrishnan, Beaglehole, Pandit and Belkin
+    2024), and what xRFM asks for: the metric of the next round is the result, a root of it, or its
+    diagonal.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for tensors that require a
+    gradient while gradients are recorded.
+    """
+    check_dense(("x", "z", "coefficients"), x=x, z=z, coefficients=coefficients, out=out)
+    check_flag("diagonal", diagonal)
+    check_flag("centred", centred)
+    refuse_transforms(checks.NO_TRANSFORMS, x=x, z=z, coefficients=coefficients, out=out)
+    refuse_gradients("agop", x=x, z=z, coefficients=coefficients, out=out, **hyperparameters)
+    _check_points(x, z, coefficients)
+    values = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
+    batch = _check_batch(x, z, coefficients, values)
+    _check_call(descriptor, x, z, hyperparameters)
+    shape = (x.shape[-1],) if diagonal else (x.shape[-1],) * 2
+    shape = shape if batch is None else (batch, *shape)
+    if out is not None:
+        _check_out(out, x, shape)
+        refuse_any_overlap(out, x=x, z=z, coefficients=coefficients, **values)
+    if x.is_meta:
+        return x.new_empty(shape) if out is None else out
+    numbers = {k: plain(k, v) for k, v in hyperparameters.items() if k not in values}
+    wide = accumulator(x.dtype)
+    tensors = {name: value.to(x.device, wide) for name, value in values.items()}
+    points = (_ready(t, wide) for t in (x, z, coefficients))
+    call = Call(descriptor, 0, 0, numbers, tuple(tensors))
+    total = x.new_zeros(1 if batch is None else batch, *shape[-1 if diagonal else -2 :], dtype=wide)
+    with without_autocast(x.device):
+        found = _sum_products(call, total, *points, tensors, centred).view(shape)
+    return found.to(x.dtype) if out is None else out.copy_(found)
+
+
+def _ready(t: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    t = (t[None] if t.dim() == 1 else t).to(wide)
+    return autograd.batched(materialised(t) if is_lazy(t) else t)
+
+
+# What may be wrong.
+
+
+def _check_points(x, z, coefficients) -> None:
+    """Shapes, dtypes and devices. Raises ValueError and TypeError."""
+    for name, t in (("x", x), ("z", z)):
+        if t.dim() not in (2, 3):
+            raise ValueError(f"{name} must be (N, K) or (L, N, K), got shape {tuple(t.shape)}")
+        if t.dtype not in checks.DTYPES:
+            known = ", ".join(map(str, checks.DTYPES))
+            raise TypeError(f"{name} must be one of {known}, got {t.dtype}")
+    if coefficients.dim() not in (1, 2, 3):
+        raise ValueError(
+            f"coefficients must be (T,), (O, T) or (L, O, T), got shape {tuple(coefficients.shape)}"
+        )
+    for name, t in (("z", z), ("coefficients", coefficients)):
+        if t.dtype != x.dtype:
+            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {t.dtype}")
+        if t.device != x.device:
+            raise ValueError(f"{name} must be on the device of x, {x.device}, got {t.device}")
+    if x.shape[-1] != z.shape[-1]:
+        raise ValueError(f"x and z must have as many features, got {x.shape[-1]}, {z.shape[-1]}")
+    if coefficients.shape[-1] != z.shape[-2]:
+        raise ValueError(
+            f"coefficients must have one column for each of the {z.shape[-2]} points of z, got "
+            f"shape {tuple(coefficients.shape)}"
+        )
+    if x.shape[-2] == 0 or 0 in coefficients.shape[:-1]:
+        raise ValueError("an average needs a query in x and a row in coefficients, got none")
+
+
+def _check_call(descriptor: Pairwise, x, z, values: dict) -> None:
+    """Raises TypeError for another descriptor, and what a call of it would raise."""
+    if not isinstance(descriptor, Pairwise):
+        raise TypeError(f"descriptor must be a Pairwise, got {descriptor!r}")
+    if descriptor.symmetric:
+        raise ValueError("agop differentiates by x alone: use symmetric=False, and pass x twice")
+    checks.check_call(descriptor, x, z, None, False, 0, 0, values)
+
+
+def _check_batch(x, z, coefficients, values: dict) -> int | None:
+    """The batch, None if nothing has one. Raises ValueError when two differ."""
+    named = {"x": x, "z": z, "coefficients": coefficients}
+    sizes = {name: t.shape[0] for name, t in named.items() if t.dim() == 3}
+    for name, value in values.items():
+        check_kind(name, value)
+        if value.dim():
+            sizes[name] = value.shape[0]
+    found = {size for size in sizes.values() if size != 1}
+    if len(found) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(f"batches must be 1 or equal, got {listed}")
+    if found:
+        return found.pop()
+    return 1 if any(t.dim() == 3 for t in named.values()) else None
+
+
+def _check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple) -> None:
+    check_out_shape(out, shape)
+    if out.dtype not in (x.dtype, accumulator(x.dtype)):
+        raise TypeError(f"out must be {x.dtype}, as x is, got {out.dtype}")
+    if out.device != x.device:
+        raise ValueError(f"out must be on the device of x, {x.device}, got {out.device}")
+    check_memory(out)

@@ -1,0 +1,232 @@
+"""Reductions of a kernel matrix that is never stored: products with it, sums, log-sum-exp, the
+smallest entry and the k nearest of each row.
+
+Memory is O(M + N), of results, partial results and at most one block of the matrix of 64 MB.
+Gradients take half a gigabyte more at most; those that are differentiated themselves, O(M N).
+"""
+
+from __future__ import annotations
+
+from math import inf
+from numbers import Real
+
+import torch
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.functions import feature_map as pairwise_features
+from kernlib.families.pairwise.reductions import plans
+from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.tensors import check_flag
+
+_USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32
+_WIDE_RANGE = (torch.float32, torch.float64, torch.bfloat16)  # float16 has no such points
+
+
+def kernel_matmul(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    v: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    feature_map: torch.Tensor | None = None,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """``out[l,m,c] = sum_n K[l,m,n] v[l,n,c]`` with ``K = run_kernel(descriptor, a, b, ...)``.
+
+    - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), and the keyword arguments are those of
+      :func:`kernlib.families.pairwise.operation.run`; with a ``symmetric`` descriptor ``b`` may be
+      None. float32, float64, float16 or bfloat16, any strides.
+    - ``v`` (N,), (N, C) or (L, N, C), of the inputs' dtype. The result is (M,), (M, C) or
+      (L, M, C), with a batch where an argument has one, of the inputs' dtype.
+    - ``out``, of the result's shape, is written in place; half types also take a float32 one.
+    - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
+      multiplied first (:func:`kernlib.families.pairwise.functions.feature_map.apply`).
+
+    Half types are summed in float32. On a GPU, up to 16 columns of v (64 of them for up to 16
+    features) are computed by kernels that keep no entry of K; more, and float64, by blocks of K
+    that are multiplied as the descriptor's ``precision`` says, or torch's setting without one.
+    Differentiable by tensors among a, b, v, feature_map and the hyperparameters, without storing K
+    either. ``torch.compile`` and its like see one operator.
+
+    Raises ValueError and TypeError that name the argument; RuntimeError for an ``out`` where a
+    gradient is asked for. After the kernel products of the KeOps and kermac projects.
+    """
+    if v is None:
+        raise TypeError("v must be a tensor, got NoneType")
+    offsets = row_offset, col_offset
+    return _run("matmul", descriptor, a, b, v, out, *offsets, feature_map, hyperparameters)
+
+
+def kernel_sum(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    *,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    feature_map: torch.Tensor | None = None,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """``out[l,m] = sum_n K[l,m,n]``, (M,) or (L, M): the product with ones.
+
+    Arguments, dtypes, gradients and errors are those of :func:`kernel_matmul`, without ``v`` and
+    ``out``. After the Sum reduction of the KeOps project.
+    """
+    offsets = row_offset, col_offset
+    return _run("sum", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters)
+
+
+def kernel_logsumexp(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    *,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    feature_map: torch.Tensor | None = None,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """``out[l,m] = log sum_n exp(K[l,m,n])``, (M,) or (L, M), with no overflow on the way; -inf for
+    no n. Of a descriptor whose value is a logarithm: ``-|a - b|^2`` of a Gaussian, say, by
+    ``Custom("-v * s", ("s",))``.
+
+    Arguments, dtypes, gradients and errors are those of :func:`kernel_matmul`, without ``v`` and
+    ``out``. After the LogSumExp reduction of the KeOps project.
+    """
+    offsets = row_offset, col_offset
+    return _run("logsumexp", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters)
+
+
+def kernel_min(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    *,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    feature_map: torch.Tensor | None = None,
+    **hyperparameters: float | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest entry of each row of K and its column: values of the inputs' dtype, and int64
+    indices, both (M,) or (L, M). The lowest index of equal ones; a NaN is smaller than any number,
+    as in ``torch.min``.
+
+    Arguments and errors are those of :func:`kernel_matmul`, without ``v`` and ``out``, and
+    ValueError where b has no points. Values are differentiable, each by its own pair. After the
+    Min_ArgMin reduction of the KeOps project.
+    """
+    a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
+    offsets = row_offset, col_offset
+    recorded = torch.is_grad_enabled() and _requires_gradient(a, b, None, None, hyperparameters)
+    if recorded or plans.is_recorded():
+        from kernlib.families.pairwise.reductions import pairs
+
+        return pairs.run("min", descriptor, a, b, 1, False, *offsets, hyperparameters)
+    return plans.run("min", descriptor, a, b, None, None, *offsets, hyperparameters)
+
+
+def kernel_argmin(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    *,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    feature_map: torch.Tensor | None = None,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """The column of the smallest entry of each row of K, int64, (M,) or (L, M): the nearest point,
+    for a distance. As the indices of :func:`kernel_min`, with its arguments and errors."""
+    offsets = {"row_offset": row_offset, "col_offset": col_offset}
+    with torch.no_grad():
+        return kernel_min(descriptor, a, b, feature_map=feature_map, **offsets, **hyperparameters)[
+            1
+        ]
+
+
+def kernel_topk(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    k: int = 1,
+    largest: bool = False,
+    *,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    feature_map: torch.Tensor | None = None,
+    **hyperparameters: float | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k`` smallest (or ``largest``) entries of each row of K in order, and their columns:
+    values of the inputs' dtype, and int64 indices, both (M, k) or (L, M, k), as of ``torch.topk``.
+    For a distance the k nearest points. Which of equal entries are taken is not defined.
+
+    Arguments and errors are those of :func:`kernel_matmul`, without ``v`` and ``out``, and
+    ValueError for a k that is not from 1 to N. Values are differentiable, each by its own pair.
+    After the KMin_ArgKMin reduction of the KeOps project.
+    """
+    from kernlib.families.pairwise.reductions import pairs
+
+    check_flag("largest", largest)
+    a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
+    offsets = row_offset, col_offset
+    return pairs.run("topk", descriptor, a, b, k, largest, *offsets, hyperparameters)
+
+
+def _run(
+    reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values: dict
+) -> torch.Tensor:
+    """A reduction that has one tensor for its result."""
+    a, b, values = _placed(descriptor, feature_map, a, b, values, out)
+    arguments = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
+    if plans.is_recorded():
+        from kernlib import run
+
+        return run.pairwise_reduce_library.run(*arguments)
+    if torch.is_grad_enabled() and _requires_gradient(a, b, v, out, values):
+        from kernlib.families.pairwise.reductions import gradients
+
+        return gradients.run(*arguments)
+    return plans.run(*arguments)
+
+
+def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
+    """Points and hyperparameters, mapped, and in a unit near a bandwidth whose square has no
+    reciprocal, which kernels of squared distances multiply by."""
+    if feature_map is not None:
+        a, b = pairwise_features.apply(feature_map, a, b, out)
+    bandwidth = _far_bandwidth(values.get("bandwidth"))
+    if bandwidth is None:
+        return a, b, values
+    from kernlib.families.pairwise.gradients import weights
+
+    values = values | {"bandwidth": bandwidth}
+    points = (a,) if b is None else (a, b)
+    known = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
+    if not known or not isinstance(descriptor, Pairwise):  # which checks will say
+        return a, b, values
+    if not weights.is_of_squares(descriptor, values):
+        return a, b, values
+    unit = weights.unit_of(descriptor, values, accumulator(a.dtype))
+    return (a, b, values) if unit is None else weights.in_unit(unit, a, b, values)[:3]
+
+
+def _far_bandwidth(bandwidth: object) -> float | None:
+    """A bandwidth that is a number and no usual one; None for others, and for what is none."""
+    if type(bandwidth) is float and _USUAL[0] <= bandwidth <= _USUAL[1]:
+        return None  # before what takes 0.4 us
+    if isinstance(bandwidth, torch.Tensor) or not isinstance(bandwidth, Real):
+        return None
+    try:
+        bandwidth = float(bandwidth)
+    except OverflowError:
+        return None
+    return None if _USUAL[0] <= bandwidth <= _USUAL[1] or not 0 < bandwidth < inf else bandwidth
+
+
+def _requires_gradient(a, b, v, out, values: dict) -> bool:
+    """Whether one of a call's tensors requires a gradient; others than tensors do not."""
+    # any() over a generator would double the time
+    return True in [getattr(t, "requires_grad", False) for t in (a, b, v, out, *values.values())]

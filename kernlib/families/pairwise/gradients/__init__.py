@@ -1,0 +1,1 @@
+"""By points and hyperparameters: ``formula``, ``weights``, ``points``, then ``eager``."""

@@ -1,0 +1,154 @@
+"""Derivatives of pairwise sums by torch's own operators on their formula: those that no kernel
+computes, which are first ones of rare stages, and second ones.
+
+Every difference is there at once, so whatever may go by blocks of rows does; under
+``create_graph`` everything is kept for derivatives of these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernlib.families.pairwise import stages_reference as stages
+from kernlib.families.pairwise.descriptor import Pairwise
+
+BLOCK_ELEMENTS = 1 << 24  # of (L, rows, T, K) at once: 64 MB in float32, several times
+
+
+class Sums(NamedTuple):
+    """Sums ``sum_k inner(op(a, b))``: the descriptor that computes nothing else, and what its inner
+    stage is given, as numbers or as tensors of shape () or (L,)."""
+
+    descriptor: Pairwise
+    p: float | torch.Tensor | None = None
+    scale: float | torch.Tensor | None = None
+
+    def arguments(self) -> dict:
+        """The keyword arguments of the call."""
+        named = {"p": self.p, "inner_scale": self.scale}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def of(self, x, z, first: bool) -> torch.Tensor:
+        """They, by the formula."""
+        made = self.descriptor
+        given = {"p": self.p, "inner_scale": self.scale, "first": first}
+        return stages.sums(made.operator, made.inner, x, z, **given)
+
+    @property
+    def linear(self) -> bool:
+        """Whether their gradient is products of matrices."""
+        return stages.linear(self.descriptor.operator, self.descriptor.inner)
+
+
+def gradients(made: Sums, x, z, weights, first: bool, needs: tuple) -> list:
+    """The gradients of ``sum W S`` with respect to x, z, p and the inner scale, None where there is
+    no need: (L, Q, K), (L, T, K), the shapes of p and of the scale."""
+    create = torch.is_grad_enabled()
+
+    def value(x, z, weights, p, scale):
+        return (made._replace(p=p, scale=scale).of(x, z, first) * weights).sum((1, 2))
+
+    asked = (*needs[:2], False, *needs[2:])
+    found = _by_rows(made, value, (x, z, weights), asked, None, create)
+    return [*found[:2], *found[3:]]
+
+
+def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
+    """The gradients of ``sum_qk along * (gradient of sum W S with respect to x)`` with respect to
+    x, z, W, p and the inner scale, None where there is no need."""
+    create = torch.is_grad_enabled()
+    if made.linear and made.descriptor.operator == "difference":
+        return _second_of_squares(x, z, weights, along, needs)
+
+    def value(x, z, weights, p, scale):
+        if made.linear:
+            return weights @ z
+        x = x.expand(weights.shape[0], -1, -1)
+        s = made._replace(p=p, scale=scale).of(x, z, first)
+        (found,) = torch.autograd.grad(s, x, weights, create_graph=True)
+        return found
+
+    return _by_rows(made, value, (x, z, weights), needs, along, create)
+
+
+def _second_of_squares(x, z, weights, along, needs: tuple) -> list:
+    """:func:`second` of squared differences, whose gradient is ``2 sum_t W (x - z)``. What W
+    receives is made of differences: of products ``along x - along z`` nothing is left where points
+    lie close together."""
+    x, z, weights, along = (normal(t) for t in (x, z, weights, along))
+    to_x = to_z = to_weights = None
+    if needs[0]:
+        to_x = (2 * weights.sum(-1, keepdim=True) * along).sum_to_size(x.shape)
+    if needs[1]:
+        to_z = (-2 * (weights.mT @ along)).sum_to_size(z.shape)
+    if needs[2]:
+        rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
+        parts = zip(x.split(rows, 1), along.split(rows, 1), strict=True)
+        made = [_along_differences(own, z, given) for own, given in parts]
+        to_weights = 2 * torch.cat(made, 1) if made else torch.zeros_like(weights)
+    return [to_x, to_z, to_weights, None, None]
+
+
+def _along_differences(x, z, along) -> torch.Tensor:
+    """``sum_k along[l,q,k] (x[l,q,k] - z[l,t,k])``, (L, Q, T)."""
+    return ((x[:, :, None] - z[:, None]) * along[:, :, None]).sum(-1)
+
+
+def _by_rows(made: Sums, value, tensors: tuple, needs: tuple, along, create: bool) -> list:
+    """The gradients of a function of x, z, W, p and scale that treats each row of x and W alone."""
+    x, z, weights = tensors
+    count = rows = max(1, x.shape[1])  # an empty x is one empty block
+    if not create and not made.linear:
+        rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
+    found = [[] for _ in needs]
+    for begin in range(0, count, rows):
+        part = slice(begin, begin + rows)
+        given = None if along is None else along[:, part]
+        block = _block(made, value, tensors, needs, part, given, create)
+        for kept, one in zip(found, block, strict=True):
+            kept.append(one)
+    return [_joined(i, kept) if needs[i] else None for i, kept in enumerate(found)]
+
+
+def normal(t):
+    """A tensor that may be saved for a gradient: a copy of one that was made in inference mode."""
+    return t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t
+
+
+def _block(made, value, tensors, needs, part: slice, along, create: bool) -> list:
+    x, z, weights = tensors
+    sides = (x[:, part], z, weights[:, part], made.p, made.scale)
+    with torch.inference_mode(False), torch.enable_grad():
+        sides, along = tuple(normal(t) for t in sides), normal(along)
+        # x always: its own gradient is what second() differentiates.
+        asked = (True, *needs[1:])
+        leaves = [_leaf(t, create) if ask else t for t, ask in zip(sides, asked, strict=True)]
+        y = value(*leaves)
+        wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        if not y.requires_grad:  # such as W z, when x alone is asked for
+            grads = [torch.zeros_like(leaf) for leaf in wanted]
+        else:
+            along = torch.ones_like(y) if along is None else along.expand_as(y)
+            options = {"create_graph": create, "materialize_grads": True}
+            grads = torch.autograd.grad(y, wanted, along, **options) if wanted else []
+    left = iter(grads)
+    return [next(left) if need else None for need in needs]
+
+
+def _leaf(t: torch.Tensor, create: bool) -> torch.Tensor:
+    """What a gradient is asked for by: an alias, lest two of the arguments be one tensor."""
+    if create and t.requires_grad:
+        return t.view_as(t)
+    return t.detach().requires_grad_()
+
+
+def _joined(place: int, parts: list) -> torch.Tensor:
+    """Rows of x and W one after another, the others summed."""
+    if place in (0, 2):
+        return torch.cat(parts, 1)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,228 @@
+"""What each entry of a pairwise matrix is worth to a gradient. With ``out = finish(S)``, the
+derivatives of ``finish`` by S and by hyperparameters are pairwise matrices themselves: of the same
+sums, under epilogues that :mod:`kernlib.descriptors.derivative` makes. So one kernel computes each.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from kernlib.descriptors.derivative import ZERO, Derivative, fits, free_names
+from kernlib.descriptors.epilogues import (
+    Cauchy,
+    Epilogue,
+    Gaussian,
+    Laplace,
+    Matern,
+    PowerExponential,
+    RationalQuadratic,
+)
+from kernlib.descriptors.expression import VALUE
+from kernlib.families.pairwise import checks
+from kernlib.families.pairwise import operation as op
+from kernlib.families.pairwise import stages as norms
+from kernlib.families.pairwise import stages_reference as stages
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.gradients import formula
+from kernlib.families.pairwise.gradients.formula import Sums
+from kernlib.runtime.numbers import accumulator
+
+_INFINITE = float("inf")
+_SMALLEST = {torch.float32: 1e-38, torch.float64: 1e-300}
+_STAGES = {1.0: "Identity", 0.5: "Sqrt", 2.0: "Square"}  # of exponents
+_USUAL_EXPONENT = 30  # of two, of a bandwidth
+_LARGEST_EXPONENTS = {torch.float32: 120, torch.float64: 1000}  # whose negatives are normal too
+_LARGEST_PRODUCT = 2**31  # elements of a dot product by cuBLAS, less one
+
+
+class Finish(NamedTuple):
+    """What follows the sums of a call: the fields of a :class:`Derivative`, and the values of its
+    parameters by their names."""
+
+    outer: str
+    epilogue: tuple[Epilogue, ...]
+    snaps: bool
+    values: dict
+
+    @property
+    def exponent(self) -> str:
+        """What the exponent of "Power" is called."""
+        return free_names(self.epilogue)[0]
+
+
+def finish_of(descriptor: Pairwise, values: dict) -> Finish:
+    """That of a call with these hyperparameters, tensors on the device and in the arithmetic's
+    dtype. ``regularization`` is no part of it."""
+    outer, power = _outer(descriptor, values)
+    epsilon = values.get("epsilon", 0.0)
+    snaps = isinstance(epsilon, torch.Tensor) or epsilon != 0
+    if power is None and not snaps:
+        return Finish(outer, descriptor.epilogue, False, values)
+    exponent, limit = free_names(descriptor.epilogue)
+    return Finish(outer, descriptor.epilogue, snaps, {**values, exponent: power, limit: epsilon})
+
+
+def _outer(descriptor: Pairwise, values: dict) -> tuple[str, float | torch.Tensor | None]:
+    """The outer stage by its name, and the exponent of "Power"."""
+    if checks.follows_inner(descriptor, values):
+        p = values.get("p", values.get("inner_p"))
+        power = root_of(p)
+    elif isinstance(descriptor.outer, norms.Power):
+        power = values["outer_p"]
+    else:
+        return type(descriptor.outer).__name__, None
+    known = None if isinstance(power, torch.Tensor) else _STAGES.get(power)
+    return (known, None) if known else ("Power", power)
+
+
+def root_of(p: float | torch.Tensor) -> float | torch.Tensor:
+    """The exponent of the root that follows the inner exponent p: ``1 / p``, 1 for 0 and inf."""
+    if not isinstance(p, torch.Tensor):
+        return 1.0 if p in (0, _INFINITE) else 1 / p
+    whole = (p == 0) | p.isinf()
+    return torch.where(whole, 1.0, 1 / torch.where(whole, 1.0, p))
+
+
+def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | None:
+    """A power of two near a bandwidth whose square is far from 1, by which points of a dtype and
+    bandwidth may be divided: the kernel is one of their quotients. None if there is no need, or it
+    is another. Of a bandwidth that is a tensor nothing is known here."""
+    bandwidth = values.get("bandwidth")
+    if not isinstance(bandwidth, (int, float)):
+        return None
+    exponent = math.frexp(bandwidth)[1]
+    if abs(exponent) <= _USUAL_EXPONENT or not _is_of_quotients(descriptor, values):
+        return None
+    most = _LARGEST_EXPONENTS[dtype]
+    return 2.0 ** max(-most, min(most, exponent))
+
+
+def in_unit(unit: float, x: torch.Tensor, z: torch.Tensor | None, values: dict) -> tuple:
+    """Points, of which the second may be the first or None, and bandwidth divided by a unit, and
+    that unit: a tensor of 1, and nothing is divided, where a coordinate would overflow. Unit and
+    bandwidth have the arithmetic's dtype then."""
+    shared, limits, wide = z is None or z is x, torch.finfo(x.dtype), accumulator(x.dtype)
+    if unit < 1.0:
+        most = limits.max * unit
+        for size in [_largest(each) for each in ((x,) if shared else (x, z)) if each.numel()]:
+            unit = torch.where(size < most, unit * torch.ones_like(size, dtype=wide), 1.0)
+    left = x / unit
+    right = z if z is None else left if shared else z / unit
+    bandwidth = values["bandwidth"] / unit
+    if isinstance(bandwidth, torch.Tensor):  # a reciprocal of less would be infinite
+        bandwidth = bandwidth.clamp(min=limits.tiny)
+    return left, right, values | {"bandwidth": bandwidth}, unit
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest of the finite coordinates' sizes."""
+    x = x.detach()
+    return torch.where(x.isfinite(), x.abs(), 0.0).amax()
+
+
+def is_of_squares(descriptor: Pairwise, values: dict) -> bool:
+    """Whether a kernel is one of squared distances beside a squared bandwidth."""
+    stages = type(descriptor.inner), type(descriptor.outer)
+    return stages == (norms.Square, norms.Identity) and _is_of_quotients(descriptor, values)
+
+
+def _is_of_quotients(descriptor: Pairwise, values: dict) -> bool:
+    snaps = isinstance(values.get("epsilon"), torch.Tensor) or values.get("epsilon")
+    if snaps or descriptor.operator != "difference" or len(descriptor.epilogue) != 1:
+        return False
+    stages = type(descriptor.inner), type(descriptor.outer)
+    if stages == (norms.Square, norms.Identity):
+        return isinstance(descriptor.epilogue[0], (Gaussian, RationalQuadratic, Cauchy))
+    known = stages in ((norms.Abs, norms.Identity), (norms.Square, norms.Sqrt))
+    if not known and not _is_norm(descriptor, values):
+        return False
+    return isinstance(descriptor.epilogue[0], (Laplace, Matern, PowerExponential))
+
+
+def _is_norm(descriptor: Pairwise, values: dict) -> bool:
+    """Whether sums and root are a norm, which a count of differences (p = 0) is not."""
+    p = values.get("p", values.get("inner_p"))
+    return checks.follows_inner(descriptor, values) and not isinstance(p, torch.Tensor) and p != 0
+
+
+def derivative(
+    made: Sums, finish: Finish, by: str, a: torch.Tensor, b: torch.Tensor | None
+) -> torch.Tensor | None:
+    """``d finish(S) / d S``, or by a parameter, of points in the arithmetic's dtype, without a
+    record; None if it is 0 everywhere."""
+    descriptor = _kernel(made.descriptor, *finish[:3], by, _SMALLEST[a.dtype])
+    if descriptor is None:
+        return None
+    values = {name: finish.values[name] for name in _parameters(descriptor)}
+    return op.run(descriptor, a, b, **made.arguments(), **values)
+
+
+@lru_cache(maxsize=1024)
+def _kernel(
+    sums: Pairwise, outer: str, epilogue: tuple, snaps: bool, by: str, smallest: float
+) -> Pairwise | None:
+    made = Derivative(outer, epilogue, by, snaps, smallest)
+    if made.tree() == ZERO:
+        return None
+    root = norms.Sqrt() if outer == "Sqrt" else norms.Identity()
+    return sums.replace(outer=root, epilogue=(made,))
+
+
+@lru_cache(maxsize=1024)
+def _parameters(descriptor: Pairwise) -> tuple[str, ...]:
+    return descriptor.parameters
+
+
+def has_kernels(finish: Finish) -> bool:
+    """Whether :func:`derivative` knows what follows the sums: all but chains of epilogues whose
+    text would grow too long for a compiler."""
+    return fits(finish.outer, finish.epilogue, finish.snaps)
+
+
+def by_sums(
+    descriptor: Pairwise, made: Sums, values: dict, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor | None:
+    """``d finish(S) / d S`` of a call with these hyperparameters; None if it is 0 everywhere."""
+    finish = finish_of(descriptor, values)
+    if has_kernels(finish):
+        return derivative(made, finish, VALUE, a, b)
+    s = op.run(made.descriptor, a, b, **made.arguments())
+    counts = [v.shape[0] for v in values.values() if isinstance(v, torch.Tensor) and v.dim()]
+    if s.dim() == 3:  # else the weights of its entries would be added up
+        s = s.expand(max(s.shape[0], *counts, 1), -1, -1)
+    return by_torch(descriptor, s, values, torch.ones_like(s), [])[0]
+
+
+def contracted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``sum_mn values[l,m,n] weights[l,m,n]``, (L,), or () of matrices; ``values`` may be
+    overwritten, and their dtype is the result's."""
+    alike = values.shape == weights.shape and values.dtype == weights.dtype
+    lines = alike and values.is_contiguous() and weights.is_contiguous()
+    if lines and values.shape[:-2].numel() == 1 and values.numel() < _LARGEST_PRODUCT:
+        return torch.dot(values.view(-1), weights.view(-1))
+    return weighted(values, weights).sum((-2, -1))
+
+
+def weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``values * weights`` in the dtype of the values, which may be overwritten."""
+    if values.shape == weights.shape:
+        return values.mul_(weights)
+    return values * weights.to(values.dtype)
+
+
+def by_torch(
+    descriptor: Pairwise, s: torch.Tensor, values: dict, grad: torch.Tensor, wanted: list
+) -> list:
+    """The gradients of ``sum grad * finish(s)`` with respect to s and the ``wanted`` tensors among
+    ``values``, None for what nothing depends on, by torch: ten to twenty passes over memory."""
+    with torch.inference_mode(False), torch.enable_grad():
+        s, grad = formula.normal(s).detach().requires_grad_(), formula.normal(grad)
+        values = {name: formula.normal(value) for name, value in values.items()}
+        out = stages.finish(descriptor, s, values, root=checks.follows_inner(descriptor, values))
+        if not out.requires_grad:
+            return [None] * (1 + len(wanted))
+        return list(torch.autograd.grad(out, [s, *wanted], grad, allow_unused=True))

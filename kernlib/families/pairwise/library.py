@@ -1,0 +1,162 @@
+"""The pairwise op as two operators of ``torch.library``, for whoever records calls and runs them
+later: torch.compile, torch.export, make_fx, fake tensors. With a gradient to record the first is
+the two of :mod:`kernlib.families.pairwise.gradients.operators` and torch's own.
+
+Eager calls pass them by (the dispatcher costs 6 to 11 us a call), so this module is imported, and
+the operators registered, when a call is first recorded. A process that only loads an exported
+program imports it before ``torch.export.load``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from kernlib import events
+from kernlib.descriptors.text import from_text
+from kernlib.families.pairwise import checks, operation
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.functions import feature_map as pairwise_features
+from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import operators
+from kernlib.runtime.numbers import host_value
+from kernlib.runtime.tensors import check_flag
+
+# ``names`` are those of ``numbers``, then those of ``tensors``, which stay where they are; one text
+# with spaces, for torch.jit.trace takes no list of str.
+_ARGUMENTS = (
+    "str descriptor, str names, float[] numbers, Tensor[] tensors, "
+    "SymInt row_offset, SymInt col_offset, bool debug"
+)
+_library = torch.library.Library("kernlib", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"pairwise(Tensor a, Tensor? b, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(
+    f"pairwise_out(Tensor a, Tensor? b, Tensor(a!) out, bool accumulate, {_ARGUMENTS}) -> ()",
+    tags=_TAGS,
+)
+# After an error of a traced call Dynamo would trace what the operators run: 5 s, for nothing.
+_run = torch.compiler.disable(operation.run)
+_new = torch.ops.kernlib.pairwise.default
+_into = torch.ops.kernlib.pairwise_out.default
+
+
+def run(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    *more: torch.Tensor,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    debug: bool = False,
+    feature_map: torch.Tensor | None = None,
+    **hyperparameters,
+) -> torch.Tensor:
+    """:func:`kernlib.families.pairwise.operation.run` by way of the operators.
+
+    What is wrong with shapes, dtypes and devices is raised here; what is wrong with values, or
+    does not fit the descriptor, when the operator runs.
+    """
+    if more:
+        checks.refuse_more(descriptor, more)
+    checks.check_tensors(a, b, out)
+    if feature_map is not None:
+        a, b = pairwise_features.apply(feature_map, a, b, out)
+    check_flag("accumulate", accumulate)
+    if accumulate and out is None:
+        raise ValueError("accumulate=True adds to out, and no out is given")
+    given = separate(hyperparameters, a.device)
+    arguments = (descriptor.text, *given, row_offset, col_offset, debug)
+    if out is None:
+        return _new(a, b, *arguments)
+    _into(a, b, out, accumulate, *arguments)
+    return out
+
+
+def separate(hyperparameters: dict, device: torch.device) -> tuple[str, list, list]:
+    """Names, numbers and tensors. Raises TypeError for what is neither number nor tensor."""
+    tensors = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
+    numbers = {k: _number(k, v) for k, v in hyperparameters.items() if k not in tensors}
+    # The copy of a host tensor is recorded too: a CUDA graph can leave it out, where the operator
+    # itself would have to refuse a host tensor while it is captured.
+    placed = [v.to(device) if v.device.type == "cpu" else v for v in tensors.values()]
+    return " ".join([*numbers, *tensors]), [*numbers.values()], placed
+
+
+def _number(name: str, value) -> float:
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return torch.sym_float(value)
+    return host_value(name, value)
+
+
+def _call(a, b, out, accumulate, descriptor, names, numbers, tensors, rows, columns, debug):
+    """The eager call that an operator's arguments stand for. AOTInductor hands over None for an
+    empty list."""
+    values = dict(zip(names.split(), (*(numbers or ()), *(tensors or ())), strict=True))
+    with events.on_stderr() if debug else nullcontext():
+        return _run(
+            from_text(descriptor), a, b, out=out, accumulate=accumulate,
+            row_offset=rows, col_offset=columns, **values,
+        )  # fmt: skip
+
+
+def _call_new(a, b, *arguments):
+    with torch.no_grad():  # one to record has not come here
+        return _call(a, b, None, False, *arguments)
+
+
+def _call_into(a, b, out, accumulate, *arguments):
+    _call(a, b, out, accumulate, *arguments)
+
+
+def _new_recorded(keyset, a, b, descriptor, names, numbers, tensors, rows, columns, debug):
+    """The operator as autograd sees it: with a gradient to record it is what
+    :func:`kernlib.families.pairwise.gradients.operators.recorded` does, else itself."""
+    needed = (a, b, *(tensors or ()))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in needed):
+        values = dict(zip(names.split(), (*(numbers or ()), *needed[2:]), strict=True))
+        made = from_text(descriptor)
+        _check_recorded(made, a, b, rows, columns, values)
+        return operators.recorded(made, a, b, values, rows - columns)
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keyset & torch._C._after_autograd_keyset
+        return _new.redispatch(
+            below, a, b, descriptor, names, numbers, tensors, rows, columns, debug
+        )
+
+
+def _check_recorded(descriptor, a, b, rows, columns, values: dict) -> None:
+    """What the operator checks when it runs, but for values that may be of no tensor in memory."""
+    offsets = (rows, columns) if type(rows) is type(columns) is int else (0, 0)
+    numbers = {name: value if type(value) is float else 1.0 for name, value in values.items()}
+    checks.check_call(descriptor, a, b, None, False, *offsets, numbers)
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    checks.check_shapes(a, b, None, tensors)
+
+
+def _shape(a, b, out, names, tensors) -> tuple:
+    """The output's shape. Raises what eager calls raise for shapes, dtypes and devices, and for an
+    ``out`` while gradients are recorded."""
+    given, tensors = names.split(), tensors or ()
+    values = dict(zip(given[len(given) - len(tensors) :], tensors, strict=True))
+    if torch.is_grad_enabled():
+        autograd.refuse_out(a, b, out, values)
+    return checks.check_shapes(a, b, out, values)
+
+
+def _fake_new(a, b, descriptor, names, numbers, tensors, row_offset, col_offset, debug):
+    return a.new_empty(_shape(a, b, None, names, tensors))
+
+
+def _fake_into(a, b, out, accumulate, descriptor, names, numbers, tensors, *rest):
+    _shape(a, b, out, names, tensors)
+
+
+_library.impl("pairwise", _call_new, "CompositeExplicitAutograd")
+_library.impl("pairwise", _new_recorded, "Autograd", with_keyset=True)
+_library.impl("pairwise_out", _call_into, "CompositeExplicitAutograd")
+torch.library.register_fake("kernlib::pairwise", _fake_new, lib=_library)
+torch.library.register_fake("kernlib::pairwise_out", _fake_into, lib=_library)

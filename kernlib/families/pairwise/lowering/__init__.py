@@ -1,0 +1,1 @@
+"""From a call to kernels, grids and parameters: ``choose`` which, then a module for each kernel."""

@@ -1,0 +1,74 @@
+"""The kinds of kernel that compute pairwise calls: ``split`` by products of tensor cores, which
+takes p = 2 and dot products where that pays, and ``direct``, which takes everything.
+
+Each kind's lowering is a module; a choice of ``{"kind": "split"}`` names the first, and a choice of
+a tile one of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import direct, split
+from kernlib.families.pairwise.lowering.direct import Choice, Problem
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import steps
+
+SPLIT = {"kind": "split"}
+
+
+def takes_products(descriptor: Pairwise) -> bool:
+    """Whether a kernel of tensor cores may compute it, for some tensors and exponents."""
+    if descriptor.direct:
+        return False
+    dot = descriptor.operator == "dot"
+    return isinstance(descriptor.inner, stages.Identity if dot else (stages.Square, stages.Power))
+
+
+def candidates(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> list[Choice]:
+    """What :func:`lower` can choose for a problem. There is always one."""
+    taken = _takes_split(descriptor, problem, arch, precision)
+    return [dict(SPLIT)] * taken + direct.candidates(problem, arch)
+
+
+def lower(
+    descriptor: Pairwise,
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    strides: tuple[int, ...],
+    precision: str,
+    choice: Mapping[str, object] | None = None,
+) -> direct.Lowered | steps.Lowered:
+    """The launches of a call: by ``choice`` if it is one of the candidates, else by rule."""
+    taken = _takes_split(descriptor, problem, arch, precision)
+    wanted = choice or {}
+    by_rule = "tile" not in wanted and split.pays(problem) if taken else False
+    if taken and (wanted.get("kind") == SPLIT["kind"] or by_rule):
+        return split.lower(descriptor, problem, arch, multiprocessors, strides, precision)
+    return direct.lower(descriptor, problem, arch, multiprocessors, strides, choice)
+
+
+def specs(
+    descriptor: Pairwise, problem: Problem, arch: str, strides: tuple[int, ...], precision: str
+) -> list[KernelSpec]:
+    """The kernels that a problem takes on the GPUs of an arch, untuned."""
+    count = targets.MULTIPROCESSORS[arch][0]
+    if _takes_split(descriptor, problem, arch, precision) and split.pays(problem):
+        found = split.lower(descriptor, problem, arch, count, strides, precision)
+        return [step.spec for step in found.steps]
+    chosen = direct.defaults(problem, arch)
+    return [direct.lower(descriptor, problem, arch, count, strides, c).spec for c in chosen]
+
+
+def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
+    products = split.variants(descriptor, arch, dtypes) if takes_products(descriptor) else []
+    return direct.variants(descriptor, arch, dtypes) + products
+
+
+def _takes_split(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
+    return takes_products(descriptor) and split.takes(descriptor, problem, arch, precision)

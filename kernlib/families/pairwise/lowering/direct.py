@@ -1,0 +1,346 @@
+"""From a pairwise descriptor and the layout of its tensors to a KernelSpec, a grid and parameters.
+
+Pure arithmetic on plain data: no tensor, no device. What the generated code depends on is in the
+spec; sizes, strides and hyperparameters are launch arguments. Records are named tuples: five
+dataclasses would cost 5 ms of the first call.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from itertools import product
+from typing import NamedTuple
+
+from kernlib.errors import UnsupportedError
+from kernlib.families.pairwise import stages as norms
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering.finish import (
+    COMMON_SCALARS,
+    finish,
+    is_norm,
+    outer,
+    outer_kinds,
+)
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+
+THREADS = 256
+TILE_K = 16
+PROMOTE_K = 64
+BIG_TILE, SMALL_TILE = 128, 64
+MAX_TILES = 2**31 - 1  # blocks of a grid's first axis
+MAX_BATCH_BLOCKS = 65535
+POINTERS = 3  # of a, b and out, at the start of the parameter struct
+NUMBER = "dQ"  # then for each hyperparameter its value, and its address if it is on the device
+Choice = dict[str, int]  # knobs that tuning turns, by name
+
+# torch's names of storage: (CUDA type, bytes, CUDA type of arithmetic, its bytes)
+TYPES = {
+    "float32": ("float", 4, "float", 4),
+    "float64": ("double", 8, "double", 8),
+    "float16": ("half_t", 2, "float", 4),
+    "bfloat16": ("bfloat16_t", 2, "float", 4),
+}
+# The other dtype that an out may have: the one of the arithmetic.
+ACCUMULATORS = {name: "float64" if name == "float64" else "float32" for name in TYPES}
+
+# Host values of p with code of their own; every other value shares "any", device tensors "device".
+INNER_CODE = {
+    0.0: "Power0",
+    0.5: "PowerHalf",
+    1.0: "Abs",
+    1.5: "PowerThreeHalves",
+    2.0: "Square",
+    2.5: "PowerFiveHalves",
+    3.0: "Power3",
+    4.0: "Power4",
+    6.0: "Power6",
+    float("inf"): "PowerInfinity",
+    "any": "Power",
+    "device": "PowerOnDevice",
+}
+EXPONENT_STAGES = {  # inner stages with an exponent: their code for its values
+    norms.Power: INNER_CODE,
+    norms.ExpPower: {
+        1.0: "ExpPower1",
+        2.0: "ExpPower2",
+        "any": "ExpPower",
+        "device": "ExpPowerOnDevice",
+        0.0: "ExpPowerOnDevice",
+    },
+    norms.PowerLog: {"any": "PowerLog"},
+}
+
+
+class Layout(NamedTuple):
+    """Strides, in elements, of (batch, points, features) or (batch, m, n), and the address of the
+    first element modulo 16 (an aligned one may say 0 or 16)."""
+
+    batch: int
+    rows: int
+    columns: int
+    alignment: int = 16
+
+    def transposed(self) -> Layout:
+        return Layout(self.batch, self.columns, self.rows, self.alignment)
+
+
+class Problem(NamedTuple):
+    """One call's shapes and layouts, as lowering sees them."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    a: Layout
+    b: Layout
+    out: Layout
+    dtype: str = "float32"
+    out_dtype: str = "float32"
+    diagonal: int = 0  # n - m of the entries that receive the regularization
+    accumulate: bool = False
+    inner: float | str = "any"  # key of inner_codes(descriptor)
+    outer: float | str = "any"  # key of EXPONENT_CODE or another, for outer=Power()
+    root: bool = False  # outer exponent is 1 / inner exponent
+
+    def transposed(self) -> Problem:
+        """The same call with a and b exchanged: it fills out's transpose."""
+        return Problem(
+            self.n, self.m, self.k, self.batch, self.b, self.a, self.out.transposed(),
+            self.dtype, self.out_dtype, -self.diagonal, self.accumulate,
+            self.inner, self.outer, self.root,
+        )  # fmt: skip
+
+
+class Lowered(NamedTuple):
+    """``swapped``: the kernel's a is the caller's b. ``fixed`` follows POINTERS addresses and
+    ``scalar_count(descriptor)`` times NUMBER in the parameter struct."""
+
+    spec: KernelSpec
+    grid: tuple[int, int]
+    fixed: bytes
+    swapped: bool
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the descriptor."""
+
+    dtype: str
+    out_dtype: str
+    tile: int
+    long_k: bool
+    access_a: str
+    access_b: str
+    swapped: bool
+    inner: float | str
+    outer: float | str
+    root: bool
+
+
+def inner_codes(descriptor: Pairwise) -> dict[float | str, str]:
+    """Kinds of inner exponent that have code of their own, and that code."""
+    stage = type(descriptor.inner)
+    return EXPONENT_STAGES.get(stage) or {"any": stage.__name__}
+
+
+def scalar_count(descriptor: Pairwise) -> int:
+    return len(COMMON_SCALARS) + len(descriptor.parameters)
+
+
+def lower(
+    descriptor: Pairwise,
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    scalar_strides: tuple[int, ...],
+    choice: Mapping[str, object] | None = None,
+) -> Lowered:
+    """Choose the variant for a call: by ``choice`` if it is one of the problem's candidates (values
+    may be text), else by rule. Raises UnsupportedError for sizes no grid can hold."""
+    swapped = problem.out.rows == 1 and problem.out.columns != 1
+    if swapped:
+        problem = problem.transposed()
+    known = candidates(problem, arch)
+    chosen = _known(choice, known) or default(problem, known, multiprocessors)
+    variant = Variant(
+        problem.dtype,
+        problem.out_dtype,
+        chosen["tile"],
+        problem.k > PROMOTE_K,
+        access(problem.a, problem.m, problem.k, problem.dtype),
+        access(problem.b, problem.n, problem.k, problem.dtype),
+        swapped and descriptor.signed,
+        problem.inner,
+        problem.outer,
+        problem.root,
+    )
+    tiles_m, tiles_n = _ceil(problem.m, variant.tile), _ceil(problem.n, variant.tile)
+    if tiles_m * tiles_n > MAX_TILES or problem.k >= 2**31 - TILE_K:
+        raise UnsupportedError(
+            f"a {problem.m} x {problem.n} result over {problem.k} features is more than one launch "
+            f"holds ({MAX_TILES} tiles of {variant.tile}); call it on slices"
+        )
+    fixed = fixed_parameters(problem, tiles_m, tiles_n, scalar_strides)
+    grid = (tiles_m * tiles_n, min(problem.batch, MAX_BATCH_BLOCKS))
+    return Lowered(spec(descriptor, variant, arch), grid, fixed, swapped)
+
+
+def candidates(problem: Problem, arch: str) -> list[Choice]:
+    """What :func:`lower` can choose for a problem, the largest tile first: each knob's value, of
+    kernels whose shared memory fits the arch. There is always one."""
+    thin = min(problem.m, problem.n) <= SMALL_TILE
+    tiles = _tiles(problem.dtype, problem.k > PROMOTE_K, arch)
+    return [{"tile": tile} for tile in tiles if tile == SMALL_TILE or not thin]
+
+
+def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned: big tiles once there is one a multiprocessor."""
+    tiles = _ceil(problem.m, BIG_TILE) * _ceil(problem.n, BIG_TILE) * problem.batch
+    return known[-1] if tiles < multiprocessors else known[0]
+
+
+def defaults(problem: Problem, arch: str) -> list[Choice]:
+    """The candidates taken untuned by the GPUs of an arch, smallest to largest."""
+    known = candidates(problem, arch)
+    fewest, most = targets.MULTIPROCESSORS[arch]
+    made = [default(problem, known, count) for count in range(fewest, most + 1)]
+    return [choice for choice in known if choice in made]
+
+
+def _known(choice: Mapping[str, object] | None, known: list[Choice]) -> Choice | None:
+    """The candidate that a choice names; None for one that is damaged or of another version."""
+    named = {name: str(value) for name, value in (choice or {}).items()}
+    same = (c for c in known if {name: str(value) for name, value in c.items()} == named)
+    return next(same, None)
+
+
+def _tiles(dtype: str, long_k: bool, arch: str) -> list[int]:
+    """Tiles that fit a block of ``arch``; the small one in any case, for :func:`spec` to refuse."""
+    # 64 double sums a thread, of the big tile, would take all 128 registers.
+    sizes = (SMALL_TILE,) if dtype == "float64" else (BIG_TILE, SMALL_TILE)
+    limit = targets.SHARED_BYTES[arch]
+    return [t for t in sizes if t == SMALL_TILE or shared_bytes(dtype, t, long_k) <= limit]
+
+
+def spec(descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
+    """The KernelSpec of a variant. Raises UnsupportedError where its shared memory does not fit."""
+    shared = shared_bytes(variant.dtype, variant.tile, variant.long_k)
+    if shared > targets.SHARED_BYTES[arch]:
+        raise UnsupportedError(
+            f"{descriptor.describe()} needs {shared} bytes of shared memory, a block of {arch} has "
+            f"{targets.SHARED_BYTES[arch]}"
+        )
+    return KernelSpec(
+        "pairwise",
+        source(descriptor, variant),
+        "pairwise",
+        THREADS,
+        shared,
+        description=f"{descriptor.describe()} {_describe(descriptor, variant)}",
+    )
+
+
+def shared_bytes(dtype: str, tile: int, long_k: bool) -> int:
+    """Two stages of both operands and the tile of sums, which share memory when K is short."""
+    accumulator = TYPES[dtype][3]
+    line = (tile + 16 // accumulator) * accumulator
+    stages, sums = 2 * 2 * TILE_K * line, tile * line
+    return stages + sums if long_k else max(stages, sums)
+
+
+def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
+    powers = inner_codes(descriptor)
+    accesses = ("features", "points", "strided")
+    code = list(product(accesses, accesses, _swaps(descriptor), powers, outer_kinds(descriptor)))
+    specs = {
+        spec(descriptor, Variant(dtype, out, tile, long, a, b, swap, power, outer, root), arch)
+        for dtype in dtypes
+        for out in dict.fromkeys((dtype, ACCUMULATORS[dtype]))
+        for long in (True, False)
+        for tile in _tiles(dtype, long, arch)
+        for a, b, swap, power, (outer, root) in code
+    }
+    return sorted(specs, key=lambda s: s.source)
+
+
+def _swaps(descriptor: Pairwise) -> tuple[bool, ...]:
+    return (False, True) if descriptor.signed else (False,)
+
+
+def source(descriptor: Pairwise, variant: Variant) -> str:
+    """The generated CUDA text: a few defines, ``Finish``, one include."""
+    input_type, _, accumulator, _ = TYPES[variant.dtype]
+    operation = "Dot" if descriptor.operator == "dot" else "Difference"
+    return f"""#include "common/types.cuh"
+#include "common/math.cuh"
+
+using InputT = {input_type};
+using AccT = {accumulator};
+using OutputT = {TYPES[variant.out_dtype][0]};
+
+constexpr int TILE = {variant.tile};
+constexpr int SCALARS = {scalar_count(descriptor)};
+constexpr bool LONG_K = {str(variant.long_k).lower()};
+constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
+
+#define OPERATION {"Swapped" * variant.swapped}{operation}
+#define INNER {inner_codes(descriptor)[variant.inner]}
+#define ACCESS_A Access::{variant.access_a}
+#define ACCESS_B Access::{variant.access_b}
+{"#define BY_NORM" * is_norm(variant)}
+{finish(descriptor, variant)}
+#include "pairwise/pairwise.cuh"
+"""
+
+
+def _describe(descriptor: Pairwise, variant: Variant) -> str:
+    """What tells a kernel from the others of its descriptor; of an outer exponent its code, which
+    several exponents of both stages may share."""
+    dtypes = dict.fromkeys((variant.dtype, variant.out_dtype))
+    words = ["->".join(dtypes), f"tile={variant.tile}", f"{variant.access_a}/{variant.access_b}"]
+    codes = inner_codes(descriptor)
+    inner = next(kind for kind in codes if codes[kind] == codes[variant.inner])
+    words += [f"p={inner}"] * (inner != "any")
+    if isinstance(descriptor.outer, norms.Power):
+        words.append("outer=" + outer(descriptor, variant)[0].replace(" ", ""))
+        words += ["norm"] * is_norm(variant)
+    return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])
+
+
+def access(layout: Layout, count: int, k: int, dtype: str) -> str:
+    """How far 16-byte loads (8 bytes of a half type) can run: see Access in operand.cuh."""
+    itemsize = TYPES[dtype][1]
+    run = 4 if itemsize == 2 else 16 // itemsize
+    if layout.alignment % (run * itemsize) or layout.batch % run:
+        return "strided"
+    if layout.columns == 1 and k % run == 0 and layout.rows % run == 0:
+        return "features"
+    if layout.rows == 1 and count % run == 0 and layout.columns % run == 0:
+        return "points"
+    return "strided"
+
+
+def _takes_vectors(problem: Problem) -> bool:
+    """Whether out takes aligned stores of one chunk (16 bytes of accumulators) along n."""
+    chunk = 16 // TYPES[problem.dtype][3]
+    out = problem.out
+    aligned = out.alignment % (chunk * TYPES[problem.out_dtype][1]) == 0
+    return aligned and out.columns == 1 and out.rows % chunk == 0 and out.batch % chunk == 0
+
+
+def fixed_parameters(
+    problem: Problem, tiles_m: int, tiles_n: int, scalar_strides: tuple[int, ...]
+) -> bytes:
+    views = [x for v in (problem.a, problem.b, problem.out) for x in (v.batch, v.rows, v.columns)]
+    sizes = (problem.m, problem.n, problem.batch, problem.diagonal)
+    flags = (int(_takes_vectors(problem)), int(problem.accumulate))
+    return struct.pack(
+        f"<{len(scalar_strides)}q9q4q5i4x",
+        *scalar_strides, *views, *sizes, problem.k, tiles_m, tiles_n, *flags,
+    )  # fmt: skip
+
+
+def _ceil(count: int, tile: int) -> int:
+    return -(-count // tile)

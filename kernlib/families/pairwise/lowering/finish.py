@@ -1,0 +1,99 @@
+"""CUDA text of what follows a pairwise sum: the struct ``Finish``, outer stage and epilogue."""
+
+from __future__ import annotations
+
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.lowering.epilogue_source import EpilogueSource
+
+# In the order of the enum of scalars.cuh.
+COMMON_SCALARS = ("inner_p", "outer_p", "epsilon", "regularization", "inner_scale")
+# Kinds of exponent with code of their own: of a root the inner one, of an outer Power its own.
+ROOT_CODE = {
+    0.0: "s",
+    0.5: "s * s",
+    1.0: "s",
+    2.0: "{root}(s)",
+    4.0: "{root}({root}(s))",
+    float("inf"): "s",
+}
+EXACT_SUMS = (0.0, 1.0, 2.0, float("inf"))  # exponents whose sums are as good as their terms
+EXPONENT_CODE = {0.5: "{root}(s)", 1.0: "s", 2.0: "s * s"}
+
+
+def finish(
+    descriptor: Pairwise,
+    variant,
+    root: str = "sqrt",
+    source: type[EpilogueSource] = EpilogueSource,
+    epsilon: bool = True,
+) -> str:
+    """The struct. ``variant`` has ``inner``, ``outer`` and ``root``; ``root`` is the function that
+    takes square roots, ``source`` makes the text of epilogues, ``epsilon`` is whether values below
+    one count as 0."""
+    text, members = outer(descriptor, variant, root)
+    steps = [f"AccT v = {text};"]
+    if variant.root and variant.inner in ("any", "device"):  # of unit.cuh
+        steps.append("v *= unit;")
+    if is_norm(variant):  # what norm.cuh has computed anew
+        steps.append("if (s < AccT(0)) v = -s;")
+    if descriptor.epilogue:
+        made = source(descriptor.epilogue, str(len(COMMON_SCALARS)))
+        if epsilon:
+            members = [*members, ("epsilon", f"read({COMMON_SCALARS.index('epsilon')})")]
+            steps.append("if (absolute(v) < epsilon) v = AccT(0);")
+        members = [*members, *made.members]
+        steps += [f"v = {step};" for step in made.steps]
+    fields = "".join(f"    AccT {name};\n" for name, _ in members)
+    reads = "".join(f"        {name} = {value};\n" for name, value in members)
+    body = "".join(f"        {step}\n" for step in steps)
+    return f"""struct Finish {{
+{fields}    template <class Read>
+    __device__ __forceinline__ explicit Finish(Read read) {{
+{reads}    }}
+    __device__ __forceinline__ AccT operator()(AccT s, AccT unit = AccT(1)) const {{
+{body}        return v;
+    }}
+}};
+"""
+
+
+def is_norm(variant) -> bool:
+    """Whether a kernel has ``BY_NORM`` defined: sums of powers under a root may leave float's range
+    where their root does not, and are then computed anew."""
+    return variant.root and variant.dtype != "float64" and variant.inner not in EXACT_SUMS
+
+
+def outer(descriptor: Pairwise, variant, root: str = "sqrt") -> tuple[str, list[tuple[str, str]]]:
+    """Text of Outer over ``s``, and the members it needs."""
+    stage, kind = descriptor.outer, None
+    if variant.root:
+        kind = ROOT_CODE.get(variant.inner)
+    elif isinstance(stage, stages.Power):
+        kind = EXPONENT_CODE.get(variant.outer)
+    else:
+        simple = {stages.Abs: "absolute(s)", stages.Square: "s * s", stages.Sqrt: "{root}(s)"}
+        kind = simple.get(type(stage), "s")
+    if kind is not None:
+        return kind.format(root=root), []
+    if not variant.root:
+        return "power(s, exponent)", [("exponent", "read(1)")]
+    # The reciprocal is rounded, and what it lacks is known to p's own precision.
+    whole = "read(0) == AccT(0) || read(0) == infinity(AccT())"
+    reciprocal = "AccT(1) / read(0)"
+    rest = "multiply_add(-exponent, read(0), AccT(1)) / read(0)"
+    text, members = "norm_root(s, exponent, rest)", [("exponent", reciprocal), ("rest", rest)]
+    if variant.inner == "device":  # exact where a number is
+        text = "any_root(s, exponent, rest)"
+        members[0] = ("exponent", f"{whole} ? AccT(1) : {reciprocal}")
+    return text, members
+
+
+def outer_kinds(descriptor: Pairwise) -> list[tuple[float | str, bool]]:
+    """Kinds of the outer exponent, and whether it follows from the inner one."""
+    if isinstance(descriptor.outer, stages.Root):
+        return [("any", True)]
+    if not isinstance(descriptor.outer, stages.Power):
+        return [("any", False)]
+    own = [(kind, False) for kind in ("any", *EXPONENT_CODE)]
+    return own + [("any", True)] * isinstance(descriptor.inner, stages.Power)

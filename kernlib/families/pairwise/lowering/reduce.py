@@ -1,0 +1,261 @@
+"""From a reduction of a kernel matrix and the layout of its tensors to a KernelSpec, a grid and
+parameters: two kinds of kernel, neither of which stores the matrix.
+
+``small``: up to SMALL_K features, rows in registers. ``tile``: any number, sums by the main loop of
+:mod:`kernlib.families.pairwise.lowering.direct`. Both for float32 and half types. What neither
+takes is computed by blocks of the matrix (:mod:`kernlib.families.pairwise.reductions.blocks`).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering.direct import (
+    BIG_TILE,
+    MAX_BATCH_BLOCKS,
+    PROMOTE_K,
+    THREADS,
+    TYPES,
+    Layout,
+    access,
+    inner_codes,
+    scalar_count,
+    shared_bytes,
+)
+from kernlib.families.pairwise.lowering.finish import is_norm
+from kernlib.families.pairwise.lowering.reduce_source import finish
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+
+SMALL_K = 16
+WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes
+POINTERS = 5  # of a, b, v, the values and the places, at the start of the parameter struct
+RESIDENT = 2  # blocks of a multiprocessor, as __launch_bounds__ promises
+MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
+MAX_SPLITS = 512
+MAX_PLACES = 1 << 30  # n of a block, which an int counts
+WORKSPACE_VALUES = 1 << 24  # of partial results: 64 MB
+DTYPES = ("float32", "float16", "bfloat16")
+# By the name of a reduction, the reducer of reducers.cuh, and whether it reads v.
+REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
+
+
+class Problem(NamedTuple):
+    """One launch: shapes, layouts, and ``columns`` of v (0 for reductions that read none), of which
+    a row of the result has ``out_columns``."""
+
+    reduction: str
+    m: int
+    n: int
+    k: int
+    batch: int
+    a: Layout
+    b: Layout
+    v: Layout
+    columns: int
+    out_columns: int
+    dtype: str = "float32"
+    diagonal: int = 0  # n - m of the entries that receive the regularization
+    inner: float | str = "any"
+    outer: float | str = "any"
+    root: bool = False
+    epsilon: bool = False
+    regularized: bool = False
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the descriptor. ``k`` and ``rows`` are those
+    of the small kernel, 0 for the tile's; access and ``long_k`` the tile's."""
+
+    reducer: str
+    dtype: str
+    k: int
+    rows: int
+    long_k: bool
+    access_a: str
+    access_b: str
+    inner: float | str
+    outer: float | str
+    root: bool
+    epsilon: bool
+    regularized: bool
+
+    @property
+    def kind(self) -> str:
+        return "small" if self.k else "tile"
+
+
+class Lowered(NamedTuple):
+    """``splits`` partial results are written for each row, of ``per_split`` n each; ``fixed``
+    follows POINTERS addresses and ``scalar_count(descriptor)`` numbers in the parameter struct."""
+
+    spec: KernelSpec
+    grid: tuple[int, int]
+    fixed: bytes
+    per_split: int
+    splits: int
+
+
+def width_of(columns: int) -> int:
+    """Columns that the kernel for ``columns`` of v computes; 0 for none."""
+    return next((width for width in (0, *WIDTHS) if width >= columns), WIDTHS[-1])
+
+
+def lower(
+    descriptor: Pairwise,
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    scalar_strides: tuple[int, ...],
+    per_split: int = 0,
+    rows: int | None = None,
+) -> Lowered:
+    """Choose the kernel for a problem of 1 feature or more. ``per_split`` is that of another launch
+    whose results lie side by side with this one's; ``rows`` overrides the rows of a thread of the
+    small kernel."""
+    made = variant(problem, arch, rows)
+    block = made.rows * THREADS if made.k else BIG_TILE
+    unit = THREADS if made.k else BIG_TILE
+    row_blocks = _ceil(problem.m, block)
+    per_split = per_split or split(problem, row_blocks, unit, multiprocessors * RESIDENT)
+    splits = _ceil(problem.n, per_split)
+    fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
+    grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
+    return Lowered(spec(descriptor, made, arch), grid, fixed, per_split, splits)
+
+
+def fits(problem: Problem, arch: str) -> bool:
+    """Whether one of the kernels takes a problem on an arch."""
+    takes = problem.dtype in DTYPES and min(problem.k, problem.m, problem.n) > 0
+    if not takes or problem.columns > WIDTHS[-1] or _ceil(problem.m, THREADS) > MAX_BLOCKS // 1024:
+        return False
+    return shared(variant(problem, arch)) <= targets.SHARED_BYTES[arch]
+
+
+def variant(problem: Problem, arch: str, rows: int | None = None) -> Variant:
+    """The code for a problem. Where totals beside the stages do not fit, two chains become one."""
+    made = _variant(problem, rows)
+    short = problem.k <= 2 * PROMOTE_K and shared(made) > targets.SHARED_BYTES[arch]
+    return made._replace(long_k=False) if short else made
+
+
+def _variant(problem: Problem, rows: int | None) -> Variant:
+    width = width_of(problem.columns)
+    small = problem.k <= SMALL_K
+    a, b = ((layout, count) for layout, count in ((problem.a, problem.m), (problem.b, problem.n)))
+    return Variant(
+        REDUCERS.get(problem.reduction, f"Matmul<{width}>"),
+        problem.dtype,
+        problem.k if small else 0,
+        (rows or rows_of(problem.k, width)) if small else 0,
+        not small and problem.k > PROMOTE_K,
+        "strided" if small else access(*a, problem.k, problem.dtype),
+        "strided" if small else access(*b, problem.k, problem.dtype),
+        problem.inner,
+        problem.outer,
+        problem.root,
+        problem.epsilon,
+        problem.regularized,
+    )
+
+
+def rows_of(k: int, width: int) -> int:
+    """Rows of a thread of the small kernel. Each read of a point serves them all, but with 8 of
+    them fewer threads hide less: 1e10 pairs of 3 features take 3.8 ms with 4, 4.5 with 8 (H200)."""
+    words = k + 2 * max(1, width)
+    return 4 if 4 * words <= 80 else 2
+
+
+def split(problem: Problem, row_blocks: int, unit: int, slots: int, least: int = 1) -> int:
+    """The n of a block, a multiple of ``unit``: of the numbers of splits, ``least`` or more, the
+    one whose blocks, in waves of ``slots``, are done first, where starting a block takes as long as
+    one unit."""
+    units = _ceil(problem.n, unit)
+    values = max(1, problem.out_columns) * problem.m * problem.batch
+    most = max(1, min(units, MAX_SPLITS, WORKSPACE_VALUES // values))
+    least = max(min(least, most), _ceil(units * unit, MAX_PLACES))
+
+    def duration(splits: int) -> int:
+        waves = _ceil(row_blocks * splits * problem.batch, slots)
+        return waves * (_ceil(units, splits) + 1)
+
+    best = min(range(least, max(least, most) + 1), key=duration)
+    return _ceil(units, best) * unit
+
+
+def shared(made: Variant) -> int:
+    """Bytes of dynamic shared memory: the tile kernel's stages, sums and lines of v."""
+    if made.k:
+        return 0
+    columns = int(made.reducer[7:-1]) if made.reducer.startswith("Matmul") else 0
+    return shared_bytes(made.dtype, BIG_TILE, made.long_k) + BIG_TILE * columns * 4
+
+
+def spec(descriptor: Pairwise, made: Variant, arch: str) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    words = [descriptor.describe(), made.reducer, made.kind, made.dtype]
+    words += [f"K={made.k} rows={made.rows}"] if made.k else [f"{made.access_a}/{made.access_b}"]
+    words += [f"p={made.inner}"] * (made.inner != "any")
+    flags = ("long_k", "epsilon", "regularized")
+    words += [flag for flag in flags if getattr(made, flag)]
+    return KernelSpec(
+        "pairwise",
+        source(descriptor, made),
+        f"pairwise_reduce_{made.kind}",
+        THREADS,
+        shared(made),
+        description=" ".join(words),
+    )
+
+
+def source(descriptor: Pairwise, made: Variant) -> str:
+    """The generated CUDA text: a few defines, ``Finish``, one include."""
+    operation = "Dot" if descriptor.operator == "dot" else "Difference"
+    own = _small(made) if made.k else _tile(made)
+    return f"""#include "common/types.cuh"
+#include "pairwise/reduce_math.cuh"
+
+using InputT = {TYPES[made.dtype][0]};
+using AccT = float;
+
+constexpr int SCALARS = {scalar_count(descriptor)};
+constexpr bool REGULARIZED = {str(made.regularized).lower()};
+{own}
+#define OPERATION {operation}
+#define INNER {inner_codes(descriptor)[made.inner]}
+#define REDUCER {made.reducer}
+{"#define BY_NORM" * is_norm(made)}
+{finish(descriptor, made)}
+#include "pairwise/reduce_{made.kind}.cuh"
+"""
+
+
+def _small(made: Variant) -> str:
+    return f"""constexpr int K = {made.k};
+constexpr int ROWS = {made.rows};
+"""
+
+
+def _tile(made: Variant) -> str:
+    return f"""constexpr int TILE = {BIG_TILE};
+constexpr bool LONG_K = {str(made.long_k).lower()};
+
+#define ACCESS_A Access::{made.access_a}
+#define ACCESS_B Access::{made.access_b}
+"""
+
+
+def fixed_parameters(
+    problem: Problem, per_split: int, row_blocks: int, scalar_strides: tuple[int, ...]
+) -> bytes:
+    layouts = (problem.a, problem.b, problem.v)
+    views = [x for v in layouts for x in (v.batch, v.rows, v.columns)]
+    sizes = (problem.m, problem.n, problem.batch, problem.diagonal, per_split)
+    counts = (problem.k, row_blocks, problem.columns, max(1, problem.out_columns))
+    return struct.pack(f"<{len(scalar_strides)}q9q5q4i", *scalar_strides, *views, *sizes, *counts)
+
+
+def _ceil(count: int, by: int) -> int:
+    return -(-count // by)

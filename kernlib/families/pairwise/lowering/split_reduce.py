@@ -1,0 +1,261 @@
+"""Reductions of matrices of squared distances and dot products by tensor cores
+(kernel_sources/pairwise/split_reduce.cuh), sm_90a.
+
+A call is the launches of :mod:`kernlib.families.pairwise.lowering.split` with a kernel that reduces
+in the place of the one that stores, and behind the gate a kernel of
+:mod:`kernlib.families.pairwise.lowering.reduce`, which leaves the same partial results.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import pack
+from kernlib.families.pairwise.lowering import reduce as direct
+from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count
+from kernlib.families.pairwise.lowering.pack import ceil
+from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
+from kernlib.families.pairwise.lowering.reduce_source import finish
+from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.steps import WORKSPACE, Step
+from kernlib.lowering.wgmma import multiply
+
+OPERANDS = ("a", "b", "v", "out", "indices")
+INFOS = 3  # tiles whose PointInfo and lines of v are in shared memory
+MAX_STAGES = 8
+MAX_BLOCKS = 2**31 - 1
+# What struct SplitLaunch holds behind Parameters, and Parameters behind strides of its numbers.
+FIXED, REDUCE_FIXED = "<4q2i", "<9q5q4i"
+POINTERS = 5  # of SplitLaunch, before those of Parameters
+SINGLE_K = 64  # features whose products may be summed in one go, at fp32's accuracy
+NARROW = 4  # columns of v up to which registers hold a wide tile; log-sum-exp's code is long
+# Functions in a Finish that are an instruction or two.
+SHORT = {"operator", "AccT", "if", "sqrt", "absolute", "exp2_approximate", "integer_power"}
+SHORT |= {"maximum", "minimum"}
+L2_BYTES = 1 << 24  # of rows of a that blocks at work at a time may share
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the descriptor."""
+
+    reducer: str
+    dtype: str
+    copies: int  # words of a number
+    warpgroups: int  # of 64 rows each
+    columns: int  # of a tile
+    depth: int  # features of a stage
+    resident: int  # stages of a that stay in shared memory
+    promote: int  # stages whose products are summed in one go; 0 for all
+    ordered: bool  # warpgroups take turns
+    inner: float | str
+    outer: float | str
+    root: bool
+    epsilon: bool
+    regularized: bool
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def width(self) -> int:
+        """Columns of v."""
+        return int(self.reducer[7:-1]) if self.reducer.startswith("Matmul") else 0
+
+    @property
+    def stage_bytes(self) -> int:
+        rows = self.columns + (0 if self.resident else self.rows)
+        return 2 * self.copies * self.depth * rows
+
+    @property
+    def stages(self) -> int:
+        """As many as fit into shared memory."""
+        limit = targets.SHARED_BYTES[ARCH] - BARRIER_BYTES
+        return min(MAX_STAGES, (limit - self._beside) // self.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + self._beside
+
+    @property
+    def _beside(self) -> int:
+        resident = self.resident * 2 * self.copies * self.depth * self.rows
+        return resident + INFOS * self.columns * (pack.INFO_BYTES + 4 * self.width)
+
+
+class Lowered(NamedTuple):
+    """The launches of a call, whose pointers name OPERANDS, in a workspace of so many bytes;
+    ``splits`` partial results are written for each row, of ``per_split`` n each."""
+
+    steps: tuple[Step, ...]
+    workspace: int
+    per_split: int
+    splits: int
+
+
+def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
+    """Whether a reduction is of squared distances or dot products of a size and type that this
+    kernel knows. ``precision`` is a key of PRECISIONS."""
+    if arch != ARCH or not pack.is_product(descriptor, problem):
+        return False
+    if not direct.fits(problem, arch):
+        return False
+    variant = default(descriptor, problem, precision)
+    blocks = ceil(problem.m, variant.rows) * direct.MAX_SPLITS * problem.batch
+    place = pack.workspace(problem, variant)
+    return blocks <= MAX_BLOCKS and place.size <= pack.MAX_WORKSPACE
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it beats the kernels behind the gate: four launches and the packing, about 30 us and
+    2 us a million packed numbers, against their 0.25 us a million pairs and 0.06 a feature."""
+    pairs = problem.m * problem.n * problem.batch
+    packed = (problem.m + problem.n) * problem.batch * problem.k
+    products = 30 + 2e-6 * packed + pairs * (4e-7 + max(problem.k, 32) * 8e-9)
+    few = problem.k <= direct.SMALL_K
+    return products < pairs * ((2.5e-7 if few else 2.4e-6) + problem.k * 6e-8)
+
+
+def default(descriptor: Pairwise, problem: Problem, precision: str) -> Variant:
+    """The variant of a call. Sums of all features in one go leave registers for a wider tile, and
+    few features shared memory for those of a."""
+    exact, copies = precision == "fp32", PRECISIONS[precision]
+    if problem.dtype != "float32" and not pack.is_difference(descriptor, problem):
+        copies = 1  # the type's numbers are words of fp16 as they are
+    depth = 32 if exact else 64
+    resident = next((count for count in (2, 4) if problem.k <= depth * count), 0)
+    if exact and problem.k > SINGLE_K:
+        resident = 0
+    promote = 2 if exact and not resident else 0
+    columns = 192 if promote else 256
+    if problem.out_columns > NARROW or problem.reduction == "logsumexp":
+        columns = 128
+    warpgroups = 2
+    if not exact and resident == 2 and columns == 256 and problem.columns <= 1:
+        # 4.8 ms in place of 5.3 at 100000 x 100000 x 64; four columns of v have no registers left.
+        warpgroups, columns = 3, 192
+    width = width_of(problem.columns)
+    return Variant(
+        REDUCERS.get(problem.reduction, f"Matmul<{width}>"),
+        problem.dtype, copies, warpgroups, columns, depth, resident, promote,
+        resident == 2 and warpgroups == 2,
+        problem.inner, problem.outer, problem.root, problem.epsilon, problem.regularized,
+    )  # fmt: skip
+
+
+def lower(
+    descriptor: Pairwise,
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    scalar_strides: tuple[int, ...],
+    precision: str,
+    per_split: int = 0,
+    choice: Mapping[str, object] | None = None,
+) -> Lowered:
+    """The launches of a reduction that :func:`takes`. ``per_split`` is that of another launch whose
+    results lie side by side with this one's; ``choice`` overrides fields of the variant."""
+    variant = default(descriptor, problem, precision)._replace(**(choice or {}))
+    place = pack.workspace(problem, variant)
+    row_blocks = ceil(problem.m, variant.rows)
+    if not per_split:
+        rows_bytes = variant.rows * place.centre_pitch * 2 * variant.copies * multiprocessors
+        least = 1 if variant.resident else ceil(rows_bytes, L2_BYTES)
+        per_split = direct.split(problem, row_blocks, variant.columns, multiprocessors, least)
+    main = _main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
+    behind = direct.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
+    steps = (
+        *pack.steps(descriptor, problem, variant, place),
+        main,
+        _direct_step(descriptor, behind, place),
+    )
+    return Lowered(steps, place.size, per_split, behind.splits)
+
+
+def _main_step(
+    descriptor,
+    problem: Problem,
+    variant: Variant,
+    place: pack.Workspace,
+    per_split: int,
+    row_blocks: int,
+    strides: tuple[int, ...],
+) -> Step:
+    splits = ceil(problem.n, per_split)
+    fixed = direct.fixed_parameters(problem, per_split, row_blocks, tuple(strides)) + struct.pack(
+        FIXED,
+        place.a_stride, place.b_stride, place.a_points, place.b_points, place.stages, splits,
+    )  # fmt: skip
+    offsets = (place.doubtful, place.packed_a, place.packed_b, place.a_info, place.b_info)
+    pointers = (*((WORKSPACE, offset) for offset in offsets), *((name, 0) for name in OPERANDS))
+    made = spec(descriptor, variant, pack.is_difference(descriptor, problem))
+    grid = (row_blocks * splits * problem.batch, 1)
+    return Step(made, grid, fixed, pointers, scalar_count(descriptor))
+
+
+def _direct_step(descriptor, behind: direct.Lowered, place: pack.Workspace) -> Step:
+    """The kernel behind the gate."""
+    pointers = ((WORKSPACE, place.doubtful), *((name, 0) for name in OPERANDS))
+    made = pack.gated(behind.spec)
+    return Step(made, behind.grid, behind.fixed, pointers, scalar_count(descriptor))
+
+
+def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec:
+    """The KernelSpec of the products and what reduces them."""
+    words = [descriptor.describe(), variant.reducer, variant.dtype]
+    words += [f"split words={variant.copies} tile={variant.rows}x{variant.columns}"]
+    words += [f"resident={variant.resident}", f"promote={variant.promote}"]
+    words += [flag for flag in ("ordered", "epsilon", "regularized") if getattr(variant, flag)]
+    return KernelSpec(
+        "pairwise",
+        source(descriptor, variant, difference),
+        "pairwise_split_reduce",
+        128 * (variant.warpgroups + 1),
+        variant.shared_bytes,
+        description=" ".join(words),
+    )
+
+
+def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
+    """The generated CUDA text of the products and what reduces them."""
+    scalars = scalar_count(descriptor)
+    pointers = 8 * (POINTERS + direct.POINTERS)
+    sizes = struct.calcsize(FIXED) + struct.calcsize(REDUCE_FIXED)
+    text = finish(descriptor, variant)
+    return f"""{pack.constants(variant.dtype, difference, pointers + 24 * scalars + sizes)}
+#include "pairwise/reduce_math.cuh"
+
+constexpr int WARPGROUPS = {variant.warpgroups};
+constexpr int TILE_N = {variant.columns};
+constexpr int DEPTH = {variant.depth};
+constexpr int STAGES = {variant.stages};
+constexpr int RESIDENT = {variant.resident};
+constexpr int COPIES = {variant.copies};
+constexpr bool ORDERED = {str(variant.ordered).lower()};
+constexpr bool ROLLED = {str(_is_long(text)).lower()};
+constexpr int SCALARS = {scalars};
+constexpr bool REGULARIZED = {str(variant.regularized).lower()};
+constexpr int DYNAMIC_BYTES = {variant.shared_bytes};
+constexpr int DOUBTFUL = {pack.DOUBTFUL};
+#define PROMOTE {variant.promote}
+#define OPERATION {"Difference" if difference else "Dot"}
+#define INNER {inner_codes(descriptor)[variant.inner]}
+#define REDUCER {variant.reducer}
+
+{multiply("float16", variant.columns, False)}
+{text}
+#include "pairwise/split_reduce.cuh"
+"""
+
+
+def _is_long(text: str) -> bool:
+    """Whether the ``Finish`` of a source calls functions of more than a few instructions: 128 times
+    unrolled, a power takes NVRTC 2.7 s."""
+    body = text[text.index("operator()") :].replace("reciprocal(AccT(", "(AccT(")
+    return not set(re.findall(r"(\w+)(?:<\d+>)?\(", body)) <= SHORT

@@ -1,0 +1,130 @@
+"""Plans of pairwise calls: what a call of one signature needs besides its pointers and numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernlib.families.pairwise import checks
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import choose as kinds
+from kernlib.families.pairwise.lowering import direct as lowering
+from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
+from kernlib.jit import tuning
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import steps
+from kernlib.runtime.launch import Plan, arch_of, load, model
+from kernlib.runtime.numbers import accumulator, host_value, on_device
+from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.sequence import Steps
+from kernlib.runtime.tensors import LOWEST_ADDRESS, span
+
+OPERANDS = ("a", "b", "out")
+Launches = lowering.Lowered | steps.Lowered
+
+
+class PairwisePlan(NamedTuple):
+    """What a call of one signature needs besides its pointers and numbers."""
+
+    out_shape: tuple[int, ...]
+    out_dtype: torch.dtype
+    out_device: torch.device
+    slots: dict[str, int]  # of a hyperparameter's number
+    spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
+    count: int  # of hyperparameters
+    root: bool  # the outer exponent follows from the inner one
+    swapped: bool
+    launch: Plan | Steps | None  # None for an output without elements
+
+
+def plan(request: Request) -> PairwisePlan:
+    """The plan of a call that has none. Raises what its checks raise."""
+    call = checks.check_call(*request)
+    device = request.device()
+    arch_of(device)  # one too old is refused for an empty out as well
+    lowered = None if is_empty(call) else lower(request, call, device)
+    return loaded_plan(request, call, lowered)
+
+
+def loaded_plan(request: Request, call: checks.Call, lowered: Launches | None) -> PairwisePlan:
+    """The plan of a checked call, its kernel loaded; ``lowered`` is None for an empty out."""
+    descriptor, count = request.descriptor, lowering.scalar_count(request.descriptor)
+    return PairwisePlan(
+        out_shape=call.out_shape,
+        out_dtype=call.out_dtype,
+        out_device=request.a.device,
+        slots=checks.slots(descriptor),
+        spans=tuple(span(t) for t in (request.a, request.second, request.target(call))),
+        count=count,
+        root=checks.follows_inner(descriptor, request.hyperparameters),
+        swapped=isinstance(lowered, lowering.Lowered) and lowered.swapped,
+        launch=None if lowered is None else _launches(request, lowered, count),
+    )
+
+
+def _launches(request: Request, lowered: Launches, count: int) -> Plan | Steps:
+    """What launches a call, its kernels loaded."""
+    if isinstance(lowered, steps.Lowered):
+        return Steps(lowered, OPERANDS, request.a.device)
+    device, numbers = request.a.get_device(), lowering.NUMBER * count
+    kernel = load(lowered.spec, device)
+    return Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
+
+
+def lower(request: Request, call: checks.Call, device: int) -> Launches:
+    """The kernels for a call on a device: the tuned ones, else by rule."""
+    problem, strides = problem_of(request, call)
+    descriptor, arch, gpu = request.descriptor, arch_of(device), model(device)
+    permitted, tuned = precision(descriptor) or "fp32", None
+    if len(kinds.candidates(descriptor, problem, arch, permitted)) > 1:
+        tuned = tuning.choice(descriptor.family, gpu, tuning_signature(descriptor, problem))
+    count = gpu.multiprocessors
+    return kinds.lower(descriptor, problem, arch, count, strides, permitted, tuned)
+
+
+def specs_of(lowered: Launches) -> list[KernelSpec]:
+    """The kernels of a call."""
+    if isinstance(lowered, steps.Lowered):
+        return [step.spec for step in lowered.steps]
+    return [lowered.spec]
+
+
+def precision(descriptor: Pairwise) -> str | None:
+    """What the products of float32 tensors may be, where a kernel takes products: "fp32" or "tf32";
+    "bf16" permits "tf32" too, which is what the kernels make of it."""
+    if not kinds.takes_products(descriptor):
+        return None
+    permitted = descriptor.precision or float32_precision()
+    return "fp32" if permitted == "fp32" else "tf32"
+
+
+def numbers_of(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list, list]:
+    """A number and a pointer for each hyperparameter, and tensors to keep until the launch."""
+    numbers, kept = [0.0, 0] * plan.count, []
+    for name, value in hyperparameters.items():
+        slot = plan.slots[name]
+        number = host_value(name, value)
+        if number is not None:
+            checks.check_host(name, number, descriptor.positive)
+            numbers[slot] = number
+            if plan.root and slot == checks.INNER_SLOT:
+                numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
+            continue
+        if value.device.type == "cpu":
+            checks.check_tensor(name, value, descriptor.positive)
+        tensor = on_device(name, value, a.device, accumulator(a.dtype))
+        if tensor.is_neg() and tensor.numel():  # memory holds the values without their sign
+            tensor = _positive(tensor)
+        address = tensor.data_ptr()
+        if address >= LOWEST_ADDRESS or not tensor._is_zerotensor():  # else its number is 0
+            numbers[slot + 1] = address
+        kept.append(tensor)
+    return numbers, kept
+
+
+def _positive(value: torch.Tensor) -> torch.Tensor:
+    """A negated view's values in memory of their own, by the strides that the plan knows."""
+    count = 1 + sum(s * (n - 1) for s, n in zip(value.stride(), value.shape, strict=True))
+    memory = value._neg_view().as_strided((count,), (1,)).neg()
+    return memory.as_strided(value.shape, value.stride(), 0)

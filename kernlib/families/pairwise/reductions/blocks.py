@@ -1,0 +1,157 @@
+"""Reductions of a kernel matrix by blocks: each is computed, reduced and forgotten, so that memory
+stays O(M + N) plus one block. Takes what the kernels that store no block do not: many columns,
+float64, the k nearest, CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kernlib.families.pairwise.gradients.products import multiplied
+from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.run import run_kernel
+from kernlib.runtime.numbers import accumulator
+
+BLOCK_BYTES = 1 << 26
+CPU_BLOCK_BYTES = 1 << 24  # which stay in a core's cache between the block's two passes
+MOST_ROWS = 4096  # of a block of many columns: enough for a product to be bound by arithmetic
+
+Block = tuple[slice, slice, slice]  # of the batch, of rows and of columns
+
+
+def blocks(shape: Shape, entries: int, fewest_rows: int) -> Iterator[Block]:
+    """Parts of at most ``entries`` of a matrix, row after row. A part has all columns, unless that
+    leaves it with less than ``fewest_rows`` of several."""
+    if 0 in (shape.m, shape.n, shape.batch):
+        return
+    columns = min(shape.n, entries)
+    rows = min(shape.m, entries // columns)
+    if rows < min(shape.m, fewest_rows):
+        rows = min(shape.m, fewest_rows, entries)
+        columns = min(shape.n, entries // rows)
+    whole = (rows, columns) == (shape.m, shape.n)
+    for l in _slices(shape.batch, max(1, entries // (rows * columns)) if whole else 1):
+        for m in _slices(shape.m, rows):
+            for n in _slices(shape.n, columns):
+                yield l, m, n
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def entries_of(device: torch.device, dtype: torch.dtype, most: int = BLOCK_BYTES) -> int:
+    """Entries of a block of a dtype, which takes ``most`` bytes on a GPU."""
+    return (CPU_BLOCK_BYTES if device.type == "cpu" else most) // dtype.itemsize
+
+
+def points_of(t: torch.Tensor, batch: slice, points: slice) -> torch.Tensor:
+    """The part of a tensor (N, C) or (L, N, C) in a block."""
+    several = t.dim() == 3 and t.shape[0] > 1
+    return (t[batch] if several else t)[..., points, :]
+
+
+def numbers_of(values: dict, batch: slice) -> dict:
+    """The part of hyperparameters in a block: of tensors (L,) a slice."""
+    return {
+        name: value[batch] if isinstance(value, torch.Tensor) and value.numel() > 1 else value
+        for name, value in values.items()
+    }
+
+
+def matrix(request: Request, block: Block, a, b, values: dict, out=None) -> torch.Tensor:
+    """A block of the matrix, (L, M, N), from its points and hyperparameters."""
+    return run_kernel(
+        request.descriptor,
+        a if a.dim() == 3 else a[None],
+        b,
+        out=out,
+        row_offset=request.row_offset + block[1].start,
+        col_offset=request.col_offset + block[2].start,
+        **values,
+    )
+
+
+def each(request: Request, shape: Shape, at_least: int = 1, whole_rows: bool = False):
+    """Every block, of ``at_least`` so many entries, and its values, in the arithmetic's dtype and
+    in memory that they share."""
+    dtype, device = accumulator(request.a.dtype), request.a.device
+    entries, memory = max(at_least, entries_of(device, dtype)), None
+    for block in blocks(shape, entries, 1 if whole_rows else MOST_ROWS):
+        size = tuple(part.stop - part.start for part in block)
+        count = size[0] * size[1] * size[2]
+        if memory is None:  # the first block is the largest
+            memory = torch.empty(count, dtype=dtype, device=device)
+        a, b = points_of(request.a, *block[:2]), points_of(request.b, block[0], block[2])
+        values = numbers_of(request.hyperparameters, block[0])
+        yield block, matrix(request, block, a, b, values, memory[:count].view(size))
+
+
+def matmul(request: Request, shape: Shape) -> torch.Tensor:
+    """``sum_n K[l,m,n] v[l,n,c]`` as (L, M, C) in the arithmetic's dtype."""
+    wide, device = accumulator(request.a.dtype), request.a.device
+    out = torch.zeros(shape.batch, shape.m, shape.columns, dtype=wide, device=device)
+    v = request.v if request.v.dim() == 3 else request.v[None]
+    for block, values in each(request, shape):
+        l, m, n = block
+        right = points_of(v, l, n).to(wide)
+        out[l, m] += multiplied(request.descriptor.precision, values, right)
+    return out
+
+
+def total(request: Request, shape: Shape) -> torch.Tensor:
+    """``sum_n K[l,m,n]`` as (L, M)."""
+    out = _filled(request, shape, 0.0)
+    for block, values in each(request, shape):
+        out[block[:2]] += values.sum(-1)
+    return out
+
+
+def logsumexp(request: Request, shape: Shape) -> torch.Tensor:
+    """``log sum_n exp(K[l,m,n])`` as (L, M), -inf for no n."""
+    out = _filled(request, shape, float("-inf"))
+    for block, values in each(request, shape):
+        out[block[:2]] = torch.logaddexp(out[block[:2]], values.logsumexp(-1))
+    return out
+
+
+def minimum(request: Request, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest value of each row and the first n that has it, as (L, M)."""
+    out = _filled(request, shape, float("inf"))
+    indices = torch.zeros(out.shape, dtype=torch.int64, device=out.device)
+    for block, values in each(request, shape):
+        place = values.argmin(-1)
+        found = values.gather(-1, place[..., None])[..., 0]
+        best, where = out[block[:2]], indices[block[:2]]
+        better = (found < best) | (found.isnan() & ~best.isnan())
+        out[block[:2]] = torch.where(better, found, best)
+        indices[block[:2]] = torch.where(better, place + block[2].start, where)
+    return out, indices
+
+
+# Reductions whose arguments are no more than a request and its shape, by name.
+REDUCTIONS = {"matmul": matmul, "sum": total, "logsumexp": logsumexp, "min": minimum}
+
+
+def topk(
+    request: Request, shape: Shape, k: int, largest: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k smallest (or largest) values of each row in order, and their n, as (L, M, k)."""
+    size, device = (shape.batch, shape.m, k), request.a.device
+    out = torch.empty(size, dtype=accumulator(request.a.dtype), device=device)
+    indices = torch.empty(size, dtype=torch.int64, device=device)
+    for block, values in each(request, shape, k, whole_rows=True):
+        l, m, n = block
+        found, places = values.topk(min(k, values.shape[-1]), largest=largest)
+        places = places + n.start
+        if n.start > 0:  # the first block has k columns or more
+            found, chosen = torch.cat((out[l, m], found), -1).topk(k, largest=largest)
+            places = torch.cat((indices[l, m], places), -1).gather(-1, chosen)
+        out[l, m], indices[l, m] = found, places
+    return out, indices
+
+
+def _filled(request: Request, shape: Shape, value: float) -> torch.Tensor:
+    wide, device = accumulator(request.a.dtype), request.a.device
+    return torch.full((shape.batch, shape.m), value, dtype=wide, device=device)

@@ -1,0 +1,272 @@
+"""Gradients of reductions of a kernel matrix. Nothing but a reduction's inputs and results is kept.
+
+What each entry of a block of rows is worth to the reduction, such as ``g v^T``, is the gradient
+that arrives at that block of the matrix: :mod:`kernlib.families.pairwise.gradients.eager` leads it
+on to points and hyperparameters. The gradient of v is another product by the matrix. Memory stays
+O(M + N) plus half a gigabyte. A gradient that is itself to be differentiated is recorded: its
+blocks, computed by :func:`kernlib.run_kernel`, and their graphs stay, O(M N).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients.formula import normal
+from kernlib.families.pairwise.gradients.products import multiplied
+from kernlib.families.pairwise.reductions import arguments as checks
+from kernlib.families.pairwise.reductions import blocks as by_blocks
+from kernlib.families.pairwise.reductions import plans
+from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.runtime.numbers import accumulator, on_device
+from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.tensors import stand_ins
+
+MOST_BYTES = 1 << 29  # of all that a gradient keeps of a block
+PARTS = 3  # tensors of a block's size among them: weights, a slope, and what packs their product
+FEWEST_ROWS = 256  # of a block with all columns: sums by b then outweigh adding them up
+RECORDED_PARTS = 4  # tensors of a block's size that a recorded gradient takes at once
+
+
+def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values: dict):
+    """A call of ``matmul``, ``sum`` or ``logsumexp`` whose gradient is recorded. Raises
+    RuntimeError for an ``out``."""
+    refuse_out(out)
+    if getattr(a, "is_meta", False) or stand_ins(a, b, v):
+        from kernlib.families.pairwise.reductions import library
+
+        if not stand_ins(a, b, v):  # of meta tensors operators would say less
+            checks.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
+        return library.run(reduction, descriptor, a, b, v, None, row_offset, col_offset, values)
+    request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
+    shape = checks.shape_of(request)
+    size = (shape.batch, shape.m) if shape.batched else (shape.m,)
+    if v is not None and v.dim() > 1:
+        size = (*size, shape.columns)
+    return _apply(reduction, request, shape).reshape(size).to(a.dtype)
+
+
+def refuse_out(out) -> None:
+    """Raises RuntimeError for an ``out`` while a gradient is recorded."""
+    if out is not None:
+        raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
+
+
+def _apply(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
+    tensors = request.tensors()
+    numbers = {k: v for k, v in request.hyperparameters.items() if k not in tensors}
+    fixed = request._replace(a=None, b=None, v=None, hyperparameters=numbers)
+    kept = map(normal, tensors.values())
+    return _Reduction.apply(reduction, fixed, shape, tuple(tensors), *kept)
+
+
+def computed(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
+    """A reduction (L, M, C) or (L, M) in the arithmetic's dtype, without a gradient."""
+    descriptor, a, b, v, *offsets, values = request
+    with torch.no_grad():
+        found = plans.run(reduction, descriptor, a, b, v, None, *offsets, values, wide=True)
+    return found.reshape(shape.batch, shape.m, *((shape.columns,) if v is not None else ()))
+
+
+def _whole(fixed: Request, names: tuple[str, ...], tensors: tuple) -> Request:
+    """The request again, of its tensors and the rest."""
+    named = dict(zip(names, tensors, strict=True))
+    points = {name: named.pop(name, None) for name in ("a", "b", "v")}
+    return fixed._replace(**points, hyperparameters={**fixed.hyperparameters, **named})
+
+
+class _Reduction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, reduction, fixed, shape, names, *tensors):
+        ctx.fixed, ctx.shape, ctx.reduction, ctx.names = fixed, shape, reduction, names
+        out = computed(reduction, _whole(fixed, names, tensors), shape)
+        # Not as a view, which torch forbids to write in place where a function has made it; and
+        # saved where its value counts, as what is saved cannot be written either.
+        out = torch.ops.aten._unsafe_view.default(out, out.shape)
+        ctx.save_for_backward(*tensors, out if reduction == "logsumexp" else None)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        *tensors, out = ctx.saved_tensors
+        needs = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
+        wanted = [name for name, need in needs if need]
+        request = _whole(ctx.fixed, ctx.names, tensors)
+        found = gradients(ctx.reduction, request, ctx.shape, wanted, gradient, out)
+        return (None,) * 4 + tuple(found.get(name) for name in ctx.names)
+
+
+def gradients(
+    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+) -> dict[str, torch.Tensor]:
+    """The gradients of the ``wanted`` tensors from that of the result ``out``, both (L, M, C) or
+    (L, M): recorded where gradients are. A product and a sum need no ``out``."""
+    if request.v is None or shape.matrices == shape.batch:
+        return _gradients(reduction, request, shape, wanted, gradient, out)
+    # One matrix for a whole batch of v: the batch becomes columns.
+    v, columns = request.v, shape.batch * shape.columns
+    folded = shape._replace(batch=1, columns=columns)
+    request = request._replace(v=v.movedim(0, 1).reshape(shape.n, columns))
+    gradient = gradient.movedim(0, 1).reshape(1, shape.m, columns)
+    found = _gradients(reduction, request, folded, wanted, gradient, None)
+    if "v" in found:
+        found["v"] = found["v"].view(shape.n, *v.shape[::2]).movedim(1, 0).contiguous()
+    return found
+
+
+def _gradients(reduction, request, shape, wanted, gradient, out) -> dict[str, torch.Tensor]:
+    with without_autocast(request.a.device):
+        if wanted == ["v"]:
+            return {"v": _transposed_product(request, shape, gradient)}
+        made = _recorded if torch.is_grad_enabled() else _by_blocks
+        return made(reduction, request, shape, wanted, gradient, out)
+
+
+def _transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -> torch.Tensor:
+    """``sum_m K[l,m,n] weights[l,m,c]`` in the shape of v."""
+    v, n, m = request.v, shape.n, shape.m
+    if request.descriptor.signed:
+        out = torch.zeros(shape.batch, n, shape.columns, dtype=weights.dtype, device=v.device)
+        precision = request.descriptor.precision
+        for block, values in by_blocks.each(request, shape):
+            l, rows, columns = block
+            right = weights[l, rows]
+            out[l, columns] += multiplied(precision, values.mT.to(weights.dtype), right)
+        return _to_shape(out, v)
+    weights = weights.to(v.dtype)
+    exchanged = request.transposed()._replace(v=weights)
+    turned = shape._replace(m=n, n=m)
+    recorded = torch.is_grad_enabled() and weights.requires_grad
+    out = (_apply if recorded else computed)("matmul", exchanged, turned)
+    return _to_shape(out, v)
+
+
+# Gradients that nobody differentiates.
+
+
+def _by_blocks(
+    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+) -> dict[str, torch.Tensor]:
+    """The gradients of the wanted tensors, a block of the matrix at a time."""
+    given, request = request.tensors(), _widened(request)
+    tensors, wide = request.tensors(), accumulator(request.a.dtype)
+    through = [name for name in wanted if name != "v"]
+    totals = {name: torch.zeros_like(tensors[name]) for name in through}
+    entries = max(1, by_blocks.entries_of(request.a.device, wide, MOST_BYTES) // PARTS)
+    for block in by_blocks.blocks(shape, entries, FEWEST_ROWS):
+        rows = gradient[block[:2]], None if out is None else out[block[:2]]
+        for name, value in _of_block(reduction, request, block, through, *rows).items():
+            _part_of(totals[name], name, block).add_(value)
+    if "v" in wanted:
+        totals["v"] = _transposed_product(request, shape, gradient)
+    return {name: t.to(given[name].device, given[name].dtype) for name, t in totals.items()}
+
+
+def _widened(request: Request) -> Request:
+    """Its tensors on the device and in the arithmetic's dtype."""
+    device, wide = request.a.device, accumulator(request.a.dtype)
+    made = {name: on_device(name, t, device, wide) for name, t in request.tensors().items()}
+    return _whole(request, tuple(made), tuple(made.values()))
+
+
+def _of_block(
+    reduction: str, request: Request, block, through: list[str], gradient, out
+) -> dict[str, torch.Tensor]:
+    """What a block of the matrix contributes to the gradients of tensors other than v."""
+    parts = _parts(request, block)
+    if reduction == "logsumexp":
+        weights = _weighted_shares(_values(request, block, parts), gradient, out)
+    else:
+        weights = _weights(reduction, request, block, parts, gradient)
+    names = tuple(name for name in parts if name not in ("a", "b", "v"))
+    numbers = {k: v for k, v in request.hyperparameters.items() if k not in names}
+    offsets = request.row_offset + block[1].start, request.col_offset + block[2].start
+    call = autograd.Call(request.descriptor, *offsets, numbers, names)
+    sides = ("a", "b", *names)
+    needs = tuple(name in through for name in sides)
+    found = autograd.gradients(call, needs, tuple(parts[name] for name in sides), weights)
+    return {name: x for name, x, need in zip(sides, found, needs, strict=True) if need}
+
+
+def _weighted_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
+    """What each entry is worth to a log-sum-exp, written over the ``values``."""
+    top = out[..., None]
+    top = top.masked_fill(top.isneginf(), 0.0)  # where all values are -inf, whose shares are 0
+    return values.sub_(top).exp_().mul_(gradient[..., None])
+
+
+def _weights(reduction: str, request: Request, block, parts: dict, gradient) -> torch.Tensor:
+    """What each entry of a block is worth to a sum or a product."""
+    if reduction == "sum":
+        return gradient[..., None].expand(*gradient.shape, block[2].stop - block[2].start)
+    v = parts["v"].to(gradient.dtype)
+    lines = (v if v.dim() == 3 else v[None]).mT
+    if lines.shape[-2] == 1:  # no product, but one write
+        return gradient * lines
+    return multiplied(request.descriptor.precision, gradient, lines)
+
+
+# Recorded gradients.
+
+
+def _recorded(
+    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+) -> dict[str, torch.Tensor]:
+    """The gradients of the wanted tensors by blocks whose graphs are kept."""
+    tensors, wide = request.tensors(), accumulator(request.a.dtype)
+    totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in wanted}
+    through = [name for name in wanted if name != "v"]
+    entries = max(1, by_blocks.entries_of(request.a.device, wide) // RECORDED_PARTS)
+    for block in by_blocks.blocks(shape, entries, by_blocks.MOST_ROWS):
+        parts = _parts(request, block)
+        values = _values(request, block, parts)
+        g = gradient[block[:2]]
+        if reduction == "logsumexp":
+            weights = _recorded_shares(values, g, out[block[:2]])
+        else:
+            weights = _weights(reduction, request, block, parts, g)
+        options = {"create_graph": True, "allow_unused": True}
+        leaves = [parts[name] for name in through]
+        found = torch.autograd.grad(values, leaves, weights.to(values.dtype), **options)
+        for name, value in zip(through, found, strict=True):
+            if value is not None:
+                _part_of(totals[name], name, block).add_(value)
+        if "v" in totals:
+            whole = multiplied(request.descriptor.precision, values.mT.to(g.dtype), g)
+            part = _part_of(totals["v"], "v", block)
+            part.add_(_to_shape(whole, part))
+    return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
+
+
+def _recorded_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
+    """:func:`_weighted_shares` in memory of their own."""
+    shares = (values.to(out.dtype) - out[..., None]).exp()
+    return torch.where(out[..., None].isneginf(), 0.0, shares) * gradient[..., None]
+
+
+# Parts of tensors that belong to a block.
+
+
+def _part_of(t: torch.Tensor, name: str, block) -> torch.Tensor:
+    """The part of a tensor that belongs to a block."""
+    l, m, n = block
+    if name in ("a", "b", "v"):
+        return by_blocks.points_of(t, l, m if name == "a" else n)
+    return by_blocks.numbers_of({name: t}, l)[name]
+
+
+def _parts(request: Request, block) -> dict[str, torch.Tensor]:
+    return {name: _part_of(t, name, block) for name, t in request.tensors().items()}
+
+
+def _values(request: Request, block, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A block of the matrix of parts that may require gradients."""
+    values = {name: parts.get(name, value) for name, value in request.hyperparameters.items()}
+    return by_blocks.matrix(request, block, parts["a"], parts["b"], values)
+
+
+def _to_shape(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A gradient (L, N, C) summed over a batch that was broadcast."""
+    if like.dim() == 2 or like.shape[0] == 1:
+        whole = whole.sum(0, keepdim=like.dim() == 3) if whole.shape[0] > 1 else whole
+    return whole.reshape(like.shape).to(like.dtype)

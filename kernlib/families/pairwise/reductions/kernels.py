@@ -1,0 +1,133 @@
+"""Reductions of a kernel matrix by the kernels that never store it: which calls they take, and
+their launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernlib.families.pairwise import checks
+from kernlib.families.pairwise.lowering import reduce as lowering
+from kernlib.families.pairwise.lowering import split_reduce as products
+from kernlib.families.pairwise.lowering.choose import takes_products
+from kernlib.families.pairwise.lowering.direct import NUMBER, Layout, scalar_count
+from kernlib.families.pairwise.plans import precision
+from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.families.pairwise.request import layout_of, scalar_strides
+from kernlib.runtime.launch import Plan, arch_of, load, model
+from kernlib.runtime.sequence import Steps
+
+# Of v's columns one launch by tensor cores takes 8: 18 ms for 1e10 pairs of 64 features, and 16 in
+# one go 54, as each value then waits for its share of reads of v.
+PRODUCT_COLUMNS = 8
+# Columns of v up to which computing the matrix once for every 16 of them is faster than storing
+# blocks of it, which takes as long as 60 issue slots an entry, and multiplying them.
+SMALL_COLUMNS, TILE_COLUMNS = 64, 16
+VALUE_BYTES = 4  # of a value that a kernel writes
+
+
+class ReductionPlan(NamedTuple):
+    """What a call of one signature launches. The first three are what
+    :func:`kernlib.families.pairwise.plans.numbers_of` reads."""
+
+    slots: dict[str, int]
+    count: int
+    root: bool
+    # Each with the bytes by which its columns begin further on: in v, and in the values.
+    launches: tuple[tuple[Plan | Steps, int, int], ...]
+    splits: int
+
+
+def takes(reduction: str, request: Request, shape: Shape) -> bool:
+    """Whether the kernels compute a reduction, and are the fastest to do so."""
+    if request.a.device.type != "cuda" or reduction == "topk":
+        return False
+    small = shape.k <= lowering.SMALL_K
+    if shape.columns > (SMALL_COLUMNS if small else TILE_COLUMNS):
+        return False
+    empty = 0 in (shape.m, shape.n, shape.k, shape.batch)
+    empty = empty or (request.v is not None and shape.columns == 0)
+    if empty or checks.DTYPES[request.a.dtype] not in lowering.DTYPES:
+        return False
+    arch = arch_of(request.a.get_device())
+    width = min(shape.columns, lowering.WIDTHS[-1])
+    return lowering.fits(problem_of(reduction, request, shape, width), arch)
+
+
+def by_products(reduction: str, request: Request, shape: Shape, arch: str) -> bool:
+    """Whether tensor cores compute the sums of a reduction that the kernels take."""
+    if shape.columns > TILE_COLUMNS or not takes_products(request.descriptor):
+        return False
+    problem = problem_of(reduction, request, shape, min(shape.columns, PRODUCT_COLUMNS))
+    permitted = precision(request.descriptor)
+    return products.takes(request.descriptor, problem, arch, permitted) and products.pays(problem)
+
+
+def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:
+    """Launch, for the addresses of a, b, v, of values (splits, L, M, C) in float32, and for ``min``
+    of their places (splits, L, M)."""
+    a, b, v, values, places = pointers
+    for launch, in_v, in_values in plan.launches:
+        launch.launch((a, b, v + in_v, values + in_values, places), numbers)
+
+
+def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None) -> ReductionPlan:
+    """The plan of a checked call, its kernels loaded. ``rows`` is that of
+    :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
+    descriptor, v, device = request.descriptor, request.v, request.a.get_device()
+    arch, count = arch_of(device), model(device).multiprocessors
+    numbers = request.hyperparameters
+    call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, numbers)
+    strides = scalar_strides(descriptor, numbers, call)
+    launches, per_split, splits = [], 0, 0
+    product = rows is None and by_products(reduction, request, shape, arch)
+    widest = PRODUCT_COLUMNS if product else lowering.WIDTHS[-1]
+    for column, width in passes(shape.columns, widest):
+        problem = problem_of(reduction, request, shape, width)
+        if product:
+            lowered = products.lower(
+                descriptor, problem, arch, count, strides, precision(descriptor), per_split
+            )
+            made = Steps(lowered, products.OPERANDS, request.a.device)
+        else:
+            lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
+            layout, kernel = NUMBER * scalar_count(descriptor), load(lowered.spec, device)
+            made = Plan(kernel, device, lowered.grid, lowering.POINTERS, layout, lowered.fixed)
+        per_split, splits = lowered.per_split, lowered.splits
+        in_v = 0 if v is None else column * v.stride(-1) * v.element_size()
+        launches.append((made, in_v, column * VALUE_BYTES))
+    return ReductionPlan(
+        slots=checks.slots(descriptor),
+        count=scalar_count(descriptor),
+        root=checks.follows_inner(descriptor, numbers),
+        launches=tuple(launches),
+        splits=splits,
+    )
+
+
+def passes(columns: int, widest: int = lowering.WIDTHS[-1]) -> list[tuple[int, int]]:
+    """The launches for so many columns of v: first column, count. One for none."""
+    starts = range(0, max(1, columns), widest)
+    return [(start, min(widest, columns - start)) for start in starts]
+
+
+def problem_of(reduction: str, request: Request, shape: Shape, width: int) -> lowering.Problem:
+    """A checked request as lowering sees it, for ``width`` columns of v."""
+    descriptor, a, b, v, row_offset, col_offset, numbers = request
+    return lowering.Problem(
+        reduction,
+        shape.m,
+        shape.n,
+        shape.k,
+        shape.batch,
+        layout_of(a, shape.batch),
+        layout_of(b, shape.batch),
+        Layout(0, 0, 0) if v is None else layout_of(v, shape.batch),
+        width,
+        shape.columns,
+        checks.DTYPES[a.dtype],
+        row_offset - col_offset,
+        *checks.exponents(descriptor, numbers),
+        checks.follows_inner(descriptor, numbers),
+        "epsilon" in numbers,
+        "regularization" in numbers,
+    )

@@ -1,0 +1,217 @@
+"""Reductions of kernel matrices as operators of ``torch.library``, for whoever records calls and
+runs them later: torch.compile, torch.export, make_fx, fake tensors. Eager calls pass by.
+
+``pairwise_reduce`` is a product, a sum or a log-sum-exp in the arithmetic's dtype,
+``pairwise_reduce_gradient`` gives the gradients that its text ``wanted`` names, and
+``pairwise_choose`` the values and places of the k smallest or largest entries of each row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.descriptors.text import from_text
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.library import separate
+from kernlib.families.pairwise.reductions import arguments as checks
+from kernlib.families.pairwise.reductions import gradients, pairs, plans
+from kernlib.families.pairwise.reductions.arguments import Request
+from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.tensors import refuse_any_overlap
+
+# ``names`` are those of ``numbers``, then those of ``tensors``, as of kernlib::pairwise.
+_ARGUMENTS = (
+    "str descriptor, str names, float[] numbers, Tensor[] tensors, "
+    "SymInt row_offset, SymInt col_offset"
+)
+_library = torch.library.Library("kernlib", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_library.define(
+    f"pairwise_reduce(Tensor a, Tensor b, Tensor? v, str reduction, {_ARGUMENTS}) -> Tensor",
+    tags=_TAGS,
+)
+_library.define(
+    "pairwise_reduce_gradient(Tensor gradient, Tensor result, Tensor a, Tensor b, Tensor? v, "
+    f"str wanted, str reduction, {_ARGUMENTS}) -> Tensor[]",
+    tags=_TAGS,
+)
+_library.define(
+    "pairwise_choose(Tensor a, Tensor b, SymInt k, bool largest, str reduction, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+_reduce = torch.ops.kernlib.pairwise_reduce.default
+_gradient = torch.ops.kernlib.pairwise_reduce_gradient.default
+_choose = torch.ops.kernlib.pairwise_choose.default
+# After an error of a traced call Dynamo would trace what the operators run.
+_run = torch.compiler.disable(plans.run)
+_chosen = torch.compiler.disable(pairs.chosen)
+
+
+def run(
+    reduction: str, descriptor: Pairwise, a, b, v, out, row_offset, col_offset, values, wide=False
+) -> torch.Tensor:
+    """:func:`kernlib.families.pairwise.reductions.plans.run`, but for ``min``, by way of the
+    operators, its gradient recorded.
+
+    What is wrong with shapes, dtypes and devices is raised here; what is wrong with values, or
+    does not fit the descriptor, when the operator runs.
+    """
+    checks.check_tensors(descriptor, a, b, v)
+    made, b = checks.sides(descriptor, a, b, row_offset, col_offset)
+    given = separate(values, a.device)
+    if out is not None and torch.is_grad_enabled() and _any_requires(a, b, v, out, *given[2]):
+        gradients.refuse_out(out)
+    found = _reduce(a, b, v, reduction, made.text, *given, row_offset, col_offset)
+    if out is None:
+        return found if wide else found.to(a.dtype)
+    checks.check_result(out, tuple(found.shape), a)
+    refuse_any_overlap(out, a=a, b=b, v=v, **values)
+    return out.copy_(found)
+
+
+def choose(
+    reduction: str, descriptor: Pairwise, a, b, k: int, largest: bool, rows, columns, values: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`kernlib.families.pairwise.reductions.pairs.run` by way of the operators."""
+    checks.check_tensors(descriptor, a, b, None)
+    made, b = checks.sides(descriptor, a, b, rows, columns)
+    names, numbers, tensors = separate(values, a.device)
+    options = reduction, made.text, names, numbers, tensors, rows, columns
+    with torch.no_grad():
+        found, places = _choose(a, b, k, largest, *options)
+    if torch.is_grad_enabled() and _any_requires(a, b, *tensors):
+        request = Request(made, a, b, None, rows, columns, _named(names, numbers, tensors))
+        batched = places if places.dim() == 3 else places[None]
+        found = pairs.pair_values(request, batched).view(places.shape)
+    found = found.to(a.dtype)
+    return (found, places) if reduction == "topk" else (found.squeeze(-1), places.squeeze(-1))
+
+
+def _any_requires(*tensors) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _named(names: str, numbers, tensors) -> dict:
+    """The hyperparameters by name. AOTInductor hands over None for an empty list."""
+    return dict(zip(names.split(), (*(numbers or ()), *(tensors or ())), strict=True))
+
+
+def _tensors(names: str, tensors) -> dict[str, torch.Tensor]:
+    """Those that are tensors by name."""
+    listed = names.split()
+    return dict(zip(listed[len(listed) - len(tensors or ()) :], tensors or (), strict=True))
+
+
+# What the operators compute.
+
+
+def _compute(a, b, v, reduction, descriptor, names, numbers, tensors, rows, columns):
+    values = _named(names, numbers, tensors)
+    with torch.no_grad():  # one to record has not come here
+        return _run(
+            reduction, from_text(descriptor), a, b, v, None, rows, columns, values, wide=True
+        )
+
+
+def _compute_gradient(
+    gradient, result, a, b, v, wanted, reduction, descriptor, names, numbers, tensors, rows, columns
+):
+    values = _named(names, numbers, tensors)
+    request = checks.request_of(from_text(descriptor), a, b, v, rows, columns, values)
+    shape = checks.shape_of(request)
+    size = (shape.batch, shape.m, *((shape.columns,) if v is not None else ()))
+    made = gradients.gradients(
+        reduction, request, shape, wanted.split(), gradient.reshape(size), result.reshape(size)
+    )
+    given = {"a": a, "b": b, "v": v, **values}
+    return [made[name].reshape(given[name].shape).contiguous() for name in wanted.split()]
+
+
+def _compute_gradient_alone(*arguments):
+    """Without a record. Within, gradients of blocks are, so the dispatcher must not pass autograd
+    by, as it does inside of an operator."""
+    keys, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    with (
+        torch.no_grad(),
+        guard(keys.AutogradFunctionality, False),
+        guard(keys.ADInplaceOrView, False),
+    ):
+        return _compute_gradient(*arguments)
+
+
+def _compute_choice(
+    a, b, k, largest, reduction, descriptor, names, numbers, tensors, rows, columns
+):
+    values = _named(names, numbers, tensors)
+    request = checks.request_of(from_text(descriptor), a, b, None, rows, columns, values)
+    return tuple(t.contiguous() for t in _chosen(reduction, request, k, largest))
+
+
+# Their shapes.
+
+
+def _fake(a, b, v, reduction, descriptor, names, numbers, tensors, *offsets):
+    shape = checks.result_shape(a, b, v, _tensors(names, tensors))
+    return a.new_empty(shape, dtype=accumulator(a.dtype))
+
+
+def _fake_gradient(
+    gradient, result, a, b, v, wanted, reduction, descriptor, names, numbers, tensors, *offsets
+):
+    given = {"a": a, "b": b, "v": v, **_tensors(names, tensors)}
+    return [given[name].new_empty(given[name].shape) for name in wanted.split()]
+
+
+def _fake_choice(a, b, k, largest, reduction, descriptor, names, numbers, tensors, *offsets):
+    shape = (*checks.result_shape(a, b, None, _tensors(names, tensors)), k)
+    places = a.new_empty(shape, dtype=torch.int64)
+    return a.new_empty(shape, dtype=accumulator(a.dtype)), places
+
+
+for _name, _function, _shapes in (
+    ("pairwise_reduce", _compute, _fake),
+    ("pairwise_reduce_gradient", _compute_gradient_alone, _fake_gradient),
+    ("pairwise_choose", _compute_choice, _fake_choice),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kernlib::{_name}", _shapes, lib=_library)
+
+
+# Their gradients.
+
+
+def _save(ctx, inputs, output) -> None:
+    a, b, v, ctx.reduction, ctx.descriptor, ctx.names, ctx.numbers, tensors, *ctx.offsets = inputs
+    ctx.save_for_backward(a, b, v, output, *tensors)
+
+
+def _backward(ctx, gradient):
+    a, b, v, result, *tensors = ctx.saved_tensors
+    needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[7]]
+    names = ["a", "b", "v", *_tensors(ctx.names, tensors)]
+    wanted = [name for name, need in zip(names, needs, strict=True) if need]
+    found = _gradient(
+        gradient, result, a, b, v, " ".join(wanted), ctx.reduction, ctx.descriptor, ctx.names,
+        ctx.numbers, tensors, *ctx.offsets,
+    )  # fmt: skip
+    made = dict(zip(wanted, found, strict=True))
+    sides = (made.get(name) for name in names[:3])
+    numbers = None if ctx.numbers else []
+    return *sides, None, None, None, numbers, [made.get(name) for name in names[3:]], None, None
+
+
+def _gradient_recorded(keyset, *arguments):
+    """The gradients as autograd sees them: with one of their own to record they are the sums and
+    products that they consist of."""
+    tensors = (*arguments[:5], *(arguments[10] or ()))
+    if torch.is_grad_enabled() and _any_requires(*tensors):
+        return _compute_gradient(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _gradient.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+torch.library.register_autograd(
+    "kernlib::pairwise_reduce", _backward, setup_context=_save, lib=_library
+)
+_library.impl("pairwise_reduce_gradient", _gradient_recorded, "Autograd", with_keyset=True)

@@ -1,0 +1,224 @@
+"""Calls of reductions of kernel matrices, without gradients. The steady state is that of
+:mod:`kernlib.families.pairwise.operation`: signature to plan, fresh pointers and numbers,
+launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch._C import _is_tracing
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.operation import kind_of_number
+from kernlib.families.pairwise.plans import numbers_of, precision
+from kernlib.families.pairwise.reductions import arguments as checks
+from kernlib.families.pairwise.reductions import blocks as by_blocks
+from kernlib.families.pairwise.reductions import kernels
+from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.runtime.launch import PlanCache
+from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.tensors import (
+    check_dense,
+    is_lazy,
+    ranges_meet,
+    refuse_any_overlap,
+    refuse_overlap,
+    signature,
+    span,
+    stand_ins,
+)
+
+_plans = PlanCache()
+
+
+class CallPlan(NamedTuple):
+    """What a call of one signature needs besides its tensors and numbers."""
+
+    descriptor: Pairwise  # symmetric no more
+    shape: Shape
+    size: tuple[int, ...]  # of the result
+    dtype: torch.dtype  # of the result
+    device: torch.device
+    spans: tuple[int, ...]  # bytes from first to last element of a, b, v, out
+    folded: bool  # the batch of v becomes columns of one product
+    launch: kernels.ReductionPlan | None  # None where blocks are reduced
+    partial: tuple[int, ...]  # shape of what the kernels write
+    writes_out: bool  # whether they can write out itself
+
+
+def is_recorded() -> bool:
+    """Whether somebody records calls and runs them later, as in :func:`kernlib.run_kernel`."""
+    return is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing()
+
+
+def run(
+    reduction: str,
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    v: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    values: dict | None = None,
+    wide: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``matmul``, ``sum`` or ``logsumexp`` as :mod:`kernlib.families.pairwise.functions.reductions`
+    documents them, or ``min``: values and places. A result without ``out`` has the inputs' dtype,
+    or, if ``wide``, that of the arithmetic. Raises ValueError, TypeError."""
+    values = values or {}
+    if b is a and getattr(descriptor, "symmetric", False):
+        b = None
+    key = _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide)
+    try:
+        plan = _plans.plans.get(key)
+    except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
+        checks.shape_of(checks.request_of(descriptor, a, b, v, row_offset, col_offset, values))
+        raise
+    if plan is None:
+        if a.is_meta or stand_ins(a, b, v, out):
+            from kernlib.families.pairwise.reductions import library
+
+            if a.is_meta:  # of which operators would say less
+                checks.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
+            arguments = (row_offset, col_offset, values)
+            if reduction == "min":
+                return library.choose(reduction, descriptor, a, b, 1, False, *arguments)
+            return library.run(reduction, descriptor, a, b, v, out, *arguments, wide)
+        request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
+        if any(t is not None and is_lazy(t) for t in (a, b, v)):
+            refuse_any_overlap(out, a=a, b=b, v=v)
+            made = request._replace(v=request.v if v is None or v.dim() > 1 else request.v[:, 0])
+            return run(reduction, *made[:4], out, row_offset, col_offset, values, wide)
+        plan = _make_plan(reduction, request, v, out, wide)
+        if 0 not in plan.shape[:4]:  # else nothing would look at numbers
+            _plans.keep(key, plan)
+    second = a if b is None else b
+    if out is not None:
+        _refuse_overlap(plan, out, values, a=a, b=second, v=v)
+    if plan.launch is None:
+        found = _without_kernels(reduction, plan, a, second, v, row_offset, col_offset, values)
+        return _finished(found, plan, out)
+    return _launched(reduction, plan, a, second, v, out, values)
+
+
+def _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide) -> tuple:
+    """All that a plan depends on, as in :mod:`kernlib.families.pairwise.operation`."""
+    try:
+        key = (
+            reduction,
+            descriptor,
+            signature(a),
+            None if b is None else signature(b),
+            None if v is None else signature(v),
+            None if out is None else signature(out),
+            row_offset,
+            col_offset,
+            wide,
+            precision(descriptor),
+        )
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+        checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
+        check_dense((), out=out)
+        raise
+    if values:
+        key += tuple((name, kind_of_number(name, value)) for name, value in values.items())
+    return key
+
+
+def _make_plan(reduction: str, request: Request, v, out, wide: bool) -> CallPlan:
+    """The plan of a call; ``v`` as it was given. Raises what its checks raise."""
+    shape, a = checks.shape_of(request), request.a
+    size = (shape.batch, shape.m) if shape.batched else (shape.m,)
+    if v is not None and v.dim() > 1:
+        size = (*size, shape.columns)
+    if out is not None:
+        checks.check_out(out, size, request)
+    if reduction == "min":
+        checks.check_some(shape.n)
+    folded = v is not None and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1
+    taken = not folded and kernels.takes(reduction, request, shape)
+    launch = kernels.plan(reduction, request, shape) if taken else None
+    dtype = accumulator(a.dtype) if wide else a.dtype
+    return CallPlan(
+        descriptor=request.descriptor,
+        shape=shape,
+        size=size,
+        dtype=dtype if out is None else out.dtype,
+        device=a.device,
+        spans=tuple(0 if t is None else span(t) for t in (a, request.b, v, out)),
+        folded=folded,
+        launch=launch,
+        partial=size if launch is None or launch.splits == 1 else (launch.splits, *size),
+        writes_out=out is not None and out.dtype == torch.float32 and out.is_contiguous(),
+    )
+
+
+def _refuse_overlap(plan: CallPlan, out: torch.Tensor, values: dict, **inputs) -> None:
+    """Raises ValueError when ``out`` shares memory with an input."""
+    given = {name: t for name, t in inputs.items() if t is not None}
+    ranges = [(t.data_ptr(), length) for t, length in zip(given.values(), plan.spans, strict=False)]
+    if ranges_meet(out.data_ptr(), plan.spans[3], ranges):
+        refuse_overlap(out, **given)
+    if any(isinstance(value, torch.Tensor) for value in values.values()):
+        refuse_overlap(out, **{k: t for k, t in values.items() if isinstance(t, torch.Tensor)})
+
+
+def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset, values: dict):
+    """Values of the arithmetic's dtype, in any shape of their number; of ``min`` places too."""
+    if plan.folded:  # which computes the matrix once
+        shape = plan.shape
+        flat = v.movedim(0, 1).reshape(shape.n, shape.batch * shape.columns)
+        offsets = row_offset, col_offset
+        found = run(reduction, plan.descriptor, a, b, flat, None, *offsets, values, True)
+        return found.view(shape.m, shape.batch, shape.columns).movedim(1, 0)
+    v = v[:, None] if v is not None and v.dim() == 1 else v
+    request = Request(plan.descriptor, a, b, v, row_offset, col_offset, values)
+    with torch.no_grad(), without_autocast(plan.device):
+        return by_blocks.REDUCTIONS[reduction](request, plan.shape)
+
+
+def _launched(reduction: str, plan: CallPlan, a, b, v, out, values: dict):
+    """The result of the kernels."""
+    launch, numbers, kept = plan.launch, None, None
+    if values:
+        numbers, kept = numbers_of(launch, plan.descriptor, a, values)
+    places, direct = None, plan.writes_out and launch.splits == 1
+    made = out if direct else torch.empty(plan.partial, dtype=torch.float32, device=plan.device)
+    if reduction == "min":
+        places = torch.empty(plan.partial, dtype=torch.int64, device=plan.device)
+    pointers = (
+        a.data_ptr(),
+        b.data_ptr(),
+        0 if v is None else v.data_ptr(),
+        made.data_ptr(),
+        0 if places is None else places.data_ptr(),
+    )
+    if direct and not out.is_inference():  # those have no version to count
+        torch.autograd.graph.increment_version(out)
+    kernels.start(launch, pointers, numbers)
+    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    if direct:
+        return out
+    if launch.splits > 1:
+        if reduction == "min":
+            made, split = made.min(0)
+            places = places.gather(0, split[None])[0]
+        else:
+            made = made.logsumexp(0) if reduction == "logsumexp" else made.sum(0)
+    if places is None and out is None and plan.dtype == torch.float32:
+        return made
+    return _finished(made if places is None else (made, places), plan, out)
+
+
+def _finished(found, plan: CallPlan, out):
+    """Values, and places if there are some, in the result's shape, values in its dtype."""
+    if isinstance(found, tuple):
+        found, places = found
+        return found.reshape(plan.size).to(plan.dtype), places.reshape(plan.size)
+    found = found.reshape(plan.size)
+    return found.to(plan.dtype).contiguous() if out is None else out.copy_(found)

@@ -1,0 +1,126 @@
+"""A pairwise call as it was made, and the problem that lowering sees in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernlib.canonical import encode
+from kernlib.errors import UnsupportedError
+from kernlib.families.pairwise import checks
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import direct as lowering
+from kernlib.runtime.numbers import accumulator
+
+OPTIONS = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
+
+
+class Request(NamedTuple):
+    """A call's arguments, in the order of :func:`kernlib.families.pairwise.checks.check_call`."""
+
+    descriptor: Pairwise
+    a: torch.Tensor
+    b: torch.Tensor | None
+    out: torch.Tensor | None
+    accumulate: bool
+    row_offset: int
+    col_offset: int
+    hyperparameters: dict
+
+    @classmethod
+    def of(cls, descriptor: Pairwise, a, b, arguments: dict, more: tuple = ()) -> Request:
+        """From the keyword arguments of a call. Raises TypeError for ``more`` tensors."""
+        if more:
+            checks.refuse_more(descriptor, more)
+        if arguments.get("feature_map") is not None:
+            from kernlib.families.pairwise.functions import (
+                feature_map,  # which most calls do without
+            )
+
+            a, b = feature_map.apply(arguments["feature_map"], a, b, arguments.get("out"))
+        options = (arguments.get(name, default) for name, default in OPTIONS.items())
+        known = (*OPTIONS, "feature_map")
+        rest = {name: arguments[name] for name in arguments if name not in known}
+        return cls(descriptor, a, b, *options, rest)
+
+    def keywords(self) -> dict:
+        """The keyword arguments again."""
+        return {name: getattr(self, name) for name in OPTIONS} | self.hyperparameters
+
+    def positive(self) -> Request:
+        """With inputs that a kernel may read: the lazy negation of a view is not in its memory.
+        Raises TypeError for what is no dense tensor."""
+        checks.check_tensors(self.a, self.b, self.out)
+        b = self.b if self.b is None else self.b.resolve_neg()
+        return self._replace(a=self.a.resolve_neg(), b=b)
+
+    @property
+    def second(self) -> torch.Tensor:
+        return self.a if self.b is None else self.b
+
+    def target(self, call: checks.Call) -> torch.Tensor:
+        """The output as far as sizes and strides go."""
+        if self.out is not None:
+            return self.out
+        return torch.empty(call.out_shape, dtype=call.out_dtype, device="meta")
+
+    def device(self) -> int:
+        """Index of the GPU that computes it. Raises UnsupportedError for other devices."""
+        if self.a.device.type != "cuda":
+            raise UnsupportedError(
+                f"kernlib computes on CUDA and CPU tensors, a is on {self.a.device}; move it to "
+                "one of them"
+            )
+        return self.a.get_device()
+
+
+def is_empty(call: checks.Call) -> bool:
+    """Whether its output has no elements, so that nothing is launched."""
+    return call.m * call.n * call.batch == 0
+
+
+def problem_of(request: Request, call: checks.Call) -> tuple[lowering.Problem, tuple[int, ...]]:
+    """A checked call as lowering sees it, and the strides of its hyperparameters."""
+    descriptor, hyperparameters = request.descriptor, request.hyperparameters
+    tensors = (request.a, request.second, request.target(call))
+    problem = lowering.Problem(
+        call.m,
+        call.n,
+        call.k,
+        call.batch,
+        *(layout_of(t, call.batch) for t in tensors),
+        checks.DTYPES[call.dtype],
+        checks.DTYPES[call.out_dtype],
+        request.row_offset - request.col_offset,
+        bool(request.accumulate),
+        *checks.exponents(descriptor, hyperparameters),
+        checks.follows_inner(descriptor, hyperparameters),
+    )
+    return problem, scalar_strides(descriptor, hyperparameters, call)
+
+
+def tuning_signature(descriptor: Pairwise, problem: lowering.Problem) -> bytes:
+    """What calls share that the same kernel is fastest for: all but the diagonal's place."""
+    return encode((descriptor.canonical(), problem._replace(diagonal=0)))
+
+
+def layout_of(t: torch.Tensor, batch: int) -> lowering.Layout:
+    """Strides with those of single entries out of the way of alignment."""
+    rows, columns = (s if n > 1 else 0 for s, n in zip(t.stride()[-2:], t.shape[-2:], strict=True))
+    if t.shape[-1] == 1:
+        columns = 1 if rows != 1 else columns
+    step = t.stride(0) if t.dim() == 3 and t.shape[0] == batch and batch > 1 else 0
+    address = t.storage_offset() * t.element_size() if t.is_meta else t.data_ptr()
+    return lowering.Layout(step, rows, columns, address & 15)
+
+
+def scalar_strides(descriptor, hyperparameters, call) -> tuple[int, ...]:
+    slots = checks.slots(descriptor)
+    strides = [0] * lowering.scalar_count(descriptor)
+    for name, value in hyperparameters.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] > 1:
+            # One that must be copied to the device or converted arrives contiguous.
+            same = value.device == call.device and value.dtype == accumulator(call.dtype)
+            strides[slots[name] // 2] = value.stride(0) if same else 1
+    return tuple(strides)

@@ -1,0 +1,142 @@
+"""The stages of a pairwise kernel in PyTorch, ``out = finish(sums)``, differentiable in everything
+as often as is asked for. At singularities the derivatives are those of
+:mod:`kernlib.families.pairwise.powers`, and the sign of 0 is 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernlib.descriptors.epilogues import Matern
+from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.matern import matern
+from kernlib.families.pairwise.powers import power, square_root
+from kernlib.runtime import expressions
+
+_FINITE = {"**": power, "pow": power, "sqrt": square_root}  # of an epilogue
+
+
+def sums(
+    operator: str, inner: object, x, z, *, p=None, inner_scale=None, first: bool = True
+) -> torch.Tensor:
+    """``sum_k inner(op(x[l,q,k], z[l,t,k]))``: (L, Q, T) from (L, Q, K) and (L, T, K), with every
+    difference there at once. Differences are ``z - x`` where x is ``first``, else ``x - z``;
+    ``p`` and ``inner_scale`` are numbers or tensors of shape () or (L,)."""
+    left, right = (x[:, :, None], z[:, None]) if first else (z[:, None], x[:, :, None])
+    v = left * right if operator == "dot" else right - left
+    if _is(p, math.inf):
+        return v.abs().amax(-1) if v.shape[-1] else v.sum(-1)
+    return _inner(inner, v, entries(p, 4), entries(inner_scale, 4)).sum(-1)
+
+
+def linear(operator: str, inner: object) -> bool:
+    """Whether the gradient of the sums is made of products of matrices: ``W z`` of dot products,
+    ``2 (x sum_t W - W z)`` of squared differences."""
+    dot = operator == "dot"
+    return isinstance(inner, stages.Identity if dot else stages.Square)
+
+
+def finish(
+    descriptor: Pairwise, s: torch.Tensor, values: dict, *, root: bool, diagonal: int = 0
+) -> torch.Tensor:
+    """``epilogue(outer(s))`` with epsilon and regularization: (L, M, N) from sums (1, M, N) or
+    (L, M, N).
+
+    ``values`` are the call's hyperparameters by name, numbers or tensors of shape () or (L,).
+    ``root`` says that the outer exponent is the reciprocal of the inner one; ``regularization`` is
+    added where ``n - m == diagonal``.
+    """
+    placed = {name: entries(_placed(value, s), 3) for name, value in values.items()}
+    shapes = [x.shape for x in placed.values() if isinstance(x, torch.Tensor)]
+    s = s.expand(torch.broadcast_shapes(s.shape, *shapes))
+    epilogues, epsilon = descriptor.epilogue, placed.get("epsilon", 0.0)
+    if _is_matern(descriptor) and _is(epsilon, 0.0):
+        rate = (2 * epilogues[0].nu) ** 0.5 / placed["bandwidth"]
+        v, epilogues = matern(s * rate * rate, epilogues[0].nu), epilogues[1:]
+    else:
+        v = _outer(descriptor, s, placed, root)
+    if not descriptor.epilogue:
+        return v
+    if not _is(epsilon, 0.0):
+        v = torch.where(v.abs() < epsilon, 0.0, v)
+    own = {name: placed[name] for name in descriptor.parameters}
+    v = expressions.apply(epilogues, v, own, functions=_FINITE)
+    regularization = placed.get("regularization", 0.0)
+    if _is(regularization, 0.0):
+        return v
+    m = torch.arange(v.shape[1], dtype=torch.int64, device=v.device)[:, None]
+    n = torch.arange(v.shape[2], dtype=torch.int64, device=v.device)[None, :]
+    return torch.where(n - m == diagonal, v + regularization, v)
+
+
+def _is_matern(descriptor: Pairwise) -> bool:
+    first = descriptor.epilogue[0] if descriptor.epilogue else None
+    return isinstance(first, Matern) and isinstance(descriptor.outer, stages.Sqrt)
+
+
+def entries(value, dimensions: int):
+    """A number as it is, a tensor of shape () or (L,) as one that broadcasts over a batch of
+    ``dimensions`` in all."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.reshape(-1, *[1] * (dimensions - 1))
+
+
+def _placed(value, like: torch.Tensor):
+    return value.to(like.device, like.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _is(value, number: float) -> bool:
+    return value is not None and not isinstance(value, torch.Tensor) and value == number
+
+
+def _inner(stage: object, v: torch.Tensor, p, scale) -> torch.Tensor:
+    if isinstance(stage, stages.Abs):
+        return v.abs()
+    if isinstance(stage, stages.Square):
+        return v * v
+    if isinstance(stage, stages.Sqrt):
+        return square_root(v)
+    if isinstance(stage, stages.Power):
+        return _power(v, p)
+    if isinstance(stage, stages.ExpPower):
+        return torch.exp(scale * _power(v, p))
+    if isinstance(stage, stages.PowerLog):
+        zero = v == 0
+        safe = torch.where(zero, 1.0, v.abs())
+        return torch.where(zero, 0.0, safe**p * safe.log())
+    return v
+
+
+def _power(v: torch.Tensor, p) -> torch.Tensor:
+    """``|v| ** p``, for p = 0 whether v is not 0."""
+    if isinstance(p, torch.Tensor):
+        return torch.where((v == 0) & (p == 0), 0.0, power(v.abs(), p))
+    if p == 0:
+        return torch.where(v.isnan(), v, (v != 0).to(v.dtype))
+    if p == 1:
+        return v.abs()
+    return v * v if p == 2 else power(v.abs(), p)
+
+
+def _outer(descriptor: Pairwise, s: torch.Tensor, values: dict, root: bool) -> torch.Tensor:
+    stage = descriptor.outer
+    if root:
+        return _root(s, values.get("p", values.get("inner_p")))
+    if isinstance(stage, stages.Power):
+        return power(s, values["outer_p"])
+    if isinstance(stage, stages.Abs):
+        return s.abs()
+    if isinstance(stage, stages.Square):
+        return s * s
+    return square_root(s) if isinstance(stage, stages.Sqrt) else s
+
+
+def _root(s: torch.Tensor, p) -> torch.Tensor:
+    if isinstance(p, torch.Tensor):
+        whole = (p == 0) | p.isinf()
+        return power(s, torch.where(whole, 1.0, 1 / torch.where(whole, 1.0, p)))
+    return s if p in (0, math.inf) else power(s, 1 / p)

@@ -1,0 +1,156 @@
+"""Matrices of tensors that others have put in the place of those that a matrix was made of.
+
+``torch.func.functional_call`` and programs that were recorded pass any tensors with a layout, and
+``.data`` moves them. Kernels take the layout's word for sizes and for where memory ends, so such
+tensors are checked, which waits for the device: once, as a mark on them says afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_
+
+import torch
+
+from kernlib.errors import CaptureError
+from kernlib.families.sparse.matrix import (
+    SparseMatrix,
+    layout_text,
+    module_of,
+    parse_layout,
+    untransformed,
+)
+from kernlib.families.sparse.state import loaded
+from kernlib.families.sparse.tensors import ALIGNMENT, LIVE, MARK, PLACES, next_mark, placed
+
+
+def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
+    """The matrix of format, shape and dtype of a layout whose tensors these are, in order, with the
+    facts that are theirs: the very one whose tensors or memory they are, if that is there. Tensors
+    that kernels cannot read where they are get copied.
+
+    Raises ValueError that names what is wrong, CaptureError for tensors that have not been checked
+    while a CUDA graph is captured.
+    """
+    mark = getattr(tensors[0], MARK, None)
+    found = None if mark is None else LIVE.get(mark[0])
+    if found is not None and found._layout == layout and _are(found._operands, tensors):
+        return found
+    known = _known(tensors)
+    if tensors[0].is_meta:
+        return SparseMatrix.from_layout(layout, tensors)
+    if found is None:  # autograd of compiled code may detach tensors, which leaves no mark
+        found = PLACES.get(tensors[0].data_ptr())
+    if found is not None and _kind(found.layout) == _kind(layout) and _share(found, tensors):
+        return found
+    if known == layout and getattr(tensors[0], MARK)[2] is None:
+        return SparseMatrix.from_layout(layout, tensors)
+    with untransformed():
+        if known is not None and _kind(known) == _kind(layout):
+            return SparseMatrix.from_layout(known, tuple(map(placed, tensors)))
+        _refuse_capture(tensors)
+        format, shape, dtype, facts = parse_layout(layout)
+        named = dict(zip(module_of(format).TENSORS, tensors, strict=True))
+        with _of_kind(layout):
+            facts = {**facts, **_measured(format, named)}
+            found = loaded(format, shape, dtype, facts, named)
+        known = layout_text(format, shape, dtype, facts)
+        _mark(tensors, known)
+        return SparseMatrix.from_layout(known, tuple(found.values()))
+
+
+def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
+    """Look at the tensors of a matrix at addresses that are new, and remember them. Raises
+    ValueError for such as kernels cannot read, and for those of another matrix."""
+    for index, (address, tensor) in enumerate(zip(addresses, w._operands, strict=True)):
+        if address % ALIGNMENT or not tensor.is_contiguous():
+            place = f"w.tensors[{[*w.tensors][index]!r}]"
+            raise ValueError(
+                f"{place} must be contiguous and begin at whole {ALIGNMENT} bytes of memory, got "
+                f"address {address:#x} and strides {tensor.stride()}: give it memory of its own, "
+                f"{place}.data = {place}.clone()"
+            )
+    if w._addresses is not None:
+        _refuse_capture(w.operands)
+        with _of_kind(w.layout):
+            found = {**w.facts, **_measured(w.format, w.tensors)}
+            module_of(w.format).check(w.tensors, found, w.shape, w.dtype)
+        if found != w.facts:
+            raise ValueError(
+                f"the tensors of w lie elsewhere now and are those of another matrix: {found} for "
+                f"{dict(w.facts)}; make it anew, by SparseMatrix.from_state"
+            )
+    object.__setattr__(w, "_addresses", addresses)
+
+
+@contextmanager
+def _of_kind(layout: str) -> Iterator[None]:
+    """Says what tensors should have been where that finds them wrong."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:  # torch's own, of what has no such numbers
+        kind = " ".join(_kind(layout))
+        raise ValueError(f"these tensors are no matrix of kind {kind!r}: {error}") from error
+
+
+def _measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The facts that lie in tensors. Those of the formats u8, u4 and u2 do not: a matrix of another
+    width is one of another kind."""
+    if format == "bitmap":
+        units = tensors["offsets"].long().diff()
+        return {"largest": 16 * int(units.max()) if units.numel() else 0}
+    if format == "macko":
+        entries = int(torch.count_nonzero(tensors["values"]))
+        return module_of(format).facts_of(tensors["row_ptr"], entries)
+    return {}
+
+
+def _known(tensors: Sequence[torch.Tensor]) -> str | None:
+    """The layout of tensors that were checked together."""
+    marks = [getattr(t, MARK, None) for t in tensors]
+    first = marks[0]
+    if first is None:
+        return None
+    for t, mark in zip(tensors, marks, strict=True):
+        if mark is None or mark[0] != first[0]:
+            return None
+        if mark[2] is not None and mark[2] != (t.data_ptr(), t._version):
+            return None
+    return first[1]
+
+
+def _are(own: tuple[torch.Tensor, ...], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these are a matrix's own tensors."""
+    return len(own) == len(tensors) and all(map(is_, own, tensors))
+
+
+def _share(w: SparseMatrix, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are the memory of a matrix's own, which is there as long as that is."""
+    return len(tensors) == len(w.operands) and all(
+        t.data_ptr() == own.data_ptr()
+        and (t.shape, t.dtype, t.device) == (own.shape, own.dtype, own.device)
+        and t.is_contiguous()
+        for own, t in zip(w.operands, tensors, strict=True)
+    )
+
+
+def _mark(tensors: Sequence[torch.Tensor], layout: str) -> None:
+    """Remember tensors as they are now; not those whose writes torch does not count."""
+    if not any(t.is_inference() for t in tensors):
+        number = next_mark()
+        for t in tensors:
+            setattr(t, MARK, (number, layout, (t.data_ptr(), t._version)))
+
+
+def _kind(layout: str) -> list[str]:
+    """Format, shape and dtype."""
+    return layout.split(" ")[:3]
+
+
+def _refuse_capture(tensors: Sequence[torch.Tensor]) -> None:
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "these tensors of a compressed matrix are not those it was made of, and have not been "
+            "checked, which waits for the device: make the same call once before the capture"
+        )

@@ -1,0 +1,1 @@
+"""How compressed matrices lie in memory: ``registry``, then a module for each format."""

@@ -1,0 +1,205 @@
+"""The bitmap format: one bit for each position, and the values that are not zero.
+
+A chunk is 16 rows x 256 columns, chunks in order ``row // 16 * ceil(C / 256) + col // 256``.
+``offsets``, int32, counts 16-byte units into ``data``, uint8, where chunks begin and the last ends.
+Each has 128 little-endian words of 32 bits, the values, and zeros up to whole 16 bytes. Of row r of
+16 and column c of a block b of 32 columns (8 blocks), with
+
+    half = r // 8,  g = r % 8,  q = g // 2,  t = c // 8,  plane = c % 8 // 4,  j = c % 4
+
+- the word is number ``(b * 4 + (q ^ b // 2)) * 4 + half * 2 + plane``, and in it the bit
+  ``8 * j + g % 2 * 4 + t``, 0 beyond the matrix's edges;
+- values are in the order of ``(b, half, plane, g, t, j)``.
+
+So a lane's share of ``m16n8k16`` fragments, row g and the columns of t, has its bits in the bytes
+of a word and its values in runs of up to four: kernel_sources/sparse/bitmap_fragments.cuh.
+
+An entry is whatever does not equal zero, NaN included, and comes back bit by bit. -0.0 is none and
+comes back as 0.0: ``w * mask`` makes it of every pruned value below zero.
+
+Bits in place of positions are SpInfer's idea. 16-bit values take ``2 nnz + R C / 8 + R C / 1024``
+bytes and some 7 of padding a chunk: fewer than MACKO's codes from a density of 0.233 up, and than
+the dense matrix below 0.93.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.formats import bitmap_cpu as cpu
+from kernlib.families.sparse.formats import encoding as shared
+from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, HEADER, POSITIONS, ROWS, UNIT
+
+FORMAT = "bitmap"
+TENSORS = ("data", "offsets")
+MOST_BYTES = UNIT * 2**31  # which offsets do not reach
+CHECKED = 1 << 16  # chunks whose bits are counted together: 32 MiB, several times
+SPREAD = 1 << 12  # whose positions are looked at one by one: 16 MiB, several times
+
+
+def chunks_of(shape: tuple[int, int]) -> int:
+    """Chunks of a matrix."""
+    return -(-shape[0] // ROWS) * -(-shape[1] // COLUMNS)
+
+
+def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
+    """Entries of each chunk, int32, on the device of the matrix, without a synchronisation."""
+    if dense.device.type == "cpu":
+        return cpu.chunk_counts(dense)
+    return _gpu().chunk_counts(dense)
+
+
+def chunk_units(counts: torch.Tensor, itemsize: int) -> torch.Tensor:
+    """The 16-byte units of chunks with so many entries."""
+    return (counts * itemsize + (HEADER + UNIT - 1)).div_(UNIT, rounding_mode="floor")
+
+
+def measure(dense: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Bytes that :func:`encode` would take, given :func:`chunk_counts`: one number, int64, on the
+    device of the matrix; below 0 if the format cannot hold it."""
+    taken = chunk_units(counts, dense.element_size()).sum(dtype=torch.int64) * UNIT
+    return torch.where(taken < MOST_BYTES, taken + 4 * (counts.numel() + 1), -1)
+
+
+def nbytes(dense: torch.Tensor) -> int | None:
+    """Bytes that :func:`encode` would take; None if that is 32 GiB or more."""
+    dense = shared.matrix(dense)
+    found = int(measure(dense, chunk_counts(dense)))
+    return None if found < 0 else found
+
+
+def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """The tensors of a matrix (R, C) of float16, bfloat16 or float32 and any strides, where it
+    lies, and ``largest``, the bytes of the largest chunk. On a GPU two kernels, and one
+    synchronisation to learn the size.
+
+    Raises TypeError or ValueError for what is no such matrix, UnsupportedError for chunks of 32 GiB
+    or more in all.
+    """
+    dense = shared.matrix(dense)
+    if dense.device.type == "cuda":
+        dense = _gpu().readable(dense)
+    units = chunk_units(chunk_counts(dense), dense.element_size())
+    ends = torch.zeros(units.numel() + 1, dtype=torch.int64, device=dense.device)
+    torch.cumsum(units, 0, dtype=torch.int64, out=ends[1:])
+    largest = units.max() if units.numel() else units.sum()
+    total, most = (UNIT * n for n in torch.stack((ends[-1], largest)).tolist())
+    if total >= MOST_BYTES:
+        raise UnsupportedError(
+            f"the bitmap format takes {total} bytes for a matrix of shape {tuple(dense.shape)}; "
+            "its offsets reach 32 GiB: compress slices of its rows"
+        )
+    offsets = ends.to(torch.int32)
+    if dense.device.type == "cpu":
+        data = torch.zeros(total, dtype=torch.uint8, device=dense.device)
+        cpu.fill(dense, offsets, data)
+    else:
+        data = torch.empty(total, dtype=torch.uint8, device=dense.device)
+        _gpu().fill(dense, offsets, data)
+    return {"data": data, "offsets": offsets}, {"largest": most}
+
+
+def decode(
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The dense matrix, contiguous, every bit as it was but the sign of -0.0; without a
+    synchronisation."""
+    data, offsets = (tensors[name] for name in TENSORS)
+    if data.device.type == "cuda":
+        return _gpu().decode(data, offsets, tuple(shape), dtype)
+    if data.storage_offset() % UNIT:
+        data = data.clone()
+    return cpu.decode(data, offsets, tuple(shape), dtype)
+
+
+def check(
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Raises ValueError, naming what is wrong, unless tensors and facts are such as
+    :func:`encode` makes for this shape and dtype. Synchronises."""
+    shared.check_tensors(FORMAT, tensors, {"data": torch.uint8, "offsets": torch.int32})
+    shared.check_facts(FORMAT, facts, ("largest",))
+    data, offsets = (tensors[name] for name in TENSORS)
+    shared.check_size("offsets", offsets, (chunks_of(shape) + 1,))
+    if data.dim() != 1:
+        raise ValueError(f"data must have one dimension, got shape {tuple(data.shape)}")
+    units = offsets.long().diff()
+    fewest, most = HEADER // UNIT, (HEADER + POSITIONS * dtype.itemsize) // UNIT
+    wrong = ((units < fewest) | (units > most)).sum()
+    largest = units.max() if units.numel() else units.sum()
+    numbers = torch.stack((offsets[0], offsets[-1], wrong, largest)).tolist()
+    if numbers[0] != 0 or numbers[2]:
+        raise ValueError(
+            f"offsets must begin with 0 and grow by {fewest} to {most} from chunk to chunk"
+        )
+    if data.numel() != UNIT * numbers[1]:
+        raise ValueError(f"data must have {UNIT * numbers[1]} bytes, got {data.numel()}")
+    _check_bits(data, offsets, units, dtype)
+    _check_edges(data, offsets, shape)
+    if facts.get("largest") != UNIT * numbers[3]:
+        raise ValueError(
+            f"the fact largest must be {UNIT * numbers[3]}, the bytes of the largest chunk, "
+            f"got {facts.get('largest')}"
+        )
+
+
+def _check_bits(
+    data: torch.Tensor, offsets: torch.Tensor, units: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Raises ValueError unless chunks have a value for each bit, as kernels count their places by
+    bits. Offsets have been checked."""
+    wrong = chunk_units(_marked(data, offsets[:-1]), dtype.itemsize) != units
+    count = int(wrong.sum())
+    if count:
+        raise ValueError(
+            "data must have, behind the bitmap of each chunk, as many values as it has bits set, "
+            f"one for each bit: {count} of {len(units)} chunks are of another size"
+        )
+
+
+def _check_edges(data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Raises ValueError for bits beyond the matrix's edges, whose values a product would multiply
+    with zeros: NaN stays. Offsets have been checked."""
+    if 0 in shape:
+        return
+    slabs, across = -(-shape[0] // ROWS), -(-shape[1] // COLUMNS)
+    last = shape[0] - (slabs - 1) * ROWS, shape[1] - (across - 1) * COLUMNS
+    starts, lines, wrong = offsets[:-1].view(slabs, across), data.view(-1, UNIT), 0
+    for edge, rows, cols in ((starts[-1], last[0], COLUMNS), (starts[:, -1], ROWS, last[1])):
+        beyond = ~cpu.inside(rows, cols, data.device)
+        for some in edge.long().split(SPREAD) if beyond.any() else ():
+            found = cpu.positions(lines[cpu.headers(some)]) & beyond
+            wrong += int(found.any(1).sum())
+    if wrong:
+        raise ValueError(
+            f"data must have no bits set beyond the matrix's {shape[0]} rows and {shape[1]} "
+            f"columns, {wrong} chunks at its edges have"
+        )
+
+
+def _marked(data: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Bits that are set in the bitmap of each chunk at ``starts``, int32, on any device."""
+    lines, found = data.view(-1, UNIT), []
+    for some in starts.long().split(CHECKED):
+        x = lines[cpu.headers(some)].view(torch.int32).flatten(1)
+        x = x - (x >> 1 & 0x55555555)  # sums of 2 bits, of 4, of 8
+        x = (x & 0x33333333) + (x >> 2 & 0x33333333)
+        x = x + (x >> 4) & 0x0F0F0F0F
+        found.append(x.view(torch.uint8).sum(1, dtype=torch.int32))
+    return torch.cat(found) if found else starts
+
+
+def _gpu():
+    """The module of kernels, which CPU tensors do not load."""
+    from kernlib.families.sparse.formats import bitmap_gpu
+
+    return bitmap_gpu

@@ -1,0 +1,124 @@
+"""The bitmap format on the CPU, in torch: blocks of slabs, each by a few operations.
+
+Axes of the 16 x 256 positions of a chunk, by which bits and values are ordered: row = (half, g) of
+2 x 8, where g = (q, odd) of 4 x 2, and column = (block, t, plane, j) of 8 x 4 x 2 x 4.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
+
+ROWS, COLUMNS, HEADER = 16, 256, 512  # of a chunk; the bytes of its bitmap
+POSITIONS = ROWS * COLUMNS
+UNIT = 16  # bytes that offsets count
+AT_ONCE = 1 << 24  # positions that one step holds in memory, several bytes for each
+# Where the four words of two rows and a block lie, for (block, q) in order. Its own reverse.
+QUADS = [block * 4 + (q ^ block // 2) for block in range(8) for q in range(4)]
+
+
+def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
+    """Entries of each chunk, int32."""
+    found = [nonzero(block).sum(-1, dtype=torch.int32).reshape(-1) for block in _blocks(dense)]
+    empty = torch.zeros(0, dtype=torch.int32, device=dense.device)
+    return torch.cat(found) if found else empty
+
+
+def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None:
+    """Write the chunks of a matrix, at ``offsets``, into ``data``, which holds zeros."""
+    first = 0
+    for values in _blocks(dense):
+        chunks = values.shape[0] * values.shape[1]
+        present = nonzero(values)
+        used = present.reshape(chunks, POSITIONS)
+        starts = offsets[first : first + chunks].long()
+        data.view(-1, UNIT)[headers(starts)] = _words(used)
+        places = _places(starts, used.sum(-1), values.element_size())
+        data.view(values.dtype)[places] = values[present]
+        first += chunks
+
+
+def decode(
+    data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The dense matrix of chunks."""
+    out = torch.zeros(shape, dtype=dtype, device=data.device)
+    across = _across(shape)
+    written, stored = bits(out), data.view(BITS[dtype])
+    for top in range(0, shape[0], _step(across)):
+        part = written[top : top + _step(across)]
+        slabs = -(-part.shape[0] // ROWS)
+        first = top // ROWS * across
+        starts = offsets[first : first + slabs * across].long()
+        present = positions(data.view(-1, UNIT)[headers(starts)])
+        values = stored.new_zeros(slabs * across, POSITIONS)
+        places = _places(starts, present.sum(-1), stored.element_size())
+        values.masked_scatter_(present, stored[places])
+        whole = values.view(slabs, across, 8, 2, 2, 8, 4, 4).permute(0, 3, 5, 1, 2, 6, 4, 7)
+        whole = whole.reshape(slabs * ROWS, across * COLUMNS)
+        part.copy_(whole[: part.shape[0], : part.shape[1]])
+    return out
+
+
+def _across(shape: tuple[int, int]) -> int:
+    """Chunks of a slab."""
+    return -(-shape[1] // COLUMNS)
+
+
+def _step(across: int) -> int:
+    """Rows of a block: whole slabs."""
+    return max(1, AT_ONCE // (POSITIONS * max(1, across))) * ROWS
+
+
+def _blocks(dense: torch.Tensor):
+    """The bits of a matrix, some slabs at a time: (slabs, chunks, 4096), in the order of values."""
+    across = _across(dense.shape)
+    if not across:
+        return
+    for top in range(0, dense.shape[0], _step(across)):
+        part = bits(dense)[top : top + _step(across)]
+        slabs = -(-part.shape[0] // ROWS)
+        whole = part.new_zeros(slabs * ROWS, across * COLUMNS)
+        whole[: part.shape[0], : part.shape[1]] = part
+        axes = whole.view(slabs, 2, 8, across, 8, 4, 2, 4)
+        yield axes.permute(0, 3, 4, 1, 6, 2, 5, 7).reshape(slabs, across, POSITIONS)
+
+
+def headers(starts: torch.Tensor) -> torch.Tensor:
+    """The units of the bitmaps of chunks at ``starts``, (chunks, 32)."""
+    units = torch.arange(HEADER // UNIT, dtype=torch.int64, device=starts.device)
+    return starts[:, None] + units
+
+
+def _words(present: torch.Tensor) -> torch.Tensor:
+    """The bitmaps, (chunks, 32, 16) bytes, of positions in the order of values, (chunks, 4096)."""
+    # block, half, plane, q, odd, t, j
+    axes = present.view(-1, 8, 2, 2, 4, 2, 4, 4)
+    lines = axes.permute(0, 1, 4, 2, 3, 7, 5, 6).reshape(-1, len(QUADS), UNIT, 8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=present.device)
+    return (lines * weights).sum(-1, dtype=torch.uint8)[:, QUADS]
+
+
+def positions(words: torch.Tensor) -> torch.Tensor:
+    """The reverse of :func:`_words`."""
+    places = torch.arange(8, dtype=torch.uint8, device=words.device)
+    lines = (words[:, QUADS, :, None] >> places) & 1
+    # block, q, half, plane, j, odd, t
+    axes = lines.bool().view(-1, 8, 4, 2, 2, 4, 2, 4)
+    return axes.permute(0, 1, 3, 4, 2, 6, 7, 5).reshape(-1, POSITIONS)
+
+
+def inside(rows: int, cols: int, device: torch.device) -> torch.Tensor:
+    """Which positions of a chunk, in the order of values, are of its first rows and columns."""
+    kept = torch.zeros(ROWS, COLUMNS, dtype=torch.bool, device=device)
+    kept[:rows, :cols] = True
+    return kept.view(2, 8, 8, 4, 2, 4).permute(2, 0, 4, 1, 3, 5).reshape(-1)
+
+
+def _places(starts: torch.Tensor, counts: torch.Tensor, itemsize: int) -> torch.Tensor:
+    """Where the values of chunks at ``starts`` lie, in elements of the whole of data."""
+    first = (starts * UNIT + HEADER) // itemsize
+    before = counts.cumsum(0) - counts
+    numbers = torch.arange(int(counts.sum()), dtype=torch.int64, device=counts.device)
+    return (first - before).repeat_interleave(counts) + numbers

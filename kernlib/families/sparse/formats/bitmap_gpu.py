@@ -1,0 +1,119 @@
+"""The bitmap format on GPUs: kernels that count, make and undo chunks, of kernel_sources/sparse/.
+
+Of numbers they know only that the highest bit is the sign: values are integers of 16 or 32 bits.
+Sizes are launch arguments.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, ROWS
+from kernlib.families.sparse.formats.encoding import bits
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.steps import Lowered, Step
+from kernlib.runtime.launch import PlanCache
+from kernlib.runtime.sequence import Steps
+
+FAMILY = "sparse"
+ITEMSIZES = (2, 4)
+OPERANDS = {
+    "count": ("dense", "counts"),
+    "encode": ("dense", "offsets", "data"),
+    "decode": ("data", "offsets", "out", "data_end"),
+}
+FIXED = {"count": "<3qI3i", "encode": "<3q2i", "decode": "<2q2i"}
+THREADS = {"count": 256, "encode": 128, "decode": 128}
+COUNTED = 8  # chunks that a CTA counts
+
+_plans = PlanCache()
+
+
+def readable(dense: torch.Tensor) -> torch.Tensor:
+    """The matrix, or a copy of one whose columns do not lie side by side."""
+    aside = dense.shape[1] > 1 and dense.stride(1) != 1
+    return dense.contiguous() if aside else dense
+
+
+def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
+    """Entries of each chunk, int32."""
+    dense = readable(dense)
+    counts = torch.empty(_chunks(dense.shape), dtype=torch.int32, device=dense.device)
+    if counts.numel():
+        _launch("count", _reading(dense), bits(dense), counts)
+    return counts
+
+
+def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None:
+    """Write the chunks of a :func:`readable` matrix, at ``offsets``, into ``data``."""
+    if data.numel():
+        _launch("encode", _reading(dense), bits(dense), offsets, data)
+
+
+def decode(
+    data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The dense matrix of chunks."""
+    out = torch.empty(shape, dtype=dtype, device=data.device)
+    if out.numel():
+        how = (*shape, dtype.itemsize, shape[1] * dtype.itemsize % 16 == 0)
+        _launch("decode", how, data, offsets, out)
+    return out
+
+
+def specs(itemsize: int) -> list[KernelSpec]:
+    """The kernels for values of so many bytes."""
+    return [spec(kind, itemsize) for kind in OPERANDS]
+
+
+def spec(kind: str, itemsize: int) -> KernelSpec:
+    """The KernelSpec of "count", "encode" or "decode"."""
+    parameters = 8 * len(OPERANDS[kind]) + struct.calcsize(FIXED[kind])
+    source = f"""#include "common/types.cuh"
+
+using BitsT = {"u16" if itemsize == 2 else "u32"};
+
+constexpr int PARAMETER_BYTES = {parameters};
+
+#include "sparse/bitmap_{kind}.cuh"
+"""
+    entry, words = f"sparse_bitmap_{kind}", f"sparse bitmap {kind} {8 * itemsize} bits"
+    return KernelSpec(FAMILY, source, entry, THREADS[kind], description=words)
+
+
+def step(kind: str, how: tuple) -> Step:
+    """A launch for what :func:`_reading` says of a matrix, or for rows, columns, itemsize and
+    whether rows take 16-byte accesses of one to write."""
+    *sizes, itemsize, vectors = how
+    chunks, across = _chunks(sizes), -(-sizes[1] // COLUMNS)
+    numbers = (chunks, across, vectors, 0) if kind == "count" else (across, vectors)
+    fixed = struct.pack(FIXED[kind], *sizes, *numbers)
+    blocks = -(-chunks // COUNTED) if kind == "count" else chunks
+    pointers = tuple((name, 0) for name in OPERANDS[kind])
+    return Step(spec(kind, itemsize), (blocks, 1), fixed, pointers)
+
+
+def _chunks(shape) -> int:
+    return -(-shape[0] // ROWS) * -(-shape[1] // COLUMNS)
+
+
+def _reading(dense: torch.Tensor) -> tuple:
+    """Rows, columns, the stride of rows, the itemsize, and whether rows take 16-byte loads."""
+    itemsize, apart = dense.element_size(), dense.stride(0)
+    whole = dense.data_ptr() % 16 == 0 and (apart * itemsize % 16 == 0 or dense.shape[0] == 1)
+    return *dense.shape, apart, itemsize, whole
+
+
+def _launch(kind: str, how: tuple, *tensors: torch.Tensor) -> None:
+    device = tensors[0].device
+    key = kind, how, device.index
+    found = _plans.plans.get(key)
+    if found is None:
+        found = Steps(Lowered((step(kind, how),)), OPERANDS[kind], device)
+        _plans.keep(key, found)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if kind == "decode":
+        addresses.append(addresses[0] + tensors[0].numel())
+    found.launch(addresses)

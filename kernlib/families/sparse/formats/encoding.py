@@ -1,0 +1,91 @@
+"""What the formats of sparse matrices share: a dense matrix checked, and as the bits it is made of.
+
+Formats store the bits of values, so the payload of a NaN comes back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from kernlib.runtime.tensors import check_dense, materialised
+
+# dtypes of values, and the integers of as many bits.
+BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+def matrix(dense: torch.Tensor) -> torch.Tensor:
+    """A dense matrix whose memory holds its values, without a record of gradients. Raises TypeError
+    for what is no dense tensor, ValueError for one that is not a matrix of a dtype of ``BITS``."""
+    check_dense(("dense",), dense=dense)
+    if dense.dim() != 2:
+        raise ValueError(f"dense must be a matrix (rows, columns), got shape {tuple(dense.shape)}")
+    if dense.dtype not in BITS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in BITS)
+        raise ValueError(f"dense must have a dtype of {names}, got {dense.dtype}")
+    if dense.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"dense must lie on a CPU or a CUDA device, got {dense.device}")
+    return materialised(dense.detach())
+
+
+def bits(dense: torch.Tensor) -> torch.Tensor:
+    """A view of a matrix as integers."""
+    return dense.view(BITS[dense.dtype])
+
+
+def nonzero(values: torch.Tensor) -> torch.Tensor:
+    """Where :func:`bits` are those of a value that does not equal zero: neither 0.0 nor -0.0. Told
+    by bits, as comparing values takes subnormals for zero where torch flushes them."""
+    return (values & torch.iinfo(values.dtype).max) != 0
+
+
+def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of a format's tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def check_tensors(
+    format: str, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Raises ValueError unless ``tensors`` are those that ``dtypes`` names, contiguous, of these
+    dtypes, on one device, and begin at whole 16 bytes there, as kernels read them."""
+    check_names(format, tensors, dtypes)
+    devices = {tensors[name].device for name in dtypes}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the tensors of a matrix must lie on one device, got {sorted(map(str, devices))}"
+        )
+    for name, dtype in dtypes.items():
+        tensor = tensors[name]
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+        if tensor.device.type == "cuda" and tensor.data_ptr() % 16:
+            raise ValueError(f"{name} must begin at whole 16 bytes of memory; clone it")
+
+
+def check_names(format: str, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    """Raises ValueError unless ``tensors`` have these names."""
+    if set(tensors) != set(names):
+        raise ValueError(
+            f"a matrix of format {format!r} has the tensors {', '.join(names)}, "
+            f"got {', '.join(map(str, tensors)) or 'none'}"
+        )
+
+
+def check_facts(format: str, facts: Mapping[str, int], names: tuple[str, ...]) -> None:
+    """Raises ValueError for a fact that a format does not know."""
+    more = [repr(name) for name in facts if name not in names]
+    if more:
+        known = ", ".join(names) or "none"
+        raise ValueError(
+            f"a matrix of format {format!r} has the facts {known}, got {', '.join(more)} too"
+        )
+
+
+def check_size(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless a tensor of a matrix has ``shape``."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")

@@ -1,0 +1,116 @@
+"""MACKO's format on GPUs: kernels that count, make and undo entries, of kernel_sources/sparse/.
+
+They know values by their bits. Sizes are launch arguments.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from kernlib.families.sparse.formats.encoding import bits
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.steps import Lowered, Step
+from kernlib.runtime.launch import PlanCache
+from kernlib.runtime.sequence import Steps
+
+FAMILY = "sparse"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+OPERANDS = {
+    "count": ("dense", "counts"),
+    "encode": ("dense", "row_ptr", "values", "deltas"),
+    "decode": ("values", "deltas", "row_ptr", "out", "values_end"),
+}
+FIXED = {"count": "<3qQ", "encode": "<3qQ", "decode": "<2q"}
+THREADS = 128  # four rows
+ROWS = THREADS // 32
+
+_plans = PlanCache()
+
+
+def readable(dense: torch.Tensor) -> torch.Tensor:
+    """The matrix, or a copy of one whose columns do not lie side by side."""
+    aside = dense.shape[1] > 1 and dense.stride(1) != 1
+    return dense.contiguous() if aside else dense
+
+
+def row_counts(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of each row of a :func:`readable` matrix, int32, and how many are no pads, in all."""
+    counts = torch.zeros((2, dense.shape[0]), dtype=torch.int32, device=dense.device)
+    if dense.numel():
+        _launch("count", dense.dtype, False, _reading(dense), bits(dense), counts)
+    return counts[0], counts[1].sum(dtype=torch.int64)
+
+
+def fill(
+    dense: torch.Tensor, row_ptr: torch.Tensor, entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``values`` and ``deltas`` of a :func:`readable` matrix with these rows."""
+    values = torch.zeros(entries, dtype=dense.dtype, device=dense.device)
+    deltas = torch.zeros(entries // 2, dtype=torch.uint8, device=dense.device)
+    if entries:
+        wide = row_ptr.dtype == torch.int64
+        operands = bits(dense), row_ptr, values, deltas
+        _launch("encode", dense.dtype, wide, _reading(dense), *operands)
+    return values, deltas
+
+
+def decode(
+    values: torch.Tensor, deltas: torch.Tensor, row_ptr: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    """The dense matrix of entries."""
+    out = torch.zeros(shape, dtype=values.dtype, device=values.device)
+    if out.numel() and values.numel():
+        wide = row_ptr.dtype == torch.int64
+        _launch("decode", values.dtype, wide, shape, values, deltas, row_ptr, out)
+    return out
+
+
+def specs(dtype: torch.dtype, wide: bool = False) -> list[KernelSpec]:
+    """The kernels for values of a dtype."""
+    return [spec(kind, dtype, wide and kind != "count") for kind in OPERANDS]
+
+
+def spec(kind: str, dtype: torch.dtype, wide: bool) -> KernelSpec:
+    """The KernelSpec of "count", "encode" or "decode", row_ptr ``wide`` for int64."""
+    from kernlib.families.sparse.formats.macko import INFINITY, MAGNITUDE
+
+    parameters = 8 * len(OPERANDS[kind]) + struct.calcsize(FIXED[kind])
+    name = str(dtype).removeprefix("torch.")
+    source = f"""#include "common/types.cuh"
+
+using BitsT = {"u32" if dtype == torch.float32 else "u16"};
+using RowT = {"i64" if wide else "int"};
+
+constexpr BitsT MAGNITUDE = {MAGNITUDE[dtype]:#x}, INFINITE = {INFINITY[dtype]:#x};
+constexpr int PARAMETER_BYTES = {parameters};
+#define COUNT {int(kind == "count")}
+
+#include "sparse/macko_{"decode" if kind == "decode" else "encode"}.cuh"
+"""
+    words = " ".join(["sparse macko", kind, name, *["wide"] * wide])
+    return KernelSpec(FAMILY, source, f"sparse_macko_{kind}", THREADS, description=words)
+
+
+def _reading(dense: torch.Tensor) -> tuple:
+    """Rows, columns, the stride of rows, and whether runs of eight columns take 16-byte loads."""
+    apart = dense.stride(0) * dense.element_size()
+    whole = dense.data_ptr() % 16 == 0 and (apart % 16 == 0 or dense.shape[0] == 1)
+    return *dense.shape, dense.stride(0), int(whole)
+
+
+def _launch(kind: str, dtype: torch.dtype, wide: bool, how: tuple, *tensors: torch.Tensor) -> None:
+    device = tensors[0].device
+    key = kind, dtype, wide, how, device.index
+    found = _plans.plans.get(key)
+    if found is None:
+        pointers = tuple((name, 0) for name in OPERANDS[kind])
+        grid = -(-how[0] // ROWS), 1
+        step = Step(spec(kind, dtype, wide), grid, struct.pack(FIXED[kind], *how), pointers)
+        found = Steps(Lowered((step,)), OPERANDS[kind], device)
+        _plans.keep(key, found)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if kind == "decode":
+        addresses.append(addresses[0] + tensors[0].numel() * tensors[0].element_size())
+    found.launch(addresses)

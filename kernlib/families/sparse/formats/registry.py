@@ -1,0 +1,70 @@
+"""The formats of compressed matrices by name, and which of them is fastest for a matrix.
+
+Each format is a module with FORMAT, TENSORS, ``encode``, ``decode``, ``nbytes`` and ``check``. One
+that can say its bytes without a synchronisation has ``measure(dense, counts)`` too, ``counts``
+being the bitmap format's ``chunk_counts``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from kernlib.families.sparse.formats.encoding import matrix
+from kernlib.families.sparse.lowering import rates
+
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a format. Raises ValueError, listing the formats, for one that is not known."""
+    if not isinstance(name, str) or name not in FORMATS:
+        known = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"format must be one of {known}, got {name!r}")
+    return import_module(f"kernlib.families.sparse.formats.{name}")
+
+
+def check_format(format: str) -> None:
+    """Raises ValueError, listing the formats, for what is neither one nor "auto"."""
+    if not isinstance(format, str) or format not in ("auto", *FORMATS):
+        known = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"format must be 'auto' or one of {known}, got {format!r}")
+
+
+def auto(dense: torch.Tensor, columns: int = 1) -> str:
+    """The format in which a product of a matrix (R, C) with so many vectors should be fastest: of
+    those that can hold it, by the exact bytes of each over the rates of ``rates``.
+    Synchronises once where every format has ``measure``. Raises as ``encode`` does for what is no
+    matrix, and ValueError for columns that are not 1 to 16."""
+    rates.check_columns(columns)
+    dense = matrix(dense)
+    sizes, density = measured(dense)
+    if dense.dtype == torch.float32:
+        sizes.pop("bitmap", None)  # whose kernels take half types only
+    arch = rates.DEFAULT
+    if dense.device.type == "cuda":
+        from kernlib.runtime.launch import arch_of  # which CPU tensors do not load
+
+        arch = arch_of(dense.get_device())
+
+    def microseconds(name: str) -> float:
+        return rates.microseconds(name, arch, density, sizes[name], columns)
+
+    return min(sizes, key=microseconds)
+
+
+def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
+    """Bytes of a matrix in each format that can hold it, and its density."""
+    modules = {name: module_of(name) for name in FORMATS}
+    counts = modules["bitmap"].chunk_counts(dense)
+    quick = {n: m.measure(dense, counts) for n, m in modules.items() if hasattr(m, "measure")}
+    numbers = torch.stack((counts.sum(dtype=torch.int64), *quick.values())).tolist()
+    sizes = dict(zip(quick, numbers[1:], strict=True))
+    for name, module in modules.items():
+        if name not in quick:
+            found = module.nbytes(dense)
+            sizes[name] = -1 if found is None else found
+    known = {name: sizes[name] for name in FORMATS if sizes[name] >= 0}
+    return known, numbers[0] / max(1, dense.numel())

@@ -1,0 +1,175 @@
+"""The formats u8, u4 and u2 on CPU tensors: codes counted, written and read by torch.
+
+See :mod:`kernlib.families.sparse.formats.slices`; what a function calls ``code`` is its ``Code``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
+
+if TYPE_CHECKING:
+    from kernlib.families.sparse.formats.slices import Code
+
+LANES = 32
+GROUPS = 1 << 16  # whose steps are looked at together
+
+
+def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
+    """Codes of each (panel, row): int32."""
+    rows, cols = dense.shape
+    lengths = torch.zeros(-(-cols // width), rows, dtype=torch.int32, device=dense.device)
+    for index, line in enumerate(lengths):
+        _, row, _, steps = _panel(code, dense, index * width, width)
+        line.index_add_(0, row, codes_of(code, steps).to(torch.int32))
+    return lengths
+
+
+def write(
+    code: Code,
+    dense: torch.Tensor,
+    width: int,
+    offsets: torch.Tensor,
+    rows: torch.Tensor,
+    data: torch.Tensor,
+) -> None:
+    """Write all codes into ``data``, zero before."""
+    itemsize = dense.element_size()
+    values, starts = data.view(BITS[dense.dtype]), offsets.to(torch.int64)
+    lengths, slices = starts.diff(), rows.shape[1]
+    for index in range(rows.shape[0]):
+        held = numbers(rows[index]).view(-1)
+        real = (held != -1).nonzero()[:, 0]
+        slot = held.new_empty(dense.shape[0])
+        slot[held[real]] = real
+        values_of, row, columns, steps = _panel(code, dense, index * width, width)
+        taken = codes_of(code, steps)
+        counts = row.new_zeros(dense.shape[0]).index_add_(0, row, taken)
+        number = taken.cumsum(0) - 1 - (counts.cumsum(0) - counts)[row]
+        place = index * slices + slot[row] // LANES
+        base, length, lane = starts[place] * code.size(itemsize), lengths[place], slot[row] % LANES
+        before = number - taken
+        if code.least:  # what fills up the row comes first
+            lacking = length - counts[row]
+            number = torch.minimum(number + lacking, columns)
+            before = torch.minimum(before + lacking, columns - steps)
+        value, _, _ = places(code, number, length, lane, itemsize)
+        values[(base + value) // itemsize] = values_of
+        owner, number, step = _divided(code, steps, before, number)
+        _, at, shift = places(code, number, length[owner], lane[owner], itemsize)
+        data.index_add_(0, base[owner] + at, (step << shift).to(torch.uint8))
+
+
+def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
+    """Write all entries into ``dense``, contiguous and zero before."""
+    itemsize, rows, data = dense.element_size(), tensors["rows"], tensors["data"]
+    if data.storage_offset() % itemsize:
+        data = data.clone()
+    starts = tensors["offsets"].to(torch.int64)
+    slices, cols = rows.shape[1], dense.shape[1]
+    flat = bits(dense).view(-1)
+    values = data.view(BITS[dense.dtype])
+    lanes = torch.arange(LANES, dtype=torch.int64, device=data.device)
+    for index in range(rows.shape[0]):
+        own = starts[index * slices : (index + 1) * slices + 1]
+        lengths, first = own.diff(), own[:-1] - own[0]
+        place = torch.repeat_interleave(lengths)
+        number = torch.arange(len(place), dtype=torch.int64, device=data.device)
+        number = (number - first[place])[:, None]
+        base = (own[:-1] * code.size(itemsize))[place][:, None]
+        value, step, shift = places(code, number, lengths[place][:, None], lanes, itemsize)
+        found = values[(base + value) // itemsize]
+        column = (data[base + step].to(torch.int64) >> shift & code.mask).cumsum(0)
+        before = torch.nn.functional.pad(column, (0, 0, 1, 0))[first[place]]
+        column = column - before + number * code.least + index * width
+        row = numbers(rows[index])[place]
+        real = (found != 0) & (column < cols) & (row >= 0)
+        flat[row[real] * cols + column[real]] = found[real]
+
+
+def steps_of_lanes(
+    code: Code, data: torch.Tensor, offsets: torch.Tensor, itemsize: int
+) -> torch.Tensor:
+    """Sums of the steps of each slice's lanes, (slices, lanes), as they are stored; on any device,
+    by a byte at a time."""
+    shifts = torch.arange(0, 8, code.bits, dtype=torch.int64, device=data.device)
+    known = torch.arange(256, dtype=torch.int64, device=data.device)
+    known = (known[:, None] >> shifts & code.mask).sum(1)
+    lengths, base = offsets.diff(), offsets[:-1] * code.size(itemsize)
+    sums = torch.zeros(len(lengths), LANES, dtype=torch.int64, device=data.device)
+    count = code.whole
+    while count * code.bits >= 8:
+        first, groups = lengths & -2 * count, (lengths & count) // count
+        if count == code.whole:
+            first, groups = torch.zeros_like(lengths), lengths // count
+        owner = torch.repeat_interleave(groups)
+        inside = torch.arange(len(owner), dtype=torch.int64, device=data.device)
+        inside -= (groups.cumsum(0) - groups)[owner]
+        begin = base[owner] + (first[owner] + inside * count) * code.size(itemsize)
+        wide = LANES * count * code.bits // 8
+        places = torch.arange(wide, dtype=torch.int64, device=data.device)
+        places += LANES * count * itemsize
+        for some, at in zip(owner.split(GROUPS), begin.split(GROUPS), strict=True):
+            found = known[data[at[:, None] + places].long()]
+            sums.index_add_(0, some, found.view(len(some), LANES, count * code.bits // 8).sum(2))
+        count //= 2
+    return sums
+
+
+def numbers(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of lanes, (..., lanes), int64, -1 for none."""
+    if rows.dtype != torch.uint8:
+        return rows.to(torch.int64)
+    pairs = rows.unflatten(-1, (LANES, 2)).to(torch.int64)
+    found = pairs[..., 0] | pairs[..., 1] << 8
+    return torch.where(found == 0xFFFF, -1, found)
+
+
+def places(
+    code: Code, numbers: torch.Tensor, lengths: torch.Tensor, lanes: torch.Tensor, itemsize: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bytes from a slice's beginning to value and step of a lane's codes by their numbers, for the
+    slice's length, and the bit at which the step begins."""
+    at = lengths // code.whole * code.whole
+    first, count = numbers // code.whole * code.whole, torch.full_like(numbers, code.whole)
+    for size in (code.whole // 2, code.whole // 4, code.whole // 8):
+        here = (numbers >= at) & (numbers < at + size) & (lengths & size != 0)
+        first, count = torch.where(here, at, first), torch.where(here, size, count)
+        at = at + (lengths & size)
+    group, inside, part = first * code.size(itemsize), numbers - first, count.clamp_max(8)
+    values = group + (inside // 8 * LANES * 8 + lanes * part + inside % 8) * itemsize
+    taken = count * code.bits // 8  # bytes of a lane's steps
+    steps = group + LANES * count * itemsize + lanes * taken + inside % taken
+    return values, steps, inside // taken * code.bits
+
+
+def codes_of(code: Code, steps: torch.Tensor) -> torch.Tensor:
+    """Codes that each step takes."""
+    return (steps - 1).clamp_min(0) // code.longest + 1
+
+
+def _panel(code: Code, dense: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, ...]:
+    """Bits, row, column and step of each entry of a panel, in order."""
+    held = bits(dense)[:, first : first + width]
+    rows, cols = torch.nonzero(nonzero(held), as_tuple=True)
+    steps = cols + code.least
+    steps[1:] -= torch.where(rows[1:] == rows[:-1], cols[:-1] + code.least, 0)
+    return held[rows, cols], rows, cols, steps
+
+
+def _divided(
+    code: Code, steps: torch.Tensor, before: torch.Tensor, number: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Of each code whose step has bits: the entry that it leads to, its number and those bits. An
+    entry's codes are those behind ``before`` up to ``number``; the first ones take the longest."""
+    left = steps - code.least * (number - before)
+    count = (left + code.mask - 1) // code.mask
+    owner = torch.repeat_interleave(count)
+    index = torch.arange(len(owner), dtype=torch.int64, device=owner.device)
+    index -= (count.cumsum(0) - count)[owner]
+    held = (left[owner] - code.mask * index).clamp_max(code.mask)
+    return owner, before[owner] + 1 + index, held

@@ -1,0 +1,116 @@
+"""The formats u8, u4 and u2 on a GPU: codes counted and written, and the dense matrix, by kernels.
+
+See :mod:`kernlib.families.sparse.formats.slices`; what a function calls ``code`` is its ``Code``.
+Counting and writing read the dense matrix once each.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernlib.families.sparse.formats.slices_cpu import LANES
+from kernlib.jit.spec import KernelSpec
+from kernlib.runtime.launch import Plan, load
+
+if TYPE_CHECKING:
+    from kernlib.families.sparse.formats.slices import Code
+
+THREADS = 256
+ENCODE_FIXED = "<2q6I"  # strides of the matrix, then sizes
+DECODE_FIXED = "<q6I"
+TYPES = {2: "u16", 4: "u32"}
+ROW_TYPES = {torch.uint8: "u16", torch.int32: "u32"}
+
+
+def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
+    """Codes of each (panel, row): int32."""
+    rows, cols = dense.shape
+    panels = -(-cols // width)
+    lengths = torch.zeros(panels, rows, dtype=torch.int32, device=dense.device)
+    if lengths.numel():
+        made = count_spec(code, dense.element_size())
+        fixed = _encode_fixed(dense, width, -(-rows // 32))
+        _launch(made, panels * rows, (dense, lengths), fixed)
+    return lengths
+
+
+def write(
+    code: Code,
+    dense: torch.Tensor,
+    width: int,
+    offsets: torch.Tensor,
+    rows: torch.Tensor,
+    data: torch.Tensor,
+) -> None:
+    """Write all codes into ``data``, zero before."""
+    made = write_spec(code, dense.element_size(), ROW_TYPES[rows.dtype])
+    fixed = _encode_fixed(dense, width, rows.shape[1])
+    _launch(made, LANES * (offsets.numel() - 1), (dense, offsets, rows, data), fixed)
+
+
+def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
+    """Write all entries into ``dense``, contiguous and zero before."""
+    rows = tensors["rows"]
+    made = read_spec(code, dense.element_size(), ROW_TYPES[rows.dtype])
+    slices, codes = rows.shape[0] * rows.shape[1], tensors["data"].numel()
+    codes //= code.size(dense.element_size())
+    numbers = width, rows.shape[1], slices, dense.shape[0], codes, 0
+    fixed = struct.pack(DECODE_FIXED, dense.shape[1], *numbers)
+    _launch(made, slices, (tensors["data"], tensors["offsets"], rows, dense), fixed)
+
+
+def specs(code: Code, itemsize: int) -> list[KernelSpec]:
+    """Every spec for values of ``itemsize`` bytes."""
+    rows = ROW_TYPES.values()
+    made = [make(code, itemsize, row) for make in (write_spec, read_spec) for row in rows]
+    return [count_spec(code, itemsize), *made]
+
+
+def count_spec(code: Code, itemsize: int) -> KernelSpec:
+    """The KernelSpec that counts codes."""
+    return _spec(code, itemsize, "u16", 2, ENCODE_FIXED, "encode", "count")
+
+
+def write_spec(code: Code, itemsize: int, row: str) -> KernelSpec:
+    """The KernelSpec that writes codes, for rows of CUDA type ``row``."""
+    return _spec(code, itemsize, row, 4, ENCODE_FIXED, "encode", "write")
+
+
+def read_spec(code: Code, itemsize: int, row: str) -> KernelSpec:
+    """The KernelSpec that writes the dense matrix."""
+    return _spec(code, itemsize, row, 4, DECODE_FIXED, "decode", "read")
+
+
+def _spec(
+    code: Code, itemsize: int, row: str, pointers: int, fixed: str, file: str, action: str
+) -> KernelSpec:
+    source = f"""#include "common/types.cuh"
+
+using BitsT = {TYPES[itemsize]};
+using RowT = {row};
+
+#define ACTION_{action.upper()}
+constexpr int STEP_BITS = {code.bits};
+constexpr int PARAMETER_BYTES = {8 * pointers + struct.calcsize(fixed)};
+
+#include "sparse/slices_{file}.cuh"
+"""
+    words = f"sparse {code.name} {action} {8 * itemsize}-bit rows {row}"
+    return KernelSpec("sparse", source, f"sparse_slices_{action}", THREADS, description=words)
+
+
+def _encode_fixed(dense: torch.Tensor, width: int, slices: int) -> bytes:
+    rows, cols = dense.shape
+    panels = -(-cols // width)
+    return struct.pack(ENCODE_FIXED, *dense.stride(), rows, cols, width, panels, slices, 0)
+
+
+def _launch(made: KernelSpec, warps: int, tensors: tuple[torch.Tensor, ...], fixed: bytes) -> None:
+    device = tensors[0].device.index
+    grid = (-(-warps // (THREADS // 32)), 1)
+    plan = Plan(load(made, device), device, grid, len(tensors), "", fixed)
+    plan.launch(tuple(tensor.data_ptr() for tensor in tensors))

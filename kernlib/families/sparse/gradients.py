@@ -1,0 +1,160 @@
+"""Gradients of products with compressed matrices: their formulas, stated here alone, and eager
+calls that record them.
+
+The gradient of ``W x`` with respect to x is ``W^T grad``, of which that with respect to grad is
+``W`` times it again, to any order. Up to FEW vectors go by the compressed transpose, which the
+matrix makes once and keeps; more of them, as in training, by the matrix laid out densely, which
+takes no second copy.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from kernlib.descriptors.epilogues import Bias
+from kernlib.families.sparse import operation as op
+from kernlib.families.sparse import reference
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.families.sparse.matrix import SparseMatrix
+from kernlib.families.sparse.tensors import check_unwritten, state_of
+from kernlib.runtime import autograd
+from kernlib.runtime.arguments import no_autocast
+from kernlib.runtime.autograd import ORDINARY, Parts, is_biased, is_watched
+from kernlib.runtime.tensors import is_lazy, materialised, stand_ins
+
+FEW = 16  # vectors that kernels take at once
+PLAIN, BIASED = SparseMatmul(), SparseMatmul((Bias(),))
+
+
+@lru_cache(maxsize=1024)
+def parts(descriptor: SparseMatmul) -> Parts:
+    """What a call with a gradient consists of."""
+    return autograd.parts(descriptor, BIASED if is_biased(descriptor) else PLAIN, -1)
+
+
+# Both products, without a record.
+
+
+def product(w: SparseMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``W x + bias``, ``bias`` or None."""
+    if bias is None:
+        return op.execute(PLAIN, w, x, None, {})
+    return op.execute(BIASED, w, x, None, {"bias": bias})
+
+
+def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor) -> torch.Tensor:
+    """``W^T y`` for y (..., R): by W^T, compressed, if there is one and y is FEW vectors."""
+    if turned is not None and _few(w, y):
+        return op.execute(PLAIN, turned, y, None, {})
+    from kernlib.families.sparse.plans import by_dense, laid_out
+
+    dense = laid_out(w).t()
+    y = materialised(y) if is_lazy(y) else y
+    if y.device.type != "cuda":
+        with no_autocast(y):
+            return reference.sparse_matmul(PLAIN, dense, y)
+    return by_dense(PLAIN, dense, y, {})
+
+
+def transpose_for(w: SparseMatrix, y: torch.Tensor) -> SparseMatrix | None:
+    """The transpose that :func:`turned_product` should be given for y: made if need be, but not
+    while a CUDA graph is captured, which that would wait for the device in, nor of tensors of
+    inference mode, for which it would not be kept."""
+    if w.format == "dense" or not _few(w, y) or y.device.type != "cuda":
+        return None
+    known = w.known_transpose()
+    if known is not None or torch.cuda.is_current_stream_capturing() or state_of(w) is None:
+        return known
+    return w.transpose()
+
+
+def _few(w: SparseMatrix, y: torch.Tensor) -> bool:
+    """Whether y (..., R) is FEW vectors at most."""
+    return y.numel() <= FEW * w.shape[0]
+
+
+def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """Of a vector that was added to each of the result's."""
+    return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad.clone()
+
+
+# Eager calls.
+
+
+def recorded(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor:
+    """A checked call whose gradient is recorded, outside of transforms of torch.func."""
+    made = parts(descriptor)
+    bias = made.operands(parameters).get("bias")
+    return made.finish(_Product.apply(x, bias, w, None), parameters)
+
+
+def known(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor | None:
+    """:func:`recorded` of a call that needs no check, since the plan of its product is kept and the
+    rest of it has no parameters; else None."""
+    made = parts(descriptor)
+    if made.names or parameters.keys() != made.needed:
+        return None
+    if type(x) not in ORDINARY and stand_ins(x):
+        return None
+    operands = made.operands(parameters)
+    plan = op.find_plan(made.product, w, x, None, operands)
+    if plan is None:
+        return None
+    return made.finish(_Product.apply(x, operands.get("bias"), w, plan), parameters)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, w, plan):
+        ctx.w, ctx.state = w, state_of(w)
+        if plan is None:
+            return product(w, x, bias)
+        descriptor, given = (PLAIN, {}) if bias is None else (BIASED, {"bias": bias})
+        return op.by_plan(plan, descriptor, w, x, None, given)
+
+    @staticmethod
+    def backward(ctx, grad):
+        to_x = to_bias = None
+        if ctx.needs_input_grad[0]:
+            check_unwritten(ctx.w, ctx.state)
+            to_x = _turned(ctx.w, grad)
+        if ctx.needs_input_grad[1]:
+            to_bias = bias_gradient(grad)
+        return to_x, to_bias, None, None
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, w):
+        ctx.w, ctx.state = w, state_of(w)
+        return turned_product(w, transpose_for(w, y), y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        check_unwritten(ctx.w, ctx.state)
+        if is_watched(grad):
+            return _operator(ctx.w, grad, False), None
+        made = _Product.apply if torch.is_grad_enabled() else _unrecorded
+        return made(grad, None, ctx.w, None), None
+
+
+def _unrecorded(x, bias, w, plan):
+    return product(w, x, bias)
+
+
+def _turned(w: SparseMatrix, grad: torch.Tensor) -> torch.Tensor:
+    """``W^T grad``: by the operator where somebody must see it, by a function that records where a
+    gradient of it may be asked for, else by nothing but the kernels."""
+    if is_watched(grad):
+        return _operator(w, grad, True)
+    if torch.is_grad_enabled():
+        return _Turned.apply(grad, w)
+    return turned_product(w, transpose_for(w, grad), grad)
+
+
+def _operator(w: SparseMatrix, x: torch.Tensor, turned: bool) -> torch.Tensor:
+    from kernlib.families.sparse import operators
+
+    return operators.product(x, *operators.listed(w), None, turned, False)

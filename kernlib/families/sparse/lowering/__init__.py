@@ -1,0 +1,1 @@
+"""From a product to kernels, grids and parameters: ``problem``, ``choose``, a module a format."""

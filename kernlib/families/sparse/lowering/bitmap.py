@@ -1,0 +1,190 @@
+"""The product of a bitmap matrix: bitmap.cuh, and sum.cuh behind it where its columns are more than
+the warps of a CTA take side by side."""
+
+from __future__ import annotations
+
+import struct
+from itertools import product
+from typing import NamedTuple
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.lowering import sum as last
+from kernlib.families.sparse.lowering.problem import Problem
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import product_source as text
+from kernlib.lowering.product_source import TYPES
+from kernlib.lowering.steps import Lowered, Step
+
+MOST_COLUMNS = 16
+READS_AHEAD = True  # where the copy engine fills the ring
+CHUNK_ROWS, CHUNK_COLUMNS = 16, 256
+WORD_BYTES = 512  # of a chunk's bitmap
+MAX_STAGES = 8
+RING_OFFSET = 128
+SLOT_TAIL = 16  # bytes behind a chunk: up to 12 are read for nothing, 8 are a barrier
+WARPS = (16, 12, 8)  # of a CTA
+FIXED = "<4q10i"  # struct Fixed
+POINTERS = 4
+MAX_UNITS = 2**31 - 1
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the epilogue. ``tiles`` of 8 vectors, 0 for a
+    single vector; ``sums``, whether the result goes to the workspace."""
+
+    dtype: str
+    warps: int
+    tiles: int
+    sums: bool
+
+
+def takes(problem: Problem, arch: str) -> bool:
+    """Whether the kernel computes a problem: half types, up to MOST_COLUMNS vectors."""
+    if problem.dtype not in ("float16", "bfloat16") or not 0 < problem.columns <= MOST_COLUMNS:
+        return False
+    warps = _warps(problem, arch)
+    units = _slabs(problem) * _ranges(problem, warps)
+    return 0 < units <= MAX_UNITS and problem.cols <= MAX_UNITS - CHUNK_COLUMNS
+
+
+def lower(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> Lowered:
+    """The launches of a call. Raises UnsupportedError where :func:`takes` says no."""
+    if not takes(problem, arch):
+        raise UnsupportedError(
+            f"no bitmap kernel multiplies a {problem.rows} x {problem.cols} {problem.dtype} matrix "
+            f"by {problem.columns} vectors"
+        )
+    warps = _warps(problem, arch)
+    ranges = _ranges(problem, warps)
+    variant = _variant(problem, warps, ranges > 1)
+    made = spec(() if variant.sums else epilogue, variant, arch)
+    fixed, ctas = _fixed(problem, variant, ranges, arch, multiprocessors)
+    grid = (ctas, 1)
+    operands = (("data", 0), ("offsets", 0), ("x", 0))
+    if variant.sums:
+        main = Step(made, grid, fixed, (*operands, ("workspace", 0)))
+        size = 4 * ranges * problem.columns * problem.rows
+        return Lowered((main, last.step(epilogue, problem, arch, ranges)), size)
+    pointers = (*operands, ("out", 0), *text.vector_pointers(epilogue))
+    return Lowered((Step(made, grid, fixed, pointers, text.scalar_count(epilogue)),))
+
+
+def _fixed(
+    problem: Problem, variant: Variant, ranges: int, arch: str, multiprocessors: int
+) -> tuple[bytes, int]:
+    """struct Fixed, and the CTAs."""
+    slabs, chunks, slot = _slabs(problem), _chunks(problem), _slot(problem)
+    ctas = min(slabs * ranges, multiprocessors)
+    stages = _stages(problem, variant, arch)
+    fixed = struct.pack(
+        FIXED, problem.rows, problem.x_stride, *problem.out_strides,
+        problem.cols, problem.columns, chunks, slabs, stages, slot,
+        *divmod(slabs * ranges, ctas), *divmod(chunks, ranges),
+    )  # fmt: skip
+    return fixed, ctas
+
+
+def _stages(problem: Problem, variant: Variant, arch: str) -> int:
+    """Chunks of a warp's ring that fit, at most MAX_STAGES."""
+    return min(MAX_STAGES, _ring(variant, arch) // (variant.warps * _slot(problem)))
+
+
+def _warps(problem: Problem, arch: str) -> int:
+    """Of a CTA: of those that leave room for two stages the fewest that make as few ranges as any,
+    as others stand idle."""
+    known = [_variant(problem, warps) for warps in WARPS]
+    fitting = [v.warps for v in known if _has_registers(v) and _stages(problem, v, arch) >= 2]
+    return min(fitting or WARPS[-1:], key=lambda warps: (_ranges(problem, warps), warps))
+
+
+def _has_registers(variant: Variant) -> bool:
+    """Whether its kernel spills none: 16 vectors take up to 168."""
+    return variant.tiles < 2 or variant.warps <= 12
+
+
+def _variant(problem: Problem, warps: int, sums: bool = True) -> Variant:
+    return Variant(problem.dtype, warps, _tiles(problem.columns), sums)
+
+
+def _slot(problem: Problem) -> int:
+    """Bytes of the ring's places: the largest chunk and SLOT_TAIL."""
+    return -(-(problem.fact("largest") + SLOT_TAIL) // 128) * 128
+
+
+def _slabs(problem: Problem) -> int:
+    return -(-problem.rows // CHUNK_ROWS)
+
+
+def _chunks(problem: Problem) -> int:
+    return -(-problem.cols // CHUNK_COLUMNS)
+
+
+def _ranges(problem: Problem, warps: int) -> int:
+    return -(-_chunks(problem) // warps)
+
+
+def _tiles(columns: int) -> int:
+    return 0 if columns == 1 else -(-columns // 8)
+
+
+def _static(variant: Variant) -> int:
+    """Shared memory that the kernel declares: ranks, and the barriers of sums."""
+    return variant.warps * WORD_BYTES + 128
+
+
+def _sums(variant: Variant, arch: str) -> int:
+    """Bytes of the slabs' sums that wait, in front of the ring."""
+    depth = 2 if arch in last.OVERLAPPING else 3
+    return variant.warps * (depth * 512 * variant.tiles if variant.tiles else 4 * 64)
+
+
+def _dynamic(variant: Variant, arch: str) -> int:
+    """All that is left of a CTA's shared memory: sums and the ring."""
+    return (targets.SHARED_BYTES[arch] - _static(variant)) // 128 * 128
+
+
+def _ring(variant: Variant, arch: str) -> int:
+    return _dynamic(variant, arch) - _sums(variant, arch) - RING_OFFSET
+
+
+def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
+    size = 8 * (POINTERS + vectors) + 16 * scalars + struct.calcsize(FIXED)
+    out = "float32" if variant.sums else variant.dtype
+    source = f"""{text.preamble(variant.dtype, out, epilogue)}
+constexpr int WARPS = {variant.warps};
+constexpr int COLUMN_TILES = {variant.tiles};
+constexpr bool SUMS = {str(variant.sums).lower()};
+constexpr int PARAMETER_BYTES = {size};
+#define COPY_ENGINE {int(arch in last.OVERLAPPING)}
+
+#include "sparse/bitmap.cuh"
+"""
+    words = [
+        f"warps={variant.warps}",
+        f"vectors={8 * variant.tiles or 1}",
+        *["sums"] * variant.sums,
+    ]
+    description = " ".join(["sparse bitmap", variant.dtype, *words, *map(str, epilogue)])
+    threads, shared = 32 * variant.warps, _dynamic(variant, arch)
+    return KernelSpec("sparse", source, "sparse_bitmap", threads, shared, description=description)
+
+
+def variants(
+    epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose."""
+    found = []
+    for dtype in (d for d in dtypes if TYPES[d][1] == 2):
+        for warps, tiles, sums in product(WARPS, (0, 1, 2), (False, True)):
+            variant = Variant(dtype, warps, tiles, sums)
+            if not _has_registers(variant):
+                continue
+            found.append(spec(() if sums else epilogue, variant, arch))
+        found.append(last.spec(epilogue, dtype, arch))
+    return list(dict.fromkeys(found))

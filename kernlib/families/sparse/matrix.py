@@ -1,0 +1,429 @@
+"""Compressed matrices: :class:`SparseMatrix`, which holds plain tensors, and what makes them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import lru_cache
+from importlib import import_module
+from types import MappingProxyType, ModuleType
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from kernlib.families.sparse.formats import encoding
+from kernlib.families.sparse.lowering.rates import check_columns
+from kernlib.families.sparse.tensors import (
+    TURNED,
+    State,
+    check_place,
+    freeze,
+    mark,
+    placed,
+    state_of,
+    thaw,
+)
+from kernlib.runtime.arguments import KERNEL_TYPES
+from kernlib.runtime.tensors import stand_ins
+
+VERSION = 2  # of what state() answers
+DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
+_SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
+
+
+class SparseMatrix:
+    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense",
+    made by :func:`kernlib.sparse.compress`. Plain data: nothing of it changes, but
+    :meth:`transpose` keeps what it made. Products see what is written to its tensors all the same;
+    the transpose and ``nnz`` are made anew after writes that torch counts, so who writes by other
+    means than its operations calls ``torch.autograd.graph.increment_version``.
+
+    ``kernlib.run_kernel(SparseMatmul(), w, x)`` and :func:`kernlib.sparse.matmul` multiply with it.
+    Copies, pickles and ``torch.save`` hold its tensors without the transpose; :meth:`state` gives
+    plain values and tensors to save, :meth:`from_state` checks what was loaded.
+    """
+
+    __slots__ = (
+        "__weakref__", "_addresses", "_back", "_counted", "_device", "_dtype", "_facts", "_format",
+        "_frozen", "_key", "_layout", "_nnz", "_operands", "_shape", "_transposed", "_turned",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        format: str,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        tensors: Mapping[str, torch.Tensor],
+        facts: Mapping[str, int],
+        nnz: int | None = None,
+    ):
+        """Of what a format's ``encode`` answered, unchecked: see :func:`compress` and
+        :meth:`from_state`."""
+        operands = tuple(placed(tensors[name]) for name in module_of(format).TENSORS)
+        _fill(self, layout_text(format, shape, dtype, facts), operands, nnz)
+        mark(self)
+
+    @classmethod
+    def from_state(
+        cls, header: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+    ) -> SparseMatrix:
+        """The matrix whose :meth:`state` this is, on the device of its tensors, which it shares.
+
+        Waits for the device: the tensors are looked at, so that no product can leave their memory,
+        whatever bytes they hold. Raises ValueError that names what is missing, unknown or wrong,
+        such as a version that this kernlib does not know, TypeError for what is no dict or tensor.
+        """
+        from kernlib.families.sparse import state as sparse_state  # which only loading needs
+
+        given = sparse_state.checked_header(header)
+        parts = given["format"], given["shape"], DTYPES[given["dtype"]]
+        found = sparse_state.loaded(*parts, given["facts"], tensors)
+        return cls(*parts, found, given["facts"], given["nnz"])
+
+    @classmethod
+    def from_layout(cls, layout: str, operands: tuple[torch.Tensor, ...]) -> SparseMatrix:
+        """The matrix of a :attr:`layout` and its tensors in order, unchecked: in 2 us."""
+        made = cls.__new__(cls)
+        _fill(made, layout, tuple(operands), None)
+        return made
+
+    @property
+    def format(self) -> str:
+        """ "bitmap", "u8", "u4", "u2", "macko" or "dense"."""
+        return self._format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(R, C)``: output features and input features."""
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values: float16, bfloat16 or float32."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self._device
+
+    @property
+    def version(self) -> int:
+        """Of the format's layout, which :meth:`state` holds."""
+        return VERSION
+
+    @property
+    def layout(self) -> str:
+        """Format, shape, dtype and facts as one text: with :attr:`operands` the whole matrix."""
+        return self._layout
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, in the format's order."""
+        return self._operands
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by name."""
+        names = module_of(self._format).TENSORS
+        return MappingProxyType(dict(zip(names, self._operands, strict=True)))
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What the format knows of the matrix on the host."""
+        return MappingProxyType(self._facts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self._operands)
+
+    @property
+    def nnz(self) -> int:
+        """How many entries are not zero. Counted when it is first asked for, and again after a
+        write, which waits for the device."""
+        known = self.known_nnz()
+        if known is None:
+            known = int(torch.count_nonzero(self.to_dense()))
+            _count(self, known)
+        return known
+
+    def known_nnz(self) -> int | None:
+        """``nnz`` if it is known without counting: not after a write that torch counts, nor of
+        tensors of inference mode, whose writes it does not count."""
+        if self._nnz is None or self._device.type == "meta":
+            return self._nnz
+        state = state_of(self)
+        return self._nnz if state is not None and state == self._counted else None
+
+    @property
+    def density(self) -> float:
+        """The part of all entries that is not zero, 0 of an empty matrix."""
+        total = self._shape[0] * self._shape[1]
+        return self.nnz / total if total else 0.0
+
+    def to_dense(self) -> torch.Tensor:
+        """W (R, C), contiguous, bit by bit what was compressed but for the sign of zeros, which the
+        format "dense" keeps, and NaNs in "macko", which knows one. Does not wait for the device."""
+        if self._device.type == "meta":
+            return torch.empty(self._shape, dtype=self._dtype, device="meta")
+        if self._device.type == "cuda" and not stand_ins(*self._operands):
+            check_place(self, [t.data_ptr() for t in self._operands])
+        module = module_of(self._format)
+        tensors = dict(zip(module.TENSORS, self._operands, strict=True))
+        with untransformed():
+            return module.decode(tensors, self._facts, self._shape, self._dtype)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
+        """The matrix on a device: itself if it is there, else a copy. Raises TypeError for what is
+        no device, such as a dtype, ValueError for a text that names none."""
+        if type(device) not in (torch.device, str, int):
+            raise TypeError(
+                f"device must be a torch.device, str or int, got {device!r}; for another dtype "
+                "compress to_dense().to(dtype)"
+            )
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device must be one of torch's, got {device!r}") from error
+        moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
+        if all(new is old for new, old in zip(moved, self._operands, strict=True)):
+            return self
+        made = SparseMatrix.from_layout(self._layout, moved)
+        mark(made)
+        _count(made, self.known_nnz())
+        return made
+
+    def cuda(self, device: torch.device | int | None = None) -> SparseMatrix:
+        """:meth:`to` a CUDA device, the current one by default."""
+        return self.to("cuda" if device is None else torch.device("cuda", device))
+
+    def cpu(self) -> SparseMatrix:
+        """:meth:`to` the CPU."""
+        return self.to("cpu")
+
+    def convert(self, format: str, columns: int = 1) -> SparseMatrix:
+        """The same matrix in another format, or in the one that "auto" finds for so many vectors;
+        itself if it is in that one. Raises ValueError for a format that cannot hold it."""
+        check_columns(columns)
+        _formats().check_format(format)
+        dense = None if format == self._format else self.to_dense()
+        if format == "auto":
+            format = _formats().auto(dense, columns)
+        return self if format == self._format else compress(dense, format)
+
+    def transpose(self) -> SparseMatrix:
+        """The transpose (C, R), compressed in the same format where that can hold it. Made once,
+        on the matrix's device, and kept until torch counts a write to one of them, but not of
+        tensors of inference mode: gradients with respect to x multiply with it."""
+        known = self.known_transpose()
+        if known is None:
+            known = _turned(self)
+            states = state_of(self), state_of(known)
+            if None not in states:
+                _pair(self, known, states)
+        return known
+
+    def known_transpose(self) -> SparseMatrix | None:
+        """What :meth:`transpose` has made, or was made from, if neither has been written since;
+        None if it has not been asked for."""
+        other = self._transposed
+        if other is None and self._back is not None:
+            other = self._back()
+        if other is None or is_dynamo_compiling():  # there the operator compares when it runs
+            return other
+        return other if self._turned == (state_of(self), state_of(other)) else None
+
+    def freeze(self) -> SparseMatrix:
+        """Promise that no tensor of the matrix is written from now on, by anything, and return it:
+        products with it on a GPU then begin before the launch before them has ended.
+
+        Waits for the device, for what has written the matrix. A write that torch counts raises
+        RuntimeError at the next product; one that it does not count (through ``.data``, DLPack, a
+        storage, a collective, another kernel or the replay of a graph) makes products wrong.
+        :meth:`thaw` takes the promise back. Copies are not frozen. Raises CaptureError while a CUDA
+        graph is captured.
+        """
+        freeze(self)
+        return self
+
+    def thaw(self) -> SparseMatrix:
+        """Take :meth:`freeze` back and return the matrix: products launched from now on wait, and
+        it may be written. CUDA graphs that were captured before hold the promise still: capture
+        them again."""
+        thaw(self)
+        return self
+
+    @property
+    def frozen(self) -> bool:
+        """Whether :meth:`freeze` has been called, and :meth:`thaw` not since."""
+        return self._frozen is not None
+
+    def state(self) -> tuple[dict, dict[str, torch.Tensor]]:
+        """Plain values, and the tensors by name: what :meth:`from_state` takes. Waits for the
+        device if ``nnz`` has not been counted."""
+        header = {
+            "format": self._format,
+            "version": VERSION,
+            "shape": list(self._shape),
+            "dtype": KERNEL_TYPES[self._dtype],
+            "nnz": self.nnz,
+            "facts": dict(self._facts),
+        }
+        return header, {name: tensor.detach() for name, tensor in self.tensors.items()}
+
+    def __repr__(self) -> str:
+        counted = [] if self.known_nnz() is None else [f"density={self.density:.3g}"]
+        parts = [str(self._shape), f"format={self._format!r}", f"dtype={self._dtype}", *counted]
+        parts += [f"nbytes={self.nbytes}", f"device='{self._device}'"]
+        return f"SparseMatrix({', '.join(parts)})"
+
+    def __setattr__(self, name: str, value) -> None:
+        raise AttributeError(f"a SparseMatrix does not change: {name} cannot be set; make another")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a SparseMatrix does not change: {name} cannot be deleted")
+
+    def __copy__(self) -> SparseMatrix:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> SparseMatrix:
+        copies = tuple(t.clone() for t in self._operands)
+        made = SparseMatrix.from_layout(self._layout, copies)
+        mark(made)
+        _count(made, self.known_nnz())
+        memo[id(self)] = made
+        return made
+
+    def __reduce__(self):
+        return _unpickled, self.state()
+
+
+def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> None:
+    """The fields of a new matrix, which refuses to have them set."""
+    put = object.__setattr__
+    format, shape, dtype, facts = parse_layout(layout)
+    put(made, "_layout", layout)
+    put(made, "_format", format)
+    put(made, "_shape", shape)
+    put(made, "_dtype", dtype)
+    put(made, "_facts", facts)
+    put(made, "_operands", operands)
+    put(made, "_device", operands[0].device)
+    put(made, "_key", (layout, operands[0].get_device()))
+    put(made, "_addresses", None)  # of the tensors when a product last looked at them
+    put(made, "_frozen", None)  # the state that was promised to stay
+    put(made, "_transposed", None)
+    put(made, "_back", None)
+    put(made, "_turned", None)  # the states of this and its transpose when that was made
+    put(made, "_nnz", None)
+    put(made, "_counted", None)  # the state of which that is the number
+    if nnz is not None:
+        _count(made, nnz)
+
+
+def _count(w: SparseMatrix, nnz: int | None) -> None:
+    """Take a number of entries for that of the matrix as it is now."""
+    object.__setattr__(w, "_counted", state_of(w))
+    object.__setattr__(w, "_nnz", nnz)
+
+
+def _pair(w: SparseMatrix, turned: SparseMatrix, states: tuple[State, State]) -> None:
+    """Make two matrices, in these states, known as one another's transpose."""
+    put = object.__setattr__
+    put(turned, "_turned", states[::-1])
+    put(turned, "_back", weakref.ref(w))
+    put(w, "_turned", states)
+    put(w, "_transposed", turned)
+    setattr(turned._operands[0], TURNED, states)  # for programs that hold these tensors alone
+    setattr(w._operands[0], TURNED, states[::-1])
+
+
+def module_of(format: str) -> ModuleType:
+    """The module of a format: TENSORS, encode, decode, nbytes, check. Raises ValueError for one
+    that is not known."""
+    return _formats().module_of(format)
+
+
+@lru_cache(maxsize=1)
+def _formats() -> ModuleType:
+    return import_module("kernlib.families.sparse.formats.registry")
+
+
+def layout_text(format: str, shape: tuple[int, int], dtype: torch.dtype, facts: Mapping) -> str:
+    """What :attr:`SparseMatrix.layout` says: ``bitmap 64x256 float16 largest=528``."""
+    known = [f"{name}={int(value)}" for name, value in sorted(facts.items())]
+    return " ".join([format, f"{int(shape[0])}x{int(shape[1])}", KERNEL_TYPES[dtype], *known])
+
+
+def parse_layout(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str, int]]:
+    """Format, shape, dtype and facts of a layout."""
+    return _parse(layout) if is_dynamo_compiling() else _parsed(layout)
+
+
+def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str, int]]:
+    format, size, dtype, *facts = layout.split(" ")
+    rows, cols = size.split("x")
+    pairs = (fact.split("=") for fact in facts)
+    known = MappingProxyType({name: int(value) for name, value in pairs})
+    return format, (int(rows), int(cols)), DTYPES[dtype], known
+
+
+_parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
+
+
+def _turned(w: SparseMatrix) -> SparseMatrix:
+    dense = w.to_dense().t()
+    fits = module_of(w.format).nbytes(dense) is not None
+    made = compress(dense, w.format if fits else "auto")
+    _count(made, w.known_nnz())
+    return made
+
+
+def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
+    return SparseMatrix.from_state(header, tensors)
+
+
+def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
+    """A matrix (R, C) compressed where it lies, on the CPU or by kernels on a GPU.
+
+    - ``dense``: float16, bfloat16 or float32, of any strides; torch's sparse layouts are laid out
+      densely first. Its gradient is not recorded.
+    - ``format``: "bitmap" (one bit a position, and the values), "u8" (a byte of column a value,
+      for densities below 0.1), "u4" (four bits), "u2" (two), "macko" (MACKO-SpMV's), "dense", or
+      "auto": the one whose product is fastest, by its bytes for this matrix and measured rates.
+    - ``columns``: for "auto", how many vectors (1 to 16) products mostly have at a time: "bitmap"
+      takes several at nearly the price of one, the others do not.
+
+    Raises TypeError for what is no tensor, ValueError for another dtype or number of dimensions,
+    for a format that is not known or cannot hold the matrix, and for other ``columns``. Formats and
+    their comparison follow MACKO-SpMV and SpInfer.
+    """
+    dense = _matrix(dense)
+    check_columns(columns)
+    _formats().check_format(format)
+    if format == "auto":
+        format = _formats().auto(dense, columns)
+    tensors, facts = module_of(format).encode(dense)
+    return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
+
+
+def untransformed():
+    """Outside of transforms of torch.func, which wrap each tensor that is made inside, and kernels
+    take none of those."""
+    active = torch._C._are_functorch_transforms_active()
+    return torch._C._DisableFuncTorch() if active else nullcontext()
+
+
+def _matrix(dense: torch.Tensor) -> torch.Tensor:
+    """A dense matrix whose memory holds its values. Raises ValueError and TypeError."""
+    if isinstance(dense, torch.Tensor) and dense.layout in _SPARSE_LAYOUTS and dense.dim() == 2:
+        dense = dense.detach().to_dense()
+    dense = encoding.matrix(dense)
+    if stand_ins(dense) or torch._C._functorch.is_functorch_wrapped_tensor(dense):
+        raise ValueError(
+            "dense has no values here to compress (a fake tensor, or one inside a transform of "
+            "torch.func): compress outside"
+        )
+    return dense

@@ -1,0 +1,209 @@
+"""Plans of products with compressed matrices: the problem that lowering sees and its kernels,
+loaded; or, for many vectors, the matrix laid out densely and cuBLAS's product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kernlib.descriptors.epilogues import Bias
+from kernlib.families.sparse import reference
+from kernlib.families.sparse.checks import Call
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.families.sparse.lowering import choose as lowering
+from kernlib.families.sparse.lowering.problem import Problem, facts_of
+from kernlib.families.sparse.matrix import SparseMatrix
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime.arguments import KERNEL_TYPES, address_of, folded, no_autocast
+from kernlib.runtime.launch import Plan, allocator, arch_of, model
+from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.sequence import launcher, load_steps
+from kernlib.runtime.tensors import span
+
+FAMILY = SparseMatmul.family
+WIDTH = 8  # elements, of which the vectors of x that kernels read are whole multiples
+
+
+class SparsePlan(NamedTuple):
+    """What a call of one signature needs besides its pointers and numbers."""
+
+    columns: int
+    shape: tuple[int, ...]  # of a new result
+    dtype: torch.dtype
+    device: torch.device
+    copy: Callable | None  # makes of x one that kernels can read
+    vectors: tuple[str, ...]
+    scalars: tuple[str, ...]
+    spans: tuple[int, ...]  # bytes from first to last element of x and vectors
+    out_span: int
+    apart: bool  # a given out is written by a copy
+    index: int  # of the device
+    result: Callable[[], torch.Tensor]  # makes a new one
+    steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
+    launch: Callable[..., None] | None  # of the steps, given addresses; None for cuBLAS, whose
+    multiply: Callable[..., torch.Tensor]  # is by_cublas
+
+
+class Columns(NamedTuple):
+    """Strides of a tensor whose leading dimensions are one: from vector to vector, which is 0 for a
+    single one, and from feature to feature."""
+
+    vector: int
+    feature: int
+
+
+def columns_of(t: torch.Tensor) -> Columns | None:
+    """A tensor's strides with its leading dimensions folded; None where that takes a copy."""
+    inner = folded(t.shape[:-1], t.stride()[:-1])
+    return None if inner is None else Columns(inner, t.stride(-1))
+
+
+def _aligned(t: torch.Tensor) -> bool:
+    """Whether the first address is at whole 16 bytes; a meta tensor's storage counts as such."""
+    return address_of(t) % 16 == 0
+
+
+def readable(x: torch.Tensor) -> Columns | None:
+    """Strides of an x that kernels read where it is: features side by side, whole multiples of
+    WIDTH of them, each vector at whole 16 bytes. None for one that is copied."""
+    seen = columns_of(x)
+    if seen is None or x.shape[-1] % WIDTH or not _aligned(x):
+        return None
+    side_by_side = seen.feature == 1 and seen.vector * x.element_size() % 16 == 0
+    return seen if side_by_side else None
+
+
+def padded(sizes: tuple[int, int, int], x: torch.Tensor) -> torch.Tensor:
+    """A copy of x of ``sizes``, vectors, C and the multiple of WIDTH that they are padded to with
+    zeros: what lies there meets zeros of the matrix, and would give NaN if it were one."""
+    columns, cols, width = sizes
+    flat = x.reshape(columns, cols)
+    if width == cols:
+        return flat.clone(memory_format=torch.contiguous_format)
+    return torch.nn.functional.pad(flat, (0, width - cols))
+
+
+def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
+    """The problem of a checked call."""
+    (rows, cols), seen = w.shape, readable(x)
+    width = -(-cols // WIDTH) * WIDTH
+    stride = width if seen is None or call.columns == 1 else seen.vector
+    written = columns_of(out) if out is not None else None
+    if written is None:
+        written = Columns(rows if call.columns > 1 else 0, 1)
+    return Problem(
+        rows=rows,
+        cols=cols,
+        columns=call.columns,
+        dtype=KERNEL_TYPES[w.dtype],
+        x_stride=stride,
+        x_padded=seen is None,
+        out_strides=(written.vector, written.feature if rows > 1 else 0),
+        facts=facts_of(w.facts),
+    )
+
+
+def by_kernels(call: Call, w: SparseMatrix, problem: Problem, arch: str) -> bool:
+    """Whether a format's kernels compute a call; the rest is cuBLAS's."""
+    if 0 in (call.columns, *w.shape) or w.format not in lowering.FORMATS:
+        return False
+    if call.columns > lowering.module_of(w.format).MOST_COLUMNS:
+        return False
+    return lowering.takes(w.format, problem, arch)
+
+
+def lower(epilogue: tuple, call: Call, w: SparseMatrix, problem: Problem, arch: str, count: int):
+    """The kernels of a call on GPUs of an arch with ``count`` multiprocessors; None for cuBLAS."""
+    if not by_kernels(call, w, problem, arch):
+        return None
+    return lowering.lower(w.format, epilogue, problem, arch, count)
+
+
+def plan(
+    descriptor: SparseMatmul, call: Call, w: SparseMatrix, x, out, parameters: dict
+) -> SparsePlan:
+    """The plan of a checked call on CUDA tensors, its kernels loaded."""
+    device = x.get_device()
+    arch = arch_of(device)  # one too old is refused for cuBLAS as well
+    problem = problem_of(call, w, x, out)
+    lowered = lower(descriptor.epilogue, call, w, problem, arch, model(device).multiprocessors)
+    vectors = tuple(parameters[name] for name in descriptor.vectors)
+    width = -(-w.shape[1] // WIDTH) * WIDTH
+    return SparsePlan(
+        columns=call.columns,
+        shape=call.out_shape,
+        dtype=call.dtype,
+        device=x.device,
+        copy=partial(padded, (call.columns, w.shape[1], width)) if problem.x_padded else None,
+        vectors=descriptor.vectors,
+        scalars=tuple(n for n in descriptor.parameters if n not in descriptor.vectors),
+        spans=(span(x), *map(span, vectors)),
+        out_span=0 if out is None else span(out),
+        apart=out is not None and (lowered is None or columns_of(out) is None),
+        index=device,
+        result=allocator(call.out_shape, call.dtype, x.device),
+        **_launches(w, x, len(vectors), lowered, arch),
+    )
+
+
+def _launches(
+    w: SparseMatrix, x: torch.Tensor, vectors: int, lowered: Lowered | None, arch: str
+) -> dict:
+    """The fields of a plan that launch its kernels, loaded."""
+    if lowered is None:
+        return {"steps": (), "launch": None, "multiply": by_cublas}
+    names = tuple(w.tensors)
+    operands = (*names, "x", "out", *(f"vector{index}" for index in range(vectors)))
+    wanted = lowered.steps
+    if w.frozen and wanted and lowering.reads_ahead(w.format, arch):
+        wanted = (wanted[0]._replace(overlaps=True), *wanted[1:])
+    steps, inner = load_steps(wanted, operands, x.get_device())
+    launch = launcher(steps, inner, x.device, lowered.workspace)
+    return {"steps": steps, "launch": launch, "multiply": by_cublas}
+
+
+# Many vectors, and matrices in the dense format.
+
+
+def laid_out(w: SparseMatrix) -> torch.Tensor:
+    """The dense matrix: that of the dense format itself, nothing of a matrix without entries."""
+    if w.format == "dense":
+        return w.operands[0]
+    if 0 in w.shape:
+        return torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    return w.to_dense()
+
+
+def by_cublas(
+    descriptor: SparseMatmul, w: SparseMatrix, x: torch.Tensor, parameters: dict
+) -> torch.Tensor:
+    """A product by torch, on the matrix laid out, whose sums are float32. A bias alone is added by
+    that; other epilogues follow in float32 on the rounded product. ``parameters`` are numbers and
+    tensors on the device."""
+    return by_dense(descriptor, laid_out(w), x, parameters)
+
+
+def by_dense(
+    descriptor: SparseMatmul, dense: torch.Tensor, x: torch.Tensor, parameters: dict
+) -> torch.Tensor:
+    """:func:`by_cublas` with a dense matrix of any strides."""
+    flat, epilogue = x.reshape(x.shape[:-1].numel(), dense.shape[1]), descriptor.epilogue
+    with no_autocast(x):
+        biased = len(epilogue) == 1 and isinstance(epilogue[0], Bias)
+        y = _product(dense, flat, parameters[epilogue[0].parameter] if biased else None)
+        if epilogue and not biased:
+            wide = y.to(accumulator(y.dtype))
+            y = reference.finish(epilogue, wide, parameters).to(y.dtype)
+    # Not as a view, which autograd would forbid to write in place behind a recorded product.
+    return torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], dense.shape[0]])
+
+
+def _product(dense: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """(N, R). One vector goes by cuBLAS's own way for it, which answers (R,)."""
+    if x.shape[0] == 1:
+        column = x[0]
+        return torch.mv(dense, column) if bias is None else torch.addmv(bias, dense, column)
+    return torch.mm(x, dense.t()) if bias is None else torch.addmm(bias, x, dense.t())

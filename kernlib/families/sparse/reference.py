@@ -1,0 +1,36 @@
+"""Products with compressed matrices in PyTorch: one product with the matrix laid out densely."""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.runtime import expressions
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def sparse_matmul(
+    descriptor: SparseMatmul, dense: torch.Tensor, x: torch.Tensor, parameters: dict | None = None
+) -> torch.Tensor:
+    """What ``descriptor`` describes, of ``dense`` (R, C) and ``x`` (..., C): (..., R) in the dtype
+    of ``x``; float16 and bfloat16 are computed in float32. ``parameters`` of the epilogue are
+    numbers and tensors, vectors of shape (R,).
+
+    As with every dense product a value of x that is infinite or NaN meets the zeros too, and gives
+    NaN; kernels that skip entries that are not stored do not.
+    """
+    wide = _WIDE.get(x.dtype, x.dtype)
+    y = multiply(dense.to(wide), x.to(wide))
+    y = finish(descriptor.epilogue, y, parameters or {})
+    return y.to(x.dtype).contiguous()
+
+
+def multiply(dense: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``y[..., r] = sum_c dense[r, c] * x[..., c]``."""
+    return torch.nn.functional.linear(x, dense)
+
+
+def finish(epilogue: tuple, y: torch.Tensor, parameters: dict) -> torch.Tensor:
+    """The epilogues over a product, in its dtype."""
+    return expressions.apply(epilogue, y, parameters)

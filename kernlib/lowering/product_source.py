@@ -1,0 +1,73 @@
+"""CUDA text that kernels of products begin with: types and epilogue."""
+
+from __future__ import annotations
+
+from kernlib.descriptors.base import render
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.lowering.epilogue_source import EpilogueSource
+
+# torch's names of storage: (CUDA type, bytes); all are summed in float
+TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat16_t", 2)}
+
+
+def vectors(epilogue: tuple[Epilogue, ...]) -> tuple[str, ...]:
+    """Names of the parameters with one value for each output feature, in order."""
+    return tuple(name for part in epilogue for name in part.vectors)
+
+
+def vector_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ...]:
+    """Those of a Step, behind its operands."""
+    return tuple((f"vector{index}", 0) for index in range(len(vectors(epilogue))))
+
+
+def scalar_count(epilogue: tuple[Epilogue, ...]) -> int:
+    """How many parameters are single numbers."""
+    return sum(len(part.parameters) - len(part.vectors) for part in epilogue)
+
+
+def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
+    """InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish.
+
+    ``Finish(read)`` reads scalars by ``read(k)`` and addresses of vectors by ``read.vector(k)``;
+    ``finish(v, feature)`` is the value of an output feature.
+    """
+    return f"""#include "common/types.cuh"
+#include "common/math.cuh"
+
+using InputT = {TYPES[dtype][0]};
+using AccT = float;
+using OutputT = {TYPES[out_dtype][0]};
+
+constexpr int VECTORS = {len(vectors(epilogue))};
+constexpr int SCALARS = {scalar_count(epilogue)};
+constexpr bool EPILOGUE = {str(bool(epilogue)).lower()};
+
+{finish(epilogue)}"""
+
+
+def finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:
+    """The struct that applies epilogues, in order, to one value."""
+    text = EpilogueSource(epilogue, "0")
+    fields = "".join(f"    const InputT* {member};\n" for member, _ in text.vectors)
+    fields += "".join(f"    AccT {member};\n" for member, _ in text.members)
+    given = (*text.vectors, *text.members)
+    reads = "".join(f"        {member} = {value};\n" for member, value in given)
+    body = "".join(f"        v = {step};\n" for step in text.steps)
+    return f"""struct {name} {{
+{fields}    template <class Read>
+    __device__ __forceinline__ explicit {name}(Read read) {{
+{reads}    }}
+    __device__ __forceinline__ AccT operator()(AccT v, i64 feature) const {{
+{body}        return v;
+    }}
+}};
+"""
+
+
+def describe(
+    family: str, kind: str, dtype: str, precision: str, words: list[str], epilogue: tuple
+) -> str:
+    """A kernel in one line for people: no sizes that are launch arguments."""
+    arithmetic = [precision] * (dtype == "float32")
+    parts = [render(part) for part in epilogue]
+    return " ".join([family, kind, dtype, *arithmetic, *words, *parts])
