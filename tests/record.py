@@ -24,20 +24,18 @@ RENEW = "run `pytest tests/gpu` on a machine with an NVIDIA GPU and commit tests
 
 # Of each family: patterns of files below ROOT, and patterns of CUDA files, below kernel_sources,
 # that belong to it with all that they include.
+LOWERING = "kernlib/lowering/*.py"
+SHARED = tuple(
+    f"kernlib/runtime/{name}.py"
+    for name in ("expressions", "numbers", "precision", "sequence", "tensors")
+)
+PRODUCTS = tuple(f"kernlib/runtime/{name}.py" for name in ("arguments", "autograd"))
 FAMILIES = {
     "pairwise": (
         (
-            "kernlib/ops/pairwise*.py",
-            "kernlib/runtime/tensors.py",
-            "kernlib/runtime/numbers.py",
-            "kernlib/lowering/epilogue_source.py",
-            "kernlib/runtime/precision.py",
-            "kernlib/runtime/sequence.py",
-            "kernlib/lowering/steps.py",
-            "kernlib/lowering/wgmma.py",
-            "kernlib/reference/pairwise*.py",
-            "kernlib/families/pairwise/powers.py",
-            "kernlib/runtime/expressions.py",
+            "kernlib/families/pairwise/**/*.py",
+            LOWERING,
+            *SHARED,
             "tests/gpu/test_pairwise*.py",
             "tests/gpu/pairwise_*.py",  # what those tests share
             "tests/gpu/sanitized_calls.py",
@@ -48,23 +46,16 @@ FAMILIES = {
     ),
     "kronecker_sparse": (
         (
-            "kernlib/ops/kronecker_sparse*.py",
-            "kernlib/ops/product_*.py",
-            "kernlib/runtime/tensors.py",
-            "kernlib/runtime/numbers.py",
-            "kernlib/lowering/epilogue_source.py",
-            "kernlib/runtime/precision.py",
-            "kernlib/runtime/sequence.py",
-            "kernlib/lowering/steps.py",
-            "kernlib/lowering/wgmma.py",
-            "kernlib/families/kronecker_sparse/reference.py",
-            "kernlib/runtime/expressions.py",
+            "kernlib/families/kronecker_sparse/**/*.py",
+            LOWERING,
+            *SHARED,
+            *PRODUCTS,
+            "kernlib/runtime/tensor_map.py",
             "kernlib/nn/activations.py",
             "kernlib/nn/compat.py",
             "kernlib/nn/derived.py",
             "kernlib/nn/kronecker_sparse*.py",
             "kernlib/nn/replace.py",
-            "kernlib/runtime/tensor_map.py",
             "tests/gpu/test_kronecker_sparse*.py",
             "tests/gpu/kronecker_sparse_*.py",
             "tests/product_hostile.py",
@@ -74,19 +65,14 @@ FAMILIES = {
     ),
     "sparse": (
         (
-            "kernlib/ops/sparse*.py",
-            "kernlib/ops/product_*.py",
-            "kernlib/runtime/tensors.py",
-            "kernlib/runtime/numbers.py",
-            "kernlib/lowering/epilogue_source.py",
-            "kernlib/runtime/sequence.py",
-            "kernlib/lowering/steps.py",
-            "kernlib/families/sparse/reference.py",
-            "kernlib/runtime/expressions.py",
+            "kernlib/families/sparse/**/*.py",
+            LOWERING,
+            *SHARED,
+            *PRODUCTS,
             "kernlib/nn/activations.py",
             "kernlib/nn/sparse*.py",
             "kernlib/sparse/*.py",
-            "kernlib/compat/macko.py",
+            "kernlib/compat/macko/*.py",
             "tests/gpu/test_sparse*.py",
             "tests/gpu/sparse_*.py",
             "tests/sparse_*_cases.py",
@@ -102,10 +88,10 @@ FAMILIES = {
         (
             "kernlib/jit/*.py",
             "kernlib/forks.py",
-            "kernlib/runtime/launch.py",
+            "kernlib/run.py",
             "kernlib/ahead.py",
             "kernlib/tuner.py",
-            "kernlib/ops/__init__.py",
+            "kernlib/runtime/launch.py",
             "kernlib/runtime/candidates.py",
             "tests/gpu/test_service*.py",
         ),

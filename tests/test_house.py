@@ -1,6 +1,7 @@
 """The rules of the house: who may import whom, and how long files and lines may be."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,38 +19,37 @@ FILES = [
     *sorted((ROOT / "benchmarks").rglob("*.py")),
 ]
 LONGEST_FILE, WIDEST_LINE = 600, 100
+MOST_MODULES = 20  # of a package
 
-FAMILIES = ("pairwise", "kronecker_sparse", "sparse")
+FAMILIES = sorted(path.parent.name for path in (PACKAGE / "families").glob("*/__init__.py"))
+OPERATIONS = tuple(f"kernlib.families.{name}.operation" for name in FAMILIES)
+ABOVE = ("kernlib.nn", "kernlib.cli", "kernlib.compat", "kernlib.ahead", "kernlib.tuner")
+# Where pickles of kernlib 0.1 look.
+FORMER = {PACKAGE / f"descriptors/{name}.py" for name in (*FAMILIES, "norms")}
 
 # Part of the package to what it must not import, by the first words of the module's name.
 FORBIDDEN = {
-    "descriptors": (
-        "torch",
-        "cuda",
-        "lmdb",
-        "kernlib.ops",
-        "kernlib.jit",
-        "kernlib.runtime.launch",
-    ),
-    "jit": (
-        "torch",
-        "kernlib.ops",
-        "kernlib.descriptors",
-        "kernlib.runtime.launch",
-        "kernlib.reference",
-    ),
-    "reference": ("cuda", "kernlib.ops", "kernlib.jit", "kernlib.runtime.launch"),
-    "launch.py": ("kernlib.ops", "kernlib.descriptors", "kernlib.reference", "kernlib.ahead"),
-    "ops": ("cuda", "lmdb", "kernlib.nn", "kernlib.cli", "kernlib.ahead", "kernlib.tuner"),
+    "descriptors": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
+    "jit": ("torch", "kernlib.families", "kernlib.descriptors", "kernlib.lowering",
+            "kernlib.runtime", "kernlib.run"),
+    "lowering": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.run",
+                 *ABOVE),
+    "runtime": ("lmdb", "kernlib.families", "kernlib.run", *ABOVE),
+    "runtime/launch.py": ("kernlib.descriptors",),
+    "families": ("cuda", "lmdb", *ABOVE),
+    **{
+        f"families/{name}": tuple(f"kernlib.families.{other}" for other in FAMILIES if other != name)
+        for name in FAMILIES
+    },
     "linalg": ("lmdb", "kernlib.nn", "kernlib.cli", "kernlib.compat", "kernlib.ahead"),
-    "ahead.py": ("cuda", "lmdb", *FAMILIES, "kernlib.cli"),
-    "tuner.py": ("cuda", "lmdb", *FAMILIES, "kernlib.cli"),
+    "ahead.py": ("cuda", "lmdb", *OPERATIONS, "kernlib.cli"),
+    "tuner.py": ("cuda", "lmdb", *OPERATIONS, "kernlib.cli"),
     "progress.py": ("torch", "cuda", "lmdb", "kernlib"),
     "settings.py": ("torch", "cuda", "lmdb", "kernlib"),
     "canonical.py": ("torch", "cuda", "lmdb", "kernlib"),
     "errors.py": ("torch", "cuda", "lmdb", "kernlib"),
-    "events.py": ("torch", "cuda", "lmdb", "kernlib.ops", "kernlib.jit", "kernlib.runtime.launch"),
-}
+    "events.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
+}  # fmt: skip
 # What may be imported only inside a function: the rest of the package works without it.
 LAZY = {"cuda": PACKAGE, "platformdirs": PACKAGE, "torch": PACKAGE / "__init__.py"}
 
@@ -85,7 +85,7 @@ def within(name, prefix):
 
 def files_of(part):
     path = PACKAGE / part
-    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return [path] if path.is_file() else sorted({*path.rglob("*.py")} - FORMER)
 
 
 @pytest.mark.parametrize("part", FORBIDDEN)
@@ -99,6 +99,36 @@ def test_arrows_point_one_way(part):
         if within(name, prefix)
     }
     assert not wrong
+
+
+def test_lowering_works_without_torch():
+    """Every module of it, and what it imports."""
+    parts = [PACKAGE / "lowering", *sorted((PACKAGE / "families").glob("*/lowering"))]
+    names = [
+        ".".join(("kernlib", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for part in parts
+        for path in sorted(part.glob("*.py"))
+    ]
+    code = "import importlib, sys\nsys.modules['torch'] = None\n"
+    code += f"for name in {names}: importlib.import_module(name)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_packages_are_small():
+    for folder in {path.parent for path in MODULES}:
+        found = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(found) <= MOST_MODULES, folder
+
+
+def test_what_would_share_a_prefix_is_a_folder():
+    """In families, but for what a CPU and a GPU do of one thing."""
+    for folder in {path.parent for path in MODULES if PACKAGE / "families" in path.parents}:
+        stems = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+        names = {stem.removesuffix("_cpu").removesuffix("_gpu") for stem in stems}
+        for prefix in {name.split("_")[0] for name in names}:
+            same = [name for name in names if name.split("_")[0] == prefix]
+            assert len(same) < 3, (folder, same)
 
 
 @pytest.mark.parametrize("name", LAZY)
@@ -136,13 +166,13 @@ def test_every_module_says_what_it_is(path):
 
 def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    (tmp_path / "ops").mkdir()
-    path = tmp_path / "ops" / "x.py"
+    (tmp_path / "part").mkdir()
+    path = tmp_path / "part" / "x.py"
     path.write_text(
         "import torch.nn as t\nfrom kernlib import jit\nfrom . import y\nfrom ..jit import spec\n"
         "def f():\n    import cuda\n"
     )
-    expected = {"torch.nn", "kernlib.jit", "kernlib.ops.y", "kernlib.jit.spec", "cuda"}
+    expected = {"torch.nn", "kernlib.jit", "kernlib.part.y", "kernlib.jit.spec", "cuda"}
     assert expected <= imports(path)
     assert "cuda" not in imports(path, whole=False)
 

@@ -44,59 +44,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
 from kernlib.families.sparse.formats import slices_cpu as cpu
 from kernlib.families.sparse.formats.encoding import check_facts, check_size, check_tensors, matrix
+from kernlib.families.sparse.lowering.codes import LANES, MOST_SIZE, SHORT_ROWS, WIDEST, Code, grid
 
 TENSORS = ("data", "offsets", "rows")
-LANES = cpu.LANES  # rows of a slice
-SHORT_ROWS = 65535  # most rows whose numbers are 2 bytes
-WIDEST = 4096  # bytes of a vector in a panel, as kernels take them
 # Default widths, of 2-byte values: 8 copies of 8 vectors' x fill Hopper's shared memory at 1792.
 LEAST_WIDTH, MOST_WIDTH = 512, 1792
 WAVE = 132 * 32  # slices that an H200 takes at a time, one a warp
 SLICE_COST = 64  # columns that one takes as long as, without codes
 MOST_CODES = 2**31 - 1  # of a lane in all slices, as offsets count them
-MOST_SIZE = 2**31 - 1  # rows and columns, as int32 rows and kernels count them
-
-
-class Code(NamedTuple):
-    """A format by its name and the bits of a step."""
-
-    name: str
-    bits: int
-
-    @property
-    def least(self) -> int:
-        """The step whose bits are all zero."""
-        return 1 if self.bits == 2 else 0
-
-    @property
-    def mask(self) -> int:
-        """The bits of the longest step."""
-        return (1 << self.bits) - 1
-
-    @property
-    def longest(self) -> int:
-        """The longest step."""
-        return self.mask + self.least
-
-    @property
-    def whole(self) -> int:
-        """Codes of a whole group."""
-        return 16 if self.bits == 2 else 8
-
-    @property
-    def unit(self) -> int:
-        """Codes of whole bytes: lengths are multiples."""
-        return 8 // self.bits
-
-    def size(self, itemsize: int) -> int:
-        """Bytes of one code of each lane."""
-        return LANES * itemsize + LANES * self.bits // 8
 
 
 def encode(
@@ -246,11 +206,6 @@ def panel_width(rows: int, cols: int, itemsize: int) -> int:
         return waves * (width + SLICE_COST), -width
 
     return min((-(-cols // (16 * n)) * 16 for n in panels), key=cost)
-
-
-def grid(shape: tuple[int, int], width: int) -> tuple[int, int]:
-    """Panels of a matrix, and slices of a panel."""
-    return -(-shape[1] // width), -(-shape[0] // LANES)
 
 
 def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,16 +6,12 @@ See :mod:`kernlib.families.sparse.formats.slices`; what a function calls ``code`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
+from kernlib.families.sparse.lowering.codes import LANES, Code
 
-if TYPE_CHECKING:
-    from kernlib.families.sparse.formats.slices import Code
-
-LANES = 32
 GROUPS = 1 << 16  # whose steps are looked at together
 
 

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
-from kernlib.families.sparse.formats.slices_cpu import LANES
+from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime.launch import Plan, load
-
-if TYPE_CHECKING:
-    from kernlib.families.sparse.formats.slices import Code
 
 THREADS = 256
 ENCODE_FIXED = "<2q6I"  # strides of the matrix, then sizes

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.families.sparse.formats import slices
+from kernlib.families.sparse.lowering import codes
 
-CODE = slices.Code("u2", 2)
+CODE = codes.U2
 FORMAT = CODE.name
 TENSORS = slices.TENSORS
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.families.sparse.formats import slices
+from kernlib.families.sparse.lowering import codes
 
-CODE = slices.Code("u4", 4)
+CODE = codes.U4
 FORMAT = CODE.name
 TENSORS = slices.TENSORS
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.families.sparse.formats import slices
+from kernlib.families.sparse.lowering import codes
 
-CODE = slices.Code("u8", 8)
+CODE = codes.U8
 FORMAT = CODE.name
 TENSORS = slices.TENSORS
 

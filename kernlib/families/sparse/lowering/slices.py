@@ -13,7 +13,7 @@ import struct
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.formats.slices import MOST_SIZE, SHORT_ROWS, WIDEST, Code, grid
+from kernlib.families.sparse.lowering.codes import MOST_SIZE, SHORT_ROWS, WIDEST, Code, grid
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit import targets

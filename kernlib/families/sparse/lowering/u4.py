@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.formats.u4 import CODE
-from kernlib.families.sparse.lowering import slices
+from kernlib.families.sparse.lowering import codes, slices
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
 
+CODE = codes.U4
 MOST_COLUMNS = slices.MOST_COLUMNS
 READS_AHEAD = True
 
