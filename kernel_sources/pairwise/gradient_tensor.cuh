@@ -17,8 +17,8 @@
 //   issue     SIGN 2.5 slots a slope and 0.4 for three products of 16 columns: 7.5 ms
 //             p = 1.5: 6 slots and 0.75: 16 ms; one special-function operation: 18.4 ms
 //   products  2.3 ms each for 16 columns
-// Reached: p = 1 12.5 ms with one column, 20.3 with 8, 32.8 with 16, 53.4 with 32; p = 1.5 53.9
-// with 16. By mma.sync and by wgmma alike that is 8.5 ms and 4 for each product of 16 x 8 x 16 of a
+// Reached, in ms: p = 1 12.5 with one column, 20.3 with 8, 32.8 with 16, 53.4 with 32; p = 1.5 53.9
+// with 16. By mma.sync and by wgmma alike p = 1 is 8.5 and 4 for each product of 16 x 8 x 16 of a
 // tile, 14 clocks of a tensor core, which do not hide behind the slopes.
 //
 // The generated source defines before it includes this file:
