@@ -107,10 +107,10 @@ def solve(matmul, b, preconditioner, x0, tol, max_iter: int, check_every: int) -
         x = torch.zeros_like(b) if x0 is None else x0 * scale
         r = b if x0 is None else b - _product("matmul", matmul, x)
         state = _start(x, r, limit, preconditioner)
-        done, best = 0, torch.full_like(limit, torch.inf)
+        done, best, target = 0, torch.full_like(limit, torch.inf), limit
         while done < max_iter:
             for _ in range(min(check_every, max_iter - done)):
-                state, done = _step(matmul, preconditioner, state, limit), done + 1
+                state, done = _step(matmul, preconditioner, state, target), done + 1
             if not state.active.any():
                 r = b - _product("matmul", matmul, state.x)
                 norm = _norm(r)
@@ -118,6 +118,9 @@ def solve(matmul, b, preconditioner, x0, tol, max_iter: int, check_every: int) -
                 if not again.any():
                     return CGResult(state.x / scale, _relative(norm, b), done)
                 best = torch.minimum(best, norm)
+                # By half less than asked for: the recurrence drifts from the residual again, which
+                # would end beside the limit, without the progress that another start takes.
+                target = torch.where(again, target / 2, target)
                 state = _start(state.x, r, limit, preconditioner, again)
         norm = _norm(b - _product("matmul", matmul, state.x))
         return CGResult(state.x / scale, _relative(norm, b), done)
