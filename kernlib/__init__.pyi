@@ -31,6 +31,49 @@ from kernlib.errors import ConvergenceWarning as ConvergenceWarning
 from kernlib.errors import KernlibError as KernlibError
 from kernlib.errors import NotCachedError as NotCachedError
 from kernlib.errors import UnsupportedError as UnsupportedError
+from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse as KroneckerSparse
+from kernlib.families.kronecker_sparse.descriptor import (
+    KroneckerSparseChain as KroneckerSparseChain,
+)
+from kernlib.families.pairwise.descriptor import Pairwise as Pairwise
+from kernlib.families.pairwise.descriptor import cauchy as cauchy
+from kernlib.families.pairwise.descriptor import dot_product as dot_product
+from kernlib.families.pairwise.descriptor import exp_power_sum as exp_power_sum
+from kernlib.families.pairwise.descriptor import gaussian as gaussian
+from kernlib.families.pairwise.descriptor import l1_distance as l1_distance
+from kernlib.families.pairwise.descriptor import l2_distance as l2_distance
+from kernlib.families.pairwise.descriptor import laplace_l1 as laplace_l1
+from kernlib.families.pairwise.descriptor import laplace_l2 as laplace_l2
+from kernlib.families.pairwise.descriptor import laplace_pq as laplace_pq
+from kernlib.families.pairwise.descriptor import matern32 as matern32
+from kernlib.families.pairwise.descriptor import matern52 as matern52
+from kernlib.families.pairwise.descriptor import p_distance as p_distance
+from kernlib.families.pairwise.descriptor import polynomial as polynomial
+from kernlib.families.pairwise.descriptor import power_sum as power_sum
+from kernlib.families.pairwise.descriptor import rational_quadratic as rational_quadratic
+from kernlib.families.pairwise.descriptor import squared_distance as squared_distance
+from kernlib.families.pairwise.functions.agop import agop as agop
+from kernlib.families.pairwise.functions.expadd import cdist_expadd as cdist_expadd
+from kernlib.families.pairwise.functions.expadd import cdist_grad_expadd as cdist_grad_expadd
+from kernlib.families.pairwise.functions.reductions import kernel_argmin as kernel_argmin
+from kernlib.families.pairwise.functions.reductions import kernel_logsumexp as kernel_logsumexp
+from kernlib.families.pairwise.functions.reductions import kernel_matmul as kernel_matmul
+from kernlib.families.pairwise.functions.reductions import kernel_min as kernel_min
+from kernlib.families.pairwise.functions.reductions import kernel_sum as kernel_sum
+from kernlib.families.pairwise.functions.reductions import kernel_topk as kernel_topk
+from kernlib.families.pairwise.gradients.points import cdist_grad as cdist_grad
+from kernlib.families.pairwise.operation import cdist as cdist
+from kernlib.families.pairwise.stages import Abs as Abs
+from kernlib.families.pairwise.stages import ExpPower as ExpPower
+from kernlib.families.pairwise.stages import Identity as Identity
+from kernlib.families.pairwise.stages import Power as Power
+from kernlib.families.pairwise.stages import PowerLog as PowerLog
+from kernlib.families.pairwise.stages import Root as Root
+from kernlib.families.pairwise.stages import Sqrt as Sqrt
+from kernlib.families.pairwise.stages import Square as Square
+from kernlib.families.sparse.descriptor import SparseMatmul as SparseMatmul
+from kernlib.run import register_operators as register_operators
+from kernlib.run import run_kernel as run_kernel
 from kernlib.tuner import tune as tune
 
 __version__: str

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from kernlib.families.sparse.matrix import SparseMatrix
 
 # The modules that register operators.
-_LIBRARIES = (
-    "kronecker_sparse.library",
-    "pairwise.library",
-    "pairwise.reductions.library",
-    "sparse.library",
-)
+_LIBRARIES = {
+    "kronecker_sparse_library": "kronecker_sparse.library",
+    "pairwise_library": "pairwise.library",
+    "pairwise_reduce_library": "pairwise.reductions.library",
+    "sparse_library": "sparse.library",
+}
 _ops: dict[type, ModuleType] = {}
 
 
@@ -46,10 +46,10 @@ def _check_descriptor(descriptor) -> None:
 
 
 def __getattr__(name: str):
-    """The modules that register operators, as ``<family>_library``, imported when first asked for:
-    Dynamo follows an attribute of a module where it refuses ``import_module``."""
-    if name.endswith("_library"):
-        return import_module(f"kernlib.families.{name.removesuffix('_library')}.library")
+    """The modules that register operators, imported when first asked for: Dynamo follows an
+    attribute of a module where it refuses ``import_module``."""
+    if name in _LIBRARIES:
+        return import_module(f"kernlib.families.{_LIBRARIES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -66,7 +66,7 @@ def register_operators() -> None:
 
     Whoever traces or compiles a call has them without this.
     """
-    for name in _LIBRARIES:
+    for name in _LIBRARIES.values():
         import_module(f"kernlib.families.{name}")
 
 

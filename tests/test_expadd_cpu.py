@@ -420,3 +420,21 @@ def test_gradients_of_sums_for_any_lengthscale(length, p, kind):
     near, far = ((length * x.double()).float() for x in (b, d))
     found = kl.cdist_grad_expadd(a, near, c, far, p=p, q=0.5, lengthscale=given)
     torch.testing.assert_close(length * found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_gradients_on_data_with_heavy_tails(kind):
+    """Relative to the sum of absolute terms, and to the exponent of each, as it is rounded."""
+    a, c = torch.randn(400, 30, generator=SEEDED(1)), torch.randn(2, 400, generator=SEEDED(2))
+    b, d = (
+        torch.randn(19, n, generator=SEEDED(3 + n)) / torch.randn(19, n, generator=SEEDED(4 + n))
+        for n in (400, 30)
+    )
+    given = 3.0 if kind == "number" else torch.tensor(3.0)
+    found = kl.cdist_grad_expadd(a, b, c, d, p=2.0, lengthscale=given)
+    wide = [x.double() for x in (a, b, c, d)]
+    wanted = kl.cdist_grad_expadd(*wide, p=2.0, lengthscale=3.0)
+    v = wide[3][:, None] - wide[1][:, :, None]  # (N, K, M)
+    slopes = 2 * v.abs() / 9 * torch.exp(-v.square() / 9) * (1 + v.square() / 72)
+    terms = torch.einsum("ok,km,nkm->onm", wide[2].abs(), wide[0].abs(), slopes)
+    assert ((found - wanted).abs() <= 3e-6 * terms + 1e-37).all()

@@ -38,8 +38,8 @@ FORBIDDEN = {
     "runtime/launch.py": ("kernlib.descriptors",),
     "families": ("cuda", "lmdb", *ABOVE),
     **{
-        f"families/{name}": tuple(f"kernlib.families.{other}" for other in FAMILIES if other != name)
-        for name in FAMILIES
+        f"families/{one}": tuple(f"kernlib.families.{other}" for other in FAMILIES if other != one)
+        for one in FAMILIES
     },
     "linalg": ("lmdb", "kernlib.nn", "kernlib.cli", "kernlib.compat", "kernlib.ahead"),
     "ahead.py": ("cuda", "lmdb", *OPERATIONS, "kernlib.cli"),

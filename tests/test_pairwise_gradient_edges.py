@@ -64,15 +64,18 @@ def test_an_infinite_coordinate_spoils_what_torch_says_it_does(p, dtype):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-@pytest.mark.parametrize("make", (kl.laplace_l2, kl.gaussian, kl.matern32, kl.matern52, kl.cauchy))
+@pytest.mark.parametrize(
+    "make", (kl.laplace_l2, kl.laplace_pq, kl.gaussian, kl.matern32, kl.matern52, kl.cauchy)
+)
 @pytest.mark.parametrize("as_tensor", (False, True))
 def test_an_infinite_coordinate_spoils_its_own_feature_of_a_kernel(make, as_tensor):
-    bandwidth = torch.tensor(1.0) if as_tensor else 1.0
+    numbers = {"bandwidth": torch.tensor(1.0) if as_tensor else 1.0}
+    numbers |= {"p": 1.5, "q": 0.8} if make is kl.laplace_pq else {}
     a, b = A.clone().requires_grad_(), B.clone()
     b[1, 2] = float("inf")
-    (found,) = torch.autograd.grad(kl.run_kernel(make(), a, b, bandwidth=bandwidth).sum(), a)
+    (found,) = torch.autograd.grad(kl.run_kernel(make(), a, b, **numbers).sum(), a)
     others = torch.cat((b[:1], b[2:]))
-    (wanted,) = torch.autograd.grad(kl.run_kernel(make(), a, others, bandwidth=bandwidth).sum(), a)
+    (wanted,) = torch.autograd.grad(kl.run_kernel(make(), a, others, **numbers).sum(), a)
     torch.testing.assert_close(found[:, :2], wanted[:, :2])
 
 

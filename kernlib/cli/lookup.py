@@ -32,7 +32,7 @@ def ready_made() -> dict[str, Callable]:
     from kernlib.descriptors.base import Descriptor
 
     homes = sorted(kernlib._HOMES.items())
-    public = {n: getattr(kernlib, n) for n, home in homes if home.startswith("kernlib.descriptors")}
+    public = {n: getattr(kernlib, n) for n, home in homes if home.endswith(".descriptor")}
     return {
         name: function
         for name, function in public.items()
