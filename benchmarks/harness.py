@@ -92,6 +92,12 @@ def machine() -> dict[str, str]:
     }
 
 
+def headers(family: str) -> list[str]:
+    """The device code of a family, as generated text includes it."""
+    found = (sources.root() / family).rglob("*.cuh")
+    return sorted(path.relative_to(sources.root()).as_posix() for path in found)
+
+
 # Rivals.
 
 

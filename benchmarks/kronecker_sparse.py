@@ -41,10 +41,9 @@ from benchmarks.kronecker_sparse_problems import (
 )
 from benchmarks.kronecker_sparse_rivals import rivals, seconds
 from benchmarks.timing import REPLAY_BELOW_MS, CudaTimer, relative_error, sample_rows
-from kernlib.jit import sources, targets
+from kernlib.jit import targets
 
-KERNELS = sorted(path.name for path in (sources.root() / "kronecker_sparse").glob("*.cuh"))
-INCLUDED = ("common/math.cuh", *(f"kronecker_sparse/{name}" for name in KERNELS))
+INCLUDED = ("common/math.cuh", *harness.headers("kronecker_sparse"))
 SOURCE = "\n".join(f'#include "{name}"' for name in INCLUDED)
 SECTIONS = ("patterns", "grid", "train", "host")
 GRID_REPETITIONS = 3

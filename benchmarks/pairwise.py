@@ -18,7 +18,7 @@ import torch
 import kernlib as kl
 from benchmarks import pairwise_gradient as gradient
 from benchmarks import pairwise_matmul as matmul
-from benchmarks.harness import UNITS_PER_MS, Case, Row, Session, main
+from benchmarks.harness import UNITS_PER_MS, Case, Row, Session, headers, main
 from benchmarks.pairwise_problems import (
     DTYPES,
     TENSOR_RATES,
@@ -29,10 +29,9 @@ from benchmarks.pairwise_problems import (
     timed,
 )
 from benchmarks.timing import Device, relative_error, sample_rows
-from kernlib.jit import sources
 
-KERNELS = sorted(path.name for path in (sources.root() / "pairwise").glob("*.cuh"))
-SOURCE = "\n".join(f'#include "pairwise/{name}"' for name in KERNELS)
+KERNELS = headers("pairwise")
+SOURCE = "\n".join(f'#include "{name}"' for name in KERNELS)
 COMPILED_K = 64  # above it torch.compile of the plain expression takes minutes
 
 # Of one pair-feature: (issue slots, special-function operations), as in pairwise/terms.cuh.

@@ -22,7 +22,7 @@ import torch
 import kernlib as kl
 from benchmarks.harness import Case, Row, Session, attempt, main, note
 
-SOURCE = '#include "pairwise/pairwise.cuh"'
+SOURCE = '#include "pairwise/direct/direct.cuh"'
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_SHAPE = (1000, 1000, 1024)  # small enough that the kernel itself takes 0.1 ms
 PROCESSES = 3

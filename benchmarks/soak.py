@@ -37,7 +37,7 @@ from benchmarks.soak_workers import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = '#include "pairwise/pairwise.cuh"'
+SOURCE = '#include "pairwise/direct/direct.cuh"'
 COUNT = "count"
 CHECK_EVERY = 100  # kills
 OWNERS_EVERY = 10  # kills are of a process that compiles, and the next one is timed

@@ -38,10 +38,8 @@ from benchmarks.sparse_problems import (
 from benchmarks.sparse_rivals import Contender, compressed, cublas, rivals
 from benchmarks.timing import relative_error
 from kernlib import sparse
-from kernlib.jit import sources
 
-KERNELS = sorted(path.name for path in (sources.root() / "sparse").glob("*.cuh"))
-INCLUDED = ("common/math.cuh", *(f"sparse/{name}" for name in KERNELS))
+INCLUDED = ("common/math.cuh", *harness.headers("sparse"))
 SOURCE = "\n".join(f'#include "{name}"' for name in INCLUDED)
 REPLAYS, FEW_REPLAYS = 50, 10
 LONG_REPLAY_MS = 3.0  # a graph of many copies of a large matrix: its median settles sooner

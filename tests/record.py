@@ -42,7 +42,7 @@ FAMILIES = {
             "tests/pairwise_*.py",
             "tests/reduction_hostile.py",
         ),
-        ("pairwise/*.cuh",),
+        ("pairwise/**/*.cuh",),
     ),
     "kronecker_sparse": (
         (
@@ -61,7 +61,7 @@ FAMILIES = {
             "tests/product_hostile.py",
         ),
         # math.cuh is included by what lowering generates.
-        ("kronecker_sparse/*.cuh", "common/math.cuh"),
+        ("kronecker_sparse/**/*.cuh", "common/math.cuh"),
     ),
     "sparse": (
         (
@@ -78,7 +78,7 @@ FAMILIES = {
             "tests/sparse_*_cases.py",
             "tests/product_hostile.py",
         ),
-        ("sparse/*.cuh", "common/math.cuh"),
+        ("sparse/**/*.cuh", "common/math.cuh"),
     ),
     "linalg": (
         ("kernlib/linalg/*.py", "tests/gpu/test_linalg*.py", "tests/linalg_*.py"),

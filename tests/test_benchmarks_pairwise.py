@@ -115,8 +115,8 @@ def test_targets_are_above_their_floors():
 
 
 def test_the_digest_covers_every_kernel_of_the_family():
-    for name in ("pairwise", "gradient", "reduce"):
-        assert f'#include "pairwise/{name}.cuh"' in pairwise.SOURCE
+    for name in ("direct", "gradient", "reduce"):
+        assert f'#include "pairwise/{name}/{name}.cuh"' in pairwise.SOURCE
 
 
 # Matrices.

@@ -39,14 +39,12 @@ def test_record_has_the_schema():
 
 def test_families_cover_their_files():
     pairwise, service = record.files("pairwise"), record.files("service")
-    assert "kernel_sources/pairwise/pairwise.cuh" in pairwise
+    assert "kernel_sources/pairwise/direct/direct.cuh" in pairwise
     assert "kernel_sources/common/math.cuh" in pairwise
     assert "kernlib/families/pairwise/lowering/direct.py" in pairwise
     assert {"kernlib/runtime/launch.py", "kernlib/jit/store.py"} <= set(service)
-    folder = record.ROOT / "kernel_sources" / "pairwise"
-    assert {f"kernel_sources/pairwise/{path.name}" for path in folder.glob("*.cuh")} <= set(
-        pairwise
-    )
+    found = (record.ROOT / "kernel_sources" / "pairwise").rglob("*.cuh")
+    assert {path.relative_to(record.ROOT).as_posix() for path in found} <= set(pairwise)
     assert all((record.ROOT / name).is_file() for name in (*pairwise, *service))
 
 

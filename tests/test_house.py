@@ -121,6 +121,16 @@ def test_packages_are_small():
         assert len(found) <= MOST_MODULES, folder
 
 
+def test_device_code_and_its_lowering_share_a_stem():
+    """A folder of kernel_sources/<family> has its entry, and a module of the family's lowering."""
+    folders = [path for path in (ROOT / "kernel_sources").glob("*/*") if path.is_dir()]
+    assert folders
+    for folder in folders:
+        lowering = PACKAGE / "families" / folder.parent.name / "lowering"
+        assert (folder / f"{folder.name}.cuh").is_file(), folder
+        assert (lowering / f"{folder.name}.py").is_file(), folder
+
+
 def test_what_would_share_a_prefix_is_a_folder():
     """In families, but for what a CPU and a GPU do of one thing."""
     for folder in {path.parent for path in MODULES if PACKAGE / "families" in path.parents}:

@@ -130,7 +130,7 @@ def tree(tmp_path, monkeypatch):
         sources._read.cache_clear()
 
     original = sources.root()
-    names = sources.closure('#include "pairwise/pairwise.cuh"\n')
+    names = sources.closure('#include "pairwise/direct/direct.cuh"\n')
     for folder in ("first", "second"):
         for name in names:
             path = tmp_path / folder / name
@@ -143,7 +143,7 @@ def tree(tmp_path, monkeypatch):
 
 def test_the_key_changes_with_every_header_and_not_with_its_place(tree):
     folder, names, use = tree
-    wanted = SPEC._replace(source='#include "pairwise/pairwise.cuh"\n')
+    wanted = SPEC._replace(source='#include "pairwise/direct/direct.cuh"\n')
     use(folder / "first")
     keys = {service.digest(wanted, ARCH)}
     use(folder / "second")

@@ -195,7 +195,7 @@ def test_pointers_and_scalars_are_in_the_order_of_the_source():
     names = ("left", "right", "out", "vector0", "vector1")
     assert step.pointers == tuple((name, 0) for name in names) and step.scalars == 2
     assert constant(found, "VECTORS") == constant(found, "SCALARS") == "2"
-    source = sources._read("kronecker_sparse/portable.cuh")
+    source = sources._read("kronecker_sparse/portable/portable.cuh")
     order = "Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {}"
     assert f"struct {order};" in source
     read = parameters(step)
@@ -233,7 +233,9 @@ def test_wide_stores_are_chosen_only_where_every_one_is_aligned(dtype, out, alon
     found = lowered(blocks=2, lanes=3, rows=500, out=out, dtype=dtype)
     assert fixed(found)["out_along_rows"] == along_rows
     assert fixed(found)["out_vectors"] == vectors
-    assert not re.search("vectors|along", main_of(found).spec.source.split("portable.cuh")[1])
+    assert not re.search(
+        "vectors|along", main_of(found).spec.source.split("portable/portable.cuh")[1]
+    )
 
 
 # Packed weights and split depths.
@@ -381,22 +383,22 @@ def test_a_description_says_what_the_variant_is():
 
 def test_constants_agree_with_the_source():
     folder = sources.root() / "kronecker_sparse"
-    read = {p.name: p.read_text() for p in folder.glob("*.cuh")}
+    read = {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*.cuh")}
     for file, name, value in (
-        ("portable_operand.cuh", "THREADS", portable.THREADS),
-        ("portable_operand.cuh", "LINE_BYTES", portable.LINE_BYTES),
-        ("portable_pack.cuh", "THREADS", portable.THREADS),
-        ("reduce.cuh", "THREADS", portable.THREADS),
-        ("reduce.cuh", "RUN", portable.REDUCE_RUN),
-        ("portable.cuh", "PART", portable.PART),
+        ("portable/operand.cuh", "THREADS", portable.THREADS),
+        ("portable/operand.cuh", "LINE_BYTES", portable.LINE_BYTES),
+        ("portable/pack.cuh", "THREADS", portable.THREADS),
+        ("split_k_sum.cuh", "THREADS", portable.THREADS),
+        ("split_k_sum.cuh", "RUN", portable.REDUCE_RUN),
+        ("portable/portable.cuh", "PART", portable.PART),
     ):
         assert re.search(rf"constexpr int {name} = (\d+);", read[file])[1] == str(value)
-    kinds = re.search(r"enum class Access \{ (.*) \};", read["portable_operand.cuh"])[1]
+    kinds = re.search(r"enum class Access \{ (.*) \};", read["portable/operand.cuh"])[1]
     assert tuple(kinds.split(", ")) == portable.ACCESSES
 
 
 def shared_bytes(dtype, rows, columns, left, right):
-    """As portable_operand.cuh and portable_store.cuh lay it out: four stages, or the sums."""
+    """As portable/operand.cuh and portable/store.cuh lay it out: four stages, or the sums."""
     size = 4 if dtype == "float32" else 2
     pad, depth = (32, 16) if size == 4 else (16, 32)
     stage = sum(

@@ -434,7 +434,7 @@ def test_every_variant_has_a_description_of_its_own():
 def test_constants_agree_with_the_source():
     text = text_of(main_of(lowered(problem())).spec.source)
     assert text["TILE_ROWS"] == hopper.TILE_ROWS
-    read = (sources.root() / "kronecker_sparse" / "hopper_pack.cuh").read_text()
+    read = (sources.root() / "kronecker_sparse" / "hopper/pack.cuh").read_text()
     assert f"constexpr int THREADS = {packing.THREADS};" in read
     for given, epilogue in ((weight_gradient(), ()), (problem(), EPILOGUES[1])):
         for step in lowered(given, epilogue).steps:

@@ -1,4 +1,4 @@
-"""Packed weights of Hopper's kernels: hopper_pack.cuh puts each number where the kernels look for
+"""Packed weights of Hopper's kernels: hopper/pack.cuh puts each number where the kernels look for
 it, in the order in which their matrix instructions take the depth."""
 
 import re
@@ -192,7 +192,7 @@ def order_of(given):
     return near + far
 
 
-# The loads of interleaved_multiply.cuh, of elements (k, l) in place of numbers.
+# The loads of interleaved/multiply.cuh, of elements (k, l) in place of numbers.
 
 
 def fragments(dtype, shape, step, t, half):

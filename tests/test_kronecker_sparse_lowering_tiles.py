@@ -208,7 +208,7 @@ def test_slots_hold_whole_columns_and_no_more_than_they_may(case):
 
 @pytest.mark.parametrize("case", SLOTTED)
 def test_a_slot_is_filled_once_by_columns_side_by_side(case):
-    """The addresses to which stage_columns of interleaved_store.cuh writes."""
+    """The addresses to which stage_columns of interleaved/store.cuh writes."""
     text = slotted(case)
     size, lanes, halves = text["SIZE"], text["LANES"], text["HALVES"]
     body, words = text.body("void stage_columns("), lanes * size // 4
@@ -241,7 +241,7 @@ def test_a_slot_is_filled_once_by_columns_side_by_side(case):
 
 @pytest.mark.parametrize("case", SLOTTED)
 def test_a_slot_is_free_again_before_it_is_written(case):
-    """What store_tile of interleaved_store.cuh waits for, over several tiles: groups of stores, one
+    """What store_tile of interleaved/store.cuh waits for, over several tiles: groups of stores, one
     for each turn, but for the last OUT_SLOTS - 1; not merged, copies of the last turn."""
     text = slotted(case)
     body, slots = text.body("void store_tile("), text["OUT_SLOTS"]

@@ -359,7 +359,7 @@ THREAD = np.arange(256)[:, None]
 
 
 def transpose(step, memory, itemsize):
-    """What one launch of turn.cuh reads and writes."""
+    """What one launch of transpose.cuh reads and writes."""
     text, p = text_of(step.spec.source), parameters(step)
     body = text.body("kronecker_sparse_turn(const")
     places = body[body.index("u32 row = ") : body.index("Words x")]

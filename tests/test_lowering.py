@@ -286,7 +286,7 @@ class Scalar(ctypes.Structure):
 
 def parameters_type(scalars):
     """struct Parameters as a C compiler lays it out, read from pairwise.cuh."""
-    text = (sources.root() / "pairwise" / "pairwise.cuh").read_text()
+    text = (sources.root() / "pairwise/direct/direct.cuh").read_text()
     body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
     fields = []
     for line in re.sub(r"//.*", "", body).split(";"):
@@ -407,7 +407,7 @@ def test_the_source_is_the_same_each_time_and_includes_only_our_files(descriptor
     assert lowered(descriptor.replace()).spec == found.spec
     assert not sources.system_includes(found.spec.source)
     names = sources.closure(found.spec.source)
-    assert {"pairwise/pairwise.cuh", "pairwise/tile.cuh", "common/math.cuh"} <= set(names)
+    assert {"pairwise/direct/direct.cuh", "pairwise/tile.cuh", "common/math.cuh"} <= set(names)
     assert all(name.split("/")[0] in ("pairwise", "common") for name in names)
 
 

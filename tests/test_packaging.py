@@ -55,7 +55,7 @@ def imported() -> dict:
 
 def test_sources_are_there():
     assert (sources.root() / "common" / "types.cuh").is_file()
-    assert (sources.root() / "pairwise" / "pairwise.cuh").is_file()
+    assert (sources.root() / "pairwise/direct/direct.cuh").is_file()
 
 
 def test_the_package_is_typed():

@@ -50,7 +50,7 @@ def lowered(descriptor=GAUSSIAN, arch=HERE, processors=132, per_split=0, rows=No
 def test_few_features_stay_in_registers(k, kind):
     found = lowered(k=k)
     assert found.spec.entry == f"pairwise_reduce_{kind}"
-    assert f'#include "pairwise/reduce_{kind}.cuh"' in found.spec.source
+    assert f'#include "pairwise/reduce/{kind}.cuh"' in found.spec.source
     assert ("constexpr bool LONG_K = true;" in found.spec.source) == (k > 128)
 
 
@@ -66,7 +66,7 @@ def test_reductions_without_v(reduction):
 
 
 def test_the_reducers_are_those_of_the_source():
-    text = sources._read("pairwise/reducers.cuh")
+    text = sources._read("pairwise/reduce/reducers.cuh")
     assert {*lowering.REDUCERS.values(), "Matmul"} <= set(re.findall(r"^struct (\w+)", text, re.M))
 
 
@@ -128,7 +128,7 @@ def test_epsilon_costs_nothing_where_it_is_not_given(epsilon):
 
 
 def parameters_type(scalars):
-    text = (sources.root() / "pairwise" / "reduce.cuh").read_text()
+    text = (sources.root() / "pairwise" / "reduce/reduce.cuh").read_text()
     body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
     fields = []
     for line in re.sub(r"//.*", "", body).split(";"):

@@ -1,4 +1,5 @@
-"""The kernel of kernel_sources/kronecker_sparse/hopper.cuh: batch last, and batch first with d = 1.
+"""The kernel of kernel_sources/kronecker_sparse/hopper/hopper.cuh: batch last, and batch first with
+d = 1.
 
 The copy engine wants strides of whole 16 bytes; other layouts go to the portable kernel.
 """
@@ -32,7 +33,7 @@ TEAMS = 4
 TEAM_BYTES = 32 * 1024  # of a group's weights, up to which that pays
 RESIDENT_GROUPS = 64  # with fewer, CTAs that share rows of x compute them at about the same time
 # wgmma's eight depths in this order leave batch-last fp32 without bank conflicts: see
-# hopper_multiply.cuh.
+# hopper/multiply.cuh.
 BATCH_LAST_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -282,7 +283,7 @@ constexpr bool RIGHT_LINES = false;
 #define HALF_INPUT {int(dtype != "float32")}
 
 {multiply(dtype, columns, registers, batch_last)}
-#include "kronecker_sparse/hopper.cuh"
+#include "kronecker_sparse/hopper/hopper.cuh"
 """
 
 

@@ -1,4 +1,4 @@
-"""The kernel of kernel_sources/kronecker_sparse/interleaved.cuh: batch first, d > 1.
+"""The kernel of kernel_sources/kronecker_sparse/interleaved/interleaved.cuh: batch first, d > 1.
 
 Whole 32-byte sectors of neighbouring l move together, or all l of a k where they are fewer.
 """
@@ -204,7 +204,7 @@ def _variant(problem: Problem, columns: int) -> Variant:
 
 def depth_order(dtype: str, shape: Shape) -> tuple[int, ...]:
     """Which k each position along wgmma's depth stands for: thread t of a quad holds those of the
-    16-byte chunks that it reads (interleaved_multiply.cuh)."""
+    16-byte chunks that it reads (interleaved/multiply.cuh)."""
     quad, pair = range(4), range(2)
     if dtype == "float32":
         if shape.halves == 2:
@@ -272,7 +272,7 @@ constexpr int PARAMETER_BYTES = {_parameters(epilogue, shape).size};
 #define HALF_INPUT {int(dtype != "float32")}
 
 {multiply(dtype, columns, True)}
-#include "kronecker_sparse/interleaved.cuh"
+#include "kronecker_sparse/interleaved/interleaved.cuh"
 """
 
 

@@ -1,4 +1,4 @@
-"""The kernel of kernel_sources/kronecker_sparse/hopper_pack.cuh: weights as Hopper reads them.
+"""The kernel of kernel_sources/kronecker_sparse/hopper/pack.cuh: weights as Hopper reads them.
 
 They are packed anew for each call: 2 us, where a copy that is kept would have to know of every way
 in which a weight can change (``.data``, a replayed CUDA graph, another process).
@@ -121,7 +121,7 @@ constexpr int ORDER_SIZE = {len(order)};
 __device__ constexpr unsigned char ORDER[] = {{{", ".join(map(str, order))}}};
 constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
 
-#include "kronecker_sparse/hopper_pack.cuh"
+#include "kronecker_sparse/hopper/pack.cuh"
 """
     words = f"{columns}x{depth}x{span} by {together}" + " split" * (products == 3)
     words += " reordered" * (order != tuple(range(len(order))))

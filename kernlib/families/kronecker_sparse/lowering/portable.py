@@ -1,4 +1,5 @@
-"""The kernels portable*.cuh and reduce.cuh of kernel_sources/kronecker_sparse: for any strides.
+"""The kernels portable*.cuh and split_k_sum.cuh of kernel_sources/kronecker_sparse: for any
+strides.
 
 Tiles of out by mma.sync. Weights whose depth does not lie side by side are packed first where many
 tiles read them. A long depth with few tiles is split, and a last launch adds up the splits, so that
@@ -232,7 +233,7 @@ def _accesses(problem: Problem) -> tuple[str, str]:
 
 
 def access(problem: Problem, layout: Layout, lines: int) -> str:
-    """How far 16-byte copies can run: see Access in portable_operand.cuh. The stride of what there
+    """How far 16-byte copies can run: see Access in portable/operand.cuh. The stride of what there
     is one of does not count. A copy of fewer than 16 bytes reads all of them, so lines end on whole
     ones, or go on in zeros."""
     chunk = 16 // TYPES[problem.dtype][1]
@@ -282,7 +283,7 @@ constexpr int PARAMETER_BYTES = {size};
 #define ACCESS_LEFT Access::{left}
 #define ACCESS_RIGHT Access::{right}
 
-#include "kronecker_sparse/portable.cuh"
+#include "kronecker_sparse/portable/portable.cuh"
 """
 
 
@@ -308,7 +309,7 @@ using InputT = {TYPES[dtype][0]};
 
 constexpr int PARAMETER_BYTES = {16 + struct.calcsize(PACK_FIXED)};
 
-#include "kronecker_sparse/portable_pack.cuh"
+#include "kronecker_sparse/portable/pack.cuh"
 """
     entry, words = "kronecker_sparse_portable_pack", f"kronecker_sparse weights packed {dtype}"
     return KernelSpec("kronecker_sparse", source, entry, THREADS, description=words)
@@ -322,7 +323,7 @@ using OutputT = {TYPES[dtype][0]};
 
 constexpr int PARAMETER_BYTES = {16 + struct.calcsize(REDUCE_FIXED)};
 
-#include "kronecker_sparse/reduce.cuh"
+#include "kronecker_sparse/split_k_sum.cuh"
 """
     entry, words = "kronecker_sparse_reduce", f"kronecker_sparse sum of splits {dtype}"
     return KernelSpec("kronecker_sparse", source, entry, THREADS, description=words)

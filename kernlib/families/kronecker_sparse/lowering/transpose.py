@@ -1,9 +1,9 @@
 """Gradients of a weight of batch-first operands with d > 1: turned to batch last, then summed by
 another kind.
 
-kernel_sources/kronecker_sparse/turn.cuh costs a read and a write of both operands. Summed as they
-are, features d apart and batches a row apart would each be a 32-byte sector. The kind `transposed`
-has its launches from here too.
+kernel_sources/kronecker_sparse/transpose.cuh costs a read and a write of both operands. Summed as
+they are, features d apart and batches a row apart would each be a 32-byte sector. The kind
+`transposed` has its launches from here too.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ using InputT = {TYPES[dtype][0]};
 constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
 #define HALF_INPUT {int(dtype != "float32")}
 
-#include "kronecker_sparse/turn.cuh"
+#include "kronecker_sparse/transpose.cuh"
 """
     description = f"kronecker_sparse turn {dtype}"
     entry = "kronecker_sparse_turn"

@@ -1,10 +1,10 @@
 """Products of large factors, batch first and d > 1: x transposed to batch last, multiplied there by
 the kind `hopper`, and the result transposed back.
 
-kernel_sources/kronecker_sparse/turn.cuh costs a read and a write of x and of the result. The kind
-`interleaved`, which takes the same problems, has neither, but fetches x from L2 once for each tile
-of few columns, and the weight once for each tile of rows. A batch that would take more scratch than
-WORKSPACE goes in slices, one after the other.
+kernel_sources/kronecker_sparse/transpose.cuh costs a read and a write of x and of the result. The
+kind `interleaved`, which takes the same problems, has neither, but fetches x from L2 once for each
+tile of few columns, and the weight once for each tile of rows. A batch that would take more scratch
+than WORKSPACE goes in slices, one after the other.
 
 Which is faster is a matter of bytes and operations, for x, result and packed weight of X, Y and W
 bytes:

@@ -1,8 +1,9 @@
-"""Gradients of a weight by the kernel of kernel_sources/kronecker_sparse/hopper.cuh, half types.
+"""Gradients of a weight by the kernel of kernel_sources/kronecker_sparse/hopper/hopper.cuh, half
+types.
 
-The batch is their depth, long and in parts that CTAs sum on their own; reduce.cuh adds those up, in
-order. Left is the gradient of the result, right is x: both with the batch contiguous (batch last),
-or both with features contiguous and d = 1 (batch first).
+The batch is their depth, long and in parts that CTAs sum on their own; split_k_sum.cuh adds those
+up, in order. Left is the gradient of the result, right is x: both with the batch contiguous (batch
+last), or both with features contiguous and d = 1 (batch first).
 """
 
 from __future__ import annotations
@@ -220,5 +221,5 @@ constexpr bool RIGHT_LINES = {str(lines).lower()};
 #define HALF_INPUT 1
 
 {multiply(dtype, columns, False, lines, lines)}
-#include "kronecker_sparse/hopper.cuh"
+#include "kronecker_sparse/hopper/hopper.cuh"
 """

@@ -215,7 +215,7 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
 
 
 def operation_of(kind: Kind) -> str:
-    """The struct of gradient_slopes.cuh. An even stage has the slope of x - z either way."""
+    """The struct of gradient/slopes.cuh. An even stage has the slope of x - z either way."""
     if kind.operator == "dot":
         return "Dot"
     swapped = kind.first and isinstance(kind.inner, stages.Sqrt)

@@ -291,7 +291,7 @@ constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
 #define ACCESS_B Access::{variant.access_b}
 {"#define BY_NORM" * is_norm(variant)}
 {finish(descriptor, variant)}
-#include "pairwise/pairwise.cuh"
+#include "pairwise/direct/direct.cuh"
 """
 
 

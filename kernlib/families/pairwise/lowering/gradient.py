@@ -70,7 +70,7 @@ class Problem(NamedTuple):
     """One call's shapes and layouts. ``x`` is (batch, queries, features), ``z`` (batch, points,
     features), ``weights`` (batch, queries, points), ``coefficients`` (batch, sets, points), with
     ``sets`` 0 if there are none. ``operation`` and ``slope`` are structs of
-    gradient_slopes.cuh."""
+    gradient/slopes.cuh."""
 
     queries: int
     points: int
@@ -255,7 +255,7 @@ constexpr int BLOCKS = {blocks(variant.dtype)};
 #define ACCESS_W Access::{variant.access_w}
 #define ACCESS_Z Access::{variant.access_z}
 
-#include "pairwise/gradient.cuh"
+#include "pairwise/gradient/gradient.cuh"
 """
 
 
@@ -310,7 +310,7 @@ def _out_vectors(problem: Problem, out_dtype: str) -> int:
 def fixed_parameters(
     problem: Problem, tiles: tuple[int, int, int], parts: int, per_part: int, vectors: int = 0
 ) -> bytes:
-    """What follows the numbers in struct Parameters of gradient_parameters.cuh. ``tiles`` are those
+    """What follows the numbers in struct Parameters of gradient/parameters.cuh. ``tiles`` are those
     of queries, features and sets."""
     layouts = (problem.x, problem.z, problem.weights, problem.coefficients)
     views = [x for v in layouts for x in (v.batch, v.rows, v.columns)]

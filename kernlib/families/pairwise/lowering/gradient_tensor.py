@@ -1,4 +1,4 @@
-"""The kernel of pair gradients on tensor cores: gradient_tensor.cuh.
+"""The kernel of pair gradients on tensor cores: gradient/tensor.cuh.
 
 It takes float32 problems of differences, with points that lie side by side in memory for each
 feature, which :mod:`kernlib.families.pairwise.gradients.points` arranges.
@@ -216,7 +216,7 @@ constexpr bool SINGLE = {str(variant.columns == 0).lower()};
 #define SLOPE {variant.slope}
 #define WGMMA {int(tile.wgmma)}
 
-{_multiply(variant) if tile.wgmma else ""}#include "pairwise/gradient_tensor.cuh"
+{_multiply(variant) if tile.wgmma else ""}#include "pairwise/gradient/tensor.cuh"
 """
 
 

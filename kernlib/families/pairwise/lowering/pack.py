@@ -1,5 +1,5 @@
-"""The launches before the products of tensor cores (kernel_sources/pairwise/split.cuh and
-split_reduce.cuh): the centre of the data, and both operands packed as words of fp16. What lies
+"""The launches before the products of tensor cores (kernel_sources/pairwise/split/split.cuh and
+split/reduce.cuh): the centre of the data, and both operands packed as words of fp16. What lies
 where in the workspace that they share.
 
 A ``variant`` here has ``dtype``, ``copies`` (words of a number), ``rows`` and ``columns`` of a
@@ -29,7 +29,7 @@ ALIGNMENT = 256  # of what lies in the workspace
 MAX_WORKSPACE = 2**32
 MAX_SIZE = 2**31 - 2**16  # of a side, in points or features
 DTYPES = ("float32", "float16", "bfloat16")
-# What the parameter structs hold behind pointers: of split_centre.cuh, a Side of split_pack.cuh and
+# What the parameter structs hold behind pointers: of split/centre.cuh, a Side of split/pack.cuh and
 # what follows both.
 CENTRE_FIXED, SIDE_FIXED, PACK_FIXED = "<6qq2iq2i4i", "<6q4i", "<q4i"
 
@@ -187,7 +187,7 @@ def gated(spec: KernelSpec) -> KernelSpec:
 def centre_spec(dtype: str, difference: bool) -> KernelSpec:
     parameter_bytes = 32 + struct.calcsize(CENTRE_FIXED)
     source = f"""{constants(dtype, difference, parameter_bytes)}
-#include "pairwise/split_centre.cuh"
+#include "pairwise/split/centre.cuh"
 """
     words = f"pairwise split centre {dtype}" + " dot" * (not difference)
     return KernelSpec("pairwise", source, "pairwise_split_centre", 1024, description=words)
@@ -199,7 +199,7 @@ def pack_spec(variant, difference: bool) -> KernelSpec:
 constexpr int DEPTH = {variant.depth};
 constexpr int COPIES = {variant.copies};
 
-#include "pairwise/split_pack.cuh"
+#include "pairwise/split/pack.cuh"
 """
     words = f"pairwise split pack {variant.dtype} words={variant.copies} depth={variant.depth}"
     words += " dot" * (not difference)

@@ -38,7 +38,7 @@ MAX_SPLITS = 512
 MAX_PLACES = 1 << 30  # n of a block, which an int counts
 WORKSPACE_VALUES = 1 << 24  # of partial results: 64 MB
 DTYPES = ("float32", "float16", "bfloat16")
-# By the name of a reduction, the reducer of reducers.cuh, and whether it reads v.
+# By the name of a reduction, the reducer of reduce/reducers.cuh, and whether it reads v.
 REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
 
 
@@ -215,7 +215,7 @@ def source(descriptor: Pairwise, made: Variant) -> str:
     operation = "Dot" if descriptor.operator == "dot" else "Difference"
     own = _small(made) if made.k else _tile(made)
     return f"""#include "common/types.cuh"
-#include "pairwise/reduce_math.cuh"
+#include "pairwise/reduce/math.cuh"
 
 using InputT = {TYPES[made.dtype][0]};
 using AccT = float;
@@ -228,7 +228,7 @@ constexpr bool REGULARIZED = {str(made.regularized).lower()};
 #define REDUCER {made.reducer}
 {"#define BY_NORM" * is_norm(made)}
 {finish(descriptor, made)}
-#include "pairwise/reduce_{made.kind}.cuh"
+#include "pairwise/reduce/{made.kind}.cuh"
 """
 
 

@@ -1,5 +1,5 @@
 """CUDA text of a pairwise reduction's kernel: ``Finish`` in the arithmetic of values that are
-summed as soon as they are there (``kernel_sources/pairwise/reduce_math.cuh``)."""
+summed as soon as they are there (``kernel_sources/pairwise/reduce/math.cuh``)."""
 
 from __future__ import annotations
 

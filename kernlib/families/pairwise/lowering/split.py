@@ -1,4 +1,5 @@
-"""Squared distances and dot products by tensor cores (kernel_sources/pairwise/split.cuh), sm_90a.
+"""Squared distances and dot products by tensor cores (kernel_sources/pairwise/split/split.cuh),
+sm_90a.
 
 A call is four launches on one workspace: the centre of the data, both operands packed as fp16
 words, the products, and the direct kernel, which does the work where a sample of pairs has shown
@@ -47,7 +48,7 @@ THREADS = 384
 PART_BYTES = 8 * 16 * 32 * 4  # a part of 32 columns for each of 8 warps
 INFOS = 4  # tiles whose PointInfo is in shared memory
 BARRIER_BYTES = 256  # at most, of static shared memory
-# What the parameter struct of split.cuh holds behind the strides of its numbers.
+# What the parameter struct of split/split.cuh holds behind the strides of its numbers.
 FIXED = "14q6iI3i"
 PRECISIONS = {"fp32": 2, "tf32": 1, "bf16": 1}  # copies: two words, or one
 
@@ -270,7 +271,7 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     parameter_bytes = 64 + 24 * scalars + struct.calcsize("<" + FIXED)
     return f"""{constants(variant.dtype, difference, parameter_bytes)}
 #include "common/math.cuh"
-#include "pairwise/split_root.cuh"
+#include "pairwise/split/root.cuh"
 
 using OutputT = {direct.TYPES[variant.out_dtype][0]};
 
@@ -287,7 +288,7 @@ constexpr int DYNAMIC_BYTES = {variant.shared_bytes};
 
 {multiply("float16", variant.columns, False)}
 {finish(descriptor, variant, root="square_root")}
-#include "pairwise/split.cuh"
+#include "pairwise/split/split.cuh"
 """
 
 

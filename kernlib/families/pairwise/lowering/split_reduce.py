@@ -1,5 +1,5 @@
 """Reductions of matrices of squared distances and dot products by tensor cores
-(kernel_sources/pairwise/split_reduce.cuh), sm_90a.
+(kernel_sources/pairwise/split/reduce.cuh), sm_90a.
 
 A call is the launches of :mod:`kernlib.families.pairwise.lowering.split` with a kernel that reduces
 in the place of the one that stores, and behind the gate a kernel of
@@ -229,7 +229,7 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     sizes = struct.calcsize(FIXED) + struct.calcsize(REDUCE_FIXED)
     text = finish(descriptor, variant)
     return f"""{pack.constants(variant.dtype, difference, pointers + 24 * scalars + sizes)}
-#include "pairwise/reduce_math.cuh"
+#include "pairwise/reduce/math.cuh"
 
 constexpr int WARPGROUPS = {variant.warpgroups};
 constexpr int TILE_N = {variant.columns};
@@ -250,7 +250,7 @@ constexpr int DOUBTFUL = {pack.DOUBTFUL};
 
 {multiply("float16", variant.columns, False)}
 {text}
-#include "pairwise/split_reduce.cuh"
+#include "pairwise/split/reduce.cuh"
 """
 
 

@@ -12,7 +12,7 @@ Each has 128 little-endian words of 32 bits, the values, and zeros up to whole 1
 - values are in the order of ``(b, half, plane, g, t, j)``.
 
 So a lane's share of ``m16n8k16`` fragments, row g and the columns of t, has its bits in the bytes
-of a word and its values in runs of up to four: kernel_sources/sparse/bitmap_fragments.cuh.
+of a word and its values in runs of up to four: kernel_sources/sparse/bitmap/fragments.cuh.
 
 An entry is whatever does not equal zero, NaN included, and comes back bit by bit. -0.0 is none and
 comes back as 0.0: ``w * mask`` makes it of every pruned value below zero.

@@ -77,7 +77,7 @@ using BitsT = {"u16" if itemsize == 2 else "u32"};
 
 constexpr int PARAMETER_BYTES = {parameters};
 
-#include "sparse/bitmap_{kind}.cuh"
+#include "sparse/bitmap/{kind}.cuh"
 """
     entry, words = f"sparse_bitmap_{kind}", f"sparse bitmap {kind} {8 * itemsize} bits"
     return KernelSpec(FAMILY, source, entry, THREADS[kind], description=words)

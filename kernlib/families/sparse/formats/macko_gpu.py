@@ -87,7 +87,7 @@ constexpr BitsT MAGNITUDE = {MAGNITUDE[dtype]:#x}, INFINITE = {INFINITY[dtype]:#
 constexpr int PARAMETER_BYTES = {parameters};
 #define COUNT {int(kind == "count")}
 
-#include "sparse/macko_{"decode" if kind == "decode" else "encode"}.cuh"
+#include "sparse/macko/{"decode" if kind == "decode" else "encode"}.cuh"
 """
     words = " ".join(["sparse macko", kind, name, *["wide"] * wide])
     return KernelSpec(FAMILY, source, f"sparse_macko_{kind}", THREADS, description=words)

@@ -93,7 +93,7 @@ using RowT = {row};
 constexpr int STEP_BITS = {code.bits};
 constexpr int PARAMETER_BYTES = {8 * pointers + struct.calcsize(fixed)};
 
-#include "sparse/slices_{file}.cuh"
+#include "sparse/slices/{file}.cuh"
 """
     words = f"sparse {code.name} {action} {8 * itemsize}-bit rows {row}"
     return KernelSpec("sparse", source, f"sparse_slices_{action}", THREADS, description=words)

@@ -1,5 +1,5 @@
-"""The product of a bitmap matrix: bitmap.cuh, and sum.cuh behind it where its columns are more than
-the warps of a CTA take side by side."""
+"""The product of a bitmap matrix: bitmap/bitmap.cuh, and sum.cuh behind it where its columns are
+more than the warps of a CTA take side by side."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ constexpr bool SUMS = {str(variant.sums).lower()};
 constexpr int PARAMETER_BYTES = {size};
 #define COPY_ENGINE {int(arch in last.OVERLAPPING)}
 
-#include "sparse/bitmap.cuh"
+#include "sparse/bitmap/bitmap.cuh"
 """
     words = [
         f"warps={variant.warps}",

@@ -1,5 +1,5 @@
-"""The product of a matrix in MACKO's format: macko.cuh, and macko_sum.cuh behind it where rows are
-too unequal, or too few, to be divided among CTAs whole."""
+"""The product of a matrix in MACKO's format: macko/macko.cuh, and macko/sum.cuh behind it where
+rows are too unequal, or too few, to be divided among CTAs whole."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ constexpr int PARAMETER_BYTES = {size};
 #define LOAD_OPTIONS "{LOAD_OPTIONS}"
 #define DEPENDENTS {int(variant.ranges and arch in OVERLAPPING)}
 
-#include "sparse/macko.cuh"
+#include "sparse/macko/macko.cuh"
 """
     words = [
         f"warps={variant.warps}",
@@ -211,7 +211,7 @@ using RowT = {_row_type(wide)};
 constexpr int PARAMETER_BYTES = {size};
 #define OVERLAPS {int(arch in OVERLAPPING)}
 
-#include "sparse/macko_sum.cuh"
+#include "sparse/macko/sum.cuh"
 """
     words = ["sparse macko_sum", dtype, *["wide"] * wide, *map(str, epilogue)]
     return KernelSpec(

@@ -1,5 +1,5 @@
-"""The kernels slices.cuh and slices_reduce.cuh of kernel_sources/sparse: products with the formats
-u8, u4 and u2.
+"""The kernels slices/slices.cuh and slices/reduce.cuh of kernel_sources/sparse: products with the
+formats u8, u4 and u2.
 
 The first adds up each row's products in each panel of columns, the second adds panels, in order,
 and applies epilogues: so the result does not depend on the order in which blocks run, and there is
@@ -190,7 +190,7 @@ constexpr int BLOCKS = {shape.blocks};
 constexpr int DEPTH = {shape.depth};
 constexpr int PARAMETER_BYTES = {40 + struct.calcsize(FIXED)};
 
-#include "sparse/slices.cuh"
+#include "sparse/slices/slices.cuh"
 """
     words = f"sparse {code.name} {dtype} {columns} columns x{copies} in {shared}, rows {rows}"
     words = f"{words}, {shape.threads} threads"
@@ -205,7 +205,7 @@ def reduce_spec(epilogue: tuple[Epilogue, ...], dtype: str) -> KernelSpec:
     source = f"""{text.preamble(dtype, dtype, epilogue)}
 constexpr int PARAMETER_BYTES = {size};
 
-#include "sparse/slices_reduce.cuh"
+#include "sparse/slices/reduce.cuh"
 """
     words = text.describe("sparse", "sum of panels", dtype, "fp32", [], epilogue)
     return KernelSpec("sparse", source, "sparse_slices_reduce", REDUCE_THREADS, description=words)

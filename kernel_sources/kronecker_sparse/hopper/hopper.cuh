@@ -1,0 +1,270 @@
+// Kronecker-sparse factors on Hopper, whose copy engine makes the stride of the permutation free:
+//   y[n; i,j,l] = Finish(sum_k w[i,l,j,k] * x[n; i,k,l])
+// for n of the batch, with features or the batch contiguous.
+// Floors: (a*d*(b+c)*batch + a*b*c*d) * itemsize bytes over 4.3 TB/s on an H200; 2*a*b*c*d*batch
+// operations over 770 TFLOP/s in half types, 138 in 3xTF32, 415 in TF32.
+//
+// Persistent CTAs: one producer thread, two warpgroups that multiply 64 rows of the batch each. A
+// tile is 128 rows of the batch by TILE_COLUMNS output features of one group (i, l); where its
+// weights fit (RESIDENT), tiles that share them follow each other, so that they are read once,
+// or by each CTA of a team where y is most of what moves.
+//
+// The generated source defines before it includes this file:
+//   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
+//   BATCH_LAST               whether x is (features, batch), else (batch, features) and d = 1
+//   TILE_COLUMNS             output features of a tile: a multiple of 8, of a 128-byte row if there
+//                            are several tiles a group
+//   STAGES, OUT_PARTS        tiles of x under way, parts of tiles of y of a warpgroup
+//   RESIDENT                 blocks of w along k that stay in shared memory; 0: w moves like x
+//   PRODUCTS                 fp32: 3 for split products (3xTF32), 1 for TF32; half types: 1
+//   VECTORS, SCALARS         parameters of the epilogues
+//   HEAD, Finish             the first of them, over accumulators
+//   REST, Rest               those behind HEAD_SCALARS and HEAD_VECTORS, over the staged tile
+//   PACKED                   whether w comes from hopper/pack.cuh, else by a tensor map
+//   RIGHT_LINES              whether the map has j contiguous, else k (not packed, half types)
+//   PARTIAL                  whether sums over parts of k go to a workspace, for split_k_sum.cuh:
+//   the                          gradient by w, with j for n, k for j and n for k
+//   multiply(...)            one wgmma of TILE_COLUMNS; HALF_INPUT: whether x is no float
+//   PARAMETER_BYTES          what lowering makes of Parameters
+#pragma once
+
+#include "common/hopper.cuh"
+#include "kronecker_sparse/epilogue.cuh"
+
+constexpr int ROW_BYTES = 128;                        // swizzled rows of every tile
+constexpr int ROW = ROW_BYTES / sizeof(InputT);       // elements of one
+constexpr int TILE_DEPTH = ROW;                       // input features of a stage
+constexpr int STEP = 32 / sizeof(InputT);             // input features of one wgmma
+constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a thread
+constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;         // of w: split into high and low words
+
+constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
+// One block of w along k: for each copy TILE_COLUMNS rows of 128 bytes along k; or, RIGHT_LINES,
+// TILE_DEPTH rows of them along j for each part of the columns.
+constexpr int W_PARTS = RIGHT_LINES ? (TILE_COLUMNS + ROW - 1) / ROW : 1;
+constexpr int W_BYTES = RIGHT_LINES ? W_PARTS * TILE_DEPTH * ROW_BYTES
+                                    : COPIES * TILE_COLUMNS * ROW_BYTES;
+constexpr int STAGE_BYTES = X_BYTES + (RESIDENT ? 0 : W_BYTES);
+constexpr int RESIDENT_BYTES = RESIDENT * W_BYTES;
+// A warpgroup stages PART_COLUMNS of y at a time: BATCH_LAST blocks of (PART_COLUMNS, ROW), else of
+// (64, ROW).
+constexpr int PART_COLUMNS = TILE_COLUMNS < ROW ? TILE_COLUMNS : ROW;
+constexpr int PARTS = (TILE_COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
+constexpr int PART_BLOCKS = BATCH_LAST ? 64 / ROW : 1;
+constexpr int PART_BLOCK_BYTES = (BATCH_LAST ? PART_COLUMNS : 64) * ROW_BYTES;
+constexpr int PART_BYTES = PART_BLOCKS * PART_BLOCK_BYTES;
+
+// Laid out by kernlib/families/kronecker_sparse/lowering/hopper.py; PARTIAL, by ..._gradient.py.
+struct Maps {
+    TensorMap x;
+#if !PARTIAL
+    TensorMap y;
+#endif
+#if !PACKED
+    TensorMap w;
+#endif
+};
+
+struct Workspaces {
+#if PACKED
+    const unsigned char* packed;  // by hopper/pack.cuh
+#endif
+#if PARTIAL
+    float* partial;               // (split, i, l, row, column), rows of `pitch` columns
+#endif
+};
+
+struct Fixed {
+    int row_tiles, column_tiles;  // of a group
+    int blocks, lanes;            // a, d
+    int rows, columns, depth;     // batch, b, c
+    int split_depth;              // blocks of k of a part
+    union {
+        int pitch;                // of rows of `partial`
+        int teams;                // of CTAs, where weights stay
+    };
+    u32 tiles;                    // of all groups and parts
+};
+
+struct Parameters : Maps, Workspaces, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Shared {
+    unsigned char* weights;
+    unsigned char* stages;
+    unsigned char* out;
+    u64 *full, *empty, *weights_full, *weights_empty;
+};
+
+// A tile's place, and its blocks of k. Row tiles of the same weights, a group, are neighbours where
+// these stay; else the column tiles of the same rows, so that x comes from L2.
+struct Tile {
+    int group, row, column, block, lane, split, first, depth;
+    __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
+        if (RESIDENT) {
+            row = index % p.row_tiles;
+            group = index / p.row_tiles;
+            column = group % p.column_tiles;
+            index = group / p.column_tiles;
+        } else {
+            column = index % p.column_tiles;
+            row = index / p.column_tiles % p.row_tiles;
+            group = index = index / p.column_tiles / p.row_tiles;
+        }
+        lane = index % p.lanes;
+        block = index / p.lanes;
+        int all = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
+        split = first = 0;
+        depth = all;
+        if (PARTIAL) {
+            split = block / p.blocks;
+            block %= p.blocks;
+            first = split * p.split_depth;
+            depth = min(p.split_depth, all - first);
+        }
+    }
+};
+
+// The tiles of a CTA: those that all CTAs compute at the same time are neighbours or, where weights
+// stay, those that a team of them does. A team of one computes neighbours one after the other.
+// A team's share of the tiles is its share of the CTAs: none has more than the mean, rounded up.
+struct Range {
+    u32 first, last, step;
+    __device__ __forceinline__ explicit Range(const Parameters& p) {
+        first = blockIdx.x;
+        last = p.tiles;
+        step = gridDim.x;
+        if (RESIDENT) {
+            u32 teams = p.teams, team = blockIdx.x % teams;
+            u32 size = gridDim.x / teams, larger = gridDim.x % teams;  // teams of one CTA more
+            u32 before = team * size + min(team, larger);  // CTAs of the teams before
+            step = size + (team < larger);
+            first = u64(p.tiles) * before / gridDim.x + blockIdx.x / teams;
+            last = u64(p.tiles) * (before + step) / gridDim.x;
+        }
+    }
+};
+
+__device__ __forceinline__ void load_weights(unsigned char* to, const Parameters& p, u64* barrier,
+                                             const Tile& tile, int block) {
+    int column = tile.column * TILE_COLUMNS, k = block * TILE_DEPTH;
+#if PACKED
+    i64 pair = i64(tile.block) * p.lanes + tile.lane;
+    i64 place = (pair * p.column_tiles + tile.column) * tile.depth + block;
+    load_bytes(to, p.packed + place * W_BYTES, barrier, W_BYTES);
+#else
+    if (RIGHT_LINES) {
+#pragma unroll
+        for (int part = 0; part < W_PARTS; ++part)
+            load_box(to + part * TILE_DEPTH * ROW_BYTES, p.w, barrier, column + part * ROW,
+                     tile.lane, k, tile.block);
+    } else {
+        load_box(to, p.w, barrier, k, tile.lane, column, tile.block);
+    }
+#endif
+}
+
+__device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
+                                           const Tile& tile, int block) {
+    barrier_expect(barrier, STAGE_BYTES);
+    int row = tile.row * TILE_ROWS, k = block * TILE_DEPTH;
+    if (BATCH_LAST) {
+#pragma unroll
+        for (int part = 0; part < TILE_ROWS / ROW; ++part)
+            load_box(to + part * TILE_DEPTH * ROW_BYTES, p.x, barrier, row + part * ROW, tile.lane,
+                     k, tile.block);
+    } else {
+        load_box(to, p.x, barrier, k, tile.lane, row, tile.block);
+    }
+    if (!RESIDENT) load_weights(to + X_BYTES, p, barrier, tile, block);
+}
+
+// Packed weights may still be under way when this kernel begins: who reads them waits. Where they
+// stay, x waits with them, though it was there earlier: loaded first, it made (1,256,256,16) 2 us
+// slower.
+__device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
+    int stage = 0, parity = 1, group = -1, groups = 0;
+    if (PACKED && !RESIDENT) wait_for_prerequisites();
+    Range range(p);
+    for (u32 index = range.first; index < range.last; index += range.step) {
+        Tile tile(p, index);
+        if (RESIDENT && tile.group != group) {
+            if (PACKED && groups == 0) wait_for_prerequisites();
+            barrier_wait(s.weights_empty, (groups & 1) ^ 1);
+            barrier_expect(s.weights_full, tile.depth * W_BYTES);
+            for (int block = 0; block < tile.depth; ++block)
+                load_weights(s.weights + block * W_BYTES, p, s.weights_full, tile, block);
+            group = tile.group;
+            ++groups;
+        }
+        for (int block = 0; block < tile.depth; ++block) {
+            barrier_wait(&s.empty[stage], parity);
+            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, tile.first + block);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+    }
+}
+
+#include "kronecker_sparse/hopper/multiply.cuh"
+#include "kronecker_sparse/hopper/store.cuh"
+
+__device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
+    int warpgroup = threadIdx.x / 128 - 1;
+    int stage = 0, parity = 0, group = -1, groups = 0, slot = 0;
+    Finish finish(Read<Parameters>{p});
+    Range range(p);
+    for (u32 index = range.first; index < range.last; index += range.step) {
+        Tile tile(p, index);
+        if (RESIDENT && tile.group != group) {
+            barrier_wait(s.weights_full, groups & 1);
+            group = tile.group;
+            ++groups;
+        }
+        float sums[SUMS];
+        if (!HALF_INPUT) {  // which TF32 overwrites; from undefined ones ptxas serialises its wgmma
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+        }
+        multiply_tile(sums, s, warpgroup, p.depth - tile.first * TILE_DEPTH, tile.depth, stage,
+                      parity);
+        u32 next = index + range.step;
+        if (RESIDENT && (next >= range.last || next / p.row_tiles != index / p.row_tiles)) {
+            if (threadIdx.x % 32 == 0) barrier_arrive(s.weights_empty);
+        }
+#if PARTIAL
+        store_partial(sums, p, tile, warpgroup);
+#else
+        store_tile(sums, finish, p, s.out + warpgroup * OUT_PARTS * PART_BYTES, slot, tile,
+                   warpgroup);
+#endif
+    }
+    if (threadIdx.x % 128 == 0) wait_for_stores();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+kronecker_sparse_hopper(const __grid_constant__ Parameters parameters) {
+    extern __shared__ unsigned char dynamic[];
+    __shared__ u64 barriers[2 * STAGES + 2];
+    unsigned char* base = dynamic + (-shared_address(dynamic) & 1023);
+    Shared s = {base, base + RESIDENT_BYTES, base + RESIDENT_BYTES + STAGES * STAGE_BYTES,
+                barriers, barriers + STAGES, barriers + 2 * STAGES, barriers + 2 * STAGES + 1};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1);
+            barrier_init(&s.empty[i], 4 * WARPGROUPS);
+        }
+        barrier_init(s.weights_full, 1);
+        barrier_init(s.weights_empty, 4 * WARPGROUPS);
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        release_registers<40>();
+        if (threadIdx.x == 0) produce(parameters, s);
+    } else {
+        take_registers<232>();
+        consume(parameters, s);
+    }
+}

@@ -1,0 +1,314 @@
+// out[l,o,q,k] (+)= factor sum_t (c[l,o,t] W[l,q,t]) Slope(x[l,q,k] - z[l,t,k]) on tensor cores.
+//
+// For one query the sum is a product: slopes (16 features x 16 points a warp), which are made in
+// registers just where mma.sync or wgmma wants them, times c W (16 points x columns), which the CTA
+// makes once a stage for all its features. Both factors are split (gradient/fragments.cuh):
+//
+//   SIGN      slopes are 1, -1 or 0. Three products, by the parts of c W, whose columns are
+//             coefficients; or, with SINGLE, one: the columns are the parts of the only
+//             coefficient times W. Nothing is lost.
+//   else      two parts of each, three products of TF32, which cost six of bfloat16.
+//
+// Tensor cores cut off what does not fit their sums: each product loses 2^-26 of the sum so far on
+// average, always towards 0, which came to 2e-5 for 10000 points and 3e-4 for 100000. So their sums
+// go to totals in shared memory every CHAIN points.
+//
+// Floors on an H200, K = M = 10000 (points, queries), N = 768, 7.68e10 slopes:
+//   issue     SIGN 2.5 slots a slope and 0.4 for three products of 16 columns: 7.5 ms
+//             p = 1.5: 6 slots and 0.75: 16 ms; one special-function operation: 18.4 ms
+//   products  2.3 ms each for 16 columns
+// Reached, in ms: p = 1 12.5 with one column, 20.3 with 8, 32.8 with 16, 53.4 with 32; p = 1.5 53.9
+// with 16. By mma.sync and by wgmma alike p = 1 is 8.5 and 4 for each product of 16 x 8 x 16 of a
+// tile, 14 clocks of a tensor core, which do not hide behind the slopes.
+//
+// The generated source defines before it includes this file:
+//   OutputT                storage of out; all else is float
+//   SLOPE                  a struct of gradient/slopes.cuh, of differences
+//   WGMMA                  1 for wgmma, whose multiply_64() is then defined too; 0 for mma.sync
+//   SINGLE                 one coefficient or none, and a sign
+//   COLUMN_TILES           tiles of 8 coefficients: 1 or 2, or 4 by wgmma
+//   QUERIES_A_WARP, FEATURE_TILES  of a warp, tiles of 16 features
+//   WARPS_Q, WARPS_K       warps side by side along queries and along features
+//   STEPS                  times 16 points of a stage
+//   BLOCKS                 CTAs of a multiprocessor
+//   CHAIN                  stages that tensor cores sum up alone
+#pragma once
+
+using InputT = float;
+using AccT = float;
+
+#include "common/async_copy.cuh"
+#include "pairwise/gradient/parameters.cuh"
+#include "pairwise/gradient/fragments.cuh"
+
+using Slope = SLOPE;
+using Parts = Terms<Slope::SIGN>;
+
+constexpr int THREADS = 32 * WARPS_Q * WARPS_K;
+constexpr int QUERIES = QUERIES_A_WARP * WARPS_Q, FEATURES = 16 * FEATURE_TILES * WARPS_K;
+constexpr int POINTS = 16 * STEPS;
+constexpr int COLUMNS = SINGLE ? 1 : 8 * COLUMN_TILES;
+constexpr int RAW_STAGES = 3;
+static_assert(!SINGLE || (Slope::SIGN && COLUMN_TILES == 1), "SINGLE is for signs");
+
+#include "pairwise/gradient/stage.cuh"
+#include "pairwise/totals.cuh"
+
+using Sums = float[QUERIES_A_WARP][FEATURE_TILES][COLUMN_TILES][4];
+constexpr int KEPT_SUMS = SINGLE ? 2 : 4 * COLUMN_TILES;  // the parts of SINGLE become one
+using Kept = float[QUERIES_A_WARP][FEATURE_TILES][KEPT_SUMS];
+using SumTotals = Totals<float, sizeof(Kept) / 4, THREADS>;
+using Coordinates = float[QUERIES_A_WARP][FEATURE_TILES][2];
+
+// Coordinates of z of a lane's two features (8 apart) and four points.
+struct Points {
+    Vector<float, 4> z[2];
+    __device__ __forceinline__ explicit Points(const float* from)
+        : z{load_vector<float, 4>(from), load_vector<float, 4>(from + 8 * 16)} {}
+};
+
+// A query's slopes at those, as fragments: signs of 16 points, or others of 8, and 8, in two parts.
+struct Signs {
+    u32 high[4];
+    __device__ __forceinline__ void put(int half, int r, float first, float second,
+                                        const Exponents&) {
+        high[half * 2 + r] = signs(first, second);
+    }
+};
+struct Values {
+    u32 high[2][4], low[2][4];
+    __device__ __forceinline__ void put(int half, int r, float first, float second,
+                                        const Exponents& exponents) {
+        float slope[2] = {Slope::at(first, exponents), Slope::at(second, exponents)};
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            u32 upper = upper_bits(slope[e]);
+            high[half][e * 2 + r] = upper;
+            low[half][e * 2 + r] = __float_as_uint(slope[e] - __uint_as_float(upper));
+        }
+    }
+};
+template <bool SIGN>
+struct SlopesOf : Signs {};
+template <>
+struct SlopesOf<false> : Values {};
+
+struct Slopes : SlopesOf<Slope::SIGN> {
+    __device__ __forceinline__ void make(const float (&x)[2], const Points& points,
+                                         const Exponents& exponents) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // of the four points
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const auto& z = points.z[r].element;
+                put(half, r, x[r] - z[half * 2], x[r] - z[half * 2 + 1], exponents);
+            }
+        }
+    }
+};
+
+#if WGMMA
+#include "pairwise/gradient/wgmma.cuh"
+#else
+#include "pairwise/gradient/mma.cuh"
+#endif
+
+#if !WGMMA
+// The three parts of weights, which are the columns of a SINGLE coefficient.
+__device__ __forceinline__ void make_single_terms(unsigned char* terms, const float* raw,
+                                                  bool weighted) {
+    constexpr int TASKS = QUERIES * STEPS * 4;
+    const float* weights = raw + Z_STAGE;
+#pragma unroll
+    for (int i = 0; i < (TASKS + THREADS - 1) / THREADS; ++i) {
+        int task = threadIdx.x + i * THREADS;
+        if (TASKS % THREADS && task >= TASKS) break;
+        int place = task / 4, quad = task % 4, q = place / STEPS, t = place % STEPS * 16 + quad * 4;
+        auto w = load_vector<float, 4>(weights + q * LINE + t);
+        if (weighted) {
+            auto c = load_vector<float, 4>(weights + W_STAGE + t);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) w.element[e] *= c.element[e];
+        }
+#pragma unroll
+        for (int part = 0; part < 3; ++part) {
+            u32 first = cut(w.element[0], w.element[1]);
+            store_single(terms, place, quad, part, first, cut(w.element[2], w.element[3]));
+        }
+    }
+}
+#endif
+
+// c W of one stage, split.
+__device__ __forceinline__ void make_terms(unsigned char* terms, const float* raw, bool weighted) {
+#if !WGMMA
+    if (SINGLE) return make_single_terms(terms, raw, weighted);
+#endif
+    constexpr int LANES = 32 * COLUMN_TILES;          // of one query and step
+    constexpr int TASKS = QUERIES * STEPS * LANES;
+    constexpr int HOP = THREADS / LANES;
+    static_assert(TASKS % THREADS == 0 && THREADS % LANES == 0 && HOP % STEPS == 0, "whole rounds");
+    int lane = threadIdx.x % 32, o = threadIdx.x % LANES / 32 * 8 + lane / 4, quad = lane % 4;
+    int place = threadIdx.x / LANES, t = place % STEPS * 16 + quad * 4;
+    const float* weights = raw + Z_STAGE + place / STEPS * LINE + t;
+    auto c = load_vector<float, 4>(raw + Z_STAGE + W_STAGE + o * LINE + t);
+#pragma unroll
+    for (int i = 0; i < TASKS / THREADS; ++i) {
+        auto w = load_vector<float, 4>(weights + i * (HOP / STEPS) * LINE);
+        float value[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) value[e] = w.element[e] * c.element[e];
+        store_terms(terms, place + i * HOP, o, quad, Parts(value));
+    }
+}
+
+__device__ __forceinline__ void read_x(Coordinates& x, const Parameters& parameters, i64 l, i64 q0,
+                                       i64 k0, const Place& place) {
+    const View& view = parameters.x_view;
+    const float* from = parameters.x + l * view.batch_stride;
+#pragma unroll
+    for (int i = 0; i < QUERIES_A_WARP; ++i) {
+        i64 q = min(q0 + place.q + i, parameters.queries - 1);
+#pragma unroll
+        for (int f = 0; f < FEATURE_TILES; ++f) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                i64 k = min(k0 + place.k + f * TILE_STEP + r * 8 + place.row,
+                            i64(parameters.features) - 1);
+                x[i][f][r] = from[q * view.row_stride + k * view.column_stride];
+            }
+        }
+    }
+}
+
+// Whether a coordinate's signs ought to be NaN: it is one, one of the other points' coordinates is,
+// or two equal infinities meet.
+__device__ __forceinline__ bool loses(const Parameters& parameters, i64 l, i64 k, float x) {
+    const float* extremes = parameters.extremes + l * parameters.extremes_stride;
+    float below = x - extremes[k], above = x - extremes[parameters.features + k];
+    return below != below || above != above;
+}
+
+// The sums that count. Of SINGLE, columns 0 and 1 are in lanes of place.column 0, column 2 in those
+// of 1: as far as a lane has them they become one.
+__device__ __forceinline__ void fold(Kept& kept, Sums& sums, const Place& place) {
+#pragma unroll
+    for (int i = 0; i < QUERIES_A_WARP; ++i) {
+#pragma unroll
+        for (int f = 0; f < FEATURE_TILES; ++f) {
+            float* sum = &sums[i][f][0][0];
+#pragma unroll
+            for (int e = 0; e < KEPT_SUMS; ++e) {
+                kept[i][f][e] = SINGLE ? sum[2 * e] : sum[e];
+                if (SINGLE && place.column == 0) kept[i][f][e] += sum[2 * e + 1];
+            }
+        }
+    }
+}
+
+// Adds the sums of tensor cores to the totals, which are NaN where they would be infinite, and
+// leaves what begins the next ones.
+__device__ __forceinline__ void promote(const SumTotals& totals, Sums& sums, const Place& place) {
+    Kept kept;
+    fold(kept, sums, place);
+    totals.add<false>(&kept[0][0][0]);
+#pragma unroll
+    for (int i = 0; i < QUERIES_A_WARP; ++i) {
+#pragma unroll
+        for (int f = 0; f < FEATURE_TILES; ++f) {
+            float* sum = &sums[i][f][0][0];
+#pragma unroll
+            for (int e = 0; e < 4 * COLUMN_TILES; ++e) {
+                sum[e] = !SINGLE ? kept[i][f][e] : e % 2 ? 0.0f : kept[i][f][e / 2];
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void write(const Kept& sums, const Coordinates& x,
+                                      const Parameters& parameters, const Share& share, i64 q0,
+                                      i64 k0, const Place& place, float factor) {
+    const OutView& view = parameters.out_view;
+    OutputT* out = parameters.out + share.l * view.batch_stride + share.part * view.part_stride;
+#pragma unroll
+    for (int i = 0; i < QUERIES_A_WARP; ++i) {
+        i64 q = q0 + place.q + i;
+#pragma unroll
+        for (int f = 0; f < FEATURE_TILES; ++f) {
+#pragma unroll
+            for (int e = 0; e < KEPT_SUMS; ++e) {
+                int r = SINGLE ? e : e / 2 % 2, n = e / 4;
+                i64 k = k0 + place.k + f * TILE_STEP + r * 8 + place.row;
+                int o = share.tile_o * COLUMNS + n * 8 + place.column * 2 + e % 2;
+                float sum = sums[i][f][e];
+                if (SINGLE) {
+                    sum += __shfl_down_sync(~0u, sum, 1);
+                    if (place.column) continue;
+                    o = 0;
+                }
+                bool inside = q < parameters.queries && k < parameters.features;
+                if (!inside || o >= max(parameters.coefficient_count, 1)) continue;
+                if (Slope::SIGN && loses(parameters, share.l, k, x[i][f][r])) sum = nan_of(sum);
+                OutputT* to = out + o * view.coefficient_stride + q * view.query_stride +
+                              k * view.feature_stride;
+                sum *= factor;
+                *to = convert<OutputT>(parameters.accumulate ? sum + convert<float>(*to) : sum);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    unsigned char* terms = shared;
+    float* stages = reinterpret_cast<float*>(shared + 2 * TERMS);
+    SumTotals totals(stages + RAW_STAGES * RAW);
+    i64 q0 = i64(blockIdx.x / parameters.tiles_k) * QUERIES;
+    i64 k0 = i64(blockIdx.x % parameters.tiles_k) * FEATURES;
+    Place place;
+
+#pragma unroll 1
+    for (i64 index = blockIdx.y; index < shares(parameters); index += gridDim.y) {
+        Share share(parameters, index);
+        int t0 = share.part * parameters.per_part;
+        int count = min(parameters.per_part, parameters.points - t0);
+        Loader loader(parameters, share, q0, k0, t0);
+        float factor;
+        Exponents exponents = read_numbers(parameters, share.l, factor);
+        Coordinates x;
+        Sums sums = {};
+        totals.clear();
+
+        loader.begin(stages, count);
+        read_x(x, parameters, share.l, q0, k0, place);
+        wait_for_copies();
+        __syncthreads();
+        loader.begin(stages + RAW, count - POINTS);
+        make_terms(terms, stages, loader.weighted);
+        publish_terms();
+        int slot = 0, parity = 0, chain = CHAIN;
+#pragma unroll 1
+        for (int done = 0; done < count; done += POINTS) {
+            wait_for_copies();
+            __syncthreads();  // the next stage has come, this one's terms are made
+            int next = slot == RAW_STAGES - 1 ? 0 : slot + 1;
+            int after = next == RAW_STAGES - 1 ? 0 : next + 1;
+            make_terms(terms + (1 - parity) * TERMS, stages + next * RAW, loader.weighted);
+            publish_terms();
+            loader.begin(stages + after * RAW, count - done - 2 * POINTS);
+            add_stage(sums, x, stages + slot * RAW, terms + parity * TERMS, place, exponents);
+            slot = next;
+            parity = 1 - parity;
+            if (--chain) continue;
+            promote(totals, sums, place);
+            chain = CHAIN;
+        }
+        wait_for_copies();
+        Kept kept;
+        fold(kept, sums, place);
+        totals.finish(&kept[0][0][0]);
+        write(kept, x, parameters, share, q0, k0, place, factor);
+        __syncthreads();
+    }
+}

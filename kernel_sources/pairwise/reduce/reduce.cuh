@@ -1,0 +1,119 @@
+// Reductions over n of Epilogue(Outer(sum_k Inner(Op(a[l,m,k], b[l,n,k])))), a matrix that is never
+// stored: what reduce/small.cuh and reduce/tile.cuh share.
+//
+// The n of a row are divided among `splits` blocks, so that few rows fill a GPU too. Each writes
+// one partial result, (splits, batch, M, out_columns) in all, which are put together afterwards in
+// one order: no atomics, the same bits each time.
+//
+// The generated source defines before it includes either:
+//   InputT, AccT   storage of a, b and v; arithmetic, which is float
+//   SCALARS        count of hyperparameters
+//   OPERATION, INNER   as for direct/direct.cuh
+//   REDUCER        a struct of reduce/reducers.cuh
+//   BY_NORM        if defined: as for direct/direct.cuh
+//   REGULARIZED    whether the regularization is given
+//   Finish         Outer and Epilogue of one sum; its constructor reads hyperparameters
+//   GATED          if defined: the count above which, at Launch::gate, there is anything to do
+//                  (split/reduce.cuh)
+#pragma once
+
+#include "pairwise/reduce/reducers.cuh"
+#include "pairwise/scalars.cuh"
+#include "pairwise/terms.cuh"
+
+using Inner = INNER;
+using Term = OPERATION<Inner>;
+using Reducer = REDUCER;
+#ifdef BY_NORM
+#include "pairwise/norm.cuh"
+#endif
+
+// Laid out by kernlib/families/pairwise/lowering/reduce.py.
+struct Parameters {
+    // written at each launch
+    const InputT* a;
+    const InputT* b;
+    const InputT* v;
+    AccT* out;
+    i64* indices;
+    Scalar scalars[SCALARS];
+    // fixed by the plan
+    i64 scalar_strides[SCALARS];
+    View a_view, b_view, v_view;  // (batch, point, feature) of a and b, (batch, n, column) of v
+    i64 m, n, batch;
+    i64 diagonal;                 // n - m of the entries that receive the regularization
+    i64 per_split;                // n of a block, less for the last one
+    int k, row_blocks;
+    int columns, out_columns;     // of v that exist here, and of a row of out
+};
+
+// What a kernel is launched with.
+struct Launch {
+#ifdef GATED
+    const u32* gate;
+    __device__ __forceinline__ bool is_needed() const { return *gate > GATED; }
+#else
+    __device__ __forceinline__ bool is_needed() const { return true; }
+#endif
+    Parameters parameters;
+};
+
+using ReadScalar = ScalarReader<Parameters>;
+
+constexpr int WEIGHTS = Reducer::COLUMNS > 0 ? Reducer::COLUMNS : 1;
+
+// The part of one block.
+struct Part {
+    i64 m0, first, last;  // its first row, its n from first on
+    int split;
+
+    __device__ __forceinline__ Part(const Parameters& parameters, i64 m0, int split)
+        : m0(m0), first(split * parameters.per_split),
+          last(min(first + parameters.per_split, parameters.n)), split(split) {}
+
+    __device__ __forceinline__ Part(const Parameters& parameters, int rows)
+        : Part(parameters, i64(blockIdx.x % parameters.row_blocks) * rows,
+               int(blockIdx.x / parameters.row_blocks)) {}
+};
+
+// v[l,n,0..COLUMNS) as zeros past the last column.
+__device__ __forceinline__ void read_weights(AccT* to, const Parameters& parameters, i64 l, i64 n) {
+    const View& view = parameters.v_view;
+    const InputT* from = parameters.v + l * view.batch_stride + n * view.row_stride;
+#pragma unroll
+    for (int c = 0; c < Reducer::COLUMNS; ++c) {
+        bool exists = c < parameters.columns;
+        to[c] = exists ? convert<AccT>(from[c * view.column_stride]) : AccT(0);
+    }
+}
+
+// n - n0 of the entry of row m that receives the regularization, cut to an int's range.
+__device__ __forceinline__ int diagonal_place(const Parameters& parameters, i64 m, i64 n0) {
+    return int(max(min(m + parameters.diagonal - n0, i64(1) << 30), i64(-1)));
+}
+
+// Whether the regularization waits for the end of a row, where it is one more value.
+constexpr bool AT_END = REGULARIZED && Reducer::LINEAR;
+constexpr bool IN_PLACE = REGULARIZED && !Reducer::LINEAR;
+
+// The end of row m, whose n of this part have been added.
+__device__ __forceinline__ void store_row(Reducer& reducer, const Parameters& parameters,
+                                          const Part& part, i64 l, i64 m) {
+    if (m >= parameters.m) return;
+    if (AT_END) {
+        i64 n = m + parameters.diagonal;
+        if (n >= part.first && n < part.last) {
+            AccT weights[WEIGHTS];
+            read_weights(weights, parameters, l, n);
+            reducer.add(ReadScalar{parameters, l}(REGULARIZATION), 0, weights);
+            reducer.settle();
+        }
+    }
+    i64 row = (part.split * parameters.batch + l) * parameters.m + m;
+    AccT* out = parameters.out + row * parameters.out_columns;
+#pragma unroll
+    for (int c = 0; c < Reducer::OUTPUTS; ++c) {
+        if (Reducer::COLUMNS == 0 || c < parameters.columns) out[c] = reducer.output(c);
+    }
+    if (Reducer::INDEXED) parameters.indices[row] = part.first + reducer.index();
+}

@@ -1,0 +1,218 @@
+// A tile of sums to the reducers of its rows, from the registers where wgmma left it: accumulators
+// 4c .. 4c+3 of a thread are columns 8c + 2 (lane % 4) + {0, 1} of rows lane / 4 and lane / 4 + 8
+// of its warp's sixteen. Only a column's PointInfo and line of v pass through shared memory.
+#pragma once
+
+#include "pairwise/split/direct.cuh"
+
+// What a thread keeps of its two rows.
+struct Rows {
+    i64 l, m[2];
+    PointInfo info[2];
+    Reducer reducers[2];
+};
+
+// Columns n0 .. n0 + columns of which the sums are; `base` is the place of n0 in the block's part.
+struct Tile {
+    const PointInfo* points;
+    const float* weights;
+    i64 n0;
+    int base, columns;
+};
+
+// Two neighbouring columns.
+struct Columns {
+    Vector<PointInfo, 2> info;
+    AccT weights[2 * WEIGHTS];
+
+    __device__ __forceinline__ Columns(const Tile& tile, int column) {
+        info = load_vector<PointInfo, 2>(tile.points + column);
+        constexpr int COUNT = 2 * Reducer::COLUMNS, EACH = COUNT == 2 ? 2 : 4;
+#pragma unroll
+        for (int i = 0; i < COUNT; i += EACH) {
+            auto read = load_vector<AccT, EACH>(tile.weights + column * Reducer::COLUMNS + i);
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) weights[i + e] = read.element[e];
+        }
+    }
+};
+
+// The sum of a pair from the product of its words, and both norms.
+struct PairSum {
+    float value, norms;
+    __device__ __forceinline__ PairSum(float product, const PointInfo& left,
+                                       const PointInfo& right) {
+        norms = left.norm + right.norm;
+        value = scaled_sum(product, left.scale, right.scale, norms);
+    }
+};
+
+// Columns whose code is unrolled, where that of a tile would be long.
+constexpr int GROUP = ROLLED ? 32 : 64;
+
+// The accumulators of the first GROUP columns to the end.
+__device__ __forceinline__ void rotate(float (&sums)[SUMS]) {
+    constexpr int COUNT = GROUP / 2;
+    float first[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) first[i] = sums[i];
+#pragma unroll
+    for (int i = COUNT; i < SUMS; ++i) sums[i - COUNT] = sums[i];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) sums[SUMS - COUNT + i] = first[i];
+}
+
+// Takes a tile that exists as a whole. Whether none of the thread's sums is doubtful; what the
+// reducers took is worth nothing otherwise.
+__device__ __forceinline__ bool reduce_quickly(Rows& rows, float (&sums)[SUMS], const Tile& tile,
+                                               const Finish& finish) {
+    constexpr int STEP = ROLLED ? GROUP : TILE_N;
+    bool fine = true;
+#pragma unroll 1
+    for (int first = 0; first < TILE_N; first += STEP) {
+        int place = first + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int c = 0; c < STEP / 8; ++c) {
+            Columns right(tile, place + c * 8);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                PairSum sum(sums[c * 4 + e], rows.info[e / 2], right.info.element[e % 2]);
+                fine = fine && !is_doubtful(sum.value, sum.norms);
+                rows.reducers[e / 2].add(finish(sum.value), tile.base + place + c * 8 + e % 2,
+                                         right.weights + e % 2 * Reducer::COLUMNS);
+            }
+        }
+        if (ROLLED) rotate(sums);
+    }
+    return fine;
+}
+
+// Where the regularization of a thread's rows is, in a tile; added in place or at the end.
+struct Diagonal {
+    int place[2];
+    AccT value;
+    __device__ __forceinline__ Diagonal(const Parameters& parameters, const Rows& rows, i64 n0) {
+        value = IN_PLACE ? ReadScalar{parameters, rows.l}(REGULARIZATION) : AccT(0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            place[i] = IN_PLACE ? diagonal_place(parameters, rows.m[i], n0) : -1;
+    }
+    __device__ __forceinline__ AccT at(int row, int column) const {
+        return IN_PLACE && column == place[row] ? value : AccT(0);
+    }
+};
+
+// Adds a value behind those of later columns. As part of a run, for a row that coincides with
+// thousands of points would merge each of them into its total, off by 1.5e-8 of it each time.
+__device__ __forceinline__ void add_late(Reducer& reducer, AccT value, const Tile& tile,
+                                         int column) {
+    const float* weights = tile.weights + column * Reducer::COLUMNS;
+    if constexpr (Reducer::INDEXED) {  // which adds in order
+        Reducer one(tile.base + column);
+        one.add(value, tile.base + column, weights);
+        reducer.merge(one);
+    } else {
+        reducer.add(value, tile.base + column, weights);
+    }
+}
+
+// Direct sums of pairs that a warp's threads have flagged, a bit for each accumulator from those
+// of column `first` of the tile on; each to the reducer of its row.
+__device__ __forceinline__ void reduce_directly(Rows& rows, u32 flags, const Parameters& parameters,
+                                                const Tile& tile, const Finish& finish,
+                                                const Diagonal& diagonal, int first) {
+    u32 lanes = __ballot_sync(~0u, flags);
+#pragma unroll 1
+    while (lanes) {
+        int source = __ffs(lanes) - 1;
+        lanes &= lanes - 1;
+        u32 waiting = __shfl_sync(~0u, flags, source);
+        i64 m[2] = {__shfl_sync(~0u, rows.m[0], source), __shfl_sync(~0u, rows.m[1], source)};
+#pragma unroll 1
+        while (waiting) {
+            int bit = __ffs(waiting) - 1, row = bit / 2 % 2;
+            int column = first + bit / 4 * 8 + source % 4 * 2 + bit % 2;
+            waiting &= waiting - 1;
+            float sum = sum_directly(parameters, rows.l, row ? m[1] : m[0], tile.n0 + column);
+            if (threadIdx.x % 32 == source) {
+                AccT regularization = row ? diagonal.at(1, column) : diagonal.at(0, column);
+                AccT value = finish(sum) + regularization;
+                if (row) add_late(rows.reducers[1], value, tile, column);
+                else add_late(rows.reducers[0], value, tile, column);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+// Takes a tile of which columns do not exist, sums are doubtful, or one is on the diagonal,
+// GROUP columns at a time.
+__device__ __forceinline__ void reduce_carefully(Rows& rows, float (&sums)[SUMS],
+                                                 const Parameters& parameters, const Tile& tile,
+                                                 const Finish& finish) {
+    Diagonal diagonal(parameters, rows, tile.n0);
+#pragma unroll 1
+    for (int first = 0; first < TILE_N; first += GROUP) {
+        u32 flags = 0;
+#pragma unroll
+        for (int c = 0; c < GROUP / 8; ++c) {
+            int place = first + c * 8 + threadIdx.x % 4 * 2;
+            Columns right(tile, place);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                int column = place + e % 2;
+                if (column >= tile.columns) continue;
+                PairSum sum(sums[c * 4 + e], rows.info[e / 2], right.info.element[e % 2]);
+                if (is_doubtful(sum.value, sum.norms)) {
+                    flags |= u32(rows.m[e / 2] < parameters.m) << (c * 4 + e);
+                } else {
+                    AccT value = finish(sum.value) + diagonal.at(e / 2, column);
+                    rows.reducers[e / 2].add(value, tile.base + column,
+                                             right.weights + e % 2 * Reducer::COLUMNS);
+                }
+            }
+        }
+        rows.reducers[0].settle();
+        rows.reducers[1].settle();
+        reduce_directly(rows, flags, parameters, tile, finish, diagonal, first);
+        rotate(sums);
+    }
+}
+
+__device__ __forceinline__ void reduce_tile(Rows& rows, float (&sums)[SUMS],
+                                            const Parameters& parameters, const Tile& tile,
+                                            const Finish& finish, bool crossing) {
+    bool fine = false;
+    if (tile.columns == TILE_N && !crossing) {
+        Rows before = rows;
+        fine = __all_sync(~0u, reduce_quickly(rows, sums, tile, finish));
+        if (!fine) rows = before;
+    }
+    if (!fine) reduce_carefully(rows, sums, parameters, tile, finish);
+    rows.reducers[0].settle();
+    rows.reducers[1].settle();
+}
+
+// What the lane `step` away has.
+template <class T>
+__device__ __forceinline__ T from_lane(const T& value, int step) {
+    u32 words[sizeof(T) / 4];
+    T result;
+    memcpy(words, &value, sizeof(T));
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T) / 4); ++i) words[i] = __shfl_xor_sync(~0u, words[i], step);
+    memcpy(&result, words, sizeof(T));
+    return result;
+}
+
+// Puts the four threads of each row together; the first one writes it.
+__device__ __forceinline__ void store_rows(Rows& rows, const Parameters& parameters,
+                                           const Part& part) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        rows.reducers[i].merge(from_lane(rows.reducers[i], 1));
+        rows.reducers[i].merge(from_lane(rows.reducers[i], 2));
+        if (threadIdx.x % 4 == 0)
+            store_row(rows.reducers[i], parameters, part, rows.l, rows.m[i]);
+    }
+}

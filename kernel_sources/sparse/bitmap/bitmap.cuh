@@ -1,0 +1,172 @@
+// out[n, r] = Finish(sum_c w[r, c] x[n, c]) of a bitmap matrix, by tensor cores: one decoding
+// serves up to 8 * COLUMN_TILES vectors n. Layout: kernlib/families/sparse/formats/bitmap.py.
+//
+// A warp keeps x of 256 columns in registers, as fragments of mma.sync, and walks down the slabs of
+// 16 rows: its chunks come through a ring of its own. The CTA's warps stand side by side along the
+// columns of a range and add up their sums slab by slab; several ranges meet in sum.cuh.
+//
+// Floors on an H200 for a chunk at density d (16-bit values), in clocks of an SM at 1.72 GHz:
+//   memory    512 + 8192 d bytes over 4.31 TB/s on 132 SMs: 243 at d = 0.5
+//   shared    wavefronts: 183 of values, which at d = 0.5 spread over more than 32 banks in 43 of
+//             100 loads; 32 of words and ranks, 13 to make ranks, 36 of the copy, 8 of sums: 272
+//   issue     4 a clock: 519 of the decoding and products, 51 of ranks, 64 of everything else: 158
+// Measured at 8192 x 28672: 69, 78 and 105 us at d = 0.3, 0.5 and 0.7 where shared memory alone is
+// 69 at 0.5; 71, 88 and 116 us for 8 vectors. Three loads of whole words a lane for its four values
+// were 226 wavefronts, but with what selects the halves no faster.
+//
+// The generated source defines before it includes this file:
+//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish
+//   WARPS                  of a CTA: chunks side by side
+//   COLUMN_TILES           tiles of 8 vectors; 0 for a single vector
+//   SUMS                   whether the result goes to the workspace, as float [range][n][row]
+//   COPY_ENGINE            1 where bulk copies fill the ring (sm_90 and later), 0 for cp.async
+//   PARAMETER_BYTES        Parameters as lowering lays them out
+#pragma once
+
+#include "common/async_copy.cuh"
+#include "common/hopper.cuh"
+#include "common/mma.cuh"
+#include "common/parameters.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int CHUNK_COLUMNS = 256, WORDS = 128, BITMAP_BYTES = 4 * WORDS;
+constexpr int TILES = COLUMN_TILES == 0 ? 1 : COLUMN_TILES;
+constexpr int PARTIAL = COLUMN_TILES == 0 ? 16 : 128 * TILES;  // sums of a warp's chunk
+constexpr int RING_OFFSET = 128;  // behind the sums: the first slot's barrier
+// Slabs whose sums may wait; one more where only __syncthreads() keeps warps from the oldest.
+constexpr int DEPTH = COLUMN_TILES == 0 ? 4 : COPY_ENGINE ? 2 : 3;
+
+struct Pointers {
+    const unsigned char* data;
+    const u32* offsets;
+    const InputT* x;
+    void* out;  // or the workspace
+};
+
+struct Fixed {
+    i64 rows, x_stride, out_vector_stride, out_row_stride;
+    int cols, columns, kchunks, slabs;
+    int stages, slot_bytes;          // of a warp's ring
+    int cta_units, longer_ctas;      // units of a CTA: the first ones have one more
+    int range_chunks, wider_ranges;  // and chunks of a range
+};
+
+// Laid out by kernlib/families/sparse/lowering/bitmap.py.
+struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+// A value that is the same in all lanes, which the compiler then knows, and forgets how it came
+// about: else it works addresses out again, from the CTA's place in its cluster, wherever used.
+__device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
+
+// So that the compiler does not know how to make a value again.
+__device__ __forceinline__ void keep(u32& value) { asm volatile("" : "+r"(value)); }
+
+#if COPY_ENGINE
+// True in one thread of a warp. The copy engine's instructions take their operands of a whole warp:
+// behind `lane == 0` the compiler would loop over lanes.
+__device__ __forceinline__ bool elect_lane() {
+    u32 elected;
+    asm volatile("{\n\t"
+                 ".reg .pred p;\n\t"
+                 "elect.sync _|p, 0xffffffff;\n\t"
+                 "selp.b32 %0, 1, 0, p;\n\t"
+                 "}" : "=r"(elected));
+    return elected;
+}
+#endif
+
+#include "sparse/bitmap/ring.cuh"
+#include "sparse/bitmap/fragments.cuh"
+#include "sparse/bitmap/meeting.cuh"
+
+// x of a warp's 256 columns: the right operands of the mma of each 16 of them, in the order in
+// which bitmap/fragments.cuh takes columns.
+struct Vectors {
+    Vector<u32, 4> part[TILES][CHUNK_COLUMNS / 32];
+
+    __device__ __forceinline__ void read(const Parameters& p, int chunk) {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            int n = tile * 8 + lane / 4;
+            const InputT* from = p.x + n * p.x_stride;
+#pragma unroll
+            for (int block = 0; block < CHUNK_COLUMNS / 32; ++block) {
+                int column = chunk * CHUNK_COLUMNS + block * 32 + lane % 4 * 8;
+                auto& to = part[tile][block];
+                to = {0, 0, 0, 0};
+                if (n >= p.columns || column >= p.cols) continue;
+                to = load_vector<u32, 4>(reinterpret_cast<const u32*>(from + column));
+                if (column + 8 > p.cols) keep(to, p.cols - column);
+            }
+        }
+    }
+
+    // The first `count` of 8 elements; what lies behind a vector may be anything.
+    __device__ static void keep(Vector<u32, 4>& x, int count) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (2 * i >= count) x.element[i] = 0;
+            if (2 * i + 1 == count) x.element[i] &= 0xffff;
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_bitmap(const __grid_constant__ Parameters p) {
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    __shared__ __align__(128) u32 ranks[WARPS][WORDS];
+    __shared__ u64 barriers[2 * DEPTH];
+    int warp = uniform(threadIdx.x / 32), cta = blockIdx.x;
+    int unit = cta * p.cta_units + min(cta, p.longer_ctas);
+    u32 units = p.cta_units + (cta < p.longer_ctas);
+#if COPY_ENGINE
+    launch_dependents();
+#endif
+    u32 sums_of_slabs = uniform(shared_address(dynamic));
+    Ring ring(p, sums_of_slabs + DEPTH * WARPS * PARTIAL * 4 + RING_OFFSET, warp, unit, int(units));
+    Lane lane(shared_address(ranks[warp]));
+    Walk walk(p, unit);
+    Vectors x;
+    int until_written = warp + 2;  // turns until this warp writes a slab's sums
+#if COPY_ENGINE
+    wait_for_prerequisites();  // the matrix is read before, x and the epilogue's numbers after this
+#endif
+    Meeting meeting(p, sums_of_slabs, uniform(shared_address(barriers)), warp);
+    u32 turn = 0;
+#pragma unroll 1
+    while (turn < units) {  // ranges
+        bool takes_part = warp < walk.chunks;
+        if (takes_part) x.read(p, walk.first + warp);
+        int first = walk.slab, end = min(p.slabs, first + int(units - turn));
+#pragma unroll 1
+        for (; walk.slab < end; ++walk.slab) {
+            Sums sums = {};
+            ring.wait();
+            if (takes_part) add_chunk(sums, ring.chunk, x, lane);
+            meeting.put(sums, turn);
+#if COPY_ENGINE
+            __syncwarp();
+            if (elect_lane()) {
+                meeting.arrive(turn);
+                ring.copy();
+            }
+#else
+            __syncthreads();
+            ring.copy();
+#endif
+            ring.advance();
+            ring.step();
+            // The slab before, once the other warps have had time for it.
+            if (--until_written == 0) {
+                until_written = WARPS;
+                if (walk.slab > first) meeting.write(walk.slab - 1, walk.range, turn - 1);
+            }
+            ++turn;
+        }
+        // The range's last one.
+        if (until_written == 1) meeting.write(end - 1, walk.range, turn - 1);
+        walk = Walk(p, walk.range + 1, 0);
+    }
+}

@@ -1,0 +1,330 @@
+// part[panel,n,r] = sum_c w[r,c] x[n,c] over the columns c of a panel, w in the format u8, u4
+// or u2.
+//
+// A panel is `width` columns. Its rows, sorted by how many codes they have there, are taken 32 at a
+// time: a slice, one row a lane, as many codes for each as the longest has. A code is a value and
+// the step to its column from that of the code before. Lanes read their own codes from device
+// memory, DEPTH groups ahead, and x from shared memory; a warp takes slice after slice, so
+// there is neither a search for rows nor a sum across lanes.
+//
+// Floor in bytes: itemsize + 1 (u8), + .5 (u4) or + .25 (u2) a code, 2 a row and panel, over the
+// bandwidth of memory: at 8192 x 28672, of an H200's 4.31 TB/s, 16.4 us for 70.8 MB of u8 with a
+// density of .1, 41.3 us for 178 MB of u4 with .3, 65.6 us for 283 MB of u2 with .5.
+// Of 32 codes of a half type, in clocks of a multiprocessor (132, 1.755 GHz):
+//                                      u8                 u4                 u2
+//   memory, at 4.31 TB/s               5.2                4.3                3.9
+//   issue slots / 4 (SASS, sm_90a)     7.8 / 4 = 1.9      8.2 / 4 = 2.0      7.9 / 4 = 2.0
+//   load unit: matrix + gathers        .75 + 1.7 to 2.5   .63 + 1.6 to 2.0   .56 + 1.1 to 1.6
+// in wavefronts (simulated).
+// With N = 8 there are 22.8 (23.1) slots, 5.7 (5.8) clocks, 16 of them conversions and FMAs; with
+// N = 4 14.8 (15.1). A gather of 16 bytes is a wavefront for 8 lanes, and where these meet in banks
+// 10 for a warp, of 8 bytes 5.5. So there x lies in as many copies as lanes share a wavefront, 128
+// bytes a column, each lane reads its own, and there are 4 and 2.
+//
+// Measured on an H200 at 8192 x 28672: with N = 1 23.0 us for u8 at .1, 48.0 us for u4 at .3, 73.3
+// us for u2 at .5, 94.8 us at .7, where cuBLAS takes 117; of 12288 x 49152 4.1 TB/s. With N = 8 39,
+// 78 and 131 us: some 7 clocks a gather of 512 bytes, whatever adds it up. mma.sync with x as
+// ldmatrix gathers it, of 11.8 slots, took as long.
+//
+// The generated source defines before it includes this file:
+//   InputT, RowT       storage of the matrix and of x; of rows, as unsigned
+//   STEP_BITS          8, 4 or 2
+//   COLUMNS            vectors of x that a block takes at a time: 1, 2, 4 or 8
+//   COPIES             of x in shared memory: 1, or of 2-byte types as many as fill 128 bytes
+//   THREADS, BLOCKS    of a block, and of a multiprocessor
+//   DEPTH              groups of 8 codes, of u2 of 16, that a lane reads ahead
+//   PARAMETER_BYTES    what lowering makes of Parameters
+#pragma once
+
+#include "common/types.cuh"
+#include "common/hopper.cuh"
+#include "sparse/slices/codes.cuh"
+
+constexpr int WARPS = THREADS / 32;
+constexpr int COLUMN_BYTES = COLUMNS * sizeof(InputT);  // of x, for one column of the matrix
+constexpr u32 PITCH = COPIES * COLUMN_BYTES;            // from one column of x to the next
+constexpr int CHUNK = 16 / sizeof(InputT);              // elements of one copy of x
+constexpr int SUMS = COLUMNS == 1 ? 2 : COLUMNS;        // two chains hide the latency of one
+constexpr u32 WHOLE_BYTES = WHOLE_CODES * CODE_BYTES<InputT>;
+constexpr RowT NO_ROW = RowT(~RowT(0));
+
+// Laid out by kernlib/families/sparse/lowering/slices.py.
+struct Parameters {
+    // written at each launch
+    const unsigned char* data;
+    const int* offsets;   // of slices, in codes of a lane
+    const RowT* rows;     // of each lane of each slice
+    const InputT* x;
+    float* part;
+    // fixed by the plan
+    i64 x_stride;
+    u32 slices, panel_slices;     // in all, and of a panel
+    u32 width, rows_count, cols, columns;
+    u32 chunks;                   // of COLUMNS vectors
+    u32 ranges;                   // of slices, one for each block of a chunk
+    u32 held;                     // panels of x that shared memory holds
+    u32 unused;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+// x[n,c] for one column and all n: 2 to 32 bytes.
+struct Gathered {
+    static constexpr int WORDS = COLUMN_BYTES < 4 ? 1 : COLUMN_BYTES / 4;
+    u32 word[WORDS];
+
+    __device__ __forceinline__ explicit Gathered(u32 address) {
+        if constexpr (COLUMN_BYTES == 2) {
+            u16 x;
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
+            word[0] = x;
+        } else if constexpr (COLUMN_BYTES == 4) {
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[0]) : "r"(address));
+        } else if constexpr (COLUMN_BYTES == 8) {
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                : "=r"(word[0]), "=r"(word[1]) : "r"(address));
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4)
+                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                    : "=r"(word[i]), "=r"(word[i + 1]), "=r"(word[i + 2]), "=r"(word[i + 3])
+                    : "r"(address + 4 * i));
+        }
+    }
+    __device__ __forceinline__ float operator[](int n) const {
+        return element<InputT>(word, n);
+    }
+};
+
+// sums[i] += value * x[n + i] unless the value is all zero bits: no entry, so that neither infinity
+// nor NaN there may reach the sum. Predicated, as ptxas branches around what C++ makes conditional.
+template <int COUNT>
+__device__ __forceinline__ void add_if_entry(float value, const Gathered& x, int n, float* sums) {
+    if constexpr (COUNT == 1) {
+        asm("{\n\t"
+            ".reg .pred p;\n\t"
+            "setp.ne.b32 p, %1, 0;\n\t"
+            "@p fma.rn.f32 %0, %2, %3, %0;\n\t"
+            "}"
+            : "+f"(sums[0]) : "r"(__float_as_uint(value)), "f"(value), "f"(x[n]));
+    } else {
+        asm("{\n\t"
+            ".reg .pred p;\n\t"
+            "setp.ne.b32 p, %2, 0;\n\t"
+            "@p fma.rn.f32 %0, %3, %4, %0;\n\t"
+            "@p fma.rn.f32 %1, %3, %5, %1;\n\t"
+            "}"
+            : "+f"(sums[0]), "+f"(sums[1])
+            : "r"(__float_as_uint(value)), "f"(value), "f"(x[n]), "f"(x[n + 1]));
+    }
+}
+
+// Adds a group's products. `place` is the address of x at the column of the last code before it,
+// with steps that are never 0 at the next one.
+template <int COUNT>
+__device__ __forceinline__ void add_products(const Group<InputT, COUNT>& group, u32& place,
+                                             float (&sums)[SUMS]) {
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) {
+        // The steps up to a code's, times PITCH, in one instruction for each code.
+        constexpr u32 UNIT = PITCH * 0x01010101u;
+        u32 at = dot_bytes(group.four_steps(e / 4), UNIT >> (24 - 8 * (e % 4)), place);
+        if (e % 4 == 3 || e == COUNT - 1) place = at;
+        Gathered x(at + e * LEAST_STEP * PITCH);
+        float value = element<InputT>(group.values, e);
+        if constexpr (COLUMNS == 1) {
+            add_if_entry<1>(value, x, 0, &sums[e % 2]);
+        } else {
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n += 2) add_if_entry<2>(value, x, n, sums + n);
+        }
+    }
+    place += COUNT * LEAST_STEP * PITCH;
+}
+
+// Where a slice lies, and which row a lane has in it.
+struct Head {
+    u32 start, length;
+    RowT row;
+
+    __device__ __forceinline__ Head(const Parameters& p, u32 slice, bool exists) {
+        start = length = 0;
+        row = NO_ROW;
+        if (exists) {
+            start = u32(__ldg(p.offsets + slice));
+            length = u32(__ldg(p.offsets + slice + 1)) - start;
+            row = p.rows[i64(slice) * 32 + threadIdx.x % 32];
+        }
+    }
+};
+
+// The codes of one lane in a slice: whole groups, of which DEPTH are on their way, and the rest.
+struct Stream {
+    static constexpr u32 WHOLE = WHOLE_CODES, HALF = WHOLE / 2, QUARTER = WHOLE / 4;
+    using Whole = Group<InputT, WHOLE>;
+    const unsigned char* ahead;  // the group to read next
+    u32 length;
+    Whole ring[DEPTH];
+    Group<InputT, HALF> half;
+    Group<InputT, QUARTER> quarter;
+    Group<InputT, 8 / STEP_BITS> one;  // of u8: lengths of u4 are even, of u2 multiples of 4
+
+    __device__ __forceinline__ void load(Whole& group) {
+        group.load(ahead);
+        ahead += WHOLE_BYTES;
+    }
+
+    __device__ __forceinline__ void open(const Parameters& p, const Head& head) {
+        length = head.length;
+        ahead = p.data + i64(head.start) * CODE_BYTES<InputT>;
+        const unsigned char* rest = ahead + i64(length & ~(WHOLE - 1)) * CODE_BYTES<InputT>;
+#pragma unroll
+        for (int k = 0; k < DEPTH; ++k)
+            if (WHOLE * k + WHOLE <= length) load(ring[k]);
+        if (length & HALF) half.load(rest);
+        if (length & QUARTER) quarter.load(rest + (length & HALF) * CODE_BYTES<InputT>);
+        if constexpr (STEP_BITS == 8)
+            if (length & 1) one.load(rest + (length & 6) * CODE_BYTES<InputT>);
+    }
+
+    __device__ __forceinline__ void run(u32 place, float (&sums)[SUMS]) {
+        int left = int(length);
+#pragma unroll 1
+        while (left >= int(WHOLE)) {
+#pragma unroll
+            for (int k = 0; k < DEPTH; ++k) {
+                if (left < int(WHOLE)) break;
+                add_products(ring[k], place, sums);
+                if (left >= int(WHOLE) * (DEPTH + 1)) load(ring[k]);
+                left -= WHOLE;
+            }
+        }
+        if (left & HALF) add_products(half, place, sums);
+        if (left & QUARTER) add_products(quarter, place, sums);
+        if constexpr (STEP_BITS == 8)
+            if (left & 1) add_products(one, place, sums);
+    }
+};
+
+// Columns [first, last) of COLUMNS vectors from x on, those from `count` on zero, as
+// (column, vector) to shared memory. x may be read up to whole 16 bytes.
+__device__ __forceinline__ void stage_once(const Parameters& p, unsigned char* to, const InputT* x,
+                                           u32 count, u32 first, u32 last) {
+    u32 vector = threadIdx.x % COLUMNS;
+    const InputT* from = x + vector * p.x_stride;
+#pragma unroll 1
+    for (u32 at = first + threadIdx.x / COLUMNS * CHUNK; at < last;
+         at += THREADS / COLUMNS * CHUNK) {
+        Vector<InputT, CHUNK> part = {};
+        if (vector < count) part = load_vector<InputT, CHUNK>(from + at);
+        InputT* place = reinterpret_cast<InputT*>(to) + (at - first) * COLUMNS + vector;
+        if (COLUMNS == 1) {
+            store_vector<InputT, CHUNK>(place, part);
+        } else {
+#pragma unroll
+            for (int e = 0; e < CHUNK; ++e) place[e * COLUMNS] = part.element[e];
+        }
+    }
+}
+
+// The same as (column, copy, vector): 128 bytes a column, of which each lane that takes part in one
+// access reads a copy in banks of its own. A warp turns 8 columns of 8 vectors at a time: past
+// COLUMNS they are the first ones again.
+__device__ __forceinline__ void stage_copies(const Parameters& p, unsigned char* to,
+                                             const InputT* x, u32 count, u32 first, u32 last) {
+    constexpr int TILES = 4;  // that are read at a time
+    u32 group = threadIdx.x % 32 / 4, word = threadIdx.x % 4, vector = group % COLUMNS;
+    const InputT* from = x + vector * p.x_stride + 2 * word;
+    u32 held = shared_address(to) + group * PITCH + 4 * word;
+#pragma unroll 1
+    for (u32 begin = first + threadIdx.x / 32 * 8; begin < last; begin += 8 * WARPS * TILES) {
+        u32 turned[TILES];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            u32 at = begin + 8 * WARPS * i;
+            turned[i] = 0;
+            if (vector < count && at < last)
+                turned[i] = *reinterpret_cast<const u32*>(from + at);
+        }
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            u32 at = begin + 8 * WARPS * i;
+            if (at >= last) break;
+            asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(turned[i]));
+#pragma unroll
+            for (int copy = 0; copy < 8; ++copy)  // lanes write to banks of their own
+                asm volatile("st.shared.u32 [%0], %1;"
+                             :: "r"(held + (at - first) * PITCH + (group + copy) % 8 * 16),
+                                "r"(turned[i]) : "memory");
+        }
+    }
+}
+
+__device__ __forceinline__ void stage(const Parameters& p, unsigned char* to, const InputT* x,
+                                      u32 count, u32 first, u32 last) {
+    if constexpr (COPIES > 1) stage_copies(p, to, x, count, first, last);
+    else stage_once(p, to, x, count, first, last);
+}
+
+__device__ __forceinline__ void wait_to_begin() {
+#if __CUDA_ARCH__ >= 900
+    wait_for_prerequisites();
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+sparse_slices(const __grid_constant__ Parameters p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    u32* counter = reinterpret_cast<u32*>(memory);  // the next slice that no warp has taken
+    unsigned char* held = memory + 16;
+#if __CUDA_ARCH__ >= 900
+    launch_dependents();
+#endif
+    u32 chunk = blockIdx.x % p.chunks, range = blockIdx.x / p.chunks;
+    u32 warp = threadIdx.x / 32, vector = chunk * COLUMNS;
+    u32 count = min(p.columns - vector, u32(COLUMNS));
+    u32 first = u32(u64(range) * p.slices / p.ranges);
+    u32 last = u32(u64(range + 1) * p.slices / p.ranges);
+
+    u32 own_copy = shared_address(held) + threadIdx.x % 32 % COPIES * COLUMN_BYTES;
+
+    // By as many panels as shared memory holds of x.
+    for (u32 begin = first; begin < last;) {
+        u32 panel = begin / p.panel_slices;
+        u32 end = u32(min(u64(last), u64(panel + p.held) * p.panel_slices));
+        u32 slice = begin + warp;
+        Head head(p, slice, slice < end);
+        Stream stream;
+        stream.open(p, head);
+        if (begin == first) {
+            wait_to_begin();  // the matrix is read before, x and what others may use after this
+        } else {
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) *counter = begin + WARPS;
+        u32 from = panel * p.width, behind = (end - 1) / p.panel_slices + 1;
+        stage(p, held, p.x + vector * p.x_stride, count, from,
+              u32(min(u64(p.cols), u64(behind) * p.width)));
+        __syncthreads();
+#pragma unroll 1
+        while (slice < end) {
+            u32 next = 0;
+            if (threadIdx.x % 32 == 0) next = atomicAdd(counter, 1);
+            next = __shfl_sync(~0u, next, 0);
+            Head coming(p, next, next < end);
+            u32 own = slice / p.panel_slices;
+            float sums[SUMS] = {};
+            stream.run(own_copy + (own - panel) * p.width * PITCH, sums);
+            if (COLUMNS == 1) sums[0] += sums[1];
+            if (head.row != NO_ROW) {
+                float* to = p.part + (i64(own) * p.columns + vector) * p.rows_count + head.row;
+#pragma unroll
+                for (int n = 0; n < COLUMNS; ++n)
+                    if (n < count) to[i64(n) * p.rows_count] = sums[n];
+            }
+            head = coming;
+            slice = next;
+            stream.open(p, head);
+        }
+        begin = end;
+    }
+}
