@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.families.kronecker_sparse import checks, plans
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import checks, operation, plans
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.families.kronecker_sparse.gradients import parts
-from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import choose
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime.arguments import (
     KERNEL_TYPES,
@@ -46,7 +45,7 @@ class Request(NamedTuple):
 
     def precision(self) -> str | None:
         """What float32 products may be, as a plan knows it."""
-        return op.precision_of(self.descriptor.precision, self.x)
+        return operation.precision_of(self.descriptor.precision, self.x)
 
     def fused(self) -> Request:
         """What the kernel of the product itself computes: with a gradient recorded, no activation;
@@ -87,10 +86,10 @@ def _result(request: Request) -> torch.Tensor:
 def prepare(request: Request) -> None:
     """Build the plan of a request, its kernels loaded, and load those of its gradient."""
     call = request.check()
-    if op.by_reference(call, *request[1:]):
+    if operation.by_reference(call, *request[1:]):
         return
-    if op.find_plan(*request.fused()) is None:
-        op.make_plan(*request.fused(), call)
+    if operation.find_plan(*request.fused()) is None:
+        operation.make_plan(*request.fused(), call)
     device = request.x.get_device()
     for epilogue, problem in _backward(request, call):
         for step in plans.lower(epilogue, problem, device).steps:
@@ -99,7 +98,7 @@ def prepare(request: Request) -> None:
 
 def prepared(request: Request) -> bool:
     """Whether the plan of a request is there, and no other is needed."""
-    return not request.recorded() and op.find_plan(*request.fused()) is not None
+    return not request.recorded() and operation.find_plan(*request.fused()) is not None
 
 
 def specs(request: Request, arch: str, device: int | None) -> list[KernelSpec]:
@@ -114,12 +113,12 @@ def specs(request: Request, arch: str, device: int | None) -> list[KernelSpec]:
         if device is not None:
             found += [step.spec for step in plans.lower(epilogue, each, device).steps]
             continue
-        for choice in lowering.defaults(each, arch):
-            found += lowering.specs_for(epilogue, each, arch, choice)
+        for choice in choose.defaults(each, arch):
+            found += choose.specs_for(epilogue, each, arch, choice)
     return found
 
 
-def _backward(request: Request, call: checks.Call) -> list[tuple[tuple, lowering.Problem]]:
+def _backward(request: Request, call: checks.Call) -> list[tuple[tuple, choose.Problem]]:
     """The problems of the gradients that are asked for, of a contiguous gradient of the result."""
     if not request.recorded() or not call.batch:
         return []
@@ -146,7 +145,7 @@ def variants(descriptor, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[Ker
     found = []
     for factor in descriptor.factors:
         given = factor.precision and plans.kernel_precision(factor.precision)
-        found += lowering.variants(
+        found += choose.variants(
             factor.epilogue, factor.pattern, factor.batch_last, arch, names, given
         )
     return list(dict.fromkeys(found))

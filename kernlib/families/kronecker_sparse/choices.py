@@ -9,10 +9,9 @@ from functools import cache, partial
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse import checks, plans
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import checks, operation, plans
 from kernlib.families.kronecker_sparse.ahead import Request
-from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import choose
 from kernlib.runtime.arguments import KERNEL_TYPES
 from kernlib.runtime.candidates import Candidate, Candidates
 from kernlib.runtime.launch import arch_of, model
@@ -32,16 +31,16 @@ def choices(request: Request) -> Candidates:
     if not call.batch:
         return Candidates(device, b"", [])
     problem = plans.problem_of(fused.descriptor, call, *fused[1:4], fused.precision())
-    known = lowering.candidates(problem, arch)
+    known = choose.candidates(problem, arch)
     made = [
-        lowering.lower(fused.descriptor.epilogue, problem, arch, count, choice) for choice in known
+        choose.lower(fused.descriptor.epilogue, problem, arch, count, choice) for choice in known
     ]
     # One of each for all candidates, which run one after the other: some need a GiB of workspace.
     most = max(lowered.workspace for lowered in made)
     workspace = cache(plans.allocator((most,), torch.uint8, request.x.device))
     scratch = cache(partial(_scratch, fused, call))
 
-    def candidate(choice: lowering.Choice, lowered: lowering.Lowered) -> Candidate:
+    def candidate(choice: choose.Choice, lowered: choose.Lowered) -> Candidate:
         main = max((step.spec for step in lowered.steps), key=lambda spec: spec.shared_bytes)
         return Candidate(choice, main, partial(_trial, fused, call, lowered, scratch, workspace))
 
@@ -59,7 +58,7 @@ def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
 def _trial(
     request: Request,
     call: checks.Call,
-    lowered: lowering.Lowered,
+    lowered: choose.Lowered,
     scratch: Callable,
     workspace: Callable,
 ) -> Callable[[], None]:
@@ -67,7 +66,7 @@ def _trial(
     return what launches them again."""
     descriptor, x, weight, _, parameters = request
     plan = plans.loaded_plan(descriptor, call, *request[1:], lowered)
-    vectors, numbers, kept = op.parameters_of(plan, descriptor, x, parameters)
+    vectors, numbers, kept = operation.parameters_of(plan, descriptor, x, parameters)
     left, out = x if plan.left is None else x.reshape(plan.left), scratch()
     shared = workspace() if lowered.workspace else None
     plan.launch([t.data_ptr() for t in (left, weight, out, *vectors)], numbers, shared)

@@ -18,7 +18,7 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.epilogues import Bias
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import operation
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.runtime import autograd
 from kernlib.runtime.autograd import ORDINARY, Parts, is_biased, is_watched
@@ -50,7 +50,7 @@ def product(x, weight, bias, batch_last: bool, precision: str | None, debug: boo
         with events.on_stderr():
             return product(x, weight, bias, batch_last, precision, False)
     descriptor = _linear(tuple(weight.shape), batch_last, precision, bias is not None)
-    return op.execute(descriptor, x, weight, None, {} if bias is None else {"bias": bias})
+    return operation.execute(descriptor, x, weight, None, {} if bias is None else {"bias": bias})
 
 
 def weight_gradient(
@@ -60,7 +60,7 @@ def weight_gradient(
     if debug:
         with events.on_stderr():
             return weight_gradient(grad, x, pattern, batch_last, precision, False)
-    return op.weight_gradient(grad, x, tuple(pattern), batch_last, precision)
+    return operation.weight_gradient(grad, x, tuple(pattern), batch_last, precision)
 
 
 # The formulas, for a product and a gradient of the weight by either way.
@@ -128,7 +128,7 @@ def known(descriptor: KroneckerSparse, x, weight, parameters: dict) -> torch.Ten
     if not (type(x) in ORDINARY and type(weight) in ORDINARY) and stand_ins(x, weight):
         return None
     operands = made.operands(parameters)
-    plan = op.find_plan(made.product, x, weight, None, operands)
+    plan = operation.find_plan(made.product, x, weight, None, operands)
     if plan is None:
         return None
     y = _Product.apply(x, weight, operands.get("bias"), made.product, plan)
@@ -141,8 +141,8 @@ class _Product(torch.autograd.Function):
         save_product(ctx, x, weight, (descriptor.batch_last, descriptor.precision, False))
         parameters = {} if bias is None else {"bias": bias}
         if plan is None:
-            return op.execute(descriptor, x, weight, None, parameters)
-        return op.by_plan(plan, descriptor, x, weight, None, parameters)
+            return operation.execute(descriptor, x, weight, None, parameters)
+        return operation.by_plan(plan, descriptor, x, weight, None, parameters)
 
     @staticmethod
     def backward(ctx, grad):

@@ -110,9 +110,9 @@ def _run_recorded(descriptor: KroneckerSparse, x, weight, out, parameters: dict)
     refuse_out_of_recorded(out)
     eager = forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
     if eager:
-        from kernlib.families.kronecker_sparse import gradients as autograd
+        from kernlib.families.kronecker_sparse import gradients
 
-        known = autograd.known(descriptor, x, weight, parameters)
+        known = gradients.known(descriptor, x, weight, parameters)
         if known is not None:
             return known
     if stand_ins(x, weight):
@@ -123,7 +123,7 @@ def _run_recorded(descriptor: KroneckerSparse, x, weight, out, parameters: dict)
     if forward_ad._current_level >= 0 or by_reference(call, x, weight, parameters):
         return _reference(descriptor, x, weight, out, parameters)
     if eager:
-        return autograd.recorded(descriptor, x, weight, parameters)
+        return gradients.recorded(descriptor, x, weight, parameters)
     from kernlib.families.kronecker_sparse import operators
 
     return operators.recorded(descriptor, x, weight, parameters)

@@ -9,9 +9,7 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.kronecker_sparse import checks
-from kernlib.families.kronecker_sparse import gradients as autograd
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import checks, gradients, operation
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.runtime.arguments import by_name, check_vector, requires_gradient
 
@@ -44,7 +42,7 @@ def recorded(
 ) -> torch.Tensor:
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
-    made = autograd.parts(descriptor)
+    made = gradients.parts(descriptor)
     bias = made.operands(parameters).get("bias")
     y = product(x, weight, bias, descriptor.batch_last, descriptor.precision, debug)
     return made.finish(y, parameters)
@@ -52,7 +50,9 @@ def recorded(
 
 def _whole(x, weight, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        return op.execute(from_text(descriptor), x, weight, None, by_name(names, numbers, tensors))
+        return operation.execute(
+            from_text(descriptor), x, weight, None, by_name(names, numbers, tensors)
+        )
 
 
 def _whole_recorded(keyset, x, weight, descriptor, names, numbers, tensors, debug):
@@ -87,8 +87,8 @@ def _fake_whole(x, weight, descriptor, names, numbers, tensors, debug):
 
 for _name, _call, _fake in (
     ("kronecker_sparse", _whole, _fake_whole),
-    ("kronecker_sparse_product", autograd.product, _fake_product),
-    ("kronecker_sparse_weight_gradient", autograd.weight_gradient, _fake_weight_gradient),
+    ("kronecker_sparse_product", gradients.product, _fake_product),
+    ("kronecker_sparse_weight_gradient", gradients.weight_gradient, _fake_weight_gradient),
 ):
     _library.impl(_name, _call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kernlib::{_name}", _fake, lib=_library)
@@ -97,21 +97,21 @@ _library.impl("kronecker_sparse", _whole_recorded, "Autograd", with_keyset=True)
 
 def _save_product(ctx, inputs, output) -> None:
     x, weight, _, *options = inputs
-    autograd.save_product(ctx, x, weight, options)
+    gradients.save_product(ctx, x, weight, options)
 
 
 def _product_backward(ctx, grad):
-    found = autograd.product_gradients(ctx, grad, product, weight_gradient)
+    found = gradients.product_gradients(ctx, grad, product, weight_gradient)
     return *found, None, None, None
 
 
 def _save_weight_gradient(ctx, inputs, output) -> None:
     grad, x, _, *options = inputs
-    autograd.save_weight_gradient(ctx, grad, x, options)
+    gradients.save_weight_gradient(ctx, grad, x, options)
 
 
 def _weight_gradient_backward(ctx, to_weight):
-    found = autograd.weight_gradient_gradients(ctx, to_weight, product)
+    found = gradients.weight_gradient_gradients(ctx, to_weight, product)
     return *found, None, None, None, None
 
 

@@ -15,7 +15,7 @@ import torch
 from kernlib.canonical import encode
 from kernlib.families.kronecker_sparse.checks import Call
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
-from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import choose
 from kernlib.jit import tuning
 from kernlib.runtime.arguments import KERNEL_TYPES, address_of, folded
 from kernlib.runtime.launch import Plan, allocator, arch_of, model
@@ -92,18 +92,18 @@ def _features(pattern: tuple[int, int, int, int], stride: int) -> tuple[int, int
 
 def forward_problem(
     descriptor: KroneckerSparse, call: Call, x: View, weight: torch.Tensor, out: View, precision
-) -> lowering.Problem:
+) -> choose.Problem:
     """The product: rows n, columns j, depth k."""
     a, b, c, d = descriptor.pattern
     block, lane, depth = _features((a, b, c, d), x.feature)
-    left = lowering.Layout(block, lane, _used(x.batch, call.batch), depth, x.alignment)
+    left = choose.Layout(block, lane, _used(x.batch, call.batch), depth, x.alignment)
     i, j, k, l = (_used(s, n) for s, n in zip(weight.stride(), weight.shape, strict=True))
-    right = lowering.Layout(i, l, j, k, _alignment(weight))
+    right = choose.Layout(i, l, j, k, _alignment(weight))
     block, lane, column = _features((a, c, b, d), out.feature)
     rows = _used(out.batch, call.batch)
-    written = lowering.OutLayout(block, lane, rows, column, out.alignment)
+    written = choose.OutLayout(block, lane, rows, column, out.alignment)
     kind = KERNEL_TYPES[call.dtype]
-    return lowering.Problem(a, d, call.batch, b, c, left, right, written, kind, precision or "fp32")
+    return choose.Problem(a, d, call.batch, b, c, left, right, written, kind, precision or "fp32")
 
 
 def gradient_problem(
@@ -113,16 +113,16 @@ def gradient_problem(
     x: View,
     dtype: torch.dtype,
     precision: str | None,
-) -> lowering.Problem:
+) -> choose.Problem:
     """The gradient of a weight: rows j, columns k, depth n; contiguous (a, b, c, d)."""
     a, b, c, d = pattern
     block, lane, line = _features((a, c, b, d), grad.feature)
-    left = lowering.Layout(block, lane, line, _used(grad.batch, batch), grad.alignment)
+    left = choose.Layout(block, lane, line, _used(grad.batch, batch), grad.alignment)
     block, lane, line = _features(pattern, x.feature)
-    right = lowering.Layout(block, lane, line, _used(x.batch, batch), x.alignment)
+    right = choose.Layout(block, lane, line, _used(x.batch, batch), x.alignment)
     strides = (_used(b * c * d, a), _used(1, d), _used(c * d, b), _used(d, c))
-    written = lowering.OutLayout(*strides, 16)
-    return lowering.Problem(
+    written = choose.OutLayout(*strides, 16)
+    return choose.Problem(
         a, d, b, c, batch, left, right, written, KERNEL_TYPES[dtype], precision or "fp32"
     )
 
@@ -132,18 +132,18 @@ def kernel_precision(precision: str | None) -> str:
     return "tf32" if precision in ("tf32", "bf16") else "fp32"
 
 
-def signature(problem: lowering.Problem) -> bytes:
+def signature(problem: choose.Problem) -> bytes:
     """What calls share that the same kernel is fastest for."""
     return encode((FAMILY, problem))
 
 
-def lower(epilogue: tuple, problem: lowering.Problem, device: int) -> lowering.Lowered:
+def lower(epilogue: tuple, problem: choose.Problem, device: int) -> choose.Lowered:
     """The kernels of a problem on a device: the tuned ones, else by rule."""
     arch, gpu = arch_of(device), model(device)
     tuned = None
-    if len(lowering.candidates(problem, arch)) > 1:
+    if len(choose.candidates(problem, arch)) > 1:
         tuned = tuning.choice(FAMILY, gpu, signature(problem))
-    return lowering.lower(epilogue, problem, arch, gpu.multiprocessors, tuned)
+    return choose.lower(epilogue, problem, arch, gpu.multiprocessors, tuned)
 
 
 def views(descriptor: KroneckerSparse, call: Call, x, out) -> tuple[View | None, View | None]:
@@ -238,7 +238,7 @@ def _launches(
 ) -> dict:
     """The fields of a plan that make its result and launch its kernels, loaded, on the device of
     x."""
-    found = lowering.Lowered(()) if lowered is None else lowered
+    found = choose.Lowered(()) if lowered is None else lowered
     operands = ("left", "right", "out", *(f"vector{index}" for index in range(vectors)))
     steps, inner = load_steps(found.steps, operands, x.get_device())
     return {

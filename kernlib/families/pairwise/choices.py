@@ -9,7 +9,7 @@ import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import checks, plans
-from kernlib.families.pairwise.lowering import choose as kinds
+from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
 from kernlib.runtime.candidates import Candidate, Candidates
@@ -31,12 +31,12 @@ def choices(request: Request) -> Candidates:
     scratch = cache(partial(_scratch, request, call))
 
     def candidate(choice: lowering.Choice) -> Candidate:
-        lowered = kinds.lower(descriptor, problem, arch, count, strides, permitted, choice)
+        lowered = choose.lower(descriptor, problem, arch, count, strides, permitted, choice)
         main = max(plans.specs_of(lowered), key=lambda spec: spec.shared_bytes)
         return Candidate(choice, main, partial(_trial, request, call, lowered, scratch))
 
     permitted = plans.precision(descriptor) or "fp32"
-    known = [] if is_empty(call) else kinds.candidates(descriptor, problem, arch, permitted)
+    known = [] if is_empty(call) else choose.candidates(descriptor, problem, arch, permitted)
     signature = tuning_signature(descriptor, problem)
     return Candidates(device, signature, [candidate(choice) for choice in known])
 

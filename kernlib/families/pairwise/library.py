@@ -18,8 +18,7 @@ from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks, operation
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
-from kernlib.families.pairwise.gradients import eager as autograd
-from kernlib.families.pairwise.gradients import operators
+from kernlib.families.pairwise.gradients import eager, operators
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_flag
 
@@ -143,7 +142,7 @@ def _shape(a, b, out, names, tensors) -> tuple:
     given, tensors = names.split(), tensors or ()
     values = dict(zip(given[len(given) - len(tensors) :], tensors, strict=True))
     if torch.is_grad_enabled():
-        autograd.refuse_out(a, b, out, values)
+        eager.refuse_out(a, b, out, values)
     return checks.check_shapes(a, b, out, values)
 
 

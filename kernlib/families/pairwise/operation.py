@@ -13,7 +13,7 @@ import torch
 from kernlib.errors import KernlibError
 from kernlib.families.pairwise import checks, plans, stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import choose as kinds
+from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.families.pairwise.request import Request, is_empty, problem_of
@@ -317,7 +317,7 @@ def specs(
         return plans.specs_of(plans.lower(request, call, device))
     problem, strides = problem_of(request, call)
     permitted = plans.precision(descriptor) or "fp32"
-    return kinds.specs(descriptor, problem, arch, strides, permitted)
+    return choose.specs(descriptor, problem, arch, strides, permitted)
 
 
 def choices(descriptor: Pairwise, a, b=None, *more, **arguments) -> Candidates:
@@ -334,4 +334,4 @@ def choices(descriptor: Pairwise, a, b=None, *more, **arguments) -> Candidates:
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
     """Every kernel that lowering can choose for a descriptor and inputs of ``dtypes``."""
-    return kinds.variants(descriptor, arch, tuple(checks.DTYPES[dtype] for dtype in dtypes))
+    return choose.variants(descriptor, arch, tuple(checks.DTYPES[dtype] for dtype in dtypes))

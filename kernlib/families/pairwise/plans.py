@@ -8,7 +8,7 @@ import torch
 
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import choose as kinds
+from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
 from kernlib.jit import tuning
@@ -77,10 +77,10 @@ def lower(request: Request, call: checks.Call, device: int) -> Launches:
     problem, strides = problem_of(request, call)
     descriptor, arch, gpu = request.descriptor, arch_of(device), model(device)
     permitted, tuned = precision(descriptor) or "fp32", None
-    if len(kinds.candidates(descriptor, problem, arch, permitted)) > 1:
+    if len(choose.candidates(descriptor, problem, arch, permitted)) > 1:
         tuned = tuning.choice(descriptor.family, gpu, tuning_signature(descriptor, problem))
     count = gpu.multiprocessors
-    return kinds.lower(descriptor, problem, arch, count, strides, permitted, tuned)
+    return choose.lower(descriptor, problem, arch, count, strides, permitted, tuned)
 
 
 def specs_of(lowered: Launches) -> list[KernelSpec]:
@@ -93,7 +93,7 @@ def specs_of(lowered: Launches) -> list[KernelSpec]:
 def precision(descriptor: Pairwise) -> str | None:
     """What the products of float32 tensors may be, where a kernel takes products: "fp32" or "tf32";
     "bf16" permits "tf32" too, which is what the kernels make of it."""
-    if not kinds.takes_products(descriptor):
+    if not choose.takes_products(descriptor):
         return None
     permitted = descriptor.precision or float32_precision()
     return "fp32" if permitted == "fp32" else "tf32"

@@ -10,11 +10,10 @@ import torch
 
 from kernlib.canonical import encode
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse import checks, plans
-from kernlib.families.sparse import operation as op
+from kernlib.families.sparse import checks, operation, plans
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.gradients import PLAIN, parts, transpose_for
-from kernlib.families.sparse.lowering import choose as lowering
+from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime.arguments import (
@@ -80,17 +79,17 @@ def prepare(request: Request) -> None:
     call = request.check()
     if call.device.type == "meta":
         raise UnsupportedError("tensors on meta are on no GPU to prepare: see kernlib.compile")
-    if op.by_reference(call, request.x, request.parameters):
+    if operation.by_reference(call, request.x, request.parameters):
         return
     fused = request.fused()
-    if op.find_plan(*fused) is None:
-        op.make_plan(*fused, call)
-    if op.find_plan(*fused).launch is None and request.w.format != "dense" and call.columns:
+    if operation.find_plan(*fused) is None:
+        operation.make_plan(*fused, call)
+    if operation.find_plan(*fused).launch is None and request.w.format != "dense" and call.columns:
         request.w.to_dense()  # which loads the kernel that lays it out
     if request.recorded() and request.x.requires_grad and call.columns:
         back, grad = _gradient(request, call)
-        if back is not None and op.find_plan(PLAIN, back, grad, None, {}) is None:
-            op.make_plan(
+        if back is not None and operation.find_plan(PLAIN, back, grad, None, {}) is None:
+            operation.make_plan(
                 PLAIN, back, grad, None, {}, checks.check_call(PLAIN, back, grad, None, {})
             )
 
@@ -103,7 +102,7 @@ def _gradient(request: Request, call: checks.Call) -> tuple[SparseMatrix | None,
 
 def prepared(request: Request) -> bool:
     """Whether the plan of a request is there, and no other is needed."""
-    return not request.recorded() and op.find_plan(*request.fused()) is not None
+    return not request.recorded() and operation.find_plan(*request.fused()) is not None
 
 
 def specs(request: Request, arch: str, device: int | None) -> list[KernelSpec]:
@@ -133,8 +132,8 @@ def variants(
     made = parts(descriptor)
     found = []
     for epilogue in (descriptor.epilogue, made.product.epilogue, ()):
-        for name in lowering.FORMATS:
-            found += lowering.variants(name, epilogue, names, arch)
+        for name in choose.FORMATS:
+            found += choose.variants(name, epilogue, names, arch)
     return list(dict.fromkeys(found))
 
 
@@ -163,6 +162,6 @@ def _trial(request: Request, call: checks.Call):
     scratch = request.x.new_empty(call.out_shape)
     if out is not None:
         scratch = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-    run = partial(op.execute, *request[:3], scratch, request.parameters)
+    run = partial(operation.execute, *request[:3], scratch, request.parameters)
     run()
     return run

@@ -14,8 +14,7 @@ from functools import lru_cache
 import torch
 
 from kernlib.descriptors.epilogues import Bias
-from kernlib.families.sparse import operation as op
-from kernlib.families.sparse import reference
+from kernlib.families.sparse import operation, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.tensors import check_unwritten, state_of
@@ -40,14 +39,14 @@ def parts(descriptor: SparseMatmul) -> Parts:
 def product(w: SparseMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``W x + bias``, ``bias`` or None."""
     if bias is None:
-        return op.execute(PLAIN, w, x, None, {})
-    return op.execute(BIASED, w, x, None, {"bias": bias})
+        return operation.execute(PLAIN, w, x, None, {})
+    return operation.execute(BIASED, w, x, None, {"bias": bias})
 
 
 def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor) -> torch.Tensor:
     """``W^T y`` for y (..., R): by W^T, compressed, if there is one and y is FEW vectors."""
     if turned is not None and _few(w, y):
-        return op.execute(PLAIN, turned, y, None, {})
+        return operation.execute(PLAIN, turned, y, None, {})
     from kernlib.families.sparse.plans import by_dense, laid_out
 
     dense = laid_out(w).t()
@@ -99,7 +98,7 @@ def known(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> tor
     if type(x) not in ORDINARY and stand_ins(x):
         return None
     operands = made.operands(parameters)
-    plan = op.find_plan(made.product, w, x, None, operands)
+    plan = operation.find_plan(made.product, w, x, None, operands)
     if plan is None:
         return None
     return made.finish(_Product.apply(x, operands.get("bias"), w, plan), parameters)
@@ -112,7 +111,7 @@ class _Product(torch.autograd.Function):
         if plan is None:
             return product(w, x, bias)
         descriptor, given = (PLAIN, {}) if bias is None else (BIASED, {"bias": bias})
-        return op.by_plan(plan, descriptor, w, x, None, given)
+        return operation.by_plan(plan, descriptor, w, x, None, given)
 
     @staticmethod
     def backward(ctx, grad):

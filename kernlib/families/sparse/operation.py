@@ -139,9 +139,9 @@ def _run_recorded(descriptor: SparseMatmul, w, x, out, parameters: dict) -> torc
     refuse_out_of_recorded(out)
     eager = forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
     if eager:
-        from kernlib.families.sparse import gradients as autograd
+        from kernlib.families.sparse import gradients
 
-        known = autograd.known(descriptor, w, x, parameters)
+        known = gradients.known(descriptor, w, x, parameters)
         if known is not None:
             return known
     if stand_ins(x, *w.operands):
@@ -152,7 +152,7 @@ def _run_recorded(descriptor: SparseMatmul, w, x, out, parameters: dict) -> torc
     if forward_ad._current_level >= 0 or by_reference(call, x, parameters):
         return _reference(descriptor, w, x, out, parameters)
     if eager:
-        return autograd.recorded(descriptor, w, x, parameters)
+        return gradients.recorded(descriptor, w, x, parameters)
     from kernlib.families.sparse import operators
 
     return operators.recorded(descriptor, w, x, parameters)

@@ -13,9 +13,7 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.sparse import checks, reference
-from kernlib.families.sparse import gradients as autograd
-from kernlib.families.sparse import operation as op
+from kernlib.families.sparse import checks, gradients, operation, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.matrix import SparseMatrix, parse_layout
@@ -64,7 +62,7 @@ def recorded(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> 
 def _recorded(descriptor, x, matrix: tuple, parameters: dict, debug: bool) -> torch.Tensor:
     """The product with the leading bias by its operator, the other epilogues by torch's own on the
     rounded result."""
-    made = autograd.parts(descriptor)
+    made = gradients.parts(descriptor)
     bias = made.operands(parameters).get("bias")
     return made.finish(product(x, *matrix, bias, False, debug), parameters)
 
@@ -74,15 +72,17 @@ def _whole(
 ):
     w = fitted(layout, matrix)
     with events.on_stderr() if debug else nullcontext():
-        return op.execute(from_text(descriptor), w, x, None, by_name(names, numbers, tensors))
+        return operation.execute(
+            from_text(descriptor), w, x, None, by_name(names, numbers, tensors)
+        )
 
 
 def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, debug):
     w = fitted(layout, matrix)
     with events.on_stderr() if debug else nullcontext():
         if not turned:
-            return autograd.product(w, x, bias)
-        return autograd.turned_product(w, _given_transpose(w, transposed_layout, transposed), x)
+            return gradients.product(w, x, bias)
+        return gradients.turned_product(w, _given_transpose(w, transposed_layout, transposed), x)
 
 
 def _given_transpose(w: SparseMatrix, layout: str, tensors: list) -> SparseMatrix | None:
@@ -144,7 +144,7 @@ def _backward(ctx, grad):
     if ctx.needs_input_grad[0]:
         to_x = product(grad, *lists, layout, transposed_layout, None, not turned, debug)
     if ctx.needs_input_grad[5]:
-        to_bias = autograd.bias_gradient(grad)
+        to_bias = gradients.bias_gradient(grad)
     constant = [[None] * len(tensors) for tensors in lists]
     return to_x, *constant, None, None, to_bias, None, None
 

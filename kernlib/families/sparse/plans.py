@@ -13,7 +13,7 @@ from kernlib.descriptors.epilogues import Bias
 from kernlib.families.sparse import reference
 from kernlib.families.sparse.checks import Call
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.families.sparse.lowering import choose as lowering
+from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.lowering.steps import Lowered
@@ -108,18 +108,18 @@ def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
 
 def by_kernels(call: Call, w: SparseMatrix, problem: Problem, arch: str) -> bool:
     """Whether a format's kernels compute a call; the rest is cuBLAS's."""
-    if 0 in (call.columns, *w.shape) or w.format not in lowering.FORMATS:
+    if 0 in (call.columns, *w.shape) or w.format not in choose.FORMATS:
         return False
-    if call.columns > lowering.module_of(w.format).MOST_COLUMNS:
+    if call.columns > choose.module_of(w.format).MOST_COLUMNS:
         return False
-    return lowering.takes(w.format, problem, arch)
+    return choose.takes(w.format, problem, arch)
 
 
 def lower(epilogue: tuple, call: Call, w: SparseMatrix, problem: Problem, arch: str, count: int):
     """The kernels of a call on GPUs of an arch with ``count`` multiprocessors; None for cuBLAS."""
     if not by_kernels(call, w, problem, arch):
         return None
-    return lowering.lower(w.format, epilogue, problem, arch, count)
+    return choose.lower(w.format, epilogue, problem, arch, count)
 
 
 def plan(
@@ -158,7 +158,7 @@ def _launches(
     names = tuple(w.tensors)
     operands = (*names, "x", "out", *(f"vector{index}" for index in range(vectors)))
     wanted = lowered.steps
-    if w.frozen and wanted and lowering.reads_ahead(w.format, arch):
+    if w.frozen and wanted and choose.reads_ahead(w.format, arch):
         wanted = (wanted[0]._replace(overlaps=True), *wanted[1:])
     steps, inner = load_steps(wanted, operands, x.get_device())
     launch = launcher(steps, inner, x.device, lowered.workspace)

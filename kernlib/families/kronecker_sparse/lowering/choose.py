@@ -17,10 +17,14 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.lowering import hopper, interleaved, portable
-from kernlib.families.kronecker_sparse.lowering import transpose as turn
-from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
-from kernlib.families.kronecker_sparse.lowering import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.lowering import (
+    hopper,
+    interleaved,
+    portable,
+    transpose,
+    via_batch_last,
+    weight_gradient,
+)
 from kernlib.families.kronecker_sparse.lowering.problem import (
     DEEP,
     Choice,
@@ -50,7 +54,7 @@ __all__ = [
 
 # By preference: untuned, a problem goes to the first kind that has a candidate for it, but to
 # `transposed` where that pays and to `portable` if it is small.
-_MODULES = (turn, gradient, interleaved, transposed, hopper, portable)
+_MODULES = (transpose, weight_gradient, interleaved, via_batch_last, hopper, portable)
 KINDS: dict[str, ModuleType] = {kind.KIND: kind for kind in _MODULES}
 
 
@@ -79,8 +83,10 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     ]
     if is_small(problem):
         return sorted(known, key=lambda choice: choice["kind"] != portable.KIND)
-    if any(choice["kind"] == transposed.KIND for choice in known) and transposed.pays(problem):
-        return sorted(known, key=lambda choice: choice["kind"] != transposed.KIND)
+    if any(choice["kind"] == via_batch_last.KIND for choice in known) and via_batch_last.pays(
+        problem
+    ):
+        return sorted(known, key=lambda choice: choice["kind"] != via_batch_last.KIND)
     return known
 
 

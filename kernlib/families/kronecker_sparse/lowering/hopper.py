@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
-from kernlib.families.kronecker_sparse.lowering import pack as packing
+from kernlib.families.kronecker_sparse.lowering import hopper_common, pack
 from kernlib.families.kronecker_sparse.lowering.problem import Choice, Problem, ceil, is_deep
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering import tma as maps
+from kernlib.lowering import tma
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
@@ -58,13 +57,13 @@ class Sizes(NamedTuple):
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The widths of tile for a problem, none if it is not one of this kernel's."""
-    if arch != wgmma.ARCH or _batch_last(problem) is None:
+    if arch != hopper_common.ARCH or _batch_last(problem) is None:
         return []
     known = _columns(problem.dtype, problem.precision, problem.columns)
     return [{"columns": columns} for columns in known]
 
 
-default = wgmma.default
+default = hopper_common.default
 
 
 def lower(
@@ -94,7 +93,7 @@ def lower(
     )
     if not variant.packed:
         return Lowered((main,))
-    return Lowered((packing.step(problem, packed), main), packed.workspace(problem))
+    return Lowered((pack.step(problem, packed), main), packed.workspace(problem))
 
 
 def specs(
@@ -102,7 +101,7 @@ def specs(
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a choice."""
     variant = _variant(problem, int(choice["columns"]))
-    return [packing.chosen(problem, _packing(variant))] * variant.packed + [spec(epilogue, variant)]
+    return [pack.chosen(problem, _packing(variant))] * variant.packed + [spec(epilogue, variant)]
 
 
 def variants(
@@ -110,7 +109,7 @@ def variants(
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and their
     gradients, and ``kinds`` of numbers: (dtype, precision)."""
-    if arch != wgmma.ARCH:
+    if arch != hopper_common.ARCH:
         return []
     products = [
         Variant(dtype, precision, batch_last, columns, resident, packed)
@@ -126,14 +125,16 @@ def variants(
         Variant(dtype, precision, batch_last, columns, resident, packed)
         for dtype, precision in kinds
         for columns in _columns(dtype, precision, sizes[1])
-        for resident in {_resident(dtype, precision, columns, n * wgmma.row(dtype)) for n in BLOCKS}
+        for resident in {
+            _resident(dtype, precision, columns, n * hopper_common.row(dtype)) for n in BLOCKS
+        }
         for batch_last in ((False, True) if sizes[1] == 1 else (False,))
         for packed in _packed(dtype)
     ]
     found = [spec(epilogue, variant) for variant in products for epilogue in epilogues]
     found += [spec((), variant) for variant in gradients]
     packed = [_packing(variant) for variant in products + gradients if variant.packed]
-    found += [spec for each in dict.fromkeys(packed) for spec in packing.specs(each)]
+    found += [spec for each in dict.fromkeys(packed) for spec in pack.specs(each)]
     return list(dict.fromkeys(found))
 
 
@@ -152,11 +153,11 @@ def _packed(dtype: str) -> tuple[bool, ...]:
 def _columns(dtype: str, precision: str, count: int) -> list[int]:
     """Widths of tile by preference: one tile where it holds all columns, else those that pad them
     least, of whole 128-byte rows."""
-    known = COLUMNS[wgmma.products(dtype, precision)]
+    known = COLUMNS[hopper_common.products(dtype, precision)]
     single = [columns for columns in known if columns >= count]
     if single:
         return single[:1]
-    row, least = wgmma.row(dtype), known[-1] // 2
+    row, least = hopper_common.row(dtype), known[-1] // 2
     whole = [columns for columns in known if columns % row == 0 and columns >= least]
     return sorted(whole, key=lambda columns: (ceil(count, columns) * columns, -columns))
 
@@ -165,30 +166,30 @@ def _batch_last(problem: Problem) -> bool | None:
     """Whether rows lie side by side; None for what the copy engine or the tiles do not take."""
     rows, depth = problem.rows, problem.depth
     tiles = ceil(rows, TILE_ROWS) * ceil(problem.columns, 16) * problem.blocks * problem.lanes
-    if is_deep(problem) or tiles > wgmma.MAX_TILES:
+    if is_deep(problem) or tiles > hopper_common.MAX_TILES:
         return None
     left, out = problem.left, problem.out
     if (
         rows > 1
         and left.line == out.row == 1
-        and wgmma.addresses(problem, *_extents(problem, True))
+        and hopper_common.addresses(problem, *_extents(problem, True))
     ):
         return True
     first = problem.lanes == 1 and (left.depth == 1 or depth == 1)
     first = first and (out.column == 1 or problem.columns == 1)
-    return False if first and wgmma.addresses(problem, *_extents(problem, False)) else None
+    return False if first and hopper_common.addresses(problem, *_extents(problem, False)) else None
 
 
-def _extents(problem: Problem, batch_last: bool) -> tuple[maps.Extent, maps.Extent]:
+def _extents(problem: Problem, batch_last: bool) -> tuple[tma.Extent, tma.Extent]:
     """Of x and of y."""
     left, out, lanes, blocks = problem.left, problem.out, problem.lanes, problem.blocks
     rows, columns, depth = problem.rows, problem.columns, problem.depth
     if batch_last:
-        x = maps.Extent((rows, lanes, depth, blocks), (left.lane, left.depth, left.block))
-        y = maps.Extent((rows, lanes, columns, blocks), (out.lane, out.column, out.block))
+        x = tma.Extent((rows, lanes, depth, blocks), (left.lane, left.depth, left.block))
+        y = tma.Extent((rows, lanes, columns, blocks), (out.lane, out.column, out.block))
     else:
-        x = maps.Extent((depth, lanes, rows, blocks), (left.lane, left.line, left.block))
-        y = maps.Extent((columns, lanes, rows, blocks), (out.lane, out.row, out.block))
+        x = tma.Extent((depth, lanes, rows, blocks), (left.lane, left.line, left.block))
+        y = tma.Extent((columns, lanes, rows, blocks), (out.lane, out.row, out.block))
     return x, y
 
 
@@ -205,45 +206,45 @@ def _is_packed_already(problem: Problem) -> bool:
     """Whether a weight's rows can be copied as they are: depths side by side."""
     side_by_side = problem.right.depth == 1 or problem.depth == 1
     alignment, extent = problem.right.alignment, _weight_extent(problem)
-    return side_by_side and maps.addressable(problem.dtype, alignment, extent)
+    return side_by_side and tma.addressable(problem.dtype, alignment, extent)
 
 
-def _weight_extent(problem: Problem) -> maps.Extent:
+def _weight_extent(problem: Problem) -> tma.Extent:
     right, lanes, blocks = problem.right, problem.lanes, problem.blocks
     sizes = (problem.depth, lanes, problem.columns, blocks)
-    return maps.Extent(sizes, (right.lane, right.line, right.block))
+    return tma.Extent(sizes, (right.lane, right.line, right.block))
 
 
 def _resident(dtype: str, precision: str, columns: int, depth: int) -> int:
     """Blocks of the weight that stay in shared memory, 0 if they do not fit."""
-    blocks = ceil(depth, wgmma.row(dtype))
+    blocks = ceil(depth, hopper_common.row(dtype))
     count = next((count for count in RESIDENT if blocks <= count), 0)
     return count if count * _block_bytes(dtype, precision, columns) <= RESIDENT_BYTES else 0
 
 
 def _block_bytes(dtype: str, precision: str, columns: int) -> int:
     """Of a block of the weight along its depth, packed or not."""
-    products = wgmma.products(dtype, precision)
-    return packing.Packing(dtype, columns, wgmma.row(dtype), 1, products).stage_bytes
+    products = hopper_common.products(dtype, precision)
+    return pack.Packing(dtype, columns, hopper_common.row(dtype), 1, products).stage_bytes
 
 
-def _packing(variant: Variant) -> packing.Packing:
-    dtype, depth = variant.dtype, wgmma.row(variant.dtype)
-    products = wgmma.products(dtype, variant.precision)
+def _packing(variant: Variant) -> pack.Packing:
+    dtype, depth = variant.dtype, hopper_common.row(variant.dtype)
+    products = hopper_common.products(dtype, variant.precision)
     order = BATCH_LAST_ORDER if dtype == "float32" and variant.batch_last else (0,)
-    return packing.Packing(dtype, variant.columns, depth, 1, products, order)
+    return pack.Packing(dtype, variant.columns, depth, 1, products, order)
 
 
 def shared_memory(variant: Variant) -> Sizes:
     """Stages and staged parts of y that fit: of the latter those of two tiles, if four stages are
     left, else of fewer."""
     dtype, precision, batch_last, columns, resident, _ = variant
-    row, weights = wgmma.row(dtype), _block_bytes(dtype, precision, columns)
-    stage = TILE_ROWS * wgmma.ROW_BYTES + (0 if resident else weights)
-    part = (min(columns, row) * 64 // row if batch_last else 64) * wgmma.ROW_BYTES
+    row, weights = hopper_common.row(dtype), _block_bytes(dtype, precision, columns)
+    stage = TILE_ROWS * hopper_common.ROW_BYTES + (0 if resident else weights)
+    part = (min(columns, row) * 64 // row if batch_last else 64) * hopper_common.ROW_BYTES
     whole = 2 * ceil(columns, row)
     for parts in sorted({max(2, whole), 4, 2}, reverse=True):
-        count, shared = wgmma.stages(resident * weights + 2 * parts * part, stage)
+        count, shared = hopper_common.stages(resident * weights + 2 * parts * part, stage)
         if count >= 4 or parts == 2:
             break
     return Sizes(count, parts, shared)
@@ -259,7 +260,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         "kronecker_sparse",
         _source(epilogue, variant, sizes),
         "kronecker_sparse_hopper",
-        wgmma.THREADS,
+        hopper_common.THREADS,
         sizes.shared_bytes,
         description=text.describe("kronecker_sparse", KIND, dtype, precision, words, epilogue),
     )
@@ -269,7 +270,7 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, sizes: Sizes) -> s
     """The generated CUDA text: types, ``Finish``, a few constants, the wgmma, one include."""
     dtype, precision, batch_last, columns, resident, packed = variant
     registers = dtype == "float32"
-    return f"""{wgmma.preamble(dtype, epilogue)}
+    return f"""{hopper_common.preamble(dtype, epilogue)}
 constexpr bool BATCH_LAST = {str(batch_last).lower()};
 constexpr int TILE_COLUMNS = {columns};
 constexpr int STAGES = {sizes.stages};
@@ -279,7 +280,7 @@ constexpr int PARAMETER_BYTES = {_parameters(epilogue, variant).size};
 constexpr bool RIGHT_LINES = false;
 #define PARTIAL 0
 #define PACKED {int(packed)}
-#define PRODUCTS {wgmma.products(dtype, precision)}
+#define PRODUCTS {hopper_common.products(dtype, precision)}
 #define HALF_INPUT {int(dtype != "float32")}
 
 {multiply(dtype, columns, registers, batch_last)}
@@ -287,17 +288,17 @@ constexpr bool RIGHT_LINES = false;
 """
 
 
-def _parameters(epilogue: tuple[Epilogue, ...], variant: Variant) -> wgmma.Parameters:
+def _parameters(epilogue: tuple[Epilogue, ...], variant: Variant) -> hopper_common.Parameters:
     count = 2 if variant.packed else 3
-    return wgmma.Parameters(count, int(variant.packed), FIXED, epilogue)
+    return hopper_common.Parameters(count, int(variant.packed), FIXED, epilogue)
 
 
 def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
     """Maps of x, of y and, if it is not packed, of the weight."""
-    dtype, row, columns = variant.dtype, wgmma.row(variant.dtype), variant.columns
+    dtype, row, columns = variant.dtype, hopper_common.row(variant.dtype), variant.columns
     x, y = _extents(problem, variant.batch_last)
     lines = (row, min(columns, row)) if variant.batch_last else (TILE_ROWS, 64)
     found = [(x, lines[0]), (y, lines[1])]
     if not variant.packed:
         found.append((_weight_extent(problem), columns))
-    return tuple(maps.tensor_map(dtype, extent, (row, 1, count, 1)) for extent, count in found)
+    return tuple(tma.tensor_map(dtype, extent, (row, 1, count, 1)) for extent, count in found)

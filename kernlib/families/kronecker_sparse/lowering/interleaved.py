@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
-from kernlib.families.kronecker_sparse.lowering import pack as packing
+from kernlib.families.kronecker_sparse.lowering import hopper_common, pack
 from kernlib.families.kronecker_sparse.lowering.problem import Choice, Problem, ceil, is_deep
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering import tma as maps
+from kernlib.lowering import tma
 from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
@@ -86,12 +85,12 @@ SHAPES = {
 
 def shapes(dtype: str, precision: str) -> dict[Shape, Tiling]:
     """The tiles of a kind of numbers."""
-    return SHAPES[wgmma.products(dtype, precision), TYPES[dtype][1]]
+    return SHAPES[hopper_common.products(dtype, precision), TYPES[dtype][1]]
 
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The widths of tile for a problem, none if it is not one of this kernel's."""
-    shape = _shape(problem) if arch == wgmma.ARCH else None
+    shape = _shape(problem) if arch == hopper_common.ARCH else None
     if shape is None:
         return []
     return [
@@ -100,7 +99,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     ]
 
 
-default = wgmma.default
+default = hopper_common.default
 
 
 def lower(
@@ -129,7 +128,7 @@ def lower(
         text.scalar_count(epilogue),
         _maps(problem, variant) if variant.shape.merged else (),
     )  # fmt: skip
-    return Lowered((packing.step(problem, packed), main), packed.workspace(problem))
+    return Lowered((pack.step(problem, packed), main), packed.workspace(problem))
 
 
 def specs(
@@ -137,7 +136,7 @@ def specs(
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a choice."""
     variant = _variant(problem, int(choice["columns"]))
-    return [packing.chosen(problem, _packing(variant)), spec(epilogue, variant)]
+    return [pack.chosen(problem, _packing(variant)), spec(epilogue, variant)]
 
 
 def variants(
@@ -145,7 +144,7 @@ def variants(
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and their
     gradients, and ``kinds`` of numbers: (dtype, precision)."""
-    if arch != wgmma.ARCH:
+    if arch != hopper_common.ARCH:
         return []
     made = [
         Variant(dtype, precision, shape, columns)
@@ -156,7 +155,7 @@ def variants(
     ]
     found = [spec(epilogue, variant) for variant in made for epilogue in epilogues]
     packed = dict.fromkeys(_packing(variant) for variant in made)
-    found += [spec for each in packed for spec in packing.specs(each)]
+    found += [spec for each in packed for spec in pack.specs(each)]
     return list(dict.fromkeys(found))
 
 
@@ -172,7 +171,7 @@ def _shape(problem: Problem) -> Shape | None:
     if d == 1 or left.lane != 1 or out.lane != 1 or is_deep(problem):
         return None
     tiles = ceil(problem.rows, 64) * ceil(problem.columns, 16) * problem.blocks * d
-    if tiles > wgmma.MAX_TILES or problem.columns * problem.blocks * d > MAX_FEATURES:
+    if tiles > hopper_common.MAX_TILES or problem.columns * problem.blocks * d > MAX_FEATURES:
         return None
     whole = (left.depth == d or problem.depth == 1) and (out.column == d or problem.columns == 1)
     for shape in shapes(problem.dtype, problem.precision):
@@ -180,21 +179,21 @@ def _shape(problem: Problem) -> Shape | None:
             continue
         if not shape.merged and d < shape.span // 2:
             continue
-        if wgmma.addresses(problem, *_extents(problem, shape)):
+        if hopper_common.addresses(problem, *_extents(problem, shape)):
             return shape
     return None
 
 
-def _extents(problem: Problem, shape: Shape) -> tuple[maps.Extent, maps.Extent]:
+def _extents(problem: Problem, shape: Shape) -> tuple[tma.Extent, tma.Extent]:
     """Of x and of y; threads that copy chunks of 16 bytes ask the same of them as maps do."""
     left, out, d = problem.left, problem.out, problem.lanes
     rows, columns, depth, blocks = problem.rows, problem.columns, problem.depth, problem.blocks
     if shape.merged:
-        x = maps.Extent((depth * d, blocks, rows, 1), (left.block, left.line, 0))
-        y = maps.Extent((columns * d, blocks, rows, 1), (out.block, out.row, 0))
+        x = tma.Extent((depth * d, blocks, rows, 1), (left.block, left.line, 0))
+        y = tma.Extent((columns * d, blocks, rows, 1), (out.block, out.row, 0))
     else:
-        x = maps.Extent((d, depth, blocks, rows), (left.depth, left.block, left.line))
-        y = maps.Extent((d, columns, blocks, rows), (out.column, out.block, out.row))
+        x = tma.Extent((d, depth, blocks, rows), (left.depth, left.block, left.line))
+        y = tma.Extent((d, columns, blocks, rows), (out.column, out.block, out.row))
     return x, y
 
 
@@ -223,11 +222,11 @@ def depth_order(dtype: str, shape: Shape) -> tuple[int, ...]:
     )
 
 
-def _packing(variant: Variant) -> packing.Packing:
+def _packing(variant: Variant) -> pack.Packing:
     dtype, precision, shape, columns = variant
-    products, order = wgmma.products(dtype, precision), depth_order(dtype, shape)
+    products, order = hopper_common.products(dtype, precision), depth_order(dtype, shape)
     depth = shapes(dtype, precision)[shape].depth
-    return packing.Packing(dtype, columns, depth, shape.span, products, order)
+    return pack.Packing(dtype, columns, depth, shape.span, products, order)
 
 
 def shared_memory(variant: Variant) -> tuple[int, int]:
@@ -237,7 +236,7 @@ def shared_memory(variant: Variant) -> tuple[int, int]:
     packed = _packing(variant)
     stage = rows * packed.depth * span * itemsize + packed.stage_bytes
     staged = min(rows * variant.columns * span * itemsize, OUT_BYTES)
-    return wgmma.stages(staged, stage)
+    return hopper_common.stages(staged, stage)
 
 
 def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
@@ -249,7 +248,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         "kronecker_sparse",
         _source(epilogue, variant, stages),
         "kronecker_sparse_interleaved",
-        wgmma.THREADS,
+        hopper_common.THREADS,
         shared,
         description=text.describe("kronecker_sparse", KIND, dtype, precision, words, epilogue),
     )
@@ -260,7 +259,7 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> st
     dtype, precision, shape, columns = variant
     # 128 accumulators of TF32 leave no registers for epilogues: half types are packed first.
     full = dtype == "float32" and columns * shape.lanes == 256
-    return f"""{wgmma.preamble(dtype, epilogue, staged=full)}
+    return f"""{hopper_common.preamble(dtype, epilogue, staged=full)}
 constexpr int LANES = {shape.lanes};
 constexpr int HALVES = {shape.halves};
 constexpr int TILE_COLUMNS = {columns};
@@ -268,7 +267,7 @@ constexpr int TILE_DEPTH = {shapes(dtype, precision)[shape].depth};
 constexpr int STAGES = {stages};
 constexpr int PARAMETER_BYTES = {_parameters(epilogue, shape).size};
 #define MERGED {int(shape.merged)}
-#define PRODUCTS {wgmma.products(dtype, precision)}
+#define PRODUCTS {hopper_common.products(dtype, precision)}
 #define HALF_INPUT {int(dtype != "float32")}
 
 {multiply(dtype, columns, True)}
@@ -276,10 +275,10 @@ constexpr int PARAMETER_BYTES = {_parameters(epilogue, shape).size};
 """
 
 
-def _parameters(epilogue: tuple[Epilogue, ...], shape: Shape) -> wgmma.Parameters:
+def _parameters(epilogue: tuple[Epilogue, ...], shape: Shape) -> hopper_common.Parameters:
     if shape.merged:
-        return wgmma.Parameters(2, 1, FIXED, epilogue)
-    return wgmma.Parameters(0, 3, STRIDES + FIXED.removeprefix("<"), epilogue)
+        return hopper_common.Parameters(2, 1, FIXED, epilogue)
+    return hopper_common.Parameters(0, 3, STRIDES + FIXED.removeprefix("<"), epilogue)
 
 
 def _strides(problem: Problem) -> tuple[int, ...]:
@@ -292,5 +291,6 @@ def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
     dtype, shape = variant.dtype, variant.shape
     pairs = zip(_extents(problem, shape), (shape.rows, 64), strict=True)
     return tuple(
-        maps.tensor_map(dtype, extent, (wgmma.row(dtype), 1, rows, 1)) for extent, rows in pairs
+        tma.tensor_map(dtype, extent, (hopper_common.row(dtype), 1, rows, 1))
+        for extent, rows in pairs
     )

@@ -12,8 +12,7 @@ import struct
 from types import ModuleType
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.lowering import portable
-from kernlib.families.kronecker_sparse.lowering import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.lowering import portable, weight_gradient
 from kernlib.families.kronecker_sparse.lowering.problem import (
     MAX_BLOCKS,
     Choice,
@@ -43,7 +42,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
 def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
     """Of the candidates the one taken untuned."""
     turned = _turned(problem)
-    kind = portable if "rows" in known[0] else gradient  # which chooses columns alone
+    kind = portable if "rows" in known[0] else weight_gradient  # which chooses columns alone
     return kind.default(turned, known, multiprocessors)
 
 
@@ -109,7 +108,7 @@ def is_flat(problem: Problem, count: int, lane: int, near: int, block: int) -> b
 
 def _inner(problem: Problem, arch: str) -> ModuleType:
     """The kind that sums the turned problem."""
-    return gradient if gradient.candidates(_turned(problem), arch) else portable
+    return weight_gradient if weight_gradient.candidates(_turned(problem), arch) else portable
 
 
 def pitch(dtype: str, count: int) -> int:

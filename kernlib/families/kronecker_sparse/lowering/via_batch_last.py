@@ -22,9 +22,7 @@ and 44.3; (1, 256, 256, 16) 0.238 and 0.345, 0.608 and 0.704, 1.26 and 0.989.
 from __future__ import annotations
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
-from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
-from kernlib.families.kronecker_sparse.lowering import transpose as turn
+from kernlib.families.kronecker_sparse.lowering import hopper, hopper_common, interleaved, transpose
 from kernlib.families.kronecker_sparse.lowering.problem import (
     Choice,
     Layout,
@@ -60,7 +58,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     return known[0] if all(known) else []
 
 
-default = wgmma.default
+default = hopper_common.default
 
 
 def pays(problem: Problem) -> bool:
@@ -79,7 +77,7 @@ def lower(
     """The launches of a call: the weight packed, then of each slice of the batch x transposed, the
     product, and its result transposed back."""
     rows = slice_rows(problem)
-    x, y = (turn.size(problem.dtype, count, rows) for count in _features(problem))
+    x, y = (transpose.size(problem.dtype, count, rows) for count in _features(problem))
     places = {"left": 0, "out": x, "workspace": x + y}
     steps: list[Step] = []
     for first, count in _slices(problem, rows):
@@ -89,7 +87,7 @@ def lower(
         before, after = _turns(problem, first, count, places)
         # Right before the product x is written, at whose first byte it would have to wait.
         product = inner.steps[-1]._replace(overlaps=False)
-        own = [turn.moved(step, places) for step in (*packing, product)]
+        own = [transpose.moved(step, places) for step in (*packing, product)]
         steps += [*own[:-1], before, own[-1], after]
     return Lowered(tuple(steps), x + y + inner.workspace)
 
@@ -99,28 +97,31 @@ def specs(
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a choice."""
     part = _part(problem, slice_rows(problem))
-    return [turn.spec(problem.dtype), *hopper.specs(epilogue, part, arch, choice)]
+    return [transpose.spec(problem.dtype), *hopper.specs(epilogue, part, arch, choice)]
 
 
 def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose besides those of the kind `hopper`."""
-    if arch != wgmma.ARCH:
+    if arch != hopper_common.ARCH:
         return []
-    return [turn.spec(dtype) for dtype in dict.fromkeys(dtype for dtype, _ in kinds)]
+    return [transpose.spec(dtype) for dtype in dict.fromkeys(dtype for dtype, _ in kinds)]
 
 
 def seconds(problem: Problem) -> tuple[float, float]:
     """What the model says of a problem: interleaved, and transposed."""
-    products, itemsize = wgmma.products(problem.dtype, problem.precision), TYPES[problem.dtype][1]
+    products, itemsize = (
+        hopper_common.products(problem.dtype, problem.precision),
+        TYPES[problem.dtype][1],
+    )
     depths, features = _features(problem)
     copies = 2 if products == 3 else 1  # of the packed weight
     weight = copies * depths * problem.columns * itemsize
     moved = problem.rows * (depths + features) * itemsize
     operations = 2 * problem.rows * depths * problem.columns
     shape = _shape(problem)
-    columns = interleaved.candidates(problem, wgmma.ARCH)[0]["columns"]
+    columns = interleaved.candidates(problem, hopper_common.ARCH)[0]["columns"]
     of_x = problem.rows * depths * itemsize * ceil(problem.columns, columns)
     of_l2 = of_x + weight * ceil(problem.rows, shape.rows)
     of_interleaved = max(
@@ -156,8 +157,8 @@ def _is_flat(problem: Problem) -> bool:
     if problem.rows == 1 or problem.depth == 1 or left.line < depths or out.row < features:
         return False
     return (
-        turn.is_flat(problem, problem.depth, left.lane, left.depth, left.block)
-        and turn.is_flat(problem, problem.columns, out.lane, out.column, out.block)
+        transpose.is_flat(problem, problem.depth, left.lane, left.depth, left.block)
+        and transpose.is_flat(problem, problem.columns, out.lane, out.column, out.block)
         and features % chunk == out.row % chunk == out.alignment % 16 == 0
     )
 
@@ -180,7 +181,7 @@ def _slices(problem: Problem, rows: int) -> list[tuple[int, int]]:
 
 def _part(problem: Problem, rows: int) -> Problem:
     """The product of a slice in the workspace: batch last, its rows padded to whole 16 bytes."""
-    d, pitch = problem.lanes, turn.pitch(problem.dtype, rows)
+    d, pitch = problem.lanes, transpose.pitch(problem.dtype, rows)
     left = Layout(problem.depth * d * pitch, pitch, 1, d * pitch)
     out = OutLayout(problem.columns * d * pitch, pitch, 1, d * pitch)
     return problem._replace(rows=pitch, left=left, out=out)
@@ -189,10 +190,10 @@ def _part(problem: Problem, rows: int) -> Problem:
 def _turns(problem: Problem, first: int, count: int, places: dict[str, int]) -> tuple[Step, Step]:
     """The launches that transpose a slice of x into the workspace, and its result out of it."""
     dtype, left, out = problem.dtype, problem.left, problem.out
-    itemsize, pitch = TYPES[dtype][1], turn.pitch(dtype, count)
+    itemsize, pitch = TYPES[dtype][1], transpose.pitch(dtype, count)
     depths, features = _features(problem)
     x = ("left", first * left.line * itemsize), ("workspace", places["left"])
     y = ("workspace", places["out"]), ("out", first * out.row * itemsize)
-    before = turn.step(dtype, (count, depths), (left.line, pitch), left.alignment, x)
-    after = turn.step(dtype, (features, count), (pitch, out.row), 16, y)
+    before = transpose.step(dtype, (count, depths), (left.line, pitch), left.alignment, x)
+    after = transpose.step(dtype, (features, count), (pitch, out.row), 16, y)
     return before, after

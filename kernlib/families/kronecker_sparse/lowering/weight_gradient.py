@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
-from kernlib.families.kronecker_sparse.lowering import portable
+from kernlib.families.kronecker_sparse.lowering import hopper_common, portable
 from kernlib.families.kronecker_sparse.lowering.hopper import FIXED, TILE_ROWS
 from kernlib.families.kronecker_sparse.lowering.problem import (
     Choice,
@@ -23,14 +22,14 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
 )
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering import tma as maps
+from kernlib.lowering import tma
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
 
 KIND = "gradient"
-TILE_DEPTH = wgmma.ROW_BYTES // 2
-PARAMETERS = wgmma.Parameters(2, 1, FIXED)
+TILE_DEPTH = hopper_common.ROW_BYTES // 2
+PARAMETERS = hopper_common.Parameters(2, 1, FIXED)
 COLUMNS = (16, 32, 48, 64, 96, 128, 192, 256)
 WHOLE_COLUMNS = (64, 128, 192, 256)  # of several tiles, or where columns lie side by side
 MIN_PART = 8  # blocks of depth; shorter parts wait more than they sum
@@ -47,15 +46,15 @@ class Variant(NamedTuple):
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The width of tile for a problem, none if it is not one of this kernel's."""
-    if arch != wgmma.ARCH or not is_deep(problem) or problem.dtype == "float32":
+    if arch != hopper_common.ARCH or not is_deep(problem) or problem.dtype == "float32":
         return []
     lines = _lines(problem)
-    if lines is None or _tiles(problem, 16) > wgmma.MAX_TILES:
+    if lines is None or _tiles(problem, 16) > hopper_common.MAX_TILES:
         return []
     return [{"columns": _columns(problem.columns, lines)}]
 
 
-default = wgmma.default
+default = hopper_common.default
 
 
 def lower(
@@ -108,7 +107,7 @@ def variants(
     """Every spec that :func:`lower` can choose for the gradients of weights of b x c blocks,
     ``sizes``, for products of few rows and their gradients by x, and ``kinds`` of numbers: (dtype,
     precision)."""
-    if arch != wgmma.ARCH:
+    if arch != hopper_common.ARCH:
         return []
     halves = [dtype for dtype, _ in kinds if dtype != "float32"]
     found = [
@@ -160,18 +159,18 @@ def _lines(problem: Problem) -> bool | None:
             continue
         pairs = ((left, problem.rows), (right, problem.columns))
         if all(
-            maps.addressable(problem.dtype, side.alignment, _extent(problem, side, count, lines))
+            tma.addressable(problem.dtype, side.alignment, _extent(problem, side, count, lines))
             for side, count in pairs
         ):
             return lines
     return None
 
 
-def _extent(problem: Problem, side: Layout, count: int, lines: bool) -> maps.Extent:
+def _extent(problem: Problem, side: Layout, count: int, lines: bool) -> tma.Extent:
     depth, lanes, blocks = problem.depth, problem.lanes, problem.blocks
     if lines:
-        return maps.Extent((count, lanes, depth, blocks), (side.lane, side.depth, side.block))
-    return maps.Extent((depth, lanes, count, blocks), (side.lane, side.line, side.block))
+        return tma.Extent((count, lanes, depth, blocks), (side.lane, side.depth, side.block))
+    return tma.Extent((depth, lanes, count, blocks), (side.lane, side.line, side.block))
 
 
 def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
@@ -179,7 +178,7 @@ def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
     dtype, lines, columns = variant
     sides = (problem.left, problem.rows, TILE_ROWS), (problem.right, problem.columns, columns)
     return tuple(
-        maps.tensor_map(
+        tma.tensor_map(
             dtype,
             _extent(problem, side, count, lines),
             (TILE_DEPTH, 1, TILE_DEPTH if lines else width, 1),
@@ -192,13 +191,13 @@ def spec(variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     dtype, lines, columns = variant
     width = ceil(columns, TILE_DEPTH) * TILE_DEPTH if lines else columns
-    stages, shared = wgmma.stages(0, (TILE_ROWS + width) * wgmma.ROW_BYTES)
+    stages, shared = hopper_common.stages(0, (TILE_ROWS + width) * hopper_common.ROW_BYTES)
     words = [f"{TILE_ROWS}x{columns}", "batch_first" if lines else "batch_last"]
     return KernelSpec(
         "kronecker_sparse",
         _source(variant, stages),
         "kronecker_sparse_hopper",
-        wgmma.THREADS,
+        hopper_common.THREADS,
         shared,
         description=text.describe("kronecker_sparse", KIND, dtype, "fp32", words, ()),
     )
@@ -207,7 +206,7 @@ def spec(variant: Variant) -> KernelSpec:
 def _source(variant: Variant, stages: int) -> str:
     """The generated CUDA text: types, a few constants, the wgmma, one include."""
     dtype, lines, columns = variant
-    return f"""{wgmma.preamble(dtype, ())}
+    return f"""{hopper_common.preamble(dtype, ())}
 constexpr bool BATCH_LAST = {str(lines).lower()};
 constexpr int TILE_COLUMNS = {columns};
 constexpr int STAGES = {stages};

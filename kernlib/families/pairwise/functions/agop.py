@@ -6,7 +6,7 @@ import torch
 
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.eager import Block, Call
 from kernlib.families.pairwise.gradients.weights import by_sums
 from kernlib.runtime.numbers import accumulator, check_kind, plain
@@ -30,7 +30,7 @@ def _sum_products(call: Call, total, x, z, coefficients, tensors: dict, centred:
     arguments that all have a batch, in its dtype."""
     outputs, (queries, features) = coefficients.shape[1], x.shape[1:]
     diagonal, largest = total.dim() == 2, max(z.shape[1], outputs * features)
-    for block in autograd.blocks(total.shape[0], queries, largest, autograd.BLOCK_ENTRIES):
+    for block in eager.blocks(total.shape[0], queries, largest, eager.BLOCK_ENTRIES):
         part = total[block.part]
         found = _gradients(call, block, len(part), x, z, coefficients, tensors)
         if centred:
@@ -53,17 +53,17 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
 
     rows, points, c = block.of(x), block.entries(z), block.entries(coefficients)
     values = call.numbers | {name: block.entries(t) for name, t in tensors.items()}
-    made = autograd.sums_of(call.descriptor, values)
+    made = eager.sums_of(call.descriptor, values)
     shape = max(t.shape[0] for t in (rows, points, c)), c.shape[1], *rows.shape[1:]
-    if autograd.is_plain(call.descriptor, values):
+    if eager.is_plain(call.descriptor, values):
         sides = max(rows.shape[0], points.shape[0])
         weights = x.new_ones(()).expand(sides, rows.shape[1], points.shape[1])
     else:
         weights = by_sums(call.descriptor, made, values, rows, points)
     if weights is None or 0 in (*weights.shape, *shape):
         return x.new_zeros(shape)
-    if autograd.by_formula(made):
-        each = [autograd.points_gradient(made, rows, points, weights * one[:, None], True)
+    if eager.by_formula(made):
+        each = [eager.points_gradient(made, rows, points, weights * one[:, None], True)
                 for one in c.unbind(1)]  # fmt: skip
         return torch.stack(each, 1)
     options = {"p": made.p, "inner_scale": made.scale, "first": True}
@@ -135,7 +135,7 @@ def agop(
 
 def _ready(t: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     t = (t[None] if t.dim() == 1 else t).to(wide)
-    return autograd.batched(materialised(t) if is_lazy(t) else t)
+    return eager.batched(materialised(t) if is_lazy(t) else t)
 
 
 # What may be wrong.

@@ -21,8 +21,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors.expression import VALUE
-from kernlib.families.pairwise import checks, stages
-from kernlib.families.pairwise import operation as op
+from kernlib.families.pairwise import checks, operation, stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula, products, weights
 from kernlib.families.pairwise.gradients.formula import Sums
@@ -92,7 +91,7 @@ class _Pairwise(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(a, b, *tensors)
         offsets = {"row_offset": call.row_offset, "col_offset": call.col_offset}
-        return op.run(call.descriptor, a, b, **offsets, **call.values(tensors))
+        return operation.run(call.descriptor, a, b, **offsets, **call.values(tensors))
 
     @staticmethod
     def backward(ctx, grad):
@@ -365,7 +364,7 @@ def _by_torch(shared: Backward, made: Sums, x, second, grad) -> tuple:
     """The same by torch, from the sums."""
     values = {name: v for name, v in shared.values.items() if name != "regularization"}
     leaves = {n: values[n].detach().requires_grad_() for n in shared.wanted if n in values}
-    s = batched(op.run(made.descriptor, x, second, **made.arguments()))
+    s = batched(operation.run(made.descriptor, x, second, **made.arguments()))
     grad3 = batched(grad).to(s.dtype)
     s = s.expand(grad3.shape)
     given, *found = weights.by_torch(
@@ -383,7 +382,7 @@ def _through_inner(shared: Backward, made: Sums, x, z, given) -> dict[str, torch
     logarithmic = exponent_sums(made)
     if logarithmic is not None:
         second = None if made.descriptor.symmetric else z
-        terms = op.run(logarithmic.descriptor, x, second, **logarithmic.arguments())
+        terms = operation.run(logarithmic.descriptor, x, second, **logarithmic.arguments())
         return {names[0]: weights.contracted(terms, given)}
     x, z, given = (batched(t) for t in (x, z, given))
     each = [v.expand(given.shape[0]) if isinstance(v, torch.Tensor) else v for v in made[1:]]

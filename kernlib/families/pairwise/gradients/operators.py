@@ -12,12 +12,10 @@ from __future__ import annotations
 import torch
 
 from kernlib.descriptors.text import from_text
-from kernlib.families.pairwise import checks
-from kernlib.families.pairwise import operation as op
+from kernlib.families.pairwise import checks, operation
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager as autograd
-from kernlib.families.pairwise.gradients import formula, weights
+from kernlib.families.pairwise.gradients import eager, formula, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.runtime.numbers import accumulator
 
@@ -37,15 +35,15 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     """A checked call, without ``out``, whose gradient is recorded. ``regularization`` is added
     where ``n - m == diagonal``."""
     wide = accumulator(a.dtype)
-    x = autograd.batched(a).to(wide)
-    z = None if b is None else autograd.batched(b).to(wide)
+    x = eager.batched(a).to(wide)
+    z = None if b is None else eager.batched(b).to(wide)
     placed = {
         k: v.to(a.device, wide) if isinstance(v, torch.Tensor) else v for k, v in values.items()
     }
     unit = weights.unit_of(descriptor, placed, wide)
     if unit is not None:
         x, z, placed, _ = weights.in_unit(unit, x, z, placed)
-    s = sums(autograd.sums_of(descriptor, placed), x, z)
+    s = sums(eager.sums_of(descriptor, placed), x, z)
     root = checks.follows_inner(descriptor, placed)
     v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal)
     flat = a.dim() == 2 and (b is None or b.dim() == 2) and v.shape[0] == 1
@@ -59,8 +57,8 @@ def sums(made: Sums, a, b) -> torch.Tensor:
 
 def points_gradient(made: Sums, x, z, weights, first: bool) -> torch.Tensor:
     """:func:`kernlib.families.pairwise.gradients.eager.points_gradient`, recorded."""
-    if autograd.by_formula(made):  # torch records it, as it would not inside of an operator
-        return autograd.points_gradient(made, x, z, weights, first)
+    if eager.by_formula(made):  # torch records it, as it would not inside of an operator
+        return eager.points_gradient(made, x, z, weights, first)
     return _gradient(x, z, weights, first, *_written(made))
 
 
@@ -82,12 +80,12 @@ def _read(descriptor: str, p_number, scale_number, p, scale) -> Sums:
 def _compute_sums(a, b, *inner) -> torch.Tensor:
     made = _read(*inner)
     with torch.no_grad():
-        return op.run(made.descriptor, a, b, **made.arguments())
+        return operation.run(made.descriptor, a, b, **made.arguments())
 
 
 def _compute_gradient(x, z, weights, first: bool, *inner) -> torch.Tensor:
     with torch.no_grad():
-        return autograd.points_gradient(_read(*inner), x, z, weights, first).contiguous()
+        return eager.points_gradient(_read(*inner), x, z, weights, first).contiguous()
 
 
 def _fake_sums(a, b, *inner):
@@ -143,7 +141,7 @@ def _inner_gradients(made: Sums, a, b, grad, needs: tuple) -> tuple:
     """Those with respect to exponent and scale."""
     if not any(needs):
         return None, None
-    logarithmic = autograd.exponent_sums(made)
+    logarithmic = eager.exponent_sums(made)
     if logarithmic is not None:
         found = (grad * sums(logarithmic, a, b)).sum((1, 2))
         return found.sum_to_size(made.p.shape), None

@@ -13,11 +13,11 @@ import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import stages
-from kernlib.families.pairwise.gradients import arguments as checks
+from kernlib.families.pairwise.gradients import arguments
 from kernlib.families.pairwise.gradients import point_products as products
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.lowering import gradient as lowering
-from kernlib.families.pairwise.lowering import gradient_tensor as tensor
+from kernlib.families.pairwise.lowering import gradient_tensor
 from kernlib.families.pairwise.lowering.direct import Layout
 from kernlib.runtime.launch import Plan, arch_of, load, model
 from kernlib.runtime.numbers import accumulator, host_value
@@ -76,7 +76,9 @@ def rule(problem: lowering.Problem) -> str:
     square = problem.operation == "Difference" and problem.slope == "SquareSlope"
     if square and problem.dtype != "float64" and size >= products.FEWEST:
         return "products"
-    return "tensor" if tensor.takes(problem) and tensor.pays(problem) else "direct"
+    return (
+        "tensor" if gradient_tensor.takes(problem) and gradient_tensor.pays(problem) else "direct"
+    )
 
 
 def _products(kind: Kind, call: Call, problem: lowering.Problem) -> Callable:
@@ -87,7 +89,7 @@ def _products(kind: Kind, call: Call, problem: lowering.Problem) -> Callable:
         x, z, weights, coefficients = (
             t if t is None else t.to(wide) for t in operands.turned(kind)
         )
-        target = sums = checks.turned_out(kind, out, call.sets)
+        target = sums = arguments.turned_out(kind, out, call.sets)
         add = problem.accumulate
         if out.dtype != wide:
             sums, add = torch.empty(target.shape, dtype=wide, device=out.device), False
@@ -105,7 +107,7 @@ def _tensor(
     kind: Kind, call: Call, problem: lowering.Problem, operands: Operands, device: int
 ) -> Callable | None:
     """By the kernel of tensor cores, None where it cannot."""
-    sign = problem.slope == tensor.SIGN
+    sign = problem.slope == gradient_tensor.SIGN
     x, z, weights, coefficients = given = arranged(kind, operands)
     problem = problem._replace(
         x=layout(x, call.batch),
@@ -114,7 +116,7 @@ def _tensor(
         coefficients=problem.coefficients if coefficients is None else layout(given[3], call.batch),
         extremes=2 * call.features if z.dim() == 3 and z.shape[0] > 1 else 0,
     )
-    lowered = tensor.lower(problem, arch_of(device), model(device).multiprocessors)
+    lowered = gradient_tensor.lower(problem, arch_of(device), model(device).multiprocessors)
     if lowered is None:
         return None
     kernel, numbers = load(lowered.spec, device), lowering.NUMBERS
@@ -128,7 +130,7 @@ def _tensor(
         sums = out if whole else torch.empty(shape, dtype=torch.float32, device=call.device)
         plan.launch(_pointers(given, sums, extremes), numbers)
         if not whole:
-            put(checks.turned_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
+            put(arguments.turned_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
 
     return compute
 
@@ -142,9 +144,9 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
     lines = z.mT
     steps = [s for s, n in zip(lines.stride()[:-1], lines.shape[:-1], strict=True) if n > 1]
     aligned = lines.data_ptr() % 16 == 0
-    whole = all(n % tensor.RUN == 0 for n in (lines.shape[-1], *steps))
+    whole = all(n % gradient_tensor.RUN == 0 for n in (lines.shape[-1], *steps))
     if lines.stride(-1) != 1 or not (aligned and whole):
-        length = lowering.ceil(lines.shape[-1], tensor.RUN) * tensor.RUN
+        length = lowering.ceil(lines.shape[-1], gradient_tensor.RUN) * gradient_tensor.RUN
         made = torch.empty((*lines.shape[:-1], length), dtype=z.dtype, device=z.device)
         z = made[..., : lines.shape[-1]].copy_(lines).mT
     return Operands(x, z, weights, coefficients)
@@ -164,7 +166,7 @@ def _direct(kind: Kind, call: Call, problem: lowering.Problem, device: int) -> C
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:
         sums = torch.empty(shape, dtype=wide, device=call.device)
         plan.launch(_pointers(operands, sums), numbers)
-        put(checks.turned_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
+        put(arguments.turned_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
 
     return compute
 
@@ -194,7 +196,7 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
     stage = type(kind.inner).__name__
     power, exponential = stage == "Power", stage == "ExpPower"
     square = power and exponent == 2.0 and not kind.plain  # whose factor p is a constant
-    out = checks.turned_out(kind, target, call.sets)
+    out = arguments.turned_out(kind, target, call.sets)
     return lowering.Problem(
         call.queries, call.points, call.features, call.sets, call.batch,
         *(layout(t, call.batch) for t in (x, z, weights)),
@@ -205,8 +207,8 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
         factor=2.0 * factor_of(kind) if square else factor_of(kind),
         times_p=(power or exponential) and not kind.plain and not square,
         times_scale=exponential,
-        dtype=checks.DTYPES[call.dtype],
-        out_dtype=checks.DTYPES[call.out_dtype],
+        dtype=arguments.DTYPES[call.dtype],
+        out_dtype=arguments.DTYPES[call.out_dtype],
         accumulate=accumulate,
         scalar_strides=tuple(
             _scalar_stride(values.get(name), call) for name in lowering.SCALARS

@@ -9,8 +9,7 @@ import torch
 
 from kernlib import events
 from kernlib.families.pairwise import stages
-from kernlib.families.pairwise.gradients import arguments as checks
-from kernlib.families.pairwise.gradients import plans, reference
+from kernlib.families.pairwise.gradients import arguments, plans, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.runtime.launch import PlanCache
@@ -69,7 +68,7 @@ def cdist_grad(
         check_flag("debug", debug)
         with events.on_stderr():
             return cdist_grad(a, b, c, d, out, p, eps)
-    values = {"p": p, "eps": checks.check_eps(eps)}
+    values = {"p": p, "eps": arguments.check_eps(eps)}
     return _run(_PLAIN, Operands(d, b, a, c), out, False, values)
 
 
@@ -108,21 +107,21 @@ def pair_gradient(
     if inner_scale is not None:
         values["inner_scale"] = inner_scale
     if eps:
-        values["eps"] = checks.check_eps(eps)
+        values["eps"] = arguments.check_eps(eps)
     return _run(kind, Operands(x, z, weights, coefficients), out, accumulate, values)
 
 
 def _run(kind: Kind, operands: Operands, out, accumulate: bool, values: dict) -> torch.Tensor:
     key = _signature(kind, operands, out, accumulate, values)
     if torch.is_grad_enabled():
-        checks.refuse_gradients(kind, operands, out, values)
+        arguments.refuse_gradients(kind, operands, out, values)
     try:
         plan = _plans.plans.get(key)
     except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
-        checks.check_call(kind, operands, out, accumulate, values)
+        arguments.check_call(kind, operands, out, accumulate, values)
         raise
     if plan is None:
-        call = checks.check_call(kind, operands, out, accumulate, values)
+        call = arguments.check_call(kind, operands, out, accumulate, values)
         if call.device.type == "meta":
             return operands.x.new_empty(call.out_shape) if out is None else out
         if any(is_lazy(t) for t in operands if t is not None):
@@ -165,9 +164,9 @@ def _signature(kind: Kind, operands: Operands, out, accumulate, values: dict) ->
     try:
         tensors = tuple(None if t is None else signature(t) for t in (*operands, out))
     except (AttributeError, RuntimeError, NotImplementedError, ValueError):
-        checks.check_tensors(kind, operands, out)
+        arguments.check_tensors(kind, operands, out)
         named = dict(zip(kind.names, operands, strict=True))
-        refuse_transforms(checks.NO_TRANSFORMS, **named, out=out)
+        refuse_transforms(arguments.NO_TRANSFORMS, **named, out=out)
         raise
     kinds = tuple((name, _kind(name, value)) for name, value in values.items())
     return kind, tensors, accumulate, kinds
@@ -185,7 +184,7 @@ def _kind(name: str, value: object):
         return None
     number = host_value(name, value)
     if not number >= 0:
-        checks.check_host(name, number)
+        arguments.check_host(name, number)
     return lowering.exponent_kind(number)
 
 
@@ -207,7 +206,7 @@ def _on_cpu(kind: Kind, call: Call, operands: Operands, out, accumulate, values:
     options |= {"first": kind.first, "plain": kind.plain, "eps": values.get("eps", 0.0)}
     with without_autocast(call.device):
         result = reference.pair_gradient(kind.operator, kind.inner, *given, **options)
-    target = checks.turned_out(kind, out, call.sets)
+    target = arguments.turned_out(kind, out, call.sets)
     target.copy_(target.to(wide) + result if accumulate else result)
     return out
 
@@ -218,15 +217,15 @@ def _numbers(kind: Kind, x: torch.Tensor, values: dict) -> tuple[list, list]:
     for name in lowering.SCALARS:
         value = values.get(name)
         if name == "eps":
-            numbers += [max(value or 0.0, checks.SMALLEST[wide]), 0]
+            numbers += [max(value or 0.0, arguments.SMALLEST[wide]), 0]
             continue
         number = 0.0 if value is None else host_value(name, value)
         if number is not None:
-            checks.check_host(name, number)
+            arguments.check_host(name, number)
             numbers += [number, 0]
             continue
         if value.device.type == "cpu":
-            checks.check_number(kind, name, value, x.device)
+            arguments.check_number(kind, name, value, x.device)
         tensor = on_device(name, value, x.device, wide)
         address = tensor.data_ptr()
         known = address >= LOWEST_ADDRESS or not tensor._is_zerotensor()  # else its number is 0

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.formula import normal
 from kernlib.families.pairwise.gradients.products import multiplied
-from kernlib.families.pairwise.reductions import arguments as checks
-from kernlib.families.pairwise.reductions import blocks as by_blocks
-from kernlib.families.pairwise.reductions import plans
+from kernlib.families.pairwise.reductions import arguments, blocks, plans
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.runtime.numbers import accumulator, on_device
 from kernlib.runtime.precision import without_autocast
@@ -36,10 +34,10 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
         from kernlib.families.pairwise.reductions import library
 
         if not stand_ins(a, b, v):  # of meta tensors operators would say less
-            checks.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
+            arguments.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
         return library.run(reduction, descriptor, a, b, v, None, row_offset, col_offset, values)
-    request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
-    shape = checks.shape_of(request)
+    request = arguments.request_of(descriptor, a, b, v, row_offset, col_offset, values)
+    shape = arguments.shape_of(request)
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
@@ -128,7 +126,7 @@ def _transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -
     if request.descriptor.signed:
         out = torch.zeros(shape.batch, n, shape.columns, dtype=weights.dtype, device=v.device)
         precision = request.descriptor.precision
-        for block, values in by_blocks.each(request, shape):
+        for block, values in blocks.each(request, shape):
             l, rows, columns = block
             right = weights[l, rows]
             out[l, columns] += multiplied(precision, values.mT.to(weights.dtype), right)
@@ -152,8 +150,8 @@ def _by_blocks(
     tensors, wide = request.tensors(), accumulator(request.a.dtype)
     through = [name for name in wanted if name != "v"]
     totals = {name: torch.zeros_like(tensors[name]) for name in through}
-    entries = max(1, by_blocks.entries_of(request.a.device, wide, MOST_BYTES) // PARTS)
-    for block in by_blocks.blocks(shape, entries, FEWEST_ROWS):
+    entries = max(1, blocks.entries_of(request.a.device, wide, MOST_BYTES) // PARTS)
+    for block in blocks.blocks(shape, entries, FEWEST_ROWS):
         rows = gradient[block[:2]], None if out is None else out[block[:2]]
         for name, value in _of_block(reduction, request, block, through, *rows).items():
             _part_of(totals[name], name, block).add_(value)
@@ -181,10 +179,10 @@ def _of_block(
     names = tuple(name for name in parts if name not in ("a", "b", "v"))
     numbers = {k: v for k, v in request.hyperparameters.items() if k not in names}
     offsets = request.row_offset + block[1].start, request.col_offset + block[2].start
-    call = autograd.Call(request.descriptor, *offsets, numbers, names)
+    call = eager.Call(request.descriptor, *offsets, numbers, names)
     sides = ("a", "b", *names)
     needs = tuple(name in through for name in sides)
-    found = autograd.gradients(call, needs, tuple(parts[name] for name in sides), weights)
+    found = eager.gradients(call, needs, tuple(parts[name] for name in sides), weights)
     return {name: x for name, x, need in zip(sides, found, needs, strict=True) if need}
 
 
@@ -216,8 +214,8 @@ def _recorded(
     tensors, wide = request.tensors(), accumulator(request.a.dtype)
     totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in wanted}
     through = [name for name in wanted if name != "v"]
-    entries = max(1, by_blocks.entries_of(request.a.device, wide) // RECORDED_PARTS)
-    for block in by_blocks.blocks(shape, entries, by_blocks.MOST_ROWS):
+    entries = max(1, blocks.entries_of(request.a.device, wide) // RECORDED_PARTS)
+    for block in blocks.blocks(shape, entries, blocks.MOST_ROWS):
         parts = _parts(request, block)
         values = _values(request, block, parts)
         g = gradient[block[:2]]
@@ -251,8 +249,8 @@ def _part_of(t: torch.Tensor, name: str, block) -> torch.Tensor:
     """The part of a tensor that belongs to a block."""
     l, m, n = block
     if name in ("a", "b", "v"):
-        return by_blocks.points_of(t, l, m if name == "a" else n)
-    return by_blocks.numbers_of({name: t}, l)[name]
+        return blocks.points_of(t, l, m if name == "a" else n)
+    return blocks.numbers_of({name: t}, l)[name]
 
 
 def _parts(request: Request, block) -> dict[str, torch.Tensor]:
@@ -262,7 +260,7 @@ def _parts(request: Request, block) -> dict[str, torch.Tensor]:
 def _values(request: Request, block, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """A block of the matrix of parts that may require gradients."""
     values = {name: parts.get(name, value) for name, value in request.hyperparameters.items()}
-    return by_blocks.matrix(request, block, parts["a"], parts["b"], values)
+    return blocks.matrix(request, block, parts["a"], parts["b"], values)
 
 
 def _to_shape(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.reductions import arguments as checks
-from kernlib.families.pairwise.reductions import blocks as by_blocks
-from kernlib.families.pairwise.reductions import plans
+from kernlib.families.pairwise.reductions import arguments, blocks, plans
 from kernlib.families.pairwise.reductions.arguments import Request
 from kernlib.run import run_kernel
 from kernlib.runtime.numbers import accumulator
@@ -26,12 +24,12 @@ def run(
         from kernlib import run as ops
 
         if not recorded:  # of meta tensors operators would say less
-            found = checks.check_meta(descriptor, a, b, None, rows, columns, values)
-            checks.check_k(k, found.n)
+            found = arguments.check_meta(descriptor, a, b, None, rows, columns, values)
+            arguments.check_k(k, found.n)
         return ops.pairwise_reduce_library.choose(
             reduction, descriptor, a, b, k, largest, rows, columns, values
         )
-    request = checks.request_of(descriptor, a, b, None, rows, columns, values)
+    request = arguments.request_of(descriptor, a, b, None, rows, columns, values)
     found, places = chosen(reduction, request, k, largest)
     if torch.is_grad_enabled() and any(t.requires_grad for t in request.tensors().values()):
         batched = places if places.dim() == 3 else places[None]
@@ -47,9 +45,9 @@ def chosen(reduction: str, request: Request, k: int, largest: bool):
         if reduction == "min":
             found = plans.run("min", descriptor, a, b, None, None, *offsets, values, wide=True)
             return tuple(t[..., None] for t in found)
-        shape = checks.shape_of(request)
-        checks.check_k(k, shape.n)
-        found = by_blocks.topk(request, shape, k, largest)
+        shape = arguments.shape_of(request)
+        arguments.check_k(k, shape.n)
+        found = blocks.topk(request, shape, k, largest)
     return found if shape.batched else tuple(t[0] for t in found)
 
 

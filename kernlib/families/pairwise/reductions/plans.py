@@ -15,8 +15,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.operation import kind_of_number
 from kernlib.families.pairwise.plans import numbers_of, precision
 from kernlib.families.pairwise.reductions import arguments as checks
-from kernlib.families.pairwise.reductions import blocks as by_blocks
-from kernlib.families.pairwise.reductions import kernels
+from kernlib.families.pairwise.reductions import blocks, kernels
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.runtime.launch import PlanCache
 from kernlib.runtime.numbers import accumulator
@@ -179,7 +178,7 @@ def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset,
     v = v[:, None] if v is not None and v.dim() == 1 else v
     request = Request(plan.descriptor, a, b, v, row_offset, col_offset, values)
     with torch.no_grad(), without_autocast(plan.device):
-        return by_blocks.REDUCTIONS[reduction](request, plan.shape)
+        return blocks.REDUCTIONS[reduction](request, plan.shape)
 
 
 def _launched(reduction: str, plan: CallPlan, a, b, v, out, values: dict):

@@ -30,7 +30,7 @@ import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import bitmap_cpu as cpu
-from kernlib.families.sparse.formats import encoding as shared
+from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, HEADER, POSITIONS, ROWS, UNIT
 
 FORMAT = "bitmap"
@@ -66,7 +66,7 @@ def measure(dense: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def nbytes(dense: torch.Tensor) -> int | None:
     """Bytes that :func:`encode` would take; None if that is 32 GiB or more."""
-    dense = shared.matrix(dense)
+    dense = encoding.matrix(dense)
     found = int(measure(dense, chunk_counts(dense)))
     return None if found < 0 else found
 
@@ -79,7 +79,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     Raises TypeError or ValueError for what is no such matrix, UnsupportedError for chunks of 32 GiB
     or more in all.
     """
-    dense = shared.matrix(dense)
+    dense = encoding.matrix(dense)
     if dense.device.type == "cuda":
         dense = _gpu().readable(dense)
     units = chunk_units(chunk_counts(dense), dense.element_size())
@@ -126,10 +126,10 @@ def check(
 ) -> None:
     """Raises ValueError, naming what is wrong, unless tensors and facts are such as
     :func:`encode` makes for this shape and dtype. Synchronises."""
-    shared.check_tensors(FORMAT, tensors, {"data": torch.uint8, "offsets": torch.int32})
-    shared.check_facts(FORMAT, facts, ("largest",))
+    encoding.check_tensors(FORMAT, tensors, {"data": torch.uint8, "offsets": torch.int32})
+    encoding.check_facts(FORMAT, facts, ("largest",))
     data, offsets = (tensors[name] for name in TENSORS)
-    shared.check_size("offsets", offsets, (chunks_of(shape) + 1,))
+    encoding.check_size("offsets", offsets, (chunks_of(shape) + 1,))
     if data.dim() != 1:
         raise ValueError(f"data must have one dimension, got shape {tuple(data.shape)}")
     units = offsets.long().diff()

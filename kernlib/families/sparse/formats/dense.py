@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kernlib.families.sparse.formats import encoding as shared
+from kernlib.families.sparse.formats import encoding
 
 FORMAT = "dense"
 TENSORS = ("values",)
@@ -25,7 +25,7 @@ def nbytes(dense: torch.Tensor) -> int:
 def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """A contiguous copy of a matrix (R, C) of float16, bfloat16 or float32; there are no facts.
     Raises TypeError or ValueError for what is no such matrix."""
-    return {"values": shared.matrix(dense).clone(memory_format=torch.contiguous_format)}, {}
+    return {"values": encoding.matrix(dense).clone(memory_format=torch.contiguous_format)}, {}
 
 
 def decode(
@@ -46,6 +46,6 @@ def check(
 ) -> None:
     """Raises ValueError, naming what is wrong, unless ``tensors`` hold one contiguous matrix of
     this shape and dtype."""
-    shared.check_tensors(FORMAT, tensors, {"values": dtype})
-    shared.check_facts(FORMAT, facts, ())
-    shared.check_size("values", tensors["values"], shape)
+    encoding.check_tensors(FORMAT, tensors, {"values": dtype})
+    encoding.check_facts(FORMAT, facts, ())
+    encoding.check_size("values", tensors["values"], shape)

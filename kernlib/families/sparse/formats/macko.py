@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse.formats import encoding as shared
+from kernlib.families.sparse.formats import encoding
 
 FORMAT = "macko"
 TENSORS = ("values", "deltas", "row_ptr")
@@ -46,7 +46,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     Raises TypeError or ValueError for what is no such matrix, UnsupportedError on a GPU for 2^31
     columns or more.
     """
-    dense = shared.matrix(dense)
+    dense = encoding.matrix(dense)
     if dense.device.type == "cpu":
         return _encode_cpu(dense)
     if _is_too_wide(dense):
@@ -80,14 +80,14 @@ def decode(
     first = row_ptr[:-1].to(torch.int64)
     before = torch.nn.functional.pad(ends, (1, 0))[first]
     columns = ends - before[rows] - 1
-    shared.bits(out)[rows, columns] = shared.bits(values[: rows.numel()])
+    encoding.bits(out)[rows, columns] = encoding.bits(values[: rows.numel()])
     return out
 
 
 def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
     """Bytes that :func:`encode` would take: one number, int64, on the device of the matrix, without
     a synchronisation on a GPU; below 0 if it refuses the matrix."""
-    dense = shared.matrix(dense)
+    dense = encoding.matrix(dense)
     if _is_too_wide(dense):
         return torch.full((), -1, dtype=torch.int64, device=dense.device)
     if dense.device.type == "cpu":
@@ -120,19 +120,19 @@ def check(
     """Raises ValueError, naming what is wrong, unless tensors and facts are such as
     :func:`encode` makes for this shape and dtype, as far as memory is concerned: sizes, facts, and
     no column beyond the last one. Synchronises."""
-    shared.check_facts(FORMAT, facts, FACTS)
+    encoding.check_facts(FORMAT, facts, FACTS)
     entries = facts.get("entries", -1)
     if entries < 0 or entries % PADDED:
         raise ValueError(f"the fact entries must be a multiple of {PADDED}, got {entries}")
     wide = torch.int64 if entries >= WIDE_FROM else torch.int32
     dtypes = {"values": dtype, "deltas": torch.uint8, "row_ptr": wide}
-    shared.check_tensors(FORMAT, tensors, dtypes)
+    encoding.check_tensors(FORMAT, tensors, dtypes)
     values, deltas, row_ptr = (tensors[name] for name in TENSORS)
-    shared.check_size("values", values, (entries,))
-    shared.check_size("deltas", deltas, (entries // 2,))
-    shared.check_size("row_ptr", row_ptr, (shape[0] + 1,))
+    encoding.check_size("values", values, (entries,))
+    encoding.check_size("deltas", deltas, (entries // 2,))
+    encoding.check_size("row_ptr", row_ptr, (shape[0] + 1,))
     last = check_stream(tensors, shape, PADDED - 1)
-    nnz = shared.nonzero(shared.bits(values[:last])).sum()
+    nnz = encoding.nonzero(encoding.bits(values[:last])).sum()
     for name, wanted in _rows(row_ptr.to(torch.int64).diff(), nnz)[1].items():
         if facts.get(name) != wanted:
             raise ValueError(f"the fact {name} must be {wanted}, got {facts.get(name)}")
@@ -199,7 +199,7 @@ def _rows(counts: torch.Tensor, nnz: torch.Tensor | int) -> tuple[torch.Tensor, 
 def _runs(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of the values that are not zero, by row: rows, columns, the column of the one before (-1 for
     none), and how many entries each makes with the pads before it."""
-    rows, columns = shared.nonzero(shared.bits(dense)).nonzero(as_tuple=True)
+    rows, columns = encoding.nonzero(encoding.bits(dense)).nonzero(as_tuple=True)
     before = torch.full_like(columns, -1)
     before[1:] = torch.where(rows[1:] == rows[:-1], columns[:-1], -1)
     return rows, columns, before, (columns - before - 1) // (LAST_CODE + 1) + 1
@@ -207,7 +207,7 @@ def _runs(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _encode_cpu(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     dense = dense.contiguous()
-    bits, step = shared.bits(dense), LAST_CODE + 1
+    bits, step = encoding.bits(dense), LAST_CODE + 1
     rows, columns, before, taken = _runs(dense)
     counts = rows.new_zeros(dense.shape[0]).index_add_(0, rows, taken)
     row_ptr, facts = _rows(counts, rows.numel())
@@ -218,7 +218,7 @@ def _encode_cpu(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str,
     nth -= (pads.cumsum(0) - pads)[owner]
     values = dense.new_zeros(facts["entries"])
     codes = torch.zeros(facts["entries"], dtype=torch.uint8, device=dense.device)
-    stored = shared.bits(values)
+    stored = encoding.bits(values)
     stored[ends - 1] = _canonical(bits[rows, columns], dense.dtype)
     codes[ends - 1] = ((columns - before - 1) % step).to(torch.uint8)
     places = (ends - taken)[owner] + nth
