@@ -22,7 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from kernlib.compat.macko import product
-from kernlib.families.sparse.formats import macko
+from kernlib.families.sparse.formats import macko as codec
 from kernlib.families.sparse.matrix import placed
 from kernlib.families.sparse.state import check_whole
 from kernlib.runtime.arguments import no_autocast
@@ -50,13 +50,13 @@ def compress(M: torch.Tensor) -> Compressed:
         raise RuntimeError(f"M must be torch.half, got {M.dtype}")
     if M.dim() != 2:
         raise ValueError(f"M must be a matrix (rows, columns), got shape {tuple(M.shape)}")
-    tensors, facts = macko.encode(M)
-    if facts["entries"] >= macko.WIDE_FROM:
+    tensors, facts = codec.encode(M)
+    if facts["entries"] >= codec.WIDE_FROM:
         raise RuntimeError(
             f"M has {facts['entries']} entries, more than int32 row_ptr counts: compress slices of "
             "its rows, or use kernlib.sparse.compress"
         )
-    made = tuple(tensors[name] for name in macko.TENSORS)
+    made = tuple(tensors[name] for name in codec.TENSORS)
     _remember(made, tuple(M.shape))
     return *made, *M.shape
 
@@ -190,20 +190,20 @@ def _look(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> bool:
         return True
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    for name, tensor in zip(macko.TENSORS, tensors, strict=True):
+    for name, tensor in zip(codec.TENSORS, tensors, strict=True):
         check_whole(name, tensor)
-    macko.check_stream(_named(tensors), shape)
+    codec.check_stream(_named(tensors), shape)
     _remember(tensors, shape)
     return True
 
 
 def _named(tensors: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
     """The tensors by name, as kernels read them."""
-    return {n: placed(t) for n, t in zip(macko.TENSORS, tensors, strict=True)}
+    return {n: placed(t) for n, t in zip(codec.TENSORS, tensors, strict=True)}
 
 
 def _decoded(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> torch.Tensor:
-    return macko.decode(_named(tensors), {}, shape, torch.float16)
+    return codec.decode(_named(tensors), {}, shape, torch.float16)
 
 
 def _check_product(values, deltas, row_ptr, rows: int, columns: int, V) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernlib.families.sparse.formats import macko
+from kernlib.families.sparse.formats import macko as codec
 from kernlib.families.sparse.lowering import macko as lowering
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.runtime.launch import PlanCache, arch_of, model
@@ -53,12 +53,12 @@ def _plan(values: torch.Tensor, rows: int, columns: int) -> Steps:
     found = _plans.plans.get(key)
     if found is None:
         each = -(-entries // rows)
-        facts = {"entries": entries, "longest": each, "busiest": each * macko.BLOCK}
+        facts = {"entries": entries, "longest": each, "busiest": each * codec.BLOCK}
         dtype = str(values.dtype).removeprefix("torch.")
         padded = -(-columns // PADDED) * PADDED
         problem = Problem(rows, columns, 1, dtype, padded, True, (rows, 1), facts_of(facts))
         index = device.index
         made = lowering.lower((), problem, arch_of(index), model(index).multiprocessors)
-        found = Steps(made, (*macko.TENSORS, "x", "out"), device)
+        found = Steps(made, (*codec.TENSORS, "x", "out"), device)
         _plans.keep(key, found)
     return found
