@@ -30,8 +30,7 @@ from benchmarks.pairwise_problems import (
 )
 from benchmarks.timing import Device, relative_error, sample_rows
 
-KERNELS = headers("pairwise")
-SOURCE = "\n".join(f'#include "{name}"' for name in KERNELS)
+SOURCE = "\n".join(f'#include "{name}"' for name in headers("pairwise"))
 COMPILED_K = 64  # above it torch.compile of the plain expression takes minutes
 
 # Of one pair-feature: (issue slots, special-function operations), as in pairwise/terms.cuh.

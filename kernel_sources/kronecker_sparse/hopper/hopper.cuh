@@ -23,7 +23,7 @@
 //   PACKED                   whether w comes from hopper/pack.cuh, else by a tensor map
 //   RIGHT_LINES              whether the map has j contiguous, else k (not packed, half types)
 //   PARTIAL                  whether sums over parts of k go to a workspace, for split_k_sum.cuh:
-//   the                          gradient by w, with j for n, k for j and n for k
+//                            the gradient by w, with j for n, k for j and n for k
 //   multiply(...)            one wgmma of TILE_COLUMNS; HALF_INPUT: whether x is no float
 //   PARAMETER_BYTES          what lowering makes of Parameters
 #pragma once
@@ -56,7 +56,8 @@ constexpr int PART_BLOCKS = BATCH_LAST ? 64 / ROW : 1;
 constexpr int PART_BLOCK_BYTES = (BATCH_LAST ? PART_COLUMNS : 64) * ROW_BYTES;
 constexpr int PART_BYTES = PART_BLOCKS * PART_BLOCK_BYTES;
 
-// Laid out by kernlib/families/kronecker_sparse/lowering/hopper.py; PARTIAL, by ..._gradient.py.
+// Laid out by kernlib/families/kronecker_sparse/lowering/hopper.py; PARTIAL, by
+// weight_gradient.py there.
 struct Maps {
     TensorMap x;
 #if !PARTIAL

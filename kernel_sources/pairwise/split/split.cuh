@@ -3,8 +3,10 @@
 // high * low + low * high are summed by wgmma, and |x|^2 + |y|^2 - 2 <x, y>. Pairs that
 // lose too much to that (is_doubtful) are computed again, directly, by a warp; where the sample of
 // split/pack.cuh found many, nothing is done here and direct/direct.cuh, launched behind, does the
-// work. Floors on an H200: 6 operations (2 with one copy) a triple (m, n, k) over 770 TFLOP/s, 7.2
-// ms for 30000 x 30000 x 1024; the bytes of out over 3.4 TB/s.
+// work.
+//
+// Floors on an H200: 6 operations (2 with one copy) a triple (m, n, k) over 770 TFLOP/s, 7.2 ms for
+// 30000 x 30000 x 1024; the bytes of out over 3.4 TB/s.
 //
 // Wgmma truncates what it accumulates, by up to 8 * 2^-24 in 64 features: every PROMOTE stages the
 // sums are added outside. While one warpgroup does that, the other one's products go on.

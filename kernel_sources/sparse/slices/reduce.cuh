@@ -4,9 +4,8 @@
 // Floor: panels * N * R * 4 bytes over the bandwidth of L2, where slices/slices.cuh has left them.
 //
 // The generated source defines before it includes this file:
-//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish   of
-//   kernlib/lowering/product_source.py PARAMETER_BYTES
-//   what lowering makes of Parameters
+//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish   of lowering/product_source.py
+//   PARAMETER_BYTES                                             what lowering makes of Parameters
 #pragma once
 
 #include "common/types.cuh"

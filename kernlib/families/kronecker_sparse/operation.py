@@ -359,12 +359,12 @@ def choices(descriptor, *tensors, **arguments) -> Candidates:
     Raises what :func:`run` raises, UnsupportedError for tensors that are on no GPU, and TypeError
     for a chain, of which one factor is tuned at a time.
     """
-    from kernlib.families.kronecker_sparse import ahead as kronecker_sparse_ahead
-    from kernlib.families.kronecker_sparse import choices as kronecker_sparse_choices
+    from kernlib.families.kronecker_sparse import ahead
+    from kernlib.families.kronecker_sparse.choices import choices as choices_of
 
     if type(descriptor) is KroneckerSparseChain:
         raise TypeError(
             f"{descriptor.describe()} is several kernels: tune its factors one at a time"
         )
-    (request,) = kronecker_sparse_ahead.requests(descriptor, tensors, arguments)
-    return kronecker_sparse_choices.choices(request)
+    (request,) = ahead.requests(descriptor, tensors, arguments)
+    return choices_of(request)

@@ -325,11 +325,10 @@ def choices(descriptor: Pairwise, a, b=None, *more, **arguments) -> Candidates:
 
     Raises what :func:`run` raises, and UnsupportedError for tensors that are on no GPU.
     """
-    from kernlib.families.pairwise import (
-        choices as pairwise_choices,  # which calls themselves do without
-    )
+    # Which calls themselves do without.
+    from kernlib.families.pairwise.choices import choices as choices_of
 
-    return pairwise_choices.choices(_readable(Request.of(descriptor, a, b, arguments, more)))
+    return choices_of(_readable(Request.of(descriptor, a, b, arguments, more)))
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kernlib.descriptors.expression import Node, Number, Operation
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import finish as pairwise_finish
+from kernlib.families.pairwise.lowering import finish as outer
 from kernlib.lowering.epilogue_source import EpilogueSource
 
 
@@ -52,7 +52,5 @@ def _factors(node: Node, is_constant) -> tuple[Node, list[Node], bool]:
 def finish(descriptor: Pairwise, variant) -> str:
     """The struct ``Finish``: outer stage and epilogue of one sum. ``variant`` has ``inner``,
     ``outer``, ``root`` and ``epsilon``: whether values below an epsilon count as 0."""
-    text = pairwise_finish.finish(
-        descriptor, variant, source=ReductionSource, epsilon=variant.epsilon
-    )
+    text = outer.finish(descriptor, variant, source=ReductionSource, epsilon=variant.epsilon)
     return f"namespace approximate {{\n{text}}}\nusing approximate::Finish;\n"
