@@ -178,7 +178,7 @@ def test_torchs_own_checks_of_the_operators(numbers, batch_last, recording, seed
     x, weight = ks.operands(ks.LANES, 40, numbers, batch_last)
     bias = ks.random(descriptor.out_features, dtype=x.dtype)
     grad = torch.randn_like(ks.exact(x, weight, batch_last)).to(x.dtype)
-    kl.ops.register_operators()
+    kl.register_operators()
     x, weight, bias, grad = (t.requires_grad_(recording) for t in (x, weight, bias, grad))
     options = (batch_last, descriptor.precision, False)
     opcheck(OPERATORS.kronecker_sparse.default,

@@ -279,7 +279,8 @@ def test_the_current_stream_is_used(format, seed):
         if columns == 8:
             assert torch.equal(found, wanted)
         else:
-            torch.testing.assert_close(found[:8], wanted, rtol=1e-2, atol=1e-2)
+            # cuBLAS may round partial sums to float16, by 2^-7 where they pass 16.
+            torch.testing.assert_close(found[:8], wanted, rtol=1e-2, atol=5e-2)
 
 
 @every_format
