@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))  # benchmarks; at the end, so that an installed kernlib comes first
-sys.path.append(str(ROOT / "tests"))
-
-import record  # noqa: E402
-import speeds  # noqa: E402
-
-from kernlib import settings  # noqa: E402
+from kernlib import settings
+from tests.support import record, speeds
 
 RUN = pytest.StashKey[record.Run]()
 OUTPUT = "gpu_record"  # where a worker's output holds what its run knows

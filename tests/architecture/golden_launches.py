@@ -6,18 +6,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-import gpu_fakes
 import torch
-from gpu_fakes import OnGpu
 
 import kernlib as kl
 from kernlib.jit import tuning
 from kernlib.runtime import launch, tensor_map
+from tests.support import fakes
+from tests.support.fakes import OnGpu
 
 
 def install(monkeypatch) -> list[str]:
     """Put the GPU in place; the list is of the plans to come."""
-    gpu_fakes.install(monkeypatch)
+    fakes.install(monkeypatch)
     monkeypatch.setattr(tuning, "choice", lambda *_: None)
     monkeypatch.setattr(launch, "_raw_empty", None)
     monkeypatch.setattr(tensor_map.Encoder, "__init__", lambda self, *_: None)

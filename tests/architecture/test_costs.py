@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import golden_launches
-import gpu_fakes
 import pytest
 import torch
 
 import kernlib as kl
+from tests.architecture import golden_launches
+from tests.support import fakes
 
 PACKAGE = str(Path(kl.__file__).resolve().parent)
 
@@ -45,7 +45,7 @@ def calls() -> dict:
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_hot_call_is_short(name, monkeypatch):
-    gpu_fakes.forget()
+    fakes.forget()
     golden_launches.install(monkeypatch)
     call = calls()[name]
     call()
@@ -60,7 +60,7 @@ def test_a_hot_call_is_short(name, monkeypatch):
         call()
     finally:
         sys.setprofile(None)
-    gpu_fakes.forget()
+    fakes.forget()
     assert 0 < len(frames) <= FRAMES[name], frames
 
 

@@ -1,7 +1,7 @@
 """What calls come to, as it was: specifications of kernels, launches, operators. A change that
 moves code changes none of it; one that means to writes the file anew:
 
-    PYTHONPATH=tests python tests/architecture/test_goldens.py
+    python -m tests.architecture.test_goldens
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import golden_cases
-import golden_launches
-import gpu_fakes
 import pytest
 import torch
 
 import kernlib as kl
+from tests.architecture import golden_cases, golden_launches
+from tests.support import fakes
 
 GOLDEN = Path(__file__).resolve().parent / "goldens.json"
-ANEW = "PYTHONPATH=tests python tests/architecture/test_goldens.py"
+ANEW = "python -m tests.architecture.test_goldens"
 
 
 def specs() -> dict:
@@ -28,14 +27,14 @@ def specs() -> dict:
 
 def launches(monkeypatch) -> dict:
     """Of each call the plans that it makes."""
-    gpu_fakes.forget()
+    fakes.forget()
     found, made = golden_launches.install(monkeypatch), {}
     for name, call in golden_launches.calls().items():
         found.clear()
-        gpu_fakes.forget()
+        fakes.forget()
         call()
         made[name] = list(found)
-    gpu_fakes.forget()
+    fakes.forget()
     return made
 
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 import kernlib
-from contract import wrong
 from kernlib.errors import KernlibError
 from kernlib.sparse import SparseMatrix
+from tests.contract import wrong
 
 PACKAGE = str(Path(kernlib.__file__).parent)
 # RuntimeErrors that are documented: of gradients, transforms of torch.func, and empty layers.

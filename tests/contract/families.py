@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 
-from contract import cases, of_linalg, of_pairwise, of_products, of_service
+from tests.contract import cases, of_linalg, of_pairwise, of_products, of_service
 
 ENTRIES = of_pairwise.ENTRIES | of_products.ENTRIES | of_linalg.ENTRIES | of_service.ENTRIES
 MODULES = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 import kernlib as kl
-from contract import plain
-from contract.cases import Context, Entry
 from kernlib import linalg
+from tests.contract import plain
+from tests.contract.cases import Context, Entry
 
 KINDS = {
     "upper": "flag", "overwrite_a": "flag", "overwrite_b": "flag", "check_errors": "flag",

@@ -7,8 +7,8 @@ import math
 import torch
 
 import kernlib as kl
-from contract import plain
-from contract.cases import Context, Entry
+from tests.contract import plain
+from tests.contract.cases import Context, Entry
 
 M, N, K = 5, 4, 3
 OPTIONS = {

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 import kernlib as kl
-from contract import plain
-from contract.cases import Context, Entry
 from kernlib import sparse
 from kernlib.compat import macko
 from kernlib.families.kronecker_sparse import reference
 from kernlib.nn import compat
+from tests.contract import plain
+from tests.contract.cases import Context, Entry
 
 FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 PATTERN = (2, 3, 4, 5)  # 40 features to 30

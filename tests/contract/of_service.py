@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 import kernlib as kl
-from contract import of_linalg, of_pairwise, plain
-from contract.cases import Context, Entry
 from kernlib import events, settings
 from kernlib.compat import kermac
+from tests.contract import of_linalg, of_pairwise, plain
+from tests.contract.cases import Context, Entry
 
 KINDS = of_pairwise.OPTIONS | of_linalg.KINDS | {
     "archs": "text", "specs": "tensor", "dtypes": "dtype", "workers": "int", "progress": "flag",

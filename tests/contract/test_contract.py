@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from contract import cases, families, of_cli
+from tests.contract import cases, families, of_cli
 
 COUNT = int(os.environ.get("KERNLIB_CONTRACT_CASES", "2000"))
 SEED = int(os.environ.get("KERNLIB_CONTRACT_SEED", "0"))

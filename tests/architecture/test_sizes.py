@@ -1,0 +1,58 @@
+"""How long files and lines may be, how many modules a package has, and where a name is a folder."""
+
+import ast
+
+import pytest
+
+from tests.architecture.package import MODULES, PACKAGE
+from tests.support.paths import ROOT
+
+SOURCES = sorted((ROOT / "kernel_sources").rglob("*.cu*"))
+FILES = [
+    *MODULES,
+    *SOURCES,
+    *sorted((ROOT / "tests").rglob("*.py")),
+    *sorted((ROOT / "examples").rglob("*.py")),
+    *sorted((ROOT / "benchmarks").rglob("*.py")),
+]
+LONGEST_FILE, WIDEST_LINE = 600, 100
+MOST_MODULES = 20  # of a package
+
+
+def test_packages_are_small():
+    for folder in {path.parent for path in MODULES}:
+        found = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(found) <= MOST_MODULES, folder
+
+
+def test_device_code_and_its_lowering_share_a_stem():
+    """A folder of kernel_sources/<family> has its entry, and a module of the family's lowering."""
+    folders = [path for path in (ROOT / "kernel_sources").glob("*/*") if path.is_dir()]
+    assert folders
+    for folder in folders:
+        lowering = PACKAGE / "families" / folder.parent.name / "lowering"
+        assert (folder / f"{folder.name}.cuh").is_file(), folder
+        assert (lowering / f"{folder.name}.py").is_file(), folder
+
+
+def test_what_would_share_a_prefix_is_a_folder():
+    """In families, but for what a CPU and a GPU do of one thing."""
+    for folder in {path.parent for path in MODULES if PACKAGE / "families" in path.parents}:
+        stems = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+        names = {stem.removesuffix("_cpu").removesuffix("_gpu") for stem in stems}
+        for prefix in {name.split("_")[0] for name in names}:
+            same = [name for name in names if name.split("_")[0] == prefix]
+            assert len(same) < 3, (folder, same)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_lines_are_short(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= LONGEST_FILE
+    wide = [f"{i}: {len(x)}" for i, x in enumerate(lines, 1) if len(x) > WIDEST_LINE]
+    assert not wide
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))

@@ -1,0 +1,286 @@
+"""The benchmarks' own arithmetic, files and report; what they measure needs a GPU."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import harness, pairwise, report, service, timing
+from benchmarks.harness import Row
+from tests.support.paths import ROOT
+
+HEAD = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "nvrtc": "13.0",
+        "kernlib": "0.1.0", "sources": "ab12", "date": "2026-01-01"}  # fmt: skip
+ROW = {"case", "unit", "ours", "floor", "bound", "rivals", "error", "rival_errors"}
+OPTIONAL = {"must", "must_error", "sources"}
+
+
+def row(case="a", **fields):
+    return Row(case, "ms", 2.0, 1.0, "bytes", {"torch": 50.0}, 1e-7, {"torch": 2e-7}, **fields)
+
+
+def check_schema(found):
+    assert set(found) == {*HEAD, "rows"}
+    assert all(isinstance(found[name], str) and found[name] for name in HEAD)
+    names = [one["case"] for one in found["rows"]]
+    assert len(set(names)) == len(names)
+    for one in found["rows"]:
+        assert set(one) - OPTIONAL == ROW, one["case"]
+        check_numbers(one)
+
+
+def check_numbers(one):
+    counted = one["unit"] == "count"
+    assert counted or one["unit"] in ("s", "ms", "us", "bytes")
+    assert one["ours"] > 0 or (counted and one["ours"] == 0)
+    assert one["floor"] is None or (one["floor"] > 0 and one["bound"])
+    assert one["error"] is None or 0 <= one["error"] < 1
+    assert all(value > 0 for value in one["rivals"].values())
+    assert set(one["rival_errors"]) <= set(one["rivals"])
+
+
+COMMITTED = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_committed_results_have_the_schema(path):
+    check_schema(json.loads(path.read_text()))
+
+
+def test_rows_have_the_schema():
+    check_schema(harness.merge(HEAD, [row(must=70.0).as_json()], None))
+    assert set(row().as_json()) == ROW
+    assert row(must=1 / 3).as_json()["must"] == 0.33333
+
+
+# Merging.
+
+
+def test_merge_replaces_by_case_in_order():
+    old = harness.merge(HEAD, [row("b").as_json(), row("gone").as_json()], None)
+    again = {**row("b").as_json(), "ours": 1.0}
+    found = harness.merge(HEAD, [again, row("a").as_json()], old, ["a", "b"])
+    assert [one["case"] for one in found["rows"]] == ["a", "b", "gone"]
+    assert found["rows"][1]["ours"] == 1.0
+
+
+def test_merge_keeps_the_digest_of_older_rows():
+    old = harness.merge(HEAD, [row("a").as_json(), row("b").as_json()], None)
+    found = harness.merge({**HEAD, "sources": "cd34"}, [row("a").as_json()], old)
+    assert [one.get("sources") for one in found["rows"]] == [None, "ab12"]
+    back = harness.merge(HEAD, [], found)
+    assert [one.get("sources") for one in back["rows"]] == ["cd34", None]
+
+
+def test_merge_refuses_another_gpu():
+    with pytest.raises(ValueError, match="holds results of NVIDIA H200"):
+        harness.merge({**HEAD, "gpu": "other"}, [], harness.merge(HEAD, [], None))
+
+
+# The command.
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    def measure(name):
+        return harness.Case(name, lambda session: row(name))
+
+    def broken(session):
+        raise RuntimeError("no memory")
+
+    cases = [measure("one"), measure("two"), harness.Case("broken", broken)]
+
+    def go(*arguments):
+        path = tmp_path / "deep" / "r.json"
+        status = harness.main("test", cases, pairwise.SOURCE, ["--json", str(path), *arguments])
+        return status, harness.read(path), capsys.readouterr()
+
+    return go
+
+
+def test_main_measures_chosen_cases_and_merges(run):
+    status, found, _ = run("--case", "two")
+    assert status == 0 and [one["case"] for one in found["rows"]] == ["two"]
+    status, found, printed = run("--case", "one", "--case", "two", "--quick")
+    assert status == 0 and [one["case"] for one in found["rows"]] == ["one", "two"]
+    assert "torch 50.0" in printed.out and "25.0" in printed.out
+
+
+def test_main_goes_on_after_a_failure_and_says_so(run):
+    status, found, printed = run()
+    assert status == 1 and len(found["rows"]) == 2
+    assert "broken failed" in printed.err and "no memory" in printed.err
+
+
+def test_main_fails_where_nothing_matches(run):
+    assert run("--case", "nothing")[:2] == (1, None)
+
+
+def test_rivals_that_fail_are_left_out(capsys):
+    assert harness.attempt("torch", "case", lambda: 1 / 0) is None
+    assert "case: torch is left out (ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("one", "verdict"),
+    [
+        (row(), ""),
+        (row(must=2.0), "met <= 2.00"),
+        (row(must=1.9), "MISSED <= 1.90"),
+        (row(must=2.0, must_error=2e-8), "MISSED <= 2.00, error <= 2e-08"),
+        (row(must_error=2e-7), "met, error <= 2e-07"),
+    ],
+)
+def test_verdict(one, verdict):
+    assert harness.verdict(one) == verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2083.4, "2083"), (61.25, "61.2"), (9.994, "9.99"), (0.0123, "0.0123"), (None, ""), (0, "0")],
+)
+def test_number(value, text):
+    assert harness.number(value) == text
+
+
+# Timing, with a clock of the test's own.
+
+
+class Clock:
+    def __init__(self, *times):
+        self.times, self.replays = list(times), 0
+
+    def swept(self, call, buffers):
+        call(*buffers)
+        return self.times.pop(0)
+
+    def replayed(self, call, buffers, repetitions):
+        self.replays += repetitions
+        return 0.25
+
+
+def test_long_calls_take_the_median_of_swept_ones():
+    calls = []
+    clock = Clock(9.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    assert timing.time_call(clock, calls.append, (1,)) == 5.0
+    assert len(calls) == 7 and clock.replays == 0
+
+
+def test_short_calls_are_replayed():
+    clock = Clock(0.9)
+    assert timing.time_call(clock, lambda: None, ()) == 0.25 and clock.replays >= 5
+
+
+def test_a_call_that_the_host_made_long_is_timed_by_its_second():
+    clock = Clock(2.6, 0.3)
+    assert timing.time_call(clock, lambda: None, ()) == 0.25 and not clock.times
+    clock = Clock(400.0, 300.0, 200.0)
+    assert timing.time_call(clock, lambda: None, ()) == 300.0 and clock.replays == 0
+
+
+@pytest.mark.parametrize(("ms", "count"), [(2.0, 7), (299.0, 7), (400.0, 3), (2083.0, 2)])
+def test_repetitions(ms, count):
+    assert timing.repetitions(ms) == count and timing.repetitions(ms, quick=True) == 1
+
+
+def test_rotated_buffers_exceed_the_cache(monkeypatch):
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 1000)
+    a, out = torch.randn(10, 5), torch.empty(10, 5)
+    sets = timing.rotated((a, out))
+    assert len(sets) == 3 and sets[0][0] is a
+    assert len({t.data_ptr() for one in sets for t in one}) == 6
+    assert all(torch.equal(one[0], a) for one in sets)
+
+
+def test_sample_rows_reach_both_ends():
+    rows = timing.sample_rows(30000, "cpu")
+    assert len(set(rows.tolist())) == 64 and rows[0] == 0 and rows[-1] == 29999
+    assert timing.sample_rows(3, "cpu").tolist() == [0, 1, 2]
+    assert timing.sample_rows(1, "cpu").tolist() == [0]
+
+
+def test_relative_error():
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert timing.relative_error(torch.tensor([3.0, 4.5]), exact) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="nan"):
+        timing.relative_error(torch.tensor([math.nan, 0]), exact)
+
+
+def test_host_time_is_per_call():
+    calls, waits = [], []
+    found = service.host_us(lambda: calls.append(1), lambda: waits.append(1))
+    assert 0 < found < 100
+    assert len(calls) == 100 + service.BATCHES * service.CALLS
+    assert len(waits) == 2 * service.BATCHES
+
+
+# The service.
+
+
+def test_case_names_of_the_service_are_the_agreed_ones():
+    names = {case.name for case in service.cases()}
+    assert {"first call cold", "first call cached", "hot call 64x64x8", "compile p=1"} <= names
+
+
+def torch_loads_nvrtc():
+    """Whether torch alone maps NVRTC, as its CUDA builds do from 2.15 on."""
+    code = "import torch; raise SystemExit('libnvrtc' in open('/proc/self/maps').read())"
+    return bool(subprocess.run([sys.executable, "-c", code]).returncode)
+
+
+def test_child_processes_see_the_given_cache_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERNLIB_DEBUG", "1")
+    code = (
+        "import os, json; from benchmarks.service import nvrtc_is_loaded as loaded\n"
+        "print(json.dumps({**{k: v for k, v in os.environ.items() if k[:3] in ('KER', 'CUD')},"
+        " 'loaded': loaded()}))"
+    )
+    found = service.child(code, str(tmp_path), KERNLIB_ASSERT_CACHED="1")
+    assert found["KERNLIB_CACHE_DIR"] == str(tmp_path) and found["CUDA_CACHE_DISABLE"] == "1"
+    assert found["KERNLIB_ASSERT_CACHED"] == "1" and "KERNLIB_DEBUG" not in found
+    assert found["loaded"] is torch_loads_nvrtc()
+    with pytest.raises(RuntimeError, match="oh no"):
+        service.child("raise SystemExit('oh no')", str(tmp_path))
+
+
+# The report.
+
+
+@pytest.fixture
+def project(tmp_path):
+    readme, folder = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text(f"# k\n\n{report.BEGIN}\nold\n{report.END}\n\nend\n")
+
+    def go(*arguments):
+        return report.main(list(arguments), readme, folder)
+
+    return go, readme, folder
+
+
+def test_report_without_results(project):
+    go, readme, _ = project
+    assert go("--check") == 1 and "old" in readme.read_text()
+    assert go() == 0 and go("--check") == 0
+    assert readme.read_text() == f"# k\n\n{report.BEGIN}\n{report.NOTHING}\n{report.END}\n\nend\n"
+
+
+def test_report_tables(project):
+    go, readme, folder = project
+    cubin = Row("cubin p=1", "bytes", 56328)
+    rows = [row("cdist").as_json(), cubin.as_json()]
+    harness.write(folder / "h200" / "pairwise.json", harness.merge(HEAD, rows, None))
+    assert go() == 0 and go("--check") == 0
+    text = readme.read_text()
+    assert "**Pairwise** on NVIDIA H200, driver 580, torch 2.11.0, NVRTC 13.0, 2026-01-01" in text
+    assert "| cdist | 2.00 ms | 1.00 ms (bytes) | torch 50.0 ms (25×, error 2.0e-07) | 1" in text
+    assert "| cubin p=1 | 55.0 KB |  |  |  |" in text
+
+
+def test_report_needs_markers(project, capsys):
+    go, readme, _ = project
+    readme.write_text("# k\n")
+    assert go() == 1 and go("--check") == 1
+    assert "results:begin" in capsys.readouterr().err and readme.read_text() == "# k\n"

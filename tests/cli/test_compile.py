@@ -1,0 +1,269 @@
+"""`kernlib compile`: which kernels, for which targets, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+import kernlib as kl
+from kernlib.cli import lookup, machine
+from kernlib.cli.machine import Gpu
+from kernlib.errors import CompileError, UnsupportedError
+from kernlib.jit import compiler, service
+from tests.cli.cases import command, fresh, plain
+
+CALL = ("--shape", "1000x64", "--shape", "800x64", "--argument", "bandwidth=8.0")
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A working directory whose modules the command may import; write(name, source)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    before = set(sys.modules)
+
+    def write(name, source):
+        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+
+    yield write
+    for name in set(sys.modules) - before:
+        if name.startswith("own"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What kernlib.compile would be asked for."""
+    calls = []
+
+    def compile(descriptors, *, archs, specs=None, dtypes=None, workers=None, **arguments):
+        specs = specs and [(tuple(tensor.shape), tensor.dtype) for tensor in specs]
+        calls.append((descriptors, archs, specs, dtypes, workers, arguments))
+        return []
+
+    monkeypatch.setattr(kl, "compile", compile)
+    return calls
+
+
+# Which kernels.
+
+
+def test_the_kernels_of_one_call(run, compiles, cache_dir):
+    result = run("compile", "laplace_l1", "--arch", "sm_90a", *CALL)
+    assert result.exit_code == 0 and result.stderr == ""
+    rows = [line for line in result.stdout.splitlines() if "Laplace()" in line]
+    assert len(rows) == len(compiles) == 1
+    for cell in ("sm_90a", "40", "0", "17408", "50", "compiled"):
+        assert cell in rows[0].split()
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("1 compiled, 0 found, in ")
+    assert last.endswith(f" s; kernels are kept in {cache_dir}")
+
+
+def test_all_variants_for_several_archs_and_the_second_time_none(run, compiles):
+    arguments = ("compile", "laplace_l1", "gaussian", "--arch", "sm_80", "--arch", "sm_120")
+    first = json.loads(run(*arguments, "--json").stdout)
+    assert first["archs"] == ["sm_80", "sm_120"]
+    assert first["compiled"] == first["kept"] == len(first["kernels"]) == len(compiles) > 100
+    assert first["found"] == 0
+    fresh()
+    second = json.loads(run(*arguments, "--json").stdout)
+    assert (second["compiled"], second["found"]) == (0, len(compiles))
+    assert {row["from"] for row in second["kernels"]} == {"store"}
+    assert {row["key"] for row in second["kernels"]} == {row["key"] for row in first["kernels"]}
+
+
+def test_json(run, compiles, cache_dir):
+    facts = json.loads(run("compile", "gaussian", *CALL, "--arch", "sm_80", "--json").stdout)
+    names = {"archs", "compiled", "found", "kept", "seconds", "path", "kernels"}
+    assert set(facts) == names and facts["path"] == str(cache_dir)
+    row = facts["kernels"][0]
+    assert (row["arch"], row["from"], row["registers"]) == ("sm_80", "compiled", 40)
+    assert (row["compile_ms"], row["family"], len(row["key"])) == (50, "pairwise", 64)
+    assert run("cache", "show", row["key"]).exit_code == 0
+
+
+def test_what_a_call_is_made_of(run, asked):
+    import torch
+
+    options = ("--dtype", "float16", "--dtype", "float64", "--workers", "3", "--arch", "sm_80")
+    numbers = ("--argument", "p=inf", "--argument", "row_offset=4", "--argument", "flag=true")
+    run("compile", "p_distance", "--shape", "2x30x4", "--shape", "5x4", *options, *numbers)
+    for call, dtype in zip(asked, (torch.float16, torch.float64), strict=True):
+        descriptors, archs, specs, _, workers, arguments = call
+        assert descriptors == [kl.p_distance()] and archs == ("sm_80",) and workers == 3
+        assert specs == [((2, 30, 4), dtype), ((5, 4), dtype)]
+        assert arguments == {"p": float("inf"), "row_offset": 4, "flag": True}
+        assert type(arguments["row_offset"]) is int
+
+
+def test_dtypes_without_a_call(run, asked):
+    import torch
+
+    run("compile", "gaussian", "--arch", "sm_80")
+    run("compile", "gaussian", "--arch", "sm_80", "--dtype", "float16", "--dtype", "float32")
+    assert [call[3] for call in asked] == [(torch.float32,), (torch.float16, torch.float32)]
+
+
+def test_a_call_without_elements(run, compiles):
+    result = run("compile", "l1_distance", "--shape", "0x8", "--shape", "9x8")
+    assert result.exit_code == 0 and "Such a call launches no kernel." in result.stdout
+
+
+# For which targets.
+
+
+def test_without_an_arch_and_a_gpu(run, asked, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "old", None, "too old")])
+    result = run("compile", "gaussian", "--json")
+    assert asked[0][1] == ("sm_90a",) and "no GPU is here" in result.stderr
+    assert json.loads(result.stdout)["archs"] == ["sm_90a"]
+
+
+def test_without_an_arch_for_the_gpus_here(run, asked, monkeypatch):
+    found = [Gpu(0, "A", "sm_80"), Gpu(1, "B", "sm_120"), Gpu(2, "A", "sm_80")]
+    monkeypatch.setattr(machine, "gpus", lambda: found)
+    result = run("compile", "gaussian")
+    assert asked[0][1] == ("sm_80", "sm_120") and "machine's sm_80, sm_120." in result.stderr
+
+
+# Whose descriptors.
+
+
+def test_the_ready_made_ones():
+    known = lookup.ready_made()
+    assert {"laplace_l1", "gaussian", "p_distance", "polynomial", "l2_distance"} <= set(known)
+    assert not {"Pairwise", "Abs", "Laplace", "run_kernel", "compile"} & set(known)
+    assert known["gaussian"]() == kl.gaussian()
+
+
+@pytest.mark.parametrize("name", ["one", "several", "made", "made_several", "Box.inner", "kind"])
+def test_descriptors_of_the_working_directory(run, asked, modules, name):
+    modules(
+        "own.kernels",
+        "import kernlib as kl\none = kl.gaussian()\nseveral = [one, one]\nkind = kl.Pairwise\n"
+        "def made(): return one\ndef made_several(): return (one, one)\n"
+        "class Box: inner = one\n",
+    )
+    result = run("compile", f"own.kernels:{name}", "laplace_l1", "--arch", "sm_80")
+    assert result.exit_code == 0, result.output
+    descriptors = asked[0][0]
+    assert all(isinstance(found, kl.Pairwise) for found in descriptors)
+    assert len(descriptors) == (3 if "several" in name else 2)
+    assert descriptors[-1] == kl.laplace_l1()
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("laplace", ("'laplace'", "laplace_l1", "package.module:name")),
+        ("Pairwise", ("'Pairwise'",)),
+        ("own_missing:x", ("own_missing", "cannot be imported", "ModuleNotFoundError")),
+        ("own_bad:x", ("own_bad", "ZeroDivisionError")),
+        ("own_exit:x", ("own_exit", "SystemExit")),
+        ("own:nothing", ("own:nothing", "cannot be found")),
+        ("own:", ("own:", "cannot be found")),
+        (":own", ("cannot be imported",)),
+        ("own:number", ("own:number", "holds a int", "kernlib.laplace_l1()")),
+        ("own:mixed", ("own:mixed", "holds a str")),
+        ("own:empty", ("own:empty", "is an empty list")),
+        ("own:greedy", ("own:greedy() failed", "TypeError")),
+        ("own:broken", ("own:broken() failed", "no luck")),
+    ],
+)
+def test_names_that_say_no_descriptor(run, asked, modules, name, parts):
+    modules("own_bad", "1 / 0")
+    modules("own_exit", "raise SystemExit(3)")
+    modules(
+        "own",
+        "import kernlib\nnumber = 3\nmixed = [kernlib.gaussian(), 'x']\nempty = []\n"
+        "def greedy(x): return x\ndef broken(): raise RuntimeError('no luck')\n",
+    )
+    plain(run("compile", name), 2, "DESCRIPTOR", *parts)
+    assert asked == []
+
+
+# What cannot be used.
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        ((), ("DESCRIPTOR",)),
+        (("gaussian", "--arch", "sm_75"), ("--arch", "sm_80", "'sm_75'")),
+        (("gaussian", "--dtype", "float33"), ("--dtype", "'float33'", "float32")),
+        (("gaussian", "--dtype", "int8"), ("no kernels for torch.int8",)),
+        (("gaussian", "--shape", "10by4"), ("--shape", "'10by4'", "1000x64")),
+        (("gaussian", "--shape", "-1x4"), ("--shape", "'-1x4'")),
+        (("gaussian", "--shape", f"{1 << 40}x{1 << 40}"), ("--shape", "no tensor of 109951")),
+        (("gaussian", "--shape", f"{1 << 70}x4"), ("--shape", "no tensor of 118059")),
+        (("l1_distance", *2 * ("--shape", f"{1 << 40}x1")), ("--shape", "output", "too large")),
+        (("gaussian", *CALL[:-1], "bandwidth=" + "9" * 400), ("bandwidth must fit a float64",)),
+        (("gaussian", "--argument", "bandwidth"), ("--argument", "bandwidth=8.0")),
+        (("gaussian", "--argument", "bandwidth=wide"), ("--argument", "'wide' of bandwidth")),
+        (("gaussian", "--argument", "bandwidth=1"), ("--argument", "--shape")),
+        (("gaussian", *CALL, "--argument", "bandwidth=1"), ("bandwidth is given twice",)),
+        (("gaussian", *CALL, "--argument", "archs=1"), ("archs is no argument of a call",)),
+        (("gaussian", *CALL, "--argument", "colour=1"), ("colour is no argument", "bandwidth")),
+        (("gaussian", *CALL, "--argument", "row_offset=0.5"), ("row_offset must be an int",)),
+        (("gaussian", "--shape", "10x4", "--shape", "9x4"), ("needs bandwidth",)),
+        (("gaussian", *CALL, "--shape", "1x64"), ("specs must be the tensors of one call",)),
+        (("l1_distance", "--shape", "10x4"), ("b is missing",)),
+        (("gaussian", "--workers", "0"), ("--workers",)),
+    ],
+)
+def test_what_cannot_be_used_is_named(run, compiles, arguments, parts):
+    result = run("compile", *arguments)
+    plain(result, 2, *parts)
+    assert compiles == [] and result.stdout == ""
+
+
+def test_a_kernel_that_does_not_compile(run, monkeypatch):
+    def refuse(spec, arch):
+        raise CompileError("NVRTC refused the source", "x.cu(1): error: no", spec.source)
+
+    monkeypatch.setattr(compiler, "compile_spec", refuse)
+    result = run("compile", "gaussian", *CALL, "--json")
+    plain(result, 1, "NVRTC refused the source", "error: no")
+    assert result.stdout == ""
+
+
+def test_without_a_compiler(run, monkeypatch):
+    def refuse(spec, arch):
+        raise UnsupportedError("Install it with: pip install 'kernlib[cu13]'")
+
+    monkeypatch.setattr(compiler, "compile_spec", refuse)
+    plain(run("compile", "gaussian", *CALL), 1, "pip install")
+
+
+def test_kernels_that_are_not_kept(run, compiles, monkeypatch):
+    monkeypatch.setattr(type(service.layers().store), "put", lambda self, key, value: False)
+    result = run("compile", "gaussian", *CALL)
+    plain(result, 1, "1 kernel could not be kept in", "kernlib doctor")
+    assert "1 compiled, 0 found" in result.stdout
+
+
+def test_a_kernel_found_under_another_description(run, compiles, monkeypatch):
+    """No key holds a description, so that an entry may be older than its words."""
+    run("compile", "gaussian", *CALL)
+    fresh()
+    from kernlib.families.pairwise.descriptor import Pairwise
+
+    monkeypatch.setattr(Pairwise, "describe", lambda self: "in other words")
+    facts = json.loads(run("compile", "gaussian", *CALL, "--json").stdout)
+    assert (facts["compiled"], facts["found"]) == (0, 1)
+    assert facts["kernels"][0]["from"] == "store"
+
+
+def test_a_real_compile_in_a_process_of_its_own(cache_dir, tmp_path):
+    (tmp_path / "own.py").write_text("import kernlib\nkernel = kernlib.matern32()\n")
+    found = command("compile", "own:kernel", *CALL, "--json", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    facts = json.loads(found.stdout)
+    assert facts["compiled"] == facts["kept"] == len(facts["kernels"]) > 0
+    assert all(row["registers"] > 16 and row["cubin_bytes"] > 1000 for row in facts["kernels"])
+    assert found.stderr.startswith("Compiling for sm_90a: ")

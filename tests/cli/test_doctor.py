@@ -1,0 +1,227 @@
+"""`kernlib doctor`: what it finds, what it advises, and when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+
+from kernlib import settings
+from kernlib.cli import machine
+from kernlib.cli.machine import Gpu
+from kernlib.jit import bundle, toolchain
+from tests.cli.cases import (
+    aside,
+    command,
+    damage_bundle,
+    damage_pages,
+    keep,
+    keep_damaged,
+    made,
+    make_bundle,
+)
+
+
+@pytest.fixture
+def major(monkeypatch):
+    monkeypatch.setattr(toolchain, "cuda_major", lambda: "13")
+
+
+def findings(run, label, code=0):
+    """What doctor says under one label."""
+    result = run("doctor", "--json")
+    assert result.exit_code == code, result.output
+    facts = json.loads(result.stdout)
+    assert facts["ok"] is (code == 0)
+    return [finding for finding in facts["findings"] if finding["label"] == label]
+
+
+def test_it_passes_with_a_compiler_and_a_cache(run, cache_dir):
+    keep("one")
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert "FAIL" not in result.output and result.stderr == ""
+    assert f"lmdb, {cache_dir}, 1 kernel, 0 tuning results, " in result.output
+    for variable in settings.VARIABLES:
+        assert variable.name in result.output
+
+
+def test_json_has_every_line(run):
+    lines = [line for line in run("doctor").stdout.splitlines() if "->" not in line]
+    found = json.loads(run("doctor", "--json").stdout)["findings"]
+    assert len(found) == len(lines)
+    for finding in found:
+        assert set(finding) == {"status", "label", "text", "advice", "details"}
+        assert finding["status"] in ("ok", "note", "fail")
+    labels = {finding["label"] for finding in found}
+    assert {"torch", "GPU", "NVRTC", "headers", "compile", "settings", "cache", "disk"} <= labels
+
+
+def test_a_real_process_is_quick_and_quiet(cache_dir):
+    found = command("doctor", "--json")
+    assert found.returncode == 0 and found.stderr == ""
+    (compiled,) = (f for f in json.loads(found.stdout)["findings"] if f["label"] == "compile")
+    assert compiled["details"]["arch"] == "sm_90a" and compiled["details"]["ms"] >= 0
+
+
+# The machine.
+
+
+def test_each_target_of_this_machine_is_compiled_for(run, monkeypatch):
+    found = [Gpu(0, "A", "sm_80"), Gpu(1, "B", "sm_120"), Gpu(2, "C", None, "C is too old")]
+    monkeypatch.setattr(machine, "gpus", lambda: found)
+    assert [f["details"]["arch"] for f in findings(run, "compile")] == ["sm_80", "sm_120"]
+    (old,) = findings(run, "GPU 2")
+    assert (old["status"], old["advice"]) == ("note", "C is too old")
+
+
+def test_it_fails_without_a_compiler(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "FAIL  compile" in result.output
+    assert "pip install 'kernlib[cu13]'" in result.output
+
+
+def test_it_names_a_setting_that_cannot_be_used(run, monkeypatch):
+    monkeypatch.setenv("KERNLIB_CACHE_BYTES", "plenty")
+    settings.reset()
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "FAIL  settings    KERNLIB_CACHE_BYTES='plenty'" in result.output
+
+
+def test_a_check_that_breaks_is_a_finding(run, monkeypatch):
+    def broken():
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(machine, "gpus", broken)
+    (finding,) = findings(run, "GPU", code=1)
+    assert finding["status"] == "fail" and finding["text"] == "RuntimeError: out of order"
+    assert findings(run, "cache", code=1)[0]["status"] == "ok"
+
+
+@pytest.mark.parametrize("number, code", [(13000, 0), (12090, 1)])
+def test_a_driver_older_than_the_compiler(run, monkeypatch, number, code):
+    """NVRTC 13 makes what only a driver for CUDA 13 loads."""
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "A", "sm_90a")])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("cuda.bindings.driver.cuDriverGetVersion", lambda: (0, number))
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: "13.0.88")
+    (finding,) = findings(run, "driver", code)
+    assert finding["details"]["cuda"] == f"{number // 1000}.{number % 1000 // 10}"
+    assert code == 0 or "NVRTC 13 do not load there" in finding["advice"]
+
+
+# The store.
+
+
+def test_it_fails_for_a_cache_in_memory(run, unusable_cache):
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "FAIL  cache       the kernel cache in /proc/kernlib cannot be used" in result.output
+    assert "-> set KERNLIB_CACHE_DIR" in result.output
+
+
+def test_damaged_entries_are_counted(run):
+    keep("good")
+    key = keep_damaged("bad")
+    _, note = findings(run, "cache")
+    assert note["status"] == "note" and note["text"].startswith("1 damaged entry of 2")
+    assert note["details"]["damaged"] == [key.hex()] and "verify --repair" in note["advice"]
+
+
+def test_it_fails_for_damaged_pages_and_touches_nothing(run, cache_dir, mount, tmp_path, major):
+    keep("one")
+    mount(make_bundle(tmp_path / "b", made("x", nvrtc="13.4")))
+    damage_pages(cache_dir)
+    (failure,) = findings(run, "cache", code=1)
+    assert failure["status"] == "fail" and "verify --repair" in failure["advice"]
+    assert aside(cache_dir) == []
+    assert findings(run, "bundle", code=1)[0]["status"] == "ok"
+
+
+def test_stores_that_were_moved_aside(run, cache_dir):
+    keep("one")
+    damage_pages(cache_dir)
+    assert run("cache", "verify", "--repair").exit_code == 0
+    (old,) = aside(cache_dir)
+    _, note = findings(run, "cache")
+    assert note["status"] == "note" and note["details"]["path"] == str(old)
+    assert note["details"]["bytes"] > 0 and f"rm -r {old}" in note["advice"]
+
+
+def test_an_unclean_end(run, cache_dir):
+    code = (
+        "import os, signal; from kernlib.jit import layers\n"
+        "layers.layers().store.put(bytes(32), b'1'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], env=dict(os.environ))
+    assert found.returncode == -signal.SIGKILL
+    told = [f for f in findings(run, "cache") if "died with it open" in f["text"]]
+    assert len(told) == 1 and told[0]["status"] == "ok" and len(told[0]["details"]["died"]) == 1
+    assert not [f for f in findings(run, "cache") if "died with it open" in f["text"]]
+
+
+def test_a_disk_that_is_nearly_full(run, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 30, 1 << 30, 3 << 20))
+    (note,) = findings(run, "disk")
+    assert note["status"] == "note" and note["text"] == "3.0 MB left on its disk"
+    assert "KERNLIB_CACHE_BYTES" in note["advice"] and note["details"]["free"] == 3 << 20
+
+
+# Bundles.
+
+
+def bundled(run, mount, tmp_path, *entries):
+    mount(make_bundle(tmp_path / "b", *entries))
+    (finding,) = findings(run, "bundle")
+    return finding
+
+
+def test_a_bundle(run, mount, tmp_path, major):
+    entries = [made("x", nvrtc="13.0"), made("y", nvrtc="13.4", arch="sm_80")]
+    finding = bundled(run, mount, tmp_path, *entries)
+    assert finding["text"] == f"{tmp_path / 'b'}, 2 kernels: 1 sm_80, 1 sm_90a"
+    assert finding["status"] == "ok" and finding["details"]["archs"] == {"sm_80": 1, "sm_90a": 1}
+
+
+@pytest.mark.parametrize("arch, status", [("sm_90a", "ok"), ("sm_80", "note")])
+def test_a_bundle_with_or_without_kernels_for_this_gpu(
+    run, mount, tmp_path, major, monkeypatch, arch, status
+):
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "A", arch)])
+    finding = bundled(run, mount, tmp_path, made("x", nvrtc="13.0"))
+    assert finding["status"] == status
+    assert status == "ok" or "--arch sm_80" in finding["advice"]
+
+
+def test_a_bundle_for_another_cuda(run, mount, tmp_path, major):
+    finding = bundled(run, mount, tmp_path, made("x", nvrtc="12.9.86"))
+    assert finding["status"] == "note" and "for CUDA 13" in finding["advice"]
+
+
+def test_an_empty_and_a_damaged_bundle(run, mount, tmp_path, major):
+    empty, damaged = make_bundle(tmp_path / "a"), make_bundle(tmp_path / "b", made("x"))
+    damage_bundle(damaged)
+    mount(empty, damaged)
+    first, second = findings(run, "bundle")
+    assert "empty" in first["advice"] and "1 entry damaged" in second["advice"]
+
+
+def test_bundles_that_are_passed_over(run, mount, tmp_path):
+    cut = make_bundle(tmp_path / "b", made("x"))
+    os.truncate(cut / bundle.FILE, 5000)
+    mount(tmp_path / "nothing", cut)
+    result = run("doctor")
+    assert result.exit_code == 0 and result.stderr == ""
+    missing, damaged = findings(run, "bundle")
+    assert missing["status"] == damaged["status"] == "note"
+    assert "holds no kernels.mdb" in missing["text"] and "is damaged" in damaged["text"]

@@ -1,0 +1,90 @@
+"""Every example runs as a user runs it, and finds itself right."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# Fewer points than by default, whose K has 14.4 GB: other tests may be on the same GPU.
+ON_THE_GPU = {"kernel_ridge": ("--train", "20000"), "sparse_decoder": ("--tokens", "16")}
+
+
+def run(
+    example: Path, cache_dir: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess:
+    # One thread: several, beside another test's, wait for each other, 70 s in place of 11.
+    variables = {"KERNLIB_CACHE_DIR": str(cache_dir), "OMP_NUM_THREADS": "1"} | variables
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, str(example), *arguments],
+        env=environment,
+        cwd=cache_dir,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_there_are_examples():
+    names = {example.stem for example in EXAMPLES}
+    wanted = {"quickstart", "custom_epilogue", "kronecker_vit", "kernel_ridge", "sparse_decoder"}
+    assert wanted <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_on_the_cpu(example, tmp_path):
+    found = run(example, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert found.returncode == 0, found.stderr
+    assert "cpu   relative error" in found.stdout
+    assert found.stderr == ""
+
+
+RIDGE = EXAMPLES[0].parent / "kernel_ridge.py"
+WAYS = ("direct", "matrix-free", "plain torch")
+
+
+@pytest.mark.slow
+def test_all_ways_to_kernel_ridge_regression_agree(tmp_path):
+    arguments = ("--device", "cpu", "--train", "1000", "--features", "16", "--seed", "3")
+    found = run(RIDGE, tmp_path, *arguments, CUDA_VISIBLE_DEVICES="")
+    assert found.returncode == 0, found.stderr
+    row = rf"│ ({'|'.join(WAYS)}) +│ +1000 " + 3 * r"│ +([\d.]+) " + r"│ +(\d+) │"
+    rows = {way: tuple(map(float, rest)) for way, *rest in re.findall(row, found.stdout)}
+    assert tuple(rows) == WAYS
+    r2, rmse, seconds, memory = zip(*rows.values(), strict=True)
+    assert min(r2) > 0.95 and max(rmse) < 0.25
+    assert max(r2) - min(r2) <= 2e-4 and max(rmse) - min(rmse) <= 2e-4
+    assert min(seconds) > 0 and min(memory) > 0
+    apart = re.findall(r"relative error (\S+), predictions (\S+) from plain torch's", found.stdout)
+    assert len(apart) == 3 and all(max(map(float, both)) < 1e-3 for both in apart)
+
+
+@pytest.mark.slow
+def test_kernel_ridge_regression_is_drawn_where_matplotlib_is(tmp_path):
+    arguments = ("--device", "cpu", "--train", "160", "--plot", str(tmp_path / "ridge.png"))
+    found = run(RIDGE, tmp_path, *arguments, CUDA_VISIBLE_DEVICES="")
+    if importlib.util.find_spec("matplotlib") is None:
+        assert found.returncode == 2 and "kernlib[bench]" in found.stderr
+        return
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "ridge.png").stat().st_size > 0
+    assert all(found.stdout.count(f"│ {way} ") == 4 for way in WAYS)  # numbers of points
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_on_the_gpu(example, tmp_path):
+    found = run(example, tmp_path, *ON_THE_GPU.get(example.stem, ()))
+    assert found.returncode == 0, found.stderr
+    assert "cuda  relative error" in found.stdout

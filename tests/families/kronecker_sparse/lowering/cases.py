@@ -1,0 +1,129 @@
+"""What the tests of Kronecker-sparse lowering share: problems on contiguous tensors, and parameter
+blocks read back by the struct of the CUDA source."""
+
+from __future__ import annotations
+
+import re
+import struct
+from functools import cache
+
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
+from kernlib.lowering.steps import NUMBER
+from tests.support import cuda_text
+
+DTYPES = ("float16", "bfloat16", "float32")
+KINDS = [("float16", "fp32"), ("bfloat16", "fp32"), ("float32", "fp32"), ("float32", "tf32")]
+
+
+def problem(blocks=2, lanes=1, rows=25088, columns=96, depth=48, **changes):
+    """A factor (blocks, columns, depth, lanes) forward, batch first, on contiguous tensors."""
+    features, outputs = blocks * depth * lanes, blocks * columns * lanes
+    fields = {
+        "left": Layout(depth * lanes, 1, features, lanes),
+        "right": Layout(columns * depth * lanes, 1, depth * lanes, lanes),
+        "out": OutLayout(columns * lanes, 1, outputs, lanes),
+        "dtype": "float16",
+    }
+    return Problem(blocks, lanes, rows, columns, depth, **(fields | changes))
+
+
+def batch_last(**changes):
+    """The same, batch last."""
+    made = problem(**changes)
+    n, lanes = made.rows, made.lanes
+    left = Layout(made.depth * lanes * n, n, 1, lanes * n)
+    out = OutLayout(made.columns * lanes * n, n, 1, lanes * n)
+    return made._replace(left=left, out=out)
+
+
+def weight_gradient(a=2, b=96, c=48, d=1, batch=25088, last=False, **changes):
+    """The gradient of a weight on contiguous tensors."""
+    feature, n = (batch, 1) if last else (1, None)
+    left = Layout(b * d * feature, feature, d * feature, n or a * b * d)
+    right = Layout(c * d * feature, feature, d * feature, n or a * c * d)
+    fields = {"left": left, "right": right, "out": OutLayout(b * c * d, 1, c * d, d)}
+    return Problem(a, d, b, c, batch, **(fields | {"dtype": "float16"} | changes))
+
+
+@cache
+def text_of(source: str) -> cuda_text.Text:
+    return cuda_text.Text(source)
+
+
+def block(step: lowering.Step, addresses: dict[str, int]) -> bytes:
+    """A launch's parameters, as a plan fills them, with maps full of zeros."""
+    own = step.pointers[len(step.maps) :]
+    pointers = [addresses[name] + offset for name, offset in own]
+    numbers = [x for index in range(step.scalars) for x in (index + 0.5, index + 900)]
+    layout = f"<{len(pointers)}Q" + NUMBER * step.scalars
+    return bytes(128 * len(step.maps)) + struct.pack(layout, *pointers, *numbers) + step.fixed
+
+
+ADDRESSES = {"left": 1 << 40, "right": 2 << 40, "out": 3 << 40, "workspace": 4 << 40} | {
+    f"vector{k}": (5 + k) << 40 for k in range(8)
+}
+
+
+def parameters(step: lowering.Step):
+    """The parameters of a launch by the names of the source's struct."""
+    return text_of(step.spec.source).parameters().from_buffer_copy(block(step, ADDRESSES))
+
+
+def parameter_bytes(step: lowering.Step) -> int:
+    return int(re.search(r"PARAMETER_BYTES = (\d+);", step.spec.source)[1])
+
+
+# What lowering makes of problems on Hopper.
+
+ARCH, PROCESSORS = "sm_90a", 132
+
+
+def lowered(given, epilogue=(), **choice):
+    known = lowering.candidates(given, ARCH)
+    wanted = next(c for c in known if choice.items() <= c.items())
+    return lowering.lower(epilogue, given, ARCH, PROCESSORS, wanted)
+
+
+def main_of(found):
+    return found.steps[-1]
+
+
+def with_lanes(lanes, dtype="float16", **changes):
+    return problem(lanes=lanes, dtype=dtype, **changes)
+
+
+SAMPLE = {
+    "batch first": problem(),
+    "batch first, several tiles": problem(blocks=3, columns=520, depth=520),
+    "batch first, many tiles of resident weights": problem(blocks=40, columns=512, depth=64),
+    "batch first, packed": problem(right=Layout(48, 1, 1, 96)),
+    "batch first, float32": problem(columns=200, depth=300, dtype="float32"),
+    "batch first, tf32": problem(dtype="float32", precision="tf32"),
+    "batch last": batch_last(lanes=3, rows=1000),
+    "batch last, several tiles": batch_last(lanes=2, columns=520, depth=520, rows=1000),
+    "batch last, packed": batch_last(lanes=3, rows=1000, right=Layout(9, 8, 7, 6)),
+    "batch last, float32": batch_last(lanes=3, rows=1000, columns=130, dtype="float32"),
+    "one of everything": problem(blocks=1, rows=1, columns=1, depth=1),
+    "d = 2": with_lanes(2, rows=777, columns=68, depth=52),
+    **{f"d = {d}": with_lanes(d, rows=777, columns=70, depth=50) for d in (4, 8, 16, 24, 40)},
+    **{
+        f"d = {d}, {precision}": with_lanes(d, "float32", rows=777, precision=precision)
+        for d in (2, 4, 8, 20)
+        for precision in ("fp32", "tf32")
+    },
+    "d = 16, apart": with_lanes(16, rows=99, left=Layout(48 * 32, 1, 96 * 32, 32)),
+}
+
+
+def choices(given, multiprocessors=PROCESSORS):
+    """What lowering makes of a problem with each of its candidates of Hopper's two kinds, whose
+    launches are at most two: that of a packed weight, and the product."""
+    found = [
+        lowering.lower((), given, ARCH, multiprocessors, choice)
+        for choice in lowering.candidates(given, ARCH)
+        if choice["kind"] in (hopper.KIND, interleaved.KIND)
+    ]
+    assert all(len(made.steps) <= 2 for made in found)
+    return found

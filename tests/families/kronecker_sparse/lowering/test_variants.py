@@ -1,0 +1,110 @@
+"""The variants of a Kronecker-sparse factor: all that lowering chooses for it, whichever kind of
+kernel, batch, layout and gradient."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernlib as kl
+from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
+from kernlib.jit import sources, targets
+from tests.families.kronecker_sparse.lowering.cases import (
+    DTYPES,
+    batch_last,
+    problem,
+    weight_gradient,
+)
+
+ARCHS = ("sm_90a", "sm_80", "sm_86")
+PATTERNS = [
+    (2, 96, 48, 1), (1, 20, 1040, 1), (3, 64, 200, 4), (1, 256, 8, 16), (2, 40, 24, 24),
+    (4, 64, 1, 1),
+]  # fmt: skip
+EPILOGUES = [(), (kl.Bias(), kl.Relu()), (kl.Bias(), kl.Scale(), kl.Gelu())]
+
+
+@cache
+def known(epilogue, pattern, last, arch, precision):
+    return set(lowering.variants(epilogue, pattern, last, arch, DTYPES, precision))
+
+
+@st.composite
+def problems(draw):
+    """A pattern, whether batch last, and a forward problem or a gradient, contiguous or nearly."""
+    a, b, c, d = pattern = draw(st.sampled_from(PATTERNS))
+    last = draw(st.booleans())
+    batch = draw(st.sampled_from([1, 8, 100, 136, 200, 1024, 1032, 5000, 25088, 25089]))
+    dtype = draw(st.sampled_from(DTYPES))
+    precision = draw(st.sampled_from(["fp32", "tf32"])) if dtype == "float32" else "fp32"
+    options = {"dtype": dtype, "precision": precision}
+    role = draw(st.sampled_from(["forward", "by x", "by weight"]))
+    if role == "by weight":
+        made = weight_gradient(a, b, c, d, batch, last, **options)
+    else:
+        columns, depth = (b, c) if role == "forward" else (c, b)
+        sizes = {"blocks": a, "lanes": d, "rows": batch, "columns": columns, "depth": depth}
+        made = (batch_last if last else problem)(**sizes, **options)
+        if role == "by x":  # the weight's j are its depth
+            made = made._replace(right=Layout(b * c * d, 1, d, c * d))
+    made = made._replace(left=changed(draw, made.left), right=changed(draw, made.right))
+    if role == "forward":  # gradients are new tensors
+        made = made._replace(out=changed(draw, made.out))
+    return pattern, last, role, made
+
+
+def changed(draw, layout: Layout | OutLayout):
+    """A layout as it is, farther apart, expanded or misaligned."""
+    name = draw(st.sampled_from(["", "", "", "alignment", *layout._fields[:4]]))
+    return layout._replace(**{name: draw(st.sampled_from([0, 1, 8, 4096]))}) if name else layout
+
+
+@settings(deadline=None, max_examples=300)
+@given(problems(), st.sampled_from(EPILOGUES), st.sampled_from(ARCHS), st.integers(1, 150))
+def test_lowering_chooses_among_the_variants(made, epilogue, arch, multiprocessors):
+    pattern, last, role, asked = made
+    given = epilogue if role == "forward" else ()
+    variants = known(epilogue, pattern, last, arch, None)
+    candidates = lowering.candidates(asked, arch)
+    assert candidates and lowering.default(asked, candidates, multiprocessors) in candidates
+    for choice in candidates:
+        found = lowering.lower(given, asked, arch, multiprocessors, choice)
+        assert {step.spec for step in found.steps} <= variants
+        assert all(1 <= step.grid[0] < 2**31 and 1 <= step.grid[1] < 65536 for step in found.steps)
+        precision = asked.precision if asked.dtype == "float32" else "tf32"
+        assert {s.spec for s in found.steps} <= known(epilogue, pattern, last, arch, precision)
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.sampled_from(EPILOGUES), st.sampled_from(ARCHS))
+def test_the_specs_of_a_choice_hold_those_of_every_device(made, epilogue, arch):
+    _, _, role, asked = made
+    given = epilogue if role == "forward" else ()
+    fewest, most = targets.MULTIPROCESSORS[arch]
+    for choice in lowering.candidates(asked, arch):
+        specs = set(lowering.specs_for(given, asked, arch, choice))
+        for count in (fewest, (fewest + most) // 2, most):
+            found = lowering.lower(given, asked, arch, count, choice)
+            assert {step.spec for step in found.steps} <= specs
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_variants_are_distinct_and_reach_no_header_of_cuda(pattern, arch):
+    made = lowering.variants(EPILOGUES[2], pattern, False, arch, DTYPES, None)
+    assert len({spec.canonical() for spec in made}) == len(made)
+    assert len({spec.description for spec in made}) == len(made)
+    assert max(spec.shared_bytes for spec in made) <= targets.SHARED_BYTES[arch]
+    for spec in made:
+        assert spec.family == "kronecker_sparse" and not sources.system_includes(spec.source)
+
+
+def test_variants_of_a_dtype_are_of_that_dtype_alone():
+    for dtype in DTYPES:
+        made = lowering.variants(EPILOGUES[1], PATTERNS[0], True, "sm_90a", (dtype,), "fp32")
+        assert all(dtype in spec.description.split() for spec in made)
+        kinds = {spec.description.split()[1] for spec in made}
+        assert {"hopper", "interleaved", "pack", "turn", "portable"} <= kinds
+        assert ("gradient" in kinds) == (dtype != "float32")

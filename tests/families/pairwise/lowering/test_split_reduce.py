@@ -1,0 +1,199 @@
+"""Lowering of reductions to tensor cores, and what NVRTC makes of it."""
+
+import struct
+
+import pytest
+
+import kernlib as kl
+from kernlib.families.pairwise.lowering import pack
+from kernlib.families.pairwise.lowering import reduce as direct
+from kernlib.families.pairwise.lowering import split_reduce as split
+from kernlib.families.pairwise.lowering.direct import Layout, scalar_count
+from kernlib.families.pairwise.lowering.reduce import Problem
+from kernlib.jit import targets
+from tests.support.compiled_kernels import compiled
+from tests.support.speeds import one_of_each, slow_but
+
+HERE = "sm_90a"
+GAUSSIAN, DOT = kl.gaussian(), kl.dot_product()
+
+
+def problem(reduction="matmul", m=5000, n=7000, k=64, columns=1, batch=1, **changes):
+    """A call on contiguous row-major tensors, with some fields changed."""
+    columns = columns if reduction == "matmul" else 0
+    step = 1 if batch > 1 else 0
+    fields = {
+        "a": Layout(m * k * step, k, 1),
+        "b": Layout(n * k * step, k, 1),
+        "v": Layout(0, columns, 1),
+        "columns": columns,
+        "out_columns": columns,
+    }
+    return Problem(reduction, m, n, k, batch, **(fields | changes))
+
+
+def lowered(descriptor=GAUSSIAN, precision="fp32", per_split=0, choice=None, **changes):
+    strides = (0,) * scalar_count(descriptor)
+    given = problem(**changes)
+    return split.lower(descriptor, given, HERE, 132, strides, precision, per_split, choice)
+
+
+def constant(step, name):
+    return int(step.spec.source.split(f" {name} = ")[1].split(";")[0])
+
+
+@pytest.mark.parametrize(
+    "descriptor, changes, taken",
+    [
+        (GAUSSIAN, {}, True),
+        (kl.l2_distance(), {"reduction": "min"}, True),
+        (DOT, {"columns": 16}, True),
+        (DOT, {"columns": 17}, False),
+        (kl.p_distance(), {"inner": 2.0, "root": True}, True),
+        (kl.p_distance(), {"inner": 1.0, "root": True}, False),
+        (kl.l1_distance(), {}, False),
+        (GAUSSIAN, {"dtype": "float64"}, False),
+        (GAUSSIAN, {"k": 0}, False),
+        (GAUSSIAN, {"n": 0}, False),
+        (GAUSSIAN, {"m": 2**24, "k": 256}, False),  # more workspace than a call may take
+    ],
+)
+def test_it_takes_sums_of_products(descriptor, changes, taken):
+    assert split.takes(descriptor, problem(**changes), HERE, "fp32") is taken
+    assert not split.takes(descriptor, problem(**changes), "sm_80", "fp32")
+
+
+def test_it_pays_for_large_problems():
+    assert split.pays(problem(m=100000, n=100000))
+    assert split.pays(problem(m=30000, n=30000, k=784))
+    assert not split.pays(problem(m=100000, n=100000, k=3))
+    assert not split.pays(problem(m=200, n=200))
+
+
+@pytest.mark.parametrize(
+    "precision, k, resident, promote, columns",
+    [
+        ("fp32", 20, 2, 0, 256),
+        ("fp32", 64, 2, 0, 256),
+        ("fp32", 65, 0, 2, 192),
+        ("tf32", 128, 2, 0, 192),
+        ("tf32", 129, 4, 0, 256),
+        ("tf32", 784, 0, 0, 256),
+    ],
+)
+def test_few_features_stay_in_shared_memory(precision, k, resident, promote, columns):
+    made = split.default(GAUSSIAN, problem(k=k), precision)
+    assert (made.resident, made.promote, made.columns) == (resident, promote, columns)
+    stages = pack.workspace(problem(k=k), made).stages
+    assert not resident or stages <= resident
+    # Warpgroups in turns wait for each other with the stages of a tile in hand.
+    assert not made.ordered or 2 * stages <= made.stages
+
+
+def test_many_columns_take_narrow_tiles():
+    for k in (64, 784):
+        made = split.default(GAUSSIAN, problem(k=k, columns=1, out_columns=17), "fp32")
+        assert (made.columns, made.reducer) == (128, "Matmul<1>")
+
+
+@pytest.mark.parametrize("descriptor", [GAUSSIAN, kl.rational_quadratic(), DOT])
+@pytest.mark.parametrize("k", [64, 784])
+def test_parameters_are_as_long_as_the_device_says(descriptor, k):
+    for step in lowered(descriptor, k=k).steps[:3]:
+        size = 8 * len(step.pointers) + 16 * step.scalars + len(step.fixed)
+        assert size == constant(step, "PARAMETER_BYTES")
+
+
+def test_parameters_follow_the_struct():
+    made = lowered(m=1001, n=2002, k=100, batch=3, columns=2, diagonal=-7)
+    place = pack.workspace(
+        problem(m=1001, n=2002, k=100, batch=3, columns=2),
+        split.default(GAUSSIAN, problem(k=100, columns=2), "fp32"),
+    )
+    count = scalar_count(GAUSSIAN)
+    read = struct.unpack(f"<{count}q9q5q4i4q2i", made.steps[2].fixed)[count:]
+    assert read[9:14] == (1001, 2002, 3, -7, made.per_split)
+    assert read[14:18] == (100, 8, 2, 2)
+    assert read[18:22] == (place.a_stride, place.b_stride, place.a_points, place.b_points)
+    assert read[22:] == (place.stages, made.splits)
+    assert made.steps[2].grid == (8 * made.splits * 3, 1)
+
+
+def test_the_direct_kernel_waits_behind_a_gate():
+    for k, entry in ((64, "pairwise_reduce_tile"), (8, "pairwise_reduce_small")):
+        main, last = lowered(m=30000, n=30000, k=k).steps[2:]
+        assert last.spec.entry == entry
+        assert last.spec.source.startswith(f"#define GATED {pack.DOUBTFUL}\n")
+        assert constant(main, "DOUBTFUL") == pack.DOUBTFUL
+        assert last.pointers[0] == ("workspace", 0) == main.pointers[0]
+        assert last.pointers[1:] == main.pointers[5:]
+        assert [name for name, _ in last.pointers[1:]] == list(split.OPERANDS)
+
+
+@pytest.mark.parametrize("k", [64, 784])
+@pytest.mark.parametrize("m, n", [(10, 10**6), (30000, 30000), (100000, 100000), (10**6, 100)])
+def test_both_kernels_leave_the_same_partial_results(m, n, k):
+    made = lowered(m=m, n=n, k=k)
+    assert made.per_split % split.default(GAUSSIAN, problem(k=k), "fp32").columns == 0
+    assert (made.splits - 1) * made.per_split < n <= made.splits * made.per_split
+    count = scalar_count(GAUSSIAN)
+    behind = struct.unpack(f"<{count}q9q5q4i", made.steps[3].fixed)[count:]
+    assert behind[13] == made.per_split
+    assert made.steps[3].grid[0] == behind[15] * made.splits
+
+
+def test_blocks_at_work_share_rows_that_fit_the_cache():
+    assert lowered(m=30000, n=30000, k=784).splits >= 4
+    assert lowered(m=10**6, n=100, k=784).splits == 1
+    assert lowered(m=100, n=10**6, k=64).splits >= 100
+
+
+def test_passes_share_their_splits():
+    first = lowered(columns=16, out_columns=17)
+    second = lowered(columns=1, out_columns=17, per_split=first.per_split)
+    assert first.splits == second.splits
+
+
+@pytest.mark.parametrize(
+    "descriptor, rolled",
+    [(GAUSSIAN, False), (kl.matern52(), False), (DOT, False), (kl.rational_quadratic(), True)],
+)
+def test_long_code_is_not_unrolled(descriptor, rolled):
+    source = lowered(descriptor).steps[2].spec.source
+    assert f"constexpr bool ROLLED = {str(rolled).lower()};" in source
+
+
+def matrix():
+    """Name to spec: each kind of kernel with cheap and costly epilogues."""
+    cases = [
+        (GAUSSIAN, "fp32", {}),
+        (GAUSSIAN, "fp32", {"k": 784}),
+        (GAUSSIAN, "tf32", {"columns": 4}),
+        (GAUSSIAN, "tf32", {"k": 784, "epsilon": True}),
+        (GAUSSIAN, "fp32", {"columns": 8}),
+        (GAUSSIAN, "fp32", {"columns": 8, "k": 784}),
+        (GAUSSIAN, "fp32", {"columns": 4, "k": 784, "regularized": True}),
+        (kl.matern52(), "fp32", {"reduction": "sum", "dtype": "float16"}),
+        (kl.rational_quadratic(), "fp32", {"columns": 4}),
+        (kl.laplace_l2(), "tf32", {"reduction": "min", "regularized": True}),
+        (GAUSSIAN, "fp32", {"reduction": "logsumexp", "regularized": True}),
+        (DOT, "fp32", {"reduction": "min", "k": 784}),
+        (kl.polynomial(16), "fp32", {"dtype": "bfloat16"}),
+        (GAUSSIAN, "fp32", {"k": 8}),
+    ]
+    specs = [s.spec for d, precision, c in cases for s in lowered(d, precision, **c).steps[2:]]
+    return {spec.description: spec for spec in specs}
+
+
+MATRIX = matrix()
+
+
+@pytest.mark.parametrize("name", slow_but(one_of_each(lambda spec: spec.entry, MATRIX), MATRIX))
+def test_a_kernel_compiles_within_its_bounds(name):
+    wanted = MATRIX[name]
+    made, products = compiled(wanted, HERE), wanted.entry == "pairwise_split_reduce"
+    assert not made.serialized
+    assert made.spilled == 0 or not products
+    resident = 1 if products else direct.RESIDENT
+    held = targets.resident_blocks(HERE, wanted.threads, made.registers, made.shared)
+    assert held >= resident

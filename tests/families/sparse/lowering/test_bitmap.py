@@ -1,0 +1,111 @@
+"""Products of bitmap matrices: launches and sizes, and kernels for every target."""
+
+import struct
+
+import pytest
+
+import kernlib as kl
+from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.lowering import bitmap as lowering
+from kernlib.families.sparse.lowering import sum as last
+from kernlib.families.sparse.lowering.problem import Problem
+from kernlib.jit import targets
+from tests.support.compiled_kernels import compiled
+from tests.support.speeds import one_of_each, slow_but
+
+ARCHES = ("sm_90a", "sm_80", "sm_86", "sm_100", "sm_120")
+EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())
+HALF = ("float16", "bfloat16")
+
+
+def problem(rows=8192, cols=28672, columns=1, dtype="float16", largest=4880, strides=None):
+    facts = (("largest", largest),)
+    pitch = -(-cols // 8) * 8
+    return Problem(rows, cols, columns, dtype, pitch, False, strides or (rows, 1), facts)
+
+
+def fixed(step):
+    names = "rows x_stride out_vector out_row cols columns kchunks slabs stages "
+    names += "slot cta_units longer_ctas range_chunks wider_ranges"
+    return dict(zip(names.split(), struct.unpack(lowering.FIXED, step.fixed), strict=True))
+
+
+def test_several_ranges_meet_in_the_workspace():
+    lowered = lowering.lower(EPILOGUE, problem(columns=8), "sm_90a", 132)
+    first, second = lowered.steps
+    assert first.grid == (132, 1) and not first.scalars and "sums" in first.spec.description
+    found = fixed(first)
+    ranges = -(-112 // (first.spec.threads // 32))
+    assert (found["kchunks"], found["slabs"]) == (112, 512)
+    assert found["cta_units"] * 132 + found["longer_ctas"] == ranges * 512
+    assert found["range_chunks"] * ranges + found["wider_ranges"] == 112
+    assert lowered.workspace == 4 * ranges * 8 * 8192
+    assert second.spec.entry == "sparse_sum" and second.overlaps and second.scalars == 1
+    assert second.pointers == (("workspace", 0), ("out", 0), ("vector0", 0))
+    assert not lowering.lower((), problem(), "sm_86", 84).steps[1].overlaps
+
+
+def test_one_range_writes_the_result():
+    (only,) = lowering.lower(EPILOGUE, problem(300, 2000, 3), "sm_90a", 132).steps
+    assert only.pointers[-2:] == (("out", 0), ("vector0", 0)) and only.scalars == 1
+    assert only.grid == (19, 1) and fixed(only)["cta_units"] == 1
+
+
+@pytest.mark.parametrize("arch", targets.SHARED_BYTES)
+@pytest.mark.parametrize("columns", (1, 8, 16))
+@pytest.mark.parametrize("largest", (512, 1504, 4880, 8704))
+def test_the_ring_fits_shared_memory(largest, columns, arch):
+    given = problem(columns=columns, largest=largest)
+    first = lowering.lower((), given, arch, 100).steps[0]
+    found, warps = fixed(first), first.spec.threads // 32
+    stages = found["stages"]
+    assert 0 < stages <= lowering.MAX_STAGES
+    assert found["slot"] >= largest + lowering.SLOT_TAIL and found["slot"] % 128 == 0
+    assert stages * warps * found["slot"] < first.spec.shared_bytes < targets.SHARED_BYTES[arch]
+
+
+def test_what_it_does_not_take():
+    for given in (problem(dtype="float32"), problem(columns=17), problem(columns=0), problem(0)):
+        assert not lowering.takes(given, "sm_90a")
+        with pytest.raises(UnsupportedError, match="no bitmap kernel multiplies"):
+            lowering.lower((), given, "sm_90a", 132)
+
+
+def test_lowering_chooses_of_the_variants():
+    known = lowering.variants(EPILOGUE, HALF, "sm_90a")
+    for columns in (1, 2, 8, 9, 16):
+        for cols in (16, 2048, 28672):
+            for largest in (600, 8704):
+                given = problem(cols=cols, columns=columns, largest=largest)
+                for step in lowering.lower(EPILOGUE, given, "sm_90a", 132).steps:
+                    assert step.spec in known
+
+
+def cases():
+    """Name to (spec, arch): of every target all variants, beside sm_90a of one dtype."""
+    found = {}
+    for arch in ARCHES:
+        dtypes = HALF if arch == "sm_90a" else HALF[:1]
+        for spec in lowering.variants(EPILOGUE, dtypes, arch):
+            found[f"{arch} {spec.description}"] = spec, arch
+    return found
+
+
+CASES = cases()
+FAST = one_of_each(lambda case: (case[0].entry, case[1] == "sm_90a"), CASES)
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, CASES))
+def test_every_variant_compiles_without_spills(name):
+    made = compiled(*CASES[name])
+    assert made.spilled <= 64 and made.registers <= 255
+
+
+def test_every_target_has_variants():
+    for arch in ARCHES:
+        assert sum(name.startswith(f"{arch} ") for name in CASES) >= 13
+
+
+def test_the_sum_of_parts_takes_every_dtype():
+    for dtype in (*HALF, "float32"):
+        assert last.spec(EPILOGUE, dtype, "sm_90a").entry == "sparse_sum"

@@ -1,0 +1,294 @@
+"""The promise that a matrix is not written: what it changes, what breaks it, how it is taken
+back; and what is made anew after a write that torch counts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.errors import CaptureError
+from kernlib.families.sparse import gradients as autograd
+from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.families.sparse.lowering import choose
+from kernlib.families.sparse.tensors import state_of
+from kernlib.jit import targets
+from kernlib.runtime import launch
+from kernlib.sparse import SparseMatrix, compress, matmul
+from tests.families.sparse import fake_kernels
+from tests.families.sparse.cases import FORMATS, made
+from tests.support import fakes
+from tests.support.fakes import OnGpu
+
+every_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def test_formats_that_read_ahead():
+    found = {
+        arch: {name for name in choose.FORMATS if choose.reads_ahead(name, arch)}
+        for arch in targets.SHARED_BYTES
+    }
+    assert found["sm_90a"] == {"bitmap", "u8", "u4", "u2"} and not found["sm_80"]
+
+
+# The promise, as a GPU sees it.
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """GPUs by name; ``waited`` is how often somebody waited for one, ``early`` whether the first
+    launch of each product may overlap the one before."""
+    fakes.forget()
+    found = fake_kernels.install(monkeypatch)
+    found.waited, found.early = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", found.waited.append)
+    inner = launch._cu_launch_kernel_ex()
+
+    def launched(config, function, arguments, extra):
+        if found.loads[int(function) - 1].what.startswith("sum"):
+            found.early.append(config.numAttrs == 1)
+        return inner(config, function, arguments, extra)
+
+    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
+    yield found
+    fakes.forget()
+
+
+def matrix(gpus, rows=9, cols=40):
+    dense, w = made(rows, cols, "bitmap", dtype=torch.float16)
+    return fake_kernels.on_gpu(w, gpus, dense)
+
+
+def gpu(*shape):
+    return torch.randn(*shape).half().as_subclass(OnGpu)
+
+
+def test_products_wait_unless_the_matrix_is_frozen(gpus, seed):
+    w, x, bias = matrix(gpus), gpu(3, 40), gpu(9)
+    for _ in range(3):
+        matmul(w, x, bias)
+    assert not w.frozen and gpus.early == [False] * 3 and not gpus.waited
+    assert w.freeze() is w and w.frozen and gpus.waited == [torch.device("cuda", 0)]
+    for _ in range(3):
+        matmul(w, x, bias)
+    assert gpus.early[3:] == [True] * 3
+    w.freeze()  # again, which has nothing to wait for
+    assert len(gpus.waited) == 1
+    assert w.thaw() is w and not w.frozen
+    matmul(w, x, bias)
+    assert gpus.early[6:] == [False] and w.thaw() is w
+
+
+def test_recorded_products_keep_the_promise_and_lose_it(gpus, seed):
+    w, x = matrix(gpus), gpu(3, 40).requires_grad_()
+    for change, early in ((w.thaw, False), (w.freeze, True), (w.thaw, False)):
+        change()
+        for _ in range(2):
+            matmul(w, x)
+        assert gpus.early[-2:] == [early] * 2
+
+
+def test_a_counted_write_to_a_frozen_matrix_raises(gpus, seed):
+    w = matrix(gpus)
+    for x in (gpu(3, 40), gpu(20, 40), gpu(3, 40).requires_grad_()):
+        for tensor in w.operands:
+            w.freeze()
+            matmul(w, x)
+            tensor.add_(0)
+            for refused in (lambda x=x: matmul(w, x), w.freeze):
+                with pytest.raises(RuntimeError, match=r"written or moved after freeze.*w\.thaw\("):
+                    refused()
+            matmul(w.thaw(), x)
+
+
+def test_other_memory_of_a_frozen_matrix_raises(gpus, seed):
+    w = matrix(gpus).freeze()
+    tensor, x = w.operands[1], gpu(1, 40)
+    matmul(w, x)
+    version, tensor.data = tensor._version, tensor.clone()
+    assert tensor._version == version  # torch does not count that
+    with pytest.raises(RuntimeError, match="written or moved after freeze"):
+        matmul(w, x)
+
+
+def test_a_capture_cannot_freeze(gpus, seed):
+    w = matrix(gpus)
+    gpus.capturing = True
+    with pytest.raises(CaptureError, match="call it before the capture"):
+        w.freeze()
+    assert not w.frozen and not gpus.waited
+
+
+def test_prepare_makes_the_plan_of_a_frozen_matrix(gpus, seed):
+    w, x = matrix(gpus), gpu(1, 40)
+    kl.prepare(SparseMatmul(), w, x)
+    w.freeze()
+    kl.prepare(SparseMatmul(), w, x)
+    loads = len(gpus.loads)
+    matmul(w, x)
+    assert gpus.early == [True] and len(gpus.loads) == loads == 2  # the same kernels
+
+
+# Elsewhere.
+
+
+def test_a_frozen_matrix_of_the_cpu(seed):
+    w, x = compress(torch.eye(64), "u8").freeze(), torch.ones(64)
+    assert w.frozen and torch.equal(matmul(w, x), x)
+    w.operands[0].add_(0)
+    with pytest.raises(RuntimeError, match="after freeze"):
+        matmul(w, x)
+    with pytest.raises(RuntimeError, match="after freeze"):
+        torch.vmap(lambda x: matmul(w, x))(x[None])
+    assert torch.equal(matmul(w.thaw(), x), x)
+
+
+def test_a_compiled_product_follows_the_promise(seed):
+    torch._dynamo.reset()
+    dense, w = made(40, 70, "u8", dtype=torch.float32)
+    call = torch.compile(lambda x: matmul(w, x), fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 70)
+    for change in (w.freeze, w.thaw):
+        change()
+        torch.testing.assert_close(call(x), x @ dense.t(), rtol=1e-4, atol=1e-5)
+    w.freeze().operands[0].add_(0)
+    with pytest.raises(RuntimeError, match="after freeze"):
+        call(x)
+    torch._dynamo.reset()
+
+
+def test_copies_are_not_frozen(seed):
+    w = compress(torch.eye(64).half(), "u8").freeze()
+    assert w.cpu() is w and copy.copy(w) is w and w.convert("u8") is w
+    others = copy.deepcopy(w), pickle.loads(pickle.dumps(w)), w.to("meta"), w.transpose()
+    assert not any(other.frozen for other in others)
+    assert w.frozen
+
+
+def test_tensors_without_a_version_can_be_frozen(seed):
+    with torch.inference_mode():
+        w = compress(torch.eye(64), "u8")
+    x = torch.ones(64)
+    assert state_of(w) is None and torch.equal(matmul(w.freeze(), x), x)
+    with torch.inference_mode():
+        w.operands[0].data = w.operands[0].clone()
+    with pytest.raises(RuntimeError, match="after freeze"):
+        matmul(w, x)
+
+
+def test_fake_tensors_are_not_frozen(seed):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    w = compress(torch.eye(64), "u8")
+    with FakeTensorMode() as mode:
+        fake = SparseMatrix.from_layout(w.layout, [mode.from_tensor(t) for t in w.operands])
+    with pytest.raises(ValueError, match="no values here to freeze"):
+        fake.freeze()
+
+
+# What is made of a matrix, and made again after a write.
+
+
+def written(w, dense):
+    """Twice the values, in place, by operations that torch counts."""
+    other = compress(2 * dense, w.format)
+    for to, given in zip(w.operands, other.operands, strict=True):
+        to.copy_(given)
+
+
+@every_format
+def test_the_transpose_of_a_matrix_that_was_written(format, seed):
+    dense, w = made(40, 70, format, dtype=torch.float32)
+    turned = w.transpose()
+    assert w.transpose() is turned and turned.transpose() is w
+    written(w, dense)
+    assert w.known_transpose() is None and turned.known_transpose() is None
+    assert torch.equal(w.transpose().to_dense(), 2 * dense.t())
+    assert torch.equal(turned.transpose().to_dense(), dense)  # which is not w any more
+    again = w.transpose()
+    assert again is w.transpose() and again.transpose() is w
+
+
+@every_format
+def test_a_transpose_that_was_written_is_one_no_more(format, seed):
+    dense, w = made(40, 70, format, dtype=torch.float32)
+    written(w.transpose(), dense.t().contiguous())
+    assert w.known_transpose() is None and torch.equal(w.transpose().to_dense(), dense.t())
+
+
+@every_format
+def test_the_number_of_entries_is_counted_again(format, seed):
+    dense, w = made(40, 70, format, dtype=torch.float32)
+    count = int(torch.count_nonzero(dense))
+    assert w.nnz == count and "density=" in repr(w)
+    written(w, 0 * dense if format == "dense" else dense)
+    assert w.known_nnz() is None and "density=" not in repr(w)
+    assert copy.deepcopy(w).nnz == w.nnz == (0 if format == "dense" else count)
+    assert w.state()[0]["nnz"] == w.nnz
+
+
+def test_nothing_is_kept_of_tensors_whose_writes_are_not_counted(seed):
+    with torch.inference_mode():
+        w = compress(torch.eye(64), "dense")
+    assert w.transpose() is not w.transpose() and w.nnz == 64
+    with torch.inference_mode():
+        w.operands[0].zero_()
+    assert w.nnz == 0 and not w.transpose().to_dense().any()
+    y = torch.ones(1, 64).as_subclass(OnGpu)
+    assert autograd.transpose_for(w, y) is None
+
+
+@pytest.mark.parametrize("format", ["bitmap", "u4", "macko"])
+def test_a_compiled_gradient_does_not_take_a_transpose_of_the_past(format, seed):
+    torch._dynamo.reset()
+    dense, w = made(40, 70, format, dtype=torch.float32)
+    w.transpose()
+    call = torch.compile(lambda x: matmul(w, x), fullgraph=True, backend="aot_eager")
+    x, grad = torch.randn(3, 70, requires_grad=True), torch.randn(3, 40)
+    for times in (1, 2):
+        (found,) = torch.autograd.grad(call(x), x, grad)
+        torch.testing.assert_close(found, times * (grad @ dense), rtol=1e-4, atol=1e-5)
+        written(w, dense)
+    torch._dynamo.reset()
+
+
+# Between a product and its gradient.
+
+
+def recorded(w, x):
+    """A product as eager calls on a GPU record it, on the CPU."""
+    return autograd._Product.apply(x, None, w, None)
+
+
+@every_format
+def test_a_write_before_the_gradient_raises_as_in_torch(format, seed):
+    dense, w = made(40, 70, format, dtype=torch.float32)
+    x, grad = torch.randn(3, 70, requires_grad=True), torch.randn(3, 40)
+    (found,) = torch.autograd.grad(recorded(w, x), x, grad)
+    torch.testing.assert_close(found, grad @ dense, rtol=1e-4, atol=1e-5)
+    y = recorded(w, x)
+    written(w, dense)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: w\.tensors\["):
+        y.backward(grad)
+    (found,) = torch.autograd.grad(recorded(w, x), x, grad)
+    torch.testing.assert_close(found, 2 * grad @ dense, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_the_bias_alone_needs_no_matrix(seed):
+    dense, w = made(40, 70, dtype=torch.float32)
+    x, bias = torch.randn(3, 70), torch.randn(40, requires_grad=True)
+    y = autograd._Product.apply(x, bias, w, None)
+    written(w, dense)
+    (found,) = torch.autograd.grad(y.sum(), bias)
+    assert torch.equal(found, torch.full((40,), 3.0))
+
+
+def test_a_write_before_the_second_gradient_raises(seed):
+    dense, w = made(40, 70, dtype=torch.float32)
+    x = torch.randn(3, 70, requires_grad=True)
+    grad = torch.randn(3, 40, requires_grad=True)
+    (first,) = torch.autograd.grad(recorded(w, x), x, grad, create_graph=True)
+    written(w, dense)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(first.sum(), grad)

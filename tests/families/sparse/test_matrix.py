@@ -1,0 +1,435 @@
+"""Compressed matrices on the CPU: what they hold, keep, refuse, and become."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+
+from kernlib import sparse
+from kernlib.families.sparse import matrix
+from kernlib.sparse import SparseMatrix, compress
+from tests.families.sparse.cases import DTYPES, FORMATS, made, random, same_bits
+
+every_format = pytest.mark.parametrize("format", FORMATS)
+SHAPES = [(1, 1), (1, 300), (300, 1), (16, 256), (37, 513), (0, 5), (5, 0), (0, 0)]
+
+
+@every_format
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", [0, 0.03, 0.5, 0.9])
+def test_a_matrix_comes_back_as_it_was(density, dtype, format, seed):
+    for shape in SHAPES:
+        dense = random(*shape, density, DTYPES[dtype])
+        w = compress(dense, format)
+        assert w.format == format and w.shape == shape and w.dtype == dense.dtype
+        assert w.device == dense.device and same_bits(w.to_dense(), dense)
+        assert w.nnz == int(dense.count_nonzero())
+        assert w.density == (w.nnz / dense.numel() if dense.numel() else 0)
+        assert w.nbytes == sum(t.numel() * t.element_size() for t in w.tensors.values())
+        assert w.to_dense().is_contiguous()
+
+
+@pytest.mark.parametrize("format", ["bitmap", "dense"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_bit_is_kept(dtype, format):
+    dense = torch.zeros(20, 260, dtype=dtype)
+    kind = torch.int16 if dense.element_size() == 2 else torch.int32
+    bits = dense.view(kind)
+    bits[3, 5], bits[4, 100] = 1, -1  # the smallest, a NaN
+    dense[7, 7], dense[8, 8] = math.inf, -math.inf
+    w = compress(dense, format)
+    assert same_bits(w.to_dense(), dense) and w.nnz == 4
+    dense[2, 2] = -0.0  # as masks make of values below zero
+    again = compress(dense, format)
+    assert again.nnz == 4 and (format == "dense" or again.nbytes == w.nbytes)
+
+
+VIEWS = {
+    "turned": lambda t: t.t().contiguous().t(),
+    "every other column": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "every other row": lambda t: t.repeat_interleave(2, 0)[::2],
+    "a part": lambda t: torch.nn.functional.pad(t, (3, 5, 1, 2))[1:-2, 3:-5],
+    "recorded": lambda t: t.clone().requires_grad_(),
+    "a parameter": torch.nn.Parameter,
+    "negated": lambda t: torch.complex(t, -t).conj().imag,
+    "csr": lambda t: t.to_sparse_csr(),
+    "coo": lambda t: t.to_sparse_coo(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@every_format
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_strides_and_layouts(view, format, seed):
+    dense = random(21, 70)
+    given = VIEWS[view](dense)
+    w = compress(given, format)
+    assert torch.equal(w.to_dense(), dense) and not w.to_dense().requires_grad
+    assert not any(t.requires_grad for t in w.tensors.values())
+
+
+def test_an_expanded_row(seed):
+    dense = random(1, 70).expand(40, 70)
+    assert torch.equal(compress(dense, "bitmap").to_dense(), dense)
+
+
+WRONG = {
+    "a list": (lambda: compress([[1.0]]), TypeError, "dense must be a tensor"),
+    "one dimension": (lambda: compress(torch.ones(3), "bitmap"), ValueError, "must be a matrix"),
+    "three dimensions": (lambda: compress(torch.ones(3, 1, 2)), ValueError, r"shape \(3, 1, 2\)"),
+    "float64": (lambda: compress(torch.ones(3, 2).double()), ValueError, "float64"),
+    "int8": (lambda: compress(torch.ones(3, 2).char()), ValueError, "int8"),
+    "format": (lambda: compress(torch.ones(3, 2), "csr"), ValueError, "must be 'auto' or one of"),
+    "meta": (
+        lambda: compress(torch.ones(3, 2, device="meta"), "bitmap"),
+        ValueError,
+        "on a CPU",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said(case):
+    call, kind, message = WRONG[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_matrix_moves_to_devices_alone():
+    w = compress(torch.eye(40).half())
+    assert w.to("cpu") is w and w.to(torch.device("cpu")) is w
+    for given in (torch.float32, None, torch.zeros(2), True):
+        with pytest.raises(TypeError, match=r"device must be a torch\.device, str or int, got"):
+            w.to(given)
+    with pytest.raises(ValueError, match="device must be one of torch's, got 'nosuch'"):
+        w.to("nosuch")
+
+
+@every_format
+def test_a_dense_matrix_is_plain_inside_transforms(format, seed):
+    dense = random(40, 300, 0.4, torch.float16)
+    w, found = compress(dense, format), []
+
+    def call(x):
+        found.append(w.to_dense())
+        return x.sum()
+
+    torch.func.grad(call)(torch.ones(2))
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(found[0])
+    assert torch.equal(found[0], dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_auto_takes_few_bytes(dtype, seed):
+    # Of a small matrix the fixed times of the formats decide.
+    for density, wanted in [
+        (0, FORMATS),
+        (0.05, ("u8", "u4")),
+        (0.6, ("bitmap", "u4", "u2")),
+        (1, ("dense",)),
+    ]:
+        dense = random(1024, 2048, density, dtype)
+        w = compress(dense)
+        assert torch.equal(w.to_dense(), dense) and w.format in wanted
+
+
+def test_csr(seed):
+    dense = random(9, 30)
+    given = dense.to_sparse_csr()
+    for kind in (torch.int32, torch.int64):
+        crow, col = given.crow_indices().to(kind), given.col_indices().to(kind)
+        w = sparse.from_csr(crow, col, given.values(), (9, 30), "bitmap")
+        assert torch.equal(w.to_dense(), dense)
+
+
+CSR = {
+    "crow must be a tensor, got list": {"crow": [0, 1]},
+    "values must be a dense tensor": {"values": torch.eye(3).to_sparse()},
+    r"shape must be two ints \(rows, columns\), got None": {"shape": None},
+    "shape must be two ints": {"shape": (2.0, 4)},
+    "shape must be .* of at least 0": {"shape": (2, -4)},
+    "values must have a dtype of": {"values": torch.ones(3).double()},
+    "values must have one dimension": {"values": torch.ones(3, 1)},
+    "values must lie on a CPU or a CUDA device": {"values": torch.ones(3, device="meta")},
+    "crow must have dtype int32 or int64, got torch.int16": {
+        "crow": torch.tensor([0, 2, 3]).short()
+    },
+    r"crow must have shape \(3,\), got \(2,\)": {"crow": torch.tensor([0, 3])},
+    r"col must have shape \(3,\), got \(2,\)": {"col": torch.tensor([0, 3])},
+    "col is on meta and values on cpu": {"col": torch.zeros(3, dtype=torch.int64, device="meta")},
+    "crow must rise from 0 to 3, .* got 1 to 3": {"crow": torch.tensor([1, 2, 3])},
+    "crow must rise from 0 to 3, .* got 0 to 2": {"crow": torch.tensor([0, 2, 2])},
+    "got 0 to 3, falling in between": {"crow": torch.tensor([0, 4, 3])},
+    "falling": {"crow": torch.tensor([0, 2**31 - 1, 3], dtype=torch.int32)},
+    "col must hold columns from 0 to 3; 1 are others": {"col": torch.tensor([0, 4, 1])},
+    "from 0 to 3; 2 are others": {"col": torch.tensor([0, 2**62, -1])},
+    "col must rise within each row": {"col": torch.tensor([2, 2, 1])},
+}
+
+
+@pytest.mark.parametrize("message", CSR)
+def test_what_is_no_csr_is_refused(message):
+    given = {
+        "crow": torch.tensor([0, 2, 3]), "col": torch.tensor([0, 3, 1]), "values": torch.ones(3),
+        "shape": (2, 4),
+    }  # fmt: skip
+    assert sparse.from_csr(**given, format="bitmap").nnz == 3
+    with pytest.raises((TypeError, ValueError), match=message):
+        sparse.from_csr(**given | CSR[message], format="bitmap")
+
+
+def test_csr_without_entries_or_rows():
+    none = torch.zeros(0, dtype=torch.int64)
+    for shape in ((0, 0), (0, 4), (3, 0), (3, 4)):
+        crow = torch.zeros(shape[0] + 1, dtype=torch.int64)
+        assert sparse.from_csr(crow, none, torch.ones(0), shape).to_dense().shape == shape
+
+
+# Nothing of it changes.
+
+
+def test_it_does_not_change(seed):
+    _, w = made(9, 30)
+    for name in ("format", "shape", "_layout", "anything"):
+        with pytest.raises(AttributeError, match="does not change"):
+            setattr(w, name, 1)
+    with pytest.raises(AttributeError, match="does not change"):
+        del w._layout
+    with pytest.raises(TypeError):
+        w.tensors["data"] = None
+    with pytest.raises(TypeError):
+        w.facts["largest"] = 1
+
+
+def test_repr_says_what_it_is(seed):
+    _, w = made(9, 30, dtype=torch.float16)
+    assert repr(w).startswith("SparseMatrix((9, 30), format='bitmap', dtype=torch.float16, nbytes=")
+    assert w.nnz and "density=0." in repr(w)
+
+
+# Copies and places.
+
+
+@every_format
+def test_copies_and_pickles(format, seed):
+    dense, w = made(20, 70, format, dtype=torch.float16)
+    w.transpose()
+    buffer = io.BytesIO()
+    torch.save(w, buffer)
+    buffer.seek(0)
+    for other in (
+        copy.deepcopy(w),
+        pickle.loads(pickle.dumps(w)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert same_bits(other.to_dense(), dense) and other.nnz == w.nnz
+        assert other.layout == w.layout and other.known_transpose() is None
+        mine = {t.data_ptr() for t in w.tensors.values()}
+        assert not mine & {t.data_ptr() for t in other.tensors.values() if t.numel()}
+    assert copy.copy(w) is w
+    memo = copy.deepcopy([w, w])
+    assert memo[0] is memo[1]
+
+
+def test_a_state_is_plain_and_loads_safely(seed, tmp_path):
+    dense, w = made(20, 300, dtype=torch.bfloat16)
+    header, tensors = w.state()
+    torch.save({"header": header, **tensors}, tmp_path / "w.pt")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    again = SparseMatrix.from_state(loaded.pop("header"), loaded)
+    assert same_bits(again.to_dense(), dense)
+    assert (again.nnz, again.format, again.version) == (w.nnz, "bitmap", matrix.VERSION)
+    assert again.tensors["data"].data_ptr() == loaded["data"].data_ptr()
+
+
+def test_tensors_inside_a_larger_one_are_aligned(seed):
+    """As those of a file that is mapped are."""
+    dense, w = made(20, 300)
+    header, tensors = w.state()
+    moved = {}
+    for name, tensor in tensors.items():
+        whole = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+        moved[name] = whole[1:].copy_(tensor)
+    again = SparseMatrix.from_state(header, moved)
+    assert torch.equal(again.to_dense(), dense)
+    assert all(t.data_ptr() % 16 == 0 for t in again.tensors.values())
+
+
+HEADERS = {
+    "version": ({"version": 3}, "header is of version 3, this kernlib reads versions 1 and 2"),
+    "no version": ({"version": "2"}, "header is of version '2'"),
+    "a list for a format": ({"format": ["csr"]}, "format must be one of"),
+    "a list for a dtype": ({"dtype": ["float16"]}, "dtype must be one of"),
+    "a size past all memory": ({"shape": [2**40, 2**40]}, "shape must be that of at most"),
+    "an endless size": ({"shape": [10**30, 0], "nnz": 0}, "shape must be that of at most"),
+    "a fact too many": (
+        {"facts": {"largest": 4, "a b": 1}},
+        "has the facts largest, got 'a b' too",
+    ),
+    "format": ({"format": "csr"}, "format must be one of"),
+    "dtype": ({"dtype": "float64"}, "dtype must be one of float32, float16, bfloat16"),
+    "shape": ({"shape": [20]}, "shape must be"),
+    "a negative size": ({"shape": [20, -1]}, "shape must hold ints of at least 0"),
+    "no ints": ({"shape": 20}, "shape must hold ints"),
+    "another shape": ({"shape": [50, 300], "nnz": 3}, "offsets"),
+    "facts": ({"facts": 3}, "facts must be a dict"),
+    "a fact": ({"facts": {"largest": "4"}}, "facts must hold ints"),
+    "nnz": ({"nnz": 6001}, r"nnz must be at most 20 \* 300"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_wrong_header_is_refused(case, seed):
+    header, tensors = made(20, 300)[1].state()
+    changes, message = HEADERS[case]
+    with pytest.raises(ValueError, match=message):
+        SparseMatrix.from_state(header | changes, tensors)
+
+
+def test_a_header_that_lacks_something_is_refused(seed):
+    header, tensors = made(20, 300)[1].state()
+    for name in header:
+        with pytest.raises(ValueError, match=f"lacks {name}"):
+            SparseMatrix.from_state({k: v for k, v in header.items() if k != name}, tensors)
+
+
+@pytest.mark.parametrize("given", [(None, {}), ({}, None), ([], {})], ids=str)
+def test_what_is_no_state_is_refused(given, seed):
+    header, _ = made(20, 300)[1].state()
+    name = "header" if given[1] is not None else "tensors"
+    with pytest.raises(TypeError, match=f"{name} must be a dict, .* got"):
+        SparseMatrix.from_state(given[0] if name == "header" else header, given[1])
+
+
+def freed(tensor):
+    """As modules that are sharded leave theirs."""
+    made = tensor.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
+TENSORS = {
+    "a name that is no text": (lambda t: {1: t["data"]}, ValueError, "data, offsets, got 1"),
+    "nested": (
+        lambda t: {**t, "data": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+        TypeError,
+        "data must be a dense tensor, got a nested one",
+    ),
+    "expanded": (
+        lambda t: {**t, "data": torch.zeros(1, dtype=torch.uint8).expand(2**44)},
+        ValueError,
+        r"data must have memory .* strides \(0,\)",
+    ),
+    "freed": (
+        lambda t: {**t, "data": freed(t["data"])},
+        ValueError,
+        "data has no memory: its storage",
+    ),
+    "meta": (lambda t: {k: v.to("meta") for k, v in t.items()}, ValueError, "on meta, without val"),
+    "none": (lambda t: {}, ValueError, "data, offsets"),
+    "one": (lambda t: {"data": t["data"]}, ValueError, "data, offsets"),
+    "another name": (lambda t: {**t, "extra": t["data"]}, ValueError, "data, offsets"),
+    "a list": (lambda t: {**t, "data": [1]}, TypeError, "data must be a tensor"),
+    "sparse": (lambda t: {**t, "data": t["data"].to_sparse()}, TypeError, "data must be a dense"),
+    "dtype": (lambda t: {**t, "offsets": t["offsets"].long()}, ValueError, "offsets must have dty"),
+    "size": (lambda t: {**t, "data": t["data"][:-16]}, ValueError, "data must have"),
+    "device": (lambda t: {**t, "data": t["data"].to("meta")}, ValueError, "on one device"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("case", TENSORS)
+def test_wrong_tensors_are_refused(case, seed):
+    header, tensors = made(20, 300)[1].state()
+    change, kind, message = TENSORS[case]
+    with pytest.raises(kind, match=message):
+        SparseMatrix.from_state(header, change(tensors))
+
+
+def test_to(seed):
+    dense, w = made(20, 300)
+    assert w.to("cpu") is w and w.cpu() is w
+    away = w.to("meta")
+    assert away.device.type == "meta" and away.shape == w.shape and away.nbytes == w.nbytes
+    assert away.to_dense().shape == dense.shape and away.to_dense().is_meta
+
+
+@pytest.mark.parametrize("format", ["u8", "u4", "u2"])
+def test_states_of_version_1_are_read(format, seed):
+    """Whose rows were int16."""
+    for rows in (1, 70, 2**16):
+        dense, w = made(rows, 40, format, dtype=torch.float16)
+        header, tensors = w.state()
+        assert {t.dtype for t in tensors.values()} <= {torch.uint8, torch.int32, torch.float16}
+        if tensors["rows"].dtype == torch.uint8:
+            tensors["rows"] = tensors["rows"].view(torch.int16)
+        old = SparseMatrix.from_state({**header, "version": 1}, tensors)
+        assert same_bits(old.to_dense(), dense) and old.layout == w.layout
+        assert old.tensors["rows"].dtype == w.tensors["rows"].dtype
+
+
+def test_values_of_a_lazy_view_are_laid_out(seed):
+    dense, w = made(20, 70, "dense")
+    header, tensors = w.state()
+    values = torch._neg_view(-tensors["values"])
+    assert same_bits(SparseMatrix.from_state(header, {"values": values}).to_dense(), dense)
+    none = torch._efficientzerotensor((20, 70))
+    again = SparseMatrix.from_state(header, {"values": none})
+    assert again.tensors["values"].data_ptr() and not again.to_dense().any()
+
+
+@every_format
+def test_convert(format, seed):
+    dense = random(20, 300, 0.1, torch.float16)
+    w = compress(dense, format)
+    assert w.convert(format) is w
+    for other in FORMATS:
+        assert torch.equal(w.convert(other).to_dense(), dense)
+        assert w.convert(other).format == other
+
+
+# The transpose.
+
+
+@every_format
+def test_a_transpose_is_made_once_and_turns_back(format, seed):
+    dense, w = made(21, 70, format, dtype=torch.float16)
+    assert w.known_transpose() is None
+    turned = w.transpose()
+    assert turned is w.transpose() is w.known_transpose() and turned.transpose() is w
+    assert turned.known_transpose() is w and turned.format == format
+    assert same_bits(turned.to_dense(), dense.t()) and turned.shape == (70, 21)
+
+
+def test_a_transpose_outlives_its_matrix_and_keeps_it_not(seed):
+    dense, w = made(21, 70)
+    turned, gone = w.transpose(), weakref.ref(w)
+    del w
+    gc.collect()
+    assert gone() is None
+    assert torch.equal(turned.transpose().to_dense(), dense)
+
+
+def test_a_full_row_of_a_transpose(seed):
+    dense = torch.zeros(300, 300)
+    dense[:, 3] = 1  # of the transpose a row is full
+    w = compress(dense, "u8")
+    assert torch.equal(w.transpose().to_dense(), dense.t())
+
+
+def test_a_layout_and_tensors_are_the_whole(seed):
+    dense, w = made(21, 70, dtype=torch.bfloat16)
+    assert w.layout == f"bitmap 21x70 bfloat16 largest={w.facts['largest']}"
+    again = SparseMatrix.from_layout(w.layout, w.operands)
+    assert torch.equal(again.to_dense(), dense) and again.facts == w.facts
+
+
+def test_names_of_the_package():
+    assert {"SparseMatrix", "compress", "from_csr", "matmul"} <= set(dir(sparse))
+    with pytest.raises(AttributeError, match=r"kernlib\.sparse"):
+        sparse.unknown  # noqa: B018

@@ -1,0 +1,253 @@
+"""Layouts, batches, hyperparameters and outputs on the GPU."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import kernlib as kl
+from tests.gpu.families.pairwise.cases import check, points, reference, relative_error
+
+
+def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same values as ``x`` (..., N, K) in every layout that selects a way of loading."""
+    *batch, n, k = x.shape
+    padded = torch.full((*batch, n + 3, k + 4), math.nan, dtype=x.dtype, device="cuda")
+    padded[..., :n, :k] = x
+    odd = torch.full((*batch, n, k + 1), math.nan, dtype=x.dtype, device="cuda")
+    odd[..., :k] = x
+    shifted = torch.full((*batch, n, k + 3), math.nan, dtype=x.dtype, device="cuda")
+    shifted[..., 1 : k + 1] = x
+    wide = torch.full((*batch, n, 3 * k), math.nan, dtype=x.dtype, device="cuda")
+    wide[..., ::3] = x
+    columns = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    tall = torch.full((*batch, k, n + 4), math.nan, dtype=x.dtype, device="cuda")
+    tall[..., :n] = x.transpose(-1, -2)
+    skipped = torch.full((*batch, 2 * n, k), math.nan, dtype=x.dtype, device="cuda")
+    skipped[..., ::2, :] = x
+    return {
+        "rows": x.contiguous(),
+        "padded rows": padded[..., :n, :k],
+        "odd rows": odd[..., :k],
+        "shifted rows": shifted[..., 1 : k + 1],
+        "step in features": wide[..., ::3],
+        "columns": columns,
+        "padded columns": tall[..., :n].transpose(-1, -2),
+        "step in points": skipped[..., ::2, :],
+    }
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("shape", ((132, 96, 20), (131, 67, 19), (260, 136, 144)), ids=str)
+@pytest.mark.parametrize("batch", ((), (2,)), ids=("2-D", "3-D"))
+def test_every_layout_of_inputs_gives_the_same(dtype, shape, batch, seed):
+    m, n, k = shape
+    a, b = points(*batch, m, k, dtype=dtype), points(*batch, n, k, dtype=dtype)
+    wanted = check(kl.l1_distance(), a, b)
+    others = layouts(b)
+    for name, x in layouts(a).items():
+        for other, y in others.items():
+            out = kl.run_kernel(kl.l1_distance(), x, y)
+            assert torch.equal(out, wanted), (name, other)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.float16), ids=str)
+@pytest.mark.parametrize("shape", ((132, 96, 20), (131, 67, 19)), ids=str)
+@pytest.mark.parametrize("signed", (False, True))
+def test_every_layout_of_out_is_filled_and_nothing_else(dtype, shape, signed, seed):
+    m, n, k = shape
+    a, b = points(m, k, dtype=dtype), points(n, k, dtype=dtype)
+    descriptor = kl.Pairwise(inner=kl.Identity()) if signed else kl.laplace_l1()
+    arguments = {} if signed else {"bandwidth": 20.0, "regularization": 0.5, "row_offset": 3}
+    wanted = kl.run_kernel(descriptor, a, b, **arguments)
+    target = reference(descriptor, a, b, **arguments)
+    assert (wanted.double().cpu() - target).abs().max() <= 2e-2
+    for name, view in layouts(torch.zeros_like(wanted)).items():
+        whole = view._base if view._base is not None else view
+        whole.fill_(math.nan)
+        kl.run_kernel(descriptor, a, b, out=view, **arguments)
+        assert torch.equal(view, wanted), name
+        assert whole.isnan().sum() == whole.numel() - view.numel(), name
+
+
+def test_accumulate_adds(seed):
+    a, b = points(140, 33), points(90, 33)
+    for out in layouts(points(140, 90)).values():
+        before = out.clone()
+        kl.run_kernel(kl.gaussian(), a, b, out=out, accumulate=True, bandwidth=5.0)
+        wanted = before + kl.run_kernel(kl.gaussian(), a, b, bandwidth=5.0)
+        assert torch.allclose(out, wanted, rtol=1e-6, atol=1e-6)
+
+
+BATCHES = (
+    (2, (3, 40, 9), (3, 50, 9)),
+    (2, (1, 40, 9), (3, 50, 9)),
+    (2, (40, 9), (3, 50, 9)),
+    (2, (3, 40, 9), (50, 9)),
+    (2, (40, 9), (50, 9)),
+)
+
+
+@pytest.mark.parametrize("_, a_shape, b_shape", BATCHES)
+def test_batches_and_hyperparameters_equal_a_loop(_, a_shape, b_shape, seed):
+    a, b = points(*a_shape), points(*b_shape)
+    bandwidth = torch.tensor([2.0, 3.0, 4.0], device="cuda")
+    p = torch.tensor([1.0, 1.3, 2.0], device="cuda")
+    out = kl.run_kernel(kl.p_distance(epilogue=kl.Laplace()), a, b, p=p, bandwidth=bandwidth)
+    assert out.shape == (3, 40, 50)
+    for entry in range(3):
+        x, y = (t if t.dim() == 2 else t[entry % t.shape[0]] for t in (a, b))
+        one = kl.run_kernel(
+            kl.p_distance(epilogue=kl.Laplace()), x, y,
+            p=float(p[entry]), bandwidth=float(bandwidth[entry]),
+        )  # fmt: skip
+        assert relative_error(out[entry], one) <= 5e-6
+
+
+def forms(values: list[float]) -> dict:
+    whole = torch.tensor(values, device="cuda")
+    strided = torch.zeros(len(values) * 3, device="cuda")
+    strided[::3] = whole
+    return {
+        "contiguous": whole,
+        "strided": strided[::3],
+        "float64": whole.double(),
+        "float16": whole.half(),
+        "on the host": whole.cpu(),
+    }
+
+
+def test_hyperparameters_of_any_form_and_stride(seed):
+    a, b = points(3, 70, 12), points(3, 60, 12)
+    wanted = None
+    for name, bandwidth in forms([2.0, 3.0, 4.0]).items():
+        for other, regularization in forms([0.0, 0.5, 1.0]).items():
+            out = kl.run_kernel(
+                kl.laplace_l1(), a, b, bandwidth=bandwidth, regularization=regularization
+            )
+            wanted = out if wanted is None else wanted
+            assert torch.equal(out, wanted), (name, other)
+    assert relative_error(
+        wanted,
+        reference(kl.laplace_l1(), a, b, bandwidth=torch.tensor([2.0, 3, 4]),
+                  regularization=torch.tensor([0.0, 0.5, 1.0])),
+    ) <= 5e-6  # fmt: skip
+
+
+@pytest.mark.parametrize("form", (
+    3, 3.0, np.float32(3), np.int64(3), torch.tensor(3.0), torch.tensor(3), torch.tensor([3.0]),
+    torch.tensor(3.0, device="cuda") if torch.cuda.is_available() else None,
+    torch.tensor([3], device="cuda") if torch.cuda.is_available() else None,
+    torch.tensor([3.0], device="cuda").expand(2) if torch.cuda.is_available() else None,
+), ids=repr)  # fmt: skip
+def test_one_number_in_every_form(form, seed):
+    a, b = points(2, 70, 12), points(2, 60, 12)
+    wanted = kl.run_kernel(kl.gaussian(), a, b, bandwidth=3.0)
+    assert torch.equal(kl.run_kernel(kl.gaussian(), a, b, bandwidth=form), wanted)
+
+
+@pytest.mark.parametrize("row_offset, col_offset", ((0, 0), (5, 0), (0, 7), (130, 100), (-3, 400)))
+def test_regularization_finds_the_diagonal_of_blocks(row_offset, col_offset, seed):
+    a, b = points(300, 9), points(280, 9)
+    arguments = {"bandwidth": 3.0, "row_offset": row_offset, "col_offset": col_offset}
+    plain = kl.run_kernel(kl.laplace_l1(), a, b, **arguments)
+    wanted = plain.clone()
+    m, n = torch.arange(300, device="cuda"), torch.arange(280, device="cuda")
+    wanted[(m[:, None] + row_offset) == (n[None] + col_offset)] += 0.25
+    for out in (torch.empty(300, 280, device="cuda"), torch.empty(280, 300, device="cuda").T):
+        kl.run_kernel(kl.laplace_l1(), a, b, out=out, regularization=0.25, **arguments)
+        assert torch.equal(out, wanted)
+
+
+def test_a_diagonal_that_differs_is_not_replaced_by_one(seed):
+    a, b = points(50, 9), points(50, 9)
+    out = kl.run_kernel(kl.laplace_l1(), a, b, bandwidth=3.0, regularization=0.5)
+    assert (out.diagonal() < 1.5).all() and (out.diagonal() > 0.5).all()
+
+
+def test_epsilon_counts_small_values_as_zero(seed):
+    a = points(40, 6, scale=1e-6)
+    default = kl.run_kernel(kl.laplace_l1(), a, a, bandwidth=1e-6)
+    assert (default < 1).any()
+    snapped = kl.run_kernel(kl.laplace_l1(), a, a, bandwidth=1e-6, epsilon=1e-4)
+    assert (snapped == 1).all()
+    negative = kl.run_kernel(
+        kl.dot_product(epilogue=kl.Laplace()), points(20, 6), points(20, 6), bandwidth=1.0
+    )
+    assert (negative > 1).any()
+
+
+@pytest.mark.parametrize("shape", ((0, 5, 7), (5, 0, 7), (5, 6, 0), (0, 0, 0)))
+def test_empty_inputs(shape, seed):
+    m, n, k = shape
+    out = kl.run_kernel(kl.laplace_l1(), points(m, k), points(n, k), bandwidth=2.0)
+    assert out.shape == (m, n)
+    assert (out == 1).all()
+    assert kl.run_kernel(kl.l1_distance(), points(0, m, k), points(0, n, k)).shape == (0, m, n)
+
+
+def test_views_that_share_a_buffer_without_sharing_elements(seed):
+    buffer = points(60, 100)
+    a, out = buffer[:, :36], buffer[:, 40:100]
+    wanted = kl.run_kernel(kl.l1_distance(), a.clone(), a.clone())
+    assert torch.equal(kl.run_kernel(kl.l1_distance(), a, a.clone(), out=out), wanted)
+    with pytest.raises(ValueError, match="out shares memory with a"):
+        kl.run_kernel(kl.l1_distance(), a, a.clone(), out=buffer[:, 30:90])
+
+
+def test_cdist_follows_torch(seed):
+    for left, right in (((5, 4), (6, 4)), ((2, 1, 5, 4), (3, 6, 4)), ((7, 5, 4), (6, 4))):
+        x, y = points(*left), points(*right)
+        for p in (0, 1, 1.7, 2, math.inf):
+            out = kl.cdist(x, y, p=p)
+            wanted = torch.cdist(x.double(), y.double(), p=p)
+            assert out.shape == wanted.shape
+            assert relative_error(out, wanted.cpu()) <= 1e-6
+
+
+def test_the_same_call_before_and_after_others_is_bitwise_equal(seed):
+    a, b = points(90, 50), points(80, 50)
+    before = kl.cdist(a, b, p=2)
+    kl.cdist(a, b, p=2, root=False)
+    kl.cdist(a, b, p=1.7, root=False)
+    kl.run_kernel(kl.l2_distance(), a, b, out=torch.empty(80, 90, device="cuda").T)
+    assert torch.equal(kl.cdist(a, b, p=2), before)
+
+
+def test_requires_grad_is_refused_through_out_never_detached(seed):
+    a, b = points(9, 4).requires_grad_(), points(8, 4)
+    with pytest.raises(RuntimeError, match="a requires a gradient"):
+        kl.run_kernel(kl.l1_distance(), a, b, out=torch.empty(9, 8, device="cuda"))
+    width, out = torch.ones(1, device="cuda", requires_grad=True), torch.empty(8, 8, device="cuda")
+    with pytest.raises(RuntimeError, match="bandwidth requires a gradient"):
+        kl.run_kernel(kl.laplace_l1(), b, b, out=out, bandwidth=width)
+    with torch.no_grad():
+        assert not kl.run_kernel(kl.l1_distance(), a, b).requires_grad
+
+
+def test_negated_views_keep_their_sign(seed):
+    z = torch.randn(50, 9, dtype=torch.complex64, device="cuda").conj()
+    b = points(40, 9)
+    assert z.imag.is_neg()
+    out = kl.run_kernel(kl.dot_product(), z.imag, b)
+    assert relative_error(out, reference(kl.dot_product(), z.imag.resolve_neg(), b)) <= 1e-6
+    target = torch.zeros(50, 40, dtype=torch.complex64, device="cuda").conj().imag
+    with pytest.raises(ValueError, match="out is a negated view"):
+        kl.run_kernel(kl.dot_product(), z.imag.clone(), b, out=target)
+
+
+def test_writing_to_out_is_seen_by_autograd(seed):
+    out = torch.empty(40, 40, device="cuda")
+    before = out._version
+    kl.run_kernel(kl.l1_distance(), points(40, 9), points(40, 9), out=out)
+    assert out._version > before
+
+
+@pytest.mark.parametrize("bandwidth", (1e-20, 1e-15, 1e15))
+def test_extreme_bandwidths_keep_zero_distances(bandwidth, seed):
+    a = points(40, 6)
+    out = kl.run_kernel(kl.gaussian(), a, a, bandwidth=bandwidth)
+    assert (out.diagonal() == 1).all() and not out.isnan().any()

@@ -1,0 +1,333 @@
+"""Reductions of kernel matrices on the GPU against the matrix itself in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.families.pairwise.reductions import kernels
+from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
+from tests.gpu.families.pairwise.cases import points, reference, relative_error
+
+GAUSSIAN = kl.gaussian()
+DESCRIPTORS = {
+    "gaussian": (GAUSSIAN, {"bandwidth": 2.0}),
+    "laplace l1": (kl.laplace_l1(), {"bandwidth": 3.0}),
+    "laplace l2": (kl.laplace_l2(), {"bandwidth": 2.0}),
+    "matern52": (kl.matern52(), {"bandwidth": 2.0}),
+    "rational quadratic": (kl.rational_quadratic(), {"bandwidth": 2.0, "alpha": 1.5}),
+    "pq": (kl.laplace_pq(), {"bandwidth": 3.0, "p": 1.3, "q": 0.9}),
+    "maximum": (kl.p_distance(), {"p": math.inf}),
+    "expadd": (kl.exp_power_sum(), {"p": 1, "inner_scale": -0.5}),
+    "signed": (
+        kl.Pairwise(inner=kl.Identity(), epilogue=kl.Custom("tanh(v / s)", ("s",))),
+        {"s": 3.0},
+    ),
+    "regularized": (
+        GAUSSIAN,
+        {"bandwidth": 2.0, "regularization": 0.7, "row_offset": 90, "col_offset": 2},
+    ),
+    "epsilon": (kl.laplace_l1(), {"bandwidth": 3.0, "epsilon": 1e-3}),
+    "tiny bandwidth": (GAUSSIAN, {"bandwidth": 1e-20}),
+}
+ERROR = 2e-6
+
+
+def poison(*counts: int) -> None:
+    """NaN in the memory that the next allocations of these sizes get."""
+    made = [torch.full((count,), math.nan, device="cuda") for count in counts]
+    del made
+
+
+def by_kernels(reduction, descriptor, a, b, v=None, **values) -> bool:
+    request = request_of(descriptor, a, b, v, 0, 0, values)
+    return kernels.takes(reduction, request, shape_of(request))
+
+
+@pytest.mark.parametrize("k", [3, 21])
+@pytest.mark.parametrize("name", DESCRIPTORS)
+def test_reductions_of_every_descriptor(name, k, seed):
+    descriptor, values = DESCRIPTORS[name]
+    a, b, v = points(301, k), points(777, k), points(777, 3)
+    b[5] = a[3]
+    matrix = reference(descriptor, a, b, **values)
+    poison(301 * 3, 301 * 12, 301)
+    found = kl.kernel_matmul(descriptor, a, b, v, **values).cpu()
+    scale = (matrix.abs() @ v.cpu().double().abs()).norm()
+    assert ((found - matrix @ v.cpu().double()).norm() / scale).item() <= ERROR
+    sums, logs = (f(descriptor, a, b, **values) for f in (kl.kernel_sum, kl.kernel_logsumexp))
+    assert ((sums.cpu() - matrix.sum(1)).norm() / matrix.abs().sum(1).norm()).item() <= ERROR
+    assert relative_error(logs, matrix.logsumexp(1)) <= ERROR
+    low, places = kl.kernel_min(descriptor, a, b, **values)
+    chosen = matrix.gather(1, places.cpu()[:, None])[:, 0]
+    margin = ERROR * matrix.abs().max()
+    assert (low.cpu() - matrix.amin(1)).abs().max() <= margin
+    assert (chosen - matrix.amin(1)).abs().max() <= margin
+    near, places = kl.kernel_topk(descriptor, a, b, 5, **values)
+    assert (near.cpu() - matrix.topk(5, largest=False).values).abs().max() <= margin
+    assert (matrix.gather(1, places.cpu()) - near.cpu()).abs().max() <= margin
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 8, 9, 16, 17, 64, 65, 200])
+@pytest.mark.parametrize("k", [1, 4, 16, 17, 130])
+def test_features_and_columns_select_code(k, columns, seed):
+    a, b, v = points(333, k), points(500, k), points(500, columns)
+    bandwidth = math.sqrt(k)
+    wanted = reference(GAUSSIAN, a, b, bandwidth=bandwidth) @ v.cpu().double()
+    poison(333 * columns, 2 * 333 * columns)
+    assert relative_error(kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth), wanted) <= ERROR
+
+
+@pytest.mark.parametrize(
+    "size", [(1, 1), (1, 100_003), (100_003, 1), (5, 70_000), (2049, 257)], ids=str
+)
+@pytest.mark.parametrize("k", [3, 20])
+def test_sizes(size, k, seed):
+    a, b, v = points(size[0], k), points(size[1], k), points(size[1])
+    matrix = reference(GAUSSIAN, a, b, bandwidth=3.0)
+    weights = v.cpu().double()
+    found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=3.0).cpu()
+    scale = (matrix @ weights.abs()).norm()
+    assert ((found - matrix @ weights).norm() / scale).item() <= ERROR
+    assert torch.equal(
+        kl.kernel_argmin(kl.l1_distance(), a, b), kl.kernel_min(kl.l1_distance(), a, b)[1]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("k", [3, 33])
+def test_dtypes(dtype, k, seed):
+    a, b, v = (points(*s, dtype=dtype) for s in ((300, k), (400, k), (400, 2)))
+    assert by_kernels("matmul", GAUSSIAN, a, b, v, bandwidth=2.0) == (dtype != torch.float64)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    out = torch.full((300, 2), math.nan, dtype=wide, device="cuda")
+    kl.kernel_matmul(GAUSSIAN, a, b, v, out=out, bandwidth=4.0)
+    wanted = reference(GAUSSIAN, a, b, bandwidth=4.0) @ v.cpu().double()
+    assert relative_error(out, wanted) <= (1e-13 if dtype == torch.float64 else ERROR)
+    assert kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=4.0).dtype == dtype
+
+
+def test_batches_and_strides(seed):
+    a, b, v = points(3, 200, 5), points(300, 5), points(3, 300, 2)
+    bandwidth = torch.tensor([1.0, 2.0, 3.0], device="cuda")
+    cases = [
+        (a, b, v, bandwidth), (a, b, v[0], 2.0), (a[0], b, v, 2.0), (a[0], b, v[0], bandwidth),
+        (a[:1].expand(3, -1, -1), b, v, bandwidth), (a, b[None], v[:1], bandwidth[:1]),
+        (a.mT.contiguous().mT, points(300, 40)[:, ::8], v.flip(0)[..., 1:], 2.0),
+    ]  # fmt: skip
+    for x, y, w, value in cases:
+        wanted = reference(GAUSSIAN, x, y, bandwidth=value) @ w.cpu().double()
+        assert relative_error(kl.kernel_matmul(GAUSSIAN, x, y, w, bandwidth=value), wanted) <= ERROR
+    assert torch.equal(
+        kl.kernel_sum(GAUSSIAN, a, b, bandwidth=bandwidth)[1],
+        kl.kernel_sum(GAUSSIAN, a[1], b, bandwidth=2.0),
+    )
+
+
+@pytest.mark.parametrize("k", [3, 40])
+def test_the_first_of_equal_values_and_nan(k):
+    a, b = torch.zeros(300, k, device="cuda"), torch.ones(5000, k, device="cuda")
+    b[4500:] = b[333:400] = 0.5
+    assert kl.kernel_argmin(kl.l1_distance(), a, b).eq(333).all()
+    b[4400] = b[700] = math.nan
+    low, places = kl.kernel_min(kl.l1_distance(), a, b)
+    assert low.isnan().all() and places.eq(700).all()
+    b[:] = math.inf
+    assert kl.kernel_argmin(kl.l1_distance(), a, b).eq(0).all()
+
+
+@pytest.mark.parametrize("k", [1, 33])
+def test_log_sums_of_infinite_values(k):
+    a, b = torch.zeros(3, k), torch.zeros(3, k)
+    a[:, 0], b[:, 0] = torch.tensor([1e30, -1e30, 1.0]), torch.tensor([1e30, 2.0, 3.0])
+    found = kl.kernel_logsumexp(kl.dot_product(), a.cuda(), b.cuda())
+    wanted = kl.run_kernel(kl.dot_product(), a, b).logsumexp(1)
+    torch.testing.assert_close(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("k", [3, 40])
+def test_the_same_bits_each_time(k, seed):
+    a, b, v = points(3000, k), points(20000, k), points(20000, 4)
+    first = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=3.0)
+    assert all(
+        torch.equal(kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=3.0), first) for _ in range(3)
+    )
+
+
+REDUCTIONS = {
+    "one column": lambda a, b: kl.kernel_matmul(GAUSSIAN, a, b, b[:, 0], bandwidth=3.0),
+    "100 columns": lambda a, b: kl.kernel_matmul(
+        GAUSSIAN, a, b, b[:, :1].repeat(1, 100), bandwidth=3.0
+    ),
+    "logsumexp": lambda a, b: kl.kernel_logsumexp(GAUSSIAN, a, b, bandwidth=3.0),
+    "min": lambda a, b: kl.kernel_min(GAUSSIAN, a, b, bandwidth=3.0),
+    "topk": lambda a, b: kl.kernel_topk(GAUSSIAN, a, b, 10, bandwidth=3.0),
+}
+CONSTANT_BYTES = 320 << 20  # a block, what sorts it, partial results
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("k", [3, 64])
+def test_memory_does_not_grow_with_the_matrix(name, k, seed):
+    count = 40_000  # whose matrix takes 6.4 GB
+    a, b = points(count, k), points(count, k)
+    REDUCTIONS[name](a, b)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = REDUCTIONS[name](a, b)
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    assert peak <= CONSTANT_BYTES + 8 * count * 4 * 128
+
+
+def test_gradients_take_no_matrix_either(seed):
+    a, b, v = (points(40_000, c).requires_grad_() for c in (3, 3, 1))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=3.0).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before <= 2 * CONSTANT_BYTES
+
+
+@pytest.mark.parametrize("k", [3, 20])
+def test_gradients(k, seed):
+    inputs = [points(s, c).requires_grad_() for s, c in ((300, k), (400, k), (400, 3))]
+    inputs.append(torch.tensor(2.0, device="cuda", requires_grad=True))
+    weights = points(300, 3)
+    out = kl.kernel_matmul(GAUSSIAN, *inputs[:3], bandwidth=inputs[3])
+    found = torch.autograd.grad((out * weights).sum(), inputs)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    squares = ((wide[0][:, None] - wide[1][None]) ** 2).sum(-1)
+    whole = (-squares / (2 * wide[3] ** 2)).exp() @ wide[2]
+    wanted = torch.autograd.grad((whole * weights.double()).sum(), wide)
+    for x, y in zip(found, wanted, strict=True):
+        assert relative_error(x, y) <= 1e-5
+
+
+def test_a_call_never_waits_for_the_device(seed):
+    a, b, v = points(300, 3), points(500, 3), points(500, 2)
+    bandwidth = torch.tensor(2.0, device="cuda")
+    calls = [
+        lambda: kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth),
+        lambda: kl.kernel_matmul(GAUSSIAN, a, b, v.repeat(1, 100), bandwidth=2.0),
+        lambda: kl.kernel_logsumexp(GAUSSIAN, a, b, bandwidth=2.0),
+        lambda: kl.kernel_min(GAUSSIAN, a, b, bandwidth=2.0),
+        lambda: kl.kernel_topk(GAUSSIAN, a, b, 5, bandwidth=2.0),
+    ]
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls:
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_call_reads_numbers_again(seed):
+    a, b, v = points(300, 3), points(500, 3), points(500, 2)
+    bandwidth = torch.tensor(2.0, device="cuda")
+    kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth)
+    for value in (1.0, 3.0):
+        bandwidth.fill_(value)
+        graph.replay()
+        assert torch.equal(out, kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=value))
+
+
+# Many columns, precision, maps of features, compiled calls.
+
+
+@pytest.fixture
+def permitted():
+    """Sets what torch permits the products of float32 tensors to be."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("columns", [1, 40, 300])
+@pytest.mark.parametrize("asked", [None, "fp32", "tf32"])
+@pytest.mark.parametrize("setting", ["highest", "high"])
+def test_products_are_as_accurate_as_is_asked_for(setting, asked, columns, permitted, seed):
+    permitted(setting)
+    exact = asked == "fp32" or (asked is None and setting == "highest")
+    descriptor = kl.gaussian(precision=asked)
+    inputs = [points(*s).requires_grad_() for s in ((2048, 200), (4096, 200), (4096, columns))]
+    bandwidth = math.sqrt(200)
+    out = kl.kernel_matmul(descriptor, *inputs, bandwidth=bandwidth)
+    along = points(2048, columns)
+    found = torch.autograd.grad(out, inputs, along)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    squares = (wide[0] ** 2).sum(1)[:, None] + (wide[1] ** 2).sum(1) - 2 * wide[0] @ wide[1].T
+    whole = (-squares / (2 * bandwidth**2)).exp() @ wide[2]
+    wanted = torch.autograd.grad(whole, wide, along.double())
+    assert relative_error(out, whole) <= (ERROR if exact else 2e-3)
+    for x, y in zip(found, wanted, strict=True):
+        assert relative_error(x, y) <= (1e-5 if exact else 5e-3)
+
+
+def test_autocast_changes_nothing(seed):
+    a, b, v = points(300, 20), points(400, 20), points(400, 40)
+    wanted = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=4.0)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=4.0), wanted)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 3)], ids=str)
+def test_features_are_mapped_first(shape, seed):
+    a, b, v, f = points(300, 5), points(400, 5), points(400, 2), points(*shape)
+    x, y = (a * f, b * f) if len(shape) == 1 else (a @ f, b @ f)
+    options = {"bandwidth": 2.0, "feature_map": f}
+    found = kl.kernel_matmul(GAUSSIAN, a, b, v, **options)
+    torch.testing.assert_close(found, kl.kernel_matmul(GAUSSIAN, x, y, v, bandwidth=2.0))
+    assert torch.equal(
+        kl.kernel_argmin(kl.l1_distance(), a, b, feature_map=f),
+        kl.kernel_argmin(kl.l1_distance(), x, y),
+    )
+
+
+@pytest.mark.parametrize("n", [400, 100_000])
+def test_out_is_written_in_place(n, seed):
+    a, b, v = points(300, 3), points(n, 3), points(n, 2)
+    for dtype in (torch.float32, torch.float16):
+        x, y, w = (t.to(dtype) for t in (a, b, v))
+        wanted = kl.kernel_matmul(GAUSSIAN, x, y, w, bandwidth=2.0)
+        for out in (torch.full((300, 2), math.nan), torch.full((2, 300), math.nan).T):
+            out = out.cuda()
+            version = out._version
+            assert kl.kernel_matmul(GAUSSIAN, x, y, w, out=out, bandwidth=2.0) is out
+            assert torch.equal(out.to(dtype), wanted) and out._version > version
+
+
+def test_a_batch_of_v_is_one_product(seed):
+    a, b, v = points(300, 3), points(400, 3), points(5, 400, 7)
+    found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=2.0)
+    wanted = reference(GAUSSIAN, a, b, bandwidth=2.0) @ v.cpu().double()
+    assert found.is_contiguous() and relative_error(found, wanted) <= ERROR
+
+
+@pytest.mark.parametrize("k", [3, 40])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_calls_and_their_gradients(k, backend, seed):
+    def function(a, b, v, w):
+        sums = kl.kernel_logsumexp(GAUSSIAN, a, b, bandwidth=w)
+        nearest = kl.kernel_topk(kl.squared_distance(), a, b, 4)[0]
+        return kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=w).sin() + sums[:, None] + nearest
+
+    inputs = [points(*s).requires_grad_() for s in ((300, k), (500, k), (500, 4))]
+    inputs.append(torch.tensor(math.sqrt(k), device="cuda", requires_grad=True))
+    along = points(300, 4)
+    run = torch.compile(function, backend=backend, fullgraph=True)
+    found, wanted = run(*inputs), function(*inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    slopes = (torch.autograd.grad(out, inputs, along) for out in (found, wanted))
+    for x, y in zip(*slopes, strict=True):
+        assert relative_error(x, y.double()) <= 1e-5

@@ -1,0 +1,14 @@
+"""compute-sanitizer over small odd calls of every kernel of the family."""
+
+import pytest
+
+from tests.gpu import sanitizer
+
+CALLS = ("sanitized_direct", "sanitized_products", "sanitized_gradients")
+
+
+@sanitizer.needed
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
+@pytest.mark.parametrize("calls", CALLS)
+def test_no_bad_access_and_no_race(calls, tool):
+    assert sanitizer.launched(tool, f"tests.gpu.families.pairwise.{calls}", tool, timeout_s=580)

@@ -1,0 +1,154 @@
+"""SparseLinear on the GPU: torch.compile with CUDA graphs, captures, gradients, a swapped model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernlib.nn import SparseLinear, sparsify
+from kernlib.sparse import magnitude
+from tests.support.ties import ACTIVATIONS
+
+DEVICE = "cuda"
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
+STEPS = 4  # with CUDA graphs the first runs eagerly, the second records, the others replay
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def linear(dtype=torch.float16, density: float = 0.4, rows: int = 520, cols: int = 1032):
+    made = nn.Linear(cols, rows, device=DEVICE, dtype=dtype)
+    magnitude(made.weight, density, inplace=True)
+    return made
+
+
+def exact(plain: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    bias = None if plain.bias is None else plain.bias.double()
+    return F.linear(x.double(), plain.weight.double(), bias)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    wanted = wanted.double()
+    error = ((found.double() - wanted).norm() / wanted.norm()).item()
+    assert found.shape == wanted.shape and error <= tolerance, error
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_layer_is_the_linear_that_it_was_made_of(format, dtype, seed):
+    plain = linear(dtype)
+    layer = SparseLinear.from_linear(plain, format, activation="silu")
+    assert torch.equal(layer.to_dense(), plain.weight)
+    with torch.no_grad():
+        for batch in ((), (1,), (8,), (3, 5), (40,)):
+            x = torch.randn(*batch, 1032, device=DEVICE, dtype=dtype)
+            close(layer(x), F.silu(exact(plain, x)), 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_gradients_reach_x_and_the_bias(format, seed):
+    plain = linear(torch.float32)
+    layer = SparseLinear.from_linear(copy.deepcopy(plain), format)
+    for batch in (1, 6, 40):
+        x = torch.randn(batch, 1032, device=DEVICE).requires_grad_()
+        wide = x.detach().double().requires_grad_()
+        weights = [plain.weight.double(), plain.bias.detach().double().requires_grad_()]
+        wanted = torch.autograd.grad(F.linear(wide, *weights).square().sum(), (wide, weights[1]))
+        found = torch.autograd.grad(layer(x).square().sum(), (x, layer.bias))
+        for ours, theirs in zip(found, wanted, strict=True):
+            close(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("batch", (1, 8))
+def test_replays_of_a_compiled_layer(batch, seed):
+    """Its weights are where they were: none is copied, and what is written there is seen."""
+    plain = linear()
+    layer = SparseLinear.from_linear(plain, "bitmap", activation="gelu")
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                layer.bias.mul_(-1)
+            x = torch.randn(batch, 1032, device=DEVICE).half()
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(x).clone(), layer(x))
+
+
+def test_a_captured_layer(seed):
+    layers = nn.Sequential(*(SparseLinear.from_linear(linear(rows=1032), f) for f in FORMATS[:3]))
+    x = torch.randn(1, 1032, device=DEVICE).half()
+    with torch.no_grad():
+        layers(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layers(x)
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            assert torch.equal(y, layers(x))
+
+
+def test_a_compiled_layer_trains_what_lies_before_it(seed):
+    first, layer = nn.Linear(64, 1032, device=DEVICE), SparseLinear.from_linear(
+        linear(torch.float32), "bitmap"
+    )  # fmt: skip
+    layer.matrix.transpose()
+    model = nn.Sequential(first, layer)
+    compiled = torch.compile(model, fullgraph=True)
+    x, gradients = torch.randn(4, 64, device=DEVICE), []
+    for call in (model, compiled):
+        loss = call(x).square().sum()
+        gradients.append(torch.autograd.grad(loss, [*model.parameters()]))
+    for eager, ours in zip(*gradients, strict=True):
+        close(ours, eager, 1e-5)
+
+
+def test_a_swapped_model(seed):
+    mlp = nn.Sequential(nn.Linear(512, 2048), nn.SiLU(), nn.Linear(2048, 512), nn.Linear(512, 16))
+    mlp = mlp.to(DEVICE).bfloat16().eval()
+    for index in (0, 2):
+        magnitude(mlp[index].weight, 0.3, inplace=True)
+    dense = copy.deepcopy(mlp)
+    before = torch.cuda.memory_allocated()
+    swapped = sparsify(mlp, "^[02]$")
+    assert list(swapped) == ["0", "2"] and torch.cuda.memory_allocated() < before
+    x = torch.randn(8, 512, device=DEVICE).bfloat16()
+    with torch.no_grad():
+        close(mlp(x), dense.double()(x.double()), 2e-2)
+    other = copy.deepcopy(mlp)
+    other.load_state_dict(mlp.state_dict())
+    moved = copy.deepcopy(mlp).cpu().to(DEVICE)
+    with torch.no_grad():
+        assert torch.equal(other(x), mlp(x)) and torch.equal(moved(x), mlp(x))
+
+
+def test_pruning_makes_the_choice_of_the_cpu(seed):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        weight = torch.randn(300, 517).to(dtype)
+        weight[::7] = weight[0].clone()  # many are equal
+        for density in (0.0, 0.1, 0.5, 1.0):
+            for per in ("matrix", "row"):
+                found = magnitude(weight.to(DEVICE), density, per)
+                assert torch.equal(found.cpu(), magnitude(weight, density, per))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_gradients_of_zeros_pass_every_activation(activation):
+    plain = linear(torch.float32)
+    nn.init.zeros_(plain.bias)
+    layer = SparseLinear.from_linear(plain, activation=activation)
+    x = torch.zeros(3, 1032, device=DEVICE, requires_grad=True)
+    (found,) = torch.autograd.grad(layer(x).sum(), x)
+    wanted = ACTIVATIONS[activation][0] * plain.weight.double().sum(0).expand(3, -1)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)

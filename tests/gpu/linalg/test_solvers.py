@@ -1,0 +1,205 @@
+"""The solvers on a GPU: both routes, every layout, infos, no host synchronisation, in place."""
+
+import threading
+
+import pytest
+import torch
+
+import kernlib
+from kernlib import linalg
+from kernlib.linalg import cusolver, dense, native
+from tests.linalg.cases import (
+    LAYOUTS,
+    check_eigh,
+    check_solution,
+    laid_out,
+    one_triangle,
+    positive,
+)
+
+DTYPES = (torch.float32, torch.float64)
+SHAPES = (((), 1, 1), ((), 300, 3), ((100,), 7, 2), ((3,), 130, 1), ((2,), 600, 5))
+
+
+@pytest.fixture(params=["native", "cusolver"])
+def route(request, monkeypatch):
+    """Each of the two ways, whichever a call would take."""
+    if request.param == "cusolver":
+        pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
+    module = {"native": native, "cusolver": cusolver}[request.param]
+    monkeypatch.setattr(dense, "_steps", lambda *_: module)
+    monkeypatch.setattr(dense, "_lu_steps", lambda *_: module)
+    monkeypatch.setattr(dense, "_eigh_steps", lambda matrix: module)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_values_in_every_layout(route, dtype, layout, overwrite, device, seed):
+    for batch, n, columns in SHAPES:
+        upper = bool((seed + n) % 2)
+        spd = positive(*batch, n, n, dtype=dtype, device=device)
+        general = torch.randn(*batch, n, n, dtype=dtype, device=device)
+        b = torch.randn(*batch, n, columns, dtype=dtype, device=device)
+        both = {"overwrite_a": overwrite, "overwrite_b": overwrite}
+        right = laid_out(b, layout)
+        a = laid_out(one_triangle(spd, upper), layout)
+        x, info, _ = linalg.solve_cholesky(a, right, upper=upper, **both)
+        check_solution(spd, x, b)
+        assert info.shape == batch and not info.any()
+        right = laid_out(b, layout)
+        x, info, _ = linalg.solve_lu(laid_out(general, layout), right, **both)
+        check_solution(general, x, b)
+        assert torch.equal(x, right) or not overwrite
+        a = laid_out(one_triangle(spd, upper), layout)
+        w, v, info = linalg.eigh(a, upper=upper, overwrite_a=overwrite)
+        check_eigh(spd, w, v, rough=route == "native")
+        assert not info.any()
+
+
+@pytest.mark.parametrize("n", [6, 520])
+def test_batches_broadcast(route, n, device, seed):
+    for of_a, of_b in (((), (4,)), ((3,), ()), ((2, 1), (1, 3))):
+        batch = torch.broadcast_shapes(of_a, of_b)
+        a = torch.randn(*of_a, n, n, device=device)
+        spd = positive(*of_a, n, n, dtype=torch.float32, device=device)
+        b = torch.randn(*of_b, n, 2, device=device)
+        for solve, values in ((linalg.solve_lu, a), (linalg.solve_cholesky, spd)):
+            check_solution(values.expand(*batch, n, n), solve(values, b)[0], b.expand(*batch, n, 2))
+
+
+@pytest.mark.parametrize("n", [5, 600])
+def test_failures_are_infos_and_nan(route, n, device, seed):
+    a = positive(3, n, n, dtype=torch.float32, device=device)
+    b = torch.randn(3, n, 2, device=device)
+    a[1] *= -1
+    x, info, _ = linalg.solve_cholesky(a, b)
+    assert info.tolist() == [0, 1, 0] and x[1].isnan().all() and x[::2].isfinite().all()
+    singular = torch.randn(3, n, n, device=device)
+    singular[2] = 0
+    x, info, _ = linalg.solve_lu(singular, b)
+    assert info[2] > 0 and not info[:2].any() and x[2].isnan().all() and x[:2].isfinite().all()
+    with pytest.raises(torch.linalg.LinAlgError, match="batch entry 2"):
+        linalg.solve_lu(singular, b, check_errors=True)
+
+
+@pytest.mark.parametrize(("batch", "n"), [((), 64), ((20,), 7), ((2,), 600), ((), 1000)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_synchronises(batch, n, layout, device):
+    pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
+    spd = positive(*batch, n, n, dtype=torch.float32, device=device)
+    b = torch.randn(*batch, n, 3, device=device)
+
+    def calls():
+        for overwrite in (False, True):
+            both = {"overwrite_a": overwrite, "overwrite_b": overwrite}
+            linalg.solve_cholesky(laid_out(spd, layout), laid_out(b, layout), **both)
+            linalg.solve_lu(laid_out(spd, layout), laid_out(b, layout), **both)
+            linalg.eigh(laid_out(spd, layout), overwrite_a=overwrite)
+
+    calls()  # handles are made by the first
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("batch", "n"), [((), 64), ((), 300), ((50,), 7), ((32,), 128)])
+def test_the_host_goes_on_while_the_device_is_busy(batch, n, device):
+    """Waits inside of a library, which torch's debug mode does not see."""
+    pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
+    spd = positive(*batch, n, n, dtype=torch.float32, device=device)
+    b = torch.randn(*batch, n, 3, device=device)
+    calls = {
+        "cholesky": lambda: linalg.solve_cholesky(spd, b),
+        "lu": lambda: linalg.solve_lu(spd, b),
+        "eigh": lambda: linalg.eigh(spd),
+    }
+    for call in calls.values():
+        call()  # handles are made by the first
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)  # half a second
+        call()
+        assert not torch.cuda.current_stream().query(), name
+        torch.cuda.synchronize()
+
+
+def test_a_padded_matrix_is_factored_where_it_lies(device):
+    pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
+    n = 4000
+    a = torch.zeros(n, n + 64, device=device)[:, :n]
+    a.diagonal().fill_(2.0)
+    b = torch.randn(3, n, device=device).mT
+    linalg.solve_cholesky(a[:64, :64], b[:64].clone(), overwrite_a=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linalg.solve_cholesky(a, b, overwrite_a=True, overwrite_b=True)
+    assert torch.cuda.max_memory_allocated() - before < n * n  # a quarter of the matrix
+
+
+def test_tf32_stays_out_of_it(device, seed, monkeypatch):
+    pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    for batch in ((), (20,)):
+        a = torch.randn(*batch, 200, 200, device=device)
+        b = torch.randn(*batch, 200, 50, device=device)
+        check_solution(a, linalg.solve_lu(a, b)[0], b)
+
+
+def test_threads_on_streams_of_their_own(route, device):
+    failed = []
+
+    def work(seed):
+        generator = torch.Generator(device).manual_seed(seed)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(5):
+                m = torch.randn(64, 64, device=device, generator=generator)
+                a = m @ m.mT / 64 + torch.eye(64, device=device)
+                try:
+                    check_eigh(a, *linalg.eigh(a)[:2], rough=route == "native")
+                    check_solution(a, linalg.solve_lu(a, m)[0], m)
+                except Exception as error:
+                    failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_solve_kernel(device, seed):
+    x = torch.randn(3000, 5, device=device)
+    y = torch.randn(3000, 2, device=device)
+    gaussian = kernlib.gaussian()
+    w, residual, iterations = linalg.solve_kernel(
+        gaussian, x, y, regularization=1.0, tol=1e-4, bandwidth=2.0
+    )
+    k = kernlib.run_kernel(gaussian, x.double(), x.double(), bandwidth=2.0)
+    k.diagonal().add_(1.0)
+    assert (residual <= 1e-4).all() and iterations < 200
+    assert ((k @ w.double() - y).norm(dim=0) <= 2e-4 * y.double().norm(dim=0)).all()
+
+
+def test_conjugate_gradient_waits_in_its_checks_alone(device):
+    b = torch.randn(1000, 4, device=device)
+    waits = []
+
+    def matmul(v):
+        waits.append(torch.cuda.get_sync_debug_mode())
+        return 2 * v
+
+    linalg.conjugate_gradient(matmul, b, max_iter=3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            linalg.conjugate_gradient(matmul, b, max_iter=30, check_every=10)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits[-10:] == [2] * 10  # ten products before the first check

@@ -1,0 +1,142 @@
+"""Which NVRTC a key names, and which of its failures are remembered."""
+
+import os
+import pickle
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+import kernlib as kl
+from kernlib.jit import compiler, layers, service, toolchain
+from kernlib.jit.compiler import NoVerdict
+from tests.jit.service_cases import ARCH, SPEC
+from tests.support.paths import ROOT
+
+BOTH = {"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Say which wheels are installed."""
+
+    def of(wheels):
+        def version(name):
+            if name not in wheels:
+                raise metadata.PackageNotFoundError(name)
+            return wheels[name]
+
+        monkeypatch.setattr(toolchain.metadata, "version", version)
+        monkeypatch.setattr(toolchain, "_loaded", None)
+        toolchain._wheel_version.cache_clear()
+        toolchain.cuda_major.cache_clear()
+        return toolchain.nvrtc_version(), toolchain.cuda_major()
+
+    yield of
+    monkeypatch.undo()
+    toolchain._wheel_version.cache_clear()
+    toolchain.cuda_major.cache_clear()
+
+
+def test_of_two_nvrtcs_the_one_is_named_that_the_bindings_load(installed):
+    assert installed({**BOTH, "cuda-bindings": "12.9.4"}) == ("12.9.86", "12")
+    assert installed({**BOTH, "cuda-bindings": "13.4.4"}) == ("13.0.88", "13")
+    assert installed(BOTH) == ("13.0.88", "13")
+    thirteen = {"cuda-bindings": "13.4.4", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
+    assert installed(thirteen) == (toolchain.UNKNOWN_VERSION, "13")
+    assert installed({}) == (toolchain.UNKNOWN_VERSION, toolchain.UNKNOWN_VERSION)
+
+
+def test_what_another_nvrtc_has_made_is_kept_under_its_name(cache, installed):
+    from cuda.bindings import nvrtc
+
+    source = 'extern "C" __global__ void entry(float* out) { out[0] = 1; }\n'
+    spec = SPEC._replace(source=source)
+    major, minor = nvrtc.nvrtcVersion()[1:]
+    wheel = "nvidia-cuda-nvrtc" if major > 12 else "nvidia-cuda-nvrtc-cu12"
+    installed({wheel: f"{major}.{minor + 1}.1", "cuda-bindings": f"{major}.4"})
+    before = layers.wanted(spec, ARCH)
+    made = service.build(spec, ARCH)
+    after = layers.wanted(spec, ARCH)
+    assert made.meta["nvrtc"] == f"{major}.{minor}" and before.key != after.key
+    store = layers.layers().store
+    assert store.get(before.key) is None and store.get(after.key) is not None
+
+
+def test_the_wheel_of_this_machine_is_the_one_that_is_loaded(monkeypatch):
+    monkeypatch.setattr(toolchain, "_loaded", None)  # another test may have named another wheel
+    compiler.compile_spec(SPEC._replace(source='extern "C" __global__ void entry() {}'), ARCH)
+    assert toolchain._loaded is None
+
+
+class NVRTCError(Exception):
+    """As cuda.core raises it."""
+
+
+PASSING = (
+    "1: NVRTC_ERROR_OUT_OF_MEMORY",
+    "11: NVRTC_ERROR_INTERNAL_ERROR",
+    "7: NVRTC_ERROR_BUILTIN_OPERATION_FAILURE",
+    "6: NVRTC_ERROR_COMPILATION, log:\n\nptxas fatal : Memory allocation failure",
+)
+
+
+@pytest.mark.parametrize("text", PASSING)
+def test_failures_of_the_moment_are_tried_again(cache, monkeypatch, text):
+    class Program:
+        def __init__(self, *_arguments):
+            raise NVRTCError(text)
+
+    core = toolchain.cuda_core()
+    source = 'extern "C" __global__ void entry() {}'
+    spec = SPEC._replace(source=source)
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "Program", Program)
+        with pytest.raises(kl.CompileError, match="tries again") as caught:
+            service.build(spec, ARCH)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(again, NoVerdict) and again.log == caught.value.log
+    assert service.build(spec, ARCH).cubin[:4] == b"\x7fELF"
+
+
+# A child and the kernels of its parent.
+
+INHERITED = """
+import gc, os, sys
+from kernlib.jit import service
+from kernlib.jit.spec import KernelSpec
+
+class Owner:
+    def __del__(self):
+        os.write(1, f"unloaded in {os.getpid()}\\n".encode())
+
+spec = KernelSpec("test", "// one", "entry", 32)
+service._kernels[0, b"key"] = service.Kernel(spec, "key", "sm_90a", 1, Owner())
+pid = os.fork()
+if pid == 0:
+    assert not service._kernels
+    service.forget()
+    gc.collect()
+    pid = os.fork()  # and one of its own
+    if pid:
+        os.waitpid(pid, 0)
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+os.write(1, f"parent {os.getpid()}\\n".encode())
+service.forget()
+"""
+
+
+def test_a_child_unloads_nothing_of_its_parent():
+    root = str(ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", INHERITED],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    parent, unloaded = run.stdout.splitlines()
+    assert unloaded == parent.replace("parent", "unloaded in")

@@ -1,0 +1,260 @@
+"""Direct solvers and eigh: values in every layout, in place, infos, and what is refused."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from kernlib import linalg
+from kernlib.linalg import cusolver, dense, layouts, native
+from tests.linalg.cases import (
+    LAYOUTS,
+    check_eigh,
+    check_solution,
+    laid_out,
+    one_triangle,
+    positive,
+)
+
+DTYPES = (torch.float32, torch.float64)
+SHAPES = (((), 1, 1), ((), 7, 3), ((3,), 7, 1), ((100,), 7, 2), ((2, 3), 5, 4), ((), 65, 9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("upper", [False, True])
+def test_cholesky(dtype, layout, overwrite, upper, seed):
+    for batch, n, columns in SHAPES:
+        values, b = positive(*batch, n, n, dtype=dtype), torch.randn(*batch, n, columns).to(dtype)
+        a = laid_out(one_triangle(values, upper), layout)
+        right = laid_out(b, LAYOUTS[seed % 5])
+        kept = a.clone(), right.clone()
+        x, info, solved = linalg.solve_cholesky(
+            a, right, upper=upper, overwrite_a=overwrite, overwrite_b=overwrite
+        )
+        check_solution(values, x, b)
+        assert info.dtype == solved.dtype == torch.int32
+        assert info.shape == solved.shape == batch and not info.any() and not solved.any()
+        _check_memory(a, right, x, kept, overwrite)
+        if overwrite:
+            half = a.triu().mT if upper else a.tril()
+            assert torch.allclose(half @ half.mT, values, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_lu_solves_the_same_system_in_every_layout(dtype, layout, overwrite, seed):
+    for batch, n, columns in SHAPES:
+        values, b = torch.randn(*batch, n, n).to(dtype), torch.randn(*batch, n, columns).to(dtype)
+        values += 2 * torch.eye(n, dtype=dtype)
+        a, right = laid_out(values, layout), laid_out(b, LAYOUTS[seed % 5])
+        kept = a.clone(), right.clone()
+        x, info, solved = linalg.solve_lu(a, right, overwrite_a=overwrite, overwrite_b=overwrite)
+        check_solution(values, x, b)
+        assert info.shape == solved.shape == batch and not info.any() and not solved.any()
+        _check_memory(a, right, x, kept, overwrite)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("upper", [False, True])
+def test_eigh(dtype, layout, overwrite, upper, seed):
+    for batch, n, _ in SHAPES:
+        values = positive(*batch, n, n, dtype=dtype)
+        a = laid_out(one_triangle(values, upper), layout)
+        kept = a.clone()
+        w, v, info = linalg.eigh(a, upper=upper, overwrite_a=overwrite)
+        check_eigh(values, w, v)
+        assert v.shape == a.shape and w.shape == a.shape[:-1]
+        assert info.shape == batch and info.dtype == torch.int32 and not info.any()
+        if overwrite:
+            assert v.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+        else:
+            assert torch.equal(a.nan_to_num(7), kept.nan_to_num(7))
+
+
+def test_padding_is_left_alone(seed):
+    values = positive(3, 6, 6, dtype=torch.float32)
+    memory = torch.full((3, 9, 11), torch.nan)
+    a = memory[:, :6, :6].copy_(values)
+    linalg.solve_cholesky(a, torch.randn(3, 6, 2), overwrite_a=True)
+    a.fill_(0)
+    assert memory.isnan().sum() == 3 * (9 * 11 - 36)
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b"), [((), (4,)), ((4,), ()), ((1,), (5,)), ((2, 1), (1, 3)), ((2, 3), (3,))]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_broadcast(of_a, of_b, layout, seed):
+    n, batch = 6, torch.broadcast_shapes(of_a, of_b)
+    general = torch.randn(*of_a, n, n) + 2 * torch.eye(n)
+    spd, b = positive(*of_a, n, n, dtype=torch.float32), torch.randn(*of_b, n, 2)
+    for solve, values in ((linalg.solve_lu, general), (linalg.solve_cholesky, spd)):
+        x, info, solved = solve(laid_out(values, layout), laid_out(b, layout))
+        assert x.shape == (*batch, n, 2) and info.shape == solved.shape == batch
+        check_solution(values.expand(*batch, n, n), x, b.expand(*batch, n, 2))
+
+
+def test_one_matrix_for_many_in_place(seed):
+    a = torch.randn(6, 6) + 2 * torch.eye(6)
+    for layout in LAYOUTS:
+        b = torch.randn(4, 6, 2)
+        memory = laid_out(b, layout)
+        x = linalg.solve_lu(a, memory, overwrite_b=True)[0]
+        assert torch.equal(x, memory)
+        check_solution(a.expand(4, 6, 6), x, b)
+
+
+def test_an_expanded_batch_may_be_read():
+    a = positive(5, 5, dtype=torch.float64).expand(3, 5, 5)
+    b = torch.randn(5, 2, dtype=torch.float64).expand(3, 5, 2)
+    check_solution(a, linalg.solve_cholesky(a, b)[0], b)
+
+
+def test_vectors_as_torch_has_them(seed):
+    wide = partial(torch.randn, dtype=torch.float64)  # for systems that are all but singular
+    for a_shape, b_shape in (((5, 5), (5,)), ((3, 5, 5), (3, 5)), ((3, 5, 5), (5,))):
+        a, b = wide(*a_shape) + 2 * torch.eye(5), wide(*b_shape)
+        wanted = torch.linalg.solve(a, b.expand(a_shape[:-1]))
+        assert torch.allclose(linalg.solve_lu(a, b)[0], wanted, atol=1e-4)
+    a, b = wide(5, 5, 5) + 2 * torch.eye(5), wide(5, 5)
+    assert torch.allclose(linalg.solve_lu(a, b)[0], torch.linalg.solve(a, b), atol=1e-4)
+    x, *_ = linalg.solve_lu(a, b, overwrite_b=True)
+    assert x.data_ptr() == b.data_ptr() and x.shape == b.shape
+
+
+def test_failures_are_infos_and_nan(seed):
+    a, b = positive(3, 5, 5, dtype=torch.float32), torch.randn(3, 5, 2)
+    a[1] *= -1
+    x, info, solved = linalg.solve_cholesky(a, b)
+    assert info.tolist() == [0, 1, 0] and not solved.any()
+    assert x[1].isnan().all() and x[::2].isfinite().all()
+    singular = torch.randn(3, 5, 5)
+    singular[2, :, 3] = 0
+    x, info, _ = linalg.solve_lu(singular, b)
+    assert info[2] > 0 and not info[:2].any() and x[2].isnan().all() and x[:2].isfinite().all()
+    assert linalg.solve_lu(torch.zeros(2, 2), torch.ones(2))[1].item() == 1
+
+
+@pytest.mark.parametrize("n", [5, 200])
+def test_eigh_of_nan_is_an_info(n):
+    a = positive(2, n, n, dtype=torch.float32)
+    a[1, 0, 0] = torch.nan
+    w, v, info = linalg.eigh(a)
+    assert info[0] == 0 and info[1] > 0
+    assert w[1].isnan().all() and v[1].isnan().all()
+    check_eigh(a[0], w[0], v[0])
+
+
+def test_errors_on_request():
+    a, b = torch.eye(4).repeat(3, 1, 1), torch.ones(3, 4, 1)
+    a[1, 2, 2] = 0
+    for solve in (linalg.solve_lu, linalg.solve_cholesky):
+        with pytest.raises(torch.linalg.LinAlgError, match=r"batch entry 1: a is .* 3 is"):
+            solve(a, b, check_errors=True)
+        with pytest.raises(torch.linalg.LinAlgError, match=r"^solve_\w+: a is"):
+            solve(a[1], b[1], check_errors=True)
+        solve(a[::2], b[::2], check_errors=True)
+    a[0, 0, 0] = torch.nan
+    with pytest.raises(torch.linalg.LinAlgError, match=r"eigh: batch entry 0: .*converge"):
+        linalg.eigh(a, check_errors=True)
+
+
+def test_empty():
+    for solve in (linalg.solve_lu, linalg.solve_cholesky):
+        for a, b in (((0, 0), (0, 3)), ((0, 5, 5), (0, 5, 2)), ((2, 0, 0), (2, 0, 1))):
+            x, info, solved = solve(torch.ones(a), torch.ones(b), check_errors=True)
+            assert x.shape == b and info.shape == solved.shape == a[:-2]
+        assert solve(torch.eye(3), torch.ones(3, 0))[0].shape == (3, 0)
+    w, v, info = linalg.eigh(torch.ones(2, 0, 0))
+    assert w.shape == (2, 0) and v.shape == (2, 0, 0) and info.tolist() == [0, 0]
+
+
+def test_what_is_refused():
+    a, b = torch.eye(4), torch.ones(4, 2)
+    for solve in (linalg.solve_lu, linalg.solve_cholesky):
+        with pytest.raises(TypeError, match="a must be float32 or float64"):
+            solve(a.half(), b.half())
+        with pytest.raises(TypeError, match=r"b must be torch.float32"):
+            solve(a, b.double())
+        with pytest.raises(TypeError, match="b must be a tensor"):
+            solve(a, [1.0])
+        with pytest.raises(ValueError, match="a must be square"):
+            solve(a[:3], b)
+        with pytest.raises(ValueError, match="b must be"):
+            solve(a, b[:3])
+        with pytest.raises(ValueError, match="b must be on a's device"):
+            solve(a, b.to("meta"))
+        with pytest.raises(ValueError, match="do not broadcast"):
+            solve(a.expand(2, 4, 4), b.expand(3, 4, 2))
+        with pytest.raises(ValueError, match="a overlaps itself"):
+            solve(a.expand(2, 4, 4), b, overwrite_a=True)
+        with pytest.raises(ValueError, match="b overlaps itself"):
+            solve(a, b.expand(2, 4, 2), overwrite_b=True)
+        with pytest.raises(ValueError, match="overwrite_b needs b of the batch"):
+            solve(a.repeat(3, 1, 1), b, overwrite_b=True)
+        with pytest.raises(ValueError, match="b shares memory with a"):
+            solve(a, a[:, :2], overwrite_b=True)
+        with pytest.raises(RuntimeError, match="b requires a gradient"):
+            solve(a, b.clone().requires_grad_())
+    with pytest.raises(ValueError, match="a must be square"):
+        linalg.eigh(torch.ones(3))
+    with pytest.raises(ValueError, match="a overlaps itself"):
+        linalg.eigh(a.expand(2, 4, 4), overwrite_a=True)
+
+
+def test_matrices_side_by_side_do_not_share_memory():
+    memory = torch.randn(4, 10)
+    a = memory[:, :4].copy_(positive(4, 4, dtype=torch.float32))
+    b = memory[:, 4:].clone()
+    x = linalg.solve_cholesky(a, memory[:, 4:], overwrite_b=True)[0]
+    check_solution(a, x, b)
+
+
+def test_a_gradient_is_no_matter_where_none_is_recorded():
+    a = torch.eye(3, requires_grad=True)
+    with torch.no_grad():
+        assert torch.equal(linalg.solve_lu(a, torch.ones(3))[0], torch.ones(3))
+
+
+def test_versions_count_what_is_overwritten():
+    a, b = torch.eye(3), torch.ones(3)
+    before = a._version, b._version
+    linalg.solve_lu(a, b, overwrite_a=True, overwrite_b=True)
+    assert a._version > before[0] and b._version > before[1]
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setattr(cusolver, "_import_error", lambda: ImportError("no module nvmath"))
+    assert dense._steps(torch.eye(3)[None].mT, True) is native
+    with pytest.raises(linalg.MissingExtraError, match=r"eigh .*kernlib\[linalg\]") as caught:
+        cusolver.require("eigh here")
+    assert isinstance(caught.value, ImportError)
+
+
+def test_addresses_of_a_batch():
+    batch = torch.zeros(4, 3, 5)[::2, :, :2]
+    step = batch.stride(0) * 4
+    wanted = [batch.data_ptr(), batch.data_ptr() + step]
+    assert cusolver._pointers(batch) == wanted == cusolver._addresses(batch).tolist()
+    one = torch.zeros(1, 3, 3).expand(2, 3, 3)
+    assert cusolver._addresses(one).tolist() == [one.data_ptr()] * 2
+
+
+def test_leading_dimensions():
+    padded = torch.zeros(5, 8)[:3, :6].mT
+    assert layouts.is_column_major(padded) and layouts.leading_dimension(padded) == 8
+    assert not layouts.is_column_major(padded.mT)
+    assert layouts.leading_dimension(torch.zeros(4, 1)) == 4
+    assert not layouts.is_column_major(torch.zeros(2, 6).as_strided((3, 3), (1, 2)))
+
+
+def _check_memory(a, b, x, kept, overwrite: bool) -> None:
+    if overwrite:
+        assert x.data_ptr() == b.data_ptr() and torch.equal(x, b)
+    else:
+        assert torch.equal(a.nan_to_num(7), kept[0].nan_to_num(7)) and torch.equal(b, kept[1])
