@@ -15,7 +15,7 @@ from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.formats.registry import check_format
 from kernlib.families.sparse.lowering.rates import check_columns
-from kernlib.families.sparse.matrix import DTYPES, SparseMatrix, compress, module_of, parse_layout
+from kernlib.families.sparse.matrix import DTYPES, SparseMatrix, compress, format_of, parse_layout
 from kernlib.families.sparse.prune import check_density, check_per, magnitude
 from kernlib.nn.activations import as_activation
 from kernlib.run import run_kernel
@@ -385,7 +385,7 @@ def _restored(layout: str, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
     format, *kind, facts = parse_layout(layout)
     if not stand_ins(*tensors.values()) and not any(t.is_meta for t in tensors.values()):
         tensors = loaded(format, *kind, facts, tensors)
-    return SparseMatrix.from_layout(layout, tuple(tensors[n] for n in module_of(format).TENSORS))
+    return SparseMatrix.from_layout(layout, tuple(tensors[n] for n in format_of(format).TENSORS))
 
 
 def _rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
@@ -396,7 +396,7 @@ def _rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
             f"a SparseLinear on meta has no values to turn from {matrix.dtype} into {dtype}"
         )
     dense = matrix.to_dense().to(dtype)
-    fits = module_of(matrix.format).nbytes(dense) is not None
+    fits = format_of(matrix.format).nbytes(dense) is not None
     return compress(dense, matrix.format if fits else "auto")
 
 

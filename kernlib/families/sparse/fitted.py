@@ -16,8 +16,8 @@ import torch
 from kernlib.errors import CaptureError
 from kernlib.families.sparse.matrix import (
     SparseMatrix,
+    format_of,
     layout_text,
-    module_of,
     parse_layout,
     untransformed,
 )
@@ -51,7 +51,7 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
             return SparseMatrix.from_layout(known, tuple(map(placed, tensors)))
         _refuse_capture(tensors)
         format, shape, dtype, facts = parse_layout(layout)
-        named = dict(zip(module_of(format).TENSORS, tensors, strict=True))
+        named = dict(zip(format_of(format).TENSORS, tensors, strict=True))
         with _of_kind(layout):
             facts = {**facts, **_measured(format, named)}
             found = loaded(format, shape, dtype, facts, named)
@@ -75,7 +75,7 @@ def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
         _refuse_capture(w.operands)
         with _of_kind(w.layout):
             found = {**w.facts, **_measured(w.format, w.tensors)}
-            module_of(w.format).check(w.tensors, found, w.shape, w.dtype)
+            format_of(w.format).check(w.tensors, found, w.shape, w.dtype)
         if found != w.facts:
             raise ValueError(
                 f"the tensors of w lie elsewhere now and are those of another matrix: {found} for "
@@ -102,7 +102,7 @@ def _measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int
         return {"largest": 16 * int(units.max()) if units.numel() else 0}
     if format == "macko":
         entries = int(torch.count_nonzero(tensors["values"]))
-        return module_of(format).facts_of(tensors["row_ptr"], entries)
+        return format_of(format).facts_of(tensors["row_ptr"], entries)
     return {}
 
 

@@ -8,7 +8,7 @@ import torch
 from kernlib.descriptors.text import from_text
 from kernlib.families.sparse import checks, operators
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.families.sparse.matrix import SparseMatrix, module_of, parse_layout
+from kernlib.families.sparse.matrix import SparseMatrix, format_of, parse_layout
 from kernlib.runtime.arguments import (
     autocast,
     check_out,
@@ -75,5 +75,5 @@ def _taken(layout: str, tensors: tuple) -> tuple[list, tuple]:
     """The tensors of a layout, and those behind them."""
     if not layout:
         return [], tensors
-    count = len(module_of(parse_layout(layout)[0]).TENSORS)
+    count = len(format_of(parse_layout(layout)[0]).TENSORS)
     return [*tensors[:count]], tensors[count:]

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
 from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -26,6 +27,9 @@ from kernlib.families.sparse.tensors import (
 )
 from kernlib.runtime.arguments import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
+
+if TYPE_CHECKING:
+    from kernlib.families.sparse.formats.slices import SlicesFormat
 
 VERSION = 2  # of what state() answers
 DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
@@ -60,7 +64,7 @@ class SparseMatrix:
     ):
         """Of what a format's ``encode`` answered, unchecked: see :func:`compress` and
         :meth:`from_state`."""
-        operands = tuple(placed(tensors[name]) for name in module_of(format).TENSORS)
+        operands = tuple(placed(tensors[name]) for name in format_of(format).TENSORS)
         _fill(self, layout_text(format, shape, dtype, facts), operands, nnz)
         mark(self)
 
@@ -126,7 +130,7 @@ class SparseMatrix:
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors by name."""
-        names = module_of(self._format).TENSORS
+        names = format_of(self._format).TENSORS
         return MappingProxyType(dict(zip(names, self._operands, strict=True)))
 
     @property
@@ -170,10 +174,10 @@ class SparseMatrix:
             return torch.empty(self._shape, dtype=self._dtype, device="meta")
         if self._device.type == "cuda" and not stand_ins(*self._operands):
             check_place(self, [t.data_ptr() for t in self._operands])
-        module = module_of(self._format)
-        tensors = dict(zip(module.TENSORS, self._operands, strict=True))
+        format = format_of(self._format)
+        tensors = dict(zip(format.TENSORS, self._operands, strict=True))
         with untransformed():
-            return module.decode(tensors, self._facts, self._shape, self._dtype)
+            return format.decode(tensors, self._facts, self._shape, self._dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
         """The matrix on a device: itself if it is there, else a copy. Raises TypeError for what is
@@ -340,10 +344,10 @@ def _pair(w: SparseMatrix, turned: SparseMatrix, states: tuple[State, State]) ->
     setattr(w._operands[0], TURNED, states[::-1])
 
 
-def module_of(format: str) -> ModuleType:
-    """The module of a format: TENSORS, encode, decode, nbytes, check. Raises ValueError for one
-    that is not known."""
-    return _formats().module_of(format)
+def format_of(format: str) -> ModuleType | SlicesFormat:
+    """A format by its name: TENSORS, encode, decode, nbytes, check. Raises ValueError for one that
+    is not known."""
+    return _formats().format_of(format)
 
 
 @lru_cache(maxsize=1)
@@ -375,7 +379,7 @@ _parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
 
 def _turned(w: SparseMatrix) -> SparseMatrix:
     dense = w.to_dense().t()
-    fits = module_of(w.format).nbytes(dense) is not None
+    fits = format_of(w.format).nbytes(dense) is not None
     made = compress(dense, w.format if fits else "auto")
     _count(made, w.known_nnz())
     return made
@@ -405,7 +409,7 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
     _formats().check_format(format)
     if format == "auto":
         format = _formats().auto(dense, columns)
-    tensors, facts = module_of(format).encode(dense)
+    tensors, facts = format_of(format).encode(dense)
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
 
 

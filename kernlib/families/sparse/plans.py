@@ -110,7 +110,7 @@ def by_kernels(call: Call, w: SparseMatrix, problem: Problem, arch: str) -> bool
     """Whether a format's kernels compute a call; the rest is cuBLAS's."""
     if 0 in (call.columns, *w.shape) or w.format not in choose.FORMATS:
         return False
-    if call.columns > choose.module_of(w.format).MOST_COLUMNS:
+    if call.columns > choose.kernels_of(w.format).MOST_COLUMNS:
         return False
     return choose.takes(w.format, problem, arch)
 

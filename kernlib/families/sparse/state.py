@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.families.sparse.formats.encoding import check_names
-from kernlib.families.sparse.matrix import DTYPES, VERSION, module_of, placed
+from kernlib.families.sparse.matrix import DTYPES, VERSION, format_of, placed
 from kernlib.runtime.tensors import check_dense, overlaps_itself, span, stand_ins
 
 READABLE = (1, VERSION)  # 1 held the rows of u8, u4 and u2 as int16, which no collective takes
@@ -57,7 +57,7 @@ def _check_names_of(given: Mapping[str, object]) -> None:
             f"header is of version {version!r}, this kernlib reads versions {known}: compress the "
             "matrix again"
         )
-    module_of(format)
+    format_of(format)
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
@@ -84,14 +84,14 @@ def loaded(
     """The tensors of a state, as kernels read them: in the layout of this version, their content
     checked, which waits for the device. Raises ValueError that names the tensor and what is wrong,
     TypeError for what is no dense tensor."""
-    module = module_of(format)
+    known = format_of(format)
     if not isinstance(tensors, Mapping):
         raise TypeError(
             "tensors must be a dict, the second of what SparseMatrix.state() gives, got "
             f"{type(tensors).__name__}"
         )
-    check_names(format, tensors, module.TENSORS)
-    check_dense(module.TENSORS, **tensors)
+    check_names(format, tensors, known.TENSORS)
+    check_dense(known.TENSORS, **tensors)
     for name, tensor in tensors.items():
         check_whole(name, tensor)
     if all(tensor.is_meta for tensor in tensors.values()):
@@ -100,7 +100,7 @@ def loaded(
     rows = found.get("rows")
     if rows is not None and rows.dtype == torch.int16:
         found["rows"] = placed(rows.view(torch.uint8))
-    module.check(found, facts, shape, dtype)
+    known.check(found, facts, shape, dtype)
     return found
 
 

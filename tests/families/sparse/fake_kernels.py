@@ -118,7 +118,7 @@ def install(monkeypatch) -> fakes.Gpus:
     """Put GPUs and lowering in place; ``lowering`` of what is returned notes the problems."""
     made = fakes.install(monkeypatch)
     made.lowering = simulated = Simulated()
-    monkeypatch.setattr(choose, "module_of", lambda name: simulated)
+    monkeypatch.setattr(choose, "kernels_of", lambda name: simulated)
 
     def launched(config, function, arguments, extra):
         answer = made.launch(config, function, arguments, extra)

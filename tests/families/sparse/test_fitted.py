@@ -12,7 +12,7 @@ from kernlib.families.sparse import fitted as sparse_fitted
 from kernlib.families.sparse import operation as op
 from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.formats import bitmap
-from kernlib.families.sparse.matrix import module_of
+from kernlib.families.sparse.matrix import format_of
 from kernlib.families.sparse.tensors import mark, state_of
 from kernlib.nn import SparseLinear
 from kernlib.nn.sparse_linear import _of_others
@@ -285,4 +285,4 @@ def test_formats_measure_all_their_facts(seed):
         dense, w = made(40, 600, format)
         found = sparse_fitted._measured(format, w.tensors)
         assert {**w.facts, **found} == w.facts
-        module_of(format).check(w.tensors, w.facts, w.shape, dense.dtype)
+        format_of(format).check(w.tensors, w.facts, w.shape, dense.dtype)

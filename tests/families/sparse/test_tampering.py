@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from kernlib.compat import macko
-from kernlib.families.sparse.matrix import module_of
+from kernlib.families.sparse.matrix import format_of
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.tampering import FORMATS, consume, refusals, states, tampered
 
@@ -15,7 +15,7 @@ from tests.families.sparse.tampering import FORMATS, consume, refusals, states, 
 @given(states())
 def test_a_state_with_any_bytes_is_refused_or_a_matrix(case):
     header, tensors = tampered(case)
-    names = (*module_of(case[3]).TENSORS, "the fact")
+    names = (*format_of(case[3]).TENSORS, "the fact")
     found = refusals(header, tensors)
     for one in found:
         assert isinstance(one, Exception) is isinstance(found[0], Exception)

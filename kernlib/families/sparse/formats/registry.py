@@ -1,28 +1,36 @@
 """The formats of compressed matrices by name, and which of them is fastest for a matrix.
 
-Each format is a module with FORMAT, TENSORS, ``encode``, ``decode``, ``nbytes`` and ``check``. One
-that can say its bytes without a synchronisation has ``measure(dense, counts)`` too, ``counts``
-being the bitmap format's ``chunk_counts``.
+Each format is a module, or an object of :mod:`kernlib.families.sparse.formats.slices`, with FORMAT,
+TENSORS, ``encode``, ``decode``, ``nbytes`` and ``check``. One that can say its bytes without a
+synchronisation has ``measure(dense, counts)`` too, ``counts`` being the bitmap format's
+``chunk_counts``.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernlib.families.sparse.formats.encoding import matrix
 from kernlib.families.sparse.lowering import rates
 
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
+if TYPE_CHECKING:
+    from kernlib.families.sparse.formats.slices import SlicesFormat
+
+SLICES = ("u8", "u4", "u2")
+FORMATS = ("bitmap", *SLICES, "macko", "dense")
 
 
-def module_of(name: str) -> ModuleType:
-    """The module of a format. Raises ValueError, listing the formats, for one that is not known."""
+def format_of(name: str) -> ModuleType | SlicesFormat:
+    """The format of a name. Raises ValueError, listing the formats, for one that is not known."""
     if not isinstance(name, str) or name not in FORMATS:
         known = ", ".join(map(repr, FORMATS))
         raise ValueError(f"format must be one of {known}, got {name!r}")
+    if name in SLICES:
+        return import_module("kernlib.families.sparse.formats.slices").FORMATS[name]
     return import_module(f"kernlib.families.sparse.formats.{name}")
 
 
@@ -57,14 +65,14 @@ def auto(dense: torch.Tensor, columns: int = 1) -> str:
 
 def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     """Bytes of a matrix in each format that can hold it, and its density."""
-    modules = {name: module_of(name) for name in FORMATS}
-    counts = modules["bitmap"].chunk_counts(dense)
-    quick = {n: m.measure(dense, counts) for n, m in modules.items() if hasattr(m, "measure")}
+    formats = {name: format_of(name) for name in FORMATS}
+    counts = formats["bitmap"].chunk_counts(dense)
+    quick = {n: f.measure(dense, counts) for n, f in formats.items() if hasattr(f, "measure")}
     numbers = torch.stack((counts.sum(dtype=torch.int64), *quick.values())).tolist()
     sizes = dict(zip(quick, numbers[1:], strict=True))
-    for name, module in modules.items():
+    for name, one in formats.items():
         if name not in quick:
-            found = module.nbytes(dense)
+            found = one.nbytes(dense)
             sizes[name] = -1 if found is None else found
     known = {name: sizes[name] for name in FORMATS if sizes[name] >= 0}
     return known, numbers[0] / max(1, dense.numel())

@@ -44,14 +44,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from kernlib.families.sparse.formats import slices_cpu as cpu
 from kernlib.families.sparse.formats.encoding import check_facts, check_size, check_tensors, matrix
-from kernlib.families.sparse.lowering.codes import LANES, MOST_SIZE, SHORT_ROWS, WIDEST, Code, grid
+from kernlib.families.sparse.lowering.codes import (
+    LANES,
+    MOST_SIZE,
+    SHORT_ROWS,
+    U2,
+    U4,
+    U8,
+    WIDEST,
+    Code,
+    grid,
+)
 
-TENSORS = ("data", "offsets", "rows")
 # Default widths, of 2-byte values: 8 copies of 8 vectors' x fill Hopper's shared memory at 1792.
 LEAST_WIDTH, MOST_WIDTH = 512, 1792
 WAVE = 132 * 32  # slices that an H200 takes at a time, one a warp
@@ -59,94 +69,110 @@ SLICE_COST = 64  # columns that one takes as long as, without codes
 MOST_CODES = 2**31 - 1  # of a lane in all slices, as offsets count them
 
 
-def encode(
-    code: Code, dense: torch.Tensor, width: int | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Tensors and facts of a (rows, columns) matrix of float16, bfloat16 or float32, any strides.
+class SlicesFormat(NamedTuple):
+    """A format of :mod:`kernlib.families.sparse.formats.registry`, by the code of its steps."""
 
-    ``width`` of a panel is a multiple of 16 columns; by default :func:`panel_width`'s. On CUDA all
-    is done by kernels, and the host waits once, for the size. Raises as
-    :func:`kernlib.families.sparse.formats.encoding.matrix`, and ValueError for a matrix that
-    offsets cannot count.
-    """
-    dense = matrix(dense)
-    if max(dense.shape) > MOST_SIZE:
-        raise ValueError(
-            f"format {code.name} holds {MOST_SIZE} rows or columns at most, got shape "
-            f"{tuple(dense.shape)}"
+    code: Code
+    TENSORS = ("data", "offsets", "rows")
+
+    @property
+    def FORMAT(self) -> str:
+        """Its name."""
+        return self.code.name
+
+    def encode(
+        self, dense: torch.Tensor, width: int | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """Tensors and facts of a (rows, columns) matrix of float16, bfloat16 or float32, of any
+        strides.
+
+        ``width`` of a panel is a multiple of 16 columns; by default :func:`panel_width`'s. On CUDA
+        all is done by kernels, and the host waits once, for the size. Raises as
+        :func:`kernlib.families.sparse.formats.encoding.matrix`, and ValueError for a matrix that
+        offsets cannot count.
+        """
+        dense = matrix(dense)
+        if max(dense.shape) > MOST_SIZE:
+            raise ValueError(
+                f"format {self.code.name} holds {MOST_SIZE} rows or columns at most, got shape "
+                f"{tuple(dense.shape)}"
+            )
+        width = width or panel_width(*dense.shape, dense.element_size())
+        starts, rows = arrange(_codec(dense).count(self.code, dense, width), self.code.unit)
+        total = int(starts[-1])
+        if total > MOST_CODES:
+            raise ValueError(
+                f"format {self.code.name} holds {MOST_CODES} codes a lane, the matrix needs {total}"
+            )
+        size = total * self.code.size(dense.element_size())
+        data = torch.zeros(size, dtype=torch.uint8, device=dense.device)
+        offsets = starts.to(torch.int32)
+        if size:
+            _codec(dense).write(self.code, dense, width, offsets, rows, data)
+        return {"data": data, "offsets": offsets, "rows": rows}, {"width": width}
+
+    def decode(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        facts: Mapping[str, int],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The dense matrix, contiguous, every bit as it was but the sign of -0.0; without a
+        synchronisation."""
+        dense = torch.zeros(shape, dtype=dtype, device=tensors["data"].device)
+        if dense.numel() and tensors["data"].numel():
+            _codec(dense).read(self.code, tensors, facts["width"], dense)
+        return dense
+
+    def nbytes(self, dense: torch.Tensor) -> int | None:
+        """Bytes of what :meth:`encode` would make; None for a matrix it refuses. The host waits for
+        them."""
+        found = int(self.measure(dense))
+        return None if found < 0 else found
+
+    def measure(self, dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+        """:meth:`nbytes` as an int64 on the matrix's device, -1 for None, without a
+        synchronisation. ``counts``, which other formats go by, are not needed."""
+        dense = matrix(dense)
+        if max(dense.shape) > MOST_SIZE:
+            return torch.full((), -1, dtype=torch.int64, device=dense.device)
+        width = panel_width(*dense.shape, dense.element_size())
+        starts, rows = arrange(_codec(dense).count(self.code, dense, width), self.code.unit)
+        held = rows.numel() * rows.element_size() + 4 * starts.numel()
+        total = starts[-1]
+        return torch.where(
+            total > MOST_CODES, -1, total * self.code.size(dense.element_size()) + held
         )
-    width = width or panel_width(*dense.shape, dense.element_size())
-    starts, rows = arrange(_codec(dense).count(code, dense, width), code.unit)
-    total = int(starts[-1])
-    if total > MOST_CODES:
-        raise ValueError(
-            f"format {code.name} holds {MOST_CODES} codes a lane, the matrix needs {total}"
+
+    def check(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        facts: Mapping[str, int],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Raises ValueError, naming what is wrong, unless tensors and facts are of this format and
+        shape. Reads all of them, and waits for the device."""
+        if max(shape) > MOST_SIZE:
+            raise ValueError(f"shape must be of sizes up to {MOST_SIZE}, got {tuple(shape)}")
+        kind, number = _row_type(shape[0])
+        check_tensors(
+            self.code.name, tensors, {"data": torch.uint8, "offsets": torch.int32, "rows": kind}
         )
-    size = total * code.size(dense.element_size())
-    data = torch.zeros(size, dtype=torch.uint8, device=dense.device)
-    offsets = starts.to(torch.int32)
-    if size:
-        _codec(dense).write(code, dense, width, offsets, rows, data)
-    return {"data": data, "offsets": offsets, "rows": rows}, {"width": width}
+        check_facts(self.code.name, facts, ("width",))
+        width, most = facts.get("width", 0), WIDEST // dtype.itemsize
+        if width < 16 or width % 16 or width > most:
+            raise ValueError(f"fact width must be a multiple of 16 up to {most}, got {width}")
+        panels, slices = grid(shape, width)
+        check_size("offsets", tensors["offsets"], (panels * slices + 1,))
+        check_size("rows", tensors["rows"], (panels, slices, number))
+        _check_sizes(self.code, tensors, shape, dtype)
+        if panels:
+            _check_columns(self.code, tensors, width, shape, dtype)
 
 
-def decode(
-    code: Code,
-    tensors: Mapping[str, torch.Tensor],
-    facts: Mapping[str, int],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The dense matrix, contiguous, every bit as it was but the sign of -0.0; without a
-    synchronisation."""
-    dense = torch.zeros(shape, dtype=dtype, device=tensors["data"].device)
-    if dense.numel() and tensors["data"].numel():
-        _codec(dense).read(code, tensors, facts["width"], dense)
-    return dense
-
-
-def nbytes(code: Code, dense: torch.Tensor) -> int | None:
-    """Bytes of what :func:`encode` would make; None for a matrix it refuses. The host waits for
-    them."""
-    found = int(measure(code, dense))
-    return None if found < 0 else found
-
-
-def measure(code: Code, dense: torch.Tensor) -> torch.Tensor:
-    """:func:`nbytes` as an int64 on the matrix's device, -1 for None, without a synchronisation."""
-    dense = matrix(dense)
-    if max(dense.shape) > MOST_SIZE:
-        return torch.full((), -1, dtype=torch.int64, device=dense.device)
-    width = panel_width(*dense.shape, dense.element_size())
-    starts, rows = arrange(_codec(dense).count(code, dense, width), code.unit)
-    held = rows.numel() * rows.element_size() + 4 * starts.numel()
-    total = starts[-1]
-    return torch.where(total > MOST_CODES, -1, total * code.size(dense.element_size()) + held)
-
-
-def check(
-    code: Code,
-    tensors: Mapping[str, torch.Tensor],
-    facts: Mapping[str, int],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> None:
-    """Raises ValueError, naming what is wrong, unless tensors and facts are of this format and
-    shape. Reads all of them, and waits for the device."""
-    if max(shape) > MOST_SIZE:
-        raise ValueError(f"shape must be of sizes up to {MOST_SIZE}, got {tuple(shape)}")
-    kind, number = _row_type(shape[0])
-    check_tensors(code.name, tensors, {"data": torch.uint8, "offsets": torch.int32, "rows": kind})
-    check_facts(code.name, facts, ("width",))
-    width, most = facts.get("width", 0), WIDEST // dtype.itemsize
-    if width < 16 or width % 16 or width > most:
-        raise ValueError(f"fact width must be a multiple of 16 up to {most}, got {width}")
-    panels, slices = grid(shape, width)
-    check_size("offsets", tensors["offsets"], (panels * slices + 1,))
-    check_size("rows", tensors["rows"], (panels, slices, number))
-    _check_sizes(code, tensors, shape, dtype)
-    if panels:
-        _check_columns(code, tensors, width, shape, dtype)
+FORMATS = {code.name: SlicesFormat(code) for code in (U8, U4, U2)}
 
 
 def _check_sizes(

@@ -1,7 +1,7 @@
 """From a product with a compressed matrix to kernels, grids and parameters, by its format.
 
-Pure arithmetic on plain data. Each format that has kernels of its own has a module,
-with
+Pure arithmetic on plain data. Each format that has kernels of its own has a module, or those of
+slices one object each of theirs, with
 
     MOST_COLUMNS                                        vectors that one call takes
     takes(problem, arch) -> whether it computes a problem
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.sparse.lowering.problem import Problem
@@ -22,34 +23,40 @@ from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
 
-FORMATS = ("bitmap", "macko", "u8", "u4", "u2")  # those with kernels; a dense matrix is cuBLAS's
+if TYPE_CHECKING:
+    from kernlib.families.sparse.lowering.slices import SlicesKernels
+
+SLICES = ("u8", "u4", "u2")
+FORMATS = ("bitmap", "macko", *SLICES)  # those with kernels; a dense matrix is cuBLAS's
 
 
-def module_of(name: str) -> ModuleType:
-    """The module of a format with kernels."""
+def kernels_of(name: str) -> ModuleType | SlicesKernels:
+    """The kernels of a format that has some."""
+    if name in SLICES:
+        return import_module("kernlib.families.sparse.lowering.slices").KERNELS[name]
     return import_module(f"kernlib.families.sparse.lowering.{name}")
 
 
 def takes(name: str, problem: Problem, arch: str) -> bool:
     """Whether a format's kernels compute a problem; else it is decoded and multiplied by cuBLAS."""
-    return name in FORMATS and module_of(name).takes(problem, arch)
+    return name in FORMATS and kernels_of(name).takes(problem, arch)
 
 
 def lower(
     name: str, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered:
     """The launches of a call by a format's kernels, which take it."""
-    return module_of(name).lower(epilogue, problem, arch, multiprocessors)
+    return kernels_of(name).lower(epilogue, problem, arch, multiprocessors)
 
 
 def reads_ahead(name: str, arch: str) -> bool:
     """Whether the first launch of a format's kernels may begin before the one before it has ended,
     if that does not write the matrix: if it is frozen."""
-    return arch in OVERLAPPING and getattr(module_of(name), "READS_AHEAD", False)
+    return arch in OVERLAPPING and getattr(kernels_of(name), "READS_AHEAD", False)
 
 
 def variants(
     name: str, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose; none for a format without kernels."""
-    return module_of(name).variants(epilogue, dtypes, arch) if name in FORMATS else []
+    return kernels_of(name).variants(epilogue, dtypes, arch) if name in FORMATS else []

@@ -13,7 +13,16 @@ import struct
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.lowering.codes import MOST_SIZE, SHORT_ROWS, WIDEST, Code, grid
+from kernlib.families.sparse.lowering.codes import (
+    MOST_SIZE,
+    SHORT_ROWS,
+    U2,
+    U4,
+    U8,
+    WIDEST,
+    Code,
+    grid,
+)
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit import targets
@@ -57,60 +66,69 @@ class Variant(NamedTuple):
     shape: Shape
 
 
-def takes(problem: Problem, arch: str) -> bool:
-    """Whether :func:`lower` takes a problem: all of 1 to MOST_COLUMNS columns that can be
-    counted, of panels that shared memory holds."""
-    width = problem.fact("width")
-    if problem.dtype not in TYPES or not 0 < width <= WIDEST // TYPES[problem.dtype][1]:
-        return False
-    if max(problem.rows, problem.cols) > MOST_SIZE:
-        return False
-    panels, slices = grid((problem.rows, problem.cols), width)
-    return 1 <= problem.columns <= MOST_COLUMNS and panels * slices < MOST_SLICES
+class SlicesKernels(NamedTuple):
+    """What :mod:`kernlib.families.sparse.lowering.choose` asks of a format, by the code of its
+    steps."""
+
+    code: Code
+    MOST_COLUMNS = MOST_COLUMNS
+    READS_AHEAD = True
+
+    def takes(self, problem: Problem, arch: str) -> bool:
+        """Whether :meth:`lower` takes a problem: all of 1 to MOST_COLUMNS columns that can be
+        counted, of panels that shared memory holds."""
+        width = problem.fact("width")
+        if problem.dtype not in TYPES or not 0 < width <= WIDEST // TYPES[problem.dtype][1]:
+            return False
+        if max(problem.rows, problem.cols) > MOST_SIZE:
+            return False
+        panels, slices = grid((problem.rows, problem.cols), width)
+        return 1 <= problem.columns <= MOST_COLUMNS and panels * slices < MOST_SLICES
+
+    def lower(
+        self, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+    ) -> Lowered:
+        """The two launches of a product; the second alone where there are no columns, none where
+        there are no rows."""
+        if not problem.rows:
+            return Lowered(())
+        last = _reduce(epilogue, problem, arch)
+        width = problem.fact("width")
+        panels, slices = grid((problem.rows, problem.cols), width)
+        if not panels:
+            return Lowered((last,), 16)
+        made = variant(self.code, problem, arch, multiprocessors)
+        chunks = -(-problem.columns // made.columns)
+        blocks = max(1, multiprocessors * made.shape.blocks // chunks)
+        ranges = _ranges(panels, slices, blocks, made.copies > 1)
+        fixed = struct.pack(
+            FIXED, problem.x_stride, panels * slices, slices, width, problem.rows, problem.cols,
+            problem.columns, chunks, ranges, held(made, width), 0,
+        )  # fmt: skip
+        pointers = tuple((name, 0) for name in ("data", "offsets", "rows", "x", "workspace"))
+        # It reads the matrix before it waits for what came before: see
+        # kernlib/families/sparse/tensors.py.
+        first = Step(spec(made), (ranges * chunks, 1), fixed, pointers)
+        return Lowered((first, last), 4 * panels * problem.columns * problem.rows)
+
+    def variants(
+        self, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
+    ) -> list[KernelSpec]:
+        """Every spec that :meth:`lower` can choose for one to MOST_COLUMNS columns."""
+        found = []
+        for dtype in dtypes:
+            for rows in ("u16", "u32"):
+                for columns in COLUMNS:
+                    for copies, shared in _holdings(dtype, columns, arch):
+                        for few in (False, True):
+                            shape = shape_of(self.code, dtype, columns, copies, few)
+                            made = Variant(self.code, dtype, rows, columns, copies, shared, shape)
+                            found.append(spec(made))
+            found.append(reduce_spec(epilogue, dtype))
+        return list(dict.fromkeys(found))
 
 
-def lower(
-    code: Code, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
-) -> Lowered:
-    """The two launches of a product; the second alone where there are no columns, none where there
-    are no rows."""
-    if not problem.rows:
-        return Lowered(())
-    last = _reduce(epilogue, problem, arch)
-    width = problem.fact("width")
-    panels, slices = grid((problem.rows, problem.cols), width)
-    if not panels:
-        return Lowered((last,), 16)
-    made = variant(code, problem, arch, multiprocessors)
-    chunks = -(-problem.columns // made.columns)
-    blocks = max(1, multiprocessors * made.shape.blocks // chunks)
-    ranges = _ranges(panels, slices, blocks, made.copies > 1)
-    fixed = struct.pack(
-        FIXED, problem.x_stride, panels * slices, slices, width, problem.rows, problem.cols,
-        problem.columns, chunks, ranges, held(made, width), 0,
-    )  # fmt: skip
-    pointers = tuple((name, 0) for name in ("data", "offsets", "rows", "x", "workspace"))
-    # It reads the matrix before it waits for what came before: see
-    # kernlib/families/sparse/tensors.py.
-    first = Step(spec(made), (ranges * chunks, 1), fixed, pointers)
-    return Lowered((first, last), 4 * panels * problem.columns * problem.rows)
-
-
-def variants(
-    code: Code, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
-) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for one to MOST_COLUMNS columns."""
-    found = []
-    for dtype in dtypes:
-        for rows in ("u16", "u32"):
-            for columns in COLUMNS:
-                for copies, shared in _holdings(dtype, columns, arch):
-                    for few in (False, True):
-                        shape = shape_of(code, dtype, columns, copies, few)
-                        made = Variant(code, dtype, rows, columns, copies, shared, shape)
-                        found.append(spec(made))
-        found.append(reduce_spec(epilogue, dtype))
-    return list(dict.fromkeys(found))
+KERNELS = {code.name: SlicesKernels(code) for code in (U8, U4, U2)}
 
 
 def variant(code: Code, problem: Problem, arch: str, multiprocessors: int) -> Variant:

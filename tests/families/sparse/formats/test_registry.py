@@ -20,12 +20,12 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def test_formats_by_name():
     for name in ("bitmap", "dense"):
-        module = formats.module_of(name)
+        module = formats.format_of(name)
         assert name == module.FORMAT and name in formats.FORMATS
     with pytest.raises(
         ValueError, match="one of 'bitmap', 'u8', 'u4', 'u2', 'macko', 'dense', got 'csr'"
     ):
-        formats.module_of("csr")
+        formats.format_of("csr")
 
 
 def test_a_format_is_loaded_when_it_is_asked_for():
@@ -37,7 +37,7 @@ known = {here + name for name in ("registry", "encoding")}
 assert not [name for name in sys.modules if name.startswith(here) and name not in known]
 assert "kernlib.runtime.launch" not in sys.modules
 import torch
-module = registry.module_of("bitmap")
+module = registry.format_of("bitmap")
 tensors, facts = module.encode(torch.eye(4))
 module.decode(tensors, facts, (4, 4), torch.float32)
 assert "kernlib.runtime.launch" not in sys.modules and here + "u8" not in sys.modules
@@ -116,9 +116,9 @@ def test_rates_are_interpolated(table):
 def others(monkeypatch):
     """Bytes of the formats u8, u4, u2 and macko, which stand-ins answer."""
     sizes = {"u8": None, "u4": None, "u2": None, "macko": None}
-    find = formats.module_of
+    find = formats.format_of
     made = {name: SimpleNamespace(nbytes=lambda d, n=name: sizes[n]) for name in sizes}
-    monkeypatch.setattr(formats, "module_of", lambda name: made.get(name) or find(name))
+    monkeypatch.setattr(formats, "format_of", lambda name: made.get(name) or find(name))
     return sizes
 
 
@@ -151,7 +151,7 @@ def test_the_fewest_bytes_of_all_formats_at_one_rate(table, dtype, seed):
         dense = random(density, dtype, (300, 1000))
         taken = {}
         for name in formats.FORMATS:
-            module = formats.module_of(name)
+            module = formats.format_of(name)
             if module.nbytes(dense) is not None:
                 taken[name] = total_bytes(module.encode(dense)[0])
                 assert module.nbytes(dense) == taken[name], name

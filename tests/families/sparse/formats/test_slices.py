@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from kernlib.families.sparse.formats import slices, u2, u4, u8
+from kernlib.families.sparse.formats import slices
 from kernlib.families.sparse.formats import slices_cpu as cpu
 
 BITS = {2: torch.int16, 4: torch.int32}
-every_format = pytest.mark.parametrize("form", (u8, u4, u2), ids=("u8", "u4", "u2"))
+U8, U4, U2 = (slices.FORMATS[name] for name in ("u8", "u4", "u2"))
+every_format = pytest.mark.parametrize("form", (U8, U4, U2), ids=("u8", "u4", "u2"))
 
 
 def matrix(rows, cols, density, dtype=torch.float16, seed=0):
@@ -132,7 +133,7 @@ def test_encoding_is_that_of_a_scalar_encoder(case, dtype, form):
     rows, cols, density, width = case
     dense = matrix(rows, cols, density, dtype)
     tensors, facts = form.encode(dense, width)
-    data, offsets, held = scalar_encode(dense, width, form.CODE.bits)
+    data, offsets, held = scalar_encode(dense, width, form.code.bits)
     assert facts == {"width": width} and tuple(tensors) == form.TENSORS
     assert bytes(tensors["data"].tolist()) == data
     assert tensors["offsets"].tolist() == offsets
@@ -198,14 +199,14 @@ def test_more_rows_than_two_bytes_count(form):
     assert same(form.decode(tensors, facts, short.shape, short.dtype), short)
 
 
-@pytest.mark.parametrize("form, density, more", [(u8, 0.05, 0.02), (u8, 0.1, 0.01),
-                                                 (u4, 0.2, 0.045), (u4, 0.3, 0.009),
-                                                 (u2, 0.5, 0.076), (u2, 0.7, 0.016)])  # fmt: skip
+@pytest.mark.parametrize("form, density, more", [(U8, 0.05, 0.02), (U8, 0.1, 0.01),
+                                                 (U4, 0.2, 0.045), (U4, 0.3, 0.009),
+                                                 (U2, 0.5, 0.076), (U2, 0.7, 0.016)])  # fmt: skip
 def test_bytes_of_a_uniform_matrix(form, density, more):
     dense = matrix(2048, 4096, density)
     stored = int((bits(dense) != 0).sum())
     tensors, _ = form.encode(dense, 1024)
-    codes = tensors["data"].numel() * 32 / form.CODE.size(2)
+    codes = tensors["data"].numel() * 32 / form.code.size(2)
     assert codes <= stored * (1 + more)
     assert tensors["rows"].numel() == 2048 * 4 * 2
 
@@ -285,7 +286,7 @@ def test_states_by_which_kernels_would_leave_memory_are_refused(form):
 def test_sums_of_steps_are_the_last_columns(form, width, seed):
     for density in (0.0, 0.02, 0.4, 1.0):
         tensors, _ = form.encode(matrix(70, 300, density), width)
-        code, offsets = form.CODE, tensors["offsets"].long()
+        code, offsets = form.code, tensors["offsets"].long()
         data, lengths = tensors["data"], offsets.diff()
         found = cpu.steps_of_lanes(code, data, offsets, 2)
         wanted = torch.zeros_like(found)
@@ -298,7 +299,7 @@ def test_sums_of_steps_are_the_last_columns(form, width, seed):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("form, unit", [(u4, 2), (u2, 4)], ids=["u4", "u2"])
+@pytest.mark.parametrize("form, unit", [(U4, 2), (U2, 4)], ids=["u4", "u2"])
 def test_lengths_are_whole_bytes_of_steps(form, unit):
     tensors, facts = form.encode(matrix(70, 300, 0.1), 128)
     assert not (tensors["offsets"] % unit).any()
@@ -318,14 +319,14 @@ def test_codes_of_u2_stay_in_their_panel(seed):
         dense[row] = kept
     dense[30], dense[31] = 0, 0
     dense[31, width - 1] = 1
-    tensors, facts = u2.encode(dense, width)
+    tensors, facts = U2.encode(dense, width)
     assert tensors["offsets"].tolist() == [0, width]
     number, lane = torch.arange(width)[:, None], torch.arange(32)
     length = torch.full_like(number, width)
-    _, step, shift = cpu.places(u2.CODE, number, length, lane, 2)
+    _, step, shift = cpu.places(U2.code, number, length, lane, 2)
     last = (tensors["data"][step] >> shift & 3).sum(0) + width - 1
     assert bool((last == width - 1).all())
-    assert same(u2.decode(tensors, facts, dense.shape, dense.dtype), dense)
+    assert same(U2.decode(tensors, facts, dense.shape, dense.dtype), dense)
 
 
 @every_format

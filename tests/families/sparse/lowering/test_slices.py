@@ -6,11 +6,7 @@ import pytest
 
 import kernlib as kl
 from kernlib.families.sparse.formats import slices_gpu as gpu
-from kernlib.families.sparse.formats import u2, u4, u8
-from kernlib.families.sparse.lowering import slices as shared
-from kernlib.families.sparse.lowering import u2 as sparse_lowering_u2
-from kernlib.families.sparse.lowering import u4 as sparse_lowering_u4
-from kernlib.families.sparse.lowering import u8 as sparse_lowering_u8
+from kernlib.families.sparse.lowering import slices
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled
@@ -19,8 +15,6 @@ from tests.support.speeds import one_of_each, slow_but
 ARCHES = ("sm_90a", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())
 DTYPES = ("float16", "bfloat16", "float32")
-CODES = {"u8": u8.CODE, "u4": u4.CODE, "u2": u2.CODE}
-LOWERINGS = {"u8": sparse_lowering_u8, "u4": sparse_lowering_u4, "u2": sparse_lowering_u2}
 INSTRUCTIONS = 4000  # 1.5 times the 2680 of the longest
 
 
@@ -32,14 +26,14 @@ def problem(rows=8192, cols=28672, columns=1, dtype="float16", width=1792):
 
 def fixed(step):
     names = "x_stride slices panel_slices width rows cols columns chunks ranges held unused"
-    return dict(zip(names.split(), struct.unpack(shared.FIXED, step.fixed), strict=True))
+    return dict(zip(names.split(), struct.unpack(slices.FIXED, step.fixed), strict=True))
 
 
 def variant(given, arch="sm_90a", count=132, code="u8"):
-    return shared.variant(CODES[code], given, arch, count)
+    return slices.variant(slices.KERNELS[code].code, given, arch, count)
 
 
-every_lowering = pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
+every_lowering = pytest.mark.parametrize("lowering", slices.KERNELS.values(), ids=slices.KERNELS)
 
 
 @every_lowering
@@ -71,16 +65,16 @@ def test_blocks_take_all_columns(columns, dtype, lowering):
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", shared.COLUMNS)
+@pytest.mark.parametrize("columns", slices.COLUMNS)
 def test_shared_memory_holds_a_panel_of_each_width(dtype, columns, arch):
     itemsize = 4 if dtype == "float32" else 2
     for width in (16, 512, 528, 896, 1024, 1792, 2048)[: 7 if itemsize == 2 else 5]:
         given = problem(columns=columns, dtype=dtype, width=width)
         made = variant(given, arch)
-        held = shared.held(made, width)
-        assert held >= 1 and shared.takes(given, arch)
+        held = slices.held(made, width)
+        assert held >= 1 and slices.KERNELS["u8"].takes(given, arch)
         assert held * width * columns * itemsize * made.copies <= made.shared
-        assert made.shared + shared.COUNTER_BYTES <= targets.SHARED_BYTES[arch]
+        assert made.shared + slices.COUNTER_BYTES <= targets.SHARED_BYTES[arch]
 
 
 def test_vectors_of_half_types_lie_in_copies_where_they_fit():
@@ -104,7 +98,7 @@ def test_blocks_with_copies_of_x_have_one_panel_each():
         (8192, 28672, 1792, 1, 264),
     ):
         given = problem(rows, cols, columns, width=width)
-        first, _ = sparse_lowering_u8.lower((), given, "sm_90a", 132).steps
+        first, _ = slices.KERNELS["u8"].lower((), given, "sm_90a", 132).steps
         assert fixed(first)["ranges"] == ranges
 
 
@@ -152,12 +146,12 @@ def cases():
     no bfloat16 and rows of 2 bytes alone."""
     found = {}
     for arch in ARCHES:
-        for name, lowering in LOWERINGS.items():
+        for lowering in slices.KERNELS.values():
             made = lowering.variants(EPILOGUE, DTYPES if arch == "sm_90a" else DTYPES[::2], arch)
             if arch != "sm_90a":
                 made = [spec for spec in made if "RowT = u32" not in spec.source]
             for itemsize in (2, 4) if arch == "sm_90a" else (2,):
-                made += gpu.specs(CODES[name], itemsize)
+                made += gpu.specs(lowering.code, itemsize)
             for spec in made:
                 found[f"{arch} {spec.source}"] = spec, arch
     return {f"{arch} {spec.description}": (spec, arch) for spec, arch in found.values()}

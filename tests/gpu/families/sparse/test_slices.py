@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.sparse.formats import u2, u4, u8
-from kernlib.families.sparse.lowering import u2 as sparse_lowering_u2
-from kernlib.families.sparse.lowering import u4 as sparse_lowering_u4
-from kernlib.families.sparse.lowering import u8 as sparse_lowering_u8
+from kernlib.families.sparse.formats import slices
+from kernlib.families.sparse.lowering import slices as lowering
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.runtime import launch
 from kernlib.runtime.sequence import Steps
@@ -21,8 +19,7 @@ TOLERANCE = {torch.float16: 2.5e-4, torch.bfloat16: 2e-3, torch.float32: 1e-6}
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 1e-6}
 # Odd sizes, one row, one column, panels that end within, more columns than a block's x holds.
 SHAPES = ((1, 1), (1, 700), (700, 1), (37, 513), (131, 2050), (515, 30_001), (2049, 1031))
-LOWERINGS = {u8: sparse_lowering_u8, u4: sparse_lowering_u4, u2: sparse_lowering_u2}
-all_formats = pytest.mark.parametrize("form", LOWERINGS, ids=lambda form: form.FORMAT)
+all_formats = pytest.mark.parametrize("form", slices.FORMATS.values(), ids=slices.FORMATS)
 all_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -42,15 +39,15 @@ def vectors(columns, cols, dtype):
 
 def product(form, encoded, shape, x, epilogue=(), vector=(), numbers=None, out=None):
     """The product by this format's kernels."""
-    (tensors, facts), lowering = encoded, LOWERINGS[form]
+    (tensors, facts), kernels = encoded, lowering.KERNELS[form.FORMAT]
     if out is None:
         out = torch.full((x.shape[0], shape[0]), math.nan, dtype=x.dtype, device=x.device)
     dtype, strides = str(x.dtype).removeprefix("torch."), (out.stride(0), out.stride(1))
     sizes = (*shape, x.shape[0], dtype, x.stride(0), True, strides)
     problem, device = Problem(*sizes, facts_of(facts)), x.device.index
     arch = launch.arch_of(device)
-    assert lowering.takes(problem, arch)
-    lowered = lowering.lower(epilogue, problem, arch, launch.model(device).multiprocessors)
+    assert kernels.takes(problem, arch)
+    lowered = kernels.lower(epilogue, problem, arch, launch.model(device).multiprocessors)
     given = {**tensors, "x": x, "out": out}
     given.update({f"vector{index}": each for index, each in enumerate(vector)})
     steps = Steps(lowered, tuple(given), x.device)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from kernlib import sparse
 from kernlib.compat import macko
-from kernlib.families.sparse.matrix import module_of
+from kernlib.families.sparse.matrix import format_of
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.tampering import DTYPES, FORMATS, consume, refusals, states, tampered
 
@@ -30,7 +30,7 @@ def test_a_state_with_any_bytes_is_refused_or_a_matrix(case):
     for one, other in zip(refusals(*tampered(case, "cuda")), on_cpu, strict=True):
         assert type(one) is type(other), f"{one} on the GPU, {other} on the CPU"
         if isinstance(one, Exception):
-            assert any(name in str(one) for name in (*module_of(case[3]).TENSORS, "the fact"))
+            assert any(name in str(one) for name in (*format_of(case[3]).TENSORS, "the fact"))
         else:
             consume(one)
     assert lives()
