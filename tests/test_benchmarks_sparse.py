@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness
-from benchmarks import sparse as benchmark
-from benchmarks import sparse_plot as plot
-from benchmarks import sparse_problems as problems
-from benchmarks import sparse_rivals as rivals
-from benchmarks import sparse_summary as summary
-from benchmarks.harness import Session
-from benchmarks.sparse_problems import Problem
+from benchmarks.common import harness
+from benchmarks.common.harness import Session
+from benchmarks.sparse import plot, problems, rivals, summary
+from benchmarks.sparse import run as benchmark
+from benchmarks.sparse.problems import Problem
 from kernlib import sparse
 from kernlib.families.sparse.formats import registry
 

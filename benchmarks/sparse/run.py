@@ -5,7 +5,7 @@
 Sections: ``headline`` (five shapes, four densities, one and eight columns), ``frozen`` (the same
 with matrices that nobody writes, as ``SparseMatrix.freeze`` promises), ``compress``,
 ``columns`` (2 to 32), ``formats`` (each one alone, of which the table of rates is made) and
-``grid`` (31 shapes by 11 densities). ``--only`` chooses some. ``python -m benchmarks.sparse_plot``
+``grid`` (31 shapes by 11 densities). ``--only`` chooses some. ``python -m benchmarks.sparse.plot``
 draws the speed-up over the density.
 """
 
@@ -21,10 +21,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import harness
-from benchmarks import sparse_summary as summary
-from benchmarks.harness import Case, Row, Session, attempt
-from benchmarks.sparse_problems import (
+from benchmarks.common import harness
+from benchmarks.common.harness import Case, Row, Session, attempt
+from benchmarks.common.timing import relative_error
+from benchmarks.sparse import summary
+from benchmarks.sparse.problems import (
     COMPRESS_MS,
     OVER_ERROR,
     SECTIONS,
@@ -35,8 +36,7 @@ from benchmarks.sparse_problems import (
     vectors,
     weight,
 )
-from benchmarks.sparse_rivals import Contender, compressed, cublas, rivals
-from benchmarks.timing import relative_error
+from benchmarks.sparse.rivals import Contender, compressed, cublas, rivals
 from kernlib import sparse
 
 INCLUDED = ("common/math.cuh", *harness.headers("sparse"))
@@ -257,7 +257,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     drawn.cache_clear()
     print("\n".join(summary.lines(rows)))
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

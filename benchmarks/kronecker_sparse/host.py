@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from benchmarks.harness import Case, Row, Session, attempt
-from benchmarks.kronecker_sparse_problems import (
+from benchmarks.common.harness import Case, Row, Session, attempt
+from benchmarks.common.timing import relative_error
+from benchmarks.kronecker_sparse.problems import (
     KINDS,
     PATTERNS,
     Problem,
@@ -20,9 +21,8 @@ from benchmarks.kronecker_sparse_problems import (
     tensors,
     text_of,
 )
-from benchmarks.kronecker_sparse_rivals import blocks, einsum, matrix
-from benchmarks.service import CPU_ARCH, host_us
-from benchmarks.timing import relative_error
+from benchmarks.kronecker_sparse.rivals import blocks, einsum, matrix
+from benchmarks.service.run import CPU_ARCH, host_us
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 

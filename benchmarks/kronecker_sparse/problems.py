@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import kernlib as kl
-from benchmarks.timing import COPY_BYTES_PER_S
+from benchmarks.common.timing import COPY_BYTES_PER_S
 from kernlib.families.kronecker_sparse import reference
 
 Pattern = tuple[int, int, int, int]

@@ -1,6 +1,6 @@
 """The kernel cache under load: many cold processes, killed ones, and a damaged file.
 
-``python -m benchmarks.soak [--processes 64] [--keys 200] [--kills 1000] [--damages 300]
+``python -m benchmarks.service.soak [--processes 64] [--keys 200] [--kills 1000] [--damages 300]
 [--json FILE]`` needs no GPU and is no part of CI. It exits 1 when a promise is broken; with
 ``--json`` its rows go into a result file of the family ``service``. On 16 cores it takes two
 minutes.
@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
-from benchmarks import soak_damages
-from benchmarks.soak_workers import (
+from benchmarks.service import soak_damages
+from benchmarks.service.soak_workers import (
     ARCH,
     check,
     fork,
@@ -36,7 +36,7 @@ from benchmarks.soak_workers import (
     take_over,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '#include "pairwise/direct/direct.cuh"'
 COUNT = "count"
 CHECK_EVERY = 100  # kills
@@ -129,7 +129,7 @@ def cold(folder: Path, processes: int, keys: int) -> Found:
 
 
 def _child(folder: Path, index: int, environment: dict[str, str]) -> subprocess.Popen:
-    code = f"from benchmarks.soak import build_all; build_all({str(folder)!r}, '{index}')"
+    code = f"from benchmarks.service.soak import build_all; build_all({str(folder)!r}, '{index}')"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(folder / f"errors-{index}", "wb") as errors:
         return subprocess.Popen(
@@ -325,7 +325,7 @@ def damages(folder: Path, count: int, keys: int) -> Found:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.service.soak")
     for name, count in (("processes", 64), ("keys", 200), ("kills", 1000), ("damages", 300)):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, help="of an earlier run; processes race all the same")
@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def merged(rows: list[dict], path: Path | None) -> dict | None:
     """The file of results with these rows. Raises ValueError when it is of another GPU."""
-    from benchmarks import harness  # torch, which no process of the soak may have
+    from benchmarks.common import harness  # torch, which no process of the soak may have
     from kernlib.jit import sources
 
     if path is None:
@@ -380,7 +380,7 @@ def merged(rows: list[dict], path: Path | None) -> dict | None:
 
 
 def report(found: Found, path: Path | None) -> None:
-    from benchmarks import harness
+    from benchmarks.common import harness
 
     rows = [harness.Row(case, unit, ours, must=must) for case, unit, ours, must in found.rows]
     results = merged([row.as_json() for row in rows], path)

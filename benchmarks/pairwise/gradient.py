@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 import kernlib as kl
-from benchmarks.harness import Case, Row, Session
-from benchmarks.pairwise_problems import LANES_RATE, float32_products, floor_ms, race, timed
-from benchmarks.timing import Device, sample_rows
+from benchmarks.common.harness import Case, Row, Session
+from benchmarks.common.timing import Device, sample_rows
+from benchmarks.pairwise.problems import LANES_RATE, float32_products, floor_ms, race, timed
 
 MUST_ERROR = 1e-4  # of the sum of absolute terms
 FEATURE_STEP = 9  # of the sampled features, so that 8 of 64 are left, the first and last among them

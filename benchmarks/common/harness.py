@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import kernlib
-from benchmarks.timing import CudaTimer, query_gpu, time_call
+from benchmarks.common.timing import CudaTimer, query_gpu, time_call
 from kernlib.jit import sources, toolchain
 
 NO_GPU = "none"

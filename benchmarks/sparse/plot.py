@@ -1,4 +1,4 @@
-"""Speed-up over density, drawn from the committed results: ``python -m benchmarks.sparse_plot``.
+"""Speed-up over density, drawn from the committed results: ``python -m benchmarks.sparse.plot``.
 
 Writes ``sparse.svg`` beside each ``sparse.json``, with a digest of the points in it. ``--check``
 compares digests, for which it needs no matplotlib, and exits 1 where a drawing is stale.
@@ -13,9 +13,9 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import sparse_summary as summary
+from benchmarks.sparse import summary
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 LABELS = {"ours": "kernlib, auto", "macko": "MACKO's format, kernlib's kernel"}
 COLORS = {"ours": "#0072b2", "macko": "#d55e00"}  # told apart by colour-blind readers
 TICKS = (0.5, 1, 2, 4, 8, 16)
@@ -90,7 +90,7 @@ def is_current(results: dict, path: Path) -> bool:
 
 def main(argv=None, folder: Path = RESULTS) -> int:
     """Draw, or check. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse_plot")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse.plot")
     parser.add_argument("--check", action="store_true", help="exit 1 if a drawing is stale")
     options = parser.parse_args(argv)
     status = 0
@@ -99,7 +99,7 @@ def main(argv=None, folder: Path = RESULTS) -> int:
         if not options.check:
             draw(results, drawing)
         elif not is_current(results, drawing):
-            print(f"{drawing} is stale: run python -m benchmarks.sparse_plot", file=sys.stderr)
+            print(f"{drawing} is stale: run python -m benchmarks.sparse.plot", file=sys.stderr)
             status = 1
     return status
 

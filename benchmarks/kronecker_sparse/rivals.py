@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.kronecker_sparse_problems import KINDS, Problem
+from benchmarks.kronecker_sparse.problems import KINDS, Problem
 from kernlib.families.kronecker_sparse import reference
 
 DENSE_BYTES = 4e9  # of the dense matrix

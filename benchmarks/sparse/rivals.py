@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.sparse_problems import LARGE, Problem
-from benchmarks.timing import MAX_SETS, ROTATED_BYTES
+from benchmarks.common.timing import MAX_SETS, ROTATED_BYTES
+from benchmarks.sparse.problems import LARGE, Problem
 from kernlib.sparse import SparseMatrix, compress, matmul
 
 Calls = list[Callable[[], torch.Tensor]]

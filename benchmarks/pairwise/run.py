@@ -2,24 +2,24 @@
 
 ``python -m benchmarks.pairwise --json benchmarks/results/h200/pairwise.json``
 
-The cases of the gradient and of products that store no matrix are in ``pairwise_gradient.py`` and
-``pairwise_matmul.py``.
+The cases of the gradient and of products that store no matrix are in ``gradient.py`` and
+``matmul.py``.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import kernlib as kl
-from benchmarks import pairwise_gradient as gradient
-from benchmarks import pairwise_matmul as matmul
-from benchmarks.harness import UNITS_PER_MS, Case, Row, Session, headers, main
-from benchmarks.pairwise_problems import (
+from benchmarks.common import harness
+from benchmarks.common.harness import UNITS_PER_MS, Case, Row, Session, headers
+from benchmarks.common.timing import Device, relative_error, sample_rows
+from benchmarks.pairwise import gradient, matmul
+from benchmarks.pairwise.problems import (
     DTYPES,
     TENSOR_RATES,
     exact_distances,
@@ -28,7 +28,6 @@ from benchmarks.pairwise_problems import (
     race,
     timed,
 )
-from benchmarks.timing import Device, relative_error, sample_rows
 
 SOURCE = "\n".join(f'#include "{name}"' for name in headers("pairwise"))
 COMPILED_K = 64  # above it torch.compile of the plain expression takes minutes
@@ -296,5 +295,6 @@ def cases() -> list[Case]:
     return [*matrices, *gradient.cases(), *matmul.cases()]
 
 
-if __name__ == "__main__":
-    sys.exit(main("pairwise", cases(), SOURCE))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    return harness.main("pairwise", cases(), SOURCE, argv)

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import torch
 
 import kernlib as kl
-from benchmarks.harness import Row, Session, attempt
-from benchmarks.kronecker_sparse_problems import (
+from benchmarks.common.harness import Row, Session, attempt
+from benchmarks.common.timing import relative_error, sample_rows
+from benchmarks.kronecker_sparse.problems import (
     KINDS,
     Problem,
     float32_products,
     pick,
     tensors,
 )
-from benchmarks.kronecker_sparse_rivals import blocks, einsum
-from benchmarks.timing import relative_error, sample_rows
+from benchmarks.kronecker_sparse.rivals import blocks, einsum
 from kernlib.families.kronecker_sparse import reference
 
 

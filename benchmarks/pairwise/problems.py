@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.harness import UNITS_PER_MS, Row, Session, attempt
-from benchmarks.timing import VERY_LONG_MS, CudaTimer, Device
+from benchmarks.common.harness import UNITS_PER_MS, Row, Session, attempt
+from benchmarks.common.timing import VERY_LONG_MS, CudaTimer, Device
 
 DTYPES = {
     "fp32": torch.float32,

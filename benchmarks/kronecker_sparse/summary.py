@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.harness import number
+from benchmarks.common.harness import number
 
 CASE = re.compile(r"kronecker_sparse (?:(grid|train) )?(\(\d+,\d+,\d+,\d+\)) (first|last) (\w+)$")
 SHOWN = ("fp16", "fp32")  # of the section ``patterns``, row by row; the others are summarised

@@ -22,12 +22,11 @@ from typing import NamedTuple
 import torch
 
 import kernlib as kl
-from benchmarks import harness
-from benchmarks import kronecker_sparse_host as host
-from benchmarks import kronecker_sparse_summary as summary
-from benchmarks import kronecker_sparse_training as training
-from benchmarks.harness import Case, Row, Session, attempt, note
-from benchmarks.kronecker_sparse_problems import (
+from benchmarks.common import harness
+from benchmarks.common.harness import Case, Row, Session, attempt, note
+from benchmarks.common.timing import REPLAY_BELOW_MS, CudaTimer, relative_error, sample_rows
+from benchmarks.kronecker_sparse import host, summary, training
+from benchmarks.kronecker_sparse.problems import (
     KINDS,
     PATTERNS,
     Problem,
@@ -39,8 +38,7 @@ from benchmarks.kronecker_sparse_problems import (
     stand_ins,
     tensors,
 )
-from benchmarks.kronecker_sparse_rivals import rivals, seconds
-from benchmarks.timing import REPLAY_BELOW_MS, CudaTimer, relative_error, sample_rows
+from benchmarks.kronecker_sparse.rivals import rivals, seconds
 from kernlib.jit import targets
 
 INCLUDED = ("common/math.cuh", *harness.headers("kronecker_sparse"))
@@ -216,7 +214,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = harness.main("kronecker_sparse", cases, SOURCE, rest)
     print("\n".join(summary.lines(rows)))
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

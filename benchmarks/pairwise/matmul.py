@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 import kernlib as kl
-from benchmarks.harness import Case, Row, Session, attempt
-from benchmarks.pairwise_problems import exact_distances, float32_products, floor_ms, race, timed
-from benchmarks.timing import Device, relative_error, sample_rows
+from benchmarks.common.harness import Case, Row, Session, attempt
+from benchmarks.common.timing import Device, relative_error, sample_rows
+from benchmarks.pairwise.problems import exact_distances, float32_products, floor_ms, race, timed
 
 BLOCK_ENTRIES = 1 << 28  # of K that torch holds at once: 1 GB
 LANES_FEATURES = 16  # up to which tensor cores have nothing to gain from a squared distance

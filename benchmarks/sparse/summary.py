@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from benchmarks.harness import number
-from benchmarks.kronecker_sparse_summary import geometric_mean
-from benchmarks.sparse_problems import DENSITIES, HEADLINE, SHAPES, SHOWN_DENSITIES
+from benchmarks.common.harness import number
+from benchmarks.kronecker_sparse.summary import geometric_mean
+from benchmarks.sparse.problems import DENSITIES, HEADLINE, SHAPES, SHOWN_DENSITIES
 
 CASE = re.compile(r"spmv (\d+)x(\d+) density=([\d.]+) (\w+) (?:N=(\d+) )?(\w+?)( frozen)?$")
 RIVALS = ("cublas", "macko")

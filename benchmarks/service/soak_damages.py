@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.soak_workers import ARCH, fill, forked, right, spec, use
+from benchmarks.service.soak_workers import ARCH, fill, forked, right, spec, use
 from kernlib.jit import layers, service
 from kernlib.jit.environment import walk
 from kernlib.jit.presence import fingerprint

@@ -14,16 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 import kernlib as kl
-from benchmarks.harness import Case, Row, Session, attempt, main, note
+from benchmarks.common import harness
+from benchmarks.common.harness import Case, Row, Session, attempt, note
 
 SOURCE = '#include "pairwise/direct/direct.cuh"'
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FIRST_SHAPE = (1000, 1000, 1024)  # small enough that the kernel itself takes 0.1 ms
 PROCESSES = 3
 BATCHES, CALLS = 10, 2000
@@ -68,8 +69,8 @@ def nvrtc_is_loaded() -> bool:
 
 def first_call_elsewhere(cached: bool, cache_dir: str) -> float:
     """What :func:`first_call` measures in a fresh process. Raises RuntimeError when it fails."""
-    report = child(f"from benchmarks.service import first_call; first_call({cached})", cache_dir,
-                   KERNLIB_ASSERT_CACHED="1" if cached else "0")  # fmt: skip
+    code = f"from benchmarks.service.run import first_call; first_call({cached})"
+    report = child(code, cache_dir, KERNLIB_ASSERT_CACHED="1" if cached else "0")
     if cached and report["before"]:
         note("something other than kernlib has loaded NVRTC before the cached first call")
     elif cached and report["after"]:
@@ -227,5 +228,6 @@ def cases() -> list[Case]:
     ]
 
 
-if __name__ == "__main__":
-    sys.exit(main("service", cases(), SOURCE))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    return harness.main("service", cases(), SOURCE, argv)

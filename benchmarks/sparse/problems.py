@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.timing import COPY_BYTES_PER_S
+from benchmarks.common.timing import COPY_BYTES_PER_S
 from kernlib.families.sparse.prune import largest
 
 # The shapes (rows, columns) of MACKO-SpMV's benchmark, of layers of language models.
