@@ -387,7 +387,8 @@ def test_the_committed_drawing_is_that_of_the_committed_results():
 
 
 def test_the_document_says_which_format_is_smallest():
-    text = (Path(__file__).resolve().parent.parent / "docs" / "sparse.md").read_text()
+    root = Path(__file__).resolve().parent.parent
+    text = (root / "docs" / "families" / "sparse.md").read_text()
     table = text[text.index("| format | what is stored") :].split("\n\n")[0]
     ranges = {}
     for line in table.splitlines()[2:]:

@@ -1,4 +1,4 @@
-"""The recipes of docs/kernel_machines.md, run block by block in float64, are their formulas."""
+"""The recipes of docs/guides/kernel_machines.md, block by block in float64, are their formulas."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,8 @@ import torch
 
 import kernlib as kl
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "kernel_machines.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "guides" / "kernel_machines.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 

@@ -12,7 +12,7 @@ import torch
 
 import kernlib as kl
 
-# The kernels of the table in docs/kronecker_sparse.md: wgmma, interleaved, portable.
+# The kernels that docs/families/kronecker_sparse_kernels.md lists: wgmma, interleaved, portable.
 PATTERNS = ((3, 64, 48, 1), (2, 40, 24, 16), (2, 3, 5, 3))
 DTYPES = pytest.mark.parametrize("dtype", hostile.DTYPES, ids=str)
 
