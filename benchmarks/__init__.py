@@ -1,1 +1,5 @@
-"""One module a family: ``python -m benchmarks.pairwise --json FILE``; see CONTRIBUTING.md."""
+"""Measurements beside floors and rivals: ``python -m benchmarks.pairwise --json FILE``.
+
+A package a family, ``service`` for what families share, ``common`` for what their benchmarks share.
+``compare`` and ``report`` read what they have written to ``results``; see CONTRIBUTING.md.
+"""

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import harness
-from benchmarks.harness import note, number
+from benchmarks.common import harness
+from benchmarks.common.harness import note, number
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("pairwise", "kronecker_sparse", "sparse", "service")

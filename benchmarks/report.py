@@ -11,9 +11,9 @@ import math
 import sys
 from pathlib import Path
 
-from benchmarks import kronecker_sparse_summary as kronecker_sparse
-from benchmarks import sparse_summary as sparse
-from benchmarks.harness import number
+from benchmarks.common.harness import number
+from benchmarks.kronecker_sparse import summary as kronecker_sparse
+from benchmarks.sparse import summary as sparse
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"

@@ -312,9 +312,9 @@ def test_expected():
 
 FAKE_GPU = """
 import torch
-import benchmarks.harness
+import benchmarks.common.harness
 torch.cuda.is_available = lambda: True
-benchmarks.harness.machine = lambda: dict(gpu="G", driver="", torch="", nvrtc="", date="")
+benchmarks.common.harness.machine = lambda: dict(gpu="G", driver="", torch="", nvrtc="", date="")
 """
 
 

@@ -19,7 +19,7 @@ PUBLIC = (
     *("kernlib.compat.kermac", "kernlib.compat.kermac.linalg", "kernlib.compat.macko"),
     *("kernlib.settings", "kernlib.events"),
 )
-DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
 
 # Lines to what both checkers must say of them; without a text, nothing.
 SNIPPET = {
@@ -120,7 +120,8 @@ def folder(tmp_path_factory):
     for document in DOCUMENTS:
         blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)
         if blocks:
-            (made / f"{document.stem.lower()}_blocks.py").write_text("\n".join(blocks))
+            name = "_".join(document.relative_to(ROOT).with_suffix("").parts).lower()
+            (made / f"{name}_blocks.py").write_text("\n".join(blocks))
     for example in (ROOT / "examples").glob("*.py"):
         (made / f"{example.stem}_example.py").write_text(example.read_text())
     (made / "snippet.py").write_text(HEAD + "\n".join(SNIPPET) + "\n")

@@ -8,8 +8,11 @@ import sys
 import pytest
 import torch
 
-from benchmarks import harness, pairwise, report, service, timing
-from benchmarks.harness import Row
+from benchmarks import report
+from benchmarks.common import harness, timing
+from benchmarks.common.harness import Row
+from benchmarks.pairwise import run as pairwise
+from benchmarks.service import run as service
 from tests.support.paths import ROOT
 
 HEAD = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "nvrtc": "13.0",
@@ -234,7 +237,7 @@ def torch_loads_nvrtc():
 def test_child_processes_see_the_given_cache_only(tmp_path, monkeypatch):
     monkeypatch.setenv("KERNLIB_DEBUG", "1")
     code = (
-        "import os, json; from benchmarks.service import nvrtc_is_loaded as loaded\n"
+        "import os, json; from benchmarks.service.run import nvrtc_is_loaded as loaded\n"
         "print(json.dumps({**{k: v for k, v in os.environ.items() if k[:3] in ('KER', 'CUD')},"
         " 'loaded': loaded()}))"
     )

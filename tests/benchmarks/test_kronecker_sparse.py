@@ -8,15 +8,12 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks import harness, report, timing
-from benchmarks import kronecker_sparse as benchmark
-from benchmarks import kronecker_sparse_host as host
-from benchmarks import kronecker_sparse_problems as problems
-from benchmarks import kronecker_sparse_rivals as rivals
-from benchmarks import kronecker_sparse_summary as summary
-from benchmarks import kronecker_sparse_training as training
-from benchmarks.harness import Row, Session
-from benchmarks.kronecker_sparse_problems import Problem
+from benchmarks import report
+from benchmarks.common import harness, timing
+from benchmarks.common.harness import Row, Session
+from benchmarks.kronecker_sparse import host, problems, rivals, summary, training
+from benchmarks.kronecker_sparse import run as benchmark
+from benchmarks.kronecker_sparse.problems import Problem
 from kernlib.families.kronecker_sparse import operation as op
 from kernlib.families.kronecker_sparse import reference
 from kernlib.jit import sources

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import kernlib as kl
-from benchmarks import harness, pairwise, timing
-from benchmarks import pairwise_gradient as gradient
-from benchmarks import pairwise_matmul as matmul
-from benchmarks import pairwise_problems as problems
-from benchmarks.harness import Row, Session
+from benchmarks.common import harness, timing
+from benchmarks.common.harness import Row, Session
+from benchmarks.pairwise import gradient, matmul, problems
+from benchmarks.pairwise import run as pairwise
 from kernlib.families.pairwise.operation import specs as lowered
 
 H200 = timing.Device(132, 1.98e9)

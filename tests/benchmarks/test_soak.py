@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, soak, soak_damages
-from benchmarks.soak_workers import check, fill, fork, forked, key, use
+from benchmarks.common import harness
+from benchmarks.service import soak, soak_damages
+from benchmarks.service.soak_workers import check, fill, fork, forked, key, use
 from kernlib.jit import environment, layers, locks
 from tests.support.paths import ROOT
 
-COMMAND = [sys.executable, "-m", "benchmarks.soak", "--seed", "1"]
+COMMAND = [sys.executable, "-m", "benchmarks.service.soak", "--seed", "1"]
 SMALL = ["--processes", "2", "--keys", "3", "--kills", "15", "--damages", "12"]
 KEYS = 100  # enough for a branch page
 

@@ -11,14 +11,11 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from benchmarks import harness
-from benchmarks import sparse as benchmark
-from benchmarks import sparse_plot as plot
-from benchmarks import sparse_problems as problems
-from benchmarks import sparse_rivals as rivals
-from benchmarks import sparse_summary as summary
-from benchmarks.harness import Session
-from benchmarks.sparse_problems import Problem
+from benchmarks.common import harness
+from benchmarks.common.harness import Session
+from benchmarks.sparse import plot, problems, rivals, summary
+from benchmarks.sparse import run as benchmark
+from benchmarks.sparse.problems import Problem
 from kernlib import sparse
 from kernlib.families.sparse.formats import registry
 from tests.support.paths import ROOT
@@ -390,7 +387,7 @@ def test_the_committed_drawing_is_that_of_the_committed_results():
 
 
 def test_the_document_says_which_format_is_smallest():
-    text = (ROOT / "docs" / "sparse.md").read_text()
+    text = (ROOT / "docs" / "families" / "sparse.md").read_text()
     table = text[text.index("| format | what is stored") :].split("\n\n")[0]
     ranges = {}
     for line in table.splitlines()[2:]:

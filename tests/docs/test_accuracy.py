@@ -1,4 +1,5 @@
-"""docs/accuracy.md names what computes, the tests that hold it, and says of what torch is asked."""
+"""docs/concepts/accuracy.md names what computes, the tests that hold it, and says of what torch is
+asked."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kernlib.nn.kronecker_sparse import ALGOS
 from tests.support import hostile
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "accuracy.md").read_text()
+PAGE = (ROOT / "docs" / "concepts" / "accuracy.md").read_text()
 CODE = " ".join(re.findall(r"`([^`\n]+)`", PAGE))
 # What computes nothing by itself: it describes a part of a call, prepares one, or is an error.
 OTHERS = {"register_operators", "Pairwise"}

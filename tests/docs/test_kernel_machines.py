@@ -1,4 +1,4 @@
-"""The recipes of docs/kernel_machines.md, run block by block in float64, are their formulas."""
+"""The recipes of docs/guides/kernel_machines.md, block by block in float64, are their formulas."""
 
 import re
 
@@ -8,7 +8,7 @@ import torch
 import kernlib as kl
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "kernel_machines.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "kernel_machines.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 

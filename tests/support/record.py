@@ -184,7 +184,7 @@ def write(results: dict[str, dict], machine: dict | None = None, path: Path | No
     """
     path = path or record_path()
     if machine is None:
-        from benchmarks.harness import machine as ask
+        from benchmarks.common.harness import machine as ask
 
         machine = ask()
     head = {name: machine[name] for name in ("gpu", "driver", "torch", "nvrtc", "date")}

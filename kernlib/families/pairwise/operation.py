@@ -71,7 +71,8 @@ def run(
     - ``regularization``: with an epilogue, added where ``m + row_offset == n + col_offset``, so
       that a block of a larger K(X, X) finds its diagonal.
 
-    Gradients of all tensors are recorded, and those of the gradients: see ``docs/gradients.md``.
+    Gradients of all tensors are recorded, and those of the gradients: see
+    ``docs/concepts/gradients.md``.
 
     Raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.

@@ -11,7 +11,7 @@ import kernlib as kl
 from tests.support import hostile, repeats
 from tests.support import product_hostile as products
 
-# The kernels of the table in docs/kronecker_sparse.md: wgmma, interleaved, portable.
+# The kernels that docs/families/kronecker_sparse_kernels.md lists: wgmma, interleaved, portable.
 PATTERNS = ((3, 64, 48, 1), (2, 40, 24, 16), (2, 3, 5, 3))
 DTYPES = pytest.mark.parametrize("dtype", hostile.DTYPES, ids=str)
 

@@ -1,0 +1,3 @@
+from benchmarks.kronecker_sparse.run import main
+
+raise SystemExit(main())

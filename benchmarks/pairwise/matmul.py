@@ -1,0 +1,174 @@
+"""Products with a kernel matrix that is not stored: kernlib, its floor, torch by blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+import kernlib as kl
+from benchmarks.common.harness import Case, Row, Session, attempt
+from benchmarks.common.timing import Device, relative_error, sample_rows
+from benchmarks.pairwise.problems import exact_distances, float32_products, floor_ms, race, timed
+
+BLOCK_ENTRIES = 1 << 28  # of K that torch holds at once: 1 GB
+LANES_FEATURES = 16  # up to which tensor cores have nothing to gain from a squared distance
+TENSOR_COLUMNS = 8  # from which on the product with v is one for tensor cores
+CONSTANT_BYTES = 64 << 20  # that a product may hold whatever the number of points: one block of K
+
+
+class Problem(NamedTuple):
+    """One case: ``K(a, b) v`` of as many points in a as in b."""
+
+    kernel: str  # "gaussian" or "laplace_l1"
+    points: int
+    features: int  # D
+    kind: str = "fp32"
+    columns: int = 1  # C
+    must: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.place} {self.kind}"
+
+    @property
+    def place(self) -> str:
+        """The name without the kind of numbers."""
+        columns = "" if self.columns == 1 else f" C={self.columns}"
+        shape = f"{self.points}x{self.points} D={self.features}{columns}"
+        return f"kernel_matmul {self.kernel} {shape}"
+
+    @property
+    def bandwidth(self) -> float:
+        """One that puts the kernel's values near exp(-1) for points of a normal distribution."""
+        return math.sqrt(self.features) if self.kernel == "gaussian" else float(self.features)
+
+    @property
+    def descriptor(self) -> kl.Pairwise:
+        make = kl.gaussian if self.kernel == "gaussian" else kl.laplace_l1
+        return make(precision="tf32" if self.kind == "tf32" else None)
+
+    def floor(self, device: Device) -> tuple[float, str]:
+        """Milliseconds and what bounds them. Each pair takes a distance, an exponential and a
+        product with a row of v."""
+        pairs = float(self.points) ** 2
+        expanded = self.kernel == "gaussian" and self.features > LANES_FEATURES
+        wide = self.columns >= TENSOR_COLUMNS
+        slots = 1 + (0 if expanded else 2 * self.features) + (0 if wide else self.columns)
+        products = (self.features if expanded else 0) + (self.columns if wide else 0)
+        moved = 8 * self.points * (self.features + self.columns)
+        return floor_ms(device, slots * pairs, pairs, moved, 2 * products * pairs, self.kind)
+
+    @property
+    def most_bytes(self) -> int:
+        """The memory that a product may take besides its tensors: a constant, and twice that of the
+        points, for copies that tensor cores multiply. K itself has 40 GB for 100000 points."""
+        return CONSTANT_BYTES + 2 * 8 * self.points * self.features
+
+
+PROBLEMS = (
+    Problem("gaussian", 100000, 3, must=6.0),
+    Problem("gaussian", 100000, 64, must=14.0),
+    Problem("gaussian", 100000, 64, "tf32", must=6.0),
+    Problem("gaussian", 30000, 784, must=15.0),
+    Problem("gaussian", 30000, 784, "tf32", must=6.5),
+    Problem("gaussian", 100000, 3, columns=64),
+    Problem("laplace_l1", 30000, 64),
+)
+MEMORY = PROBLEMS[1]
+MEMORY_NAME = f"{MEMORY.place} memory"
+
+
+def tensors(problem: Problem, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    """a, b, v and out; v is a vector where there is one column."""
+    generator = torch.Generator(device).manual_seed(0)
+    points, columns = (problem.points, problem.features), (problem.points, problem.columns)
+    shapes = points, points, columns[: 1 if problem.columns == 1 else 2]
+    made = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+    return (*made, torch.empty_like(made[2]))
+
+
+def kernel(problem: Problem) -> Callable:
+    """``f(a, b, v, out)`` by kernlib."""
+    descriptor, bandwidth = problem.descriptor, problem.bandwidth
+    return lambda a, b, v, out: kl.kernel_matmul(descriptor, a, b, v, out=out, bandwidth=bandwidth)
+
+
+# The same in plain torch.
+
+
+def plain(problem: Problem) -> Callable:
+    """``f(a, b, v, out)`` with torch.cdist and torch.matmul, a block of rows of K at a time."""
+
+    def call(a, b, v, out):
+        step = max(1, BLOCK_ENTRIES // len(b))
+        for some, where in zip(a.split(step), out.split(step), strict=True):
+            torch.matmul(finish(problem, torch.cdist(some, b, p=norm(problem))), v, out=where)
+        return out
+
+    return call
+
+
+def norm(problem: Problem) -> float:
+    return 2.0 if problem.kernel == "gaussian" else 1.0
+
+
+def finish(problem: Problem, distance: torch.Tensor) -> torch.Tensor:
+    """The kernel of a distance, in its place."""
+    if problem.kernel == "gaussian":
+        return distance.square_().mul_(-0.5 / problem.bandwidth**2).exp_()
+    return distance.mul_(-1 / problem.bandwidth).exp_()
+
+
+def exact(problem: Problem, a, b, v, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of the product in float64."""
+    return finish(problem, exact_distances(a[rows], b, norm(problem))) @ v.double()
+
+
+# A row.
+
+
+def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
+    buffers = tensors(problem, device)
+    rows = sample_rows(problem.points, device)
+    wanted = exact(problem, *buffers[:3], rows)
+
+    def measured(name: str, call: Callable) -> tuple[float, float]:
+        eager = name == "torch"
+        return timed(session, call, buffers, lambda out: relative_error(out[rows], wanted), eager)
+
+    with float32_products(problem.kind):
+        ours, error = measured("kernlib", kernel(problem))
+        row = Row(problem.name, "ms", ours, *problem.floor(Device.current()), error=error)
+        row.must = problem.must
+        return race(row, {"torch": plain(problem)}, measured)
+
+
+def peak_bytes(call: Callable, buffers: tuple) -> int:
+    """The most that torch holds during a call more than before it; the first one, which may load
+    kernels, is not counted."""
+    call(*buffers)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(*buffers)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure_memory(session: Session) -> Row:
+    buffers = tensors(MEMORY)
+    with float32_products(MEMORY.kind):
+        row = Row(MEMORY_NAME, "bytes", max(1, peak_bytes(kernel(MEMORY), buffers)))
+        row.must = MEMORY.most_bytes
+        found = attempt("torch", row.case, lambda: peak_bytes(plain(MEMORY), buffers))
+    if found is not None:
+        row.rivals["torch"] = found
+    return row
+
+
+def cases() -> list[Case]:
+    times = [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]
+    return [*times, Case(MEMORY_NAME, measure_memory)]

@@ -1,0 +1,95 @@
+"""What the pairwise benchmarks share: kinds of numbers, floors, values in float64, timing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from benchmarks.common.harness import UNITS_PER_MS, Row, Session, attempt
+from benchmarks.common.timing import VERY_LONG_MS, CudaTimer, Device
+
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+# Operations/s of float32 products on tensor cores, of the rates that an H200 reaches: at the
+# accuracy of fp32 they are three products of fp16, and one of TF32.
+TENSOR_RATES = {"fp32": 770e12 / 3, "tf32": 415e12}
+LANES_RATE = 51.3e12  # of float32 products without tensor cores, as cuBLAS reaches it
+EXACT_ELEMENTS = 1 << 27  # differences in float64 at once: 1 GB, and as much again for powers
+
+
+# Floors.
+
+
+def floor_ms(
+    device: Device, slots=0.0, special=0.0, moved=0.0, operations=0.0, kind="fp32"
+) -> tuple[float, str]:
+    """Milliseconds of issue slots, special functions, bytes, and products on tensor cores: the
+    largest of the four, and its name."""
+    floors = device.floors_ms(slots, special, moved)
+    floors["tensor cores"] = operations / TENSOR_RATES[kind] * 1e3
+    bound = max(floors, key=floors.__getitem__)
+    return floors[bound], bound
+
+
+# In float64.
+
+
+def exact_distances(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
+    """``|a_m - b_n|_p`` in float64, by direct differences, a block of rows at a time."""
+    block = max(1, EXACT_ELEMENTS // max(1, b.shape[0] * b.shape[1]))
+    others = b.double()
+    return torch.cat([_distances(part, others, p) for part in a.double().split(block)])
+
+
+def _distances(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
+    size = (a[:, None] - b[None]).abs_()
+    if math.isinf(p):
+        return size.amax(-1)
+    return size.pow_(p).sum(-1).pow_(1 / p) if p != 1 else size.sum(-1)
+
+
+# Timing.
+
+
+@contextmanager
+def float32_products(kind: str) -> Iterator[None]:
+    """torch's own products of float32 as accurate as kernlib's: in TF32 for ``tf32`` alone."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def timed(
+    session: Session, call: Callable, buffers: tuple, error_of: Callable, eager: bool = False
+) -> tuple[float, float]:
+    """Milliseconds of ``call(*buffers)`` and ``error_of`` its result; the last buffer is its
+    output. The first call gives the error and warms up those that are timed. One that compiles
+    nothing (``eager``) and takes seconds is timed itself, and is the only one."""
+    buffers[-1].fill_(math.nan)
+    if session.timer is None:
+        session.timer = CudaTimer()
+    results = []
+    first = session.timer.swept(lambda *held: results.append(call(*held)), buffers)
+    error = error_of(results.pop())
+    if eager and first > VERY_LONG_MS:
+        return first, error
+    return session.time(call, buffers), error
+
+
+def race(row: Row, rivals: dict[str, Callable], measured: Callable) -> Row:
+    """The row with time and error of each rival, as ``measured(name, call)`` finds them."""
+    for name, call in rivals.items():
+        found = attempt(name, row.case, lambda name=name, call=call: measured(name, call))
+        if found is not None:
+            row.rivals[name], row.rival_errors[name] = found[0] * UNITS_PER_MS[row.unit], found[1]
+    return row

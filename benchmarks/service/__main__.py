@@ -1,0 +1,3 @@
+from benchmarks.service.run import main
+
+raise SystemExit(main())

@@ -1,0 +1,233 @@
+"""The service: first calls in fresh processes, the hot call, compile time and size of a cubin.
+
+``python -m benchmarks.service --json benchmarks/results/h200/service.json``; the compile and cubin
+cases need no GPU.
+"""
+
+from __future__ import annotations
+
+import compileall
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import kernlib as kl
+from benchmarks.common import harness
+from benchmarks.common.harness import Case, Row, Session, attempt, note
+
+SOURCE = '#include "pairwise/direct/direct.cuh"'
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_SHAPE = (1000, 1000, 1024)  # small enough that the kernel itself takes 0.1 ms
+PROCESSES = 3
+BATCHES, CALLS = 10, 2000
+COMPILES = 3
+TIMEOUT_S = 240
+COMPILE_MUST_MS, COMPILE_MUST_CPU_MS = 400.0, 1200.0  # beside a GPU, and on two CPU cores
+CUBIN_MUST = 100 * 1024
+CPU_ARCH = "sm_90a"
+
+
+# First calls. Their own caches would hide what NVRTC and the driver cost.
+
+
+def first_call(cached: bool) -> None:
+    """Print, as JSON, the milliseconds from run_kernel to a synchronised result in this process.
+
+    CUDA is up, tensors are there, kernlib is imported. ``cached``: cuda.core is imported as well
+    and the call must not load NVRTC.
+    """
+    m, n, k = FIRST_SHAPE
+    a, b = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
+    warm = torch.empty(m, n, device="cuda").fill_(0)
+    descriptor, run_kernel = kl.l1_distance(), kl.run_kernel
+    if cached:
+        import cuda.core  # noqa: F401
+    torch.cuda.synchronize()
+    before = nvrtc_is_loaded()
+    start = time.perf_counter()
+    result = run_kernel(descriptor, a, b)
+    torch.cuda.synchronize()
+    milliseconds = (time.perf_counter() - start) * 1e3
+    after = nvrtc_is_loaded()
+    wanted = torch.cdist(a[:8], b, p=1.0)
+    torch.testing.assert_close(result[:8], wanted, rtol=1e-4, atol=1e-2)
+    print(json.dumps({"ms": milliseconds, "before": before, "after": after, "n": warm.numel()}))
+
+
+def nvrtc_is_loaded() -> bool:
+    """Whether libnvrtc is mapped into this process."""
+    return "libnvrtc" in Path("/proc/self/maps").read_text()
+
+
+def first_call_elsewhere(cached: bool, cache_dir: str) -> float:
+    """What :func:`first_call` measures in a fresh process. Raises RuntimeError when it fails."""
+    code = f"from benchmarks.service.run import first_call; first_call({cached})"
+    report = child(code, cache_dir, KERNLIB_ASSERT_CACHED="1" if cached else "0")
+    if cached and report["before"]:
+        note("something other than kernlib has loaded NVRTC before the cached first call")
+    elif cached and report["after"]:
+        raise RuntimeError("a call that found its kernel in the cache has loaded NVRTC")
+    return report["ms"]
+
+
+def child(code: str, cache_dir: str, **variables: str) -> dict:
+    """Run code in a fresh interpreter and read the JSON of its last line."""
+    # Byte-compiled, as pip leaves it: compiling 20 modules would add 20 ms to a first call.
+    compileall.compile_dir(ROOT / "kernlib", quiet=1)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KERNLIB_")}
+    own = {"KERNLIB_CACHE_DIR": cache_dir, "CUDA_CACHE_DISABLE": "1", **variables}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, **own, "PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"a fresh process failed: {done.stderr.strip()[-600:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def first_calls(session: Session) -> dict[str, float]:
+    """Medians of the cold and the cached first call, measured in pairs once a session."""
+    if "cold" not in session.ours:
+        pairs = [_pair() for _ in range(1 if session.quick else PROCESSES)]
+        session.ours["cold"] = statistics.median(cold for cold, _ in pairs)
+        session.ours["cached"] = statistics.median(cached for _, cached in pairs)
+    return session.ours
+
+
+def _pair() -> tuple[float, float]:
+    with tempfile.TemporaryDirectory(prefix="kernlib-bench-") as directory:
+        return first_call_elsewhere(False, directory), first_call_elsewhere(True, directory)
+
+
+def first_call_row(kind: str, must: float, session: Session) -> Row:
+    return Row(f"first call {kind}", "ms", first_calls(session)[kind], must=must)
+
+
+# The hot call.
+
+
+def host_us(call: Callable[[], object], synchronize: Callable[[], None], quick=False) -> float:
+    """Microseconds of host time a call: the median of batches, each on an empty queue."""
+    batches, calls = (3, CALLS // 4) if quick else (BATCHES, CALLS)
+    for _ in range(100):
+        call()
+    return statistics.median(_batch_us(call, synchronize, calls) for _ in range(batches))
+
+
+def _batch_us(call: Callable, synchronize: Callable, calls: int) -> float:
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = time.perf_counter() - start
+    synchronize()
+    return elapsed / calls * 1e6
+
+
+def hot_call(session: Session) -> Row:
+    a, b = torch.randn(64, 8, device="cuda"), torch.randn(64, 8, device="cuda")
+    out = torch.empty(64, 64, device="cuda")
+    descriptor, run_kernel = kl.l1_distance(), kl.run_kernel
+
+    def timed(call: Callable) -> float:
+        return host_us(call, torch.cuda.synchronize, session.quick)
+
+    ours = timed(lambda: run_kernel(descriptor, a, b, out=out))
+    error = ((out - torch.cdist(a.double(), b.double(), p=1.0)).norm() / out.norm()).item()
+    row = Row("hot call 64x64x8", "us", ours, error=error, must=12.0)
+    x, y = torch.zeros(64, 64, device="cuda"), torch.ones(64, 64, device="cuda")
+    others = {
+        "torch": lambda: timed(lambda: torch.cdist(a, b, p=1.0)),
+        "torch add_": lambda: timed(lambda: x.add_(y)),
+        "triton": lambda: timed(triton_add(x, y)),
+    }
+    for name, work in others.items():
+        found = attempt(name, row.case, work)
+        if found is not None:
+            row.rivals[name] = found
+    return row
+
+
+def triton_add(x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
+    """A launch of the smallest useful Triton kernel, with its arguments at hand."""
+    global tl  # where Triton looks up the names of a kernel
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def add(x_pointer, y_pointer, count, BLOCK: tl.constexpr):
+        index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = index < count
+        value = tl.load(x_pointer + index, inside) + tl.load(y_pointer + index, inside)
+        tl.store(x_pointer + index, value, inside)
+
+    count = x.numel()
+    launch = add[(triton.cdiv(count, 1024),)]
+    return lambda: launch(x, y, count, BLOCK=1024)
+
+
+# Compiles.
+
+
+def spec_and_arch(p: float) -> tuple[object, str]:
+    """The kernel of ``cdist p=... 30000x30000x1024 fp32``, for this GPU or for CPU_ARCH."""
+    from kernlib.families.pairwise import operation
+    from kernlib.jit import targets
+
+    points = torch.empty(30000, 1024, device="meta")
+    cuda = torch.cuda.is_available()
+    arch = targets.arch_of(torch.cuda.get_device_capability()) if cuda else CPU_ARCH
+    one = p == 1
+    descriptor, arguments = (kl.l1_distance(), {}) if one else (kl.p_distance(), {"p": p})
+    return operation.specs(descriptor, arch, (points, points), arguments)[0], arch
+
+
+def compile_row(p: float, session: Session) -> Row:
+    from kernlib.jit.compiler import compile_spec
+
+    spec, arch = spec_and_arch(p)
+    compile_spec(spec, arch)  # loads NVRTC
+
+    def timed() -> float:
+        start = time.perf_counter()
+        compile_spec(spec, arch)
+        return (time.perf_counter() - start) * 1e3
+
+    must = COMPILE_MUST_MS if torch.cuda.is_available() else COMPILE_MUST_CPU_MS
+    times = [timed() for _ in range(1 if session.quick else COMPILES)]
+    return Row(f"compile p={p:g}", "ms", statistics.median(times), must=must)
+
+
+def cubin_row(p: float, session: Session) -> Row:
+    from kernlib.jit.compiler import compile_spec
+
+    size = len(compile_spec(*spec_and_arch(p)).cubin)
+    return Row(f"cubin p={p:g}", "bytes", size, must=CUBIN_MUST)
+
+
+def cases() -> list[Case]:
+    return [
+        Case("first call cold", lambda session: first_call_row("cold", 1000.0, session)),
+        Case("first call cached", lambda session: first_call_row("cached", 10.0, session)),
+        Case("hot call 64x64x8", hot_call),
+        *[Case(f"compile p={p:g}", lambda s, p=p: compile_row(p, s)) for p in (1, 1.3)],
+        *[Case(f"cubin p={p:g}", lambda s, p=p: cubin_row(p, s)) for p in (1, 1.3)],
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    return harness.main("service", cases(), SOURCE, argv)
