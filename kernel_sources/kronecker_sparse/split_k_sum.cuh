@@ -27,7 +27,7 @@ struct Parameters {
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-kronecker_sparse_reduce(const __grid_constant__ Parameters p) {
+kronecker_sparse_split_k_sum(const __grid_constant__ Parameters p) {
     u32 index = blockIdx.x * THREADS + threadIdx.x;
     if (index >= p.total) return;
     // Neighbouring threads take neighbouring l, as they lie in a weight: written apart, each number

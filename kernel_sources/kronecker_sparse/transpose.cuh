@@ -101,7 +101,7 @@ __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Paramete
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-kronecker_sparse_turn(const __grid_constant__ Parameters p) {
+kronecker_sparse_transpose(const __grid_constant__ Parameters p) {
     u32 row = blockIdx.x / p.column_tiles * TILE, column = blockIdx.x % p.column_tiles * TILE;
     Words x[CHUNKS];
 #pragma unroll

@@ -108,7 +108,7 @@ def cases() -> Iterator[tuple[str, Callable]]:
         yield from calls()
 
 
-def compiled(descriptor, **options) -> list[KernelSpec]:
+def compiled(descriptor, archs: tuple[str, ...] = ARCHS, **options) -> list[KernelSpec]:
     """What :func:`kernlib.compile` builds, in order."""
     found: list[KernelSpec] = []
 
@@ -118,7 +118,7 @@ def compiled(descriptor, **options) -> list[KernelSpec]:
 
     original, service.build = service.build, build
     try:
-        kl.compile(descriptor, archs=ARCHS, workers=1, progress=False, **options)
+        kl.compile(descriptor, archs=archs, workers=1, progress=False, **options)
     finally:
         service.build = original
     return found

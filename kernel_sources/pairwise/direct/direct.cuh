@@ -177,7 +177,7 @@ struct Launch {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-pairwise(const __grid_constant__ Launch launch) {
+pairwise_direct(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(16) unsigned char shared[];
     if (*launch.gate <= GATED) return;
     u32 tiles = u32(launch.parameters.tiles_m) * launch.parameters.tiles_n;
@@ -188,7 +188,7 @@ pairwise(const __grid_constant__ Launch launch) {
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-pairwise(const __grid_constant__ Parameters parameters) {
+pairwise_direct(const __grid_constant__ Parameters parameters) {
     extern __shared__ __align__(16) unsigned char shared[];
     compute_tile(parameters, reinterpret_cast<AccT*>(shared), blockIdx.x);
 }

@@ -14,6 +14,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import Choice, Problem, 
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
+from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
@@ -256,7 +257,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
     sizes = shared_memory(variant)
     words = [f"{TILE_ROWS}x{columns}", "batch_last" if batch_last else "batch_first"]
     words += [f"resident={resident}"] * bool(resident) + ["packed"] * packed
-    return KernelSpec(
+    made = KernelSpec(
         "kronecker_sparse",
         _source(epilogue, variant, sizes),
         "kronecker_sparse_hopper",
@@ -264,6 +265,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         sizes.shared_bytes,
         description=text.describe("kronecker_sparse", KIND, dtype, precision, words, epilogue),
     )
+    return named(made, dtype, *[precision] * (dtype == "float32"), *words, epilogue=epilogue)
 
 
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant, sizes: Sizes) -> str:

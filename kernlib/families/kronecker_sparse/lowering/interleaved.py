@@ -13,6 +13,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import Choice, Problem, 
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
+from kernlib.lowering.names import named
 from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
@@ -244,7 +245,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
     dtype, precision, shape, columns = variant
     stages, shared = shared_memory(variant)
     words = [f"{shape.rows}x{columns}x{shape.span}", *["merged"] * shape.merged]
-    return KernelSpec(
+    made = KernelSpec(
         "kronecker_sparse",
         _source(epilogue, variant, stages),
         "kronecker_sparse_interleaved",
@@ -252,6 +253,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         shared,
         description=text.describe("kronecker_sparse", KIND, dtype, precision, words, epilogue),
     )
+    return named(made, dtype, *[precision] * (dtype == "float32"), *words, epilogue=epilogue)
 
 
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_sparse.lowering.problem import MAX_BLOCKS, Problem, ceil
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Step
 
@@ -125,10 +126,11 @@ constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
 """
     words = f"{columns}x{depth}x{span} by {together}" + " split" * (products == 3)
     words += " reordered" * (order != tuple(range(len(order))))
-    return KernelSpec(
+    made = KernelSpec(
         "kronecker_sparse",
         source,
         "kronecker_sparse_pack",
         THREADS,
         description=f"kronecker_sparse pack {dtype} {words}",
     )
+    return named(made, dtype, words)

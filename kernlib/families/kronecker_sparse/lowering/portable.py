@@ -25,6 +25,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.names import named
 from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
@@ -263,7 +264,8 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelS
         )
     entry = "kronecker_sparse_portable"
     source = _source(epilogue, variant)
-    return KernelSpec("kronecker_sparse", source, entry, THREADS, shared, description=description)
+    made = KernelSpec("kronecker_sparse", source, entry, THREADS, shared, description=description)
+    return named(made, dtype, *[precision] * (dtype == "float32"), *words, epilogue=epilogue)
 
 
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant) -> str:
@@ -312,7 +314,8 @@ constexpr int PARAMETER_BYTES = {16 + struct.calcsize(PACK_FIXED)};
 #include "kronecker_sparse/portable/pack.cuh"
 """
     entry, words = "kronecker_sparse_portable_pack", f"kronecker_sparse weights packed {dtype}"
-    return KernelSpec("kronecker_sparse", source, entry, THREADS, description=words)
+    made = KernelSpec("kronecker_sparse", source, entry, THREADS, description=words)
+    return named(made, dtype)
 
 
 def reduce_spec(dtype: str) -> KernelSpec:
@@ -325,8 +328,9 @@ constexpr int PARAMETER_BYTES = {16 + struct.calcsize(REDUCE_FIXED)};
 
 #include "kronecker_sparse/split_k_sum.cuh"
 """
-    entry, words = "kronecker_sparse_reduce", f"kronecker_sparse sum of splits {dtype}"
-    return KernelSpec("kronecker_sparse", source, entry, THREADS, description=words)
+    entry, words = "kronecker_sparse_split_k_sum", f"kronecker_sparse sum of splits {dtype}"
+    made = KernelSpec("kronecker_sparse", source, entry, THREADS, description=words)
+    return named(made, dtype)
 
 
 def _launch(

@@ -22,6 +22,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     is_deep,
 )
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
@@ -179,5 +180,6 @@ constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
 #include "kronecker_sparse/transpose.cuh"
 """
     description = f"kronecker_sparse turn {dtype}"
-    entry = "kronecker_sparse_turn"
-    return KernelSpec("kronecker_sparse", source, entry, THREADS, description=description)
+    entry = "kronecker_sparse_transpose"
+    made = KernelSpec("kronecker_sparse", source, entry, THREADS, description=description)
+    return named(made, dtype, f"{TILE}x{TILE}")

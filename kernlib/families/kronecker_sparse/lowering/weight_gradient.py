@@ -23,6 +23,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
+from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
@@ -193,7 +194,7 @@ def spec(variant: Variant) -> KernelSpec:
     width = ceil(columns, TILE_DEPTH) * TILE_DEPTH if lines else columns
     stages, shared = hopper_common.stages(0, (TILE_ROWS + width) * hopper_common.ROW_BYTES)
     words = [f"{TILE_ROWS}x{columns}", "batch_first" if lines else "batch_last"]
-    return KernelSpec(
+    made = KernelSpec(
         "kronecker_sparse",
         _source(variant, stages),
         "kronecker_sparse_hopper",
@@ -201,6 +202,7 @@ def spec(variant: Variant) -> KernelSpec:
         shared,
         description=text.describe("kronecker_sparse", KIND, dtype, "fp32", words, ()),
     )
+    return named(made, "weight gradient", dtype, *words)
 
 
 def _source(variant: Variant, stages: int) -> str:

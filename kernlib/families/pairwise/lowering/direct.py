@@ -24,6 +24,7 @@ from kernlib.families.pairwise.lowering.finish import (
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 
 THREADS = 256
 TILE_K = 16
@@ -231,14 +232,22 @@ def spec(descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
             f"{descriptor.describe()} needs {shared} bytes of shared memory, a block of {arch} has "
             f"{targets.SHARED_BYTES[arch]}"
         )
-    return KernelSpec(
+    made = KernelSpec(
         "pairwise",
         source(descriptor, variant),
-        "pairwise",
+        "pairwise_direct",
         THREADS,
         shared,
         description=f"{descriptor.describe()} {_describe(descriptor, variant)}",
     )
+    words = (*short(descriptor), _describe(descriptor, variant))
+    return named(made, *words, epilogue=descriptor.epilogue)
+
+
+def short(descriptor: Pairwise) -> list[str]:
+    """A descriptor in a few words, for names of kernels: operator and stages."""
+    stages = (type(stage).__name__ for stage in (descriptor.inner, descriptor.outer))
+    return [descriptor.operator, *(name for name in stages if name != "Identity")]
 
 
 def shared_bytes(dtype: str, tile: int, long_k: bool) -> int:

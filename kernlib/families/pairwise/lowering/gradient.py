@@ -21,6 +21,7 @@ from kernlib.families.pairwise.lowering.direct import (
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 
 THREADS = 256
 TILE, TILE_K = 64, 16  # queries, and features if doubled; points of a stage
@@ -214,7 +215,7 @@ def spec(variant: Variant, arch: str) -> KernelSpec:
         )
     dtypes = "->".join(dict.fromkeys((variant.dtype, variant.out_dtype)))
     described = f"{variant.operation} {variant.slope} {dtypes} sets={variant.o_tile}"
-    return KernelSpec(
+    made = KernelSpec(
         "pairwise",
         source(variant),
         "pair_gradient",
@@ -222,6 +223,7 @@ def spec(variant: Variant, arch: str) -> KernelSpec:
         shared,
         description=f"pair_gradient {described} {variant.access_w}/{variant.access_z}",
     )
+    return named(made, described, f"{TILE}x{TILE}", variant.access_w, variant.access_z)
 
 
 def shared_bytes(variant: Variant) -> int:

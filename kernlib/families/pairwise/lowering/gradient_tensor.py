@@ -22,6 +22,7 @@ from kernlib.families.pairwise.lowering.gradient import (
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 
 SIGN = "AbsSlope"
 LINES = "features"  # of Access: points of a feature side by side
@@ -183,7 +184,7 @@ def spec(variant: Variant) -> KernelSpec:
     tile = variant.tile
     described = f"{variant.slope} columns={8 * variant.columns or 1} {tile.queries}x{tile.features}"
     described += " wgmma" if tile.wgmma else ""
-    return KernelSpec(
+    made = KernelSpec(
         "pairwise",
         source(variant),
         "pair_gradient_tensor",
@@ -191,6 +192,7 @@ def spec(variant: Variant) -> KernelSpec:
         shared_bytes(variant.slope == SIGN, variant.columns, tile),
         description=f"pair_gradient tensor {described} {variant.out_dtype}",
     )
+    return named(made, variant.out_dtype, described)
 
 
 def source(variant: Variant) -> str:

@@ -16,6 +16,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.lowering.direct import Layout, Problem
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 from kernlib.lowering.steps import WORKSPACE, Step
 
 INFO_BYTES = 8  # of a point
@@ -180,8 +181,9 @@ def _reads_vectors(layout: Layout, dtype: str) -> bool:
 
 def gated(spec: KernelSpec) -> KernelSpec:
     """A direct kernel, for the case that the gate is open to it."""
-    source = f"#define GATED {DOUBTFUL}\n{spec.source}"
-    return spec._replace(source=source, description=f"{spec.description} gated")
+    name = f"{spec.entry}_gated"
+    source = f"#define GATED {DOUBTFUL}\n{spec.source.replace(spec.entry, name, 1)}"
+    return spec._replace(entry=name, source=source, description=f"{spec.description} gated")
 
 
 def centre_spec(dtype: str, difference: bool) -> KernelSpec:
@@ -190,7 +192,8 @@ def centre_spec(dtype: str, difference: bool) -> KernelSpec:
 #include "pairwise/split/centre.cuh"
 """
     words = f"pairwise split centre {dtype}" + " dot" * (not difference)
-    return KernelSpec("pairwise", source, "pairwise_split_centre", 1024, description=words)
+    made = KernelSpec("pairwise", source, "pairwise_split_centre", 1024, description=words)
+    return named(made, dtype, *["dot"] * (not difference))
 
 
 def pack_spec(variant, difference: bool) -> KernelSpec:
@@ -203,7 +206,8 @@ constexpr int COPIES = {variant.copies};
 """
     words = f"pairwise split pack {variant.dtype} words={variant.copies} depth={variant.depth}"
     words += " dot" * (not difference)
-    return KernelSpec("pairwise", source, "pairwise_split_pack", 256, description=words)
+    made = KernelSpec("pairwise", source, "pairwise_split_pack", 256, description=words)
+    return named(made, words.removeprefix("pairwise split pack"))
 
 
 def constants(dtype: str, difference: bool, parameter_bytes: int) -> str:

@@ -23,11 +23,13 @@ from kernlib.families.pairwise.lowering.direct import (
     inner_codes,
     scalar_count,
     shared_bytes,
+    short,
 )
 from kernlib.families.pairwise.lowering.finish import is_norm
 from kernlib.families.pairwise.lowering.reduce_source import finish
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 
 SMALL_K = 16
 WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes
@@ -200,7 +202,7 @@ def spec(descriptor: Pairwise, made: Variant, arch: str) -> KernelSpec:
     words += [f"p={made.inner}"] * (made.inner != "any")
     flags = ("long_k", "epsilon", "regularized")
     words += [flag for flag in flags if getattr(made, flag)]
-    return KernelSpec(
+    specification = KernelSpec(
         "pairwise",
         source(descriptor, made),
         f"pairwise_reduce_{made.kind}",
@@ -208,6 +210,8 @@ def spec(descriptor: Pairwise, made: Variant, arch: str) -> KernelSpec:
         shared(made),
         description=" ".join(words),
     )
+    words[:3] = [*short(descriptor), made.reducer]
+    return named(specification, *words, epilogue=descriptor.epilogue)
 
 
 def source(descriptor: Pairwise, made: Variant) -> str:

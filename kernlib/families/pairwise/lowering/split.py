@@ -38,6 +38,7 @@ from kernlib.families.pairwise.lowering.pack import (
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 
@@ -255,7 +256,7 @@ def _takes_vectors(problem: Problem) -> bool:
 
 def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec:
     """The KernelSpec of the products."""
-    return KernelSpec(
+    made = KernelSpec(
         "pairwise",
         source(descriptor, variant, difference),
         "pairwise_split",
@@ -263,6 +264,8 @@ def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec
         variant.shared_bytes,
         description=f"{descriptor.describe()} {_describe(variant)}",
     )
+    words = (*direct.short(descriptor), _describe(variant))
+    return named(made, *words, epilogue=descriptor.epilogue)
 
 
 def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:

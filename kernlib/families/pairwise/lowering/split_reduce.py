@@ -16,13 +16,14 @@ from typing import NamedTuple
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count
+from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
 from kernlib.families.pairwise.lowering.pack import ceil
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
 from kernlib.families.pairwise.lowering.reduce_source import finish
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 from kernlib.lowering.steps import WORKSPACE, Step
 from kernlib.lowering.wgmma import multiply
 
@@ -212,7 +213,7 @@ def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec
     words += [f"split words={variant.copies} tile={variant.rows}x{variant.columns}"]
     words += [f"resident={variant.resident}", f"promote={variant.promote}"]
     words += [flag for flag in ("ordered", "epsilon", "regularized") if getattr(variant, flag)]
-    return KernelSpec(
+    made = KernelSpec(
         "pairwise",
         source(descriptor, variant, difference),
         "pairwise_split_reduce",
@@ -220,6 +221,7 @@ def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec
         variant.shared_bytes,
         description=" ".join(words),
     )
+    return named(made, *short(descriptor), *words[1:], epilogue=descriptor.epilogue)
 
 
 def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:

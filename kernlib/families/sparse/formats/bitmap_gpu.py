@@ -13,6 +13,7 @@ import torch
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, ROWS
 from kernlib.families.sparse.formats.encoding import bits
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime.launch import PlanCache
 from kernlib.runtime.sequence import Steps
@@ -80,7 +81,8 @@ constexpr int PARAMETER_BYTES = {parameters};
 #include "sparse/bitmap/{kind}.cuh"
 """
     entry, words = f"sparse_bitmap_{kind}", f"sparse bitmap {kind} {8 * itemsize} bits"
-    return KernelSpec(FAMILY, source, entry, THREADS[kind], description=words)
+    made = KernelSpec(FAMILY, source, entry, THREADS[kind], description=words)
+    return named(made, f"{8 * itemsize}bit")
 
 
 def step(kind: str, how: tuple) -> Step:

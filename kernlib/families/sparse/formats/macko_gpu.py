@@ -11,6 +11,7 @@ import torch
 
 from kernlib.families.sparse.formats.encoding import bits
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime.launch import PlanCache
 from kernlib.runtime.sequence import Steps
@@ -90,7 +91,8 @@ constexpr int PARAMETER_BYTES = {parameters};
 #include "sparse/macko/{"decode" if kind == "decode" else "encode"}.cuh"
 """
     words = " ".join(["sparse macko", kind, name, *["wide"] * wide])
-    return KernelSpec(FAMILY, source, f"sparse_macko_{kind}", THREADS, description=words)
+    made = KernelSpec(FAMILY, source, f"sparse_macko_{kind}", THREADS, description=words)
+    return named(made, name, *["wide"] * wide)
 
 
 def _reading(dense: torch.Tensor) -> tuple:

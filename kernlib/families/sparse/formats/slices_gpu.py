@@ -13,6 +13,7 @@ import torch
 
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.names import named
 from kernlib.runtime.launch import Plan, load
 
 THREADS = 256
@@ -96,7 +97,8 @@ constexpr int PARAMETER_BYTES = {8 * pointers + struct.calcsize(fixed)};
 #include "sparse/slices/{file}.cuh"
 """
     words = f"sparse {code.name} {action} {8 * itemsize}-bit rows {row}"
-    return KernelSpec("sparse", source, f"sparse_slices_{action}", THREADS, description=words)
+    made = KernelSpec("sparse", source, f"sparse_slices_{action}", THREADS, description=words)
+    return named(made, code.name, f"{8 * itemsize}bit", "rows", row)
 
 
 def _encode_fixed(dense: torch.Tensor, width: int, slices: int) -> bytes:

@@ -14,6 +14,7 @@ from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.names import named
 from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
@@ -172,7 +173,8 @@ constexpr int PARAMETER_BYTES = {size};
     ]
     description = " ".join(["sparse bitmap", variant.dtype, *words, *map(str, epilogue)])
     threads, shared = 32 * variant.warps, _dynamic(variant, arch)
-    return KernelSpec("sparse", source, "sparse_bitmap", threads, shared, description=description)
+    made = KernelSpec("sparse", source, "sparse_bitmap", threads, shared, description=description)
+    return named(made, variant.dtype, *words, epilogue=epilogue)
 
 
 def variants(

@@ -14,6 +14,7 @@ from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.names import named
 from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
@@ -185,9 +186,10 @@ constexpr int PARAMETER_BYTES = {size};
     ]
     description = " ".join(["sparse macko", variant.dtype, *words, *map(str, epilogue)])
     threads = 32 * variant.warps
-    return KernelSpec(
+    made = KernelSpec(
         "sparse", source, "sparse_macko", threads, variant.shared, description=description
     )
+    return named(made, variant.dtype, *words, epilogue=epilogue)
 
 
 def _sum_step(
@@ -214,9 +216,10 @@ constexpr int PARAMETER_BYTES = {size};
 #include "sparse/macko/sum.cuh"
 """
     words = ["sparse macko_sum", dtype, *["wide"] * wide, *map(str, epilogue)]
-    return KernelSpec(
+    made = KernelSpec(
         "sparse", source, "sparse_macko_sum", SUM_THREADS, description=" ".join(words)
     )
+    return named(made, dtype, *["wide"] * wide, epilogue=epilogue)
 
 
 def _row_type(wide: bool) -> str:

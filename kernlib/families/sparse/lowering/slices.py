@@ -28,6 +28,7 @@ from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.names import named
 from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
@@ -213,7 +214,8 @@ constexpr int PARAMETER_BYTES = {40 + struct.calcsize(FIXED)};
     words = f"sparse {code.name} {dtype} {columns} columns x{copies} in {shared}, rows {rows}"
     words = f"{words}, {shape.threads} threads"
     shared += COUNTER_BYTES
-    return KernelSpec("sparse", source, "sparse_slices", shape.threads, shared, description=words)
+    made = KernelSpec("sparse", source, "sparse_slices", shape.threads, shared, description=words)
+    return named(made, code.name, dtype, f"vectors={columns}x{copies} {shape.threads} rows {rows}")
 
 
 def reduce_spec(epilogue: tuple[Epilogue, ...], dtype: str) -> KernelSpec:
@@ -226,7 +228,9 @@ constexpr int PARAMETER_BYTES = {size};
 #include "sparse/slices/reduce.cuh"
 """
     words = text.describe("sparse", "sum of panels", dtype, "fp32", [], epilogue)
-    return KernelSpec("sparse", source, "sparse_slices_reduce", REDUCE_THREADS, description=words)
+    entry = "sparse_slices_reduce"
+    made = KernelSpec("sparse", source, entry, REDUCE_THREADS, description=words)
+    return named(made, dtype, epilogue=epilogue)
 
 
 def _reduce(epilogue: tuple[Epilogue, ...], problem: Problem, arch: str) -> Step:

@@ -11,6 +11,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.names import named
 from kernlib.lowering.steps import Step
 
 THREADS = 128
@@ -43,4 +44,5 @@ constexpr int PARAMETER_BYTES = {size};
 #include "sparse/sum.cuh"
 """
     description = f"sparse sum {dtype} {' '.join(map(str, epilogue))}".strip()
-    return KernelSpec("sparse", source, "sparse_sum", THREADS, description=description)
+    made = KernelSpec("sparse", source, "sparse_sum", THREADS, description=description)
+    return named(made, dtype, epilogue=epilogue)

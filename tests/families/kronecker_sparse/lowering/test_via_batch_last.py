@@ -361,7 +361,7 @@ THREAD = np.arange(256)[:, None]
 def transpose(step, memory, itemsize):
     """What one launch of transpose.cuh reads and writes."""
     text, p = text_of(step.spec.source), parameters(step)
-    body = text.body("kronecker_sparse_turn(const")
+    body = text.body("kronecker_sparse_transpose(const")
     places = body[body.index("u32 row = ") : body.index("Words x")]
     reads = body[body.index("u32 index") : body.index("const InputT* from")]
     source = re.search(r"from = p\.in \+ (.*?);", body)[1]

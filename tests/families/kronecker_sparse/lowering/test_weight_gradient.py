@@ -326,7 +326,7 @@ def test_the_tiles_of_a_turn_cover_the_operand(dtype):
     step = lower((), given, ARCH, PROCESSORS).steps[0]
     text, p = text_of(step.spec.source), parameters(step)
     assert (text["THREADS"], text["TILE"]) == (turn.THREADS, turn.TILE)
-    body = text.body("kronecker_sparse_turn(const")
+    body = text.body("kronecker_sparse_transpose(const")
     declared = body[body.index("u32 row = ") : body.index("Words x")]
     seen = set()
     for index in range(step.grid[0]):
