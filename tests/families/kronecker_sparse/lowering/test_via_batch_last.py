@@ -29,6 +29,7 @@ from tests.families.kronecker_sparse.lowering.cases import (
     text_of,
     weight_gradient,
 )
+from tests.support.kernels import stem
 
 ARCH, PROCESSORS = "sm_90a", 132
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -56,7 +57,7 @@ def lowered(given, epilogue=(), processors=PROCESSORS):
 
 
 def entries(found):
-    return [step.spec.entry.removeprefix("kronecker_sparse_") for step in found.steps]
+    return [stem(step.spec).removeprefix("kronecker_sparse_") for step in found.steps]
 
 
 # Which problems.
@@ -161,7 +162,7 @@ LEFT = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_rows_of_features_side_by_side_are_taken(name):
     assert "transposed" in order(TAKEN[name])
-    assert entries(lowered(TAKEN[name]))[1:4] == ["turn", "hopper", "turn"]
+    assert entries(lowered(TAKEN[name]))[1:4] == ["transpose", "hopper", "transpose"]
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -244,7 +245,7 @@ def test_rows_of_which_the_workspace_holds_no_tile_are_left():
 
 def spans(found):
     """Begin and end of what lies in the workspace: x, the result, and the rest."""
-    turns = [step for step in found.steps if step.spec.entry.endswith("turn")]
+    turns = [step for step in found.steps if stem(step.spec).endswith("transpose")]
     x, y = turns[0].pointers[1][1], turns[1].pointers[0][1]
     rest = found.steps[0].pointers[1][1]
     ends = (x, y, rest, found.workspace)
@@ -256,7 +257,7 @@ def spans(found):
 def test_places_in_the_workspace_are_apart_and_aligned(rows, dtype, precision):
     given = factor(2, 40, 24, 16, rows=rows, dtype=dtype, precision=precision)
     found = lowered(given)
-    assert entries(found) == ["pack", "turn", "hopper", "turn"]
+    assert entries(found) == ["pack", "transpose", "hopper", "transpose"]
     chunk = 16 // ITEMSIZE[dtype]
     pitch = -(-rows // chunk) * chunk
     part = lowering.KINDS["hopper"].lower(
@@ -276,7 +277,7 @@ def test_places_in_the_workspace_are_apart_and_aligned(rows, dtype, precision):
 def test_every_slice_uses_the_same_places_and_one_packed_weight():
     found = lowered(LARGE, EPILOGUE)
     parts = transposed._slices(LARGE, transposed.slice_rows(LARGE))
-    assert entries(found) == ["pack"] + ["turn", "hopper", "turn"] * len(parts) and len(parts) == 3
+    assert entries(found) == ["pack"] + ["transpose", "hopper", "transpose"] * 3 and len(parts) == 3
     (x, _), (y, _), (rest, end) = spans(found)
     assert end - rest == 192 * 768 * 64 * 2 and rest <= transposed.WORKSPACE
     for (first, count), at in zip(parts, range(1, len(found.steps), 3), strict=True):

@@ -23,6 +23,7 @@ from tests.families.kronecker_sparse.lowering.cases import (
     text_of,
     weight_gradient,
 )
+from tests.support.kernels import stem
 
 ARCH, PROCESSORS = "sm_90a", 132
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -30,7 +31,7 @@ EPILOGUE = (kl.Bias(), kl.Gelu())
 
 
 def entries(found):
-    return [step.spec.entry.removeprefix("kronecker_sparse_") for step in found.steps]
+    return [stem(step.spec).removeprefix("kronecker_sparse_") for step in found.steps]
 
 
 def kind_of(given, arch=ARCH):
@@ -42,34 +43,35 @@ def last(*pattern, **changes):
 
 
 TAKEN = {  # by name: a problem, its kind, the kernels of its launches
-    "batch first": (weight_gradient(), "gradient", ["hopper", "reduce"]),
-    "batch last": (last(), "gradient", ["hopper", "reduce"]),
-    "batch last, d > 1": (last(2, 96, 48, 3), "gradient", ["hopper", "reduce"]),
+    "batch first": (weight_gradient(), "gradient", ["hopper", "split_k_sum"]),
+    "batch last": (last(), "gradient", ["hopper", "split_k_sum"]),
+    "batch last, d > 1": (last(2, 96, 48, 3), "gradient", ["hopper", "split_k_sum"]),
     "batch first, d > 1": (
-        weight_gradient(2, 96, 48, 3), "turned", ["turn", "turn", "hopper", "reduce"],
+        weight_gradient(2, 96, 48, 3), "turned",
+        ["transpose", "transpose", "hopper", "split_k_sum"],
     ),
-    "float32": (weight_gradient(dtype="float32"), "portable", ["portable", "reduce"]),
+    "float32": (weight_gradient(dtype="float32"), "portable", ["portable", "split_k_sum"]),
     "float32, d > 1": (
         weight_gradient(2, 96, 48, 3, dtype="float32"), "turned",
-        ["turn", "turn", "portable", "reduce"],
+        ["transpose", "transpose", "portable", "split_k_sum"],
     ),
-    "an odd batch, last": (last(batch=25089), "portable", ["portable", "reduce"]),
+    "an odd batch, last": (last(batch=25089), "portable", ["portable", "split_k_sum"]),
     "an odd batch, turned": (
         weight_gradient(2, 96, 48, 3, batch=25089), "turned",
-        ["turn", "turn", "hopper", "reduce"],
+        ["transpose", "transpose", "hopper", "split_k_sum"],
     ),
-    "rows of 97": (weight_gradient(1, 97, 48), "portable", ["portable", "reduce"]),
-    "a deep product": (problem(rows=64, depth=4096), "gradient", ["hopper", "reduce"]),
+    "rows of 97": (weight_gradient(1, 97, 48), "portable", ["portable", "split_k_sum"]),
+    "a deep product": (problem(rows=64, depth=4096), "gradient", ["hopper", "split_k_sum"]),
     "a misaligned operand": (
         last()._replace(left=last().left._replace(alignment=8)), "portable",
-        ["portable", "reduce"],
+        ["portable", "split_k_sum"],
     ),
     "features apart": (
         weight_gradient(2, 96, 48, 3)._replace(left=Layout(600, 2, 6, 9000)), "portable",
-        ["portable", "reduce"],
+        ["portable", "split_k_sum"],
     ),
     "an expanded gradient": (
-        last()._replace(left=Layout(0, 0, 0, 0)), "portable", ["portable", "reduce"]
+        last()._replace(left=Layout(0, 0, 0, 0)), "portable", ["portable", "split_k_sum"]
     ),
 }  # fmt: skip
 SHALLOW = [
@@ -98,7 +100,7 @@ def test_other_targets_turn_operands_for_the_portable_kernel(arch, dtype):
         "turned",
         "portable",
     }
-    assert entries(lower((), turned, arch, 80))[:3] == ["turn", "turn", "portable"]
+    assert entries(lower((), turned, arch, 80))[:3] == ["transpose", "transpose", "portable"]
     for given in (weight_gradient(dtype=dtype), last(2, 96, 48, 3, dtype=dtype)):
         assert {choice["kind"] for choice in lowering.candidates(given, arch)} == {"portable"}
 
@@ -135,7 +137,7 @@ SUMMED = {
 
 def summed(name, multiprocessors=PROCESSORS):
     found = lower((), SUMMED[name], ARCH, multiprocessors)
-    assert entries(found) == ["hopper", "reduce"]
+    assert entries(found) == ["hopper", "split_k_sum"]
     return found
 
 
@@ -227,7 +229,7 @@ def test_stages_fit_the_shared_memory():
         spec
         for width in range(8, 700, 8)
         for spec in gradient.variants([()], (width, width), ARCH, [("float16", "fp32")])
-        if spec.entry.endswith("hopper")
+        if stem(spec).endswith("hopper")
     ]
     assert len(set(made)) == len(gradient.COLUMNS) + len(gradient.WHOLE_COLUMNS)
     for spec in made:

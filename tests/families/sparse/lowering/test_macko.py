@@ -10,6 +10,7 @@ from kernlib.families.sparse.lowering import macko as lowering
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
+from tests.support.kernels import stem
 from tests.support.speeds import slow_but
 
 SMS = 132
@@ -47,7 +48,7 @@ def test_equal_rows_take_one_launch_of_whole_rows():
     ),
 )
 def test_unequal_or_few_rows_are_divided_by_entries(given):
-    first, second = (step.spec.entry for step in lowered(given, epilogue=EPILOGUE).steps)
+    first, second = (stem(step.spec) for step in lowered(given, epilogue=EPILOGUE).steps)
     assert (first, second) == ("sparse_macko", "sparse_macko_sum")
     found = lowered(given._replace(columns=3), epilogue=EPILOGUE)
     main, last = found.steps
