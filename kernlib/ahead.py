@@ -20,7 +20,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.progress import check as check_progress
 from kernlib.progress import shown
 from kernlib.run import op_of
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ def prepare(
         waiting = [d for d in listed if not op_of(d).prepared(d, *tensors, **arguments)]
         device = _device_of(tensors) if waiting else None
         if device is not None:
-            arch = launch.arch_of(device)
+            arch = devices.arch_of(device)
             wanted = (op_of(d).specs(d, arch, tensors, arguments, device) for d in waiting)
-            missing = launch.unloaded([spec for specs in wanted for spec in specs], device)
+            missing = devices.unloaded([spec for specs in wanted for spec in specs], device)
             build_all([(spec, arch) for spec in missing], workers, progress)
             for spec in missing:
-                launch.load(spec, device)
+                devices.load(spec, device)
         if device is None or not tensors[0].is_meta:
             for descriptor in waiting:
                 op_of(descriptor).prepare(descriptor, *tensors, **arguments)
@@ -175,7 +175,7 @@ def _current_device() -> int:
         raise UnsupportedError(f"torch sees no CUDA device that it can use; {advice}")
     device = torch.cuda.current_device()
     try:
-        launch.arch_of(device)
+        devices.arch_of(device)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} Note that {advice}") from None
     return device

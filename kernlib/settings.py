@@ -48,6 +48,11 @@ VARIABLES = (
         "size at which the longest unused kernels go, from 1M to 819M; suffixes K, M, G",
     ),
     Variable("KERNLIB_DEBUG", "0", "1 writes a line to stderr for each event"),
+    Variable(
+        "KERNLIB_NVTX",
+        "0",
+        "1 puts an NVTX range around each kernel that is loaded or launched, for Nsight Systems",
+    ),
     Variable("KERNLIB_ASSERT_CACHED", "0", "1 turns every compilation into a NotCachedError"),
     Variable(
         "KERNLIB_LOCK_TIMEOUT",
@@ -64,6 +69,7 @@ class Settings:
     cache_dir: tuple[Path, ...]
     cache_bytes: int = DEFAULT_CACHE_BYTES
     debug: bool = False
+    nvtx: bool = False
     assert_cached: bool = False
     lock_timeout: float = DEFAULT_LOCK_TIMEOUT_S
 
@@ -75,6 +81,7 @@ class Settings:
             cache_dir=_paths(env.get("KERNLIB_CACHE_DIR", "")),
             cache_bytes=_size(env, "KERNLIB_CACHE_BYTES", DEFAULT_CACHE_BYTES),
             debug=_bool(env, "KERNLIB_DEBUG"),
+            nvtx=_bool(env, "KERNLIB_NVTX"),
             assert_cached=_bool(env, "KERNLIB_ASSERT_CACHED"),
             lock_timeout=_seconds(env, "KERNLIB_LOCK_TIMEOUT", DEFAULT_LOCK_TIMEOUT_S),
         )

@@ -7,7 +7,7 @@ A family takes part with two functions in its op module, besides those of run_ke
   it apart and a function that makes it ready to launch, and the bytes under which the fastest is
   kept;
 - where it chooses a kernel for a device, it asks :func:`kernlib.jit.tuning.choice` for the family,
-  :func:`kernlib.runtime.launch.model` and the same bytes, and passes over an answer that it does
+  :func:`kernlib.runtime.devices.model` and the same bytes, and passes over an answer that it does
   not know.
 """
 
@@ -32,8 +32,9 @@ from kernlib.jit.entry import Entry
 from kernlib.progress import check as check_progress
 from kernlib.progress import shown, wanted
 from kernlib.run import op_of
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 from kernlib.runtime.candidates import Candidate
+from kernlib.runtime.plan import forget_plans
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.matrix import SparseMatrix
@@ -133,7 +134,7 @@ def tune(
     """
     check_progress(progress)
     found = op_of(descriptor).choices(descriptor, *tensors, **arguments)
-    gpu = launch.model(found.device)
+    gpu = devices.model(found.device)
     with torch.cuda.device(found.device):
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
@@ -145,7 +146,7 @@ def tune(
     winner = None if fastest is None else fastest.choice
     kept = len(timings) > 1 and tuning.keep(descriptor.family, gpu, found.signature, winner)
     if kept:
-        launch.forget_plans()
+        forget_plans()
     result = Tuning(descriptor.describe(), gpu.name, tuple(timings), winner, kept)
     if wanted(progress):
         _show(result)
@@ -159,7 +160,7 @@ def _show(result: Tuning) -> None:
 
 
 def _time_all(device: int, kernels: list[Candidate], progress: bool | None) -> list[Timing]:
-    arch = launch.arch_of(device)
+    arch = devices.arch_of(device)
     entries = build_all([(kernel.spec, arch) for kernel in kernels], None, progress)
     launches = [kernel.ready() for kernel in kernels]
     times = _measure(launches, [kernel.spec.description for kernel in kernels], progress)

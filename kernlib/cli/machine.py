@@ -30,7 +30,7 @@ def _gpu(index: int) -> Gpu:
     import torch
 
     from kernlib.errors import UnsupportedError
-    from kernlib.runtime.launch import arch_of
+    from kernlib.runtime.devices import arch_of
 
     name = torch.cuda.get_device_name(index)
     try:

@@ -8,8 +8,9 @@ from operator import itemgetter
 import torch
 
 from kernlib.lowering.steps import NUMBER, WORKSPACE, Lowered, Step
-from kernlib.runtime import launch as launching
-from kernlib.runtime.launch import Plan, allocator, load, start_all
+from kernlib.runtime import devices
+from kernlib.runtime.devices import allocator, load
+from kernlib.runtime.plan import Plan, start_all
 
 # Plans, each with what picks its pointers from all addresses, and the count of its scalars.
 Loaded = tuple[tuple[Plan, Callable, int], ...]
@@ -55,7 +56,7 @@ def launcher(
 
 
 class Steps:
-    """Several launches in the place of one :class:`kernlib.runtime.launch.Plan`."""
+    """Several launches in the place of one :class:`kernlib.runtime.plan.Plan`."""
 
     __slots__ = ("_last", "_launch", "device", "plans")
 
@@ -69,7 +70,7 @@ class Steps:
     def launch(self, pointers: Sequence[int], numbers: Sequence | None = None) -> None:
         """Launch all on torch's current stream of their device, in a workspace of their own."""
         self._last = pointers, numbers
-        if launching.current_device() == self.device:
+        if devices.current_device() == self.device:
             self.repeat()
         else:
             with torch.cuda.device(self.device):

@@ -10,7 +10,8 @@ import torch
 
 import kernlib as kl
 from kernlib.jit import tuning
-from kernlib.runtime import launch, tensor_map
+from kernlib.runtime import devices, tensor_map
+from kernlib.runtime.plan import Plan
 from tests.support import fakes
 from tests.support.fakes import OnGpu
 
@@ -19,14 +20,14 @@ def install(monkeypatch) -> list[str]:
     """Put the GPU in place; the list is of the plans to come."""
     fakes.install(monkeypatch)
     monkeypatch.setattr(tuning, "choice", lambda *_: None)
-    monkeypatch.setattr(launch, "_raw_empty", None)
+    monkeypatch.setattr(devices, "raw_empty", None)
     monkeypatch.setattr(tensor_map.Encoder, "__init__", lambda self, *_: None)
     monkeypatch.setattr(tensor_map.Encoder, "__call__", lambda self, address: None)
     for name in ("empty", "zeros", "ones", "full", "empty_strided", "tensor", "arange"):
         monkeypatch.setattr(torch, name, _on_host(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "to", _moved(torch.Tensor.to))
     found: list[str] = []
-    original = launch.Plan.__init__
+    original = Plan.__init__
 
     def made(self, kernel, device, grid, pointers, numbers, fixed, maps=(), overlaps=False):
         shape = (grid, kernel.spec.threads, kernel.spec.shared_bytes, pointers, numbers)
@@ -35,7 +36,7 @@ def install(monkeypatch) -> list[str]:
         found.append(f"{kernel.spec.description} {grid[0]}x{grid[1]} {digest.hexdigest()[:16]}")
         original(self, kernel, device, grid, pointers, numbers, fixed, maps, overlaps)
 
-    monkeypatch.setattr(launch.Plan, "__init__", made)
+    monkeypatch.setattr(Plan, "__init__", made)
     return found
 
 

@@ -42,7 +42,7 @@ def test_families_cover_their_files():
     assert "kernel_sources/pairwise/direct/direct.cuh" in pairwise
     assert "kernel_sources/common/math.cuh" in pairwise
     assert "kernlib/families/pairwise/lowering/direct.py" in pairwise
-    assert {"kernlib/runtime/launch.py", "kernlib/jit/store.py"} <= set(service)
+    assert {"kernlib/runtime/plan.py", "kernlib/jit/store.py"} <= set(service)
     found = (record.ROOT / "kernel_sources" / "pairwise").rglob("*.cuh")
     assert {path.relative_to(record.ROOT).as_posix() for path in found} <= set(pairwise)
     assert all((record.ROOT / name).is_file() for name in (*pairwise, *service))

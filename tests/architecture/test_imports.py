@@ -15,6 +15,13 @@ ABOVE = ("kernlib.nn", "kernlib.cli", "kernlib.compat", "kernlib.ahead", "kernli
 # Where pickles of kernlib 0.1 look.
 FORMER = {PACKAGE / f"descriptors/{name}.py" for name in (*FAMILIES, "norms")}
 
+LAUNCHING = (
+    "devices",
+    "driver",
+    "nvtx",
+    "plan",
+)  # of the runtime: for kernels of any family
+
 # Part of the package to what it must not import, by the first words of the module's name.
 FORBIDDEN = {
     "descriptors": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
@@ -23,7 +30,7 @@ FORBIDDEN = {
     "lowering": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.run",
                  *ABOVE),
     "runtime": ("lmdb", "kernlib.families", "kernlib.run", *ABOVE),
-    "runtime/launch.py": ("kernlib.descriptors",),
+    **{f"runtime/{name}.py": ("kernlib.descriptors",) for name in LAUNCHING},
     "families": ("cuda", "lmdb", *ABOVE),
     **{
         f"families/{one}": tuple(f"kernlib.families.{other}" for other in FAMILIES if other != one)

@@ -486,7 +486,7 @@ def test_descriptors_compiled_ahead_are_what_calls_of_every_layout_use(monkeypat
     from kernlib.compat.kermac import _tools as tools
 
     jobs = []
-    monkeypatch.setattr(tools.launch, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(tools.devices, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(tools.ahead, "build_all", lambda wanted, *_: jobs.extend(wanted))
     kermac.pre_compile_descriptors("cuda:0", [kermac.l1_norm, POWERS])
     sources = {spec.source for spec, arch in jobs if arch == "sm_90a"}

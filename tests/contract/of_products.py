@@ -12,8 +12,8 @@ from kernlib.families.kronecker_sparse import reference
 from kernlib.nn import compat
 from tests.contract import plain
 from tests.contract.cases import Context, Entry
+from tests.families.sparse.cases import FORMATS
 
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 PATTERN = (2, 3, 4, 5)  # 40 features to 30
 KINDS = {
     "descriptor": "descriptor", "debug": "flag", "scale": "number", "format": "text",

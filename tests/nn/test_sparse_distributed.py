@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kernlib.nn import SparseLinear
 from kernlib.sparse import magnitude
+from tests.families.sparse.cases import FORMATS
 
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 # What NCCL and gloo send both: https://docs.nvidia.com/deeplearning/nccl, ncclDataType_t.
 SENT = {torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
 

@@ -16,8 +16,8 @@ from torch import nn
 import kernlib as kl
 from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import SparseMatrix, compress, magnitude
+from tests.families.sparse.cases import FORMATS
 
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 each_format = pytest.mark.parametrize("format", FORMATS)
 
 

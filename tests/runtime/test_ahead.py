@@ -13,7 +13,7 @@ from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 from tests.support import fakes
 from tests.support.fakes import OnGpu, OnSecondGpu, on_gpu
 
@@ -329,6 +329,6 @@ def test_a_negated_view_is_prepared_as_the_call_will_read_it(gpus):
 def test_unloaded_names_what_a_device_lacks(gpus):
     a = on_gpu(300, 64)
     one, other = (operation.specs(d, "sm_90a", (a, a), {}, 0)[0] for d in (L1, kl.l2_distance()))
-    launch.load(one, 0)
-    assert launch.unloaded([one, other], 0) == [other]
-    assert launch.unloaded([one], 1) == [one]
+    devices.load(one, 0)
+    assert devices.unloaded([one, other], 0) == [other]
+    assert devices.unloaded([one], 1) == [one]

@@ -12,14 +12,15 @@ import kernlib as kl
 from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import compiler, service
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime import launch
+from kernlib.runtime import devices, driver
+from kernlib.runtime.plan import PLANS, Plan, PlanCache
 
 SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, description="my kernel")
 CAPABILITIES = {0: (9, 0), 1: (8, 6), 2: (12, 0), 3: (7, 5)}
 
 
 @pytest.fixture(autouse=True)
-def devices(monkeypatch):
+def gpus(monkeypatch):
     """Four GPUs that exist only by name; whoever asks a driver for more fails the test."""
     capturing = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: CAPABILITIES[index])
@@ -28,7 +29,7 @@ def devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(service, "load", forbidden("a load"))
     monkeypatch.setattr(compiler, "compile_spec", forbidden("a compile"))
-    monkeypatch.setattr(launch, "_bind_context", lambda device: None)
+    monkeypatch.setattr(driver, "bind_context", lambda device: None)
     service.forget()
     yield capturing
     service.forget()
@@ -58,23 +59,23 @@ def loads(monkeypatch):
     return found
 
 
-def test_a_miss_during_a_capture_names_prepare_and_touches_nothing(devices):
-    devices.append(True)
+def test_a_miss_during_a_capture_names_prepare_and_touches_nothing(gpus):
+    gpus.append(True)
     with pytest.raises(CaptureError, match=r"my kernel .*cuda:1.*kernlib\.prepare") as caught:
-        launch.load(SPEC, 1)
+        devices.load(SPEC, 1)
     assert isinstance(caught.value, kl.KernlibError)
 
 
-def test_a_loaded_kernel_is_found_during_a_capture(devices, loads):
-    before = launch.load(SPEC, 0)
-    devices.append(True)
-    assert launch.load(SPEC, 0) is before
+def test_a_loaded_kernel_is_found_during_a_capture(gpus, loads):
+    before = devices.load(SPEC, 0)
+    gpus.append(True)
+    assert devices.load(SPEC, 0) is before
     with pytest.raises(CaptureError):
-        launch.load(SPEC, 2)
+        devices.load(SPEC, 2)
     assert loads == [(0, "sm_90a")]
 
 
-def test_the_capture_is_looked_for_on_the_tensors_device(devices, monkeypatch):
+def test_the_capture_is_looked_for_on_the_tensors_device(gpus, monkeypatch):
     entered = []
 
     class Device(nullcontext):
@@ -85,11 +86,11 @@ def test_the_capture_is_looked_for_on_the_tensors_device(devices, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: entered == [2])
     with pytest.raises(CaptureError, match="cuda:2"):
-        launch.load(SPEC, 2)
+        devices.load(SPEC, 2)
 
 
 def test_each_device_has_its_own_arch(loads):
-    found = [launch.load(SPEC, index) for index in (1, 0, 2, 1)]
+    found = [devices.load(SPEC, index) for index in (1, 0, 2, 1)]
     assert [kernel.arch for kernel in found] == ["sm_86", "sm_90a", "sm_120", "sm_86"]
     assert loads == [(1, "sm_86"), (0, "sm_90a"), (2, "sm_120")]
     assert len({kernel.key for kernel in found}) == 3
@@ -110,18 +111,18 @@ ARCHS = {
 @pytest.mark.parametrize("capability", ARCHS)
 def test_only_90_takes_an_a_target(capability, monkeypatch):
     monkeypatch.setitem(CAPABILITIES, 0, capability)
-    assert launch.arch_of(0) == ARCHS[capability]
+    assert devices.arch_of(0) == ARCHS[capability]
 
 
-def test_a_device_below_the_floor_is_named(devices):
+def test_a_device_below_the_floor_is_named(gpus):
     with pytest.raises(UnsupportedError, match=r"GPU 3 has compute capability 7\.5.*8\.0"):
-        launch.load(SPEC, 3)
+        devices.load(SPEC, 3)
 
 
 def test_rocm_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(UnsupportedError, match="ROCm"):
-        launch.arch_of(0)
+        devices.arch_of(0)
 
 
 class Function:
@@ -143,11 +144,11 @@ class Function:
 @pytest.fixture
 def plan(monkeypatch, loads):
     function = Function(16 + 8 + 4)
-    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: function)
-    monkeypatch.setattr(launch, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 700 + device)
-    kernel = launch.load(SPEC, 0)
-    return launch.Plan(kernel, 0, (5, 6), 2, "d", b"tail"), function
+    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: function)
+    monkeypatch.setattr(devices, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "current_stream", lambda device: 700 + device)
+    kernel = devices.load(SPEC, 0)
+    return Plan(kernel, 0, (5, 6), 2, "d", b"tail"), function
 
 
 def test_a_plan_launches_its_grid_with_fresh_numbers_and_its_fixed_bytes(plan):
@@ -162,11 +163,11 @@ def test_a_plan_launches_its_grid_with_fresh_numbers_and_its_fixed_bytes(plan):
 
 
 def test_plans_of_one_thread_are_bounded_and_no_other_thread_sees_them():
-    cache = launch.PlanCache()
-    for index in range(launch.PLANS + 10):
+    cache = PlanCache()
+    for index in range(PLANS + 10):
         cache.keep((index,), index)
-    assert 0 < len(cache.plans) <= launch.PLANS
-    assert cache.plans[(launch.PLANS + 9,)] == launch.PLANS + 9
+    assert 0 < len(cache.plans) <= PLANS
+    assert cache.plans[(PLANS + 9,)] == PLANS + 9
     others = []
     thread = threading.Thread(target=lambda: others.append(dict(cache.plans)))
     thread.start()

@@ -8,7 +8,7 @@ import torch
 
 import kernlib as kl
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime import launch
+from kernlib.runtime import devices, driver
 from tests.support import fakes
 from tests.support.fakes import OnSecondGpu, on_gpu
 
@@ -20,7 +20,7 @@ def bound(monkeypatch):
     fakes.forget()
     found = []
     monkeypatch.setattr(
-        launch, "_bind_context", lambda device: found.append((device, gpus.entered[-1]))
+        driver, "bind_context", lambda device: found.append((device, gpus.entered[-1]))
     )
     yield found
     fakes.forget()
@@ -51,6 +51,6 @@ def test_contexts_are_bound_with_their_device_current(bound):
 def test_a_loaded_kernel_is_handed_out_with_its_context(bound):
     """Whoever loads: codecs of matrices have no plans."""
     spec = KernelSpec("sparse", "", "decode", 32, description="decode")
-    assert launch.load(spec, 1) is launch.load(spec, 1)
+    assert devices.load(spec, 1) is devices.load(spec, 1)
     assert bound == [(1, 1), (1, 1)]
     assert torch.cuda.current_device() == 0

@@ -12,7 +12,9 @@ import torch
 from kernlib import events
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Step
-from kernlib.runtime import launch, sequence, tensor_map
+from kernlib.runtime import devices, sequence, tensor_map
+from kernlib.runtime.driver import MAP_ALIGNMENT, MAP_BYTES
+from kernlib.runtime.plan import Plan, start_all
 
 MAP = tensor_map.TensorMap("float16", (8, 8), (16,), (8, 8), 0)
 
@@ -35,7 +37,7 @@ class Driver:
 
     def encode(self, place, kind, rank, address, *others):
         self.encoded.append(address.value)
-        ctypes.memset(place.value, 0, launch.MAP_BYTES)
+        ctypes.memset(place.value, 0, MAP_BYTES)
         if address.value in self.refused:
             return 1
         ctypes.c_uint64.from_address(place.value).value = address.value
@@ -71,29 +73,29 @@ def read(config):
 @pytest.fixture
 def driver(monkeypatch):
     made = Driver()
-    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: made.launch)
-    monkeypatch.setattr(launch, "_driver_version", lambda: 13000)
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: made.encode)
-    monkeypatch.setattr(launch, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 700 + device)
+    monkeypatch.setattr("kernlib.runtime.driver.launch_kernel_ex", lambda: made.launch)
+    monkeypatch.setattr("kernlib.runtime.driver.version", lambda: 13000)
+    monkeypatch.setattr("kernlib.runtime.driver.encode_tiled", lambda: made.encode)
+    monkeypatch.setattr(devices, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "current_stream", lambda device: 700 + device)
     return made
 
 
 def plan(driver, *arguments, function=1, device=0, **options):
     spec = KernelSpec("family", "source", "entry", 32, 49152, description=f"kernel {function}")
     kernel = SimpleNamespace(spec=spec, key="0" * 64, arch="sm_90a", function=function)
-    return launch.Plan(kernel, device, (5, 6), *arguments, **options)
+    return Plan(kernel, device, (5, 6), *arguments, **options)
 
 
 def block(*pointers, maps=2, tail=b"tail"):
     """What a kernel is to read."""
-    heads = [struct.pack("<Q", p).ljust(launch.MAP_BYTES, b"\0") for p in pointers[:maps]]
+    heads = [struct.pack("<Q", p).ljust(MAP_BYTES, b"\0") for p in pointers[:maps]]
     return b"".join(heads) + struct.pack(f"<{len(pointers) - maps}Q", *pointers[maps:]) + tail
 
 
 @pytest.fixture
 def mapped(driver):
-    driver.size = 2 * launch.MAP_BYTES + 8 + 4
+    driver.size = 2 * MAP_BYTES + 8 + 4
     return plan(driver, 1, "", b"tail", (MAP, MAP))
 
 
@@ -102,7 +104,7 @@ def test_maps_lie_where_the_driver_takes_them_and_hold_the_addresses(driver, map
     for pointers in calls:
         mapped.launch(pointers)
     assert [found for _, _, found in driver.launched] == [block(*each) for each in calls]
-    assert driver.block % launch.MAP_ALIGNMENT == 0
+    assert driver.block % MAP_ALIGNMENT == 0
 
 
 def test_a_map_is_encoded_where_an_operand_is_for_the_first_time(driver, mapped):
@@ -116,7 +118,7 @@ def test_maps_of_many_addresses_are_right_and_bounded(driver, mapped):
     for pointers in calls:
         mapped.launch(pointers)
     assert [found for _, _, found in driver.launched] == [block(*each) for each in calls]
-    assert all(len(known) <= launch.KNOWN_MAPS for known in mapped._maps._known)
+    assert all(len(known) <= tensor_map.KNOWN_MAPS for known in mapped._maps._known)
 
 
 def test_after_a_map_that_was_refused_the_others_are_put_in_place_anew(driver, mapped):
@@ -152,9 +154,9 @@ def test_each_launch_is_on_the_stream_that_is_current(driver, monkeypatch):
     driver.size = 8
     made, streams = plan(driver, 1, "", b""), (700, 7, 7, 0, 1 << 47, 7)
     for number, stream in enumerate(streams):
-        monkeypatch.setattr(launch, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(devices, "current_stream", lambda device, stream=stream: stream)
         made.launch((number,))
-        launch.start_all(((made, itemgetter(slice(0, 1)), 0),), 0, [number])
+        start_all(((made, itemgetter(slice(0, 1)), 0),), 0, [number])
         made.repeat()
     wanted = [(1, s, struct.pack("<Q", n)) for n, s in enumerate(streams) for _ in range(3)]
     assert driver.launched == wanted
@@ -168,7 +170,7 @@ def test_plans_one_behind_the_other_pick_their_addresses(driver):
     stop = events.subscribe(heard.append)
     try:
         steps = ((first, itemgetter(0, 3), 0), (second, itemgetter(3, 2), 1))
-        launch.start_all(steps, 0, [11, 22, 33, 44], [0.5, 9])
+        start_all(steps, 0, [11, 22, 33, 44], [0.5, 9])
     finally:
         stop()
     assert driver.launched == [
@@ -210,13 +212,13 @@ def test_a_step_of_a_call_that_overlaps_is_such_a_plan(driver, overlaps, monkeyp
     ("version", "count"), [(11080, 0), (12020, 0), (12030, 1), (12090, 1), (13000, 1)]
 )
 def test_drivers_that_capture_no_overlap_are_not_asked_for_one(driver, version, count, monkeypatch):
-    monkeypatch.setattr(launch, "_driver_version", lambda: version)
+    monkeypatch.setattr("kernlib.runtime.driver.version", lambda: version)
     plan(driver, 1, "", b"", overlaps=True).launch((3,))
     assert len(driver.configs[0].attributes) == count
 
 
 def test_a_plan_that_does_not_overlap_asks_no_drivers_version(driver, monkeypatch):
-    monkeypatch.setattr(launch, "_driver_version", lambda: pytest.fail("asked"))
+    monkeypatch.setattr("kernlib.runtime.driver.version", lambda: pytest.fail("asked"))
     plan(driver, 1, "", b"").launch((3,))
     assert len(driver.configs) == 1
 
@@ -224,10 +226,10 @@ def test_a_plan_that_does_not_overlap_asks_no_drivers_version(driver, monkeypatc
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_each_stream_has_its_own_config(driver, overlaps, monkeypatch):
     streams = (7, 7, 1 << 47, 0, 0)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 7)
+    monkeypatch.setattr(devices, "current_stream", lambda device: 7)
     made = plan(driver, 1, "", b"", overlaps=overlaps)
     for stream in streams:
-        monkeypatch.setattr(launch, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(devices, "current_stream", lambda device, stream=stream: stream)
         made.launch((3,))
     assert [found.stream for found in driver.configs] == list(streams)
     assert all(len(found.attributes) == overlaps for found in driver.configs)
@@ -260,9 +262,9 @@ def test_new_tensors_are_those_of_empty(shape, dtype, raw, monkeypatch):
     device = torch.device("cpu")
     if raw:
         strided = torch._C._dynamo.guards._empty_strided_cpu
-        monkeypatch.setattr(launch, "_raw_empty", strided)
+        monkeypatch.setattr(devices, "raw_empty", strided)
         device = torch.device("cuda:0")
-    make = launch.allocator(shape, dtype, device)
+    make = devices.allocator(shape, dtype, device)
     wanted = torch.empty(shape, dtype=dtype)
     first, second = make(), make()
     for found in (first, second):

@@ -2,18 +2,18 @@
 
 import threading
 
-from kernlib.runtime import launch
+from kernlib.runtime.plan import PLANS, PlanCache, _tables, forget_plans
 
 
 def test_the_oldest_plan_goes_first():
-    cache = launch.PlanCache()
-    for index in range(launch.PLANS + 3):
+    cache = PlanCache()
+    for index in range(PLANS + 3):
         cache.keep((index,), index)
-    assert list(cache.plans) == [(index,) for index in range(3, launch.PLANS + 3)]
+    assert list(cache.plans) == [(index,) for index in range(3, PLANS + 3)]
 
 
 def test_forgetting_reaches_every_thread_and_every_cache_and_goes_on():
-    caches = [launch.PlanCache(), launch.PlanCache()]
+    caches = [PlanCache(), PlanCache()]
     kept, forgotten, seen = threading.Barrier(3), threading.Event(), []
 
     def work(cache):
@@ -28,7 +28,7 @@ def test_forgetting_reaches_every_thread_and_every_cache_and_goes_on():
     for thread in threads:
         thread.start()
     kept.wait(30)
-    launch.forget_plans()
+    forget_plans()
     forgotten.set()
     for thread in threads:
         thread.join()
@@ -36,20 +36,20 @@ def test_forgetting_reaches_every_thread_and_every_cache_and_goes_on():
 
 
 def test_the_plans_of_a_thread_go_with_it():
-    cache = launch.PlanCache()
-    before = len(launch._tables)
+    cache = PlanCache()
+    before = len(_tables)
     thread = threading.Thread(target=lambda: cache.keep(("key",), 1))
     thread.start()
     thread.join()
-    assert len(launch._tables) == before
+    assert len(_tables) == before
 
 
 def test_a_thread_may_keep_plans_while_another_forgets_them():
-    cache, done = launch.PlanCache(), threading.Event()
+    cache, done = PlanCache(), threading.Event()
 
     def forget():
         while not done.is_set():
-            launch.forget_plans()
+            forget_plans()
 
     thread = threading.Thread(target=forget)
     thread.start()
@@ -57,4 +57,4 @@ def test_a_thread_may_keep_plans_while_another_forgets_them():
         cache.keep((index,), index)
     done.set()
     thread.join()
-    assert len(cache.plans) <= launch.PLANS
+    assert len(cache.plans) <= PLANS

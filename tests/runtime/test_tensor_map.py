@@ -8,8 +8,9 @@ import pytest
 
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.tma import TensorMap
-from kernlib.runtime import launch, tensor_map
-from kernlib.runtime.launch import MAP_ALIGNMENT, MAP_BYTES, Plan
+from kernlib.runtime import tensor_map
+from kernlib.runtime.driver import MAP_ALIGNMENT, MAP_BYTES
+from kernlib.runtime.plan import Plan
 from kernlib.runtime.tensor_map import Encoder
 from tests.support import fakes
 
@@ -51,7 +52,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     made = Driver()
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: made)
+    monkeypatch.setattr("kernlib.runtime.driver.encode_tiled", lambda: made)
     return made
 
 
@@ -116,7 +117,7 @@ def plan(monkeypatch, driver):
         seen.append((block, ctypes.string_at(block, 2 * MAP_BYTES + 32)))
         return (0,)
 
-    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
+    monkeypatch.setattr("kernlib.runtime.driver.launch_kernel_ex", lambda: launched)
     spec = KernelSpec("test", "source", "entry", 384, description="a kernel with maps")
     kernel = SimpleNamespace(spec=spec, key="0" * 64, arch="sm_90a", function=1)
     made = Plan(kernel, 0, (7, 1), 2, "d", b"12345678", (X, Y))
@@ -193,7 +194,7 @@ def test_a_refused_map_is_not_taken_for_encoded(plan, driver):
 
 def test_plans_without_maps_ask_no_driver(monkeypatch, driver):
     fakes.install(monkeypatch)
-    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: lambda *_: (0,))
+    monkeypatch.setattr("kernlib.runtime.driver.launch_kernel_ex", lambda: lambda *_: (0,))
     kernel = SimpleNamespace(
         spec=KernelSpec("test", "", "entry", 32), key="", arch="sm_90a", function=1
     )

@@ -9,7 +9,8 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import operation
-from kernlib.runtime import launch, numbers, tensors
+from kernlib.runtime import numbers, tensors
+from kernlib.runtime.plan import Plan
 from tests.families.kronecker_sparse import fake_kernels
 from tests.support import fakes
 from tests.support.fakes import OnGpu, on_gpu
@@ -99,13 +100,13 @@ computed = pytest.mark.parametrize("gpus", [fake_kernels], indirect=True)
 @launched
 def test_no_pairwise_kernel_is_given_the_address_of_a_zero_tensor(gpus, monkeypatch):
     given = []
-    real = launch.Plan.launch
+    real = Plan.launch
 
     def noted(plan, pointers, scalars=None):
         given.append((pointers[:2], scalars))
         return real(plan, pointers, scalars)
 
-    monkeypatch.setattr(launch.Plan, "launch", noted)
+    monkeypatch.setattr(Plan, "launch", noted)
     a, b, out = on_gpu(30, 64), on_gpu(20, 64), on_gpu(30, 20)
     lazy = [zeros(n + 1, 64)[1:].as_subclass(OnGpu) for n in (30, 20)]
     widths = (1.0, on_gpu(()), zeros().as_subclass(OnGpu), zeros(2).as_subclass(OnGpu)[1])

@@ -17,12 +17,13 @@ from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import entry, service, tuning
 from kernlib.jit.memory import MemoryStore
-from kernlib.runtime import launch
+from kernlib.runtime import devices
+from kernlib.runtime.plan import Plan, forget_plans
 from tests.support import fakes
 from tests.support.fakes import OnGpu, OnSecondGpu, on_gpu
 
 L1, LAPLACE = kl.l1_distance(), kl.laplace_l1()
-MODEL = launch.Model("GPU", 132)
+MODEL = devices.Model("GPU", 132)
 BIG, SMALL = {"tile": 128}, {"tile": 64}
 
 
@@ -111,8 +112,8 @@ def test_devices_of_one_model_share_choices(monkeypatch, gpus):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: (asked.append(index), ask(index))[1]
     )
-    assert launch.model(0) == launch.model(0) == ("GPU 0", 132)
-    assert launch.model(1) == ("GPU 1", 84)
+    assert devices.model(0) == devices.model(0) == ("GPU 0", 132)
+    assert devices.model(1) == ("GPU 1", 84)
     assert asked == [0, 1]
 
 
@@ -176,7 +177,7 @@ OUTDATED = [{}, {"tile": "96"}, {"tile": "128", "split": "2"}, {"shape": "64"}, 
 def test_a_choice_that_is_not_known_is_passed_over(gpus, monkeypatch, choice):
     a, b = on_gpu(3000, 64), on_gpu(2000, 64)
     untuned = grid(gpus, a, b)
-    launch.forget_plans()
+    forget_plans()
     monkeypatch.setattr(tuning, "choice", lambda *key: choice)
     assert grid(gpus, a, b) == untuned == (24 * 16, 1)
 
@@ -196,7 +197,7 @@ def test_the_fastest_is_kept_and_used_by_the_next_call(gpus, tile, blocks):
         [0.1, 0.2] if tile == 128 else [0.2, 0.1]
     )
     assert grid(gpus, a, b) == (blocks, 1)
-    launch.forget_plans()
+    forget_plans()
     assert grid(gpus, a, b) == (blocks, 1)
     assert grid(gpus, a, on_gpu(2001, 64)) == (24 * 16, 1)
 
@@ -268,7 +269,7 @@ def test_the_callers_output_is_left_alone(gpus, monkeypatch, layout, accumulate)
     out = layout(on_gpu(300, 201)).as_subclass(OnGpu)
     b = on_gpu(out.shape[1], 64)
     outputs, strides = [], []
-    real = launch.Plan.launch
+    real = Plan.launch
 
     def noted(plan, pointers, numbers=None):
         outputs.append(pointers[2])
@@ -276,7 +277,7 @@ def test_the_callers_output_is_left_alone(gpus, monkeypatch, layout, accumulate)
 
     scratch = choices._scratch
     monkeypatch.setattr(choices, "_scratch", lambda *given: (strides.append(1), scratch(*given))[1])
-    monkeypatch.setattr(launch.Plan, "launch", noted)
+    monkeypatch.setattr(Plan, "launch", noted)
     version = out._version
     kl.tune(L1, a, b, out=out, accumulate=accumulate)
     assert len(set(outputs)) == 1 == len(strides)
@@ -290,7 +291,7 @@ def test_the_callers_output_is_left_alone(gpus, monkeypatch, layout, accumulate)
 def test_a_transposed_output_swaps_the_inputs_of_a_trial(gpus, monkeypatch):
     a, b = on_gpu(300, 64), on_gpu(200, 64)
     given = []
-    monkeypatch.setattr(launch.Plan, "launch", lambda plan, pointers, _: given.append(pointers[:2]))
+    monkeypatch.setattr(Plan, "launch", lambda plan, pointers, _: given.append(pointers[:2]))
     monkeypatch.setattr(tuner, "_measure", lambda launches, *_: [1.0 for _ in launches])
     kl.tune(L1, a, b)
     kl.tune(L1, a, b, out=on_gpu(200, 300).T)
@@ -300,10 +301,8 @@ def test_a_transposed_output_swaps_the_inputs_of_a_trial(gpus, monkeypatch):
 
 def test_numbers_reach_the_trial(gpus, monkeypatch):
     numbers = []
-    real = launch.Plan.launch
-    monkeypatch.setattr(
-        launch.Plan, "launch", lambda plan, p, n: (numbers.append(n), real(plan, p, n))[1]
-    )
+    real = Plan.launch
+    monkeypatch.setattr(Plan, "launch", lambda plan, p, n: (numbers.append(n), real(plan, p, n))[1])
     width = on_gpu(1, dtype=torch.float64)
     kl.tune(LAPLACE, on_gpu(300, 64), on_gpu(200, 64), bandwidth=2.5, epsilon=width)
     slot = checks.slots(LAPLACE)

@@ -12,7 +12,8 @@ import torch
 
 from kernlib.jit import service
 from kernlib.jit.entry import Entry
-from kernlib.runtime import launch
+from kernlib.runtime import devices, driver
+from kernlib.runtime.plan import forget_plans
 
 MODELS = {  # capability, name, multiprocessors
     0: ((9, 0), "GPU 0", 132),
@@ -141,15 +142,15 @@ def install(monkeypatch) -> Gpus:
         monkeypatch.setattr(torch.cuda, name, fake)
     for name in ("build", "loaded", "kernel"):
         monkeypatch.setattr(service, name, getattr(gpus, name))
-    monkeypatch.setattr(launch, "_bind_context", lambda device: None)
-    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: gpus.launch)
-    monkeypatch.setattr(launch, "_driver_version", lambda: launch.OVERLAPS_FROM)
-    monkeypatch.setattr(launch, "current_device", lambda: gpus.entered[-1])
-    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(driver, "bind_context", lambda device: None)
+    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: gpus.launch)
+    monkeypatch.setattr(driver, "version", lambda: driver.OVERLAPS_FROM)
+    monkeypatch.setattr(devices, "current_device", lambda: gpus.entered[-1])
+    monkeypatch.setattr(devices, "current_stream", lambda device: 0)
     return gpus
 
 
 def forget() -> None:
     """No plan made, no model known."""
-    launch.forget_plans()
-    launch.model.cache_clear()
+    forget_plans()
+    devices.model.cache_clear()

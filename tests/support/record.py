@@ -25,12 +25,13 @@ RENEW = "run `pytest tests/gpu` on a machine with an NVIDIA GPU and commit tests
 
 # What belongs to an entry that is no family's: patterns below ROOT. To a family belong its package
 # and its folder of kernel_sources.
+RUNTIME = ("candidates", "devices", "driver", "nvtx", "plan")
 OWN = {
     "linalg": ("kernlib/linalg/**/*.py",),
     "service": (
         "kernlib/[!_]*.py",
         "kernlib/jit/**/*.py",
-        *(f"kernlib/runtime/{name}.py" for name in ("launch", "candidates")),
+        *(f"kernlib/runtime/{name}.py" for name in RUNTIME),
     ),
 }
 LAZY = ("kernlib/__init__.py", "kernlib/nn/__init__.py", "kernlib/sparse/__init__.py")

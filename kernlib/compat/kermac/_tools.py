@@ -13,7 +13,7 @@ from kernlib import ahead
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
 from kernlib.errors import UnsupportedError
 from kernlib.run import op_of
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 from kernlib.runtime.tensors import check_flag, check_layout
 
 # Points and features of the calls that are compiled ahead: either tile, K short and long, with
@@ -158,7 +158,7 @@ def pre_compile_descriptors(
     for descriptor in wanted:
         if not isinstance(descriptor, KernelDescriptor):
             raise TypeError(f"descriptors must be KernelDescriptors, got {descriptor!r}")
-    arch = launch.arch_of(_index(device))
+    arch = devices.arch_of(_index(device))
     jobs = []
     for descriptor in wanted:
         made, arguments = descriptor.pairwise, _arguments(descriptor)

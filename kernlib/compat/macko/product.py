@@ -10,7 +10,8 @@ import torch
 from kernlib.families.sparse.formats import macko as codec
 from kernlib.families.sparse.lowering import macko as lowering
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
-from kernlib.runtime.launch import PlanCache, arch_of, model
+from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.sequence import Steps
 from kernlib.runtime.tensors import materialised
 

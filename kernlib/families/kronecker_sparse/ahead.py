@@ -20,7 +20,7 @@ from kernlib.runtime.arguments import (
     refuse_out_of_recorded,
     requires_gradient,
 )
-from kernlib.runtime.launch import load
+from kernlib.runtime.devices import load
 from kernlib.runtime.tensors import check_dense
 
 

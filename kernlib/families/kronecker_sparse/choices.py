@@ -14,7 +14,7 @@ from kernlib.families.kronecker_sparse.ahead import Request
 from kernlib.families.kronecker_sparse.lowering import choose
 from kernlib.runtime.arguments import KERNEL_TYPES
 from kernlib.runtime.candidates import Candidate, Candidates
-from kernlib.runtime.launch import arch_of, model
+from kernlib.runtime.devices import arch_of, model
 
 
 def choices(request: Request) -> Candidates:

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from kernlib.families.kronecker_sparse import checks, reference
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 from kernlib.runtime.arguments import (
     KERNEL_TYPES,
     autocast,
@@ -30,6 +30,7 @@ from kernlib.runtime.arguments import (
     requires_gradient,
     tensors_of,
 )
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from kernlib.families.kronecker_sparse.plans import KroneckerPlan
     from kernlib.runtime.candidates import Candidates
 
-_plans = launch.PlanCache()
+_plans = PlanCache()
 _FLOAT32 = torch.float32
 
 
@@ -169,7 +170,7 @@ def execute(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> to
 
 def by_plan(plan: KroneckerPlan, descriptor, x, weight, out, parameters: dict) -> torch.Tensor:
     """A call by its plan."""
-    if launch.current_device() != plan.index:
+    if devices.current_device() != plan.index:
         with torch.cuda.device(plan.index):
             return by_plan(plan, descriptor, x, weight, out, parameters)
     vectors = numbers = kept = ()
@@ -221,7 +222,7 @@ def weight_gradient(
 
 
 def _weight_gradient_by_plan(plan: KroneckerPlan, grad, x) -> torch.Tensor:
-    if launch.current_device() != plan.index:
+    if devices.current_device() != plan.index:
         with torch.cuda.device(plan.index):
             return _weight_gradient_by_plan(plan, grad, x)
     left = grad if plan.left is None else grad.reshape(plan.left)

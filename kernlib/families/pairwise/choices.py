@@ -13,7 +13,7 @@ from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
 from kernlib.runtime.candidates import Candidate, Candidates
-from kernlib.runtime.launch import arch_of, model
+from kernlib.runtime.devices import arch_of, model
 
 
 def choices(request: Request) -> Candidates:

@@ -19,8 +19,8 @@ from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.families.pairwise.request import Request, is_empty, problem_of
 from kernlib.jit.spec import KernelSpec
 from kernlib.run import run_kernel
-from kernlib.runtime.launch import PlanCache
 from kernlib.runtime.numbers import check_kind, host_value
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import (
     check_dense,
     check_flag,

@@ -14,8 +14,9 @@ from kernlib.families.pairwise.request import Request, is_empty, problem_of, tun
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import steps
-from kernlib.runtime.launch import Plan, arch_of, load, model
+from kernlib.runtime.devices import arch_of, load, model
 from kernlib.runtime.numbers import accumulator, host_value, on_device
+from kernlib.runtime.plan import Plan
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.sequence import Steps
 from kernlib.runtime.tensors import LOWEST_ADDRESS, span

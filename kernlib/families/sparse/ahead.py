@@ -24,7 +24,7 @@ from kernlib.runtime.arguments import (
     requires_gradient,
 )
 from kernlib.runtime.candidates import Candidate, Candidates
-from kernlib.runtime.launch import arch_of, model
+from kernlib.runtime.devices import arch_of, model
 
 MULTIPROCESSORS = 132  # that lowering is told of where no GPU is named; no spec depends on it
 

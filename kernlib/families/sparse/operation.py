@@ -22,7 +22,7 @@ from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.tensors import check_frozen, check_place
 from kernlib.jit.spec import KernelSpec
 from kernlib.run import run_kernel
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 from kernlib.runtime.arguments import (
     autocast,
     check_device,
@@ -35,6 +35,7 @@ from kernlib.runtime.arguments import (
     requires_gradient,
     tensors_of,
 )
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
     check_dense,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from kernlib.families.sparse.plans import SparsePlan
     from kernlib.runtime.candidates import Candidates
 
-_plans = launch.PlanCache()
+_plans = PlanCache()
 _PLAIN, _BIASED = SparseMatmul(), SparseMatmul((Bias(),))
 
 
@@ -213,7 +214,7 @@ def execute(descriptor: SparseMatmul, w: SparseMatrix, x, out, parameters: dict)
 
 def by_plan(plan: SparsePlan, descriptor, w, x, out, parameters: dict) -> torch.Tensor:
     """A call by its plan."""
-    if launch.current_device() != plan.index:
+    if devices.current_device() != plan.index:
         with torch.cuda.device(plan.index):
             return by_plan(plan, descriptor, w, x, out, parameters)
     if w._frozen is not None:

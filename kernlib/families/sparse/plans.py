@@ -18,8 +18,9 @@ from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime.arguments import KERNEL_TYPES, address_of, folded, no_autocast
-from kernlib.runtime.launch import Plan, allocator, arch_of, model
+from kernlib.runtime.devices import allocator, arch_of, model
 from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.plan import Plan
 from kernlib.runtime.sequence import launcher, load_steps
 from kernlib.runtime.tensors import span
 

@@ -13,7 +13,7 @@ from kernlib.families.kronecker_sparse import ahead, operation
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime import expressions, launch
+from kernlib.runtime import devices, driver, expressions
 from tests.support import fakes
 from tests.support.fakes import Torch, at
 
@@ -131,8 +131,8 @@ def install(monkeypatch) -> fakes.Gpus:
         simulated.run(made.launches[-1].what, block)
         return answer
 
-    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
-    monkeypatch.setattr(launch, "_raw_empty", None)
-    for module in (operation, ahead, launch):
+    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
+    monkeypatch.setattr(devices, "raw_empty", None)
+    for module in (operation, ahead, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made

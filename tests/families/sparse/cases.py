@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 import kernlib as kl
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.sparse import SparseMatrix, compress
 
-FORMATS = [
-    name
-    for name in ("bitmap", "u8", "u4", "u2", "macko", "dense")
-    if find_spec(f"kernlib.families.sparse.formats.{name}")
-]
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 EPILOGUES = {
     "none": (),

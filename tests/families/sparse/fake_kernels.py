@@ -14,7 +14,7 @@ from kernlib.families.sparse.matrix import DTYPES, SparseMatrix
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.steps import Lowered, Step
-from kernlib.runtime import autograd, expressions, launch
+from kernlib.runtime import autograd, devices, driver, expressions
 from tests.support import fakes
 from tests.support.fakes import OnGpu, Torch, at
 
@@ -134,9 +134,9 @@ def install(monkeypatch) -> fakes.Gpus:
     monkeypatch.setattr(SparseMatrix, "to_dense", laid_out)
     for module in (reference, autograd):
         monkeypatch.setattr(module, "expressions", Expressions())
-    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
-    monkeypatch.setattr(launch, "_raw_empty", None)
-    for module in (operation, ahead, plans, launch):
+    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
+    monkeypatch.setattr(devices, "raw_empty", None)
+    for module in (operation, ahead, plans, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made
 

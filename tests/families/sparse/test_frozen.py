@@ -14,7 +14,7 @@ from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.tensors import state_of
 from kernlib.jit import targets
-from kernlib.runtime import launch
+from kernlib.runtime import driver
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
 from tests.families.sparse.cases import FORMATS, made
@@ -43,14 +43,14 @@ def gpus(monkeypatch):
     found = fake_kernels.install(monkeypatch)
     found.waited, found.early = [], []
     monkeypatch.setattr(torch.cuda, "synchronize", found.waited.append)
-    inner = launch._cu_launch_kernel_ex()
+    inner = driver.launch_kernel_ex()
 
     def launched(config, function, arguments, extra):
         if found.loads[int(function) - 1].what.startswith("sum"):
             found.early.append(config.numAttrs == 1)
         return inner(config, function, arguments, extra)
 
-    monkeypatch.setattr(launch, "_cu_launch_kernel_ex", lambda: launched)
+    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
     yield found
     fakes.forget()
 

@@ -10,11 +10,11 @@ import torch
 
 import kernlib as kl
 from kernlib import linalg, sparse
+from tests.families.sparse.cases import FORMATS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 OTHER = "cuda:1"
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 
 
 def randn(*shape: int, **options) -> torch.Tensor:

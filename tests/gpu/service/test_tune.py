@@ -15,7 +15,8 @@ import kernlib as kl
 from kernlib import tuner
 from kernlib.jit import tuning
 from kernlib.run import op_of
-from kernlib.runtime import launch
+from kernlib.runtime import devices
+from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.pairwise.cases import points, relative_error
 
 M, N, K = 1100, 1000, 64  # 72 tiles of 128 and 288 of 64: both can be chosen on every GPU
@@ -55,7 +56,7 @@ assert names == ["launch"], names
 @pytest.fixture(autouse=True)
 def fresh_plans():
     """Plans that other tests made would hide what a choice changes."""
-    launch.forget_plans()
+    forget_plans()
 
 
 @pytest.fixture
@@ -128,8 +129,8 @@ def test_a_record_that_means_nothing_is_passed_over(seed, seen):
     kl.run_kernel(descriptor, a, b)
     untuned = seen[-1].fields["grid"]
     for choice in ({"tile": 96}, {"tile": 64, "shape": 3}, {}):
-        assert tuning.keep("pairwise", launch.model(found.device), found.signature, choice)
-        launch.forget_plans()
+        assert tuning.keep("pairwise", devices.model(found.device), found.signature, choice)
+        forget_plans()
         out = kl.run_kernel(descriptor, a, b)
         assert seen[-1].fields["grid"] == untuned
         assert relative_error(out, wanted(a, b, 1.1875)) <= 2e-6
@@ -224,7 +225,7 @@ def test_meta_tensors_prepare_the_tuned_kernel(seed, seen, monkeypatch):
     a, b = inputs()
     descriptor = fresh(1.6875)
     meta = [torch.empty_like(x, device="meta") for x in (a, b)]
-    default = op_of(descriptor).specs(descriptor, launch.arch_of(0), meta, {}, 0)
+    default = op_of(descriptor).specs(descriptor, devices.arch_of(0), meta, {}, 0)
     big = "tile=128 " in default[0].description
     monkeypatch.setattr(tuner, "_measure", lambda *given: [2.0, 1.0] if big else [1.0, 2.0])
     kl.tune(descriptor, a, b)

@@ -19,8 +19,9 @@ from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.families.pairwise.lowering import gradient_tensor
 from kernlib.families.pairwise.lowering.direct import Layout
-from kernlib.runtime.launch import Plan, arch_of, load, model
+from kernlib.runtime.devices import arch_of, load, model
 from kernlib.runtime.numbers import accumulator, host_value
+from kernlib.runtime.plan import Plan
 from kernlib.runtime.tensors import span
 
 

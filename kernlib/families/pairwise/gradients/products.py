@@ -9,7 +9,7 @@ import torch
 
 from kernlib.families.pairwise.descriptor import dot_product
 from kernlib.run import run_kernel
-from kernlib.runtime.launch import model
+from kernlib.runtime.devices import model
 from kernlib.runtime.precision import float32_precision
 
 KERNEL_COLUMNS = 128  # of a product, from which the kernel of dot products beats SGEMM

@@ -13,7 +13,8 @@ from kernlib.families.pairwise.lowering.direct import NUMBER, Layout, scalar_cou
 from kernlib.families.pairwise.plans import precision
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
-from kernlib.runtime.launch import Plan, arch_of, load, model
+from kernlib.runtime.devices import arch_of, load, model
+from kernlib.runtime.plan import Plan
 from kernlib.runtime.sequence import Steps
 
 # Of v's columns one launch by tensor cores takes 8: 18 ms for 1e10 pairs of 64 features, and 16 in

@@ -17,8 +17,8 @@ from kernlib.families.pairwise.plans import numbers_of, precision
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks, kernels
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
-from kernlib.runtime.launch import PlanCache
 from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import (
     check_dense,

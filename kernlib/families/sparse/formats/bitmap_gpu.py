@@ -15,7 +15,7 @@ from kernlib.families.sparse.formats.encoding import bits
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
-from kernlib.runtime.launch import PlanCache
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.sequence import Steps
 
 FAMILY = "sparse"

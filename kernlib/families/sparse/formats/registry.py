@@ -53,7 +53,7 @@ def auto(dense: torch.Tensor, columns: int = 1) -> str:
         sizes.pop("bitmap", None)  # whose kernels take half types only
     arch = rates.DEFAULT
     if dense.device.type == "cuda":
-        from kernlib.runtime.launch import arch_of  # which CPU tensors do not load
+        from kernlib.runtime.devices import arch_of  # which CPU tensors do not load
 
         arch = arch_of(dense.get_device())
 

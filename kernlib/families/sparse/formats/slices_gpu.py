@@ -14,7 +14,8 @@ import torch
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.names import named
-from kernlib.runtime.launch import Plan, load
+from kernlib.runtime.devices import load
+from kernlib.runtime.plan import Plan
 
 THREADS = 256
 ENCODE_FIXED = "<2q6I"  # strides of the matrix, then sizes

@@ -35,12 +35,12 @@ from kernlib.families.sparse.formats import registry
 here = "kernlib.families.sparse.formats."
 known = {here + name for name in ("registry", "encoding")}
 assert not [name for name in sys.modules if name.startswith(here) and name not in known]
-assert "kernlib.runtime.launch" not in sys.modules
+assert "kernlib.runtime.devices" not in sys.modules
 import torch
 module = registry.format_of("bitmap")
 tensors, facts = module.encode(torch.eye(4))
 module.decode(tensors, facts, (4, 4), torch.float32)
-assert "kernlib.runtime.launch" not in sys.modules and here + "u8" not in sys.modules
+assert "kernlib.runtime.devices" not in sys.modules and here + "u8" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

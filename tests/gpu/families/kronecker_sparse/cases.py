@@ -21,7 +21,8 @@ from kernlib.families.kronecker_sparse import operation as op
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime import launch
+from kernlib.runtime import devices
+from kernlib.runtime.plan import forget_plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = float("nan")
@@ -143,12 +144,12 @@ def problem_of(descriptor, x, weight, out=None, **parameters) -> lowering.Proble
 
 
 def lowered(epilogue: tuple, problem: lowering.Problem, choice) -> lowering.Lowered:
-    arch, gpu = launch.arch_of(index()), launch.model(index())
+    arch, gpu = devices.arch_of(index()), devices.model(index())
     return lowering.lower(epilogue, problem, arch, gpu.multiprocessors, choice)
 
 
 def candidates(problem: lowering.Problem) -> list[dict]:
-    return lowering.candidates(problem, launch.arch_of(index()))
+    return lowering.candidates(problem, devices.arch_of(index()))
 
 
 def first_of_each_kind(problem: lowering.Problem) -> list[dict]:
@@ -170,7 +171,7 @@ def specs_of_step(descriptor: kl.KroneckerSparse, batch: int, numbers: str) -> l
     x, weight = meta(descriptor.pattern, batch, numbers, descriptor.batch_last)
     vectors = {name: x.new_empty(descriptor.out_features) for name in descriptor.vectors}
     values = {name: vectors.get(name, 1.0) for name in descriptor.parameters}
-    found, arch = [], launch.arch_of(index())
+    found, arch = [], devices.arch_of(index())
     for recorded in (False, True):
         for tensor in (x, weight, *vectors.values()):
             tensor.requires_grad_(recorded)
@@ -181,7 +182,7 @@ def specs_of_step(descriptor: kl.KroneckerSparse, batch: int, numbers: str) -> l
 def build(specs: list[KernelSpec]) -> None:
     """Compile kernels on all processors at once: one after the other those of this family's tests
     take two minutes."""
-    arch = launch.arch_of(index())
+    arch = devices.arch_of(index())
     ahead.build_all([(spec, arch) for spec in dict.fromkeys(specs)], None, False)
 
 
@@ -218,7 +219,7 @@ def choosing(choice: dict | None) -> Iterator[Seen]:
         planned.append((epilogue, problem))
         return plain(epilogue, problem, *others)
 
-    launch.forget_plans()
+    forget_plans()
     try:
         with (
             mock.patch.object(tuning, "choice", lambda *_: choice),
@@ -227,19 +228,19 @@ def choosing(choice: dict | None) -> Iterator[Seen]:
         ):
             yield Seen(launched, planned)
     finally:
-        launch.forget_plans()
+        forget_plans()
 
 
 @contextmanager
 def only(*names: str) -> Iterator[None]:
     """Calls know these kinds of kernel alone, forward and backward; all without names."""
-    launch.forget_plans()
+    forget_plans()
     kept = {name: kind for name, kind in lowering.KINDS.items() if not names or name in names}
     try:
         with mock.patch.dict(lowering.KINDS, kept, clear=True):
             yield
     finally:
-        launch.forget_plans()
+        forget_plans()
 
 
 KERNELS = {"by rule": (), "portable": ("portable",)}  # arguments of only()

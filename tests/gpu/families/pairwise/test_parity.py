@@ -11,7 +11,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise import operation
-from kernlib.runtime.launch import arch_of
+from kernlib.runtime.devices import arch_of
 from tests.gpu.families.pairwise.cases import points, relative_error
 
 INF, NAN = math.inf, math.nan

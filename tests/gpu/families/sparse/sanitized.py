@@ -11,9 +11,9 @@ import torch
 
 import kernlib as kl
 from kernlib import sparse
+from tests.families.sparse.cases import FORMATS
 
 SHAPES = ((1, 1), (17, 300), (33, 2050), (100, 5000))
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 
 
 def main() -> None:

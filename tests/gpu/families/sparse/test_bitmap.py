@@ -16,7 +16,7 @@ from kernlib.families.sparse.formats import dense as dense_format
 from kernlib.families.sparse.formats import registry as formats
 from kernlib.families.sparse.formats.encoding import BITS
 from kernlib.jit import service
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SHAPES = [
@@ -30,7 +30,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.fixture(scope="module", autouse=True)
 def built():
     """The kernels, compiled side by side."""
-    arch = launch.arch_of(torch.cuda.current_device())
+    arch = devices.arch_of(torch.cuda.current_device())
     specs = [spec for itemsize in gpu.ITEMSIZES for spec in gpu.specs(itemsize)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda spec: service.build(spec, arch), specs))

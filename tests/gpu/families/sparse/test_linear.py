@@ -11,10 +11,10 @@ from torch import nn
 
 from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import magnitude
+from tests.families.sparse.cases import FORMATS
 from tests.support.ties import ACTIVATIONS
 
 DEVICE = "cuda"
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 STEPS = 4  # with CUDA graphs the first runs eagerly, the second records, the others replay
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6}
 

@@ -12,7 +12,7 @@ from kernlib.families.sparse.formats import macko as codec
 from kernlib.families.sparse.formats import macko_gpu as gpu
 from kernlib.families.sparse.lowering import macko as lowering
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 from kernlib.runtime.sequence import Steps
 from tests.families.sparse.formats import macko_cases as cases
 
@@ -33,7 +33,7 @@ def problem(shape, columns, dtype, facts, strides=None) -> Problem:
 
 def lowered(given: Problem, ranges: bool | None, epilogue=()):
     """As the rule has it, or (``ranges``) with CTAs that divide entries, or rows."""
-    arch, count = launch.arch_of(0), launch.model(0).multiprocessors
+    arch, count = devices.arch_of(0), devices.model(0).multiprocessors
     if ranges is None:
         return lowering.lower(epilogue, given, arch, count)
     variant = lowering.variant_of(given, arch, ranges)
@@ -42,7 +42,7 @@ def lowered(given: Problem, ranges: bool | None, epilogue=()):
 
 @pytest.fixture(scope="module", autouse=True)
 def built():
-    arch, found = launch.arch_of(0), []
+    arch, found = devices.arch_of(0), []
     for dtype in cases.DTYPES:
         found += gpu.specs(dtype) + gpu.specs(dtype, True)
         for (shape, _), columns, ranges in (

@@ -11,7 +11,7 @@ import kernlib as kl
 from kernlib.families.sparse.formats import slices
 from kernlib.families.sparse.lowering import slices as lowering
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
-from kernlib.runtime import launch
+from kernlib.runtime import devices
 from kernlib.runtime.sequence import Steps
 
 # Relative Frobenius errors, of results rounded once; of a few results, the unit of rounding.
@@ -45,9 +45,9 @@ def product(form, encoded, shape, x, epilogue=(), vector=(), numbers=None, out=N
     dtype, strides = str(x.dtype).removeprefix("torch."), (out.stride(0), out.stride(1))
     sizes = (*shape, x.shape[0], dtype, x.stride(0), True, strides)
     problem, device = Problem(*sizes, facts_of(facts)), x.device.index
-    arch = launch.arch_of(device)
+    arch = devices.arch_of(device)
     assert kernels.takes(problem, arch)
-    lowered = kernels.lower(epilogue, problem, arch, launch.model(device).multiprocessors)
+    lowered = kernels.lower(epilogue, problem, arch, devices.model(device).multiprocessors)
     given = {**tensors, "x": x, "out": out}
     given.update({f"vector{index}": each for index, each in enumerate(vector)})
     steps = Steps(lowered, tuple(given), x.device)

@@ -16,8 +16,8 @@ from kernlib import sparse
 from kernlib.compat import macko
 from kernlib.nn import SparseLinear
 from kernlib.sparse import SparseMatrix, compress
+from tests.families.sparse.cases import FORMATS
 
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
 SURROUNDINGS = {
     "meta": lambda: torch.device("meta"),
     "cpu": lambda: torch.device("cpu"),

@@ -15,7 +15,7 @@ import kernlib as kl
 from kernlib import ahead
 from kernlib.families.sparse import operation as op
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.runtime import expressions, launch
+from kernlib.runtime import devices, expressions
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse.cases import BIASED, DTYPES, EPILOGUES, FORMATS, made, random, values_of
 
@@ -33,7 +33,7 @@ every_format = pytest.mark.parametrize("format", FORMATS)
 def built():
     """The kernels of most tests here, compiled side by side."""
     device = torch.cuda.current_device()
-    arch, specs = launch.arch_of(device), []
+    arch, specs = devices.arch_of(device), []
     for format in FORMATS:
         for dtype in DTYPES.values():
             _, w, many = case(format, columns=16, dtype=dtype)

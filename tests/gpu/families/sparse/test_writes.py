@@ -12,7 +12,8 @@ from torch.func import functional_call
 import kernlib as kl
 from kernlib.jit.spec import KernelSpec
 from kernlib.nn import SparseLinear
-from kernlib.runtime import launch
+from kernlib.runtime import devices
+from kernlib.runtime.plan import Plan
 from kernlib.sparse import compress, matmul
 from tests.families.sparse.cases import FORMATS, random
 
@@ -59,7 +60,7 @@ def late_writer(to: torch.Tensor):
     device = to.get_device()
     spec = KernelSpec("sparse", LATE, "late_write", 256, description="late write")
     size = to.numel() * to.element_size()
-    plan = launch.Plan(launch.load(spec, device), device, (16, 1), 2, "", struct.pack("<q", size))
+    plan = Plan(devices.load(spec, device), device, (16, 1), 2, "", struct.pack("<q", size))
     return lambda given: plan.launch((to.data_ptr(), given.data_ptr()))
 
 

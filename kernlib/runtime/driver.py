@@ -1,0 +1,70 @@
+"""What kernlib asks of the CUDA driver itself, imported when the first kernel needs it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of an encoded tensor map
+
+OVERLAPS_FROM = 12030  # of the driver: older ones capture no launch that overlaps in a CUDA graph
+
+
+def bind_context(device: int) -> None:
+    """Give a fresh thread a CUDA context: torch binds one only when it calls the runtime, which a
+    thread that has allocated nothing has not done, and a driver launch without one fails. The
+    device must be current, or torch would take it for that from now on."""
+    from cuda.bindings import driver
+
+    if int(driver.cuCtxGetCurrent()[1]) == 0:
+        handle = driver.cuDeviceGet(device)[1]
+        driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(handle)[1])
+
+
+def launch_config(shape: tuple[int, ...], stream: int, overlaps: bool) -> object:
+    """The CUlaunchConfig of a grid, a block and dynamic shared memory on a stream. It owns the
+    memory of its attributes: what is assigned to them is copied."""
+    from cuda.bindings import driver
+
+    made = driver.CUlaunchConfig()
+    made.gridDimX, made.gridDimY, made.gridDimZ = shape[:3]
+    made.blockDimX, made.blockDimY, made.blockDimZ = shape[3:6]
+    made.sharedMemBytes = shape[6]
+    made.hStream = driver.CUstream(stream)
+    if overlaps and version() >= OVERLAPS_FROM:
+        kinds = driver.CUlaunchAttributeID
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        made.attrs, made.numAttrs = [attribute], 1
+    return made
+
+
+@lru_cache(maxsize=1)
+def version() -> int:
+    """The CUDA that the driver is for: 12030 for 12.3."""
+    from cuda.bindings import driver
+
+    return int(driver.cuDriverGetVersion()[1])
+
+
+@lru_cache(maxsize=1)
+def launch_kernel_ex() -> Callable:
+    from cuda.bindings.driver import cuLaunchKernelEx
+
+    return cuLaunchKernelEx
+
+
+@lru_cache(maxsize=1)
+def function_type() -> type:
+    """An int in place of the function's object costs each launch 0.1 us."""
+    from cuda.bindings.driver import CUfunction
+
+    return CUfunction
+
+
+@lru_cache(maxsize=1)
+def encode_tiled() -> Callable:
+    """cuTensorMapEncodeTiled by ctypes: 1 us, where cuda.bindings takes 10."""
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
