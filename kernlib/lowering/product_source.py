@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kernlib.descriptors.base import render
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.epilogue_source import EpilogueSource
 
 # torch's names of storage: (CUDA type, bytes); all are summed in float
@@ -34,9 +35,9 @@ def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
 
-using InputT = {TYPES[dtype][0]};
+using InputT = {DTYPES[dtype].cuda};
 using AccT = float;
-using OutputT = {TYPES[out_dtype][0]};
+using OutputT = {DTYPES[out_dtype].cuda};
 
 constexpr int VECTORS = {len(vectors(epilogue))};
 constexpr int SCALARS = {scalar_count(epilogue)};

@@ -1,4 +1,4 @@
-"""What lowering answers for a call of several launches: plain named tuples.
+"""What lowering answers for a call, whatever its family: launches, as plain named tuples.
 
 Steps follow each other on one stream and share one scratch tensor, the workspace.
 """
@@ -31,7 +31,16 @@ class Step(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """The launches of a call, in order, and the bytes of scratch that they share."""
+    """The launches of a call, in order, and the bytes of scratch that they share. Some leave a sum
+    in several ``parts``, one behind the other in the place of the result, of ``per_part`` summands
+    each but the last, for the caller to combine."""
 
     steps: tuple[Step, ...]
     workspace: int = 0
+    parts: int = 1
+    per_part: int = 0
+
+    @property
+    def specs(self) -> list[KernelSpec]:
+        """The kernels, in the order of their launches."""
+        return [step.spec for step in self.steps]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernlib.lowering.product_source import TYPES
+from kernlib.lowering.dtypes import DTYPES
 
 MAX_SIZE = 2**31 - 1024  # kernels round sizes up to whole tiles, in an int
 
@@ -33,13 +33,13 @@ def takes(dtype: str, left: int, out: int, x: Extent, y: Extent) -> bool:
     """Whether the copy engine reads the left operand, x, and writes the result, y, whose addresses
     are aligned so: of y whole 16 bytes, at the end of a line too, where it would overwrite what
     follows."""
-    whole = y.sizes[0] * TYPES[dtype][1] % 16 == 0
+    whole = y.sizes[0] * DTYPES[dtype].bytes % 16 == 0
     return whole and addressable(dtype, left, x) and addressable(dtype, out, y)
 
 
 def addressable(dtype: str, alignment: int, extent: Extent) -> bool:
     """Whether a tensor map holds a tensor."""
-    itemsize = TYPES[dtype][1]
+    itemsize = DTYPES[dtype].bytes
     pairs = zip(extent.strides, extent.sizes[1:], strict=True)
     steps = [stride * itemsize for stride, size in pairs if size > 1]
     return (
@@ -51,7 +51,7 @@ def addressable(dtype: str, alignment: int, extent: Extent) -> bool:
 
 def tensor_map(dtype: str, extent: Extent, box: tuple[int, int, int, int]) -> TensorMap:
     """The map of an addressable tensor, whose boxes have swizzled rows of 128 bytes."""
-    itemsize = TYPES[dtype][1]
+    itemsize = DTYPES[dtype].bytes
     pairs = zip(extent.strides, extent.sizes[1:], strict=True)
     # Of a single entry any stride that a map may have.
     steps = tuple(stride * itemsize if size > 1 else 16 for stride, size in pairs)

@@ -11,22 +11,9 @@ import torch
 from kernlib.descriptors.base import Descriptor
 from kernlib.descriptors.epilogues import Product
 from kernlib.errors import UnsupportedError
-from kernlib.runtime.numbers import (
-    accumulator,
-    check_host,
-    check_kind,
-    check_tensor,
-    host_value,
-    on_device,
-)
+from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
+from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value, on_device
 from kernlib.runtime.tensors import check_layout, check_out_shape, materialised, signature
-
-KERNEL_TYPES = {  # the dtypes of the kernels, by the names that lowering knows
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-
 
 # Checks.
 

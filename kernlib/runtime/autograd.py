@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors.epilogues import Bias, Epilogue, Product
 from kernlib.runtime import expressions
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 
 ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))  # which stand for no other tensor
 

@@ -11,7 +11,6 @@ import torch
 from kernlib.errors import CaptureError
 from kernlib.runtime.tensors import check_layout
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
 # Of which torch makes float32 or float64; float8 has several, and older torch fewer.
 _REAL = frozenset(
     getattr(torch, name)
@@ -23,11 +22,6 @@ _REAL = frozenset(
     if hasattr(torch, name)
 )  # fmt: skip
 _SHAPES = ("()", "() or (L,)")  # by the dimensions that a tensor may have, L being the batch
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The arithmetic's dtype: float32 for half types, else the tensors' own."""
-    return torch.float32 if dtype in HALF_TYPES else dtype
 
 
 def host_value(name: str, value: object, dimensions: int = 1) -> float | None:

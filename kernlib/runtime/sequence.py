@@ -55,6 +55,15 @@ def launcher(
     return launch
 
 
+def load_lowered(lowered: Lowered, operands: tuple[str, ...], device: torch.device) -> Plan | Steps:
+    """What launches a call on a device, its kernels loaded, for the addresses of ``operands``: of
+    one launch that takes just these the plan itself, which saves a call 1 us."""
+    only = lowered.steps[0] if len(lowered.steps) == 1 and not lowered.workspace else None
+    if only is not None and only.pointers == tuple((name, 0) for name in operands):
+        return _plan(only, device.index)
+    return Steps(lowered, operands, device)
+
+
 class Steps:
     """Several launches in the place of one :class:`kernlib.runtime.plan.Plan`."""
 

@@ -13,7 +13,6 @@ from kernlib.families.kronecker_sparse.gradients import parts
 from kernlib.families.kronecker_sparse.lowering import choose
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime.arguments import (
-    KERNEL_TYPES,
     autocast,
     check_names,
     positive,
@@ -21,6 +20,7 @@ from kernlib.runtime.arguments import (
     requires_gradient,
 )
 from kernlib.runtime.devices import load
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import check_dense
 
 

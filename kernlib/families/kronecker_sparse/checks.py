@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
-from kernlib.runtime.arguments import KERNEL_TYPES, check_out, check_parameters, check_same_kind
+from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import check_dense, check_memory
 
 TYPES = (*KERNEL_TYPES, torch.float64)  # float64 is computed by torch

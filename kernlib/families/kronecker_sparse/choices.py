@@ -12,9 +12,9 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_sparse import checks, operation, plans
 from kernlib.families.kronecker_sparse.ahead import Request
 from kernlib.families.kronecker_sparse.lowering import choose
-from kernlib.runtime.arguments import KERNEL_TYPES
 from kernlib.runtime.candidates import Candidate, Candidates
 from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.dtypes import KERNEL_TYPES
 
 
 def choices(request: Request) -> Candidates:

@@ -17,7 +17,6 @@ from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, Kronec
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime import devices
 from kernlib.runtime.arguments import (
-    KERNEL_TYPES,
     autocast,
     check_device,
     check_names,
@@ -30,6 +29,7 @@ from kernlib.runtime.arguments import (
     requires_gradient,
     tensors_of,
 )
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import (

@@ -17,8 +17,9 @@ from kernlib.families.kronecker_sparse.checks import Call
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.families.kronecker_sparse.lowering import choose
 from kernlib.jit import tuning
-from kernlib.runtime.arguments import KERNEL_TYPES, address_of, folded
+from kernlib.runtime.arguments import address_of, folded
 from kernlib.runtime.devices import allocator, arch_of, model
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.sequence import launcher, load_steps
 from kernlib.runtime.tensors import span

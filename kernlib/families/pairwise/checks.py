@@ -14,7 +14,8 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.runtime import numbers
-from kernlib.runtime.numbers import accumulator, check_kind, extremes, host_value
+from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
+from kernlib.runtime.numbers import check_kind, extremes, host_value
 from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
@@ -24,7 +25,6 @@ from kernlib.runtime.tensors import (
     stand_ins,
 )
 
-DTYPES = {getattr(torch, name): name for name in lowering.TYPES}
 COMPUTE_MODES = (
     "use_mm_for_euclid_dist_if_necessary",
     "use_mm_for_euclid_dist",
@@ -135,9 +135,9 @@ def _check_inputs(a: torch.Tensor, b: torch.Tensor) -> None:
 def _check_same_kind(**pair: torch.Tensor) -> None:
     """Two tensors of one known dtype on one device. Raises TypeError and ValueError."""
     for name, tensor in pair.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise TypeError(
-                f"{name} must be one of {', '.join(lowering.TYPES)}, got {tensor.dtype}"
+                f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {tensor.dtype}"
             )
     names, (x, y) = " and ".join(pair), pair.values()
     if x.dtype != y.dtype:

@@ -10,8 +10,9 @@ import torch
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import checks, plans
 from kernlib.families.pairwise.lowering import choose
-from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime.candidates import Candidate, Candidates
 from kernlib.runtime.devices import arch_of, model
 
@@ -30,9 +31,9 @@ def choices(request: Request) -> Candidates:
     problem, strides = problem_of(request, call)
     scratch = cache(partial(_scratch, request, call))
 
-    def candidate(choice: lowering.Choice) -> Candidate:
+    def candidate(choice: Choice) -> Candidate:
         lowered = choose.lower(descriptor, problem, arch, count, strides, permitted, choice)
-        main = max(plans.specs_of(lowered), key=lambda spec: spec.shared_bytes)
+        main = max(lowered.specs, key=lambda spec: spec.shared_bytes)
         return Candidate(choice, main, partial(_trial, request, call, lowered, scratch))
 
     permitted = plans.precision(descriptor) or "fp32"
@@ -48,7 +49,7 @@ def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
 
 
 def _trial(
-    request: Request, call: checks.Call, lowered: plans.Launches, scratch: Callable
+    request: Request, call: checks.Call, lowered: Lowered, scratch: Callable
 ) -> Callable[[], None]:
     """Launch one kernel of a call into ``scratch()``, and return what launches it again."""
     plan = plans.loaded_plan(request, call, lowered)

@@ -6,7 +6,8 @@ import torch
 
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.reference import pairwise
-from kernlib.runtime.numbers import accumulator, plain
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.numbers import plain
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import refuse_overlap, span
 

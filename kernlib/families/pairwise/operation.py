@@ -19,6 +19,7 @@ from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.families.pairwise.request import Request, is_empty, problem_of
 from kernlib.jit.spec import KernelSpec
 from kernlib.run import run_kernel
+from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import check_kind, host_value
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import (
@@ -315,7 +316,7 @@ def specs(
     if is_empty(call):
         return []
     if device is not None:
-        return plans.specs_of(plans.lower(request, call, device))
+        return plans.lower(request, call, device).specs
     problem, strides = problem_of(request, call)
     permitted = plans.precision(descriptor) or "fp32"
     return choose.specs(descriptor, problem, arch, strides, permitted)
@@ -334,4 +335,4 @@ def choices(descriptor: Pairwise, a, b=None, *more, **arguments) -> Candidates:
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
     """Every kernel that lowering can choose for a descriptor and inputs of ``dtypes``."""
-    return choose.variants(descriptor, arch, tuple(checks.DTYPES[dtype] for dtype in dtypes))
+    return choose.variants(descriptor, arch, tuple(DTYPE_NAMES[dtype] for dtype in dtypes))

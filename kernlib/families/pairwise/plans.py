@@ -12,17 +12,14 @@ from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
 from kernlib.jit import tuning
-from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import steps
-from kernlib.runtime.devices import arch_of, load, model
-from kernlib.runtime.numbers import accumulator, host_value, on_device
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.numbers import host_value, on_device
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.precision import float32_precision
-from kernlib.runtime.sequence import Steps
+from kernlib.runtime.sequence import Steps, load_lowered
 from kernlib.runtime.tensors import LOWEST_ADDRESS, span
-
-OPERANDS = ("a", "b", "out")
-Launches = lowering.Lowered | steps.Lowered
 
 
 class PairwisePlan(NamedTuple):
@@ -35,7 +32,7 @@ class PairwisePlan(NamedTuple):
     spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
     count: int  # of hyperparameters
     root: bool  # the outer exponent follows from the inner one
-    swapped: bool
+    swapped: bool  # its launch takes b ahead of a
     launch: Plan | Steps | None  # None for an output without elements
 
 
@@ -48,32 +45,26 @@ def plan(request: Request) -> PairwisePlan:
     return loaded_plan(request, call, lowered)
 
 
-def loaded_plan(request: Request, call: checks.Call, lowered: Launches | None) -> PairwisePlan:
+def loaded_plan(request: Request, call: checks.Call, lowered: Lowered | None) -> PairwisePlan:
     """The plan of a checked call, its kernel loaded; ``lowered`` is None for an empty out."""
-    descriptor, count = request.descriptor, lowering.scalar_count(request.descriptor)
+    descriptor, swapped = request.descriptor, False
+    if lowered is not None and len(lowered.steps) == 1:
+        swapped = lowered.steps[0].pointers[0][0] == "b"
+    operands = ("b", "a", "out") if swapped else lowering.OPERANDS
     return PairwisePlan(
         out_shape=call.out_shape,
         out_dtype=call.out_dtype,
         out_device=request.a.device,
         slots=checks.slots(descriptor),
         spans=tuple(span(t) for t in (request.a, request.second, request.target(call))),
-        count=count,
+        count=lowering.scalar_count(descriptor),
         root=checks.follows_inner(descriptor, request.hyperparameters),
-        swapped=isinstance(lowered, lowering.Lowered) and lowered.swapped,
-        launch=None if lowered is None else _launches(request, lowered, count),
+        swapped=swapped,
+        launch=None if lowered is None else load_lowered(lowered, operands, request.a.device),
     )
 
 
-def _launches(request: Request, lowered: Launches, count: int) -> Plan | Steps:
-    """What launches a call, its kernels loaded."""
-    if isinstance(lowered, steps.Lowered):
-        return Steps(lowered, OPERANDS, request.a.device)
-    device, numbers = request.a.get_device(), lowering.NUMBER * count
-    kernel = load(lowered.spec, device)
-    return Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
-
-
-def lower(request: Request, call: checks.Call, device: int) -> Launches:
+def lower(request: Request, call: checks.Call, device: int) -> Lowered:
     """The kernels for a call on a device: the tuned ones, else by rule."""
     problem, strides = problem_of(request, call)
     descriptor, arch, gpu = request.descriptor, arch_of(device), model(device)
@@ -82,13 +73,6 @@ def lower(request: Request, call: checks.Call, device: int) -> Launches:
         tuned = tuning.choice(descriptor.family, gpu, tuning_signature(descriptor, problem))
     count = gpu.multiprocessors
     return choose.lower(descriptor, problem, arch, count, strides, permitted, tuned)
-
-
-def specs_of(lowered: Launches) -> list[KernelSpec]:
-    """The kernels of a call."""
-    if isinstance(lowered, steps.Lowered):
-        return [step.spec for step in lowered.steps]
-    return [lowered.spec]
 
 
 def precision(descriptor: Pairwise) -> str | None:

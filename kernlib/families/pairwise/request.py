@@ -11,7 +11,8 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
-from kernlib.runtime.numbers import accumulator
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 
 OPTIONS = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
 
@@ -90,8 +91,8 @@ def problem_of(request: Request, call: checks.Call) -> tuple[lowering.Problem, t
         call.k,
         call.batch,
         *(layout_of(t, call.batch) for t in tensors),
-        checks.DTYPES[call.dtype],
-        checks.DTYPES[call.out_dtype],
+        DTYPE_NAMES[call.dtype],
+        DTYPE_NAMES[call.out_dtype],
         request.row_offset - request.col_offset,
         bool(request.accumulate),
         *checks.exponents(descriptor, hyperparameters),
@@ -105,14 +106,14 @@ def tuning_signature(descriptor: Pairwise, problem: lowering.Problem) -> bytes:
     return encode((descriptor.canonical(), problem._replace(diagonal=0)))
 
 
-def layout_of(t: torch.Tensor, batch: int) -> lowering.Layout:
+def layout_of(t: torch.Tensor, batch: int) -> Layout:
     """Strides with those of single entries out of the way of alignment."""
     rows, columns = (s if n > 1 else 0 for s, n in zip(t.stride()[-2:], t.shape[-2:], strict=True))
     if t.shape[-1] == 1:
         columns = 1 if rows != 1 else columns
     step = t.stride(0) if t.dim() == 3 and t.shape[0] == batch and batch > 1 else 0
     address = t.storage_offset() * t.element_size() if t.is_meta else t.data_ptr()
-    return lowering.Layout(step, rows, columns, address & 15)
+    return Layout(step, rows, columns, address & 15)
 
 
 def scalar_strides(descriptor, hyperparameters, call) -> tuple[int, ...]:

@@ -16,15 +16,10 @@ from kernlib.families.sparse.gradients import PLAIN, parts, transpose_for
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime.arguments import (
-    KERNEL_TYPES,
-    autocast,
-    positive,
-    refuse_out_of_recorded,
-    requires_gradient,
-)
+from kernlib.runtime.arguments import autocast, positive, refuse_out_of_recorded, requires_gradient
 from kernlib.runtime.candidates import Candidate, Candidates
 from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.dtypes import KERNEL_TYPES
 
 MULTIPROCESSORS = 132  # that lowering is told of where no GPU is named; no spec depends on it
 

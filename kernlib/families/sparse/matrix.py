@@ -25,7 +25,7 @@ from kernlib.families.sparse.tensors import (
     state_of,
     thaw,
 )
-from kernlib.runtime.arguments import KERNEL_TYPES
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.matrix import SparseMatrix, parse_layout
 from kernlib.families.sparse.tensors import TURNED, check_frozen, state_of
 from kernlib.runtime.arguments import by_name, check_vector, for_operator, requires_gradient
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 
 _library = torch.library.Library("kernlib", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)

@@ -14,7 +14,7 @@ import kernlib as kl
 from kernlib.families.kronecker_sparse import checks, operators, reference
 from kernlib.families.kronecker_sparse import gradients as autograd
 from kernlib.families.kronecker_sparse import operation as op
-from kernlib.runtime.arguments import KERNEL_TYPES
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from tests.families.kronecker_sparse import fake_kernels
 from tests.support import fakes
 

@@ -27,14 +27,14 @@ from kernlib.families.kronecker_sparse.lowering import (
 )
 from kernlib.families.kronecker_sparse.lowering.problem import (
     DEEP,
-    Choice,
     Layout,
     OutLayout,
     Pattern,
     Problem,
 )
-from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import choice as choices
+from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered, Step
 
 __all__ = [
@@ -68,7 +68,7 @@ def lower(
     """Choose the kernels for a call: by ``choice`` if it is one of the problem's candidates (values
     may be text), else by rule. Raises UnsupportedError for sizes no grid can hold."""
     known = candidates(problem, arch)
-    chosen = _known(choice, known) or default(problem, known, multiprocessors)
+    chosen = choices.named(choice, known) or default(problem, known, multiprocessors)
     kind, own = _apart(chosen)
     return kind.lower(epilogue, problem, arch, multiprocessors, own)
 
@@ -112,9 +112,7 @@ def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choi
 def defaults(problem: Problem, arch: str) -> list[Choice]:
     """The candidates taken untuned by the GPUs of an arch, smallest to largest."""
     known = candidates(problem, arch)
-    fewest, most = targets.MULTIPROCESSORS[arch]
-    made = [default(problem, known, count) for count in range(fewest, most + 1)]
-    return [choice for choice in known if choice in made]
+    return choices.defaults(known, arch, lambda known, count: default(problem, known, count))
 
 
 def specs_for(
@@ -156,10 +154,3 @@ def _apart(choice: Choice) -> tuple[ModuleType, Choice]:
     """The module of a choice's kind, and the choice without its name."""
     own = dict(choice)
     return KINDS[own.pop("kind")], own
-
-
-def _known(choice: Mapping[str, object] | None, known: list[Choice]) -> Choice | None:
-    """The candidate that a choice names; None for one that is damaged or of another version."""
-    named = {name: str(value) for name, value in (choice or {}).items()}
-    same = (c for c in known if {name: str(value) for name, value in c.items()} == named)
-    return next(same, None)

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper_common, pack
-from kernlib.families.kronecker_sparse.lowering.problem import Choice, Problem, ceil, is_deep
+from kernlib.families.kronecker_sparse.lowering.problem import Problem, is_deep
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
@@ -77,7 +79,7 @@ def lower(
     """The launches of a call with the columns of ``choice``, one of :func:`candidates`."""
     variant = _variant(problem, int(choice["columns"]))
     packed = _packing(variant)
-    row_tiles, column_tiles = ceil(problem.rows, TILE_ROWS), packed.tiles(problem)
+    row_tiles, column_tiles = ceil_div(problem.rows, TILE_ROWS), packed.tiles(problem)
     tiles = row_tiles * column_tiles * problem.blocks * problem.lanes
     extents = (problem.blocks, problem.lanes, problem.rows, problem.columns, problem.depth)
     grid = min(multiprocessors, tiles)
@@ -142,7 +144,7 @@ def variants(
 def _writes_most(problem: Problem, variant: Variant) -> bool:
     """Whether a tile's result is most of what it moves."""
     weights = variant.resident * _block_bytes(variant.dtype, variant.precision, variant.columns)
-    one = ceil(problem.columns, variant.columns) == 1
+    one = ceil_div(problem.columns, variant.columns) == 1
     return one and weights <= TEAM_BYTES and problem.columns >= 2 * problem.depth
 
 
@@ -160,13 +162,15 @@ def _columns(dtype: str, precision: str, count: int) -> list[int]:
         return single[:1]
     row, least = hopper_common.row(dtype), known[-1] // 2
     whole = [columns for columns in known if columns % row == 0 and columns >= least]
-    return sorted(whole, key=lambda columns: (ceil(count, columns) * columns, -columns))
+    return sorted(whole, key=lambda columns: (ceil_div(count, columns) * columns, -columns))
 
 
 def _batch_last(problem: Problem) -> bool | None:
     """Whether rows lie side by side; None for what the copy engine or the tiles do not take."""
     rows, depth = problem.rows, problem.depth
-    tiles = ceil(rows, TILE_ROWS) * ceil(problem.columns, 16) * problem.blocks * problem.lanes
+    tiles = (
+        ceil_div(rows, TILE_ROWS) * ceil_div(problem.columns, 16) * problem.blocks * problem.lanes
+    )
     if is_deep(problem) or tiles > hopper_common.MAX_TILES:
         return None
     left, out = problem.left, problem.out
@@ -196,7 +200,7 @@ def _extents(problem: Problem, batch_last: bool) -> tuple[tma.Extent, tma.Extent
 
 def _variant(problem: Problem, columns: int) -> Variant:
     dtype, precision = problem.dtype, problem.precision
-    tiles = ceil(problem.columns, columns)
+    tiles = ceil_div(problem.columns, columns)
     near = tiles == 1 or tiles * problem.blocks * problem.lanes <= RESIDENT_GROUPS
     resident = _resident(dtype, precision, columns, problem.depth) if near else 0
     packed = dtype == "float32" or not _is_packed_already(problem)
@@ -218,7 +222,7 @@ def _weight_extent(problem: Problem) -> tma.Extent:
 
 def _resident(dtype: str, precision: str, columns: int, depth: int) -> int:
     """Blocks of the weight that stay in shared memory, 0 if they do not fit."""
-    blocks = ceil(depth, hopper_common.row(dtype))
+    blocks = ceil_div(depth, hopper_common.row(dtype))
     count = next((count for count in RESIDENT if blocks <= count), 0)
     return count if count * _block_bytes(dtype, precision, columns) <= RESIDENT_BYTES else 0
 
@@ -243,7 +247,7 @@ def shared_memory(variant: Variant) -> Sizes:
     row, weights = hopper_common.row(dtype), _block_bytes(dtype, precision, columns)
     stage = TILE_ROWS * hopper_common.ROW_BYTES + (0 if resident else weights)
     part = (min(columns, row) * 64 // row if batch_last else 64) * hopper_common.ROW_BYTES
-    whole = 2 * ceil(columns, row)
+    whole = 2 * ceil_div(columns, row)
     for parts in sorted({max(2, whole), 4, 2}, reverse=True):
         count, shared = hopper_common.stages(resident * weights + 2 * parts * part, stage)
         if count >= 4 or parts == 2:

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
-from kernlib.families.kronecker_sparse.lowering.problem import Choice, Problem, ceil
+from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.jit import targets
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
-from kernlib.lowering.product_source import TYPES
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES
 
 ARCH = "sm_90a"
 THREADS = 384
@@ -34,7 +36,7 @@ def preamble(dtype: str, epilogue: tuple[Epilogue, ...], staged: bool = False) -
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
 
-using InputT = {TYPES[dtype][0]};
+using InputT = {DTYPES[dtype].cuda};
 using AccT = float;
 using OutputT = InputT;
 
@@ -68,7 +70,7 @@ def products(dtype: str, precision: str) -> int:
 
 def row(dtype: str) -> int:
     """Elements of a swizzled row."""
-    return ROW_BYTES // TYPES[dtype][1]
+    return ROW_BYTES // DTYPES[dtype].bytes
 
 
 def stages(kept: int, stage: int) -> tuple[int, int]:
@@ -90,7 +92,7 @@ class Parameters(NamedTuple):
     @property
     def size(self) -> int:
         size = self._place() + struct.calcsize(self.fixed)
-        return ceil(size, 64) * 64 if self.maps else size
+        return ceil_div(size, 64) * 64 if self.maps else size
 
     def pack(self, *values: int) -> bytes:
         """The fixed values, up to the end of the struct."""

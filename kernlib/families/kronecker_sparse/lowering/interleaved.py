@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper_common, pack
-from kernlib.families.kronecker_sparse.lowering.problem import Choice, Problem, ceil, is_deep
+from kernlib.families.kronecker_sparse.lowering.problem import Problem, is_deep
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
-from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
@@ -86,7 +88,7 @@ SHAPES = {
 
 def shapes(dtype: str, precision: str) -> dict[Shape, Tiling]:
     """The tiles of a kind of numbers."""
-    return SHAPES[hopper_common.products(dtype, precision), TYPES[dtype][1]]
+    return SHAPES[hopper_common.products(dtype, precision), DTYPES[dtype].bytes]
 
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
@@ -113,7 +115,7 @@ def lower(
     """The launches of a call with the columns of ``choice``, one of :func:`candidates`."""
     variant = _variant(problem, int(choice["columns"]))
     packed = _packing(variant)
-    row_tiles, column_tiles = ceil(problem.rows, variant.shape.rows), packed.tiles(problem)
+    row_tiles, column_tiles = ceil_div(problem.rows, variant.shape.rows), packed.tiles(problem)
     spans = packed.spans(problem)
     tiles = row_tiles * column_tiles * problem.blocks * spans
     strides = () if variant.shape.merged else _strides(problem)
@@ -163,7 +165,7 @@ def variants(
 def _columns(dtype: str, precision: str, shape: Shape, count: int) -> list[int]:
     """Widths of tile by preference: those that pad the columns least, then the widest."""
     known = shapes(dtype, precision)[shape].columns
-    return sorted(known, key=lambda columns: (ceil(count, columns) * columns, -columns))
+    return sorted(known, key=lambda columns: (ceil_div(count, columns) * columns, -columns))
 
 
 def _shape(problem: Problem) -> Shape | None:
@@ -171,7 +173,7 @@ def _shape(problem: Problem) -> Shape | None:
     left, out, d = problem.left, problem.out, problem.lanes
     if d == 1 or left.lane != 1 or out.lane != 1 or is_deep(problem):
         return None
-    tiles = ceil(problem.rows, 64) * ceil(problem.columns, 16) * problem.blocks * d
+    tiles = ceil_div(problem.rows, 64) * ceil_div(problem.columns, 16) * problem.blocks * d
     if tiles > hopper_common.MAX_TILES or problem.columns * problem.blocks * d > MAX_FEATURES:
         return None
     whole = (left.depth == d or problem.depth == 1) and (out.column == d or problem.columns == 1)
@@ -232,7 +234,7 @@ def _packing(variant: Variant) -> pack.Packing:
 
 def shared_memory(variant: Variant) -> tuple[int, int]:
     """Stages that fit beside staged columns of y, and bytes of all."""
-    itemsize = TYPES[variant.dtype][1]
+    itemsize = DTYPES[variant.dtype].bytes
     rows, span = variant.shape.rows, variant.shape.span
     packed = _packing(variant)
     stage = rows * packed.depth * span * itemsize + packed.stage_bytes

@@ -10,10 +10,11 @@ import struct
 from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.lowering.problem import MAX_BLOCKS, Problem, ceil
+from kernlib.families.kronecker_sparse.lowering.problem import MAX_BLOCKS, Problem
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
-from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Step
 
 THREADS = 128
@@ -39,23 +40,23 @@ class Packing(NamedTuple):
     @property
     def stage_bytes(self) -> int:
         """Of one stage of one tile."""
-        return self.copies * self.span * self.columns * self.depth * TYPES[self.dtype][1]
+        return self.copies * self.span * self.columns * self.depth * DTYPES[self.dtype].bytes
 
     @property
     def together(self) -> tuple[int, ...]:
         """Neighbouring l that a thread can read at once, most first."""
-        most = 16 // TYPES[self.dtype][1]
+        most = 16 // DTYPES[self.dtype].bytes
         return tuple(count for count in (8, 4, 2, 1) if count <= most)
 
     def stages(self, problem: Problem) -> int:
-        return ceil(problem.depth, self.depth)
+        return ceil_div(problem.depth, self.depth)
 
     def spans(self, problem: Problem) -> int:
-        return ceil(problem.lanes, self.span)
+        return ceil_div(problem.lanes, self.span)
 
     def tiles(self, problem: Problem) -> int:
         """Tiles of columns."""
-        return ceil(problem.columns, self.columns)
+        return ceil_div(problem.columns, self.columns)
 
     def workspace(self, problem: Problem) -> int:
         """Bytes of the packed weight."""
@@ -67,11 +68,11 @@ def step(problem: Problem, packing: Packing) -> Step:
     """The launch that packs ``right`` into the workspace. Raises UnsupportedError for a weight that
     no grid can hold."""
     spans, tiles, stages = packing.spans(problem), packing.tiles(problem), packing.stages(problem)
-    chunks = stages * packing.depth * TYPES[packing.dtype][1] // 16
+    chunks = stages * packing.depth * DTYPES[packing.dtype].bytes // 16
     together = _together(problem, packing)
     groups, lines = spans * packing.span // together, tiles * packing.columns
-    total = problem.blocks * groups * (lines // 8) * ceil(chunks, 4) * 32
-    blocks = ceil(total, THREADS)
+    total = problem.blocks * groups * (lines // 8) * ceil_div(chunks, 4) * 32
+    blocks = ceil_div(total, THREADS)
     if blocks > MAX_BLOCKS:
         raise UnsupportedError(
             f"a weight of {problem.blocks} x {problem.columns} x {problem.depth} x {problem.lanes} "
@@ -89,7 +90,7 @@ def step(problem: Problem, packing: Packing) -> Step:
 
 def _together(problem: Problem, packing: Packing) -> int:
     """As many l as lie side by side, aligned, in the weight and in what is made of it."""
-    right, itemsize = problem.right, TYPES[packing.dtype][1]
+    right, itemsize = problem.right, DTYPES[packing.dtype].bytes
     counts = (problem.lanes, packing.spans(problem) * packing.span)
     counts += (right.block, right.line, right.depth, right.alignment // itemsize)
     known = packing.together if right.lane == 1 else (1,)
@@ -111,7 +112,7 @@ def spec(packing: Packing, together: int) -> KernelSpec:
     dtype, columns, depth, span, products, order = packing
     source = f"""#include "common/types.cuh"
 
-using InputT = {TYPES[dtype][0]};
+using InputT = {DTYPES[dtype].cuda};
 
 constexpr int TILE_COLUMNS = {columns};
 constexpr int TILE_DEPTH = {depth};

@@ -16,17 +16,17 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_sparse.lowering.problem import (
     MAX_BLOCKS,
-    Choice,
     Layout,
     OutLayout,
     Problem,
-    ceil,
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
-from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
 KIND = "portable"
@@ -155,8 +155,8 @@ def packed(problem: Problem) -> Problem:
     right, few = problem.right, problem.rows < max(PACK_ROWS, problem.depth)
     if few or access(problem, right, problem.columns) != "gather":
         return problem
-    chunk = 16 // TYPES[problem.dtype][1]
-    pitch = ceil(problem.depth, chunk) * chunk
+    chunk = 16 // DTYPES[problem.dtype].bytes
+    pitch = ceil_div(problem.depth, chunk) * chunk
     lane = problem.columns * pitch
     made = problem._replace(right=Layout(problem.lanes * lane, lane, pitch, 1, 16, True))
     return made if _chunks(made) <= MAX_BLOCKS else problem
@@ -164,7 +164,7 @@ def packed(problem: Problem) -> Problem:
 
 def _chunks(problem: Problem) -> int:
     """The chunks of a packed right operand."""
-    chunk = 16 // TYPES[problem.dtype][1]
+    chunk = 16 // DTYPES[problem.dtype].bytes
     return problem.blocks * problem.lanes * problem.columns * (problem.right.line // chunk)
 
 
@@ -178,19 +178,19 @@ def splits(epilogue: tuple, problem: Problem, tile: Tile, multiprocessors: int) 
     tiles = _tile_count(problem, tile.rows, tile.columns)
     best, filled = 1, 0.0
     for count in range(1, min(most, max(1, WAVES * slots // tiles)) + 1):
-        waves = ceil(tiles * count, slots)
+        waves = ceil_div(tiles * count, slots)
         share = tiles * count / (waves * slots)
         if share > filled + 0.01:
             best, filled = count, share
         if filled >= 0.9:
             break
     # Rounding each up to whole stages may leave the last ones nothing.
-    return ceil(problem.depth, _split_depth(problem, best))
+    return ceil_div(problem.depth, _split_depth(problem, best))
 
 
 def _split_depth(problem: Problem, count: int) -> int:
-    stage = LINE_BYTES // TYPES[problem.dtype][1]
-    return ceil(ceil(problem.depth, count), stage) * stage
+    stage = LINE_BYTES // DTYPES[problem.dtype].bytes
+    return ceil_div(ceil_div(problem.depth, count), stage) * stage
 
 
 def _tiles(
@@ -215,11 +215,11 @@ def _tile(choice: Choice) -> Tile:
 
 
 def _padded(count: int, choice: Choice) -> int:
-    return ceil(count, choice["columns"]) * choice["columns"]
+    return ceil_div(count, choice["columns"]) * choice["columns"]
 
 
 def _tile_count(problem: Problem, rows: int, columns: int) -> int:
-    tiles = ceil(problem.rows, rows) * ceil(problem.columns, columns)
+    tiles = ceil_div(problem.rows, rows) * ceil_div(problem.columns, columns)
     return tiles * problem.blocks * problem.lanes
 
 
@@ -237,7 +237,7 @@ def access(problem: Problem, layout: Layout, lines: int) -> str:
     """How far 16-byte copies can run: see Access in portable/operand.cuh. The stride of what there
     is one of does not count. A copy of fewer than 16 bytes reads all of them, so lines end on whole
     ones, or go on in zeros."""
-    chunk = 16 // TYPES[problem.dtype][1]
+    chunk = 16 // DTYPES[problem.dtype].bytes
     block = layout.block if problem.blocks > 1 else 0
     lane = layout.lane if problem.lanes > 1 else 0
     if layout.alignment % 16 or block % chunk or lane % chunk:
@@ -297,7 +297,7 @@ def shared_bytes(dtype: str, tile: Tile, left: str, right: str) -> int:
 
 
 def _stage_bytes(dtype: str, lines: int, access: str) -> int:
-    itemsize = TYPES[dtype][1]
+    itemsize = DTYPES[dtype].bytes
     if access != "line":
         return lines * LINE_BYTES
     return LINE_BYTES // itemsize * (lines * itemsize + (16 if itemsize == 2 else 32))
@@ -307,7 +307,7 @@ def pack_spec(dtype: str) -> KernelSpec:
     """The KernelSpec that packs a right operand of ``dtype``."""
     source = f"""#include "common/types.cuh"
 
-using InputT = {TYPES[dtype][0]};
+using InputT = {DTYPES[dtype].cuda};
 
 constexpr int PARAMETER_BYTES = {16 + struct.calcsize(PACK_FIXED)};
 
@@ -322,7 +322,7 @@ def reduce_spec(dtype: str) -> KernelSpec:
     """The KernelSpec that adds up splits into an output of ``dtype``."""
     source = f"""#include "common/types.cuh"
 
-using OutputT = {TYPES[dtype][0]};
+using OutputT = {DTYPES[dtype].cuda};
 
 constexpr int PARAMETER_BYTES = {16 + struct.calcsize(REDUCE_FIXED)};
 
@@ -337,17 +337,20 @@ def _launch(
     problem: Problem, tile: Tile, out: OutLayout, split_stride: int, count: int
 ) -> tuple[tuple[int, int], bytes]:
     """Grid and struct Fixed of the main kernel, with ``count`` splits ``split_stride`` apart."""
-    column_tiles, row_tiles = ceil(problem.columns, tile.columns), ceil(problem.rows, tile.rows)
+    column_tiles, row_tiles = (
+        ceil_div(problem.columns, tile.columns),
+        ceil_div(problem.rows, tile.rows),
+    )
     across, down = column_tiles * problem.lanes * problem.blocks, row_tiles * count
     slab = min(down, max(1, MAX_BLOCKS // across))
-    slabs = ceil(down, slab)
+    slabs = ceil_div(down, slab)
     if across > MAX_BLOCKS or slabs > MAX_SLABS or problem.depth >= 2**31 - 2 * PART:
         raise UnsupportedError(
             f"{problem.blocks} x {problem.lanes} products of {problem.rows} x {problem.columns} "
             f"results over {problem.depth} terms are more than one launch holds ({MAX_BLOCKS} "
             f"tiles of {tile.rows} x {tile.columns}); call it on slices"
         )
-    along_rows, vectors = _stores(problem, out, 4 if split_stride else TYPES[problem.dtype][1])
+    along_rows, vectors = _stores(problem, out, 4 if split_stride else DTYPES[problem.dtype].bytes)
     fixed = struct.pack(
         FIXED,
         *problem.left[:4], *problem.right[:4], *out[:4], split_stride,
@@ -379,18 +382,18 @@ def _stores(problem: Problem, out: OutLayout, itemsize: int) -> tuple[int, int]:
 
 def _pack(problem: Problem, made: Layout) -> Step:
     """The launch that brings the right operand of a problem into the layout ``made``."""
-    right, chunks = problem.right, made.line * TYPES[problem.dtype][1] // 16
+    right, chunks = problem.right, made.line * DTYPES[problem.dtype].bytes // 16
     total = problem.blocks * problem.lanes * problem.columns * chunks
     lines_first = not _depth_first(problem, right, problem.columns)
     sizes = (problem.lanes, problem.columns, chunks, total, lines_first, 0)
     fixed = struct.pack(PACK_FIXED, *right[:4], problem.depth, *sizes)
     pointers = (("right", 0), ("workspace", 0))
-    return Step(pack_spec(problem.dtype), (ceil(total, THREADS), 1), fixed, pointers)
+    return Step(pack_spec(problem.dtype), (ceil_div(total, THREADS), 1), fixed, pointers)
 
 
 def partial_layout(problem: Problem) -> tuple[OutLayout, int]:
     """Where one split's sums go, rows padded to whole runs, and the elements of one split."""
-    pitch = ceil(problem.columns, REDUCE_RUN) * REDUCE_RUN
+    pitch = ceil_div(problem.columns, REDUCE_RUN) * REDUCE_RUN
     lane = problem.rows * pitch
     block = problem.lanes * lane
     return OutLayout(block, lane, pitch, 1), problem.blocks * block
@@ -405,5 +408,5 @@ def reduce_step(problem: Problem, partial: OutLayout, one: int, count: int) -> S
         )
     sizes = (count, problem.lanes, problem.rows, problem.columns, partial.row // REDUCE_RUN, total)
     fixed = struct.pack(REDUCE_FIXED, *problem.out[:4], one, *sizes)
-    grid = (ceil(total, THREADS), 1)
+    grid = (ceil_div(total, THREADS), 1)
     return Step(reduce_spec(problem.dtype), grid, fixed, (("workspace", 0), ("out", 0)))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-Choice = dict[str, object]  # what sets a kernel apart from the others for a problem
 Pattern = tuple[int, int, int, int]
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
 DEEP = 1024  # depth from which few tiles are summed in parts
@@ -55,10 +54,6 @@ class Problem(NamedTuple):
     out: OutLayout
     dtype: str = "float32"
     precision: str = "fp32"
-
-
-def ceil(count: int, size: int) -> int:
-    return -(-count // size)
 
 
 def is_deep(problem: Problem) -> bool:

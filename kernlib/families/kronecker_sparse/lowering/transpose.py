@@ -13,17 +13,12 @@ from types import ModuleType
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import portable, weight_gradient
-from kernlib.families.kronecker_sparse.lowering.problem import (
-    MAX_BLOCKS,
-    Choice,
-    Layout,
-    Problem,
-    ceil,
-    is_deep,
-)
+from kernlib.families.kronecker_sparse.lowering.problem import MAX_BLOCKS, Layout, Problem, is_deep
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
-from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
 KIND = "turned"
@@ -91,7 +86,7 @@ def _is_batch_first(problem: Problem) -> bool:
     return d > 1 and all(
         is_flat(problem, count, side.lane, side.line, side.block)
         and problem.blocks * d * count < 2**31
-        and ceil(problem.blocks * d * count, TILE) * ceil(problem.depth, TILE) <= MAX_BLOCKS
+        and ceil_div(problem.blocks * d * count, TILE) * ceil_div(problem.depth, TILE) <= MAX_BLOCKS
         for side, count in sides
     )
 
@@ -114,13 +109,13 @@ def _inner(problem: Problem, arch: str) -> ModuleType:
 
 def pitch(dtype: str, count: int) -> int:
     """From one turned line of ``count`` elements to the next: whole chunks of 16 bytes."""
-    chunk = 16 // TYPES[dtype][1]
-    return ceil(count, chunk) * chunk
+    chunk = 16 // DTYPES[dtype].bytes
+    return ceil_div(count, chunk) * chunk
 
 
 def size(dtype: str, lines: int, count: int) -> int:
     """Workspace of turned lines of ``count`` elements each, in bytes."""
-    return ceil(lines * pitch(dtype, count) * TYPES[dtype][1], ALIGNMENT) * ALIGNMENT
+    return ceil_div(lines * pitch(dtype, count) * DTYPES[dtype].bytes, ALIGNMENT) * ALIGNMENT
 
 
 def _turned(problem: Problem) -> Problem:
@@ -161,8 +156,8 @@ def step(
     begins at ``alignment`` modulo 16; turned columns take whole 16 bytes, aligned, of which the
     last may end in zeros."""
     rows, columns = sizes
-    chunk = 16 // TYPES[dtype][1]
-    tiles = ceil(columns, TILE), ceil(rows, TILE)
+    chunk = 16 // DTYPES[dtype].bytes
+    tiles = ceil_div(columns, TILE), ceil_div(rows, TILE)
     vectors = int(strides[0] % chunk == 0 and alignment % 16 == 0)
     fixed = struct.pack(FIXED, *strides, rows, columns, tiles[0], vectors)
     return Step(spec(dtype), (tiles[0] * tiles[1], 1), fixed, pointers)
@@ -172,7 +167,7 @@ def spec(dtype: str) -> KernelSpec:
     """The KernelSpec that turns a matrix of ``dtype``."""
     source = f"""#include "common/types.cuh"
 
-using InputT = {TYPES[dtype][0]};
+using InputT = {DTYPES[dtype].cuda};
 
 constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
 #define HALF_INPUT {int(dtype != "float32")}

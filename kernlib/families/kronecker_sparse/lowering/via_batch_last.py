@@ -23,15 +23,11 @@ from __future__ import annotations
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper, hopper_common, interleaved, transpose
-from kernlib.families.kronecker_sparse.lowering.problem import (
-    Choice,
-    Layout,
-    OutLayout,
-    Problem,
-    ceil,
-)
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Problem
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.product_source import TYPES
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import Lowered, Step
 
 KIND = "transposed"
@@ -113,7 +109,7 @@ def seconds(problem: Problem) -> tuple[float, float]:
     """What the model says of a problem: interleaved, and transposed."""
     products, itemsize = (
         hopper_common.products(problem.dtype, problem.precision),
-        TYPES[problem.dtype][1],
+        DTYPES[problem.dtype].bytes,
     )
     depths, features = _features(problem)
     copies = 2 if products == 3 else 1  # of the packed weight
@@ -122,14 +118,14 @@ def seconds(problem: Problem) -> tuple[float, float]:
     operations = 2 * problem.rows * depths * problem.columns
     shape = _shape(problem)
     columns = interleaved.candidates(problem, hopper_common.ARCH)[0]["columns"]
-    of_x = problem.rows * depths * itemsize * ceil(problem.columns, columns)
-    of_l2 = of_x + weight * ceil(problem.rows, shape.rows)
+    of_x = problem.rows * depths * itemsize * ceil_div(problem.columns, columns)
+    of_l2 = of_x + weight * ceil_div(problem.rows, shape.rows)
     of_interleaved = max(
         of_l2 / (MERGED_RATE if shape.merged else L2_RATES[itemsize]),
         moved / MEMORY_RATE,
         operations / INTERLEAVED_RATES[products, itemsize],
     )
-    slices = ceil(problem.rows, slice_rows(problem))
+    slices = ceil_div(problem.rows, slice_rows(problem))
     moving = (moved + weight * slices) / MEMORY_RATE
     turning = 2 * moved / MEMORY_RATE + 2 * slices * LAUNCH
     return of_interleaved, max(moving, operations / HOPPER_RATES[products, itemsize]) + turning
@@ -152,7 +148,7 @@ def _is_flat(problem: Problem) -> bool:
     is what is written. Rows that do not overlap are those of a product: in the gradient of a weight
     by few rows a depth is a whole row."""
     left, out = problem.left, problem.out
-    chunk = 16 // TYPES[problem.dtype][1]
+    chunk = 16 // DTYPES[problem.dtype].bytes
     depths, features = _features(problem)
     if problem.rows == 1 or problem.depth == 1 or left.line < depths or out.row < features:
         return False
@@ -166,12 +162,12 @@ def _is_flat(problem: Problem) -> bool:
 def slice_rows(problem: Problem) -> int:
     """Rows of a slice: all, or whole tiles, as few slices as WORKSPACE permits and about as long as
     each other; 0 if it holds no tile."""
-    bytes_a_row = sum(_features(problem)) * TYPES[problem.dtype][1]
+    bytes_a_row = sum(_features(problem)) * DTYPES[problem.dtype].bytes
     most = WORKSPACE // bytes_a_row // hopper.TILE_ROWS * hopper.TILE_ROWS
     if problem.rows <= most or not most:
         return min(problem.rows, most)
-    each = ceil(problem.rows, ceil(problem.rows, most))
-    return ceil(each, hopper.TILE_ROWS) * hopper.TILE_ROWS
+    each = ceil_div(problem.rows, ceil_div(problem.rows, most))
+    return ceil_div(each, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
 
 def _slices(problem: Problem, rows: int) -> list[tuple[int, int]]:
@@ -190,7 +186,7 @@ def _part(problem: Problem, rows: int) -> Problem:
 def _turns(problem: Problem, first: int, count: int, places: dict[str, int]) -> tuple[Step, Step]:
     """The launches that transpose a slice of x into the workspace, and its result out of it."""
     dtype, left, out = problem.dtype, problem.left, problem.out
-    itemsize, pitch = TYPES[dtype][1], transpose.pitch(dtype, count)
+    itemsize, pitch = DTYPES[dtype].bytes, transpose.pitch(dtype, count)
     depths, features = _features(problem)
     x = ("left", first * left.line * itemsize), ("workspace", places["left"])
     y = ("workspace", places["out"]), ("out", first * out.row * itemsize)

@@ -13,16 +13,12 @@ from typing import NamedTuple
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper_common, portable
 from kernlib.families.kronecker_sparse.lowering.hopper import FIXED, TILE_ROWS
-from kernlib.families.kronecker_sparse.lowering.problem import (
-    Choice,
-    Layout,
-    Problem,
-    ceil,
-    is_deep,
-)
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, Problem, is_deep
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
@@ -72,9 +68,9 @@ def lower(
         return portable.lower(epilogue, problem, arch, multiprocessors, own)
     columns = int(choice["columns"])
     variant = Variant(problem.dtype, bool(_lines(problem)), columns)
-    row_tiles, column_tiles = ceil(problem.rows, TILE_ROWS), ceil(problem.columns, columns)
+    row_tiles, column_tiles = ceil_div(problem.rows, TILE_ROWS), ceil_div(problem.columns, columns)
     part = _part(problem, columns, multiprocessors)
-    parts = ceil(ceil(problem.depth, TILE_DEPTH), part)
+    parts = ceil_div(ceil_div(problem.depth, TILE_DEPTH), part)
     partial, one = portable.partial_layout(problem)
     tiles = _tiles(problem, columns) * parts
     fixed = PARAMETERS.pack(
@@ -125,25 +121,25 @@ def _columns(count: int, lines: bool) -> int:
     known = WHOLE_COLUMNS if lines or count > COLUMNS[-1] else COLUMNS
     if count <= known[-1]:
         return next(columns for columns in known if columns >= count)
-    return min(known[1:], key=lambda columns: (ceil(count, columns) * columns, -columns))
+    return min(known[1:], key=lambda columns: (ceil_div(count, columns) * columns, -columns))
 
 
 def _tiles(problem: Problem, columns: int) -> int:
     """Tiles of a part."""
-    across = ceil(problem.rows, TILE_ROWS) * ceil(problem.columns, columns)
+    across = ceil_div(problem.rows, TILE_ROWS) * ceil_div(problem.columns, columns)
     return across * problem.blocks * problem.lanes
 
 
 def _part(problem: Problem, columns: int, multiprocessors: int) -> int:
     """Blocks of depth of a part: as many parts as fill a device's waves best."""
-    blocks, tiles = ceil(problem.depth, TILE_DEPTH), _tiles(problem, columns)
+    blocks, tiles = ceil_div(problem.depth, TILE_DEPTH), _tiles(problem, columns)
     best, filled = blocks, 0.0
     for parts in range(1, max(1, WAVES * multiprocessors // tiles) + 1):
-        part = ceil(blocks, parts)
+        part = ceil_div(blocks, parts)
         if part < MIN_PART and parts > 1:
             break
         # The last wave, and what uneven parts leave idle.
-        waves = ceil(tiles * ceil(blocks, part), multiprocessors)
+        waves = ceil_div(tiles * ceil_div(blocks, part), multiprocessors)
         share = tiles * blocks / (waves * multiprocessors * part)
         if share > filled + 0.02:
             best, filled = part, share
@@ -191,7 +187,7 @@ def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
 def spec(variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     dtype, lines, columns = variant
-    width = ceil(columns, TILE_DEPTH) * TILE_DEPTH if lines else columns
+    width = ceil_div(columns, TILE_DEPTH) * TILE_DEPTH if lines else columns
     stages, shared = hopper_common.stages(0, (TILE_ROWS + width) * hopper_common.ROW_BYTES)
     words = [f"{TILE_ROWS}x{columns}", "batch_first" if lines else "batch_last"]
     made = KernelSpec(

@@ -9,7 +9,8 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.eager import Block, Call
 from kernlib.families.pairwise.gradients.weights import by_sums
-from kernlib.runtime.numbers import accumulator, check_kind, plain
+from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
+from kernlib.runtime.numbers import check_kind, plain
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import (
     check_dense,
@@ -146,8 +147,8 @@ def _check_points(x, z, coefficients) -> None:
     for name, t in (("x", x), ("z", z)):
         if t.dim() not in (2, 3):
             raise ValueError(f"{name} must be (N, K) or (L, N, K), got shape {tuple(t.shape)}")
-        if t.dtype not in checks.DTYPES:
-            known = ", ".join(map(str, checks.DTYPES))
+        if t.dtype not in DTYPE_NAMES:
+            known = ", ".join(map(str, DTYPE_NAMES))
             raise TypeError(f"{name} must be one of {known}, got {t.dtype}")
     if coefficients.dim() not in (1, 2, 3):
         raise ValueError(

@@ -18,7 +18,8 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import exp_power_sum
 from kernlib.run import run_kernel
 from kernlib.runtime import numbers as hyperparameters
-from kernlib.runtime.numbers import accumulator, check_kind, host_value, on_device, plain
+from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
+from kernlib.runtime.numbers import check_kind, host_value, on_device, plain
 from kernlib.runtime.tensors import (
     check_dense,
     check_flag,
@@ -205,9 +206,9 @@ def _check_tensors(given: dict[str, torch.Tensor]) -> dict[str, int]:
         if t.dim() not in (2, 3):
             wanted = ", ".join(_SHAPES[name])
             raise ValueError(f"{name} must be ({wanted}) or (L, {wanted}), got {tuple(t.shape)}")
-        if t.dtype not in checks.DTYPES:
+        if t.dtype not in DTYPE_NAMES:
             raise TypeError(
-                f"{name} must be one of {', '.join(checks.DTYPES.values())}, got {t.dtype}"
+                f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {t.dtype}"
             )
         if t.dtype not in (like.dtype, accumulator(like.dtype) if name == "s_km" else like.dtype):
             raise TypeError(f"{name} must be {like.dtype} as d is, got {t.dtype}")
@@ -359,8 +360,8 @@ def _times(points: torch.Tensor, unit) -> torch.Tensor:
 def _check_like(name: str, like: torch.Tensor) -> None:
     """Raises TypeError for what has no arithmetic here."""
     check_dense((name,), **{name: like})
-    if like.dtype not in checks.DTYPES:
-        known = ", ".join(checks.DTYPES.values())
+    if like.dtype not in DTYPE_NAMES:
+        known = ", ".join(DTYPE_NAMES.values())
         raise TypeError(f"{name} must be one of {known}, got {like.dtype}")
 
 

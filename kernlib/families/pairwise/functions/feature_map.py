@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import check_dense, refuse_any_overlap
 
 SHAPES = "(K,) or (L, 1, K) for weights, (K, K2) or (L, K, K2) for a matrix"

@@ -15,7 +15,7 @@ import torch
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import plans
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import check_flag
 
 _USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32

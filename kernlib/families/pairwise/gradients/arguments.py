@@ -9,12 +9,11 @@ import torch
 
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import OPERATORS
-from kernlib.families.pairwise.lowering.direct import TYPES
 from kernlib.runtime import numbers
-from kernlib.runtime.numbers import accumulator, host_value
+from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
+from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_dense, check_memory, check_out_shape
 
-DTYPES = {getattr(torch, name): name for name in TYPES}
 SMALLEST = {torch.float32: 2.0**-126, torch.float64: 2.0**-1022}  # that no instruction flushes
 STAGES = (
     stages.Identity, stages.Abs, stages.Square, stages.Sqrt, stages.Power, stages.ExpPower,
@@ -126,8 +125,10 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
     for name, t in given:
         if t.dim() not in (2, 3):
             raise ValueError(f"{name} must be {_shape(kind, name)}, got shape {tuple(t.shape)}")
-        if t.dtype not in DTYPES:
-            raise TypeError(f"{name} must be one of {', '.join(TYPES)}, got {t.dtype}")
+        if t.dtype not in DTYPE_NAMES:
+            raise TypeError(
+                f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {t.dtype}"
+            )
         if t.dtype != first.dtype:
             own = kind.names[0]
             raise TypeError(f"{name} must have the dtype of {own}, {first.dtype}, got {t.dtype}")

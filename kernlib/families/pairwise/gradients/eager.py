@@ -27,7 +27,8 @@ from kernlib.families.pairwise.gradients import formula, products, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.point_products import FEWEST
 from kernlib.families.pairwise.gradients.weights import Finish
-from kernlib.runtime.numbers import accumulator, host_value, on_device
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.numbers import host_value, on_device
 from kernlib.runtime.tensors import check_flag, is_lazy, materialised, refuse_transforms, stand_ins
 
 BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much where it is packed

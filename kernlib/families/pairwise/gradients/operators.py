@@ -17,7 +17,7 @@ from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager, formula, weights
 from kernlib.families.pairwise.gradients.formula import Sums
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 
 _library = torch.library.Library("kernlib", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)

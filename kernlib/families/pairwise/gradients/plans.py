@@ -18,10 +18,12 @@ from kernlib.families.pairwise.gradients import point_products as products
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.families.pairwise.lowering import gradient_tensor
-from kernlib.families.pairwise.lowering.direct import Layout
-from kernlib.runtime.devices import arch_of, load, model
-from kernlib.runtime.numbers import accumulator, host_value
-from kernlib.runtime.plan import Plan
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
+from kernlib.runtime.numbers import host_value
+from kernlib.runtime.sequence import load_lowered
 from kernlib.runtime.tensors import span
 
 
@@ -120,8 +122,7 @@ def _tensor(
     lowered = gradient_tensor.lower(problem, arch_of(device), model(device).multiprocessors)
     if lowered is None:
         return None
-    kernel, numbers = load(lowered.spec, device), lowering.NUMBERS
-    plan = Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
+    plan = load_lowered(lowered, lowering.OPERANDS, call.device)
     shape = (lowered.parts, call.batch, max(1, call.sets), call.queries, call.features)
 
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:
@@ -147,7 +148,7 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
     aligned = lines.data_ptr() % 16 == 0
     whole = all(n % gradient_tensor.RUN == 0 for n in (lines.shape[-1], *steps))
     if lines.stride(-1) != 1 or not (aligned and whole):
-        length = lowering.ceil(lines.shape[-1], gradient_tensor.RUN) * gradient_tensor.RUN
+        length = ceil_div(lines.shape[-1], gradient_tensor.RUN) * gradient_tensor.RUN
         made = torch.empty((*lines.shape[:-1], length), dtype=z.dtype, device=z.device)
         z = made[..., : lines.shape[-1]].copy_(lines).mT
     return Operands(x, z, weights, coefficients)
@@ -156,9 +157,7 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
 def _direct(kind: Kind, call: Call, problem: lowering.Problem, device: int) -> Callable:
     """By the kernel of the FP32 or FP64 lanes."""
     lowered = lowering.lower(problem, arch_of(device), model(device).multiprocessors)
-    kernel = load(lowered.spec, device)
-    numbers = lowering.NUMBERS
-    plan = Plan(kernel, device, lowered.grid, lowering.POINTERS, numbers, lowered.fixed)
+    plan = load_lowered(lowered, lowering.OPERANDS, call.device)
     if lowered.parts == 1:
         return lambda operands, out, numbers: plan.launch(_pointers(operands, out), numbers)
     shape = (lowered.parts, call.batch, max(1, call.sets), call.queries, call.features)
@@ -208,8 +207,8 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
         factor=2.0 * factor_of(kind) if square else factor_of(kind),
         times_p=(power or exponential) and not kind.plain and not square,
         times_scale=exponential,
-        dtype=arguments.DTYPES[call.dtype],
-        out_dtype=arguments.DTYPES[call.out_dtype],
+        dtype=DTYPE_NAMES[call.dtype],
+        out_dtype=DTYPE_NAMES[call.out_dtype],
         accumulate=accumulate,
         scalar_strides=tuple(
             _scalar_stride(values.get(name), call) for name in lowering.SCALARS

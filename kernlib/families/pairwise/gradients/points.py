@@ -12,7 +12,8 @@ from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.gradients import arguments, plans, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.lowering import gradient as lowering
-from kernlib.runtime.numbers import accumulator, check_kind, host_value, on_device, plain
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.numbers import check_kind, host_value, on_device, plain
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import (

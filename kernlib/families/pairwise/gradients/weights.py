@@ -28,7 +28,7 @@ from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula
 from kernlib.families.pairwise.gradients.formula import Sums
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 
 _INFINITE = float("inf")
 _SMALLEST = {torch.float32: 1e-38, torch.float64: 1e-300}

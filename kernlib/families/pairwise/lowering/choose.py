@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct, split
-from kernlib.families.pairwise.lowering.direct import Choice, Problem
+from kernlib.families.pairwise.lowering.direct import Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import steps
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.steps import Lowered
 
 SPLIT = {"kind": "split"}
 
@@ -42,7 +43,7 @@ def lower(
     strides: tuple[int, ...],
     precision: str,
     choice: Mapping[str, object] | None = None,
-) -> direct.Lowered | steps.Lowered:
+) -> Lowered:
     """The launches of a call: by ``choice`` if it is one of the candidates, else by rule."""
     taken = _takes_split(descriptor, problem, arch, precision)
     wanted = choice or {}
@@ -59,9 +60,10 @@ def specs(
     count = targets.MULTIPROCESSORS[arch][0]
     if _takes_split(descriptor, problem, arch, precision) and split.pays(problem):
         found = split.lower(descriptor, problem, arch, count, strides, precision)
-        return [step.spec for step in found.steps]
+        return found.specs
     chosen = direct.defaults(problem, arch)
-    return [direct.lower(descriptor, problem, arch, count, strides, c).spec for c in chosen]
+    made = [direct.lower(descriptor, problem, arch, count, strides, c) for c in chosen]
+    return [spec for each in made for spec in each.specs]
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:

@@ -22,9 +22,15 @@ from kernlib.families.pairwise.lowering.finish import (
     outer,
     outer_kinds,
 )
+from kernlib.families.pairwise.lowering.layout import Layout, access
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import choice as choices
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES, outputs
 from kernlib.lowering.names import named
+from kernlib.lowering.steps import Lowered, Step
 
 THREADS = 256
 TILE_K = 16
@@ -32,19 +38,7 @@ PROMOTE_K = 64
 BIG_TILE, SMALL_TILE = 128, 64
 MAX_TILES = 2**31 - 1  # blocks of a grid's first axis
 MAX_BATCH_BLOCKS = 65535
-POINTERS = 3  # of a, b and out, at the start of the parameter struct
-NUMBER = "dQ"  # then for each hyperparameter its value, and its address if it is on the device
-Choice = dict[str, int]  # knobs that tuning turns, by name
-
-# torch's names of storage: (CUDA type, bytes, CUDA type of arithmetic, its bytes)
-TYPES = {
-    "float32": ("float", 4, "float", 4),
-    "float64": ("double", 8, "double", 8),
-    "float16": ("half_t", 2, "float", 4),
-    "bfloat16": ("bfloat16_t", 2, "float", 4),
-}
-# The other dtype that an out may have: the one of the arithmetic.
-ACCUMULATORS = {name: "float64" if name == "float64" else "float32" for name in TYPES}
+OPERANDS = ("a", "b", "out")  # whose addresses the parameter struct starts with
 
 # Host values of p with code of their own; every other value shares "any", device tensors "device".
 INNER_CODE = {
@@ -74,19 +68,6 @@ EXPONENT_STAGES = {  # inner stages with an exponent: their code for its values
 }
 
 
-class Layout(NamedTuple):
-    """Strides, in elements, of (batch, points, features) or (batch, m, n), and the address of the
-    first element modulo 16 (an aligned one may say 0 or 16)."""
-
-    batch: int
-    rows: int
-    columns: int
-    alignment: int = 16
-
-    def transposed(self) -> Layout:
-        return Layout(self.batch, self.columns, self.rows, self.alignment)
-
-
 class Problem(NamedTuple):
     """One call's shapes and layouts, as lowering sees them."""
 
@@ -112,16 +93,6 @@ class Problem(NamedTuple):
             self.dtype, self.out_dtype, -self.diagonal, self.accumulate,
             self.inner, self.outer, self.root,
         )  # fmt: skip
-
-
-class Lowered(NamedTuple):
-    """``swapped``: the kernel's a is the caller's b. ``fixed`` follows POINTERS addresses and
-    ``scalar_count(descriptor)`` times NUMBER in the parameter struct."""
-
-    spec: KernelSpec
-    grid: tuple[int, int]
-    fixed: bytes
-    swapped: bool
 
 
 class Variant(NamedTuple):
@@ -158,12 +129,13 @@ def lower(
     choice: Mapping[str, object] | None = None,
 ) -> Lowered:
     """Choose the variant for a call: by ``choice`` if it is one of the problem's candidates (values
-    may be text), else by rule. Raises UnsupportedError for sizes no grid can hold."""
+    may be text), else by rule. A result that lies column by column is the transpose of one of
+    swapped operands. Raises UnsupportedError for sizes no grid can hold."""
     swapped = problem.out.rows == 1 and problem.out.columns != 1
     if swapped:
         problem = problem.transposed()
     known = candidates(problem, arch)
-    chosen = _known(choice, known) or default(problem, known, multiprocessors)
+    chosen = choices.named(choice, known) or default(problem, known, multiprocessors)
     variant = Variant(
         problem.dtype,
         problem.out_dtype,
@@ -176,7 +148,7 @@ def lower(
         problem.outer,
         problem.root,
     )
-    tiles_m, tiles_n = _ceil(problem.m, variant.tile), _ceil(problem.n, variant.tile)
+    tiles_m, tiles_n = ceil_div(problem.m, variant.tile), ceil_div(problem.n, variant.tile)
     if tiles_m * tiles_n > MAX_TILES or problem.k >= 2**31 - TILE_K:
         raise UnsupportedError(
             f"a {problem.m} x {problem.n} result over {problem.k} features is more than one launch "
@@ -184,7 +156,10 @@ def lower(
         )
     fixed = fixed_parameters(problem, tiles_m, tiles_n, scalar_strides)
     grid = (tiles_m * tiles_n, min(problem.batch, MAX_BATCH_BLOCKS))
-    return Lowered(spec(descriptor, variant, arch), grid, fixed, swapped)
+    operands = ("b", "a", "out") if swapped else OPERANDS
+    pointers = tuple((name, 0) for name in operands)
+    made = spec(descriptor, variant, arch)
+    return Lowered((Step(made, grid, fixed, pointers, scalar_count(descriptor)),))
 
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
@@ -197,23 +172,14 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
 
 def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
     """Of the candidates the one taken untuned: big tiles once there is one a multiprocessor."""
-    tiles = _ceil(problem.m, BIG_TILE) * _ceil(problem.n, BIG_TILE) * problem.batch
+    tiles = ceil_div(problem.m, BIG_TILE) * ceil_div(problem.n, BIG_TILE) * problem.batch
     return known[-1] if tiles < multiprocessors else known[0]
 
 
 def defaults(problem: Problem, arch: str) -> list[Choice]:
     """The candidates taken untuned by the GPUs of an arch, smallest to largest."""
     known = candidates(problem, arch)
-    fewest, most = targets.MULTIPROCESSORS[arch]
-    made = [default(problem, known, count) for count in range(fewest, most + 1)]
-    return [choice for choice in known if choice in made]
-
-
-def _known(choice: Mapping[str, object] | None, known: list[Choice]) -> Choice | None:
-    """The candidate that a choice names; None for one that is damaged or of another version."""
-    named = {name: str(value) for name, value in (choice or {}).items()}
-    same = (c for c in known if {name: str(value) for name, value in c.items()} == named)
-    return next(same, None)
+    return choices.defaults(known, arch, lambda known, count: default(problem, known, count))
 
 
 def _tiles(dtype: str, long_k: bool, arch: str) -> list[int]:
@@ -252,7 +218,7 @@ def short(descriptor: Pairwise) -> list[str]:
 
 def shared_bytes(dtype: str, tile: int, long_k: bool) -> int:
     """Two stages of both operands and the tile of sums, which share memory when K is short."""
-    accumulator = TYPES[dtype][3]
+    accumulator = DTYPES[dtype].sums.bytes
     line = (tile + 16 // accumulator) * accumulator
     stages, sums = 2 * 2 * TILE_K * line, tile * line
     return stages + sums if long_k else max(stages, sums)
@@ -266,7 +232,7 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[K
     specs = {
         spec(descriptor, Variant(dtype, out, tile, long, a, b, swap, power, outer, root), arch)
         for dtype in dtypes
-        for out in dict.fromkeys((dtype, ACCUMULATORS[dtype]))
+        for out in outputs(dtype)
         for long in (True, False)
         for tile in _tiles(dtype, long, arch)
         for a, b, swap, power, (outer, root) in code
@@ -280,14 +246,13 @@ def _swaps(descriptor: Pairwise) -> tuple[bool, ...]:
 
 def source(descriptor: Pairwise, variant: Variant) -> str:
     """The generated CUDA text: a few defines, ``Finish``, one include."""
-    input_type, _, accumulator, _ = TYPES[variant.dtype]
     operation = "Dot" if descriptor.operator == "dot" else "Difference"
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
 
-using InputT = {input_type};
-using AccT = {accumulator};
-using OutputT = {TYPES[variant.out_dtype][0]};
+using InputT = {DTYPES[variant.dtype].cuda};
+using AccT = {DTYPES[variant.dtype].sums.cuda};
+using OutputT = {DTYPES[variant.out_dtype].cuda};
 
 constexpr int TILE = {variant.tile};
 constexpr int SCALARS = {scalar_count(descriptor)};
@@ -318,24 +283,11 @@ def _describe(descriptor: Pairwise, variant: Variant) -> str:
     return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])
 
 
-def access(layout: Layout, count: int, k: int, dtype: str) -> str:
-    """How far 16-byte loads (8 bytes of a half type) can run: see Access in operand.cuh."""
-    itemsize = TYPES[dtype][1]
-    run = 4 if itemsize == 2 else 16 // itemsize
-    if layout.alignment % (run * itemsize) or layout.batch % run:
-        return "strided"
-    if layout.columns == 1 and k % run == 0 and layout.rows % run == 0:
-        return "features"
-    if layout.rows == 1 and count % run == 0 and layout.columns % run == 0:
-        return "points"
-    return "strided"
-
-
 def _takes_vectors(problem: Problem) -> bool:
     """Whether out takes aligned stores of one chunk (16 bytes of accumulators) along n."""
-    chunk = 16 // TYPES[problem.dtype][3]
+    chunk = 16 // DTYPES[problem.dtype].sums.bytes
     out = problem.out
-    aligned = out.alignment % (chunk * TYPES[problem.out_dtype][1]) == 0
+    aligned = out.alignment % (chunk * DTYPES[problem.out_dtype].bytes) == 0
     return aligned and out.columns == 1 and out.rows % chunk == 0 and out.batch % chunk == 0
 
 
@@ -349,7 +301,3 @@ def fixed_parameters(
         f"<{len(scalar_strides)}q9q4q5i4x",
         *scalar_strides, *views, *sizes, problem.k, tiles_m, tiles_n, *flags,
     )  # fmt: skip
-
-
-def _ceil(count: int, tile: int) -> int:
-    return -(-count // tile)

@@ -12,22 +12,20 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.pairwise.lowering.direct import (
-    ACCUMULATORS,
-    MAX_BATCH_BLOCKS,
-    MAX_TILES,
-    TYPES,
-    Layout,
-)
+from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, MAX_TILES
+from kernlib.families.pairwise.lowering.layout import Layout, access
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES, outputs
 from kernlib.lowering.names import named
+from kernlib.lowering.steps import Lowered, Step
 
 THREADS = 256
 TILE, TILE_K = 64, 16  # queries, and features if doubled; points of a stage
-POINTERS = 6  # x, z, weights, coefficients, out, extremes
+# Whose addresses the parameter struct starts with, and the numbers behind them.
+OPERANDS = ("x", "z", "weights", "coefficients", "out", "extremes")
 SCALARS = ("p", "inner_scale", "eps")
-NUMBERS = "dQ" * len(SCALARS)
 MAX_PARTS = 32  # of the points, whose sums meet in a workspace
 PART_POINTS = 256  # the fewest of a part
 O_TILES = (0, 1, 2, 4)
@@ -95,16 +93,6 @@ class Problem(NamedTuple):
     extremes: int = 0  # batch stride of those of z
 
 
-class Lowered(NamedTuple):
-    """``fixed`` follows POINTERS addresses and NUMBERS in the parameter struct. Sums of several
-    ``parts`` of the points go to a workspace (parts, batch, sets, queries, features)."""
-
-    spec: KernelSpec
-    grid: tuple[int, int]
-    fixed: bytes
-    parts: int
-
-
 class Variant(NamedTuple):
     """Everything that the generated code depends on."""
 
@@ -138,11 +126,12 @@ def exponent_kind(value: float | None) -> float | str:
 
 
 def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
-    """The variant for a call. Raises UnsupportedError for sizes no grid can hold."""
+    """The variant for a call. Sums of several parts of the points go to a workspace (parts, batch,
+    sets, queries, features). Raises UnsupportedError for sizes no grid can hold."""
     o_tile = _o_tile(problem.sets)
-    tiles_q = ceil(problem.queries, TILE)
-    tiles_k = ceil(problem.features, TILE * feature_tiles(problem.dtype, o_tile))
-    tiles_o = ceil(problem.sets, o_tile) if o_tile else 1
+    tiles_q = ceil_div(problem.queries, TILE)
+    tiles_k = ceil_div(problem.features, TILE * feature_tiles(problem.dtype, o_tile))
+    tiles_o = ceil_div(problem.sets, o_tile) if o_tile else 1
     if tiles_q * tiles_k > MAX_TILES or problem.points >= 2**31 - TILE_K:
         raise UnsupportedError(
             f"a gradient of {problem.queries} x {problem.features} coordinates over "
@@ -151,14 +140,15 @@ def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
         )
     tiles = tiles_q * tiles_k * tiles_o * problem.batch
     parts = parts_of(tiles, problem.points, multiprocessors * blocks(problem.dtype))
-    per_part = max(1, ceil(problem.points, parts * TILE_K)) * TILE_K
-    parts = max(1, ceil(problem.points, per_part))
+    per_part = max(1, ceil_div(problem.points, parts * TILE_K)) * TILE_K
+    parts = max(1, ceil_div(problem.points, per_part))
     variant = Variant(
         problem.dtype,
-        problem.out_dtype if parts == 1 else ACCUMULATORS[problem.dtype],
+        problem.out_dtype if parts == 1 else DTYPES[problem.dtype].accumulator,
         problem.operation,
         problem.slope,
         o_tile,
+        # Lines of points, which the kernel sums over as others over features.
         access(problem.weights, problem.queries, problem.points, problem.dtype),
         access(problem.z.transposed(), problem.features, problem.points, problem.dtype),
     )
@@ -167,7 +157,12 @@ def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
     vectors = _out_vectors(problem, variant.out_dtype)
     fixed = fixed_parameters(problem, (tiles_q, tiles_k, tiles_o), parts, per_part, vectors)
     grid = (tiles_q * tiles_k, min(problem.batch * tiles_o * parts, MAX_BATCH_BLOCKS))
-    return Lowered(spec(variant, arch), grid, fixed, parts)
+    return Lowered((step(spec(variant, arch), grid, fixed),), 0, parts, per_part)
+
+
+def step(made: KernelSpec, grid: tuple[int, int], fixed: bytes) -> Step:
+    """The launch of a kernel of pair gradients."""
+    return Step(made, grid, fixed, tuple((name, 0) for name in OPERANDS), len(SCALARS))
 
 
 def parts_of(tiles: int, points: int, slots: int) -> int:
@@ -175,7 +170,7 @@ def parts_of(tiles: int, points: int, slots: int) -> int:
     what fills most."""
     best, most = 1, 0.0
     for parts in range(1, max(1, min(MAX_PARTS, points // PART_POINTS)) + 1):
-        full = tiles * parts / (ceil(tiles * parts, slots) * slots)
+        full = tiles * parts / (ceil_div(tiles * parts, slots) * slots)
         if full >= 0.9:
             return parts
         if full > 1.02 * most:
@@ -229,7 +224,7 @@ def spec(variant: Variant, arch: str) -> KernelSpec:
 def shared_bytes(variant: Variant) -> int:
     """Two stages of the operands and the coefficients, totals of float, and the notes of what is
     not finite."""
-    accumulator = TYPES[variant.dtype][3]
+    accumulator = DTYPES[variant.dtype].sums.bytes
     operands = 1 + feature_tiles(variant.dtype, variant.o_tile)
     line = TILE * accumulator + 16
     stage = operands * TILE_K * line + TILE_K * variant.o_tile * accumulator
@@ -240,12 +235,11 @@ def shared_bytes(variant: Variant) -> int:
 
 def source(variant: Variant) -> str:
     """The generated CUDA text: a few defines and one include."""
-    input_type, _, accumulator, _ = TYPES[variant.dtype]
     return f"""#include "common/types.cuh"
 
-using InputT = {input_type};
-using AccT = {accumulator};
-using OutputT = {TYPES[variant.out_dtype][0]};
+using InputT = {DTYPES[variant.dtype].cuda};
+using AccT = {DTYPES[variant.dtype].sums.cuda};
+using OutputT = {DTYPES[variant.out_dtype].cuda};
 
 constexpr int O_TILE = {variant.o_tile};
 constexpr int FEATURE_TILES = {feature_tiles(variant.dtype, variant.o_tile)};
@@ -276,31 +270,17 @@ def variants(
     made = {
         spec(Variant(dtype, out, operation, slope, tile, w, z), arch)
         for dtype in dtypes
-        for out in dict.fromkeys((dtype, ACCUMULATORS[dtype]))
+        for out in outputs(dtype)
         for tile, w, z in product(tiles, accesses, accesses)
     }
     return sorted(made, key=lambda s: s.source)
 
 
-def access(layout: Layout, count: int, depth: int, dtype: str) -> str:
-    """How far loads of an operand (batch, lines, points) can run: see Access in operand.cuh, where
-    lines are points and the points here features."""
-    itemsize = TYPES[dtype][1]
-    run = 4 if itemsize == 2 else 16 // itemsize
-    if layout.alignment % (run * itemsize) or layout.batch % run:
-        return "strided"
-    if layout.columns == 1 and depth % run == 0 and layout.rows % run == 0:
-        return "features"
-    if layout.rows == 1 and count % run == 0 and layout.columns % run == 0:
-        return "points"
-    return "strided"
-
-
 def _out_vectors(problem: Problem, out_dtype: str) -> int:
     """Whether out takes aligned stores of one chunk (16 bytes of accumulators): 1 along features, 2
     along queries, 0 if neither."""
-    out, chunk = problem.out, 16 // TYPES[problem.dtype][3]
-    if out.alignment % (chunk * TYPES[out_dtype][1]) or out.batch % chunk:
+    out, chunk = problem.out, 16 // DTYPES[problem.dtype].sums.bytes
+    if out.alignment % (chunk * DTYPES[out_dtype].bytes) or out.batch % chunk:
         return 0
     if out.coefficients % chunk:
         return 0
@@ -326,8 +306,3 @@ def fixed_parameters(
         problem.extremes, problem.queries, problem.batch, problem.factor,
         problem.points, problem.features, problem.sets, *tiles, parts, per_part, *flags,
     )  # fmt: skip
-
-
-def ceil(count: int, tile: int) -> int:
-    """How many tiles hold a count."""
-    return -(-count // tile)

@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, MAX_TILES, TYPES
+from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, MAX_TILES
 from kernlib.families.pairwise.lowering.gradient import (
     O_TILES,
-    Lowered,
     Problem,
-    access,
-    ceil,
     fixed_parameters,
     parts_of,
+    step,
     workspace,
 )
+from kernlib.families.pairwise.lowering.layout import access
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
+from kernlib.lowering.steps import Lowered
 
 SIGN = "AbsSlope"
 LINES = "features"  # of Access: points of a feature side by side
@@ -99,7 +101,7 @@ class Variant(NamedTuple):
 
 def takes(problem: Problem) -> bool:
     """Whether the kernel computes a problem's function of its operands, however they lie."""
-    if problem.dtype not in ("float32", "float16", "bfloat16"):
+    if problem.dtype not in FLOAT_SUMS:
         return False
     if problem.operation != "Difference" or problem.slope == "IdentitySlope":
         return False
@@ -119,7 +121,10 @@ def pays(problem: Problem) -> bool:
     # One coefficient and points in lines, which the FP32 lanes read best: 12.65 ms against 14.05
     # for 768 features, by tiles of 128.
     width = _best(TILES[True][0], problem.features).features
-    return 12.65 * ceil(problem.features, 128) * 128 > 14.05 * ceil(problem.features, width) * width
+    return (
+        12.65 * ceil_div(problem.features, 128) * 128
+        > 14.05 * ceil_div(problem.features, width) * width
+    )
 
 
 def columns_of(problem: Problem, arch: str) -> int:
@@ -136,22 +141,25 @@ def lower(
     """The variant for a call, None for sizes that no grid can hold."""
     columns = columns_of(problem, arch)
     tile = tile or default(problem, arch)
-    tiles_q, tiles_k = ceil(problem.queries, tile.queries), ceil(problem.features, tile.features)
-    tiles_o = ceil(problem.sets, 8 * columns) if columns else 1
+    tiles_q, tiles_k = (
+        ceil_div(problem.queries, tile.queries),
+        ceil_div(problem.features, tile.features),
+    )
+    tiles_o = ceil_div(problem.sets, 8 * columns) if columns else 1
     if tiles_q * tiles_k > MAX_TILES or problem.points >= 2**31 - 4 * STEP * tile.steps:
         return None
     tiles = tiles_q * tiles_k * tiles_o * problem.batch
     parts = parts_of(tiles, problem.points, multiprocessors * tile.blocks)
     stage = STEP * tile.steps
-    per_part = max(1, ceil(problem.points, parts * stage)) * stage
-    parts = max(1, ceil(problem.points, per_part))
+    per_part = max(1, ceil_div(problem.points, parts * stage)) * stage
+    parts = max(1, ceil_div(problem.points, per_part))
     out_dtype = problem.out_dtype if parts == 1 else "float32"
     if parts > 1:
         problem = problem._replace(out=workspace(problem), accumulate=False)
     fixed = fixed_parameters(problem, (tiles_q, tiles_k, tiles_o), parts, per_part)
     grid = (tiles_q * tiles_k, min(problem.batch * tiles_o * parts, MAX_BATCH_BLOCKS))
     made = spec(Variant(problem.slope, columns, tile, out_dtype))
-    return Lowered(made, grid, fixed, parts)
+    return Lowered((step(made, grid, fixed),), 0, parts, per_part)
 
 
 def default(problem: Problem, arch: str) -> Tile:
@@ -166,7 +174,7 @@ def default(problem: Problem, arch: str) -> Tile:
 
 
 def _best(tiles: Sequence[Tile], features: int) -> Tile:
-    return min(tiles, key=lambda t: ceil(features, t.features) * (t.features + 16))
+    return min(tiles, key=lambda t: ceil_div(features, t.features) * (t.features + 16))
 
 
 def shared_bytes(sign: bool, columns: int, tile: Tile) -> int:
@@ -211,7 +219,7 @@ def source(variant: Variant) -> str:
     lines = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
     return f"""#include "common/types.cuh"
 
-using OutputT = {TYPES[variant.out_dtype][0]};
+using OutputT = {DTYPES[variant.out_dtype].cuda};
 
 constexpr bool SINGLE = {str(variant.columns == 0).lower()};
 {lines}

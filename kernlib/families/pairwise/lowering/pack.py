@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import direct
-from kernlib.families.pairwise.lowering.direct import Layout, Problem
+from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import WORKSPACE, Step
 
@@ -29,7 +31,6 @@ DOUBTFUL = PROBES // 64  # probed pairs above which the direct kernel does the w
 ALIGNMENT = 256  # of what lies in the workspace
 MAX_WORKSPACE = 2**32
 MAX_SIZE = 2**31 - 2**16  # of a side, in points or features
-DTYPES = ("float32", "float16", "bfloat16")
 # What the parameter structs hold behind pointers: of split/centre.cuh, a Side of split/pack.cuh and
 # what follows both.
 CENTRE_FIXED, SIDE_FIXED, PACK_FIXED = "<6qq2iq2i4i", "<6q4i", "<q4i"
@@ -57,7 +58,7 @@ class Workspace(NamedTuple):
 
 def is_product(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether a call's sums are squared distances or dot products, of sizes and types known."""
-    if problem.dtype not in DTYPES or problem.k < 1:
+    if problem.dtype not in FLOAT_SUMS or problem.k < 1:
         return False
     if not is_difference(descriptor, problem) and not is_dot(descriptor):
         return False
@@ -82,11 +83,11 @@ def workspace(problem: Problem, variant) -> Workspace:
     """What a call keeps where. An operand that all batch entries share is packed once; where there
     is one, they share the centre too."""
     group = max(variant.promote, 1)
-    stages = ceil(problem.k, variant.depth * group) * group
+    stages = ceil_div(problem.k, variant.depth * group) * group
     pitch = stages * variant.depth
     entries = [1 if side.batch == 0 else problem.batch for side in (problem.a, problem.b)]
     points = [
-        ceil(count, tile) * tile
+        ceil_div(count, tile) * tile
         for count, tile in ((problem.m, variant.rows), (problem.n, variant.columns))
     ]
     packed = [count * pitch * 2 * variant.copies for count in points]
@@ -96,7 +97,7 @@ def workspace(problem: Problem, variant) -> Workspace:
     sizes += [size * each for size, each in zip(packed, entries, strict=True)]
     places = [0]
     for size in sizes:
-        places.append(places[-1] + ceil(size, ALIGNMENT) * ALIGNMENT)
+        places.append(places[-1] + ceil_div(size, ALIGNMENT) * ALIGNMENT)
     strides = [0 if each == 1 else 1 for each in entries]
     return Workspace(
         *places, stages, pitch, centres,
@@ -127,15 +128,15 @@ def _centre_step(problem: Problem, place: Workspace, names, difference: bool) ->
         *view(problem.a), *view(problem.b), *_sample(problem.m), *_sample(problem.n),
         problem.k, place.centre_pitch, 1 if alone else problem.batch, 0,
     )  # fmt: skip
-    grid = (ceil(place.centre_pitch, CENTRE_COLUMNS), place.centres) if difference else (1, 1)
+    grid = (ceil_div(place.centre_pitch, CENTRE_COLUMNS), place.centres) if difference else (1, 1)
     pointers = _pointers(names, place.centre, place.doubtful)
     return Step(centre_spec(problem.dtype, difference), grid, fixed, pointers)
 
 
 def _sample(points: int) -> tuple[int, int, int]:
     """struct Sample of an operand."""
-    step = ceil(points, SAMPLES)
-    return step, ceil(points, step), 0
+    step = ceil_div(points, SAMPLES)
+    return step, ceil_div(points, step), 0
 
 
 def _pointers(names: tuple[str, str], *offsets: int) -> tuple[tuple[str, int], ...]:
@@ -148,7 +149,7 @@ def _pack_step(problem: Problem, variant, place: Workspace, names, difference: b
         (problem.a, problem.m, variant.rows, place.a_stride, place.a_points),
         (problem.b, problem.n, variant.columns, place.b_stride, place.b_points),
     ):
-        groups = ceil(count, tile) * tile // CHUNK
+        groups = ceil_div(count, tile) * tile // CHUNK
         entries = 1 if layout.batch == 0 else problem.batch
         blocks += groups * entries
         sides.append(
@@ -174,7 +175,7 @@ def view(layout: Layout) -> tuple[int, int, int]:
 
 def _reads_vectors(layout: Layout, dtype: str) -> bool:
     """Whether 8 features are aligned loads of 16 bytes."""
-    run = 16 // direct.TYPES[dtype][1]
+    run = 16 // DTYPES[dtype].bytes
     aligned = layout.alignment % 16 == 0 and layout.columns == 1
     return aligned and layout.rows % run == 0 and layout.batch % run == 0
 
@@ -184,6 +185,12 @@ def gated(spec: KernelSpec) -> KernelSpec:
     name = f"{spec.entry}_gated"
     source = f"#define GATED {DOUBTFUL}\n{spec.source.replace(spec.entry, name, 1)}"
     return spec._replace(entry=name, source=source, description=f"{spec.description} gated")
+
+
+def gated_step(step: Step, place: Workspace) -> Step:
+    """The launch of a direct kernel behind the gate."""
+    pointers = ((WORKSPACE, place.doubtful), *step.pointers)
+    return step._replace(spec=gated(step.spec), pointers=pointers)
 
 
 def centre_spec(dtype: str, difference: bool) -> KernelSpec:
@@ -214,13 +221,9 @@ def constants(dtype: str, difference: bool, parameter_bytes: int) -> str:
     """What each of the sources begins with."""
     return f"""#include "common/types.cuh"
 
-using InputT = {direct.TYPES[dtype][0]};
+using InputT = {DTYPES[dtype].cuda};
 using AccT = float;
 
 constexpr bool DIFFERENCE = {str(difference).lower()};
 constexpr int PARAMETER_BYTES = {parameter_bytes};
 """
-
-
-def ceil(count: int, size: int) -> int:
-    return -(-count // size)

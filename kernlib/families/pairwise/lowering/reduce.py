@@ -17,29 +17,30 @@ from kernlib.families.pairwise.lowering.direct import (
     MAX_BATCH_BLOCKS,
     PROMOTE_K,
     THREADS,
-    TYPES,
-    Layout,
-    access,
     inner_codes,
     scalar_count,
     shared_bytes,
     short,
 )
 from kernlib.families.pairwise.lowering.finish import is_norm
+from kernlib.families.pairwise.lowering.layout import Layout, access
 from kernlib.families.pairwise.lowering.reduce_source import finish
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
+from kernlib.lowering.steps import Lowered, Step
 
 SMALL_K = 16
 WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes
-POINTERS = 5  # of a, b, v, the values and the places, at the start of the parameter struct
+# Whose addresses the parameter struct starts with; out takes the values, indices their places.
+OPERANDS = ("a", "b", "v", "out", "indices")
 RESIDENT = 2  # blocks of a multiprocessor, as __launch_bounds__ promises
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
 MAX_SPLITS = 512
 MAX_PLACES = 1 << 30  # n of a block, which an int counts
 WORKSPACE_VALUES = 1 << 24  # of partial results: 64 MB
-DTYPES = ("float32", "float16", "bfloat16")
 # By the name of a reduction, the reducer of reduce/reducers.cuh, and whether it reads v.
 REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
 
@@ -89,17 +90,6 @@ class Variant(NamedTuple):
         return "small" if self.k else "tile"
 
 
-class Lowered(NamedTuple):
-    """``splits`` partial results are written for each row, of ``per_split`` n each; ``fixed``
-    follows POINTERS addresses and ``scalar_count(descriptor)`` numbers in the parameter struct."""
-
-    spec: KernelSpec
-    grid: tuple[int, int]
-    fixed: bytes
-    per_split: int
-    splits: int
-
-
 def width_of(columns: int) -> int:
     """Columns that the kernel for ``columns`` of v computes; 0 for none."""
     return next((width for width in (0, *WIDTHS) if width >= columns), WIDTHS[-1])
@@ -114,24 +104,30 @@ def lower(
     per_split: int = 0,
     rows: int | None = None,
 ) -> Lowered:
-    """Choose the kernel for a problem of 1 feature or more. ``per_split`` is that of another launch
-    whose results lie side by side with this one's; ``rows`` overrides the rows of a thread of the
-    small kernel."""
+    """Choose the kernel for a problem of 1 feature or more. Each row gets partial results, of
+    ``per_part`` n each; ``per_split`` is that of another launch whose results lie side by side with
+    this one's. ``rows`` overrides the rows of a thread of the small kernel."""
     made = variant(problem, arch, rows)
     block = made.rows * THREADS if made.k else BIG_TILE
     unit = THREADS if made.k else BIG_TILE
-    row_blocks = _ceil(problem.m, block)
+    row_blocks = ceil_div(problem.m, block)
     per_split = per_split or split(problem, row_blocks, unit, multiprocessors * RESIDENT)
-    splits = _ceil(problem.n, per_split)
+    splits = ceil_div(problem.n, per_split)
     fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
     grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
-    return Lowered(spec(descriptor, made, arch), grid, fixed, per_split, splits)
+    pointers = tuple((name, 0) for name in OPERANDS)
+    step = Step(spec(descriptor, made, arch), grid, fixed, pointers, scalar_count(descriptor))
+    return Lowered((step,), 0, splits, per_split)
 
 
 def fits(problem: Problem, arch: str) -> bool:
     """Whether one of the kernels takes a problem on an arch."""
-    takes = problem.dtype in DTYPES and min(problem.k, problem.m, problem.n) > 0
-    if not takes or problem.columns > WIDTHS[-1] or _ceil(problem.m, THREADS) > MAX_BLOCKS // 1024:
+    takes = problem.dtype in FLOAT_SUMS and min(problem.k, problem.m, problem.n) > 0
+    if (
+        not takes
+        or problem.columns > WIDTHS[-1]
+        or ceil_div(problem.m, THREADS) > MAX_BLOCKS // 1024
+    ):
         return False
     return shared(variant(problem, arch)) <= targets.SHARED_BYTES[arch]
 
@@ -174,17 +170,17 @@ def split(problem: Problem, row_blocks: int, unit: int, slots: int, least: int =
     """The n of a block, a multiple of ``unit``: of the numbers of splits, ``least`` or more, the
     one whose blocks, in waves of ``slots``, are done first, where starting a block takes as long as
     one unit."""
-    units = _ceil(problem.n, unit)
+    units = ceil_div(problem.n, unit)
     values = max(1, problem.out_columns) * problem.m * problem.batch
     most = max(1, min(units, MAX_SPLITS, WORKSPACE_VALUES // values))
-    least = max(min(least, most), _ceil(units * unit, MAX_PLACES))
+    least = max(min(least, most), ceil_div(units * unit, MAX_PLACES))
 
     def duration(splits: int) -> int:
-        waves = _ceil(row_blocks * splits * problem.batch, slots)
-        return waves * (_ceil(units, splits) + 1)
+        waves = ceil_div(row_blocks * splits * problem.batch, slots)
+        return waves * (ceil_div(units, splits) + 1)
 
     best = min(range(least, max(least, most) + 1), key=duration)
-    return _ceil(units, best) * unit
+    return ceil_div(units, best) * unit
 
 
 def shared(made: Variant) -> int:
@@ -221,7 +217,7 @@ def source(descriptor: Pairwise, made: Variant) -> str:
     return f"""#include "common/types.cuh"
 #include "pairwise/reduce/math.cuh"
 
-using InputT = {TYPES[made.dtype][0]};
+using InputT = {DTYPES[made.dtype].cuda};
 using AccT = float;
 
 constexpr int SCALARS = {scalar_count(descriptor)};
@@ -259,7 +255,3 @@ def fixed_parameters(
     sizes = (problem.m, problem.n, problem.batch, problem.diagonal, per_split)
     counts = (problem.k, row_blocks, problem.columns, max(1, problem.out_columns))
     return struct.pack(f"<{len(scalar_strides)}q9q5q4i", *scalar_strides, *views, *sizes, *counts)
-
-
-def _ceil(count: int, by: int) -> int:
-    return -(-count // by)

@@ -20,14 +20,13 @@ from kernlib.families.pairwise.lowering.direct import Problem
 from kernlib.families.pairwise.lowering.finish import finish, outer_kinds
 from kernlib.families.pairwise.lowering.pack import (
     DOUBTFUL,
-    DTYPES,
     INFO_BYTES,
     MAX_WORKSPACE,
     Workspace,
-    ceil,
     centre_spec,
     constants,
     gated,
+    gated_step,
     is_difference,
     is_dot,
     is_product,
@@ -38,6 +37,8 @@ from kernlib.families.pairwise.lowering.pack import (
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS, outputs
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
@@ -162,8 +163,7 @@ def specs(
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a call."""
     strides = (0,) * direct.scalar_count(descriptor)
-    made = lower(descriptor, problem, arch, multiprocessors, strides, precision)
-    return [step.spec for step in made.steps]
+    return lower(descriptor, problem, arch, multiprocessors, strides, precision).specs
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
@@ -176,8 +176,8 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[K
     kinds = [
         (dtype, out, copies, exact)
         for dtype in dtypes
-        if dtype in DTYPES
-        for out in dict.fromkeys((dtype, direct.ACCUMULATORS[dtype]))
+        if dtype in FLOAT_SUMS
+        for out in outputs(dtype)
         for copies, exact in ((2 if difference or dtype == "float32" else 1, True), (1, False))
     ]
     made = [
@@ -190,7 +190,7 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[K
     found += [centre_spec(kind[0], difference) for kind in kinds]
     found += [pack_spec(variant, difference) for variant in made]
     square = "#define INNER Square\n" if difference else ""
-    known = [dtype for dtype in dtypes if dtype in DTYPES]
+    known = [dtype for dtype in dtypes if dtype in FLOAT_SUMS]
     whole = direct.variants(descriptor, arch, tuple(known)) if known else []
     found += [gated(each) for each in whole if square in each.source]
     return sorted(dict.fromkeys(found), key=lambda each: each.source)
@@ -205,7 +205,7 @@ def _main_step(
     multiprocessors,
     strides,
 ) -> Step:
-    tiles_m, tiles_n = ceil(problem.m, TILE_M), ceil(problem.n, variant.columns)
+    tiles_m, tiles_n = ceil_div(problem.m, TILE_M), ceil_div(problem.n, variant.columns)
     tiles = _tiles(descriptor, problem, variant)
     fixed = struct.pack(
         f"<{len(strides)}q{FIXED}",
@@ -227,16 +227,14 @@ def _main_step(
 
 def _direct_step(descriptor, problem, arch, multiprocessors, strides, place: Workspace) -> Step:
     """The direct kernel behind the gate, by as many CTAs as run at a time."""
-    made = direct.lower(descriptor, problem, arch, multiprocessors, strides)
-    grid = (min(made.grid[0], 2 * multiprocessors), made.grid[1])
-    names = ("b", "a") if made.swapped else ("a", "b")
-    pointers = ((WORKSPACE, place.doubtful), (names[0], 0), (names[1], 0), ("out", 0))
-    return Step(gated(made.spec), grid, made.fixed, pointers, direct.scalar_count(descriptor))
+    (step,) = direct.lower(descriptor, problem, arch, multiprocessors, strides).steps
+    grid = (min(step.grid[0], 2 * multiprocessors), step.grid[1])
+    return gated_step(step, place)._replace(grid=grid)
 
 
 def _tiles(descriptor: Pairwise, problem: Problem, variant: Variant) -> int:
     """Tiles of all batch entries, as struct Walk counts them."""
-    tiles_m, tiles_n = ceil(problem.m, TILE_M), ceil(problem.n, variant.columns)
+    tiles_m, tiles_n = ceil_div(problem.m, TILE_M), ceil_div(problem.n, variant.columns)
     if not descriptor.symmetric:
         return tiles_m * tiles_n * problem.batch
     groups = range(0, tiles_m, RASTER_ROWS)
@@ -249,7 +247,7 @@ def _tiles(descriptor: Pairwise, problem: Problem, variant: Variant) -> int:
 
 def _takes_vectors(problem: Problem) -> bool:
     """Whether out takes aligned stores of 4 elements along n."""
-    out, itemsize = problem.out, direct.TYPES[problem.out_dtype][1]
+    out, itemsize = problem.out, DTYPES[problem.out_dtype].bytes
     aligned = out.alignment % (4 * itemsize) == 0 and out.columns == 1
     return aligned and out.rows % 4 == 0 and out.batch % 4 == 0
 
@@ -276,7 +274,7 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
 #include "common/math.cuh"
 #include "pairwise/split/root.cuh"
 
-using OutputT = {direct.TYPES[variant.out_dtype][0]};
+using OutputT = {DTYPES[variant.out_dtype].cuda};
 
 constexpr int TILE_N = {variant.columns};
 constexpr int DEPTH = {variant.depth};

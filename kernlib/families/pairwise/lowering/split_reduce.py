@@ -17,17 +17,16 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
-from kernlib.families.pairwise.lowering.pack import ceil
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
 from kernlib.families.pairwise.lowering.reduce_source import finish
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
-from kernlib.lowering.steps import WORKSPACE, Step
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 
-OPERANDS = ("a", "b", "v", "out", "indices")
 INFOS = 3  # tiles whose PointInfo and lines of v are in shared memory
 MAX_STAGES = 8
 MAX_BLOCKS = 2**31 - 1
@@ -90,16 +89,6 @@ class Variant(NamedTuple):
         return resident + INFOS * self.columns * (pack.INFO_BYTES + 4 * self.width)
 
 
-class Lowered(NamedTuple):
-    """The launches of a call, whose pointers name OPERANDS, in a workspace of so many bytes;
-    ``splits`` partial results are written for each row, of ``per_split`` n each."""
-
-    steps: tuple[Step, ...]
-    workspace: int
-    per_split: int
-    splits: int
-
-
 def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
     """Whether a reduction is of squared distances or dot products of a size and type that this
     kernel knows. ``precision`` is a key of PRECISIONS."""
@@ -108,7 +97,7 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> 
     if not direct.fits(problem, arch):
         return False
     variant = default(descriptor, problem, precision)
-    blocks = ceil(problem.m, variant.rows) * direct.MAX_SPLITS * problem.batch
+    blocks = ceil_div(problem.m, variant.rows) * direct.MAX_SPLITS * problem.batch
     place = pack.workspace(problem, variant)
     return blocks <= MAX_BLOCKS and place.size <= pack.MAX_WORKSPACE
 
@@ -160,23 +149,24 @@ def lower(
     per_split: int = 0,
     choice: Mapping[str, object] | None = None,
 ) -> Lowered:
-    """The launches of a reduction that :func:`takes`. ``per_split`` is that of another launch whose
-    results lie side by side with this one's; ``choice`` overrides fields of the variant."""
+    """The launches of a reduction that :func:`takes`, with partial results and ``per_split`` as of
+    :func:`kernlib.families.pairwise.lowering.reduce.lower`; ``choice`` overrides fields of the
+    variant."""
     variant = default(descriptor, problem, precision)._replace(**(choice or {}))
     place = pack.workspace(problem, variant)
-    row_blocks = ceil(problem.m, variant.rows)
+    row_blocks = ceil_div(problem.m, variant.rows)
     if not per_split:
         rows_bytes = variant.rows * place.centre_pitch * 2 * variant.copies * multiprocessors
-        least = 1 if variant.resident else ceil(rows_bytes, L2_BYTES)
+        least = 1 if variant.resident else ceil_div(rows_bytes, L2_BYTES)
         per_split = direct.split(problem, row_blocks, variant.columns, multiprocessors, least)
     main = _main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
     behind = direct.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
     steps = (
         *pack.steps(descriptor, problem, variant, place),
         main,
-        _direct_step(descriptor, behind, place),
+        pack.gated_step(*behind.steps, place),
     )
-    return Lowered(steps, place.size, per_split, behind.splits)
+    return Lowered(steps, place.size, behind.parts, per_split)
 
 
 def _main_step(
@@ -188,23 +178,19 @@ def _main_step(
     row_blocks: int,
     strides: tuple[int, ...],
 ) -> Step:
-    splits = ceil(problem.n, per_split)
+    splits = ceil_div(problem.n, per_split)
     fixed = direct.fixed_parameters(problem, per_split, row_blocks, tuple(strides)) + struct.pack(
         FIXED,
         place.a_stride, place.b_stride, place.a_points, place.b_points, place.stages, splits,
     )  # fmt: skip
     offsets = (place.doubtful, place.packed_a, place.packed_b, place.a_info, place.b_info)
-    pointers = (*((WORKSPACE, offset) for offset in offsets), *((name, 0) for name in OPERANDS))
+    pointers = (
+        *((WORKSPACE, offset) for offset in offsets),
+        *((name, 0) for name in direct.OPERANDS),
+    )
     made = spec(descriptor, variant, pack.is_difference(descriptor, problem))
     grid = (row_blocks * splits * problem.batch, 1)
     return Step(made, grid, fixed, pointers, scalar_count(descriptor))
-
-
-def _direct_step(descriptor, behind: direct.Lowered, place: pack.Workspace) -> Step:
-    """The kernel behind the gate."""
-    pointers = ((WORKSPACE, place.doubtful), *((name, 0) for name in OPERANDS))
-    made = pack.gated(behind.spec)
-    return Step(made, behind.grid, behind.fixed, pointers, scalar_count(descriptor))
 
 
 def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec:
@@ -227,7 +213,7 @@ def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec
 def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     """The generated CUDA text of the products and what reduces them."""
     scalars = scalar_count(descriptor)
-    pointers = 8 * (POINTERS + direct.POINTERS)
+    pointers = 8 * (POINTERS + len(direct.OPERANDS))
     sizes = struct.calcsize(FIXED) + struct.calcsize(REDUCE_FIXED)
     text = finish(descriptor, variant)
     return f"""{pack.constants(variant.dtype, difference, pointers + 24 * scalars + sizes)}

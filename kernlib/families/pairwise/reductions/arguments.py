@@ -9,7 +9,8 @@ import torch
 from kernlib.descriptors.base import Descriptor
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.runtime.numbers import accumulator, plain
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.numbers import plain
 from kernlib.runtime.tensors import (
     check_dense,
     check_memory,

@@ -11,7 +11,7 @@ import torch
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.run import run_kernel
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 
 BLOCK_BYTES = 1 << 26
 CPU_BLOCK_BYTES = 1 << 24  # which stay in a core's cache between the block's two passes

@@ -16,7 +16,8 @@ from kernlib.families.pairwise.gradients.formula import normal
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions import arguments, blocks, plans
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
-from kernlib.runtime.numbers import accumulator, on_device
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.numbers import on_device
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import stand_ins
 

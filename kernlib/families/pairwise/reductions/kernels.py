@@ -9,13 +9,16 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering import split_reduce as products
 from kernlib.families.pairwise.lowering.choose import takes_products
-from kernlib.families.pairwise.lowering.direct import NUMBER, Layout, scalar_count
+from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.plans import precision
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
-from kernlib.runtime.devices import arch_of, load, model
+from kernlib.lowering.dtypes import FLOAT_SUMS
+from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.plan import Plan
-from kernlib.runtime.sequence import Steps
+from kernlib.runtime.sequence import Steps, load_lowered
 
 # Of v's columns one launch by tensor cores takes 8: 18 ms for 1e10 pairs of 64 features, and 16 in
 # one go 54, as each value then waits for its share of reads of v.
@@ -47,7 +50,7 @@ def takes(reduction: str, request: Request, shape: Shape) -> bool:
         return False
     empty = 0 in (shape.m, shape.n, shape.k, shape.batch)
     empty = empty or (request.v is not None and shape.columns == 0)
-    if empty or checks.DTYPES[request.a.dtype] not in lowering.DTYPES:
+    if empty or DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
         return False
     arch = arch_of(request.a.get_device())
     width = min(shape.columns, lowering.WIDTHS[-1])
@@ -88,12 +91,10 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
             lowered = products.lower(
                 descriptor, problem, arch, count, strides, precision(descriptor), per_split
             )
-            made = Steps(lowered, products.OPERANDS, request.a.device)
         else:
             lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
-            layout, kernel = NUMBER * scalar_count(descriptor), load(lowered.spec, device)
-            made = Plan(kernel, device, lowered.grid, lowering.POINTERS, layout, lowered.fixed)
-        per_split, splits = lowered.per_split, lowered.splits
+        made = load_lowered(lowered, lowering.OPERANDS, request.a.device)
+        per_split, splits = lowered.per_part, lowered.parts
         in_v = 0 if v is None else column * v.stride(-1) * v.element_size()
         launches.append((made, in_v, column * VALUE_BYTES))
     return ReductionPlan(
@@ -125,7 +126,7 @@ def problem_of(reduction: str, request: Request, shape: Shape, width: int) -> lo
         Layout(0, 0, 0) if v is None else layout_of(v, shape.batch),
         width,
         shape.columns,
-        checks.DTYPES[a.dtype],
+        DTYPE_NAMES[a.dtype],
         row_offset - col_offset,
         *checks.exponents(descriptor, numbers),
         checks.follows_inner(descriptor, numbers),

@@ -16,7 +16,7 @@ from kernlib.families.pairwise.library import separate
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import gradients, pairs, plans
 from kernlib.families.pairwise.reductions.arguments import Request
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import refuse_any_overlap
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, as of kernlib::pairwise.

@@ -9,7 +9,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions import arguments, blocks, plans
 from kernlib.families.pairwise.reductions.arguments import Request
 from kernlib.run import run_kernel
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import stand_ins
 
 

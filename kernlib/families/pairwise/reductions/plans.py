@@ -17,7 +17,7 @@ from kernlib.families.pairwise.plans import numbers_of, precision
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks, kernels
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
-from kernlib.runtime.numbers import accumulator
+from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import (

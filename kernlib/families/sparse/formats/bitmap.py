@@ -1,6 +1,6 @@
 """The bitmap format: one bit for each position, and the values that are not zero.
 
-A chunk is 16 rows x 256 columns, chunks in order ``row // 16 * ceil(C / 256) + col // 256``.
+A chunk is 16 rows x 256 columns, chunks in order ``row // 16 * ceil_div(C / 256) + col // 256``.
 ``offsets``, int32, counts 16-byte units into ``data``, uint8, where chunks begin and the last ends.
 Each has 128 little-endian words of 32 bits, the values, and zeros up to whole 16 bytes. Of row r of
 16 and column c of a block b of 32 columns (8 blocks), with
@@ -32,6 +32,7 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import bitmap_cpu as cpu
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, HEADER, POSITIONS, ROWS, UNIT
+from kernlib.lowering.arithmetic import ceil_div
 
 FORMAT = "bitmap"
 TENSORS = ("data", "offsets")
@@ -42,7 +43,7 @@ SPREAD = 1 << 12  # whose positions are looked at one by one: 16 MiB, several ti
 
 def chunks_of(shape: tuple[int, int]) -> int:
     """Chunks of a matrix."""
-    return -(-shape[0] // ROWS) * -(-shape[1] // COLUMNS)
+    return ceil_div(shape[0], ROWS) * ceil_div(shape[1], COLUMNS)
 
 
 def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
@@ -171,7 +172,7 @@ def _check_edges(data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, in
     with zeros: NaN stays. Offsets have been checked."""
     if 0 in shape:
         return
-    slabs, across = -(-shape[0] // ROWS), -(-shape[1] // COLUMNS)
+    slabs, across = ceil_div(shape[0], ROWS), ceil_div(shape[1], COLUMNS)
     last = shape[0] - (slabs - 1) * ROWS, shape[1] - (across - 1) * COLUMNS
     starts, lines, wrong = offsets[:-1].view(slabs, across), data.view(-1, UNIT), 0
     for edge, rows, cols in ((starts[-1], last[0], COLUMNS), (starts[:, -1], ROWS, last[1])):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
+from kernlib.lowering.arithmetic import ceil_div
 
 ROWS, COLUMNS, HEADER = 16, 256, 512  # of a chunk; the bytes of its bitmap
 POSITIONS = ROWS * COLUMNS
@@ -48,7 +49,7 @@ def decode(
     written, stored = bits(out), data.view(BITS[dtype])
     for top in range(0, shape[0], _step(across)):
         part = written[top : top + _step(across)]
-        slabs = -(-part.shape[0] // ROWS)
+        slabs = ceil_div(part.shape[0], ROWS)
         first = top // ROWS * across
         starts = offsets[first : first + slabs * across].long()
         present = positions(data.view(-1, UNIT)[headers(starts)])
@@ -63,7 +64,7 @@ def decode(
 
 def _across(shape: tuple[int, int]) -> int:
     """Chunks of a slab."""
-    return -(-shape[1] // COLUMNS)
+    return ceil_div(shape[1], COLUMNS)
 
 
 def _step(across: int) -> int:
@@ -78,7 +79,7 @@ def _blocks(dense: torch.Tensor):
         return
     for top in range(0, dense.shape[0], _step(across)):
         part = bits(dense)[top : top + _step(across)]
-        slabs = -(-part.shape[0] // ROWS)
+        slabs = ceil_div(part.shape[0], ROWS)
         whole = part.new_zeros(slabs * ROWS, across * COLUMNS)
         whole[: part.shape[0], : part.shape[1]] = part
         axes = whole.view(slabs, 2, 8, across, 8, 4, 2, 4)

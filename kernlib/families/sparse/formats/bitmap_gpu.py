@@ -13,6 +13,8 @@ import torch
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, ROWS
 from kernlib.families.sparse.formats.encoding import bits
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import BITS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime.plan import PlanCache
@@ -74,7 +76,7 @@ def spec(kind: str, itemsize: int) -> KernelSpec:
     parameters = 8 * len(OPERANDS[kind]) + struct.calcsize(FIXED[kind])
     source = f"""#include "common/types.cuh"
 
-using BitsT = {"u16" if itemsize == 2 else "u32"};
+using BitsT = {BITS[itemsize]};
 
 constexpr int PARAMETER_BYTES = {parameters};
 
@@ -89,16 +91,16 @@ def step(kind: str, how: tuple) -> Step:
     """A launch for what :func:`_reading` says of a matrix, or for rows, columns, itemsize and
     whether rows take 16-byte accesses of one to write."""
     *sizes, itemsize, vectors = how
-    chunks, across = _chunks(sizes), -(-sizes[1] // COLUMNS)
+    chunks, across = _chunks(sizes), ceil_div(sizes[1], COLUMNS)
     numbers = (chunks, across, vectors, 0) if kind == "count" else (across, vectors)
     fixed = struct.pack(FIXED[kind], *sizes, *numbers)
-    blocks = -(-chunks // COUNTED) if kind == "count" else chunks
+    blocks = ceil_div(chunks, COUNTED) if kind == "count" else chunks
     pointers = tuple((name, 0) for name in OPERANDS[kind])
     return Step(spec(kind, itemsize), (blocks, 1), fixed, pointers)
 
 
 def _chunks(shape) -> int:
-    return -(-shape[0] // ROWS) * -(-shape[1] // COLUMNS)
+    return ceil_div(shape[0], ROWS) * ceil_div(shape[1], COLUMNS)
 
 
 def _reading(dense: torch.Tensor) -> tuple:

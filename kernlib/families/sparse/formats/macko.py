@@ -23,6 +23,7 @@ import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import encoding
+from kernlib.lowering.arithmetic import ceil_div
 
 FORMAT = "macko"
 TENSORS = ("values", "deltas", "row_ptr")
@@ -191,7 +192,7 @@ def _rows(counts: torch.Tensor, nnz: torch.Tensor | int) -> tuple[torch.Tensor, 
     found = torch.as_tensor(nnz, dtype=torch.int64, device=counts.device).reshape(1)
     most = [t.max().reshape(1) if t.numel() else ends[:1] for t in (counts, busy)]
     numbers = torch.cat((ends[-1:], most[0].to(torch.int64), most[1], found)).tolist()
-    entries = -(-numbers[0] // PADDED) * PADDED
+    entries = ceil_div(numbers[0], PADDED) * PADDED
     row_ptr = ends if entries >= WIDE_FROM else ends.to(torch.int32)
     return row_ptr, dict(zip(FACTS, (entries, *numbers[1:]), strict=True))
 

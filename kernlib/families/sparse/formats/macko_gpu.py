@@ -11,6 +11,7 @@ import torch
 
 from kernlib.families.sparse.formats.encoding import bits
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime.plan import PlanCache
@@ -108,7 +109,7 @@ def _launch(kind: str, dtype: torch.dtype, wide: bool, how: tuple, *tensors: tor
     found = _plans.plans.get(key)
     if found is None:
         pointers = tuple((name, 0) for name in OPERANDS[kind])
-        grid = -(-how[0] // ROWS), 1
+        grid = ceil_div(how[0], ROWS), 1
         step = Step(spec(kind, dtype, wide), grid, struct.pack(FIXED[kind], *how), pointers)
         found = Steps(Lowered((step,)), OPERANDS[kind], device)
         _plans.keep(key, found)

@@ -61,6 +61,7 @@ from kernlib.families.sparse.lowering.codes import (
     Code,
     grid,
 )
+from kernlib.lowering.arithmetic import ceil_div
 
 # Default widths, of 2-byte values: 8 copies of 8 vectors' x fill Hopper's shared memory at 1792.
 LEAST_WIDTH, MOST_WIDTH = 512, 1792
@@ -211,7 +212,7 @@ def _check_columns(
     steps = cpu.steps_of_lanes(code, tensors["data"], offsets, dtype.itemsize)
     columns = steps + code.least * (offsets.diff()[:, None] - 1)  # of each lane's last code
     last = shape[1] - (panels - 1) * width
-    most = -(-last // code.unit) * code.unit if code.least else last
+    most = ceil_div(last, code.unit) * code.unit if code.least else last
     whole = slices * (panels - 1)
     if bool((columns[:whole] >= width).any() | (columns[whole:] >= most).any()):
         raise ValueError(
@@ -223,12 +224,12 @@ def _check_columns(
 def panel_width(rows: int, cols: int, itemsize: int) -> int:
     """Columns of a panel, a multiple of 16: of all numbers of panels the one whose slices, taken a
     WAVE at a time, should be done first."""
-    slices, cols, most = -(-rows // LANES), max(cols, 1), MOST_WIDTH * 2 // itemsize
-    fewest = -(-cols // most)
+    slices, cols, most = ceil_div(rows, LANES), max(cols, 1), MOST_WIDTH * 2 // itemsize
+    fewest = ceil_div(cols, most)
     panels = range(fewest, max(fewest, cols // LEAST_WIDTH) + 1)
 
     def cost(width: int) -> tuple[int, int]:
-        waves = -(-slices * -(-cols // width) // WAVE)
+        waves = -(-slices * ceil_div(cols, width) // WAVE)
         return waves * (width + SLICE_COST), -width
 
     return min((-(-cols // (16 * n)) * 16 for n in panels), key=cost)
@@ -237,7 +238,7 @@ def panel_width(rows: int, cols: int, itemsize: int) -> int:
 def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the codes of each (panel, row): int64 starts of all slices and their end, and rows."""
     panels, count = lengths.shape
-    slices = -(-count // LANES)
+    slices = ceil_div(count, LANES)
     padded = torch.nn.functional.pad(lengths, (0, slices * LANES - count), value=-1)
     ordered, rows = torch.sort(padded, dim=1, descending=True, stable=True)
     order = slice_order(slices, lengths.device)

@@ -11,6 +11,7 @@ import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
 from kernlib.families.sparse.lowering.codes import LANES, Code
+from kernlib.lowering.arithmetic import ceil_div
 
 GROUPS = 1 << 16  # whose steps are looked at together
 
@@ -18,7 +19,7 @@ GROUPS = 1 << 16  # whose steps are looked at together
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
     """Codes of each (panel, row): int32."""
     rows, cols = dense.shape
-    lengths = torch.zeros(-(-cols // width), rows, dtype=torch.int32, device=dense.device)
+    lengths = torch.zeros(ceil_div(cols, width), rows, dtype=torch.int32, device=dense.device)
     for index, line in enumerate(lengths):
         _, row, _, steps = _panel(code, dense, index * width, width)
         line.index_add_(0, row, codes_of(code, steps).to(torch.int32))

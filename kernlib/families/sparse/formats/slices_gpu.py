@@ -13,6 +13,8 @@ import torch
 
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import BITS
 from kernlib.lowering.names import named
 from kernlib.runtime.devices import load
 from kernlib.runtime.plan import Plan
@@ -20,18 +22,17 @@ from kernlib.runtime.plan import Plan
 THREADS = 256
 ENCODE_FIXED = "<2q6I"  # strides of the matrix, then sizes
 DECODE_FIXED = "<q6I"
-TYPES = {2: "u16", 4: "u32"}
 ROW_TYPES = {torch.uint8: "u16", torch.int32: "u32"}
 
 
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
     """Codes of each (panel, row): int32."""
     rows, cols = dense.shape
-    panels = -(-cols // width)
+    panels = ceil_div(cols, width)
     lengths = torch.zeros(panels, rows, dtype=torch.int32, device=dense.device)
     if lengths.numel():
         made = count_spec(code, dense.element_size())
-        fixed = _encode_fixed(dense, width, -(-rows // 32))
+        fixed = _encode_fixed(dense, width, ceil_div(rows, 32))
         _launch(made, panels * rows, (dense, lengths), fixed)
     return lengths
 
@@ -88,7 +89,7 @@ def _spec(
 ) -> KernelSpec:
     source = f"""#include "common/types.cuh"
 
-using BitsT = {TYPES[itemsize]};
+using BitsT = {BITS[itemsize]};
 using RowT = {row};
 
 #define ACTION_{action.upper()}
@@ -104,7 +105,7 @@ constexpr int PARAMETER_BYTES = {8 * pointers + struct.calcsize(fixed)};
 
 def _encode_fixed(dense: torch.Tensor, width: int, slices: int) -> bytes:
     rows, cols = dense.shape
-    panels = -(-cols // width)
+    panels = ceil_div(cols, width)
     return struct.pack(ENCODE_FIXED, *dense.stride(), rows, cols, width, panels, slices, 0)
 
 

@@ -14,8 +14,9 @@ from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
-from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
 MOST_COLUMNS = 16
@@ -117,11 +118,11 @@ def _slot(problem: Problem) -> int:
 
 
 def _slabs(problem: Problem) -> int:
-    return -(-problem.rows // CHUNK_ROWS)
+    return ceil_div(problem.rows, CHUNK_ROWS)
 
 
 def _chunks(problem: Problem) -> int:
-    return -(-problem.cols // CHUNK_COLUMNS)
+    return ceil_div(problem.cols, CHUNK_COLUMNS)
 
 
 def _ranges(problem: Problem, warps: int) -> int:
@@ -129,7 +130,7 @@ def _ranges(problem: Problem, warps: int) -> int:
 
 
 def _tiles(columns: int) -> int:
-    return 0 if columns == 1 else -(-columns // 8)
+    return 0 if columns == 1 else ceil_div(columns, 8)
 
 
 def _static(variant: Variant) -> int:
@@ -182,7 +183,7 @@ def variants(
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose."""
     found = []
-    for dtype in (d for d in dtypes if TYPES[d][1] == 2):
+    for dtype in (d for d in dtypes if DTYPES[d].bytes == 2):
         for warps, tiles, sums in product(WARPS, (0, 1, 2), (False, True)):
             variant = Variant(dtype, warps, tiles, sums)
             if not _has_registers(variant):

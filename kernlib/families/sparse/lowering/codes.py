@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kernlib.lowering.arithmetic import ceil_div
+
 LANES = 32  # rows of a slice
 SHORT_ROWS = 65535  # most rows whose numbers are 2 bytes
 WIDEST = 4096  # bytes of a vector in a panel, as kernels take them
@@ -52,4 +54,4 @@ U8, U4, U2 = Code("u8", 8), Code("u4", 4), Code("u2", 2)
 
 def grid(shape: tuple[int, int], width: int) -> tuple[int, int]:
     """Panels of a matrix, and slices of a panel."""
-    return -(-shape[1] // width), -(-shape[0] // LANES)
+    return ceil_div(shape[1], width), ceil_div(shape[0], LANES)

@@ -14,8 +14,9 @@ from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
-from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
 MOST_COLUMNS = 16
@@ -54,7 +55,7 @@ def takes(problem: Problem, arch: str) -> bool:
     """Whether the kernel computes a problem: up to MOST_COLUMNS vectors."""
     sizes = problem.rows, problem.cols
     return (
-        problem.dtype in TYPES
+        problem.dtype in FLOAT_SUMS
         and 0 < problem.columns <= MOST_COLUMNS
         and all(0 < size <= MOST_SIZE for size in sizes)
     )
@@ -84,13 +85,13 @@ def launches(
 ) -> Lowered:
     """The launches of a call by a variant."""
     rows_of_cta = _rows_of_cta(problem, multiprocessors)
-    ctas = multiprocessors if variant.ranges else -(-problem.rows // rows_of_cta)
+    ctas = multiprocessors if variant.ranges else ceil_div(problem.rows, rows_of_cta)
     fixed = struct.pack(
         FIXED, problem.x_stride, *problem.out_strides,
         problem.rows, problem.cols, problem.columns, rows_of_cta,
     )  # fmt: skip
     made = spec(() if variant.ranges else epilogue, variant, arch)
-    grid = ctas, -(-problem.columns // variant.columns)
+    grid = ctas, ceil_div(problem.columns, variant.columns)
     operands = tuple((name, 0) for name in ("values", "deltas", "row_ptr", "x"))
     if not variant.ranges:
         pointers = (*operands, ("out", 0), *text.vector_pointers(epilogue))
@@ -104,13 +105,13 @@ def launches(
 
 def variant_of(problem: Problem, arch: str, ranges: bool) -> Variant:
     """The variant for a problem: as many vectors at once as fit, of no more than there are."""
-    itemsize = TYPES[problem.dtype][1]
+    itemsize = DTYPES[problem.dtype].bytes
     wide = problem.fact("entries") >= WIDE_FROM
     for columns in _together(problem.dtype, wide):
         if columns >= 2 * problem.columns:
             continue
         made = Variant(problem.dtype, wide, *_shape(problem.dtype, columns), columns, 0, ranges)
-        needed = -(-problem.cols // 8) * 8 * itemsize * columns
+        needed = ceil_div(problem.cols, 8) * 8 * itemsize * columns
         for shared in _tiers(made, arch):
             if needed <= shared:
                 return made._replace(shared=shared)
@@ -126,7 +127,7 @@ def _shape(dtype: str, columns: int) -> tuple[int, int]:
 def _together(dtype: str, wide: bool) -> tuple[int, ...]:
     """Vectors that a CTA may take: 16 bytes for a column of the matrix at most, and one of a matrix
     past 2^31 entries, for which others would be more kernels to build."""
-    return (1,) if wide else tuple(n for n in TOGETHER if n * TYPES[dtype][1] <= 16)
+    return (1,) if wide else tuple(n for n in TOGETHER if n * DTYPES[dtype].bytes <= 16)
 
 
 def _tiers(variant: Variant, arch: str) -> list[int]:

@@ -28,8 +28,9 @@ from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
-from kernlib.lowering.product_source import TYPES
 from kernlib.lowering.steps import Lowered, Step
 
 MOST_COLUMNS = 16  # columns of x that one call takes
@@ -79,7 +80,10 @@ class SlicesKernels(NamedTuple):
         """Whether :meth:`lower` takes a problem: all of 1 to MOST_COLUMNS columns that can be
         counted, of panels that shared memory holds."""
         width = problem.fact("width")
-        if problem.dtype not in TYPES or not 0 < width <= WIDEST // TYPES[problem.dtype][1]:
+        if (
+            problem.dtype not in FLOAT_SUMS
+            or not 0 < width <= WIDEST // DTYPES[problem.dtype].bytes
+        ):
             return False
         if max(problem.rows, problem.cols) > MOST_SIZE:
             return False
@@ -99,7 +103,7 @@ class SlicesKernels(NamedTuple):
         if not panels:
             return Lowered((last,), 16)
         made = variant(self.code, problem, arch, multiprocessors)
-        chunks = -(-problem.columns // made.columns)
+        chunks = ceil_div(problem.columns, made.columns)
         blocks = max(1, multiprocessors * made.shape.blocks // chunks)
         ranges = _ranges(panels, slices, blocks, made.copies > 1)
         fixed = struct.pack(
@@ -136,7 +140,7 @@ def variant(code: Code, problem: Problem, arch: str, multiprocessors: int) -> Va
     """The variant for a problem: the fewest columns that hold all, or 8; copies if they fit."""
     columns = next((n for n in COLUMNS if n >= problem.columns), COLUMNS[-1])
     rows, width = "u16" if problem.rows <= SHORT_ROWS else "u32", problem.fact("width")
-    itemsize = TYPES[problem.dtype][1]
+    itemsize = DTYPES[problem.dtype].bytes
     copies, shared = next(
         (copies, shared)
         for copies, shared in _holdings(problem.dtype, columns, arch)
@@ -150,7 +154,7 @@ def variant(code: Code, problem: Problem, arch: str, multiprocessors: int) -> Va
 
 def _holdings(dtype: str, columns: int, arch: str) -> list[tuple[int, int]]:
     """Copies of x and bytes for them, the best first; the last holds a panel of any width."""
-    itemsize, found = TYPES[dtype][1], []
+    itemsize, found = DTYPES[dtype].bytes, []
     if itemsize == 2 and columns >= 4:
         limit = targets.SHARED_BYTES[arch] - COUNTER_BYTES
         copies = COPIED // (columns * itemsize)
@@ -160,7 +164,7 @@ def _holdings(dtype: str, columns: int, arch: str) -> list[tuple[int, int]]:
 
 def shape_of(code: Code, dtype: str, columns: int, copies: int, few: bool) -> Shape:
     """Blocks for a dtype, the columns of x that one takes, and whether there are few slices."""
-    threads, blocks, codes = _read_ahead(TYPES[dtype][1] == 4, columns, copies, few)
+    threads, blocks, codes = _read_ahead(DTYPES[dtype].bytes == 4, columns, copies, few)
     return Shape(threads, blocks, max(1, codes // code.whole))
 
 
@@ -190,7 +194,7 @@ def _ranges(panels: int, slices: int, blocks: int, copied: bool) -> int:
 
 def held(made: Variant, width: int) -> int:
     """Panels of x that a block's shared memory holds: one at least."""
-    return made.shared // (width * made.columns * TYPES[made.dtype][1] * made.copies)
+    return made.shared // (width * made.columns * DTYPES[made.dtype].bytes * made.copies)
 
 
 def spec(made: Variant) -> KernelSpec:
@@ -198,7 +202,7 @@ def spec(made: Variant) -> KernelSpec:
     code, dtype, rows, columns, copies, shared, shape = made
     source = f"""#include "common/types.cuh"
 
-using InputT = {TYPES[dtype][0]};
+using InputT = {DTYPES[dtype].cuda};
 using RowT = {rows};
 
 constexpr int STEP_BITS = {code.bits};
@@ -240,7 +244,7 @@ def _reduce(epilogue: tuple[Epilogue, ...], problem: Problem, arch: str) -> Step
     pointers = (("workspace", 0), ("out", 0), *text.vector_pointers(epilogue))
     return Step(
         reduce_spec(epilogue, problem.dtype),
-        (-(-problem.rows // REDUCE_ROWS), problem.columns),
+        (ceil_div(problem.rows, REDUCE_ROWS), problem.columns),
         fixed,
         pointers,
         text.scalar_count(epilogue),

@@ -11,6 +11,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
+from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Step
 
@@ -25,7 +26,7 @@ def step(
     """Adds up ``parts`` float32 sums [part][n][row], which begin at a byte of the workspace."""
     one = problem.columns * problem.rows
     fixed = struct.pack(FIXED, problem.rows, one, *problem.out_strides, problem.columns, parts)
-    grid = (-(-problem.rows // THREADS), min(problem.columns, 65535))
+    grid = (ceil_div(problem.rows, THREADS), min(problem.columns, 65535))
     made = spec(epilogue, problem.dtype, arch)
     pointers = (("workspace", begin), ("out", 0), *text.vector_pointers(epilogue))
     scalars = text.scalar_count(epilogue)

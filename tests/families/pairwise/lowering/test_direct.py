@@ -13,8 +13,12 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import exp_power_sum
 from kernlib.families.pairwise.lowering import direct as lowering
-from kernlib.families.pairwise.lowering.direct import Layout, Problem, lower
+from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit import sources, targets
+from kernlib.lowering import dtypes
+from kernlib.lowering.steps import NUMBER
+from tests.support.kernels import only
 
 L1, LAPLACE, NORM = kl.l1_distance(), kl.laplace_l1(), kl.p_distance()
 SIGNED = kl.Pairwise(inner=kl.Identity())
@@ -34,6 +38,10 @@ def problem(m=1000, n=2000, k=64, batch=1, **changes):
 def lowered(descriptor=L1, arch="sm_90a", processors=132, **changes):
     strides = (0,) * lowering.scalar_count(descriptor)
     return lower(descriptor, problem(**changes), arch, processors, strides)
+
+
+def lower(*arguments):
+    return only(lowering.lower(*arguments))
 
 
 def access(found):
@@ -96,7 +104,8 @@ def test_a_column_major_out_is_filled_as_the_transposed_call(descriptor):
     found = lowered(descriptor, a=a, b=b, out=Layout(5, 1, 1000), diagonal=3)
     direct = lowered(descriptor, a=a, b=b, diagonal=3)
     parameters = read(found, descriptor)
-    assert found.swapped and not direct.swapped
+    names = [[name for name, _ in each.pointers] for each in (found, direct)]
+    assert names == [["b", "a", "out"], ["a", "b", "out"]]
     assert access(found) == access(direct)[::-1]
     assert (parameters.m, parameters.n, parameters.diagonal) == (2000, 1000, -3)
     assert list(parameters.a_view) == [7, 1, 2000] and list(parameters.b_view) == [9, 64, 1]
@@ -146,7 +155,7 @@ def test_sizes_up_to_the_grids_limit_are_taken_and_larger_ones_refused():
 
 
 ARCHS = list(targets.SHARED_BYTES)
-DTYPES = list(lowering.TYPES)
+DTYPES = list(dtypes.DTYPES)
 
 
 REPRESENTATIVE = {
@@ -303,7 +312,7 @@ def parameters_type(scalars):
 def block(found, descriptor, pointers=(1, 2, 3), numbers=None):
     count = lowering.scalar_count(descriptor)
     numbers = [0.0, 0] * count if numbers is None else numbers
-    layout = f"<{lowering.POINTERS}Q" + lowering.NUMBER * count
+    layout = f"<{len(lowering.OPERANDS)}Q" + NUMBER * count
     return struct.pack(layout, *pointers, *numbers) + found.fixed
 
 
@@ -435,7 +444,7 @@ def known(descriptor, arch):
 def test_lowering_chooses_among_the_variants(descriptor, arch, data, m, n, k, batch, dtype):
     a, b, out = (data.draw(LAYOUTS) for _ in range(3))
     inner = data.draw(st.sampled_from(list(lowering.inner_codes(descriptor))))
-    out_dtype = data.draw(st.sampled_from([dtype, lowering.ACCUMULATORS[dtype]]))
+    out_dtype = data.draw(st.sampled_from([dtype, dtypes.DTYPES[dtype].accumulator]))
     given = Problem(
         m, n, k, batch, a, a if descriptor.symmetric else b, out, dtype, out_dtype,
         inner=inner, root=isinstance(descriptor.outer, kl.Root),

@@ -9,16 +9,18 @@ from kernlib.errors import CompileError
 from kernlib.families.pairwise.gradients import plans
 from kernlib.families.pairwise.lowering import gradient as direct
 from kernlib.families.pairwise.lowering import gradient_tensor as tensor
-from kernlib.families.pairwise.lowering.direct import Layout
+from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
+from kernlib.lowering.steps import NUMBER
 from tests.support.compiled_kernels import compiled
 from tests.support.fakes import MODELS
+from tests.support.kernels import only
 from tests.support.speeds import one_of_each, slow_but
 
 HERE = "sm_90a"
 COUNT = MODELS[0][2]
-HEAD = 8 * direct.POINTERS + struct.calcsize("<" + direct.NUMBERS)
+HEAD = 8 * len(direct.OPERANDS) + struct.calcsize("<" + NUMBER * len(direct.SCALARS))
 
 
 def problem(queries=100, points=300, features=40, sets=0, batch=1, **changed):
@@ -99,16 +101,16 @@ def test_points_are_parted_where_tiles_are_few(tiles, points, parts):
 @pytest.mark.parametrize("lower", [direct.lower, tensor.lower])
 def test_parts_hold_all_points_and_none_is_empty(points, lower):
     made = lower(problem(points=points), HERE, COUNT)
-    per_part = struct.unpack("<12i", made.fixed[-48:])[7]
-    assert made.parts == struct.unpack("<12i", made.fixed[-48:])[6]
+    per_part = struct.unpack("<12i", only(made).fixed[-48:])[7]
+    assert made.parts == struct.unpack("<12i", only(made).fixed[-48:])[6]
     assert (made.parts - 1) * per_part < max(points, 1) <= made.parts * per_part
     assert per_part % direct.TILE_K == 0
-    assert made.grid[1] == made.parts
+    assert only(made).grid[1] == made.parts
 
 
 def test_partial_sums_go_to_a_workspace():
     made = direct.lower(problem(points=100000, sets=3, accumulate=True), HERE, COUNT)
-    fields = struct.unpack("<3q12q5q3qd12i", made.fixed)
+    fields = struct.unpack("<3q12q5q3qd12i", only(made).fixed)
     assert made.parts > 1
     assert fields[15:20] == (3 * 4000, 4000, 40, 1, 3 * 4000)
     assert fields[-3] == 0  # accumulate
@@ -118,8 +120,8 @@ def test_partial_sums_go_to_a_workspace():
 def test_coefficients_fill_tiles(sets):
     made = direct.lower(problem(points=64, sets=sets), HERE, COUNT)
     tile = {0: 0, 1: 1, 2: 2}.get(sets, 4)
-    assert f"constexpr int O_TILE = {tile};" in made.spec.source
-    assert made.grid[1] == max(1, -(-sets // max(tile, 1)))
+    assert f"constexpr int O_TILE = {tile};" in only(made).spec.source
+    assert only(made).grid[1] == max(1, -(-sets // max(tile, 1)))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_coefficients_fill_tiles(sets):
 )
 def test_how_weights_are_read(layout, access):
     made = direct.lower(problem(weights=layout), HERE, COUNT)
-    assert f"#define ACCESS_W Access::{access}\n" in made.spec.source
+    assert f"#define ACCESS_W Access::{access}\n" in only(made).spec.source
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_how_weights_are_read(layout, access):
 )
 def test_how_out_is_written(out, vectors):
     made = direct.lower(problem(points=64, sets=2, out=out), HERE, COUNT)
-    assert struct.unpack("<12i", made.fixed[-48:])[8] == vectors
+    assert struct.unpack("<12i", only(made).fixed[-48:])[8] == vectors
 
 
 @pytest.mark.parametrize("features", [8, 16, 32, 64, 96, 100, 768])
@@ -197,12 +199,12 @@ extern "C" __global__ void layout() {{
 @pytest.mark.parametrize("lower", [direct.lower, tensor.lower])
 def test_the_parameters_are_laid_out_as_the_kernel_reads_them(lower):
     made = lower(problem(), HERE, COUNT)
-    size = HEAD + len(made.fixed)
+    size = HEAD + len(only(made).fixed)
     places = {"head": HEAD, "out": HEAD + 15 * 8, "points": size - 48}
 
     def build(**given):
         text = LAYOUT.format(size=size, **places | given)
-        return compile_spec(made.spec._replace(source=made.spec.source + text), HERE)
+        return compile_spec(only(made).spec._replace(source=only(made).spec.source + text), HERE)
 
     assert build().cubin[:4] == b"\x7fELF"
     with pytest.raises(CompileError, match="misplaced"):
@@ -270,4 +272,4 @@ def test_every_choice_is_a_variant():
     for sets, points in product((0, 1, 2, 7, 16, 40), (64, 100000)):
         for features, lower in product((16, 40, 768), (direct.lower, tensor.lower)):
             made = problem(points=points, sets=sets, features=features)
-            assert lower(made, HERE, COUNT).spec.source in known
+            assert only(lower(made, HERE, COUNT)).spec.source in known

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 import kernlib as kl
 from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.lowering import reduce as lowering
-from kernlib.families.pairwise.lowering.direct import NUMBER, Layout, scalar_count
+from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.jit import sources, targets
 from kernlib.jit.compiler import compile_spec
+from kernlib.lowering.steps import NUMBER
 from tests.families.pairwise.lowering.test_direct import KINDS, Scalar
-from tests.support.kernels import stem
+from tests.support.kernels import only, stem
 from tests.support.speeds import slow_but
 
 GAUSSIAN = kl.gaussian()
@@ -50,20 +52,20 @@ def lowered(descriptor=GAUSSIAN, arch=HERE, processors=132, per_split=0, rows=No
 @pytest.mark.parametrize(("k", "kind"), [(1, "small"), (16, "small"), (17, "tile"), (300, "tile")])
 def test_few_features_stay_in_registers(k, kind):
     found = lowered(k=k)
-    assert stem(found.spec) == f"pairwise_reduce_{kind}"
-    assert f'#include "pairwise/reduce/{kind}.cuh"' in found.spec.source
-    assert ("constexpr bool LONG_K = true;" in found.spec.source) == (k > 128)
+    assert stem(only(found).spec) == f"pairwise_reduce_{kind}"
+    assert f'#include "pairwise/reduce/{kind}.cuh"' in only(found).spec.source
+    assert ("constexpr bool LONG_K = true;" in only(found).spec.source) == (k > 128)
 
 
 @pytest.mark.parametrize(("columns", "width"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (16, 16)])
 def test_columns_are_rounded_up(columns, width):
-    assert f"#define REDUCER Matmul<{width}>\n" in lowered(columns=columns).spec.source
+    assert f"#define REDUCER Matmul<{width}>\n" in only(lowered(columns=columns)).spec.source
 
 
 @pytest.mark.parametrize("reduction", lowering.REDUCERS)
 def test_reductions_without_v(reduction):
     found = lowered(reduction=reduction)
-    assert f"#define REDUCER {lowering.REDUCERS[reduction]}\n" in found.spec.source
+    assert f"#define REDUCER {lowering.REDUCERS[reduction]}\n" in only(found).spec.source
 
 
 def test_the_reducers_are_those_of_the_source():
@@ -72,7 +74,7 @@ def test_the_reducers_are_those_of_the_source():
 
 
 def test_sizes_and_numbers_do_not_reach_the_source():
-    assert lowered(m=100, n=200).spec == lowered(m=10**6, n=10**6, diagonal=7).spec
+    assert only(lowered(m=100, n=200)).spec == only(lowered(m=10**6, n=10**6, diagonal=7)).spec
 
 
 @pytest.mark.parametrize(
@@ -108,21 +110,21 @@ FINISH = {
 @pytest.mark.parametrize("name", FINISH)
 def test_exponentials_take_one_multiplication(name):
     descriptor, text = FINISH[name]
-    source = lowered(descriptor, root=descriptor == kl.laplace_pq()).spec.source
+    source = only(lowered(descriptor, root=descriptor == kl.laplace_pq())).spec.source
     assert text in source and " exp(" not in source
 
 
 def test_a_factor_of_the_exponent_keeps_its_sign():
-    source = lowered(GAUSSIAN).spec.source
+    source = only(lowered(GAUSSIAN)).spec.source
     assert re.search(r"constant_\d+ = for_exp2\(constant_\d+\)", source)
     assert "(AccT(-1.0) * " in source
     twice = kl.l1_distance(epilogue=kl.Custom("exp(-(-v) / s)", ("s",)))
-    assert "AccT(-1.0)" not in lowered(twice).spec.source
+    assert "AccT(-1.0)" not in only(lowered(twice)).spec.source
 
 
 @pytest.mark.parametrize("epsilon", [False, True])
 def test_epsilon_costs_nothing_where_it_is_not_given(epsilon):
-    assert ("absolute(v) < epsilon" in lowered(epsilon=epsilon).spec.source) == epsilon
+    assert ("absolute(v) < epsilon" in only(lowered(epsilon=epsilon)).spec.source) == epsilon
 
 
 # The parameter block, against the struct of the CUDA source.
@@ -153,9 +155,9 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
     )  # fmt: skip
     found = lowering.lower(descriptor, given, HERE, 132, strides)
     numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
-    head = struct.pack(f"<{lowering.POINTERS}Q" + NUMBER * count, 1, 2, 3, 4, 5, *numbers)
+    head = struct.pack(f"<{len(lowering.OPERANDS)}Q" + NUMBER * count, 1, 2, 3, 4, 5, *numbers)
     kind = parameters_type(count)
-    data = head + found.fixed
+    data = head + only(found).fixed
     assert ctypes.sizeof(kind) == len(data)
     read = kind.from_buffer_copy(data)
     assert (read.a, read.b, read.v, read.out, read.indices) == (1, 2, 3, 4, 5)
@@ -167,8 +169,8 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
     assert list(read.v_view) == [31, 2**33, 1]
     assert (read.m, read.n, read.batch, read.diagonal) == (1001, 2002, 3, -(2**35))
     assert (read.k, read.columns, read.out_columns) == (5, 2, 9)
-    assert read.per_split == found.per_split
-    assert read.row_blocks * found.splits == found.grid[0] and found.grid[1] == 3
+    assert read.per_split == found.per_part
+    assert read.row_blocks * found.parts == only(found).grid[0] and only(found).grid[1] == 3
 
 
 # How n is divided.
@@ -182,26 +184,26 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
 def test_splits_cover_n_and_fit_the_workspace(m, n, k, columns, batch, processors):
     found = lowered(m=m, n=n, k=k, columns=columns, batch=batch, processors=processors)
     unit = direct.THREADS if k == 3 else direct.BIG_TILE
-    assert found.per_split % unit == 0
-    assert (found.splits - 1) * found.per_split < n <= found.splits * found.per_split
-    partial = found.splits * m * batch * columns
-    assert found.splits == 1 or partial <= lowering.WORKSPACE_VALUES
+    assert found.per_part % unit == 0
+    assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
+    partial = found.parts * m * batch * columns
+    assert found.parts == 1 or partial <= lowering.WORKSPACE_VALUES
 
 
 def test_few_rows_fill_a_gpu():
-    assert lowered(m=10, n=10**6).grid[0] >= 250
-    assert lowered(m=10, n=10**6, k=64).grid[0] >= 250
+    assert only(lowered(m=10, n=10**6)).grid[0] >= 250
+    assert only(lowered(m=10, n=10**6, k=64)).grid[0] >= 250
 
 
 def test_a_block_counts_its_n_in_an_int():
     found = lowered(m=10**6, n=3 * 2**30, columns=16, batch=1000)
-    assert found.per_split <= lowering.MAX_PLACES
+    assert found.per_part <= lowering.MAX_PLACES
 
 
 def test_passes_share_their_splits():
     first = lowered(columns=16, out_columns=17)
-    second = lowered(columns=1, out_columns=17, per_split=first.per_split)
-    assert first.splits == second.splits
+    second = lowered(columns=1, out_columns=17, per_split=first.per_part)
+    assert first.parts == second.parts
     assert kernels.passes(33) == [(0, 16), (16, 16), (32, 1)]
     assert kernels.passes(0) == [(0, 0)]
 
@@ -230,7 +232,7 @@ SMALL_SPILL, TILE_SPILL = 112, 320
 @pytest.mark.parametrize("name", slow_but(("gaussian", "tile"), COMPILED))
 def test_the_kernel_compiles_within_its_bounds(name):
     descriptor, changes = COMPILED[name]
-    wanted = lowered(descriptor, **changes).spec
+    wanted = only(lowered(descriptor, **changes)).spec
     entry = compile_spec(wanted, HERE)
     registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
     assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
@@ -244,7 +246,7 @@ def test_the_kernel_compiles_within_its_bounds(name):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 @pytest.mark.parametrize("k", [3, 64])
 def test_other_architectures_compile_it(arch, k):
-    assert compile_spec(lowered(arch=arch, k=k).spec, arch).cubin[:4] == b"\x7fELF"
+    assert compile_spec(only(lowered(arch=arch, k=k)).spec, arch).cubin[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize(("k", "long"), [(64, False), (100, True), (129, True)])

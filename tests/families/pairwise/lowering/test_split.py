@@ -6,7 +6,8 @@ import pytest
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import direct, split
-from kernlib.families.pairwise.lowering.direct import Layout, Problem
+from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import stem

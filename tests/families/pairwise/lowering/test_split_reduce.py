@@ -8,7 +8,8 @@ import kernlib as kl
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering import split_reduce as split
-from kernlib.families.pairwise.lowering.direct import Layout, scalar_count
+from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled
@@ -113,11 +114,11 @@ def test_parameters_follow_the_struct():
     )
     count = scalar_count(GAUSSIAN)
     read = struct.unpack(f"<{count}q9q5q4i4q2i", made.steps[2].fixed)[count:]
-    assert read[9:14] == (1001, 2002, 3, -7, made.per_split)
+    assert read[9:14] == (1001, 2002, 3, -7, made.per_part)
     assert read[14:18] == (100, 8, 2, 2)
     assert read[18:22] == (place.a_stride, place.b_stride, place.a_points, place.b_points)
-    assert read[22:] == (place.stages, made.splits)
-    assert made.steps[2].grid == (8 * made.splits * 3, 1)
+    assert read[22:] == (place.stages, made.parts)
+    assert made.steps[2].grid == (8 * made.parts * 3, 1)
 
 
 def test_the_direct_kernel_waits_behind_a_gate():
@@ -128,31 +129,31 @@ def test_the_direct_kernel_waits_behind_a_gate():
         assert constant(main, "DOUBTFUL") == pack.DOUBTFUL
         assert last.pointers[0] == ("workspace", 0) == main.pointers[0]
         assert last.pointers[1:] == main.pointers[5:]
-        assert [name for name, _ in last.pointers[1:]] == list(split.OPERANDS)
+        assert [name for name, _ in last.pointers[1:]] == list(direct.OPERANDS)
 
 
 @pytest.mark.parametrize("k", [64, 784])
 @pytest.mark.parametrize("m, n", [(10, 10**6), (30000, 30000), (100000, 100000), (10**6, 100)])
 def test_both_kernels_leave_the_same_partial_results(m, n, k):
     made = lowered(m=m, n=n, k=k)
-    assert made.per_split % split.default(GAUSSIAN, problem(k=k), "fp32").columns == 0
-    assert (made.splits - 1) * made.per_split < n <= made.splits * made.per_split
+    assert made.per_part % split.default(GAUSSIAN, problem(k=k), "fp32").columns == 0
+    assert (made.parts - 1) * made.per_part < n <= made.parts * made.per_part
     count = scalar_count(GAUSSIAN)
     behind = struct.unpack(f"<{count}q9q5q4i", made.steps[3].fixed)[count:]
-    assert behind[13] == made.per_split
-    assert made.steps[3].grid[0] == behind[15] * made.splits
+    assert behind[13] == made.per_part
+    assert made.steps[3].grid[0] == behind[15] * made.parts
 
 
 def test_blocks_at_work_share_rows_that_fit_the_cache():
-    assert lowered(m=30000, n=30000, k=784).splits >= 4
-    assert lowered(m=10**6, n=100, k=784).splits == 1
-    assert lowered(m=100, n=10**6, k=64).splits >= 100
+    assert lowered(m=30000, n=30000, k=784).parts >= 4
+    assert lowered(m=10**6, n=100, k=784).parts == 1
+    assert lowered(m=100, n=10**6, k=64).parts >= 100
 
 
 def test_passes_share_their_splits():
     first = lowered(columns=16, out_columns=17)
-    second = lowered(columns=1, out_columns=17, per_split=first.per_split)
-    assert first.splits == second.splits
+    second = lowered(columns=1, out_columns=17, per_split=first.per_part)
+    assert first.parts == second.parts
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.plans import numbers_of
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import kernels, plans
+from tests.support.kernels import only
 
 GAUSSIAN = kl.gaussian()
 TYPES = {torch.float32: ctypes.c_float, torch.int64: ctypes.c_int64}
@@ -32,12 +33,12 @@ class Launch:
     matrix = None
     made = ()
 
-    def __init__(self, spec, device, grid, pointers, numbers, fixed):
-        assert pointers == lowering.POINTERS
-        count = numbers.count("d")
-        values = struct.unpack(f"<{count}q9q5q4i", fixed)[count:]
+    def __init__(self, lowered, operands, device):
+        step = only(lowered)
+        assert [name for name, _ in step.pointers] == list(operands)
+        values = struct.unpack(f"<{step.scalars}q9q5q4i", step.fixed)[step.scalars :]
         self.views, self.sizes, self.counts = values[:9], values[9:14], values[14:]
-        self.spec, self.grid = spec, grid
+        self.spec, self.grid = step.spec, step.grid
         Launch.made.append(self)
 
     def launch(self, pointers, numbers):
@@ -76,8 +77,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(kernels, "takes", takes)
     monkeypatch.setattr(kernels, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(kernels, "model", lambda device: SimpleNamespace(multiprocessors=4))
-    monkeypatch.setattr(kernels, "load", lambda spec, device: spec)
-    monkeypatch.setattr(kernels, "Plan", Launch)
+    monkeypatch.setattr(kernels, "load_lowered", Launch)
     plans._plans.plans.clear()
     monkeypatch.setattr(Launch, "made", [])
     yield Launch.made

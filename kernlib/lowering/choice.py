@@ -1,0 +1,28 @@
+"""Choices: what sets apart the kernels that can compute one problem. Tuning times and keeps one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kernlib.jit import targets
+
+Choice = dict[str, Any]  # the name of a kind, knobs that tuning turns: values by name
+
+
+def named(choice: Mapping[str, object] | None, candidates: list[Choice]) -> Choice | None:
+    """The candidate that a choice names, whose values may be text; None for a choice that is
+    damaged or of another version."""
+    wanted = {name: str(value) for name, value in (choice or {}).items()}
+    same = (c for c in candidates if {name: str(value) for name, value in c.items()} == wanted)
+    return next(same, None)
+
+
+def defaults(
+    candidates: list[Choice], arch: str, default: Callable[[list[Choice], int], Choice]
+) -> list[Choice]:
+    """The candidates taken untuned by the GPUs of an arch, smallest to largest, where
+    ``default(candidates, multiprocessors)`` is the one that a GPU takes."""
+    fewest, most = targets.MULTIPROCESSORS[arch]
+    taken = [default(candidates, count) for count in range(fewest, most + 1)]
+    return [choice for choice in candidates if choice in taken]
