@@ -104,6 +104,25 @@ class EpilogueSource:
         return f"power({text}, {self._render(exponent)})"
 
 
+def function_struct(
+    name: str, members: list[tuple[str, str, str]], arguments: str, steps: list[str]
+) -> str:
+    """Text of a struct that is constructed from what reads parameters, ``read``, and maps
+    ``arguments`` to the value ``v`` that ``steps`` compute. Members are type, name and value."""
+    fields = "".join(f"    {kind} {member};\n" for kind, member, _ in members)
+    reads = "".join(f"        {member} = {value};\n" for _, member, value in members)
+    body = "".join(f"        {step}\n" for step in steps)
+    return f"""struct {name} {{
+{fields}    template <class Read>
+    __device__ __forceinline__ explicit {name}(Read read) {{
+{reads}    }}
+    __device__ __forceinline__ AccT operator()({arguments}) const {{
+{body}        return v;
+    }}
+}};
+"""
+
+
 def _is_product(node: Node) -> bool:
     return isinstance(node, Operation) and node.operator == "*"
 

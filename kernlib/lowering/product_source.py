@@ -5,7 +5,8 @@ from __future__ import annotations
 from kernlib.descriptors.base import render
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.epilogue_source import EpilogueSource
+from kernlib.lowering.epilogue_source import EpilogueSource, function_struct
+from kernlib.lowering.parameters import Parameters
 
 # torch's names of storage: (CUDA type, bytes); all are summed in float
 TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat16_t", 2)}
@@ -24,6 +25,14 @@ def vector_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ..
 def scalar_count(epilogue: tuple[Epilogue, ...]) -> int:
     """How many parameters are single numbers."""
     return sum(len(part.parameters) - len(part.vectors) for part in epilogue)
+
+
+def parameters(
+    pointers: int, fixed: str, epilogue: tuple[Epilogue, ...], maps: int = 0
+) -> Parameters:
+    """The parameter struct of a kernel with an epilogue, whose addresses lie behind the operands'
+    and whose scalars follow them."""
+    return Parameters(pointers + len(vectors(epilogue)), fixed, scalar_count(epilogue), maps)
 
 
 def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
@@ -49,20 +58,10 @@ constexpr bool EPILOGUE = {str(bool(epilogue)).lower()};
 def finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:
     """The struct that applies epilogues, in order, to one value."""
     text = EpilogueSource(epilogue, "0")
-    fields = "".join(f"    const InputT* {member};\n" for member, _ in text.vectors)
-    fields += "".join(f"    AccT {member};\n" for member, _ in text.members)
-    given = (*text.vectors, *text.members)
-    reads = "".join(f"        {member} = {value};\n" for member, value in given)
-    body = "".join(f"        v = {step};\n" for step in text.steps)
-    return f"""struct {name} {{
-{fields}    template <class Read>
-    __device__ __forceinline__ explicit {name}(Read read) {{
-{reads}    }}
-    __device__ __forceinline__ AccT operator()(AccT v, i64 feature) const {{
-{body}        return v;
-    }}
-}};
-"""
+    members = [("const InputT*", *each) for each in text.vectors]
+    members += [("AccT", *each) for each in text.members]
+    steps = [f"v = {step};" for step in text.steps]
+    return function_struct(name, members, "AccT v, i64 feature", steps)
 
 
 def describe(

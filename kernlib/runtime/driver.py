@@ -6,8 +6,6 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 
-MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of an encoded tensor map
-
 OVERLAPS_FROM = 12030  # of the driver: older ones capture no launch that overlaps in a CUDA graph
 
 

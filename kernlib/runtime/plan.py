@@ -18,6 +18,7 @@ import torch
 
 from kernlib import events
 from kernlib.jit import service
+from kernlib.lowering.parameters import MAP_ALIGNMENT, MAP_BYTES
 from kernlib.runtime import devices, driver, nvtx
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ class Plan:
         addresses = struct.Struct(f"@{pointers}P")
         behind = struct.Struct("<" + numbers)
         size = addresses.size + behind.size
-        whole = driver.MAP_BYTES * len(maps) + size + len(fixed)
+        whole = MAP_BYTES * len(maps) + size + len(fixed)
         # Behind as many bytes as put the maps at an address that they may have.
-        memory = ctypes.create_string_buffer(whole + driver.MAP_ALIGNMENT)
-        start = -ctypes.addressof(memory) % driver.MAP_ALIGNMENT
+        memory = ctypes.create_string_buffer(whole + MAP_ALIGNMENT)
+        start = -ctypes.addressof(memory) % MAP_ALIGNMENT
         first = ctypes.addressof(memory) + start
-        place = start + driver.MAP_BYTES * len(maps)
+        place = start + MAP_BYTES * len(maps)
         memory[place + size : place + size + len(fixed)] = fixed
         self._maps = _encoded(maps, memory, start) if maps else None
         self._write = partial(addresses.pack_into, memory, place)

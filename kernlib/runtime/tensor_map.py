@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
+from kernlib.lowering.parameters import MAP_BYTES
 from kernlib.lowering.tma import TensorMap
 from kernlib.runtime import driver
 
@@ -55,10 +56,10 @@ class Maps:
 
     def __init__(self, maps: tuple[TensorMap, ...], memory: ctypes.Array, start: int):
         self._block = memoryview(memory).cast("B")
-        starts = [start + driver.MAP_BYTES * index for index in range(len(maps))]
+        starts = [start + MAP_BYTES * index for index in range(len(maps))]
         first = ctypes.addressof(memory)
         self._encoders = [Encoder(m, first + at) for m, at in zip(maps, starts, strict=True)]
-        self._places = [slice(at, at + driver.MAP_BYTES) for at in starts]
+        self._places = [slice(at, at + MAP_BYTES) for at in starts]
         self._held: tuple = ()  # the addresses of the maps in the block
         self._known: list[dict[int, bytes]] = [{} for _ in maps]
 

@@ -11,9 +11,9 @@ import torch
 
 from kernlib import events
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.parameters import MAP_ALIGNMENT, MAP_BYTES
 from kernlib.lowering.steps import Step
 from kernlib.runtime import devices, sequence, tensor_map
-from kernlib.runtime.driver import MAP_ALIGNMENT, MAP_BYTES
 from kernlib.runtime.plan import Plan, start_all
 
 MAP = tensor_map.TensorMap("float16", (8, 8), (16,), (8, 8), 0)

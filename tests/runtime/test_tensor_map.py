@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.parameters import MAP_ALIGNMENT, MAP_BYTES
 from kernlib.lowering.tma import TensorMap
 from kernlib.runtime import tensor_map
-from kernlib.runtime.driver import MAP_ALIGNMENT, MAP_BYTES
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.tensor_map import Encoder
 from tests.support import fakes

@@ -433,4 +433,4 @@ def test_no_record_makes_lowering_fail(choice):
     problem, strides = problem_of(request, checks.check_call(*request))
     found = direct.lower(L1, problem, "sm_90a", 132, strides, choice)
     tile = 64 if choice == {"tile": "64"} else 128
-    assert f"tile={tile} " in found.spec.description
+    assert f"tile={tile} " in found.specs[0].description

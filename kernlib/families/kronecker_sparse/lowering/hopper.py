@@ -17,6 +17,7 @@ from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
@@ -294,9 +295,9 @@ constexpr bool RIGHT_LINES = false;
 """
 
 
-def _parameters(epilogue: tuple[Epilogue, ...], variant: Variant) -> hopper_common.Parameters:
+def _parameters(epilogue: tuple[Epilogue, ...], variant: Variant) -> Parameters:
     count = 2 if variant.packed else 3
-    return hopper_common.Parameters(count, int(variant.packed), FIXED, epilogue)
+    return text.parameters(int(variant.packed), FIXED, epilogue, maps=count)
 
 
 def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:

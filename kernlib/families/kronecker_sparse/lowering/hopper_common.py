@@ -3,16 +3,12 @@ fit shared memory."""
 
 from __future__ import annotations
 
-import struct
-from typing import NamedTuple
-
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.jit import targets
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
-from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 
@@ -78,30 +74,6 @@ def stages(kept: int, stage: int) -> tuple[int, int]:
     kept += SWIZZLE_BYTES
     count = min(MAX_STAGES, (targets.SHARED_BYTES[ARCH] - BARRIER_BYTES - kept) // stage)
     return count, kept + count * stage
-
-
-class Parameters(NamedTuple):
-    """The parameter struct: tensor maps, which align it to 64 bytes, the kernel's own pointers and
-    the epilogue's, its scalars, and what is fixed, in a format of :mod:`struct`."""
-
-    maps: int
-    pointers: int
-    fixed: str
-    epilogue: tuple[Epilogue, ...] = ()
-
-    @property
-    def size(self) -> int:
-        size = self._place() + struct.calcsize(self.fixed)
-        return ceil_div(size, 64) * 64 if self.maps else size
-
-    def pack(self, *values: int) -> bytes:
-        """The fixed values, up to the end of the struct."""
-        return struct.pack(self.fixed, *values).ljust(self.size - self._place(), b"\0")
-
-    def _place(self) -> int:
-        """Where the fixed values begin."""
-        pointers = self.pointers + len(text.vectors(self.epilogue))
-        return 128 * self.maps + 8 * pointers + 16 * text.scalar_count(self.epilogue)
 
 
 def addresses(problem: Problem, x: tma.Extent, y: tma.Extent) -> bool:

@@ -17,6 +17,7 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
@@ -279,10 +280,10 @@ constexpr int PARAMETER_BYTES = {_parameters(epilogue, shape).size};
 """
 
 
-def _parameters(epilogue: tuple[Epilogue, ...], shape: Shape) -> hopper_common.Parameters:
+def _parameters(epilogue: tuple[Epilogue, ...], shape: Shape) -> Parameters:
     if shape.merged:
-        return hopper_common.Parameters(2, 1, FIXED, epilogue)
-    return hopper_common.Parameters(0, 3, STRIDES + FIXED.removeprefix("<"), epilogue)
+        return text.parameters(1, FIXED, epilogue, maps=2)
+    return text.parameters(3, STRIDES + FIXED.removeprefix("<"), epilogue)
 
 
 def _strides(problem: Problem) -> tuple[int, ...]:

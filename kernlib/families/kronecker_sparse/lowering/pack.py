@@ -6,7 +6,6 @@ in which a weight can change (``.data``, a replayed CUDA graph, another process)
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
@@ -15,10 +14,11 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Step
 
 THREADS = 128
-FIXED = "<5q6i"  # what struct Parameters holds behind its pointers
+PARAMETERS = Parameters(2, "<5q6i")
 
 
 class Packing(NamedTuple):
@@ -79,8 +79,7 @@ def step(problem: Problem, packing: Packing) -> Step:
             "numbers is more than one launch packs; call it on slices"
         )
     right = problem.right
-    fixed = struct.pack(
-        FIXED,
+    fixed = PARAMETERS.pack(
         right.block, right.lane, right.line, right.depth, total,
         problem.lanes, problem.columns, problem.depth, spans, tiles, stages,
     )  # fmt: skip
@@ -121,7 +120,7 @@ constexpr int TOGETHER = {together};
 constexpr int PRODUCTS = {products};
 constexpr int ORDER_SIZE = {len(order)};
 __device__ constexpr unsigned char ORDER[] = {{{", ".join(map(str, order))}}};
-constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
+constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 
 #include "kronecker_sparse/hopper/pack.cuh"
 """

@@ -27,6 +27,7 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 
 KIND = "portable"
@@ -40,8 +41,7 @@ WAVES = 4  # of blocks that splitting may make at most
 MAX_SLABS = 65535  # of a grid's second axis
 ACCESSES = ("depth", "line", "gather")
 FIXED = "<17q10I"  # struct Fixed
-REDUCE_FIXED = "<5q6I"
-PACK_FIXED = "<5q6I"
+PACK_PARAMETERS = SUM_PARAMETERS = Parameters(2, "<5q6I")
 PACK_ROWS = 1024  # from which on a packed right operand is worth a launch
 
 
@@ -271,8 +271,6 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelS
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant) -> str:
     """The generated CUDA text: types, ``Finish``, a few constants, one include."""
     dtype, precision, tile, left, right, partial = variant
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    size = 8 * (3 + vectors) + 16 * scalars + struct.calcsize(FIXED)
     products = 3 if dtype == "float32" and precision == "fp32" else 1
     return f"""{text.preamble(dtype, "float32" if partial else dtype, epilogue)}
 constexpr int TILE_ROWS = {tile.rows};
@@ -280,7 +278,7 @@ constexpr int TILE_COLUMNS = {tile.columns};
 constexpr int STAGES = {tile.stages};
 constexpr int MIN_BLOCKS = {tile.blocks};
 constexpr int PRODUCTS = {products};
-constexpr int PARAMETER_BYTES = {size};
+constexpr int PARAMETER_BYTES = {text.parameters(3, FIXED, epilogue).size};
 
 #define ACCESS_LEFT Access::{left}
 #define ACCESS_RIGHT Access::{right}
@@ -309,7 +307,7 @@ def pack_spec(dtype: str) -> KernelSpec:
 
 using InputT = {DTYPES[dtype].cuda};
 
-constexpr int PARAMETER_BYTES = {16 + struct.calcsize(PACK_FIXED)};
+constexpr int PARAMETER_BYTES = {PACK_PARAMETERS.size};
 
 #include "kronecker_sparse/portable/pack.cuh"
 """
@@ -324,7 +322,7 @@ def reduce_spec(dtype: str) -> KernelSpec:
 
 using OutputT = {DTYPES[dtype].cuda};
 
-constexpr int PARAMETER_BYTES = {16 + struct.calcsize(REDUCE_FIXED)};
+constexpr int PARAMETER_BYTES = {SUM_PARAMETERS.size};
 
 #include "kronecker_sparse/split_k_sum.cuh"
 """
@@ -386,7 +384,7 @@ def _pack(problem: Problem, made: Layout) -> Step:
     total = problem.blocks * problem.lanes * problem.columns * chunks
     lines_first = not _depth_first(problem, right, problem.columns)
     sizes = (problem.lanes, problem.columns, chunks, total, lines_first, 0)
-    fixed = struct.pack(PACK_FIXED, *right[:4], problem.depth, *sizes)
+    fixed = PACK_PARAMETERS.pack(*right[:4], problem.depth, *sizes)
     pointers = (("right", 0), ("workspace", 0))
     return Step(pack_spec(problem.dtype), (ceil_div(total, THREADS), 1), fixed, pointers)
 
@@ -407,6 +405,6 @@ def reduce_step(problem: Problem, partial: OutLayout, one: int, count: int) -> S
             f"of {REDUCE_RUN}); call it on slices"
         )
     sizes = (count, problem.lanes, problem.rows, problem.columns, partial.row // REDUCE_RUN, total)
-    fixed = struct.pack(REDUCE_FIXED, *problem.out[:4], one, *sizes)
+    fixed = SUM_PARAMETERS.pack(*problem.out[:4], one, *sizes)
     grid = (ceil_div(total, THREADS), 1)
     return Step(reduce_spec(problem.dtype), grid, fixed, (("workspace", 0), ("out", 0)))

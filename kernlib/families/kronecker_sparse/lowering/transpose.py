@@ -8,7 +8,6 @@ they are, features d apart and batches a row apart would each be a 32-byte secto
 
 from __future__ import annotations
 
-import struct
 from types import ModuleType
 
 from kernlib.descriptors.epilogues import Epilogue
@@ -19,12 +18,13 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 
 KIND = "turned"
 THREADS = 256
 TILE = 64
-FIXED = "<2q4I"
+PARAMETERS = Parameters(2, "<2q4I")
 ALIGNMENT = 256  # of each operand in the workspace
 
 
@@ -159,7 +159,7 @@ def step(
     chunk = 16 // DTYPES[dtype].bytes
     tiles = ceil_div(columns, TILE), ceil_div(rows, TILE)
     vectors = int(strides[0] % chunk == 0 and alignment % 16 == 0)
-    fixed = struct.pack(FIXED, *strides, rows, columns, tiles[0], vectors)
+    fixed = PARAMETERS.pack(*strides, rows, columns, tiles[0], vectors)
     return Step(spec(dtype), (tiles[0] * tiles[1], 1), fixed, pointers)
 
 
@@ -169,7 +169,7 @@ def spec(dtype: str) -> KernelSpec:
 
 using InputT = {DTYPES[dtype].cuda};
 
-constexpr int PARAMETER_BYTES = {16 + struct.calcsize(FIXED)};
+constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 #define HALF_INPUT {int(dtype != "float32")}
 
 #include "kronecker_sparse/transpose.cuh"

@@ -20,13 +20,14 @@ from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
 
 KIND = "gradient"
 TILE_DEPTH = hopper_common.ROW_BYTES // 2
-PARAMETERS = hopper_common.Parameters(2, 1, FIXED)
+PARAMETERS = Parameters(1, FIXED, maps=2)
 COLUMNS = (16, 32, 48, 64, 96, 128, 192, 256)
 WHOLE_COLUMNS = (64, 128, 192, 256)  # of several tiles, or where columns lie side by side
 MIN_PART = 8  # blocks of depth; shorter parts wait more than they sum

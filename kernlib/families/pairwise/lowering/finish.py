@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.lowering.epilogue_source import EpilogueSource
+from kernlib.lowering.epilogue_source import EpilogueSource, function_struct
 
 # In the order of the enum of scalars.cuh.
 COMMON_SCALARS = ("inner_p", "outer_p", "epsilon", "regularization", "inner_scale")
@@ -44,18 +44,8 @@ def finish(
             steps.append("if (absolute(v) < epsilon) v = AccT(0);")
         members = [*members, *made.members]
         steps += [f"v = {step};" for step in made.steps]
-    fields = "".join(f"    AccT {name};\n" for name, _ in members)
-    reads = "".join(f"        {name} = {value};\n" for name, value in members)
-    body = "".join(f"        {step}\n" for step in steps)
-    return f"""struct Finish {{
-{fields}    template <class Read>
-    __device__ __forceinline__ explicit Finish(Read read) {{
-{reads}    }}
-    __device__ __forceinline__ AccT operator()(AccT s, AccT unit = AccT(1)) const {{
-{body}        return v;
-    }}
-}};
-"""
+    typed = [("AccT", *member) for member in members]
+    return function_struct("Finish", typed, "AccT s, AccT unit = AccT(1)", steps)
 
 
 def is_norm(variant) -> bool:

@@ -8,7 +8,6 @@ tile, ``depth`` (features of a stage) and ``promote`` (of whose multiples stages
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
@@ -19,6 +18,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
 
 INFO_BYTES = 8  # of a point
@@ -33,7 +33,9 @@ MAX_WORKSPACE = 2**32
 MAX_SIZE = 2**31 - 2**16  # of a side, in points or features
 # What the parameter structs hold behind pointers: of split/centre.cuh, a Side of split/pack.cuh and
 # what follows both.
-CENTRE_FIXED, SIDE_FIXED, PACK_FIXED = "<6qq2iq2i4i", "<6q4i", "<q4i"
+SIDE = "6q4i"
+CENTRE_PARAMETERS = Parameters(4, "<6qq2iq2i4i")
+PACK_PARAMETERS = Parameters(8, f"<{SIDE}{SIDE}q4i")
 
 
 class Workspace(NamedTuple):
@@ -123,8 +125,7 @@ def steps(
 
 def _centre_step(problem: Problem, place: Workspace, names, difference: bool) -> Step:
     alone = place.centres > 1
-    fixed = struct.pack(
-        CENTRE_FIXED,
+    fixed = CENTRE_PARAMETERS.pack(
         *view(problem.a), *view(problem.b), *_sample(problem.m), *_sample(problem.n),
         problem.k, place.centre_pitch, 1 if alone else problem.batch, 0,
     )  # fmt: skip
@@ -152,20 +153,16 @@ def _pack_step(problem: Problem, variant, place: Workspace, names, difference: b
         groups = ceil_div(count, tile) * tile // CHUNK
         entries = 1 if layout.batch == 0 else problem.batch
         blocks += groups * entries
-        sides.append(
-            struct.pack(
-                SIDE_FIXED, *view(layout), count, stride, points, tile, groups, entries,
-                _reads_vectors(layout, problem.dtype),
-            )
-        )  # fmt: skip
+        sides += (*view(layout), count, stride, points, tile, groups, entries)
+        sides.append(_reads_vectors(layout, problem.dtype))
     centre = place.centre_pitch if place.centres > 1 else 0
-    sizes = struct.pack(PACK_FIXED, centre, problem.k, place.stages, problem.batch, 0)
+    fixed = PACK_PARAMETERS.pack(*sides, centre, problem.k, place.stages, problem.batch, 0)
     pointers = _pointers(
         names, place.centre, place.doubtful, place.packed_a, place.packed_b, place.a_info,
         place.b_info,
     )  # fmt: skip
     grid = (blocks + PROBES // PACK_WARPS, 1)
-    return Step(pack_spec(variant, difference), grid, b"".join(sides) + sizes, pointers)
+    return Step(pack_spec(variant, difference), grid, fixed, pointers)
 
 
 def view(layout: Layout) -> tuple[int, int, int]:
@@ -194,8 +191,7 @@ def gated_step(step: Step, place: Workspace) -> Step:
 
 
 def centre_spec(dtype: str, difference: bool) -> KernelSpec:
-    parameter_bytes = 32 + struct.calcsize(CENTRE_FIXED)
-    source = f"""{constants(dtype, difference, parameter_bytes)}
+    source = f"""{constants(dtype, difference, CENTRE_PARAMETERS.size)}
 #include "pairwise/split/centre.cuh"
 """
     words = f"pairwise split centre {dtype}" + " dot" * (not difference)
@@ -204,8 +200,7 @@ def centre_spec(dtype: str, difference: bool) -> KernelSpec:
 
 
 def pack_spec(variant, difference: bool) -> KernelSpec:
-    parameter_bytes = 64 + 2 * struct.calcsize(SIDE_FIXED) + struct.calcsize(PACK_FIXED)
-    source = f"""{constants(variant.dtype, difference, parameter_bytes)}
+    source = f"""{constants(variant.dtype, difference, PACK_PARAMETERS.size)}
 constexpr int DEPTH = {variant.depth};
 constexpr int COPIES = {variant.copies};
 

@@ -9,7 +9,6 @@ waits.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -40,6 +39,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS, outputs
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 
@@ -207,8 +207,7 @@ def _main_step(
 ) -> Step:
     tiles_m, tiles_n = ceil_div(problem.m, TILE_M), ceil_div(problem.n, variant.columns)
     tiles = _tiles(descriptor, problem, variant)
-    fixed = struct.pack(
-        f"<{len(strides)}q{FIXED}",
+    fixed = _parameters(len(strides)).pack(
         *strides, *view(problem.a), *view(problem.b), *view(problem.out),
         place.a_stride, place.b_stride, place.a_points, place.b_points, problem.diagonal,
         problem.m, problem.n, problem.k, place.stages, tiles_m, tiles_n, tiles,
@@ -269,8 +268,7 @@ def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec
 def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     """The generated CUDA text of the products."""
     scalars = direct.scalar_count(descriptor)
-    parameter_bytes = 64 + 24 * scalars + struct.calcsize("<" + FIXED)
-    return f"""{constants(variant.dtype, difference, parameter_bytes)}
+    return f"""{constants(variant.dtype, difference, _parameters(scalars).size)}
 #include "common/math.cuh"
 #include "pairwise/split/root.cuh"
 
@@ -291,6 +289,10 @@ constexpr int DYNAMIC_BYTES = {variant.shared_bytes};
 {finish(descriptor, variant, root="square_root")}
 #include "pairwise/split/split.cuh"
 """
+
+
+def _parameters(scalars: int) -> Parameters:
+    return Parameters(8, f"<{scalars}q{FIXED}", scalars)
 
 
 def _describe(variant: Variant) -> str:

@@ -24,6 +24,7 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 
@@ -31,7 +32,7 @@ INFOS = 3  # tiles whose PointInfo and lines of v are in shared memory
 MAX_STAGES = 8
 MAX_BLOCKS = 2**31 - 1
 # What struct SplitLaunch holds behind Parameters, and Parameters behind strides of its numbers.
-FIXED, REDUCE_FIXED = "<4q2i", "<9q5q4i"
+FIXED, REDUCE_FIXED = "<4q2i", "9q5q4i"
 POINTERS = 5  # of SplitLaunch, before those of Parameters
 SINGLE_K = 64  # features whose products may be summed in one go, at fp32's accuracy
 NARROW = 4  # columns of v up to which registers hold a wide tile; log-sum-exp's code is long
@@ -213,10 +214,10 @@ def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec
 def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     """The generated CUDA text of the products and what reduces them."""
     scalars = scalar_count(descriptor)
-    pointers = 8 * (POINTERS + len(direct.OPERANDS))
-    sizes = struct.calcsize(FIXED) + struct.calcsize(REDUCE_FIXED)
+    fixed = f"<{scalars}q{REDUCE_FIXED}{FIXED.removeprefix('<')}"
+    parameters = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars)
     text = finish(descriptor, variant)
-    return f"""{pack.constants(variant.dtype, difference, pointers + 24 * scalars + sizes)}
+    return f"""{pack.constants(variant.dtype, difference, parameters.size)}
 #include "pairwise/reduce/math.cuh"
 
 constexpr int WARPGROUPS = {variant.warpgroups};

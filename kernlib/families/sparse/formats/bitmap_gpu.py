@@ -6,8 +6,6 @@ Sizes are launch arguments.
 
 from __future__ import annotations
 
-import struct
-
 import torch
 
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, ROWS
@@ -16,6 +14,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import BITS
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.sequence import Steps
@@ -28,6 +27,7 @@ OPERANDS = {
     "decode": ("data", "offsets", "out", "data_end"),
 }
 FIXED = {"count": "<3qI3i", "encode": "<3q2i", "decode": "<2q2i"}
+PARAMETERS = {kind: Parameters(len(OPERANDS[kind]), FIXED[kind]) for kind in OPERANDS}
 THREADS = {"count": 256, "encode": 128, "decode": 128}
 COUNTED = 8  # chunks that a CTA counts
 
@@ -73,12 +73,11 @@ def specs(itemsize: int) -> list[KernelSpec]:
 
 def spec(kind: str, itemsize: int) -> KernelSpec:
     """The KernelSpec of "count", "encode" or "decode"."""
-    parameters = 8 * len(OPERANDS[kind]) + struct.calcsize(FIXED[kind])
     source = f"""#include "common/types.cuh"
 
 using BitsT = {BITS[itemsize]};
 
-constexpr int PARAMETER_BYTES = {parameters};
+constexpr int PARAMETER_BYTES = {PARAMETERS[kind].size};
 
 #include "sparse/bitmap/{kind}.cuh"
 """
@@ -93,7 +92,7 @@ def step(kind: str, how: tuple) -> Step:
     *sizes, itemsize, vectors = how
     chunks, across = _chunks(sizes), ceil_div(sizes[1], COLUMNS)
     numbers = (chunks, across, vectors, 0) if kind == "count" else (across, vectors)
-    fixed = struct.pack(FIXED[kind], *sizes, *numbers)
+    fixed = PARAMETERS[kind].pack(*sizes, *numbers)
     blocks = ceil_div(chunks, COUNTED) if kind == "count" else chunks
     pointers = tuple((name, 0) for name in OPERANDS[kind])
     return Step(spec(kind, itemsize), (blocks, 1), fixed, pointers)

@@ -5,14 +5,13 @@ They know values by their bits. Sizes are launch arguments.
 
 from __future__ import annotations
 
-import struct
-
 import torch
 
 from kernlib.families.sparse.formats.encoding import bits
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.sequence import Steps
@@ -25,6 +24,7 @@ OPERANDS = {
     "decode": ("values", "deltas", "row_ptr", "out", "values_end"),
 }
 FIXED = {"count": "<3qQ", "encode": "<3qQ", "decode": "<2q"}
+PARAMETERS = {kind: Parameters(len(OPERANDS[kind]), FIXED[kind]) for kind in OPERANDS}
 THREADS = 128  # four rows
 ROWS = THREADS // 32
 
@@ -78,7 +78,6 @@ def spec(kind: str, dtype: torch.dtype, wide: bool) -> KernelSpec:
     """The KernelSpec of "count", "encode" or "decode", row_ptr ``wide`` for int64."""
     from kernlib.families.sparse.formats.macko import INFINITY, MAGNITUDE
 
-    parameters = 8 * len(OPERANDS[kind]) + struct.calcsize(FIXED[kind])
     name = str(dtype).removeprefix("torch.")
     source = f"""#include "common/types.cuh"
 
@@ -86,7 +85,7 @@ using BitsT = {"u32" if dtype == torch.float32 else "u16"};
 using RowT = {"i64" if wide else "int"};
 
 constexpr BitsT MAGNITUDE = {MAGNITUDE[dtype]:#x}, INFINITE = {INFINITY[dtype]:#x};
-constexpr int PARAMETER_BYTES = {parameters};
+constexpr int PARAMETER_BYTES = {PARAMETERS[kind].size};
 #define COUNT {int(kind == "count")}
 
 #include "sparse/macko/{"decode" if kind == "decode" else "encode"}.cuh"
@@ -110,7 +109,7 @@ def _launch(kind: str, dtype: torch.dtype, wide: bool, how: tuple, *tensors: tor
     if found is None:
         pointers = tuple((name, 0) for name in OPERANDS[kind])
         grid = ceil_div(how[0], ROWS), 1
-        step = Step(spec(kind, dtype, wide), grid, struct.pack(FIXED[kind], *how), pointers)
+        step = Step(spec(kind, dtype, wide), grid, PARAMETERS[kind].pack(*how), pointers)
         found = Steps(Lowered((step,)), OPERANDS[kind], device)
         _plans.keep(key, found)
     addresses = [tensor.data_ptr() for tensor in tensors]

@@ -16,6 +16,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import BITS
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.runtime.devices import load
 from kernlib.runtime.plan import Plan
 
@@ -94,7 +95,7 @@ using RowT = {row};
 
 #define ACTION_{action.upper()}
 constexpr int STEP_BITS = {code.bits};
-constexpr int PARAMETER_BYTES = {8 * pointers + struct.calcsize(fixed)};
+constexpr int PARAMETER_BYTES = {Parameters(pointers, fixed).size};
 
 #include "sparse/slices/{file}.cuh"
 """

@@ -155,8 +155,7 @@ def _ring(variant: Variant, arch: str) -> int:
 
 def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
     """The KernelSpec of a variant."""
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    size = 8 * (POINTERS + vectors) + 16 * scalars + struct.calcsize(FIXED)
+    size = text.parameters(POINTERS, FIXED, epilogue).size
     out = "float32" if variant.sums else variant.dtype
     source = f"""{text.preamble(variant.dtype, out, epilogue)}
 constexpr int WARPS = {variant.warps};

@@ -160,8 +160,7 @@ def _divides_entries(problem: Problem, rows_of_cta: int, multiprocessors: int) -
 
 def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
     """The KernelSpec of a variant."""
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    size = 8 * (POINTERS + vectors) + 16 * scalars + struct.calcsize(FIXED)
+    size = text.parameters(POINTERS, FIXED, epilogue).size
     out = "float32" if variant.ranges else variant.dtype
     source = f"""{text.preamble(variant.dtype, out, epilogue)}
 using RowT = {_row_type(variant.wide)};
@@ -207,8 +206,7 @@ def _sum_step(
 
 def sum_spec(epilogue: tuple[Epilogue, ...], dtype: str, wide: bool, arch: str) -> KernelSpec:
     """The KernelSpec of what adds up parts of rows."""
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    size = 8 * (3 + vectors) + 16 * scalars + struct.calcsize(SUM_FIXED)
+    size = text.parameters(3, SUM_FIXED, epilogue).size
     source = f"""{text.preamble(dtype, dtype, epilogue)}
 using RowT = {_row_type(wide)};
 constexpr int PARAMETER_BYTES = {size};

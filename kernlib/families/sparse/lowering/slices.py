@@ -31,6 +31,7 @@ from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 
 MOST_COLUMNS = 16  # columns of x that one call takes
@@ -40,7 +41,7 @@ COPIED = 128  # bytes of a column of x that lies in copies
 # Bytes of x that a block holds, by COLUMNS: several panels of one vector, one of 8 at the least.
 SHARED = {1: 24 * 1024, 2: 40 * 1024, 4: 40 * 1024, 8: 40 * 1024}
 COPIES_SHARED = (64 * 1024, 224 * 1024)  # of a panel of 512 columns, of 1792
-FIXED = "<q10I"
+PARAMETERS = Parameters(5, "<q10I")
 REDUCE_ROWS, REDUCE_THREADS = 32, 256  # of a block
 REDUCE_FIXED = "<2q4I"
 MOST_SLICES = 2**31 - 2**16  # that an unsigned index and its next steps hold
@@ -106,8 +107,8 @@ class SlicesKernels(NamedTuple):
         chunks = ceil_div(problem.columns, made.columns)
         blocks = max(1, multiprocessors * made.shape.blocks // chunks)
         ranges = _ranges(panels, slices, blocks, made.copies > 1)
-        fixed = struct.pack(
-            FIXED, problem.x_stride, panels * slices, slices, width, problem.rows, problem.cols,
+        fixed = PARAMETERS.pack(
+            problem.x_stride, panels * slices, slices, width, problem.rows, problem.cols,
             problem.columns, chunks, ranges, held(made, width), 0,
         )  # fmt: skip
         pointers = tuple((name, 0) for name in ("data", "offsets", "rows", "x", "workspace"))
@@ -211,7 +212,7 @@ constexpr int COPIES = {copies};
 constexpr int THREADS = {shape.threads};
 constexpr int BLOCKS = {shape.blocks};
 constexpr int DEPTH = {shape.depth};
-constexpr int PARAMETER_BYTES = {40 + struct.calcsize(FIXED)};
+constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 
 #include "sparse/slices/slices.cuh"
 """
@@ -224,8 +225,7 @@ constexpr int PARAMETER_BYTES = {40 + struct.calcsize(FIXED)};
 
 def reduce_spec(epilogue: tuple[Epilogue, ...], dtype: str) -> KernelSpec:
     """The KernelSpec that adds panels and applies epilogues."""
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    size = 8 * (2 + vectors) + 16 * scalars + struct.calcsize(REDUCE_FIXED)
+    size = text.parameters(2, REDUCE_FIXED, epilogue).size
     source = f"""{text.preamble(dtype, dtype, epilogue)}
 constexpr int PARAMETER_BYTES = {size};
 

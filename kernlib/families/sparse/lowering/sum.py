@@ -36,8 +36,7 @@ def step(
 def spec(epilogue: tuple[Epilogue, ...], dtype: str, arch: str) -> KernelSpec:
     """The spec of a dtype of the result."""
     overlaps = arch in OVERLAPPING
-    vectors, scalars = len(text.vectors(epilogue)), text.scalar_count(epilogue)
-    size = 8 * (2 + vectors) + 16 * scalars + struct.calcsize(FIXED)
+    size = text.parameters(2, FIXED, epilogue).size
     source = f"""{text.preamble(dtype, dtype, epilogue)}
 #define OVERLAPS {int(overlaps)}
 constexpr int PARAMETER_BYTES = {size};

@@ -1,0 +1,37 @@
+"""The parameter struct of a kernel: one block, passed by value, that a launch fills."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from kernlib.lowering.arithmetic import round_up
+from kernlib.lowering.steps import NUMBER
+
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of an encoded tensor map
+ADDRESS_BYTES, SCALAR_BYTES = 8, struct.calcsize("<" + NUMBER)
+
+
+class Parameters(NamedTuple):
+    """What the struct holds, in this order: tensor maps, which align it to 64 bytes; addresses;
+    scalars, each a NUMBER; and what is ``fixed`` between calls, in a format of :mod:`struct`."""
+
+    pointers: int
+    fixed: str
+    scalars: int = 0
+    maps: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the struct."""
+        size = self._place() + struct.calcsize(self.fixed)
+        return round_up(size, MAP_ALIGNMENT) if self.maps else size
+
+    def pack(self, *values: int) -> bytes:
+        """The fixed values, up to the end of the struct."""
+        return struct.pack(self.fixed, *values).ljust(self.size - self._place(), b"\0")
+
+    def _place(self) -> int:
+        """Where the fixed values begin."""
+        addresses = ADDRESS_BYTES * self.pointers + SCALAR_BYTES * self.scalars
+        return MAP_BYTES * self.maps + addresses
