@@ -163,7 +163,7 @@ def _time_all(device: int, kernels: list[Candidate], progress: bool | None) -> l
     arch = devices.arch_of(device)
     entries = build_all([(kernel.spec, arch) for kernel in kernels], None, progress)
     launches = [kernel.ready() for kernel in kernels]
-    times = _measure(launches, [kernel.spec.description for kernel in kernels], progress)
+    times = measure(launches, [kernel.spec.description for kernel in kernels], progress)
     return [
         _timing(kernel, milliseconds, built, arch)
         for kernel, milliseconds, built in zip(kernels, times, entries, strict=True)
@@ -182,7 +182,7 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
-def _measure(
+def measure(
     launches: list[Callable[[], None]], names: list[str], progress: bool | None
 ) -> list[float]:
     """Milliseconds of a launch of each: the median of batches that take turns, so that a clock

@@ -36,7 +36,7 @@ def compile_spec(spec: KernelSpec, arch: str) -> Entry:
     """
     start = time.perf_counter()
     log = io.StringIO()
-    cubin = _run_nvrtc(spec, arch, log)
+    cubin = run_nvrtc(spec, arch, log)
     milliseconds = (time.perf_counter() - start) * 1e3
     meta = {
         "family": spec.family,
@@ -50,7 +50,9 @@ def compile_spec(spec: KernelSpec, arch: str) -> Entry:
     return Entry(spec.entry, cubin, meta)
 
 
-def _run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
+def run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
+    """The cubin of a specification, and in ``log`` what NVRTC and ptxas say of it. Raises what
+    :func:`compile_spec` raises."""
     core = toolchain.cuda_core()
     name = f"kernlib_{spec.family}.cu"
     headers = toolchain.header_directory() if sources.system_includes(spec.source) else None

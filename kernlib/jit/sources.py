@@ -38,14 +38,14 @@ def closure(source: str) -> tuple[str, ...]:
         name = waiting.pop()
         if name not in found:
             found.add(name)
-            waiting += _included(_read(name))[0]
+            waiting += _included(read(name))[0]
     return tuple(sorted(found))
 
 
 @cache
 def system_includes(source: str) -> frozenset[str]:
     """CUDA headers (``<cuda_fp16.h>`` ...) that ``source`` and its closure ask for."""
-    texts = (source, *(_read(name) for name in closure(source)))
+    texts = (source, *(read(name) for name in closure(source)))
     return frozenset(name for text in texts for name in _included(text)[1])
 
 
@@ -112,7 +112,7 @@ def _inserted(name: str, done: set[str], certain: bool) -> Iterator[str]:
         done = done | {name}  # while it is open: it may be reached from itself
     guard = "KERNLIB_HAS_" + "".join(c if c.isalnum() else "_" for c in name)
     yield from (f"#ifndef {guard}", f"#define {guard}", f'#line 1 "{name}"')
-    yield from _assembled(_read(name), name, done, certain)
+    yield from _assembled(read(name), name, done, certain)
     yield "#endif"
 
 
@@ -120,8 +120,8 @@ def _inserted(name: str, done: set[str], certain: bool) -> Iterator[str]:
 def _digest_of(names: tuple[str, ...]) -> bytes:
     digest = hashlib.sha256()
     for name in names:
-        digest.update(f"{name}\0{len(_read(name))}\0".encode())
-        digest.update(_read(name).encode())
+        digest.update(f"{name}\0{len(read(name))}\0".encode())
+        digest.update(read(name).encode())
     return digest.digest()
 
 
@@ -150,11 +150,11 @@ def folder_digest(folder: Path, names: Iterable[str]) -> bytes:
 
 
 @cache
-def _read(name: str) -> str:
+def read(name: str) -> str:
     return (root() / name).read_text(encoding="utf-8")
 
 
 def forget() -> None:
     """Read the files anew: for those who edit kernels in a running process."""
-    for cached in (root, closure, system_includes, _digest_of, _read):
+    for cached in (root, closure, system_includes, _digest_of, read):
         cached.cache_clear()

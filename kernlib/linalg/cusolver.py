@@ -51,12 +51,12 @@ _idle: dict[tuple[int, int], list[Handles]] = defaultdict(list)
 
 def serves(t: torch.Tensor) -> bool:
     """Whether a tensor's solver can be cuSOLVER: it is on an NVIDIA GPU, and the extra is there."""
-    return t.is_cuda and torch.version.hip is None and _import_error() is None
+    return t.is_cuda and torch.version.hip is None and import_error() is None
 
 
 def require(what: str) -> None:
     """Raises MissingExtraError, which says ``what`` needs the extra, unless it is there."""
-    error = _import_error()
+    error = import_error()
     if error is not None:
         raise MissingExtraError(
             f"{what} needs nvmath-python, which cannot be imported ({error}); "
@@ -73,13 +73,13 @@ def cholesky(a: torch.Tensor, upper: bool) -> torch.Tensor:
     with _handles(a) as (solver, params):
         if count > 1 and n < LOOP_FROM:
             factor = getattr(cusolverDn, f"{_LETTER[a.dtype]}potrf_batched")
-            addresses = _addresses(a)
+            addresses = address_array(a)
             factor(solver, fill, n, addresses.data_ptr(), lead, info.data_ptr(), count)
         else:
             kind = _CUDA_TYPE[a.dtype]
             shape = (fill, n, kind, a.data_ptr(), lead, kind)
             space = _workspace(a, cusolverDn.xpotrf_buffer_size(solver, params, *shape))
-            for matrix, entry in zip(_pointers(a), _pointers(info), strict=True):
+            for matrix, entry in zip(entry_addresses(a), entry_addresses(info), strict=True):
                 shape = (fill, n, kind, matrix, lead, kind)
                 cusolverDn.xpotrf(solver, params, *shape, *_spaces(space), entry)
     _written(a)
@@ -98,7 +98,7 @@ def cholesky_solve(factor: torch.Tensor, b: torch.Tensor, upper: bool) -> None:
         kind, ignored = _CUDA_TYPE[b.dtype], _info(b)[:1]
         leads = leading_dimension(factor), leading_dimension(b)
         with _handles(b) as (solver, params):
-            for matrix, columns_of in zip(_pointers(factor), _pointers(b), strict=True):
+            for matrix, columns_of in zip(entry_addresses(factor), entry_addresses(b), strict=True):
                 cusolverDn.xpotrs(
                     *(solver, params, _FILL[upper], n, columns, kind, matrix, leads[0]),
                     *(kind, columns_of, leads[1], ignored.data_ptr()),
@@ -114,7 +114,7 @@ def lu(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     info, lead = _info(a), leading_dimension(a)
     if count > 1 and n < LOOP_FROM:
         pivots = torch.empty((count, n), dtype=torch.int32, device=a.device)
-        factor, addresses = getattr(cublas, f"{_LETTER[a.dtype]}getrf_batched"), _addresses(a)
+        factor, addresses = getattr(cublas, f"{_LETTER[a.dtype]}getrf_batched"), address_array(a)
         with _blas(a) as blas:
             outputs = pivots.data_ptr(), info.data_ptr()
             factor(blas, n, addresses.data_ptr(), lead, *outputs, count)
@@ -125,7 +125,7 @@ def lu(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with _handles(a) as (solver, params):
         shape = (n, n, kind, a.data_ptr(), lead, kind)
         space = _workspace(a, cusolverDn.xgetrf_buffer_size(solver, params, *shape))
-        for matrix, order, entry in zip(*map(_pointers, (a, pivots, info)), strict=True):
+        for matrix, order, entry in zip(*map(entry_addresses, (a, pivots, info)), strict=True):
             shape = (n, n, kind, matrix, lead, order, kind)
             cusolverDn.xgetrf(solver, params, *shape, *_spaces(space), entry)
     _written(a)
@@ -142,7 +142,7 @@ def lu_solve(
     turn, leads = _TRANSPOSE[transposed], (leading_dimension(factors), leading_dimension(b))
     if pivots.dtype == torch.int32:
         solve, status = getattr(cublas, f"{_LETTER[b.dtype]}getrs_batched"), ctypes.c_int()
-        addresses, pivots = (_addresses(factors), _addresses(b)), pivots.contiguous()
+        addresses, pivots = (address_array(factors), address_array(b)), pivots.contiguous()
         with _blas(b) as blas:
             solve(
                 *(blas, turn, n, columns, addresses[0].data_ptr(), leads[0], pivots.data_ptr()),
@@ -152,7 +152,7 @@ def lu_solve(
         kind, ignored = _CUDA_TYPE[b.dtype], _info(b)[:1]
         with _handles(b) as (solver, params):
             for matrix, order, columns_of in zip(
-                *map(_pointers, (factors, pivots, b)), strict=True
+                *map(entry_addresses, (factors, pivots, b)), strict=True
             ):
                 cusolverDn.xgetrs(
                     *(solver, params, turn, n, columns, kind, matrix, leads[0], order),
@@ -198,7 +198,7 @@ def eigh_looped(a: torch.Tensor, upper: bool) -> tuple[torch.Tensor, torch.Tenso
     with _handles(a) as (solver, params):
         shape = (_WITH_VECTORS, fill, n, kind, a.data_ptr(), lead, kind, w.data_ptr(), kind)
         space = _workspace(a, cusolverDn.xsyevd_buffer_size(solver, params, *shape))
-        for matrix, values, entry in zip(*map(_pointers, (a, w, info)), strict=True):
+        for matrix, values, entry in zip(*map(entry_addresses, (a, w, info)), strict=True):
             shape = (_WITH_VECTORS, fill, n, kind, matrix, lead, kind, values, kind)
             cusolverDn.xsyevd(solver, params, *shape, *_spaces(space), entry)
     _written(a)
@@ -211,7 +211,7 @@ def _triangular_solve(a: torch.Tensor, b: torch.Tensor, upper: bool, transposed:
 
     count, n, columns = b.shape
     solve, one = getattr(cublas, f"{_LETTER[b.dtype]}trsm_batched"), _C_TYPE[b.dtype](1)
-    addresses = _addresses(a), _addresses(b)
+    addresses = address_array(a), address_array(b)
     with _blas(b) as blas:
         solve(
             *(blas, _LEFT, _FILL[upper], _TRANSPOSE[transposed], _NON_UNIT, n, columns),
@@ -221,7 +221,8 @@ def _triangular_solve(a: torch.Tensor, b: torch.Tensor, upper: bool, transposed:
 
 
 @cache
-def _import_error() -> ImportError | None:
+def import_error() -> ImportError | None:
+    """Why the extra cannot be imported, None where it can."""
     try:
         from nvmath.bindings import cublas, cusolverDn  # noqa: F401
     except ImportError as error:
@@ -272,14 +273,14 @@ def _spaces(workspace: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int, int
     return device.data_ptr(), device.numel(), host.data_ptr(), host.numel()
 
 
-def _pointers(t: torch.Tensor) -> list[int]:
+def entry_addresses(t: torch.Tensor) -> list[int]:
     """The address of each entry of a batch."""
     step = t.stride(0) * t.element_size()
     return [t.data_ptr() + index * step for index in range(t.shape[0])]
 
 
-def _addresses(t: torch.Tensor) -> torch.Tensor:
-    """The same in an array on the device, as batched routines take them."""
+def address_array(t: torch.Tensor) -> torch.Tensor:
+    """:func:`entry_addresses` in an array on the device, as batched routines take them."""
     step = t.stride(0) * t.element_size()
     index = torch.arange(t.shape[0], dtype=torch.int64, device=t.device)
     return index.mul_(step).add_(t.data_ptr())

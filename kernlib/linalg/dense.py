@@ -54,7 +54,7 @@ def solve_cholesky(
     system = check_system(a, b, overwrite_a, overwrite_b)
     with torch.no_grad():
         matrix = layouts.square_work(system.a, overwrite_a)
-        steps, flipped = _steps(matrix.matrix, overwrite_a), upper != matrix.transposed
+        steps, flipped = steps_for(matrix.matrix, overwrite_a), upper != matrix.transposed
         info = steps.cholesky(matrix.matrix, flipped) if system.a.numel() else _zeros(system.a)
 
         def solve(factor: torch.Tensor, columns: torch.Tensor, _) -> None:
@@ -83,7 +83,7 @@ def solve_lu(
     system = check_system(a, b, overwrite_a, overwrite_b)
     with torch.no_grad():
         matrix = layouts.square_work(system.a, overwrite_a)
-        steps, pivots, info = _lu_steps(matrix.matrix, overwrite_a), None, _zeros(system.a)
+        steps, pivots, info = lu_steps_for(matrix.matrix, overwrite_a), None, _zeros(system.a)
         if system.a.numel():
             pivots, info = steps.lu(matrix.matrix)
 
@@ -124,7 +124,7 @@ def eigh(
         work = layouts.square_work(a, overwrite_a)
         matrix = work.matrix
         if a.numel():
-            w, info = _eigh_steps(matrix).eigh(matrix, upper != work.transposed)
+            w, info = eigh_steps_for(matrix).eigh(matrix, upper != work.transposed)
         else:
             w, info = matrix.new_empty(matrix.shape[:2]), _zeros(a)
         # Of one NaN in a, LAPACK may make one in w, finite vectors and no error.
@@ -139,7 +139,7 @@ def eigh(
         return w.view(a.shape[:-1]), vectors, info
 
 
-def _steps(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
+def steps_for(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
     """Who factors and solves. torch would copy a padded matrix, and a large one to overwrite, which
     cuSOLVER takes as it lies; and where TF32 is permitted to products torch's solutions have no
     more digits than that."""
@@ -149,15 +149,15 @@ def _steps(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
     return cusolver if wanted and cusolver.serves(matrix) else native
 
 
-def _lu_steps(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
-    """As :func:`_steps`; of a batch torch's way waits for the device from N = 32 on, but it can be
-    captured, where cuBLAS's cannot."""
+def lu_steps_for(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
+    """As :func:`steps_for`; of a batch torch's way waits for the device from N = 32 on, but it can
+    be captured, where cuBLAS's cannot."""
     if matrix.shape[0] > 1 and cusolver.serves(matrix):
         return native if torch.cuda.is_current_stream_capturing() else cusolver
-    return _steps(matrix, overwrite)
+    return steps_for(matrix, overwrite)
 
 
-def _eigh_steps(matrix: torch.Tensor) -> ModuleType:
+def eigh_steps_for(matrix: torch.Tensor) -> ModuleType:
     """Who finds eigenvalues: torch waits for the device. Raises MissingExtraError in a capture."""
     if cusolver.serves(matrix):
         return cusolver

@@ -218,7 +218,7 @@ class KSLinear(nn.Module):
         if torch.compiler.is_compiling():
             return compute(x, "kernel")
         without = self._without_kernel
-        if not without or not _is_among(without, x):
+        if not without or not is_among(without, x):
             try:
                 return compute(x, "kernel")
             except (UnsupportedError, CompileError) as error:
@@ -314,7 +314,7 @@ class KSLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-def _is_among(refused: set, x: torch.Tensor) -> bool:
+def is_among(refused: set, x: torch.Tensor) -> bool:
     """Whether the kernel was refused for an input like this one."""
     try:
         return (x.device, x.dtype, x.shape) in refused

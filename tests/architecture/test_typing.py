@@ -61,17 +61,25 @@ def named_in(stub: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", LAZY)
 def test_a_stub_names_what_the_module_loads(name):
+    """From where that has it: its parent for a module, for a function or a class its own."""
     module = import_module(name)
-    expected = {n: name for n in module._MODULES} if hasattr(module, "_MODULES") else {}
-    expected |= getattr(module, "_HOMES", {})
-    expected |= {"__version__": ""} if name == "kernlib" else {}
-    assert named_in(stub_of(module)) == expected
+    stub = named_in(stub_of(module))
+    assert set(stub) == set(module.__all__)
+    for each, home in stub.items():
+        value = getattr(module, each)
+        if each == "__version__":
+            assert home == ""
+        elif inspect.ismodule(value):
+            assert f"{home}.{each}" == value.__name__ == f"{name}.{each}"
+        else:
+            assert getattr(import_module(home), each) is value
+            assert not callable(value) or value.__module__ == home
 
 
 @pytest.mark.parametrize("name", LAZY)
 def test_all_is_what_can_be_loaded(name):
     module = import_module(name)
-    assert set(module.__all__) == set(named_in(stub_of(module)))
+    assert set(module.__all__) == set(dir(module)) == set(named_in(stub_of(module)))
     for each in module.__all__:
         getattr(module, each)
 

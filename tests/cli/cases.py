@@ -53,6 +53,13 @@ def keep_used(description: str, days_ago: int, monkeypatch) -> bytes:
         return keep(description)
 
 
+def keep_stamped(description: str, stamp: bytes) -> bytes:
+    """Put an entry, and bytes where the day of its last use stands."""
+    key, store = keep(description), service.layers().store
+    store._transact(lambda txn: txn.put(key, stamp, db=store._days), True)
+    return key
+
+
 def keep_damaged(description: str) -> bytes:
     key = key_of(description)
     assert service.layers().store.put(key, b"junk")

@@ -6,7 +6,7 @@ import pytest
 
 from kernlib.jit import bundle, entry, service
 from kernlib.jit.entry import Entry
-from tests.cli.cases import aside, fresh, keep, key_of, made, make_bundle
+from tests.cli.cases import aside, fresh, keep_stamped, key_of, made, make_bundle
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n\u202eevil\u2028\x00"
 HUGE = "9" * 5000
@@ -84,9 +84,7 @@ def test_keys_that_are_none_are_not_imported(run, cache_dir, tmp_path, length):
 
 
 def test_a_stamp_of_no_day_on_earth_is_not_shown(run, cache_dir, monkeypatch):
-    keep("e")
-    store = service.layers().store
-    store._transact(lambda txn: txn.put(key_of("e"), b"\xff" * 9, db=store._days), True)
+    keep_stamped("e", b"\xff" * 9)
     for command in (("list",), ("list", "--unused", "1"), ("show", key_of("e").hex()[:16])):
         tame(run("cache", *command))
     assert not aside(cache_dir)

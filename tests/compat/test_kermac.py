@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.compat import kermac
 from kernlib.compat.kermac import Inner, Kernel, KernelDescriptor, Op, Outer
+from kernlib.runtime import devices
 
 M, N, K, L, O = 6, 7, 5, 3, 2
 INF, NAN = math.inf, math.nan
@@ -483,11 +485,9 @@ def test_division_rounded_up(a, b, expected):
 
 
 def test_descriptors_compiled_ahead_are_what_calls_of_every_layout_use(monkeypatch):
-    from kernlib.compat.kermac import _tools as tools
-
     jobs = []
-    monkeypatch.setattr(tools.devices, "arch_of", lambda index: "sm_90a")
-    monkeypatch.setattr(tools.ahead, "build_all", lambda wanted, *_: jobs.extend(wanted))
+    monkeypatch.setattr(devices, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(ahead, "build_all", lambda wanted, *_: jobs.extend(wanted))
     kermac.pre_compile_descriptors("cuda:0", [kermac.l1_norm, POWERS])
     sources = {spec.source for spec, arch in jobs if arch == "sm_90a"}
     for made in ("INNER Abs", "INNER Power\n"):

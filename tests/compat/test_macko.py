@@ -159,7 +159,7 @@ def test_tuples_that_are_no_matrix_are_refused(case, seed):
 
 
 def test_tuples_are_looked_at_once_and_forgotten(seed, monkeypatch):
-    known = len(macko._seen)
+    known = len(macko.looked_at)
     compressed, x = macko.compress(cases.random(8, 20, 0.5)), torch.ones(20, dtype=HALF)
     moved, seen = macko.move_to_device(compressed, "cpu"), []
     check = macko.codec.check_stream
@@ -171,10 +171,10 @@ def test_tuples_are_looked_at_once_and_forgotten(seed, monkeypatch):
     for _ in range(2):
         macko.multiply((*own, 8, 20), x)
         assert len(seen) == 1
-    assert len(macko._seen) == known + 2
+    assert len(macko.looked_at) == known + 2
     del compressed, moved, own
     seen.clear()
-    assert len(macko._seen) == known
+    assert len(macko.looked_at) == known
 
 
 def test_tensors_of_any_strides_and_lazy_ones(seed):

@@ -106,7 +106,7 @@ def tree(tmp_path, monkeypatch):
 
 
 def forget():
-    for cached in (sources.closure, sources.system_includes, sources._digest_of, sources._read):
+    for cached in (sources.closure, sources.system_includes, sources._digest_of, sources.read):
         cached.cache_clear()
 
 

@@ -64,7 +64,7 @@ def test_the_digest_of_headers_is_that_of_every_earlier_release(tmp_path, monkey
     (tmp_path / "common" / "a.cuh").write_text('#include "b.cuh"\n#include <cuda_fp16.h>\n')
     (tmp_path / "b.cuh").write_text("// b\n")
     monkeypatch.setattr(sources, "root", lambda: tmp_path)
-    sources._digest_of.cache_clear(), sources._read.cache_clear()
+    sources._digest_of.cache_clear(), sources.read.cache_clear()
     try:
         found = sources.digest('#include "common/a.cuh"\n').hex()
     finally:
@@ -127,7 +127,7 @@ def tree(tmp_path, monkeypatch):
     def use(folder):
         monkeypatch.setattr(sources, "root", lambda: folder)
         sources._digest_of.cache_clear()
-        sources._read.cache_clear()
+        sources.read.cache_clear()
 
     original = sources.root()
     names = sources.closure('#include "pairwise/direct/direct.cuh"\n')

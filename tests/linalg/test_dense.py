@@ -229,8 +229,8 @@ def test_versions_count_what_is_overwritten():
 
 
 def test_without_the_extra(monkeypatch):
-    monkeypatch.setattr(cusolver, "_import_error", lambda: ImportError("no module nvmath"))
-    assert dense._steps(torch.eye(3)[None].mT, True) is native
+    monkeypatch.setattr(cusolver, "import_error", lambda: ImportError("no module nvmath"))
+    assert dense.steps_for(torch.eye(3)[None].mT, True) is native
     with pytest.raises(linalg.MissingExtraError, match=r"eigh .*kernlib\[linalg\]") as caught:
         cusolver.require("eigh here")
     assert isinstance(caught.value, ImportError)
@@ -240,9 +240,9 @@ def test_addresses_of_a_batch():
     batch = torch.zeros(4, 3, 5)[::2, :, :2]
     step = batch.stride(0) * 4
     wanted = [batch.data_ptr(), batch.data_ptr() + step]
-    assert cusolver._pointers(batch) == wanted == cusolver._addresses(batch).tolist()
+    assert cusolver.entry_addresses(batch) == wanted == cusolver.address_array(batch).tolist()
     one = torch.zeros(1, 3, 3).expand(2, 3, 3)
-    assert cusolver._addresses(one).tolist() == [one.data_ptr()] * 2
+    assert cusolver.address_array(one).tolist() == [one.data_ptr()] * 2
 
 
 def test_leading_dimensions():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import kernlib.nn.kronecker_sparse as implementation
 from kernlib.nn import KSLinear
 
 ALGOS = ("kernel", "einsum", "bmm", "dense", "sparse", "bsr")
@@ -55,6 +56,18 @@ def layer(patterns, algo="auto", bs_last=False, dtype=torch.float64, seed=0, **o
         for place, parameter in enumerate(made.parameters()):
             parameter.copy_(random(*parameter.shape, seed=seed + 17 * place) / 2)
     return made
+
+
+def noted_storage(monkeypatch) -> list:
+    """What later calls derive of each weight and keep, None where they keep nothing."""
+    noted, real = [], implementation.derived
+
+    def derived(*given):
+        noted.append(real(*given))
+        return noted[-1]
+
+    monkeypatch.setattr(implementation, "derived", derived)
+    return noted
 
 
 def inputs(made: KSLinear, *batch, seed=1, **options) -> torch.Tensor:

@@ -4,7 +4,10 @@ weight or by what they kept of it. Rows are those of KSMM's limits."""
 from __future__ import annotations
 
 import copy
+import gc
+import operator
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from tests.nn.kronecker_sparse_cases import (
     inputs,
     layer,
     matrix,
+    noted_storage,
     product,
     random,
 )
@@ -161,15 +165,15 @@ def test_functions_take_any_layout_and_storage():
 
 
 @pytest.mark.parametrize("algo", DERIVING)
-def test_storage_is_kept_while_a_frozen_weight_is_what_it_was(algo):
-    made = layer(CHAIN, algo).requires_grad_(False)
+def test_storage_is_kept_while_a_frozen_weight_is_what_it_was(algo, monkeypatch):
+    made, stored = layer(CHAIN, algo).requires_grad_(False), noted_storage(monkeypatch)
     x = inputs(made, 3)
     with torch.no_grad():
         made(x)
-        kept = {place: entry.value for place, entry in made._kept.items()}
+        kept = [*stored]
         made(x)
-    assert len(kept) == len(CHAIN)
-    assert all(made._kept[place].value is value for place, value in kept.items())
+    assert len(kept) == len(CHAIN) and None not in kept
+    assert all(map(operator.is_, stored, (*kept, *kept)))
 
 
 CHANGES = {
@@ -228,12 +232,12 @@ def test_an_optimizer_step_shows(algo, fused):
 
 
 @pytest.mark.parametrize("algo", DERIVING)
-def test_nothing_is_kept_of_weights_that_train(algo):
-    made = layer(CHAIN, algo)
+def test_nothing_is_kept_of_weights_that_train(algo, monkeypatch):
+    made, stored = layer(CHAIN, algo), noted_storage(monkeypatch)
     made(inputs(made, 3)).sum().backward()
     with torch.no_grad():
         made(inputs(made, 3))
-    assert not made._kept
+    assert stored == [None] * 2 * len(CHAIN)
 
 
 @pytest.mark.parametrize("algo", DERIVING)
@@ -256,13 +260,17 @@ def test_tensors_of_inference_mode_count_no_versions(algo):
         torch.testing.assert_close(made(x), expected(made, x))
 
 
-def test_another_algorithm_lets_go_of_what_was_kept():
-    made = layer(CHAIN, "dense").requires_grad_(False)
+def test_another_algorithm_lets_go_of_what_was_kept(monkeypatch):
+    made, stored = layer(CHAIN, "dense").requires_grad_(False), noted_storage(monkeypatch)
     with torch.no_grad():
         made(inputs(made, 3))
-        assert made._kept
-        made.algo = "bmm"
-        assert not made._kept
+    kept = [weakref.ref(t) for t in stored]
+    stored.clear()
+    gc.collect()
+    assert len(kept) == len(CHAIN) and all(ref() is not None for ref in kept)
+    made.algo = "bmm"
+    gc.collect()
+    assert all(ref() is None for ref in kept)
 
 
 # "auto".
@@ -337,28 +345,31 @@ def test_refusals_that_are_remembered_are_bounded_and_forgotten(monkeypatch):
     monkeypatch.setattr(implementation, "REFUSALS", 2)
     made = layer(CHAIN)
     x = inputs(made, 3).as_subclass(OnGpu)
-    for batch in (1, 2, 1, 3, 3, 1):
+    for batch in (1, 2, 1, 3, 3, 1, 2, 3):
         made(x[:batch])
-    assert asked == [1, 2, 3, 1] and len(made._without_kernel) <= 2
+    assert asked == [1, 2, 3, 1, 2, 3]  # two are remembered, never three
     made.algo = "auto"
     made(x[:1])
-    assert asked == [1, 2, 3, 1, 1]
-    assert not copy.deepcopy(made)._without_kernel
+    assert asked == [1, 2, 3, 1, 2, 3, 1]
+    copy.deepcopy(made)(x[:1])
+    made(x[:1])
+    assert asked == [1, 2, 3, 1, 2, 3, 1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:KSLinear takes the einsum")
 def test_a_refusal_leaves_symbolic_sizes_alone(monkeypatch):
-    refuse_above(monkeypatch, 0)
+    asked = refuse_above(monkeypatch, 0)
     made = layer(CHAIN)
     x = inputs(made, 3)
-    made(x.as_subclass(OnGpu))
-    assert made._without_kernel
+    for _ in range(2):
+        made(x.as_subclass(OnGpu))
+    assert asked == [3]  # the refusal is remembered
     shapes = []
 
     def look(x):
         shapes.append(x.shape)
         refused = {(x.device, x.dtype, torch.Size([3, made.in_features]))}
-        assert not implementation._is_among(refused, x)
+        assert not implementation.is_among(refused, x)
         return x + 1
 
     make_fx(look, tracing_mode="symbolic")(x)

@@ -10,6 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import kernlib as kl
 from kernlib.nn import KSLinear
+from kernlib.nn.kronecker_sparse_algorithms import STORAGE
 from tests.nn.kronecker_sparse_cases import (
     ALGOS,
     CHAIN,
@@ -19,6 +20,7 @@ from tests.nn.kronecker_sparse_cases import (
     inputs,
     layer,
     matrix,
+    noted_storage,
 )
 
 # Small, with b != c, gcd(b, c) = 1 and 2, a > 1 with d > 1.
@@ -187,15 +189,17 @@ def test_an_activation_of_ones_own_is_compiled(algo, fresh_dynamo):
 
 
 @pytest.mark.parametrize("algo", ["auto", *ALGOS])
-def test_compiled_calls_keep_nothing_and_see_new_weights(algo, fresh_dynamo):
-    made = layer(CHAIN[:1], algo, bs_last=True)
+@pytest.mark.parametrize("trains", [False, True])
+def test_compiled_calls_keep_nothing_and_see_new_weights(trains, algo, fresh_dynamo, monkeypatch):
+    made = layer(CHAIN[:1], algo, bs_last=True).requires_grad_(trains)
+    stored = noted_storage(monkeypatch)
     run = torch.compile(made, backend="eager", fullgraph=True, dynamic=True)
     for batch in (3, 5, 8):
         x = inputs(made, batch)
         with torch.no_grad():
             torch.testing.assert_close(run(x), expected(made, x))
             made.factors[0].mul_(2)
-    assert not made._kept
+    assert bool(stored) == (algo in STORAGE) and set(stored) <= {None}
 
 
 @pytest.mark.parametrize("algo", ["auto", "kernel", "bmm", "sparse"])

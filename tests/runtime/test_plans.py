@@ -1,8 +1,10 @@
 """Plans: one cache a thread, bounded, and forgotten in all threads at once."""
 
+import gc
 import threading
+import weakref
 
-from kernlib.runtime.plan import PLANS, PlanCache, _tables, forget_plans
+from kernlib.runtime.plan import PLANS, PlanCache, forget_plans
 
 
 def test_the_oldest_plan_goes_first():
@@ -36,12 +38,23 @@ def test_forgetting_reaches_every_thread_and_every_cache_and_goes_on():
 
 
 def test_the_plans_of_a_thread_go_with_it():
-    cache = PlanCache()
-    before = len(_tables)
-    thread = threading.Thread(target=lambda: cache.keep(("key",), 1))
+    cache, gone, held, done = PlanCache(), [], threading.Event(), threading.Event()
+
+    def work():
+        made = {1}  # of which there are weak references
+        gone.append(weakref.ref(made))
+        cache.keep(("key",), made)
+        del made
+        held.set()
+        done.wait(30)
+
+    thread = threading.Thread(target=work)
     thread.start()
+    assert held.wait(30) and gone[0]() == {1}
+    done.set()
     thread.join()
-    assert len(_tables) == before
+    gc.collect()
+    assert gone[0]() is None
 
 
 def test_a_thread_may_keep_plans_while_another_forgets_them():

@@ -9,7 +9,6 @@ import pytest
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.parameters import MAP_ALIGNMENT, MAP_BYTES
 from kernlib.lowering.tma import TensorMap
-from kernlib.runtime import tensor_map
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.tensor_map import Encoder
 from tests.support import fakes
@@ -72,24 +71,29 @@ def test_the_driver_is_told_of_every_dimension(driver):
     assert call.flags == [0, 3, 3, 0]
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("float16", 6), ("float32", 7), ("bfloat16", 9)])
-@pytest.mark.parametrize(("swizzle", "code"), [(0, 0), (32, 1), (64, 2), (128, 3)])
+KINDS = {"float16": 6, "float32": 7, "bfloat16": 9}
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+INTO_L2 = 3  # 256 bytes at a time
+
+
+@pytest.mark.parametrize(("dtype", "kind"), KINDS.items())
+@pytest.mark.parametrize(("swizzle", "code"), SWIZZLES.items())
 def test_types_and_swizzles_are_those_of_the_driver(driver, dtype, kind, swizzle, code):
     memory = (ctypes.c_uint64 * 16)()
     Encoder(X._replace(dtype=dtype, swizzle=swizzle), ctypes.addressof(memory))(16)
-    assert (driver.calls[0].kind, driver.calls[0].flags[1]) == (kind, code)
+    assert (driver.calls[0].kind, driver.calls[0].flags) == (kind, [0, code, INTO_L2, 0])
 
 
 def test_the_numbers_are_those_of_the_header_of_cuda():
     driver = pytest.importorskip("cuda.bindings.driver")
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    for name, kind in tensor_map._TYPES.items():
+    for name, kind in KINDS.items():
         assert getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{name.upper()}") == kind
-    for size, code in tensor_map._SWIZZLES.items():
+    for size, code in SWIZZLES.items():
         name = f"{size}B" if size else "NONE"
         assert getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{name}") == code
     promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-    assert promotion == tensor_map._PROMOTE_256_BYTES
+    assert promotion == INTO_L2
 
 
 def test_a_refusal_says_what_was_asked(driver):
@@ -143,12 +147,13 @@ def test_maps_come_first_and_are_aligned(plan, driver):
 
 def test_blocks_are_aligned_wherever_they_lie(monkeypatch, driver):
     fakes.install(monkeypatch)
+    monkeypatch.setattr("kernlib.runtime.driver.launch_kernel_ex", lambda: lambda *_: (0,))
     kernel = SimpleNamespace(
         spec=KernelSpec("test", "", "entry", 32), key="", arch="sm_90a", function=1
     )
     plans = [Plan(kernel, 0, (1, 1), index % 5, "", bytes(index), (X,)) for index in range(40)]
     for index, made in enumerate(plans):
-        made._maps.encode((0x100 * (index + 1),))
+        made.launch((0x100 * (index + 1), *range(index % 5)))
     assert len({call.place for call in driver.calls}) == 40
     assert all(call.place % MAP_ALIGNMENT == 0 for call in driver.calls)
 

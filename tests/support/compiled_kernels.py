@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 @cache
 def compiled(spec: KernelSpec, arch: str) -> Compiled:
     """Raises what :func:`kernlib.jit.compiler.compile_spec` raises."""
-    run, logs = compiler._run_nvrtc, []
+    run, logs = compiler.run_nvrtc, []
 
     def logged(wanted, arch, log, *rest):
         cubin = run(wanted, arch, log, *rest)
@@ -46,7 +46,7 @@ def compiled(spec: KernelSpec, arch: str) -> Compiled:
         return cubin
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "_run_nvrtc", logged)
+        patch.setattr(compiler, "run_nvrtc", logged)
         entry = compiler.compile_spec(spec, arch)
     names = ("registers", "spill_bytes", "shared_bytes")
     report = (int(entry.meta[name]) for name in names)

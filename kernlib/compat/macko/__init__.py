@@ -150,10 +150,10 @@ def _check_matrix(values, deltas, row_ptr, rows: int, columns: int) -> None:
             raise ValueError(f"{name} is on {tensor.device} and values on {values.device}")
 
 
-# Tuples that have been looked at, by their values. Known are the tensors themselves, where they
-# lie and how often torch has seen them written.
+# Tuples that have been looked at, by the id of their values. Known are the tensors themselves,
+# where they lie and how often torch has seen them written.
 
-_seen: dict[int, tuple] = {}
+looked_at: dict[int, tuple] = {}
 
 
 def _state(values, deltas, row_ptr) -> tuple[int, ...]:
@@ -168,13 +168,13 @@ def _remember(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> None
     if tensors[0].is_meta or is_compiling() or stand_ins(*tensors):
         return
     key = id(tensors[0])
-    gone = weakref.ref(tensors[0], lambda _: _seen.pop(key, None))
-    _seen[key] = gone, *map(weakref.ref, tensors[1:]), shape, _state(*tensors)
+    gone = weakref.ref(tensors[0], lambda _: looked_at.pop(key, None))
+    looked_at[key] = gone, *map(weakref.ref, tensors[1:]), shape, _state(*tensors)
 
 
 def _is_known(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> bool:
     """Whether a tuple has been looked at, shapes and dtypes included: in 0.7 us."""
-    found = _seen.get(id(tensors[0]))
+    found = looked_at.get(id(tensors[0]))
     if found is None:
         return False
     values, deltas, row_ptr, known, state = found

@@ -38,7 +38,7 @@ def choices(request: Request) -> Candidates:
     # One of each for all candidates, which run one after the other: some need a GiB of workspace.
     most = max(lowered.workspace for lowered in made)
     workspace = cache(plans.allocator((most,), torch.uint8, request.x.device))
-    scratch = cache(partial(_scratch, fused, call))
+    scratch = cache(partial(scratch_for, fused, call))
 
     def candidate(choice: choose.Choice, lowered: choose.Lowered) -> Candidate:
         main = max((step.spec for step in lowered.steps), key=lambda spec: spec.shared_bytes)
@@ -47,7 +47,7 @@ def choices(request: Request) -> Candidates:
     return Candidates(device, plans.signature(problem), list(map(candidate, known, made)))
 
 
-def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
+def scratch_for(request: Request, call: checks.Call) -> torch.Tensor:
     """An output like the caller's for nobody to read."""
     out = request.out
     if out is None or plans.view_of(out, request.descriptor.batch_last) is None:

@@ -29,7 +29,7 @@ def choices(request: Request) -> Candidates:
     descriptor, device = request.descriptor, request.a.get_device()
     arch, count = arch_of(device), model(device).multiprocessors
     problem, strides = problem_of(request, call)
-    scratch = cache(partial(_scratch, request, call))
+    scratch = cache(partial(scratch_for, request, call))
 
     def candidate(choice: Choice) -> Candidate:
         lowered = choose.lower(descriptor, problem, arch, count, strides, permitted, choice)
@@ -42,7 +42,7 @@ def choices(request: Request) -> Candidates:
     return Candidates(device, signature, [candidate(choice) for choice in known])
 
 
-def _scratch(request: Request, call: checks.Call) -> torch.Tensor:
+def scratch_for(request: Request, call: checks.Call) -> torch.Tensor:
     """An output like the caller's for nobody to read."""
     target = request.target(call)
     return request.a.new_empty_strided(target.shape, target.stride(), dtype=target.dtype)

@@ -53,7 +53,7 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
         format, shape, dtype, facts = parse_layout(layout)
         named = dict(zip(format_of(format).TENSORS, tensors, strict=True))
         with _of_kind(layout):
-            facts = {**facts, **_measured(format, named)}
+            facts = {**facts, **measured(format, named)}
             found = loaded(format, shape, dtype, facts, named)
         known = layout_text(format, shape, dtype, facts)
         _mark(tensors, known)
@@ -74,7 +74,7 @@ def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
     if w._addresses is not None:
         _refuse_capture(w.operands)
         with _of_kind(w.layout):
-            found = {**w.facts, **_measured(w.format, w.tensors)}
+            found = {**w.facts, **measured(w.format, w.tensors)}
             format_of(w.format).check(w.tensors, found, w.shape, w.dtype)
         if found != w.facts:
             raise ValueError(
@@ -94,7 +94,7 @@ def _of_kind(layout: str) -> Iterator[None]:
         raise ValueError(f"these tensors are no matrix of kind {kind!r}: {error}") from error
 
 
-def _measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The facts that lie in tensors. Those of the formats u8, u4 and u2 do not: a matrix of another
     width is one of another kind."""
     if format == "bitmap":

@@ -38,10 +38,10 @@ def gpus(monkeypatch):
     made.entered[:] = [-1]  # what get_device() says of a CPU tensor
     monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
 
-    def by_reference(call, *tensors):
-        return call.dtype not in KERNEL_TYPES or any(map(op._is_transformed, tensors))
-
-    monkeypatch.setattr(op, "by_reference", by_reference)
+    real, gpu = op.by_reference, torch.device("cuda", 0)
+    monkeypatch.setattr(
+        op, "by_reference", lambda call, *tensors: real(call._replace(device=gpu), *tensors)
+    )
     yield made
     fakes.forget()
 
@@ -125,7 +125,7 @@ def test_neither_way_passes_the_dispatcher_or_checks_what_is_known(gpus, monkeyp
         monkeypatch.setattr(operators, name, lambda *_: pytest.fail("an operator was called"))
     for name in ("check_call", "check_gradient"):
         monkeypatch.setattr(checks, name, lambda *_: pytest.fail("asked again"))
-    monkeypatch.setattr(op, "_first", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(op, "stand_ins", lambda *_: pytest.fail("asked again"))
     gpus.launches.clear()
     found = torch.autograd.grad(call(x, weight, bias).sum(), (x, weight, bias))
     assert all(map(torch.equal, found, wanted))
@@ -162,15 +162,14 @@ def test_what_is_wrong_is_said_of_known_products_too():
 def test_what_needs_no_gradient_is_neither_kept_nor_computed(needs, double, monkeypatch):
     x, weight, bias = operands(grad=map(bool, needs))
     seen, kept = [], []
-    monkeypatch.setattr(autograd, "_ways", lambda *_: ways)
-    ways = tuple(
-        lambda *a, _real=real: seen.append(_real) or _real(*a)
-        for real in (autograd.product, autograd.weight_gradient)
-    )
+    for name in ("product", "weight_gradient"):
+        real = getattr(autograd, name)
+        noted = lambda *a, name=name, real=real: seen.append(name) or real(*a)  # noqa: E731
+        monkeypatch.setattr(autograd, name, noted)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = call(x, weight, bias)
     y.sum().backward()
-    wanted = [autograd.product] * needs[0] + [autograd.weight_gradient] * needs[1]
+    wanted = ["product"] * needs[0] + ["weight_gradient"] * needs[1]
     assert seen == wanted
     assert [t is weight for t in kept] == [False] * needs[1] + [True] * needs[0]
     tensors = (x, weight, bias)

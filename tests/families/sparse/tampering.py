@@ -4,6 +4,7 @@ them: what raises says why, and what does not raise is as good as any matrix."""
 from __future__ import annotations
 
 import io
+import json
 import pickle
 
 import torch
@@ -104,23 +105,14 @@ def from_layer(header, tensors) -> SparseMatrix:
     layer = SparseLinear(cols, rows, False, dtype=dtype, device=next(iter(tensors.values())).device)
     like = compress(torch.zeros(rows, cols, dtype=dtype), header["format"])
     state = SparseLinear.from_matrix(like).state_dict()
-    own = SparseLinear.from_matrix(like)
-    own._matrix = _Header(header)
-    state["_extra_state"] = own.get_extra_state()
+    text = json.dumps(header, sort_keys=True).encode()
+    state["_extra_state"] = torch.tensor(list(text), dtype=torch.uint8)
     state |= {f"weight_{name}": tensor for name, tensor in tensors.items()}
     try:
         layer.load_state_dict(state)
     except RuntimeError as error:  # which is torch's, of all that is wrong with a state_dict
         raise ValueError(str(error)) from error
     return layer.matrix
-
-
-class _Header:
-    def __init__(self, header):
-        self.header = header
-
-    def state(self):
-        return self.header, {}
 
 
 def consume(w: SparseMatrix) -> None:

@@ -14,8 +14,7 @@ from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.matrix import format_of
 from kernlib.families.sparse.tensors import mark, state_of
-from kernlib.nn import SparseLinear
-from kernlib.nn.sparse_linear import _of_others
+from kernlib.nn import SparseLinear, sparse_linear
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
 from tests.families.sparse.cases import FORMATS, made, random
@@ -42,8 +41,8 @@ def gpus(monkeypatch):
 @pytest.fixture
 def checks(monkeypatch):
     """The formats whose tensors were looked at, in order."""
-    found, inner = [], sparse_fitted._measured
-    monkeypatch.setattr(sparse_fitted, "_measured", lambda *a: found.append(a[0]) or inner(*a))
+    found, inner = [], sparse_fitted.measured
+    monkeypatch.setattr(sparse_fitted, "measured", lambda *a: found.append(a[0]) or inner(*a))
     return found
 
 
@@ -58,9 +57,9 @@ def buffers(other):
 
 def on_gpu(w):
     """A layer of a matrix that calls itself one of a GPU, where none can be made."""
-    found = SparseLinear(*w.shape[::-1], bias=False, dtype=w.dtype)
-    found._hold(w)
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_linear, "torch", fakes.Torch())
+        return SparseLinear.from_matrix(w)
 
 
 # functional_call.
@@ -104,18 +103,20 @@ def test_writes_to_other_buffers_are_checked_again(checks, seed):
         functional_call(mine, given, (x,))
 
 
-def test_views_of_a_flat_buffer_are_read_from_a_copy(gpus, seed):
+def test_views_of_a_flat_buffer_are_read_from_a_copy(gpus, seed, monkeypatch):
     dense, w = made(40, 600, dtype=torch.float16)
-    mine = on_gpu(fake_kernels.on_gpu(w, gpus, dense))
+    mine, taken = on_gpu(fake_kernels.on_gpu(w, gpus, dense)), []
+    monkeypatch.setattr(sparse_linear, "run_kernel", lambda _, w, x: taken.append(w))
     for shift in (1, 2, 7, 16):
         given = {}
         for name, t in w.tensors.items():
             flat = torch.zeros(t.numel() + shift, dtype=t.dtype)
             given[f"weight_{name}"] = flat[shift:].copy_(t).as_subclass(OnGpu)
         for _ in range(2):
-            found = _of_others(mine.matrix, given)
-            assert all(t.data_ptr() % 16 == 0 for t in found.operands)
-            assert all(map(torch.equal, found.operands, w.operands))
+            functional_call(mine, given, (torch.ones(2, 600).half().as_subclass(OnGpu),))
+            found = taken.pop().operands
+            assert all(t.data_ptr() % 16 == 0 for t in found)
+            assert all(map(torch.equal, found, w.operands))
 
 
 WRONG = {
@@ -283,6 +284,6 @@ def test_the_first_product_of_a_matrix_looks_at_nothing(gpus, seed, monkeypatch)
 def test_formats_measure_all_their_facts(seed):
     for format in FORMATS:
         dense, w = made(40, 600, format)
-        found = sparse_fitted._measured(format, w.tensors)
+        found = sparse_fitted.measured(format, w.tensors)
         assert {**w.facts, **found} == w.facts
         format_of(format).check(w.tensors, w.facts, w.shape, dense.dtype)

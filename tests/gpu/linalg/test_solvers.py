@@ -27,9 +27,9 @@ def route(request, monkeypatch):
     if request.param == "cusolver":
         pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
     module = {"native": native, "cusolver": cusolver}[request.param]
-    monkeypatch.setattr(dense, "_steps", lambda *_: module)
-    monkeypatch.setattr(dense, "_lu_steps", lambda *_: module)
-    monkeypatch.setattr(dense, "_eigh_steps", lambda matrix: module)
+    monkeypatch.setattr(dense, "steps_for", lambda *_: module)
+    monkeypatch.setattr(dense, "lu_steps_for", lambda *_: module)
+    monkeypatch.setattr(dense, "eigh_steps_for", lambda matrix: module)
     return request.param
 
 

@@ -94,7 +94,7 @@ def shapes(dtype: str, precision: str) -> dict[Shape, Tiling]:
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The widths of tile for a problem, none if it is not one of this kernel's."""
-    shape = _shape(problem) if arch == hopper_common.ARCH else None
+    shape = shape_of(problem) if arch == hopper_common.ARCH else None
     if shape is None:
         return []
     return [
@@ -169,7 +169,7 @@ def _columns(dtype: str, precision: str, shape: Shape, count: int) -> list[int]:
     return sorted(known, key=lambda columns: (ceil_div(count, columns) * columns, -columns))
 
 
-def _shape(problem: Problem) -> Shape | None:
+def shape_of(problem: Problem) -> Shape | None:
     """How tiles take a problem's l; None for what the copy engine or the tiles do not take."""
     left, out, d = problem.left, problem.out, problem.lanes
     if d == 1 or left.lane != 1 or out.lane != 1 or is_deep(problem):
@@ -202,7 +202,7 @@ def _extents(problem: Problem, shape: Shape) -> tuple[tma.Extent, tma.Extent]:
 
 
 def _variant(problem: Problem, columns: int) -> Variant:
-    return Variant(problem.dtype, problem.precision, _shape(problem), columns)
+    return Variant(problem.dtype, problem.precision, shape_of(problem), columns)
 
 
 def depth_order(dtype: str, shape: Shape) -> tuple[int, ...]:

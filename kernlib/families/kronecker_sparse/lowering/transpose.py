@@ -32,14 +32,14 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     """What sums the turned problem, none if it is not one to turn."""
     if not is_deep(problem) or not _is_batch_first(problem):
         return []
-    return _inner(problem, arch).candidates(_turned(problem), arch)
+    return _inner(problem, arch).candidates(transposed_problem(problem), arch)
 
 
 def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
     """Of the candidates the one taken untuned."""
-    turned = _turned(problem)
+    inner = transposed_problem(problem)
     kind = portable if "rows" in known[0] else weight_gradient  # which chooses columns alone
-    return kind.default(turned, known, multiprocessors)
+    return kind.default(inner, known, multiprocessors)
 
 
 def lower(
@@ -50,7 +50,9 @@ def lower(
     choice: Choice,
 ) -> Lowered:
     """The launches of a call: both operands turned into the workspace, and what sums them there."""
-    inner = _inner(problem, arch).lower(epilogue, _turned(problem), arch, multiprocessors, choice)
+    inner = _inner(problem, arch).lower(
+        epilogue, transposed_problem(problem), arch, multiprocessors, choice
+    )
     left, right = (
         size(problem.dtype, problem.blocks * count * problem.lanes, problem.depth)
         for count in (problem.rows, problem.columns)
@@ -68,7 +70,7 @@ def specs(
     epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a choice."""
-    inner = _inner(problem, arch).specs(epilogue, _turned(problem), arch, choice)
+    inner = _inner(problem, arch).specs(epilogue, transposed_problem(problem), arch, choice)
     return [spec(problem.dtype), *inner]
 
 
@@ -104,7 +106,11 @@ def is_flat(problem: Problem, count: int, lane: int, near: int, block: int) -> b
 
 def _inner(problem: Problem, arch: str) -> ModuleType:
     """The kind that sums the turned problem."""
-    return weight_gradient if weight_gradient.candidates(_turned(problem), arch) else portable
+    return (
+        weight_gradient
+        if weight_gradient.candidates(transposed_problem(problem), arch)
+        else portable
+    )
 
 
 def pitch(dtype: str, count: int) -> int:
@@ -118,7 +124,7 @@ def size(dtype: str, lines: int, count: int) -> int:
     return ceil_div(lines * pitch(dtype, count) * DTYPES[dtype].bytes, ALIGNMENT) * ALIGNMENT
 
 
-def _turned(problem: Problem) -> Problem:
+def transposed_problem(problem: Problem) -> Problem:
     """The problem over operands in the workspace, where the depth is contiguous."""
     d, apart = problem.lanes, pitch(problem.dtype, problem.depth)
 

@@ -49,7 +49,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     rows = slice_rows(problem)
     if not rows:
         return []
-    parts = [_part(problem, count) for count in {rows, _slices(problem, rows)[-1][1]}]
+    parts = [part_of(problem, count) for count in {rows, slices_of(problem, rows)[-1][1]}]
     known = [hopper.candidates(part, arch) for part in parts]
     return known[0] if all(known) else []
 
@@ -73,11 +73,11 @@ def lower(
     """The launches of a call: the weight packed, then of each slice of the batch x transposed, the
     product, and its result transposed back."""
     rows = slice_rows(problem)
-    x, y = (transpose.size(problem.dtype, count, rows) for count in _features(problem))
+    x, y = (transpose.size(problem.dtype, count, rows) for count in feature_counts(problem))
     places = {"left": 0, "out": x, "workspace": x + y}
     steps: list[Step] = []
-    for first, count in _slices(problem, rows):
-        part = _part(problem, count)
+    for first, count in slices_of(problem, rows):
+        part = part_of(problem, count)
         inner = hopper.lower(epilogue, part, arch, multiprocessors, choice)
         packing = () if steps else inner.steps[:-1]  # the same for every slice
         before, after = _turns(problem, first, count, places)
@@ -92,7 +92,7 @@ def specs(
     epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a choice."""
-    part = _part(problem, slice_rows(problem))
+    part = part_of(problem, slice_rows(problem))
     return [transpose.spec(problem.dtype), *hopper.specs(epilogue, part, arch, choice)]
 
 
@@ -111,12 +111,12 @@ def seconds(problem: Problem) -> tuple[float, float]:
         hopper_common.products(problem.dtype, problem.precision),
         DTYPES[problem.dtype].bytes,
     )
-    depths, features = _features(problem)
+    depths, features = feature_counts(problem)
     copies = 2 if products == 3 else 1  # of the packed weight
     weight = copies * depths * problem.columns * itemsize
     moved = problem.rows * (depths + features) * itemsize
     operations = 2 * problem.rows * depths * problem.columns
-    shape = _shape(problem)
+    shape = shape_of(problem)
     columns = interleaved.candidates(problem, hopper_common.ARCH)[0]["columns"]
     of_x = problem.rows * depths * itemsize * ceil_div(problem.columns, columns)
     of_l2 = of_x + weight * ceil_div(problem.rows, shape.rows)
@@ -131,13 +131,13 @@ def seconds(problem: Problem) -> tuple[float, float]:
     return of_interleaved, max(moving, operations / HOPPER_RATES[products, itemsize]) + turning
 
 
-def _shape(problem: Problem) -> interleaved.Shape:
+def shape_of(problem: Problem) -> interleaved.Shape:
     """How tiles of `interleaved` take the l of a problem of features side by side."""
     known = interleaved.shapes(problem.dtype, problem.precision)
     return next(shape for shape in known if not shape.merged or shape.span == problem.lanes)
 
 
-def _features(problem: Problem) -> tuple[int, int]:
+def feature_counts(problem: Problem) -> tuple[int, int]:
     """Of x and of the result."""
     groups = problem.blocks * problem.lanes
     return groups * problem.depth, groups * problem.columns
@@ -149,7 +149,7 @@ def _is_flat(problem: Problem) -> bool:
     by few rows a depth is a whole row."""
     left, out = problem.left, problem.out
     chunk = 16 // DTYPES[problem.dtype].bytes
-    depths, features = _features(problem)
+    depths, features = feature_counts(problem)
     if problem.rows == 1 or problem.depth == 1 or left.line < depths or out.row < features:
         return False
     return (
@@ -162,7 +162,7 @@ def _is_flat(problem: Problem) -> bool:
 def slice_rows(problem: Problem) -> int:
     """Rows of a slice: all, or whole tiles, as few slices as WORKSPACE permits and about as long as
     each other; 0 if it holds no tile."""
-    bytes_a_row = sum(_features(problem)) * DTYPES[problem.dtype].bytes
+    bytes_a_row = sum(feature_counts(problem)) * DTYPES[problem.dtype].bytes
     most = WORKSPACE // bytes_a_row // hopper.TILE_ROWS * hopper.TILE_ROWS
     if problem.rows <= most or not most:
         return min(problem.rows, most)
@@ -170,12 +170,12 @@ def slice_rows(problem: Problem) -> int:
     return ceil_div(each, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
 
-def _slices(problem: Problem, rows: int) -> list[tuple[int, int]]:
+def slices_of(problem: Problem, rows: int) -> list[tuple[int, int]]:
     """First row and rows of each slice."""
     return [(n, min(rows, problem.rows - n)) for n in range(0, problem.rows, rows)]
 
 
-def _part(problem: Problem, rows: int) -> Problem:
+def part_of(problem: Problem, rows: int) -> Problem:
     """The product of a slice in the workspace: batch last, its rows padded to whole 16 bytes."""
     d, pitch = problem.lanes, transpose.pitch(problem.dtype, rows)
     left = Layout(problem.depth * d * pitch, pitch, 1, d * pitch)
@@ -187,7 +187,7 @@ def _turns(problem: Problem, first: int, count: int, places: dict[str, int]) -> 
     """The launches that transpose a slice of x into the workspace, and its result out of it."""
     dtype, left, out = problem.dtype, problem.left, problem.out
     itemsize, pitch = DTYPES[dtype].bytes, transpose.pitch(dtype, count)
-    depths, features = _features(problem)
+    depths, features = feature_counts(problem)
     x = ("left", first * left.line * itemsize), ("workspace", places["left"])
     y = ("workspace", places["out"]), ("out", first * out.row * itemsize)
     before = transpose.step(dtype, (count, depths), (left.line, pitch), left.alignment, x)

@@ -49,7 +49,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     lines = _lines(problem)
     if lines is None or _tiles(problem, 16) > hopper_common.MAX_TILES:
         return []
-    return [{"columns": _columns(problem.columns, lines)}]
+    return [{"columns": columns_of(problem.columns, lines)}]
 
 
 default = hopper_common.default
@@ -109,7 +109,7 @@ def variants(
         return []
     halves = [dtype for dtype, _ in kinds if dtype != "float32"]
     found = [
-        spec(Variant(dtype, lines, _columns(count, lines)))
+        spec(Variant(dtype, lines, columns_of(count, lines)))
         for dtype in halves
         for lines in (False, True)
         for count in sizes
@@ -117,7 +117,7 @@ def variants(
     return list(dict.fromkeys(found + [portable.reduce_spec(dtype) for dtype in halves]))
 
 
-def _columns(count: int, lines: bool) -> int:
+def columns_of(count: int, lines: bool) -> int:
     """The narrowest tile that holds all columns, else the one that pads them least."""
     known = WHOLE_COLUMNS if lines or count > COLUMNS[-1] else COLUMNS
     if count <= known[-1]:

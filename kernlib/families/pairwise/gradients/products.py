@@ -49,12 +49,12 @@ def _has_room(columns: int) -> bool:
 def multiplied(precision: str | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``left @ right`` of (L, M, N) or (1, M, N) and (L, N, C) or (1, N, C), or without batches, as
     accurate as a descriptor of this precision asks: by torch's setting for None."""
-    if _is_torchs(precision, left, min(right.shape[-2:])):
+    if is_torchs(precision, left, min(right.shape[-2:])):
         if torch.is_autocast_enabled(left.device.type):
             with torch.autocast(left.device.type, enabled=False):
                 return left @ right
         return left @ right
-    parts = _parts(left, right)
+    parts = parts_of(left, right)
     if parts == 1:
         return run_kernel(_DOTS[precision], left, right.mT)
     lines = left.unflatten(-1, (parts, -1)).movedim(-2, 0).flatten(0, -3)
@@ -63,7 +63,7 @@ def multiplied(precision: str | None, left: torch.Tensor, right: torch.Tensor) -
     return sums.sum(0, keepdim=max(left.dim(), right.dim()) == 3)
 
 
-def _is_torchs(precision: str | None, left: torch.Tensor, narrowest: int) -> bool:
+def is_torchs(precision: str | None, left: torch.Tensor, narrowest: int) -> bool:
     """Whether a product is torch's: where that is as accurate as is asked for, unless it is wide
     enough for the kernel to be faster, or permits tensor cores more than torch's setting does."""
     if left.dtype != torch.float32 or left.device.type == "cpu":
@@ -75,7 +75,7 @@ def _is_torchs(precision: str | None, left: torch.Tensor, narrowest: int) -> boo
     return setting != "fp32" or narrowest < KERNEL_COLUMNS
 
 
-def _parts(left: torch.Tensor, right: torch.Tensor) -> int:
+def parts_of(left: torch.Tensor, right: torch.Tensor) -> int:
     """In how many parts a sum is computed, so that its tiles fill the GPU's multiprocessors, each
     of which sums up a tile alone: the fewest that keep them nearly as busy as any number does."""
     batch = max(t.shape[0] if t.dim() == 3 else 1 for t in (left, right))

@@ -98,7 +98,7 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> 
     if arch != ARCH or not is_product(descriptor, problem):
         return False
     variant = default(descriptor, problem, precision)
-    small = _tiles(descriptor, problem, variant) < 2**31
+    small = tile_count(descriptor, problem, variant) < 2**31
     return small and workspace(problem, variant).size <= MAX_WORKSPACE
 
 
@@ -206,7 +206,7 @@ def _main_step(
     strides,
 ) -> Step:
     tiles_m, tiles_n = ceil_div(problem.m, TILE_M), ceil_div(problem.n, variant.columns)
-    tiles = _tiles(descriptor, problem, variant)
+    tiles = tile_count(descriptor, problem, variant)
     fixed = _parameters(len(strides)).pack(
         *strides, *view(problem.a), *view(problem.b), *view(problem.out),
         place.a_stride, place.b_stride, place.a_points, place.b_points, problem.diagonal,
@@ -231,7 +231,7 @@ def _direct_step(descriptor, problem, arch, multiprocessors, strides, place: Wor
     return gated_step(step, place)._replace(grid=grid)
 
 
-def _tiles(descriptor: Pairwise, problem: Problem, variant: Variant) -> int:
+def tile_count(descriptor: Pairwise, problem: Problem, variant: Variant) -> int:
     """Tiles of all batch entries, as struct Walk counts them."""
     tiles_m, tiles_n = ceil_div(problem.m, TILE_M), ceil_div(problem.n, variant.columns)
     if not descriptor.symmetric:

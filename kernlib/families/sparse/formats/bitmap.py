@@ -158,7 +158,7 @@ def _check_bits(
 ) -> None:
     """Raises ValueError unless chunks have a value for each bit, as kernels count their places by
     bits. Offsets have been checked."""
-    wrong = chunk_units(_marked(data, offsets[:-1]), dtype.itemsize) != units
+    wrong = chunk_units(marked(data, offsets[:-1]), dtype.itemsize) != units
     count = int(wrong.sum())
     if count:
         raise ValueError(
@@ -187,7 +187,7 @@ def _check_edges(data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, in
         )
 
 
-def _marked(data: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def marked(data: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Bits that are set in the bitmap of each chunk at ``starts``, int32, on any device."""
     lines, found = data.view(-1, UNIT), []
     for some in starts.long().split(CHECKED):

@@ -45,14 +45,14 @@ def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
     dense = readable(dense)
     counts = torch.empty(_chunks(dense.shape), dtype=torch.int32, device=dense.device)
     if counts.numel():
-        _launch("count", _reading(dense), bits(dense), counts)
+        _launch("count", reading(dense), bits(dense), counts)
     return counts
 
 
 def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None:
     """Write the chunks of a :func:`readable` matrix, at ``offsets``, into ``data``."""
     if data.numel():
-        _launch("encode", _reading(dense), bits(dense), offsets, data)
+        _launch("encode", reading(dense), bits(dense), offsets, data)
 
 
 def decode(
@@ -87,7 +87,7 @@ constexpr int PARAMETER_BYTES = {PARAMETERS[kind].size};
 
 
 def step(kind: str, how: tuple) -> Step:
-    """A launch for what :func:`_reading` says of a matrix, or for rows, columns, itemsize and
+    """A launch for what :func:`reading` says of a matrix, or for rows, columns, itemsize and
     whether rows take 16-byte accesses of one to write."""
     *sizes, itemsize, vectors = how
     chunks, across = _chunks(sizes), ceil_div(sizes[1], COLUMNS)
@@ -102,7 +102,7 @@ def _chunks(shape) -> int:
     return ceil_div(shape[0], ROWS) * ceil_div(shape[1], COLUMNS)
 
 
-def _reading(dense: torch.Tensor) -> tuple:
+def reading(dense: torch.Tensor) -> tuple:
     """Rows, columns, the stride of rows, the itemsize, and whether rows take 16-byte loads."""
     itemsize, apart = dense.element_size(), dense.stride(0)
     whole = dense.data_ptr() % 16 == 0 and (apart * itemsize % 16 == 0 or dense.shape[0] == 1)

@@ -157,7 +157,7 @@ def check_stream(
             f"{first} to {last}" + (", falling in between" if falling else "")
         )
     if last:
-        widest = int(_passed(deltas, row_ptr.to(torch.int64)).diff().max())
+        widest = int(passed(deltas, row_ptr.to(torch.int64)).diff().max())
         if widest > shape[1]:
             raise ValueError(
                 f"deltas must lead to {shape[1]} columns at most, got {widest} in a row"
@@ -165,7 +165,7 @@ def check_stream(
     return last
 
 
-def _passed(deltas: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def passed(deltas: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """The columns that the entries before each of ``places`` pass, with their own, int64: by sums
     of eight codes, as one for each entry would take 24 bytes."""
     groups = deltas.view(-1, PADDED // 2)

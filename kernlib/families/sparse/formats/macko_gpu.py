@@ -41,7 +41,7 @@ def row_counts(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries of each row of a :func:`readable` matrix, int32, and how many are no pads, in all."""
     counts = torch.zeros((2, dense.shape[0]), dtype=torch.int32, device=dense.device)
     if dense.numel():
-        _launch("count", dense.dtype, False, _reading(dense), bits(dense), counts)
+        _launch("count", dense.dtype, False, reading(dense), bits(dense), counts)
     return counts[0], counts[1].sum(dtype=torch.int64)
 
 
@@ -54,7 +54,7 @@ def fill(
     if entries:
         wide = row_ptr.dtype == torch.int64
         operands = bits(dense), row_ptr, values, deltas
-        _launch("encode", dense.dtype, wide, _reading(dense), *operands)
+        _launch("encode", dense.dtype, wide, reading(dense), *operands)
     return values, deltas
 
 
@@ -95,7 +95,7 @@ constexpr int PARAMETER_BYTES = {PARAMETERS[kind].size};
     return named(made, name, *["wide"] * wide)
 
 
-def _reading(dense: torch.Tensor) -> tuple:
+def reading(dense: torch.Tensor) -> tuple:
     """Rows, columns, the stride of rows, and whether runs of eight columns take 16-byte loads."""
     apart = dense.stride(0) * dense.element_size()
     whole = dense.data_ptr() % 16 == 0 and (apart % 16 == 0 or dense.shape[0] == 1)

@@ -134,11 +134,11 @@ def _tiers(variant: Variant, arch: str) -> list[int]:
     """Bytes of x that CTAs of an arch may hold."""
     limit = targets.SHARED_BYTES[arch]
     tiers = TIERS if variant.columns == 1 else TIERS_TOGETHER
-    sizes = (min(1024 * tier, limit) - _static(variant) for tier in tiers)
+    sizes = (min(1024 * tier, limit) - static_bytes(variant) for tier in tiers)
     return list(dict.fromkeys(size // 128 * 128 for size in sizes))
 
 
-def _static(variant: Variant) -> int:
+def static_bytes(variant: Variant) -> int:
     """Shared memory that the kernel declares: sums of rows and of rows begun before."""
     rows = 1 if variant.ranges else MOST_ROWS * variant.columns
     return 4 * (rows + variant.warps * (variant.columns + 1)) + 128

@@ -158,14 +158,14 @@ def test_interleaved_tiles_take_all_l_or_whole_sectors():
     shapes = {}
     for dtype, *lanes in (("float16", 2, 4, 8, 16, 24, 64), ("float32", 2, 4, 8, 12, 16)):
         for d in lanes:
-            shape = interleaved._shape(with_lanes(d, dtype))
+            shape = interleaved.shape_of(with_lanes(d, dtype))
             if dtype == "float32":
-                assert interleaved._shape(with_lanes(d, dtype, precision="tf32")) == shape
+                assert interleaved.shape_of(with_lanes(d, dtype, precision="tf32")) == shape
             assert shape.span == d if shape.merged else shape.span * ITEMSIZE[dtype] == 32
             shapes[dtype, d] = shape
     assert {d for (_, d), shape in shapes.items() if not shape.merged} == {24, 64, 8, 12, 16}
     apart = with_lanes(16, left=Layout(48 * 32, 1, 96 * 32, 32))
-    assert not interleaved._shape(apart).merged
+    assert not interleaved.shape_of(apart).merged
     assert shapes["float16", 16].merged
 
 

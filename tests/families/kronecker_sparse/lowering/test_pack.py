@@ -180,7 +180,7 @@ def order_of(given):
     """Which k stands at each position along the depth of a matrix instruction, by the loads of x in
     the multiplying kernel's source."""
     if given.lanes > 1 and given.left.lane == 1:
-        return loaded_order(given.dtype, interleaved._shape(given))
+        return loaded_order(given.dtype, interleaved.shape_of(given))
     if given.dtype != "float32" or given.left.line != 1:
         return (0,)
     near, far = (1, 1), (1, 1)

@@ -149,7 +149,7 @@ def test_every_block_is_as_long_as_the_struct_of_its_source(epilogue, given):
     for step in lowered(given, epilogue).steps:
         size = len(block(step, ADDRESSES))
         assert size == parameter_bytes(step) == ctypes.sizeof(parameters(step))
-        assert "static_assert(sizeof(Parameters) == PARAMETER_BYTES" in sources._read(
+        assert "static_assert(sizeof(Parameters) == PARAMETER_BYTES" in sources.read(
             re.findall(r'#include "(kronecker_sparse/.*)"', step.spec.source)[0]
         )
 
@@ -196,7 +196,7 @@ def test_pointers_and_scalars_are_in_the_order_of_the_source():
     names = ("left", "right", "out", "vector0", "vector1")
     assert step.pointers == tuple((name, 0) for name in names) and step.scalars == 2
     assert constant(found, "VECTORS") == constant(found, "SCALARS") == "2"
-    source = sources._read("kronecker_sparse/portable/portable.cuh")
+    source = sources.read("kronecker_sparse/portable/portable.cuh")
     order = "Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {}"
     assert f"struct {order};" in source
     read = parameters(step)

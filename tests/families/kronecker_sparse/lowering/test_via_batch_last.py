@@ -174,7 +174,7 @@ def test_a_batch_whose_last_slice_is_a_deep_product_is_left(monkeypatch):
     monkeypatch.setattr(transposed, "WORKSPACE", 384 * 2 * 16 * (1100 + 16))
     for rows, last, taken in ((1060, 292, True), (1000, 232, False)):
         given = factor(1, 16, 1100, 16, rows=rows)
-        assert transposed._slices(given, 384)[-1][1] == last
+        assert transposed.slices_of(given, 384)[-1][1] == last
         assert transposed.slice_rows(given) == 384
         assert ("transposed" in order(given)) == taken and "interleaved" in order(given)
 
@@ -201,7 +201,7 @@ def test_the_model_knows_the_tiles_of_the_other_kind(dtype, precision):
     for d in (2, 4, 8, 12, 16, 24, 32, 64):
         given = factor(2, 96, 48, d, dtype=dtype, precision=precision)
         if "transposed" in order(given):
-            assert transposed._shape(given) == interleaved._shape(given)
+            assert transposed.shape_of(given) == interleaved.shape_of(given)
 
 
 @pytest.mark.parametrize("made", (factor, by_x))
@@ -225,7 +225,7 @@ def test_what_is_launched_is_among_specs_and_variants(made, pattern, dtype, prec
 def test_slices_cover_the_batch_in_tiles_and_fit_the_workspace(rows):
     given = LARGE._replace(rows=rows)
     each = transposed.slice_rows(given)
-    parts = transposed._slices(given, each)
+    parts = transposed.slices_of(given, each)
     assert [n for first, count in parts for n in (first, first + count)][1:-1] == [
         n for first, _ in parts[1:] for n in (first, first)
     ]
@@ -261,7 +261,7 @@ def test_places_in_the_workspace_are_apart_and_aligned(rows, dtype, precision):
     chunk = 16 // ITEMSIZE[dtype]
     pitch = -(-rows // chunk) * chunk
     part = lowering.KINDS["hopper"].lower(
-        (), transposed._part(given, rows), ARCH, PROCESSORS, transposed.candidates(given, ARCH)[0]
+        (), transposed.part_of(given, rows), ARCH, PROCESSORS, transposed.candidates(given, ARCH)[0]
     )
     sizes = [n * pitch * ITEMSIZE[dtype] for n in (2 * 24 * 16, 2 * 40 * 16)] + [part.workspace]
     for (begin, end), size in zip(spans(found), sizes, strict=True):
@@ -276,7 +276,7 @@ def test_places_in_the_workspace_are_apart_and_aligned(rows, dtype, precision):
 
 def test_every_slice_uses_the_same_places_and_one_packed_weight():
     found = lowered(LARGE, EPILOGUE)
-    parts = transposed._slices(LARGE, transposed.slice_rows(LARGE))
+    parts = transposed.slices_of(LARGE, transposed.slice_rows(LARGE))
     assert entries(found) == ["pack"] + ["transpose", "hopper", "transpose"] * 3 and len(parts) == 3
     (x, _), (y, _), (rest, end) = spans(found)
     assert end - rest == 192 * 768 * 64 * 2 and rest <= transposed.WORKSPACE
@@ -428,7 +428,7 @@ def test_every_number_of_the_result_is_written_and_no_other(name, workspace, mon
     given = SMALL[name]
     itemsize = ITEMSIZE[given.dtype]
     found = lowered(given)
-    features, outputs = transposed._features(given)
+    features, outputs = transposed.feature_counts(given)
     a, d, rows, b, c = given[:5]
     wide, apart = max(given.left.line, features), max(given.out.row, outputs)
     generator = np.random.default_rng(0)

@@ -118,7 +118,7 @@ def test_one_tile_holds_all_columns_or_few_are_padded(count, first, columns):
     if kind_of(given) == "gradient":
         (choice,) = gradient.candidates(given, ARCH)
         assert choice == {"columns": columns}
-    assert gradient._columns(count, first) == columns
+    assert gradient.columns_of(count, first) == columns
 
 
 # Parts of the depth.
@@ -294,7 +294,7 @@ def test_turned_operands_lie_one_behind_the_other(arch, dtype, batch):
 
 def test_what_sums_finds_each_feature_where_it_has_been_turned_to():
     given = weight_gradient(2, 5, 7, 3, batch=2001)
-    turned = turn._turned(given)
+    turned = turn.transposed_problem(given)
     pitch = 2008
     for before, after, count in (
         (given.left, turned.left, given.rows), (given.right, turned.right, given.columns),

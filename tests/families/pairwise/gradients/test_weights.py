@@ -273,22 +273,22 @@ def test_long_sums_are_split_until_they_fill_a_gpu(sizes, gpus):
     left = torch.empty(1, device="meta").expand(rows, terms)
     right = torch.empty(1, device="meta").expand(terms, columns)
     left.get_device = lambda: 0
-    assert products._parts(left, right) == PARTS[sizes]
+    assert products.parts_of(left, right) == PARTS[sizes]
 
 
 @pytest.mark.parametrize("batch", [(), (1,)])
 def test_a_product_in_parts_is_the_product(batch, monkeypatch, seed):
     left = torch.randn(*batch, 12, 7).mT
     right = torch.randn(*batch, 5, 12).mT
-    monkeypatch.setattr(products, "_is_torchs", lambda *given: False)
+    monkeypatch.setattr(products, "is_torchs", lambda *given: False)
     for parts in (1, 2, 6):
-        monkeypatch.setattr(products, "_parts", lambda *given, parts=parts: parts)
+        monkeypatch.setattr(products, "parts_of", lambda *given, parts=parts: parts)
         torch.testing.assert_close(products.multiplied("fp32", left, right), left @ right)
 
 
 def test_who_computes_a_product(monkeypatch):
     on_gpu = torch.empty(4, 4, device="meta")
-    decide = lambda precision, width: products._is_torchs(precision, on_gpu, width)  # noqa: E731
+    decide = lambda precision, width: products.is_torchs(precision, on_gpu, width)  # noqa: E731
     for setting, wanted in (
         ("highest", {None: (True, False), "fp32": (True, False), "tf32": (True, False)}),
         ("high", {None: (True, True), "fp32": (False, False), "tf32": (True, True)}),
@@ -296,5 +296,5 @@ def test_who_computes_a_product(monkeypatch):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda setting=setting: setting)
         for precision, answers in wanted.items():
             assert (decide(precision, 127), decide(precision, 128)) == answers
-    assert products._is_torchs("fp32", torch.empty(4, 4), 1000)
-    assert products._is_torchs("fp32", torch.empty(4, 4, dtype=DOUBLE, device="meta"), 1000)
+    assert products.is_torchs("fp32", torch.empty(4, 4), 1000)
+    assert products.is_torchs("fp32", torch.empty(4, 4, dtype=DOUBLE, device="meta"), 1000)

@@ -373,13 +373,13 @@ def test_the_names_of_scalars_are_the_enum_of_the_source():
 
 
 def test_tile_constants_agree_with_the_source():
-    text = "".join(sources._read(f"pairwise/{n}.cuh") for n in ("operand", "tile"))
+    text = "".join(sources.read(f"pairwise/{n}.cuh") for n in ("operand", "tile"))
     for name in ("TILE_K", "THREADS", "PROMOTE_K"):
         assert re.search(rf"constexpr int {name} = (\d+);", text)[1] == str(getattr(lowering, name))
 
 
 def test_every_term_that_lowering_names_is_defined():
-    text = sources._read("pairwise/terms.cuh")
+    text = sources.read("pairwise/terms.cuh")
     defined = set(re.findall(r"^struct (\w+)", text, re.M))
     stages = {"Identity", "Abs", "Square", "Sqrt"}
     named = {code for codes in lowering.EXPONENT_STAGES.values() for code in codes.values()}

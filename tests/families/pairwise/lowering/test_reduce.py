@@ -69,7 +69,7 @@ def test_reductions_without_v(reduction):
 
 
 def test_the_reducers_are_those_of_the_source():
-    text = sources._read("pairwise/reduce/reducers.cuh")
+    text = sources.read("pairwise/reduce/reducers.cuh")
     assert {*lowering.REDUCERS.values(), "Matmul"} <= set(re.findall(r"^struct (\w+)", text, re.M))
 
 

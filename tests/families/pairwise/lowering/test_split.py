@@ -119,7 +119,7 @@ def test_symmetric_tiles_reach_the_diagonal(m):
     symmetric = kl.l2_distance(symmetric=True)
     shape = problem(m, m)
     variant = split.default(symmetric, shape, "fp32")
-    count = split._tiles(symmetric, shape, variant)
+    count = split.tile_count(symmetric, shape, variant)
     rows, columns = -(-m // split.TILE_M), -(-m // variant.columns)
     reached = sum(
         (column + 1) * variant.columns > row * split.TILE_M
@@ -127,7 +127,7 @@ def test_symmetric_tiles_reach_the_diagonal(m):
         for column in range(columns)
     )
     assert reached <= count <= rows * columns
-    whole = split._tiles(L2, shape, variant)
+    whole = split.tile_count(L2, shape, variant)
     assert whole == rows * columns
 
 

@@ -13,7 +13,8 @@ from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.plans import numbers_of
 from kernlib.families.pairwise.reductions import arguments as checks
-from kernlib.families.pairwise.reductions import kernels, plans
+from kernlib.families.pairwise.reductions import kernels
+from kernlib.runtime.plan import forget_plans
 from tests.support.kernels import only
 
 GAUSSIAN = kl.gaussian()
@@ -78,10 +79,10 @@ def launches(monkeypatch):
     monkeypatch.setattr(kernels, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(kernels, "model", lambda device: SimpleNamespace(multiprocessors=4))
     monkeypatch.setattr(kernels, "load_lowered", Launch)
-    plans._plans.plans.clear()
+    forget_plans()
     monkeypatch.setattr(Launch, "made", [])
     yield Launch.made
-    plans._plans.plans.clear()
+    forget_plans()
 
 
 def by_kernels(reduction, request):

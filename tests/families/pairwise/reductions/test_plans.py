@@ -7,8 +7,9 @@ import kernlib as kl
 from kernlib.families.pairwise.gradients import products
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks as by_blocks
-from kernlib.families.pairwise.reductions import kernels, plans
+from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.runtime.plan import forget_plans
 from tests.support.fakes import on_gpu
 
 M, N, K, L = 11, 13, 3, 2
@@ -18,9 +19,9 @@ GAUSSIAN = kl.gaussian()
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch):
     monkeypatch.setattr(by_blocks, "CPU_BLOCK_BYTES", 8 * 40)
-    plans._plans.plans.clear()
+    forget_plans()
     yield
-    plans._plans.plans.clear()
+    forget_plans()
 
 
 def points(*shape, seed=0, dtype=torch.float64):
@@ -165,18 +166,18 @@ def test_who_computes_a_product_of_a_block(setting, asked, columns, torchs):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
-        assert products._is_torchs(asked, on_gpu(1, 300, 4096), columns) == torchs
-        assert products._is_torchs(asked, on_gpu(1, 3, 4, dtype=torch.float64), columns)
-        assert products._is_torchs(asked, torch.zeros(1, 3, 4), columns)
+        assert products.is_torchs(asked, on_gpu(1, 300, 4096), columns) == torchs
+        assert products.is_torchs(asked, on_gpu(1, 3, 4, dtype=torch.float64), columns)
+        assert products.is_torchs(asked, torch.zeros(1, 3, 4), columns)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(("batch", "parts"), [(1, 1), (1, 5), (3, 1)])
 def test_products_by_kernels_are_those_of_torch(batch, parts, monkeypatch):
-    monkeypatch.setattr(products, "_is_torchs", lambda *arguments: False)
+    monkeypatch.setattr(products, "is_torchs", lambda *arguments: False)
     fits = lambda left, right: parts if left.shape[-1] % parts == 0 else 1  # noqa: E731
-    monkeypatch.setattr(products, "_parts", fits)
+    monkeypatch.setattr(products, "parts_of", fits)
     left, right = points(batch, 7, 50).mT.contiguous().mT, points(1, 50, 2, seed=1)
     inputs = left.requires_grad_(), right.requires_grad_()
     torch.testing.assert_close(products.multiplied(None, *inputs), left @ right)

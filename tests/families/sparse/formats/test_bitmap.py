@@ -277,7 +277,7 @@ def test_bits_are_counted_some_chunks_at_a_time(dtype, seed, monkeypatch):
     monkeypatch.setattr(bitmap, "CHECKED", 4)
     dense = random((100, 700), 0.3, dtype)
     tensors, facts = bitmap.encode(dense)
-    found = bitmap._marked(tensors["data"], tensors["offsets"][:-1])
+    found = bitmap.marked(tensors["data"], tensors["offsets"][:-1])
     assert torch.equal(found, cpu.chunk_counts(dense)) and found.dtype == torch.int32
     bitmap.check(tensors, facts, (100, 700), dtype)
 
@@ -321,7 +321,7 @@ def test_what_lies_side_by_side_is_read_where_it_is():
     for view in (whole, whole[:, 3:], whole[::2], whole[:1].expand(5, 64), whole[:, ::64]):
         assert gpu.readable(view) is view
     assert gpu.readable(whole.T).is_contiguous() and gpu.readable(whole[:, ::2]).is_contiguous()
-    assert gpu._reading(whole[1:, 4:]) == (39, 60, 64, 4, True)
-    assert gpu._reading(whole[:, 1:])[-1] is False
-    assert gpu._reading(torch.zeros(4, 7).half())[-1] is False
-    assert gpu._reading(torch.zeros(1, 7).half())[-1] is True
+    assert gpu.reading(whole[1:, 4:]) == (39, 60, 64, 4, True)
+    assert gpu.reading(whole[:, 1:])[-1] is False
+    assert gpu.reading(torch.zeros(4, 7).half())[-1] is False
+    assert gpu.reading(torch.zeros(1, 7).half())[-1] is True

@@ -143,9 +143,10 @@ def test_passed_columns_are_sums_of_codes(seed):
     for density in (0.02, 0.3, 1.0):
         tensors, facts = macko.encode(cases.random(30, 100, density))
         entries = facts["entries"]
-        widths = macko._widths(tensors["deltas"], entries)
-        wanted = torch.nn.functional.pad(widths.cumsum(0), (1, 0))
-        assert torch.equal(macko._passed(tensors["deltas"], torch.arange(entries + 1)), wanted)
+        deltas = tensors["deltas"].long()
+        codes = torch.stack((deltas % 16, deltas // 16), 1).flatten()[:entries]
+        wanted = torch.nn.functional.pad((codes + 1).cumsum(0), (1, 0))
+        assert torch.equal(macko.passed(tensors["deltas"], torch.arange(entries + 1)), wanted)
 
 
 def test_size_follows_the_formula(seed):

@@ -81,7 +81,7 @@ def test_shared_memory_fits_every_target():
             together = lowering.variant_of(
                 problem(cols=cols, dtype=dtype, columns=columns), arch, False
             )
-            static = lowering._static(together)
+            static = lowering.static_bytes(together)
             assert step.spec.shared_bytes + static <= targets.SHARED_BYTES[arch]
             assert step.grid[1] == -(-columns // together.columns)
 
