@@ -151,6 +151,7 @@ def folder_digest(folder: Path, names: Iterable[str]) -> bytes:
 
 @cache
 def read(name: str) -> str:
+    """The text of a file below :func:`root`, read once a process."""
     return (root() / name).read_text(encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.nn.kronecker_sparse import KSLinear
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
+from kernlib.nn.linears import linears
 
 Chain = Sequence[Pattern]
 
@@ -67,7 +68,7 @@ def replace_linear(
     holders = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
     new: dict[nn.Linear, KSLinear] = {}
     places = []
-    for parent, child, name, layer in _linears(module):
+    for parent, child, name, layer in linears(module):
         if layer not in new:
             if not _matches(match, name, layer):
                 continue
@@ -89,14 +90,6 @@ def nearest_factor(weight: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     a, b, c, d = pattern
     spread = weight.reshape(a, b, d, a, c, d)
     return spread.diagonal(0, 0, 3).diagonal(0, 1, 3).permute(2, 0, 1, 3)
-
-
-def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Linear]]:
-    """Every place of an nn.Linear: its parent, its name there, its whole name, the layer."""
-    for prefix, parent in module.named_modules():
-        for child, layer in parent._modules.items():
-            if type(layer) is nn.Linear:
-                yield parent, child, f"{prefix}.{child}" if prefix else child, layer
 
 
 def _by_sizes(patterns) -> Callable[[str, int, int], Chain | None]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import nn
 
+from kernlib.nn.linears import linears
 from kernlib.nn.sparse_linear import SparseLinear, check_linear, check_options
 
 
@@ -61,21 +62,13 @@ def sparsify(
 def _places(model: nn.Module, filter) -> dict[nn.Linear, list[tuple[nn.Module, str, str]]]:
     """The layers that a filter accepts in one of their places, and all places of each: its parent,
     its name there, its whole name."""
-    found = list(_linears(model))
+    found = list(linears(model))
     accepted = {layer for _, _, name, layer in found if _accepts(filter, name, layer)}
     places: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
     for parent, child, name, layer in found:
         if layer in accepted:
             places.setdefault(layer, []).append((parent, child, name))
     return places
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Linear]]:
-    """Every place of an nn.Linear: its parent, its name there, its whole name, the layer."""
-    for prefix, parent in model.named_modules():
-        for child, layer in parent._modules.items():
-            if type(layer) is nn.Linear:
-                yield parent, child, f"{prefix}.{child}" if prefix else child, layer
 
 
 def _check_filter(filter) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import torch
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse import gradients
 from kernlib.jit import tuning
+from kernlib.run import op_of
 from kernlib.runtime import devices, tensor_map
 from kernlib.runtime.plan import Plan
 from tests.support import fakes
@@ -102,6 +106,19 @@ def pairwise_calls() -> dict[str, Callable]:
         "matmul of products": lambda: kl.kernel_matmul(kl.cauchy(), big, big, big, bandwidth=2.0),
         "sum of few": lambda: kl.kernel_sum(kl.laplace_l1(), a[:, :3], b[:, :3], bandwidth=2.0),
         "logsumexp": lambda: kl.kernel_logsumexp(kl.dot_product(), a, b),
+        **{
+            f"sum of {k} features, {p}": lambda k=k, p=p: kl.kernel_sum(
+                kl.p_distance(), big[:9000, :k], big[:800, :k], p=p
+            )
+            for k, p in ((3, 1.0), (16, 1.7), (40, 1.0), (130, 2.5))
+        },
+        **{
+            f"matmul by {c}": lambda c=c: kl.kernel_matmul(
+                kl.laplace_l1(), a, b, normal(800, c), bandwidth=2.0
+            )
+            for c in (1, 8, 17)
+        },
+        "min of half": lambda: kl.kernel_min(kl.l1_distance(), half, half),
         "argmin": lambda: kl.kernel_argmin(kl.l1_distance(), a, b),
         "gradient, 1": lambda: kl.cdist_grad(*few, p=1),
         "gradient, 1.5": lambda: kl.cdist_grad(*few, p=1.5),
@@ -124,6 +141,7 @@ def kronecker_sparse_calls() -> dict[str, Callable]:
                 x = normal(*(shape[::-1] if batch_last else shape), dtype=dtype)
                 name = f"Kronecker-sparse {pattern} {batch_last} {dtype}"
                 made[name] = lambda f=factor, x=x, w=weight: kl.run_kernel(f, x, w)
+                made[f"{name}, backward"] = partial(_factor_backward, factor, x, weight)
     return made
 
 
@@ -138,6 +156,40 @@ def sparse_calls() -> dict[str, Callable]:
                 name = f"sparse {format} {dtype} {columns}"
                 made[name] = lambda m=matrix, x=x: kl.sparse.matmul(m, x)
     return made
+
+
+def tuned() -> dict[str, list[str]]:
+    """Of calls that can be tuned a digest of the bytes under which a choice is kept, and the
+    choices, as they are kept."""
+    made = {}
+    a, b = normal(30000, 200), normal(1000, 200)
+    half = a.half().as_subclass(OnGpu)
+    calls = {
+        "l1": (kl.l1_distance(), a, b),
+        "l2": (kl.l2_distance(), a, a),
+        "l2 half": (kl.l2_distance(), half, half),
+        "l2 of a view": (kl.l2_distance(), a.T[:, :200], b),
+    }
+    for pattern, dtype in product(((2, 48, 192, 1), (1, 64, 64, 8)), (torch.float32, half.dtype)):
+        for batch_last in (False, True):
+            factor = kl.KroneckerSparse(*pattern, batch_last=batch_last)
+            shape = (2048, factor.in_features)
+            x = normal(*(shape[::-1] if batch_last else shape), dtype=dtype)
+            weight = normal(*factor.weight_shape, dtype=dtype)
+            calls[f"Kronecker-sparse {pattern} {batch_last} {dtype}"] = (factor, x, weight)
+    for name, (descriptor, *tensors) in calls.items():
+        found = op_of(descriptor).choices(descriptor, *tensors)
+        digest = hashlib.sha256(found.signature).hexdigest()[:16]
+        kept = [" ".join(f"{k}={v}" for k, v in each.choice.items()) for each in found.kernels]
+        made[name] = [digest, *kept]
+    return made
+
+
+def _factor_backward(factor, x, weight) -> None:
+    shape = x.shape[0 if not factor.batch_last else 1], factor.out_features
+    grad = normal(*(shape[::-1] if factor.batch_last else shape), dtype=x.dtype)
+    gradients.product(grad, weight.transpose(1, 2), None, factor.batch_last, None, False)
+    gradients.weight_gradient(grad, x, factor.pattern, factor.batch_last, None, False)
 
 
 def _backward(descriptor, *tensors, **arguments) -> None:

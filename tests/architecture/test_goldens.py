@@ -38,6 +38,12 @@ def launches(monkeypatch) -> dict:
     return made
 
 
+def tuning(monkeypatch) -> dict:
+    """Of calls the bytes under which a choice is kept, digested, and what may be kept."""
+    golden_launches.install(monkeypatch)
+    return golden_launches.tuned()
+
+
 def operators() -> list[str]:
     """Names and schemas of what programs that were exported may name."""
     kl.register_operators()
@@ -70,9 +76,17 @@ def test_operators_are_as_they_were(golden):
     assert operators() == golden["operators"]
 
 
+def test_choices_are_kept_as_they_were(golden, monkeypatch):
+    """Else what was tuned is passed over, without a word."""
+    found = tuning(monkeypatch)
+    assert found == golden["tuning"], differing(found, golden["tuning"])
+
+
 def main() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        made = {"specs": specs(), "operators": operators(), "launches": launches(monkeypatch)}
+    made = {"specs": specs(), "operators": operators()}
+    for name, find in (("launches", launches), ("tuning", tuning)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            made[name] = find(monkeypatch)
     GOLDEN.write_text(json.dumps(made, indent=1) + "\n")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.pairwise.descriptor import dot_product
+from kernlib.families.pairwise.gradients.products import centre
 from kernlib.run import run_kernel
 
 FEWEST = 1 << 31  # of (query, point, feature), from which products of squared differences pay
@@ -31,8 +32,7 @@ def square(
     target: torch.Tensor, x, z, weights, coefficients, factor: float, accumulate: bool
 ) -> None:
     """``target[l,o,q,k] (+)= factor sum_t c[l,o,t] W[l,q,t] (x[l,q,k] - z[l,t,k])``."""
-    mean = z.mean(-2, keepdim=True)
-    mean = torch.where(mean.isfinite(), mean, 0.0)
+    mean = centre(z)
     x, z = x - mean, z - mean
     for l in range(target.shape[0]):
         w, own = _entry(weights, l), None

@@ -27,8 +27,7 @@ def dots(precision: str | None, z: torch.Tensor, weights: torch.Tensor) -> torch
 
 def squares(precision: str | None, x, z, weights: torch.Tensor) -> torch.Tensor:
     """``2 sum_t W[l,q,t] (x[l,q,k] - z[l,t,k])``; without batches (Q, K), (T, K) and (Q, T)."""
-    features, mean = z.shape[-1], z.mean(-2, keepdim=True)
-    mean = torch.where(mean.isfinite(), mean, 0.0)
+    features, mean = z.shape[-1], centre(z)
     if not _has_room(features):
         sums, products = weights.sum(-1, keepdim=True), multiplied(precision, weights, z - mean)
     else:  # a column of ones beside those of z: no pass of its own over the weights
@@ -38,6 +37,13 @@ def squares(precision: str | None, x, z, weights: torch.Tensor) -> torch.Tensor:
         both = multiplied(precision, weights, lines.mT)
         products, sums = both[..., :features], both[..., features:]
     return torch.addcmul(products, sums, x - mean, value=-1).mul_(-2)
+
+
+def centre(z: torch.Tensor) -> torch.Tensor:
+    """The mean of points (..., T, K), (..., 1, K), with 0 for what is not finite: taken from both
+    sides of a difference, what cancels is small."""
+    mean = z.mean(-2, keepdim=True)
+    return torch.where(mean.isfinite(), mean, 0.0)
 
 
 def _has_room(columns: int) -> bool:

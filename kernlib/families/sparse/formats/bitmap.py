@@ -32,6 +32,7 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import bitmap_cpu as cpu
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, HEADER, POSITIONS, ROWS, UNIT
+from kernlib.families.sparse.formats.encoding import readable
 from kernlib.lowering.arithmetic import ceil_div
 
 FORMAT = "bitmap"
@@ -82,7 +83,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     """
     dense = encoding.matrix(dense)
     if dense.device.type == "cuda":
-        dense = _gpu().readable(dense)
+        dense = readable(dense)
     units = chunk_units(chunk_counts(dense), dense.element_size())
     ends = torch.zeros(units.numel() + 1, dtype=torch.int64, device=dense.device)
     torch.cumsum(units, 0, dtype=torch.int64, out=ends[1:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, ROWS
-from kernlib.families.sparse.formats.encoding import bits
+from kernlib.families.sparse.formats.encoding import bits, readable
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import BITS
@@ -32,12 +32,6 @@ THREADS = {"count": 256, "encode": 128, "decode": 128}
 COUNTED = 8  # chunks that a CTA counts
 
 _plans = PlanCache()
-
-
-def readable(dense: torch.Tensor) -> torch.Tensor:
-    """The matrix, or a copy of one whose columns do not lie side by side."""
-    aside = dense.shape[1] > 1 and dense.stride(1) != 1
-    return dense.contiguous() if aside else dense
 
 
 def chunk_counts(dense: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,12 @@ def matrix(dense: torch.Tensor) -> torch.Tensor:
     return materialised(dense.detach())
 
 
+def readable(dense: torch.Tensor) -> torch.Tensor:
+    """The matrix, or a copy of one whose columns do not lie side by side."""
+    aside = dense.shape[1] > 1 and dense.stride(1) != 1
+    return dense.contiguous() if aside else dense
+
+
 def bits(dense: torch.Tensor) -> torch.Tensor:
     """A view of a matrix as integers."""
     return dense.view(BITS[dense.dtype])

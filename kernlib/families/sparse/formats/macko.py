@@ -23,6 +23,7 @@ import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import encoding
+from kernlib.families.sparse.formats.encoding import readable
 from kernlib.lowering.arithmetic import ceil_div
 
 FORMAT = "macko"
@@ -56,7 +57,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
             f"the columns of a matrix of shape {tuple(dense.shape)}"
         )
     gpu = _gpu()
-    dense = gpu.readable(dense)
+    dense = readable(dense)
     counts, nnz = gpu.row_counts(dense)
     row_ptr, facts = _rows(counts, nnz)
     values, deltas = gpu.fill(dense, row_ptr, facts["entries"])
@@ -95,7 +96,7 @@ def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Te
         entries = _runs(dense)[-1].sum()
     else:
         gpu = _gpu()
-        entries = gpu.row_counts(gpu.readable(dense))[0].sum(dtype=torch.int64)
+        entries = gpu.row_counts(readable(dense))[0].sum(dtype=torch.int64)
     padded = (entries + PADDED - 1) // PADDED * PADDED
     width = torch.where(padded < WIDE_FROM, 4, 8)
     return padded * dense.element_size() + padded // 2 + width * (dense.shape[0] + 1)

@@ -31,14 +31,8 @@ ROWS = THREADS // 32
 _plans = PlanCache()
 
 
-def readable(dense: torch.Tensor) -> torch.Tensor:
-    """The matrix, or a copy of one whose columns do not lie side by side."""
-    aside = dense.shape[1] > 1 and dense.stride(1) != 1
-    return dense.contiguous() if aside else dense
-
-
 def row_counts(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of each row of a :func:`readable` matrix, int32, and how many are no pads, in all."""
+    """Entries of each row of a readable matrix, int32, and how many are no pads, in all."""
     counts = torch.zeros((2, dense.shape[0]), dtype=torch.int32, device=dense.device)
     if dense.numel():
         _launch("count", dense.dtype, False, reading(dense), bits(dense), counts)
@@ -48,7 +42,7 @@ def row_counts(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def fill(
     dense: torch.Tensor, row_ptr: torch.Tensor, entries: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``values`` and ``deltas`` of a :func:`readable` matrix with these rows."""
+    """``values`` and ``deltas`` of a readable matrix with these rows."""
     values = torch.zeros(entries, dtype=dense.dtype, device=dense.device)
     deltas = torch.zeros(entries // 2, dtype=torch.uint8, device=dense.device)
     if entries:

@@ -14,6 +14,7 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.formats import bitmap_cpu as cpu
 from kernlib.families.sparse.formats import bitmap_gpu as gpu
+from kernlib.families.sparse.formats.encoding import readable
 from kernlib.jit import sources, targets
 from kernlib.jit.compiler import compile_spec
 from tests.support.speeds import slow_but
@@ -319,8 +320,8 @@ def test_grids_and_numbers_of_launches(itemsize):
 def test_what_lies_side_by_side_is_read_where_it_is():
     whole = torch.zeros(40, 64)
     for view in (whole, whole[:, 3:], whole[::2], whole[:1].expand(5, 64), whole[:, ::64]):
-        assert gpu.readable(view) is view
-    assert gpu.readable(whole.T).is_contiguous() and gpu.readable(whole[:, ::2]).is_contiguous()
+        assert readable(view) is view
+    assert readable(whole.T).is_contiguous() and readable(whole[:, ::2]).is_contiguous()
     assert gpu.reading(whole[1:, 4:]) == (39, 60, 64, 4, True)
     assert gpu.reading(whole[:, 1:])[-1] is False
     assert gpu.reading(torch.zeros(4, 7).half())[-1] is False
