@@ -15,7 +15,7 @@ from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime import devices, driver, expressions
 from tests.support import fakes
-from tests.support.fakes import Torch, at
+from tests.support.fakes import OnGpu, Torch, at
 
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -115,6 +115,17 @@ def _end(problem, epilogue, values, out, scratch):
         bare = SimpleNamespace(tree=part.tree, vectors=())
         v = expressions.apply((bare,), v, {name: values[name] for name in part.parameters})
     at(out, problem.out[:4], v.shape, TYPES[problem.dtype]).copy_(v.float())
+
+
+def gpu(*shape, dtype=torch.float32):
+    """Quarters, of which sums are exact, on a GPU."""
+    made = torch.randint(-8, 9, shape).double() / 4
+    return made.to(dtype).as_subclass(OnGpu)
+
+
+def host(t):
+    """A tensor of a GPU as what it is."""
+    return t.as_subclass(torch.Tensor)
 
 
 def install(monkeypatch) -> fakes.Gpus:

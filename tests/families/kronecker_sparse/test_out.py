@@ -7,8 +7,9 @@ import torch
 import kernlib as kl
 from kernlib.families.kronecker_sparse import reference
 from tests.families.kronecker_sparse import fake_kernels
+from tests.families.kronecker_sparse.fake_kernels import gpu, host
 from tests.support import fakes
-from tests.support.fakes import OnGpu, on_gpu
+from tests.support.fakes import on_gpu
 
 PATTERN = (2, 3, 5, 4)
 A, B, C, D = PATTERN
@@ -19,15 +20,6 @@ def gpus(monkeypatch):
     fakes.forget()
     yield fake_kernels.install(monkeypatch)
     fakes.forget()
-
-
-def gpu(*shape, dtype=torch.float32):
-    made = torch.randint(-8, 9, shape).double() / 4
-    return made.to(dtype).as_subclass(OnGpu)
-
-
-def host(t):
-    return t.as_subclass(torch.Tensor)
 
 
 def expected(descriptor, x, weight, parameters):

@@ -17,7 +17,7 @@ from kernlib.families.kronecker_sparse import reference
 from kernlib.jit import tuning
 from kernlib.runtime import sequence
 from tests.families.kronecker_sparse import fake_kernels
-from tests.families.kronecker_sparse.fake_kernels import TYPES
+from tests.families.kronecker_sparse.fake_kernels import TYPES, gpu, host
 from tests.support import fakes
 from tests.support.fakes import OnGpu, OnSecondGpu, on_gpu
 
@@ -36,15 +36,6 @@ def gpus(monkeypatch):
     fakes.forget()
     yield fake_kernels.install(monkeypatch)
     fakes.forget()
-
-
-def gpu(*shape, dtype=torch.float32):
-    made = torch.randint(-8, 9, shape).double() / 4
-    return made.to(dtype).as_subclass(OnGpu)
-
-
-def host(t):
-    return t.as_subclass(torch.Tensor)
 
 
 def values_of(epilogue, features, dtype=torch.float32):
