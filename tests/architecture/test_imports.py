@@ -121,6 +121,13 @@ def test_tests_of_a_family_are_its_own():
                 assert not [x for x in imports(path) for other in others if within(x, other)], path
 
 
+def test_what_tests_share_knows_none_of_them():
+    """``tests/support`` serves families and the contract, and imports neither."""
+    for path in (ROOT / "tests" / "support").rglob("*.py"):
+        above = ("tests.families", "tests.contract")
+        assert not [x for x in imports(path) for one in above if within(x, one)], path
+
+
 def test_the_reader_of_imports_sees_every_form():
     text = (
         "import torch.nn as t\nfrom kernlib import jit\nfrom . import y\nfrom ..jit import spec\n"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.linalg import hostile as systems
-from tests.support import repeats
+from tests.linalg.repeats import iterative
+from tests.support.repeats import same_bits
 
 DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 
@@ -34,4 +35,4 @@ def test_kernel_systems(dtype):
 
 
 def test_the_same_call_has_the_same_bits():
-    repeats.same_bits(repeats.iterative, "cuda", rows=500)
+    same_bits(iterative, "cuda", rows=500)

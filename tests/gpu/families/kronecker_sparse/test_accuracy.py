@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
+from tests.families.kronecker_sparse.repeats import calls
 from tests.support import hostile, repeats
 from tests.support import product_hostile as products
 
@@ -71,4 +72,4 @@ def test_integers_are_exact(pattern, dtype):
 
 @pytest.mark.parametrize("rows", (33, 5000))
 def test_the_same_call_has_the_same_bits(rows):
-    repeats.same_bits(repeats.kronecker_sparse, "cuda", rows)
+    repeats.same_bits(calls, "cuda", rows)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.support import repeats
+from tests.families.pairwise.repeats import calls
+from tests.support.repeats import same_bits
 
 
 @pytest.mark.parametrize("rows", (40, 3000))
 def test_the_same_call_has_the_same_bits(rows):
-    repeats.same_bits(repeats.pairwise, "cuda", rows)
+    same_bits(calls, "cuda", rows)

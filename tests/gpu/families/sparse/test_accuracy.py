@@ -7,6 +7,7 @@ import torch
 
 from kernlib import sparse
 from tests.families.sparse.cases import DTYPES, FORMATS, same_bits
+from tests.families.sparse.repeats import calls
 from tests.support import product_hostile as products
 from tests.support import repeats
 
@@ -86,4 +87,4 @@ def test_what_is_not_finite_leaves_other_vectors_as_they_were(format):
 
 
 def test_the_same_call_has_the_same_bits():
-    repeats.same_bits(repeats.compressed, "cuda", rows=1)
+    repeats.same_bits(calls, "cuda", rows=1)
