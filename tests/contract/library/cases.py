@@ -53,10 +53,10 @@ class Call(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """A function, and operands of several sizes for one program."""
+    """A function, and operands of several sizes for one program: tensors, and what has one size."""
 
     run: Callable
-    operands: tuple[tuple[torch.Tensor, ...], ...]
+    operands: tuple[tuple, ...]
     places: tuple[int, ...] = ()
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.contract.library.calls import close, compiled
+from tests.contract.library.calls import EXACT, close, compiled
 from tests.contract.library.operations import every
 
 LAYOUTS = {
@@ -29,7 +29,7 @@ def test_out_is_written_in_place_and_returned(operation, case, layout):
     found = compiled(lambda *tensors, out: given.run(*tensors, out=out))(*given.operands, out=out)
     assert given.run(*given.operands, out=wanted) is wanted
     assert found.data_ptr() == out.data_ptr() and found.stride() == out.stride()
-    close(memory, expected, operation.near.plain)
+    close(memory, expected, EXACT)
     assert out._version > version
 
 
@@ -46,4 +46,4 @@ def test_what_requires_a_gradient_is_refused_through_out(operation, case):
         with torch.no_grad():
             found = run(out, *operands)
             wanted = given.run(*operands, out=torch.zeros(given.shape, dtype=given.dtype))
-        close(found.detach(), wanted, operation.near.plain)
+        close(found.detach(), wanted, EXACT)

@@ -58,6 +58,12 @@ def with_offset(a, b, width, offset):
     return laplace(a, b, width, regularization=1.0, row_offset=offset)
 
 
+def with_out(a, b):
+    out = a.new_zeros(a.shape[0], b.shape[0])
+    laplace(a, b, out=out, regularization=1.0, row_offset=a.shape[0] - b.shape[0])
+    return out, kl.run_kernel(SYMMETRIC, a, bandwidth=2.0)
+
+
 CHANGES = {
     "numbers": Changes(
         with_offset,
@@ -73,6 +79,9 @@ CHANGES = {
     "tensors": Changes(
         laplace, tuple((A, B, torch.tensor(w)) for w in (0.5, 2.0, 3.0)), programs=1
     ),
+    "sizes": Changes(
+        with_out, tuple((values(m, K), values(n, K)) for m, n in ((4, 6), (8, 5), (3, 3)))
+    ),
 }
 DESCRIPTORS = Descriptors(
     lambda descriptor, a, b: kl.run_kernel(descriptor, a, b, bandwidth=2.0),
@@ -85,12 +94,6 @@ DESCRIPTORS = Descriptors(
         (kl.gaussian(), A, B),
     ),
 )
-
-
-def with_out(a, b):
-    out = a.new_zeros(a.shape[0], b.shape[0])
-    laplace(a, b, out=out, regularization=1.0, row_offset=a.shape[0] - b.shape[0])
-    return out, kl.run_kernel(SYMMETRIC, a, bandwidth=2.0)
 
 
 SIZES = {
@@ -228,6 +231,14 @@ SHAPES = [
     ((0, M, K), (1, N, K)),
     ((M, 0), (N, 0)),
 ]
+
+
+def into_new(a, b, width):
+    batches = {len(t) for t in (a, b) if t.dim() == 3} | ({len(width)} if width.dim() else set())
+    shape = (*((max(batches - {1}, default=1),) if batches else ()), a.shape[-2], b.shape[-2])
+    return laplace(a, b, width, out=a.new_empty(shape))
+
+
 FAKES = {
     f"{left} {right} {tuple(width.shape)}": Call(
         laplace, (torch.ones(left), torch.ones(right), width), THREE
@@ -238,6 +249,11 @@ FAKES = {
 }
 FAKES |= {f"{left} {right}": both(laplace, torch.ones(left), torch.ones(right))
           for left, right in SHAPES}  # fmt: skip
+FAKES |= {
+    f"{name} out": Call(into_new, call.operands)
+    for name, call in FAKES.items()
+    if call.places == THREE
+}
 FAKES |= {
     "half": Call(laplace, (BATCH_A.half(), B.half(), SEVERAL), THREE),
     "one of several": Call(laplace, (BATCH_A, B, SEVERAL), (0, 2)),

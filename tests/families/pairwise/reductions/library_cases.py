@@ -114,7 +114,7 @@ DESCRIPTORS = Descriptors(
 )
 
 
-ROWS = ((4, 6, 9), (8, 5, 2), (9, 7, 6))
+ROWS = ((4, 6, 9), (8, 5, 2), (3, 7, 6))
 SIZES = {
     "product": Sizes(
         product, tuple((values(m, K), values(n, K), values(n, c), WIDTH) for m, n, c in ROWS), FOUR
