@@ -63,7 +63,8 @@ def _whole_recorded(keyset, x, weight, descriptor, names, numbers, tensors, debu
         return recorded(from_text(descriptor), x, weight, values, debug)
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
-        return whole.redispatch(below, x, weight, descriptor, names, numbers, tensors, debug)
+        lists = numbers or [], tensors or []  # AOTInductor hands over None for an empty one
+        return whole.redispatch(below, x, weight, descriptor, names, *lists, debug)
 
 
 def _fake_product(x, weight, bias, batch_last, precision, debug):

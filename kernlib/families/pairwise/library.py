@@ -122,9 +122,8 @@ def _new_recorded(keyset, a, b, descriptor, names, numbers, tensors, rows, colum
         return operators.recorded(made, a, b, values, rows - columns)
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
-        return _new.redispatch(
-            below, a, b, descriptor, names, numbers, tensors, rows, columns, debug
-        )
+        lists = numbers or [], tensors or []  # AOTInductor hands over None for an empty one
+        return _new.redispatch(below, a, b, descriptor, names, *lists, rows, columns, debug)
 
 
 def _check_recorded(descriptor, a, b, rows, columns, values: dict) -> None:

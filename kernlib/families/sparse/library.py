@@ -41,7 +41,9 @@ def run(
         raise TypeError(f"{descriptor.describe()} takes w and x, got {2 + len(more)} operands")
     checks.check_matrix(w)
     turned = None
-    if torch.is_grad_enabled() and requires_gradient(parameters.values(), x, out):
+    # Numbers that change are symbols, which Dynamo does not let be asked.
+    tensors = [value for value in parameters.values() if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and requires_gradient(tensors, x, out):
         refuse_out_of_recorded(out)
         turned = w.known_transpose()
     operands, layout = w.operands, ""

@@ -103,6 +103,8 @@ def _whole_recorded(keyset, x, *rest):
         values = by_name(names, numbers, tensors)
         return _recorded(from_text(descriptor), x, tuple(matrix), values, debug)
     with torch._C._AutoDispatchBelowAutograd():
+        # AOTInductor hands over None for an empty list.
+        rest = [[] if value is None else value for value in rest]
         return whole.redispatch(keyset & torch._C._after_autograd_keyset, x, *rest)
 
 

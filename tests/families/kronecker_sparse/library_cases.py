@@ -6,7 +6,6 @@ import torch
 
 import kernlib as kl
 from tests.contract.library.cases import (
-    EMPTY,
     Autocast,
     Call,
     Changes,
@@ -329,7 +328,6 @@ OPERATIONS = (
         strides=False,  # compiled, gradients of weights are contiguous
         broken={
             "recorded outside chain": RELU,
-            "AOTInductor outside of inference_mode buffers": EMPTY,
         },
     ),
 )

@@ -6,7 +6,6 @@ import torch
 
 import kernlib as kl
 from tests.contract.library.cases import (
-    EMPTY,
     Autocast,
     Call,
     Changes,
@@ -376,7 +375,6 @@ OPERATIONS = (
         broken={
             "recorded outside cdist": ROOT,
             "AOTInductor buffers": "torch reads no infinite number in its own programs",
-            "AOTInductor outside of inference_mode parameters": EMPTY,
         },
     ),
 )  # fmt: skip

@@ -7,7 +7,6 @@ import torch
 import kernlib as kl
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.contract.library.cases import (
-    EMPTY,
     Autocast,
     Call,
     Changes,
@@ -297,11 +296,5 @@ OPERATIONS = (
         },
         numeric=numeric(SMALL) | {f"known {n}": one for n, one in numeric(SMALL_TURNED).items()},
         quiet=QUIET,
-        broken={
-            "changing numbers": "a number that changes is a symbol, which Dynamo refuses to "
-            "ask whether it requires a gradient",
-            "AOTInductor outside of inference_mode parameters": EMPTY,
-            "AOTInductor outside of inference_mode buffers": EMPTY,
-        },
     ),
 )

@@ -42,10 +42,11 @@ def run(
 ) -> torch.Tensor:
     """A call whose gradient is recorded. Raises RuntimeError for an ``out``, and inside transforms
     of torch.func."""
-    checks.check_tensors(a, b, out)
-    refuse_out(a, b, out, values)
-    check_flag("accumulate", accumulate)
-    if accumulate:
+    if out is not None:
+        checks.check_tensors(a, b, out)
+        refuse_out(a, b, out, values)
+    if accumulate is not False:
+        check_flag("accumulate", accumulate)
         raise ValueError("accumulate=True adds to out, and no out is given")
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     if _are_functorch_transforms_active():
@@ -59,7 +60,11 @@ def run(
         return library.run(descriptor, a, b, **offsets, **values)
     numbers = {k: host_value(k, value) for k, value in values.items() if k not in tensors}
     call = Call(descriptor, row_offset, col_offset, numbers, tuple(tensors))
-    return _Pairwise.apply(call, *map(formula.normal, (a, b, *tensors.values())))
+    try:
+        return _Pairwise.apply(call, *map(formula.normal, (a, b, *tensors.values())))
+    except Exception:
+        checks.check_tensors(a, b, out)  # of others than dense ones torch says less, if it is first
+        raise
 
 
 def refuse_out(a, b, out, values: dict) -> None:

@@ -8,10 +8,11 @@ a tile one of the second.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import direct, split
+from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.lowering.direct import Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -19,6 +20,14 @@ from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
 SPLIT = {"kind": "split"}
+
+
+def _split() -> ModuleType:
+    """The kernels of products, whose three modules cost the first call of any other descriptor
+    1.5 ms."""
+    from kernlib.families.pairwise.lowering import split
+
+    return split
 
 
 def takes_products(descriptor: Pairwise) -> bool:
@@ -47,9 +56,9 @@ def lower(
     """The launches of a call: by ``choice`` if it is one of the candidates, else by rule."""
     taken = _takes_split(descriptor, problem, arch, precision)
     wanted = choice or {}
-    by_rule = "tile" not in wanted and split.pays(problem) if taken else False
+    by_rule = "tile" not in wanted and _split().pays(problem) if taken else False
     if taken and (wanted.get("kind") == SPLIT["kind"] or by_rule):
-        return split.lower(descriptor, problem, arch, multiprocessors, strides, precision)
+        return _split().lower(descriptor, problem, arch, multiprocessors, strides, precision)
     return direct.lower(descriptor, problem, arch, multiprocessors, strides, choice)
 
 
@@ -58,8 +67,8 @@ def specs(
 ) -> list[KernelSpec]:
     """The kernels that a problem takes on the GPUs of an arch, untuned."""
     count = targets.MULTIPROCESSORS[arch][0]
-    if _takes_split(descriptor, problem, arch, precision) and split.pays(problem):
-        found = split.lower(descriptor, problem, arch, count, strides, precision)
+    if _takes_split(descriptor, problem, arch, precision) and _split().pays(problem):
+        found = _split().lower(descriptor, problem, arch, count, strides, precision)
         return found.specs
     chosen = direct.defaults(problem, arch)
     made = [direct.lower(descriptor, problem, arch, count, strides, c) for c in chosen]
@@ -68,9 +77,9 @@ def specs(
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
-    products = split.variants(descriptor, arch, dtypes) if takes_products(descriptor) else []
+    products = _split().variants(descriptor, arch, dtypes) if takes_products(descriptor) else []
     return direct.variants(descriptor, arch, dtypes) + products
 
 
 def _takes_split(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
-    return takes_products(descriptor) and split.takes(descriptor, problem, arch, precision)
+    return takes_products(descriptor) and _split().takes(descriptor, problem, arch, precision)

@@ -9,6 +9,7 @@ runs them later: torch.compile, torch.export, make_fx, fake tensors. Eager calls
 from __future__ import annotations
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -80,7 +81,9 @@ def choose(
     options = reduction, made.text, names, numbers, tensors, rows, columns
     with torch.no_grad():
         found, places = _choose(a, b, k, largest, *options)
-    if torch.is_grad_enabled() and _any_requires(a, b, *tensors):
+    # A compiled torch.func.grad differentiates tensors that do not say so.
+    recorded = _any_requires(a, b, *tensors) or _are_functorch_transforms_active()
+    if torch.is_grad_enabled() and recorded:
         request = Request(made, a, b, None, rows, columns, _named(names, numbers, tensors))
         batched = places if places.dim() == 3 else places[None]
         found = pairs.pair_values(request, batched).view(places.shape)

@@ -215,6 +215,7 @@ GRAPHS = {
 
 TRANSFORM = r"[abv] is inside a transform of torch\.func"
 UNMAPPED = r"(?i)batching rule not implemented for kernlib"
+CHOSEN = r"kernlib\.pairwise\.default"  # by which the values of what was chosen are recorded
 TRANSFORMS = {
     "matmul": Transform(
         Call(product, (A, B, V), THREE), SIDES, TRANSFORM, UNMAPPED, TRANSFORM,
@@ -222,11 +223,11 @@ TRANSFORMS = {
     ),
     "topk": Transform(
         Call(lambda a, b: kl.kernel_topk(L1, a, b, 2)[0], (A, B), SIDES), SIDES,
-        TRANSFORM, UNMAPPED, TRANSFORM, None,
+        TRANSFORM, UNMAPPED, TRANSFORM, CHOSEN,
     ),
     "min": Transform(
         Call(lambda a, b: kl.kernel_min(L1, a, b)[0], (A, B), SIDES), SIDES,
-        TRANSFORM, UNMAPPED, TRANSFORM, None,
+        TRANSFORM, UNMAPPED, TRANSFORM, CHOSEN,
     ),
 }  # fmt: skip
 
@@ -279,9 +280,6 @@ QUIET = Quiet(
 )
 BROKEN = {
     "AOTInductor outside of inference_mode smoothed": EMPTY,
-    "compiled grad topk": "compiled, torch.func.grad gives zeros: it does not see that a requires "
-    "a gradient",
-    "compiled grad min": "as topk",
 }
 OPERATIONS = (
     Operation(
