@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.contract.library.calls import EXACT, close, compiled, same, slopes, targets
 from tests.contract.library.operations import OPERATIONS, each, every
+from tests.support.speeds import slow_but
 
 CALLS = [
     pytest.param(one, name, recording, id=f"{one.name}-{name}-{recording}")
@@ -28,7 +29,7 @@ def silence():
 
 
 # What AOTAutograd traces holds for what Dynamo does alone, but for what it would repair.
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("eager", "aot_eager")))
 @pytest.mark.parametrize(("operation", "case", "recording"), CALLS)
 def test_a_compiled_call_is_the_eager_one_and_says_nothing(operation, case, recording, backend):
     call = operation.calls[case]
@@ -113,7 +114,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", slow_but((True,), (False, True)))
 @pytest.mark.parametrize(("operation", "case", "recording"), SIZES)
 def test_every_size_may_be_dynamic(operation, case, recording, marked):
     sizes, near = operation.sizes[case], operation.near

@@ -10,6 +10,7 @@ import torch
 
 from tests.contract.library.calls import close, targets
 from tests.contract.library.operations import every
+from tests.support.speeds import slow_but
 
 
 def exported(given, strict, dynamic):
@@ -18,7 +19,7 @@ def exported(given, strict, dynamic):
     return torch.export.export(given.module(), (example,), dynamic_shapes=sizes, strict=strict)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", slow_but((True,), (False, True)))
 @pytest.mark.parametrize("strict", [False, True])
 @every(lambda one: one.exported)
 def test_an_exported_program_is_the_eager_one(operation, case, strict, dynamic):

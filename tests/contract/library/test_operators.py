@@ -17,8 +17,12 @@ def test_every_family_has_cases():
         assert any(name.startswith(f"tests.families.{family}.") for name in MODULES), family
 
 
-CHECKS = [
-    pytest.param(one, name, recording, id=f"{one.name}-{name}-{recording}")
+CHECKS = [  # of what records gradients the other calls are a sweep
+    pytest.param(
+        *(one, name, recording),
+        id=f"{one.name}-{name}-{recording}",
+        marks=[pytest.mark.slow] if check.places and not recording else [],
+    )
     for one in OPERATIONS
     for name, check in one.checks.items()
     for recording in ((False, True) if check.places else (False,))
