@@ -23,8 +23,8 @@ SPLIT = {"kind": "split"}
 
 
 def _split() -> ModuleType:
-    """The kernels of products, whose three modules cost the first call of any other descriptor
-    1.5 ms."""
+    """The kernels of products, whose three modules would cost the first call of any other
+    descriptor 3 ms."""
     from kernlib.families.pairwise.lowering import split
 
     return split
