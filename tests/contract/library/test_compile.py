@@ -12,8 +12,12 @@ from tests.contract.library.calls import EXACT, close, compiled, same, slopes, t
 from tests.contract.library.operations import OPERATIONS, each, every
 from tests.support.speeds import slow_but
 
-CALLS = [
-    pytest.param(one, name, recording, id=f"{one.name}-{name}-{recording}")
+CALLS = [  # of what records gradients the other calls are a sweep
+    pytest.param(
+        *(one, name, recording),
+        id=f"{one.name}-{name}-{recording}",
+        marks=[pytest.mark.slow] if call.places and not recording else [],
+    )
     for one in OPERATIONS
     for name, call in one.calls.items()
     for recording in ((False, True) if call.places else (False,))
