@@ -51,6 +51,6 @@ def test_a_launch_that_fails_ends_its_range(ranges):
     assert ranges == ["name", "end"]
 
 
-def test_the_variable(monkeypatch):
+def test_the_variable():
     assert settings.Settings.read({"KERNLIB_NVTX": "1"}).nvtx
     assert not settings.Settings.read({}).nvtx

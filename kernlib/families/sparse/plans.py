@@ -16,7 +16,7 @@ from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import allocator, arch_of, model
@@ -91,7 +91,7 @@ def padded(sizes: tuple[int, int, int], x: torch.Tensor) -> torch.Tensor:
 def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
     """The problem of a checked call."""
     (rows, cols), seen = w.shape, readable(x)
-    width = ceil_div(cols, WIDTH) * WIDTH
+    width = round_up(cols, WIDTH)
     stride = width if seen is None or call.columns == 1 else seen.vector
     written = columns_of(out) if out is not None else None
     if written is None:
@@ -133,7 +133,7 @@ def plan(
     problem = problem_of(call, w, x, out)
     lowered = lower(descriptor.epilogue, call, w, problem, arch, model(device).multiprocessors)
     vectors = tuple(parameters[name] for name in descriptor.vectors)
-    width = ceil_div(w.shape[1], WIDTH) * WIDTH
+    width = round_up(w.shape[1], WIDTH)
     return SparsePlan(
         columns=call.columns,
         shape=call.out_shape,

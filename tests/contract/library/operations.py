@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 
 import pytest
@@ -27,6 +27,22 @@ def parameters(of: Callable[[Operation], Iterable], promise: str = "", mark=None
         for one in OPERATIONS
         for case in of(one)
     ]
+
+
+def recordings(of: Callable[[Operation], Mapping]) -> pytest.MarkDecorator:
+    """Every case, and where it has places for gradients, with and without a record: of what records
+    them the calls without are a sweep."""
+    made = [
+        pytest.param(
+            *(one, name, recording),
+            id=f"{one.name}-{name}-{recording}",
+            marks=[pytest.mark.slow] if case.places and not recording else [],
+        )
+        for one in OPERATIONS
+        for name, case in of(one).items()
+        for recording in ((False, True) if case.places else (False,))
+    ]
+    return pytest.mark.parametrize(("operation", "case", "recording"), made)
 
 
 def each(promise: str = "") -> pytest.MarkDecorator:

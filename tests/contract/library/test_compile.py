@@ -9,19 +9,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.contract.library.calls import EXACT, close, compiled, same, slopes, targets
-from tests.contract.library.operations import OPERATIONS, each, every
+from tests.contract.library.operations import each, every, recordings
 from tests.support.speeds import slow_but
-
-CALLS = [  # of what records gradients the other calls are a sweep
-    pytest.param(
-        *(one, name, recording),
-        id=f"{one.name}-{name}-{recording}",
-        marks=[pytest.mark.slow] if call.places and not recording else [],
-    )
-    for one in OPERATIONS
-    for name, call in one.calls.items()
-    for recording in ((False, True) if call.places else (False,))
-]
 
 
 @contextlib.contextmanager
@@ -34,7 +23,7 @@ def silence():
 
 # What AOTAutograd traces holds for what Dynamo does alone, but for what it would repair.
 @pytest.mark.parametrize("backend", slow_but(("aot_eager",), ("eager", "aot_eager")))
-@pytest.mark.parametrize(("operation", "case", "recording"), CALLS)
+@recordings(lambda one: one.calls)
 def test_a_compiled_call_is_the_eager_one_and_says_nothing(operation, case, recording, backend):
     call = operation.calls[case]
     # What backends say beyond Dynamo is torch's own.
@@ -110,16 +99,8 @@ def test_a_descriptor_that_changes_takes_another_program(operation, given):
         close(made(current, *tensors), run(current, *tensors), EXACT)
 
 
-SIZES = [
-    pytest.param(one, name, recording, id=f"{one.name}-{name}-{recording}")
-    for one in OPERATIONS
-    for name, sizes in one.sizes.items()
-    for recording in ((False, True) if sizes.places else (False,))
-]
-
-
 @pytest.mark.parametrize("marked", slow_but((True,), (False, True)))
-@pytest.mark.parametrize(("operation", "case", "recording"), SIZES)
+@recordings(lambda one: one.sizes)
 def test_every_size_may_be_dynamic(operation, case, recording, marked):
     sizes, near = operation.sizes[case], operation.near
     counter, counts = CompileCounterWithBackend("aot_eager"), set()

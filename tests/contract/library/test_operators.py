@@ -9,24 +9,12 @@ from torch.library import opcheck
 
 import kernlib as kl
 from tests.architecture.package import FAMILIES
-from tests.contract.library.operations import MODULES, OPERATIONS, each, every
+from tests.contract.library.operations import MODULES, each, every, recordings
 
 
 def test_every_family_has_cases():
     for family in FAMILIES:
         assert any(name.startswith(f"tests.families.{family}.") for name in MODULES), family
-
-
-CHECKS = [  # of what records gradients the other calls are a sweep
-    pytest.param(
-        *(one, name, recording),
-        id=f"{one.name}-{name}-{recording}",
-        marks=[pytest.mark.slow] if check.places and not recording else [],
-    )
-    for one in OPERATIONS
-    for name, check in one.checks.items()
-    for recording in ((False, True) if check.places else (False,))
-]
 
 
 def leaf(value, recording: bool):
@@ -38,7 +26,7 @@ def leaf(value, recording: bool):
     return value
 
 
-@pytest.mark.parametrize(("operation", "case", "recording"), CHECKS)
+@recordings(lambda one: one.checks)
 def test_torchs_own_checks_of_operators_pass(operation, case, recording):
     kl.register_operators()
     name, arguments, places = operation.checks[case]

@@ -14,7 +14,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import Problem, is_deep
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
@@ -163,7 +163,7 @@ def _columns(dtype: str, precision: str, count: int) -> list[int]:
         return single[:1]
     row, least = hopper_common.row(dtype), known[-1] // 2
     whole = [columns for columns in known if columns % row == 0 and columns >= least]
-    return sorted(whole, key=lambda columns: (ceil_div(count, columns) * columns, -columns))
+    return sorted(whole, key=lambda columns: (round_up(count, columns), -columns))
 
 
 def _batch_last(problem: Problem) -> bool | None:

@@ -13,7 +13,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import Problem, is_deep
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
@@ -166,7 +166,7 @@ def variants(
 def _columns(dtype: str, precision: str, shape: Shape, count: int) -> list[int]:
     """Widths of tile by preference: those that pad the columns least, then the widest."""
     known = shapes(dtype, precision)[shape].columns
-    return sorted(known, key=lambda columns: (ceil_div(count, columns) * columns, -columns))
+    return sorted(known, key=lambda columns: (round_up(count, columns), -columns))
 
 
 def shape_of(problem: Problem) -> Shape | None:

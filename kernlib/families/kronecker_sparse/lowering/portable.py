@@ -23,7 +23,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
@@ -156,7 +156,7 @@ def packed(problem: Problem) -> Problem:
     if few or access(problem, right, problem.columns) != "gather":
         return problem
     chunk = 16 // DTYPES[problem.dtype].bytes
-    pitch = ceil_div(problem.depth, chunk) * chunk
+    pitch = round_up(problem.depth, chunk)
     lane = problem.columns * pitch
     made = problem._replace(right=Layout(problem.lanes * lane, lane, pitch, 1, 16, True))
     return made if _chunks(made) <= MAX_BLOCKS else problem
@@ -391,7 +391,7 @@ def _pack(problem: Problem, made: Layout) -> Step:
 
 def partial_layout(problem: Problem) -> tuple[OutLayout, int]:
     """Where one split's sums go, rows padded to whole runs, and the elements of one split."""
-    pitch = ceil_div(problem.columns, REDUCE_RUN) * REDUCE_RUN
+    pitch = round_up(problem.columns, REDUCE_RUN)
     lane = problem.rows * pitch
     block = problem.lanes * lane
     return OutLayout(block, lane, pitch, 1), problem.blocks * block

@@ -14,7 +14,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import portable, weight_gradient
 from kernlib.families.kronecker_sparse.lowering.problem import MAX_BLOCKS, Layout, Problem, is_deep
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
@@ -116,7 +116,7 @@ def _inner(problem: Problem, arch: str) -> ModuleType:
 def pitch(dtype: str, count: int) -> int:
     """From one turned line of ``count`` elements to the next: whole chunks of 16 bytes."""
     chunk = 16 // DTYPES[dtype].bytes
-    return ceil_div(count, chunk) * chunk
+    return round_up(count, chunk)
 
 
 def size(dtype: str, lines: int, count: int) -> int:

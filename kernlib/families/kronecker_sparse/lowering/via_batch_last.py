@@ -25,7 +25,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper, hopper_common, interleaved, transpose
 from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Problem
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import Lowered, Step
@@ -167,7 +167,7 @@ def slice_rows(problem: Problem) -> int:
     if problem.rows <= most or not most:
         return min(problem.rows, most)
     each = ceil_div(problem.rows, ceil_div(problem.rows, most))
-    return ceil_div(each, hopper.TILE_ROWS) * hopper.TILE_ROWS
+    return round_up(each, hopper.TILE_ROWS)
 
 
 def slices_of(problem: Problem, rows: int) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import Layout, Problem, 
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
@@ -122,7 +122,7 @@ def columns_of(count: int, lines: bool) -> int:
     known = WHOLE_COLUMNS if lines or count > COLUMNS[-1] else COLUMNS
     if count <= known[-1]:
         return next(columns for columns in known if columns >= count)
-    return min(known[1:], key=lambda columns: (ceil_div(count, columns) * columns, -columns))
+    return min(known[1:], key=lambda columns: (round_up(count, columns), -columns))
 
 
 def _tiles(problem: Problem, columns: int) -> int:
@@ -188,7 +188,7 @@ def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
 def spec(variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     dtype, lines, columns = variant
-    width = ceil_div(columns, TILE_DEPTH) * TILE_DEPTH if lines else columns
+    width = round_up(columns, TILE_DEPTH) if lines else columns
     stages, shared = hopper_common.stages(0, (TILE_ROWS + width) * hopper_common.ROW_BYTES)
     words = [f"{TILE_ROWS}x{columns}", "batch_first" if lines else "batch_last"]
     made = KernelSpec(

@@ -157,7 +157,7 @@ def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
     vectors = _out_vectors(problem, variant.out_dtype)
     fixed = fixed_parameters(problem, (tiles_q, tiles_k, tiles_o), parts, per_part, vectors)
     grid = (tiles_q * tiles_k, min(problem.batch * tiles_o * parts, MAX_BATCH_BLOCKS))
-    return Lowered((step(spec(variant, arch), grid, fixed),), 0, parts, per_part)
+    return Lowered((step(spec(variant, arch), grid, fixed),), parts=parts, per_part=per_part)
 
 
 def step(made: KernelSpec, grid: tuple[int, int], fixed: bytes) -> Step:

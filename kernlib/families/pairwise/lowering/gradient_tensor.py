@@ -21,7 +21,7 @@ from kernlib.families.pairwise.lowering.gradient import (
 from kernlib.families.pairwise.lowering.layout import access
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered
@@ -121,10 +121,7 @@ def pays(problem: Problem) -> bool:
     # One coefficient and points in lines, which the FP32 lanes read best: 12.65 ms against 14.05
     # for 768 features, by tiles of 128.
     width = _best(TILES[True][0], problem.features).features
-    return (
-        12.65 * ceil_div(problem.features, 128) * 128
-        > 14.05 * ceil_div(problem.features, width) * width
-    )
+    return 12.65 * round_up(problem.features, 128) > 14.05 * round_up(problem.features, width)
 
 
 def columns_of(problem: Problem, arch: str) -> int:
@@ -159,7 +156,7 @@ def lower(
     fixed = fixed_parameters(problem, (tiles_q, tiles_k, tiles_o), parts, per_part)
     grid = (tiles_q * tiles_k, min(problem.batch * tiles_o * parts, MAX_BATCH_BLOCKS))
     made = spec(Variant(problem.slope, columns, tile, out_dtype))
-    return Lowered((step(made, grid, fixed),), 0, parts, per_part)
+    return Lowered((step(made, grid, fixed),), parts=parts, per_part=per_part)
 
 
 def default(problem: Problem, arch: str) -> Tile:

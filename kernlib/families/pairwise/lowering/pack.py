@@ -15,7 +15,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering.direct import Problem
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
@@ -31,8 +31,7 @@ DOUBTFUL = PROBES // 64  # probed pairs above which the direct kernel does the w
 ALIGNMENT = 256  # of what lies in the workspace
 MAX_WORKSPACE = 2**32
 MAX_SIZE = 2**31 - 2**16  # of a side, in points or features
-# What the parameter structs hold behind pointers: of split/centre.cuh, a Side of split/pack.cuh and
-# what follows both.
+# A Side of split/pack.cuh, of which its parameter struct has two, and that of split/centre.cuh.
 SIDE = "6q4i"
 CENTRE_PARAMETERS = Parameters(4, "<6qq2iq2i4i")
 PACK_PARAMETERS = Parameters(8, f"<{SIDE}{SIDE}q4i")
@@ -89,7 +88,7 @@ def workspace(problem: Problem, variant) -> Workspace:
     pitch = stages * variant.depth
     entries = [1 if side.batch == 0 else problem.batch for side in (problem.a, problem.b)]
     points = [
-        ceil_div(count, tile) * tile
+        round_up(count, tile)
         for count, tile in ((problem.m, variant.rows), (problem.n, variant.columns))
     ]
     packed = [count * pitch * 2 * variant.copies for count in points]
@@ -99,7 +98,7 @@ def workspace(problem: Problem, variant) -> Workspace:
     sizes += [size * each for size, each in zip(packed, entries, strict=True)]
     places = [0]
     for size in sizes:
-        places.append(places[-1] + ceil_div(size, ALIGNMENT) * ALIGNMENT)
+        places.append(places[-1] + round_up(size, ALIGNMENT))
     strides = [0 if each == 1 else 1 for each in entries]
     return Workspace(
         *places, stages, pitch, centres,
@@ -150,7 +149,7 @@ def _pack_step(problem: Problem, variant, place: Workspace, names, difference: b
         (problem.a, problem.m, variant.rows, place.a_stride, place.a_points),
         (problem.b, problem.n, variant.columns, place.b_stride, place.b_points),
     ):
-        groups = ceil_div(count, tile) * tile // CHUNK
+        groups = round_up(count, tile) // CHUNK
         entries = 1 if layout.batch == 0 else problem.batch
         blocks += groups * entries
         sides += (*view(layout), count, stride, points, tile, groups, entries)

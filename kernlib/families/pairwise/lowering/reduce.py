@@ -117,7 +117,7 @@ def lower(
     grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
     pointers = tuple((name, 0) for name in OPERANDS)
     step = Step(spec(descriptor, made, arch), grid, fixed, pointers, scalar_count(descriptor))
-    return Lowered((step,), 0, splits, per_split)
+    return Lowered((step,), parts=splits, per_part=per_split)
 
 
 def fits(problem: Problem, arch: str) -> bool:

@@ -167,7 +167,7 @@ def lower(
         main,
         pack.gated_step(*behind.steps, place),
     )
-    return Lowered(steps, place.size, behind.parts, per_split)
+    return Lowered(steps, place.size, parts=behind.parts, per_part=per_split)
 
 
 def _main_step(

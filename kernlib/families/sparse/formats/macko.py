@@ -24,7 +24,7 @@ import torch
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.encoding import readable
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import round_up
 
 FORMAT = "macko"
 TENSORS = ("values", "deltas", "row_ptr")
@@ -193,7 +193,7 @@ def _rows(counts: torch.Tensor, nnz: torch.Tensor | int) -> tuple[torch.Tensor, 
     found = torch.as_tensor(nnz, dtype=torch.int64, device=counts.device).reshape(1)
     most = [t.max().reshape(1) if t.numel() else ends[:1] for t in (counts, busy)]
     numbers = torch.cat((ends[-1:], most[0].to(torch.int64), most[1], found)).tolist()
-    entries = ceil_div(numbers[0], PADDED) * PADDED
+    entries = round_up(numbers[0], PADDED)
     row_ptr = ends if entries >= WIDE_FROM else ends.to(torch.int32)
     return row_ptr, dict(zip(FACTS, (entries, *numbers[1:]), strict=True))
 

@@ -61,7 +61,7 @@ from kernlib.families.sparse.lowering.codes import (
     Code,
     grid,
 )
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 
 # Default widths, of 2-byte values: 8 copies of 8 vectors' x fill Hopper's shared memory at 1792.
 LEAST_WIDTH, MOST_WIDTH = 512, 1792
@@ -212,7 +212,7 @@ def _check_columns(
     steps = cpu.steps_of_lanes(code, tensors["data"], offsets, dtype.itemsize)
     columns = steps + code.least * (offsets.diff()[:, None] - 1)  # of each lane's last code
     last = shape[1] - (panels - 1) * width
-    most = ceil_div(last, code.unit) * code.unit if code.least else last
+    most = round_up(last, code.unit) if code.least else last
     whole = slices * (panels - 1)
     if bool((columns[:whole] >= width).any() | (columns[whole:] >= most).any()):
         raise ValueError(
@@ -229,7 +229,7 @@ def panel_width(rows: int, cols: int, itemsize: int) -> int:
     panels = range(fewest, max(fewest, cols // LEAST_WIDTH) + 1)
 
     def cost(width: int) -> tuple[int, int]:
-        waves = -(-slices * ceil_div(cols, width) // WAVE)
+        waves = ceil_div(slices * ceil_div(cols, width), WAVE)
         return waves * (width + SLICE_COST), -width
 
     return min((-(-cols // (16 * n)) * 16 for n in panels), key=cost)

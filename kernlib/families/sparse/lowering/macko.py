@@ -14,7 +14,7 @@ from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
@@ -111,7 +111,7 @@ def variant_of(problem: Problem, arch: str, ranges: bool) -> Variant:
         if columns >= 2 * problem.columns:
             continue
         made = Variant(problem.dtype, wide, *_shape(problem.dtype, columns), columns, 0, ranges)
-        needed = ceil_div(problem.cols, 8) * 8 * itemsize * columns
+        needed = round_up(problem.cols, 8) * itemsize * columns
         for shared in _tiers(made, arch):
             if needed <= shared:
                 return made._replace(shared=shared)
