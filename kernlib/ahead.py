@@ -19,7 +19,7 @@ from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
 from kernlib.progress import check as check_progress
 from kernlib.progress import shown
-from kernlib.run import op_of
+from kernlib.run import ahead_of
 from kernlib.runtime import devices
 from kernlib.runtime.tensors import check_flag
 
@@ -89,18 +89,18 @@ def prepare(
     _check_options(workers, progress, debug)
     with events.on_stderr() if debug else nullcontext():
         listed = _several(descriptors)
-        waiting = [d for d in listed if not op_of(d).prepared(d, *tensors, **arguments)]
+        waiting = [d for d in listed if not ahead_of(d).prepared(d, *tensors, **arguments)]
         device = _device_of(tensors) if waiting else None
         if device is not None:
             arch = devices.arch_of(device)
-            wanted = (op_of(d).specs(d, arch, tensors, arguments, device) for d in waiting)
+            wanted = (ahead_of(d).specs(d, arch, tensors, arguments, device) for d in waiting)
             missing = devices.unloaded([spec for specs in wanted for spec in specs], device)
             build_all([(spec, arch) for spec in missing], workers, progress)
             for spec in missing:
                 devices.load(spec, device)
         if device is None or not tensors[0].is_meta:
             for descriptor in waiting:
-                op_of(descriptor).prepare(descriptor, *tensors, **arguments)
+                ahead_of(descriptor).prepare(descriptor, *tensors, **arguments)
 
 
 def build_all(
@@ -157,7 +157,7 @@ def _check_workers(workers: int | None) -> None:
 
 def _device_of(tensors: tuple) -> int | None:
     """The GPU to prepare: that of the tensors, the current one for ``meta`` ones. None leaves it to
-    the op, which checks CPU tensors and says what is wrong with others."""
+    the family, which checks CPU tensors and says what is wrong with others."""
     first = tensors[0] if tensors else None
     if not isinstance(first, torch.Tensor):
         return None
@@ -186,17 +186,17 @@ def _several(value) -> tuple:
 
 
 def _wanted(descriptor: Descriptor, arch: str, specs, dtypes: tuple, arguments: dict) -> list:
-    op = op_of(descriptor)
+    family = ahead_of(descriptor)
     if specs is None:
         for dtype in dtypes:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"dtypes must be torch dtypes, got {dtype!r}")
         try:
-            return op.variants(descriptor, arch, dtypes)
+            return family.variants(descriptor, arch, dtypes)
         except KeyError as error:
             raise TypeError(f"dtypes: {descriptor.family} has no kernels for {error}") from None
     tensors = _several(specs)
     if not tensors or not all(isinstance(t, torch.Tensor) or hasattr(t, "layout") for t in tensors):
         given = ", ".join(type(t).__name__ for t in tensors) or "none"
         raise TypeError(f"specs must be the tensors of one call, got {given}")
-    return op.specs(descriptor, arch, tensors, arguments)
+    return family.specs(descriptor, arch, tensors, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,29 +14,31 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
 from kernlib.descriptors.base import Descriptor
+from kernlib.families import OPERATORS
 from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.matrix import SparseMatrix
 
-# The modules that register operators.
-_LIBRARIES = {
-    "kronecker_sparse_library": "kronecker_sparse.library",
-    "pairwise_library": "pairwise.library",
-    "pairwise_reduce_library": "pairwise.reductions.library",
-    "sparse_library": "sparse.library",
-}
-_ops: dict[type, ModuleType] = {}
+_runs: dict[type, Callable] = {}
 
 
-def op_of(descriptor: Descriptor) -> ModuleType:
-    """The module that implements a descriptor's family. Raises TypeError for anything else."""
-    op = _ops.get(type(descriptor))
-    if op is None:
-        _check_descriptor(descriptor)
-        op = import_module(f"kernlib.families.{descriptor.family}.operation")
-        _ops[type(descriptor)] = op
-    return op
+def _run_of(descriptor: Descriptor) -> Callable:
+    """What runs calls of a descriptor. Raises TypeError for what is none."""
+    runs = _module_of(descriptor, "operation").RUNS
+    run = next(run for kind, run in runs.items() if isinstance(descriptor, kind))
+    _runs[type(descriptor)] = run
+    return run
+
+
+def ahead_of(descriptor: Descriptor) -> ModuleType:
+    """What prepares, compiles and tunes calls of a descriptor. Raises TypeError for others."""
+    return _module_of(descriptor, "ahead")
+
+
+def _module_of(descriptor: Descriptor, name: str) -> ModuleType:
+    _check_descriptor(descriptor)
+    return import_module(f"kernlib.families.{descriptor.family}.{name}")
 
 
 def _check_descriptor(descriptor) -> None:
@@ -46,19 +49,20 @@ def _check_descriptor(descriptor) -> None:
 
 
 def __getattr__(name: str):
-    """The modules that register operators, imported when first asked for: Dynamo follows an
+    """``<name>_operators``: one of OPERATORS, imported when first asked for. Dynamo follows an
     attribute of a module where it refuses ``import_module``."""
-    if name in _LIBRARIES:
-        return import_module(f"kernlib.families.{_LIBRARIES[name]}")
+    known = name.removesuffix("_operators")
+    if known != name and known in OPERATORS:
+        return import_module(f"kernlib.families.{OPERATORS[known]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _library_of(descriptor: Descriptor) -> ModuleType:
+def _operators_of(descriptor: Descriptor) -> ModuleType:
     """The module that runs a family by way of ``torch.library``."""
     from kernlib import run
 
     _check_descriptor(descriptor)
-    return getattr(run, f"{descriptor.family}_library")
+    return getattr(run, f"{descriptor.family}_operators")
 
 
 def register_operators() -> None:
@@ -66,7 +70,7 @@ def register_operators() -> None:
 
     Whoever traces or compiles a call has them without this.
     """
-    for name in _LIBRARIES.values():
+    for name in OPERATORS.values():
         import_module(f"kernlib.families.{name}")
 
 
@@ -78,7 +82,7 @@ def run_kernel(
 ) -> torch.Tensor:
     """Run the kernel that ``descriptor`` describes on ``tensors`` and return its output.
 
-    The family's own module says which tensors and keyword arguments it takes: for
+    The descriptor's class says which tensors and keyword arguments it takes; for
     :class:`kernlib.Pairwise` see :func:`kernlib.families.pairwise.operation.run`. CUDA tensors run
     on their device, on torch's current stream, without waiting for the device; the kernel is
     compiled at most once and then kept in the cache. CPU tensors are computed in plain PyTorch.
@@ -98,9 +102,9 @@ def run_kernel(
     # With torch.compiler.is_compiling in place of the first two, 45 ns would be 120, and fake
     # tensors and make_fx not seen.
     if is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing():
-        return _library_of(descriptor).run(descriptor, *tensors, debug=debug, **arguments)
-    op = _ops.get(type(descriptor)) or op_of(descriptor)
+        return _operators_of(descriptor).run(descriptor, *tensors, debug=debug, **arguments)
+    run = _runs.get(type(descriptor)) or _run_of(descriptor)
     if debug:
         with events.on_stderr():
-            return op.run(descriptor, *tensors, **arguments)
-    return op.run(descriptor, *tensors, **arguments)
+            return run(descriptor, *tensors, **arguments)
+    return run(descriptor, *tensors, **arguments)

@@ -1,6 +1,6 @@
 """Timing the kernels that could compute a call, and keeping the fastest.
 
-A family takes part with two functions in its op module, besides those of run_kernel and compile:
+A family takes part with a function of its module ``ahead`` and a question:
 
 - ``choices(descriptor, *tensors, **arguments)`` checks a call like ``run`` and answers with
   :class:`kernlib.runtime.candidates.Candidates`: the device, each kernel with the choice that sets
@@ -31,7 +31,7 @@ from kernlib.jit import targets, tuning
 from kernlib.jit.entry import Entry
 from kernlib.progress import check as check_progress
 from kernlib.progress import shown, wanted
-from kernlib.run import op_of
+from kernlib.run import ahead_of
 from kernlib.runtime import devices
 from kernlib.runtime.candidates import Candidate
 from kernlib.runtime.plan import forget_plans
@@ -133,7 +133,7 @@ def tune(
     while the stream captures: nothing runs then that could be timed.
     """
     check_progress(progress)
-    found = op_of(descriptor).choices(descriptor, *tensors, **arguments)
+    found = ahead_of(descriptor).choices(descriptor, *tensors, **arguments)
     gpu = devices.model(found.device)
     with torch.cuda.device(found.device):
         if torch.cuda.is_current_stream_capturing():

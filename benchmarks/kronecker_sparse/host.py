@@ -83,12 +83,12 @@ def hot_call(
 
 def kernels(arch: str) -> list[KernelSpec]:
     """Every kernel of the section ``patterns``, once."""
-    from kernlib.families.kronecker_sparse import operation as op
+    from kernlib.families.kronecker_sparse import ahead
 
     found = [
         spec
         for problem in problems("patterns", PATTERNS, tuple(KINDS))
-        for spec in op.specs(problem.descriptor, arch, stand_ins(problem), {})
+        for spec in ahead.specs(problem.descriptor, arch, stand_ins(problem), {})
     ]
     return list({spec.canonical(): spec for spec in found}.values())
 

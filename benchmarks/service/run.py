@@ -6,12 +6,8 @@ cases need no GPU.
 
 from __future__ import annotations
 
-import compileall
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,14 +18,14 @@ import torch
 import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session, attempt, note
+from benchmarks.service import first_use
+from benchmarks.service.processes import child
 
 SOURCE = '#include "pairwise/direct/direct.cuh"'
-ROOT = Path(__file__).resolve().parents[2]
 FIRST_SHAPE = (1000, 1000, 1024)  # small enough that the kernel itself takes 0.1 ms
 PROCESSES = 3
 BATCHES, CALLS = 10, 2000
 COMPILES = 3
-TIMEOUT_S = 240
 COMPILE_MUST_MS, COMPILE_MUST_CPU_MS = 400.0, 1200.0  # beside a GPU, and on two CPU cores
 CUBIN_MUST = 100 * 1024
 CPU_ARCH = "sm_90a"
@@ -78,26 +74,6 @@ def first_call_elsewhere(cached: bool, cache_dir: str) -> float:
     return report["ms"]
 
 
-def child(code: str, cache_dir: str, **variables: str) -> dict:
-    """Run code in a fresh interpreter and read the JSON of its last line."""
-    # Byte-compiled, as pip leaves it: compiling 20 modules would add 20 ms to a first call.
-    compileall.compile_dir(ROOT / "kernlib", quiet=1)
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KERNLIB_")}
-    own = {"KERNLIB_CACHE_DIR": cache_dir, "CUDA_CACHE_DISABLE": "1", **variables}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**inherited, **own, "PYTHONPATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"a fresh process failed: {done.stderr.strip()[-600:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def first_calls(session: Session) -> dict[str, float]:
     """Medians of the cold and the cached first call, measured in pairs once a session."""
     if "cold" not in session.ours:
@@ -114,6 +90,26 @@ def _pair() -> tuple[float, float]:
 
 def first_call_row(kind: str, must: float, session: Session) -> Row:
     return Row(f"first call {kind}", "ms", first_calls(session)[kind], must=must)
+
+
+# First uses, imports counted.
+
+
+def first_use_row(name: str, kind: str, session: Session) -> Row:
+    """The median of first uses in fresh processes, by an empty cache or by the one that filled."""
+    known = session.ours
+    if f"{name} {kind}" not in known:
+        pairs = [_uses(name) for _ in range(1 if session.quick else PROCESSES)]
+        for place, each in enumerate(first_use.KINDS):
+            known[f"{name} {each}"] = statistics.median(pair[place] for pair in pairs)
+    must = first_use.MUSTS[kind]
+    return Row(f"first use {name} {kind}", "ms", known[f"{name} {kind}"], must=must)
+
+
+def _uses(name: str) -> list[float]:
+    code = f"from benchmarks.service.first_use import use; use({name!r})"
+    with tempfile.TemporaryDirectory(prefix="kernlib-bench-") as directory:
+        return [child(code, directory)["ms"] for _ in first_use.KINDS]
 
 
 # The hot call.
@@ -184,7 +180,7 @@ def triton_add(x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
 
 def spec_and_arch(p: float) -> tuple[object, str]:
     """The kernel of ``cdist p=... 30000x30000x1024 fp32``, for this GPU or for CPU_ARCH."""
-    from kernlib.families.pairwise import operation
+    from kernlib.families.pairwise import ahead
     from kernlib.jit import targets
 
     points = torch.empty(30000, 1024, device="meta")
@@ -192,7 +188,7 @@ def spec_and_arch(p: float) -> tuple[object, str]:
     arch = targets.arch_of(torch.cuda.get_device_capability()) if cuda else CPU_ARCH
     one = p == 1
     descriptor, arguments = (kl.l1_distance(), {}) if one else (kl.p_distance(), {"p": p})
-    return operation.specs(descriptor, arch, (points, points), arguments)[0], arch
+    return ahead.specs(descriptor, arch, (points, points), arguments)[0], arch
 
 
 def compile_row(p: float, session: Session) -> Row:
@@ -222,6 +218,11 @@ def cases() -> list[Case]:
     return [
         Case("first call cold", lambda session: first_call_row("cold", 1000.0, session)),
         Case("first call cached", lambda session: first_call_row("cached", 10.0, session)),
+        *[
+            Case(f"first use {name} {kind}", lambda s, n=name, k=kind: first_use_row(n, k, s))
+            for name in first_use.OPERATIONS
+            for kind in first_use.KINDS
+        ],
         Case("hot call 64x64x8", hot_call),
         *[Case(f"compile p={p:g}", lambda s, p=p: compile_row(p, s)) for p in (1, 1.3)],
         *[Case(f"cubin p={p:g}", lambda s, p=p: cubin_row(p, s)) for p in (1, 1.3)],

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.service.soak_workers import ARCH, fill, forked, right, spec, use
 from kernlib.jit import layers, service
 from kernlib.jit.environment import walk
-from kernlib.jit.presence import fingerprint
+from kernlib.jit.open_stores import fingerprint
 
 KEYS = 120  # enough for a branch page above the leaves
 PAGE = 4096

@@ -1,5 +1,15 @@
 """One package a family of operations; none of them imports another.
 
-Each reads in the order descriptor, arguments (``checks``), lowering, reference, gradients,
-operation. What two of them need lies in ``kernlib.lowering`` or ``kernlib.runtime``.
+Each reads in the order descriptor, arguments (``checks``), lowering, reference, plans, primitive
+(``product``, ``matrix``), gradients, operation, operators, ahead. What two of them need lies in
+``kernlib.lowering`` or ``kernlib.runtime``.
 """
+
+# Modules that register operators of torch.library, below this package, by what they are known as.
+# ``run`` of a family's own answers run_kernel where somebody records the call.
+OPERATORS = {
+    "kronecker_sparse": "kronecker_sparse.operators",
+    "pairwise": "pairwise.operators",
+    "pairwise_reduce": "pairwise.reductions.operators",
+    "sparse": "sparse.operators",
+}

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import lmdb
 
-from kernlib.jit import entry, private
+from kernlib.jit import entry, permissions
 from kernlib.jit.entry import Entry
 from kernlib.jit.environment import walk
 
-FILE = private.BUNDLE
+FILE = permissions.BUNDLE
 DATABASE = b"kernels"
 KEY_BYTES = 32
 ROOM = 64 << 20  # of the map it is written in, beyond twice what it holds

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import lmdb
 
-from kernlib.jit import private
+from kernlib.jit import permissions
 from kernlib.jit.locks import hold_file, surely
-from kernlib.jit.presence import Presence, dead_marks, fingerprint
+from kernlib.jit.open_stores import Presence, dead_marks, fingerprint
 
 LAYOUT, STORE, DATA, GATE, LOCKS = "v1", "store", "data.mdb", "store.lock", "locks"
 DATABASES = ("kernels", "days", "tuning")
@@ -109,13 +109,13 @@ class Environment:
 
     def open(self) -> None:
         """Open or create it; a damaged one is moved aside. Raises OSError, lmdb.Error."""
-        private.refuse_network(self.directory)
-        private.refuse_bundle(self.directory)
+        permissions.refuse_network(self.directory)
+        permissions.refuse_bundle(self.directory)
         root = self.directory / LAYOUT
         for folder in (self.directory, root, self.path, root / LOCKS):
-            private.make_private(folder)
+            permissions.make_private(folder)
         for file in (self._data, self.path / "lock.mdb"):
-            private.refuse_odd(file)
+            permissions.refuse_odd(file)
         try:
             self._gated(self._open_checked)
         except BaseException:
@@ -132,7 +132,7 @@ class Environment:
             if not isinstance(error, DAMAGE) and not (self._data.is_file() and walk(self._data)):
                 raise
             self._move_aside()
-            private.make_private(self.path)
+            permissions.make_private(self.path)
             self._attach()
 
     def _check_pages(self) -> None:
@@ -178,7 +178,7 @@ class Environment:
 
     def _attach(self) -> None:
         """Open with the largest map that address space (ulimit -v), file size and disk allow."""
-        private.reserve_lock_file(self.path / "lock.mdb")
+        permissions.reserve_lock_file(self.path / "lock.mdb")
         asked = self._map_bytes
         while True:
             try:
@@ -213,7 +213,7 @@ class Environment:
         self._extend()
         if size is None:
             os.chmod(self._data, 0o600)  # whatever the umask says
-        self._file = private.identity(self._data)
+        self._file = permissions.identity(self._data)
         self._env.reader_check()
         with self._env.begin(write=True) as txn:
             self._kernels, self._days, self._tuning = (
@@ -244,7 +244,7 @@ class Environment:
             self._gated(self._move_aside_if_ours)
 
     def _move_aside_if_ours(self) -> None:
-        if private.identity(self._data) == self._file:
+        if permissions.identity(self._data) == self._file:
             self._move_aside()
 
     def _abandon(self) -> None:
@@ -263,7 +263,7 @@ class Environment:
         """verb(*args), or None for whatever LMDB or the system raised; damage is moved aside."""
         with self._lock:
             try:
-                if self._env is not None and private.identity(self._data) != self._file:
+                if self._env is not None and permissions.identity(self._data) != self._file:
                     self._abandon()  # another process has moved it aside
                 if self._env is None:
                     self.open()

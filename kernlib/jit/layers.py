@@ -24,7 +24,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.jit.store import LmdbStore, MemoryStore, locks_directory, open_store
 
 
-class Wanted(NamedTuple):
+class Request(NamedTuple):
     """A kernel for one target, and the keys it is kept under."""
 
     spec: KernelSpec
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
         events.emit(name, self.key.hex(), self.arch, self.spec.description, **fields)
 
 
-def wanted(spec: KernelSpec, arch: str) -> Wanted:
+def request_of(spec: KernelSpec, arch: str) -> Request:
     """The kernel with its keys: sha256 over all that decides its cubin."""
     parts = (
         entry.SCHEMA,
@@ -53,7 +53,7 @@ def wanted(spec: KernelSpec, arch: str) -> Wanted:
     headers = sources.system_includes(spec.source)
     if headers:
         compiler += (toolchain.header_digest(headers),)
-    return Wanted(spec, arch, hashlib.sha256(encode(compiler)).digest(), portable)
+    return Request(spec, arch, hashlib.sha256(encode(compiler)).digest(), portable)
 
 
 class Layers(NamedTuple):
@@ -63,7 +63,7 @@ class Layers(NamedTuple):
     locks: KeyLocks | MemoryLocks
     bundles: tuple = ()
 
-    def find(self, kernel: Wanted) -> Entry | None:
+    def find(self, kernel: Request) -> Entry | None:
         """The first whole entry; anything odd is a miss."""
         for where, key, value in self._values(kernel):
             found = None if value is None else entry.unpack(key, value)
@@ -73,21 +73,21 @@ class Layers(NamedTuple):
                 return found
         return None
 
-    def _values(self, kernel: Wanted) -> Iterator[tuple[str, bytes, bytes | None]]:
+    def _values(self, kernel: Request) -> Iterator[tuple[str, bytes, bytes | None]]:
         for key in (kernel.key, kernel.portable):
             yield self.kind, key, self.store.get(key)
         if kernel.portable not in _refused:
             for bundle in self.bundles:
                 yield "bundle", kernel.portable, bundle.get(kernel.portable)
 
-    def keep(self, kernel: Wanted, made: Entry) -> None:
+    def keep(self, kernel: Request, made: Entry) -> None:
         """Put a compiled kernel into the store, which may decline."""
         meta = {**made.meta, "portable": kernel.portable.hex()}
         value = entry.pack(kernel.key, Entry(made.kernel, made.cubin, meta))
         if self.store.put(kernel.key, value):
             kernel.emit("store", bytes=len(value), where=self.kind)
 
-    def drop(self, kernel: Wanted) -> None:
+    def drop(self, kernel: Request) -> None:
         """Forget it in the store, and pass over what the bundles hold of it."""
         _refused.add(kernel.portable)
         for key in (kernel.key, kernel.portable):
@@ -127,7 +127,7 @@ def _open(directories: tuple[Path, ...], budget: int) -> Layers:
 def _open_bundle(folder: Path):
     """The bundle, once for each file and process; one that cannot be used costs a warning."""
     from kernlib.jit import bundle  # few have one
-    from kernlib.jit.presence import fingerprint
+    from kernlib.jit.open_stores import fingerprint
 
     real = str(folder)
     try:

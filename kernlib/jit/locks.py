@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from kernlib.jit import private
+from kernlib.jit import permissions
 
 SHARDS = 256
 FIRST_POLL_S = 0.001
@@ -139,7 +139,7 @@ class _KeyHold(Hold):
         if not self._threads.acquire():
             return False
         try:
-            private.make_folder(self._file.path.parent)
+            permissions.make_folder(self._file.path.parent)
             return self._file.acquire()
         except OSError:
             return False
@@ -179,7 +179,7 @@ class FileHold(Hold):
         for: then two owners would hold two files of one name."""
         self._owner = os.getpid()
         with _guard:
-            self._fd = private.open_plain(self.path, os.O_RDWR | os.O_CREAT)
+            self._fd = permissions.open_plain(self.path, os.O_RDWR | os.O_CREAT)
             _open_fds[self._fd] = self
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

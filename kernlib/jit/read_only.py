@@ -13,7 +13,7 @@ from pathlib import Path
 
 import lmdb
 
-from kernlib.jit import private
+from kernlib.jit import permissions
 from kernlib.jit.bundle import Bundle
 from kernlib.jit.environment import DATA, GATE, GATE_TIMEOUT_S, LAYOUT, STORE, walk
 from kernlib.jit.locks import hold_file, surely
@@ -79,7 +79,7 @@ def find(directory: Path, error: Exception) -> tuple[ReadOnlyCache | None, str]:
     if not (store / DATA).is_file():
         return None, meaning
     for part in (directory, directory / LAYOUT, store, store / DATA):
-        private.refuse_others(part, os.stat(part), (0, os.geteuid()))
+        permissions.refuse_others(part, os.stat(part), (0, os.geteuid()))
     found = ReadOnlyCache(store, gate)
     return (found if found.alone(_is_whole, store / DATA) else None), meaning
 

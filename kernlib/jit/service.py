@@ -6,7 +6,6 @@ tensor or a family, and nothing touches the driver but :func:`load`.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import NamedTuple
 
@@ -14,9 +13,9 @@ from kernlib import settings
 from kernlib.errors import CompileError, NotCachedError
 from kernlib.jit import toolchain
 from kernlib.jit.entry import Entry
-from kernlib.jit.flights import Flights
-from kernlib.jit.layers import Layers, Wanted, layers, wanted
+from kernlib.jit.layers import Layers, Request, layers, request_of
 from kernlib.jit.locks import ForkGuard, surely
+from kernlib.jit.single_flight import SingleFlight
 from kernlib.jit.spec import KernelSpec
 
 # What the driver says of a cubin that is none, or one for another device.
@@ -26,26 +25,25 @@ UNASKED_SHARED_BYTES = 32 * 1024
 
 
 class Kernel(NamedTuple):
-    """A kernel of one device, ready to launch. ``function`` is the CUfunction as an int; ``owner``
-    keeps it alive."""
+    """A kernel of one device, ready to launch until the process ends: its library is never
+    unloaded. ``function`` is the CUfunction as an int."""
 
     spec: KernelSpec
     key: str
     arch: str
     function: int
-    owner: object
 
 
 _kernels: dict[tuple[int, bytes], Kernel] = {}
-_loads: Flights = Flights()
-_builds: Flights = Flights()
+_loads: SingleFlight = SingleFlight()
+_builds: SingleFlight = SingleFlight()
 _unforked = ForkGuard()  # around NVRTC, and imports of many modules
 _failures: dict[bytes, tuple] = {}  # arguments of CompileErrors: a raised one holds its callers
 
 
 def digest(spec: KernelSpec, arch: str) -> bytes:
     """The key that a kernel compiled here is kept under."""
-    return wanted(spec, arch).key
+    return request_of(spec, arch).key
 
 
 def loaded(spec: KernelSpec, device: int, arch: str) -> Kernel | None:
@@ -58,7 +56,7 @@ def kernel(spec: KernelSpec, device: int, arch: str) -> Kernel:
 
     Raises CompileError, UnsupportedError or NotCachedError; never for a bad cache.
     """
-    asked = wanted(spec, arch)
+    asked = request_of(spec, arch)
     found = _kernels.get((device, asked.key))
     return found or _loads.do((device, asked.key), lambda: _publish(asked, device))
 
@@ -70,7 +68,7 @@ def build(spec: KernelSpec, arch: str) -> Entry:
     Raises CompileError (remembered: the same source is not tried twice in a process),
     UnsupportedError, or NotCachedError under KERNLIB_ASSERT_CACHED.
     """
-    asked = wanted(spec, arch)
+    asked = request_of(spec, arch)
     return _builds.do(asked.key, lambda: _find_or_compile(asked))
 
 
@@ -80,7 +78,7 @@ def forget() -> None:
     _failures.clear()
 
 
-def _find_or_compile(asked: Wanted) -> Entry:
+def _find_or_compile(asked: Request) -> Entry:
     asked.emit("lookup")
     found = layers().find(asked)
     if found is not None:
@@ -103,7 +101,7 @@ def _find_or_compile(asked: Wanted) -> Entry:
         return layers().find(asked) or _compile(layers(), asked)
 
 
-def _compile(into: Layers, asked: Wanted) -> Entry:
+def _compile(into: Layers, asked: Request) -> Entry:
     try:
         work = _unforked.work()
         with surely(work), work:
@@ -117,20 +115,22 @@ def _compile(into: Layers, asked: Wanted) -> Entry:
         raise
     report = {f: made.meta[f] for f in ("registers", "spill_bytes", "shared_bytes")}
     asked.emit("compile", ms=made.meta["compile_ms"], **report)
-    now = wanted(asked.spec, asked.arch)  # another NVRTC may have been loaded than was looked for
+    now = request_of(
+        asked.spec, asked.arch
+    )  # another NVRTC may have been loaded than was looked for
     if now.portable == asked.portable:  # else the sources were read anew meanwhile
         into.keep(now, made)
     return made
 
 
-def _publish(asked: Wanted, device: int) -> Kernel:
+def _publish(asked: Request, device: int) -> Kernel:
     found = _kernels.get((device, asked.key))
     if found is None:
         found = _kernels[device, asked.key] = _load_or_rebuild(asked, device)
     return found
 
 
-def _load_or_rebuild(asked: Wanted, device: int) -> Kernel:
+def _load_or_rebuild(asked: Request, device: int) -> Kernel:
     built = build(asked.spec, asked.arch)
     try:
         return load(built, asked, device)
@@ -142,22 +142,21 @@ def _load_or_rebuild(asked: Wanted, device: int) -> Kernel:
     return load(build(asked.spec, asked.arch), asked, device)
 
 
-def load(built: Entry, asked: Wanted, device: int) -> Kernel:
+def load(built: Entry, asked: Request, device: int) -> Kernel:
     """Load a cubin on ``device``, which must be current, and raise its shared-memory limit."""
     work = _unforked.work()
     with surely(work), work:
-        core = toolchain.cuda_core()
-        from cuda.bindings import driver
-
+        driver = toolchain.cuda_driver()
     spec = asked.spec
-    owner = core.ObjectCode.from_cubin(built.cubin).get_kernel(built.kernel)
+    library = _check(driver.cuLibraryLoadData(built.cubin, [], [], 0, [], [], 0))
+    kernel = _check(driver.cuLibraryGetKernel(library, built.kernel.encode()))
     # The function itself, so that a lazy driver loads it now and not inside a graph's capture.
-    function = _check(driver.cuKernelGetFunction(int(owner.handle)))
+    function = _check(driver.cuKernelGetFunction(kernel))
     if spec.shared_bytes > UNASKED_SHARED_BYTES:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(function, limit, spec.shared_bytes))
     asked.emit("load", device=device, bytes=len(built.cubin))
-    return Kernel(spec, asked.key.hex(), asked.arch, int(function), owner)
+    return Kernel(spec, asked.key.hex(), asked.arch, int(function))
 
 
 def _check(result: tuple):
@@ -168,11 +167,8 @@ def _check(result: tuple):
 
 
 def _after_in_child() -> None:
-    """Forget the parent's kernels without letting go of them, not even at the end: they would be
-    unloaded with a driver that no child can use."""
-    global _kernels
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kernels))
-    _kernels = {}
+    """Forget the parent's kernels, which are of a driver that no child can use."""
+    _kernels.clear()
     _unforked.__init__()
 
 

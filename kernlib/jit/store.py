@@ -21,7 +21,7 @@ from pathlib import Path
 
 import lmdb
 
-from kernlib.jit import private
+from kernlib.jit import permissions
 from kernlib.jit.environment import DAMAGE, LAYOUT, LOCKS, Environment
 from kernlib.jit.memory import MemoryStore
 from kernlib.settings import MAP_BYTES
@@ -177,7 +177,7 @@ class LmdbStore(Environment):
         with self._lock:
             if self._env is None:
                 with contextlib.suppress(OSError):
-                    self._file = private.identity(self._data)
+                    self._file = permissions.identity(self._data)
             super().set_aside()
 
     def close(self) -> None:

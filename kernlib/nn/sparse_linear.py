@@ -14,8 +14,9 @@ from torch.compiler import is_dynamo_compiling
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.formats.registry import check_format
+from kernlib.families.sparse.layout import DTYPES, format_of, parse_layout
 from kernlib.families.sparse.lowering.rates import check_columns
-from kernlib.families.sparse.matrix import DTYPES, SparseMatrix, compress, format_of, parse_layout
+from kernlib.families.sparse.matrix import SparseMatrix, compress
 from kernlib.families.sparse.prune import check_density, check_per, magnitude
 from kernlib.nn.activations import as_activation
 from kernlib.run import run_kernel

@@ -143,7 +143,7 @@ def autocast(operands: tuple, parameters: dict, dtype: torch.dtype | None = None
         return operands, parameters
     dtype = dtype or torch.get_autocast_dtype(kind)
     cast = {name: _cast(value, dtype) for name, value in parameters.items()}
-    return [_cast(operand, dtype) for operand in operands], cast
+    return tuple(_cast(operand, dtype) for operand in operands), cast
 
 
 def _cast(value, dtype: torch.dtype):
@@ -200,7 +200,8 @@ def positive(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
     """Arguments that a kernel may read: the lazy negation of a view is not in its memory, and a
     zero tensor has none."""
     real = {name: materialised(value) for name, value in tensors_of(parameters).items()}
-    return tuple(map(materialised, operands)), parameters | real
+    tensors = (materialised(x) if isinstance(x, torch.Tensor) else x for x in operands)
+    return tuple(tensors), parameters | real
 
 
 def kind_of(value):
@@ -208,9 +209,9 @@ def kind_of(value):
     return signature(value) if isinstance(value, torch.Tensor) else None
 
 
-def parameters_of(plan, descriptor: Product, x: torch.Tensor, parameters: dict) -> tuple:
-    """Vectors, a number and an address for each scalar, and tensors to keep until the launch. The
-    plan names ``vectors`` and ``scalars``."""
+def parameters_of(plan, descriptor: Product, parameters: dict) -> tuple:
+    """Vectors, a number and an address for each scalar, and tensors to keep until the launch, in
+    the plan's dtype and on its device. The plan names ``vectors`` and ``scalars``."""
     vectors = [parameters[name].contiguous() for name in plan.vectors]
     if not plan.scalars:
         return vectors, (), ()
@@ -224,7 +225,7 @@ def parameters_of(plan, descriptor: Product, x: torch.Tensor, parameters: dict) 
             continue
         if value.device.type == "cpu":
             check_tensor(name, value, descriptor.positive, dimensions=0)
-        tensor = on_device(name, value, x.device, accumulator(x.dtype))
+        tensor = on_device(name, value, plan.device, accumulator(plan.dtype))
         numbers[2 * index + 1] = tensor.data_ptr()
         kept.append(tensor)
     return vectors, numbers, kept

@@ -1,19 +1,24 @@
-"""What products share of calls that record gradients: the parts of such a call, and who must see
-what a backward pass computes."""
+"""What products share of calls that record gradients: the parts of such a call, what answers it,
+and who must see what a backward pass computes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active, _is_tracing
 from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors.epilogues import Bias, Epilogue, Product
-from kernlib.runtime import expressions
+from kernlib.runtime import expressions, products
+from kernlib.runtime.arguments import refuse_out_of_recorded
 from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.operation import REFERENCE, Bound, by_operator, operators_of
+from kernlib.runtime.tensors import stand_ins
 
 ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))  # which stand for no other tensor
 
@@ -64,3 +69,54 @@ def is_watched(grad: torch.Tensor) -> bool:
         or _are_functorch_transforms_active()
         or is_legacy_batchedtensor(grad)  # as is_grads_batched makes them
     )
+
+
+# Eager calls.
+
+
+class Recording(NamedTuple):
+    """How a family records a product: what a call consists of, and ``apply(descriptor, operands,
+    bias, plan)``, a function of torch.autograd that computes its product, by a plan or None."""
+
+    parts: Callable[[Product], Parts]
+    apply: Callable[..., torch.Tensor]
+
+    def result(self, request: tuple, plan=None) -> torch.Tensor:
+        """The result of a checked request, outside of transforms of torch.func."""
+        descriptor, operands, _, parameters = request
+        made = self.parts(descriptor)
+        bias = made.operands(parameters).get("bias")
+        return made.finish(self.apply(made.product, operands, bias, plan), parameters)
+
+
+def recorder(product: products.Product, bound: Bound, recording: Recording) -> Callable:
+    """What answers requests whose derivatives torch wants to know."""
+
+    def recorded(*request) -> torch.Tensor:
+        descriptor, operands, out, parameters = request
+        refuse_out_of_recorded(out)
+        eager = forward_ad._current_level < 0 and not _are_functorch_transforms_active()
+        plan = kept(*request) if eager else None
+        if plan is not None:
+            return recording.result(request, plan)
+        if stand_ins(*product.tensors(operands)):
+            return by_operator(product, request)
+        call = product.check(*request)
+        if forward_ad._current_level >= 0 or product.way(call, *request) == REFERENCE:
+            return products.by_reference(product, *request)
+        if eager:
+            return recording.result(request)
+        return operators_of(product).recorded(descriptor, operands, parameters)
+
+    def kept(descriptor, operands, out, parameters):
+        """The plan of the product of a call that needs no check, since that is kept and the rest of
+        the call has no parameters; else None."""
+        made = recording.parts(descriptor)
+        if made.names or parameters.keys() != made.needed:
+            return None
+        tensors = product.tensors(operands)
+        if any(type(t) not in ORDINARY for t in tensors) and stand_ins(*tensors):
+            return None
+        return bound.find(made.product, operands, None, made.operands(parameters))
+
+    return recorded

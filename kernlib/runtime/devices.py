@@ -4,7 +4,10 @@ kernels that are loaded there."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
 from functools import lru_cache, partial
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -96,6 +99,30 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
             return found
         with nvtx.range_of(f"kernlib load {spec.description}"):
             return service.kernel(spec, device, arch)
+
+
+def build(specs: list[KernelSpec], device: int) -> None:
+    """Have kernels of one call found or compiled side by side, which NVRTC takes 0.3 s each for, so
+    that :func:`load` finds them. What fails is raised there."""
+    specs = list(dict.fromkeys(specs))
+    if len(specs) < 2:
+        return
+    arch = arch_of(device)
+    missing = [spec for spec in specs if service.loaded(spec, device, arch) is None]
+    if len(missing) < 2 or torch.cuda.is_current_stream_capturing():
+        return
+
+    def work(spec: KernelSpec) -> None:
+        with suppress(Exception):
+            service.build(spec, arch)
+
+    # A context for each, that debug=True, a context variable, reaches the threads.
+    threads = [Thread(target=copy_context().run, args=(work, spec)) for spec in missing[1:]]
+    for thread in threads:
+        thread.start()
+    work(missing[0])
+    for thread in threads:
+        thread.join()
 
 
 def unloaded(specs: list[KernelSpec], device: int) -> list[KernelSpec]:

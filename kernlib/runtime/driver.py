@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 
+from kernlib.jit import toolchain
+
 OVERLAPS_FROM = 12030  # of the driver: older ones capture no launch that overlaps in a CUDA graph
 
 
@@ -13,8 +15,7 @@ def bind_context(device: int) -> None:
     """Give a fresh thread a CUDA context: torch binds one only when it calls the runtime, which a
     thread that has allocated nothing has not done, and a driver launch without one fails. The
     device must be current, or torch would take it for that from now on."""
-    from cuda.bindings import driver
-
+    driver = toolchain.cuda_driver()
     if int(driver.cuCtxGetCurrent()[1]) == 0:
         handle = driver.cuDeviceGet(device)[1]
         driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(handle)[1])

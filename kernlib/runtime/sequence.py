@@ -9,8 +9,8 @@ import torch
 
 from kernlib.lowering.steps import NUMBER, WORKSPACE, Lowered, Step
 from kernlib.runtime import devices
-from kernlib.runtime.devices import allocator, load
-from kernlib.runtime.plan import Plan, start_all
+from kernlib.runtime.devices import allocator, build, load
+from kernlib.runtime.plan import Plan, PlanCache, start_all
 
 # Plans, each with what picks its pointers from all addresses, and the count of its scalars.
 Loaded = tuple[tuple[Plan, Callable, int], ...]
@@ -25,6 +25,7 @@ def load_steps(
     wanted = [[(places[name], at) for name, at in step.pointers] for step in steps]
     inner = tuple(dict.fromkeys(pair for pairs in wanted for pair in pairs if pair[1]))
     known = [*((place, 0) for place in range(len(places))), *inner]
+    build([step.spec for step in steps], device)
     loaded = tuple(
         (_plan(step, device), picker([known.index(pair) for pair in pairs]), step.scalars)
         for step, pairs in zip(steps, wanted, strict=True)
@@ -89,6 +90,21 @@ class Steps:
         """Launch with what the last call was given; the device must be current."""
         pointers, numbers = self._last
         self._launch([*pointers], numbers)
+
+
+class StepsCache(PlanCache):
+    """The launches of calls without an operation of their own, by what they depend on."""
+
+    def of(
+        self, key: tuple, operands: tuple[str, ...], device: torch.device, lower: Callable
+    ) -> Steps:
+        """Those of a key on a device, of what ``lower()`` answers, if they are not there yet."""
+        key = (*key, device.index)
+        found = self.plans.get(key)
+        if found is None:
+            found = Steps(lower(), operands, device)
+            self.keep(key, found)
+        return found
 
 
 def _plan(step: Step, device: int) -> Plan:

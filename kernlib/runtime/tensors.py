@@ -72,11 +72,11 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 def stand_ins(*tensors) -> bool:
     """Whether one has no memory here but stands for a tensor that has: a fake one outside its mode,
     a functional one, one with a dispatcher of its own."""
-    given = [t for t in tensors if isinstance(t, torch.Tensor)]
-    own = torch.Tensor.__torch_dispatch__
-    return any(
-        type(t).__torch_dispatch__ is not own or torch._is_functional_tensor(t) for t in given
-    )
+    own, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
+    for t in tensors:  # any() over a generator would double the time
+        if isinstance(t, torch.Tensor) and (type(t).__torch_dispatch__ is not own or functional(t)):
+            return True
+    return False
 
 
 def refuse_transforms(advice: str, /, **tensors) -> None:
@@ -90,6 +90,23 @@ def refuse_transforms(advice: str, /, **tensors) -> None:
             raise RuntimeError(
                 f"{name} is inside a transform of torch.func (vmap, grad ...), which {advice}"
             )
+
+
+def is_differentiated() -> bool:
+    """Whether a transform of torch.func other than vmap is active."""
+    functorch = torch._C._functorch
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    found = [interpreter.key() for interpreter in functorch.get_interpreter_stack() or ()]
+    return any(kind != functorch.TransformType.Vmap for kind in found)
+
+
+def is_mapped(*values) -> bool:
+    """Whether torch.vmap maps over one of these, and no other transform is active."""
+    if not torch._C._are_functorch_transforms_active() or is_differentiated():
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(isinstance(value, torch.Tensor) and wrapped(value) for value in values)
 
 
 def check_out_shape(out: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ import torch
 import kernlib as kl
 from kernlib.families.kronecker_sparse import gradients
 from kernlib.jit import tuning
-from kernlib.run import op_of
+from kernlib.run import ahead_of
 from kernlib.runtime import devices, tensor_map
 from kernlib.runtime.plan import Plan
 from tests.support import fakes
@@ -178,7 +178,7 @@ def tuned() -> dict[str, list[str]]:
             weight = normal(*factor.weight_shape, dtype=dtype)
             calls[f"Kronecker-sparse {pattern} {batch_last} {dtype}"] = (factor, x, weight)
     for name, (descriptor, *tensors) in calls.items():
-        found = op_of(descriptor).choices(descriptor, *tensors)
+        found = ahead_of(descriptor).choices(descriptor, *tensors)
         digest = hashlib.sha256(found.signature).hexdigest()[:16]
         kept = [" ".join(f"{k}={v}" for k, v in each.choice.items()) for each in found.kernels]
         made[name] = [digest, *kept]

@@ -17,7 +17,7 @@ from tests.support import fakes
 PACKAGE = str(Path(kl.__file__).resolve().parent)
 
 # Frames of kernlib in a call whose plan is there; comprehensions of Python 3.11 count.
-FRAMES = {"l1": 12, "gaussian": 26, "Kronecker-sparse": 12, "sparse": 14, "pair gradient": 36}
+FRAMES = {"l1": 12, "gaussian": 18, "Kronecker-sparse": 12, "sparse": 14, "pair gradient": 27}
 
 # Modules of kernlib that an import loads, and packages that it must not.
 IMPORTS = {

@@ -14,8 +14,7 @@ from benchmarks.common.harness import Row, Session
 from benchmarks.kronecker_sparse import host, problems, rivals, summary, training
 from benchmarks.kronecker_sparse import run as benchmark
 from benchmarks.kronecker_sparse.problems import Problem
-from kernlib.families.kronecker_sparse import operation as op
-from kernlib.families.kronecker_sparse import reference
+from kernlib.families.kronecker_sparse import ahead, reference
 from kernlib.jit import sources
 
 CASES = {name: benchmark.planned(name) for name in benchmark.SECTIONS}
@@ -91,7 +90,7 @@ def test_the_digest_covers_all_kernels():
     for section in ("patterns", "grid", "train"):
         for plan in CASES[section][::7]:
             made = problems.stand_ins(plan.problem)
-            for spec in op.specs(plan.problem.descriptor, "sm_90a", made, {}):
+            for spec in ahead.specs(plan.problem.descriptor, "sm_90a", made, {}):
                 assert set(sources.closure(spec.source)) <= covered
 
 
@@ -293,14 +292,14 @@ def test_every_case_has_kernels(section):
     for plan in CASES[section]:
         made = problems.stand_ins(plan.problem)
         assert made[0].requires_grad == (section == "train")
-        assert op.specs(plan.problem.descriptor, "sm_90a", made, {}), plan.case.name
+        assert ahead.specs(plan.problem.descriptor, "sm_90a", made, {}), plan.case.name
 
 
 def test_hot_calls_launch_once_and_the_last_packs_first():
     counts = []
     for pattern, batch, _ in host.HOT_CALLS:
         problem = Problem("host", pattern, False, "fp16", batch)
-        found = op.specs(problem.descriptor, "sm_90a", problems.stand_ins(problem), {})
+        found = ahead.specs(problem.descriptor, "sm_90a", problems.stand_ins(problem), {})
         counts.append(len(found))
     assert counts == [1, 1, 2]
 

@@ -11,7 +11,7 @@ from benchmarks.common import harness, timing
 from benchmarks.common.harness import Row, Session
 from benchmarks.pairwise import gradient, matmul, problems
 from benchmarks.pairwise import run as pairwise
-from kernlib.families.pairwise.operation import specs as lowered
+from kernlib.families.pairwise.ahead import specs as lowered
 
 H200 = timing.Device(132, 1.98e9)
 MATRICES = {problem.name: problem for problem in pairwise.PROBLEMS}

@@ -16,7 +16,7 @@ import kernlib
 from benchmarks import report
 from kernlib import settings
 from kernlib.descriptors import epilogues, expression
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import ahead
 from kernlib.families.pairwise import stages
 from kernlib.jit import targets
 from kernlib.nn import KSLinear, compat
@@ -154,7 +154,7 @@ def kinds(pattern: tuple, batch: int, batch_last: bool, dtype: torch.dtype) -> l
     made = kernlib.KroneckerSparse(*pattern, batch_last=batch_last)
     shape = (made.in_features, batch) if batch_last else (batch, made.in_features)
     x, weight = (torch.empty(size, dtype=dtype, device="meta") for size in (shape, pattern))
-    return [spec.description.split()[1] for spec in op.specs(made, "sm_90a", (x, weight), {})]
+    return [spec.description.split()[1] for spec in ahead.specs(made, "sm_90a", (x, weight), {})]
 
 
 def kind(*product) -> str:

@@ -17,7 +17,7 @@ def spec(number):
 
 def made_of(wanted, arch):
     meta = {"registers": "1", "spill_bytes": "0", "shared_bytes": "0", "compile_ms": "1"}
-    meta["portable"] = layers.wanted(wanted, arch).portable.hex()
+    meta["portable"] = layers.request_of(wanted, arch).portable.hex()
     return Entry(wanted.entry, f"{arch} {wanted.source}".encode(), meta)
 
 

@@ -159,7 +159,7 @@ def test_what_the_driver_refuses_of_a_bundle_is_compiled(tmp_path, roots, compil
         loads.append(built)
         if len(loads) == 1:
             raise RuntimeError("CUDA driver: CUDA_ERROR_INVALID_IMAGE")
-        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1, built)
+        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1)
 
     monkeypatch.setattr(service, "load", load)
     service.kernel(spec(1), 0, ARCH)

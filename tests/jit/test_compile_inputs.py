@@ -59,7 +59,7 @@ if {gone!r}:
 for fields in {specs!r}:
     spec = KernelSpec(*fields)
     made = compiler.compile_spec(spec, "sm_90a")
-    print(layers.wanted(spec, "sm_90a").key.hex(), hashlib.sha256(made.cubin).hexdigest())
+    print(layers.request_of(spec, "sm_90a").key.hex(), hashlib.sha256(made.cubin).hexdigest())
 """
 
 
@@ -142,9 +142,9 @@ def test_what_was_compiled_while_sources_were_read_anew_is_not_kept(tree, fake, 
 
     monkeypatch.setattr(compiler, "compile_spec", edit_and_forget)
     spec = PLAIN._replace(source='#include "common/math.cuh"\n')
-    old = layers.wanted(spec, ARCH)
+    old = layers.request_of(spec, ARCH)
     service.build(spec, ARCH)
-    new = layers.wanted(spec, ARCH)
+    new = layers.request_of(spec, ARCH)
     assert old.key != new.key
     assert [layers.layers().store.get(key) for key in (old.key, new.key)] == [None, None]
     monkeypatch.setattr(compiler, "compile_spec", fake)
@@ -241,7 +241,7 @@ def test_keys_change_with_the_headers_of_cuda_for_those_who_include_them(tmp_pat
 
     def keys(spec):
         toolchain.header_digest.cache_clear()
-        return layers.wanted(spec, ARCH)
+        return layers.request_of(spec, ARCH)
 
     half, plain = keys(HALF), keys(PLAIN)
     (folder / "deep" / "unused.h").write_text("// 2\n")
@@ -258,7 +258,7 @@ def test_a_kernel_is_looked_for_where_no_cuda_headers_are(monkeypatch):
 
     monkeypatch.setattr(toolchain, "header_directory", missing)
     toolchain.header_digest.cache_clear()
-    assert layers.wanted(HALF, ARCH).portable == layers.wanted(HALF, ARCH).portable
+    assert layers.request_of(HALF, ARCH).portable == layers.request_of(HALF, ARCH).portable
     assert toolchain.header_digest(frozenset({"cuda_fp16.h"})) == toolchain.UNKNOWN_VERSION
     toolchain.header_digest.cache_clear()
 
@@ -266,9 +266,9 @@ def test_a_kernel_is_looked_for_where_no_cuda_headers_are(monkeypatch):
 @pytest.mark.parametrize("name", toolchain.CODE_VARIABLES)
 def test_what_the_environment_tells_the_compiler_is_part_of_the_keys(name, monkeypatch):
     monkeypatch.delenv(name, raising=False)
-    without = layers.wanted(PLAIN, ARCH)
+    without = layers.request_of(PLAIN, ARCH)
     monkeypatch.setenv(name, "1")
-    with_one = layers.wanted(PLAIN, ARCH)
+    with_one = layers.request_of(PLAIN, ARCH)
     monkeypatch.setenv(name, "2")
-    found = {without, with_one, layers.wanted(PLAIN, ARCH)}
+    found = {without, with_one, layers.request_of(PLAIN, ARCH)}
     assert len({each.key for each in found}) == len({each.portable for each in found}) == 3

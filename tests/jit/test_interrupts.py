@@ -12,12 +12,12 @@ from kernlib import settings
 from kernlib.jit import (
     bundle,
     environment,
-    flights,
     layers,
     locks,
-    presence,
+    open_stores,
     read_only,
     service,
+    single_flight,
     store,
 )
 from kernlib.jit.locks import hold_file
@@ -31,7 +31,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-MODULES = (bundle, environment, flights, layers, locks, presence, read_only, service, store)
+MODULES = (
+    bundle,
+    environment,
+    single_flight,
+    layers,
+    locks,
+    open_stores,
+    read_only,
+    service,
+    store,
+)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -44,7 +54,7 @@ def loads(fake, monkeypatch):
     """Kernels that are loaded without a driver."""
 
     def load(built, asked, device):
-        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1, built)
+        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1)
 
     monkeypatch.setattr(service, "load", load)
     return fake

@@ -53,7 +53,7 @@ def test_the_scheme_of_keys_is_that_of_every_earlier_release(family, monkeypatch
     monkeypatch.setattr(toolchain, "cuda_major", lambda: "13")
     monkeypatch.setattr(toolchain, "OPTIONS", ("c++17",))
     monkeypatch.setattr(entry, "SCHEMA", 1)
-    wanted = layers.wanted(golden(family), ARCH)
+    wanted = layers.request_of(golden(family), ARCH)
     canonical = hashlib.sha256(wanted.spec.canonical())
     found = tuple(digest.hex() for digest in (canonical.digest(), wanted.portable, wanted.key))
     assert found == GOLDEN[family]

@@ -152,7 +152,7 @@ def test_a_kernel_is_loaded_once_for_32_threads_and_once_a_device(fake, monkeypa
     def load(built, asked, device):
         loads.append(device)
         time.sleep(0.02)
-        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, device, built)
+        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, device)
 
     monkeypatch.setattr(service, "load", load)
     found = in_threads(32, lambda index: service.kernel(SPEC, index % 2, ARCH))

@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kernlib.jit import entry, environment, private, service
+from kernlib.jit import entry, environment, permissions, service
 from tests.jit.service_cases import ARCH, SPEC, made_of, spec
 
 # Entries: each is a miss, and written again.
@@ -72,7 +72,7 @@ def refused_by_the_driver(times, monkeypatch):
         loads.append(built)
         if len(loads) <= times:
             raise RuntimeError("CUDA driver: CUDA_ERROR_INVALID_IMAGE")
-        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1, built)
+        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1)
 
     monkeypatch.setattr(service, "load", load)
     return loads
@@ -84,7 +84,7 @@ def test_what_the_driver_refuses_once_is_compiled_again_and_loaded(fake, monkeyp
     whole = store.get(key)
     store.put(key, entry.pack(key, entry.Entry("entry", b"no cubin", {})))
     loads = refused_by_the_driver(1, monkeypatch)
-    assert service.kernel(SPEC, 0, ARCH).owner == made_of(SPEC, ARCH)
+    service.kernel(SPEC, 0, ARCH)
     assert [found.cubin for found in loads] == [b"no cubin", made_of(SPEC, ARCH).cubin]
     assert fake.counts[SPEC.source, ARCH] == 2 and store.get(key) == whole
 
@@ -212,17 +212,17 @@ def a_dangling_link(cache, patch):
 
 
 def a_foreign_owner(cache, patch):
-    patch.setattr(private.os, "geteuid", lambda: 12345)
+    patch.setattr(permissions.os, "geteuid", lambda: 12345)
 
 
 def no_space(cache, patch):
-    patch.setattr(private.os, "write", lambda *_: 4096)
+    patch.setattr(permissions.os, "write", lambda *_: 4096)
 
 
 def a_network(cache, patch):
     mounts = cache.with_name("mountinfo")
     mounts.write_text(f"31 22 0:45 / {cache.parent} rw - nfs4 host:/export rw\n")
-    patch.setattr(private, "_MOUNTS", mounts)
+    patch.setattr(permissions, "_MOUNTS", mounts)
 
 
 def no_locks(cache, patch):

@@ -65,7 +65,7 @@ def test_nothing_heavy_is_imported():
     heavy = "{'torch', 'numpy', 'cuda'}"
     code = (
         "before = {*sys.modules}  # wheels of CUDA 12 leave cuda there\n"
-        "import kernlib.errors, kernlib.jit.entry, kernlib.jit.flights\n"
+        "import kernlib.errors, kernlib.jit.entry, kernlib.jit.single_flight\n"
         "from kernlib import settings; settings.current()\n"
         f"sys.exit(bool({heavy} & {{*sys.modules}} - before))"
     )

@@ -6,7 +6,7 @@ import warnings
 import lmdb
 import pytest
 
-from kernlib.jit import environment, private
+from kernlib.jit import environment, permissions
 from kernlib.jit import store as module
 from kernlib.jit.store import LmdbStore
 from tests.jit.store_cases import (
@@ -178,7 +178,7 @@ TAKE_ALL = (
 def few_readers(tmp_path, monkeypatch):
     """A store with room for a few readers, open here without a read so far."""
     monkeypatch.setattr(environment, "MAX_READERS", 2)
-    monkeypatch.setattr(private, "LOCK_FILE_BYTES", 512)
+    monkeypatch.setattr(permissions, "LOCK_FILE_BYTES", 512)
     assert opened(tmp_path).put(key(1), value(1))
     module._stores[str(tmp_path)].close()
     module._stores.clear()

@@ -10,7 +10,7 @@ import lmdb
 import pytest
 
 from kernlib.cli import health
-from kernlib.jit import bundle, private
+from kernlib.jit import bundle, permissions
 from kernlib.jit import store as module
 from kernlib.jit.bundle import open_bundle
 from kernlib.jit.entry import Entry
@@ -100,14 +100,14 @@ def test_a_network_file_system(tmp_path, monkeypatch, kind):
     mounts = tmp_path / "mountinfo"
     escaped = str(tmp_path / "my home").replace(" ", "\\040")
     mounts.write_text(MOUNTS.format(point=escaped, kind=kind))
-    monkeypatch.setattr(private, "_MOUNTS", mounts)
+    monkeypatch.setattr(permissions, "_MOUNTS", mounts)
     unusable(tmp_path / "my home" / "cache", kind)
     assert not (tmp_path / "my home").exists()
     opened(tmp_path / "my homes")
 
 
 def test_no_list_of_mounts(tmp_path, monkeypatch):
-    monkeypatch.setattr(private, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(permissions, "_MOUNTS", tmp_path / "none")
     opened(tmp_path)
 
 

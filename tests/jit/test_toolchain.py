@@ -56,9 +56,9 @@ def test_what_another_nvrtc_has_made_is_kept_under_its_name(cache, installed):
     major, minor = nvrtc.nvrtcVersion()[1:]
     wheel = "nvidia-cuda-nvrtc" if major > 12 else "nvidia-cuda-nvrtc-cu12"
     installed({wheel: f"{major}.{minor + 1}.1", "cuda-bindings": f"{major}.4"})
-    before = layers.wanted(spec, ARCH)
+    before = layers.request_of(spec, ARCH)
     made = service.build(spec, ARCH)
-    after = layers.wanted(spec, ARCH)
+    after = layers.request_of(spec, ARCH)
     assert made.meta["nvrtc"] == f"{major}.{minor}" and before.key != after.key
     store = layers.layers().store
     assert store.get(before.key) is None and store.get(after.key) is not None
@@ -103,32 +103,22 @@ def test_failures_of_the_moment_are_tried_again(cache, monkeypatch, text):
 # A child and the kernels of its parent.
 
 INHERITED = """
-import gc, os, sys
+import os
 from kernlib.jit import service
 from kernlib.jit.spec import KernelSpec
 
-class Owner:
-    def __del__(self):
-        os.write(1, f"unloaded in {os.getpid()}\\n".encode())
-
 spec = KernelSpec("test", "// one", "entry", 32)
-service._kernels[0, b"key"] = service.Kernel(spec, "key", "sm_90a", 1, Owner())
+service._kernels[0, b"key"] = service.Kernel(spec, "key", "sm_90a", 1)
 pid = os.fork()
 if pid == 0:
-    assert not service._kernels
-    service.forget()
-    gc.collect()
-    pid = os.fork()  # and one of its own
-    if pid:
-        os.waitpid(pid, 0)
-    sys.exit(0)
+    os._exit(len(service._kernels))
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-os.write(1, f"parent {os.getpid()}\\n".encode())
-service.forget()
+assert len(service._kernels) == 1
 """
 
 
-def test_a_child_unloads_nothing_of_its_parent():
+def test_a_child_has_none_of_its_parents_kernels():
+    """They are of a driver that it cannot use."""
     root = str(ROOT)
     run = subprocess.run(
         [sys.executable, "-c", INHERITED],
@@ -138,5 +128,3 @@ def test_a_child_unloads_nothing_of_its_parent():
         timeout=60,
     )
     assert run.returncode == 0, run.stderr
-    parent, unloaded = run.stdout.splitlines()
-    assert unloaded == parent.replace("parent", "unloaded in")

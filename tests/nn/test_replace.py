@@ -226,7 +226,7 @@ def test_new_layers_are_where_the_old_ones_are_whatever_the_defaults(approximate
     chains = {sizes: [(1, *reversed(sizes), 1)] for sizes in CHAINS} if approximate else CHAINS
     net = model()
     wanted = copy.deepcopy(net)
-    before, device = torch.get_default_dtype(), torch.get_default_device()
+    before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
@@ -239,7 +239,7 @@ def test_new_layers_are_where_the_old_ones_are_whatever_the_defaults(approximate
                 assert net(x[None]).device.type == "cpu"
     finally:
         torch.set_default_dtype(before)
-        torch.set_default_device(device)
+        torch.set_default_device(None)
     for layer in swapped.values():
         assert {(p.dtype, p.device.type) for p in layer.parameters()} == {(torch.float32, "cpu")}
     if approximate:

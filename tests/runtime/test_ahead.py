@@ -8,7 +8,8 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.errors import CaptureError, CompileError, UnsupportedError
-from kernlib.families.pairwise import checks, operation
+from kernlib.families.pairwise import ahead as pairwise_ahead
+from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import service, targets
@@ -80,7 +81,7 @@ def test_a_call_is_compiled_for_the_small_and_the_large_gpus_of_an_arch(built, p
 @pytest.mark.parametrize("points", [200, 600, 1000, 1400, 2000])
 def test_no_gpu_of_an_arch_misses_what_was_compiled_for_a_call(arch, points):
     x = torch.empty(points, 64, device="meta")
-    specs = set(operation.specs(L1, arch, (x, x), {}))
+    specs = set(pairwise_ahead.specs(L1, arch, (x, x), {}))
     fewest, most = targets.MULTIPROCESSORS[arch]
     request = Request.of(L1, x, x, {})
     problem, strides = problem_of(request, checks.check_call(*request))
@@ -323,13 +324,15 @@ def test_a_negated_view_is_prepared_as_the_call_will_read_it(gpus):
     kl.run_kernel(L1, a, b, out=out)
     assert len(gpus.loads) == before == 1
     assert "features/features" in gpus.loads[0].what  # as strided as a is, it would not be
-    assert operation.prepared(L1, a.resolve_neg(), b, out=out)
-    assert not operation.prepared(L1, a, b, out=out)  # a plan would read it without its sign
+    assert pairwise_ahead.prepared(L1, a.resolve_neg(), b, out=out)
+    assert not pairwise_ahead.prepared(L1, a, b, out=out)  # a plan would read it without its sign
 
 
 def test_unloaded_names_what_a_device_lacks(gpus):
     a = on_gpu(300, 64)
-    one, other = (operation.specs(d, "sm_90a", (a, a), {}, 0)[0] for d in (L1, kl.l2_distance()))
+    one, other = (
+        pairwise_ahead.specs(d, "sm_90a", (a, a), {}, 0)[0] for d in (L1, kl.l2_distance())
+    )
     devices.load(one, 0)
     assert devices.unloaded([one, other], 0) == [other]
     assert devices.unloaded([one], 1) == [one]

@@ -45,7 +45,7 @@ def forbidden(what):
 def fake_load(loads):
     def load(built, asked, device):
         loads.append((device, asked.arch))
-        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1, built)
+        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1)
 
     return load
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import kernlib as kl
 from kernlib import tuner
 from kernlib.errors import CaptureError, UnsupportedError
-from kernlib.families.pairwise import checks, choices, operation
+from kernlib.families.pairwise import ahead as pairwise_ahead
+from kernlib.families.pairwise import checks, choices
 from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import entry, service, tuning
@@ -209,9 +210,9 @@ def test_meta_tensors_prepare_the_tuned_kernel(gpus):
     gpus.cost = slower(128)
     kl.tune(L1, a, b)
     meta = [torch.empty(t.shape, device="meta") for t in (a, b)]
-    (spec,) = operation.specs(L1, "sm_90a", meta, {}, 0)
+    (spec,) = pairwise_ahead.specs(L1, "sm_90a", meta, {}, 0)
     assert "tile=64 " in spec.description
-    (spec,) = operation.specs(L1, "sm_90a", meta, {})
+    (spec,) = pairwise_ahead.specs(L1, "sm_90a", meta, {})
     assert "tile=128 " in spec.description
 
 

@@ -12,7 +12,7 @@ import torch
 from kernlib import ahead
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
 from kernlib.errors import UnsupportedError
-from kernlib.run import op_of
+from kernlib.run import ahead_of
 from kernlib.runtime import devices
 from kernlib.runtime.tensors import check_flag, check_layout
 
@@ -163,7 +163,7 @@ def pre_compile_descriptors(
     for descriptor in wanted:
         made, arguments = descriptor.pairwise, _arguments(descriptor)
         for a, b, out in _layouts():
-            found = op_of(made).specs(made, arch, (a, b), {"out": out} | arguments)
+            found = ahead_of(made).specs(made, arch, (a, b), {"out": out} | arguments)
             jobs += [(spec, arch) for spec in found]
     ahead.build_all(jobs, None, True if debug else None)
 

@@ -10,14 +10,14 @@ import torch
 from kernlib.families.sparse.formats import macko as codec
 from kernlib.families.sparse.lowering import macko as lowering
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime.devices import arch_of, model
-from kernlib.runtime.plan import PlanCache
-from kernlib.runtime.sequence import Steps
+from kernlib.runtime.sequence import Steps, StepsCache
 from kernlib.runtime.tensors import materialised
 
 PADDED = 8  # elements, to a multiple of which kernels read a vector
 
-_plans = PlanCache()
+_plans = StepsCache()
 
 
 def product(
@@ -50,16 +50,15 @@ def _plan(values: torch.Tensor, rows: int, columns: int) -> Steps:
     """The launches. How unequal rows are is not known: they count as equal, and take longer where
     they are not."""
     entries, device = values.numel(), values.device
-    key = entries, rows, columns, values.dtype, device.index
-    found = _plans.plans.get(key)
-    if found is None:
+
+    def lower() -> Lowered:
         each = -(-entries // rows)
         facts = {"entries": entries, "longest": each, "busiest": each * codec.BLOCK}
         dtype = str(values.dtype).removeprefix("torch.")
         padded = -(-columns // PADDED) * PADDED
         problem = Problem(rows, columns, 1, dtype, padded, True, (rows, 1), facts_of(facts))
         index = device.index
-        made = lowering.lower((), problem, arch_of(index), model(index).multiprocessors)
-        found = Steps(made, (*codec.TENSORS, "x", "out"), device)
-        _plans.keep(key, found)
-    return found
+        return lowering.lower((), problem, arch_of(index), model(index).multiprocessors)
+
+    key, operands = (entries, rows, columns, values.dtype), (*codec.TENSORS, "x", "out")
+    return _plans.of(key, operands, device, lower)

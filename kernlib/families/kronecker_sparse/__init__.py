@@ -1,5 +1,5 @@
 """Products with Kronecker-sparse factors.
 
-In reading order ``descriptor``, ``checks``, ``lowering``, ``reference``, ``gradients``, ``plans``
-and ``operation``.
+In reading order ``descriptor``, ``checks``, ``lowering``, ``reference``, ``plans``, ``product``,
+``gradients``, ``operation``, ``operators`` and ``ahead``.
 """

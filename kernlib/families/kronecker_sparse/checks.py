@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
 from kernlib.runtime.dtypes import KERNEL_TYPES
+from kernlib.runtime.products import Call
 from kernlib.runtime.tensors import check_dense, check_memory
 
 TYPES = (*KERNEL_TYPES, torch.float64)  # float64 is computed by torch
 
 
-class Call(NamedTuple):
-    """A checked call."""
-
-    batch: int
-    out_shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def check_call(descriptor: KroneckerSparse, x, weight, out, parameters: dict) -> Call:
+def check_call(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) -> Call:
     """Check everything that a signature decides. Raises ValueError and TypeError."""
+    check_kinds(descriptor, operands)
+    x, weight = operands
     check_dense(("x", "weight"), x=x, weight=weight, out=out)
     shape = check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
     check_parameters(descriptor, descriptor.out_features, parameters, x, True, TYPES)
@@ -71,9 +64,10 @@ def check_gradient(grad, x, pattern: tuple[int, ...], batch_last: bool) -> None:
         )
 
 
-def check_weights(descriptor: KroneckerSparse | KroneckerSparseChain, weights: tuple) -> None:
-    """One weight a factor. Raises TypeError."""
+def check_kinds(descriptor: KroneckerSparse | KroneckerSparseChain, operands: tuple) -> None:
+    """An x and one weight a factor. Raises TypeError."""
     count = len(descriptor.factors)
-    if len(weights) != count:
-        wanted = "one weight" if count == 1 else f"{count} weights, one a factor in its order"
-        raise TypeError(f"{descriptor.describe()} takes x and {wanted}, got {len(weights)}")
+    if len(operands) != 1 + count:
+        expected = "one weight" if count == 1 else f"{count} weights, one a factor in its order"
+        given = f"got {len(operands) - 1}" if operands else "got neither"
+        raise TypeError(f"{descriptor.describe()} takes x and {expected}, {given}")

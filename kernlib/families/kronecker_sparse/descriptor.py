@@ -42,6 +42,24 @@ class KroneckerSparse(Product):
     Raises TypeError for sizes that are no ints and parts of another kind, ValueError for sizes
     below 1 and for more numbers than a tensor may hold. Patterns, names and layouts are those of
     the KSMM project.
+
+    ``kernlib.run_kernel(descriptor, x, weight, out=None, **parameters)``:
+
+    - ``x`` (..., in_features), or (in_features, ...) with ``batch_last``, of any strides and any
+      number of further dimensions, none included; ``weight`` (a, b, c, d), of any strides. A chain
+      takes a weight for each of its factors, in their order.
+    - float32, float16, bfloat16 or float64, the same for all tensors, computed in float32 for half
+      types. Under autocast they are cast as those of ``torch.nn.Linear`` are.
+    - ``out``: the shape and dtype of the result, any strides, written in place; without it a new
+      contiguous tensor.
+    - One argument for each parameter of the epilogue: ``bias`` a tensor (out_features,), scalars as
+      real numbers or tensors of shape () that stay on the device and are not looked at there.
+
+    Gradients of all tensors are recorded, and those of the gradients; then an activation is not
+    fused with the product but applied to its rounded result, so that the gradient is exact.
+
+    A call raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
+    gradients are recorded.
     """
 
     family: ClassVar[str] = "kronecker_sparse"

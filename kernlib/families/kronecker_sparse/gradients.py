@@ -18,11 +18,12 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.epilogues import Bias
-from kernlib.families.kronecker_sparse import operation
+from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
+from kernlib.families.kronecker_sparse.product import PRODUCT, calls
 from kernlib.runtime import autograd
-from kernlib.runtime.autograd import ORDINARY, Parts, is_biased, is_watched
-from kernlib.runtime.tensors import stand_ins
+from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, recorder
+from kernlib.runtime.operation import operators_of
 
 
 @lru_cache(maxsize=1024)
@@ -50,7 +51,7 @@ def product(x, weight, bias, batch_last: bool, precision: str | None, debug: boo
         with events.on_stderr():
             return product(x, weight, bias, batch_last, precision, False)
     descriptor = _linear(tuple(weight.shape), batch_last, precision, bias is not None)
-    return operation.execute(descriptor, x, weight, None, {} if bias is None else {"bias": bias})
+    return calls.execute(descriptor, (x, weight), None, {} if bias is None else {"bias": bias})
 
 
 def weight_gradient(
@@ -60,7 +61,7 @@ def weight_gradient(
     if debug:
         with events.on_stderr():
             return weight_gradient(grad, x, pattern, batch_last, precision, False)
-    return operation.weight_gradient(grad, x, tuple(pattern), batch_last, precision)
+    return primitives.weight_gradient(grad, x, tuple(pattern), batch_last, precision)
 
 
 # The formulas, for a product and a gradient of the weight by either way.
@@ -112,37 +113,14 @@ def weight_gradient_gradients(ctx, to_weight, product: Callable) -> tuple:
 # Eager calls.
 
 
-def recorded(descriptor: KroneckerSparse, x, weight, parameters: dict) -> torch.Tensor:
-    """A checked call whose gradient is recorded, outside of transforms of torch.func."""
-    made = parts(descriptor)
-    bias = made.operands(parameters).get("bias")
-    return made.finish(_Product.apply(x, weight, bias, made.product, None), parameters)
-
-
-def known(descriptor: KroneckerSparse, x, weight, parameters: dict) -> torch.Tensor | None:
-    """:func:`recorded` of a call that needs no check, since the plan of its product is kept and the
-    rest of it has no parameters; else None."""
-    made = parts(descriptor)
-    if made.names or parameters.keys() != made.needed:
-        return None
-    if not (type(x) in ORDINARY and type(weight) in ORDINARY) and stand_ins(x, weight):
-        return None
-    operands = made.operands(parameters)
-    plan = operation.find_plan(made.product, x, weight, None, operands)
-    if plan is None:
-        return None
-    y = _Product.apply(x, weight, operands.get("bias"), made.product, plan)
-    return made.finish(y, parameters)
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, descriptor, plan):
         save_product(ctx, x, weight, (descriptor.batch_last, descriptor.precision, False))
         parameters = {} if bias is None else {"bias": bias}
         if plan is None:
-            return operation.execute(descriptor, x, weight, None, parameters)
-        return operation.by_plan(plan, descriptor, x, weight, None, parameters)
+            return calls.execute(descriptor, (x, weight), None, parameters)
+        return calls.launch(plan, descriptor, (x, weight), None, parameters)
 
     @staticmethod
     def backward(ctx, grad):
@@ -171,9 +149,16 @@ def _ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
     somebody must see them, functions that record where a gradient of them may be asked for, else
     nothing but the kernels."""
     if is_watched(grad):
-        from kernlib.families.kronecker_sparse import operators
-
+        operators = operators_of(PRODUCT)
         return operators.product, operators.weight_gradient
     if torch.is_grad_enabled():
         return _recorded_product, _WeightGradient.apply
     return product, weight_gradient
+
+
+def _apply(descriptor: KroneckerSparse, operands: tuple, bias, plan) -> torch.Tensor:
+    return _Product.apply(*operands, bias, descriptor, plan)
+
+
+RECORDING = Recording(parts, _apply)
+recorded = recorder(PRODUCT, calls, RECORDING)

@@ -1,5 +1,6 @@
-"""The Kronecker-sparse op as operators of ``torch.library``, for compiled and recorded calls and
-inside transforms of torch.func. Their gradients are those of eager calls."""
+"""The Kronecker-sparse op as operators of ``torch.library``, for whoever records calls and runs
+them later and inside transforms of torch.func. Eager calls pass by. Their gradients are those of
+eager calls."""
 
 from __future__ import annotations
 
@@ -9,62 +10,47 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.kronecker_sparse import checks, gradients, operation
-from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
-from kernlib.runtime.arguments import by_name, check_vector, requires_gradient
-
-_library = torch.library.Library("kernlib", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
-# torch.jit.trace takes no list of str.
-_library.define(
-    "kronecker_sparse(Tensor x, Tensor weight, str descriptor, str names, float[] numbers, "
-    "Tensor[] tensors, bool debug) -> Tensor",
-    tags=_TAGS,
+from kernlib.families.kronecker_sparse import checks, gradients
+from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
+from kernlib.families.kronecker_sparse.product import calls
+from kernlib.runtime.arguments import (
+    autocast,
+    by_name,
+    check_names,
+    check_out,
+    check_parameters,
+    check_vector,
+    for_operator,
+    refuse_out_of_recorded,
+    requires_gradient,
 )
-_library.define(
-    "kronecker_sparse_product(Tensor x, Tensor weight, Tensor? bias, bool batch_last, "
-    "str? precision, bool debug) -> Tensor",
-    tags=_TAGS,
-)
-_library.define(
-    "kronecker_sparse_weight_gradient(Tensor grad, Tensor x, SymInt[] pattern, bool batch_last, "
-    "str? precision, bool debug) -> Tensor",
-    tags=_TAGS,
-)
-whole = torch.ops.kernlib.kronecker_sparse.default
-product = torch.ops.kernlib.kronecker_sparse_product.default
-weight_gradient = torch.ops.kernlib.kronecker_sparse_weight_gradient.default
+from kernlib.runtime.operators import register
+from kernlib.runtime.tensors import check_dense
 
 
 def recorded(
-    descriptor: KroneckerSparse, x, weight, parameters: dict, debug: bool = False
+    descriptor: KroneckerSparse, operands: tuple, parameters: dict, debug: bool = False
 ) -> torch.Tensor:
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
     made = gradients.parts(descriptor)
     bias = made.operands(parameters).get("bias")
-    y = product(x, weight, bias, descriptor.batch_last, descriptor.precision, debug)
+    y = product(*operands, bias, descriptor.batch_last, descriptor.precision, debug)
     return made.finish(y, parameters)
 
 
 def _whole(x, weight, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        return operation.execute(
-            from_text(descriptor), x, weight, None, by_name(names, numbers, tensors)
-        )
+        given = by_name(names, numbers, tensors)
+        return calls.execute(from_text(descriptor), (x, weight), None, given)
 
 
-def _whole_recorded(keyset, x, weight, descriptor, names, numbers, tensors, debug):
-    """The operator as autograd sees it: with a gradient to record it is what :func:`recorded` does,
-    else itself."""
-    if torch.is_grad_enabled() and requires_gradient(tensors or (), x, weight):
-        values = by_name(names, numbers, tensors)
-        return recorded(from_text(descriptor), x, weight, values, debug)
-    with torch._C._AutoDispatchBelowAutograd():
-        below = keyset & torch._C._after_autograd_keyset
-        lists = numbers or [], tensors or []  # AOTInductor hands over None for an empty one
-        return whole.redispatch(below, x, weight, descriptor, names, *lists, debug)
+def _whole_recorded(x, weight, descriptor, names, numbers, tensors, debug) -> torch.Tensor | None:
+    """With a gradient to record the operator is what :func:`recorded` does."""
+    if not requires_gradient(tensors or (), x, weight):
+        return None
+    values = by_name(names, numbers, tensors)
+    return recorded(from_text(descriptor), (x, weight), values, debug)
 
 
 def _fake_product(x, weight, bias, batch_last, precision, debug):
@@ -84,16 +70,6 @@ def _fake_weight_gradient(grad, x, pattern, batch_last, precision, debug):
 def _fake_whole(x, weight, descriptor, names, numbers, tensors, debug):
     made = from_text(descriptor)
     return x.new_empty(checks.check_operands(made.pattern, made.batch_last, x, weight))
-
-
-for _name, _call, _fake in (
-    ("kronecker_sparse", _whole, _fake_whole),
-    ("kronecker_sparse_product", gradients.product, _fake_product),
-    ("kronecker_sparse_weight_gradient", gradients.weight_gradient, _fake_weight_gradient),
-):
-    _library.impl(_name, _call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kernlib::{_name}", _fake, lib=_library)
-_library.impl("kronecker_sparse", _whole_recorded, "Autograd", with_keyset=True)
 
 
 def _save_product(ctx, inputs, output) -> None:
@@ -116,15 +92,96 @@ def _weight_gradient_backward(ctx, to_weight):
     return *found, None, None, None, None
 
 
-torch.library.register_autograd(
-    "kernlib::kronecker_sparse_product",
-    _product_backward,
-    setup_context=_save_product,
-    lib=_library,
+# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
+# torch.jit.trace takes no list of str.
+whole = register(
+    "kronecker_sparse",
+    "(Tensor x, Tensor weight, str descriptor, str names, float[] numbers, Tensor[] tensors, "
+    "bool debug) -> Tensor",
+    _whole,
+    _fake_whole,
+    recorded=_whole_recorded,
 )
-torch.library.register_autograd(
-    "kernlib::kronecker_sparse_weight_gradient",
-    _weight_gradient_backward,
-    setup_context=_save_weight_gradient,
-    lib=_library,
+product = register(
+    "kronecker_sparse_product",
+    "(Tensor x, Tensor weight, Tensor? bias, bool batch_last, str? precision, bool debug) "
+    "-> Tensor",
+    gradients.product,
+    _fake_product,
+    save=_save_product,
+    backward=_product_backward,
 )
+weight_gradient = register(
+    "kronecker_sparse_weight_gradient",
+    "(Tensor grad, Tensor x, SymInt[] pattern, bool batch_last, str? precision, bool debug) "
+    "-> Tensor",
+    gradients.weight_gradient,
+    _fake_weight_gradient,
+    save=_save_weight_gradient,
+    backward=_weight_gradient_backward,
+)
+
+
+# What Dynamo traces.
+
+
+def run(
+    descriptor: KroneckerSparse | KroneckerSparseChain,
+    *operands: torch.Tensor,
+    out: torch.Tensor | None = None,
+    debug: bool = False,
+    **parameters,
+) -> torch.Tensor:
+    """:func:`kernlib.run_kernel` by way of the operators.
+
+    What is wrong with shapes, dtypes and devices is raised here; what is wrong with values when the
+    operator runs.
+    """
+    if out is not None and torch.is_grad_enabled():
+        for tensor in (*operands, out, *parameters.values()):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                refuse_out_of_recorded(out)
+    names = " ".join(parameters)
+    y = _traced(descriptor.text, names, debug, *operands, *parameters.values())
+    if out is None:
+        return y
+    check_out(out, operands[0], y.shape)
+    return out.copy_(y)
+
+
+# Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does: descriptors
+# field by field would make symbols of their sizes, and it could not read the text.
+@torch.compiler.allow_in_graph
+def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
+    descriptor, listed = from_text(text), names.split()
+    operands = tensors[: len(tensors) - len(listed)]
+    parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
+    check_names(descriptor, parameters)
+    checks.check_kinds(descriptor, operands)
+    x = operands[0]
+    for factor, weight in zip(descriptor.factors, operands[1:], strict=True):
+        own = {name: parameters[name] for name in factor.parameters}
+        x = _factor(factor, x, weight, own, debug)
+    return x
+
+
+def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: bool) -> torch.Tensor:
+    check_dense(("x", "weight"), x=x, weight=weight)
+    (x, weight), parameters = autocast((x, weight), parameters)
+    checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
+    check_parameters(descriptor, descriptor.out_features, parameters, x, False, checks.TYPES)
+    return whole(x, weight, descriptor.text, *for_operator(parameters, x.device), debug)
+
+
+# Requests of tensors that stand for others.
+
+
+def _call(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) -> torch.Tensor:
+    return run(descriptor, *operands, out=out, **parameters)
+
+
+def _call_gradient(grad, x, pattern, batch_last: bool, precision: str | None) -> torch.Tensor:
+    return weight_gradient(grad, x, pattern, batch_last, precision, False)
+
+
+BY_NAME = {"kronecker_sparse": _call, "kronecker_sparse_weight_gradient": _call_gradient}

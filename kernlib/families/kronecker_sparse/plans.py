@@ -8,42 +8,32 @@ depth in the gradient of a weight.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from kernlib.canonical import encode
-from kernlib.families.kronecker_sparse.checks import Call
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.families.kronecker_sparse.lowering import choose
 from kernlib.jit import tuning
 from kernlib.runtime.arguments import address_of, folded
 from kernlib.runtime.devices import allocator, arch_of, model
 from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.plan import Plan
+from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.products import Call, ProductPlan, make_plan
 from kernlib.runtime.sequence import launcher, load_steps
-from kernlib.runtime.tensors import span
 
 FAMILY = KroneckerSparse.family
 
 
-class KroneckerPlan(NamedTuple):
-    """What a call of one signature needs besides its pointers and numbers."""
+class GradientPlan(NamedTuple):
+    """What a gradient of a weight of one signature needs besides its pointers."""
 
-    shape: tuple[int, ...]  # of a new result
-    dtype: torch.dtype
-    device: torch.device
-    left: tuple[int, ...] | None  # the shape to which an operand is copied if its batch is not one
-    right: tuple[int, ...] | None  # of strides
-    vectors: tuple[str, ...]
-    scalars: tuple[str, ...]
-    spans: tuple[int, ...]  # bytes from first to last element of x, weight and vectors as given
-    out_span: int
-    apart: bool  # a given out is written by a copy
     index: int  # of the device
+    place: Callable  # of both operands: their addresses, and what to keep until the launch
     result: Callable[[], torch.Tensor]  # makes a new one
-    steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
-    launch: Callable[..., None]  # of the steps, given addresses: left, right, out, vectors
+    launch: Callable[..., None]  # of the steps, given addresses: grad, x, out
 
 
 class View(NamedTuple):
@@ -167,57 +157,67 @@ def problem_of(descriptor: KroneckerSparse, call: Call, x, weight, out, precisio
     return forward_problem(descriptor, call, left, weight, right, kernel_precision(precision))
 
 
-def plan(
-    descriptor: KroneckerSparse, call: Call, x, weight, out, parameters: dict, precision
-) -> KroneckerPlan:
+def precision_of(permitted: str | None, x: torch.Tensor) -> str | None:
+    """What the products of float32 tensors may be, None for others."""
+    return (permitted or float32_precision()) if x.dtype is torch.float32 else None
+
+
+def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, parameters) -> ProductPlan:
     """The plan of a checked call on CUDA tensors, its kernels loaded."""
+    x, weight = operands
     device = x.get_device()
     arch_of(device)  # one too old is refused for an empty result as well
     lowered = None
     if call.batch:
+        precision = precision_of(descriptor.precision, x)
         problem = problem_of(descriptor, call, x, weight, out, precision)
         lowered = lower(descriptor.epilogue, problem, device)
-    return loaded_plan(descriptor, call, x, weight, out, parameters, lowered)
+    return loaded_plan(call, (descriptor, operands, out, parameters), lowered)
 
 
-def loaded_plan(
-    descriptor: KroneckerSparse, call: Call, x, weight, out, parameters: dict, lowered
-) -> KroneckerPlan:
+def loaded_plan(call: Call, request: tuple, lowered: choose.Lowered | None) -> ProductPlan:
     """The plan of a checked call by given kernels; ``lowered`` is None for an empty result."""
-    seen, written = views(descriptor, call, x, out)
-    vectors = tuple(parameters[name] for name in descriptor.vectors)
-    spans = (span(x), span(weight), *map(span, vectors))
-    return KroneckerPlan(
-        shape=call.out_shape,
-        dtype=call.dtype,
-        device=x.device,
-        left=_copy_shape(seen, x, descriptor.in_features, descriptor.batch_last),
-        right=None,
-        vectors=descriptor.vectors,
-        scalars=tuple(n for n in descriptor.parameters if n not in descriptor.vectors),
-        spans=spans,
-        out_span=0 if out is None else span(out),
-        apart=written is None,
-        **_launches(call.out_shape, call.dtype, x, len(vectors), lowered),
+    descriptor, operands, out, _ = request
+    seen, written = views(descriptor, call, operands[0], out)
+    last = descriptor.batch_last
+    copy = _copy_shape(seen, operands[0], descriptor.in_features, last)
+    place = _place if copy is None else partial(_placed_copies, (copy, None))
+    return make_plan(
+        operands, call, request, place, ("left", "right"), lowered, apart=written is None
     )
 
 
+def _place(operands: tuple) -> tuple[list[int], None]:
+    left, right = operands
+    return [left.data_ptr(), right.data_ptr()], None
+
+
+def _placed_copies(shapes: tuple, operands: tuple) -> tuple[list[int], list]:
+    """Addresses where an operand is copied to a shape, if one is given, and the operands."""
+    read = [
+        t if shape is None else t.reshape(shape) for t, shape in zip(operands, shapes, strict=True)
+    ]
+    return [t.data_ptr() for t in read], read
+
+
 def gradient_plan(
-    grad: torch.Tensor, x: torch.Tensor, pattern, batch_last: bool, precision: str | None
-) -> KroneckerPlan:
+    call: Call, grad: torch.Tensor, x: torch.Tensor, pattern, batch_last: bool, precision
+) -> GradientPlan:
     """The plan of the gradient of a weight, its kernels loaded."""
     device = x.get_device()
     arch_of(device)
     batch = grad.numel() // (pattern[0] * pattern[1] * pattern[3])
     seen, copies = gradient_views(grad, x, pattern, batch, batch_last)
-    lowered = None
-    if batch:
-        problem = gradient_problem(pattern, batch, *seen, x.dtype, kernel_precision(precision))
-        lowered = lower((), problem, device)
-    return KroneckerPlan(
-        pattern, x.dtype, x.device, *copies, (), (), (), 0, False,
-        **_launches(pattern, x.dtype, x, 0, lowered),
-    )  # fmt: skip
+    place = _place if copies == [None, None] else partial(_placed_copies, copies)
+    if not batch:  # an empty sum
+        zeros = partial(torch.zeros, pattern, dtype=x.dtype, device=x.device)
+        return GradientPlan(device, place, zeros, lambda addresses: None)
+    permitted = kernel_precision(precision_of(precision, x))
+    problem = gradient_problem(pattern, batch, *seen, x.dtype, permitted)
+    lowered = lower((), problem, device)
+    steps, inner = load_steps(lowered.steps, ("left", "right", "out"), device)
+    launch = launcher(steps, inner, x.device, lowered.workspace)
+    return GradientPlan(device, place, allocator(pattern, x.dtype, x.device), launch)
 
 
 def gradient_views(
@@ -233,19 +233,3 @@ def gradient_views(
     ]
     seen = [v or copied_view(n, batch, batch_last) for v, n in zip(given, sizes, strict=True)]
     return seen, copies
-
-
-def _launches(
-    shape: tuple[int, ...], dtype: torch.dtype, x: torch.Tensor, vectors: int, lowered
-) -> dict:
-    """The fields of a plan that make its result and launch its kernels, loaded, on the device of
-    x."""
-    found = choose.Lowered(()) if lowered is None else lowered
-    operands = ("left", "right", "out", *(f"vector{index}" for index in range(vectors)))
-    steps, inner = load_steps(found.steps, operands, x.get_device())
-    return {
-        "index": x.get_device(),
-        "result": allocator(shape, dtype, x.device),
-        "steps": steps,
-        "launch": launcher(steps, inner, x.device, found.workspace),
-    }

@@ -35,6 +35,10 @@ MAX_OFFSET = 1 << 61
 NO_TRANSFORMS = (
     "pairwise kernels do not support: call outside it, on a batch (L, M, K) in place of vmap"
 )
+MAPPED_ALONE = (
+    "pairwise kernels support as torch.vmap alone and without out: call outside it, or leave out "
+    "away; gradients are torch.autograd's"
+)
 _NOT_NEGATIVE = {  # argument to what its smallest value is said to be
     "p": "0 or greater (inf for the maximum)",
     "inner_p": "0 or greater (inf for the maximum)",
@@ -323,7 +327,7 @@ def check_distance(x1: torch.Tensor, x2: torch.Tensor, out) -> None:
     if is_dynamo_compiling():
         return  # it follows neither transforms nor addresses; the operator has its own words
     check_dense(("x1", "x2"), x1=x1, x2=x2, out=out)
-    refuse_transforms(NO_TRANSFORMS, x1=x1, x2=x2, out=out)
+    refuse_transforms(MAPPED_ALONE, x1=x1, x2=x2, out=out)
     _check_same_kind(x1=x1, x2=x2)
     refuse_out(out, x1=x1, x2=x2, out=out)
     refuse_any_overlap(out, x1=x1, x2=x2)

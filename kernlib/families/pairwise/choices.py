@@ -18,7 +18,7 @@ from kernlib.runtime.devices import arch_of, model
 
 
 def choices(request: Request) -> Candidates:
-    """What :func:`kernlib.families.pairwise.operation.choices` documents."""
+    """What :func:`kernlib.families.pairwise.ahead.choices` documents."""
     request = request.positive()
     call = checks.check_call(*request)
     if request.a.device.type != "cuda":
@@ -55,9 +55,7 @@ def _trial(
     plan = plans.loaded_plan(request, call, lowered)
     numbers = kept = None
     if request.hyperparameters:
-        numbers, kept = plans.numbers_of(
-            plan, request.descriptor, request.a, request.hyperparameters
-        )
+        numbers, kept = plans.numbers_of(plan, request.a, request.hyperparameters)
     tensors = [request.a, request.second, scratch()]
     if plan.swapped:
         tensors[:2] = tensors[1::-1]

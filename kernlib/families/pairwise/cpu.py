@@ -1,4 +1,4 @@
-"""The pairwise op on CPU tensors: the same checks, then the reference."""
+"""The pairwise op on CPU tensors, by the reference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import refuse_overlap, span
 
 
-def run(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters) -> torch.Tensor:
-    """What :func:`kernlib.families.pairwise.operation.run` documents, computed in PyTorch."""
-    call = checks.check_call(
-        descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
-    )
+def run(
+    call: checks.Call, descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+) -> torch.Tensor:
+    """A checked request of :mod:`kernlib.families.pairwise.matrix`, computed in PyTorch."""
     hyperparameters = {name: plain(name, value) for name, value in hyperparameters.items()}
     fresh = out is None
     out = torch.empty(call.out_shape, dtype=call.out_dtype, device=a.device) if fresh else out

@@ -1,44 +1,18 @@
-"""The pairwise op: distance and kernel matrices of two sets of points.
-
-The steady state is a dict hit: signature to plan, fresh pointers and numbers into the plan's block,
-launch. Everything else (checks, lowering, loading) happens when a signature is new.
-"""
+"""The pairwise op: distance and kernel matrices of two sets of points, as they are called."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from kernlib.errors import KernlibError
-from kernlib.families.pairwise import checks, plans, stages
+from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import choose
-from kernlib.families.pairwise.lowering import direct as lowering
-from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
-from kernlib.families.pairwise.request import Request, is_empty, problem_of
-from kernlib.jit.spec import KernelSpec
+from kernlib.families.pairwise.matrix import calls
 from kernlib.run import run_kernel
-from kernlib.runtime.dtypes import DTYPE_NAMES
-from kernlib.runtime.numbers import check_kind, host_value
-from kernlib.runtime.plan import PlanCache
-from kernlib.runtime.tensors import (
-    check_dense,
-    check_flag,
-    check_out_shape,
-    is_lazy,
-    materialised,
-    refuse_any_overlap,
-    refuse_overlap,
-    refuse_transforms,
-    signature,
-    stand_ins,
-)
+from kernlib.runtime.numbers import host_value
+from kernlib.runtime.tensors import check_dense, check_flag, check_out_shape, refuse_any_overlap
 
-if TYPE_CHECKING:
-    from kernlib.runtime.candidates import Candidates
-
-_plans = PlanCache()
+_execute = calls.execute
 
 
 def run(
@@ -86,98 +60,17 @@ def run(
         )
 
         a, b = pairwise_features.apply(feature_map, a, b, out)
-    if torch.is_grad_enabled() and _requires_gradient(a, b, out, hyperparameters):
+    request = descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+    # any() over a generator would double the time
+    if torch.is_grad_enabled() and True in [
+        getattr(value, "requires_grad", False) for value in (a, b, out, *hyperparameters.values())
+    ]:
         from kernlib.families.pairwise.gradients import (
             eager,  # which calls without a gradient do without
         )
 
-        return eager.run(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters)
-    key = _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters)
-    try:
-        plan = _plans.plans.get(key)
-    except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
-        checks.check_call(
-            descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
-        )
-        raise
-    if plan is None:
-        request = Request(
-            descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
-        )
-        if a.is_meta or stand_ins(a, b, out):
-            from kernlib.families.pairwise import library
-
-            if a.is_meta:  # of which operators would say less
-                checks.check_call(*request)
-            return library.run(descriptor, a, b, **request.keywords())
-        if is_lazy(a) or (b is not None and is_lazy(b)):
-            refuse_any_overlap(out, a=a, b=b)
-            a, b = _readable(request)[1:3]
-            return run(descriptor, a, b, **request.keywords())
-        if a.device.type == "cpu":
-            from kernlib.families.pairwise import cpu
-
-            return cpu.run(*request)
-        plan = plans.plan(request)
-        _plans.keep(key, plan)
-    numbers = kept = None
-    if hyperparameters:
-        numbers, kept = plans.numbers_of(plan, descriptor, a, hyperparameters)
-    second = a if b is None else b
-    given = out is not None
-    if not given:
-        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
-    pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
-    if given and checks.ranges_meet(pointers, plan.spans):
-        refuse_overlap(out, a=a, b=second)
-    if given and kept:
-        _refuse_overlap_of_values(out, hyperparameters)
-    if given and not out.is_inference():  # those have no version to count
-        torch.autograd.graph.increment_version(out)
-    if plan.launch is None:
-        return out
-    if plan.swapped:
-        pointers = pointers[1], pointers[0], pointers[2]
-    plan.launch.launch(pointers, numbers)
-    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
-    return out
-
-
-def _requires_gradient(a, b, out, values: dict) -> bool:
-    """Whether one of a call's tensors requires a gradient; others than tensors do not."""
-    if getattr(a, "requires_grad", False) or getattr(b, "requires_grad", False):
-        return True
-    if not values:
-        return getattr(out, "requires_grad", False)
-    # any() over a generator would double the time
-    return True in [getattr(t, "requires_grad", False) for t in (out, *values.values())]
-
-
-def _refuse_overlap_of_values(out: torch.Tensor | None, values: dict) -> None:
-    """Raises ValueError when ``out`` shares memory with a hyperparameter that is a tensor."""
-    if out is not None:
-        refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
-
-
-def prepared(descriptor: Pairwise, a, b=None, *more, **arguments) -> bool:
-    """Whether the plan of a call is there, so that it needs nothing but its launch."""
-    request = Request.of(descriptor, a, b, arguments, more)
-    key = _signature(*request)
-    try:
-        return key in _plans.plans
-    except TypeError:  # as in run
-        checks.check_call(*request)
-        raise
-
-
-def prepare(descriptor: Pairwise, a, b=None, *more, **arguments) -> None:
-    """Build the plan of a call, compiling and loading its kernel; see :func:`kernlib.prepare`."""
-    request = _readable(Request.of(descriptor, a, b, arguments, more))
-    key = _signature(*request)
-    if request.a.device.type == "cpu":
-        checks.check_call(*request)
-    elif key not in _plans.plans:
-        _plans.keep(key, plans.plan(request))
+        return eager.run(*request)
+    return _execute(*request)
 
 
 def cdist(
@@ -256,83 +149,4 @@ def _distance(p, root: bool, direct: bool) -> tuple[Pairwise, dict]:
     return (_NORM if root else _POWER_SUM), {"p": p}
 
 
-def _signature(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters) -> tuple:
-    """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
-    try:
-        key = (
-            descriptor,
-            signature(a),
-            None if b is None else signature(b),
-            None if out is None else signature(out),
-            accumulate,
-            row_offset,
-            col_offset,
-            plans.precision(descriptor),
-        )
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
-        checks.check_tensors(a, b, out)
-        refuse_transforms(checks.NO_TRANSFORMS, a=a, b=b, out=out)
-        raise
-    if hyperparameters:
-        key += tuple((name, kind_of_number(name, value)) for name, value in hyperparameters.items())
-    return key
-
-
-def _readable(request: Request) -> Request:
-    """A request with inputs that a kernel may read, zero tensors among them. Raises TypeError for
-    what is no dense tensor."""
-    made = request.positive()
-    b = made.b if made.b is None else materialised(made.b)
-    return made._replace(a=materialised(made.a), b=b)
-
-
-_EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
-
-
-def kind_of_number(name: str, value: object):
-    """Of a number only its kind; of an exponent the value, where it has code of its own."""
-    if isinstance(value, torch.Tensor):
-        try:
-            return value.shape, value.stride(), value.dtype, value.get_device()
-        except (RuntimeError, NotImplementedError):  # of what is not dense
-            check_kind(name, value)
-            raise
-    if name not in _EXPONENTS:
-        return None
-    number = host_value(name, value)
-    own = EXPONENT_CODE if name == "outer_p" else lowering.INNER_CODE
-    return number if number in own else "any"
-
-
-def specs(
-    descriptor: Pairwise, arch: str, tensors: tuple, arguments: dict, device: int | None = None
-) -> list[KernelSpec]:
-    """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
-    arch, untuned; on ``device`` alone, if it is given, as it is tuned."""
-    if len(tensors) > 2:
-        raise TypeError(f"specs must be the tensors of one call, got {len(tensors)}: {tensors!r}")
-    request = _readable(Request.of(descriptor, *(*tensors, None)[:2], arguments))
-    call = checks.check_call(*request)
-    if is_empty(call):
-        return []
-    if device is not None:
-        return plans.lower(request, call, device).specs
-    problem, strides = problem_of(request, call)
-    permitted = plans.precision(descriptor) or "fp32"
-    return choose.specs(descriptor, problem, arch, strides, permitted)
-
-
-def choices(descriptor: Pairwise, a, b=None, *more, **arguments) -> Candidates:
-    """The kernels that could compute a call, none for an empty out; see :func:`kernlib.tune`.
-
-    Raises what :func:`run` raises, and UnsupportedError for tensors that are on no GPU.
-    """
-    # Which calls themselves do without.
-    from kernlib.families.pairwise.choices import choices as choices_of
-
-    return choices_of(_readable(Request.of(descriptor, a, b, arguments, more)))
-
-
-def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
-    """Every kernel that lowering can choose for a descriptor and inputs of ``dtypes``."""
-    return choose.variants(descriptor, arch, tuple(DTYPE_NAMES[dtype] for dtype in dtypes))
+RUNS = {Pairwise: run}

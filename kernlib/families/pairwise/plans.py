@@ -32,13 +32,13 @@ class PairwisePlan(NamedTuple):
     spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
     count: int  # of hyperparameters
     root: bool  # the outer exponent follows from the inner one
+    positive: frozenset[str]  # hyperparameters that must be greater than zero
     swapped: bool  # its launch takes b ahead of a
     launch: Plan | Steps | None  # None for an output without elements
 
 
-def plan(request: Request) -> PairwisePlan:
-    """The plan of a call that has none. Raises what its checks raise."""
-    call = checks.check_call(*request)
+def plan(request: Request, call: checks.Call) -> PairwisePlan:
+    """The plan of a checked call. Raises UnsupportedError for devices that have no backend."""
     device = request.device()
     arch_of(device)  # one too old is refused for an empty out as well
     lowered = None if is_empty(call) else lower(request, call, device)
@@ -59,6 +59,7 @@ def loaded_plan(request: Request, call: checks.Call, lowered: Lowered | None) ->
         spans=tuple(span(t) for t in (request.a, request.second, request.target(call))),
         count=lowering.scalar_count(descriptor),
         root=checks.follows_inner(descriptor, request.hyperparameters),
+        positive=descriptor.positive,
         swapped=swapped,
         launch=None if lowered is None else load_lowered(lowered, operands, request.a.device),
     )
@@ -84,20 +85,20 @@ def precision(descriptor: Pairwise) -> str | None:
     return "fp32" if permitted == "fp32" else "tf32"
 
 
-def numbers_of(plan: PairwisePlan, descriptor, a, hyperparameters) -> tuple[list, list]:
+def numbers_of(plan: PairwisePlan, a, hyperparameters) -> tuple[list, list]:
     """A number and a pointer for each hyperparameter, and tensors to keep until the launch."""
     numbers, kept = [0.0, 0] * plan.count, []
     for name, value in hyperparameters.items():
         slot = plan.slots[name]
         number = host_value(name, value)
         if number is not None:
-            checks.check_host(name, number, descriptor.positive)
+            checks.check_host(name, number, plan.positive)
             numbers[slot] = number
             if plan.root and slot == checks.INNER_SLOT:
                 numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
             continue
         if value.device.type == "cpu":
-            checks.check_tensor(name, value, descriptor.positive)
+            checks.check_tensor(name, value, plan.positive)
         tensor = on_device(name, value, a.device, accumulator(a.dtype))
         if tensor.is_neg() and tensor.numel():  # memory holds the values without their sign
             tensor = _positive(tensor)

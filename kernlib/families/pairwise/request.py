@@ -45,10 +45,6 @@ class Request(NamedTuple):
         rest = {name: arguments[name] for name in arguments if name not in known}
         return cls(descriptor, a, b, *options, rest)
 
-    def keywords(self) -> dict:
-        """The keyword arguments again."""
-        return {name: getattr(self, name) for name in OPTIONS} | self.hyperparameters
-
     def positive(self) -> Request:
         """With inputs that a kernel may read: the lazy negation of a view is not in its memory.
         Raises TypeError for what is no dense tensor."""

@@ -1,5 +1,6 @@
 """Products with unstructured sparse matrices.
 
-In reading order ``descriptor``, ``matrix`` and its ``formats``, ``checks``, ``lowering``,
-``reference``, ``gradients``, ``plans`` and ``operation``.
+In reading order ``descriptor``, ``matrix`` with its ``layout`` and ``formats``, ``checks``,
+``lowering``, ``reference``, ``plans``, ``product``, ``gradients``, ``operation``, ``operators`` and
+``ahead``.
 """

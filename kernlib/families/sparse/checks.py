@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.families.sparse.matrix import DTYPES, SparseMatrix
+from kernlib.families.sparse.layout import DTYPES
+from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.runtime.arguments import check_out, check_parameters
+from kernlib.runtime.products import Call
 from kernlib.runtime.tensors import check_dense, check_memory
 
 
-class Call(NamedTuple):
-    """A checked call: ``columns`` is the product of x's leading dimensions."""
-
-    columns: int
-    out_shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def check_call(descriptor: SparseMatmul, w: SparseMatrix, x, out, parameters: dict) -> Call:
+def check_call(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> Call:
     """Check everything that a signature decides. Raises ValueError and TypeError."""
+    check_kinds(descriptor, operands)
+    w, x = operands
     check_dense(("x",), x=x, out=out)
     shape = check_operands(w, x)
     check_parameters(descriptor, w.shape[0], parameters, x, look=True)
@@ -33,8 +27,11 @@ def check_call(descriptor: SparseMatmul, w: SparseMatrix, x, out, parameters: di
     return Call(math.prod(shape[:-1]), shape, x.dtype, x.device)
 
 
-def check_matrix(w) -> None:
-    """Raises TypeError for what is no compressed matrix."""
+def check_kinds(descriptor: SparseMatmul, operands: tuple) -> None:
+    """Raises TypeError for other operands than a compressed matrix and an x."""
+    if len(operands) != 2:
+        raise TypeError(f"{descriptor.describe()} takes w and x, got {len(operands)} operands")
+    w = operands[0]
     if not isinstance(w, SparseMatrix):
         raise TypeError(
             f"w must be a SparseMatrix, as kernlib.sparse.compress makes, got {type(w).__name__}"

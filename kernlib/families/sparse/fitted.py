@@ -7,22 +7,16 @@ tensors are checked, which waits for the device: once, as a mark on them says af
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import is_
 
 import torch
 
-from kernlib.errors import CaptureError
-from kernlib.families.sparse.matrix import (
-    SparseMatrix,
-    format_of,
-    layout_text,
-    parse_layout,
-    untransformed,
-)
+from kernlib.families.sparse.layout import format_of, layout_text, parse_layout, untransformed
+from kernlib.families.sparse.matrix import SparseMatrix
+from kernlib.families.sparse.moved import kind_of, measured, refuse_capture, said_of
 from kernlib.families.sparse.state import loaded
-from kernlib.families.sparse.tensors import ALIGNMENT, LIVE, MARK, PLACES, next_mark, placed
+from kernlib.families.sparse.tensors import LIVE, MARK, PLACES, next_mark, placed
 
 
 def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
@@ -42,68 +36,22 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
         return SparseMatrix.from_layout(layout, tensors)
     if found is None:  # autograd of compiled code may detach tensors, which leaves no mark
         found = PLACES.get(tensors[0].data_ptr())
-    if found is not None and _kind(found.layout) == _kind(layout) and _share(found, tensors):
+    if found is not None and kind_of(found.layout) == kind_of(layout) and _share(found, tensors):
         return found
     if known == layout and getattr(tensors[0], MARK)[2] is None:
         return SparseMatrix.from_layout(layout, tensors)
     with untransformed():
-        if known is not None and _kind(known) == _kind(layout):
+        if known is not None and kind_of(known) == kind_of(layout):
             return SparseMatrix.from_layout(known, tuple(map(placed, tensors)))
-        _refuse_capture(tensors)
+        refuse_capture(tensors)
         format, shape, dtype, facts = parse_layout(layout)
         named = dict(zip(format_of(format).TENSORS, tensors, strict=True))
-        with _of_kind(layout):
+        with said_of(layout):
             facts = {**facts, **measured(format, named)}
             found = loaded(format, shape, dtype, facts, named)
         known = layout_text(format, shape, dtype, facts)
         _mark(tensors, known)
         return SparseMatrix.from_layout(known, tuple(found.values()))
-
-
-def check_moved(w: SparseMatrix, addresses: list[int]) -> None:
-    """Look at the tensors of a matrix at addresses that are new, and remember them. Raises
-    ValueError for such as kernels cannot read, and for those of another matrix."""
-    for index, (address, tensor) in enumerate(zip(addresses, w._operands, strict=True)):
-        if address % ALIGNMENT or not tensor.is_contiguous():
-            place = f"w.tensors[{[*w.tensors][index]!r}]"
-            raise ValueError(
-                f"{place} must be contiguous and begin at whole {ALIGNMENT} bytes of memory, got "
-                f"address {address:#x} and strides {tensor.stride()}: give it memory of its own, "
-                f"{place}.data = {place}.clone()"
-            )
-    if w._addresses is not None:
-        _refuse_capture(w.operands)
-        with _of_kind(w.layout):
-            found = {**w.facts, **measured(w.format, w.tensors)}
-            format_of(w.format).check(w.tensors, found, w.shape, w.dtype)
-        if found != w.facts:
-            raise ValueError(
-                f"the tensors of w lie elsewhere now and are those of another matrix: {found} for "
-                f"{dict(w.facts)}; make it anew, by SparseMatrix.from_state"
-            )
-    object.__setattr__(w, "_addresses", addresses)
-
-
-@contextmanager
-def _of_kind(layout: str) -> Iterator[None]:
-    """Says what tensors should have been where that finds them wrong."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:  # torch's own, of what has no such numbers
-        kind = " ".join(_kind(layout))
-        raise ValueError(f"these tensors are no matrix of kind {kind!r}: {error}") from error
-
-
-def measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The facts that lie in tensors. Those of the formats u8, u4 and u2 do not: a matrix of another
-    width is one of another kind."""
-    if format == "bitmap":
-        units = tensors["offsets"].long().diff()
-        return {"largest": 16 * int(units.max()) if units.numel() else 0}
-    if format == "macko":
-        entries = int(torch.count_nonzero(tensors["values"]))
-        return format_of(format).facts_of(tensors["row_ptr"], entries)
-    return {}
 
 
 def _known(tensors: Sequence[torch.Tensor]) -> str | None:
@@ -141,16 +89,3 @@ def _mark(tensors: Sequence[torch.Tensor], layout: str) -> None:
         number = next_mark()
         for t in tensors:
             setattr(t, MARK, (number, layout, (t.data_ptr(), t._version)))
-
-
-def _kind(layout: str) -> list[str]:
-    """Format, shape and dtype."""
-    return layout.split(" ")[:3]
-
-
-def _refuse_capture(tensors: Sequence[torch.Tensor]) -> None:
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            "these tensors of a compressed matrix are not those it was made of, and have not been "
-            "checked, which waits for the device: make the same call once before the capture"
-        )

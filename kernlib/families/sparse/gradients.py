@@ -13,18 +13,19 @@ from functools import lru_cache
 
 import torch
 
-from kernlib.descriptors.epilogues import Bias
-from kernlib.families.sparse import operation, reference
+from kernlib.families.sparse import reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.matrix import SparseMatrix
+from kernlib.families.sparse.plans import by_dense, laid_out
+from kernlib.families.sparse.product import BIASED, PLAIN, PRODUCT, calls, multiply
 from kernlib.families.sparse.tensors import check_unwritten, state_of
 from kernlib.runtime import autograd
 from kernlib.runtime.arguments import no_autocast
-from kernlib.runtime.autograd import ORDINARY, Parts, is_biased, is_watched
-from kernlib.runtime.tensors import is_lazy, materialised, stand_ins
+from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, recorder
+from kernlib.runtime.operation import operators_of
+from kernlib.runtime.tensors import is_lazy, materialised
 
 FEW = 16  # vectors that kernels take at once
-PLAIN, BIASED = SparseMatmul(), SparseMatmul((Bias(),))
 
 
 @lru_cache(maxsize=1024)
@@ -33,22 +34,13 @@ def parts(descriptor: SparseMatmul) -> Parts:
     return autograd.parts(descriptor, BIASED if is_biased(descriptor) else PLAIN, -1)
 
 
-# Both products, without a record.
-
-
-def product(w: SparseMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``W x + bias``, ``bias`` or None."""
-    if bias is None:
-        return operation.execute(PLAIN, w, x, None, {})
-    return operation.execute(BIASED, w, x, None, {"bias": bias})
+# The product with the transpose, without a record.
 
 
 def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor) -> torch.Tensor:
     """``W^T y`` for y (..., R): by W^T, compressed, if there is one and y is FEW vectors."""
     if turned is not None and _few(w, y):
-        return operation.execute(PLAIN, turned, y, None, {})
-    from kernlib.families.sparse.plans import by_dense, laid_out
-
+        return multiply(turned, y, None)
     dense = laid_out(w).t()
     y = materialised(y) if is_lazy(y) else y
     if y.device.type != "cuda":
@@ -82,36 +74,14 @@ def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
 # Eager calls.
 
 
-def recorded(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor:
-    """A checked call whose gradient is recorded, outside of transforms of torch.func."""
-    made = parts(descriptor)
-    bias = made.operands(parameters).get("bias")
-    return made.finish(_Product.apply(x, bias, w, None), parameters)
-
-
-def known(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor | None:
-    """:func:`recorded` of a call that needs no check, since the plan of its product is kept and the
-    rest of it has no parameters; else None."""
-    made = parts(descriptor)
-    if made.names or parameters.keys() != made.needed:
-        return None
-    if type(x) not in ORDINARY and stand_ins(x):
-        return None
-    operands = made.operands(parameters)
-    plan = operation.find_plan(made.product, w, x, None, operands)
-    if plan is None:
-        return None
-    return made.finish(_Product.apply(x, operands.get("bias"), w, plan), parameters)
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, w, plan):
         ctx.w, ctx.state = w, state_of(w)
         if plan is None:
-            return product(w, x, bias)
+            return multiply(w, x, bias)
         descriptor, given = (PLAIN, {}) if bias is None else (BIASED, {"bias": bias})
-        return operation.by_plan(plan, descriptor, w, x, None, given)
+        return calls.launch(plan, descriptor, (w, x), None, given)
 
     @staticmethod
     def backward(ctx, grad):
@@ -140,7 +110,12 @@ class _Turned(torch.autograd.Function):
 
 
 def _unrecorded(x, bias, w, plan):
-    return product(w, x, bias)
+    return multiply(w, x, bias)
+
+
+def _apply(descriptor: SparseMatmul, operands: tuple, bias, plan) -> torch.Tensor:
+    w, x = operands
+    return _Product.apply(x, bias, w, plan)
 
 
 def _turned(w: SparseMatrix, grad: torch.Tensor) -> torch.Tensor:
@@ -154,6 +129,9 @@ def _turned(w: SparseMatrix, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _operator(w: SparseMatrix, x: torch.Tensor, turned: bool) -> torch.Tensor:
-    from kernlib.families.sparse import operators
-
+    operators = operators_of(PRODUCT)
     return operators.product(x, *operators.listed(w), None, turned, False)
+
+
+RECORDING = Recording(parts, _apply)
+recorded = recorder(PRODUCT, calls, RECORDING)

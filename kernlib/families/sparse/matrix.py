@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import nullcontext
-from functools import lru_cache
-from importlib import import_module
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING
+from types import MappingProxyType
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.families.sparse.formats import encoding
+from kernlib.families.sparse.layout import (
+    DTYPES,
+    VERSION,
+    format_of,
+    formats,
+    layout_text,
+    parse_layout,
+    untransformed,
+)
 from kernlib.families.sparse.lowering.rates import check_columns
+from kernlib.families.sparse.moved import check_place
 from kernlib.families.sparse.tensors import (
     TURNED,
     State,
-    check_place,
     freeze,
     mark,
     placed,
@@ -28,11 +33,6 @@ from kernlib.families.sparse.tensors import (
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
 
-if TYPE_CHECKING:
-    from kernlib.families.sparse.formats.slices import SlicesFormat
-
-VERSION = 2  # of what state() answers
-DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
 
 
@@ -52,6 +52,7 @@ class SparseMatrix:
         "__weakref__", "_addresses", "_back", "_counted", "_device", "_dtype", "_facts", "_format",
         "_frozen", "_key", "_layout", "_nnz", "_operands", "_shape", "_transposed", "_turned",
     )  # fmt: skip
+    requires_grad = False  # as tensors say; a matrix is a constant
 
     def __init__(
         self,
@@ -211,10 +212,10 @@ class SparseMatrix:
         """The same matrix in another format, or in the one that "auto" finds for so many vectors;
         itself if it is in that one. Raises ValueError for a format that cannot hold it."""
         check_columns(columns)
-        _formats().check_format(format)
+        formats().check_format(format)
         dense = None if format == self._format else self.to_dense()
         if format == "auto":
-            format = _formats().auto(dense, columns)
+            format = formats().auto(dense, columns)
         return self if format == self._format else compress(dense, format)
 
     def transpose(self) -> SparseMatrix:
@@ -344,39 +345,6 @@ def _pair(w: SparseMatrix, turned: SparseMatrix, states: tuple[State, State]) ->
     setattr(w._operands[0], TURNED, states[::-1])
 
 
-def format_of(format: str) -> ModuleType | SlicesFormat:
-    """A format by its name: TENSORS, encode, decode, nbytes, check. Raises ValueError for one that
-    is not known."""
-    return _formats().format_of(format)
-
-
-@lru_cache(maxsize=1)
-def _formats() -> ModuleType:
-    return import_module("kernlib.families.sparse.formats.registry")
-
-
-def layout_text(format: str, shape: tuple[int, int], dtype: torch.dtype, facts: Mapping) -> str:
-    """What :attr:`SparseMatrix.layout` says: ``bitmap 64x256 float16 largest=528``."""
-    known = [f"{name}={int(value)}" for name, value in sorted(facts.items())]
-    return " ".join([format, f"{int(shape[0])}x{int(shape[1])}", KERNEL_TYPES[dtype], *known])
-
-
-def parse_layout(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str, int]]:
-    """Format, shape, dtype and facts of a layout."""
-    return _parse(layout) if is_dynamo_compiling() else _parsed(layout)
-
-
-def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str, int]]:
-    format, size, dtype, *facts = layout.split(" ")
-    rows, cols = size.split("x")
-    pairs = (fact.split("=") for fact in facts)
-    known = MappingProxyType({name: int(value) for name, value in pairs})
-    return format, (int(rows), int(cols)), DTYPES[dtype], known
-
-
-_parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
-
-
 def _turned(w: SparseMatrix) -> SparseMatrix:
     dense = w.to_dense().t()
     fits = format_of(w.format).nbytes(dense) is not None
@@ -406,18 +374,11 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
     """
     dense = _matrix(dense)
     check_columns(columns)
-    _formats().check_format(format)
+    formats().check_format(format)
     if format == "auto":
-        format = _formats().auto(dense, columns)
+        format = formats().auto(dense, columns)
     tensors, facts = format_of(format).encode(dense)
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
-
-
-def untransformed():
-    """Outside of transforms of torch.func, which wrap each tensor that is made inside, and kernels
-    take none of those."""
-    active = torch._C._are_functorch_transforms_active()
-    return torch._C._DisableFuncTorch() if active else nullcontext()
 
 
 def _matrix(dense: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The sparse op as operators of ``torch.library``, for compiled and recorded calls and inside
-transforms of torch.func. Their gradients are those of eager calls.
+"""The sparse op as operators of ``torch.library``, for whoever records calls and runs them later
+and inside transforms of torch.func. Eager calls pass by. Their gradients are those of eager calls.
 
 A matrix goes in as its tensors and its layout, one text; so does its transpose, where it is known,
 for gradients of few vectors. An empty list stands for one that is not.
@@ -13,30 +13,28 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.sparse import checks, gradients, operation, reference
+from kernlib.families.sparse import checks, gradients, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.fitted import fitted
-from kernlib.families.sparse.matrix import SparseMatrix, parse_layout
+from kernlib.families.sparse.layout import format_of, parse_layout
+from kernlib.families.sparse.matrix import SparseMatrix
+from kernlib.families.sparse.product import calls, multiply
 from kernlib.families.sparse.tensors import TURNED, check_frozen, state_of
-from kernlib.runtime.arguments import by_name, check_vector, for_operator, requires_gradient
+from kernlib.runtime.arguments import (
+    autocast,
+    by_name,
+    check_out,
+    check_parameters,
+    check_vector,
+    for_operator,
+    refuse_out_of_recorded,
+    requires_gradient,
+)
 from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.operators import register
+from kernlib.runtime.tensors import check_dense, stand_ins
 
-_library = torch.library.Library("kernlib", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 _MATRIX = "Tensor[] matrix, Tensor[] transposed, str layout, str transposed_layout"
-# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
-# torch.jit.trace takes no list of str.
-_library.define(
-    f"sparse_matmul(Tensor x, {_MATRIX}, str descriptor, str names, float[] numbers, "
-    "Tensor[] tensors, bool debug) -> Tensor",
-    tags=_TAGS,
-)
-_library.define(
-    f"sparse_matmul_product(Tensor x, {_MATRIX}, Tensor? bias, bool turned, bool debug) -> Tensor",
-    tags=_TAGS,
-)
-whole = torch.ops.kernlib.sparse_matmul.default
-product = torch.ops.kernlib.sparse_matmul_product.default
 
 
 def listed(w: SparseMatrix) -> tuple[list[torch.Tensor], list[torch.Tensor], str, str]:
@@ -49,13 +47,23 @@ def listed(w: SparseMatrix) -> tuple[list[torch.Tensor], list[torch.Tensor], str
     return [*w.operands], [*turned.operands], w.layout, turned.layout
 
 
+def _call(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> torch.Tensor:
+    """A request by the operator: of tensors that stand for others, or inside of torch.vmap."""
+    w, x = operands
+    if stand_ins(x, out, *w.operands, *parameters.values()):
+        return run(descriptor, w, x, out=out, **parameters)
+    y = called(descriptor, w, x, parameters)
+    return y if out is None else out.copy_(y)
+
+
 def called(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor:
     """A checked call by its operator."""
     return whole(x, *listed(w), descriptor.text, *for_operator(parameters), False)
 
 
-def recorded(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor:
+def recorded(descriptor: SparseMatmul, operands: tuple, parameters: dict) -> torch.Tensor:
     """A checked call whose gradient is recorded."""
+    w, x = operands
     return _recorded(descriptor, x, listed(w), parameters, False)
 
 
@@ -72,16 +80,15 @@ def _whole(
 ):
     w = fitted(layout, matrix)
     with events.on_stderr() if debug else nullcontext():
-        return operation.execute(
-            from_text(descriptor), w, x, None, by_name(names, numbers, tensors)
-        )
+        given = by_name(names, numbers, tensors)
+        return calls.execute(from_text(descriptor), (w, x), None, given)
 
 
 def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, debug):
     w = fitted(layout, matrix)
     with events.on_stderr() if debug else nullcontext():
         if not turned:
-            return gradients.product(w, x, bias)
+            return multiply(w, x, bias)
         return gradients.turned_product(w, _given_transpose(w, transposed_layout, transposed), x)
 
 
@@ -95,17 +102,13 @@ def _given_transpose(w: SparseMatrix, layout: str, tensors: list) -> SparseMatri
     return turned if made is None or made == (state_of(w), state_of(turned)) else None
 
 
-def _whole_recorded(keyset, x, *rest):
-    """The operator as autograd sees it: with a gradient to record it is the product, and torch's
-    own operators behind it; else itself."""
+def _whole_recorded(x, *rest) -> torch.Tensor | None:
+    """With a gradient to record the operator is the product, and torch's own behind it."""
     *matrix, descriptor, names, numbers, tensors, debug = rest
-    if torch.is_grad_enabled() and requires_gradient(tensors or (), x):
-        values = by_name(names, numbers, tensors)
-        return _recorded(from_text(descriptor), x, tuple(matrix), values, debug)
-    with torch._C._AutoDispatchBelowAutograd():
-        # AOTInductor hands over None for an empty list.
-        rest = [[] if value is None else value for value in rest]
-        return whole.redispatch(keyset & torch._C._after_autograd_keyset, x, *rest)
+    if not requires_gradient(tensors or (), x):
+        return None
+    values = by_name(names, numbers, tensors)
+    return _recorded(from_text(descriptor), x, tuple(matrix), values, debug)
 
 
 def _fake_whole(x, matrix, transposed, layout, *rest):
@@ -120,15 +123,6 @@ def _fake_product(x, matrix, transposed, layout, transposed_layout, bias, turned
     if bias is not None:
         check_vector(shape[0], "bias", bias, x)
     return x.new_empty(made)
-
-
-for _name, _call, _fake in (
-    ("sparse_matmul", _whole, _fake_whole),
-    ("sparse_matmul_product", _product, _fake_product),
-):
-    _library.impl(_name, _call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kernlib::{_name}", _fake, lib=_library)
-_library.impl("sparse_matmul", _whole_recorded, "Autograd", with_keyset=True)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -149,11 +143,6 @@ def _backward(ctx, grad):
         to_bias = gradients.bias_gradient(grad)
     constant = [[None] * len(tensors) for tensors in lists]
     return to_x, *constant, None, None, to_bias, None, None
-
-
-torch.library.register_autograd(
-    "kernlib::sparse_matmul_product", _backward, setup_context=_save, lib=_library
-)
 
 
 # vmap: the mapped axis of x is one more of its leading dimensions. Parameters that are mapped over
@@ -206,5 +195,84 @@ def _refuse_mapped_matrix(dims: tuple) -> None:
         raise RuntimeError("torch.vmap maps x and the epilogue's parameters, no compressed matrix")
 
 
-torch.library.register_vmap("kernlib::sparse_matmul", _vmap_whole, lib=_library)
-torch.library.register_vmap("kernlib::sparse_matmul_product", _vmap_product, lib=_library)
+# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
+# torch.jit.trace takes no list of str.
+whole = register(
+    "sparse_matmul",
+    f"(Tensor x, {_MATRIX}, str descriptor, str names, float[] numbers, Tensor[] tensors, "
+    "bool debug) -> Tensor",
+    _whole,
+    _fake_whole,
+    recorded=_whole_recorded,
+    vmap=_vmap_whole,
+)
+product = register(
+    "sparse_matmul_product",
+    f"(Tensor x, {_MATRIX}, Tensor? bias, bool turned, bool debug) -> Tensor",
+    _product,
+    _fake_product,
+    save=_save,
+    backward=_backward,
+    vmap=_vmap_product,
+)
+BY_NAME = {"sparse_matmul": _call}
+
+
+# What Dynamo traces.
+
+
+def run(
+    descriptor: SparseMatmul,
+    *operands,
+    out: torch.Tensor | None = None,
+    debug: bool = False,
+    **parameters,
+) -> torch.Tensor:
+    """:func:`kernlib.run_kernel` by way of the operators.
+
+    What is wrong with shapes, dtypes and devices is raised here; what is wrong with values when the
+    operator runs. Gradients of few vectors go by the matrix's transpose if ``w.transpose()`` has
+    been called before, since nothing is compressed while a program is recorded; else by the matrix
+    laid out densely.
+    """
+    checks.check_kinds(descriptor, operands)
+    w, x = operands
+    turned = None
+    # Numbers that change are symbols, which Dynamo does not let be asked.
+    tensors = [value for value in parameters.values() if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and requires_gradient(tensors, x, out):
+        refuse_out_of_recorded(out)
+        turned = w.known_transpose()
+    matrix, layout = w.operands, ""
+    if turned is not None:
+        matrix, layout = (*matrix, *turned.operands), turned.layout
+    names = " ".join(parameters)
+    y = _traced(descriptor.text, names, w.layout, layout, debug, x, *matrix, *parameters.values())
+    if out is None:
+        return y
+    check_out(out, x, y.shape)
+    return out.copy_(y)
+
+
+# Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.
+@torch.compiler.allow_in_graph
+def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool, x, *tensors):
+    descriptor = from_text(text)
+    matrix, tensors = _taken(layout, tensors)
+    transposed, tensors = _taken(turned_layout, tensors)
+    parameters = dict(zip(names.split(), tensors, strict=True))
+    check_dense(("x",), x=x)
+    _, shape, dtype, _ = parse_layout(layout)
+    (x,), parameters = autocast((x,), parameters, dtype)
+    checks.check_x(shape, dtype, matrix[0].device, x)
+    check_parameters(descriptor, shape[0], parameters, x, look=False)
+    given = for_operator(parameters, x.device)
+    return whole(x, matrix, transposed, layout, turned_layout, text, *given, debug)
+
+
+def _taken(layout: str, tensors: tuple) -> tuple[list, tuple]:
+    """The tensors of a layout, and those behind them."""
+    if not layout:
+        return [], tensors
+    count = len(format_of(parse_layout(layout)[0]).TENSORS)
+    return [*tensors[:count]], tensors[count:]

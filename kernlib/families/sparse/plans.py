@@ -1,5 +1,6 @@
 """Plans of products with compressed matrices: the problem that lowering sees and its kernels,
-loaded; or, for many vectors, the matrix laid out densely and cuBLAS's product."""
+loaded; or, for many vectors and matrices in the dense format, the matrix laid out densely and
+cuBLAS's product."""
 
 from __future__ import annotations
 
@@ -11,42 +12,20 @@ import torch
 
 from kernlib.descriptors.epilogues import Bias
 from kernlib.families.sparse import reference
-from kernlib.families.sparse.checks import Call
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.families.sparse.matrix import SparseMatrix
+from kernlib.families.sparse.moved import check_place
+from kernlib.families.sparse.tensors import check_frozen
 from kernlib.lowering.arithmetic import round_up
-from kernlib.lowering.steps import Lowered
 from kernlib.runtime.arguments import address_of, folded, no_autocast
-from kernlib.runtime.devices import allocator, arch_of, model
+from kernlib.runtime.devices import arch_of, model
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
-from kernlib.runtime.plan import Plan
-from kernlib.runtime.sequence import launcher, load_steps
-from kernlib.runtime.tensors import span
+from kernlib.runtime.products import Call, ProductPlan, make_plan
 
 FAMILY = SparseMatmul.family
 WIDTH = 8  # elements, of which the vectors of x that kernels read are whole multiples
-
-
-class SparsePlan(NamedTuple):
-    """What a call of one signature needs besides its pointers and numbers."""
-
-    columns: int
-    shape: tuple[int, ...]  # of a new result
-    dtype: torch.dtype
-    device: torch.device
-    copy: Callable | None  # makes of x one that kernels can read
-    vectors: tuple[str, ...]
-    scalars: tuple[str, ...]
-    spans: tuple[int, ...]  # bytes from first to last element of x and vectors
-    out_span: int
-    apart: bool  # a given out is written by a copy
-    index: int  # of the device
-    result: Callable[[], torch.Tensor]  # makes a new one
-    steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
-    launch: Callable[..., None] | None  # of the steps, given addresses; None for cuBLAS, whose
-    multiply: Callable[..., torch.Tensor]  # is by_cublas
 
 
 class Columns(NamedTuple):
@@ -92,14 +71,14 @@ def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
     """The problem of a checked call."""
     (rows, cols), seen = w.shape, readable(x)
     width = round_up(cols, WIDTH)
-    stride = width if seen is None or call.columns == 1 else seen.vector
+    stride = width if seen is None or call.batch == 1 else seen.vector
     written = columns_of(out) if out is not None else None
     if written is None:
-        written = Columns(rows if call.columns > 1 else 0, 1)
+        written = Columns(rows if call.batch > 1 else 0, 1)
     return Problem(
         rows=rows,
         cols=cols,
-        columns=call.columns,
+        columns=call.batch,
         dtype=KERNEL_TYPES[w.dtype],
         x_stride=stride,
         x_padded=seen is None,
@@ -110,9 +89,9 @@ def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
 
 def by_kernels(call: Call, w: SparseMatrix, problem: Problem, arch: str) -> bool:
     """Whether a format's kernels compute a call; the rest is cuBLAS's."""
-    if 0 in (call.columns, *w.shape) or w.format not in choose.FORMATS:
+    if 0 in (call.batch, *w.shape) or w.format not in choose.FORMATS:
         return False
-    if call.columns > choose.kernels_of(w.format).MOST_COLUMNS:
+    if call.batch > choose.kernels_of(w.format).MOST_COLUMNS:
         return False
     return choose.takes(w.format, problem, arch)
 
@@ -124,47 +103,45 @@ def lower(epilogue: tuple, call: Call, w: SparseMatrix, problem: Problem, arch: 
     return choose.lower(w.format, epilogue, problem, arch, count)
 
 
-def plan(
-    descriptor: SparseMatmul, call: Call, w: SparseMatrix, x, out, parameters: dict
-) -> SparsePlan:
+def plan(call: Call, descriptor: SparseMatmul, operands: tuple, out, parameters) -> ProductPlan:
     """The plan of a checked call on CUDA tensors, its kernels loaded."""
+    w, x = operands
     device = x.get_device()
     arch = arch_of(device)  # one too old is refused for cuBLAS as well
     problem = problem_of(call, w, x, out)
     lowered = lower(descriptor.epilogue, call, w, problem, arch, model(device).multiprocessors)
-    vectors = tuple(parameters[name] for name in descriptor.vectors)
-    width = round_up(w.shape[1], WIDTH)
-    return SparsePlan(
-        columns=call.columns,
-        shape=call.out_shape,
-        dtype=call.dtype,
-        device=x.device,
-        copy=partial(padded, (call.columns, w.shape[1], width)) if problem.x_padded else None,
-        vectors=descriptor.vectors,
-        scalars=tuple(n for n in descriptor.parameters if n not in descriptor.vectors),
-        spans=(span(x), *map(span, vectors)),
-        out_span=0 if out is None else span(out),
+    copy = compute = None
+    if lowered is None:
+        compute = by_cublas if call.batch else partial(_nothing, call.out_shape)
+    else:
+        if problem.x_padded:
+            copy = partial(padded, (call.batch, w.shape[1], round_up(w.shape[1], WIDTH)))
+        if w.frozen and lowered.steps and choose.reads_ahead(w.format, arch):
+            first = lowered.steps[0]._replace(overlaps=True)
+            lowered = lowered._replace(steps=(first, *lowered.steps[1:]))
+    return make_plan(
+        (x, *w.operands),
+        call,
+        (descriptor, operands, out, parameters),
+        partial(_place, copy),
+        (*w.tensors, "x"),
+        lowered,
         apart=out is not None and (lowered is None or columns_of(out) is None),
-        index=device,
-        result=allocator(call.out_shape, call.dtype, x.device),
-        **_launches(w, x, len(vectors), lowered, arch),
+        compute=compute,
     )
 
 
-def _launches(
-    w: SparseMatrix, x: torch.Tensor, vectors: int, lowered: Lowered | None, arch: str
-) -> dict:
-    """The fields of a plan that launch its kernels, loaded."""
-    if lowered is None:
-        return {"steps": (), "launch": None, "multiply": by_cublas}
-    names = tuple(w.tensors)
-    operands = (*names, "x", "out", *(f"vector{index}" for index in range(vectors)))
-    wanted = lowered.steps
-    if w.frozen and wanted and choose.reads_ahead(w.format, arch):
-        wanted = (wanted[0]._replace(overlaps=True), *wanted[1:])
-    steps, inner = load_steps(wanted, operands, x.get_device())
-    launch = launcher(steps, inner, x.device, lowered.workspace)
-    return {"steps": steps, "launch": launch, "multiply": by_cublas}
+def _place(copy: Callable | None, operands: tuple) -> tuple[list[int], torch.Tensor]:
+    """The addresses of a matrix and of an x that kernels can read, and that x."""
+    w, x = operands
+    if w._frozen is not None:
+        check_frozen(w)
+    addresses = [t.data_ptr() for t in w._operands]
+    if addresses != w._addresses:
+        check_place(w, addresses)
+    if copy is not None:
+        x = copy(x)
+    return [*addresses, x.data_ptr()], x
 
 
 # Many vectors, and matrices in the dense format.
@@ -179,13 +156,17 @@ def laid_out(w: SparseMatrix) -> torch.Tensor:
     return w.to_dense()
 
 
-def by_cublas(
-    descriptor: SparseMatmul, w: SparseMatrix, x: torch.Tensor, parameters: dict
-) -> torch.Tensor:
+def by_cublas(descriptor: SparseMatmul, operands: tuple, parameters: dict) -> torch.Tensor:
     """A product by torch, on the matrix laid out, whose sums are float32. A bias alone is added by
     that; other epilogues follow in float32 on the rounded product. ``parameters`` are numbers and
     tensors on the device."""
+    w, x = operands
     return by_dense(descriptor, laid_out(w), x, parameters)
+
+
+def _nothing(shape: tuple[int, ...], descriptor, operands: tuple, parameters) -> torch.Tensor:
+    """The product of no vectors."""
+    return operands[1].new_empty(shape)
 
 
 def by_dense(

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.families.sparse.formats.encoding import check_names
-from kernlib.families.sparse.matrix import DTYPES, VERSION, format_of, placed
+from kernlib.families.sparse.layout import DTYPES, VERSION, format_of
+from kernlib.families.sparse.tensors import placed
 from kernlib.runtime.tensors import check_dense, overlaps_itself, span, stand_ins
 
 READABLE = (1, VERSION)  # 1 held the rows of u8, u4 and u2 as int16, which no collective takes

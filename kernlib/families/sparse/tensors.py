@@ -108,15 +108,6 @@ def _places(w: SparseMatrix) -> State:
     return tuple([t.data_ptr() for t in w._operands])
 
 
-def check_place(w: SparseMatrix, addresses: list[int]) -> None:
-    """Look at tensors that are not where a product saw them before, if it saw them. Raises
-    ValueError where kernels cannot read them, CaptureError where that cannot be found out."""
-    if addresses != w._addresses:
-        from kernlib.families.sparse.fitted import check_moved  # which most processes do not load
-
-        check_moved(w, addresses)
-
-
 def check_unwritten(w: SparseMatrix, state: State | None) -> None:
     """Raises RuntimeError, as torch does for tensors that it saves, for a matrix that was written
     since it was in this state: between a product and its gradient."""

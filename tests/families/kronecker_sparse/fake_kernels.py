@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import torch
 
-from kernlib.families.kronecker_sparse import ahead, operation
+from kernlib.families.kronecker_sparse import ahead, plans, product
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime import devices, driver, expressions
+from kernlib.runtime import devices, driver, expressions, products
 from tests.support import fakes
 from tests.support.fakes import OnGpu, Torch, at
 
@@ -144,6 +144,6 @@ def install(monkeypatch) -> fakes.Gpus:
 
     monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(devices, "raw_empty", None)
-    for module in (operation, ahead, devices):
+    for module in (product, products, ahead, plans, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made

@@ -290,10 +290,8 @@ QUIET = Quiet(
 layer = kl.KroneckerSparse(2, 3, 5, 4, epilogue=(kl.Bias(), kl.Gelu()))
 tensors = [torch.ones(s, requires_grad=True) for s in ((6, 40), (2, 3, 5, 4), (24,))]
 kl.run_kernel(layer, *tensors[:2], bias=tensors[2]).sum().backward()
-from kernlib.families.kronecker_sparse import operators
-operators.recorded(layer, *tensors[:2], {"bias": tensors[2]}).sum().backward()
 """,
-    ("kernlib.families.kronecker_sparse.library", "kernlib.families.pairwise.operation"),
+    ("kernlib.families.kronecker_sparse.operators", "kernlib.families.pairwise.operation"),
 )
 RELU = (
     "outside of their mode torch.where makes a number a real tensor, which Relu's gradient gives "

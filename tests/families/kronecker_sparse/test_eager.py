@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernlib as kl
 from kernlib.families.kronecker_sparse import checks, operators, reference
 from kernlib.families.kronecker_sparse import gradients as autograd
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.runtime import autograd as runtime_autograd
+from kernlib.runtime import operation, products
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from tests.families.kronecker_sparse import fake_kernels
 from tests.support import fakes
@@ -37,11 +38,7 @@ def gpus(monkeypatch):
     made = fake_kernels.install(monkeypatch)
     made.entered[:] = [-1]  # what get_device() says of a CPU tensor
     monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
-
-    real, gpu = op.by_reference, torch.device("cuda", 0)
-    monkeypatch.setattr(
-        op, "by_reference", lambda call, *tensors: real(call._replace(device=gpu), *tensors)
-    )
+    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
     yield made
     fakes.forget()
 
@@ -109,10 +106,13 @@ def test_eager_gradients_are_those_of_the_operators(batch_last, dtype, epilogue)
         twice = torch.autograd.grad(sum(t.float().square().sum() for t in first), tensors)
         return y, *first, *twice
 
+    def recorded(factor, x, weight, given):
+        return operators.recorded(factor, (x, weight), given)
+
     def eager(factor, x, weight, given):
         return kl.run_kernel(factor, x, weight, **given)
 
-    found = [results(run) for run in (eager, eager, operators.recorded)]  # with a plan and without
+    found = [results(run) for run in (eager, eager, recorded)]  # with a plan and without
     for ours, again, theirs in zip(*found, strict=True):
         for each in (ours, again):  # float16 may overflow
             torch.testing.assert_close(each, theirs, rtol=0, atol=0, equal_nan=True)
@@ -123,9 +123,10 @@ def test_neither_way_passes_the_dispatcher_or_checks_what_is_known(gpus, monkeyp
     wanted = torch.autograd.grad(call(x, weight, bias).sum(), (x, weight, bias))
     for name in ("product", "weight_gradient", "recorded"):
         monkeypatch.setattr(operators, name, lambda *_: pytest.fail("an operator was called"))
-    for name in ("check_call", "check_gradient"):
+    for name in ("check_operands", "check_gradient"):
         monkeypatch.setattr(checks, name, lambda *_: pytest.fail("asked again"))
-    monkeypatch.setattr(op, "stand_ins", lambda *_: pytest.fail("asked again"))
+    for module in (operation, runtime_autograd):
+        monkeypatch.setattr(module, "stand_ins", lambda *_: pytest.fail("asked again"))
     gpus.launches.clear()
     found = torch.autograd.grad(call(x, weight, bias).sum(), (x, weight, bias))
     assert all(map(torch.equal, found, wanted))

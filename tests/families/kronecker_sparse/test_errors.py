@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import operation as op
 from kernlib.families.kronecker_sparse import operators
+from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.runtime import operation
 
 PATTERN = (2, 3, 5, 4)
 PLAIN = kl.KroneckerSparse(*PATTERN)
@@ -79,7 +80,7 @@ TYPE_ERRORS = {
     "no descriptor": (call("kronecker_sparse", X, W), "descriptor must be"),
     "class as descriptor": (call(kl.KroneckerSparse, X, W), "descriptor must be"),
     "gradient dtypes": (
-        lambda: op.weight_gradient(ones(6, 24), X.double(), PATTERN),
+        lambda: primitives.weight_gradient(ones(6, 24), X.double(), PATTERN),
         "x and grad must have one dtype",
     ),
 }
@@ -133,11 +134,11 @@ VALUE_ERRORS = {
         r"out is a zero tensor.*no memory; pass out\.clone\(\)",
     ),
     "gradient's features": (
-        lambda: op.weight_gradient(ones(6, 25), X, PATTERN),
+        lambda: primitives.weight_gradient(ones(6, 25), X, PATTERN),
         r"grad must have 24 features .*\(6, 25\)",
     ),
     "gradient's batch": (
-        lambda: op.weight_gradient(ones(5, 24), X, PATTERN),
+        lambda: primitives.weight_gradient(ones(5, 24), X, PATTERN),
         r"one batch, got \(5, 24\) and \(6, 40\)",
     ),
     "operator's weight": (
@@ -242,7 +243,7 @@ def test_a_refused_call_writes_nothing():
 
 
 def test_a_device_without_a_backend_is_named(monkeypatch):
-    monkeypatch.setattr(op, "stand_ins", lambda *_: False)
+    monkeypatch.setattr(operation, "stand_ins", lambda *_: False)
 
     class Elsewhere(torch.Tensor):
         device = torch.device("xpu", 0)

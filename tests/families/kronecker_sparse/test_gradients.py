@@ -42,7 +42,7 @@ def parameters_of(descriptor, dtype=torch.float64):
 def call(how, descriptor, x, weight, parameters):
     if how == EAGER:
         return kl.run_kernel(descriptor, x, weight, **parameters)
-    return operators.recorded(descriptor, x, weight, parameters)
+    return operators.recorded(descriptor, (x, weight), parameters)
 
 
 @pytest.mark.parametrize("how", slow_but((EAGER,), (EAGER, REGISTERED)))
@@ -110,7 +110,7 @@ def test_what_needs_no_gradient_is_not_computed(place, monkeypatch, seed):
     x, weight = operands(PATTERN, (3,), grad=False)
     tensors = [x, weight, torch.randn(descriptor.out_features, dtype=torch.float64)]
     tensors[place].requires_grad_()
-    y = operators.recorded(descriptor, *tensors[:2], {"bias": tensors[2]})
+    y = operators.recorded(descriptor, tensors[:2], {"bias": tensors[2]})
     seen.clear()
     y.sum().backward()
     assert seen == [["product"], ["weight_gradient"], []][place]

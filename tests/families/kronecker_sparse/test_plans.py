@@ -11,11 +11,12 @@ from torch.autograd import forward_ad
 
 import kernlib as kl
 from kernlib.errors import CaptureError
+from kernlib.families.kronecker_sparse import ahead, reference
 from kernlib.families.kronecker_sparse import gradients as autograd
-from kernlib.families.kronecker_sparse import operation as op
-from kernlib.families.kronecker_sparse import reference
+from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.families.kronecker_sparse.product import calls
 from kernlib.jit import tuning
-from kernlib.runtime import sequence
+from kernlib.runtime import operation, products, sequence
 from tests.families.kronecker_sparse import fake_kernels
 from tests.families.kronecker_sparse.fake_kernels import TYPES, gpu, host
 from tests.support import fakes
@@ -113,9 +114,10 @@ def test_a_batch_of_one_stride_is_read_where_it_is(batch_last, monkeypatch):
     kl.run_kernel(descriptor, x, weight)
     part = gpu(*(n + 1 for n in shape))[tuple(slice(n) for n in shape)]
     kl.run_kernel(descriptor, part, weight)
-    whole, apart = (op.find_plan(descriptor, each, weight, None, {}) for each in (x, part))
-    assert whole.left is None
-    assert apart.left == ((A * C * D, 6) if batch_last else (6, A * C * D))
+    whole, apart = (calls.find(descriptor, (each, weight), None, {}) for each in (x, part))
+    assert whole.place((x, weight)) == ([x.data_ptr(), weight.data_ptr()], None)
+    _, (copied, _) = apart.place((part, weight))
+    assert copied.shape == ((A * C * D, 6) if batch_last else (6, A * C * D))
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
@@ -129,7 +131,7 @@ def test_the_gradient_of_a_weight_is_its_problem(batch_last, batch, dtype):
     for other in others:
         for first in (grad, grad.clone().permute(*reversed(range(grad.dim()))).contiguous()
                       .permute(*reversed(range(grad.dim())))):  # fmt: skip
-            found = op.weight_gradient(first, other, PATTERN, batch_last)
+            found = primitives.weight_gradient(first, other, PATTERN, batch_last)
             tolerance = TOLERANCE[dtype]
             torch.testing.assert_close(host(found), wanted, rtol=tolerance, atol=tolerance)
             assert found.is_contiguous()
@@ -157,7 +159,7 @@ def test_the_operators_are_the_same_kernels(batch_last):
 def test_a_recorded_call_and_its_gradients_are_kernels(batch_last, epilogue, gpus, monkeypatch):
     """Plain CPU tensors taken for those of a GPU, so that autograd hands on what it has."""
     monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
-    monkeypatch.setattr(op, "by_reference", lambda *_: False)
+    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
     descriptor = kl.KroneckerSparse(*PATTERN, batch_last=batch_last, epilogue=EPILOGUES[epilogue])
     shape = (A * C * D, 2, 3) if batch_last else (2, 3, A * C * D)
     x, weight = host(gpu(*shape)), host(gpu(*PATTERN))
@@ -215,7 +217,7 @@ def test_the_lazy_negation_of_a_view_is_taken():
     x, weight, bias = tensors
     found = kl.run_kernel(descriptor, x, weight, bias=bias)
     torch.testing.assert_close(host(found), expected(descriptor, x, weight, {"bias": bias}))
-    grad = op.weight_gradient(found, x, PATTERN)
+    grad = primitives.weight_gradient(found, x, PATTERN)
     wanted = reference.weight_gradient(PATTERN, host(found), host(x), False)
     torch.testing.assert_close(host(grad), wanted)
 
@@ -252,7 +254,7 @@ def test_the_precision_of_float32_is_read_at_each_call(gpus):
             call(descriptor.replace(precision="bf16"))
             call(descriptor, dtype=torch.float16)
             grad, x = gpu(6, A * B * D), gpu(6, A * C * D)
-            op.weight_gradient(grad, x, PATTERN)
+            primitives.weight_gradient(grad, x, PATTERN)
             seen.append(len(gpus.lowering.problems))
     finally:
         torch.set_float32_matmul_precision(before)
@@ -267,7 +269,7 @@ def test_half_types_have_one_precision(gpus):
     for precision in (None, "fp32", "tf32"):
         call(kl.KroneckerSparse(*PATTERN, precision=precision), dtype=torch.float16)
         grad, x = gpu(6, A * B * D, dtype=torch.half), gpu(6, A * C * D, dtype=torch.half)
-        op.weight_gradient(grad, x, PATTERN, False, precision)
+        primitives.weight_gradient(grad, x, PATTERN, False, precision)
     assert {problem.precision for _, problem in gpus.lowering.problems} == {"fp32"}
 
 
@@ -279,7 +281,7 @@ def test_a_setting_that_torch_cannot_answer_for_all_backends_is_read_for_cuda(mo
     for setting, name in (("tf32", "tf32"), ("ieee", "fp32"), ("none", "fp32")):
         matmul = SimpleNamespace(fp32_precision=setting)
         monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-        assert op.float32_precision() == name
+        assert primitives.float32_precision() == name
 
 
 def test_a_batch_makes_a_plan_and_no_kernel(gpus):
@@ -304,7 +306,7 @@ def test_float64_is_computed_by_torch(gpus):
     found = kl.run_kernel(descriptor, x, weight)
     torch.testing.assert_close(host(found), expected(descriptor, x, weight, {}))
     assert not gpus.launches and not gpus.lowering.problems
-    assert op.find_plan(descriptor, x, weight, None, {}) is None
+    assert calls.find(descriptor, (x, weight), None, {}) is None
 
 
 def test_tangents_are_not_dropped(gpus):
@@ -324,7 +326,7 @@ def test_prepare_loads_what_the_call_needs(gpus):
     descriptor = kl.KroneckerSparse(*PATTERN, epilogue=(kl.Bias(), kl.Gelu()))
     x, weight, bias = gpu(6, A * C * D), gpu(*PATTERN), gpu(A * B * D)
     kl.prepare(descriptor, x, weight, bias=bias)
-    assert op.prepared(descriptor, x, weight, bias=bias)
+    assert ahead.prepared(descriptor, x, weight, bias=bias)
     loads = len(gpus.loads)
     assert loads == 2 and not gpus.launches
     gpus.capturing = True
@@ -371,7 +373,7 @@ def test_meta_tensors_stand_for_those_of_the_gpu(gpus):
     gpus.capturing = True
     with pytest.raises(CaptureError):
         kl.run_kernel(chain, *(gpu(*shape, dtype=torch.float16) for shape in shapes))
-    found = op.specs(chain, "sm_90a", tuple(meta), {})
+    found = ahead.specs(chain, "sm_90a", tuple(meta), {})
     assert [spec.entry for spec in found] == ["sum", "end"]
 
 
@@ -380,9 +382,9 @@ def test_variants_are_those_of_lowering():
     chain = kl.KroneckerSparseChain((descriptor, kl.KroneckerSparse(*PATTERN[:1], 2, 3, 4)))
     dtypes = (torch.float32, torch.float16, torch.float64)
     for each in (descriptor, chain):
-        found = op.variants(each, "sm_90a", dtypes)
+        found = ahead.variants(each, "sm_90a", dtypes)
         assert [spec.description for spec in found] == ["sum 'float32' 64", "sum 'float16' 64"]
-    assert op.variants(descriptor, "sm_90a", (torch.float64,)) == []
+    assert ahead.variants(descriptor, "sm_90a", (torch.float64,)) == []
     with pytest.raises(TypeError, match=r"kronecker_sparse has no kernels for torch\.int8"):
         kl.compile(descriptor, dtypes=torch.int8)
 
@@ -422,12 +424,15 @@ def test_a_call_that_is_known_is_neither_checked_nor_lowered(gpus, monkeypatch):
     descriptor = kl.KroneckerSparse(*PATTERN, epilogue=kl.Bias())
     x, weight, bias = gpu(6, A * C * D), gpu(*PATTERN), gpu(A * B * D)
     wanted = host(kl.run_kernel(descriptor, x, weight, bias=bias)).clone()
-    grad = host(op.weight_gradient(wanted.as_subclass(OnGpu), x, PATTERN)).clone()
-    for name in ("stand_ins", "by_reference"):  # which every call without a plan asks
-        monkeypatch.setattr(op, name, lambda *_: pytest.fail("asked again"))
+    grad = host(primitives.weight_gradient(wanted.as_subclass(OnGpu), x, PATTERN)).clone()
+    # What every call without a plan asks.
+    for module, name in ((operation, "stand_ins"), (products, "is_on_gpu")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("asked again"))
     equal = kl.KroneckerSparse(*PATTERN, epilogue=kl.Bias())
     assert torch.equal(host(kl.run_kernel(equal, x, weight, bias=bias)), wanted)
-    assert torch.equal(host(op.weight_gradient(wanted.as_subclass(OnGpu), x, PATTERN)), grad)
+    assert torch.equal(
+        host(primitives.weight_gradient(wanted.as_subclass(OnGpu), x, PATTERN)), grad
+    )
 
 
 def test_a_given_out_finds_what_was_tuned_without_one(gpus):
@@ -450,7 +455,9 @@ def test_tensors_of_another_device_are_computed_there(dtype, gpus):
     x, weight, bias = (t.as_subclass(OnSecondGpu) for t in tensors)
     for _ in range(2):
         y = kl.run_kernel(descriptor, x, weight, bias=bias)
-        op.weight_gradient(gpu(6, A * B * D, dtype=dtype).as_subclass(OnSecondGpu), x, PATTERN)
+        primitives.weight_gradient(
+            gpu(6, A * B * D, dtype=dtype).as_subclass(OnSecondGpu), x, PATTERN
+        )
     wanted = expected(descriptor, x, weight, {"bias": bias})
     torch.testing.assert_close(host(y), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert [launch.device for launch in gpus.launches] == [1] * 8 and gpus.entered == [0]
@@ -481,13 +488,13 @@ def test_results_that_are_held_do_not_share_memory():
 def test_parameters_without_memory_find_no_plan(monkeypatch):
     """Whether they are inside a transform or stand for others: a plan would read address 0."""
     monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])  # as in a recorded call above
-    monkeypatch.setattr(op, "by_reference", lambda *_: False)
+    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
     descriptor = kl.KroneckerSparse(1, 3, 2, 1, epilogue=kl.Bias())
     x, weight, bias = torch.ones(4, 2), torch.ones(1, 3, 2, 1), torch.ones(5, 3)
     found = []
 
     def look(one):
-        found.append(op.find_plan(descriptor, x, weight, None, {"bias": one}))
+        found.append(calls.find(descriptor, (x, weight), None, {"bias": one}))
         return one
 
     kl.run_kernel(descriptor, x, weight, bias=bias[0])

@@ -281,15 +281,14 @@ GRAPHS = {
     ),
 }  # fmt: skip
 
-UNMAPPED = r"(?i)batching rule not implemented for kernlib"
 INSIDE_GRAD = r"kernlib\.pairwise\.default"
 TRANSFORMS = {
     "run_kernel": Transform(
-        Call(laplace, (A, B, ONE), THREE), THREE, "vmap", UNMAPPED,
+        Call(laplace, (A, B, ONE), THREE), THREE, None, None,
         r"a is inside a transform of torch\.func", INSIDE_GRAD,
     ),
     "cdist": Transform(
-        both(kl.cdist), SIDES, "vmap", UNMAPPED,
+        both(kl.cdist), SIDES, None, None,
         r"x1 is inside a transform of torch\.func", INSIDE_GRAD,
     ),
 }  # fmt: skip
@@ -341,7 +340,7 @@ def numeric_sums(descriptor, *numbers) -> Numeric:
 
 QUIET = Quiet(
     "kl.cdist(torch.ones(2, 3), torch.ones(4, 3))",
-    ("kernlib.families.pairwise.library", "kernlib.descriptors.text"),
+    ("kernlib.families.pairwise.operators", "kernlib.descriptors.text"),
 )
 ROOT = (
     "outside of their mode torch.where makes a number a real tensor, which the gradient of a root "

@@ -262,7 +262,7 @@ w = compress(torch.eye(40), "bitmap")
 x, bias = torch.ones(6, 40, requires_grad=True), torch.ones(40, requires_grad=True)
 matmul(w, x, bias, kl.Gelu()).sum().backward()
 """,
-    ("kernlib.families.sparse.library", "kernlib.families.kronecker_sparse.operation"),
+    ("kernlib.families.sparse.operators", "kernlib.families.kronecker_sparse.operation"),
 )
 OPERATIONS = (
     Operation(

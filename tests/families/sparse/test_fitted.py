@@ -9,10 +9,10 @@ from torch.func import functional_call
 
 from kernlib.errors import CaptureError
 from kernlib.families.sparse import fitted as sparse_fitted
-from kernlib.families.sparse import operation as op
+from kernlib.families.sparse import moved, plans
 from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.formats import bitmap
-from kernlib.families.sparse.matrix import format_of
+from kernlib.families.sparse.layout import format_of
 from kernlib.families.sparse.tensors import mark, state_of
 from kernlib.nn import SparseLinear, sparse_linear
 from kernlib.sparse import SparseMatrix, compress, matmul
@@ -41,8 +41,9 @@ def gpus(monkeypatch):
 @pytest.fixture
 def checks(monkeypatch):
     """The formats whose tensors were looked at, in order."""
-    found, inner = [], sparse_fitted.measured
-    monkeypatch.setattr(sparse_fitted, "measured", lambda *a: found.append(a[0]) or inner(*a))
+    found, inner = [], moved.measured
+    for module in (sparse_fitted, moved):
+        monkeypatch.setattr(module, "measured", lambda *a: found.append(a[0]) or inner(*a))
     return found
 
 
@@ -277,13 +278,13 @@ def test_the_first_product_of_a_matrix_looks_at_nothing(gpus, seed, monkeypatch)
     dense, w = made(40, 600, dtype=torch.float16)
     w = fake_kernels.on_gpu(w, gpus, dense)
     mark(w)
-    monkeypatch.setattr(op, "check_place", None)
+    monkeypatch.setattr(plans, "check_place", None)
     matmul(w, torch.randn(2, 600).half().as_subclass(OnGpu))
 
 
 def test_formats_measure_all_their_facts(seed):
     for format in FORMATS:
         dense, w = made(40, 600, format)
-        found = sparse_fitted.measured(format, w.tensors)
+        found = moved.measured(format, w.tensors)
         assert {**w.facts, **found} == w.facts
         format_of(format).check(w.tensors, w.facts, w.shape, dense.dtype)

@@ -258,7 +258,7 @@ def test_a_compiled_gradient_does_not_take_a_transpose_of_the_past(format, seed)
 
 def recorded(w, x):
     """A product as eager calls on a GPU record it, on the CPU."""
-    return autograd.recorded(autograd.PLAIN, w, x, {})
+    return autograd.RECORDING.result((autograd.PLAIN, (w, x), None, {}))
 
 
 @every_format
@@ -278,7 +278,7 @@ def test_a_write_before_the_gradient_raises_as_in_torch(format, seed):
 def test_the_gradient_of_the_bias_alone_needs_no_matrix(seed):
     dense, w = made(40, 70, dtype=torch.float32)
     x, bias = torch.randn(3, 70), torch.randn(40, requires_grad=True)
-    y = autograd.recorded(autograd.BIASED, w, x, {"bias": bias})
+    y = autograd.RECORDING.result((autograd.BIASED, (w, x), None, {"bias": bias}))
     written(w, dense)
     (found,) = torch.autograd.grad(y.sum(), bias)
     assert torch.equal(found, torch.full((40,), 3.0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernlib import sparse
-from kernlib.families.sparse import matrix
+from kernlib.families.sparse import layout
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.cases import DTYPES, FORMATS, made, random, same_bits
 
@@ -243,7 +243,7 @@ def test_a_state_is_plain_and_loads_safely(seed, tmp_path):
     loaded = torch.load(tmp_path / "w.pt", weights_only=True)
     again = SparseMatrix.from_state(loaded.pop("header"), loaded)
     assert same_bits(again.to_dense(), dense)
-    assert (again.nnz, again.format, again.version) == (w.nnz, "bitmap", matrix.VERSION)
+    assert (again.nnz, again.format, again.version) == (w.nnz, "bitmap", layout.VERSION)
     assert again.tensors["data"].data_ptr() == loaded["data"].data_ptr()
 
 

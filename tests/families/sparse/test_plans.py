@@ -6,11 +6,11 @@ import torch
 
 import kernlib as kl
 from kernlib.errors import CaptureError
+from kernlib.families.sparse import ahead, checks, operators, plans
 from kernlib.families.sparse import gradients as autograd
-from kernlib.families.sparse import operation as op
-from kernlib.families.sparse import operators, plans
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.runtime import expressions
+from kernlib.families.sparse.product import calls
+from kernlib.runtime import expressions, products
 from kernlib.sparse import SparseMatrix, matmul
 from tests.families.sparse import fake_kernels
 from tests.families.sparse.cases import BIASED, EPILOGUES, made, values_of
@@ -168,7 +168,7 @@ def test_a_call_like_another_finds_its_plan(gpus, seed):
     dense, w = matrix(gpus)
     x, bias = gpu(3, 40), gpu(9)
     matmul(w, x, bias)
-    plan = op.find_plan(BIASED, w, x, None, {"bias": bias})
+    plan = calls.find(BIASED, (w, x), None, {"bias": bias})
     assert plan is not None
     made = len(gpus.lowering.problems)
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_a_call_like_another_finds_its_plan(gpus, seed):
     assert len(gpus.lowering.problems) == made and len(gpus.loads) == 2
     other = fake_kernels.on_gpu(SparseMatrix.from_layout(w.layout, w.operands), gpus, dense * 2)
     found = matmul(other, x, bias)  # of one layout: the same plan, another matrix
-    assert op.find_plan(BIASED, other, x, None, {"bias": bias}) is plan
+    assert calls.find(BIASED, (other, x), None, {"bias": bias}) is plan
     assert len(gpus.lowering.problems) == made
     wanted = expected(BIASED, dense * 2, x, {"bias": bias})
     torch.testing.assert_close(host(found), wanted, rtol=2e-3, atol=2e-3)
@@ -221,9 +221,9 @@ def test_nothing_is_loaded_inside_a_capture(gpus, seed):
     with pytest.raises(CaptureError, match=r"kernlib\.prepare"):
         matmul(w, x, bias)
     gpus.capturing = False
-    assert not op.prepared(BIASED, w, x, bias=bias)
+    assert not ahead.prepared(BIASED, w, x, bias=bias)
     kl.prepare(BIASED, w, x, bias=bias)
-    assert op.prepared(BIASED, w, x, bias=bias) and not gpus.launches
+    assert ahead.prepared(BIASED, w, x, bias=bias) and not gpus.launches
     gpus.capturing = True
     with pytest.raises(AssertionError):  # the launch itself, which the fakes refuse to capture
         matmul(w, x, bias)
@@ -233,17 +233,17 @@ def test_prepare_loads_what_lays_a_matrix_out(gpus, seed):
     _, w = matrix(gpus)
     kl.prepare(PLAIN, w, gpu(40, 40))
     assert gpus.lowering.laid_out == 1 and not gpus.launches
-    assert op.prepared(PLAIN, w, gpu(40, 40))
+    assert ahead.prepared(PLAIN, w, gpu(40, 40))
 
 
 def test_what_tuning_times(gpus, seed):
     _, w = matrix(gpus)
     x = gpu(3, 40)
-    found = op.choices(PLAIN, w, x)
+    found = ahead.choices(PLAIN, w, x)
     (candidate,) = found.kernels
     candidate.ready()()
     assert found.device == 0 and len(gpus.launches) == 4
-    assert op.choices(PLAIN, w, gpu(40, 40)).kernels == []
+    assert ahead.choices(PLAIN, w, gpu(40, 40)).kernels == []
 
 
 def test_devices_too_old_are_refused(gpus, seed):
@@ -327,8 +327,8 @@ def test_vmap_goes_by_the_operator(gpus, seed, monkeypatch):
     seen = []
     monkeypatch.setattr(operators, "called", lambda *a: seen.append(a) or a[2].sum(-1))
     _, w = matrix(gpus)
-    monkeypatch.setattr(op, "by_reference", lambda *a: False)
-    monkeypatch.setattr(op.checks, "check_call", lambda *a: None)
+    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
+    monkeypatch.setattr(checks, "check_operands", lambda w, x: (2, w.shape[0]))
     torch.vmap(lambda x: matmul(w, x))(torch.randn(3, 2, 40).half())
     assert len(seen) == 1
 

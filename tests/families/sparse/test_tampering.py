@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from kernlib.compat import macko
-from kernlib.families.sparse.matrix import format_of
+from kernlib.families.sparse.layout import format_of
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.tampering import FORMATS, consume, refusals, states, tampered
 

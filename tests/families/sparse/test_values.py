@@ -11,7 +11,7 @@ import torch
 
 import kernlib as kl
 from kernlib.descriptors.text import from_text, to_text
-from kernlib.families.sparse import operation as op
+from kernlib.families.sparse import ahead
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.runtime import expressions
 from kernlib.sparse import compress, matmul
@@ -361,7 +361,7 @@ def test_a_cpu_call_needs_no_preparation(seed):
     _, w = made(9, 40)
     x, bias = torch.randn(3, 40), torch.randn(9)
     kl.prepare(BIASED, w, x, bias=bias)
-    assert not op.prepared(BIASED, w, x, bias=bias)
+    assert not ahead.prepared(BIASED, w, x, bias=bias)
     with pytest.raises(TypeError, match="takes w and x, got 1 operands"):
         kl.prepare(BIASED, w, bias=bias)
     with pytest.raises(ValueError, match="needs bias"):
@@ -377,11 +377,11 @@ def test_kernels_are_named_for_a_gpu_that_is_not_here(format, seed):
         x = torch.empty(columns, 512, dtype=torch.float16, device="meta")
         bias = torch.empty(64, dtype=torch.float16, device="meta")
         given = (w.to("meta"), x), {"bias": bias}
-        found = op.specs(BIASED, "sm_90a", *given)
-        known = op.variants(BIASED, "sm_90a", (torch.float16,))
+        found = ahead.specs(BIASED, "sm_90a", *given)
+        known = ahead.variants(BIASED, "sm_90a", (torch.float16,))
         assert found and set(found) <= set(known)
     many = torch.empty(99, 512, dtype=torch.float16, device="meta")
-    assert op.specs(BIASED, "sm_90a", (w.to("meta"), many), {"bias": bias}) == []
+    assert ahead.specs(BIASED, "sm_90a", (w.to("meta"), many), {"bias": bias}) == []
 
 
 def test_kernels_are_compiled_ahead_for_a_matrix(seed):

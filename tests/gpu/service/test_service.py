@@ -10,7 +10,7 @@ import sys
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import operation
+from kernlib.families.pairwise import ahead
 from kernlib.jit import entry, service
 from kernlib.jit.spec import KernelSpec
 
@@ -97,7 +97,7 @@ def test_more_than_48_kb_of_shared_memory(device):
 def test_a_whole_entry_that_the_driver_rejects_is_compiled_anew(device):
     a, b = torch.randn(70, 12, device="cuda"), torch.randn(60, 12, device="cuda")
     descriptor = kl.Pairwise(epilogue=kl.Custom("v * 7.75"))
-    (spec,) = operation.specs(descriptor, "sm_90a", (a, b), {})
+    (spec,) = ahead.specs(descriptor, "sm_90a", (a, b), {})
     key = service.digest(spec, "sm_90a")
     store = service.layers().store
     store.put(key, entry.pack(key, entry.Entry("pairwise", b"not a cubin", {})))

@@ -14,7 +14,7 @@ import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
-from kernlib.families.pairwise.reductions import plans
+from kernlib.families.pairwise.reductions import operation
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import check_flag
 
@@ -121,11 +121,11 @@ def kernel_min(
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset
     recorded = torch.is_grad_enabled() and _requires_gradient(a, b, None, None, hyperparameters)
-    if recorded or plans.is_recorded():
+    if recorded or operation.is_recorded():
         from kernlib.families.pairwise.reductions import pairs
 
         return pairs.run("min", descriptor, a, b, 1, False, *offsets, hyperparameters)
-    return plans.run("min", descriptor, a, b, None, None, *offsets, hyperparameters)
+    return operation.run("min", descriptor, a, b, None, None, *offsets, hyperparameters)
 
 
 def kernel_argmin(
@@ -181,15 +181,15 @@ def _run(
     """A reduction that has one tensor for its result."""
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     arguments = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
-    if plans.is_recorded():
+    if operation.is_recorded():
         from kernlib import run
 
-        return run.pairwise_reduce_library.run(*arguments)
+        return run.pairwise_reduce_operators.run(*arguments)
     if torch.is_grad_enabled() and _requires_gradient(a, b, v, out, values):
         from kernlib.families.pairwise.reductions import gradients
 
         return gradients.run(*arguments)
-    return plans.run(*arguments)
+    return operation.run(*arguments)
 
 
 def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:

@@ -21,15 +21,24 @@ import torch
 from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors.expression import VALUE
-from kernlib.families.pairwise import checks, operation, stages
+from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula, products, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.point_products import FEWEST
 from kernlib.families.pairwise.gradients.weights import Finish
+from kernlib.families.pairwise.matrix import MATRIX, calls, matrix
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import host_value, on_device
-from kernlib.runtime.tensors import check_flag, is_lazy, materialised, refuse_transforms, stand_ins
+from kernlib.runtime.operation import by_operator, operators_of
+from kernlib.runtime.tensors import (
+    check_flag,
+    is_lazy,
+    is_mapped,
+    materialised,
+    refuse_transforms,
+    stand_ins,
+)
 
 BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much where it is packed
 FEWEST_ROWS = 128  # of a block, unless there are fewer: a kernel's tile has as many
@@ -48,17 +57,22 @@ def run(
     if accumulate is not False:
         check_flag("accumulate", accumulate)
         raise ValueError("accumulate=True adds to out, and no out is given")
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    tensors, numbers = {}, {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            numbers[name] = host_value(name, value)
+    watched = stand_ins(a, b)
     if _are_functorch_transforms_active():
-        refuse_transforms(checks.NO_TRANSFORMS, a=a, b=b, **tensors)
-    if getattr(a, "is_meta", False) or stand_ins(a, b):
-        from kernlib.families.pairwise import library
-
-        if not stand_ins(a, b):  # of meta tensors operators would say less
-            checks.check_call(descriptor, a, b, None, False, row_offset, col_offset, values)
-        offsets = {"row_offset": row_offset, "col_offset": col_offset}
-        return library.run(descriptor, a, b, **offsets, **values)
-    numbers = {k: host_value(k, value) for k, value in values.items() if k not in tensors}
+        watched = is_mapped(a, b, *tensors.values())
+        if not watched:
+            refuse_transforms(checks.MAPPED_ALONE, a=a, b=b, **tensors)
+    if watched or getattr(a, "is_meta", False):
+        request = descriptor, a, b, None, False, row_offset, col_offset, values
+        if not watched:  # of meta tensors operators would say less
+            checks.check_call(*request)
+        return by_operator(MATRIX, request)
     call = Call(descriptor, row_offset, col_offset, numbers, tuple(tensors))
     try:
         return _Pairwise.apply(call, *map(formula.normal, (a, b, *tensors.values())))
@@ -83,6 +97,8 @@ class Call(NamedTuple):
 
     def values(self, tensors) -> dict:
         """All hyperparameters."""
+        if not self.names:
+            return self.numbers
         return self.numbers | dict(zip(self.names, tensors, strict=True))
 
     @property
@@ -96,8 +112,8 @@ class _Pairwise(torch.autograd.Function):
     def forward(ctx, call, a, b, *tensors):
         ctx.call = call
         ctx.save_for_backward(a, b, *tensors)
-        offsets = {"row_offset": call.row_offset, "col_offset": call.col_offset}
-        return operation.run(call.descriptor, a, b, **offsets, **call.values(tensors))
+        offsets, values = (call.row_offset, call.col_offset), call.values(tensors)
+        return calls.execute(call.descriptor, a, b, None, False, *offsets, values)
 
     @staticmethod
     def backward(ctx, grad):
@@ -108,12 +124,10 @@ class _Pairwise(torch.autograd.Function):
 
 def _made_again(call: Call, needs: tuple, saved: tuple, grad) -> list:
     """The gradients, recorded."""
-    from kernlib.families.pairwise.gradients import operators
-
     # Aliases, lest two of the arguments be one tensor.
     sides = [t.view_as(t) if need else t for t, need in zip(saved, needs, strict=True)]
     values = call.values(sides[2:])
-    out = operators.recorded(call.descriptor, *sides[:2], values, call.diagonal)
+    out = operators_of(MATRIX).recorded(call.descriptor, *sides[:2], values, call.diagonal)
     wanted = [side for side, need in zip(sides, needs, strict=True) if need]
     options = {"create_graph": True, "allow_unused": True}
     found = iter(torch.autograd.grad(out, wanted, grad, **options))
@@ -370,7 +384,7 @@ def _by_torch(shared: Backward, made: Sums, x, second, grad) -> tuple:
     """The same by torch, from the sums."""
     values = {name: v for name, v in shared.values.items() if name != "regularization"}
     leaves = {n: values[n].detach().requires_grad_() for n in shared.wanted if n in values}
-    s = batched(operation.run(made.descriptor, x, second, **made.arguments()))
+    s = batched(matrix(made.descriptor, x, second, **made.arguments()))
     grad3 = batched(grad).to(s.dtype)
     s = s.expand(grad3.shape)
     given, *found = weights.by_torch(
@@ -388,7 +402,7 @@ def _through_inner(shared: Backward, made: Sums, x, z, given) -> dict[str, torch
     logarithmic = exponent_sums(made)
     if logarithmic is not None:
         second = None if made.descriptor.symmetric else z
-        terms = operation.run(logarithmic.descriptor, x, second, **logarithmic.arguments())
+        terms = matrix(logarithmic.descriptor, x, second, **logarithmic.arguments())
         return {names[0]: weights.contracted(terms, given)}
     x, z, given = (batched(t) for t in (x, z, given))
     each = [v.expand(given.shape[0]) if isinstance(v, torch.Tensor) else v for v in made[1:]]

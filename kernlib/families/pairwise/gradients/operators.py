@@ -12,23 +12,16 @@ from __future__ import annotations
 import torch
 
 from kernlib.descriptors.text import from_text
-from kernlib.families.pairwise import checks, operation
+from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager, formula, weights
 from kernlib.families.pairwise.gradients.formula import Sums
+from kernlib.families.pairwise.matrix import matrix
 from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.operators import register
 
-_library = torch.library.Library("kernlib", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 _INNER = "str descriptor, float? p_number, float? scale_number, Tensor? p, Tensor? scale"
-_library.define(f"pairwise_sums(Tensor a, Tensor? b, {_INNER}) -> Tensor", tags=_TAGS)
-_library.define(
-    f"pairwise_gradient(Tensor x, Tensor z, Tensor weights, bool first, {_INNER}) -> Tensor",
-    tags=_TAGS,
-)
-_sums = torch.ops.kernlib.pairwise_sums.default
-_gradient = torch.ops.kernlib.pairwise_gradient.default
 
 
 def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.Tensor:
@@ -80,7 +73,7 @@ def _read(descriptor: str, p_number, scale_number, p, scale) -> Sums:
 def _compute_sums(a, b, *inner) -> torch.Tensor:
     made = _read(*inner)
     with torch.no_grad():
-        return operation.run(made.descriptor, a, b, **made.arguments())
+        return matrix(made.descriptor, a, b, **made.arguments())
 
 
 def _compute_gradient(x, z, weights, first: bool, *inner) -> torch.Tensor:
@@ -96,14 +89,6 @@ def _fake_sums(a, b, *inner):
 
 def _fake_gradient(x, z, weights, first, *inner):
     return x.new_empty(weights.shape[0], x.shape[1], x.shape[2])
-
-
-for _name, _call, _fake in (
-    ("pairwise_sums", _compute_sums, _fake_sums),
-    ("pairwise_gradient", _compute_gradient, _fake_gradient),
-):
-    _library.impl(_name, _call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kernlib::{_name}", _fake, lib=_library)
 
 
 # Their gradients.
@@ -157,9 +142,19 @@ def _gradient_backward(ctx, along):
     return *found[:3], None, None, None, None, *found[3:]
 
 
-torch.library.register_autograd(
-    "kernlib::pairwise_sums", _sums_backward, setup_context=_save, lib=_library
+_sums = register(
+    "pairwise_sums",
+    f"(Tensor a, Tensor? b, {_INNER}) -> Tensor",
+    _compute_sums,
+    _fake_sums,
+    save=_save,
+    backward=_sums_backward,
 )
-torch.library.register_autograd(
-    "kernlib::pairwise_gradient", _gradient_backward, setup_context=_save, lib=_library
+_gradient = register(
+    "pairwise_gradient",
+    f"(Tensor x, Tensor z, Tensor weights, bool first, {_INNER}) -> Tensor",
+    _compute_gradient,
+    _fake_gradient,
+    save=_save,
+    backward=_gradient_backward,
 )

@@ -33,13 +33,15 @@ class GradientPlan(NamedTuple):
 
     out_shape: tuple[int, ...]
     out_dtype: torch.dtype
+    wide: torch.dtype  # of the arithmetic
     device: torch.device
     spans: tuple[int, ...]  # bytes from first to last element of each operand
     out_span: int
     compute: Callable | None
 
 
-def make_plan(kind: Kind, call: Call, operands, out, accumulate, values: dict) -> GradientPlan:
+def make_plan(call: Call, kind: Kind, operands, out, accumulate, values: dict) -> GradientPlan:
+    """The plan of a checked call. Raises UnsupportedError for devices that have no backend."""
     if call.device.type != "cuda":
         raise UnsupportedError(
             f"kernlib computes on CUDA and CPU tensors, {kind.names[0]} is on {call.device}; move "
@@ -53,7 +55,7 @@ def make_plan(kind: Kind, call: Call, operands, out, accumulate, values: dict) -
     if not call.empty:
         compute = _way(kind, call, operands, target, accumulate, values)
     return GradientPlan(
-        call.out_shape, call.out_dtype, call.device,
+        call.out_shape, call.out_dtype, accumulator(call.dtype), call.device,
         tuple(0 if t is None else span(t) for t in operands), span(target), compute,
     )  # fmt: skip
 

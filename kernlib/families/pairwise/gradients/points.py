@@ -1,7 +1,4 @@
-"""Gradients of pairwise sums with respect to points, summed over the other points with weights.
-
-As in :mod:`kernlib.families.pairwise.operation`, the steady state is a dict hit and a launch.
-"""
+"""Gradients of pairwise sums with respect to points, summed over the other points with weights."""
 
 from __future__ import annotations
 
@@ -11,10 +8,13 @@ from kernlib import events
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.gradients import arguments, plans, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
+from kernlib.families.pairwise.gradients.plans import GradientPlan
 from kernlib.families.pairwise.lowering import gradient as lowering
+from kernlib.runtime import operation
+from kernlib.runtime.arguments import requires_gradient
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import check_kind, host_value, on_device, plain
-from kernlib.runtime.plan import PlanCache
+from kernlib.runtime.operation import KERNELS, REFERENCE, Operation
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
@@ -29,7 +29,6 @@ from kernlib.runtime.tensors import (
     span,
 )
 
-_plans = PlanCache()
 _PLAIN = Kind("difference", stages.Power(), False, True)
 
 
@@ -112,28 +111,22 @@ def pair_gradient(
     return _run(kind, Operands(x, z, weights, coefficients), out, accumulate, values)
 
 
+# The operation. A request is (kind, operands, out, accumulate, values).
+
+
 def _run(kind: Kind, operands: Operands, out, accumulate: bool, values: dict) -> torch.Tensor:
-    key = _signature(kind, operands, out, accumulate, values)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and requires_gradient(values.values(), *operands, out):
+        _key(kind, operands, out, accumulate, values)  # raises what is wrong with them first
         arguments.refuse_gradients(kind, operands, out, values)
-    try:
-        plan = _plans.plans.get(key)
-    except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
-        arguments.check_call(kind, operands, out, accumulate, values)
-        raise
-    if plan is None:
-        call = arguments.check_call(kind, operands, out, accumulate, values)
-        if call.device.type == "meta":
-            return operands.x.new_empty(call.out_shape) if out is None else out
-        if any(is_lazy(t) for t in operands if t is not None):
-            refuse_any_overlap(out, **dict(zip(kind.names, operands, strict=True)))
-            read = Operands(*(t if t is None else materialised(t) for t in operands))
-            return _run(kind, read, out, accumulate, values)
-        if call.device.type == "cpu":
-            return _on_cpu(kind, call, operands, out, accumulate, values)
-        plan = plans.make_plan(kind, call, operands, out, accumulate, values)
-        _plans.keep(key, plan)
-    numbers, kept = _numbers(kind, operands.x, values)
+    return _execute(kind, operands, out, accumulate, values)
+
+
+def _way(call: Call, *request) -> str:
+    return REFERENCE if call.device.type in ("cpu", "meta") else KERNELS
+
+
+def _launch(plan: GradientPlan, kind: Kind, operands: Operands, out, accumulate, values: dict):
+    numbers, kept = _numbers(plan, kind, operands.x, values)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
     else:
@@ -142,6 +135,14 @@ def _run(kind: Kind, operands: Operands, out, accumulate: bool, values: dict) ->
         plan.compute(operands, out, numbers)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     return out
+
+
+def _materialised(kind: Kind, operands: Operands, out, accumulate, values: dict) -> tuple | None:
+    if not any(is_lazy(t) for t in operands if t is not None):
+        return None
+    refuse_any_overlap(out, **dict(zip(kind.names, operands, strict=True)))
+    read = Operands(*(t if t is None else materialised(t) for t in operands))
+    return kind, read, out, accumulate, values
 
 
 def _refuse_overlap(
@@ -160,17 +161,22 @@ def _refuse_overlap(
         torch.autograd.graph.increment_version(out)
 
 
-def _signature(kind: Kind, operands: Operands, out, accumulate, values: dict) -> tuple:
+def _key(kind: Kind, operands: Operands, out, accumulate, values: dict) -> tuple:
     """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
+    key = (kind, accumulate)
     try:
-        tensors = tuple(None if t is None else signature(t) for t in (*operands, out))
+        for t in operands:
+            key += (None,) if t is None else signature(t)
+        if out is not None:
+            key += signature(out)
     except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         arguments.check_tensors(kind, operands, out)
         named = dict(zip(kind.names, operands, strict=True))
         refuse_transforms(arguments.NO_TRANSFORMS, **named, out=out)
         raise
-    kinds = tuple((name, _kind(name, value)) for name, value in values.items())
-    return kind, tensors, accumulate, kinds
+    for name, value in values.items():
+        key += (name, _kind(name, value))
+    return key
 
 
 def _kind(name: str, value: object):
@@ -189,8 +195,9 @@ def _kind(name: str, value: object):
     return lowering.exponent_kind(number)
 
 
-def _on_cpu(kind: Kind, call: Call, operands: Operands, out, accumulate, values: dict):
-    """The same by the reference."""
+def _reference(call: Call, kind: Kind, operands: Operands, out, accumulate, values: dict):
+    if call.device.type == "meta":
+        return operands.x.new_empty(call.out_shape) if out is None else out
     wide = accumulator(call.dtype)
     given = [
         None if t is None else (t if t.dim() == 3 else t[None]).expand(call.batch, -1, -1).to(wide)
@@ -212,9 +219,9 @@ def _on_cpu(kind: Kind, call: Call, operands: Operands, out, accumulate, values:
     return out
 
 
-def _numbers(kind: Kind, x: torch.Tensor, values: dict) -> tuple[list, list]:
+def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, list]:
     """A number and a pointer for each of SCALARS, and tensors to keep until the launch."""
-    wide, numbers, kept = accumulator(x.dtype), [], []
+    wide, numbers, kept = plan.wide, [], []
     for name in lowering.SCALARS:
         value = values.get(name)
         if name == "eps":
@@ -233,3 +240,18 @@ def _numbers(kind: Kind, x: torch.Tensor, values: dict) -> tuple[list, list]:
         numbers += [0.0, address if known else 0]
         kept.append(tensor)
     return numbers, kept
+
+
+PAIR_GRADIENT = Operation(
+    name="pair_gradient",
+    operators=None,
+    key=_key,
+    check=arguments.check_call,
+    way=_way,
+    reference=_reference,
+    plan=plans.make_plan,
+    launch=_launch,
+    tensors=lambda *request: (),  # those without memory have no key
+    materialised=_materialised,
+)
+_execute = operation.bind(PAIR_GRADIENT).execute

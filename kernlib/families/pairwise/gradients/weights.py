@@ -22,12 +22,13 @@ from kernlib.descriptors.epilogues import (
     RationalQuadratic,
 )
 from kernlib.descriptors.expression import VALUE
-from kernlib.families.pairwise import checks, operation
+from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula
 from kernlib.families.pairwise.gradients.formula import Sums
+from kernlib.families.pairwise.matrix import matrix
 from kernlib.runtime.dtypes import accumulator
 
 _INFINITE = float("inf")
@@ -157,7 +158,7 @@ def derivative(
     if descriptor is None:
         return None
     values = {name: finish.values[name] for name in _parameters(descriptor)}
-    return operation.run(descriptor, a, b, **made.arguments(), **values)
+    return matrix(descriptor, a, b, **made.arguments(), **values)
 
 
 @lru_cache(maxsize=1024)
@@ -189,7 +190,7 @@ def by_sums(
     finish = finish_of(descriptor, values)
     if has_kernels(finish):
         return derivative(made, finish, VALUE, a, b)
-    s = operation.run(made.descriptor, a, b, **made.arguments())
+    s = matrix(made.descriptor, a, b, **made.arguments())
     counts = [v.shape[0] for v in values.values() if isinstance(v, torch.Tensor) and v.dim()]
     if s.dim() == 3:  # else the weights of its entries would be added up
         s = s.expand(max(s.shape[0], *counts, 1), -1, -1)

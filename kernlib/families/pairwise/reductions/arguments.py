@@ -20,7 +20,10 @@ from kernlib.runtime.tensors import (
     refuse_transforms,
 )
 
-_ADVICE = "reductions of kernel matrices do not support: call outside it, on a batch (L, M, K)"
+_ADVICE = (
+    "reductions of kernel matrices support as torch.vmap alone and without out: call outside it, "
+    "or leave out away; gradients are torch.autograd's"
+)
 
 
 class Request(NamedTuple):

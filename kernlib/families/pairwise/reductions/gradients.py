@@ -14,12 +14,13 @@ import torch
 from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.formula import normal
 from kernlib.families.pairwise.gradients.products import multiplied
-from kernlib.families.pairwise.reductions import arguments, blocks, plans
+from kernlib.families.pairwise.reductions import arguments, blocks, operation
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device
+from kernlib.runtime.operation import by_operator
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.tensors import stand_ins
+from kernlib.runtime.tensors import is_mapped, stand_ins
 
 MOST_BYTES = 1 << 29  # of all that a gradient keeps of a block
 PARTS = 3  # tensors of a block's size among them: weights, a slope, and what packs their product
@@ -31,12 +32,12 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
     """A call of ``matmul``, ``sum`` or ``logsumexp`` whose gradient is recorded. Raises
     RuntimeError for an ``out``."""
     refuse_out(out)
-    if getattr(a, "is_meta", False) or stand_ins(a, b, v):
-        from kernlib.families.pairwise.reductions import library
-
-        if not stand_ins(a, b, v):  # of meta tensors operators would say less
+    watched = stand_ins(a, b, v) or is_mapped(a, b, v, *values.values())
+    if watched or getattr(a, "is_meta", False):
+        if not watched:  # of meta tensors operators would say less
             arguments.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
-        return library.run(reduction, descriptor, a, b, v, None, row_offset, col_offset, values)
+        request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, False
+        return by_operator(operation.REDUCTION, request)
     request = arguments.request_of(descriptor, a, b, v, row_offset, col_offset, values)
     shape = arguments.shape_of(request)
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
@@ -63,7 +64,7 @@ def computed(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
     """A reduction (L, M, C) or (L, M) in the arithmetic's dtype, without a gradient."""
     descriptor, a, b, v, *offsets, values = request
     with torch.no_grad():
-        found = plans.run(reduction, descriptor, a, b, v, None, *offsets, values, wide=True)
+        found = operation.run(reduction, descriptor, a, b, v, None, *offsets, values, wide=True)
     return found.reshape(shape.batch, shape.m, *((shape.columns,) if v is not None else ()))
 
 

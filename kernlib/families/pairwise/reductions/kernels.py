@@ -15,7 +15,7 @@ from kernlib.families.pairwise.plans import precision
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.dtypes import FLOAT_SUMS
-from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.devices import arch_of, build, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.sequence import Steps, load_lowered
@@ -30,12 +30,13 @@ VALUE_BYTES = 4  # of a value that a kernel writes
 
 
 class ReductionPlan(NamedTuple):
-    """What a call of one signature launches. The first three are what
+    """What a call of one signature launches. The first four are what
     :func:`kernlib.families.pairwise.plans.numbers_of` reads."""
 
     slots: dict[str, int]
     count: int
     root: bool
+    positive: frozenset[str]
     # Each with the bytes by which its columns begin further on: in v, and in the values.
     launches: tuple[tuple[Plan | Steps, int, int], ...]
     splits: int
@@ -82,7 +83,7 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
     numbers = request.hyperparameters
     call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, numbers)
     strides = scalar_strides(descriptor, numbers, call)
-    launches, per_split, splits = [], 0, 0
+    made, per_split, splits = [], 0, 0
     product = rows is None and by_products(reduction, request, shape, arch)
     widest = PRODUCT_COLUMNS if product else lowering.WIDTHS[-1]
     for column, width in passes(shape.columns, widest):
@@ -93,14 +94,19 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
             )
         else:
             lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
-        made = load_lowered(lowered, lowering.OPERANDS, request.a.device)
         per_split, splits = lowered.per_part, lowered.parts
         in_v = 0 if v is None else column * v.stride(-1) * v.element_size()
-        launches.append((made, in_v, column * VALUE_BYTES))
+        made.append((lowered, in_v, column * VALUE_BYTES))
+    build([spec for lowered, *_ in made for spec in lowered.specs], device)
+    launches = [
+        (load_lowered(lowered, lowering.OPERANDS, request.a.device), *offsets)
+        for lowered, *offsets in made
+    ]
     return ReductionPlan(
         slots=checks.slots(descriptor),
         count=scalar_count(descriptor),
         root=checks.follows_inner(descriptor, numbers),
+        positive=descriptor.positive,
         launches=tuple(launches),
         splits=splits,
     )

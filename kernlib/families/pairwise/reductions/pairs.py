@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.reductions import arguments, blocks, plans
+from kernlib.families.pairwise.reductions import arguments, blocks, operation
 from kernlib.families.pairwise.reductions.arguments import Request
 from kernlib.run import run_kernel
 from kernlib.runtime.dtypes import accumulator
-from kernlib.runtime.tensors import stand_ins
+from kernlib.runtime.tensors import is_mapped, stand_ins
 
 
 def run(
@@ -19,14 +19,14 @@ def run(
     """``topk``, or ``min``, whose k is 1: values and places as
     :mod:`kernlib.families.pairwise.functions.reductions` documents them. ``rows`` and ``columns``
     are the offsets."""
-    recorded = plans.is_recorded() or stand_ins(a, b)
+    recorded = operation.is_recorded() or stand_ins(a, b) or is_mapped(a, b, *values.values())
     if recorded or getattr(a, "is_meta", False):
         from kernlib import run as ops
 
         if not recorded:  # of meta tensors operators would say less
             found = arguments.check_meta(descriptor, a, b, None, rows, columns, values)
             arguments.check_k(k, found.n)
-        return ops.pairwise_reduce_library.choose(
+        return ops.pairwise_reduce_operators.choose(
             reduction, descriptor, a, b, k, largest, rows, columns, values
         )
     request = arguments.request_of(descriptor, a, b, None, rows, columns, values)
@@ -43,7 +43,7 @@ def chosen(reduction: str, request: Request, k: int, largest: bool):
     descriptor, a, b, _, *offsets, values = request
     with torch.no_grad():
         if reduction == "min":
-            found = plans.run("min", descriptor, a, b, None, None, *offsets, values, wide=True)
+            found = operation.run("min", descriptor, a, b, None, None, *offsets, values, wide=True)
             return tuple(t[..., None] for t in found)
         shape = arguments.shape_of(request)
         arguments.check_k(k, shape.n)

@@ -16,8 +16,7 @@ from kernlib.lowering.dtypes import BITS
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
-from kernlib.runtime.plan import PlanCache
-from kernlib.runtime.sequence import Steps
+from kernlib.runtime.sequence import StepsCache
 
 FAMILY = "sparse"
 ITEMSIZES = (2, 4)
@@ -31,7 +30,7 @@ PARAMETERS = {kind: Parameters(len(OPERANDS[kind]), FIXED[kind]) for kind in OPE
 THREADS = {"count": 256, "encode": 128, "decode": 128}
 COUNTED = 8  # chunks that a CTA counts
 
-_plans = PlanCache()
+_plans = StepsCache()
 
 
 def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
@@ -104,12 +103,10 @@ def reading(dense: torch.Tensor) -> tuple:
 
 
 def _launch(kind: str, how: tuple, *tensors: torch.Tensor) -> None:
-    device = tensors[0].device
-    key = kind, how, device.index
-    found = _plans.plans.get(key)
-    if found is None:
-        found = Steps(Lowered((step(kind, how),)), OPERANDS[kind], device)
-        _plans.keep(key, found)
+    def lower() -> Lowered:
+        return Lowered((step(kind, how),))
+
+    found = _plans.of((kind, how), OPERANDS[kind], tensors[0].device, lower)
     addresses = [tensor.data_ptr() for tensor in tensors]
     if kind == "decode":
         addresses.append(addresses[0] + tensors[0].numel())

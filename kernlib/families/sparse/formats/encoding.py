@@ -13,6 +13,9 @@ from kernlib.runtime.tensors import check_dense, materialised
 
 # dtypes of values, and the integers of as many bits.
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+# Bits behind the sign, and the infinity's.
+MAGNITUDE = {torch.float16: 0x7FFF, torch.bfloat16: 0x7FFF, torch.float32: 0x7FFFFFFF}
+INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
 
 def matrix(dense: torch.Tensor) -> torch.Tensor:

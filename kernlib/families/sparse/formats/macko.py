@@ -23,7 +23,7 @@ import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import encoding
-from kernlib.families.sparse.formats.encoding import readable
+from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, readable
 from kernlib.lowering.arithmetic import round_up
 
 FORMAT = "macko"
@@ -34,9 +34,6 @@ WIDE_FROM = 2**31  # entries from which row_ptr takes int64
 MOST_COLUMNS = 2**31 - 1  # on a GPU, whose kernels count the entries of a row by 32 bits
 BLOCK = 32  # rows, of which ``busiest`` tells the entries
 LAST_CODE = 15
-# Bits behind the sign, and the infinity's.
-MAGNITUDE = {torch.float16: 0x7FFF, torch.bfloat16: 0x7FFF, torch.float32: 0x7FFFFFFF}
-INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
 
 def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.sparse.formats.encoding import bits
+from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, bits
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
-from kernlib.runtime.plan import PlanCache
-from kernlib.runtime.sequence import Steps
+from kernlib.runtime.sequence import StepsCache
 
 FAMILY = "sparse"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,7 +27,7 @@ PARAMETERS = {kind: Parameters(len(OPERANDS[kind]), FIXED[kind]) for kind in OPE
 THREADS = 128  # four rows
 ROWS = THREADS // 32
 
-_plans = PlanCache()
+_plans = StepsCache()
 
 
 def row_counts(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,8 +69,6 @@ def specs(dtype: torch.dtype, wide: bool = False) -> list[KernelSpec]:
 
 def spec(kind: str, dtype: torch.dtype, wide: bool) -> KernelSpec:
     """The KernelSpec of "count", "encode" or "decode", row_ptr ``wide`` for int64."""
-    from kernlib.families.sparse.formats.macko import INFINITY, MAGNITUDE
-
     name = str(dtype).removeprefix("torch.")
     source = f"""#include "common/types.cuh"
 
@@ -97,15 +94,14 @@ def reading(dense: torch.Tensor) -> tuple:
 
 
 def _launch(kind: str, dtype: torch.dtype, wide: bool, how: tuple, *tensors: torch.Tensor) -> None:
-    device = tensors[0].device
-    key = kind, dtype, wide, how, device.index
-    found = _plans.plans.get(key)
-    if found is None:
+    def lower() -> Lowered:
         pointers = tuple((name, 0) for name in OPERANDS[kind])
         grid = ceil_div(how[0], ROWS), 1
-        step = Step(spec(kind, dtype, wide), grid, PARAMETERS[kind].pack(*how), pointers)
-        found = Steps(Lowered((step,)), OPERANDS[kind], device)
-        _plans.keep(key, found)
+        return Lowered(
+            (Step(spec(kind, dtype, wide), grid, PARAMETERS[kind].pack(*how), pointers),)
+        )
+
+    found = _plans.of((kind, dtype, wide, how), OPERANDS[kind], tensors[0].device, lower)
     addresses = [tensor.data_ptr() for tensor in tensors]
     if kind == "decode":
         addresses.append(addresses[0] + tensors[0].numel() * tensors[0].element_size())

@@ -66,6 +66,8 @@ def auto(dense: torch.Tensor, columns: int = 1) -> str:
 def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     """Bytes of a matrix in each format that can hold it, and its density."""
     formats = {name: format_of(name) for name in FORMATS}
+    if dense.device.type == "cuda":
+        _build_counting(dense)
     counts = formats["bitmap"].chunk_counts(dense)
     quick = {n: f.measure(dense, counts) for n, f in formats.items() if hasattr(f, "measure")}
     numbers = torch.stack((counts.sum(dtype=torch.int64), *quick.values())).tolist()
@@ -76,3 +78,14 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
             sizes[name] = -1 if found is None else found
     known = {name: sizes[name] for name in FORMATS if sizes[name] >= 0}
     return known, numbers[0] / max(1, dense.numel())
+
+
+def _build_counting(dense: torch.Tensor) -> None:
+    """Have the kernels that count a matrix's entries for each format compiled side by side."""
+    from kernlib.families.sparse.formats import bitmap_gpu, macko_gpu, slices_gpu
+    from kernlib.runtime.devices import build  # which CPU tensors do not load
+
+    size = dense.element_size()
+    specs = [bitmap_gpu.spec("count", size), macko_gpu.spec("count", dense.dtype, False)]
+    specs += [slices_gpu.count_spec(format_of(name).code, size) for name in SLICES]
+    build(specs, dense.get_device())

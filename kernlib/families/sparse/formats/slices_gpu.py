@@ -17,13 +17,15 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import BITS
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
-from kernlib.runtime.devices import load
-from kernlib.runtime.plan import Plan
+from kernlib.lowering.steps import Lowered, Step
+from kernlib.runtime.sequence import StepsCache
 
 THREADS = 256
 ENCODE_FIXED = "<2q6I"  # strides of the matrix, then sizes
 DECODE_FIXED = "<q6I"
 ROW_TYPES = {torch.uint8: "u16", torch.int32: "u32"}
+
+_plans = StepsCache()
 
 
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
@@ -111,7 +113,11 @@ def _encode_fixed(dense: torch.Tensor, width: int, slices: int) -> bytes:
 
 
 def _launch(made: KernelSpec, warps: int, tensors: tuple[torch.Tensor, ...], fixed: bytes) -> None:
-    device = tensors[0].device.index
-    grid = (-(-warps // (THREADS // 32)), 1)
-    plan = Plan(load(made, device), device, grid, len(tensors), "", fixed)
-    plan.launch(tuple(tensor.data_ptr() for tensor in tensors))
+    names = tuple(f"tensor{index}" for index in range(len(tensors)))
+    grid = ceil_div(warps, THREADS // 32), 1
+
+    def lower() -> Lowered:
+        return Lowered((Step(made, grid, fixed, tuple((name, 0) for name in names)),))
+
+    found = _plans.of((made, grid, fixed), names, tensors[0].device, lower)
+    found.launch([tensor.data_ptr() for tensor in tensors])

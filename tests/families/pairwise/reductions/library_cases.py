@@ -215,20 +215,19 @@ GRAPHS = {
 }
 
 TRANSFORM = r"[abv] is inside a transform of torch\.func"
-UNMAPPED = r"(?i)batching rule not implemented for kernlib"
 CHOSEN = r"kernlib\.pairwise\.default"  # by which the values of what was chosen are recorded
 TRANSFORMS = {
     "matmul": Transform(
-        Call(product, (A, B, V), THREE), SIDES, TRANSFORM, UNMAPPED, TRANSFORM,
+        Call(product, (A, B, V), THREE), SIDES, None, None, TRANSFORM,
         r"kernlib\.pairwise_reduce\.default",
     ),
     "topk": Transform(
         Call(lambda a, b: kl.kernel_topk(L1, a, b, 2)[0], (A, B), SIDES), SIDES,
-        TRANSFORM, UNMAPPED, TRANSFORM, CHOSEN,
+        None, None, TRANSFORM, CHOSEN,
     ),
     "min": Transform(
         Call(lambda a, b: kl.kernel_min(L1, a, b)[0], (A, B), SIDES), SIDES,
-        TRANSFORM, UNMAPPED, TRANSFORM, CHOSEN,
+        None, None, TRANSFORM, CHOSEN,
     ),
 }  # fmt: skip
 

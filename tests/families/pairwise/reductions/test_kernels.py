@@ -79,6 +79,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(kernels, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(kernels, "model", lambda device: SimpleNamespace(multiprocessors=4))
     monkeypatch.setattr(kernels, "load_lowered", Launch)
+    monkeypatch.setattr(kernels, "build", lambda specs, device: None)
     forget_plans()
     monkeypatch.setattr(Launch, "made", [])
     yield Launch.made
@@ -91,7 +92,7 @@ def by_kernels(reduction, request):
     made = kernels.plan(reduction, request, shape)
     values = torch.full((made.splits, shape.batch, shape.m, shape.columns), torch.nan)
     pointers = (*(t.data_ptr() for t in request[1:4]), values.data_ptr(), 0)
-    slots, _ = numbers_of(made, request.descriptor, request.a, request.hyperparameters)
+    slots, _ = numbers_of(made, request.a, request.hyperparameters)
     kernels.start(made, pointers, slots)
     return values.sum(0)
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import ahead
-from kernlib.families.kronecker_sparse import checks, plans, reference
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.ahead import build_all
+from kernlib.families.kronecker_sparse import ahead, checks, plans, reference
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
@@ -138,8 +137,8 @@ def row_error(found, wanted, norms: torch.Tensor, batch_last: bool) -> float:
 
 def problem_of(descriptor, x, weight, out=None, **parameters) -> lowering.Problem:
     """What lowering sees of a call."""
-    call = checks.check_call(descriptor, x, weight, out, parameters)
-    precision = op.precision_of(descriptor.precision, x)
+    call = checks.check_call(descriptor, (x, weight), out, parameters)
+    precision = plans.precision_of(descriptor.precision, x)
     return plans.problem_of(descriptor, call, x, weight, out, precision)
 
 
@@ -175,7 +174,7 @@ def specs_of_step(descriptor: kl.KroneckerSparse, batch: int, numbers: str) -> l
     for recorded in (False, True):
         for tensor in (x, weight, *vectors.values()):
             tensor.requires_grad_(recorded)
-        found += op.specs(descriptor, arch, (x, weight), values, index())
+        found += ahead.specs(descriptor, arch, (x, weight), values, index())
     return found
 
 
@@ -183,7 +182,7 @@ def build(specs: list[KernelSpec]) -> None:
     """Compile kernels on all processors at once: one after the other those of this family's tests
     take two minutes."""
     arch = devices.arch_of(index())
-    ahead.build_all([(spec, arch) for spec in dict.fromkeys(specs)], None, False)
+    build_all([(spec, arch) for spec in dict.fromkeys(specs)], None, False)
 
 
 class Seen(NamedTuple):

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering.problem import DEEP
 from tests.gpu.families.kronecker_sparse import cases as ks
@@ -68,7 +68,9 @@ def run(kernels: str, pattern, numbers: str, batch_last: bool, batch: int) -> No
     # Racecheck does not follow the mbarriers of copies by threads; memcheck has these gradients
     # in "hopper".
     if kernels != "engine" or not gradient_by_threads(pattern, numbers, batch_last, batch):
-        calls.append(partial(op.weight_gradient, y, x, pattern, batch_last, plain.precision))
+        calls.append(
+            partial(primitives.weight_gradient, y, x, pattern, batch_last, plain.precision)
+        )
     if numbers == "fp16":
         fused = ks.product(pattern, numbers, batch_last, (kl.Bias(), kl.Scale(), kl.Gelu()))
         scale = torch.ones((), device=ks.DEVICE)

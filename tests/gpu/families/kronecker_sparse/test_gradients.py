@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse import reference
 from kernlib.nn import KSLinear
 from tests.gpu.families.kronecker_sparse import cases as ks
@@ -313,7 +313,7 @@ def test_autocast_leaves_float64_alone_and_reaches_the_op(seed):
     wanted = ks.exact(x.bfloat16(), weight.bfloat16())
     assert ks.relative_error(found, wanted) <= ks.TOLERANCE["bf16"]
     assert ks.relative_error(double, ks.exact(x, weight)) <= 1e-13
-    assert op.weight_gradient(double, x.double(), ks.LANES).dtype == torch.float64
+    assert primitives.weight_gradient(double, x.double(), ks.LANES).dtype == torch.float64
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
 from tests.gpu.families.kronecker_sparse import cases as ks
 
@@ -148,11 +148,11 @@ def test_gradients_of_a_weight_of_every_layout(pattern, numbers, batch_last, see
     a, b, _, d = pattern
     x, _ = ks.operands(pattern, 520, numbers, batch_last)
     grad = ks.random(*ks.shape_of(a * b * d, (520,), batch_last), dtype=x.dtype)
-    wanted = op.weight_gradient(grad.double(), x.double(), pattern, batch_last)
+    wanted = primitives.weight_gradient(grad.double(), x.double(), pattern, batch_last)
     lefts, rights = ks.views(grad), ks.views(x)
     pairs = [(lefts[name], x) for name in lefts] + [(grad, rights[name]) for name in rights]
     for left, right in (*pairs, *zip(lefts.values(), rights.values(), strict=True)):
-        found = op.weight_gradient(left, right, pattern, batch_last, "fp32")
+        found = primitives.weight_gradient(left, right, pattern, batch_last, "fp32")
         case = (left.stride(), left.data_ptr() % 16, right.stride(), right.data_ptr() % 16)
         assert ks.relative_error(found, wanted) <= ks.TOLERANCE[numbers], case
 
@@ -349,8 +349,8 @@ def test_more_than_2_to_the_31_elements(pattern, batch_last, seed):
 
     wanted = torch.zeros(pattern, dtype=torch.float64, device=ks.DEVICE)
     for left, right in zip(y.split(2**16, axis), x.split(2**16, axis), strict=True):
-        wanted += op.weight_gradient(left.double(), right.double(), pattern, batch_last)
-    for name, found in ks.each(partial(op.weight_gradient, y, x, pattern, batch_last)):
+        wanted += primitives.weight_gradient(left.double(), right.double(), pattern, batch_last)
+    for name, found in ks.each(partial(primitives.weight_gradient, y, x, pattern, batch_last)):
         assert ks.relative_error(found, wanted) <= ks.TOLERANCE["bf16"], name
 
 

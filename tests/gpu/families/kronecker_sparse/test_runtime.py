@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.nn import KSLinear
-from kernlib.run import op_of
+from kernlib.run import ahead_of
 from tests.gpu.families.kronecker_sparse import cases as ks
 
 # Pattern, numbers, batch_last and batch of calls that go to each kind of kernel, with the weight as
@@ -70,7 +70,7 @@ def test_a_call_never_waits_for_the_device(case, seed, no_synchronisation):
         for _ in range(2):
             y = kl.run_kernel(descriptor, x, weight, bias=bias, scale=scale)
     for _ in range(2):
-        op.weight_gradient(y, x, descriptor.pattern, descriptor.batch_last)
+        primitives.weight_gradient(y, x, descriptor.pattern, descriptor.batch_last)
     given = [t.clone().requires_grad_() for t in (x, weight, bias)]
     y = kl.run_kernel(descriptor, *given[:2], bias=given[2], scale=2.0)
     torch.autograd.grad(y, given, y.detach())
@@ -309,11 +309,11 @@ def events():
 @every_call
 def test_prepare_leaves_nothing_to_do(case, meta, seed, events):
     descriptor, x, weight = call_of(case, kl.Custom(f"v * 0.875 - {1 + meta}"))
-    assert not op_of(descriptor).prepared(descriptor, x, weight)
+    assert not ahead_of(descriptor).prepared(descriptor, x, weight)
     kl.prepare(
         descriptor, *(torch.empty_like(t, device="meta") if meta else t for t in (x, weight))
     )
-    assert op_of(descriptor).prepared(descriptor, x, weight) is not meta
+    assert ahead_of(descriptor).prepared(descriptor, x, weight) is not meta
     assert "launch" not in [event.name for event in events]
     events.clear()
     found = kl.run_kernel(descriptor, x, weight)

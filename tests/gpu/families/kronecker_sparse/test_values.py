@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import operation as op
+from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from tests.gpu.families.kronecker_sparse import cases as ks
 
@@ -70,7 +70,7 @@ def test_an_empty_batch(batch, numbers, batch_last, seed):
     assert found.shape == wanted and found.dtype == x.dtype
     out = torch.empty_like(found)
     assert kl.run_kernel(descriptor, x, weight, bias=bias, out=out) is out
-    grad = op.weight_gradient(found, x, (2, 3, 5, 4), batch_last)
+    grad = primitives.weight_gradient(found, x, (2, 3, 5, 4), batch_last)
     assert grad.shape == (2, 3, 5, 4) and (grad == 0).all()
 
 
@@ -86,7 +86,7 @@ def test_gradients_of_a_weight(pattern, numbers, batch_last, seed):
         x, _ = ks.operands(pattern, batch, numbers, batch_last)
         grad = ks.random(*ks.shape_of(a * b * d, (batch,), batch_last), dtype=x.dtype)
         with ks.choosing(None) as seen:
-            op.weight_gradient(grad, x, pattern, batch_last, precision)
+            primitives.weight_gradient(grad, x, pattern, batch_last, precision)
         cases.append((grad, x))
         problems += seen.planned
     ks.build([spec for each in problems for spec in ks.specs_of(*each, every=True)])
@@ -94,7 +94,7 @@ def test_gradients_of_a_weight(pattern, numbers, batch_last, seed):
         left, right = (t.double() if batch_last else t.double().mT for t in (grad, x))
         left, right = left.reshape(a, b, d, -1), right.reshape(a, c, d, -1)
         wanted = torch.einsum("ijln,ikln->ijkl", left, right)
-        call = partial(op.weight_gradient, grad, x, pattern, batch_last, precision)
+        call = partial(primitives.weight_gradient, grad, x, pattern, batch_last, precision)
         for name, found in ks.each(call, every=True):
             assert found.shape == pattern and found.is_contiguous()
             error = ks.relative_error(found, wanted)
@@ -110,7 +110,7 @@ def test_every_kind_of_kernel_is_a_candidate_here(problems, seed):
             for last in ks.LAYOUTS:
                 x, weight = ks.operands(pattern, 5000, "fp16", last)
                 y = kl.run_kernel(ks.product(pattern, "fp16", last), x, weight)
-                op.weight_gradient(y, x, pattern, last)
+                primitives.weight_gradient(y, x, pattern, last)
     planned = (*problems, *seen.planned)
     found = {choice["kind"] for _, problem in planned for choice in ks.candidates(problem)}
     assert found == set(lowering.KINDS)
@@ -170,10 +170,10 @@ def test_the_same_call_gives_the_same_bits(numbers, seed):
             descriptor = ks.product(pattern, numbers, batch_last)
             x, weight = ks.operands(pattern, 5000, numbers, batch_last)
             first = kl.run_kernel(descriptor, x, weight)
-            gradient = op.weight_gradient(first, x, pattern, batch_last)
+            gradient = primitives.weight_gradient(first, x, pattern, batch_last)
             for _ in range(3):
                 assert torch.equal(kl.run_kernel(descriptor, x, weight), first)
-                again = op.weight_gradient(first, x, pattern, batch_last)
+                again = primitives.weight_gradient(first, x, pattern, batch_last)
                 assert torch.equal(again, gradient)
 
 

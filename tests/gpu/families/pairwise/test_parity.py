@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import operation
+from kernlib.families.pairwise import ahead
 from kernlib.runtime.devices import arch_of
 from tests.gpu.families.pairwise.cases import points, relative_error
 
@@ -34,7 +34,7 @@ def tensor_cores():
 
 def by_products(descriptor, *tensors, **arguments) -> bool:
     """Whether a call goes by tensor cores."""
-    specs = operation.specs(descriptor, arch_of(0), tensors, arguments)
+    specs = ahead.specs(descriptor, arch_of(0), tensors, arguments)
     return any("pairwise/split" in spec.source for spec in specs)
 
 

@@ -267,9 +267,13 @@ def test_products_are_as_accurate_as_is_asked_for(setting, asked, columns, permi
     found = torch.autograd.grad(out, inputs, along)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     squares = (wide[0] ** 2).sum(1)[:, None] + (wide[1] ** 2).sum(1) - 2 * wide[0] @ wide[1].T
-    whole = (-squares / (2 * bandwidth**2)).exp() @ wide[2]
+    matrix = (-squares / (2 * bandwidth**2)).exp()
+    whole = matrix @ wide[2]
     wanted = torch.autograd.grad(whole, wide, along.double())
-    assert relative_error(out, whole) <= (ERROR if exact else 2e-3)
+    # All entries of the matrix are near 0.37, so the norm of the product follows the sum of the one
+    # column, which may come out at a tenth of what it is expected to be: this is the expected norm.
+    scale = (matrix.square() @ wide[2].square()).sum().sqrt()
+    assert (out - whole).norm() / scale <= (ERROR if exact else 2e-3)
     for x, y in zip(found, wanted, strict=True):
         assert relative_error(x, y) <= (1e-5 if exact else 5e-3)
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from kernlib import sparse
 from kernlib.compat import macko
-from kernlib.families.sparse.matrix import format_of
+from kernlib.families.sparse.layout import format_of
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.tampering import DTYPES, FORMATS, consume, refusals, states, tampered
 

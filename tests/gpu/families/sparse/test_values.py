@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib import ahead
-from kernlib.families.sparse import operation as op
+from kernlib.ahead import build_all
+from kernlib.families.sparse import ahead
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.runtime import devices, expressions
 from kernlib.sparse import SparseMatrix, compress, matmul
@@ -42,8 +42,8 @@ def built():
                     continue
                 values = values_of(descriptor, 500, dtype, DEVICE)
                 for columns in (1, 2, 7, 8, 16):
-                    specs += op.specs(descriptor, arch, (w, many[:columns]), values, device)
-    ahead.build_all([(spec, arch) for spec in dict.fromkeys(specs)], None, False)
+                    specs += ahead.specs(descriptor, arch, (w, many[:columns]), values, device)
+    build_all([(spec, arch) for spec in dict.fromkeys(specs)], None, False)
 
 
 def case(format: str, rows=500, cols=1000, columns=1, dtype=torch.float16, density=None):
@@ -365,7 +365,7 @@ def test_a_capture_needs_prepare(format, seed):
         kl.run_kernel(descriptor, w, x, out=out)
     torch.cuda.synchronize()
     kl.prepare(descriptor, w, x, out=out)
-    assert op.prepared(descriptor, w, x, out=out)
+    assert ahead.prepared(descriptor, w, x, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kl.run_kernel(descriptor, w, x, out=out)

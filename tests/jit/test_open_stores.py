@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import lmdb
 import pytest
 
-from kernlib.jit import environment, locks, presence
+from kernlib.jit import environment, locks, open_stores
 from kernlib.jit import store as module
-from kernlib.jit.presence import Presence, fingerprint
+from kernlib.jit.open_stores import Presence, fingerprint
 from kernlib.jit.store import MemoryStore, open_store
 from tests.jit.store_cases import (
     READ_AND_WRITE,
@@ -283,7 +283,7 @@ FAILURES = {
     "the walk": (environment, "walk"),
     "LMDB": (lmdb, "open"),
     "the length": (os, "truncate"),
-    "the identity": (environment.private, "identity"),
+    "the identity": (environment.permissions, "identity"),
     "moving aside": (os, "rename"),
 }
 
@@ -327,7 +327,9 @@ def test_dead_marks_stay_until_there_is_another(tmp_path, monkeypatch, walks):
 
 
 @pytest.mark.parametrize(
-    "call", [(presence.private, "write_note"), (presence.Path, "unlink")], ids=["write", "unlink"]
+    "call",
+    [(open_stores.permissions, "write_note"), (open_stores.Path, "unlink")],
+    ids=["write", "unlink"],
 )
 def test_a_close_that_fails_leaves_nothing_locked(tmp_path, monkeypatch, walks, call):
     filled(tmp_path)

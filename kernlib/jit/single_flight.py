@@ -26,7 +26,7 @@ class _Flight(Generic[Value]):
         self.error: Exception | None = None
 
 
-class Flights(Generic[Key, Value]):
+class SingleFlight(Generic[Key, Value]):
     """The runs now in the air, one a key. Keeps no result: the caller publishes it in `make`."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Flights(Generic[Key, Value]):
         self._flights = {}
 
 
-_instances: weakref.WeakSet[Flights] = weakref.WeakSet()
+_instances: weakref.WeakSet[SingleFlight] = weakref.WeakSet()
 
 
 def _after_in_child() -> None:

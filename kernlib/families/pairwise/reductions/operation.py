@@ -1,6 +1,5 @@
-"""Calls of reductions of kernel matrices, without gradients. The steady state is that of
-:mod:`kernlib.families.pairwise.operation`: signature to plan, fresh pointers and numbers,
-launch."""
+"""Calls of reductions of kernel matrices, without gradients. A request is ``(reduction, descriptor,
+a, b, v, out, row_offset, col_offset, values, wide)``, as :func:`run` takes them."""
 
 from __future__ import annotations
 
@@ -12,17 +11,19 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.operation import kind_of_number
+from kernlib.families.pairwise.matrix import kind_of_number
 from kernlib.families.pairwise.plans import numbers_of, precision
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks, kernels
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.runtime.dtypes import accumulator
-from kernlib.runtime.plan import PlanCache
+from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation, bind
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import (
     check_dense,
     is_lazy,
+    is_mapped,
+    materialised,
     ranges_meet,
     refuse_any_overlap,
     refuse_overlap,
@@ -30,8 +31,6 @@ from kernlib.runtime.tensors import (
     span,
     stand_ins,
 )
-
-_plans = PlanCache()
 
 
 class CallPlan(NamedTuple):
@@ -69,43 +68,13 @@ def run(
     """``matmul``, ``sum`` or ``logsumexp`` as :mod:`kernlib.families.pairwise.functions.reductions`
     documents them, or ``min``: values and places. A result without ``out`` has the inputs' dtype,
     or, if ``wide``, that of the arithmetic. Raises ValueError, TypeError."""
-    values = values or {}
     if b is a and getattr(descriptor, "symmetric", False):
         b = None
-    key = _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide)
-    try:
-        plan = _plans.plans.get(key)
-    except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
-        checks.shape_of(checks.request_of(descriptor, a, b, v, row_offset, col_offset, values))
-        raise
-    if plan is None:
-        if a.is_meta or stand_ins(a, b, v, out):
-            from kernlib.families.pairwise.reductions import library
-
-            if a.is_meta:  # of which operators would say less
-                checks.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
-            arguments = (row_offset, col_offset, values)
-            if reduction == "min":
-                return library.choose(reduction, descriptor, a, b, 1, False, *arguments)
-            return library.run(reduction, descriptor, a, b, v, out, *arguments, wide)
-        request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
-        if any(t is not None and is_lazy(t) for t in (a, b, v)):
-            refuse_any_overlap(out, a=a, b=b, v=v)
-            made = request._replace(v=request.v if v is None or v.dim() > 1 else request.v[:, 0])
-            return run(reduction, *made[:4], out, row_offset, col_offset, values, wide)
-        plan = _make_plan(reduction, request, v, out, wide)
-        if 0 not in plan.shape[:4]:  # else nothing would look at numbers
-            _plans.keep(key, plan)
-    second = a if b is None else b
-    if out is not None:
-        _refuse_overlap(plan, out, values, a=a, b=second, v=v)
-    if plan.launch is None:
-        found = _without_kernels(reduction, plan, a, second, v, row_offset, col_offset, values)
-        return _finished(found, plan, out)
-    return _launched(reduction, plan, a, second, v, out, values)
+    request = reduction, descriptor, a, b, v, out, row_offset, col_offset, values or {}, wide
+    return _execute(*request)
 
 
-def _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide) -> tuple:
+def _key(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide) -> tuple:
     """All that a plan depends on, as in :mod:`kernlib.families.pairwise.operation`."""
     try:
         key = (
@@ -120,25 +89,64 @@ def _signature(reduction, descriptor, a, b, v, out, row_offset, col_offset, valu
             wide,
             precision(descriptor),
         )
+        for name, value in values.items():
+            key += (name, kind_of_number(name, value))
     except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+        if stand_ins(a, b, v, out, *values.values()) or _is_mapped(a, b, v, out, values):
+            return None
         checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
         check_dense((), out=out)
         raise
-    if values:
-        key += tuple((name, kind_of_number(name, value)) for name, value in values.items())
     return key
 
 
-def _make_plan(reduction: str, request: Request, v, out, wide: bool) -> CallPlan:
-    """The plan of a call; ``v`` as it was given. Raises what its checks raise."""
-    shape, a = checks.shape_of(request), request.a
+def _is_mapped(a, b, v, out, values: dict) -> bool:
+    """Whether torch.vmap maps over a call without an ``out``, which is the operator's then."""
+    return out is None and is_mapped(a, b, v, *values.values())
+
+
+class Call(NamedTuple):
+    """A checked call."""
+
+    request: Request
+    shape: Shape
+    size: tuple[int, ...]  # of the result
+
+
+def _check(
+    reduction, descriptor, a, b, v, out, row_offset, col_offset, values: dict, wide: bool
+) -> Call | None:
+    """Raises ValueError and TypeError; the operator does for what is mapped over."""
+    if _is_mapped(a, b, v, out, values):
+        return None
+    request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
+    shape = checks.shape_of(request)
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
-    if out is not None:
+    if out is not None and not a.is_meta:
         checks.check_out(out, size, request)
-    if reduction == "min":
+    if reduction == "min" and not a.is_meta:
         checks.check_some(shape.n)
+    return Call(request, shape, size)
+
+
+def _way(call: Call | None, reduction, descriptor, a, *rest) -> str:
+    if call is None or a.is_meta:  # of which the operator knows as much
+        return OPERATOR
+    # By the plan of an empty call nothing would look at numbers.
+    return REFERENCE if 0 in call.shape[:4] else KERNELS
+
+
+def _reference(call: Call, *request):
+    return _launch(_plan(call, *request), *request)
+
+
+def _plan(
+    call: Call, reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide: bool
+) -> CallPlan:
+    """The plan of a checked call, its kernels loaded."""
+    request, shape, size = call
     folded = v is not None and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1
     taken = not folded and kernels.takes(reduction, request, shape)
     launch = kernels.plan(reduction, request, shape) if taken else None
@@ -155,6 +163,20 @@ def _make_plan(reduction: str, request: Request, v, out, wide: bool) -> CallPlan
         partial=size if launch is None or launch.splits == 1 else (launch.splits, *size),
         writes_out=out is not None and out.dtype == torch.float32 and out.is_contiguous(),
     )
+
+
+def _tensors(
+    reduction, descriptor, a, b, v, out, row_offset, col_offset, values: dict, wide
+) -> tuple:
+    return a, b, v, out, *values.values()
+
+
+def _materialised(reduction, descriptor, a, b, v, out, *rest) -> tuple | None:
+    if not any(t is not None and is_lazy(t) for t in (a, b, v)):
+        return None
+    refuse_any_overlap(out, a=a, b=b, v=v)
+    a, b, v = (t if t is None else materialised(t) for t in (a, b, v))
+    return reduction, descriptor, a, b, v, out, *rest
 
 
 def _refuse_overlap(plan: CallPlan, out: torch.Tensor, values: dict, **inputs) -> None:
@@ -181,11 +203,23 @@ def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset,
         return blocks.REDUCTIONS[reduction](request, plan.shape)
 
 
-def _launched(reduction: str, plan: CallPlan, a, b, v, out, values: dict):
+def _launch(
+    plan: CallPlan, reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    second = a if b is None else b
+    if out is not None:
+        _refuse_overlap(plan, out, values, a=a, b=second, v=v)
+    if plan.launch is None:
+        found = _without_kernels(reduction, plan, a, second, v, row_offset, col_offset, values)
+        return _finished(found, plan, out)
+    return _by_kernels(reduction, plan, a, second, v, out, values)
+
+
+def _by_kernels(reduction: str, plan: CallPlan, a, b, v, out, values: dict):
     """The result of the kernels."""
     launch, numbers, kept = plan.launch, None, None
     if values:
-        numbers, kept = numbers_of(launch, plan.descriptor, a, values)
+        numbers, kept = numbers_of(launch, a, values)
     places, direct = None, plan.writes_out and launch.splits == 1
     made = out if direct else torch.empty(plan.partial, dtype=torch.float32, device=plan.device)
     if reduction == "min":
@@ -221,3 +255,18 @@ def _finished(found, plan: CallPlan, out):
         return found.reshape(plan.size).to(plan.dtype), places.reshape(plan.size)
     found = found.reshape(plan.size)
     return found.to(plan.dtype).contiguous() if out is None else out.copy_(found)
+
+
+REDUCTION = Operation(
+    name="pairwise_reduce",
+    operators="kernlib.families.pairwise.reductions.operators",
+    key=_key,
+    check=_check,
+    way=_way,
+    reference=_reference,
+    plan=_plan,
+    launch=_launch,
+    tensors=_tensors,
+    materialised=_materialised,
+)
+_execute = bind(REDUCTION).execute

@@ -15,11 +15,13 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.pairwise import checks, operation
+from kernlib.families.pairwise import checks, mapped, operation
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
-from kernlib.families.pairwise.gradients import eager, operators
+from kernlib.families.pairwise.gradients import eager
+from kernlib.families.pairwise.gradients.operators import recorded
 from kernlib.runtime.numbers import host_value
+from kernlib.runtime.operators import register
 from kernlib.runtime.tensors import check_flag
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, which stay where they are; one text
@@ -28,17 +30,8 @@ _ARGUMENTS = (
     "str descriptor, str names, float[] numbers, Tensor[] tensors, "
     "SymInt row_offset, SymInt col_offset, bool debug"
 )
-_library = torch.library.Library("kernlib", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_library.define(f"pairwise(Tensor a, Tensor? b, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
-_library.define(
-    f"pairwise_out(Tensor a, Tensor? b, Tensor(a!) out, bool accumulate, {_ARGUMENTS}) -> ()",
-    tags=_TAGS,
-)
 # After an error of a traced call Dynamo would trace what the operators run: 5 s, for nothing.
 _run = torch.compiler.disable(operation.run)
-_new = torch.ops.kernlib.pairwise.default
-_into = torch.ops.kernlib.pairwise_out.default
 
 
 def run(
@@ -111,19 +104,16 @@ def _call_into(a, b, out, accumulate, *arguments):
     _call(a, b, out, accumulate, *arguments)
 
 
-def _new_recorded(keyset, a, b, descriptor, names, numbers, tensors, rows, columns, debug):
-    """The operator as autograd sees it: with a gradient to record it is what
-    :func:`kernlib.families.pairwise.gradients.operators.recorded` does, else itself."""
+def _new_recorded(a, b, descriptor, names, numbers, tensors, rows, columns, debug):
+    """With a gradient to record the operator is what
+    :func:`kernlib.families.pairwise.gradients.operators.recorded` does."""
     needed = (a, b, *(tensors or ()))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in needed):
-        values = dict(zip(names.split(), (*(numbers or ()), *needed[2:]), strict=True))
-        made = from_text(descriptor)
-        _check_recorded(made, a, b, rows, columns, values)
-        return operators.recorded(made, a, b, values, rows - columns)
-    with torch._C._AutoDispatchBelowAutograd():
-        below = keyset & torch._C._after_autograd_keyset
-        lists = numbers or [], tensors or []  # AOTInductor hands over None for an empty one
-        return _new.redispatch(below, a, b, descriptor, names, *lists, rows, columns, debug)
+    if not any(t is not None and t.requires_grad for t in needed):
+        return None
+    values = dict(zip(names.split(), (*(numbers or ()), *needed[2:]), strict=True))
+    made = from_text(descriptor)
+    _check_recorded(made, a, b, rows, columns, values)
+    return recorded(made, a, b, values, rows - columns)
 
 
 def _check_recorded(descriptor, a, b, rows, columns, values: dict) -> None:
@@ -149,12 +139,38 @@ def _fake_new(a, b, descriptor, names, numbers, tensors, row_offset, col_offset,
     return a.new_empty(_shape(a, b, None, names, tensors))
 
 
+def _vmap_new(
+    info, dims, a, b, descriptor, names, numbers, tensors, rows, columns, debug
+) -> tuple[torch.Tensor, int]:
+    points = [(a, dims[0]), (b, dims[1])]
+    batch, (a, b), tensors = mapped.spread(info.batch_size, points, tensors, dims[5])
+    found = _new(a, b, descriptor, names, numbers, tensors, rows, columns, debug)
+    return batch.restored(found, 2), 0
+
+
 def _fake_into(a, b, out, accumulate, descriptor, names, numbers, tensors, *rest):
     _shape(a, b, out, names, tensors)
 
 
-_library.impl("pairwise", _call_new, "CompositeExplicitAutograd")
-_library.impl("pairwise", _new_recorded, "Autograd", with_keyset=True)
-_library.impl("pairwise_out", _call_into, "CompositeExplicitAutograd")
-torch.library.register_fake("kernlib::pairwise", _fake_new, lib=_library)
-torch.library.register_fake("kernlib::pairwise_out", _fake_into, lib=_library)
+def _call_request(
+    descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict
+) -> torch.Tensor:
+    offsets = {"row_offset": row_offset, "col_offset": col_offset}
+    return run(descriptor, a, b, out=out, accumulate=accumulate, **offsets, **values)
+
+
+BY_NAME = {"pairwise": _call_request}
+_new = register(
+    "pairwise",
+    f"(Tensor a, Tensor? b, {_ARGUMENTS}) -> Tensor",
+    _call_new,
+    _fake_new,
+    recorded=_new_recorded,
+    vmap=_vmap_new,
+)
+_into = register(
+    "pairwise_out",
+    f"(Tensor a, Tensor? b, Tensor(a!) out, bool accumulate, {_ARGUMENTS}) -> ()",
+    _call_into,
+    _fake_into,
+)

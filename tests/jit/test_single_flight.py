@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kernlib.jit.flights import Flights
+from kernlib.jit.single_flight import SingleFlight
 
 
 def test_32_threads_one_make():
-    flights, made, barrier = Flights(), [], threading.Barrier(32)
+    flights, made, barrier = SingleFlight(), [], threading.Barrier(32)
 
     def make():
         made.append(threading.get_ident())
@@ -28,7 +28,7 @@ def test_32_threads_one_make():
 
 
 def test_exception_reaches_all_then_a_retry_works():
-    flights, made, barrier = Flights(), [], threading.Barrier(8)
+    flights, made, barrier = SingleFlight(), [], threading.Barrier(8)
 
     def fail():
         made.append(1)
@@ -48,7 +48,7 @@ def test_exception_reaches_all_then_a_retry_works():
 
 
 def test_other_keys_do_not_wait():
-    flights, release, inside = Flights(), threading.Event(), threading.Event()
+    flights, release, inside = SingleFlight(), threading.Event(), threading.Event()
 
     def slow():
         inside.set()
@@ -64,16 +64,16 @@ def test_other_keys_do_not_wait():
 
 
 def test_nothing_is_kept():
-    flights, counter = Flights(), iter(range(9))
+    flights, counter = SingleFlight(), iter(range(9))
     assert [flights.do("key", lambda: next(counter)) for _ in range(3)] == [0, 1, 2]
 
 
 def test_none_is_a_value():
-    assert Flights().do("key", lambda: None) is None
+    assert SingleFlight().do("key", lambda: None) is None
 
 
 def test_an_interrupted_runner_hands_over():
-    flights, inside = Flights(), threading.Event()
+    flights, inside = SingleFlight(), threading.Event()
 
     def interrupted():
         inside.set()
@@ -89,14 +89,14 @@ def test_an_interrupted_runner_hands_over():
 
 
 def test_asking_for_the_own_key_is_refused():
-    flights = Flights()
+    flights = SingleFlight()
     with pytest.raises(RuntimeError, match="key"):
         flights.do("key", lambda: flights.do("key", lambda: 1))
     assert flights.do("key", lambda: 2) == 2
 
 
 def test_a_forked_child_starts_with_none():
-    flights = Flights()
+    flights = SingleFlight()
     release, inside = threading.Event(), threading.Event()
 
     def slow():

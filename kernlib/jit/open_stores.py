@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from kernlib.jit import locks, private
+from kernlib.jit import locks, permissions
 
 
 def fingerprint(path: Path) -> str:
@@ -40,7 +40,7 @@ class Presence:
         """Make this process's mark. True if a file of that fingerprint can be trusted: nobody who
         had it open has died, and it is what the last one left or others have it open now."""
         self.forget()
-        private.make_private(self._folder)
+        permissions.make_private(self._folder)
         path = self._folder / f"{os.getpid()}-{time.time_ns()}"
         self._owner, self._mark = os.getpid(), locks.hold_file(path, 0)
         if not self._mark.acquire():
@@ -52,7 +52,7 @@ class Presence:
         """Take the mark back and note the fingerprint of a file that is whole."""
         if self._mark is None or self._owner != os.getpid():
             return
-        private.write_note(self._note, found)
+        permissions.write_note(self._note, found)
         self._mark.path.unlink(missing_ok=True)
         self.forget()
 
@@ -79,7 +79,7 @@ class Presence:
 
     def _noted(self) -> str | None:
         try:
-            return private.read_note(self._note)
+            return permissions.read_note(self._note)
         except (OSError, UnicodeDecodeError):
             return None
 

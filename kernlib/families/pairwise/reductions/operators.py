@@ -12,12 +12,14 @@ import torch
 from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors.text import from_text
+from kernlib.families.pairwise import mapped
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.library import separate
+from kernlib.families.pairwise.operators import separate
 from kernlib.families.pairwise.reductions import arguments as checks
-from kernlib.families.pairwise.reductions import gradients, pairs, plans
+from kernlib.families.pairwise.reductions import gradients, operation, pairs
 from kernlib.families.pairwise.reductions.arguments import Request
 from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.operators import register
 from kernlib.runtime.tensors import refuse_any_overlap
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, as of kernlib::pairwise.
@@ -25,34 +27,15 @@ _ARGUMENTS = (
     "str descriptor, str names, float[] numbers, Tensor[] tensors, "
     "SymInt row_offset, SymInt col_offset"
 )
-_library = torch.library.Library("kernlib", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_library.define(
-    f"pairwise_reduce(Tensor a, Tensor b, Tensor? v, str reduction, {_ARGUMENTS}) -> Tensor",
-    tags=_TAGS,
-)
-_library.define(
-    "pairwise_reduce_gradient(Tensor gradient, Tensor result, Tensor a, Tensor b, Tensor? v, "
-    f"str wanted, str reduction, {_ARGUMENTS}) -> Tensor[]",
-    tags=_TAGS,
-)
-_library.define(
-    "pairwise_choose(Tensor a, Tensor b, SymInt k, bool largest, str reduction, "
-    f"{_ARGUMENTS}) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-_reduce = torch.ops.kernlib.pairwise_reduce.default
-_gradient = torch.ops.kernlib.pairwise_reduce_gradient.default
-_choose = torch.ops.kernlib.pairwise_choose.default
 # After an error of a traced call Dynamo would trace what the operators run.
-_run = torch.compiler.disable(plans.run)
+_run = torch.compiler.disable(operation.run)
 _chosen = torch.compiler.disable(pairs.chosen)
 
 
 def run(
     reduction: str, descriptor: Pairwise, a, b, v, out, row_offset, col_offset, values, wide=False
 ) -> torch.Tensor:
-    """:func:`kernlib.families.pairwise.reductions.plans.run`, but for ``min``, by way of the
+    """:func:`kernlib.families.pairwise.reductions.operation.run`, but for ``min``, by way of the
     operators, its gradient recorded.
 
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values, or
@@ -81,7 +64,7 @@ def choose(
     options = reduction, made.text, names, numbers, tensors, rows, columns
     with torch.no_grad():
         found, places = _choose(a, b, k, largest, *options)
-    # A compiled torch.func.grad differentiates tensors that do not say so.
+    # Within vmap, and a compiled torch.func.grad, tensors do not say what is differentiated.
     recorded = _any_requires(a, b, *tensors) or _are_functorch_transforms_active()
     if torch.is_grad_enabled() and recorded:
         request = Request(made, a, b, None, rows, columns, _named(names, numbers, tensors))
@@ -89,6 +72,18 @@ def choose(
         found = pairs.pair_values(request, batched).view(places.shape)
     found = found.to(a.dtype)
     return (found, places) if reduction == "topk" else (found.squeeze(-1), places.squeeze(-1))
+
+
+def _call_request(
+    reduction, descriptor, a, b, v, out, row_offset, col_offset, values: dict, wide: bool
+):
+    offsets = row_offset, col_offset
+    if reduction == "min":
+        return choose(reduction, descriptor, a, b, 1, False, *offsets, values)
+    return run(reduction, descriptor, a, b, v, out, *offsets, values, wide)
+
+
+BY_NAME = {"pairwise_reduce": _call_request}
 
 
 def _any_requires(*tensors) -> bool:
@@ -172,13 +167,26 @@ def _fake_choice(a, b, k, largest, reduction, descriptor, names, numbers, tensor
     return a.new_empty(shape, dtype=accumulator(a.dtype)), places
 
 
-for _name, _function, _shapes in (
-    ("pairwise_reduce", _compute, _fake),
-    ("pairwise_reduce_gradient", _compute_gradient_alone, _fake_gradient),
-    ("pairwise_choose", _compute_choice, _fake_choice),
+# Mapped calls.
+
+
+def _vmap(info, dims, a, b, v, reduction, descriptor, names, numbers, tensors, rows, columns):
+    single = v is not None and v.dim() - (dims[2] is not None) == 1
+    v = v.unsqueeze(-1) if single else v  # an axis counts from the front
+    points = [(a, dims[0]), (b, dims[1]), (v, dims[2])]
+    batch, (a, b, v), tensors = mapped.spread(info.batch_size, points, tensors, dims[7])
+    found = _reduce(a, b, v, reduction, descriptor, names, numbers, tensors, rows, columns)
+    found = batch.restored(found, 1 if v is None else 2)
+    return (found.squeeze(-1) if single else found), 0
+
+
+def _vmap_choice(
+    info, dims, a, b, k, largest, reduction, descriptor, names, numbers, tensors, rows, columns
 ):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kernlib::{_name}", _shapes, lib=_library)
+    points = [(a, dims[0]), (b, dims[1])]
+    batch, (a, b), tensors = mapped.spread(info.batch_size, points, tensors, dims[7])
+    options = reduction, descriptor, names, numbers, tensors, rows, columns
+    return tuple(batch.restored(t, 2) for t in _choose(a, b, k, largest, *options)), (0, 0)
 
 
 # Their gradients.
@@ -204,17 +212,36 @@ def _backward(ctx, gradient):
     return *sides, None, None, None, numbers, [made.get(name) for name in names[3:]], None, None
 
 
-def _gradient_recorded(keyset, *arguments):
+def _gradient_recorded(*arguments):
     """The gradients as autograd sees them: with one of their own to record they are the sums and
     products that they consist of."""
-    tensors = (*arguments[:5], *(arguments[10] or ()))
-    if torch.is_grad_enabled() and _any_requires(*tensors):
-        return _compute_gradient(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _gradient.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+    if not _any_requires(*arguments[:5], *(arguments[10] or ())):
+        return None
+    return _compute_gradient(*arguments)
 
 
-torch.library.register_autograd(
-    "kernlib::pairwise_reduce", _backward, setup_context=_save, lib=_library
+_reduce = register(
+    "pairwise_reduce",
+    f"(Tensor a, Tensor b, Tensor? v, str reduction, {_ARGUMENTS}) -> Tensor",
+    _compute,
+    _fake,
+    save=_save,
+    backward=_backward,
+    vmap=_vmap,
 )
-_library.impl("pairwise_reduce_gradient", _gradient_recorded, "Autograd", with_keyset=True)
+_gradient = register(
+    "pairwise_reduce_gradient",
+    "(Tensor gradient, Tensor result, Tensor a, Tensor b, Tensor? v, str wanted, str reduction, "
+    f"{_ARGUMENTS}) -> Tensor[]",
+    _compute_gradient_alone,
+    _fake_gradient,
+    recorded=_gradient_recorded,
+)
+_choose = register(
+    "pairwise_choose",
+    f"(Tensor a, Tensor b, SymInt k, bool largest, str reduction, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor)",
+    _compute_choice,
+    _fake_choice,
+    vmap=_vmap_choice,
+)

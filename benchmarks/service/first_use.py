@@ -1,0 +1,106 @@
+"""What a user waits for: the first use of an operation in a fresh process, every import counted.
+
+Nothing here imports kernlib before the clock runs; CUDA is up, tensors are there and a product of
+torch has run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+KINDS = ("empty", "filled")  # caches, in the order of the processes that meet them
+MUSTS = {"empty": 700.0, "filled": 50.0}
+POINTS, OTHERS, FEATURES = 2000, 3000, 64
+
+
+def _points(requires_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = (torch.randn(n, FEATURES, device="cuda") for n in (POINTS, OTHERS))
+    return a.requires_grad_(requires_grad), b
+
+
+def _cdist(kl, a, b):
+    return kl.cdist(a, b)
+
+
+def _cdist_step(kl, a, b):
+    kl.cdist(a, b).sum().backward()
+    return a.grad
+
+
+def _matmul_inputs(requires_grad: bool = False):
+    return *_points(requires_grad), torch.randn(OTHERS, 2, device="cuda")
+
+
+def _matmul(kl, a, b, v):
+    return kl.kernel_matmul(kl.gaussian(), a, b, v, bandwidth=8.0)
+
+
+def _matmul_step(kl, a, b, v):
+    _matmul(kl, a, b, v).sum().backward()
+    return a.grad
+
+
+def _system():
+    return _points()[0], torch.randn(POINTS, 1, device="cuda")
+
+
+def _solve(kl, a, y):
+    return kl.linalg.solve_kernel(kl.gaussian(), a, y, bandwidth=8.0, regularization=1.0).x
+
+
+def _layer_input():
+    return (torch.randn(256, 1024, device="cuda"),)
+
+
+def _layer(kl, x):
+    torch.manual_seed(0)
+    return kl.nn.KSLinear([(16, 64, 64, 1), (1, 64, 64, 16)], device="cuda")(x)
+
+
+def _train_step(kl, x):
+    y = _layer(kl, x)
+    y.square().mean().backward()
+    return y
+
+
+def _weights():
+    kept = torch.rand(1024, 1024, device="cuda") < 0.3
+    dense = torch.randn(1024, 1024, device="cuda") * kept
+    return dense.half(), torch.randn(1024, device="cuda").half()
+
+
+def _product(kl, dense, x):
+    return kl.sparse.matmul(kl.sparse.compress(dense), x)
+
+
+# Name to what makes the tensors, and what is timed of kernlib and these.
+OPERATIONS: dict[str, tuple[Callable, Callable]] = {
+    "cdist p=2": (_points, _cdist),
+    "cdist p=2 backward": (lambda: _points(True), _cdist_step),
+    "kernel_matmul": (_matmul_inputs, _matmul),
+    "kernel_matmul backward": (lambda: _matmul_inputs(True), _matmul_step),
+    "solve_kernel": (_system, _solve),
+    "KSLinear": (_layer_input, _layer),
+    "KSLinear train step": (_layer_input, _train_step),
+    "sparse": (_weights, _product),
+}
+
+
+def use(name: str) -> None:
+    """Print, as JSON, the milliseconds from the import of kernlib to a synchronised result."""
+    make, run = OPERATIONS[name]
+    tensors = make()
+    torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    import kernlib as kl
+
+    result = run(kl, *tensors)
+    torch.cuda.synchronize()
+    milliseconds = (time.perf_counter() - start) * 1e3
+    assert torch.isfinite(result).all()
+    print(json.dumps({"ms": milliseconds}))

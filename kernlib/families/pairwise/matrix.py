@@ -1,0 +1,172 @@
+"""The primitive of the family: the matrix of a distance or kernel as it is asked for, without a map
+of features and without a record of gradients.
+
+A request is ``(descriptor, a, b, out, accumulate, row_offset, col_offset, values)``, the last being
+the hyperparameters. CPU tensors are computed by the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.pairwise import checks, plans
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import direct as lowering
+from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
+from kernlib.families.pairwise.plans import PairwisePlan
+from kernlib.families.pairwise.request import Request
+from kernlib.runtime import operation
+from kernlib.runtime.numbers import check_kind, host_value
+from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation
+from kernlib.runtime.tensors import (
+    LOWEST_ADDRESS,
+    is_lazy,
+    is_mapped,
+    materialised,
+    refuse_any_overlap,
+    refuse_overlap,
+    refuse_transforms,
+    signature,
+    stand_ins,
+)
+
+
+def key_of(descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict) -> tuple:
+    """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
+    try:  # signature(a), signature(b), in 0.2 us less
+        key = (
+            descriptor,
+            a.shape, a.stride(), a.dtype, a.get_device(),
+            p & 15 if (p := a.data_ptr()) >= LOWEST_ADDRESS else ~p, a.is_neg(),
+            None if b is None else (
+                b.shape, b.stride(), b.dtype, b.get_device(),
+                p & 15 if (p := b.data_ptr()) >= LOWEST_ADDRESS else ~p, b.is_neg(),
+            ),
+            None if out is None else signature(out),
+            accumulate, row_offset, col_offset, plans.precision(descriptor),
+        )  # fmt: skip
+        for name, value in values.items():
+            key += (name, kind_of_number(name, value))
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+        checks.check_tensors(a, b, out)
+        if stand_ins(a, b, out, *values.values()) or _is_mapped(a, b, out, values):
+            return None
+        tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
+        refuse_transforms(checks.MAPPED_ALONE, a=a, b=b, out=out, **tensors)
+        raise
+    return key
+
+
+def _is_mapped(a, b, out, values: dict) -> bool:
+    """Whether torch.vmap maps over a call without an ``out``, which is the operator's then."""
+    return out is None and is_mapped(a, b, *values.values())
+
+
+_EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
+
+
+def kind_of_number(name: str, value: object):
+    """Of a number only its kind; of an exponent the value, where it has code of its own."""
+    if isinstance(value, torch.Tensor):
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise RuntimeError(f"{name} is inside a transform, and has no memory")
+        try:
+            return value.shape, value.stride(), value.dtype, value.get_device()
+        except (RuntimeError, NotImplementedError):  # of what is not dense
+            check_kind(name, value)
+            raise
+    if name not in _EXPONENTS:
+        return None
+    number = host_value(name, value)
+    own = EXPONENT_CODE if name == "outer_p" else lowering.INNER_CODE
+    return number if number in own else "any"
+
+
+def _check(descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict):
+    """Raises ValueError and TypeError; the operator does for what is mapped over."""
+    if _is_mapped(a, b, out, values):
+        return None
+    offsets = row_offset, col_offset
+    return checks.check_call(descriptor, a, b, out, accumulate, *offsets, values)
+
+
+def _way(call: checks.Call | None, descriptor, a, *rest) -> str:
+    if call is None or a.is_meta:  # of which the operator knows as much
+        return OPERATOR
+    return REFERENCE if a.device.type == "cpu" else KERNELS
+
+
+def _reference(call: checks.Call, *request) -> torch.Tensor:
+    from kernlib.families.pairwise import cpu  # which calls on GPUs do without
+
+    return cpu.run(call, *(_materialised(*request) or request))
+
+
+def _plan(call: checks.Call, *request) -> PairwisePlan:
+    return plans.plan(Request(*request), call)
+
+
+def _launch(
+    plan: PairwisePlan, descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict
+) -> torch.Tensor:
+    numbers = kept = None
+    if values:
+        numbers, kept = plans.numbers_of(plan, a, values)
+    second = a if b is None else b
+    given = out is not None
+    if not given:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
+    pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
+    if given:
+        if checks.ranges_meet(pointers, plan.spans):
+            refuse_overlap(out, a=a, b=second)
+        if kept:
+            refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
+        if not out.is_inference():  # those have no version to count
+            torch.autograd.graph.increment_version(out)
+    if plan.launch is None:
+        return out
+    if plan.swapped:
+        pointers = pointers[1], pointers[0], pointers[2]
+    plan.launch.launch(pointers, numbers)
+    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    return out
+
+
+def _tensors(descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict) -> tuple:
+    return a, b, out, *values.values()
+
+
+def _materialised(descriptor, a, b, out, *rest) -> tuple | None:
+    if not (is_lazy(a) or (b is not None and is_lazy(b))):
+        return None
+    refuse_any_overlap(out, a=a, b=b)
+    return tuple(readable(Request(descriptor, a, b, out, *rest)))
+
+
+def readable(request: Request) -> Request:
+    """A request with inputs that a kernel may read, zero tensors among them. Raises TypeError for
+    what is no dense tensor."""
+    made = request.positive()
+    b = made.b if made.b is None else materialised(made.b)
+    return made._replace(a=materialised(made.a), b=b)
+
+
+MATRIX = Operation(
+    name="pairwise",
+    operators="kernlib.families.pairwise.operators",
+    key=key_of,
+    check=_check,
+    way=_way,
+    reference=_reference,
+    plan=_plan,
+    launch=_launch,
+    tensors=_tensors,
+    materialised=_materialised,
+)
+calls = operation.bind(MATRIX)
+
+
+def matrix(descriptor: Pairwise, a, b, /, **values) -> torch.Tensor:
+    """The matrix of a descriptor and its hyperparameters, a new tensor without a record."""
+    return calls.execute(descriptor, a, b, None, False, 0, 0, values)

@@ -1,0 +1,60 @@
+"""What products share of calls that are prepared, compiled or tuned before anybody makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernlib.descriptors.epilogues import Product as Descriptor
+from kernlib.runtime.arguments import positive, refuse_out_of_recorded, requires_gradient
+from kernlib.runtime.operation import Bound
+from kernlib.runtime.products import Call, Product
+
+
+class Request(NamedTuple):
+    """One product as it was asked for, in the order of :mod:`kernlib.runtime.products`."""
+
+    descriptor: Descriptor
+    operands: tuple
+    out: torch.Tensor | None
+    parameters: dict
+
+    def check(self, product: Product) -> Call:
+        """Raises what a call raises."""
+        if self.recorded():
+            refuse_out_of_recorded(self.out)
+        return product.check(*self)
+
+    def recorded(self) -> bool:
+        """Whether a gradient would be recorded."""
+        values = self.parameters.values()
+        return torch.is_grad_enabled() and requires_gradient(values, *self.operands, self.out)
+
+    def fused(self, parts: Callable) -> Request:
+        """What the kernel of the product itself computes: with a gradient recorded, no activation;
+        and never the lazy negation of a view, which is not in its memory. ``parts`` are those of
+        the family's recording."""
+        descriptor, parameters = self.descriptor, self.parameters
+        if self.recorded():
+            made = parts(descriptor)
+            descriptor, parameters = made.product, made.operands(parameters)
+        return Request(descriptor, *self._readable(parameters))
+
+    def _readable(self, parameters: dict) -> tuple:
+        operands, parameters = positive(self.operands, parameters)
+        return operands, self.out, parameters
+
+
+def prepared(calls: Bound, parts: Callable, request: Request) -> bool:
+    """Whether the plan of a request is there, and no other is needed: kernels of gradients are
+    looked for each time."""
+    return not request.recorded() and calls.find(*request.fused(parts)) is not None
+
+
+def plan_of(calls: Bound, parts: Callable, request: Request, call: Call):
+    """The plan of a checked request, made if need be."""
+    fused = request.fused(parts)
+    known = calls.find(*fused)
+    return calls.make(call, *fused) if known is None else known

@@ -1,0 +1,105 @@
+"""What an operation is to the mechanism of calls, and the calls themselves.
+
+The steady state is a dict hit: key to plan, launch. Everything else (checks, lowering, loading)
+happens when a key is new. A request is what a call consists of, in the order of its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from kernlib.runtime.plan import PlanCache
+from kernlib.runtime.tensors import stand_ins
+
+# Ways to compute a checked call.
+KERNELS = "kernels"
+REFERENCE = "reference"  # by torch's own operators, which are differentiable as they are
+OPERATOR = "operator"  # by that of torch.library, which whoever watches can see
+
+
+class Operation(NamedTuple):
+    """What the mechanism asks of an operation; each function takes a request as its arguments."""
+
+    name: str  # its operator is kernlib::name
+    operators: str | None  # the module that registers it, whose BY_NAME holds what calls it
+    key: Callable  # all that a plan depends on; None where there can be no plan
+    check: Callable  # raises what is wrong with a request that has no plan, or describes the call
+    way: Callable  # of a described call and its request: KERNELS, REFERENCE or OPERATOR
+    reference: Callable  # the result of a described call and its request
+    plan: Callable  # of a described call on CUDA tensors and its request, its kernels loaded
+    launch: Callable  # by a plan, whose request it is
+    tensors: Callable  # all tensors of a request, and perhaps what is none
+    materialised: Callable  # the request without lazy tensors; None if it has none
+
+
+class Bound(NamedTuple):
+    """The ways into an operation, without autocast and without a record of gradients."""
+
+    execute: Callable  # the result of a request
+    launch: Callable  # of a request by its plan, given first
+    first: Callable  # the result of a request for whose key, given first, there is no plan
+    find: Callable  # the plan of a request if it is kept, else None
+    make: Callable  # the plan of a described call, given first, and its request; and keep it
+    plans: PlanCache
+
+
+def bind(operation: Operation) -> Bound:
+    """The calls of an operation. Closures, whose cells take a hot call no lookups of attributes."""
+    key_of, check, launch = operation.key, operation.check, operation.launch
+    cache = PlanCache()
+
+    def execute(*request) -> torch.Tensor:
+        key = key_of(*request)
+        try:
+            plan = cache.plans.get(key)
+        except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
+            check(*request)
+            raise
+        return first(key, *request) if plan is None else launch(plan, *request)
+
+    def first(key, *request) -> torch.Tensor:
+        if stand_ins(*operation.tensors(*request)):
+            return by_operator(operation, request)
+        call = check(*request)
+        way = operation.way(call, *request)
+        if way == REFERENCE:
+            return operation.reference(call, *request)
+        if way == OPERATOR:
+            return by_operator(operation, request)
+        readable = operation.materialised(*request)
+        if readable is not None:
+            return execute(*readable)
+        plan = operation.plan(call, *request)
+        cache.keep(key, plan)
+        return launch(plan, *request)
+
+    def find(*request):
+        key = key_of(*request)
+        try:
+            return cache.plans.get(key)
+        except TypeError:  # as in execute
+            check(*request)
+            raise
+
+    def make(call, *request):
+        plan = operation.plan(call, *request)
+        cache.keep(key_of(*request), plan)
+        return plan
+
+    return Bound(execute, launch, first, find, make, cache)
+
+
+def by_operator(operation: Operation, request: tuple) -> torch.Tensor:
+    """The result of a request by the operator of its operation."""
+    return operators_of(operation).BY_NAME[operation.name](*request)
+
+
+def operators_of(operation: Operation) -> ModuleType:
+    """The module of an operation's operators. They stand above all else of a family, and most
+    processes need none: it is the one that is known by its name, and registers them if need be."""
+    return import_module(operation.operators)

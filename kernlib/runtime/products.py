@@ -1,0 +1,237 @@
+"""Products whose epilogues finish each value: their requests, their plans, and how a plan launches.
+
+A request is ``(descriptor, operands, out, parameters)``: the operands as run_kernel takes them, one
+parameter of the epilogue by name each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from kernlib.descriptors.epilogues import Product as Descriptor
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime import devices, operation
+from kernlib.runtime.arguments import (
+    check_device,
+    no_autocast,
+    parameter_ranges,
+    parameters_of,
+    positive,
+    requires_gradient,
+    tensors_of,
+)
+from kernlib.runtime.devices import allocator
+from kernlib.runtime.operation import Bound, Operation
+from kernlib.runtime.plan import Plan
+from kernlib.runtime.sequence import launcher, load_steps
+from kernlib.runtime.tensors import (
+    is_lazy,
+    ranges_meet,
+    refuse_any_overlap,
+    refuse_overlap,
+    span,
+)
+
+
+class Call(NamedTuple):
+    """A checked call: ``batch`` rows, of the product of x's other dimensions."""
+
+    batch: int
+    out_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Product(NamedTuple):
+    """What a family says of its product. The first four functions are those of
+    :class:`kernlib.runtime.operation.Operation`."""
+
+    name: str  # its operator is kernlib::name
+    operators: str
+    key: Callable
+    check: Callable  # makes a Call
+    way: Callable
+    plan: Callable
+    reference: Callable  # of descriptor, operands and parameters
+    tensors: Callable  # of the operands, x first
+    names: Callable  # of the operands: what errors call those tensors
+    check_operands: Callable  # of descriptor and operands: raises for a wrong number or kind
+    cast: Callable  # operands and parameters, as autocast has them
+
+
+class ProductPlan(NamedTuple):
+    """What a call of one signature needs besides its pointers and numbers."""
+
+    index: int  # of the device
+    dtype: torch.dtype
+    device: torch.device
+    place: Callable  # of the operands: their addresses, and what to keep until the launch
+    vectors: tuple[str, ...]
+    scalars: tuple[str, ...]
+    spans: tuple[int, ...]  # bytes from first to last element of the operands' tensors as given
+    vector_spans: tuple[int, ...]
+    out_span: int
+    apart: bool  # a given out is written by a copy
+    result: Callable[[], torch.Tensor]  # makes a new one
+    steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
+    launch: Callable[..., None]  # of the steps, given addresses: operands, out, vectors
+    compute: Callable | None  # in place of a launch: of descriptor, operands and values
+
+
+def make_plan(
+    tensors: tuple[torch.Tensor, ...],
+    call: Call,
+    request: tuple,
+    place: Callable,
+    names: tuple[str, ...],
+    lowered: Lowered | None,
+    apart: bool,
+    compute: Callable | None = None,
+) -> ProductPlan:
+    """The plan of a described call by given kernels, which it loads, or by ``compute`` where
+    ``lowered`` is None. ``tensors`` are those of the operands, x first, and ``names`` what the
+    kernels call the addresses of ``place``."""
+    descriptor, _, out, parameters = request
+    vectors, device = descriptor.vectors, tensors[0].device
+    lowered = lowered or Lowered(())
+    pointers = (*names, "out", *(f"vector{index}" for index in range(len(vectors))))
+    steps, inner = load_steps(lowered.steps, pointers, tensors[0].get_device())
+    return ProductPlan(
+        index=tensors[0].get_device(),
+        dtype=call.dtype,
+        device=device,
+        place=place,
+        vectors=vectors,
+        scalars=tuple(name for name in descriptor.parameters if name not in vectors),
+        spans=tuple(map(span, tensors)),
+        vector_spans=tuple(span(parameters[name]) for name in vectors),
+        out_span=0 if out is None else span(out),
+        apart=apart,
+        result=allocator(call.out_shape, call.dtype, device),
+        steps=steps,
+        launch=launcher(steps, inner, device, lowered.workspace),
+        compute=compute,
+    )
+
+
+def is_on_gpu(device: torch.device) -> bool:
+    """Whether kernels compute the calls of a device: not on CPUs, nor on meta. Raises
+    UnsupportedError for devices that have no backend."""
+    check_device(device)
+    return device.type == "cuda"
+
+
+def bind(product: Product) -> Bound:
+    """The calls of a product."""
+
+    def launch(plan: ProductPlan, descriptor, operands: tuple, out, parameters: dict):
+        if devices.current_device() != plan.index:
+            with torch.cuda.device(plan.index):
+                return launch(plan, descriptor, operands, out, parameters)
+        addresses, kept = plan.place(operands)
+        vectors = numbers = converted = ()
+        if parameters:
+            vectors, numbers, converted = parameters_of(plan, descriptor, parameters)
+        target = None
+        if out is not None:
+            target = _target(product, plan, operands, out, parameters)
+        if plan.compute is not None:
+            values = _values(plan, vectors, numbers, converted)
+            y = plan.compute(descriptor, operands, values)
+            return y if out is None else out.copy_(y)
+        if target is None:
+            target = plan.result()
+        addresses.append(target.data_ptr())
+        for vector in vectors:
+            addresses.append(vector.data_ptr())
+        plan.launch(addresses, numbers)
+        del kept, converted  # the stream orders the reuse of their memory behind the launch
+        return target if out is None or out is target else out.copy_(target)
+
+    def tensors(descriptor, operands, out, parameters) -> tuple:
+        return *product.tensors(operands), out, *parameters.values()
+
+    def materialised(descriptor, operands, out, parameters) -> tuple | None:
+        given = (*operands, *parameters.values())
+        if not any(is_lazy(value) for value in given if isinstance(value, torch.Tensor)):
+            return None
+        refuse_any_overlap(out, **named(product, operands), **parameters)
+        operands, parameters = positive(operands, parameters)
+        return descriptor, operands, out, parameters
+
+    def reference(call, descriptor, operands, out, parameters) -> torch.Tensor:
+        return by_reference(product, descriptor, operands, out, parameters)
+
+    own = product.key, product.check, product.way, reference, product.plan
+    return operation.bind(
+        Operation(product.name, product.operators, *own, launch, tensors, materialised)
+    )
+
+
+def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
+    """``run(descriptor, *operands, out=None, **parameters)`` of a product: a call as it was made,
+    with autocast, and by ``recorded`` where torch wants to know its derivatives."""
+    key_of, launch, first, cache = product.key, bound.launch, bound.first, bound.plans
+
+    def run(descriptor, *operands, out=None, **parameters) -> torch.Tensor:
+        if torch._C._is_any_autocast_enabled():
+            product.check_operands(descriptor, operands)
+            # Which casts would hide.
+            refuse_any_overlap(out, **named(product, operands), **parameters)
+            operands, parameters = product.cast(operands, parameters)
+        if forward_ad._current_level >= 0 or (
+            torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands, out)
+        ):
+            product.check_operands(descriptor, operands)
+            return recorded(descriptor, operands, out, parameters)
+        key = key_of(descriptor, operands, out, parameters)  # which unpacks the operands
+        plan = cache.plans.get(key)
+        if plan is None:
+            return first(key, descriptor, operands, out, parameters)
+        return launch(plan, descriptor, operands, out, parameters)
+
+    return run
+
+
+def by_reference(product: Product, descriptor: Descriptor, operands, out, parameters: dict):
+    """A checked call by torch's own operators, which are differentiable as they are."""
+    if out is not None and not out.is_meta:
+        refuse_overlap(out, **named(product, operands), **tensors_of(parameters))
+    with no_autocast(product.tensors(operands)[0]):
+        y = product.reference(descriptor, operands, parameters)
+    return y if out is None else out.copy_(y)
+
+
+def named(product: Product, operands: tuple) -> dict[str, torch.Tensor]:
+    """The operands' tensors by what errors call them."""
+    return dict(zip(product.names(operands), product.tensors(operands), strict=True))
+
+
+def _target(product: Product, plan: ProductPlan, operands: tuple, out, parameters: dict):
+    """Where the kernel writes: ``out``, or None, a new tensor, where that is not one of its
+    strides. Raises ValueError for an ``out`` that shares memory with an argument as it was given,
+    copied for the kernel or not."""
+    given = zip(product.tensors(operands), plan.spans, strict=True)
+    ranges = [(t.data_ptr(), length) for t, length in given]
+    if parameters:
+        ranges += parameter_ranges(plan, plan.vector_spans, parameters)
+    if ranges_meet(out.data_ptr(), plan.out_span, ranges):
+        refuse_overlap(out, **named(product, operands), **tensors_of(parameters))
+    if plan.apart:
+        return None
+    if not out.is_inference():  # those have no version to count
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _values(plan: ProductPlan, vectors, numbers, converted) -> dict:
+    """The parameters by name: vectors, tensors on the device, numbers."""
+    tensors = iter(converted)  # those of scalars that have an address, in order
+    values = dict(zip(plan.vectors, vectors, strict=True))
+    for index, name in enumerate(plan.scalars):
+        values[name] = next(tensors) if numbers[2 * index + 1] else numbers[2 * index]
+    return values
