@@ -39,6 +39,9 @@ class Event(NamedTuple):
 Listener = Callable[[Event], None]
 
 _subscribers: list[Listener] = []
+# One entry for each subscriber and each open block of on_stderr, of any thread: a launch looks
+# whether it is empty, in 20 ns where listening() takes 120.
+watched: list[object] = []
 _on_stderr: ContextVar[bool] = ContextVar("kernlib_debug", default=False)
 _environment_read = False
 
@@ -66,11 +69,13 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     TypeError for what cannot be called."""
     if not callable(listener):
         raise TypeError(f"listener must be a function of an Event, got {listener!r}")
+    watched.append(listener)
     _subscribers.append(listener)
 
     def unsubscribe() -> None:
         if listener in _subscribers:
             _subscribers.remove(listener)
+            watched.remove(listener)
 
     return unsubscribe
 
@@ -78,10 +83,12 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 @contextmanager
 def on_stderr() -> Iterator[None]:
     """Write the events of this block, in this thread or task, to stderr."""
-    token = _on_stderr.set(True)
+    token, block = _on_stderr.set(True), object()
+    watched.append(block)
     try:
         yield
     finally:
+        watched.remove(block)
         _on_stderr.reset(token)
 
 

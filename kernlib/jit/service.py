@@ -37,6 +37,7 @@ class Kernel(NamedTuple):
 _kernels: dict[tuple[int, bytes], Kernel] = {}
 _loads: SingleFlight = SingleFlight()
 _builds: SingleFlight = SingleFlight()
+_ahead: dict[bytes, Entry] = {}  # built for a load to come
 _unforked = ForkGuard()  # around NVRTC, and imports of many modules
 _failures: dict[bytes, tuple] = {}  # arguments of CompileErrors: a raised one holds its callers
 
@@ -72,9 +73,15 @@ def build(spec: KernelSpec, arch: str) -> Entry:
     return _builds.do(asked.key, lambda: _find_or_compile(asked))
 
 
+def build_ahead(spec: KernelSpec, arch: str) -> None:
+    """:func:`build`, for the next load of the kernel, which then looks for nothing."""
+    _ahead[digest(spec, arch)] = build(spec, arch)
+
+
 def forget() -> None:
     """Drop loaded kernels and remembered failures; the store stays."""
     _kernels.clear()
+    _ahead.clear()
     _failures.clear()
 
 
@@ -131,7 +138,7 @@ def _publish(asked: Request, device: int) -> Kernel:
 
 
 def _load_or_rebuild(asked: Request, device: int) -> Kernel:
-    built = build(asked.spec, asked.arch)
+    built = _ahead.pop(asked.key, None) or build(asked.spec, asked.arch)
     try:
         return load(built, asked, device)
     except Exception as error:

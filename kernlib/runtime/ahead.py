@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from kernlib.descriptors.epilogues import Product as Descriptor
-from kernlib.runtime.arguments import positive, refuse_out_of_recorded, requires_gradient
+from kernlib.runtime.arguments import positive, refuse_out_of_recorded
 from kernlib.runtime.operation import Bound
-from kernlib.runtime.products import Call, Product
+from kernlib.runtime.products import Call, Product, requires_gradient
 
 
 class Request(NamedTuple):
@@ -40,11 +40,8 @@ class Request(NamedTuple):
         if self.recorded():
             made = parts(descriptor)
             descriptor, parameters = made.product, made.operands(parameters)
-        return Request(descriptor, *self._readable(parameters))
-
-    def _readable(self, parameters: dict) -> tuple:
         operands, parameters = positive(self.operands, parameters)
-        return operands, self.out, parameters
+        return Request(descriptor, operands, self.out, parameters)
 
 
 def prepared(calls: Bound, parts: Callable, request: Request) -> bool:

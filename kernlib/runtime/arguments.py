@@ -3,7 +3,7 @@ parameters of their epilogues, said in the caller's words, and how they are cast
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -160,15 +160,6 @@ def no_autocast(x: torch.Tensor):
     return nullcontext()
 
 
-def requires_gradient(values: Iterable, *tensors) -> bool:
-    """Whether one of a call's tensors requires a gradient; others than tensors do not."""
-    for group in (tensors, values):  # any() over a generator would double the time
-        for value in group:
-            if getattr(value, "requires_grad", False):
-                return True
-    return False
-
-
 # Operands and parameters of a launch.
 
 
@@ -220,7 +211,8 @@ def parameters_of(plan, descriptor: Product, parameters: dict) -> tuple:
         value = parameters[name]
         number = host_value(name, value, 0)
         if number is not None:
-            check_host(name, number, descriptor.positive)
+            if not number > 0:
+                check_host(name, number, descriptor.positive)
             numbers[2 * index] = number
             continue
         if value.device.type == "cpu":

@@ -114,7 +114,7 @@ def build(specs: list[KernelSpec], device: int) -> None:
 
     def work(spec: KernelSpec) -> None:
         with suppress(Exception):
-            service.build(spec, arch)
+            service.build_ahead(spec, arch)
 
     # A context for each, that debug=True, a context variable, reaches the threads.
     threads = [Thread(target=copy_context().run, args=(work, spec)) for spec in missing[1:]]

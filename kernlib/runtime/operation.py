@@ -75,7 +75,8 @@ def bind(operation: Operation) -> Bound:
         if readable is not None:
             return execute(*readable)
         plan = operation.plan(call, *request)
-        cache.keep(key, plan)
+        if key is not None:
+            cache.keep(key, plan)
         return launch(plan, *request)
 
     def find(*request):

@@ -84,7 +84,7 @@ class Plan:
         else:
             with torch.cuda.device(self.device):
                 self.start(devices.current_stream(self.device), pointers, numbers)
-        if events.listening():
+        if events.watched:
             self.report()
 
     def start(self, stream: int, pointers: tuple[int, ...], numbers: list | None = None) -> None:
@@ -138,7 +138,7 @@ def start_all(
     stream = devices.current_stream(device)
     for plan, pick, numbered in steps:
         plan.start(stream, pick(addresses), numbers if numbered else None)
-    if events.listening():
+    if events.watched:
         for plan, _, _ in steps:
             plan.report()
 

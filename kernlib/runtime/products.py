@@ -6,7 +6,7 @@ parameter of the epilogue by name each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from kernlib.runtime.arguments import (
     parameter_ranges,
     parameters_of,
     positive,
-    requires_gradient,
     tensors_of,
 )
 from kernlib.runtime.devices import allocator
@@ -172,6 +171,15 @@ def bind(product: Product) -> Bound:
     )
 
 
+def requires_gradient(values: Iterable, *tensors) -> bool:
+    """Whether one of a call's tensors requires a gradient; others than tensors do not."""
+    for group in (tensors, values):  # any() over a generator would double the time
+        for value in group:
+            if getattr(value, "requires_grad", False):
+                return True
+    return False
+
+
 def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
     """``run(descriptor, *operands, out=None, **parameters)`` of a product: a call as it was made,
     with autocast, and by ``recorded`` where torch wants to know its derivatives."""
@@ -180,8 +188,8 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
     def run(descriptor, *operands, out=None, **parameters) -> torch.Tensor:
         if torch._C._is_any_autocast_enabled():
             product.check_operands(descriptor, operands)
-            # Which casts would hide.
-            refuse_any_overlap(out, **named(product, operands), **parameters)
+            if out is not None:  # which casts would hide
+                refuse_any_overlap(out, **named(product, operands), **parameters)
             operands, parameters = product.cast(operands, parameters)
         if forward_ad._current_level >= 0 or (
             torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands, out)

@@ -22,9 +22,9 @@ from kernlib.runtime.arguments import (
     check_vector,
     for_operator,
     refuse_out_of_recorded,
-    requires_gradient,
 )
 from kernlib.runtime.operators import register
+from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import check_dense
 
 

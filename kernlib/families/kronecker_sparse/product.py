@@ -37,7 +37,7 @@ def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) ->
         x, weight = operands
         dtype = x.dtype
         key = (
-            descriptor,
+            descriptor.text,  # which a str hashes once
             (descriptor.precision or float32_precision()) if dtype is _FLOAT32 else None,
             x.shape, x.stride(), dtype, x.get_device(),
             p & 15 if (p := x.data_ptr()) >= LOWEST_ADDRESS else ~p, x.is_neg(),

@@ -102,6 +102,14 @@ class Pairwise(Descriptor):
         return hash(self.text)  # which a str computes once
 
     @property
+    def takes_products(self) -> bool:
+        """Whether a kernel of tensor cores may compute it, for some tensors and exponents."""
+        if self.direct:
+            return False
+        dot = self.operator == "dot"
+        return isinstance(self.inner, norms.Identity if dot else (norms.Square, norms.Power))
+
+    @property
     def signed(self) -> bool:
         """Whether exchanging a and b changes the sum."""
         return self.operator == "difference" and isinstance(

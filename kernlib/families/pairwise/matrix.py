@@ -18,6 +18,7 @@ from kernlib.families.pairwise.request import Request
 from kernlib.runtime import operation
 from kernlib.runtime.numbers import check_kind, host_value
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation
+from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
     is_lazy,
@@ -35,7 +36,7 @@ def key_of(descriptor, a, b, out, accumulate, row_offset, col_offset, values: di
     """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
     try:  # signature(a), signature(b), in 0.2 us less
         key = (
-            descriptor,
+            descriptor.text,  # which a str hashes once
             a.shape, a.stride(), a.dtype, a.get_device(),
             p & 15 if (p := a.data_ptr()) >= LOWEST_ADDRESS else ~p, a.is_neg(),
             None if b is None else (
@@ -43,7 +44,8 @@ def key_of(descriptor, a, b, out, accumulate, row_offset, col_offset, values: di
                 p & 15 if (p := b.data_ptr()) >= LOWEST_ADDRESS else ~p, b.is_neg(),
             ),
             None if out is None else signature(out),
-            accumulate, row_offset, col_offset, plans.precision(descriptor),
+            accumulate, row_offset, col_offset,
+            float32_precision() if descriptor.takes_products else None,
         )  # fmt: skip
         for name, value in values.items():
             key += (name, kind_of_number(name, value))

@@ -79,7 +79,7 @@ def lower(request: Request, call: checks.Call, device: int) -> Lowered:
 def precision(descriptor: Pairwise) -> str | None:
     """What the products of float32 tensors may be, where a kernel takes products: "fp32" or "tf32";
     "bf16" permits "tf32" too, which is what the kernels make of it."""
-    if not choose.takes_products(descriptor):
+    if not descriptor.takes_products:
         return None
     permitted = descriptor.precision or float32_precision()
     return "fp32" if permitted == "fp32" else "tf32"
@@ -92,7 +92,8 @@ def numbers_of(plan: PairwisePlan, a, hyperparameters) -> tuple[list, list]:
         slot = plan.slots[name]
         number = host_value(name, value)
         if number is not None:
-            checks.check_host(name, number, plan.positive)
+            if not number > 0:  # as all but NaN mostly are: it saves two calls
+                checks.check_host(name, number, plan.positive)
             numbers[slot] = number
             if plan.root and slot == checks.INNER_SLOT:
                 numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0

@@ -28,10 +28,10 @@ from kernlib.runtime.arguments import (
     check_vector,
     for_operator,
     refuse_out_of_recorded,
-    requires_gradient,
 )
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
+from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import check_dense, stand_ins
 
 _MATRIX = "Tensor[] matrix, Tensor[] transposed, str layout, str transposed_layout"

@@ -29,7 +29,7 @@ def _key(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> tu
     try:  # signature(x), in 0.1 us less
         w, x = operands
         key = (
-            descriptor, w._key,
+            descriptor.text, w._key,  # a text, which a str hashes once
             x.shape, x.stride(), x.dtype, x.get_device(),
             p & 15 if (p := x.data_ptr()) >= LOWEST_ADDRESS else ~p, x.is_neg(),
         )  # fmt: skip

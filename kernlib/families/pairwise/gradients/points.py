@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from kernlib import events
@@ -11,11 +13,11 @@ from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.gradients.plans import GradientPlan
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.runtime import operation
-from kernlib.runtime.arguments import requires_gradient
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import check_kind, host_value, on_device, plain
 from kernlib.runtime.operation import KERNELS, REFERENCE, Operation
 from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
     check_flag,
@@ -229,7 +231,8 @@ def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, lis
             continue
         number = 0.0 if value is None else host_value(name, value)
         if number is not None:
-            arguments.check_host(name, number)
+            if value is not None and not 0 < number < math.inf:
+                arguments.check_host(name, number)
             numbers += [number, 0]
             continue
         if value.device.type == "cpu":

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.lowering.direct import Problem
@@ -28,14 +27,6 @@ def _split() -> ModuleType:
     from kernlib.families.pairwise.lowering import split
 
     return split
-
-
-def takes_products(descriptor: Pairwise) -> bool:
-    """Whether a kernel of tensor cores may compute it, for some tensors and exponents."""
-    if descriptor.direct:
-        return False
-    dot = descriptor.operator == "dot"
-    return isinstance(descriptor.inner, stages.Identity if dot else (stages.Square, stages.Power))
 
 
 def candidates(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> list[Choice]:
@@ -77,9 +68,9 @@ def specs(
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
-    products = _split().variants(descriptor, arch, dtypes) if takes_products(descriptor) else []
+    products = _split().variants(descriptor, arch, dtypes) if descriptor.takes_products else []
     return direct.variants(descriptor, arch, dtypes) + products
 
 
 def _takes_split(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
-    return takes_products(descriptor) and _split().takes(descriptor, problem, arch, precision)
+    return descriptor.takes_products and _split().takes(descriptor, problem, arch, precision)

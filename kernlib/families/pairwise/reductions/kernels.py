@@ -8,7 +8,6 @@ from typing import NamedTuple
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering import split_reduce as products
-from kernlib.families.pairwise.lowering.choose import takes_products
 from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.plans import precision
@@ -60,7 +59,7 @@ def takes(reduction: str, request: Request, shape: Shape) -> bool:
 
 def by_products(reduction: str, request: Request, shape: Shape, arch: str) -> bool:
     """Whether tensor cores compute the sums of a reduction that the kernels take."""
-    if shape.columns > TILE_COLUMNS or not takes_products(request.descriptor):
+    if shape.columns > TILE_COLUMNS or not request.descriptor.takes_products:
         return False
     problem = problem_of(reduction, request, shape, min(shape.columns, PRODUCT_COLUMNS))
     permitted = precision(request.descriptor)

@@ -8,6 +8,7 @@ synchronisation has ``measure(dense, counts)`` too, ``counts`` being the bitmap 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -67,7 +68,7 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     """Bytes of a matrix in each format that can hold it, and its density."""
     formats = {name: format_of(name) for name in FORMATS}
     if dense.device.type == "cuda":
-        _build_counting(dense)
+        _build_counting(dense.dtype, dense.get_device())
     counts = formats["bitmap"].chunk_counts(dense)
     quick = {n: f.measure(dense, counts) for n, f in formats.items() if hasattr(f, "measure")}
     numbers = torch.stack((counts.sum(dtype=torch.int64), *quick.values())).tolist()
@@ -80,12 +81,13 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     return known, numbers[0] / max(1, dense.numel())
 
 
-def _build_counting(dense: torch.Tensor) -> None:
+@lru_cache(maxsize=64)
+def _build_counting(dtype: torch.dtype, device: int) -> None:
     """Have the kernels that count a matrix's entries for each format compiled side by side."""
     from kernlib.families.sparse.formats import bitmap_gpu, macko_gpu, slices_gpu
     from kernlib.runtime.devices import build  # which CPU tensors do not load
 
-    size = dense.element_size()
-    specs = [bitmap_gpu.spec("count", size), macko_gpu.spec("count", dense.dtype, False)]
+    size = dtype.itemsize
+    specs = [bitmap_gpu.spec("count", size), macko_gpu.spec("count", dtype, False)]
     specs += [slices_gpu.count_spec(format_of(name).code, size) for name in SLICES]
-    build(specs, dense.get_device())
+    build(specs, device)
