@@ -2,7 +2,7 @@
 
 A family takes part with a function of its module ``ahead`` and a question:
 
-- ``choices(descriptor, *tensors, **arguments)`` checks a call like ``run`` and answers with
+- ``candidates(descriptor, *tensors, **arguments)`` checks a call like ``run`` and answers with
   :class:`kernlib.runtime.candidates.Candidates`: the device, each kernel with the choice that sets
   it apart and a function that makes it ready to launch, and the bytes under which the fastest is
   kept;
@@ -133,7 +133,7 @@ def tune(
     while the stream captures: nothing runs then that could be timed.
     """
     check_progress(progress)
-    found = ahead_of(descriptor).choices(descriptor, *tensors, **arguments)
+    found = ahead_of(descriptor).candidates(descriptor, *tensors, **arguments)
     gpu = devices.model(found.device)
     with torch.cuda.device(found.device):
         if torch.cuda.is_current_stream_capturing():

@@ -15,13 +15,13 @@ Value = TypeVar("Value")
 class _Flight(Generic[Value]):
     """One run of `make` and whoever waits for it."""
 
-    __slots__ = ("done", "error", "landed", "owner", "value")
+    __slots__ = ("arrived", "done", "error", "owner", "value")
 
     def __init__(self) -> None:
         self.owner = threading.get_ident()
-        self.done = threading.RLock()  # the runner's until it has landed; unlike an Event it
+        self.done = threading.RLock()  # the runner's until it has arrived; unlike an Event it
         self.done.acquire()  # knows whose it is, however an interrupt came in between
-        self.landed = False
+        self.arrived = False
         self.value: Value | None = None
         self.error: Exception | None = None
 
@@ -56,7 +56,7 @@ class SingleFlight(Generic[Key, Value]):
                 pass
             if flight.error is not None:
                 raise flight.error
-            if flight.landed:
+            if flight.arrived:
                 return flight.value
 
     def _claim(self, key: Key, own: _Flight[Value]) -> _Flight[Value]:
@@ -73,7 +73,7 @@ class SingleFlight(Generic[Key, Value]):
         except Exception as error:
             own.error = error
             raise
-        own.landed = True
+        own.arrived = True
         return own.value
 
     def _land(self, key: Key, own: _Flight[Value]) -> None:

@@ -61,10 +61,10 @@ def spread(t: torch.Tensor, batch: torch.Size, wide: torch.Size) -> torch.Tensor
     """The (L, ...) of a batch as those of a wider batch, matrices column-major."""
     if math.prod(batch) == math.prod(wide):
         return t
-    turned = t.mT if t.dim() == 3 else t
-    tail = turned.shape[1:]
-    turned = turned.reshape(*batch, *tail).expand(*wide, *tail).reshape(-1, *tail)
-    return turned.mT if t.dim() == 3 else turned
+    transposed = t.mT if t.dim() == 3 else t
+    tail = transposed.shape[1:]
+    transposed = transposed.reshape(*batch, *tail).expand(*wide, *tail).reshape(-1, *tail)
+    return transposed.mT if t.dim() == 3 else transposed
 
 
 def _work(matrix: torch.Tensor, overwrite: bool, transposed: bool) -> Work:

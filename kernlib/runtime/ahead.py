@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.descriptors.epilogues import Product as Descriptor
-from kernlib.runtime.arguments import positive, refuse_out_of_recorded
+from kernlib.runtime.arguments import readable, refuse_out_of_recorded
 from kernlib.runtime.operation import Bound
 from kernlib.runtime.products import Call, Product, requires_gradient
 
@@ -40,7 +40,7 @@ class Request(NamedTuple):
         if self.recorded():
             made = parts(descriptor)
             descriptor, parameters = made.product, made.operands(parameters)
-        operands, parameters = positive(self.operands, parameters)
+        operands, parameters = readable(self.operands, parameters)
         return Request(descriptor, operands, self.out, parameters)
 
 

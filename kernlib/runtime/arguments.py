@@ -187,7 +187,7 @@ def tensors_of(parameters: dict) -> dict[str, torch.Tensor]:
     return {name: value for name, value in parameters.items() if isinstance(value, torch.Tensor)}
 
 
-def positive(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
+def readable(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
     """Arguments that a kernel may read: the lazy negation of a view is not in its memory, and a
     zero tensor has none."""
     real = {name: materialised(value) for name, value in tensors_of(parameters).items()}
@@ -195,7 +195,7 @@ def positive(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
     return tuple(tensors), parameters | real
 
 
-def kind_of(value):
+def parameter_key(value):
     """Of a number nothing; of a tensor its signature, so that one without memory finds no plan."""
     return signature(value) if isinstance(value, torch.Tensor) else None
 

@@ -1,4 +1,4 @@
-"""What a family's ``choices`` answers to :func:`kernlib.tune`: the kernels that it can time."""
+"""What a family's ``candidates`` answers to :func:`kernlib.tune`: the kernels that it can time."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from kernlib.runtime.arguments import (
     no_autocast,
     parameter_ranges,
     parameters_of,
-    positive,
+    readable,
     tensors_of,
 )
 from kernlib.runtime.devices import allocator
@@ -159,7 +159,7 @@ def bind(product: Product) -> Bound:
         if not any(is_lazy(value) for value in given if isinstance(value, torch.Tensor)):
             return None
         refuse_any_overlap(out, **named(product, operands), **parameters)
-        operands, parameters = positive(operands, parameters)
+        operands, parameters = readable(operands, parameters)
         return descriptor, operands, out, parameters
 
     def reference(call, descriptor, operands, out, parameters) -> torch.Tensor:

@@ -178,7 +178,7 @@ def tuned() -> dict[str, list[str]]:
             weight = normal(*factor.weight_shape, dtype=dtype)
             calls[f"Kronecker-sparse {pattern} {batch_last} {dtype}"] = (factor, x, weight)
     for name, (descriptor, *tensors) in calls.items():
-        found = ahead_of(descriptor).choices(descriptor, *tensors)
+        found = ahead_of(descriptor).candidates(descriptor, *tensors)
         digest = hashlib.sha256(found.signature).hexdigest()[:16]
         kept = [" ".join(f"{k}={v}" for k, v in each.choice.items()) for each in found.kernels]
         made[name] = [digest, *kept]

@@ -13,7 +13,7 @@ import kernlib as kl
 from kernlib import tuner
 from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.families.pairwise import ahead as pairwise_ahead
-from kernlib.families.pairwise import checks, choices
+from kernlib.families.pairwise import candidates, checks
 from kernlib.families.pairwise.lowering import direct
 from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import entry, service, tuning
@@ -278,9 +278,9 @@ def test_the_callers_output_is_left_alone(gpus, monkeypatch, layout, accumulate)
         outputs.append(pointers[2])
         return real(plan, pointers, numbers)
 
-    scratch = choices.scratch_for
+    scratch = candidates.scratch_for
     noted_scratch = lambda *given: (strides.append(1), scratch(*given))[1]  # noqa: E731
-    monkeypatch.setattr(choices, "scratch_for", noted_scratch)
+    monkeypatch.setattr(candidates, "scratch_for", noted_scratch)
     monkeypatch.setattr(Plan, "launch", noted)
     version = out._version
     kl.tune(L1, a, b, out=out, accumulate=accumulate)

@@ -133,17 +133,17 @@ def variants(descriptor, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[Ker
     return list(dict.fromkeys(found))
 
 
-def choices(descriptor, *tensors, **arguments) -> Candidates:
+def candidates(descriptor, *tensors, **arguments) -> Candidates:
     """The kernels that could compute a call, none for an empty result; see :func:`kernlib.tune`.
 
     Raises what a call raises, UnsupportedError for tensors that are on no GPU, and TypeError for a
     chain, of which one factor is tuned at a time.
     """
-    from kernlib.families.kronecker_sparse.choices import choices as choices_of
+    from kernlib.families.kronecker_sparse.candidates import candidates as candidates_of
 
     if type(descriptor) is KroneckerSparseChain:
         raise TypeError(
             f"{descriptor.describe()} is several kernels: tune its factors one at a time"
         )
     (request,) = _requests(descriptor, tensors, arguments)
-    return choices_of(request)
+    return candidates_of(request)

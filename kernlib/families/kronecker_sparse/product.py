@@ -11,7 +11,7 @@ import torch
 from kernlib.families.kronecker_sparse import checks, plans, reference
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.runtime import devices, operation, products
-from kernlib.runtime.arguments import autocast, kind_of, no_autocast
+from kernlib.runtime.arguments import autocast, no_autocast, parameter_key
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS, REFERENCE, Operation
 from kernlib.runtime.precision import float32_precision
@@ -48,7 +48,7 @@ def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) ->
             key += signature(out)
         if parameters:
             for name, value in parameters.items():
-                key += (name, kind_of(value))
+                key += (name, parameter_key(value))
     except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         checks.check_kinds(descriptor, operands)
         check_dense(("x", "weight"), x=operands[0], weight=operands[1], out=out)

@@ -53,12 +53,12 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -
     return choose.variants(descriptor, arch, tuple(DTYPE_NAMES[dtype] for dtype in dtypes))
 
 
-def choices(descriptor: Pairwise, a, b=None, *more, **arguments) -> Candidates:
+def candidates(descriptor: Pairwise, a, b=None, *more, **arguments) -> Candidates:
     """The kernels that could compute a call, none for an empty out; see :func:`kernlib.tune`.
 
     Raises what a call raises, and UnsupportedError for tensors that are on no GPU.
     """
     # Which calls themselves do without.
-    from kernlib.families.pairwise.choices import choices as choices_of
+    from kernlib.families.pairwise.candidates import candidates as candidates_of
 
-    return choices_of(readable(Request.of(descriptor, a, b, arguments, more)))
+    return candidates_of(readable(Request.of(descriptor, a, b, arguments, more)))

@@ -149,7 +149,7 @@ def _materialised(descriptor, a, b, out, *rest) -> tuple | None:
 def readable(request: Request) -> Request:
     """A request with inputs that a kernel may read, zero tensors among them. Raises TypeError for
     what is no dense tensor."""
-    made = request.positive()
+    made = request.readable()
     b = made.b if made.b is None else materialised(made.b)
     return made._replace(a=materialised(made.a), b=b)
 

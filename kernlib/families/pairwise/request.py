@@ -45,7 +45,7 @@ class Request(NamedTuple):
         rest = {name: arguments[name] for name in arguments if name not in known}
         return cls(descriptor, a, b, *options, rest)
 
-    def positive(self) -> Request:
+    def readable(self) -> Request:
         """With inputs that a kernel may read: the lazy negation of a view is not in its memory.
         Raises TypeError for what is no dense tensor."""
         checks.check_tensors(self.a, self.b, self.out)

@@ -104,7 +104,7 @@ def variants(
     return list(dict.fromkeys(found))
 
 
-def choices(descriptor: SparseMatmul, *tensors, **arguments) -> Candidates:
+def candidates(descriptor: SparseMatmul, *tensors, **arguments) -> Candidates:
     """The one kernel of a call, none where cuBLAS computes it; see :func:`kernlib.tune`. Raises
     what a call raises, and UnsupportedError for tensors that are on no GPU."""
     request = _request(descriptor, tensors, arguments)

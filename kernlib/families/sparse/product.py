@@ -15,7 +15,7 @@ from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.tensors import check_frozen
 from kernlib.runtime import products
-from kernlib.runtime.arguments import autocast, kind_of
+from kernlib.runtime.arguments import autocast, parameter_key
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE
 from kernlib.runtime.tensors import LOWEST_ADDRESS, check_dense, is_differentiated, signature
 
@@ -37,7 +37,7 @@ def _key(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> tu
             key += signature(out)
         if parameters:
             for name, value in parameters.items():
-                key += (name, kind_of(value))
+                key += (name, parameter_key(value))
     except (AttributeError, RuntimeError, NotImplementedError, ValueError):
         checks.check_kinds(descriptor, operands)
         check_dense(("x",), x=operands[1], out=out)

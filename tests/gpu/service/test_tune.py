@@ -125,7 +125,7 @@ def test_whichever_is_kept_gives_the_right_values(seed, seen, monkeypatch, tile)
 def test_a_record_that_means_nothing_is_passed_over(seed, seen):
     a, b = inputs()
     descriptor = fresh(1.1875)
-    found = ahead_of(descriptor).choices(descriptor, a, b)
+    found = ahead_of(descriptor).candidates(descriptor, a, b)
     kl.run_kernel(descriptor, a, b)
     untuned = seen[-1].fields["grid"]
     for choice in ({"tile": 96}, {"tile": 64, "shape": 3}, {}):

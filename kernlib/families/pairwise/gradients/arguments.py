@@ -51,7 +51,7 @@ class Operands(NamedTuple):
     weights: torch.Tensor
     coefficients: torch.Tensor | None
 
-    def turned(self, kind: Kind) -> Operands:
+    def transposed(self, kind: Kind) -> Operands:
         """As (L, Q, K), (L, T, K), (L, Q, T) and (L, O, T), without a batch (Q, K) and so on."""
         if not kind.plain:
             return self
@@ -76,7 +76,7 @@ class Call(NamedTuple):
         return 0 in self.out_shape
 
 
-def turned_out(kind: Kind, out: torch.Tensor, sets: int) -> torch.Tensor:
+def transposed_out(kind: Kind, out: torch.Tensor, sets: int) -> torch.Tensor:
     """An output as (L, O, Q, K), a view."""
     out = out.mT if kind.plain else out
     if not sets and not kind.plain:
@@ -135,7 +135,7 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
         if t.device != first.device:
             own = kind.names[0]
             raise ValueError(f"{name} must be on the device of {own}, {first.device}: {t.device}")
-    x, z, weights, coefficients = operands.turned(kind)
+    x, z, weights, coefficients = operands.transposed(kind)
     queries, features, points = x.shape[-2], x.shape[-1], z.shape[-2]
     sets = 0 if coefficients is None else coefficients.shape[-2]
     wanted = {

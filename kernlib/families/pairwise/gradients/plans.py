@@ -92,9 +92,9 @@ def _products(kind: Kind, call: Call, problem: lowering.Problem) -> Callable:
 
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:
         x, z, weights, coefficients = (
-            t if t is None else t.to(wide) for t in operands.turned(kind)
+            t if t is None else t.to(wide) for t in operands.transposed(kind)
         )
-        target = sums = arguments.turned_out(kind, out, call.sets)
+        target = sums = arguments.transposed_out(kind, out, call.sets)
         add = problem.accumulate
         if out.dtype != wide:
             sums, add = torch.empty(target.shape, dtype=wide, device=out.device), False
@@ -134,7 +134,7 @@ def _tensor(
         sums = out if whole else torch.empty(shape, dtype=torch.float32, device=call.device)
         plan.launch(_pointers(given, sums, extremes), numbers)
         if not whole:
-            put(arguments.turned_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
+            put(arguments.transposed_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
 
     return compute
 
@@ -143,7 +143,7 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
     """Operands (L, Q, K) and so on as tensor cores take them: float32, z with the points of each
     feature in aligned lines of whole runs, for a copy of a part of one reads all of it."""
     x, z, weights, coefficients = (
-        t if t is None else t.to(torch.float32) for t in operands.turned(kind)
+        t if t is None else t.to(torch.float32) for t in operands.transposed(kind)
     )
     lines = z.mT
     steps = [s for s, n in zip(lines.stride()[:-1], lines.shape[:-1], strict=True) if n > 1]
@@ -168,7 +168,7 @@ def _direct(kind: Kind, call: Call, problem: lowering.Problem, device: int) -> C
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:
         sums = torch.empty(shape, dtype=wide, device=call.device)
         plan.launch(_pointers(operands, sums), numbers)
-        put(arguments.turned_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
+        put(arguments.transposed_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
 
     return compute
 
@@ -190,7 +190,7 @@ def _pointers(operands: Operands, out: torch.Tensor, extremes=None) -> tuple[int
 
 def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> lowering.Problem:
     """A checked call as lowering sees it."""
-    x, z, weights, coefficients = operands.turned(kind)
+    x, z, weights, coefficients = operands.transposed(kind)
     p = values.get("p")
     exponent = None
     if p is not None:
@@ -198,7 +198,7 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
     stage = type(kind.inner).__name__
     power, exponential = stage == "Power", stage == "ExpPower"
     square = power and exponent == 2.0 and not kind.plain  # whose factor p is a constant
-    out = arguments.turned_out(kind, target, call.sets)
+    out = arguments.transposed_out(kind, target, call.sets)
     return lowering.Problem(
         call.queries, call.points, call.features, call.sets, call.batch,
         *(layout(t, call.batch) for t in (x, z, weights)),

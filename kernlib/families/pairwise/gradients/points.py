@@ -203,7 +203,7 @@ def _reference(call: Call, kind: Kind, operands: Operands, out, accumulate, valu
     wide = accumulator(call.dtype)
     given = [
         None if t is None else (t if t.dim() == 3 else t[None]).expand(call.batch, -1, -1).to(wide)
-        for t in operands.turned(kind)
+        for t in operands.transposed(kind)
     ]
     if out is None:
         out = torch.empty(call.out_shape, dtype=call.out_dtype, device=call.device)
@@ -216,7 +216,7 @@ def _reference(call: Call, kind: Kind, operands: Operands, out, accumulate, valu
     options |= {"first": kind.first, "plain": kind.plain, "eps": values.get("eps", 0.0)}
     with without_autocast(call.device):
         result = reference.pair_gradient(kind.operator, kind.inner, *given, **options)
-    target = arguments.turned_out(kind, out, call.sets)
+    target = arguments.transposed_out(kind, out, call.sets)
     target.copy_(target.to(wide) + result if accumulate else result)
     return out
 

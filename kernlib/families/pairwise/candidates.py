@@ -17,9 +17,9 @@ from kernlib.runtime.candidates import Candidate, Candidates
 from kernlib.runtime.devices import arch_of, model
 
 
-def choices(request: Request) -> Candidates:
-    """What :func:`kernlib.families.pairwise.ahead.choices` documents."""
-    request = request.positive()
+def candidates(request: Request) -> Candidates:
+    """What :func:`kernlib.families.pairwise.ahead.candidates` documents."""
+    request = request.readable()
     call = checks.check_call(*request)
     if request.a.device.type != "cuda":
         raise UnsupportedError(

@@ -21,8 +21,8 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import Call
 
 
-def choices(request: Request) -> Candidates:
-    """What :func:`kernlib.families.kronecker_sparse.ahead.choices` documents."""
+def candidates(request: Request) -> Candidates:
+    """What :func:`kernlib.families.kronecker_sparse.ahead.candidates` documents."""
     call = request.check(PRODUCT)
     if call.device.type != "cuda" or call.dtype not in KERNEL_TYPES:
         raise UnsupportedError(
