@@ -45,6 +45,8 @@ _NAMES = {
         "rational_quadratic",
         "squared_distance",
     ),
+    "kernlib.families.kronecker_product.descriptor": ("KroneckerProduct",),
+    "kernlib.families.kronecker_product.operation": ("kron_matmul",),
     "kernlib.families.kronecker_sparse.descriptor": ("KroneckerSparse", "KroneckerSparseChain"),
     "kernlib.families.sparse.descriptor": ("SparseMatmul",),
     "kernlib.families.pairwise.stages": (

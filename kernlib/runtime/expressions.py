@@ -82,12 +82,12 @@ def apply(
 ) -> torch.Tensor:
     """The chain of epilogues over ``v``, differentiable in everything.
 
-    Parameters are numbers or tensors that broadcast; vectors lie along ``axis`` of ``v``, 0 or -1.
+    Parameters are numbers or tensors that broadcast; vectors lie along ``axis`` of ``v``.
     ``functions`` replace torch's, by the operators and names of the language.
     """
     known = _FUNCTIONS | (functions or {})
     vectors = {name for epilogue in epilogues for name in epilogue.vectors}
-    after = v.dim() - 1 if axis == 0 else 0  # dimensions of v that follow a vector's
+    after = (v.dim() if axis >= 0 else 0) - 1 - axis  # dimensions of v that follow a vector's
     values = {name: _value(x, v, after if name in vectors else 0) for name, x in parameters.items()}
     for epilogue in epilogues:
         activation = ACTIVATIONS.get(type(epilogue))

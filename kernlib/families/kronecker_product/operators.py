@@ -1,0 +1,138 @@
+"""Products with Kronecker products as an operator of ``torch.library``, for whoever records calls
+and runs them later. Eager calls pass by. With a gradient to record, and inside transforms of
+torch.func, it is what torch's own operators make of it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from kernlib import events
+from kernlib.descriptors.text import from_text
+from kernlib.families.kronecker_product import checks
+from kernlib.families.kronecker_product.descriptor import KroneckerProduct
+from kernlib.families.kronecker_product.operation import descriptor_of
+from kernlib.families.kronecker_product.product import PRODUCT, calls
+from kernlib.runtime import products
+from kernlib.runtime.arguments import (
+    autocast,
+    by_name,
+    check_out,
+    check_parameters,
+    for_operator,
+    refuse_out_of_recorded,
+)
+from kernlib.runtime.operators import register
+from kernlib.runtime.products import requires_gradient
+
+
+def _whole(x, factors, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
+    with events.on_stderr() if debug else nullcontext():
+        given = by_name(names, numbers, tensors)
+        return calls.execute(from_text(descriptor), (x, *factors), None, given)
+
+
+def _whole_recorded(x, factors, descriptor, names, numbers, tensors, debug):
+    if not requires_gradient((*factors, *(tensors or ())), x):
+        return None
+    values = by_name(names, numbers, tensors)
+    return products.by_reference(PRODUCT, from_text(descriptor), (x, *factors), None, values)
+
+
+def _fake_whole(x, factors, descriptor, names, numbers, tensors, debug):
+    return x.new_empty(checks.check_operands(from_text(descriptor), (x, *factors)))
+
+
+def _mapped_whole(info, dims, x, factors, descriptor, names, numbers, tensors, debug):
+    """Over a batch in front of all others."""
+    of_x, of_factors, *_, of_tensors, _ = dims
+    if any(dim is not None for dim in of_tensors or ()):
+        raise NotImplementedError(
+            f"torch.vmap over parameters of {descriptor} is not known; apply them to the product"
+        )
+    operands = [(x, of_x), *zip(factors, of_factors, strict=True)]
+    rank = max(t.dim() - (dim is not None) for t, dim in operands)
+    x, *factors = (_in_front(t, dim, rank) for t, dim in operands)
+    y = whole(x, factors, descriptor, names, numbers, tensors, debug)
+    return y, 0
+
+
+def _in_front(t: torch.Tensor, dim: int | None, rank: int) -> torch.Tensor:
+    if dim is None:
+        return t
+    t = t.movedim(dim, 0)
+    return t.reshape(t.shape[0], *(1,) * (1 + rank - t.dim()), *t.shape[1:])
+
+
+# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
+# torch.jit.trace takes no list of str.
+whole = register(
+    "kronecker_product",
+    "(Tensor x, Tensor[] factors, str descriptor, str names, float[] numbers, Tensor[] tensors, "
+    "bool debug) -> Tensor",
+    _whole,
+    _fake_whole,
+    recorded=_whole_recorded,
+    vmap=_mapped_whole,
+)
+
+
+# What Dynamo traces.
+
+
+def run(
+    descriptor: KroneckerProduct,
+    *operands: torch.Tensor,
+    out: torch.Tensor | None = None,
+    debug: bool = False,
+    **parameters,
+) -> torch.Tensor:
+    """:func:`kernlib.run_kernel` by way of the operator.
+
+    What is wrong with shapes, dtypes and devices is raised here; what is wrong with values when the
+    operator runs.
+    """
+    if out is not None and torch.is_grad_enabled():
+        for tensor in (*operands, out, *parameters.values()):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                refuse_out_of_recorded(out)
+    names = " ".join(parameters)
+    y = _traced(descriptor.text, names, debug, *operands, *parameters.values())
+    if out is None:
+        return y
+    check_out(out, operands[0], y.shape)
+    return out.copy_(y)
+
+
+# Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does: descriptors
+# field by field would make symbols of their sizes, and it could not read the text.
+@torch.compiler.allow_in_graph
+def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
+    descriptor, listed = from_text(text), names.split()
+    operands = tensors[: len(tensors) - len(listed)]
+    parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
+    checks.check_kinds(descriptor, operands)
+    vector = operands[0].dim() == 1
+    if vector:
+        operands = operands[0].unsqueeze(-3 - descriptor.axis), *operands[1:]
+    operands, parameters = autocast(operands, parameters)
+    checks.check_operands(descriptor, operands)
+    features = descriptor.out_features
+    check_parameters(descriptor, features, parameters, operands[0], False, checks.TYPES)
+    given = for_operator(parameters, operands[0].device)
+    y = whole(operands[0], [*operands[1:]], descriptor.text, *given, debug)
+    return y.squeeze(-3 - descriptor.axis) if vector else y
+
+
+@torch.compiler.allow_in_graph
+def product(side: str, precision: str | None, x: torch.Tensor, *factors) -> torch.Tensor:
+    """A product with factors whose sizes say which."""
+    return _traced(descriptor_of(factors, side, precision).text, "", False, x, *factors)
+
+
+def _call(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -> torch.Tensor:
+    return run(descriptor, *operands, out=out, **parameters)
+
+
+BY_NAME = {"kronecker_product": _call}  # requests of tensors that stand for others
