@@ -46,7 +46,7 @@ _NAMES = {
         "squared_distance",
     ),
     "kernlib.families.kronecker_product.descriptor": ("KroneckerProduct",),
-    "kernlib.families.kronecker_product.operation": ("kron_matmul",),
+    "kernlib.families.kronecker_product.matmul": ("kron_matmul",),
     "kernlib.families.kronecker_sparse.descriptor": ("KroneckerSparse", "KroneckerSparseChain"),
     "kernlib.families.sparse.descriptor": ("SparseMatmul",),
     "kernlib.families.pairwise.stages": (

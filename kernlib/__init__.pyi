@@ -32,7 +32,7 @@ from kernlib.errors import KernlibError as KernlibError
 from kernlib.errors import NotCachedError as NotCachedError
 from kernlib.errors import UnsupportedError as UnsupportedError
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct as KroneckerProduct
-from kernlib.families.kronecker_product.operation import kron_matmul as kron_matmul
+from kernlib.families.kronecker_product.matmul import kron_matmul as kron_matmul
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse as KroneckerSparse
 from kernlib.families.kronecker_sparse.descriptor import (
     KroneckerSparseChain as KroneckerSparseChain,

@@ -1,4 +1,6 @@
 """What a type checker sees of kernlib.compat: the names that its ``__getattr__`` loads."""
 
+from kernlib.compat import fastkron as fastkron
 from kernlib.compat import kermac as kermac
+from kernlib.compat import linear_operator as linear_operator
 from kernlib.compat import macko as macko

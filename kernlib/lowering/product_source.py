@@ -45,7 +45,7 @@ def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
 #include "common/math.cuh"
 
 using InputT = {DTYPES[dtype].cuda};
-using AccT = float;
+using AccT = {DTYPES[dtype].sums.cuda};
 using OutputT = {DTYPES[out_dtype].cuda};
 
 constexpr int VECTORS = {len(vectors(epilogue))};

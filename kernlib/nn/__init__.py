@@ -1,5 +1,5 @@
-"""Modules for networks: :class:`KSLinear` and :class:`SparseLinear` in place of
-``torch.nn.Linear``, and what swaps them.
+"""Modules for networks: :class:`KSLinear`, :class:`KroneckerLinear` and :class:`SparseLinear` in
+place of ``torch.nn.Linear``, and what swaps them.
 
 Names are loaded when first used.
 """
@@ -7,6 +7,7 @@ Names are loaded when first used.
 from importlib import import_module as _import_module
 
 _NAMES = {
+    "kernlib.nn.kronecker_linear": ("KroneckerLinear",),
     "kernlib.nn.kronecker_sparse": ("KSLinear",),
     "kernlib.nn.replace": ("VIT_S16", "replace_linear"),
     "kernlib.nn.sparse_linear": ("SparseLinear",),

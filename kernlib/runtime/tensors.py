@@ -92,6 +92,15 @@ def refuse_transforms(advice: str, /, **tensors) -> None:
             )
 
 
+def is_wrapped(value) -> bool:
+    """Whether it is a tensor inside of a transform of torch.func, or one that ``is_grads_batched``
+    made."""
+    functorch = torch._C._functorch
+    return isinstance(value, torch.Tensor) and (
+        functorch.is_functorch_wrapped_tensor(value) or functorch.is_legacy_batchedtensor(value)
+    )
+
+
 def is_differentiated() -> bool:
     """Whether a transform of torch.func other than vmap is active."""
     functorch = torch._C._functorch

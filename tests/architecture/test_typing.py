@@ -13,10 +13,15 @@ import pytest
 import kernlib
 from tests.support.paths import ROOT
 
-LAZY = ("kernlib", "kernlib.nn", "kernlib.sparse", "kernlib.compat")  # they have stubs
+LAZY = (  # they have stubs
+    *("kernlib", "kernlib.nn", "kernlib.sparse", "kernlib.compat"),
+    "kernlib.compat.fastkron",
+)
 PUBLIC = (
     *("kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.sparse", "kernlib.linalg"),
     *("kernlib.compat.kermac", "kernlib.compat.kermac.linalg", "kernlib.compat.macko"),
+    *("kernlib.compat.fastkron.fastkrontorch", "kernlib.compat.fastkron.fastkronnumpy"),
+    "kernlib.compat.linear_operator",
     *("kernlib.settings", "kernlib.events"),
 )
 DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]

@@ -5,9 +5,17 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 
-from tests.contract import cases, of_linalg, of_pairwise, of_products, of_service
+from tests.contract import (
+    cases,
+    of_kronecker_product,
+    of_linalg,
+    of_pairwise,
+    of_products,
+    of_service,
+)
 
-ENTRIES = of_pairwise.ENTRIES | of_products.ENTRIES | of_linalg.ENTRIES | of_service.ENTRIES
+ENTRIES = of_pairwise.ENTRIES | of_products.ENTRIES | of_kronecker_product.ENTRIES
+ENTRIES |= of_linalg.ENTRIES | of_service.ENTRIES
 MODULES = (
     "kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.linalg", "kernlib.sparse",
     "kernlib.compat.kermac", "kernlib.compat.macko",

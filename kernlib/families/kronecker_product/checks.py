@@ -10,7 +10,7 @@ from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import Call
-from kernlib.runtime.tensors import check_dense, check_memory
+from kernlib.runtime.tensors import check_dense, check_memory, check_out_shape
 
 TYPES = (*KERNEL_TYPES, torch.float64)
 
@@ -42,6 +42,21 @@ def check_call(descriptor: KroneckerProduct, operands: tuple, out, parameters: d
         check_out(out, x, shape)
         check_memory(out)
     return Call(math.prod(shape) // descriptor.out_features, shape, x.dtype, x.device)
+
+
+def as_matrix(descriptor: KroneckerProduct, operands: tuple, out) -> tuple[tuple, torch.Tensor]:
+    """Operands with a vector x as one row or column, and what of ``out`` is written for it. Raises
+    as :func:`check_call` does."""
+    check_kinds(descriptor, operands)
+    other = -3 - descriptor.axis  # the dimension that the vector lacks
+    operands = operands[0].unsqueeze(other), *operands[1:]
+    if out is None:
+        return operands, None
+    check_dense((), out=out)
+    shape = list(check_operands(descriptor, operands))
+    del shape[other]
+    check_out_shape(out, tuple(shape))
+    return operands, out.unsqueeze(other)
 
 
 def check_operands(descriptor: KroneckerProduct, operands: tuple) -> tuple[int, ...]:

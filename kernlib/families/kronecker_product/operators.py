@@ -12,7 +12,7 @@ from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_product import checks
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
-from kernlib.families.kronecker_product.operation import descriptor_of
+from kernlib.families.kronecker_product.matmul import descriptor_of
 from kernlib.families.kronecker_product.product import PRODUCT, calls
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
@@ -126,9 +126,11 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
 
 
 @torch.compiler.allow_in_graph
-def product(side: str, precision: str | None, x: torch.Tensor, *factors) -> torch.Tensor:
+def product(
+    side: str, precision: str | None, debug: bool, x: torch.Tensor, *factors
+) -> torch.Tensor:
     """A product with factors whose sizes say which."""
-    return _traced(descriptor_of(factors, side, precision).text, "", False, x, *factors)
+    return _traced(descriptor_of(factors, side, precision).text, "", debug, x, *factors)
 
 
 def _call(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -> torch.Tensor:

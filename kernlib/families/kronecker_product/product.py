@@ -1,21 +1,54 @@
 """The primitive of the family: products as they are given, without autocast and without a record of
-gradients. PyTorch's own operators compute them, on CPUs and on GPUs."""
+gradients.
+
+CPU tensors, factors too large for a kernel's shared memory and calls inside transforms of
+torch.func are computed by the reference.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from kernlib.families.kronecker_product import checks, reference
+from kernlib.families.kronecker_product import checks, plans, reference
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
+from kernlib.families.kronecker_product.lowering import choose
 from kernlib.runtime import products
-from kernlib.runtime.arguments import autocast
-from kernlib.runtime.operation import REFERENCE
+from kernlib.runtime.arguments import autocast, parameter_key
+from kernlib.runtime.devices import arch_of
+from kernlib.runtime.dtypes import DTYPE_NAMES
+from kernlib.runtime.operation import KERNELS, REFERENCE
+from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.tensors import check_dense, is_wrapped, signature
 
 
-def _way(call: products.Call, *request) -> str:
-    """Torch computes all. Raises UnsupportedError for devices that have no backend."""
-    products.is_on_gpu(call.device)
-    return REFERENCE
+def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -> tuple | None:
+    """All that a plan depends on: after the descriptor the precision, then shapes, strides, dtypes,
+    device, alignment and kinds of numbers. None where there can be no plan."""
+    try:
+        permitted = float32_precision() if descriptor.precision is None else None
+        key = (descriptor.text, permitted)
+        for operand in operands:
+            key += signature(operand)
+        if out is not None:
+            key += signature(out)
+        for name, value in parameters.items():
+            key += (name, parameter_key(value))
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+        checks.check_kinds(descriptor, operands)
+        check_dense((), out=out)
+        return None
+    return key
+
+
+def way(call: products.Call, descriptor, operands: tuple, out, parameters: dict) -> str:
+    """Kernels compute on CUDA what they can hold, torch all else and what is inside a transform of
+    torch.func. Raises UnsupportedError for devices that have no backend."""
+    if not products.is_on_gpu(call.device):
+        return REFERENCE
+    if any(map(is_wrapped, (*operands, out, *parameters.values()))):
+        return REFERENCE
+    dtype, arch = DTYPE_NAMES[call.dtype], arch_of(call.device.index)
+    return KERNELS if choose.takes(descriptor.shapes, dtype, arch) else REFERENCE
 
 
 def _reference(descriptor: KroneckerProduct, operands: tuple, parameters: dict) -> torch.Tensor:
@@ -26,10 +59,10 @@ def _reference(descriptor: KroneckerProduct, operands: tuple, parameters: dict) 
 PRODUCT = products.Product(
     name="kronecker_product",
     operators="kernlib.families.kronecker_product.operators",
-    key=lambda *request: None,  # no call has a plan
+    key=_key,
     check=checks.check_call,
-    way=_way,
-    plan=None,
+    way=way,
+    plan=plans.plan,
     reference=_reference,
     tensors=tuple,
     names=checks.names,

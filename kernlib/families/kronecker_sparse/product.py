@@ -19,6 +19,7 @@ from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
     check_dense,
     is_lazy,
+    is_wrapped,
     materialised,
     signature,
 )
@@ -65,14 +66,10 @@ def way(call: products.Call, *request) -> str:
 
 
 def _is_transformed(value) -> bool:
-    if isinstance(value, dict):
-        return any(map(_is_transformed, value.values()))
-    if isinstance(value, tuple):
-        return any(map(_is_transformed, value))
-    if not isinstance(value, torch.Tensor):
-        return False
-    functorch = torch._C._functorch  # and what is_grads_batched is made of
-    return functorch.is_functorch_wrapped_tensor(value) or functorch.is_legacy_batchedtensor(value)
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, tuple)):
+        return any(map(_is_transformed, parts))
+    return is_wrapped(value)
 
 
 def _reference(descriptor: KroneckerSparse, operands: tuple, parameters: dict) -> torch.Tensor:

@@ -1,0 +1,77 @@
+// The fragments of one multiplication, 16 x 8 += 16 x 8 by 8 x 8, in each arithmetic.
+#pragma once
+
+#include "common/mma.cuh"
+#include "common/mma_double.cuh"
+#include "kronecker_product/modes/tile.cuh"
+
+// Four values of a fragment's rows: slices g and g + 8, both of two neighbours in depth, which are
+// a fragment's depths t and t + 4: sums do not know their order.
+struct Operand {
+    AccT value[4];
+};
+
+#ifdef DOUBLE
+
+struct Factor {
+    double value[2];
+    __device__ __forceinline__ void set(const Vector<double, 2>& pair) {
+        value[0] = pair.element[0];
+        value[1] = pair.element[1];
+    }
+};
+
+struct Slices {
+    double value[4];
+    __device__ __forceinline__ explicit Slices(const Operand& x) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[i] = x.value[i];
+    }
+};
+
+__device__ __forceinline__ void add_products(double (&d)[4], const Slices& a, const Factor& b) {
+    multiply_fragments(d, a.value, b.value);
+}
+
+#else
+
+// High words and, of three products, low ones.
+struct Factor {
+    u32 high[2], low[2];
+    __device__ __forceinline__ void set(const Vector<float, 2>& pair) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 bits = __float_as_uint(pair.element[i]);
+            if (PRODUCTS == 3) split_to_tf32(bits, high[i], low[i]);
+            else high[i] = round_to_tf32(bits);
+        }
+    }
+};
+
+struct Slices {
+    u32 high[4], low[4];
+    __device__ __forceinline__ explicit Slices(const Operand& x) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 bits = __float_as_uint(x.value[i]);
+            if (PRODUCTS == 3) split_to_tf32(bits, high[i], low[i]);
+            else high[i] = round_to_tf32(bits);
+        }
+    }
+};
+
+__device__ __forceinline__ void add_products(float (&d)[4], const Slices& a, const Factor& b) {
+    if (PRODUCTS == 1) {
+        multiply_fragments<float>(d, a.high, b.high);
+        return;
+    }
+    // A tensor core's additions truncate: 16 of them would be off by 1e-6 of sums of one sign.
+    float step[4] = {};
+    multiply_fragments<float>(step, a.low, b.high);
+    multiply_fragments<float>(step, a.high, b.low);
+    multiply_fragments<float>(step, a.high, b.high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += step[i];
+}
+
+#endif

@@ -1,0 +1,144 @@
+"""Which factors are applied in one pass over memory, and in which order within it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from kernlib.lowering.arithmetic import ceil_div, round_up
+
+MERGED = 16  # rows and columns of small neighbours that are applied as one matrix
+Size = tuple[int, int]  # rows and columns of a factor
+
+# Of one multiprocessor of an H200, cycles: an element that passes through shared memory takes 1/16,
+# a term of 3xTF32 3 / 608, of TF32 1 / 608, of double 1 / 131; a byte of device memory 1 / 18.
+SHARED_CYCLES = 1 / 16
+TERM_CYCLES = {"fp32": 3 / 608, "tf32": 1 / 608, "fp64": 1 / 131}
+BYTE_CYCLES = 1 / 18
+LAUNCH_CYCLES = 4000.0  # on all multiprocessors
+
+
+class Mode(NamedTuple):
+    """What applies ``parts`` factors from ``first`` on, as one matrix, to an array
+    ``(left, rows, right)``."""
+
+    left: int
+    rows: int
+    columns: int
+    right: int
+    first: int
+    parts: int
+
+    @property
+    def inputs(self) -> int:
+        return self.left * self.rows * self.right
+
+    @property
+    def outputs(self) -> int:
+        return self.left * self.columns * self.right
+
+    @property
+    def matrix(self) -> int:
+        """Elements of the matrix in shared memory, with zeros up to multiples of 8."""
+        return round_up(self.rows, 8) * round_up(self.columns, 8)
+
+    @property
+    def terms(self) -> int:
+        """Multiplications, those with zeros among them."""
+        return self.left * self.right * self.matrix
+
+
+def modes(sizes: Sequence[Size], columns: int = 1, inside: bool = False) -> tuple[Mode, ...]:
+    """The modes of factors on so many columns, in the order of the fewest operations: with a matrix
+    (P, Q), ``1 / P - 1 / Q`` is least of the one that comes first. The last of equals is first, as
+    its elements lie side by side."""
+    merged = _merged(tuple(sizes))
+    now = [rows for rows, _, _, _ in merged]
+    order = sorted(range(len(merged)), key=lambda i: (1 / merged[i][0] - 1 / merged[i][1], -i))
+    made = []
+    for index in order:
+        rows, width, first, parts = merged[index]
+        left, right = math.prod(now[:index]), math.prod(now[index + 1 :])
+        if inside:
+            right *= columns
+        else:
+            left *= columns
+        made.append(Mode(left, rows, width, right, first, parts))
+        now[index] = width
+    return tuple(made)
+
+
+@lru_cache(maxsize=256)
+def _merged(sizes: tuple[Size, ...]) -> tuple[tuple[int, int, int, int], ...]:
+    """Rows, columns, first factor and count of each matrix."""
+    made: list[tuple[int, int, int, int]] = []
+    for index, (rows, columns) in enumerate(sizes):
+        if made:
+            p, q, first, parts = made[-1]
+            if max(p * rows, q * columns) <= MERGED:
+                made[-1] = (p * rows, q * columns, first, parts + 1)
+                continue
+        made.append((rows, columns, index, 1))
+    return tuple(made)
+
+
+def widest(sizes: Sequence[Size]) -> int:
+    """The most elements that a column has between two of its modes, or at either end."""
+    return max(max(mode.inputs, mode.outputs) for mode in modes(sizes))
+
+
+def matrices(sizes: Sequence[Size]) -> int:
+    """Elements of all matrices in shared memory."""
+    return sum(mode.matrix for mode in modes(sizes))
+
+
+def groups(
+    sizes: tuple[Size, ...], elements: int, itemsize: int, arithmetic: str, most: int, room: int
+) -> tuple[tuple[int, int], ...] | None:
+    """The runs of factors, each ``(first, behind its last)``, that take the least time, in the
+    order of their launches: the last factors first. None where a factor fits none.
+
+    ``elements`` are those of x; a column of a run has at most ``most`` elements, and with its
+    matrices takes ``room`` elements of shared memory."""
+    count = len(sizes)
+    best: dict[int, tuple[float, tuple]] = {count: (0.0, ())}
+    behind = elements
+    sizes_at = {count: behind}
+    for first in range(count - 1, -1, -1):
+        behind = behind // sizes[first][0] * sizes[first][1]
+        sizes_at[first] = behind
+    for first in range(count - 1, -1, -1):
+        for last in range(first + 1, count + 1):
+            run = sizes[first:last]
+            if last not in best or not fits(run, most, room):
+                continue
+            cost = best[last][0] + _cycles(run, sizes_at[last], itemsize, arithmetic)
+            if first not in best or cost < best[first][0]:
+                best[first] = cost, (*best[last][1], (first, last))
+    return best[0][1] if 0 in best else None
+
+
+def fits(run: Sequence[Size], most: int, room: int) -> bool:
+    """Whether a column of a run, and its matrices, fit."""
+    width = widest(run)
+    return width <= most and width + matrices(run) <= room
+
+
+def _cycles(run: Sequence[Size], elements: int, itemsize: int, arithmetic: str) -> float:
+    """The time of a run on all multiprocessors."""
+    features = math.prod(rows for rows, _ in run)
+    columns, found = elements / features, modes(run)
+    terms = sum(mode.terms for mode in found) * columns
+    passed = sum(mode.inputs + mode.outputs for mode in found) * columns
+    moved = (found[0].inputs + found[-1].outputs) * columns * itemsize
+    work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES
+    return (max(work, moved * BYTE_CYCLES) + min(work, moved * BYTE_CYCLES) / 4) / 132 + (
+        LAUNCH_CYCLES
+    )
+
+
+def tiles_of(columns: int, width: int) -> int:
+    """How many tiles of a width hold columns."""
+    return ceil_div(columns, width)

@@ -1,0 +1,189 @@
+"""Kronecker products as a function of a matrix and its factors, as ``torch.matmul`` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch._C import _is_tracing
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from kernlib import run as front
+from kernlib.families.kronecker_product import checks
+from kernlib.families.kronecker_product.descriptor import KroneckerProduct
+from kernlib.run import run_kernel
+from kernlib.runtime.arguments import check_out, check_same_kind, refuse_out_of_recorded
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value, on_device
+from kernlib.runtime.tensors import (
+    check_dense,
+    check_flag,
+    check_memory,
+    refuse_any_overlap,
+    stand_ins,
+)
+
+
+def kron_matmul(
+    x: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    *,
+    alpha: float | torch.Tensor = 1.0,
+    beta: float | torch.Tensor = 0.0,
+    y: torch.Tensor | None = None,
+    side: str = "right",
+    precision: str | None = None,
+    out: torch.Tensor | None = None,
+    debug: bool = False,
+) -> torch.Tensor:
+    """``alpha * x (F1 ⊗ ... ⊗ FN) + beta * y``, or ``alpha * (F1 ⊗ ... ⊗ FN) x + beta * y`` with
+    ``side="left"``: the factors stand on the right or on the left of x. Their product is never
+    made.
+
+    - ``x`` (..., M, in) with the factors on the right, (..., in, M) on the left; of one dimension,
+      it is one row or column, and so is the result.
+    - ``factors``: matrices ``F_i`` (..., rows_i, columns_i), rectangular and distinct as they may
+      be, in any number; ``in`` is the product of all rows, ``out`` that of all columns, on the left
+      the other way round. A transposed view is read where it lies. Dimensions in front of the last
+      two of x and of each factor broadcast as those of ``torch.matmul`` do.
+    - ``y``: broadcasts to the result. With ``beta=0`` it is not read, and may hold NaN.
+    - ``alpha``, ``beta``: real numbers, or tensors of shape () that stay on their device.
+    - float32, float16, bfloat16 or float64, one for all tensors; half types are computed in
+      float32 and rounded once. ``precision`` as for :class:`kernlib.KroneckerProduct`.
+    - ``out``: the result's shape and dtype, any strides; it may be y. Nothing is recorded then.
+
+    Gradients of x, the factors, y, alpha and beta are recorded, and those of the gradients.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
+    gradients are recorded. The operation is ``gemkm`` and ``gekmm`` of the FastKron project; its
+    shuffle algorithm is of Fackler, "Algorithm 993", ACM TOMS 45 (2019).
+    """
+    check_dense(("x",), x=x, y=y, out=out)
+    check_factors(factors)
+    scale, share = _number("alpha", alpha), _number("beta", beta)
+    if y is None and share != 0:
+        raise ValueError("beta says how much of y is added, and no y is given")
+    if scale == 1 and y is None:
+        return _product(x, factors, side, precision, debug, out)
+    cast = torch._C._is_any_autocast_enabled()  # which says itself what is computed in what
+    if y is not None and not cast:
+        check_same_kind("x", x, "y", y, checks.TYPES)
+    given = {f"factors[{index}]": factor for index, factor in enumerate(factors)}
+    refuse_any_overlap(out, x=x, **given)
+    dtype, wide = x.dtype, accumulator(x.dtype)
+    if wide != dtype and not cast:  # so that the result is rounded once
+        for name, factor in given.items():
+            check_same_kind("x", x, name, factor, checks.TYPES)
+        x, factors = x.to(wide), [factor.to(wide) for factor in factors]
+    made = _product(x, factors, side, precision, debug, None)
+    made = _with(made, None if scale == 1 else alpha, None if share == 0 else beta, y)
+    return _written(made if cast else made.to(dtype), out)
+
+
+def _product(x, factors, side: str, precision: str | None, debug: bool, out) -> torch.Tensor:
+    if not is_dynamo_compiling():
+        descriptor = descriptor_of(factors, side, precision)
+        return run_kernel(descriptor, x, *factors, out=out, debug=debug)
+    if debug is not False:
+        check_flag("debug", debug)
+    # Which makes the descriptor where it knows sizes that are symbols here.
+    made = front.kronecker_product_operators.product(side, precision, debug, x, *factors)
+    return _written(made, out)
+
+
+def _with(made: torch.Tensor, alpha, beta, y: torch.Tensor | None) -> torch.Tensor:
+    """``alpha * made + beta * y``; None for an alpha of 1, and for a beta of 0."""
+    if alpha is not None:
+        made = made * _on(made, "alpha", alpha)
+    if y is None:
+        return made
+    _check_summand(y, made)
+    if beta is None:
+        return made
+    beta = _on(made, "beta", beta)
+    if isinstance(beta, torch.Tensor):  # whose 0 takes nothing from what is not finite
+        y = torch.where((beta == 0) & ~y.isfinite(), 0.0, y)
+    return made + beta * y.to(made.dtype)
+
+
+def _check_summand(y: torch.Tensor, made: torch.Tensor) -> None:
+    if not y.is_floating_point():
+        raise TypeError(f"y must be {made.dtype} as x is, got {y.dtype}")
+    sizes = zip(reversed(y.shape), reversed(made.shape), strict=False)
+    if y.dim() > made.dim() or any([own not in (1, size) for own, size in sizes]):
+        raise ValueError(f"y must broadcast to {tuple(made.shape)}, got {tuple(y.shape)}")
+
+
+def _number(name: str, value) -> float | None:
+    """A number that a call may be scaled by, None for a tensor. Raises ValueError and TypeError."""
+    number = host_value(name, value, 0)
+    if number is not None:
+        if is_dynamo_compiling():  # it may be a symbol, of which nothing is asked
+            return number
+        check_host(name, number, frozenset())
+    elif _is_seen(value):
+        check_tensor(name, value, frozenset(), dimensions=0)
+    else:
+        check_kind(name, value, 0)
+    return number
+
+
+def _is_seen(value: torch.Tensor) -> bool:
+    """Whether a tensor's value is there to be looked at."""
+    if is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing() or stand_ins(value):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _on(made: torch.Tensor, name: str, value):
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    return on_device(name, value, made.device, made.dtype)
+
+
+def _written(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return made
+    if made.requires_grad or (torch.is_grad_enabled() and out.requires_grad):
+        refuse_out_of_recorded(out)
+    check_out(out, made, tuple(made.shape))
+    if not is_dynamo_compiling():
+        check_memory(out)
+    return out.copy_(made)
+
+
+def check_factors(factors) -> None:
+    """Raises TypeError for what is no sequence of dense tensors, ValueError for one that holds
+    none."""
+    if isinstance(factors, torch.Tensor) or not isinstance(factors, Sequence):
+        kind = type(factors).__name__
+        raise TypeError(f"factors must be a list or tuple of matrices, got {kind}")
+    if not factors:
+        raise ValueError("factors must hold at least one matrix, got none")
+    for index, factor in enumerate(factors):
+        name = f"factors[{index}]"
+        check_dense((name,), **{name: factor})
+
+
+def descriptor_of(factors, side: str, precision: str | None) -> KroneckerProduct:
+    """What describes the product with these factors. Raises ValueError and TypeError."""
+    check_factors(factors)
+    shapes = []
+    for index, factor in enumerate(factors):
+        name, shape = f"factors[{index}]", tuple(factor.shape)
+        if len(shape) < 2:
+            raise ValueError(f"{name} must be a matrix, got shape {shape}")
+        if 0 in shape[-2:]:
+            raise ValueError(f"{name} must have sizes above 0, got shape {shape}")
+        shapes.append((int(shape[-2]), int(shape[-1])))  # symbols too
+    try:
+        return _descriptor(tuple(shapes), side, precision)
+    except TypeError:  # of what cannot be hashed the cache says less
+        return KroneckerProduct(tuple(shapes), side=side, precision=precision)
+
+
+@lru_cache(maxsize=1024)
+def _descriptor(shapes: tuple, side: str, precision: str | None) -> KroneckerProduct:
+    return KroneckerProduct(shapes, side=side, precision=precision)

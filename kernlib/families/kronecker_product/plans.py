@@ -1,0 +1,128 @@
+"""Plans of Kronecker products: the problem that lowering sees, and its kernels, loaded."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+
+from kernlib.families.kronecker_product.descriptor import KroneckerProduct
+from kernlib.families.kronecker_product.lowering import choose
+from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
+from kernlib.runtime.arguments import address_of, folded
+from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.dtypes import DTYPE_NAMES
+from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.products import Call, ProductPlan, make_plan
+
+
+def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) -> ProductPlan:
+    """The plan of a checked call on CUDA tensors, its kernels loaded."""
+    device = operands[0].get_device()
+    arch = arch_of(device)  # one too old is refused for an empty result as well
+    problem, copies, apart = problem_of(descriptor, call, operands, out)
+    lowered = None
+    if call.batch:
+        lowered = choose.lower(descriptor.epilogue, problem, arch, model(device).multiprocessors)
+    names = ("x", *(f"factor{index}" for index in range(len(operands) - 1)))
+    place = partial(_place, copies) if any(copies) else _place_as_given
+    request = descriptor, operands, out, parameters
+    return make_plan(operands, call, request, place, names, lowered, apart=apart)
+
+
+def _place_as_given(operands: tuple) -> tuple[list[int], None]:
+    return [t.data_ptr() for t in operands], None
+
+
+def _place(copies: tuple, operands: tuple) -> tuple[list[int], list]:
+    """Addresses where operands are copied to a shape, if one is given, and the operands."""
+    read = [
+        t if shape is None else t.expand(shape).contiguous()
+        for t, shape in zip(operands, copies, strict=True)
+    ]
+    return [t.data_ptr() for t in read], read
+
+
+def problem_of(
+    descriptor: KroneckerProduct, call: Call, operands: tuple, out
+) -> tuple[Problem, tuple, bool]:
+    """The problem of a checked call, the shapes of copies that operands need or None, and whether
+    a given ``out`` is written by a copy."""
+    x, *factors = operands
+    lead, inside = call.out_shape[:-2], descriptor.side == "left"
+    rows = x.shape[-3 - descriptor.axis]
+    batch, columns = math.prod(lead), rows
+    if not inside and all(math.prod(factor.shape[:-2]) == 1 for factor in factors):
+        lead, batch, columns = (), 1, batch * rows  # a batch of x alone is more rows
+    seen, x_copy = _seen(x, call.out_shape[:-2], lead, inside)
+    written = None
+    if out is not None:
+        written, out_copy = _seen(out, call.out_shape[:-2], lead, inside)
+        # One run of columns and features is what a second launch asks for.
+        whole = not inside or written.feature == columns * written.column
+        written = written if out_copy is None and whole else None
+    apart = out is not None and written is None
+    sizes = [shape[::-1] if inside else shape for shape in descriptor.shapes]
+    made, copies = [], [x_copy]
+    for factor, turned, size in zip(factors, descriptor.transposed, sizes, strict=True):
+        found, copy = _factor(factor, turned != inside, size, lead)
+        made.append(found)
+        copies.append(copy)
+    problem = Problem(
+        batch,
+        columns,
+        inside,
+        tuple(made),
+        seen,
+        written or _contiguous(columns, descriptor.out_features, inside),
+        DTYPE_NAMES[call.dtype],
+        kernel_precision(descriptor.precision, call.dtype),
+    )
+    return problem, tuple(copies), apart
+
+
+def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
+    """As lowering knows it: "bf16" permits "tf32" too, which is what the kernels make of it."""
+    if dtype is not torch.float32:
+        return "fp32"
+    return "fp32" if (permitted or float32_precision()) == "fp32" else "tf32"
+
+
+def _contiguous(columns: int, features: int, inside: bool) -> Layout:
+    strides = (1, columns) if inside else (features, 1)
+    return Layout(columns * features, 0, *strides)
+
+
+def _seen(t: torch.Tensor, batch: tuple, lead: tuple, inside: bool) -> tuple[Layout, tuple | None]:
+    """The layout of x or out with a batch ``lead``, the other dimensions in front of the last two
+    being rows, and the shape of a copy if its memory has no such strides."""
+    shape = (*batch, *t.shape[-2:])
+    strides = t.expand(shape).stride()
+    alignment = address_of(t) & 15 or 16
+    if inside:
+        outer = folded(batch, strides[:-2])
+        if outer is not None:
+            return Layout(outer, 0, strides[-1], strides[-2], alignment), None
+        return _contiguous(shape[-1], shape[-2], True), shape
+    if lead:
+        outer, row = folded(batch, strides[:-2]), strides[-2]
+    else:
+        outer, row = 0, folded(shape[:-1], strides[:-1])
+    if outer is not None and row is not None:
+        return Layout(outer, 0, row, strides[-1], alignment), None
+    made = _contiguous(shape[-2], shape[-1], False)
+    return (made if lead else made._replace(batch=0)), shape
+
+
+def _factor(
+    t: torch.Tensor, turned: bool, size: tuple[int, int], lead: tuple
+) -> tuple[Factor, tuple | None]:
+    """A factor as it multiplies, ``turned`` if its tensor is the transpose of that."""
+    shape = (*lead, *t.shape[-2:])
+    strides = t.expand(shape).stride() if lead else t.stride()
+    outer = folded(lead, strides[: len(lead)]) if lead else 0
+    copy, ends = None, strides[-2:]
+    if outer is None:
+        copy, ends, outer = shape, (t.shape[-1], 1), t.shape[-2] * t.shape[-1]
+    return Factor(*size, *(ends[::-1] if turned else ends), outer), copy

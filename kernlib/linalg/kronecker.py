@@ -1,0 +1,351 @@
+"""Kronecker products of square matrices: factorisations, solutions and determinants.
+
+Each works on the factors alone, in ``O(sum_i n_i^3)`` operations and those of a product, where the
+matrix itself would take ``O(prod_i n_i^3)``. With a multiple of the identity added the factors' own
+eigenbases diagonalise the sum, and gradients follow formulas in which no difference of eigenvalues
+is a divisor: factors with repeated eigenvalues have them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernlib.families.kronecker_product.matmul import check_factors
+from kernlib.linalg.checks import DTYPES, check_flags, raise_for_info, refuse_meta
+from kernlib.linalg.kronecker_gradients import (
+    NOT_CONVERGED,
+    Eigh,
+    ImplicitSolve,
+    LogDet,
+    eigenbasis,
+    outer,
+    symmetric,
+)
+from kernlib.runtime.arguments import check_same_kind
+from kernlib.runtime.numbers import extremes, host_value, on_device
+from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.tensors import check_dense, check_layout, refuse_transforms, stand_ins
+
+_NO_TRANSFORMS = "kernlib.linalg does not support; give it a batch of matrices instead"
+_NOT_POSITIVE = "it is not positive definite: the leading minor of order {info} is not positive"
+_SINGULAR = "it is singular: pivot {info} is zero"
+
+
+class KronEigh(NamedTuple):
+    """What :func:`kron_eigh` found: ``K_i = V_i diag(w_i) V_i^T``."""
+
+    values: list[torch.Tensor]  # w_i (..., n_i), ascending
+    vectors: list[torch.Tensor]  # V_i (..., n_i, n_i), as columns
+
+    def eigenvalues(self) -> torch.Tensor:
+        """All of ``K1 ⊗ ... ⊗ KN``, (..., prod n_i): the products of one of each factor, in the
+        order of the columns of ``V1 ⊗ ... ⊗ VN``, which is not ascending."""
+        return outer(self.values)
+
+
+# What is called.
+
+
+def kron_cholesky(
+    factors: Sequence[torch.Tensor], *, check_errors: bool = False
+) -> list[torch.Tensor]:
+    """Lower triangular ``L_i`` with ``K_i = L_i L_i^T``, so that ``L1 ⊗ ... ⊗ LN`` is the Cholesky
+    factor of ``K1 ⊗ ... ⊗ KN``.
+
+    ``factors``: positive definite (..., n_i, n_i), float32 or float64, one dtype, any strides; a
+    batch of each is its own. Nothing can tell from a matrix whether it was meant to be symmetric:
+    what is factored is ``(K_i + K_i^T) / 2``. A factor that is not positive definite makes NaN of
+    its ``L_i``, without a wait for the device; ``check_errors=True`` waits, and raises
+    torch.linalg.LinAlgError naming factor and batch entry. So it does for two negative definite
+    ones, whose product has a factorization, but not by factors.
+
+    Gradients are recorded, and those of the gradients. Raises ValueError and TypeError that name
+    the argument, RuntimeError inside transforms of torch.func. Van Loan, The ubiquitous Kronecker
+    product, 2000.
+    """
+    check_square(factors, check_errors=check_errors)
+    found = [torch.linalg.cholesky_ex(symmetric(factor)) for factor in factors]
+    return _unless_failed("kron_cholesky", found, _NOT_POSITIVE, check_errors)
+
+
+def kron_inverse(
+    factors: Sequence[torch.Tensor], *, check_errors: bool = False
+) -> list[torch.Tensor]:
+    """The inverses of the factors, whose Kronecker product is the inverse of theirs.
+
+    ``factors``: any square (..., n_i, n_i). One with a pivot that is exactly zero makes NaN of its
+    inverse. Solutions with :func:`kron_solve` have smaller residuals than products with inverses,
+    which :func:`kernlib.kron_matmul` makes faster. The rest is as for :func:`kron_cholesky`.
+    """
+    check_square(factors, check_errors=check_errors)
+    found = [torch.linalg.inv_ex(factor) for factor in factors]
+    return _unless_failed("kron_inverse", found, _SINGULAR, check_errors)
+
+
+def kron_eigh(factors: Sequence[torch.Tensor], *, check_errors: bool = False) -> KronEigh:
+    """Eigenvalues and eigenvectors of symmetric factors, ``K_i = V_i diag(w_i) V_i^T``, of which
+    those of ``K1 ⊗ ... ⊗ KN`` are made:
+
+        ``K1 ⊗ ... ⊗ KN = (V1 ⊗ ... ⊗ VN) diag(w1 ⊗ ... ⊗ wN) (V1 ⊗ ... ⊗ VN)^T``
+
+    The result's ``eigenvalues()`` forms the vector ``w1 ⊗ ... ⊗ wN`` when it is called. Arguments
+    and errors are those of :func:`kron_cholesky`, with :func:`kernlib.linalg.eigh` at work.
+
+    Gradients of the values are those of torch.linalg.eigh; those of the vectors, and second
+    derivatives of the values, have the factor's differences of eigenvalues as divisors, and are not
+    finite where two are equal. :func:`kron_solve` and :func:`kron_logdet` have no such divisors.
+    """
+    check_square(factors, check_errors=check_errors)
+    found = [Eigh.apply(symmetric(factor)) for factor in factors]
+    if check_errors:
+        for index, (_, _, info) in enumerate(found):
+            raise_for_info(info, f"kron_eigh: factors[{index}]", NOT_CONVERGED)
+    return KronEigh([w for w, _, _ in found], [v for _, v, _ in found])
+
+
+def kron_solve(
+    factors: Sequence[torch.Tensor],
+    b: torch.Tensor,
+    *,
+    noise: float | torch.Tensor | None = None,
+    cholesky: bool = False,
+    check_errors: bool = False,
+) -> torch.Tensor:
+    """``x = (K1 ⊗ ... ⊗ KN)^-1 b``, or ``x = (K1 ⊗ ... ⊗ KN + noise I)^-1 b``.
+
+    - ``factors``: square (..., n_i, n_i), in any number. Without ``noise`` each is factored once,
+      by ``P L U``, or if ``cholesky=True`` says that they are positive definite by ``L L^T``, and
+      solves its dimension of b. With ``noise`` they must be symmetric, and x is
+      ``V (w + noise)^-1 V^T b`` in the eigenbasis of :func:`kron_eigh`.
+    - ``b``: (n,) or (..., n, C), n being ``prod n_i``; (..., n) with the batch of the matrix is one
+      vector, as for torch.linalg.solve. C and batches may be 0.
+    - ``noise``: 0 or greater, a number, or a tensor of shape () or of a batch.
+    - Batches of all of them broadcast. float32 or float64, the same for all tensors.
+
+    Nothing can tell from a matrix whether it was meant to be symmetric: with ``cholesky`` and with
+    ``noise`` what is used is ``(K_i + K_i^T) / 2``. x is NaN where a factor could not be factored,
+    which ``check_errors=True`` waits for and raises as torch.linalg.LinAlgError, naming factor and
+    batch entry. With ``noise`` an eigenvalue of the sum that is exactly 0 is not looked for.
+
+    Gradients of all tensors are recorded, and those of the gradients; with ``noise`` they are
+    further solutions in the same eigenbasis, which is all that is kept besides x and the factors.
+
+    In float32 the error ``|x - x'| / |x|`` stays below 1e-7 times the condition number, with
+    ``noise`` below 5e-7 times that, and the backward error ``|A x - b| / (|A| |x| + |b|)`` below
+    1e-7 and 1e-6, in 2-norms (measured for sizes to 64, n to 2560, conditions from 10 to 1e6 and
+    normal b).
+
+    Raises ValueError and TypeError that name the argument, RuntimeError inside transforms of
+    torch.func. The operations are those of KroneckerProductLinearOperator and
+    KroneckerProductAddedDiagLinearOperator of the linear_operator project.
+    """
+    check_flags(cholesky=cholesky)
+    check_square(factors, check_errors=check_errors)
+    if noise is None:
+        batch = broadcast_batches(factors)
+        columns, vector = as_columns(b, "b", factors, batch, features(factors))
+        with without_autocast(b.device):
+            x = _solve_modes(factors, columns, cholesky, check_errors)
+        return x.squeeze(-1) if vector else x
+    if cholesky:
+        raise ValueError("cholesky=True solves without noise; with noise eigenvalues do, omit it")
+    noise = as_noise(noise, factors)
+    batch = broadcast_batches(factors, noise)
+    columns, vector = as_columns(b, "b", factors, batch, features(factors))
+    factors = [symmetric(factor) for factor in factors]
+    basis = eigenbasis("kron_solve", factors, check_errors)
+    x = ImplicitSolve.apply(basis, columns, noise, *factors)
+    return x.squeeze(-1) if vector else x
+
+
+def kron_logdet(
+    factors: Sequence[torch.Tensor],
+    *,
+    noise: float | torch.Tensor | None = None,
+    check_errors: bool = False,
+) -> torch.Tensor:
+    """``log det(K1 ⊗ ... ⊗ KN) = sum_i (n / n_i) log det K_i``, or with ``noise``
+    ``log det(K1 ⊗ ... ⊗ KN + noise I) = sum_j log(w_j + noise)``.
+
+    Without ``noise`` the factors are any square matrices, and as for torch.logdet a determinant of
+    0 gives -inf, a negative one NaN. With it they are symmetric, as :func:`kron_solve` has them,
+    and the result is NaN where ``w_j + noise`` is negative for some eigenvalue w_j of the product,
+    as rounding errors of one near 0 can be where ``noise`` is below them. The result has the shape
+    of the batch, which is that of the factors and of ``noise``, broadcast.
+
+    Gradients are recorded, and those of the gradients; with ``noise`` none beyond, and those of a
+    factor are ``V_i diag(.) V_i^T``, without a divisor but ``w_j + noise``. ``check_errors`` waits
+    for eigenvalues that did not converge, and for factors that are singular. Arguments and errors
+    are otherwise those of :func:`kron_solve`.
+
+    In float32 the error relative to ``sum_j |log(w_j + noise)|`` is below 1e-6 for condition
+    numbers to 100, and grows with them: 4e-6 at 1e4, 3e-4 at 1e6, where eigenvalues near 0 have few
+    digits.
+    """
+    check_square(factors, check_errors=check_errors)
+    if noise is None:
+        return _logdet_of_factors(factors, check_errors)
+    noise = as_noise(noise, factors)
+    broadcast_batches(factors, noise)
+    factors = [symmetric(factor) for factor in factors]
+    basis = eigenbasis("kron_logdet", factors, check_errors)
+    return LogDet.apply(basis, noise, *factors)
+
+
+# What may be wrong.
+
+
+def check_square(factors, *, check_errors: bool = False) -> None:
+    """Square matrices of one dtype and device. Raises ValueError, TypeError and RuntimeError."""
+    check_flags(check_errors=check_errors)
+    check_factors(factors)
+    for index, factor in enumerate(factors):
+        name = f"factors[{index}]"
+        refuse_transforms(_NO_TRANSFORMS, **{name: factor})
+        check_same_kind("factors[0]", factors[0], name, factor, DTYPES)
+        shape = tuple(factor.shape)
+        if len(shape) < 2 or shape[-1] != shape[-2]:
+            raise ValueError(f"{name} must be square, (..., N, N), got shape {shape}")
+        if not shape[-1]:
+            raise ValueError(f"{name} must have sizes above 0, got shape {shape}")
+        if check_errors:
+            refuse_meta(f"{name}, of which check_errors=True reads the outcome,", factor)
+
+
+def as_noise(noise, factors) -> torch.Tensor:
+    """A tensor of the factors' dtype and device. Raises ValueError and TypeError."""
+    like, number = factors[0], host_value("noise", noise)
+    if number is not None:
+        _check_shift(number)
+        if number > torch.finfo(like.dtype).max:
+            raise ValueError(f"noise must fit {like.dtype}, which factors[0] is, got {number}")
+        return torch.full((), number, dtype=like.dtype, device=like.device)
+    check_layout("noise", noise)
+    refuse_transforms(_NO_TRANSFORMS, noise=noise)
+    if noise.dtype != like.dtype:
+        raise TypeError(f"noise must be {like.dtype} as factors[0] is, got {noise.dtype}")
+    for value in () if stand_ins(noise) else extremes(noise):
+        _check_shift(value)
+    if noise.dim() and noise.device != like.device:
+        raise ValueError(f"noise must be on factors[0]'s device {like.device}, got {noise.device}")
+    return on_device("noise", noise, like.device, like.dtype)
+
+
+def as_columns(b, name: str, factors, batch: torch.Size, size: int) -> tuple[torch.Tensor, bool]:
+    """b as (..., size, C), and whether it was one vector for each matrix of the batch. Raises
+    ValueError and TypeError."""
+    check_dense((name,), **{name: b})
+    refuse_transforms(_NO_TRANSFORMS, **{name: b})
+    check_same_kind("factors[0]", factors[0], name, b, DTYPES)
+    vector = b.dim() == 1 or b.shape == (*batch, size)
+    columns = b.unsqueeze(-1) if vector else b
+    if columns.dim() < 2 or columns.shape[-2] != size:
+        raise ValueError(
+            f"{name} must be ({size},), {(*batch, size)} or (..., {size}, C) for these factors, "
+            f"got shape {tuple(b.shape)}"
+        )
+    try:
+        torch.broadcast_shapes(columns.shape[:-2], batch)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} of shape {tuple(b.shape)} does not broadcast to the batch {tuple(batch)} of "
+            "factors and noise"
+        ) from None
+    return columns, vector
+
+
+def broadcast_batches(factors, noise: torch.Tensor | None = None) -> torch.Size:
+    """The batch of the matrix. Raises ValueError."""
+    batches = [factor.shape[:-2] for factor in factors]
+    shift = () if noise is None else noise.shape
+    try:
+        return torch.broadcast_shapes(*batches, shift)
+    except RuntimeError:
+        shown = ", ".join(str(tuple(batch)) for batch in batches)
+        also = f" and noise {tuple(shift)}" if shift else ""
+        raise ValueError(f"the batches of factors {shown}{also} do not broadcast") from None
+
+
+def _check_shift(value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"noise must be 0 or greater and finite, got {value}")
+
+
+# Factors one by one.
+
+
+def features(factors) -> int:
+    """Rows of the product of square factors."""
+    return math.prod(factor.shape[-1] for factor in factors)
+
+
+def _unless_failed(task: str, found: list, failure: str, check_errors: bool) -> list:
+    """Results of torch's functions that return an info too, NaN where that is not 0."""
+    for index, (_, info) in enumerate(found if check_errors else ()):
+        raise_for_info(info, f"{task}: factors[{index}]", failure)
+    return [result * _nan_where(info != 0, result)[..., None, None] for result, info in found]
+
+
+def _nan_where(failed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A factor of 1 or NaN, which spreads to gradients as a filled value would not."""
+    return torch.zeros_like(failed, dtype=like.dtype).masked_fill(failed, math.nan) + 1
+
+
+def _solve_modes(factors, b: torch.Tensor, cholesky: bool, check_errors: bool) -> torch.Tensor:
+    """A dimension of b at a time: b (..., n, C)."""
+    rank = max(b.dim(), *(factor.dim() for factor in factors)) - 2
+    size, columns, left = b.shape[-2], b.shape[-1], 1
+    x = b.reshape((1,) * (rank + 2 - b.dim()) + tuple(b.shape))
+    failed = None
+    for index, factor in enumerate(factors):
+        own = factor.shape[-1]
+        right = size // (left * own) * columns
+        x = x.reshape(*x.shape[:rank], left, own, right)
+        x, info = _solve_along(factor, x, cholesky)
+        if check_errors:
+            failure = _NOT_POSITIVE if cholesky else _SINGULAR
+            raise_for_info(info.view(factor.shape[:-2]), f"kron_solve: factors[{index}]", failure)
+        failed = info != 0 if failed is None else failed | (info != 0)
+        left *= own
+    x = x.reshape(*x.shape[:rank], size, columns)
+    return x * _nan_where(failed, x)[..., None, None]
+
+
+def _solve_along(factor: torch.Tensor, x: torch.Tensor, cholesky: bool):
+    """``factor^-1`` along the last but one dimension of x (*batch, left, n, right), and the info.
+    Dimensions of the batch that the factor has not are columns, lest it be factored for each."""
+    rank, size = x.dim() - 3, factor.shape[-1]
+    lead = (1,) * (rank + 2 - factor.dim()) + tuple(factor.shape[:-2])
+    x = x.expand(*torch.broadcast_shapes(x.shape[:rank], lead), *x.shape[rank:])
+    shared = [d for d in range(rank) if lead[d] != 1]
+    order = [*shared, rank + 1, *(d for d in range(rank) if lead[d] == 1), rank, rank + 2]
+    turned = x.permute(order)
+    matrix = factor.reshape(*(lead[d] for d in shared), size, size)
+    columns = turned.flatten(len(shared) + 1)
+    if cholesky:
+        root, info = torch.linalg.cholesky_ex(symmetric(matrix))
+        found = torch.cholesky_solve(columns, root)
+    else:
+        found, info = torch.linalg.solve_ex(matrix, columns)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return found.reshape(turned.shape).permute(back), info.view(lead)
+
+
+def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
+    size, batch = features(factors), broadcast_batches(factors)
+    total = factors[0].new_zeros(batch)
+    negative = torch.zeros(batch, dtype=torch.bool, device=total.device)
+    for index, factor in enumerate(factors):
+        sign, logarithm = torch.linalg.slogdet(factor)
+        if check_errors:
+            singular = (sign == 0).int()
+            raise_for_info(singular, f"kron_logdet: factors[{index}]", "its determinant is 0")
+        times = size // factor.shape[-1]
+        total = total + float(times) * logarithm
+        if times % 2:
+            negative = negative ^ (sign < 0)
+    return total.masked_fill(negative, math.nan)

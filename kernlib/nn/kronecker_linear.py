@@ -1,0 +1,322 @@
+"""A linear layer whose matrix is a Kronecker product of small ones."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from functools import partial, reduce
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from kernlib.descriptors.base import check_flag, shown
+from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
+from kernlib.nn.activations import as_activation
+from kernlib.nn.kronecker_sparse import DTYPES, checked_device
+from kernlib.run import run_kernel
+from kernlib.runtime.tensors import check_dense
+
+# Alternating least squares end when a sweep adds less than this part to the norm of the product,
+# or after so many sweeps. Random matrices have no structure to find and take most: about 50 for
+# three factors of sizes 2 to 5, several hundred for three (8, 8).
+GAIN = 1e-13
+SWEEPS = 2000
+
+
+class KroneckerLinear(nn.Module):
+    """``activation(x (F1 ⊗ ... ⊗ FN) + bias)``, in place of ``nn.Linear``.
+
+    ``F_i`` is a trainable matrix (in_sizes[i], out_sizes[i]), so that N of them hold
+    ``sum in_i out_i`` numbers instead of ``prod in_i out_i``. See
+    :class:`kernlib.KroneckerProduct`, by which it is computed in one call with bias and activation.
+
+    - ``in_sizes``, ``out_sizes``: as many ints of each as there are factors; their products are
+      ``in_features`` and ``out_features``.
+    - ``bias``: whether there is one, uniform in ``±1/sqrt(in_features)``.
+    - ``device``, ``dtype``: as those of ``nn.Linear``; float16, bfloat16, float32 or float64.
+    - ``activation``: ``"relu"``, ``"gelu"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``,
+      ``"leaky_relu"``, or epilogues without arguments such as ``kernlib.Gelu("tanh")``.
+    - ``precision``: of float32, as in :class:`kernlib.KroneckerProduct`.
+
+    x is (..., in_features), the result (..., out_features), of any number of dimensions.
+    ``factors`` holds one parameter a factor, ``bias`` is (out_features,). Outputs of a new layer
+    have the variance that those of a new ``nn.Linear`` of these features have.
+
+    Raises ValueError for sizes below 1, none, or not as many on both sides, and for an unknown
+    activation; TypeError for what is no list of ints, no dtype of these and no bool. Kronecker
+    products as layers are those of Zhou, Wu, Wu and Zhou, "Exploiting Local Structures with the
+    Kronecker Layer in Convolutional Networks" (2015).
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_sizes: Sequence[int],
+        out_sizes: Sequence[int],
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | Epilogue | None = None,
+        precision: str | None = None,
+    ):
+        super().__init__()
+        check_flag("bias", bias)
+        self._shapes = _as_shapes(in_sizes, out_sizes)
+        self._activation, self._precision = as_activation(activation), precision
+        # Built here, as Dynamo cannot.
+        self._plain, self._biased = self._describe(()), self._describe((Bias(),))
+        self._names = tuple(str(index) for index in range(len(self._shapes)))
+        empty = partial(torch.empty, dtype=_as_dtype(dtype), device=checked_device(device))
+        self.factors = nn.ParameterList(nn.Parameter(empty(shape)) for shape in self._shapes)
+        self.register_parameter("bias", nn.Parameter(empty(self.out_features)) if bias else None)
+        self.reset_parameters()
+
+    @classmethod
+    def from_dense(
+        cls,
+        linear: nn.Linear,
+        in_sizes: Sequence[int],
+        out_sizes: Sequence[int],
+        *,
+        activation: str | Epilogue | None = None,
+        precision: str | None = None,
+    ) -> KroneckerLinear:
+        """The layer whose matrix is nearest to that of ``linear`` in the Frobenius norm, with its
+        bias, dtype, device and mode. All factors have one norm.
+
+        Of two factors it is the nearest one there is, by one singular value decomposition: Van Loan
+        and Pitsianis, "Approximation with Kronecker Products" (1993). Of more that is repeated on
+        what remains, then improved by alternating least squares until nothing changes; a nearer
+        product may exist. Computed in float64: ``in_features * out_features`` numbers, of which the
+        decomposition takes a matrix of ``in_1 out_1`` rows.
+
+        Raises TypeError for what is no ``nn.Linear`` of a known dtype, ValueError for one without
+        values or with some that are not finite, and for sizes that are not those of its features.
+        """
+        weight = _checked_weight(linear)
+        made = cls(
+            in_sizes,
+            out_sizes,
+            linear.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+            activation=activation,
+            precision=precision,
+        )
+        if tuple(weight.shape) != (made.out_features, made.in_features):
+            raise ValueError(
+                f"the weight of linear has shape {tuple(weight.shape)}, sizes {made.in_sizes} and "
+                f"{made.out_sizes} make one of {(made.out_features, made.in_features)}"
+            )
+        with torch.no_grad():
+            nearest = nearest_kronecker(weight.T, made.in_sizes, made.out_sizes)
+            for factor, value in zip(made.factors, nearest, strict=True):
+                factor.copy_(value)
+            if linear.bias is not None:
+                made.bias.copy_(linear.bias)
+                made.bias.requires_grad_(linear.bias.requires_grad)
+        made.factors.requires_grad_(weight.requires_grad)
+        return made.train(linear.training)
+
+    in_sizes = property(lambda self: tuple(s[0] for s in self._shapes), doc="Rows of each factor.")
+    out_sizes = property(
+        lambda self: tuple(s[1] for s in self._shapes), doc="Columns of each factor."
+    )
+    activation = property(lambda self: self._activation, doc="Epilogues after the bias.")
+    precision = property(lambda self: self._precision, doc="Of float32 in the kernel.")
+    in_features = property(lambda self: self._plain.in_features, doc="Features of the input.")
+    out_features = property(lambda self: self._plain.out_features, doc="Features of the output.")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix (out_features, in_features) of the factors as they are, differentiable, for
+        code that asks an ``nn.Linear`` for its weight: no parameter."""
+        return reduce(_kron, [factor.mT for factor in self._weights()])
+
+    def reset_parameters(self) -> None:
+        """Draw factors and bias anew."""
+        # nn.Linear draws its weight from ±1/sqrt(in_features) (kaiming_uniform_ with a = sqrt(5)),
+        # of variance 1 / (3 in_features). An entry of the product is one of each of N independent
+        # factors, of mean 0, so its variance is the product of theirs, and two entries of a column
+        # are uncorrelated as some factor gives them different entries: outputs have the variance
+        # of nn.Linear's if the factors' multiply to 1 / (3 in_features). With 3^(-1/N) / in_i they
+        # do, and uniform numbers of ±b have the variance b^2 / 3.
+        share = 3 ** (1 - 1 / len(self._shapes))
+        for factor, (size, _) in zip(self.factors, self._shapes, strict=True):
+            bound = math.sqrt(share / size)
+            nn.init.uniform_(factor, -bound, bound)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        check_dense(("input",), input=input)
+        # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
+        if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():
+            input = input.clone()  # which may be kept for a gradient
+        bias = self.bias
+        if bias is None:
+            return run_kernel(self._plain, input, *self._weights())
+        return run_kernel(self._biased, input, *self._weights(), bias=bias)
+
+    def to_dense(self) -> nn.Linear:
+        """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
+        it."""
+        weight = self.weight.detach()
+        options = {"device": weight.device, "dtype": weight.dtype}
+        made = nn.utils.skip_init(
+            nn.Linear, self.in_features, self.out_features, self.bias is not None, **options
+        )
+        with torch.no_grad():
+            made.weight.copy_(weight)
+            if self.bias is not None:
+                made.bias.copy_(self.bias)
+        return made.train(self.training)
+
+    def extra_repr(self) -> str:
+        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
+        parts += [f"in_sizes={self.in_sizes}", f"out_sizes={self.out_sizes}"]
+        parts += [f"bias={self.bias is not None}"]
+        parts += [f"activation={epilogue}" for epilogue in self.activation]
+        parts += [] if self.precision is None else [f"precision={self.precision!r}"]
+        return ", ".join(parts)
+
+    def _describe(self, bias: tuple[Epilogue, ...]) -> KroneckerProduct:
+        epilogue = (*bias, *self._activation)
+        return KroneckerProduct(self._shapes, epilogue=epilogue, precision=self._precision)
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The factors, without the 1 us each that a ParameterList takes to find them."""
+        factors = self._modules["factors"]
+        held = factors._parameters
+        try:
+            return [held[name] for name in self._names]
+        except KeyError:  # parametrized
+            return list(factors)
+
+
+def _kron(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``torch.kron``, which refuses transposed views with sizes of 1 (torch 2.13)."""
+    rows, columns = a.shape[0] * b.shape[0], a.shape[1] * b.shape[1]
+    return (a[:, None, :, None] * b[:, None]).reshape(rows, columns)
+
+
+def nearest_kronecker(
+    matrix: torch.Tensor, row_sizes: Sequence[int], column_sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    """Float64 factors (row_sizes[i], column_sizes[i]) whose Kronecker product is nearest to
+    ``matrix`` (prod rows, prod columns), all of one norm; see :meth:`KroneckerLinear.from_dense`.
+
+    Entry ((i1, ..., iN), (j1, ..., jN)) of the product is ``prod_k F_k[ik, jk]``: with one
+    dimension for each pair (ik, jk) the matrix is a tensor, and the product one of rank 1.
+    """
+    count = len(row_sizes)
+    order = [place for pair in range(count) for place in (pair, count + pair)]
+    pairs = [rows * columns for rows, columns in zip(row_sizes, column_sizes, strict=True)]
+    tensor = matrix.double().reshape(*row_sizes, *column_sizes).permute(order).reshape(pairs)
+    vectors, norm = _nearest_rank_1(tensor)
+    # Of a matrix of zeros, or so near to it, only the first factor is 0: the others pass gradients.
+    scales = [norm ** (1 / count)] * count if norm else [0.0] + [1.0] * (count - 1)
+    shapes = zip(row_sizes, column_sizes, strict=True)
+    return [
+        (scale * vector).reshape(shape)
+        for scale, vector, shape in zip(scales, vectors, shapes, strict=True)
+    ]
+
+
+def _nearest_rank_1(tensor: torch.Tensor) -> tuple[list[torch.Tensor], float]:
+    """Unit vectors, one a dimension, and the norm of their outer product."""
+    vectors, rest = [], tensor
+    while len(vectors) < tensor.dim() - 1:
+        left, values, right = torch.linalg.svd(rest.flatten(1), full_matrices=False)
+        vectors.append(left[:, 0])
+        rest = (values[0] * right[0]).reshape(rest.shape[1:])
+    norm = float(rest.norm())
+    if norm == 0:
+        return [*vectors, _unit(tensor, tensor.dim() - 1)], norm
+    vectors.append(rest / norm)
+    for _ in range(SWEEPS if tensor.dim() > 2 else 0):
+        before = norm
+        for place in range(tensor.dim()):
+            found = _contracted(tensor, vectors, place)
+            norm = float(found.norm())
+            vectors[place] = found / norm
+        if norm <= before * (1 + GAIN):
+            break
+    return vectors, norm
+
+
+def _contracted(tensor: torch.Tensor, vectors: list[torch.Tensor], kept: int) -> torch.Tensor:
+    """Sums over every dimension but one, with the weights of that dimension's vector: the best
+    vector of the kept one, the others as they are."""
+    for vector in reversed(vectors[kept + 1 :]):
+        tensor = tensor @ vector
+    for vector in vectors[:kept]:
+        tensor = torch.tensordot(vector, tensor, 1)
+    return tensor
+
+
+def _unit(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
+    made = tensor.new_zeros(tensor.shape[dimension])
+    made[0] = 1
+    return made
+
+
+def _as_shapes(in_sizes, out_sizes) -> tuple[tuple[int, int], ...]:
+    """(in, out) of each factor. Raises ValueError and TypeError."""
+    found = [_as_sizes("in_sizes", in_sizes), _as_sizes("out_sizes", out_sizes)]
+    if len(found[0]) != len(found[1]):
+        raise ValueError(
+            f"in_sizes and out_sizes must have one size a factor each, got {len(found[0])} and "
+            f"{len(found[1])}"
+        )
+    return tuple(zip(*found, strict=True))
+
+
+def _as_sizes(name: str, sizes) -> tuple[int, ...]:
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise TypeError(f"{name} must be a list of ints, one a factor, got {shown(sizes)}")
+    if not len(sizes):
+        raise ValueError(f"{name} must hold at least one size, got none")
+    try:
+        made = tuple(operator.index(size) for size in sizes)
+    except (TypeError, RuntimeError):  # the latter of tensors of a rare kind
+        made = None
+    if made is None or any(isinstance(size, bool) for size in sizes):
+        raise TypeError(f"{name} must be a list of ints, one a factor, got {shown(sizes)}")
+    if min(made) < 1:
+        raise ValueError(f"{name} must hold sizes of 1 or more, got {shown(sizes)}")
+    if math.prod(made) >= MOST:
+        raise ValueError(f"{name} must multiply to below 2**60, got {shown(sizes)}")
+    return made
+
+
+def _as_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        known = ", ".join(str(one) for one in DTYPES)
+        raise TypeError(f"dtype must be one of {known}, got {shown(dtype)}")
+    return dtype
+
+
+def _checked_weight(linear) -> torch.Tensor:
+    """The weight of an nn.Linear that has one with values. Raises ValueError and TypeError."""
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+    weight = linear.weight
+    if nn.parameter.is_lazy(weight):
+        raise ValueError("linear is a lazy layer that has not been called: call it once")
+    if weight.dtype not in DTYPES:
+        known = ", ".join(str(one) for one in DTYPES)
+        raise TypeError(f"the weight of linear must be one of {known}, got {weight.dtype}")
+    if weight.is_meta:
+        raise ValueError("the weight of linear is on meta, without values: load it first")
+    if not bool(weight.isfinite().all()):
+        raise ValueError("the weight of linear must be finite, got NaN or infinity in it")
+    return weight

@@ -1,0 +1,1 @@
+"""Kernels of Kronecker products: what lowering makes of sizes, and what their text computes."""

@@ -1,0 +1,115 @@
+"""What lowering makes of sizes: runs of factors, tiles, grids, and kernels that compile."""
+
+import math
+
+import pytest
+
+from kernlib.errors import UnsupportedError
+from kernlib.families.kronecker_product.lowering import choose, grouping
+from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
+from kernlib.jit import compiler, targets
+from tests.support.speeds import slow_but
+
+# Rows and factors of one size, as the benchmark has them.
+SHAPES = {
+    "1024 8^5": (1024, ((8, 8),) * 5),
+    "1024 16^4": (1024, ((16, 16),) * 4),
+    "1024 32^3": (1024, ((32, 32),) * 3),
+    "1024 64^2": (1024, ((64, 64),) * 2),
+    "1024 128^2": (1024, ((128, 128),) * 2),
+    "1024 8^6": (1024, ((8, 8),) * 6),
+    "320 128^3": (320, ((128, 128),) * 3),
+    "20 2^7": (20, ((2, 2),) * 7),
+    "mixed": (100, ((5, 3), (7, 11))),
+}
+NUMBERS = {
+    "fp32": ("float32", "fp32"),
+    "tf32": ("float32", "tf32"),
+    "fp16": ("float16", "fp32"),
+    "fp64": ("float64", "fp32"),
+}
+
+
+def problem(rows, sizes, numbers="fp32", inside=False):
+    factors = tuple(Factor(p, q, q, 1) for p, q in sizes)
+    wide, out = (math.prod(size[side] for size in sizes) for side in (0, 1))
+    layouts = [Layout(0, 0, 1, rows) if inside else Layout(0, 0, n, 1) for n in (wide, out)]
+    return Problem(1, rows, inside, factors, *layouts, *NUMBERS[numbers])
+
+
+@pytest.mark.parametrize("arch", targets.SHARED_BYTES)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_launches_fit_every_gpu(shape, numbers, inside, arch):
+    given = problem(*SHAPES[shape], numbers, inside)
+    sizes = SHAPES[shape][1]
+    if not choose.takes(sizes, given.dtype, arch):
+        assert max(sizes[0]) == 128 and targets.SHARED_BYTES[arch] < 128 * 1024
+        with pytest.raises(UnsupportedError, match="128 x 128"):
+            choose.runs(given, arch)
+        return
+    lowered = choose.lower((), given, arch, targets.MULTIPROCESSORS[arch][1])
+    assert lowered.steps[-1].pointers[1] == ("out", 0)
+    for step in lowered.steps:
+        assert step.spec.shared_bytes <= targets.SHARED_BYTES[arch]
+        assert 32 <= step.spec.threads <= 512 and step.grid[0] >= 1
+    names = [name for step in lowered.steps for name, _ in step.pointers if "factor" in name]
+    assert sorted(names) == sorted(f"factor{index}" for index in range(len(sizes)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_runs_do_not_depend_on_the_rows(shape):
+    """So a row's bits do not either."""
+    sizes = SHAPES[shape][1]
+    found = {choose.runs(problem(rows, sizes), "sm_90a") for rows in (1, 7, 1024, 1 << 30)}
+    assert len(found) == 1
+    modes = [grouping.modes(sizes, columns) for columns in (1, 8)]
+    assert [mode[1:3] for mode in modes[0]] == [mode[1:3] for mode in modes[1]]
+
+
+def test_rows_up_to_128_kb_take_one_pass():
+    for shape, count in (("1024 8^5", 1), ("1024 32^3", 1), ("1024 64^2", 1), ("1024 128^2", 1)):
+        assert len(choose.runs(problem(*SHAPES[shape]), "sm_90a")) == count
+    for shape in ("1024 16^4", "1024 8^6", "320 128^3"):
+        assert len(choose.runs(problem(*SHAPES[shape]), "sm_90a")) == 2
+
+
+def test_modes_take_the_fewest_operations():
+    """The one that shortens rows most comes first, and sizes follow what is applied."""
+    made = grouping.modes(((20, 40), (40, 20)))
+    assert made[0].rows == 40 and made[0].left == 20 and made[1].right == 20
+    assert (
+        sum(mode.terms for mode in made)
+        < sum(mode.terms for mode in grouping.modes(((40, 20), (20, 40)))[::-1]) * 2
+    )
+    merged = grouping.modes(((2, 2),) * 7)
+    assert [(mode.rows, mode.parts) for mode in merged] == [(8, 3), (16, 4)]
+
+
+CALLS = {
+    f"{shape} {numbers} {side}": (shape, numbers, side == "left")
+    for shape in SHAPES
+    for numbers in NUMBERS
+    for side in ("right", "left")
+}
+
+
+@pytest.mark.parametrize("call", slow_but(("mixed fp32 right",), CALLS))
+def test_kernels_compile_without_spills(call):
+    shape, numbers, inside = CALLS[call]
+    for step in choose.lower((), problem(*SHAPES[shape], numbers, inside), "sm_90a", 132).steps:
+        made = compiler.compile_spec(step.spec, "sm_90a")
+        assert int(made.meta["spill_bytes"]) <= SPILLS.get(call, 0)
+
+
+# Two pairs of a double, of a tile whose results all wait in registers.
+SPILLS = {"1024 64^2 fp64 left": 16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", targets.SHARED_BYTES)
+def test_every_target_compiles(arch):
+    for numbers in NUMBERS:
+        for step in choose.lower((), problem(100, ((5, 3), (7, 11)), numbers), arch, 132).steps:
+            assert compiler.compile_spec(step.spec, arch).cubin

@@ -1,0 +1,125 @@
+"""The kernel of modes of factors, run by threads of the host, from run_kernel on."""
+
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.families.kronecker_product.lowering import modes
+from tests.families.kronecker_product import emulated
+from tests.families.kronecker_product.cases import GATES, product
+from tests.families.kronecker_product.emulated import gpu, host
+from tests.support import fakes
+from tests.support.emulation.emulator import COMPILER
+from tests.support.speeds import slow_but
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+# Factors, rows or columns, side, dtype.
+CASES = {
+    "one": (((3, 4),), 5, "right", F32),
+    "in place": (((8, 8), (8, 8)), 9, "right", F32),
+    "distinct": (((5, 3), (2, 7), (4, 4)), 7, "left", F32),
+    "merged": (((2, 2),) * 5, 6, "right", F32),
+    "wide": (((40, 24), (5, 33)), 3, "left", F64),
+    "half": (((17, 9), (12, 31)), 3, "right", F16),
+    "columns shared": (((64, 64), (8, 8)), 2, "right", F32),
+    "one large": (((128, 128),), 3, "left", F32),
+    "squares": (((16, 16), (16, 16)), 2, "left", BF16),
+    "65": (((1, 1),) * 64 + ((2, 3),), 2, "right", F32),
+    "short": (((1, 3), (5, 1)), 37, "left", F32),
+    "long row": (((8, 8),) * 5, 1, "right", F32),
+    "longer row": (((32, 32),) * 3, 1, "right", F32),
+    "double": (((7, 100),), 33, "right", F64),
+}
+FAST = ("distinct",)
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch, tmp_path_factory):
+    fakes.forget()
+    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    fakes.forget()
+
+
+def operands(shapes, rows, side, dtype, batch=()):
+    wide = math.prod(shape[side == "left"] for shape in shapes)
+    x = torch.randn(*batch, *((rows, wide) if side == "right" else (wide, rows)))
+    factors = [torch.randn(*batch, *shape) / shape[side == "left"] ** 0.5 for shape in shapes]
+    return [t.to(dtype) for t in (x, *factors)]
+
+
+def check(descriptor, tensors, found, gate, **parameters):
+    wanted = product(tensors[0], tensors[1:], descriptor.side)
+    for name in ("scale", "bias"):
+        if name in parameters:
+            value = parameters[name]
+            value = value.double() if isinstance(value, torch.Tensor) else value
+            if name == "scale":
+                wanted = wanted * value
+            else:
+                wanted = wanted + (value if descriptor.side == "right" else value[:, None])
+    assert (host(found).double() - wanted).norm() <= gate * wanted.norm()
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+def test_products_are_right(case, gpus, seed):
+    shapes, rows, side, dtype = CASES[case]
+    tensors = operands(shapes, rows, side, dtype)
+    descriptor = kl.KroneckerProduct(shapes, side=side)
+    found = kl.run_kernel(descriptor, *map(gpu, tensors))
+    assert found.dtype == dtype and found.is_contiguous() and gpus.specs
+    check(descriptor, tensors, found, GATES[dtype])
+
+
+LAYOUTS = {"rows": ("right", ()), "columns": ("left", ()), "rows of a batch": ("right", (2, 3))}
+LAYOUTS["columns of a batch"] = ("left", (2, 3))
+
+
+@pytest.mark.parametrize("layout", slow_but(("rows",), LAYOUTS))
+def test_strides_batches_and_epilogues(layout, gpus, seed):
+    """Of a transposed, a sliced and an expanded operand nothing is copied but what has no strides
+    of its own."""
+    shapes, (side, batch) = ((4, 3), (6, 5)), LAYOUTS[layout]
+    tensors = operands(shapes, 5, side, F32, batch)
+    x = tensors[0].mT.contiguous().mT
+    first = tensors[1].mT.contiguous().mT
+    padded = torch.zeros(*batch, 6, 9)
+    padded[..., 1:6] = tensors[2]
+    factors = [first, padded[..., 1:6]]
+    epilogue = (kl.Scale("scale"), kl.Bias("bias"))
+    descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=epilogue)
+    bias = torch.randn(descriptor.out_features)
+    shape = (*batch, 5, descriptor.out_features)
+    out = torch.full(shape[:-2] + (shape[-2:] if side == "right" else shape[:-3:-1]), 77.0)
+    out = out.mT.contiguous().mT
+    given = [gpu(t) for t in (x, *factors)]
+    found = kl.run_kernel(descriptor, *given, out=gpu(out), bias=gpu(bias), scale=1.5)
+    check(descriptor, tensors, found, 1e-6, bias=bias, scale=1.5)
+    assert torch.equal(host(found), out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_several_launches(side, precision, gpus, monkeypatch, seed):
+    """Of a block with little shared memory."""
+    monkeypatch.setattr(modes, "room", lambda dtype, arch: 1200)
+    monkeypatch.setattr(modes, "most_features", lambda dtype: 512)
+    shapes = ((8, 8), (4, 6), (8, 7), (8, 8))
+    tensors = operands(shapes, 3, side, F32)
+    descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=kl.Bias(), precision=precision)
+    bias = torch.randn(descriptor.out_features)
+    found = kl.run_kernel(descriptor, *map(gpu, tensors), bias=gpu(bias))
+    assert len(gpus.specs) > 1
+    check(descriptor, tensors, found, 2e-3 if precision == "tf32" else 1e-6, bias=bias)
+
+
+def test_a_nan_stays_in_its_row(gpus, seed):
+    tensors = operands(((8, 8), (8, 8)), 9, "right", F32)
+    tensors[0][4, 7] = math.nan
+    found = host(kl.run_kernel(kl.KroneckerProduct((8, 8)), *map(gpu, tensors)))
+    rest = [index for index in range(9) if index != 4]
+    assert found[4].isnan().any() and found[rest].isfinite().all()

@@ -1,0 +1,14 @@
+"""compute-sanitizer over small odd calls."""
+
+import pytest
+
+from tests.gpu import sanitizer
+from tests.gpu.families.kronecker_product.cases import SIDES
+
+
+@sanitizer.needed
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_no_bad_access_and_no_race(tool, side):
+    module = "tests.gpu.families.kronecker_product.sanitized"
+    assert sanitizer.launched(tool, module, side) >= {"modes"}

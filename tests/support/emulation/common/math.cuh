@@ -1,0 +1,9 @@
+// Of common/math.cuh of kernel_sources what epilogues of the tests need.
+#pragma once
+
+template <class T>
+inline T absolute(T x) { return std::fabs(x); }
+template <class T>
+inline T maximum(T x, T y) { return x > y || x != x ? x : y; }
+template <class T>
+inline T minimum(T x, T y) { return -maximum(-x, -y); }

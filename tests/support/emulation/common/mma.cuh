@@ -1,0 +1,39 @@
+// common/mma.cuh of kernel_sources: fragments multiplied by what lanes hand each other.
+#pragma once
+
+#include "common/types.cuh"
+
+inline double rows_of_lanes[32][32][4], columns_of_lanes[32][32][2];  // by warp and lane
+
+// D (16 x 8) += A (16 x 8) B (8 x 8), in the layout of common/mma.cuh and common/mma_double.cuh.
+template <class T>
+inline void multiply_by_lanes(T (&d)[4], const double (&a)[4], const double (&b)[2]) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) rows_of_lanes[warp][lane][i] = a[i];
+    for (int i = 0; i < 2; ++i) columns_of_lanes[warp][lane][i] = b[i];
+    wait_for_warp();
+    for (int i = 0; i < 4; ++i) {
+        int half = i / 2, column = lane % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 8; ++k)
+            sum += rows_of_lanes[warp][lane / 4 * 4 + k % 4][half + k / 4 * 2] *
+                   columns_of_lanes[warp][column * 4 + k % 4][k / 4];
+        d[i] = T(sum);
+    }
+    wait_for_warp();
+}
+
+// TF32: of each 32-bit element the tensor core reads the upper 19 bits.
+template <class T>
+inline void multiply_fragments(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    double left[4], right[2];
+    for (int i = 0; i < 4; ++i) left[i] = __uint_as_float(a[i] & 0xffffe000u);
+    for (int i = 0; i < 2; ++i) right[i] = __uint_as_float(b[i] & 0xffffe000u);
+    multiply_by_lanes(d, left, right);
+}
+
+inline u32 round_to_tf32(u32 x) { return (x + 0x1000u) & 0xffffe000u; }
+inline void split_to_tf32(u32 x, u32& high, u32& low) {
+    high = round_to_tf32(x);
+    low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
+}

@@ -1,0 +1,40 @@
+"""Compiles the text of kernels for the host, and launches it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+from kernlib.jit.spec import KernelSpec
+
+HERE = Path(__file__).parent
+SOURCES = Path(__file__).parents[3] / "kernel_sources"
+COMPILER = shutil.which("g++")
+OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread")
+
+
+class Emulator:
+    """The libraries of kernels, in a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def launch(self, spec: KernelSpec, grid: tuple[int, int], block: int) -> None:
+        """One launch, of the parameter struct at an address."""
+        self._library(spec).launch(ctypes.c_void_p(block), *grid)
+
+    def _library(self, spec: KernelSpec) -> ctypes.CDLL:
+        name = hashlib.sha256(spec.canonical()).hexdigest()[:24]
+        made, text = self.folder / f"{name}.so", self.folder / f"{name}.cpp"
+        if not made.exists():
+            text.write_text(
+                f'#include "host.h"\n{spec.source}\n#define ENTRY {spec.entry}\n'
+                '#include "launch.h"\n'
+            )
+            command = [COMPILER, *OPTIONS, f"-I{HERE}", f"-I{SOURCES}", str(text), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[:4000]
+        return ctypes.CDLL(str(made))

@@ -1,0 +1,48 @@
+// What CUDA C++ has beside C++, for threads of the host.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__
+#define __align__(bytes)
+#define __grid_constant__
+#define __launch_bounds__(threads, blocks)
+#define __syncthreads wait_for_block
+#define __syncwarp wait_for_warp
+
+using std::max;
+using std::min;
+
+struct Index {
+    unsigned x, y, z;
+};
+inline thread_local Index threadIdx;
+inline Index blockIdx, gridDim;
+inline constexpr int SHARED_BYTES = 227 * 1024;
+alignas(128) unsigned char shared[SHARED_BYTES];  // of the block that runs
+
+inline std::unique_ptr<std::barrier<>> block_barrier;
+inline std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
+inline void wait_for_block() { block_barrier->arrive_and_wait(); }
+inline void wait_for_warp() { warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
+
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    std::memcpy(&bits, &x, sizeof(x));
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+}
