@@ -14,6 +14,7 @@ KINDS = {
     "debug": "flag", "matmul": "function", "preconditioner": "function", "tol": "number",
     "max_iter": "int", "check_every": "int", "rank": "int", "regularization": "number",
     "generator": "any", "descriptor": "descriptor", "bandwidth": "number",
+    "cholesky": "flag", "noise": "number",
 }  # fmt: skip
 NAMES = (
     "eigenvalues",
@@ -25,6 +26,9 @@ NAMES = (
     "operator",
     "kernel",
     "inner_p",
+    "factors",
+    "x",
+    "b",
 )
 
 
@@ -122,6 +126,114 @@ def preconditioned(v, **rest):
     return made(v, **rest)
 
 
+def kronecker(c: Context) -> dict:
+    """The factors are arguments of their own, ``factors`` in errors."""
+    dtype = _dtype(c)
+    given = {"f0": positive(c, dtype), "f1": positive(c, dtype)[:3, :3]}
+    return given | ({"check_errors": c.random.random() < 0.5} if c.random.random() < 0.4 else {})
+
+
+def kronecker_system(c: Context) -> dict:
+    given = kronecker(c)
+    dtype = given["f0"].dtype
+    given["b"] = c.randn(*c.random.choice([(12, 2), (12,)]), dtype=dtype)
+    if c.random.random() < 0.5:
+        noise = c.random.choice([0.5, 1, torch.tensor(0.5, dtype=dtype, device=c.device)])
+        return {"f0": given.pop("f0"), "f1": given.pop("f1"), **given, "noise": noise}
+    return given | ({"cholesky": c.random.random() < 0.5} if c.random.random() < 0.4 else {})
+
+
+def kronecker_noise(c: Context) -> dict:
+    given = kronecker_system(c)
+    return {key: value for key, value in given.items() if key not in ("b", "cholesky")}
+
+
+def _whole(f0, f1, noise=None, symmetric=False):
+    plain.same_kind(f0, f1)
+    if f0.dtype not in (torch.float32, torch.float64):
+        raise TypeError("dtype")
+    f0, f1 = plain.wide(f0), plain.wide(f1)
+    if f0.shape[-1] != f0.shape[-2] or f1.shape[-1] != f1.shape[-2]:
+        raise ValueError("not square")
+    if noise is not None or symmetric:
+        f0, f1 = (f0 + f0.mT) / 2, (f1 + f1.mT) / 2
+    whole = (f0[..., :, None, :, None] * f1[..., None, :, None, :]).flatten(-4, -3).flatten(-2)
+    if noise is None:
+        return whole
+    shift = noise if isinstance(noise, torch.Tensor) else torch.tensor(float(noise))
+    shift = shift.to(whole.device, torch.float64)
+    if not shift.is_meta and not (shift >= 0).all():
+        raise ValueError("noise")
+    eye = torch.eye(whole.shape[-1], dtype=whole.dtype, device=whole.device)
+    return whole + shift[..., None, None] * eye
+
+
+def _is_plain(whole: torch.Tensor) -> bool:
+    if whole.is_meta or not whole.isfinite().all():
+        return False
+    return bool((torch.linalg.cond(whole) < 1e3).all())
+
+
+def wanted_kron_solve(f0, f1, b, noise=None, cholesky=False, check_errors=False):
+    plain.flag(cholesky, check_errors)
+    plain.same_kind(f0, b)
+    whole, b = _whole(f0, f1, noise, cholesky), plain.wide(b)
+    if b.dim() == 1:
+        b = b.expand(*whole.shape[:-2], b.shape[0])
+    if not _is_plain(whole):
+        return None
+    if cholesky and not all(_is_positive(f) for f in (f0, f1)):
+        return None
+    return torch.linalg.solve_ex(whole, b).result
+
+
+def _is_positive(f) -> bool:
+    f = plain.wide(f)
+    return not torch.linalg.cholesky_ex((f + f.mT) / 2).info.any()
+
+
+def wanted_logdet(f0, f1, noise=None, check_errors=False):
+    plain.flag(check_errors)
+    whole = _whole(f0, f1, noise)
+    if not _is_plain(whole) or not (torch.linalg.det(whole) > 0).all():
+        return None
+    return None if noise is not None and not _is_positive(whole) else torch.logdet(whole)
+
+
+def masked(c: Context) -> dict:
+    dtype = _dtype(c)
+    index = torch.tensor([7, 0, 11, 3, 4], device=c.device)
+    x = c.randn(*c.random.choice([(5, 2), (5,)]), dtype=dtype)
+    return {"f0": positive(c, dtype), "f1": positive(c, dtype)[:3, :3], "x": x, "rows": index}
+
+
+def wanted_masked(f0, f1, x, rows):
+    plain.same_kind(f0, f1)
+    plain.same_kind(f0, x)
+    f0, f1, x = plain.wide(f0), plain.wide(f1), plain.wide(x)
+    whole = (f0[..., :, None, :, None] * f1[..., None, :, None, :]).flatten(-4, -3).flatten(-2)
+    if rows.dtype != torch.int64 or rows.dim() != 1 or rows.unique().numel() != rows.numel():
+        raise ValueError("rows")
+    if not whole.isfinite().all() or not x.isfinite().all():
+        return None
+    part = whole.cpu()[..., rows.cpu()[:, None], rows.cpu()]
+    return part @ x.cpu()
+
+
+def masked_system(c: Context) -> dict:
+    given = masked(c)
+    given = {"f0": given["f0"], "f1": given["f1"], "b": given["x"], "index": given["rows"]}
+    return given | {"noise": 0.5, "tol": 1e-3, "max_iter": 50, "check_every": 5}
+
+
+def of_factors(function):
+    return lambda f0, f1, *rest, **named: function([f0, f1], *rest, **named)
+
+
+def masked_product(f0, f1, x, rows, **named):
+    return linalg.masked_kron_matmul(x, [f0, f1], rows, **named)
+
+
 def entry(name, call, arguments, positional, wanted=None, weight=2) -> tuple[str, Entry]:
     return f"kernlib.linalg.{name}", Entry(
         call, arguments, positional, KINDS, wanted, NAMES, weight
@@ -136,6 +248,15 @@ ENTRIES = dict(
         entry("conjugate_gradient", linalg.conjugate_gradient, gradients, 2, None, 3),
         entry("nystrom", linalg.nystrom, points, 3, None, 2),
         entry("solve_kernel", linalg.solve_kernel, kernel_system, 3, wanted_weights, 2),
+        entry("kron_cholesky", of_factors(linalg.kron_cholesky), kronecker, 2, None, 1),
+        entry("kron_inverse", of_factors(linalg.kron_inverse), kronecker, 2, None, 1),
+        entry("kron_eigh", of_factors(linalg.kron_eigh), kronecker, 2, None, 1),
+        entry(
+            "kron_solve", of_factors(linalg.kron_solve), kronecker_system, 3, wanted_kron_solve, 3
+        ),
+        entry("kron_logdet", of_factors(linalg.kron_logdet), kronecker_noise, 2, wanted_logdet, 2),
+        entry("masked_kron_matmul", masked_product, masked, 4, wanted_masked, 2),
+        entry("masked_kron_solve", of_factors(linalg.masked_kron_solve), masked_system, 4, None, 3),
         entry("NystromPreconditioner", preconditioned, vectors, 1, None, 1),
     )
 )

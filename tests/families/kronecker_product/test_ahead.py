@@ -5,6 +5,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_product import ahead
+from kernlib.jit.spec import KernelSpec
 from tests.families.kronecker_product.cases import SHAPES, SIDES, operands
 
 SIDE = pytest.mark.parametrize("side", SIDES)
@@ -47,16 +48,26 @@ def test_prepare_takes_no_out_of_a_recorded_call(side, seed):
         kl.prepare(made, x, *factors, out=kl.run_kernel(made, x, *factors).detach())
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 @SIDE
-def test_cpu_tensors_name_kernels_only_of_a_gpus_arch(side, seed):
-    made, *tensors = given(side)
-    doubles = [t.double() for t in tensors]
-    assert isinstance(ahead.specs(made, "sm_90a", tuple(tensors), {}), list)
-    assert kl.compile(made, archs="sm_90a", specs=tuple(doubles)) == []
+def test_kernels_are_those_of_an_arch_and_of_no_number_of_rows(side, arch):
+    made = kl.KroneckerProduct(SHAPES, side=side)
+    factors = [torch.empty(shape, device="meta") for shape in SHAPES]
+    found = []
+    for rows in (300, 601, 10**6):
+        shape = (rows, made.in_features) if side == "right" else (made.in_features, rows)
+        x = torch.empty(shape, device="meta")
+        found.append(ahead.specs(made, arch, (x, *factors), {}))
+    assert found[0] == found[1] == found[2]
+    assert all(isinstance(one, KernelSpec) and one.family == made.family for one in found[0])
+
+
+def test_what_cannot_be_tuned_is_said(seed):
+    made, *tensors = given("right")
     with pytest.raises(kl.UnsupportedError):
         kl.tune(made, *tensors)
 
 
 def test_dtypes_without_kernels_are_named():
-    with pytest.raises(TypeError, match=r"kronecker_product has no kernels for .*float64"):
-        kl.compile(kl.KroneckerProduct(SHAPES), archs="sm_90a", dtypes=torch.float64)
+    with pytest.raises(TypeError, match=r"dtypes: .*int8"):
+        kl.compile(kl.KroneckerProduct(SHAPES), archs="sm_90a", dtypes=torch.int8)

@@ -167,7 +167,7 @@ def test_row_1_a_record_changes_no_value(side, seed):
 @SIDE
 def test_gradients_of_every_dtype_match_float64(side, dtype, seed):
     x, factors = operands(MANY["three"], 33, side, dtype, grad=True)
-    y = randn(1, 1, dtype=dtype, grad=True)
+    y = randn(product(x, factors, side).shape[-1], dtype=dtype, grad=True)
     tensors = (y, torch.tensor(0.5), torch.tensor(2.0), x, *factors)
     found = whole(side, *tensors)
     wide = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]

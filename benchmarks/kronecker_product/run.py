@@ -1,0 +1,84 @@
+"""Products with Kronecker products: kernlib, its floor, and the ways of torch to them.
+
+``python -m benchmarks.kronecker_product --json benchmarks/results/h200/kronecker_product.json``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+import kernlib as kl
+from benchmarks.common import harness
+from benchmarks.common.harness import Case, Row, Session, attempt
+from benchmarks.common.timing import sample_rows
+from benchmarks.kronecker_product.problems import KINDS, Problem, exact, problems, tensors
+from benchmarks.kronecker_product.rivals import rivals
+
+FAMILY = "kronecker_product"
+INCLUDED = ("common/math.cuh", *harness.headers(FAMILY))
+SOURCE = "\n".join(f'#include "{name}"' for name in INCLUDED)
+COMPILERS = 16  # threads that compile kernels before the first case
+
+
+def descriptor_of(problem: Problem) -> kl.KroneckerProduct:
+    left = problem.side == "left"
+    shapes = tuple(size[::-1] if left else size for size in problem.sizes)
+    return kl.KroneckerProduct(shapes, side=problem.side, precision="fp32")
+
+
+def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
+    x, factors, out = tensors(problem, device)
+    descriptor, some = descriptor_of(problem), sample_rows(problem.rows, device)
+    wanted = exact(x, factors, problem.side, some)
+
+    def error(found: torch.Tensor) -> float:
+        rows = found[some] if problem.side == "right" else found[:, some].mT
+        return ((rows.double() - wanted).norm() / wanted.norm()).item()
+
+    def ours(x, out, *factors):
+        return kl.run_kernel(descriptor, x, *factors, out=out)
+
+    out.fill_(math.nan)
+    off = error(ours(x, out, *factors))
+    row = Row(problem.name, "ms", session.time(ours, (x, out, *factors)), *problem.floor())
+    row.error, row.must, row.must_error = off, problem.must, KINDS[problem.kind].must_error
+    for name, call in rivals(problem).items():
+        found = attempt(name, problem.name, partial(_rival, call, session, x, factors, error))
+        if found is not None:
+            row.rivals[name], row.rival_errors[name] = found
+    return row
+
+
+def _rival(call: Callable, session: Session, x, factors: list, error: Callable):
+    def run(x, *factors):
+        return call(x, factors)
+
+    off = error(run(x, *factors))
+    return session.time(run, (x, *factors)), off
+
+
+def compile_ahead(found: Sequence[Problem]) -> None:
+    """Compile the kernels of all problems at once, where one by one takes some 0.5 s each."""
+
+    def build(problem: Problem) -> None:
+        x, factors, _ = tensors(problem, "meta")
+        specs = (x, *factors)
+        kl.compile(descriptor_of(problem), archs="sm_90a", specs=specs, workers=1, progress=False)
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(build, found))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the cases and print their table. Returns the exit status."""
+    every = problems()
+    cases = [Case(p.name, partial(measure, p)) for p in every]
+    if torch.cuda.is_available():
+        names = {case.name for case in harness.chosen(cases, harness.parse(argv, FAMILY).case)}
+        compile_ahead([problem for problem in every if problem.name in names])
+    return harness.main(FAMILY, cases, SOURCE, argv)

@@ -1,0 +1,51 @@
+"""The benchmark of Kronecker products: its cases, and that all ways to them agree."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.kronecker_product import problems, rivals, run
+
+CASES = problems.problems()
+
+
+def test_cases_are_those_that_are_asked_for():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    for name in ("1024 8^5 fp32", "left 320 128^3 fp16", "20 2^7 fp64"):
+        assert f"kronecker_product {name}" in names
+    assert sum(case.section == "drawn" for case in CASES) == 3 * problems.DRAWN
+
+
+def test_drawn_shapes_are_mixed_and_fit():
+    shapes = problems.drawn()
+    assert shapes == problems.drawn() and len(shapes) == problems.DRAWN
+    for rows, sizes in shapes:
+        assert 1 <= rows <= 4096 and 2 <= len(sizes) <= 8
+        assert all(2 <= size <= 128 for pair in sizes for size in pair)
+        ends = [math.prod(pair[side] for pair in sizes) for side in (0, 1)]
+        assert 8 * rows * sum(ends) <= problems.MOST_BYTES
+
+
+@pytest.mark.parametrize("section", ["named", "left"])
+def test_ours_and_all_rivals_agree(section, seed):
+    sizes = ((3, 4), (5, 2), (2, 6))
+    case = problems.Problem(section, 7, sizes, "fp64")
+    x, factors, out = problems.tensors(case, "cpu")
+    some = torch.tensor([0, 3, 6])
+    wanted = problems.exact(x, factors, case.side, some)
+    ways = rivals.rivals(case) | {"ours": lambda x, fs: run.kl.kron_matmul(x, fs, side=case.side)}
+    ways["torch.compile"] = lambda x, fs: rivals.einsum(x, fs, -1 if section == "named" else -2)
+    for call in ways.values():
+        found = call(x, factors)
+        assert found.shape == out.shape
+        part = found[some] if section == "named" else found[:, some].mT
+        torch.testing.assert_close(part, wanted)
+
+
+def test_floors_are_of_memory_or_of_operations():
+    times = {case.name: case.floor() for case in CASES}
+    milliseconds, bound = times["kronecker_product 1024 8^5 fp32"]
+    assert bound == "memory" and 0.05 < milliseconds < 0.07
+    assert times["kronecker_product 320 128^3 fp32"][1] == "tensor cores"
