@@ -14,11 +14,13 @@ SHAPES = ((2, 3), (4, 5))  # 8 features to 15, on the left 15 to 8
 KINDS = {
     "descriptor": "descriptor", "side": "text", "precision": "text", "alpha": "number",
     "beta": "number", "scale": "number", "debug": "flag", "shapes": "any", "transposed": "flag",
-    "epilogue": "epilogue", "factors": "any",
+    "epilogue": "epilogue", "factors": "any", "in_sizes": "any", "out_sizes": "any",
+    "use_bias": "flag", "device": "device", "dtype": "dtype", "activation": "epilogue",
 }  # fmt: skip
 NAMES = (
     "x", "y", "out", "factors", "alpha", "beta", "side", "shapes", "transposed", "precision",
     "bias", "scale", "descriptor", "epilogue", "dimensions", "tensors", "weight", "weights",
+    "input", "in_sizes", "out_sizes", "dtype", "device", "activation", "epilogues",
 )  # fmt: skip
 
 
@@ -173,6 +175,16 @@ def descriptor(c: Context) -> dict:
             "epilogue": (), "precision": None}  # fmt: skip
 
 
+def layer(c: Context) -> dict:
+    return {"in_sizes": (2, 3), "out_sizes": [3, 5], "use_bias": c.random.random() < 0.5,
+            "device": c.device, "dtype": torch.float32, "activation": "relu", "precision": None,
+            "x": c.randn(4, 6)}  # fmt: skip
+
+
+def call_layer(in_sizes, out_sizes, use_bias, device, dtype, *, x, **named):
+    return kl.nn.KroneckerLinear(in_sizes, out_sizes, use_bias, device, dtype, **named)(x)
+
+
 ENTRIES = {
     "kernlib.run_kernel kron": Entry(
         kl.run_kernel, described, 4, KINDS, wanted_described, NAMES, 4
@@ -181,5 +193,6 @@ ENTRIES = {
     "kernlib.kron_matmul factors": Entry(
         kl.kron_matmul, of_factors, 2, KINDS, wanted_of_factors, NAMES, 2
     ),
+    "kernlib.nn.KroneckerLinear": Entry(call_layer, layer, 5, KINDS, None, NAMES, 2),
     "kernlib.KroneckerProduct": Entry(kl.KroneckerProduct, descriptor, 1, KINDS, None, NAMES, 2),
 }

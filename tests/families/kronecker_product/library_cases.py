@@ -168,15 +168,10 @@ def trained(run, turned):
     return call
 
 
-def scaled_and_summed(x, a, b, bias, gain):
-    return matmul(summed(x, a, b, bias, gain), a.mT, b.mT).square().sum()
-
-
 ROWS = tuple((values(rows, 8), A, B, BIAS, GAIN) for rows in (7, 9, 11))
 SIZES = {
     "right": Sizes(trained(first, False), ROWS, FIVE),
     "left": Sizes(trained(left, True), ROWS, FIVE),
-    "matmul": Sizes(scaled_and_summed, ROWS, FIVE),
 }
 
 WRONG = {

@@ -239,11 +239,11 @@ def test_prepare_loads_what_lays_a_matrix_out(gpus, seed):
 def test_what_tuning_times(gpus, seed):
     _, w = matrix(gpus)
     x = gpu(3, 40)
-    found = ahead.choices(PLAIN, w, x)
+    found = ahead.candidates(PLAIN, w, x)
     (candidate,) = found.kernels
     candidate.ready()()
     assert found.device == 0 and len(gpus.launches) == 4
-    assert ahead.choices(PLAIN, w, gpu(40, 40)).kernels == []
+    assert ahead.candidates(PLAIN, w, gpu(40, 40)).kernels == []
 
 
 def test_devices_too_old_are_refused(gpus, seed):

@@ -95,7 +95,6 @@ def test_the_same_bits_each_time(seed):
         assert all(torch.equal(first, kl.kron_matmul(x, factors)) for _ in range(5))
 
 
-@pytest.mark.slow
 def test_compiled_calls(seed):
     x, *factors = operands(((8, 8), (5, 7)), 30, "right", F32)
     compiled = torch.compile(lambda x, *f: kl.kron_matmul(x, f, alpha=2.0) + 1, fullgraph=True)
