@@ -123,6 +123,15 @@ def refuse_out_of_recorded(out) -> None:
         )
 
 
+def refuse_recorded_out(out, *values) -> None:
+    """:func:`refuse_out_of_recorded` of a call whose gradient would be recorded, ``out`` or one of
+    the values requiring one. Dynamo can trace it."""
+    if out is not None and torch.is_grad_enabled():
+        for value in (out, *values):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                refuse_out_of_recorded(out)
+
+
 def check_device(device: torch.device) -> None:
     """Raises UnsupportedError for devices that have no backend."""
     if device.type not in ("cpu", "cuda", "meta"):

@@ -21,7 +21,7 @@ from kernlib.runtime.arguments import (
     check_out,
     check_parameters,
     for_operator,
-    refuse_out_of_recorded,
+    refuse_recorded_out,
 )
 from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
@@ -93,10 +93,7 @@ def run(
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values when the
     operator runs.
     """
-    if out is not None and torch.is_grad_enabled():
-        for tensor in (*operands, out, *parameters.values()):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                refuse_out_of_recorded(out)
+    refuse_recorded_out(out, *operands, *parameters.values())
     names = " ".join(parameters)
     y = _traced(descriptor.text, names, debug, *operands, *parameters.values())
     if out is None:
