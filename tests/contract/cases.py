@@ -30,7 +30,8 @@ SAID = re.compile(
 # What is right, and beyond this machine: a size, and a device that layers are asked for.
 BEYOND = re.compile(
     r"can't allocate memory|out of memory|Storage size calculation|not compiled with CUDA|"
-    r"invalid device ordinal|Cannot access accelerator|Could not run 'aten::empty"
+    r"invalid device ordinal|Cannot access accelerator|Found no NVIDIA driver|"
+    r"Could not run 'aten::empty"
 )
 BINDING = re.compile(
     r"unexpected keyword argument|required (positional|keyword-only) argument|positional argument|"

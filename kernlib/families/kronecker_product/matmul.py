@@ -111,8 +111,10 @@ def _with(made: torch.Tensor, alpha, beta, y: torch.Tensor | None) -> torch.Tens
 def _check_summand(y: torch.Tensor, made: torch.Tensor) -> None:
     if not y.is_floating_point():
         raise TypeError(f"y must be {made.dtype} as x is, got {y.dtype}")
-    sizes = zip(reversed(y.shape), reversed(made.shape), strict=False)
-    if y.dim() > made.dim() or any([own not in (1, size) for own, size in sizes]):
+    behind = made.dim() - y.dim()
+    if behind < 0 or any(
+        [own not in (1, size) for own, size in zip(y.shape, made.shape[behind:], strict=True)]
+    ):
         raise ValueError(f"y must broadcast to {tuple(made.shape)}, got {tuple(y.shape)}")
 
 
