@@ -9,6 +9,7 @@ import torch
 
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.lowering import choose
+from kernlib.families.kronecker_product.lowering.modes import MAX_BATCH
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
 from kernlib.runtime.arguments import address_of, folded
 from kernlib.runtime.devices import arch_of, model
@@ -29,6 +30,15 @@ def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) ->
     place = partial(_place, copies) if any(copies) else _place_as_given
     request = descriptor, operands, out, parameters
     return make_plan(operands, call, request, place, names, lowered, apart=apart)
+
+
+def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> bool:
+    """Whether kernels compute a checked call on CUDA tensors: a block's shared memory holds its
+    factors, and a grid its batch. Raises UnsupportedError for GPUs that are too old."""
+    arch = arch_of(call.device.index)
+    if not choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch):
+        return False
+    return problem_of(descriptor, call, operands, out)[0].batch <= MAX_BATCH
 
 
 def _place_as_given(operands: tuple) -> tuple[list[int], None]:

@@ -1,8 +1,8 @@
 """The primitive of the family: products as they are given, without autocast and without a record of
 gradients.
 
-CPU tensors, factors too large for a kernel's shared memory and calls inside transforms of
-torch.func are computed by the reference.
+CPU tensors, factors too large for a kernel's shared memory, batches too large for a grid and calls
+inside transforms of torch.func are computed by the reference.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import torch
 
 from kernlib.families.kronecker_product import checks, plans, reference
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
-from kernlib.families.kronecker_product.lowering import choose
 from kernlib.runtime import products
 from kernlib.runtime.arguments import autocast, parameter_key
-from kernlib.runtime.devices import arch_of
-from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.operation import KERNELS, REFERENCE
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import check_dense, is_wrapped, signature
@@ -47,8 +44,7 @@ def way(call: products.Call, descriptor, operands: tuple, out, parameters: dict)
         return REFERENCE
     if any(map(is_wrapped, (*operands, out, *parameters.values()))):
         return REFERENCE
-    dtype, arch = DTYPE_NAMES[call.dtype], arch_of(call.device.index)
-    return KERNELS if choose.takes(descriptor.shapes, dtype, arch) else REFERENCE
+    return KERNELS if plans.takes(call, descriptor, operands, out) else REFERENCE
 
 
 def _reference(descriptor: KroneckerProduct, operands: tuple, parameters: dict) -> torch.Tensor:

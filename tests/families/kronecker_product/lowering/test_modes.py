@@ -117,6 +117,19 @@ def test_several_launches(side, precision, gpus, monkeypatch, seed):
     check(descriptor, tensors, found, 2e-3 if precision == "tf32" else 1e-6, bias=bias)
 
 
+def test_what_kernels_do_not_hold_is_torchs(gpus):
+    """Factors that no shared memory holds, and more entries of a batch than a grid has; but a batch
+    of x alone is rows."""
+    large = kl.KroneckerProduct((300,)), gpu(torch.ones(2, 300)), gpu(torch.ones(300, 300))
+    many = kl.KroneckerProduct(((1, 2),), side="left"), gpu(torch.ones(65536, 2, 1))
+    for call in (large, (*many, gpu(torch.ones(1, 2)))):
+        kl.prepare(*call)
+        assert kl.run_kernel(*call).numel() and not gpus.loads
+    rows = kl.KroneckerProduct(((2, 1),)), gpu(torch.ones(65536, 1, 2)), gpu(torch.ones(2, 1))
+    kl.prepare(*rows)
+    assert gpus.loads
+
+
 def test_a_nan_stays_in_its_row(gpus, seed):
     tensors = operands(((8, 8), (8, 8)), 9, "right", F32)
     tensors[0][4, 7] = math.nan
