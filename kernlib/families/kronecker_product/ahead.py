@@ -1,23 +1,29 @@
 """What is done with Kronecker products before anybody makes them: which kernels they use, and their
-plans with those loaded. Calls that record gradients are torch's, and have none."""
+plans with those loaded."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product import checks, plans
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
+from kernlib.families.kronecker_product.gradients import adjoint, parts
 from kernlib.families.kronecker_product.lowering import choose
+from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.product import PRODUCT, calls
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.runtime import ahead
 from kernlib.runtime.ahead import Request
 from kernlib.runtime.arguments import autocast, check_names, readable
 from kernlib.runtime.candidates import Candidates
-from kernlib.runtime.devices import model
+from kernlib.runtime.devices import arch_of, load, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.operation import REFERENCE
+from kernlib.runtime.products import Call
 
 
 def _request(descriptor: KroneckerProduct, tensors: tuple, arguments: dict) -> Request:
@@ -33,23 +39,29 @@ def _request(descriptor: KroneckerProduct, tensors: tuple, arguments: dict) -> R
 
 
 def prepare(descriptor: KroneckerProduct, *tensors, **arguments) -> None:
-    """Build the plan of a call, compiling and loading its kernels; see :func:`kernlib.prepare`."""
+    """Build the plan of a call, compiling and loading its kernels, and load those of the gradient
+    by x where one would be recorded; see :func:`kernlib.prepare`."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
-    if request.recorded() or PRODUCT.way(call, *request) == REFERENCE:
+    if PRODUCT.way(call, *request) == REFERENCE:
         return
-    if calls.find(*request) is None:
-        calls.make(call, *request)
+    ahead.plan_of(calls, parts, request, call)
+    device = request.operands[0].get_device()
+    for problem, epilogue in _problems(request, call)[1:]:
+        lowered = choose.lower(epilogue, problem, arch_of(device), model(device).multiprocessors)
+        for spec in lowered.specs:
+            load(spec, device)
 
 
 def prepared(descriptor: KroneckerProduct, *tensors, **arguments) -> bool:
-    """Whether the plan of a call is there, so that it needs nothing but its launches, or it needs
-    none, as one that records gradients."""
+    """Whether the plan of a call is there, so that it needs nothing but its launches, or torch
+    computes it. One whose gradient would be recorded is never: its kernels are looked for each
+    time."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
-    if request.recorded() or PRODUCT.way(call, *request) == REFERENCE:
+    if PRODUCT.way(call, *request) == REFERENCE:
         return True
-    return calls.find(*request) is not None
+    return ahead.prepared(calls, parts, request)
 
 
 def specs(
@@ -60,19 +72,39 @@ def specs(
     device: int | None = None,
 ) -> list[KernelSpec]:
     """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
-    arch, or on ``device`` alone, if it is given."""
+    arch, or on ``device`` alone, if it is given; with those of the gradient by x where one would be
+    recorded."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
     takes = choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch)
-    if request.recorded() or not call.batch or not takes:
+    if not call.batch or not takes:
         return []
-    problem, _, _ = plans.problem_of(descriptor, call, request.operands, request.out)
     fewest, most = targets.MULTIPROCESSORS[arch]
     if device is not None:
         fewest = most = model(device).multiprocessors
-    counts = range(fewest, most + 1)
-    made = (choose.lower(descriptor.epilogue, problem, arch, count).specs for count in counts)
+    made = (
+        choose.lower(epilogue, problem, arch, count).specs
+        for problem, epilogue in _problems(request, call)
+        for count in range(fewest, most + 1)
+    )
     return list(dict.fromkeys(spec for found in made for spec in found))
+
+
+def _problems(request: Request, call: Call) -> list[tuple[Problem, tuple]]:
+    """The problem of a call and its epilogue; with a gradient recorded that of the gradient by x
+    too, of a contiguous gradient of the result."""
+    fused = request.fused(parts)
+    descriptor, operands, out, _ = fused
+    found = [(plans.problem_of(descriptor, call, operands, out)[0], descriptor.epilogue)]
+    if not request.recorded() or not request.operands[0].requires_grad or not call.batch:
+        return found
+    lead, rows = call.out_shape[:-2], call.out_shape[-3 - descriptor.axis]
+    ends = (rows, descriptor.in_features)
+    shape = (*lead, *(ends if descriptor.axis == -1 else ends[::-1]))
+    grad = torch.empty(call.out_shape, dtype=call.dtype, device="meta")
+    back = call._replace(batch=math.prod(lead) * rows, out_shape=shape)
+    request = grad, *operands[1:]
+    return [*found, (plans.problem_of(adjoint(descriptor), back, request, None)[0], ())]
 
 
 def variants(

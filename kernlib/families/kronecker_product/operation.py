@@ -7,22 +7,16 @@ import torch
 from kernlib.families.kronecker_product import checks
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.product import PRODUCT, calls
-from kernlib.runtime import products
-from kernlib.runtime.arguments import refuse_out_of_recorded
-from kernlib.runtime.operation import by_operator
-from kernlib.runtime.tensors import stand_ins
+from kernlib.runtime.products import front_door
 
 
 def _recorded(*request) -> torch.Tensor:
-    _, operands, out, _ = request
-    refuse_out_of_recorded(out)
-    if stand_ins(*operands):
-        return by_operator(PRODUCT, request)
-    checks.check_call(*request)
-    return products.by_reference(PRODUCT, *request)
+    from kernlib.families.kronecker_product import gradients  # which other calls do without
+
+    return gradients.recorded(*request)
 
 
-_run_matrix = products.front_door(PRODUCT, calls, _recorded)
+_run_matrix = front_door(PRODUCT, calls, _recorded)
 
 
 def run(descriptor: KroneckerProduct, *operands, out=None, **parameters) -> torch.Tensor:

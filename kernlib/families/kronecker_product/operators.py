@@ -27,6 +27,13 @@ from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
 
 
+def recorded(
+    descriptor: KroneckerProduct, operands: tuple, parameters: dict, debug: bool = False
+) -> torch.Tensor:
+    """A checked call whose gradient is recorded, by torch's own operators."""
+    return products.by_reference(PRODUCT, descriptor, operands, None, parameters)
+
+
 def _whole(x, factors, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
         given = by_name(names, numbers, tensors)

@@ -35,7 +35,7 @@ def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) ->
 def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> bool:
     """Whether kernels compute a checked call on CUDA tensors: a block's shared memory holds its
     factors, and a grid its batch. Raises UnsupportedError for GPUs that are too old."""
-    arch = arch_of(call.device.index)
+    arch = arch_of(operands[0].get_device())
     if not choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch):
         return False
     return problem_of(descriptor, call, operands, out)[0].batch <= MAX_BATCH

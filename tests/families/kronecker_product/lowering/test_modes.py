@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.kronecker_product import ahead
 from kernlib.families.kronecker_product.lowering import modes
+from kernlib.runtime import products
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
 from tests.families.kronecker_product.emulated import gpu, host
@@ -128,6 +130,48 @@ def test_what_kernels_do_not_hold_is_torchs(gpus):
     rows = kl.KroneckerProduct(((2, 1),)), gpu(torch.ones(65536, 1, 2)), gpu(torch.ones(2, 1))
     kl.prepare(*rows)
     assert gpus.loads
+
+
+@pytest.mark.parametrize("side", slow_but(("right",), ("right", "left")))
+def test_recorded_calls_and_gradients_by_x_are_kernels(side, gpus, monkeypatch, seed):
+    """Plain CPU tensors taken for those of a GPU, so that autograd hands on what it has."""
+    monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
+    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
+    shapes = ((4, 3), (2, 5))
+    epilogue = (kl.Bias(), kl.Scale())
+    descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=epilogue)
+    x, *factors = operands(shapes, 4, side, F64, (2,))
+    leaves = [x, factors[0][:1], factors[1], torch.randn(descriptor.out_features, dtype=F64)]
+    leaves = [t.detach().requires_grad_() for t in leaves]
+
+    def found(*tensors):
+        return kl.run_kernel(descriptor, *tensors[:3], bias=tensors[3], scale=1.5)
+
+    def wanted(x, first, second, bias):
+        y = product(x, (first, second), side)
+        return 1.5 * (y + (bias if side == "right" else bias[:, None]))
+
+    y, exact = found(*leaves), wanted(*leaves)
+    assert len(gpus.specs) == 1
+    torch.testing.assert_close(y, exact)
+    grad = torch.randn(y.shape, dtype=F64)
+    ours = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    assert len(gpus.specs) == 2
+    torch.testing.assert_close(ours, torch.autograd.grad(exact, leaves, grad, retain_graph=True))
+    twice = [
+        torch.autograd.grad(t.square().sum(), leaves, create_graph=True)[1].sum()
+        for t in (y, exact)
+    ]
+    torch.testing.assert_close(*(torch.autograd.grad(t, leaves) for t in twice))
+
+
+def test_prepare_loads_the_gradient_by_x(gpus, seed):
+    tensors = [gpu(t).requires_grad_() for t in operands(((4, 3), (2, 5)), 4, "right", F32)]
+    descriptor = kl.KroneckerProduct(((4, 3), (2, 5)))
+    kl.prepare(descriptor, *tensors)
+    assert len(gpus.loads) == 2
+    found = ahead.specs(descriptor, "sm_90a", tuple(tensors), {}, 0)
+    assert [one.what for one in gpus.loads] == [spec.description for spec in found]
 
 
 def test_a_nan_stays_in_its_row(gpus, seed):
