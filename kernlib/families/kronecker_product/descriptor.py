@@ -62,7 +62,7 @@ class KroneckerProduct(Product):
 
     family: ClassVar[str] = "kronecker_product"
 
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int] | int, ...]
     _: KW_ONLY
     side: str = "right"
     transposed: bool | tuple[bool, ...] = False
