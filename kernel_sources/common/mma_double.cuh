@@ -4,7 +4,7 @@
 //   d[0..3]  D[g][2t], D[g][2t + 1], D[g + 8][2t], D[g + 8][2t + 1]
 //   a[0..3]  A[g][t], A[g + 8][t], A[g][t + 4], A[g + 8][t + 4]
 //   b[0..1]  B[t][g], B[t + 4][g]
-// From sm_90 on it is one instruction, at twice the rate of the four of before.
+// From sm_90 on it is one instruction; the m8n8k4 of before run at half the rate there.
 #pragma once
 
 __device__ __forceinline__ void multiply_fragments(double (&d)[4], const double (&a)[4],

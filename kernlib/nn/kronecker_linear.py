@@ -15,7 +15,7 @@ from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
 from kernlib.nn.activations import as_activation
-from kernlib.nn.kronecker_sparse import DTYPES, checked_device
+from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -136,7 +136,7 @@ class KroneckerLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The matrix (out_features, in_features) of the factors as they are, differentiable, for
         code that asks an ``nn.Linear`` for its weight: no parameter."""
-        return reduce(_kron, [factor.mT for factor in self._weights()])
+        return reduce(_kron, [factor.mT for factor in weights_of(self, self._names)])
 
     def reset_parameters(self) -> None:
         """Draw factors and bias anew."""
@@ -162,8 +162,8 @@ class KroneckerLinear(nn.Module):
             input = input.clone()  # which may be kept for a gradient
         bias = self.bias
         if bias is None:
-            return run_kernel(self._plain, input, *self._weights())
-        return run_kernel(self._biased, input, *self._weights(), bias=bias)
+            return run_kernel(self._plain, input, *weights_of(self, self._names))
+        return run_kernel(self._biased, input, *weights_of(self, self._names), bias=bias)
 
     def to_dense(self) -> nn.Linear:
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
@@ -190,15 +190,6 @@ class KroneckerLinear(nn.Module):
     def _describe(self, bias: tuple[Epilogue, ...]) -> KroneckerProduct:
         epilogue = (*bias, *self._activation)
         return KroneckerProduct(self._shapes, epilogue=epilogue, precision=self._precision)
-
-    def _weights(self) -> list[torch.Tensor]:
-        """The factors, without the 1 us each that a ParameterList takes to find them."""
-        factors = self._modules["factors"]
-        held = factors._parameters
-        try:
-            return [held[name] for name in self._names]
-        except KeyError:  # parametrized
-            return list(factors)
 
 
 def _kron(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -169,13 +169,13 @@ class KSLinear(nn.Module):
 
     def pre_process(self, tensor: torch.Tensor) -> torch.Tensor:
         """The input as a matrix: (batch, in_features) or (in_features, batch)."""
-        self._check_input(tensor, self.bs_last, self._weights()[0])
+        self._check_input(tensor, self.bs_last, weights_of(self, self._names)[0])
         first = tensor.shape[0]
         return tensor.reshape(first, -1) if self.bs_last else tensor.reshape(-1, tensor.shape[-1])
 
     def post_process(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Bias, activation and the batch of the input ``tensor`` for a product ``output``."""
-        self._check_input(tensor, self.bs_last, self._weights()[0])
+        self._check_input(tensor, self.bs_last, weights_of(self, self._names)[0])
         size = self.out_size * (tensor.numel() // self.in_size)
         check_dense(("output",), output=output)
         if output.numel() != size:
@@ -189,7 +189,7 @@ class KSLinear(nn.Module):
     def get_dense_product(self) -> torch.Tensor:
         """The matrix (out_features, in_features) of the factors as they are, differentiable."""
         product = None
-        for pattern, weight in zip(self.patterns, self._weights(), strict=True):
+        for pattern, weight in zip(self.patterns, weights_of(self, self._names), strict=True):
             if product is None:
                 product = reference.dense(pattern, weight)
             else:
@@ -236,21 +236,12 @@ class KSLinear(nn.Module):
         except KeyError:  # parametrized
             bias = self.bias
         if bias is None:
-            return run_kernel(self._descriptors[False], x, *self._weights())
-        return run_kernel(self._descriptors[True], x, *self._weights(), bias=bias)
-
-    def _weights(self) -> list[torch.Tensor]:
-        """The factors, without the 1 us each that a ParameterList takes to find them."""
-        factors = self._modules["factors"]
-        held = factors._parameters
-        try:
-            return [held[name] for name in self._names]
-        except KeyError:  # parametrized
-            return list(factors)
+            return run_kernel(self._descriptors[False], x, *weights_of(self, self._names))
+        return run_kernel(self._descriptors[True], x, *weights_of(self, self._names), bias=bias)
 
     def _product(self, x: torch.Tensor, algo: str, batch_last: bool) -> torch.Tensor:
         """The factors alone, one after the other."""
-        weights = self._weights()
+        weights = weights_of(self, self._names)
         self._check_input(x, batch_last, weights[0])
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if not is_dynamo_compiling() and torch.is_grad_enabled() and x.is_inference():
@@ -388,6 +379,17 @@ def _by_position(more: tuple, device):
             "leave it out"
         )
     return more[0]
+
+
+def weights_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """Its ``factors``, without the 1 us each that a ParameterList takes to find them; ``names`` are
+    their places in it."""
+    factors = layer._modules["factors"]
+    held = factors._parameters
+    try:
+        return [held[name] for name in names]
+    except KeyError:  # parametrized
+        return list(factors)
 
 
 def checked_device(device: object) -> torch.device | None:

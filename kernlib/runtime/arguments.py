@@ -132,6 +132,15 @@ def refuse_recorded_out(out, *values) -> None:
                 refuse_out_of_recorded(out)
 
 
+def written(out: torch.Tensor | None, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The result y of a call of x, copied to ``out`` where one is given. Raises ValueError and
+    TypeError. Dynamo can trace it."""
+    if out is None:
+        return y
+    check_out(out, x, y.shape)
+    return out.copy_(y)
+
+
 def check_device(device: torch.device) -> None:
     """Raises UnsupportedError for devices that have no backend."""
     if device.type not in ("cpu", "cuda", "meta"):

@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_products(float (&d)[4], const Slices& a, con
         multiply_fragments<float>(d, a.high, b.high);
         return;
     }
-    // A tensor core's additions truncate: 16 of them would be off by 1e-6 of sums of one sign.
+    // A tensor core's additions truncate, which sums of one sign drift by; those of fp32 round.
     float step[4] = {};
     multiply_fragments<float>(step, a.low, b.high);
     multiply_fragments<float>(step, a.high, b.low);

@@ -79,7 +79,7 @@ def check_operands(descriptor: KroneckerProduct, operands: tuple) -> tuple[int, 
                 f"{name} must have shape {expected}, or a batch of it, got {tuple(factor.shape)}"
             )
         batches.append(factor.shape[:-2])
-    batch = _broadcast(batches, ("x", *names(operands)[1:]))
+    batch = _broadcast(batches, names(operands))
     rows = x.shape[-3 - axis]  # the other of the last two
     ends = (rows, descriptor.out_features) if axis == -1 else (descriptor.out_features, rows)
     return (*batch, *ends)

@@ -35,6 +35,11 @@ def adjoint(descriptor: KroneckerProduct) -> KroneckerProduct:
     )
 
 
+@lru_cache(maxsize=1024)
+def _plain(descriptor: KroneckerProduct) -> KroneckerProduct:
+    return descriptor.replace(epilogue=())
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, descriptor, plan, bias, *operands):
@@ -50,7 +55,7 @@ class _Product(torch.autograd.Function):
         if of_bias:
             features = grad.movedim(ctx.descriptor.axis, -1)
             to_bias = features.reshape(-1, features.shape[-1]).sum(0)
-        found = _gradients(ctx.descriptor.replace(epilogue=()), grad, ctx.saved_tensors, needs)
+        found = _gradients(_plain(ctx.descriptor), grad, ctx.saved_tensors, needs)
         return None, None, to_bias, *found
 
 

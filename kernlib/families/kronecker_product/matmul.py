@@ -170,8 +170,8 @@ def check_factors(factors) -> None:
 
 
 def descriptor_of(factors, side: str, precision: str | None) -> KroneckerProduct:
-    """What describes the product with these factors. Raises ValueError and TypeError."""
-    check_factors(factors)
+    """What describes the product with factors that :func:`check_factors` passes. Raises ValueError
+    and TypeError."""
     shapes = []
     for index, factor in enumerate(factors):
         name, shape = f"factors[{index}]", tuple(factor.shape)

@@ -18,10 +18,10 @@ from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
     by_name,
-    check_out,
     check_parameters,
     for_operator,
     refuse_recorded_out,
+    written,
 )
 from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
@@ -103,10 +103,7 @@ def run(
     refuse_recorded_out(out, *operands, *parameters.values())
     names = " ".join(parameters)
     y = _traced(descriptor.text, names, debug, *operands, *parameters.values())
-    if out is None:
-        return y
-    check_out(out, operands[0], y.shape)
-    return out.copy_(y)
+    return written(out, y, operands[0])
 
 
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does: descriptors

@@ -17,11 +17,11 @@ from kernlib.runtime.arguments import (
     autocast,
     by_name,
     check_names,
-    check_out,
     check_parameters,
     check_vector,
     for_operator,
     refuse_recorded_out,
+    written,
 )
 from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
@@ -140,10 +140,7 @@ def run(
     refuse_recorded_out(out, *operands, *parameters.values())
     names = " ".join(parameters)
     y = _traced(descriptor.text, names, debug, *operands, *parameters.values())
-    if out is None:
-        return y
-    check_out(out, operands[0], y.shape)
-    return out.copy_(y)
+    return written(out, y, operands[0])
 
 
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does: descriptors

@@ -23,11 +23,11 @@ from kernlib.families.sparse.tensors import TURNED, check_frozen, state_of
 from kernlib.runtime.arguments import (
     autocast,
     by_name,
-    check_out,
     check_parameters,
     check_vector,
     for_operator,
     refuse_out_of_recorded,
+    written,
 )
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
@@ -248,10 +248,7 @@ def run(
         matrix, layout = (*matrix, *turned.operands), turned.layout
     names = " ".join(parameters)
     y = _traced(descriptor.text, names, w.layout, layout, debug, x, *matrix, *parameters.values())
-    if out is None:
-        return y
-    check_out(out, x, y.shape)
-    return out.copy_(y)
+    return written(out, y, x)
 
 
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.arithmetic import round_up
 
 MERGED = 16  # rows and columns of small neighbours that are applied as one matrix
 Size = tuple[int, int]  # rows and columns of a factor
 
-# Of one multiprocessor of an H200, cycles: an element that passes through shared memory takes 1/16,
-# a term of 3xTF32 3 / 608, of TF32 1 / 608, of double 1 / 131; a byte of device memory 1 / 18.
+# Cycles of one multiprocessor of an H200, estimates to compare runs by. Of an element that is read
+# or written in shared memory, twice the 1/32 of 128 bytes a cycle, for what else a warp does; of a
+# term at 282 (TF32) and 61 (double) TFLOP/s; of a byte of device memory at 4.2 TB/s.
 SHARED_CYCLES = 1 / 16
 TERM_CYCLES = {"fp32": 3 / 608, "tf32": 1 / 608, "fp64": 1 / 131}
 BYTE_CYCLES = 1 / 18
@@ -137,8 +138,3 @@ def _cycles(run: Sequence[Size], elements: int, itemsize: int, arithmetic: str) 
     return (max(work, moved * BYTE_CYCLES) + min(work, moved * BYTE_CYCLES) / 4) / 132 + (
         LAUNCH_CYCLES
     )
-
-
-def tiles_of(columns: int, width: int) -> int:
-    """How many tiles of a width hold columns."""
-    return ceil_div(columns, width)
