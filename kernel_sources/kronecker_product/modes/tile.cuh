@@ -21,10 +21,11 @@ __device__ constexpr int place(int index) {
 __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 // A mode: of a tile (L, P, R) it makes (L, Q, R) by a matrix P x Q, the Kronecker product of the
-// PARTS factors from FIRST on. The last one's results go to device memory.
-template <int L_, int P_, int Q_, int R_, int FIRST_, int PARTS_, bool LAST_>
+// PARTS factors from FIRST on, which lies AT elements behind the first matrix. The last one's
+// results go to device memory.
+template <int L_, int P_, int Q_, int R_, int FIRST_, int PARTS_, bool LAST_, int AT_>
 struct Mode {
-    static constexpr int L = L_, P = P_, Q = Q_, R = R_, FIRST = FIRST_, PARTS = PARTS_;
+    static constexpr int L = L_, P = P_, Q = Q_, R = R_, FIRST = FIRST_, PARTS = PARTS_, AT = AT_;
     static constexpr bool LAST = LAST_;
     static constexpr int SLICES = L * R, ROW_TILES = ceil_div(SLICES, 16);
     static constexpr int COLUMN_TILES = ceil_div(Q, 8), STEPS = ceil_div(P, 8);

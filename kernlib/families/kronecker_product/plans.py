@@ -9,7 +9,6 @@ import torch
 
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.lowering import choose
-from kernlib.families.kronecker_product.lowering.modes import MAX_BATCH
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
 from kernlib.runtime.arguments import address_of, folded
 from kernlib.runtime.devices import arch_of, model
@@ -36,9 +35,7 @@ def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> boo
     """Whether kernels compute a checked call on CUDA tensors: a block's shared memory holds its
     factors, and a grid its batch. Raises UnsupportedError for GPUs that are too old."""
     arch = arch_of(operands[0].get_device())
-    if not choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch):
-        return False
-    return problem_of(descriptor, call, operands, out)[0].batch <= MAX_BATCH
+    return choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch)
 
 
 def _place_as_given(operands: tuple) -> tuple[list[int], None]:
@@ -69,9 +66,7 @@ def problem_of(
     written = None
     if out is not None:
         written, out_copy = _seen(out, call.out_shape[:-2], lead, inside)
-        # One run of columns and features is what a second launch asks for.
-        whole = not inside or written.feature == columns * written.column
-        written = written if out_copy is None and whole else None
+        written = written if out_copy is None else None
     apart = out is not None and written is None
     sizes = [shape[::-1] if inside else shape for shape in descriptor.shapes]
     made, copies = [], [x_copy]

@@ -16,7 +16,7 @@
 #define __shared__
 #define __align__(bytes)
 #define __grid_constant__
-#define __launch_bounds__(threads, blocks)
+#define __launch_bounds__(...)
 #define __syncthreads wait_for_block
 #define __syncwarp wait_for_warp
 
@@ -35,6 +35,14 @@ inline std::unique_ptr<std::barrier<>> block_barrier;
 inline std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
 inline void wait_for_block() { block_barrier->arrive_and_wait(); }
 inline void wait_for_warp() { warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
+
+template <class T>
+T __ldcg(const T* from) { return *from; }
+inline unsigned atomicAdd(unsigned* counter, unsigned value) {
+    unsigned before = *counter;
+    *counter += value;
+    return before;
+}
 
 inline unsigned __float_as_uint(float x) {
     unsigned bits;

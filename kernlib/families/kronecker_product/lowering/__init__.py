@@ -1,4 +1,4 @@
 """From a product's sizes and strides to its launches, without torch.
 
-In reading order ``problem``, ``grouping``, ``modes`` and ``choose``.
+In reading order ``problem``, ``grouping``, ``runs``, ``variant``, ``modes``, ``slabs`` and ``choose``.
 """

@@ -7,9 +7,10 @@ import math
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_product.lowering import grouping, modes
-from kernlib.families.kronecker_product.lowering.modes import Run
-from kernlib.families.kronecker_product.lowering.problem import Layout, Problem
+from kernlib.families.kronecker_product.lowering import grouping, modes, slabs
+from kernlib.families.kronecker_product.lowering.problem import Problem
+from kernlib.families.kronecker_product.lowering.runs import split
+from kernlib.families.kronecker_product.lowering.variant import spec
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.dtypes import DTYPES
@@ -54,9 +55,21 @@ def lower(
 ) -> Lowered:
     """The launches of a call."""
     found = runs(problem, arch)
+    whole = slabs.lower(epilogue, problem, found, arch, multiprocessors)
+    return whole or _apart(epilogue, problem, found, arch, multiprocessors)
+
+
+def _apart(
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    found: tuple[tuple[int, int], ...],
+    arch: str,
+    multiprocessors: int,
+) -> Lowered:
+    """One launch for each run."""
     sums = DTYPES[problem.dtype].accumulator
     parts, steps = split(problem, found), []
-    kept = [_elements(part) * DTYPES[sums].bytes for part in parts[:-1]]
+    kept = [part.elements * DTYPES[sums].bytes for part in parts[:-1]]
     second = round_up(max(kept[::2], default=0), 256)  # two buffers, in turn
     whole = second + max(kept[1::2], default=0)
     for index, (part, (first, last)) in enumerate(zip(parts, found, strict=True)):
@@ -65,8 +78,7 @@ def lower(
         target = ("out", 0) if ends else (WORKSPACE, second if index % 2 else 0)
         dtypes = _dtypes(problem.dtype, index == 0, ends)
         columns = modes.columns_of(part, problem.dtype, arch, multiprocessors)
-        sizes = modes.sizes_of(part)
-        made = modes.variant(sizes, dtypes, problem.precision, part.inside, columns)
+        made = modes.variant(part.sizes, dtypes, problem.precision, part.inside, columns, arch)
         operands = (source, target, *((f"factor{number}", 0) for number in range(first, last)))
         own = epilogue if ends else ()
         steps.append(modes.step(own, part, made, arch, multiprocessors, operands))
@@ -90,82 +102,22 @@ def variants(
             dtypes = _dtypes(dtype, index == 0, ends)
             within = inside or index > 0
             for bits in range(modes.most_columns(own, within, dtype, arch).bit_length()):
-                one = modes.variant(own, dtypes, precision, within, 1 << bits)
-                made.append(modes.spec(epilogue if ends else (), one, arch))
+                one = modes.variant(own, dtypes, precision, within, 1 << bits, arch)
+                made.append(spec(epilogue if ends else (), one, arch))
+        made += _in_slabs(epilogue, sizes, inside, dtype, precision, parts, arch)
     return list(dict.fromkeys(made))
+
+
+def _in_slabs(epilogue, sizes, inside: bool, dtype: str, precision: str, parts, arch: str) -> list:
+    """The kernels of runs in one launch, if there are several."""
+    if len(parts) < 2:
+        return []
+    own = tuple(sizes[first:last] for first, last in parts)
+    made = slabs.variant(own, dtype, precision, inside, arch)
+    return [] if made is None else [slabs.clear(), spec(epilogue, made, arch)]
 
 
 def _dtypes(dtype: str, begins: bool, ends: bool) -> tuple[str, str, str]:
     """Those of x, factors and result of a launch: between two they are those of the sums."""
     sums = DTYPES[dtype].accumulator
     return dtype if begins else sums, dtype, dtype if ends else sums
-
-
-def split(problem: Problem, found: tuple[tuple[int, int], ...]) -> list[Run]:
-    """The launches of runs, whose results but the last lie in the workspace without gaps, in the
-    order of x's dimensions."""
-    made, x = [], problem.x
-    for first, last in found:
-        before = math.prod(factor.rows for factor in problem.factors[:first])
-        behind = math.prod(factor.columns for factor in problem.factors[last:])
-        own = problem.factors[first:last]
-        sizes = [math.prod(getattr(f, name) for f in own) for name in ("rows", "columns")]
-        out = problem.out
-        if first:  # into the workspace: (batch, columns, before, own, behind), or columns last
-            features = before * sizes[1] * behind
-            out = Layout(
-                features * problem.columns,
-                0,
-                1 if problem.inside else features,
-                problem.columns if problem.inside else 1,
-            )
-        made.append(_run(problem, x, out, before, sizes, behind, own))
-        x = out
-    return made
-
-
-def _run(problem: Problem, x: Layout, out: Layout, before, sizes, behind, own) -> Run:
-    """One launch over features (before, own, behind), of which ``before`` or ``behind`` go to the
-    tile's columns and the rest to outer indices. Output features are those of the last run, which
-    alone has an epilogue: nothing is before it."""
-    sides = list(zip((x, out), sizes, strict=True))
-    outer = [s.feature * size * behind for s, size in sides]  # from one before to the next
-    own_strides = [s.feature * behind for s, _ in sides]
-    if problem.inside:  # (before, own, behind, columns)
-        if behind > 1 and any(s.feature != problem.columns * s.column for s, _ in sides):
-            raise UnsupportedError("features and columns of the result must lie in one run")
-        columns, count = [s.column for s, _ in sides], behind * problem.columns
-        merged = _layouts(sides, outer, columns, own_strides)
-        feature = (0, 1, behind)
-        return Run(problem.batch, before, count, True, own, *merged, feature, problem.columns)
-    rows = [s.column for s, _ in sides]
-    if behind > 1:  # (columns, before, own, behind)
-        if before == 1:
-            outer = rows
-        elif any(row != step * before for row, step in zip(rows, outer, strict=True)):
-            raise UnsupportedError("rows between two launches must lie in one run")
-        merged = _layouts(sides, outer, [s.feature for s, _ in sides], own_strides)
-        count = problem.columns * before
-        return Run(problem.batch, count, behind, True, own, *merged, (0, 1, behind), 1)
-    if before == 1:  # (columns, own)
-        merged = _layouts(sides, [0, 0], rows, own_strides)
-        return Run(problem.batch, 1, problem.columns, False, own, *merged, (0, 0, 1), 1)
-    if all(row == step * before for row, step in zip(rows, outer, strict=True)):
-        merged = _layouts(sides, [0, 0], outer, own_strides)
-        count = problem.columns * before
-        return Run(problem.batch, 1, count, False, own, *merged, (0, 0, 1), 1)
-    merged = _layouts(sides, rows, outer, own_strides)
-    return Run(problem.batch, problem.columns, before, False, own, *merged, (0, 0, 1), 1)
-
-
-def _layouts(sides: list, outer: list, columns: list, features: list) -> list[Layout]:
-    """Those of x and of the result."""
-    return [
-        Layout(side.batch, *strides, side.alignment)
-        for (side, _), *strides in zip(sides, outer, columns, features, strict=True)
-    ]
-
-
-def _elements(part: Run) -> int:
-    width = math.prod(factor.columns for factor in part.factors)
-    return part.batch * part.outer * part.columns * width

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 class Layout(NamedTuple):
     """Elements from one batch, outer index, column and feature to the next, and the alignment of
-    the first in bytes."""
+    the first in bytes; and from one inner index, of an outer one's, to the next."""
 
     batch: int
     outer: int
     column: int
     feature: int
     alignment: int = 16
+    inner: int = 0
 
 
 class Factor(NamedTuple):

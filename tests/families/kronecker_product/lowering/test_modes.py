@@ -7,8 +7,9 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_product import ahead
-from kernlib.families.kronecker_product.lowering import modes
-from kernlib.runtime import products
+from kernlib.families.kronecker_product import plans
+from kernlib.families.kronecker_product.lowering import modes, slabs, variant
+from kernlib.runtime import devices, products
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
 from tests.families.kronecker_product.emulated import gpu, host
@@ -119,17 +120,56 @@ def test_several_launches(side, precision, gpus, monkeypatch, seed):
     check(descriptor, tensors, found, 2e-3 if precision == "tf32" else 1e-6, bias=bias)
 
 
+SLABS = {
+    "rows": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F32),
+    "columns": ("left", ((8, 8), (4, 6), (8, 7), (8, 8)), 131, F32),
+    "doubles": ("right", ((6, 4), (5, 5), (3, 8)), 9, F64),
+    "halves": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F16),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(("rows",), SLABS))
+def test_slabs_pass_from_run_to_run_in_one_launch(case, gpus, monkeypatch, seed):
+    side, shapes, rows, dtype = SLABS[case]
+    most = 1200 if dtype != F64 else 600
+    monkeypatch.setattr(modes, "room", lambda dtype, arch: most)
+    monkeypatch.setattr(modes, "most_features", lambda dtype: 512 if dtype != "float64" else 40)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
+    tensors = operands(shapes, rows, side, dtype)
+    descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=(kl.Bias(), kl.Scale()))
+    bias = torch.randn(descriptor.out_features).to(dtype)
+    found = kl.run_kernel(descriptor, *map(gpu, tensors), bias=gpu(bias), scale=2.0)
+    assert [spec.description.split()[1] for spec in gpus.specs] == ["clear", "slabs"]
+    check(descriptor, tensors, found, GATES[dtype], bias=2 * bias, scale=2.0)
+
+
+@pytest.mark.parametrize("shapes", slow_but((((4, 6), (8, 3)),), [((4, 6), (8, 3)), ((16, 16),)]))
+@pytest.mark.parametrize("ahead", [32, 96, 10**6])
+def test_tiles_are_read_ahead(shapes, ahead, gpus, monkeypatch, seed):
+    """By the only block there is, of a multiprocessor that holds one."""
+    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(variant.Variant, "resident", lambda self, arch: 1)
+    monkeypatch.setattr(modes, "columns_of", lambda *_: 4)
+    monkeypatch.setattr(modes, "ahead_of", lambda made, arch: min(ahead, made.tile))
+    tensors = operands(shapes, 27, "right", F32)
+    descriptor = kl.KroneckerProduct(shapes)
+    found = kl.run_kernel(descriptor, *map(gpu, tensors))
+    assert gpus.specs[0].description.endswith("a")
+    check(descriptor, tensors, found, 1e-6)
+
+
 def test_what_kernels_do_not_hold_is_torchs(gpus):
-    """Factors that no shared memory holds, and more entries of a batch than a grid has; but a batch
-    of x alone is rows."""
+    """Factors that no shared memory holds."""
     large = kl.KroneckerProduct((300,)), gpu(torch.ones(2, 300)), gpu(torch.ones(300, 300))
-    many = kl.KroneckerProduct(((1, 2),), side="left"), gpu(torch.ones(65536, 2, 1))
-    for call in (large, (*many, gpu(torch.ones(1, 2)))):
-        kl.prepare(*call)
-        assert kl.run_kernel(*call).numel() and not gpus.loads
-    rows = kl.KroneckerProduct(((2, 1),)), gpu(torch.ones(65536, 1, 2)), gpu(torch.ones(2, 1))
-    kl.prepare(*rows)
-    assert gpus.loads
+    kl.prepare(*large)
+    assert kl.run_kernel(*large).numel() and not gpus.loads
+
+
+def test_a_batch_may_be_larger_than_a_grid(gpus, monkeypatch, seed):
+    monkeypatch.setattr(modes, "GRID_BATCH", 3)
+    tensors = operands(((3, 4), (2, 2)), 2, "left", F32, (7,))
+    descriptor = kl.KroneckerProduct(((3, 4), (2, 2)), side="left")
+    check(descriptor, tensors, kl.run_kernel(descriptor, *map(gpu, tensors)), 1e-6)
 
 
 @pytest.mark.parametrize("side", slow_but(("right",), ("right", "left")))

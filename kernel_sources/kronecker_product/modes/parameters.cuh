@@ -1,0 +1,83 @@
+// What a launch is given, and where its tiles lie.
+//
+// The generated source defines before it includes this file:
+//   InputT, AccT, OutputT        storage of factors and vectors, arithmetic, the result's storage
+//   RUNS, FACTORS                of the launch
+//   VECTORS, SCALARS             of the epilogue
+//   PARAMETER_BYTES              what lowering makes of Parameters
+#pragma once
+
+#include "common/parameters.cuh"
+
+// Written at each launch.
+struct Pointers {
+    const void* sources[RUNS];
+    void* targets[RUNS];
+    const InputT* factors[FACTORS];
+};
+
+struct Matrix {
+    i64 row_stride, column_stride, batch_stride;
+};
+
+// Elements from one batch, outer index, inner one, column and feature to the next. A slab's begins
+// slab_stride behind the one before it, of a ring's slabs in turn.
+struct Side {
+    i64 batch_stride, outer_stride, inner_stride, column_stride, feature_stride;
+    i64 slab_stride, ring;
+};
+
+struct RunFixed {
+    Side in, out;
+    i64 outers, columns;            // of a slab, columns of one outer and inner index
+    i64 last_outers, last_columns;  // of the last slab
+    i64 inners;                     // of one outer index
+    i64 tiles, tiles_of_columns;    // of a slab; of its columns
+    // Of the output feature: from one outer index, inner one, column (divided first) and own feature
+    // on.
+    i64 feature_outer, feature_inner, feature_column, feature_own, feature_divisor;
+    u32 aligned;        // whether the source takes aligned 16-byte copies along the last dimension
+    u32 columns_first;  // whether columns lie closer together in the source than features
+};
+
+struct Fixed {
+    RunFixed runs[RUNS];
+    Matrix matrices[FACTORS];
+    i64 batches, slabs, tickets;  // tickets: tiles of a slab in all runs
+};
+
+// Of slabs.cuh.
+template <int COUNT>
+struct CounterPointer {
+    u32* counters;
+};
+template <>
+struct CounterPointer<1> {};
+
+// Laid out by kernlib/families/kronecker_product/lowering/modes.py.
+struct Parameters : Pointers, CounterPointer<RUNS>, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+// What a tile is of, and where it begins in source and target.
+struct Tile {
+    i64 outer, inner, column, in, out;
+    int columns;  // that exist
+
+    // Tile `index` of slab `slab`, for a kernel of tiles of WIDTH columns.
+    __device__ __forceinline__ Tile(const RunFixed& run, i64 batch, i64 slab, bool is_last,
+                                    i64 index, int width) {
+        i64 row = index / run.tiles_of_columns;
+        column = index % run.tiles_of_columns * width;
+        outer = row / run.inners;
+        inner = row % run.inners;
+        i64 there = is_last ? run.last_columns : run.columns;
+        if (outer >= (is_last ? run.last_outers : run.outers)) there = 0;
+        columns = int(max(min(there - column, i64(width)), i64(0)));
+        in = begin(run.in, batch, slab);
+        out = begin(run.out, batch, slab);
+    }
+    __device__ __forceinline__ i64 begin(const Side& side, i64 batch, i64 slab) const {
+        return batch * side.batch_stride + slab % side.ring * side.slab_stride +
+               outer * side.outer_stride + inner * side.inner_stride + column * side.column_stride;
+    }
+};

@@ -1,0 +1,132 @@
+// One run of neighbouring factors, applied to a tile that stays in shared memory between the first
+// factor and the last:
+//
+//   target[o, i, c, (q1 .. qN)] = sum source[o, i, c, (p1 .. pN)] * F1[p1, q1] * .. * FN[pN, qN]
+//
+// One column c is a whole row of x, or what one of the elements behind the run's own takes part in.
+//
+// The generated source defines before it includes this file, beside what parameters.cuh asks for:
+//   PRODUCTS                     of one multiplication in float: 1, or 3 for fp32 by 3xTF32
+//   WARPS, MIN_BLOCKS            of a CTA, and CTAs a multiprocessor holds
+//   TILE                         elements of shared memory that a tile takes
+//   ROWS[], WIDTHS[]             of all factors
+//   EPILOGUE, Finish             of the last run; DOUBLE where AccT is double
+// and behind it each run:
+//   SourceT, TargetT             storage of what is read and written
+//   COLUMNS, COLUMNS_LAST        of a tile, and whether they are its last dimension
+//   IN_FEATURES, INPUTS          of a column, and of a tile
+//   WRITTEN_HERE, ENDS           whether the source is a target of this launch; the target the result
+//   Modes                        list of Modes in their order
+#pragma once
+
+constexpr int THREADS = WARPS * 32;
+
+#include "kronecker_product/modes/load.cuh"
+
+// The sums in the place of the tile.
+template <class M>
+__device__ __forceinline__ void put_back(AccT* tile, const Sums<M>& sums, const Warp<M>& warp,
+                                         int begin) {
+#pragma unroll
+    for (int i = 0; i < M::ROWS; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int slice = warp.slice(begin + i, half);
+            if (slice >= M::SLICES) continue;
+            int base = slice / M::R * (M::Q * M::R) + slice % M::R;
+#pragma unroll
+            for (int j = 0; j < M::WARP_COLUMNS; ++j) {
+                int column = warp.column(j);
+                const AccT* value = sums.value[i][j] + 2 * half;
+                if constexpr (M::R == 1 && M::Q % 2 == 0) {
+                    if (column < M::Q)
+                        store_vector(tile + place(base + column),
+                                     Vector<AccT, 2>{value[0], value[1]});
+                } else {
+#pragma unroll
+                    for (int next = 0; next < 2; ++next)
+                        if (column + next < M::Q)
+                            tile[place(base + (column + next) * M::R)] = value[next];
+                }
+            }
+        }
+    }
+}
+
+// The sums of the last mode, finished, to device memory.
+template <class R, class M>
+__device__ __forceinline__ void store(const RunFixed& run, typename R::TargetT* out, const Tile& at,
+                                      const Sums<M>& sums, const Finish& finish,
+                                      const Warp<M>& warp, int begin) {
+    constexpr bool FINISHED = EPILOGUE && R::ENDS;
+#pragma unroll
+    for (int i = 0; i < M::ROWS; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int slice = warp.slice(begin + i, half);
+            if (slice >= M::SLICES) continue;
+            // The slice is of a column and of what stands before and behind the mode's own index.
+            constexpr int BEHIND = R::COLUMNS_LAST ? M::R / R::COLUMNS : M::R;
+            constexpr int BEFORE = R::COLUMNS_LAST ? M::L : M::L / R::COLUMNS;
+            int left = slice / M::R, right = slice % M::R;
+            int column = R::COLUMNS_LAST ? right % R::COLUMNS : left / BEFORE;
+            int before = R::COLUMNS_LAST ? left : left % BEFORE;
+            int behind = R::COLUMNS_LAST ? right / R::COLUMNS : right;
+            if (column >= at.columns) continue;
+            i64 first = 0;
+            if (FINISHED)
+                first = at.outer * run.feature_outer + at.inner * run.feature_inner +
+                        (at.column + column) / run.feature_divisor * run.feature_column;
+#pragma unroll
+            for (int j = 0; j < M::WARP_COLUMNS; ++j) {
+#pragma unroll
+                for (int next = 0; next < 2; ++next) {
+                    int q = warp.column(j) + next;
+                    if (q >= M::Q) continue;
+                    int feature = (before * M::Q + q) * BEHIND + behind;
+                    AccT value = sums.value[i][j][2 * half + next];
+                    if (FINISHED) value = finish(value, first + feature * run.feature_own);
+                    out[column * run.out.column_stride + feature * run.out.feature_stride] =
+                        convert<typename R::TargetT>(value);
+                }
+            }
+        }
+    }
+}
+
+template <class R, class M>
+__device__ __forceinline__ void apply(AccT* tile, const AccT* matrices, const RunFixed& run,
+                                      typename R::TargetT* out, const Tile& at,
+                                      const Finish& finish) {
+    Warp<M> warp;
+    Factors<M> factors;
+    factors.read(matrices + M::AT, warp);
+#pragma unroll 1
+    for (int begin = 0; begin < M::WARP_ROWS; begin += M::ROWS) {
+        Sums<M> sums = {};
+        multiply<M>(sums, tile, matrices + M::AT, factors, warp, begin);
+        if constexpr (M::LAST) {
+            store<R, M>(run, out, at, sums, finish, warp, begin);
+        } else {
+            if (M::AT_ONCE) __syncthreads();
+            else __syncwarp();
+            put_back<M>(tile, sums, warp, begin);
+        }
+    }
+    __syncthreads();
+}
+
+// The modes of a run, first to last.
+template <class... M>
+struct List {
+    __device__ __forceinline__ static void stage(AccT* matrices, const Parameters& p, i64 batch) {
+        (stage_matrix<M>(matrices + M::AT, p, batch), ...);
+    }
+    template <class R>
+    __device__ __forceinline__ static void apply_all(AccT* tile, const AccT* matrices,
+                                                     const RunFixed& run, void* target,
+                                                     const Tile& at, const Finish& finish) {
+        auto* out = static_cast<typename R::TargetT*>(target) + at.out;
+        (apply<R, M>(tile, matrices, run, out, at, finish), ...);
+    }
+};

@@ -1,0 +1,95 @@
+"""A Kronecker product as runs of neighbouring factors: what each reads and writes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from kernlib.families.kronecker_product.lowering.grouping import Size
+from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
+
+
+class Run(NamedTuple):
+    """One run: columns of ``outer`` times ``inner`` indices, and which output feature each result
+    is, as strides of outer index, inner one, column and own feature, of a column divided by
+    ``divisor`` first."""
+
+    batch: int
+    outer: int
+    inner: int
+    columns: int
+    inside: bool
+    factors: tuple[Factor, ...]
+    x: Layout
+    out: Layout
+    feature: tuple[int, int, int, int]
+    divisor: int = 1
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """Rows and columns of its factors."""
+        return tuple((factor.rows, factor.columns) for factor in self.factors)
+
+    @property
+    def elements(self) -> int:
+        """Of its result."""
+        width = math.prod(factor.columns for factor in self.factors)
+        return self.batch * self.outer * self.inner * self.columns * width
+
+
+def split(problem: Problem, found: tuple[tuple[int, int], ...], slab: int = 0) -> list[Run]:
+    """The runs of a problem, whose results but the last lie in the workspace without gaps, in the
+    order of x's dimensions. With a ``slab``, those of so many columns of the problem, which end
+    where they end for any number."""
+    columns = slab or problem.columns
+    made, x = [], problem.x
+    for first, last in found:
+        before = math.prod(factor.rows for factor in problem.factors[:first])
+        behind = math.prod(factor.columns for factor in problem.factors[last:])
+        own = problem.factors[first:last]
+        sizes = [math.prod(getattr(f, name) for f in own) for name in ("rows", "columns")]
+        out = problem.out
+        if first:  # into the workspace: (batch, columns, before, own, behind), or columns last
+            features = before * sizes[1] * behind
+            strides = (1, columns) if problem.inside else (features, 1)
+            out = Layout(features * columns, 0, *strides)
+        made.append(
+            _run(problem._replace(columns=columns), x, out, before, sizes, behind, own, slab)
+        )
+        x = out
+    return made
+
+
+def _run(problem: Problem, x: Layout, out: Layout, before, sizes, behind, own, slab: int) -> Run:
+    """One run over features (before, own, behind), of which ``before`` or ``behind`` go to the
+    tile's columns and the rest to outer and inner indices. Output features are those of the last
+    run, which alone has an epilogue: nothing is before it."""
+    sides = list(zip((x, out), sizes, strict=True))
+    outer = [s.feature * size * behind for s, size in sides]  # from one before to the next
+    own_strides = [s.feature * behind for s, _ in sides]
+    rows, features = [s.column for s, _ in sides], [s.feature for s, _ in sides]
+    batch, columns = problem.batch, problem.columns
+    if problem.inside:  # (before, own, behind, columns)
+        apart = slab or any(s.feature != columns * s.column for s, _ in sides)
+        if behind > 1 and apart:
+            merged = _layouts(sides, outer, features, rows, own_strides)
+            return Run(batch, before, behind, columns, True, own, *merged, (0, 1, 0, behind))
+        merged = _layouts(sides, outer, [0, 0], rows, own_strides)
+        feature, count = (0, 0, 1, behind), behind * columns
+        return Run(batch, before, 1, count, True, own, *merged, feature, columns)
+    if behind > 1:  # (columns, before, own, behind)
+        merged = _layouts(sides, rows, outer, features, own_strides)
+        return Run(batch, columns, before, behind, True, own, *merged, (0, 0, 1, behind))
+    if before > 1 and any(row != step * before for row, step in zip(rows, outer, strict=True)):
+        merged = _layouts(sides, rows, [0, 0], outer, own_strides)
+        return Run(batch, columns, 1, before, False, own, *merged, (0, 0, 0, 1))
+    merged = _layouts(sides, [0, 0], [0, 0], outer if before > 1 else rows, own_strides)
+    return Run(batch, 1, 1, columns * before, False, own, *merged, (0, 0, 0, 1))
+
+
+def _layouts(sides: list, *strides: list[int]) -> list[Layout]:
+    """Those of x and of the result: outer index, inner one, column, feature."""
+    return [
+        Layout(side.batch, outer, column, feature, side.alignment, inner)
+        for (side, _), outer, inner, column, feature in zip(sides, *strides, strict=True)
+    ]

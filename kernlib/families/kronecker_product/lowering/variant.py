@@ -1,0 +1,218 @@
+"""A kernel of Kronecker products before it is text, and its text: of one run of factors or several,
+each applied to tiles that stay in shared memory."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.errors import UnsupportedError
+from kernlib.families.kronecker_product.lowering import grouping
+from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
+from kernlib.families.kronecker_product.lowering.runs import Run
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import product_source as text
+from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.names import named
+
+LINE = 32  # elements: what a tile's size is a multiple of
+MOST_WARPS = 16
+SUMS = {"float32": 64, "float64": 32}  # registers of a thread for results, in elements
+REGISTERS = 96  # of a thread, as resident blocks are counted
+TICKET_BYTES = 16  # of shared memory, for the number of one
+
+
+class Part(NamedTuple):
+    """One run: dtypes of what it reads and writes, the tile's columns and whether they are its last
+    dimension, and sizes of the factors."""
+
+    source: str
+    target: str
+    columns: int
+    inside: bool
+    sizes: tuple[Size, ...]
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        return grouping.modes(self.sizes, self.columns, self.inside)
+
+    @property
+    def words(self) -> list[str]:
+        """That tell it from others."""
+        sizes = ["x".join(map(str, size)) for size in self.sizes]
+        return [*sizes, f"{self.columns}c" + "i" * self.inside]
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the epilogue: the factors' dtype, the runs,
+    first to last, and the block's warps. ``ahead`` are the elements of shared memory behind a tile
+    for what is read of the next."""
+
+    dtype: str
+    precision: str
+    parts: tuple[Part, ...]
+    warps: int
+    ahead: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in shared memory."""
+        return DTYPES[self.dtype].sums.bytes
+
+    @property
+    def tile(self) -> int:
+        """Elements of shared memory that a tile takes."""
+        return round_up(max(mode.inputs for part in self.parts for mode in part.modes), LINE)
+
+    @property
+    def matrices(self) -> int:
+        """Elements of shared memory that the matrices of all modes take."""
+        return sum(mode.matrix for part in self.parts for mode in part.modes)
+
+    @property
+    def shared_bytes(self) -> int:
+        ticket = TICKET_BYTES * (len(self.parts) > 1)
+        return self.itemsize * (self.tile + self.ahead + self.matrices) + ticket
+
+    def resident(self, arch: str) -> int:
+        """Blocks that a multiprocessor holds."""
+        return targets.resident_blocks(arch, 32 * self.warps, REGISTERS, self.shared_bytes)
+
+
+def warps_of(dtype: str, tile: int) -> int:
+    """Warps whose registers hold the results of a tile of so many elements."""
+    limit, warps = SUMS[DTYPES[dtype].accumulator], 4
+    while warps < MOST_WARPS and warps * 32 * limit // 2 < tile:
+        warps *= 2
+    return warps
+
+
+def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
+    """The KernelSpec of a variant. Raises UnsupportedError where its shared memory does not fit."""
+    kind = "modes" if len(variant.parts) == 1 else "slabs"
+    words = [word for part in variant.parts for word in part.words]
+    words += [f"{variant.warps}w"] + [f"{variant.ahead}a"] * bool(variant.ahead)
+    ends = variant.parts[0].source, variant.parts[-1].target
+    if ends != (variant.dtype, variant.dtype):
+        words += ends
+    precision = [variant.precision] * (variant.dtype == "float32")
+    description = text.describe(
+        "kronecker_product", kind, variant.dtype, variant.precision, words, epilogue
+    )
+    shared = variant.shared_bytes
+    if shared > targets.SHARED_BYTES[arch]:
+        raise UnsupportedError(
+            f"{description} needs {shared} bytes of shared memory, a block of {arch} has "
+            f"{targets.SHARED_BYTES[arch]}"
+        )
+    source = _source(epilogue, variant, kind, max(1, min(variant.resident(arch), 4)))
+    made = KernelSpec(
+        "kronecker_product",
+        source,
+        f"kronecker_product_{kind}",
+        32 * variant.warps,
+        shared,
+        description=description,
+    )
+    return named(made, variant.dtype, *precision, *words[-4:], epilogue=epilogue)
+
+
+def _source(epilogue: tuple[Epilogue, ...], variant: Variant, kind: str, blocks: int) -> str:
+    """The generated CUDA text: types, ``Finish``, constants, runs, one include."""
+    exact = variant.dtype == "float32" and variant.precision == "fp32"
+    sizes = [size for part in variant.parts for size in part.sizes]
+    rows, widths = (", ".join(str(size[side]) for size in sizes) for side in (0, 1))
+    count, several = len(variant.parts), len(variant.parts) > 1
+    names = [f"Run{index}" if several else "Run" for index in range(count)]
+    list_of_runs = f"#define RUN_LIST {', '.join(names)}\n" * several
+    size = parameters(count, len(sizes), epilogue).size
+    return f"""{text.preamble(variant.dtype, variant.parts[-1].target, epilogue)}
+{"#define DOUBLE" if variant.dtype == "float64" else ""}
+constexpr int PRODUCTS = {3 if exact else 1};
+constexpr int WARPS = {variant.warps};
+constexpr int MIN_BLOCKS = {blocks};
+constexpr int TILE = {variant.tile};
+constexpr int AHEAD = {variant.ahead};
+constexpr int MATRICES = {variant.matrices};
+constexpr int RUNS = {count};
+constexpr int FACTORS = {len(sizes)};
+__device__ constexpr int ROWS[] = {{{rows}}};
+__device__ constexpr int WIDTHS[] = {{{widths}}};
+constexpr int PARAMETER_BYTES = {size};
+
+#include "kronecker_product/modes/run.cuh"
+
+{_runs(variant, names)}{list_of_runs}
+#include "kronecker_product/modes/{kind}.cuh"
+"""
+
+
+def _runs(variant: Variant, names: list[str]) -> str:
+    """The struct of each run."""
+    made, at, first = "", 0, 0
+    for index, (part, name) in enumerate(zip(variant.parts, names, strict=True)):
+        modes = part.modes
+        listed = []
+        for mode in modes:
+            last = str(mode == modes[-1]).lower()
+            left, rows, columns, right, own, parts = mode
+            numbers = left, rows, columns, right, first + own, parts, last, at
+            listed.append(f"Mode<{', '.join(map(str, numbers))}>")
+            at += mode.matrix
+        first += len(part.sizes)
+        features = math.prod(size[0] for size in part.sizes)
+        made += f"""struct {name} {{
+    using SourceT = {DTYPES[part.source].cuda};
+    using TargetT = {DTYPES[part.target].cuda};
+    static constexpr int INDEX = {index}, COLUMNS = {part.columns};
+    static constexpr int IN_FEATURES = {features}, INPUTS = {part.columns * features};
+    static constexpr bool COLUMNS_LAST = {str(part.inside).lower()};
+    static constexpr bool WRITTEN_HERE = {str(index > 0).lower()};
+    static constexpr bool ENDS = {str(index == len(names) - 1).lower()};
+    using Modes = List<{(", " + chr(10) + " " * 23).join(listed)}>;
+}};
+"""
+    return made
+
+
+def parameters(runs: int, factors: int, epilogue: tuple[Epilogue, ...]) -> text.Parameters:
+    """The parameter struct of a launch."""
+    pointers = 2 * runs + factors + (runs > 1)
+    return text.parameters(pointers, f"<{'26q2I' * runs}{3 * factors}q3q", epilogue)
+
+
+def run_numbers(
+    run: Run, part: Part, last: tuple[int, int], slabs: tuple[tuple[int, int], tuple[int, int]]
+) -> list[int]:
+    """Of the parameter struct what is a run's. ``last`` are outer indices and columns of the last
+    slab, ``slabs`` how far one is behind another, and how many are in a ring, in source and in
+    target."""
+    across = ceil_div(run.columns, part.columns)
+    made = []
+    for side, slab in zip((run.x, run.out), slabs, strict=True):
+        made += [side.batch, side.outer, side.inner, side.column, side.feature, *slab]
+    made += [run.outer, run.columns, *last, run.inner, run.outer * run.inner * across, across]
+    return [*made, *run.feature, run.divisor, _vectors(run, part), int(_columns_first(run))]
+
+
+def matrix_numbers(runs: list[Run]) -> list[int]:
+    """Of the parameter struct what is the factors'."""
+    found = [factor for run in runs for factor in run.factors]
+    return [s for f in found for s in (f.row_stride, f.column_stride, f.batch_stride)]
+
+
+def _columns_first(run: Run) -> bool:
+    return run.x.column < run.x.feature
+
+
+def _vectors(run: Run, part: Part) -> int:
+    """Whether the source takes aligned 16-byte copies along the tile's last dimension."""
+    chunk = 16 // DTYPES[part.source].bytes
+    x = run.x
+    along, across = (x.column, x.feature) if run.inside else (x.feature, x.column)
+    others = [across, *[x.outer] * (run.outer > 1), *[x.inner] * (run.inner > 1)]
+    others += [x.batch] * (run.batch > 1)
+    return int(along == 1 and not any(s % chunk for s in others) and x.alignment % 16 == 0)
