@@ -39,12 +39,13 @@ __device__ __forceinline__ void one_batch(AccT* tiles, AccT* matrices, const Par
     if (index >= run.tiles) return;
     Run::Modes::stage(matrices, p, batch);
     bool is_behind = false;
-    Tile at(run, batch, 0, true, index, Run::COLUMNS);
+    const Slab whole{batch, batch, 0, true};
+    Tile at(run, whole, index, Run::COLUMNS);
     load_tile<Run>(tiles, p, run, p.sources[0], at, 0, Run::INPUTS);
     while (true) {
         i64 following = index + gridDim.x;
         bool is_last = following >= run.tiles;
-        Tile next(run, batch, 0, true, is_last ? index : following, Run::COLUMNS);
+        Tile next(run, whole, is_last ? index : following, Run::COLUMNS);
         wait_for_copies();
         __syncthreads();
         if (AHEAD && !is_last) read_ahead<false>(tiles, p, next, !is_behind);

@@ -20,11 +20,17 @@ struct Matrix {
     i64 row_stride, column_stride, batch_stride;
 };
 
-// Elements from one batch, outer index, inner one, column and feature to the next. A slab's begins
-// slab_stride behind the one before it, of a ring's slabs in turn.
+// Elements from one batch, outer index, inner one, column and feature to the next, and from one slab
+// to the next: of a batch, or of a ring's slabs, where `ring` is their number and not 0.
 struct Side {
     i64 batch_stride, outer_stride, inner_stride, column_stride, feature_stride;
     i64 slab_stride, ring;
+};
+
+// A part of the columns of one batch, as many in each but the last one of a batch.
+struct Slab {
+    i64 number, batch, own;  // among all, its batch, among its batch's
+    bool is_last;            // of its batch
 };
 
 struct RunFixed {
@@ -43,7 +49,8 @@ struct RunFixed {
 struct Fixed {
     RunFixed runs[RUNS];
     Matrix matrices[FACTORS];
-    i64 batches, slabs, tickets;  // tickets: tiles of a slab in all runs
+    i64 batches, slabs;  // slabs of a batch
+    i64 tickets, lag;    // tiles of a slab in all runs; slabs that a run is behind the one before
 };
 
 // Of slabs.cuh.
@@ -63,21 +70,21 @@ struct Tile {
     i64 outer, inner, column, in, out;
     int columns;  // that exist
 
-    // Tile `index` of slab `slab`, for a kernel of tiles of WIDTH columns.
-    __device__ __forceinline__ Tile(const RunFixed& run, i64 batch, i64 slab, bool is_last,
-                                    i64 index, int width) {
+    // Tile `index` of a slab, for a kernel of tiles of WIDTH columns.
+    __device__ __forceinline__ Tile(const RunFixed& run, const Slab& slab, i64 index, int width) {
         i64 row = index / run.tiles_of_columns;
         column = index % run.tiles_of_columns * width;
         outer = row / run.inners;
         inner = row % run.inners;
-        i64 there = is_last ? run.last_columns : run.columns;
-        if (outer >= (is_last ? run.last_outers : run.outers)) there = 0;
+        i64 there = slab.is_last ? run.last_columns : run.columns;
+        if (outer >= (slab.is_last ? run.last_outers : run.outers)) there = 0;
         columns = int(max(min(there - column, i64(width)), i64(0)));
-        in = begin(run.in, batch, slab);
-        out = begin(run.out, batch, slab);
+        in = begin(run.in, slab);
+        out = begin(run.out, slab);
     }
-    __device__ __forceinline__ i64 begin(const Side& side, i64 batch, i64 slab) const {
-        return batch * side.batch_stride + slab % side.ring * side.slab_stride +
+    __device__ __forceinline__ i64 begin(const Side& side, const Slab& slab) const {
+        i64 number = side.ring ? slab.number % side.ring : slab.own;
+        return slab.batch * side.batch_stride + number * side.slab_stride +
                outer * side.outer_stride + inner * side.inner_stride + column * side.column_stride;
     }
 };

@@ -1,4 +1,5 @@
 """From a product's sizes and strides to its launches, without torch.
 
-In reading order ``problem``, ``grouping``, ``runs``, ``variant``, ``modes``, ``slabs`` and ``choose``.
+In reading order ``problem``, ``grouping``, ``runs``, ``variant``, ``modes``, ``slabs`` and
+``choose``.
 """

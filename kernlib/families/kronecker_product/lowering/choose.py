@@ -47,7 +47,8 @@ def _runs(sizes: tuple, dtype: str, precision: str, arch: str) -> tuple | None:
     arithmetic = {"float64": "fp64", "float32": precision}.get(dtype, "tf32")
     limits = modes.most_features(dtype), modes.room(dtype, arch)
     elements = COLUMNS * math.prod(rows for rows, _ in sizes)
-    return grouping.groups(sizes, elements, DTYPES[dtype].bytes, arithmetic, *limits)
+    itemsizes = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes
+    return grouping.groups(sizes, elements, itemsizes, arithmetic, *limits)
 
 
 def lower(
@@ -113,8 +114,9 @@ def _in_slabs(epilogue, sizes, inside: bool, dtype: str, precision: str, parts, 
     if len(parts) < 2:
         return []
     own = tuple(sizes[first:last] for first, last in parts)
-    made = slabs.variant(own, dtype, precision, inside, arch)
-    return [] if made is None else [slabs.clear(), spec(epilogue, made, arch)]
+    found = [slabs.variant(own, dtype, precision, inside, arch, each) for each in (False, True)]
+    made = [spec(epilogue, each, arch) for each in found if each is not None]
+    return [slabs.clear(), *made] if made else []
 
 
 def _dtypes(dtype: str, begins: bool, ends: bool) -> tuple[str, str, str]:

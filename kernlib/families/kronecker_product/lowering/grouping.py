@@ -18,7 +18,9 @@ Size = tuple[int, int]  # rows and columns of a factor
 SHARED_CYCLES = 1 / 16
 TERM_CYCLES = {"fp32": 3 / 608, "tf32": 1 / 608, "fp64": 1 / 131}
 BYTE_CYCLES = 1 / 18
+L2_RATE = 2.1  # of the L2 cache, where runs hand slabs to each other: 9 TB/s
 LAUNCH_CYCLES = 4000.0  # on all multiprocessors
+MULTIPROCESSORS = 132
 
 
 class Mode(NamedTuple):
@@ -96,14 +98,21 @@ def matrices(sizes: Sequence[Size]) -> int:
 
 
 def groups(
-    sizes: tuple[Size, ...], elements: int, itemsize: int, arithmetic: str, most: int, room: int
+    sizes: tuple[Size, ...],
+    elements: int,
+    itemsizes: tuple[int, int],
+    arithmetic: str,
+    most: int,
+    room: int,
 ) -> tuple[tuple[int, int], ...] | None:
     """The runs of factors, each ``(first, behind its last)``, that take the least time, in the
     order of their launches: the last factors first. None where a factor fits none.
 
-    ``elements`` are those of x; a column of a run has at most ``most`` elements, and with its
+    ``elements`` are those of x, ``itemsizes`` bytes of one of its, and of one that a run hands to
+    the next; a column of a run has at most ``most`` elements, and with its
     matrices takes ``room`` elements of shared memory."""
     count = len(sizes)
+    itemsize, handed = itemsizes
     best: dict[int, tuple[float, tuple]] = {count: (0.0, ())}
     behind = elements
     sizes_at = {count: behind}
@@ -115,7 +124,8 @@ def groups(
             run = sizes[first:last]
             if last not in best or not fits(run, most, room):
                 continue
-            cost = best[last][0] + _cycles(run, sizes_at[last], itemsize, arithmetic)
+            ends = [itemsize if end else handed / L2_RATE for end in (last == count, first == 0)]
+            cost = best[last][0] + _cycles(run, sizes_at[last], *ends, arithmetic, room)
             if first not in best or cost < best[first][0]:
                 best[first] = cost, (*best[last][1], (first, last))
     return best[0][1] if 0 in best else None
@@ -127,14 +137,22 @@ def fits(run: Sequence[Size], most: int, room: int) -> bool:
     return width <= most and width + matrices(run) <= room
 
 
-def _cycles(run: Sequence[Size], elements: int, itemsize: int, arithmetic: str) -> float:
-    """The time of a run on all multiprocessors."""
+def _cycles(
+    run: Sequence[Size],
+    elements: int,
+    bytes_in: float,
+    bytes_out: float,
+    arithmetic: str,
+    room: int,
+) -> float:
+    """The time of a run on all multiprocessors; bytes are those of an element read or written, as
+    many as device memory moves in the same time."""
     features = math.prod(rows for rows, _ in run)
     columns, found = elements / features, modes(run)
     terms = sum(mode.terms for mode in found) * columns
     passed = sum(mode.inputs + mode.outputs for mode in found) * columns
-    moved = (found[0].inputs + found[-1].outputs) * columns * itemsize
     work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES
-    return (max(work, moved * BYTE_CYCLES) + min(work, moved * BYTE_CYCLES) / 4) / 132 + (
-        LAUNCH_CYCLES
-    )
+    moved = (found[0].inputs * bytes_in + found[-1].outputs * bytes_out) * columns * BYTE_CYCLES
+    # Two blocks of a multiprocessor move and compute side by side; one, what it reads ahead.
+    hidden = 7 / 8 if 2 * (widest(run) + matrices(run)) <= room else 1 / 2
+    return (work + moved - hidden * min(work, moved)) / MULTIPROCESSORS + LAUNCH_CYCLES

@@ -24,7 +24,7 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import Step
 
-TILE_ELEMENTS = 8192  # of a tile, if a column is not longer
+TILE_BYTES = 32 * 1024  # of a tile, if a column is not longer
 WIDEST_TILE = 128  # columns
 SECTOR = 8  # columns that lie side by side in 32 bytes of float32
 GRID_BATCH = 65535  # of a grid's second axis; blocks take what is beyond it in turn
@@ -48,7 +48,8 @@ def most_columns(
     shared memory that other things take."""
     widest, matrices = grouping.widest(sizes), grouping.matrices(sizes) + others
     most = min(most_features(dtype), room(dtype, arch) - matrices) // widest
-    wanted = max(TILE_ELEMENTS // widest, SECTOR if inside else 1)
+    elements = TILE_BYTES // DTYPES[dtype].sums.bytes
+    wanted = max(elements // widest, SECTOR if inside else 1)
     return _power(max(1, min(wanted, WIDEST_TILE, most)))
 
 
@@ -104,9 +105,9 @@ def step(
     """The launch of a run. ``operands`` are the pointers of x, result and factors."""
     kernel, (part,) = spec(epilogue, made, arch), made.parts
     layout = parameters(1, len(run.factors), epilogue)
-    numbers = run_numbers(run, part, (run.outer, run.columns), ((0, 1), (0, 1)))
+    numbers = run_numbers(run, part, (run.outer, run.columns), ((0, 0), (0, 0)))
     tiles = run.outer * run.inner * ceil_div(run.columns, part.columns)
-    fixed = layout.pack(*numbers, *matrix_numbers([run]), run.batch, 1, tiles)
+    fixed = layout.pack(*numbers, *matrix_numbers([run]), run.batch, 1, tiles, 0)
     blocks = min(tiles, max(1, made.resident(arch)) * multiprocessors)
     pointers = (*operands, *text.vector_pointers(epilogue))
     grid = blocks, min(run.batch, GRID_BATCH)

@@ -1,8 +1,9 @@
-"""The kernel slabs.cuh: all runs of factors in one launch, through slabs that stay in the L2 cache."""
+"""The kernel slabs.cuh: all runs of factors in one launch, by slabs that stay in the L2 cache."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_product.lowering import grouping, modes
@@ -10,6 +11,7 @@ from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import Run, split
 from kernlib.families.kronecker_product.lowering.variant import (
+    LINE,
     Part,
     Variant,
     matrix_numbers,
@@ -18,7 +20,6 @@ from kernlib.families.kronecker_product.lowering.variant import (
     spec,
     warps_of,
 )
-from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -28,7 +29,7 @@ from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 SLAB_BYTES = 8 << 20  # of what one run hands to the next
-RING = 3  # slabs under way between two runs: one written, one read, one that may be either
+RESTAGED_BYTES = 32 << 20  # the same where a block stages matrices anew with each change of runs
 CLEAR_THREADS = 256
 CLEAR_PARAMETERS = Parameters(1, "<q")
 CLEAR = "kronecker_product clear"
@@ -36,40 +37,55 @@ COLUMNS_INSIDE = 32  # the fewest of a slab with the factors on the left, where 
 MOST_TICKETS = 2**31  # a counter has 32 bits, and each block takes one too many
 
 
+class Slabs(NamedTuple):
+    """How a problem is cut: columns of a slab but the last of a batch, slabs of a batch, tickets of
+    a slab in all runs, and by how many slabs a run is behind the one before. ``ring`` slabs are
+    under way between two runs: one that is written, one that is read, and those between."""
+
+    columns: int
+    count: int
+    tickets: int
+    lag: int
+
+    @property
+    def ring(self) -> int:
+        return self.lag + 2
+
+
 def variant(
-    sizes: tuple[tuple[Size, ...], ...], dtype: str, precision: str, inside: bool, arch: str
+    sizes: tuple[tuple[Size, ...], ...],
+    dtype: str,
+    precision: str,
+    inside: bool,
+    arch: str,
+    is_varied: bool,
 ) -> Variant | None:
-    """The kernel of these runs, first to last; None where their matrices leave no room for tiles of
-    at least two blocks."""
-    matrices = sum(map(grouping.matrices, sizes))
-    sums = DTYPES[dtype].accumulator
+    """The kernel of these runs, first to last, of matrices that vary with the batch or not: one of
+    which a multiprocessor holds two blocks, if there is any, and first one that has all matrices at
+    once. None where not even one run's fit."""
+    for blocks, restaged in ((2, False), (2, True), (1, False), (1, True)):
+        if restaged or not is_varied:
+            made = _variant(sizes, dtype, precision, inside, arch, restaged, blocks)
+            if made is not None and made.resident(arch) >= blocks:
+                return made
+    return None
+
+
+def _variant(sizes, dtype, precision, inside, arch, restaged: bool, blocks: int) -> Variant | None:
+    found = list(map(grouping.matrices, sizes))
+    matrices, sums = max(found) if restaged else sum(found), DTYPES[dtype].accumulator
+    room = modes.room(dtype, arch) // blocks - LINE
     parts = []
     for index, own in enumerate(sizes):
-        source = sums if index else dtype
-        target = dtype if index == len(sizes) - 1 else sums
+        source, target = sums if index else dtype, sums if index < len(sizes) - 1 else dtype
         within = inside or index > 0
-        others = matrices - grouping.matrices(own)
-        if grouping.widest(own) > modes.room(dtype, arch) - matrices:
+        if grouping.widest(own) + matrices > room:
             return None
-        columns = modes.most_columns(own, within, dtype, arch, others)
+        columns = modes.most_columns(own, within, dtype, arch, matrices - found[index])
         parts.append(Part(source, target, columns, within, own))
     widest = max(part.columns * grouping.widest(part.sizes) for part in parts)
-    made = Variant(dtype, precision, tuple(parts), warps_of(dtype, widest))
-    return made if made.resident(arch) > 1 else None
-
-
-def columns_of(problem: Problem, found: tuple[tuple[int, int], ...]) -> int:
-    """The columns of a slab; 0 where all that is handed on is no more than a ring of slabs."""
-    sums = DTYPES[DTYPES[problem.dtype].accumulator].bytes
-    most = max(
-        math.prod(f.rows for f in problem.factors[:first])
-        * math.prod(f.columns for f in problem.factors[first:])
-        for first, _ in found[:-1]
-    )
-    columns = max(1, SLAB_BYTES // (most * sums))
-    if problem.inside:
-        columns = max(COLUMNS_INSIDE, columns // COLUMNS_INSIDE * COLUMNS_INSIDE)
-    return columns if problem.columns > RING * columns else 0
+    warps = warps_of(dtype, widest)
+    return Variant(dtype, precision, tuple(parts), warps, restaged=restaged)
 
 
 def lower(
@@ -79,58 +95,88 @@ def lower(
     arch: str,
     multiprocessors: int,
 ) -> Lowered | None:
-    """The launches of a call of several runs, where they can be one kernel's and gain by it."""
-    slab = columns_of(problem, found) if len(found) > 1 and problem.batch == 1 else 0
-    if not slab:
+    """The launches of a call of several runs, where they can be one kernel's and gain by it: what a
+    run hands to the next would not stay in the L2 cache, and in memory it is many slabs."""
+    if len(found) < 2:
         return None
-    parts = split(problem, found, slab)
-    sizes = tuple(part.sizes for part in parts)
-    made = variant(sizes, problem.dtype, problem.precision, problem.inside, arch)
+    shapes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    sizes = tuple(shapes[first:last] for first, last in found)
+    is_varied = any(factor.batch_stride for factor in problem.factors)
+    made = variant(sizes, problem.dtype, problem.precision, problem.inside, arch, is_varied)
     if made is None:
         return None
-    count = ceil_div(problem.columns, slab)
+    columns = _columns(problem, found, made)
+    parts = split(problem, found, columns)
+    cut = _cut(problem, columns, parts, made, made.resident(arch) * multiprocessors)
+    whole = problem.batch * cut.count
+    if whole <= cut.ring or (whole + len(parts) * cut.lag) * cut.tickets >= MOST_TICKETS:
+        return None
+    return _steps(epilogue, problem, cut, parts, made, arch, multiprocessors)
+
+
+def _columns(problem: Problem, found: tuple[tuple[int, int], ...], made: Variant) -> int:
+    """The columns of a slab."""
+    most = max(
+        math.prod(f.rows for f in problem.factors[:first])
+        * math.prod(f.columns for f in problem.factors[first:])
+        for first, _ in found[:-1]
+    )
+    wanted = RESTAGED_BYTES if made.restaged else SLAB_BYTES
+    columns = max(1, wanted // (most * made.itemsize))
+    if problem.inside:
+        columns = max(COLUMNS_INSIDE, columns // COLUMNS_INSIDE * COLUMNS_INSIDE)
+    return min(columns, problem.columns)
+
+
+def _cut(problem: Problem, columns: int, parts: list[Run], made: Variant, blocks: int) -> Slabs:
     tickets = sum(
         run.outer * run.inner * ceil_div(run.columns, part.columns)
         for run, part in zip(parts, made.parts, strict=True)
     )
-    if (count + len(parts)) * tickets >= MOST_TICKETS:
-        return None
-    return _steps(epilogue, problem, slab, parts, made, tickets, arch, multiprocessors)
+    return Slabs(columns, ceil_div(problem.columns, columns), tickets, ceil_div(blocks, tickets))
 
 
 def _steps(
     epilogue: tuple[Epilogue, ...],
     problem: Problem,
-    slab: int,
+    cut: Slabs,
     parts: list[Run],
     made: Variant,
-    tickets: int,
     arch: str,
     multiprocessors: int,
 ) -> Lowered:
-    count, last = ceil_div(problem.columns, slab), (problem.columns - 1) % slab + 1
-    item = DTYPES[DTYPES[problem.dtype].accumulator].bytes
-    counters = 1 + len(parts) * count
-    at, rings = round_up(4 * counters, 256), []
+    last = (problem.columns - 1) % cut.columns + 1  # columns of the last slab
+    counters = 1 + len(parts) * problem.batch * cut.count
+    at, rings, handed = round_up(4 * counters, 256), [], []
     for run in parts[:-1]:
-        rings.append(at)
-        at = round_up(at + RING * run.elements * item, 256)
-    ends = ((slab * problem.x.column, count), (slab * problem.out.column, count))
+        rings.append((WORKSPACE, at))
+        handed.append(run.elements // problem.batch)
+        at = round_up(at + cut.ring * handed[-1] * made.itemsize, 256)
+    ends = [(cut.columns * side.column, 0) for side in (problem.x, problem.out)]
+    between = [(elements, cut.ring) for elements in handed]
+    slabs = list(zip([ends[0], *between], [*between, ends[1]], strict=True))
     numbers = []
-    for index, (run, part) in enumerate(zip(parts, made.parts, strict=True)):
-        source = (parts[index - 1].elements, RING) if index else ends[0]
-        target = (run.elements, RING) if index < len(parts) - 1 else ends[1]
-        numbers += run_numbers(run, part, _last(run, problem, slab, last), (source, target))
+    for run, part, slab in zip(parts, made.parts, slabs, strict=True):
+        run = _within(run, *(ring > 0 for _, ring in slab))
+        numbers += run_numbers(run, part, _last(run, problem, cut.columns, last), slab)
     layout = parameters(len(parts), len(problem.factors), epilogue)
-    fixed = layout.pack(*numbers, *matrix_numbers(parts), 1, count, tickets)
-    kernel = spec(epilogue, made, arch)
-    middle = [(WORKSPACE, ring) for ring in rings]
+    whole = problem.batch, cut.count, cut.tickets, cut.lag
+    fixed = layout.pack(*numbers, *matrix_numbers(parts), *whole)
     factors = [(f"factor{number}", 0) for number in _order(parts, problem)]
-    pointers = [("x", 0), *middle, *middle, ("out", 0), *factors, (WORKSPACE, 0)]
+    pointers = [("x", 0), *rings, *rings, ("out", 0), *factors, (WORKSPACE, 0)]
     pointers += text.vector_pointers(epilogue)
-    grid = min(made.resident(arch) * multiprocessors, (count + len(parts) - 1) * tickets), 1
+    tickets = (problem.batch * cut.count + (len(parts) - 1) * cut.lag) * cut.tickets
+    grid = min(made.resident(arch) * multiprocessors, tickets), 1
     scalars = text.scalar_count(epilogue)
-    return Lowered((_clear(counters), Step(kernel, grid, fixed, tuple(pointers), scalars)), at)
+    step = Step(spec(epilogue, made, arch), grid, fixed, tuple(pointers), scalars)
+    return Lowered((_clear(counters), step), at)
+
+
+def _within(run: Run, source: bool, target: bool) -> Run:
+    """A run whose source or target is a ring, which knows no batches."""
+    x, out = run.x, run.out
+    x = x._replace(batch=0) if source else x
+    return run._replace(x=x, out=out._replace(batch=0) if target else out)
 
 
 def _order(parts: list[Run], problem: Problem) -> list[int]:

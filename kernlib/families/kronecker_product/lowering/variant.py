@@ -49,13 +49,14 @@ class Part(NamedTuple):
 class Variant(NamedTuple):
     """Everything that code generation chooses besides the epilogue: the factors' dtype, the runs,
     first to last, and the block's warps. ``ahead`` are the elements of shared memory behind a tile
-    for what is read of the next."""
+    for what is read of the next; ``restaged``, whether matrices of one run take another's place."""
 
     dtype: str
     precision: str
     parts: tuple[Part, ...]
     warps: int
     ahead: int = 0
+    restaged: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -70,7 +71,8 @@ class Variant(NamedTuple):
     @property
     def matrices(self) -> int:
         """Elements of shared memory that the matrices of all modes take."""
-        return sum(mode.matrix for part in self.parts for mode in part.modes)
+        found = [sum(mode.matrix for mode in part.modes) for part in self.parts]
+        return max(found) if self.restaged else sum(found)
 
     @property
     def shared_bytes(self) -> int:
@@ -95,6 +97,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelS
     kind = "modes" if len(variant.parts) == 1 else "slabs"
     words = [word for part in variant.parts for word in part.words]
     words += [f"{variant.warps}w"] + [f"{variant.ahead}a"] * bool(variant.ahead)
+    words += ["restaged"] * variant.restaged
     ends = variant.parts[0].source, variant.parts[-1].target
     if ends != (variant.dtype, variant.dtype):
         words += ends
@@ -127,7 +130,8 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, kind: str, blocks:
     rows, widths = (", ".join(str(size[side]) for size in sizes) for side in (0, 1))
     count, several = len(variant.parts), len(variant.parts) > 1
     names = [f"Run{index}" if several else "Run" for index in range(count)]
-    list_of_runs = f"#define RUN_LIST {', '.join(names)}\n" * several
+    listed = f"#define RUN_LIST {', '.join(names)}\n" * several
+    listed += f"constexpr bool RESTAGED = {str(variant.restaged).lower()};\n" * several
     size = parameters(count, len(sizes), epilogue).size
     return f"""{text.preamble(variant.dtype, variant.parts[-1].target, epilogue)}
 {"#define DOUBLE" if variant.dtype == "float64" else ""}
@@ -145,7 +149,7 @@ constexpr int PARAMETER_BYTES = {size};
 
 #include "kronecker_product/modes/run.cuh"
 
-{_runs(variant, names)}{list_of_runs}
+{_runs(variant, names)}{listed}
 #include "kronecker_product/modes/{kind}.cuh"
 """
 
@@ -155,6 +159,7 @@ def _runs(variant: Variant, names: list[str]) -> str:
     made, at, first = "", 0, 0
     for index, (part, name) in enumerate(zip(variant.parts, names, strict=True)):
         modes = part.modes
+        at *= not variant.restaged
         listed = []
         for mode in modes:
             last = str(mode == modes[-1]).lower()
@@ -181,14 +186,14 @@ def _runs(variant: Variant, names: list[str]) -> str:
 def parameters(runs: int, factors: int, epilogue: tuple[Epilogue, ...]) -> text.Parameters:
     """The parameter struct of a launch."""
     pointers = 2 * runs + factors + (runs > 1)
-    return text.parameters(pointers, f"<{'26q2I' * runs}{3 * factors}q3q", epilogue)
+    return text.parameters(pointers, f"<{'26q2I' * runs}{3 * factors}q4q", epilogue)
 
 
 def run_numbers(
     run: Run, part: Part, last: tuple[int, int], slabs: tuple[tuple[int, int], tuple[int, int]]
 ) -> list[int]:
     """Of the parameter struct what is a run's. ``last`` are outer indices and columns of the last
-    slab, ``slabs`` how far one is behind another, and how many are in a ring, in source and in
+    slab, ``slabs`` how far one is behind another, and how many are in a ring or 0, in source and in
     target."""
     across = ceil_div(run.columns, part.columns)
     made = []

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_product import ahead
-from kernlib.families.kronecker_product import plans
+from kernlib.families.kronecker_product import ahead, plans
 from kernlib.families.kronecker_product.lowering import modes, slabs, variant
 from kernlib.runtime import devices, products
 from tests.families.kronecker_product import emulated
@@ -121,25 +120,35 @@ def test_several_launches(side, precision, gpus, monkeypatch, seed):
 
 
 SLABS = {
-    "rows": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F32),
-    "columns": ("left", ((8, 8), (4, 6), (8, 7), (8, 8)), 131, F32),
-    "doubles": ("right", ((6, 4), (5, 5), (3, 8)), 9, F64),
-    "halves": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F16),
+    "rows": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F32, ()),
+    "columns": ("left", ((8, 8), (4, 6), (8, 7), (8, 8)), 131, F32, ()),
+    "doubles": ("right", ((6, 4), (5, 5), (3, 8)), 9, F64, ()),
+    "halves": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F16, ()),
+    "batch": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 2, F32, (3,)),
+    "batch of columns": ("left", ((8, 8), (4, 6), (8, 7), (8, 8)), 67, F32, (2,)),
 }
 
 
+@pytest.mark.parametrize("restaged", [False, True])
 @pytest.mark.parametrize("case", slow_but(("rows",), SLABS))
-def test_slabs_pass_from_run_to_run_in_one_launch(case, gpus, monkeypatch, seed):
-    side, shapes, rows, dtype = SLABS[case]
+def test_slabs_pass_from_run_to_run_in_one_launch(case, restaged, gpus, monkeypatch, seed):
+    side, shapes, rows, dtype, batch = SLABS[case]
     most = 1200 if dtype != F64 else 600
     monkeypatch.setattr(modes, "room", lambda dtype, arch: most)
     monkeypatch.setattr(modes, "most_features", lambda dtype: 512 if dtype != "float64" else 40)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
-    tensors = operands(shapes, rows, side, dtype)
+    monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
+    if restaged:
+        made = slabs.variant
+        monkeypatch.setattr(slabs, "variant", lambda *given: made(*given[:-1], True))
+    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    tensors = operands(shapes, rows, side, dtype, batch)
     descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=(kl.Bias(), kl.Scale()))
     bias = torch.randn(descriptor.out_features).to(dtype)
     found = kl.run_kernel(descriptor, *map(gpu, tensors), bias=gpu(bias), scale=2.0)
-    assert [spec.description.split()[1] for spec in gpus.specs] == ["clear", "slabs"]
+    kinds = [spec.description.split()[1] for spec in gpus.specs]
+    assert kinds == ["clear", "slabs"]
+    assert "restaged" in gpus.specs[1].description or not (restaged or batch)
     check(descriptor, tensors, found, GATES[dtype], bias=2 * bias, scale=2.0)
 
 
