@@ -1,31 +1,8 @@
-// Matrices and tiles from device memory to shared memory.
+// Tiles from device memory to shared memory, as numbers of TileT, each at its place().
 #pragma once
 
 #include "common/async_copy.cuh"
-#include "kronecker_product/modes/multiply.cuh"
 #include "kronecker_product/modes/parameters.cuh"
-
-// The matrix of a mode, column by column: the product of its factors' entries, zeros around it.
-template <class M>
-__device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, i64 batch) {
-    for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
-        int row = index % M::DEPTH, column = index / M::DEPTH;
-        AccT value = 0;
-        if (row < M::P && column < M::Q) {
-            value = 1;
-#pragma unroll
-            for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
-                const Matrix& m = p.matrices[part];
-                value *= convert<AccT>(p.factors[part][batch * m.batch_stride +
-                                                       row % ROWS[part] * m.row_stride +
-                                                       column % WIDTHS[part] * m.column_stride]);
-                row /= ROWS[part];
-                column /= WIDTHS[part];
-            }
-        }
-        matrix[place(index)] = value;
-    }
-}
 
 // Column and feature of an element of the tile that is read.
 template <class R>
@@ -44,7 +21,7 @@ __device__ __forceinline__ typename R::SourceT load_element(const typename R::So
 
 // Elements `begin` up to `end` of a tile, in multiples of CHUNK. Copies may be under way still.
 template <class R>
-__device__ __forceinline__ void load_tile(AccT* tile, const Parameters& p, const RunFixed& run,
+__device__ __forceinline__ void load_tile(TileT* tile, const Parameters& p, const RunFixed& run,
                                           const void* source, const Tile& at, int begin, int end) {
     using SourceT = typename R::SourceT;
     constexpr int CHUNK = 16 / sizeof(SourceT);
@@ -60,7 +37,7 @@ __device__ __forceinline__ void load_tile(AccT* tile, const Parameters& p, const
             int exist = R::COLUMNS_LAST ? max(0, min(CHUNK, at.columns - column))
                                         : column < at.columns ? CHUNK : 0;
             const SourceT* from = x + column * side.column_stride + feature * side.feature_stride;
-            if constexpr (sizeof(SourceT) == sizeof(AccT)) {
+            if constexpr (sizeof(SourceT) == sizeof(TileT)) {
                 copy_async<16>(tile + place(index), exist ? from : source,
                                exist * int(sizeof(SourceT)));
             } else {
@@ -72,7 +49,7 @@ __device__ __forceinline__ void load_tile(AccT* tile, const Parameters& p, const
                         if (e < exist) values.element[e] = from[e];
 #pragma unroll
                 for (int e = 0; e < CHUNK; ++e)
-                    tile[place(index + e)] = convert<AccT>(values.element[e]);
+                    tile[place(index + e)] = convert<TileT>(values.element[e]);
             }
         }
         return;
@@ -86,10 +63,28 @@ __device__ __forceinline__ void load_tile(AccT* tile, const Parameters& p, const
         } else {
             locate<R>(index, column, feature);
         }
-        AccT value = 0;
+        TileT value = {};
         if (column < at.columns)
-            value = convert<AccT>(
+            value = convert<TileT>(
                 load_element<R>(x + column * side.column_stride + feature * side.feature_stride));
         tile[place(to)] = value;
     }
+}
+
+// The part of the next tile of a block that the current one leaves free, or the REST of it: tiles
+// lie in turn at the front and AHEAD elements behind it.
+template <class R, bool REST>
+__device__ __forceinline__ void read_ahead(TileT* tiles, const Parameters& p, const Tile& at,
+                                           bool is_behind) {
+    constexpr int FIRST = TILE - AHEAD;
+    int begin, end;
+    if (REST) {
+        begin = is_behind ? 0 : AHEAD;
+        end = is_behind ? FIRST : TILE;
+    } else {
+        begin = is_behind ? FIRST : 0;
+        end = is_behind ? TILE : AHEAD;
+    }
+    load_tile<R>(tiles + is_behind * AHEAD, p, p.runs[R::INDEX], p.sources[R::INDEX], at,
+                 min(begin, R::INPUTS), min(end, R::INPUTS));
 }

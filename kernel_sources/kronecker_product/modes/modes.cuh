@@ -15,23 +15,6 @@
 
 #include "kronecker_product/modes/run.cuh"
 
-// The part of the next tile that the current one leaves free, or the rest of it.
-template <bool REST>
-__device__ __forceinline__ void read_ahead(AccT* tiles, const Parameters& p, const Tile& at,
-                                           bool is_behind) {
-    constexpr int FIRST = TILE - AHEAD;
-    int begin, end;
-    if (REST) {
-        begin = is_behind ? 0 : AHEAD;
-        end = is_behind ? FIRST : TILE;
-    } else {
-        begin = is_behind ? FIRST : 0;
-        end = is_behind ? TILE : AHEAD;
-    }
-    load_tile<Run>(tiles + is_behind * AHEAD, p, p.runs[0], p.sources[0], at,
-                   min(begin, Run::INPUTS), min(end, Run::INPUTS));
-}
-
 __device__ __forceinline__ void one_batch(AccT* tiles, AccT* matrices, const Parameters& p,
                                           const Finish& finish, i64 batch) {
     const RunFixed& run = p.runs[0];
@@ -48,13 +31,13 @@ __device__ __forceinline__ void one_batch(AccT* tiles, AccT* matrices, const Par
         Tile next(run, whole, is_last ? index : following, Run::COLUMNS);
         wait_for_copies();
         __syncthreads();
-        if (AHEAD && !is_last) read_ahead<false>(tiles, p, next, !is_behind);
+        if (AHEAD && !is_last) read_ahead<Run, false>(tiles, p, next, !is_behind);
         Run::Modes::template apply_all<Run>(tiles + is_behind * AHEAD, matrices, run, p.targets[0],
                                             at, finish);
         if (is_last) break;
         if (AHEAD) {
             is_behind = !is_behind;
-            read_ahead<true>(tiles, p, next, is_behind);
+            read_ahead<Run, true>(tiles, p, next, is_behind);
         } else {
             load_tile<Run>(tiles, p, run, p.sources[0], next, 0, Run::INPUTS);
         }

@@ -44,6 +44,8 @@ struct RunFixed {
     i64 feature_outer, feature_inner, feature_column, feature_own, feature_divisor;
     u32 aligned;        // whether the source takes aligned 16-byte copies along the last dimension
     u32 columns_first;  // whether columns lie closer together in the source than features
+    u32 aligned_out;    // whether the target does so of 16-byte stores
+    u32 unused;
 };
 
 struct Fixed {

@@ -8,7 +8,7 @@
 // The generated source defines before it includes this file, beside what parameters.cuh asks for:
 //   PRODUCTS                     of one multiplication in float: 1, or 3 for fp32 by 3xTF32
 //   WARPS, MIN_BLOCKS            of a CTA, and CTAs a multiprocessor holds
-//   TILE                         elements of shared memory that a tile takes
+//   TILE, AHEAD                  elements of shared memory of a tile, and behind it
 //   ROWS[], WIDTHS[]             of all factors
 //   EPILOGUE, Finish             of the last run; DOUBLE where AccT is double
 // and behind it each run:
@@ -21,7 +21,33 @@
 
 constexpr int THREADS = WARPS * 32;
 
+#include "kronecker_product/modes/multiply.cuh"
+
+using TileT = AccT;
+
 #include "kronecker_product/modes/load.cuh"
+
+// The matrix of a mode in shared memory, column by column: the product of its factors' entries, zeros around it.
+template <class M>
+__device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, i64 batch) {
+    for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
+        int row = index % M::DEPTH, column = index / M::DEPTH;
+        AccT value = 0;
+        if (row < M::P && column < M::Q) {
+            value = 1;
+#pragma unroll
+            for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
+                const Matrix& m = p.matrices[part];
+                value *= convert<AccT>(p.factors[part][batch * m.batch_stride +
+                                                       row % ROWS[part] * m.row_stride +
+                                                       column % WIDTHS[part] * m.column_stride]);
+                row /= ROWS[part];
+                column /= WIDTHS[part];
+            }
+        }
+        matrix[place(index)] = value;
+    }
+}
 
 // The sums in the place of the tile.
 template <class M>

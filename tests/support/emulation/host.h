@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdlib>
@@ -36,11 +37,31 @@ inline std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
 inline void wait_for_block() { block_barrier->arrive_and_wait(); }
 inline void wait_for_warp() { warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
 
+inline unsigned long long __cvta_generic_to_shared(const void* address) {
+    return static_cast<const unsigned char*>(address) - shared;
+}
+inline unsigned handed_on[32][32];  // by warp and lane
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    unsigned(&lanes)[32] = handed_on[threadIdx.x / 32];
+    lanes[threadIdx.x % 32] = value;
+    wait_for_warp();
+    unsigned most = *std::max_element(lanes, lanes + 32);
+    wait_for_warp();
+    return most;
+}
+
 template <class T>
 T __ldcg(const T* from) { return *from; }
 inline unsigned atomicAdd(unsigned* counter, unsigned value) {
     unsigned before = *counter;
     *counter += value;
+    return before;
+}
+
+inline unsigned atomicMax(unsigned* most, unsigned value) {
+    std::atomic_ref<unsigned> own(*most);
+    unsigned before = own.load();
+    while (before < value && !own.compare_exchange_weak(before, value)) {}
     return before;
 }
 

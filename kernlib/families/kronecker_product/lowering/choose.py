@@ -7,7 +7,7 @@ import math
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_product.lowering import grouping, modes, slabs
+from kernlib.families.kronecker_product.lowering import grouping, halves, modes, slabs
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import split
 from kernlib.families.kronecker_product.lowering.variant import spec
@@ -55,6 +55,13 @@ def lower(
     epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered:
     """The launches of a call."""
+    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    if halves.takes(sizes, problem.dtype, problem.inside, arch):
+        (run,) = split(problem, ((0, len(sizes)),))
+        columns = halves.columns_of(run, problem.dtype, arch, multiprocessors)
+        made = halves.variant(sizes, problem.dtype, problem.inside, columns, arch)
+        operands = (("x", 0), ("out", 0), *((f"factor{number}", 0) for number in range(len(sizes))))
+        return Lowered((halves.step(epilogue, run, made, arch, multiprocessors, operands),))
     found = runs(problem, arch)
     whole = slabs.lower(epilogue, problem, found, arch, multiprocessors)
     return whole or _apart(epilogue, problem, found, arch, multiprocessors)
@@ -97,6 +104,11 @@ def variants(
     (dtype, precision). None for factors that kernels do not take."""
     made = []
     for dtype, precision in kinds:
+        if halves.takes(sizes, dtype, inside, arch):
+            for bits in range(halves.most_columns(sizes, dtype, inside, arch).bit_length()):
+                one = halves.variant(sizes, dtype, inside, 1 << bits, arch)
+                made.append(halves.spec(epilogue, one, arch))
+            continue
         parts = _runs(sizes, dtype, precision, arch) or ()
         for index, (first, last) in enumerate(parts):
             ends, own = index == len(parts) - 1, sizes[first:last]

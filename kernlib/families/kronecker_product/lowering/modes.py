@@ -7,6 +7,7 @@ from kernlib.families.kronecker_product.lowering import grouping
 from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.runs import Run
 from kernlib.families.kronecker_product.lowering.variant import (
+    GRID_BATCH,
     LINE,
     MOST_WARPS,
     SUMS,
@@ -27,7 +28,6 @@ from kernlib.lowering.steps import Step
 TILE_BYTES = 32 * 1024  # of a tile, if a column is not longer
 WIDEST_TILE = 128  # columns
 SECTOR = 8  # columns that lie side by side in 32 bytes of float32
-GRID_BATCH = 65535  # of a grid's second axis; blocks take what is beyond it in turn
 LEAST_AHEAD = 4  # of a tile the part that is worth being read ahead
 
 

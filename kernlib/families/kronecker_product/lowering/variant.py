@@ -10,6 +10,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product.lowering import grouping
 from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
+from kernlib.families.kronecker_product.lowering.problem import Layout
 from kernlib.families.kronecker_product.lowering.runs import Run
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -22,6 +23,7 @@ LINE = 32  # elements: what a tile's size is a multiple of
 MOST_WARPS = 16
 SUMS = {"float32": 64, "float64": 32}  # registers of a thread for results, in elements
 REGISTERS = 96  # of a thread, as resident blocks are counted
+GRID_BATCH = 65535  # of a grid's second axis; blocks take what is beyond it in turn
 TICKET_BYTES = 16  # of shared memory, for the number of one
 
 
@@ -186,7 +188,7 @@ def _runs(variant: Variant, names: list[str]) -> str:
 def parameters(runs: int, factors: int, epilogue: tuple[Epilogue, ...]) -> text.Parameters:
     """The parameter struct of a launch."""
     pointers = 2 * runs + factors + (runs > 1)
-    return text.parameters(pointers, f"<{'26q2I' * runs}{3 * factors}q4q", epilogue)
+    return text.parameters(pointers, f"<{'26q4I' * runs}{3 * factors}q4q", epilogue)
 
 
 def run_numbers(
@@ -200,7 +202,9 @@ def run_numbers(
     for side, slab in zip((run.x, run.out), slabs, strict=True):
         made += [side.batch, side.outer, side.inner, side.column, side.feature, *slab]
     made += [run.outer, run.columns, *last, run.inner, run.outer * run.inner * across, across]
-    return [*made, *run.feature, run.divisor, _vectors(run, part), int(_columns_first(run))]
+    ends = (part.source, run.x), (part.target, run.out)
+    reads, writes = (_vectors(run, side, dtype) for dtype, side in ends)
+    return [*made, *run.feature, run.divisor, reads, int(_columns_first(run)), writes, 0]
 
 
 def matrix_numbers(runs: list[Run]) -> list[int]:
@@ -213,11 +217,10 @@ def _columns_first(run: Run) -> bool:
     return run.x.column < run.x.feature
 
 
-def _vectors(run: Run, part: Part) -> int:
-    """Whether the source takes aligned 16-byte copies along the tile's last dimension."""
-    chunk = 16 // DTYPES[part.source].bytes
-    x = run.x
-    along, across = (x.column, x.feature) if run.inside else (x.feature, x.column)
-    others = [across, *[x.outer] * (run.outer > 1), *[x.inner] * (run.inner > 1)]
-    others += [x.batch] * (run.batch > 1)
-    return int(along == 1 and not any(s % chunk for s in others) and x.alignment % 16 == 0)
+def _vectors(run: Run, side: Layout, dtype: str) -> int:
+    """Whether source or target takes aligned 16-byte copies along the tile's last dimension."""
+    chunk = 16 // DTYPES[dtype].bytes
+    along, across = (side.column, side.feature) if run.inside else (side.feature, side.column)
+    others = [across, *[side.outer] * (run.outer > 1), *[side.inner] * (run.inner > 1)]
+    others += [side.batch] * (run.batch > 1)
+    return int(along == 1 and not any(s % chunk for s in others) and side.alignment % 16 == 0)

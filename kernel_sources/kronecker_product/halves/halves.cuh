@@ -1,0 +1,74 @@
+// One run of factors, as modes/modes.cuh has it, in half precision: a tile stays in the dtype of x between
+// factors, which halves what passes shared memory, and lets rows of twice the length fit; sums are
+// fp32. Each mode rounds once, as torch does between its products. What float16 does not hold is
+// scaled by powers of two (scale.cuh).
+//
+// Floors on an H200: (bytes of x and of out) over 4.3 TB/s; 2 * sum_i features_i * columns_i
+// operations a column over 566 TFLOP/s, half of which go to zeros in modes of 8 columns. Of every
+// element a mode reads 2 bytes of shared memory and writes 2, at 33 TB/s.
+#pragma once
+
+#include "kronecker_product/halves/run.cuh"
+
+struct Memory {
+    HalfT *tiles, *other, *matrices;
+    Scales& scales;
+};
+
+__device__ __forceinline__ void one_tile(const Memory& memory, HalfT* tile, const Parameters& p,
+                                         const Tile& at, const Finish& finish) {
+    const RunFixed& run = p.runs[0];
+    if (SCALED) {
+        find_largest<Run>(memory.scales, tile);
+        __syncthreads();
+        find_shifts(memory.scales);
+        __syncthreads();
+    }
+    HalfT* made = Run::Modes::template apply_all<Run>(tile, memory.other, memory.matrices,
+                                                      memory.scales, run, at, finish);
+    if (SCALED)
+        for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) memory.scales.columns[i] = 0;
+    store_tile<Run>(made, run, p.targets[0], at);
+    __syncthreads();
+}
+
+__device__ __forceinline__ void one_batch(const Memory& memory, const Parameters& p,
+                                          const Finish& finish, i64 batch) {
+    const RunFixed& run = p.runs[0];
+    i64 index = blockIdx.x;
+    if (index >= run.tiles) return;
+    Run::Modes::stage(memory.matrices, memory.scales, p, batch);
+    bool is_behind = false;
+    const Slab whole{batch, batch, 0, true};
+    Tile at(run, whole, index, Run::COLUMNS);
+    load_tile<Run>(memory.tiles, p, run, p.sources[0], at, 0, Run::INPUTS);
+    while (true) {
+        i64 following = index + gridDim.x;
+        bool is_last = following >= run.tiles;
+        Tile next(run, whole, is_last ? index : following, Run::COLUMNS);
+        wait_for_copies();
+        __syncthreads();
+        if (AHEAD && !is_last) read_ahead<Run, false>(memory.tiles, p, next, !is_behind);
+        one_tile(memory, memory.tiles + is_behind * AHEAD, p, at, finish);
+        if (is_last) break;
+        if (AHEAD) {
+            is_behind = !is_behind;
+            read_ahead<Run, true>(memory.tiles, p, next, is_behind);
+        } else {
+            load_tile<Run>(memory.tiles, p, run, p.sources[0], next, 0, Run::INPUTS);
+        }
+        at = next;
+        index = following;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+kronecker_product_halves(const __grid_constant__ Parameters p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    HalfT* tiles = reinterpret_cast<HalfT*>(shared);
+    HalfT *other = tiles + TILE, *matrices = tiles + TILE * TILES + AHEAD;
+    Memory memory{tiles, other, matrices, *reinterpret_cast<Scales*>(matrices + MATRICES)};
+    Finish finish(Read<Parameters>{p});
+    for (i64 batch = blockIdx.y; batch < p.batches; batch += gridDim.y)
+        one_batch(memory, p, finish, batch);
+}

@@ -1,0 +1,103 @@
+// One mode of a tile of half-precision numbers: the matrix, transposed, times eight slices, by
+// tensor cores with sums in fp32.
+#pragma once
+
+#include "common/mma_half.cuh"
+#include "kronecker_product/halves/tile.cuh"
+
+// The place of an element at two indices' sum.
+template <class M>
+__device__ __forceinline__ int place_of(int base, int offset) {
+    return M::POWERS ? place(base) ^ place(offset) : place(base + offset);
+}
+
+// Fragments of the matrix: 16 columns by 16, or 8, in depth.
+template <class M>
+__device__ __forceinline__ void read_matrix(u32 (&a)[4], u32 matrix, int column_tile, int step) {
+    int lane = threadIdx.x % 32;
+    bool is_tail = step == M::STEPS;
+    int row = lane % 16, behind = is_tail ? 0 : lane / 16 * 8;
+    int index = (column_tile * 16 + row) * M::P + step * 16 + behind;
+    load_matrices<false>(a, matrix + 2 * place(index));
+}
+
+template <class M>
+struct Kept {
+    static constexpr int STEPS = M::KEPT ? M::STEPS + M::HAS_TAIL : 1;
+    u32 a[STEPS][M::OWN_COLUMNS][4];
+
+    __device__ __forceinline__ explicit Kept(u32 matrix) {
+        if (!M::KEPT) return;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int i = 0; i < M::OWN_COLUMNS; ++i) read_matrix<M>(a[step][i], matrix, i, step);
+    }
+};
+
+// Of tiles of slices from the first on, `count` of them by a lane's quarter or half of the warp.
+template <class M>
+__device__ __forceinline__ int slice_of_lane(int first, int own) {
+    int lane = threadIdx.x % 32, tile = first + own;
+    int slice = (tile < M::SLICE_TILES ? tile : 0) * 8 + (M::ACROSS ? 0 : lane % 8);
+    return slice < M::SLICES ? slice : 0;  // what is read there goes nowhere
+}
+
+template <class M>
+__device__ __forceinline__ void multiply_step(Sums<M>& sums, const u32 (&a)[M::OWN_COLUMNS][4],
+                                              u32 tile, int first, int step) {
+    int lane = threadIdx.x % 32, depth = step * 16 + lane / 8 % 2 * 8;
+    int offset = M::ACROSS ? (depth + lane % 8) * M::R : depth;
+#pragma unroll
+    for (int j = 0; j < M::OWN_SLICES; j += 2) {
+        u32 b[4];
+        int base = first_of<M, M::P>(slice_of_lane<M>(first, j + lane / 16));
+        load_matrices<M::ACROSS>(b, tile + 2 * place_of<M>(base, offset));
+#pragma unroll
+        for (int i = 0; i < M::OWN_COLUMNS; ++i) {
+            multiply_fragments<HalfT>(sums.value[i][j], a[i], {b[0], b[1]});
+            multiply_fragments<HalfT>(sums.value[i][j + 1], a[i], {b[2], b[3]});
+        }
+    }
+}
+
+template <class M>
+__device__ __forceinline__ void multiply_tail(Sums<M>& sums, const u32 (&a)[M::OWN_COLUMNS][4],
+                                              u32 tile, int first) {
+    static_assert(M::OWN_SLICES == 4, "as four are read at once");
+    int lane = threadIdx.x % 32, depth = M::STEPS * 16;
+    int offset = M::ACROSS ? (depth + lane % 8) * M::R : depth;
+    u32 b[4];
+    int base = first_of<M, M::P>(slice_of_lane<M>(first, lane / 8));
+    load_matrices<M::ACROSS>(b, tile + 2 * place_of<M>(base, offset));
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < M::OWN_COLUMNS; ++i)
+            multiply_short_fragments<HalfT>(sums.value[i][j], a[i][0], a[i][1], b[j]);
+}
+
+// OWN_COLUMNS tiles of columns from one on, by OWN_SLICES tiles of slices.
+template <class M>
+__device__ __forceinline__ void multiply(Sums<M>& sums, u32 tile, u32 matrix, const Kept<M>& kept,
+                                         int first_column, int first_slice) {
+#pragma unroll(M::KEPT ? 8 : 2)
+    for (int step = 0; step < M::STEPS + M::HAS_TAIL; ++step) {
+        u32 a[M::OWN_COLUMNS][4];
+#pragma unroll
+        for (int i = 0; i < M::OWN_COLUMNS; ++i) {
+            if constexpr (M::KEPT) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) a[i][k] = kept.a[step][i][k];
+            } else {
+                bool exists = first_column + i < M::COLUMN_TILES;
+                read_matrix<M>(a[i], matrix, exists ? first_column + i : 0, step);
+            }
+        }
+        if (M::HAS_TAIL && step == M::STEPS) {
+            if constexpr (M::HAS_TAIL) multiply_tail<M>(sums, a, tile, first_slice);
+        } else {
+            multiply_step<M>(sums, a, tile, first_slice, step);
+        }
+    }
+}

@@ -1,0 +1,188 @@
+// One run of factors in half precision: modes of a tile, and its results to device memory.
+//
+// The generated source defines, beside what modes/run.cuh asks for:
+//   HalfT, HALF_IS_FP16          half_t or bfloat16_t
+//   TILES                        2 where a mode writes its results to a tile of their own, else 1
+//   MODES, COLUMNS_SCALED        how many, and the tile's columns
+// and, of Run, OUT_FEATURES and OUTPUTS of a column and of a tile.
+#pragma once
+
+constexpr int THREADS = WARPS * 32;
+using TileT = HalfT;
+
+#include "kronecker_product/halves/multiply.cuh"
+#include "kronecker_product/halves/scale.cuh"
+#include "kronecker_product/modes/load.cuh"
+
+// The matrix of a mode, transposed: the product of its factors' entries, zeros below it.
+template <class M>
+__device__ __forceinline__ void stage_matrix(HalfT* matrix, const Parameters& p, i64 batch) {
+    for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
+        int row = index % M::P, column = index / M::P;
+        float value = 0;
+        if (column < M::Q) {
+            value = 1;
+#pragma unroll
+            for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
+                const Matrix& m = p.matrices[part];
+                value *= convert<float>(p.factors[part][batch * m.batch_stride +
+                                                        row % ROWS[part] * m.row_stride +
+                                                        column % WIDTHS[part] * m.column_stride]);
+                row /= ROWS[part];
+                column /= WIDTHS[part];
+            }
+        }
+        matrix[place(index)] = convert<HalfT>(value);
+    }
+}
+
+// What a slice is of.
+template <class R, class M>
+struct Slice {
+    int column, before, behind;
+    __device__ __forceinline__ explicit Slice(int slice) {
+        constexpr int BEHIND = R::COLUMNS_LAST ? M::R / R::COLUMNS : M::R;
+        constexpr int BEFORE = R::COLUMNS_LAST ? M::L : M::L / R::COLUMNS;
+        int left = slice / M::R, right = slice % M::R;
+        column = R::COLUMNS_LAST ? right % R::COLUMNS : left / BEFORE;
+        before = R::COLUMNS_LAST ? left : left % BEFORE;
+        behind = R::COLUMNS_LAST ? right / R::COLUMNS : right;
+        static_assert(BEHIND > 0, "columns are a part of what is behind");
+    }
+    __device__ __forceinline__ int feature(int q) const {
+        constexpr int BEHIND = R::COLUMNS_LAST ? M::R / R::COLUMNS : M::R;
+        return (before * M::Q + q) * BEHIND + behind;
+    }
+};
+
+// What a sum is multiplied by before it is rounded.
+template <class M>
+__device__ __forceinline__ float factor_of(const Scales& scales, int column) {
+    u32 power = scales.columns[column];
+    if (M::LAST) return scales.restored * __uint_as_float((254u << 23) - power);  // its inverse
+    float own = __uint_as_float(scales.norms[M::NUMBER]);
+    return M::NUMBER == 0 ? own * __uint_as_float(power) : own;
+}
+
+template <class R, class M>
+__device__ __forceinline__ float finished(const RunFixed& run, const Tile& at, const Finish& finish,
+                                          const Slice<R, M>& slice, int q, float value) {
+    if (!EPILOGUE || !M::LAST || slice.column >= at.columns) return value;
+    i64 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
+                (at.column + slice.column) / run.feature_divisor * run.feature_column;
+    return finish(value, first + slice.feature(q) * run.feature_own);
+}
+
+template <class R, class M>
+__device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums, const Scales& scales,
+                                         const RunFixed& run, const Tile& at, const Finish& finish,
+                                         int first_column, int first_slice) {
+    constexpr bool SHIFTED = SCALED && (M::LAST || M::NUMBER == 0);
+    int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < M::OWN_SLICES; ++j) {
+        int begin = (first_slice + j) * 8;
+        if (begin >= M::SLICES) continue;
+        Slice<R, M> slices[2] = {Slice<R, M>(begin + pair), Slice<R, M>(begin + pair + 1)};
+        float scale[2] = {1, 1};
+        if (SCALED)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                scale[k] = factor_of<M>(scales, SHIFTED ? min(slices[k].column, R::COLUMNS - 1) : 0);
+#pragma unroll
+        for (int i = 0; i < M::OWN_COLUMNS; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                int q = (first_column + i) * 16 + half * 8;
+                if (q >= M::Q) continue;
+                float value[2];
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+                    value[k] = finished(run, at, finish, slices[k], q + row,
+                                        sums.value[i][j][2 * half + k] * scale[k]);
+                u32 packed = pack<HalfT>(value[0], value[1]);
+                int base = first_of<M, M::Q>(begin), offset = (q + row) * M::R;
+                if (!M::ACROSS) {
+                    packed = transpose_matrix(packed);
+                    if (begin + row >= M::SLICES) continue;
+                    base = (begin + row) * M::Q;
+                    offset = q;
+                }
+                *reinterpret_cast<u32*>(tile + place_of<M>(base, offset) + pair) = packed;
+            }
+        }
+    }
+}
+
+template <class R, class M>
+__device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT* matrices,
+                                      const Scales& scales, const RunFixed& run, const Tile& at,
+                                      const Finish& finish) {
+    u32 tile = static_cast<u32>(__cvta_generic_to_shared(from));
+    u32 matrix = static_cast<u32>(__cvta_generic_to_shared(matrices + M::AT));
+    Kept<M> kept(matrix);
+#pragma unroll 1
+    for (int unit = threadIdx.x / 32; unit < M::UNITS; unit += WARPS) {
+        int column = unit % M::GROUPS * M::OWN_COLUMNS, slice = unit / M::GROUPS * M::OWN_SLICES;
+        Sums<M> sums = {};
+        multiply<M>(sums, tile, matrix, kept, column, slice);
+        if (M::IN_PLACE) __syncwarp();
+        put_back<R, M>(to, sums, scales, run, at, finish, column, slice);
+    }
+    __syncthreads();
+}
+
+// The modes of a run, first to last.
+template <class... M>
+struct List {
+    __device__ __forceinline__ static void stage(HalfT* matrices, Scales& scales,
+                                                 const Parameters& p, i64 batch) {
+        if (SCALED) clear_scales(scales);
+        (stage_matrix<M>(matrices + M::AT, p, batch), ...);
+        if (!SCALED) return;
+        __syncthreads();
+        (find_norm<M>(scales, matrices + M::AT), ...);
+        __syncthreads();
+        if (threadIdx.x == 0) find_powers(scales);
+    }
+    // Which of the tiles holds the results.
+    template <class R>
+    __device__ __forceinline__ static HalfT* apply_all(HalfT* tile, HalfT* other,
+                                                       const HalfT* matrices, const Scales& scales,
+                                                       const RunFixed& run, const Tile& at,
+                                                       const Finish& finish) {
+        ((apply<R, M>(tile, M::IN_PLACE ? tile : other, matrices, scales, run, at, finish),
+          M::IN_PLACE ? void() : swap(tile, other)), ...);
+        return tile;
+    }
+    __device__ __forceinline__ static void swap(HalfT*& one, HalfT*& other) {
+        HalfT* kept = one;
+        one = other;
+        other = kept;
+    }
+};
+
+// Results to device memory, along the tile's last dimension.
+template <class R>
+__device__ __forceinline__ void store_tile(const HalfT* tile, const RunFixed& run, void* target,
+                                           const Tile& at) {
+    HalfT* out = static_cast<HalfT*>(target) + at.out;
+    constexpr int LAST = R::COLUMNS_LAST ? R::COLUMNS : R::OUT_FEATURES;
+    constexpr int WIDTH = LAST % CHUNK == 0 ? CHUNK : 1;
+#pragma unroll 4
+    for (int index = threadIdx.x * WIDTH; index < R::OUTPUTS; index += THREADS * WIDTH) {
+        int column = R::COLUMNS_LAST ? index % R::COLUMNS : index / R::OUT_FEATURES;
+        int feature = R::COLUMNS_LAST ? index / R::COLUMNS : index % R::OUT_FEATURES;
+        HalfT* to = out + column * run.out.column_stride + feature * run.out.feature_stride;
+        auto values = load_vector<HalfT, WIDTH>(tile + place(index));
+        i64 step = R::COLUMNS_LAST ? run.out.column_stride : run.out.feature_stride;
+        int exist = R::COLUMNS_LAST ? at.columns - column : column < at.columns ? WIDTH : 0;
+        if (run.aligned_out && exist >= WIDTH) {
+            store_vector(to, values);
+        } else {
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e)
+                if (e < exist) to[e * step] = values.element[e];
+        }
+    }
+}

@@ -1,0 +1,104 @@
+// Powers of two that keep what lies between two modes within half precision. With m the largest
+// number of a column and n_i the largest sum of a matrix column's magnitudes, numbers behind mode i
+// are at most m * n_1 .. n_i. The first mode multiplies by 2^s so that m 2^s is 2^15 at most and
+// 2^14 at least, mode i but the last divides by 2^e_i >= n_i, and the last undoes them all: in fp32,
+// exactly. Of bfloat16, whose range is that of fp32, nothing is scaled.
+#pragma once
+
+#include "kronecker_product/halves/tile.cuh"
+
+constexpr bool SCALED = HALF_IS_FP16 && MODES > 1;
+
+// In shared memory.
+struct Scales {
+    u32 columns[COLUMNS_SCALED];  // bits of the largest magnitude, then of 2^s as float
+    u32 norms[MODES];             // bits of n_i, then of 2^-e_i
+    float restored;               // 2^(e_1 + .. )
+};
+
+__device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
+__device__ __forceinline__ float power_of_two(int exponent) {
+    return __uint_as_float(u32(exponent + 127) << 23);
+}
+
+__device__ __forceinline__ void clear_scales(Scales& scales) {
+    for (int i = threadIdx.x; i < MODES; i += THREADS) scales.norms[i] = 0;
+    for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) scales.columns[i] = 0;
+}
+
+// Of a matrix in shared memory, into its norm; what is not finite is not counted.
+template <class M>
+__device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
+    for (int q = threadIdx.x; q < M::Q; q += THREADS) {
+        float sum = 0;
+        for (int p = 0; p < M::P; ++p) {
+            float x = __uint_as_float(
+                __float_as_uint(convert<float>(matrix[place(q * M::P + p)])) & 0x7fffffffu);
+            sum += x < 65536.0f ? x : 0.0f;
+        }
+        atomicMax(&scales.norms[M::NUMBER], __float_as_uint(sum));
+    }
+}
+
+// By one thread, once all norms are there.
+__device__ __forceinline__ void find_powers(Scales& scales) {
+    float restored = 1;
+    for (int i = 0; i < MODES - 1; ++i) {
+        float norm = __uint_as_float(scales.norms[i]);
+        int exponent = norm > 0 ? exponent_of(norm) + 1 : 0;
+        scales.norms[i] = __float_as_uint(power_of_two(-exponent));
+        restored *= power_of_two(exponent);
+    }
+    scales.restored = restored;
+}
+
+// The larger of the magnitudes in both halves.
+__device__ __forceinline__ u32 larger(u32 x, u32 y) {
+    x &= 0x7fff7fffu;
+    y &= 0x7fff7fffu;
+    u32 low = max(x & 0xffffu, y & 0xffffu), high = max(x >> 16, y >> 16);
+    return high << 16 | low;
+}
+
+// The largest magnitudes of the tile's columns.
+template <class R>
+__device__ __forceinline__ void find_largest(Scales& scales, const HalfT* tile) {
+    if constexpr (R::COLUMNS_LAST) {
+        static_assert(THREADS * CHUNK % R::COLUMNS == 0, "a thread keeps its columns");
+        u32 most[CHUNK / 2] = {};
+        for (int index = threadIdx.x * CHUNK; index < R::INPUTS; index += THREADS * CHUNK) {
+            auto x = load_vector<u32, 4>(reinterpret_cast<const u32*>(tile + place(index)));
+#pragma unroll
+            for (int i = 0; i < CHUNK / 2; ++i) most[i] = larger(most[i], x.element[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i)
+            atomicMax(&scales.columns[(threadIdx.x * CHUNK + i) % R::COLUMNS],
+                      most[i / 2] >> i % 2 * 16 & 0xffffu);
+    } else {
+        constexpr int CHUNKS = R::IN_FEATURES / CHUNK;
+        constexpr int GROUPS = R::COLUMNS < WARPS ? ceil_div(WARPS, R::COLUMNS) : 1;
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int unit = warp; unit < R::COLUMNS * GROUPS; unit += WARPS) {
+            int column = unit / GROUPS;
+            u32 most = 0;
+            for (int i = unit % GROUPS * 32 + lane; i < CHUNKS; i += GROUPS * 32) {
+                const HalfT* from = tile + place(column * R::IN_FEATURES + i * CHUNK);
+                auto x = load_vector<u32, 4>(reinterpret_cast<const u32*>(from));
+#pragma unroll
+                for (int k = 0; k < 4; ++k) most = larger(most, x.element[k]);
+            }
+            u32 found = __reduce_max_sync(~0u, max(most & 0xffffu, most >> 16));
+            if (lane == 0) atomicMax(&scales.columns[column], found);
+        }
+    }
+}
+
+// Of all columns, between two barriers.
+__device__ __forceinline__ void find_shifts(Scales& scales) {
+    for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) {
+        float most = convert<float>(half_t{u16(scales.columns[i])});
+        bool is_some = most > 0 && most < 65536.0f;
+        scales.columns[i] = __float_as_uint(is_some ? power_of_two(14 - exponent_of(most)) : 1.0f);
+    }
+}

@@ -1,0 +1,64 @@
+// A tile of half-precision numbers in shared memory, where they lie, and its modes.
+//
+// A tile is an array (L, P, R) to each mode, in order and without gaps. All that is read or written
+// at once are eight chunks of 8 numbers at any power of two from each other, so that all bits of a
+// chunk's line, three at a time, are folded into its place in the line.
+#pragma once
+
+#include "common/types.cuh"
+
+constexpr int CHUNK = 8;  // numbers of 16 bytes
+
+__device__ constexpr int place(int index) {
+    int line = index >> 6;
+    line ^= line >> 6;
+    line ^= line >> 3;
+    return index ^ ((line & 7) << 3);
+}
+
+__device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+__device__ constexpr bool is_power(int x) { return (x & (x - 1)) == 0; }
+
+// Makes (L, Q, R) of a tile (L, P, R) by a matrix P x Q, the product of the PARTS factors from FIRST
+// on, which lies AT numbers behind the first matrix, transposed. NUMBER counts modes. P and Q are
+// multiples of 8, R too or 1.
+template <int L_, int P_, int Q_, int R_, int FIRST_, int PARTS_, bool LAST_, int AT_, int NUMBER_>
+struct Mode {
+    static constexpr int L = L_, P = P_, Q = Q_, R = R_, FIRST = FIRST_, PARTS = PARTS_, AT = AT_;
+    static constexpr int NUMBER = NUMBER_;
+    static constexpr bool LAST = LAST_;
+
+    // Of fragments: 16 columns of the matrix by 8 slices.
+    static constexpr int SLICES = L * R, COLUMN_TILES = ceil_div(Q, 16);
+    static constexpr int SLICE_TILES = ceil_div(SLICES, 8), MATRIX = COLUMN_TILES * 16 * P;
+    static constexpr int STEPS = P / 16;            // of 16 in depth
+    static constexpr bool HAS_TAIL = P % 16 != 0;  // of 8
+    // Where chunks are of neighbouring slices, and not of neighbours in depth.
+    static constexpr bool ACROSS = R > 1;
+    // Places of a sum are those of its summands, xor-ed.
+    static constexpr bool POWERS = is_power(P) && is_power(Q) && is_power(R);
+
+    // A warp that makes all columns of its slices may write them where it read them.
+    static constexpr bool IN_PLACE = P == Q && Q <= 128;
+    static constexpr int OWN_COLUMNS = IN_PLACE || COLUMN_TILES < 4 ? COLUMN_TILES : 4;
+    static constexpr int GROUPS = ceil_div(COLUMN_TILES, OWN_COLUMNS);
+    __device__ static constexpr int slices() {
+        return OWN_COLUMNS <= 4 && (HAS_TAIL || ceil_div(SLICE_TILES, 4) * GROUPS >= WARPS) ? 4 : 2;
+    }
+    static constexpr int OWN_SLICES = slices();
+    static constexpr int UNITS = ceil_div(SLICE_TILES, OWN_SLICES) * GROUPS;
+    // The matrix in registers.
+    static constexpr bool KEPT = GROUPS == 1 && COLUMN_TILES * ceil_div(P, 16) <= 4;
+};
+
+// A warp's results.
+template <class M>
+struct Sums {
+    float value[M::OWN_COLUMNS][M::OWN_SLICES][4];
+};
+
+// The first element of slice tile `tile` in an array whose matrix dimension is of size WIDTH.
+template <class M, int WIDTH>
+__device__ __forceinline__ int first_of(int slice) {
+    return M::ACROSS ? slice / M::R * (WIDTH * M::R) + slice % M::R : slice * WIDTH;
+}

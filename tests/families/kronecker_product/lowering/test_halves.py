@@ -1,0 +1,127 @@
+"""The kernel of half-precision tiles, run by threads of the host, from run_kernel on."""
+
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.families.kronecker_product import plans
+from kernlib.families.kronecker_product.lowering import halves
+from kernlib.runtime import devices
+from tests.families.kronecker_product import emulated
+from tests.families.kronecker_product.cases import GATES, product
+from tests.families.kronecker_product.emulated import gpu, host
+from tests.support import fakes
+from tests.support.emulation.emulator import COMPILER
+from tests.support.speeds import slow_but
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+F16, BF16 = torch.float16, torch.bfloat16
+# Factors, rows or columns, side, dtype.
+CASES = {
+    "one": (((8, 8),), 5, "right", F16),
+    "small": (((8, 8), (8, 8)), 3, "right", F16),
+    "merged": (((2, 2),) * 7, 3, "right", F16),
+    "rectangular": (((8, 16), (24, 8)), 3, "right", F16),
+    "columns": (((8, 8), (16, 16)), 11, "left", F16),
+    "few columns": (((8, 24), (16, 8)), 3, "left", BF16),
+    "tails": (((24, 24), (40, 40)), 2, "right", BF16),
+    "large": (((128, 128), (8, 8)), 1, "right", BF16),
+    "wide": (((136, 64), (8, 144)), 1, "right", F16),
+    "three": (((32, 32), (16, 16), (8, 8)), 1, "right", F16),
+    "wide tile": (((64, 64), (8, 8)), 9, "left", F16),
+    "long row": (((8, 8),) * 5, 1, "right", F16),
+}
+FAST = ("small", "rectangular", "columns")
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch, tmp_path_factory):
+    fakes.forget()
+    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    fakes.forget()
+
+
+def operands(shapes, rows, side, dtype, batch=()):
+    wide = math.prod(shape[side == "left"] for shape in shapes)
+    x = torch.randn(*batch, *((rows, wide) if side == "right" else (wide, rows)))
+    factors = [torch.randn(*batch, *shape) / shape[side == "left"] ** 0.5 for shape in shapes]
+    return [t.to(dtype) for t in (x, *factors)]
+
+
+def kinds(gpus):
+    return [spec.description.split()[1] for spec in gpus.specs]
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+def test_products_are_right(case, gpus, seed):
+    shapes, rows, side, dtype = CASES[case]
+    x, *factors = operands(shapes, rows, side, dtype)
+    descriptor = kl.KroneckerProduct(shapes, side=side)
+    found = host(kl.run_kernel(descriptor, *map(gpu, (x, *factors))))
+    wanted = product(x, factors, side)
+    assert kinds(gpus) == ["halves"] and found.dtype == dtype and found.is_contiguous()
+    assert (found.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+
+
+@pytest.mark.parametrize("side", slow_but(("right",), ("right", "left")))
+def test_strides_batches_and_epilogues(side, gpus, seed):
+    shapes = ((8, 16), (8, 8))
+    x, *factors = operands(shapes, 5, side, F16, (3,))
+    x, factors[0] = x.mT.contiguous().mT, factors[0].mT.contiguous().mT
+    descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=(kl.Scale(), kl.Bias()))
+    bias = torch.randn(descriptor.out_features).to(F16)
+    wanted = 1.5 * product(x, factors, side).double()
+    wanted = wanted + (bias if side == "right" else bias[:, None])
+    out = torch.full((*wanted.shape[:-1], wanted.shape[-1] + 3), 7.0, dtype=F16)[..., 1:-2]
+    given = [gpu(t) for t in (x, *factors)]
+    kl.run_kernel(descriptor, *given, out=gpu(out), bias=gpu(bias), scale=1.5)
+    assert (out.double() - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("ahead", slow_but((64,), (64, 128, 10**6)))
+def test_tiles_are_read_ahead(ahead, gpus, monkeypatch, seed):
+    """By the only block there is, of a multiprocessor that holds one."""
+    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(halves.Halves, "resident", lambda self, arch: 1)
+    monkeypatch.setattr(halves, "columns_of", lambda *_: 4)
+    monkeypatch.setattr(halves, "ahead_of", lambda made, arch: min(ahead, made.tile))
+    x, *factors = operands(((8, 8), (8, 8)), 27, "right", F16)
+    found = host(kl.run_kernel(kl.KroneckerProduct((8, 8)), *map(gpu, (x, *factors))))
+    wanted = product(x, factors, "right")
+    assert gpus.specs[0].description.endswith("a")
+    assert (found.double() - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("side", slow_but(("right",), ("right", "left")))
+def test_numbers_between_factors_may_be_any_floats(side, gpus, seed):
+    """Rows of different scales, and factors whose product alone is of the size of a number: what
+    lies between would be infinite or zero in float16."""
+    x, *factors = operands(((8, 8), (16, 16), (8, 8)), 8, side, F16)
+    scales = torch.exp2(torch.arange(-10, 6, 2).float()).to(F16)
+    x = x * (scales[:, None] if side == "right" else scales)
+    for powers in ((9, -9, 0), (-9, 9, 0), (0, 9, -9)):
+        given = [f * 2.0**power for f, power in zip(factors, powers, strict=True)]
+        descriptor = kl.KroneckerProduct((8, 16, 8), side=side)
+        found = host(kl.run_kernel(descriptor, *map(gpu, (x, *given)))).double()
+        wanted = product(x, given, side)
+        axis = -1 if side == "right" else 0
+        error = (found - wanted).norm(dim=axis) / wanted.norm(dim=axis)
+        assert error.max() <= 1.5e-3
+
+
+def test_what_is_not_finite_stays_in_its_row(gpus, seed):
+    x, *factors = operands(((8, 8), (8, 8)), 9, "right", F16)
+    x[4, 7], x[6, 3] = math.nan, math.inf
+    found = host(kl.run_kernel(kl.KroneckerProduct((8, 8)), *map(gpu, (x, *factors))))
+    rest = [index for index in range(9) if index not in (4, 6)]
+    assert found[4].isnan().any() and not found[6].isfinite().all()
+    assert found[rest].isfinite().all()
+
+
+def test_zeros_are_zeros(gpus):
+    x, factor = torch.zeros(3, 64, dtype=F16), torch.zeros(8, 8, dtype=F16)
+    found = kl.run_kernel(kl.KroneckerProduct((8, 8)), *map(gpu, (x, factor, factor)))
+    assert not host(found).any()
