@@ -5,12 +5,6 @@
 #include "common/mma_half.cuh"
 #include "kronecker_product/halves/tile.cuh"
 
-// The place of an element at two indices' sum.
-template <class M>
-__device__ __forceinline__ int place_of(int base, int offset) {
-    return M::POWERS ? place(base) ^ place(offset) : place(base + offset);
-}
-
 // Fragments of the matrix: 16 columns by 16, or 8, in depth.
 template <class M>
 __device__ __forceinline__ void read_matrix(u32 (&a)[4], u32 matrix, int column_tile, int step) {
@@ -35,24 +29,17 @@ struct Kept {
     }
 };
 
-// Of tiles of slices from the first on, `count` of them by a lane's quarter or half of the warp.
-template <class M>
-__device__ __forceinline__ int slice_of_lane(int first, int own) {
-    int lane = threadIdx.x % 32, tile = first + own;
-    int slice = (tile < M::SLICE_TILES ? tile : 0) * 8 + (M::ACROSS ? 0 : lane % 8);
-    return slice < M::SLICES ? slice : 0;  // what is read there goes nowhere
-}
-
 template <class M>
 __device__ __forceinline__ void multiply_step(Sums<M>& sums, const u32 (&a)[M::OWN_COLUMNS][4],
                                               u32 tile, int first, int step) {
-    int lane = threadIdx.x % 32, depth = step * 16 + lane / 8 % 2 * 8;
-    int offset = M::ACROSS ? (depth + lane % 8) * M::R : depth;
+    constexpr int STRIDE = M::ACROSS ? M::R : 1;
+    int lane = threadIdx.x % 32, row = lane % 8, lower = lane / 8 % 2 * 8;
+    int slice = lane / 16 * 8 + (M::ACROSS ? 0 : row), behind = M::ACROSS ? lower + row : lower;
 #pragma unroll
     for (int j = 0; j < M::OWN_SLICES; j += 2) {
         u32 b[4];
-        int base = first_of<M, M::P>(slice_of_lane<M>(first, j + lane / 16));
-        load_matrices<M::ACROSS>(b, tile + 2 * place_of<M>(base, offset));
+        int from = place_of<M, M::P>(first, j, slice, step * 16 * STRIDE, behind * STRIDE);
+        load_matrices<M::ACROSS>(b, tile + 2 * from);
 #pragma unroll
         for (int i = 0; i < M::OWN_COLUMNS; ++i) {
             multiply_fragments<HalfT>(sums.value[i][j], a[i], {b[0], b[1]});
@@ -65,11 +52,12 @@ template <class M>
 __device__ __forceinline__ void multiply_tail(Sums<M>& sums, const u32 (&a)[M::OWN_COLUMNS][4],
                                               u32 tile, int first) {
     static_assert(M::OWN_SLICES == 4, "as four are read at once");
-    int lane = threadIdx.x % 32, depth = M::STEPS * 16;
-    int offset = M::ACROSS ? (depth + lane % 8) * M::R : depth;
+    constexpr int STRIDE = M::ACROSS ? M::R : 1;
+    int lane = threadIdx.x % 32, row = lane % 8;
+    int slice = lane / 8 * 8 + (M::ACROSS ? 0 : row), behind = M::ACROSS ? row : 0;
     u32 b[4];
-    int base = first_of<M, M::P>(slice_of_lane<M>(first, lane / 8));
-    load_matrices<M::ACROSS>(b, tile + 2 * place_of<M>(base, offset));
+    int from = place_of<M, M::P>(first, 0, slice, M::STEPS * 16 * STRIDE, behind * STRIDE);
+    load_matrices<M::ACROSS>(b, tile + 2 * from);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll

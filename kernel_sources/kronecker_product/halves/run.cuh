@@ -17,6 +17,7 @@ using TileT = HalfT;
 // The matrix of a mode, transposed: the product of its factors' entries, zeros below it.
 template <class M>
 __device__ __forceinline__ void stage_matrix(HalfT* matrix, const Parameters& p, i64 batch) {
+#pragma unroll 1
     for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
         int row = index % M::P, column = index / M::P;
         float value = 0;
@@ -55,14 +56,22 @@ struct Slice {
     }
 };
 
-// What a sum is multiplied by before it is rounded.
+// What a sum is multiplied by before it is rounded, by the column of the tile where SHIFTED.
 template <class M>
-__device__ __forceinline__ float factor_of(const Scales& scales, int column) {
-    u32 power = scales.columns[column];
-    if (M::LAST) return scales.restored * __uint_as_float((254u << 23) - power);  // its inverse
-    float own = __uint_as_float(scales.norms[M::NUMBER]);
-    return M::NUMBER == 0 ? own * __uint_as_float(power) : own;
-}
+struct Scaling {
+    static constexpr bool SHIFTED = SCALED && (M::LAST || M::NUMBER == 0);
+    const Scales& scales;
+    float own;
+
+    __device__ __forceinline__ explicit Scaling(const Scales& all) : scales(all), own(1) {
+        if (SCALED) own = M::LAST ? all.restored : __uint_as_float(all.norms[M::NUMBER]);
+    }
+    __device__ __forceinline__ float of(int column) const {
+        if (!SHIFTED) return own;
+        u32 power = scales.columns[column];
+        return own * __uint_as_float(M::LAST ? (254u << 23) - power : power);  // its inverse
+    }
+};
 
 template <class R, class M>
 __device__ __forceinline__ float finished(const RunFixed& run, const Tile& at, const Finish& finish,
@@ -73,22 +82,36 @@ __device__ __forceinline__ float finished(const RunFixed& run, const Tile& at, c
     return finish(value, first + slice.feature(q) * run.feature_own);
 }
 
+// Two neighbouring columns' results of a slice, or two neighbouring slices' of a column.
+template <class M>
+__device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int first, int own, int q) {
+    int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
+    int to;
+    if (M::ACROSS) {
+        to = place_of<M, M::Q>(first, own, pair, q * M::R, row * M::R);
+    } else {
+        packed = transpose_matrix(packed);
+        if (!M::LINEAR && (first + own) * 8 + row >= M::SLICES) return;
+        to = place_of<M, M::Q>(first, own, row, q, pair);
+    }
+    *reinterpret_cast<u32*>(tile + to) = packed;
+}
+
 template <class R, class M>
-__device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums, const Scales& scales,
-                                         const RunFixed& run, const Tile& at, const Finish& finish,
-                                         int first_column, int first_slice) {
-    constexpr bool SHIFTED = SCALED && (M::LAST || M::NUMBER == 0);
+__device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
+                                         const Scaling<M>& scaling, const RunFixed& run,
+                                         const Tile& at, const Finish& finish, int first_column,
+                                         int first) {
     int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < M::OWN_SLICES; ++j) {
-        int begin = (first_slice + j) * 8;
-        if (begin >= M::SLICES) continue;
+        int begin = (first + j) * 8;
+        if (!M::LINEAR && begin >= M::SLICES) continue;
         Slice<R, M> slices[2] = {Slice<R, M>(begin + pair), Slice<R, M>(begin + pair + 1)};
-        float scale[2] = {1, 1};
-        if (SCALED)
+        float scale[2];
 #pragma unroll
-            for (int k = 0; k < 2; ++k)
-                scale[k] = factor_of<M>(scales, SHIFTED ? min(slices[k].column, R::COLUMNS - 1) : 0);
+        for (int k = 0; k < 2; ++k)
+            scale[k] = scaling.of(min(slices[k].column, R::COLUMNS - 1));
 #pragma unroll
         for (int i = 0; i < M::OWN_COLUMNS; ++i) {
 #pragma unroll
@@ -97,18 +120,12 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums, const
                 if (q >= M::Q) continue;
                 float value[2];
 #pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    value[k] = finished(run, at, finish, slices[k], q + row,
-                                        sums.value[i][j][2 * half + k] * scale[k]);
-                u32 packed = pack<HalfT>(value[0], value[1]);
-                int base = first_of<M, M::Q>(begin), offset = (q + row) * M::R;
-                if (!M::ACROSS) {
-                    packed = transpose_matrix(packed);
-                    if (begin + row >= M::SLICES) continue;
-                    base = (begin + row) * M::Q;
-                    offset = q;
+                for (int k = 0; k < 2; ++k) {
+                    value[k] = sums.value[i][j][2 * half + k];
+                    if (SCALED) value[k] *= scale[k];
+                    value[k] = finished(run, at, finish, slices[k], q + row, value[k]);
                 }
-                *reinterpret_cast<u32*>(tile + place_of<M>(base, offset) + pair) = packed;
+                put_pair<M>(tile, pack<HalfT>(value[0], value[1]), first, j, q);
             }
         }
     }
@@ -121,13 +138,14 @@ __device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT*
     u32 tile = static_cast<u32>(__cvta_generic_to_shared(from));
     u32 matrix = static_cast<u32>(__cvta_generic_to_shared(matrices + M::AT));
     Kept<M> kept(matrix);
+    Scaling<M> scaling(scales);
 #pragma unroll 1
     for (int unit = threadIdx.x / 32; unit < M::UNITS; unit += WARPS) {
         int column = unit % M::GROUPS * M::OWN_COLUMNS, slice = unit / M::GROUPS * M::OWN_SLICES;
         Sums<M> sums = {};
         multiply<M>(sums, tile, matrix, kept, column, slice);
         if (M::IN_PLACE) __syncwarp();
-        put_back<R, M>(to, sums, scales, run, at, finish, column, slice);
+        put_back<R, M>(to, sums, scaling, run, at, finish, column, slice);
     }
     __syncthreads();
 }

@@ -29,8 +29,10 @@ __device__ __forceinline__ void clear_scales(Scales& scales) {
 // Of a matrix in shared memory, into its norm; what is not finite is not counted.
 template <class M>
 __device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
+#pragma unroll 1
     for (int q = threadIdx.x; q < M::Q; q += THREADS) {
         float sum = 0;
+#pragma unroll 1
         for (int p = 0; p < M::P; ++p) {
             float x = __uint_as_float(
                 __float_as_uint(convert<float>(matrix[place(q * M::P + p)])) & 0x7fffffffu);
@@ -43,6 +45,7 @@ __device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
 // By one thread, once all norms are there.
 __device__ __forceinline__ void find_powers(Scales& scales) {
     float restored = 1;
+#pragma unroll 1
     for (int i = 0; i < MODES - 1; ++i) {
         float norm = __uint_as_float(scales.norms[i]);
         int exponent = norm > 0 ? exponent_of(norm) + 1 : 0;

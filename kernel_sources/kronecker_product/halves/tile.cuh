@@ -35,8 +35,6 @@ struct Mode {
     static constexpr bool HAS_TAIL = P % 16 != 0;  // of 8
     // Where chunks are of neighbouring slices, and not of neighbours in depth.
     static constexpr bool ACROSS = R > 1;
-    // Places of a sum are those of its summands, xor-ed.
-    static constexpr bool POWERS = is_power(P) && is_power(Q) && is_power(R);
 
     // A warp that makes all columns of its slices may write them where it read them.
     static constexpr bool IN_PLACE = P == Q && Q <= 128;
@@ -47,6 +45,11 @@ struct Mode {
     }
     static constexpr int OWN_SLICES = slices();
     static constexpr int UNITS = ceil_div(SLICE_TILES, OWN_SLICES) * GROUPS;
+    // Whether all slices exist, and indices are bits side by side: the place of an index is that of
+    // its parts, xor-ed, most of which are known to the compiler or the same for all of a mode.
+    static constexpr bool LINEAR = is_power(P) && is_power(Q) && is_power(R) && is_power(L) &&
+                                   SLICES % (8 * OWN_SLICES) == 0 &&
+                                   COLUMN_TILES % OWN_COLUMNS == 0;
     // The matrix in registers.
     static constexpr bool KEPT = GROUPS == 1 && COLUMN_TILES * ceil_div(P, 16) <= 4;
 };
@@ -57,8 +60,24 @@ struct Sums {
     float value[M::OWN_COLUMNS][M::OWN_SLICES][4];
 };
 
-// The first element of slice tile `tile` in an array whose matrix dimension is of size WIDTH.
+// The first element of a slice in an array whose matrix dimension is of size WIDTH.
 template <class M, int WIDTH>
-__device__ __forceinline__ int first_of(int slice) {
+__device__ constexpr int first_of(int slice) {
     return M::ACROSS ? slice / M::R * (WIDTH * M::R) + slice % M::R : slice * WIDTH;
+}
+
+// The place of an element, given by the slice it is of: that of tile `first`, `own` tiles on, and
+// what a lane adds; and by its index `offset` beside the slice's first one, a lane's again apart.
+template <class M, int WIDTH>
+__device__ __forceinline__ int place_of(int first, int own, int lane_slice, int offset,
+                                        int lane_offset) {
+    if constexpr (M::LINEAR) {
+        int lane = place(first_of<M, WIDTH>(lane_slice) + lane_offset);
+        return place(first_of<M, WIDTH>(first * 8)) ^ lane ^
+               place(first_of<M, WIDTH>(own * 8) + offset);
+    } else {
+        int slice = (first + own) * 8 + lane_slice;
+        slice = slice < M::SLICES ? slice : 0;  // what is read there goes nowhere
+        return place(first_of<M, WIDTH>(slice) + offset + lane_offset);
+    }
 }

@@ -30,6 +30,7 @@ using TileT = AccT;
 // The matrix of a mode in shared memory, column by column: the product of its factors' entries, zeros around it.
 template <class M>
 __device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, i64 batch) {
+#pragma unroll 1
     for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
         int row = index % M::DEPTH, column = index / M::DEPTH;
         AccT value = 0;
