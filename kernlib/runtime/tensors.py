@@ -28,10 +28,13 @@ def signature(t: torch.Tensor) -> tuple:
     return t.shape, t.stride(), t.dtype, t.get_device(), alignment, t.is_neg()
 
 
-def is_lazy(t: torch.Tensor) -> bool:
-    """Whether memory does not hold the values: those of a negated view, or of a zero tensor, which
-    autograd makes for gradients that are not defined, and which has no memory."""
-    return t.is_neg() or t._is_zerotensor()
+def is_lazy(*tensors: torch.Tensor | None) -> bool:
+    """Whether memory does not hold the values of one: those of a negated view, or of a zero tensor,
+    which autograd makes for gradients that are not defined, and which has no memory."""
+    found = False
+    for t in tensors:  # any() over a generator would double the time
+        found = found or (t is not None and (t.is_neg() or t._is_zerotensor()))
+    return found
 
 
 def materialised(t: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,10 @@ PACKAGE = str(Path(kl.__file__).resolve().parent)
 
 # Frames of kernlib in a call whose plan is there; comprehensions of Python 3.11 count.
 FRAMES = {"l1": 12, "gaussian": 18, "Kronecker-sparse": 12, "sparse": 14, "pair gradient": 27}
+
+# Frames and switches of a backward pass whose plans are there: switches are frames whose code lies
+# in another file than that of the frame before.
+BACKWARDS = {"l1": (37, 17), "gaussian": (51, 28), "a alone": (37, 21), "p": (59, 34)}
 
 # Modules of kernlib that an import loads, and packages that it must not.
 IMPORTS = {
@@ -43,17 +49,29 @@ def calls() -> dict:
     }
 
 
-@pytest.mark.parametrize("name", FRAMES)
-def test_a_hot_call_is_short(name, monkeypatch):
-    fakes.forget()
-    golden_launches.install(monkeypatch)
-    call = calls()[name]
+def backwards(name: str) -> Callable:
+    descriptor, values = {
+        "l1": (kl.l1_distance(), {}),
+        "p": (kl.p_distance(), {"p": 1.7}),
+    }.get(name, (kl.gaussian(), {"bandwidth": 2.0}))
+    a, b = golden_launches.normal(100, 64), golden_launches.normal(80, 64)
+    y = kl.run_kernel(descriptor, a.requires_grad_(), b.requires_grad_(name != "a alone"), **values)
+    # A pass that begins with a plain tensor: in one that begins with a subclass torch makes all
+    # that is computed plain, and so on no GPU.
+    y.register_hook(lambda grad: grad.as_subclass(fakes.OnGpu))
+    plain = y.as_subclass(torch.Tensor)
+    return lambda: plain.backward(torch.zeros(plain.shape), retain_graph=True)
+
+
+def hot_frames(call: Callable) -> list[tuple[str, str]]:
+    """Files and names of a call's second time."""
     call()
     frames = []
 
     def note(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            frames.append(frame.f_code.co_name)
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            frames.append((code.co_filename.removeprefix(PACKAGE), code.co_name))
 
     sys.setprofile(note)
     try:
@@ -61,7 +79,25 @@ def test_a_hot_call_is_short(name, monkeypatch):
     finally:
         sys.setprofile(None)
     fakes.forget()
+    return frames
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_hot_call_is_short(name, monkeypatch):
+    fakes.forget()
+    golden_launches.install(monkeypatch)
+    frames = hot_frames(calls()[name])
     assert 0 < len(frames) <= FRAMES[name], frames
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_hot_backward_pass_is_short(name, monkeypatch):
+    fakes.forget()
+    golden_launches.install(monkeypatch)
+    frames = hot_frames(backwards(name))
+    switches = sum(one[0] != other[0] for one, other in pairwise(frames))
+    assert 0 < len(frames) <= BACKWARDS[name][0], frames
+    assert 0 < switches <= BACKWARDS[name][1], frames
 
 
 @pytest.mark.parametrize("module", IMPORTS)

@@ -6,6 +6,7 @@ as often as is asked for. At singularities the derivatives are those of
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -32,6 +33,7 @@ def sums(
     return _inner(inner, v, entries(p, 4), entries(inner_scale, 4)).sum(-1)
 
 
+@lru_cache(maxsize=64)  # which hot backward passes ask twice
 def linear(operator: str, inner: object) -> bool:
     """Whether the gradient of the sums is made of products of matrices: ``W z`` of dot products,
     ``2 (x sum_t W - W z)`` of squared differences."""

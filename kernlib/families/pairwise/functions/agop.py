@@ -6,7 +6,7 @@ import torch
 
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager
+from kernlib.families.pairwise.gradients import eager, routes
 from kernlib.families.pairwise.gradients.eager import Block, Call
 from kernlib.families.pairwise.gradients.weights import by_sums
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
@@ -54,9 +54,9 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
 
     rows, points, c = block.of(x), block.entries(z), block.entries(coefficients)
     values = call.numbers | {name: block.entries(t) for name, t in tensors.items()}
-    made = eager.sums_of(call.descriptor, values)
+    made = routes.sums_of(call.descriptor, values)
     shape = max(t.shape[0] for t in (rows, points, c)), c.shape[1], *rows.shape[1:]
-    if eager.is_plain(call.descriptor, values):
+    if routes.is_plain(call.descriptor, values):
         sides = max(rows.shape[0], points.shape[0])
         weights = x.new_ones(()).expand(sides, rows.shape[1], points.shape[1])
     else:
@@ -67,9 +67,8 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
         each = [eager.points_gradient(made, rows, points, weights * one[:, None], True)
                 for one in c.unbind(1)]  # fmt: skip
         return torch.stack(each, 1)
-    options = {"p": made.p, "inner_scale": made.scale, "first": True}
     operator, inner = made.descriptor.operator, made.descriptor.inner
-    return pair_gradient(operator, inner, rows, points, weights, c, **options)
+    return pair_gradient(operator, inner, rows, points, weights, c, **made.given)
 
 
 def agop(

@@ -14,21 +14,19 @@ With ``create_graph`` the call is made again out of operators that are recorded 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import formula, products, weights
+from kernlib.families.pairwise.gradients import formula, products, routes, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.point_products import FEWEST
-from kernlib.families.pairwise.gradients.weights import Finish
+from kernlib.families.pairwise.gradients.routes import INNER, Route, exponent_sums
 from kernlib.families.pairwise.matrix import MATRIX, calls, matrix
-from kernlib.runtime.dtypes import accumulator
+from kernlib.families.pairwise.stages_reference import linear
 from kernlib.runtime.numbers import host_value, on_device
 from kernlib.runtime.operation import by_operator, operators_of
 from kernlib.runtime.tensors import (
@@ -43,7 +41,6 @@ from kernlib.runtime.tensors import (
 BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much where it is packed
 FEWEST_ROWS = 128  # of a block, unless there are fewer: a kernel's tile has as many
 _INFINITE = float("inf")
-_INNER = frozenset(("p", "inner_p", "inner_scale"))  # names of what the sums are given
 
 
 def run(
@@ -97,8 +94,6 @@ class Call(NamedTuple):
 
     def values(self, tensors) -> dict:
         """All hyperparameters."""
-        if not self.names:
-            return self.numbers
         return self.numbers | dict(zip(self.names, tensors, strict=True))
 
     @property
@@ -112,7 +107,8 @@ class _Pairwise(torch.autograd.Function):
     def forward(ctx, call, a, b, *tensors):
         ctx.call = call
         ctx.save_for_backward(a, b, *tensors)
-        offsets, values = (call.row_offset, call.col_offset), call.values(tensors)
+        offsets = call.row_offset, call.col_offset
+        values = call.values(tensors) if tensors else call.numbers
         return calls.execute(call.descriptor, a, b, None, False, *offsets, values)
 
     @staticmethod
@@ -134,35 +130,7 @@ def _made_again(call: Call, needs: tuple, saved: tuple, grad) -> list:
     return [next(found) if need else None for need in needs]
 
 
-# The parts of a call.
-
-
-def sums_of(descriptor: Pairwise, values: dict) -> Sums:
-    """The sums of a call."""
-    p, scale = values.get("p", values.get("inner_p")), values.get("inner_scale")
-    if type(descriptor.inner) is stages.Power and not isinstance(p, torch.Tensor) and p in (1, 2):
-        return Sums(_plain(descriptor, "Abs" if p == 1 else "Square"))
-    return Sums(_plain(descriptor), p, scale)
-
-
-@lru_cache(maxsize=1024)
-def _plain(descriptor: Pairwise, inner: str | None = None) -> Pairwise:
-    stage = getattr(stages, inner)() if inner else descriptor.inner
-    return descriptor.replace(inner=stage, outer=stages.Identity(), epilogue=())
-
-
-@lru_cache(maxsize=1024)
-def _one_sided(descriptor: Pairwise) -> Pairwise:
-    return descriptor.replace(symmetric=False) if descriptor.symmetric else descriptor
-
-
-def is_plain(descriptor: Pairwise, values: dict) -> bool:
-    """Whether a call's values are the sums."""
-    p = values.get("p", values.get("inner_p"))
-    root = checks.follows_inner(descriptor, values)
-    same = not isinstance(p, torch.Tensor) and p in (0, 1, _INFINITE)
-    identity = same if root else isinstance(descriptor.outer, stages.Identity)
-    return identity and not descriptor.epilogue
+# The gradients of the sums.
 
 
 def points_gradient(made: Sums, x, z, given: torch.Tensor, first: bool) -> torch.Tensor:
@@ -174,15 +142,15 @@ def points_gradient(made: Sums, x, z, given: torch.Tensor, first: bool) -> torch
     if by_formula(made):
         sides = (batched(t) for t in (x, z, given))
         return _by_formula(made, *sides, first).view(*given.shape[:-2], *x.shape[-2:])
-    if made.linear:
+    if linear(descriptor.operator, descriptor.inner):
         if descriptor.operator == "dot":
             return products.dots(descriptor.precision, z, given)
         if given.numel() * x.shape[-1] >= FEWEST and x.dtype == torch.float32:
             return products.squares(descriptor.precision, x, z, given)
-    from kernlib.families.pairwise.gradients.points import pair_gradient
+    from kernlib.families.pairwise.gradients import points
 
-    options = {"p": made.p, "inner_scale": made.scale, "first": first}
-    return pair_gradient(descriptor.operator, descriptor.inner, x, z, given, **options)
+    kind = points.Kind(descriptor.operator, descriptor.inner, first, False)
+    return points.execute(kind, points.Operands(x, z, given, None), None, False, made.given)
 
 
 def _by_formula(made: Sums, x, z, given, first: bool) -> torch.Tensor:
@@ -192,16 +160,9 @@ def _by_formula(made: Sums, x, z, given, first: bool) -> torch.Tensor:
 
 def by_formula(made: Sums) -> bool:
     """Whether no kernel knows the gradient."""
-    infinite = not isinstance(made.p, torch.Tensor) and made.p == _INFINITE
+    p = made.given.get("p")
+    infinite = not isinstance(p, torch.Tensor) and p == _INFINITE
     return infinite or isinstance(made.descriptor.inner, stages.PowerLog)
-
-
-def exponent_sums(made: Sums) -> Sums | None:
-    """The sums whose terms are the derivatives by the exponent of those of ``made``, if they have a
-    kernel."""
-    if not isinstance(made.descriptor.inner, stages.Power):
-        return None
-    return made._replace(descriptor=_plain(made.descriptor, "PowerLog"))
 
 
 def batched(x: torch.Tensor) -> torch.Tensor:
@@ -241,22 +202,15 @@ def blocks(batch: int, rows: int, columns: int, most: int) -> Iterator[Block]:
 
 
 class Backward(NamedTuple):
-    """What the blocks of one backward pass share: the call, with tensors among its ``values`` on
-    the device and in the arithmetic's dtype, and what is asked for: whether a and b, and which
-    hyperparameters. ``plain``: the values are the sums. ``mirrored``: the gradient that arrives is
-    added to its transpose."""
+    """What the blocks of one backward pass share: the way, and the hyperparameters, tensors among
+    them on the device and in the arithmetic's dtype."""
 
-    descriptor: Pairwise
+    route: Route
     values: dict
-    points: tuple[bool, bool]
-    wanted: tuple[str, ...]
-    plain: bool
-    mirrored: bool
 
     def part(self, block: Block) -> Backward:
-        """For a block. Kernels that are symmetric compute no rows alone."""
-        values = {name: block.entries(value) for name, value in self.values.items()}
-        return self._replace(descriptor=_one_sided(self.descriptor), values=values)
+        """For a block."""
+        return Backward(self.route, {n: block.entries(value) for n, value in self.values.items()})
 
 
 @torch.no_grad()
@@ -264,36 +218,34 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
     """The gradients of ``a``, ``b`` and the hyperparameters that are tensors, None where there is
     no need, without a record: from those inputs and from ``grad``, that of the output."""
     a, b, *tensors = saved
-    wide = accumulator(a.dtype)
-    grad = materialised(grad) if is_lazy(grad) else grad
+    route, values = routes.route_of(call, needs, saved), call.numbers
+    wide = route.wide
+    if is_lazy(a, b, grad):
+        a, b, grad = (t if t is None else materialised(t) for t in (a, b, grad))
     x = _ready(a, grad, wide)
     z = x if b is None else _ready(b, grad, wide)
-    pairs = zip(call.names, tensors, strict=True)
-    values = call.numbers | {name: on_device(name, t, a.device, wide) for name, t in pairs}
-    unit = weights.unit_of(call.descriptor, values, wide)
+    if tensors:
+        pairs = zip(call.names, tensors, strict=True)
+        values = values | {name: on_device(name, t, a.device, wide) for name, t in pairs}
+    unit = None
+    if route.quotients and not weights.USUAL[0] <= values["bandwidth"] < weights.USUAL[1]:
+        unit = weights.unit_of(call.descriptor, values, wide)
     if unit is not None:
         x, z, values, unit = weights.in_unit(unit, x, z, values)
-    wanted = tuple(name for name, need in zip(call.names, needs[2:], strict=True) if need)
-    plain, mirrored = is_plain(call.descriptor, values), call.descriptor.symmetric and needs[0]
-    shared = Backward(call.descriptor, values, needs[:2], wanted, plain, mirrored)
-    # Without weights of its own, and with none that products would pack, nothing is large.
-    light = plain and not wanted and not sums_of(call.descriptor, values).linear
-    by = _at_once if light or grad.numel() <= BLOCK_ENTRIES else _by_blocks
-    found = by(shared, x, z, grad)
+    by = _at_once if route.light or grad.numel() <= BLOCK_ENTRIES else _by_blocks
+    found = by(Backward(route, values), x, z, grad)
     if unit is not None:
         found = {n: v / unit if n in ("a", "b") else v for n, v in found.items()}
-    if "regularization" in wanted:
+    if "regularization" in route.wanted:
         found["regularization"] = grad.diagonal(call.diagonal, -2, -1).sum(-1, dtype=wide)
-    names = ("a", "b", *call.names)
-    made = zip(names, saved, needs, strict=True)
+    made = zip(("a", "b", *call.names), saved, needs, strict=True)
     return [_fitted(found.get(name), leaf) if need else None for name, leaf, need in made]
 
 
 def _ready(x: torch.Tensor, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     """Points in the arithmetic's dtype, with a batch if the gradient has one."""
     x = batched(x) if grad.dim() == 3 else x
-    x = x if x.dtype == wide else x.to(wide)
-    return materialised(x) if is_lazy(x) else x
+    return x if x.dtype == wide else x.to(wide)
 
 
 def _fitted(found: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor:
@@ -308,18 +260,19 @@ def _fitted(found: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _at_once(shared: Backward, x, z, grad) -> dict:
-    if shared.mirrored:
+    if shared.route.mirrored:
         grad = grad.to(x.dtype) + grad.mT
     return _contributions(shared, x, z, grad)
 
 
 def _by_blocks(shared: Backward, x, z, grad) -> dict:
     x, z, grad = (batched(t) for t in (x, z, grad))
-    totals = {name: x.new_zeros(grad.shape[0]) for name in shared.wanted}
+    shared = shared._replace(route=routes.of_rows(*shared))
+    totals = {name: x.new_zeros(grad.shape[0]) for name in shared.route.wanted}
     totals |= {"a": torch.zeros_like(x), "b": torch.zeros_like(z)}
     for block in blocks(grad.shape[0], x.shape[1], z.shape[1], BLOCK_ENTRIES):
         given = block.of(grad)
-        if shared.mirrored:
+        if shared.route.mirrored:
             given = given.to(x.dtype) + block.entries(grad)[:, :, block.rows].mT
         found = _contributions(shared.part(block), block.of(x), block.entries(z), given)
         for name, value in found.items():
@@ -332,20 +285,24 @@ def _by_blocks(shared: Backward, x, z, grad) -> dict:
 def _contributions(shared: Backward, x, z, grad) -> dict[str, torch.Tensor]:
     """What a block of the matrix contributes to all gradients: (L, M, K), (L, N, K) and (L,), or
     (M, K), (N, K) and () without a batch."""
-    descriptor, values = shared.descriptor, shared.values
-    made, second = sums_of(descriptor, values), None if descriptor.symmetric else z
-    if shared.plain:
+    route, values = shared
+    made = Sums(route.sums, {})
+    for name, source in route.given:  # a comprehension would be a call
+        made.given[name] = values[source]
+    second = None if route.descriptor.symmetric else z
+    if route.plain:
         given, found = grad.to(x.dtype), {}
     else:
-        given, found = _through_finish(shared, made, x, second, grad)
-    if given is not None:
-        for name, value in _through_inner(shared, made, x, z, given).items():
+        through = _by_torch if route.finish is None else _through_finish
+        given, found = through(shared, made, x, second, grad)
+    if route.inner and given is not None:
+        for name, value in _through_inner(route, made, x, z, given).items():
             found[name] = found[name] + value if name in found else value
-    if shared.mirrored:
+    if route.mirrored:
         found = {name: value / 2 for name, value in found.items()}
-    if given is not None and shared.points[0]:
+    if given is not None and route.points[0]:
         found["a"] = points_gradient(made, x, z, given, True)
-    if given is not None and shared.points[1]:
+    if given is not None and route.points[1]:
         found["b"] = points_gradient(made, z, x, given.mT, False)
     return found
 
@@ -353,59 +310,49 @@ def _contributions(shared: Backward, x, z, grad) -> dict[str, torch.Tensor]:
 def _through_finish(shared: Backward, made: Sums, x, second, grad) -> tuple:
     """``grad * d finish / d S``, None if that is 0, and what hyperparameters receive not by way of
     the sums."""
-    finish = weights.finish_of(shared.descriptor, shared.values)
-    if not weights.has_kernels(finish):
-        return _by_torch(shared, made, x, second, grad)
+    route, values = shared
     given, found = None, {}
-    if any(shared.points) or not _INNER.isdisjoint(shared.wanted):
-        given = weights.derivative(made, finish, VALUE, x, second)
-        given = None if given is None else weights.weighted(given, grad)
-    for name in shared.wanted:
-        by = _name_in_finish(shared, finish, name)
-        slope = None if by is None else weights.derivative(made, finish, by, x, second)
-        if slope is not None:
-            found[name] = weights.contracted(slope, grad)
-            if name in _INNER:  # of whose exponent the outer one is the reciprocal
-                p, power = shared.values[name], finish.values[by]
-                whole = (p == 0) | p.isinf()
-                found[name] = torch.where(whole, 0.0, -power * power * found[name])
+    if route.weight is not None:
+        given = weights.derivative(made, route.weight, values, x, second)
+        given = weights.weighted(given, grad)
+    for name, slope in route.slopes:
+        found[name] = weights.contracted(weights.derivative(made, slope, values, x, second), grad)
+        if name in INNER:  # of whose exponent the outer one is the reciprocal
+            p, power = values[name], slope.finish.values(values)[slope.by]
+            whole = (p == 0) | p.isinf()
+            found[name] = torch.where(whole, 0.0, -power * power * found[name])
     return given, found
-
-
-def _name_in_finish(shared: Backward, finish: Finish, name: str) -> str | None:
-    """What a hyperparameter is called in the derivatives of what follows the sums."""
-    if name in shared.descriptor.parameters:
-        return name
-    root = checks.follows_inner(shared.descriptor, shared.values)
-    return finish.exponent if name in (("p", "inner_p") if root else ("outer_p",)) else None
 
 
 def _by_torch(shared: Backward, made: Sums, x, second, grad) -> tuple:
     """The same by torch, from the sums."""
+    route = shared.route
     values = {name: v for name, v in shared.values.items() if name != "regularization"}
-    leaves = {n: values[n].detach().requires_grad_() for n in shared.wanted if n in values}
-    s = batched(matrix(made.descriptor, x, second, **made.arguments()))
+    leaves = {n: values[n].detach().requires_grad_() for n in route.wanted if n in values}
+    s = batched(matrix(made.descriptor, x, second, **made.given))
     grad3 = batched(grad).to(s.dtype)
     s = s.expand(grad3.shape)
     given, *found = weights.by_torch(
-        shared.descriptor, s, values | leaves, grad3, [*leaves.values()]
+        route.descriptor, s, values | leaves, grad3, [*leaves.values()]
     )
     pairs = zip(leaves, found, strict=True)
     return given.view(grad.shape), {name: g for name, g in pairs if g is not None}
 
 
-def _through_inner(shared: Backward, made: Sums, x, z, given) -> dict[str, torch.Tensor]:
+def _through_inner(route: Route, made: Sums, x, z, given) -> dict[str, torch.Tensor]:
     """What the exponent and the scale of the inner stage receive by way of the sums."""
-    names = [name for name in shared.wanted if name in _INNER]
-    if not names:
-        return {}
+    names = route.inner
     logarithmic = exponent_sums(made)
     if logarithmic is not None:
         second = None if made.descriptor.symmetric else z
-        terms = matrix(logarithmic.descriptor, x, second, **logarithmic.arguments())
+        terms = matrix(logarithmic.descriptor, x, second, **logarithmic.given)
         return {names[0]: weights.contracted(terms, given)}
     x, z, given = (batched(t) for t in (x, z, given))
-    each = [v.expand(given.shape[0]) if isinstance(v, torch.Tensor) else v for v in made[1:]]
-    needs = (False, False, names != ["inner_scale"], "inner_scale" in names)
-    to_p, to_scale = formula.gradients(Sums(made.descriptor, *each), x, z, given, True, needs)[2:]
+    each = {
+        name: value.expand(given.shape[0]) if isinstance(value, torch.Tensor) else value
+        for name, value in made.given.items()
+    }
+    needs = (False, False, names != ("inner_scale",), "inner_scale" in names)
+    made = Sums(made.descriptor, each)
+    to_p, to_scale = formula.gradients(made, x, z, given, True, needs)[2:]
     return {name: to_scale if name == "inner_scale" else to_p for name in names}

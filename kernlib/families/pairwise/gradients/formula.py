@@ -18,23 +18,31 @@ BLOCK_ELEMENTS = 1 << 24  # of (L, rows, T, K) at once: 64 MB in float32, severa
 
 
 class Sums(NamedTuple):
-    """Sums ``sum_k inner(op(a, b))``: the descriptor that computes nothing else, and what its inner
-    stage is given, as numbers or as tensors of shape () or (L,)."""
+    """Sums ``sum_k inner(op(a, b))``: the descriptor that computes nothing else, and by their names
+    the ``p`` and ``inner_scale`` that it takes: numbers, or tensors of shape () or (L,)."""
 
     descriptor: Pairwise
-    p: float | torch.Tensor | None = None
-    scale: float | torch.Tensor | None = None
+    given: dict
 
-    def arguments(self) -> dict:
-        """The keyword arguments of the call."""
-        named = {"p": self.p, "inner_scale": self.scale}
-        return {name: value for name, value in named.items() if value is not None}
+    @property
+    def p(self) -> float | torch.Tensor | None:
+        """The exponent of the inner stage, if it has one."""
+        return self.given.get("p")
+
+    @property
+    def scale(self) -> float | torch.Tensor | None:
+        """The scale of the inner stage, if it has one."""
+        return self.given.get("inner_scale")
+
+    def having(self, p, scale) -> Sums:
+        """The same of other numbers, None of what there is none of."""
+        given = {"p": p, "inner_scale": scale}
+        return self._replace(given={k: v for k, v in given.items() if v is not None})
 
     def of(self, x, z, first: bool) -> torch.Tensor:
         """They, by the formula."""
         made = self.descriptor
-        given = {"p": self.p, "inner_scale": self.scale, "first": first}
-        return stages.sums(made.operator, made.inner, x, z, **given)
+        return stages.sums(made.operator, made.inner, x, z, **self.given, first=first)
 
     @property
     def linear(self) -> bool:
@@ -48,7 +56,7 @@ def gradients(made: Sums, x, z, weights, first: bool, needs: tuple) -> list:
     create = torch.is_grad_enabled()
 
     def value(x, z, weights, p, scale):
-        return (made._replace(p=p, scale=scale).of(x, z, first) * weights).sum((1, 2))
+        return (made.having(p, scale).of(x, z, first) * weights).sum((1, 2))
 
     asked = (*needs[:2], False, *needs[2:])
     found = _by_rows(made, value, (x, z, weights), asked, None, create)
@@ -66,7 +74,7 @@ def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
         if made.linear:
             return weights @ z
         x = x.expand(weights.shape[0], -1, -1)
-        s = made._replace(p=p, scale=scale).of(x, z, first)
+        s = made.having(p, scale).of(x, z, first)
         (found,) = torch.autograd.grad(s, x, weights, create_graph=True)
         return found
 

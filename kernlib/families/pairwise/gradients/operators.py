@@ -15,7 +15,7 @@ from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager, formula, weights
+from kernlib.families.pairwise.gradients import eager, formula, routes, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import matrix
 from kernlib.runtime.dtypes import accumulator
@@ -36,7 +36,7 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     unit = weights.unit_of(descriptor, placed, wide)
     if unit is not None:
         x, z, placed, _ = weights.in_unit(unit, x, z, placed)
-    s = sums(eager.sums_of(descriptor, placed), x, z)
+    s = sums(routes.sums_of(descriptor, placed), x, z)
     root = checks.follows_inner(descriptor, placed)
     v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal)
     flat = a.dim() == 2 and (b is None or b.dim() == 2) and v.shape[0] == 1
@@ -64,7 +64,7 @@ def _written(made: Sums) -> tuple:
 
 def _read(descriptor: str, p_number, scale_number, p, scale) -> Sums:
     p, scale = p_number if p is None else p, scale_number if scale is None else scale
-    return Sums(from_text(descriptor), p, scale)
+    return Sums(from_text(descriptor), {}).having(p, scale)
 
 
 # What the operators compute.
@@ -73,7 +73,7 @@ def _read(descriptor: str, p_number, scale_number, p, scale) -> Sums:
 def _compute_sums(a, b, *inner) -> torch.Tensor:
     made = _read(*inner)
     with torch.no_grad():
-        return matrix(made.descriptor, a, b, **made.arguments())
+        return matrix(made.descriptor, a, b, **made.given)
 
 
 def _compute_gradient(x, z, weights, first: bool, *inner) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _inner_gradients(made: Sums, a, b, grad, needs: tuple) -> tuple:
     """Those with respect to exponent and scale."""
     if not any(needs):
         return None, None
-    logarithmic = eager.exponent_sums(made)
+    logarithmic = routes.exponent_sums(made)
     if logarithmic is not None:
         found = (grad * sums(logarithmic, a, b)).sum((1, 2))
         return found.sum_to_size(made.p.shape), None

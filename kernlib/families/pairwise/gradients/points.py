@@ -120,7 +120,7 @@ def _run(kind: Kind, operands: Operands, out, accumulate: bool, values: dict) ->
     if torch.is_grad_enabled() and requires_gradient(values.values(), *operands, out):
         _key(kind, operands, out, accumulate, values)  # raises what is wrong with them first
         arguments.refuse_gradients(kind, operands, out, values)
-    return _execute(kind, operands, out, accumulate, values)
+    return execute(kind, operands, out, accumulate, values)
 
 
 def _way(call: Call, *request) -> str:
@@ -191,7 +191,7 @@ def _kind(name: str, value: object):
             raise
     if name != "p":
         return None
-    number = host_value(name, value)
+    number = value if type(value) is float else host_value(name, value)  # which saves a call
     if not number >= 0:
         arguments.check_host(name, number)
     return lowering.exponent_kind(number)
@@ -229,7 +229,9 @@ def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, lis
         if name == "eps":
             numbers += [max(value or 0.0, arguments.SMALLEST[wide]), 0]
             continue
-        number = 0.0 if value is None else host_value(name, value)
+        number = 0.0 if value is None else value
+        if type(number) is not float:  # else it would be a call for nothing
+            number = host_value(name, number)
         if number is not None:
             if value is not None and not 0 < number < math.inf:
                 arguments.check_host(name, number)
@@ -257,4 +259,4 @@ PAIR_GRADIENT = Operation(
     tensors=lambda *request: (),  # those without memory have no key
     materialised=_materialised,
 )
-_execute = operation.bind(PAIR_GRADIENT).execute
+execute = operation.bind(PAIR_GRADIENT).execute

@@ -28,55 +28,73 @@ from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula
 from kernlib.families.pairwise.gradients.formula import Sums
-from kernlib.families.pairwise.matrix import matrix
+from kernlib.families.pairwise.matrix import calls, matrix
 from kernlib.runtime.dtypes import accumulator
 
 _INFINITE = float("inf")
 _SMALLEST = {torch.float32: 1e-38, torch.float64: 1e-300}
 _STAGES = {1.0: "Identity", 0.5: "Sqrt", 2.0: "Square"}  # of exponents
 _USUAL_EXPONENT = 30  # of two, of a bandwidth
+USUAL = 2.0 ** (-_USUAL_EXPONENT - 1), 2.0**_USUAL_EXPONENT  # between which all have such
 _LARGEST_EXPONENTS = {torch.float32: 120, torch.float64: 1000}  # whose negatives are normal too
 _LARGEST_PRODUCT = 2**31  # elements of a dot product by cuBLAS, less one
 
 
 class Finish(NamedTuple):
-    """What follows the sums of a call: the fields of a :class:`Derivative`, and the values of its
-    parameters by their names."""
+    """What follows the sums of a call: the fields of a :class:`Derivative`, and the hyperparameter
+    that the exponent of "Power" is, or is made of."""
 
     outer: str
     epilogue: tuple[Epilogue, ...]
     snaps: bool
-    values: dict
+    power: str | None
 
     @property
     def exponent(self) -> str:
         """What the exponent of "Power" is called."""
         return free_names(self.epilogue)[0]
 
+    def values(self, values: dict) -> dict:
+        """The parameters of its derivatives, and more, by name: from hyperparameters, tensors on
+        the device and in the arithmetic's dtype."""
+        if self.power is None and not self.snaps:
+            return values
+        power = None if self.power is None else values[self.power]
+        if self.power in ("p", "inner_p"):
+            power = root_of(power)
+        exponent, limit = free_names(self.epilogue)
+        return {**values, exponent: power, limit: values.get("epsilon", 0.0)}
+
+
+class Slope(NamedTuple):
+    """A derivative of what follows the sums, by them (``VALUE``) or by a parameter: a kernel for
+    points of one dtype, and the names of what it takes besides the sums' own."""
+
+    finish: Finish
+    by: str
+    kernel: Pairwise
+    names: tuple[str, ...]
+
 
 def finish_of(descriptor: Pairwise, values: dict) -> Finish:
-    """That of a call with these hyperparameters, tensors on the device and in the arithmetic's
-    dtype. ``regularization`` is no part of it."""
+    """That of a call with these hyperparameters. ``regularization`` is no part of it."""
     outer, power = _outer(descriptor, values)
     epsilon = values.get("epsilon", 0.0)
     snaps = isinstance(epsilon, torch.Tensor) or epsilon != 0
-    if power is None and not snaps:
-        return Finish(outer, descriptor.epilogue, False, values)
-    exponent, limit = free_names(descriptor.epilogue)
-    return Finish(outer, descriptor.epilogue, snaps, {**values, exponent: power, limit: epsilon})
+    return Finish(outer, descriptor.epilogue, snaps, power)
 
 
-def _outer(descriptor: Pairwise, values: dict) -> tuple[str, float | torch.Tensor | None]:
-    """The outer stage by its name, and the exponent of "Power"."""
+def _outer(descriptor: Pairwise, values: dict) -> tuple[str, str | None]:
+    """The outer stage by its name, and what the exponent of "Power" is, or is made of."""
     if checks.follows_inner(descriptor, values):
-        p = values.get("p", values.get("inner_p"))
-        power = root_of(p)
+        source = "p" if "p" in values else "inner_p"
+        power = root_of(values[source])
     elif isinstance(descriptor.outer, norms.Power):
-        power = values["outer_p"]
+        source, power = "outer_p", values["outer_p"]
     else:
         return type(descriptor.outer).__name__, None
     known = None if isinstance(power, torch.Tensor) else _STAGES.get(power)
-    return (known, None) if known else ("Power", power)
+    return (known, None) if known else ("Power", source)
 
 
 def root_of(p: float | torch.Tensor) -> float | torch.Tensor:
@@ -95,7 +113,7 @@ def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | N
     if not isinstance(bandwidth, (int, float)):
         return None
     exponent = math.frexp(bandwidth)[1]
-    if abs(exponent) <= _USUAL_EXPONENT or not _is_of_quotients(descriptor, values):
+    if abs(exponent) <= _USUAL_EXPONENT or not is_of_quotients(descriptor, values):
         return None
     most = _LARGEST_EXPONENTS[dtype]
     return 2.0 ** max(-most, min(most, exponent))
@@ -127,10 +145,11 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 def is_of_squares(descriptor: Pairwise, values: dict) -> bool:
     """Whether a kernel is one of squared distances beside a squared bandwidth."""
     stages = type(descriptor.inner), type(descriptor.outer)
-    return stages == (norms.Square, norms.Identity) and _is_of_quotients(descriptor, values)
+    return stages == (norms.Square, norms.Identity) and is_of_quotients(descriptor, values)
 
 
-def _is_of_quotients(descriptor: Pairwise, values: dict) -> bool:
+def is_of_quotients(descriptor: Pairwise, values: dict) -> bool:
+    """Whether a kernel is one of points divided by a bandwidth."""
     snaps = isinstance(values.get("epsilon"), torch.Tensor) or values.get("epsilon")
     if snaps or descriptor.operator != "difference" or len(descriptor.epilogue) != 1:
         return False
@@ -150,31 +169,28 @@ def _is_norm(descriptor: Pairwise, values: dict) -> bool:
 
 
 def derivative(
-    made: Sums, finish: Finish, by: str, a: torch.Tensor, b: torch.Tensor | None
-) -> torch.Tensor | None:
-    """``d finish(S) / d S``, or by a parameter, of points in the arithmetic's dtype, without a
-    record; None if it is 0 everywhere."""
-    descriptor = _kernel(made.descriptor, *finish[:3], by, _SMALLEST[a.dtype])
-    if descriptor is None:
-        return None
-    values = {name: finish.values[name] for name in _parameters(descriptor)}
-    return matrix(descriptor, a, b, **made.arguments(), **values)
+    made: Sums, slope: Slope, values: dict, a: torch.Tensor, b: torch.Tensor | None
+) -> torch.Tensor:
+    """``d finish(S) / d S``, or by a parameter, of points in the arithmetic's dtype and of
+    hyperparameters as :class:`Finish` takes them, without a record."""
+    known = slope.finish.values(values)
+    given = {**made.given}
+    for name in slope.names:  # a comprehension would be a call
+        given[name] = known[name]
+    return calls.execute(slope.kernel, a, b, None, False, 0, 0, given)
 
 
 @lru_cache(maxsize=1024)
-def _kernel(
-    sums: Pairwise, outer: str, epilogue: tuple, snaps: bool, by: str, smallest: float
-) -> Pairwise | None:
-    made = Derivative(outer, epilogue, by, snaps, smallest)
+def slope_of(sums: Pairwise, finish: Finish, by: str, dtype: torch.dtype) -> Slope | None:
+    """How :func:`derivative` computes that by ``by`` of points of a dtype; None if it is 0
+    everywhere."""
+    outer, epilogue, snaps = finish[:3]
+    made = Derivative(outer, epilogue, by, snaps, _SMALLEST[dtype])
     if made.tree() == ZERO:
         return None
     root = norms.Sqrt() if outer == "Sqrt" else norms.Identity()
-    return sums.replace(outer=root, epilogue=(made,))
-
-
-@lru_cache(maxsize=1024)
-def _parameters(descriptor: Pairwise) -> tuple[str, ...]:
-    return descriptor.parameters
+    kernel = sums.replace(outer=root, epilogue=(made,))
+    return Slope(finish, by, kernel, kernel.parameters)
 
 
 def has_kernels(finish: Finish) -> bool:
@@ -189,8 +205,9 @@ def by_sums(
     """``d finish(S) / d S`` of a call with these hyperparameters; None if it is 0 everywhere."""
     finish = finish_of(descriptor, values)
     if has_kernels(finish):
-        return derivative(made, finish, VALUE, a, b)
-    s = matrix(made.descriptor, a, b, **made.arguments())
+        slope = slope_of(made.descriptor, finish, VALUE, a.dtype)
+        return None if slope is None else derivative(made, slope, values, a, b)
+    s = matrix(made.descriptor, a, b, **made.given)
     counts = [v.shape[0] for v in values.values() if isinstance(v, torch.Tensor) and v.dim()]
     if s.dim() == 3:  # else the weights of its entries would be added up
         s = s.expand(max(s.shape[0], *counts, 1), -1, -1)

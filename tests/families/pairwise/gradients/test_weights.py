@@ -11,6 +11,7 @@ from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.functions.agop import agop
 from kernlib.families.pairwise.gradients import eager as autograd
 from kernlib.families.pairwise.gradients import products, weights
+from kernlib.runtime.plan import forget_plans
 from tests.support import fakes
 
 M, N, K, L = 6, 5, 3, 2
@@ -65,7 +66,10 @@ def both(monkeypatch, *arguments, **offsets):
     with monkeypatch.context() as patch:
         patch.setattr(weights, "has_kernels", lambda finish: False)
         patch.setattr(weights, "derivative", None)
-        return found, gradients(*arguments, **offsets)
+        forget_plans()  # and with them that there are kernels
+        wanted = gradients(*arguments, **offsets)
+    forget_plans()
+    return found, wanted
 
 
 def made(case, shape, dtype=DOUBLE):
@@ -173,7 +177,9 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch, seed):
     seen = []
     real = weights.derivative
     monkeypatch.setattr(
-        weights, "derivative", lambda made, f, by, a, b: seen.append(by) or real(made, f, by, a, b)
+        weights,
+        "derivative",
+        lambda made, slope, *rest: seen.append(slope.by) or real(made, slope, *rest),
     )
     for place, by in enumerate((["v"], ["v"], ["v", "exponent"], ["q"], ["bandwidth"], [])):
         values = {"p": 1.4, "q": 0.8, "bandwidth": 3.0, "regularization": 0.1}
