@@ -19,7 +19,11 @@ struct Factor {
         value[0] = pair.element[0];
         value[1] = pair.element[1];
     }
+    __device__ __forceinline__ void set(const Vector<double, 2>&, const Vector<double, 2>&) {}
 };
+
+// The words of an element of a matrix, of which double has one.
+__device__ __forceinline__ void split(double value, double& high, double&) { high = value; }
 
 struct Slices {
     double value[4];
@@ -29,7 +33,8 @@ struct Slices {
     }
 };
 
-__device__ __forceinline__ void add_products(double (&d)[4], const Slices& a, const Factor& b) {
+__device__ __forceinline__ void add_products(double (&d)[4], const Slices& a, const Factor& b,
+                                             bool) {
     multiply_fragments(d, a.value, b.value);
 }
 
@@ -46,21 +51,39 @@ struct Factor {
             else high[i] = round_to_tf32(bits);
         }
     }
+    __device__ __forceinline__ void set(const Vector<float, 2>& of_high,
+                                        const Vector<float, 2>& of_low) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            high[i] = __float_as_uint(of_high.element[i]);
+            low[i] = __float_as_uint(of_low.element[i]);
+        }
+    }
 };
+
+// The words of an element of a matrix.
+__device__ __forceinline__ void split(float value, float& high, float& low) {
+    u32 words[2];
+    split_to_tf32(__float_as_uint(value), words[0], words[1]);
+    high = __uint_as_float(words[0]);
+    low = __uint_as_float(words[1]);
+}
 
 struct Slices {
     u32 high[4], low[4];
     __device__ __forceinline__ explicit Slices(const Operand& x) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            u32 bits = __float_as_uint(x.value[i]);
-            if (PRODUCTS == 3) split_to_tf32(bits, high[i], low[i]);
-            else high[i] = round_to_tf32(bits);
+            high[i] = __float_as_uint(x.value[i]);
+            if (PRODUCTS == 3) low[i] = rest_of_tf32(high[i]);
+            else high[i] = round_to_tf32(high[i]);
         }
     }
 };
 
-__device__ __forceinline__ void add_products(float (&d)[4], const Slices& a, const Factor& b) {
+// Of the first products of a sum of zero nothing but these are left.
+__device__ __forceinline__ void add_products(float (&d)[4], const Slices& a, const Factor& b,
+                                             bool is_first) {
     if (PRODUCTS == 1) {
         multiply_fragments<float>(d, a.high, b.high);
         return;
@@ -71,7 +94,7 @@ __device__ __forceinline__ void add_products(float (&d)[4], const Slices& a, con
     multiply_fragments<float>(step, a.high, b.low);
     multiply_fragments<float>(step, a.high, b.high);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] += step[i];
+    for (int i = 0; i < 4; ++i) d[i] = is_first ? step[i] : d[i] + step[i];
 }
 
 #endif

@@ -7,23 +7,29 @@
 
 #include "kronecker_product/modes/arithmetic.cuh"
 
+// Of fragment begin + i, from a step in depth on.
 template <class M>
-__device__ __forceinline__ void read_slices(Operand& a, const AccT* tile, const int (&base)[2],
-                                            const bool (&exists)[2], int depth) {
+__device__ __forceinline__ void read_slices(Operand& a, const AccT* tile, const Warp<M>& warp,
+                                            int begin, int i, int step) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        bool exists = warp.exists(warp.slice(begin + i, half));
+        int depth = step * 8 + warp.lane_column;
         if constexpr (M::R == 1 && M::P % 2 == 0) {
             Vector<AccT, 2> pair = {};
-            if (exists[half] && (M::P == M::DEPTH || depth < M::P))
-                pair = load_vector<AccT, 2>(tile + place(base[half] + depth));
+            if (exists && (M::P == M::DEPTH || depth < M::P)) {
+                int from = place_of<M, M::P>(warp, begin, i, half, step * 8, warp.lane_column);
+                pair = load_vector<AccT, 2>(tile + from);
+            }
             a.value[half] = pair.element[0];
             a.value[half + 2] = pair.element[1];
         } else {
 #pragma unroll
             for (int next = 0; next < 2; ++next) {
-                bool there = exists[half] && (M::P == M::DEPTH || depth + next < M::P);
-                a.value[half + 2 * next] =
-                    there ? tile[place(base[half] + (depth + next) * M::R)] : AccT(0);
+                bool there = exists && (M::P == M::DEPTH || depth + next < M::P);
+                int from =
+                    place_of<M, M::P>(warp, begin, i, half, step * 8 + next, warp.lane_column);
+                a.value[half + 2 * next] = there ? tile[from] : AccT(0);
             }
         }
     }
@@ -46,8 +52,10 @@ struct Factors {
         for (int j = 0; j < M::WARP_COLUMNS; ++j) {
             if (!warp.has_column(j)) continue;
             int column = warp.column_tile(j) * 8 + warp.lane_row;
-            b[j].set(load_vector<AccT, 2>(
-                matrix + place(column * M::DEPTH + step * 8 + warp.lane_column)));
+            const AccT* from = matrix + place(column * M::DEPTH + step * 8 + warp.lane_column);
+            auto high = load_vector<AccT, 2>(from);
+            if constexpr (M::SPLIT) b[j].set(high, load_vector<AccT, 2>(from + M::MATRIX));
+            else b[j].set(high);
         }
     }
 };
@@ -57,18 +65,7 @@ template <class M>
 __device__ __forceinline__ void multiply(Sums<M>& sums, const AccT* tile, const AccT* matrix,
                                          const Factors<M>& factors, const Warp<M>& warp,
                                          int first) {
-    int base[M::ROWS][2];
-    bool exists[M::ROWS][2];
-#pragma unroll
-    for (int i = 0; i < M::ROWS; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int slice = warp.slice(first + i, half);
-            exists[i][half] = slice < M::SLICES;
-            base[i][half] = slice / M::R * (M::P * M::R) + slice % M::R;
-        }
-    }
-#pragma unroll(M::STEPS <= 4 ? M::STEPS : 2)
+#pragma unroll(M::UNROLLED ? M::STEPS : M::ROWS * M::WARP_COLUMNS >= 8 ? 1 : 2)
     for (int step = 0; step < M::STEPS; ++step) {
         Factor b[M::WARP_COLUMNS];
         if constexpr (!Factors<M>::KEPT) Factors<M>::set(b, matrix, warp, step);
@@ -76,14 +73,17 @@ __device__ __forceinline__ void multiply(Sums<M>& sums, const AccT* tile, const 
         for (int i = 0; i < M::ROWS; ++i) {
             if (!warp.has_row(first + i)) continue;
             Operand values;
-            read_slices<M>(values, tile, base[i], exists[i], step * 8 + warp.lane_column);
+            read_slices<M>(values, tile, warp, first, i, step);
             Slices a(values);
 #pragma unroll
             for (int j = 0; j < M::WARP_COLUMNS; ++j) {
                 if (!warp.has_column(j)) continue;
                 auto& sum = sums.value[i][j];
-                if constexpr (Factors<M>::KEPT) add_products(sum, a, factors.kept[step][j]);
-                else add_products(sum, a, b[j]);
+                bool is_first = M::UNROLLED && step == 0;  // as the compiler knows
+                if constexpr (Factors<M>::KEPT)
+                    add_products(sum, a, factors.kept[step][j], is_first);
+                else
+                    add_products(sum, a, b[j], is_first);
             }
         }
     }

@@ -46,7 +46,10 @@ __device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, 
                 column /= WIDTHS[part];
             }
         }
-        matrix[place(index)] = value;
+        if constexpr (M::SPLIT)
+            split(value, matrix[place(index)], matrix[M::MATRIX + place(index)]);
+        else
+            matrix[place(index)] = value;
     }
 }
 
@@ -58,22 +61,22 @@ __device__ __forceinline__ void put_back(AccT* tile, const Sums<M>& sums, const 
     for (int i = 0; i < M::ROWS; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            int slice = warp.slice(begin + i, half);
-            if (slice >= M::SLICES) continue;
-            int base = slice / M::R * (M::Q * M::R) + slice % M::R;
+            if (!warp.exists(warp.slice(begin + i, half))) continue;
 #pragma unroll
             for (int j = 0; j < M::WARP_COLUMNS; ++j) {
-                int column = warp.column(j);
+                int column = warp.column(j), lane = warp.column(0), own = j * 8;
                 const AccT* value = sums.value[i][j] + 2 * half;
                 if constexpr (M::R == 1 && M::Q % 2 == 0) {
-                    if (column < M::Q)
-                        store_vector(tile + place(base + column),
-                                     Vector<AccT, 2>{value[0], value[1]});
+                    int to = place_of<M, M::Q>(warp, begin, i, half, own, lane);
+                    if (M::LINEAR || column < M::Q)
+                        store_vector(tile + to, Vector<AccT, 2>{value[0], value[1]});
                 } else {
 #pragma unroll
-                    for (int next = 0; next < 2; ++next)
-                        if (column + next < M::Q)
-                            tile[place(base + (column + next) * M::R)] = value[next];
+                    for (int next = 0; next < 2; ++next) {
+                        if (!M::LINEAR && column + next >= M::Q) continue;
+                        tile[place_of<M, M::Q>(warp, begin, i, half, own + next, lane)] =
+                            value[next];
+                    }
                 }
             }
         }
@@ -91,7 +94,7 @@ __device__ __forceinline__ void store(const RunFixed& run, typename R::TargetT* 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             int slice = warp.slice(begin + i, half);
-            if (slice >= M::SLICES) continue;
+            if (!warp.exists(slice)) continue;
             // The slice is of a column and of what stands before and behind the mode's own index.
             constexpr int BEHIND = R::COLUMNS_LAST ? M::R / R::COLUMNS : M::R;
             constexpr int BEFORE = R::COLUMNS_LAST ? M::L : M::L / R::COLUMNS;
@@ -104,17 +107,22 @@ __device__ __forceinline__ void store(const RunFixed& run, typename R::TargetT* 
             if (FINISHED)
                 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
                         (at.column + column) / run.feature_divisor * run.feature_column;
+            const i64 step = BEHIND * run.out.feature_stride;
+            int lane = warp.column(0), begun = before * M::Q * BEHIND + behind;
+            typename R::TargetT* to = out + column * run.out.column_stride +
+                                      begun * run.out.feature_stride + lane * step;
 #pragma unroll
             for (int j = 0; j < M::WARP_COLUMNS; ++j) {
 #pragma unroll
                 for (int next = 0; next < 2; ++next) {
-                    int q = warp.column(j) + next;
-                    if (q >= M::Q) continue;
-                    int feature = (before * M::Q + q) * BEHIND + behind;
+                    int own = 8 * j + next;
+                    if (!M::LINEAR && lane + own >= M::Q) continue;
                     AccT value = sums.value[i][j][2 * half + next];
-                    if (FINISHED) value = finish(value, first + feature * run.feature_own);
-                    out[column * run.out.column_stride + feature * run.out.feature_stride] =
-                        convert<typename R::TargetT>(value);
+                    if (FINISHED) {
+                        i64 feature = begun + i64(lane + own) * BEHIND;
+                        value = finish(value, first + feature * run.feature_own);
+                    }
+                    to[own * step] = convert<typename R::TargetT>(value);
                 }
             }
         }

@@ -19,6 +19,7 @@ __device__ constexpr int place(int index) {
 }
 
 __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+__device__ constexpr bool is_power(int x) { return (x & (x - 1)) == 0; }
 
 // A mode: of a tile (L, P, R) it makes (L, Q, R) by a matrix P x Q, the Kronecker product of the
 // PARTS factors from FIRST on, which lies AT elements behind the first matrix. The last one's
@@ -30,6 +31,8 @@ struct Mode {
     static constexpr int SLICES = L * R, ROW_TILES = ceil_div(SLICES, 16);
     static constexpr int COLUMN_TILES = ceil_div(Q, 8), STEPS = ceil_div(P, 8);
     static constexpr int DEPTH = STEPS * 8, MATRIX = COLUMN_TILES * 8 * DEPTH;
+    // Whether low words of the matrix lie MATRIX elements behind the high ones.
+    static constexpr bool SPLIT = PRODUCTS == 3 && MATRIX <= MOST_SPLIT;
 
     // Warps share the columns out among groups of them. A step of 8 in depth takes a warp 4 cycles
     // of shared memory for 16 slices, 2 for 8 columns, and 2 to 5 of tensor cores for both.
@@ -51,11 +54,26 @@ struct Mode {
     // Fragments of rows under way: all, where results wait until every warp has read the tile.
     static constexpr bool AT_ONCE = !LAST && !IN_PLACE;
     __device__ static constexpr int rows() {
-        int most = WARP_COLUMNS >= 4 ? 1 : 4 / WARP_COLUMNS;
+        constexpr int FRAGMENTS = 16 / sizeof(AccT);
+        int most = WARP_COLUMNS >= FRAGMENTS ? 1 : FRAGMENTS / WARP_COLUMNS;
         return AT_ONCE || WARP_ROWS < most ? WARP_ROWS : most;
     }
     static constexpr int ROWS = rows();
+    static constexpr bool UNROLLED = STEPS * WARP_COLUMNS <= 8;  // all steps: more would spill
+    // Whether all slices and columns exist, and indices are bits side by side: the place of an index
+    // is that of its parts, xor-ed, most of which are known to the compiler or the same for all of a
+    // mode.
+    static constexpr bool LINEAR = is_power(L) && is_power(P) && is_power(Q) && is_power(R) &&
+                                   P % 8 == 0 && Q % 8 == 0 && SLICES % 16 == 0 &&
+                                   COLUMN_TILES % GROUPS == 0 && ROW_TILES % (WARPS / GROUPS) == 0 &&
+                                   WARP_ROWS % ROWS == 0;
 };
+
+// The first element of a slice in an array whose matrix dimension is of size WIDTH.
+template <class M, int WIDTH>
+__device__ constexpr int first_of(int slice) {
+    return slice / M::R * (WIDTH * M::R) + slice % M::R;
+}
 
 // A warp's results: fragments of 16 slices by 8 columns.
 template <class M>
@@ -69,16 +87,24 @@ struct Warp {
     int group, first_row, lane_row, lane_column;
 
     __device__ __forceinline__ Warp() {
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        int thread = threadIdx.x;
+        // Else the addresses of all modes would be computed before the first tile, and spill.
+        asm volatile("" : "+r"(thread));
+        int warp = thread / 32, lane = thread % 32;
         group = warp % M::GROUPS;
         first_row = warp / M::GROUPS;
         lane_row = lane / 4;
         lane_column = lane % 4 * 2;
     }
-    // Whether fragment i has rows; j columns.
-    __device__ __forceinline__ bool has_row(int i) const { return row_tile(i) < M::ROW_TILES; }
+    // Whether fragment i has rows; j columns; and whether a slice exists.
+    __device__ __forceinline__ bool has_row(int i) const {
+        return M::LINEAR || row_tile(i) < M::ROW_TILES;
+    }
     __device__ __forceinline__ bool has_column(int j) const {
-        return column_tile(j) < M::COLUMN_TILES;
+        return M::LINEAR || column_tile(j) < M::COLUMN_TILES;
+    }
+    __device__ __forceinline__ static bool exists(int slice) {
+        return M::LINEAR || slice < M::SLICES;
     }
     __device__ __forceinline__ int row_tile(int i) const {
         return first_row + i * (WARPS / M::GROUPS);
@@ -92,3 +118,18 @@ struct Warp {
         return column_tile(j) * 8 + lane_column;
     }
 };
+
+// The place of an element of the upper or lower half of fragment begin + i's slices: `own` indices of
+// the matrix dimension on, and what the warp or the lane adds there.
+template <class M, int WIDTH>
+__device__ __forceinline__ int place_of(const Warp<M>& warp, int begin, int i, int half, int own,
+                                        int lane) {
+    if constexpr (M::LINEAR) {
+        constexpr int STEP = WARPS / M::GROUPS * 16;
+        return place(first_of<M, WIDTH>(warp.row_tile(begin) * 16)) ^
+               place(first_of<M, WIDTH>(warp.lane_row) + lane * M::R) ^
+               place(first_of<M, WIDTH>(i * STEP + half * 8) + own * M::R);
+    } else {
+        return place(first_of<M, WIDTH>(warp.slice(begin + i, half)) + (own + lane) * M::R);
+    }
+}

@@ -21,11 +21,12 @@ COLUMNS = 1024  # that the time of a run is estimated for
 
 def takes(sizes: tuple[grouping.Size, ...], dtype: str, arch: str) -> bool:
     """Whether kernels take factors of these rows and columns, on either side."""
-    most, room = modes.most_features(dtype), modes.room(dtype, arch)
-    return all(
-        grouping.fits([size], most, room) and grouping.fits([size[::-1]], most, room)
-        for size in sizes
+    limits = (
+        grouping.arithmetic_of(dtype, "fp32"),
+        modes.most_features(dtype),
+        modes.room(dtype, arch),
     )
+    return all(grouping.fits([each], *limits) for size in sizes for each in (size, size[::-1]))
 
 
 def runs(problem: Problem, arch: str) -> tuple[tuple[int, int], ...]:
@@ -44,7 +45,7 @@ def runs(problem: Problem, arch: str) -> tuple[tuple[int, int], ...]:
 
 def _runs(sizes: tuple, dtype: str, precision: str, arch: str) -> tuple | None:
     """Those of any number of columns, so that the bits of one do not depend on it."""
-    arithmetic = {"float64": "fp64", "float32": precision}.get(dtype, "tf32")
+    arithmetic = grouping.arithmetic_of(dtype, precision)
     limits = modes.most_features(dtype), modes.room(dtype, arch)
     elements = COLUMNS * math.prod(rows for rows, _ in sizes)
     itemsizes = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes
@@ -85,7 +86,7 @@ def _apart(
         ends = index == len(parts) - 1
         target = ("out", 0) if ends else (WORKSPACE, second if index % 2 else 0)
         dtypes = _dtypes(problem.dtype, index == 0, ends)
-        columns = modes.columns_of(part, problem.dtype, arch, multiprocessors)
+        columns = modes.columns_of(part, problem.dtype, problem.precision, arch, multiprocessors)
         made = modes.variant(part.sizes, dtypes, problem.precision, part.inside, columns, arch)
         operands = (source, target, *((f"factor{number}", 0) for number in range(first, last)))
         own = epilogue if ends else ()
@@ -114,7 +115,7 @@ def variants(
             ends, own = index == len(parts) - 1, sizes[first:last]
             dtypes = _dtypes(dtype, index == 0, ends)
             within = inside or index > 0
-            for bits in range(modes.most_columns(own, within, dtype, arch).bit_length()):
+            for bits in range(modes.most_columns(own, within, dtype, precision, arch).bit_length()):
                 one = modes.variant(own, dtypes, precision, within, 1 << bits, arch)
                 made.append(spec(epilogue if ends else (), one, arch))
         made += _in_slabs(epilogue, sizes, inside, dtype, precision, parts, arch)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kernlib.lowering.arithmetic import round_up
 
 MERGED = 16  # rows and columns of small neighbours that are applied as one matrix
+MOST_SPLIT = 1024  # elements of a matrix that is kept as two words each
 Size = tuple[int, int]  # rows and columns of a factor
 
 # Cycles of one multiprocessor of an H200, estimates to compare runs by. Of an element that is read
@@ -44,8 +45,13 @@ class Mode(NamedTuple):
 
     @property
     def matrix(self) -> int:
-        """Elements of the matrix in shared memory, with zeros up to multiples of 8."""
+        """Elements of the matrix, with zeros up to multiples of 8."""
         return round_up(self.rows, 8) * round_up(self.columns, 8)
+
+    def stored(self, arithmetic: str) -> int:
+        """Elements of shared memory for the matrix: for both words of each in 3xTF32, lest they be
+        split again for each row of fragments, where those are not too many."""
+        return self.matrix * (2 if arithmetic == "fp32" and self.matrix <= MOST_SPLIT else 1)
 
     @property
     def terms(self) -> int:
@@ -92,9 +98,14 @@ def widest(sizes: Sequence[Size]) -> int:
     return max(max(mode.inputs, mode.outputs) for mode in modes(sizes))
 
 
-def matrices(sizes: Sequence[Size]) -> int:
+def arithmetic_of(dtype: str, precision: str) -> str:
+    """What multiplies numbers of a dtype: "fp32" is 3xTF32, "tf32" also that of half types."""
+    return {"float64": "fp64", "float32": precision}.get(dtype, "tf32")
+
+
+def matrices(sizes: Sequence[Size], arithmetic: str) -> int:
     """Elements of all matrices in shared memory."""
-    return sum(mode.matrix for mode in modes(sizes))
+    return sum(mode.stored(arithmetic) for mode in modes(sizes))
 
 
 def groups(
@@ -122,7 +133,7 @@ def groups(
     for first in range(count - 1, -1, -1):
         for last in range(first + 1, count + 1):
             run = sizes[first:last]
-            if last not in best or not fits(run, most, room):
+            if last not in best or not fits(run, arithmetic, most, room):
                 continue
             ends = [itemsize if end else handed / L2_RATE for end in (last == count, first == 0)]
             cost = best[last][0] + _cycles(run, sizes_at[last], *ends, arithmetic, room)
@@ -131,10 +142,10 @@ def groups(
     return best[0][1] if 0 in best else None
 
 
-def fits(run: Sequence[Size], most: int, room: int) -> bool:
+def fits(run: Sequence[Size], arithmetic: str, most: int, room: int) -> bool:
     """Whether a column of a run, and its matrices, fit."""
     width = widest(run)
-    return width <= most and width + matrices(run) <= room
+    return width <= most and width + matrices(run, arithmetic) <= room
 
 
 def _cycles(
@@ -154,5 +165,5 @@ def _cycles(
     work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES
     moved = (found[0].inputs * bytes_in + found[-1].outputs * bytes_out) * columns * BYTE_CYCLES
     # Two blocks of a multiprocessor move and compute side by side; one, what it reads ahead.
-    hidden = 7 / 8 if 2 * (widest(run) + matrices(run)) <= room else 1 / 2
+    hidden = 7 / 8 if 2 * (widest(run) + matrices(run, arithmetic)) <= room else 1 / 2
     return (work + moved - hidden * min(work, moved)) / MULTIPROCESSORS + LAUNCH_CYCLES

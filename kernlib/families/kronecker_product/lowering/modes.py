@@ -42,23 +42,29 @@ def room(dtype: str, arch: str) -> int:
 
 
 def most_columns(
-    sizes: tuple[Size, ...], inside: bool, dtype: str, arch: str, others: int = 0
+    sizes: tuple[Size, ...],
+    inside: bool,
+    dtype: str,
+    precision: str,
+    arch: str,
+    others: int = 0,
 ) -> int:
     """The widest tile of a run of factors, in columns: a power of two. ``others`` are elements of
     shared memory that other things take."""
-    widest, matrices = grouping.widest(sizes), grouping.matrices(sizes) + others
+    widest = grouping.widest(sizes)
+    matrices = others + grouping.matrices(sizes, grouping.arithmetic_of(dtype, precision))
     most = min(most_features(dtype), room(dtype, arch) - matrices) // widest
     elements = TILE_BYTES // DTYPES[dtype].sums.bytes
     wanted = max(elements // widest, SECTOR if inside else 1)
     return _power(max(1, min(wanted, WIDEST_TILE, most)))
 
 
-def columns_of(run: Run, dtype: str, arch: str, multiprocessors: int) -> int:
+def columns_of(run: Run, dtype: str, precision: str, arch: str, multiprocessors: int) -> int:
     """The columns of a launch's tiles: so few that each multiprocessor has two tiles, but whole
     sectors of 32 bytes."""
     count = run.batch * run.outer * run.inner * run.columns
     shared = max(ceil_div(count, 2 * multiprocessors), SECTOR if run.inside else 1)
-    most = most_columns(run.sizes, run.inside, dtype, arch)
+    most = most_columns(run.sizes, run.inside, dtype, precision, arch)
     return _power(min(most, run.columns, shared))
 
 

@@ -72,7 +72,8 @@ def variant(
 
 
 def _variant(sizes, dtype, precision, inside, arch, restaged: bool, blocks: int) -> Variant | None:
-    found = list(map(grouping.matrices, sizes))
+    arithmetic = grouping.arithmetic_of(dtype, precision)
+    found = [grouping.matrices(own, arithmetic) for own in sizes]
     matrices, sums = max(found) if restaged else sum(found), DTYPES[dtype].accumulator
     room = modes.room(dtype, arch) // blocks - LINE
     parts = []
@@ -81,7 +82,7 @@ def _variant(sizes, dtype, precision, inside, arch, restaged: bool, blocks: int)
         within = inside or index > 0
         if grouping.widest(own) + matrices > room:
             return None
-        columns = modes.most_columns(own, within, dtype, arch, matrices - found[index])
+        columns = modes.most_columns(own, within, dtype, precision, arch, matrices - found[index])
         parts.append(Part(source, target, columns, within, own))
     widest = max(part.columns * grouping.widest(part.sizes) for part in parts)
     warps = warps_of(dtype, widest)

@@ -61,6 +61,10 @@ class Variant(NamedTuple):
     restaged: bool = False
 
     @property
+    def arithmetic(self) -> str:
+        return grouping.arithmetic_of(self.dtype, self.precision)
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element in shared memory."""
         return DTYPES[self.dtype].sums.bytes
@@ -73,7 +77,7 @@ class Variant(NamedTuple):
     @property
     def matrices(self) -> int:
         """Elements of shared memory that the matrices of all modes take."""
-        found = [sum(mode.matrix for mode in part.modes) for part in self.parts]
+        found = [grouping.matrices(part.sizes, self.arithmetic) for part in self.parts]
         return max(found) if self.restaged else sum(found)
 
     @property
@@ -127,7 +131,6 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelS
 
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant, kind: str, blocks: int) -> str:
     """The generated CUDA text: types, ``Finish``, constants, runs, one include."""
-    exact = variant.dtype == "float32" and variant.precision == "fp32"
     sizes = [size for part in variant.parts for size in part.sizes]
     rows, widths = (", ".join(str(size[side]) for size in sizes) for side in (0, 1))
     count, several = len(variant.parts), len(variant.parts) > 1
@@ -137,7 +140,8 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, kind: str, blocks:
     size = parameters(count, len(sizes), epilogue).size
     return f"""{text.preamble(variant.dtype, variant.parts[-1].target, epilogue)}
 {"#define DOUBLE" if variant.dtype == "float64" else ""}
-constexpr int PRODUCTS = {3 if exact else 1};
+constexpr int PRODUCTS = {3 if variant.arithmetic == "fp32" else 1};
+constexpr int MOST_SPLIT = {grouping.MOST_SPLIT};
 constexpr int WARPS = {variant.warps};
 constexpr int MIN_BLOCKS = {blocks};
 constexpr int TILE = {variant.tile};
@@ -168,7 +172,7 @@ def _runs(variant: Variant, names: list[str]) -> str:
             left, rows, columns, right, own, parts = mode
             numbers = left, rows, columns, right, first + own, parts, last, at
             listed.append(f"Mode<{', '.join(map(str, numbers))}>")
-            at += mode.matrix
+            at += mode.stored(variant.arithmetic)
         first += len(part.sizes)
         features = math.prod(size[0] for size in part.sizes)
         made += f"""struct {name} {{

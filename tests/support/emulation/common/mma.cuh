@@ -33,6 +33,10 @@ inline void multiply_fragments(float (&d)[4], const u32 (&a)[4], const u32 (&b)[
 }
 
 inline u32 round_to_tf32(u32 x) { return (x + 0x1000u) & 0xffffe000u; }
+inline u32 rest_of_tf32(u32 x) {
+    float rest = __uint_as_float(x) - __uint_as_float(x & 0xffffe000u);
+    return __float_as_uint(rest) + 0x1000u;
+}
 inline void split_to_tf32(u32 x, u32& high, u32& low) {
     high = round_to_tf32(x);
     low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
