@@ -1,7 +1,7 @@
-// One run of factors, as modes/modes.cuh has it, in half precision: a tile stays in the dtype of x between
-// factors, which halves what passes shared memory, and lets rows of twice the length fit; sums are
-// fp32. Each mode rounds once, as torch does between its products. What float16 does not hold is
-// scaled by powers of two (scale.cuh).
+// One run of factors, as modes/modes.cuh has it, in half precision: a tile stays in the dtype of x
+// between factors, which halves what passes shared memory, and lets rows of twice the length fit;
+// sums are fp32. Each mode rounds once, as torch does between its products. What float16 does not
+// hold is scaled by powers of two (scale.cuh).
 //
 // Floors on an H200: (bytes of x and of out) over 4.3 TB/s; 2 * sum_i features_i * columns_i
 // operations a column over 566 TFLOP/s, half of which go to zeros in modes of 8 columns. Of every
@@ -10,34 +10,12 @@
 
 #include "kronecker_product/halves/run.cuh"
 
-struct Memory {
-    HalfT *tiles, *other, *matrices;
-    Scales& scales;
-};
-
-__device__ __forceinline__ void one_tile(const Memory& memory, HalfT* tile, const Parameters& p,
-                                         const Tile& at, const Finish& finish) {
-    const RunFixed& run = p.runs[0];
-    if (SCALED) {
-        find_largest<Run>(memory.scales, tile);
-        __syncthreads();
-        find_shifts(memory.scales);
-        __syncthreads();
-    }
-    HalfT* made = Run::Modes::template apply_all<Run>(tile, memory.other, memory.matrices,
-                                                      memory.scales, run, at, finish);
-    if (SCALED)
-        for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) memory.scales.columns[i] = 0;
-    store_tile<Run>(made, run, p.targets[0], at);
-    __syncthreads();
-}
-
 __device__ __forceinline__ void one_batch(const Memory& memory, const Parameters& p,
                                           const Finish& finish, i64 batch) {
     const RunFixed& run = p.runs[0];
     i64 index = blockIdx.x;
     if (index >= run.tiles) return;
-    Run::Modes::stage(memory.matrices, memory.scales, p, batch);
+    Run::Modes::template stage<Run>(memory.matrices, memory.scales, p, batch);
     bool is_behind = false;
     const Slab whole{batch, batch, 0, true};
     Tile at(run, whole, index, Run::COLUMNS);
@@ -49,7 +27,14 @@ __device__ __forceinline__ void one_batch(const Memory& memory, const Parameters
         wait_for_copies();
         __syncthreads();
         if (AHEAD && !is_last) read_ahead<Run, false>(memory.tiles, p, next, !is_behind);
-        one_tile(memory, memory.tiles + is_behind * AHEAD, p, at, finish);
+        HalfT* tile = memory.tiles + is_behind * AHEAD;
+        if (SCALED) {
+            find_scales<Run>(memory, tile);
+            __syncthreads();
+        }
+        compute_tile<Run>(memory, tile, p, at, finish);
+        if (SCALED) clear_columns(memory.scales);
+        __syncthreads();
         if (is_last) break;
         if (AHEAD) {
             is_behind = !is_behind;
@@ -68,6 +53,7 @@ kronecker_product_halves(const __grid_constant__ Parameters p) {
     HalfT* tiles = reinterpret_cast<HalfT*>(shared);
     HalfT *other = tiles + TILE, *matrices = tiles + TILE * TILES + AHEAD;
     Memory memory{tiles, other, matrices, *reinterpret_cast<Scales*>(matrices + MATRICES)};
+    if (SCALED) clear_columns(memory.scales);
     Finish finish(Read<Parameters>{p});
     for (i64 batch = blockIdx.y; batch < p.batches; batch += gridDim.y)
         one_batch(memory, p, finish, batch);

@@ -1,10 +1,9 @@
 // One run of factors in half precision: modes of a tile, and its results to device memory.
 //
 // The generated source defines, beside what modes/run.cuh asks for:
-//   HalfT, HALF_IS_FP16          half_t or bfloat16_t
+//   HalfT, SCALED                half_t or bfloat16_t, and what scale.cuh says
 //   TILES                        2 where a mode writes its results to a tile of their own, else 1
-//   MODES, COLUMNS_SCALED        how many, and the tile's columns
-// and, of Run, OUT_FEATURES and OUTPUTS of a column and of a tile.
+// and, of each run, OUT_FEATURES and OUTPUTS of a column and of a tile.
 #pragma once
 
 constexpr int THREADS = WARPS * 32;
@@ -57,26 +56,29 @@ struct Slice {
 };
 
 // What a sum is multiplied by before it is rounded, by the column of the tile where SHIFTED.
-template <class M>
+template <class R, class M>
 struct Scaling {
-    static constexpr bool SHIFTED = SCALED && (M::LAST || M::NUMBER == 0);
+    static constexpr bool ENDS = M::LAST && R::ENDS;
+    static constexpr bool BEGINS = M::NUMBER == 0;  // what another run hands on is shifted before
+    static constexpr bool SHIFTED = SCALED && (ENDS || BEGINS);
     const Scales& scales;
     float own;
 
     __device__ __forceinline__ explicit Scaling(const Scales& all) : scales(all), own(1) {
-        if (SCALED) own = M::LAST ? all.restored : __uint_as_float(all.norms[M::NUMBER]);
+        if (SCALED)
+            own = ENDS ? all.restored[R::INDEX] : __uint_as_float(all.norms[M::NUMBER]);
     }
     __device__ __forceinline__ float of(int column) const {
         if (!SHIFTED) return own;
         u32 power = scales.columns[column];
-        return own * __uint_as_float(M::LAST ? (254u << 23) - power : power);  // its inverse
+        return own * (ENDS ? inverse(power) : __uint_as_float(power));
     }
 };
 
 template <class R, class M>
 __device__ __forceinline__ float finished(const RunFixed& run, const Tile& at, const Finish& finish,
                                           const Slice<R, M>& slice, int q, float value) {
-    if (!EPILOGUE || !M::LAST || slice.column >= at.columns) return value;
+    if (!EPILOGUE || !R::ENDS || !M::LAST || slice.column >= at.columns) return value;
     i64 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
                 (at.column + slice.column) / run.feature_divisor * run.feature_column;
     return finish(value, first + slice.feature(q) * run.feature_own);
@@ -99,7 +101,7 @@ __device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int first, int
 
 template <class R, class M>
 __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
-                                         const Scaling<M>& scaling, const RunFixed& run,
+                                         const Scaling<R, M>& scaling, const RunFixed& run,
                                          const Tile& at, const Finish& finish, int first_column,
                                          int first) {
     int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
@@ -138,7 +140,7 @@ __device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT*
     u32 tile = static_cast<u32>(__cvta_generic_to_shared(from));
     u32 matrix = static_cast<u32>(__cvta_generic_to_shared(matrices + M::AT));
     Kept<M> kept(matrix);
-    Scaling<M> scaling(scales);
+    Scaling<R, M> scaling(scales);
 #pragma unroll 1
     for (int unit = threadIdx.x / 32; unit < M::UNITS; unit += WARPS) {
         int column = unit % M::GROUPS * M::OWN_COLUMNS, slice = unit / M::GROUPS * M::OWN_SLICES;
@@ -153,15 +155,19 @@ __device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT*
 // The modes of a run, first to last.
 template <class... M>
 struct List {
+    template <class R>
     __device__ __forceinline__ static void stage(HalfT* matrices, Scales& scales,
                                                  const Parameters& p, i64 batch) {
-        if (SCALED) clear_scales(scales);
+        if (SCALED && threadIdx.x == 0) ((scales.norms[M::NUMBER] = 0), ...);
         (stage_matrix<M>(matrices + M::AT, p, batch), ...);
         if (!SCALED) return;
         __syncthreads();
         (find_norm<M>(scales, matrices + M::AT), ...);
         __syncthreads();
-        if (threadIdx.x == 0) find_powers(scales);
+        // The last of all modes restores what the others did.
+        constexpr int NUMBERS[] = {M::NUMBER...}, COUNT = sizeof...(M);
+        if (threadIdx.x == 0)
+            find_powers(scales, R::INDEX, NUMBERS[0], NUMBERS[0] + COUNT - R::ENDS);
     }
     // Which of the tiles holds the results.
     template <class R>
@@ -203,4 +209,27 @@ __device__ __forceinline__ void store_tile(const HalfT* tile, const RunFixed& ru
                 if (e < exist) to[e * step] = values.element[e];
         }
     }
+}
+
+struct Memory {
+    HalfT *tiles, *other, *matrices;
+    Scales& scales;
+};
+
+// A tile whose columns' powers are known, to its target.
+template <class R>
+__device__ __forceinline__ void compute_tile(const Memory& memory, HalfT* tile, const Parameters& p,
+                                             const Tile& at, const Finish& finish) {
+    const RunFixed& run = p.runs[R::INDEX];
+    HalfT* made = R::Modes::template apply_all<R>(tile, memory.other, memory.matrices,
+                                                  memory.scales, run, at, finish);
+    store_tile<R>(made, run, p.targets[R::INDEX], at);
+}
+
+// Between two barriers.
+template <class R>
+__device__ __forceinline__ void find_scales(const Memory& memory, const HalfT* tile) {
+    find_largest<R>(memory.scales, tile);
+    __syncthreads();
+    find_shifts(memory.scales);
 }

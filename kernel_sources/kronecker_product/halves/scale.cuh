@@ -1,28 +1,35 @@
 // Powers of two that keep what lies between two modes within half precision. With m the largest
 // number of a column and n_i the largest sum of a matrix column's magnitudes, numbers behind mode i
-// are at most m * n_1 .. n_i. The first mode multiplies by 2^s so that m 2^s is 2^15 at most and
-// 2^14 at least, mode i but the last divides by 2^e_i >= n_i, and the last undoes them all: in fp32,
-// exactly. Of bfloat16, whose range is that of fp32, nothing is scaled.
+// are at most m * n_1 .. n_i. The first mode multiplies by 2^s so that m 2^s is less than 2^15 and
+// 2^14 at least, mode i divides by 2^e_i >= n_i, and the last of all undoes them: in fp32, exactly.
+// A run that hands on to another leaves that to it, with the power of each of its columns; the other
+// brings its tile to one power a column first. Of bfloat16, whose range is that of fp32, nothing is
+// scaled.
+//
+// The generated source defines before it includes this file:
+//   SCALED                       whether it is float16, of several modes
+//   MODES, RUNS                  in all; COLUMNS_SCALED, of the widest tile
 #pragma once
 
 #include "kronecker_product/halves/tile.cuh"
-
-constexpr bool SCALED = HALF_IS_FP16 && MODES > 1;
 
 // In shared memory.
 struct Scales {
     u32 columns[COLUMNS_SCALED];  // bits of the largest magnitude, then of 2^s as float
     u32 norms[MODES];             // bits of n_i, then of 2^-e_i
-    float restored;               // 2^(e_1 + .. )
+    float restored[RUNS];         // 2^(e_1 + ..) of a run
 };
 
 __device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
 __device__ __forceinline__ float power_of_two(int exponent) {
-    return __uint_as_float(u32(exponent + 127) << 23);
+    return __uint_as_float(u32(min(exponent, 127) + 127) << 23);
+}
+// Of a power of two.
+__device__ __forceinline__ float inverse(u32 bits) {
+    return __uint_as_float((254u << 23) - bits);
 }
 
-__device__ __forceinline__ void clear_scales(Scales& scales) {
-    for (int i = threadIdx.x; i < MODES; i += THREADS) scales.norms[i] = 0;
+__device__ __forceinline__ void clear_columns(Scales& scales) {
     for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) scales.columns[i] = 0;
 }
 
@@ -42,17 +49,17 @@ __device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
     }
 }
 
-// By one thread, once all norms are there.
-__device__ __forceinline__ void find_powers(Scales& scales) {
+// Of modes `first` up to `last`, by one thread, once all norms are there.
+__device__ __forceinline__ void find_powers(Scales& scales, int run, int first, int last) {
     float restored = 1;
 #pragma unroll 1
-    for (int i = 0; i < MODES - 1; ++i) {
+    for (int i = first; i < last; ++i) {
         float norm = __uint_as_float(scales.norms[i]);
         int exponent = norm > 0 ? exponent_of(norm) + 1 : 0;
         scales.norms[i] = __float_as_uint(power_of_two(-exponent));
         restored *= power_of_two(exponent);
     }
-    scales.restored = restored;
+    scales.restored[run] = restored;
 }
 
 // The larger of the magnitudes in both halves.
@@ -97,11 +104,14 @@ __device__ __forceinline__ void find_largest(Scales& scales, const HalfT* tile) 
     }
 }
 
+// The power that brings a number into the range, 1 for zero and for what is not finite.
+__device__ __forceinline__ u32 shift_of(float most) {
+    bool is_some = most > 0 && most < 1.7e38f;
+    return __float_as_uint(is_some ? power_of_two(14 - exponent_of(most)) : 1.0f);
+}
+
 // Of all columns, between two barriers.
 __device__ __forceinline__ void find_shifts(Scales& scales) {
-    for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) {
-        float most = convert<float>(half_t{u16(scales.columns[i])});
-        bool is_some = most > 0 && most < 65536.0f;
-        scales.columns[i] = __float_as_uint(is_some ? power_of_two(14 - exponent_of(most)) : 1.0f);
-    }
+    for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS)
+        scales.columns[i] = shift_of(convert<float>(half_t{u16(scales.columns[i])}));
 }

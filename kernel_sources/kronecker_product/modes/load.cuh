@@ -15,8 +15,13 @@ __device__ __forceinline__ void locate(int index, int& column, int& feature) {
 // multiprocessor.
 template <class R>
 __device__ __forceinline__ typename R::SourceT load_element(const typename R::SourceT* from) {
-    if constexpr (R::WRITTEN_HERE) return __ldcg(from);
-    else return *from;
+    if constexpr (!R::WRITTEN_HERE) {
+        return *from;
+    } else if constexpr (sizeof(*from) == 2) {
+        return {__ldcg(&from->bits)};
+    } else {
+        return __ldcg(from);
+    }
 }
 
 // Elements `begin` up to `end` of a tile, in multiples of CHUNK. Copies may be under way still.

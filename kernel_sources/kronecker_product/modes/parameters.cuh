@@ -3,6 +3,7 @@
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT        storage of factors and vectors, arithmetic, the result's storage
 //   RUNS, FACTORS                of the launch
+//   POWERS                       arrays of exponents that go from run to run, 0 or RUNS - 1
 //   VECTORS, SCALARS             of the epilogue
 //   PARAMETER_BYTES              what lowering makes of Parameters
 #pragma once
@@ -63,8 +64,28 @@ struct CounterPointer {
 template <>
 struct CounterPointer<1> {};
 
-// Laid out by kernlib/families/kronecker_product/lowering/modes.py.
-struct Parameters : Pointers, CounterPointer<RUNS>, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+// Of halves/slabs.cuh. An element of a run's tile is of that column of the run before whose number is
+// the sum of these strides: from one outer index, feature and inner index to the next, of the inner
+// index modulo `inners` and of the column modulo `columns`. A slab of a ring has `slab` of them.
+struct PowerPlace {
+    i64 outer, feature, inner, inners, columns, slab;
+};
+template <int COUNT>
+struct PowerPointers {
+    short* powers[COUNT];
+};
+template <>
+struct PowerPointers<0> {};
+template <int COUNT>
+struct PowerPlaces {
+    PowerPlace places[COUNT];
+};
+template <>
+struct PowerPlaces<0> {};
+
+// Laid out by kernlib/families/kronecker_product/lowering/variant.py.
+struct Parameters : Pointers, CounterPointer<RUNS>, PowerPointers<POWERS>, VectorPointers<VECTORS>,
+                    Scalars<SCALARS>, Fixed, PowerPlaces<POWERS> {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 // What a tile is of, and where it begins in source and target.

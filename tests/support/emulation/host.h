@@ -50,6 +50,9 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     return most;
 }
 
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
 template <class T>
 T __ldcg(const T* from) { return *from; }
 inline unsigned atomicAdd(unsigned* counter, unsigned value) {

@@ -4,10 +4,12 @@ are several."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product.lowering import grouping, halves, modes, slabs
+from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import split
 from kernlib.families.kronecker_product.lowering.variant import spec
@@ -46,10 +48,21 @@ def runs(problem: Problem, arch: str) -> tuple[tuple[int, int], ...]:
 def _runs(sizes: tuple, dtype: str, precision: str, arch: str) -> tuple | None:
     """Those of any number of columns, so that the bits of one do not depend on it."""
     arithmetic = grouping.arithmetic_of(dtype, precision)
-    limits = modes.most_features(dtype), modes.room(dtype, arch)
-    elements = COLUMNS * math.prod(rows for rows, _ in sizes)
-    itemsizes = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes
-    return grouping.groups(sizes, elements, itemsizes, arithmetic, *limits)
+    most, room = modes.most_features(dtype), modes.room(dtype, arch)
+    item, handed = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes / grouping.L2_RATE
+
+    def cost(run: Sequence[Size], elements: int, begins: bool, ends: bool) -> float | None:
+        if not grouping.fits(run, arithmetic, most, room):
+            return None
+        moved = item if begins else handed, item if ends else handed
+        is_hidden = grouping.fits(run, arithmetic, most, room // 2)
+        return grouping.cycles(run, elements, moved, arithmetic, is_hidden)
+
+    return grouping.groups(sizes, COLUMNS * _features(sizes), cost)
+
+
+def _features(sizes: tuple[Size, ...]) -> int:
+    return math.prod(rows for rows, _ in sizes)
 
 
 def lower(
@@ -57,15 +70,43 @@ def lower(
 ) -> Lowered:
     """The launches of a call."""
     sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
-    if halves.takes(sizes, problem.dtype, problem.inside, arch):
-        (run,) = split(problem, ((0, len(sizes)),))
-        columns = halves.columns_of(run, problem.dtype, arch, multiprocessors)
+    device = arch, multiprocessors
+    found = _half_runs(sizes, problem.dtype, problem.inside, arch)
+    if found is not None and len(found) == 1:
+        (run,) = split(problem, found)
+        columns = halves.columns_of(run, problem.dtype, *device)
         made = halves.variant(sizes, problem.dtype, problem.inside, columns, arch)
         operands = (("x", 0), ("out", 0), *((f"factor{number}", 0) for number in range(len(sizes))))
-        return Lowered((halves.step(epilogue, run, made, arch, multiprocessors, operands),))
+        return Lowered((halves.step(epilogue, run, made, *device, operands),))
+    if found is not None:
+        made = _half_slabs(sizes, problem.dtype, problem.inside, found, arch, _is_varied(problem))
+        whole = None if made is None else slabs.lower(epilogue, problem, found, made, *device)
+        if whole is not None:
+            return whole
     found = runs(problem, arch)
-    whole = slabs.lower(epilogue, problem, found, arch, multiprocessors)
-    return whole or _apart(epilogue, problem, found, arch, multiprocessors)
+    if len(found) > 1:
+        own = tuple(sizes[first:last] for first, last in found)
+        kinds = problem.dtype, problem.precision, problem.inside, arch, _is_varied(problem)
+        made = slabs.variant(own, *kinds)
+        if made is not None and slabs.gains(problem, found, made, *device):
+            whole = slabs.lower(epilogue, problem, found, made, *device)
+            if whole is not None:
+                return whole
+    return _apart(epilogue, problem, found, *device)
+
+
+def _is_varied(problem: Problem) -> bool:
+    """Whether factors differ from batch to batch."""
+    return any(factor.batch_stride for factor in problem.factors)
+
+
+def _half_runs(sizes: tuple[Size, ...], dtype: str, inside: bool, arch: str) -> tuple | None:
+    return halves.runs(sizes, dtype, inside, COLUMNS * _features(sizes), arch)
+
+
+def _half_slabs(sizes, dtype: str, inside: bool, found: tuple, arch: str, is_varied: bool):
+    own = tuple(sizes[first:last] for first, last in found)
+    return halves.variant_of_slabs(own, dtype, inside, arch, is_varied)
 
 
 def _apart(
@@ -105,11 +146,15 @@ def variants(
     (dtype, precision). None for factors that kernels do not take."""
     made = []
     for dtype, precision in kinds:
-        if halves.takes(sizes, dtype, inside, arch):
+        found = _half_runs(sizes, dtype, inside, arch)
+        if found is not None and len(found) == 1:
             for bits in range(halves.most_columns(sizes, dtype, inside, arch).bit_length()):
                 one = halves.variant(sizes, dtype, inside, 1 << bits, arch)
                 made.append(halves.spec(epilogue, one, arch))
             continue
+        if found is not None:
+            many = [_half_slabs(sizes, dtype, inside, found, arch, each) for each in (False, True)]
+            made += [slabs.clear(), *(halves.spec(epilogue, one, arch) for one in many if one)]
         parts = _runs(sizes, dtype, precision, arch) or ()
         for index, (first, last) in enumerate(parts):
             ends, own = index == len(parts) - 1, sizes[first:last]

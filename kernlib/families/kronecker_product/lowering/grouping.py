@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,9 +15,10 @@ Size = tuple[int, int]  # rows and columns of a factor
 
 # Cycles of one multiprocessor of an H200, estimates to compare runs by. Of an element that is read
 # or written in shared memory, twice the 1/32 of 128 bytes a cycle, for what else a warp does; of a
-# term at 282 (TF32) and 61 (double) TFLOP/s; of a byte of device memory at 4.2 TB/s.
-SHARED_CYCLES = 1 / 16
-TERM_CYCLES = {"fp32": 3 / 608, "tf32": 1 / 608, "fp64": 1 / 131}
+# term at 566 (half types), 282 (TF32) and 61 (double) TFLOP/s; of a byte of device memory at
+# 4.2 TB/s.
+SHARED_CYCLES = {"fp32": 1 / 16, "tf32": 1 / 16, "fp64": 1 / 8, "half": 1 / 32}
+TERM_CYCLES = {"fp32": 3 / 608, "tf32": 1 / 608, "fp64": 1 / 131, "half": 1 / 1221}
 BYTE_CYCLES = 1 / 18
 L2_RATE = 2.1  # of the L2 cache, where runs hand slabs to each other: 9 TB/s
 LAUNCH_CYCLES = 4000.0  # on all multiprocessors
@@ -108,62 +109,52 @@ def matrices(sizes: Sequence[Size], arithmetic: str) -> int:
     return sum(mode.stored(arithmetic) for mode in modes(sizes))
 
 
-def groups(
-    sizes: tuple[Size, ...],
-    elements: int,
-    itemsizes: tuple[int, int],
-    arithmetic: str,
-    most: int,
-    room: int,
-) -> tuple[tuple[int, int], ...] | None:
-    """The runs of factors, each ``(first, behind its last)``, that take the least time, in the
-    order of their launches: the last factors first. None where a factor fits none.
-
-    ``elements`` are those of x, ``itemsizes`` bytes of one of its, and of one that a run hands to
-    the next; a column of a run has at most ``most`` elements, and with its
-    matrices takes ``room`` elements of shared memory."""
-    count = len(sizes)
-    itemsize, handed = itemsizes
-    best: dict[int, tuple[float, tuple]] = {count: (0.0, ())}
-    behind = elements
-    sizes_at = {count: behind}
-    for first in range(count - 1, -1, -1):
-        behind = behind // sizes[first][0] * sizes[first][1]
-        sizes_at[first] = behind
-    for first in range(count - 1, -1, -1):
-        for last in range(first + 1, count + 1):
-            run = sizes[first:last]
-            if last not in best or not fits(run, arithmetic, most, room):
-                continue
-            ends = [itemsize if end else handed / L2_RATE for end in (last == count, first == 0)]
-            cost = best[last][0] + _cycles(run, sizes_at[last], *ends, arithmetic, room)
-            if first not in best or cost < best[first][0]:
-                best[first] = cost, (*best[last][1], (first, last))
-    return best[0][1] if 0 in best else None
-
-
 def fits(run: Sequence[Size], arithmetic: str, most: int, room: int) -> bool:
-    """Whether a column of a run, and its matrices, fit."""
+    """Whether a column of a run has at most so many elements, and with the matrices takes no more
+    shared memory."""
     width = widest(run)
     return width <= most and width + matrices(run, arithmetic) <= room
 
 
-def _cycles(
-    run: Sequence[Size],
-    elements: int,
-    bytes_in: float,
-    bytes_out: float,
-    arithmetic: str,
-    room: int,
+def groups(
+    sizes: tuple[Size, ...], elements: int, cost: Callable[..., float | None]
+) -> tuple[tuple[int, int], ...] | None:
+    """The runs of factors, each ``(first, behind its last)``, that take the least time, in the
+    order of their launches: the last factors first. None where a factor fits none.
+
+    ``cost(run, elements, begins, ends)`` is the time of a run of factors on so many elements, which
+    are those of x if it ``begins`` and gives the result if it ``ends``; None for one that does not
+    fit."""
+    count = len(sizes)
+    best: dict[int, tuple[float, tuple]] = {count: (0.0, ())}
+    sizes_at = {count: elements}
+    for first in range(count - 1, -1, -1):
+        rows, columns = sizes[first]
+        sizes_at[first] = sizes_at[first + 1] // rows * columns
+    for first in range(count - 1, -1, -1):
+        for last in range(first + 1, count + 1):
+            if last not in best:
+                continue
+            own = cost(sizes[first:last], sizes_at[last], last == count, first == 0)
+            if own is None:
+                continue
+            whole = best[last][0] + own
+            if first not in best or whole < best[first][0]:
+                best[first] = whole, (*best[last][1], (first, last))
+    return best[0][1] if 0 in best else None
+
+
+def cycles(
+    run: Sequence[Size], elements: int, ends: tuple[float, float], arithmetic: str, is_hidden: bool
 ) -> float:
-    """The time of a run on all multiprocessors; bytes are those of an element read or written, as
-    many as device memory moves in the same time."""
+    """The time of a run on all multiprocessors. ``ends`` are the bytes of an element read and of
+    one written, as many as device memory moves in the same time; they are ``is_hidden`` where a
+    multiprocessor holds two blocks, which move and compute side by side."""
     features = math.prod(rows for rows, _ in run)
     columns, found = elements / features, modes(run)
     terms = sum(mode.terms for mode in found) * columns
     passed = sum(mode.inputs + mode.outputs for mode in found) * columns
-    work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES
-    moved = (found[0].inputs * bytes_in + found[-1].outputs * bytes_out) * columns * BYTE_CYCLES
-    # Two blocks of a multiprocessor move and compute side by side; one, what it reads ahead.
-    hidden = 7 / 8 if 2 * (widest(run) + matrices(run, arithmetic)) <= room else 1 / 2
+    work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES[arithmetic]
+    moved = (found[0].inputs * ends[0] + found[-1].outputs * ends[1]) * columns * BYTE_CYCLES
+    hidden = 7 / 8 if is_hidden else 1 / 2  # a single block hides what it reads ahead
     return (work + moved - hidden * min(work, moved)) / MULTIPROCESSORS + LAUNCH_CYCLES

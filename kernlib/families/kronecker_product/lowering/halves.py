@@ -1,8 +1,10 @@
-"""The kernel halves.cuh: all factors in one pass over memory, float16 and bfloat16 between them."""
+"""The kernels of halves.cuh and halves/slabs.cuh: float16 and bfloat16 stay what they are between
+factors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
@@ -11,6 +13,7 @@ from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
 from kernlib.families.kronecker_product.lowering.runs import Run
 from kernlib.families.kronecker_product.lowering.variant import (
     GRID_BATCH,
+    TICKET_BYTES,
     Part,
     matrix_numbers,
     parameters,
@@ -24,7 +27,7 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Step
 
-KIND = "halves"
+DTYPES_TAKEN = ("float16", "bfloat16")
 CHUNK = 8  # numbers of 16 bytes, which tensor cores and copies take
 LINE = 64  # numbers: what a tile's size is a multiple of
 IN_PLACE_MOST = 128  # columns of a matrix that one warp keeps sums of
@@ -33,28 +36,39 @@ WIDEST_TILE = 64  # columns
 # Of a thread, as resident blocks are counted: for matrices of up to SMALL columns, and above.
 REGISTERS, REGISTERS_LARGE, SMALL = 80, 128, 16
 LEAST_AHEAD = 4  # of a tile the part that is worth being read ahead
+L2_RATE = grouping.L2_RATE
 
 
 class Halves(NamedTuple):
-    """Everything that code generation chooses besides the epilogue: the dtype, the tile's columns
-    and whether they are its last dimension, sizes of the factors, the block's warps, and elements
-    behind a tile for what is read of the next."""
+    """Everything that code generation chooses besides the epilogue: the dtype, the runs, first to
+    last, the block's warps, elements behind a tile for what is read of the next, and whether
+    matrices of one run take another's place."""
 
     dtype: str
-    columns: int
-    inside: bool
-    sizes: tuple[Size, ...]
+    parts: tuple[Part, ...]
     warps: int
     ahead: int = 0
+    restaged: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of what a run hands to the next."""
+        return 2
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        return grouping.modes(self.sizes, self.columns, self.inside)
+        return tuple(mode for part in self.parts for mode in part.modes)
+
+    @property
+    def powers(self) -> int:
+        """How many arrays of powers of two go from run to run: one for each column of a tile."""
+        return len(self.parts) - 1 if self.dtype == "float16" else 0
 
     @property
     def tile(self) -> int:
         """Elements of a tile."""
-        return round_up(self.columns * grouping.widest(self.sizes), LINE)
+        widths = (part.columns * grouping.widest(part.sizes) for part in self.parts)
+        return round_up(max(widths), LINE)
 
     @property
     def tiles(self) -> int:
@@ -62,13 +76,17 @@ class Halves(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """Elements of all matrices, with zeros up to multiples of 16 columns."""
-        return sum(map(_matrix, self.modes))
+        """Elements of shared memory for matrices, with zeros up to multiples of 16 columns."""
+        found = [sum(map(_matrix, part.modes)) for part in self.parts]
+        return max(found) if self.restaged else sum(found)
 
     @property
     def shared_bytes(self) -> int:
-        scales = 4 * (self.columns + len(self.modes) + 1)
-        return 2 * (self.tile * self.tiles + self.ahead + self.matrices) + round_up(scales, 16)
+        columns = max(part.columns for part in self.parts)
+        scales = 4 * (columns + len(self.modes) + len(self.parts))
+        ticket = TICKET_BYTES * (len(self.parts) > 1)
+        elements = self.tile * self.tiles + self.ahead + self.matrices
+        return 2 * elements + round_up(scales, 16) + ticket
 
     def resident(self, arch: str) -> int:
         """Blocks that a multiprocessor holds."""
@@ -85,30 +103,49 @@ def _matrix(mode: Mode) -> int:
     return mode.rows * round_up(mode.columns, 16)
 
 
-def takes(sizes: tuple[Size, ...], dtype: str, inside: bool, arch: str) -> bool:
-    """Whether the kernel takes factors of these sizes, on however many columns: chunks of eight
-    neighbours throughout, and a column that shared memory holds."""
-    if dtype not in ("float16", "bfloat16"):
-        return False
-    columns = CHUNK if inside else 1
-    for mode in grouping.modes(sizes, columns, inside):
-        if mode.rows % CHUNK or mode.columns % CHUNK or (mode.right > 1 and mode.right % CHUNK):
-            return False
-    return Halves(dtype, columns, inside, sizes, 8).shared_bytes <= targets.SHARED_BYTES[arch]
+def runs(sizes: tuple[Size, ...], dtype: str, inside: bool, elements: int, arch: str):
+    """The runs of factors that are applied in one pass each, first to last; None where the kernels
+    take another dtype or other sizes."""
+    if dtype not in DTYPES_TAKEN:
+        return None
+
+    def cost(run: Sequence[Size], count: int, begins: bool, ends: bool) -> float | None:
+        within = inside or not begins
+        made = _one(tuple(run), dtype, within, CHUNK if within else 1)
+        if not _are_chunks(made) or made.shared_bytes > targets.SHARED_BYTES[arch]:
+            return None
+        bytes_moved = 2 if begins else 2 / L2_RATE, 2 if ends else 2 / L2_RATE
+        return grouping.cycles(run, count, bytes_moved, "half", made.resident(arch) > 1)
+
+    return grouping.groups(sizes, elements, cost)
 
 
-def most_columns(sizes: tuple[Size, ...], dtype: str, inside: bool, arch: str) -> int:
-    """The widest tile, in columns: a power of two."""
+def _are_chunks(made: Halves) -> bool:
+    """Whether all that is read and written at once are eight neighbours."""
+    return not any(
+        mode.rows % CHUNK or mode.columns % CHUNK or (mode.right > 1 and mode.right % CHUNK)
+        for mode in made.modes
+    )
+
+
+def _one(sizes: tuple[Size, ...], dtype: str, inside: bool, columns: int) -> Halves:
+    """A kernel of one run."""
+    warps = 4 if columns * grouping.widest(sizes) < TILE_ELEMENTS // 2 else 8
+    return Halves(dtype, (Part(dtype, dtype, columns, inside, sizes),), warps)
+
+
+def most_columns(
+    sizes: tuple[Size, ...], dtype: str, inside: bool, arch: str, room: int | None = None
+) -> int:
+    """The widest tile, in columns: a power of two. ``room`` is the shared memory of a block, in
+    bytes."""
+    room = targets.SHARED_BYTES[arch] if room is None else room
     least, widest = CHUNK if inside else 1, grouping.widest(sizes)
     columns = max(least, min(WIDEST_TILE, TILE_ELEMENTS // widest))
     columns = 1 << (columns.bit_length() - 1)
-    while columns > least and not _fits(Halves(dtype, columns, inside, sizes, 8), arch):
+    while columns > least and _one(sizes, dtype, inside, columns).shared_bytes > room:
         columns //= 2
     return columns
-
-
-def _fits(made: Halves, arch: str) -> bool:
-    return made.shared_bytes <= targets.SHARED_BYTES[arch]
 
 
 def columns_of(run: Run, dtype: str, arch: str, multiprocessors: int) -> int:
@@ -119,9 +156,8 @@ def columns_of(run: Run, dtype: str, arch: str, multiprocessors: int) -> int:
 
 
 def variant(sizes: tuple[Size, ...], dtype: str, inside: bool, columns: int, arch: str) -> Halves:
-    """The kernel of a launch, for tiles of so many columns."""
-    warps = 4 if columns * grouping.widest(sizes) < TILE_ELEMENTS // 2 else 8
-    made = Halves(dtype, columns, inside, sizes, warps)
+    """The kernel of a launch of one run, for tiles of so many columns."""
+    made = _one(sizes, dtype, inside, columns)
     if made.resident(arch) > 1:
         return made
     made = made._replace(warps=16)
@@ -135,60 +171,110 @@ def ahead_of(made: Halves, arch: str) -> int:
     return ahead if made.tiles == 1 and ahead * LEAST_AHEAD >= made.tile else 0
 
 
+def variant_of_slabs(
+    sizes: tuple[tuple[Size, ...], ...], dtype: str, inside: bool, arch: str, is_varied: bool
+) -> Halves | None:
+    """The kernel of several runs, as :func:`slabs.variant` has it."""
+    for blocks, restaged in ((2, False), (2, True), (1, False), (1, True)):
+        if restaged or not is_varied:
+            parts = []
+            for index, own in enumerate(sizes):
+                within = inside or index > 0
+                room = targets.SHARED_BYTES[arch] // blocks
+                columns = most_columns(own, dtype, within, arch, room)
+                parts.append(Part(dtype, dtype, columns, within, own))
+            made = Halves(dtype, tuple(parts), 8, restaged=restaged)
+            if made.resident(arch) >= blocks:
+                return made
+    return None
+
+
 def spec(epilogue: tuple[Epilogue, ...], made: Halves, arch: str) -> KernelSpec:
     """The KernelSpec of a variant."""
-    words = ["x".join(map(str, size)) for size in made.sizes]
-    words += [f"{made.columns}c" + "i" * made.inside, f"{made.warps}w"]
-    words += [f"{made.ahead}a"] * bool(made.ahead)
-    description = text.describe("kronecker_product", KIND, made.dtype, "fp32", words, epilogue)
-    source = _source(epilogue, made, max(1, min(made.resident(arch), 4)))
-    entry, threads = "kronecker_product_halves", 32 * made.warps
+    kind = "halves" if len(made.parts) == 1 else "half_slabs"
+    words = [word for part in made.parts for word in part.words]
+    words += [f"{made.warps}w"] + [f"{made.ahead}a"] * bool(made.ahead)
+    words += ["restaged"] * made.restaged
+    description = text.describe("kronecker_product", kind, made.dtype, "fp32", words, epilogue)
+    source = _source(epilogue, made, kind, max(1, min(made.resident(arch), 4)))
     found = KernelSpec(
-        "kronecker_product", source, entry, threads, made.shared_bytes, description=description
+        "kronecker_product",
+        source,
+        f"kronecker_product_{kind}",
+        32 * made.warps,
+        made.shared_bytes,
+        description=description,
     )
     return named(found, made.dtype, *words[-4:], epilogue=epilogue)
 
 
-def _source(epilogue: tuple[Epilogue, ...], made: Halves, blocks: int) -> str:
-    """The generated CUDA text: types, ``Finish``, constants, the run, one include."""
-    rows, widths = (", ".join(str(size[side]) for size in made.sizes) for side in (0, 1))
-    wide, out = (made.columns * math.prod(size[side] for size in made.sizes) for side in (0, 1))
-    cuda, is_fp16 = DTYPES[made.dtype].cuda, str(made.dtype == "float16").lower()
-    found, at, listed = made.modes, 0, []
-    for number, mode in enumerate(found):
-        last = str(mode == found[-1]).lower()
-        listed.append(f"Mode<{', '.join(map(str, mode))}, {last}, {at}, {number}>")
-        at += _matrix(mode)
+def layout(made: Halves, factors: int, epilogue: tuple[Epilogue, ...]) -> text.Parameters:
+    """The parameter struct of a launch."""
+    return parameters(len(made.parts), factors, epilogue, made.powers)
+
+
+def _source(epilogue: tuple[Epilogue, ...], made: Halves, kind: str, blocks: int) -> str:
+    """The generated CUDA text: types, ``Finish``, constants, runs, one include."""
+    sizes = [size for part in made.parts for size in part.sizes]
+    rows, widths = (", ".join(str(size[side]) for size in sizes) for side in (0, 1))
+    several = len(made.parts) > 1
+    names = [f"Run{index}" if several else "Run" for index in range(len(made.parts))]
+    listed = f"#define RUN_LIST {', '.join(names)}\n" * several
+    listed += f"constexpr bool RESTAGED = {str(made.restaged).lower()};\n" * several
+    file = "halves" if not several else "slabs"
     return f"""{text.preamble(made.dtype, made.dtype, epilogue)}
-using HalfT = {cuda};
-constexpr bool HALF_IS_FP16 = {is_fp16};
+using HalfT = {DTYPES[made.dtype].cuda};
+constexpr bool SCALED = {str(made.dtype == "float16" and len(made.modes) > 1).lower()};
 constexpr int WARPS = {made.warps};
 constexpr int MIN_BLOCKS = {blocks};
 constexpr int TILE = {made.tile};
 constexpr int TILES = {made.tiles};
 constexpr int AHEAD = {made.ahead};
 constexpr int MATRICES = {made.matrices};
-constexpr int MODES = {len(found)};
-constexpr int COLUMNS_SCALED = {made.columns};
-constexpr int RUNS = 1;
-constexpr int FACTORS = {len(made.sizes)};
+constexpr int MODES = {len(made.modes)};
+constexpr int COLUMNS_SCALED = {max(part.columns for part in made.parts)};
+constexpr int RUNS = {len(made.parts)};
+constexpr int POWERS = {made.powers};
+constexpr int FACTORS = {len(sizes)};
 __device__ constexpr int ROWS[] = {{{rows}}};
 __device__ constexpr int WIDTHS[] = {{{widths}}};
-constexpr int PARAMETER_BYTES = {parameters(1, len(made.sizes), epilogue).size};
+constexpr int PARAMETER_BYTES = {layout(made, len(sizes), epilogue).size};
 
 #include "kronecker_product/halves/run.cuh"
 
-struct Run {{
+{_runs(made, names)}{listed}
+#include "kronecker_product/halves/{file}.cuh"
+"""
+
+
+def _runs(made: Halves, names: list[str]) -> str:
+    """The struct of each run."""
+    lines, at, first, number = "", 0, 0, 0
+    cuda = DTYPES[made.dtype].cuda
+    for index, (part, name) in enumerate(zip(made.parts, names, strict=True)):
+        listed, modes = [], part.modes
+        at *= not made.restaged
+        for mode in modes:
+            left, p, q, right, own, parts = mode
+            last = str(mode == modes[-1]).lower()
+            numbers = left, p, q, right, first + own, parts, last, at, number
+            listed.append(f"Mode<{', '.join(map(str, numbers))}>")
+            at += _matrix(mode)
+            number += 1
+        first += len(part.sizes)
+        wide, out = (math.prod(size[side] for size in part.sizes) for side in (0, 1))
+        lines += f"""struct {name} {{
     using SourceT = {cuda};
-    static constexpr int INDEX = 0, COLUMNS = {made.columns};
-    static constexpr int IN_FEATURES = {wide // made.columns}, INPUTS = {wide};
-    static constexpr int OUT_FEATURES = {out // made.columns}, OUTPUTS = {out};
-    static constexpr bool COLUMNS_LAST = {str(made.inside).lower()}, WRITTEN_HERE = false;
+    static constexpr int INDEX = {index}, COLUMNS = {part.columns};
+    static constexpr int IN_FEATURES = {wide}, INPUTS = {part.columns * wide};
+    static constexpr int OUT_FEATURES = {out}, OUTPUTS = {part.columns * out};
+    static constexpr bool COLUMNS_LAST = {str(part.inside).lower()};
+    static constexpr bool WRITTEN_HERE = {str(index > 0).lower()};
+    static constexpr bool ENDS = {str(index == len(names) - 1).lower()};
     using Modes = List<{(", " + chr(10) + " " * 23).join(listed)}>;
 }};
-
-#include "kronecker_product/halves/halves.cuh"
 """
+    return lines
 
 
 def step(
@@ -199,12 +285,12 @@ def step(
     multiprocessors: int,
     operands: tuple[tuple[str, int], ...],
 ) -> Step:
-    """The launch. ``operands`` are the pointers of x, result and factors."""
-    part = Part(made.dtype, made.dtype, made.columns, made.inside, made.sizes)
+    """The launch of one run. ``operands`` are the pointers of x, result and factors."""
+    (part,) = made.parts
     tiles = run.outer * run.inner * ceil_div(run.columns, part.columns)
     numbers = run_numbers(run, part, (run.outer, run.columns), ((0, 0), (0, 0)))
-    layout = parameters(1, len(run.factors), epilogue)
-    fixed = layout.pack(*numbers, *matrix_numbers([run]), run.batch, 1, tiles, 0)
+    whole = run.batch, 1, tiles, 0
+    fixed = layout(made, len(run.factors), epilogue).pack(*numbers, *matrix_numbers([run]), *whole)
     blocks = min(tiles, max(1, made.resident(arch)) * multiprocessors)
     pointers = (*operands, *text.vector_pointers(epilogue))
     grid = blocks, min(run.batch, GRID_BATCH)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_product.lowering import grouping, modes
+from kernlib.families.kronecker_product.lowering import grouping, halves, modes
 from kernlib.families.kronecker_product.lowering.grouping import Size
+from kernlib.families.kronecker_product.lowering.halves import Halves
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import Run, split
 from kernlib.families.kronecker_product.lowering.variant import (
@@ -31,6 +33,7 @@ from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 SLAB_BYTES = 8 << 20  # of what one run hands to the next
 RESTAGED_BYTES = 32 << 20  # the same where a block stages matrices anew with each change of runs
 CLEAR_THREADS = 256
+EXPONENT_BYTES = 2
 CLEAR_PARAMETERS = Parameters(1, "<q")
 CLEAR = "kronecker_product clear"
 COLUMNS_INSIDE = 32  # the fewest of a slab with the factors on the left, where rows of x hold them
@@ -89,33 +92,40 @@ def _variant(sizes, dtype, precision, inside, arch, restaged: bool, blocks: int)
     return Variant(dtype, precision, tuple(parts), warps, restaged=restaged)
 
 
+def gains(
+    problem: Problem,
+    found: tuple[tuple[int, int], ...],
+    made: Variant,
+    arch: str,
+    multiprocessors: int,
+) -> bool:
+    """Whether what a run hands to the next would not stay in the L2 cache as a whole."""
+    columns = _columns(problem, found, made)
+    blocks = made.resident(arch) * multiprocessors
+    cut = _cut(problem, columns, split(problem, found, columns), made, blocks)
+    return problem.batch * cut.count > cut.ring
+
+
 def lower(
     epilogue: tuple[Epilogue, ...],
     problem: Problem,
     found: tuple[tuple[int, int], ...],
+    made: Variant | Halves,
     arch: str,
     multiprocessors: int,
 ) -> Lowered | None:
-    """The launches of a call of several runs, where they can be one kernel's and gain by it: what a
-    run hands to the next would not stay in the L2 cache, and in memory it is many slabs."""
-    if len(found) < 2:
-        return None
-    shapes = tuple((factor.rows, factor.columns) for factor in problem.factors)
-    sizes = tuple(shapes[first:last] for first, last in found)
-    is_varied = any(factor.batch_stride for factor in problem.factors)
-    made = variant(sizes, problem.dtype, problem.precision, problem.inside, arch, is_varied)
-    if made is None:
-        return None
+    """The launches of a call of several runs by one kernel, behind another that clears its
+    counters; None where these have too few bits."""
     columns = _columns(problem, found, made)
     parts = split(problem, found, columns)
     cut = _cut(problem, columns, parts, made, made.resident(arch) * multiprocessors)
     whole = problem.batch * cut.count
-    if whole <= cut.ring or (whole + len(parts) * cut.lag) * cut.tickets >= MOST_TICKETS:
+    if (whole + len(parts) * cut.lag) * cut.tickets >= MOST_TICKETS:
         return None
     return _steps(epilogue, problem, cut, parts, made, arch, multiprocessors)
 
 
-def _columns(problem: Problem, found: tuple[tuple[int, int], ...], made: Variant) -> int:
+def _columns(problem: Problem, found: tuple[tuple[int, int], ...], made: Variant | Halves) -> int:
     """The columns of a slab."""
     most = max(
         math.prod(f.rows for f in problem.factors[:first])
@@ -129,7 +139,9 @@ def _columns(problem: Problem, found: tuple[tuple[int, int], ...], made: Variant
     return min(columns, problem.columns)
 
 
-def _cut(problem: Problem, columns: int, parts: list[Run], made: Variant, blocks: int) -> Slabs:
+def _cut(
+    problem: Problem, columns: int, parts: list[Run], made: Variant | Halves, blocks: int
+) -> Slabs:
     tickets = sum(
         run.outer * run.inner * ceil_div(run.columns, part.columns)
         for run, part in zip(parts, made.parts, strict=True)
@@ -142,7 +154,7 @@ def _steps(
     problem: Problem,
     cut: Slabs,
     parts: list[Run],
-    made: Variant,
+    made: Variant | Halves,
     arch: str,
     multiprocessors: int,
 ) -> Lowered:
@@ -160,17 +172,42 @@ def _steps(
     for run, part, slab in zip(parts, made.parts, slabs, strict=True):
         run = _within(run, *(ring > 0 for _, ring in slab))
         numbers += run_numbers(run, part, _last(run, problem, cut.columns, last), slab)
-    layout = parameters(len(parts), len(problem.factors), epilogue)
     whole = problem.batch, cut.count, cut.tickets, cut.lag
-    fixed = layout.pack(*numbers, *matrix_numbers(parts), *whole)
+    numbers += [*matrix_numbers(parts), *whole]
     factors = [(f"factor{number}", 0) for number in _order(parts, problem)]
     pointers = [("x", 0), *rings, *rings, ("out", 0), *factors, (WORKSPACE, 0)]
+    if isinstance(made, Halves):
+        kernel = halves.spec(epilogue, made, arch)
+        for writer, reader in pairwise(parts) if made.powers else ():
+            handed, count = _powers(writer, reader, problem.inside, cut.columns)
+            numbers += handed
+            pointers.append((WORKSPACE, at))
+            at = round_up(at + cut.ring * count * EXPONENT_BYTES, 256)
+        layout = halves.layout(made, len(problem.factors), epilogue)
+    else:
+        kernel = spec(epilogue, made, arch)
+        layout = parameters(len(parts), len(problem.factors), epilogue)
+    fixed = layout.pack(*numbers)
     pointers += text.vector_pointers(epilogue)
     tickets = (problem.batch * cut.count + (len(parts) - 1) * cut.lag) * cut.tickets
     grid = min(made.resident(arch) * multiprocessors, tickets), 1
     scalars = text.scalar_count(epilogue)
-    step = Step(spec(epilogue, made, arch), grid, fixed, tuple(pointers), scalars)
+    step = Step(kernel, grid, fixed, tuple(pointers), scalars)
     return Lowered((_clear(counters), step), at)
+
+
+def _powers(writer: Run, reader: Run, inside: bool, slab: int) -> tuple[list[int], int]:
+    """Of the parameter struct what says which of the writer's columns an element of the reader's
+    tile is of, and the count of these columns in a slab: from one outer index of the reader,
+    feature and inner index on, of inner index and column modulo two numbers."""
+    own = math.prod(factor.rows for factor in reader.factors)
+    behind = writer.inner if inside else (writer.columns if writer.inside else 1)
+    count = writer.outer * writer.inner * writer.columns
+    if inside:
+        found = [own * behind * slab, behind * slab, slab, behind, slab]
+    else:
+        found = [reader.inner * own * behind, behind, own * behind, reader.inner, behind]
+    return [*found, count], count
 
 
 def _within(run: Run, source: bool, target: bool) -> Run:

@@ -148,6 +148,7 @@ constexpr int TILE = {variant.tile};
 constexpr int AHEAD = {variant.ahead};
 constexpr int MATRICES = {variant.matrices};
 constexpr int RUNS = {count};
+constexpr int POWERS = 0;
 constexpr int FACTORS = {len(sizes)};
 __device__ constexpr int ROWS[] = {{{rows}}};
 __device__ constexpr int WIDTHS[] = {{{widths}}};
@@ -189,10 +190,13 @@ def _runs(variant: Variant, names: list[str]) -> str:
     return made
 
 
-def parameters(runs: int, factors: int, epilogue: tuple[Epilogue, ...]) -> text.Parameters:
-    """The parameter struct of a launch."""
-    pointers = 2 * runs + factors + (runs > 1)
-    return text.parameters(pointers, f"<{'26q4I' * runs}{3 * factors}q4q", epilogue)
+def parameters(
+    runs: int, factors: int, epilogue: tuple[Epilogue, ...], powers: int = 0
+) -> text.Parameters:
+    """The parameter struct of a launch, with so many arrays of powers."""
+    pointers = 2 * runs + factors + (runs > 1) + powers
+    fixed = f"<{'26q4I' * runs}{3 * factors}q4q{6 * powers}q"
+    return text.parameters(pointers, fixed, epilogue)
 
 
 def run_numbers(

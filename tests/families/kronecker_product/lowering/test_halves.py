@@ -7,7 +7,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.lowering import halves
+from kernlib.families.kronecker_product.lowering import halves, slabs
 from kernlib.runtime import devices
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
@@ -125,3 +125,40 @@ def test_zeros_are_zeros(gpus):
     x, factor = torch.zeros(3, 64, dtype=F16), torch.zeros(8, 8, dtype=F16)
     found = kl.run_kernel(kl.KroneckerProduct((8, 8)), *map(gpu, (x, factor, factor)))
     assert not host(found).any()
+
+
+RUNS = {
+    "two": ("right", ((8, 8), (16, 8), (8, 8)), ((1, 3), (0, 1)), 5, F16, ()),
+    "three": ("right", ((8, 8), (8, 16), (8, 8)), ((2, 3), (1, 2), (0, 1)), 4, F16, ()),
+    "columns": ("left", ((8, 8), (8, 16), (8, 8)), ((2, 3), (1, 2), (0, 1)), 70, F16, ()),
+    "few columns": ("left", ((8, 8), (16, 8)), ((1, 2), (0, 1)), 3, F16, ()),
+    "bfloat16": ("right", ((8, 8), (16, 8), (8, 8)), ((2, 3), (0, 2)), 5, BF16, ()),
+    "batch": ("right", ((8, 8), (8, 8)), ((1, 2), (0, 1)), 3, F16, (3,)),
+}
+
+
+@pytest.mark.parametrize("restaged", slow_but((False,), (False, True)))
+@pytest.mark.parametrize("case", slow_but(("two",), RUNS))
+def test_slabs_pass_from_run_to_run(case, restaged, gpus, monkeypatch, seed):
+    """With rows of any scale, and factors whose product alone is of the size of a number."""
+    side, shapes, found, rows, dtype, batch = RUNS[case]
+    monkeypatch.setattr(halves, "runs", lambda *_: found)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
+    monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
+    if restaged:
+        made = halves.variant_of_slabs
+        monkeypatch.setattr(halves, "variant_of_slabs", lambda *given: made(*given[:-1], True))
+    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    x, *factors = operands(shapes, rows, side, dtype, batch)
+    if dtype == F16:
+        scales = torch.exp2(torch.randint(-9, 6, (rows,)).float()).to(F16)
+        x = x * (scales[:, None] if side == "right" else scales)
+        factors[0], factors[-1] = factors[0] * 2**-9, factors[-1] * 2**9
+    descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=kl.Bias())
+    bias = torch.zeros(descriptor.out_features).to(dtype)
+    found = host(kl.run_kernel(descriptor, *map(gpu, (x, *factors)), bias=gpu(bias))).double()
+    assert kinds(gpus) == ["clear", "half_slabs"]
+    wanted = product(x, factors, side)
+    axis = -1 if side == "right" else -2
+    error = (found - wanted).norm(dim=axis) / wanted.norm(dim=axis)
+    assert error.max() <= 1.5 * GATES[dtype]
