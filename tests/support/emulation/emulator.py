@@ -13,7 +13,7 @@ from kernlib.jit.spec import KernelSpec
 HERE = Path(__file__).parent
 SOURCES = Path(__file__).parents[3] / "kernel_sources"
 COMPILER = shutil.which("g++")
-OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread")
+OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
 
 
 class Emulator:

@@ -1,15 +1,13 @@
-// What CUDA C++ has beside C++, for threads of the host.
+// What CUDA C++ has beside C++, for one thread of the host that takes the threads of a block in turn,
+// each up to its next barrier.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <barrier>
+#include <setjmp.h>
+#include <ucontext.h>
+
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -21,21 +19,53 @@
 #define __syncthreads wait_for_block
 #define __syncwarp wait_for_warp
 
-using std::max;
-using std::min;
+template <class T>
+constexpr T max(T x, T y) { return x > y ? x : y; }
+template <class T>
+constexpr T min(T x, T y) { return x < y ? x : y; }
 
 struct Index {
     unsigned x, y, z;
 };
-inline thread_local Index threadIdx;
-inline Index blockIdx, gridDim;
+inline Index threadIdx, blockIdx, gridDim;
 inline constexpr int SHARED_BYTES = 227 * 1024;
 alignas(128) unsigned char shared[SHARED_BYTES];  // of the block that runs
 
-inline std::unique_ptr<std::barrier<>> block_barrier;
-inline std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
-inline void wait_for_block() { block_barrier->arrive_and_wait(); }
-inline void wait_for_warp() { warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
+// The threads of the block that runs.
+inline constexpr int MOST_THREADS = 1024, STACK_BYTES = 128 * 1024;
+inline ucontext_t contexts[MOST_THREADS], caller;  // as they begin
+inline jmp_buf places[MOST_THREADS];               // where they wait, without a system call
+inline char* stacks = static_cast<char*>(std::malloc(size_t(MOST_THREADS) * STACK_BYTES));
+inline bool is_begun[MOST_THREADS], is_over[MOST_THREADS];
+inline int thread_count, threads_left;
+
+inline void next_thread() {
+    int from = threadIdx.x, next = from;
+    do next = (next + 1) % thread_count;
+    while (is_over[next]);
+    if (next == from) return;
+    threadIdx.x = next;
+    if (_setjmp(places[from])) return;
+    if (is_begun[next]) _longjmp(places[next], 1);
+    is_begun[next] = true;
+    setcontext(&contexts[next]);
+}
+
+struct Barrier {
+    int count, arrived;
+    unsigned phase;
+    void wait() {
+        unsigned own = phase;
+        if (++arrived == count) {
+            arrived = 0;
+            ++phase;
+        }
+        while (phase == own) next_thread();
+    }
+};
+inline Barrier block_barrier, warp_barriers[MOST_THREADS / 32];
+inline void wait_for_block() { block_barrier.wait(); }
+inline void wait_for_warp() { warp_barriers[threadIdx.x / 32].wait(); }
 
 inline unsigned long long __cvta_generic_to_shared(const void* address) {
     return static_cast<const unsigned char*>(address) - shared;
@@ -45,7 +75,8 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     unsigned(&lanes)[32] = handed_on[threadIdx.x / 32];
     lanes[threadIdx.x % 32] = value;
     wait_for_warp();
-    unsigned most = *std::max_element(lanes, lanes + 32);
+    unsigned most = 0;
+    for (unsigned lane : lanes) most = max(most, lane);
     wait_for_warp();
     return most;
 }
@@ -62,9 +93,8 @@ inline unsigned atomicAdd(unsigned* counter, unsigned value) {
 }
 
 inline unsigned atomicMax(unsigned* most, unsigned value) {
-    std::atomic_ref<unsigned> own(*most);
-    unsigned before = own.load();
-    while (before < value && !own.compare_exchange_weak(before, value)) {}
+    unsigned before = *most;
+    *most = max(before, value);
     return before;
 }
 

@@ -1,23 +1,36 @@
 // A launch of ENTRY, block after block.
 #pragma once
 
+inline const Parameters* given;
+
+inline void one_thread() {
+    ENTRY(*given);
+    is_over[threadIdx.x] = true;
+    if (--threads_left == 0) setcontext(&caller);
+    next_thread();
+}
+
 extern "C" void launch(const void* block, int columns, int rows) {
     Parameters parameters;
     std::memcpy(static_cast<void*>(&parameters), block, sizeof(parameters));
+    given = &parameters;
     gridDim = {unsigned(columns), unsigned(rows), 1};
-    block_barrier = std::make_unique<std::barrier<>>(THREADS);
-    warp_barriers.clear();
-    for (int warp = 0; warp < THREADS / 32; ++warp)
-        warp_barriers.push_back(std::make_unique<std::barrier<>>(32));
     for (unsigned index = 0; index < gridDim.x * gridDim.y; ++index) {
         blockIdx = {index % gridDim.x, index / gridDim.x, 0};
         std::memset(shared, 0xff, sizeof(shared));
-        std::vector<std::thread> threads;
-        for (unsigned thread = 0; thread < THREADS; ++thread)
-            threads.emplace_back([&, thread] {
-                threadIdx = {thread, 0, 0};
-                ENTRY(parameters);
-            });
-        for (auto& thread : threads) thread.join();
+        thread_count = threads_left = THREADS;
+        block_barrier = {THREADS, 0, 0};
+        for (auto& barrier : warp_barriers) barrier = {32, 0, 0};
+        for (int thread = 0; thread < THREADS; ++thread) {
+            is_begun[thread] = is_over[thread] = false;
+            getcontext(&contexts[thread]);
+            contexts[thread].uc_stack.ss_sp = stacks + size_t(thread) * STACK_BYTES;
+            contexts[thread].uc_stack.ss_size = STACK_BYTES;
+            contexts[thread].uc_link = nullptr;
+            makecontext(&contexts[thread], one_thread, 0);
+        }
+        threadIdx = {0, 0, 0};
+        is_begun[0] = true;
+        swapcontext(&caller, &contexts[0]);
     }
 }

@@ -32,8 +32,8 @@ CASES = {
     "squares": (((16, 16), (16, 16)), 2, "left", BF16),
     "65": (((1, 1),) * 64 + ((2, 3),), 2, "right", F32),
     "short": (((1, 3), (5, 1)), 37, "left", F32),
-    "long row": (((8, 8),) * 5, 1, "right", F32),
-    "longer row": (((32, 32),) * 3, 1, "right", F32),
+    "long row": (((8, 8),) * 4, 1, "right", F32),
+    "wide matrices": (((32, 32),) * 2, 2, "right", F32),
     "double": (((7, 100),), 33, "right", F64),
 }
 FAST = ("distinct",)
