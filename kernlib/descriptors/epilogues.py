@@ -2,7 +2,8 @@
 
 Every epilogue states one expression of ``v``, the value it receives, and names its parameters; the
 parameters become keyword arguments of the call, as numbers or as tensors of shape () or (L,), and
-those listed in ``vectors`` as tensors that hold one value for each output feature.
+those listed in ``vectors`` as tensors that hold one value for each output feature, those in
+``summands`` as tensors that hold one for each element of the result.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from kernlib.descriptors.expression import CONSTANTS, FUNCTIONS, VALUE, names, p
 class Epilogue(Part):
     """Base of all epilogues: an ``expression`` over ``v`` and ``parameters``.
 
-    Parameters listed in ``vectors`` hold one value for each output feature; the others are
-    scalars. Those listed in ``positive`` must be greater than zero: a host value that is not raises
-    ValueError; a device tensor is not looked at, which would wait for the device.
+    Parameters listed in ``vectors`` hold one value for each output feature, those in ``summands``
+    one for each element of the result, to which they broadcast; the others are scalars. Those
+    listed in ``positive`` must be greater than zero: a host value that is not raises ValueError; a
+    device tensor is not looked at, which would wait for the device.
     """
 
     __slots__ = ()
@@ -36,6 +38,11 @@ class Epilogue(Part):
     @property
     def vectors(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def summands(self) -> dict[str, str]:
+        """Each with the scalar that it is multiplied by: where that is 0 it is not read."""
+        return {}
 
     @property
     def positive(self) -> tuple[str, ...]:
@@ -211,6 +218,29 @@ class Bias(Epilogue):
         return (self.parameter,)
 
 
+class Add(Value, Epilogue):
+    """``v + beta * y``: ``y`` a tensor of the inputs' dtype that broadcasts to the result, of any
+    strides, which may be ``out`` itself; ``beta`` a number or a tensor of shape (). Where it is 0,
+    on the device too, y is not read and may hold NaN.
+
+    For :class:`kernlib.KroneckerProduct`, whose kernels read y where they write the result.
+    """
+
+    __slots__ = ()
+
+    @property
+    def expression(self) -> str:
+        return "v + beta * y"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return ("beta", "y")
+
+    @property
+    def summands(self) -> dict[str, str]:
+        return {"y": "beta"}
+
+
 class Relu(Value, Epilogue):
     """``max(v, 0)``."""
 
@@ -344,16 +374,22 @@ def _check_parameters(parameters: tuple[str, ...]) -> None:
     require(len(set(parameters)) == len(parameters), f"parameters {parameters} repeat a name")
 
 
-def as_epilogues(value) -> tuple[Epilogue, ...]:
+def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
     """One epilogue, several or None as a tuple; their parameters must have distinct names.
 
-    Raises TypeError for anything that is no epilogue, ValueError for a repeated parameter.
+    Raises TypeError for anything that is no epilogue, ValueError for a repeated parameter, and for
+    summands unless the family's kernels read ``summands``.
     """
     epilogues = () if value is None else value if isinstance(value, (tuple, list)) else (value,)
     for epilogue in epilogues:
         if not isinstance(epilogue, Epilogue):
             raise TypeError(
                 f"epilogue must be made of epilogues such as Laplace(), got {shown(epilogue)}"
+            )
+        if epilogue.summands and not summands:
+            raise ValueError(
+                f"{epilogue!r} adds a tensor of the result's shape, which of all kernels those of "
+                "KroneckerProduct alone read: add it to the result"
             )
     taken = [name for epilogue in epilogues for name in epilogue.parameters]
     repeated = sorted({name for i, name in enumerate(taken) if name in taken[:i]})
@@ -391,6 +427,11 @@ class Product(Descriptor):
     def vectors(self) -> tuple[str, ...]:
         """The parameters that hold one value for each output feature, in order."""
         return tuple(name for epilogue in self.epilogue for name in epilogue.vectors)
+
+    @property
+    def summands(self) -> tuple[str, ...]:
+        """The parameters that hold one value for each element of the result, in order."""
+        return tuple(name for epilogue in self.epilogue for name in epilogue.summands)
 
     @property
     def positive(self) -> frozenset[str]:

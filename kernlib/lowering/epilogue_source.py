@@ -22,20 +22,26 @@ class EpilogueSource:
     one of ``members``, (name, text) computed once a thread: a division by a bandwidth is a
     multiplication by its reciprocal. ``vectors`` are the same for members of type
     ``const InputT*``, whose names are those of no parameters: factors of a chain that name their
-    biases apart share their kernels.
+    biases apart share their kernels. Of summands, ``given[k]`` is the element that belongs to
+    ``v``; ``counts`` says of each whether it counts at all.
     """
 
     def __init__(self, epilogues: tuple[Epilogue, ...], first: str):
         vectors = [name for epilogue in epilogues for name in epilogue.vectors]
         parameters = [name for epilogue in epilogues for name in epilogue.parameters]
-        scalars = [name for name in parameters if name not in vectors]
+        summands = {k: v for epilogue in epilogues for k, v in epilogue.summands.items()}
+        scalars = [name for name in parameters if name not in (*vectors, *summands)]
         self.members: list[tuple[str, str]] = [
             (f"parameter_{name}", f"read({first} + {index})") for index, name in enumerate(scalars)
         ]
         self.vectors: list[tuple[str, str]] = [
             (f"vector_{index}", f"read.vector({index})") for index in range(len(vectors))
         ]
-        self._elements = {name: f"vector_{index}" for index, name in enumerate(vectors)}
+        self.counts = [f"parameter_{scale} != AccT(0)" for scale in summands.values()]
+        self._elements = {
+            name: f"convert<AccT>(vector_{index}[feature])" for index, name in enumerate(vectors)
+        }
+        self._elements |= {name: f"given[{index}]" for index, name in enumerate(summands)}
         self.steps = [self._render(epilogue.tree()) for epilogue in epilogues]
 
     def _member(self, text: str) -> str:
@@ -62,7 +68,7 @@ class EpilogueSource:
         if node.name == VALUE:
             return node.name
         if node.name in self._elements:
-            return f"convert<AccT>({self._elements[node.name]}[feature])"
+            return self._elements[node.name]
         return f"parameter_{node.name}"
 
     def _operation(self, node: Operation) -> str:
@@ -105,10 +111,15 @@ class EpilogueSource:
 
 
 def function_struct(
-    name: str, members: list[tuple[str, str, str]], arguments: str, steps: list[str]
+    name: str,
+    members: list[tuple[str, str, str]],
+    arguments: str,
+    steps: list[str],
+    others: str = "",
 ) -> str:
     """Text of a struct that is constructed from what reads parameters, ``read``, and maps
-    ``arguments`` to the value ``v`` that ``steps`` compute. Members are type, name and value."""
+    ``arguments`` to the value ``v`` that ``steps`` compute. Members are type, name and value;
+    ``others`` is text of other functions."""
     fields = "".join(f"    {kind} {member};\n" for kind, member, _ in members)
     reads = "".join(f"        {member} = {value};\n" for _, member, value in members)
     body = "".join(f"        {step}\n" for step in steps)
@@ -119,7 +130,7 @@ def function_struct(
     __device__ __forceinline__ AccT operator()({arguments}) const {{
 {body}        return v;
     }}
-}};
+{others}}};
 """
 
 

@@ -22,9 +22,20 @@ def vector_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ..
     return tuple((f"vector{index}", 0) for index in range(len(vectors(epilogue))))
 
 
+def summands(epilogue: tuple[Epilogue, ...]) -> tuple[str, ...]:
+    """Names of the parameters with one value for each element of the result, in order."""
+    return tuple(name for part in epilogue for name in part.summands)
+
+
+def summand_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ...]:
+    """Those of a Step, behind those of vectors."""
+    return tuple((f"summand{index}", 0) for index in range(len(summands(epilogue))))
+
+
 def scalar_count(epilogue: tuple[Epilogue, ...]) -> int:
     """How many parameters are single numbers."""
-    return sum(len(part.parameters) - len(part.vectors) for part in epilogue)
+    others = len(vectors(epilogue)) + len(summands(epilogue))
+    return sum(len(part.parameters) for part in epilogue) - others
 
 
 def parameters(
@@ -32,14 +43,17 @@ def parameters(
 ) -> Parameters:
     """The parameter struct of a kernel with an epilogue, whose addresses lie behind the operands'
     and whose scalars follow them."""
-    return Parameters(pointers + len(vectors(epilogue)), fixed, scalar_count(epilogue), maps)
+    pointers += len(vectors(epilogue)) + len(summands(epilogue))
+    return Parameters(pointers, fixed, scalar_count(epilogue), maps)
 
 
 def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
     """InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish.
 
     ``Finish(read)`` reads scalars by ``read(k)`` and addresses of vectors by ``read.vector(k)``;
-    ``finish(v, feature)`` is the value of an output feature.
+    ``finish(v, feature)`` is the value of an output feature. With summands it is
+    ``finish(v, feature, given)`` of an element of each, in order, and ``finish.reads(k)`` says
+    whether those of one count: if not, they are not read and ``given[k]`` is 0.
     """
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
@@ -61,7 +75,14 @@ def finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:
     members = [("const InputT*", *each) for each in text.vectors]
     members += [("AccT", *each) for each in text.members]
     steps = [f"v = {step};" for step in text.steps]
-    return function_struct(name, members, "AccT v, i64 feature", steps)
+    if not text.counts:
+        return function_struct(name, members, "AccT v, i64 feature", steps)
+    counts = " || ".join(f"(k == {k} && {test})" for k, test in enumerate(text.counts))
+    reads = f"""    __device__ __forceinline__ bool reads(int k) const {{
+        return {counts};
+    }}
+"""
+    return function_struct(name, members, "AccT v, i64 feature, const AccT* given", steps, reads)
 
 
 def describe(

@@ -13,7 +13,13 @@ from kernlib.descriptors.epilogues import Product
 from kernlib.errors import UnsupportedError
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
 from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value, on_device
-from kernlib.runtime.tensors import check_layout, check_out_shape, materialised, signature
+from kernlib.runtime.tensors import (
+    check_layout,
+    check_out_shape,
+    is_itself,
+    materialised,
+    signature,
+)
 
 # Checks.
 
@@ -38,14 +44,17 @@ def check_parameters(
     x: torch.Tensor,
     look: bool,
     dtypes: tuple[torch.dtype, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> None:
     """Each parameter of the epilogue is given and fits a result of so many features; ``look`` at
-    values in host memory. ``dtypes`` as of :func:`check_vector`. Raises ValueError and
-    TypeError."""
+    values in host memory. ``dtypes`` as of :func:`check_vector`, ``shape`` that of the result,
+    where there may be summands. Raises ValueError and TypeError."""
     check_names(descriptor, parameters)
     for name, value in parameters.items():
         if name in descriptor.vectors:
             check_vector(features, name, value, x, dtypes)
+        elif name in descriptor.summands:
+            check_summand(shape, name, value, x, dtypes)
         else:
             _check_scalar(descriptor, name, value, x, look)
 
@@ -67,6 +76,31 @@ def check_vector(
     if value.dim() != 1 or value.shape[0] != features:
         raise ValueError(f"{name} must have shape ({features},), got {tuple(value.shape)}")
     check_same_kind("x", x, name, value, dtypes)
+
+
+def check_summand(
+    shape: tuple[int, ...],
+    name: str,
+    value,
+    x: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> None:
+    """A summand broadcasts to the result's shape, and has the dtype of x, one of ``dtypes`` if they
+    are given. Raises ValueError and TypeError."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    check_layout(name, value)
+    check_broadcast(shape, name, value)
+    check_same_kind("x", x, name, value, dtypes)
+
+
+def check_broadcast(shape: Sequence[int], name: str, value: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that does not broadcast to a shape."""
+    behind = len(shape) - value.dim()
+    if behind < 0 or any(
+        [own not in (1, size) for own, size in zip(value.shape, shape[behind:], strict=True)]
+    ):
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(value.shape)}")
 
 
 def check_same_kind(
@@ -205,6 +239,17 @@ def tensors_of(parameters: dict) -> dict[str, torch.Tensor]:
     return {name: value for name, value in parameters.items() if isinstance(value, torch.Tensor)}
 
 
+def apart_of(descriptor: Product, out, parameters: dict) -> dict[str, torch.Tensor]:
+    """The parameters that are tensors and must share no memory with ``out``: all but a summand that
+    is ``out`` itself, of which each element is read by who then writes it."""
+    tensors = tensors_of(parameters)
+    if out is None or not descriptor.summands:
+        return tensors
+    summands = [name for name in descriptor.summands if name in tensors]
+    kept = [name for name in summands if is_itself(tensors[name], out)]
+    return {name: value for name, value in tensors.items() if name not in kept}
+
+
 def readable(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
     """Arguments that a kernel may read: the lazy negation of a view is not in its memory, and a
     zero tensor has none."""
@@ -220,7 +265,8 @@ def parameter_key(value):
 
 def parameters_of(plan, descriptor: Product, parameters: dict) -> tuple:
     """Vectors, a number and an address for each scalar, and tensors to keep until the launch, in
-    the plan's dtype and on its device. The plan names ``vectors`` and ``scalars``."""
+    the plan's dtype and on its device. The plan names ``vectors`` and ``scalars``. Summands are not
+    among them."""
     vectors = [parameters[name].contiguous() for name in plan.vectors]
     if not plan.scalars:
         return vectors, (), ()

@@ -82,7 +82,8 @@ def apply(
 ) -> torch.Tensor:
     """The chain of epilogues over ``v``, differentiable in everything.
 
-    Parameters are numbers or tensors that broadcast; vectors lie along ``axis`` of ``v``.
+    Parameters are numbers or tensors that broadcast; vectors lie along ``axis`` of ``v``. Summands
+    are read as :func:`summand` says.
     ``functions`` replace torch's, by the operators and names of the language.
     """
     known = _FUNCTIONS | (functions or {})
@@ -90,6 +91,8 @@ def apply(
     after = (v.dim() if axis >= 0 else 0) - 1 - axis  # dimensions of v that follow a vector's
     values = {name: _value(x, v, after if name in vectors else 0) for name, x in parameters.items()}
     for epilogue in epilogues:
+        for name, scale in epilogue.summands.items():
+            values[name] = summand(values[name], values[scale])
         activation = ACTIVATIONS.get(type(epilogue))
         if activation is not None:
             v = activation(epilogue, v)
@@ -99,6 +102,13 @@ def apply(
             found = v.new_full((), found)
         v = found.to(v.device).expand(v.shape)
     return v
+
+
+def summand(y: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor | float:
+    """What of y is multiplied by ``scale``: where that is 0, nothing that is not finite."""
+    if not isinstance(scale, torch.Tensor):
+        return 0.0 if scale == 0 else y
+    return torch.where((scale == 0) & ~y.isfinite(), 0.0, y)
 
 
 def _value(x, v: torch.Tensor, after: int):

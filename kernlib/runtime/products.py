@@ -16,12 +16,12 @@ from kernlib.descriptors.epilogues import Product as Descriptor
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import devices, operation
 from kernlib.runtime.arguments import (
+    apart_of,
     check_device,
     no_autocast,
     parameter_ranges,
     parameters_of,
     readable,
-    tensors_of,
 )
 from kernlib.runtime.devices import allocator
 from kernlib.runtime.operation import Bound, Operation
@@ -32,6 +32,7 @@ from kernlib.runtime.tensors import (
     ranges_meet,
     refuse_any_overlap,
     refuse_overlap,
+    refuse_partial_overlap,
     span,
 )
 
@@ -71,6 +72,7 @@ class ProductPlan(NamedTuple):
     place: Callable  # of the operands: their addresses, and what to keep until the launch
     vectors: tuple[str, ...]
     scalars: tuple[str, ...]
+    summands: tuple[tuple[str, tuple | None], ...]  # and the shape of a copy that is read
     spans: tuple[int, ...]  # bytes from first to last element of the operands' tensors as given
     vector_spans: tuple[int, ...]
     out_span: int
@@ -90,14 +92,19 @@ def make_plan(
     lowered: Lowered | None,
     apart: bool,
     compute: Callable | None = None,
+    copies: tuple[tuple[int, ...] | None, ...] = (),
 ) -> ProductPlan:
     """The plan of a described call by given kernels, which it loads, or by ``compute`` where
     ``lowered`` is None. ``tensors`` are those of the operands, x first, and ``names`` what the
-    kernels call the addresses of ``place``."""
+    kernels call the addresses of ``place``; ``copies`` the shapes of those of the summands that are
+    read in their place, or None."""
     descriptor, _, out, parameters = request
     vectors, device = descriptor.vectors, tensors[0].device
+    summands = tuple(zip(descriptor.summands, copies, strict=True))
+    others = {*vectors, *descriptor.summands}
     lowered = lowered or Lowered(())
     pointers = (*names, "out", *(f"vector{index}" for index in range(len(vectors))))
+    pointers += tuple(f"summand{index}" for index in range(len(summands)))
     steps, inner = load_steps(lowered.steps, pointers, tensors[0].get_device())
     return ProductPlan(
         index=tensors[0].get_device(),
@@ -105,7 +112,8 @@ def make_plan(
         device=device,
         place=place,
         vectors=vectors,
-        scalars=tuple(name for name in descriptor.parameters if name not in vectors),
+        scalars=tuple(name for name in descriptor.parameters if name not in others),
+        summands=summands,
         spans=tuple(map(span, tensors)),
         vector_spans=tuple(span(parameters[name]) for name in vectors),
         out_span=0 if out is None else span(out),
@@ -135,9 +143,11 @@ def bind(product: Product) -> Bound:
         vectors = numbers = converted = ()
         if parameters:
             vectors, numbers, converted = parameters_of(plan, descriptor, parameters)
+            if plan.summands:
+                vectors += _summands(plan, parameters)
         target = None
         if out is not None:
-            target = _target(product, plan, operands, out, parameters)
+            target = _target(product, plan, descriptor, operands, out, parameters)
         if plan.compute is not None:
             values = _values(plan, vectors, numbers, converted)
             y = plan.compute(descriptor, operands, values)
@@ -158,7 +168,8 @@ def bind(product: Product) -> Bound:
         given = (*operands, *parameters.values())
         if not any(is_lazy(value) for value in given if isinstance(value, torch.Tensor)):
             return None
-        refuse_any_overlap(out, **named(product, operands), **parameters)
+        others = apart_of(descriptor, out, parameters)
+        refuse_any_overlap(out, **named(product, operands), **others)
         operands, parameters = readable(operands, parameters)
         return descriptor, operands, out, parameters
 
@@ -189,7 +200,8 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
         if torch._C._is_any_autocast_enabled():
             product.check_operands(descriptor, operands)
             if out is not None:  # which casts would hide
-                refuse_any_overlap(out, **named(product, operands), **parameters)
+                others = apart_of(descriptor, out, parameters)
+                refuse_any_overlap(out, **named(product, operands), **others)
             operands, parameters = product.cast(operands, parameters)
         if forward_ad._current_level >= 0 or (
             torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands, out)
@@ -208,7 +220,8 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
 def by_reference(product: Product, descriptor: Descriptor, operands, out, parameters: dict):
     """A checked call by torch's own operators, which are differentiable as they are."""
     if out is not None and not out.is_meta:
-        refuse_overlap(out, **named(product, operands), **tensors_of(parameters))
+        others = apart_of(descriptor, out, parameters)
+        refuse_overlap(out, **named(product, operands), **others)
     with no_autocast(product.tensors(operands)[0]):
         y = product.reference(descriptor, operands, parameters)
     return y if out is None else out.copy_(y)
@@ -219,7 +232,9 @@ def named(product: Product, operands: tuple) -> dict[str, torch.Tensor]:
     return dict(zip(product.names(operands), product.tensors(operands), strict=True))
 
 
-def _target(product: Product, plan: ProductPlan, operands: tuple, out, parameters: dict):
+def _target(
+    product: Product, plan: ProductPlan, descriptor, operands: tuple, out, parameters: dict
+):
     """Where the kernel writes: ``out``, or None, a new tensor, where that is not one of its
     strides. Raises ValueError for an ``out`` that shares memory with an argument as it was given,
     copied for the kernel or not."""
@@ -228,7 +243,10 @@ def _target(product: Product, plan: ProductPlan, operands: tuple, out, parameter
     if parameters:
         ranges += parameter_ranges(plan, plan.vector_spans, parameters)
     if ranges_meet(out.data_ptr(), plan.out_span, ranges):
-        refuse_overlap(out, **named(product, operands), **tensors_of(parameters))
+        others = apart_of(descriptor, out, parameters)
+        refuse_overlap(out, **named(product, operands), **others)
+    if plan.summands:
+        refuse_partial_overlap(out, **{name: parameters[name] for name, _ in plan.summands})
     if plan.apart:
         return None
     if not out.is_inference():  # those have no version to count
@@ -236,10 +254,17 @@ def _target(product: Product, plan: ProductPlan, operands: tuple, out, parameter
     return out
 
 
+def _summands(plan: ProductPlan, parameters: dict) -> list[torch.Tensor]:
+    """The summands as kernels read them."""
+    given = [(parameters[name], shape) for name, shape in plan.summands]
+    return [y if shape is None else y.expand(shape).contiguous() for y, shape in given]
+
+
 def _values(plan: ProductPlan, vectors, numbers, converted) -> dict:
     """The parameters by name: vectors, tensors on the device, numbers."""
     tensors = iter(converted)  # those of scalars that have an address, in order
-    values = dict(zip(plan.vectors, vectors, strict=True))
+    names = (*plan.vectors, *(name for name, _ in plan.summands))
+    values = dict(zip(names, vectors, strict=True))
     for index, name in enumerate(plan.scalars):
         values[name] = next(tensors) if numbers[2 * index + 1] else numbers[2 * index]
     return values

@@ -207,6 +207,30 @@ def refuse_any_overlap(out, /, **given) -> None:
         refuse_overlap(out, **near)
 
 
+def refuse_partial_overlap(out, /, **given) -> None:
+    """:func:`refuse_any_overlap` of arguments each of which may be ``out`` itself."""
+    if out is not None and not is_dynamo_compiling():
+        others = {name: value for name, value in given.items() if not is_itself(value, out)}
+        refuse_any_overlap(out, **others)
+
+
+def is_itself(value, out: torch.Tensor) -> bool:
+    """Whether a value is a tensor that broadcasts to ``out`` and has each element where ``out`` has
+    it: who reads one and then writes it meets no other's."""
+    if not isinstance(value, torch.Tensor) or value.dim() > out.dim() or value.dtype != out.dtype:
+        return False
+    try:
+        if value.data_ptr() != out.data_ptr() or value.device != out.device:
+            return False
+        behind = out.dim() - value.dim()
+        sizes, strides = (1,) * behind + value.shape, (0,) * behind + value.stride()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False  # of no memory
+    ours = zip(sizes, strides, strict=True)
+    theirs = zip(out.shape, out.stride(), strict=True)
+    return all(n == 1 or own == (n, step) for own, (n, step) in zip(ours, theirs, strict=True))
+
+
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two views share an element: by their ranges, by their columns where both step over
     the same rows, else marked one by one on the host, else assumed."""

@@ -12,6 +12,7 @@ using TileT = HalfT;
 #include "kronecker_product/halves/multiply.cuh"
 #include "kronecker_product/halves/scale.cuh"
 #include "kronecker_product/modes/load.cuh"
+#include "kronecker_product/modes/summands.cuh"
 
 // The matrix of a mode, transposed: the product of its factors' entries, zeros below it.
 template <class M>
@@ -36,25 +37,6 @@ __device__ __forceinline__ void stage_matrix(HalfT* matrix, const Parameters& p,
     }
 }
 
-// What a slice is of.
-template <class R, class M>
-struct Slice {
-    int column, before, behind;
-    __device__ __forceinline__ explicit Slice(int slice) {
-        constexpr int BEHIND = R::COLUMNS_LAST ? M::R / R::COLUMNS : M::R;
-        constexpr int BEFORE = R::COLUMNS_LAST ? M::L : M::L / R::COLUMNS;
-        int left = slice / M::R, right = slice % M::R;
-        column = R::COLUMNS_LAST ? right % R::COLUMNS : left / BEFORE;
-        before = R::COLUMNS_LAST ? left : left % BEFORE;
-        behind = R::COLUMNS_LAST ? right / R::COLUMNS : right;
-        static_assert(BEHIND > 0, "columns are a part of what is behind");
-    }
-    __device__ __forceinline__ int feature(int q) const {
-        constexpr int BEHIND = R::COLUMNS_LAST ? M::R / R::COLUMNS : M::R;
-        return (before * M::Q + q) * BEHIND + behind;
-    }
-};
-
 // What a sum is multiplied by before it is rounded, by the column of the tile where SHIFTED.
 template <class R, class M>
 struct Scaling {
@@ -75,13 +57,17 @@ struct Scaling {
     }
 };
 
-template <class R, class M>
+template <class R, class M, int COUNT>
 __device__ __forceinline__ float finished(const RunFixed& run, const Tile& at, const Finish& finish,
-                                          const Slice<R, M>& slice, int q, float value) {
-    if (!EPILOGUE || !R::ENDS || !M::LAST || slice.column >= at.columns) return value;
-    i64 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
-                (at.column + slice.column) / run.feature_divisor * run.feature_column;
-    return finish(value, first + slice.feature(q) * run.feature_own);
+                                          const Slice<R, M>& slice, int q,
+                                          const Given<COUNT>& given, float value) {
+    if constexpr (EPILOGUE && R::ENDS && M::LAST) {
+        if (slice.column >= at.columns) return value;
+        i64 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
+                    (at.column + slice.column) / run.feature_divisor * run.feature_column;
+        return given.finished(finish, value, first + slice.feature(q) * run.feature_own);
+    }
+    return value;
 }
 
 // Two neighbouring columns' results of a slice, or two neighbouring slices' of a column.
@@ -101,7 +87,7 @@ __device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int first, int
 
 template <class R, class M>
 __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
-                                         const Scaling<R, M>& scaling, const RunFixed& run,
+                                         const Scaling<R, M>& scaling, const Parameters& p,
                                          const Tile& at, const Finish& finish, int first_column,
                                          int first) {
     int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
@@ -110,6 +96,12 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
         int begin = (first + j) * 8;
         if (!M::LINEAR && begin >= M::SLICES) continue;
         Slice<R, M> slices[2] = {Slice<R, M>(begin + pair), Slice<R, M>(begin + pair + 1)};
+        // All of a tile are read before one of its results is written to device memory.
+        constexpr int COUNT = R::ENDS && M::LAST ? SUMMANDS : 0;
+        int q0 = first_column * 16 + row;
+        const Beside<COUNT> beside[2] = {
+            Beside<COUNT>(p, finish, at, slices[0], q0, slices[0].column < at.columns),
+            Beside<COUNT>(p, finish, at, slices[1], q0, slices[1].column < at.columns)};
         float scale[2];
 #pragma unroll
         for (int k = 0; k < 2; ++k)
@@ -121,11 +113,15 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
                 int q = (first_column + i) * 16 + half * 8;
                 if (q >= M::Q) continue;
                 float value[2];
+                Given<COUNT> given[2];
+#pragma unroll
+                for (int k = 0; k < 2; ++k) given[k].read(beside[k], i * 16 + half * 8, true);
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     value[k] = sums.value[i][j][2 * half + k];
                     if (SCALED) value[k] *= scale[k];
-                    value[k] = finished(run, at, finish, slices[k], q + row, value[k]);
+                    value[k] = finished(p.runs[R::INDEX], at, finish, slices[k], q + row,
+                                        given[k], value[k]);
                 }
                 put_pair<M>(tile, pack<HalfT>(value[0], value[1]), first, j, q);
             }
@@ -135,7 +131,7 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
 
 template <class R, class M>
 __device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT* matrices,
-                                      const Scales& scales, const RunFixed& run, const Tile& at,
+                                      const Scales& scales, const Parameters& p, const Tile& at,
                                       const Finish& finish) {
     u32 tile = static_cast<u32>(__cvta_generic_to_shared(from));
     u32 matrix = static_cast<u32>(__cvta_generic_to_shared(matrices + M::AT));
@@ -147,7 +143,7 @@ __device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT*
         Sums<M> sums = {};
         multiply<M>(sums, tile, matrix, kept, column, slice);
         if (M::IN_PLACE) __syncwarp();
-        put_back<R, M>(to, sums, scaling, run, at, finish, column, slice);
+        put_back<R, M>(to, sums, scaling, p, at, finish, column, slice);
     }
     __syncthreads();
 }
@@ -173,9 +169,9 @@ struct List {
     template <class R>
     __device__ __forceinline__ static HalfT* apply_all(HalfT* tile, HalfT* other,
                                                        const HalfT* matrices, const Scales& scales,
-                                                       const RunFixed& run, const Tile& at,
+                                                       const Parameters& p, const Tile& at,
                                                        const Finish& finish) {
-        ((apply<R, M>(tile, M::IN_PLACE ? tile : other, matrices, scales, run, at, finish),
+        ((apply<R, M>(tile, M::IN_PLACE ? tile : other, matrices, scales, p, at, finish),
           M::IN_PLACE ? void() : swap(tile, other)), ...);
         return tile;
     }
@@ -222,7 +218,7 @@ __device__ __forceinline__ void compute_tile(const Memory& memory, HalfT* tile, 
                                              const Tile& at, const Finish& finish) {
     const RunFixed& run = p.runs[R::INDEX];
     HalfT* made = R::Modes::template apply_all<R>(tile, memory.other, memory.matrices,
-                                                  memory.scales, run, at, finish);
+                                                  memory.scales, p, at, finish);
     store_tile<R>(made, run, p.targets[R::INDEX], at);
 }
 

@@ -32,8 +32,7 @@ __device__ __forceinline__ void one_batch(AccT* tiles, AccT* matrices, const Par
         wait_for_copies();
         __syncthreads();
         if (AHEAD && !is_last) read_ahead<Run, false>(tiles, p, next, !is_behind);
-        Run::Modes::template apply_all<Run>(tiles + is_behind * AHEAD, matrices, run, p.targets[0],
-                                            at, finish);
+        Run::Modes::template apply_all<Run>(tiles + is_behind * AHEAD, matrices, p, at, finish);
         if (is_last) break;
         if (AHEAD) {
             is_behind = !is_behind;

@@ -4,7 +4,7 @@
 //   InputT, AccT, OutputT        storage of factors and vectors, arithmetic, the result's storage
 //   RUNS, FACTORS                of the launch
 //   POWERS                       arrays of exponents that go from run to run, 0 or RUNS - 1
-//   VECTORS, SCALARS             of the epilogue
+//   VECTORS, SUMMANDS, SCALARS   of the epilogue
 //   PARAMETER_BYTES              what lowering makes of Parameters
 #pragma once
 
@@ -83,18 +83,42 @@ struct PowerPlaces {
 template <>
 struct PowerPlaces<0> {};
 
+// Tensors of the result's shape that the epilogue adds a multiple of, of any strides.
+template <int COUNT>
+struct SummandPointers {
+    const InputT* summands[COUNT];
+};
+template <>
+struct SummandPointers<0> {};
+
+template <int COUNT>
+struct SummandSides {
+    Side sides_of_summands[COUNT];
+};
+template <>
+struct SummandSides<0> {};
+
 // Laid out by kernlib/families/kronecker_product/lowering/variant.py.
-struct Parameters : Pointers, CounterPointer<RUNS>, PowerPointers<POWERS>, VectorPointers<VECTORS>,
-                    Scalars<SCALARS>, Fixed, PowerPlaces<POWERS> {};
+struct Parameters : Pointers,
+                    CounterPointer<RUNS>,
+                    PowerPointers<POWERS>,
+                    VectorPointers<VECTORS>,
+                    SummandPointers<SUMMANDS>,
+                    Scalars<SCALARS>,
+                    Fixed,
+                    PowerPlaces<POWERS>,
+                    SummandSides<SUMMANDS> {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 // What a tile is of, and where it begins in source and target.
 struct Tile {
+    Slab slab;
     i64 outer, inner, column, in, out;
     int columns;  // that exist
 
     // Tile `index` of a slab, for a kernel of tiles of WIDTH columns.
-    __device__ __forceinline__ Tile(const RunFixed& run, const Slab& slab, i64 index, int width) {
+    __device__ __forceinline__ Tile(const RunFixed& run, const Slab& slab, i64 index, int width)
+        : slab(slab) {
         i64 row = index / run.tiles_of_columns;
         column = index % run.tiles_of_columns * width;
         outer = row / run.inners;

@@ -26,6 +26,7 @@ constexpr int THREADS = WARPS * 32;
 using TileT = AccT;
 
 #include "kronecker_product/modes/load.cuh"
+#include "kronecker_product/modes/summands.cuh"
 
 // The matrix of a mode in shared memory, column by column: the product of its factors' entries, zeros around it.
 template <class M>
@@ -83,33 +84,52 @@ __device__ __forceinline__ void put_back(AccT* tile, const Sums<M>& sums, const 
     }
 }
 
+// The elements of summands beside a fragment of rows, in the order of Sums.
+template <class R, class M, int COUNT>
+__device__ __forceinline__ void read_summands(Given<COUNT> (&given)[M::WARP_COLUMNS][4],
+                                              const Parameters& p, const Finish& finish,
+                                              const Tile& at, const Warp<M>& warp, int i) {
+    if (COUNT == 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int slice = warp.slice(i, half);
+        const Slice<R, M> of(slice);
+        bool exists = warp.exists(slice) && of.column < at.columns;
+        const Beside<COUNT> beside(p, finish, at, of, warp.column(0), exists);
+#pragma unroll
+        for (int j = 0; j < M::WARP_COLUMNS; ++j) {
+#pragma unroll
+            for (int next = 0; next < 2; ++next)
+                given[j][2 * half + next].read(beside, 8 * j + next,
+                                               M::LINEAR || warp.column(j) + next < M::Q);
+        }
+    }
+}
+
 // The sums of the last mode, finished, to device memory.
 template <class R, class M>
-__device__ __forceinline__ void store(const RunFixed& run, typename R::TargetT* out, const Tile& at,
+__device__ __forceinline__ void store(const Parameters& p, typename R::TargetT* out, const Tile& at,
                                       const Sums<M>& sums, const Finish& finish,
                                       const Warp<M>& warp, int begin) {
     constexpr bool FINISHED = EPILOGUE && R::ENDS;
+    const RunFixed& run = p.runs[R::INDEX];
 #pragma unroll
     for (int i = 0; i < M::ROWS; ++i) {
+        Given<R::ENDS ? SUMMANDS : 0> given[M::WARP_COLUMNS][4];
+        read_summands<R, M>(given, p, finish, at, warp, begin + i);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             int slice = warp.slice(begin + i, half);
             if (!warp.exists(slice)) continue;
-            // The slice is of a column and of what stands before and behind the mode's own index.
-            constexpr int BEHIND = R::COLUMNS_LAST ? M::R / R::COLUMNS : M::R;
-            constexpr int BEFORE = R::COLUMNS_LAST ? M::L : M::L / R::COLUMNS;
-            int left = slice / M::R, right = slice % M::R;
-            int column = R::COLUMNS_LAST ? right % R::COLUMNS : left / BEFORE;
-            int before = R::COLUMNS_LAST ? left : left % BEFORE;
-            int behind = R::COLUMNS_LAST ? right / R::COLUMNS : right;
-            if (column >= at.columns) continue;
+            const Slice<R, M> of(slice);
+            if (of.column >= at.columns) continue;
             i64 first = 0;
             if (FINISHED)
                 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
-                        (at.column + column) / run.feature_divisor * run.feature_column;
-            const i64 step = BEHIND * run.out.feature_stride;
-            int lane = warp.column(0), begun = before * M::Q * BEHIND + behind;
-            typename R::TargetT* to = out + column * run.out.column_stride +
+                        (at.column + of.column) / run.feature_divisor * run.feature_column;
+            const i64 step = of.BEHIND * run.out.feature_stride;
+            int lane = warp.column(0), begun = of.feature(0);
+            typename R::TargetT* to = out + of.column * run.out.column_stride +
                                       begun * run.out.feature_stride + lane * step;
 #pragma unroll
             for (int j = 0; j < M::WARP_COLUMNS; ++j) {
@@ -118,9 +138,10 @@ __device__ __forceinline__ void store(const RunFixed& run, typename R::TargetT* 
                     int own = 8 * j + next;
                     if (!M::LINEAR && lane + own >= M::Q) continue;
                     AccT value = sums.value[i][j][2 * half + next];
-                    if (FINISHED) {
-                        i64 feature = begun + i64(lane + own) * BEHIND;
-                        value = finish(value, first + feature * run.feature_own);
+                    if constexpr (FINISHED) {
+                        i64 feature = begun + i64(lane + own) * of.BEHIND;
+                        value = given[j][2 * half + next].finished(
+                            finish, value, first + feature * run.feature_own);
                     }
                     to[own * step] = convert<typename R::TargetT>(value);
                 }
@@ -130,7 +151,7 @@ __device__ __forceinline__ void store(const RunFixed& run, typename R::TargetT* 
 }
 
 template <class R, class M>
-__device__ __forceinline__ void apply(AccT* tile, const AccT* matrices, const RunFixed& run,
+__device__ __forceinline__ void apply(AccT* tile, const AccT* matrices, const Parameters& p,
                                       typename R::TargetT* out, const Tile& at,
                                       const Finish& finish) {
     Warp<M> warp;
@@ -141,7 +162,7 @@ __device__ __forceinline__ void apply(AccT* tile, const AccT* matrices, const Ru
         Sums<M> sums = {};
         multiply<M>(sums, tile, matrices + M::AT, factors, warp, begin);
         if constexpr (M::LAST) {
-            store<R, M>(run, out, at, sums, finish, warp, begin);
+            store<R, M>(p, out, at, sums, finish, warp, begin);
         } else {
             if (M::AT_ONCE) __syncthreads();
             else __syncwarp();
@@ -159,9 +180,9 @@ struct List {
     }
     template <class R>
     __device__ __forceinline__ static void apply_all(AccT* tile, const AccT* matrices,
-                                                     const RunFixed& run, void* target,
-                                                     const Tile& at, const Finish& finish) {
-        auto* out = static_cast<typename R::TargetT*>(target) + at.out;
-        (apply<R, M>(tile, matrices, run, out, at, finish), ...);
+                                                     const Parameters& p, const Tile& at,
+                                                     const Finish& finish) {
+        auto* out = static_cast<typename R::TargetT*>(p.targets[R::INDEX]) + at.out;
+        (apply<R, M>(tile, matrices, p, out, at, finish), ...);
     }
 };

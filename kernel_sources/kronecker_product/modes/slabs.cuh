@@ -28,7 +28,7 @@ struct Block {
         load_tile<R>(tile, p, run, p.sources[R::INDEX], at, 0, R::INPUTS);
         wait_for_copies();
         __syncthreads();
-        R::Modes::template apply_all<R>(tile, matrices, run, p.targets[R::INDEX], at, finish);
+        R::Modes::template apply_all<R>(tile, matrices, p, at, finish);
     }
 };
 

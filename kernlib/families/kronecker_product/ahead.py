@@ -33,7 +33,7 @@ def _request(descriptor: KroneckerProduct, tensors: tuple, arguments: dict) -> R
     check_names(descriptor, rest)
     checks.check_kinds(descriptor, tensors)
     if tensors[0].dim() == 1:
-        tensors, out = checks.as_matrix(descriptor, tensors, out)
+        tensors, out, rest = checks.as_matrix(descriptor, tensors, out, rest)
     operands, parameters = readable(*autocast(tensors, rest))
     return Request(descriptor, operands, out, parameters)
 
@@ -94,8 +94,8 @@ def _problems(request: Request, call: Call) -> list[tuple[Problem, tuple]]:
     """The problem of a call and its epilogue; with a gradient recorded that of the gradient by x
     too, of a contiguous gradient of the result."""
     fused = request.fused(parts)
-    descriptor, operands, out, _ = fused
-    found = [(plans.problem_of(descriptor, call, operands, out)[0], descriptor.epilogue)]
+    descriptor = fused.descriptor
+    found = [(plans.problem_of(call, *fused)[0], descriptor.epilogue)]
     if not request.recorded() or not request.operands[0].requires_grad or not call.batch:
         return found
     lead, rows = call.out_shape[:-2], call.out_shape[-3 - descriptor.axis]
@@ -103,8 +103,8 @@ def _problems(request: Request, call: Call) -> list[tuple[Problem, tuple]]:
     shape = (*lead, *(ends if descriptor.axis == -1 else ends[::-1]))
     grad = torch.empty(call.out_shape, dtype=call.dtype, device="meta")
     back = call._replace(batch=math.prod(lead) * rows, out_shape=shape)
-    request = grad, *operands[1:]
-    return [*found, (plans.problem_of(adjoint(descriptor), back, request, None)[0], ())]
+    turned = adjoint(descriptor), (grad, *fused.operands[1:]), None, {}
+    return [*found, (plans.problem_of(back, *turned)[0], ())]
 
 
 def variants(

@@ -7,7 +7,12 @@ import math
 import torch
 
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
-from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
+from kernlib.runtime.arguments import (
+    check_broadcast,
+    check_out,
+    check_parameters,
+    check_same_kind,
+)
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import Call
 from kernlib.runtime.tensors import check_dense, check_memory, check_out_shape
@@ -36,7 +41,7 @@ def check_call(descriptor: KroneckerProduct, operands: tuple, out, parameters: d
     check_kinds(descriptor, operands)
     x = operands[0]
     shape = check_operands(descriptor, operands)
-    check_parameters(descriptor, descriptor.out_features, parameters, x, True, TYPES)
+    check_parameters(descriptor, descriptor.out_features, parameters, x, True, TYPES, shape)
     if out is not None:
         check_dense((), out=out)
         check_out(out, x, shape)
@@ -44,19 +49,27 @@ def check_call(descriptor: KroneckerProduct, operands: tuple, out, parameters: d
     return Call(math.prod(shape) // descriptor.out_features, shape, x.dtype, x.device)
 
 
-def as_matrix(descriptor: KroneckerProduct, operands: tuple, out) -> tuple[tuple, torch.Tensor]:
-    """Operands with a vector x as one row or column, and what of ``out`` is written for it. Raises
-    as :func:`check_call` does."""
+def as_matrix(
+    descriptor: KroneckerProduct, operands: tuple, out, parameters: dict
+) -> tuple[tuple, torch.Tensor | None, dict]:
+    """Operands with a vector x as one row or column, what of ``out`` is written for it, and the
+    parameters for that. Raises as :func:`check_call` does."""
     check_kinds(descriptor, operands)
     other = -3 - descriptor.axis  # the dimension that the vector lacks
     operands = operands[0].unsqueeze(other), *operands[1:]
+    parameters = dict(parameters)
+    for name in descriptor.summands:
+        value = parameters.get(name)
+        if isinstance(value, torch.Tensor) and value.dim():
+            check_broadcast((descriptor.out_features,), name, value)
+            parameters[name] = value.unsqueeze(other)
     if out is None:
-        return operands, None
+        return operands, None, parameters
     check_dense((), out=out)
     shape = list(check_operands(descriptor, operands))
     del shape[other]
     check_out_shape(out, tuple(shape))
-    return operands, out.unsqueeze(other)
+    return operands, out.unsqueeze(other), parameters
 
 
 def check_operands(descriptor: KroneckerProduct, operands: tuple) -> tuple[int, ...]:

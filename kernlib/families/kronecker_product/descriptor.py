@@ -76,7 +76,7 @@ class KroneckerProduct(Product):
         if not isinstance(self.side, str) or self.side not in SIDES:
             raise ValueError(f"side must be one of {SIDES}, got {shown(self.side)}")
         put("transposed", _checked_flags(self.transposed, len(self.shapes)))
-        put("epilogue", as_epilogues(self.epilogue))
+        put("epilogue", as_epilogues(self.epilogue, summands=True))
         check_precision(self.precision)
         put("text", render(self))
 

@@ -6,24 +6,38 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from torch._C import _is_tracing
+from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import run as front
+from kernlib.descriptors.epilogues import Add, Epilogue, Scale
 from kernlib.families.kronecker_product import checks
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.run import run_kernel
-from kernlib.runtime.arguments import check_out, check_same_kind, refuse_out_of_recorded
+from kernlib.runtime.arguments import (
+    check_broadcast,
+    check_out,
+    check_same_kind,
+    refuse_out_of_recorded,
+)
 from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.expressions import summand
 from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value, on_device
+from kernlib.runtime.products import is_on_gpu, requires_gradient
 from kernlib.runtime.tensors import (
     check_dense,
     check_flag,
     check_memory,
     refuse_any_overlap,
+    refuse_partial_overlap,
     stand_ins,
 )
+
+# What kernels make of a product: alpha times it, and beta times y added to that.
+SCALED = (Scale("alpha"),)
+ADDED = (*SCALED, Add())
 
 
 def kron_matmul(
@@ -48,11 +62,13 @@ def kron_matmul(
       be, in any number; ``in`` is the product of all rows, ``out`` that of all columns, on the left
       the other way round. A transposed view is read where it lies. Dimensions in front of the last
       two of x and of each factor broadcast as those of ``torch.matmul`` do.
-    - ``y``: broadcasts to the result. With ``beta=0`` it is not read, and may hold NaN.
+    - ``y``: broadcasts to the result, of any strides. With ``beta=0`` it is not read, and may hold
+      NaN.
     - ``alpha``, ``beta``: real numbers, or tensors of shape () that stay on their device.
     - float32, float16, bfloat16 or float64, one for all tensors; half types are computed in
       float32 and rounded once. ``precision`` as for :class:`kernlib.KroneckerProduct`.
-    - ``out``: the result's shape and dtype, any strides; it may be y. Nothing is recorded then.
+    - ``out``: the result's shape and dtype, any strides; it may be y itself, and no part of it.
+      Nothing is recorded then.
 
     Gradients of x, the factors, y, alpha and beta are recorded, and those of the gradients.
 
@@ -71,7 +87,12 @@ def kron_matmul(
     if y is not None and not cast:
         check_same_kind("x", x, "y", y, checks.TYPES)
     given = {f"factors[{index}]": factor for index, factor in enumerate(factors)}
-    refuse_any_overlap(out, x=x, **given)
+    refuse_any_overlap(out, x=x, **given, alpha=alpha, beta=beta)
+    refuse_partial_overlap(out, y=y)
+    if not cast and _is_fused(x, *factors, alpha, beta, y, out):
+        values = {"alpha": alpha} if y is None else {"alpha": alpha, "beta": beta, "y": y}
+        descriptor = descriptor_of(factors, side, precision, SCALED if y is None else ADDED)
+        return run_kernel(descriptor, x, *factors, out=out, debug=debug, **values)
     dtype, wide = x.dtype, accumulator(x.dtype)
     if wide != dtype and not cast:  # so that the result is rounded once
         for name, factor in given.items():
@@ -93,29 +114,31 @@ def _product(x, factors, side: str, precision: str | None, debug: bool, out) -> 
     return _written(made, out)
 
 
+def _is_fused(x: torch.Tensor, *others) -> bool:
+    """Whether kernels add alpha, beta and y themselves: in eager calls on a GPU. Records and
+    transforms see torch's own operators."""
+    if is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing():
+        return False
+    if stand_ins(x, *others) or not is_on_gpu(x.device):
+        return False
+    if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
+        return False
+    return not (torch.is_grad_enabled() and requires_gradient(others, x))
+
+
 def _with(made: torch.Tensor, alpha, beta, y: torch.Tensor | None) -> torch.Tensor:
     """``alpha * made + beta * y``; None for an alpha of 1, and for a beta of 0."""
     if alpha is not None:
         made = made * _on(made, "alpha", alpha)
     if y is None:
         return made
-    _check_summand(y, made)
+    if not y.is_floating_point():
+        raise TypeError(f"y must be {made.dtype} as x is, got {y.dtype}")
+    check_broadcast(made.shape, "y", y)
     if beta is None:
         return made
     beta = _on(made, "beta", beta)
-    if isinstance(beta, torch.Tensor):  # whose 0 takes nothing from what is not finite
-        y = torch.where((beta == 0) & ~y.isfinite(), 0.0, y)
-    return made + beta * y.to(made.dtype)
-
-
-def _check_summand(y: torch.Tensor, made: torch.Tensor) -> None:
-    if not y.is_floating_point():
-        raise TypeError(f"y must be {made.dtype} as x is, got {y.dtype}")
-    behind = made.dim() - y.dim()
-    if behind < 0 or any(
-        [own not in (1, size) for own, size in zip(y.shape, made.shape[behind:], strict=True)]
-    ):
-        raise ValueError(f"y must broadcast to {tuple(made.shape)}, got {tuple(y.shape)}")
+    return made + beta * summand(y.to(made.dtype), beta)
 
 
 def _number(name: str, value) -> float | None:
@@ -169,7 +192,9 @@ def check_factors(factors) -> None:
         check_dense((name,), **{name: factor})
 
 
-def descriptor_of(factors, side: str, precision: str | None) -> KroneckerProduct:
+def descriptor_of(
+    factors, side: str, precision: str | None, epilogue: tuple[Epilogue, ...] = ()
+) -> KroneckerProduct:
     """What describes the product with factors that :func:`check_factors` passes. Raises ValueError
     and TypeError."""
     shapes = []
@@ -181,11 +206,11 @@ def descriptor_of(factors, side: str, precision: str | None) -> KroneckerProduct
             raise ValueError(f"{name} must have sizes above 0, got shape {shape}")
         shapes.append((int(shape[-2]), int(shape[-1])))  # symbols too
     try:
-        return _descriptor(tuple(shapes), side, precision)
+        return _descriptor(tuple(shapes), side, precision, epilogue)
     except TypeError:  # of what cannot be hashed the cache says less
-        return KroneckerProduct(tuple(shapes), side=side, precision=precision)
+        return KroneckerProduct(tuple(shapes), side=side, precision=precision, epilogue=epilogue)
 
 
 @lru_cache(maxsize=1024)
-def _descriptor(shapes: tuple, side: str, precision: str | None) -> KroneckerProduct:
-    return KroneckerProduct(shapes, side=side, precision=precision)
+def _descriptor(shapes: tuple, side: str, precision: str | None, epilogue: tuple):
+    return KroneckerProduct(shapes, side=side, precision=precision, epilogue=epilogue)

@@ -27,7 +27,7 @@ def run(descriptor: KroneckerProduct, *operands, out=None, **parameters) -> torc
         is_vector = False
     if not is_vector:
         return _run_matrix(descriptor, *operands, out=out, **parameters)
-    operands, written = checks.as_matrix(descriptor, operands, out)
+    operands, written, parameters = checks.as_matrix(descriptor, operands, out, parameters)
     y = _run_matrix(descriptor, *operands, out=written, **parameters)
     return y.squeeze(-3 - descriptor.axis) if out is None else out
 

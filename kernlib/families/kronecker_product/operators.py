@@ -116,11 +116,10 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     checks.check_kinds(descriptor, operands)
     vector = operands[0].dim() == 1
     if vector:
-        operands = operands[0].unsqueeze(-3 - descriptor.axis), *operands[1:]
+        operands, _, parameters = checks.as_matrix(descriptor, operands, None, parameters)
     operands, parameters = autocast(operands, parameters)
-    checks.check_operands(descriptor, operands)
-    features = descriptor.out_features
-    check_parameters(descriptor, features, parameters, operands[0], False, checks.TYPES)
+    shape, features = checks.check_operands(descriptor, operands), descriptor.out_features
+    check_parameters(descriptor, features, parameters, operands[0], False, checks.TYPES, shape)
     given = for_operator(parameters, operands[0].device)
     y = whole(operands[0], [*operands[1:]], descriptor.text, *given, debug)
     return y.squeeze(-3 - descriptor.axis) if vector else y

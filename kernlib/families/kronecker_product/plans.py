@@ -21,14 +21,15 @@ def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) ->
     """The plan of a checked call on CUDA tensors, its kernels loaded."""
     device = operands[0].get_device()
     arch = arch_of(device)  # one too old is refused for an empty result as well
-    problem, copies, apart = problem_of(descriptor, call, operands, out)
+    problem, copies, apart = problem_of(call, descriptor, operands, out, parameters)
     lowered = None
     if call.batch:
         lowered = choose.lower(descriptor.epilogue, problem, arch, model(device).multiprocessors)
     names = ("x", *(f"factor{index}" for index in range(len(operands) - 1)))
+    copies, beside = copies[: len(operands)], copies[len(operands) :]
     place = partial(_place, copies) if any(copies) else _place_as_given
     request = descriptor, operands, out, parameters
-    return make_plan(operands, call, request, place, names, lowered, apart=apart)
+    return make_plan(operands, call, request, place, names, lowered, apart, copies=beside)
 
 
 def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> bool:
@@ -52,24 +53,26 @@ def _place(copies: tuple, operands: tuple) -> tuple[list[int], list]:
 
 
 def problem_of(
-    descriptor: KroneckerProduct, call: Call, operands: tuple, out
+    call: Call, descriptor: KroneckerProduct, operands: tuple, out, parameters: dict
 ) -> tuple[Problem, tuple, bool]:
-    """The problem of a checked call, the shapes of copies that operands need or None, and whether
-    a given ``out`` is written by a copy."""
+    """The problem of a checked call, the shapes of copies that operands and then summands need or
+    None, and whether a given ``out`` is written by a copy."""
     x, *factors = operands
     lead, inside = call.out_shape[:-2], descriptor.side == "left"
     rows = x.shape[-3 - descriptor.axis]
     batch, columns = math.prod(lead), rows
     if not inside and all(math.prod(factor.shape[:-2]) == 1 for factor in factors):
         lead, batch, columns = (), 1, batch * rows  # a batch of x alone is more rows
-    seen, x_copy = _seen(x, call.out_shape[:-2], lead, inside)
+    seen, x_copy = _seen(x, (*call.out_shape[:-2], *x.shape[-2:]), lead, inside)
+    whole = call.out_shape, lead, inside
     written = None
     if out is not None:
-        written, out_copy = _seen(out, call.out_shape[:-2], lead, inside)
+        written, out_copy = _seen(out, *whole)
         written = written if out_copy is None else None
     apart = out is not None and written is None
     sizes = [shape[::-1] if inside else shape for shape in descriptor.shapes]
     made, copies = [], [x_copy]
+    beside = [_seen(parameters[name], *whole) for name in descriptor.summands]
     for factor, turned, size in zip(factors, descriptor.transposed, sizes, strict=True):
         found, copy = _factor(factor, turned != inside, size, lead)
         made.append(found)
@@ -83,8 +86,9 @@ def problem_of(
         written or _contiguous(columns, descriptor.out_features, inside),
         DTYPE_NAMES[call.dtype],
         kernel_precision(descriptor.precision, call.dtype),
+        tuple(layout for layout, _ in beside),
     )
-    return problem, tuple(copies), apart
+    return problem, (*copies, *(copy for _, copy in beside)), apart
 
 
 def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
@@ -99,11 +103,11 @@ def _contiguous(columns: int, features: int, inside: bool) -> Layout:
     return Layout(columns * features, 0, *strides)
 
 
-def _seen(t: torch.Tensor, batch: tuple, lead: tuple, inside: bool) -> tuple[Layout, tuple | None]:
-    """The layout of x or out with a batch ``lead``, the other dimensions in front of the last two
-    being rows, and the shape of a copy if its memory has no such strides."""
-    shape = (*batch, *t.shape[-2:])
-    strides = t.expand(shape).stride()
+def _seen(t: torch.Tensor, shape: tuple, lead: tuple, inside: bool) -> tuple[Layout, tuple | None]:
+    """The layout of x, out or a summand, expanded to a shape, with a batch ``lead``, the other
+    dimensions in front of the last two being rows, and the shape of a copy if its memory has no
+    such strides."""
+    batch, strides = shape[:-2], t.expand(shape).stride()
     alignment = address_of(t) & 15 or 16
     if inside:
         outer = folded(batch, strides[:-2])

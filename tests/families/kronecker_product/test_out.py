@@ -125,6 +125,47 @@ def test_a_vectors_out_must_not_share_memory_either(way, seed):
         kl.kron_matmul(x, factors, out=x, **WAYS[way](randn(6)))
 
 
+PARTLY = {  # y of a result (4, 15), and out
+    "rows on": lambda m: (m[:4, :15], m[1:5, :15]),
+    "features on": lambda m: (m[:4, :15], m[:4, 1:16]),
+    "one row": lambda m: (m[0, :15], m[:4, :15]),
+    "one column": lambda m: (m[:4, :1], m[:4, :15]),
+    "one element": lambda m: (m[3, 14], m[:4, :15]),
+    "expanded": lambda m: (m[:1, :15].expand(4, 15), m[:4, :15]),
+    "other strides": lambda m: (m.view(-1)[:60].view(4, 15), m[:4, :15]),
+}
+
+
+@pytest.mark.parametrize("beta", [0, 0.5, torch.tensor(0.5)], ids=str)
+@pytest.mark.parametrize("case", PARTLY)
+def test_out_must_not_share_a_part_of_y(case, beta, seed):
+    x, factors = operands(SHAPES, 4)
+    y, out = PARTLY[case](randn(8, 20))
+    before = out.clone()
+    with pytest.raises(ValueError, match="out shares memory with y;"):
+        kl.kron_matmul(x, factors, beta=beta, y=y, out=out)
+    assert torch.equal(out, before)
+    apart = kl.kron_matmul(x, factors, beta=beta, y=y)
+    assert torch.equal(kl.kron_matmul(x, factors, beta=beta, y=y.clone(), out=out), apart)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_nor_a_number(name, seed):
+    x, factors = operands(SHAPES, 4)
+    out = randn(4, 15)
+    numbers = {"alpha": 2.0, "beta": 3.0} | {name: out[2, 3]}
+    with pytest.raises(ValueError, match=f"out shares memory with {name};"):
+        kl.kron_matmul(x, factors, y=randn(15), out=out, **numbers)
+
+
+def test_parts_of_one_tensor_that_share_nothing_may_be_y_and_out(seed):
+    x, factors = operands(SHAPES, 4)
+    memory = randn(4, 30)
+    for y, out in ((memory[:, :15], memory[:, 15:]), (memory[:, ::2], memory[:, 1::2])):
+        wanted = product(x, factors) + y
+        assert_near(kl.kron_matmul(x, factors, beta=1, y=y, out=out), wanted)
+
+
 def test_parts_of_one_tensor_that_share_nothing_may_be_x_and_out(seed):
     memory, factors = randn(6, 24), [randn(3, 3), randn(4, 4)]
     wanted = kl.kron_matmul(memory[:, :12].clone(), factors)

@@ -18,6 +18,7 @@ from kernlib.families.kronecker_product.lowering.variant import (
     matrix_numbers,
     parameters,
     run_numbers,
+    summand_numbers,
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -236,6 +237,7 @@ constexpr int COLUMNS_SCALED = {max(part.columns for part in made.parts)};
 constexpr int RUNS = {len(made.parts)};
 constexpr int POWERS = {made.powers};
 constexpr int FACTORS = {len(sizes)};
+constexpr int SUMMANDS = {len(text.summands(epilogue))};
 __device__ constexpr int ROWS[] = {{{rows}}};
 __device__ constexpr int WIDTHS[] = {{{widths}}};
 constexpr int PARAMETER_BYTES = {layout(made, len(sizes), epilogue).size};
@@ -289,10 +291,11 @@ def step(
     (part,) = made.parts
     tiles = run.outer * run.inner * ceil_div(run.columns, part.columns)
     numbers = run_numbers(run, part, (run.outer, run.columns), ((0, 0), (0, 0)))
-    whole = run.batch, 1, tiles, 0
-    fixed = layout(made, len(run.factors), epilogue).pack(*numbers, *matrix_numbers([run]), *whole)
+    numbers += [*matrix_numbers([run]), run.batch, 1, tiles, 0]
+    numbers += summand_numbers(run, [0] * len(run.summands))
+    fixed = layout(made, len(run.factors), epilogue).pack(*numbers)
     blocks = min(tiles, max(1, made.resident(arch)) * multiprocessors)
-    pointers = (*operands, *text.vector_pointers(epilogue))
+    pointers = (*operands, *text.vector_pointers(epilogue), *text.summand_pointers(epilogue))
     grid = blocks, min(run.batch, GRID_BATCH)
     scalars = text.scalar_count(epilogue)
     return Step(spec(epilogue, made, arch), grid, fixed, pointers, scalars)

@@ -17,6 +17,7 @@ from kernlib.families.kronecker_product.lowering.variant import (
     parameters,
     run_numbers,
     spec,
+    summand_numbers,
     warps_of,
 )
 from kernlib.jit import targets
@@ -113,8 +114,9 @@ def step(
     layout = parameters(1, len(run.factors), epilogue)
     numbers = run_numbers(run, part, (run.outer, run.columns), ((0, 0), (0, 0)))
     tiles = run.outer * run.inner * ceil_div(run.columns, part.columns)
-    fixed = layout.pack(*numbers, *matrix_numbers([run]), run.batch, 1, tiles, 0)
+    numbers += [*matrix_numbers([run]), run.batch, 1, tiles, 0]
+    fixed = layout.pack(*numbers, *summand_numbers(run, [0] * len(run.summands)))
     blocks = min(tiles, max(1, made.resident(arch)) * multiprocessors)
-    pointers = (*operands, *text.vector_pointers(epilogue))
+    pointers = (*operands, *text.vector_pointers(epilogue), *text.summand_pointers(epilogue))
     grid = blocks, min(run.batch, GRID_BATCH)
     return Step(kernel, grid, fixed, pointers, text.scalar_count(epilogue))

@@ -32,7 +32,8 @@ class Factor(NamedTuple):
 class Problem(NamedTuple):
     """``out[b, o, c, (q1 .. qN)] = sum x[b, o, c, (p1 .. pN)] * F1[p1, q1] * .. * FN[pN, qN]``.
     Columns c are rows of x with the factors on the right, columns of x with them on the left, where
-    they lie ``inside``: behind the features."""
+    they lie ``inside``: behind the features. ``summands`` are what the epilogue adds a multiple of,
+    laid out beside out."""
 
     batch: int
     columns: int
@@ -42,6 +43,7 @@ class Problem(NamedTuple):
     out: Layout
     dtype: str
     precision: str  # of float32: "fp32" or "tf32"
+    summands: tuple[Layout, ...] = ()
 
     @property
     def in_features(self) -> int:

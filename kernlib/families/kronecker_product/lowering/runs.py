@@ -12,7 +12,7 @@ from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, 
 class Run(NamedTuple):
     """One run: columns of ``outer`` times ``inner`` indices, and which output feature each result
     is, as strides of outer index, inner one, column and own feature, of a column divided by
-    ``divisor`` first."""
+    ``divisor`` first. ``summands`` are those of the last run, which alone has an epilogue."""
 
     batch: int
     outer: int
@@ -22,6 +22,7 @@ class Run(NamedTuple):
     factors: tuple[Factor, ...]
     x: Layout
     out: Layout
+    summands: tuple[Layout, ...]
     feature: tuple[int, int, int, int]
     divisor: int = 1
 
@@ -53,18 +54,19 @@ def split(problem: Problem, found: tuple[tuple[int, int], ...], slab: int = 0) -
             features = before * sizes[1] * behind
             strides = (1, columns) if problem.inside else (features, 1)
             out = Layout(features * columns, 0, *strides)
-        made.append(
-            _run(problem._replace(columns=columns), x, out, before, sizes, behind, own, slab)
-        )
+        beside = () if first else problem.summands
+        part = problem._replace(columns=columns, x=x, out=out, summands=beside)
+        made.append(_run(part, before, sizes, behind, own, slab))
         x = out
     return made
 
 
-def _run(problem: Problem, x: Layout, out: Layout, before, sizes, behind, own, slab: int) -> Run:
+def _run(problem: Problem, before: int, sizes: list, behind: int, own, slab: int) -> Run:
     """One run over features (before, own, behind), of which ``before`` or ``behind`` go to the
     tile's columns and the rest to outer and inner indices. Output features are those of the last
     run, which alone has an epilogue: nothing is before it."""
-    sides = list(zip((x, out), sizes, strict=True))
+    sides = [(problem.x, sizes[0]), *((s, sizes[1]) for s in (problem.out, *problem.summands))]
+    none = [0] * len(sides)
     outer = [s.feature * size * behind for s, size in sides]  # from one before to the next
     own_strides = [s.feature * behind for s, _ in sides]
     rows, features = [s.column for s, _ in sides], [s.feature for s, _ in sides]
@@ -74,22 +76,23 @@ def _run(problem: Problem, x: Layout, out: Layout, before, sizes, behind, own, s
         if behind > 1 and apart:
             merged = _layouts(sides, outer, features, rows, own_strides)
             return Run(batch, before, behind, columns, True, own, *merged, (0, 1, 0, behind))
-        merged = _layouts(sides, outer, [0, 0], rows, own_strides)
+        merged = _layouts(sides, outer, none, rows, own_strides)
         feature, count = (0, 0, 1, behind), behind * columns
         return Run(batch, before, 1, count, True, own, *merged, feature, columns)
     if behind > 1:  # (columns, before, own, behind)
         merged = _layouts(sides, rows, outer, features, own_strides)
         return Run(batch, columns, before, behind, True, own, *merged, (0, 0, 1, behind))
     if before > 1 and any(row != step * before for row, step in zip(rows, outer, strict=True)):
-        merged = _layouts(sides, rows, [0, 0], outer, own_strides)
+        merged = _layouts(sides, rows, none, outer, own_strides)
         return Run(batch, columns, 1, before, False, own, *merged, (0, 0, 0, 1))
-    merged = _layouts(sides, [0, 0], [0, 0], outer if before > 1 else rows, own_strides)
+    merged = _layouts(sides, none, none, outer if before > 1 else rows, own_strides)
     return Run(batch, 1, 1, columns * before, False, own, *merged, (0, 0, 0, 1))
 
 
-def _layouts(sides: list, *strides: list[int]) -> list[Layout]:
-    """Those of x and of the result: outer index, inner one, column, feature."""
-    return [
+def _layouts(sides: list, *strides: list[int]) -> tuple[Layout, Layout, tuple[Layout, ...]]:
+    """Those of x, of the result and of summands: outer index, inner one, column, feature."""
+    x, out, *summands = [
         Layout(side.batch, outer, column, feature, side.alignment, inner)
         for (side, _), outer, inner, column, feature in zip(sides, *strides, strict=True)
     ]
+    return x, out, tuple(summands)

@@ -20,6 +20,7 @@ from kernlib.families.kronecker_product.lowering.variant import (
     parameters,
     run_numbers,
     spec,
+    summand_numbers,
     warps_of,
 )
 from kernlib.jit.spec import KernelSpec
@@ -187,8 +188,9 @@ def _steps(
     else:
         kernel = spec(epilogue, made, arch)
         layout = parameters(len(parts), len(problem.factors), epilogue)
+    numbers += summand_numbers(parts[-1], [cut.columns * s.column for s in problem.summands])
     fixed = layout.pack(*numbers)
-    pointers += text.vector_pointers(epilogue)
+    pointers += text.vector_pointers(epilogue) + text.summand_pointers(epilogue)
     tickets = (problem.batch * cut.count + (len(parts) - 1) * cut.lag) * cut.tickets
     grid = min(made.resident(arch) * multiprocessors, tickets), 1
     scalars = text.scalar_count(epilogue)

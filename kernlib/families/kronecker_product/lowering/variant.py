@@ -4,6 +4,7 @@ each applied to tiles that stay in shared memory."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
@@ -150,6 +151,7 @@ constexpr int MATRICES = {variant.matrices};
 constexpr int RUNS = {count};
 constexpr int POWERS = 0;
 constexpr int FACTORS = {len(sizes)};
+constexpr int SUMMANDS = {len(text.summands(epilogue))};
 __device__ constexpr int ROWS[] = {{{rows}}};
 __device__ constexpr int WIDTHS[] = {{{widths}}};
 constexpr int PARAMETER_BYTES = {size};
@@ -195,7 +197,8 @@ def parameters(
 ) -> text.Parameters:
     """The parameter struct of a launch, with so many arrays of powers."""
     pointers = 2 * runs + factors + (runs > 1) + powers
-    fixed = f"<{'26q4I' * runs}{3 * factors}q4q{6 * powers}q"
+    sides = 7 * len(text.summands(epilogue))
+    fixed = f"<{'26q4I' * runs}{3 * factors}q4q{6 * powers}q{sides}q"
     return text.parameters(pointers, fixed, epilogue)
 
 
@@ -208,7 +211,7 @@ def run_numbers(
     across = ceil_div(run.columns, part.columns)
     made = []
     for side, slab in zip((run.x, run.out), slabs, strict=True):
-        made += [side.batch, side.outer, side.inner, side.column, side.feature, *slab]
+        made += _side(side, slab)
     made += [run.outer, run.columns, *last, run.inner, run.outer * run.inner * across, across]
     ends = (part.source, run.x), (part.target, run.out)
     reads, writes = (_vectors(run, side, dtype) for dtype, side in ends)
@@ -219,6 +222,16 @@ def matrix_numbers(runs: list[Run]) -> list[int]:
     """Of the parameter struct what is the factors'."""
     found = [factor for run in runs for factor in run.factors]
     return [s for f in found for s in (f.row_stride, f.column_stride, f.batch_stride)]
+
+
+def summand_numbers(run: Run, slabs: Sequence[int]) -> list[int]:
+    """Of the parameter struct what is the summands', of the last run; ``slabs`` are the elements
+    from one slab to the next of each."""
+    return [n for s, slab in zip(run.summands, slabs, strict=True) for n in _side(s, (slab, 0))]
+
+
+def _side(side: Layout, slab: tuple[int, int]) -> list[int]:
+    return [side.batch, side.outer, side.inner, side.column, side.feature, *slab]
 
 
 def _columns_first(run: Run) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -91,6 +92,40 @@ def test_alpha_beta_and_y(side, seed):
     check(found, 3 * wanted + y.double() / 2, 1e-6)
     y.fill_(math.nan)
     check(kl.kron_matmul(x, factors, alpha=3, y=y, side=side), 3 * wanted, 1e-6)
+
+
+@pytest.mark.parametrize("numbers", TYPES)
+@every_side
+def test_y_is_read_where_the_result_is_written(side, numbers, seed):
+    """In one launch, of any strides and shape, out itself too; of a beta of 0 on the device it is
+    not read."""
+    dtype = TYPES[numbers]
+    for shapes, rows in ((((16, 16), (8, 8)), 1000), (((6, 5), (4, 7)), 33), (((64, 64),) * 3, 40)):
+        x, *factors = operands(shapes, rows, side, dtype)
+        wanted = exact(x, factors, side)
+        alpha, beta = (torch.tensor(n, device="cuda") for n in (3.0, -0.5))
+        call = partial(kl.kron_matmul, x, factors, alpha=alpha, side=side)
+        whole = torch.randn(wanted.shape, device="cuda").to(dtype)
+        others = whole.mT.contiguous().mT, whole[:1], whole[0], whole[:, :1], whole[0, 0]
+        for y in (whole, *others):
+            check(call(beta=beta, y=y), 3 * wanted - y.double() / 2, 2 * GATES[dtype])
+        apart = 3 * wanted - whole.double() / 2
+        assert call(beta=beta, y=whole, out=whole) is whole
+        check(whole, apart, 2 * GATES[dtype])
+        nothing = torch.full_like(whole, math.nan)
+        for zero in (0.0, torch.zeros((), device="cuda")):
+            check(call(beta=zero, y=nothing), 3 * wanted, 2 * GATES[dtype])
+
+
+def test_out_shares_no_part_of_y(seed):
+    x, *factors = operands(((8, 8), (5, 7)), 21, "right", F32)
+    memory = torch.randn(22, 56, device="cuda")
+    for y in (memory[1:], memory[:1], memory[:21, :1], memory[0, 0]):
+        with pytest.raises(ValueError, match="out shares memory with y;"):
+            kl.kron_matmul(x, factors, beta=1.0, y=y, out=memory[:21])
+    number = memory[0, 0]
+    with pytest.raises(ValueError, match="out shares memory with alpha;"):
+        kl.kron_matmul(x, factors, alpha=number, out=memory[:21])
 
 
 def test_rows_are_independent(seed):
