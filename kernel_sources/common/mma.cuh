@@ -65,9 +65,10 @@ __device__ __forceinline__ u32 round_to_tf32(u32 x) {
     return y;
 }
 
-// What the tensor core leaves of a float, to the nearest TF32 number: with the float itself a sum of
-// two whose loss is below 2^-23 of it, by three instructions where split_to_tf32 takes five. An
-// infinity's is next to nothing. A NaN must show in its upper 19 bits, as all do that arithmetic makes.
+// What the tensor core leaves of a float, to the nearest TF32 number: with the float itself a sum
+// of two whose loss is below 2^-23 of it, by three instructions where split_to_tf32 takes five. An
+// infinity's is next to nothing. A NaN must show in its upper 19 bits, as all do that arithmetic
+// makes.
 __device__ __forceinline__ u32 rest_of_tf32(u32 x) {
     float rest = __uint_as_float(x) - __uint_as_float(x & 0xffffe000u);
     return __float_as_uint(rest) + 0x1000u;  // to nearest

@@ -67,7 +67,7 @@ __device__ __forceinline__ int exponent_with(HalfT x, int exponent) {
 template <class R, class P>
 __device__ __forceinline__ void level(Scales& scales, HalfT* tile, const P& p, const Tile& at,
                                       const Slab& slab) {
-    static_assert(R::COLUMNS_LAST && THREADS * CHUNK % R::COLUMNS == 0, "a thread keeps its columns");
+    static_assert(R::COLUMNS_LAST && THREADS * CHUNK % R::COLUMNS == 0, "as threads keep theirs");
     constexpr int BEFORE = R::INDEX - 1;
     const int own = threadIdx.x * CHUNK % R::COLUMNS;
     Exponents exponents(p.powers[BEFORE], p.places[BEFORE], at,

@@ -2,9 +2,9 @@
 // number of a column and n_i the largest sum of a matrix column's magnitudes, numbers behind mode i
 // are at most m * n_1 .. n_i. The first mode multiplies by 2^s so that m 2^s is less than 2^15 and
 // 2^14 at least, mode i divides by 2^e_i >= n_i, and the last of all undoes them: in fp32, exactly.
-// A run that hands on to another leaves that to it, with the power of each of its columns; the other
-// brings its tile to one power a column first. Of bfloat16, whose range is that of fp32, nothing is
-// scaled.
+// A run that hands on to another leaves that to it, with the power of each of its columns; the
+// other brings its tile to one power a column first. Of bfloat16, whose range is that of fp32,
+// nothing is scaled.
 //
 // The generated source defines before it includes this file:
 //   SCALED                       whether it is float16, of several modes

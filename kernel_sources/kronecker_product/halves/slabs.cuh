@@ -1,8 +1,8 @@
 // Several runs of factors in one launch, as modes/slabs.cuh has it, in half precision. float16 goes
 // from run to run as it is scaled, with the exponent that each column of a tile was scaled by.
 //
-// The generated source defines, beside what run.cuh and modes/tickets.cuh ask for, before it includes
-// this file:
+// The generated source defines, beside what run.cuh and modes/tickets.cuh ask for, before it
+// includes this file:
 //   Run0, Run1, ...              of RUNS runs, and RUN_LIST, all of them
 #pragma once
 

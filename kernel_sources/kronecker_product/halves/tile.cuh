@@ -19,9 +19,9 @@ __device__ constexpr int place(int index) {
 __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 __device__ constexpr bool is_power(int x) { return (x & (x - 1)) == 0; }
 
-// Makes (L, Q, R) of a tile (L, P, R) by a matrix P x Q, the product of the PARTS factors from FIRST
-// on, which lies AT numbers behind the first matrix, transposed. NUMBER counts modes. P and Q are
-// multiples of 8, R too or 1.
+// Makes (L, Q, R) of a tile (L, P, R) by a matrix P x Q, the product of the PARTS factors from
+// FIRST on, which lies AT numbers behind the first matrix, transposed. NUMBER counts modes. P and Q
+// are multiples of 8, R too or 1.
 template <int L_, int P_, int Q_, int R_, int FIRST_, int PARTS_, bool LAST_, int AT_, int NUMBER_>
 struct Mode {
     static constexpr int L = L_, P = P_, Q = Q_, R = R_, FIRST = FIRST_, PARTS = PARTS_, AT = AT_;

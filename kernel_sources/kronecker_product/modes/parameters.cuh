@@ -21,8 +21,8 @@ struct Matrix {
     i64 row_stride, column_stride, batch_stride;
 };
 
-// Elements from one batch, outer index, inner one, column and feature to the next, and from one slab
-// to the next: of a batch, or of a ring's slabs, where `ring` is their number and not 0.
+// Elements from one batch, outer index, inner one, column and feature to the next, and from one
+// slab to the next: of a batch, or of a ring's slabs, where `ring` is their number and not 0.
 struct Side {
     i64 batch_stride, outer_stride, inner_stride, column_stride, feature_stride;
     i64 slab_stride, ring;
@@ -40,8 +40,8 @@ struct RunFixed {
     i64 last_outers, last_columns;  // of the last slab
     i64 inners;                     // of one outer index
     i64 tiles, tiles_of_columns;    // of a slab; of its columns
-    // Of the output feature: from one outer index, inner one, column (divided first) and own feature
-    // on.
+    // Of the output feature: from one outer index, inner one, column (divided first) and own
+    // feature on.
     i64 feature_outer, feature_inner, feature_column, feature_own, feature_divisor;
     u32 aligned;        // whether the source takes aligned 16-byte copies along the last dimension
     u32 columns_first;  // whether columns lie closer together in the source than features
@@ -64,9 +64,10 @@ struct CounterPointer {
 template <>
 struct CounterPointer<1> {};
 
-// Of halves/slabs.cuh. An element of a run's tile is of that column of the run before whose number is
-// the sum of these strides: from one outer index, feature and inner index to the next, of the inner
-// index modulo `inners` and of the column modulo `columns`. A slab of a ring has `slab` of them.
+// Of halves/slabs.cuh. An element of a run's tile is of that column of the run before whose number
+// is the sum of these strides: from one outer index, feature and inner index to the next, of the
+// inner index modulo `inners` and of the column modulo `columns`. A slab of a ring has `slab` of
+// them.
 struct PowerPlace {
     i64 outer, feature, inner, inners, columns, slab;
 };

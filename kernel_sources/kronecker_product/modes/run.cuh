@@ -9,13 +9,15 @@
 //   PRODUCTS                     of one multiplication in float: 1, or 3 for fp32 by 3xTF32
 //   WARPS, MIN_BLOCKS            of a CTA, and CTAs a multiprocessor holds
 //   TILE, AHEAD                  elements of shared memory of a tile, and behind it
+//   MOST_SPLIT                   elements of a matrix that is kept as high and low words
 //   ROWS[], WIDTHS[]             of all factors
 //   EPILOGUE, Finish             of the last run; DOUBLE where AccT is double
 // and behind it each run:
 //   SourceT, TargetT             storage of what is read and written
 //   COLUMNS, COLUMNS_LAST        of a tile, and whether they are its last dimension
 //   IN_FEATURES, INPUTS          of a column, and of a tile
-//   WRITTEN_HERE, ENDS           whether the source is a target of this launch; the target the result
+//   WRITTEN_HERE                 whether the source is a target of this launch
+//   ENDS                         whether the target is the result
 //   Modes                        list of Modes in their order
 #pragma once
 
@@ -28,7 +30,8 @@ using TileT = AccT;
 #include "kronecker_product/modes/load.cuh"
 #include "kronecker_product/modes/summands.cuh"
 
-// The matrix of a mode in shared memory, column by column: the product of its factors' entries, zeros around it.
+// The matrix of a mode in shared memory, column by column: the product of its factors' entries,
+// zeros around it.
 template <class M>
 __device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, i64 batch) {
 #pragma unroll 1

@@ -1,14 +1,15 @@
 // How the blocks of a launch of several runs share out its tiles.
 //
-// Blocks take tickets from a counter. A phase's tickets are the tiles of slab s of the first run, of
-// slab s - lag of the second and so on. A tile waits until all of its slab are done in the run
-// before, and until the run behind is done with the slab whose place in the ring it takes. Both have
-// earlier tickets, as a ring holds more slabs than the lag, so that what is waited for is under way
-// whatever number of blocks run; with a lag of as many tickets as there are blocks it is mostly done.
+// Blocks take tickets from a counter. A phase's tickets are the tiles of slab s of the first run,
+// of slab s - lag of the second and so on. A tile waits until all of its slab are done in the run
+// before, and until the run behind is done with the slab whose place in the ring it takes. Both
+// have earlier tickets, as a ring holds more slabs than the lag, so that what is waited for is
+// under way whatever number of blocks run; with a lag of as many tickets as there are blocks it is
+// mostly done.
 //
 // The generated source defines, beside what run.cuh asks for:
-//   RESTAGED                     whether shared memory has room for one run's matrices at a time, or
-//                                they differ from batch to batch
+//   RESTAGED                     whether shared memory has room for one run's matrices at a time,
+//                                or they differ from batch to batch
 #pragma once
 
 #include "common/tickets.cuh"

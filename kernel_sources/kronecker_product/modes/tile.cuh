@@ -60,13 +60,13 @@ struct Mode {
     }
     static constexpr int ROWS = rows();
     static constexpr bool UNROLLED = STEPS * WARP_COLUMNS <= 8;  // all steps: more would spill
-    // Whether all slices and columns exist, and indices are bits side by side: the place of an index
-    // is that of its parts, xor-ed, most of which are known to the compiler or the same for all of a
-    // mode.
+    // Whether all slices and columns exist, and indices are bits side by side: the place of an
+    // index is that of its parts, xor-ed, most of which are known to the compiler or the same for
+    // all of a mode.
     static constexpr bool LINEAR = is_power(L) && is_power(P) && is_power(Q) && is_power(R) &&
                                    P % 8 == 0 && Q % 8 == 0 && SLICES % 16 == 0 &&
-                                   COLUMN_TILES % GROUPS == 0 && ROW_TILES % (WARPS / GROUPS) == 0 &&
-                                   WARP_ROWS % ROWS == 0;
+                                   COLUMN_TILES % GROUPS == 0 &&
+                                   ROW_TILES % (WARPS / GROUPS) == 0 && WARP_ROWS % ROWS == 0;
 };
 
 // The first element of a slice in an array whose matrix dimension is of size WIDTH.
@@ -119,8 +119,8 @@ struct Warp {
     }
 };
 
-// The place of an element of the upper or lower half of fragment begin + i's slices: `own` indices of
-// the matrix dimension on, and what the warp or the lane adds there.
+// The place of an element of the upper or lower half of fragment begin + i's slices: `own` indices
+// of the matrix dimension on, and what the warp or the lane adds there.
 template <class M, int WIDTH>
 __device__ __forceinline__ int place_of(const Warp<M>& warp, int begin, int i, int half, int own,
                                         int lane) {

@@ -50,7 +50,8 @@ def test_launches_fit_every_gpu(shape, numbers, inside, arch):
             choose.runs(given, arch)
         return
     lowered = choose.lower((), given, arch, targets.MULTIPROCESSORS[arch][1])
-    assert lowered.steps[-1].pointers[1] == ("out", 0)
+    assert ("x", 0) in sum((step.pointers for step in lowered.steps[:2]), ())
+    assert ("out", 0) in lowered.steps[-1].pointers
     for step in lowered.steps:
         assert step.spec.shared_bytes <= targets.SHARED_BYTES[arch]
         assert 32 <= step.spec.threads <= 512 and step.grid[0] >= 1
@@ -68,11 +69,25 @@ def test_runs_do_not_depend_on_the_rows(shape):
     assert [mode[1:3] for mode in modes[0]] == [mode[1:3] for mode in modes[1]]
 
 
-def test_rows_up_to_128_kb_take_one_pass():
-    for shape, count in (("1024 8^5", 1), ("1024 32^3", 1), ("1024 64^2", 1), ("1024 128^2", 1)):
-        assert len(choose.runs(problem(*SHAPES[shape]), "sm_90a")) == count
+def kinds(shape, numbers, rows=None, inside=False):
+    own, sizes = SHAPES[shape]
+    lowered = choose.lower((), problem(rows or own, sizes, numbers, inside), "sm_90a", 132)
+    return [step.spec.description.split()[1] for step in lowered.steps]
+
+
+def test_rows_that_fit_take_one_pass_others_one_launch():
+    """Half types as they are, the rest by slabs that need memory for a few of them alone; few rows
+    are handed on as a whole."""
+    assert kinds("1024 64^2", "fp32") == kinds("mixed", "fp16") == ["modes"]
+    for shape in ("1024 8^5", "1024 32^3", "1024 64^2", "20 2^7"):
+        assert kinds(shape, "fp16") == ["halves"]
     for shape in ("1024 16^4", "1024 8^6", "320 128^3"):
-        assert len(choose.runs(problem(*SHAPES[shape]), "sm_90a")) == 2
+        assert kinds(shape, "fp32") == kinds(shape, "fp64") == ["clear", "slabs"]
+        assert kinds(shape, "fp32", rows=5) == ["modes"] * len(kinds(shape, "fp32", rows=5))
+    for rows in (1, 100, 1024):
+        assert kinds("1024 8^6", "fp16", rows) == ["clear", "half_slabs"]
+    whole = choose.lower((), problem(*SHAPES["320 128^3"]), "sm_90a", 132)
+    assert whole.workspace < 4 * 320 * 128**3 / 8
 
 
 def test_modes_take_the_fewest_operations():
