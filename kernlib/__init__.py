@@ -60,6 +60,7 @@ _NAMES = {
         "Square",
     ),
     "kernlib.descriptors.epilogues": (
+        "Add",
         "Bias",
         "Cauchy",
         "Custom",

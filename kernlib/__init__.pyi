@@ -9,6 +9,7 @@ from kernlib import settings as settings
 from kernlib import sparse as sparse
 from kernlib.ahead import compile as compile
 from kernlib.ahead import prepare as prepare
+from kernlib.descriptors.epilogues import Add as Add
 from kernlib.descriptors.epilogues import Bias as Bias
 from kernlib.descriptors.epilogues import Cauchy as Cauchy
 from kernlib.descriptors.epilogues import Custom as Custom

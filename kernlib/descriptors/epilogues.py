@@ -40,9 +40,9 @@ class Epilogue(Part):
         return ()
 
     @property
-    def summands(self) -> dict[str, str]:
+    def summands(self) -> tuple[tuple[str, str], ...]:
         """Each with the scalar that it is multiplied by: where that is 0 it is not read."""
-        return {}
+        return ()
 
     @property
     def positive(self) -> tuple[str, ...]:
@@ -237,8 +237,8 @@ class Add(Value, Epilogue):
         return ("beta", "y")
 
     @property
-    def summands(self) -> dict[str, str]:
-        return {"y": "beta"}
+    def summands(self) -> tuple[tuple[str, str], ...]:
+        return (("y", "beta"),)
 
 
 class Relu(Value, Epilogue):
@@ -431,7 +431,7 @@ class Product(Descriptor):
     @property
     def summands(self) -> tuple[str, ...]:
         """The parameters that hold one value for each element of the result, in order."""
-        return tuple(name for epilogue in self.epilogue for name in epilogue.summands)
+        return tuple(name for epilogue in self.epilogue for name, _ in epilogue.summands)
 
     @property
     def positive(self) -> frozenset[str]:

@@ -29,7 +29,7 @@ class EpilogueSource:
     def __init__(self, epilogues: tuple[Epilogue, ...], first: str):
         vectors = [name for epilogue in epilogues for name in epilogue.vectors]
         parameters = [name for epilogue in epilogues for name in epilogue.parameters]
-        summands = {k: v for epilogue in epilogues for k, v in epilogue.summands.items()}
+        summands = dict(pair for epilogue in epilogues for pair in epilogue.summands)
         scalars = [name for name in parameters if name not in (*vectors, *summands)]
         self.members: list[tuple[str, str]] = [
             (f"parameter_{name}", f"read({first} + {index})") for index, name in enumerate(scalars)

@@ -24,7 +24,7 @@ def vector_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ..
 
 def summands(epilogue: tuple[Epilogue, ...]) -> tuple[str, ...]:
     """Names of the parameters with one value for each element of the result, in order."""
-    return tuple(name for part in epilogue for name in part.summands)
+    return tuple(name for part in epilogue for name, _ in part.summands)
 
 
 def summand_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ...]:

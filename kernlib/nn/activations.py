@@ -60,6 +60,7 @@ class Parsed(NamedTuple):
 
     node: Node
     vectors: tuple[str, ...] = ()
+    summands: tuple[tuple[str, str], ...] = ()
 
     def tree(self) -> Node:
         return self.node

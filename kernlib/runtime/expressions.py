@@ -91,7 +91,7 @@ def apply(
     after = (v.dim() if axis >= 0 else 0) - 1 - axis  # dimensions of v that follow a vector's
     values = {name: _value(x, v, after if name in vectors else 0) for name, x in parameters.items()}
     for epilogue in epilogues:
-        for name, scale in epilogue.summands.items():
+        for name, scale in epilogue.summands:
             values[name] = summand(values[name], values[scale])
         activation = ACTIVATIONS.get(type(epilogue))
         if activation is not None:

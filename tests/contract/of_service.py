@@ -184,7 +184,8 @@ NAMED = {
     "dot_product": "precision symmetric", "exp_power_sum": "symmetric",
 }  # fmt: skip
 PLAIN = (
-    "Abs", "Cauchy", "ExpPower", "Gaussian", "Identity", "Laplace", "Power", "PowerExponential",
+    "Abs", "Add", "Cauchy", "ExpPower", "Gaussian", "Identity", "Laplace", "Power",
+    "PowerExponential",
     "PowerLog", "RationalQuadratic", "Relu", "Root", "Sigmoid", "Silu", "Sqrt", "Square", "Tanh",
     "register_operators",
 )  # fmt: skip

@@ -1,5 +1,5 @@
 """Products with the Kronecker product of several matrices.
 
 In reading order ``descriptor``, ``checks``, ``lowering``, ``reference``, ``plans``, ``product``,
-``gradients``, ``operation``, ``matmul``, ``operators`` and ``ahead``.
+``backward``, ``gradients``, ``operation``, ``matmul``, ``operators`` and ``ahead``.
 """

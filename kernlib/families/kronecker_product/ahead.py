@@ -4,18 +4,19 @@ plans with those loaded."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_product import checks, plans
+from kernlib.families.kronecker_product import backward, checks, plans
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.gradients import adjoint, parts
-from kernlib.families.kronecker_product.lowering import choose
-from kernlib.families.kronecker_product.lowering.problem import Problem
+from kernlib.families.kronecker_product.lowering import choose, gradients
 from kernlib.families.kronecker_product.product import PRODUCT, calls
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime import ahead
 from kernlib.runtime.ahead import Request
 from kernlib.runtime.arguments import autocast, check_names, readable
@@ -39,17 +40,16 @@ def _request(descriptor: KroneckerProduct, tensors: tuple, arguments: dict) -> R
 
 
 def prepare(descriptor: KroneckerProduct, *tensors, **arguments) -> None:
-    """Build the plan of a call, compiling and loading its kernels, and load those of the gradient
-    by x where one would be recorded; see :func:`kernlib.prepare`."""
+    """Build the plan of a call, compiling and loading its kernels, and load those of the gradients
+    that would be recorded; see :func:`kernlib.prepare`."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
     if PRODUCT.way(call, *request) == REFERENCE:
         return
     ahead.plan_of(calls, parts, request, call)
     device = request.operands[0].get_device()
-    for problem, epilogue in _problems(request, call)[1:]:
-        lowered = choose.lower(epilogue, problem, arch_of(device), model(device).multiprocessors)
-        for spec in lowered.specs:
+    for lower in _lowerings(request, call, arch_of(device))[1:]:
+        for spec in lower(model(device).multiprocessors).specs:
             load(spec, device)
 
 
@@ -72,7 +72,7 @@ def specs(
     device: int | None = None,
 ) -> list[KernelSpec]:
     """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
-    arch, or on ``device`` alone, if it is given; with those of the gradient by x where one would be
+    arch, or on ``device`` alone, if it is given; with those of the gradients that would be
     recorded."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
@@ -83,28 +83,38 @@ def specs(
     if device is not None:
         fewest = most = model(device).multiprocessors
     made = (
-        choose.lower(epilogue, problem, arch, count).specs
-        for problem, epilogue in _problems(request, call)
+        lower(count).specs
+        for lower in _lowerings(request, call, arch)
         for count in range(fewest, most + 1)
     )
     return list(dict.fromkeys(spec for found in made for spec in found))
 
 
-def _problems(request: Request, call: Call) -> list[tuple[Problem, tuple]]:
-    """The problem of a call and its epilogue; with a gradient recorded that of the gradient by x
-    too, of a contiguous gradient of the result."""
+def _lowerings(request: Request, call: Call, arch: str) -> list[Callable[[int], Lowered]]:
+    """The launches of a call, for a number of multiprocessors; with a gradient recorded those of
+    all gradients by kernels too, of a contiguous gradient of the result."""
     fused = request.fused(parts)
-    descriptor = fused.descriptor
-    found = [(plans.problem_of(call, *fused)[0], descriptor.epilogue)]
-    if not request.recorded() or not request.operands[0].requires_grad or not call.batch:
+    descriptor, operands = fused.descriptor, fused.operands
+
+    def product(descriptor, operands, out, parameters, call: Call) -> Callable[[int], Lowered]:
+        problem = plans.problem_of(call, descriptor, operands, out, parameters)[0]
+        return lambda count: choose.lower(descriptor.epilogue, problem, arch, count)
+
+    found = [product(*fused, call)]
+    if not request.recorded() or not call.batch:
+        return found
+    by_x, *by_factors = (t.requires_grad for t in request.operands)
+    grad = torch.empty(call.out_shape, dtype=call.dtype, device="meta")
+    if any(by_factors) and backward.takes(descriptor, call.dtype, arch):
+        given, _ = backward.problem_of(descriptor, call, grad, operands, by_x)
+        return [*found, lambda count: gradients.lower(given, arch, count)]
+    if not by_x:
         return found
     lead, rows = call.out_shape[:-2], call.out_shape[-3 - descriptor.axis]
     ends = (rows, descriptor.in_features)
     shape = (*lead, *(ends if descriptor.axis == -1 else ends[::-1]))
-    grad = torch.empty(call.out_shape, dtype=call.dtype, device="meta")
     back = call._replace(batch=math.prod(lead) * rows, out_shape=shape)
-    turned = adjoint(descriptor), (grad, *fused.operands[1:]), None, {}
-    return [*found, (plans.problem_of(back, *turned)[0], ())]
+    return [*found, product(adjoint(descriptor), (grad, *operands[1:]), None, {}, back)]
 
 
 def variants(

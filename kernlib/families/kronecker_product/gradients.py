@@ -1,8 +1,9 @@
 """Gradients of Kronecker products in eager calls on GPUs.
 
 The gradient by x of ``y = x (F1 ⊗ ... ⊗ FN)`` is a product with the transposed factors, by the same
-kernels. Those of the factors, and gradients of gradients, are torch's: of the product made again,
-so that nothing but x and the factors is kept between forward and backward.
+kernels. Where those of factors are asked for, kernels of their own compute them with it, of what
+is made again of x: nothing but x and the factors is kept between forward and backward. Gradients of
+gradients are torch's, as are those of factors that kernels do not hold.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from functools import lru_cache
 import torch
 
 from kernlib.descriptors.epilogues import Bias
+from kernlib.families.kronecker_product import backward
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.product import PRODUCT, calls
-from kernlib.runtime import autograd, products
+from kernlib.runtime import autograd, operation, products
 from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, recorder
 
 
@@ -63,12 +65,24 @@ def _gradients(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple
     """Those of x and of the factors, None where there is no need."""
     if is_watched(grad) or torch.is_grad_enabled():
         return _by_torch(descriptor, grad, operands, needs)
+    if not any(needs[1:]):
+        return apart(descriptor, grad, operands, tuple(needs))
+    found = _all_gradients.execute(descriptor, grad, operands, tuple(needs))
+    return [t if need else None for t, need in zip(found, needs, strict=True)]
+
+
+def apart(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple, needs: tuple) -> list:
+    """The gradients that are needed, None for others: by x the product that it is, by factors
+    torch's."""
     found = _by_torch(descriptor, grad, operands, [False, *needs[1:]])
     if needs[0]:
         x, *factors = operands
         made = calls.execute(adjoint(descriptor), (grad, *factors), None, {})
         found[0] = made.sum_to_size(x.shape)
     return found
+
+
+_all_gradients = operation.bind(backward.operation(apart))
 
 
 def _by_torch(descriptor: KroneckerProduct, grad, operands: tuple, needs: list) -> list:

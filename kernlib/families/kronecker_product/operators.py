@@ -10,7 +10,7 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.kronecker_product import checks
+from kernlib.families.kronecker_product import backward, checks, gradients
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.matmul import descriptor_of
 from kernlib.families.kronecker_product.product import PRODUCT, calls
@@ -137,4 +137,5 @@ def _call(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) 
     return run(descriptor, *operands, out=out, **parameters)
 
 
-BY_NAME = {"kronecker_product": _call}  # requests of tensors that stand for others
+# Requests of tensors that stand for others.
+BY_NAME = {"kronecker_product": _call, backward.NAME: gradients.apart}

@@ -112,7 +112,7 @@ def _values(problem, epilogue, vectors, numbers) -> dict:
 def _end(problem, epilogue, values, out, scratch):
     v = _sums(problem, scratch).clone()
     for part in epilogue:
-        bare = SimpleNamespace(tree=part.tree, vectors=(), summands={})
+        bare = SimpleNamespace(tree=part.tree, vectors=(), summands=())
         v = expressions.apply((bare,), v, {name: values[name] for name in part.parameters})
     at(out, problem.out[:4], v.shape, TYPES[problem.dtype]).copy_(v.float())
 

@@ -85,6 +85,17 @@ struct alignas(16) int4 {
     int x, y, z, w;
 };
 template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    static T lanes[32][32];
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    lanes[warp][lane] = value;
+    wait_for_warp();
+    T other = lanes[warp][lane ^ mask];
+    wait_for_warp();
+    return other;
+}
+
+template <class T>
 T __ldcg(const T* from) { return *from; }
 inline unsigned atomicAdd(unsigned* counter, unsigned value) {
     unsigned before = *counter;

@@ -182,7 +182,7 @@ def test_a_batch_may_be_larger_than_a_grid(gpus, monkeypatch, seed):
 
 
 @pytest.mark.parametrize("side", slow_but(("right",), ("right", "left")))
-def test_recorded_calls_and_gradients_by_x_are_kernels(side, gpus, monkeypatch, seed):
+def test_recorded_calls_and_their_gradients_are_kernels(side, gpus, monkeypatch, seed):
     """Plain CPU tensors taken for those of a GPU, so that autograd hands on what it has."""
     monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
     monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
@@ -205,7 +205,8 @@ def test_recorded_calls_and_gradients_by_x_are_kernels(side, gpus, monkeypatch, 
     torch.testing.assert_close(y, exact)
     grad = torch.randn(y.shape, dtype=F64)
     ours = torch.autograd.grad(y, leaves, grad, retain_graph=True)
-    assert len(gpus.specs) == 2
+    kinds = [spec.description.split()[1] for spec in gpus.specs]
+    assert kinds == ["modes", "gradients", "sum"]
     torch.testing.assert_close(ours, torch.autograd.grad(exact, leaves, grad, retain_graph=True))
     twice = [
         torch.autograd.grad(t.square().sum(), leaves, create_graph=True)[1].sum()
@@ -215,7 +216,8 @@ def test_recorded_calls_and_gradients_by_x_are_kernels(side, gpus, monkeypatch, 
 
 
 def test_prepare_loads_the_gradient_by_x(gpus, seed):
-    tensors = [gpu(t).requires_grad_() for t in operands(((4, 3), (2, 5)), 4, "right", F32)]
+    tensors = [gpu(t) for t in operands(((4, 3), (2, 5)), 4, "right", F32)]
+    tensors[0].requires_grad_()
     descriptor = kl.KroneckerProduct(((4, 3), (2, 5)))
     kl.prepare(descriptor, *tensors)
     assert len(gpus.loads) == 2

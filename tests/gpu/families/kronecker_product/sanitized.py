@@ -32,6 +32,8 @@ def main(sides: tuple[str, ...]) -> None:
                     bias = x.new_ones(descriptor.out_features)
                     kl.run_kernel(descriptor, x.mT.contiguous().mT, *factors, bias=bias)
                     kl.run_kernel(descriptor, x, *factors, bias=bias)
+                    leaves = [t.requires_grad_() for t in (x, *factors)]
+                    kl.kron_matmul(x, factors, side=side).sum().backward(inputs=leaves)
     torch.cuda.synchronize()
     print("done", *sorted(kinds))
 
