@@ -7,8 +7,8 @@
 
 // Fragments of the matrix: 16 columns by 16, or 8, in depth.
 template <class M>
-__device__ __forceinline__ void read_matrix(u32 (&a)[4], u32 matrix, int column_tile, int step) {
-    int lane = threadIdx.x % 32;
+__device__ __forceinline__ void read_matrix(u32 (&a)[4], u32 matrix, int lane, int column_tile,
+                                            int step) {
     bool is_tail = step == M::STEPS;
     int row = lane % 16, behind = is_tail ? 0 : lane / 16 * 8;
     int index = (column_tile * 16 + row) * M::P + step * 16 + behind;
@@ -20,20 +20,21 @@ struct Kept {
     static constexpr int STEPS = M::KEPT ? M::STEPS + M::HAS_TAIL : 1;
     u32 a[STEPS][M::OWN_COLUMNS][4];
 
-    __device__ __forceinline__ explicit Kept(u32 matrix) {
+    __device__ __forceinline__ Kept(u32 matrix, int lane) {
         if (!M::KEPT) return;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-            for (int i = 0; i < M::OWN_COLUMNS; ++i) read_matrix<M>(a[step][i], matrix, i, step);
+            for (int i = 0; i < M::OWN_COLUMNS; ++i)
+                read_matrix<M>(a[step][i], matrix, lane, i, step);
     }
 };
 
 template <class M>
 __device__ __forceinline__ void multiply_step(Sums<M>& sums, const u32 (&a)[M::OWN_COLUMNS][4],
-                                              u32 tile, int first, int step) {
+                                              u32 tile, int lane, int first, int step) {
     constexpr int STRIDE = M::ACROSS ? M::R : 1;
-    int lane = threadIdx.x % 32, row = lane % 8, lower = lane / 8 % 2 * 8;
+    int row = lane % 8, lower = lane / 8 % 2 * 8;
     int slice = lane / 16 * 8 + (M::ACROSS ? 0 : row), behind = M::ACROSS ? lower + row : lower;
 #pragma unroll
     for (int j = 0; j < M::OWN_SLICES; j += 2) {
@@ -50,10 +51,10 @@ __device__ __forceinline__ void multiply_step(Sums<M>& sums, const u32 (&a)[M::O
 
 template <class M>
 __device__ __forceinline__ void multiply_tail(Sums<M>& sums, const u32 (&a)[M::OWN_COLUMNS][4],
-                                              u32 tile, int first) {
+                                              u32 tile, int lane, int first) {
     static_assert(M::OWN_SLICES == 4, "as four are read at once");
     constexpr int STRIDE = M::ACROSS ? M::R : 1;
-    int lane = threadIdx.x % 32, row = lane % 8;
+    int row = lane % 8;
     int slice = lane / 8 * 8 + (M::ACROSS ? 0 : row), behind = M::ACROSS ? row : 0;
     u32 b[4];
     int from = place_of<M, M::P>(first, 0, slice, M::STEPS * 16 * STRIDE, behind * STRIDE);
@@ -68,7 +69,7 @@ __device__ __forceinline__ void multiply_tail(Sums<M>& sums, const u32 (&a)[M::O
 // OWN_COLUMNS tiles of columns from one on, by OWN_SLICES tiles of slices.
 template <class M>
 __device__ __forceinline__ void multiply(Sums<M>& sums, u32 tile, u32 matrix, const Kept<M>& kept,
-                                         int first_column, int first_slice) {
+                                         int lane, int first_column, int first_slice) {
 #pragma unroll(M::KEPT ? 8 : 2)
     for (int step = 0; step < M::STEPS + M::HAS_TAIL; ++step) {
         u32 a[M::OWN_COLUMNS][4];
@@ -79,13 +80,13 @@ __device__ __forceinline__ void multiply(Sums<M>& sums, u32 tile, u32 matrix, co
                 for (int k = 0; k < 4; ++k) a[i][k] = kept.a[step][i][k];
             } else {
                 bool exists = first_column + i < M::COLUMN_TILES;
-                read_matrix<M>(a[i], matrix, exists ? first_column + i : 0, step);
+                read_matrix<M>(a[i], matrix, lane, exists ? first_column + i : 0, step);
             }
         }
         if (M::HAS_TAIL && step == M::STEPS) {
-            if constexpr (M::HAS_TAIL) multiply_tail<M>(sums, a, tile, first_slice);
+            if constexpr (M::HAS_TAIL) multiply_tail<M>(sums, a, tile, lane, first_slice);
         } else {
-            multiply_step<M>(sums, a, tile, first_slice, step);
+            multiply_step<M>(sums, a, tile, lane, first_slice, step);
         }
     }
 }

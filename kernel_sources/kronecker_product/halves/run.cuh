@@ -72,9 +72,9 @@ __device__ __forceinline__ float finished(const RunFixed& run, const Tile& at, c
 
 // Two neighbouring columns' results of a slice, or two neighbouring slices' of a column.
 template <class M>
-__device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int first, int own, int q) {
-    int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
-    int to;
+__device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int lane, int first, int own,
+                                         int q) {
+    int row = lane / 4, pair = lane % 4 * 2, to;
     if (M::ACROSS) {
         to = place_of<M, M::Q>(first, own, pair, q * M::R, row * M::R);
     } else {
@@ -88,9 +88,9 @@ __device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int first, int
 template <class R, class M>
 __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
                                          const Scaling<R, M>& scaling, const Parameters& p,
-                                         const Tile& at, const Finish& finish, int first_column,
-                                         int first) {
-    int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
+                                         const Tile& at, const Finish& finish, int lane,
+                                         int first_column, int first) {
+    int row = lane / 4, pair = lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < M::OWN_SLICES; ++j) {
         int begin = (first + j) * 8;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
                     value[k] = finished(p.runs[R::INDEX], at, finish, slices[k], q + row,
                                         given[k], value[k]);
                 }
-                put_pair<M>(tile, pack<HalfT>(value[0], value[1]), first, j, q);
+                put_pair<M>(tile, pack<HalfT>(value[0], value[1]), lane, first, j, q);
             }
         }
     }
@@ -135,15 +135,18 @@ __device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT*
                                       const Finish& finish) {
     u32 tile = static_cast<u32>(__cvta_generic_to_shared(from));
     u32 matrix = static_cast<u32>(__cvta_generic_to_shared(matrices + M::AT));
-    Kept<M> kept(matrix);
+    int lane = threadIdx.x % 32;
+    // Else the addresses of all modes would be computed before the first tile, and spill.
+    asm volatile("" : "+r"(lane));
+    Kept<M> kept(matrix, lane);
     Scaling<R, M> scaling(scales);
 #pragma unroll 1
     for (int unit = threadIdx.x / 32; unit < M::UNITS; unit += WARPS) {
         int column = unit % M::GROUPS * M::OWN_COLUMNS, slice = unit / M::GROUPS * M::OWN_SLICES;
         Sums<M> sums = {};
-        multiply<M>(sums, tile, matrix, kept, column, slice);
+        multiply<M>(sums, tile, matrix, kept, lane, column, slice);
         if (M::IN_PLACE) __syncwarp();
-        put_back<R, M>(to, sums, scaling, p, at, finish, column, slice);
+        put_back<R, M>(to, sums, scaling, p, at, finish, lane, column, slice);
     }
     __syncthreads();
 }

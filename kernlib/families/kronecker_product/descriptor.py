@@ -47,8 +47,9 @@ class KroneckerProduct(Product):
       strides; with one dimension it is one row, or column, and the result has one dimension too.
     - ``factors``: a matrix for each of ``shapes``, of any strides, or a batch of them, (..., rows,
       columns). Dimensions in front of the last two of x and of each factor broadcast.
-    - float32, float16, bfloat16 or float64, the same for all tensors, computed in float32 for half
-      types. Under autocast they are cast as those of ``torch.nn.Linear`` are.
+    - float32, float16, bfloat16 or float64, the same for all tensors. Sums of half types are
+      float32; on GPUs those of one factor may be rounded before the next. Under autocast tensors
+      are cast as those of ``torch.nn.Linear`` are.
     - ``out``: the shape and dtype of the result, any strides, written in place; without it a new
       contiguous tensor.
     - One argument for each parameter of the epilogue: ``bias`` a tensor (out_features,), scalars as

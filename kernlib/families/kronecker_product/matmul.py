@@ -65,8 +65,9 @@ def kron_matmul(
     - ``y``: broadcasts to the result, of any strides. With ``beta=0`` it is not read, and may hold
       NaN.
     - ``alpha``, ``beta``: real numbers, or tensors of shape () that stay on their device.
-    - float32, float16, bfloat16 or float64, one for all tensors; half types are computed in
-      float32 and rounded once. ``precision`` as for :class:`kernlib.KroneckerProduct`.
+    - float32, float16, bfloat16 or float64, one for all tensors; sums of half types are float32,
+      on GPUs those of one factor may be rounded before the next. ``precision`` as for
+      :class:`kernlib.KroneckerProduct`.
     - ``out``: the result's shape and dtype, any strides; it may be y itself, and no part of it.
       Nothing is recorded then.
 

@@ -263,10 +263,12 @@ CALLS = {
 def test_kernels_compile_without_spills(call):
     """Those of gradients: what makes x again is a product's."""
     for step in lowered(*CALLS[call]).steps:
-        if step.spec.description.split()[1] == "modes":
+        kind = step.spec.description.split()[1]
+        if kind == "modes":
             continue
         made = compiler.compile_spec(step.spec, "sm_90a")
-        assert int(made.meta["spill_bytes"]) <= SPILLS.get(call, 0)
+        # A sum's divisions of 64 bits are calls, which keep four registers.
+        assert int(made.meta["spill_bytes"]) <= SPILLS.get(call, 16 if kind == "sum" else 0)
 
 
 # Sums of gradients wait in registers while tiles of many results do.
