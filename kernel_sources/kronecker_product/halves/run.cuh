@@ -20,19 +20,7 @@ __device__ __forceinline__ void stage_matrix(HalfT* matrix, const Parameters& p,
 #pragma unroll 1
     for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
         int row = index % M::P, column = index / M::P;
-        float value = 0;
-        if (column < M::Q) {
-            value = 1;
-#pragma unroll
-            for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
-                const Matrix& m = p.matrices[part];
-                value *= convert<float>(p.factors[part][batch * m.batch_stride +
-                                                        row % ROWS[part] * m.row_stride +
-                                                        column % WIDTHS[part] * m.column_stride]);
-                row /= ROWS[part];
-                column /= WIDTHS[part];
-            }
-        }
+        float value = entry_of<M>(p, batch, row, column);
         matrix[place(index)] = convert<HalfT>(value);
     }
 }

@@ -1,8 +1,26 @@
-// Tiles from device memory to shared memory, as numbers of TileT, each at its place().
+// From device memory: entries of matrices, and tiles to shared memory, as numbers of TileT, each at
+// its place().
 #pragma once
 
 #include "common/async_copy.cuh"
 #include "kronecker_product/modes/parameters.cuh"
+
+// An entry of a mode's matrix, the product of its factors' entries; zero beside the matrix.
+template <class M>
+__device__ __forceinline__ AccT entry_of(const Parameters& p, i64 batch, int row, int column) {
+    if (row >= M::P || column >= M::Q) return 0;
+    AccT value = 1;
+#pragma unroll
+    for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
+        const Matrix& m = p.matrices[part];
+        value *= convert<AccT>(p.factors[part][batch * m.batch_stride +
+                                               row % ROWS[part] * m.row_stride +
+                                               column % WIDTHS[part] * m.column_stride]);
+        row /= ROWS[part];
+        column /= WIDTHS[part];
+    }
+    return value;
+}
 
 // Column and feature of an element of the tile that is read.
 template <class R>

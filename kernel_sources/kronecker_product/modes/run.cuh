@@ -37,19 +37,7 @@ __device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, 
 #pragma unroll 1
     for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
         int row = index % M::DEPTH, column = index / M::DEPTH;
-        AccT value = 0;
-        if (row < M::P && column < M::Q) {
-            value = 1;
-#pragma unroll
-            for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
-                const Matrix& m = p.matrices[part];
-                value *= convert<AccT>(p.factors[part][batch * m.batch_stride +
-                                                       row % ROWS[part] * m.row_stride +
-                                                       column % WIDTHS[part] * m.column_stride]);
-                row /= ROWS[part];
-                column /= WIDTHS[part];
-            }
-        }
+        AccT value = entry_of<M>(p, batch, row, column);
         if constexpr (M::SPLIT)
             split(value, matrix[place(index)], matrix[M::MATRIX + place(index)]);
         else

@@ -4,6 +4,7 @@ on the host: from ``run_kernel`` to the last store."""
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 
 import torch
@@ -39,6 +40,14 @@ def install(monkeypatch, folder: Path) -> fakes.Gpus:
     for module in (product, products, plans, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made
+
+
+def operands(shapes, rows: int, side: str, dtype, batch=()) -> list[torch.Tensor]:
+    """x and the factors, which leave the size of a number as it is."""
+    wide = math.prod(shape[side == "left"] for shape in shapes)
+    x = torch.randn(*batch, *((rows, wide) if side == "right" else (wide, rows)))
+    factors = [torch.randn(*batch, *shape) / shape[side == "left"] ** 0.5 for shape in shapes]
+    return [t.to(dtype) for t in (x, *factors)]
 
 
 def gpu(t: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """The kernels of gradients by factors, run by threads of the host, from run_kernel on: plain CPU
 tensors taken for those of a GPU, so that autograd hands on what it has."""
 
-import math
-
 import pytest
 import torch
 
@@ -36,11 +34,8 @@ def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
 
 
-def operands(shapes, rows, side, dtype, batch=()):
-    wide = math.prod(shape[side == "left"] for shape in shapes)
-    x = torch.randn(*batch, *((rows, wide) if side == "right" else (wide, rows)))
-    factors = [torch.randn(*batch, *shape) / shape[side == "left"] ** 0.5 for shape in shapes]
-    return [t.to(dtype).requires_grad_() for t in (x, *factors)]
+def operands(*given):
+    return [t.requires_grad_() for t in emulated.operands(*given)]
 
 
 def check(descriptor, tensors, gate, kinds=None, gpus=None, grad=None) -> None:

@@ -11,7 +11,7 @@ from kernlib.families.kronecker_product.lowering import halves, slabs
 from kernlib.runtime import devices
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
-from tests.families.kronecker_product.emulated import gpu, host
+from tests.families.kronecker_product.emulated import gpu, host, operands
 from tests.support import fakes
 from tests.support.emulation.emulator import COMPILER
 from tests.support.speeds import slow_but
@@ -42,13 +42,6 @@ def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
     yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
     fakes.forget()
-
-
-def operands(shapes, rows, side, dtype, batch=()):
-    wide = math.prod(shape[side == "left"] for shape in shapes)
-    x = torch.randn(*batch, *((rows, wide) if side == "right" else (wide, rows)))
-    factors = [torch.randn(*batch, *shape) / shape[side == "left"] ** 0.5 for shape in shapes]
-    return [t.to(dtype) for t in (x, *factors)]
 
 
 def kinds(gpus):

@@ -8,6 +8,9 @@ import torch
 
 import kernlib as kl
 from kernlib import events
+from kernlib.families.kronecker_product import plans
+from kernlib.families.kronecker_product.lowering import halves, modes, slabs
+from kernlib.runtime.devices import Model
 from tests.gpu.families.kronecker_product.cases import TYPES, operands, product
 
 SHAPES = (
@@ -20,23 +23,54 @@ SHAPES = (
 )
 
 
-def main(sides: tuple[str, ...]) -> None:
+SLABS = {  # shapes, rows, numbers
+    "slabs": (((8, 8), (4, 6), (8, 7), (8, 8)), 90, ("fp32", "fp64")),
+    "half_slabs": (((8, 8), (16, 8), (8, 8)), 90, ("fp16", "bf16")),
+}
+
+
+def call(shapes, numbers: str, side: str, rows: int, batch: tuple) -> None:
+    descriptor = product(shapes, side, epilogue=kl.Bias())
+    x, *factors = operands(shapes, rows, side, TYPES[numbers], batch)
+    bias = x.new_ones(descriptor.out_features)
+    kl.run_kernel(descriptor, x.mT.contiguous().mT, *factors, bias=bias)
+    kl.run_kernel(descriptor, x, *factors, bias=bias)
+    leaves = [t.requires_grad_() for t in (x, *factors)]
+    kl.kron_matmul(x, factors, side=side).sum().backward(inputs=leaves)
+
+
+def cut_into_slabs() -> None:
+    """As rows of any length are that are longer than these: each run has one or two factors, a slab
+    one row or eight columns, and a GPU four multiprocessors."""
+    modes.room = lambda dtype, arch: 1200 if dtype != "float64" else 600
+    modes.most_features = lambda dtype: 512 if dtype != "float64" else 256
+    slabs.SLAB_BYTES = slabs.RESTAGED_BYTES = 1
+    slabs.COLUMNS_INSIDE = 8
+    plans.model = lambda device: Model("", 4)
+    whole = halves.runs
+
+    def runs(sizes, *rest):
+        middle = len(sizes) // 2
+        return whole(sizes, *rest) and ((middle, len(sizes)), (0, middle))
+
+    halves.runs = runs
+
+
+def main(side: str) -> None:
     kinds = set()
     events.subscribe(lambda e: e.name == "launch" and kinds.add(e.description.split()[1]))
     for shapes in SHAPES:
-        for numbers in TYPES.values():
-            for side in sides:
-                for rows, batch in ((1, ()), (9, ()), (33, ()), (5, (2,))):
-                    descriptor = product(shapes, side, epilogue=kl.Bias())
-                    x, *factors = operands(shapes, rows, side, numbers, batch)
-                    bias = x.new_ones(descriptor.out_features)
-                    kl.run_kernel(descriptor, x.mT.contiguous().mT, *factors, bias=bias)
-                    kl.run_kernel(descriptor, x, *factors, bias=bias)
-                    leaves = [t.requires_grad_() for t in (x, *factors)]
-                    kl.kron_matmul(x, factors, side=side).sum().backward(inputs=leaves)
+        for numbers in TYPES:
+            for rows, batch in ((1, ()), (9, ()), (33, ()), (5, (2,))):
+                call(shapes, numbers, side, rows, batch)
+    cut_into_slabs()
+    for shapes, rows, taken in SLABS.values():
+        for numbers in taken:
+            for batch in ((), (2,)):
+                call(shapes, numbers, side, rows, batch)
     torch.cuda.synchronize()
     print("done", *sorted(kinds))
 
 
 if __name__ == "__main__":
-    main((sys.argv[1],))
+    main(sys.argv[1])

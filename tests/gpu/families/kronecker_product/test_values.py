@@ -143,6 +143,38 @@ def test_rows_are_independent(seed):
     assert torch.equal(again[kept], found[kept]) and again[5].isnan().any()
 
 
+@every_side
+@pytest.mark.parametrize("numbers", ["fp32", "fp16", "fp64"])
+def test_rows_are_independent_in_slabs(numbers, side, seed):
+    """Of many rows, which go from run to run by slabs, and of few."""
+    shapes = ((16, 16),) * 4
+    x, *factors = operands(shapes, 300, side, TYPES[numbers])
+    axis = 0 if side == "right" else 1
+    found = kl.kron_matmul(x, factors, side=side)
+    check(found, exact(x, factors, side), GATES[TYPES[numbers]], 1 - axis)
+    for rows in (1, 40, 299):
+        some = kl.kron_matmul(x.narrow(axis, 0, rows), factors, side=side)
+        assert torch.equal(some, found.narrow(axis, 0, rows))
+    x.select(axis, 5)[3] = math.nan
+    again = kl.kron_matmul(x, factors, side=side)
+    kept = torch.tensor([index for index in range(300) if index != 5], device="cuda")
+    assert torch.equal(again.index_select(axis, kept), found.index_select(axis, kept))
+    assert again.select(axis, 5).isnan().any()
+
+
+def test_slabs_on_streams_of_their_own(seed):
+    """Each call has counters and slabs of its own."""
+    x, *factors = operands(((8, 8),) * 6, 200, "right", F32)
+    wanted = kl.kron_matmul(x, factors)
+    streams, found = [torch.cuda.Stream() for _ in range(3)], []
+    torch.cuda.synchronize()
+    for stream in streams * 3:
+        with torch.cuda.stream(stream):
+            found.append(kl.kron_matmul(x, factors))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, wanted) for each in found)
+
+
 def test_positive_sums_do_not_drift(seed):
     """A tensor core's additions truncate."""
     shapes = ((128, 128), (64, 64))
