@@ -25,7 +25,7 @@ struct Pairs {
     }
     __device__ __forceinline__ Vector<AccT, 2> read(const AccT* tile, int n) const {
         Vector<AccT, 2> pair = {};
-        bool there = N % 16 == 0 || n < N;
+        bool there = n < N;  // a warp's fragments may reach further than N, in whole ones too
         if constexpr (ADJACENT) {
             if (there && exists[0]) pair = load_vector<AccT, 2>(tile + place(base[0] + n * R));
         } else {

@@ -15,11 +15,11 @@ __device__ __forceinline__ void one_batch(const Memory& memory, const Parameters
     const RunFixed& run = p.runs[0];
     i64 index = blockIdx.x;
     if (index >= run.tiles) return;
-    Run::Modes::template stage<Run>(memory.matrices, memory.scales, p, batch);
     bool is_behind = false;
     const Slab whole{batch, batch, 0, true};
     Tile at(run, whole, index, Run::COLUMNS);
     load_tile<Run>(memory.tiles, p, run, p.sources[0], at, 0, Run::INPUTS);
+    Run::Modes::template stage<Run>(memory.matrices, memory.scales, p, batch);  // meanwhile
     while (true) {
         i64 following = index + gridDim.x;
         bool is_last = following >= run.tiles;

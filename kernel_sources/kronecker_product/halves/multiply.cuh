@@ -52,15 +52,16 @@ __device__ __forceinline__ void multiply_step(Sums<M>& sums, const u32 (&a)[M::O
 template <class M>
 __device__ __forceinline__ void multiply_tail(Sums<M>& sums, const u32 (&a)[M::OWN_COLUMNS][4],
                                               u32 tile, int lane, int first) {
-    static_assert(M::OWN_SLICES == 4, "as four are read at once");
+    static_assert(M::OWN_SLICES == 2 || M::OWN_SLICES == 4, "of the four that are read at once");
     constexpr int STRIDE = M::ACROSS ? M::R : 1;
     int row = lane % 8;
-    int slice = lane / 8 * 8 + (M::ACROSS ? 0 : row), behind = M::ACROSS ? row : 0;
+    int tile_of_lane = lane / 8 % M::OWN_SLICES;
+    int slice = tile_of_lane * 8 + (M::ACROSS ? 0 : row), behind = M::ACROSS ? row : 0;
     u32 b[4];
     int from = place_of<M, M::P>(first, 0, slice, M::STEPS * 16 * STRIDE, behind * STRIDE);
     load_matrices<M::ACROSS>(b, tile + 2 * from);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
+    for (int j = 0; j < M::OWN_SLICES; ++j)
 #pragma unroll
         for (int i = 0; i < M::OWN_COLUMNS; ++i)
             multiply_short_fragments<HalfT>(sums.value[i][j], a[i][0], a[i][1], b[j]);

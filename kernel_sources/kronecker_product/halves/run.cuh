@@ -45,15 +45,23 @@ struct Scaling {
     }
 };
 
+// The output feature that a slice's own features are behind, once a slice as it takes a division;
+// below 0 where there is nothing to finish.
+template <class R, class M>
+__device__ __forceinline__ i64 first_feature(const RunFixed& run, const Tile& at,
+                                             const Slice<R, M>& slice) {
+    if (!EPILOGUE || !R::ENDS || !M::LAST || slice.column >= at.columns) return -1;
+    return at.outer * run.feature_outer + at.inner * run.feature_inner +
+           (at.column + slice.column) / run.feature_divisor * run.feature_column;
+}
+
 template <class R, class M, int COUNT>
-__device__ __forceinline__ float finished(const RunFixed& run, const Tile& at, const Finish& finish,
-                                          const Slice<R, M>& slice, int q,
+__device__ __forceinline__ float finished(const RunFixed& run, const Finish& finish,
+                                          const Slice<R, M>& slice, i64 first, int q,
                                           const Given<COUNT>& given, float value) {
     if constexpr (EPILOGUE && R::ENDS && M::LAST) {
-        if (slice.column >= at.columns) return value;
-        i64 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
-                    (at.column + slice.column) / run.feature_divisor * run.feature_column;
-        return given.finished(finish, value, first + slice.feature(q) * run.feature_own);
+        if (first >= 0)
+            return given.finished(finish, value, first + slice.feature(q) * run.feature_own);
     }
     return value;
 }
@@ -91,9 +99,12 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
             Beside<COUNT>(p, finish, at, slices[0], q0, slices[0].column < at.columns),
             Beside<COUNT>(p, finish, at, slices[1], q0, slices[1].column < at.columns)};
         float scale[2];
+        i64 feature[2];
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
+        for (int k = 0; k < 2; ++k) {
             scale[k] = scaling.of(min(slices[k].column, R::COLUMNS - 1));
+            feature[k] = first_feature(p.runs[R::INDEX], at, slices[k]);
+        }
 #pragma unroll
         for (int i = 0; i < M::OWN_COLUMNS; ++i) {
 #pragma unroll
@@ -108,7 +119,7 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
                 for (int k = 0; k < 2; ++k) {
                     value[k] = sums.value[i][j][2 * half + k];
                     if (SCALED) value[k] *= scale[k];
-                    value[k] = finished(p.runs[R::INDEX], at, finish, slices[k], q + row,
+                    value[k] = finished(p.runs[R::INDEX], finish, slices[k], feature[k], q + row,
                                         given[k], value[k]);
                 }
                 put_pair<M>(tile, pack<HalfT>(value[0], value[1]), lane, first, j, q);

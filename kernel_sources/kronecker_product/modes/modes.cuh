@@ -20,11 +20,11 @@ __device__ __forceinline__ void one_batch(AccT* tiles, AccT* matrices, const Par
     const RunFixed& run = p.runs[0];
     i64 index = blockIdx.x;
     if (index >= run.tiles) return;
-    Run::Modes::stage(matrices, p, batch);
     bool is_behind = false;
     const Slab whole{batch, batch, 0, true};
     Tile at(run, whole, index, Run::COLUMNS);
     load_tile<Run>(tiles, p, run, p.sources[0], at, 0, Run::INPUTS);
+    Run::Modes::stage(matrices, p, batch);  // while the tile arrives
     while (true) {
         i64 following = index + gridDim.x;
         bool is_last = following >= run.tiles;

@@ -144,6 +144,8 @@ def _with(made: torch.Tensor, alpha, beta, y: torch.Tensor | None) -> torch.Tens
 
 def _number(name: str, value) -> float | None:
     """A number that a call may be scaled by, None for a tensor. Raises ValueError and TypeError."""
+    if type(value) is float and value == value:  # what nothing need be asked of
+        return value
     number = host_value(name, value, 0)
     if number is not None:
         if is_dynamo_compiling():  # it may be a symbol, of which nothing is asked
@@ -189,8 +191,16 @@ def check_factors(factors) -> None:
     if not factors:
         raise ValueError("factors must hold at least one matrix, got none")
     for index, factor in enumerate(factors):
-        name = f"factors[{index}]"
-        check_dense((name,), **{name: factor})
+        if not _is_plain(factor):
+            name = f"factors[{index}]"
+            check_dense((name,), **{name: factor})
+
+
+def _is_plain(t: object) -> bool:
+    """Whether :func:`check_dense` has nothing to say of a tensor: asked without its name."""
+    if type(t) is not torch.Tensor or t.layout != torch.strided:
+        return False
+    return not (t.is_nested or t.is_quantized)
 
 
 def descriptor_of(

@@ -118,7 +118,8 @@ class Variant(NamedTuple):
         sums = sum(found.registers(self.itemsize) for found in self.fragments if found)
         most = min(MOST_REGISTERS, targets.REGISTERS // (32 * self.warps))
         registers = min(REGISTERS + sums, most)
-        return targets.resident_blocks(arch, 32 * self.warps, registers, self.shared_bytes)
+        found = targets.resident_blocks(arch, 32 * self.warps, registers, self.shared_bytes)
+        return min(found, MOST_BLOCKS)
 
 
 def _is_small(found: tuple[Mode, ...]) -> bool:
@@ -181,7 +182,7 @@ def spec(made: Variant, arch: str) -> KernelSpec:
     )
     kernel = KernelSpec(
         "kronecker_product",
-        _source(made, max(1, min(made.resident(arch), MOST_BLOCKS))),
+        _source(made, max(1, made.resident(arch))),
         "kronecker_product_gradients",
         32 * made.warps,
         made.shared_bytes,

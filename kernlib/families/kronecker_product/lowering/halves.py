@@ -13,6 +13,7 @@ from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
 from kernlib.families.kronecker_product.lowering.runs import Run
 from kernlib.families.kronecker_product.lowering.variant import (
     GRID_BATCH,
+    MOST_BLOCKS,
     TICKET_BYTES,
     Part,
     matrix_numbers,
@@ -90,10 +91,11 @@ class Halves(NamedTuple):
         return 2 * elements + round_up(scales, 16) + ticket
 
     def resident(self, arch: str) -> int:
-        """Blocks that a multiprocessor holds."""
+        """Blocks of a launch that a multiprocessor holds."""
         is_large = max(mode.columns for mode in self.modes) > SMALL
         registers = REGISTERS_LARGE if is_large else REGISTERS
-        return targets.resident_blocks(arch, 32 * self.warps, registers, self.shared_bytes)
+        found = targets.resident_blocks(arch, 32 * self.warps, registers, self.shared_bytes)
+        return min(found, MOST_BLOCKS)
 
 
 def _in_place(mode: Mode) -> bool:
@@ -197,7 +199,7 @@ def spec(epilogue: tuple[Epilogue, ...], made: Halves, arch: str) -> KernelSpec:
     words += [f"{made.warps}w"] + [f"{made.ahead}a"] * bool(made.ahead)
     words += ["restaged"] * made.restaged
     description = text.describe("kronecker_product", kind, made.dtype, "fp32", words, epilogue)
-    source = _source(epilogue, made, kind, max(1, min(made.resident(arch), 4)))
+    source = _source(epilogue, made, kind, max(1, made.resident(arch)))
     found = KernelSpec(
         "kronecker_product",
         source,

@@ -53,7 +53,7 @@ class Slabs(NamedTuple):
 
     @property
     def ring(self) -> int:
-        return self.lag + 2
+        return 2 * self.lag + 1
 
 
 def variant(

@@ -24,6 +24,7 @@ LINE = 32  # elements: what a tile's size is a multiple of
 MOST_WARPS = 16
 SUMS = {"float32": 64, "float64": 32}  # registers of a thread for results, in elements
 REGISTERS = 96  # of a thread, as resident blocks are counted
+MOST_BLOCKS = 4  # of a multiprocessor, that registers are shared out for
 GRID_BATCH = 65535  # of a grid's second axis; blocks take what is beyond it in turn
 TICKET_BYTES = 16  # of shared memory, for the number of one
 
@@ -87,8 +88,9 @@ class Variant(NamedTuple):
         return self.itemsize * (self.tile + self.ahead + self.matrices) + ticket
 
     def resident(self, arch: str) -> int:
-        """Blocks that a multiprocessor holds."""
-        return targets.resident_blocks(arch, 32 * self.warps, REGISTERS, self.shared_bytes)
+        """Blocks of a launch that a multiprocessor holds."""
+        found = targets.resident_blocks(arch, 32 * self.warps, REGISTERS, self.shared_bytes)
+        return min(found, MOST_BLOCKS)
 
 
 def warps_of(dtype: str, tile: int) -> int:
@@ -118,7 +120,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelS
             f"{description} needs {shared} bytes of shared memory, a block of {arch} has "
             f"{targets.SHARED_BYTES[arch]}"
         )
-    source = _source(epilogue, variant, kind, max(1, min(variant.resident(arch), 4)))
+    source = _source(epilogue, variant, kind, max(1, variant.resident(arch)))
     made = KernelSpec(
         "kronecker_product",
         source,
@@ -214,7 +216,10 @@ def run_numbers(
         made += _side(side, slab)
     made += [run.outer, run.columns, *last, run.inner, run.outer * run.inner * across, across]
     ends = (part.source, run.x), (part.target, run.out)
-    reads, writes = (_vectors(run, side, dtype) for dtype, side in ends)
+    reads, writes = (
+        _vectors(run, side, dtype, slab)
+        for (dtype, side), (slab, _) in zip(ends, slabs, strict=True)
+    )
     return [*made, *run.feature, run.divisor, reads, int(_columns_first(run)), writes, 0]
 
 
@@ -238,10 +243,11 @@ def _columns_first(run: Run) -> bool:
     return run.x.column < run.x.feature
 
 
-def _vectors(run: Run, side: Layout, dtype: str) -> int:
-    """Whether source or target takes aligned 16-byte copies along the tile's last dimension."""
+def _vectors(run: Run, side: Layout, dtype: str, slab: int) -> int:
+    """Whether source or target takes aligned 16-byte copies along the tile's last dimension, a slab
+    so many elements behind the one before it."""
     chunk = 16 // DTYPES[dtype].bytes
     along, across = (side.column, side.feature) if run.inside else (side.feature, side.column)
-    others = [across, *[side.outer] * (run.outer > 1), *[side.inner] * (run.inner > 1)]
+    others = [across, slab, *[side.outer] * (run.outer > 1), *[side.inner] * (run.inner > 1)]
     others += [side.batch] * (run.batch > 1)
     return int(along == 1 and not any(s % chunk for s in others) and side.alignment % 16 == 0)

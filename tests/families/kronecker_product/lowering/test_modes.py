@@ -116,6 +116,7 @@ SLABS = {
     "rows": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F32, ()),
     "columns": ("left", ((8, 8), (4, 6), (8, 7), (8, 8)), 131, F32, ()),
     "doubles": ("right", ((6, 4), (5, 5), (3, 8)), 9, F64, ()),
+    "rows of any stride": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F32, ()),
     "halves": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 7, F16, ()),
     "batch": ("right", ((8, 8), (4, 6), (8, 7), (8, 8)), 2, F32, (3,)),
     "batch of columns": ("left", ((8, 8), (4, 6), (8, 7), (8, 8)), 67, F32, (2,)),
@@ -136,6 +137,9 @@ def test_slabs_pass_from_run_to_run_in_one_launch(case, restaged, gpus, monkeypa
         monkeypatch.setattr(slabs, "variant", lambda *given: made(*given[:-1], True))
     monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
     tensors = operands(shapes, rows, side, dtype, batch)
+    if "stride" in case:
+        x = tensors[0]
+        tensors[0] = torch.zeros(rows, x.shape[1] + 1)[:, :-1].copy_(x)
     descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=(kl.Bias(), kl.Scale()))
     bias = torch.randn(descriptor.out_features).to(dtype)
     found = kl.run_kernel(descriptor, *map(gpu, tensors), bias=gpu(bias), scale=2.0)
