@@ -9,8 +9,9 @@
 #include "kronecker_product/modes/run.cuh"
 
 // What a lane reads of a tile (L, N, R): of one index n two neighbouring slices, which are a
-// fragment's depths t and t + 4; zeros where there are none.
-template <int SLICES, int N, int R>
+// fragment's depths t and t + 4; zeros where there are none. All warps together ask for COVER
+// indices n.
+template <int SLICES, int N, int R, int COVER>
 struct Pairs {
     static constexpr bool ADJACENT = R % 2 == 0;
     int base[ADJACENT ? 1 : 2];
@@ -25,7 +26,7 @@ struct Pairs {
     }
     __device__ __forceinline__ Vector<AccT, 2> read(const AccT* tile, int n) const {
         Vector<AccT, 2> pair = {};
-        bool there = n < N;  // a warp's fragments may reach further than N, in whole ones too
+        bool there = COVER == N || n < N;
         if constexpr (ADJACENT) {
             if (there && exists[0]) pair = load_vector<AccT, 2>(tile + place(base[0] + n * R));
         } else {
@@ -54,7 +55,10 @@ __device__ __forceinline__ void add_rounded(AccT (&d)[4], const Slices& a, const
 template <class M, int DOWN, int ACROSS, int AT>
 struct Contraction {
     static constexpr int PLACES_ACROSS = ceil_div(ceil_div(M::Q, 8), ACROSS);
-    static constexpr int PLACES = ceil_div(ceil_div(M::P, 16), DOWN) * PLACES_ACROSS;
+    static constexpr int PLACES_DOWN = ceil_div(ceil_div(M::P, 16), DOWN);
+    static constexpr int PLACES = PLACES_DOWN * PLACES_ACROSS;
+    using Left = Pairs<M::SLICES, M::P, M::R, PLACES_DOWN * DOWN * 16>;
+    using Right = Pairs<M::SLICES, M::Q, M::R, PLACES_ACROSS * ACROSS * 8>;
     static constexpr int SHARES = WARPS / PLACES, STEPS = ceil_div(M::SLICES, 8);
     static constexpr int UNROLLED = DOWN * ACROSS >= 4 ? 1 : 2;
     static_assert(PLACES <= WARPS, "a warp for each place");
@@ -88,8 +92,8 @@ struct Contraction {
         int row = lane.row + lane.group, column = lane.column + lane.group;
 #pragma unroll(UNROLLED)
         for (int step = lane.share; step < STEPS; step += SHARES) {
-            Pairs<M::SLICES, M::P, M::R> left(step * 8 + lane.pair);
-            Pairs<M::SLICES, M::Q, M::R> right(step * 8 + lane.pair);
+            Left left(step * 8 + lane.pair);
+            Right right(step * 8 + lane.pair);
             Factor b[ACROSS];
 #pragma unroll
             for (int j = 0; j < ACROSS; ++j) b[j].set(right.read(g, column + j * 8));
