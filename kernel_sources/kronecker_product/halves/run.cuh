@@ -1,49 +1,54 @@
-// One run of factors in half precision: modes of a tile, and its results to device memory.
+// One run of factors in half precision, or by pairs of half-precision numbers: modes of a tile, and
+// its results to device memory.
 //
 // The generated source defines, beside what modes/run.cuh asks for:
-//   HalfT, SCALED                half_t or bfloat16_t, and what scale.cuh says
+//   HalfT, WORDS                 half_t or bfloat16_t, and how many of them a number is
+//   DataT                        storage of x and of the result
+//   SCALED                       what scale.cuh says; true of two words
 //   TILES                        2 where a mode writes its results to a tile of their own, else 1
-// and, of each run, OUT_FEATURES and OUTPUTS of a column and of a tile.
+// and, of each run, OUT_FEATURES and OUTPUTS of a column and of a tile, and GROWTH of its modes.
 #pragma once
 
 constexpr int THREADS = WARPS * 32;
 using TileT = HalfT;
+using RawT = DataT;
 
 #include "kronecker_product/halves/multiply.cuh"
-#include "kronecker_product/halves/scale.cuh"
+#include "kronecker_product/halves/scaling.cuh"
+
+__device__ __forceinline__ RawT& raw_element(TileT* tile, int index) {
+    return *reinterpret_cast<RawT*>(tile + raw_place(index));
+}
+
 #include "kronecker_product/modes/load.cuh"
 #include "kronecker_product/modes/summands.cuh"
 
-// The matrix of a mode, transposed: the product of its factors' entries, zeros below it.
+// The matrix of a mode, transposed: the product of its factors' entries, zeros below it. A warp
+// takes 8 columns by 4 rows: whole sectors of device memory, and all banks.
 template <class M>
 __device__ __forceinline__ void stage_matrix(HalfT* matrix, const Parameters& p, i64 batch) {
+    constexpr int AT_ONCE = M::P % 32 == 0 ? 8 : M::P / 4 % 4 == 0 ? 4 : 2;
+    const int row = threadIdx.x % 4, lane_column = threadIdx.x / 4 % 8;
 #pragma unroll 1
-    for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
-        int row = index % M::P, column = index / M::P;
-        float value = entry_of<M>(p, batch, row, column);
-        matrix[place(index)] = convert<HalfT>(value);
+    for (int first = threadIdx.x / 32 * 8; first < M::COLUMN_TILES * 16; first += WARPS * 8) {
+        const int column = first + lane_column;
+        const Entries<M> entries(p, batch, row, column);
+#pragma unroll 1
+        for (int begin = 0; begin < M::P; begin += 4 * AT_ONCE) {
+            RawT value[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                value[i] = convert<RawT>(entries.of(begin + 4 * i));
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                int to = is_power(M::P)
+                             ? raw_place(column * M::P + row) ^ raw_place(begin + 4 * i)
+                             : raw_place(column * M::P + row + begin + 4 * i);
+                *reinterpret_cast<RawT*>(matrix + to) = value[i];
+            }
+        }
     }
 }
-
-// What a sum is multiplied by before it is rounded, by the column of the tile where SHIFTED.
-template <class R, class M>
-struct Scaling {
-    static constexpr bool ENDS = M::LAST && R::ENDS;
-    static constexpr bool BEGINS = M::NUMBER == 0;  // what another run hands on is shifted before
-    static constexpr bool SHIFTED = SCALED && (ENDS || BEGINS);
-    const Scales& scales;
-    float own;
-
-    __device__ __forceinline__ explicit Scaling(const Scales& all) : scales(all), own(1) {
-        if (SCALED)
-            own = ENDS ? all.restored[R::INDEX] : __uint_as_float(all.norms[M::NUMBER]);
-    }
-    __device__ __forceinline__ float of(int column) const {
-        if (!SHIFTED) return own;
-        u32 power = scales.columns[column];
-        return own * (ENDS ? inverse(power) : __uint_as_float(power));
-    }
-};
 
 // The output feature that a slice's own features are behind, once a slice as it takes a division;
 // below 0 where there is nothing to finish.
@@ -81,6 +86,38 @@ __device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int lane, int 
     *reinterpret_cast<u32*>(tile + to) = packed;
 }
 
+// Two neighbouring slices' results, which are as they go to device memory.
+template <class M>
+__device__ __forceinline__ void put_raw(HalfT* tile, float one, float other, int lane, int first,
+                                        int own, int q) {
+    int row = lane / 4, pair = lane % 4 * 2;
+    if (M::ACROSS) {
+        int to = place_of<M, M::Q>(first, own, 0, q * M::R, row * M::R) ^ raw_place(pair);
+        store_vector(reinterpret_cast<float*>(tile + to), Vector<float, 2>{one, other});
+    } else {
+#pragma unroll
+        for (int next = 0; next < 2; ++next) {
+            if (!M::LINEAR && (first + own) * 8 + pair + next >= M::SLICES) continue;
+            int to = place_of<M, M::Q>(first, own, pair + next, q, 0) ^ raw_place(row);
+            *reinterpret_cast<float*>(tile + to) = next ? other : one;
+        }
+    }
+}
+
+template <class M>
+__device__ __forceinline__ void put_numbers(HalfT* tile, float one, float other, int lane,
+                                            int first, int own, int q) {
+    if constexpr (WORDS == 1) {
+        put_pair<M>(tile, pack<HalfT>(one, other), lane, first, own, q);
+    } else if constexpr (M::LAST) {
+        put_raw<M>(tile, one, other, lane, first, own, q);
+    } else {
+        const Pair pair(one, other);
+        put_pair<M>(tile, pair.high, lane, first, own, q);
+        put_pair<M>(tile + REST, pair.low, lane, first, own, q);
+    }
+}
+
 template <class R, class M>
 __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
                                          const Scaling<R, M>& scaling, const Parameters& p,
@@ -98,7 +135,7 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
         const Beside<COUNT> beside[2] = {
             Beside<COUNT>(p, finish, at, slices[0], q0, slices[0].column < at.columns),
             Beside<COUNT>(p, finish, at, slices[1], q0, slices[1].column < at.columns)};
-        float scale[2];
+        typename Scaling<R, M>::Of scale[2];
         i64 feature[2];
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
@@ -117,12 +154,11 @@ __device__ __forceinline__ void put_back(HalfT* tile, const Sums<M>& sums,
                 for (int k = 0; k < 2; ++k) given[k].read(beside[k], i * 16 + half * 8, true);
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    value[k] = sums.value[i][j][2 * half + k];
-                    if (SCALED) value[k] *= scale[k];
+                    value[k] = scaling.apply(sums.value[i][j][2 * half + k], scale[k]);
                     value[k] = finished(p.runs[R::INDEX], finish, slices[k], feature[k], q + row,
                                         given[k], value[k]);
                 }
-                put_pair<M>(tile, pack<HalfT>(value[0], value[1]), lane, first, j, q);
+                put_numbers<M>(tile, value[0], value[1], lane, first, j, q);
             }
         }
     }
@@ -133,19 +169,27 @@ __device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT*
                                       const Scales& scales, const Parameters& p, const Tile& at,
                                       const Finish& finish) {
     u32 tile = static_cast<u32>(__cvta_generic_to_shared(from));
-    u32 matrix = static_cast<u32>(__cvta_generic_to_shared(matrices + M::AT));
-    int lane = threadIdx.x % 32;
-    // Else the addresses of all modes would be computed before the first tile, and spill.
-    asm volatile("" : "+r"(lane));
+    u32 matrix = static_cast<u32>(__cvta_generic_to_shared(matrices + M::AT * WORDS));
+    const int lane = own_thread() % 32;
     Kept<M> kept(matrix, lane);
     Scaling<R, M> scaling(scales);
-#pragma unroll 1
-    for (int unit = threadIdx.x / 32; unit < M::UNITS; unit += WARPS) {
+    auto results = [&](int unit) {
         int column = unit % M::GROUPS * M::OWN_COLUMNS, slice = unit / M::GROUPS * M::OWN_SLICES;
+        u32 own_matrix = matrix;
+        asm volatile("" : "+r"(own_matrix));  // nor those of all fragments before the first unit
         Sums<M> sums = {};
-        multiply<M>(sums, tile, matrix, kept, lane, column, slice);
+        multiply<M>(sums, tile, own_matrix, kept, lane, column, slice);
         if (M::IN_PLACE) __syncwarp();
+        if (M::AT_ONCE) __syncthreads();
         put_back<R, M>(to, sums, scaling, p, at, finish, lane, column, slice);
+    };
+    int warp = threadIdx.x / 32;
+    if (M::AT_ONCE) {
+        if (warp < M::UNITS) results(warp);
+        else __syncthreads();
+    } else {
+#pragma unroll 1
+        for (int unit = warp; unit < M::UNITS; unit += WARPS) results(unit);
     }
     __syncthreads();
 }
@@ -156,16 +200,8 @@ struct List {
     template <class R>
     __device__ __forceinline__ static void stage(HalfT* matrices, Scales& scales,
                                                  const Parameters& p, i64 batch) {
-        if (SCALED && threadIdx.x == 0) ((scales.norms[M::NUMBER] = 0), ...);
-        (stage_matrix<M>(matrices + M::AT, p, batch), ...);
-        if (!SCALED) return;
-        __syncthreads();
-        (find_norm<M>(scales, matrices + M::AT), ...);
-        __syncthreads();
-        // The last of all modes restores what the others did.
-        constexpr int NUMBERS[] = {M::NUMBER...}, COUNT = sizeof...(M);
-        if (threadIdx.x == 0)
-            find_powers(scales, R::INDEX, NUMBERS[0], NUMBERS[0] + COUNT - R::ENDS);
+        (stage_matrix<M>(matrices + M::AT * WORDS, p, batch), ...);
+        if (SCALED) scale_matrices<R, M...>(matrices, scales);
     }
     // Which of the tiles holds the results.
     template <class R>
@@ -173,8 +209,8 @@ struct List {
                                                        const HalfT* matrices, const Scales& scales,
                                                        const Parameters& p, const Tile& at,
                                                        const Finish& finish) {
-        ((apply<R, M>(tile, M::IN_PLACE ? tile : other, matrices, scales, p, at, finish),
-          M::IN_PLACE ? void() : swap(tile, other)), ...);
+        ((apply<R, M>(tile, M::STAYS ? tile : other, matrices, scales, p, at, finish),
+          M::STAYS ? void() : swap(tile, other)), ...);
         return tile;
     }
     __device__ __forceinline__ static void swap(HalfT*& one, HalfT*& other) {
@@ -184,23 +220,56 @@ struct List {
     }
 };
 
+// The whole of a tile's results to aligned memory.
+template <class R, int LAST>
+__device__ __forceinline__ void store_whole(const HalfT* tile, DataT* out, i64 stride) {
+    constexpr int WIDTH = 16 / sizeof(DataT);
+    using OwnWalk = Walk<LAST, WIDTH>;
+    constexpr int STEP = OwnWalk::STEP;
+    using Steps = Unrolled<R::OUTPUTS, STEP>;
+    const OwnWalk walk;
+    const int own = raw_place(walk.own);
+    out += walk.of_thread(stride);
+#pragma unroll 1
+    for (int first = 0; first < Steps::STEPS; first += Steps::AT_ONCE) {
+        const int from = own ^ raw_place(first * STEP);
+        DataT* to = out + OwnWalk::of_step(first, stride);
+#pragma unroll
+        for (int next = 0; next < Steps::AT_ONCE; ++next) {
+            if (!Steps::WHOLE && walk.own + (first + next) * STEP >= R::OUTPUTS) continue;
+            auto* values = reinterpret_cast<const int4*>(tile + (from ^ raw_place(next * STEP)));
+            // By name: what is known of the pointer lets the compiler write elements one by one.
+            __stcg(reinterpret_cast<int4*>(to + OwnWalk::of_step(next, stride)), *values);
+        }
+    }
+}
+
 // Results to device memory, along the tile's last dimension.
 template <class R>
 __device__ __forceinline__ void store_tile(const HalfT* tile, const RunFixed& run, void* target,
                                            const Tile& at) {
-    HalfT* out = static_cast<HalfT*>(target) + at.out;
+    DataT* out = static_cast<DataT*>(target) + at.out;
     constexpr int LAST = R::COLUMNS_LAST ? R::COLUMNS : R::OUT_FEATURES;
-    constexpr int WIDTH = LAST % CHUNK == 0 ? CHUNK : 1;
-#pragma unroll 4
+    constexpr int WIDTH = LAST % CHUNK == 0 ? 16 / sizeof(DataT) : 1;
+    if constexpr (WIDTH > 1 && is_power(LAST)) {
+        if (run.aligned_out && at.columns == R::COLUMNS) {
+            const Side& side = run.out;
+            i64 stride = R::COLUMNS_LAST ? side.feature_stride : side.column_stride;
+            store_whole<R, LAST>(tile, out, stride);
+            return;
+        }
+    }
+#pragma unroll 1
     for (int index = threadIdx.x * WIDTH; index < R::OUTPUTS; index += THREADS * WIDTH) {
         int column = R::COLUMNS_LAST ? index % R::COLUMNS : index / R::OUT_FEATURES;
         int feature = R::COLUMNS_LAST ? index / R::COLUMNS : index % R::OUT_FEATURES;
-        HalfT* to = out + column * run.out.column_stride + feature * run.out.feature_stride;
-        auto values = load_vector<HalfT, WIDTH>(tile + place(index));
+        DataT* to = out + column * run.out.column_stride + feature * run.out.feature_stride;
+        auto values = load_vector<DataT, WIDTH>(
+            reinterpret_cast<const DataT*>(tile + raw_place(index)));
         i64 step = R::COLUMNS_LAST ? run.out.column_stride : run.out.feature_stride;
         int exist = R::COLUMNS_LAST ? at.columns - column : column < at.columns ? WIDTH : 0;
-        if (run.aligned_out && exist >= WIDTH) {
-            store_vector(to, values);
+        if (WIDTH > 1 && run.aligned_out && exist >= WIDTH) {
+            __stcg(reinterpret_cast<int4*>(to), *reinterpret_cast<const int4*>(&values));
         } else {
 #pragma unroll
             for (int e = 0; e < WIDTH; ++e)
@@ -226,8 +295,8 @@ __device__ __forceinline__ void compute_tile(const Memory& memory, HalfT* tile, 
 
 // Between two barriers.
 template <class R>
-__device__ __forceinline__ void find_scales(const Memory& memory, const HalfT* tile) {
+__device__ __forceinline__ void find_scales(const Memory& memory, HalfT* tile) {
     find_largest<R>(memory.scales, tile);
     __syncthreads();
-    find_shifts(memory.scales);
+    scale_tile<R>(memory.scales, tile);
 }

@@ -111,7 +111,46 @@ __device__ __forceinline__ u32 shift_of(float most) {
 }
 
 // Of all columns, between two barriers.
-__device__ __forceinline__ void find_shifts(Scales& scales) {
+template <class R>
+__device__ __forceinline__ void scale_tile(Scales& scales, const HalfT*) {
     for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS)
         scales.columns[i] = shift_of(convert<float>(half_t{u16(scales.columns[i])}));
 }
+
+// Of a run's matrices in shared memory.
+template <class R, class... M>
+__device__ __forceinline__ void scale_matrices(const HalfT* matrices, Scales& scales) {
+    if (threadIdx.x == 0) ((scales.norms[M::NUMBER] = 0), ...);
+    __syncthreads();
+    (find_norm<M>(scales, matrices + M::AT), ...);
+    __syncthreads();
+    // The last of all modes restores what the others did.
+    constexpr int NUMBERS[] = {M::NUMBER...}, COUNT = sizeof...(M);
+    if (threadIdx.x == 0) find_powers(scales, R::INDEX, NUMBERS[0], NUMBERS[0] + COUNT - R::ENDS);
+}
+
+// What a sum is multiplied by before it is rounded, by the column of the tile where SHIFTED.
+template <class R, class M>
+struct Scaling {
+    using Of = float;
+    static constexpr bool ENDS = M::LAST && R::ENDS;
+    static constexpr bool BEGINS = M::NUMBER == 0;  // what another run hands on is shifted before
+    static constexpr bool SHIFTED = SCALED && (ENDS || BEGINS);
+    static constexpr bool IS_ONE = !SHIFTED || R::COLUMNS == 1;
+    const Scales& scales;
+    float own;
+
+    __device__ __forceinline__ explicit Scaling(const Scales& all) : scales(all), own(1) {
+        if (!SCALED) return;
+        own = ENDS ? all.restored[R::INDEX] : __uint_as_float(all.norms[M::NUMBER]);
+        if (IS_ONE && SHIFTED) own = shifted(0);
+    }
+    __device__ __forceinline__ float shifted(int column) const {
+        u32 power = scales.columns[column];
+        return own * (ENDS ? inverse(power) : __uint_as_float(power));
+    }
+    __device__ __forceinline__ Of of(int column) const { return IS_ONE ? own : shifted(column); }
+    __device__ __forceinline__ static float apply(float sum, Of scale) {
+        return SCALED ? sum * scale : sum;
+    }
+};

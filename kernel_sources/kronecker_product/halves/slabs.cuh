@@ -22,18 +22,19 @@ struct Block {
         if (SCALED) clear_columns(memory.scales);
     }
     template <class R>
-    __device__ __forceinline__ void compute(const Tile& at, const Slab& slab) {
+    __device__ __forceinline__ void compute(const Tile& at) {
         load_tile<R>(memory.tiles, p, p.runs[R::INDEX], p.sources[R::INDEX], at, 0, R::INPUTS);
         wait_for_copies();
         __syncthreads();
         if constexpr (SCALED) {
-            if constexpr (R::WRITTEN_HERE) level<R>(memory.scales, memory.tiles, p, at, slab);
+            if constexpr (R::WRITTEN_HERE && POWERS > 0)
+                level<R>(memory.scales, memory.tiles, p, at, at.slab);
             else find_scales<R>(memory, memory.tiles);
             __syncthreads();
         }
         compute_tile<R>(memory, memory.tiles, p, at, finish);
         if constexpr (SCALED) {
-            if constexpr (!R::ENDS) hand_on<R>(memory.scales, p, at, slab);
+            if constexpr (!R::ENDS && POWERS > 0) hand_on<R>(memory.scales, p, at, at.slab);
             clear_columns(memory.scales);
         }
     }
@@ -43,9 +44,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 kronecker_product_half_slabs(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     HalfT* tiles = reinterpret_cast<HalfT*>(shared);
-    HalfT *other = tiles + TILE, *matrices = tiles + TILE * TILES;
-    i64* taken = reinterpret_cast<i64*>(matrices + MATRICES);
-    Scales& scales = *reinterpret_cast<Scales*>(taken + 2);
+    HalfT *other = tiles + TILE * WORDS, *matrices = tiles + TILE * TILES * WORDS;
+    Taken& taken = *reinterpret_cast<Taken*>(matrices + MATRICES * WORDS);
+    Scales& scales = *reinterpret_cast<Scales*>(&taken + 1);
     Finish finish(Read<Parameters>{p});
     Block block{p, finish, {tiles, other, matrices, scales}, -1, -1};
     Runs<RUN_LIST>::stage(block);

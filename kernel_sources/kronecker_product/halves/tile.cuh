@@ -1,23 +1,46 @@
-// A tile of half-precision numbers in shared memory, where they lie, and its modes.
+// A tile of half-precision numbers in shared memory, where they lie, and its modes. Numbers of fp32
+// are WORDS 2: the nearest half-precision one, and behind each line of these the line of what is
+// left, in half precision too.
 //
 // A tile is an array (L, P, R) to each mode, in order and without gaps. All that is read or written
 // at once are eight chunks of 8 numbers at any power of two from each other, so that all bits of a
 // chunk's line, three at a time, are folded into its place in the line.
 #pragma once
 
-#include "common/types.cuh"
+#include "common/mma_half.cuh"
+#include "kronecker_product/modes/thread.cuh"
 
-constexpr int CHUNK = 8;  // numbers of 16 bytes
+constexpr int CHUNK = 8;         // numbers of 16 bytes
+constexpr int LINE = 8 * CHUNK;  // of all banks
+constexpr int REST = LINE;       // from a number to what is left of it
+constexpr int IN_PLACE_MOST = WORDS == 1 ? 128 : 64;  // columns that one warp keeps sums of
 
 __device__ constexpr int place(int index) {
-    int line = index >> 6;
-    line ^= line >> 6;
-    line ^= line >> 3;
-    return index ^ ((line & 7) << 3);
+    int line = index / LINE;
+    int folded = line ^ line >> 6;
+    folded ^= folded >> 3;
+    return (line * LINE * WORDS + index % LINE) ^ ((folded & 7) << 3);
 }
+
+// Numbers of fp32 are copied to the 32 bytes of their chunk, four to each of its lines.
+__device__ constexpr int raw_place(int index) {
+    return WORDS == 1 ? place(index)
+                      : place(index / CHUNK * CHUNK) + index / 4 % 2 * REST + index % 4 * 2;
+}
+
+// Two numbers, the first in the lower half: the nearest, and what is left.
+struct Pair {
+    u32 high, low;
+    __device__ __forceinline__ Pair(float first, float second) {
+        high = pack<half_t>(first, second);
+        low = pack<half_t>(first - convert<float>(half_t{u16(high)}),
+                           second - convert<float>(half_t{u16(high >> 16)}));
+    }
+};
 
 __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 __device__ constexpr bool is_power(int x) { return (x & (x - 1)) == 0; }
+__device__ constexpr int ceil_log2(int x) { return x <= 1 ? 0 : 1 + ceil_log2(ceil_div(x, 2)); }
 
 // Makes (L, Q, R) of a tile (L, P, R) by a matrix P x Q, the product of the PARTS factors from
 // FIRST on, which lies AT numbers behind the first matrix, transposed. NUMBER counts modes. P and Q
@@ -36,22 +59,30 @@ struct Mode {
     // Where chunks are of neighbouring slices, and not of neighbours in depth.
     static constexpr bool ACROSS = R > 1;
 
-    // A warp that makes all columns of its slices may write them where it read them.
-    static constexpr bool IN_PLACE = P == Q && Q <= 128;
-    static constexpr int OWN_COLUMNS = IN_PLACE || COLUMN_TILES < 4 ? COLUMN_TILES : 4;
+    // A warp that makes all columns of its slices may write them where it read them; and any, once
+    // all of the tile has been read, if none has more than one unit of results.
+    static constexpr bool IN_PLACE = P == Q && Q <= IN_PLACE_MOST;
+    static constexpr int SHARE = WORDS == 1 ? 4 : 2;  // of tiles of columns
+    static constexpr int OWN_COLUMNS = IN_PLACE || COLUMN_TILES < SHARE ? COLUMN_TILES : SHARE;
     static constexpr int GROUPS = ceil_div(COLUMN_TILES, OWN_COLUMNS);
     __device__ static constexpr int slices() {
-        return OWN_COLUMNS <= 4 && (HAS_TAIL || ceil_div(SLICE_TILES, 4) * GROUPS >= WARPS) ? 4 : 2;
+        if (OWN_COLUMNS > 4 / WORDS && IN_PLACE) return 2;
+        return HAS_TAIL || ceil_div(SLICE_TILES, 4) * GROUPS >= WARPS ? 4 : 2;
     }
     static constexpr int OWN_SLICES = slices();
     static constexpr int UNITS = ceil_div(SLICE_TILES, OWN_SLICES) * GROUPS;
+    static constexpr bool AT_ONCE = !IN_PLACE && WORDS == 2 && UNITS <= WARPS;
+    static constexpr bool STAYS = IN_PLACE || AT_ONCE;  // results take the tile's place
+    // Of numbers of two words: 8 x 8 by one multiplication for all of their products.
+    static constexpr int GROWTH = P <= 8 ? 2 : ceil_log2(P) - 1;  // as split.cuh has it
+    static constexpr bool STACKED = WORDS == 2 && P == 8 && Q == 8;
     // Whether all slices exist, and indices are bits side by side: the place of an index is that of
     // its parts, xor-ed, most of which are known to the compiler or the same for all of a mode.
     static constexpr bool LINEAR = is_power(P) && is_power(Q) && is_power(R) && is_power(L) &&
                                    SLICES % (8 * OWN_SLICES) == 0 &&
                                    COLUMN_TILES % OWN_COLUMNS == 0;
     // The matrix in registers.
-    static constexpr bool KEPT = GROUPS == 1 && COLUMN_TILES * ceil_div(P, 16) <= 4;
+    static constexpr bool KEPT = GROUPS == 1 && COLUMN_TILES * ceil_div(P, 16) * WORDS <= 4;
 };
 
 // A warp's results.

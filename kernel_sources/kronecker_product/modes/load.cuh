@@ -1,9 +1,10 @@
-// From device memory: entries of matrices, and tiles to shared memory, as numbers of TileT, each at
-// its place().
+// From device memory: entries of matrices, and tiles to shared memory, as numbers of RawT, each at
+// its raw_place().
 #pragma once
 
 #include "common/async_copy.cuh"
 #include "kronecker_product/modes/parameters.cuh"
+#include "kronecker_product/modes/thread.cuh"
 
 // An entry of a mode's matrix, the product of its factors' entries; zero beside the matrix.
 template <class M>
@@ -21,6 +22,30 @@ __device__ __forceinline__ AccT entry_of(const Parameters& p, i64 batch, int row
     }
     return value;
 }
+
+// Entries of one column of a mode's matrix, from a row on, all of which exist if the column does.
+template <class M>
+struct Entries {
+    const Parameters& p;
+    i64 batch;
+    int row, column;
+    const InputT* from;  // of the only factor
+    __device__ __forceinline__ Entries(const Parameters& p, i64 batch, int row, int column)
+        : p(p), batch(batch), row(row), column(column), from(nullptr) {
+        const Matrix& m = p.matrices[M::FIRST];
+        if (M::PARTS == 1 && column < M::Q)
+            from = p.factors[M::FIRST] + batch * m.batch_stride + column * m.column_stride +
+                   row * m.row_stride;
+    }
+    // So many rows on, as many for a whole warp.
+    __device__ __forceinline__ AccT of(int own) const {
+        if constexpr (M::PARTS > 1) {
+            return entry_of<M>(p, batch, row + own, column);
+        } else {
+            return from ? convert<AccT>(from[own * p.matrices[M::FIRST].row_stride]) : AccT(0);
+        }
+    }
+};
 
 // Column and feature of an element of the tile that is read.
 template <class R>
@@ -42,26 +67,88 @@ __device__ __forceinline__ typename R::SourceT load_element(const typename R::So
     }
 }
 
-// Elements `begin` up to `end` of a tile, in multiples of CHUNK. Copies may be under way still.
-template <class R>
+// How threads walk over a tile whose last dimension has LAST elements, a power of two: each takes
+// CHUNK of them, and STEP on the next. Places, columns and features of a step are the thread's own
+// and the step's, side by side, so that the step's are the same for a warp.
+template <int LAST, int CHUNK>
+struct Walk {
+    static constexpr int STEP = THREADS * CHUNK;
+    static constexpr int ALONG = LAST > STEP ? LAST / STEP : 1;   // steps
+    static constexpr int ACROSS = LAST < STEP ? STEP / LAST : 1;  // rows of a step
+    int own;
+    __device__ __forceinline__ Walk() : own(own_thread() * CHUNK) {}
+    // Elements from a tensor's first one to the thread's, and to a step's.
+    __device__ __forceinline__ i64 of_thread(i64 stride) const {
+        return own % LAST + own / LAST * stride;
+    }
+    __device__ __forceinline__ static i64 of_step(int step, i64 stride) {
+        return step % ALONG * STEP + step / ALONG * (ACROSS * stride);
+    }
+};
+
+// Steps of a walk over COUNT elements that are written out: places of all but the first are known
+// to the compiler then.
+template <int COUNT, int STEP>
+struct Unrolled {
+    static constexpr int STEPS = ceil_div(COUNT, STEP), AT_ONCE = STEPS < 2 ? STEPS : 2;
+    static constexpr bool WHOLE = COUNT % (STEP * AT_ONCE) == 0;
+};
+
+// Elements `begin` up to `end` of a whole tile, from aligned memory; all of them, if not PART.
+// Copies are under way then.
+template <class R, int LAST, bool PART>
+__device__ __forceinline__ void copy_tile(TileT* tile, const typename R::SourceT* x, i64 stride,
+                                          int begin, int end) {
+    using SourceT = typename R::SourceT;
+    using OwnWalk = Walk<LAST, 16 / sizeof(SourceT)>;
+    constexpr int STEP = OwnWalk::STEP;
+    using Steps = Unrolled<R::INPUTS, STEP>;
+    const OwnWalk walk;
+    const int own = raw_place(walk.own);
+    x += walk.of_thread(stride);
+#pragma unroll 1
+    for (int first = begin / STEP & -Steps::AT_ONCE; first * STEP < end; first += Steps::AT_ONCE) {
+        const int to = own ^ raw_place(first * STEP);
+        const SourceT* from = x + OwnWalk::of_step(first, stride);
+#pragma unroll
+        for (int next = 0; next < Steps::AT_ONCE; ++next) {
+            int index = walk.own + (first + next) * STEP;
+            if ((PART || !Steps::WHOLE) && (index < begin || index >= end)) continue;
+            copy_async<16>(tile + (to ^ raw_place(next * STEP)),
+                           from + OwnWalk::of_step(next, stride), 16);
+        }
+    }
+}
+
+// Elements `begin` up to `end` of a tile, in multiples of CHUNK, which are a PART or all of them.
+// Copies may be under way still.
+template <class R, bool PART = false>
 __device__ __forceinline__ void load_tile(TileT* tile, const Parameters& p, const RunFixed& run,
                                           const void* source, const Tile& at, int begin, int end) {
     using SourceT = typename R::SourceT;
     constexpr int CHUNK = 16 / sizeof(SourceT);
+    constexpr bool IS_COPY = sizeof(SourceT) == sizeof(RawT);
     // Of the tile's last dimension, in which 16-byte copies run.
     constexpr int LAST = R::COLUMNS_LAST ? R::COLUMNS : R::IN_FEATURES;
     const SourceT* x = static_cast<const SourceT*>(source) + at.in;
     const Side& side = run.in;
+    if constexpr (IS_COPY && is_power(LAST) && LAST % CHUNK == 0) {
+        if (run.aligned && at.columns == R::COLUMNS) {
+            i64 stride = R::COLUMNS_LAST ? side.feature_stride : side.column_stride;
+            copy_tile<R, LAST, PART>(tile, x, stride, begin, end);
+            return;
+        }
+    }
     if (LAST % CHUNK == 0 && run.aligned) {
-#pragma unroll 4
+#pragma unroll 2
         for (int index = begin + threadIdx.x * CHUNK; index < end; index += THREADS * CHUNK) {
             int column, feature;
             locate<R>(index, column, feature);
             int exist = R::COLUMNS_LAST ? max(0, min(CHUNK, at.columns - column))
                                         : column < at.columns ? CHUNK : 0;
             const SourceT* from = x + column * side.column_stride + feature * side.feature_stride;
-            if constexpr (sizeof(SourceT) == sizeof(TileT)) {
-                copy_async<16>(tile + place(index), exist ? from : source,
+            if constexpr (IS_COPY) {
+                copy_async<16>(tile + raw_place(index), exist ? from : source,
                                exist * int(sizeof(SourceT)));
             } else {
                 Vector<SourceT, CHUNK> values = {};
@@ -72,7 +159,7 @@ __device__ __forceinline__ void load_tile(TileT* tile, const Parameters& p, cons
                         if (e < exist) values.element[e] = from[e];
 #pragma unroll
                 for (int e = 0; e < CHUNK; ++e)
-                    tile[place(index + e)] = convert<TileT>(values.element[e]);
+                    raw_element(tile, index + e) = convert<RawT>(values.element[e]);
             }
         }
         return;
@@ -86,11 +173,11 @@ __device__ __forceinline__ void load_tile(TileT* tile, const Parameters& p, cons
         } else {
             locate<R>(index, column, feature);
         }
-        TileT value = {};
+        RawT value = {};
         if (column < at.columns)
-            value = convert<TileT>(
+            value = convert<RawT>(
                 load_element<R>(x + column * side.column_stride + feature * side.feature_stride));
-        tile[place(to)] = value;
+        raw_element(tile, to) = value;
     }
 }
 
@@ -108,6 +195,6 @@ __device__ __forceinline__ void read_ahead(TileT* tiles, const Parameters& p, co
         begin = is_behind ? FIRST : 0;
         end = is_behind ? TILE : AHEAD;
     }
-    load_tile<R>(tiles + is_behind * AHEAD, p, p.runs[R::INDEX], p.sources[R::INDEX], at,
-                 min(begin, R::INPUTS), min(end, R::INPUTS));
+    load_tile<R, true>(tiles + is_behind * AHEAD * WORDS, p, p.runs[R::INDEX], p.sources[R::INDEX],
+                       at, min(begin, R::INPUTS), min(end, R::INPUTS));
 }

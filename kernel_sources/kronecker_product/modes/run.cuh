@@ -24,9 +24,6 @@
 constexpr int THREADS = WARPS * 32;
 
 #include "kronecker_product/modes/multiply.cuh"
-
-using TileT = AccT;
-
 #include "kronecker_product/modes/load.cuh"
 #include "kronecker_product/modes/summands.cuh"
 

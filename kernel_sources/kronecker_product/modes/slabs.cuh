@@ -23,7 +23,7 @@ struct Block {
         R::Modes::stage(matrices, p, batch);
     }
     template <class R>
-    __device__ __forceinline__ void compute(const Tile& at, const Slab&) {
+    __device__ __forceinline__ void compute(const Tile& at) {
         const RunFixed& run = p.runs[R::INDEX];
         load_tile<R>(tile, p, run, p.sources[R::INDEX], at, 0, R::INPUTS);
         wait_for_copies();
@@ -39,5 +39,5 @@ kronecker_product_slabs(const __grid_constant__ Parameters p) {
     Finish finish(Read<Parameters>{p});
     Block block{p, finish, tile, tile + TILE, -1, -1};
     Runs<RUN_LIST>::stage(block);
-    take_tickets<Runs<RUN_LIST>>(p, reinterpret_cast<i64*>(block.matrices + MATRICES), block);
+    take_tickets<Runs<RUN_LIST>>(p, *reinterpret_cast<Taken*>(block.matrices + MATRICES), block);
 }

@@ -8,6 +8,7 @@
 // mostly done.
 //
 // The generated source defines, beside what run.cuh asks for:
+//   TICKET_BYTES                 of shared memory, for what one thread finds for all
 //   RESTAGED                     whether shared memory has room for one run's matrices at a time,
 //                                or they differ from batch to batch
 #pragma once
@@ -57,59 +58,82 @@ __device__ __forceinline__ void wait_for_tiles(const Parameters& p, const Counte
         wait_for_count(counters.done(run + 1, before), u32(p.runs[run + 1].tiles));
 }
 
+// What one thread finds for all: the run, below 0 at the end, and the tile.
+struct alignas(16) Taken {
+    int run;
+    Tile at;
+};
+static_assert(sizeof(Taken) <= TICKET_BYTES, "as lowering leaves room for it");
+
 // The runs of a launch, for a Block that knows how to stage and compute each of them.
 template <class... R>
 struct Runs {
+    __device__ __forceinline__ static int columns(int run) {
+        int found = 0;
+        ((found = R::INDEX == run ? R::COLUMNS : found), ...);
+        return found;
+    }
     template <class Block>
     __device__ __forceinline__ static void stage(Block& block) {
         if (!RESTAGED) (block.template stage<R>(0), ...);
     }
     template <class Block>
-    __device__ __forceinline__ static void compute(Block& block, const Ticket& ticket,
-                                                   const Slab& slab) {
-        ((R::INDEX == ticket.run ? compute_one<R>(block, ticket, slab) : void()), ...);
+    __device__ __forceinline__ static void compute(Block& block, int run, const Tile& at) {
+        ((R::INDEX == run ? compute_one<R>(block, at) : void()), ...);
     }
     template <class R_, class Block>
-    __device__ __forceinline__ static void compute_one(Block& block, const Ticket& ticket,
-                                                       const Slab& slab) {
-        Tile at(block.p.runs[R_::INDEX], slab, ticket.tile, R_::COLUMNS);
+    __device__ __forceinline__ static void compute_one(Block& block, const Tile& at) {
         if (at.columns == 0) return;
-        if (RESTAGED && (block.staged_run != R_::INDEX || block.staged_batch != slab.batch)) {
-            block.template stage<R_>(slab.batch);  // over what no thread reads any more
+        if (RESTAGED && (block.staged_run != R_::INDEX || block.staged_batch != at.slab.batch)) {
+            block.template stage<R_>(at.slab.batch);  // over what no thread reads any more
             block.staged_run = R_::INDEX;
-            block.staged_batch = slab.batch;
+            block.staged_batch = at.slab.batch;
         }
-        block.template compute<R_>(at, slab);
+        block.template compute<R_>(at);
+    }
+};
+
+// The tickets of a block, by one thread, which asks for the next one while another is computed.
+struct Tickets {
+    const Parameters& p;
+    const Counters counters;
+    const i64 count;
+    i64 following;
+
+    __device__ __forceinline__ Tickets(const Parameters& p, bool is_one)
+        : p(p), counters(p), count((p.batches * p.slabs + (RUNS - 1) * p.lag) * p.tickets),
+          following(is_one ? atomicAdd(counters.next, 1u) : 0) {}
+
+    // The next tile there is, once what it reads is there.
+    template <class Runs>
+    __device__ __forceinline__ void take(Taken& taken) {
+        while (following < count) {
+            Ticket ticket(p, following);
+            following = atomicAdd(counters.next, 1u);
+            if (!ticket.exists) continue;
+            i64 own = ticket.slab % p.slabs;
+            const Slab slab{ticket.slab, ticket.slab / p.slabs, own, own == p.slabs - 1};
+            taken.run = ticket.run;
+            taken.at = Tile(p.runs[ticket.run], slab, ticket.tile, Runs::columns(ticket.run));
+            wait_for_tiles(p, counters, ticket);
+            return;
+        }
+        taken.run = -1;
     }
 };
 
 // The work of a block: `block` computes a tile of a run in its slab.
 template <class Runs, class Block>
-__device__ __forceinline__ void take_tickets(const Parameters& p, i64* taken, Block& block) {
-    const Counters counters(p);
-    const i64 count = (p.batches * p.slabs + (RUNS - 1) * p.lag) * p.tickets;
-    i64 following = 0;
-    if (threadIdx.x == 0) following = atomicAdd(counters.next, 1u);
+__device__ __forceinline__ void take_tickets(const Parameters& p, Taken& taken, Block& block) {
+    Tickets tickets(p, threadIdx.x == 0);
     while (true) {
-        if (threadIdx.x == 0) {
-            *taken = following;
-            if (following < count) {
-                Ticket ticket(p, following);
-                following = atomicAdd(counters.next, 1u);  // arrives while this one is computed
-                if (ticket.exists) wait_for_tiles(p, counters, ticket);
-            }
-        }
+        if (threadIdx.x == 0) tickets.take<Runs>(taken);
         __syncthreads();
-        i64 number = *taken;
-        if (number >= count) return;
-        Ticket ticket(p, number);
-        if (ticket.exists) {
-            i64 own = ticket.slab % p.slabs;
-            const Slab slab{ticket.slab, ticket.slab / p.slabs, own, own == p.slabs - 1};
-            Runs::compute(block, ticket, slab);
-        }
+        const int run = taken.run;
+        if (run < 0) return;
+        const Tile at = taken.at;
+        Runs::compute(block, run, at);
         __syncthreads();
-        if (ticket.exists && threadIdx.x == 0)
-            add_release(counters.done(ticket.run, ticket.slab), 1);
+        if (threadIdx.x == 0) add_release(tickets.counters.done(run, at.slab.number), 1);
     }
 }

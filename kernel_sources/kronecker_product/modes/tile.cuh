@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "kronecker_product/modes/thread.cuh"
 
 constexpr int IN_PLACE_MOST = 32;  // columns that one warp keeps sums of
 constexpr int LINE_BITS = sizeof(AccT) == 8 ? 4 : 5;
@@ -17,6 +18,13 @@ __device__ constexpr int place(int index) {
     high ^= high >> 2;
     return index ^ ((high & 3) << (LINE_BITS - 2));
 }
+
+// What is copied to a tile is what its modes read.
+using TileT = AccT;
+using RawT = AccT;
+constexpr int WORDS = 1;
+__device__ constexpr int raw_place(int index) { return place(index); }
+__device__ __forceinline__ RawT& raw_element(TileT* tile, int index) { return tile[place(index)]; }
 
 __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 __device__ constexpr bool is_power(int x) { return (x & (x - 1)) == 0; }
@@ -87,9 +95,7 @@ struct Warp {
     int group, first_row, lane_row, lane_column;
 
     __device__ __forceinline__ Warp() {
-        int thread = threadIdx.x;
-        // Else the addresses of all modes would be computed before the first tile, and spill.
-        asm volatile("" : "+r"(thread));
+        int thread = own_thread();
         int warp = thread / 32, lane = thread % 32;
         group = warp % M::GROUPS;
         first_row = warp / M::GROUPS;

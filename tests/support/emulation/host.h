@@ -97,6 +97,8 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
 
 template <class T>
 T __ldcg(const T* from) { return *from; }
+template <class T>
+void __stcg(T* to, const T& value) { *to = value; }
 inline unsigned atomicAdd(unsigned* counter, unsigned value) {
     unsigned before = *counter;
     *counter += value;

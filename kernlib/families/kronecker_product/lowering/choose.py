@@ -49,14 +49,20 @@ def _runs(sizes: tuple, dtype: str, precision: str, arch: str) -> tuple | None:
     """Those of any number of columns, so that the bits of one do not depend on it."""
     arithmetic = grouping.arithmetic_of(dtype, precision)
     most, room = modes.most_features(dtype), modes.room(dtype, arch)
-    item, handed = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes / grouping.L2_RATE
+    item, sums = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes
 
     def cost(run: Sequence[Size], elements: int, begins: bool, ends: bool) -> float | None:
         if not grouping.fits(run, arithmetic, most, room):
             return None
-        moved = item if begins else handed, item if ends else handed
-        is_hidden = grouping.fits(run, arithmetic, most, room // 2)
-        return grouping.cycles(run, elements, moved, arithmetic, is_hidden)
+        return grouping.cycles(
+            run,
+            elements,
+            (item * begins, item * ends),
+            (sums * (not begins), sums * (not ends)),
+            arithmetic,
+            grouping.fits(run, arithmetic, most, room // 2),
+            max(grouping.widest(run), modes.TILE_BYTES // sums),
+        )
 
     return grouping.groups(sizes, COLUMNS * _features(sizes), cost)
 
@@ -71,7 +77,7 @@ def lower(
     """The launches of a call."""
     sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
     device = arch, multiprocessors
-    found = _half_runs(sizes, problem.dtype, problem.inside, arch)
+    found = _half_runs(sizes, problem.dtype, problem.precision, problem.inside, arch)
     if found is not None and len(found) == 1:
         (run,) = split(problem, found)
         columns = halves.columns_of(run, problem.dtype, *device)
@@ -100,8 +106,10 @@ def _is_varied(problem: Problem) -> bool:
     return any(factor.batch_stride for factor in problem.factors)
 
 
-def _half_runs(sizes: tuple[Size, ...], dtype: str, inside: bool, arch: str) -> tuple | None:
-    return halves.runs(sizes, dtype, inside, COLUMNS * _features(sizes), arch)
+def _half_runs(
+    sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str
+) -> tuple | None:
+    return halves.runs(sizes, dtype, precision, inside, COLUMNS * _features(sizes), arch)
 
 
 def _half_slabs(sizes, dtype: str, inside: bool, found: tuple, arch: str, is_varied: bool):
@@ -146,7 +154,7 @@ def variants(
     (dtype, precision). None for factors that kernels do not take."""
     made = []
     for dtype, precision in kinds:
-        found = _half_runs(sizes, dtype, inside, arch)
+        found = _half_runs(sizes, dtype, precision, inside, arch)
         if found is not None and len(found) == 1:
             for bits in range(halves.most_columns(sizes, dtype, inside, arch).bit_length()):
                 one = halves.variant(sizes, dtype, inside, 1 << bits, arch)

@@ -58,7 +58,7 @@ def runs(
             return None
         moved = item if begins else handed, item if ends else handed
         is_hidden = grouping.fits(run, arithmetic, most, room // 4)  # beside another tile
-        return grouping.cycles(run, elements, moved, arithmetic, is_hidden)
+        return grouping.cycles(run, elements, moved, (0, 0), arithmetic, is_hidden, elements)
 
     return grouping.groups(sizes, COLUMNS * math.prod(rows for rows, _ in sizes), cost)
 

@@ -13,14 +13,21 @@ MERGED = 16  # rows and columns of small neighbours that are applied as one matr
 MOST_SPLIT = 1024  # elements of a matrix that is kept as two words each
 Size = tuple[int, int]  # rows and columns of a factor
 
-# Cycles of one multiprocessor of an H200, estimates to compare runs by. Of an element that is read
-# or written in shared memory, twice the 1/32 of 128 bytes a cycle, for what else a warp does; of a
-# term at 566 (half types), 282 (TF32) and 61 (double) TFLOP/s; of a byte of device memory at
-# 4.2 TB/s.
-SHARED_CYCLES = {"fp32": 1 / 16, "tf32": 1 / 16, "fp64": 1 / 8, "half": 1 / 32}
-TERM_CYCLES = {"fp32": 3 / 608, "tf32": 1 / 608, "fp64": 1 / 131, "half": 1 / 1221}
+# Cycles of one multiprocessor of an H200, to compare runs by. Of an element that is read or written
+# in shared memory, what else a warp does with it counted in: 1 / 9 and 1 / 17 as measured with rows
+# of 8^5, estimates for the others; of a term at 566 (half types), 282 (TF32) and 61 (double)
+# TFLOP/s; of a byte of device memory at 4.2 TB/s.
+SHARED_CYCLES = {"fp32": 1 / 16, "tf32": 1 / 16, "fp64": 1 / 8, "half": 1 / 17, "pairs": 1 / 9}
+TERM_CYCLES = {
+    "fp32": 3 / 608,
+    "tf32": 1 / 608,
+    "fp64": 1 / 131,
+    "half": 1 / 1221,
+    "pairs": 3 / 1221,
+}
 BYTE_CYCLES = 1 / 18
-L2_RATE = 2.1  # of the L2 cache, where runs hand slabs to each other: 9 TB/s
+L2_RATE = 1.0  # of the L2 cache, where runs hand slabs to each other and wait for them
+TILE_CYCLES = 1500.0  # of a tile, beside what is done with its elements
 LAUNCH_CYCLES = 4000.0  # on all multiprocessors
 MULTIPROCESSORS = 132
 
@@ -145,16 +152,28 @@ def groups(
 
 
 def cycles(
-    run: Sequence[Size], elements: int, ends: tuple[float, float], arithmetic: str, is_hidden: bool
+    run: Sequence[Size],
+    elements: int,
+    ends: tuple[float, float],
+    handed: tuple[float, float],
+    arithmetic: str,
+    is_hidden: bool,
+    tile: int,
 ) -> float:
-    """The time of a run on all multiprocessors. ``ends`` are the bytes of an element read and of
-    one written, as many as device memory moves in the same time; they are ``is_hidden`` where a
-    multiprocessor holds two blocks, which move and compute side by side."""
+    """The time of a run on all multiprocessors, by tiles of so many elements. ``ends`` are the
+    bytes of an element that are read from device memory and written to it, which are ``is_hidden``
+    where a multiprocessor holds two blocks, that move and compute side by side; ``handed`` those
+    from the run before and to the next, which wait for each other."""
     features = math.prod(rows for rows, _ in run)
     columns, found = elements / features, modes(run)
     terms = sum(mode.terms for mode in found) * columns
     passed = sum(mode.inputs + mode.outputs for mode in found) * columns
     work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES[arithmetic]
-    moved = (found[0].inputs * ends[0] + found[-1].outputs * ends[1]) * columns * BYTE_CYCLES
+    moved, waited = (
+        (found[0].inputs * read + found[-1].outputs * written) * columns * BYTE_CYCLES
+        for read, written in (ends, handed)
+    )
     hidden = 7 / 8 if is_hidden else 1 / 2  # a single block hides what it reads ahead
-    return (work + moved - hidden * min(work, moved)) / MULTIPROCESSORS + LAUNCH_CYCLES
+    tiles = elements / tile * TILE_CYCLES
+    whole = work + moved - hidden * min(work, moved) + waited / L2_RATE + tiles
+    return whole / MULTIPROCESSORS + LAUNCH_CYCLES

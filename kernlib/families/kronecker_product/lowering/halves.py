@@ -17,6 +17,7 @@ from kernlib.families.kronecker_product.lowering.variant import (
     TICKET_BYTES,
     Part,
     matrix_numbers,
+    of_tickets,
     parameters,
     run_numbers,
     summand_numbers,
@@ -29,16 +30,21 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Step
 
-DTYPES_TAKEN = ("float16", "bfloat16")
+# Half-precision numbers that one of a dtype is in shared memory.
+WORDS = {"float16": 1, "bfloat16": 1, "float32": 2}
 CHUNK = 8  # numbers of 16 bytes, which tensor cores and copies take
 LINE = 64  # numbers: what a tile's size is a multiple of
-IN_PLACE_MOST = 128  # columns of a matrix that one warp keeps sums of
-TILE_ELEMENTS = 16384  # of a tile, if a column is not longer
+IN_PLACE_MOST = {1: 128, 2: 64}  # columns of a matrix that one warp keeps sums of, by words
+KINDS = {1: ("halves", "half_slabs"), 2: ("pairs", "pair_slabs")}
+MOST_GROWTH = 13  # of numbers of two words in a run, as an exponent
+TILE_BYTES = 64 * 1024  # of a tile, if a column is not longer
 WIDEST_TILE = 64  # columns
+LEAST_WIDE = 8192  # elements of a tile that is worth more than four warps
+TILES_EACH = 3  # that a multiprocessor has at least, if there are columns enough
 # Of a thread, as resident blocks are counted: for matrices of up to SMALL columns, and above.
 REGISTERS, REGISTERS_LARGE, SMALL = 80, 128, 16
+MOST_REGISTERS = 65536  # of a multiprocessor
 LEAST_AHEAD = 4  # of a tile the part that is worth being read ahead
-L2_RATE = grouping.L2_RATE
 
 
 class Halves(NamedTuple):
@@ -53,9 +59,14 @@ class Halves(NamedTuple):
     restaged: bool = False
 
     @property
+    def words(self) -> int:
+        """Half-precision numbers of an element."""
+        return WORDS[self.dtype]
+
+    @property
     def itemsize(self) -> int:
-        """Bytes of an element of what a run hands to the next."""
-        return 2
+        """Bytes of an element, in shared memory and of what a run hands to the next."""
+        return 2 * self.words
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -74,7 +85,7 @@ class Halves(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        return 1 if all(map(_in_place, self.modes)) else 2
+        return 1 if all(_stays(mode, self.words, self.warps) for mode in self.modes) else 2
 
     @property
     def matrices(self) -> int:
@@ -85,40 +96,70 @@ class Halves(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         columns = max(part.columns for part in self.parts)
-        scales = 4 * (columns + len(self.modes) + len(self.parts))
+        scales = 4 * (columns * (3 if self.words == 2 else 1) + len(self.modes) + len(self.parts))
         ticket = TICKET_BYTES * (len(self.parts) > 1)
         elements = self.tile * self.tiles + self.ahead + self.matrices
-        return 2 * elements + round_up(scales, 16) + ticket
+        return self.itemsize * elements + round_up(scales, 16) + ticket
 
     def resident(self, arch: str) -> int:
         """Blocks of a launch that a multiprocessor holds."""
-        is_large = max(mode.columns for mode in self.modes) > SMALL
-        registers = REGISTERS_LARGE if is_large else REGISTERS
+        registers = REGISTERS if _is_small(self) else REGISTERS_LARGE
+        registers = min(registers, MOST_REGISTERS // (32 * self.warps))
         found = targets.resident_blocks(arch, 32 * self.warps, registers, self.shared_bytes)
         return min(found, MOST_BLOCKS)
 
 
-def _in_place(mode: Mode) -> bool:
-    return mode.rows == mode.columns <= IN_PLACE_MOST
+def _is_small(made: Halves) -> bool:
+    return max(mode.columns for mode in made.modes) <= SMALL
+
+
+def _stays(mode: Mode, words: int, warps: int) -> bool:
+    """Whether a mode's results take the tile's place, as halves/tile.cuh has it."""
+    if mode.rows == mode.columns <= IN_PLACE_MOST[words]:
+        return True
+    if words == 1:
+        return False
+    tiles = ceil_div(mode.columns, 16)
+    groups, slices = ceil_div(tiles, min(tiles, 2)), ceil_div(mode.left * mode.right, 8)
+    own = 4 if mode.rows % 16 or ceil_div(slices, 4) * groups >= warps else 2
+    return ceil_div(slices, own) * groups <= warps
+
+
+def growth(modes: Sequence[Mode]) -> int:
+    """What numbers of two words grow by in these modes, as an exponent."""
+    return sum(max(2, (mode.rows - 1).bit_length() - 1) for mode in modes)
 
 
 def _matrix(mode: Mode) -> int:
     return mode.rows * round_up(mode.columns, 16)
 
 
-def runs(sizes: tuple[Size, ...], dtype: str, inside: bool, elements: int, arch: str):
+def runs(
+    sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, elements: int, arch: str
+):
     """The runs of factors that are applied in one pass each, first to last; None where the kernels
-    take another dtype or other sizes."""
-    if dtype not in DTYPES_TAKEN:
+    take other numbers or other sizes."""
+    if dtype not in WORDS or (dtype == "float32" and precision != "fp32"):
         return None
+    item = 2 * WORDS[dtype]
 
     def cost(run: Sequence[Size], count: int, begins: bool, ends: bool) -> float | None:
         within = inside or not begins
-        made = _one(tuple(run), dtype, within, CHUNK if within else 1)
+        made = variant(tuple(run), dtype, within, CHUNK if within else 1, arch)
         if not _are_chunks(made) or made.shared_bytes > targets.SHARED_BYTES[arch]:
             return None
-        bytes_moved = 2 if begins else 2 / L2_RATE, 2 if ends else 2 / L2_RATE
-        return grouping.cycles(run, count, bytes_moved, "half", made.resident(arch) > 1)
+        if made.words == 2 and growth(made.modes) > MOST_GROWTH:
+            return None
+        columns = most_columns(tuple(run), dtype, within, arch)
+        return grouping.cycles(
+            run,
+            count,
+            (item * begins, item * ends),
+            (item * (not begins), item * (not ends)),
+            "half" if made.words == 1 else "pairs",
+            made.resident(arch) > 1,
+            columns * grouping.widest(run),
+        )
 
     return grouping.groups(sizes, elements, cost)
 
@@ -133,7 +174,7 @@ def _are_chunks(made: Halves) -> bool:
 
 def _one(sizes: tuple[Size, ...], dtype: str, inside: bool, columns: int) -> Halves:
     """A kernel of one run."""
-    warps = 4 if columns * grouping.widest(sizes) < TILE_ELEMENTS // 2 else 8
+    warps = 4 if columns * grouping.widest(sizes) < LEAST_WIDE else 8
     return Halves(dtype, (Part(dtype, dtype, columns, inside, sizes),), warps)
 
 
@@ -144,7 +185,7 @@ def most_columns(
     bytes."""
     room = targets.SHARED_BYTES[arch] if room is None else room
     least, widest = CHUNK if inside else 1, grouping.widest(sizes)
-    columns = max(least, min(WIDEST_TILE, TILE_ELEMENTS // widest))
+    columns = max(least, min(WIDEST_TILE, TILE_BYTES // (2 * WORDS[dtype] * widest)))
     columns = 1 << (columns.bit_length() - 1)
     while columns > least and _one(sizes, dtype, inside, columns).shared_bytes > room:
         columns //= 2
@@ -152,8 +193,8 @@ def most_columns(
 
 
 def columns_of(run: Run, dtype: str, arch: str, multiprocessors: int) -> int:
-    """The columns of a launch's tiles: so few that each multiprocessor has two tiles."""
-    shared = ceil_div(run.batch * run.columns, 2 * multiprocessors)
+    """The columns of a launch's tiles: so few that each multiprocessor has several tiles."""
+    shared = ceil_div(run.batch * run.columns, TILES_EACH * multiprocessors)
     most = min(run.columns, shared, most_columns(run.sizes, dtype, run.inside, arch))
     return max(CHUNK if run.inside else 1, 1 << (most.bit_length() - 1))
 
@@ -163,13 +204,18 @@ def variant(sizes: tuple[Size, ...], dtype: str, inside: bool, columns: int, arc
     made = _one(sizes, dtype, inside, columns)
     if made.resident(arch) > 1:
         return made
-    made = made._replace(warps=16)
+    made = _alone(made)
     return made._replace(ahead=ahead_of(made, arch))
+
+
+def _alone(made: Halves) -> Halves:
+    """With warps for a block that has a multiprocessor for itself."""
+    return made._replace(warps=32 if _is_small(made) else 16)
 
 
 def ahead_of(made: Halves, arch: str) -> int:
     """The elements of shared memory for what is read ahead."""
-    free = (targets.SHARED_BYTES[arch] - made.shared_bytes) // 2 // LINE * LINE
+    free = (targets.SHARED_BYTES[arch] - made.shared_bytes) // made.itemsize // LINE * LINE
     ahead = min(free, made.tile)
     return ahead if made.tiles == 1 and ahead * LEAST_AHEAD >= made.tile else 0
 
@@ -187,6 +233,7 @@ def variant_of_slabs(
                 columns = most_columns(own, dtype, within, arch, room)
                 parts.append(Part(dtype, dtype, columns, within, own))
             made = Halves(dtype, tuple(parts), 8, restaged=restaged)
+            made = made if blocks > 1 else _alone(made)
             if made.resident(arch) >= blocks:
                 return made
     return None
@@ -194,7 +241,8 @@ def variant_of_slabs(
 
 def spec(epilogue: tuple[Epilogue, ...], made: Halves, arch: str) -> KernelSpec:
     """The KernelSpec of a variant."""
-    kind = "halves" if len(made.parts) == 1 else "half_slabs"
+    is_one = len(made.parts) == 1
+    kind = KINDS[made.words][0 if is_one else 1]
     words = [word for part in made.parts for word in part.words]
     words += [f"{made.warps}w"] + [f"{made.ahead}a"] * bool(made.ahead)
     words += ["restaged"] * made.restaged
@@ -203,7 +251,7 @@ def spec(epilogue: tuple[Epilogue, ...], made: Halves, arch: str) -> KernelSpec:
     found = KernelSpec(
         "kronecker_product",
         source,
-        f"kronecker_product_{kind}",
+        f"kronecker_product_{KINDS[1][0 if is_one else 1]}",
         32 * made.warps,
         made.shared_bytes,
         description=description,
@@ -216,6 +264,10 @@ def layout(made: Halves, factors: int, epilogue: tuple[Epilogue, ...]) -> text.P
     return parameters(len(made.parts), factors, epilogue, made.powers)
 
 
+def _is_scaled(made: Halves) -> bool:
+    return made.words == 2 or (made.dtype == "float16" and len(made.modes) > 1)
+
+
 def _source(epilogue: tuple[Epilogue, ...], made: Halves, kind: str, blocks: int) -> str:
     """The generated CUDA text: types, ``Finish``, constants, runs, one include."""
     sizes = [size for part in made.parts for size in part.sizes]
@@ -223,11 +275,14 @@ def _source(epilogue: tuple[Epilogue, ...], made: Halves, kind: str, blocks: int
     several = len(made.parts) > 1
     names = [f"Run{index}" if several else "Run" for index in range(len(made.parts))]
     listed = f"#define RUN_LIST {', '.join(names)}\n" * several
-    listed += f"constexpr bool RESTAGED = {str(made.restaged).lower()};\n" * several
+    listed += of_tickets(made.restaged) * several
     file = "halves" if not several else "slabs"
     return f"""{text.preamble(made.dtype, made.dtype, epilogue)}
-using HalfT = {DTYPES[made.dtype].cuda};
-constexpr bool SCALED = {str(made.dtype == "float16" and len(made.modes) > 1).lower()};
+using HalfT = {"half_t" if made.words == 2 else DTYPES[made.dtype].cuda};
+using DataT = {DTYPES[made.dtype].cuda};
+#define PAIRS {made.words - 1}
+constexpr int WORDS = {made.words};
+constexpr bool SCALED = {str(_is_scaled(made)).lower()};
 constexpr int WARPS = {made.warps};
 constexpr int MIN_BLOCKS = {blocks};
 constexpr int TILE = {made.tile};
@@ -272,6 +327,7 @@ def _runs(made: Halves, names: list[str]) -> str:
     static constexpr int INDEX = {index}, COLUMNS = {part.columns};
     static constexpr int IN_FEATURES = {wide}, INPUTS = {part.columns * wide};
     static constexpr int OUT_FEATURES = {out}, OUTPUTS = {part.columns * out};
+    static constexpr int GROWTH = {growth(modes)};
     static constexpr bool COLUMNS_LAST = {str(part.inside).lower()};
     static constexpr bool WRITTEN_HERE = {str(index > 0).lower()};
     static constexpr bool ENDS = {str(index == len(names) - 1).lower()};

@@ -31,8 +31,9 @@ from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
-SLAB_BYTES = 8 << 20  # of what one run hands to the next
+SLAB_BYTES = 4 << 20  # of what one run hands to the next
 RESTAGED_BYTES = 32 << 20  # the same where a block stages matrices anew with each change of runs
+DISTANCE = 2  # tickets between a tile and what it waits for, as a multiple of the blocks
 CLEAR_THREADS = 256
 EXPONENT_BYTES = 2
 CLEAR_PARAMETERS = Parameters(1, "<q")
@@ -147,7 +148,8 @@ def _cut(
         run.outer * run.inner * ceil_div(run.columns, part.columns)
         for run, part in zip(parts, made.parts, strict=True)
     )
-    return Slabs(columns, ceil_div(problem.columns, columns), tickets, ceil_div(blocks, tickets))
+    lag = ceil_div(DISTANCE * blocks, tickets)
+    return Slabs(columns, ceil_div(problem.columns, columns), tickets, lag)
 
 
 def _steps(

@@ -26,7 +26,7 @@ SUMS = {"float32": 64, "float64": 32}  # registers of a thread for results, in e
 REGISTERS = 96  # of a thread, as resident blocks are counted
 MOST_BLOCKS = 4  # of a multiprocessor, that registers are shared out for
 GRID_BATCH = 65535  # of a grid's second axis; blocks take what is beyond it in turn
-TICKET_BYTES = 16  # of shared memory, for the number of one
+TICKET_BYTES = 112  # of shared memory, for what one thread finds for all
 
 
 class Part(NamedTuple):
@@ -139,7 +139,7 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, kind: str, blocks:
     count, several = len(variant.parts), len(variant.parts) > 1
     names = [f"Run{index}" if several else "Run" for index in range(count)]
     listed = f"#define RUN_LIST {', '.join(names)}\n" * several
-    listed += f"constexpr bool RESTAGED = {str(variant.restaged).lower()};\n" * several
+    listed += of_tickets(variant.restaged) * several
     size = parameters(count, len(sizes), epilogue).size
     return f"""{text.preamble(variant.dtype, variant.parts[-1].target, epilogue)}
 {"#define DOUBLE" if variant.dtype == "float64" else ""}
@@ -162,6 +162,13 @@ constexpr int PARAMETER_BYTES = {size};
 
 {_runs(variant, names)}{listed}
 #include "kronecker_product/modes/{kind}.cuh"
+"""
+
+
+def of_tickets(restaged: bool) -> str:
+    """What tickets.cuh asks for."""
+    return f"""constexpr bool RESTAGED = {str(restaged).lower()};
+constexpr int TICKET_BYTES = {TICKET_BYTES};
 """
 
 

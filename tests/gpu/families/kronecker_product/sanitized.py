@@ -24,8 +24,8 @@ SHAPES = (
 
 
 # Of each kind of numbers: shapes of several runs.
-LONG = ((8, 8), (4, 6), (8, 7), (8, 8))
-LONG_HALVES = ((8, 8), (16, 8), (8, 8))
+ODD, CHUNKS = ((8, 8), (4, 6), (8, 7), (8, 8)), ((8, 8), (16, 8), (8, 8))
+LONG = {"fp32": (ODD, CHUNKS), "fp64": (ODD,), "fp16": (CHUNKS,), "bf16": (CHUNKS,)}
 LONG_ROWS = 90
 
 
@@ -64,7 +64,8 @@ def main(side: str, numbers: str) -> None:
             call(shapes, numbers, side, rows, batch)
     cut_into_slabs()
     for batch in ((), (2,)):
-        call(LONG_HALVES if TYPES[numbers].itemsize == 2 else LONG, numbers, side, LONG_ROWS, batch)
+        for shapes in LONG[numbers]:
+            call(shapes, numbers, side, LONG_ROWS, batch)
     torch.cuda.synchronize()
     print("done", *sorted(kinds))
 

@@ -36,9 +36,12 @@ def check(descriptor, tensors, gate: float, grad=None) -> list[torch.Tensor]:
     turned = [f.mT if flag else f for f, flag in zip(wide[1:], descriptor.transposed, strict=True)]
     whole = exact(wide[0], turned, descriptor.side)
     theirs = torch.autograd.grad(whole, [t for t in wide if t.requires_grad], grad.double())
-    for one, other in zip(found, theirs, strict=True):
+    as_a_rule = (grad.double().norm() * whole.norm() / whole.numel() ** 0.5).item()
+    for t, one, other in zip(wanted, found, theirs, strict=True):
         assert one.shape == other.shape
-        assert (one.double() - other).norm() <= gate * other.norm()
+        # Of one number, which all terms may cancel in, beside what these add up to as a rule.
+        least = as_a_rule / t.double().norm() if t.numel() == 1 else 0.0
+        assert (one.double() - other).norm() <= gate * max(other.norm(), least)
     return found
 
 

@@ -5,6 +5,13 @@ import pytest
 from tests.gpu import sanitizer
 from tests.gpu.families.kronecker_product.cases import SIDES, TYPES
 
+KINDS = {
+    "fp32": ("slabs", "pairs", "pair_slabs"),
+    "fp64": ("slabs",),
+    "fp16": ("halves", "half_slabs"),
+    "bf16": ("halves", "half_slabs"),
+}
+
 
 @sanitizer.needed
 @pytest.mark.parametrize("numbers", TYPES)
@@ -12,6 +19,5 @@ from tests.gpu.families.kronecker_product.cases import SIDES, TYPES
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_no_bad_access_and_no_race(tool, side, numbers):
     module = "tests.gpu.families.kronecker_product.sanitized"
-    kinds = {"modes", "clear", "gradients", "sum"}
-    kinds |= {"halves", "half_slabs"} if TYPES[numbers].itemsize == 2 else {"slabs"}
+    kinds = {"modes", "clear", "gradients", "sum", *KINDS[numbers]}
     assert sanitizer.launched(tool, module, f"{side}-{numbers}") >= kinds

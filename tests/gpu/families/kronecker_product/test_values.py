@@ -37,7 +37,7 @@ def test_products(shapes, numbers, side, seed):
     for x, *factors in made:
         out = torch.full_like(kl.run_kernel(descriptor, x, *factors), math.nan)
         kl.run_kernel(descriptor, x, *factors, out=out)
-        check(out, exact(x, factors, side), GATES[dtype], descriptor.axis)
+        check(out, exact(x, factors, side), GATES[dtype], descriptor.axis, x)
 
 
 @every_side

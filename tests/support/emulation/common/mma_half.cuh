@@ -9,6 +9,15 @@ inline void multiply_short_fragments(float (&d)[4], u32 a0, u32 a1, u32 b) {
     multiply_halves<T>(d, a, &b, 8);
 }
 
+inline void first_products(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    for (float& value : d) value = 0;
+    multiply_fragments<half_t>(d, a, b);
+}
+inline void first_short_products(float (&d)[4], u32 a0, u32 a1, u32 b) {
+    for (float& value : d) value = 0;
+    multiply_short_fragments<half_t>(d, a0, a1, b);
+}
+
 inline u32 transpose_matrix(u32 x) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     words_of_lanes[warp][lane][0] = x;
