@@ -16,7 +16,7 @@ __device__ __forceinline__ void read_matrix(u32 (&a)[WORDS][4], u32 matrix, int 
     if constexpr (M::STACKED) {
         // High words above low ones, and beside the high words themselves.
         int index = lane % 8 * M::P, low = lane / 8 == 1 ? REST : 0;
-        load_matrices<false>(a[0], matrix + 2 * (place(index) + low));
+        load_matrices<false>(a[0], matrix + 2 * (place(index) ^ low));
         a[0][3] = 0;
         return;
     }
@@ -28,7 +28,7 @@ __device__ __forceinline__ void read_matrix(u32 (&a)[WORDS][4], u32 matrix, int 
                               : place(own + rest);
 #pragma unroll
     for (int word = 0; word < WORDS; ++word)
-        load_matrices<false>(a[word], matrix + 2 * (from + word * REST));
+        load_matrices<false>(a[word], matrix + 2 * (from ^ word * REST));
 }
 
 template <class M>
@@ -79,7 +79,7 @@ __device__ __forceinline__ void read_step(u32 (&b)[M::OWN_SLICES / 2][WORDS][4],
         int from = place_of<M, M::P>(first, 2 * j, slice, step * 16 * STRIDE, behind * STRIDE);
 #pragma unroll
         for (int word = 0; word < WORDS; ++word)
-            load_matrices<M::ACROSS>(b[j][word], tile + 2 * (from + word * REST));
+            load_matrices<M::ACROSS>(b[j][word], tile + 2 * (from ^ word * REST));
     }
 }
 
@@ -136,7 +136,7 @@ struct Tail {
         for (int j = 0; j < M::OWN_SLICES / AT_ONCE; ++j) {
             int from = place_of<M, M::P>(first, j * AT_ONCE, slice, M::STEPS * 16 * STRIDE,
                                          behind * STRIDE);
-            load_matrices<M::ACROSS>(b[j], tile + 2 * (from + low));
+            load_matrices<M::ACROSS>(b[j], tile + 2 * (from ^ low));
         }
     }
     __device__ __forceinline__ void multiply(float (&sums)[M::OWN_SLICES][4],

@@ -71,8 +71,9 @@ __device__ __forceinline__ float finished(const RunFixed& run, const Finish& fin
     return value;
 }
 
-// Two neighbouring columns' results of a slice, or two neighbouring slices' of a column.
-template <class M>
+// Two neighbouring columns' results of a slice, or two neighbouring slices' of a column; of two
+// words the first, or the REST.
+template <class M, int WORD = 0>
 __device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int lane, int first, int own,
                                          int q) {
     int row = lane / 4, pair = lane % 4 * 2, to;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void put_pair(HalfT* tile, u32 packed, int lane, int 
         if (!M::LINEAR && (first + own) * 8 + row >= M::SLICES) return;
         to = place_of<M, M::Q>(first, own, row, q, pair);
     }
-    *reinterpret_cast<u32*>(tile + to) = packed;
+    *reinterpret_cast<u32*>(tile + (to ^ WORD)) = packed;
 }
 
 // Two neighbouring slices' results, which are as they go to device memory.
@@ -114,7 +115,7 @@ __device__ __forceinline__ void put_numbers(HalfT* tile, float one, float other,
     } else {
         const Pair pair(one, other);
         put_pair<M>(tile, pair.high, lane, first, own, q);
-        put_pair<M>(tile + REST, pair.low, lane, first, own, q);
+        put_pair<M, REST>(tile, pair.low, lane, first, own, q);
     }
 }
 

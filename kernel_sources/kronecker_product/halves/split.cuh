@@ -36,22 +36,22 @@ __device__ __forceinline__ void clear_columns(Scales& scales) {
     for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) scales.columns[i] = 0;
 }
 
-// Eight numbers of a chunk, as they were copied.
+// Eight numbers of the chunk at a place, as they were copied.
 struct Raw {
     float value[CHUNK];
-    __device__ __forceinline__ explicit Raw(const HalfT* chunk) {
+    __device__ __forceinline__ Raw(const HalfT* tile, int at) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             auto four =
-                load_vector<float, 4>(reinterpret_cast<const float*>(chunk + half * REST));
+                load_vector<float, 4>(reinterpret_cast<const float*>(tile + (at ^ half * REST)));
 #pragma unroll
             for (int i = 0; i < 4; ++i) value[4 * half + i] = four.element[i];
         }
     }
 };
 
-__device__ __forceinline__ void split_chunk(HalfT* chunk, const Raw& raw,
-                                            const float (&power)[CHUNK]) {
+__device__ __forceinline__ void split_chunk(HalfT* tile, int at, const float (&power)[CHUNK]) {
+    const Raw raw(tile, at);
     Vector<u32, 4> high, low;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -59,8 +59,8 @@ __device__ __forceinline__ void split_chunk(HalfT* chunk, const Raw& raw,
         high.element[i] = pair.high;
         low.element[i] = pair.low;
     }
-    store_vector(reinterpret_cast<u32*>(chunk), high);
-    store_vector(reinterpret_cast<u32*>(chunk + REST), low);
+    store_vector(reinterpret_cast<u32*>(tile + at), high);
+    store_vector(reinterpret_cast<u32*>(tile + (at ^ REST)), low);
 }
 
 // Of a matrix in shared memory the largest sum of a chunk's magnitudes, infinite ones apart.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
     float most = 0;
 #pragma unroll 1
     for (int index = threadIdx.x * CHUNK; index < M::MATRIX; index += THREADS * CHUNK) {
-        Raw raw(matrix + place(index));
+        Raw raw(matrix, place(index));
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
@@ -97,10 +97,8 @@ __device__ __forceinline__ void split_matrix(const Scales& scales, HalfT* matrix
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) power[i] = one;
 #pragma unroll 1
-    for (int index = threadIdx.x * CHUNK; index < M::MATRIX; index += THREADS * CHUNK) {
-        HalfT* chunk = matrix + place(index);
-        split_chunk(chunk, Raw(chunk), power);
-    }
+    for (int index = threadIdx.x * CHUNK; index < M::MATRIX; index += THREADS * CHUNK)
+        split_chunk(matrix, place(index), power);
 }
 
 // Calls `take` with the index and place of each of a thread's chunks among COUNT numbers.
@@ -129,7 +127,7 @@ __device__ __forceinline__ void find_largest(Scales& scales, const HalfT* tile) 
         static_assert(STEP % R::COLUMNS == 0, "a thread keeps its columns");
         float most[CHUNK] = {};
         each_chunk<R::INPUTS>([&](int, int from) {
-            Raw raw(tile + from);
+            Raw raw(tile, from);
 #pragma unroll
             for (int i = 0; i < CHUNK; ++i) most[i] = fmaxf(most[i], fabsf(raw.value[i]));
         });
@@ -148,7 +146,7 @@ __device__ __forceinline__ void find_largest(Scales& scales, const HalfT* tile) 
         constexpr bool IS_ONE = R::IN_FEATURES % (32 * CHUNK) == 0;
         float most = 0;
         each_chunk<R::INPUTS>([&](int index, int from) {
-            Raw raw(tile + from);
+            Raw raw(tile, from);
             float found = IS_SAME ? most : 0.0f;
 #pragma unroll
             for (int i = 0; i < CHUNK; ++i) found = fmaxf(found, fabsf(raw.value[i]));
@@ -186,14 +184,13 @@ __device__ __forceinline__ void scale_tile(Scales& scales, HalfT* tile) {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i)
         power[i] = power_of_two(shift_of_column<R>(scales, (own + i) % R::COLUMNS));
-    each_chunk<R::INPUTS>([&](int index, int to) {
-        HalfT* chunk = tile + to;
+    each_chunk<R::INPUTS>([&](int index, int at) {
         if (!IS_KEPT) {
             float one = power_of_two(shift_of_column<R>(scales, index / R::IN_FEATURES));
 #pragma unroll
             for (int i = 0; i < CHUNK; ++i) power[i] = one;
         }
-        split_chunk(chunk, Raw(chunk), power);
+        split_chunk(tile, at, power);
     });
 }
 

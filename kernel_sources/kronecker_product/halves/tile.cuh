@@ -1,10 +1,12 @@
 // A tile of half-precision numbers in shared memory, where they lie, and its modes. Numbers of fp32
-// are WORDS 2: the nearest half-precision one, and behind each line of these the line of what is
-// left, in half precision too.
+// are WORDS 2: the nearest half-precision one, and what is left, in half precision too. Of eight
+// neighbours, a chunk, the former lie side by side, and then the latter.
 //
 // A tile is an array (L, P, R) to each mode, in order and without gaps. All that is read or written
 // at once are eight chunks of 8 numbers at any power of two from each other, so that all bits of a
-// chunk's line, three at a time, are folded into its place in the line.
+// chunk's line, three at a time, are folded into its place in the line. With two words that is the
+// one bit of its own place that tells them apart from each other too; what is copied from device
+// memory lies in order within a line, as copies of other orders take a cycle for each 16 bytes.
 #pragma once
 
 #include "common/mma_half.cuh"
@@ -12,21 +14,20 @@
 
 constexpr int CHUNK = 8;         // numbers of 16 bytes
 constexpr int LINE = 8 * CHUNK;  // of all banks
-constexpr int REST = LINE;       // from a number to what is left of it
+constexpr int REST = CHUNK;      // the bit that tells a number's place from that of what is left
 constexpr int IN_PLACE_MOST = WORDS == 1 ? 128 : 64;  // columns that one warp keeps sums of
 
-__device__ constexpr int place(int index) {
+__device__ constexpr int folded(int index) {
     int line = index / LINE;
-    int folded = line ^ line >> 6;
-    folded ^= folded >> 3;
-    return (line * LINE * WORDS + index % LINE) ^ ((folded & 7) << 3);
+    line ^= line >> 6;
+    line ^= line >> 3;
+    return index ^ ((line & 7) << 3);
 }
-
-// Numbers of fp32 are copied to the 32 bytes of their chunk, four to each of its lines.
-__device__ constexpr int raw_place(int index) {
-    return WORDS == 1 ? place(index)
-                      : place(index / CHUNK * CHUNK) + index / 4 % 2 * REST + index % 4 * 2;
+__device__ constexpr int place(int index) {
+    return folded(WORDS == 1 ? index : index / CHUNK * (2 * CHUNK) + index % CHUNK);
 }
+// Of a number of fp32 as it is copied.
+__device__ constexpr int raw_place(int index) { return folded(index * WORDS); }
 
 // Two numbers, the first in the lower half: the nearest, and what is left.
 struct Pair {
