@@ -23,16 +23,40 @@ __device__ __forceinline__ void multiply_short_fragments<bfloat16_t>(float (&d)[
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b));
 }
 
-// D (16 x 8) = A (16 x K) B (K x 8) of half_t, K 16 or 8: a sum of zero takes no registers.
-__device__ __forceinline__ void first_products(float (&d)[4], const u32 (&a)[4],
-                                               const u32 (&b)[2]) {
+// D (16 x 8) = A (16 x K) B (K x 8), K 16 or 8: a sum of zero takes no registers.
+template <class T>
+__device__ __forceinline__ void first_products(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]);
+template <class T>
+__device__ __forceinline__ void first_short_products(float (&d)[4], u32 a0, u32 a1, u32 b);
+
+template <>
+__device__ __forceinline__ void first_products<half_t>(float (&d)[4], const u32 (&a)[4],
+                                                       const u32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
 }
-__device__ __forceinline__ void first_short_products(float (&d)[4], u32 a0, u32 a1, u32 b) {
+template <>
+__device__ __forceinline__ void first_short_products<half_t>(float (&d)[4], u32 a0, u32 a1, u32 b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
+}
+
+template <>
+__device__ __forceinline__ void first_products<bfloat16_t>(float (&d)[4], const u32 (&a)[4],
+                                                           const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+template <>
+__device__ __forceinline__ void first_short_products<bfloat16_t>(float (&d)[4], u32 a0, u32 a1,
+                                                                 u32 b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));

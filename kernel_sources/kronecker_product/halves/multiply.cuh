@@ -23,8 +23,8 @@ __device__ __forceinline__ void read_matrix(u32 (&a)[WORDS][4], u32 matrix, int 
     bool is_tail = step == M::STEPS;
     int own = lane % 16 * M::P + (is_tail ? 0 : lane / 16 * 8);
     int rest = (first + i) * 16 * M::P + step * 16;
-    int from = is_power(M::P) ? place(own) ^ place(first * 16 * M::P) ^
-                                    place(i * 16 * M::P + step * 16)
+    int from = is_power(M::P) ? place(own) ^ place(first * 16 * M::P) ^ place(i * 16 * M::P) ^
+                                    place(step * 16)
                               : place(own + rest);
 #pragma unroll
     for (int word = 0; word < WORDS; ++word)
@@ -57,10 +57,11 @@ template <int COUNT>
 __device__ __forceinline__ void add_products(float (&sum)[4], const u32 (&a)[COUNT][4],
                                              const u32 (&b)[COUNT][2], bool is_first) {
     if constexpr (COUNT == 1) {
-        multiply_fragments<HalfT>(sum, a[0], b[0]);
+        if (is_first) first_products<HalfT>(sum, a[0], b[0]);
+        else multiply_fragments<HalfT>(sum, a[0], b[0]);
     } else {
         float step[4];
-        first_products(step, a[1], b[0]);
+        first_products<HalfT>(step, a[1], b[0]);
         multiply_fragments<HalfT>(step, a[0], b[1]);
         multiply_fragments<HalfT>(step, a[0], b[0]);
         add_rounded(sum, step, is_first);
@@ -104,16 +105,17 @@ template <bool IS_STACKED, int COUNT>
 __device__ __forceinline__ void add_tail(float (&sum)[4], const u32 (&a)[COUNT][4],
                                          const u32 (&b)[COUNT], bool is_first) {
     if constexpr (COUNT == 1) {
-        multiply_short_fragments<HalfT>(sum, a[0][0], a[0][1], b[0]);
+        if (is_first) first_short_products<HalfT>(sum, a[0][0], a[0][1], b[0]);
+        else multiply_short_fragments<HalfT>(sum, a[0][0], a[0][1], b[0]);
     } else if constexpr (IS_STACKED) {
         float step[4];
-        first_products(step, a[0], b);
+        first_products<HalfT>(step, a[0], b);
         sum[0] = step[2] + step[0];
         sum[1] = step[3] + step[1];
     } else {
         float step[4];
         const u32 twice[4] = {a[0][0], a[0][1], a[0][0], a[0][1]};
-        first_short_products(step, a[1][0], a[1][1], b[0]);
+        first_short_products<HalfT>(step, a[1][0], a[1][1], b[0]);
         multiply_fragments<HalfT>(step, twice, b);
         add_rounded(sum, step, is_first);
     }

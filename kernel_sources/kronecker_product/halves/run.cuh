@@ -234,13 +234,14 @@ __device__ __forceinline__ void store_whole(const HalfT* tile, DataT* out, i64 s
 #pragma unroll 1
     for (int first = 0; first < Steps::STEPS; first += Steps::AT_ONCE) {
         const int from = own ^ raw_place(first * STEP);
-        DataT* to = out + OwnWalk::of_step(first, stride);
+        DataT* to = out + OwnWalk::template of_step<Steps::STEPS>(first, stride);
 #pragma unroll
         for (int next = 0; next < Steps::AT_ONCE; ++next) {
             if (!Steps::WHOLE && walk.own + (first + next) * STEP >= R::OUTPUTS) continue;
             auto* values = reinterpret_cast<const int4*>(tile + (from ^ raw_place(next * STEP)));
             // By name: what is known of the pointer lets the compiler write elements one by one.
-            __stcg(reinterpret_cast<int4*>(to + OwnWalk::of_step(next, stride)), *values);
+            DataT* at = to + OwnWalk::template of_step<Steps::STEPS>(next, stride);
+            __stcg(reinterpret_cast<int4*>(at), *values);
         }
     }
 }

@@ -11,6 +11,7 @@
 //   MODES, RUNS                  in all; COLUMNS_SCALED, of the widest tile
 #pragma once
 
+#include "kronecker_product/halves/powers.cuh"
 #include "kronecker_product/halves/tile.cuh"
 
 // In shared memory.
@@ -20,17 +21,9 @@ struct Scales {
     float restored[RUNS];         // 2^(e_1 + ..) of a run
 };
 
-__device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
-__device__ __forceinline__ float power_of_two(int exponent) {
-    return __uint_as_float(u32(min(exponent, 127) + 127) << 23);
-}
 // Of a power of two.
 __device__ __forceinline__ float inverse(u32 bits) {
     return __uint_as_float((254u << 23) - bits);
-}
-
-__device__ __forceinline__ void clear_columns(Scales& scales) {
-    for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) scales.columns[i] = 0;
 }
 
 // Of a matrix in shared memory, into its norm; what is not finite is not counted.
@@ -63,12 +56,7 @@ __device__ __forceinline__ void find_powers(Scales& scales, int run, int first, 
 }
 
 // The larger of the magnitudes in both halves.
-__device__ __forceinline__ u32 larger(u32 x, u32 y) {
-    x &= 0x7fff7fffu;
-    y &= 0x7fff7fffu;
-    u32 low = max(x & 0xffffu, y & 0xffffu), high = max(x >> 16, y >> 16);
-    return high << 16 | low;
-}
+__device__ __forceinline__ u32 larger(u32 most, u32 x) { return __vmaxu2(most, x & 0x7fff7fffu); }
 
 // The largest magnitudes of the tile's columns.
 template <class R>

@@ -10,6 +10,7 @@
 // scale.cuh.
 #pragma once
 
+#include "kronecker_product/halves/powers.cuh"
 #include "kronecker_product/halves/tile.cuh"
 
 // In shared memory.
@@ -22,18 +23,10 @@ struct Scales {
 
 constexpr u32 LARGEST = 0x7f7fffffu;  // bits of the largest number
 
-__device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
-__device__ __forceinline__ float power_of_two(int exponent) {
-    return __uint_as_float(u32(max(-126, min(exponent, 127)) + 127) << 23);
-}
 // Two that make a power which need not be a number itself.
 __device__ __forceinline__ Vector<float, 2> powers_of_two(int exponent) {
     int half = exponent / 2;
     return {power_of_two(half), power_of_two(exponent - half)};
-}
-
-__device__ __forceinline__ void clear_columns(Scales& scales) {
-    for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS) scales.columns[i] = 0;
 }
 
 // Eight numbers of the chunk at a place, as they were copied.

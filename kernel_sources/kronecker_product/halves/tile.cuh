@@ -106,7 +106,7 @@ __device__ __forceinline__ int place_of(int first, int own, int lane_slice, int 
     if constexpr (M::LINEAR) {
         int lane = place(first_of<M, WIDTH>(lane_slice) + lane_offset);
         return place(first_of<M, WIDTH>(first * 8)) ^ lane ^
-               place(first_of<M, WIDTH>(own * 8) + offset);
+               place(first_of<M, WIDTH>(own * 8)) ^ place(offset);
     } else {
         int slice = (first + own) * 8 + lane_slice;
         slice = slice < M::SLICES ? slice : 0;  // what is read there goes nowhere

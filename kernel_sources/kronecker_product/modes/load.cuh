@@ -81,7 +81,10 @@ struct Walk {
     __device__ __forceinline__ i64 of_thread(i64 stride) const {
         return own % LAST + own / LAST * stride;
     }
+    // Of as many as STEPS, which may all be along the same row.
+    template <int STEPS>
     __device__ __forceinline__ static i64 of_step(int step, i64 stride) {
+        if (ALONG >= STEPS) return step * STEP;
         return step % ALONG * STEP + step / ALONG * (ACROSS * stride);
     }
 };
@@ -109,13 +112,13 @@ __device__ __forceinline__ void copy_tile(TileT* tile, const typename R::SourceT
 #pragma unroll 1
     for (int first = begin / STEP & -Steps::AT_ONCE; first * STEP < end; first += Steps::AT_ONCE) {
         const int to = own ^ raw_place(first * STEP);
-        const SourceT* from = x + OwnWalk::of_step(first, stride);
+        const SourceT* from = x + OwnWalk::template of_step<Steps::STEPS>(first, stride);
 #pragma unroll
         for (int next = 0; next < Steps::AT_ONCE; ++next) {
             int index = walk.own + (first + next) * STEP;
             if ((PART || !Steps::WHOLE) && (index < begin || index >= end)) continue;
             copy_async<16>(tile + (to ^ raw_place(next * STEP)),
-                           from + OwnWalk::of_step(next, stride), 16);
+                           from + OwnWalk::template of_step<Steps::STEPS>(next, stride), 16);
         }
     }
 }

@@ -94,6 +94,26 @@ __device__ __forceinline__ void read_summands(Given<COUNT> (&given)[M::WARP_COLU
     }
 }
 
+// Elements from a tile's first result to the first one of a slice. Of slices that are bits side by
+// side it is the sum of what it is for each.
+template <class R, class M>
+__device__ __forceinline__ i64 offset_of(const Side& out, int slice) {
+    const Slice<R, M> of(slice);
+    return of.column * out.column_stride + of.feature(0) * out.feature_stride;
+}
+
+template <class R, class M>
+__device__ __forceinline__ i64 offset_of(const Side& out, const Warp<M>& warp, int begin, int i,
+                                         int half) {
+    if constexpr (M::LINEAR) {
+        constexpr int STEP = WARPS / M::GROUPS * 16;
+        return offset_of<R, M>(out, warp.row_tile(begin) * 16) +
+               offset_of<R, M>(out, warp.lane_row) + offset_of<R, M>(out, i * STEP + half * 8);
+    } else {
+        return offset_of<R, M>(out, warp.slice(begin + i, half));
+    }
+}
+
 // The sums of the last mode, finished, to device memory.
 template <class R, class M>
 __device__ __forceinline__ void store(const Parameters& p, typename R::TargetT* out, const Tile& at,
@@ -101,6 +121,8 @@ __device__ __forceinline__ void store(const Parameters& p, typename R::TargetT* 
                                       const Warp<M>& warp, int begin) {
     constexpr bool FINISHED = EPILOGUE && R::ENDS;
     const RunFixed& run = p.runs[R::INDEX];
+    const i64 step = Slice<R, M>::BEHIND * run.out.feature_stride;
+    const int lane = warp.column(0);
 #pragma unroll
     for (int i = 0; i < M::ROWS; ++i) {
         Given<R::ENDS ? SUMMANDS : 0> given[M::WARP_COLUMNS][4];
@@ -115,10 +137,8 @@ __device__ __forceinline__ void store(const Parameters& p, typename R::TargetT* 
             if (FINISHED)
                 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
                         (at.column + of.column) / run.feature_divisor * run.feature_column;
-            const i64 step = of.BEHIND * run.out.feature_stride;
-            int lane = warp.column(0), begun = of.feature(0);
-            typename R::TargetT* to = out + of.column * run.out.column_stride +
-                                      begun * run.out.feature_stride + lane * step;
+            typename R::TargetT* to =
+                out + offset_of<R, M>(run.out, warp, begin, i, half) + lane * step;
 #pragma unroll
             for (int j = 0; j < M::WARP_COLUMNS; ++j) {
 #pragma unroll
@@ -127,7 +147,7 @@ __device__ __forceinline__ void store(const Parameters& p, typename R::TargetT* 
                     if (!M::LINEAR && lane + own >= M::Q) continue;
                     AccT value = sums.value[i][j][2 * half + next];
                     if constexpr (FINISHED) {
-                        i64 feature = begun + i64(lane + own) * of.BEHIND;
+                        i64 feature = of.feature(0) + i64(lane + own) * of.BEHIND;
                         value = given[j][2 * half + next].finished(
                             finish, value, first + feature * run.feature_own);
                     }

@@ -105,6 +105,9 @@ inline unsigned atomicAdd(unsigned* counter, unsigned value) {
     return before;
 }
 
+inline unsigned __vmaxu2(unsigned x, unsigned y) {
+    return max(x >> 16, y >> 16) << 16 | max(x & 0xffffu, y & 0xffffu);
+}
 inline unsigned atomicMax(unsigned* most, unsigned value) {
     unsigned before = *most;
     *most = max(before, value);

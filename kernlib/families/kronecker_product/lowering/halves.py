@@ -145,8 +145,10 @@ def runs(
 
     def cost(run: Sequence[Size], count: int, begins: bool, ends: bool) -> float | None:
         within = inside or not begins
+        if not _are_chunks(grouping.modes(run, CHUNK if within else 1, within)):
+            return None
         made = variant(tuple(run), dtype, within, CHUNK if within else 1, arch)
-        if not _are_chunks(made) or made.shared_bytes > targets.SHARED_BYTES[arch]:
+        if made.shared_bytes > targets.SHARED_BYTES[arch]:
             return None
         if made.words == 2 and growth(made.modes) > MOST_GROWTH:
             return None
@@ -164,11 +166,11 @@ def runs(
     return grouping.groups(sizes, elements, cost)
 
 
-def _are_chunks(made: Halves) -> bool:
+def _are_chunks(modes: Sequence[Mode]) -> bool:
     """Whether all that is read and written at once are eight neighbours."""
     return not any(
         mode.rows % CHUNK or mode.columns % CHUNK or (mode.right > 1 and mode.right % CHUNK)
-        for mode in made.modes
+        for mode in modes
     )
 
 

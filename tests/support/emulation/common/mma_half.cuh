@@ -9,13 +9,15 @@ inline void multiply_short_fragments(float (&d)[4], u32 a0, u32 a1, u32 b) {
     multiply_halves<T>(d, a, &b, 8);
 }
 
+template <class T>
 inline void first_products(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     for (float& value : d) value = 0;
-    multiply_fragments<half_t>(d, a, b);
+    multiply_fragments<T>(d, a, b);
 }
+template <class T>
 inline void first_short_products(float (&d)[4], u32 a0, u32 a1, u32 b) {
     for (float& value : d) value = 0;
-    multiply_short_fragments<half_t>(d, a0, a1, b);
+    multiply_short_fragments<T>(d, a0, a1, b);
 }
 
 inline u32 transpose_matrix(u32 x) {
