@@ -8,10 +8,10 @@
 // element a mode reads 2 bytes of shared memory and writes 2, at 33 TB/s.
 //
 // Numbers of fp32 are pairs of half-precision ones (split.cuh), of twice the bytes and three times
-// the operations. Reached with 1024 rows: 8^5 in .195 ms (floors .062, .044), 128^2 in .153 (.031,
-// .046); of float16 8^5 in .100 (.031, .015), 128^2 in .085 (.016, .015). A multiprocessor that
-// holds one block copies, splits and multiplies one behind the other, and has 16 warps at 128
-// registers: 2.2 instructions a cycle.
+// the operations. Reached with 1024 rows, in ms: 8^5 .171 (floors .062 and .044), 32^3 .152 (.062,
+// .029), 128^2 .139 (.031, .046); of float16 8^5 .096 (.031, .015), 32^3 .066 (.031, .012), 128^2
+// .076 (.016, .015). A block that has a multiprocessor for itself copies, splits, multiplies and
+// stores one behind the other, at 2.2 instructions a cycle.
 #pragma once
 
 #include "kronecker_product/halves/run.cuh"

@@ -17,7 +17,11 @@ KINDS = {
 @pytest.mark.parametrize("numbers", TYPES)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_no_bad_access_and_no_race(tool, side, numbers):
+def test_no_bad_access_and_no_race(tool, side, numbers, monkeypatch, tmp_path_factory):
+    """All of them keep kernels in one place, beside those of the workers: most of the time goes
+    into compiling some seventy for each."""
+    folder = tmp_path_factory.getbasetemp().parent / "sanitized"
+    monkeypatch.setenv("KERNLIB_CACHE_DIR", str(folder))
     module = "tests.gpu.families.kronecker_product.sanitized"
     kinds = {"modes", "clear", "gradients", "sum", *KINDS[numbers]}
     assert sanitizer.launched(tool, module, f"{side}-{numbers}") >= kinds
