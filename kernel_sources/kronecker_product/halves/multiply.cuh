@@ -14,10 +14,10 @@ template <class M>
 __device__ __forceinline__ void read_matrix(u32 (&a)[WORDS][4], u32 matrix, int lane, int first,
                                             int i, int step) {
     if constexpr (M::STACKED) {
-        // High words above low ones, and beside the high words themselves.
-        int index = lane % 8 * M::P, low = lane / 8 == 1 ? REST : 0;
+        // High words above low ones, and beside both the high words and the zeros below these, read
+        // too: beside a zero that the compiler knew, it would copy the others for each product.
+        int index = (lane % 8 + lane / 24 * 8) * M::P, low = lane / 8 == 1 ? REST : 0;
         load_matrices<false>(a[0], matrix + 2 * (place(index) ^ low));
-        a[0][3] = 0;
         return;
     }
     bool is_tail = step == M::STEPS;

@@ -1,7 +1,8 @@
 // Powers of two that keep what lies between two modes within half precision. With m the largest
 // number of a column and n_i the largest sum of a matrix column's magnitudes, numbers behind mode i
 // are at most m * n_1 .. n_i. The first mode multiplies by 2^s so that m 2^s is less than 2^15 and
-// 2^14 at least, mode i divides by 2^e_i >= n_i, and the last of all undoes them: in fp32, exactly.
+// 2^14 at least, matrix i is divided by 2^e_i >= n_i, and the last of all, which is not, undoes
+// them: in fp32, exactly. Of a matrix what is below 2^-14 n_i may lose bits, to 2^-25 n_i.
 // A run that hands on to another leaves that to it, with the power of each of its columns; the
 // other brings its tile to one power a column first. Of bfloat16, whose range is that of fp32,
 // nothing is scaled.
@@ -17,7 +18,7 @@
 // In shared memory.
 struct Scales {
     u32 columns[COLUMNS_SCALED];  // bits of the largest magnitude, then of 2^s as float
-    u32 norms[MODES];             // bits of n_i, then of 2^-e_i
+    u32 norms[MODES];             // bits of n_i
     float restored[RUNS];         // 2^(e_1 + ..) of a run
 };
 
@@ -42,17 +43,23 @@ __device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
     }
 }
 
-// Of modes `first` up to `last`, by one thread, once all norms are there.
-__device__ __forceinline__ void find_powers(Scales& scales, int run, int first, int last) {
-    float restored = 1;
+// e_i of a mode, but 0 of the last of all.
+template <class R, class M>
+__device__ __forceinline__ int shift_of_matrix(const Scales& scales) {
+    float norm = __uint_as_float(scales.norms[M::NUMBER]);
+    return norm > 0 && !(M::LAST && R::ENDS) ? exponent_of(norm) + 1 : 0;
+}
+
+template <class R, class M>
+__device__ __forceinline__ void scale_matrix(const Scales& scales, HalfT* matrix) {
+    int shift = shift_of_matrix<R, M>(scales);
+    if (shift == 0) return;
+    float power = power_of_two(-shift);
 #pragma unroll 1
-    for (int i = first; i < last; ++i) {
-        float norm = __uint_as_float(scales.norms[i]);
-        int exponent = norm > 0 ? exponent_of(norm) + 1 : 0;
-        scales.norms[i] = __float_as_uint(power_of_two(-exponent));
-        restored *= power_of_two(exponent);
+    for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
+        HalfT& entry = matrix[place(index)];
+        entry = convert<HalfT>(convert<float>(entry) * power);
     }
-    scales.restored[run] = restored;
 }
 
 // The larger of the magnitudes in both halves.
@@ -107,14 +114,15 @@ __device__ __forceinline__ void scale_tile(Scales& scales, const HalfT*) {
 
 // Of a run's matrices in shared memory.
 template <class R, class... M>
-__device__ __forceinline__ void scale_matrices(const HalfT* matrices, Scales& scales) {
+__device__ __forceinline__ void scale_matrices(HalfT* matrices, Scales& scales) {
     if (threadIdx.x == 0) ((scales.norms[M::NUMBER] = 0), ...);
     __syncthreads();
     (find_norm<M>(scales, matrices + M::AT), ...);
     __syncthreads();
-    // The last of all modes restores what the others did.
-    constexpr int NUMBERS[] = {M::NUMBER...}, COUNT = sizeof...(M);
-    if (threadIdx.x == 0) find_powers(scales, R::INDEX, NUMBERS[0], NUMBERS[0] + COUNT - R::ENDS);
+    (scale_matrix<R, M>(scales, matrices + M::AT), ...);
+    // The last of all modes restores what was done to the others.
+    if (threadIdx.x == 0)
+        scales.restored[R::INDEX] = (power_of_two(shift_of_matrix<R, M>(scales)) * ...);
 }
 
 // What a sum is multiplied by before it is rounded, by the column of the tile where SHIFTED.
@@ -129,9 +137,8 @@ struct Scaling {
     float own;
 
     __device__ __forceinline__ explicit Scaling(const Scales& all) : scales(all), own(1) {
-        if (!SCALED) return;
-        own = ENDS ? all.restored[R::INDEX] : __uint_as_float(all.norms[M::NUMBER]);
-        if (IS_ONE && SHIFTED) own = shifted(0);
+        if (SCALED && ENDS) own = all.restored[R::INDEX];
+        if (SHIFTED && IS_ONE) own = shifted(0);
     }
     __device__ __forceinline__ float shifted(int column) const {
         u32 power = scales.columns[column];
@@ -139,6 +146,6 @@ struct Scaling {
     }
     __device__ __forceinline__ Of of(int column) const { return IS_ONE ? own : shifted(column); }
     __device__ __forceinline__ static float apply(float sum, Of scale) {
-        return SCALED ? sum * scale : sum;
+        return SHIFTED ? sum * scale : sum;
     }
 };
