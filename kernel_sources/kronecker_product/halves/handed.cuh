@@ -56,53 +56,58 @@ struct Exponents {
     }
 };
 
-constexpr int BIAS = 1024;  // of exponents among unsigned numbers; 0 is that of zero
+constexpr int BIAS = 1024;  // of exponents among unsigned numbers; 0 is that of no column
 
-__device__ __forceinline__ int exponent_with(HalfT x, int exponent) {
-    float size = __uint_as_float(__float_as_uint(convert<float>(x)) & 0x7fffffffu);
-    return size > 0 && size < 65536.0f ? exponent_of(size) + exponent + BIAS : 0;
+// The largest of each column's exponents: of all columns the same, or of each its own.
+template <class R>
+__device__ __forceinline__ void find_exponents(Scales& scales, const Exponents& exponents,
+                                               int columns, int own) {
+    int exponent[CHUNK], most[CHUNK] = {};
+    for (int index = threadIdx.x * CHUNK; index < R::INPUTS; index += THREADS * CHUNK) {
+        exponents.of(index / R::COLUMNS, exponent);
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i)
+            if (own + i < columns) most[i] = max(most[i], exponent[i] + BIAS);
+    }
+    if (exponents.is_one) {
+        u32 found = __reduce_max_sync(~0u, u32(most[0]));
+        for (int column = threadIdx.x % 32; column < R::COLUMNS; column += 32)
+            atomicMax(&scales.columns[column], found);
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) atomicMax(&scales.columns[own + i], u32(most[i]));
+    }
 }
 
-// Brings a tile to one exponent a column, that of its largest number.
+// Brings a tile to one exponent a column, its largest. What is smaller by more than half precision
+// tells apart is lost beside it, as it would be in a sum.
 template <class R, class P>
 __device__ __forceinline__ void level(Scales& scales, HalfT* tile, const P& p, const Tile& at,
                                       const Slab& slab) {
     static_assert(R::COLUMNS_LAST && THREADS * CHUNK % R::COLUMNS == 0, "as threads keep theirs");
     constexpr int BEFORE = R::INDEX - 1;
     const int own = threadIdx.x * CHUNK % R::COLUMNS;
-    Exponents exponents(p.powers[BEFORE], p.places[BEFORE], at,
-                        slab.number % p.runs[R::INDEX].in.ring, own);
-    int exponent[CHUNK], most[CHUNK] = {};
+    const Exponents exponents(p.powers[BEFORE], p.places[BEFORE], at,
+                              slab.number % p.runs[R::INDEX].in.ring, own);
+    find_exponents<R>(scales, exponents, at.columns, own);
+    __syncthreads();
+    int exponent[CHUNK], shift[CHUNK];
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) shift[i] = BIAS - int(scales.columns[own + i]);
+    __syncthreads();
+    for (int column = threadIdx.x; column < R::COLUMNS; column += THREADS)
+        scales.columns[column] =
+            __float_as_uint(power_of_two(BIAS - int(scales.columns[column])));
     for (int index = threadIdx.x * CHUNK; index < R::INPUTS; index += THREADS * CHUNK) {
         exponents.of(index / R::COLUMNS, exponent);
-        auto x = load_vector<HalfT, CHUNK>(tile + place(index));
+        int least = 0;
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i)
-            if (own + i < at.columns)
-                most[i] = max(most[i], exponent_with(x.element[i], exponent[i]));
-    }
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i)
-        if (threadIdx.x * CHUNK < R::INPUTS) atomicMax(&scales.columns[own + i], u32(most[i]));
-    __syncthreads();
-    int shift[CHUNK];
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) {
-        int found = int(scales.columns[own + i]);
-        shift[i] = found ? max(-126, min(126, 14 + BIAS - found)) : 0;
-    }
-    __syncthreads();
-    for (int column = threadIdx.x; column < R::COLUMNS; column += THREADS) {
-        int found = int(scales.columns[column]);
-        int own_shift = found ? max(-126, min(126, 14 + BIAS - found)) : 0;
-        scales.columns[column] = __float_as_uint(power_of_two(own_shift));
-    }
-    for (int index = threadIdx.x * CHUNK; index < R::INPUTS; index += THREADS * CHUNK) {
-        exponents.of(index / R::COLUMNS, exponent);
+        for (int i = 0; i < CHUNK; ++i) least = min(least, exponent[i] + shift[i]);
+        if (least == 0) continue;
         auto x = load_vector<HalfT, CHUNK>(tile + place(index));
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
-            float power = power_of_two(max(-126, exponent[i] + shift[i]));
+            float power = power_of_two(min(exponent[i] + shift[i], 0));
             x.element[i] = convert<HalfT>(convert<float>(x.element[i]) * power);
         }
         store_vector(tile + place(index), x);

@@ -177,7 +177,7 @@ __device__ __forceinline__ void apply(const HalfT* from, HalfT* to, const HalfT*
     auto results = [&](int unit) {
         int column = unit % M::GROUPS * M::OWN_COLUMNS, slice = unit / M::GROUPS * M::OWN_SLICES;
         u32 own_matrix = matrix;
-        asm volatile("" : "+r"(own_matrix));  // nor those of all fragments before the first unit
+        asm volatile("" : "+r"(own_matrix));  // as own_thread(): addresses of fragments would spill
         Sums<M> sums = {};
         multiply<M>(sums, tile, own_matrix, kept, lane, column, slice);
         if (M::IN_PLACE) __syncwarp();

@@ -99,10 +99,12 @@ __device__ __forceinline__ void find_largest(Scales& scales, const HalfT* tile) 
     }
 }
 
-// The power that brings a number into the range, 1 for zero and for what is not finite.
+// The power that brings a number into the range, 1 for what is not finite. Zeros would take any,
+// and have one that makes theirs the smallest of all exponents that are handed on.
 __device__ __forceinline__ u32 shift_of(float most) {
-    bool is_some = most > 0 && most < 1.7e38f;
-    return __float_as_uint(is_some ? power_of_two(14 - exponent_of(most)) : 1.0f);
+    bool is_finite = most < 1.7e38f;
+    int exponent = most > 0 ? 14 - exponent_of(most) : 100;
+    return __float_as_uint(is_finite ? power_of_two(exponent) : 1.0f);
 }
 
 // Of all columns, between two barriers.
