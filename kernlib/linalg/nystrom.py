@@ -153,10 +153,10 @@ def _shifted_root(block: torch.Tensor, columns: torch.Tensor) -> tuple[float, to
         if not info:
             return shift, root
         shift *= 10
-    if columns.isnan().any():
+    if not columns.isfinite().all():
         raise torch.linalg.LinAlgError(
-            "nystrom: the kernel matrix holds NaN, though x has none: see its hyperparameters, and "
-            "whether the squares of x overflow"
+            "nystrom: the kernel matrix holds NaN or infinities, though x has none: see its "
+            "hyperparameters, and whether the squares of x overflow"
         )
     raise torch.linalg.LinAlgError(
         f"nystrom: the kernel is not positive semidefinite, not even with {shift / 10:.1e} added "

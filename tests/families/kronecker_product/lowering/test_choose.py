@@ -142,8 +142,9 @@ SPILLS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [((5, 3), (7, 11)), ((16, 8), (8, 24))], ids=["odd", "chunks"])
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
-def test_every_target_compiles(arch):
+def test_every_target_compiles(arch, sizes):
     for numbers in NUMBERS:
-        for step in choose.lower((), problem(100, ((5, 3), (7, 11)), numbers), arch, 132).steps:
+        for step in choose.lower((), problem(100, sizes, numbers), arch, 132).steps:
             assert compiler.compile_spec(step.spec, arch).cubin
