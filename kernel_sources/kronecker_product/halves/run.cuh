@@ -239,8 +239,8 @@ __device__ __forceinline__ void store_whole(const HalfT* tile, DataT* out, i64 s
         for (int next = 0; next < Steps::AT_ONCE; ++next) {
             if (!Steps::WHOLE && walk.own + (first + next) * STEP >= R::OUTPUTS) continue;
             auto* values = reinterpret_cast<const int4*>(tile + (from ^ raw_place(next * STEP)));
-            // By name: what is known of the pointer lets the compiler write elements one by one.
             DataT* at = to + OwnWalk::template of_step<Steps::STEPS>(next, stride);
+            // An assignment of 16 bytes would be one store for each element.
             __stcg(reinterpret_cast<int4*>(at), *values);
         }
     }

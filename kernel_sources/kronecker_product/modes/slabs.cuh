@@ -1,7 +1,7 @@
 // Several runs of factors (run.cuh), one behind the other, in one launch: x is cut into slabs of
 // rows (of columns, with the factors on the left), and what one run makes of a slab waits for the
-// next run in a ring of so few slabs that they stay in the L2 cache. Two passes of plain copies
-// take 2.0 times the time of one on an H200, through such a ring 1.33 times.
+// next run in a ring of so few slabs that what waits stays in the L2 cache. Two passes of plain
+// copies take 2.0 times the time of one on an H200, through such a ring 1.33 times.
 //
 // The generated source defines, beside what run.cuh and tickets.cuh ask for, before it includes
 // this file:

@@ -26,7 +26,6 @@ TERM_CYCLES = {
     "pairs": 3 / 1221,
 }
 BYTE_CYCLES = 1 / 18
-L2_RATE = 1.0  # of the L2 cache, where runs hand slabs to each other and wait for them
 TILE_CYCLES = 1500.0  # of a tile, beside what is done with its elements
 LAUNCH_CYCLES = 4000.0  # on all multiprocessors
 MULTIPROCESSORS = 132
@@ -71,7 +70,12 @@ def modes(sizes: Sequence[Size], columns: int = 1, inside: bool = False) -> tupl
     """The modes of factors on so many columns, in the order of the fewest operations: with a matrix
     (P, Q), ``1 / P - 1 / Q`` is least of the one that comes first. The last of equals is first, as
     its elements lie side by side."""
-    merged = _merged(tuple(sizes))
+    return _modes(tuple(sizes), columns, inside)
+
+
+@lru_cache(maxsize=1024)  # a choice of runs asks some ten times for those of each
+def _modes(sizes: tuple[Size, ...], columns: int, inside: bool) -> tuple[Mode, ...]:
+    merged = _merged(sizes)
     now = [rows for rows, _, _, _ in merged]
     order = sorted(range(len(merged)), key=lambda i: (1 / merged[i][0] - 1 / merged[i][1], -i))
     made = []
@@ -163,7 +167,8 @@ def cycles(
     """The time of a run on all multiprocessors, by tiles of so many elements. ``ends`` are the
     bytes of an element that are read from device memory and written to it, which are ``is_hidden``
     where a multiprocessor holds two blocks, that move and compute side by side; ``handed`` those
-    from the run before and to the next, which wait for each other."""
+    from the run before and to the next, which wait for each other: by way of the L2 cache, at no
+    more than the rate of device memory."""
     features = math.prod(rows for rows, _ in run)
     columns, found = elements / features, modes(run)
     terms = sum(mode.terms for mode in found) * columns
@@ -175,5 +180,5 @@ def cycles(
     )
     hidden = 7 / 8 if is_hidden else 1 / 2  # a single block hides what it reads ahead
     tiles = elements / tile * TILE_CYCLES
-    whole = work + moved - hidden * min(work, moved) + waited / L2_RATE + tiles
+    whole = work + moved - hidden * min(work, moved) + waited + tiles
     return whole / MULTIPROCESSORS + LAUNCH_CYCLES

@@ -1,5 +1,5 @@
 """The kernels of halves.cuh and halves/slabs.cuh: float16 and bfloat16 stay what they are between
-factors."""
+factors, and float32 is two float16."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ LEAST_WIDE = 8192  # elements of a tile that is worth more than four warps
 TILES_EACH = 3  # that a multiprocessor has at least, if there are columns enough
 # Of a thread, as resident blocks are counted: for matrices of up to SMALL columns, and above.
 REGISTERS, REGISTERS_LARGE, SMALL = 80, 128, 16
-MOST_REGISTERS = 65536  # of a multiprocessor
 LEAST_AHEAD = 4  # of a tile the part that is worth being read ahead
 
 
@@ -104,7 +103,7 @@ class Halves(NamedTuple):
     def resident(self, arch: str) -> int:
         """Blocks of a launch that a multiprocessor holds."""
         registers = REGISTERS if _is_small(self) else REGISTERS_LARGE
-        registers = min(registers, MOST_REGISTERS // (32 * self.warps))
+        registers = min(registers, targets.REGISTERS // (32 * self.warps))
         found = targets.resident_blocks(arch, 32 * self.warps, registers, self.shared_bytes)
         return min(found, MOST_BLOCKS)
 

@@ -26,7 +26,7 @@ SUMS = {"float32": 64, "float64": 32}  # registers of a thread for results, in e
 REGISTERS = 96  # of a thread, as resident blocks are counted
 MOST_BLOCKS = 4  # of a multiprocessor, that registers are shared out for
 GRID_BATCH = 65535  # of a grid's second axis; blocks take what is beyond it in turn
-TICKET_BYTES = 112  # of shared memory, for what one thread finds for all
+TICKET_BYTES = 96  # of shared memory, for what one thread finds for all
 
 
 class Part(NamedTuple):
