@@ -55,6 +55,11 @@ VARIABLES = (
     ),
     Variable("KERNLIB_ASSERT_CACHED", "0", "1 turns every compilation into a NotCachedError"),
     Variable(
+        "KERNLIB_PORTABLE",
+        "0",
+        "1 takes on Hopper the kernels of other GPUs, for target sm_90: to compare with its own",
+    ),
+    Variable(
         "KERNLIB_LOCK_TIMEOUT",
         "60",
         "seconds to wait for a process that compiles the same kernel before compiling it here too",
@@ -71,6 +76,7 @@ class Settings:
     debug: bool = False
     nvtx: bool = False
     assert_cached: bool = False
+    portable: bool = False
     lock_timeout: float = DEFAULT_LOCK_TIMEOUT_S
 
     @classmethod
@@ -83,6 +89,7 @@ class Settings:
             debug=_bool(env, "KERNLIB_DEBUG"),
             nvtx=_bool(env, "KERNLIB_NVTX"),
             assert_cached=_bool(env, "KERNLIB_ASSERT_CACHED"),
+            portable=_bool(env, "KERNLIB_PORTABLE"),
             lock_timeout=_seconds(env, "KERNLIB_LOCK_TIMEOUT", DEFAULT_LOCK_TIMEOUT_S),
         )
 

@@ -1,6 +1,7 @@
 """Products with Kronecker products: kernlib, its floor, and the ways of torch to them.
 
-``python -m benchmarks.kronecker_product --json benchmarks/results/h200/kronecker_product.json``
+``python -m benchmarks.kronecker_product --json benchmarks/results/h200/kronecker_product.json``,
+and the same with KERNLIB_PORTABLE=1 for the kernels of other GPUs
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from benchmarks.common.harness import Case, Row, Session, attempt
 from benchmarks.common.timing import sample_rows
 from benchmarks.kronecker_product.problems import KINDS, Problem, exact, problems, tensors
 from benchmarks.kronecker_product.rivals import rivals
+from kernlib.runtime.devices import arch_of
+from kernlib.settings import current
 
 FAMILY = "kronecker_product"
 INCLUDED = ("common/math.cuh", *harness.headers(FAMILY))
@@ -47,7 +50,8 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     off = error(ours(x, out, *factors))
     row = Row(problem.name, "ms", session.time(ours, (x, out, *factors)), *problem.floor())
     row.error, row.must, row.must_error = off, problem.must, KINDS[problem.kind].must_error
-    for name, call in rivals(problem).items():
+    others = {} if problem.is_portable else rivals(problem)  # beside the GPU's own kernels
+    for name, call in others.items():
         found = attempt(name, problem.name, partial(_rival, call, session, x, factors, error))
         if found is not None:
             row.rivals[name], row.rival_errors[name] = found
@@ -64,11 +68,12 @@ def _rival(call: Callable, session: Session, x, factors: list, error: Callable):
 
 def compile_ahead(found: Sequence[Problem]) -> None:
     """Compile the kernels of all problems at once, where one by one takes some 0.5 s each."""
+    arch = arch_of(torch.cuda.current_device())
 
     def build(problem: Problem) -> None:
         x, factors, _ = tensors(problem, "meta")
         specs = (x, *factors)
-        kl.compile(descriptor_of(problem), archs="sm_90a", specs=specs, workers=1, progress=False)
+        kl.compile(descriptor_of(problem), archs=arch, specs=specs, workers=1, progress=False)
 
     with ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(build, found))
@@ -76,7 +81,7 @@ def compile_ahead(found: Sequence[Problem]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the cases and print their table. Returns the exit status."""
-    every = problems()
+    every = [found for found in problems() if found.is_portable == current().portable]
     cases = [Case(p.name, partial(measure, p)) for p in every]
     if torch.cuda.is_available():
         names = {case.name for case in harness.chosen(cases, harness.parse(argv, FAMILY).case)}

@@ -10,11 +10,12 @@ __device__ __forceinline__ void add_release(u32* counter, u32 value) {
                  "red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void wait_for_count(const u32* counter, u32 count) {
+// Whether a sum is that large already.
+__device__ __forceinline__ bool has_count(const u32* counter, u32 count) {
     u32 seen;
-    while (true) {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (seen >= count) return;
-        __nanosleep(32);
-    }
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    return seen >= count;
+}
+__device__ __forceinline__ void wait_for_count(const u32* counter, u32 count) {
+    while (!has_count(counter, count)) __nanosleep(32);
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from kernlib.errors import UnsupportedError
 
 OLDEST = (8, 0)
+# Of a target whose own instructions its successors do not have, what does without them.
+PORTABLE = {"sm_90a": "sm_90"}
 
 # Most shared memory of one block, in bytes (CUDA programming guide, technical specifications).
 SHARED_BYTES = {
@@ -12,6 +14,7 @@ SHARED_BYTES = {
     "sm_86": 99 * 1024,
     "sm_87": 163 * 1024,
     "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,  # as PORTABLE
     "sm_90a": 227 * 1024,
     "sm_100": 227 * 1024,
     "sm_103": 227 * 1024,
@@ -28,6 +31,7 @@ RESIDENT_THREADS = {
     "sm_86": 1536,
     "sm_87": 1536,
     "sm_89": 1536,
+    "sm_90": 2048,
     "sm_90a": 2048,
     "sm_100": 2048,
     "sm_103": 2048,
@@ -43,7 +47,8 @@ MULTIPROCESSORS = {
     "sm_86": (6, 84),  # RTX A400, A40
     "sm_87": (4, 16),  # Orin Nano 4GB, AGX Orin 64GB
     "sm_89": (14, 142),  # RTX 3050 A Laptop, L40
-    "sm_90a": (78, 132),  # H20, H100 SXM and H200
+    "sm_90": (78, 132),  # H20, H100 SXM and H200
+    "sm_90a": (78, 132),
     "sm_100": (148, 152),  # B200, GB200
     "sm_103": (148, 160),  # B300, all of a Blackwell Ultra
     "sm_110": (12, 20),  # Thor T4000, T5000

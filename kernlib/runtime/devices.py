@@ -16,6 +16,7 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime import driver, nvtx
+from kernlib.settings import current
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _raw_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -51,8 +52,8 @@ def allocator(
 
 
 def arch_of(device: int) -> str:
-    """The compile target of a CUDA device. Raises UnsupportedError below sm_80, on ROCm and where
-    there is no such device."""
+    """The compile target of a CUDA device, the portable one if KERNLIB_PORTABLE is set. Raises
+    UnsupportedError below sm_80, on ROCm and where there is no such device."""
     if torch.version.hip is not None:
         raise UnsupportedError("kernlib runs on NVIDIA GPUs and on CPU tensors, not on ROCm")
     try:
@@ -64,7 +65,8 @@ def arch_of(device: int) -> str:
         raise UnsupportedError(
             f"there is no cuda:{device}: torch sees {count} CUDA devices that it can use"
         ) from None
-    return targets.arch_of(capability, torch.cuda.get_device_name(device))
+    arch = targets.arch_of(capability, torch.cuda.get_device_name(device))
+    return targets.PORTABLE.get(arch, arch) if current().portable else arch
 
 
 class Model(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib import settings
 from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import compiler, service
 from kernlib.jit.spec import KernelSpec
@@ -112,6 +113,13 @@ ARCHS = {
 def test_only_90_takes_an_a_target(capability, monkeypatch):
     monkeypatch.setitem(CAPABILITIES, 0, capability)
     assert devices.arch_of(0) == ARCHS[capability]
+
+
+@pytest.mark.parametrize("capability", ARCHS)
+def test_portable_kernels_are_those_of_the_plain_target(capability, monkeypatch):
+    monkeypatch.setitem(CAPABILITIES, 0, capability)
+    with settings.override(portable=True):
+        assert devices.arch_of(0) == ARCHS[capability].rstrip("a")
 
 
 def test_a_device_below_the_floor_is_named(gpus):

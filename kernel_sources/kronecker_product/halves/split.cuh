@@ -23,12 +23,6 @@ struct Scales {
 
 constexpr u32 LARGEST = 0x7f7fffffu;  // bits of the largest number
 
-// Two that make a power which need not be a number itself.
-__device__ __forceinline__ Vector<float, 2> powers_of_two(int exponent) {
-    int half = exponent / 2;
-    return {power_of_two(half), power_of_two(exponent - half)};
-}
-
 // Eight numbers of the chunk at a place, as they were copied.
 struct Raw {
     float value[CHUNK];

@@ -9,7 +9,7 @@
 // memory lies in order within a line, as copies of other orders take a cycle for each 16 bytes.
 #pragma once
 
-#include "common/mma_half.cuh"
+#include "kronecker_product/halves/pair.cuh"
 #include "kronecker_product/modes/thread.cuh"
 
 constexpr int CHUNK = 8;         // numbers of 16 bytes
@@ -28,16 +28,6 @@ __device__ constexpr int place(int index) {
 }
 // Of a number of fp32 as it is copied.
 __device__ constexpr int raw_place(int index) { return folded(index * WORDS); }
-
-// Two numbers, the first in the lower half: the nearest, and what is left.
-struct Pair {
-    u32 high, low;
-    __device__ __forceinline__ Pair(float first, float second) {
-        high = pack<half_t>(first, second);
-        low = pack<half_t>(first - convert<float>(half_t{u16(high)}),
-                           second - convert<float>(half_t{u16(high >> 16)}));
-    }
-};
 
 __device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 __device__ constexpr bool is_power(int x) { return (x & (x - 1)) == 0; }

@@ -1,51 +1,9 @@
-// From device memory: entries of matrices, and tiles to shared memory, as numbers of RawT, each at
-// its raw_place().
+// Tiles from device memory to shared memory, as numbers of RawT, each at its raw_place().
 #pragma once
 
 #include "common/async_copy.cuh"
-#include "kronecker_product/modes/parameters.cuh"
+#include "kronecker_product/modes/entries.cuh"
 #include "kronecker_product/modes/thread.cuh"
-
-// An entry of a mode's matrix, the product of its factors' entries; zero beside the matrix.
-template <class M>
-__device__ __forceinline__ AccT entry_of(const Parameters& p, i64 batch, int row, int column) {
-    if (row >= M::P || column >= M::Q) return 0;
-    AccT value = 1;
-#pragma unroll
-    for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
-        const Matrix& m = p.matrices[part];
-        value *= convert<AccT>(p.factors[part][batch * m.batch_stride +
-                                               row % ROWS[part] * m.row_stride +
-                                               column % WIDTHS[part] * m.column_stride]);
-        row /= ROWS[part];
-        column /= WIDTHS[part];
-    }
-    return value;
-}
-
-// Entries of one column of a mode's matrix, from a row on, all of which exist if the column does.
-template <class M>
-struct Entries {
-    const Parameters& p;
-    i64 batch;
-    int row, column;
-    const InputT* from;  // of the only factor
-    __device__ __forceinline__ Entries(const Parameters& p, i64 batch, int row, int column)
-        : p(p), batch(batch), row(row), column(column), from(nullptr) {
-        const Matrix& m = p.matrices[M::FIRST];
-        if (M::PARTS == 1 && column < M::Q)
-            from = p.factors[M::FIRST] + batch * m.batch_stride + column * m.column_stride +
-                   row * m.row_stride;
-    }
-    // So many rows on, as many for a whole warp.
-    __device__ __forceinline__ AccT of(int own) const {
-        if constexpr (M::PARTS > 1) {
-            return entry_of<M>(p, batch, row + own, column);
-        } else {
-            return from ? convert<AccT>(from[own * p.matrices[M::FIRST].row_stride]) : AccT(0);
-        }
-    }
-};
 
 // Column and feature of an element of the tile that is read.
 template <class R>

@@ -1,11 +1,4 @@
-// How the blocks of a launch of several runs share out its tiles.
-//
-// Blocks take tickets from a counter. A phase's tickets are the tiles of slab s of the first run,
-// of slab s - lag of the second and so on. A tile waits until all of its slab are done in the run
-// before, and until the run behind is done with the slab whose place in the ring it takes. Both
-// have earlier tickets, as a ring holds more slabs than the lag, so that what is waited for is
-// under way whatever number of blocks run; with a lag of as many tickets as there are blocks it is
-// mostly done.
+// The work of a block of a launch of several runs (counters.cuh).
 //
 // The generated source defines, beside what run.cuh asks for:
 //   TICKET_BYTES                 of shared memory, for what one thread finds for all
@@ -13,50 +6,7 @@
 //                                or they differ from batch to batch
 #pragma once
 
-#include "common/tickets.cuh"
-#include "kronecker_product/modes/parameters.cuh"
-
-// Cleared by a launch before: the next ticket, then the tiles that are done, of each run and slab.
-struct Counters {
-    u32* next;
-    i64 slabs;
-    __device__ __forceinline__ explicit Counters(const Parameters& p)
-        : next(p.counters), slabs(p.batches * p.slabs) {}
-    __device__ __forceinline__ u32* done(int run, i64 slab) const {
-        return next + 1 + run * slabs + slab;
-    }
-};
-
-struct Ticket {
-    int run;
-    i64 slab, tile;
-    bool exists;
-
-    __device__ __forceinline__ Ticket(const Parameters& p, i64 number) {
-        slab = number / p.tickets;
-        tile = number % p.tickets;
-        run = 0;
-#pragma unroll
-        for (int next = 1; next < RUNS; ++next) {
-            if (run == next - 1 && tile >= p.runs[next - 1].tiles) {
-                tile -= p.runs[next - 1].tiles;
-                slab -= p.lag;
-                run = next;
-            }
-        }
-        exists = slab >= 0 && slab < p.batches * p.slabs;
-    }
-};
-
-// By one thread.
-__device__ __forceinline__ void wait_for_tiles(const Parameters& p, const Counters& counters,
-                                               const Ticket& ticket) {
-    int run = ticket.run;
-    if (run > 0) wait_for_count(counters.done(run - 1, ticket.slab), u32(p.runs[run - 1].tiles));
-    i64 before = ticket.slab - p.runs[run].out.ring;
-    if (run < RUNS - 1 && before >= 0)
-        wait_for_count(counters.done(run + 1, before), u32(p.runs[run + 1].tiles));
-}
+#include "kronecker_product/modes/counters.cuh"
 
 // What one thread finds for all: the run, below 0 at the end, and the tile.
 struct alignas(16) Taken {
@@ -97,11 +47,11 @@ struct Runs {
 struct Tickets {
     const Parameters& p;
     const Counters counters;
-    const i64 count;
-    i64 following;
+    const u32 count;
+    u32 following;
 
     __device__ __forceinline__ Tickets(const Parameters& p, bool is_one)
-        : p(p), counters(p), count((p.batches * p.slabs + (RUNS - 1) * p.lag) * p.tickets),
+        : p(p), counters(p), count(ticket_count(p)),
           following(is_one ? atomicAdd(counters.next, 1u) : 0) {}
 
     // The next tile there is, once what it reads is there.
@@ -111,11 +61,11 @@ struct Tickets {
             Ticket ticket(p, following);
             following = atomicAdd(counters.next, 1u);
             if (!ticket.exists) continue;
-            i64 own = ticket.slab % p.slabs;
-            const Slab slab{ticket.slab, ticket.slab / p.slabs, own, own == p.slabs - 1};
+            const u32 slabs = u32(p.slabs), number = u32(ticket.slab), own = number % slabs;
+            const Slab slab{number, number / slabs, own, own == slabs - 1};
             taken.run = ticket.run;
             taken.at = Tile(p.runs[ticket.run], slab, ticket.tile, Runs::columns(ticket.run));
-            wait_for_tiles(p, counters, ticket);
+            ticket.wait(p, counters);
             return;
         }
         taken.run = -1;

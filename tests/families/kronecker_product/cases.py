@@ -44,6 +44,14 @@ def product(x: torch.Tensor, factors, side: str = "right") -> torch.Tensor:
     return x.double() @ dense(factors) if side == "right" else dense(factors) @ x.double()
 
 
+def by_modes(x: torch.Tensor, factors) -> torch.Tensor:
+    """``x (F1 ⊗ ... ⊗ FN)`` in float64, one factor after the other."""
+    made = x.double().unflatten(-1, [len(f) for f in factors])
+    for axis, f in enumerate(factors, x.dim() - 1):
+        made = torch.tensordot(made, f.double(), dims=([axis], [0])).movedim(-1, axis)
+    return made.flatten(x.dim() - 1)
+
+
 def randn(*shape: int, dtype=torch.float64, grad: bool = False) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_(grad)
 

@@ -58,3 +58,8 @@ def gpu(t: torch.Tensor) -> torch.Tensor:
 def host(t: torch.Tensor) -> torch.Tensor:
     """A tensor of a GPU as what it is."""
     return t.as_subclass(torch.Tensor)
+
+
+def kinds(gpus: fakes.Gpus) -> list[str]:
+    """Of the kernels that were launched."""
+    return [spec.description.split()[1] for spec in gpus.specs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,23 @@ HERE = Path(__file__).parent
 SOURCES = Path(__file__).parents[3] / "kernel_sources"
 COMPILER = shutil.which("g++")
 OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
+
+# The instruction of a function that kernlib.lowering.wgmma wrote, with both operands' lines along M
+# and N.
+WGMMA = re.compile(
+    r'asm volatile\("\{(?:(?!asm).)*?m64n(\d+)k16\.f32\.(b?f16)\.(?:(?!asm).)*?'
+    r"p, 1, 1(?:, 1)+;(?:(?!asm).)*?\);",
+    re.DOTALL,
+)
+TYPES = {"f16": "half_t", "bf16": "bfloat16_t"}
+
+
+def _of_host(source: str) -> str:
+    """The text with calls in place of PTX that is generated."""
+    return WGMMA.sub(
+        lambda found: f"multiply_warpgroup<{TYPES[found[2]]}, {found[1]}>(d, a, b, accumulate);",
+        source,
+    )
 
 
 class Emulator:
@@ -31,7 +49,7 @@ class Emulator:
         made, text = self.folder / f"{name}.so", self.folder / f"{name}.cpp"
         if not made.exists():
             text.write_text(
-                f'#include "host.h"\n{spec.source}\n#define ENTRY {spec.entry}\n'
+                f'#include "host.h"\n{_of_host(spec.source)}\n#define ENTRY {spec.entry}\n'
                 '#include "launch.h"\n'
             )
             command = [COMPILER, *OPTIONS, f"-I{HERE}", f"-I{SOURCES}", str(text), "-o", str(made)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_product.lowering import grouping, halves, modes, slabs
+from kernlib.families.kronecker_product.lowering import grouping, halves, hopper, modes, slabs
 from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import split
@@ -77,6 +77,9 @@ def lower(
     """The launches of a call."""
     sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
     device = arch, multiprocessors
+    whole = hopper.lower(epilogue, problem, *device)
+    if whole is not None:
+        return whole
     found = _half_runs(sizes, problem.dtype, problem.precision, problem.inside, arch)
     if found is not None and len(found) == 1:
         (run,) = split(problem, found)
@@ -154,6 +157,7 @@ def variants(
     (dtype, precision). None for factors that kernels do not take."""
     made = []
     for dtype, precision in kinds:
+        made += hopper.specs(epilogue, sizes, dtype, precision, inside, arch)
         found = _half_runs(sizes, dtype, precision, inside, arch)
         if found is not None and len(found) == 1:
             for bits in range(halves.most_columns(sizes, dtype, inside, arch).bit_length()):

@@ -197,7 +197,7 @@ def _steps(
     grid = min(made.resident(arch) * multiprocessors, tickets), 1
     scalars = text.scalar_count(epilogue)
     step = Step(kernel, grid, fixed, tuple(pointers), scalars)
-    return Lowered((_clear(counters), step), at)
+    return Lowered((clear_step(counters), step), at)
 
 
 def _powers(writer: Run, reader: Run, inside: bool, slab: int) -> tuple[list[int], int]:
@@ -249,6 +249,6 @@ constexpr int PARAMETER_BYTES = {CLEAR_PARAMETERS.size};
     return named(made)
 
 
-def _clear(counters: int) -> Step:
+def clear_step(counters: int) -> Step:
     fixed = CLEAR_PARAMETERS.pack(counters)
     return Step(clear(), (ceil_div(counters, CLEAR_THREADS), 1), fixed, ((WORKSPACE, 0),))

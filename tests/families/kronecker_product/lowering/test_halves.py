@@ -12,7 +12,7 @@ from kernlib.families.kronecker_product.lowering import halves, slabs
 from kernlib.runtime import devices
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
-from tests.families.kronecker_product.emulated import gpu, host, operands
+from tests.families.kronecker_product.emulated import gpu, host, kinds, operands
 from tests.support import fakes
 from tests.support.emulation.emulator import COMPILER
 from tests.support.speeds import slow_but
@@ -33,9 +33,9 @@ CASES = {
     "large tails of columns": (((72, 72), (8, 8)), 8, "left", BF16),
     "large": (((128, 128), (8, 8)), 1, "right", BF16),
     "wide": (((136, 64), (8, 144)), 1, "right", F16),
-    "three": (((32, 32), (16, 16), (8, 8)), 1, "right", F16),
+    "three": (((32, 32), (8, 8), (8, 8)), 1, "right", F16),
     "wide tile": (((64, 64), (8, 8)), 9, "left", F16),
-    "long row": (((8, 8),) * 4, 1, "right", F16),
+    "long row": (((8, 8), (24, 24), (24, 24)), 1, "right", F16),
     "one of pairs": (((8, 8),), 5, "right", F32),
     "small of pairs": (((8, 8), (8, 8)), 3, "right", F32),
     "merged of pairs": (((2, 2),) * 7, 3, "right", F32),
@@ -45,7 +45,7 @@ CASES = {
     "tails of columns of pairs": (((72, 72), (8, 8)), 8, "left", F32),
     "large of pairs": (((128, 128), (8, 8)), 1, "right", F32),
     "wide of pairs": (((136, 64), (8, 144)), 1, "right", F32),
-    "three of pairs": (((32, 32), (16, 16), (8, 8)), 1, "right", F32),
+    "three of pairs": (((32, 32), (8, 8), (8, 8)), 1, "right", F32),
     "wide tile of pairs": (((64, 64), (8, 8)), 9, "left", F32),
 }
 KINDS = {F16: "halves", BF16: "halves", F32: "pairs"}
@@ -57,10 +57,6 @@ def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
     yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
     fakes.forget()
-
-
-def kinds(gpus):
-    return [spec.description.split()[1] for spec in gpus.specs]
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))

@@ -76,9 +76,9 @@ def test_another_device(case, seed):
 
 
 @pytest.mark.parametrize("numbers", [torch.float32, torch.float16])
-def test_peak_memory_is_the_result(numbers, seed):
-    shapes = ((32, 32), (32, 32), (32, 32))
-    x, *factors = operands(shapes, 200, "right", numbers)
+@pytest.mark.parametrize("sizes", [(64, 64), (32, 32, 32), (24, 24, 24)], ids=str)
+def test_peak_memory_is_the_result(sizes, numbers, seed):
+    x, *factors = operands([(size, size) for size in sizes], 1000, "right", numbers)
     found = kl.kron_matmul(x, factors)
     del found
     torch.cuda.reset_peak_memory_stats()

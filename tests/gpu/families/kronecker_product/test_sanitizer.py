@@ -2,6 +2,7 @@
 
 import pytest
 
+from kernlib import settings
 from tests.gpu import sanitizer
 from tests.gpu.families.kronecker_product.cases import SIDES, TYPES
 
@@ -24,4 +25,6 @@ def test_no_bad_access_and_no_race(tool, side, numbers, monkeypatch, tmp_path_fa
     monkeypatch.setenv("KERNLIB_CACHE_DIR", str(folder))
     module = "tests.gpu.families.kronecker_product.sanitized"
     kinds = {"modes", "clear", "gradients", "sum", *KINDS[numbers]}
+    if numbers != "fp64" and not settings.current().portable:
+        kinds |= {"hopper"} if side == "left" else {"hopper", "hopper_slabs"}
     assert sanitizer.launched(tool, module, f"{side}-{numbers}") >= kinds

@@ -1,0 +1,48 @@
+// Entries of matrices from device memory.
+//
+// The generated source defines before it includes this file ROWS and WIDTHS, rows and columns of
+// all factors.
+#pragma once
+
+#include "kronecker_product/modes/parameters.cuh"
+
+// An entry of a mode's matrix, the product of its factors' entries; zero beside the matrix.
+template <class M, class T = AccT>
+__device__ __forceinline__ T entry_of(const Parameters& p, i64 batch, int row, int column) {
+    if (row >= M::P || column >= M::Q) return 0;
+    T value = 1;
+#pragma unroll
+    for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
+        const Matrix& m = p.matrices[part];
+        value *= convert<AccT>(p.factors[part][batch * m.batch_stride +
+                                               row % ROWS[part] * m.row_stride +
+                                               column % WIDTHS[part] * m.column_stride]);
+        row /= ROWS[part];
+        column /= WIDTHS[part];
+    }
+    return value;
+}
+
+// Entries of one column of a mode's matrix, from a row on, all of which exist if the column does.
+template <class M>
+struct Entries {
+    const Parameters& p;
+    i64 batch;
+    int row, column;
+    const InputT* from;  // of the only factor
+    __device__ __forceinline__ Entries(const Parameters& p, i64 batch, int row, int column)
+        : p(p), batch(batch), row(row), column(column), from(nullptr) {
+        const Matrix& m = p.matrices[M::FIRST];
+        if (M::PARTS == 1 && column < M::Q)
+            from = p.factors[M::FIRST] + batch * m.batch_stride + column * m.column_stride +
+                   row * m.row_stride;
+    }
+    // So many rows on, as many for a whole warp.
+    __device__ __forceinline__ AccT of(int own) const {
+        if constexpr (M::PARTS > 1) {
+            return entry_of<M>(p, batch, row + own, column);
+        } else {
+            return from ? convert<AccT>(from[own * p.matrices[M::FIRST].row_stride]) : AccT(0);
+        }
+    }
+};

@@ -1,0 +1,308 @@
+"""The kernels that multiply by wgmma, run by threads of the host, from run_kernel on."""
+
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib import settings
+from kernlib.families.kronecker_product import plans
+from kernlib.families.kronecker_product.lowering import hopper, hopper_variant
+from kernlib.runtime import devices
+from tests.families.kronecker_product import emulated
+from tests.families.kronecker_product.cases import GATES, by_modes
+from tests.families.kronecker_product.emulated import gpu, host, kinds, operands
+from tests.support import fakes
+from tests.support.emulation.emulator import COMPILER
+from tests.support.speeds import slow_but
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+ONE, SLABS = ["hopper"], ["clear", "hopper_slabs"]
+SIDES = ("right", "left")
+# Factors, rows, dtype, kinds of the kernels.
+CASES = {
+    "two": ((64, 64), 5, F32, ONE),
+    "two halves": ((64, 64), 5, F16, ONE),
+    "two bfloat16": ((64, 64), 3, BF16, ONE),
+    "merged": ((8,) * 4, 3, F32, ONE),
+    "six": ((4,) * 6, 2, F32, ONE),
+    "a copy each": ((16, 32, 16, 8), 2, F32, SLABS),
+    "narrow columns": ((64, 64, 8), 2, F16, SLABS),
+    "large": ((128, 128), 2, F32, ONE),
+    "large halves": ((128, 128), 2, F16, ONE),
+    "large lines": ((128, 64), 2, F32, ONE),
+    "large columns": ((64, 128), 2, F32, ONE),
+    "large columns of halves": ((64, 128), 2, F16, ONE),
+    "of size 1": ((64, 1, 128), 2, F32, ONE),
+    "small last": ((8,) * 5, 11, F32, SLABS),
+    "small last halves": ((8,) * 5, 11, F16, SLABS),
+    "copies": ((32,) * 3, 9, F32, SLABS),
+    "copies of bfloat16": ((32,) * 3, 9, BF16, SLABS),
+    "three": ((16,) * 3, 70, F32, SLABS),
+    "four": ((16,) * 4, 5, F16, SLABS),
+}
+FAST = ("two", "two halves", "small last", "copies of bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch, tmp_path_factory):
+    fakes.forget()
+    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    fakes.forget()
+
+
+def square(sizes):
+    return tuple((size, size) for size in sizes)
+
+
+def exact(x, factors, side="right"):
+    """In float64."""
+    return by_modes(x, factors) if side == "right" else by_modes(x.mT, [f.mT for f in factors]).mT
+
+
+def of_rows(found, wanted, x, side="right"):
+    """The largest error of a row, or of a column: beside its norm, or what that of x leads to
+    expect, where the terms of small factors cancel."""
+    axis = -1 if side == "right" else -2
+    size, given = wanted.norm(dim=axis), x.double().norm(dim=axis)
+    size = torch.maximum(size, given * (size.norm() / given.norm()))
+    return ((found.double() - wanted).norm(dim=axis) / size).max()
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+def test_products_are_right(case, gpus, seed):
+    sizes, rows, dtype, wanted = CASES[case]
+    x, *factors = operands(square(sizes), rows, "right", dtype)
+    found = host(kl.run_kernel(kl.KroneckerProduct(sizes), *map(gpu, (x, *factors))))
+    assert kinds(gpus) == wanted and found.dtype == dtype and found.is_contiguous()
+    assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
+
+
+# Factors, columns, dtype.
+COLUMNS = {
+    "two": ((64, 64), 70, F32),
+    "few": ((64, 64), 3, F32),
+    "halves": ((64, 64), 65, F16),
+    "bfloat16": ((64, 64), 130, BF16),
+    "copies": ((16, 8, 32, 16), 5, F32),
+    "copies of halves": ((16,) * 3, 72, F16),
+    "large": ((128, 128), 4, F32),
+    "large halves": ((128, 64), 9, F16),
+    "merged": ((4,) * 6, 66, F32),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(("two", "halves", "copies"), COLUMNS))
+def test_columns_are_multiplied_too(case, gpus, seed):
+    """A factor, or some that are merged, a pass: in the place of the result, or of a workspace."""
+    sizes, columns, dtype = COLUMNS[case]
+    x, *factors = operands(square(sizes), columns, "left", dtype)
+    found = host(kl.run_kernel(kl.KroneckerProduct(sizes, side="left"), *map(gpu, (x, *factors))))
+    assert set(kinds(gpus)) == {"hopper"} and found.dtype == dtype and found.is_contiguous()
+    assert of_rows(found, exact(x, factors, "left"), x, "left") <= GATES[dtype]
+
+
+@pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16, BF16)), ids=str)
+@pytest.mark.parametrize("columns", slow_but((70,), (70, 64, 1)))
+def test_strides_and_epilogues_of_columns(columns, dtype, gpus, monkeypatch, seed):
+    monkeypatch.setattr(hopper, "PART_BYTES", 1)
+    x, *factors = operands(square((16,) * 3), columns, "left", dtype)
+    factors[2] = factors[2].mT.contiguous().mT
+    for epilogue in ((kl.Scale(), kl.Bias()), (kl.Scale(), kl.Bias(), kl.Add())):
+        descriptor = kl.KroneckerProduct((16,) * 3, side="left", epilogue=epilogue)
+        bias = torch.randn(descriptor.out_features).to(dtype)
+        wide = torch.zeros(4096, columns + 3, dtype=dtype)[:, 1:-2]
+        for given in (x, wide.copy_(x), x.mT.contiguous().mT):
+            out = torch.randn(4096, columns + 8).to(dtype)[:, :columns]
+            wanted = 1.5 * exact(x, factors, "left") + bias.double()[:, None]
+            arguments = {"bias": gpu(bias), "scale": 1.5, "out": gpu(out)}
+            if len(epilogue) == 3:
+                arguments |= {"y": gpu(out), "beta": -2.0}
+                wanted -= 2 * out.double()
+            kl.run_kernel(descriptor, *map(gpu, (given, *factors)), **arguments)
+            assert (out.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+    assert set(kinds(gpus)) == {"hopper"}
+
+
+@pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16)), ids=str)
+@pytest.mark.parametrize("sizes", slow_but(((64, 64),), ((64, 64), (16, 16, 16))), ids=str)
+def test_strides_batches_and_epilogues(sizes, dtype, gpus, seed):
+    """Of factors some are given as their transpose; out has rows apart, and is y itself."""
+    x, *factors = operands(square(sizes), 3, "right", dtype, (2,))
+    factors = [f[0] for f in factors]
+    factors[0] = factors[0].mT.contiguous().mT
+    wide = torch.zeros(2, 3, x.shape[-1] + 3, dtype=dtype)[..., 1:-2]
+    apart = x.mT.contiguous().mT
+    epilogue = (kl.Scale(), kl.Bias(), kl.Add())
+    descriptor = kl.KroneckerProduct(sizes, epilogue=epilogue)
+    bias = torch.randn(descriptor.out_features).to(dtype)
+    for given in (x, wide.copy_(x), apart):
+        for out in (torch.randn(x.shape).to(dtype), torch.randn(2, 3, x.shape[-1] + 1).to(dtype)):
+            out = out[..., : x.shape[-1]]
+            wanted = 1.5 * by_modes(x, factors) + bias.double() - 2 * out.double()
+            numbers = {"scale": 1.5, "beta": -2.0}
+            tensors = {"bias": gpu(bias), "y": gpu(out), "out": gpu(out)}
+            kl.run_kernel(descriptor, *map(gpu, (given, *factors)), **numbers, **tensors)
+            assert (out.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+    assert set(kinds(gpus)) <= {"hopper", "clear", "hopper_slabs"}
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", (F32, F16), ids=str)
+def test_numbers_may_be_of_any_size(dtype, side, gpus, seed):
+    """Rows of different scales, and factors whose product alone is of the size of a number."""
+    x, *factors = operands(square((64, 64)), 8, side, dtype)
+    powers = [-120.0, -60, -20, 0, 20, 60, 90, 116] if dtype == F32 else range(-10, 6, 2)
+    scales = torch.exp2(torch.tensor(list(powers)).float()).to(dtype)
+    x = x * (scales[:, None] if side == "right" else scales)
+    product = kl.KroneckerProduct((64, 64), side=side)
+    for power in (60, -60) if dtype == F32 else (9, -9):
+        given = [factors[0] * 2.0**power, factors[1] * 2.0**-power]
+        if dtype == F32 and side == "left":  # a pass of its own, which hands on float32
+            given, power = [f * 2.0**sign for f, sign in zip(factors, (3, -3), strict=True)], 3
+        found = host(kl.run_kernel(product, *map(gpu, (x, *given))))
+        error = of_rows(found, exact(x, given, side), x, side)
+        assert error <= (GATES[F32] if dtype == F32 else 1.5e-3)
+
+
+@pytest.mark.parametrize("sizes", slow_but(((16,) * 3,), ((16,) * 3, (8,) * 5, (16,) * 4)), ids=str)
+def test_halves_go_from_pass_to_pass_with_exponents(sizes, gpus, seed):
+    """What lies between two passes would be infinite or zero in float16, of all of a row or of
+    some of its features."""
+    x, *factors = operands(square(sizes), 9, "right", F16)
+    x = x * torch.exp2(torch.arange(-10, 8, 2).float())[:, None].to(F16)
+    x[3, :4000], x[7, 17:] = 0, 0
+    product = kl.KroneckerProduct(sizes)
+    for first, last in ((9, -9), (-9, 9), (12, -10)):
+        given = [factors[0] * 2.0**first, *factors[1:-1], factors[-1] * 2.0**last]
+        found = host(kl.run_kernel(product, *map(gpu, (x, *given))))
+        assert of_rows(found, by_modes(x, given), x) <= 1.5e-3
+    assert set(kinds(gpus)) == set(SLABS)
+
+
+def test_a_tile_forgets_the_exponents_of_another(gpus, monkeypatch, seed):
+    """Of which a group has had one of a first pass since."""
+    monkeypatch.setattr(hopper_variant, "THREADS", 128)
+    monkeypatch.setattr(hopper_variant, "SLAB_BYTES", 1)
+    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    x, *factors = operands(square((16,) * 3), 20, "right", F16)
+    x = x * 2.0**-18
+    x[0] *= 2.0**31
+    product = kl.KroneckerProduct((16,) * 3)
+    found = host(kl.run_kernel(product, *map(gpu, (x, *factors))))
+    alone = host(kl.run_kernel(product, *map(gpu, (x[1:], *factors))))
+    assert torch.equal(found[1:], alone)
+
+
+@pytest.mark.parametrize("large", (-100, 126))
+def test_largest_and_smallest_numbers(large, gpus):
+    x = torch.full((2, 4096), 1.99 * 2.0**large)
+    factors = [torch.full((64, 64), 1.99 * 2.0**power) for power in (-large // 2, -large // 2 - 12)]
+    if large == -100:
+        factors = [torch.full((64, 64), n) for n in (1.99 * 2.0**127, 2.0**-40)]
+    found = host(kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, *factors))))
+    wanted = by_modes(x, factors)
+    assert (found.double() - wanted).norm() <= GATES[F32] * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", (F32, F16), ids=str)
+def test_columns_of_a_matrix_may_be_small(dtype, gpus, seed):
+    """Beside its others."""
+    x, *factors = operands(square((64, 64)), 5, "right", dtype)
+    for factor in factors:
+        factor[:, 3] *= 2.0**-12
+    found = host(kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, *factors)))).double()
+    wanted = by_modes(x, factors)
+    found, wanted = (t.unflatten(-1, (64, 64))[:, 3, :3] for t in (found, wanted))
+    assert (found - wanted).norm() <= (1e-4 if dtype == F32 else 2e-3) * wanted.norm()
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", (F32, F16), ids=str)
+def test_rows_are_independent(dtype, side, gpus, seed):
+    """In their bits, and in what is not finite."""
+    sizes, axis = (8,) * 5 if side == "right" else (8,) * 4, SIDES.index(side)
+    x, *factors = operands(square(sizes), 9, side, dtype)
+    product = kl.KroneckerProduct(sizes, side=side)
+
+    def rows(x):
+        made = host(kl.run_kernel(product, *map(gpu, (x, *factors))))
+        return made if side == "right" else made.mT
+
+    whole = rows(x)
+    assert torch.equal(rows(x.narrow(axis, 0, 3)), whole[:3])
+    x.select(axis, 4)[7], x.select(axis, 6)[3] = math.nan, math.inf
+    found = rows(x)
+    rest = [index for index in range(9) if index not in (4, 6)]
+    assert found[4].isnan().all() and not found[6].isfinite().any()
+    assert torch.equal(found[rest], whole[rest])
+
+
+def test_zeros_are_zeros(gpus):
+    x, factor = torch.zeros(3, 4096), torch.zeros(64, 64)
+    assert not host(
+        kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, factor, factor)))
+    ).any()
+
+
+@pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16, BF16)), ids=str)
+@pytest.mark.parametrize("sizes", slow_but(((16,) * 3,), ((16,) * 3, (16,) * 4)), ids=str)
+def test_slabs_follow_each_other_in_a_ring(sizes, dtype, gpus, monkeypatch, seed):
+    """Of three rows each, so that the last has fewer, and places are taken again."""
+    features = math.prod(sizes)
+    monkeypatch.setattr(hopper_variant, "SLAB_BYTES", 3 * features * (2 if dtype == BF16 else 4))
+    monkeypatch.setattr(hopper, "DISTANCE", 1)
+    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    x, *factors = operands(square(sizes), 23 if features < 10**4 else 7, "right", dtype)
+    found = host(kl.run_kernel(kl.KroneckerProduct(sizes), *map(gpu, (x, *factors))))
+    assert kinds(gpus) == SLABS
+    assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
+
+
+@pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16)), ids=str)
+def test_passes_may_be_launches_of_their_own(dtype, gpus, monkeypatch, seed):
+    """Where no block has room for all matrices: as with 128 x 128 in float32."""
+    monkeypatch.setattr(hopper_variant, "SHARED_BYTES", {"sm_90a": 0})
+    monkeypatch.setattr(hopper, "PART_BYTES", 2 * 4096 * 4)
+    x, *factors = operands(square((16,) * 3), 5, "right", dtype)
+    descriptor = kl.KroneckerProduct((16,) * 3, epilogue=kl.Add())
+    y = torch.randn(5, 4096).to(dtype)
+    given = [gpu(t) for t in (x, *factors)]
+    found = host(kl.run_kernel(descriptor, *given, y=gpu(y), beta=2.0))
+    wanted = by_modes(x, factors) + 2 * y.double()
+    assert kinds(gpus) == ["hopper"] * 6
+    assert (found.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+    gpus.specs.clear()
+    found = host(kl.run_kernel(kl.KroneckerProduct((16,) * 3), *given))
+    assert kinds(gpus) == ["hopper"] * (6 if dtype == F16 else 2)
+    assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
+
+
+def test_what_the_kernels_do_not_take_is_others(gpus, seed):
+    """Short rows, factors that are not square or no power of two wide, batches of factors, and GPUs
+    that have no wgmma."""
+
+    def found(sizes, dtype="float32", arch="sm_90a"):
+        return [
+            hopper_variant.variants(sizes, dtype, "fp32", inside, arch) for inside in (False, True)
+        ]
+
+    none = [[], []]
+    assert (
+        found(square((8, 8, 8))) == found(((64, 64), (64, 32))) == found(square((48, 96))) == none
+    )
+    assert found(square((8, 16, 8, 16)))[0] == found(square((8, 16, 16, 8)))[0] == []
+    assert found(square((64, 64)), "float64") == found(square((64, 64)), arch="sm_100") == none
+    x, *factors = operands(square((64, 64)), 8, "right", F16, (2,))
+    kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, *factors)))
+    assert kinds(gpus) == ["halves"]
+
+
+def test_portable_kernels_can_be_asked_for(gpus, seed):
+    x, *factors = operands(square((64, 64)), 3, "right", F32)
+    with settings.override(portable=True):
+        found = host(kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, *factors))))
+    assert kinds(gpus) == ["pairs"] and of_rows(found, by_modes(x, factors), x) <= GATES[F32]
