@@ -71,24 +71,26 @@ def _apart(
         apart = round_up(count, PANEL)
         inner = (1, apart) if problem.inside else (problem.in_features, 1)
         handed = Layout(0, 0, *inner)
-    steps = []
-    for begin in range(0, columns, count):
-        last = len(problem.factors)
-        for one in made:
-            factors = range(last - len(one.sizes), last)
-            last = factors.start
-            rows = begin, min(count, columns - begin)
-            steps.append(
-                _step(epilogue * (last == 0), problem, one, factors, rows, handed, multiprocessors)
-            )
+    kernels, last = [], len(problem.factors)
+    for one in made:
+        factors = range(last - len(one.sizes), last)
+        last = factors.start
+        own = epilogue * (last == 0)
+        kernels.append((one, spec(own, one), own, factors))
+    steps = [
+        _step(problem, *kernel, (begin, min(count, columns - begin)), handed, multiprocessors)
+        for begin in range(0, columns, count)
+        for kernel in kernels
+    ]
     workspace = 0 if handed is problem.out else round_up(count, PANEL) * bytes_each
     return Lowered(tuple(steps), workspace)
 
 
 def _step(
-    epilogue: tuple[Epilogue, ...],
     problem: Problem,
     made: Hopper,
+    kernel: KernelSpec,
+    epilogue: tuple[Epilogue, ...],
     factors: range,
     rows: tuple[int, int],
     handed: Layout,
@@ -115,7 +117,7 @@ def _step(
     ]
     grid = min(tiles, multiprocessors), 1
     fixed = parameters(1, len(factors), epilogue).pack(*numbers)
-    return Step(spec(epilogue, made), grid, fixed, tuple(pointers), text.scalar_count(epilogue))
+    return Step(kernel, grid, fixed, tuple(pointers), text.scalar_count(epilogue))
 
 
 def _in_slabs(
