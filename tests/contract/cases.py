@@ -135,8 +135,10 @@ def _view_of(memory: torch.Tensor, like):
 
 
 def _copy(value):
-    """On the host, where it has values."""
+    """On the host, where it has values; of a list or a tuple each."""
     try:
+        if type(value) in (list, tuple):
+            return type(value)(_copy(each) for each in value)
         if isinstance(value, SparseMatrix):
             return value.to("cpu")
         if not isinstance(value, torch.Tensor):
