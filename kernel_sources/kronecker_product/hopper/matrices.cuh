@@ -7,11 +7,12 @@
 
 #include "kronecker_product/hopper/panel.cuh"
 
-// P x P, the product of the PARTS factors from FIRST on.
-template <int P_, int FIRST_, int PARTS_, int SIZE_, int EXPONENT_>
+// P x P, the product of the PARTS factors from FIRST on; its columns by quad_place with QUADS.
+template <int P_, int FIRST_, int PARTS_, int SIZE_, int EXPONENT_, bool QUADS_ = false>
 struct Merged {
     static constexpr int P = P_, Q = P_, FIRST = FIRST_, PARTS = PARTS_, SIZE = SIZE_;
     static constexpr int EXPONENT = EXPONENT_, BYTES = SIZE * SIZE * 2;  // of a word
+    static constexpr bool QUADS = QUADS_;
 };
 
 template <bool FIRST, class A, class B>
@@ -31,63 +32,118 @@ __device__ __forceinline__ int shift_to(int exponent, u32 bits) {
 template <class M>
 using EntryT = typename Chosen<WORDS == 2 && (M::PARTS > 1), double, float>::Type;
 
-// Calls `take(row, column, value)` with each of a thread's entries, several loads under way: along
-// rows or, if a column's entries are neighbours in device memory, along columns.
-template <class M, class Take>
-__device__ __forceinline__ void each_entry(const Parameters& p, const Take& take) {
-    constexpr int EACH = M::SIZE * M::SIZE / THREADS, AT_ONCE = EACH < 16 ? EACH : 16;
-    constexpr int STEP = THREADS / M::SIZE;  // of what a thread's entries do not lie along
-    const bool along_columns = p.matrices[M::FIRST + M::PARTS - 1].row_stride == 1;
-    const int own = threadIdx.x % M::SIZE, first = threadIdx.x / M::SIZE;
-#pragma unroll 1
-    for (int begin = 0; begin < EACH; begin += AT_ONCE) {
-        EntryT<M> value[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int other = first + (begin + i) * STEP;
-            const int row = along_columns ? own : other, column = along_columns ? other : own;
-            value[i] = 0;
-            if (row / M::P == column / M::P)
-                value[i] = entry_of<M, EntryT<M>>(p, 0, row % M::P, column % M::P);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int other = first + (begin + i) * STEP;
-            take(along_columns ? own : other, along_columns ? other : own, value[i]);
-        }
-    }
-}
-
-// By all threads, with a barrier of the block; `largest` is zero before.
+// A worker's entries of a matrix: along rows or, if a column's entries are neighbours in device
+// memory, along columns.
 template <class M>
-__device__ __forceinline__ void stage_matrix(const Parameters& p, unsigned char* matrix,
-                                             u32& largest) {
-    float power = 1;
-    if (SCALED) {
-        float most = 0;  // infinite ones apart
-        each_entry<M>(p, [&](int, int, EntryT<M> value) {
-            const float size = fabsf(float(value));
-            most = fmaxf(most, size <= __uint_as_float(FINITE) ? size : 0.0f);
-        });
-        const u32 found = __reduce_max_sync(~0u, __float_as_uint(most));
-        if (threadIdx.x % 32 == 0) atomicMax(&largest, found);
-        __syncthreads();
-        power = power_of_two(shift_to(M::EXPONENT, largest));
+struct Part {
+    static constexpr int COUNT = M::SIZE * M::SIZE / WORKERS;
+    static constexpr int STEP = WORKERS / M::SIZE;  // of what they do not lie along
+    const bool along_columns;
+    const int own, first;
+    __device__ __forceinline__ explicit Part(const Parameters& p)
+        : along_columns(p.matrices[M::FIRST + M::PARTS - 1].row_stride == 1),
+          own(threadIdx.x % M::SIZE), first(threadIdx.x / M::SIZE) {}
+    __device__ __forceinline__ int row(int i) const {
+        return along_columns ? own : first + i * STEP;
     }
-    each_entry<M>(p, [&](int row, int column, EntryT<M> value) {
-        HalfT* to = reinterpret_cast<HalfT*>(matrix + place(row, column, M::SIZE));
-        const EntryT<M> scaled = value * power;
-        *to = convert<HalfT>(float(scaled));
-        if (WORDS == 2) to[M::BYTES / 2] = convert<HalfT>(float(scaled - convert<float>(*to)));
-    });
+    __device__ __forceinline__ int column(int i) const {
+        return along_columns ? first + i * STEP : own;
+    }
+    __device__ __forceinline__ EntryT<M> value(const Parameters& p, int i) const {
+        if (row(i) / M::P != column(i) / M::P) return 0;
+        return entry_of<M, EntryT<M>>(p, 0, row(i) % M::P, column(i) % M::P);
+    }
+    // So many of them, from one on.
+    template <int AT_ONCE>
+    __device__ __forceinline__ void load(const Parameters& p, int from,
+                                         EntryT<M> (&values)[AT_ONCE]) const {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) values[i] = value(p, from + i);
+    }
+    template <int AT_ONCE>
+    __device__ __forceinline__ void write(unsigned char* matrix, float power, int from,
+                                          const EntryT<M> (&values)[AT_ONCE]) const {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int own = column(from + i), at = M::QUADS ? quad_place(own) : own;
+            HalfT* to = reinterpret_cast<HalfT*>(matrix + place(row(from + i), at, M::SIZE));
+            const EntryT<M> scaled = values[i] * power;
+            *to = convert<HalfT>(float(scaled));
+            if (WORDS == 2)
+                to[M::BYTES / 2] = convert<HalfT>(float(scaled - convert<float>(*to)));
+        }
+    }
+};
+
+// Of so many entries, infinite ones apart.
+template <int COUNT, class T>
+__device__ __forceinline__ float largest_of(const T (&values)[COUNT]) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const float size = fabsf(float(values[i]));
+        most = fmaxf(most, size <= __uint_as_float(FINITE) ? size : 0.0f);
+    }
+    return most;
+}
+__device__ __forceinline__ void find_largest_of(float most, u32& largest) {
+    const u32 found = __reduce_max_sync(~0u, __float_as_uint(most));
+    if (threadIdx.x % 32 == 0) atomicMax(&largest, found);
 }
 
-// All of a run's; of each the bits of its largest number, two of them.
-template <class R>
-__device__ __forceinline__ void stage(const Parameters& p, unsigned char* matrices, u32* largest) {
-    stage_matrix<typename R::First>(p, matrices, largest[0]);
-    if constexpr (R::SECOND)
-        stage_matrix<typename R::Second>(p, matrices + WORDS * R::First::BYTES, largest[1]);
+// A worker's entries of one matrix after another, all of which are asked for before any is awaited.
+// Those that are too many to be kept in registers are read twice.
+template <class... M>
+struct Staged {
+    __device__ __forceinline__ explicit Staged(const Parameters&) {}
+    __device__ __forceinline__ void find_largest(u32*) const {}
+    __device__ __forceinline__ void write(unsigned char*, const u32*) const {}
+};
+template <class M, class... Rest>
+struct Staged<M, Rest...> {
+    static constexpr int COUNT = Part<M>::COUNT;
+    static constexpr bool KEPT = COUNT <= 16;
+    static constexpr int AT_ONCE = KEPT ? COUNT : 32;
+    const Parameters& p;
+    const Part<M> part;
+    EntryT<M> values[AT_ONCE];
+    Staged<Rest...> rest;
+    __device__ __forceinline__ explicit Staged(const Parameters& p) : p(p), part(p), rest(p) {
+        part.load(p, 0, values);
+    }
+    __device__ __forceinline__ void find_largest(u32* largest) {
+        float most = largest_of(values);
+        for (int from = AT_ONCE; from < COUNT; from += AT_ONCE) {
+            part.load(p, from, values);
+            most = fmaxf(most, largest_of(values));
+        }
+        find_largest_of(most, *largest);
+        rest.find_largest(largest + 1);
+    }
+    __device__ __forceinline__ void write(unsigned char* matrix, const u32* largest) {
+        const float power = SCALED ? power_of_two(shift_to(M::EXPONENT, *largest)) : 1.0f;
+        for (int from = 0; from < COUNT; from += AT_ONCE) {
+            if (from > 0 || (SCALED && !KEPT)) part.load(p, from, values);
+            part.write(matrix, power, from, values);
+        }
+        rest.write(matrix + WORDS * M::BYTES, largest + 1);
+    }
+};
+
+__device__ __forceinline__ void sync_workers() { sync_threads(1 + GROUPS, WORKERS); }
+
+// By all workers; `largest` are zeros before, and bits of each matrix's largest number behind.
+template <class... M>
+__device__ __forceinline__ void stage_matrices(const Parameters& p, unsigned char* matrices,
+                                               u32* largest) {
+    Staged<M...> staged(p);
+    if (SCALED) {
+        staged.find_largest(largest);
+        sync_workers();
+    }
+    staged.write(matrices, largest);
+    fence_shared_writes();
+    sync_workers();
 }
 
 // The power of two, as exponent, that a run's matrices were multiplied by.

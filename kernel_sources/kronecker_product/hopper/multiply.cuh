@@ -20,10 +20,10 @@ struct Sums {
 };
 
 // Sums over DEPTH of products with 64 columns: `left(word, step)` is the left operand's 16 from
-// 16 * step on. Does something else `meanwhile`.
-template <int DEPTH, class Left, class Meanwhile>
+// 16 * step on.
+template <int DEPTH, class Left>
 __device__ __forceinline__ void multiply_columns(float (&sums)[OWN], const Left& left, u64 right,
-                                                 int low_units, const Meanwhile& meanwhile) {
+                                                 int low_units) {
     constexpr int CHAINS = WORDS == 2 ? DEPTH / 64 : 1, STEPS = DEPTH / 16 / CHAINS;
     float more[CHAINS > 1 ? OWN : 1];
     wgmma_fence();
@@ -50,7 +50,6 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[OWN], const Left&
         for (int step = 0; step < STEPS; ++step) add(0, step, 0, WORDS == 1 && step == 0);
     }
     wgmma_commit();
-    meanwhile();
     wgmma_wait<0>();
     if constexpr (CHAINS > 1) {
 #pragma unroll
@@ -59,10 +58,9 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[OWN], const Left&
 }
 
 // Sums of the first matrix's columns with the panel.
-template <class R, class Meanwhile>
+template <class R>
 __device__ __forceinline__ void multiply_panel(Sums<R>& sums, const unsigned char* matrices,
-                                               const unsigned char* panel,
-                                               const Meanwhile& meanwhile) {
+                                               const unsigned char* panel) {
     const int warpgroup = threadIdx.x % GROUP_THREADS / 128;
     const u64 matrix = matrix_descriptor(
         shared_address(matrices) + warpgroup * (LINES * LINE_BYTES), LINES * LINE_BYTES,
@@ -74,11 +72,7 @@ __device__ __forceinline__ void multiply_panel(Sums<R>& sums, const unsigned cha
 #pragma unroll
     for (int half = 0; half < R::COLUMNS / 64; ++half)
         multiply_columns<LINES>(sums.of[half], left, right + half * LINES * LINE_BYTES / 16,
-                                PANEL_BYTES / 16, [&] {
-                                    if (half > 0) return;
-                                    meanwhile();
-                                    __syncwarp();  // it may have been one thread's
-                                });
+                                PANEL_BYTES / 16);
 }
 
 // A thread's sums as the left operand of another product, whose depths are their columns.
@@ -113,7 +107,7 @@ __device__ __forceinline__ void multiply_fragments(Sums<R>& sums, const Fragment
 #pragma unroll
     for (int half = 0; half < R::COLUMNS / 64; ++half)
         multiply_columns<R::COLUMNS>(sums.of[half], left, right + half * ROWS_BYTES / 16,
-                                     R::Second::BYTES / 16, [] {});
+                                     R::Second::BYTES / 16);
 }
 
 // Scales a warp's sums so that half precision holds them; the exponent of the power.

@@ -1,5 +1,5 @@
-// Where numbers of a tile lie: in device memory, in registers as they arrive, and as words of a
-// panel in shared memory, which wgmma reads.
+// Where numbers of a tile lie: in device memory, in a stage of shared memory as they arrive, and as
+// words of a panel there, which takes the stage's place, and which wgmma reads.
 //
 // A tile is LINES lines of COLUMNS numbers. Lines are the indices of the first matrix, of each of
 // its copies; columns are features too, WIDTH neighbours in device memory, of several groups of
@@ -11,7 +11,7 @@
 //   HalfT, WORDS                 half_t or bfloat16_t, and how many of them a number is
 //   SCALED                       whether it is half_t
 //   LINES                        of all tiles, 64 or 128
-//   GROUPS, THREADS              of threads with a tile each; of a block
+//   GROUPS, WORKERS              of threads with a tile each; the threads that are in one
 //   PANEL                        numbers of the largest tile
 // and, behind matrices.cuh, of each run a struct with
 //   INDEX, BEGINS, ENDS          its number, and whether it is the first one and the last
@@ -27,9 +27,11 @@
 //   HANDS, TAKES, Before         whether exponents go beside its float16 to the next run, and come
 //                                from the one before
 //   First, Second, SECOND        its matrices, each a Merged, and whether there is a second one
-//   MATRICES                     bytes before them
+//   QUADS                        whether its results lie by quad_place
+//   MATRIX, MATRICES             how many are before them, and their bytes
 #pragma once
 
+#include "common/async_copy.cuh"
 #include "common/hopper.cuh"
 #include "kronecker_product/halves/pair.cuh"
 #include "kronecker_product/halves/powers.cuh"
@@ -40,13 +42,19 @@ constexpr int WARPGROUPS = LINES / 64;  // of a tile
 constexpr int GROUP_THREADS = 128 * WARPGROUPS;
 constexpr int LINE_BYTES = 128;  // 64 numbers of 2 bytes
 constexpr int PANEL_BYTES = PANEL * 2;
-static_assert(THREADS == GROUPS * GROUP_THREADS, "no thread is without a tile");
+static_assert(WORKERS == GROUPS * GROUP_THREADS, "no worker is without a tile");
 
 // Bytes from the first word of an array of so many rows: 64 columns of all rows, then the next 64;
 // swizzled as wgmma expects it.
 __device__ constexpr int place(int row, int column, int rows) {
     return column / 64 * (rows * LINE_BYTES) + row * LINE_BYTES +
            ((column % 64 / 8 ^ row % 8) << 4) + column % 8 * 2;
+}
+
+// Where a column of results is among those of a product, so that a thread has four neighbours
+// instead of two: it has columns 2 l, 2 l + 1, 2 l + 8, 2 l + 9 of each 16, of lane l of four.
+__device__ constexpr int quad_place(int column) {
+    return column / 16 * 16 + column % 4 / 2 * 8 + column % 16 / 4 * 2 + column % 2;
 }
 
 // Features from a tile's first one. Sizes are powers of two, and a feature is the sum of those of
@@ -68,25 +76,28 @@ struct Origin {
     i64 source, target, row, feature;
 };
 
-// Elements of a tensor from one feature to the next, and from one row or column of x.
+// Elements of a tensor from one feature to the next, and from one row or column of x: 1 between
+// neighbours of an aligned one.
+template <class R, bool ALIGNED>
 struct Strides {
-    i64 feature, column;
-    template <class R>
-    __device__ __forceinline__ static Strides of(const Side& side, bool is_aligned) {
-        return {!R::INSIDE && is_aligned ? 1 : side.feature_stride,
-                R::INSIDE && is_aligned ? 1 : side.column_stride};
+    i64 feature_stride, column_stride;
+    __device__ __forceinline__ explicit Strides(const Side& side)
+        : feature_stride(side.feature_stride), column_stride(side.column_stride) {}
+    __device__ __forceinline__ i64 feature() const {
+        return ALIGNED && !R::INSIDE ? 1 : feature_stride;
+    }
+    __device__ __forceinline__ i64 column() const {
+        return ALIGNED && R::INSIDE ? 1 : column_stride;
     }
     __device__ __forceinline__ i64 first(i64 row, i64 feature) const {
-        return row * this->column + feature * this->feature;
+        return row * column() + feature * this->feature();
     }
     // From a tile's first element on.
-    template <class R>
     __device__ __forceinline__ i64 element(int line, int column) const {
-        return feature_of<R>(line, column) * feature + (R::INSIDE ? column * this->column : 0);
+        return feature_of<R>(line, column) * feature() + (R::INSIDE ? column * this->column() : 0);
     }
     // From one number of a line to the next.
-    template <class R>
-    __device__ __forceinline__ i64 next() const { return R::INSIDE ? column : feature; }
+    __device__ __forceinline__ i64 next() const { return R::INSIDE ? column() : feature(); }
 };
 
 // Of a tile so many columns from one on exist.
@@ -134,66 +145,54 @@ struct Four {
                 __uint_as_float(x.w)} {}
 };
 
-// A thread's part of a tile, as it lies in device memory: 16 bytes a unit.
+// Units of 16 bytes that so many threads, each after another, have of a tile.
+template <class R, int THREADS_>
+struct Walk {
+    static constexpr int CHUNK = 16 / sizeof(typename R::SourceT);
+    static constexpr int UNITS = LINES * R::COLUMNS / (THREADS_ * CHUNK);
+    static constexpr int STEP = THREADS_ * CHUNK / R::COLUMNS;  // lines
+    int line, column;  // of the first unit
+    __device__ __forceinline__ explicit Walk(int thread)
+        : line(thread * CHUNK / R::COLUMNS), column(thread * CHUNK % R::COLUMNS) {}
+    // Bytes of a stage before a unit: as they lie in a panel, or those of fp32 one after another.
+    __device__ __forceinline__ int place_of(int unit) const {
+        if (sizeof(typename R::SourceT) == 4)
+            return (line + unit * STEP) * (R::COLUMNS * 4) + column * 4;
+        return in_panel(unit);
+    }
+    __device__ __forceinline__ int in_panel(int unit) const {
+        return by_line(place(line, column, LINES), unit);
+    }
+    // Of the first two of four numbers; the others are 16 bytes from there, by exclusive or.
+    __device__ __forceinline__ int in_quads(int unit) const {
+        return by_line(place(line, quad_place(column), LINES), unit);
+    }
+    __device__ __forceinline__ static int by_line(int first, int unit) {
+        return (first + unit * STEP * LINE_BYTES) ^ unit * STEP % 8 << 4;
+    }
+};
+
+// Exponents of a tile, of 64 neighbours each.
+constexpr int TILE_POWERS = PANEL / 64;
+
+// A thread's part of a tile.
 struct Numbers {
     int4 unit[PANEL / GROUP_THREADS / 4];
     short exponent[PANEL / GROUP_THREADS / 8];  // of units of float16 that have been handed on
 
     template <class R>
-    struct Walk {
-        static constexpr int CHUNK = 16 / sizeof(typename R::SourceT);
-        static constexpr int UNITS = LINES * R::COLUMNS / (GROUP_THREADS * CHUNK);
-        static constexpr int STEP = GROUP_THREADS * CHUNK / R::COLUMNS;  // lines
-        static_assert(STEP % 4 == 0, "lines of a thread and of a step are other bits");
-    };
+    using OwnWalk = Walk<R, GROUP_THREADS>;
 
     template <class R>
-    __device__ __forceinline__ void load(const Parameters& p, const Origin& origin) {
-        using SourceT = typename R::SourceT;
-        using W = Walk<R>;
-        const RunFixed& run = p.runs[R::INDEX];
-        const bool is_aligned = !R::BEGINS || run.aligned;
-        const Strides strides = Strides::of<R>(run.in, is_aligned);
-        const int own = own_thread() % GROUP_THREADS * W::CHUNK, column = own % R::COLUMNS;
-        const SourceT* from = static_cast<const SourceT*>(p.sources[R::INDEX]) +
-                              strides.first(origin.source, origin.feature) +
-                              strides.element<R>(own / R::COLUMNS, column);
-        const i64 left = columns_left<R>(run, origin.source, column);
-        if (is_aligned && left >= W::CHUNK) {
+    __device__ __forceinline__ void read(const unsigned char* stage, const short* powers) {
+        const OwnWalk<R> walk(threadIdx.x % GROUP_THREADS);
 #pragma unroll
-            for (int u = 0; u < W::UNITS; ++u)
-                unit[u] = __ldcg(
-                    reinterpret_cast<const int4*>(from + strides.element<R>(u * W::STEP, 0)));
-        } else {
-            const int exist = int(left < W::CHUNK ? left : W::CHUNK);
-#pragma unroll
-            for (int u = 0; u < W::UNITS; ++u)
-                unit[u] = gather(from + strides.element<R>(u * W::STEP, 0), strides.next<R>(),
-                                 exist);
+        for (int u = 0; u < OwnWalk<R>::UNITS; ++u) {
+            unit[u] = *reinterpret_cast<const int4*>(stage + walk.place_of(u));
+            if constexpr (R::TAKES)
+                exponent[u] =
+                    powers[walk.line + u * OwnWalk<R>::STEP + walk.column / 64 * LINES];
         }
-        if constexpr (R::TAKES) {
-            const int first = feature_of<R>(own / R::COLUMNS, column);
-#pragma unroll
-            for (int u = 0; u < W::UNITS; ++u)
-                exponent[u] = __ldcg(handed<typename R::Before>(
-                    p, origin.source,
-                    u32(origin.feature) + first + feature_of<R>(u * W::STEP, 0)));
-        }
-    }
-    // So many numbers, and zeros.
-    __device__ __forceinline__ static int4 gather(const float* x, i64 stride, int exist) {
-        int bits[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) bits[e] = e < exist ? __float_as_uint(x[e * stride]) : 0;
-        return {bits[0], bits[1], bits[2], bits[3]};
-    }
-    template <class T>
-    __device__ __forceinline__ static int4 gather(const T* x, i64 stride, int exist) {
-        u32 bits[4] = {};
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-            if (e < exist) bits[e / 2] |= u32(x[e * stride].bits) << e % 2 * 16;
-        return {int(bits[0]), int(bits[1]), int(bits[2]), int(bits[3])};
     }
 
     // Bits of the largest magnitudes of fp32, infinite ones too: of the tile, or of its columns. Or
@@ -203,14 +202,14 @@ struct Numbers {
         if constexpr (R::TAKES) {
             int most = -BIAS;
 #pragma unroll
-            for (int u = 0; u < Walk<R>::UNITS; ++u) most = max(most, int(exponent[u]));
+            for (int u = 0; u < OwnWalk<R>::UNITS; ++u) most = max(most, int(exponent[u]));
             const u32 found = __reduce_max_sync(~0u, u32(most + BIAS));
             if (threadIdx.x % 32 == 0) atomicMax(largest, found);
             return;
         }
         float most[4] = {};
 #pragma unroll
-        for (int u = 0; u < Walk<R>::UNITS; ++u) {
+        for (int u = 0; u < OwnWalk<R>::UNITS; ++u) {
             const Four x(unit[u]);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
@@ -237,18 +236,19 @@ struct Numbers {
     template <class R>
     __device__ __forceinline__ void write(unsigned char* panel, const float (&power)[4],
                                           int largest) const {
-        using W = Walk<R>;
-        const int own = threadIdx.x % GROUP_THREADS * W::CHUNK;
-        const int to = place(own / R::COLUMNS, own % R::COLUMNS, LINES);
+        const OwnWalk<R> walk(threadIdx.x % GROUP_THREADS);
 #pragma unroll
-        for (int u = 0; u < W::UNITS; ++u) {
-            const int at = (to + u * W::STEP * LINE_BYTES) ^ u * W::STEP % 8 << 4;
-            u32* word = reinterpret_cast<u32*>(panel + at);
-            if constexpr (R::TAKES)
-                *reinterpret_cast<int4*>(word) = scaled(unit[u], exponent[u] - largest);
-            else if constexpr (sizeof(typename R::SourceT) == 2)
-                *reinterpret_cast<int4*>(word) = unit[u];
-            else write_words(word, Four(unit[u]), power);
+        for (int u = 0; u < OwnWalk<R>::UNITS; ++u) {
+            if constexpr (R::TAKES) {
+                *reinterpret_cast<int4*>(panel + walk.in_panel(u)) =
+                    scaled(unit[u], exponent[u] - largest);
+            } else if constexpr (R::QUADS && !R::SECOND) {
+                const int at = walk.in_quads(u);
+                write_words(panel + at, panel + (at ^ 16), Four(unit[u]), power);
+            } else {
+                const int at = walk.in_panel(u);
+                write_words(panel + at, panel + at + 4, Four(unit[u]), power);
+            }
         }
     }
     // Eight of float16. What half precision does not tell apart beside the largest is lost, as it
@@ -262,17 +262,27 @@ struct Numbers {
         return int(pack<half_t>(convert<float>(half_t{u16(two)}) * power,
                                 convert<float>(half_t{u16(u32(two) >> 16)}) * power));
     }
-    __device__ __forceinline__ static void write_words(u32* to, const Four& x,
-                                                       const float (&power)[4]) {
+    // The first two and the others.
+    __device__ __forceinline__ static void write_words(unsigned char* to, unsigned char* others,
+                                                       const Four& x, const float (&power)[4]) {
         float v[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) v[e] = SCALED ? x.value[e] * power[e] : x.value[e];
         if (WORDS == 2) {
             const Pair one(v[0], v[1]), other(v[2], v[3]);
-            store_vector(to, Vector<u32, 2>{one.high, other.high});
-            store_vector(to + PANEL_BYTES / 4, Vector<u32, 2>{one.low, other.low});
+            write_two(to, others, one.high, other.high);
+            write_two(to + PANEL_BYTES, others + PANEL_BYTES, one.low, other.low);
         } else {
-            store_vector(to, Vector<u32, 2>{pack<HalfT>(v[0], v[1]), pack<HalfT>(v[2], v[3])});
+            write_two(to, others, pack<HalfT>(v[0], v[1]), pack<HalfT>(v[2], v[3]));
+        }
+    }
+    __device__ __forceinline__ static void write_two(unsigned char* to, unsigned char* other,
+                                                     u32 one, u32 next) {
+        if (other == to + 4) {
+            store_vector(reinterpret_cast<u32*>(to), Vector<u32, 2>{one, next});
+        } else {
+            *reinterpret_cast<u32*>(to) = one;
+            *reinterpret_cast<u32*>(other) = next;
         }
     }
 };

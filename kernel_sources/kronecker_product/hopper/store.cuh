@@ -1,17 +1,23 @@
-// Results of a tile to device memory, from a warp's accumulators: in fp32 pairs of neighbours,
-// whole sectors by four lanes; 2-byte ones by way of the panel, 16 bytes a lane.
+// Results of a tile to device memory, from a warp's accumulators: in fp32 four neighbours at
+// once, or two; 2-byte ones by way of the panel, 16 bytes a lane.
 #pragma once
 
 #include "kronecker_product/hopper/multiply.cuh"
 
-// What a thread's sums are of: lines line() and eight behind, columns column() and one on, and the
-// same of each eight columns.
+// What a thread's sums are of: lines line() and eight behind, and of each eight columns, or with
+// QUADS of each 16, neighbours from column() on.
+template <class R>
 struct Place {
     int line, column;
     __device__ __forceinline__ Place() {
         const int thread = own_thread() % GROUP_THREADS, lane = thread % 32;
         line = thread / 32 * 16 + lane / 4;
-        column = lane % 4 * 2;
+        column = lane % 4 * (R::QUADS ? 4 : 2);
+    }
+    // A sum's, from column() on.
+    __device__ __forceinline__ static constexpr int column_of(int i) {
+        const int eight = i / 4;
+        return (R::QUADS ? eight / 2 * 16 + eight % 2 * 2 : eight * 8) + i % 2;
     }
 };
 
@@ -55,7 +61,7 @@ struct Undo {
 #pragma unroll
         for (int i = 0; i < Sums<R>::COUNT; ++i) {
             const Vector<float, 2> powers =
-                BY_COLUMNS ? of_columns[column + i / 4 * 8 + i % 2] : own;
+                BY_COLUMNS ? of_columns[column + Place<R>::column_of(i)] : own;
             sums[i] = sums[i] * powers.element[0] * powers.element[1];
         }
     }
@@ -66,13 +72,13 @@ template <class R>
 __device__ __forceinline__ void finish_sums(Sums<R>& sums, const Parameters& p,
                                             const Finish& finish, const Origin& origin,
                                             const Undo<R>& undo) {
-    const Place own;
+    const Place<R> own;
     undo.apply(sums, own.column);
     if constexpr (EPILOGUE && R::ENDS) {
         const i64 first = origin.feature + feature_of<R>(own.line, own.column);
 #pragma unroll
         for (int i = 0; i < Sums<R>::COUNT; ++i) {
-            const int column = i / 4 * 8 + i % 2;
+            const int column = Place<R>::column_of(i);
             const i64 row = origin.row + (R::INSIDE ? own.column + column : 0);
             if (R::INSIDE && row >= p.runs[R::INDEX].columns) continue;
             const i64 feature = first + feature_of<R>(i % 4 / 2 * 8, column);
@@ -81,26 +87,31 @@ __device__ __forceinline__ void finish_sums(Sums<R>& sums, const Parameters& p,
     }
 }
 
-// `out` is the tile's first element.
-template <class R>
+// `out` is the tile's first element, of so many columns that exist.
+template <class R, bool ALIGNED>
 __device__ __forceinline__ void store_numbers(const Sums<R>& sums, typename R::TargetT* out,
-                                              const Strides& strides, i64 columns,
-                                              bool is_aligned) {
+                                              const Strides<R, ALIGNED>& strides, i64 columns) {
     using TargetT = typename R::TargetT;
-    const Place own;
-    out += strides.element<R>(own.line, own.column);
+    constexpr int RUN = R::QUADS ? 4 : 2;  // neighbours
+    const Place<R> own;
+    out += strides.element(own.line, own.column);
     columns -= own.column;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < R::COLUMNS / 8; ++i) {
-            TargetT* to = out + strides.element<R>(half * 8, i * 8);
-            const float one = sums[4 * i + 2 * half], other = sums[4 * i + 2 * half + 1];
-            if (sizeof(TargetT) == 4 && is_aligned && columns > i * 8 + 1) {
-                store_vector(reinterpret_cast<float*>(to), Vector<float, 2>{one, other});
+        for (int i = 0; i < 2 * R::COLUMNS / 4; i += RUN / 2 * 4) {
+            const int first = i + 2 * half, column = Place<R>::column_of(i);
+            Vector<float, RUN> found;
+#pragma unroll
+            for (int e = 0; e < RUN; ++e) found.element[e] = sums[first + e / 2 * 4 + e % 2];
+            TargetT* to = out + strides.element(half * 8, column);
+            if (sizeof(TargetT) == 4 && ALIGNED && (!R::INSIDE || columns >= column + RUN)) {
+                store_vector(reinterpret_cast<float*>(to), found);
             } else {
-                if (columns > i * 8) *to = convert<TargetT>(one);
-                if (columns > i * 8 + 1) to[strides.next<R>()] = convert<TargetT>(other);
+#pragma unroll
+                for (int e = 0; e < RUN; ++e)
+                    if (columns > column + e)
+                        to[e * strides.next()] = convert<TargetT>(found.element[e]);
             }
         }
 }
@@ -108,8 +119,8 @@ __device__ __forceinline__ void store_numbers(const Sums<R>& sums, typename R::T
 // A warp's 16 lines to the panel, and from there.
 template <class R>
 __device__ __forceinline__ void store_by_panel(const Sums<R>& sums, unsigned char* panel,
-                                               typename R::TargetT* out, const Strides& strides,
-                                               i64 columns) {
+                                               typename R::TargetT* out,
+                                               const Strides<R, true>& strides, i64 columns) {
     using TargetT = typename R::TargetT;
     const int thread = own_thread() % GROUP_THREADS, lane = thread % 32, lines = thread / 32 * 16;
     const u32 to = shared_address(panel) +
@@ -127,17 +138,17 @@ __device__ __forceinline__ void store_by_panel(const Sums<R>& sums, unsigned cha
     __syncwarp();
     constexpr int CHUNK = 8, STEP = 32 * CHUNK / R::COLUMNS;  // lines
     const int line = lines + lane * CHUNK / R::COLUMNS, column = lane * CHUNK % R::COLUMNS;
-    out += strides.element<R>(line, column);
+    out += strides.element(line, column);
     columns -= column;
 #pragma unroll
     for (int i = 0; i < 16 / STEP; ++i) {
-        TargetT* at = out + strides.element<R>(i * STEP, 0);
+        TargetT* at = out + strides.element(i * STEP, 0);
         const unsigned char* from = panel + place(line + i * STEP, column, LINES);
         if (columns >= CHUNK) {
             *reinterpret_cast<int4*>(at) = *reinterpret_cast<const int4*>(from);
         } else {
             for (int e = 0; e < columns; ++e)
-                at[e * strides.next<R>()] = reinterpret_cast<const TargetT*>(from)[e];
+                at[e * strides.next()] = reinterpret_cast<const TargetT*>(from)[e];
         }
     }
 }
@@ -150,30 +161,34 @@ __device__ __forceinline__ void hand_on(Sums<R>& sums, const Parameters& p, cons
                                         const Undo<R>& undo) {
     bool are_zeros;
     const int shift = scale_sums<R>(sums, are_zeros);
-    const Place own;
+    const Place<R> own;
     if (threadIdx.x % 32 == 0)
         *handed<R>(p, origin.target, u32(origin.feature) + feature_of<R>(own.line, 0)) =
             short(are_zeros ? OF_ZEROS : undo.exponent - shift);
+}
+
+template <class R, bool ALIGNED>
+__device__ __forceinline__ void store_sums(const Sums<R>& sums, const Parameters& p,
+                                           unsigned char* panel, const Origin& origin) {
+    using TargetT = typename R::TargetT;
+    const Strides<R, ALIGNED> strides(p.runs[R::INDEX].out);
+    TargetT* out = static_cast<TargetT*>(p.targets[R::INDEX]) +
+                   strides.first(origin.target, origin.feature);
+    const i64 columns = columns_left<R>(p.runs[R::INDEX], origin.target, 0);
+    if constexpr (ALIGNED && sizeof(TargetT) == 2) {
+        sync_group();  // the panel has been read
+        store_by_panel<R>(sums, panel, out, strides, columns);
+    } else {
+        store_numbers<R>(sums, out, strides, columns);
+    }
 }
 
 template <class R>
 __device__ __forceinline__ void store_tile(Sums<R>& sums, const Parameters& p, const Finish& finish,
                                            unsigned char* panel, const Origin& origin,
                                            const Undo<R>& undo) {
-    const RunFixed& run = p.runs[R::INDEX];
     if constexpr (R::HANDS) hand_on<R>(sums, p, origin, undo);
     else finish_sums<R>(sums, p, finish, origin, undo);
-    const bool is_aligned = !R::ENDS || run.aligned_out;
-    const Strides strides = Strides::of<R>(run.out, is_aligned);
-    auto out = static_cast<typename R::TargetT*>(p.targets[R::INDEX]) +
-               strides.first(origin.target, origin.feature);
-    const i64 columns = columns_left<R>(run, origin.target, 0);
-    if constexpr (sizeof(typename R::TargetT) == 2) {
-        if (is_aligned) {
-            sync_group();  // the panel has been read
-            store_by_panel<R>(sums, panel, out, strides, columns);
-            return;
-        }
-    }
-    store_numbers<R>(sums, out, strides, columns, is_aligned);
+    if (!R::ENDS || p.runs[R::INDEX].aligned_out) store_sums<R, true>(sums, p, panel, origin);
+    else store_sums<R, false>(sums, p, panel, origin);
 }

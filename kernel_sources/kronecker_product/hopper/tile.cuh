@@ -1,4 +1,4 @@
-// What a group of threads does with a tile, from registers to device memory.
+// What a group of threads does with a tile, from its stage to device memory.
 //
 // fp32 is two float16 a number (halves/pair.cuh), three products of sums that the matrix unit
 // accumulates. Matrices and tiles are scaled so that their largest numbers have an exponent that is
@@ -9,93 +9,162 @@
 // is a row's own numbers that decide about it.
 //
 // The generated source defines before it includes this file MATRIX_BYTES, of all runs' matrices,
-// and SCALES, the columns of a tile that are scaled for themselves, or 1.
+// MATRIX_LIST, these, and SCALES, the columns of a tile that are scaled for themselves, or 1.
 #pragma once
 
+#include "kronecker_product/hopper/stages.cuh"
 #include "kronecker_product/hopper/store.cuh"
 
 constexpr int LARGEST = 2 * RUNS + 2 * SCALES * GROUPS;  // numbers
+constexpr int NUMBERS_BYTES = (LARGEST + 2 * SCALES * GROUPS + 3) / 4 * 16;
 
-// Shared memory: panels, matrices, what undoes the scaling of columns, bits of largest numbers.
+// Shared memory: stages, matrices, what is said of stages, what undoes the scaling of columns, bits
+// of largest numbers.
 struct Shared {
-    unsigned char *panel, *matrices;
+    unsigned char *data, *matrices;
     Vector<float, 2>* undone;
-    u32 *of_matrices, *of_tiles;  // two of each run; those of the group's tiles, in turn
+    u32 *of_matrices, *of_tiles;  // of each; two of each group, for its tiles in turn
+    void* rest;
     __device__ __forceinline__ explicit Shared(unsigned char* base) {
-        base += -shared_address(base) & 1023;
-        const int group = group_number();
-        panel = base + group * (WORDS * PANEL_BYTES);
-        matrices = base + GROUPS * WORDS * PANEL_BYTES;
+        data = base + (-shared_address(base) & 1023);
+        matrices = data + ALL_STAGES * STAGE_BYTES;
         undone = reinterpret_cast<Vector<float, 2>*>(matrices + MATRIX_BYTES);
         of_matrices = reinterpret_cast<u32*>(undone + SCALES * GROUPS);
-        undone += SCALES * group;
-        of_tiles = of_matrices + 2 * RUNS + 2 * SCALES * group;
+        of_tiles = of_matrices + 2 * RUNS;
+        rest = matrices + MATRIX_BYTES + NUMBERS_BYTES;
     }
-    __device__ __forceinline__ void clear() const {
+    __device__ __forceinline__ Stages stages(int group) const { return {data, rest, group}; }
+    // By all threads of the block.
+    __device__ __forceinline__ void begin() const {
         for (int i = threadIdx.x; i < LARGEST; i += THREADS) of_matrices[i] = 0;
+        if (threadIdx.x == 0) {
+            for (int group = 0; group < GROUPS; ++group) stages(group).init();
+            fence_barrier_init();
+        }
         __syncthreads();
     }
-    __device__ __forceinline__ void* end() const { return of_matrices + LARGEST; }
 };
 
-// Matrices of all runs, by all threads of the block.
-template <class... R>
-__device__ __forceinline__ void stage_all(const Parameters& p, const Shared& s) {
-    s.clear();
-    (stage<R>(p, s.matrices + R::MATRICES, s.of_matrices + 2 * R::INDEX), ...);
-    fence_shared_writes();
-    __syncthreads();
-}
+// A worker's group.
+struct Group {
+    const Parameters& p;
+    const Finish& finish;
+    const Stages stages;
+    const unsigned char* matrices;
+    const u32* of_matrices;
+    u32* of_tiles;
+    Vector<float, 2>* undone;
+    int scaled = 0;  // whose turn it is among of_tiles
 
-// A tile from registers to its panel, and what undoes its scaling. The group's threads have read
-// the panel's last tile when they meet, and this one's largest numbers are known. Does something
-// else before they meet again.
-template <class R, class Between>
-__device__ __forceinline__ Undo<R> write_tile(const Numbers& numbers, const Shared& s, int turn,
-                                              const Between& between) {
-    constexpr bool COUNTS = SCALED && (sizeof(typename R::SourceT) == 4 || R::TAKES);
-    constexpr int COUNT = Undo<R>::BY_COLUMNS ? R::COLUMNS : 1;
-    const u32* largest = s.of_tiles + turn * SCALES;
-    if (COUNTS) numbers.find_largest<R>(s.of_tiles + turn * SCALES);
-    sync_group();
-    const int of_matrices = shift_of_matrices<R>(s.of_matrices + 2 * R::INDEX);
-    const int thread = threadIdx.x % GROUP_THREADS;
-    float power[4];
-    int shift = 0;
+    __device__ __forceinline__ Group(const Parameters& p, const Finish& finish, const Shared& s)
+        : p(p), finish(finish), stages(s.stages(group_number())), matrices(s.matrices),
+          of_matrices(s.of_matrices), of_tiles(s.of_tiles + 2 * SCALES * group_number()),
+          undone(s.undone + SCALES * group_number()) {}
+
+    // A stage's tile to the panel in its place, and what undoes its scaling.
+    template <class R>
+    __device__ __forceinline__ Undo<R> write_tile(const Turns& turns) {
+        const int own = shift_of_matrices<R>(of_matrices + R::MATRIX);
+        if constexpr (sizeof(typename R::SourceT) == 2 && !R::TAKES) {
+            fence_shared_writes();  // which the copies were
+            return {-own, undone};
+        } else {
+            Numbers numbers;
+            numbers.read<R>(stages.stage(turns), stages.powers_of(turns));
+            u32* largest = of_tiles + scaled * SCALES;
+            if (SCALED) numbers.find_largest<R>(largest);
+            sync_group();  // the stage has been read, and its largest numbers are known
+            const int shift = write_scaled<R>(numbers, largest, own, stages.stage(turns));
+            fence_shared_writes();
+            sync_group();
+            return {-own - shift, undone};
+        }
+    }
+    // The power of two, as exponent, if there is one for all.
+    template <class R>
+    __device__ __forceinline__ int write_scaled(const Numbers& numbers, const u32* largest, int own,
+                                                unsigned char* panel) {
+        constexpr int COUNT = Undo<R>::BY_COLUMNS ? R::COLUMNS : 1;
+        const int thread = threadIdx.x % GROUP_THREADS;
+        float power[4];
+        int shift = 0;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        if (R::TAKES) shift = BIAS - int(largest[0]);
-        else if (COUNTS && (COUNT > 1 || e == 0))
-            shift = shift_to(R::MOST_EXPONENT, largest[COUNT > 1 ? thread * 4 % COUNT + e : 0]);
-        power[e] = power_of_two(shift);
+        for (int e = 0; e < 4; ++e) {
+            if (R::TAKES) shift = BIAS - int(largest[0]);
+            else if (SCALED && (COUNT > 1 || e == 0))
+                shift = shift_to(R::MOST_EXPONENT, largest[COUNT > 1 ? thread * 4 % COUNT + e : 0]);
+            power[e] = power_of_two(shift);
+        }
+        scaled ^= 1;
+        if (SCALED && thread < COUNT) {
+            of_tiles[scaled * SCALES + thread] = 0;
+            if (COUNT > 1)
+                undone[thread] = powers_of_two(-own - shift_to(R::MOST_EXPONENT, largest[thread]));
+        }
+        numbers.write<R>(panel, power, -shift);
+        return shift;
     }
-    if (SCALED && thread < COUNT) {
-        s.of_tiles[(turn ^ 1) * SCALES + thread] = 0;  // of a tile of another run too
-        if (COUNT > 1)
-            s.undone[thread] =
-                powers_of_two(-of_matrices - shift_to(R::MOST_EXPONENT, largest[thread]));
+
+    template <class R>
+    __device__ __forceinline__ void compute(const Taken& taken, const Turns& turns) {
+        constexpr bool BY_PANEL = sizeof(typename R::TargetT) == 2;
+        u64* free = &stages.free[turns.stage.place];
+        const Origin origin = origin_of<R>(p, taken);
+        Undo<R> undo = write_tile<R>(turns);
+        Sums<R> sums;
+        multiply_panel<R>(sums, matrices + R::MATRICES, stages.stage(turns));
+        if (!BY_PANEL) barrier_arrive_by_warp(free);
+        if constexpr (R::SECOND) {
+            bool are_zeros;
+            if (SCALED && sizeof(typename R::SourceT) == 2)
+                undo.exponent -= scale_sums<R>(sums, are_zeros);
+            const Fragments<R> fragments(sums);
+            multiply_fragments<R>(sums, fragments, matrices + R::MATRICES);
+        }
+        store_tile<R>(sums, p, finish, stages.stage(turns), origin, undo);
+        if (BY_PANEL) barrier_arrive_by_warp(free);
     }
-    between();
-    numbers.write<R>(s.panel, power, -shift);
-    fence_shared_writes();
-    sync_group();
-    return {-of_matrices - shift, s.undone};
+    template <class... R>
+    __device__ __forceinline__ void run() {
+        Taken taken;
+        Turns turns;
+        do {
+            barrier_wait(&stages.full[turns.stage.place], turns.stage.parity);
+            taken = stages.notes[turns.note.place];
+            ((R::INDEX == taken.run ? compute<R>(taken, turns) : void()), ...);
+            if (RUNS > 1) barrier_arrive_by_warp(&stages.written[turns.note.place]);
+            turns.next();
+        } while (taken.run >= 0);
+    }
+};
+
+// What a worker does, once its block's matrices are staged.
+template <class... R>
+__device__ __forceinline__ void work(const Parameters& p, const Shared& s) {
+    stage_matrices<MATRIX_LIST>(p, s.matrices, s.of_matrices);
+    const Finish finish(Read<Parameters>{p});
+    Group group(p, finish, s);
+    group.run<R...>();
 }
 
-// A tile of a panel to device memory.
-template <class R, class Meanwhile>
-__device__ __forceinline__ void compute_tile(const Parameters& p, const Finish& finish,
-                                             const Shared& s, const Origin& origin, Undo<R> undo,
-                                             const Meanwhile& meanwhile) {
-    const unsigned char* matrices = s.matrices + R::MATRICES;
-    Sums<R> sums;
-    multiply_panel<R>(sums, matrices, s.panel, meanwhile);
-    if constexpr (R::SECOND) {
-        bool are_zeros;
-        if (SCALED && sizeof(typename R::SourceT) == 2)
-            undo.exponent -= scale_sums<R>(sums, are_zeros);
-        const Fragments<R> fragments(sums);
-        multiply_fragments<R>(sums, fragments, matrices);
+// A block. `Schedule(p, group)` gives a group's tiles.
+template <class Schedule, class... R>
+__device__ __forceinline__ void run_block(const Parameters& p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Shared s(shared);
+    s.begin();
+    if (threadIdx.x < WORKERS) {
+        take_registers<WORKER_REGISTERS>();
+        work<R...>(p, s);
+        return;
     }
-    store_tile<R>(sums, p, finish, s.panel, origin, undo);
+    release_registers<HELPER_REGISTERS>();
+    const int helper = (threadIdx.x - WORKERS) / 32;
+    const Stages stages = s.stages(helper % GROUPS);
+    if (helper < GROUPS) {
+        Schedule schedule(p, helper);
+        copy_tiles<Schedule, R...>(p, stages, schedule);
+    } else if constexpr (RUNS > 1) {
+        if (helper < 2 * GROUPS && threadIdx.x % 32 == 0) tell_of_tiles<Schedule>(p, stages);
+    }
 }

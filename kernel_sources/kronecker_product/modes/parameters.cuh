@@ -46,7 +46,7 @@ struct RunFixed {
     u32 aligned;        // whether the source takes aligned 16-byte copies along the last dimension
     u32 columns_first;  // whether columns lie closer together in the source than features
     u32 aligned_out;    // whether the target does so of 16-byte stores
-    u32 unused;
+    u32 ticket_tiles;   // of a ticket, of hopper/slabs.cuh
 };
 
 struct Fixed {

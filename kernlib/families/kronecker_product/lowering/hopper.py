@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.hopper_variant import (
@@ -36,6 +38,7 @@ from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 # Of what a launch for each pass hands on in a workspace; how many parts of the rows there are.
 PART_BYTES, MOST_PARTS = 256 << 20, 64
 DISTANCE = 2  # tickets between a tile and what it waits for, as a multiple of groups of threads
+MOST_TICKET_TILES, LEAST_TICKETS = 4, 6  # tiles of a ticket; tickets of a group of threads
 TILES = 19  # where run_numbers has the number of tiles
 POWER_PLACE = 6  # numbers of a PowerPlace, of which none is read
 
@@ -126,8 +129,8 @@ def _in_slabs(
     """One launch of all passes, behind another that clears its counters. What goes from pass to
     pass takes the result's place, or that of a ring in the workspace where the result may be a
     summand as well or has no aligned rows."""
-    tickets = sum(part.row_tiles for part in made.passes) * made.slab
-    count = ceil_div(problem.columns, made.slab)
+    count, tiles = ceil_div(problem.columns, made.slab), _ticket_tiles(made, problem, multiprocessors)
+    tickets = sum(part.row_tiles for part in made.passes) * made.slab // tiles
     lag = min(count, ceil_div(DISTANCE * made.groups * multiprocessors, tickets))
     counters, runs = 1 + len(made.passes) * count, len(made.passes)
     handed, ring, at = problem.out, 0, round_up(4 * counters, 256)
@@ -141,7 +144,8 @@ def _in_slabs(
         last = factors.start
         run = _run(problem, factors, handed)
         slabs = ring * (index > 0), ring * (last > 0)
-        numbers += _run_numbers(run, part, problem.columns, part.row_tiles * made.slab, slabs)
+        own = part.row_tiles * made.slab // tiles
+        numbers += [*_run_numbers(run, part, problem.columns, own, slabs)[:-1], tiles]
         found.append(run)
         names += _names(factors)
         ends.append((WORKSPACE, at) if ring and last else ("out", 0))
@@ -160,6 +164,17 @@ def _in_slabs(
     scalars = text.scalar_count(epilogue)
     step = Step(spec(epilogue, made), grid, fixed, tuple(pointers), scalars)
     return Lowered((clear_step(counters), step), at)
+
+
+def _ticket_tiles(made: Hopper, problem: Problem, multiprocessors: int) -> int:
+    """Tiles of a row that a ticket is of: several, where there are tickets enough for all groups of
+    threads to be busy alike."""
+    row_tiles = math.gcd(*(part.row_tiles for part in made.passes))
+    tiles, each = problem.columns * row_tiles * len(made.passes), LEAST_TICKETS * made.groups
+    found = MOST_TICKET_TILES
+    while found > 1 and (row_tiles % found or tiles < found * each * multiprocessors):
+        found //= 2
+    return found
 
 
 def _is_plain(out: Layout) -> bool:

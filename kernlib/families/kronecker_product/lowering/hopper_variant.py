@@ -12,18 +12,22 @@ from kernlib.families.kronecker_product.lowering.variant import parameters
 from kernlib.jit.spec import KernelSpec
 from kernlib.jit.targets import SHARED_BYTES
 from kernlib.lowering import product_source as text
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.wgmma import multiply
 
 ARCH = "sm_90a"
 PANEL, WIDEST = 64, 128  # lines and columns of a tile; those of a matrix that is larger
+EXPONENT_BYTES = 2
 NARROWEST = 8  # neighbours in memory, of 16 bytes
 MOST_PASSES, MOST_APART, MOST_INSIDE = 3, 2, 4  # of one launch; by one each; and on the left
 SLAB_BYTES = 1 << 20  # of what a pass hands to the next in one launch
-THREADS, WIDE_THREADS = 512, 256  # of a block; where a thread has 64 sums of a tile
-ALIGNMENT, TICKET_BYTES = 1024, 16  # of a panel; of what a group knows of its next tile
+WORKERS, WIDE_WORKERS = 512, 256  # threads that have a tile; where each has 64 sums of it
+HELPER_REGISTERS, REGISTERS = 40, 65536  # of a thread that has none; of a multiprocessor
+LEAST_STAGES, MOST_STAGES = 2, 4  # tiles that a group has under way; if they wait for others
+ALIGNMENT, BARRIERS, NOTE_BYTES = 1024, 16, 32  # of a panel; bytes of a stage; of a tile under way
+MORE_NOTES = 2  # tiles that are under way and have left their stage
 LARGEST = 14  # exponent of float16's large numbers
 
 
@@ -87,16 +91,29 @@ class Hopper(NamedTuple):
         return [(rows, rows) for each in self.passes for rows in each.factors]
 
     @property
-    def threads(self) -> int:
+    def workers(self) -> int:
         """As many as registers last for."""
         lines, columns = (max(each.tile[side] for each in self.passes) for side in (0, 1))
         is_wide = columns > PANEL or (lines > PANEL and self.words == 2)
-        return WIDE_THREADS if is_wide else THREADS
+        return WIDE_WORKERS if is_wide else WORKERS
 
     @property
     def groups(self) -> int:
-        """Tiles that a block has at work."""
-        return self.threads // (2 * self.passes[0].tile[0])
+        """Tiles that a block computes at a time."""
+        return self.workers // (2 * self.passes[0].tile[0])
+
+    @property
+    def threads(self) -> int:
+        """With a warp for each group that copies its tiles, and one that tells of them if there are
+        several passes: in whole warpgroups, which share out registers."""
+        return self.workers + round_up(32 * self.groups * min(2, len(self.passes)), 128)
+
+    @property
+    def worker_registers(self) -> int:
+        """What helpers leave of those that a block begins with."""
+        begins = min(REGISTERS // self.threads, 255) // 8 * 8 * self.threads
+        helpers = self.threads - self.workers
+        return min(240, (begins - helpers * HELPER_REGISTERS) // self.workers // 8 * 8)
 
     @property
     def panel(self) -> int:
@@ -119,10 +136,35 @@ class Hopper(NamedTuple):
         return len(self.passes) - 1 if self.dtype == "float16" else 0
 
     @property
+    def stage_bytes(self) -> int:
+        """Of a tile as it arrives, and as a panel."""
+        widest = max(DTYPES[each.source].bytes for each in self.passes)
+        return self.panel * max(2 * self.words, widest)
+
+    @property
+    def stages(self) -> int:
+        """As many as there is room for; 0 where there is none."""
+        return max(0, min(MOST_STAGES, self._room // (self.groups * self._bytes_of_stage)))
+
+    @property
+    def _bytes_of_stage(self) -> int:
+        powers = self.panel // PANEL * EXPONENT_BYTES * (self.powers > 0)
+        return self.stage_bytes + BARRIERS + NOTE_BYTES + powers
+
+    @property
+    def _room(self) -> int:
+        """For stages, beside what else there is."""
+        return SHARED_BYTES[ARCH] - self._fixed_bytes
+
+    @property
+    def _fixed_bytes(self) -> int:
+        numbers = 2 * len(self.passes) + 4 * self.scales * self.groups
+        notes = MORE_NOTES * self.groups * NOTE_BYTES
+        return self.matrices + 4 * round_up(numbers, 4) + notes + ALIGNMENT
+
+    @property
     def shared_bytes(self) -> int:
-        panels = 2 * self.words * self.groups * self.panel
-        numbers = 4 * (2 * len(self.passes) + 4 * self.scales * self.groups)
-        return panels + self.matrices + numbers + TICKET_BYTES * self.groups + ALIGNMENT
+        return self._fixed_bytes + self.groups * self.stages * self._bytes_of_stage
 
 
 def passes(
@@ -186,7 +228,7 @@ def variants(
         handed = math.prod(rows for rows, _ in sizes) * DTYPES[found[0].target].bytes
         whole = Hopper(dtype, words, found, max(1, SLAB_BYTES // handed))
         alike = len({each.tile[0] for each in found}) == 1
-        if alike and whole.shared_bytes <= SHARED_BYTES[arch]:
+        if alike and whole.stages >= LEAST_STAGES:
             return [whole]
     most, apart = MOST_INSIDE if inside else MOST_APART, passes(*given, _apart_dtype(dtype))
     return [Hopper(dtype, words, (each,)) for each in apart] if len(apart) <= most else []
@@ -229,6 +271,8 @@ def _source(epilogue: tuple[Epilogue, ...], made: Hopper, file: str) -> str:
     several = len(made.passes) > 1
     names = [f"Run{index}" if several else "Run" for index in range(len(made.passes))]
     listed = f"#define RUN_LIST {', '.join(names)}\nconstexpr int SLAB_ROWS = {made.slab};\n"
+    matrices = [f"{name}::First" for name in names]
+    matrices[1:1] = [f"{names[0]}::Second"] * bool(made.passes[0].columns)
     return f"""{text.preamble(made.dtype, made.passes[-1].target, epilogue)}
 using HalfT = {DTYPES[half].cuda};
 constexpr int WORDS = {made.words};
@@ -238,7 +282,12 @@ constexpr int PANEL = {made.panel};
 constexpr int MATRIX_BYTES = {made.matrices};
 constexpr int SCALES = {made.scales};
 constexpr int THREADS = {made.threads};
+constexpr int WORKERS = {made.workers};
+constexpr int WORKER_REGISTERS = {made.worker_registers};
+constexpr int HELPER_REGISTERS = {HELPER_REGISTERS};
 constexpr int GROUPS = {made.groups};
+constexpr int STAGES = {made.stages};
+constexpr int STAGE_BYTES = {made.stage_bytes};
 constexpr int RUNS = {len(names)};
 constexpr int POWERS = {made.powers};
 constexpr int FACTORS = {len(sizes)};
@@ -250,6 +299,7 @@ constexpr int PARAMETER_BYTES = {parameters(len(names), len(sizes), epilogue, ma
 #include "kronecker_product/hopper/matrices.cuh"
 
 {_multiply(made, half)}{_runs(made, names)}{listed * several}
+#define MATRIX_LIST {", ".join(matrices)}
 #include "kronecker_product/hopper/{file}.cuh"
 """
 
@@ -264,12 +314,13 @@ def _multiply(made: Hopper, half: str) -> str:
 
 def _runs(made: Hopper, names: list[str]) -> str:
     """The struct of each pass."""
-    found, first, at = "", 0, 0
+    found, first, number, at = "", 0, 0, 0
     for index, (part, name) in enumerate(zip(made.passes, names, strict=True)):
         count, behind, (lines, columns) = len(part.lines), len(part.columns), part.tile
         most, exponent = _exponents(part)
         own = part.rows, first, count, lines, exponent
-        second = math.prod(part.columns), first + count, behind, columns, LARGEST
+        quads = str(not part.inside and DTYPES[part.target].bytes == 4).lower()
+        second = math.prod(part.columns), first + count, behind, columns, LARGEST, quads
         found += f"""struct {name} {{
     using SourceT = {DTYPES[part.source].cuda};
     using TargetT = {DTYPES[part.target].cuda};
@@ -277,17 +328,19 @@ def _runs(made: Hopper, names: list[str]) -> str:
     using Second = Merged<{", ".join(map(str, second))}>;
     static constexpr bool SECOND = {str(behind > 0).lower()};
     static constexpr bool INSIDE = {str(part.inside).lower()};
+    static constexpr bool QUADS = {quads};
     static constexpr bool BEGINS = {str(index == 0 and part.source == made.dtype).lower()};
     static constexpr bool ENDS = {str(index == len(names) - 1).lower()};
     using Before = {names[index - 1] if index else "void"};
     static constexpr bool HANDS = {str(made.powers > index).lower()};
     static constexpr bool TAKES = {str(0 < index <= made.powers).lower()};
     static constexpr int INDEX = {index}, COLUMNS = {columns}, ROW_TILES = {part.row_tiles};
-    static constexpr int MATRICES = {at}, MOST_EXPONENT = {most};
+    static constexpr int MATRIX = {number}, MATRICES = {at}, MOST_EXPONENT = {most};
 {_steps(part)}
 }};
 """
         first += count + behind
+        number += 1 + bool(behind)
         at += 2 * made.words * part.matrices
     return found
 

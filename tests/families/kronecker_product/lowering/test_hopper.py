@@ -184,7 +184,7 @@ def test_halves_go_from_pass_to_pass_with_exponents(sizes, gpus, seed):
 
 def test_a_tile_forgets_the_exponents_of_another(gpus, monkeypatch, seed):
     """Of which a group has had one of a first pass since."""
-    monkeypatch.setattr(hopper_variant, "THREADS", 128)
+    monkeypatch.setattr(hopper_variant, "WORKERS", 128)
     monkeypatch.setattr(hopper_variant, "SLAB_BYTES", 1)
     monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
     x, *factors = operands(square((16,) * 3), 20, "right", F16)
@@ -272,7 +272,7 @@ def test_slabs_follow_each_other(sizes, dtype, place, gpus, monkeypatch, seed):
 @pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16)), ids=str)
 def test_passes_may_be_launches_of_their_own(dtype, gpus, monkeypatch, seed):
     """Where no block has room for all matrices: as with 128 x 128 in float32."""
-    monkeypatch.setattr(hopper_variant, "SHARED_BYTES", {"sm_90a": 0})
+    monkeypatch.setattr(hopper_variant, "LEAST_STAGES", 9)
     monkeypatch.setattr(hopper, "PART_BYTES", 2 * 4096 * 4)
     x, *factors = operands(square((16,) * 3), 5, "right", dtype)
     descriptor = kl.KroneckerProduct((16,) * 3, epilogue=kl.Add())

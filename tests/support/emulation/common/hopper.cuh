@@ -1,10 +1,16 @@
 // common/hopper.cuh of kernel_sources, of what one block's own threads do.
 #pragma once
 
+#include "common/barrier.cuh"
 #include "common/mma_half.cuh"
 
 inline u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 inline void fence_shared_writes() {}
+inline void fence_barrier_init() {}
+template <int REGISTERS>
+inline void take_registers() {}
+template <int REGISTERS>
+inline void release_registers() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING>
