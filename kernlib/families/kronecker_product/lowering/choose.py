@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_product.lowering import grouping, halves, hopper, modes, slabs
+from kernlib.families.kronecker_product.lowering import (
+    grouping,
+    halves,
+    hopper,
+    hopper_variant,
+    modes,
+    slabs,
+)
 from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import split
@@ -19,6 +26,8 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import WORKSPACE, Lowered
 
 COLUMNS = 1024  # that the time of a run is estimated for
+LEAST_NARROW, WIDE_ROWS = 4, 32  # such factors, so wide, of which other kernels take two at once
+MOST_WHOLE = 1 << 15, 1 << 12  # features of tf32's rows, and columns, that a block keeps whole
 
 
 def takes(sizes: tuple[grouping.Size, ...], dtype: str, arch: str) -> bool:
@@ -76,11 +85,11 @@ def lower(
 ) -> Lowered:
     """The launches of a call."""
     sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
-    device = arch, multiprocessors
-    whole = hopper.lower(epilogue, problem, *device)
+    device, kind = (arch, multiprocessors), (problem.dtype, problem.precision, problem.inside, arch)
+    whole = hopper.lower(epilogue, problem, *device) if by_wgmma(sizes, *kind) else None
     if whole is not None:
         return whole
-    found = _half_runs(sizes, problem.dtype, problem.precision, problem.inside, arch)
+    found = _half_runs(sizes, *kind)
     if found is not None and len(found) == 1:
         (run,) = split(problem, found)
         columns = halves.columns_of(run, problem.dtype, *device)
@@ -102,6 +111,31 @@ def lower(
             if whole is not None:
                 return whole
     return _apart(epilogue, problem, found, *device)
+
+
+def by_wgmma(sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str) -> bool:
+    """Whether the kernels of wgmma are faster than those for every GPU, where both take a product:
+    measured on an H200, of 1024 rows. They are not where rows that a block keeps whole are read and
+    written once (1024 x 16^4 of float16 in half the time), nor where several matrices are narrower
+    than the tiles that they are multiplied as (32^4 on either side)."""
+    found = hopper_variant.passes(sizes, dtype, precision, inside, arch, dtype)
+    if not found:
+        return False
+    if _is_whole(sizes, dtype, precision, inside, arch):
+        return len(found) == 1 or (len(found) == 2 and inside and dtype != "float32")
+    narrow = [part.rows for part in found if part.rows < hopper_variant.PANEL]
+    if inside and (dtype, precision) != ("float32", "tf32"):
+        return len(narrow) < LEAST_NARROW or min(narrow) < WIDE_ROWS
+    return len([part for part in found[1:] if part.rows < hopper_variant.PANEL]) < 2
+
+
+def _is_whole(sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str) -> bool:
+    """Whether a block of the other kernels keeps rows, and is fast."""
+    if (dtype, precision) == ("float32", "tf32"):
+        is_short = _features(sizes) <= MOST_WHOLE[inside]
+        return is_short and max(rows for rows, _ in sizes) < WIDE_ROWS
+    runs = _half_runs(sizes, dtype, precision, inside, arch)
+    return runs is not None and len(runs) == 1
 
 
 def _is_varied(problem: Problem) -> bool:
@@ -157,7 +191,8 @@ def variants(
     (dtype, precision). None for factors that kernels do not take."""
     made = []
     for dtype, precision in kinds:
-        made += hopper.specs(epilogue, sizes, dtype, precision, inside, arch)
+        if by_wgmma(sizes, dtype, precision, inside, arch):
+            made += hopper.specs(epilogue, sizes, dtype, precision, inside, arch)
         found = _half_runs(sizes, dtype, precision, inside, arch)
         if found is not None and len(found) == 1:
             for bits in range(halves.most_columns(sizes, dtype, inside, arch).bit_length()):

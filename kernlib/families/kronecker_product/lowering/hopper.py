@@ -66,13 +66,13 @@ def _apart(
     """A launch for each pass. Each but the first takes the result's place, tile by tile; or that of
     part of the rows, or columns, in the workspace, where the result is float16 or may be a summand
     as well."""
-    handed, count, columns = problem.out, problem.columns, problem.columns
+    handed, count, columns, places = problem.out, problem.columns, problem.columns, 0
     bytes_each = problem.in_features * DTYPES[made[0].passes[0].target].bytes
     if len(made) > 1 and (problem.summands or problem.dtype == "float16"):
         count = max(PART_BYTES // bytes_each, ceil_div(columns, MOST_PARTS))
-        count = min(columns, round_up(count, PANEL) if problem.inside else count)
-        apart = round_up(count, PANEL)
-        inner = (1, apart) if problem.inside else (problem.in_features, 1)
+        count = round_up(count, PANEL) if problem.inside else count
+        count, places = min(count, columns), min(count, round_up(columns, PANEL))
+        inner = (1, places) if problem.inside else (problem.in_features, 1)
         handed = Layout(0, 0, *inner)
     kernels, last = [], len(problem.factors)
     for one in made:
@@ -85,8 +85,7 @@ def _apart(
         for begin in range(0, columns, count)
         for kernel in kernels
     ]
-    workspace = 0 if handed is problem.out else round_up(count, PANEL) * bytes_each
-    return Lowered(tuple(steps), workspace)
+    return Lowered(tuple(steps), places * bytes_each)
 
 
 def _step(
@@ -129,7 +128,8 @@ def _in_slabs(
     """One launch of all passes, behind another that clears its counters. What goes from pass to
     pass takes the result's place, or that of a ring in the workspace where the result may be a
     summand as well or has no aligned rows."""
-    count, tiles = ceil_div(problem.columns, made.slab), _ticket_tiles(made, problem, multiprocessors)
+    count = ceil_div(problem.columns, made.slab)
+    tiles = _ticket_tiles(made, problem, multiprocessors)
     tickets = sum(part.row_tiles for part in made.passes) * made.slab // tiles
     lag = min(count, ceil_div(DISTANCE * made.groups * multiprocessors, tickets))
     counters, runs = 1 + len(made.passes) * count, len(made.passes)

@@ -25,7 +25,7 @@ MOST_PASSES, MOST_APART, MOST_INSIDE = 3, 2, 4  # of one launch; by one each; an
 SLAB_BYTES = 1 << 20  # of what a pass hands to the next in one launch
 WORKERS, WIDE_WORKERS = 512, 256  # threads that have a tile; where each has 64 sums of it
 HELPER_REGISTERS, REGISTERS = 40, 65536  # of a thread that has none; of a multiprocessor
-LEAST_STAGES, MOST_STAGES = 2, 4  # tiles that a group has under way; if they wait for others
+MOST_STAGES, SLAB_STAGES = 4, 2  # tiles that a group has under way; where they wait for others
 ALIGNMENT, BARRIERS, NOTE_BYTES = 1024, 16, 32  # of a panel; bytes of a stage; of a tile under way
 MORE_NOTES = 2  # tiles that are under way and have left their stage
 LARGEST = 14  # exponent of float16's large numbers
@@ -93,8 +93,7 @@ class Hopper(NamedTuple):
     @property
     def workers(self) -> int:
         """As many as registers last for."""
-        lines, columns = (max(each.tile[side] for each in self.passes) for side in (0, 1))
-        is_wide = columns > PANEL or (lines > PANEL and self.words == 2)
+        is_wide = any(each.tile[1] > PANEL for each in self.passes)
         return WIDE_WORKERS if is_wide else WORKERS
 
     @property
@@ -144,7 +143,8 @@ class Hopper(NamedTuple):
     @property
     def stages(self) -> int:
         """As many as there is room for; 0 where there is none."""
-        return max(0, min(MOST_STAGES, self._room // (self.groups * self._bytes_of_stage)))
+        most = SLAB_STAGES if len(self.passes) > 1 else MOST_STAGES
+        return max(0, min(most, self._room // (self.groups * self._bytes_of_stage)))
 
     @property
     def _bytes_of_stage(self) -> int:
@@ -220,15 +220,15 @@ def _groups(sizes: tuple[Size, ...]) -> list[tuple[int, ...]]:
 def variants(
     sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str
 ) -> list[Hopper]:
-    """The kernels of a product, in the order of their launches: one for all passes or, on the left
-    and where that has no room, one for each. None where others take it."""
+    """The kernels of a product, in the order of their launches: one for all passes or one for each,
+    on the left, where that has no room and for factors of 128, whose passes wait long for each
+    other (320 x 128^3 of float16: 2.6 ms, not 3.7). None where others take it."""
     given, words = (sizes, dtype, precision, inside, arch), _words(dtype, precision)
     found = passes(*given, dtype)
     if not inside and 1 < len(found) <= MOST_PASSES:
         handed = math.prod(rows for rows, _ in sizes) * DTYPES[found[0].target].bytes
         whole = Hopper(dtype, words, found, max(1, SLAB_BYTES // handed))
-        alike = len({each.tile[0] for each in found}) == 1
-        if alike and whole.stages >= LEAST_STAGES:
+        if all(each.tile[0] == PANEL for each in found) and whole.stages == SLAB_STAGES:
             return [whole]
     most, apart = MOST_INSIDE if inside else MOST_APART, passes(*given, _apart_dtype(dtype))
     return [Hopper(dtype, words, (each,)) for each in apart] if len(apart) <= most else []

@@ -8,7 +8,7 @@ import torch
 import kernlib as kl
 from kernlib import settings
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.lowering import hopper, hopper_variant
+from kernlib.families.kronecker_product.lowering import choose, hopper, hopper_variant
 from kernlib.runtime import devices
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, by_modes
@@ -49,6 +49,8 @@ FAST = ("two", "two halves", "small last", "copies of bfloat16")
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch, tmp_path_factory):
+    """GPUs that take these kernels also where others are faster."""
+    monkeypatch.setattr(choose, "by_wgmma", lambda *_: True)
     fakes.forget()
     yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
     fakes.forget()
@@ -269,10 +271,22 @@ def test_slabs_follow_each_other(sizes, dtype, place, gpus, monkeypatch, seed):
     assert of_rows(out, by_modes(x, factors), x) <= GATES[dtype]
 
 
+@pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16, BF16)), ids=str)
+def test_tickets_of_several_tiles(dtype, gpus, monkeypatch, seed):
+    """Of one row, where there are many rows."""
+    monkeypatch.setattr(hopper, "LEAST_TICKETS", 0)
+    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    sizes = (8,) * 5
+    x, *factors = operands(square(sizes), 7, "right", dtype)
+    found = host(kl.run_kernel(kl.KroneckerProduct(sizes), *map(gpu, (x, *factors))))
+    assert kinds(gpus) == SLABS
+    assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
+
+
 @pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16)), ids=str)
 def test_passes_may_be_launches_of_their_own(dtype, gpus, monkeypatch, seed):
     """Where no block has room for all matrices: as with 128 x 128 in float32."""
-    monkeypatch.setattr(hopper_variant, "LEAST_STAGES", 9)
+    monkeypatch.setattr(hopper_variant, "SLAB_STAGES", 9)
     monkeypatch.setattr(hopper, "PART_BYTES", 2 * 4096 * 4)
     x, *factors = operands(square((16,) * 3), 5, "right", dtype)
     descriptor = kl.KroneckerProduct((16,) * 3, epilogue=kl.Add())
