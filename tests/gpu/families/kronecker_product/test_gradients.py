@@ -39,8 +39,8 @@ def check(descriptor, tensors, gate: float, grad=None) -> list[torch.Tensor]:
     as_a_rule = (grad.double().norm() * whole.norm() / whole.numel() ** 0.5).item()
     for t, one, other in zip(wanted, found, theirs, strict=True):
         assert one.shape == other.shape
-        # Of one number, which all terms may cancel in, beside what these add up to as a rule.
-        least = as_a_rule / t.double().norm() if t.numel() == 1 else 0.0
+        # Terms may cancel in few numbers: beside what these add up to as a rule.
+        least = as_a_rule * t.numel() ** 0.5 / t.double().norm()
         assert (one.double() - other).norm() <= gate * max(other.norm(), least)
     return found
 
