@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.harness import number
+from benchmarks.common.summary import Summary, best_rival
+from benchmarks.kronecker_product import summary as kronecker_product
 from benchmarks.kronecker_sparse import summary as kronecker_sparse
 from benchmarks.sparse import summary as sparse
 
@@ -19,11 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 NOTHING = "No results committed yet."
 HEADER = ("case", "kernlib", "floor", "rivals", "error")
-SHOWN = len(kronecker_sparse.SHOWN)
-FACTORS = (
-    "factor",
-    *(c for k in kronecker_sparse.SHOWN for c in (k, "floor", "best rival", "error")),
-)
 # How many times longer the best rival takes; means are geometric.
 SUMMARIES = (
     "cases", "fastest in", "best rival, mean", "best rival, least", "over floor, mean",
@@ -52,7 +49,7 @@ def _section(family: str, found: dict) -> str:
         f"**{family.replace('_', ' ').capitalize()}** on {found['gpu']}, driver {found['driver']}, "
         f"torch {found['torch']}, NVRTC {found['nvrtc']}, {found['date']}"
     )
-    tables = _TABLES.get(family, _rows)(found["rows"])
+    tables = TABLES.get(family, _rows)(found["rows"])
     return "\n\n".join([head, *tables])
 
 
@@ -95,29 +92,41 @@ def _error(error: float | None) -> str:
 
 def _kronecker_sparse(rows: list[dict]) -> list[str]:
     """The factors, a row for all SHOWN kinds; summaries of the other sections; all other rows."""
-    factors = [_factor(*item) for item in kronecker_sparse.factors(rows).items()]
-    summaries = [_summary(*item) for item in kronecker_sparse.summaries(rows).items()]
-    tables = [_table(FACTORS, "|---|" + "---:|---:|---|---:|" * SHOWN, factors)] if factors else []
+    others = kronecker_sparse.others(rows)
+    return [*_of_factors("factor", kronecker_sparse, rows), *(_rows(others) if others else [])]
+
+
+def _kronecker_product(rows: list[dict]) -> list[str]:
+    """The named cases, a row for all SHOWN kinds; summaries of the other sections."""
+    return _of_factors("rows of x, factors", kronecker_product, rows)
+
+
+def _of_factors(title: str, family, rows: list[dict]) -> list[str]:
+    """Of a family's summary what has tables of its own."""
+    shown = family.SHOWN
+    header = title, *(c for kind in shown for c in (kind, "floor", "best rival", "error"))
+    factors = [_factor(*item, shown) for item in family.factors(rows).items()]
+    summaries = [_summary(*item) for item in family.summaries(rows).items()]
+    tables = [_table(header, "|---|" + "---:|---:|---|---:|" * len(shown), factors)] * bool(factors)
     if summaries:
         tables.append(_table(SUMMARIES, "|---|" + "---:|" * (len(SUMMARIES) - 1), summaries))
-    others = kronecker_sparse.others(rows)
-    return [*tables, *(_rows(others) if others else [])]
+    return tables
 
 
-def _factor(name: str, kinds: dict[str, dict]) -> str:
+def _factor(name: str, kinds: dict[str, dict], shown: tuple[str, ...]) -> str:
     cells = [name]
-    for kind in kronecker_sparse.SHOWN:
+    for kind in shown:
         cells += _cells(kinds[kind]) if kind in kinds else [""] * 4
     return _line(cells)
 
 
 def _cells(row: dict) -> list[str]:
     rivals = row["rivals"]
-    best = _rival(kronecker_sparse.best_rival(row), {**row, "rival_errors": {}}) if rivals else ""
+    best = _rival(best_rival(row), {**row, "rival_errors": {}}) if rivals else ""
     return [quantity(row["ours"], row["unit"]), _floor(row), best, _error(row["error"])]
 
 
-def _summary(name: str, found: kronecker_sparse.Summary) -> str:
+def _summary(name: str, found: Summary) -> str:
     wins = f"{found.wins} of {found.compared}" if found.compared else ""
     times = (_times(found.speed_up), _times(found.least), _times(found.over_floor))
     return _line((f"{name}: {found.cases}", wins, *times, _error(found.error)))
@@ -132,7 +141,11 @@ def _sparse(rows: list[dict]) -> list[str]:
     return [_table(header, rule, map(_line, lines)) for header, rule, lines in sparse.tables(rows)]
 
 
-_TABLES = {"kronecker_sparse": _kronecker_sparse, "sparse": _sparse}
+TABLES = {
+    "kronecker_product": _kronecker_product,
+    "kronecker_sparse": _kronecker_sparse,
+    "sparse": _sparse,
+}
 
 
 def quantity(value: float, unit: str) -> str:

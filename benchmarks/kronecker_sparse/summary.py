@@ -3,12 +3,12 @@ terminal and in the few rows that README has room for."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks.common.harness import number
+from benchmarks.common.summary import Summary, best_rival, speed_up, summarise
 
 CASE = re.compile(r"kronecker_sparse (?:(grid|train) )?(\(\d+,\d+,\d+,\d+\)) (first|last) (\w+)$")
 SHOWN = ("fp16", "fp32")  # of the section ``patterns``, row by row; the others are summarised
@@ -24,54 +24,10 @@ class Place(NamedTuple):
     kind: str
 
 
-class Summary(NamedTuple):
-    """Of ``cases`` rows, ``compared`` of them with a rival: in how many kernlib is the fastest, and
-    how many times longer the best rival takes, as a geometric mean and at least; the geometric mean
-    of time over floor; the largest error. None where no row has it."""
-
-    cases: int
-    compared: int
-    wins: int
-    speed_up: float | None
-    least: float | None
-    over_floor: float | None
-    error: float | None
-
-
 def place(case: str) -> Place | None:
     """Section, pattern, layout and kind of numbers, None for cases that have none of these."""
     found = CASE.match(case)
     return Place(found[1] or "patterns", *found.groups()[1:]) if found else None
-
-
-def summarise(rows: Sequence[dict]) -> Summary:
-    """The summary of some rows of a result file."""
-    ratios = [speed_up(row) for row in rows if row["rivals"]]
-    floors = [row["ours"] / row["floor"] for row in rows if row["floor"]]
-    errors = [row["error"] for row in rows if row["error"] is not None]
-    return Summary(
-        cases=len(rows),
-        compared=len(ratios),
-        wins=sum(ratio > 1 for ratio in ratios),
-        speed_up=geometric_mean(ratios),
-        least=min(ratios, default=None),
-        over_floor=geometric_mean(floors),
-        error=max(errors, default=None),
-    )
-
-
-def speed_up(row: dict) -> float:
-    """How many times longer the best rival takes."""
-    return min(row["rivals"].values()) / row["ours"]
-
-
-def best_rival(row: dict) -> str:
-    """Its name."""
-    return min(row["rivals"], key=row["rivals"].__getitem__)
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
 
 
 def groups(rows: Sequence[dict], by: Callable[[Place], str]) -> dict[str, list[dict]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.common.harness import number
-from benchmarks.kronecker_sparse.summary import geometric_mean
+from benchmarks.common.summary import geometric_mean
 from benchmarks.sparse.problems import DENSITIES, HEADLINE, SHAPES, SHOWN_DENSITIES
 
 CASE = re.compile(r"spmv (\d+)x(\d+) density=([\d.]+) (\w+) (?:N=(\d+) )?(\w+?)( frozen)?$")

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.kronecker_product import problems, rivals, run
+from benchmarks import report
+from benchmarks.kronecker_product import problems, rivals, run, summary
 
 CASES = problems.problems()
 
@@ -49,3 +50,24 @@ def test_floors_are_of_memory_or_of_operations():
     milliseconds, bound = times["kronecker_product 1024 8^5 fp32"]
     assert bound == "memory" and 0.05 < milliseconds < 0.07
     assert times["kronecker_product 320 128^3 fp32"][1] == "tensor cores"
+
+
+def row(name, ours=2.0, **rivals):
+    numbers = {"unit": "ms", "ours": ours, "floor": 1.0, "bound": "memory", "error": 1e-7}
+    return {"case": name, **numbers, "rivals": rivals, "rival_errors": {}}
+
+
+def test_every_case_has_a_place():
+    for case in CASES:
+        assert summary.place(case.name)[0::2] == (case.section, case.kind), case.name
+
+
+def test_report_shows_named_cases_and_summaries():
+    every = [row(case.name, shuffle=4.0, strided=3.0) for case in CASES]
+    factors, summaries = (table.splitlines() for table in report.TABLES["kronecker_product"](every))
+    assert len(factors) == 2 + 3 * len(problems.NAMED)
+    assert "1024 8^5, left" in factors[3] and "strided 3.00 ms (1.5×)" in factors[3]
+    assert len(summaries) == 2 + 7
+    assert "| factors of drawn sizes, fp32: 60 | 60 of 60 | 1.50×" in "\n".join(summaries)
+    for table in (factors, summaries):
+        assert len({line.count("|") for line in table}) == 1

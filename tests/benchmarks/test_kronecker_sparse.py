@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.common import harness, timing
+from benchmarks.common import summary as common
 from benchmarks.common.harness import Row, Session
 from benchmarks.kronecker_sparse import host, problems, rivals, summary, training
 from benchmarks.kronecker_sparse import run as benchmark
@@ -394,13 +395,13 @@ def test_names_say_where_a_case_belongs(section):
 
 
 def test_summaries_count_and_average():
-    found = summary.summarise(ROWS[2:5])
+    found = common.summarise(ROWS[2:5])
     assert (found.cases, found.compared, found.wins) == (3, 2, 2)
     assert found.speed_up == pytest.approx(math.sqrt(8)) and found.least == 2.0
     assert found.over_floor == pytest.approx(2.0) and found.error == 2e-3
-    assert summary.summarise(ROWS[5:6]).wins == 0
-    nothing = summary.Summary(1, 0, 0, None, None, None, None)
-    assert summary.summarise(ROWS[-1:]) == nothing
+    assert common.summarise(ROWS[5:6]).wins == 0
+    nothing = common.Summary(1, 0, 0, None, None, None, None)
+    assert common.summarise(ROWS[-1:]) == nothing
 
 
 def test_rows_in_a_line():
