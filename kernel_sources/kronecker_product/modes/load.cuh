@@ -81,6 +81,83 @@ __device__ __forceinline__ void copy_tile(TileT* tile, const typename R::SourceT
     }
 }
 
+// Where elements of a tile come from and go to. Those of columns that do not exist are zeros.
+template <class R>
+struct Gather {
+    using SourceT = typename R::SourceT;
+    const SourceT* x;
+    const Side& side;
+    int columns;
+    bool columns_first;  // which neighbours in memory are, though not in the tile
+
+    // How many of COUNT neighbours from an index on exist, where they are and where they go.
+    template <int COUNT>
+    __device__ __forceinline__ int find(int index, const SourceT*& from, int& to) const {
+        int column, feature;
+        if (COUNT == 1 && columns_first) {
+            column = index % R::COLUMNS;
+            feature = index / R::COLUMNS;
+            to = R::COLUMNS_LAST ? index : column * R::IN_FEATURES + feature;
+        } else {
+            locate<R>(index, column, feature);
+            to = index;
+        }
+        from = x + column * side.column_stride + feature * side.feature_stride;
+        return R::COLUMNS_LAST ? max(0, min(COUNT, columns - column))
+                               : column < columns ? COUNT : 0;
+    }
+};
+
+// Elements `begin` up to `end`, COUNT neighbours at a time, by copies that are under way then.
+template <class R, int COUNT>
+__device__ __forceinline__ void copy_elements(TileT* tile, const Gather<R>& gather, int begin,
+                                              int end) {
+    using SourceT = typename R::SourceT;
+    constexpr int SIZE = sizeof(SourceT);
+#pragma unroll 2
+    for (int index = begin + threadIdx.x * COUNT; index < end; index += THREADS * COUNT) {
+        const SourceT* from;
+        int to, exist = gather.template find<COUNT>(index, from, to);
+        copy_async<COUNT * SIZE>(&raw_element(tile, to), exist ? from : gather.x, exist * SIZE);
+    }
+}
+
+// By registers, as many at once as wait for memory together.
+template <class R, int COUNT>
+__device__ __forceinline__ void load_elements(TileT* tile, const Gather<R>& gather, int begin,
+                                              int end) {
+    using SourceT = typename R::SourceT;
+    constexpr int AT_ONCE = COUNT == 1 ? 8 : 2;
+#pragma unroll 1
+    for (int first = begin + threadIdx.x * COUNT; first < end; first += AT_ONCE * THREADS * COUNT) {
+        Vector<SourceT, COUNT> values[AT_ONCE] = {};
+        int to[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int index = first + i * THREADS * COUNT;
+            if (index >= end) continue;
+            const SourceT* from;
+            int exist = gather.template find<COUNT>(index, from, to[i]);
+            if constexpr (COUNT == 1) {
+                if (exist) values[i].element[0] = load_element<R>(from);
+            } else if (exist == COUNT) {
+                values[i] = load_vector<SourceT, COUNT>(from);
+            } else {
+#pragma unroll
+                for (int e = 0; e < COUNT; ++e)
+                    if (e < exist) values[i].element[e] = from[e];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i * THREADS * COUNT >= end) continue;
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e)
+                raw_element(tile, to[i] + e) = convert<RawT>(values[i].element[e]);
+        }
+    }
+}
+
 // Elements `begin` up to `end` of a tile, in multiples of CHUNK, which are a PART or all of them.
 // Copies may be under way still.
 template <class R, bool PART = false>
@@ -100,46 +177,20 @@ __device__ __forceinline__ void load_tile(TileT* tile, const Parameters& p, cons
             return;
         }
     }
-    if (LAST % CHUNK == 0 && run.aligned) {
-#pragma unroll 2
-        for (int index = begin + threadIdx.x * CHUNK; index < end; index += THREADS * CHUNK) {
-            int column, feature;
-            locate<R>(index, column, feature);
-            int exist = R::COLUMNS_LAST ? max(0, min(CHUNK, at.columns - column))
-                                        : column < at.columns ? CHUNK : 0;
-            const SourceT* from = x + column * side.column_stride + feature * side.feature_stride;
-            if constexpr (IS_COPY) {
-                copy_async<16>(tile + raw_place(index), exist ? from : source,
-                               exist * int(sizeof(SourceT)));
-            } else {
-                Vector<SourceT, CHUNK> values = {};
-                if (exist == CHUNK) values = load_vector<SourceT, CHUNK>(from);
-                else
-#pragma unroll
-                    for (int e = 0; e < CHUNK; ++e)
-                        if (e < exist) values.element[e] = from[e];
-#pragma unroll
-                for (int e = 0; e < CHUNK; ++e)
-                    raw_element(tile, index + e) = convert<RawT>(values.element[e]);
-            }
+    const bool is_whole = begin == 0 && end == R::INPUTS;
+    const Gather<R> gather{x, side, int(at.columns), is_whole && run.columns_first};
+    if constexpr (LAST % CHUNK == 0) {
+        if (run.aligned) {
+            if constexpr (IS_COPY) copy_elements<R, CHUNK>(tile, gather, begin, end);
+            else load_elements<R, CHUNK>(tile, gather, begin, end);
+            return;
         }
-        return;
     }
-    for (int index = begin + threadIdx.x; index < end; index += THREADS) {
-        int column, feature, to = index;
-        if (run.columns_first && begin == 0 && end == R::INPUTS) {
-            column = index % R::COLUMNS;
-            feature = index / R::COLUMNS;
-            to = R::COLUMNS_LAST ? index : column * R::IN_FEATURES + feature;
-        } else {
-            locate<R>(index, column, feature);
-        }
-        RawT value = {};
-        if (column < at.columns)
-            value = convert<RawT>(
-                load_element<R>(x + column * side.column_stride + feature * side.feature_stride));
-        raw_element(tile, to) = value;
-    }
+    // A copy of 4 or 8 bytes would find what another block wrote as the multiprocessor had it.
+    if constexpr (IS_COPY && sizeof(SourceT) >= 4 && !R::WRITTEN_HERE)
+        copy_elements<R, 1>(tile, gather, begin, end);
+    else
+        load_elements<R, 1>(tile, gather, begin, end);
 }
 
 // The part of the next tile of a block that the current one leaves free, or the REST of it: tiles

@@ -28,17 +28,31 @@ constexpr int THREADS = WARPS * 32;
 #include "kronecker_product/modes/summands.cuh"
 
 // The matrix of a mode in shared memory, column by column: the product of its factors' entries,
-// zeros around it.
+// zeros around it. A warp takes 8 columns by 4 rows, whole sectors of device memory, and what it
+// asks for AT_ONCE arrives at once: one by one, a matrix of 104 x 59 took 128 threads 20 us.
 template <class M>
 __device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, i64 batch) {
+    constexpr int UNITS = M::COLUMN_TILES * M::STEPS * 2, AT_ONCE = M::PARTS > 1 ? 4 : 8;
+    const int lane_row = threadIdx.x % 4, lane_column = threadIdx.x / 4 % 8;
 #pragma unroll 1
-    for (int index = threadIdx.x; index < M::MATRIX; index += THREADS) {
-        int row = index % M::DEPTH, column = index / M::DEPTH;
-        AccT value = entry_of<M>(p, batch, row, column);
-        if constexpr (M::SPLIT)
-            split(value, matrix[place(index)], matrix[M::MATRIX + place(index)]);
-        else
-            matrix[place(index)] = value;
+    for (int first = threadIdx.x / 32; first < UNITS; first += AT_ONCE * WARPS) {
+        AccT value[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int unit = first + i * WARPS;
+            int row = unit % (2 * M::STEPS) * 4 + lane_row;
+            int column = unit / (2 * M::STEPS) * 8 + lane_column;  // beside the matrix at the end
+            value[i] = entry_of<M>(p, batch, row, column);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int unit = first + i * WARPS;
+            if (unit >= UNITS) continue;
+            int column = unit / (2 * M::STEPS) * 8 + lane_column;
+            int to = place(column * M::DEPTH + unit % (2 * M::STEPS) * 4 + lane_row);
+            if constexpr (M::SPLIT) split(value[i], matrix[to], matrix[M::MATRIX + to]);
+            else matrix[to] = value[i];
+        }
     }
 }
 

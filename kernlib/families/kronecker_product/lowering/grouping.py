@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kernlib.lowering.arithmetic import round_up
 
+CHUNK = 8  # numbers that tensor cores take at once
 MERGED = 16  # rows and columns of small neighbours that are applied as one matrix
 MOST_SPLIT = 1024  # elements of a matrix that is kept as two words each
 Size = tuple[int, int]  # rows and columns of a factor
@@ -52,8 +53,8 @@ class Mode(NamedTuple):
 
     @property
     def matrix(self) -> int:
-        """Elements of the matrix, with zeros up to multiples of 8."""
-        return round_up(self.rows, 8) * round_up(self.columns, 8)
+        """Elements of the matrix, with zeros up to multiples of CHUNK."""
+        return round_up(self.rows, CHUNK) * round_up(self.columns, CHUNK)
 
     def stored(self, arithmetic: str) -> int:
         """Elements of shared memory for the matrix: for both words of each in 3xTF32, lest they be
@@ -93,16 +94,28 @@ def _modes(sizes: tuple[Size, ...], columns: int, inside: bool) -> tuple[Mode, .
 
 @lru_cache(maxsize=256)
 def _merged(sizes: tuple[Size, ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """Rows, columns, first factor and count of each matrix."""
-    made: list[tuple[int, int, int, int]] = []
-    for index, (rows, columns) in enumerate(sizes):
-        if made:
-            p, q, first, parts = made[-1]
-            if max(p * rows, q * columns) <= MERGED:
-                made[-1] = (p * rows, q * columns, first, parts + 1)
-                continue
-        made.append((rows, columns, index, 1))
-    return tuple(made)
+    """Rows, columns, first factor and count of each matrix: neighbours up to MERGED, in the fewest
+    matrices; and in such as are all of multiples of CHUNK, where there are."""
+    return _partition(sizes, MERGED)[1]
+
+
+def _partition(sizes: tuple[Size, ...], most: int) -> tuple[tuple[int, int, int], tuple]:
+    """The best matrices of neighbours up to so many rows and columns, each a single factor at
+    least, behind what they are the least in: how many are of no whole chunks; how many; terms of an
+    element."""
+    best: list[tuple[tuple[int, int, int], tuple]] = [((0, 0, 0), ())]
+    for last in range(1, len(sizes) + 1):
+        found = []
+        for first in range(last - 1, -1, -1):
+            rows, columns = (math.prod(size[side] for size in sizes[first:last]) for side in (0, 1))
+            if first < last - 1 and max(rows, columns) > most:
+                break
+            ragged, count, terms = best[first][0]
+            ragged += rows % CHUNK > 0 or columns % CHUNK > 0
+            cost = ragged, count + 1, terms + round_up(rows, CHUNK) * round_up(columns, CHUNK)
+            found.append((cost, (*best[first][1], (rows, columns, first, last - first))))
+        best.append(min(found, key=lambda each: each[0]))
+    return best[-1]
 
 
 def widest(sizes: Sequence[Size]) -> int:
