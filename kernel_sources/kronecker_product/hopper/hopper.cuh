@@ -11,8 +11,8 @@
 // Floors on an H200: (bytes of x and of out) over 4.3 TB/s a pass; 2 * 64 operations a number and
 // matrix over 888 TFLOP/s (2 * 128 of 128 lines or columns), three times that for fp32.
 //
-// The generated source defines, beside what panel.cuh, stages.cuh, multiply.cuh and tile.cuh ask for, before it
-// includes this file:
+// The generated source defines, beside what panel.cuh, stages.cuh, multiply.cuh and tile.cuh ask
+// for, before it includes this file:
 //   Run                          the only run
 #pragma once
 

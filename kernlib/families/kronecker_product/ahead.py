@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product import backward, checks, plans
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.gradients import adjoint, parts
@@ -48,7 +47,7 @@ def prepare(descriptor: KroneckerProduct, *tensors, **arguments) -> None:
         return
     ahead.plan_of(calls, parts, request, call)
     device = request.operands[0].get_device()
-    for lower in _lowerings(request, call, arch_of(device))[1:]:
+    for lower in _lowerings(request, call, arch_of(device), device)[1:]:
         for spec in lower(model(device).multiprocessors).specs:
             load(spec, device)
 
@@ -72,8 +71,8 @@ def specs(
     device: int | None = None,
 ) -> list[KernelSpec]:
     """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
-    arch, or on ``device`` alone, if it is given; with those of the gradients that would be
-    recorded."""
+    arch, untuned, or on ``device`` alone, as it is tuned, if it is given; with those of the
+    gradients that would be recorded."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
     takes = choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch)
@@ -84,13 +83,15 @@ def specs(
         fewest = most = model(device).multiprocessors
     made = (
         lower(count).specs
-        for lower in _lowerings(request, call, arch)
+        for lower in _lowerings(request, call, arch, device)
         for count in range(fewest, most + 1)
     )
     return list(dict.fromkeys(spec for found in made for spec in found))
 
 
-def _lowerings(request: Request, call: Call, arch: str) -> list[Callable[[int], Lowered]]:
+def _lowerings(
+    request: Request, call: Call, arch: str, device: int | None
+) -> list[Callable[[int], Lowered]]:
     """The launches of a call, for a number of multiprocessors; with a gradient recorded those of
     all gradients by kernels too, of a contiguous gradient of the result."""
     fused = request.fused(parts)
@@ -98,6 +99,8 @@ def _lowerings(request: Request, call: Call, arch: str) -> list[Callable[[int], 
 
     def product(descriptor, operands, out, parameters, call: Call) -> Callable[[int], Lowered]:
         problem = plans.problem_of(call, descriptor, operands, out, parameters)[0]
+        if device is not None:
+            return lambda _: plans.lower(descriptor, problem, device)
         return lambda count: choose.lower(descriptor.epilogue, problem, arch, count)
 
     found = [product(*fused, call)]
@@ -120,20 +123,26 @@ def _lowerings(request: Request, call: Call, arch: str) -> list[Callable[[int], 
 def variants(
     descriptor: KroneckerProduct, arch: str, dtypes: tuple[torch.dtype, ...]
 ) -> list[KernelSpec]:
-    """Every kernel that lowering can choose for a descriptor and inputs of ``dtypes``. Raises
-    KeyError for dtypes that a call does not take."""
+    """Every kernel that lowering can choose, untuned, for a descriptor, its gradients included, and
+    inputs of ``dtypes``. Raises KeyError for dtypes that a call does not take."""
     names, given = [DTYPE_NAMES[dtype] for dtype in dtypes], ("fp32", "tf32")
     if descriptor.precision is not None:
         given = (plans.kernel_precision(descriptor.precision, torch.float32),)
     kinds = [(n, each) for n in names for each in (given if n == "float32" else ("fp32",))]
-    inside = descriptor.side == "left"
+    inside, found = descriptor.side == "left", []
+    for made in (descriptor, parts(descriptor).product, adjoint(descriptor)):
+        sizes = tuple(shape[::-1] if inside else shape for shape in made.shapes)
+        found += choose.variants(made.epilogue, sizes, inside, kinds, arch)
     sizes = tuple(shape[::-1] if inside else shape for shape in descriptor.shapes)
-    return choose.variants(descriptor.epilogue, sizes, inside, kinds, arch)
+    return list(dict.fromkeys([*found, *gradients.variants(sizes, inside, kinds, arch)]))
 
 
 def candidates(descriptor: KroneckerProduct, *tensors, **arguments) -> Candidates:
-    """Raises UnsupportedError: there is one kernel for each call, and nothing to choose from."""
-    _request(descriptor, tensors, arguments).check(PRODUCT)
-    raise UnsupportedError(
-        "a KroneckerProduct has one kernel for each call, and there is nothing to tune"
-    )
+    """The kernels that could compute a call, none for an empty result; see :func:`kernlib.tune`.
+
+    Raises what a call raises, and UnsupportedError for tensors that are on no GPU or for factors
+    that no kernel takes.
+    """
+    from kernlib.families.kronecker_product.candidates import candidates as candidates_of
+
+    return candidates_of(_request(descriptor, tensors, arguments))

@@ -7,29 +7,53 @@ from functools import partial
 
 import torch
 
+from kernlib.canonical import encode
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.lowering import choose
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
+from kernlib.jit import tuning
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime.arguments import address_of, folded
 from kernlib.runtime.devices import arch_of, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.products import Call, ProductPlan, make_plan
 
+FAMILY = KroneckerProduct.family
+
 
 def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) -> ProductPlan:
     """The plan of a checked call on CUDA tensors, its kernels loaded."""
     device = operands[0].get_device()
-    arch = arch_of(device)  # one too old is refused for an empty result as well
+    arch_of(device)  # one too old is refused for an empty result as well
     problem, copies, apart = problem_of(call, descriptor, operands, out, parameters)
-    lowered = None
-    if call.batch:
-        lowered = choose.lower(descriptor.epilogue, problem, arch, model(device).multiprocessors)
+    lowered = lower(descriptor, problem, device) if call.batch else None
+    return loaded_plan(call, (descriptor, operands, out, parameters), lowered, copies, apart)
+
+
+def loaded_plan(
+    call: Call, request: tuple, lowered: Lowered | None, copies: tuple, apart: bool
+) -> ProductPlan:
+    """The plan of a call by given kernels, which it loads; None for an empty result."""
+    operands = request[1]
     names = ("x", *(f"factor{index}" for index in range(len(operands) - 1)))
     copies, beside = copies[: len(operands)], copies[len(operands) :]
     place = partial(_place, copies) if any(copies) else _place_as_given
-    request = descriptor, operands, out, parameters
     return make_plan(operands, call, request, place, names, lowered, apart, copies=beside)
+
+
+def signature(problem: Problem) -> bytes:
+    """What calls share that the same kernels are fastest for."""
+    if problem.batch == 1:  # whose stride is anything
+        problem = problem._replace(x=problem.x._replace(batch=0), out=problem.out._replace(batch=0))
+    return encode((FAMILY, problem))
+
+
+def lower(descriptor: KroneckerProduct, problem: Problem, device: int) -> Lowered:
+    """The kernels of a problem on a device: the tuned ones, else by rule."""
+    gpu = model(device)
+    tuned = tuning.choice(FAMILY, gpu, signature(problem))
+    return choose.lower(descriptor.epilogue, problem, arch_of(device), gpu.multiprocessors, tuned)
 
 
 def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> bool:

@@ -4,7 +4,7 @@ are several."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
@@ -22,6 +22,7 @@ from kernlib.families.kronecker_product.lowering.runs import split
 from kernlib.families.kronecker_product.lowering.variant import spec
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import round_up
+from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import WORKSPACE, Lowered
 
@@ -43,7 +44,7 @@ def takes(sizes: tuple[grouping.Size, ...], dtype: str, arch: str) -> bool:
 def runs(problem: Problem, arch: str) -> tuple[tuple[int, int], ...]:
     """The runs of factors that are applied in one pass each, first to last. Raises UnsupportedError
     for a factor that no block's shared memory holds."""
-    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    sizes = _sizes(problem)
     found = _runs(sizes, problem.dtype, problem.precision, arch)
     if found is None:
         largest = max(sizes, key=math.prod)
@@ -81,36 +82,82 @@ def _features(sizes: tuple[Size, ...]) -> int:
 
 
 def lower(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    choice: Mapping[str, object] | None = None,
 ) -> Lowered:
-    """The launches of a call."""
-    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
-    device, kind = (arch, multiprocessors), (problem.dtype, problem.precision, problem.inside, arch)
-    whole = hopper.lower(epilogue, problem, *device) if by_wgmma(sizes, *kind) else None
-    if whole is not None:
-        return whole
-    found = _half_runs(sizes, *kind)
-    if found is not None and len(found) == 1:
+    """The launches of a call: of the kind that a choice names, if that takes it, else by rule."""
+    given = epilogue, problem, arch, multiprocessors
+    named = _KINDS.get(str((choice or {}).get("kind")))
+    found = named(*given) if named else None
+    if found is not None:
+        return found
+    for kind, gains in _RULE.items():
+        found = _KINDS[kind](*given) if gains(problem, arch, multiprocessors) else None
+        if found is not None:
+            return found
+    return _apart(*given)
+
+
+def candidates(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> list[tuple[Choice, Lowered]]:
+    """The choices that there are for a call, with the launches of each."""
+    given = epilogue, problem, arch, multiprocessors
+    made = ((kind, lower_by(*given)) for kind, lower_by in _KINDS.items())
+    return [({"kind": kind}, lowered) for kind, lowered in made if lowered is not None]
+
+
+def _by_halves(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> Lowered | None:
+    """One launch, of one run of factors or several."""
+    device, sizes = (arch, multiprocessors), _sizes(problem)
+    found = _half_runs(sizes, problem.dtype, problem.precision, problem.inside, arch)
+    if found is None:
+        return None
+    if len(found) == 1:
         (run,) = split(problem, found)
         columns = halves.columns_of(run, problem.dtype, *device)
         made = halves.variant(sizes, problem.dtype, problem.inside, columns, arch)
         operands = (("x", 0), ("out", 0), *((f"factor{number}", 0) for number in range(len(sizes))))
         return Lowered((halves.step(epilogue, run, made, *device, operands),))
-    if found is not None:
-        made = _half_slabs(sizes, problem.dtype, problem.inside, found, arch, _is_varied(problem))
-        whole = None if made is None else slabs.lower(epilogue, problem, found, made, *device)
-        if whole is not None:
-            return whole
-    found = runs(problem, arch)
-    if len(found) > 1:
-        own = tuple(sizes[first:last] for first, last in found)
-        kinds = problem.dtype, problem.precision, problem.inside, arch, _is_varied(problem)
-        made = slabs.variant(own, *kinds)
-        if made is not None and slabs.gains(problem, found, made, *device):
-            whole = slabs.lower(epilogue, problem, found, made, *device)
-            if whole is not None:
-                return whole
-    return _apart(epilogue, problem, found, *device)
+    made = _half_slabs(sizes, problem.dtype, problem.inside, found, arch, _is_varied(problem))
+    return None if made is None else slabs.lower(epilogue, problem, found, made, *device)
+
+
+def _slabs_of(problem: Problem, arch: str) -> tuple[tuple, slabs.Variant] | None:
+    """Runs of factors, and the kernel that takes them in one launch; None where there is none."""
+    found, sizes = runs(problem, arch), _sizes(problem)
+    if len(found) < 2:
+        return None
+    own = tuple(sizes[first:last] for first, last in found)
+    kinds = problem.dtype, problem.precision, problem.inside, arch, _is_varied(problem)
+    made = slabs.variant(own, *kinds)
+    return None if made is None else (found, made)
+
+
+def _by_slabs(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> Lowered | None:
+    of = _slabs_of(problem, arch)
+    return of and slabs.lower(epilogue, problem, *of, arch, multiprocessors)
+
+
+def _slabs_gain(problem: Problem, arch: str, multiprocessors: int) -> bool:
+    of = _slabs_of(problem, arch)
+    return of is not None and slabs.gains(problem, *of, arch, multiprocessors)
+
+
+def _wgmma_gains(problem: Problem, arch: str, multiprocessors: int) -> bool:
+    kind = problem.dtype, problem.precision, problem.inside, arch
+    return by_wgmma(_sizes(problem), *kind)
+
+
+def _sizes(problem: Problem) -> tuple[Size, ...]:
+    return tuple((factor.rows, factor.columns) for factor in problem.factors)
 
 
 def by_wgmma(sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str) -> bool:
@@ -155,14 +202,10 @@ def _half_slabs(sizes, dtype: str, inside: bool, found: tuple, arch: str, is_var
 
 
 def _apart(
-    epilogue: tuple[Epilogue, ...],
-    problem: Problem,
-    found: tuple[tuple[int, int], ...],
-    arch: str,
-    multiprocessors: int,
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered:
     """One launch for each run."""
-    sums = DTYPES[problem.dtype].accumulator
+    found, sums = runs(problem, arch), DTYPES[problem.dtype].accumulator
     parts, steps = split(problem, found), []
     kept = [part.elements * DTYPES[sums].bytes for part in parts[:-1]]
     second = round_up(max(kept[::2], default=0), 256)  # two buffers, in turn
@@ -180,6 +223,20 @@ def _apart(
     return Lowered(tuple(steps), whole)
 
 
+# In the order of trying: the kinds of kernels, and where rules take all but the last.
+_KINDS: dict[str, Callable[..., Lowered | None]] = {
+    "hopper": hopper.lower,
+    "halves": _by_halves,
+    "slabs": _by_slabs,
+    "modes": _apart,
+}
+_RULE: dict[str, Callable[..., bool]] = {
+    "hopper": _wgmma_gains,
+    "halves": lambda *_: True,
+    "slabs": _slabs_gain,
+}
+
+
 def variants(
     epilogue: tuple[Epilogue, ...],
     sizes: tuple[grouping.Size, ...],
@@ -187,8 +244,8 @@ def variants(
     kinds: list[tuple[str, str]],
     arch: str,
 ) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for factors of these sizes and ``kinds`` of numbers:
-    (dtype, precision). None for factors that kernels do not take."""
+    """Every spec that :func:`lower` can choose by rule for factors of these sizes and ``kinds`` of
+    numbers: (dtype, precision). None for factors that kernels do not take."""
     made = []
     for dtype, precision in kinds:
         if by_wgmma(sizes, dtype, precision, inside, arch):

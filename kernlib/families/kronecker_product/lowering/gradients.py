@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kernlib.families.kronecker_product.lowering import gradient_variant, grouping, modes, parts
 from kernlib.families.kronecker_product.lowering.gradient_variant import Variant
-from kernlib.families.kronecker_product.lowering.problem import Layout, Problem
+from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
 from kernlib.families.kronecker_product.lowering.runs import Run, split
 from kernlib.families.kronecker_product.lowering.variant import (
     GRID_BATCH,
@@ -22,7 +22,9 @@ from kernlib.families.kronecker_product.lowering.variant import (
     matrix_numbers,
     parameters,
     run_numbers,
+    spec,
 )
+from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
@@ -135,6 +137,50 @@ def _variant(
     shared = max(ceil_div(count, 2 * multiprocessors), modes.SECTOR if run.inside else 1)
     most = min(gradient_variant.most_columns(made, arch), run.columns, shared)
     return made._replace(columns=1 << (most.bit_length() - 1))
+
+
+def variants(
+    sizes: tuple[grouping.Size, ...], inside: bool, kinds: list[tuple[str, str]], arch: str
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for factors of these sizes and ``kinds`` of numbers:
+    (dtype, precision). None for factors that kernels do not take."""
+    found: list[KernelSpec] = []
+    for dtype, precision in kinds:
+        if takes(sizes, dtype, arch):
+            found += _variants(_some(sizes, dtype, precision, inside), arch)
+    return list(dict.fromkeys(found))
+
+
+def _variants(given: Gradients, arch: str) -> list[KernelSpec]:
+    problem = given.product
+    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    parted = runs(sizes, problem.dtype, problem.precision, arch)
+    assert parted is not None, sizes
+    own, kind = split(problem, parted, back=given.back), (problem.dtype, problem.precision)
+    found, matrices, sums = [], 0, DTYPES[problem.dtype].accumulator
+    for index, run in enumerate(own):
+        made = _variant(given, own, index, arch, 1)
+        matrices += len(made.modes)
+        for wanted in {True, index > 0}:
+            each = made._replace(wanted=wanted)
+            for bits in range(gradient_variant.most_columns(each, arch).bit_length()):
+                found.append(gradient_variant.spec(each._replace(columns=1 << bits), arch))
+        if index < len(own) - 1:
+            dtypes = sums if index else problem.dtype, problem.dtype, sums
+            most = modes.most_columns(run.sizes, run.inside, *kind, arch)
+            for bits in range(most.bit_length()):
+                again = modes.variant(run.sizes, dtypes, kind[1], run.inside, 1 << bits, arch)
+                found.append(spec((), again, arch))
+    return [*found, parts.spec(problem.dtype, len(sizes), matrices)]
+
+
+def _some(sizes: tuple[grouping.Size, ...], dtype: str, precision: str, inside: bool) -> Gradients:
+    """Those of some product of factors of these sizes."""
+    factors = tuple(Factor(rows, columns, columns, 1) for rows, columns in sizes)
+    ends = (math.prod(rows for rows, _ in sizes), math.prod(columns for _, columns in sizes))
+    x, out = (Layout(0, 0, *((1, COLUMNS) if inside else (count, 1))) for count in ends)
+    problem = Problem(1, COLUMNS, inside, factors, x, out, dtype, precision)
+    return Gradients(problem, x, True, (False,) * len(sizes), True)
 
 
 def _tiles(run: Run, made: Variant) -> int:
