@@ -92,12 +92,11 @@ def _error(error: float | None) -> str:
 
 def _kronecker_sparse(rows: list[dict]) -> list[str]:
     """The factors, a row for all SHOWN kinds; summaries of the other sections; all other rows."""
-    others = kronecker_sparse.others(rows)
-    return [*_of_factors("factor", kronecker_sparse, rows), *(_rows(others) if others else [])]
+    return _of_factors("factor", kronecker_sparse, rows)
 
 
 def _kronecker_product(rows: list[dict]) -> list[str]:
-    """The named cases, a row for all SHOWN kinds; summaries of the other sections."""
+    """The named cases, a row for all SHOWN kinds; summaries of the other sections; the rest."""
     return _of_factors("rows of x, factors", kronecker_product, rows)
 
 
@@ -110,7 +109,8 @@ def _of_factors(title: str, family, rows: list[dict]) -> list[str]:
     tables = [_table(header, "|---|" + "---:|---:|---|---:|" * len(shown), factors)] * bool(factors)
     if summaries:
         tables.append(_table(SUMMARIES, "|---|" + "---:|" * (len(SUMMARIES) - 1), summaries))
-    return tables
+    others = family.others(rows)
+    return [*tables, *(_rows(others) if others else [])]
 
 
 def _factor(name: str, kinds: dict[str, dict], shown: tuple[str, ...]) -> str:

@@ -41,6 +41,7 @@ NAMED = (
     (1024, 32, 4, {"fp32": 3.6, "fp16": 1.7}),
 )
 LEFT_SHARE = 1.1  # of the time on the right that the left may take
+PREFIXES = ("left", "train")  # sections that names begin with
 SMALL = ((20, 2, 7), (1, 2, 9), (50, 2, 9), (20, 2, 10), (1, 2, 11), (8, 8, 3), (20, 8, 3))
 SMALL_MS = 0.006  # of one, in a graph
 DRAWN = 60
@@ -49,7 +50,7 @@ DRAWN = 60
 class Problem(NamedTuple):
     """One case: x (rows, in) with factors on its right, or (in, rows) on its left."""
 
-    section: str  # "named", "left", "small", "drawn" or "portable"
+    section: str  # "named", "left", "train", "small", "drawn" or "portable"
     rows: int
     sizes: tuple[Size, ...]
     kind: str
@@ -62,8 +63,9 @@ class Problem(NamedTuple):
             sizes = f"{first[0]}^{len(self.sizes)}"
         else:
             sizes = "*".join(f"{p}x{q}" for p, q in self.sizes)
-        left, portable = "left " * (self.section == "left"), " portable" * self.is_portable
-        return f"kronecker_product {left}{self.rows} {sizes} {self.kind}{portable}"
+        section = f"{self.section} " if self.section in PREFIXES else ""
+        portable = " portable" * self.is_portable
+        return f"kronecker_product {section}{self.rows} {sizes} {self.kind}{portable}"
 
     @property
     def is_portable(self) -> bool:
@@ -85,10 +87,15 @@ class Problem(NamedTuple):
         return math.prod(p for p, _ in self.sizes), math.prod(q for _, q in self.sizes)
 
     def floor(self) -> tuple[float, str]:
-        """Milliseconds and what bounds them."""
-        numbers = self.rows * sum(self.features) + sum(p * q for p, q in self.sizes)
+        """Milliseconds and what bounds them. Gradients read x and that of the result, write that by
+        x, and are as many operations for x and for the factors as the product."""
+        trains = self.section == "train"
+        x, result = self.features
+        numbers = self.rows * (x + result + (2 * x + result) * trains)
+        numbers += sum(p * q for p, q in self.sizes) * (3 if trains else 1)
         memory = numbers * self.dtype.itemsize / COPY_BYTES_PER_S * 1e3
-        computing = operations(self.rows, self.sizes) / KINDS[self.kind].rate * 1e3
+        count = operations(self.rows, self.sizes) * (3 if trains else 1)
+        computing = count / KINDS[self.kind].rate * 1e3
         return max(memory, computing), "memory" if memory >= computing else "tensor cores"
 
 
@@ -110,6 +117,7 @@ def problems() -> list[Problem]:
             found.append(Problem("named", rows, sizes, kind, musts.get(kind)))
         for kind in ("fp32", "fp16"):
             found.append(Problem("left", rows, sizes, kind, musts[kind] * LEFT_SHARE))
+            found.append(Problem("train", rows, sizes, kind))
             found.append(Problem("portable", rows, sizes, kind))
     found += [
         Problem("small", rows, ((size, size),) * count, kind, SMALL_MS)

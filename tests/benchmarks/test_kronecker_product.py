@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import report
-from benchmarks.kronecker_product import problems, rivals, run, summary
+from benchmarks.kronecker_product import problems, rivals, run, summary, training
 
 CASES = problems.problems()
 
@@ -60,14 +60,35 @@ def row(name, ours=2.0, **rivals):
 def test_every_case_has_a_place():
     for case in CASES:
         assert summary.place(case.name)[0::2] == (case.section, case.kind), case.name
+    assert summary.place(run.HOT_NAME) is None
 
 
 def test_report_shows_named_cases_and_summaries():
     every = [row(case.name, shuffle=4.0, strided=3.0) for case in CASES]
     factors, summaries = (table.splitlines() for table in report.TABLES["kronecker_product"](every))
-    assert len(factors) == 2 + 3 * len(problems.NAMED)
-    assert "1024 8^5, left" in factors[3] and "strided 3.00 ms (1.5×)" in factors[3]
+    assert len(factors) == 2 + 4 * len(problems.NAMED)
+    assert (
+        "1024 8^5, left" in factors[2 + len(problems.NAMED)]
+        and "strided 3.00 ms (1.5×)" in factors[2]
+    )
     assert len(summaries) == 2 + 7
     assert "| factors of drawn sizes, fp32: 60 | 60 of 60 | 1.50×" in "\n".join(summaries)
     for table in (factors, summaries):
         assert len({line.count("|") for line in table}) == 1
+
+
+def test_a_training_step_is_measured_beside_its_product(seed):
+    class Session:
+        calls = 0
+
+        def time(self, call, buffers):
+            found = call(*buffers)
+            self.calls += 1
+            return 4.0 if isinstance(found, tuple) else 2.0
+
+    case = problems.Problem("train", 7, ((3, 4), (5, 2)), "fp64")
+    row = training.measure(case, Session(), "cpu")
+    assert row.ours == 4.0 and row.must == 2.0 * training.SHARE and row.error < 1e-14
+    assert row.rivals and max(row.rival_errors.values()) < 1e-13
+    alone = problems.Problem("named", 7, ((3, 4), (5, 2)), "fp64")
+    assert case.floor()[0] > 2 * alone.floor()[0]
