@@ -46,7 +46,7 @@ struct Turns {
 };
 
 constexpr int ALL_STAGES = GROUPS * STAGES, ALL_NOTES = GROUPS * NOTES;
-constexpr int STAGE_POWERS = POWERS > 0 ? TILE_POWERS : 0;
+constexpr int STAGE_POWERS = RUNS > 1 && POWERS > 0 ? TILE_POWERS : 0;
 constexpr int WARPS = GROUP_THREADS / 32;  // of a group
 
 // Of a group. A stage is full once its tile has arrived, and free once it has been read. What a

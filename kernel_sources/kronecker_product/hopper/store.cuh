@@ -2,6 +2,7 @@
 // once, or two; 2-byte ones by way of the panel, 16 bytes a lane.
 #pragma once
 
+#include "kronecker_product/hopper/bounds.cuh"
 #include "kronecker_product/hopper/multiply.cuh"
 
 // What a thread's sums are of: lines line() and eight behind, and of each eight columns, or with
@@ -49,20 +50,45 @@ struct Summands<0> {
 // What undoes the scaling of a tile: two powers for all of it, or for each of its columns.
 template <class R>
 struct Undo {
+    // Those that are scaled as a tile, and those of which all launches know the largest number.
     static constexpr bool BY_COLUMNS =
         R::INSIDE && SCALED && sizeof(typename R::SourceT) == 4;
+    static constexpr bool BY_LARGEST = R::INSIDE && (LIFTED || SETTLED);
     int exponent;
     const Vector<float, 2>* of_columns;
+    const u32* largest = nullptr;  // of the first column
+    int last = 0;                  // that exists
 
+    // Beside what undoes the scaling of the matrices, what float16 is multiplied by that is handed
+    // on, or was.
+    __device__ __forceinline__ void bound(const Parameters& p, const Origin& origin, int own) {
+        exponent += common_shift<R>(p, own);
+        if constexpr (LIFTED || SETTLED) {
+            largest = largest_of_x(p) + origin.row;
+            last = int(min(columns_left<R>(p.runs[R::INDEX], origin.row, 0), i64(R::COLUMNS))) - 1;
+            if (!R::INSIDE) exponent += shift_of_x(*largest);
+        }
+    }
+    __device__ __forceinline__ Vector<float, 2> of(int column, const Vector<float, 2>& all) const {
+        if (BY_COLUMNS) return of_columns[column];
+        if (BY_LARGEST) return powers_of_two(exponent + shift_of_x(largest[min(column, last)]));
+        return all;
+    }
     // All sums, the first of which is of a column.
     __device__ __forceinline__ void apply(Sums<R>& sums, int column) const {
         if (!SCALED) return;
-        const Vector<float, 2> own = powers_of_two(exponent);
+        const Vector<float, 2> all = powers_of_two(exponent);
 #pragma unroll
-        for (int i = 0; i < Sums<R>::COUNT; ++i) {
-            const Vector<float, 2> powers =
-                BY_COLUMNS ? of_columns[column + Place<R>::column_of(i)] : own;
-            sums[i] = sums[i] * powers.element[0] * powers.element[1];
+        for (int i = 0; i < Sums<R>::COUNT; i += 4) {
+#pragma unroll
+            for (int next = 0; next < 2; ++next) {
+                const Vector<float, 2> own = of(column + Place<R>::column_of(i + next), all);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float& sum = sums[i + 2 * half + next];
+                    sum = sum * own.element[0] * own.element[1];
+                }
+            }
         }
     }
 };

@@ -5,8 +5,9 @@
 // given: 14, or where another matrix follows, exponents that keep what the first one makes below
 // 2^15, as large for one as for the other: half precision holds numbers to 2^-25. What the first
 // makes of float16 as it was read is scaled by its own largest number, a warp's at a time. Of
-// bfloat16 nothing is scaled. Tiles are of one row, or columns of x are scaled each for itself: it
-// is a row's own numbers that decide about it.
+// bfloat16 nothing is scaled. Float16 that launches hand on is scaled as bounds.cuh says. Tiles are
+// of one row, or columns of x are scaled each for itself: it is a row's own numbers that decide
+// about it.
 //
 // The generated source defines before it includes this file MATRIX_BYTES, of all runs' matrices,
 // MATRIX_LIST, these, and SCALES, the columns of a tile that are scaled for themselves, or 1.
@@ -121,6 +122,7 @@ struct Group {
             const Fragments<R> fragments(sums);
             multiply_fragments<R>(sums, fragments, matrices + R::MATRICES);
         }
+        if (BOUNDED) undo.bound(p, origin, shift_of_matrices<R>(of_matrices + R::MATRIX));
         store_tile<R>(sums, p, finish, stages.stage(turns), origin, undo);
         if (BY_PANEL) barrier_arrive_by_warp(free);
     }
@@ -142,6 +144,8 @@ struct Group {
 template <class... R>
 __device__ __forceinline__ void work(const Parameters& p, const Shared& s) {
     stage_matrices<MATRIX_LIST>(p, s.matrices, s.of_matrices);
+    if (threadIdx.x == 0 && blockIdx.x == 0)
+        (say_shift<R>(p, shift_of_matrices<R>(s.of_matrices + R::MATRIX)), ...);
     const Finish finish(Read<Parameters>{p});
     Group group(p, finish, s);
     group.run<R...>();

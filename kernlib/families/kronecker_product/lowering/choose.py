@@ -165,7 +165,7 @@ def by_wgmma(sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, 
     measured on an H200, of 1024 rows. They are not where rows that a block keeps whole are read and
     written once (1024 x 16^4 of float16 in half the time), nor where several matrices are narrower
     than the tiles that they are multiplied as (32^4 on either side)."""
-    found = hopper_variant.passes(sizes, dtype, precision, inside, arch, dtype)
+    found = hopper_variant.passes(sizes, dtype, precision, inside, arch)
     if not found:
         return False
     if _is_whole(sizes, dtype, precision, inside, arch):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.kronecker_product.lowering import largest
 from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.hopper_variant import (
     MOST_PASSES,
     PANEL,
     Hopper,
-    Pass,
     spec,
     variants,
 )
@@ -40,6 +40,7 @@ PART_BYTES, MOST_PARTS = 256 << 20, 64
 DISTANCE = 2  # tickets between a tile and what it waits for, as a multiple of groups of threads
 MOST_TICKET_TILES, LEAST_TICKETS = 4, 6  # tiles of a ticket; tickets of a group of threads
 TILES = 19  # where run_numbers has the number of tiles
+SHIFTS = 8  # launches of a product at most, and more, so that rows follow at 32 bytes
 POWER_PLACE = 6  # numbers of a PowerPlace, of which none is read
 
 
@@ -64,11 +65,12 @@ def _apart(
     epilogue: tuple[Epilogue, ...], problem: Problem, made: list[Hopper], multiprocessors: int
 ) -> Lowered:
     """A launch for each pass. Each but the first takes the result's place, tile by tile; or that of
-    part of the rows, or columns, in the workspace, where the result is float16 or may be a summand
-    as well."""
+    part of the rows, or columns, in the workspace, where the result may be a summand as well. What
+    scales float16 is found of x before."""
     handed, count, columns, places = problem.out, problem.columns, problem.columns, 0
-    bytes_each = problem.in_features * DTYPES[made[0].passes[0].target].bytes
-    if len(made) > 1 and (problem.summands or problem.dtype == "float16"):
+    bytes_each = problem.in_features * DTYPES[problem.dtype].bytes
+    bounds, first = _bounds(problem, made[0], multiprocessors)
+    if len(made) > 1 and problem.summands:
         count = max(PART_BYTES // bytes_each, ceil_div(columns, MOST_PARTS))
         count = round_up(count, PANEL) if problem.inside else count
         count, places = min(count, columns), min(count, round_up(columns, PANEL))
@@ -80,12 +82,23 @@ def _apart(
         last = factors.start
         own = epilogue * (last == 0)
         kernels.append((one, spec(own, one), own, factors))
+    between = handed, bounds
     steps = [
-        _step(problem, *kernel, (begin, min(count, columns - begin)), handed, multiprocessors)
+        _step(problem, *kernel, (begin, min(count, columns - begin)), between, multiprocessors)
         for begin in range(0, columns, count)
         for kernel in kernels
     ]
-    return Lowered(tuple(steps), places * bytes_each)
+    return Lowered((*first, *steps), bounds + places * bytes_each)
+
+
+def _bounds(problem: Problem, made: Hopper, multiprocessors: int) -> tuple[int, list[Step]]:
+    """Bytes of the workspace for what scales numbers that launches hand on, a number of each of
+    these and then of each row, or column; and the launches that find what is of x."""
+    if not made.bounds:
+        return 0, []
+    count, place = SHIFTS + problem.columns, (WORKSPACE, 4 * SHIFTS)
+    steps = [clear_step(count), largest.step(problem, multiprocessors, place)]
+    return round_up(4 * count, 256), steps
 
 
 def _step(
@@ -95,30 +108,34 @@ def _step(
     epilogue: tuple[Epilogue, ...],
     factors: range,
     rows: tuple[int, int],
-    handed: Layout,
+    between: tuple[Layout, int],
     multiprocessors: int,
 ) -> Step:
-    """The launch of one pass over rows, or columns, from one on, so many."""
+    """The launch of one pass over rows, or columns, from one on, so many. What lies between two of
+    them is in the result, or has a place in the workspace."""
+    handed, place = between
     begins, ends = factors.stop == len(problem.factors), factors.start == 0
     (part,), (begin, count), item = made.passes, rows, DTYPES[problem.dtype].bytes
     run = _run(problem, factors, handed)
     tiles = part.tiles(count)
-    numbers = [*_run_numbers(run, part, count, tiles, (0, 0)), *matrix_numbers([run])]
-    numbers += [1, 1, tiles, 0, *summand_numbers(run, [0] * len(run.summands))]
+    numbers = [*_run_numbers(run, problem.dtype, count, tiles, (0, 0)), *matrix_numbers([run])]
+    numbers += [1, 1, tiles, 0, *[0] * (POWER_PLACE * made.bounds)]
+    numbers += summand_numbers(run, [0] * len(run.summands))
 
     def at(name: str, side: Layout) -> tuple[str, int]:
         return name, begin * side.column * item
 
-    inner = at("out", handed) if handed is problem.out else (WORKSPACE, 0)
+    inner = at("out", handed) if handed is problem.out else (WORKSPACE, place)
     pointers = [at("x", problem.x) if begins else inner]
     pointers += [at("out", problem.out) if ends else inner]
-    pointers += [*_names(factors), *text.vector_pointers(epilogue)]
+    bounds = (WORKSPACE, 0), (WORKSPACE, 4 * (SHIFTS + begin))
+    pointers += [*_names(factors), *bounds[: made.bounds], *text.vector_pointers(epilogue)]
     pointers += [
         at(name, side)
         for (name, _), side in zip(text.summand_pointers(epilogue), run.summands, strict=True)
     ]
     grid = min(tiles, multiprocessors), 1
-    fixed = parameters(1, len(factors), epilogue).pack(*numbers)
+    fixed = parameters(1, len(factors), epilogue, made.bounds).pack(*numbers)
     return Step(kernel, grid, fixed, tuple(pointers), text.scalar_count(epilogue))
 
 
@@ -145,12 +162,12 @@ def _in_slabs(
         run = _run(problem, factors, handed)
         slabs = ring * (index > 0), ring * (last > 0)
         own = part.row_tiles * made.slab // tiles
-        numbers += [*_run_numbers(run, part, problem.columns, own, slabs)[:-1], tiles]
+        numbers += [*_run_numbers(run, problem.dtype, problem.columns, own, slabs)[:-1], tiles]
         found.append(run)
         names += _names(factors)
         ends.append((WORKSPACE, at) if ring and last else ("out", 0))
         if ring and last:
-            bytes_of_row = problem.in_features * DTYPES[part.target].bytes
+            bytes_of_row = problem.in_features * DTYPES[problem.dtype].bytes
             at = round_up(at + rows * bytes_of_row, 256)
         if made.powers and last:
             powers.append((WORKSPACE, at))
@@ -191,9 +208,9 @@ def _run(problem: Problem, factors: range, handed: Layout) -> Run:
     return Run(1, 1, 1, problem.columns, problem.inside, own, x, out, summands, strides)
 
 
-def _run_numbers(run: Run, part: Pass, rows: int, tiles: int, rings: tuple[int, int]) -> list[int]:
+def _run_numbers(run: Run, dtype: str, rows: int, tiles: int, rings: tuple[int, int]) -> list[int]:
     """Of the parameter struct what is a pass's."""
-    whole = Part(part.source, part.target, 1, part.inside, run.sizes)
+    whole = Part(dtype, dtype, 1, run.inside, run.sizes)
     slabs = tuple((0, ring) for ring in rings)
     numbers = run_numbers(run._replace(columns=rows), whole, (1, rows), slabs)
     return [*numbers[:TILES], tiles, *numbers[TILES + 1 :]]
@@ -214,4 +231,6 @@ def specs(
     """The kernels of :func:`lower`."""
     made = variants(sizes, dtype, precision, inside, arch)
     found = [spec(epilogue * (one is made[-1]), one) for one in made]
+    if made and made[0].bounds:
+        return [clear(), largest.spec(inside), *found]
     return [clear(), *found] if made and len(made[0].passes) > 1 else found

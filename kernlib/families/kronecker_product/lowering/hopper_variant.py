@@ -29,15 +29,14 @@ MOST_STAGES, SLAB_STAGES = 4, 2  # tiles that a group has under way; where they 
 ALIGNMENT, BARRIERS, NOTE_BYTES = 1024, 16, 32  # of a panel; bytes of a stage; of a tile under way
 MORE_NOTES = 2  # tiles that are under way and have left their stage
 LARGEST = 14  # exponent of float16's large numbers
+BOUND_ARRAYS = 2  # as in bounds.cuh
 
 
 class Pass(NamedTuple):
-    """One pass: dtypes of what it reads and writes; rows of the factors that are merged along a
-    tile's lines and, if there are any, along its columns; and features of x as ``(left, rows,
-    right)`` to the former, columns of x ``inside``, behind them, or not."""
+    """One pass: rows of the factors that are merged along a tile's lines and, if there are any,
+    along its columns; and features of x as ``(left, rows, right)`` to the former, columns of x
+    ``inside``, behind them, or not."""
 
-    source: str
-    target: str
     lines: tuple[int, ...]
     columns: tuple[int, ...]
     left: int
@@ -78,12 +77,15 @@ class Pass(NamedTuple):
 
 class Hopper(NamedTuple):
     """Everything that code generation chooses besides the epilogue: the dtype, words of an operand,
-    passes of a launch, first to last, and the rows of a slab where there are several."""
+    passes of a launch, first to last, and the rows of a slab where there are several; launches
+    ``before`` and ``behind`` it that float16 is handed on between."""
 
     dtype: str
     words: int
     passes: tuple[Pass, ...]
     slab: int = 0
+    before: int = 0
+    behind: int = 0
 
     @property
     def sizes(self) -> list[Size]:
@@ -135,10 +137,14 @@ class Hopper(NamedTuple):
         return len(self.passes) - 1 if self.dtype == "float16" else 0
 
     @property
+    def bounds(self) -> int:
+        """How many arrays there are of what scales numbers that launches hand on."""
+        return BOUND_ARRAYS if self.before + self.behind else 0
+
+    @property
     def stage_bytes(self) -> int:
         """Of a tile as it arrives, and as a panel."""
-        widest = max(DTYPES[each.source].bytes for each in self.passes)
-        return self.panel * max(2 * self.words, widest)
+        return self.panel * max(2 * self.words, DTYPES[self.dtype].bytes)
 
     @property
     def stages(self) -> int:
@@ -168,10 +174,10 @@ class Hopper(NamedTuple):
 
 
 def passes(
-    sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str, between: str
+    sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str
 ) -> tuple[Pass, ...]:
-    """The passes of a product, first to last, which hand on a dtype; none where the kernels take
-    other numbers or sizes."""
+    """The passes of a product, first to last; none where the kernels take other numbers or
+    sizes."""
     groups = _groups(sizes)
     if arch != ARCH or not _words(dtype, precision) or len(groups) < 2:
         return ()
@@ -180,20 +186,14 @@ def passes(
         ends[:2] = [(groups[-2], groups[-1])]
     features, right = math.prod(rows for rows, _ in sizes), math.prod(ends[0][1])
     made: list[Pass] = []
-    for index, (lines, columns) in enumerate(ends):
-        kinds = between if index else dtype, between if index < len(ends) - 1 else dtype
+    for lines, columns in ends:
         rows = math.prod(lines)
-        made.append(Pass(*kinds, lines, columns, features // (rows * right), right, inside))
+        made.append(Pass(lines, columns, features // (rows * right), right, inside))
         right *= rows
     fits = features >= max(PANEL * PANEL, math.prod(made[0].tile))
     if not inside:  # copies of a matrix have columns of their own
         fits &= all(part.right >= PANEL * part.tile[0] // part.rows for part in made[1:])
     return tuple(made) if fits and (inside or math.prod(groups[-1]) >= NARROWEST) else ()
-
-
-def _apart_dtype(dtype: str) -> str:
-    """Of what one launch hands to another: float16 has no exponents there."""
-    return "float32" if dtype == "float16" else dtype
 
 
 def _words(dtype: str, precision: str) -> int:
@@ -224,14 +224,20 @@ def variants(
     on the left, where that has no room and for factors of 128, whose passes wait long for each
     other (320 x 128^3 of float16: 2.6 ms, not 3.7). None where others take it."""
     given, words = (sizes, dtype, precision, inside, arch), _words(dtype, precision)
-    found = passes(*given, dtype)
+    found = passes(*given)
     if not inside and 1 < len(found) <= MOST_PASSES:
-        handed = math.prod(rows for rows, _ in sizes) * DTYPES[found[0].target].bytes
+        handed = math.prod(rows for rows, _ in sizes) * DTYPES[dtype].bytes
         whole = Hopper(dtype, words, found, max(1, SLAB_BYTES // handed))
         if all(each.tile[0] == PANEL for each in found) and whole.stages == SLAB_STAGES:
             return [whole]
-    most, apart = MOST_INSIDE if inside else MOST_APART, passes(*given, _apart_dtype(dtype))
-    return [Hopper(dtype, words, (each,)) for each in apart] if len(apart) <= most else []
+    if len(found) > (MOST_INSIDE if inside else MOST_APART):
+        return []
+    places = [(index, len(found) - 1 - index) for index in range(len(found))]
+    if dtype != "float16":
+        places = [(0, 0)] * len(found)
+    return [
+        Hopper(dtype, words, (each,), 0, *place) for each, place in zip(found, places, strict=True)
+    ]
 
 
 def spec(epilogue: tuple[Epilogue, ...], made: Hopper) -> KernelSpec:
@@ -243,11 +249,11 @@ def spec(epilogue: tuple[Epilogue, ...], made: Hopper) -> KernelSpec:
         for rows in (part.lines, part.columns)
         if rows
     ]
-    first, last = made.passes[0], made.passes[-1]
+    first = made.passes[0]
     words += [f"{made.slab}s"] if several else [f"{first.left}l", f"{first.right}r"]
     words += ["i"] * first.inside
-    if (first.source, last.target) != (made.dtype, made.dtype):
-        words += first.source, last.target
+    if made.bounds:
+        words.append(f"{made.before + 1}of{made.before + 1 + made.behind}")
     precision = "tf32" if made.dtype == "float32" and made.words == 1 else "fp32"
     kind = "hopper_slabs" if several else "hopper"
     description = text.describe("kronecker_product", kind, made.dtype, precision, words, epilogue)
@@ -268,12 +274,13 @@ def _source(epilogue: tuple[Epilogue, ...], made: Hopper, file: str) -> str:
     half = "bfloat16" if made.dtype == "bfloat16" else "float16"
     sizes = made.sizes
     rows = ", ".join(str(rows) for rows, _ in sizes)
-    several = len(made.passes) > 1
+    several, powers = len(made.passes) > 1, made.powers + made.bounds
+    layout = parameters(len(made.passes), len(sizes), epilogue, powers)
     names = [f"Run{index}" if several else "Run" for index in range(len(made.passes))]
     listed = f"#define RUN_LIST {', '.join(names)}\nconstexpr int SLAB_ROWS = {made.slab};\n"
     matrices = [f"{name}::First" for name in names]
     matrices[1:1] = [f"{names[0]}::Second"] * bool(made.passes[0].columns)
-    return f"""{text.preamble(made.dtype, made.passes[-1].target, epilogue)}
+    return f"""{text.preamble(made.dtype, made.dtype, epilogue)}
 using HalfT = {DTYPES[half].cuda};
 constexpr int WORDS = {made.words};
 constexpr bool SCALED = {str(half == "float16").lower()};
@@ -289,12 +296,13 @@ constexpr int GROUPS = {made.groups};
 constexpr int STAGES = {made.stages};
 constexpr int STAGE_BYTES = {made.stage_bytes};
 constexpr int RUNS = {len(names)};
-constexpr int POWERS = {made.powers};
+constexpr int POWERS = {powers};
+constexpr int BEFORE = {made.before}, BEHIND = {made.behind};
 constexpr int FACTORS = {len(sizes)};
 constexpr int SUMMANDS = {len(text.summands(epilogue))};
 __device__ constexpr int ROWS[] = {{{rows}}};
 __device__ constexpr int WIDTHS[] = {{{rows}}};
-constexpr int PARAMETER_BYTES = {parameters(len(names), len(sizes), epilogue, made.powers).size};
+constexpr int PARAMETER_BYTES = {layout.size};
 
 #include "kronecker_product/hopper/matrices.cuh"
 
@@ -319,17 +327,17 @@ def _runs(made: Hopper, names: list[str]) -> str:
         count, behind, (lines, columns) = len(part.lines), len(part.columns), part.tile
         most, exponent = _exponents(part)
         own = part.rows, first, count, lines, exponent
-        quads = str(not part.inside and DTYPES[part.target].bytes == 4).lower()
+        quads = str(not part.inside and DTYPES[made.dtype].bytes == 4).lower()
         second = math.prod(part.columns), first + count, behind, columns, LARGEST, quads
         found += f"""struct {name} {{
-    using SourceT = {DTYPES[part.source].cuda};
-    using TargetT = {DTYPES[part.target].cuda};
+    using SourceT = {DTYPES[made.dtype].cuda};
+    using TargetT = {DTYPES[made.dtype].cuda};
     using First = Merged<{", ".join(map(str, own))}>;
     using Second = Merged<{", ".join(map(str, second))}>;
     static constexpr bool SECOND = {str(behind > 0).lower()};
     static constexpr bool INSIDE = {str(part.inside).lower()};
     static constexpr bool QUADS = {quads};
-    static constexpr bool BEGINS = {str(index == 0 and part.source == made.dtype).lower()};
+    static constexpr bool BEGINS = {str(index == 0).lower()};
     static constexpr bool ENDS = {str(index == len(names) - 1).lower()};
     using Before = {names[index - 1] if index else "void"};
     static constexpr bool HANDS = {str(made.powers > index).lower()};

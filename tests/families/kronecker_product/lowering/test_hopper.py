@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 ONE, SLABS = ["hopper"], ["clear", "hopper_slabs"]
+BOUNDS = {F32: [], F16: ["clear", "largest"]}  # before several launches
+BOUNDED = {"clear", "largest", "hopper"}
 SIDES = ("right", "left")
 # Factors, rows, dtype, kinds of the kernels.
 CASES = {
@@ -103,7 +105,8 @@ def test_columns_are_multiplied_too(case, gpus, seed):
     sizes, columns, dtype = COLUMNS[case]
     x, *factors = operands(square(sizes), columns, "left", dtype)
     found = host(kl.run_kernel(kl.KroneckerProduct(sizes, side="left"), *map(gpu, (x, *factors))))
-    assert set(kinds(gpus)) == {"hopper"} and found.dtype == dtype and found.is_contiguous()
+    assert set(kinds(gpus)) == (BOUNDED if dtype == F16 else {"hopper"})
+    assert found.dtype == dtype and found.is_contiguous()
     assert of_rows(found, exact(x, factors, "left"), x, "left") <= GATES[dtype]
 
 
@@ -126,7 +129,7 @@ def test_strides_and_epilogues_of_columns(columns, dtype, gpus, monkeypatch, see
                 wanted -= 2 * out.double()
             kl.run_kernel(descriptor, *map(gpu, (given, *factors)), **arguments)
             assert (out.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
-    assert set(kinds(gpus)) == {"hopper"}
+    assert set(kinds(gpus)) == (BOUNDED if dtype == F16 else {"hopper"})
 
 
 @pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16)), ids=str)
@@ -294,12 +297,42 @@ def test_passes_may_be_launches_of_their_own(dtype, gpus, monkeypatch, seed):
     given = [gpu(t) for t in (x, *factors)]
     found = host(kl.run_kernel(descriptor, *given, y=gpu(y), beta=2.0))
     wanted = by_modes(x, factors) + 2 * y.double()
-    assert kinds(gpus) == ["hopper"] * 6
+    # Of y parts of two rows of float32 and four of float16.
+    assert kinds(gpus) == BOUNDS[dtype] + ["hopper"] * (4 if dtype == F16 else 6)
     assert (found.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
     gpus.specs.clear()
     found = host(kl.run_kernel(kl.KroneckerProduct((16,) * 3), *given))
-    assert kinds(gpus) == ["hopper"] * (6 if dtype == F16 else 2)
+    assert kinds(gpus) == BOUNDS[dtype] + ["hopper"] * 2
     assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_float16_does_not_overflow_between_launches(side, gpus, monkeypatch, seed):
+    """Nor vanish: rows, or columns, are scaled each for itself, an infinite number apart."""
+    monkeypatch.setattr(hopper_variant, "SLAB_STAGES", 9)
+    x, *factors = operands(square((16,) * 3), 70, side, F16)
+    sizes = torch.tensor([1e4, 1e-5, 1.0, 0.0]).repeat(18)[:70]
+    x = (x.float() * (sizes[:, None] if side == "right" else sizes)).clamp(-6e4, 6e4).to(F16)
+    factors = [
+        (f.float() * size).to(F16) for f, size in zip(factors, (1e-3, 50.0, 2.0), strict=True)
+    ]
+    wanted = exact(x, factors, side)
+    lines = (lambda t: t) if side == "right" else (lambda t: t.mT)
+    found = lines(
+        host(kl.run_kernel(kl.KroneckerProduct((16,) * 3, side=side), *map(gpu, (x, *factors))))
+    )
+    assert kinds(gpus)[:2] == ["clear", "largest"]
+    ends = lines(wanted)
+    for size, gate in ((1e4, GATES[F16]), (1.0, GATES[F16]), (1e-5, 0.1)):
+        one, other = found[sizes == size].double(), ends[sizes == size]
+        assert (one - other).norm() <= gate * other.norm()
+    assert not found[sizes == 0].any()
+    lines(x)[3, 5] = math.inf
+    again = lines(
+        host(kl.run_kernel(kl.KroneckerProduct((16,) * 3, side=side), *map(gpu, (x, *factors))))
+    )
+    others = torch.arange(70) != 3
+    assert torch.equal(again[others], found[others]) and not again[3].isfinite().any()
 
 
 def test_what_the_kernels_do_not_take_is_others(gpus, seed):
