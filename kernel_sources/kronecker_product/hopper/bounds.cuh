@@ -1,10 +1,10 @@
 // How float16 is scaled that several launches hand on, each to the next: so that none overflows,
-// whatever the numbers. With the largest numbers |x| of a row (largest.cuh; of a column of x with
-// the factors on the left) and |F| of a P x P matrix, what it makes of them is at most P |F| |x|.
-// So a row's numbers stay below 2^15 if they are multiplied by a power of two as |x| asks for, and
-// behind each matrix divided by one as P |F| does. The last launch undoes all that. As P numbers of
-// random signs add up to sqrt(P), and the largest of a matrix is some four times the usual one, a
-// matrix of 128 takes 2^6.5 of the 2^29 that half precision's normal numbers differ by.
+// whatever the numbers. With the largest number |x| of a row (largest.cuh; of a column of x with
+// the factors on the left) and the largest sum |F| of a column's magnitudes of a matrix, what it
+// makes of the row is at most |F| |x|. So a row's numbers stay below 2^15 if they are multiplied
+// by a power of two as |x| asks for, and behind each matrix divided by one as |F| does. The last
+// launch undoes all that. As sqrt(P) of P numbers of random signs are left, a matrix of 128 takes
+// 2^4 of the 2^29 that half precision's normal numbers differ by; an identity takes 2.
 //
 // The generated source defines before it includes this file:
 //   BEFORE, BEHIND               launches before this one, and behind it, of such a product
@@ -12,7 +12,6 @@
 
 #include "kronecker_product/hopper/matrices.cuh"
 
-constexpr bool BOUNDED = BEFORE + BEHIND > 0;
 constexpr bool LIFTED = BOUNDED && BEFORE == 0, SETTLED = BOUNDED && BEHIND == 0;
 
 // Of Parameters that have them: the power, as exponent, that each launch multiplies by beside that
@@ -28,31 +27,27 @@ __device__ __forceinline__ const u32* largest_of_x(const P& p) {
     else return nullptr;
 }
 
-__device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
-
-// The exponent of what a matrix makes of numbers up to 1, once it has been scaled.
-template <class M>
-__device__ constexpr int growth_of() { return log2_of(M::P) + M::EXPONENT + 1; }
-
-// What all numbers are multiplied by, of a launch whose matrices have been multiplied by `own`.
+// What all numbers are multiplied by, of a launch whose matrices have been multiplied by `own`; its
+// matrices' growths are one behind another.
 template <class R>
-__device__ __forceinline__ int bound_shift(int own) {
-    const int first = own - growth_of<typename R::First>();
-    if constexpr (R::SECOND) return first - growth_of<typename R::Second>();
-    else return first;
+__device__ __forceinline__ int bound_shift(int own, const u32* growths) {
+    int found = own - growth_of(growths[0]);
+    if (R::SECOND) found -= growth_of(growths[1]);
+    return found;
 }
 
 // By one thread of a launch.
 template <class R>
-__device__ __forceinline__ void say_shift(const Parameters& p, int own) {
-    if constexpr (BEHIND > 0) shifts_of(p)[BEFORE] = bound_shift<R>(own);
+__device__ __forceinline__ void say_shift(const Parameters& p, int own, const u32* growths) {
+    if constexpr (BEHIND > 0) shifts_of(p)[BEFORE] = bound_shift<R>(own, growths);
 }
 
 // The exponent of all numbers of a launch, but for that of x.
 template <class R>
-__device__ __forceinline__ int common_shift(const Parameters& p, int own) {
+__device__ __forceinline__ int common_shift(const Parameters& p, int own,
+                                            const u32* growths) {
     if (!BOUNDED) return 0;
-    if (BEHIND > 0) return bound_shift<R>(own);
+    if (BEHIND > 0) return bound_shift<R>(own, growths);
     int found = 0;
 #pragma unroll
     for (int i = 0; i < BEFORE; ++i) found -= shifts_of(p)[i];

@@ -3,9 +3,21 @@
 //
 // fp32 and float16 are scaled by a power of two, so that the exponent of a matrix's largest number
 // is EXPONENT.
+//
+// The generated source defines, beside what panel.cuh asks for, before it includes this file:
+//   BEFORE, BEHIND               launches before this one, and behind it, that float16 is handed on
+//                                between (bounds.cuh)
 #pragma once
 
 #include "kronecker_product/hopper/panel.cuh"
+
+constexpr bool BOUNDED = BEFORE + BEHIND > 0;
+// Of all matrices of a launch that hands on: sums of columns, each in 128 places, and the largest.
+constexpr int SUMS_OF_COLUMNS = BEHIND > 0 ? 128 : 0, GROWTHS = BEHIND > 0 ? 2 : 0;
+constexpr int SUM_BITS = 9;  // behind the point: 128 numbers below 2^15 are less than 2^31 then
+
+// The exponent that a sum of magnitudes is less than.
+__device__ __forceinline__ int growth_of(u32 sum) { return 32 - __clz(int(sum)) - SUM_BITS; }
 
 // P x P, the product of the PARTS factors from FIRST on; its columns by quad_place with QUADS.
 template <int P_, int FIRST_, int PARTS_, int SIZE_, int EXPONENT_, bool QUADS_ = false>
@@ -75,6 +87,26 @@ struct Part {
     }
 };
 
+// Adds a worker's entries, as they are multiplied, to the sums of their columns, infinite ones
+// apart.
+template <class M, int COUNT>
+__device__ __forceinline__ void add_to_columns(u32* sums, const Part<M>& part, float power,
+                                               int from, const EntryT<M> (&values)[COUNT]) {
+    u32 own = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const float size = fabsf(float(values[i])) * power;
+        const u32 units = size > 0 && size < 65536.0f ? u32(size * (1 << SUM_BITS)) + 1 : 0;
+        if (part.along_columns) {  // a warp has entries of one column
+            const u32 all = __reduce_add_sync(~0u, units);
+            if (threadIdx.x % 32 == 0) atomicAdd(&sums[part.column(from + i)], all);
+        } else {
+            own += units;
+        }
+    }
+    if (!part.along_columns) atomicAdd(&sums[part.own], own);
+}
+
 // Of so many entries, infinite ones apart.
 template <int COUNT, class T>
 __device__ __forceinline__ float largest_of(const T (&values)[COUNT]) {
@@ -97,7 +129,7 @@ template <class... M>
 struct Staged {
     __device__ __forceinline__ explicit Staged(const Parameters&) {}
     __device__ __forceinline__ void find_largest(u32*) const {}
-    __device__ __forceinline__ void write(unsigned char*, const u32*) const {}
+    __device__ __forceinline__ void write(unsigned char*, const u32*, u32*) const {}
 };
 template <class M, class... Rest>
 struct Staged<M, Rest...> {
@@ -120,30 +152,38 @@ struct Staged<M, Rest...> {
         find_largest_of(most, *largest);
         rest.find_largest(largest + 1);
     }
-    __device__ __forceinline__ void write(unsigned char* matrix, const u32* largest) {
+    __device__ __forceinline__ void write(unsigned char* matrix, const u32* largest, u32* sums) {
         const float power = SCALED ? power_of_two(shift_to(M::EXPONENT, *largest)) : 1.0f;
         for (int from = 0; from < COUNT; from += AT_ONCE) {
             if (from > 0 || (SCALED && !KEPT)) part.load(p, from, values);
             part.write(matrix, power, from, values);
+            if (BEHIND > 0) add_to_columns<M>(sums, part, power, from, values);
         }
-        rest.write(matrix + WORDS * M::BYTES, largest + 1);
+        rest.write(matrix + WORDS * M::BYTES, largest + 1, sums + SUMS_OF_COLUMNS);
     }
 };
 
 __device__ __forceinline__ void sync_workers() { sync_threads(1 + GROUPS, WORKERS); }
 
-// By all workers; `largest` are zeros before, and bits of each matrix's largest number behind.
+// By all workers; `largest` are zeros before, and bits of each matrix's largest number behind; and
+// `growths` each matrix's largest sum of a column, and sums of all, where that is asked for.
 template <class... M>
 __device__ __forceinline__ void stage_matrices(const Parameters& p, unsigned char* matrices,
-                                               u32* largest) {
+                                               u32* largest, u32* growths) {
+    u32* sums = growths + GROWTHS;
     Staged<M...> staged(p);
     if (SCALED) {
         staged.find_largest(largest);
         sync_workers();
     }
-    staged.write(matrices, largest);
+    staged.write(matrices, largest, sums);
     fence_shared_writes();
     sync_workers();
+    if constexpr (BEHIND > 0) {
+        if (threadIdx.x < sizeof...(M) * SUMS_OF_COLUMNS)
+            atomicMax(&growths[threadIdx.x / SUMS_OF_COLUMNS], sums[threadIdx.x]);
+        sync_workers();
+    }
 }
 
 // The power of two, as exponent, that a run's matrices were multiplied by.

@@ -61,8 +61,9 @@ struct Undo {
 
     // Beside what undoes the scaling of the matrices, what float16 is multiplied by that is handed
     // on, or was.
-    __device__ __forceinline__ void bound(const Parameters& p, const Origin& origin, int own) {
-        exponent += common_shift<R>(p, own);
+    __device__ __forceinline__ void bound(const Parameters& p, const Origin& origin, int own,
+                                          const u32* growths) {
+        exponent += common_shift<R>(p, own, growths);
         if constexpr (LIFTED || SETTLED) {
             largest = largest_of_x(p) + origin.row;
             last = int(min(columns_left<R>(p.runs[R::INDEX], origin.row, 0), i64(R::COLUMNS))) - 1;

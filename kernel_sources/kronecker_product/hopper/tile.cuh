@@ -16,7 +16,8 @@
 #include "kronecker_product/hopper/stages.cuh"
 #include "kronecker_product/hopper/store.cuh"
 
-constexpr int LARGEST = 2 * RUNS + 2 * SCALES * GROUPS;  // numbers
+constexpr int OF_TILES = 2 * RUNS, GROWTHS_AT = OF_TILES + 2 * SCALES * GROUPS;
+constexpr int LARGEST = GROWTHS_AT + GROWTHS * (1 + SUMS_OF_COLUMNS);  // numbers
 constexpr int NUMBERS_BYTES = (LARGEST + 2 * SCALES * GROUPS + 3) / 4 * 16;
 
 // Shared memory: stages, matrices, what is said of stages, what undoes the scaling of columns, bits
@@ -25,13 +26,15 @@ struct Shared {
     unsigned char *data, *matrices;
     Vector<float, 2>* undone;
     u32 *of_matrices, *of_tiles;  // of each; two of each group, for its tiles in turn
+    u32* growths;                 // of matrices, and sums of their columns
     void* rest;
     __device__ __forceinline__ explicit Shared(unsigned char* base) {
         data = base + (-shared_address(base) & 1023);
         matrices = data + ALL_STAGES * STAGE_BYTES;
         undone = reinterpret_cast<Vector<float, 2>*>(matrices + MATRIX_BYTES);
         of_matrices = reinterpret_cast<u32*>(undone + SCALES * GROUPS);
-        of_tiles = of_matrices + 2 * RUNS;
+        of_tiles = of_matrices + OF_TILES;
+        growths = of_matrices + GROWTHS_AT;
         rest = matrices + MATRIX_BYTES + NUMBERS_BYTES;
     }
     __device__ __forceinline__ Stages stages(int group) const { return {data, rest, group}; }
@@ -52,14 +55,15 @@ struct Group {
     const Finish& finish;
     const Stages stages;
     const unsigned char* matrices;
-    const u32* of_matrices;
+    const u32 *of_matrices, *growths;
     u32* of_tiles;
     Vector<float, 2>* undone;
     int scaled = 0;  // whose turn it is among of_tiles
 
     __device__ __forceinline__ Group(const Parameters& p, const Finish& finish, const Shared& s)
         : p(p), finish(finish), stages(s.stages(group_number())), matrices(s.matrices),
-          of_matrices(s.of_matrices), of_tiles(s.of_tiles + 2 * SCALES * group_number()),
+          of_matrices(s.of_matrices), growths(s.growths),
+          of_tiles(s.of_tiles + 2 * SCALES * group_number()),
           undone(s.undone + SCALES * group_number()) {}
 
     // A stage's tile to the panel in its place, and what undoes its scaling.
@@ -122,7 +126,7 @@ struct Group {
             const Fragments<R> fragments(sums);
             multiply_fragments<R>(sums, fragments, matrices + R::MATRICES);
         }
-        if (BOUNDED) undo.bound(p, origin, shift_of_matrices<R>(of_matrices + R::MATRIX));
+        if (BOUNDED) undo.bound(p, origin, shift_of_matrices<R>(of_matrices), growths);
         store_tile<R>(sums, p, finish, stages.stage(turns), origin, undo);
         if (BY_PANEL) barrier_arrive_by_warp(free);
     }
@@ -143,9 +147,9 @@ struct Group {
 // What a worker does, once its block's matrices are staged.
 template <class... R>
 __device__ __forceinline__ void work(const Parameters& p, const Shared& s) {
-    stage_matrices<MATRIX_LIST>(p, s.matrices, s.of_matrices);
-    if (threadIdx.x == 0 && blockIdx.x == 0)
-        (say_shift<R>(p, shift_of_matrices<R>(s.of_matrices + R::MATRIX)), ...);
+    stage_matrices<MATRIX_LIST>(p, s.matrices, s.of_matrices, s.growths);
+    if (BOUNDED && threadIdx.x == 0 && blockIdx.x == 0)
+        (say_shift<R>(p, shift_of_matrices<R>(s.of_matrices), s.growths), ...);
     const Finish finish(Read<Parameters>{p});
     Group group(p, finish, s);
     group.run<R...>();

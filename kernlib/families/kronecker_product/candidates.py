@@ -12,8 +12,10 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.gradients import parts
 from kernlib.families.kronecker_product.lowering import choose
+from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.product import PRODUCT
 from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime.ahead import Request
 from kernlib.runtime.candidates import Candidate, Candidates
@@ -21,6 +23,8 @@ from kernlib.runtime.devices import allocator, arch_of, model
 from kernlib.runtime.operation import REFERENCE
 from kernlib.runtime.products import Call
 from kernlib.runtime.trials import trial
+
+LEAST_WORKSPACE = 1 << 30  # bytes that any candidate may take
 
 
 def candidates(request: Request) -> Candidates:
@@ -39,6 +43,7 @@ def candidates(request: Request) -> Candidates:
     problem, copies, _ = plans.problem_of(call, *fused)
     count = model(device).multiprocessors
     made = choose.candidates(fused.descriptor.epilogue, problem, arch_of(device), count)
+    made = [each for each in made if each[1].workspace <= _most_workspace(problem)] or made
     # One of each for all candidates, which run one after the other.
     most = max(lowered.workspace for _, lowered in made)
     room = cache(allocator((max(most, 1),), torch.uint8, call.device))
@@ -51,6 +56,14 @@ def candidates(request: Request) -> Candidates:
 
     known = [candidate(*each) for each in made]
     return Candidates(device, plans.signature(problem), known)
+
+
+def _most_workspace(problem: Problem) -> int:
+    """Bytes that a kernel may take beside x and result, if it is to be a candidate: as many as
+    these."""
+    features = problem.in_features + problem.out_features
+    item = DTYPES[problem.dtype].bytes
+    return max(LEAST_WORKSPACE, problem.batch * problem.columns * features * item)
 
 
 def scratch_for(request: Request, call: Call) -> torch.Tensor:

@@ -81,6 +81,17 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     return most;
 }
 
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+    unsigned(&lanes)[32] = handed_on[threadIdx.x / 32];
+    lanes[threadIdx.x % 32] = value;
+    wait_for_warp();
+    unsigned sum = 0;
+    for (unsigned lane : lanes) sum += lane;
+    wait_for_warp();
+    return sum;
+}
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+
 struct alignas(16) int4 {
     int x, y, z, w;
 };

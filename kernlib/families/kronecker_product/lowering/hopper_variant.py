@@ -165,6 +165,7 @@ class Hopper(NamedTuple):
     @property
     def _fixed_bytes(self) -> int:
         numbers = 2 * len(self.passes) + 4 * self.scales * self.groups
+        numbers += 2 * (1 + WIDEST) * (self.behind > 0)  # growths of matrices, sums of columns
         notes = MORE_NOTES * self.groups * NOTE_BYTES
         return self.matrices + 4 * round_up(numbers, 4) + notes + ALIGNMENT
 

@@ -335,6 +335,36 @@ def test_float16_does_not_overflow_between_launches(side, gpus, monkeypatch, see
     assert torch.equal(again[others], found[others]) and not again[3].isfinite().any()
 
 
+OUTLIERS = {  # what a factor's first number is, of how many factors, beside the others' norm of 1
+    "identities": None,
+    "one large number": 100.0,
+}
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("case", OUTLIERS)
+def test_float16_is_kept_beside_larger_numbers(case, side, gpus, monkeypatch, seed):
+    """What identities take over beside a large number of x, and results that a large entry of a
+    factor has no part in, to the last bits of half precision."""
+    monkeypatch.setattr(hopper_variant, "SLAB_STAGES", 9)
+    size, count = 16, 4 if side == "left" else 3
+    x, *factors = operands(square((size,) * count), 3, side, F16)
+    if case == "identities":
+        factors = [torch.eye(size, dtype=F16) for _ in factors]
+        (x if side == "right" else x.mT)[:, 7] = 6e4
+    else:
+        for factor in factors:
+            factor[0, 0] = OUTLIERS[case]
+    wanted = exact(x, factors, side)
+    found = host(
+        kl.run_kernel(kl.KroneckerProduct((size,) * count, side=side), *map(gpu, (x, *factors)))
+    )
+    found, wanted = (t if side == "right" else t.mT for t in (found.double(), wanted))
+    found, wanted = (t.unflatten(-1, (size,) * count) for t in (found, wanted))
+    others = (slice(None), *[slice(1, None)] * count)
+    assert (found - wanted)[others].norm() <= GATES[F16] * wanted[others].norm()
+
+
 def test_what_the_kernels_do_not_take_is_others(gpus, seed):
     """Short rows, factors that are not square or no power of two wide, batches of factors, and GPUs
     that have no wgmma."""
