@@ -94,11 +94,11 @@ def lower(
     found = named(*given) if named else None
     if found is not None:
         return found
-    for kind, gains in _RULE.items():
-        found = _KINDS[kind](*given) if gains(problem, arch, multiprocessors) else None
+    for lower_by in (_hopper_by_rule, _by_halves):
+        found = lower_by(*given)
         if found is not None:
             return found
-    return _apart(*given)
+    return _by_rule(*given)
 
 
 def candidates(
@@ -128,32 +128,49 @@ def _by_halves(
     return None if made is None else slabs.lower(epilogue, problem, found, made, *device)
 
 
-def _slabs_of(problem: Problem, arch: str) -> tuple[tuple, slabs.Variant] | None:
-    """Runs of factors, and the kernel that takes them in one launch; None where there is none."""
-    found, sizes = runs(problem, arch), _sizes(problem)
+def _slabs_of(problem: Problem, found: tuple, arch: str) -> slabs.Variant | None:
+    """The kernel that takes runs of factors in one launch; None where there is none."""
     if len(found) < 2:
         return None
+    sizes = _sizes(problem)
     own = tuple(sizes[first:last] for first, last in found)
     kinds = problem.dtype, problem.precision, problem.inside, arch, _is_varied(problem)
-    made = slabs.variant(own, *kinds)
-    return None if made is None else (found, made)
+    return slabs.variant(own, *kinds)
 
 
 def _by_slabs(
     epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered | None:
-    of = _slabs_of(problem, arch)
-    return of and slabs.lower(epilogue, problem, *of, arch, multiprocessors)
+    found = runs(problem, arch)
+    made = _slabs_of(problem, found, arch)
+    if made is None:
+        return None
+    return slabs.lower(epilogue, problem, found, made, arch, multiprocessors)
 
 
-def _slabs_gain(problem: Problem, arch: str, multiprocessors: int) -> bool:
-    of = _slabs_of(problem, arch)
-    return of is not None and slabs.gains(problem, *of, arch, multiprocessors)
+def _by_modes(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> Lowered:
+    return _apart(epilogue, problem, runs(problem, arch), arch, multiprocessors)
 
 
-def _wgmma_gains(problem: Problem, arch: str, multiprocessors: int) -> bool:
+def _by_rule(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> Lowered:
+    """By one launch for all runs, where that gains, or one for each."""
+    found, device, whole = runs(problem, arch), (arch, multiprocessors), None
+    made = _slabs_of(problem, found, arch)
+    if made is not None and slabs.gains(problem, found, made, *device):
+        whole = slabs.lower(epilogue, problem, found, made, *device)
+    return _apart(epilogue, problem, found, *device) if whole is None else whole
+
+
+def _hopper_by_rule(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> Lowered | None:
     kind = problem.dtype, problem.precision, problem.inside, arch
-    return by_wgmma(_sizes(problem), *kind)
+    gains = by_wgmma(_sizes(problem), *kind)
+    return hopper.lower(epilogue, problem, arch, multiprocessors) if gains else None
 
 
 def _sizes(problem: Problem) -> tuple[Size, ...]:
@@ -166,12 +183,12 @@ def by_wgmma(sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, 
     written once (1024 x 16^4 of float16 in half the time), nor where several matrices are narrower
     than the tiles that they are multiplied as (32^4 on either side)."""
     found = hopper_variant.passes(sizes, dtype, precision, inside, arch)
-    if not found:
-        return False
+    if len(found) < 2:
+        return len(found) == 1
     if _is_whole(sizes, dtype, precision, inside, arch):
-        return len(found) == 1 or (len(found) == 2 and inside and dtype != "float32")
-    narrow = [part.rows for part in found if part.rows < hopper_variant.PANEL]
+        return len(found) == 2 and inside and dtype != "float32"
     if inside and (dtype, precision) != ("float32", "tf32"):
+        narrow = [part.rows for part in found if part.rows < hopper_variant.PANEL]
         return len(narrow) < LEAST_NARROW or min(narrow) < WIDE_ROWS
     return len([part for part in found[1:] if part.rows < hopper_variant.PANEL]) < 2
 
@@ -202,10 +219,14 @@ def _half_slabs(sizes, dtype: str, inside: bool, found: tuple, arch: str, is_var
 
 
 def _apart(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    found: tuple[tuple[int, int], ...],
+    arch: str,
+    multiprocessors: int,
 ) -> Lowered:
     """One launch for each run."""
-    found, sums = runs(problem, arch), DTYPES[problem.dtype].accumulator
+    sums = DTYPES[problem.dtype].accumulator
     parts, steps = split(problem, found), []
     kept = [part.elements * DTYPES[sums].bytes for part in parts[:-1]]
     second = round_up(max(kept[::2], default=0), 256)  # two buffers, in turn
@@ -223,17 +244,12 @@ def _apart(
     return Lowered(tuple(steps), whole)
 
 
-# In the order of trying: the kinds of kernels, and where rules take all but the last.
+# The kinds of kernels that a choice names.
 _KINDS: dict[str, Callable[..., Lowered | None]] = {
     "hopper": hopper.lower,
     "halves": _by_halves,
     "slabs": _by_slabs,
-    "modes": _apart,
-}
-_RULE: dict[str, Callable[..., bool]] = {
-    "hopper": _wgmma_gains,
-    "halves": lambda *_: True,
-    "slabs": _slabs_gain,
+    "modes": _by_modes,
 }
 
 

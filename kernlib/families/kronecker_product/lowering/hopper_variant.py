@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_product.lowering.grouping import Size
+from kernlib.families.kronecker_product.lowering.slabs import EXPONENT_BYTES
 from kernlib.families.kronecker_product.lowering.variant import parameters
 from kernlib.jit.spec import KernelSpec
 from kernlib.jit.targets import SHARED_BYTES
@@ -19,7 +20,6 @@ from kernlib.lowering.wgmma import multiply
 
 ARCH = "sm_90a"
 PANEL, WIDEST = 64, 128  # lines and columns of a tile; those of a matrix that is larger
-EXPONENT_BYTES = 2
 NARROWEST = 8  # neighbours in memory, of 16 bytes
 MOST_PASSES, MOST_APART, MOST_INSIDE = 3, 2, 4  # of one launch; by one each; and on the left
 SLAB_BYTES = 1 << 20  # of what a pass hands to the next in one launch
