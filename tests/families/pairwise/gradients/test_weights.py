@@ -90,6 +90,18 @@ def assert_same(found, wanted, **tolerance):
         torch.testing.assert_close(ours, theirs, equal_nan=True, **tolerance)
 
 
+def magnitudes(descriptor, tensors, values, along):
+    """The sums of |terms| that gradients are sums of: rounding is relative to these, and where the
+    terms cancel, the gradient itself may be any number of times smaller."""
+    k = kl.run_kernel(descriptor, *tensors, **values)
+    leaves = (*tensors, *values.values())
+    terms = [
+        torch.autograd.grad(k, leaves, one.view_as(along) * along, retain_graph=True)
+        for one in torch.eye(along.numel(), dtype=along.dtype)
+    ]
+    return [torch.stack(of_leaf).abs().sum(0) for of_leaf in zip(*terms, strict=True)]
+
+
 @pytest.mark.parametrize("shape", [None, (), (L,)])
 @pytest.mark.parametrize("case", CASES)
 def test_row_35_kernels_compute_what_torch_does(case, shape, monkeypatch, seed):
@@ -139,8 +151,11 @@ def test_row_27_of_every_dtype(case, dtype, monkeypatch, seed):
     along = torch.randn(M, N).to(dtype)
     found, wanted = both(monkeypatch, descriptor, (a, b), values, along)
     assert [g.dtype for g in found] == [dtype, dtype, *(torch.float32 for _ in values)]
-    gate = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    assert_same(found, wanted, **gate)
+    gate = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, theirs, size in zip(
+        found, wanted, magnitudes(descriptor, (a, b), values, along), strict=True
+    ):
+        assert ((ours - theirs).abs() <= gate * (1 + size)).all()
 
 
 @pytest.mark.parametrize("case", ["gaussian", "pq", "polynomial", "custom"])
