@@ -8,6 +8,7 @@ Each reads in the order descriptor, arguments (``checks``), lowering, reference,
 # Modules that register operators of torch.library, below this package, by what they are known as.
 # ``run`` of a family's own answers run_kernel where somebody records the call.
 OPERATORS = {
+    "blocksparse": "blocksparse.operators",
     "kronecker_product": "kronecker_product.operators",
     "kronecker_sparse": "kronecker_sparse.operators",
     "pairwise": "pairwise.operators",

@@ -34,7 +34,10 @@ OWN = {
         *(f"kernlib/runtime/{name}.py" for name in RUNTIME),
     ),
 }
-LAZY = ("kernlib/__init__.py", "kernlib/nn/__init__.py", "kernlib/sparse/__init__.py")
+LAZY = (
+    *("kernlib/__init__.py", "kernlib/nn/__init__.py"),
+    *("kernlib/sparse/__init__.py", "kernlib/blocksparse/__init__.py"),
+)
 
 
 def record_path() -> Path:

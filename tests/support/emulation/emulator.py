@@ -16,11 +16,11 @@ SOURCES = Path(__file__).parents[3] / "kernel_sources"
 COMPILER = shutil.which("g++")
 OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
 
-# The instruction of a function that kernlib.lowering.wgmma wrote, with both operands' lines along M
-# and N.
+# The instruction of a function that kernlib.lowering.wgmma wrote. The flags at its end say whether
+# the rows of a, where that is in shared memory, and the columns of b lie side by side.
 WGMMA = re.compile(
     r'asm volatile\("\{(?:(?!asm).)*?m64n(\d+)k16\.f32\.(b?f16)\.(?:(?!asm).)*?'
-    r"p, 1, 1(?:, 1)+;(?:(?!asm).)*?\);",
+    r"p, 1, 1((?:, [01])+);(?:(?!asm).)*?\);",
     re.DOTALL,
 )
 TYPES = {"f16": "half_t", "bf16": "bfloat16_t"}
@@ -28,10 +28,13 @@ TYPES = {"f16": "half_t", "bf16": "bfloat16_t"}
 
 def _of_host(source: str) -> str:
     """The text with calls in place of PTX that is generated."""
-    return WGMMA.sub(
-        lambda found: f"multiply_warpgroup<{TYPES[found[2]]}, {found[1]}>(d, a, b, accumulate);",
-        source,
-    )
+    return WGMMA.sub(_multiply, source)
+
+
+def _multiply(found: re.Match) -> str:
+    left, right = (["1", *found[3].split(", ")[1:]])[-2:]
+    kinds = f"{TYPES[found[2]]}, {found[1]}, {left}, {right}"
+    return f"multiply_warpgroup<{kinds}>(d, a, b, accumulate);"
 
 
 class Emulator:

@@ -90,20 +90,58 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     wait_for_warp();
     return sum;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    unsigned(&lanes)[32] = handed_on[threadIdx.x / 32];
+    lanes[threadIdx.x % 32] = value;
+    wait_for_warp();
+    unsigned all = 0;
+    for (unsigned lane : lanes) all |= lane;
+    wait_for_warp();
+    return all;
+}
+inline unsigned __ballot_sync(unsigned mask, int flag) {
+    return __reduce_or_sync(mask, unsigned(flag != 0) << threadIdx.x % 32);
+}
+inline int __any_sync(unsigned mask, int flag) { return __ballot_sync(mask, flag) != 0; }
+inline int __all_sync(unsigned mask, int flag) { return __ballot_sync(mask, !flag) == 0; }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __brev(unsigned x) {
+    unsigned turned = 0;
+    for (int bit = 0; bit < 32; ++bit) turned |= (x >> bit & 1) << (31 - bit);
+    return turned;
+}
 
 struct alignas(16) int4 {
     int x, y, z, w;
 };
+// The value of another lane: from is that lane's number.
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
+T value_of_lane(T value, int from) {
     static T lanes[32][32];
-    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    lanes[warp][lane] = value;
+    unsigned warp = threadIdx.x / 32;
+    lanes[warp][threadIdx.x % 32] = value;
     wait_for_warp();
-    T other = lanes[warp][lane ^ mask];
+    T other = lanes[warp][from];
     wait_for_warp();
     return other;
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return value_of_lane(value, threadIdx.x % 32 ^ mask);
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) { return value_of_lane(value, lane & 31); }
+template <class T>
+T __shfl_up_sync(unsigned, T value, unsigned apart) {
+    int lane = threadIdx.x % 32;
+    return value_of_lane(value, lane < int(apart) ? lane : lane - int(apart));
+}
+template <class T>
+T __shfl_down_sync(unsigned, T value, unsigned apart) {
+    int lane = threadIdx.x % 32;
+    return value_of_lane(value, lane + int(apart) > 31 ? lane : lane + int(apart));
 }
 
 template <class T>
@@ -113,6 +151,11 @@ void __stcg(T* to, const T& value) { *to = value; }
 inline unsigned atomicAdd(unsigned* counter, unsigned value) {
     unsigned before = *counter;
     *counter += value;
+    return before;
+}
+inline unsigned atomicOr(unsigned* bits, unsigned value) {
+    unsigned before = *bits;
+    *bits |= value;
     return before;
 }
 

@@ -2,6 +2,8 @@
 // the parity of the phase.
 #pragma once
 
+#include <map>
+
 #include "common/types.cuh"
 
 struct Arrivals {
@@ -15,12 +17,26 @@ inline void barrier_init(u64* barrier, int arrivals) {
     unsigned short count = (unsigned short)(arrivals);
     *reinterpret_cast<Arrivals*>(barrier) = {count, count, 0};
 }
+inline std::map<u64*, int> bytes_to_come;  // of barriers that were told of copies
+inline void barrier_end_phase(u64* barrier) {
+    Arrivals& found = *reinterpret_cast<Arrivals*>(barrier);
+    if (found.left || bytes_to_come[barrier]) return;
+    found.left = found.all;
+    found.parity ^= 1;
+}
 inline void barrier_arrive(u64* barrier) {
     Arrivals& found = *reinterpret_cast<Arrivals*>(barrier);
     if (found.left == 0) std::abort();
-    if (--found.left) return;
-    found.left = found.all;
-    found.parity ^= 1;
+    --found.left;
+    barrier_end_phase(barrier);
+}
+inline void barrier_expect(u64* barrier, int bytes) {
+    bytes_to_come[barrier] += bytes;
+    barrier_arrive(barrier);
+}
+inline void barrier_bytes(u64* barrier, int bytes) {
+    if ((bytes_to_come[barrier] -= bytes) < 0) std::abort();
+    barrier_end_phase(barrier);
 }
 inline void barrier_arrive_by_warp(u64* barrier) {
     wait_for_warp();

@@ -1,0 +1,3 @@
+from benchmarks.blocksparse.run import main
+
+raise SystemExit(main())

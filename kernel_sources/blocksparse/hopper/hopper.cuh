@@ -1,0 +1,232 @@
+// Products with block-sparse matrices on Hopper, for blocks of 64 and 128 and half types:
+//   out[z, h, l, n] = Finish(sum_k op(S[z, h])[l, k] * dense[z, h, k, n]).
+// Floors: the stored blocks, the dense operand and the result once over 4.3 TB/s on an H200;
+// 2 * lines * depth operations a stored block and column over 768 TFLOP/s, what cuBLAS reaches;
+// and what goes from L2 to the multiprocessors, 9 TB/s: a step of 64 along the depth takes 32 KB of
+// the dense operand and 8 KB for each 64 x 64 piece of a block, whatever half of the tile it is
+// for: at 4096 in all dimensions 480, 512 and 576 TFLOP/s for blocks of 64 at density .1, .25, .5.
+//
+// Persistent CTAs of one producer warp and two warpgroups that multiply 64 lines each by
+// TILE_COLUMNS columns. A tile is 128 lines: one line of blocks of 128, two of blocks of 64, whose
+// union of blocks is walked; a warpgroup whose line does not store a block leaves that step out.
+// Tensor copies bring pieces and panels to a ring of stages, swizzled as wgmma reads them, along
+// whichever dimension is contiguous. Results go by shared memory and tensor copies too.
+//
+// The generated source defines before it includes this file:
+//   InputT, AccT, OutputT    storage of values, dense and vectors; arithmetic; storage of out
+//   LINES, DEPTH             of a block of op(S): 64 or 128 each
+//   TRANSPOSED               whether op(S) is S^T: blocks are (DEPTH, LINES) in memory
+//   DEPTH_LAST               whether dense has the depth contiguous, else its columns
+//   LINES_LAST               whether out has the lines contiguous, else its columns
+//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue
+//   multiply(...)            one wgmma of 64 x TILE_COLUMNS by 16
+//   PARAMETER_BYTES          what lowering makes of Parameters
+#pragma once
+
+constexpr int WARPGROUPS = 2, TILE_LINES = 64 * WARPGROUPS, TILE_COLUMNS = 256;
+constexpr int GROUP = TILE_LINES / LINES;  // lines of blocks of a tile
+constexpr bool BY_MAPS = true, SUMS_ACROSS = false;
+
+#include "blocksparse/hopper/steps.cuh"
+
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int SUMS = TILE_COLUMNS / 2;         // accumulators of a thread
+constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
+constexpr int STEP_DEPTH = 64, STEP = 16;      // of a stage, of one wgmma
+constexpr int PIECE_BYTES = 64 * ROW_BYTES;    // 64 x 64 elements
+constexpr int PANEL_BYTES = STEP_DEPTH * TILE_COLUMNS * 2;
+constexpr int STAGE_BYTES = WARPGROUPS * PIECE_BYTES + PANEL_BYTES;
+constexpr int STAGES = 4, OUT_PARTS = 2;       // stages under way, parts of a warpgroup's result
+constexpr int PARTS = TILE_COLUMNS / 64;
+constexpr int WORDS = 3;                       // of a stage: live pieces, and its tile's place
+constexpr u32 LAST = 1u << WARPGROUPS;         // beside a bit a warpgroup: of a tile's last stage
+
+#include "blocksparse/hopper/ring.cuh"
+#include "blocksparse/hopper/schedule.cuh"
+#include "blocksparse/hopper/store.cuh"
+
+// What is said of a stage, before its barrier is told of the bytes that come.
+__device__ __forceinline__ void say(const Shared& s, int stage, u32 word, int unit, int panel) {
+    u32* words = s.words + stage * WORDS;
+    words[0] = word;
+    words[1] = unit;
+    words[2] = panel;
+}
+
+// One stage: the pieces that are stored, each asked for by a lane of its own, and the panel.
+__device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s, const Tile& tile,
+                                           int stage, const int (&slot)[GROUP], u32 live, int block,
+                                           int part) {
+    int lane = threadIdx.x % 32, depth = part * STEP_DEPTH;
+    u64* full = &s.full[stage];
+    unsigned char* to = s.stages + stage * STAGE_BYTES;
+#pragma unroll
+    for (int w = 0; w < WARPGROUPS; ++w) {
+        if (lane != w || !(live >> w & 1)) continue;
+        int line = LINES == 64 ? 0 : w * 64, from = slot[w * GROUP / WARPGROUPS];
+        load_box(to + w * PIECE_BYTES, p.values, full, TRANSPOSED ? line : depth,
+                 TRANSPOSED ? depth : line, from, tile.batch * p.value_batches);
+    }
+    to += WARPGROUPS * PIECE_BYTES;
+    int k = block * DEPTH + depth, n = tile.column * TILE_COLUMNS;
+    int head = tile.head * p.dense_heads, batch = tile.batch * p.dense_batches;
+    if (DEPTH_LAST) {
+        if (lane == WARPGROUPS) load_box(to, p.dense, full, k, n, head, batch);
+    } else {
+        int box = lane - WARPGROUPS;
+        if (box >= 0 && box < TILE_COLUMNS / ROW)
+            load_box(to + box * PIECE_BYTES, p.dense, full, n + box * ROW, k, head, batch);
+    }
+}
+
+// The stages of one tile; without steps one that nothing is copied to.
+__device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& s, Ring& ring,
+                                             int unit, int panel) {
+    Tile tile(p, unit, panel);
+    Steps steps(p, tile);
+    bool leader = threadIdx.x % 32 == 0;
+    int slot[GROUP], following[GROUP], block = steps.next(slot);
+    if (block < 0) {
+        wait_for_stage(s, ring);
+        if (leader) {
+            say(s, ring.stage, LAST, unit, panel);
+            barrier_arrive(&s.full[ring.stage]);
+        }
+        ring.next();
+    }
+    while (block >= 0) {
+        int then = steps.next(following);
+        u32 live = 0;
+#pragma unroll
+        for (int w = 0; w < WARPGROUPS; ++w)
+            live |= u32(slot[w * GROUP / WARPGROUPS] >= 0) << w;
+#pragma unroll 1
+        for (int part = 0; part < DEPTH / STEP_DEPTH; ++part) {
+            wait_for_stage(s, ring);
+            bool last = then < 0 && part == DEPTH / STEP_DEPTH - 1;
+            if (leader) {
+                say(s, ring.stage, live | (last ? LAST : 0), unit, panel);
+                barrier_expect(&s.full[ring.stage], __popc(live) * PIECE_BYTES + PANEL_BYTES);
+            }
+            __syncwarp();
+            load_stage(p, s, tile, ring.stage, slot, live, block, part);
+            ring.next();
+        }
+        block = then;
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) slot[g] = following[g];
+    }
+}
+
+// The producer warp: tile after tile, then a stage that says that there are no more.
+__device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
+    Ring ring;
+    Schedule<1> schedule(p);
+    int unit, panel;
+    for (schedule.now(unit, panel); unit >= 0; schedule.now(unit, panel)) {
+        produce_tile(p, s, ring, unit, panel);
+        schedule.next(nullptr);
+    }
+    wait_for_stage(s, ring);
+    if (threadIdx.x % 32 == 0) {
+        say(s, ring.stage, LAST, NO_TILE, 0);
+        barrier_arrive(&s.full[ring.stage]);
+    }
+}
+
+// Everything of one tile that this warpgroup adds up. A stage is given back when the products of
+// the next one are under way; but before a step that is not this warpgroup's, lest the producer
+// wait for it while it waits for the producer.
+__device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared& s, int warpgroup,
+                                              Ring& ring) {
+    // From one wgmma's part of an operand to the next one's, in units of 16 bytes: 32 bytes along
+    // a row of depth, or 16 rows.
+    constexpr int LEFT_STEP = TRANSPOSED ? STEP * ROW_BYTES / 16 : 2;
+    constexpr int RIGHT_STEP = DEPTH_LAST ? 2 : STEP * ROW_BYTES / 16;
+    int pending = -1;
+    u32 word;
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+    do {
+        barrier_wait(&s.full[ring.stage], ring.parity);
+        word = s.words[ring.stage * WORDS];
+        if (word >> warpgroup & 1) {
+            u32 at = shared_address(s.stages + ring.stage * STAGE_BYTES);
+            u64 left = matrix_descriptor(at + warpgroup * PIECE_BYTES, 8 * ROW_BYTES,
+                                         8 * ROW_BYTES);
+            u64 right = matrix_descriptor(at + WARPGROUPS * PIECE_BYTES, PIECE_BYTES,
+                                          8 * ROW_BYTES);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < STEP_DEPTH / STEP; ++step)
+                multiply(sums, left + step * LEFT_STEP, right + step * RIGHT_STEP, 1);
+            wgmma_commit();
+            if (pending >= 0) {
+                wgmma_wait<1>();
+                barrier_arrive_by_warp(&s.empty[pending]);
+            }
+            pending = ring.stage;
+        } else {
+            if (pending >= 0) {
+                wgmma_wait<0>();
+                barrier_arrive_by_warp(&s.empty[pending]);
+                pending = -1;
+            }
+            barrier_arrive_by_warp(&s.empty[ring.stage]);
+        }
+        ring.next();
+    } while (!(word & LAST));
+    wgmma_wait<0>();
+    if (pending >= 0) barrier_arrive_by_warp(&s.empty[pending]);
+}
+
+__device__ __forceinline__ void store_tile(float (&sums)[SUMS], const Finisher& finisher,
+                                           const Parameters& p, unsigned char* out, int& place,
+                                           const Tile& tile, int warpgroup) {
+    int line = tile.group * TILE_LINES + warpgroup * 64, first = tile.column * TILE_COLUMNS;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        int column = first + part * 64;
+        if (EPILOGUE) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i)
+                sums[part * 32 + i] = finisher(sums[part * 32 + i], i, line, column);
+        }
+        store_part([&](int i) { return sums[part * 32 + i]; }, p, out, place, tile, warpgroup,
+                   line, column);
+    }
+}
+
+__device__ __forceinline__ void consume(const Parameters& p, const Shared& s, int warpgroup) {
+    Finish finish(Read<Parameters>{p});
+    unsigned char* out = s.out + warpgroup * OUT_PARTS * PIECE_BYTES;
+    Ring ring;
+    int place = 0;
+    while (true) {
+        barrier_wait(&s.full[ring.stage], ring.parity);
+        const u32* words = s.words + ring.stage * WORDS;
+        int unit = words[1], panel = words[2];
+        if (unit < 0) break;
+        float sums[SUMS];
+        multiply_tile(sums, s, warpgroup, ring);
+        Tile tile(p, unit, panel);
+        store_tile(sums, Finisher(p, finish, tile), p, out, place, tile, warpgroup);
+    }
+    if (threadIdx.x % 128 == 0) wait_for_stores();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+blocksparse_hopper(const __grid_constant__ Parameters p) {
+    extern __shared__ unsigned char shared[];
+    Shared s(shared);
+    s.begin(1);
+    wait_for_prerequisites();  // order/order.cuh, where it is launched before
+    int warpgroup = threadIdx.x / 128;
+    if (warpgroup == WARPGROUPS) {
+        release_registers<40>();
+        if (threadIdx.x / 32 == 4 * WARPGROUPS) produce(p, s);
+    } else {
+        take_registers<232>();
+        consume(p, s, warpgroup);
+    }
+}

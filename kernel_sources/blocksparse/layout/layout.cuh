@@ -1,0 +1,56 @@
+// Words of a layout's lines: bit c % 32 of word c / 32 of a line says whether block c is stored.
+// A warp takes 32 words one behind the other, and a block of threads a tile of them.
+#pragma once
+
+#include "common/types.cuh"
+
+constexpr u32 ALL_LANES = ~0u;
+constexpr int WARPS = THREADS / 32;
+
+// Where a word lies: its line, and which of that line's it is.
+struct Place {
+    u32 line, word;
+    __device__ __forceinline__ Place(u32 index, u32 words) {
+        line = index / words;
+        word = index - line * words;
+    }
+    __device__ __forceinline__ void advance(u32 words) {
+        if (++word == words) {
+            word = 0;
+            ++line;
+        }
+    }
+};
+
+// The first word of this thread's warp.
+__device__ __forceinline__ u32 first_word() {
+    return blockIdx.x * THREADS + threadIdx.x / 32 * 32;
+}
+
+// The sum over lanes up to this one.
+__device__ __forceinline__ u32 sum_of_lanes(u32 own) {
+    u32 lane = threadIdx.x % 32, sum = own;
+#pragma unroll
+    for (u32 apart = 1; apart < 32; apart *= 2) {
+        u32 other = __shfl_up_sync(ALL_LANES, sum, apart);
+        if (lane >= apart) sum += other;
+    }
+    return sum;
+}
+
+// The sum over the block's threads ahead of this one, and that over all. `sums` has a place for
+// each warp; nobody may still read what it held.
+__device__ __forceinline__ u32 sum_ahead(u32 own, u32* sums, u32& total) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 sum = sum_of_lanes(own);
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    u32 ahead = sum - own;
+    total = 0;
+#pragma unroll
+    for (int other = 0; other < WARPS; ++other) {
+        if (other < warp) ahead += sums[other];
+        total += sums[other];
+    }
+    return ahead;
+}

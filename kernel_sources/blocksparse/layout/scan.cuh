@@ -1,0 +1,48 @@
+// How many blocks lie ahead of each tile, in the place of how many it has; and the layout's counts:
+// blocks that are stored, and those that the capacity has no room for. One block of threads: 2048
+// rows and columns of 32 heads are 16384 tiles.
+//
+// The generated source defines before it includes this file:
+//   THREADS
+//   PARAMETER_BYTES    what kernlib/families/blocksparse/lowering/layout.py makes of Parameters
+#pragma once
+
+#include "blocksparse/layout/layout.cuh"
+
+constexpr int EACH = 4;  // tiles a thread takes at a time
+
+struct Parameters {
+    u32* sums;
+    u32* counts;
+    u32 tiles, capacity, is_marked, unused;  // is_marked: counts[2] and [3] are there already
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+blocksparse_layout_scan(const __grid_constant__ Parameters p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    u32* sums = reinterpret_cast<u32*>(shared);
+    u32 before = 0;
+    for (u32 begin = 0; begin < p.tiles; begin += THREADS * EACH) {
+        u32 first = begin + threadIdx.x * EACH, own[EACH], sum = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            own[i] = first + i < p.tiles ? p.sums[first + i] : 0;
+            sum += own[i];
+        }
+        u32 total, ahead = before + sum_ahead(sum, sums, total);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (first + i < p.tiles) p.sums[first + i] = ahead;
+            ahead += own[i];
+        }
+        before += total;
+        __syncthreads();  // `sums` have been read
+    }
+    if (threadIdx.x == 0) {
+        u32 live = min(before, p.capacity);
+        p.counts[0] = live;
+        p.counts[1] = before - live;
+        if (!p.is_marked) p.counts[2] = p.counts[3] = 0;
+    }
+}

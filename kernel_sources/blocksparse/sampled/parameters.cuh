@@ -1,0 +1,57 @@
+// What a launch of sampled.cuh is given, and what its CTAs compute.
+#pragma once
+
+#include "blocksparse/store.cuh"
+
+constexpr u32 ALL = 0xffffffffu;  // lanes
+
+struct Operands {
+    const int* rows;
+    const int* cols;
+    const InputT* a;
+    const InputT* b;
+    OutputT* out;
+};
+
+struct Fixed {
+    Side a_view, b_view, out_view;  // lines of a, columns of b; depth is the other one
+    i64 capacity;
+    u32 batch, depth, grid_rows;        // rows of blocks of a head
+    u32 a_depth_first, b_depth_first;  // for gathers: whether depths lie closer together than lines
+    u32 whole_stores;                  // of Target
+};
+
+// Laid out by kernlib/families/blocksparse/lowering/sampled.py.
+struct Parameters : Operands,
+                    VectorPointers<VECTORS>,
+                    SummandPointers<SUMMANDS>,
+                    Scalars<SCALARS>,
+                    Fixed,
+                    SummandSides<SUMMANDS> {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+// The slots of a CTA, of which lane i of each warp has what is of the i-th.
+struct Slots {
+    i64 first;
+    i64 left, right;  // elements from a and b to the lines of this lane's block
+    u32 live;         // slots that hold a block
+    int panel;        // the first slot of the CTA with this lane's rows of a, all but one skipped
+
+    __device__ __forceinline__ explicit Slots(const Parameters& p) {
+        int lane = threadIdx.x % 32;
+        first = i64(blockIdx.x) * SLOTS;
+        bool exists = lane < SLOTS && first + lane < p.capacity;
+        int row = exists ? p.rows[first + lane] : -1, col = exists ? p.cols[first + lane] : -1;
+        live = __ballot_sync(ALL, row >= 0);
+        int before = __shfl_up_sync(ALL, row, 1);
+        u32 begins = __ballot_sync(ALL, lane == 0 || row != before);
+        panel = 31 - __clz(int(begins & (2u << lane) - 1));
+        int head = max(row, 0) / int(p.grid_rows);
+        left = head * p.a_view.panel + i64(row - head * int(p.grid_rows)) * ROWS * p.a_view.line;
+        right = head * p.b_view.panel + i64(col) * COLS * p.b_view.line;
+    }
+    __device__ __forceinline__ bool is_live(int slot) const { return live >> slot & 1; }
+    __device__ __forceinline__ int panel_of(int slot) const {
+        return SLOTS == 1 ? 0 : __shfl_sync(ALL, panel, slot);
+    }
+};

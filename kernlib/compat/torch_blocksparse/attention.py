@@ -1,0 +1,217 @@
+"""Torch-Blocksparse's modules of attention, and the layouts that it makes of lengths."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kernlib.families.blocksparse import builders
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.nn.block_sparse_attention import (
+    BlockSparseMultiheadAttention,
+    block_sparse_attention,
+)
+from kernlib.runtime.tensors import check_dense
+
+MODES = ("dense", "fixed")
+
+
+class SparsityInfo:
+    """What layouts of attention are made of: ``mode`` "dense" or "fixed", the size of a ``block``,
+    and of "fixed" ``stride``, ``unidirectional``, ``numverts`` and ``vertsize``, as those of
+    :func:`kernlib.blocksparse.fixed`. Attributes may be set later, before a layout is made."""
+
+    def __init__(
+        self,
+        mode: str | None = None,
+        block: int | None = None,
+        stride: int = 128,
+        unidirectional: bool | None = None,
+        numverts: int = 1,
+        vertsize: int = 1,
+    ):
+        self.mode, self.block, self.stride = mode, block, stride
+        self.unidirectional, self.numverts, self.vertsize = unidirectional, numverts, vertsize
+
+    def layout(self, heads: int, query_length: int, key_length: int) -> Layout:
+        """The layout of these lengths, which "fixed" has one of. Raises ValueError for other modes
+        and lengths, TypeError and ValueError for attributes of other kinds."""
+        if self.mode not in MODES:
+            raise ValueError(f"mode of the sparsity must be one of {MODES}, got {self.mode!r}")
+        if self.mode == "dense":
+            return builders.dense(query_length, key_length, self.block, heads, "cpu")
+        if query_length != key_length:
+            raise ValueError(
+                f"a fixed layout is of one length, got {query_length} of queries and {key_length} "
+                "of keys"
+            )
+        attention = "unidirectional" if self.unidirectional else "bidirectional"
+        return builders.fixed(
+            query_length, self.block, self.stride, attention, self.numverts, self.vertsize, heads,
+            "cpu",
+        )  # fmt: skip
+
+
+Sparsity = SparsityInfo | Layout  # what modules take; one of them has the first as an attribute
+
+
+class _OfLengths:
+    """The function of lengths that a module of attention asks for layouts; it can be pickled."""
+
+    def __init__(self, sparsity: SparsityInfo, heads: int):
+        self.sparsity, self.heads = sparsity, heads
+
+    def __call__(self, query_length: int, key_length: int) -> Layout:
+        return self.sparsity.layout(self.heads, query_length, key_length)
+
+
+class MultiheadAttention(BlockSparseMultiheadAttention):
+    """:class:`kernlib.nn.BlockSparseMultiheadAttention` with Torch-Blocksparse's arguments.
+
+    ``sparsity`` is a :class:`SparsityInfo`, of which the module makes a layout for each length that
+    it meets, or a :class:`kernlib.blocksparse.Layout`. Called ``op(query, key, value,
+    key_padding_mask=None, need_weights=True, attn_mask=None)`` with (L, B, E) inputs it returns
+    ``(output, None)``. ``attn_mask_mode`` is "mul", by which an ``attn_mask`` is 0 or False where
+    nothing is seen.
+    """
+
+    SparsityInfo = SparsityInfo
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        sparsity: Sparsity,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+    ):
+        if not isinstance(sparsity, (SparsityInfo, Layout)):
+            raise TypeError(
+                f"sparsity must be a SparsityInfo or a Layout, got {type(sparsity).__name__}"
+            )
+        made = sparsity if isinstance(sparsity, Layout) else _OfLengths(sparsity, num_heads)
+        super().__init__(
+            embed_dim, num_heads, made, None, dropout, bias, add_bias_kv, add_zero_attn, kdim,
+            vdim, key_padding_mask_mode, attn_mask_mode,
+        )  # fmt: skip
+        self.sparsity = sparsity
+
+
+class DeepSpeedSparseSelfAttention(nn.Module):
+    """Attention of projected queries, keys and values, called ``op(query, key, value, rpe=None,
+    key_padding_mask=None, attn_mask=None)`` with [B, H, L, D]; a ``key`` [B, H, D, L], transposed
+    already, is taken where its last sizes say so. Scores are multiplied by ``1 / sqrt(D)``. Masks
+    are those of :func:`kernlib.nn.block_sparse_attention`. Raises TypeError and ValueError for
+    other arguments."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        mode: str = "fixed",
+        block: int = 16,
+        stride: int = 64,
+        unidirectional: bool = False,
+        numverts: int = 1,
+        vertsize: int = 1,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+    ):
+        super().__init__()
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.mode, self.block, self.stride = mode, block, stride
+        self.unidirectional, self.numverts, self.vertsize = unidirectional, numverts, vertsize
+        self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
+        self._made: dict[tuple, Layout] = {}
+
+    def layout_of(self, query_length: int, key_length: int, device: torch.device) -> Layout:
+        """The layout of these lengths, made once."""
+        key = query_length, key_length, device
+        if key not in self._made:
+            info = SparsityInfo(
+                self.mode, self.block, self.stride, self.unidirectional, self.numverts,
+                self.vertsize,
+            )  # fmt: skip
+            self._made[key] = info.layout(self.num_heads, query_length, key_length).to(device)
+        return self._made[key]
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, H, L, D]."""
+        check_dense(("query", "key", "value"), query=query, key=key, value=value)
+        for name, t in (("query", query), ("key", key), ("value", value)):
+            if t.dim() != 4 or t.shape[1] != self.num_heads:
+                raise ValueError(
+                    f"{name} must be [B, {self.num_heads}, L, D], got {tuple(t.shape)}"
+                )
+        length, size = value.shape[-2], query.shape[-1]
+        transposed = key.shape[-2:] == (size, length) and size != length
+        layout = self.layout_of(query.shape[-2], length, query.device)
+        return block_sparse_attention(
+            query, key, value, layout, rpe=rpe, key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask, key_padding_mask_mode=self.key_padding_mask_mode,
+            attn_mask_mode=self.attn_mask_mode, key_transposed=transposed,
+        )  # fmt: skip
+
+
+def make_layout(
+    num_heads: int,
+    num_blocks: int,
+    mode: str,
+    block_stride: int,
+    unidirectional: bool,
+    numverts: int,
+    vertsize: int,
+) -> torch.Tensor:
+    """The layout of attention over ``num_blocks`` blocks, as int64 [num_heads, num_blocks,
+    num_blocks]; sizes are counted in blocks. Raises what :meth:`SparsityInfo.layout` does. Where
+    Torch-Blocksparse indexes out of range, in a last window that is cut, and sees columns behind
+    the diagonal, this does not."""
+    info = SparsityInfo(mode, 16, 16 * block_stride, unidirectional, numverts, vertsize)
+    return info.layout(num_heads, 16 * num_blocks, 16 * num_blocks).mask().long()
+
+
+def replace_mha(model: nn.Module, info: Sparsity) -> None:
+    """Swap the ``nn.MultiheadAttention`` layers of ``model`` for :class:`MultiheadAttention` in
+    place. Parameters, dtype, device, ``batch_first`` and training mode stay, and masks mean what
+    they meant: both are added. Raises what the new layers do, with ``model`` as it was."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.MultiheadAttention):
+        raise TypeError("model is an nn.MultiheadAttention itself, in no place to be swapped")
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.MultiheadAttention
+    ]
+    new = {child: _replacement(child, info) for _, _, child in places}
+    for parent, name, child in places:
+        setattr(parent, name, new[child])
+
+
+def _replacement(layer: nn.MultiheadAttention, info: Sparsity) -> MultiheadAttention:
+    weight = layer.out_proj.weight
+    made = MultiheadAttention(
+        layer.embed_dim, layer.num_heads, info, layer.dropout, layer.in_proj_bias is not None,
+        layer.bias_k is not None, layer.add_zero_attn, layer.kdim, layer.vdim, "add", "add",
+    )  # fmt: skip
+    made = made.to(weight.device, weight.dtype)
+    made.batch_first = layer.batch_first
+    made.load_state_dict(layer.state_dict())
+    for mine, given in zip(made.parameters(), layer.parameters(), strict=True):
+        mine.requires_grad_(given.requires_grad)
+    return made.train(layer.training)

@@ -1,0 +1,6 @@
+"""Products and softmax of block-sparse matrices.
+
+In reading order ``layout`` with ``contents`` and ``builders``, ``descriptor``, ``checks``,
+``lowering``, ``reference``, ``plans``, ``product``, ``gradients``, ``operation``, ``functions``,
+``operators`` and ``ahead``; then the same of ``softmax``.
+"""

@@ -1,0 +1,148 @@
+"""Everything that can be wrong with a block-sparse product, said in the caller's words."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
+from kernlib.runtime.dtypes import KERNEL_TYPES
+from kernlib.runtime.products import Call
+from kernlib.runtime.tensors import check_dense, check_memory
+
+TYPES = (*KERNEL_TYPES, torch.float64)
+# What errors call a and b: of S they are its values, as functions of one mode call them too.
+OPERANDS = {"sdd": ("a", "b"), "dsd": ("values", "b"), "dds": ("a", "values")}
+
+
+def check_kinds(descriptor: BlockSparseMatmul, operands: tuple) -> None:
+    """A layout and two dense tensors. Raises TypeError."""
+    if len(operands) != 3:
+        raise TypeError(
+            f"{descriptor.describe()} takes layout, a and b, got {len(operands)} operands"
+        )
+    layout, *tensors = operands
+    check_layout(layout)
+    names = OPERANDS[descriptor.mode]
+    check_dense(names, **dict(zip(names, tensors, strict=True)))
+
+
+def check_layout(layout) -> None:
+    """Raises TypeError for what is no Layout."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout must be a kernlib.blocksparse.Layout, got {type(layout).__name__}; "
+            "Layout(mask, block) makes one"
+        )
+
+
+def check_call(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) -> Call:
+    """Check everything that a signature decides. Raises ValueError and TypeError."""
+    check_kinds(descriptor, operands)
+    a = operands[1]
+    shape = check_operands(descriptor, operands)
+    features = features_of(descriptor, shape)
+    check_parameters(descriptor, features, parameters, a, True, TYPES, shape)
+    if out is not None:
+        check_dense((), out=out)
+        check_out(out, a, shape)
+        check_memory(out)
+    return Call(math.prod(shape), shape, a.dtype, a.device)
+
+
+def features_of(descriptor: BlockSparseMatmul, shape: tuple[int, ...]) -> int:
+    """What a vector of the epilogue has a value for each of, of a result of that shape."""
+    return shape[descriptor.axis]
+
+
+def check_operands(descriptor: BlockSparseMatmul, operands: tuple) -> tuple[int, ...]:
+    """The result's shape. Raises ValueError and TypeError; sizes may be symbols."""
+    layout, a, b = operands
+    first, second = OPERANDS[descriptor.mode]
+    check_same_kind(first, a, second, b, TYPES)
+    if layout.device != a.device:
+        raise ValueError(
+            f"layout must be on the device of {first}, {a.device}, got {layout.device}; "
+            "layout.to(device) makes a copy there"
+        )
+    rows, cols = layout.shape
+    if descriptor.mode == "sdd":
+        return _check_sdd(descriptor, layout, a, b)
+    if descriptor.transposed:
+        rows, cols = cols, rows
+    if descriptor.mode == "dsd":
+        lead = check_values("values", a, layout)
+        columns = _dense("b", b, layout, descriptor.transpose_b, cols, -2)
+        return _shape(layout, ("values", lead), ("b", b), (rows, columns))
+    lead = check_values("values", b, layout)
+    lines = _dense("a", a, layout, descriptor.transpose_a, rows, -1)
+    return _shape(layout, ("values", lead), ("a", a), (lines, cols))
+
+
+def _check_sdd(descriptor: BlockSparseMatmul, layout: Layout, a, b) -> tuple[int, ...]:
+    rows, cols = layout.shape
+    depth = _dense("a", a, layout, descriptor.transpose_a, rows, -2)
+    other = _dense("b", b, layout, descriptor.transpose_b, cols, -1)
+    if depth != other:
+        raise ValueError(
+            f"a and b must have one size to sum over, got {depth} of a {tuple(a.shape)} and "
+            f"{other} of b {tuple(b.shape)}"
+        )
+    inner = layout.heads is not None
+    batch = _broadcast(("a", _lead(a, inner)), ("b", _lead(b, inner)))
+    return (*batch, layout.capacity, *layout.block)
+
+
+def check_values(name: str, values: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """The leading dimensions of values. Raises ValueError."""
+    expected = (layout.capacity, *layout.block)
+    if values.dim() < 3 or tuple(values.shape[-3:]) != expected:
+        shown = ", ".join(map(str, expected))
+        raise ValueError(
+            f"{name} must hold the layout's blocks, (..., {shown}), got {tuple(values.shape)}"
+        )
+    return tuple(values.shape[:-3])
+
+
+def _dense(name: str, t: torch.Tensor, layout: Layout, transpose: bool, size: int, axis: int):
+    """The size of a dense operand's other dimension, whose ``axis``, where it is not transposed,
+    has a given size. Raises ValueError."""
+    if transpose:
+        axis = -3 - axis
+    other = -3 - axis
+    heads = layout.heads
+    if t.dim() < 2 + (heads is not None) or t.shape[axis] != size:
+        ends = f"{size}, n" if axis == -2 else f"n, {size}"
+        inner = "" if heads is None else f"{heads}, "
+        raise ValueError(
+            f"{name} must be (..., {inner}{ends}) for a layout of {layout.text}"
+            f"{f' and transpose_{name}' * transpose}, got {tuple(t.shape)}"
+        )
+    if heads is not None and t.shape[-3] not in (1, heads):
+        raise ValueError(f"{name} must have {heads} heads, or 1, got {tuple(t.shape)}")
+    return t.shape[other]
+
+
+def _lead(t: torch.Tensor, has_heads: bool) -> tuple[int, ...]:
+    return tuple(t.shape[: -3 if has_heads else -2])
+
+
+def _shape(layout: Layout, values: tuple, dense: tuple, ends: tuple) -> tuple[int, ...]:
+    """Of a dense result."""
+    name, t = dense
+    batch = _broadcast(values, (name, _lead(t, layout.heads is not None)))
+    return (*batch, *(() if layout.heads is None else (layout.heads,)), *ends)
+
+
+def _broadcast(*named: tuple[str, tuple]) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*(lead for _, lead in named)))
+    except RuntimeError:
+        shown = " and ".join(f"{name} {tuple(lead)}" for name, lead in named)
+        raise ValueError(
+            "dimensions in front of blocks, heads and matrices must broadcast, got those of "
+            f"{shown}"
+        ) from None

@@ -1,0 +1,135 @@
+"""What callers hand over for a layout's contents: masks and lists of indices, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from kernlib.runtime.tensors import check_layout, refuse_transforms, stand_ins
+
+ADVICE = "no layout can be made of; make it outside and pass it in"
+NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)  # what int32 holds
+
+Mask = torch.Tensor | Sequence
+Indices = torch.Tensor | Sequence[int]
+
+
+def checked_mask(mask: object) -> torch.Tensor:
+    """A mask of bools with 2 or 3 dimensions, where it lies. Raises TypeError for what is neither a
+    dense tensor nor nested lists of 0 and 1, ValueError for another number of dimensions."""
+    mask = as_tensor("mask", mask, "(RB, CB) or (heads, RB, CB)")
+    if mask.dtype.is_floating_point or mask.dtype.is_complex:
+        raise TypeError(f"mask must hold bools or ints, got {mask.dtype}; pass mask != 0")
+    if mask.dim() not in (2, 3):
+        raise ValueError(
+            "mask must have shape (RB, CB) or (heads, RB, CB), an entry a block, got "
+            f"{tuple(mask.shape)}"
+        )
+    if mask.dim() == 3 and mask.shape[0] == 0:
+        raise ValueError(f"mask must have at least one head, got shape {tuple(mask.shape)}")
+    return mask.detach().to(torch.bool)
+
+
+def checked_indices(rows: Indices, cols: Indices, heads: Indices | None) -> dict[str, torch.Tensor]:
+    """Lists of indices, of one length and on one device, as int32 or int64 of one dtype; no heads
+    where there are none. Raises TypeError for what holds no ints, ValueError for other shapes and
+    devices."""
+    given = {"rows": rows, "cols": cols} | ({} if heads is None else {"heads": heads})
+    found = {name: as_tensor(name, value, "(blocks,)") for name, value in given.items()}
+    first = next(iter(found))
+    for name, tensor in found.items():
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+            raise TypeError(f"{name} must hold ints, got {tensor.dtype}")
+        if tensor.dim() != 1 or tensor.shape != found[first].shape:
+            raise ValueError(
+                f"{name} must have one index for each block, as {first} has "
+                f"{tuple(found[first].shape)}, got shape {tuple(tensor.shape)}"
+            )
+        if tensor.device != found[first].device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {first} on {found[first].device}; "
+                "pass both on one device"
+            )
+    wide = any(tensor.dtype not in NARROW for tensor in found.values())
+    dtype = torch.int64 if wide else torch.int32
+    return {name: tensor.detach().to(dtype).contiguous() for name, tensor in found.items()}
+
+
+def as_tensor(name: str, value: object, shape: str) -> torch.Tensor:
+    """A tensor of what callers give for one. Raises TypeError for what is none."""
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.as_tensor(value, dtype=None, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name} must be a tensor {shape} or nested lists, got {type(value).__name__}: "
+                f"{error}"
+            ) from None
+        if value.numel() == 0 and value.dtype.is_floating_point:
+            value = value.to(torch.int64)  # of empty lists torch makes floats
+    check_layout(name, value)
+    refuse_transforms(ADVICE, **{name: value})
+    return value
+
+
+def checked_device(device: object) -> torch.device:
+    """Raises TypeError for what is no device, such as a dtype, ValueError for a text that names
+    none. A CUDA device without a number is the current one."""
+    if type(device) not in (torch.device, str, int):
+        raise TypeError(f"device must be a torch.device, str or int, got {device!r}")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one of torch's, got {device!r}") from error
+    if found.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"device must be a CPU, a CUDA device or meta, got {found}")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def place_of(device: object, contents: object) -> torch.device:
+    """Where a layout is to lie: as asked, else where the tensor of its contents does, else on
+    torch's default device."""
+    if device is not None:
+        return checked_device(device)
+    known = isinstance(contents, torch.Tensor)
+    return checked_device(contents.device if known else torch.get_default_device())
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises ValueError for a tensor that is not on the layout's device."""
+    if tensor.device != device:
+        raise ValueError(
+            f"{name} is on {tensor.device} and the layout on {device}; use "
+            f"layout.to({str(tensor.device)!r})"
+        )
+
+
+def check_source(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises ValueError for contents that neither the layout's device nor the CPU holds."""
+    if tensor.device.type != "cpu" and tensor.device != device:
+        raise ValueError(
+            f"{name} is on {tensor.device} and the layout on {device}; pass it there or on the CPU"
+        )
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether kernels read it where it lies."""
+    return tensor.device.type == "cuda"
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Outside of inference mode, whose tensors nothing could write later, and of transforms of
+    torch.func, which wrap each tensor that is made inside."""
+    active = torch._C._are_functorch_transforms_active()
+    with torch.inference_mode(False), torch._C._DisableFuncTorch() if active else nullcontext():
+        yield
+
+
+def has_values(*tensors: torch.Tensor) -> bool:
+    """Whether all hold values here: none on meta, none a fake one."""
+    return not stand_ins(*tensors) and not any(t.is_meta for t in tensors)

@@ -1,0 +1,99 @@
+"""What of a layout never changes: sizes of blocks, the grid, heads and capacity, and their text."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch.compiler import is_dynamo_compiling
+
+from kernlib.families.blocksparse.lowering.problem import Blocks
+
+NAMES = ("row_bits", "row_ranks", "col_bits", "rows", "cols", "counts")
+BLOCKS = (16, 32, 64, 128)  # rows or columns of a block
+MOST = 2**31 - 1  # blocks of all heads, and slots
+COUNTS = 4  # live, dropped for capacity, dropped as duplicates, dropped as out of range
+DROPPED = ("for want of capacity", "as duplicates", "as out of range")
+
+
+def layout_text(block: tuple, grid: tuple, heads: int | None, capacity: int) -> str:
+    """What :attr:`Layout.text` says: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
+    said = "no heads" if heads is None else f"{heads} heads"
+    return f"{block[0]}x{block[1]} blocks, {grid[0]}x{grid[1]} grid, {said}, capacity {capacity}"
+
+
+def parse_layout(
+    text: str,
+) -> tuple[tuple[int, int], tuple[int, int], int | None, int]:
+    """Rows and columns of a block, those of the grid, heads or None, and capacity."""
+    return _parse(text) if is_dynamo_compiling() else _parsed(text)
+
+
+def _parse(text: str) -> tuple[tuple[int, int], tuple[int, int], int | None, int]:
+    block, grid, heads, capacity = [part.split(" ") for part in text.split(", ")]
+    block_rows, block_cols = block[0].split("x")
+    grid_rows, grid_cols = grid[0].split("x")
+    known = None if heads[0] == "no" else int(heads[0])
+    sizes = (int(block_rows), int(block_cols)), (int(grid_rows), int(grid_cols))
+    return *sizes, known, int(capacity[1])
+
+
+_parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
+
+
+def blocks_of(block: tuple, grid: tuple, heads: int | None, capacity: int) -> Blocks:
+    """The sizes as lowering has them: one head where there are none."""
+    return Blocks(*block, *grid, 1 if heads is None else heads, capacity)
+
+
+def tensor_shapes(blocks: Blocks) -> tuple[tuple[int, ...], ...]:
+    """Of the six tensors, in the order of ``NAMES``."""
+    rows, cols = blocks.heads * blocks.grid_rows, blocks.heads * blocks.grid_cols
+    words = (rows, blocks.row_words)
+    return words, words, (cols, blocks.col_words), *((blocks.capacity,),) * 2, (COUNTS,)
+
+
+def checked_block(block: object) -> tuple[int, int]:
+    """Rows and columns of a block. Raises TypeError for what is neither an int nor two of them,
+    ValueError for sizes that no kernel takes."""
+    pair = block if isinstance(block, (tuple, list)) else (block, block)
+    if len(pair) != 2 or not all(is_int(size) for size in pair):
+        raise TypeError(f"block must be an int or two (rows, columns), got {block!r}")
+    if not all(size in BLOCKS for size in pair):
+        known = ", ".join(map(str, BLOCKS))
+        raise ValueError(f"block must have rows and columns in {known}, got {block!r}")
+    return int(pair[0]), int(pair[1])
+
+
+def checked_grid(grid: object) -> tuple[int, int]:
+    """Rows and columns of blocks. Raises TypeError for what is not two ints, ValueError for sizes
+    below 0."""
+    if not isinstance(grid, (tuple, list)) or len(grid) != 2 or not all(map(is_int, grid)):
+        raise TypeError(f"grid must be two ints (rows and columns of blocks), got {grid!r}")
+    if min(grid) < 0:
+        raise ValueError(f"grid must have sizes of at least 0, got {tuple(grid)}")
+    return int(grid[0]), int(grid[1])
+
+
+def checked_count(name: str, value: object, least: int) -> int:
+    """Raises TypeError for what is no int, ValueError for one that is not ``least`` to MOST."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not least <= value <= MOST:
+        raise ValueError(f"{name} must be {least} to {MOST}, got {value}")
+    return int(value)
+
+
+def check_positions(grid: tuple[int, int], heads: int | None) -> None:
+    """Raises ValueError for more blocks than an int32 counts."""
+    positions = grid[0] * grid[1] * (1 if heads is None else heads)
+    lines = max(grid) * (1 if heads is None else heads)
+    if max(positions, lines) > MOST:
+        raise ValueError(
+            f"a layout has at most {MOST} places for blocks, got {grid[0]} * {grid[1]} of "
+            f"{heads or 1} heads; use larger blocks"
+        )
+
+
+def is_int(value: object) -> bool:
+    """Whether it is a whole number and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,172 @@
+"""Tensors of a layout made and written: by torch where the host has the values, by kernels on a
+GPU, without waiting for it."""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.errors import CaptureError
+from kernlib.families.blocksparse.contents import host
+from kernlib.families.blocksparse.contents.given import has_values, on_gpu
+from kernlib.families.blocksparse.contents.sizes import NAMES, tensor_shapes
+from kernlib.families.blocksparse.lowering.problem import Blocks
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def count_live(mask: torch.Tensor) -> int:
+    """Blocks of a mask, which waits for its device. Raises ValueError for one without values."""
+    if not has_values(mask):
+        raise ValueError("capacity must be given where mask has no values (meta or fake tensors)")
+    refuse_capture(mask.device, "counting the blocks of mask", "give capacity")
+    return int(mask.count_nonzero())
+
+
+def of_mask(mask: torch.Tensor, blocks: Blocks, device: torch.device) -> Tensors:
+    """The tensors, on a device, of a mask (heads, rows, columns) of bools. Raises ValueError for a
+    mask of the host with more blocks than the capacity."""
+    if not has_values(mask) or device.type == "meta":
+        return _empty_like(mask, blocks, device)
+    if device.type == "cuda" and on_gpu(mask):
+        made = empty(blocks, device)
+        write_mask(made, _moved(mask, device), blocks)
+        return made
+    return tuple(t.to(device) for t in of_host(mask.cpu(), blocks))
+
+
+def of_host(mask: torch.Tensor, blocks: Blocks) -> Tensors:
+    """The tensors of a mask on the CPU. Raises ValueError for more blocks than the capacity."""
+    live = int(mask.count_nonzero())
+    if live > blocks.capacity:
+        raise ValueError(
+            f"mask has {live} blocks, more than the layout's capacity of {blocks.capacity}; make a "
+            "layout with a larger capacity"
+        )
+    return host.encode(mask, blocks)
+
+
+def of_indices(given: dict[str, torch.Tensor], blocks: Blocks, device: torch.device) -> Tensors:
+    """The tensors, on a device, of lists of indices. Raises ValueError for duplicates, indices out
+    of range and too many of them on the host."""
+    lists = tuple(given.values())
+    if not has_values(*lists) or device.type == "meta":
+        return _empty_like(lists[0], blocks, device)
+    if device.type == "cuda" and on_gpu(lists[0]):
+        made = empty(blocks, device)
+        write_indices(made, {name: _moved(t, device) for name, t in given.items()}, blocks)
+        return made
+    mask = marked({name: t.cpu() for name, t in given.items()}, blocks)
+    return tuple(t.to(device) for t in of_host(mask, blocks))
+
+
+def marked(given: dict[str, torch.Tensor], blocks: Blocks) -> torch.Tensor:
+    """The mask (heads, rows, columns) with the blocks of lists on the CPU. Raises ValueError for
+    duplicates and indices out of range."""
+    limits = {"rows": blocks.grid_rows, "cols": blocks.grid_cols, "heads": blocks.heads}
+    at = torch.zeros_like(given["rows"], dtype=torch.int64)
+    for name in ("heads", "rows", "cols"):
+        if name not in given:
+            continue
+        wrong = (given[name] < 0) | (given[name] >= limits[name])
+        if wrong.any():
+            first = int(given[name][wrong][0])
+            raise ValueError(f"{name} must be 0 to {limits[name] - 1}, got {first}")
+        at = at * limits[name] + given[name]
+    shape = blocks.heads, blocks.grid_rows, blocks.grid_cols
+    mask = torch.zeros(shape, dtype=torch.bool, device="cpu")
+    mask.view(-1)[at] = True
+    if int(mask.count_nonzero()) != at.numel():
+        raise ValueError(
+            "rows, cols and heads must name each block once, got "
+            f"{at.numel() - int(mask.count_nonzero())} duplicates"
+        )
+    return mask
+
+
+def empty(blocks: Blocks, device: torch.device) -> Tensors:
+    """Tensors whose values nobody has written."""
+    shapes = tensor_shapes(blocks)
+    return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+
+
+def _empty_like(given: torch.Tensor, blocks: Blocks, device: torch.device) -> Tensors:
+    """Those without values: fake ones of a fake tensor."""
+    shapes = tensor_shapes(blocks)
+    return tuple(given.new_empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+
+
+def update_mask(tensors: Tensors, mask: torch.Tensor, blocks: Blocks) -> None:
+    """Write the contents of a mask (heads, rows, columns), which lies with the tensors or on the
+    CPU, in place. Nothing where there are no values."""
+    if not has_values(mask, *tensors):
+        return
+    if on_gpu(mask):
+        write_mask(tensors, mask, blocks)
+    else:
+        _refuse_capture_of_host(tensors)
+        _copy(tensors, of_host(mask, blocks))
+
+
+def update_indices(tensors: Tensors, given: dict[str, torch.Tensor], blocks: Blocks) -> None:
+    """Write the contents of lists of indices in place, as :func:`update_mask` does."""
+    if not has_values(*given.values(), *tensors):
+        return
+    if on_gpu(given["rows"]):
+        write_indices(tensors, given, blocks)
+    else:
+        _refuse_capture_of_host(tensors)
+        _copy(tensors, of_host(marked(given, blocks), blocks))
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor if tensor.device == device else tensor.to(device)
+
+
+def _refuse_capture_of_host(tensors: Tensors) -> None:
+    advice = "pass a tensor on the layout's device"
+    refuse_capture(tensors[0].device, "copying contents from the host", advice)
+
+
+def _copy(tensors: Tensors, new: Tensors) -> None:
+    for old, given in zip(tensors, new, strict=True):
+        old.copy_(given)
+
+
+def counted(tensors: Tensors) -> list[int]:
+    """Blocks that are stored and that were dropped. Waits for the device. Raises ValueError for a
+    layout without contents."""
+    counts = tensors[5]
+    if not has_values(counts):
+        raise ValueError("the layout has no contents here to count (meta or fake tensors)")
+    refuse_capture(counts.device, "counting blocks", "count them before or after")
+    return counts.tolist()
+
+
+def write_mask(tensors: Tensors, mask: torch.Tensor, blocks: Blocks) -> None:
+    """The contents of a mask on the tensors' GPU, by kernels: what is too many is dropped."""
+    from kernlib.families.blocksparse.contents import device  # which layouts of CPUs do not load
+
+    device.write_mask(tensors, mask.contiguous(), blocks)
+    torch.autograd.graph.increment_version(tensors)
+
+
+def write_indices(tensors: Tensors, given: dict[str, torch.Tensor], blocks: Blocks) -> None:
+    """The contents of lists of indices on the tensors' GPU, by kernels: what is too many, twice
+    there or out of range is dropped."""
+    from kernlib.families.blocksparse.contents import device
+
+    device.write_indices(tensors, given, blocks)
+    torch.autograd.graph.increment_version(tensors)
+
+
+def refuse_capture(device: torch.device, what: str, advice: str) -> None:
+    """Raises CaptureError while a CUDA graph is captured on a device."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"{what} waits for the device, which cannot be while a CUDA graph is captured: {advice}"
+        )
+
+
+def named(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """By their names."""
+    return dict(zip(NAMES, tensors, strict=True))

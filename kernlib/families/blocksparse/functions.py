@@ -1,0 +1,119 @@
+"""Block-sparse products as functions, as ``torch.matmul`` is called."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from kernlib.descriptors.epilogues import Epilogue, as_epilogues
+from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.run import run_kernel
+
+Epilogues = Epilogue | tuple[Epilogue, ...]
+
+
+def sdd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layout: Layout,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    epilogue: Epilogues = (),
+    precision: str | None = None,
+    out: torch.Tensor | None = None,
+    **parameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """The blocks of ``op(a) op(b)`` that the layout stores: sparse = dense x dense.
+
+    op(a) is (..., R, K) and op(b) (..., K, C) for a layout of R rows and C columns, with a
+    dimension of its heads, or of 1, in front of these where it has heads; the result is
+    (..., capacity, block rows, block columns), 0 in slots that hold no block. ``op`` is the
+    transpose of the last two dimensions where ``transpose_a`` or ``transpose_b`` says so.
+
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.blocksparse.BlockSparseMatmul`, which has
+    ``epilogue`` and its ``parameters``, ``precision`` and ``out``, and raises what that does. The
+    operation is Torch-Blocksparse's ``MatMul`` of mode "sdd".
+    """
+    descriptor = _descriptor("sdd", transpose_a, transpose_b, epilogue, precision)
+    return run_kernel(descriptor, layout, a, b, out=out, **parameters)
+
+
+def dsd(
+    values: torch.Tensor,
+    b: torch.Tensor,
+    layout: Layout,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    epilogue: Epilogues = (),
+    precision: str | None = None,
+    out: torch.Tensor | None = None,
+    **parameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """``op(S) op(b)`` for the block-sparse matrix S of a layout and its values: dense = sparse x
+    dense.
+
+    values are (..., capacity, block rows, block columns), op(b) is (..., C, N) and the result
+    (..., R, N) for a layout of R rows and C columns, with heads in front of the last two dimensions
+    where the layout has them. With ``transpose_a`` S is transposed: R and C change places, its
+    blocks stay as they are.
+
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.blocksparse.BlockSparseMatmul`, which has
+    ``epilogue`` and its ``parameters``, ``precision`` and ``out``, and raises what that does. The
+    operation is Torch-Blocksparse's ``MatMul`` of mode "dsd".
+    """
+    descriptor = _descriptor("dsd", transpose_a, transpose_b, epilogue, precision)
+    return run_kernel(descriptor, layout, values, b, out=out, **parameters)
+
+
+def dds(
+    a: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    epilogue: Epilogues = (),
+    precision: str | None = None,
+    out: torch.Tensor | None = None,
+    **parameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """``op(a) op(S)`` for the block-sparse matrix S of a layout and its values: dense = dense x
+    sparse.
+
+    op(a) is (..., M, R), values are (..., capacity, block rows, block columns) and the result is
+    (..., M, C) for a layout of R rows and C columns, with heads in front of the last two dimensions
+    where the layout has them. With ``transpose_b`` S is transposed, as the weight of
+    ``torch.nn.functional.linear`` is: ``dds(x, values, layout, transpose_b=True)`` takes x (..., C)
+    to (..., R).
+
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.blocksparse.BlockSparseMatmul`, which has
+    ``epilogue`` and its ``parameters``, ``precision`` and ``out``, and raises what that does. The
+    operation is Torch-Blocksparse's ``MatMul`` of mode "dds".
+    """
+    descriptor = _descriptor("dds", transpose_a, transpose_b, epilogue, precision)
+    return run_kernel(descriptor, layout, a, values, out=out, **parameters)
+
+
+def _descriptor(mode: str, of_a, of_b, epilogue, precision) -> BlockSparseMatmul:
+    epilogue = as_epilogues(epilogue, summands=True)
+    if is_dynamo_compiling():
+        return _new(mode, of_a, of_b, epilogue, precision)
+    try:
+        return _kept(mode, of_a, of_b, epilogue, precision)
+    except TypeError:  # of what cannot be hashed the cache says less
+        return _new(mode, of_a, of_b, epilogue, precision)
+
+
+def _new(mode: str, of_a, of_b, epilogue: tuple, precision) -> BlockSparseMatmul:
+    return BlockSparseMatmul(
+        mode, transpose_a=of_a, transpose_b=of_b, epilogue=epilogue, precision=precision
+    )
+
+
+# Dynamo does not look into it; typed, since 1 would find what True made.
+_kept = lru_cache(maxsize=256, typed=True)(_new)

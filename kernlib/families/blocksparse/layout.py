@@ -1,0 +1,426 @@
+"""Which blocks of a matrix are stored: :class:`Layout`, for block-sparse products and softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kernlib.families.blocksparse.contents import bits, matrices, writing
+from kernlib.families.blocksparse.contents.given import (
+    Indices,
+    Mask,
+    check_device,
+    check_source,
+    checked_device,
+    checked_indices,
+    checked_mask,
+    outside,
+    place_of,
+)
+from kernlib.families.blocksparse.contents.sizes import (
+    DROPPED,
+    NAMES,
+    blocks_of,
+    check_positions,
+    checked_block,
+    checked_count,
+    checked_grid,
+    layout_text,
+    parse_layout,
+)
+from kernlib.families.blocksparse.lowering.problem import Blocks
+from kernlib.runtime.tensors import check_dense
+
+__all__ = ("NAMES", "Layout", "parse_layout")
+
+
+class Layout:
+    """Which blocks of a matrix (R, C), or of one matrix a head, are stored. Sizes and capacity are
+    fixed, contents change by :meth:`update_`, on a GPU without waiting for it.
+
+    - ``mask``: (RB, CB), or (heads, RB, CB), of bools or ints, or nested lists of them: where it is
+      not 0 the block is stored, and then R = RB * rows of a block, C = CB * columns of a block.
+    - ``block``: rows and columns of a block, or one int for both, each of 16, 32, 64 and 128.
+    - ``capacity``: how many blocks there is room for. By default as many as the mask has, which for
+      a mask on a GPU waits for that once.
+    - ``device``: where the layout lies, by default where the mask does.
+
+    Values of a layout are a tensor (..., capacity, rows of a block, columns of a block), the blocks
+    in the order of ``mask.nonzero()``: by head, row and column. Raises TypeError and ValueError for
+    arguments that are none of these, and ValueError for a mask on the CPU with more blocks than
+    ``capacity``; of one on a GPU the last ones are dropped, which :meth:`check` finds. Layouts and
+    the order of values follow Torch-Blocksparse.
+
+    Copies, pickles and ``torch.save`` hold the contents; :meth:`state` gives plain values and
+    tensors to save, :meth:`from_state` checks what was loaded.
+    """
+
+    __slots__ = (
+        "__weakref__", "_addresses", "_block", "_capacity", "_device", "_grid", "_heads", "_key",
+        "_tensors", "_text",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        mask: Mask,
+        block: int | tuple[int, int],
+        capacity: int | None = None,
+        device: torch.device | str | int | None = None,
+    ):
+        block = checked_block(block)
+        place, mask = place_of(device, mask), checked_mask(mask)
+        heads = mask.shape[0] if mask.dim() == 3 else None
+        grid = tuple(mask.shape[-2:])
+        check_positions(grid, heads)
+        with outside():
+            count = writing.count_live(mask) if capacity is None else capacity
+            count = checked_count("capacity", count, 0)
+            blocks = blocks_of(block, grid, heads, count)
+            tensors = writing.of_mask(_with_heads(mask), blocks, place)
+        _fill(self, layout_text(block, grid, heads, count), tensors)
+        _mark(self)
+
+    @classmethod
+    def from_indices(
+        cls,
+        rows: Indices,
+        cols: Indices,
+        grid: tuple[int, int],
+        block: int | tuple[int, int],
+        heads: Indices | None = None,
+        n_heads: int | None = None,
+        capacity: int | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> Layout:
+        """The layout of a ``grid`` of (RB, CB) blocks that stores those of ``rows`` and ``cols``,
+        lists or tensors (blocks,) of ints in any order, and of ``n_heads`` heads those of
+        ``heads``. The capacity is by default the length of the lists. Does not wait for tensors on
+        a GPU.
+
+        Raises TypeError and ValueError for arguments that are none of these, and ValueError for
+        indices on the CPU that are out of range, there twice, or more than ``capacity``; those on a
+        GPU are dropped, which :meth:`check` finds.
+        """
+        block, grid = checked_block(block), checked_grid(grid)
+        given = checked_indices(rows, cols, heads)
+        if (heads is None) != (n_heads is None):
+            missing = "heads" if heads is None else "n_heads"
+            raise ValueError(f"heads and n_heads must be given together, got no {missing}")
+        if n_heads is not None:
+            n_heads = checked_count("n_heads", n_heads, 1)
+        check_positions(grid, n_heads)
+        count = given["rows"].shape[0] if capacity is None else capacity
+        count = checked_count("capacity", count, 0)
+        place = place_of(device, rows)
+        with outside():
+            blocks = blocks_of(block, grid, n_heads, count)
+            tensors = writing.of_indices(given, blocks, place)
+        return _marked(layout_text(block, grid, n_heads, count), tensors)
+
+    @classmethod
+    def from_bsr(cls, bsr: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        """The layout of a matrix of torch's layout ``torch.sparse_bsr``, and its values in the
+        layout's order, of which the gradient is recorded. Columns may stand in any order within a
+        row. Waits for the device. Raises TypeError for other tensors, ValueError for batches, for
+        sizes of blocks that no kernel takes and for a block that stands there twice."""
+        from kernlib.families.blocksparse import imports  # which only this needs
+
+        found = imports.read_bsr(bsr)
+        made = cls.from_indices(found.rows, found.cols, found.grid, found.block)
+        if made.device.type == "cuda":
+            made.check()
+        return made, found.values
+
+    @classmethod
+    def from_block_mask(cls, block_mask: object, capacity: int | None = None) -> Layout:
+        """The layout of a ``torch.nn.attention.flex_attention.BlockMask``: its full and its partial
+        blocks, whose ``mask_mod`` is not looked at. Heads are the mask's, or none where it has one
+        for all; the batch must be 1 or all the same. Waits for the device without ``capacity``, and
+        for a batch. Raises TypeError for what is no BlockMask, ValueError for blocks of sizes that
+        no kernel takes and for batches that differ."""
+        from kernlib.families.blocksparse import imports
+
+        mask, block = imports.read_block_mask(block_mask)
+        return cls(mask, block, capacity)
+
+    @classmethod
+    def from_state(
+        cls, header: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+    ) -> Layout:
+        """The layout whose :meth:`state` this is, on the device of its tensors, sharing none.
+
+        Waits for the device: everything is made anew of the stored bits and compared, so that no
+        kernel can leave its memory, whatever bytes they hold. Raises ValueError that names what is
+        missing, unknown, damaged or wrong, TypeError for what is no dict or tensor.
+        """
+        from kernlib.families.blocksparse import saved
+
+        with outside():
+            text, found = saved.loaded(header, tensors)
+        return _marked(text, found)
+
+    @classmethod
+    def from_layout(cls, text: str, tensors: Sequence[torch.Tensor]) -> Layout:
+        """The layout of a :attr:`text` and its tensors in order, unchecked: in 2 us."""
+        made = cls.__new__(cls)
+        _fill(made, text, tuple(tensors))
+        return made
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        return self._block
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """``(RB, CB)``: blocks in a column and in a row of the matrix."""
+        return self._grid
+
+    @property
+    def heads(self) -> int | None:
+        """How many matrices there are, None for one without a dimension of heads."""
+        return self._heads
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(R, C)`` of the matrix, or of each head's."""
+        return self._grid[0] * self._block[0], self._grid[1] * self._block[1]
+
+    @property
+    def capacity(self) -> int:
+        """For how many blocks, of all heads, there is room."""
+        return self._capacity
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self._device
+
+    @property
+    def text(self) -> str:
+        """All but the contents: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
+        return self._text
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The contents, in the order of ``NAMES``. They never move: :meth:`update_` writes them."""
+        return self._tensors
+
+    @property
+    def key(self) -> tuple:
+        """Text and device: what plans of products depend on."""
+        return self._key
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the tensors, looked up once."""
+        if self._addresses is None:
+            object.__setattr__(self, "_addresses", [t.data_ptr() for t in self._tensors])
+        return self._addresses
+
+    @property
+    def sizes(self) -> Blocks:
+        """What lowering knows of the layout."""
+        return blocks_of(self._block, self._grid, self._heads, self._capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self._tensors)
+
+    @property
+    def nnz(self) -> int:
+        """How many blocks are stored. Waits for the device."""
+        return writing.counted(self._tensors)[0]
+
+    @property
+    def density(self) -> float:
+        """The part of all blocks that is stored, 0 of a layout without any. Waits for the
+        device."""
+        total = self._grid[0] * self._grid[1] * (self._heads or 1)
+        return self.nnz / total if total else 0.0
+
+    def mask(self) -> torch.Tensor:
+        """Which blocks are stored: bools (RB, CB) or (heads, RB, CB). Does not wait."""
+        found = bits.unpack(self._tensors[0], self._grid[1])
+        return found.view(self._grid if self._heads is None else (self._heads, *self._grid))
+
+    def update_(self, mask: Mask) -> Layout:
+        """Store the blocks of another mask of the same shape from now on, and return the layout.
+
+        A mask on the layout's GPU is read there without waiting, also while a CUDA graph is
+        captured; of too many blocks the last ones are dropped, which :meth:`check` finds. A mask on
+        the CPU is copied, and raises ValueError for more blocks than :attr:`capacity`. Products
+        whose gradients are still to be computed raise torch's RuntimeError for tensors that were
+        written in between. Raises TypeError and ValueError for other masks, and CaptureError where
+        the kernels are not loaded yet while a graph is captured: update once before.
+        """
+        mask = checked_mask(mask)
+        wanted = self._grid if self._heads is None else (self._heads, *self._grid)
+        if tuple(mask.shape) != wanted:
+            raise ValueError(
+                f"mask must have the layout's shape {wanted}, got {tuple(mask.shape)}; for another "
+                "make another Layout"
+            )
+        check_source("mask", mask, self._device)
+        with outside():
+            writing.update_mask(self._tensors, _with_heads(mask), self.sizes)
+        return self
+
+    def update_indices_(self, rows: Indices, cols: Indices, heads: Indices | None = None) -> Layout:
+        """:meth:`update_` by the rows and columns of blocks, and by their heads where the layout
+        has some. Indices on the layout's GPU that are out of range, there twice or too many are
+        dropped, which :meth:`check` finds; on the CPU they raise ValueError."""
+        if (heads is None) != (self._heads is None):
+            said = "no heads" if self._heads is None else f"{self._heads} heads"
+            raise ValueError(f"heads must be given where the layout has some; this has {said}")
+        given = checked_indices(rows, cols, heads)
+        check_source("rows", given["rows"], self._device)
+        with outside():
+            writing.update_indices(self._tensors, given, self.sizes)
+        return self
+
+    def check(self) -> None:
+        """Raise ValueError if blocks were dropped when the contents were last written. Waits for
+        the device."""
+        live, *dropped = writing.counted(self._tensors)
+        found = [f"{n} {why}" for n, why in zip(dropped, DROPPED, strict=True) if n]
+        if found:
+            raise ValueError(
+                f"blocks were dropped ({', '.join(found)}), {live} are stored: the layout has a "
+                f"capacity of {self._capacity}, and a grid of {self._grid[0]} x {self._grid[1]}"
+            )
+
+    def to_dense(self, values: torch.Tensor) -> torch.Tensor:
+        """The matrices (..., R, C), or (..., heads, R, C), of values (..., capacity, rows, columns
+        of a block): 0 where no block is stored. Its gradient is recorded. Does not wait. Raises
+        TypeError and ValueError for what are no values of this layout."""
+        check_dense(("values",), values=values)
+        matrices.check_values(values, self.sizes)
+        check_device("values", values, self._device)
+        found = matrices.to_dense(values, self.sizes, self._tensors)
+        return found.squeeze(-3) if self._heads is None else found
+
+    def to_blocks(self, dense: torch.Tensor) -> torch.Tensor:
+        """The values (..., capacity, rows, columns of a block) of matrices (..., R, C), or
+        (..., heads, R, C), which may be one for all heads: 0 in slots behind the stored blocks. Its
+        gradient is recorded. Does not wait. Raises TypeError and ValueError for what are no
+        matrices of this layout."""
+        check_dense(("dense",), dense=dense)
+        check_device("dense", dense, self._device)
+        dense = matrices.with_heads(dense, self.sizes, self._heads)
+        return matrices.to_blocks(dense, self.sizes, self._tensors)
+
+    def transpose(self) -> Layout:
+        """The layout of the transposed matrix, of blocks (columns, rows), sharing nothing with this
+        one. Its values are :attr:`col_order` of these, each block transposed. Does not wait."""
+        turned = Layout(self.mask().mT, self._block[::-1], self._capacity, self._device)
+        with outside():
+            turned._tensors[5].copy_(self._tensors[5])  # what was dropped here is missing there
+        return turned
+
+    @property
+    def row_starts(self) -> torch.Tensor:
+        """The first slot of each row of blocks, and the number of stored ones: int32
+        (heads * RB + 1,). Does not wait."""
+        return matrices.row_starts(self.sizes, self._tensors)
+
+    @property
+    def col_starts(self) -> torch.Tensor:
+        """The first entry of each column of blocks in :attr:`col_order`, and the number of stored
+        ones: int32 (heads * CB + 1,). Does not wait."""
+        return matrices.col_starts(self.sizes, self._tensors)
+
+    @property
+    def col_order(self) -> torch.Tensor:
+        """The slots by head, column and row, those without a block last: int32 (capacity,). Does
+        not wait."""
+        return matrices.col_order(self.sizes, self._tensors)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Layout:
+        """The layout on a device: itself if it is there, else a copy. Raises TypeError for what is
+        no device, ValueError for a text that names none."""
+        place = checked_device(device)
+        if place == self._device:
+            return self
+        if self._device.type == "meta":
+            raise ValueError("a layout on meta has no contents to copy: make it of its mask")
+        with outside():
+            moved = tuple(t.to(place, non_blocking=non_blocking) for t in self._tensors)
+        return _marked(self._text, moved)
+
+    def cuda(self, device: torch.device | int | None = None) -> Layout:
+        """:meth:`to` a CUDA device, the current one by default."""
+        return self.to("cuda" if device is None else torch.device("cuda", device))
+
+    def cpu(self) -> Layout:
+        """:meth:`to` the CPU."""
+        return self.to("cpu")
+
+    def state(self) -> tuple[dict, dict[str, torch.Tensor]]:
+        """Plain values, and copies of the tensors by name: what :meth:`from_state` takes. Waits for
+        the device, for a checksum."""
+        from kernlib.families.blocksparse import saved
+
+        copies = {name: t.clone() for name, t in writing.named(self._tensors).items()}
+        return saved.header_of(self._text, copies), copies
+
+    def __repr__(self) -> str:
+        return f"Layout({self._text}, device='{self._device}')"
+
+    def __setattr__(self, name: str, value) -> None:
+        raise AttributeError(
+            f"the sizes of a Layout do not change: {name} cannot be set; contents change by update_"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"the sizes of a Layout do not change: {name} cannot be deleted")
+
+    def __copy__(self) -> Layout:
+        return Layout.from_layout(self._text, self._tensors)
+
+    def __deepcopy__(self, memo: dict) -> Layout:
+        with outside():
+            made = _marked(self._text, tuple(t.clone() for t in self._tensors))
+        memo[id(self)] = made
+        return made
+
+    def __reduce__(self):
+        return _unpickled, self.state()
+
+
+def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
+    """The fields of a new layout, which refuses to have them set."""
+    put = object.__setattr__
+    block, grid, heads, capacity = parse_layout(text)
+    put(made, "_text", text)
+    put(made, "_block", block)
+    put(made, "_grid", grid)
+    put(made, "_heads", heads)
+    put(made, "_capacity", capacity)
+    put(made, "_tensors", tensors)
+    put(made, "_device", tensors[0].device)
+    put(made, "_key", (text, tensors[0].device))
+    put(made, "_addresses", None)
+
+
+def _mark(layout: Layout) -> None:
+    """Mark the tensors as by ``torch._dynamo.mark_static_address``, which would load Dynamo: CUDA
+    graphs of compiled code read a layout where it is, and see what was written there since."""
+    for t in layout.tensors:
+        t._dynamo_static_input_type = "unguarded"
+
+
+def _marked(text: str, tensors: tuple[torch.Tensor, ...]) -> Layout:
+    made = Layout.from_layout(text, tensors)
+    _mark(made)
+    return made
+
+
+def _with_heads(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dim() == 3 else mask.unsqueeze(0)
+
+
+def _unpickled(header: dict, tensors: dict) -> Layout:
+    return Layout.from_state(header, tensors)

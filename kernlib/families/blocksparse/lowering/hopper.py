@@ -1,0 +1,262 @@
+"""The kernel of kernel_sources/blocksparse/hopper/hopper.cuh: products with blocks of 64 and 128 in
+half types.
+
+The copy engine wants strides of whole 16 bytes; other layouts go to the portable kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.blocksparse.lowering import order
+from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import product_source as text
+from kernlib.lowering import tma
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.lowering.tma import TensorMap
+from kernlib.lowering.wgmma import multiply
+
+KIND = "hopper"
+ARCH = "sm_90a"
+THREADS = 384
+SIZES = (64, 128)  # of blocks
+TILE_LINES, TILE_COLUMNS, ROW = 128, 256, 64
+STAGES, OUT_PARTS, PIECE_BYTES = 4, 2, 64 * 128
+STAGE_BYTES = 2 * PIECE_BYTES + ROW * TILE_COLUMNS * 2
+BARRIER_BYTES = STAGES * (2 * 8 + 4 * 4) + 16  # and words that are said of stages
+# Swizzled rows begin at whole 1024 bytes.
+SHARED_BYTES = STAGES * STAGE_BYTES + 2 * OUT_PARTS * PIECE_BYTES + BARRIER_BYTES + 1024
+MOST_TILES = 2**31 - 1
+LAST_TILES = 2  # of a block, that come by falling length
+LISTS = ("row_bits", "row_ranks", "col_bits", "order")
+SIDE = "4q"  # struct Side
+FIXED = "I15i"  # struct Fixed
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the epilogue."""
+
+    dtype: str
+    lines: int  # of a block of op(S)
+    depth: int
+    transposed: bool
+    depth_last: bool
+    lines_last: bool
+
+
+def takes(problem: Spmm, arch: str) -> bool:
+    """Whether the kernel computes a problem."""
+    blocks, values = problem.blocks, problem.values
+    if blocks.rows not in SIZES or blocks.cols not in SIZES:
+        return False
+    if not is_for_tiles(problem, arch):
+        return False
+    kind, dense = problem.dtype, problem.dense
+    return (
+        values.column == 1
+        and tma.addressable(kind, dense.alignment, _dense(problem))
+        and tma.addressable(kind, values.alignment, _values(problem))
+    )
+
+
+def is_for_tiles(problem: Spmm, arch: str) -> bool:
+    """Whether a problem is one of half types on Hopper, whose result the copy engine writes and
+    whose dense operand has lines or columns side by side."""
+    if arch != ARCH or problem.dtype == "float32" or not problem.blocks.capacity:
+        return False
+    if not problem.lines or not problem.columns or _tiles(problem) > MOST_TILES:
+        return False
+    if is_across(problem.dense) is None or is_across(problem.out) is None:
+        return False
+    out = _out(problem)
+    # The copy engine writes whole 16 bytes.
+    return out.sizes[0] % 8 == 0 and tma.addressable(problem.dtype, problem.out.alignment, out)
+
+
+def lower(
+    epilogue: tuple[Epilogue, ...], problem: Spmm, arch: str, multiprocessors: int
+) -> Lowered:
+    """The launch of a problem that the kernel takes."""
+    made = variant(problem)
+    maps = (
+        tma.tensor_map(problem.dtype, _values(problem), (ROW, ROW, 1, 1)),
+        tma.tensor_map(problem.dtype, _dense(problem), (ROW, _box(made), 1, 1)),
+        out_map(problem),
+    )
+    fixed = parameters(epilogue).pack(*sides(problem), *numbers(problem, multiprocessors))
+    names = ("values", "dense", "out")
+    return launch(epilogue, problem, spec(epilogue, made), fixed, names, maps, multiprocessors)
+
+
+def launch(
+    epilogue: tuple[Epilogue, ...],
+    problem: Spmm,
+    kernel: KernelSpec,
+    fixed: bytes,
+    names: tuple[str, ...],
+    maps: tuple[TensorMap, ...],
+    multiprocessors: int,
+) -> Lowered:
+    """A persistent launch, behind that of the order of its tiles where these are many; ``names``
+    are those of maps and operands in front of the lists."""
+    grid = min(multiprocessors, _tiles(problem))
+    ordered = is_ordered(problem, multiprocessors)
+    # Without an order nothing is read of what is given for it.
+    lists = [(name, 0) for name in LISTS[:-1]]
+    lists.append((WORKSPACE if ordered else LISTS[0], 0))
+    pointers = (*((name, 0) for name in names), *lists, *text.vector_pointers(epilogue))
+    pointers += text.summand_pointers(epilogue)
+    scalars = text.scalar_count(epilogue)
+    main = Step(kernel, (grid, 1), fixed, pointers, scalars, maps, overlaps=ordered)
+    if not ordered:
+        return Lowered((main,))
+    return Lowered((order.step(_units(problem), problem, grid), main), order.workspace(problem))
+
+
+def is_ordered(problem: Spmm, multiprocessors: int) -> bool:
+    """Whether blocks take tiles from a counter, the longest first: of more tiles than blocks."""
+    return _tiles(problem) > multiprocessors and _units(problem) <= order.MOST_UNITS
+
+
+def out_map(problem: Spmm) -> TensorMap:
+    """The map of the result, written by boxes of 64 x 64."""
+    return tma.tensor_map(problem.dtype, _out(problem), (ROW, ROW, 1, 1))
+
+
+def sides(problem: Spmm) -> list[int]:
+    """Strides of the summands, each struct Side."""
+    return [
+        number
+        for side in problem.summands
+        for number in (side.batch, side.head, side.line, side.column)
+    ]
+
+
+def numbers(problem: Spmm, multiprocessors: int) -> tuple[int, ...]:
+    """Struct Fixed."""
+    blocks, dense, values = problem.blocks, problem.dense, problem.values
+    column_tiles = ceil_div(problem.columns, TILE_COLUMNS)
+    units, panels = _units(problem), column_tiles * problem.batch
+    return (
+        _tiles(problem),
+        *(ceil_div(problem.lines, TILE_LINES), column_tiles),
+        *(units, panels, min(panels, ceil_div(LAST_TILES * multiprocessors, units))),
+        int(is_ordered(problem, multiprocessors)),
+        *(blocks.grid_rows, blocks.grid_cols, blocks.row_words, blocks.col_words),
+        *(problem.lines, problem.columns),
+        *(int(dense.head > 0), int(dense.batch > 0), int(values.batch > 0)),
+    )
+
+
+def variants(
+    epilogue: tuple[Epilogue, ...], block: tuple[int, int], dtypes: tuple[str, ...], arch: str
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for blocks of a size."""
+    if arch != ARCH or not set(block) <= set(SIZES):
+        return []
+    flags = (False, True)
+    return [
+        spec(epilogue, Variant(dtype, *(block[::-1] if turned else block), turned, deep, lines))
+        for dtype in dtypes
+        if dtype != "float32"
+        for turned in flags
+        for deep in flags
+        for lines in flags
+    ]
+
+
+def variant(problem: Spmm) -> Variant:
+    """The kernel of a problem that it takes."""
+    sizes = problem.blocks.rows, problem.blocks.cols
+    lines, depth = sizes[::-1] if problem.transposed else sizes
+    deep, across = is_across(problem.dense), is_across(problem.out)
+    return Variant(problem.dtype, lines, depth, problem.transposed, bool(deep), bool(across))
+
+
+def spec(epilogue: tuple[Epilogue, ...], made: Variant) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    dtype, lines, depth, transposed, depth_last, lines_last = made
+    words = [f"{lines}x{depth}"] + ["transposed"] * transposed
+    words += ["depth_last"] * depth_last + ["lines_last"] * lines_last
+    source = f"""{text.preamble(dtype, dtype, epilogue)}
+constexpr int LINES = {lines};
+constexpr int DEPTH = {depth};
+constexpr bool TRANSPOSED = {str(transposed).lower()};
+constexpr bool DEPTH_LAST = {str(depth_last).lower()};
+constexpr bool LINES_LAST = {str(lines_last).lower()};
+constexpr int SUMMANDS = {len(text.summands(epilogue))};
+constexpr int PARAMETER_BYTES = {parameters(epilogue).size};
+
+#include "common/hopper.cuh"
+
+{multiply(dtype, TILE_COLUMNS, False, transposed, not depth_last)}
+#include "blocksparse/hopper/hopper.cuh"
+"""
+    made = KernelSpec(
+        "blocksparse",
+        source,
+        "blocksparse_hopper",
+        THREADS,
+        SHARED_BYTES,
+        description=text.describe("blocksparse", KIND, dtype, "", words, epilogue),
+    )
+    return named(made, dtype, *words, epilogue=epilogue)
+
+
+def parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
+    """The parameter struct: maps, the layout's bits and ranks, the epilogue's, sizes."""
+    before = SIDE * len(text.summands(epilogue))
+    return text.parameters(len(LISTS), f"<{before}{FIXED}", epilogue, maps=3)
+
+
+def _units(problem: Spmm) -> int:
+    """Groups of lines of all heads."""
+    return ceil_div(problem.lines, TILE_LINES) * problem.blocks.heads
+
+
+def _tiles(problem: Spmm) -> int:
+    return _units(problem) * ceil_div(problem.columns, TILE_COLUMNS) * problem.batch
+
+
+def _box(made: Variant) -> int:
+    """Rows of the box of a panel: its columns, or as many of the depth as a stage has."""
+    return TILE_COLUMNS if made.depth_last else ROW
+
+
+def is_across(t: Dense) -> bool | None:
+    """Whether the lines of an operand lie side by side; None where neither they nor columns do."""
+    return True if t.line == 1 else False if t.column == 1 else None
+
+
+# Tensors as the copy engine is told of them: what serves all heads or batches is one.
+
+
+def _values(problem: Spmm) -> tma.Extent:
+    blocks, values = problem.blocks, problem.values
+    batch = problem.batch if values.batch else 1
+    sizes = (blocks.cols, blocks.rows, blocks.capacity, batch)
+    return tma.Extent(sizes, (values.row, values.slot, values.batch))
+
+
+def _dense(problem: Spmm) -> tma.Extent:
+    blocks: Blocks = problem.blocks
+    depth = blocks.rows * blocks.grid_rows if problem.transposed else blocks.cols * blocks.grid_cols
+    return _extent(problem, problem.dense, depth)
+
+
+def _out(problem: Spmm) -> tma.Extent:
+    return _extent(problem, problem.out, problem.lines)
+
+
+def _extent(problem: Spmm, t: Dense, lines: int) -> tma.Extent:
+    heads = problem.blocks.heads if t.head else 1
+    batch = problem.batch if t.batch else 1
+    ends, steps = (problem.columns, lines), t.line
+    if is_across(t):
+        ends, steps = (lines, problem.columns), t.column
+    return tma.Extent((*ends, heads, batch), (steps, t.head, t.batch))

@@ -1,0 +1,126 @@
+"""Products with block-sparse matrices in PyTorch, differentiable as often as is asked for.
+
+What is sparse is laid out as a dense matrix, unless a dense operand holds NaN or infinities, or
+cannot be looked at: then the stored blocks are multiplied one by one, so that what they do not meet
+reaches no result and no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.runtime import expressions
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.tensors import is_wrapped, stand_ins
+
+
+def blocksparse_matmul(
+    descriptor: BlockSparseMatmul,
+    layout: Layout,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    parameters: dict | None = None,
+) -> torch.Tensor:
+    """What ``descriptor`` describes, in the operands' dtype; float16 and bfloat16 are computed in
+    float32. ``parameters`` of the epilogue are numbers and tensors, vectors of shape (features,).
+    """
+    given, wide = a.dtype, _arithmetic(descriptor, a)
+    a, b = a.to(wide), b.to(wide)
+    if descriptor.mode == "sdd":
+        left = a.mT if descriptor.transpose_a else a
+        right = b.mT if descriptor.transpose_b else b
+        y = sampled(layout, left, right)
+    elif descriptor.mode == "dsd":
+        y = multiply(layout, a, b.mT if descriptor.transpose_b else b, descriptor.transpose_a)
+    else:
+        dense = a if descriptor.transpose_a else a.mT
+        y = multiply(layout, b, dense, not descriptor.transpose_b).mT
+    y = expressions.apply(descriptor.epilogue, y, parameters or {}, axis=descriptor.axis)
+    if descriptor.mode == "sdd" and descriptor.epilogue:
+        y = torch.where(is_stored(layout), y, 0.0)
+    return y.to(given).contiguous()
+
+
+def multiply(
+    layout: Layout, values: torch.Tensor, dense: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    """``op(S) dense``, for each head."""
+    if not is_wrapped(values) and _is_finite(dense):
+        matrix = layout.to_dense(values)
+        return (matrix.mT if transposed else matrix) @ dense
+    return _by_blocks(layout, values, dense, transposed)
+
+
+def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The stored blocks of ``left right``, for each head."""
+    if _is_finite(left) and _is_finite(right):
+        return layout.to_blocks(left @ right)
+    rows, across = _lines(layout)
+    left = _panels(layout, left, layout.block[0], rows)
+    right = _panels(layout, right.mT, layout.block[1], across)
+    return torch.where(is_stored(layout), left @ right.mT, 0.0)
+
+
+def is_stored(layout: Layout) -> torch.Tensor:
+    """Of each slot whether it holds a block, as (capacity, 1, 1)."""
+    return (layout.tensors[3] >= 0)[:, None, None]
+
+
+def _is_finite(dense: torch.Tensor) -> bool:
+    """Whether a tensor is known to hold neither NaN nor infinities: of those on the CPU alone, as
+    to ask a GPU is to wait for it."""
+    if dense.device.type != "cpu" or is_wrapped(dense) or stand_ins(dense):
+        return False
+    return bool(dense.detach().isfinite().all())
+
+
+def _by_blocks(
+    layout: Layout, values: torch.Tensor, dense: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    """Each stored block times the lines that it meets, summed by lines of blocks."""
+    (grid_rows, grid_cols), heads = layout.grid, layout.heads or 1
+    rows, across = _lines(layout)
+    if transposed:
+        lines, meets, count, depth = across, rows, heads * grid_cols, layout.block[0]
+        values = values.mT
+    else:
+        lines, meets, count, depth = rows, across, heads * grid_rows, layout.block[1]
+    parts = values @ _panels(layout, dense, depth, meets)
+    parts = torch.where(is_stored(layout), parts, 0.0)
+    y = parts.new_zeros(*parts.shape[:-3], max(count, 1), *parts.shape[-2:])
+    y = y.index_add(-3, lines.clamp(min=0), parts)  # of 0 where there is no block
+    size = () if layout.heads is None else (heads,)
+    size += count // heads * y.shape[-2], y.shape[-1]
+    return y.narrow(-3, 0, count).reshape(*y.shape[:-3], *size)
+
+
+def _lines(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each slot the row of blocks and the column, of those of all heads."""
+    rows, cols = (t.long() for t in layout.tensors[3:5])
+    head = torch.div(rows, max(layout.grid[0], 1), rounding_mode="floor")
+    return rows, head * layout.grid[1] + cols
+
+
+def _panels(layout: Layout, dense: torch.Tensor, depth: int, lines: torch.Tensor) -> torch.Tensor:
+    """For each slot the ``depth`` lines of a dense matrix that are its line of blocks, 0 for those
+    without a block."""
+    if layout.heads is None:
+        dense = dense.unsqueeze(-3)
+    dense = dense.expand(*dense.shape[:-3], layout.heads or 1, *dense.shape[-2:])
+    count = dense.shape[-3] * (dense.shape[-2] // depth)
+    panels = dense.reshape(*dense.shape[:-3], count, depth, dense.shape[-1])
+    if not count:
+        panels = panels.sum(-3, keepdim=True)  # a line of 0 for slots to take
+    return torch.where(is_stored(layout), panels.index_select(-3, lines.clamp(min=0)), 0.0)
+
+
+def _arithmetic(descriptor: BlockSparseMatmul, x: torch.Tensor) -> torch.dtype:
+    """The dtype of the sums: float64 where torch would take float32 in TF32 without leave."""
+    wide = accumulator(x.dtype)
+    strict = descriptor.precision == "fp32" or x.dtype != torch.float32
+    if wide == torch.float32 and x.device.type == "cuda" and strict:
+        return torch.float64 if float32_precision() != "fp32" else wide
+    return wide

@@ -1,0 +1,147 @@
+"""Everything that can be wrong with a block-sparse softmax, said in the caller's words."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from kernlib.families.blocksparse.checks import check_layout, check_values
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
+from kernlib.runtime.arguments import check_broadcast, check_out
+from kernlib.runtime.dtypes import KERNEL_TYPES
+from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value
+from kernlib.runtime.tensors import check_dense, check_memory
+
+TYPES = (*KERNEL_TYPES, torch.float64)
+NAMES = ("rpe", "key_padding_mask", "attn_mask")
+ANY_NUMBER: frozenset[str] = frozenset()  # of the numbers, those that must be positive
+
+
+class Call(NamedTuple):
+    """A checked call, of so many elements."""
+
+    count: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def given(rpe, key_padding_mask, attn_mask) -> dict:
+    """The tensors besides x that a call has."""
+    values = (rpe, key_padding_mask, attn_mask)
+    return {name: value for name, value in zip(NAMES, values, strict=True) if value is not None}
+
+
+def check_kinds(descriptor: BlockSparseSoftmax, operands: tuple) -> None:
+    """A layout and x. Raises TypeError."""
+    if len(operands) != 2:
+        raise TypeError(
+            f"{descriptor.describe()} takes layout and x, got {len(operands)} operands; scale, "
+            "rpe and masks are keyword arguments"
+        )
+    layout, x = operands
+    check_layout(layout)
+    check_dense(("x",), x=x)
+
+
+def check_call(descriptor, operands: tuple, out, scale, parameters: dict) -> Call:
+    """Check everything that a signature decides. Raises ValueError and TypeError."""
+    check_kinds(descriptor, operands)
+    _, x = operands
+    check_operands(descriptor, operands, parameters)
+    check_scale(scale, x, True)
+    if out is not None:
+        check_dense((), out=out)
+        check_out(out, x, tuple(x.shape))
+        check_memory(out)
+    return Call(math.prod(x.shape), tuple(x.shape), x.dtype, x.device)
+
+
+def check_operands(descriptor, operands: tuple, parameters: dict) -> None:
+    """Shapes, dtypes and devices. Raises ValueError and TypeError; sizes may be symbols."""
+    layout, x = operands
+    check_x(layout, "x", x)
+    lead = check_values("x", x, layout)
+    _check_names(descriptor, parameters)
+    (rows, cols), heads = layout.shape, () if layout.heads is None else (layout.heads,)
+    shapes = {
+        "rpe": (*lead, *heads, rows, cols),
+        "key_padding_mask": (*lead, cols),
+        "attn_mask": (rows, cols),
+    }
+    for name, value in parameters.items():
+        check_dense((name,), **{name: value})
+        if name == "attn_mask" and tuple(value.shape) != (rows, cols):
+            raise ValueError(f"attn_mask must have shape {(rows, cols)}, got {tuple(value.shape)}")
+        check_broadcast(shapes[name], name, value)
+        _check_kind(name, value, x)
+
+
+def check_x(layout: Layout, name: str, x: torch.Tensor) -> None:
+    """A dtype that is computed, and the layout's device. Raises ValueError and TypeError."""
+    if x.dtype not in TYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+        raise TypeError(f"{name} must be one of {known}, got {x.dtype}")
+    if layout.device != x.device:
+        raise ValueError(
+            f"layout must be on the device of {name}, {x.device}, got {layout.device}; "
+            "layout.to(device) makes a copy there"
+        )
+
+
+def _check_names(descriptor: BlockSparseSoftmax, parameters: dict) -> None:
+    needed = descriptor.parameters
+    for name in NAMES:
+        if name in needed and name not in parameters:
+            raise ValueError(f"{descriptor.describe()} needs {name}")
+        if name in parameters and name not in needed:
+            flag = "True" if name == "rpe" else "'add' or 'mul'"
+            raise ValueError(
+                f"{name} is given, and {descriptor.describe()} takes none: make one with "
+                f"{name}={flag}"
+            )
+
+
+def _check_kind(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
+    """Raises TypeError for another dtype than x's, or bool of a mask, ValueError for another
+    device."""
+    is_mask = name != "rpe"
+    if value.dtype != x.dtype and not (is_mask and value.dtype == torch.bool):
+        kind = f"{x.dtype} as x is{', or torch.bool' * is_mask}"
+        raise TypeError(f"{name} must be {kind}, got {value.dtype}")
+    if value.device != x.device:
+        raise ValueError(f"{name} must be on the device of x, {x.device}, got {value.device}")
+
+
+def check_scale(scale, x: torch.Tensor, look: bool) -> None:
+    """A real number, or a real tensor of shape () in host memory or on x's device; ``look`` at
+    values in host memory. Raises ValueError and TypeError."""
+    if isinstance(scale, (torch.SymInt, torch.SymFloat)):
+        return
+    number = host_value("scale", scale, 0)
+    if number is not None:
+        check_host("scale", number, ANY_NUMBER)
+        return
+    if look and not torch._C._functorch.is_functorch_wrapped_tensor(scale):
+        check_tensor("scale", scale, ANY_NUMBER, dimensions=0)
+    else:
+        check_kind("scale", scale, 0)
+    if scale.device != x.device and scale.device.type != "cpu":
+        raise ValueError(f"scale is on {scale.device}, x on {x.device}")
+
+
+def autocast(operands: tuple, parameters: dict) -> dict:
+    """The tensors besides x as autocast has them: floats in the dtype of x, which stays."""
+    _, x = operands
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return parameters
+    return {name: _cast(value, x.dtype) for name, value in parameters.items()}
+
+
+def _cast(value, dtype: torch.dtype):
+    is_float = isinstance(value, torch.Tensor) and value.dtype in KERNEL_TYPES
+    return value.to(dtype) if is_float else value

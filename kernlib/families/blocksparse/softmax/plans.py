@@ -1,0 +1,213 @@
+"""Plans of block-sparse softmax and of its gradient: the problem that lowering sees, and its
+kernel, loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.lowering import softmax as lowering
+from kernlib.families.blocksparse.lowering.softmax import Gradient, Operand, Options, Softmax
+from kernlib.families.blocksparse.softmax.arguments import ANY_NUMBER, Call
+from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
+from kernlib.runtime.arguments import address_of, folded
+from kernlib.runtime.devices import allocator, arch_of
+from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
+from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_device
+from kernlib.runtime.plan import Plan
+from kernlib.runtime.sequence import Steps, load_lowered
+
+Shapes = tuple[tuple[int, ...] | None, ...]
+
+
+class SoftmaxPlan(NamedTuple):
+    """What a call of one signature needs besides its pointers and its scale. ``copies`` are shapes
+    of the copies of x, rpe and masks, or of y and its gradient, that are read in their place."""
+
+    index: int  # of the device
+    device: torch.device
+    sums: torch.dtype  # of the arithmetic
+    names: tuple[str, ...]  # of rpe and masks that are given
+    copies: Shapes
+    apart: bool  # a given out is written by a copy
+    result: Callable[[], torch.Tensor]  # makes a new one
+    launch: Plan | Steps | None  # None for a result without elements
+
+
+class View(NamedTuple):
+    """A tensor as a problem has it: its shape with the batch of x in front, strides of that, those
+    behind the batch as kernels have them, and the alignment of the first address."""
+
+    shape: tuple[int, ...]
+    batch: tuple[int, ...]
+    inner: tuple[int, int, int]
+    alignment: int
+
+
+def options_of(descriptor: BlockSparseSoftmax, parameters: dict) -> Options:
+    """What of a call is part of the code."""
+    kinds = []
+    for name in ("key_padding_mask", "attn_mask"):
+        kind = getattr(descriptor, name)
+        is_bool = kind is not None and parameters[name].dtype == torch.bool
+        kinds.append("bool" if is_bool else kind)
+    return Options(descriptor.causal, descriptor.rpe, *kinds)
+
+
+def problem_of(
+    descriptor, layout: Layout, x, out, parameters: dict
+) -> tuple[Softmax, Shapes, bool]:
+    """The problem of a checked call, the shapes of copies of x and of each parameter, and whether a
+    given ``out`` is written by a copy."""
+    views = [_values(x)]
+    views += [_dense(layout, name, t, x.shape[:-3]) for name, t in parameters.items()]
+    views.append(_new(x.shape) if out is None else _values(out))
+    batch, (seen, *dense, written), copies = _batch(x.shape[:-3], views)
+    found = dict(zip(parameters, dense, strict=True))
+    problem = Softmax(
+        dtype=DTYPE_NAMES[x.dtype],
+        blocks=layout.sizes,
+        batch=batch,
+        options=options_of(descriptor, parameters),
+        x=seen,
+        out=written,
+        rpe=found.get("rpe"),
+        key=found.get("key_padding_mask"),
+        attn=found.get("attn_mask"),
+    )
+    return problem, copies[:-1], copies[-1] is not None
+
+
+def gradient_of(layout: Layout, grad, y) -> tuple[Gradient, Shapes]:
+    """The problem of a gradient, and the shapes of copies of grad and y."""
+    views = [_values(grad), _values(y), _new(y.shape)]
+    batch, (grads, values, written), copies = _batch(y.shape[:-3], views)
+    name = DTYPE_NAMES[y.dtype]
+    return Gradient(name, layout.sizes, batch, values, grads, written), copies[:-1]
+
+
+def plan(call: Call, descriptor, operands: tuple, out, scale, parameters: dict) -> SoftmaxPlan:
+    """The plan of a checked call on CUDA tensors, its kernel loaded."""
+    layout, x = operands
+    arch_of(x.get_device())  # one too old is refused for an empty result as well
+    problem, copies, apart = problem_of(descriptor, layout, x, out, parameters)
+    launch = None
+    if call.count:
+        launch = load_lowered(lowering.lower(problem), lowering.OPERANDS, x.device)
+    return _plan(x, tuple(parameters), copies, apart, launch)
+
+
+def gradient_plan(layout: Layout, grad: torch.Tensor, y: torch.Tensor) -> SoftmaxPlan:
+    """The plan of a gradient on CUDA tensors, its kernel loaded."""
+    problem, copies = gradient_of(layout, grad, y)
+    launch = None
+    if y.numel():
+        launch = load_lowered(lowering.lower(problem), lowering.GRADIENT_OPERANDS, y.device)
+    return _plan(y, (), copies, False, launch)
+
+
+def _plan(x: torch.Tensor, names: tuple, copies: Shapes, apart: bool, launch) -> SoftmaxPlan:
+    result = allocator(tuple(x.shape), x.dtype, x.device)
+    sums = accumulator(x.dtype)
+    return SoftmaxPlan(x.get_device(), x.device, sums, names, copies, apart, result, launch)
+
+
+def read(plan: SoftmaxPlan, tensors: tuple) -> tuple:
+    """The tensors, or copies where kernels need some."""
+    if not any(plan.copies):
+        return tensors
+    return tuple(
+        t if shape is None else t.expand(shape).contiguous()
+        for t, shape in zip(tensors, plan.copies, strict=True)
+    )
+
+
+def numbers_of(plan: SoftmaxPlan, scale) -> tuple[tuple, torch.Tensor | None]:
+    """The scale as a launch takes it, and a tensor to keep until then."""
+    number = host_value("scale", scale, 0)
+    if number is not None:
+        check_host("scale", number, ANY_NUMBER)
+        return (number, 0), None
+    if scale.device.type == "cpu":
+        check_tensor("scale", scale, ANY_NUMBER, dimensions=0)
+    tensor = on_device("scale", scale, plan.device, plan.sums)
+    return (0.0, tensor.data_ptr()), tensor
+
+
+# Tensors as kernels see them.
+
+
+def _values(t: torch.Tensor) -> View:
+    *lead, slot, row, column = t.stride()
+    inner = (slot if t.shape[-3] > 1 else 0, row, column)
+    return View(tuple(t.shape), tuple(lead), inner, address_of(t) & 15 or 16)
+
+
+def _new(shape: tuple[int, ...]) -> View:
+    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
+    return View(tuple(shape), tuple(strides[:-3]), tuple(strides[-3:]), 16)
+
+
+def _dense(layout: Layout, name: str, t: torch.Tensor, lead: tuple[int, ...]) -> View:
+    """rpe or a mask, expanded to the batch, its inner strides those of heads, lines, columns."""
+    alignment = address_of(t) & 15 or 16
+    if name == "attn_mask":
+        return View(tuple(t.shape), (0,) * len(lead), (0, *t.stride()), alignment)
+    if name == "key_padding_mask":
+        shape = (*lead, layout.shape[1])
+        strides = t.expand(shape).stride()
+        return View(shape, strides[:-1], (0, 0, strides[-1]), alignment)
+    heads = () if layout.heads is None else (layout.heads,)
+    shape = (*lead, *heads, *layout.shape)
+    strides = t.expand(shape).stride()
+    head = strides[-3] if heads and heads[0] > 1 else 0
+    return View(shape, strides[: len(lead)], (head, *strides[-2:]), alignment)
+
+
+def _batch(lead: tuple, views: list[View]) -> tuple[tuple[int, int], list[Operand], Shapes]:
+    """The batch as two dimensions, the operands, and shapes of the copies of those that have no
+    such strides."""
+    sizes, strides = _merged(lead, [view.batch for view in views])
+    if len(sizes) <= 2:
+        empty = (1,) * (2 - len(sizes))
+        pairs = [(*(0,) * len(empty), *each) for each in strides]
+        operands = [_operand(pair, view) for pair, view in zip(pairs, views, strict=True)]
+        return (*empty, *sizes), operands, (None,) * len(views)
+    found = []
+    for view in views:
+        outer = folded(lead, view.batch)
+        found.append((view, outer, None) if outer is not None else _copied(lead, view))
+    operands = [_operand((0, outer), view) for view, outer, _ in found]
+    return (1, math.prod(lead)), operands, tuple(shape for *_, shape in found)
+
+
+def _copied(lead: tuple, view: View) -> tuple[View, int, tuple[int, ...]]:
+    """A contiguous copy, its stride from one entry of the batch to the next, and its shape."""
+    own = view.shape[len(lead) :]
+    strides = [math.prod(own[index + 1 :]) for index in range(len(own))]
+    inner = (*(0,) * (3 - len(own)), *strides)
+    return view._replace(inner=inner, alignment=16), math.prod(own), view.shape
+
+
+def _operand(batch: tuple, view: View) -> Operand:
+    return Operand((*batch, *view.inner), view.alignment)
+
+
+def _merged(lead: tuple, strides: list[tuple]) -> tuple[tuple, list[tuple]]:
+    """The dimensions of a batch and each operand's strides, as few as they can be: those of size 1
+    are left out, neighbours that are one to every operand are one."""
+    sizes, columns = [], []
+    for size, column in zip(lead, zip(*strides, strict=True), strict=True):
+        if size == 1:
+            continue
+        if sizes and all(o == i * size for o, i in zip(columns[-1], column, strict=True)):
+            sizes[-1] *= size
+            columns[-1] = column
+        else:
+            sizes.append(size)
+            columns.append(column)
+    return tuple(sizes), list(zip(*columns, strict=True)) if columns else [()] * len(strides)

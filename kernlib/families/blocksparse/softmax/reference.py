@@ -1,0 +1,133 @@
+"""Softmax over stored blocks in PyTorch, differentiable as often as is asked for, and its gradient.
+
+What rows have in common is found by laying a number of each row of each block out by line and
+column, where each block has a place of its own: sums are the same each time on every device, and
+nobody waits for one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
+from kernlib.runtime.dtypes import accumulator
+
+LOWEST = -torch.inf
+
+
+def softmax(
+    descriptor: BlockSparseSoftmax, layout: Layout, x: torch.Tensor, scale, parameters: dict
+) -> torch.Tensor:
+    """What ``descriptor`` describes of values (..., capacity, rows, columns), in their dtype; half
+    types are computed in float32."""
+    wide = accumulator(x.dtype)
+    live = _live(layout)[:, None, None]
+    if _is_empty(layout):
+        return torch.where(live, x, 0.0)
+    if isinstance(scale, torch.Tensor):
+        scale = scale.to(x.device, wide)
+    logits = _logits(descriptor, layout, x.to(wide) * scale, parameters)
+    logits = torch.where(live, logits, LOWEST)
+    most = _over_rows(layout, logits.detach().amax(-1), LOWEST)
+    most = torch.where(most == LOWEST, 0.0, most)
+    powers = torch.exp(logits - most.unsqueeze(-1))
+    sums = row_sums(layout, powers.sum(-1)).unsqueeze(-1)
+    y = powers / torch.where(sums == 0.0, 1.0, sums)
+    return torch.where(live, y, 0.0).to(x.dtype).contiguous()
+
+
+def gradient(layout: Layout, grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``y * (grad - sum(y * grad))``, that of a softmax by its logits; of half types in float32."""
+    live = _live(layout)[:, None, None]
+    wide = accumulator(y.dtype)
+    y, grad = torch.where(live, y, 0.0).to(wide), torch.where(live, grad, 0.0).to(wide)
+    if _is_empty(layout):
+        return y
+    return y * (grad - row_sums(layout, (y * grad).sum(-1)).unsqueeze(-1))
+
+
+def row_sums(layout: Layout, parts: torch.Tensor) -> torch.Tensor:
+    """Of a number of each row of each block (..., capacity, rows) the sum over the whole row, in
+    the same places."""
+    return _over_rows(layout, parts, 0.0)
+
+
+def _over_rows(layout: Layout, parts: torch.Tensor, empty: float) -> torch.Tensor:
+    """The sum of each row, or the largest, where ``empty`` is -inf."""
+    rows, cols = _lines(layout)
+    lines, across = (layout.heads or 1) * layout.grid[0], layout.grid[1]
+    at = torch.where(_live(layout), rows * across + cols, lines * across)  # or a place behind all
+    shape = (*parts.shape[:-2], lines * across + 1, parts.shape[-1])
+    spread = parts.new_full(shape, empty).index_copy(parts.dim() - 2, at, parts)
+    whole = spread.narrow(spread.dim() - 2, 0, lines * across)
+    apart = whole.reshape(*parts.shape[:-2], lines, across, parts.shape[-1])
+    found = apart.amax(-2) if empty == LOWEST else apart.sum(-2)
+    return found.index_select(found.dim() - 2, rows)
+
+
+def _logits(descriptor: BlockSparseSoftmax, layout: Layout, x, parameters: dict) -> torch.Tensor:
+    """Of x times the scale: what is added first, then what is taken out."""
+    masks = {name: _blocks_of(layout, name, value) for name, value in parameters.items()}
+    taken = []
+    for name, blocks in masks.items():
+        if blocks.dtype == torch.bool:
+            taken.append(blocks)
+        elif name != "rpe" and getattr(descriptor, name) == "mul":
+            taken.append(blocks != 0.0)
+        else:
+            x = x + blocks.to(x.dtype)
+    if descriptor.causal:
+        taken.append(_is_at_most_diagonal(layout))
+    for kept in taken:
+        x = torch.where(kept, x, LOWEST)
+    return x
+
+
+def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
+    """A dense tensor at the stored blocks: what broadcasts to (..., capacity, rows, columns)."""
+    (rows, cols), (grid_rows, grid_cols) = layout.block, layout.grid
+    line, across = _lines(layout)
+    if name == "key_padding_mask":
+        whole = given.expand(*given.shape[:-1], layout.shape[1])
+        found = whole.unflatten(-1, (grid_cols, cols)).index_select(given.dim() - 1, across)
+        return found.unsqueeze(-2)
+    least = 2 if layout.heads is None or name == "attn_mask" else 3
+    given = given.reshape(*(1,) * (least - given.dim()), *given.shape)
+    whole = given.expand(*given.shape[:-2], *layout.shape)
+    whole = whole.unflatten(-2, (grid_rows, rows)).unflatten(-1, (grid_cols, cols))
+    down = line % grid_rows
+    if least == 2:
+        found = whole[..., down, :, across, :]
+    else:
+        head = torch.div(line, grid_rows, rounding_mode="floor")
+        head = head if given.shape[-3] > 1 else torch.zeros_like(head)
+        found = whole[..., head, down, :, across, :]
+    return found.movedim(0, -3)  # where indices stand apart theirs is the first dimension
+
+
+def _is_at_most_diagonal(layout: Layout) -> torch.Tensor:
+    """Of each stored element (capacity, rows, columns) whether its column is not behind its row."""
+    line, across = _lines(layout)
+    rows, cols = layout.block
+    down, behind = (
+        torch.arange(size, dtype=line.dtype, device=line.device) for size in (rows, cols)
+    )
+    row = (line % layout.grid[0] * rows)[:, None] + down
+    col = (across * cols)[:, None] + behind
+    return col[:, None, :] <= row[:, :, None]
+
+
+def _live(layout: Layout) -> torch.Tensor:
+    return layout.tensors[3] >= 0
+
+
+def _lines(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Line and column of each slot's block, 0 of slots that hold none."""
+    rows, cols = (t.long().clamp(min=0) for t in layout.tensors[3:5])
+    return rows, cols
+
+
+def _is_empty(layout: Layout) -> bool:
+    """Whether there is no place for a block."""
+    return 0 in layout.grid

@@ -1,0 +1,341 @@
+"""Attention over the stored blocks of a layout, as a function and in place of
+``nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernlib.descriptors.base import check_flag, shown
+from kernlib.families.blocksparse.contents.given import Mask, checked_device
+from kernlib.families.blocksparse.contents.sizes import checked_count
+from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
+from kernlib.families.blocksparse.functions import dsd, sdd
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.softmax.functions import softmax
+from kernlib.nn.block_sparse_weight import checked_dtype
+from kernlib.runtime.tensors import check_dense
+
+MODES = ("add", "mul")
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    scale: float | torch.Tensor | None = None,
+    *,
+    rpe: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    key_padding_mask_mode: str = "add",
+    attn_mask_mode: str = "add",
+    causal: bool = False,
+    key_transposed: bool = False,
+    precision: str | None = None,
+) -> torch.Tensor:
+    """``softmax(q k^T * scale + rpe + masks) v`` over the stored blocks of a layout of (Lq, Lk).
+
+    - ``q`` (..., H, Lq, D), ``k`` (..., H, Lk, D), or with ``key_transposed`` (..., H, D, Lk), and
+      ``v`` (..., H, Lk, Dv) of one dtype, of any strides; the result is (..., H, Lq, Dv).
+    - ``layout``: of H heads, or without heads one for all.
+    - ``scale``: a number or a tensor of shape (), by default ``1 / sqrt(D)``.
+    - ``rpe``, masks, their modes and ``causal``: as those of
+      :func:`kernlib.blocksparse.softmax`, with Z for the dimensions in front of H: rpe broadcasts
+      to (Z, H, Lq, Lk), key_padding_mask to (Z, Lk), and attn_mask is (Lq, Lk). In a mask of bools
+      True takes part. Rows that nothing is left of are 0, and so are their gradients.
+    - ``precision``: of float32, as in :class:`kernlib.BlockSparseMatmul`.
+
+    Scores and probabilities are stored, three kernels one after the other. Raises TypeError and
+    ValueError that name the argument. The operation is that of Torch-Blocksparse, after Child et
+    al., "Generating Long Sequences with Sparse Transformers" (2019).
+    """
+    check_dense(("q", "k", "v"), q=q, k=k, v=v)
+    check_flag("key_transposed", key_transposed)
+    _check_sizes(q, k, v, layout, key_transposed)
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(1, q.shape[-1]))
+    scores = sdd(q, k, layout, transpose_b=not key_transposed, precision=precision)
+    if key_padding_mask is not None and layout.heads is None:
+        check_dense((), key_padding_mask=key_padding_mask)
+        if key_padding_mask.dim() > 1:  # heads are of the batch then
+            key_padding_mask = key_padding_mask.unsqueeze(-2)
+    weights = softmax(
+        scores, layout, scale, rpe, key_padding_mask, attn_mask, key_padding_mask_mode,
+        attn_mask_mode, causal,
+    )  # fmt: skip
+    return dsd(weights, v, layout, precision=precision)
+
+
+def _check_sizes(q, k, v, layout, key_transposed: bool) -> None:
+    """Raises TypeError and ValueError."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout must be a kernlib.blocksparse.Layout, got {type(layout).__name__}; "
+            "Layout(mask, block) makes one"
+        )
+    (rows, cols), heads = layout.shape, layout.heads
+    key_axis, key_end = (-1, f"D, {cols}") if key_transposed else (-2, f"{cols}, D")
+    for name, t, axis, size, end in (
+        ("q", q, -2, rows, f"{rows}, D"),
+        ("k", k, key_axis, cols, key_end),
+        ("v", v, -2, cols, f"{cols}, Dv"),
+    ):
+        if t.dim() < 3 or t.shape[axis] != size:
+            raise ValueError(
+                f"{name} must be (..., H, {end}) for a layout of {layout.text}, got "
+                f"{tuple(t.shape)}"
+            )
+        if heads is not None and t.shape[-3] not in (1, heads):
+            raise ValueError(f"{name} must have {heads} heads as layout does, got {t.shape[-3]}")
+
+
+class BlockSparseMultiheadAttention(nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` over the stored blocks of a layout.
+
+    - ``embed_dim``, ``num_heads``, ``bias``, ``kdim``, ``vdim``, ``batch_first``, ``device``,
+      ``dtype``: as those of ``nn.MultiheadAttention``, whose parameters these are, drawn in the
+      same order: either's ``state_dict`` loads into the other.
+    - ``layout``: a :class:`kernlib.blocksparse.Layout` of (query length, key length), of
+      ``num_heads`` heads or without heads; or its mask, of blocks of size ``block``; or a function
+      of the two lengths that makes one, which each module asks once a pair of lengths. It is no
+      part of ``state_dict``, moves with the layer, and several modules may share it.
+    - ``dropout``, ``add_bias_kv``, ``add_zero_attn``: must be 0 and False, else NotImplementedError
+      is raised: the last two would change the length of keys.
+    - ``key_padding_mask_mode``, ``attn_mask_mode``: ``"add"`` for masks as
+      ``nn.MultiheadAttention`` has them: floats are added, and of bools True is left out. ``"mul"``
+      for factors: 0 and False are left out, anything else takes part.
+    - ``precision``: of float32, as in :class:`kernlib.BlockSparseMatmul`.
+
+    ``layer(query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
+    average_attn_weights=True, is_causal=False, rpe=None)`` with (L, B, E) inputs, or (B, L, E) if
+    ``batch_first``, or without B, returns ``(output, None)``: weights are never returned. Keys and
+    values of other lengths and sizes than queries are taken. ``is_causal`` leaves out columns
+    behind the row, with or without an ``attn_mask``, which is (Lq, Lk). ``rpe`` broadcasts to
+    (B, H, Lq, Lk) and is added. Rows that masks leave nothing of have an attention of 0, where
+    ``nn.MultiheadAttention`` has NaN.
+
+    Raises TypeError and ValueError for other arguments, such as lengths that are not the layout's.
+    The layer is Torch-Blocksparse's ``MultiheadAttention``, whose ``attn_mask_mode`` is "mul" by
+    default.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        layout: Layout | Mask | Callable[[int, int], Layout],
+        block: int | tuple[int, int] | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "add",
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: str | None = None,
+    ):
+        _refuse(dropout, add_bias_kv, add_zero_attn)
+        _check_sizes_of(embed_dim, num_heads, kdim, vdim)
+        check_flag("bias", bias)
+        check_flag("batch_first", batch_first)
+        device = None if device is None else checked_device(device)
+        modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
+        for name, mode in modes.items():
+            if not isinstance(mode, str) or mode not in MODES:
+                raise ValueError(f"{name} must be one of {MODES}, got {shown(mode)}")
+        dtype = checked_dtype(dtype)
+        BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
+        made = _as_layout(layout, block, num_heads)
+        super().__init__(
+            embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        # Layers of transformers that find True here multiply by the weights themselves.
+        self._qkv_same_embed_dim = False
+        self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
+        self.precision = precision
+        self._layout, self._of_lengths = (made, None) if isinstance(made, Layout) else (None, made)
+        self._made: dict[tuple[int, int], Layout] = {}  # of lengths
+        self._settle()
+
+    @property
+    def layout(self) -> Layout | None:
+        """Which blocks are stored, None where a function makes it of lengths: see
+        :meth:`layout_of`. Its ``update_`` changes them."""
+        return self._layout
+
+    def layout_of(self, query_length: int, key_length: int) -> Layout:
+        """The layout of these lengths, on the layer's device. Raises ValueError where there is
+        none, TypeError where the function makes something else."""
+        found, key = self._layout, (query_length, key_length)
+        if found is None:
+            found = self._made.get(key)
+        if found is None:
+            made = self._of_lengths(*key)
+            if not isinstance(made, Layout):
+                raise TypeError(f"layout{key} must be a Layout, got {type(made).__name__}")
+            _check_layout_heads(made, self.num_heads)
+            found = self._made[key] = made
+            self._settle()
+            found = self._made[key]
+        if found.shape != key:
+            raise ValueError(
+                f"query and key have lengths {key}, and the layout is of {found.shape}; pad them, "
+                "or make another layout"
+            )
+        return found.to(self.out_proj.weight.device)  # itself but for meta
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        rpe: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """See the class."""
+        check_dense(("query", "key", "value"), query=query, key=key, value=value)
+        _check_inputs(self, query, key, value)
+        check_flag("is_causal", is_causal)
+        axis = 0 if query.dim() == 2 or not self.batch_first else 1
+        layout = self.layout_of(query.shape[axis], key.shape[axis])
+        q, k, v = (self._heads(t) for t in self._projected(query, key, value))
+        key_mask = _as_softmax("key_padding_mask", key_padding_mask, self.key_padding_mask_mode)
+        mask = _as_softmax("attn_mask", attn_mask, self.attn_mask_mode)
+        found = block_sparse_attention(
+            q, k, v, layout, rpe=rpe, key_padding_mask=key_mask, attn_mask=mask,
+            key_padding_mask_mode=self.key_padding_mask_mode, attn_mask_mode=self.attn_mask_mode,
+            causal=is_causal, precision=self.precision,
+        )  # fmt: skip
+        found = found.transpose(-3, -2).flatten(-2)  # (B, L, E), or without B
+        if query.dim() == 3 and not self.batch_first:
+            found = found.transpose(0, 1)
+        return F.linear(found, self.out_proj.weight, self.out_proj.bias), None
+
+    def _projected(self, query, key, value) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of the heads, side by side in the last dimension."""
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if weight is None:
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        elif query is key and key is value:
+            return F.linear(query, weight, bias).chunk(3, -1)
+        else:
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            weights = weight.chunk(3)
+        inputs = query, key, value
+        return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(L, B, E) or (B, L, E) as (B, H, L, D), a view; (L, E) as (H, L, D)."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if x.dim() == 4 and not self.batch_first:
+            x = x.transpose(0, 1)
+        return x.transpose(-3, -2)
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
+
+    def _settle(self) -> None:
+        """Move layouts to where the weights are, but to meta, where their contents would be
+        lost."""
+        place = self.out_proj.weight.device
+        if place.type == "meta":
+            return
+        if self._layout is not None:
+            self._layout = self._layout.to(place)
+        self._made = {key: made.to(place) for key, made in self._made.items()}
+
+
+def _refuse(dropout, add_bias_kv, add_zero_attn) -> None:
+    if not isinstance(dropout, (int, float)):
+        raise TypeError(f"dropout must be 0.0, got {shown(dropout)}")
+    if dropout != 0:
+        raise NotImplementedError(
+            f"dropout of block-sparse attention is not supported, got {shown(dropout)}; use 0.0"
+        )
+    for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+        check_flag(name, given)
+        if given:
+            raise NotImplementedError(
+                f"{name} is not supported: it would change the length of keys, which is the "
+                "layout's"
+            )
+
+
+def _check_sizes_of(embed_dim, num_heads, kdim, vdim) -> None:
+    """Raises TypeError and ValueError."""
+    checked_count("embed_dim", embed_dim, 1)
+    checked_count("num_heads", num_heads, 1)
+    for name, size in (("kdim", kdim), ("vdim", vdim)):
+        if size is not None:
+            checked_count(name, size, 1)
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
+        )
+
+
+def _as_layout(layout, block, heads: int) -> Layout | Callable:
+    """A layout, or what makes one of lengths. Raises TypeError and ValueError."""
+    known = isinstance(layout, Layout)
+    if block is not None and (known or callable(layout)):
+        raise ValueError("block goes with a mask; a Layout, and what makes one, has its own")
+    if not known and callable(layout):
+        return layout
+    if not known:
+        if block is None:
+            raise ValueError("block must be given with a mask: the size of its blocks")
+        layout = Layout(layout, block)
+    _check_layout_heads(layout, heads)
+    return layout
+
+
+def _check_layout_heads(layout: Layout, heads: int) -> None:
+    if layout.heads not in (None, heads):
+        raise ValueError(f"layout must have num_heads = {heads} heads, or none, got {layout.heads}")
+
+
+def _check_inputs(layer: nn.MultiheadAttention, query, key, value) -> None:
+    """Raises TypeError and ValueError."""
+    inputs = {"query": query, "key": key, "value": value}
+    order = "(B, L, {0}) or (L, {0})" if layer.batch_first else "(L, B, {0}) or (L, {0})"
+    sizes = layer.embed_dim, layer.kdim, layer.vdim
+    for (name, x), size in zip(inputs.items(), sizes, strict=True):
+        if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != size:
+            raise ValueError(f"{name} must be {order.format(size)}, got {tuple(x.shape)}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            f"key and value must have one length and batch, got {tuple(key.shape)} and "
+            f"{tuple(value.shape)}"
+        )
+    batch = 0 if layer.batch_first else 1
+    if query.dim() == 3 and query.shape[batch] != key.shape[batch]:
+        raise ValueError(
+            f"query and key must have one batch, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+
+
+def _as_softmax(name: str, mask, mode: str) -> torch.Tensor | None:
+    """A mask as softmax takes it: of bools True takes part there."""
+    check_dense((), **{name: mask})
+    if mask is None or mask.dtype != torch.bool or mode == "mul":
+        return mask
+    return ~mask

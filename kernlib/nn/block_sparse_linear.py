@@ -1,0 +1,245 @@
+"""A linear layer whose trainable weight is stored in blocks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from kernlib.descriptors.base import check_flag
+from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.families.blocksparse.contents.sizes import checked_count
+from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
+from kernlib.families.blocksparse.functions import sdd
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.nn import block_sparse_growth as growth
+from kernlib.nn.activations import activate, as_activation, as_steps
+from kernlib.nn.block_sparse_weight import (
+    BlockSparseModule,
+    checked_dtype,
+    layout_for,
+    layout_of_weight,
+)
+from kernlib.nn.kronecker_sparse_algorithms import autocasts
+from kernlib.run import run_kernel
+from kernlib.runtime.tensors import check_dense
+
+
+class BlockSparseLinear(BlockSparseModule):
+    """``activation(x W^T + bias)`` with a trainable block-sparse ``W`` (out_features, in_features),
+    in place of ``nn.Linear``.
+
+    - ``layout``: a :class:`kernlib.blocksparse.Layout` without heads of that matrix, of which the
+      layer holds a copy; or the size of its blocks, an int or two (rows, columns), of which then a
+      part ``density`` is drawn by torch's generator of the CPU.
+    - ``bias``: whether there is one.
+    - ``device``, ``dtype``: as those of ``nn.Linear``, the device by default the layout's; float16,
+      bfloat16, float32 or float64.
+    - ``activation``: ``"relu"``, ``"gelu"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``,
+      ``"leaky_relu"``, or epilogues without arguments such as ``kernlib.Gelu("tanh")``, in the same
+      kernel.
+    - ``density``, ``capacity``: with a size of blocks, the part of all that is stored, and for how
+      many there is room if that is more.
+    - ``precision``: of float32, as in :class:`kernlib.BlockSparseMatmul`.
+
+    x is (..., in_features), of any number of dimensions from one on. ``weight`` (capacity, block
+    rows, block columns) is the parameter, in the order of the layout; see :meth:`to_dense`. A new
+    weight is uniform in ``±1/sqrt(n)``, where n of its row's entries are stored: that is
+    ``nn.Linear``'s Kaiming initialisation with the fan-in of what is there, so that outputs have
+    the variance of ``nn.Linear``'s; the bias is uniform in ``±1/sqrt(in_features)``.
+
+    ``state_dict`` holds the layout as tensors, which are looked at when it is loaded, into a layer
+    of the same sizes, blocks and capacity. On "meta" a layer has no contents: what comes from there
+    by ``to_empty`` stores no block until a state is loaded. :meth:`drop_`, :meth:`regrow_` and
+    :meth:`update_` change in place which blocks are stored.
+
+    Raises TypeError and ValueError for arguments that are none of these, such as sizes that are no
+    multiple of a block's. The layer is Torch-Blocksparse's ``Linear``.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        layout: Layout | int | tuple[int, int],
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | Epilogue | None = None,
+        density: float | None = None,
+        capacity: int | None = None,
+        precision: str | None = None,
+    ):
+        self._check(in_features, out_features, bias, dtype)
+        found = layout_for(layout, (out_features, in_features), density, capacity, device)
+        self._begin(found, bias, dtype, activation, precision)
+        self.reset_parameters()
+
+    @staticmethod
+    def _check(in_features, out_features, bias, dtype) -> None:
+        checked_count("in_features", in_features, 0)
+        checked_count("out_features", out_features, 0)
+        check_flag("bias", bias)
+        checked_dtype(dtype)
+
+    def _begin(self, layout: Layout, bias: bool, dtype, activation, precision) -> None:
+        """Everything but values."""
+        super().__init__(layout, dtype)
+        self._activation, self._precision = as_activation(activation), precision
+        steps = as_steps(self._activation)
+        self._steps = steps
+        # Built here, as Dynamo cannot.
+        self._plain, self._biased = self._describe(()), self._describe((Bias(),))
+        self._affine = self._describe((Bias(),) if bias else (), ())
+        zeros = nn.Parameter(self.weight.new_zeros(layout.shape[0])) if bias else None
+        self.register_parameter("bias", zeros)
+
+    def _describe(self, bias: tuple, activation: tuple | None = None) -> BlockSparseMatmul:
+        epilogue = (*bias, *(self._activation if activation is None else activation))
+        return BlockSparseMatmul(
+            "dds", transpose_b=True, epilogue=epilogue, precision=self._precision
+        )
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        block: int | tuple[int, int],
+        density: float = 1.0,
+        criterion: str = "magnitude",
+        per: str = "matrix",
+        *,
+        activation: str | Epilogue | None = None,
+        capacity: int | None = None,
+        precision: str | None = None,
+    ) -> BlockSparseLinear:
+        """The layer with the blocks of the weight of ``linear`` that stay, and copies of its bias,
+        dtype, device, mode and of what requires a gradient.
+
+        - ``block``: an int, or two (rows, columns).
+        - ``density``: the part of all blocks that stays: exactly ``round(density * n)`` of n.
+        - ``criterion``: ``"magnitude"`` keeps those of largest Frobenius norm, of equal ones the
+          first, ``"random"`` draws them.
+        - ``per``: ``"matrix"`` counts over all blocks, ``"row"`` over each row of blocks, which
+          then hold as many each.
+        - ``capacity``: for how many blocks there is room, if that is more.
+
+        Nothing waits for a GPU. Raises TypeError for what is no ``nn.Linear`` of these dtypes,
+        ValueError for sizes that are no multiple of a block's, a weight without values, and other
+        arguments.
+        """
+        weight = check_linear(linear)
+        layout = layout_of_weight(weight, block, density, criterion, per, capacity)
+        made = cls.__new__(cls)
+        made._begin(layout, linear.bias is not None, weight.dtype, activation, precision)
+        with torch.no_grad():
+            made.weight.copy_(layout.to_blocks(weight.detach()))
+            if linear.bias is not None:
+                made.bias.copy_(linear.bias)
+                made.bias.requires_grad_(linear.bias.requires_grad)
+        made.weight.requires_grad_(weight.requires_grad)
+        return made.train(linear.training)
+
+    in_features = property(lambda self: self._layout.shape[1], doc="Features of the input.")
+    out_features = property(lambda self: self._layout.shape[0], doc="Features of the output.")
+    activation = property(lambda self: self._activation, doc="Epilogues after the bias.")
+    precision = property(lambda self: self._precision, doc="Of float32 in the kernel.")
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias anew."""
+        with torch.no_grad():
+            self.weight.uniform_(-1.0, 1.0).mul_(growth.bounds(self._layout))
+            if self.bias is not None:
+                bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+                self.bias.uniform_(-bound, bound)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features). Raises TypeError and ValueError for another
+        input."""
+        check_dense(("input",), input=input)
+        layout, weight, bias = self._here(), self.weight, self.bias
+        check_input(input, weight, layout.shape[1])
+        # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
+        if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():
+            input = input.clone()  # which may be kept for a gradient
+        lead = input.shape[:-1]
+        x = input
+        if len(lead) != 1:
+            x = input.flatten(0, -2) if lead else input.unsqueeze(0)
+        given = {} if bias is None else {"bias": bias}
+        if self._candidates is not None and torch.is_grad_enabled():
+            y = run_kernel(self._affine, layout, x, weight, **given)
+            y = activate(self._steps, self._watch(y, x))
+        else:
+            descriptor = self._biased if given else self._plain
+            y = run_kernel(descriptor, layout, x, weight, **given)
+        return y if len(lead) == 1 else y.reshape(*lead, layout.shape[0])
+
+    def _candidate_gradient(self, grad, x, candidates: Layout) -> torch.Tensor:
+        return sdd(grad, x, candidates, transpose_a=True, precision=self._precision)
+
+    def to_dense(self) -> torch.Tensor:
+        """W (out_features, in_features), differentiable; activation and bias are not in it."""
+        return self._here().to_dense(self.weight)
+
+    def to_linear(self) -> nn.Linear:
+        """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
+        it."""
+        like = {"device": self.weight.device, "dtype": self.weight.dtype}
+        made = nn.utils.skip_init(
+            nn.Linear, self.in_features, self.out_features, self.bias is not None, **like
+        )
+        with torch.no_grad():
+            made.weight.copy_(self.to_dense())
+            if self.bias is not None:
+                made.bias.copy_(self.bias)
+        return made.train(self.training)
+
+    def extra_repr(self) -> str:
+        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
+        parts += [f"bias={self.bias is not None}", describe_layout(self._layout)]
+        parts += [f"activation={epilogue}" for epilogue in self._activation]
+        parts += [] if self._precision is None else [f"precision={self._precision!r}"]
+        return ", ".join(parts)
+
+
+def describe_layout(layout: Layout) -> str:
+    """What a layer shows of its layout; how dense that is takes a look at a GPU."""
+    parts = [f"block={layout.block}", f"capacity={layout.capacity}"]
+    parts += [] if layout.device.type == "meta" else [f"density={layout.density:.3g}"]
+    return ", ".join(parts)
+
+
+def check_input(input: torch.Tensor, weight: torch.Tensor, features: int) -> None:
+    """Raises TypeError and ValueError for what a linear layer does not take."""
+    if input.dim() == 0 or input.shape[-1] != features:
+        raise ValueError(f"input must have shape (..., {features}), got {tuple(input.shape)}")
+    if input.device != weight.device:
+        raise ValueError(
+            f"input must be on {weight.device} as the layer's weight is, got {input.device}"
+        )
+    if input.dtype != weight.dtype and not autocasts(input.device):
+        raise TypeError(f"input must be {weight.dtype} as the layer's weight is, got {input.dtype}")
+
+
+def check_linear(linear) -> torch.Tensor:
+    """The weight of a linear layer. Raises TypeError and ValueError for what has none with
+    values."""
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+    weight = getattr(linear, "weight", None)
+    check_dense(("the weight of linear",), **{"the weight of linear": weight})
+    if weight.dim() != 2:
+        raise ValueError(
+            "the weight of linear must be a matrix (out_features, in_features), got shape "
+            f"{tuple(weight.shape)}"
+        )
+    checked_dtype(weight.dtype)
+    if weight.is_meta:
+        raise ValueError("the weight is on meta, without values to choose blocks by: load it first")
+    return weight

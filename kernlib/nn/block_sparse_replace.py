@@ -1,0 +1,81 @@
+"""Swap the ``nn.Linear`` layers of a model for :class:`kernlib.nn.BlockSparseLinear`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from torch import nn
+
+from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
+from kernlib.nn.block_sparse_linear import BlockSparseLinear, check_linear
+from kernlib.nn.block_sparse_weight import check_multiple, check_options
+from kernlib.nn.sparse_replace import _check_filter as check_filter
+from kernlib.nn.sparse_replace import _places as places_of
+
+
+def block_sparsify(
+    model: nn.Module,
+    block: int | tuple[int, int],
+    density: float,
+    filter: str | Callable[[str, nn.Linear], bool] | None = None,
+    criterion: str = "magnitude",
+    per: str = "matrix",
+    precision: str | None = None,
+) -> dict[str, BlockSparseLinear]:
+    """Swap the ``nn.Linear`` layers of ``model`` for :class:`BlockSparseLinear` in place, and
+    return the new ones by their names.
+
+    - ``block``, ``density``, ``criterion``, ``per``, ``precision``: as of
+      :meth:`BlockSparseLinear.from_linear`.
+    - ``filter``: which layers: those for which this function of name and layer is true, or in whose
+      name this regular expression is found, such as ``r"mlp|[qkvo]_proj"``; None takes all. Leave
+      out a head that shares the weight of an embedding, and layers whose features are no multiple
+      of the block's.
+
+    The dense weight of each layer is let go before the next one. dtype, device, training mode and
+    what requires a gradient stay as they were; weight and bias are new parameters, so make an
+    optimizer after this. A layer that stands in several places is swapped in all of them. Swapped
+    is only ``nn.Linear`` itself: what derives from it may be more.
+
+    Raises, with ``model`` as it was, ValueError that names the layer for features that are no
+    multiple of the block's, for a weight that another module holds too and for one without values,
+    such as on "meta", TypeError that names it for one of another dtype than float16, bfloat16,
+    float32 and float64, and TypeError for a ``model`` that is an ``nn.Linear`` itself.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_filter(filter)
+    block = check_options(block, density, criterion, per)
+    BlockSparseMatmul("dds", precision=precision)  # which says what is wrong with a precision
+    if isinstance(model, nn.Linear):
+        raise TypeError(
+            "model is an nn.Linear itself, in no place to be swapped: use "
+            "BlockSparseLinear.from_linear"
+        )
+    places = places_of(model, filter)
+    _check_all(model, places, block)
+    new = {}
+    while places:
+        layer, where = next(iter(places.items()))
+        made = BlockSparseLinear.from_linear(
+            layer, block, density, criterion, per, precision=precision
+        )
+        for parent, child, name in where:
+            setattr(parent, child, made)
+            new[name] = made
+        del places[layer], layer  # and with it the dense weight
+    return new
+
+
+def _check_all(model: nn.Module, places: dict, block: tuple[int, int]) -> None:
+    """Raises TypeError or ValueError, naming the layer, for the first that cannot be swapped."""
+    holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+    for layer, where in places.items():
+        name = where[0][2]
+        try:
+            check_multiple(tuple(check_linear(layer).shape), block)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        if holders[id(layer.weight)] > 1:
+            raise ValueError(f"{name} shares its weight with another module; leave it out")

@@ -1,0 +1,238 @@
+"""Hopper's kernels of products with blocks of 64 and 128, and of 16 and 32, on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.families.blocksparse.layout import NAMES
+from kernlib.families.blocksparse.lowering import hopper, narrow, sampled_hopper
+from tests.families.blocksparse.emulated import (
+    GATES,
+    Case,
+    error,
+    guarded,
+    is_intact,
+    layout_of,
+    sdd_problem,
+    spmm_problem,
+    strided,
+    whole_matrix,
+)
+from tests.support.compiled_kernels import compiled
+from tests.support.emulation import maps
+from tests.support.emulation.emulator import COMPILER, Emulator
+
+ARCH = hopper.ARCH
+COUNT = 5  # multiprocessors, so that a block has several tiles
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+EPILOGUES = {
+    "none": (),
+    "gelu": (kl.Bias(), kl.Gelu()),
+    "relu": (kl.Bias(), kl.Relu()),
+    "add": (kl.Add(),),
+}
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+def run(emulator: Emulator, lowered, layout, scalars=(), **operands) -> None:
+    known = {**dict(zip(NAMES, layout.tensors, strict=True)), **operands}
+    known["workspace"] = torch.full((lowered.workspace,), 77, dtype=torch.uint8)
+    for step in lowered.steps:
+        addresses = [known[name].data_ptr() + at for name, at in step.pointers]
+        maps.launch(emulator, step, addresses, scalars)
+
+
+def product_of(emulator: Emulator, case: Case, orders=("rows", "rows"), epilogue: str = "none"):
+    """The result of a case by its kernel, and in float64 up to the epilogue."""
+    kernel = narrow if case.block[0] < 64 else hopper
+    layout = layout_of(case, room=2)
+    values = torch.randn(case.batch, layout.capacity, *case.block).to(case.dtype)
+    values[:, int(layout.nnz) :] = float("nan")
+    matrix = whole_matrix(layout, values.nan_to_num(0.0))
+    matrix = matrix.mT if case.transposed else matrix
+    lines, depth = matrix.shape[-2:]
+    dense = strided((case.batch, case.heads, depth, case.columns), orders[0], case.dtype)
+    out = guarded((case.batch, case.heads, lines, case.columns), orders[1], case.dtype)
+    y = strided(tuple(out.shape), "rows", case.dtype)
+    others = {"bias": {"vector0": torch.randn(lines).to(case.dtype)}, "add": {"summand0": y}}
+    given = others.get("bias" if epilogue == "relu" else epilogue, {})
+    problem = spmm_problem(case, layout, values, dense, out, [y] if epilogue == "add" else [])
+    assert kernel.takes(problem, ARCH)
+    lowered = kernel.lower(EPILOGUES[epilogue], problem, ARCH, COUNT)
+    scalars = (0.5,) if epilogue == "add" else ()
+    run(emulator, lowered, layout, scalars, values=values, dense=dense, out=out, **given)
+    assert is_intact(out)
+    wanted = matrix @ dense.double()
+    if epilogue == "relu":
+        wanted = (wanted + given["vector0"].double()[:, None]).relu()
+    if epilogue == "add":
+        wanted = wanted + y.double() / 2
+    return out, wanted
+
+
+CASES = {
+    "64": Case("float16", (64, 64), (3, 35), 0.2, 2, 2, 72),
+    "64 transposed": Case("bfloat16", (64, 64), (3, 2), 0.5, 1, 1, 264, True),
+    "128": Case("float16", (128, 128), (2, 3), 0.5, 1, 2, 8),
+    "128 x 64": Case("float16", (128, 64), (2, 5), 0.4, 2, 1, 40, True),
+    "16": Case("float16", (16, 16), (9, 40), 0.3, 2, 2, 72),
+    "16 transposed": Case("bfloat16", (16, 16), (40, 9), 0.3, 1, 1, 264, True),
+    "32": Case("float16", (32, 32), (5, 7), 0.4, 2, 1, 40),
+    "32 transposed": Case("float16", (32, 32), (3, 3), 0.5, 1, 2, 8, True),
+}
+SLOW = [name for name in CASES if name not in ("64", "16")]
+ORDERS = [("rows", "rows"), ("columns", "rows"), ("rows", "columns"), ("columns", "columns")]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
+)
+@pytest.mark.parametrize(
+    "orders", [pytest.param(o, marks=[pytest.mark.slow] * bool(i)) for i, o in enumerate(ORDERS)]
+)
+def test_products(name, orders, emulator, seed):
+    found, wanted = product_of(emulator, CASES[name], orders)
+    assert error(found, wanted) <= GATES[CASES[name].numbers]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("epilogue", ["relu", "add"])
+@pytest.mark.parametrize("name", ["64", "16 transposed"])
+def test_epilogues(name, epilogue, emulator, seed):
+    found, wanted = product_of(emulator, CASES[name], ("rows", "columns"), epilogue)
+    assert error(found, wanted) <= 2 * GATES[CASES[name].numbers]
+
+
+@needs_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("block", [16, 64])
+def test_units_come_by_falling_length(block, transposed, emulator, seed):
+    case = Case("float16", (block, block), (21, 70), 0.1, 3, transposed=transposed)
+    layout = layout_of(case)
+    values = torch.zeros(1, layout.capacity, block, block).half()
+    lines, depth = layout.shape[::-1] if transposed else layout.shape
+    dense, out = torch.zeros(1, 3, depth, 16).half(), torch.zeros(1, 3, lines, 16).half()
+    problem = spmm_problem(case, layout, values, dense, out)
+    kernel = hopper if block == 64 else narrow
+    lowered = kernel.lower((), problem, ARCH, COUNT)
+    first = lowered.steps[0]
+    found = torch.zeros(lowered.workspace // 4, dtype=torch.int32)
+    known = {**dict(zip(NAMES, layout.tensors, strict=True)), "workspace": found}
+    maps.launch(emulator, first, [known[name].data_ptr() for name, _ in first.pointers])
+    mask = layout.mask().mT if transposed else layout.mask()
+    group = 128 // block
+    padded = torch.nn.functional.pad(mask, (0, 0, 0, -mask.shape[1] % group))
+    steps = padded.unflatten(1, (-1, group)).any(2).sum(-1).flatten()
+    assert found[0] == COUNT
+    assert found[1:].tolist() == steps.argsort(descending=True, stable=True).tolist()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [64, 32])
+def test_lines_that_take_turns(block, emulator, seed):
+    """Whose steps are the other warpgroup's for longer than the ring is: a stage is given back."""
+    case = Case("float16", (block, block), (2, 40), 0.0, columns=8)
+    for period in (1, 3, 9, 20):
+        layout = layout_of(case._replace(density=1.0))
+        mask = torch.zeros(1, 2, 40, dtype=torch.bool)
+        turn = torch.arange(40) // period % 2 == 0
+        mask[0, 0], mask[0, 1] = turn, ~turn
+        layout.update_(mask)
+        values = torch.randn(1, layout.capacity, block, block).half()
+        dense, out = torch.randn(1, 1, 40 * block, 8).half(), torch.zeros(1, 1, 2 * block, 8).half()
+        problem = spmm_problem(case, layout, values, dense, out)
+        kernel = hopper if block == 64 else narrow
+        lowered = kernel.lower((), problem, ARCH, COUNT)
+        run(emulator, lowered, layout, values=values, dense=dense, out=out)
+        assert error(out, whole_matrix(layout, values) @ dense.double()) <= 1e-3
+
+
+SDD = {
+    "64": Case("float16", (64, 64), (3, 5), 0.5, 2, 2, 72),
+    "128": Case("bfloat16", (128, 128), (2, 3), 0.6, 1, 1, 40),
+    "64 x 128": Case("float16", (64, 128), (3, 3), 0.5, 2, 1, 64),
+    "128 x 64": Case("float16", (128, 64), (2, 3), 0.5, 1, 2, 8),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "64")) for n in SDD]
+)
+@pytest.mark.parametrize(
+    "orders", [pytest.param(o, marks=[pytest.mark.slow] * bool(i)) for i, o in enumerate(ORDERS)]
+)
+def test_sampled_products(name, orders, emulator, seed):
+    case = SDD[name]
+    layout = layout_of(case, room=3)
+    (rows, cols), depth = layout.shape, case.columns
+    a = strided((case.batch, case.heads, rows, depth), orders[0], case.dtype)
+    b = strided((case.batch, case.heads, depth, cols), orders[1], case.dtype)
+    out = torch.full((case.batch, layout.capacity, *case.block), float("nan")).to(case.dtype)
+    problem = sdd_problem(case, layout, a, b, out)
+    assert sampled_hopper.takes(problem, ARCH)
+    run(emulator, sampled_hopper.lower((), problem, ARCH, COUNT), layout, a=a, b=b, out=out)
+    assert error(out, layout.to_blocks(a.double() @ b.double())) <= GATES[case.numbers]
+
+
+def first_of(specs: list) -> list:
+    return [pytest.param(s, marks=[pytest.mark.slow] * bool(i)) for i, s in enumerate(specs)]
+
+
+WIDE = [
+    spec
+    for epilogue in EPILOGUES.values()
+    for block in ((64, 64), (128, 128), (64, 128))
+    for spec in hopper.variants(epilogue, block, ("float16", "bfloat16"), ARCH)
+]
+NARROW = [
+    spec
+    for epilogue in EPILOGUES.values()
+    for block in ((16, 16), (32, 32))
+    for spec in narrow.variants(epilogue, block, ("float16", "bfloat16"), ARCH)
+]
+SAMPLED = [
+    spec
+    for epilogue in ((), (kl.Gelu(),), (kl.Add(),))
+    for block in ((64, 64), (128, 128), (64, 128), (128, 64))
+    for spec in sampled_hopper.variants(epilogue, block, ("float16", "bfloat16"), ARCH)
+]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*first_of(WIDE[::5]), *first_of(NARROW[::5]), *first_of(SAMPLED[::5])],
+    ids=lambda spec: spec.entry,
+)
+def test_kernels_compile(spec):
+    """Without spills in the loop over steps: a sum that is added to takes 16 bytes behind it."""
+    made = compiled(spec, ARCH)
+    assert made.spilled <= (16 if spec.entry.endswith("_add") else 0)
+    assert not made.serialized
+    assert made.shared <= 227 * 1024
+
+
+def test_what_hopper_does_not_take(seed):
+    case = CASES["64"]
+    layout = layout_of(case)
+    values = torch.randn(2, layout.capacity, 64, 64).half()
+    dense, out = torch.randn(2, 2, 35 * 64, 72).half(), torch.zeros(2, 2, 3 * 64, 72).half()
+    problem = spmm_problem(case, layout, values, dense, out)
+    assert hopper.takes(problem, ARCH) and not hopper.takes(problem, "sm_90")
+    assert not hopper.takes(problem._replace(dtype="float32"), ARCH)
+    assert not hopper.takes(problem._replace(columns=0), ARCH)
+    assert not hopper.takes(problem._replace(dense=problem.dense._replace(alignment=2)), ARCH)
+    assert not hopper.takes(problem._replace(dense=problem.dense._replace(line=73)), ARCH)
+    assert not hopper.takes(problem._replace(values=problem.values._replace(column=2)), ARCH)
+    odd = problem._replace(columns=71, out=problem.out._replace(line=80))
+    assert not hopper.takes(odd, ARCH)  # whose last 16 bytes of a line would be overwritten
+    assert not narrow.takes(problem, ARCH)

@@ -1,0 +1,414 @@
+"""Plans of block-sparse calls, on GPUs that exist only by name and whose kernels compute on the
+host what a problem says."""
+
+import itertools
+from math import prod
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.families.blocksparse import checks, plans
+from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
+from kernlib.families.blocksparse.product import calls
+from tests.families.blocksparse.cases import (
+    LAYOUTS,
+    MODES,
+    TURNS,
+    TYPES,
+    formula,
+    gpu,
+    heads_of,
+    host,
+    install,
+    layout_of,
+    layout_on_gpu,
+    layout_on_host,
+    memories,
+    run,
+    shapes,
+)
+from tests.support import fakes
+from tests.support.fakes import OnGpu, OnSecondGpu
+
+MODE = pytest.mark.parametrize("mode", MODES)
+TURN = pytest.mark.parametrize("turned", TURNS, ids=str)
+LEADS = [((), ()), ((2,), ()), ((), (3,)), ((2, 1), (3,)), ((1,), (2, 3)), ((2, 3), (2, 3))]
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    fakes.forget()
+    yield install(monkeypatch)
+    fakes.forget()
+
+
+def given(mode, layout, turned=(False, False), size=5, leads=((), ()), dtype=torch.float32):
+    ends = shapes(mode, layout, turned, size)
+    return tuple(gpu(*lead, *end, dtype=dtype) for lead, end in zip(leads, ends, strict=True))
+
+
+def problem_of(mode, layout, a, b, turned=(False, False), out=None, epilogue=(), **parameters):
+    """The problem of a call, and how its tensors are read."""
+    made = BlockSparseMatmul(mode, transpose_a=turned[0], transpose_b=turned[1], epilogue=epilogue)
+    call = checks.check_call(made, (layout, a, b), out, parameters)
+    return plans.problem_of(call, made, (layout, a, b), out, parameters)
+
+
+def equal(found, mode, layout, a, b, turned=(False, False)) -> None:
+    """Sums of quarters are exact, and rounded once."""
+    wanted = formula(mode, layout, host(a), host(b), turned)
+    assert torch.equal(host(found), wanted.to(found.dtype))
+
+
+# The problems.
+
+
+def test_the_problem_of_each_mode():
+    layout = layout_on_gpu(layout_of("wide"))  # blocks (16, 32), grid (2, 3), 4 slots
+    sizes = Blocks(16, 32, 2, 3, 1, 4)
+    stored = Values(0, 512, 32, 1)
+    problem, read = problem_of("dsd", layout, *given("dsd", layout))
+    assert problem == Spmm(
+        "float32", "fp32", sizes, 1, 5, False, stored, Dense(0, 0, 5, 1), Dense(0, 0, 5, 1)
+    )
+    assert read == plans.Read((None, None), False) and problem.lines == 32
+    # a S = (S^T a^T)^T: a line of the kernel's is a column of the caller's.
+    problem, read = problem_of("dds", layout, *given("dds", layout))
+    assert problem == Spmm(
+        "float32", "fp32", sizes, 1, 5, True, stored, Dense(0, 0, 1, 32), Dense(0, 0, 1, 96)
+    )
+    assert read == plans.Read((None, None), False) and problem.lines == 96
+    problem, read = problem_of("sdd", layout, *given("sdd", layout))
+    stored = stored._replace(batch=2048)
+    assert problem == Sdd(
+        "float32", "fp32", sizes, 1, 5, Dense(0, 0, 5, 1), Dense(0, 0, 96, 1), stored
+    )
+    assert read == plans.Read((None, None), False)
+
+
+@pytest.mark.parametrize("mode", ["dsd", "dds"])
+@TURN
+def test_a_transpose_is_a_stride(mode, turned):
+    layout = layout_on_gpu(layout_of("wide"))
+    a, b = given(mode, layout, turned)
+    problem, _ = problem_of(mode, layout, a, b, turned)
+    of_s, of_dense = turned if mode == "dsd" else turned[::-1]
+    assert problem.transposed is (of_s != (mode == "dds"))
+    depth = 32 if problem.transposed else 96
+    across = of_dense != (mode == "dds")
+    assert problem.dense == (Dense(0, 0, 1, depth) if across else Dense(0, 0, 5, 1))
+    assert problem.out == (Dense(0, 0, 5, 1) if mode == "dsd" else Dense(0, 0, 1, problem.lines))
+
+
+@TURN
+def test_a_transpose_of_a_product_of_dense_matrices_is_a_stride(turned):
+    layout = layout_on_gpu(layout_of("wide"))
+    problem, _ = problem_of("sdd", layout, *given("sdd", layout, turned), turned)
+    assert problem.a == (Dense(0, 0, 1, 32) if turned[0] else Dense(0, 0, 5, 1))
+    assert problem.b == (Dense(0, 0, 1, 5) if turned[1] else Dense(0, 0, 96, 1))
+    assert problem.depth == 5
+
+
+def test_a_batch_of_rows_times_shared_values_is_more_columns():
+    """What a layer does: x (..., R) of any leading dimensions, read once as one matrix."""
+    layout = layout_on_gpu(layout_of("wide"))
+    for lead in ((4,), (2, 3), (2, 1, 3)):
+        a, values = given("dds", layout, leads=(lead, ()))
+        problem, read = problem_of("dds", layout, a, values)
+        assert (problem.batch, problem.columns) == (1, prod(lead) * 5)
+        assert (problem.dense, problem.out) == (Dense(0, 0, 1, 32), Dense(0, 0, 1, 96))
+        assert read == plans.Read((None, None), False)
+        one = values.view(*(1,) * len(lead), *values.shape)
+        assert problem_of("dds", layout, a, one) == (problem, read)
+
+
+def test_other_batches_are_strides():
+    layout = layout_on_gpu(layout_of("wide"))
+    for mode, leads in (("dsd", ((), (2, 3))), ("dds", ((2, 3), (2, 3))), ("dsd", ((6,), ()))):
+        a, b = given(mode, layout, leads=leads)
+        problem, read = problem_of(mode, layout, a, b)
+        stored, dense = (a, b) if mode == "dsd" else (b, a)
+        steps = [prod(t.shape[-n:]) if t.dim() > n else 0 for t, n in ((stored, 3), (dense, 2))]
+        assert (problem.batch, problem.columns, read.copies) == (6, 5, (None, None))
+        assert [problem.values.batch, problem.dense.batch] == steps
+        assert problem.out.batch == 5 * problem.lines
+    a, b = given("sdd", layout, leads=((2, 3), ()))
+    problem, read = problem_of("sdd", layout, a, b)
+    assert (problem.batch, problem.a.batch, problem.b.batch) == (6, 160, 0)
+    assert problem.values.batch == 4 * 16 * 32 and read.copies == (None, None)
+
+
+def test_batches_of_no_single_stride_are_copied():
+    layout = layout_on_gpu(layout_of("wide"))
+    for mode, leads, copied in (
+        ("dsd", ((2, 1), (3,)), (True, True)),
+        ("dds", ((3,), (2, 1)), (True, True)),
+        ("sdd", ((2, 1), (3,)), (True, True)),
+        ("sdd", ((1, 1), (2, 3)), (False, False)),
+    ):
+        a, b = given(mode, layout, leads=leads)
+        problem, read = problem_of(mode, layout, a, b)
+        assert problem.batch == 6 and tuple(c is not None for c in read.copies) == copied
+        for t, shape in zip((a, b), read.copies, strict=True):
+            assert shape is None or shape == (2, 3, *t.shape[len(leads[t is b]) :])
+
+
+def test_a_dimension_of_heads_is_a_stride_and_one_of_1_is_none():
+    layout = layout_on_gpu(layout_of("heads"))
+    for heads, step in ((2, 48 * 5), (1, 0)):
+        dense = gpu(3, heads, 48, 5)
+        problem, _ = problem_of("dsd", layout, gpu(layout.capacity, 16, 16), dense)
+        assert (problem.dense.head, problem.dense.batch) == (step, heads * 48 * 5)
+        assert (problem.out.head, problem.out.batch) == (32 * 5, 2 * 32 * 5)
+        assert (problem.batch, problem.columns, problem.blocks.heads) == (3, 5, 2)
+    problem, _ = problem_of("sdd", layout, gpu(1, 32, 7), gpu(2, 7, 48))
+    assert (problem.a.head, problem.b.head) == (0, 7 * 48)
+
+
+def test_alignment_is_that_of_the_address():
+    layout = layout_on_gpu(layout_of("plain"))
+    a, b = given("dsd", layout)
+    memory = gpu(b.numel() + 1)[1:].view(b.shape)
+    assert problem_of("dsd", layout, a, memory)[0].dense.alignment == 4
+    assert problem_of("dsd", layout, a, b)[0].dense.alignment == 16
+    memory = gpu(a.numel() + 2)[2:].view(a.shape)
+    assert problem_of("dsd", layout, memory, b)[0].values.alignment == 8
+    half = gpu(b.numel() + 1, dtype=torch.float16)[1:].view(b.shape)
+    assert problem_of("dsd", layout, a.half(), half)[0].dense.alignment == 2
+
+
+def test_the_precision_is_that_of_the_call(monkeypatch):
+    layout = layout_on_gpu(layout_of("plain"))
+    a, b = given("sdd", layout)
+
+    def precision(permitted, dtype=torch.float32):
+        made = BlockSparseMatmul("sdd", precision=permitted)
+        operands = layout, a.to(dtype), b.to(dtype)
+        call = checks.check_call(made, operands, None, {})
+        return plans.problem_of(call, made, operands, None, {})[0].precision
+
+    assert [precision(p) for p in (None, "fp32", "tf32", "bf16")] == [
+        "fp32",
+        "fp32",
+        "tf32",
+        "tf32",
+    ]
+    assert precision("tf32", torch.float16) == "fp32"
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert [precision(p) for p in (None, "fp32")] == ["tf32", "fp32"]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# Calls.
+
+
+@MODE
+@TURN
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_call_is_its_problem(name, turned, mode, gpus, seed):
+    layout = layout_on_gpu(layout_of(name))
+    for dtype in TYPES.values():
+        a, b = given(mode, layout, turned, dtype=dtype)
+        found = run(mode, layout, a, b, turned)
+        equal(found, mode, layout, a, b, turned)
+        assert found.is_contiguous() and type(found) is OnGpu
+    assert len(gpus.launches) == (3 if layout.capacity else 0)
+
+
+@MODE
+@TURN
+@pytest.mark.parametrize("leads", LEADS, ids=str)
+@pytest.mark.parametrize("name", ["wide", "heads"])
+def test_batches_are_those_of_the_tensors(name, leads, turned, mode, seed):
+    layout = layout_on_gpu(layout_of(name))
+    a, b = given(mode, layout, turned, leads=leads)
+    found = run(mode, layout, a, b, turned)
+    equal(found, mode, layout, a, b, turned)
+    assert found.is_contiguous()
+    for out in outs(found):
+        assert run(mode, layout, a, b, turned, out=out) is out
+        assert torch.equal(host(out), host(found))
+
+
+def outs(y):
+    """Where a result may be written, full of what nobody wrote."""
+    for _, memory in memories(torch.full_like(y, 77)):
+        yield memory
+
+
+@MODE
+@pytest.mark.parametrize("name", ["wide", "heads"])
+def test_operands_lie_anywhere(name, mode, seed):
+    layout = layout_on_gpu(layout_of(name))
+    for turned, leads in itertools.product(TURNS[::3], LEADS[::3]):
+        a, b = given(mode, layout, turned, leads=leads)
+        for (_, left), (_, right) in zip(memories(a), reversed([*memories(b)]), strict=True):
+            equal(run(mode, layout, left, right, turned), mode, layout, a, b, turned)
+        one = a[..., :1, :].expand(a.shape), b[..., :1].expand(b.shape)
+        equal(run(mode, layout, *one, turned), mode, layout, *one, turned)
+
+
+@pytest.mark.parametrize("leads", LEADS, ids=str)
+@MODE
+def test_an_out_of_no_single_stride_is_written_by_a_copy(mode, leads, seed):
+    layout = layout_on_gpu(layout_of("heads"))
+    a, b = given(mode, layout, leads=leads)
+    y = run(mode, layout, a, b)
+    batch = y.shape[: y.dim() - 3]
+    out = gpu(*(n + 1 for n in y.shape))[tuple(slice(n) for n in y.shape)]
+    problem, read = problem_of(mode, layout, a, b, out=out)
+    assert read.apart is (len(batch) > 1 and batch[-1] > 1 and batch[0] > 1)
+    plain, _ = problem_of(mode, layout, a, b)
+    if read.apart:
+        assert problem == plain
+    run(mode, layout, a, b, out=out)
+    assert torch.equal(host(out), host(y))
+
+
+EPILOGUES = {
+    "bias": (kl.Bias(), kl.Gelu()),
+    "scale": (kl.Scale(), kl.Custom("v + shift", ("shift",))),
+    "add": (kl.Add(), kl.Scale()),
+    "all": (kl.Scale("first"), kl.Add(), kl.Bias(), kl.Relu()),
+}
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("leads", LEADS[:4], ids=str)
+@MODE
+def test_an_epilogue_finishes_each_value(mode, leads, epilogue, seed):
+    epilogue = EPILOGUES[epilogue]
+    if mode == "sdd":
+        epilogue = tuple(part for part in epilogue if not part.vectors)
+    for name in ("wide", "heads"):
+        layout = layout_on_gpu(layout_of(name))
+        a, b = given(mode, layout, leads=leads)
+        y = run(mode, layout, a, b)
+        axis = -2 if mode == "dsd" else -1
+        made = BlockSparseMatmul(mode, epilogue=epilogue)
+        names = {n: 0.5 for n in made.parameters}
+        names |= {n: gpu(y.shape[axis]) for n in made.vectors}
+        for view in (lambda t: t, lambda t: t.mT.contiguous().mT, lambda t: t[..., :1]):
+            names |= {n: view(gpu(*y.shape)) for n in made.summands}
+            found = kl.run_kernel(made, layout, a, b, **names)
+            plain = {n: host(v) if isinstance(v, torch.Tensor) else v for n, v in names.items()}
+            wanted = kl.run_kernel(made, layout_on_host(layout), host(a), host(b), **plain)
+            torch.testing.assert_close(host(found), wanted)
+
+
+def test_out_may_be_the_summand(seed):
+    layout = layout_on_gpu(layout_of("wide"))
+    for mode in MODES:
+        a, b = given(mode, layout)
+        y = run(mode, layout, a, b)
+        out = gpu(*y.shape)
+        wanted = host(y) + host(out)
+        if mode == "sdd":
+            wanted[-1] = 0
+        assert run(mode, layout, a, b, epilogue=kl.Add(), y=out, beta=1, out=out) is out
+        assert torch.equal(host(out), wanted)
+
+
+@MODE
+def test_one_plan_serves_every_content(mode, gpus, seed):
+    """Nothing of a layout's contents is in a plan: it may change between calls."""
+    layout = layout_on_gpu(layout_of("plain"))
+    a, b = given(mode, layout)
+    run(mode, layout, a, b)
+    for mask in ([[0, 1, 0], [1, 0, 1]], [[0, 0, 0], [0, 0, 1]], [[0, 0, 0], [0, 0, 0]]):
+        other = layout_on_gpu(Layout(mask, 16, layout.capacity))
+        equal(run(mode, other, a, b), mode, other, a, b)
+        for ours, theirs in zip(layout.tensors, other.tensors, strict=True):
+            host(ours).copy_(host(theirs))
+        equal(run(mode, layout, a, b), mode, layout, a, b)
+    assert len(gpus.loads) == 1
+
+
+def test_row_6_layouts_of_one_size_are_told_apart(gpus, seed):
+    """One plan serves both, each call with the addresses of its own layout."""
+    masks = [[1, 1, 0], [0, 0, 1]], [[0, 1, 0], [1, 0, 1]]
+    layouts = [layout_on_gpu(Layout(mask, 16)) for mask in masks]
+    for _ in range(2):
+        for mode in MODES:
+            a, b = given(mode, layouts[0])
+            for layout in layouts:
+                equal(run(mode, layout, a, b), mode, layout, a, b)
+    assert len(gpus.loads) == 3
+
+
+@MODE
+@pytest.mark.parametrize("name", ["none", "plain"])
+def test_what_is_a_sum_of_nothing_launches_nothing(name, mode, gpus):
+    layout = layout_on_gpu(layout_of(name))
+    size = 0 if mode == "sdd" else 5
+    if name == "none" or mode == "sdd":
+        a, b = given(mode, layout, size=size)
+        found = run(mode, layout, a, b)
+        assert not found.any() and found.is_contiguous()
+        if mode != "sdd":
+            axis = -2 if mode == "dsd" else -1
+            bias = gpu(found.shape[axis])
+            found = run(mode, layout, a, b, epilogue=kl.Bias(), bias=bias)
+            assert torch.equal(host(found).movedim(axis, -1), host(bias).expand(5, -1))
+    a, b = given(mode, layout, leads=((0,), ()))
+    assert run(mode, layout, a, b).numel() == 0
+    assert gpus.launches == []
+
+
+@MODE
+def test_a_grid_without_lines_is_a_sum_of_nothing(mode, gpus):
+    for grid in ((0, 2), (2, 0), (0, 0)):
+        layout = layout_on_gpu(Layout(torch.zeros(grid, dtype=torch.bool), 16, 2))
+        for turned in TURNS:
+            a, b = given(mode, layout, turned)
+            found = run(mode, layout, a, b, turned)
+            equal(found, mode, layout, a, b, turned)
+    assert gpus.launches == []
+
+
+@MODE
+def test_a_plan_is_found_again_and_not_for_other_sizes(mode, gpus, seed):
+    layout = layout_on_gpu(layout_of("heads"))
+    a, b = given(mode, layout)
+    run(mode, layout, a, b)
+    made = BlockSparseMatmul(mode)
+    plan = calls.find(made, (layout, a, b), None, {})
+    assert plan is not None and plan is calls.find(made, (layout, a.clone(), b.clone()), None, {})
+    assert calls.find(made, (layout, a.mT.contiguous().mT, b), None, {}) is None
+    other = layout_on_gpu(Layout(layout_of("heads").mask(), 16, layout.capacity + 1))
+    assert calls.find(made, (other, a, b), None, {}) is None
+
+
+def test_a_layout_on_another_device_is_refused():
+    layout = layout_of("plain")
+    a, b = given("dsd", layout)
+    for placed in (layout, layout_on_gpu(layout, OnSecondGpu)):
+        with pytest.raises(ValueError, match="layout must be on the device of values, cuda:0, got"):
+            run("dsd", placed, a, b)
+
+
+@MODE
+def test_out_must_not_share_memory_with_an_operand_or_the_layout(mode):
+    layout = layout_on_gpu(layout_of("plain"))
+    memory = gpu(1 << 12)
+    ends = shapes(mode, layout)
+    y = run(mode, layout, *(gpu(*end) for end in ends))
+    for place, name in enumerate("ab"):
+        operands = [gpu(*end) for end in ends]
+        operands[place] = memory[: prod(ends[place])].view(ends[place])
+        out = memory[1 : 1 + y.numel()].view(y.shape)
+        with pytest.raises(ValueError, match=f"out shares memory with {name};"):
+            run(mode, layout, *operands, out=out)
+
+
+def test_heads_are_a_dimension_of_results():
+    for name in LAYOUTS:
+        layout = layout_on_gpu(layout_of(name))
+        a, b = given("dsd", layout, leads=((), (3,)))
+        assert run("dsd", layout, a, b).shape == (3, *heads_of(layout), layout.shape[0], 5)

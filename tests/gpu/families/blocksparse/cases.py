@@ -1,0 +1,87 @@
+"""Operands of block-sparse products on the GPU, and these products in float64."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from kernlib.blocksparse import BlockSparseMatmul, Layout
+from kernlib.families.blocksparse import ahead
+from kernlib.jit import service
+from kernlib.runtime.devices import arch_of
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+TYPES = {"fp32": F32, "fp16": F16, "bf16": BF16}
+GATES = {F32: 1e-6, F16: 1e-3, BF16: 8e-3}
+BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32))
+MODES = ("sdd", "dsd", "dds")
+
+
+def layout_of(block, grid=(5, 7), heads=None, density=0.4, room=2) -> Layout:
+    """A random layout with a line without blocks and room for more than it holds."""
+    lead = () if heads is None else (heads,)
+    mask = torch.rand(*lead, *grid) < density
+    mask[..., 1, :] = False
+    mask[..., 0, 0] = True
+    return Layout(mask, block, capacity=int(mask.sum()) + room, device="cuda")
+
+
+def values_of(layout: Layout, dtype, batch=()) -> torch.Tensor:
+    """Values, NaN in slots that hold no block."""
+    made = torch.randn(*batch, layout.capacity, *layout.block, device="cuda").to(dtype)
+    made[..., layout.nnz :, :, :] = float("nan")
+    return made
+
+
+def operands(mode: str, layout: Layout, size: int, dtype, batch=(), of_a=False, of_b=False):
+    """a and b of a mode, contiguous as they are given."""
+    rows, cols = layout.shape
+    lead = (*batch, *(() if layout.heads is None else (layout.heads,)))
+    if mode == "sdd":
+        shapes = {"a": (rows, size), "b": (size, cols)}
+    elif mode == "dsd":
+        shapes = {"b": (rows if of_a else cols, size)}
+    else:
+        shapes = {"a": (size, cols if of_b else rows)}
+    made = []
+    for name, turned in (("a", of_a), ("b", of_b)):
+        if name not in shapes:
+            made.append(values_of(layout, dtype, batch))
+            continue
+        ends = shapes[name][::-1] if turned else shapes[name]
+        made.append(torch.randn(*lead, *ends, device="cuda").to(dtype))
+    return made
+
+
+def exact(mode: str, layout: Layout, a, b, of_a=False, of_b=False) -> torch.Tensor:
+    """The product in float64."""
+    wide = {"a": a.double(), "b": b.double()}
+    for name, letter in zip("ab", mode[1:], strict=True):
+        if letter == "s":
+            wide[name] = layout.to_dense(wide[name])
+    left, right = (wide[n].mT if turned else wide[n] for n, turned in (("a", of_a), ("b", of_b)))
+    y = left @ right
+    return layout.to_blocks(y) if mode == "sdd" else y
+
+
+def check(found: torch.Tensor, wanted: torch.Tensor, gate: float) -> None:
+    """As a whole, and each of the last dimension's lines beside what such a line mostly is."""
+    found = found.double()
+    assert (found - wanted).norm() <= gate * wanted.norm()
+    usual = wanted.norm() / max(wanted.numel() / max(wanted.shape[-1], 1), 1) ** 0.5
+    lines = torch.maximum(wanted.norm(dim=-1), usual)
+    assert ((found - wanted).norm(dim=-1) <= 3 * gate * lines + 1e-300).all()
+
+
+def build(calls) -> None:
+    """Have the kernels of calls, (descriptor, operands), compiled side by side."""
+    arch, found = arch_of(torch.cuda.current_device()), []
+    for descriptor, tensors in calls:
+        found += ahead.specs(descriptor, arch, tuple(tensors), {}, tensors[1].get_device())
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda spec: service.build(spec, arch), dict.fromkeys(found)))
+
+
+def product(mode: str, of_a=False, of_b=False, **options) -> BlockSparseMatmul:
+    return BlockSparseMatmul(mode, transpose_a=of_a, transpose_b=of_b, **options)

@@ -1,0 +1,21 @@
+"""compute-sanitizer over small odd calls."""
+
+import pytest
+
+from kernlib import settings
+from tests.gpu import sanitizer
+from tests.gpu.families.blocksparse.cases import TYPES
+
+
+@sanitizer.needed
+@pytest.mark.parametrize("numbers", TYPES)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory):
+    """All of them keep kernels in one place, beside those of the workers."""
+    folder = tmp_path_factory.getbasetemp().parent / "sanitized"
+    monkeypatch.setenv("KERNLIB_CACHE_DIR", str(folder))
+    kinds = {"portable", "sampled", "softmax", "layout"}
+    if numbers != "fp32" and not settings.current().portable:
+        kinds |= {"hopper", "narrow"}
+    module = "tests.gpu.families.blocksparse.sanitized"
+    assert sanitizer.launched(tool, module, numbers) >= kinds
