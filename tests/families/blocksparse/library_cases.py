@@ -175,7 +175,7 @@ SIZES = {
     ),
     "attention": Sizes(
         lambda q, k, v: attention(q, k, v).square().sum(),
-        tuple((values(n, 2, 32, 5), values(n, 2, 5, 48), values(n, 2, 7, 48)) for n in SEVERAL),
+        tuple((values(n, 2, 32, 5), values(n, 2, 5, 48), values(n, 2, 6, 48)) for n in SEVERAL),
         THREE,
     ),
 }  # fmt: skip

@@ -33,7 +33,7 @@ def calls(make: Maker) -> Iterator[tuple[str, Callable]]:
             yield f"{mode} {layout.text}", partial(slopes, call, operands, True)
     for dtype in (torch.float16, torch.bfloat16):
         layout = Layout(torch.tensor(MASK), 32, None, make.device)
-        x, y = (make(128, n).to(dtype).requires_grad_() for _ in range(2))
+        x, y = (make(128, n).mul(0.1).to(dtype).requires_grad_() for _ in range(2))
 
         def scores(x, y, layout=layout):
             """Through all modes."""

@@ -83,7 +83,7 @@ def small(mode, turned, name="tiny"):
             + whole
             for corner, whole in zip(corners, wholes, strict=True)
         ]  # fmt: skip
-        return run(mode, layout, *padded, turned)[..., ::5, ::3]
+        return run(mode, layout, *padded, turned)[..., ::9, ::9]
 
     return function, corners
 
