@@ -24,7 +24,9 @@ from benchmarks.common import harness
 from benchmarks.common.harness import note, number
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ("pairwise", "kronecker_sparse", "sparse", "kronecker_product", "service")
+FAMILIES = (
+    "pairwise", "kronecker_sparse", "sparse", "kronecker_product", "blocksparse", "service",
+)  # fmt: skip
 ROUNDS = 2
 SHARE, MICROSECONDS = 0.03, 0.5  # what two runs of one commit may differ by; a time must pass both
 US = {"us": 1.0, "ms": 1e3, "s": 1e6}

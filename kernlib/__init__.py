@@ -45,6 +45,8 @@ _NAMES = {
         "rational_quadratic",
         "squared_distance",
     ),
+    "kernlib.families.blocksparse.descriptor": ("BlockSparseMatmul",),
+    "kernlib.families.blocksparse.softmax.descriptor": ("BlockSparseSoftmax",),
     "kernlib.families.kronecker_product.descriptor": ("KroneckerProduct",),
     "kernlib.families.kronecker_product.matmul": ("kron_matmul",),
     "kernlib.families.kronecker_sparse.descriptor": ("KroneckerSparse", "KroneckerSparseChain"),
@@ -88,7 +90,9 @@ _NAMES = {
     ),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
-_MODULES = ("compat", "descriptors", "events", "linalg", "nn", "settings", "sparse")
+_MODULES = (
+    "blocksparse", "compat", "descriptors", "events", "linalg", "nn", "settings", "sparse",
+)  # fmt: skip
 
 __all__ = sorted((*_HOMES, *_MODULES, "__version__"))
 

@@ -1,5 +1,6 @@
 """What a type checker sees of kernlib: the names that its ``__getattr__`` loads."""
 
+from kernlib import blocksparse as blocksparse
 from kernlib import compat as compat
 from kernlib import descriptors as descriptors
 from kernlib import events as events
@@ -32,6 +33,10 @@ from kernlib.errors import ConvergenceWarning as ConvergenceWarning
 from kernlib.errors import KernlibError as KernlibError
 from kernlib.errors import NotCachedError as NotCachedError
 from kernlib.errors import UnsupportedError as UnsupportedError
+from kernlib.families.blocksparse.descriptor import BlockSparseMatmul as BlockSparseMatmul
+from kernlib.families.blocksparse.softmax.descriptor import (
+    BlockSparseSoftmax as BlockSparseSoftmax,
+)
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct as KroneckerProduct
 from kernlib.families.kronecker_product.matmul import kron_matmul as kron_matmul
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse as KroneckerSparse

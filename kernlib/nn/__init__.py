@@ -1,5 +1,6 @@
-"""Modules for networks: :class:`KSLinear`, :class:`KroneckerLinear` and :class:`SparseLinear` in
-place of ``torch.nn.Linear``, and what swaps them.
+"""Modules for networks: :class:`KSLinear`, :class:`KroneckerLinear`, :class:`SparseLinear` and
+:class:`BlockSparseLinear` in place of ``torch.nn.Linear``, what swaps them, and block-sparse
+convolution and attention.
 
 Names are loaded when first used.
 """
@@ -7,6 +8,13 @@ Names are loaded when first used.
 from importlib import import_module as _import_module
 
 _NAMES = {
+    "kernlib.nn.block_sparse.attention": (
+        "BlockSparseMultiheadAttention",
+        "block_sparse_attention",
+    ),
+    "kernlib.nn.block_sparse.conv": ("BlockSparseConv2d", "taps_layout"),
+    "kernlib.nn.block_sparse.linear": ("BlockSparseLinear",),
+    "kernlib.nn.block_sparse.replace": ("block_sparsify",),
     "kernlib.nn.kronecker_linear": ("KroneckerLinear",),
     "kernlib.nn.kronecker_sparse": ("KSLinear",),
     "kernlib.nn.replace": ("VIT_S16", "replace_linear"),

@@ -12,7 +12,7 @@ from torch import nn
 
 import kernlib.compat.torch_blocksparse as torch_blocksparse
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.nn.block_sparse_linear import BlockSparseLinear
+from kernlib.nn.block_sparse.linear import BlockSparseLinear
 
 HALF, DOUBLE = torch.float16, torch.float64
 TOLERANCES = {torch.float32: (1e-4, 1e-2), HALF: (1e-2, 1e-3), DOUBLE: (1e-9, 1e-9)}

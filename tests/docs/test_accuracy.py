@@ -20,7 +20,17 @@ CODE = " ".join(re.findall(r"`([^`\n]+)`", PAGE))
 # What computes nothing by itself: it describes a part of a call, prepares one, or is an error.
 OTHERS = {"register_operators", "Pairwise"}
 PARTS = {"kernlib.families.pairwise.stages", "kernlib.descriptors.epilogues", "kernlib.errors"}
-MODULES = {"compat", "descriptors", "events", "settings", "linalg", "nn", "sparse", "__version__"}
+MODULES = {
+    "blocksparse",
+    "compat",
+    "descriptors",
+    "events",
+    "settings",
+    "linalg",
+    "nn",
+    "sparse",
+    "__version__",
+}
 
 
 def is_named(name: str) -> bool:

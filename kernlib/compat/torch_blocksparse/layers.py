@@ -14,10 +14,10 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.nn import block_sparse_growth as growth
-from kernlib.nn.block_sparse_conv import BlockSparseConv2d, taps_layout
-from kernlib.nn.block_sparse_linear import check_input, describe_layout
-from kernlib.nn.block_sparse_weight import BlockSparseModule, checked_dtype
+from kernlib.nn.block_sparse import growth
+from kernlib.nn.block_sparse.conv import BlockSparseConv2d, taps_layout
+from kernlib.nn.block_sparse.linear import check_input, describe_layout
+from kernlib.nn.block_sparse.weight import BlockSparseModule, checked_dtype
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernlib.families.blocksparse import builders
-from kernlib.nn.block_sparse_conv import BlockSparseConv2d, taps_layout
+from kernlib.nn.block_sparse.conv import BlockSparseConv2d, taps_layout
 
 DOUBLE = torch.float64
 

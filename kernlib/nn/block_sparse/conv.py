@@ -15,10 +15,10 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.nn import block_sparse_growth as growth
 from kernlib.nn.activations import activate, as_activation, as_steps
-from kernlib.nn.block_sparse_linear import describe_layout
-from kernlib.nn.block_sparse_weight import BlockSparseModule, checked_dtype, layout_for
+from kernlib.nn.block_sparse import growth
+from kernlib.nn.block_sparse.linear import describe_layout
+from kernlib.nn.block_sparse.weight import BlockSparseModule, checked_dtype, layout_for
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense

@@ -16,7 +16,7 @@ from torch import nn
 import kernlib as kl
 from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.nn.block_sparse_linear import BlockSparseLinear
+from kernlib.nn.block_sparse.linear import BlockSparseLinear
 
 DOUBLE = torch.float64
 

@@ -18,7 +18,7 @@ from kernlib.families.blocksparse.contents.given import Mask, has_values, place_
 from kernlib.families.blocksparse.contents.sizes import NAMES, checked_block, checked_count
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.sparse.prune import check_density, check_per
-from kernlib.nn import block_sparse_growth as growth
+from kernlib.nn.block_sparse import growth
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
 from kernlib.runtime.tensors import check_dense, check_flag
 
@@ -335,7 +335,7 @@ def layout_of_weight(
     weight: torch.Tensor, block, density: float, criterion: str, per: str, capacity: int | None
 ) -> Layout:
     """The layout of the blocks of a matrix that stay, where it lies; see
-    :func:`kernlib.nn.block_sparse_growth.chosen`. Raises TypeError and ValueError."""
+    :func:`kernlib.nn.block_sparse.growth.chosen`. Raises TypeError and ValueError."""
     block = check_options(block, density, criterion, per)
     if weight.is_meta:
         raise ValueError("the weight is on meta, without values to choose blocks by: load it first")

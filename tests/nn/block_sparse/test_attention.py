@@ -13,7 +13,7 @@ from torch import nn
 
 from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.nn.block_sparse_attention import (
+from kernlib.nn.block_sparse.attention import (
     BlockSparseMultiheadAttention,
     block_sparse_attention,
 )

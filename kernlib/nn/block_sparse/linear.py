@@ -14,9 +14,9 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.nn import block_sparse_growth as growth
 from kernlib.nn.activations import activate, as_activation, as_steps
-from kernlib.nn.block_sparse_weight import (
+from kernlib.nn.block_sparse import growth
+from kernlib.nn.block_sparse.weight import (
     BlockSparseModule,
     checked_dtype,
     layout_for,

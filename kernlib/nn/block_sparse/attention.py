@@ -17,7 +17,7 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
-from kernlib.nn.block_sparse_weight import checked_dtype
+from kernlib.nn.block_sparse.weight import checked_dtype
 from kernlib.runtime.tensors import check_dense
 
 MODES = ("add", "mul")
