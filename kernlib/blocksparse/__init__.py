@@ -6,8 +6,6 @@ Names are loaded when first used. The model of the family is the Torch-Blockspar
 from importlib import import_module as _import_module
 
 _NAMES = {
-    "kernlib.families.blocksparse.descriptor": ("BlockSparseMatmul",),
-    "kernlib.families.blocksparse.softmax.descriptor": ("BlockSparseSoftmax",),
     "kernlib.families.blocksparse.layout": ("Layout",),
     "kernlib.families.blocksparse.builders": (
         "block_diagonal",

@@ -7,12 +7,8 @@ from kernlib.families.blocksparse.builders import fixed as fixed
 from kernlib.families.blocksparse.builders import random as random
 from kernlib.families.blocksparse.builders import sliding_window as sliding_window
 from kernlib.families.blocksparse.builders import top_k as top_k
-from kernlib.families.blocksparse.descriptor import BlockSparseMatmul as BlockSparseMatmul
 from kernlib.families.blocksparse.functions import dds as dds
 from kernlib.families.blocksparse.functions import dsd as dsd
 from kernlib.families.blocksparse.functions import sdd as sdd
 from kernlib.families.blocksparse.layout import Layout as Layout
-from kernlib.families.blocksparse.softmax.descriptor import (
-    BlockSparseSoftmax as BlockSparseSoftmax,
-)
 from kernlib.families.blocksparse.softmax.functions import softmax as softmax

@@ -4,6 +4,7 @@ out or added, and how its outcome is judged."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import linecache
 import random
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 import kernlib
+from kernlib.blocksparse import Layout
 from kernlib.errors import KernlibError
 from kernlib.sparse import SparseMatrix
 from tests.contract import wrong
@@ -141,6 +143,8 @@ def _copy(value):
             return type(value)(_copy(each) for each in value)
         if isinstance(value, SparseMatrix):
             return value.to("cpu")
+        if isinstance(value, Layout):
+            return copy.deepcopy(value)
         if not isinstance(value, torch.Tensor):
             return value
         return value.detach().clone() if value.is_meta else value.detach().clone().cpu()
@@ -160,9 +164,8 @@ def _fault_of(error: Exception, entry: Entry, given: dict, changed: dict) -> str
         return ""  # by a function that was an argument
     if not changed:
         return f"a valid call raised {short} at {_place(error)}"
-    if not isinstance(error, (ValueError, TypeError, KernlibError, torch.linalg.LinAlgError)) and (
-        not (type(error) is RuntimeError and SAID.search(text))
-    ):
+    known = (ValueError, TypeError, NotImplementedError, KernlibError, torch.linalg.LinAlgError)
+    if not isinstance(error, known) and not (type(error) is RuntimeError and SAID.search(text)):
         return f"{short} at {_place(error)}"
     names = {*given, *changed, *entry.names}
     names |= {name.rpartition(".")[2] for name in names}

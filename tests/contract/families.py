@@ -7,6 +7,8 @@ from importlib import import_module
 
 from tests.contract import (
     cases,
+    of_block_sparse_layers,
+    of_blocksparse,
     of_kronecker_product,
     of_linalg,
     of_pairwise,
@@ -15,10 +17,11 @@ from tests.contract import (
 )
 
 ENTRIES = of_pairwise.ENTRIES | of_products.ENTRIES | of_kronecker_product.ENTRIES
+ENTRIES |= of_blocksparse.ENTRIES | of_block_sparse_layers.ENTRIES
 ENTRIES |= of_linalg.ENTRIES | of_service.ENTRIES
 MODULES = (
-    "kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.linalg", "kernlib.sparse",
-    "kernlib.compat.kermac", "kernlib.compat.macko",
+    "kernlib", "kernlib.blocksparse", "kernlib.linalg", "kernlib.nn", "kernlib.nn.compat",
+    "kernlib.sparse", "kernlib.compat.kermac", "kernlib.compat.macko",
 )  # fmt: skip
 
 

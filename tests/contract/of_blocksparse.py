@@ -213,6 +213,20 @@ def of_any_type(t) -> torch.Tensor:
     return t.detach().clone()
 
 
+def heads_beside(t) -> Layout:
+    """The layout where a tensor lies, or on the CPU."""
+    on_gpu = isinstance(t, torch.Tensor) and t.device.type == "cuda"
+    return HEADS.to("cuda") if on_gpu else HEADS
+
+
+def call_moved(values):
+    return heads_beside(values).to_dense(values)
+
+
+def call_back(dense):
+    return heads_beside(dense).to_blocks(dense)
+
+
 def wanted_moved(values):
     values = of_any_type(values)
     if values.dim() < 3 or tuple(values.shape[-3:]) != (HEADS.capacity, *HEADS.block):
@@ -297,8 +311,8 @@ ENTRIES = {
     "kernlib.BlockSparseMatmul": entry(BlockSparseMatmul, descriptor, 1, weight=2),
     "kernlib.blocksparse.Layout": entry(call_layout, layout, 2, weight=3),
     "kernlib.blocksparse.Layout from_indices": entry(call_indices, indices, 4, weight=2),
-    "kernlib.blocksparse.Layout to_dense": entry(HEADS.to_dense, moved, 1, wanted_moved, 2),
-    "kernlib.blocksparse.Layout to_blocks": entry(HEADS.to_blocks, back, 1, wanted_back, 2),
+    "kernlib.blocksparse.Layout to_dense": entry(call_moved, moved, 1, wanted_moved, 2),
+    "kernlib.blocksparse.Layout to_blocks": entry(call_back, back, 1, wanted_back, 2),
     "kernlib.blocksparse.Layout update_": entry(call_update, update, 1),
     "kernlib.blocksparse.Layout from_state": entry(call_state, state, 0, weight=2),
     "kernlib.blocksparse.Layout from_bsr": entry(call_bsr, bsr, 1),

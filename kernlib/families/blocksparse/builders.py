@@ -166,6 +166,8 @@ def top_k(scores: torch.Tensor, block: Block, k: int) -> Layout:
     checked_count("k", k, 0)
     if k > scores.shape[-1]:
         raise ValueError(f"k must be at most the {scores.shape[-1]} columns of blocks, got {k}")
+    if scores.is_floating_point() and scores.element_size() == 1:
+        scores = scores.float()  # torch sorts no float8
     # topk() of torch leaves open which of equal ones it takes.
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)

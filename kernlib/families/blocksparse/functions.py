@@ -34,7 +34,7 @@ def sdd(
     (..., capacity, block rows, block columns), 0 in slots that hold no block. ``op`` is the
     transpose of the last two dimensions where ``transpose_a`` or ``transpose_b`` says so.
 
-    It is :func:`kernlib.run_kernel` of a :class:`kernlib.blocksparse.BlockSparseMatmul`, which has
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseMatmul`, which has
     ``epilogue`` and its ``parameters``, ``precision`` and ``out``, and raises what that does. The
     operation is Torch-Blocksparse's ``MatMul`` of mode "sdd".
     """
@@ -62,7 +62,7 @@ def dsd(
     where the layout has them. With ``transpose_a`` S is transposed: R and C change places, its
     blocks stay as they are.
 
-    It is :func:`kernlib.run_kernel` of a :class:`kernlib.blocksparse.BlockSparseMatmul`, which has
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseMatmul`, which has
     ``epilogue`` and its ``parameters``, ``precision`` and ``out``, and raises what that does. The
     operation is Torch-Blocksparse's ``MatMul`` of mode "dsd".
     """
@@ -91,7 +91,7 @@ def dds(
     ``torch.nn.functional.linear`` is: ``dds(x, values, layout, transpose_b=True)`` takes x (..., C)
     to (..., R).
 
-    It is :func:`kernlib.run_kernel` of a :class:`kernlib.blocksparse.BlockSparseMatmul`, which has
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseMatmul`, which has
     ``epilogue`` and its ``parameters``, ``precision`` and ``out``, and raises what that does. The
     operation is Torch-Blocksparse's ``MatMul`` of mode "dds".
     """

@@ -57,8 +57,8 @@ class Layout:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_block", "_capacity", "_device", "_grid", "_heads", "_key",
-        "_tensors", "_text",
+        "__weakref__", "_addresses", "_block", "_capacity", "_device", "_grid", "_heads",
+        "_identity", "_tensors", "_text",
     )  # fmt: skip
 
     def __init__(
@@ -210,7 +210,7 @@ class Layout:
     @property
     def key(self) -> tuple:
         """Text and device: what plans of products depend on."""
-        return self._key
+        return self._identity
 
     @property
     def addresses(self) -> list[int]:
@@ -401,7 +401,7 @@ def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
     put(made, "_capacity", capacity)
     put(made, "_tensors", tensors)
     put(made, "_device", tensors[0].device)
-    put(made, "_key", (text, tensors[0].device))
+    put(made, "_identity", (text, tensors[0].device))
     put(made, "_addresses", None)
 
 

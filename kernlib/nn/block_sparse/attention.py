@@ -17,7 +17,7 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
-from kernlib.nn.block_sparse.weight import checked_dtype
+from kernlib.nn.block_sparse.weight import check_kind, checked_dtype
 from kernlib.runtime.tensors import check_dense
 
 MODES = ("add", "mul")
@@ -321,6 +321,7 @@ def _check_inputs(layer: nn.MultiheadAttention, query, key, value) -> None:
     for (name, x), size in zip(inputs.items(), sizes, strict=True):
         if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != size:
             raise ValueError(f"{name} must be {order.format(size)}, got {tuple(x.shape)}")
+        check_kind(name, x, layer.out_proj.weight)
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(
             f"key and value must have one length and batch, got {tuple(key.shape)} and "

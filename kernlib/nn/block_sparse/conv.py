@@ -18,8 +18,12 @@ from kernlib.families.blocksparse.layout import Layout
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.linear import describe_layout
-from kernlib.nn.block_sparse.weight import BlockSparseModule, checked_dtype, layout_for
-from kernlib.nn.kronecker_sparse_algorithms import autocasts
+from kernlib.nn.block_sparse.weight import (
+    BlockSparseModule,
+    check_kind,
+    checked_dtype,
+    layout_for,
+)
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -70,10 +74,9 @@ class BlockSparseConv2d(BlockSparseModule):
         capacity: int | None = None,
         precision: str | None = None,
     ):
-        if groups != 1:
+        if checked_count("groups", groups, 1) != 1:
             raise NotImplementedError(
-                f"BlockSparseConv2d has groups of 1 alone, got {shown(groups)}; blocks along the "
-                "diagonal of a layout are groups"
+                f"groups must be 1, got {groups}; blocks along the diagonal of a layout are groups"
             )
         checked_count("in_channels", in_channels, 1)
         checked_count("out_channels", out_channels, 1)
@@ -140,14 +143,7 @@ class BlockSparseConv2d(BlockSparseModule):
                 f"input must have shape (N, {channels}, H, W) or ({channels}, H, W), got "
                 f"{tuple(input.shape)}"
             )
-        if input.device != weight.device:
-            raise ValueError(
-                f"input must be on {weight.device} as the layer's weight is, got {input.device}"
-            )
-        if input.dtype != weight.dtype and not autocasts(input.device):
-            raise TypeError(
-                f"input must be {weight.dtype} as the layer's weight is, got {input.dtype}"
-            )
+        check_kind("input", input, weight)
 
     def _columns(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
         """The unfolded image (N, kernel rows * kernel columns * channels, H' * W'), and H', W'."""
@@ -197,11 +193,11 @@ def taps_layout(
     channels, blocks of input channels, kernel rows, kernel columns), as Torch-Blocksparse has it.
     The order of its values is that of Torch-Blocksparse's too. ``block``, ``capacity``, ``device``
     and what is raised are as of :class:`kernlib.blocksparse.Layout`."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
-        got = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    check_dense(("mask",), mask=mask)
+    if mask.dim() != 4:
         raise ValueError(
             "mask must be a tensor (blocks of output channels, blocks of input channels, kernel "
-            f"rows, kernel columns), got {got}"
+            f"rows, kernel columns), got {tuple(mask.shape)}"
         )
     mask = checked_mask(mask.permute(0, 2, 3, 1).flatten(1))
     return Layout(mask, block, capacity, device)

@@ -18,11 +18,11 @@ from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.weight import (
     BlockSparseModule,
+    check_kind,
     checked_dtype,
     layout_for,
     layout_of_weight,
 )
-from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -219,12 +219,7 @@ def check_input(input: torch.Tensor, weight: torch.Tensor, features: int) -> Non
     """Raises TypeError and ValueError for what a linear layer does not take."""
     if input.dim() == 0 or input.shape[-1] != features:
         raise ValueError(f"input must have shape (..., {features}), got {tuple(input.shape)}")
-    if input.device != weight.device:
-        raise ValueError(
-            f"input must be on {weight.device} as the layer's weight is, got {input.device}"
-        )
-    if input.dtype != weight.dtype and not autocasts(input.device):
-        raise TypeError(f"input must be {weight.dtype} as the layer's weight is, got {input.dtype}")
+    check_kind("input", input, weight)
 
 
 def check_linear(linear) -> torch.Tensor:

@@ -19,6 +19,7 @@ from kernlib.families.blocksparse.contents.sizes import NAMES, checked_block, ch
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.sparse.prune import check_density, check_per
 from kernlib.nn.block_sparse import growth
+from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
 from kernlib.runtime.tensors import check_dense, check_flag
 
@@ -379,6 +380,17 @@ def check_layout(name: str, layout, shape: tuple[int, int]) -> None:
         raise ValueError(f"{name} must be of one matrix, got {layout.heads} heads")
     if layout.shape != tuple(shape):
         raise ValueError(f"{name} must be of a matrix {tuple(shape)}, got {layout.shape}")
+
+
+def check_kind(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raises ValueError for an input on another device than a layer's weight, TypeError for one of
+    another dtype, unless autocast casts both."""
+    if x.device != weight.device:
+        raise ValueError(
+            f"{name} must be on {weight.device} as the layer's weight is, got {x.device}"
+        )
+    if x.dtype != weight.dtype and not autocasts(x.device):
+        raise TypeError(f"{name} must be {weight.dtype} as the layer's weight is, got {x.dtype}")
 
 
 def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -105,7 +105,7 @@ def test_compiled_it_is_one_graph():
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"groups": 2}, NotImplementedError, "groups of 1 alone, got 2"),
+        ({"groups": 2}, NotImplementedError, "groups must be 1, got 2"),
         ({"kernel_size": (3, 3, 3)}, TypeError, "kernel_size must be an int or two"),
         ({"kernel_size": 0}, ValueError, "kernel_size must be 1 to"),
         ({"padding": "full"}, ValueError, "padding must be 'valid', 'same'"),

@@ -47,6 +47,8 @@ def with_heads(dense: torch.Tensor, blocks: Blocks, heads: int | None) -> torch.
 
 def to_dense(values: torch.Tensor, blocks: Blocks, tensors: Tensors) -> torch.Tensor:
     """Values (..., capacity, rows, cols) as matrices (..., heads, R, C)."""
+    if _is_float8(values):
+        return to_dense(values.view(torch.uint8), blocks, tensors).view(values.dtype)
     at, live = places(blocks, tensors)
     total = blocks.heads * blocks.grid_rows * blocks.grid_cols
     at = torch.where(live, at, total)  # a place behind all that is cut off
@@ -60,6 +62,8 @@ def to_dense(values: torch.Tensor, blocks: Blocks, tensors: Tensors) -> torch.Te
 
 def to_blocks(dense: torch.Tensor, blocks: Blocks, tensors: Tensors) -> torch.Tensor:
     """Matrices (..., heads, R, C) as values (..., capacity, rows, cols), 0 in slots without."""
+    if _is_float8(dense):
+        return to_blocks(dense.view(torch.uint8), blocks, tensors).view(dense.dtype)
     lead = dense.shape[:-3]
     size = blocks.rows, blocks.cols
     total = blocks.heads * blocks.grid_rows * blocks.grid_cols
@@ -70,6 +74,11 @@ def to_blocks(dense: torch.Tensor, blocks: Blocks, tensors: Tensors) -> torch.Te
     apart = dense.reshape(*lead, blocks.heads, *grid).transpose(-3, -2)
     found = apart.reshape(*lead, total, *size).index_select(-3, torch.where(live, at, 0))
     return torch.where(live[:, None, None], found, 0)
+
+
+def _is_float8(t: torch.Tensor) -> bool:
+    """Whether torch, which copies no such numbers by index, has to see bytes instead."""
+    return t.is_floating_point() and t.element_size() == 1
 
 
 def row_starts(blocks: Blocks, tensors: Tensors) -> torch.Tensor:

@@ -34,7 +34,7 @@ def softmax(
     leaves out what it is 0 for; of a mask of bools True takes part in either mode. ``causal``
     leaves out columns behind the row. Rows that nothing is left of are 0. ``out`` may be x itself.
 
-    It is :func:`kernlib.run_kernel` of a :class:`kernlib.blocksparse.BlockSparseSoftmax`, which has
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseSoftmax`, which has
     the rest, and raises what that does. The operation is Torch-Blocksparse's ``Softmax``.
     """
     modes = key_padding_mask_mode, attn_mask_mode

@@ -176,10 +176,8 @@ def gradient_by_torch(layout: Layout, grad, y, scale, needs: tuple) -> list:
     """Those by x and by the logits, by torch's own operators; None where there is no need."""
     with no_autocast(y):
         found = reference.gradient(layout, grad, y)
-        if isinstance(scale, torch.Tensor):
-            scale = scale.to(found.device, found.dtype)
         return [
-            (found * scale).to(y.dtype) if needs[0] else None,
+            reference.scaled(found, scale).to(y.dtype) if needs[0] else None,
             found.to(y.dtype) if needs[1] else None,
         ]
 

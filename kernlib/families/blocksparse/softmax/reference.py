@@ -12,6 +12,7 @@ import torch
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.numbers import host_value
 
 LOWEST = -torch.inf
 
@@ -25,9 +26,7 @@ def softmax(
     live = _live(layout)[:, None, None]
     if _is_empty(layout):
         return torch.where(live, x, 0.0)
-    if isinstance(scale, torch.Tensor):
-        scale = scale.to(x.device, wide)
-    logits = _logits(descriptor, layout, x.to(wide) * scale, parameters)
+    logits = _logits(descriptor, layout, scaled(x.to(wide), scale), parameters)
     logits = torch.where(live, logits, LOWEST)
     most = _over_rows(layout, logits.detach().amax(-1), LOWEST)
     most = torch.where(most == LOWEST, 0.0, most)
@@ -35,6 +34,13 @@ def softmax(
     sums = row_sums(layout, powers.sum(-1)).unsqueeze(-1)
     y = powers / torch.where(sums == 0.0, 1.0, sums)
     return torch.where(live, y, 0.0).to(x.dtype).contiguous()
+
+
+def scaled(x: torch.Tensor, scale) -> torch.Tensor:
+    """``x * scale``, of a tensor wherever it lies and of whichever type a number is."""
+    if isinstance(scale, torch.Tensor):
+        return x * scale.to(x.device, x.dtype)
+    return x * host_value("scale", scale, 0)
 
 
 def gradient(layout: Layout, grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kernlib.blocksparse import BlockSparseMatmul, Layout
+from kernlib import BlockSparseMatmul
+from kernlib.blocksparse import Layout
 from kernlib.families.blocksparse import ahead
 from kernlib.jit import service
 from kernlib.runtime.devices import arch_of
