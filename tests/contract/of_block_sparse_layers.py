@@ -37,6 +37,9 @@ NAMES = (
 )  # fmt: skip
 
 
+LARGEST = 1e30  # of scales: beyond, products are infinite in float32 and not in float64
+
+
 # Softmax.
 
 
@@ -90,7 +93,7 @@ def wanted_softmax(
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
         raise ValueError("out")
     scale = scalar(scale)
-    if abs(scale) > 1e30:  # the product is infinite in float32, not in float64
+    if abs(scale) > LARGEST:
         return None
     found = by_formula.formula(
         made, plain.wide(x), scale, _wide(rpe), _wide(key_padding_mask), _wide(attn_mask),
@@ -170,6 +173,8 @@ def wanted_attention(
     if any(made.heads is not None and t.shape[-3] not in (1, made.heads) for t in (q, k, v)):
         raise ValueError("heads")
     scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scalar(scale)
+    if abs(scale) > LARGEST:
+        return None
     logits = (q @ k.mT) * scale
     kept = by_formula.stored(made)
     if causal:
