@@ -66,14 +66,24 @@ class Permute(nn.Module):
 
 
 class _Permute(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, in_order, out_order):
-        ctx.orders = out_order, in_order
+    def forward(x, in_order, out_order):
         return in_memory(x, out_order)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, in_order, out_order = inputs
+        ctx.orders = out_order, in_order
 
     @staticmethod
     def backward(ctx, grad):
         return _Permute.apply(grad, *ctx.orders), None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return in_memory(tangent, ctx.orders[0])
 
 
 def in_memory(x: torch.Tensor, order: str) -> torch.Tensor:

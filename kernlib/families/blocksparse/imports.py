@@ -9,9 +9,17 @@ import torch
 
 from kernlib.families.blocksparse.contents.sizes import checked_block
 from kernlib.families.blocksparse.contents.writing import refuse_capture
+from kernlib.lowering.arithmetic import ceil_div
 from kernlib.runtime.tensors import refuse_transforms
 
-FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE")
+FIELDS = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "BLOCK_SIZE",
+    "seq_lengths",
+)
 ADVICE = "no layout can be made of; make it outside"
 
 
@@ -62,9 +70,11 @@ def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
             f"{type(block_mask).__name__}"
         )
     block = checked_block(tuple(block_mask.BLOCK_SIZE))
-    mask = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    width = ceil_div(block_mask.seq_lengths[1], block[1])  # lists may be of fewer columns
+    mask = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, width)
     if block_mask.full_kv_num_blocks is not None:
-        mask = mask | _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        mask = mask | _listed(*full, width)
     if mask.dim() != 4:
         raise ValueError(
             "block_mask must have the dimensions (batch, heads, rows), got "
@@ -83,12 +93,18 @@ def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
     return (found[0] if found.shape[0] == 1 else found), block
 
 
-def _listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Bools (..., rows, columns) of lists of columns (..., rows, columns), of which as many count
-    as ``counts`` (..., rows) says."""
-    width = indices.shape[-1]
-    columns = torch.arange(width, dtype=torch.int32, device=indices.device)
-    known = columns < counts.unsqueeze(-1)
+def _listed(counts: torch.Tensor, indices: torch.Tensor, width: int) -> torch.Tensor:
+    """Bools (..., rows, width) of lists of columns (..., rows, entries), of which as many count as
+    ``counts`` (..., rows) says. Raises ValueError for columns on the CPU that are out of range;
+    those on a GPU are left out."""
+    entries = torch.arange(indices.shape[-1], dtype=torch.int32, device=indices.device)
+    listed = entries < counts.unsqueeze(-1)
+    known = listed & (indices >= 0) & (indices < width)
+    if indices.device.type == "cpu" and not torch.equal(known, listed):
+        raise ValueError(
+            f"block_mask must list columns below {width}, as its seq_lengths say, got "
+            f"{int(indices[listed & ~known][0])}"
+        )
     marks = torch.zeros(*indices.shape[:-1], width + 1, dtype=torch.bool, device=indices.device)
     at = torch.where(known, indices.long(), width)  # a column that is cut off
     return marks.scatter_(-1, at, True)[..., :width]

@@ -52,8 +52,9 @@ class Layout:
     ``capacity``; of one on a GPU the last ones are dropped, which :meth:`check` finds. Layouts and
     the order of values follow Torch-Blocksparse.
 
-    Copies, pickles and ``torch.save`` hold the contents; :meth:`state` gives plain values and
-    tensors to save, :meth:`from_state` checks what was loaded.
+    Copies, pickles and ``torch.save`` hold the contents, the last for ``torch.load`` with
+    ``weights_only=False``; :meth:`state` gives plain values and tensors to save, which it takes
+    without, and :meth:`from_state` checks what was loaded.
     """
 
     __slots__ = (
@@ -254,7 +255,8 @@ class Layout:
         the CPU is copied, and raises ValueError for more blocks than :attr:`capacity`. Products
         whose gradients are still to be computed raise torch's RuntimeError for tensors that were
         written in between. Raises TypeError and ValueError for other masks, and CaptureError where
-        the kernels are not loaded yet while a graph is captured: update once before.
+        the kernels are not loaded yet while a graph is captured: update once before. It ends what
+        ``torch.compile`` makes one program of.
         """
         mask = checked_mask(mask)
         wanted = self._grid if self._heads is None else (self._heads, *self._grid)

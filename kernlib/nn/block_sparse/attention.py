@@ -18,6 +18,8 @@ from kernlib.families.blocksparse.functions import dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
 from kernlib.nn.block_sparse.weight import check_kind, checked_dtype
+from kernlib.nn.kronecker_sparse_algorithms import autocasts
+from kernlib.runtime.arguments import check_broadcast
 from kernlib.runtime.tensors import check_dense
 
 MODES = ("add", "mul")
@@ -63,7 +65,9 @@ def block_sparse_attention(
     scores = sdd(q, k, layout, transpose_b=not key_transposed, precision=precision)
     if key_padding_mask is not None and layout.heads is None:
         check_dense((), key_padding_mask=key_padding_mask)
-        if key_padding_mask.dim() > 1:  # heads are of the batch then
+        lead = scores.shape[:-4]  # a batch, in front of the heads, which are of Z here
+        check_broadcast((*lead, layout.shape[1]), "key_padding_mask", key_padding_mask)
+        if key_padding_mask.dim() > 1:
             key_padding_mask = key_padding_mask.unsqueeze(-2)
     weights = softmax(
         scores, layout, scale, rpe, key_padding_mask, attn_mask, key_padding_mask_mode,
@@ -93,6 +97,13 @@ def _check_sizes(q, k, v, layout, key_transposed: bool) -> None:
             )
         if heads is not None and t.shape[-3] not in (1, heads):
             raise ValueError(f"{name} must have {heads} heads as layout does, got {t.shape[-3]}")
+        if t.device != q.device or (t.dtype != q.dtype and not autocasts(q.device)):
+            raise TypeError(
+                f"{name} must be {q.dtype} on {q.device} as q is, got {t.dtype} on {t.device}"
+            )
+    depth = k.shape[-2 if key_transposed else -1]
+    if depth != q.shape[-1]:
+        raise ValueError(f"k must have D = {q.shape[-1]} as q has, got {depth}")
 
 
 class BlockSparseMultiheadAttention(nn.MultiheadAttention):

@@ -228,6 +228,11 @@ def check_linear(linear) -> torch.Tensor:
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
     weight = getattr(linear, "weight", None)
+    if "weight" not in linear._parameters:
+        raise ValueError(
+            "the weight of linear is computed of other tensors, by a parametrization, pruning or "
+            "spectral_norm: take that off before"
+        )
     check_dense(("the weight of linear",), **{"the weight of linear": weight})
     if weight.dim() != 2:
         raise ValueError(

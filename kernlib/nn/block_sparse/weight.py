@@ -68,11 +68,12 @@ class BlockSparseModule(nn.Module):
         start at 0.
 
         ``mask`` is as that of :meth:`kernlib.blocksparse.Layout.update_`, which says when too many
-        blocks raise and when they are dropped, and which does not wait for a GPU. Raises TypeError
-        for what is no optimizer.
+        blocks raise and when they are dropped, and which does not wait for a GPU. What others hold
+        of the weight does not move, such as an average in ``torch.optim.swa_utils.AveragedModel``:
+        :meth:`remap` moves it. Raises TypeError for what is no optimizer, ValueError for one of
+        other parameters, RuntimeError for a weight that is parametrized or pruned.
         """
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be one of torch.optim, got {shown(optimizer)}")
+        self._check_change(optimizer)
         before = growth.places(self._layout)
         self._layout.update_(mask)
         self._source = growth.sources(before, self._layout)
@@ -80,9 +81,36 @@ class BlockSparseModule(nn.Module):
         if optimizer is not None:
             held += optimizer.state.get(self.weight, {}).values()
         for tensor in held:
-            if isinstance(tensor, torch.Tensor) and tensor.shape == self.weight.shape:
+            if self._is_by_slots(tensor):
                 tensor.copy_(growth.moved(tensor, self._source))
         return self
+
+    def _check_change(self, optimizer) -> None:
+        """Raises RuntimeError where a change of the blocks would not last, TypeError and ValueError
+        for another optimizer than the weight's."""
+        if not self.persistent:
+            raise RuntimeError(
+                f"the blocks of {type(self).__name__} do not change, as its state_dict, like "
+                "Torch-Blocksparse's, does not hold them: use the layers of kernlib.nn"
+            )
+        weight = self._parameters.get("weight")
+        if weight is None:
+            raise RuntimeError(
+                "weight is computed of other tensors, by a parametrization or by pruning, in which "
+                "no block can be moved: take that off before the blocks change"
+            )
+        if optimizer is None:
+            return
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be one of torch.optim, got {shown(optimizer)}")
+        if not any(p is weight for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError("optimizer must be one that has the layer's weight, got another")
+
+    def _is_by_slots(self, held: object) -> bool:
+        """Whether it has a part for each slot: a moment of the weight's shape, or what Adafactor
+        keeps of the rows and of the columns of each."""
+        weight = self.weight
+        return isinstance(held, torch.Tensor) and held.dim() == 3 and len(held) == len(weight)
 
     def drop_(
         self,
@@ -180,11 +208,17 @@ class BlockSparseModule(nn.Module):
         return tensor.clone() if self._source is None else growth.moved(tensor, self._source)
 
     def _watch(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """A product of x, whose gradient is to be seen. Raises RuntimeError when compiled."""
+        """A product of x, whose gradient is to be seen. Raises RuntimeError when compiled, and
+        inside of transforms."""
         if is_dynamo_compiling():
             raise RuntimeError(
                 "watch_growth sees gradients of eager calls: call watch_growth(False) before "
                 "torch.compile, or leave the layer out of it"
+            )
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "watch_growth sees gradients of eager calls, and none inside a transform of "
+                "torch.func: call watch_growth(False) before"
             )
         return growth.Watched.apply(y, x, self._record) if y.requires_grad else y
 
@@ -273,6 +307,9 @@ class BlockSparseModule(nn.Module):
     def _load_layout(self, state_dict: dict, prefix: str, assigned: bool) -> None:
         """Take the layout in a state_dict, in place unless it is to be assigned or the layer is on
         meta. Raises TypeError and ValueError."""
+        weight = state_dict.get(prefix + "weight")
+        if weight is None and "weight" in self._parameters:
+            raise ValueError("it has a layout and no weight, whose blocks would be those of before")
         header = _header(state_dict[prefix + _EXTRA])
         names = {prefix + buffer: name for name, buffer in zip(NAMES, BUFFERS, strict=True)}
         tensors = {name: state_dict[key] for key, name in names.items() if key in state_dict}

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from kernlib.errors import CaptureError
 from kernlib.families.blocksparse.contents import device, writing
@@ -296,6 +296,14 @@ def test_block_masks():
     assert layout.heads == 2 and layout.capacity == 30
     assert torch.equal(layout.mask()[0], torch.ones(4, 4).tril().bool())
     assert not layout.mask()[1, :, 0].any()
+    narrow = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 4, dtype=torch.int32), torch.arange(4, dtype=torch.int32).view(1, 1, 4, 1),
+        BLOCK_SIZE=128, compute_q_blocks=False, seq_lengths=(512, 640),
+    )  # fmt: skip
+    assert torch.equal(Layout.from_block_mask(narrow).mask(), torch.eye(4, 5).bool())
+    narrow.kv_indices.add_(2)
+    with pytest.raises(ValueError, match="block_mask must list columns below 5, as its seq_leng"):
+        Layout.from_block_mask(narrow)
     with pytest.raises(ValueError, match="the same for all of its batch of 2"):
         Layout.from_block_mask(
             create_block_mask(per_batch, 2, None, 128, 128, "cpu", BLOCK_SIZE=64)

@@ -143,7 +143,9 @@ def test_what_the_function_refuses():
         ((q, k, v), {"key_transposed": True}, ValueError, r"k must be \(..., H, D, 96\)"),
         ((q, k, v[..., :-1, :]), {}, ValueError, r"v must be \(..., H, 96, Dv\)"),
         ((q[:, :3], k, v), {}, ValueError, "q must have 4 heads as layout does, got 3"),
-        ((q, k[..., :-1], v), {}, ValueError, "one size to sum over"),
+        ((q, k[..., :-1], v), {}, ValueError, "k must have D = 8 as q has, got 7"),
+        ((q, k.half(), v), {}, TypeError, r"k must be torch\.float64 on cpu as q is"),
+        ((q, k, v.half()), {}, TypeError, r"v must be torch\.float64 on cpu as q is"),
         ((None, k, v), {}, TypeError, "q must be a tensor"),
         ((q, k, v), {"attn_mask": q}, ValueError, "attn_mask must have shape"),
         ((q, k, v), {"attn_mask_mode": "max"}, ValueError, "attn_mask_mode must be one of"),
@@ -153,6 +155,10 @@ def test_what_the_function_refuses():
             block_sparse_attention(*given, layout, **options)
     with pytest.raises(TypeError, match=r"layout must be a kernlib\.blocksparse\.Layout, got"):
         block_sparse_attention(q, k, v, torch.ones(4, 4, 3))
+    mask = torch.ones(len(q), 95, dtype=torch.bool)
+    one = Layout(layout.mask()[0], layout.block)
+    with pytest.raises(ValueError, match=rf"to \({len(q)}, 96\), got \({len(q)}, 95\)"):
+        block_sparse_attention(q, k, v, one, key_padding_mask=mask)
 
 
 # The module.

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import kernlib as kl
 from kernlib.families.blocksparse import builders
@@ -259,6 +260,21 @@ def test_states_are_looked_at():
         layer().load_state_dict(state)
 
 
+def test_a_layout_without_a_weight_is_not_loaded():
+    made, other = layer(), layer()
+    before = made.to_dense()
+    state = {name: t for name, t in other.state_dict().items() if name != "weight"}
+    with pytest.raises(RuntimeError, match="it has a layout and no weight"):
+        made.load_state_dict(state, strict=False)
+    assert torch.equal(made.to_dense(), before)
+
+
+def test_sizes_may_be_numpys():
+    np = pytest.importorskip("numpy")
+    made = BlockSparseLinear(np.int64(32), np.int64(48), np.int32(16), density=1.0)
+    assert made(torch.randn(2, 32)).shape == (2, 48)
+
+
 def test_copies_and_pickles():
     made, x = layer(activation="relu").watch_growth(), inputs(3)
     made(x).sum().backward()
@@ -396,6 +412,32 @@ def test_a_state_of_an_optimizer_follows():
     optimizer.step()
 
 
+def test_what_an_optimizer_keeps_of_rows_and_columns_follows():
+    made = BlockSparseLinear(32, 32, Layout([[1, 0], [1, 1]], 16))
+    optimizer = torch.optim.Adafactor(made.parameters())
+    made(torch.randn(4, 32)).square().sum().backward()
+    optimizer.step()
+    state = optimizer.state[made.weight]
+    before = {name: state[name].clone() for name in ("row_var", "col_var")}
+    made.update_([[0, 1], [1, 1]], optimizer)
+    for name, held in before.items():
+        assert torch.equal(state[name][1:], held[1:]) and not state[name][0].any()
+
+
+def test_a_change_that_would_not_last_is_refused():
+    made = layer()
+    with pytest.raises(ValueError, match="optimizer must be one that has the layer's weight"):
+        made.drop_(1, optimizer=torch.optim.Adam([made.bias]))
+    assert made.layout.nnz == 6
+    computed = nn.utils.parametrizations.weight_norm(layer())
+    pruned = prune.l1_unstructured(layer(), "weight", 0.5)
+    for one in (computed, pruned):
+        before = one.to_dense()
+        with pytest.raises(RuntimeError, match="weight is computed of other tensors"):
+            one.drop_(1)
+        assert torch.equal(one.to_dense(), before)
+
+
 def test_a_layer_learns_which_blocks_it_needs():
     """Drop and grow, as RigL does, until the blocks of a sparse target are found."""
     target = builders.block_diagonal(128, 16)
@@ -412,6 +454,14 @@ def test_a_layer_learns_which_blocks_it_needs():
         if grows:
             made.drop_(3, optimizer=optimizer).regrow_(3, optimizer)
     assert (made.layout.mask() & target.mask()).sum() >= 6
+
+
+def test_watching_is_refused_inside_of_transforms():
+    made, x = layer().watch_growth(), inputs(2)
+    with pytest.raises(RuntimeError, match=r"none inside a transform of torch\.func"):
+        torch.func.grad(lambda w: torch.func.functional_call(made, {"weight": w}, x).sum())(
+            made.weight.detach()
+        )
 
 
 def test_watching_is_refused_when_compiled():

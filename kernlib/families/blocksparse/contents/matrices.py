@@ -55,7 +55,8 @@ def to_dense(values: torch.Tensor, blocks: Blocks, tensors: Tensors) -> torch.Te
     shape = (*values.shape[:-3], total + 1, blocks.rows, blocks.cols)
     spread = values.new_zeros(shape).index_copy(values.dim() - 3, at, values)
     grid = blocks.heads, blocks.grid_rows, blocks.grid_cols
-    apart = spread[..., :total, :, :].unflatten(-3, grid)  # (..., heads, RB, CB, rows, cols)
+    # (..., heads, RB, CB, rows, cols), by reshape, as is_grads_batched knows no unflatten.
+    apart = spread[..., :total, :, :].reshape(*values.shape[:-3], *grid, blocks.rows, blocks.cols)
     size = blocks.grid_rows * blocks.rows, blocks.grid_cols * blocks.cols
     return apart.transpose(-3, -2).reshape(*values.shape[:-3], blocks.heads, *size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Integral
 
 from torch.compiler import is_dynamo_compiling
 
@@ -96,4 +97,4 @@ def check_positions(grid: tuple[int, int], heads: int | None) -> None:
 
 def is_int(value: object) -> bool:
     """Whether it is a whole number and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -34,12 +34,13 @@ def of_mask(mask: torch.Tensor, blocks: Blocks, device: torch.device) -> Tensors
     return tuple(t.to(device) for t in of_host(mask.cpu(), blocks))
 
 
-def of_host(mask: torch.Tensor, blocks: Blocks) -> Tensors:
-    """The tensors of a mask on the CPU. Raises ValueError for more blocks than the capacity."""
+def of_host(mask: torch.Tensor, blocks: Blocks, given: str = "mask has") -> Tensors:
+    """The tensors of a mask on the CPU, of which an error says ``given``. Raises ValueError for
+    more blocks than the capacity."""
     live = int(mask.count_nonzero())
     if live > blocks.capacity:
         raise ValueError(
-            f"mask has {live} blocks, more than the layout's capacity of {blocks.capacity}; make a "
+            f"{given} {live} blocks, more than the layout's capacity of {blocks.capacity}; make a "
             "layout with a larger capacity"
         )
     return host.encode(mask, blocks)
@@ -56,7 +57,7 @@ def of_indices(given: dict[str, torch.Tensor], blocks: Blocks, device: torch.dev
         write_indices(made, {name: _moved(t, device) for name, t in given.items()}, blocks)
         return made
     mask = marked({name: t.cpu() for name, t in given.items()}, blocks)
-    return tuple(t.to(device) for t in of_host(mask, blocks))
+    return tuple(t.to(device) for t in of_host(mask, blocks, "rows and cols name"))
 
 
 def marked(given: dict[str, torch.Tensor], blocks: Blocks) -> torch.Tensor:
@@ -70,7 +71,8 @@ def marked(given: dict[str, torch.Tensor], blocks: Blocks) -> torch.Tensor:
         wrong = (given[name] < 0) | (given[name] >= limits[name])
         if wrong.any():
             first = int(given[name][wrong][0])
-            raise ValueError(f"{name} must be 0 to {limits[name] - 1}, got {first}")
+            most = f"0 to {limits[name] - 1}" if limits[name] else "none, as the grid has no blocks"
+            raise ValueError(f"{name} must be {most}, got {first}")
         at = at * limits[name] + given[name]
     shape = blocks.heads, blocks.grid_rows, blocks.grid_cols
     mask = torch.zeros(shape, dtype=torch.bool, device="cpu")
@@ -115,7 +117,7 @@ def update_indices(tensors: Tensors, given: dict[str, torch.Tensor], blocks: Blo
         write_indices(tensors, given, blocks)
     else:
         _refuse_capture_of_host(tensors)
-        _copy(tensors, of_host(marked(given, blocks), blocks))
+        _copy(tensors, of_host(marked(given, blocks), blocks, "rows and cols name"))
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

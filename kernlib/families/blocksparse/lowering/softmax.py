@@ -97,8 +97,10 @@ class Variant(NamedTuple):
 
 
 def takes(blocks: Blocks) -> bool:
-    """Whether a grid holds the rows: of fewer than 2**31 tasks."""
-    return blocks.heads * blocks.grid_rows * blocks.rows <= MOST_ACROSS
+    """Whether a grid holds the rows, of fewer than 2**31 tasks, and an int the number of a
+    column."""
+    rows = blocks.heads * blocks.grid_rows * blocks.rows
+    return max(rows, blocks.grid_cols * blocks.cols) <= MOST_ACROSS
 
 
 def lower(problem: Softmax | Gradient) -> Lowered:

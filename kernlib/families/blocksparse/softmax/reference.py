@@ -26,8 +26,13 @@ def softmax(
     live = _live(layout)[:, None, None]
     if _is_empty(layout):
         return torch.where(live, x, 0.0)
-    logits = _logits(descriptor, layout, scaled(x.to(wide), scale), parameters)
-    logits = torch.where(live, logits, LOWEST)
+    masks = {name: _blocks_of(layout, name, value) for name, value in parameters.items()}
+    kept = live & _kept(descriptor, layout, masks)
+    # 0 for what is taken out: a gradient by the scale would meet what x holds there.
+    logits = scaled(torch.where(kept, x, 0.0).to(wide), scale)
+    for blocks in _added(descriptor, masks):
+        logits = logits + blocks.to(wide)
+    logits = torch.where(kept, logits, LOWEST)
     most = _over_rows(layout, logits.detach().amax(-1), LOWEST)
     most = torch.where(most == LOWEST, 0.0, most)
     powers = torch.exp(logits - most.unsqueeze(-1))
@@ -72,22 +77,22 @@ def _over_rows(layout: Layout, parts: torch.Tensor, empty: float) -> torch.Tenso
     return found.index_select(found.dim() - 2, rows)
 
 
-def _logits(descriptor: BlockSparseSoftmax, layout: Layout, x, parameters: dict) -> torch.Tensor:
-    """Of x times the scale: what is added first, then what is taken out."""
-    masks = {name: _blocks_of(layout, name, value) for name, value in parameters.items()}
-    taken = []
+def _is_added(descriptor: BlockSparseSoftmax, name: str, blocks: torch.Tensor) -> bool:
+    """Whether a tensor is added, else it says what takes part."""
+    return blocks.dtype != torch.bool and (name == "rpe" or getattr(descriptor, name) == "add")
+
+
+def _added(descriptor: BlockSparseSoftmax, masks: dict) -> list[torch.Tensor]:
+    return [blocks for name, blocks in masks.items() if _is_added(descriptor, name, blocks)]
+
+
+def _kept(descriptor: BlockSparseSoftmax, layout: Layout, masks: dict) -> torch.Tensor | bool:
+    """Which elements masks and the diagonal leave."""
+    kept = _is_at_most_diagonal(layout) if descriptor.causal else True
     for name, blocks in masks.items():
-        if blocks.dtype == torch.bool:
-            taken.append(blocks)
-        elif name != "rpe" and getattr(descriptor, name) == "mul":
-            taken.append(blocks != 0.0)
-        else:
-            x = x + blocks.to(x.dtype)
-    if descriptor.causal:
-        taken.append(_is_at_most_diagonal(layout))
-    for kept in taken:
-        x = torch.where(kept, x, LOWEST)
-    return x
+        if not _is_added(descriptor, name, blocks):
+            kept = kept & (blocks if blocks.dtype == torch.bool else blocks != 0.0)
+    return kept
 
 
 def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
@@ -95,13 +100,15 @@ def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
     (rows, cols), (grid_rows, grid_cols) = layout.block, layout.grid
     line, across = _lines(layout)
     if name == "key_padding_mask":
+        # reshape, as is_grads_batched knows no unflatten.
         whole = given.expand(*given.shape[:-1], layout.shape[1])
-        found = whole.unflatten(-1, (grid_cols, cols)).index_select(given.dim() - 1, across)
+        apart = whole.reshape(*given.shape[:-1], grid_cols, cols)
+        found = apart.index_select(given.dim() - 1, across)
         return found.unsqueeze(-2)
     least = 2 if layout.heads is None or name == "attn_mask" else 3
     given = given.reshape(*(1,) * (least - given.dim()), *given.shape)
     whole = given.expand(*given.shape[:-2], *layout.shape)
-    whole = whole.unflatten(-2, (grid_rows, rows)).unflatten(-1, (grid_cols, cols))
+    whole = whole.reshape(*given.shape[:-2], grid_rows, rows, grid_cols, cols)
     down = line % grid_rows
     if least == 2:
         found = whole[..., down, :, across, :]

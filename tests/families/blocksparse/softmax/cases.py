@@ -84,7 +84,10 @@ def check(made: Layout, y: torch.Tensor, wanted: torch.Tensor, gate: float) -> N
     assert not y[..., live:, :, :].any()
     assert y.shape[-3:] == (made.capacity, *made.block)
     found = made.to_dense(y.double())
-    assert (found - wanted).abs().max() <= gate * max(1.0, float(wanted.abs().max()))
+    # Of all elements together: 2.1e-4 in float16 for one rounding, 3.5e-4 for two.
+    share = 0.26 if y.dtype in (torch.float16, torch.bfloat16) else 1.0
+    assert (found - wanted).norm() <= share * gate * wanted.norm()
+    assert (found - wanted).abs().max() <= gate * float(wanted.abs().max())
 
 
 def check_gradients(found, wanted, x: torch.Tensor, gate: float) -> None:

@@ -145,8 +145,39 @@ def test_transforms(seed):
     grad = torch.randn_like(forward)
     (backward,) = torch.autograd.grad(call(start, rpe[0], 0.5), start, grad)
     torch.testing.assert_close((forward * grad).sum(), (backward * tangent).sum())
-    batch = torch.randn(3, *grad.shape, dtype=F64)
-    y = call(start, rpe[0], 0.5)
-    (found,) = torch.autograd.grad(y, start, batch, is_grads_batched=True, retain_graph=True)
-    one_by_one = [torch.autograd.grad(y, start, g, retain_graph=True)[0] for g in batch]
-    torch.testing.assert_close(found, torch.stack(one_by_one))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_batches_of_gradients(name, seed):
+    made = made_layout()
+    grads, others = option(name, made)
+    leaves = values(made, 2, grad=True), *grads.values()
+    y = softmax(leaves[0], made, **grads, **others)
+    batch = torch.randn(3, *y.shape, dtype=F64)
+    found = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(y, leaves, g, retain_graph=True) for g in batch]
+    for ours, theirs in zip(found, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(theirs))
+
+
+@pytest.mark.parametrize("what", ["mask", "causal", "slot"])
+def test_a_scale_has_the_gradient_of_what_takes_part_inside_of_transforms(what, seed):
+    """Whatever x holds beside that."""
+    made = layout([[1, 1]], 16, 1)
+    x, others = values(made), {}
+    if what == "mask":
+        x[1], others["key_padding_mask"] = torch.nan, torch.arange(32) < 16
+    elif what == "causal":
+        x[1], others["causal"] = torch.inf, True
+    else:
+        x[2] = torch.nan
+
+    def call(scale):
+        return softmax(x, made, scale, **others).square().sum()
+
+    scale = torch.tensor(0.5, dtype=F64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(call(scale), scale)
+    assert wanted.isfinite()
+    torch.testing.assert_close(torch.func.grad(call)(scale.detach()), wanted)
+    (again,) = torch.func.hessian(call)(scale.detach()).flatten()
+    assert again.isfinite()

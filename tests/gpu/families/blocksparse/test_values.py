@@ -161,3 +161,43 @@ def test_more_elements_than_31_bits_count(seed):
     found = dds(x, weight, layout, transpose_b=True)
     for part in (slice(0, 3), slice(rows - 3, rows)):
         check(found[part], exact("dds", layout, x[part], weight, False, True), 1e-3)
+
+
+SHAPES_OF_LAYOUTS = {
+    "few blocks": [[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+    "one long line": [[1] * 40] + [[0] * 39 + [1]] * 9,
+    "one column": [[1, 0, 0]] * 20,
+    "band": [[int(abs(row - col) < 2) for col in range(12)] for row in range(12)],
+}
+
+
+@every_block
+@pytest.mark.parametrize("name", SHAPES_OF_LAYOUTS)
+def test_layouts_of_all_shapes(name, block, seed):
+    """Rows of very different lengths, of few blocks and of none; the same bits each time."""
+    layout = Layout(SHAPES_OF_LAYOUTS[name], block, device="cuda")
+    for mode in MODES:
+        for of_s in (False, True):
+            flags = {"sdd": (False, of_s), "dsd": (of_s, False), "dds": (False, of_s)}[mode]
+            for size in (16, 48, 80, 96):
+                a, b = operands(mode, layout, size, F16, (), *flags)
+                found = kl.run_kernel(product(mode, *flags), layout, a, b)
+                check(found, exact(mode, layout, a, b, *flags), GATES[F16])
+                assert torch.equal(kl.run_kernel(product(mode, *flags), layout, a, b), found)
+
+
+def test_more_stored_elements_than_31_bits_count(seed):
+    """262,144 blocks of 128 x 128: 8.6 GB of values, made and multiplied."""
+    layout = Layout(torch.ones(512, 512, dtype=torch.bool), 128, device="cuda")
+    a, b = (torch.randn(65536, 16, device="cuda").half() for _ in range(2))
+    values = sdd(a, b, layout, transpose_b=True)
+    for slot in (0, 131071, 131072, 262143):
+        row, col = (128 * index for index in divmod(slot, 512))
+        wanted = a[row : row + 128].double() @ b[col : col + 128].double().mT
+        check(values[slot], wanted, GATES[F16])
+    x = torch.randn(65536, 8, device="cuda").half()
+    y = dsd(values, x, layout)
+    for line in (0, 32767, 32768, 65535):
+        block, row = divmod(line, 128)
+        whole = values[512 * block : 512 * block + 512, row].double().flatten()
+        check(y[line], whole @ x.double(), 2 * GATES[F16])

@@ -1,0 +1,217 @@
+"""Layers, attention and Torch-Blocksparse's operators on the GPU."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernlib import blocksparse
+from kernlib.blocksparse import Layout
+from kernlib.compat import torch_blocksparse
+from kernlib.nn import BlockSparseLinear, BlockSparseMultiheadAttention, block_sparse_attention
+from tests.gpu.families.blocksparse.cases import BF16, F16, F32, check, layout_of
+
+KINDS = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+GATES = {F32: 2e-6, F16: 2e-3, BF16: 1.6e-2}
+
+
+@KINDS
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_a_linear_layer_trains(block, dtype, seed):
+    """Forward, gradients, and blocks that move in between."""
+    layer = BlockSparseLinear(
+        512, 256, block, device="cuda", dtype=dtype, activation="gelu", density=0.4
+    )
+    optimizer = torch.optim.Adam(layer.parameters(), 1e-3, eps=1e-4)  # no 0 in float16
+    for step in range(3):
+        layer.watch_growth(step == 1)
+        x = torch.randn(3, 40, 512, device="cuda").to(dtype).requires_grad_()
+        wide = [t.detach().double().requires_grad_() for t in (x, layer.to_dense(), layer.bias)]
+        wanted = F.gelu(F.linear(*wide))
+        y = layer(x)
+        check(y, wanted.detach(), GATES[dtype])
+        grad = torch.randn_like(y)
+        y.backward(grad)
+        to_x, to_weight, to_bias = torch.autograd.grad(wanted, wide, grad.double())
+        check(x.grad, to_x, 2 * GATES[dtype])
+        stored = layer.layout.to_dense(torch.ones_like(layer.weight))
+        check(layer.layout.to_dense(layer.weight.grad), to_weight * stored, 2 * GATES[dtype])
+        check(layer.bias.grad, to_bias, 2 * GATES[dtype])
+        if step == 1:
+            found = layer.growth_candidates.to_dense(layer.growth_gradient)
+            check(found, to_weight, 3 * GATES[dtype])
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            before = layer.layout.nnz
+            layer.drop_(2, optimizer=optimizer).regrow_(2, optimizer=optimizer)
+            assert layer.layout.nnz == before
+
+
+def test_a_training_step_waits_for_nothing(seed):
+    layer = BlockSparseLinear(512, 256, 64, device="cuda", dtype=F16, density=0.4)
+    x, grad = (torch.randn(40, n, device="cuda").half() for n in (512, 256))
+    optimizer = torch.optim.SGD(layer.parameters(), 1e-3, momentum=0.9)
+
+    def step():
+        layer.watch_growth()
+        layer(x).backward(grad)
+        optimizer.step()
+        layer.drop_(1, optimizer=optimizer).regrow_(1, optimizer=optimizer)
+        optimizer.zero_grad()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_is_captured(seed):
+    """Forward and backward of a layer in one graph."""
+    layer = BlockSparseLinear(256, 128, 32, device="cuda", dtype=F16, density=0.4)
+    x = torch.randn(72, 256, device="cuda").half()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            layer(x).square().sum().backward()
+            layer.zero_grad(set_to_none=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x).square().sum().backward()
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        wide = layer.to_dense().detach().double().requires_grad_()
+        F.linear(x.double(), wide, layer.bias.double()).square().sum().backward()
+        stored = layer.layout.to_dense(torch.ones_like(layer.weight))
+        check(layer.layout.to_dense(layer.weight.grad), wide.grad * stored, 4e-3)
+
+
+@KINDS
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 96, 128])
+def test_attention(size, block, dtype, seed):
+    length = 3 * block
+    mask = torch.ones(length // block, length // block, dtype=torch.bool).tril()
+    mask[2, 0] = 0
+    layout = Layout(mask, block, device="cuda")
+    given = [torch.randn(2, 3, length, size, device="cuda").to(dtype) for _ in range(3)]
+    leaves = [t.requires_grad_() for t in given]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    q, k, v = wide
+    kept = layout.to_dense(torch.ones(layout.capacity, block, block, device="cuda")).bool().tril()
+    logits = (q @ k.mT / math.sqrt(size)).masked_fill(~kept, -math.inf)
+    wanted = logits.softmax(-1) @ v
+    y = block_sparse_attention(*leaves, layout, causal=True)
+    check(y, wanted.detach(), 2 * GATES[dtype])
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, grad)
+    for ours, theirs in zip(found, torch.autograd.grad(wanted, wide, grad.double()), strict=True):
+        check(ours, theirs, 8 * GATES[dtype])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_module_of_attention_is_that_of_the_cpu(masked, seed):
+    layout = blocksparse.fixed(256, 32, 64, heads=4, device="cuda")
+    layer = BlockSparseMultiheadAttention(128, 4, layout, device="cuda")
+    other = copy.deepcopy(layer).cpu().double()
+    x = torch.randn(256, 2, 128, device="cuda")
+    options = {}
+    if masked:
+        options["key_padding_mask"] = torch.rand(2, 256, device="cuda") < 0.1
+    found = layer(x, x, x, is_causal=True, **options)[0]
+    moved = {name: t.cpu() for name, t in options.items()}
+    wide = x.cpu().double()
+    wanted = other(wide, wide, wide, is_causal=True, **moved)[0]
+    check(found.cpu(), wanted, 1e-5)
+
+
+# The predecessor's own cases.
+
+
+@pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
+@pytest.mark.parametrize("trans", [(a, b) for a in (False, True) for b in (False, True)])
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_its_products(block, trans, mode, seed):
+    batch, heads, sizes = 3, 2, (256, 512, 384)  # M, N, K
+    m, n, k = sizes
+    shapes = {"sdd": (m, n), "dsd": (k, m) if trans[0] else (m, k)}
+    rows, cols = shapes.get(mode) or ((n, k) if trans[1] else (k, n))
+    layout = (torch.rand(heads, rows // block, cols // block) < 0.5).long()
+    layout[:, 0, 0] = 1
+    a, b = (
+        torch.rand(batch, heads, *(ends[::-1] if turned else ends), device="cuda").half()
+        for ends, turned in zip(((m, k), (k, n)), trans, strict=True)
+    )
+    made = Layout(layout, block, device="cuda")
+    sparse = {"dsd": 0, "dds": 1}.get(mode)
+    given = [a, b]
+    if sparse is not None:
+        given[sparse] = made.to_blocks(given[sparse])
+    leaves = [t.detach().requires_grad_() for t in given]
+    y = torch_blocksparse.MatMul(layout, block, mode, *trans)(*leaves)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    whole = [made.to_dense(t) if i == sparse else t for i, t in enumerate(wide)]
+    left, right = (t.mT if turned else t for t, turned in zip(whole, trans, strict=True))
+    wanted = made.to_blocks(left @ right) if mode == "sdd" else left @ right
+    check(y, wanted.detach(), 1e-3)
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, grad)
+    for ours, theirs in zip(found, torch.autograd.grad(wanted, wide, grad.double()), strict=True):
+        check(ours, theirs, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("width", [256, 576])
+def test_its_softmax(width, dtype, seed):
+    layout = (torch.rand(4, 256 // 16, width // 16) < 0.5).long()
+    layout[:, :, 0] = 1
+    made = Layout(layout, 16, device="cuda")
+    x = torch.rand(2, made.capacity, 16, 16, device="cuda").to(dtype)
+    kpm = torch.where(torch.rand(2, width, device="cuda") < 0.2, -math.inf, 0.0).to(dtype)
+    kpm[:, 0] = 0
+    attn = (torch.rand(256, width, device="cuda") < 0.8).to(dtype)
+    attn[:, 0] = 1
+    op = torch_blocksparse.Softmax(layout, 16)
+    y = op(x, 0.4, key_padding_mask=kpm, attn_mask=attn, attn_mask_mode="mul")
+    logits = made.to_dense(x.double()) * 0.4 + kpm.double()[:, None, None]
+    kept = made.to_dense(torch.ones_like(x, dtype=torch.float64)).bool() & (attn != 0)
+    wanted = logits.masked_fill(~kept, -math.inf).softmax(-1)
+    check(made.to_dense(y), wanted, {F32: 1e-6, F16: 1e-3}[dtype])
+
+
+def test_its_relu_waits_for_nothing(seed):
+    x, residual = (torch.randn(4, 64, 15, 15, device="cuda") for _ in range(2))
+    scale, bias = (torch.rand(1, device="cuda", requires_grad=True) for _ in range(2))
+    op = torch_blocksparse.ReLU()
+    op(x, scale, bias, residual).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = op(x, scale, bias, residual)
+        y.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check(y.detach(), F.relu(x.double() * scale + bias + residual).detach(), 1e-6)
+
+
+def test_a_layer_under_autocast_and_compiled(seed):
+    layout = layout_of((64, 64), (4, 8))
+    layer = BlockSparseLinear(512, 256, layout, device="cuda")
+    x = torch.randn(40, 512, device="cuda")
+    wanted = F.linear(x.double(), layer.to_dense().double(), layer.bias.double()).detach()
+    with torch.autocast("cuda", torch.bfloat16):
+        found = layer(x)
+        assert found.dtype == BF16
+        check(found.detach(), wanted, 1.2e-2)
+        made = torch.compile(layer, fullgraph=True)
+        check(made(x).detach(), wanted, 1.2e-2)
