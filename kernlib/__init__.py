@@ -80,6 +80,7 @@ _NAMES = {
         "Silu",
         "Tanh",
     ),
+    "kernlib.descriptors.gates": ("Gate",),
     "kernlib.errors": (
         "CaptureError",
         "CompileError",

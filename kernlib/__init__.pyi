@@ -27,6 +27,7 @@ from kernlib.descriptors.epilogues import Scale as Scale
 from kernlib.descriptors.epilogues import Sigmoid as Sigmoid
 from kernlib.descriptors.epilogues import Silu as Silu
 from kernlib.descriptors.epilogues import Tanh as Tanh
+from kernlib.descriptors.gates import Gate as Gate
 from kernlib.errors import CaptureError as CaptureError
 from kernlib.errors import CompileError as CompileError
 from kernlib.errors import ConvergenceWarning as ConvergenceWarning

@@ -40,8 +40,9 @@ class Epilogue(Part):
         return ()
 
     @property
-    def summands(self) -> tuple[tuple[str, str], ...]:
-        """Each with the scalar that it is multiplied by: where that is 0 it is not read."""
+    def summands(self) -> tuple[tuple[str, str | None], ...]:
+        """Each with the scalar that it is multiplied by, and where that is 0 it is not read; None
+        for one that always is."""
         return ()
 
     @property
@@ -223,7 +224,8 @@ class Add(Value, Epilogue):
     strides, which may be ``out`` itself; ``beta`` a number or a tensor of shape (). Where it is 0,
     on the device too, y is not read and may hold NaN.
 
-    For :class:`kernlib.KroneckerProduct`, whose kernels read y where they write the result.
+    For :class:`kernlib.KroneckerProduct` and :class:`kernlib.BlockSparseMatmul`, whose kernels read
+    y where they write the result.
     """
 
     __slots__ = ()
@@ -388,8 +390,8 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
             )
         if epilogue.summands and not summands:
             raise ValueError(
-                f"{epilogue!r} adds a tensor of the result's shape, which of all kernels those of "
-                "KroneckerProduct alone read: add it to the result"
+                f"{epilogue!r} takes a tensor of the result's shape, which of all kernels those of "
+                "KroneckerProduct and BlockSparseMatmul alone read: apply it to the result"
             )
     taken = [name for epilogue in epilogues for name in epilogue.parameters]
     repeated = sorted({name for i, name in enumerate(taken) if name in taken[:i]})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from functools import cache
+from importlib import import_module
 
 from kernlib.descriptors.base import Descriptor, Part, parsed, render
 
@@ -73,6 +74,7 @@ def _build(node: ast.expr):
 
 def _type(name: str) -> type:
     """The descriptor's or part's class of that name. Raises ValueError for others."""
+    import_module("kernlib.descriptors.gates")  # which calls without one do not load
     known = [cls for cls in _subclasses(Part) if dataclasses.is_dataclass(cls)]
     # The last of a module and name: dataclass(slots=True) makes a second class in place of the
     # first, which may still be listed.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import (
     check_dense,
     check_flag,
@@ -129,7 +130,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, overwrite: bool) -> torch.Ten
 
 def _broadcast(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
     try:
-        return torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(
             f"the batches of a {tuple(a.shape)} and b {tuple(b.shape)} do not broadcast"

@@ -28,6 +28,7 @@ from kernlib.linalg.kronecker_gradients import (
 from kernlib.runtime.arguments import check_same_kind
 from kernlib.runtime.numbers import extremes, host_value, on_device
 from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, check_layout, refuse_transforms, stand_ins
 
 _NO_TRANSFORMS = "kernlib.linalg does not support; give it a batch of matrices instead"
@@ -249,7 +250,7 @@ def as_columns(b, name: str, factors, batch: torch.Size, size: int) -> tuple[tor
             f"got shape {tuple(b.shape)}"
         )
     try:
-        torch.broadcast_shapes(columns.shape[:-2], batch)
+        broadcast_shapes(columns.shape[:-2], batch)
     except RuntimeError:
         raise ValueError(
             f"{name} of shape {tuple(b.shape)} does not broadcast to the batch {tuple(batch)} of "
@@ -263,7 +264,7 @@ def broadcast_batches(factors, noise: torch.Tensor | None = None) -> torch.Size:
     batches = [factor.shape[:-2] for factor in factors]
     shift = () if noise is None else noise.shape
     try:
-        return torch.broadcast_shapes(*batches, shift)
+        return broadcast_shapes(*batches, shift)
     except RuntimeError:
         shown = ", ".join(str(tuple(batch)) for batch in batches)
         also = f" and noise {tuple(shift)}" if shift else ""
@@ -320,7 +321,7 @@ def _solve_along(factor: torch.Tensor, x: torch.Tensor, cholesky: bool):
     Dimensions of the batch that the factor has not are columns, lest it be factored for each."""
     rank, size = x.dim() - 3, factor.shape[-1]
     lead = (1,) * (rank + 2 - factor.dim()) + tuple(factor.shape[:-2])
-    x = x.expand(*torch.broadcast_shapes(x.shape[:rank], lead), *x.shape[rank:])
+    x = x.expand(*broadcast_shapes(x.shape[:rank], lead), *x.shape[rank:])
     shared = [d for d in range(rank) if lead[d] != 1]
     order = [*shared, rank + 1, *(d for d in range(rank) if lead[d] == 1), rank, rank + 2]
     turned = x.permute(order)

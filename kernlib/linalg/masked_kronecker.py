@@ -28,6 +28,7 @@ from kernlib.linalg.kronecker import (
 )
 from kernlib.linalg.kronecker_gradients import ImplicitSolve, product, symmetric
 from kernlib.runtime.arguments import check_same_kind
+from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, materialised, refuse_transforms, stand_ins
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -147,7 +148,7 @@ class _Observed(NamedTuple):
     found: list[CGResult]  # to which each solution is added
 
     def solve(self, b: torch.Tensor, noise: torch.Tensor, factors) -> torch.Tensor:
-        batch = torch.broadcast_shapes(b.shape[:-2], broadcast_batches(factors, noise))
+        batch = broadcast_shapes(b.shape[:-2], broadcast_batches(factors, noise))
         columns = _Columns(*b.shape[-2:], batch)
         shift = noise[..., None, None]
         grid = b.new_zeros(*batch, self.size, columns.each)

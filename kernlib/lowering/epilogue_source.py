@@ -37,7 +37,10 @@ class EpilogueSource:
         self.vectors: list[tuple[str, str]] = [
             (f"vector_{index}", f"read.vector({index})") for index in range(len(vectors))
         ]
-        self.counts = [f"parameter_{scale} != AccT(0)" for scale in summands.values()]
+        self.counts = [
+            "true" if scale is None else f"parameter_{scale} != AccT(0)"
+            for scale in summands.values()
+        ]
         self._elements = {
             name: f"convert<AccT>(vector_{index}[feature])" for index, name in enumerate(vectors)
         }

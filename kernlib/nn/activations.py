@@ -60,7 +60,7 @@ class Parsed(NamedTuple):
 
     node: Node
     vectors: tuple[str, ...] = ()
-    summands: tuple[tuple[str, str], ...] = ()
+    summands: tuple[tuple[str, str | None], ...] = ()
 
     def tree(self) -> Node:
         return self.node

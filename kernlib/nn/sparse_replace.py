@@ -40,13 +40,13 @@ def sparsify(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    _check_filter(filter)
+    check_filter(filter)
     check_options(density, format, per, columns)
     if isinstance(model, nn.Linear):
         raise TypeError(
             "model is an nn.Linear itself, in no place to be swapped: use SparseLinear.from_linear"
         )
-    places = _places(model, filter)
+    places = places_of(model, filter)
     _check_all(model, places)
     new = {}
     while places:
@@ -59,7 +59,7 @@ def sparsify(
     return new
 
 
-def _places(model: nn.Module, filter) -> dict[nn.Linear, list[tuple[nn.Module, str, str]]]:
+def places_of(model: nn.Module, filter) -> dict[nn.Linear, list[tuple[nn.Module, str, str]]]:
     """The layers that a filter accepts in one of their places, and all places of each: its parent,
     its name there, its whole name."""
     found = list(linears(model))
@@ -71,7 +71,7 @@ def _places(model: nn.Module, filter) -> dict[nn.Linear, list[tuple[nn.Module, s
     return places
 
 
-def _check_filter(filter) -> None:
+def check_filter(filter) -> None:
     if isinstance(filter, str):
         try:
             re.compile(filter)

@@ -92,7 +92,8 @@ def apply(
     values = {name: _value(x, v, after if name in vectors else 0) for name, x in parameters.items()}
     for epilogue in epilogues:
         for name, scale in epilogue.summands:
-            values[name] = summand(values[name], values[scale])
+            if scale is not None:
+                values[name] = summand(values[name], values[scale])
         activation = ACTIVATIONS.get(type(epilogue))
         if activation is not None:
             v = activation(epilogue, v)

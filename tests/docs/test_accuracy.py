@@ -19,7 +19,10 @@ PAGE = (ROOT / "docs" / "concepts" / "accuracy.md").read_text()
 CODE = " ".join(re.findall(r"`([^`\n]+)`", PAGE))
 # What computes nothing by itself: it describes a part of a call, prepares one, or is an error.
 OTHERS = {"register_operators", "Pairwise"}
-PARTS = {"kernlib.families.pairwise.stages", "kernlib.descriptors.epilogues", "kernlib.errors"}
+PARTS = {
+    "kernlib.families.pairwise.stages", "kernlib.descriptors.epilogues", "kernlib.descriptors.gates",
+    "kernlib.errors",
+}  # fmt: skip
 MODULES = {
     "blocksparse",
     "compat",

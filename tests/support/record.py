@@ -37,6 +37,7 @@ OWN = {
 LAZY = (
     *("kernlib/__init__.py", "kernlib/nn/__init__.py"),
     *("kernlib/sparse/__init__.py", "kernlib/blocksparse/__init__.py"),
+    "kernlib/compat/__init__.py",
 )
 
 

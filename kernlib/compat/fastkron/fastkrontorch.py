@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernlib.families.kronecker_product.matmul import kron_matmul
+from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, check_out_shape
 
 __all__ = ["KMM", "MKM", "gekmm", "gemkm"]
@@ -151,7 +152,7 @@ def _batch(of_x: torch.Size, of_factors: list[torch.Size]) -> tuple[int, ...]:
     if not any(of_factors):
         return tuple(of_x)
     try:
-        return tuple(torch.broadcast_shapes(of_x, *of_factors))
+        return broadcast_shapes(of_x, *of_factors)
     except RuntimeError:
         raise ValueError(
             "dimensions in front of the last two must broadcast, got "

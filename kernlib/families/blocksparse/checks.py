@@ -11,6 +11,7 @@ from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import Call
+from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, check_memory
 
 TYPES = (*KERNEL_TYPES, torch.float64)
@@ -139,7 +140,7 @@ def _shape(layout: Layout, values: tuple, dense: tuple, ends: tuple) -> tuple[in
 
 def _broadcast(*named: tuple[str, tuple]) -> tuple[int, ...]:
     try:
-        return tuple(torch.broadcast_shapes(*(lead for _, lead in named)))
+        return broadcast_shapes(*(lead for _, lead in named))
     except RuntimeError:
         shown = " and ".join(f"{name} {tuple(lead)}" for name, lead in named)
         raise ValueError(

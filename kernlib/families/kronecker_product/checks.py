@@ -15,6 +15,7 @@ from kernlib.runtime.arguments import (
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import Call
+from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, check_memory, check_out_shape
 
 TYPES = (*KERNEL_TYPES, torch.float64)
@@ -100,7 +101,7 @@ def check_operands(descriptor: KroneckerProduct, operands: tuple) -> tuple[int, 
 
 def _broadcast(batches: list, known: tuple[str, ...]) -> tuple[int, ...]:
     try:
-        return tuple(torch.broadcast_shapes(*batches))
+        return broadcast_shapes(*batches)
     except RuntimeError:
         named = zip(known, batches, strict=True)
         shown = ", ".join(f"{name} {tuple(batch)}" for name, batch in named if len(batch))

@@ -11,6 +11,7 @@ from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.runtime import expressions
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.shapes import broadcast_shapes
 
 # Neighbours are made one factor up to this size: 1000 rows and six factors (4, 4) in float32 take
 # 4.7 ms of two cores so, and 19 one by one. Up to 64 they take 8.6.
@@ -39,7 +40,7 @@ def kronecker_product(
 def multiply(x: torch.Tensor, factors: list[torch.Tensor], axis: int) -> torch.Tensor:
     """``x (F1 ⊗ ... ⊗ FN)`` along a dimension of x, -1 or -2. The factor that shortens rows most,
     or lengthens them least, comes first."""
-    batch = torch.broadcast_shapes(x.shape[:-2], *(f.shape[:-2] for f in factors))
+    batch = broadcast_shapes(x.shape[:-2], *(f.shape[:-2] for f in factors))
     rows, after = x.shape[-3 - axis], 1 if axis == -1 else x.shape[-1]
     before, lead = (rows if axis == -1 else 1), batch
     if all(f.dim() == 2 for f in factors):  # a batch of x alone is more of what stands before

@@ -16,6 +16,7 @@ from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.runtime import numbers
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import check_kind, extremes, host_value
+from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
@@ -361,7 +362,7 @@ def check_has_sums(p, asked: str) -> None:
 def broadcast_batches(x1: torch.Tensor, x2: torch.Tensor):
     """The broadcast batch shape of two cdist inputs, and both as (L, M, K)."""
     try:
-        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+        batch = broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     except RuntimeError:
         raise ValueError(
             f"batches of x1 and x2 do not broadcast: {tuple(x1.shape[:-2])}, {tuple(x2.shape[:-2])}"

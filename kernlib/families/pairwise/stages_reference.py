@@ -16,6 +16,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.matern import matern
 from kernlib.families.pairwise.powers import power, square_root
 from kernlib.runtime import expressions
+from kernlib.runtime.shapes import broadcast_shapes
 
 _FINITE = {"**": power, "pow": power, "sqrt": square_root}  # of an epilogue
 
@@ -53,7 +54,7 @@ def finish(
     """
     placed = {name: entries(_placed(value, s), 3) for name, value in values.items()}
     shapes = [x.shape for x in placed.values() if isinstance(x, torch.Tensor)]
-    s = s.expand(torch.broadcast_shapes(s.shape, *shapes))
+    s = s.expand(broadcast_shapes(s.shape, *shapes))
     epilogues, epsilon = descriptor.epilogue, placed.get("epsilon", 0.0)
     if _is_matern(descriptor) and _is(epsilon, 0.0):
         rate = (2 * epilogues[0].nu) ** 0.5 / placed["bandwidth"]

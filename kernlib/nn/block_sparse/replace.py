@@ -10,8 +10,7 @@ from torch import nn
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.nn.block_sparse.linear import BlockSparseLinear, check_linear
 from kernlib.nn.block_sparse.weight import check_multiple, check_options
-from kernlib.nn.sparse_replace import _check_filter as check_filter
-from kernlib.nn.sparse_replace import _places as places_of
+from kernlib.nn.sparse_replace import check_filter, places_of
 
 
 def block_sparsify(

@@ -396,6 +396,7 @@ EPILOGUES = {
     "bias": (kl.Bias(), kl.Gelu()),
     "numbers": (kl.Scale(), kl.Custom("v * gain + shift", ("gain", "shift"))),
     "sum": (kl.Add(), kl.Relu()),
+    "gate": (kl.Scale(), kl.Gate()),
     "all": (kl.Scale(), kl.Bias(), kl.Add(), kl.Custom("tanh(v)")),
 }
 
@@ -409,6 +410,8 @@ def finished(epilogue, v, axis, values):
         v = v + (wide["bias"][:, None] if axis == -2 else wide["bias"])
     if "y" in wide:
         v = v + wide["beta"] * wide["y"]
+    if "gate" in wide:
+        v = v * F.silu(wide["gate"])
     if "gain" in wide:
         v = v * wide["gain"] + wide["shift"]
     last = epilogue[-1]

@@ -126,5 +126,5 @@ OTHERS = {
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_families_whose_kernels_read_no_summand_refuse_it(family):
-    with pytest.raises(ValueError, match=r"Add\(\) adds a tensor of the result's shape"):
+    with pytest.raises(ValueError, match=r"Add\(\) takes a tensor of the result's shape"):
         OTHERS[family]()

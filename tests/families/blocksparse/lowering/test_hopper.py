@@ -32,6 +32,7 @@ EPILOGUES = {
     "gelu": (kl.Bias(), kl.Gelu()),
     "relu": (kl.Bias(), kl.Relu()),
     "add": (kl.Add(),),
+    "gate": (kl.Gate(),),
 }
 
 
@@ -61,8 +62,9 @@ def product_of(emulator: Emulator, case: Case, orders=("rows", "rows"), epilogue
     out = guarded((case.batch, case.heads, lines, case.columns), orders[1], case.dtype)
     y = strided(tuple(out.shape), "rows", case.dtype)
     others = {"bias": {"vector0": torch.randn(lines).to(case.dtype)}, "add": {"summand0": y}}
+    others["gate"] = others["add"]
     given = others.get("bias" if epilogue == "relu" else epilogue, {})
-    problem = spmm_problem(case, layout, values, dense, out, [y] if epilogue == "add" else [])
+    problem = spmm_problem(case, layout, values, dense, out, [y] if "summand0" in given else [])
     assert kernel.takes(problem, ARCH)
     lowered = kernel.lower(EPILOGUES[epilogue], problem, ARCH, COUNT)
     scalars = (0.5,) if epilogue == "add" else ()
@@ -73,6 +75,8 @@ def product_of(emulator: Emulator, case: Case, orders=("rows", "rows"), epilogue
         wanted = (wanted + given["vector0"].double()[:, None]).relu()
     if epilogue == "add":
         wanted = wanted + y.double() / 2
+    if epilogue == "gate":
+        wanted = wanted * torch.nn.functional.silu(y.double())
     return out, wanted
 
 
@@ -104,7 +108,7 @@ def test_products(name, orders, emulator, seed):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("epilogue", ["relu", "add"])
+@pytest.mark.parametrize("epilogue", ["relu", "add", "gate"])
 @pytest.mark.parametrize("name", ["64", "16 transposed"])
 def test_epilogues(name, epilogue, emulator, seed):
     found, wanted = product_of(emulator, CASES[name], ("rows", "columns"), epilogue)

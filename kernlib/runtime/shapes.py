@@ -1,0 +1,24 @@
+"""Shapes of several tensors together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
+    """``torch.broadcast_shapes``, whose first call in a process imports sympy, 0.3 s: so torch is
+    asked where sizes are symbols alone. Raises RuntimeError as it does."""
+    if any(type(size) is not int for shape in shapes for size in shape):
+        return torch.broadcast_shapes(*shapes)
+    rank = max(map(len, shapes), default=0)
+    found = [1] * rank
+    for shape in shapes:
+        for axis, size in enumerate(shape, rank - len(shape)):
+            if found[axis] == 1:
+                found[axis] = size
+            elif size not in (1, found[axis]):
+                shown = ", ".join(str(tuple(each)) for each in shapes)
+                raise RuntimeError(f"shapes do not broadcast: {shown}")
+    return torch.Size(found)
