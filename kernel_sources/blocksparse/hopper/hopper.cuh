@@ -24,10 +24,10 @@
 #pragma once
 
 constexpr int WARPGROUPS = 2, TILE_LINES = 64 * WARPGROUPS, TILE_COLUMNS = 256;
-constexpr int GROUP = TILE_LINES / LINES;  // lines of blocks of a tile
+constexpr int GROUPS = TILE_LINES / LINES;  // lines of blocks of a tile
 constexpr bool BY_MAPS = true, SUMS_ACROSS = false;
 
-#include "blocksparse/hopper/steps.cuh"
+#include "blocksparse/hopper/parameters.cuh"
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int SUMS = TILE_COLUMNS / 2;         // accumulators of a thread
@@ -39,7 +39,8 @@ constexpr int STAGE_BYTES = WARPGROUPS * PIECE_BYTES + PANEL_BYTES;
 constexpr int STAGES = 4, OUT_PARTS = 2;       // stages under way, parts of a warpgroup's result
 constexpr int PARTS = TILE_COLUMNS / 64;
 constexpr int WORDS = 3;                       // of a stage: live pieces, and its tile's place
-constexpr u32 LAST = 1u << WARPGROUPS;         // beside a bit a warpgroup: of a tile's last stage
+constexpr u32 BOTH = (1u << WARPGROUPS) - 1;   // a bit a warpgroup
+constexpr u32 LAST = 1u << WARPGROUPS;         // beside these: of a tile's last stage
 
 #include "blocksparse/hopper/ring.cuh"
 #include "blocksparse/hopper/schedule.cuh"
@@ -53,19 +54,19 @@ __device__ __forceinline__ void say(const Shared& s, int stage, u32 word, int un
     words[2] = panel;
 }
 
-// One stage: the pieces that are stored, each asked for by a lane of its own, and the panel.
+// One stage: the pieces that are stored, each asked for by a lane of its own, to which the walk has
+// given its line's slot, and the panel.
 __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s, const Tile& tile,
-                                           int stage, const int (&slot)[GROUP], u32 live, int block,
-                                           int part) {
+                                           int stage, int slot, u32 live, int block, int part) {
     int lane = threadIdx.x % 32, depth = part * STEP_DEPTH;
     u64* full = &s.full[stage];
     unsigned char* to = s.stages + stage * STAGE_BYTES;
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
         if (lane != w || !(live >> w & 1)) continue;
-        int line = LINES == 64 ? 0 : w * 64, from = slot[w * GROUP / WARPGROUPS];
+        int line = LINES == 64 ? 0 : w * 64;
         load_box(to + w * PIECE_BYTES, p.values, full, TRANSPOSED ? line : depth,
-                 TRANSPOSED ? depth : line, from, tile.batch * p.value_batches);
+                 TRANSPOSED ? depth : line, slot, tile.batch * p.value_batches);
     }
     to += WARPGROUPS * PIECE_BYTES;
     int k = block * DEPTH + depth, n = tile.column * TILE_COLUMNS;
@@ -83,9 +84,10 @@ __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s,
 __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& s, Ring& ring,
                                              int unit, int panel) {
     Tile tile(p, unit, panel);
-    Steps steps(p, tile);
+    Walk walk(p, p.grid, tile.head, tile.group * GROUPS);
     bool leader = threadIdx.x % 32 == 0;
-    int slot[GROUP], following[GROUP], block = steps.next(slot);
+    u32 live, live_then;
+    int slot, slot_then, block = walk.next(live, slot);
     if (block < 0) {
         wait_for_stage(s, ring);
         if (leader) {
@@ -95,11 +97,8 @@ __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& 
         ring.next();
     }
     while (block >= 0) {
-        int then = steps.next(following);
-        u32 live = 0;
-#pragma unroll
-        for (int w = 0; w < WARPGROUPS; ++w)
-            live |= u32(slot[w * GROUP / WARPGROUPS] >= 0) << w;
+        int then = walk.next(live_then, slot_then);
+        if (GROUPS == 1) live = BOTH;
 #pragma unroll 1
         for (int part = 0; part < DEPTH / STEP_DEPTH; ++part) {
             wait_for_stage(s, ring);
@@ -113,8 +112,8 @@ __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& 
             ring.next();
         }
         block = then;
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) slot[g] = following[g];
+        live = live_then;
+        slot = slot_then;
     }
 }
 
@@ -223,10 +222,10 @@ blocksparse_hopper(const __grid_constant__ Parameters p) {
     wait_for_prerequisites();  // order/order.cuh, where it is launched before
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
-        release_registers<40>();
+        release_registers<56>();
         if (threadIdx.x / 32 == 4 * WARPGROUPS) produce(p, s);
     } else {
-        take_registers<232>();
+        take_registers<224>();
         consume(p, s, warpgroup);
     }
 }

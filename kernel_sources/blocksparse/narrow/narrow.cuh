@@ -25,10 +25,10 @@
 #pragma once
 
 constexpr int WARPGROUPS = 2, TILE_LINES = 128, TILE_COLUMNS = 256;
-constexpr int GROUP = TILE_LINES / BLOCK;  // lines of blocks of a tile
+constexpr int GROUPS = TILE_LINES / BLOCK;  // lines of blocks of a tile
 constexpr bool BY_MAPS = false, SUMS_ACROSS = true;
 
-#include "blocksparse/hopper/steps.cuh"
+#include "blocksparse/hopper/parameters.cuh"
 #include "common/async_copy.cuh"
 #include "common/mma_half.cuh"
 
@@ -43,7 +43,7 @@ constexpr int PANELS = TILE_COLUMNS / WARPGROUPS / 64;  // of 64 columns, of a w
 constexpr int PIECE_BYTES = 64 * ROW_BYTES;
 constexpr int PANEL_BYTES = STAGE_DEPTH * TILE_COLUMNS * 2;
 constexpr int BLOCK_BYTES = BLOCK * BLOCK * 2;
-constexpr int STAGE_BYTES = PANEL_BYTES + PER * GROUP * BLOCK_BYTES;
+constexpr int STAGE_BYTES = PANEL_BYTES + PER * GROUPS * BLOCK_BYTES;
 constexpr int STAGES = 4, OUT_PARTS = 2;       // stages under way, parts of a warpgroup's result
 constexpr int WORDS = 4;                       // of a stage: a bit a block; whether it is its
                                                // tile's last; that one's place
@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& 
     constexpr int TOGETHER = BLOCK == 16 ? COPIERS / 32 : 1;  // blocks that are copied at once
     int own = BLOCK == 16 ? threadIdx.x % COPIERS / 32 : 0;
     Tile tile(p, unit, panel);
-    Steps steps(p, tile);
+    Walk walk(p, p.grid, tile.head, tile.group * GROUPS);
     const InputT* values = p.values + tile.batch * p.value_batch;
     const InputT* dense = p.dense + tile.batch * p.dense_batch + tile.head * p.dense_head;
     bool more = true;
@@ -113,17 +113,18 @@ __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& 
         u32 word = 0;
 #pragma unroll 1
         for (int step = 0; step < PER; ++step) {
-            int slot[GROUP], block = steps.next(slot);
+            u32 live;
+            int slot, block = walk.next(live, slot);
             more = block >= 0;
             if (!more) break;
             copy_panel(p, dense, to, step, block, tile.column * TILE_COLUMNS);
+            word |= live << step * GROUPS;
 #pragma unroll
-            for (int g = 0; g < GROUP; ++g) {
-                if (slot[g] < 0) continue;
-                word |= 1u << (step * GROUP + g);
-                if (g % TOGETHER == own)
-                    copy_block(p, values + slot[g] * p.value_slot,
-                               to + PANEL_BYTES + (step * GROUP + g) * BLOCK_BYTES);
+            for (int first = 0; first < GROUPS; first += TOGETHER) {
+                int g = first + own, from = __shfl_sync(ALL, slot, g);
+                if (live >> g & 1)
+                    copy_block(p, values + u64(from) * p.value_slot,
+                               to + PANEL_BYTES + (step * GROUPS + g) * BLOCK_BYTES);
             }
         }
         if (threadIdx.x % COPIERS == 0) say(s, ring.stage, word, !more, unit, panel);
@@ -169,7 +170,7 @@ __device__ __forceinline__ void read_panel(u32 (&fragments)[PANELS][STEPS_OF_BLO
     }
 }
 
-using Sums = float[PANELS][GROUP][BLOCK / 2];
+using Sums = float[PANELS][GROUPS][BLOCK / 2];
 
 // The steps of a stage. Fragments that wgmma reads stay until the next step's are under way.
 __device__ __forceinline__ void multiply_stage(Sums& sums, const Shared& s, int stage, u32 word,
@@ -183,16 +184,16 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Shared& s, int 
     u32 fragments[2][PANELS][STEPS_OF_BLOCK][4];
 #pragma unroll
     for (int step = 0; step < PER; ++step) {
-        u32 live = word >> (step * GROUP) & ((1u << GROUP) - 1);
+        u32 live = word >> (step * GROUPS) & ((1u << GROUPS) - 1);
         if (!live) break;
         auto& own = fragments[step % 2];
         read_panel(own, at, warpgroup, step);
         wgmma_fence();
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
+        for (int g = 0; g < GROUPS; ++g) {
             if (!(live >> g & 1)) continue;
             u64 block = core_matrices_descriptor(
-                at + PANEL_BYTES + (step * GROUP + g) * BLOCK_BYTES, ALONG_DEPTH, ALONG_LINES);
+                at + PANEL_BYTES + (step * GROUPS + g) * BLOCK_BYTES, ALONG_DEPTH, ALONG_LINES);
 #pragma unroll
             for (int k = 0; k < STEPS_OF_BLOCK; ++k)
 #pragma unroll
@@ -212,7 +213,7 @@ __device__ __forceinline__ void store_tile(Sums& sums, const Finisher& finisher,
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
 #pragma unroll
-        for (int part = 0; part < GROUP / TOGETHER; ++part) {
+        for (int part = 0; part < GROUPS / TOGETHER; ++part) {
             int line = tile.group * TILE_LINES + part * 64;
             int column = tile.column * TILE_COLUMNS + (warpgroup * PANELS + panel) * 64;
             auto sum = [&](int i) -> float& {
