@@ -52,39 +52,92 @@ constexpr int WORDS = 4;                       // of a stage: a bit a block; whe
 #include "blocksparse/hopper/schedule.cuh"
 #include "blocksparse/hopper/store.cuh"
 
-// The dense operand of one step, which is number `step` of its stage. Along the depth a stage has a
-// row of 128 bytes for each column; else parts of 64 columns with one for each k.
-__device__ __forceinline__ void copy_panel(const Parameters& p, const InputT* dense,
-                                           unsigned char* to, int step, int block, int first) {
-    constexpr int CHUNKS = BLOCK * TILE_COLUMNS / CHUNK;
-#pragma unroll
-    for (int i = 0; i < CHUNKS / COPIERS; ++i) {
-        int index = i * COPIERS + threadIdx.x % COPIERS;
-        const InputT* from;
-        u32 place;
-        int count = CHUNK;
-        if (DEPTH_LAST) {
-            int column = index / ACROSS, chunk = index % ACROSS;
-            from = dense + (first + column) * p.dense_row + block * BLOCK + chunk * CHUNK;
-            place = chunk_address(0, column, step * ACROSS + chunk);
-            if (first + column >= p.columns) count = 0;
-        } else {
-            int row = index / (TILE_COLUMNS / CHUNK), chunk = index % (TILE_COLUMNS / CHUNK);
-            from = dense + i64(block * BLOCK + row) * p.dense_row + first + chunk * CHUNK;
-            place = chunk / 8 * PIECE_BYTES + chunk_address(0, step * BLOCK + row, chunk % 8);
-            count = max(0, min(CHUNK, p.columns - first - chunk * CHUNK));
-        }
-        copy_async<16>(to + place, count ? from : dense, count * 2);
-    }
-}
+// A thread's chunks of the dense operand, of one step after the other. What is the same for all
+// steps of a tile is computed once: a step's copies take 33 instructions for blocks of 16 and 42 for
+// those of 32, where addresses that were computed for each copy by itself made it 145 and 200. Along
+// the depth a stage has a row of 128 bytes for each column, else parts of 64 columns with one for
+// each k.
+struct Panel {
+    static constexpr int ROW_CHUNKS = DEPTH_LAST ? ACROSS : TILE_COLUMNS / CHUNK;  // of a step
+    static constexpr int COPIES = BLOCK * TILE_COLUMNS / CHUNK / COPIERS;
+    static constexpr int APART = COPIERS / ROW_CHUNKS;        // rows from copy to copy
+    static constexpr int PERIOD = APART < 8 ? 8 / APART : 1;  // copies until the swizzle recurs
 
-// A stored block, to matrices of eight rows of 16 bytes: of one chunk those of all rows.
-__device__ __forceinline__ void copy_block(const Parameters& p, const InputT* from,
-                                           unsigned char* to) {
-    constexpr int CHUNKS = BLOCK * ACROSS, THREADS_OF_BLOCK = CHUNKS < COPIERS ? CHUNKS : COPIERS;
-    int index = threadIdx.x % THREADS_OF_BLOCK, row = index / ACROSS, chunk = index % ACROSS;
-    copy_async<16>(to + (chunk * BLOCK + row) * 16, from + row * p.value_row + chunk * CHUNK, 16);
-}
+    const InputT* from;  // the first chunk of block 0
+    i64 apart, block;    // from copy to copy, from block to block
+    u32 place[PERIOD];   // of the first copies, in a stage
+    int count;           // columns that exist from the first chunk's on
+
+    __device__ __forceinline__ Panel(const Parameters& p, const InputT* dense, int first) {
+        int row = threadIdx.x % COPIERS / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+        from = dense + (DEPTH_LAST ? (first + row) * p.dense_row + chunk * CHUNK
+                                   : row * p.dense_row + first + chunk * CHUNK);
+        apart = APART * p.dense_row;
+        block = DEPTH_LAST ? BLOCK : BLOCK * p.dense_row;
+        count = p.columns - first - (DEPTH_LAST ? row : chunk * CHUNK);
+#pragma unroll
+        for (int i = 0; i < PERIOD; ++i)
+            place[i] = chunk / 8 * PIECE_BYTES + chunk_address(0, row + i * APART, chunk % 8);
+        // Kept in registers: the compiler would compute them anew for each copy.
+        asm volatile("" : "+l"(from), "+l"(apart), "+l"(block), "+r"(count));
+#pragma unroll
+        for (u32& each : place) asm volatile("" : "+r"(each));
+    }
+
+    // How much is read of a copy's 16 bytes. Where columns are neighbours in the result, of which
+    // the copy engine writes whole chunks, all of a chunk exist or none: said here, that saves two
+    // instructions a copy.
+    __device__ __forceinline__ int bytes(int copy) const {
+        if (DEPTH_LAST) return copy * APART < count ? 16 : 0;
+        if (LINES_LAST) return max(0, min(CHUNK, count)) * 2;
+        return count > 0 ? 16 : 0;
+    }
+
+    // The chunks of step number `step` of a stage, which is block `at` along the depth.
+    __device__ __forceinline__ void copy(unsigned char* to, int step, int at) const {
+        const InputT* own = from + u64(u32(at)) * block;
+        u32 turned = DEPTH_LAST ? step * ACROSS * 16 : 0;  // by the swizzle
+        if (!DEPTH_LAST) to += step * BLOCK * ROW_BYTES;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i, own += apart) {
+            int periods = i / PERIOD * (PERIOD * APART * ROW_BYTES);
+            copy_async<16>(to + (place[i % PERIOD] ^ turned) + periods, own, bytes(i));
+        }
+    }
+};
+
+// A thread's chunk of stored blocks, of which all threads copy one of 32 or four of 16 at once: to
+// matrices of eight rows of 16 bytes, of one chunk of the block those of all rows. Eight lanes that
+// write together have rows of eight different places in such a matrix, and so different banks.
+struct Blocks {
+    static constexpr int CHUNKS = BLOCK * ACROSS, TOGETHER = COPIERS / CHUNKS;
+
+    const InputT* from;  // in slot 0
+    u32 place;           // in a stage, of the first block
+    int own;             // of the blocks that are copied at once
+
+    __device__ __forceinline__ Blocks(const Parameters& p, const InputT* values) {
+        int index = threadIdx.x % CHUNKS, chunk = index % ACROSS;
+        int row = index / ACROSS ^ chunk * (8 / ACROSS);
+        own = threadIdx.x % COPIERS / CHUNKS;
+        from = values + row * p.value_row + chunk * CHUNK;
+        place = PANEL_BYTES + own * BLOCK_BYTES + (chunk * BLOCK + row) * 16;
+        asm volatile("" : "+l"(from), "+r"(place), "+r"(own));  // as those of Panel
+    }
+
+    // Those of step number `step` of a stage, by all lanes, of which each knows a line's slot.
+    __device__ __forceinline__ void copy(const Parameters& p, unsigned char* to, int step, u32 live,
+                                         int slot) const {
+        to += place + step * (GROUPS * BLOCK_BYTES);
+        live >>= own;
+#pragma unroll
+        for (int first = 0; first < GROUPS; first += TOGETHER) {
+            u64 at = u32(__shfl_sync(ALL, slot, first + own));
+            if (live >> first & 1)
+                copy_async<16>(to + first * BLOCK_BYTES, from + at * p.value_slot, 16);
+        }
+    }
+};
 
 // What is said of a stage by one of the copying threads.
 __device__ __forceinline__ void say(const Shared& s, int stage, u32 word, bool last, int unit,
@@ -100,12 +153,11 @@ __device__ __forceinline__ void say(const Shared& s, int stage, u32 word, bool l
 // The stages of one tile. Each of the copying warps walks all steps; a block of 16 is one warp's.
 __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& s, Ring& ring,
                                              int unit, int panel) {
-    constexpr int TOGETHER = BLOCK == 16 ? COPIERS / 32 : 1;  // blocks that are copied at once
-    int own = BLOCK == 16 ? threadIdx.x % COPIERS / 32 : 0;
     Tile tile(p, unit, panel);
     Walk walk(p, p.grid, tile.head, tile.group * GROUPS);
-    const InputT* values = p.values + tile.batch * p.value_batch;
+    const Blocks blocks(p, p.values + tile.batch * p.value_batch);
     const InputT* dense = p.dense + tile.batch * p.dense_batch + tile.head * p.dense_head;
+    const Panel columns(p, dense, tile.column * TILE_COLUMNS);
     bool more = true;
     while (more) {
         wait_for_stage(s, ring);
@@ -117,15 +169,9 @@ __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& 
             int slot, block = walk.next(live, slot);
             more = block >= 0;
             if (!more) break;
-            copy_panel(p, dense, to, step, block, tile.column * TILE_COLUMNS);
+            columns.copy(to, step, block);
             word |= live << step * GROUPS;
-#pragma unroll
-            for (int first = 0; first < GROUPS; first += TOGETHER) {
-                int g = first + own, from = __shfl_sync(ALL, slot, g);
-                if (live >> g & 1)
-                    copy_block(p, values + u64(from) * p.value_slot,
-                               to + PANEL_BYTES + (step * GROUPS + g) * BLOCK_BYTES);
-            }
+            blocks.copy(p, to, step, live, slot);
         }
         if (threadIdx.x % COPIERS == 0) say(s, ring.stage, word, !more, unit, panel);
         arrive_after_copies(&s.full[ring.stage]);
