@@ -218,7 +218,9 @@ __device__ __forceinline__ void read_panel(u32 (&fragments)[PANELS][STEPS_OF_BLO
 
 using Sums = float[PANELS][GROUPS][BLOCK / 2];
 
-// The steps of a stage. Fragments that wgmma reads stay until the next step's are under way.
+// The steps of a stage. All fragments are read first, also those of steps that a tile's last stage
+// lacks, and products waited for once: of fragments that are read between products the compiler
+// lets each read wait for all products before it.
 __device__ __forceinline__ void multiply_stage(Sums& sums, const Shared& s, int stage, u32 word,
                                                int warpgroup) {
     // From chunk to chunk of 8 along the depth and along the lines, and from one wgmma's depth to
@@ -227,28 +229,23 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Shared& s, int 
     constexpr int ALONG_DEPTH = TRANSPOSED ? OF_ROWS : OF_CHUNKS;
     constexpr int ALONG_LINES = TRANSPOSED ? OF_CHUNKS : OF_ROWS;
     u32 at = shared_address(s.stages + stage * STAGE_BYTES);
-    u32 fragments[2][PANELS][STEPS_OF_BLOCK][4];
+    u32 fragments[PER][PANELS][STEPS_OF_BLOCK][4];
 #pragma unroll
-    for (int step = 0; step < PER; ++step) {
-        u32 live = word >> (step * GROUPS) & ((1u << GROUPS) - 1);
-        if (!live) break;
-        auto& own = fragments[step % 2];
-        read_panel(own, at, warpgroup, step);
-        wgmma_fence();
+    for (int step = 0; step < PER; ++step) read_panel(fragments[step], at, warpgroup, step);
+    at += PANEL_BYTES;
+    wgmma_fence();
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-            if (!(live >> g & 1)) continue;
-            u64 block = core_matrices_descriptor(
-                at + PANEL_BYTES + (step * GROUPS + g) * BLOCK_BYTES, ALONG_DEPTH, ALONG_LINES);
+    for (int i = 0; i < PER * GROUPS; ++i) {
+        if (!(word >> i & 1)) continue;
+        u64 block = core_matrices_descriptor(at + i * BLOCK_BYTES, ALONG_DEPTH, ALONG_LINES);
 #pragma unroll
-            for (int k = 0; k < STEPS_OF_BLOCK; ++k)
+        for (int k = 0; k < STEPS_OF_BLOCK; ++k)
 #pragma unroll
-                for (int panel = 0; panel < PANELS; ++panel)
-                    multiply(sums[panel][g], own[panel][k], block + k * (2 * ALONG_DEPTH / 16), 1);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
+            for (int panel = 0; panel < PANELS; ++panel)
+                multiply(sums[panel][i % GROUPS], fragments[i / GROUPS][panel][k],
+                         block + k * (2 * ALONG_DEPTH / 16), 1);
     }
+    wgmma_commit();
     wgmma_wait<0>();
 }
 
