@@ -53,10 +53,9 @@ constexpr int WORDS = 4;                       // of a stage: a bit a block; whe
 #include "blocksparse/hopper/store.cuh"
 
 // A thread's chunks of the dense operand, of one step after the other. What is the same for all
-// steps of a tile is computed once: a step's copies take 33 instructions for blocks of 16 and 42 for
-// those of 32, where addresses that were computed for each copy by itself made it 145 and 200. Along
-// the depth a stage has a row of 128 bytes for each column, else parts of 64 columns with one for
-// each k.
+// steps of a tile is computed once: a step's copies take 33 instructions for blocks of 16, and 42
+// for blocks of 32; 120 and 200 where each copy's address was computed by itself. Along the depth a
+// stage has a row of 128 bytes for each column, else parts of 64 columns with one for each k.
 struct Panel {
     static constexpr int ROW_CHUNKS = DEPTH_LAST ? ACROSS : TILE_COLUMNS / CHUNK;  // of a step
     static constexpr int COPIES = BLOCK * TILE_COLUMNS / CHUNK / COPIERS;
@@ -306,10 +305,10 @@ blocksparse_narrow(const __grid_constant__ Parameters p) {
     wait_for_prerequisites();  // order/order.cuh, where it is launched before
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
-        release_registers<88>();
+        release_registers<72>();
         produce(p, s);
     } else {
-        take_registers<208>();
+        take_registers<216>();
         consume(p, s, warpgroup);
     }
 }
