@@ -184,6 +184,7 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     Schedule<COPIERS / 32> schedule(p);
     int unit, panel;
     for (schedule.now(unit, panel); unit >= 0; schedule.now(unit, panel)) {
+        schedule.take();
         produce_tile(p, s, ring, unit, panel);
         schedule.next(s.words + STAGES * WORDS);
     }
