@@ -28,8 +28,8 @@ constexpr u32 LIVE = (1u << GROUPS) - 1;  // a bit of each line
 constexpr int WORDS_AT_ONCE = 32 / GROUPS;
 
 struct Walk {
-    const Lists& lists;
-    const Grid& grid;
+    const Lists* lists;
+    const Grid* grid;
     i64 line;   // of all heads', that this lane looks at: line lane % GROUPS of the tile
     i64 row;    // TRANSPOSED: the head's first row of blocks
     int place;  // TRANSPOSED: of the tile's first line in a word of a row
@@ -43,7 +43,7 @@ struct Walk {
     int rank, next_rank;
 
     __device__ __forceinline__ Walk(const Lists& lists, const Grid& grid, int head, int first_line)
-        : lists(lists), grid(grid) {
+        : lists(&lists), grid(&grid) {
         int own = first_line + threadIdx.x % GROUPS;
         exists = own < grid.lines;
         line = i64(head) * grid.lines + own;
@@ -57,8 +57,8 @@ struct Walk {
 
     __device__ __forceinline__ u32 words_from(int start) const {
         int at = start + threadIdx.x % 32 / GROUPS;
-        const u32* from = TRANSPOSED ? lists.col_bits : lists.row_bits;
-        return exists && at < grid.line_words ? from[line * grid.line_words + at] : 0;
+        const u32* from = TRANSPOSED ? lists->col_bits : lists->row_bits;
+        return exists && at < grid->line_words ? from[line * grid->line_words + at] : 0;
     }
 
     // Finds the next word that is not empty, and begins to read of it.
@@ -66,7 +66,7 @@ struct Walk {
         next_left = 0;
         while (waiting == 0) {
             first += WORDS_AT_ONCE;
-            if (first >= grid.line_words) return;
+            if (first >= grid->line_words) return;
             found = ahead;
             ahead = words_from(first + WORDS_AT_ONCE);
             waiting = __ballot_sync(ALL, found != 0);
@@ -80,12 +80,12 @@ struct Walk {
         if (TRANSPOSED) {
             next_bits = 0;
             if (next_left >> lane & 1) {
-                i64 at = (row + next_word * 32 + lane) * grid.row_words + place / 32;
-                next_bits = lists.row_bits[at];
-                next_rank = lists.row_ranks[at];
+                i64 at = (row + next_word * 32 + lane) * grid->row_words + place / 32;
+                next_bits = lists->row_bits[at];
+                next_rank = lists->row_ranks[at];
             }
         } else if (next_bits) {
-            next_rank = lists.row_ranks[line * grid.line_words + next_word];
+            next_rank = lists->row_ranks[line * grid->line_words + next_word];
         }
     }
 

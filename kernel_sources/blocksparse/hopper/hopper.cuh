@@ -24,10 +24,10 @@
 #pragma once
 
 constexpr int WARPGROUPS = 2, TILE_LINES = 64 * WARPGROUPS, TILE_COLUMNS = 256;
-constexpr int GROUP = TILE_LINES / LINES;  // lines of blocks of a tile
+constexpr int GROUPS = TILE_LINES / LINES;  // lines of blocks of a tile
 constexpr bool BY_MAPS = true, SUMS_ACROSS = false;
 
-#include "blocksparse/hopper/steps.cuh"
+#include "blocksparse/hopper/parameters.cuh"
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int SUMS = TILE_COLUMNS / 2;         // accumulators of a thread
@@ -39,7 +39,8 @@ constexpr int STAGE_BYTES = WARPGROUPS * PIECE_BYTES + PANEL_BYTES;
 constexpr int STAGES = 4, OUT_PARTS = 2;       // stages under way, parts of a warpgroup's result
 constexpr int PARTS = TILE_COLUMNS / 64;
 constexpr int WORDS = 3;                       // of a stage: live pieces, and its tile's place
-constexpr u32 LAST = 1u << WARPGROUPS;         // beside a bit a warpgroup: of a tile's last stage
+constexpr u32 BOTH = (1u << WARPGROUPS) - 1;   // a bit a warpgroup
+constexpr u32 LAST = 1u << WARPGROUPS;         // beside these: of a tile's last stage
 
 #include "blocksparse/hopper/ring.cuh"
 #include "blocksparse/hopper/schedule.cuh"
@@ -53,19 +54,19 @@ __device__ __forceinline__ void say(const Shared& s, int stage, u32 word, int un
     words[2] = panel;
 }
 
-// One stage: the pieces that are stored, each asked for by a lane of its own, and the panel.
+// One stage: the pieces that are stored, each asked for by a lane of its own, to which the walk has
+// given its line's slot, and the panel.
 __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s, const Tile& tile,
-                                           int stage, const int (&slot)[GROUP], u32 live, int block,
-                                           int part) {
+                                           int stage, int slot, u32 live, int block, int part) {
     int lane = threadIdx.x % 32, depth = part * STEP_DEPTH;
     u64* full = &s.full[stage];
     unsigned char* to = s.stages + stage * STAGE_BYTES;
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
         if (lane != w || !(live >> w & 1)) continue;
-        int line = LINES == 64 ? 0 : w * 64, from = slot[w * GROUP / WARPGROUPS];
+        int line = LINES == 64 ? 0 : w * 64;
         load_box(to + w * PIECE_BYTES, p.values, full, TRANSPOSED ? line : depth,
-                 TRANSPOSED ? depth : line, from, tile.batch * p.value_batches);
+                 TRANSPOSED ? depth : line, slot, tile.batch * p.value_batches);
     }
     to += WARPGROUPS * PIECE_BYTES;
     int k = block * DEPTH + depth, n = tile.column * TILE_COLUMNS;
@@ -79,59 +80,82 @@ __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s,
     }
 }
 
-// The stages of one tile; without steps one that nothing is copied to.
-__device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& s, Ring& ring,
-                                             int unit, int panel) {
-    Tile tile(p, unit, panel);
-    Steps steps(p, tile);
-    bool leader = threadIdx.x % 32 == 0;
-    int slot[GROUP], following[GROUP], block = steps.next(slot);
-    if (block < 0) {
+// A tile and the walk of its steps, which begins to read the layout when it is made.
+struct Work {
+    int unit, panel;
+    Tile tile;
+    Walk walk;
+
+    __device__ __forceinline__ Work(const Parameters& p, const Schedule<1>& schedule)
+        : tile(find(p, schedule)),
+          // behind the last tile lines that do not exist, of which nothing is read
+          walk(p, p.grid, tile.head, unit < 0 ? p.grid.lines : tile.group * GROUPS) {}
+
+    __device__ __forceinline__ Tile find(const Parameters& p, const Schedule<1>& schedule) {
+        schedule.now(unit, panel);
+        return Tile(p, unit, panel);
+    }
+};
+
+// A stage that nothing is copied to: of a tile without steps, or behind the last tile.
+__device__ __forceinline__ void produce_empty(const Shared& s, Ring& ring, int unit, int panel) {
+    wait_for_stage(s, ring);
+    if (threadIdx.x % 32 == 0) {
+        say(s, ring.stage, LAST, unit, panel);
+        barrier_arrive(&s.full[ring.stage]);
+    }
+    ring.next();
+}
+
+// The stages of one step, of a block along the depth. Moves to the next one and answers its block,
+// or -1.
+__device__ __forceinline__ int produce_step(const Parameters& p, const Shared& s, Ring& ring,
+                                            Work& work, int block, u32& live, int& slot) {
+    u32 live_then;
+    int slot_then, then = work.walk.next(live_then, slot_then);
+    if (GROUPS == 1) live = BOTH;
+#pragma unroll 1
+    for (int part = 0; part < DEPTH / STEP_DEPTH; ++part) {
         wait_for_stage(s, ring);
-        if (leader) {
-            say(s, ring.stage, LAST, unit, panel);
-            barrier_arrive(&s.full[ring.stage]);
+        bool last = then < 0 && part == DEPTH / STEP_DEPTH - 1;
+        if (threadIdx.x % 32 == 0) {
+            say(s, ring.stage, live | (last ? LAST : 0), work.unit, work.panel);
+            barrier_expect(&s.full[ring.stage], __popc(live) * PIECE_BYTES + PANEL_BYTES);
         }
+        __syncwarp();
+        load_stage(p, s, work.tile, ring.stage, slot, live, block, part);
         ring.next();
     }
-    while (block >= 0) {
-        int then = steps.next(following);
-        u32 live = 0;
-#pragma unroll
-        for (int w = 0; w < WARPGROUPS; ++w)
-            live |= u32(slot[w * GROUP / WARPGROUPS] >= 0) << w;
-#pragma unroll 1
-        for (int part = 0; part < DEPTH / STEP_DEPTH; ++part) {
-            wait_for_stage(s, ring);
-            bool last = then < 0 && part == DEPTH / STEP_DEPTH - 1;
-            if (leader) {
-                say(s, ring.stage, live | (last ? LAST : 0), unit, panel);
-                barrier_expect(&s.full[ring.stage], __popc(live) * PIECE_BYTES + PANEL_BYTES);
-            }
-            __syncwarp();
-            load_stage(p, s, tile, ring.stage, slot, live, block, part);
-            ring.next();
-        }
-        block = then;
-#pragma unroll
-        for (int g = 0; g < GROUP; ++g) slot[g] = following[g];
-    }
+    live = live_then;
+    slot = slot_then;
+    return then;
+}
+
+// The stages of one tile. The next one is looked up behind the first step: its place in the order,
+// its bits and its ranks are three loads of which each waits for the one before, and the copies of
+// the stages under way take longer.
+__device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& s, Ring& ring,
+                                             Schedule<1>& schedule, Work& work) {
+    u32 live;
+    int slot, block = work.walk.next(live, slot);
+    if (block < 0) produce_empty(s, ring, work.unit, work.panel);
+    else block = produce_step(p, s, ring, work, block, live, slot);
+    schedule.next(nullptr);
+    Work following(p, schedule);
+    while (block >= 0) block = produce_step(p, s, ring, work, block, live, slot);
+    work = following;
 }
 
 // The producer warp: tile after tile, then a stage that says that there are no more.
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     Ring ring;
     Schedule<1> schedule(p);
-    int unit, panel;
-    for (schedule.now(unit, panel); unit >= 0; schedule.now(unit, panel)) {
-        produce_tile(p, s, ring, unit, panel);
-        schedule.next(nullptr);
+    Work work(p, schedule);
+    while (work.unit >= 0) {
+        schedule.take();
+        produce_tile(p, s, ring, schedule, work);
     }
-    wait_for_stage(s, ring);
-    if (threadIdx.x % 32 == 0) {
-        say(s, ring.stage, LAST, NO_TILE, 0);
-        barrier_arrive(&s.full[ring.stage]);
-    }
+    produce_empty(s, ring, NO_TILE, 0);
 }
 
 // Everything of one tile that this warpgroup adds up. A stage is given back when the products of
@@ -223,10 +247,10 @@ blocksparse_hopper(const __grid_constant__ Parameters p) {
     wait_for_prerequisites();  // order/order.cuh, where it is launched before
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
-        release_registers<40>();
+        release_registers<88>();
         if (threadIdx.x / 32 == 4 * WARPGROUPS) produce(p, s);
     } else {
-        take_registers<232>();
+        take_registers<208>();
         consume(p, s, warpgroup);
     }
 }

@@ -5,6 +5,7 @@
 //   PARAMETER_BYTES   what lowering makes of Parameters
 #pragma once
 
+#include "blocksparse/lists.cuh"
 #include "blocksparse/summands.cuh"
 #include "common/hopper.cuh"
 
@@ -24,10 +25,7 @@ struct Operands<false> {
     const InputT *values, *dense;
 };
 
-struct Lists {
-    const u32* row_bits;
-    const int* row_ranks;
-    const u32* col_bits;
+struct Order {
     u32* order;  // by order/order.cuh: a counter of tiles, and units by falling length
 };
 
@@ -45,8 +43,7 @@ struct Fixed {
     u32 tiles;
     int groups, column_tiles;                       // tiles of a head's lines, of its columns
     int units, panels, last, ordered;               // see Schedule
-    int grid_rows, grid_cols;                       // blocks of a head's matrix as it is stored
-    int row_words, col_words;                       // of a row's and of a column's bits
+    Grid grid;                                      // of lists.cuh: blocks of a head, and words
     int lines, columns;                             // of a head's result
     int dense_heads, dense_batches, value_batches;  // 0 where one serves all, else 1
 };
@@ -54,6 +51,7 @@ struct Fixed {
 struct Parameters : Maps<BY_MAPS>,
                     Operands<BY_MAPS>,
                     Lists,
+                    Order,
                     VectorPointers<VECTORS>,
                     SummandPointers<SUMMANDS>,
                     Scalars<SCALARS>,

@@ -16,12 +16,13 @@ constexpr int NO_TILE = -1;
 template <int WARPS>
 struct Schedule {
     const Parameters& p;
-    u32 index, taken;  // the first thread's alone: what it takes next, asked for a tile ahead
+    u32 index, taken;  // the first thread's alone: what it takes next
 
     __device__ __forceinline__ explicit Schedule(const Parameters& p)
-        : p(p), index(blockIdx.x), taken(0) { take(); }
+        : p(p), index(blockIdx.x), taken(0) {}
 
     __device__ __forceinline__ bool leads() const { return threadIdx.x % (32 * WARPS) == 0; }
+    // Asks for the next tile, when the current one begins: next() comes later, and need not wait.
     __device__ __forceinline__ void take() {
         if (!p.ordered) taken = index + gridDim.x;
         else if (leads()) taken = atomicAdd(p.order, 1u);
@@ -52,6 +53,5 @@ struct Schedule {
             index = *shared;
             sync_threads(1 + WARPGROUPS, 32 * WARPS);
         }
-        take();
     }
 };

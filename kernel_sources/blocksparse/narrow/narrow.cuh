@@ -25,10 +25,10 @@
 #pragma once
 
 constexpr int WARPGROUPS = 2, TILE_LINES = 128, TILE_COLUMNS = 256;
-constexpr int GROUP = TILE_LINES / BLOCK;  // lines of blocks of a tile
+constexpr int GROUPS = TILE_LINES / BLOCK;  // lines of blocks of a tile
 constexpr bool BY_MAPS = false, SUMS_ACROSS = true;
 
-#include "blocksparse/hopper/steps.cuh"
+#include "blocksparse/hopper/parameters.cuh"
 #include "common/async_copy.cuh"
 #include "common/mma_half.cuh"
 
@@ -43,7 +43,7 @@ constexpr int PANELS = TILE_COLUMNS / WARPGROUPS / 64;  // of 64 columns, of a w
 constexpr int PIECE_BYTES = 64 * ROW_BYTES;
 constexpr int PANEL_BYTES = STAGE_DEPTH * TILE_COLUMNS * 2;
 constexpr int BLOCK_BYTES = BLOCK * BLOCK * 2;
-constexpr int STAGE_BYTES = PANEL_BYTES + PER * GROUP * BLOCK_BYTES;
+constexpr int STAGE_BYTES = PANEL_BYTES + PER * GROUPS * BLOCK_BYTES;
 constexpr int STAGES = 4, OUT_PARTS = 2;       // stages under way, parts of a warpgroup's result
 constexpr int WORDS = 4;                       // of a stage: a bit a block; whether it is its
                                                // tile's last; that one's place
@@ -52,39 +52,91 @@ constexpr int WORDS = 4;                       // of a stage: a bit a block; whe
 #include "blocksparse/hopper/schedule.cuh"
 #include "blocksparse/hopper/store.cuh"
 
-// The dense operand of one step, which is number `step` of its stage. Along the depth a stage has a
-// row of 128 bytes for each column; else parts of 64 columns with one for each k.
-__device__ __forceinline__ void copy_panel(const Parameters& p, const InputT* dense,
-                                           unsigned char* to, int step, int block, int first) {
-    constexpr int CHUNKS = BLOCK * TILE_COLUMNS / CHUNK;
-#pragma unroll
-    for (int i = 0; i < CHUNKS / COPIERS; ++i) {
-        int index = i * COPIERS + threadIdx.x % COPIERS;
-        const InputT* from;
-        u32 place;
-        int count = CHUNK;
-        if (DEPTH_LAST) {
-            int column = index / ACROSS, chunk = index % ACROSS;
-            from = dense + (first + column) * p.dense_row + block * BLOCK + chunk * CHUNK;
-            place = chunk_address(0, column, step * ACROSS + chunk);
-            if (first + column >= p.columns) count = 0;
-        } else {
-            int row = index / (TILE_COLUMNS / CHUNK), chunk = index % (TILE_COLUMNS / CHUNK);
-            from = dense + i64(block * BLOCK + row) * p.dense_row + first + chunk * CHUNK;
-            place = chunk / 8 * PIECE_BYTES + chunk_address(0, step * BLOCK + row, chunk % 8);
-            count = max(0, min(CHUNK, p.columns - first - chunk * CHUNK));
-        }
-        copy_async<16>(to + place, count ? from : dense, count * 2);
-    }
-}
+// A thread's chunks of the dense operand, of one step after the other. What is the same for all
+// steps of a tile is computed once: a step's copies take 33 instructions for blocks of 16, and 42
+// for blocks of 32; 120 and 200 where each copy's address was computed by itself. Along the depth a
+// stage has a row of 128 bytes for each column, else parts of 64 columns with one for each k.
+struct Panel {
+    static constexpr int ROW_CHUNKS = DEPTH_LAST ? ACROSS : TILE_COLUMNS / CHUNK;  // of a step
+    static constexpr int COPIES = BLOCK * TILE_COLUMNS / CHUNK / COPIERS;
+    static constexpr int APART = COPIERS / ROW_CHUNKS;        // rows from copy to copy
+    static constexpr int PERIOD = APART < 8 ? 8 / APART : 1;  // copies until the swizzle recurs
 
-// A stored block, to matrices of eight rows of 16 bytes: of one chunk those of all rows.
-__device__ __forceinline__ void copy_block(const Parameters& p, const InputT* from,
-                                           unsigned char* to) {
-    constexpr int CHUNKS = BLOCK * ACROSS, THREADS_OF_BLOCK = CHUNKS < COPIERS ? CHUNKS : COPIERS;
-    int index = threadIdx.x % THREADS_OF_BLOCK, row = index / ACROSS, chunk = index % ACROSS;
-    copy_async<16>(to + (chunk * BLOCK + row) * 16, from + row * p.value_row + chunk * CHUNK, 16);
-}
+    const InputT* from;  // the first chunk of block 0
+    i64 apart, block;    // from copy to copy, from block to block
+    u32 place[PERIOD];   // of the first copies, in a stage
+    int count;           // columns that exist from the first chunk's on
+
+    __device__ __forceinline__ Panel(const Parameters& p, const InputT* dense, int first) {
+        int row = threadIdx.x % COPIERS / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+        from = dense + (DEPTH_LAST ? (first + row) * p.dense_row + chunk * CHUNK
+                                   : row * p.dense_row + first + chunk * CHUNK);
+        apart = APART * p.dense_row;
+        block = DEPTH_LAST ? BLOCK : BLOCK * p.dense_row;
+        count = p.columns - first - (DEPTH_LAST ? row : chunk * CHUNK);
+#pragma unroll
+        for (int i = 0; i < PERIOD; ++i)
+            place[i] = chunk / 8 * PIECE_BYTES + chunk_address(0, row + i * APART, chunk % 8);
+        // Kept in registers: the compiler would compute them anew for each copy.
+        asm volatile("" : "+l"(from), "+l"(apart), "+l"(block), "+r"(count));
+#pragma unroll
+        for (u32& each : place) asm volatile("" : "+r"(each));
+    }
+
+    // How much is read of a copy's 16 bytes. Where columns are neighbours in the result, of which
+    // the copy engine writes whole chunks, all of a chunk exist or none: said here, that saves two
+    // instructions a copy.
+    __device__ __forceinline__ int bytes(int copy) const {
+        if (DEPTH_LAST) return copy * APART < count ? 16 : 0;
+        if (LINES_LAST) return max(0, min(CHUNK, count)) * 2;
+        return count > 0 ? 16 : 0;
+    }
+
+    // The chunks of step number `step` of a stage, which is block `at` along the depth.
+    __device__ __forceinline__ void copy(unsigned char* to, int step, int at) const {
+        const InputT* own = from + u64(u32(at)) * block;
+        u32 turned = DEPTH_LAST ? step * ACROSS * 16 : 0;  // by the swizzle
+        if (!DEPTH_LAST) to += step * BLOCK * ROW_BYTES;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i, own += apart) {
+            int periods = i / PERIOD * (PERIOD * APART * ROW_BYTES);
+            copy_async<16>(to + (place[i % PERIOD] ^ turned) + periods, own, bytes(i));
+        }
+    }
+};
+
+// A thread's chunk of stored blocks, of which all threads copy one of 32 or four of 16 at once: to
+// matrices of eight rows of 16 bytes, of one chunk of the block those of all rows. Eight lanes that
+// write together have rows of eight different places in such a matrix, and so different banks.
+struct Blocks {
+    static constexpr int CHUNKS = BLOCK * ACROSS, TOGETHER = COPIERS / CHUNKS;
+
+    const InputT* from;  // in slot 0
+    u32 place;           // in a stage, of the first block
+    int own;             // of the blocks that are copied at once
+
+    __device__ __forceinline__ Blocks(const Parameters& p, const InputT* values) {
+        int index = threadIdx.x % CHUNKS, chunk = index % ACROSS;
+        int row = index / ACROSS ^ chunk * (8 / ACROSS);
+        own = threadIdx.x % COPIERS / CHUNKS;
+        from = values + row * p.value_row + chunk * CHUNK;
+        place = PANEL_BYTES + own * BLOCK_BYTES + (chunk * BLOCK + row) * 16;
+        asm volatile("" : "+l"(from), "+r"(place), "+r"(own));  // as those of Panel
+    }
+
+    // Those of step number `step` of a stage, by all lanes, of which each knows a line's slot.
+    __device__ __forceinline__ void copy(const Parameters& p, unsigned char* to, int step, u32 live,
+                                         int slot) const {
+        to += place + step * (GROUPS * BLOCK_BYTES);
+        live >>= own;
+#pragma unroll
+        for (int first = 0; first < GROUPS; first += TOGETHER) {
+            u64 at = u32(__shfl_sync(ALL, slot, first + own));
+            if (live >> first & 1)
+                copy_async<16>(to + first * BLOCK_BYTES, from + at * p.value_slot, 16);
+        }
+    }
+};
 
 // What is said of a stage by one of the copying threads.
 __device__ __forceinline__ void say(const Shared& s, int stage, u32 word, bool last, int unit,
@@ -100,12 +152,11 @@ __device__ __forceinline__ void say(const Shared& s, int stage, u32 word, bool l
 // The stages of one tile. Each of the copying warps walks all steps; a block of 16 is one warp's.
 __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& s, Ring& ring,
                                              int unit, int panel) {
-    constexpr int TOGETHER = BLOCK == 16 ? COPIERS / 32 : 1;  // blocks that are copied at once
-    int own = BLOCK == 16 ? threadIdx.x % COPIERS / 32 : 0;
     Tile tile(p, unit, panel);
-    Steps steps(p, tile);
-    const InputT* values = p.values + tile.batch * p.value_batch;
+    Walk walk(p, p.grid, tile.head, tile.group * GROUPS);
+    const Blocks blocks(p, p.values + tile.batch * p.value_batch);
     const InputT* dense = p.dense + tile.batch * p.dense_batch + tile.head * p.dense_head;
+    const Panel columns(p, dense, tile.column * TILE_COLUMNS);
     bool more = true;
     while (more) {
         wait_for_stage(s, ring);
@@ -113,18 +164,13 @@ __device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& 
         u32 word = 0;
 #pragma unroll 1
         for (int step = 0; step < PER; ++step) {
-            int slot[GROUP], block = steps.next(slot);
+            u32 live;
+            int slot, block = walk.next(live, slot);
             more = block >= 0;
             if (!more) break;
-            copy_panel(p, dense, to, step, block, tile.column * TILE_COLUMNS);
-#pragma unroll
-            for (int g = 0; g < GROUP; ++g) {
-                if (slot[g] < 0) continue;
-                word |= 1u << (step * GROUP + g);
-                if (g % TOGETHER == own)
-                    copy_block(p, values + slot[g] * p.value_slot,
-                               to + PANEL_BYTES + (step * GROUP + g) * BLOCK_BYTES);
-            }
+            columns.copy(to, step, block);
+            word |= live << step * GROUPS;
+            blocks.copy(p, to, step, live, slot);
         }
         if (threadIdx.x % COPIERS == 0) say(s, ring.stage, word, !more, unit, panel);
         arrive_after_copies(&s.full[ring.stage]);
@@ -138,6 +184,7 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     Schedule<COPIERS / 32> schedule(p);
     int unit, panel;
     for (schedule.now(unit, panel); unit >= 0; schedule.now(unit, panel)) {
+        schedule.take();
         produce_tile(p, s, ring, unit, panel);
         schedule.next(s.words + STAGES * WORDS);
     }
@@ -169,9 +216,11 @@ __device__ __forceinline__ void read_panel(u32 (&fragments)[PANELS][STEPS_OF_BLO
     }
 }
 
-using Sums = float[PANELS][GROUP][BLOCK / 2];
+using Sums = float[PANELS][GROUPS][BLOCK / 2];
 
-// The steps of a stage. Fragments that wgmma reads stay until the next step's are under way.
+// The steps of a stage. All fragments are read first, also those of steps that a tile's last stage
+// lacks, and products waited for once: of fragments that are read between products the compiler
+// lets each read wait for all products before it.
 __device__ __forceinline__ void multiply_stage(Sums& sums, const Shared& s, int stage, u32 word,
                                                int warpgroup) {
     // From chunk to chunk of 8 along the depth and along the lines, and from one wgmma's depth to
@@ -180,28 +229,23 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Shared& s, int 
     constexpr int ALONG_DEPTH = TRANSPOSED ? OF_ROWS : OF_CHUNKS;
     constexpr int ALONG_LINES = TRANSPOSED ? OF_CHUNKS : OF_ROWS;
     u32 at = shared_address(s.stages + stage * STAGE_BYTES);
-    u32 fragments[2][PANELS][STEPS_OF_BLOCK][4];
+    u32 fragments[PER][PANELS][STEPS_OF_BLOCK][4];
 #pragma unroll
-    for (int step = 0; step < PER; ++step) {
-        u32 live = word >> (step * GROUP) & ((1u << GROUP) - 1);
-        if (!live) break;
-        auto& own = fragments[step % 2];
-        read_panel(own, at, warpgroup, step);
-        wgmma_fence();
+    for (int step = 0; step < PER; ++step) read_panel(fragments[step], at, warpgroup, step);
+    at += PANEL_BYTES;
+    wgmma_fence();
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            if (!(live >> g & 1)) continue;
-            u64 block = core_matrices_descriptor(
-                at + PANEL_BYTES + (step * GROUP + g) * BLOCK_BYTES, ALONG_DEPTH, ALONG_LINES);
+    for (int i = 0; i < PER * GROUPS; ++i) {
+        if (!(word >> i & 1)) continue;
+        u64 block = core_matrices_descriptor(at + i * BLOCK_BYTES, ALONG_DEPTH, ALONG_LINES);
 #pragma unroll
-            for (int k = 0; k < STEPS_OF_BLOCK; ++k)
+        for (int k = 0; k < STEPS_OF_BLOCK; ++k)
 #pragma unroll
-                for (int panel = 0; panel < PANELS; ++panel)
-                    multiply(sums[panel][g], own[panel][k], block + k * (2 * ALONG_DEPTH / 16), 1);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
+            for (int panel = 0; panel < PANELS; ++panel)
+                multiply(sums[panel][i % GROUPS], fragments[i / GROUPS][panel][k],
+                         block + k * (2 * ALONG_DEPTH / 16), 1);
     }
+    wgmma_commit();
     wgmma_wait<0>();
 }
 
@@ -212,7 +256,7 @@ __device__ __forceinline__ void store_tile(Sums& sums, const Finisher& finisher,
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
 #pragma unroll
-        for (int part = 0; part < GROUP / TOGETHER; ++part) {
+        for (int part = 0; part < GROUPS / TOGETHER; ++part) {
             int line = tile.group * TILE_LINES + part * 64;
             int column = tile.column * TILE_COLUMNS + (warpgroup * PANELS + panel) * 64;
             auto sum = [&](int i) -> float& {
@@ -262,10 +306,10 @@ blocksparse_narrow(const __grid_constant__ Parameters p) {
     wait_for_prerequisites();  // order/order.cuh, where it is launched before
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
-        release_registers<88>();
+        release_registers<72>();
         produce(p, s);
     } else {
-        take_registers<208>();
+        take_registers<216>();
         consume(p, s, warpgroup);
     }
 }

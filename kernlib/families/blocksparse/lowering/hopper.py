@@ -140,6 +140,9 @@ def sides(problem: Spmm) -> list[int]:
 def numbers(problem: Spmm, multiprocessors: int) -> tuple[int, ...]:
     """Struct Fixed."""
     blocks, dense, values = problem.blocks, problem.dense, problem.values
+    grid, words = (blocks.grid_rows, blocks.grid_cols), blocks.row_words
+    if problem.transposed:
+        grid, words = grid[::-1], blocks.col_words
     column_tiles = ceil_div(problem.columns, TILE_COLUMNS)
     units, panels = _units(problem), column_tiles * problem.batch
     return (
@@ -147,7 +150,7 @@ def numbers(problem: Spmm, multiprocessors: int) -> tuple[int, ...]:
         *(ceil_div(problem.lines, TILE_LINES), column_tiles),
         *(units, panels, min(panels, ceil_div(LAST_TILES * multiprocessors, units))),
         int(is_ordered(problem, multiprocessors)),
-        *(blocks.grid_rows, blocks.grid_cols, blocks.row_words, blocks.col_words),
+        *(*grid, words, blocks.row_words),
         *(problem.lines, problem.columns),
         *(int(dense.head > 0), int(dense.batch > 0), int(values.batch > 0)),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -160,6 +162,28 @@ def test_lines_that_take_turns(block, emulator, seed):
         assert error(out, whole_matrix(layout, values) @ dense.double()) <= 1e-3
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_a_depth_beyond_an_int(emulator, seed):
+    """Of which the first and the last block are stored; columns of the dense operand are the same
+    one, of whose memory only what is written is ever there. A layout would take 5 GB to make."""
+    last = 2**31 // 32
+    case = Case("float16", (32, 32), (1, last + 1), 0.0, columns=8)
+    bits = torch.zeros(last // 32 + 1, dtype=torch.int32)
+    bits[0] = bits[-1] = 1
+    tensors = (bits, (bits.cumsum(0) - bits).int(), *[bits] * (len(NAMES) - 2))
+    layout = SimpleNamespace(block=case.block, grid=case.grid, heads=1, capacity=2, tensors=tensors)
+    values = torch.randn(1, 2, 32, 32).half()
+    column = torch.empty(32 * (last + 1), dtype=torch.float16)
+    column[:32], column[-32:] = torch.randn(32).half(), torch.randn(32).half()
+    dense, out = column.expand(1, 1, 8, -1).mT, torch.zeros(1, 1, 32, 8).half()
+    lowered = narrow.lower((), spmm_problem(case, layout, values, dense, out), ARCH, COUNT)
+    run(emulator, lowered, layout, values=values, dense=dense, out=out)
+    ends = torch.stack((column[:32], column[-32:])).double()
+    wanted = (values[0].double() @ ends[..., None]).sum(0)
+    assert error(out[0, 0], wanted.expand(-1, 8)) <= GATES[case.numbers]
+
+
 SDD = {
     "64": Case("float16", (64, 64), (3, 5), 0.5, 2, 2, 72),
     "128": Case("bfloat16", (128, 128), (2, 3), 0.6, 1, 1, 40),
@@ -218,9 +242,10 @@ SAMPLED = [
     ids=lambda spec: spec.entry,
 )
 def test_kernels_compile(spec):
-    """Without spills in the loop over steps: a sum that is added to takes 16 bytes behind it."""
+    """Without spills in the loop over steps. Behind it, where 32 numbers to add are on their way at
+    once, NVRTC 13.0 to 13.5 store at most 8 bytes and read them again."""
     made = compiled(spec, ARCH)
-    assert made.spilled <= (16 if spec.entry.endswith("_add") else 0)
+    assert made.spilled <= (32 if spec.entry.endswith("_add") else 0)
     assert not made.serialized
     assert made.shared <= 227 * 1024
 
