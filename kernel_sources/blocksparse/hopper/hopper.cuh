@@ -2,9 +2,14 @@
 //   out[z, h, l, n] = Finish(sum_k op(S[z, h])[l, k] * dense[z, h, k, n]).
 // Floors: the stored blocks, the dense operand and the result once over 4.3 TB/s on an H200;
 // 2 * lines * depth operations a stored block and column over 768 TFLOP/s, what cuBLAS reaches;
-// and what goes from L2 to the multiprocessors, 9 TB/s: a step of 64 along the depth takes 32 KB of
-// the dense operand and 8 KB for each 64 x 64 piece of a block, whatever half of the tile it is
-// for: at 4096 in all dimensions 480, 512 and 576 TFLOP/s for blocks of 64 at density .1, .25, .5.
+// and what goes from L2 to the multiprocessors, 9 TB/s: a step of 64 along the depth takes 8 KB for
+// each 64 columns of the dense operand and for each 64 x 64 piece of a block, whatever half of the
+// tile it is for: at 4096 in all dimensions 480, 512 and 576 TFLOP/s for blocks of 64 at density
+// .1, .25, .5.
+// By clocks of a multiprocessor, a step of two pieces: 1024, 512 and 256 of wgmma for 256, 128 and
+// 64 columns, whether these are the result's or not; 1266, 845 and 633 from L2 for as many columns
+// that are; 882 from device memory for pieces that are not in L2. So a result of 64 columns takes
+// 1024 with tiles of 256, and 633 or 882 with those of 64, which have a quarter of sums to store.
 //
 // Persistent CTAs of one producer warp and two warpgroups that multiply 64 lines each by
 // TILE_COLUMNS columns. A tile is 128 lines: one line of blocks of 128, two of blocks of 64, whose
@@ -15,6 +20,7 @@
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of values, dense and vectors; arithmetic; storage of out
 //   LINES, DEPTH             of a block of op(S): 64 or 128 each
+//   TILE_COLUMNS             64, 128 or 256
 //   TRANSPOSED               whether op(S) is S^T: blocks are (DEPTH, LINES) in memory
 //   DEPTH_LAST               whether dense has the depth contiguous, else its columns
 //   LINES_LAST               whether out has the lines contiguous, else its columns
@@ -23,7 +29,7 @@
 //   PARAMETER_BYTES          what lowering makes of Parameters
 #pragma once
 
-constexpr int WARPGROUPS = 2, TILE_LINES = 64 * WARPGROUPS, TILE_COLUMNS = 256;
+constexpr int WARPGROUPS = 2, TILE_LINES = 64 * WARPGROUPS;
 constexpr int GROUPS = TILE_LINES / LINES;  // lines of blocks of a tile
 constexpr bool BY_MAPS = true, SUMS_ACROSS = false;
 
@@ -36,7 +42,8 @@ constexpr int STEP_DEPTH = 64, STEP = 16;      // of a stage, of one wgmma
 constexpr int PIECE_BYTES = 64 * ROW_BYTES;    // 64 x 64 elements
 constexpr int PANEL_BYTES = STEP_DEPTH * TILE_COLUMNS * 2;
 constexpr int STAGE_BYTES = WARPGROUPS * PIECE_BYTES + PANEL_BYTES;
-constexpr int STAGES = 4, OUT_PARTS = 2;       // stages under way, parts of a warpgroup's result
+constexpr int STAGES = 192 * 1024 / STAGE_BYTES;  // under way: 4, 6 or 8
+constexpr int OUT_PARTS = 2;                   // of a warpgroup's result under way
 constexpr int PARTS = TILE_COLUMNS / 64;
 constexpr int WORDS = 3;                       // of a stage: live pieces, and its tile's place
 constexpr u32 BOTH = (1u << WARPGROUPS) - 1;   // a bit a warpgroup

@@ -45,12 +45,8 @@ __device__ __forceinline__ u32 sum_ahead(u32 own, u32* sums, u32& total) {
     u32 sum = sum_of_lanes(own);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
-    u32 ahead = sum - own;
-    total = 0;
-#pragma unroll
-    for (int other = 0; other < WARPS; ++other) {
-        if (other < warp) ahead += sums[other];
-        total += sums[other];
-    }
-    return ahead;
+    u32 of_warps = sum_of_lanes(lane < WARPS ? sums[lane] : 0);
+    total = __shfl_sync(ALL_LANES, of_warps, 31);
+    u32 before = __shfl_sync(ALL_LANES, of_warps, warp - 1);
+    return sum - own + (warp ? before : 0);
 }

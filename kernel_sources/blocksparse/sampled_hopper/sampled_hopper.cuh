@@ -8,11 +8,15 @@
 //
 // Persistent CTAs of one producer warp and two warpgroups. A tile is SLOTS neighbouring slots that
 // mostly are of one line and then share its rows of a: rows that several slots read are brought
-// once. A warpgroup has 64 rows of each slot (blocks of 128 rows), else every other slot.
+// once. A warpgroup has 64 rows of each slot (blocks of 128 rows), else every other slot; of a lone
+// block of 64 rows both compute all, 256 clocks a step beside 422 from L2, and one stores it.
+// Few blocks are tiles of fewer slots: 102 of 128 in pairs would be 51 multiprocessors' 48 KB a
+// step, one by one they are 102 multiprocessors' 32 KB.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of a, b and vectors; arithmetic; storage of values
 //   ROWS, COLS               of a block: 64 or 128 each
+//   SLOTS                    of a tile: 1, 2, or 4 of blocks of 64 x 64
 //   LEFT_LINES               whether a has the rows contiguous, else the depth
 //   RIGHT_LINES              whether b has the columns contiguous, else the depth
 //   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue; without vectors
@@ -49,8 +53,8 @@ constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, el
 constexpr int STEP_DEPTH = 64, STEP = 16;      // of a stage, of one wgmma
 constexpr int PIECE_BYTES = 64 * ROW_BYTES;    // 64 x 64 elements
 constexpr int HIGH = ROWS / 64, WIDE = COLS / 64;                      // pieces of a block
-constexpr int SLOTS = 4 / HIGH < 4 / WIDE ? 4 / HIGH : 4 / WIDE;       // of a tile
-constexpr int OWN = HIGH == 2 ? SLOTS : SLOTS / 2;                     // of a warpgroup
+constexpr int OWN = (SLOTS * HIGH + 1) / 2;                            // slots of a warpgroup
+constexpr bool ALONE = SLOTS * HIGH == 1;                              // one warpgroup stores
 constexpr int LEFT_PIECES = SLOTS * HIGH, RIGHT_PIECES = SLOTS * WIDE;
 constexpr int STAGE_BYTES = (LEFT_PIECES + RIGHT_PIECES) * PIECE_BYTES;
 constexpr int STAGES = 192 * 1024 / STAGE_BYTES, OUT_PARTS = 2;
@@ -162,7 +166,7 @@ using Sums = float[OWN][COLS / 2];
 
 // A warpgroup's slot number i among the tile's, and its rows there.
 __device__ __forceinline__ int slot_of(int i, int warpgroup) {
-    return HIGH == 2 ? i : i * WARPGROUPS + warpgroup;
+    return HIGH == 2 || SLOTS == 1 ? i : i * WARPGROUPS + warpgroup;
 }
 __device__ __forceinline__ int half_of_slot(int warpgroup) { return HIGH == 2 ? warpgroup : 0; }
 
@@ -257,7 +261,8 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, in
         Tile tile(p, index);
         Sums sums = {};
         Word word = multiply_tile(sums, s, warpgroup, ring);
-        store_tile(sums, word, finish, p, out, place, tile, warpgroup);
+        if (!ALONE || warpgroup == 0)
+            store_tile(sums, word, finish, p, out, place, tile, warpgroup);
     }
     if (threadIdx.x % 128 == 0) wait_for_stores();
 }

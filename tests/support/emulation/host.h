@@ -99,6 +99,15 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     wait_for_warp();
     return all;
 }
+inline unsigned __match_any_sync(unsigned, unsigned value) {
+    unsigned(&lanes)[32] = handed_on[threadIdx.x / 32];
+    lanes[threadIdx.x % 32] = value;
+    wait_for_warp();
+    unsigned same = 0;
+    for (int lane = 0; lane < 32; ++lane) same |= unsigned(lanes[lane] == value) << lane;
+    wait_for_warp();
+    return same;
+}
 inline unsigned __ballot_sync(unsigned mask, int flag) {
     return __reduce_or_sync(mask, unsigned(flag != 0) << threadIdx.x % 32);
 }

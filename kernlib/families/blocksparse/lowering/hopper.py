@@ -6,15 +6,18 @@ The copy engine wants strides of whole 16 bytes; other layouts go to the portabl
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import order
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm
+from kernlib.families.blocksparse.lowering.rounds import fewest_rounds
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
@@ -25,17 +28,30 @@ KIND = "hopper"
 ARCH = "sm_90a"
 THREADS = 384
 SIZES = (64, 128)  # of blocks
-TILE_LINES, TILE_COLUMNS, ROW = 128, 256, 64
-STAGES, OUT_PARTS, PIECE_BYTES = 4, 2, 64 * 128
-STAGE_BYTES = 2 * PIECE_BYTES + ROW * TILE_COLUMNS * 2
-BARRIER_BYTES = STAGES * (2 * 8 + 4 * 4) + 16  # and words that are said of stages
-# Swizzled rows begin at whole 1024 bytes.
-SHARED_BYTES = STAGES * STAGE_BYTES + 2 * OUT_PARTS * PIECE_BYTES + BARRIER_BYTES + 1024
+TILE_LINES, ROW = 128, 64
+WIDTHS = (256, 128, 64)  # columns of a tile
+OUT_PARTS, PIECE_BYTES = 2, 64 * 128
+STAGES_BYTES = 192 * 1024  # of all of them
 MOST_TILES = 2**31 - 1
 LAST_TILES = 2  # of a block, that come by falling length
 LISTS = ("row_bits", "row_ranks", "col_bits", "order")
 SIDE = "4q"  # struct Side
 FIXED = "I15i"  # struct Fixed
+
+
+def shared_bytes(stage_bytes: int) -> int:
+    """Of a kernel with such stages: these, results on their way out, barriers and words that are
+    said of stages, and what rows lie apart that begin at whole 1024 bytes for the swizzle."""
+    barriers = STAGES_BYTES // stage_bytes * (2 * 8 + 4 * 4) + 16
+    return STAGES_BYTES + 2 * OUT_PARTS * PIECE_BYTES + barriers + 1024
+
+
+def stage_bytes(columns: int) -> int:
+    """What a tile of so many columns takes from L2 for a step of 64 along the depth."""
+    return (TILE_LINES + columns) * ROW * 2
+
+
+SHARED_BYTES = shared_bytes(stage_bytes(WIDTHS[0]))  # of tiles of most columns
 
 
 class Variant(NamedTuple):
@@ -44,6 +60,7 @@ class Variant(NamedTuple):
     dtype: str
     lines: int  # of a block of op(S)
     depth: int
+    columns: int  # of a tile
     transposed: bool
     depth_last: bool
     lines_last: bool
@@ -78,19 +95,45 @@ def is_for_tiles(problem: Spmm, arch: str) -> bool:
     return out.sizes[0] % 8 == 0 and tma.addressable(problem.dtype, problem.out.alignment, out)
 
 
+def candidates(problem: Spmm, arch: str) -> list[Choice]:
+    """The columns of a tile, most first: no more than twice as many as the problem has."""
+    known = [width for width in WIDTHS if width < 2 * problem.columns] or WIDTHS[-1:]
+    return [{"columns": width} for width in known if _tiles(problem, width) <= MOST_TILES]
+
+
+def default(problem: Spmm, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned. The fewest that hold all columns, as those that do
+    not exist are multiplied too, or 256, which bring most sums for what they take from L2; fewer
+    where tiles are so few that more of them, on more multiprocessors, take less by one of these."""
+
+    def tiles(choice: Choice) -> tuple[int, int]:
+        width = int(choice["columns"])
+        return _tiles(problem, width), stage_bytes(width)
+
+    return fewest_rounds(known, tiles, multiprocessors)
+
+
 def lower(
-    epilogue: tuple[Epilogue, ...], problem: Spmm, arch: str, multiprocessors: int
+    epilogue: tuple[Epilogue, ...],
+    problem: Spmm,
+    arch: str,
+    multiprocessors: int,
+    choice: Choice | None = None,
 ) -> Lowered:
-    """The launch of a problem that the kernel takes."""
-    made = variant(problem)
+    """The launch of a problem that the kernel takes, with the columns of ``choice``, one of
+    :func:`candidates`."""
+    choice = choice or default(problem, candidates(problem, arch), multiprocessors)
+    width = int(choice["columns"])
+    made = variant(problem, width)
     maps = (
         tma.tensor_map(problem.dtype, _values(problem), (ROW, ROW, 1, 1)),
         tma.tensor_map(problem.dtype, _dense(problem), (ROW, _box(made), 1, 1)),
         out_map(problem),
     )
-    fixed = parameters(epilogue).pack(*sides(problem), *numbers(problem, multiprocessors))
-    names = ("values", "dense", "out")
-    return launch(epilogue, problem, spec(epilogue, made), fixed, names, maps, multiprocessors)
+    own = numbers(problem, multiprocessors, width)
+    fixed = parameters(epilogue).pack(*sides(problem), *own)
+    names, kernel = ("values", "dense", "out"), spec(epilogue, made)
+    return launch(epilogue, problem, kernel, fixed, names, maps, multiprocessors, width)
 
 
 def launch(
@@ -101,11 +144,12 @@ def launch(
     names: tuple[str, ...],
     maps: tuple[TensorMap, ...],
     multiprocessors: int,
+    width: int = WIDTHS[0],
 ) -> Lowered:
     """A persistent launch, behind that of the order of its tiles where these are many; ``names``
-    are those of maps and operands in front of the lists."""
-    grid = min(multiprocessors, _tiles(problem))
-    ordered = is_ordered(problem, multiprocessors)
+    are those of maps and operands in front of the lists, ``width`` a tile's columns."""
+    grid = min(multiprocessors, _tiles(problem, width))
+    ordered = is_ordered(problem, multiprocessors, width)
     # Without an order nothing is read of what is given for it.
     lists = [(name, 0) for name in LISTS[:-1]]
     lists.append((WORKSPACE if ordered else LISTS[0], 0))
@@ -118,9 +162,9 @@ def launch(
     return Lowered((order.step(_units(problem), problem, grid), main), order.workspace(problem))
 
 
-def is_ordered(problem: Spmm, multiprocessors: int) -> bool:
+def is_ordered(problem: Spmm, multiprocessors: int, width: int = WIDTHS[0]) -> bool:
     """Whether blocks take tiles from a counter, the longest first: of more tiles than blocks."""
-    return _tiles(problem) > multiprocessors and _units(problem) <= order.MOST_UNITS
+    return _tiles(problem, width) > multiprocessors and _units(problem) <= order.MOST_UNITS
 
 
 def out_map(problem: Spmm) -> TensorMap:
@@ -137,19 +181,19 @@ def sides(problem: Spmm) -> list[int]:
     ]
 
 
-def numbers(problem: Spmm, multiprocessors: int) -> tuple[int, ...]:
-    """Struct Fixed."""
+def numbers(problem: Spmm, multiprocessors: int, width: int = WIDTHS[0]) -> tuple[int, ...]:
+    """Struct Fixed, of tiles of so many columns."""
     blocks, dense, values = problem.blocks, problem.dense, problem.values
     grid, words = (blocks.grid_rows, blocks.grid_cols), blocks.row_words
     if problem.transposed:
         grid, words = grid[::-1], blocks.col_words
-    column_tiles = ceil_div(problem.columns, TILE_COLUMNS)
+    column_tiles = ceil_div(problem.columns, width)
     units, panels = _units(problem), column_tiles * problem.batch
     return (
-        _tiles(problem),
+        _tiles(problem, width),
         *(ceil_div(problem.lines, TILE_LINES), column_tiles),
         *(units, panels, min(panels, ceil_div(LAST_TILES * multiprocessors, units))),
-        int(is_ordered(problem, multiprocessors)),
+        int(is_ordered(problem, multiprocessors, width)),
         *(*grid, words, blocks.row_words),
         *(problem.lines, problem.columns),
         *(int(dense.head > 0), int(dense.batch > 0), int(values.batch > 0)),
@@ -162,33 +206,31 @@ def variants(
     """Every spec that :func:`lower` can choose for blocks of a size."""
     if arch != ARCH or not set(block) <= set(SIZES):
         return []
-    flags = (False, True)
-    return [
-        spec(epilogue, Variant(dtype, *(block[::-1] if turned else block), turned, deep, lines))
-        for dtype in dtypes
-        if dtype != "float32"
-        for turned in flags
-        for deep in flags
-        for lines in flags
+    flags, halves = (False, True), [dtype for dtype in dtypes if dtype != "float32"]
+    return order.variants(block) + [
+        spec(epilogue, Variant(dtype, *(block[::-1] if ends[0] else block), width, *ends))
+        for dtype, width, *ends in product(halves, WIDTHS, flags, flags, flags)
     ]
 
 
-def variant(problem: Spmm) -> Variant:
-    """The kernel of a problem that it takes."""
+def variant(problem: Spmm, width: int) -> Variant:
+    """The kernel of a problem that it takes, with tiles of so many columns."""
     sizes = problem.blocks.rows, problem.blocks.cols
     lines, depth = sizes[::-1] if problem.transposed else sizes
     deep, across = is_across(problem.dense), is_across(problem.out)
-    return Variant(problem.dtype, lines, depth, problem.transposed, bool(deep), bool(across))
+    ends = problem.transposed, bool(deep), bool(across)
+    return Variant(problem.dtype, lines, depth, width, *ends)
 
 
 def spec(epilogue: tuple[Epilogue, ...], made: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
-    dtype, lines, depth, transposed, depth_last, lines_last = made
-    words = [f"{lines}x{depth}"] + ["transposed"] * transposed
+    dtype, lines, depth, columns, transposed, depth_last, lines_last = made
+    words = [f"{lines}x{depth}", f"{TILE_LINES}x{columns}"] + ["transposed"] * transposed
     words += ["depth_last"] * depth_last + ["lines_last"] * lines_last
     source = f"""{text.preamble(dtype, dtype, epilogue)}
 constexpr int LINES = {lines};
 constexpr int DEPTH = {depth};
+constexpr int TILE_COLUMNS = {columns};
 constexpr bool TRANSPOSED = {str(transposed).lower()};
 constexpr bool DEPTH_LAST = {str(depth_last).lower()};
 constexpr bool LINES_LAST = {str(lines_last).lower()};
@@ -197,7 +239,7 @@ constexpr int PARAMETER_BYTES = {parameters(epilogue).size};
 
 #include "common/hopper.cuh"
 
-{multiply(dtype, TILE_COLUMNS, False, transposed, not depth_last)}
+{multiply(dtype, columns, False, transposed, not depth_last)}
 #include "blocksparse/hopper/hopper.cuh"
 """
     made = KernelSpec(
@@ -205,7 +247,7 @@ constexpr int PARAMETER_BYTES = {parameters(epilogue).size};
         source,
         "blocksparse_hopper",
         THREADS,
-        SHARED_BYTES,
+        shared_bytes(stage_bytes(columns)),
         description=text.describe("blocksparse", KIND, dtype, "", words, epilogue),
     )
     return named(made, dtype, *words, epilogue=epilogue)
@@ -222,13 +264,13 @@ def _units(problem: Spmm) -> int:
     return ceil_div(problem.lines, TILE_LINES) * problem.blocks.heads
 
 
-def _tiles(problem: Spmm) -> int:
-    return _units(problem) * ceil_div(problem.columns, TILE_COLUMNS) * problem.batch
+def _tiles(problem: Spmm, width: int = WIDTHS[0]) -> int:
+    return _units(problem) * ceil_div(problem.columns, width) * problem.batch
 
 
 def _box(made: Variant) -> int:
     """Rows of the box of a panel: its columns, or as many of the depth as a stage has."""
-    return TILE_COLUMNS if made.depth_last else ROW
+    return made.columns if made.depth_last else ROW
 
 
 def is_across(t: Dense) -> bool | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper
+from kernlib.families.blocksparse.lowering import hopper, order
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
@@ -67,7 +67,7 @@ def variants(
     if arch != hopper.ARCH or block[0] != block[1] or block[0] not in SIZES:
         return []
     flags = (False, True)
-    return [
+    return order.variants(block) + [
         spec(epilogue, Variant(dtype, block[0], turned, deep, lines))
         for dtype in dtypes
         if dtype != "float32"

@@ -6,15 +6,18 @@ The copy engine wants strides of whole 16 bytes; other layouts go to the portabl
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
+from kernlib.families.blocksparse.lowering.rounds import fewest_rounds
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
@@ -24,10 +27,7 @@ KIND = "hopper"
 LISTS = ("rows", "cols")
 FIXED = "I8i"  # struct Fixed
 ROW = hopper.ROW
-STAGE_BYTES = 192 * 1024  # of all of them
-OUT_BYTES = 2 * hopper.OUT_PARTS * hopper.PIECE_BYTES
-BARRIER_BYTES = 256  # and words that are said of stages
-SHARED_BYTES = STAGE_BYTES + OUT_BYTES + BARRIER_BYTES + 1024  # swizzled rows begin at whole 1024
+PIECES = 4  # of 64 x 64, of rows of a or of columns of b that a stage holds at most
 
 
 class Variant(NamedTuple):
@@ -36,13 +36,9 @@ class Variant(NamedTuple):
     dtype: str
     rows: int  # of a block
     cols: int
+    slots: int  # of a tile
     left_lines: bool
     right_lines: bool
-
-    @property
-    def slots(self) -> int:
-        """Of a tile."""
-        return min(4 // (self.rows // 64), 4 // (self.cols // 64))
 
 
 def takes(problem: Sdd, arch: str) -> bool:
@@ -54,7 +50,7 @@ def takes(problem: Sdd, arch: str) -> bool:
         return False
     if hopper.is_across(problem.a) is None or hopper.is_across(problem.b) is None:
         return False
-    if _tiles(problem) > hopper.MOST_TILES:
+    if _tiles(problem, 1) > hopper.MOST_TILES:
         return False
     given = ((problem.a, _left(problem)), (problem.b, _right(problem)))
     if not all(tma.addressable(kind, t.alignment, extent) for t, extent in given):
@@ -63,9 +59,37 @@ def takes(problem: Sdd, arch: str) -> bool:
     return values.column == 1 and tma.addressable(kind, values.alignment, _values(problem))
 
 
-def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocessors: int) -> Lowered:
-    """The launch of a problem that the kernel takes."""
-    made, a, b = variant(problem), problem.a, problem.b
+def candidates(problem: Sdd, arch: str) -> list[Choice]:
+    """The slots of a tile, most first."""
+    blocks = problem.blocks
+    return [{"slots": slots} for slots in _slots(blocks.rows, blocks.cols)]
+
+
+def default(problem: Sdd, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned: the most slots, which share rows of a, unless there
+    are so few that more tiles, on more multiprocessors, take less by one of these. What slots hold
+    is not known here: all count."""
+    high, wide = problem.blocks.rows // ROW, problem.blocks.cols // ROW
+
+    def tiles(choice: Choice) -> tuple[int, int]:
+        slots = int(choice["slots"])
+        return _tiles(problem, slots), high + slots * wide  # pieces from L2, of slots of one line
+
+    return fewest_rounds(known, tiles, multiprocessors)
+
+
+def lower(
+    epilogue: tuple[Epilogue, ...],
+    problem: Sdd,
+    arch: str,
+    multiprocessors: int,
+    choice: Choice | None = None,
+) -> Lowered:
+    """The launch of a problem that the kernel takes, with the slots of ``choice``, one of
+    :func:`candidates`."""
+    choice = choice or default(problem, candidates(problem, arch), multiprocessors)
+    slots, a, b = int(choice["slots"]), problem.a, problem.b
+    tiles = _tiles(problem, slots)
     maps = tuple(
         tma.tensor_map(problem.dtype, extent, (ROW, ROW, 1, 1))
         for extent in (_left(problem), _right(problem), _values(problem))
@@ -76,8 +100,7 @@ def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocesso
         for number in (side.batch, side.slot, side.row, side.column)
     ]
     numbers = (
-        _tiles(problem),
-        _groups(problem),
+        *(tiles, tiles // problem.batch),
         ceil_div(problem.depth, ROW),
         problem.blocks.capacity,
         problem.blocks.grid_rows,
@@ -85,8 +108,8 @@ def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocesso
     )
     pointers = tuple((name, 0) for name in ("a", "b", "out", *LISTS))
     step = Step(
-        spec(epilogue, made),
-        (min(multiprocessors, _tiles(problem)), 1),
+        spec(epilogue, variant(problem, slots)),
+        (min(multiprocessors, tiles), 1),
         parameters(epilogue).pack(*sides, *numbers),
         pointers + text.vector_pointers(epilogue) + text.summand_pointers(epilogue),
         text.scalar_count(epilogue),
@@ -101,29 +124,29 @@ def variants(
     """Every spec that :func:`lower` can choose for blocks of a size."""
     if arch != hopper.ARCH or not set(block) <= set(hopper.SIZES):
         return []
-    flags = (False, True)
+    flags, halves = (False, True), [dtype for dtype in dtypes if dtype != "float32"]
     return [
-        spec(epilogue, Variant(dtype, *block, left, right))
-        for dtype in dtypes
-        if dtype != "float32"
-        for left in flags
-        for right in flags
+        spec(epilogue, Variant(dtype, *block, *rest))
+        for dtype, *rest in product(halves, _slots(*block), flags, flags)
     ]
 
 
-def variant(problem: Sdd) -> Variant:
-    """The kernel of a problem that it takes."""
-    blocks, (left, right) = problem.blocks, _lines_last(problem)
-    return Variant(problem.dtype, blocks.rows, blocks.cols, left, right)
+def variant(problem: Sdd, slots: int) -> Variant:
+    """The kernel of a problem that it takes, with tiles of so many slots."""
+    blocks = problem.blocks
+    return Variant(problem.dtype, blocks.rows, blocks.cols, slots, *_lines_last(problem))
 
 
 def spec(epilogue: tuple[Epilogue, ...], made: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
-    dtype, rows, cols, left, right = made
-    words = ["sdd", f"{rows}x{cols}"] + ["left_lines"] * left + ["right_lines"] * right
+    dtype, rows, cols, slots, left, right = made
+    words = ["sdd", f"{rows}x{cols}", f"{slots}slots"]
+    words += ["left_lines"] * left + ["right_lines"] * right
+    stage_bytes = slots * (rows + cols) * ROW * 2
     source = f"""{text.preamble(dtype, dtype, epilogue)}
 constexpr int ROWS = {rows};
 constexpr int COLS = {cols};
+constexpr int SLOTS = {slots};
 constexpr bool LEFT_LINES = {str(left).lower()};
 constexpr bool RIGHT_LINES = {str(right).lower()};
 constexpr int SUMMANDS = {len(text.summands(epilogue))};
@@ -139,7 +162,7 @@ constexpr int PARAMETER_BYTES = {parameters(epilogue).size};
         source,
         "blocksparse_sampled_hopper",
         hopper.THREADS,
-        SHARED_BYTES,
+        hopper.shared_bytes(stage_bytes),
         description=text.describe("blocksparse", KIND, dtype, "", words, epilogue),
     )
     return named(found, dtype, *words, epilogue=epilogue)
@@ -151,12 +174,13 @@ def parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
     return text.parameters(len(LISTS), f"<{before}{FIXED}", epilogue, maps=3)
 
 
-def _groups(problem: Sdd) -> int:
-    return ceil_div(problem.blocks.capacity, variant(problem).slots)
+def _slots(rows: int, cols: int) -> list[int]:
+    """Those of a tile, most first: as many as a stage has room for."""
+    return [slots for slots in (4, 2, 1) if slots * max(rows, cols) <= PIECES * ROW]
 
 
-def _tiles(problem: Sdd) -> int:
-    return _groups(problem) * problem.batch
+def _tiles(problem: Sdd, slots: int) -> int:
+    return ceil_div(problem.blocks.capacity, slots) * problem.batch
 
 
 def _lines_last(problem: Sdd) -> tuple[bool, bool]:

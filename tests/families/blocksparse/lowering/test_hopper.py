@@ -51,8 +51,15 @@ def run(emulator: Emulator, lowered, layout, scalars=(), **operands) -> None:
         maps.launch(emulator, step, addresses, scalars)
 
 
-def product_of(emulator: Emulator, case: Case, orders=("rows", "rows"), epilogue: str = "none"):
-    """The result of a case by its kernel, and in float64 up to the epilogue."""
+def product_of(
+    emulator: Emulator,
+    case: Case,
+    orders=("rows", "rows"),
+    epilogue: str = "none",
+    width: int | None = None,
+):
+    """The result of a case by its kernel, with tiles of so many columns, and in float64 up to the
+    epilogue."""
     kernel = narrow if case.block[0] < 64 else hopper
     layout = layout_of(case, room=2)
     values = torch.randn(case.batch, layout.capacity, *case.block).to(case.dtype)
@@ -68,7 +75,8 @@ def product_of(emulator: Emulator, case: Case, orders=("rows", "rows"), epilogue
     given = others.get("bias" if epilogue == "relu" else epilogue, {})
     problem = spmm_problem(case, layout, values, dense, out, [y] if "summand0" in given else [])
     assert kernel.takes(problem, ARCH)
-    lowered = kernel.lower(EPILOGUES[epilogue], problem, ARCH, COUNT)
+    choice = ({"columns": width},) if width else ()
+    lowered = kernel.lower(EPILOGUES[epilogue], problem, ARCH, COUNT, *choice)
     scalars = (0.5,) if epilogue == "add" else ()
     run(emulator, lowered, layout, scalars, values=values, dense=dense, out=out, **given)
     assert is_intact(out)
@@ -108,6 +116,37 @@ def test_products(name, orders, emulator, seed):
     assert error(found, wanted) <= GATES[CASES[name].numbers]
 
 
+WIDTH_CASES = {
+    "64": Case("float16", (64, 64), (7, 35), 0.1, 2, 2, 72),
+    "64 transposed": Case("bfloat16", (64, 64), (3, 2), 0.5, 1, 1, 328, True),
+    "128": Case("float16", (128, 128), (2, 3), 0.5, 1, 1, 136),
+    "128 x 64": Case("float16", (128, 64), (2, 5), 0.4, 2, 1, 8, True),
+    "none": Case("float16", (64, 64), (5, 2), 0.0, 1, 1, 200),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("orders", [ORDERS[0], ORDERS[3]])
+@pytest.mark.parametrize("name", WIDTH_CASES)
+@pytest.mark.parametrize("width", hopper.WIDTHS)
+def test_tiles_of_each_width(width, name, orders, emulator, seed):
+    """Also those of more columns than a problem has, of few more, and without steps."""
+    case = WIDTH_CASES[name]
+    found, wanted = product_of(emulator, case, orders, width=width)
+    assert error(found, wanted) <= GATES[case.numbers]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("width", hopper.WIDTHS)
+def test_epilogues_of_each_width(width, emulator, seed):
+    case = CASES["64 transposed"]
+    for epilogue in ("relu", "add"):
+        found, wanted = product_of(emulator, case, ORDERS[2], epilogue, width)
+        assert error(found, wanted) <= 2 * GATES[case.numbers]
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("epilogue", ["relu", "add", "gate"])
@@ -143,8 +182,8 @@ def test_units_come_by_falling_length(block, transposed, emulator, seed):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [64, 32])
-def test_lines_that_take_turns(block, emulator, seed):
+@pytest.mark.parametrize("block, width", [(64, 256), (64, 64), (32, None)])
+def test_lines_that_take_turns(block, width, emulator, seed):
     """Whose steps are the other warpgroup's for longer than the ring is: a stage is given back."""
     case = Case("float16", (block, block), (2, 40), 0.0, columns=8)
     for period in (1, 3, 9, 20):
@@ -157,7 +196,8 @@ def test_lines_that_take_turns(block, emulator, seed):
         dense, out = torch.randn(1, 1, 40 * block, 8).half(), torch.zeros(1, 1, 2 * block, 8).half()
         problem = spmm_problem(case, layout, values, dense, out)
         kernel = hopper if block == 64 else narrow
-        lowered = kernel.lower((), problem, ARCH, COUNT)
+        choice = ({"columns": width},) if width else ()
+        lowered = kernel.lower((), problem, ARCH, COUNT, *choice)
         run(emulator, lowered, layout, values=values, dense=dense, out=out)
         assert error(out, whole_matrix(layout, values) @ dense.double()) <= 1e-3
 
@@ -200,7 +240,12 @@ SDD = {
     "orders", [pytest.param(o, marks=[pytest.mark.slow] * bool(i)) for i, o in enumerate(ORDERS)]
 )
 def test_sampled_products(name, orders, emulator, seed):
-    case = SDD[name]
+    found, wanted = sampled_product_of(emulator, SDD[name], orders)
+    assert error(found, wanted) <= GATES[SDD[name].numbers]
+
+
+def sampled_product_of(emulator: Emulator, case: Case, orders, slots: int | None = None):
+    """The blocks of a case by the kernel, with tiles of so many slots, and in float64."""
     layout = layout_of(case, room=3)
     (rows, cols), depth = layout.shape, case.columns
     a = strided((case.batch, case.heads, rows, depth), orders[0], case.dtype)
@@ -208,31 +253,71 @@ def test_sampled_products(name, orders, emulator, seed):
     out = torch.full((case.batch, layout.capacity, *case.block), float("nan")).to(case.dtype)
     problem = sdd_problem(case, layout, a, b, out)
     assert sampled_hopper.takes(problem, ARCH)
-    run(emulator, sampled_hopper.lower((), problem, ARCH, COUNT), layout, a=a, b=b, out=out)
-    assert error(out, layout.to_blocks(a.double() @ b.double())) <= GATES[case.numbers]
+    choice = {"slots": slots} if slots else None
+    lowered = sampled_hopper.lower((), problem, ARCH, COUNT, choice)
+    run(emulator, lowered, layout, a=a, b=b, out=out)
+    return out, layout.to_blocks(a.double() @ b.double())
+
+
+SLOTS = [(name, slots) for name in SDD for slots in (4, 2, 1) if slots < 4 or name == "64"]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("orders", [ORDERS[0], ORDERS[3]])
+@pytest.mark.parametrize("name, slots", SLOTS)
+def test_tiles_of_so_many_slots(name, slots, orders, emulator, seed):
+    found, wanted = sampled_product_of(emulator, SDD[name], orders, slots)
+    assert error(found, wanted) <= GATES[SDD[name].numbers]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name, slots", SLOTS)
+def test_a_sampled_product_is_added_to(name, slots, emulator, seed):
+    """In place, so that what is read and written twice would show."""
+    case = SDD[name]
+    layout = layout_of(case, room=3)
+    (rows, cols), depth = layout.shape, case.columns
+    a = strided((case.batch, case.heads, rows, depth), "rows", case.dtype)
+    b = strided((case.batch, case.heads, depth, cols), "rows", case.dtype)
+    out = torch.randn(case.batch, layout.capacity, *case.block).to(case.dtype)
+    wanted = layout.to_blocks(a.double() @ b.double())
+    live = int(layout.nnz)
+    wanted[:, :live] += out[:, :live].double() / 2
+    problem = sdd_problem(case, layout, a, b, out, [out])
+    lowered = sampled_hopper.lower((kl.Add(),), problem, ARCH, COUNT, {"slots": slots})
+    run(emulator, lowered, layout, (0.5,), a=a, b=b, out=out, summand0=out)
+    assert error(out, wanted) <= 2 * GATES[case.numbers]
+
+
+def kernels(specs: list) -> list:
+    """Without those of the order of tiles."""
+    return [spec for spec in specs if spec.threads == hopper.THREADS]
 
 
 def first_of(specs: list) -> list:
     return [pytest.param(s, marks=[pytest.mark.slow] * bool(i)) for i, s in enumerate(specs)]
 
 
+HALVES = ("float16", "bfloat16")
 WIDE = [
     spec
     for epilogue in EPILOGUES.values()
     for block in ((64, 64), (128, 128), (64, 128))
-    for spec in hopper.variants(epilogue, block, ("float16", "bfloat16"), ARCH)
+    for spec in kernels(hopper.variants(epilogue, block, HALVES, ARCH))
 ]
 NARROW = [
     spec
     for epilogue in EPILOGUES.values()
     for block in ((16, 16), (32, 32))
-    for spec in narrow.variants(epilogue, block, ("float16", "bfloat16"), ARCH)
+    for spec in kernels(narrow.variants(epilogue, block, HALVES, ARCH))
 ]
 SAMPLED = [
     spec
     for epilogue in ((), (kl.Gelu(),), (kl.Add(),))
     for block in ((64, 64), (128, 128), (64, 128), (128, 64))
-    for spec in sampled_hopper.variants(epilogue, block, ("float16", "bfloat16"), ARCH)
+    for spec in sampled_hopper.variants(epilogue, block, HALVES, ARCH)
 ]
 
 

@@ -1,0 +1,118 @@
+"""The order in which blocks take a product's tiles, sorted on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernlib.families.blocksparse.layout import NAMES
+from kernlib.families.blocksparse.lowering import hopper, order
+from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
+from tests.families.blocksparse.emulated import Case, blocks_of, layout_of
+from tests.support.compiled_kernels import compiled
+from tests.support.emulation import maps
+from tests.support.emulation.emulator import COMPILER, Emulator
+
+FIRST = 5  # tile that the counter gives first
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+def problem_of(blocks: Blocks, transposed: bool = False) -> Spmm:
+    rows = Dense(0, 0, 64, 1)
+    values = Values(0, blocks.rows * blocks.cols, blocks.cols, 1)
+    return Spmm("float16", "fp32", blocks, 1, 64, transposed, values, rows, rows)
+
+
+def order_of(emulator: Emulator, problem: Spmm, known: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the kernel writes, from a workspace of what nobody wrote."""
+    units = -(-problem.lines // order.TILE_LINES) * problem.blocks.heads
+    step = order.step(units, problem, FIRST)
+    found = torch.full((order.workspace(problem) // 4,), -1, dtype=torch.int32)
+    addresses = [{**known, "workspace": found}[name].data_ptr() for name, _ in step.pointers]
+    maps.launch(emulator, step, addresses)
+    return found
+
+
+def steps_of(mask: torch.Tensor, group: int) -> torch.Tensor:
+    """Of each unit: along the depth, the blocks that one of its lines stores."""
+    padded = torch.nn.functional.pad(mask, (0, 0, 0, -mask.shape[1] % group))
+    return padded.unflatten(1, (-1, group)).any(2).sum(-1).flatten()
+
+
+CASES = {  # block, grid, density, heads
+    "one unit": (64, (1, 3), 0.5, 1),
+    "one word": (64, (21, 20), 0.2, 3),
+    "three words": (32, (37, 70), 0.1, 5),
+    "more words than lanes": (128, (40, 1023), 0.02, 1),
+    "eight lines": (16, (50, 300), 0.05, 4),
+    "units of several turns": (64, (64, 9), 0.3, 34),
+    "many units": (128, (300, 33), 0.1, 13),
+    "the most": (128, (256, 5), 0.4, 16),
+    "none stored": (64, (40, 40), 0.0, 60),
+    "all stored": (64, (40, 40), 1.0, 60),
+}
+SLOW = [name for name in CASES if name not in ("three words", "many units")]
+
+
+@needs_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
+)
+def test_units_come_by_falling_length(name, transposed, emulator, seed):
+    size, grid, density, heads = CASES[name]
+    layout = layout_of(Case("float16", (size, size), grid, density, heads))
+    mask = layout.mask().view(heads, *grid)
+    if transposed:
+        mask = mask.mT
+    problem = problem_of(blocks_of(layout), transposed)
+    found = order_of(emulator, problem, dict(zip(NAMES, layout.tensors, strict=True)))
+    wanted = steps_of(mask, 128 // size).argsort(descending=True, stable=True)
+    assert found[0] == FIRST
+    assert found[1:].tolist() == wanted.tolist()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1023, 1024, 2047, 4100])
+def test_lengths_beyond_the_keys_are_told_apart_in_part(depth, emulator, seed):
+    blocks = Blocks(128, 128, 300, depth, 1, 1)
+    words = blocks.row_words
+    lengths = torch.randint(0, depth + 1, (300,))
+    lengths[:3] = torch.tensor([depth, 0, depth])
+    stored = torch.arange(words * 32) < lengths[:, None]
+    bits = (stored.view(300, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    found = order_of(emulator, problem_of(blocks), {"row_bits": bits})
+    shift = order.key_shift(depth)
+    assert (depth >> shift < order.KEYS) and (shift == 0) == (depth < order.KEYS)
+    wanted = (lengths >> shift).argsort(descending=True, stable=True)
+    assert found[1:].tolist() == wanted.tolist()
+
+
+def test_all_bits_of_few_units_are_under_way_together():
+    """Each unit has as many lanes as words, up to a warp."""
+    shares = {1: 0, 2: 1, 3: 2, 8: 3, 9: 4, 32: 5, 33: 5, 128: 5}
+    for words, share in shares.items():
+        step = order.step(2, problem_of(Blocks(64, 64, 4, 32 * words, 1, 1)), FIRST)
+        assert int.from_bytes(step.fixed[20:24], "little") == share
+
+
+def test_few_units_take_no_order():
+    problem = problem_of(Blocks(64, 64, 64, 64, 16, 100))
+    assert hopper.is_ordered(problem, 132)
+    assert not hopper.is_ordered(problem, 512)
+    many = problem_of(Blocks(64, 64, 2 * order.MOST_UNITS + 1, 64, 1, 100))
+    assert not hopper.is_ordered(many, 132)
+
+
+@pytest.mark.parametrize("size", [pytest.param(16, marks=pytest.mark.slow), 32, 64, 128])
+def test_kernels_compile(size):
+    (spec,) = order.variants((size, size))
+    made = compiled(spec, hopper.ARCH)
+    assert made.spilled == 0 and made.registers <= 64
+    assert made.shared <= 227 * 1024
