@@ -20,8 +20,8 @@ CODE = " ".join(re.findall(r"`([^`\n]+)`", PAGE))
 # What computes nothing by itself: it describes a part of a call, prepares one, or is an error.
 OTHERS = {"register_operators", "Pairwise"}
 PARTS = {
-    "kernlib.families.pairwise.stages", "kernlib.descriptors.epilogues", "kernlib.descriptors.gates",
-    "kernlib.errors",
+    "kernlib.families.pairwise.stages", "kernlib.descriptors.epilogues",
+    "kernlib.descriptors.gates", "kernlib.errors",
 }  # fmt: skip
 MODULES = {
     "blocksparse",

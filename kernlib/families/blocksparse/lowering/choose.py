@@ -39,6 +39,9 @@ from kernlib.lowering.steps import Lowered
 
 SPMM: tuple[ModuleType, ...] = (hopper, narrow, portable)
 SDD: tuple[ModuleType, ...] = (sampled_hopper, sampled)
+# Bytes of the stored blocks decide for so few. The portable kernel's tiles of 32 lines give 4096
+# lines 128 CTAs, four of which a multiprocessor holds; those of wgmma are 128 lines, so 32.
+FEW_COLUMNS = 16
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:
@@ -73,8 +76,11 @@ def candidates(problem: Spmm | Sdd, arch: str) -> list[Choice]:
 
 
 def default(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: of the first kind."""
+    """Of the candidates the one taken untuned: of the first kind, or where columns are few of the
+    portable one."""
     name = known[0]["kind"]
+    if isinstance(problem, Spmm) and problem.columns <= FEW_COLUMNS:
+        name = portable.KIND
     kind = _named(problem, name)
     if not hasattr(kind, "default"):
         return known[0]

@@ -50,8 +50,16 @@ def test_the_cheapest_rounds_are_taken():
 
 def test_few_columns_take_tiles_that_hold_them():
     """16 heads of 4096 lines: more tiles than multiprocessors with any."""
-    widths = {8: 64, 64: 64, 72: 128, 128: 128, 136: 256, 256: 256, 264: 256, 4096: 256}
+    widths = {24: 64, 64: 64, 72: 128, 128: 128, 136: 256, 256: 256, 264: 256, 4096: 256}
     assert {n: taken(spmm(4096, n, heads=16)) for n in widths} == widths
+
+
+def test_so_few_that_bytes_decide_are_for_small_tiles():
+    for columns, kind in ((1, "portable"), (16, "portable"), (24, "hopper"), (64, "hopper")):
+        problem = spmm(4096, columns)
+        found = choose.default(problem, choose.candidates(problem, ARCH), 132)
+        assert found["kind"] == kind
+    assert found == {"kind": "hopper", "columns": 64}
 
 
 def test_candidates_are_no_wider_than_the_columns_ask_for():
