@@ -264,6 +264,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps is not None and options.steps < 3:
         parser.error(f"--steps must be 3 or more, got {options.steps}")
+    if options.plot and not options.plot.resolve().parent.is_dir():
+        parser.error(f"--plot: there is no folder {options.plot.resolve().parent}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib, or kernlib[bench]")
     return options

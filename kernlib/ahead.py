@@ -196,7 +196,9 @@ def _wanted(descriptor: Descriptor, arch: str, specs, dtypes: tuple, arguments: 
         except KeyError as error:
             raise TypeError(f"dtypes: {descriptor.family} has no kernels for {error}") from None
     tensors = _several(specs)
-    if not tensors or not all(isinstance(t, torch.Tensor) or hasattr(t, "layout") for t in tensors):
+    # Compressed matrices and layouts hold tensors.
+    known = [isinstance(t, torch.Tensor) or hasattr(t, "tensors") for t in tensors]
+    if not tensors or not all(known):
         given = ", ".join(type(t).__name__ for t in tensors) or "none"
         raise TypeError(f"specs must be the tensors of one call, got {given}")
     return family.specs(descriptor, arch, tensors, arguments)

@@ -202,6 +202,7 @@ ENTRIES = dict(
         entry("kernlib.Bias", kl.Bias, fixed(parameter="late")),
         entry("kernlib.Scale", kl.Scale, fixed(parameter="gain")),
         entry("kernlib.Gelu", kl.Gelu, fixed(approximate="tanh")),
+        entry("kernlib.Gate", kl.Gate, fixed(activation="gelu")),
         entry("kernlib.LeakyRelu", kl.LeakyRelu, fixed(negative_slope=0.1)),
         entry("kernlib.Matern", kl.Matern, fixed(nu=1.5)),
         entry("kernlib.Polynomial", kl.Polynomial, fixed(degree=2)),

@@ -59,7 +59,7 @@ class Layout:
 
     __slots__ = (
         "__weakref__", "_addresses", "_block", "_capacity", "_device", "_grid", "_heads",
-        "_identity", "_tensors", "_text",
+        "_identity", "_keeper", "_tensors", "_text",
     )  # fmt: skip
 
     def __init__(
@@ -255,9 +255,15 @@ class Layout:
         the CPU is copied, and raises ValueError for more blocks than :attr:`capacity`. Products
         whose gradients are still to be computed raise torch's RuntimeError for tensors that were
         written in between. Raises TypeError and ValueError for other masks, and CaptureError where
-        the kernels are not loaded yet while a graph is captured: update once before. It ends what
+        the kernels are not loaded yet while a graph is captured: update once before. RuntimeError
+        for the layout of a layer, whose own ``update_`` moves the values along. It ends what
         ``torch.compile`` makes one program of.
         """
+        self._check_kept()
+        return self.write_(mask)
+
+    def write_(self, mask: Mask) -> Layout:
+        """:meth:`update_` of a layout that somebody keeps, by who moves the values along."""
         mask = checked_mask(mask)
         wanted = self._grid if self._heads is None else (self._heads, *self._grid)
         if tuple(mask.shape) != wanted:
@@ -274,6 +280,7 @@ class Layout:
         """:meth:`update_` by the rows and columns of blocks, and by their heads where the layout
         has some. Indices on the layout's GPU that are out of range, there twice or too many are
         dropped, which :meth:`check` finds; on the CPU they raise ValueError."""
+        self._check_kept()
         if (heads is None) != (self._heads is None):
             said = "no heads" if self._heads is None else f"{self._heads} heads"
             raise ValueError(f"heads must be given where the layout has some; this has {said}")
@@ -282,6 +289,18 @@ class Layout:
         with outside():
             writing.update_indices(self._tensors, given, self.sizes)
         return self
+
+    def keep_for(self, keeper: str) -> None:
+        """From now on refuse :meth:`update_`, which would leave the values of ``keeper`` where they
+        are, those of other blocks."""
+        object.__setattr__(self, "_keeper", keeper)
+
+    def _check_kept(self) -> None:
+        if self._keeper is not None:
+            raise RuntimeError(
+                f"the layout is that of a {self._keeper}, whose values would stay where they are: "
+                "call the update_ of that, drop_ or regrow_"
+            )
 
     def check(self) -> None:
         """Raise ValueError if blocks were dropped when the contents were last written. Waits for
@@ -405,6 +424,7 @@ def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
     put(made, "_device", tensors[0].device)
     put(made, "_identity", (text, tensors[0].device))
     put(made, "_addresses", None)
+    put(made, "_keeper", None)
 
 
 def _mark(layout: Layout) -> None:

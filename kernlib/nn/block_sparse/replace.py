@@ -35,7 +35,9 @@ def block_sparsify(
     The dense weight of each layer is let go before the next one. dtype, device, training mode and
     what requires a gradient stay as they were; weight and bias are new parameters, so make an
     optimizer after this. A layer that stands in several places is swapped in all of them. Swapped
-    is only ``nn.Linear`` itself: what derives from it may be more.
+    is only ``nn.Linear`` itself: what derives from it may be more. Where layers of an
+    ``nn.TransformerEncoderLayer`` are swapped, torch's fused path of evaluation is turned off for
+    it: one that is put there by hand needs ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     Raises, with ``model`` as it was, ValueError that names the layer for features that are no
     multiple of the block's, for a weight that another module holds too and for one without values,
@@ -64,7 +66,22 @@ def block_sparsify(
             setattr(parent, child, made)
             new[name] = made
         del places[layer], layer  # and with it the dense weight
+    for part in model.modules():
+        _without_fused_path(part)
     return new
+
+
+def _without_fused_path(part: nn.Module) -> None:
+    """Have torch's encoders call their layers in evaluation too. Without gradients they multiply by
+    ``linear1.weight`` and ``linear2.weight`` themselves, as matrices, unless told that the
+    activation is another one; and nest padded inputs for that."""
+    if isinstance(part, nn.TransformerEncoderLayer):
+        if any(isinstance(layer, BlockSparseLinear) for layer in (part.linear1, part.linear2)):
+            part.activation_relu_or_gelu = 0
+    elif isinstance(part, nn.TransformerEncoder) and any(
+        isinstance(layer, BlockSparseLinear) for layer in part.modules()
+    ):
+        part.use_nested_tensor = False
 
 
 def _check_all(model: nn.Module, places: dict, block: tuple[int, int]) -> None:

@@ -51,7 +51,7 @@ class BlockSparseModule(nn.Module):
     @property
     def layout(self) -> Layout:
         """Which blocks are stored. To change them call :meth:`update_`, :meth:`drop_` or
-        :meth:`regrow_` of the layer, which take the values along; ``layout.update_`` does not."""
+        :meth:`regrow_` of the layer, which take the values along; its own is refused."""
         return self._layout
 
     @property
@@ -75,7 +75,7 @@ class BlockSparseModule(nn.Module):
         """
         self._check_change(optimizer)
         before = growth.places(self._layout)
-        self._layout.update_(mask)
+        self._layout.write_(mask)
         self._source = growth.sources(before, self._layout)
         held = [self.weight, self.weight.grad]
         if optimizer is not None:
@@ -239,6 +239,7 @@ class BlockSparseModule(nn.Module):
     def _hold(self, layout: Layout) -> None:
         """Take a layout, and make its tensors the buffers."""
         self._layout = layout
+        layout.keep_for(type(self).__name__)
         for name, tensor in zip(BUFFERS, layout.tensors, strict=True):
             self.register_buffer(name, tensor, persistent=self.persistent)
 
@@ -316,7 +317,10 @@ class BlockSparseModule(nn.Module):
         found = Layout.from_state(header, tensors)
         held = self._layout
         if found.text != held.text:
-            raise ValueError(f"the layout loaded has {found.text}, that of the layer {held.text}")
+            raise ValueError(
+                f"the layout loaded has {found.text}, that of the layer {held.text}: make a layer "
+                "of the density and capacity that were saved"
+            )
         self._source = self._growth = None
         if assigned:
             self._hold(found)

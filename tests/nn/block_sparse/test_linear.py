@@ -426,6 +426,12 @@ def test_what_an_optimizer_keeps_of_rows_and_columns_follows():
 
 def test_a_change_that_would_not_last_is_refused():
     made = layer()
+    for one in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        with pytest.raises(RuntimeError, match="that of a BlockSparseLinear, whose values would"):
+            one.layout.update_(one.layout.mask())
+        with pytest.raises(RuntimeError, match="call the update_ of that"):
+            one.layout.update_indices_([0], [0])
+    copy.deepcopy(made.layout).update_(made.layout.mask())
     with pytest.raises(ValueError, match="optimizer must be one that has the layer's weight"):
         made.drop_(1, optimizer=torch.optim.Adam([made.bias]))
     assert made.layout.nnz == 6

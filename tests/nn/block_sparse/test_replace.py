@@ -79,6 +79,21 @@ def test_what_is_refused_leaves_the_model(arguments, kind, words):
     assert type(model.mlp[0]) is nn.Linear and type(model.mlp[2]) is nn.Linear
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoders_of_torch_call_their_layers_in_evaluation_too(padded):
+    """Their fused path would multiply by weights that are no matrices."""
+    part = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.TransformerEncoder(part, 2)
+    block_sparsify(model, 16, 0.5, r"linear[12]")
+    model.eval()
+    x, options = torch.randn(3, 16, 32), {}
+    if padded:
+        options["src_key_padding_mask"] = (torch.arange(16) > 10).expand(3, -1)
+    with torch.no_grad():
+        found = model(x, **options)
+    torch.testing.assert_close(found, model(x, **options).detach())
+
+
 def test_models_that_are_refused():
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got dict"):
         block_sparsify({}, 16, 0.5)
