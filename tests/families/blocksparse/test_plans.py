@@ -13,6 +13,7 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
 from kernlib.families.blocksparse.product import calls
+from tests.architecture import golden_cases
 from tests.families.blocksparse.cases import (
     LAYOUTS,
     MODES,
@@ -412,3 +413,18 @@ def test_heads_are_a_dimension_of_results():
         layout = layout_on_gpu(layout_of(name))
         a, b = given("dsd", layout, leads=((), (3,)))
         assert run("dsd", layout, a, b).shape == (3, *heads_of(layout), layout.shape[0], 5)
+
+
+def test_kernels_of_a_described_call_are_compiled_ahead():
+    """Of a layout and tensors on meta, by the public door."""
+    layout = Layout(torch.ones(4, 8, dtype=torch.bool), 64).to("meta")
+    half = {"dtype": torch.float16, "device": "meta"}
+    values, b = torch.empty(32, 64, 64, **half), torch.empty(512, 128, **half)
+    found = golden_cases.compiled(
+        BlockSparseMatmul("dsd"), archs=("sm_90a",), specs=(layout, values, b)
+    )
+    assert found and all(spec.family == "blocksparse" for spec in found)
+    softmax = kl.BlockSparseSoftmax(causal=True)
+    assert golden_cases.compiled(softmax, archs=("sm_90a",), specs=(layout, values))
+    with pytest.raises(TypeError, match="specs must be the tensors of one call, got Tensor, int"):
+        golden_cases.compiled(softmax, archs=("sm_90a",), specs=(values, 3))
