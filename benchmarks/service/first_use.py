@@ -77,6 +77,27 @@ def _product(kl, dense, x):
     return kl.sparse.matmul(kl.sparse.compress(dense), x)
 
 
+def _factors():
+    factors = [torch.randn(16, 16, device="cuda") for _ in range(3)]
+    return torch.randn(256, 4096, device="cuda"), factors
+
+
+def _kron_matmul(kl, x, factors):
+    return kl.kron_matmul(x, factors)
+
+
+def _half_input():
+    return (torch.randn(256, 1024, device="cuda").half(),)
+
+
+def _block_sparse_step(kl, x):
+    torch.manual_seed(0)
+    layer = kl.nn.BlockSparseLinear(1024, 1024, 64, dtype=x.dtype, density=0.25, device="cuda")
+    y = layer(x)
+    y.float().square().mean().backward()
+    return y
+
+
 # Name to what makes the tensors, and what is timed of kernlib and these.
 OPERATIONS: dict[str, tuple[Callable, Callable]] = {
     "cdist p=2": (_points, _cdist),
@@ -87,6 +108,8 @@ OPERATIONS: dict[str, tuple[Callable, Callable]] = {
     "KSLinear": (_layer_input, _layer),
     "KSLinear train step": (_layer_input, _train_step),
     "sparse": (_weights, _product),
+    "kron_matmul": (_factors, _kron_matmul),
+    "BlockSparseLinear train step": (_half_input, _block_sparse_step),
 }
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """``torch.broadcast_shapes``, whose first call in a process imports sympy, 0.3 s: so torch is
-    asked where sizes are symbols alone. Raises RuntimeError as it does."""
-    if any(type(size) is not int for shape in shapes for size in shape):
+    asked where sizes are symbols alone, and by Dynamo, which has loaded it. Raises RuntimeError as
+    it does."""
+    if is_dynamo_compiling() or any(type(size) is not int for shape in shapes for size in shape):
         return torch.broadcast_shapes(*shapes)
     rank = max(map(len, shapes), default=0)
     found = [1] * rank
