@@ -16,7 +16,7 @@ constexpr int NO_TILE = -1;
 template <int WARPS>
 struct Schedule {
     const Parameters& p;
-    u32 index, taken;  // the first thread's alone: what it takes next
+    u32 index, taken;  // what is taken next: with an order the first thread's alone
 
     __device__ __forceinline__ explicit Schedule(const Parameters& p)
         : p(p), index(blockIdx.x), taken(0) {}

@@ -80,7 +80,9 @@ __device__ __forceinline__ void count_steps(const Parameters& p, Shared& s) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             int unit = first + i * apart + own;
-            if (lane == 0 && unit < p.units) s.keys[unit] = steps[i] >> p.shift;
+            // Of those that there are, whatever bits the operator was given.
+            int key = min(int(steps[i] >> p.shift), p.keys - 1);
+            if (lane == 0 && unit < p.units) s.keys[unit] = key;
         }
     }
 }
