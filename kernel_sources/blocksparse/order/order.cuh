@@ -80,9 +80,7 @@ __device__ __forceinline__ void count_steps(const Parameters& p, Shared& s) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             int unit = first + i * apart + own;
-            // Of those that there are, whatever bits the operator was given.
-            int key = min(int(steps[i] >> p.shift), p.keys - 1);
-            if (lane == 0 && unit < p.units) s.keys[unit] = key;
+            if (lane == 0 && unit < p.units) s.keys[unit] = steps[i] >> p.shift;
         }
     }
 }
