@@ -176,9 +176,9 @@ def change(layers: list[BlockSparseLinear], optimizer: torch.optim.Optimizer, pa
         layer.drop_(count, optimizer=optimizer).regrow_(count, optimizer=optimizer)
 
 
-def weights(model: Transformer) -> int:
+def weights(model: nn.Module) -> int:
     """Parameters of the MLPs."""
-    return sum(p.numel() for block in model.blocks for p in block.mlp.parameters())
+    return sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
 
 
 def now(device: str) -> float:
@@ -215,7 +215,7 @@ def check(name: str, layer: BlockSparseLinear, device: str) -> None:
     """A trained layer beside its dense matrix in float64."""
     x = torch.randn(100, layer.in_features, device=device)
     with torch.no_grad():
-        wanted = F.linear(x.double(), layer.to_dense().double(), layer.bias.double())
+        wanted = layer.to_linear().double()(x.double())
         error = ((layer(x).double() - wanted).norm() / wanted.norm()).item()
     shape = f"{layer.in_features} to {layer.out_features}"
     print(f"{name:16s} {shape:14s} {device:5s} relative error {error:.1e}")

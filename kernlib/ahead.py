@@ -24,6 +24,7 @@ from kernlib.runtime import devices
 from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
+    from kernlib.families.blocksparse.layout import Layout
     from kernlib.families.sparse.matrix import SparseMatrix
 
 
@@ -31,7 +32,7 @@ def compile(
     descriptors: Descriptor | Sequence[Descriptor],
     *,
     archs: str | tuple[str, ...] | list[str] = ("sm_90a",),
-    specs: torch.Tensor | tuple[torch.Tensor | SparseMatrix, ...] | None = None,
+    specs: torch.Tensor | tuple[torch.Tensor | Layout | SparseMatrix, ...] | None = None,
     dtypes: torch.dtype | tuple[torch.dtype, ...] = (torch.float32,),
     workers: int | None = None,
     progress: bool | None = None,
@@ -69,7 +70,7 @@ def compile(
 
 def prepare(
     descriptors: Descriptor | Sequence[Descriptor],
-    *tensors: torch.Tensor | SparseMatrix,
+    *tensors: torch.Tensor | Layout | SparseMatrix,
     workers: int | None = None,
     progress: bool | None = None,
     debug: bool = False,

@@ -18,6 +18,7 @@ from kernlib.families import OPERATORS
 from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
+    from kernlib.families.blocksparse.layout import Layout
     from kernlib.families.sparse.matrix import SparseMatrix
 
 _runs: dict[type, Callable] = {}
@@ -76,7 +77,7 @@ def register_operators() -> None:
 
 def run_kernel(
     descriptor: Descriptor,
-    *tensors: torch.Tensor | SparseMatrix,
+    *tensors: torch.Tensor | Layout | SparseMatrix,
     debug: bool = False,
     **arguments: Any,
 ) -> torch.Tensor:

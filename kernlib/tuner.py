@@ -37,6 +37,7 @@ from kernlib.runtime.candidates import Candidate
 from kernlib.runtime.plan import forget_plans
 
 if TYPE_CHECKING:
+    from kernlib.families.blocksparse.layout import Layout
     from kernlib.families.sparse.matrix import SparseMatrix
 
 BATCH_MS = 2.0  # events resolve 0.5 us, and a launch takes 5 us of the host
@@ -117,7 +118,7 @@ def _words(choice: dict) -> str:
 
 def tune(
     descriptor: Descriptor,
-    *tensors: torch.Tensor | SparseMatrix,
+    *tensors: torch.Tensor | Layout | SparseMatrix,
     progress: bool | None = None,
     **arguments: Any,
 ) -> Tuning:
