@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from benchmarks.blocksparse import problems, rivals, run
 from benchmarks.blocksparse.problems import Problem
@@ -174,7 +175,10 @@ def test_blocks_of_heads(heads, session):
 def test_groups_along_the_diagonal(session):
     problem = small("diagonal", "dsd")
     row = run.measure(problem, session, "cpu")
-    assert {"cublas", "grouped_mm"} <= set(row.rivals) and row.error < 1e-5
+    assert "cublas" in row.rivals and row.error < 1e-5
+    if "grouped_mm" not in row.rivals:  # which torch 2.8 has on GPUs alone
+        assert TorchVersion(torch.__version__) < (2, 9) and row.must is None
+        return
     assert row.rival_errors["grouped_mm"] < 1e-5
     assert row.must == pytest.approx(0.25 / 0.93)
 

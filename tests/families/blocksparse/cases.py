@@ -53,8 +53,9 @@ def heads_of(layout: Layout) -> tuple[int, ...]:
 
 def places(layout: Layout) -> list[tuple[int, int, int]]:
     """Head, row and column of each stored block."""
-    mask = layout_on_host(layout).mask()
-    return [*map(tuple, (mask if mask.dim() == 3 else mask[None]).nonzero().tolist())]
+    with torch._C._DisableFuncTorch():  # whose tensors of torch 2.8 have no list
+        mask = layout_on_host(layout).mask()
+        return [*map(tuple, (mask if mask.dim() == 3 else mask[None]).nonzero().tolist())]
 
 
 def matrix(layout: Layout, values: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,11 @@ name, whose kernels the host runs; values as matrices and back; and every error.
 import ctypes
 import re
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask
 
 from kernlib.errors import CaptureError
 from kernlib.families.blocksparse.contents import device, writing
@@ -296,9 +297,11 @@ def test_block_masks():
     assert layout.heads == 2 and layout.capacity == 30
     assert torch.equal(layout.mask()[0], torch.ones(4, 4).tril().bool())
     assert not layout.mask()[1, :, 0].any()
-    narrow = BlockMask.from_kv_blocks(
-        torch.ones(1, 1, 4, dtype=torch.int32), torch.arange(4, dtype=torch.int32).view(1, 1, 4, 1),
-        BLOCK_SIZE=128, compute_q_blocks=False, seq_lengths=(512, 640),
+    narrow = SimpleNamespace(
+        kv_num_blocks=torch.ones(1, 1, 4, dtype=torch.int32),
+        kv_indices=torch.arange(4, dtype=torch.int32).view(1, 1, 4, 1),
+        full_kv_num_blocks=None, full_kv_indices=None, BLOCK_SIZE=(128, 128),
+        seq_lengths=(512, 640),
     )  # fmt: skip
     assert torch.equal(Layout.from_block_mask(narrow).mask(), torch.eye(4, 5).bool())
     narrow.kv_indices.add_(2)

@@ -18,6 +18,7 @@ import kernlib as kl
 from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.nn.block_sparse.linear import BlockSparseLinear
+from tests.support.dynamo_messages import said
 
 DOUBLE = torch.float64
 
@@ -473,5 +474,5 @@ def test_watching_is_refused_inside_of_transforms():
 def test_watching_is_refused_when_compiled():
     torch._dynamo.reset()
     made = layer().watch_growth()
-    with pytest.raises(Exception, match="watch_growth"):
+    with pytest.raises(Exception, match=said("watch_growth")):
         torch.compile(made, fullgraph=True, backend="eager")(inputs(2))
