@@ -95,8 +95,10 @@ def place_of(device: object, contents: object) -> torch.device:
     torch's default device."""
     if device is not None:
         return checked_device(device)
-    known = isinstance(contents, torch.Tensor)
-    return checked_device(contents.device if known else torch.get_default_device())
+    if isinstance(contents, torch.Tensor):
+        return checked_device(contents.device)
+    # get_default_device() of torch 2.8 raises once a default was taken back.
+    return checked_device(torch.empty(0).device)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
