@@ -97,8 +97,10 @@ def place_of(device: object, contents: object) -> torch.device:
         return checked_device(device)
     if isinstance(contents, torch.Tensor):
         return checked_device(contents.device)
-    # get_default_device() of torch 2.8 raises once a default was taken back.
-    return checked_device(torch.empty(0).device)
+    try:
+        return checked_device(torch.get_default_device())
+    except AttributeError:  # of torch 2.8, once a default was taken back
+        return torch.device("cpu")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
