@@ -76,7 +76,7 @@ def sources(before: torch.Tensor, layout: Layout) -> torch.Tensor:
     """For each slot that one which held its block when :func:`places` were ``before``, or -1: int64
     (capacity,)."""
     held = before.new_full((total(layout) + 1,), -1).index_copy(0, before, _count_up(before))
-    held[total(layout)] = -1
+    held[total(layout) :].fill_(-1)  # an index would wait for the device
     return held.index_select(0, places(layout))
 
 

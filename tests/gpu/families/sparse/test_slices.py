@@ -80,7 +80,8 @@ def test_the_codec_is_the_cpu_s(form, dtype, density, seed):
             form.check(ours, facts, (rows, cols), dtype)
             assert all(torch.equal(ours[name].cpu(), theirs[name]) for name in form.TENSORS)
         bits = torch.int32 if dtype == torch.float32 else torch.int16
-        dense[0, 0] = 0.0
+        # Nor are other -0.0: one in 8e7 numbers drawn is rounded to it in float16.
+        dense[dense == 0] = 0.0
         found = form.decode(ours, facts, (rows, cols), dtype)
         assert torch.equal(found.view(bits), dense.view(bits))
         assert form.nbytes(dense) == sum(t.numel() * t.element_size() for t in ours.values())
