@@ -25,6 +25,7 @@ from types import ModuleType
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import (
+    decode,
     hopper,
     narrow,
     portable,
@@ -37,11 +38,12 @@ from kernlib.lowering import choice as choices
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
-SPMM: tuple[ModuleType, ...] = (hopper, narrow, portable)
+SPMM: tuple[ModuleType, ...] = (decode, hopper, narrow, portable)
 SDD: tuple[ModuleType, ...] = (sampled_hopper, sampled)
-# Bytes of the stored blocks decide for so few. The portable kernel's tiles of 32 lines give 4096
-# lines 128 CTAs, four of which a multiprocessor holds; those of wgmma are 128 lines, so 32.
-FEW_COLUMNS = 16
+# Bytes of the stored blocks decide for so few columns. What `decode` does not take of them goes to
+# the portable kernel, whose tiles of 32 lines give 4096 lines 128 CTAs, four of which a
+# multiprocessor holds; those of wgmma are 128 lines, so 32.
+FEW_COLUMNS = decode.COLUMNS[-1]
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:
@@ -77,9 +79,9 @@ def candidates(problem: Spmm | Sdd, arch: str) -> list[Choice]:
 
 def default(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> Choice:
     """Of the candidates the one taken untuned: of the first kind, or where columns are few of the
-    portable one."""
+    portable one, unless there is a kind for these."""
     name = known[0]["kind"]
-    if isinstance(problem, Spmm) and problem.columns <= FEW_COLUMNS:
+    if isinstance(problem, Spmm) and problem.columns <= FEW_COLUMNS and name != decode.KIND:
         name = portable.KIND
     kind = _named(problem, name)
     if not hasattr(kind, "default"):

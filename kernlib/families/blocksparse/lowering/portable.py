@@ -172,7 +172,7 @@ def variant(problem: Spmm, tile: Tile) -> Variant:
         depth,
         problem.transposed,
         tile,
-        _values_access(problem),
+        values_access(problem),
         access(problem.dtype, problem.dense, _batches(problem), None, problem.columns),
         stores(problem)[0],
     )
@@ -197,7 +197,7 @@ def access(
     return "gather"
 
 
-def _values_access(problem: Spmm) -> str:
+def values_access(problem: Spmm) -> str:
     """Blocks whose rows lie side by side, or nothing."""
     values, chunk = problem.values, CHUNK_BYTES // DTYPES[problem.dtype].bytes
     batch = values.batch if problem.batch > 1 else 0

@@ -54,8 +54,8 @@ def test_few_columns_take_tiles_that_hold_them():
     assert {n: taken(spmm(4096, n, heads=16)) for n in widths} == widths
 
 
-def test_so_few_that_bytes_decide_are_for_small_tiles():
-    for columns, kind in ((1, "portable"), (16, "portable"), (24, "hopper"), (64, "hopper")):
+def test_so_few_that_bytes_decide_are_not_for_wgmma():
+    for columns, kind in ((1, "decode"), (16, "portable"), (24, "hopper"), (64, "hopper")):
         problem = spmm(4096, columns)
         found = choose.default(problem, choose.candidates(problem, ARCH), 132)
         assert found["kind"] == kind

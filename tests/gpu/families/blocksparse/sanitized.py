@@ -22,6 +22,14 @@ def products(dtype) -> None:
                     kl.run_kernel(product(mode, of_a, of_b), layout, a, b)
 
 
+def few_columns(dtype) -> None:
+    for block in BLOCKS:
+        layout = layout_of(block, (3, 4), heads=2)
+        for size in (1, 9):
+            a, b = operands("dds", layout, size, dtype, (2,), False, True)
+            kl.run_kernel(product("dds", False, True), layout, a, b)
+
+
 def layouts() -> None:
     for shape in ((1, 1), (5, 33), (2, 40, 31)):
         mask = torch.rand(shape, device="cuda") < 0.5
@@ -44,6 +52,7 @@ def main(numbers: str) -> None:
     events.subscribe(lambda e: e.name == "launch" and kinds.add(e.description.split()[1]))
     layouts()
     products(TYPES[numbers])
+    few_columns(TYPES[numbers])
     softmaxes(TYPES[numbers])
     torch.cuda.synchronize()
     print("done", *sorted(kinds))
