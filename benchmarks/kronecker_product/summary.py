@@ -1,4 +1,4 @@
-"""What many rows of the benchmark of Kronecker products say together, in the few rows that README
+"""What many rows of the benchmark of Kronecker products say together, in the few rows that its page
 has room for."""
 
 from __future__ import annotations

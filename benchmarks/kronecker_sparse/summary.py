@@ -1,5 +1,5 @@
 """What many rows of the Kronecker-sparse benchmark say together: counts and means, in lines for the
-terminal and in the few rows that README has room for."""
+terminal and in the few rows that its page has room for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.common.summary import Summary, best_rival, speed_up, summarise
 
 CASE = re.compile(r"kronecker_sparse (?:(grid|train) )?(\(\d+,\d+,\d+,\d+\)) (first|last) (\w+)$")
 SHOWN = ("fp16", "fp32")  # of the section ``patterns``, row by row; the others are summarised
-LEFT_OUT = ("kronecker_sparse compile median",)  # of README
+LEFT_OUT = ("kronecker_sparse compile median",)  # of its page
 
 
 class Place(NamedTuple):
@@ -78,7 +78,7 @@ def _sentence(found: Summary) -> str:
     return text + (f", error {found.error:.1e}" if found.error is not None else "")
 
 
-# For README.
+# For its page.
 
 
 def factors(rows: Sequence[dict]) -> dict[str, dict[str, dict]]:

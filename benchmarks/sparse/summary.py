@@ -1,5 +1,5 @@
 """What many rows of the sparse benchmark say together, in lines for the terminal and in the few
-rows that README has room for."""
+rows that its page has room for."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _formats(found: Group) -> str:
     return ", ".join(f"{name} {count}" for name, count in found.formats.items())
 
 
-# For README: tables, each of a header, a rule and the cells of its lines.
+# For its page: tables, each of a header, a rule and the cells of its lines.
 
 Table = tuple[tuple[str, ...], str, list[tuple[str, ...]]]
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks import report
-from benchmarks.common import harness, timing
+from benchmarks.common import drawing, harness, timing
 from benchmarks.common.harness import Row
 from benchmarks.pairwise import run as pairwise
+from benchmarks.report import picture
 from benchmarks.service import run as service
 from tests.support.paths import ROOT
 
@@ -273,13 +274,55 @@ def test_report_without_results(project):
 def test_report_tables(project):
     go, readme, folder = project
     cubin = Row("cubin p=1", "bytes", 56328)
-    rows = [row("cdist").as_json(), cubin.as_json()]
+    slow = Row("slow", "ms", 2.0, rivals={"torch": 1.0, "other": 3.0})
+    tie = Row("tie", "ms", 2.0, rivals={"torch": 1.95})
+    rows = [each.as_json() for each in (row("cdist"), cubin, slow, tie)]
     harness.write(folder / "h200" / "pairwise.json", harness.merge(HEAD, rows, None))
-    assert go() == 0 and go("--check") == 0
-    text = readme.read_text()
+    harness.write(folder / "h200" / "service.json", harness.merge(HEAD, rows, None))
+    (folder / "h200" / "pairwise.svg").touch()
+    assert go("--check") == 1 and go() == 0 and go("--check") == 0
+    page = readme.parent / "docs" / "results" / "pairwise.md"
+    text = page.read_text()
     assert "**Pairwise** on NVIDIA H200, driver 580, torch 2.11.0, NVRTC 13.0, 2026-01-01" in text
     assert "| cdist | 2.00 ms | 1.00 ms (bytes) | torch 50.0 ms (25×, error 2.0e-07) | 1" in text
     assert "| cubin p=1 | 55.0 KB |  |  |  |" in text
+    assert (
+        "| slow | 2.00 ms | torch 1.00 ms | 0.500× |" in text and "| tie | 2.00 ms | t" not in text
+    )
+    assert "![Pairwise](../../results/h200/pairwise.svg)" in text
+    text = readme.read_text()
+    assert "| Pairwise | 3 | 1 | 2.30× | 0.500× | 25.0× | [results/pairwise.md](docs/r" in text
+    assert "| Pairwise | `slow` (torch 1.00 ms) |\n" in text and "| Service |" not in text
+    page.write_text("old")
+    assert go("--check") == 1
+
+
+def test_report_names_the_worst_of_many_losses():
+    rows = [Row(f"n={n}", "us", 10.0, rivals={"torch": n}).as_json() for n in range(1, 10)]
+    found = report.verdict.overview([("sparse", {"rows": rows})])
+    assert (
+        "| Sparse | `n=1` (torch 1.00 µs), `n=2` (torch 2.00 µs), `n=3` (torch 3.00 µs) a" in found
+    )
+    assert found.endswith(" and 6 more |")
+    assert report.verdict.section(rows[:0]) == "No rival is faster by more than 5 % in any case."
+
+
+def test_the_picture_is_of_the_results(project, capsys):
+    _, _, folder = project
+    rows = [row("cdist").as_json(), Row("x", "us", 1.0).as_json()]
+    for name in ("pairwise", "service"):
+        harness.write(folder / "h200" / f"{name}.json", harness.merge(HEAD, rows, None))
+    found = picture.points(folder / "h200")
+    assert found == {"pairwise": [25.0]}
+    assert (
+        picture.main(["--check"], folder) == 1
+        and "families.svg is stale" in capsys.readouterr().err
+    )
+    drawn = f"<dc:description>{drawing.digest(found)}</dc:description>"
+    (folder / "h200" / picture.NAME).write_text(drawn)
+    assert picture.main(["--check"], folder) == 0
+    pytest.importorskip("matplotlib")
+    assert picture.main([], folder) == 0 and picture.main(["--check"], folder) == 0
 
 
 def test_report_needs_markers(project, capsys):

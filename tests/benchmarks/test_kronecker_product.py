@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks import report
 from benchmarks.kronecker_product import problems, rivals, run, summary, training
+from benchmarks.report import tables
 
 CASES = problems.problems()
 
@@ -65,7 +65,7 @@ def test_every_case_has_a_place():
 
 def test_report_shows_named_cases_and_summaries():
     every = [row(case.name, shuffle=4.0, strided=3.0) for case in CASES]
-    factors, summaries = (table.splitlines() for table in report.TABLES["kronecker_product"](every))
+    factors, summaries = (table.splitlines() for table in tables.TABLES["kronecker_product"](every))
     assert len(factors) == 2 + 4 * len(problems.NAMED)
     assert (
         "1024 8^5, left" in factors[2 + len(problems.NAMED)]

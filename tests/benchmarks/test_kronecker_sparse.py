@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks import report
 from benchmarks.common import harness, timing
 from benchmarks.common import summary as common
 from benchmarks.common.harness import Row, Session
 from benchmarks.kronecker_sparse import host, problems, rivals, summary, training
 from benchmarks.kronecker_sparse import run as benchmark
 from benchmarks.kronecker_sparse.problems import Problem
+from benchmarks.report import tables
 from kernlib.families.kronecker_sparse import ahead, reference
 from kernlib.jit import sources
 
@@ -426,16 +426,16 @@ def test_lines_for_the_terminal():
 
 def test_report_has_few_rows_for_many_cases():
     every = [row(name, einsum=3.0, bmm=5.0) for name in NAMES]
-    text = report.render([("kronecker_sparse", {**head(), "rows": every})])
-    tables = re.findall(r"(?:^\|.*\n?)+", text, re.M)
-    counts = [len(table.splitlines()) - 2 for table in tables]
+    text = tables.section("kronecker_sparse", {**head(), "rows": every})
+    found = re.findall(r"(?:^\|.*\n?)+", text, re.M)
+    counts = [len(table.splitlines()) - 2 for table in found]
     assert counts == [16, 6, 4]
-    for table in tables:
+    for table in found:
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
 def test_report_shows_factors_summaries_and_the_rest():
-    text = report.render([("kronecker_sparse", {**head(), "rows": ROWS})])
+    text = tables.section("kronecker_sparse", {**head(), "rows": ROWS})
     lines = text.splitlines()
     assert "**Kronecker sparse** on" in lines[0]
     assert lines[2] == (
@@ -454,7 +454,7 @@ def test_report_shows_factors_summaries_and_the_rest():
 
 def test_report_of_part_of_a_run():
     half = ROWS[:1]
-    text = report.render([("kronecker_sparse", {**head(), "rows": half})])
+    text = tables.section("kronecker_sparse", {**head(), "rows": half})
     assert text.endswith("| bmm 4.00 ms (2.0×) | 1.0e-04 |  |  |  |  |")
-    text = report.render([("kronecker_sparse", {**head(), "rows": ROWS[-2:]})])
+    text = tables.section("kronecker_sparse", {**head(), "rows": ROWS[-2:]})
     assert "| case | kernlib |" in text and "| factor |" not in text

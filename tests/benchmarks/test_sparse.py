@@ -11,7 +11,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from benchmarks.common import harness
+from benchmarks.common import drawing, harness
 from benchmarks.common.harness import Session
 from benchmarks.sparse import plot, problems, rivals, summary
 from benchmarks.sparse import run as benchmark
@@ -366,11 +366,11 @@ def test_a_stale_drawing_is_found(tmp_path, capsys):
     folder.mkdir()
     (folder / "sparse.json").write_text(json.dumps(results))
     assert plot.main(["--check"], tmp_path) == 1 and "stale" in capsys.readouterr().err
-    digest = plot.digest(plot.points(results["rows"]))
-    drawing = folder / "sparse.svg"
-    drawing.write_text(f"<dc:description>{digest}</dc:description>")
+    digest = drawing.digest(plot.points(results["rows"]))
+    picture = folder / "sparse.svg"
+    picture.write_text(f"<dc:description>{digest}</dc:description>")
     assert plot.main(["--check"], tmp_path) == 0
-    drawing.write_text("<dc:description>other</dc:description>")
+    picture.write_text("<dc:description>other</dc:description>")
     assert plot.main(["--check"], tmp_path) == 1
 
 

@@ -1,15 +1,8 @@
-"""README's table of results, from the committed result files; no number is written by hand.
-
-``python -m benchmarks.report`` writes it, ``--check`` exits 1 where it is stale.
-"""
+"""The tables of a family's results."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
-from pathlib import Path
 
 from benchmarks.common.harness import number
 from benchmarks.common.summary import Summary, best_rival
@@ -17,9 +10,6 @@ from benchmarks.kronecker_product import summary as kronecker_product
 from benchmarks.kronecker_sparse import summary as kronecker_sparse
 from benchmarks.sparse import summary as sparse
 
-ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-NOTHING = "No results committed yet."
 HEADER = ("case", "kernlib", "floor", "rivals", "error")
 # How many times longer the best rival takes; means are geometric.
 SUMMARIES = (
@@ -28,48 +18,37 @@ SUMMARIES = (
 )  # fmt: skip
 
 
-class MissingMarkers(Exception):
-    """The README has no place for the table."""
-
-
-def load(folder: Path) -> list[tuple[str, dict]]:
-    """(family, results) of every file below ``folder``, in order of path."""
-    return [(path.stem, json.loads(path.read_text())) for path in sorted(folder.glob("*/*.json"))]
-
-
-def render(results: list[tuple[str, dict]]) -> str:
-    """What belongs between the markers."""
-    if not results:
-        return NOTHING
-    return "\n\n".join(_section(family, found) for family, found in results)
-
-
-def _section(family: str, found: dict) -> str:
+def section(family: str, found: dict) -> str:
+    """Of one result file: where and when it was measured, and its tables."""
     head = (
-        f"**{family.replace('_', ' ').capitalize()}** on {found['gpu']}, driver {found['driver']}, "
-        f"torch {found['torch']}, NVRTC {found['nvrtc']}, {found['date']}"
+        f"**{title(family)}** on {found['gpu']}, driver {found['driver']}, torch {found['torch']}, "
+        f"NVRTC {found['nvrtc']}, {found['date']}"
     )
-    tables = TABLES.get(family, _rows)(found["rows"])
-    return "\n\n".join([head, *tables])
+    return "\n\n".join([head, *TABLES.get(family, _rows)(found["rows"])])
+
+
+def title(family: str) -> str:
+    """A family's name in words."""
+    return family.replace("_", " ").capitalize()
 
 
 def _rows(rows: list[dict]) -> list[str]:
     """One table of all rows."""
-    return [_table(HEADER, "|---|---:|---:|---|---:|", map(_row, rows))]
+    return [table(HEADER, "|---|---:|---:|---|---:|", map(_row, rows))]
 
 
-def _table(header, rule: str, lines) -> str:
-    return "\n".join([_line(header), rule, *lines])
+def table(header, rule: str, lines) -> str:
+    return "\n".join([line(header), rule, *lines])
 
 
-def _line(cells) -> str:
+def line(cells) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
 def _row(row: dict) -> str:
     rivals = ", ".join(_rival(name, row) for name in row["rivals"])
     ours = quantity(row["ours"], row["unit"])
-    return _line((row["case"], ours, _floor(row), rivals, _error(row["error"])))
+    return line((row["case"], ours, _floor(row), rivals, _error(row["error"])))
 
 
 def _floor(row: dict) -> str:
@@ -87,7 +66,7 @@ def _error(error: float | None) -> str:
     return "" if error is None else f"{error:.1e}"
 
 
-# Families with more rows than README has room for.
+# Families with more rows than a reader has patience for.
 
 
 def _kronecker_sparse(rows: list[dict]) -> list[str]:
@@ -106,9 +85,9 @@ def _of_factors(title: str, family, rows: list[dict]) -> list[str]:
     header = title, *(c for kind in shown for c in (kind, "floor", "best rival", "error"))
     factors = [_factor(*item, shown) for item in family.factors(rows).items()]
     summaries = [_summary(*item) for item in family.summaries(rows).items()]
-    tables = [_table(header, "|---|" + "---:|---:|---|---:|" * len(shown), factors)] * bool(factors)
+    tables = [table(header, "|---|" + "---:|---:|---|---:|" * len(shown), factors)] * bool(factors)
     if summaries:
-        tables.append(_table(SUMMARIES, "|---|" + "---:|" * (len(SUMMARIES) - 1), summaries))
+        tables.append(table(SUMMARIES, "|---|" + "---:|" * (len(SUMMARIES) - 1), summaries))
     others = family.others(rows)
     return [*tables, *(_rows(others) if others else [])]
 
@@ -117,7 +96,7 @@ def _factor(name: str, kinds: dict[str, dict], shown: tuple[str, ...]) -> str:
     cells = [name]
     for kind in shown:
         cells += _cells(kinds[kind]) if kind in kinds else [""] * 4
-    return _line(cells)
+    return line(cells)
 
 
 def _cells(row: dict) -> list[str]:
@@ -129,7 +108,7 @@ def _cells(row: dict) -> list[str]:
 def _summary(name: str, found: Summary) -> str:
     wins = f"{found.wins} of {found.compared}" if found.compared else ""
     times = (_times(found.speed_up), _times(found.least), _times(found.over_floor))
-    return _line((f"{name}: {found.cases}", wins, *times, _error(found.error)))
+    return line((f"{name}: {found.cases}", wins, *times, _error(found.error)))
 
 
 def _times(value: float | None) -> str:
@@ -138,7 +117,7 @@ def _times(value: float | None) -> str:
 
 def _sparse(rows: list[dict]) -> list[str]:
     """The headline shapes, the grid by density, all other rows."""
-    return [_table(header, rule, map(_line, lines)) for header, rule, lines in sparse.tables(rows)]
+    return [table(header, rule, map(line, lines)) for header, rule, lines in sparse.tables(rows)]
 
 
 TABLES = {
@@ -156,35 +135,3 @@ def quantity(value: float, unit: str) -> str:
         power = min(3, max(1, int(math.log(max(value, 1), 1024))))
         return f"{number(value / 1024**power)} {' KMG'[power]}B"
     return f"{number(value)} {'µs' if unit == 'us' else unit}"
-
-
-def replace(text: str, table: str) -> str:
-    """``text`` with the table between its markers. Raises MissingMarkers."""
-    begin, end = text.find(BEGIN), text.find(END)
-    if begin < 0 or end < begin:
-        raise MissingMarkers(f"no {BEGIN} ... {END} in it: put both, in this order, on own lines")
-    return f"{text[: begin + len(BEGIN)]}\n{table}\n{text[end:]}"
-
-
-def main(argv=None, readme: Path | None = None, folder: Path | None = None) -> int:
-    """Write the table, or check it. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
-    parser.add_argument("--check", action="store_true", help="exit 1 if the README is stale")
-    options = parser.parse_args(argv)
-    readme = readme or ROOT / "README.md"
-    text = readme.read_text()
-    try:
-        wanted = replace(text, render(load(folder or ROOT / "benchmarks" / "results")))
-    except MissingMarkers as error:
-        print(f"{readme}: {error}", file=sys.stderr)
-        return 1
-    if options.check and wanted != text:
-        print(f"{readme} is stale: run python -m benchmarks.report", file=sys.stderr)
-        return 1
-    if not options.check:
-        readme.write_text(wanted)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,91 @@
+"""README's results and the pages of docs/results, from the committed result files; no number in
+them is written by hand.
+
+``python -m benchmarks.report`` writes them, ``--check`` exits 1 where something is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.report import tables, verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+NOTHING = "No results committed yet."
+INTRODUCTION = """\
+Times in the same process as the rivals', by the benchmark that stands in the name of this page;
+(n×) is how many times longer a rival takes. The floor is the time that the bound in brackets takes
+at full rate; errors are relative, in the Frobenius norm, against float64. Made by
+`python -m benchmarks.report` from `benchmarks/results`.
+"""
+
+
+class MissingMarkers(Exception):
+    """The README has no place for the table."""
+
+
+def load(folder: Path) -> list[tuple[str, dict]]:
+    """(family, results) of every file below ``folder``, in order of path."""
+    return [(path.stem, json.loads(path.read_text())) for path in sorted(folder.glob("*/*.json"))]
+
+
+def page(family: str, found: list[dict], pictures: list[str]) -> str:
+    """A family's page: each GPU's tables, and in which cases a rival is faster."""
+    parts = [f"# Results: {tables.title(family).lower()}", INTRODUCTION.rstrip()]
+    parts += [f"![{tables.title(family)}]({path})" for path in pictures]
+    for results in found:
+        parts += [f"## Where a rival is faster, on {results['gpu']}"]
+        parts += [verdict.section(results["rows"])]
+        parts += [f"## All, on {results['gpu']}", tables.section(family, results)]
+    return "\n\n".join(parts) + "\n"
+
+
+def pages(folder: Path, home: Path) -> dict[Path, str]:
+    """Every page below ``home``, the root of the documents, by its path."""
+    by_family: dict[str, list[dict]] = {}
+    for family, results in load(folder):
+        by_family.setdefault(family, []).append(results)
+    made = {}
+    for family, found in by_family.items():
+        path = home / verdict.page(family)
+        drawings = sorted(folder.glob(f"*/{family}.svg"))
+        above = "../" * (len(Path(verdict.page(family)).parts) - 1)
+        pictures = [above + drawing.relative_to(home).as_posix() for drawing in drawings]
+        made[path] = page(family, found, pictures)
+    return made
+
+
+def replace(text: str, table: str) -> str:
+    """``text`` with the table between its markers. Raises MissingMarkers."""
+    begin, end = text.find(BEGIN), text.find(END)
+    if begin < 0 or end < begin:
+        raise MissingMarkers(f"no {BEGIN} ... {END} in it: put both, in this order, on own lines")
+    return f"{text[: begin + len(BEGIN)]}\n{table}\n{text[end:]}"
+
+
+def main(argv=None, readme: Path | None = None, folder: Path | None = None) -> int:
+    """Write README's table and the pages beside it, or check them. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
+    parser.add_argument("--check", action="store_true", help="exit 1 if something is stale")
+    options = parser.parse_args(argv)
+    readme, folder = readme or ROOT / "README.md", folder or ROOT / "benchmarks" / "results"
+    results = load(folder)
+    try:
+        overview = verdict.overview(results) if results else NOTHING
+        wanted = {readme: replace(readme.read_text(), overview)}
+    except MissingMarkers as error:
+        print(f"{readme}: {error}", file=sys.stderr)
+        return 1
+    wanted |= pages(folder, readme.parent)
+    stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]
+    for path in stale:
+        if options.check:
+            print(f"{path} is stale: run python -m benchmarks.report", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path])
+    return int(bool(stale) and options.check)

@@ -1,0 +1,5 @@
+import sys
+
+from benchmarks.report import main
+
+sys.exit(main())

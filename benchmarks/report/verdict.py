@@ -1,0 +1,79 @@
+"""Where kernlib is the fastest and where a rival is: README's table, and a list on each page."""
+
+from __future__ import annotations
+
+from benchmarks.common.harness import number
+from benchmarks.common.summary import best_rival, speed_up, summarise
+from benchmarks.report.tables import line, quantity, table, title
+
+TIE = 1.05  # times within it count as equal
+WORST = 3  # cases of a family that README names
+TIMES = ("ms", "us")
+LOSSES = "where a rival is faster by more than 5 %, the worst first"
+ASIDE = ("service",)  # no family: what a first call and the cache take
+HEADER = (
+    "family", "cases with a rival", "fastest in", "best rival takes, mean", "least", "most",
+    "everything measured",
+)  # fmt: skip
+
+
+def compared(rows: list[dict]) -> list[dict]:
+    """The times that a rival's stands beside."""
+    return [row for row in rows if row["rivals"] and row["unit"] in TIMES]
+
+
+def lost(rows: list[dict]) -> list[dict]:
+    """Where a rival is faster by more than a tie, the worst first."""
+    found = [row for row in compared(rows) if speed_up(row) * TIE < 1]
+    return sorted(found, key=speed_up)
+
+
+def overview(results: list[tuple[str, dict]]) -> str:
+    """README's: a line a family, and what each loses."""
+    results = [(name, found["rows"]) for name, found in results if name not in ASIDE]
+    lines = [_line(family, rows) for family, rows in results if compared(rows)]
+    losses = [_losses(family, lost(rows)) for family, rows in results if lost(rows)]
+    parts = [table(HEADER, "|---|" + "---:|" * 5 + "---|", lines)]
+    if losses:
+        parts.append(table(("family", LOSSES), "|---|---|", losses))
+    return "\n\n".join(parts)
+
+
+def page(family: str) -> str:
+    """The path of a family's page."""
+    return f"docs/results/{family}.md"
+
+
+def section(rows: list[dict]) -> str:
+    """A page's: each case in which a rival is faster, or that there is none."""
+    found = lost(rows)
+    if not found:
+        return "No rival is faster by more than 5 % in any case."
+    lines = (
+        line((row["case"], quantity(row["ours"], row["unit"]), _best(row), _times(speed_up(row))))
+        for row in found
+    )
+    return table(("case", "kernlib", "rival", "rival takes"), "|---|---:|---|---:|", lines)
+
+
+def _line(family: str, rows: list[dict]) -> str:
+    some = compared(rows)
+    found, most = summarise(some), max(map(speed_up, some))
+    times = map(_times, (found.speed_up, found.least, most))
+    link = f"[{page(family).removeprefix('docs/')}]({page(family)})"
+    return line((title(family), str(found.compared), str(found.wins), *times, link))
+
+
+def _losses(family: str, rows: list[dict]) -> str:
+    named = ", ".join(f"`{row['case']}` ({_best(row)})" for row in rows[:WORST])
+    behind = f" and {len(rows) - WORST} more" if len(rows) > WORST else ""
+    return line((title(family), named + behind))
+
+
+def _best(row: dict) -> str:
+    name = best_rival(row)
+    return f"{name} {quantity(row['rivals'][name], row['unit'])}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{number(value)}×"
