@@ -22,8 +22,13 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
 def pytest_cmdline_main(config):
     option = config.option
-    if getattr(option, "numprocesses", 0) is None and not hasattr(config, "workerinput"):
-        option.numprocesses = speeds.workers(config)
+    if hasattr(option, "numprocesses") and not hasattr(config, "workerinput"):
+        if option.numprocesses is None:
+            option.numprocesses = speeds.workers(config)
+        # Tests of a file then stay with a worker, and its kernels, until another has none left:
+        # by turns the long ones of the sanitizer, side by side, were all one's.
+        if option.numprocesses and option.dist == "no":
+            option.dist = "worksteal"
 
 
 def pytest_configure(config):
