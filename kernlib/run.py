@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
-from kernlib.descriptors.base import Descriptor
+from kernlib.descriptors.base import Descriptor, refuse_descriptor
 from kernlib.families import OPERATORS
 from kernlib.runtime.tensors import check_flag
 
@@ -44,9 +44,7 @@ def _module_of(descriptor: Descriptor, name: str) -> ModuleType:
 
 def _check_descriptor(descriptor) -> None:
     if not isinstance(descriptor, Descriptor):
-        raise TypeError(
-            f"descriptor must be a kernlib descriptor such as Pairwise(), got {descriptor!r}"
-        )
+        refuse_descriptor("kernlib descriptor such as Pairwise()", descriptor)
 
 
 def __getattr__(name: str):

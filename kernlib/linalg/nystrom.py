@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.checks import DTYPES, refuse_meta, refuse_not_finite
 from kernlib.linalg.dense import eigh
@@ -94,7 +95,7 @@ def nystrom(
 def check_points(descriptor, x: torch.Tensor, regularization) -> float:
     """The regularization as a number. Raises ValueError and TypeError that name the argument."""
     if not isinstance(descriptor, Pairwise):
-        raise TypeError(f"descriptor must be a Pairwise kernel, got {descriptor!r}")
+        refuse_descriptor("Pairwise kernel such as gaussian()", descriptor)
     check_dense(("x",), x=x)
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be float32 or float64, got {x.dtype}")

@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from kernlib.descriptors.base import refuse_argument
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
@@ -89,7 +90,15 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
 
 def refuse_more(descriptor: Pairwise, more: tuple) -> None:
     """Raises TypeError for tensors behind a and b."""
-    raise TypeError(f"{descriptor.describe()} takes tensors a and b, got {2 + len(more)}")
+    raise TypeError(
+        f"{descriptor.describe()} takes tensors a and b, got {2 + len(more)}; all that follows "
+        f"them has a name: {descriptor.call}"
+    )
+
+
+def refuse_missing(descriptor: Pairwise) -> None:
+    """Raises TypeError for a call without a."""
+    raise TypeError(f"a must be a tensor, got None; the call is {descriptor.call}")
 
 
 def check_shapes(a, b, out, tensors: dict[str, torch.Tensor]) -> tuple[int, ...]:
@@ -159,8 +168,7 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
         if name in ("epsilon", "regularization") and not descriptor.epilogue:
             raise ValueError(f"{name} needs an epilogue, and {descriptor.describe()} has none")
         if name not in allowed:
-            known = ", ".join(sorted(allowed)) or "none"
-            raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {known}")
+            refuse_argument(descriptor, name, sorted(allowed))
         number = host_value(name, value)
         if number is not None:
             check_host(name, number, descriptor.positive)
@@ -174,7 +182,8 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
     if missing:
         if "inner_p" in missing:  # which p gives as well, and with it the outer exponent
             missing[missing.index("inner_p")] = "p (or inner_p)"
-        raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
+        needed = ", ".join(missing)
+        raise ValueError(f"{descriptor.describe()} needs {needed}: {descriptor.call}")
 
 
 def _takes(descriptor: Pairwise) -> set[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import torch
 
 from kernlib.errors import KernlibError
@@ -12,12 +15,18 @@ from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_dense, check_flag, check_out_shape, refuse_any_overlap
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
+
 _execute = calls.execute
 
 
 def run(
     descriptor: Pairwise,
-    a: torch.Tensor,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     *more: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -54,6 +63,8 @@ def run(
     """
     if more:
         checks.refuse_more(descriptor, more)
+    if a is None:
+        checks.refuse_missing(descriptor)
     if feature_map is not None:
         from kernlib.families.pairwise.functions import (
             feature_map as pairwise_features,  # which most calls do without
@@ -73,6 +84,23 @@ def run(
     return _execute(*request)
 
 
+def _with_own_names(function: _Function) -> _Function:
+    """cdist, which says what its points are called to who gives them the names of run_kernel."""
+
+    @functools.wraps(function)
+    def cdist(*values, **given):
+        for name in given:
+            if name in ("a", "b"):
+                raise TypeError(
+                    f"cdist() got an unexpected keyword argument {name!r}: its points are x1 and "
+                    "x2, as those of torch.cdist; a and b are those of run_kernel"
+                )
+        return function(*values, **given)
+
+    return cdist
+
+
+@_with_own_names
 def cdist(
     x1: torch.Tensor,
     x2: torch.Tensor,

@@ -36,7 +36,7 @@ _run = torch.compiler.disable(operation.run)
 
 def run(
     descriptor: Pairwise,
-    a: torch.Tensor,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     *more: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -54,6 +54,8 @@ def run(
     """
     if more:
         checks.refuse_more(descriptor, more)
+    if a is None:
+        checks.refuse_missing(descriptor)
     checks.check_tensors(a, b, out)
     if feature_map is not None:
         a, b = pairwise_features.apply(feature_map, a, b, out)
