@@ -71,7 +71,6 @@ OTHERS = {
 # The same of arguments of a call.
 _ARGUMENTS = {
     "sigma": "bandwidth",
-    "lengthscale": "bandwidth",
     "length": "bandwidth",
     "scale": "bandwidth",
     "bw": "bandwidth",

@@ -119,6 +119,9 @@ def check_rank(rank, count: int, least: int) -> None:
         raise ValueError(f"rank must be {least} to {count}, the points of x, got {rank}")
 
 
+OF_FEATURES = ("feature_map", "lengthscale")  # hyperparameters that hold a value for each
+
+
 def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> None:
     """Raises TypeError, ValueError and RuntimeError for what ``task`` does not take of a call's
     other arguments."""
@@ -127,7 +130,7 @@ def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> No
     for name, value in hyperparameters.items():
         if name in ("out", "accumulate", "debug"):
             raise TypeError(f"{name} is no argument of {task}")
-        if name == "feature_map" or not isinstance(value, torch.Tensor):
+        if name in OF_FEATURES or not isinstance(value, torch.Tensor):
             continue
         if value.dim() and tuple(value.shape) != (1,):
             raise ValueError(

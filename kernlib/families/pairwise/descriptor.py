@@ -73,7 +73,7 @@ class Pairwise(Descriptor):
     The four stages and their combinations are those of the kermac project.
 
     ``kernlib.run_kernel(descriptor, a, b, out=None, accumulate=False, row_offset=0, col_offset=0,
-    feature_map=None, **hyperparameters)``:
+    feature_map=None, lengthscale=None, **hyperparameters)``:
 
     - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), any strides; float32, float64, float16
       or bfloat16, computed in float64 for float64 and in float32 for the others. ``symmetric``
@@ -82,7 +82,9 @@ class Pairwise(Descriptor):
       ``p``, or ``inner_p`` and ``outer_p``; ``inner_scale`` for ExpPower. Each is a real number, or
       a tensor of shape (), or (L,) with a value for each entry of the batch: never one for each
       feature.
-    - ``feature_map``: weights (K,) or a matrix (K, K2), by which the points are multiplied first.
+    - ``feature_map``: weights (K,) or a matrix (K, K2), by which the points are multiplied first;
+      ``lengthscale``: a value for each feature, (K,), by which they are divided, with which
+      ``bandwidth`` is 1 unless it is given too.
     - ``epsilon`` and ``regularization``, with an epilogue: values smaller than the one in magnitude
       count as 0; the other is added where ``m + row_offset == n + col_offset``, the diagonal.
     - ``out`` (M, N) or (L, M, N), any strides, written in place, or with ``accumulate`` added to.
@@ -174,7 +176,7 @@ class Pairwise(Descriptor):
     def options(self) -> dict[str, object]:
         return {
             **({"epsilon": 0.0, "regularization": 0.0} if self.epilogue else {}),
-            **{"row_offset": 0, "col_offset": 0, "feature_map": None},
+            **{"row_offset": 0, "col_offset": 0, "feature_map": None, "lengthscale": None},
             **{"out": None, "accumulate": False, "debug": False},
         }
 
