@@ -86,6 +86,7 @@ _NAMES = {
         "CompileError",
         "ConvergenceWarning",
         "KernlibError",
+        "KernlibWarning",
         "NotCachedError",
         "UnsupportedError",
     ),

@@ -75,6 +75,7 @@ _ARGUMENTS = {
     "scale": "bandwidth",
     "bw": "bandwidth",
     "h": "bandwidth",
+    "swish": "silu",
     "ridge": "regularization",
     "reg": "regularization",
     "nugget": "regularization",

@@ -119,6 +119,10 @@ def check_rank(rank, count: int, least: int) -> None:
         raise ValueError(f"rank must be {least} to {count}, the points of x, got {rank}")
 
 
+_SPELT = {  # other libraries' names of a solver's arguments
+    **dict.fromkeys(("maxiter", "max_iters", "n_iter"), "max_iter"),
+    **dict.fromkeys(("rtol", "tolerance"), "tol"),
+}
 OF_FEATURES = ("feature_map", "lengthscale")  # hyperparameters that hold a value for each
 
 
@@ -130,6 +134,8 @@ def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> No
     for name, value in hyperparameters.items():
         if name in ("out", "accumulate", "debug"):
             raise TypeError(f"{name} is no argument of {task}")
+        if name in _SPELT:
+            raise TypeError(f"{name} is no argument of {task}; did you mean {_SPELT[name]}?")
         if name in OF_FEATURES or not isinstance(value, torch.Tensor):
             continue
         if value.dim() and tuple(value.shape) != (1,):

@@ -262,6 +262,12 @@ class SparseLinear(nn.Module):
             unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
         else:
             missing_keys += [key for key in known if key not in state_dict]
+            if strict and prefix + "weight" in state_dict:
+                error_msgs.append(
+                    f"{prefix.rstrip('.') or 'SparseLinear'}: the state is that of an nn.Linear, "
+                    "whose weight is not compressed; load it into the nn.Linear, and make the "
+                    "layer of that by SparseLinear.from_linear"
+                )
 
     def _loaded(self, state_dict: dict, prefix: str, assigned: bool) -> SparseMatrix:
         """The matrix in a state_dict, itself or in memory, dtype and place of the layer. Raises

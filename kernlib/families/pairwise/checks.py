@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors.base import refuse_argument
+from kernlib.errors import warn
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
@@ -85,6 +86,8 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     batch, shape = _output(a, second, out, hyperparameters)
     if out is not None:
         check_memory(out)
+    elif a.dim() == second.dim() == 2 and batch == sizes[2] > 1:
+        _warn_of_features(hyperparameters, batch)
     return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
 
 
@@ -272,6 +275,18 @@ def exponents(descriptor: Pairwise, values: dict) -> tuple[float | str, float | 
 def _own(value, codes: dict) -> float | str:
     """The exponent itself where it has code of its own."""
     return float(value) if value is not None and value in codes else "any"
+
+
+def _warn_of_features(values: dict, features: int) -> None:
+    """Warns of a value for each feature, which makes a matrix each; one call is as right as the
+    other, and nothing in the result says which was meant."""
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] == features:
+            warn(
+                f"{name} has a value for each of {features} matrices, of shape (L, M, N), and none "
+                f"for each of the {features} features: that is lengthscale=. Points of shape "
+                "(1, N, K) say that matrices are meant"
+            )
 
 
 def _batch(a, b, out, values: dict) -> int:
