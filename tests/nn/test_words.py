@@ -75,13 +75,16 @@ def test_what_is_meant_warns_of_nothing():
 def test_the_state_of_a_linear_is_told_where_it_goes():
     linear = nn.Linear(64, 64)
     layer = SparseLinear.from_linear(linear, density=0.5)
-    with pytest.raises(RuntimeError, match=r"is that of an nn.Linear.*SparseLinear.from_linear"):
+    with pytest.raises(
+        RuntimeError, match=r'"weight \(of an nn.Linear.*SparseLinear.from_linear\)"'
+    ):
         layer.load_state_dict(linear.state_dict())
     whole = nn.Sequential(linear, nn.ReLU())
     state = whole.state_dict()
     sparsify(whole, density=0.5)
-    with pytest.raises(RuntimeError, match=r"0: the state is that of an nn.Linear"):
+    with pytest.raises(RuntimeError, match=r'"0.weight \(of an nn.Linear, not'):
         whole.load_state_dict(state)
+    assert whole.load_state_dict(state, strict=False).unexpected_keys == ["0.weight"]
     whole.load_state_dict(whole.state_dict())
 
 
