@@ -201,37 +201,51 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
     """A decorator of functions that make a descriptor: says what their ``**fields`` are, to
     ``help`` and to who gives them something else, such as an argument of the call."""
     names = (*more, "precision", "symmetric", "direct")
-    known = {each.name: each for each in fields(Pairwise)}
-    keywords = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=known[name].default,
-            annotation=known[name].type,
-        )
-        for name in names
-    ]  # fmt: skip
 
     def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.default is not p.empty]
-        allowed = (*(p.name for p in own), *names)
+        own = function.__code__.co_varnames[: function.__code__.co_argcount]
+        listed = (*own, *names)
+        # Other stages may be given where the function leaves them open.
+        taken = {*listed, "operator", "inner", "outer"}
 
         @functools.wraps(function)
         def make(*values, **given):
-            if len(values) > len(own):
-                from kernlib.descriptors.words import refuse_positional
-
-                refuse_positional(function.__name__, shown(values[len(own)]), function)
-            for name in given:
-                if name not in allowed:
-                    from kernlib.descriptors.words import refuse_fields
-
-                    refuse_fields(function.__name__, given, allowed, function)
+            if len(values) > len(own) or not taken.issuperset(given):
+                _refuse(function, values[len(own) :], given, listed, taken)
             return function(*values, **given)
 
-        make.__signature__ = signature.replace(parameters=[*own, *keywords])
+        defaults = zip(own, function.__defaults__ or (), strict=True)
+        annotated = ((name, default, function.__annotations__[name]) for name, default in defaults)
+        make.__signature__ = _signature(names, *annotated)
         return make
 
     return decorate
+
+
+@functools.cache  # each takes 30 us of a first call
+def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect.Signature:
+    """Of some fields by keyword, behind parameters of a function itself."""
+    kinds = inspect.Parameter
+    known = {each.name: each for each in fields(Pairwise)}
+    parameters = [
+        kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+        for name, default, annotation in own
+    ]
+    parameters += [
+        kinds(x, kinds.KEYWORD_ONLY, default=known[x].default, annotation=known[x].type)
+        for x in names
+    ]
+    return inspect.Signature(parameters, return_annotation="Pairwise")
+
+
+def _refuse(function: Callable, values: tuple, given: dict, listed, taken) -> None:
+    """Raises TypeError for values without a place, or for the first keyword that is not taken."""
+    from kernlib.descriptors import words  # which right calls do without
+
+    if values:
+        words.refuse_positional(function.__name__, shown(values[0]), function)
+    wrong = {name: value for name, value in given.items() if name not in taken}
+    words.refuse_fields(function.__name__, wrong, listed, function)
 
 
 # What each computes, of points a (M, K) and b (N, K); how a call looks; what its arguments may be.
