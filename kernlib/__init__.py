@@ -86,6 +86,7 @@ _NAMES = {
         "CompileError",
         "ConvergenceWarning",
         "KernlibError",
+        "KernlibWarning",
         "NotCachedError",
         "UnsupportedError",
     ),
@@ -95,7 +96,9 @@ _MODULES = (
     "blocksparse", "compat", "descriptors", "events", "linalg", "nn", "settings", "sparse",
 )  # fmt: skip
 
-__all__ = sorted((*_HOMES, *_MODULES, "__version__"))
+_PUBLIC = sorted((*_HOMES, *_MODULES, "__version__"))
+# A star import brings all of them but the one whose name is a builtin's, which it would replace.
+__all__ = [name for name in _PUBLIC if name != "compile"]
 
 
 def __getattr__(name: str) -> object:
@@ -104,10 +107,10 @@ def __getattr__(name: str) -> object:
     elif name in _MODULES:
         value = _import_module(f"kernlib.{name}")
     else:
-        raise AttributeError(f"module 'kernlib' has no attribute {name!r}")
+        raise _import_module("kernlib.hints").UnknownName(__name__, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return _PUBLIC

@@ -32,6 +32,7 @@ from kernlib.errors import CaptureError as CaptureError
 from kernlib.errors import CompileError as CompileError
 from kernlib.errors import ConvergenceWarning as ConvergenceWarning
 from kernlib.errors import KernlibError as KernlibError
+from kernlib.errors import KernlibWarning as KernlibWarning
 from kernlib.errors import NotCachedError as NotCachedError
 from kernlib.errors import UnsupportedError as UnsupportedError
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul as BlockSparseMatmul
@@ -86,3 +87,20 @@ from kernlib.run import run_kernel as run_kernel
 from kernlib.tuner import tune as tune
 
 __version__: str
+
+# What a star import brings: all but compile, whose name is a builtin's.
+__all__ = [
+    "Abs", "Add", "Bias", "BlockSparseMatmul", "BlockSparseSoftmax", "CaptureError", "Cauchy",
+    "CompileError", "ConvergenceWarning", "Custom", "ExpPower", "Gate", "Gaussian", "Gelu",
+    "Identity", "KernlibError", "KernlibWarning", "KroneckerProduct", "KroneckerSparse",
+    "KroneckerSparseChain", "Laplace", "LeakyRelu", "Matern", "NotCachedError", "Pairwise",
+    "Polynomial", "Power", "PowerExponential", "PowerLog", "RationalQuadratic", "Relu", "Root",
+    "Scale", "Sigmoid", "Silu", "SparseMatmul", "Sqrt", "Square", "Tanh", "UnsupportedError",
+    "__version__", "agop", "blocksparse", "cauchy", "cdist", "cdist_expadd", "cdist_grad",
+    "cdist_grad_expadd", "compat", "descriptors", "dot_product", "events", "exp_power_sum",
+    "gaussian", "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min",
+    "kernel_sum", "kernel_topk", "kron_matmul", "l1_distance", "l2_distance", "laplace_l1",
+    "laplace_l2", "laplace_pq", "linalg", "matern32", "matern52", "nn", "p_distance",
+    "polynomial", "power_sum", "prepare", "rational_quadratic", "register_operators",
+    "run_kernel", "settings", "sparse", "squared_distance", "tune",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernlib import events
+from kernlib import events, hints
 from kernlib.descriptors.base import Descriptor
 from kernlib.errors import UnsupportedError
 from kernlib.jit import service, targets
@@ -24,13 +24,15 @@ from kernlib.runtime import devices
 from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
+    from typing_extensions import Never
+
     from kernlib.families.blocksparse.layout import Layout
     from kernlib.families.sparse.matrix import SparseMatrix
 
 
 def compile(
     descriptors: Descriptor | Sequence[Descriptor],
-    *,
+    *misplaced: Never,
     archs: str | tuple[str, ...] | list[str] = ("sm_90a",),
     specs: torch.Tensor | tuple[torch.Tensor | Layout | SparseMatrix, ...] | None = None,
     dtypes: torch.dtype | tuple[torch.dtype, ...] = (torch.float32,),
@@ -54,8 +56,10 @@ def compile(
     CompileError, or UnsupportedError when no compiler is installed. Raises ValueError for an
     unknown arch, TypeError and ValueError for bad arguments.
     """
+    _check_named(misplaced, arguments, descriptors)
     if specs is None and arguments:
-        raise TypeError(f"{', '.join(arguments)}: arguments of a call need its specs")
+        named = ", ".join(arguments)
+        raise TypeError(f"{named}: arguments of a call need its tensors, as in specs=(a, b)")
     _check_options(workers, progress, debug)
     targeted = [targets.check_arch(arch) for arch in _several(archs)]
     jobs = [
@@ -137,6 +141,21 @@ def build_all(
     if failures:
         raise failures[0]
     return [futures[key].result() for key in keys]
+
+
+def _check_named(misplaced: tuple, arguments: dict, descriptors) -> None:
+    """Raises TypeError for what :func:`compile` is given without its name, or by a name like one of
+    its own."""
+    if misplaced:
+        raise TypeError(
+            f"compile() got {len(misplaced)} unexpected positional argument(s): tensors are its "
+            "specs, as in compile(descriptor, specs=(a, b), bandwidth=1.0), and several "
+            "descriptors a list"
+        )
+    taken = {name for each in _several(descriptors) for name in getattr(each, "required", ())}
+    for name in {*arguments} - taken:
+        if hint := hints.argument(name, ("archs", "specs", "dtypes", "workers", "progress")):
+            raise TypeError(f"compile() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _check_options(workers, progress, debug) -> None:

@@ -44,10 +44,32 @@ class NotCachedError(KernlibError):
     """KERNLIB_ASSERT_CACHED is set and a kernel was neither loaded nor in the store."""
 
 
-class ConvergenceWarning(UserWarning):
+class KernlibWarning(UserWarning):
+    """A call did what it was asked, and that is seldom what was meant; the text says what else may
+    have been, and how to say that it was. Python shows each text once for each line of your code.
+    ``warnings.filterwarnings("ignore", category=kernlib.KernlibWarning)`` hides all of them, and
+    ``"error"`` in its place makes them exceptions."""
+
+
+class ConvergenceWarning(KernlibWarning):
     """A solver of :mod:`kernlib.linalg` ended above the tolerance that it was given; what it
     returns holds the residual. ``warnings.simplefilter("error", ConvergenceWarning)`` makes it an
     exception."""
+
+
+SILENCE = "warnings.filterwarnings('ignore', category=kernlib.KernlibWarning) hides this"
+
+
+def warn(text: str) -> None:
+    """A :class:`KernlibWarning` at the line outside of kernlib that the call came from."""
+    import sys
+    import warnings
+
+    package, level = __name__.partition(".")[0], 2  # of the frame that calls this
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{text}; {SILENCE}", KernlibWarning, stacklevel=level)
 
 
 def _excerpt(log: str, source: str) -> str:

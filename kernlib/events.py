@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from kernlib import settings
 
-NAMES = ("lookup", "hit", "wait", "compile", "store", "load", "launch", "failed")
+NAMES = ("lookup", "hit", "wait", "compile", "store", "load", "launch", "failed", "torch")
 
 
 class Event(NamedTuple):
     """``name`` is one of :data:`NAMES`; ``key`` is the kernel's digest in hex; ``fields`` holds
     what is worth knowing of this event (``ms``, ``registers``, ``spill_bytes``, ``shared_bytes``,
-    ``where``, ``grid``, ``block`` ...), units in the names."""
+    ``where``, ``grid``, ``block`` ...), units in the names. "torch" is a call without a kernel,
+    computed by torch's own operators, as on a CPU."""
 
     name: str
     key: str

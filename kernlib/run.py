@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
-from kernlib.descriptors.base import Descriptor
+from kernlib.descriptors.base import Descriptor, refuse_descriptor
 from kernlib.families import OPERATORS
 from kernlib.runtime.tensors import check_flag
 
@@ -44,9 +44,7 @@ def _module_of(descriptor: Descriptor, name: str) -> ModuleType:
 
 def _check_descriptor(descriptor) -> None:
     if not isinstance(descriptor, Descriptor):
-        raise TypeError(
-            f"descriptor must be a kernlib descriptor such as Pairwise(), got {descriptor!r}"
-        )
+        refuse_descriptor("kernlib descriptor such as Pairwise()", descriptor)
 
 
 def __getattr__(name: str):
@@ -83,11 +81,33 @@ def run_kernel(
 ) -> torch.Tensor:
     """Run the kernel that ``descriptor`` describes on ``tensors`` and return its output.
 
-    The descriptor's class says which tensors and keyword arguments it takes; for
-    :class:`kernlib.Pairwise` see :func:`kernlib.families.pairwise.operation.run`. CUDA tensors run
+    ``descriptor.signature`` is the call that a descriptor takes, and the help of its class has
+    shapes, dtypes and errors. By classes, with ``...`` for one argument for each parameter of the
+    epilogue, such as ``bandwidth``, ``bias`` or ``scale``:
+
+    - :class:`kernlib.Pairwise`, such as ``gaussian()``: ``run_kernel(descriptor, a, b, *, p,
+      inner_p, outer_p, inner_scale, ..., epsilon=0.0, regularization=0.0, row_offset=0,
+      col_offset=0, feature_map=None, lengthscale=None, out=None, accumulate=False)``, of which
+      exponents and ``inner_scale`` belong to stages, ``epsilon`` and ``regularization`` to
+      epilogues. Points a (M, K) and b (N, K) give (M, N).
+    - :class:`kernlib.KroneckerSparse`: ``run_kernel(descriptor, x, weight, *, ..., out=None)``, and
+      :class:`kernlib.KroneckerSparseChain`: ``run_kernel(descriptor, x, *weights, ..., out=None)``.
+      x (..., in_features) gives (..., out_features).
+    - :class:`kernlib.KroneckerProduct`: ``run_kernel(descriptor, x, *factors, ..., out=None)``.
+      x (..., M, in_features) gives (..., M, out_features).
+    - :class:`kernlib.SparseMatmul`: ``run_kernel(descriptor, w, x, *, ..., out=None)`` with w by
+      :func:`kernlib.sparse.compress`. x (..., C) gives (..., R).
+    - :class:`kernlib.BlockSparseMatmul`: ``run_kernel(descriptor, layout, a, b, *, ...,
+      out=None)`` with a :class:`kernlib.blocksparse.Layout`.
+    - :class:`kernlib.BlockSparseSoftmax`: ``run_kernel(descriptor, layout, x, *, rpe,
+      key_padding_mask, attn_mask, scale=1.0, out=None)``, of which it takes the scores and masks
+      that the descriptor names.
+
+    Each takes ``debug=False`` too. float32, float16, bfloat16 and float64; CUDA tensors run
     on their device, on torch's current stream, without waiting for the device; the kernel is
     compiled at most once and then kept in the cache. CPU tensors are computed in plain PyTorch.
-    ``debug=True`` writes one line an event (lookup, hit, compile, launch ...) to stderr.
+    ``debug=True`` writes one line an event (lookup, hit, compile, launch ...) to stderr, and one
+    for a call that torch computes.
 
     Raises TypeError and ValueError for bad arguments, UnsupportedError for devices without kernels,
     CompileError, and CaptureError for a kernel that is missing inside a CUDA graph's capture.

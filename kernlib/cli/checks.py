@@ -11,7 +11,7 @@ from pathlib import Path
 from kernlib.cli import machine
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-INSTALL = "pip install 'kernlib[cu13]' (driver 580 or later) or 'kernlib[cu12]'"
+INSTALL = "pip install '.[cu13]' in a checkout (driver 580 or later) or '.[cu12]'"
 PROBE = """#include "common/types.cuh"
 extern "C" __global__ void probe(float *x) { x[threadIdx.x] += 1.0f; }
 """

@@ -9,7 +9,7 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        raise AttributeError(f"module 'kernlib.compat' has no attribute {name!r}")
+        raise _import_module("kernlib.hints").UnknownName(__name__, name)
     return _import_module(f"kernlib.compat.{name}")
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from kernlib.canonical import encode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Self
 
+_Kind = TypeVar("_Kind")
 parsed: dict[str, Descriptor] = {}  # texts that kernlib.descriptors.text has read
 
 
@@ -48,13 +52,46 @@ class Descriptor(Part):
     __slots__ = ()
     family: ClassVar[str]
 
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """What its call takes behind the descriptor, in order."""
+        return ()
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The keyword arguments that its call must be given."""
+        return getattr(self, "parameters", ())
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The keyword arguments that its call may be given, and their defaults."""
+        return {"out": None, "debug": False}
+
+    @property
+    def signature(self) -> str:
+        """Its call with all arguments, such as ``run_kernel(descriptor, w, x, *, bias, out=None,
+        debug=False)``; what stands there without a default is required."""
+        optional = [f"{name}={value!r}" for name, value in self.options.items()]
+        arguments = ["descriptor", *self.operands, "*", *self.required, *optional]
+        return f"run_kernel({', '.join(arguments)})"
+
+    @property
+    def call(self) -> str:
+        """Its call with what is required, such as ``run_kernel(descriptor, w, x, bias=...)``."""
+        given = [f"{name}=..." for name in self.required]
+        return f"run_kernel({', '.join(['descriptor', *self.operands, *given])})"
+
+    def __repr__(self) -> str:
+        """What makes an equal one, and behind it, as a comment, how it is called."""
+        return f"{render(self)}  # {self.call}"
+
     def canonical(self) -> bytes:
         """Bytes that equal descriptors share in every process."""
         return encode(self)
 
     def describe(self) -> str:
         """One line for people."""
-        return repr(self)
+        return render(self)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
@@ -63,6 +100,25 @@ class Descriptor(Part):
     def __reduce__(self):
         fields = (f for f in dataclasses.fields(self) if f.init)
         return type(self), tuple(getattr(self, f.name) for f in fields)
+
+
+def explained(kind: type[_Kind]) -> type[_Kind]:
+    """A dataclass of descriptors that says of a field which it has not, where its value goes."""
+    make = kind.__init__
+    names = [each.name for each in dataclasses.fields(kind) if each.init and each.name != "_"]
+    known = frozenset(names)
+
+    @functools.wraps(make)
+    def init(self, *values, **given):
+        if given and not known.issuperset(given):
+            from kernlib.descriptors.words import refuse_fields  # which right calls do without
+
+            placed = dict(zip(names, values, strict=False))
+            refuse_fields(kind.__name__, placed | given, names, kind)
+        make(self, *values, **given)
+
+    kind.__init__ = init
+    return kind
 
 
 def render(value: object) -> str:
@@ -90,12 +146,40 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def refuse_descriptor(wanted: str, value: object) -> NoReturn:
+    """Raises TypeError for a descriptor that is none, or another than is ``wanted``."""
+    from kernlib.descriptors.words import instead_of_descriptor  # which right calls do without
+
+    advice = "" if isinstance(value, Descriptor) else instead_of_descriptor(value)
+    raise TypeError(f"descriptor must be a {wanted}, got {shown(value)}{advice}")
+
+
+def refuse_argument(descriptor: Descriptor, name: str, taken: Sequence[str]) -> NoReturn:
+    """Raises TypeError for a keyword of a call that is none of those which are ``taken``."""
+    from kernlib import hints  # which right calls do without
+
+    known, hint = ", ".join(taken) or "none", hints.argument(name, (*taken, *descriptor.options))
+    if name == "bias" and descriptor.family != "pairwise":
+        hint = "; with epilogue=kernlib.Bias() it takes bias"
+    raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {known}{hint}")
+
+
 def shown(value: object) -> str:
-    """A value as messages show it: short, whatever it is and however deep it is nested."""
+    """A value as messages show it: short, whatever it is and however deep it is nested; of tensors
+    and arrays their shape, of functions and classes their name."""
     from reprlib import Repr  # of what goes wrong only
 
+    def sizes(x, level: int) -> str:
+        return f"a {type(x).__name__} of shape {tuple(x.shape)}"
+
+    if isinstance(value, Descriptor):
+        return value.describe()
     short = Repr()
     short.maxstring = short.maxother = short.maxlong = 200
+    short.repr_Tensor = short.repr_Parameter = short.repr_ndarray = sizes
+    short.repr_type = lambda kind, level: f"the class {kind.__name__}"
+    short.repr_function = lambda function, level: f"the function {function.__name__}"
+    short.repr_builtin_function_or_method = short.repr_function
     try:
         return short.repr(value)
     except ValueError:  # of an int with more digits than Python prints

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import keyword
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kernlib.descriptors.base import Descriptor, Part, Value, as_number, require, shown
-from kernlib.descriptors.expression import CONSTANTS, FUNCTIONS, VALUE, names, parse
+from kernlib.descriptors.expression import RESERVED, names, parse
 
 
 class Epilogue(Part):
@@ -339,7 +339,7 @@ class Custom(Epilogue):
     anything else, for a parameter that is not used, and for names that are not identifiers.
     """
 
-    expression: str
+    expression: str = field()  # without it the base's property were its default
     parameters: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -355,13 +355,6 @@ class Custom(Epilogue):
         unused = set(self.parameters) - names(self.tree())
         if unused:
             raise ValueError(f"expression {shown(self.expression)} does not use {sorted(unused)}")
-
-
-RESERVED = {
-    *FUNCTIONS, *CONSTANTS, VALUE, "p", "inner_p", "outer_p", "inner_scale", "epsilon",
-    "regularization", "row_offset", "col_offset", "feature_map", "out", "accumulate", "debug", "a",
-    "b", "descriptor", "x", "weight", "weights", "layout",
-}  # fmt: skip
 
 
 def _check_parameters(parameters: tuple[str, ...]) -> None:
@@ -386,7 +379,8 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
     for epilogue in epilogues:
         if not isinstance(epilogue, Epilogue):
             raise TypeError(
-                f"epilogue must be made of epilogues such as Laplace(), got {shown(epilogue)}"
+                "epilogue must be made of epilogues such as Laplace(), got "
+                f"{shown(epilogue)}{advice_on(epilogue)}"
             )
         if epilogue.summands and not summands:
             raise ValueError(
@@ -400,6 +394,19 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
         f"epilogues share the parameter(s) {repeated}; rename one, as in Scale(parameter='gain')",
     )
     return tuple(epilogues)
+
+
+def advice_on(value: object) -> str:
+    """What to write in place of something that is no epilogue, or ""."""
+    from kernlib.descriptors.words import instead_of_part  # which right calls do without
+
+    return instead_of_part(value, KINDS)
+
+
+KINDS = (
+    *(Laplace, Gaussian, Matern, RationalQuadratic, Cauchy, PowerExponential, Polynomial),
+    *(Scale, Bias, Add, Relu, LeakyRelu, Gelu, Sigmoid, Silu, Tanh, Custom),
+)
 
 
 def refuse_vectors(epilogues: tuple[Epilogue, ...], family: str) -> None:

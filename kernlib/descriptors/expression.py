@@ -33,6 +33,12 @@ FUNCTIONS = {
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 CONSTANTS = {"pi": 3.141592653589793, "e": 2.718281828459045}
 VALUE = "v"
+RESERVED = {  # names that no parameter may have
+    *FUNCTIONS, *CONSTANTS, VALUE, "p", "inner_p", "outer_p", "inner_scale", "epsilon",
+    "regularization", "row_offset", "col_offset", "feature_map", "lengthscale", "out", "accumulate",
+    "debug", "a", "b", "descriptor", "x", "weight", "weights", "layout",
+}  # fmt: skip
+_WRITTEN = {"relu": "max(v, 0)", "sigmoid": "1 / (1 + exp(-v))", "gelu": "v * ndtr(v)"}
 DEEPEST = 100  # operations in one another: what walks a tree takes several frames for each
 
 
@@ -146,14 +152,23 @@ def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
     if name in CONSTANTS:
         return Number(CONSTANTS[name])
     known = ", ".join(sorted(parameters | {VALUE}))
-    raise ValueError(f"expression {shown(text)} names {name!r}; known are {known}, pi and e")
+    given = (*sorted(parameters), f"my_{name}" if name in RESERVED else name)
+    raise ValueError(
+        f"expression {shown(text)} names {name!r}; known are {known}, pi and e. The value itself "
+        f"is v, and any number that the call is given a parameter, as in Custom(..., {given})"
+    )
 
 
 def _convert_call(node: ast.Call, text: str, parameters: frozenset[str]) -> Node:
     function = node.func.id
     if function not in FUNCTIONS:
+        from kernlib import hints  # which right expressions do without
+
+        hint = hints.argument(function, FUNCTIONS)
+        if function in _WRITTEN:
+            hint = f"; write {_WRITTEN[function]}"
         raise ValueError(
-            f"expression {shown(text)} calls {function!r}; known are {', '.join(FUNCTIONS)}"
+            f"expression {shown(text)} calls {function!r}; known are {', '.join(FUNCTIONS)}{hint}"
         )
     if len(node.args) != FUNCTIONS[function]:
         wanted = FUNCTIONS[function]

@@ -30,7 +30,7 @@ def missing(what: str, error: Exception) -> UnsupportedError:
     """The error that says which extra brings a missing piece."""
     return UnsupportedError(
         f"{what} is needed to compile or launch kernels and cannot be used ({error}). Install it "
-        "with: pip install 'kernlib[cu13]' (driver 580 or later) or 'kernlib[cu12]'"
+        "with: pip install '.[cu13]' in a checkout (driver 580 or later) or '.[cu12]'"
     )
 
 

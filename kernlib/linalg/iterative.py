@@ -91,7 +91,8 @@ def warn_unless_converged(task: str, found: CGResult, tol: float) -> None:
     warnings.warn(
         f"{task}: {which} above tol={float(tol):g} after {found.iterations} iterations. More of "
         "them (max_iter), a better conditioned matrix (regularization, preconditioner) or float64 "
-        "come nearer",
+        "come nearer; warnings.filterwarnings('ignore', category=kernlib.ConvergenceWarning) hides "
+        "this",
         ConvergenceWarning,
         stacklevel=3,
     )

@@ -10,7 +10,7 @@ import torch
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.checks import refuse_not_finite
 from kernlib.linalg.iterative import CGResult, check_limits, solve, warn_unless_converged
-from kernlib.linalg.nystrom import check_points, check_rank, check_rest, nystrom
+from kernlib.linalg.nystrom import OF_FEATURES, check_points, check_rank, check_rest, nystrom
 from kernlib.runtime.tensors import check_dense
 
 
@@ -76,9 +76,8 @@ def _residual(descriptor: Pairwise, x, y, w, mu: float, values: dict) -> torch.T
     """``||y - (K + mu I) w|| / ||y||`` of each column, in float64."""
     import kernlib
 
-    feature_map = values.get("feature_map")
-    if feature_map is not None:
-        values = values | {"feature_map": feature_map.double()}
+    mapped = {name: values[name] for name in OF_FEATURES if values.get(name) is not None}
+    values = values | {name: value.double() for name, value in mapped.items()}
     with torch.no_grad():
         x, y, w = x.double(), y.double(), w.double()
         left = y - kernlib.kernel_matmul(descriptor, x, x, w, **values).add_(w, alpha=mu)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.checks import DTYPES, refuse_meta, refuse_not_finite
 from kernlib.linalg.dense import eigh
@@ -94,7 +95,7 @@ def nystrom(
 def check_points(descriptor, x: torch.Tensor, regularization) -> float:
     """The regularization as a number. Raises ValueError and TypeError that name the argument."""
     if not isinstance(descriptor, Pairwise):
-        raise TypeError(f"descriptor must be a Pairwise kernel, got {descriptor!r}")
+        refuse_descriptor("Pairwise kernel such as gaussian()", descriptor)
     check_dense(("x",), x=x)
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be float32 or float64, got {x.dtype}")
@@ -118,6 +119,13 @@ def check_rank(rank, count: int, least: int) -> None:
         raise ValueError(f"rank must be {least} to {count}, the points of x, got {rank}")
 
 
+_SPELT = {  # other libraries' names of a solver's arguments
+    **dict.fromkeys(("maxiter", "max_iters", "n_iter"), "max_iter"),
+    **dict.fromkeys(("rtol", "tolerance"), "tol"),
+}
+OF_FEATURES = ("feature_map", "lengthscale")  # hyperparameters that hold a value for each
+
+
 def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> None:
     """Raises TypeError, ValueError and RuntimeError for what ``task`` does not take of a call's
     other arguments."""
@@ -126,7 +134,9 @@ def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> No
     for name, value in hyperparameters.items():
         if name in ("out", "accumulate", "debug"):
             raise TypeError(f"{name} is no argument of {task}")
-        if name == "feature_map" or not isinstance(value, torch.Tensor):
+        if name in _SPELT:
+            raise TypeError(f"{name} is no argument of {task}; did you mean {_SPELT[name]}?")
+        if name in OF_FEATURES or not isinstance(value, torch.Tensor):
             continue
         if value.dim() and tuple(value.shape) != (1,):
             raise ValueError(

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kernlib import hints
 from kernlib.descriptors import epilogues
 from kernlib.descriptors.base import shown
-from kernlib.descriptors.epilogues import Epilogue, as_epilogues
+from kernlib.descriptors.epilogues import Epilogue, advice_on, as_epilogues
 from kernlib.descriptors.expression import Node
 from kernlib.runtime import expressions
 
@@ -37,14 +38,17 @@ def as_activation(value) -> tuple[Epilogue, ...]:
     """
     if isinstance(value, str):
         if value not in NAMED:
-            raise ValueError(f"activation must be one of {', '.join(NAMED)}, got {value!r}")
+            hint = hints.argument(value, NAMED)
+            raise ValueError(
+                f"activation must be one of {', '.join(NAMED)}, got {shown(value)}{hint}"
+            )
         value = NAMED[value]
     try:
         found = as_epilogues(value)
     except TypeError:
         raise TypeError(
             f"activation must be a name such as 'gelu' or an epilogue such as kernlib.Gelu(), got "
-            f"{shown(value)}"
+            f"{shown(value)}{advice_on(value)}"
         ) from None
     for epilogue in found:
         if epilogue.parameters:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from kernlib.descriptors.base import check_flag, shown
+from kernlib.errors import warn
 from kernlib.nn.kronecker_sparse import KSLinear
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
-from kernlib.nn.linears import linears
+from kernlib.nn.linears import linears, warn_of_nothing
 
 Chain = Sequence[Pattern]
 
@@ -51,6 +52,8 @@ def replace_linear(
     ``nn.Linear`` itself: what derives from it may be more, as in ``nn.MultiheadAttention``, which
     uses the weight of its ``out_proj`` itself.
 
+    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped.
+
     Raises, with ``module`` as it was, ValueError that names the layer: for a chain of other sizes,
     for ``approximate`` with several factors, and for a weight that another module holds too, such
     as an embedding's; ValueError for a ``match`` that is no regular expression; and TypeError for a
@@ -79,9 +82,25 @@ def replace_linear(
                 raise ValueError(f"{name} shares its weight with another module; leave it out")
             new[layer] = _replacement(name, layer, chain, approximate, options)
         places.append((parent, child, name, new[layer]))
+    if not places:
+        _warn_of_nothing(module, match, patterns)
     for parent, child, _, layer in places:
         setattr(parent, child, layer)
     return {name: layer for _, _, name, layer in places}
+
+
+def _warn_of_nothing(module: nn.Module, match, patterns) -> None:
+    """Warns that no layer is swapped: none is matched, or none has a chain."""
+    matched = [layer for _, _, name, layer in linears(module) if _matches(match, name, layer)]
+    if not matched:
+        warn_of_nothing("replace_linear", module, "match", getattr(match, "pattern", match))
+        return
+    sizes = sorted({(layer.in_features, layer.out_features) for layer in matched})
+    chains = "" if callable(patterns) else f", and patterns has {shown(list(patterns))}"
+    warn(
+        "replace_linear swaps nothing: patterns has no chain for the (in_features, out_features) "
+        f"of a layer. They are {shown(sizes)}{chains}"
+    )
 
 
 def nearest_factor(weight: torch.Tensor, pattern: Pattern) -> torch.Tensor:

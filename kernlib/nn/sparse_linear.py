@@ -262,6 +262,8 @@ class SparseLinear(nn.Module):
             unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
         else:
             missing_keys += [key for key in known if key not in state_dict]
+            dense = prefix + "weight"
+            unexpected_keys[:] = [_DenseKey(k) if k == dense else k for k in unexpected_keys]
 
     def _loaded(self, state_dict: dict, prefix: str, assigned: bool) -> SparseMatrix:
         """The matrix in a state_dict, itself or in memory, dtype and place of the layer. Raises
@@ -293,6 +295,17 @@ class SparseLinear(nn.Module):
             layout, nnz = kept
             tensors = {n.removeprefix(_PREFIX): self._buffers[n] for n in self._names}
             self._hold(_counted(_restored(layout, tensors), nnz))
+
+
+class _DenseKey(str):
+    """The key of an uncompressed weight, which says so in torch's error, and in what it returns
+    without one is the key alone: a module is not told which of the two there will be."""
+
+    def __format__(self, spec: str) -> str:
+        return (
+            f"{self!s} (of an nn.Linear, not compressed: load it into one, and make the layer of "
+            "that by SparseLinear.from_linear)"
+        )
 
 
 def check_options(density, format, per, columns) -> None:

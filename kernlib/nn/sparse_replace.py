@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from kernlib.nn.linears import linears
+from kernlib.errors import warn
+from kernlib.nn.linears import linears, warn_of_nothing
 from kernlib.nn.sparse_linear import SparseLinear, check_linear, check_options
 
 
@@ -33,6 +34,9 @@ def sparsify(
     places is swapped in all of them. Swapped is only ``nn.Linear`` itself: what derives from it may
     be more.
 
+    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, and of layers that are
+    kept dense because nobody has pruned them: constant all the same, and no smaller.
+
     Raises, with ``model`` as it was, ValueError that names the layer for a weight that another
     module holds too and for one without values, such as on "meta", TypeError that names it for one
     of another dtype than float16, bfloat16 and float32, and TypeError for a ``model`` that is an
@@ -48,7 +52,9 @@ def sparsify(
         )
     places = places_of(model, filter)
     _check_all(model, places)
-    new = {}
+    if not places:
+        warn_of_nothing("sparsify", model, "filter", filter)
+    new: dict[str, SparseLinear] = {}
     while places:
         layer, where = next(iter(places.items()))
         made = SparseLinear.from_linear(layer, format, density, per, columns=columns)
@@ -56,7 +62,21 @@ def sparsify(
             setattr(parent, child, made)
             new[name] = made
         del places[layer], layer  # and with it the dense weight
+    if density is None and format == "auto":
+        _warn_of_dense(new)
     return new
+
+
+def _warn_of_dense(new: dict[str, SparseLinear]) -> None:
+    """Warns of weights that nobody has pruned, which compression only makes constant."""
+    dense = [name for name, layer in new.items() if layer.matrix.format == "dense"]
+    if dense:
+        some = ", ".join(map(repr, dense[:3])) + (", ..." if len(dense) > 3 else "")
+        warn(
+            f"sparsify leaves {len(dense)} of {len(new)} layers dense ({some}), whose weights have "
+            "too few zeros to compress, and makes them constants without gradients. density=0.5 "
+            "prunes them; format='dense' says that this is meant"
+        )
 
 
 def places_of(model: nn.Module, filter) -> dict[nn.Linear, list[tuple[nn.Module, str, str]]]:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from kernlib.descriptors.base import Descriptor
+from kernlib.descriptors.base import Descriptor, refuse_argument
 from kernlib.descriptors.epilogues import Product
 from kernlib.errors import UnsupportedError
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
@@ -30,11 +30,11 @@ def check_names(descriptor: Descriptor, parameters: dict) -> None:
     needed = descriptor.parameters
     for name in parameters:
         if name not in needed:
-            known = ", ".join(needed) or "none"
-            raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {known}")
+            refuse_argument(descriptor, name, needed)
     missing = [name for name in needed if name not in parameters]
     if missing:
-        raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
+        needed = ", ".join(missing)
+        raise ValueError(f"{descriptor.describe()} needs {needed}: {descriptor.call}")
 
 
 def check_parameters(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib import events
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import stand_ins
 
@@ -68,6 +69,9 @@ def bind(operation: Operation) -> Bound:
         call = check(*request)
         way = operation.way(call, *request)
         if way == REFERENCE:
+            if events.listening():
+                said = f"{operation.name} on {call.device}: no kernel, computed by torch"
+                events.emit("torch", "", "", said)
             return operation.reference(call, *request)
         if way == OPERATOR:
             return by_operator(operation, request)

@@ -18,7 +18,7 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module 'kernlib.sparse' has no attribute {name!r}")
+        raise _import_module("kernlib.hints").UnknownName(__name__, name)
     value = getattr(_import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -86,7 +86,7 @@ def test_it_fails_without_a_compiler(run, monkeypatch):
     result = run("doctor")
     assert result.exit_code == 1
     assert "FAIL  compile" in result.output
-    assert "pip install 'kernlib[cu13]'" in result.output
+    assert "pip install '.[cu13]' in a checkout" in result.output
 
 
 def test_it_names_a_setting_that_cannot_be_used(run, monkeypatch):

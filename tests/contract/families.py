@@ -30,7 +30,9 @@ def public() -> set[str]:
     found = set()
     for name in MODULES:
         module = import_module(name)
-        for attribute in getattr(module, "__all__", None) or vars(module):
+        listed = getattr(module, "__all__", None) or vars(module)
+        # dir() of kernlib names compile too, which a star import does not bring.
+        for attribute in dir(module) if name == "kernlib" else listed:
             value = getattr(module, attribute)
             if attribute.startswith("_") or not callable(value) or _is_record(value):
                 continue

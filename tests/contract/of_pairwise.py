@@ -55,6 +55,8 @@ def run_kernel(c: Context) -> dict:
     if c.random.random() < 0.4:
         shape = c.random.choice([(K,), (K, 2)])
         values["feature_map"] = c.randn(*shape, dtype=given["a"].dtype)
+    elif c.random.random() < 0.3:
+        values["lengthscale"] = c.randn(K, dtype=given["a"].dtype).abs() + 0.5
     if c.random.random() < 0.5:
         values["out"] = torch.zeros(_shape(given, M, N), dtype=given["a"].dtype, device=c.device)
         if c.random.random() < 0.5:

@@ -95,7 +95,13 @@ def matrix(descriptor, a, b=None, **values):
         b = a
     same_kind(a, b)
     a, b = wide(a), wide(b)
-    feature_map = values.pop("feature_map", None)
+    feature_map, lengthscale = (values.pop(k, None) for k in ("feature_map", "lengthscale"))
+    if lengthscale is not None:
+        if feature_map is not None:
+            raise TypeError("two maps")
+        a, b = (x / _lengths(x, lengthscale) for x in (a, b))
+        if descriptor.parameters:
+            values.setdefault("bandwidth", 1.0)
     if feature_map is not None:
         a, b = (_mapped(x, wide(feature_map)) for x in (a, b))
     for x in (a, b):
@@ -134,6 +140,17 @@ def matrix(descriptor, a, b=None, **values):
     if values:
         raise TypeError(f"no arguments: {values}")
     return k
+
+
+def _lengths(x, lengths):
+    lengths = wide(lengths)
+    if lengths.shape != (x.shape[-1],) and (
+        lengths.dim() != 3 or lengths.shape[1:] != (1, x.shape[-1])
+    ):
+        raise ValueError("features")
+    if not (lengths > 0).all():
+        raise ValueError("sign")
+    return lengths
 
 
 def _mapped(x, m):

@@ -232,7 +232,17 @@ REFUSED = {
     "endless literal": (lambda: kl.Custom("v * 1" + 400 * "0"), "10000"),
 }
 RESERVED = ["p", "inner_p", "outer_p", "epsilon", "regularization", "out", "accumulate", "debug"]
-RESERVED += ["a", "b", "descriptor", "row_offset", "col_offset", "pi", "e", *FUNCTIONS]
+RESERVED += [
+    "a",
+    "b",
+    "descriptor",
+    "lengthscale",
+    "row_offset",
+    "col_offset",
+    "pi",
+    "e",
+    *FUNCTIONS,
+]
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -140,7 +140,7 @@ WRONG = {
     "bias of values": (
         dict(bias=torch.tensor([5.0])),
         TypeError,
-        "bias must be a bool, got tensor",
+        "bias must be a bool, got a Tensor",
     ),
     "bias text": (dict(bias="no"), TypeError, "bias must be a bool, got 'no'"),
     "bias int": (dict(bias=1), TypeError, "bias must be a bool, got 1"),

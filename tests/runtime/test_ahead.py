@@ -111,7 +111,11 @@ def test_nothing_to_compile_is_fine(built):
     "arguments, error, message",
     [
         ({"archs": "sm_75", "specs": (X, X)}, ValueError, "arch must be one of .*sm_75"),
-        ({"bandwidth": 1.0}, TypeError, "bandwidth: arguments of a call need its specs"),
+        (
+            {"bandwidth": 1.0},
+            TypeError,
+            "bandwidth: arguments of a call need its tensors",
+        ),
         ({"specs": (X, X, X)}, TypeError, "specs must be the tensors of one call, got 3"),
         ({"specs": (X, 3)}, TypeError, "specs must be the tensors of one call, got Tensor, int"),
         ({"dtypes": torch.int8}, TypeError, "dtypes: pairwise has no kernels for torch.int8"),

@@ -27,7 +27,7 @@ __all__ = ["fastkronnumpy", "fastkrontorch"]
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module 'kernlib.compat.fastkron' has no attribute {name!r}")
+        raise _import_module("kernlib.hints").UnknownName(__name__, name)
     return _import_module(f"kernlib.compat.fastkron.{name}")
 
 

@@ -6,13 +6,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from kernlib.descriptors.base import check_precision, render, require, shown
+from kernlib.descriptors.base import check_precision, explained, render, require, shown
 from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 
 MODES = ("sdd", "dsd", "dds")  # sparse (s) or dense (d): result, a, b
 
 
-@dataclass(frozen=True, slots=True)
+@explained
+@dataclass(frozen=True, slots=True, repr=False)
 class BlockSparseMatmul(Product):
     """``epilogue(op(a) op(b))`` with a block-sparse result or operand, whose blocks a
     :class:`kernlib.blocksparse.Layout` places in a matrix S of R rows and C columns.
@@ -91,6 +92,10 @@ class BlockSparseMatmul(Product):
     def __reduce__(self):
         names = ("transpose_a", "transpose_b", "epilogue", "precision")
         return partial(type(self), **{name: getattr(self, name) for name in names}), (self.mode,)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return "layout", "a", "b"
 
     @property
     def transposed(self) -> bool:

@@ -7,14 +7,15 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from kernlib.descriptors.base import check_precision, render, shown
+from kernlib.descriptors.base import check_precision, explained, render, shown
 from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 
 SIDES = ("right", "left")  # of x, where the factors stand
 MOST = 2**60  # features: an address has 64 bits, and a float64 8 bytes
 
 
-@dataclass(frozen=True, slots=True)
+@explained
+@dataclass(frozen=True, slots=True, repr=False)
 class KroneckerProduct(Product):
     """``y = epilogue(x (F1 ⊗ ... ⊗ FN))``, or ``epilogue((F1 ⊗ ... ⊗ FN) x)`` with the factors on
     the left of x.
@@ -87,6 +88,10 @@ class KroneckerProduct(Product):
     def __reduce__(self):
         names = ("side", "transposed", "epilogue", "precision")
         return partial(type(self), **{name: getattr(self, name) for name in names}), (self.shapes,)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return "x", *(f"factor{index}" for index in range(1, len(self.shapes) + 1))
 
     @property
     def factor_shapes(self) -> tuple[tuple[int, int], ...]:

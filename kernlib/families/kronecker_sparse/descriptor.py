@@ -10,6 +10,7 @@ from kernlib.descriptors.base import (
     Descriptor,
     check_flag,
     check_precision,
+    explained,
     render,
     require,
     shown,
@@ -19,7 +20,8 @@ from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 MOST = 2**60  # numbers of a weight: an address has 64 bits, and a float64 8 bytes
 
 
-@dataclass(frozen=True, slots=True)
+@explained
+@dataclass(frozen=True, slots=True, repr=False)
 class KroneckerSparse(Product):
     """``y = epilogue(K x)``, the product with one factor of pattern ``(a, b, c, d)``.
 
@@ -125,6 +127,10 @@ class KroneckerSparse(Product):
         """The part of K that the weight fills: ``1 / (a * d)``."""
         return 1 / (self.a * self.d)
 
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return "x", "weight"
+
     def transposed(self) -> KroneckerSparse:
         """The product with the transpose of K, without an epilogue: its pattern is (a, c, b, d),
         its weight ``weight.transpose(1, 2)``."""
@@ -139,7 +145,8 @@ class KroneckerSparse(Product):
         return f"KroneckerSparse({', '.join(parts)})"
 
 
-@dataclass(frozen=True, slots=True)
+@explained
+@dataclass(frozen=True, slots=True, repr=False)
 class KroneckerSparseChain(Descriptor):
     """``y = factor_n(... factor_1(x))``: the right-most factor of the product comes first, and has
     its own weight and epilogue. A call takes the weights in that order.
@@ -168,6 +175,10 @@ class KroneckerSparseChain(Descriptor):
 
     def __hash__(self) -> int:
         return hash(self.text)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return "x", *(f"weight{index}" for index in range(1, len(self.factors) + 1))
 
     @property
     def batch_last(self) -> bool:

@@ -9,6 +9,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from kernlib.descriptors.base import refuse_argument
+from kernlib.errors import warn
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
@@ -84,12 +86,22 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     batch, shape = _output(a, second, out, hyperparameters)
     if out is not None:
         check_memory(out)
+    elif a.dim() == second.dim() == 2 and batch == sizes[2] > 1:
+        _warn_of_features(hyperparameters, batch)
     return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
 
 
 def refuse_more(descriptor: Pairwise, more: tuple) -> None:
     """Raises TypeError for tensors behind a and b."""
-    raise TypeError(f"{descriptor.describe()} takes tensors a and b, got {2 + len(more)}")
+    raise TypeError(
+        f"{descriptor.describe()} takes tensors a and b, got {2 + len(more)}; all that follows "
+        f"them has a name: {descriptor.call}"
+    )
+
+
+def refuse_missing(descriptor: Pairwise) -> None:
+    """Raises TypeError for a call without a."""
+    raise TypeError(f"a must be a tensor, got None; the call is {descriptor.call}")
 
 
 def check_shapes(a, b, out, tensors: dict[str, torch.Tensor]) -> tuple[int, ...]:
@@ -159,8 +171,7 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
         if name in ("epsilon", "regularization") and not descriptor.epilogue:
             raise ValueError(f"{name} needs an epilogue, and {descriptor.describe()} has none")
         if name not in allowed:
-            known = ", ".join(sorted(allowed)) or "none"
-            raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {known}")
+            refuse_argument(descriptor, name, sorted(allowed))
         number = host_value(name, value)
         if number is not None:
             check_host(name, number, descriptor.positive)
@@ -174,7 +185,8 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
     if missing:
         if "inner_p" in missing:  # which p gives as well, and with it the outer exponent
             missing[missing.index("inner_p")] = "p (or inner_p)"
-        raise ValueError(f"{descriptor.describe()} needs {', '.join(missing)}")
+        needed = ", ".join(missing)
+        raise ValueError(f"{descriptor.describe()} needs {needed}: {descriptor.call}")
 
 
 def _takes(descriptor: Pairwise) -> set[str]:
@@ -263,6 +275,18 @@ def exponents(descriptor: Pairwise, values: dict) -> tuple[float | str, float | 
 def _own(value, codes: dict) -> float | str:
     """The exponent itself where it has code of its own."""
     return float(value) if value is not None and value in codes else "any"
+
+
+def _warn_of_features(values: dict, features: int) -> None:
+    """Warns of a value for each feature, which makes a matrix each; one call is as right as the
+    other, and nothing in the result says which was meant."""
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] == features:
+            warn(
+                f"{name} has a value for each of {features} matrices, of shape (L, M, N), and none "
+                f"for each of the {features} features: that is lengthscale=. Points of shape "
+                "(1, N, K) say that matrices are meant"
+            )
 
 
 def _batch(a, b, out, values: dict) -> int:

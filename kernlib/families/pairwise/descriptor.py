@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+import inspect
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from kernlib.descriptors.base import (
     Descriptor,
     check_flag,
     check_precision,
+    explained,
     render,
     shown,
 )
@@ -27,6 +30,9 @@ from kernlib.descriptors.epilogues import (
 from kernlib.families.pairwise import stages as norms
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
     from typing_extensions import TypedDict, Unpack
 
     class _Options(TypedDict, total=False):
@@ -41,11 +47,14 @@ if TYPE_CHECKING:
 
         epilogue: Epilogue | tuple[Epilogue, ...]
 
+    _Function = TypeVar("_Function", bound=Callable[..., "Pairwise"])
+
 
 OPERATORS = ("difference", "dot")
 
 
-@dataclass(frozen=True, slots=True)
+@explained
+@dataclass(frozen=True, slots=True, repr=False)
 class Pairwise(Descriptor):
     """``out[l,m,n] = epilogue(outer(sum_k inner(op(a[l,m,k], b[l,n,k]))))``.
 
@@ -62,6 +71,27 @@ class Pairwise(Descriptor):
 
     Raises ValueError for a combination that has no meaning, TypeError for parts of another kind.
     The four stages and their combinations are those of the kermac project.
+
+    ``kernlib.run_kernel(descriptor, a, b, out=None, accumulate=False, row_offset=0, col_offset=0,
+    feature_map=None, lengthscale=None, **hyperparameters)``:
+
+    - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), any strides; float32, float64, float16
+      or bfloat16, computed in float64 for float64 and in float32 for the others. ``symmetric``
+      leaves b out. The result is (M, N), or (L, M, N) where an argument has a batch of L.
+    - One argument for each parameter of the epilogue, such as ``bandwidth``, and for stages Power
+      ``p``, or ``inner_p`` and ``outer_p``; ``inner_scale`` for ExpPower. Each is a real number, or
+      a tensor of shape (), or (L,) with a value for each entry of the batch: never one for each
+      feature.
+    - ``feature_map``: weights (K,) or a matrix (K, K2), by which the points are multiplied first;
+      ``lengthscale``: a value for each feature, (K,), by which they are divided, with which
+      ``bandwidth`` is 1 unless it is given too.
+    - ``epsilon`` and ``regularization``, with an epilogue: values smaller than the one in magnitude
+      count as 0; the other is added where ``m + row_offset == n + col_offset``, the diagonal.
+    - ``out`` (M, N) or (L, M, N), any strides, written in place, or with ``accumulate`` added to.
+
+    :func:`kernlib.families.pairwise.operation.run` has the details. A call raises ValueError and
+    TypeError that name the argument, RuntimeError for an ``out`` while gradients are recorded.
+    :attr:`signature` is the call that this descriptor takes.
     """
 
     family: ClassVar[str] = "pairwise"
@@ -126,6 +156,30 @@ class Pairwise(Descriptor):
         """The parameters that must be greater than zero."""
         return frozenset(name for epilogue in self.epilogue for name in epilogue.positive)
 
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return ("a",) if self.symmetric else ("a", "b")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        inner = isinstance(self.inner, norms.EXPONENTS)
+        needed = {
+            "p": inner,
+            "inner_scale": isinstance(self.inner, norms.ExpPower),
+            # Which p sets as well behind an inner Power.
+            "outer_p": isinstance(self.outer, norms.Power)
+            and not isinstance(self.inner, norms.Power),
+        }
+        return (*(name for name, is_needed in needed.items() if is_needed), *self.parameters)
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {
+            **({"epsilon": 0.0, "regularization": 0.0} if self.epilogue else {}),
+            **{"row_offset": 0, "col_offset": 0, "feature_map": None, "lengthscale": None},
+            **{"out": None, "accumulate": False, "debug": False},
+        }
+
     def describe(self) -> str:
         stages = [f"op={self.operator}", f"inner={self.inner}", f"outer={self.outer}"]
         stages += [str(epilogue) for epilogue in self.epilogue]
@@ -137,84 +191,236 @@ class Pairwise(Descriptor):
 def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
     if not isinstance(stage, allowed):
         known = ", ".join(f"{cls.__name__}()" for cls in allowed)
-        raise TypeError(f"{argument} must be one of {known}, got {shown(stage)}")
+        from kernlib.descriptors.words import instead_of_part
+
+        advice = instead_of_part(stage, allowed)
+        raise TypeError(f"{argument} must be one of {known}, got {shown(stage)}{advice}")
 
 
+def _named(*more: str) -> Callable[[_Function], _Function]:
+    """A decorator of functions that make a descriptor: says what their ``**fields`` are, to
+    ``help`` and to who gives them something else, such as an argument of the call."""
+    names = (*more, "precision", "symmetric", "direct")
+
+    def decorate(function: _Function) -> _Function:
+        own = function.__code__.co_varnames[: function.__code__.co_argcount]
+        listed = (*own, *names)
+        # Other stages may be given where the function leaves them open.
+        taken = {*listed, "operator", "inner", "outer"}
+
+        @functools.wraps(function)
+        def make(*values, **given):
+            if len(values) > len(own) or not taken.issuperset(given):
+                _refuse(function, values[len(own) :], given, listed, taken)
+            return function(*values, **given)
+
+        defaults = zip(own, function.__defaults__ or (), strict=True)
+        annotated = ((name, default, function.__annotations__[name]) for name, default in defaults)
+        make.__signature__ = _signature(names, *annotated)
+        return make
+
+    return decorate
+
+
+@functools.cache  # each takes 30 us of a first call
+def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect.Signature:
+    """Of some fields by keyword, behind parameters of a function itself."""
+    kinds = inspect.Parameter
+    known = {each.name: each for each in fields(Pairwise)}
+    parameters = [
+        kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+        for name, default, annotation in own
+    ]
+    parameters += [
+        kinds(x, kinds.KEYWORD_ONLY, default=known[x].default, annotation=known[x].type)
+        for x in names
+    ]
+    return inspect.Signature(parameters, return_annotation="Pairwise")
+
+
+def _refuse(function: Callable, values: tuple, given: dict, listed, taken) -> None:
+    """Raises TypeError for values without a place, or for the first keyword that is not taken."""
+    from kernlib.descriptors import words  # which right calls do without
+
+    if values:
+        words.refuse_positional(function.__name__, shown(values[0]), function)
+    wrong = {name: value for name, value in given.items() if name not in taken}
+    words.refuse_fields(function.__name__, wrong, listed, function)
+
+
+# What each computes, of points a (M, K) and b (N, K); how a call looks; what its arguments may be.
+
+
+@_named("epilogue")
 def l1_distance(**fields: Unpack[_Stages]) -> Pairwise:
-    """``sum_k |b - a|``."""
+    """``out[m, n] = sum_k |b[n, k] - a[m, k]|``, the L1 distance.
+
+    ``kernlib.run_kernel(kernlib.l1_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
+    Fields and further arguments of the call are those of :class:`Pairwise`.
+    """
     return Pairwise(inner=norms.Abs(), **fields)
 
 
+@_named("epilogue")
 def l2_distance(**fields: Unpack[_Stages]) -> Pairwise:
-    """``sqrt(sum_k (b - a)^2)``."""
+    """``out[m, n] = sqrt(sum_k (b[n, k] - a[m, k])^2)``, the Euclidean distance.
+
+    ``kernlib.run_kernel(kernlib.l2_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
+    Fields and further arguments of the call are those of :class:`Pairwise`.
+    """
     return Pairwise(inner=norms.Square(), outer=norms.Sqrt(), **fields)
 
 
+@_named("epilogue")
 def squared_distance(**fields: Unpack[_Stages]) -> Pairwise:
-    """``sum_k (b - a)^2``."""
+    """``out[m, n] = sum_k (b[n, k] - a[m, k])^2``, the squared Euclidean distance.
+
+    ``kernlib.run_kernel(kernlib.squared_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give
+    (M, N). Fields and further arguments of the call are those of :class:`Pairwise`.
+    """
     return Pairwise(inner=norms.Square(), **fields)
 
 
+@_named("epilogue")
 def p_distance(**fields: Unpack[_Stages]) -> Pairwise:
-    """``(sum_k |b - a|^p)^(1/p)``, with ``p`` given to the call."""
+    """``out[m, n] = (sum_k |b[n, k] - a[m, k]|^p)^(1/p)``, the distance of the p-norm.
+
+    ``kernlib.run_kernel(kernlib.p_distance(), a, b, p=1.5)``: ``a`` (M, K) and ``b`` (N, K) give
+    (M, N). ``p``, 0 or greater, counts differing features for 0 and takes the largest difference
+    for inf. Fields and further arguments of the call are those of :class:`Pairwise`.
+    """
     return Pairwise(inner=norms.Power(), outer=norms.Root(), **fields)
 
 
+@_named("epilogue")
 def power_sum(**fields: Unpack[_Stages]) -> Pairwise:
-    """``sum_k |b - a|^p``, with ``p`` given to the call."""
+    """``out[m, n] = sum_k |b[n, k] - a[m, k]|^p``, without the root of :func:`p_distance`.
+
+    ``kernlib.run_kernel(kernlib.power_sum(), a, b, p=1.5)``: ``a`` (M, K) and ``b`` (N, K) give
+    (M, N). ``p`` is 0 or greater. Fields and further arguments of the call are those of
+    :class:`Pairwise`.
+    """
     return Pairwise(inner=norms.Power(), **fields)
 
 
+@_named("epilogue")
 def exp_power_sum(**fields: Unpack[_Stages]) -> Pairwise:
-    """``sum_k exp(inner_scale * |b - a|^p)``, with ``p`` and ``inner_scale`` given to the call."""
+    """``out[m, n] = sum_k exp(inner_scale * |b[n, k] - a[m, k]|^p)``, kernels of single features.
+
+    ``kernlib.run_kernel(kernlib.exp_power_sum(), a, b, p=2.0, inner_scale=-0.5)``: ``a`` (M, K) and
+    ``b`` (N, K) give (M, N). ``p`` is 0 or greater and finite, ``inner_scale`` any number. Fields
+    and further arguments of the call are those of :class:`Pairwise`.
+    """
     return Pairwise(inner=norms.ExpPower(), **fields)
 
 
+@_named("epilogue")
 def dot_product(**fields: Unpack[_Stages]) -> Pairwise:
-    """``sum_k b * a``."""
+    """``out[m, n] = sum_k b[n, k] * a[m, k]``, the dot product.
+
+    ``kernlib.run_kernel(kernlib.dot_product(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
+    Fields and further arguments of the call are those of :class:`Pairwise`.
+    """
     return Pairwise("dot", inner=norms.Identity(), **fields)
 
 
+@_named()
 def laplace_l1(**fields: Unpack[_Options]) -> Pairwise:
-    """``exp(-|b - a|_1 / bandwidth)``."""
+    """``out[m, n] = exp(-|b[n] - a[m]|_1 / bandwidth)``, the Laplace kernel of the L1 distance.
+
+    ``kernlib.run_kernel(kernlib.laplace_l1(), a, b, bandwidth=10.0)``: ``a`` (M, K) and ``b``
+    (N, K) give (M, N). ``bandwidth`` is greater than 0, in the units of the distance. Fields and
+    further arguments of the call are those of :class:`Pairwise`.
+    """
     return l1_distance(epilogue=Laplace(), **fields)
 
 
+@_named()
 def laplace_l2(**fields: Unpack[_Options]) -> Pairwise:
-    """``exp(-|b - a|_2 / bandwidth)``."""
+    """``out[m, n] = exp(-|b[n] - a[m]|_2 / bandwidth)``, the Laplace kernel of the L2 distance.
+
+    ``kernlib.run_kernel(kernlib.laplace_l2(), a, b, bandwidth=10.0)``: ``a`` (M, K) and ``b``
+    (N, K) give (M, N). ``bandwidth`` is greater than 0, in the units of the distance. Fields and
+    further arguments of the call are those of :class:`Pairwise`.
+    """
     return l2_distance(epilogue=Laplace(), **fields)
 
 
+@_named()
 def laplace_pq(**fields: Unpack[_Options]) -> Pairwise:
-    """``exp(-(|b - a|_p / bandwidth)^q)``, with ``p`` and ``q`` given to the call."""
+    """``out[m, n] = exp(-(|b[n] - a[m]|_p / bandwidth)^q)``, of any norm and power.
+
+    ``kernlib.run_kernel(kernlib.laplace_pq(), a, b, p=1.5, bandwidth=10.0, q=1.0)``: ``a`` (M, K)
+    and ``b`` (N, K) give (M, N). ``p`` is 0 or greater; ``bandwidth``, in the units of the
+    distance, and ``q`` are greater than 0. Fields and further arguments of the call are those of
+    :class:`Pairwise`.
+    """
     return p_distance(epilogue=PowerExponential(), **fields)
 
 
+@_named()
 def gaussian(**fields: Unpack[_Options]) -> Pairwise:
-    """``exp(-|b - a|_2^2 / (2 bandwidth^2))``."""
+    """``out[m, n] = exp(-|b[n] - a[m]|_2^2 / (2 bandwidth^2))``, the Gaussian or RBF kernel.
+
+    ``kernlib.run_kernel(kernlib.gaussian(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
+    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields and further
+    arguments of the call are those of :class:`Pairwise`.
+    """
     return squared_distance(epilogue=Gaussian(), **fields)
 
 
+@_named()
 def matern32(**fields: Unpack[_Options]) -> Pairwise:
-    """Matérn kernel with ``nu = 3/2``."""
+    """``out[m, n] = (1 + t) exp(-t)`` with ``t = sqrt(3) |b[n] - a[m]|_2 / bandwidth``, the Matérn
+    kernel with ``nu = 3/2``.
+
+    ``kernlib.run_kernel(kernlib.matern32(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
+    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields and further
+    arguments of the call are those of :class:`Pairwise`.
+    """
     return l2_distance(epilogue=Matern(1.5), **fields)
 
 
+@_named()
 def matern52(**fields: Unpack[_Options]) -> Pairwise:
-    """Matérn kernel with ``nu = 5/2``."""
+    """``out[m, n] = (1 + t + t^2 / 3) exp(-t)`` with ``t = sqrt(5) |b[n] - a[m]|_2 / bandwidth``,
+    the Matérn kernel with ``nu = 5/2``.
+
+    ``kernlib.run_kernel(kernlib.matern52(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
+    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields and further
+    arguments of the call are those of :class:`Pairwise`.
+    """
     return l2_distance(epilogue=Matern(2.5), **fields)
 
 
+@_named()
 def rational_quadratic(**fields: Unpack[_Options]) -> Pairwise:
-    """``(1 + |b - a|_2^2 / (2 alpha bandwidth^2))^-alpha``."""
+    """``out[m, n] = (1 + |b[n] - a[m]|_2^2 / (2 alpha bandwidth^2))^-alpha``.
+
+    ``kernlib.run_kernel(kernlib.rational_quadratic(), a, b, bandwidth=8.0, alpha=1.0)``: ``a``
+    (M, K) and ``b`` (N, K) give (M, N). ``bandwidth``, in the units of the points, and ``alpha``
+    are greater than 0. Fields and further arguments of the call are those of :class:`Pairwise`.
+    """
     return squared_distance(epilogue=RationalQuadratic(), **fields)
 
 
+@_named()
 def cauchy(**fields: Unpack[_Options]) -> Pairwise:
-    """``1 / (1 + |b - a|_2^2 / bandwidth^2)``."""
+    """``out[m, n] = 1 / (1 + |b[n] - a[m]|_2^2 / bandwidth^2)``, the Cauchy kernel.
+
+    ``kernlib.run_kernel(kernlib.cauchy(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
+    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields and further
+    arguments of the call are those of :class:`Pairwise`.
+    """
     return squared_distance(epilogue=Cauchy(), **fields)
 
 
+@_named()
 def polynomial(degree: int = 3, **fields: Unpack[_Options]) -> Pairwise:
-    """``(gamma * <a, b> + offset)^degree``."""
+    """``out[m, n] = (gamma * <a[m], b[n]> + offset)^degree``, with a ``degree`` from 1 to 16.
+
+    ``kernlib.run_kernel(kernlib.polynomial(), a, b, gamma=0.1, offset=1.0)``: ``a`` (M, K) and
+    ``b`` (N, K) give (M, N). ``gamma`` and ``offset`` are any numbers. Fields and further arguments
+    of the call are those of :class:`Pairwise`.
+    """
     return dot_product(epilogue=Polynomial(degree), **fields)

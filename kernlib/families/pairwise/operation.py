@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import torch
 
 from kernlib.errors import KernlibError
@@ -12,12 +15,18 @@ from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_dense, check_flag, check_out_shape, refuse_any_overlap
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
+
 _execute = calls.execute
 
 
 def run(
     descriptor: Pairwise,
-    a: torch.Tensor,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     *more: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -25,6 +34,7 @@ def run(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    lengthscale: torch.Tensor | None = None,
     **hyperparameters,
 ) -> torch.Tensor:
     """``out[l,m,n] (+)= epilogue(outer(sum_k inner(op(a[l,m,k], b[l,n,k]))))``.
@@ -38,10 +48,15 @@ def run(
     - Batches of size 1 broadcast, of hyperparameters too.
     - ``p``, or ``inner_p`` and ``outer_p``, for Power stages: 0 counts nonzero terms, inf takes
       the largest; and one argument for each parameter of the epilogue (``bandwidth`` ...). Real
-      numbers, or tensors of shape () or (L,) that stay on the device. Device tensors are not
-      looked at: a negative p gives whatever its formula gives.
+      numbers, or tensors of shape () or (L,) that stay on the device: L values give a result
+      (L, M, N), even where there are as many features; one that has a value for each feature is
+      a ``lengthscale``. Device tensors are not looked at: a negative p gives whatever its formula
+      gives.
     - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
       multiplied first (:func:`kernlib.families.pairwise.functions.feature_map.apply`).
+    - ``lengthscale``: a value for each feature, (K,), or (L, 1, K), greater than 0, by which the
+      points are divided first (automatic relevance determination); with it ``bandwidth`` is 1
+      unless it is given too. In place of a ``feature_map``.
     - ``epsilon`` (default 0): with an epilogue, values smaller than it in magnitude count as 0.
     - ``regularization``: with an epilogue, added where ``m + row_offset == n + col_offset``, so
       that a block of a larger K(X, X) finds its diagonal.
@@ -54,7 +69,15 @@ def run(
     """
     if more:
         checks.refuse_more(descriptor, more)
-    if feature_map is not None:
+    if a is None:
+        checks.refuse_missing(descriptor)
+    if lengthscale is not None:
+        from kernlib.families.pairwise.functions.feature_map import scaled
+
+        a, b, hyperparameters = scaled(
+            descriptor, lengthscale, feature_map, a, b, out, hyperparameters
+        )
+    elif feature_map is not None:
         from kernlib.families.pairwise.functions import (
             feature_map as pairwise_features,  # which most calls do without
         )
@@ -73,6 +96,23 @@ def run(
     return _execute(*request)
 
 
+def _with_own_names(function: _Function) -> _Function:
+    """cdist, which says what its points are called to who gives them the names of run_kernel."""
+
+    @functools.wraps(function)
+    def cdist(*values, **given):
+        for name in given:
+            if name in ("a", "b"):
+                raise TypeError(
+                    f"cdist() got an unexpected keyword argument {name!r}: its points are x1 and "
+                    "x2, as those of torch.cdist; a and b are those of run_kernel"
+                )
+        return function(*values, **given)
+
+    return cdist
+
+
+@_with_own_names
 def cdist(
     x1: torch.Tensor,
     x2: torch.Tensor,

@@ -36,7 +36,7 @@ _run = torch.compiler.disable(operation.run)
 
 def run(
     descriptor: Pairwise,
-    a: torch.Tensor,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     *more: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -45,6 +45,7 @@ def run(
     col_offset: int = 0,
     debug: bool = False,
     feature_map: torch.Tensor | None = None,
+    lengthscale: torch.Tensor | None = None,
     **hyperparameters,
 ) -> torch.Tensor:
     """:func:`kernlib.families.pairwise.operation.run` by way of the operators.
@@ -54,8 +55,14 @@ def run(
     """
     if more:
         checks.refuse_more(descriptor, more)
+    if a is None:
+        checks.refuse_missing(descriptor)
     checks.check_tensors(a, b, out)
-    if feature_map is not None:
+    if lengthscale is not None:
+        a, b, hyperparameters = pairwise_features.scaled(
+            descriptor, lengthscale, feature_map, a, b, out, hyperparameters
+        )
+    elif feature_map is not None:
         a, b = pairwise_features.apply(feature_map, a, b, out)
     check_flag("accumulate", accumulate)
     if accumulate and out is None:

@@ -34,14 +34,21 @@ class Request(NamedTuple):
         """From the keyword arguments of a call. Raises TypeError for ``more`` tensors."""
         if more:
             checks.refuse_more(descriptor, more)
-        if arguments.get("feature_map") is not None:
+        if arguments.get("lengthscale") is not None:
+            from kernlib.families.pairwise.functions.feature_map import scaled
+
+            out, mapped = arguments.get("out"), arguments.get("feature_map")
+            a, b, arguments = scaled(
+                descriptor, arguments["lengthscale"], mapped, a, b, out, arguments
+            )
+        elif arguments.get("feature_map") is not None:
             from kernlib.families.pairwise.functions import (
                 feature_map,  # which most calls do without
             )
 
             a, b = feature_map.apply(arguments["feature_map"], a, b, arguments.get("out"))
         options = (arguments.get(name, default) for name, default in OPTIONS.items())
-        known = (*OPTIONS, "feature_map")
+        known = (*OPTIONS, "feature_map", "lengthscale")
         rest = {name: arguments[name] for name in arguments if name not in known}
         return cls(descriptor, a, b, *options, rest)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kernlib.descriptors.base import render
+from kernlib.descriptors.base import explained, render
 from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 
 
-@dataclass(frozen=True, slots=True)
+@explained
+@dataclass(frozen=True, slots=True, repr=False)
 class SparseMatmul(Product):
     """``y = epilogue(W x)``, the product with a matrix W (R, C) that
     :func:`kernlib.sparse.compress` made.
@@ -58,6 +59,10 @@ class SparseMatmul(Product):
 
     def __hash__(self) -> int:
         return hash(self.text)  # which a str computes once
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return "w", "x"
 
     def describe(self) -> str:
         return f"SparseMatmul({', '.join(str(epilogue) for epilogue in self.epilogue)})"

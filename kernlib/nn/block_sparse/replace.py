@@ -10,6 +10,7 @@ from torch import nn
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.nn.block_sparse.linear import BlockSparseLinear, check_linear
 from kernlib.nn.block_sparse.weight import check_multiple, check_options
+from kernlib.nn.linears import warn_of_nothing
 from kernlib.nn.sparse_replace import check_filter, places_of
 
 
@@ -39,6 +40,8 @@ def block_sparsify(
     ``nn.TransformerEncoderLayer`` are swapped, torch's fused path of evaluation is turned off for
     it: one that is put there by hand needs ``torch.backends.mha.set_fastpath_enabled(False)``.
 
+    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped.
+
     Raises, with ``model`` as it was, ValueError that names the layer for features that are no
     multiple of the block's, for a weight that another module holds too and for one without values,
     such as on "meta", TypeError that names it for one of another dtype than float16, bfloat16,
@@ -56,6 +59,8 @@ def block_sparsify(
         )
     places = places_of(model, filter)
     _check_all(model, places, block)
+    if not places:
+        warn_of_nothing("block_sparsify", model, "filter", filter)
     new = {}
     while places:
         layer, where = next(iter(places.items()))

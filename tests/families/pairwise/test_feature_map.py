@@ -147,3 +147,84 @@ def test_autocast_changes_nothing():
 def test_tensors_without_data_are_mapped():
     a, b, w = (x.to("meta") for x in (A, B, draw(K, K2)))
     assert [tuple(x.shape) for x in apply(w, a, b)] == [(A.shape[0], K2), (B.shape[0], K2)]
+
+
+LENGTHS = draw(K, seed=5).abs() + 0.5
+
+
+def wanted_of_lengthscales(a, b, lengths, bandwidth=1.0):
+    squares = ((a[:, None] - b) / lengths).square().sum(-1)
+    return torch.exp(-squares / (2 * bandwidth**2))
+
+
+def test_a_lengthscale_of_each_feature_divides_the_points():
+    found = kl.run_kernel(kl.gaussian(), A, B, lengthscale=LENGTHS)
+    torch.testing.assert_close(found, wanted_of_lengthscales(A, B, LENGTHS))
+    found = kl.run_kernel(kl.gaussian(), A, B, lengthscale=LENGTHS, bandwidth=2.0)
+    torch.testing.assert_close(found, wanted_of_lengthscales(A, B, LENGTHS, 2.0))
+    distances = kl.run_kernel(kl.l2_distance(symmetric=True), A, lengthscale=LENGTHS)
+    torch.testing.assert_close(distances, torch.cdist(A / LENGTHS, A / LENGTHS))
+
+
+def test_a_lengthscale_stands_beside_a_batch():
+    widths = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    found = kl.run_kernel(kl.gaussian(), A, B, lengthscale=LENGTHS, bandwidth=widths)
+    expected = [wanted_of_lengthscales(A, B, LENGTHS, float(width)) for width in widths]
+    torch.testing.assert_close(found, torch.stack(expected))
+    batch = torch.stack([LENGTHS, 2 * LENGTHS])[:, None]
+    found = kl.run_kernel(kl.gaussian(), A, B, lengthscale=batch)
+    expected = [wanted_of_lengthscales(A, B, lengths[0]) for lengths in batch]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_reductions_and_solvers_take_a_lengthscale():
+    v = draw(N, 2, seed=3)
+    expected = wanted_of_lengthscales(A, B, LENGTHS)
+    found = kl.kernel_matmul(kl.gaussian(), A, B, v, lengthscale=LENGTHS)
+    torch.testing.assert_close(found, expected @ v)
+    for reduction in (kl.kernel_sum, lambda *a, **v: kl.kernel_topk(*a, k=N, **v)[0].sum(-1)):
+        found = reduction(kl.gaussian(), A, B, lengthscale=LENGTHS)
+        torch.testing.assert_close(found, expected.sum(-1))
+    a, lengths = A.float(), LENGTHS.float()
+    made = kl.linalg.solve_kernel(kl.gaussian(), a, a, regularization=1.0, lengthscale=lengths)
+    dense = wanted_of_lengthscales(a, a, lengths) + torch.eye(M)
+    torch.testing.assert_close(made.x, torch.linalg.solve(dense, a), rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_reach_a_lengthscale():
+    def call(a, b, lengths):
+        return kl.run_kernel(kl.gaussian(), a, b, lengthscale=lengths)
+
+    tensors = [t.clone().requires_grad_() for t in (A, B, LENGTHS)]
+    assert torch.autograd.gradcheck(call, tensors)
+
+
+def test_a_compiled_call_takes_a_lengthscale():
+    def call(a, b, lengths):
+        return kl.run_kernel(kl.gaussian(), a, b, lengthscale=lengths)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(A, B, LENGTHS), call(A, B, LENGTHS))
+
+
+def test_what_only_prepares_takes_a_lengthscale():
+    kl.prepare(kl.gaussian(), A, B, lengthscale=LENGTHS)
+    with pytest.raises(ValueError, match=r"lengthscale must be \(K,\)"):
+        kl.prepare(kl.gaussian(), A, B, lengthscale=LENGTHS[:2])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"lengthscale": 2.0}, TypeError, "lengthscale must be a tensor .* bandwidth"),
+        ({"lengthscale": LENGTHS[:3]}, ValueError, r"lengthscale must be .* K = 4 .* got \(3,\)"),
+        ({"lengthscale": -LENGTHS}, ValueError, "lengthscale must be greater than 0"),
+        ({"lengthscale": LENGTHS.float()}, TypeError, "lengthscale must be torch.float64"),
+        ({"lengthscale": LENGTHS, "feature_map": LENGTHS}, TypeError, "give either"),
+    ],
+)
+def test_a_wrong_lengthscale_is_named(given, error, message):
+    with pytest.raises(error, match=message):
+        kl.run_kernel(kl.gaussian(), A, B, **given)
+    with pytest.raises(error, match=message):
+        kl.kernel_sum(kl.gaussian(), A, B, **given)

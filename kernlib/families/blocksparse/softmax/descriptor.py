@@ -6,12 +6,13 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from kernlib.descriptors.base import Descriptor, check_flag, render, shown
+from kernlib.descriptors.base import Descriptor, check_flag, explained, render, shown
 
 MODES = ("add", "mul")  # of a mask
 
 
-@dataclass(frozen=True, slots=True)
+@explained
+@dataclass(frozen=True, slots=True, repr=False)
 class BlockSparseSoftmax(Descriptor):
     """Softmax over what is stored of each row of a block-sparse matrix, whose blocks a
     :class:`kernlib.blocksparse.Layout` places in a matrix of R rows and C columns.
@@ -91,6 +92,14 @@ class BlockSparseSoftmax(Descriptor):
         """The tensors that a call is given besides x."""
         masks = [name for name in ("key_padding_mask", "attn_mask") if getattr(self, name)]
         return (*["rpe"] * self.rpe, *masks)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return "layout", "x"
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {"scale": 1.0, "out": None, "debug": False}
 
     def describe(self) -> str:
         masks = [f"{name}={getattr(self, name)}" for name in self.parameters if name != "rpe"]

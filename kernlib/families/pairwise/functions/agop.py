@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager, routes
@@ -172,7 +173,7 @@ def _check_points(x, z, coefficients) -> None:
 def _check_call(descriptor: Pairwise, x, z, values: dict) -> None:
     """Raises TypeError for another descriptor, and what a call of it would raise."""
     if not isinstance(descriptor, Pairwise):
-        raise TypeError(f"descriptor must be a Pairwise, got {descriptor!r}")
+        refuse_descriptor("Pairwise such as gaussian()", descriptor)
     if descriptor.symmetric:
         raise ValueError("agop differentiates by x alone: use symmetric=False, and pass x twice")
     checks.check_call(descriptor, x, z, None, False, 0, 0, values)

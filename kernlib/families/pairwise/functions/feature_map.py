@@ -1,4 +1,5 @@
-"""Maps of features ahead of a pairwise kernel: a weight for each feature, or a matrix.
+"""Maps of features ahead of a pairwise kernel: a lengthscale or a weight for each feature, or a
+matrix.
 
 A map costs one pass over the points, O((M + N) K), beside the O(M N K) of the kernel that follows.
 """
@@ -6,9 +7,13 @@ A map costs one pass over the points, O((M + N) K), beside the O(M N K) of the k
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from kernlib.descriptors.base import shown
+from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.dtypes import accumulator
-from kernlib.runtime.tensors import check_dense, refuse_any_overlap
+from kernlib.runtime.numbers import check_host, extremes
+from kernlib.runtime.tensors import check_dense, refuse_any_overlap, stand_ins
 
 SHAPES = "(K,) or (L, 1, K) for weights, (K, K2) or (L, K, K2) for a matrix"
 
@@ -44,8 +49,50 @@ def apply(
     return first, None if b is None else _mapped(feature_map, weights, "b", b)
 
 
-def _check(feature_map, a: torch.Tensor, b: torch.Tensor | None) -> None:
-    check_dense(("feature_map", "a"), feature_map=feature_map, a=a, b=b)
+def scaled(
+    descriptor: Pairwise,
+    lengthscale: torch.Tensor,
+    feature_map: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    out: torch.Tensor | None,
+    values: dict,
+) -> tuple[torch.Tensor, torch.Tensor | None, dict]:
+    """The points divided by ``lengthscale``, which has a value for each feature, and the
+    hyperparameters of the call, among which a bandwidth is 1 unless it is given.
+
+    ``lengthscale`` is (K,), or (L, 1, K) for one in each entry of the batch, greater than 0, of the
+    inputs' dtype or that of the arithmetic: :func:`apply` of its reciprocal, and differentiable as
+    that is. Raises TypeError and ValueError that name the argument.
+    """
+    if feature_map is not None:
+        raise TypeError("lengthscale and feature_map both map the features: give either")
+    if not isinstance(lengthscale, torch.Tensor):
+        raise TypeError(
+            "lengthscale must be a tensor with a value for each feature, got "
+            f"{shown(lengthscale)}; one number for all of them is a bandwidth"
+        )
+    check_dense(("lengthscale", "a"), lengthscale=lengthscale, a=a, b=b)
+    refuse_any_overlap(out, lengthscale=lengthscale)
+    shape, features = tuple(lengthscale.shape), a.shape[-1] if a.dim() else 0
+    if shape != (features,) and (len(shape) != 3 or shape[1:] != (1, features)):
+        raise ValueError(
+            f"lengthscale must be (K,) or (L, 1, K), with K = {features} features, got {shape}"
+        )
+    _check(lengthscale, a, b, "lengthscale")
+    if not is_dynamo_compiling() and not stand_ins(lengthscale):
+        for number in extremes(lengthscale):
+            check_host("lengthscale", number, frozenset(("lengthscale",)))
+    weights = lengthscale.to(accumulator(a.dtype)).reciprocal()
+    if "bandwidth" in descriptor.parameters:
+        values = {"bandwidth": 1.0} | values
+    return *apply(weights, a, b, out), values
+
+
+def _check(
+    feature_map, a: torch.Tensor, b: torch.Tensor | None, called: str = "feature_map"
+) -> None:
+    check_dense((called, "a"), **{called: feature_map}, a=a, b=b)
     for name, x in (("a", a), ("b", b)):
         if x is None:
             continue
@@ -59,16 +106,14 @@ def _check(feature_map, a: torch.Tensor, b: torch.Tensor | None) -> None:
         if x.device != a.device:
             raise ValueError(f"a and b must be on one device, got {a.device} and {x.device}")
     if not a.dtype.is_floating_point:
-        raise TypeError(f"a must have a floating dtype for a feature_map, got {a.dtype}")
+        raise TypeError(f"a must have a floating dtype for a {called}, got {a.dtype}")
     allowed = tuple(dict.fromkeys((a.dtype, accumulator(a.dtype))))
     if feature_map.dtype not in allowed:
         wanted = " or ".join(map(str, allowed))
-        raise TypeError(
-            f"feature_map must be {wanted} for {a.dtype} inputs, got {feature_map.dtype}"
-        )
+        raise TypeError(f"{called} must be {wanted} for {a.dtype} inputs, got {feature_map.dtype}")
     if feature_map.device != a.device:
         raise ValueError(
-            f"feature_map must be on the inputs' device {a.device}, got {feature_map.device}"
+            f"{called} must be on the inputs' device {a.device}, got {feature_map.device}"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
-from kernlib.families.pairwise.reductions import operation
+from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import check_flag
 
@@ -43,7 +43,8 @@ def kernel_matmul(
       (L, M, C), with a batch where an argument has one, of the inputs' dtype.
     - ``out``, of the result's shape, is written in place; half types also take a float32 one.
     - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
-      multiplied first (:func:`kernlib.families.pairwise.functions.feature_map.apply`).
+      multiplied first (:func:`kernlib.families.pairwise.functions.feature_map.apply`);
+      ``lengthscale``: a value for each feature, (K,), by which they are divided first.
 
     Half types are summed in float32. On a GPU, up to 16 columns of v (64 of them for up to 16
     features) are computed by kernels that keep no entry of K; more, and float64, by blocks of K
@@ -180,22 +181,30 @@ def _run(
 ) -> torch.Tensor:
     """A reduction that has one tensor for its result."""
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
-    arguments = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
+    request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
     if operation.is_recorded():
         from kernlib import run
 
-        return run.pairwise_reduce_operators.run(*arguments)
+        return run.pairwise_reduce_operators.run(*request)
     if torch.is_grad_enabled() and _requires_gradient(a, b, v, out, values):
         from kernlib.families.pairwise.reductions import gradients
 
-        return gradients.run(*arguments)
-    return operation.run(*arguments)
+        return gradients.run(*request)
+    return operation.run(*request)
 
 
 def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
     """Points and hyperparameters, mapped, and in a unit near a bandwidth whose square has no
     reciprocal, which kernels of squared distances multiply by."""
-    if feature_map is not None:
+    lengthscale = values.get("lengthscale")
+    if "lengthscale" in values:
+        values = {name: value for name, value in values.items() if name != "lengthscale"}
+    if lengthscale is not None:
+        arguments.check_tensors(descriptor, a, b, None)
+        a, b, values = pairwise_features.scaled(
+            descriptor, lengthscale, feature_map, a, b, out, values
+        )
+    elif feature_map is not None:
         a, b = pairwise_features.apply(feature_map, a, b, out)
     bandwidth = _far_bandwidth(values.get("bandwidth"))
     if bandwidth is None:

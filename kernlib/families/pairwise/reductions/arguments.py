@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.descriptors.base import Descriptor
+from kernlib.descriptors.base import Descriptor, refuse_descriptor
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.dtypes import accumulator
@@ -82,7 +82,7 @@ def check_tensors(descriptor, a, b, v) -> None:
     nor None."""
     if not isinstance(descriptor, Pairwise):
         kind = "Pairwise descriptor" if isinstance(descriptor, Descriptor) else "descriptor"
-        raise TypeError(f"descriptor must be a {kind} such as gaussian(), got {descriptor!r}")
+        refuse_descriptor(f"{kind} such as gaussian()", descriptor)
     checks.check_tensors(a, b, None)
     check_dense((), v=v)
 

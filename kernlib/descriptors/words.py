@@ -1,0 +1,121 @@
+"""What is said of descriptors and epilogues that were built wrongly, or are none. Loaded when that
+happens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernlib import hints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kernlib.descriptors.base import Descriptor
+
+# Arguments of some call, whichever family's and epilogue's, and how an example writes them.
+_OF_CALLS = {
+    "bandwidth": "1.0",
+    "alpha": "1.0",
+    "beta": "1.0",
+    "bias": "bias",
+    "epsilon": "1e-6",
+    "feature_map": "weights",
+    "gamma": "1.0",
+    "inner_scale": "-1.0",
+    "lengthscale": "lengthscale",
+    "offset": "1.0",
+    "out": "out",
+    "p": "1.5",
+    "q": "1.0",
+    "regularization": "1e-3",
+    "scale": "1.0",
+    "y": "y",
+}
+
+
+def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable) -> None:
+    """Raises TypeError for the first of the keywords that is none of the ``fields`` of ``what``,
+    and says where an argument of a call goes. ``make`` makes a descriptor of the other keywords."""
+    fields = list(fields)
+    name = next(name for name in given if name not in fields)
+    text = f"{what}() got an unexpected keyword argument {name!r}"
+    try:
+        made = make(**{key: value for key, value in given.items() if key in fields})
+    except (TypeError, ValueError):  # which the caller hears of when this is mended
+        made = None
+    if made is not None and name in (*made.required, *made.options):
+        raise TypeError(f"{text}: it is an argument of the call, {call_of(what, made, name)}")
+    if made is not None and name in _OF_CALLS:
+        raise TypeError(
+            f"{text}: it is an argument of a call, as in {call_of('', made, name)}, of descriptors "
+            "whose stages or epilogue take it"
+        )
+    hint = hints.argument(name, fields)
+    raise TypeError(text + (hint or f"; it takes {', '.join(fields)}"))
+
+
+def refuse_positional(what: str, value: str, make: Callable) -> None:
+    """Raises TypeError for a value that ``what`` has no place for."""
+    made = make()
+    goes = f": numbers are arguments of the call, {call_of(what, made)}" if made.required else ""
+    raise TypeError(f"{what}() got an unexpected positional argument, {value}{goes}")
+
+
+def call_of(what: str, made: Descriptor, *names: str) -> str:
+    """A call of a descriptor that ``what`` makes, with arguments of these names."""
+    named = dict.fromkeys((*made.required, *names))
+    values = [f"{each}={_OF_CALLS.get(each, '...')}" for each in named]
+    descriptor = f"{what}()" if what and what[0].islower() else "descriptor"
+    return f"run_kernel({', '.join([descriptor, *made.operands, *values])})"
+
+
+def instead_of_descriptor(value: object) -> str:
+    """What to write in place of something that is no descriptor, or ""."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return ": the descriptor comes first, before the tensors"
+    if isinstance(value, str):
+        found = [name for name in hints.meant("kernlib", value) if _makes_descriptor(name)]
+        return f": write {' or '.join(f'{name}()' for name in found)}" if found else ""
+    if hasattr(value, "expression") and not isinstance(value, type):
+        return f": an epilogue is part of a descriptor, as in kernlib.Pairwise(epilogue={value!r})"
+    if _makes_descriptor(f"kernlib.{getattr(value, '__name__', '')}"):
+        return f": call it, kernlib.{value.__name__}({'...' if _needs_arguments(value) else ''})"
+    return ""
+
+
+def instead_of_part(value: object, known: Iterable[type]) -> str:
+    """What to write in place of something that is none of the ``known`` parts of a descriptor, or
+    ""."""
+    by_word = {kind.__name__.lower(): kind for kind in known}
+    if isinstance(value, type) and value in by_word.values():
+        return f": call it, kernlib.{value.__name__}({'...' if _needs_arguments(value) else ''})"
+    if isinstance(value, str) and not value.isidentifier() and "custom" in by_word:
+        return f": an expression of v is kernlib.Custom({value!r})"
+    if epilogues := getattr(value, "epilogue", None):
+        return f": that is a whole descriptor, whose epilogue is {epilogues[0]!r}"
+    name = value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+    word = name.replace("_", "").lower()
+    found = by_word.get("silu" if word == "swish" else word)
+    if found is None or found.__name__ == "Custom":
+        return ""
+    settings = [f"{each}={getattr(value, each)!r}" for each in _SETTINGS if hasattr(value, each)]
+    return f": write kernlib.{found.__name__}({', '.join(settings)})"
+
+
+_SETTINGS = ("negative_slope", "approximate")  # of torch's modules, which epilogues call the same
+
+
+def _makes_descriptor(whole: str) -> bool:
+    """Whether a name of kernlib is that of a class of descriptors, or of a function that makes
+    one."""
+    import kernlib
+
+    value = getattr(kernlib, whole.removeprefix("kernlib."), None) if whole[8:] else None
+    return callable(value) and getattr(value, "__module__", "").endswith(".descriptor")
+
+
+def _needs_arguments(make: Callable) -> bool:
+    import inspect
+
+    parameters = inspect.signature(make).parameters.values()
+    return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters)

@@ -1,0 +1,191 @@
+"""What somebody may have meant who wrote a name that is not there. Loaded when that happens."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import ModuleType
+
+# Modules of which a name is looked for that another one lacks; all but the light
+# ones import torch, and are read in place of that.
+_LIGHT = (
+    *("kernlib", "kernlib.nn", "kernlib.sparse", "kernlib.blocksparse"),
+    *("kernlib.events", "kernlib.settings"),
+)
+_HEAVY = ("kernlib.linalg",)
+_COMPAT = (
+    *("kernlib.nn.compat", "kernlib.compat.torch_blocksparse"),
+    *("kernlib.compat.kermac", "kernlib.compat.macko"),
+)
+
+# What other libraries call it, in lower case and without underscores.
+OTHERS = {
+    "rbf": ("kernlib.gaussian",),
+    "rbfkernel": ("kernlib.gaussian",),
+    "squaredexponential": ("kernlib.gaussian",),
+    "exponential": ("kernlib.laplace_l2",),
+    "laplacian": ("kernlib.laplace_l1", "kernlib.laplace_l2"),
+    "laplacekernel": ("kernlib.laplace_l1", "kernlib.laplace_l2"),
+    "laplace": ("kernlib.laplace_l1", "kernlib.laplace_l2", "kernlib.Laplace"),
+    "matern": ("kernlib.matern32", "kernlib.matern52", "kernlib.Matern"),
+    "kernel": ("kernlib.run_kernel", "kernlib.Pairwise"),
+    "topk": ("kernlib.kernel_topk", "kernlib.blocksparse.top_k"),
+    "rq": ("kernlib.rational_quadratic",),
+    "poly": ("kernlib.polynomial",),
+    "dot": ("kernlib.dot_product",),
+    "linearkernel": ("kernlib.dot_product",),
+    "innerproduct": ("kernlib.dot_product",),
+    "mma": ("kernlib.dot_product",),
+    "euclidean": ("kernlib.l2_distance",),
+    "sqeuclidean": ("kernlib.squared_distance",),
+    "cityblock": ("kernlib.l1_distance",),
+    "manhattan": ("kernlib.l1_distance",),
+    "minkowski": ("kernlib.p_distance",),
+    "chebyshev": ("kernlib.p_distance",),
+    "l1norm": ("kernlib.l1_distance",),
+    "l2norm": ("kernlib.l2_distance",),
+    "pnorm": ("kernlib.p_distance",),
+    "pairwisedistance": ("kernlib.cdist", "kernlib.l2_distance"),
+    "pdist": ("kernlib.cdist",),
+    "swish": ("kernlib.Silu",),
+    "gelutanh": ("kernlib.Gelu",),
+    "linear": (
+        *("kernlib.nn.KSLinear", "kernlib.nn.SparseLinear", "kernlib.nn.BlockSparseLinear"),
+        "kernlib.nn.KroneckerLinear",
+    ),
+    "ksmm": ("kernlib.nn.KSLinear", "kernlib.nn.compat"),
+    "butterfly": ("kernlib.nn.KSLinear",),
+    "monarch": ("kernlib.nn.KSLinear",),
+    "gemkm": ("kernlib.kron_matmul", "kernlib.compat.fastkron"),
+    "gekmm": ("kernlib.kron_matmul", "kernlib.compat.fastkron"),
+    "kron": ("kernlib.kron_matmul", "kernlib.KroneckerProduct"),
+    "spmv": ("kernlib.sparse.matmul",),
+    "multiply": ("kernlib.sparse.matmul", "kernlib.compat.macko.multiply"),
+    "prune": ("kernlib.sparse.magnitude", "kernlib.nn.sparsify"),
+    "cg": ("kernlib.linalg.conjugate_gradient",),
+}
+# The same of arguments of a call.
+_ARGUMENTS = {
+    "sigma": "bandwidth",
+    "length": "bandwidth",
+    "scale": "bandwidth",
+    "bw": "bandwidth",
+    "h": "bandwidth",
+    "swish": "silu",
+    "ridge": "regularization",
+    "reg": "regularization",
+    "nugget": "regularization",
+    "jitter": "regularization",
+    "coef0": "offset",
+    "ard": "lengthscale",
+    "arch": "archs",
+    "spec": "specs",
+    "dtype": "dtypes",
+}
+
+
+class UnknownName(AttributeError):
+    """A module has no such attribute; its text says what may have been meant. Looked for when the
+    text is asked for: most who ask for names that are not there, such as ``hasattr`` and the import
+    of a submodule, never do."""
+
+    def __init__(self, module: str, name: str):
+        # With its name given, Python adds no suggestion of its own to the traceback.
+        super().__init__(module, name, name=name)
+
+    def __str__(self) -> str:
+        module, name = self.args
+        found = [] if name.startswith("_") else meant(module, name)
+        return f"module {module!r} has no attribute {name!r}{asked(found)}"
+
+
+def asked(found: Iterable[str]) -> str:
+    """``; did you mean a, b or c?``, or nothing where nothing was found."""
+    *others, last = tuple(found) or ("",)
+    if not last:
+        return ""
+    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+
+
+def meant(module: str, name: str) -> list[str]:
+    """Whole names that may have been meant by one that ``module`` lacks, the likeliest first."""
+    own, word = _public(module), _plain(name)
+    if module == "kernlib" and word in OTHERS:
+        return list(OTHERS[word])
+    if spelt := [f"{module}.{each}" for each in own if _plain(each) == word]:
+        return spelt
+    if module == "kernlib.compat":  # which has modules alone
+        return [f"{module}.{each}" for each in _close(name, own)]
+    if word in OTHERS:
+        return list(OTHERS[word])
+    for modules in ((*_LIGHT, *_HEAVY), _COMPAT):
+        known = [(other, each) for other in modules for each in _public(other)]
+        found = [f"{other}.{each}" for other, each in known if _plain(each) == word]
+        if found:
+            return found
+    if near := _close(name, own):
+        return [f"{module}.{each}" for each in near]
+    others = {each: other for other in (*_LIGHT, *_HEAVY) for each in _public(other)}
+    return [f"{others[each]}.{each}" for each in _close(name, others)]
+
+
+def argument(name: str, known: Iterable[str]) -> str:
+    """``; did you mean bandwidth?`` of an argument that is none of the ``known`` ones, or ""."""
+    known = list(known)
+    other = _ARGUMENTS.get(_plain(name))
+    return asked([other] if other in known else _close(name, known)[:1])
+
+
+def _close(name: str, known: Iterable[str]) -> list[str]:
+    from difflib import get_close_matches
+
+    by_word: dict[str, list[str]] = {}
+    for each in known:
+        by_word.setdefault(_plain(each), []).append(each)
+    found = get_close_matches(_plain(name), by_word, n=2, cutoff=0.7)
+    # Of Gaussian and gaussian that first which begins as the given name does.
+    near = [each for word in found for each in by_word[word]]
+    return sorted(near, key=lambda each: each[0].isupper() != name[0].isupper())
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _public(module: str) -> list[str]:
+    """The public names of a module, which is not imported for them if that imported torch."""
+    if module in sys.modules or module not in (*_HEAVY, *_COMPAT):
+        loaded = import_module(module)
+        lazy = "__getattr__" in vars(loaded)
+        names = dir(loaded) if lazy else getattr(loaded, "__all__", None) or _defined(loaded)
+        return [name for name in names if name[0] != "_"]
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    found = find_spec(module)
+    if found is None or not found.origin or not found.origin.endswith(".py"):
+        return []
+    return _names_in(Path(found.origin).read_text(encoding="utf-8"))
+
+
+def _defined(module: ModuleType) -> list[str]:
+    """The names of what a module without ``__all__`` defines itself."""
+    own = vars(module).items()
+    return [n for n, value in own if getattr(value, "__module__", None) == module.__name__]
+
+
+def _names_in(source: str) -> list[str]:
+    """The public functions and classes of a module's text, and the names that it imports."""
+    import ast
+
+    names = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kernlib."):
+            names += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+    return [name for name in names if name[0] != "_"]
