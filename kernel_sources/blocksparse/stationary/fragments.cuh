@@ -21,7 +21,7 @@ struct Reader {
     }
 
     // Of the group-th 16 lines of a stage; this lane's address for the first 16 of depth.
-    __device__ __forceinline__ u32 begin(u32 stage, int group) const {
+    __device__ __forceinline__ u32 begin(u32 stage, u32 group) const {
         if (LINES_LAST) return stage + group / 4 * PIECE_BYTES + (place ^ group % 4 << 5);
         return stage + group * 16 * ROW_BYTES + place;
     }
@@ -47,21 +47,42 @@ __device__ __forceinline__ void read_left(Left& left, u32 stage, int first_group
     }
 }
 
+// 16 columns of b by the whole depth. At a depth of 64 they are held: read while the columns before
+// are stored, 33 clocks and what it takes to find them earlier. At 128 the rows of a leave no room
+// for that, and summands none.
+struct Columns {
+    static constexpr bool HELD = BLOCK == 16 && DEPTH == 64 && !SUMMANDS;
+    u32 place;
+    u32 x[HELD ? STEPS : 1][4];
+
+    __device__ __forceinline__ void begin(u32 at) {
+        place = at;
+        if constexpr (HELD) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) RightReader::read(x[step], at, step);
+        }
+    }
+    __device__ __forceinline__ const u32 (&step(int index))[4] {
+        if (!HELD) RightReader::read(x[0], place, index);
+        return x[HELD ? index : 0];
+    }
+};
+
 // The sums of those tiles that a bit of WHICH stands for, in order of depth; others are left alone.
 template <int WHICH>
-__device__ __forceinline__ void multiply(Sums& sums, const Left& left, u32 begin) {
+__device__ __forceinline__ void multiply(Sums& sums, const Left& left, Columns& columns) {
 #pragma unroll
     for (int i = 0; i < TILES * 8; ++i)
         if (WHICH >> i / 8 & 1) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-        u32 x[4];
-        RightReader::read(x, begin, step);
+        const u32(&x)[4] = columns.step(step);
+        const u32 first[2] = {x[0], x[1]}, second[2] = {x[2], x[3]};
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if (!(WHICH >> tile & 1)) continue;
-            multiply_fragments<InputT>(sums[tile][0], left[tile][step], {x[0], x[1]});
-            multiply_fragments<InputT>(sums[tile][1], left[tile][step], {x[2], x[3]});
+            multiply_fragments<InputT>(sums[tile][0], left[tile][step], first);
+            multiply_fragments<InputT>(sums[tile][1], left[tile][step], second);
         }
     }
 }

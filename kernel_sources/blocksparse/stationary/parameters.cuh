@@ -15,7 +15,7 @@ struct Lists {
     OutputT* out;
 };
 struct Fixed {
-    i64 batch_step, slot_step, row_step;         // of values, in elements
+    i64 batch_step, slot_step;                   // of values, in elements
     u32 units;
     int groups, splits, panels, panels_a_unit;   // groups of rows, parts of a line of panels
     int grid_rows, row_words, heads, capacity, batch;

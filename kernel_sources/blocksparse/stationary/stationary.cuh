@@ -1,3 +1,44 @@
+// The stored blocks of a product of dense matrices whose depth is at most 128, on Hopper, for square
+// blocks of 16, 32 and 64 and half types:
+//   values[z, slot] = Finish(a[z, h, rows of the slot, :] * b[z, h, :, its columns]), 0 in slots
+// that hold no block.
+// Floors on an H200: the blocks written once at 3.37 TB/s, which is all: at 16 heads of 4096 x 4096
+// and a density of 0.5 80 us. Beside it, there and at a depth of 64: b from L2 once for each 512
+// rows, 67 MB, 7 us at 9 TB/s; 17 GFLOP, 30 us at the 566 TFLOP/s of mma.sync. What a block by block
+// product takes from L2 is 36 bytes of each depth for a block of 16, eight in a row, so 1.2 GB.
+//
+// So the rows of a stay and the columns of b stream past. Persistent CTAs take units: 512 rows of a
+// head and batch beside some or all of the panels of 128 columns. A producer warp looks at the bits
+// of the unit's lines of blocks, a lane at each, and brings panels that some line needs, behind
+// 64 x 64 pieces of the rows; with a panel goes what each line stores of it and in which slot, so
+// that the others never wait for a list. 16 warps keep 32 rows by the whole depth as fragments, 32
+// or 64 registers, and go through the panel's blocks of their lines; a dead block costs nothing, a
+// panel about 50 instructions. A ring of 128 to 192 KB lets warps be some panels apart, as lines
+// have blocks in different places.
+//
+// Instructions of a warp, of SASS without an epilogue, at depths of 64 and 128:
+//   16 x 16, of one of its two lines   76, 97; of both lines 100, 140 for two blocks
+//   32 x 32                            93, 178
+//   64 x 64, of half the rows          215, 303
+// A multiprocessor has to write 512 bytes in 35 clocks, 140 instructions; at a density of 0.5 it
+// issues 69 for these at blocks of 16, 23 at 32. Shared memory gives 35 * 128 bytes meanwhile, and
+// blocks of 16 at a depth of 128 take 30 * 128 of them, more than anything else does.
+//
+// 640 threads have 96 registers each at launch; the warps that multiply take 112 of them, from the
+// producer's warpgroup. Blocks of 16 have no way over shared memory: two lanes change words and each
+// stores 8 bytes, as 512 bytes of a block lie side by side. Larger ones go through rows of their
+// warp, 16 bytes a lane.
+//
+// Sums are in order of depth, one after the other: bits depend on neither layout nor batch.
+//
+// The generated source defines before it includes this file:
+//   InputT, AccT, OutputT    storage of a, b and summands; arithmetic; storage of values
+//   BLOCK                    rows and columns of a block: 16, 32 or 64
+//   DEPTH                    64 or 128: at most so many; the copy engine fills up with zeros
+//   LEFT_LINES               whether a has the rows contiguous, else the depth
+//   RIGHT_LINES              whether b has the columns contiguous, else the depth
+//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue; without vectors
+//   PARAMETER_BYTES          what lowering makes of Parameters
 #pragma once
 
 #include "blocksparse/stationary/fragments.cuh"
@@ -11,40 +52,44 @@ struct Rows {
     int batch;
 };
 
+// Of each of a warp's lines of blocks the bits of a panel, and the slot of the first.
+using Said = Vector<u32, 2 * WARP_LINES>;
+
 // Where a lane of a warp begins to write, in elements from the first of a slot.
-__device__ __forceinline__ i64 own_place(i64 row_step) {
-    int lane = threadIdx.x % 32, row = threadIdx.x / 32 * WARP_ROWS % BLOCK;
-    if (BLOCK == 16) return lane / 4 * row_step + exchanged_column();
-    return (row + lane / CHUNKS) * row_step + lane % CHUNKS * 8;
+__device__ __forceinline__ int own_place() {
+    int lane = threadIdx.x % 32;
+    if (BLOCK == 16) return lane / 4 * BLOCK + exchanged_column();
+    return threadIdx.x / 32 * WARP_ROWS % BLOCK * BLOCK + lane * 8;
 }
 
 // Two lines of blocks of 16: of each column of blocks that one of them stores the fragments of b
 // are read once.
 __device__ __forceinline__ void multiply_lines(const Rows& rows, const Parameters& p,
                                                const Finish& finish, const RightReader& reader,
-                                               const u32* words, u32 stage) {
-    auto said = load_vector<u32, 4>(words + 4 * (threadIdx.x / 32));
-    u32 bits[2] = {said.element[0], said.element[2]};
-    int slot[2] = {int(said.element[1]), int(said.element[3])};
-    int lane = threadIdx.x % 32;
-    u32 either = bits[0] | bits[1];
+                                               const Said& said, u32 stage) {
+    u32 bits[2] = {said.element[0], said.element[2]}, either = bits[0] | bits[1];
+    int slot[2] = {int(said.element[1]), int(said.element[3])}, lane = threadIdx.x % 32;
+    OutputT* to[2] = {rows.to + slot[0] * p.slot_step, rows.to + slot[1] * p.slot_step};
+    Columns columns;
+    u32 at = __ffs(int(either)) - 1;
+    if (either) columns.begin(reader.begin(stage, at));
 #pragma unroll 1
     while (either) {
-        int at = __ffs(int(either)) - 1;
-        either &= either - 1;
         u32 live = (bits[0] >> at & 1) | (bits[1] >> at & 1) << 1;
-        u32 begin = reader.begin(stage, at);
         Sums sums;
-        if (live == 3) multiply<3>(sums, rows.left, begin);
-        else if (live == 1) multiply<1>(sums, rows.left, begin);
-        else multiply<2>(sums, rows.left, begin);
+        if (live == 3) multiply<3>(sums, rows.left, columns);
+        else if (live == 1) multiply<1>(sums, rows.left, columns);
+        else multiply<2>(sums, rows.left, columns);
+        either &= either - 1;
+        at = __ffs(int(either)) - 1;
+        if (either) columns.begin(reader.begin(stage, at));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (!(live >> i & 1)) continue;
-            Beside<SUMMANDS> beside(p, finish, rows.batch, slot[i], lane / 4, lane % 4 * 2);
+            Beside<SUMMANDS> beside(p, finish, rows.batch, slot[i]++, lane / 4, lane % 4 * 2);
             finish_sums(sums[i], finish, beside, 0, 0);
-            store_sums(sums[i], rows.to + slot[i] * p.slot_step, p.row_step);
-            ++slot[i];
+            store_sums(sums[i], to[i]);
+            to[i] += p.slot_step;
         }
     }
 }
@@ -52,20 +97,21 @@ __device__ __forceinline__ void multiply_lines(const Rows& rows, const Parameter
 // A line of larger blocks, or half of one's rows.
 __device__ __forceinline__ void multiply_line(const Rows& rows, const Parameters& p,
                                               const Finish& finish, const RightReader& reader,
-                                              const u32* words, u32 stage, unsigned char* staging) {
+                                              const Said& said, u32 stage, unsigned char* staging) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    auto said = load_vector<u32, 2>(words + warp * WARP_ROWS / BLOCK * 2);
     u32 bits = said.element[0];
     int slot = int(said.element[1]);
 #pragma unroll 1
     for (; bits; bits &= bits - 1, ++slot) {
-        int first = (__ffs(int(bits)) - 1) * (BLOCK / 16);
+        u32 first = (__ffs(int(bits)) - 1) * (BLOCK / 16);
         Beside<SUMMANDS> beside(p, finish, rows.batch, slot,
                                 warp * WARP_ROWS % BLOCK + lane / 4, lane % 4 * 2);
 #pragma unroll(EPILOGUE || DEPTH > 64 ? 1 : 2)  // as there are registers
         for (int group = 0; group < BLOCK / 16; ++group) {
             Sums sums;
-            multiply<3>(sums, rows.left, reader.begin(stage, first + group));
+            Columns columns;
+            columns.begin(reader.begin(stage, first + group));
+            multiply<3>(sums, rows.left, columns);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 finish_sums(sums[tile], finish, beside, tile * 16, group * 16);
@@ -73,7 +119,7 @@ __device__ __forceinline__ void multiply_line(const Rows& rows, const Parameters
             }
         }
         __syncwarp();
-        store_rows(staging, rows.to + slot * p.slot_step, p.row_step);
+        store_rows(staging, rows.to + slot * p.slot_step);
         __syncwarp();  // the rows have been read
     }
 }
@@ -89,17 +135,18 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
         barrier_wait(&s.full[ring.stage], ring.parity);
         const u32* words = s.words + WORDS * ring.stage;
         u32 stage = shared_address(s.stages) + ring.stage * STAGE_BYTES, kind = words[KIND];
+        Said said = load_vector<u32, 2 * WARP_LINES>(words + warp * WARP_ROWS / BLOCK * 2);
         if (kind == END) break;
         if (kind == COLUMNS_OF_B) {
             if constexpr (BLOCK == 16)
-                multiply_lines(rows, p, finish, reader, words, stage);
+                multiply_lines(rows, p, finish, reader, said, stage);
             else
-                multiply_line(rows, p, finish, reader, words, stage,
+                multiply_line(rows, p, finish, reader, said, stage,
                               s.out + warp * WARP_ROWS * BLOCK * int(sizeof(OutputT)));
         } else if (int(kind) == warp * WARP_ROWS / PANEL) {
             read_left(rows.left, stage, warp * WARP_ROWS % PANEL / 16);
             rows.batch = int(words[BATCH]);
-            rows.to = p.out + rows.batch * p.batch_step + own_place(p.row_step);
+            rows.to = p.out + rows.batch * p.batch_step + own_place();
         }
         barrier_arrive_by_warp(&s.empty[ring.stage]);
         ring.next();

@@ -5,11 +5,13 @@
 #include "blocksparse/stationary/parameters.cuh"
 #include "common/mma_half.cuh"
 
-// The epilogue of 16 rows by 16 columns, from a row and column of what `beside` begins at on. All
-// summands are read before the first result is made, as their latencies add up otherwise.
+// The epilogue of 16 rows by 16 columns, from a row and column of what `beside` begins at on. Four
+// summands are under way at a time, and behind a barrier none ahead of the products: places of all
+// that belong to 32 rows are 32 registers, more than there are.
 __device__ __forceinline__ void finish_sums(float (&sums)[2][4], const Finish& finish,
                                             const Beside<SUMMANDS>& beside, int row, int column) {
     if constexpr (EPILOGUE) {
+        if (SUMMANDS && BLOCK > 16) __syncwarp();
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             Given<SUMMANDS> given[4];
@@ -35,14 +37,14 @@ __device__ __forceinline__ Vector<u32, 2> exchanged(u32 first, u32 second) {
     u32 other = __shfl_xor_sync(ALL, odd ? first : second, 1);
     return {odd ? other : own, odd ? own : other};
 }
-__device__ __forceinline__ void store_sums(const float (&sums)[2][4], OutputT* to, i64 row_step) {
+__device__ __forceinline__ void store_sums(const float (&sums)[2][4], OutputT* to) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 word[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j)
             word[j] = pack<OutputT>(sums[j][2 * half], sums[j][2 * half + 1]);
-        store_vector(reinterpret_cast<u32*>(to + half * 8 * row_step), exchanged(word[0], word[1]));
+        store_vector(reinterpret_cast<u32*>(to + half * 8 * BLOCK), exchanged(word[0], word[1]));
     }
 }
 
@@ -66,15 +68,15 @@ __device__ __forceinline__ void stage_sums(const float (&sums)[2][4], u32 rows, 
     store_matrices<false>(to, word[0], word[1], word[2], word[3]);
 }
 
-// `to` is this lane's place in the first rows.
-__device__ __forceinline__ void store_rows(const unsigned char* rows, OutputT* to, i64 row_step) {
+// `to` is this lane's 16 bytes of the first rows; those of a block lie side by side.
+__device__ __forceinline__ void store_rows(const unsigned char* rows, OutputT* to) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
         int row = i * ROWS_AT_ONCE + lane / CHUNKS;
         auto chunk = load_vector<u32, 4>(
             reinterpret_cast<const u32*>(rows + staged(row, lane % CHUNKS)));
-        store_vector(reinterpret_cast<u32*>(to + i * ROWS_AT_ONCE * row_step), chunk);
+        store_vector(reinterpret_cast<u32*>(to + i * 32 * 8), chunk);
     }
 }
 
@@ -89,9 +91,7 @@ __device__ __forceinline__ void clear_rest(const Parameters& p) {
             OutputT* to = p.out + batch * p.batch_step + slot * p.slot_step;
 #pragma unroll 1
             for (int chunk = lane; chunk < BLOCK * CHUNKS; chunk += 32)
-                store_vector(reinterpret_cast<u32*>(to + chunk / CHUNKS * p.row_step +
-                                                    chunk % CHUNKS * 8),
-                             Vector<u32, 4>{});
+                store_vector(reinterpret_cast<u32*>(to + chunk * 8), Vector<u32, 4>{});
         }
     }
 }

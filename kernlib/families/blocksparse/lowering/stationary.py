@@ -23,7 +23,7 @@ from kernlib.lowering.steps import Lowered, Step
 
 KIND = "stationary"
 LISTS = ("row_bits", "row_ranks", "counts", "out")
-FIXED = "3qI13i"  # struct Fixed
+FIXED = "2qI13i"  # struct Fixed
 SIZES, DEPTHS = (16, 32, 64), (64, 128)  # of blocks; depths are filled up with zeros
 WARPS, WARP_ROWS, PANEL, ROW = 16, 32, 128, 64
 UNIT_ROWS, THREADS = WARPS * WARP_ROWS, 32 * (WARPS + 4)
@@ -55,11 +55,14 @@ def takes(problem: Sdd, arch: str) -> bool:
         return False
     if blocks.rows != blocks.cols or blocks.rows not in SIZES:
         return False
-    if not 0 < problem.depth <= DEPTHS[-1] or not blocks.grid_rows or not blocks.grid_cols:
+    deepest = _depths(len(problem.summands))[-1]
+    if not 0 < problem.depth <= deepest or not blocks.grid_rows or not blocks.grid_cols:
         return False
     if hopper.is_across(problem.a) is None or hopper.is_across(problem.b) is None:
         return False
-    if _row_groups(problem) * _panels(problem) > MOST_UNITS or not sampled.stores(problem):
+    if _row_groups(problem) * _panels(problem) > MOST_UNITS:
+        return False
+    if problem.values.row != blocks.cols or not sampled.stores(problem):
         return False
     given = (
         (problem.a, sampled_hopper.left_extent(problem)),
@@ -94,7 +97,7 @@ def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocesso
     pointers = tuple((name, 0) for name in ("a", "b", *LISTS))
     step = Step(
         spec(epilogue, variant(problem)),
-        (min(multiprocessors, own[3]), 1),
+        (min(multiprocessors, own[2]), 1),
         parameters(epilogue).pack(*sides, *own, *flags),
         pointers + text.vector_pointers(epilogue) + text.summand_pointers(epilogue),
         text.scalar_count(epilogue),
@@ -110,9 +113,10 @@ def variants(
     if arch != hopper.ARCH or block[0] != block[1] or block[0] not in SIZES:
         return []
     flags, halves = (False, True), [dtype for dtype in dtypes if dtype != "float32"]
+    depths = _depths(len(text.summands(epilogue)))
     return [
         spec(epilogue, Variant(dtype, block[0], *rest))
-        for dtype, *rest in product(halves, DEPTHS, flags, flags)
+        for dtype, *rest in product(halves, depths, flags, flags)
     ]
 
 
@@ -167,12 +171,12 @@ def parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
 
 def numbers(problem: Sdd, multiprocessors: int) -> list[int]:
     """What the parameter struct holds behind the summands' strides, up to the operands' flags: as
-    its fourth the units."""
+    its third the units."""
     blocks, values, panels = problem.blocks, problem.values, _panels(problem)
     a_unit = panels_a_unit(problem, multiprocessors)
     splits = ceil_div(panels, a_unit)
     return [
-        *(values.batch, values.slot, values.row),
+        *(values.batch, values.slot),
         *(_row_groups(problem) * splits, _groups(problem), splits, panels, a_unit),
         *(blocks.grid_rows, blocks.row_words, blocks.heads, blocks.capacity, problem.batch),
     ]
@@ -189,6 +193,12 @@ def panels_a_unit(problem: Sdd, multiprocessors: int) -> int:
         return ceil_div(units, multiprocessors) * (a_unit + START_PANELS)
 
     return min((ceil_div(panels, splits) for splits in range(1, most + 1)), key=cost)
+
+
+def _depths(summands: int) -> tuple[int, ...]:
+    """Those of kernels: rows of a that are as deep as 128 leave no registers for the dozen that
+    places of summands take."""
+    return DEPTHS[:1] if summands else DEPTHS
 
 
 def _rounds(problem: Sdd, multiprocessors: int) -> tuple[int, int]:
