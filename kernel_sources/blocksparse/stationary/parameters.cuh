@@ -15,7 +15,7 @@ struct Lists {
     OutputT* out;
 };
 struct Fixed {
-    i64 batch_step, slot_step;                   // of values, in elements
+    i64 batch_step;                              // of values, in elements; slots lie side by side
     u32 units;
     int groups, splits, panels, panels_a_unit;   // groups of rows, parts of a line of panels
     int grid_rows, row_words, heads, capacity, batch;
@@ -35,6 +35,7 @@ constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);
 constexpr int WARP_ROWS = 32, TILES = WARP_ROWS / 16;  // of a warp; fragments of a down
 constexpr int UNIT_ROWS = WARPS * WARP_ROWS;
 constexpr int LINES = UNIT_ROWS / BLOCK;               // of blocks, of a unit
+constexpr int BLOCK_SIZE = BLOCK * BLOCK;
 constexpr int WARP_LINES = BLOCK < WARP_ROWS ? WARP_ROWS / BLOCK : 1;
 static_assert(LINES <= 32, "a lane of the producer looks at each");
 

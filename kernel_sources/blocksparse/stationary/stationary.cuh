@@ -1,11 +1,11 @@
-// The stored blocks of a product of dense matrices whose depth is at most 128, on Hopper, for square
-// blocks of 16, 32 and 64 and half types:
+// The stored blocks of a product of dense matrices whose depth is at most 128, on Hopper, for
+// square blocks of 16, 32 and 64 and half types:
 //   values[z, slot] = Finish(a[z, h, rows of the slot, :] * b[z, h, :, its columns]), 0 in slots
 // that hold no block.
-// Floors on an H200: the blocks written once at 3.37 TB/s, which is all: at 16 heads of 4096 x 4096
-// and a density of 0.5 80 us. Beside it, there and at a depth of 64: b from L2 once for each 512
-// rows, 67 MB, 7 us at 9 TB/s; 17 GFLOP, 30 us at the 566 TFLOP/s of mma.sync. What a block by block
-// product takes from L2 is 36 bytes of each depth for a block of 16, eight in a row, so 1.2 GB.
+// Floors on an H200: the blocks written once at 3.37 TB/s, which is all: 80 us at 16 heads of
+// 4096 x 4096 and a density of 0.5. Beside it, there and at a depth of 64: b from L2 once for each
+// 512 rows, 67 MB or 7 us at 9 TB/s; 17 GFLOP or 30 us at the 566 TFLOP/s of mma.sync. A product
+// block by block takes 36 bytes of each depth from L2 for a block of 16, eight in a row: 1.2 GB.
 //
 // So the rows of a stay and the columns of b stream past. Persistent CTAs take units: 512 rows of a
 // head and batch beside some or all of the panels of 128 columns. A producer warp looks at the bits
@@ -25,9 +25,9 @@
 // blocks of 16 at a depth of 128 take 30 * 128 of them, more than anything else does.
 //
 // 640 threads have 96 registers each at launch; the warps that multiply take 112 of them, from the
-// producer's warpgroup. Blocks of 16 have no way over shared memory: two lanes change words and each
-// stores 8 bytes, as 512 bytes of a block lie side by side. Larger ones go through rows of their
-// warp, 16 bytes a lane.
+// producer's warpgroup. Blocks of 16 have no way over shared memory: two lanes change words and
+// each stores 8 bytes, as the 512 bytes of a block lie side by side. Larger ones go through rows of
+// their warp, 16 bytes a lane.
 //
 // Sums are in order of depth, one after the other: bits depend on neither layout nor batch.
 //
@@ -69,7 +69,6 @@ __device__ __forceinline__ void multiply_lines(const Rows& rows, const Parameter
                                                const Said& said, u32 stage) {
     u32 bits[2] = {said.element[0], said.element[2]}, either = bits[0] | bits[1];
     int slot[2] = {int(said.element[1]), int(said.element[3])}, lane = threadIdx.x % 32;
-    OutputT* to[2] = {rows.to + slot[0] * p.slot_step, rows.to + slot[1] * p.slot_step};
     Columns columns;
     u32 at = __ffs(int(either)) - 1;
     if (either) columns.begin(reader.begin(stage, at));
@@ -86,10 +85,10 @@ __device__ __forceinline__ void multiply_lines(const Rows& rows, const Parameter
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (!(live >> i & 1)) continue;
-            Beside<SUMMANDS> beside(p, finish, rows.batch, slot[i]++, lane / 4, lane % 4 * 2);
+            Beside<SUMMANDS> beside(p, finish, rows.batch, slot[i], lane / 4, lane % 4 * 2);
             finish_sums(sums[i], finish, beside, 0, 0);
-            store_sums(sums[i], to[i]);
-            to[i] += p.slot_step;
+            store_sums(sums[i], rows.to + i64(slot[i]) * BLOCK_SIZE);
+            ++slot[i];
         }
     }
 }
@@ -119,7 +118,7 @@ __device__ __forceinline__ void multiply_line(const Rows& rows, const Parameters
             }
         }
         __syncwarp();
-        store_rows(staging, rows.to + slot * p.slot_step);
+        store_rows(staging, rows.to + i64(slot) * BLOCK_SIZE);
         __syncwarp();  // the rows have been read
     }
 }

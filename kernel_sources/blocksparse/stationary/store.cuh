@@ -88,7 +88,7 @@ __device__ __forceinline__ void clear_rest(const Parameters& p) {
     for (i64 slot = first; slot < p.capacity; slot += gridDim.x * WARPS) {
 #pragma unroll 1
         for (int batch = 0; batch < p.batch; ++batch) {
-            OutputT* to = p.out + batch * p.batch_step + slot * p.slot_step;
+            OutputT* to = p.out + batch * p.batch_step + slot * BLOCK_SIZE;
 #pragma unroll 1
             for (int chunk = lane; chunk < BLOCK * CHUNKS; chunk += 32)
                 store_vector(reinterpret_cast<u32*>(to + chunk * 8), Vector<u32, 4>{});

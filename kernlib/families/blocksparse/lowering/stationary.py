@@ -2,7 +2,8 @@
 64 of a product of dense matrices in half types whose depth is small, as in attention scores.
 
 A unit is 512 rows of a head and a batch beside some panels of 128 columns. The copy engine wants
-strides of whole 16 bytes; other layouts, and greater depths, go to the other kernels.
+strides of whole 16 bytes, and values lie slot behind slot; other layouts, and greater depths, go to
+the other kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kernlib.lowering.steps import Lowered, Step
 
 KIND = "stationary"
 LISTS = ("row_bits", "row_ranks", "counts", "out")
-FIXED = "2qI13i"  # struct Fixed
+FIXED = "qI13i"  # struct Fixed
 SIZES, DEPTHS = (16, 32, 64), (64, 128)  # of blocks; depths are filled up with zeros
 WARPS, WARP_ROWS, PANEL, ROW = 16, 32, 128, 64
 UNIT_ROWS, THREADS = WARPS * WARP_ROWS, 32 * (WARPS + 4)
@@ -62,7 +63,8 @@ def takes(problem: Sdd, arch: str) -> bool:
         return False
     if _row_groups(problem) * _panels(problem) > MOST_UNITS:
         return False
-    if problem.values.row != blocks.cols or not sampled.stores(problem):
+    slots_apart = blocks.capacity > 1 and problem.values.slot != blocks.rows * blocks.cols
+    if slots_apart or problem.values.row != blocks.cols or not sampled.stores(problem):
         return False
     given = (
         (problem.a, sampled_hopper.left_extent(problem)),
@@ -97,7 +99,7 @@ def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocesso
     pointers = tuple((name, 0) for name in ("a", "b", *LISTS))
     step = Step(
         spec(epilogue, variant(problem)),
-        (min(multiprocessors, own[2]), 1),
+        (min(multiprocessors, own[1]), 1),
         parameters(epilogue).pack(*sides, *own, *flags),
         pointers + text.vector_pointers(epilogue) + text.summand_pointers(epilogue),
         text.scalar_count(epilogue),
@@ -171,12 +173,12 @@ def parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
 
 def numbers(problem: Sdd, multiprocessors: int) -> list[int]:
     """What the parameter struct holds behind the summands' strides, up to the operands' flags: as
-    its third the units."""
+    its second the units."""
     blocks, values, panels = problem.blocks, problem.values, _panels(problem)
     a_unit = panels_a_unit(problem, multiprocessors)
     splits = ceil_div(panels, a_unit)
     return [
-        *(values.batch, values.slot),
+        values.batch,
         *(_row_groups(problem) * splits, _groups(problem), splits, panels, a_unit),
         *(blocks.grid_rows, blocks.row_words, blocks.heads, blocks.capacity, problem.batch),
     ]
