@@ -13,15 +13,15 @@
 // 64 x 64 pieces of the rows; with a panel goes what each line stores of it and in which slot, so
 // that the others never wait for a list. 16 warps keep 32 rows by the whole depth as fragments, 32
 // or 64 registers, and go through the panel's blocks of their lines; a dead block costs nothing, a
-// panel about 50 instructions. A ring of 128 to 192 KB lets warps be some panels apart, as lines
+// panel 45 to 57 instructions. A ring of 128 to 192 KB lets warps be some panels apart, as lines
 // have blocks in different places.
 //
 // Instructions of a warp, of SASS without an epilogue, at depths of 64 and 128:
-//   16 x 16, of one of its two lines   76, 97; of both lines 100, 140 for two blocks
-//   32 x 32                            93, 178
-//   64 x 64, of half the rows          215, 303
+//   16 x 16, of one of its two lines   71, 86; of both lines 93, 112 for two blocks
+//   32 x 32                            87, 171
+//   64 x 64, of half the rows          208, 296
 // A multiprocessor has to write 512 bytes in 35 clocks, 140 instructions; at a density of 0.5 it
-// issues 69 for these at blocks of 16, 23 at 32. Shared memory gives 35 * 128 bytes meanwhile, and
+// issues 66 for these at blocks of 16, 24 at 32. Shared memory gives 35 * 128 bytes meanwhile, and
 // blocks of 16 at a depth of 128 take 30 * 128 of them, more than anything else does.
 //
 // 640 threads have 96 registers each at launch; the warps that multiply take 112 of them, from the

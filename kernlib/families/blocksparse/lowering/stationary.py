@@ -32,10 +32,10 @@ ROOM = 192 * 1024  # of stages, and of rows of blocks on their way out
 MOST_UNITS = 2**31 - 1
 START_PANELS = 2  # whose time the rows of a unit take, and what a unit waits for at its start
 
-# Nanoseconds, of which only quotients count. Of a GPU, a block by the other kernels at a depth of
-# 64, as it was measured on an H200 for densities from 0.1 to 0.5; a third more at 128. Of one
-# multiprocessor, what a panel of a unit takes without blocks, and with all of them.
-OTHERS_BLOCK = {16: 0.92, 32: 2.4, 64: 4.2}
+# Nanoseconds, of which only quotients count: of the 132 multiprocessors of an H200 together, a block
+# by the other kernels at a depth of 64, as measured for densities from 0.1 to 0.5, and a third more
+# at 128; of one of them a panel of a unit without blocks, and what all of them add.
+OTHERS_BLOCK, OTHERS_COUNT = {16: 0.92, 32: 2.4, 64: 4.2}, 132
 EMPTY_PANEL, FULL_PANEL = 250.0, 3700.0
 
 
@@ -83,7 +83,7 @@ def pays(problem: Sdd, multiprocessors: int) -> bool:
     own = rounds * panels * (EMPTY_PANEL + FULL_PANEL * min(density, 1.0))
     more = 1 + max(problem.depth - 64, 0) / 192
     others = blocks.capacity * problem.batch * OTHERS_BLOCK[size] * more
-    return own <= others
+    return own * multiprocessors <= others * OTHERS_COUNT
 
 
 def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocessors: int) -> Lowered:

@@ -16,6 +16,6 @@ def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory)
     monkeypatch.setenv("KERNLIB_CACHE_DIR", str(folder))
     kinds = {"portable", "sampled", "softmax", "layout"}
     if numbers != "fp32" and not settings.current().portable:
-        kinds |= {"hopper", "narrow"}
+        kinds |= {"hopper", "narrow", "stationary"}
     module = "tests.gpu.families.blocksparse.sanitized"
     assert sanitizer.launched(tool, module, numbers) >= kinds
