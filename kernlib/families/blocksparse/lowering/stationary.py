@@ -32,9 +32,9 @@ ROOM = 192 * 1024  # of stages, and of rows of blocks on their way out
 MOST_UNITS = 2**31 - 1
 START_PANELS = 2  # whose time the rows of a unit take, and what a unit waits for at its start
 
-# Nanoseconds, of which only quotients count: of the 132 multiprocessors of an H200 together, a block
-# by the other kernels at a depth of 64, as measured for densities from 0.1 to 0.5, and a third more
-# at 128; of one of them a panel of a unit without blocks, and what all of them add.
+# Nanoseconds, of which only quotients count: of an H200's 132 multiprocessors together, a block by
+# the other kernels at a depth of 64, as measured for densities from 0.1 to 0.5, and a third more at
+# 128; of one of them a panel of a unit without blocks, and what all of its blocks add.
 OTHERS_BLOCK, OTHERS_COUNT = {16: 0.92, 32: 2.4, 64: 4.2}, 132
 EMPTY_PANEL, FULL_PANEL = 250.0, 3700.0
 
