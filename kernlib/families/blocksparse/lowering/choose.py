@@ -15,6 +15,10 @@ and, where there is a choice or float32 is taken,
     default(problem, known, multiprocessors) -> the one of these taken untuned
     PRECISION   whether variants() takes the precision of float32 as well, None for both
 
+and, where it is not the fastest for all that it takes,
+
+    pays(problem, multiprocessors) -> whether it goes before the next kind that takes it
+
 A module with candidates takes one of them as the last argument of lower().
 """
 
@@ -31,6 +35,7 @@ from kernlib.families.blocksparse.lowering import (
     portable,
     sampled,
     sampled_hopper,
+    stationary,
 )
 from kernlib.families.blocksparse.lowering.problem import Sdd, Spmm
 from kernlib.jit.spec import KernelSpec
@@ -39,7 +44,7 @@ from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
 SPMM: tuple[ModuleType, ...] = (decode, hopper, narrow, portable)
-SDD: tuple[ModuleType, ...] = (sampled_hopper, sampled)
+SDD: tuple[ModuleType, ...] = (stationary, sampled_hopper, sampled)
 # Bytes of the stored blocks decide for so few columns. What `decode` does not take of them goes to
 # the portable kernel, whose tiles of 32 lines give 4096 lines 128 CTAs, four of which a
 # multiprocessor holds; those of wgmma are 128 lines, so 32.
@@ -78,14 +83,14 @@ def candidates(problem: Spmm | Sdd, arch: str) -> list[Choice]:
 
 
 def default(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: of the first kind, or where columns are few of the
-    portable one, unless there is a kind for these."""
-    name = known[0]["kind"]
+    """Of the candidates the one taken untuned: of the first kind that pays, or where columns are
+    few of the portable one, unless there is a kind for these."""
+    name = _first(problem, known, multiprocessors)
     if isinstance(problem, Spmm) and problem.columns <= FEW_COLUMNS and name != decode.KIND:
         name = portable.KIND
     kind = _named(problem, name)
     if not hasattr(kind, "default"):
-        return known[0]
+        return next(choice for choice in known if choice["kind"] == name)
     own = [
         {knob: value for knob, value in choice.items() if knob != "kind"}
         for choice in known
@@ -122,6 +127,16 @@ def variants(
         more = (precision,) if getattr(kind, "PRECISION", False) else ()
         found += kind.variants(epilogue, block, dtypes, arch, *more)
     return list(dict.fromkeys(found))
+
+
+def _first(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> object:
+    """The first kind of these that pays; the last one always does."""
+    names = list(dict.fromkeys(choice["kind"] for choice in known))
+    for name in names[:-1]:
+        kind = _named(problem, name)
+        if not hasattr(kind, "pays") or kind.pays(problem, multiprocessors):
+            return name
+    return names[-1]
 
 
 def _kinds(problem: Spmm | Sdd) -> tuple[ModuleType, ...]:

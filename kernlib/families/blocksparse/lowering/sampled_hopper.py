@@ -52,7 +52,7 @@ def takes(problem: Sdd, arch: str) -> bool:
         return False
     if _tiles(problem, 1) > hopper.MOST_TILES:
         return False
-    given = ((problem.a, _left(problem)), (problem.b, _right(problem)))
+    given = ((problem.a, left_extent(problem)), (problem.b, right_extent(problem)))
     if not all(tma.addressable(kind, t.alignment, extent) for t, extent in given):
         return False
     values = problem.values
@@ -92,7 +92,7 @@ def lower(
     tiles = _tiles(problem, slots)
     maps = tuple(
         tma.tensor_map(problem.dtype, extent, (ROW, ROW, 1, 1))
-        for extent in (_left(problem), _right(problem), _values(problem))
+        for extent in (left_extent(problem), right_extent(problem), _values(problem))
     )
     sides = [
         number
@@ -134,7 +134,7 @@ def variants(
 def variant(problem: Sdd, slots: int) -> Variant:
     """The kernel of a problem that it takes, with tiles of so many slots."""
     blocks = problem.blocks
-    return Variant(problem.dtype, blocks.rows, blocks.cols, slots, *_lines_last(problem))
+    return Variant(problem.dtype, blocks.rows, blocks.cols, slots, *lines_last(problem))
 
 
 def spec(epilogue: tuple[Epilogue, ...], made: Variant) -> KernelSpec:
@@ -183,7 +183,7 @@ def _tiles(problem: Sdd, slots: int) -> int:
     return ceil_div(problem.blocks.capacity, slots) * problem.batch
 
 
-def _lines_last(problem: Sdd) -> tuple[bool, bool]:
+def lines_last(problem: Sdd) -> tuple[bool, bool]:
     """Whether a has its rows side by side, and b its columns; where the depth is, they are not."""
     return bool(hopper.is_across(problem.a)), not hopper.is_across(problem.b)
 
@@ -191,12 +191,14 @@ def _lines_last(problem: Sdd) -> tuple[bool, bool]:
 # Tensors as the copy engine is told of them: what serves all heads or batches is one.
 
 
-def _left(problem: Sdd) -> tma.Extent:
+def left_extent(problem: Sdd) -> tma.Extent:
+    """Of a."""
     blocks = problem.blocks
     return _extent(problem, problem.a, blocks.rows * blocks.grid_rows, problem.depth)
 
 
-def _right(problem: Sdd) -> tma.Extent:
+def right_extent(problem: Sdd) -> tma.Extent:
+    """Of b."""
     blocks = problem.blocks
     return _extent(problem, problem.b, problem.depth, blocks.cols * blocks.grid_cols)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from unittest.mock import patch
 
 import torch
 
 import kernlib as kl
 from kernlib import events
 from kernlib.blocksparse import Layout, softmax
+from kernlib.families.blocksparse.lowering import stationary
 from tests.gpu.families.blocksparse.cases import BLOCKS, MODES, TYPES, layout_of, operands, product
 
 
@@ -28,6 +30,20 @@ def few_columns(dtype) -> None:
         for size in (1, 9):
             a, b = operands("dds", layout, size, dtype, (2,), False, True)
             kl.run_kernel(product("dds", False, True), layout, a, b)
+
+
+def rows_that_stay(dtype) -> None:
+    """Layouts too small for the kernel to pay: two groups of rows, of which one is not whole, more
+    panels than a ring has stages, none of the last ones needed, and slots without blocks."""
+    with patch.object(stationary, "pays", lambda *_: True):
+        for block, grid in ((16, (35, 70)), (32, (18, 50)), (64, (9, 27))):
+            mask = torch.rand(2, *grid) < 0.2
+            mask[..., grid[1] * 3 // 4 :] = False
+            layout = Layout(mask, block, capacity=int(mask.sum()) + 21, device="cuda")
+            for of_a, of_b in ((False, False), (True, True)):
+                for size in (64, 104):
+                    a, b = operands("sdd", layout, size, dtype, (), of_a, of_b)
+                    kl.run_kernel(product("sdd", of_a, of_b), layout, a, b)
 
 
 def layouts() -> None:
@@ -53,6 +69,7 @@ def main(numbers: str) -> None:
     layouts()
     products(TYPES[numbers])
     few_columns(TYPES[numbers])
+    rows_that_stay(TYPES[numbers])
     softmaxes(TYPES[numbers])
     torch.cuda.synchronize()
     print("done", *sorted(kinds))

@@ -1,0 +1,329 @@
+"""Hopper's kernel of the stored blocks of a product of small depth: run by threads of the host,
+which problems it takes and when it pays, and what NVRTC makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.families.blocksparse.layout import NAMES, Layout
+from kernlib.families.blocksparse.lowering import choose, hopper, stationary
+from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values
+from kernlib.jit import targets
+from kernlib.lowering.arithmetic import ceil_div
+from tests.families.blocksparse.emulated import (
+    GATES,
+    Case,
+    error,
+    guarded,
+    is_intact,
+    layout_of,
+    sdd_problem,
+    strided,
+)
+from tests.support.compiled_kernels import compiled
+from tests.support.emulation import maps
+from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.kernels import only
+from tests.support.speeds import slow_but
+
+on_host = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+ARCH, COUNT = hopper.ARCH, 3  # multiprocessors, so that one has several units
+HALVES = ("float16", "bfloat16")
+EPILOGUES = {
+    "none": (),
+    "gelu": (kl.Scale(), kl.Gelu()),
+    "add": (kl.Scale(), kl.Gelu(), kl.Add()),
+    "gate": (kl.Gate(), kl.Add()),
+}
+
+# A product, whose columns are its depth, and how a and b lie.
+CASES = {
+    "16": (Case("float16", (16, 16), (9, 21), 0.3, 2, 2, 64), "rows", "rows"),
+    "16, 128 deep": (Case("bfloat16", (16, 16), (35, 20), 0.3, 1, 1, 128), "columns", "columns"),
+    "16, many panels": (Case("float16", (16, 16), (3, 140), 0.2, 1, 1, 72), "rows", "columns"),
+    "16, more rows": (Case("float16", (16, 16), (70, 9), 0.3, 1, 2, 16), "columns", "rows"),
+    "32": (Case("bfloat16", (32, 32), (19, 7), 0.4, 2, 1, 40), "rows", "columns"),
+    "32, many panels": (Case("float16", (32, 32), (3, 50), 0.3, 1, 1, 128), "columns", "rows"),
+    "64": (Case("float16", (64, 64), (9, 5), 0.4, 1, 2, 64), "rows", "rows"),
+    "64, many panels": (Case("float16", (64, 64), (2, 21), 0.5, 1, 1, 120), "rows", "columns"),
+    "odd depth": (Case("float16", (16, 16), (5, 9), 0.4, 2, 1, 33), "columns", "rows"),
+    "depth 8": (Case("float16", (32, 32), (5, 9), 0.4, 1, 1, 8), "rows", "columns"),
+    "empty": (Case("float16", (16, 16), (5, 9), 0.0, 2, 2, 64), "rows", "rows"),
+    "full": (Case("float16", (16, 16), (9, 40), 1.0, 1, 1, 64), "rows", "rows"),
+    "sparse": (Case("float16", (32, 32), (40, 40), 0.01, 2, 1, 64), "rows", "rows"),
+}
+FAST = ("16", "16, many panels", "32", "64, many panels", "odd depth", "empty")
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+class Product:
+    """Operands of a case, and its result by the formula in float64."""
+
+    def __init__(self, case: Case, a: str = "rows", b: str = "rows", layout: Layout | None = None):
+        self.case, self.layout = case, layout_of(case, room=37) if layout is None else layout
+        rows, cols = self.layout.shape
+        shape = case.batch, case.heads
+        self.a = strided((*shape, rows, case.columns), a, case.dtype)
+        self.b = strided((*shape, case.columns, cols), b, case.dtype)
+        values = (case.batch, self.layout.capacity, *case.block)
+        # Blocks lie side by side, and nothing else may be written.
+        self.guarded = guarded((case.batch, 1, math.prod(values[1:])), "rows", case.dtype)
+        self.guarded.fill_(math.nan)
+        self.out = self.guarded.view(values)
+
+    def wanted(self) -> torch.Tensor:
+        return self.layout.to_blocks(self.a.double() @ self.b.double())
+
+    def problem(self, beside=()) -> Sdd:
+        return sdd_problem(self.case, self.layout, self.a, self.b, self.out, beside)
+
+    def run(self, emulator, epilogue=(), scalars=(), count=COUNT, **beside) -> torch.Tensor:
+        problem = self.problem(beside.values())
+        assert stationary.takes(problem, ARCH)
+        step = only(stationary.lower(epilogue, problem, ARCH, count))
+        known = dict(zip(NAMES, self.layout.tensors, strict=True))
+        known |= {"a": self.a, "b": self.b, "out": self.out, **beside}
+        maps.launch(emulator, step, [known[n].data_ptr() + at for n, at in step.pointers], scalars)
+        assert is_intact(self.guarded) and not self.out[:, self.layout.nnz :].any()
+        return self.out
+
+
+@on_host
+@pytest.mark.parametrize("name", slow_but(FAST, CASES))
+def test_products_are_right(name, emulator, seed):
+    """Also in slots that hold no block, of which there are some."""
+    case, *orders = CASES[name]
+    made = Product(case, *orders)
+    assert error(made.run(emulator), made.wanted()) <= GATES[case.numbers]
+
+
+@on_host
+@pytest.mark.slow
+@pytest.mark.parametrize("block", stationary.SIZES)
+@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("orders", [*itertools.product(("rows", "columns"), repeat=2)])
+def test_both_orders_of_both_operands(orders, depth, block, emulator, seed):
+    case = Case("bfloat16", (block, block), (640 // block + 1, 320 // block), 0.3, 2, 1, depth)
+    made = Product(case, *orders)
+    assert error(made.run(emulator), made.wanted()) <= GATES[case.numbers]
+
+
+@on_host
+@pytest.mark.parametrize("name", slow_but(("gelu", "add"), [n for n in EPILOGUES if n != "none"]))
+@pytest.mark.parametrize("block", slow_but((16, 32), stationary.SIZES))
+def test_epilogues(block, name, emulator, seed):
+    """In place where it adds: what is read and written twice would show."""
+    case = Case("float16", (block, block), (300 // block, 5), 0.5, 2, 2, 48)
+    made = Product(case)
+    wanted, live = made.wanted(), int(made.layout.nnz)
+    y = torch.randn(made.out.shape).to(case.dtype)
+    if name == "gelu":
+        found = made.run(emulator, EPILOGUES[name], (1.5,))
+    elif name == "add":
+        made.out.copy_(y)
+        found = made.run(emulator, EPILOGUES[name], (1.5, 0.5), summand0=made.out)
+    else:
+        z = torch.randn(*made.out.shape[:-2], block, block).to(case.dtype).mT
+        found = made.run(emulator, EPILOGUES[name], (0.25,), summand0=y, summand1=z)
+    if name == "gate":
+        wanted = wanted * torch.nn.functional.silu(y.double()) + z.double() / 4
+    else:
+        wanted = torch.nn.functional.gelu(1.5 * wanted)
+    if name == "add":
+        wanted += y.double() / 2
+    wanted[:, live:] = 0
+    assert error(found, wanted) <= 2 * GATES[case.numbers]
+
+
+@on_host
+def test_a_summand_that_does_not_count_is_not_read(emulator, seed):
+    made = Product(Case("float16", (16, 16), (5, 12), 0.3, 1, 2, 64))
+    nothing = torch.full_like(made.out, math.nan)
+    found = made.run(emulator, (kl.Add(),), (0.0,), summand0=nothing)
+    assert error(found, made.wanted()) <= GATES["float16"]
+
+
+@on_host
+@pytest.mark.parametrize("depth", slow_but((40,), (40, 104)))
+@pytest.mark.parametrize("block", slow_but((16,), stationary.SIZES))
+def test_what_is_not_of_a_block_does_not_count(block, depth, emulator, seed):
+    """NaN in rows of a and columns of b that no block is of, and behind the depth."""
+    case = Case("float16", (block, block), (9, 12), 0.3, 1, 1, depth)
+    mask = torch.rand(1, *case.grid) < case.density
+    mask[:, 2:4], mask[:, :, 5] = False, False
+    made = Product(case, layout=Layout(mask, block, int(mask.sum()) + 2))
+    wanted = made.wanted()
+    wide = torch.full((1, 1, 9 * block, depth + 8), math.nan, dtype=case.dtype)
+    made.a = wide[..., :depth].copy_(made.a)
+    made.a[:, :, 2 * block : 4 * block] = math.nan
+    made.b[..., 5 * block : 6 * block] = math.inf
+    assert error(made.run(emulator), wanted) <= GATES[case.numbers]
+
+
+@on_host
+@pytest.mark.parametrize("name", slow_but(("causal",), ("causal", "band", "last", "first")))
+def test_panels_that_nobody_needs(name, emulator, seed):
+    """Are left out: whole words of a line's bits, the first ones and the last ones."""
+    rows, cols = torch.arange(67)[:, None], torch.arange(75)
+    masks = {
+        "causal": cols <= rows,
+        "band": (cols - rows).abs() < 3,
+        "last": (cols >= 70).expand(67, -1),
+        "first": (cols < 2).expand(67, -1),
+    }
+    case = Case("float16", (16, 16), (67, 75), 0.0, 1, 1, 64)
+    made = Product(case, layout=Layout(masks[name][None], 16))
+    assert error(made.run(emulator), made.wanted()) <= GATES[case.numbers]
+
+
+@on_host
+def test_bits_depend_on_neither_batch_layout_nor_gpu(emulator, seed):
+    case = Case("float16", (16, 16), (9, 20), 0.4, 1, 2, 72)
+    made = Product(case)
+    whole = made.layout.to_dense(made.run(emulator))
+    less = made.layout.mask() & (torch.rand(1, *case.grid) < 0.5)
+    part = Product(case._replace(batch=1), layout=Layout(less, 16))
+    part.a, part.b = made.a[1:], made.b[1:]
+    assert part.run(emulator, count=11).equal(part.layout.to_blocks(whole[1:]))
+
+
+@on_host
+def test_operands_of_all_heads_and_batches_are_one(emulator, seed):
+    made = Product(Case("float16", (32, 32), (5, 6), 0.4, 3, 2, 64))
+    made.a, made.b = made.a[:, :1].expand(made.a.shape), made.b[:1].expand(made.b.shape)
+    assert error(made.run(emulator), made.wanted()) <= GATES["float16"]
+
+
+@on_host
+def test_values_of_a_batch_may_lie_apart(emulator, seed):
+    made = Product(Case("float16", (64, 64), (3, 4), 0.5, 1, 2, 64))
+    capacity = made.layout.capacity
+    made.guarded = guarded((2, 1, (capacity + 2) * 4096), "rows", torch.float16)
+    made.out = made.guarded[:, 0, : capacity * 4096].unflatten(-1, (capacity, 64, 64))
+    wanted = made.wanted()
+    assert error(made.run(emulator), wanted) <= GATES["float16"]
+
+
+# Arithmetic of launches, and choices.
+
+
+def problem(
+    n: int = 4096, block: int = 16, density: float = 0.5, depth: int = 64, heads: int = 1, **changes
+) -> Sdd:
+    """Of n x n matrices."""
+    grid, step = n // block, n * depth if heads > 1 else 0
+    capacity = round(density * grid**2) * heads
+    values = Values(capacity * block**2, block**2, block, 1)
+    a, b = Dense(0, step, depth, 1), Dense(0, step, n, 1)
+    blocks = Blocks(block, block, grid, grid, heads, capacity)
+    return Sdd("float16", "fp32", blocks, 1, depth, a, b, values)._replace(**changes)
+
+
+def test_what_it_takes():
+    def takes(given: Sdd, arch: str = ARCH) -> bool:
+        return stationary.takes(given, arch)
+
+    plain = problem()
+    blocks, a, values = plain.blocks, plain.a, plain.values
+    assert takes(plain) and not takes(plain, "sm_90") and not takes(plain, "sm_80")
+    assert all(takes(problem(block=block, depth=128)) for block in stationary.SIZES)
+    assert not takes(problem(block=128)) and not takes(problem(depth=136))
+    assert not takes(plain._replace(dtype="float32"))
+    assert not takes(plain._replace(blocks=blocks._replace(cols=32)))
+    assert not takes(plain._replace(blocks=blocks._replace(capacity=0)))
+    assert not takes(plain._replace(a=a._replace(alignment=8)))
+    assert not takes(plain._replace(a=a._replace(line=68)))
+    assert not takes(plain._replace(b=Dense(0, 0, 8192, 2)))
+    assert not takes(plain._replace(values=values._replace(alignment=8)))
+    assert not takes(plain._replace(values=values._replace(slot=512)))
+    assert not takes(plain._replace(values=values._replace(row=24)))  # nor do rows of a block
+    assert takes(plain._replace(summands=(values,)))
+    assert not takes(problem(depth=128, summands=(values,)))  # which have no registers
+
+
+@pytest.mark.parametrize("count", [1, 78, 132])
+@pytest.mark.parametrize("n, heads", [(128, 1), (512, 3), (4096, 1), (4096, 16), (8192, 5)])
+def test_units_cover_all_panels(n, heads, count):
+    given = problem(n, heads=heads)
+    units, groups, splits, panels, a_unit = stationary.numbers(given, count)[1:6]
+    assert groups * 512 >= n > (groups - 1) * 512 and panels == ceil_div(n, 128)
+    assert units == groups * splits * heads
+    assert (splits - 1) * a_unit < panels <= splits * a_unit
+    grid = only(stationary.lower((), given, ARCH, count)).grid
+    assert grid == (min(units, count), 1)
+
+
+def test_multiprocessors_have_units():
+    """128 units at 16 heads, and as many at one by splitting lines of 32 panels into 16."""
+    assert stationary.panels_a_unit(problem(heads=16), 132) == 32
+    assert stationary.panels_a_unit(problem(), 132) == 2
+    assert stationary.panels_a_unit(problem(), 8) == 32
+
+
+def kind(given: Sdd, count: int = 132) -> str:
+    return choose.default(given, choose.candidates(given, ARCH), count)["kind"]
+
+
+def test_it_is_taken_where_it_pays():
+    others = {16: "sampled", 32: "sampled", 64: "hopper"}
+    for block, other in others.items():
+        known = [choice["kind"] for choice in choose.candidates(problem(block=block), ARCH)]
+        assert list(dict.fromkeys(known))[:2] == ["stationary", other]
+        assert kind(problem(block=block)) == "stationary"
+        for density, depth in itertools.product((0.1, 0.25, 0.5), (64, 128)):
+            given = problem(block=block, density=density, depth=depth, heads=16)
+            assert kind(given) == "stationary"
+        assert kind(problem(block=block, density=0.005, heads=16)) == other  # panels for nothing
+        assert kind(problem(512, block=block)) == other  # four units
+        assert kind(problem(block=block, depth=256)) == other
+    assert kind(problem(block=128)) == "hopper"
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("block", (16, 32, 64, 128))
+def test_variants_are_all_that_a_problem_takes(block, epilogue):
+    epilogue = EPILOGUES[epilogue]
+    known = choose.variants(epilogue, "sdd", (block, block), HALVES, ARCH)
+    assert len(set(known)) == len(known)
+    summands = sum(len(part.summands) for part in epilogue)
+    for depth, dtype, turned in itertools.product((8, 64, 72, 128), HALVES, (False, True)):
+        given = problem(block=block, depth=depth, dtype=dtype)
+        given = given._replace(summands=(given.values,) * summands)
+        if turned:
+            given = given._replace(a=Dense(0, 0, 1, 4096), b=Dense(0, 0, 1, depth))
+        for choice in choose.candidates(given, ARCH):
+            lowered = choose.lower(epilogue, given, ARCH, 132, choice)
+            assert set(lowered.specs) <= set(known)
+        assert set(choose.specs(epilogue, given, ARCH)) <= set(known)
+
+
+SPECS = {
+    spec.description.removeprefix("blocksparse stationary "): spec
+    for epilogue in EPILOGUES.values()
+    for block in stationary.SIZES
+    for spec in stationary.variants(epilogue, (block, block), HALVES, ARCH)
+}
+COMPILED = (
+    "float16 sdd 16x16 depth64 right_lines",
+    "bfloat16 sdd 16x16 depth128",
+    "float16 sdd 64x64 depth128 left_lines right_lines",
+)
+
+
+@pytest.mark.parametrize("name", slow_but(COMPILED, SPECS))
+def test_kernels_compile_without_spills(name):
+    """With as many registers at launch as 640 threads can have: those that multiply take 112 of
+    what that leaves."""
+    made = compiled(SPECS[name], ARCH)
+    assert made.spilled == 0 and not made.serialized
+    assert made.registers * stationary.THREADS <= targets.REGISTERS
+    assert made.registers == 96 and made.shared <= targets.SHARED_BYTES[ARCH]

@@ -1,0 +1,128 @@
+"""The kernel of sdd with rows that stay in registers, on small layouts of all kinds, where it does
+not pay, and where it does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib import events
+from kernlib.blocksparse import Layout, sdd
+from kernlib.families.blocksparse.lowering import hopper, stationary
+from kernlib.runtime.devices import arch_of
+from tests.gpu.families.blocksparse import cases
+from tests.gpu.families.blocksparse.cases import (
+    F16,
+    GATES,
+    TYPES,
+    check,
+    exact,
+    layout_of,
+    operands,
+    product,
+)
+
+# No other test has these grids, so that no plan by another kernel is kept for them. Two groups of
+# rows of which one is not whole, and more panels than stages, of which one is not whole.
+GRIDS = {16: (37, 141), 32: (19, 71), 64: (11, 35)}
+SIZES = (8, 33, 64, 72, 128)
+every_block = pytest.mark.parametrize("block", GRIDS)
+
+
+@pytest.fixture
+def kinds():
+    """Of kernels that are launched."""
+    found = []
+    unsubscribe = events.subscribe(
+        lambda e: e.name == "launch" and found.append(e.description.split()[1])
+    )
+    yield found
+    unsubscribe()
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """As if it paid."""
+    monkeypatch.setattr(stationary, "pays", lambda *_: True)
+
+
+def is_hopper() -> bool:
+    return arch_of(torch.cuda.current_device()) == hopper.ARCH
+
+
+@every_block
+@pytest.mark.parametrize("numbers", ["fp16", "bf16"])
+def test_products(numbers, block, always, kinds, seed):
+    """All transposes, depths that are filled up, heads, batches; zeros in 40 slots that hold no
+    block; the same bits each time."""
+    dtype = TYPES[numbers]
+    layout = layout_of((block, block), GRIDS[block], heads=2, density=0.3, room=40)
+    flags = [(of_a, of_b) for of_a in (False, True) for of_b in (False, True)]
+    made = [
+        (pair, operands("sdd", layout, size, dtype, (2,), *pair))
+        for pair in flags
+        for size in SIZES
+    ]
+    cases.build([(product("sdd", *pair), (layout, a, b)) for pair, (a, b) in made])
+    for pair, (a, b) in made:
+        out = torch.full((2, layout.capacity, block, block), math.nan, device="cuda", dtype=dtype)
+        kl.run_kernel(product("sdd", *pair), layout, a, b, out=out)
+        check(out, exact("sdd", layout, a, b, *pair), GATES[dtype])
+        assert not out[:, layout.nnz :].any()
+        assert torch.equal(kl.run_kernel(product("sdd", *pair), layout, a, b), out)
+    assert kinds.count("stationary") >= (2 * 4 * 4 if is_hopper() else 0)
+
+
+@every_block
+def test_epilogues(block, always, kinds, seed):
+    """A summand may be the result, and one that does not count may be anything."""
+    grid = GRIDS[block][0], GRIDS[block][1] + 1
+    layout = layout_of((block, block), grid, heads=2, density=0.3, room=40)
+    a, b = operands("sdd", layout, 64, F16, (2,))
+    wanted = exact("sdd", layout, a, b)
+    stored = layout.to_blocks(torch.ones(2, *layout.shape).cuda())
+    found = sdd(a, b, layout, epilogue=(kl.Scale(), kl.Gelu()), scale=0.25)
+    check(found, torch.nn.functional.gelu(wanted / 4), 1.5 * GATES[F16])
+    whole = torch.randn(wanted.shape, device="cuda").half()
+    wanted += stored * whole.double() / 2
+    sdd(a, b, layout, epilogue=kl.Add(), beta=0.5, y=whole, out=whole)
+    check(whole, wanted, 2e-3)
+    nothing = torch.full_like(whole, math.nan)
+    found = sdd(a, b, layout, epilogue=kl.Add(), beta=0.0, y=nothing)
+    check(found, exact("sdd", layout, a, b), GATES[F16])
+    assert not is_hopper() or set(kinds) >= {"stationary"}
+
+
+@every_block
+@pytest.mark.parametrize("depth", [64, 128])
+def test_panels_that_nobody_needs(depth, block, always, kinds, seed):
+    """Are left out, and contents change: a band, what lies on one side of it, nothing, all."""
+    rows, cols = GRIDS[block][0] + 2, GRIDS[block][1] + 2
+    row, col = torch.arange(rows)[:, None], torch.arange(cols)
+    masks = [(col - row).abs() < 2, col <= row, row < 0 * col, col > cols - 3 + 0 * row, col >= 0]
+    masks = [mask.expand(rows, cols).clone() for mask in masks]
+    layout = Layout(masks[0], block, capacity=rows * cols, device="cuda")
+    a, b = operands("sdd", layout, depth, F16)
+    for mask in masks:
+        layout.update_(mask)
+        out = torch.full((layout.capacity, block, block), math.nan, device="cuda").half()
+        sdd(a, b, layout, out=out)
+        assert not out[layout.nnz :].any()
+        if mask.any():
+            check(out, exact("sdd", layout, a, b), GATES[F16])
+    assert kinds.count("stationary") == (len(masks) if is_hopper() else 0)
+
+
+def test_it_is_taken_for_attention_scores(kinds, seed):
+    """By rule: 16 heads of 2048 queries and keys, one b for all batches."""
+    for block in GRIDS:
+        layout = layout_of((block, block), (2048 // block,) * 2, heads=16, density=0.3, room=0)
+        q = torch.randn(2, 16, 2048, 64, device="cuda").half()
+        k = torch.randn(16, 2048, 64, device="cuda").half()
+        scores = sdd(q, k.expand(q.shape), layout, transpose_b=True)
+        for batch in range(2):
+            check(scores[batch], exact("sdd", layout, q[batch], k, False, True), GATES[F16])
+    assert kinds.count("stationary") == (len(GRIDS) if is_hopper() else 0)
