@@ -14,6 +14,7 @@ and, where there is a choice or float32 is taken,
     candidates(problem, arch) -> the choices for a problem, by preference
     default(problem, known, multiprocessors) -> the one of these taken untuned
     PRECISION   whether variants() takes the precision of float32 as well, None for both
+    pays(problem, multiprocessors) -> whether it is taken untuned, or left to the portable kernel
 
 A module with candidates takes one of them as the last argument of lower().
 """
@@ -26,6 +27,7 @@ from types import ModuleType
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import (
     hopper,
+    hopper_words,
     narrow,
     portable,
     sampled,
@@ -37,7 +39,7 @@ from kernlib.lowering import choice as choices
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
-SPMM: tuple[ModuleType, ...] = (hopper, narrow, portable)
+SPMM: tuple[ModuleType, ...] = (hopper, hopper_words, narrow, portable)
 SDD: tuple[ModuleType, ...] = (sampled_hopper, sampled)
 # Bytes of the stored blocks decide for so few. The portable kernel's tiles of 32 lines give 4096
 # lines 128 CTAs, four of which a multiprocessor holds; those of wgmma are 128 lines, so 32.
@@ -76,12 +78,14 @@ def candidates(problem: Spmm | Sdd, arch: str) -> list[Choice]:
 
 
 def default(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: of the first kind, or where columns are few of the
-    portable one."""
+    """Of the candidates the one taken untuned: of the first kind, or of the portable one where
+    columns are few or the first does not pay."""
     name = known[0]["kind"]
-    if isinstance(problem, Spmm) and problem.columns <= FEW_COLUMNS:
-        name = portable.KIND
     kind = _named(problem, name)
+    pays = not hasattr(kind, "pays") or kind.pays(problem, multiprocessors)
+    if isinstance(problem, Spmm) and (problem.columns <= FEW_COLUMNS or not pays):
+        name = portable.KIND
+        kind = _named(problem, name)
     if not hasattr(kind, "default"):
         return known[0]
     own = [
