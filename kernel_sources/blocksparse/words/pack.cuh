@@ -186,7 +186,7 @@ __device__ __forceinline__ void write_row(const float (&x)[EACH], const Square& 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 blocksparse_pack(const __grid_constant__ Parameters p) {
-    __shared__ float turned[ROW * PITCH];
+    extern __shared__ __align__(16) unsigned char shared[];  // ROW rows of PITCH numbers
     launch_dependents();  // words/words.cuh waits where it reads what is written here
     u32 index = blockIdx.x;
     Square square = index < p.squares ? square_of_dense(p, index)
@@ -194,7 +194,7 @@ blocksparse_pack(const __grid_constant__ Parameters p) {
     if (square.exists) {
         Numbers x;
         if (square.depth == 1) read_along_depth(x, square);
-        else read_along_rows(x, square, turned);
+        else read_along_rows(x, square, reinterpret_cast<float*>(shared));
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn)
             write_row(x[turn], square, threadIdx.x / LANES + turn * (THREADS / LANES));

@@ -19,6 +19,7 @@ from kernlib.lowering.steps import WORKSPACE, Step
 THREADS = 256
 SQUARE = 64  # rows that a CTA packs, and numbers of a row
 TILE_COLUMNS = 128
+SHARED_BYTES = 4 * SQUARE * (SQUARE + 1)
 CHUNK = 4  # elements of 16 bytes
 WORD_BYTES, SCALE_BYTES = 4, 4  # of a number's two words, of a row's scale
 ALIGNMENT = 256  # of what the workspace holds
@@ -120,7 +121,10 @@ constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 #include "blocksparse/words/pack.cuh"
 """
     words = "blocksparse pack float32 words"
-    return named(KernelSpec("blocksparse", source, "blocksparse_pack", THREADS, description=words))
+    made = KernelSpec(
+        "blocksparse", source, "blocksparse_pack", THREADS, SHARED_BYTES, description=words
+    )
+    return named(made)
 
 
 def _whole(strides: tuple[int, ...], sizes: tuple[int, ...], alignment: int) -> bool:
