@@ -7,7 +7,6 @@ for is left to the portable kernel.
 
 from __future__ import annotations
 
-from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
