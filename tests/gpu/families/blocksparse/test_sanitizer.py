@@ -15,7 +15,7 @@ def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory)
     folder = tmp_path_factory.getbasetemp().parent / "sanitized"
     monkeypatch.setenv("KERNLIB_CACHE_DIR", str(folder))
     kinds = {"portable", "sampled", "softmax", "layout"}
-    if numbers != "fp32" and not settings.current().portable:
-        kinds |= {"hopper", "narrow"}
+    if not settings.current().portable:
+        kinds |= {"hopper_words", "pack"} if numbers == "fp32" else {"hopper", "narrow"}
     module = "tests.gpu.families.blocksparse.sanitized"
     assert sanitizer.launched(tool, module, numbers) >= kinds
