@@ -56,10 +56,11 @@ constexpr u32 LAST = 1u << WARPGROUPS;         // beside these: of a tile's last
 // One stage: the pieces that are stored, each asked for by a lane of its own, to which the walk has
 // given its line's slot, and the panel.
 __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s, const Tile& tile,
-                                           int stage, int slot, u32 live, int block, int part) {
+                                           const Ring& ring, int slot, u32 live, int block,
+                                           int part) {
     int lane = threadIdx.x % 32, depth = part * STEP_DEPTH;
-    u64* full = &s.full[stage];
-    unsigned char* to = s.stages + stage * STAGE_BYTES;
+    u64* full = &s.full[ring.stage];
+    unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
         if (lane != w || !(live >> w & 1)) continue;

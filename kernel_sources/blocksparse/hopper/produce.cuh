@@ -61,7 +61,7 @@ __device__ __forceinline__ int produce_step(const Parameters& p, const Shared& s
             barrier_expect(&s.full[ring.stage], __popc(live) * PIECE_BYTES + PANEL_BYTES);
         }
         __syncwarp();
-        load_stage(p, s, work.tile, ring.stage, slot, live, block, part);
+        load_stage(p, s, work.tile, ring, slot, live, block, part);
         ring.next();
     }
     live = live_then;

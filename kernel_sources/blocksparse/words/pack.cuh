@@ -151,8 +151,8 @@ __device__ __forceinline__ void read_along_rows(Numbers& x, const Square& square
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= LARGEST; }
 
-// The exponent's bits of the scale of a row of 16 threads: 2^-126 at least, for which words hold
-// denormals as they are, and 2^113 at most.
+// The exponent's bits of the scale of a row of 16 threads: of 2^-126 at least, by which words hold
+// denormals as they are, and of 2^113 at most.
 __device__ __forceinline__ u32 scale_bits(const float (&x)[EACH]) {
     float largest = 0.0f;
 #pragma unroll
@@ -167,7 +167,7 @@ __device__ __forceinline__ void split(float x, float inverse, half_t& hi, half_t
     bool finite = is_finite(x);
     float scaled = x * inverse;
     hi = convert<half_t>(finite ? scaled : x < 0.0f ? -1.0f : 1.0f);
-    lo = convert<half_t>(finite ? scaled - convert<float>(hi) : x);
+    lo = convert<half_t>(finite ? (scaled - convert<float>(hi)) * LOW_FACTOR : x);
 }
 
 // One row of 16 threads: four words of either kind each, and by the first the scale.

@@ -23,9 +23,10 @@ from kernlib.lowering.wgmma import multiply
 
 KIND = "hopper_words"
 PRECISION = True  # variants() takes it
-STAGES, STAGE_BYTES = 3, 65 * 1024
-BARRIER_BYTES = STAGES * (2 * 8 + 3 * 4)
-SHARED_BYTES = STAGES * STAGE_BYTES + BARRIER_BYTES + 1024  # and what the swizzle's start takes
+STAGES, STAGE_BYTES, SCALES_BYTES = 3, 64 * 1024, 1024
+BARRIER_BYTES = 128
+# Scales are kept twice as long as words, and 1024 are what the swizzle's start takes.
+SHARED_BYTES = STAGES * (STAGE_BYTES + 2 * SCALES_BYTES) + BARRIER_BYTES + 1024
 MOST = 2**31 - 1  # CTAs of a launch, tiles, and columns that are rounded up
 POINTERS = 5 + len(hopper.LISTS)
 STRIDES = "7q2i"  # struct Strides

@@ -140,6 +140,16 @@ def test_lines_and_columns_of_any_magnitude(emulator, seed):
 
 
 @needs_compiler
+def test_small_numbers_beside_large_ones_keep_their_bits(emulator, seed):
+    """Where a line has 2^-24 of its largest number a column has the largest of its own."""
+    made = Product(Case("float32", (64, 64), (2, 3), 1.0, 1, 1, 24))
+    depth = torch.exp2(torch.randint(-12, 13, (64,)).float())
+    made.values *= depth
+    made.dense /= depth.repeat(3)[:, None]
+    assert error(made.run(emulator), made.matrix @ made.dense.double()) <= GATE
+
+
+@needs_compiler
 @pytest.mark.parametrize("large", [2.0**127, 2.0**-118])
 def test_the_ends_of_what_float32_holds(large, emulator, seed):
     """Scales near 2^113 do not overflow where results do not, and lines down to 2^-118 keep their

@@ -125,6 +125,16 @@ def test_lines_of_any_magnitude(of_values, seed):
     assert torch.equal(found, dsd(values, b, layout))  # powers of two change no bit
 
 
+def test_small_numbers_beside_large_ones_keep_their_bits(seed):
+    """Where a line has 2^-24 of its largest number a column has the largest of its own."""
+    layout = layout_of((64, 64), (5, 40))
+    values, b = operands_of("dsd", layout, 136)
+    depth = torch.exp2(torch.randint(-12, 13, (64,), device="cuda").float())
+    values *= depth
+    b /= depth.repeat(40)[:, None]
+    check(dsd(values, b, layout), exact("dsd", layout, values, b), GATE)
+
+
 def test_positive_sums_do_not_drift(seed):
     """A tensor core's additions truncate."""
     for block, grid in (((64, 64), (4, 64)), ((128, 128), (3, 32))):
