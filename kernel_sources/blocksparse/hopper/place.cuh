@@ -1,5 +1,5 @@
 // Where a product's tiles lie, and the sizes and the order that say so: a part of what a launch of
-// hopper.cuh, narrow/narrow.cuh or words/words.cuh is given.
+// hopper.cuh, narrow/narrow.cuh or hopper_words/hopper_words.cuh is given.
 #pragma once
 
 #include "blocksparse/lists.cuh"

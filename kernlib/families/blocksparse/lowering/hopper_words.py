@@ -1,5 +1,5 @@
-"""The kernel of kernel_sources/blocksparse/words/words.cuh: float32 products at fp32 grade with
-blocks of 64 and 128, of operands that are packed as pairs of float16 words.
+"""The kernel of kernel_sources/blocksparse/hopper_words/hopper_words.cuh: float32 products at fp32
+grade with blocks of 64 and 128, of operands that are packed as pairs of float16 words.
 
 Takes any strides that leave something side by side; what little work three launches are too much
 for is left to the portable kernel.
@@ -140,7 +140,7 @@ constexpr int PARAMETER_BYTES = {parameters(epilogue).size};
 #include "common/hopper.cuh"
 
 {multiply("float16", TILE_COLUMNS, False)}
-#include "blocksparse/words/words.cuh"
+#include "blocksparse/hopper_words/hopper_words.cuh"
 """
     found = KernelSpec(
         "blocksparse",

@@ -1,5 +1,5 @@
-"""The kernel of kernel_sources/blocksparse/words/pack.cuh: float32 operands as pairs of float16
-words with scales.
+"""The kernel of kernel_sources/blocksparse/hopper_words/pack.cuh: float32 operands as pairs of
+float16 words with scales.
 
 They are packed anew for each call, as a copy that is kept would have to know of every way in which
 a tensor can change.
@@ -118,7 +118,7 @@ def spec() -> KernelSpec:
 
 constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 
-#include "blocksparse/words/pack.cuh"
+#include "blocksparse/hopper_words/pack.cuh"
 """
     words = "blocksparse pack float32 words"
     made = KernelSpec(

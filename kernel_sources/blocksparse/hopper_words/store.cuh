@@ -3,7 +3,7 @@
 // columns: whole sectors of 32 bytes, whichever of lines and columns lie side by side.
 #pragma once
 
-#include "blocksparse/words/parameters.cuh"
+#include "blocksparse/hopper_words/parameters.cuh"
 
 // The results of one line of a thread: of accumulator i columns 8 * (i / 4) + i % 2 from its first.
 struct Line {

@@ -1,4 +1,4 @@
-// What a launch of words.cuh is given.
+// What a launch of hopper_words.cuh is given.
 //
 // The generated source defines before it includes this file, beside what these files list:
 //   PARAMETER_BYTES   what lowering makes of Parameters

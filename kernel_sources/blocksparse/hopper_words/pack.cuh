@@ -1,4 +1,4 @@
-// The operands of words/words.cuh as pairs of float16 words with scales: see words/format.cuh.
+// The operands of hopper_words.cuh as pairs of float16 words with scales: see format.cuh.
 // Floor: 4 bytes read and 4.06 written for each number of the dense operand and of the stored
 // blocks, over 4.3 TB/s on an H200: 32 us for 4096 x 4096, 8 us for a quarter of it.
 //
@@ -11,7 +11,7 @@
 //   PARAMETER_BYTES      what lowering makes of Parameters
 #pragma once
 
-#include "blocksparse/words/format.cuh"
+#include "blocksparse/hopper_words/format.cuh"
 #include "common/hopper.cuh"
 
 constexpr int THREADS = 256, LANES = 16;        // threads of a row
@@ -187,7 +187,7 @@ __device__ __forceinline__ void write_row(const float (&x)[EACH], const Square& 
 extern "C" __global__ void __launch_bounds__(THREADS)
 blocksparse_pack(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(16) unsigned char shared[];  // ROW rows of PITCH numbers
-    launch_dependents();  // words/words.cuh waits where it reads what is written here
+    launch_dependents();  // hopper_words.cuh waits where it reads what is written here
     u32 index = blockIdx.x;
     Square square = index < p.squares ? square_of_dense(p, index)
                                       : square_of_values(p, index - p.squares);

@@ -1,4 +1,4 @@
-// How words/pack.cuh leaves an operand for words/words.cuh: pairs of float16 words in the order of
+// How pack.cuh leaves an operand for hopper_words.cuh: pairs of float16 words in the order of
 // shared memory, so that plain copies of whole pieces bring them.
 //
 // A number x is s * (hi + lo / 2^11), both float16: hi the nearest to x / s, lo what is left of it.
@@ -20,6 +20,6 @@ constexpr float LOW_FACTOR = 1 << 11, CROSS_FACTOR = 1.0f / (1 << 11);
 
 // Sums of products are at most 2^36, scales 2^113 on either side. Those of lines are stored times
 // 2^-21, those of columns times 2^14: so a sum times the one, and then times the other, overflows
-// where 2^-7 of the result does, which words/words.cuh multiplies by 2^7 at the end. Lines whose
+// where 2^-7 of the result does, which hopper_words.cuh multiplies by 2^7 at the end. Lines whose
 // largest number is below 2^-118, and results below 2^-119, lose bits as denormals do.
 constexpr float LINE_FACTOR = 1.0f / (1 << 21), COLUMN_FACTOR = 1 << 14, RESULT_FACTOR = 1 << 7;

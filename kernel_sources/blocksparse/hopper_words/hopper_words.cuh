@@ -1,13 +1,13 @@
-// Products with block-sparse matrices on Hopper, for blocks of 64 and 128 and float32 at fp32 grade:
+// Products with block-sparse matrices on Hopper, for blocks of 64 and 128, float32 at fp32 grade:
 //   out[z, h, l, n] = Finish(sum_k op(S[z, h])[l, k] * dense[z, h, k, n]).
-// Numbers are pairs of float16 words with scales, as words/pack.cuh packs them; a product is
+// Numbers are pairs of float16 words with scales, as pack.cuh packs them; a product is
 // hi * hi + (lo * hi + hi * lo) / 2^11, which leaves out lo * lo, 2^-24 of it. What wgmma adds to
 // is truncated, so 64 of the depth are summed, the small products apart, and added in fp32 times
 // the scales of line and column. By an emulation of truncating sums normal numbers are off by
 // 1.6e-7 of the result in norm for 1024 of the depth and by 2.0e-7 for 4096, positive ones by
 // 2.1e-7 to 3.9e-7, with one bit more or fewer kept; chains of fp32 fma by 5.6e-7, 1.2e-6 and
 // 5.0e-7 to 9.9e-7.
-// Floors: those of words/pack.cuh; 6 * lines * depth operations a stored block and column over 768
+// Floors: those of pack.cuh; 6 * lines * depth operations a stored block and column over 768
 // TFLOP/s; and from L2 to the multiprocessors, 9 TB/s, for a step of 64 along the depth 32 KB for
 // the panel of 128 columns and 16 KB for each 64 x 64 piece of a block: 1690 clocks of a
 // multiprocessor for two pieces, where wgmma takes 1536. That is 287 TFLOP/s for blocks of 128, and
@@ -30,8 +30,8 @@
 constexpr int WARPGROUPS = 2, TILE_LINES = 64 * WARPGROUPS;
 constexpr int GROUPS = TILE_LINES / LINES;  // lines of blocks of a tile
 
-#include "blocksparse/words/format.cuh"
-#include "blocksparse/words/parameters.cuh"
+#include "blocksparse/hopper_words/format.cuh"
+#include "blocksparse/hopper_words/parameters.cuh"
 #include "common/hopper.cuh"
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
@@ -48,7 +48,7 @@ constexpr u32 BOTH = (1u << WARPGROUPS) - 1;     // a bit a warpgroup
 constexpr u32 LAST = 1u << WARPGROUPS;           // beside these: of a tile's last stage
 
 #include "blocksparse/hopper/ring.cuh"
-#include "blocksparse/words/store.cuh"
+#include "blocksparse/hopper_words/store.cuh"
 
 // Of a stage the words of each warpgroup's piece, then those of the panel. Scales have twice as
 // many places, behind the barriers: in each those of the warpgroups' lines, then of the columns.
