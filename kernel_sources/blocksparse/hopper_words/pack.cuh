@@ -199,6 +199,7 @@ blocksparse_pack(const __grid_constant__ Parameters p) {
         for (int turn = 0; turn < TURNS; ++turn)
             write_row(x[turn], square, threadIdx.x / LANES + turn * (THREADS / LANES));
     }
-    // The order of tiles, where it was launched before, is there when this launch has ended.
-    wait_for_prerequisites();
+    // The order of tiles, where it was launched before, is there when this launch has ended: for
+    // that one CTA is enough, and the others make room.
+    if (index == gridDim.x - 1) wait_for_prerequisites();
 }
