@@ -53,21 +53,14 @@ constexpr u32 LAST = 1u << WARPGROUPS;         // beside these: of a tile's last
 #include "blocksparse/hopper/schedule.cuh"
 #include "blocksparse/hopper/store.cuh"
 
-// What is said of a stage, before its barrier is told of the bytes that come.
-__device__ __forceinline__ void say(const Shared& s, int stage, u32 word, int unit, int panel) {
-    u32* words = s.words + stage * WORDS;
-    words[0] = word;
-    words[1] = unit;
-    words[2] = panel;
-}
-
 // One stage: the pieces that are stored, each asked for by a lane of its own, to which the walk has
 // given its line's slot, and the panel.
 __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s, const Tile& tile,
-                                           int stage, int slot, u32 live, int block, int part) {
+                                           const Ring& ring, int slot, u32 live, int block,
+                                           int part) {
     int lane = threadIdx.x % 32, depth = part * STEP_DEPTH;
-    u64* full = &s.full[stage];
-    unsigned char* to = s.stages + stage * STAGE_BYTES;
+    u64* full = &s.full[ring.stage];
+    unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
         if (lane != w || !(live >> w & 1)) continue;
@@ -87,83 +80,7 @@ __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s,
     }
 }
 
-// A tile and the walk of its steps, which begins to read the layout when it is made.
-struct Work {
-    int unit, panel;
-    Tile tile;
-    Walk walk;
-
-    __device__ __forceinline__ Work(const Parameters& p, const Schedule<1>& schedule)
-        : tile(find(p, schedule)),
-          // behind the last tile lines that do not exist, of which nothing is read
-          walk(p, p.grid, tile.head, unit < 0 ? p.grid.lines : tile.group * GROUPS) {}
-
-    __device__ __forceinline__ Tile find(const Parameters& p, const Schedule<1>& schedule) {
-        schedule.now(unit, panel);
-        return Tile(p, unit, panel);
-    }
-};
-
-// A stage that nothing is copied to: of a tile without steps, or behind the last tile.
-__device__ __forceinline__ void produce_empty(const Shared& s, Ring& ring, int unit, int panel) {
-    wait_for_stage(s, ring);
-    if (threadIdx.x % 32 == 0) {
-        say(s, ring.stage, LAST, unit, panel);
-        barrier_arrive(&s.full[ring.stage]);
-    }
-    ring.next();
-}
-
-// The stages of one step, of a block along the depth. Moves to the next one and answers its block,
-// or -1.
-__device__ __forceinline__ int produce_step(const Parameters& p, const Shared& s, Ring& ring,
-                                            Work& work, int block, u32& live, int& slot) {
-    u32 live_then;
-    int slot_then, then = work.walk.next(live_then, slot_then);
-    if (GROUPS == 1) live = BOTH;
-#pragma unroll 1
-    for (int part = 0; part < DEPTH / STEP_DEPTH; ++part) {
-        wait_for_stage(s, ring);
-        bool last = then < 0 && part == DEPTH / STEP_DEPTH - 1;
-        if (threadIdx.x % 32 == 0) {
-            say(s, ring.stage, live | (last ? LAST : 0), work.unit, work.panel);
-            barrier_expect(&s.full[ring.stage], __popc(live) * PIECE_BYTES + PANEL_BYTES);
-        }
-        __syncwarp();
-        load_stage(p, s, work.tile, ring.stage, slot, live, block, part);
-        ring.next();
-    }
-    live = live_then;
-    slot = slot_then;
-    return then;
-}
-
-// The stages of one tile. The next one is looked up behind the first step: its place in the order,
-// its bits and its ranks are three loads of which each waits for the one before, and the copies of
-// the stages under way take longer.
-__device__ __forceinline__ void produce_tile(const Parameters& p, const Shared& s, Ring& ring,
-                                             Schedule<1>& schedule, Work& work) {
-    u32 live;
-    int slot, block = work.walk.next(live, slot);
-    if (block < 0) produce_empty(s, ring, work.unit, work.panel);
-    else block = produce_step(p, s, ring, work, block, live, slot);
-    schedule.next(nullptr);
-    Work following(p, schedule);
-    while (block >= 0) block = produce_step(p, s, ring, work, block, live, slot);
-    work = following;
-}
-
-// The producer warp: tile after tile, then a stage that says that there are no more.
-__device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
-    Ring ring;
-    Schedule<1> schedule(p);
-    Work work(p, schedule);
-    while (work.unit >= 0) {
-        schedule.take();
-        produce_tile(p, s, ring, schedule, work);
-    }
-    produce_empty(s, ring, NO_TILE, 0);
-}
+#include "blocksparse/hopper/produce.cuh"
 
 // Everything of one tile that this warpgroup adds up. A stage is given back when the products of
 // the next one are under way; but before a step that is not this warpgroup's, lest the producer

@@ -1,7 +1,11 @@
 // Which tiles a CTA computes, one after the other.
+//
+// The file that includes this one defines before: WARPGROUPS, and Parameters with what place.cuh
+// has for them.
 #pragma once
 
-#include "blocksparse/hopper/parameters.cuh"
+#include "blocksparse/hopper/place.cuh"
+#include "common/hopper.cuh"
 
 constexpr int NO_TILE = -1;
 

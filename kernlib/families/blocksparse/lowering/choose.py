@@ -31,6 +31,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import (
     decode,
     hopper,
+    hopper_words,
     narrow,
     portable,
     sampled,
@@ -43,7 +44,7 @@ from kernlib.lowering import choice as choices
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
-SPMM: tuple[ModuleType, ...] = (decode, hopper, narrow, portable)
+SPMM: tuple[ModuleType, ...] = (decode, hopper, hopper_words, narrow, portable)
 SDD: tuple[ModuleType, ...] = (stationary, sampled_hopper, sampled)
 # Bytes of the stored blocks decide for so few columns. What `decode` does not take of them goes to
 # the portable kernel, whose tiles of 32 lines give 4096 lines 128 CTAs, four of which a

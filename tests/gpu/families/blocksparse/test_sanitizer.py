@@ -17,6 +17,8 @@ def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory)
     kinds = {"portable", "sampled", "softmax", "layout"}
     if numbers != "fp32":
         kinds |= {"decode"}
-        kinds |= set() if settings.current().portable else {"hopper", "narrow", "stationary"}
+    if not settings.current().portable:
+        halves = {"hopper", "narrow", "stationary"}
+        kinds |= {"hopper_words", "pack"} if numbers == "fp32" else halves
     module = "tests.gpu.families.blocksparse.sanitized"
     assert sanitizer.launched(tool, module, numbers) >= kinds

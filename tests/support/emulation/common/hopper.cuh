@@ -159,6 +159,13 @@ inline void load_box(void* to, const TensorMap& map, u64* barrier, int x, int y,
     });
     barrier_bytes(barrier, box_bytes(map));
 }
+inline void load_bytes(void* to, const void* from, u64* barrier, int bytes) {
+    check_alignment(to, 16);
+    check_alignment(from, 16);
+    if (bytes <= 0 || bytes % 16) std::abort();
+    std::memcpy(to, from, bytes);
+    barrier_bytes(barrier, bytes);
+}
 inline void store_box(const TensorMap& map, const void* from, int x, int y, int z, int w) {
     walk_box(map, const_cast<void*>(from), {x, y, z, w},
              [&](unsigned char* to, const unsigned char* place) {
