@@ -24,6 +24,8 @@ COLUMNS = {
     "where": "left",
     "description": "left",
 }
+# What a narrow terminal does without, in this order.
+SPARE = ("shared", "compile ms", "spills", "created", "registers", "cubin", "where", "last used")
 
 
 @click.group()
@@ -121,7 +123,7 @@ def list_kernels(
     if as_json:
         print_json(chosen)
     elif chosen:
-        print_table(COLUMNS, [_row(kernel) for kernel in chosen])
+        print_table(COLUMNS, [_row(kernel) for kernel in chosen], spare=SPARE)
     else:
         click.echo("No such kernels." if found or days else "The cache holds no kernels.")
     if damaged:

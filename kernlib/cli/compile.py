@@ -13,6 +13,7 @@ from kernlib.cli.options import Argument, Shape, arch_option, json_option
 from kernlib.cli.output import counted, plain_errors, print_json, print_table
 
 COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "left"}
+SPARE = ("shared", "spills", "registers", "cubin")  # what a narrow terminal does without
 
 
 @click.command("compile")
@@ -203,7 +204,7 @@ def _print(facts: dict) -> None:
         for row in facts["kernels"]
     ]
     if rows:
-        print_table(COLUMNS, rows)
+        print_table(COLUMNS, rows, spare=SPARE)
     else:
         click.echo("Such a call launches no kernel.")
     click.echo(
