@@ -30,7 +30,7 @@ SPARE = ("shared", "compile ms", "spills", "created", "registers", "cubin", "whe
 
 @click.group()
 def cache() -> None:
-    """Look into the cache of compiled kernels, repair, empty and ship it."""
+    """Look into the kernel cache, repair, empty and ship it."""
 
 
 for _command in (verify, prune, clear, export, import_bundle):
@@ -40,7 +40,7 @@ for _command in (verify, prune, clear, export, import_bundle):
 @cache.command()
 @json_option
 def info(as_json: bool) -> None:
-    """Say where the cache is, how many kernels it holds and how full it is, and name its bundles.
+    """Say where the cache is, what it holds and which bundles it has.
 
     A cache that cannot be used, and a bundle that is passed over, are said and are no error:
     `kernlib doctor` judges.
@@ -108,7 +108,7 @@ def _bundle_line(bundle: dict) -> str:
 def list_kernels(
     archs: tuple[str, ...], family: str | None, days: int | None, as_json: bool
 ) -> None:
-    """List the kernels of store and bundles, one row each, the newest first.
+    """List the kernels of store and bundles, the newest first.
 
     Damaged entries are left out and counted on stderr; `kernlib cache verify` names them.
     """
@@ -167,7 +167,7 @@ def _row(kernel: dict) -> tuple:
 @click.option("--force", is_flag=True, help="Let --cubin replace a file.")
 @json_option
 def show(prefix: str, cubin: Path | None, force: bool, as_json: bool) -> None:
-    """Show all that is known of one kernel, named by the first digits of its key.
+    """Show all that is known of one kernel, by its key's first digits.
 
     Exits with 1 if no kernel's key begins so, or several do, or the entry is damaged.
     """

@@ -22,7 +22,7 @@ class GpuClock:
         import torch
 
         call()
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(GPU_REPEATS)]
+        pairs = [_events() for _ in range(GPU_REPEATS)]
         for begin, end in pairs:
             self._sweep.fill_(1)  # meanwhile the host has queued the call
             begin.record()
@@ -30,6 +30,12 @@ class GpuClock:
             end.record()
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+
+
+def _events() -> tuple:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 class CpuClock:

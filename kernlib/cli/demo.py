@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -22,15 +22,14 @@ COLUMNS = {
     "kernels": "left",
     "call": "left",
 }
-FACTORS = (6, 64, 64, 1)
-
-
-class Place(NamedTuple):
-    """Where the calls run and what kernels are compiled for; ``index`` is None without a GPU."""
-
-    index: int | None
-    name: str
-    arch: str
+CASES: tuple[Callable[[workloads.Maker], workloads.Call], ...] = (
+    lambda make: make.pairwise("gaussian", 1000, 800, 64, 8.0),
+    lambda make: make.pairwise("laplace_l1", 1000, 800, 64, 50.0),
+    lambda make: make.kronecker_sparse((6, 64, 64, 1), 1024, "fp32"),
+    lambda make: make.kronecker_product((16, 16, 16), 256, "fp32"),
+    lambda make: make.sparse(1024, 1024, "fp32"),
+    lambda make: make.block_sparse(1024, 256, "fp32"),
+)
 
 
 class Result(NamedTuple):
@@ -65,16 +64,16 @@ def demo(events: bool) -> None:
         raise click.ClickException(f"the error is too large: {'; '.join(wrong)}")
 
 
-def _place() -> Place:
+def _place() -> workloads.Place:
     """The first GPU if kernels run on it; stderr says why not."""
     for gpu in machine.gpus()[:1]:
         if gpu.arch is not None:
-            return Place(gpu.index, gpu.name, gpu.arch)
+            return workloads.Place(gpu.index, gpu.name, gpu.arch)
         click.echo(gpu.problem, err=True)
-    return Place(None, "CPU", ARCH_WITHOUT_GPU)
+    return workloads.Place(None, "CPU", ARCH_WITHOUT_GPU)
 
 
-def _say_where(place: Place) -> None:
+def _say_where(place: workloads.Place) -> None:
     if place.index is not None:
         say(f"Running on {place.name}, for which kernels are compiled as {place.arch}.")
         return
@@ -84,19 +83,12 @@ def _say_where(place: Place) -> None:
     )
 
 
-def _calls(place: Place) -> list[workloads.Call]:
+def _calls(place: workloads.Place) -> list[workloads.Call]:
     import torch
 
     device = torch.device("cpu" if place.index is None else f"cuda:{place.index}")
     make = workloads.Maker(device)
-    return [
-        make.pairwise("gaussian", 1000, 800, 64, 8.0),
-        make.pairwise("laplace_l1", 1000, 800, 64, 50.0),
-        make.kronecker_sparse(FACTORS, 1024, "fp32"),
-        make.kronecker_product((16, 16, 16), 256, "fp32"),
-        make.sparse(1024, 1024, "fp32"),
-        make.block_sparse(1024, 256, "fp32"),
-    ]
+    return [case(make) for case in CASES]
 
 
 @contextmanager
@@ -113,10 +105,10 @@ def _watched(on_stderr: bool) -> Iterator[list]:
         unsubscribe()
 
 
-def _results(place: Place) -> list[Result]:
+def _results(place: workloads.Place) -> list[Result]:
     with progress.busy("making matrices"):
         calls = _calls(place)
-    kernels = _compiled(calls, place)
+    kernels = workloads.compiled(calls, place)
     with progress.shown(None, "computing", len(calls)) as bar:
         clock = CpuClock() if place.index is None else GpuClock(calls[0].dense[0].device)
         return [
@@ -125,30 +117,11 @@ def _results(place: Place) -> list[Result]:
         ]
 
 
-def _compiled(calls: list[workloads.Call], place: Place) -> list[frozenset[str]]:
-    """Compile the calls' kernels together, on all cores; the keys of each call's."""
-    from kernlib.ahead import build_all
-    from kernlib.jit import service
-    from kernlib.run import ahead_of
-
-    where = () if place.index is None else (place.index,)
-    needed = [
-        ahead_of(call.descriptor).specs(
-            call.descriptor, place.arch, call.operands, call.arguments, *where
-        )
-        for call in calls
-    ]
-    build_all([(spec, place.arch) for specs in needed for spec in specs], None, None)
-    return [
-        frozenset(service.digest(spec, place.arch).hex() for spec in specs) for specs in needed
-    ]
-
-
 def _result(call: workloads.Call, kernels: frozenset[str], clock) -> Result:
     return Result(call, clock(call.run), clock(call.by_torch), call.error(), kernels)
 
 
-def _report(results: list[Result], place: Place, seen: list) -> None:
+def _report(results: list[Result], place: workloads.Place, seen: list) -> None:
     compiled = {event.key for event in seen if event.name == "compile"}
     rows = [
         (
@@ -168,7 +141,7 @@ def _report(results: list[Result], place: Place, seen: list) -> None:
     say(_next(place))
 
 
-def _short(place: Place) -> str:
+def _short(place: workloads.Place) -> str:
     return "CPU" if place.index is None else "GPU"
 
 
@@ -192,7 +165,7 @@ def _conclusion(results: list[Result], compiled: set[str]) -> str:
     return f"{made} and kept in {path}; a second run will find them there."
 
 
-def _next(place: Place) -> str:
+def _next(place: workloads.Place) -> str:
     if place.index is None:
         return "Next: `kernlib doctor` says what this machine lacks for kernels to run."
     return "Next: `kernlib bench` measures larger calls, and the examples are in examples/."

@@ -28,10 +28,11 @@ CHECKS = (
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Check torch, GPUs, the compiler and the cache; say what to do about what is missing.
+    """Check this machine, and say what to do about what is missing.
 
-    A line that begins with note is worth a look, one with FAIL keeps kernels from being compiled or
-    kept. Exits with 1 if there is one of those.
+    Looks at torch, GPUs, the compiler, settings and the cache. A line that begins with note is
+    worth a look, one with FAIL keeps kernels from being compiled or kept. The last lines say what
+    to do next. Exits with 1 if there is one of those.
     """
     found = []
     for finding in _all():

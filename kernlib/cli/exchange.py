@@ -22,7 +22,7 @@ folder_argument = click.argument("folder", type=Path)
 @click.option("--force", is_flag=True, help="Replace the bundle that is in FOLDER.")
 @json_option
 def export(folder: Path, archs: tuple[str, ...], force: bool, as_json: bool) -> None:
-    """Write the store's kernels into FOLDER, as a bundle to be shipped and mounted.
+    """Write the store's kernels into FOLDER, as a bundle to ship.
 
     Equal kernels give equal bytes. Processes that have a replaced bundle open keep the old one.
     Exits with 1 if nothing would be exported, or FOLDER has a bundle and --force is not given.

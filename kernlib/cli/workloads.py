@@ -12,6 +12,14 @@ BOUNDS = {"fp32": 1e-5, "fp16": 2e-3}  # of errors, relative to float64 in the F
 CHECKED_ROWS = 64  # of a result, which float64 computes too
 
 
+class Place(NamedTuple):
+    """Where the calls run and what kernels are compiled for; ``index`` is None without a GPU."""
+
+    index: int | None
+    name: str
+    arch: str
+
+
 class Call(NamedTuple):
     """A call of :func:`kernlib.run_kernel` with ``operands`` and ``arguments``, and the same result
     by ``rival(*dense, **arguments)`` in torch. The rows of the result are those of ``dense[0]``."""
@@ -49,6 +57,24 @@ class Call(NamedTuple):
 
 def _wide(value):
     return value.double() if hasattr(value, "double") else value
+
+
+def compiled(calls: list[Call], place: Place, show: bool | None = None) -> list[frozenset[str]]:
+    """Compile the calls' kernels together, on all cores; the keys of each call's. ``show`` is as
+    for :func:`kernlib.compile`'s ``progress``."""
+    from kernlib.ahead import build_all
+    from kernlib.jit import service
+    from kernlib.run import ahead_of
+
+    where = () if place.index is None else (place.index,)
+    needed = [
+        ahead_of(call.descriptor).specs(
+            call.descriptor, place.arch, call.operands, call.arguments, *where
+        )
+        for call in calls
+    ]
+    build_all([(spec, place.arch) for specs in needed for spec in specs], None, show)
+    return [frozenset(service.digest(spec, place.arch).hex() for spec in specs) for specs in needed]
 
 
 class Maker:
@@ -118,9 +144,7 @@ class Maker:
     def _normal(self, precision: str, *sizes: int) -> Tensor:
         import torch
 
-        drawn = torch.randn(
-            sizes, generator=self._random, device=self._device, dtype=torch.float32
-        )
+        drawn = torch.randn(sizes, generator=self._random, device=self._device, dtype=torch.float32)
         return drawn.half() if precision == "fp16" else drawn
 
 

@@ -1,9 +1,14 @@
 """Shared by the tests of the command line: a cache of a test's own, and entries nobody compiled."""
 
+import fcntl
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 from kernlib import settings
@@ -100,6 +105,31 @@ def command(*arguments: object, cwd=None, **variables: str) -> subprocess.Comple
         text=True,
         cwd=cwd,
     )
+
+
+def on_terminal(width: int, *arguments: object, **variables: str) -> tuple[int, list[str]]:
+    """The command on a terminal of so many columns, without a GPU: its exit code, and the lines
+    that are left on the screen, without colours."""
+    code = "from kernlib.cli import main; main()"
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", **variables}
+    environment.pop("COLUMNS", None)
+    primary, secondary = pty.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    child = subprocess.Popen(words, env=environment, stdout=secondary, stderr=secondary)
+    os.close(secondary)
+    text = b""
+    with suppress(OSError):  # how a terminal says that nobody writes any more
+        while part := os.read(primary, 1 << 16):
+            text += part
+    os.close(primary)
+    return child.wait(), [_visible(line) for line in text.decode().split("\r\n")]
+
+
+def _visible(line: str) -> str:
+    """What is left of a line after progress was drawn in it and erased."""
+    last = re.split(r"\x1b\[2K|\r", line)[-1]
+    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", last)
 
 
 def plain(result, code: int, *parts: str) -> None:
