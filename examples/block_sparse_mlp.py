@@ -267,7 +267,7 @@ def parse() -> argparse.Namespace:
     if options.plot and not options.plot.resolve().parent.is_dir():
         parser.error(f"--plot: there is no folder {options.plot.resolve().parent}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib, or kernlib[bench]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 

@@ -240,7 +240,7 @@ def parse() -> argparse.Namespace:
         if getattr(options, name) < least:
             parser.error(f"--{name} must be {least} or more, got {getattr(options, name)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib, or kernlib[bench]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 

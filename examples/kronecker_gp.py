@@ -155,7 +155,7 @@ def parse() -> argparse.Namespace:
     if options.size < 4 or not 0 <= options.missing <= 0.9:
         parser.error("--size must be 4 or more, and --missing from 0 to 0.9")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib, or kernlib[bench]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 

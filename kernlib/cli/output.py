@@ -93,17 +93,19 @@ def say(text: str, err: bool = False, start: str = "", hang: str = "") -> None:
     """Print sentences, folded between words where a terminal shows them: the first line begins
     with ``start``, the others with ``hang``."""
     width = terminal_width()
-    if width is not None:
-        text = textwrap.fill(
-            text,
-            min(width, SENTENCE_WIDTH),
-            initial_indent=start,
-            subsequent_indent=hang,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        start = ""
-    click.echo(start + text, err=err)
+    for line in text.splitlines():
+        if width is not None:
+            line = textwrap.fill(
+                line,
+                min(width, SENTENCE_WIDTH),
+                initial_indent=start,
+                subsequent_indent=hang,
+                replace_whitespace=False,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        click.echo(line if width is not None else start + line, err=err)
+        start = hang
 
 
 def plain(value: object) -> str:

@@ -286,7 +286,7 @@ def test_a_kernel_that_does_not_compile(run, monkeypatch):
 
 def test_without_a_compiler(run, monkeypatch):
     def refuse(spec, arch):
-        raise UnsupportedError("Install it with: pip install 'kernlib[cu13]'")
+        raise UnsupportedError("To install it: pip install '.[cu13]'")
 
     monkeypatch.setattr(compiler, "compile_spec", refuse)
     plain(run("compile", "gaussian", *CALL), 1, "pip install")
