@@ -173,11 +173,8 @@ def settings() -> list[Finding]:
     try:
         settings.Settings.read()
     except ValueError as error:
-        return [
-            Finding(
-                "settings", str(error), "unset the variable, or give it such a value", needed=True
-            )
-        ]
+        advice = "unset the variable, or give it such a value"
+        return [Finding("settings", str(error), advice, needed=True)]
     return [_setting(variable) for variable in settings.VARIABLES]
 
 
