@@ -1,20 +1,16 @@
 """Shared by the tests of the command line: a cache of a test's own, and entries nobody compiled."""
 
-import fcntl
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-from contextlib import suppress
 from pathlib import Path
 
 from kernlib import settings
 from kernlib.jit import bundle, entry, layers, service
 from kernlib.jit import store as store_module
 from kernlib.jit.entry import Entry
+from tests.support.terminals import drained, left, terminal
 
 
 def fresh():
@@ -114,22 +110,11 @@ def on_terminal(width: int, *arguments: object, **variables: str) -> tuple[int, 
     words = [sys.executable, "-c", code, *map(str, arguments)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", **variables}
     environment.pop("COLUMNS", None)
-    primary, secondary = pty.openpty()
-    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    primary, secondary = terminal(width)
     child = subprocess.Popen(words, env=environment, stdout=secondary, stderr=secondary)
     os.close(secondary)
-    text = b""
-    with suppress(OSError):  # how a terminal says that nobody writes any more
-        while part := os.read(primary, 1 << 16):
-            text += part
-    os.close(primary)
-    return child.wait(), [_visible(line) for line in text.decode().split("\r\n")]
-
-
-def _visible(line: str) -> str:
-    """What is left of a line after progress was drawn in it and erased."""
-    last = re.split(r"\x1b\[2K|\r", line)[-1]
-    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", last)
+    drawn = drained(primary)
+    return child.wait(), left(drawn)
 
 
 def plain(result, code: int, *parts: str) -> None:

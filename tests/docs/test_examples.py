@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.terminals import drained, terminal
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -47,6 +48,24 @@ def test_example_on_the_cpu(example, tmp_path):
     assert found.returncode == 0, found.stderr
     assert "cpu   relative error" in found.stdout
     assert found.stderr == ""
+
+
+@pytest.mark.slow
+def test_an_example_shows_progress_to_who_watches(tmp_path):
+    """On a stderr that is a terminal, and what it prints stays on stdout."""
+    example = next(path for path in EXAMPLES if path.stem == "kronecker_vit")
+    words = [sys.executable, str(example), "--device", "cpu", "--steps", "5"]
+    variables = {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    primary, secondary = terminal(80)
+    with open(tmp_path / "out", "w") as out:
+        child = subprocess.Popen(
+            words, env={**os.environ, **variables}, cwd=tmp_path, stdout=out, stderr=secondary
+        )
+    os.close(secondary)
+    shown = drained(primary)
+    assert child.wait() == 0
+    assert "training" in shown and "relative error" not in shown
+    assert "cpu   relative error" in (tmp_path / "out").read_text()
 
 
 RIDGE = EXAMPLES[0].parent / "kernel_ridge.py"
