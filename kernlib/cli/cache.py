@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kernlib import progress
 from kernlib.cli import health, kernels, places
 from kernlib.cli.exchange import export, import_bundle
 from kernlib.cli.kernels import KEY_DIGITS, Kept
@@ -112,7 +113,7 @@ def list_kernels(
 
     Damaged entries are left out and counted on stderr; `kernlib cache verify` names them.
     """
-    with plain_errors():
+    with plain_errors(), progress.busy("reading the cache"):
         found, damaged = _listed(places.layers(), days)
     chosen = [
         kernel

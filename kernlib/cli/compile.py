@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import click
 
+from kernlib import progress
 from kernlib.cli import kernels, lookup, machine, places
 from kernlib.cli.options import Argument, Shape, arch_option, json_option
 from kernlib.cli.output import counted, plain_errors, print_json, print_table
@@ -99,7 +100,8 @@ def _call(arguments: tuple, shapes: tuple) -> tuple[tuple, dict]:
 
 
 def _dtypes(names: tuple[str, ...]) -> tuple:
-    import torch
+    with progress.busy("loading torch"):
+        import torch
 
     found = tuple(getattr(torch, name, None) for name in names)
     for name, dtype in zip(names, found, strict=True):

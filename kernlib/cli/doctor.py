@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import click
 
+from kernlib import progress
 from kernlib.cli import cache_checks, checks
 from kernlib.cli.checks import Finding
 from kernlib.cli.options import json_option
@@ -77,7 +78,8 @@ def _all() -> Iterator[Finding]:
 
 def _findings(label: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
-        return check()
+        with progress.busy(f"checking {label}"):
+            return check()
     except Exception as error:  # a check that breaks is a finding, and the others still run
         advice = "fix what this message names, then run kernlib doctor again"
         return [Finding(label, f"{type(error).__name__}: {error}", advice, needed=True)]

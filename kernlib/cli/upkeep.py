@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kernlib import progress
 from kernlib.cli import health, places
 from kernlib.cli.options import Size, days_option, json_option, yes_option
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, size
@@ -25,7 +26,7 @@ def verify(repair: bool, as_json: bool) -> None:
     never written. A damaged store that is moved aside keeps nothing of its kernels, which are
     compiled again when they are wanted; `kernlib cache prune` removes it.
     """
-    with plain_errors():
+    with plain_errors(), progress.busy("reading every page"):
         store, layers = _store(repair)
         found = [store, *(_bundle(mounted) for mounted in places.mounted(layers))]
     wrong = [place for place in found if _left(place)]

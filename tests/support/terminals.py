@@ -31,11 +31,25 @@ def drained(primary: int) -> str:
     return drawn.decode()
 
 
+_TOKEN = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
+
+
 def left(drawn: str) -> list[str]:
-    """The lines that stay on the screen, without colours, when progress has been erased."""
-    return [_visible(line) for line in drawn.split("\r\n")]
-
-
-def _visible(line: str) -> str:
-    last = re.split(r"\x1b\[2K|\r", line)[-1]
-    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", last)
+    """The lines that stay on an endless screen, without colours, when progress has erased its own.
+    Knows what rich sends: line ends, a line up, a line erased."""
+    lines, row, column = [""], 0, 0
+    for number, command, begin, down, text in _TOKEN.findall(drawn):
+        if text:
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + text + line[column + len(text) :]
+            column += len(text)
+        elif down:
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif begin:
+            column = 0
+        elif command == "A":
+            row = max(0, row - int(number or 1))
+        elif command == "K":
+            lines[row] = ""
+    return [line.rstrip() for line in lines]
