@@ -12,7 +12,7 @@ from kernlib.cli import health, kernels, places
 from kernlib.cli.exchange import export, import_bundle
 from kernlib.cli.kernels import KEY_DIGITS, Kept
 from kernlib.cli.options import arch_option, days_option, json_option
-from kernlib.cli.output import counted, plain, plain_errors, print_json, print_table, size
+from kernlib.cli.output import counted, plain, plain_errors, print_json, print_table, say, size
 from kernlib.cli.upkeep import clear, prune, verify
 
 SHOWN_CANDIDATES = 8
@@ -55,7 +55,7 @@ def info(as_json: bool) -> None:
     if facts["kind"] == "memory":
         click.echo(f"Warning: {places.why_in_memory(said)}. {places.ADVICE}", err=True)
     for name, text in _info_lines(facts):
-        click.echo(f"{name:12s}{text}")
+        say(str(text), start=f"{name:12s}", hang=" " * 12)
 
 
 def _info(layers) -> dict:
@@ -249,4 +249,4 @@ def _print_kernel(found: list[Kept], as_json: bool) -> None:
     order = dict.fromkeys((*facts, *lines))
     for name in order:
         label = plain(name.replace("_", " "))
-        click.echo(f"{label:14s}{plain(kernels.unknown(lines[name]))}")
+        say(plain(kernels.unknown(lines[name])), start=f"{label:14s}", hang=" " * 14)

@@ -11,7 +11,7 @@ import click
 from kernlib import progress
 from kernlib.cli import kernels, lookup, machine, places
 from kernlib.cli.options import Argument, Shape, arch_option, json_option
-from kernlib.cli.output import counted, plain_errors, print_json, print_table
+from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
 
 COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "left"}
 SPARE = ("shared", "spills", "registers", "cubin")  # what a narrow terminal does without
@@ -224,7 +224,7 @@ def _print(facts: dict) -> None:
         print_table(COLUMNS, rows, spare=SPARE)
     else:
         click.echo("Such a call launches no kernel.")
-    click.echo(
+    say(
         f"{facts['compiled']} compiled, {facts['found']} found, in {facts['seconds']:.1f} s; "
         f"kernels are kept in {facts['path']}"
     )

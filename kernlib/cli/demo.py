@@ -159,7 +159,7 @@ def _conclusion(results: list[Result], compiled: set[str]) -> str:
     needed = frozenset().union(*(result.kernels for result in results))
     if not compiled:
         return f"Nothing was compiled: all {len(needed)} kernels were found in the cache, {path}."
-    made = f"{len(compiled & needed)} of {counted(len(needed), 'kernel')} were compiled"
+    made = f"{len(compiled)} of {counted(len(needed | compiled), 'kernel')} were compiled"
     if path is None:
         return f"{made} and are lost with this process; `kernlib doctor` says why."
     return f"{made} and kept in {path}; a second run will find them there."

@@ -93,7 +93,7 @@ def say(text: str, err: bool = False, start: str = "", hang: str = "") -> None:
     """Print sentences, folded between words where a terminal shows them: the first line begins
     with ``start``, the others with ``hang``."""
     width = terminal_width()
-    for line in text.splitlines():
+    for line in text.splitlines() or [""]:
         if width is not None:
             line = textwrap.fill(
                 line,
