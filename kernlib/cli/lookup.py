@@ -51,10 +51,11 @@ def _unknown(text: str, known: dict[str, Callable]) -> str:
             f'"KroneckerSparse(a=6, b=64, c=64, d=1)", or name your own by package.module:name.'
         )
     lowered = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(text.lower(), lowered, 2)
-    hint = f" Did you mean {' or '.join(lowered[name] for name in close)}?" if close else ""
-    names = ", ".join(known)
-    return f"{text!r} is none of kernlib's.{hint} There are {names}; package.module:name is yours."
+    close = difflib.get_close_matches(text.lower(), lowered, 3)
+    said = f"There are {', '.join(known)}."
+    if close:  # then the whole list would hide the answer
+        said = f"Did you mean {' or '.join(lowered[name] for name in close)}?"
+    return f"{text!r} is none of kernlib's. {said} package.module:name names your own."
 
 
 def ready_made() -> dict[str, Callable]:

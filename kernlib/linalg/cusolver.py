@@ -34,7 +34,7 @@ LOOP_FROM = 512
 
 
 class MissingExtraError(KernlibError, ImportError):
-    """nvmath-python, the extra ``kernlib[linalg]``, is needed and cannot be imported."""
+    """nvmath-python, the extra ``linalg``, is needed and cannot be imported."""
 
 
 class Handles(NamedTuple):

@@ -195,6 +195,7 @@ def test_descriptors_of_the_working_directory(run, asked, modules, name):
         ("laplace", ("'laplace'", "laplace_l1", "package.module:name")),
         ("gausian", ("'gausian'", "Did you mean gaussian?")),
         ("Gaussian", ("'Gaussian'", "Did you mean gaussian?")),
+        ("zzz", ("'zzz'", "There are cauchy, ", "squared_distance. package.module:name")),
         ("KroneckerSparse", ("KroneckerSparse needs to be told", "a=6", "package.module:name")),
         ("KroneckerSparse(6, 64, 64, 1)", ("fields are given by name",)),
         ("KroneckerSparse(a=6, b=64, c=64, d=0)", ("d must be at least 1",)),

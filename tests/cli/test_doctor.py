@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from tests.cli.cases import (
     make_bundle,
     on_terminal,
 )
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
@@ -111,6 +113,14 @@ def test_equal_advice_is_given_once(run, monkeypatch):
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(toolchain, "nvrtc_version", lambda: toolchain.UNKNOWN_VERSION)
     assert steps(run, code=1)[0].startswith("cuda.core, bindings, NVRTC: pip install")
+
+
+def test_nothing_is_advised_that_no_index_has():
+    """Until there is a package, extras are those of a checkout."""
+    texts = {path: path.read_text() for part in ("kernlib", "examples", "docs")
+             for path in (ROOT / part).rglob("*.[pm][yd]")}  # fmt: skip
+    wrong = re.compile(r"pip install (-\S+ )*[\"']?kernlib\b")
+    assert len(texts) > 100 and not [path for path, text in texts.items() if wrong.search(text)]
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
