@@ -27,7 +27,7 @@ CASES: tuple[Callable[[workloads.Maker], workloads.Call], ...] = (
     lambda make: make.pairwise("laplace_l1", 1000, 800, 64, 50.0),
     lambda make: make.kronecker_sparse((6, 64, 64, 1), 1024, "fp32"),
     lambda make: make.kronecker_product((16, 16, 16), 256, "fp32"),
-    lambda make: make.sparse(512, 512, "fp32", "bitmap"),
+    lambda make: make.sparse(512, 512, "fp32", "macko"),
     lambda make: make.block_sparse(1024, 256, "fp32"),
 )
 

@@ -121,7 +121,8 @@ class Maker:
         return Call("Kronecker product", text, precision, made, given, {}, kronecker, given)
 
     def sparse(self, rows: int, columns: int, precision: str, format: str = "auto") -> Call:
-        """A weight of which half is pruned, times one vector. "bitmap" is made fastest on a CPU."""
+        """A weight of which half is pruned, times one vector. Of the formats with kernels for
+        float32, "macko" is made fastest on a CPU."""
         import kernlib as kl
 
         drawn = self._normal(precision, rows, columns) / columns**0.5
