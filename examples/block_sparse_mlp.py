@@ -22,14 +22,18 @@ import argparse
 import copy
 import importlib.util
 import math
+import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
 from torch import nn
 
 from kernlib.nn import BlockSparseLinear, block_sparsify
@@ -131,6 +135,12 @@ class Transformer(nn.Module):
 # Training.
 
 
+def watched(steps: Iterable[Any], title: str) -> Iterable[Any]:
+    """The steps, with progress on stderr if that is a terminal."""
+    on = Console(stderr=True)
+    return track(list(steps), title, console=on, transient=True, disable=not sys.stderr.isatty())
+
+
 def sparse_layers(model: nn.Module) -> list[BlockSparseLinear]:
     return [layer for layer in model.modules() if isinstance(layer, BlockSparseLinear)]
 
@@ -144,7 +154,7 @@ def train(model: nn.Module, text: Text, steps: range, options: argparse.Namespac
     layers = sparse_layers(model)
     reset_peak(device)
     losses, times = [], []
-    for number, step in enumerate(steps):
+    for number, step in enumerate(watched(steps, "training")):
         batch = text.batch(step)
         changes = is_change(number, len(steps), config.every)
         start = now(device)
@@ -267,7 +277,7 @@ def parse() -> argparse.Namespace:
     if options.plot and not options.plot.resolve().parent.is_dir():
         parser.error(f"--plot: there is no folder {options.plot.resolve().parent}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib, or kernlib[bench]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 

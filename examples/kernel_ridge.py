@@ -21,13 +21,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 import kernlib as kl
@@ -177,6 +180,12 @@ def peak_mb(device: str) -> float:
 # What comes out.
 
 
+def watched(steps: Iterable[Any], title: str) -> Iterable[Any]:
+    """The steps, with progress on stderr if that is a terminal."""
+    on = Console(stderr=True)
+    return track(list(steps), title, console=on, transient=True, disable=not sys.stderr.isatty())
+
+
 def check(results: list[Result], device: str) -> None:
     """Each way solves its equations, explains the data, and predicts what plain torch does."""
     reference = {r.points: r.predictions for r in results if r.way == "plain torch"}
@@ -240,7 +249,7 @@ def parse() -> argparse.Namespace:
         if getattr(options, name) < least:
             parser.error(f"--{name} must be {least} or more, got {getattr(options, name)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib, or kernlib[bench]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 
@@ -249,9 +258,8 @@ def main() -> None:
     data = make(options.train, options.features, options.seed, options.device)
     model = Model(options.bandwidth, options.ridge, options.tolerance)
     parts = (8, 4, 2, 1) if options.plot else (1,)
-    results = [
-        measure(way, data.first(options.train // part), model) for part in parts for way in WAYS
-    ]
+    fits = [(way, options.train // part) for part in parts for way in WAYS]
+    results = [measure(way, data.first(n), model) for way, n in watched(fits, "fitting")]
     check(results, options.device)
     print_table(results)
     if options.plot:

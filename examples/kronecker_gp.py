@@ -24,12 +24,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 import kernlib as kl
 from kernlib.compat import linear_operator as compat
@@ -107,6 +110,12 @@ def by_gpytorch(factors: Axes, noise: torch.Tensor, y: torch.Tensor, _) -> torch
 # What comes out.
 
 
+def watched(steps: Iterable[Any], title: str) -> Iterable[Any]:
+    """The steps, with progress on stderr if that is a terminal."""
+    on = Console(stderr=True)
+    return track(list(steps), title, console=on, transient=True, disable=not sys.stderr.isatty())
+
+
 def measured(device: str, call: Callable, *arguments) -> tuple[Any, str]:
     """What a call returns, its seconds and its memory, after a first one has loaded its needs."""
     call(*arguments)
@@ -155,7 +164,7 @@ def parse() -> argparse.Namespace:
     if options.size < 4 or not 0 <= options.missing <= 0.9:
         parser.error("--size must be 4 or more, and --missing from 0 to 0.9")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib, or kernlib[bench]")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 
@@ -177,16 +186,17 @@ def main() -> None:
         ways["all, linear_operator"] = by_gpytorch, every
         ways["all, that by kernlib"] = compat.enabled()(by_gpytorch), every
     ways[missing] = solve, seen
-    predicted, table = {}, [f"{'fit':20s} {taken}"]
-    for name, (way, there) in ways.items():
+    predicted, table, errors = {}, [f"{'fit':20s} {taken}"], []
+    for name, (way, there) in watched(ways.items(), "solving"):
         w, taken = measured(device, way, factors, model.noise, y, there)
         predicted[name] = kl.kron_matmul(w, cross, side="left")
         rmse = (predicted[name] - wanted).square().mean().sqrt().item()
         table.append(f"{name:20s} {taken} {rmse:8.4f}")
         error = residual(factors, model.noise, w, y, there)
-        print(f"{name:20s} {device:5s} relative error {error:.1e}")
+        errors.append(f"{name:20s} {device:5s} relative error {error:.1e}")
         if not error <= BOUND or (options.size >= ENOUGH and not rmse <= math.sqrt(NOISE) / 3):
             raise SystemExit(f"{name}: the error is {error:.1e}, that of predictions {rmse:.3f}")
+    print(*errors, sep="\n")
     print("\nlengthscales, scale and noise", *(f"{v:.3f}" for v in torch.hstack(model).tolist()))
     print(f"\n{'':20s} {'seconds':>8s} {'peak MB':>8s} {'RMSE':>8s}", *table, sep="\n")
     if options.plot:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
@@ -22,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
 from torch import nn
 
 from kernlib.nn import VIT_S16, KSLinear, replace_linear
@@ -137,13 +141,19 @@ class ViT(nn.Module):
 # Training.
 
 
+def watched(steps: Iterable[Any], title: str) -> Iterable[Any]:
+    """The steps, with progress on stderr if that is a terminal."""
+    on = Console(stderr=True)
+    return track(list(steps), title, console=on, transient=True, disable=not sys.stderr.isatty())
+
+
 def train(model: nn.Module, config: Config, device: str, amp: torch.dtype | None) -> Result:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     scaler = torch.amp.GradScaler(device, enabled=amp is torch.float16)
     reset_peak(device)
     losses, times = [], []
-    for step in range(config.steps):
+    for step in watched(range(config.steps), "training"):
         x, labels = images(config, config.batch, step, device)
         start = now(device)
         with torch.autocast(device, amp, enabled=amp is not None):

@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
 from torch import nn
 
 from kernlib.nn import SparseLinear, sparsify
@@ -152,13 +156,19 @@ def pruned(config: Config, length: int, density: float, device: str) -> Decoder:
         torch.set_default_dtype(config.dtype)
         model = Decoder(config, length).eval().requires_grad_(False)
         torch.set_default_dtype(torch.float32)
-    for layer in model.blocks.modules():
-        if isinstance(layer, nn.Linear):
-            magnitude(layer.weight, density, inplace=True)
+    layers = [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+    for layer in watched(layers, "pruning"):
+        magnitude(layer.weight, density, inplace=True)
     return model
 
 
 # Generation.
+
+
+def watched(steps: Iterable[Any], title: str) -> Iterable[Any]:
+    """The steps, with progress on stderr if that is a terminal."""
+    on = Console(stderr=True)
+    return track(list(steps), title, console=on, transient=True, disable=not sys.stderr.isatty())
 
 
 class Stepper:
@@ -201,7 +211,7 @@ def generate(model: Decoder, steps: int, device: str, given: torch.Tensor | None
     seconds = min(timed(stepper, steps, device) for _ in range(ROUNDS[device]))
     stepper.restart()
     tokens, logits = [], []
-    for step in range(steps):
+    for step in watched(range(steps), "generating"):
         stepper()
         tokens.append(stepper.chosen.clone())
         logits.append(stepper.logits.clone())

@@ -14,6 +14,10 @@ _AROUND_LINES = 2
 _SHOWN_ERRORS = 8
 
 
+# There is no package index that has kernlib: extras are those of a checkout.
+INSTALL = 'pip install ".[cu13]" in the checkout of kernlib; with a driver older than 580 ".[cu12]"'
+
+
 class KernlibError(Exception):
     """The base of the family: `except KernlibError` catches everything below."""
 

@@ -69,3 +69,15 @@ def shown(progress: bool | None, title: str, total: int) -> Iterator[Silent]:
     console = Console(stderr=True)
     with rich.Progress(*columns, console=console, transient=not progress, expand=True) as display:
         yield Bar(display, title, total)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A line about work whose pieces nobody can count, while it lasts; on a terminal only."""
+    if not wanted(None):
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 import kernlib
+from kernlib.cli.bench import bench
 from kernlib.cli.cache import cache
 from kernlib.cli.compile import compile_kernels
 from kernlib.cli.demo import demo
@@ -25,6 +26,7 @@ def main() -> None:
 
 
 main.add_command(demo)
+main.add_command(bench)
 main.add_command(doctor)
 main.add_command(compile_kernels)
 main.add_command(cache)

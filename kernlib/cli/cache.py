@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from kernlib import progress
 from kernlib.cli import health, kernels, places
 from kernlib.cli.exchange import export, import_bundle
 from kernlib.cli.kernels import KEY_DIGITS, Kept
 from kernlib.cli.options import arch_option, days_option, json_option
-from kernlib.cli.output import counted, plain, plain_errors, print_json, print_table, size
+from kernlib.cli.output import counted, plain, plain_errors, print_json, print_table, say, size
 from kernlib.cli.upkeep import clear, prune, verify
 
 SHOWN_CANDIDATES = 8
@@ -24,11 +25,13 @@ COLUMNS = {
     "where": "left",
     "description": "left",
 }
+# What a narrow terminal does without, in this order.
+SPARE = ("shared", "compile ms", "spills", "created", "registers", "cubin", "where", "last used")
 
 
 @click.group()
 def cache() -> None:
-    """Look into the cache of compiled kernels, repair, empty and ship it."""
+    """Look into the kernel cache, repair, empty and ship it."""
 
 
 for _command in (verify, prune, clear, export, import_bundle):
@@ -38,7 +41,7 @@ for _command in (verify, prune, clear, export, import_bundle):
 @cache.command()
 @json_option
 def info(as_json: bool) -> None:
-    """Say where the cache is, how many kernels it holds and how full it is, and name its bundles.
+    """Say where the cache is, what it holds and which bundles it has.
 
     A cache that cannot be used, and a bundle that is passed over, are said and are no error:
     `kernlib doctor` judges.
@@ -52,7 +55,7 @@ def info(as_json: bool) -> None:
     if facts["kind"] == "memory":
         click.echo(f"Warning: {places.why_in_memory(said)}. {places.ADVICE}", err=True)
     for name, text in _info_lines(facts):
-        click.echo(f"{name:12s}{text}")
+        say(str(text), start=f"{name:12s}", hang=" " * 12)
 
 
 def _info(layers) -> dict:
@@ -106,11 +109,11 @@ def _bundle_line(bundle: dict) -> str:
 def list_kernels(
     archs: tuple[str, ...], family: str | None, days: int | None, as_json: bool
 ) -> None:
-    """List the kernels of store and bundles, one row each, the newest first.
+    """List the kernels of store and bundles, the newest first.
 
     Damaged entries are left out and counted on stderr; `kernlib cache verify` names them.
     """
-    with plain_errors():
+    with plain_errors(), progress.busy("reading the cache"):
         found, damaged = _listed(places.layers(), days)
     chosen = [
         kernel
@@ -121,7 +124,7 @@ def list_kernels(
     if as_json:
         print_json(chosen)
     elif chosen:
-        print_table(COLUMNS, [_row(kernel) for kernel in chosen])
+        print_table(COLUMNS, [_row(kernel) for kernel in chosen], spare=SPARE)
     else:
         click.echo("No such kernels." if found or days else "The cache holds no kernels.")
     if damaged:
@@ -165,7 +168,7 @@ def _row(kernel: dict) -> tuple:
 @click.option("--force", is_flag=True, help="Let --cubin replace a file.")
 @json_option
 def show(prefix: str, cubin: Path | None, force: bool, as_json: bool) -> None:
-    """Show all that is known of one kernel, named by the first digits of its key.
+    """Show all that is known of one kernel, by its key's first digits.
 
     Exits with 1 if no kernel's key begins so, or several do, or the entry is damaged.
     """
@@ -246,4 +249,4 @@ def _print_kernel(found: list[Kept], as_json: bool) -> None:
     order = dict.fromkeys((*facts, *lines))
     for name in order:
         label = plain(name.replace("_", " "))
-        click.echo(f"{label:14s}{plain(kernels.unknown(lines[name]))}")
+        say(plain(kernels.unknown(lines[name])), start=f"{label:14s}", hang=" " * 14)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kernlib.cli import machine
+from kernlib.errors import INSTALL
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-INSTALL = "pip install '.[cu13]' in a checkout (driver 580 or later) or '.[cu12]'"
 PROBE = """#include "common/types.cuh"
 extern "C" __global__ void probe(float *x) { x[threadIdx.x] += 1.0f; }
 """
@@ -56,7 +56,10 @@ def torch() -> list[Finding]:
         build = f"built for ROCm {torch.version.hip}"
     advice = ""
     if DRIVER_VERSION.exists() and not torch.version.cuda:
-        advice = "this machine has an NVIDIA driver: install a CUDA build of torch to use its GPU"
+        advice = (
+            "this machine has an NVIDIA driver: to use its GPU, install a CUDA build of torch, as "
+            "pytorch.org/get-started says"
+        )
     details = {"version": str(torch.__version__), "cuda": torch.version.cuda}
     return [Finding("torch", f"{torch.__version__}, {build}", advice, details=details)]
 
@@ -92,7 +95,10 @@ def driver() -> list[Finding]:
     details = {"version": version or None, "cuda": cuda}
     made_for = toolchain.nvrtc_version().partition(".")[0]
     if made_for.isdecimal() and int(made_for) > number // 1000:
-        advice = f"kernels of NVRTC {made_for} do not load there: update it, or use kernlib[cu12]"
+        advice = (
+            f"kernels of NVRTC {made_for} do not load there: update it, or "
+            'pip install ".[cu12]" in the checkout of kernlib'
+        )
         return [Finding("driver", text, advice, needed=True, details=details)]
     return [Finding("driver", text, details=details)]
 
@@ -167,7 +173,8 @@ def settings() -> list[Finding]:
     try:
         settings.Settings.read()
     except ValueError as error:
-        return [Finding("settings", str(error), "unset it or give it such a value", needed=True)]
+        advice = "unset the variable, or give it such a value"
+        return [Finding("settings", str(error), advice, needed=True)]
     return [_setting(variable) for variable in settings.VARIABLES]
 
 

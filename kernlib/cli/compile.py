@@ -8,16 +8,20 @@ from collections import defaultdict
 
 import click
 
+from kernlib import progress
 from kernlib.cli import kernels, lookup, machine, places
 from kernlib.cli.options import Argument, Shape, arch_option, json_option
-from kernlib.cli.output import counted, plain_errors, print_json, print_table
+from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
 
 COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "left"}
+SPARE = ("shared", "spills", "registers", "cubin")  # what a narrow terminal does without
 
 
 @click.command("compile")
 @click.argument("names", metavar="DESCRIPTOR...", nargs=-1, required=True)
-@arch_option("Target such as sm_80; may be repeated. By default this machine's GPUs, else sm_90a.")
+@arch_option(
+    "Target such as sm_80, or native; may be repeated. By default this machine's GPUs, else sm_90a."
+)
 @click.option(
     "--dtype",
     "dtypes",
@@ -31,7 +35,8 @@ COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "le
     type=Shape(),
     multiple=True,
     metavar="SHAPE",
-    help="Of one tensor of a call, such as 1000x64; once for each: only that call's kernels.",
+    help="Of one tensor of a call, such as 1000x64, or bias=384 for one with a name; once for "
+    "each: only that call's kernels.",
 )
 @click.option(
     "--argument",
@@ -51,7 +56,8 @@ COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "le
 def compile_kernels(names, archs, dtypes, shapes, arguments, workers, as_json) -> None:
     """Compile kernels into the cache, for GPUs that need not be here.
 
-    DESCRIPTOR is one of kernlib's ready-made descriptors, such as laplace_l1, or
+    DESCRIPTOR is one of kernlib's ready-made descriptors, such as laplace_l1; a descriptor as
+    text, such as "KroneckerSparse(a=6, b=64, c=64, d=1, epilogue=(Bias(),))"; or
     package.module:name, where name is a descriptor, a list of them, or a function that returns
     either; modules of the working directory are found. With --shape, the kernels that a call with
     such tensors uses; without, every kernel that any call may use. What the cache or a bundle has
@@ -59,10 +65,11 @@ def compile_kernels(names, archs, dtypes, shapes, arguments, workers, as_json) -
 
     Exits with 1 if a kernel does not compile or cannot be kept on disk.
     """
-    call = _call(arguments, shapes)
+    operands, call = _call(arguments, shapes)
     with plain_errors():
-        options = {"dtypes": _dtypes(dtypes), "shapes": shapes, "call": call, "workers": workers}
+        # First what needs no torch: a misspelt name should not wait for it.
         descriptors = [found for name in names for found in lookup.descriptors(name)]
+        options = {"dtypes": _dtypes(dtypes), "shapes": operands, "call": call, "workers": workers}
         places.disk_layers()
         targets = archs or _archs_here()
         facts = _compile(descriptors, targets, **options)
@@ -76,20 +83,25 @@ def compile_kernels(names, archs, dtypes, shapes, arguments, workers, as_json) -
         raise click.ClickException(f"{said}; `kernlib doctor` says how full it is")
 
 
-def _call(arguments: tuple, shapes: tuple) -> dict:
-    """The call's arguments by name. Raises UsageError, BadParameter."""
+def _call(arguments: tuple, shapes: tuple) -> tuple[tuple, dict]:
+    """The sizes of the operands, and the call's arguments by name: numbers, and sizes of tensors.
+    Raises UsageError, BadParameter."""
     call: dict = {}
-    for name, value in arguments:
+    named = [("--argument", *pair) for pair in arguments]
+    named += [("--shape", *pair) for pair in shapes if pair[0]]
+    for option, name, value in named:
         if name in call:
-            raise _bad(f"{name} is given twice.", "--argument")
+            raise _bad(f"{name} is given twice.", option)
         call[name] = value
-    if call and not shapes:
+    operands = tuple(sizes for name, sizes in shapes if not name)
+    if call and not operands:
         raise click.UsageError("--argument is about one call: give its --shape too.")
-    return call
+    return operands, call
 
 
 def _dtypes(names: tuple[str, ...]) -> tuple:
-    import torch
+    with progress.busy("loading torch"):
+        import torch
 
     found = tuple(getattr(torch, name, None) for name in names)
     for name, dtype in zip(names, found, strict=True):
@@ -161,8 +173,14 @@ def _entries(descriptors: list, archs: tuple, dtypes, shapes, call: dict, worker
     made = []
     for dtype in dtypes:
         tensors = tuple(_tensor(shape, dtype) for shape in shapes)
-        made += kernlib.compile(descriptors, specs=tensors, **common, **call)
+        given = {name: _given(value, dtype) for name, value in call.items()}
+        made += kernlib.compile(descriptors, specs=tensors, **common, **given)
     return list({id(entry): entry for entry in made}.values())
+
+
+def _given(value, dtype):
+    """An argument of a call: a number, or in place of its sizes a tensor."""
+    return _tensor(value, dtype) if isinstance(value, tuple) else value
 
 
 def _tensor(shape: tuple[int, ...], dtype):
@@ -203,10 +221,10 @@ def _print(facts: dict) -> None:
         for row in facts["kernels"]
     ]
     if rows:
-        print_table(COLUMNS, rows)
+        print_table(COLUMNS, rows, spare=SPARE)
     else:
         click.echo("Such a call launches no kernel.")
-    click.echo(
+    say(
         f"{facts['compiled']} compiled, {facts['found']} found, in {facts['seconds']:.1f} s; "
         f"kernels are kept in {facts['path']}"
     )

@@ -1,184 +1,171 @@
-"""``kernlib demo``: kernel matrices on this machine, with every step of the service shown."""
+"""``kernlib demo``: a call of every family on this machine, beside torch."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import click
 
-from kernlib.cli import machine, places
+from kernlib import progress
+from kernlib.cli import machine, places, workloads
+from kernlib.cli.clock import CpuClock, GpuClock, milliseconds
 from kernlib.cli.machine import ARCH_WITHOUT_GPU
-from kernlib.cli.output import plain_errors, print_table
+from kernlib.cli.output import counted, plain_errors, print_table, say
 
-POINTS, OTHERS, FEATURES = 1000, 800, 64
-ERROR_BOUND = 1e-5  # relative Frobenius norm against float64, for float32 inputs
-GPU_REPEATS = 20
+COLUMNS = {
+    "family": "left",
+    "kernlib": "right",
+    "torch": "right",
+    "error": "right",
+    "kernels": "left",
+    "call": "left",
+}
+CASES: tuple[Callable[[workloads.Maker], workloads.Call], ...] = (
+    lambda make: make.pairwise("gaussian", 1000, 800, 64, 8.0),
+    lambda make: make.pairwise("laplace_l1", 1000, 800, 64, 50.0),
+    lambda make: make.kronecker_sparse((6, 64, 64, 1), 1024, "fp32"),
+    lambda make: make.kronecker_product((16, 16, 16), 256, "fp32"),
+    lambda make: make.sparse(512, 512, "fp32", "macko"),
+    lambda make: make.block_sparse(1024, 256, "fp32"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One kernel of the demo and the numbers it is called with."""
+class Result(NamedTuple):
+    """A call with its times in milliseconds; ``kernels`` holds the keys of those that it needs."""
 
-    name: str
-    descriptor: object
-    arguments: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """``origin`` says where the GPU kernel came from: compiled, or found in the cache."""
-
-    name: str
-    seconds: float
+    call: workloads.Call
+    kernlib: float
+    torch: float
     error: float
-    compiled: bool
-    origin: str
+    kernels: frozenset[str]
 
 
 @click.command()
-def demo() -> None:
-    """Compute five kernel matrices and compile or find their GPU kernels.
+@click.option("--events", is_flag=True, help="Write what the cache does to stderr, a line each.")
+def demo(events: bool) -> None:
+    """Run a call of every family here, beside torch.
 
-    With a CUDA GPU they run there and are compared with the CPU backend; without one they are
-    computed on the CPU and compiled for sm_90a. The service's events go to stderr. Exits with 1 if
-    a result is wrong or a kernel cannot be compiled.
+    With a CUDA GPU the calls run there. Without one they are computed on the CPU, and their kernels
+    are compiled for sm_90a. Errors are those of float32 against float64. Exits with 1 if a result
+    is wrong or a kernel cannot be compiled.
     """
     with plain_errors():
         places.layers()  # what cannot be used is said once, before the work
-        device = _gpu()
-        if device is None:
-            click.echo(
-                f"No GPU to run on: computing on the CPU, compiling for {ARCH_WITHOUT_GPU}.\n"
-            )
-        else:
-            click.echo(f"Running on {device[1]} ({device[2]}).\n")
-        results = [_run(case, device) for case in _cases()]
-        _report(results, device)
-    wrong = [result.name for result in results if not result.error <= ERROR_BOUND]
+        with progress.busy("loading torch"):
+            place = _place()
+        _say_where(place)
+        with _watched(events) as seen:
+            results = _results(place)
+        _report(results, place, seen)
+    wrong = [result.call.name for result in results if not result.error <= result.call.bound]
     if wrong:
-        raise click.ClickException(f"error above {ERROR_BOUND:g}: {', '.join(wrong)}")
+        raise click.ClickException(f"the error is too large: {'; '.join(wrong)}")
 
 
-def _cases() -> list[Case]:
-    import kernlib as kl
-
-    bump = kl.Custom("gain * exp(-((v / width) ** 2)) + 0.5", ("gain", "width"))
-    return [
-        Case("laplace_l1", kl.laplace_l1(), {"bandwidth": 50.0}),
-        Case("gaussian", kl.gaussian(), {"bandwidth": 8.0}),
-        Case("p_distance p=1.3", kl.p_distance(), {"p": 1.3}),
-        Case("matern52", kl.matern52(), {"bandwidth": 8.0}),
-        Case("custom bump of l2", kl.l2_distance(epilogue=bump), {"gain": 2.0, "width": 10.0}),
-    ]
-
-
-def _gpu() -> tuple | None:
-    """Device, name and arch of the first GPU if kernels run on it; stderr says why not."""
-    import torch
-
+def _place() -> workloads.Place:
+    """The first GPU if kernels run on it; stderr says why not."""
     for gpu in machine.gpus()[:1]:
         if gpu.arch is not None:
-            return torch.device("cuda", gpu.index), gpu.name, gpu.arch
+            return workloads.Place(gpu.index, gpu.name, gpu.arch)
         click.echo(gpu.problem, err=True)
-    return None
+    return workloads.Place(None, "CPU", ARCH_WITHOUT_GPU)
 
 
-def _run(case: Case, device: tuple | None) -> Result:
+def _say_where(place: workloads.Place) -> None:
+    if place.index is not None:
+        say(f"Running on {place.name}, for which kernels are compiled as {place.arch}.")
+        return
+    say(
+        f"No GPU to run on: kernlib computes on the CPU, by way of torch. The kernels are compiled "
+        f"for {place.arch} and do not run."
+    )
+
+
+def _calls(place: workloads.Place) -> list[workloads.Call]:
     import torch
 
-    import kernlib as kl
-
-    generator = torch.Generator("cpu").manual_seed(0)
-    sizes = (POINTS, FEATURES), (OTHERS, FEATURES)
-    x, y = (
-        torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in sizes
-    )
-    with _watched() as seen:
-        if device is None:
-            kl.compile(case.descriptor, archs=(ARCH_WITHOUT_GPU,), specs=(x, y), **case.arguments)
-            result, seconds = _timed_on_cpu(case, x, y)
-        else:
-            first = kl.run_kernel(
-                case.descriptor, x.to(device[0]), y.to(device[0]), **case.arguments
-            )
-    if device is not None:
-        result, seconds = first.cpu(), _time_on_gpu(case, x.to(device[0]), y.to(device[0]))
-    exact = kl.run_kernel(case.descriptor, x.double(), y.double(), **case.arguments)
-    error = ((result.double() - exact).norm() / exact.norm()).item()
-    return Result(case.name, seconds, error, *_origin(seen))
+    device = torch.device("cpu" if place.index is None else f"cuda:{place.index}")
+    make = workloads.Maker(device)
+    return [case(make) for case in CASES]
 
 
 @contextmanager
-def _watched() -> Iterator[list]:
-    """Write the block's events to stderr and collect them."""
+def _watched(on_stderr: bool) -> Iterator[list]:
+    """Collect the block's events, and write them to stderr if that is wanted."""
     from kernlib import events
 
     seen: list = []
     unsubscribe = events.subscribe(seen.append)
     try:
-        with events.on_stderr():
+        with events.on_stderr() if on_stderr else nullcontext():
             yield seen
     finally:
         unsubscribe()
 
 
-def _timed_on_cpu(case: Case, x, y) -> tuple:
-    import kernlib as kl
-
-    start = time.perf_counter()
-    result = kl.run_kernel(case.descriptor, x, y, **case.arguments)
-    return result, time.perf_counter() - start
-
-
-def _time_on_gpu(case: Case, x, y) -> float:
-    """Seconds of one call, over several after the first."""
-    import torch
-
-    import kernlib as kl
-
-    out = kl.run_kernel(case.descriptor, x, y, **case.arguments)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(GPU_REPEATS):
-        kl.run_kernel(case.descriptor, x, y, out=out, **case.arguments)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / GPU_REPEATS
+def _results(place: workloads.Place) -> list[Result]:
+    with progress.busy("making matrices"):
+        calls = _calls(place)
+    kernels = workloads.compiled(calls, place)
+    with progress.shown(None, "computing", len(calls)) as bar:
+        clock = CpuClock() if place.index is None else GpuClock(calls[0].dense[0].device)
+        return [
+            bar.count(call.name, lambda call=call, needs=needs: _result(call, needs, clock))
+            for call, needs in zip(calls, kernels, strict=True)
+        ]
 
 
-def _origin(seen: list) -> tuple[bool, str]:
-    for event in seen:
-        if event.name == "compile":
-            registers = event.fields["registers"]
-            return True, f"compiled in {event.fields['ms']} ms, {registers} registers"
-    return False, "hit"
+def _result(call: workloads.Call, kernels: frozenset[str], clock) -> Result:
+    return Result(call, clock(call.run), clock(call.by_torch), call.error(), kernels)
 
 
-def _report(results: list[Result], device: tuple | None) -> None:
-    arch = ARCH_WITHOUT_GPU if device is None else device[2]
-    columns = {
-        "kernel": "left",
-        "CPU ms" if device is None else "GPU ms": "right",
-        "error against float64": "right",
-        f"kernel for {arch}": "left",
-    }
-    rows = [(r.name, f"{r.seconds * 1e3:.3f}", f"{r.error:.1e}", r.origin) for r in results]
-    click.echo("", err=True)
-    print_table(columns, rows, title=f"{POINTS} x {OTHERS} points, {FEATURES} features, float32")
-    click.echo(_conclusion(results))
+def _report(results: list[Result], place: workloads.Place, seen: list) -> None:
+    compiled = {event.key for event in seen if event.name == "compile"}
+    rows = [
+        (
+            result.call.family,
+            milliseconds(result.kernlib),
+            milliseconds(result.torch),
+            f"{result.error:.0e}",
+            _origin(result.kernels, compiled),
+            result.call.name,
+        )
+        for result in results
+    ]
+    click.echo()
+    print_table(COLUMNS, rows, title=f"Milliseconds on the {_short(place)}, float32")
+    click.echo()
+    say(_conclusion(results, compiled))
+    say(_next(place))
 
 
-def _conclusion(results: list[Result]) -> str:
+def _short(place: workloads.Place) -> str:
+    return "CPU" if place.index is None else "GPU"
+
+
+def _origin(kernels: frozenset[str], compiled: set[str]) -> str:
+    new = len(kernels & compiled)
+    if not new:
+        return f"{len(kernels)} found"
+    return f"{new} compiled" if new == len(kernels) else f"{new} of {len(kernels)} new"
+
+
+def _conclusion(results: list[Result], compiled: set[str]) -> str:
     from kernlib.jit import service
 
     path = service.layers().store.info()["path"]
-    compiled = sum(result.compiled for result in results)
+    needed = frozenset().union(*(result.kernels for result in results))
     if not compiled:
-        return f"Nothing was compiled: all {len(results)} kernels were found in the cache, {path}."
-    made = f"{compiled} of {len(results)} kernels were compiled"
+        return f"Nothing was compiled: all {len(needed)} kernels were found in the cache, {path}."
+    made = f"{len(compiled)} of {counted(len(needed | compiled), 'kernel')} were compiled"
     if path is None:
         return f"{made} and are lost with this process; `kernlib doctor` says why."
     return f"{made} and kept in {path}; a second run will find them there."
+
+
+def _next(place: workloads.Place) -> str:
+    if place.index is None:
+        return "Next: `kernlib doctor` says what this machine lacks for kernels to run."
+    return "Next: `kernlib bench` measures larger calls, and the examples are in examples/."

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 import click
 
+from kernlib import progress
 from kernlib.cli import cache_checks, checks
 from kernlib.cli.checks import Finding
 from kernlib.cli.options import json_option
-from kernlib.cli.output import print_json
+from kernlib.cli.output import print_json, say
 
 CHECKS = (
     ("kernlib", checks.kernlib),
@@ -28,21 +29,46 @@ CHECKS = (
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Check torch, GPUs, the compiler and the cache; say what to do about what is missing.
+    """Check this machine, and say what to do about what is missing.
 
-    A line that begins with note is worth a look, one with FAIL keeps kernels from being compiled or
-    kept. Exits with 1 if there is one of those.
+    Looks at torch, GPUs, the compiler, settings and the cache. A line that begins with note is
+    worth a look, one with FAIL keeps kernels from being compiled or kept. The last lines say what
+    to do next. Exits with 1 if there is one of those.
     """
     found = []
     for finding in _all():
         found.append(finding)
         if not as_json:
             _print(finding)
+    steps = next_steps(found)
     failed = any(finding.mark == "FAIL" for finding in found)
     if as_json:
-        print_json({"ok": not failed, "findings": [finding.facts() for finding in found]})
+        facts = [finding.facts() for finding in found]
+        print_json({"ok": not failed, "findings": facts, "next": steps})
+    else:
+        _print_steps(steps)
     if failed:
         raise click.exceptions.Exit(1)
+
+
+def next_steps(found: list[Finding]) -> list[str]:
+    """What to do, what keeps kernels from being compiled or kept before the rest."""
+    steps = []
+    for mark in ("FAIL", "note"):
+        labels: dict[str, list[str]] = {}  # of findings that one advice serves
+        for finding in found:
+            if finding.mark == mark:
+                labels.setdefault(finding.advice, []).append(finding.label)
+        steps += [f"{', '.join(dict.fromkeys(of))}: {advice}" for advice, of in labels.items()]
+    if any(finding.mark == "FAIL" for finding in found):
+        return [*steps, "then run `kernlib doctor` again"]
+    if any(finding.details.get("arch") for finding in found if finding.label.startswith("GPU")):
+        return [*steps, "run `kernlib demo`, and `kernlib bench` to time this GPU"]
+    return [
+        *steps,
+        "run `kernlib demo`, on CPU tensors, as there is no GPU that kernels run on",
+        "`kernlib compile --arch ARCH` makes kernels for GPUs of other machines",
+    ]
 
 
 def _all() -> Iterator[Finding]:
@@ -52,13 +78,20 @@ def _all() -> Iterator[Finding]:
 
 def _findings(label: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
-        return check()
+        with progress.busy(f"checking {label}"):
+            return check()
     except Exception as error:  # a check that breaks is a finding, and the others still run
         advice = "fix what this message names, then run kernlib doctor again"
         return [Finding(label, f"{type(error).__name__}: {error}", advice, needed=True)]
 
 
 def _print(finding: Finding) -> None:
-    click.echo(f"{finding.mark:4s}  {finding.label:10s}  {finding.text}")
-    if finding.advice:
-        click.echo(f"{'':18s}-> {finding.advice}")
+    start = f"{finding.mark:4s}  {finding.label:10s}  "
+    say(finding.text, start=start, hang=" " * len(start))
+
+
+def _print_steps(steps: list[str]) -> None:
+    click.echo("\nWhat to do next:")
+    for number, step in enumerate(steps, 1):
+        start = f"  {number}. "
+        say(step, start=start, hang=" " * len(start))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from kernlib import progress
 from kernlib.cli import health, places
 from kernlib.cli.options import arch_option, json_option
 from kernlib.cli.output import counted, plain_errors, print_json, size
@@ -22,14 +23,15 @@ folder_argument = click.argument("folder", type=Path)
 @click.option("--force", is_flag=True, help="Replace the bundle that is in FOLDER.")
 @json_option
 def export(folder: Path, archs: tuple[str, ...], force: bool, as_json: bool) -> None:
-    """Write the store's kernels into FOLDER, as a bundle to be shipped and mounted.
+    """Write the store's kernels into FOLDER, as a bundle to ship.
 
     Equal kernels give equal bytes. Processes that have a replaced bundle open keep the old one.
     Exits with 1 if nothing would be exported, or FOLDER has a bundle and --force is not given.
     """
     with plain_errors():
         _refuse(folder, force)
-        facts = _export(folder, archs)
+        with progress.busy("exporting"):
+            facts = _export(folder, archs)
     if as_json:
         print_json(facts)
         return
@@ -113,7 +115,8 @@ def import_bundle(folder: Path, as_json: bool) -> None:
 
     with plain_errors():
         layers = places.disk_layers()
-        counts = bundle.copy_into(layers.store, places.bundle_in(folder, layers))
+        with progress.busy("importing"):
+            counts = bundle.copy_into(layers.store, places.bundle_in(folder, layers))
     if as_json:
         print_json({**counts, "path": str(places.folder())})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
@@ -15,15 +16,46 @@ HINT = "DESCRIPTOR"
 
 
 def descriptors(text: str) -> list:
-    """The descriptors that a word of the command line names. Raises BadParameter."""
+    """The descriptors that a word of the command line names. Raises BadParameter. Needs no torch,
+    but for modules of the user's that do."""
+    if "(" in text:
+        return [_written(text)]
     module, colon, name = text.partition(":")
     if colon:
         return _of(text, _resolved(text, _imported(module), name))
     known = ready_made()
     if text not in known:
-        names = ", ".join(known)
-        raise _bad(f"{text!r} is none of kernlib's: {names}; package.module:name names your own.")
+        raise _bad(_unknown(text, known))
     return [known[text]()]
+
+
+def _written(text: str):
+    """The descriptor that a text such as ``KroneckerSparse(a=6, b=64, c=64, d=1)`` is."""
+    from kernlib.descriptors.text import from_text
+
+    ready_made()  # whose modules define what a text may name
+    try:
+        return from_text(text)
+    except ValueError as error:
+        message = f"{error}; fields are given by name: Pairwise(operator='dot', inner=Identity())."
+        raise _bad(message) from error
+
+
+def _unknown(text: str, known: dict[str, Callable]) -> str:
+    """The message about a name that is no ready-made descriptor's."""
+    import kernlib
+
+    if kernlib._HOMES.get(text, "").endswith(".descriptor"):
+        return (
+            f"{text} needs to be told its parts: give it as text, such as "
+            f'"KroneckerSparse(a=6, b=64, c=64, d=1)", or name your own by package.module:name.'
+        )
+    lowered = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(text.lower(), lowered, 3)
+    said = f"There are {', '.join(known)}."
+    if close:  # then the whole list would hide the answer
+        said = f"Did you mean {' or '.join(lowered[name] for name in close)}?"
+    return f"{text!r} is none of kernlib's. {said} package.module:name names your own."
 
 
 def ready_made() -> dict[str, Callable]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 from kernlib import settings
@@ -9,18 +11,42 @@ from kernlib import settings
 _WORDS = {"true": True, "false": False}
 
 
+NATIVE = "native"
+
+
 class Arch(click.ParamType):
-    """A target that kernels can be compiled for."""
+    """A target that kernels can be compiled for, in the spellings of nvcc, torch and NVIDIA's
+    tables: sm_80, compute_80, 80, 8.0; or ``native``."""
 
     name = "arch"
 
     def convert(self, value, param, ctx) -> str:
         from kernlib.jit import targets
 
-        try:
-            return targets.check_arch(value)
-        except ValueError as error:
-            self.fail(f"{error}.", param, ctx)
+        if value == NATIVE or value in targets.SHARED_BYTES:
+            return value
+        found = re.fullmatch(r"(?:sm_?|compute_?)?(\d+)(?:\.(\d))?(a?)", value.lower())
+        digits = found[1] + (found[2] or "") if found else ""
+        # 9.0 is a Hopper's capability, and sm_90a what kernlib compiles for it.
+        arch = f"sm_{digits}a" if digits == "90" else f"sm_{digits}"
+        if found and arch in targets.SHARED_BYTES and found[3] in ("", arch[-1]):
+            return arch
+        known = ", ".join(targets.SHARED_BYTES)
+        self.fail(f"{value!r} is no target; {known} and native are.", param, ctx)
+
+
+def _expanded(ctx, param, archs: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets, each once, with this machine's in place of ``native``. Raises BadParameter."""
+    if NATIVE not in archs:
+        return tuple(dict.fromkeys(archs))
+    from kernlib.cli import machine
+
+    here = machine.archs()
+    if not here:
+        message = "'native' is this machine's GPU, and there is none that kernels run on."
+        raise click.BadParameter(message, ctx, param)
+    listed = [here if arch == NATIVE else [arch] for arch in archs]
+    return tuple(dict.fromkeys(arch for several in listed for arch in several))
 
 
 class Size(click.ParamType):
@@ -36,17 +62,20 @@ class Size(click.ParamType):
 
 
 class Shape(click.ParamType):
-    """The sizes of one tensor."""
+    """The sizes of one tensor, after the name of the argument that it is, if it has one."""
 
     name = "shape"
 
-    def convert(self, value, param, ctx) -> tuple[int, ...]:
+    def convert(self, value, param, ctx) -> tuple[str, tuple[int, ...]]:
         if isinstance(value, tuple):  # click converts what it has converted
             return value
-        parts = str(value).split("x")
-        if not all(part.isascii() and part.isdecimal() for part in parts):
-            self.fail(f"{value!r} is no shape; sizes with x between do: 1000x64.", param, ctx)
-        return tuple(int(part) for part in parts)
+        name, equals, text = str(value).rpartition("=")
+        parts = text.split("x")
+        sizes = all(part.isascii() and part.isdecimal() for part in parts)
+        if not sizes or (equals and not name.isidentifier()):
+            advice = "sizes with x between do, such as 1000x64 or bias=384"
+            self.fail(f"{value!r} is no shape; {advice}.", param, ctx)
+        return name, tuple(int(part) for part in parts)
 
 
 class Argument(click.ParamType):
@@ -83,7 +112,15 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
 def arch_option(purpose: str):
     """``--arch``, once for each target."""
-    return click.option("--arch", "archs", type=Arch(), multiple=True, metavar="ARCH", help=purpose)
+    return click.option(
+        "--arch",
+        "archs",
+        type=Arch(),
+        multiple=True,
+        metavar="ARCH",
+        callback=_expanded,
+        help=purpose,
+    )
 
 
 def days_option(purpose: str):

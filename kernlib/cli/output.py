@@ -4,37 +4,108 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
 
 PIPE_WIDTH = 1000  # of tables that no terminal shows: a row stays one line, for grep
-FOLDED_WIDTH = 24  # narrower than this, folding a description makes towers
+FOLDED_WIDTH = 28  # narrower than this, folding the last column makes towers
+GAP = 2  # between two columns
+SENTENCE_WIDTH = 100  # of sentences on wider terminals, for the eye
 
 
-def print_table(columns: dict[str, str], rows: list[tuple], title: str | None = None) -> None:
-    """Print rows under ``columns``, which maps each heading to "left" or "right". The last column
-    is folded into what a terminal has left; where that is too little, a row stays one line."""
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is, as COLUMNS says or else the terminal; None for a
+    pipe or a file."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_table(
+    columns: dict[str, str],
+    rows: list[tuple],
+    title: str | None = None,
+    spare: tuple[str, ...] = (),
+) -> None:
+    """Print rows under ``columns``, which maps each heading to "left" or "right".
+
+    The last column is folded between words into what a terminal has left. Where that is too
+    little, columns of ``spare`` go, the first of them first, and stderr says which; where that is
+    too little as well, a row stays one line.
+    """
     from rich.console import Console
-    from rich.measure import Measurement
+
+    width = terminal_width() or PIPE_WIDTH
+    cells = [tuple(plain(cell) for cell in row) for row in rows]
+    needed = _needed(columns, cells)
+    last, left_out = list(columns)[-1], 0
+    narrow = needed | {last: min(FOLDED_WIDTH, needed[last])}
+    while left_out < len(spare) and _total(narrow, spare[:left_out]) > width:
+        left_out += 1
+    gone = spare[:left_out]
+    room = width - _total(narrow, gone) + narrow[last]
+    needed[last] = needed[last] if room < narrow[last] else min(room, needed[last])
+    console = Console(width=_total(needed, gone), markup=False, highlight=False)
+    console.print(_table(columns, cells, title, needed, gone))
+    if gone:
+        names = ", ".join(name for name in columns if name in gone)
+        say(f"A wider terminal, a pipe and --json show {names} too.", err=True)
+
+
+def _needed(columns: dict[str, str], cells: list[tuple]) -> dict[str, int]:
+    """The width of each column in which nothing is folded."""
+    from rich.cells import cell_len
+
+    listed = zip(columns, *cells, strict=True)
+    return {texts[0]: max(map(cell_len, texts)) for texts in listed}
+
+
+def _total(widths: dict[str, int], gone: tuple[str, ...]) -> int:
+    kept = [width for name, width in widths.items() if name not in gone]
+    return sum(kept) + GAP * (len(kept) - 1)
+
+
+def _table(columns: dict[str, str], cells: list[tuple], title, widths: dict, gone: tuple):
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    last = list(columns)[-1]
-    for heading, justify in columns.items():
-        table.add_column(heading, justify=justify, no_wrap=heading != last, overflow="fold")
-    table.columns[-1].min_width = FOLDED_WIDTH if len(columns) > 1 else None
-    for row in rows:
-        table.add_row(*(plain(cell) for cell in row))
-    terminal = sys.stdout.isatty()
-    console = Console(width=None if terminal else PIPE_WIDTH, markup=False, highlight=False)
-    wide = console.options.update(width=PIPE_WIDTH)
-    needed = Measurement.get(console, wide, table)
-    if console.width < needed.minimum:
-        console.width = needed.maximum
-    console.print(table)
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, GAP - 1, 0, 0),  # the box itself has a blank between two columns
+    )
+    for name in columns:
+        if name not in gone:
+            table.add_column(name, justify=columns[name], width=widths[name], overflow="fold")
+    kept = [name not in gone for name in columns]
+    for row in cells:
+        table.add_row(*(cell for cell, keep in zip(row, kept, strict=True) if keep))
+    return table
+
+
+def say(text: str, err: bool = False, start: str = "", hang: str = "") -> None:
+    """Print sentences, folded between words where a terminal shows them: the first line begins
+    with ``start``, the others with ``hang``."""
+    width = terminal_width()
+    for line in text.splitlines() or [""]:
+        if width is not None:
+            line = textwrap.fill(
+                line,
+                min(width, SENTENCE_WIDTH),
+                initial_indent=start,
+                subsequent_indent=hang,
+                replace_whitespace=False,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        click.echo(line if width is not None else start + line, err=err)
+        start = hang
 
 
 def plain(value: object) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kernlib import progress
 from kernlib.cli import health, places
 from kernlib.cli.options import Size, days_option, json_option, yes_option
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, size
@@ -19,13 +20,13 @@ SHOWN_PAGES = 5  # of a damaged file; the first tells as much as all
 @click.option("--repair", is_flag=True, help="Drop damaged entries, move a damaged store aside.")
 @json_option
 def verify(repair: bool, as_json: bool) -> None:
-    """Read all pages of the store and the bundles, and check every entry.
+    """Read all pages of store and bundles, and check every entry.
 
     Exits with 1 if anything is wrong, and with --repair if anything is left wrong: a bundle is
     never written. A damaged store that is moved aside keeps nothing of its kernels, which are
     compiled again when they are wanted; `kernlib cache prune` removes it.
     """
-    with plain_errors():
+    with plain_errors(), progress.busy("reading every page"):
         store, layers = _store(repair)
         found = [store, *(_bundle(mounted) for mounted in places.mounted(layers))]
     wrong = [place for place in found if _left(place)]
@@ -130,9 +131,9 @@ def _conclusion(wrong: list[dict], repair: bool) -> str:
 @yes_option
 @json_option
 def prune(days: int | None, to_bytes: int | None, yes: bool, as_json: bool) -> None:
-    """Drop kernels that are long unused, and remove damaged stores that were moved aside.
+    """Drop kernels that are long unused, and damaged stores moved aside.
 
-    Before it removes one of those it asks; with --json it leaves them unless --yes. Tuning results
+    Before it removes such a store it asks; with --json it leaves them unless --yes. Tuning results
     stay. Kernels that other processes have loaded stay loaded there.
     """
     if days is None and to_bytes is None and not health.aside_facts(places.folder()):
@@ -170,9 +171,10 @@ def _remove_aside(yes: bool, as_json: bool) -> list[dict]:
 @yes_option
 @json_option
 def clear(tuning: bool, yes: bool, as_json: bool) -> None:
-    """Drop all kernels of the store; they are compiled again when they are next wanted.
+    """Drop all kernels of the store.
 
-    Bundles stay as they are, and so do tuning results without --tuning.
+    They are compiled again when they are next wanted. Bundles stay as they are, and so do tuning
+    results without --tuning.
     """
     with plain_errors():
         store = places.disk_layers().store

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import lmdb
 
-from kernlib.jit import entry, permissions
+from kernlib.jit import entry, permissions, toolchain
 from kernlib.jit.entry import Entry
 from kernlib.jit.environment import walk
 
@@ -181,13 +181,16 @@ def _version(found: Entry) -> tuple[int, ...]:
 
 def copy_into(store, found: Bundle) -> dict[str, int]:
     """Copy a bundle's kernels into a store, under their portable keys. Counts those ``added``,
-    ``known`` before, ``damaged``, and ``declined`` by the store. Raises nothing."""
+    ``known`` before, ``damaged``, and ``declined`` by the store. Raises nothing.
+
+    Known is too what was compiled here by the compiler of today, under a key that names it: a copy
+    would never be looked at, and be counted as a second kernel."""
     counts = dict.fromkeys(("added", "known", "damaged", "declined"), 0)
-    added = []
+    added, compiled = [], _compiled(store)
     for key, value in found.items():
         if len(key) != KEY_BYTES or entry.unpack(key, value) is None:
             counts["damaged"] += 1
-        elif store.get(key) == value:
+        elif key in compiled or store.get(key) == value:
             counts["known"] += 1
         elif store.put(key, value):
             added.append(key)
@@ -196,6 +199,16 @@ def copy_into(store, found: Bundle) -> dict[str, int]:
     counts["added"] = sum(store.get(key) is not None for key in added)
     counts["declined"] += len(added) - counts["added"]  # over the budget, they drove others out
     return counts
+
+
+def _compiled(store) -> set[bytes]:
+    """Portable keys of what a store holds of this NVRTC's, under the keys that a call looks for."""
+    nvrtc, found = toolchain.nvrtc_version(), set()
+    for key, value in store.items():
+        kernel = entry.unpack(key, value)
+        if kernel is not None and kernel.meta.get("nvrtc") == nvrtc:
+            found.add(_portable(kernel) or key)
+    return found
 
 
 def write(folder: Path, kernels: dict[bytes, Entry]) -> None:

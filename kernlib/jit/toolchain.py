@@ -9,7 +9,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
 
-from kernlib.errors import UnsupportedError
+from kernlib.errors import INSTALL, UnsupportedError
 from kernlib.jit import sources
 
 NVRTC_WHEELS = {"nvidia-cuda-nvrtc": "13", "nvidia-cuda-nvrtc-cu12": "12"}  # and their majors
@@ -29,8 +29,8 @@ CODE_VARIABLES = (
 def missing(what: str, error: Exception) -> UnsupportedError:
     """The error that says which extra brings a missing piece."""
     return UnsupportedError(
-        f"{what} is needed to compile or launch kernels and cannot be used ({error}). Install it "
-        "with: pip install '.[cu13]' in a checkout (driver 580 or later) or '.[cu12]'"
+        f"{what} is needed to compile or launch kernels and cannot be used ({error}). To install "
+        f"it: {INSTALL}"
     )
 
 

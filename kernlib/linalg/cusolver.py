@@ -34,7 +34,7 @@ LOOP_FROM = 512
 
 
 class MissingExtraError(KernlibError, ImportError):
-    """nvmath-python, the extra ``kernlib[linalg]``, is needed and cannot be imported."""
+    """nvmath-python, the extra ``linalg``, is needed and cannot be imported."""
 
 
 class Handles(NamedTuple):
@@ -60,7 +60,7 @@ def require(what: str) -> None:
     if error is not None:
         raise MissingExtraError(
             f"{what} needs nvmath-python, which cannot be imported ({error}); "
-            'install it with pip install "kernlib[linalg]"'
+            'install it with pip install ".[linalg]" in the checkout of kernlib'
         ) from error
 
 

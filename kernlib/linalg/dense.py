@@ -109,7 +109,7 @@ def eigh(
     did not converge, and w and V are NaN. With ``overwrite_a`` V is a's memory: a itself, or its
     transpose for a row-major a.
 
-    On a GPU cuSOLVER computes them by way of nvmath-python, the extra ``kernlib[linalg]``. Nothing
+    On a GPU cuSOLVER computes them by way of nvmath-python, the extra ``linalg``. Nothing
     here waits for the device, but cuSOLVER itself does for large matrices (N = 2000, and batches of
     N = 512, on an H200). Without the extra torch does, which always waits; inside a CUDA graph's
     capture, where that cannot be, MissingExtraError is raised.

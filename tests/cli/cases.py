@@ -10,6 +10,7 @@ from kernlib import settings
 from kernlib.jit import bundle, entry, layers, service
 from kernlib.jit import store as store_module
 from kernlib.jit.entry import Entry
+from tests.support.terminals import drained, left, terminal
 
 
 def fresh():
@@ -100,6 +101,20 @@ def command(*arguments: object, cwd=None, **variables: str) -> subprocess.Comple
         text=True,
         cwd=cwd,
     )
+
+
+def on_terminal(width: int, *arguments: object, **variables: str) -> tuple[int, list[str]]:
+    """The command on a terminal of so many columns, without a GPU: its exit code, and the lines
+    that are left on the screen, without colours."""
+    code = "from kernlib.cli import main; main()"
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", **variables}
+    environment.pop("COLUMNS", None)
+    primary, secondary = terminal(width)
+    child = subprocess.Popen(words, env=environment, stdout=secondary, stderr=secondary)
+    os.close(secondary)
+    drawn = drained(primary)
+    return child.wait(), left(drawn)
 
 
 def plain(result, code: int, *parts: str) -> None:

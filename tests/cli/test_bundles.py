@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kernlib.jit import bundle, service
+from kernlib.jit import bundle, service, toolchain
 from tests.cli.cases import (
     command,
     damage_bundle,
@@ -108,6 +108,29 @@ def test_import(run, tmp_path, cache_dir):
     known = {"added": 0, "known": 2, "damaged": 0, "declined": 0}
     assert counts == {**known, "path": str(cache_dir)}
     assert "2 were there already." in run("cache", "import", folder).stdout
+
+
+def test_import_of_ones_own_bundle_adds_nothing(run, compiles, tmp_path, monkeypatch):
+    """Else each kernel would be there twice, under its own key and under a bundle's."""
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: "13.4.92")  # which compiles say
+    call = ("--shape", "1000x64", "--shape", "800x64", "--argument", "bandwidth=8.0")
+    run("compile", "gaussian", "laplace_l1", "--arch", "sm_80", "--arch", "120", *call)
+    before = json.loads(run("cache", "info", "--json").stdout)["entries"]
+    assert before == len(compiles) > 1
+    assert run("cache", "export", tmp_path / "b").exit_code == 0
+    counts = json.loads(run("cache", "import", tmp_path / "b", "--json").stdout)
+    assert (counts["added"], counts["known"]) == (0, before)
+    assert json.loads(run("cache", "info", "--json").stdout)["entries"] == before
+
+
+def test_import_of_what_another_compiler_made_here(run, compiles, tmp_path, monkeypatch):
+    """Under its own key it would not be found with the compiler of today, as a bundle's it is."""
+    run("compile", "gaussian", "--arch", "sm_80", "--shape", "9x4", "--shape", "9x4",
+        "--argument", "bandwidth=1")  # fmt: skip
+    assert run("cache", "export", tmp_path / "b").exit_code == 0
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: "13.99.1")
+    counts = json.loads(run("cache", "import", tmp_path / "b", "--json").stdout)
+    assert (counts["added"], counts["known"]) == (len(compiles), 0)
 
 
 def test_import_of_a_bundle_that_is_mounted(run, tmp_path, mount):

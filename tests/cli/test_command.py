@@ -1,21 +1,16 @@
-"""The command as a whole: help, versions, exit codes, settings, and the demo."""
+"""The command as a whole: help, versions, exit codes, settings."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import import_module
 
 import click
 import pytest
 
 import kernlib
-from kernlib import events, settings
+from kernlib import settings
 from kernlib.cli import main
-from tests.cli.cases import command
-
-DEMO = import_module("kernlib.cli.demo")
-KERNELS = 5  # of the demo
 
 
 def commands(group, path=()):
@@ -25,15 +20,11 @@ def commands(group, path=()):
         yield from commands(child, (*path, name))
 
 
-def counts(stderr: str) -> dict[str, int]:
-    lines = [line.split()[1] for line in stderr.splitlines() if line.startswith("kernlib ")]
-    return {name: lines.count(name) for name in events.NAMES}
-
-
 def test_the_commands():
     found = {" ".join(path) for path, _ in commands(main)}
     cache = {"info", "list", "show", "verify", "prune", "clear", "export", "import"}
-    assert found == {"", "demo", "doctor", "compile", "cache", *(f"cache {n}" for n in cache)}
+    plain = {"", "bench", "demo", "doctor", "compile", "cache"}
+    assert found == plain | {f"cache {name}" for name in cache}
 
 
 def test_help_needs_no_torch():
@@ -77,6 +68,7 @@ def test_a_command_line_that_cannot_be_used(run, arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("bench",),
         ("demo",),
         ("compile", "gaussian"),
         ("cache", "info"),
@@ -105,48 +97,9 @@ def test_a_pipe_that_nobody_reads_on_ends_the_command_quietly(cache_dir):
     assert "Error" not in found.stderr and "Traceback" not in found.stderr
 
 
-# The demo.
-
-
-@pytest.mark.slow
-def test_the_second_demo_compiles_nothing(cache_dir):
-    first = command("demo")
-    assert first.returncode == 0, first.stderr
-    seen = counts(first.stderr)
-    assert (seen["lookup"], seen["compile"], seen["store"]) == (KERNELS, KERNELS, KERNELS)
-    assert "registers=" in first.stderr and "spill_bytes=" in first.stderr
-    assert f"{KERNELS} of {KERNELS} kernels were compiled" in first.stdout
-    second = command("demo", KERNLIB_ASSERT_CACHED="1")
-    assert second.returncode == 0, second.stderr
-    seen = counts(second.stderr)
-    assert (seen["lookup"], seen["compile"], seen["hit"]) == (KERNELS, 0, KERNELS)
-    assert "Nothing was compiled" in second.stdout
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """A demo of few points."""
-    for name in ("POINTS", "OTHERS"):
-        monkeypatch.setattr(DEMO, name, 20)
-
-
-def test_demo_with_asserted_cache_says_what_is_missing(run, monkeypatch, small):
-    monkeypatch.setenv("KERNLIB_ASSERT_CACHED", "1")
-    settings.reset()
-    result = run("demo")
-    assert result.exit_code == 1
-    assert "is not in the cache" in result.stderr and "Traceback" not in result.stderr
-
-
-def test_demo_fails_when_a_result_is_wrong(run, monkeypatch, compiles, small):
-    monkeypatch.setattr(DEMO, "ERROR_BOUND", 0.0)
-    result = run("demo")
-    assert result.exit_code == 1
-    assert "error above 0: laplace_l1" in result.stderr
-
-
-def test_demo_without_a_cache_says_so_once_and_runs(run, compiles, small, unusable_cache):
-    result = run("demo")
-    assert result.exit_code == 0, result.output
-    assert result.stderr.count("Warning: the kernel cache in /proc/kernlib") == 1
-    assert "are lost with this process" in result.stdout
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_help_says_whole_sentences(run, width):
+    """Of each command, on one line of a terminal."""
+    for group in ((), ("cache",)):
+        found = run(*group, "--help", terminal_width=width).output
+        assert "..." not in found.replace("DESCRIPTOR...", "").replace("[ARGS]...", "")

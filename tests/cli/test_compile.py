@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -55,7 +56,7 @@ def asked(monkeypatch):
 def test_the_kernels_of_one_call(run, compiles, cache_dir):
     result = run("compile", "laplace_l1", "--arch", "sm_90a", *CALL)
     assert result.exit_code == 0 and result.stderr == ""
-    rows = [line for line in result.stdout.splitlines() if "Laplace()" in line]
+    rows = [line for line in result.stdout.splitlines() if "laplace_l1 float32" in line]
     assert len(rows) == len(compiles) == 1
     for cell in ("sm_90a", "40", "0", "17408", "50", "compiled"):
         assert cell in rows[0].split()
@@ -114,7 +115,38 @@ def test_a_call_without_elements(run, compiles):
     assert result.exit_code == 0 and "Such a call launches no kernel." in result.stdout
 
 
+def test_an_argument_that_is_a_tensor(run, compiles):
+    """As a bias is: its sizes stand in place of its numbers."""
+    factor = "KroneckerSparse(a=6, b=64, c=64, d=1, epilogue=(Bias(), Gelu()))"
+    shapes = ("--shape", "512x384", "--shape", "6x64x64x1", "--shape", "bias=384")
+    result = run("compile", factor, *shapes, "--arch", "sm_80")
+    assert result.exit_code == 0, result.output
+    assert len(compiles) == 1 and "Bias(parameter='bias')" in compiles[0][0]
+    plain(run("compile", factor, *shapes[:4], "--arch", "sm_80"), 2, "needs bias")
+
+
 # For which targets.
+
+
+SPELLINGS = {
+    "80": "sm_80", "8.0": "sm_80", "sm80": "sm_80", "SM_120": "sm_120", "compute_86": "sm_86",
+    "12.1": "sm_121", "sm_90a": "sm_90a", "sm_90": "sm_90",
+    "90": "sm_90a", "9.0": "sm_90a", "90a": "sm_90a",  # of a Hopper: its own target
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given, arch", SPELLINGS.items())
+def test_spellings_of_a_target(run, asked, given, arch):
+    assert run("compile", "gaussian", "--arch", given).exit_code == 0
+    assert asked[0][1] == (arch,)
+
+
+def test_the_targets_of_this_machine_by_name(run, asked, monkeypatch):
+    plain(run("compile", "gaussian", "--arch", "native"), 2, "'native' is this machine's GPU")
+    found = [Gpu(0, "A", "sm_80"), Gpu(1, "B", "sm_120"), Gpu(2, "C", None, "C is too old")]
+    monkeypatch.setattr(machine, "gpus", lambda: found)
+    run("compile", "gaussian", "--arch", "native", "--arch", "80", "--arch", "sm_90")
+    assert asked[0][1] == ("sm_80", "sm_120", "sm_90")
 
 
 def test_without_an_arch_and_a_gpu(run, asked, monkeypatch):
@@ -161,7 +193,13 @@ def test_descriptors_of_the_working_directory(run, asked, modules, name):
     "name, parts",
     [
         ("laplace", ("'laplace'", "laplace_l1", "package.module:name")),
-        ("Pairwise", ("'Pairwise'",)),
+        ("gausian", ("'gausian'", "Did you mean gaussian?")),
+        ("Gaussian", ("'Gaussian'", "Did you mean gaussian?")),
+        ("zzz", ("'zzz'", "There are cauchy, ", "squared_distance. package.module:name")),
+        ("KroneckerSparse", ("KroneckerSparse needs to be told", "a=6", "package.module:name")),
+        ("KroneckerSparse(6, 64, 64, 1)", ("fields are given by name",)),
+        ("KroneckerSparse(a=6, b=64, c=64, d=0)", ("d must be at least 1",)),
+        ("Nothing(a=6)", ("'Nothing' is no type of a descriptor",)),
         ("own_missing:x", ("own_missing", "cannot be imported", "ModuleNotFoundError")),
         ("own_bad:x", ("own_bad", "ZeroDivisionError")),
         ("own_exit:x", ("own_exit", "SystemExit")),
@@ -198,7 +236,11 @@ def test_names_that_say_no_descriptor(run, asked, modules, name, parts):
         (("gaussian", "--dtype", "float33"), ("--dtype", "'float33'", "float32")),
         (("gaussian", "--dtype", "int8"), ("no kernels for torch.int8",)),
         (("gaussian", "--shape", "10by4"), ("--shape", "'10by4'", "1000x64")),
+        (("gaussian", "--arch", "80a"), ("--arch", "'80a' is no target", "native")),
         (("gaussian", "--shape", "-1x4"), ("--shape", "'-1x4'")),
+        (("gaussian", "--shape", "=4"), ("--shape", "'=4'", "bias=384")),
+        (("gaussian", "--shape", "bias=4"), ("--shape",)),
+        (("gaussian", *CALL, "--shape", "bandwidth=1"), ("bandwidth is given twice",)),
         (("gaussian", "--shape", f"{1 << 40}x{1 << 40}"), ("--shape", "no tensor of 109951")),
         (("gaussian", "--shape", f"{1 << 70}x4"), ("--shape", "no tensor of 118059")),
         (("l1_distance", *2 * ("--shape", f"{1 << 40}x1")), ("--shape", "output", "too large")),
@@ -222,6 +264,17 @@ def test_what_cannot_be_used_is_named(run, compiles, arguments, parts):
     assert compiles == [] and result.stdout == ""
 
 
+def test_a_misspelt_name_waits_for_no_torch():
+    code = (
+        "import sys; from kernlib.cli import main\n"
+        "try: main(['compile', 'gausian', '--shape', '9x4', '--arch', '80'])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 2 and "Did you mean gaussian?" in found.stderr
+    assert found.stdout.strip() == "False"
+
+
 def test_a_kernel_that_does_not_compile(run, monkeypatch):
     def refuse(spec, arch):
         raise CompileError("NVRTC refused the source", "x.cu(1): error: no", spec.source)
@@ -234,7 +287,7 @@ def test_a_kernel_that_does_not_compile(run, monkeypatch):
 
 def test_without_a_compiler(run, monkeypatch):
     def refuse(spec, arch):
-        raise UnsupportedError("Install it with: pip install 'kernlib[cu13]'")
+        raise UnsupportedError("To install it: pip install '.[cu13]'")
 
     monkeypatch.setattr(compiler, "compile_spec", refuse)
     plain(run("compile", "gaussian", *CALL), 1, "pip install")

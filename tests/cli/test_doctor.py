@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections import namedtuple
+from importlib import metadata
 
 import pytest
 
@@ -25,7 +27,9 @@ from tests.cli.cases import (
     keep_damaged,
     made,
     make_bundle,
+    on_terminal,
 )
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_it_passes_with_a_compiler_and_a_cache(run, cache_dir):
 
 
 def test_json_has_every_line(run):
-    lines = [line for line in run("doctor").stdout.splitlines() if "->" not in line]
+    lines = run("doctor").stdout.partition("\nWhat to do next:\n")[0].splitlines()
     found = json.loads(run("doctor", "--json").stdout)["findings"]
     assert len(found) == len(lines)
     for finding in found:
@@ -68,6 +72,65 @@ def test_a_real_process_is_quick_and_quiet(cache_dir):
     assert found.returncode == 0 and found.stderr == ""
     (compiled,) = (f for f in json.loads(found.stdout)["findings"] if f["label"] == "compile")
     assert compiled["details"]["arch"] == "sm_90a" and compiled["details"]["ms"] >= 0
+
+
+# What to do next.
+
+
+def steps(run, code=0):
+    """The last lines, which are numbered."""
+    result = run("doctor")
+    assert result.exit_code == code, result.output
+    lines = result.stdout.partition("\nWhat to do next:\n")[2].splitlines()
+    told = [line.partition(f"  {number}. ")[2] for number, line in enumerate(lines, 1)]
+    assert told == json.loads(run("doctor", "--json").stdout)["next"]
+    return told
+
+
+def test_where_nothing_is_wrong_it_ends_with_commands_to_run(run, monkeypatch):
+    demo, ahead = steps(run)
+    assert "`kernlib demo`" in demo and "`kernlib compile --arch ARCH`" in ahead
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "A", "sm_80")])
+    (both,) = steps(run)
+    assert "`kernlib demo`" in both and "`kernlib bench`" in both
+
+
+def test_what_is_needed_comes_before_what_is_worth_a_look(run, monkeypatch, cache_dir):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 30, 1 << 30, 3 << 20))
+    first, *_ = steps(run)
+    assert first.startswith("disk: the cache may still grow")
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: toolchain.UNKNOWN_VERSION)
+    needed, disk, again = steps(run, code=1)
+    assert needed.startswith('NVRTC: pip install ".[cu13]" in the checkout')
+    assert disk == first and again == "then run `kernlib doctor` again"
+
+
+def test_equal_advice_is_given_once(run, monkeypatch):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: toolchain.UNKNOWN_VERSION)
+    assert steps(run, code=1)[0].startswith("cuda.core, bindings, NVRTC: pip install")
+
+
+def test_nothing_is_advised_that_no_index_has():
+    """Until there is a package, extras are those of a checkout."""
+    texts = {path: path.read_text() for part in ("kernlib", "examples", "docs")
+             for path in (ROOT / part).rglob("*.[pm][yd]")}  # fmt: skip
+    wrong = re.compile(r"pip install (-\S+ )*[\"']?kernlib\b")
+    assert len(texts) > 100 and not [path for path, text in texts.items() if wrong.search(text)]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_lines_are_folded_between_words(cache_dir, width):
+    code, lines = on_terminal(width, "doctor")
+    # What is longer is one word, a path.
+    assert code == 0 and all(len(line) <= width or " " not in line[18:] for line in lines)
+    assert "What to do next:" in lines
+    told = " ".join(" ".join(lines).split())
+    assert "CPU tensors are computed in PyTorch, kernels can be built" in told
 
 
 # The machine.
@@ -86,7 +149,8 @@ def test_it_fails_without_a_compiler(run, monkeypatch):
     result = run("doctor")
     assert result.exit_code == 1
     assert "FAIL  compile" in result.output
-    assert "pip install '.[cu13]' in a checkout" in result.output
+    assert "compile: cuda.core is needed" in result.output
+    assert 'pip install ".[cu13]" in the checkout' in result.output
 
 
 def test_it_names_a_setting_that_cannot_be_used(run, monkeypatch):
@@ -127,7 +191,7 @@ def test_it_fails_for_a_cache_in_memory(run, unusable_cache):
     result = run("doctor")
     assert result.exit_code == 1
     assert "FAIL  cache       the kernel cache in /proc/kernlib cannot be used" in result.output
-    assert "-> set KERNLIB_CACHE_DIR" in result.output
+    assert "1. cache: set KERNLIB_CACHE_DIR" in result.output
 
 
 def test_damaged_entries_are_counted(run):

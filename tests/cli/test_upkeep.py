@@ -47,7 +47,7 @@ def test_verify_of_what_is_whole(run, tmp_path, mount, cache_dir):
         {"where": "store", "path": str(cache_dir), "kernels": 1, "problems": []},
         {"where": "bundle", "path": str(folder), "kernels": 2, "problems": []},
     ]
-    assert run("cache", "verify").stdout.count("│ ok ") == 2
+    assert run("cache", "verify").stdout.count("  ok  ") == 2
 
 
 def test_verify_of_a_cache_that_is_not_there_yet(run):

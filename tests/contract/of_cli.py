@@ -10,7 +10,7 @@ from kernlib.cli import main
 
 NUMBERS = ("0", "1", "-1", "1.5", "99999999999999999999", "x", "")
 FOLDERS = ("nosuch", ".", "a file", "a\nname", "é", "", "new/deeper", "x" * 300, "bad\udcff")
-ARCHS = ("sm_90a", "sm_80", "80", "native", "SM_80", "sm_1", "")
+ARCHS = ("sm_90a", "sm_80", "80", "8.0", "native", "SM_80", "sm_1", "")
 # Of each command its arguments' values, and those of its options; None where one takes none.
 COMMANDS = {
     ("cache", "list"): ((), {"--arch": ARCHS, "--family": ("pairwise", "x", "", "é"),
@@ -26,10 +26,12 @@ COMMANDS = {
     ("cache", "info"): ((), {"--json": None}),
     ("cache",): (("nosuch", "List", ""), {}),
     ("compile",): (
-        ("laplace_l1", "gaussian", "nosuch", "Gaussian", "os:getcwd", "os:nosuch", "a.b:c", ":",
-         "kernlib:gaussian", "kernlib:nn", "json:dumps", "", "é", "x" * 5000),
+        ("laplace_l1", "gaussian", "nosuch", "KroneckerSparse(a=2, b=3, c=4, d=1)", "Bias(",
+         "Gaussian", "os:getcwd", "os:nosuch", "a.b:c", ":", "kernlib:gaussian",
+         "kernlib:nn", "json:dumps", "", "é", "x" * 5000),
         {"--arch": ARCHS, "--dtype": ("float16", "float99", "int8", ""), "--json": None,
-         "--shape": ("10x3", "8x3", "0x0", "x", "3", "-1x2", "9999999999999x9", "1x2x3x4", "é"),
+         "--shape": ("10x3", "8x3", "bias=8", "=8", "x=", "0x0", "x", "3", "-1x2",
+                     "9999999999999x9", "1x2x3x4", "é"),
          "--argument": ("bandwidth=2.0", "bandwidth=0", "bandwidth=nan", "p=2", "out=1", "x",
                         "=", "bandwidth=x", "descriptor=1", "accumulate=true", "debug=true"),
          "--workers": NUMBERS},

@@ -169,11 +169,37 @@ def test_what_has_no_canonical_bytes_is_refused(value):
         encode((1, value))
 
 
+CALLED = (
+    "cauchy", "dot_product", "exp_power_sum", "gaussian", "l1_distance", "l2_distance",
+    "laplace_l1", "laplace_l2", "laplace_pq", "matern32", "matern52", "p_distance", "polynomial",
+    "power_sum", "rational_quadratic", "squared_distance",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_descriptor_is_called_as_the_function_that_makes_it(name):
+    made = getattr(kl, name)
+    wanted = "polynomial(degree=3" if name == "polynomial" else name
+    assert made().describe() == wanted + ")" * ("(" in wanted)
+    flags = made(symmetric=True, direct=True).describe()
+    assert flags == wanted + (", " if "(" in wanted else "(") + "symmetric, direct)"
+
+
+def test_names_of_what_has_more_than_a_name():
+    waves = kl.l2_distance(epilogue=(kl.Custom("v * gain", ("gain",)), kl.Scale()))
+    assert waves.describe().startswith("l2_distance(Custom(") and "Scale(" in waves.describe()
+    scaled = kl.squared_distance(epilogue=(kl.Gaussian(), kl.Scale()))
+    assert scaled.describe() == f"gaussian({kl.Scale()})"
+    assert kl.polynomial(5).describe() == "polynomial(degree=5)"
+    other = kl.Pairwise("dot", kl.Abs(), kl.Sqrt())
+    assert other.describe() == "Pairwise(op=dot, inner=Abs(), outer=Sqrt())"
+
+
 @pytest.mark.parametrize(("operator", "inner", "outer", "kernel"), PREDECESSOR)
 def test_every_combination_of_the_predecessor_can_be_built(operator, inner, outer, kernel):
     built = kl.Pairwise(operator, inner, outer, kernel)
     assert built.parameters == (("bandwidth",) if kernel else ())
-    assert built.describe().startswith(f"Pairwise(op={operator}")
+    assert built.describe().startswith((f"Pairwise(op={operator}", *CALLED))
 
 
 def test_the_predecessors_combinations_are_150_different_ones():

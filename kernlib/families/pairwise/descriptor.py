@@ -181,11 +181,53 @@ class Pairwise(Descriptor):
         }
 
     def describe(self) -> str:
-        stages = [f"op={self.operator}", f"inner={self.inner}", f"outer={self.outer}"]
-        stages += [str(epilogue) for epilogue in self.epilogue]
-        stages += ["symmetric"] if self.symmetric else []
-        stages += ["direct"] if self.direct else []
-        return f"Pairwise({', '.join(stages)})"
+        """By the name that people use, if there is one: ``gaussian``, ``matern52(symmetric)``."""
+        name, epilogues = _named(self)
+        parts = [str(epilogue) for epilogue in epilogues]
+        if not name:
+            stages = [f"op={self.operator}", f"inner={self.inner}", f"outer={self.outer}"]
+            name, parts = "Pairwise", stages + parts
+        elif name == "polynomial":
+            parts.insert(0, f"degree={self.epilogue[0].degree}")
+        parts += ["symmetric"] if self.symmetric else []
+        parts += ["direct"] if self.direct else []
+        return f"{name}({', '.join(parts)})" if parts else name
+
+
+# The functions below by what they make; texts, since a table of descriptors would be made by each
+# first call, which describes its kernels.
+_DISTANCES = {
+    "difference Abs() Identity()": "l1_distance",
+    "difference Square() Sqrt()": "l2_distance",
+    "difference Square() Identity()": "squared_distance",
+    "difference Power() Root()": "p_distance",
+    "difference Power() Identity()": "power_sum",
+    "difference ExpPower() Identity()": "exp_power_sum",
+    "dot Identity() Identity()": "dot_product",
+}
+_KERNELS = {
+    "l1_distance Laplace()": "laplace_l1",
+    "l2_distance Laplace()": "laplace_l2",
+    "p_distance PowerExponential()": "laplace_pq",
+    "squared_distance Gaussian()": "gaussian",
+    "l2_distance Matern(nu=1.5)": "matern32",
+    "l2_distance Matern(nu=2.5)": "matern52",
+    "squared_distance RationalQuadratic()": "rational_quadratic",
+    "squared_distance Cauchy()": "cauchy",
+}
+
+
+def _named(descriptor: Pairwise) -> tuple[str, tuple[Epilogue, ...]]:
+    """The name of a function below that makes the descriptor, "" for none, and the epilogues that
+    the function does not bring."""
+    stages = f"{descriptor.operator} {descriptor.inner} {descriptor.outer}"
+    distance, epilogues = _DISTANCES.get(stages, ""), descriptor.epilogue
+    if not distance or not epilogues:
+        return distance, epilogues
+    if distance == "dot_product" and isinstance(epilogues[0], Polynomial):
+        return "polynomial", epilogues[1:]
+    kernel = _KERNELS.get(f"{distance} {epilogues[0]}")
+    return (kernel, epilogues[1:]) if kernel else (distance, epilogues)
 
 
 def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
