@@ -182,7 +182,7 @@ class Pairwise(Descriptor):
 
     def describe(self) -> str:
         """By the name that people use, if there is one: ``gaussian``, ``matern52(symmetric)``."""
-        name, epilogues = _named(self)
+        name, epilogues = _known(self)
         parts = [str(epilogue) for epilogue in epilogues]
         if not name:
             stages = [f"op={self.operator}", f"inner={self.inner}", f"outer={self.outer}"]
@@ -217,7 +217,7 @@ _KERNELS = {
 }
 
 
-def _named(descriptor: Pairwise) -> tuple[str, tuple[Epilogue, ...]]:
+def _known(descriptor: Pairwise) -> tuple[str, tuple[Epilogue, ...]]:
     """The name of a function below that makes the descriptor, "" for none, and the epilogues that
     the function does not bring."""
     stages = f"{descriptor.operator} {descriptor.inner} {descriptor.outer}"
