@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +34,15 @@ def launched(tool: str, module: str, argument: str, timeout_s: int = 300) -> set
         timeout=timeout_s,
     )
     report = done.stdout[-3000:] + done.stderr[-3000:]
+    if done.returncode != 0:
+        _keep(f"{tool}-{module.split('.')[-2]}-{argument}.log", done.stdout + done.stderr)
     assert done.returncode == 0, report
     said = [line.split() for line in done.stdout.splitlines() if line.startswith("done")]
     assert len(said) == 1, report
     return set(said[0])
+
+
+def _keep(name: str, report: str) -> None:
+    """Beside the record, where a run has one of its own: a run that ends early says no more."""
+    if record := os.environ.get("KERNLIB_GPU_RECORD"):
+        Path(record).with_name(name).write_text(report)
