@@ -89,11 +89,12 @@ def test_demo_writes_events_when_asked(run, few):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_demo_is_one_screen(cache_dir, width):
-    """Of 24 lines, without progress, which has gone when the table comes."""
+    """Of 24 lines, without progress, which has gone when the table comes. Only the path of a cache
+    may be wider, as it has no place to break."""
     code, lines = on_terminal(width, "demo")
     table = lines[next(i for i, line in enumerate(lines) if "Milliseconds" in line) :]
     assert code == 0 and len(table) <= 20 and len(rows("\n".join(table))) == 6
-    assert max(map(len, table)) <= width
+    assert max(len(line) for line in table if " " in line.strip()) <= width
 
 
 def test_demo_with_asserted_cache_says_what_is_missing(run, few, monkeypatch):
