@@ -108,13 +108,17 @@ def explained(kind: type[_Kind]) -> type[_Kind]:
     names = [each.name for each in dataclasses.fields(kind) if each.init and each.name != "_"]
     known = frozenset(names)
 
+    def refuse(values: tuple, given: dict) -> None:  # apart: Dynamo of torch 2.8 traces `init`
+        from kernlib.descriptors.words import refuse_fields  # which right calls do without
+
+        placed = dict(zip(names, values, strict=False))
+        refuse_fields(kind.__name__, placed | given, names, kind)
+
     @functools.wraps(make)
     def init(self, *values, **given):
-        if given and not known.issuperset(given):
-            from kernlib.descriptors.words import refuse_fields  # which right calls do without
-
-            placed = dict(zip(names, values, strict=False))
-            refuse_fields(kind.__name__, placed | given, names, kind)
+        for name in given:
+            if name not in known:
+                refuse(values, given)
         make(self, *values, **given)
 
     kind.__init__ = init
