@@ -46,10 +46,6 @@ from kernlib.lowering.steps import Lowered
 
 SPMM: tuple[ModuleType, ...] = (decode, hopper, hopper_words, narrow, portable)
 SDD: tuple[ModuleType, ...] = (stationary, sampled_hopper, sampled)
-# Bytes of the stored blocks decide for so few columns. What `decode` does not take of them goes to
-# the portable kernel, whose tiles of 32 lines give 4096 lines 128 CTAs, four of which a
-# multiprocessor holds; those of wgmma are 128 lines, so 32.
-FEW_COLUMNS = decode.COLUMNS[-1]
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:
@@ -84,11 +80,8 @@ def candidates(problem: Spmm | Sdd, arch: str) -> list[Choice]:
 
 
 def default(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: of the first kind that pays, or where columns are
-    few of the portable one, unless there is a kind for these."""
+    """Of the candidates the one taken untuned: of the first kind that pays."""
     name = _first(problem, known, multiprocessors)
-    if isinstance(problem, Spmm) and problem.columns <= FEW_COLUMNS and name != decode.KIND:
-        name = portable.KIND
     kind = _named(problem, name)
     if not hasattr(kind, "default"):
         return next(choice for choice in known if choice["kind"] == name)

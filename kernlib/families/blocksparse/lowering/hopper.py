@@ -34,6 +34,9 @@ OUT_PARTS, PIECE_BYTES = 2, 64 * 128
 STAGES_BYTES = 192 * 1024  # of all of them
 MOST_TILES = 2**31 - 1
 LAST_TILES = 2  # of a block, that come by falling length
+# Bytes of the stored blocks decide for so few columns. The portable kernel's tiles of 32 lines give
+# 4096 lines 128 CTAs, four of which a multiprocessor holds; those of wgmma are 128 lines, so 32.
+FEW_COLUMNS = 16
 LISTS = ("row_bits", "row_ranks", "col_bits", "order")
 SIDE = "4q"  # struct Side
 FIXED = "I15i"  # struct Fixed
@@ -93,6 +96,11 @@ def is_for_tiles(problem: Spmm, arch: str) -> bool:
     out = _out(problem)
     # The copy engine writes whole 16 bytes.
     return out.sizes[0] % 8 == 0 and tma.addressable(problem.dtype, problem.out.alignment, out)
+
+
+def pays(problem: Spmm, multiprocessors: int) -> bool:
+    """Whether columns are so many that it takes less time than the portable kernel."""
+    return problem.columns > FEW_COLUMNS
 
 
 def candidates(problem: Spmm, arch: str) -> list[Choice]:

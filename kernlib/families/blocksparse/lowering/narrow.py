@@ -47,6 +47,11 @@ def takes(problem: Spmm, arch: str) -> bool:
     return whole and values.alignment == dense.alignment == 16
 
 
+def pays(problem: Spmm, multiprocessors: int) -> bool:
+    """As for larger blocks."""
+    return hopper.pays(problem, multiprocessors)
+
+
 def lower(
     epilogue: tuple[Epilogue, ...], problem: Spmm, arch: str, multiprocessors: int
 ) -> Lowered:
