@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.common.timing import sample_rows
+from benchmarks.common.timing import memory, sample_rows
 from kernlib import blocksparse
 from kernlib.blocksparse import Layout
-
-READ, WRITTEN = 4.3e12, 3.37e12  # bytes/s of an H200 that only reads, and that only writes
 
 
 class Kind(NamedTuple):
@@ -131,9 +129,9 @@ class Problem(NamedTuple):
     def floor(self) -> tuple[float, str]:
         """Milliseconds, and what bounds them."""
         read, written = self.bytes()
-        memory = (read / READ + written / WRITTEN) * 1e3
+        moving = (read / memory().read + written / memory().written) * 1e3
         computing = self.operations / KINDS[self.kind].rate * 1e3
-        return max(memory, computing), "memory" if memory >= computing else "tensor cores"
+        return max(moving, computing), "memory" if moving >= computing else "tensor cores"
 
     def must(self) -> float | None:
         """Milliseconds that are known without a measurement; see :func:`must` of ``run``."""
@@ -142,7 +140,7 @@ class Problem(NamedTuple):
         if self.section == "fp32":
             return self.operations / (FP32_TERAFLOPS[self.block] * 1e9)
         if self.section == "sdd":
-            return SDD_SHARE * self.bytes()[1] / WRITTEN * 1e3
+            return SDD_SHARE * self.bytes()[1] / memory().written * 1e3
         if self.section == "decode":
             return DECODE_SHARE * self.floor()[0] + DECODE_START_MS
         return None

@@ -7,6 +7,8 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +20,28 @@ ROTATED_BYTES = 400 << 20
 MAX_SETS = 2048  # calls in one graph, for problems of a few KB
 SAMPLE_ROWS = 64
 LANES, SPECIAL_LANES = 128, 16  # issue slots and special-function operations of an SM and clock
-COPY_BYTES_PER_S = 4.3e12  # measured with a device-to-device copy on an H200
+
+
+class Memory(NamedTuple):
+    """Bytes/s of device memory that is only read, only written, and copied within the device."""
+
+    read: float
+    written: float
+    copied: float
+
+
+# As measured with 4 GB and more: a sum, a fill, a copy.
+MEMORY = {
+    "NVIDIA H200": Memory(4.3e12, 3.37e12, 4.3e12),
+    "NVIDIA H100 80GB HBM3": Memory(3.02e12, 3.26e12, 3.0e12),
+}
+
+
+@cache
+def memory() -> Memory:
+    """That of the GPU that measures; the H200's where there is none, or one that is not known."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return MEMORY.get(name, MEMORY["NVIDIA H200"])
 
 
 def query_gpu(what: str) -> str:
@@ -55,7 +78,7 @@ class Device:
         return {
             "issue slots": slots / (clocks * LANES) * 1e3,
             "special functions": special / (clocks * SPECIAL_LANES) * 1e3,
-            "bytes": written / COPY_BYTES_PER_S * 1e3,
+            "bytes": written / memory().copied * 1e3,
         }
 
     def floor_ms(self, slots: float, special: float, written: float) -> tuple[float, str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.common.timing import COPY_BYTES_PER_S
+from benchmarks.common.timing import memory
 
 Size = tuple[int, int]  # rows and columns of a factor
 MOST_BYTES = 4e9  # of x, factors and result
@@ -93,10 +93,10 @@ class Problem(NamedTuple):
         x, result = self.features
         numbers = self.rows * (x + result + (2 * x + result) * trains)
         numbers += sum(p * q for p, q in self.sizes) * (3 if trains else 1)
-        memory = numbers * self.dtype.itemsize / COPY_BYTES_PER_S * 1e3
+        moving = numbers * self.dtype.itemsize / memory().copied * 1e3
         count = operations(self.rows, self.sizes) * (3 if trains else 1)
         computing = count / KINDS[self.kind].rate * 1e3
-        return max(memory, computing), "memory" if memory >= computing else "tensor cores"
+        return max(moving, computing), "memory" if moving >= computing else "tensor cores"
 
 
 def operations(rows: int, sizes: tuple[Size, ...]) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import kernlib as kl
-from benchmarks.common.timing import COPY_BYTES_PER_S
+from benchmarks.common.timing import memory
 from kernlib.families.kronecker_sparse import reference
 
 Pattern = tuple[int, int, int, int]
@@ -87,7 +87,7 @@ class Problem(NamedTuple):
     def memory_ms(self) -> float:
         """Milliseconds in which a product's three tensors pass through memory once."""
         numbers = self.batch * sum(self.features) + math.prod(self.pattern)
-        return numbers * self.dtype.itemsize / COPY_BYTES_PER_S * 1e3
+        return numbers * self.dtype.itemsize / memory().copied * 1e3
 
     @property
     def products(self) -> int:

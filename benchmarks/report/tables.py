@@ -11,6 +11,7 @@ from benchmarks.kronecker_sparse import summary as kronecker_sparse
 from benchmarks.sparse import summary as sparse
 
 HEADER = ("case", "kernlib", "floor", "rivals", "error")
+TITLES = {"blocksparse": "Block-sparse", "kronecker_sparse": "Kronecker-sparse"}
 # How many times longer the best rival takes; means are geometric.
 SUMMARIES = (
     "cases", "fastest in", "best rival, mean", "best rival, least", "over floor, mean",
@@ -29,7 +30,12 @@ def section(family: str, found: dict) -> str:
 
 def title(family: str) -> str:
     """A family's name in words."""
-    return family.replace("_", " ").capitalize()
+    return TITLES.get(family, family.replace("_", " ").capitalize())
+
+
+def short(gpu: str) -> str:
+    """H100 of NVIDIA H100 80GB HBM3."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
 
 
 def _rows(rows: list[dict]) -> list[str]:

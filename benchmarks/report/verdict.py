@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.common.harness import number
 from benchmarks.common.summary import best_rival, speed_up, summarise
-from benchmarks.report.tables import line, quantity, table, title
+from benchmarks.report.tables import line, quantity, short, table, title
 
 TIE = 1.05  # times within it count as equal
 WORST = 3  # cases of a family that README names
@@ -12,9 +12,14 @@ TIMES = ("ms", "us")
 LOSSES = "where a rival is faster by more than 5 %, the worst first"
 ASIDE = ("service",)  # no family: what a first call and the cache take
 HEADER = (
-    "family", "cases with a rival", "fastest in", "best rival takes, mean", "least", "most",
+    "family", "on", "cases with a rival", "fastest in", "best rival takes, mean", "least", "most",
     "everything measured",
 )  # fmt: skip
+
+
+def measured(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
+    """The results of families that have a rival in some case."""
+    return [(f, found) for f, found in results if f not in ASIDE and compared(found["rows"])]
 
 
 def compared(rows: list[dict]) -> list[dict]:
@@ -29,11 +34,10 @@ def lost(rows: list[dict]) -> list[dict]:
 
 
 def overview(results: list[tuple[str, dict]]) -> str:
-    """README's: a line a family, and what each loses."""
-    results = [(name, found["rows"]) for name, found in results if name not in ASIDE]
-    lines = [_line(family, rows) for family, rows in results if compared(rows)]
-    losses = [_losses(family, lost(rows)) for family, rows in results if lost(rows)]
-    parts = [table(HEADER, "|---|" + "---:|" * 5 + "---|", lines)]
+    """README's: a line a family and GPU, and what each loses."""
+    some = sorted((name, short(found["gpu"]), found["rows"]) for name, found in measured(results))
+    losses = [_losses(family, lost(rows)) for family, _, rows in some if lost(rows)]
+    parts = [table(HEADER, "|---|---|" + "---:|" * 5 + "---|", [_line(*each) for each in some])]
     if losses:
         parts.append(table(("family", LOSSES), "|---|---|", losses))
     return "\n\n".join(parts)
@@ -56,12 +60,12 @@ def section(rows: list[dict]) -> str:
     return table(("case", "kernlib", "rival", "rival takes"), "|---|---:|---|---:|", lines)
 
 
-def _line(family: str, rows: list[dict]) -> str:
+def _line(family: str, gpu: str, rows: list[dict]) -> str:
     some = compared(rows)
     found, most = summarise(some), max(map(speed_up, some))
     times = map(_times, (found.speed_up, found.least, most))
     link = f"[{page(family).removeprefix('docs/')}]({page(family)})"
-    return line((title(family), str(found.compared), str(found.wins), *times, link))
+    return line((title(family), gpu, str(found.compared), str(found.wins), *times, link))
 
 
 def _losses(family: str, rows: list[dict]) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.common.timing import COPY_BYTES_PER_S
+from benchmarks.common.timing import memory
 from kernlib.families.sparse.prune import largest
 
 # The shapes (rows, columns) of MACKO-SpMV's benchmark, of layers of language models.
@@ -81,12 +81,12 @@ class Problem(NamedTuple):
 
     def floor_us(self, nbytes: int) -> float:
         """Microseconds in which ``nbytes`` of a matrix, x and y pass through memory once."""
-        return (nbytes + self.vector_bytes) / COPY_BYTES_PER_S * 1e6
+        return (nbytes + self.vector_bytes) / memory().copied * 1e6
 
     def compress_floor_ms(self, nbytes: int) -> float:
         """Milliseconds to read the dense matrix twice, as its size must be known before anything is
         written, and to write ``nbytes``."""
-        return (2 * self.dense_bytes + nbytes) / COPY_BYTES_PER_S * 1e3
+        return (2 * self.dense_bytes + nbytes) / memory().copied * 1e3
 
     def must_us(self, rivals: dict[str, float], one: float | None) -> float | None:
         """The target, from the times of rivals and, for eight columns, of ``one``."""

@@ -220,10 +220,11 @@ def test_bsr_agrees(mode):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_bsr_is_tuned_on_the_small_table_alone():
+def test_bsr_is_tuned_where_half_of_the_small_table_is_stored_alone():
     layout, operands = object(), ()
     found = [p for p in CASES if "bsr" in rivals.rivals(p, layout, operands)]
-    assert len(found) == 24 and all((p.n, p.kind) == (4096, "fp16") for p in found)
+    assert [p.block for p in found] == [16, 32, 64, 128]
+    assert all((p.mode, p.n, p.density, p.kind) == (*rivals.TUNED, "fp16") for p in found)
 
 
 def test_bsr_parameters_are_searched(monkeypatch):

@@ -291,7 +291,9 @@ def test_report_tables(project):
     )
     assert "![Pairwise](../../results/h200/pairwise.svg)" in text
     text = readme.read_text()
-    assert "| Pairwise | 3 | 1 | 2.30× | 0.500× | 25.0× | [results/pairwise.md](docs/r" in text
+    assert (
+        "| Pairwise | H200 | 3 | 1 | 2.30× | 0.500× | 25.0× | [results/" in text
+    )
     assert "| Pairwise | `slow` (torch 1.00 ms) |\n" in text and "| Service |" not in text
     page.write_text("old")
     assert go("--check") == 1
@@ -299,7 +301,7 @@ def test_report_tables(project):
 
 def test_report_names_the_worst_of_many_losses():
     rows = [Row(f"n={n}", "us", 10.0, rivals={"torch": n}).as_json() for n in range(1, 10)]
-    found = report.verdict.overview([("sparse", {"rows": rows})])
+    found = report.verdict.overview([("sparse", {"gpu": "NVIDIA H200", "rows": rows})])
     assert (
         "| Sparse | `n=1` (torch 1.00 µs), `n=2` (torch 2.00 µs), `n=3` (torch 3.00 µs) a" in found
     )
@@ -312,14 +314,14 @@ def test_the_picture_is_of_the_results(project, capsys):
     rows = [row("cdist").as_json(), Row("x", "us", 1.0).as_json()]
     for name in ("pairwise", "service"):
         harness.write(folder / "h200" / f"{name}.json", harness.merge(HEAD, rows, None))
-    found = picture.points(folder / "h200")
-    assert found == {"pairwise": [25.0]}
+    found = picture.points(report.load(folder))
+    assert found == {"Pairwise, H200": [25.0]}
     assert (
         picture.main(["--check"], folder) == 1
         and "families.svg is stale" in capsys.readouterr().err
     )
     drawn = f"<dc:description>{drawing.digest(found)}</dc:description>"
-    (folder / "h200" / picture.NAME).write_text(drawn)
+    (folder / picture.NAME).write_text(drawn)
     assert picture.main(["--check"], folder) == 0
     pytest.importorskip("matplotlib")
     assert picture.main([], folder) == 0 and picture.main(["--check"], folder) == 0

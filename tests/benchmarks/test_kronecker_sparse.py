@@ -437,7 +437,7 @@ def test_report_has_few_rows_for_many_cases():
 def test_report_shows_factors_summaries_and_the_rest():
     text = tables.section("kronecker_sparse", {**head(), "rows": ROWS})
     lines = text.splitlines()
-    assert "**Kronecker sparse** on" in lines[0]
+    assert "**Kronecker-sparse** on" in lines[0]
     assert lines[2] == (
         "| factor | fp16 | floor | best rival | error | fp32 | floor | best rival | error |"
     )
