@@ -3,6 +3,7 @@
 #pragma once
 
 #include "blocksparse/stationary/parameters.cuh"
+#include "blocksparse/clear.cuh"
 #include "common/mma_half.cuh"
 
 // The epilogue of 16 rows by 16 columns, from a row and column of what `beside` begins at on. Four
@@ -77,21 +78,5 @@ __device__ __forceinline__ void store_rows(const unsigned char* rows, OutputT* t
         auto chunk = load_vector<u32, 4>(
             reinterpret_cast<const u32*>(rows + staged(row, lane % CHUNKS)));
         store_vector(reinterpret_cast<u32*>(to + i * 32 * 8), chunk);
-    }
-}
-
-// Zeros in the slots behind the stored blocks, which the warps of all CTAs share.
-__device__ __forceinline__ void clear_rest(const Parameters& p) {
-    int lane = threadIdx.x % 32;
-    i64 first = i64(p.counts[0]) + blockIdx.x * WARPS + threadIdx.x / 32;
-#pragma unroll 1
-    for (i64 slot = first; slot < p.capacity; slot += gridDim.x * WARPS) {
-#pragma unroll 1
-        for (int batch = 0; batch < p.batch; ++batch) {
-            OutputT* to = p.out + batch * p.batch_step + slot * BLOCK_SIZE;
-#pragma unroll 1
-            for (int chunk = lane; chunk < BLOCK * CHUNKS; chunk += 32)
-                store_vector(reinterpret_cast<u32*>(to + chunk * 8), Vector<u32, 4>{});
-        }
     }
 }

@@ -37,6 +37,7 @@ from kernlib.families.blocksparse.lowering import (
     sampled,
     sampled_hopper,
     stationary,
+    tiles,
 )
 from kernlib.families.blocksparse.lowering.problem import Sdd, Spmm
 from kernlib.jit.spec import KernelSpec
@@ -45,7 +46,7 @@ from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
 SPMM: tuple[ModuleType, ...] = (decode, hopper, hopper_words, narrow, portable)
-SDD: tuple[ModuleType, ...] = (stationary, sampled_hopper, sampled)
+SDD: tuple[ModuleType, ...] = (stationary, tiles, sampled_hopper, sampled)
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:

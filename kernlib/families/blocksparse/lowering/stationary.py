@@ -51,17 +51,25 @@ class Variant(NamedTuple):
 
 def takes(problem: Sdd, arch: str) -> bool:
     """Whether the kernel computes a problem."""
+    deepest = _depths(len(problem.summands))[-1]
+    return (
+        problem.depth <= deepest
+        and is_of_squares(problem, arch)
+        and _row_groups(problem) * _panels(problem) <= MOST_UNITS
+    )
+
+
+def is_of_squares(problem: Sdd, arch: str) -> bool:
+    """Whether a problem is one of square blocks of SIZES and half types on Hopper, whose operands
+    the copy engine reads, and whose values lie slot behind slot."""
     blocks, kind = problem.blocks, problem.dtype
     if arch != hopper.ARCH or kind == "float32" or not blocks.capacity:
         return False
     if blocks.rows != blocks.cols or blocks.rows not in SIZES:
         return False
-    deepest = _depths(len(problem.summands))[-1]
-    if not 0 < problem.depth <= deepest or not blocks.grid_rows or not blocks.grid_cols:
+    if not problem.depth or not blocks.grid_rows or not blocks.grid_cols:
         return False
     if hopper.is_across(problem.a) is None or hopper.is_across(problem.b) is None:
-        return False
-    if _row_groups(problem) * _panels(problem) > MOST_UNITS:
         return False
     slots_apart = blocks.capacity > 1 and problem.values.slot != blocks.rows * blocks.cols
     if slots_apart or problem.values.row != blocks.cols or not sampled.stores(problem):

@@ -10,30 +10,19 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.layout import NAMES, Layout
-from kernlib.families.blocksparse.lowering import choose, hopper, stationary
-from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.lowering import choose, stationary
+from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
 from kernlib.jit import targets
 from kernlib.lowering.arithmetic import ceil_div
-from tests.families.blocksparse.emulated import (
-    GATES,
-    Case,
-    error,
-    guarded,
-    is_intact,
-    layout_of,
-    sdd_problem,
-    strided,
-)
+from tests.families.blocksparse.emulated import GATES, Case, error, guarded
+from tests.families.blocksparse.squares import ARCH, HALVES, Product, problem
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation import maps
 from tests.support.emulation.emulator import COMPILER, Emulator
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
 on_host = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
-ARCH, COUNT = hopper.ARCH, 3  # multiprocessors, so that one has several units
-HALVES = ("float16", "bfloat16")
 EPILOGUES = {
     "none": (),
     "gelu": (kl.Scale(), kl.Gelu()),
@@ -65,45 +54,13 @@ def emulator(tmp_path_factory) -> Emulator:
     return Emulator(tmp_path_factory.mktemp("kernels"))
 
 
-class Product:
-    """Operands of a case, and its result by the formula in float64."""
-
-    def __init__(self, case: Case, a: str = "rows", b: str = "rows", layout: Layout | None = None):
-        self.case, self.layout = case, layout_of(case, room=37) if layout is None else layout
-        rows, cols = self.layout.shape
-        shape = case.batch, case.heads
-        self.a = strided((*shape, rows, case.columns), a, case.dtype)
-        self.b = strided((*shape, case.columns, cols), b, case.dtype)
-        values = (case.batch, self.layout.capacity, *case.block)
-        # Blocks lie side by side, and nothing else may be written.
-        self.guarded = guarded((case.batch, 1, math.prod(values[1:])), "rows", case.dtype)
-        self.guarded.fill_(math.nan)
-        self.out = self.guarded.view(values)
-
-    def wanted(self) -> torch.Tensor:
-        return self.layout.to_blocks(self.a.double() @ self.b.double())
-
-    def problem(self, beside=()) -> Sdd:
-        return sdd_problem(self.case, self.layout, self.a, self.b, self.out, beside)
-
-    def run(self, emulator, epilogue=(), scalars=(), count=COUNT, **beside) -> torch.Tensor:
-        problem = self.problem(beside.values())
-        assert stationary.takes(problem, ARCH)
-        step = only(stationary.lower(epilogue, problem, ARCH, count))
-        known = dict(zip(NAMES, self.layout.tensors, strict=True))
-        known |= {"a": self.a, "b": self.b, "out": self.out, **beside}
-        maps.launch(emulator, step, [known[n].data_ptr() + at for n, at in step.pointers], scalars)
-        assert is_intact(self.guarded) and not self.out[:, self.layout.nnz :].any()
-        return self.out
-
-
 @on_host
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_products_are_right(name, emulator, seed):
     """Also in slots that hold no block, of which there are some."""
     case, *orders = CASES[name]
     made = Product(case, *orders)
-    assert error(made.run(emulator), made.wanted()) <= GATES[case.numbers]
+    assert error(made.run(stationary, emulator), made.wanted()) <= GATES[case.numbers]
 
 
 @on_host
@@ -114,7 +71,7 @@ def test_products_are_right(name, emulator, seed):
 def test_both_orders_of_both_operands(orders, depth, block, emulator, seed):
     case = Case("bfloat16", (block, block), (640 // block + 1, 320 // block), 0.3, 2, 1, depth)
     made = Product(case, *orders)
-    assert error(made.run(emulator), made.wanted()) <= GATES[case.numbers]
+    assert error(made.run(stationary, emulator), made.wanted()) <= GATES[case.numbers]
 
 
 @on_host
@@ -127,13 +84,13 @@ def test_epilogues(block, name, emulator, seed):
     wanted, live = made.wanted(), int(made.layout.nnz)
     y = torch.randn(made.out.shape).to(case.dtype)
     if name == "gelu":
-        found = made.run(emulator, EPILOGUES[name], (1.5,))
+        found = made.run(stationary, emulator, EPILOGUES[name], (1.5,))
     elif name == "add":
         made.out.copy_(y)
-        found = made.run(emulator, EPILOGUES[name], (1.5, 0.5), summand0=made.out)
+        found = made.run(stationary, emulator, EPILOGUES[name], (1.5, 0.5), summand0=made.out)
     else:
         z = torch.randn(*made.out.shape[:-2], block, block).to(case.dtype).mT
-        found = made.run(emulator, EPILOGUES[name], (0.25,), summand0=y, summand1=z)
+        found = made.run(stationary, emulator, EPILOGUES[name], (0.25,), summand0=y, summand1=z)
     if name == "gate":
         wanted = wanted * torch.nn.functional.silu(y.double()) + z.double() / 4
     else:
@@ -148,7 +105,7 @@ def test_epilogues(block, name, emulator, seed):
 def test_a_summand_that_does_not_count_is_not_read(emulator, seed):
     made = Product(Case("float16", (16, 16), (5, 12), 0.3, 1, 2, 64))
     nothing = torch.full_like(made.out, math.nan)
-    found = made.run(emulator, (kl.Add(),), (0.0,), summand0=nothing)
+    found = made.run(stationary, emulator, (kl.Add(),), (0.0,), summand0=nothing)
     assert error(found, made.wanted()) <= GATES["float16"]
 
 
@@ -166,7 +123,7 @@ def test_what_is_not_of_a_block_does_not_count(block, depth, emulator, seed):
     made.a = wide[..., :depth].copy_(made.a)
     made.a[:, :, 2 * block : 4 * block] = math.nan
     made.b[..., 5 * block : 6 * block] = math.inf
-    assert error(made.run(emulator), wanted) <= GATES[case.numbers]
+    assert error(made.run(stationary, emulator), wanted) <= GATES[case.numbers]
 
 
 @on_host
@@ -182,25 +139,25 @@ def test_panels_that_nobody_needs(name, emulator, seed):
     }
     case = Case("float16", (16, 16), (67, 75), 0.0, 1, 1, 64)
     made = Product(case, layout=Layout(masks[name][None], 16))
-    assert error(made.run(emulator), made.wanted()) <= GATES[case.numbers]
+    assert error(made.run(stationary, emulator), made.wanted()) <= GATES[case.numbers]
 
 
 @on_host
 def test_bits_depend_on_neither_batch_layout_nor_gpu(emulator, seed):
     case = Case("float16", (16, 16), (9, 20), 0.4, 1, 2, 72)
     made = Product(case)
-    whole = made.layout.to_dense(made.run(emulator))
+    whole = made.layout.to_dense(made.run(stationary, emulator))
     less = made.layout.mask() & (torch.rand(1, *case.grid) < 0.5)
     part = Product(case._replace(batch=1), layout=Layout(less, 16))
     part.a, part.b = made.a[1:], made.b[1:]
-    assert part.run(emulator, count=11).equal(part.layout.to_blocks(whole[1:]))
+    assert part.run(stationary, emulator, count=11).equal(part.layout.to_blocks(whole[1:]))
 
 
 @on_host
 def test_operands_of_all_heads_and_batches_are_one(emulator, seed):
     made = Product(Case("float16", (32, 32), (5, 6), 0.4, 3, 2, 64))
     made.a, made.b = made.a[:, :1].expand(made.a.shape), made.b[:1].expand(made.b.shape)
-    assert error(made.run(emulator), made.wanted()) <= GATES["float16"]
+    assert error(made.run(stationary, emulator), made.wanted()) <= GATES["float16"]
 
 
 @on_host
@@ -210,22 +167,10 @@ def test_values_of_a_batch_may_lie_apart(emulator, seed):
     made.guarded = guarded((2, 1, (capacity + 2) * 4096), "rows", torch.float16)
     made.out = made.guarded[:, 0, : capacity * 4096].unflatten(-1, (capacity, 64, 64))
     wanted = made.wanted()
-    assert error(made.run(emulator), wanted) <= GATES["float16"]
+    assert error(made.run(stationary, emulator), wanted) <= GATES["float16"]
 
 
 # Arithmetic of launches, and choices.
-
-
-def problem(
-    n: int = 4096, block: int = 16, density: float = 0.5, depth: int = 64, heads: int = 1, **changes
-) -> Sdd:
-    """Of n x n matrices."""
-    grid, step = n // block, n * depth if heads > 1 else 0
-    capacity = round(density * grid**2) * heads
-    values = Values(capacity * block**2, block**2, block, 1)
-    a, b = Dense(0, step, depth, 1), Dense(0, step, n, 1)
-    blocks = Blocks(block, block, grid, grid, heads, capacity)
-    return Sdd("float16", "fp32", blocks, 1, depth, a, b, values)._replace(**changes)
 
 
 def test_what_it_takes():
@@ -277,14 +222,14 @@ def test_it_is_taken_where_it_pays():
     others = {16: "sampled", 32: "sampled", 64: "hopper"}
     for block, other in others.items():
         known = [choice["kind"] for choice in choose.candidates(problem(block=block), ARCH)]
-        assert list(dict.fromkeys(known))[:2] == ["stationary", other]
+        assert list(dict.fromkeys(known))[:3] == ["stationary", "tiles", other]
         assert kind(problem(block=block)) == "stationary"
         for density, depth in itertools.product((0.1, 0.25, 0.5), (64, 128)):
             given = problem(block=block, density=density, depth=depth, heads=16)
             assert kind(given) == "stationary"
         assert kind(problem(block=block, density=0.005, heads=16)) == other  # panels for nothing
         assert kind(problem(512, block=block)) == other  # four units
-        assert kind(problem(block=block, depth=256)) == other
+        assert kind(problem(block=block, depth=256)) != "stationary"
     assert kind(problem(block=128)) == "hopper"
 
 

@@ -10,7 +10,7 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.blocksparse import Layout, softmax
-from kernlib.families.blocksparse.lowering import hopper_words, stationary
+from kernlib.families.blocksparse.lowering import hopper_words, stationary, tiles
 from tests.gpu.families.blocksparse.cases import BLOCKS, MODES, TYPES, layout_of, operands, product
 
 
@@ -46,6 +46,19 @@ def rows_that_stay(dtype) -> None:
                     kl.run_kernel(product("sdd", of_a, of_b), layout, a, b)
 
 
+def whole_tiles(dtype) -> None:
+    """Layouts too small for it to pay: more steps than a ring has stages, tiles without a block,
+    and slots without one."""
+    with patch.object(tiles, "pays", lambda *_: True):
+        for block, grid in ((16, (11, 40)), (32, (6, 20)), (64, (3, 10))):
+            mask = torch.rand(*grid) < 0.3
+            mask[:, grid[1] // 2 :] = False
+            layout = Layout(mask, block, capacity=int(mask.sum()) + 21, device="cuda")
+            for of_a, of_b in ((False, False), (True, True)):
+                a, b = operands("sdd", layout, 392, dtype, (2,), of_a, of_b)
+                kl.run_kernel(product("sdd", of_a, of_b), layout, a, b)
+
+
 def layouts() -> None:
     for shape in ((1, 1), (5, 33), (2, 40, 31)):
         mask = torch.rand(shape, device="cuda") < 0.5
@@ -71,6 +84,7 @@ def main(numbers: str) -> None:
     products(TYPES[numbers])
     few_columns(TYPES[numbers])
     rows_that_stay(TYPES[numbers])
+    whole_tiles(TYPES[numbers])
     softmaxes(TYPES[numbers])
     torch.cuda.synchronize()
     print("done", *sorted(kinds))

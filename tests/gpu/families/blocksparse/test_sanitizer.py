@@ -18,7 +18,7 @@ def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory)
     if numbers != "fp32":
         kinds |= {"decode"}
     if not settings.current().portable:
-        halves = {"hopper", "narrow", "stationary"}
+        halves = {"hopper", "narrow", "stationary", "tiles"}
         kinds |= {"hopper_words", "pack"} if numbers == "fp32" else halves
     module = "tests.gpu.families.blocksparse.sanitized"
     assert sanitizer.launched(tool, module, numbers) >= kinds

@@ -1,5 +1,5 @@
-"""The kernel of sdd with rows that stay in registers, on small layouts of all kinds, where it does
-not pay, and where it does."""
+"""The kernels of sdd for square blocks, with rows that stay in registers and of whole tiles, on
+small layouts of all kinds, where they do not pay, and where they do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.blocksparse import Layout, sdd
-from kernlib.families.blocksparse.lowering import hopper, stationary
+from kernlib.families.blocksparse.lowering import hopper, stationary, tiles
 from kernlib.runtime.devices import arch_of
+from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (
     F16,
@@ -28,8 +29,10 @@ from tests.gpu.families.blocksparse.cases import (
 # No other test has these grids, so that no plan by another kernel is kept for them. Two groups of
 # rows of which one is not whole, and more panels than stages, of which one is not whole.
 GRIDS = {16: (37, 141), 32: (19, 71), 64: (11, 35)}
-SIZES = (8, 33, 64, 72, 128)
+KINDS = {"stationary": stationary, "tiles": tiles}
+DEPTHS = {"stationary": (8, 33, 64, 72, 128), "tiles": (8, 33, 136, 520)}
 every_block = pytest.mark.parametrize("block", GRIDS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture
@@ -44,18 +47,21 @@ def kinds():
 
 
 @pytest.fixture
-def always(monkeypatch):
-    """As if it paid."""
-    monkeypatch.setattr(stationary, "pays", lambda *_: True)
+def always(monkeypatch, kind):
+    """As if one kind paid, and no other."""
+    for name, module in KINDS.items():
+        monkeypatch.setattr(module, "pays", lambda *_, name=name: name == kind)
+    forget_plans()
 
 
 def is_hopper() -> bool:
     return arch_of(torch.cuda.current_device()) == hopper.ARCH
 
 
+@every_kind
 @every_block
 @pytest.mark.parametrize("numbers", ["fp16", "bf16"])
-def test_products(numbers, block, always, kinds, seed):
+def test_products(numbers, block, kind, always, kinds, seed):
     """All transposes, depths that are filled up, heads, batches; zeros in 40 slots that hold no
     block; the same bits each time."""
     dtype = TYPES[numbers]
@@ -64,7 +70,7 @@ def test_products(numbers, block, always, kinds, seed):
     made = [
         (pair, operands("sdd", layout, size, dtype, (2,), *pair))
         for pair in flags
-        for size in SIZES
+        for size in DEPTHS[kind]
     ]
     cases.build([(product("sdd", *pair), (layout, a, b)) for pair, (a, b) in made])
     for pair, (a, b) in made:
@@ -73,12 +79,14 @@ def test_products(numbers, block, always, kinds, seed):
         check(out, exact("sdd", layout, a, b, *pair), GATES[dtype])
         assert not out[:, layout.nnz :].any()
         assert torch.equal(kl.run_kernel(product("sdd", *pair), layout, a, b), out)
-    assert kinds.count("stationary") >= (2 * 4 * 4 if is_hopper() else 0)
+    assert kinds.count(kind) >= (2 * 4 * 4 if is_hopper() else 0)
 
 
+@every_kind
 @every_block
-def test_epilogues(block, always, kinds, seed):
-    """A summand may be the result, and one that does not count may be anything."""
+def test_epilogues(block, kind, always, kinds, seed):
+    """A summand may be the result, and one that does not count may be anything. Whole tiles take
+    none."""
     grid = GRIDS[block][0], GRIDS[block][1] + 1
     layout = layout_of((block, block), grid, heads=2, density=0.3, room=40)
     a, b = operands("sdd", layout, 64, F16, (2,))
@@ -93,12 +101,14 @@ def test_epilogues(block, always, kinds, seed):
     nothing = torch.full_like(whole, math.nan)
     found = sdd(a, b, layout, epilogue=kl.Add(), beta=0.0, y=nothing)
     check(found, exact("sdd", layout, a, b), GATES[F16])
-    assert not is_hopper() or set(kinds) >= {"stationary"}
+    assert not is_hopper() or set(kinds) >= {kind}
 
 
 @every_block
-@pytest.mark.parametrize("depth", [64, 128])
-def test_panels_that_nobody_needs(depth, block, always, kinds, seed):
+@pytest.mark.parametrize(
+    "kind, depth", [("stationary", 64), ("stationary", 128), ("tiles", 64), ("tiles", 328)]
+)
+def test_panels_that_nobody_needs(depth, block, kind, always, kinds, seed):
     """Are left out, and contents change: a band, what lies on one side of it, nothing, all."""
     rows, cols = GRIDS[block][0] + 2, GRIDS[block][1] + 2
     row, col = torch.arange(rows)[:, None], torch.arange(cols)
@@ -113,7 +123,7 @@ def test_panels_that_nobody_needs(depth, block, always, kinds, seed):
         assert not out[layout.nnz :].any()
         if mask.any():
             check(out, exact("sdd", layout, a, b), GATES[F16])
-    assert kinds.count("stationary") == (len(masks) if is_hopper() else 0)
+    assert kinds.count(kind) == (len(masks) if is_hopper() else 0)
 
 
 def test_it_is_taken_for_attention_scores(kinds, seed):
@@ -126,3 +136,14 @@ def test_it_is_taken_for_attention_scores(kinds, seed):
         for batch in range(2):
             check(scores[batch], exact("sdd", layout, q[batch], k, False, True), GATES[F16])
     assert kinds.count("stationary") == (len(GRIDS) if is_hopper() else 0)
+
+
+def test_whole_tiles_are_taken_for_gradients_of_many_blocks(kinds, seed):
+    """By rule: a quarter and a half of 1024 x 1024, as gradients by values ask for."""
+    for block, density in ((16, 0.3), (32, 0.45), (64, 0.6)):
+        layout = layout_of((block, block), (1024 // block,) * 2, density=density, room=0)
+        a = torch.randn(1024, 2048, device="cuda").half()
+        b = torch.randn(1024, 2048, device="cuda").half()
+        found = sdd(a, b, layout, transpose_b=True)
+        check(found, exact("sdd", layout, a, b, False, True), GATES[F16])
+    assert not is_hopper() or "tiles" in kinds
