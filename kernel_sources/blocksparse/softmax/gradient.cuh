@@ -42,10 +42,11 @@ __device__ __forceinline__ void load_pairs(Pairs& pairs, const InputT* y, const 
     }
 }
 
-__device__ __forceinline__ float product_of(Pairs& pairs) {
+__device__ __forceinline__ float product_of(Pairs& pairs, int count) {
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k) {
+        if (k >= count) break;
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e)
             sum += convert<float>(pairs.y[k].element[e]) * convert<float>(pairs.grad[k].element[e]);
@@ -105,7 +106,7 @@ blocksparse_softmax_gradient(const __grid_constant__ Parameters p) {
         for (u32 at = 0;;) {
             load_pairs(pairs, y, grad, p, place, at);
             if (!is_summed) {
-                sum += product_of(pairs);
+                sum += product_of(pairs, accesses(place, at));
                 if (at + step < place.blocks) {
                     at += step;
                     continue;

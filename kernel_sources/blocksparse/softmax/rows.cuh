@@ -65,6 +65,17 @@ __device__ __forceinline__ Place place_of(const Sizes& sizes, const int* row_ran
     return place;
 }
 
+// How many of CHUNKS accesses from block `at` of the line on have a block for some lane of the warp.
+// The others are left out by branches that the warp takes together: a layout's rows are as long as
+// its registers are for seldom, and exponentials of what is not there cost as many instructions.
+__device__ __forceinline__ int accesses(const Place& place, u32 at) {
+    const u32 first = at + place.ahead - threadIdx.x % 32 / LANES;
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) count += first + k * place.apart < place.blocks;
+    return count;
+}
+
 // How far a thread's part of slot 0 is from the first value, for an entry of the batch.
 __device__ __forceinline__ i64 offset_of(const Strides& strides, const Sizes& sizes,
                                          const Place& place, u32 entry) {

@@ -147,7 +147,7 @@ __device__ __forceinline__ void finish_logits(float (&logits)[CHUNK], const Para
 // them is read GROUP chunks at a time: for more of them there are no registers.
 __device__ __forceinline__ void load_logits(float (&logits)[CHUNKS][CHUNK], const Parameters& p,
                                             const Place& place, const Operands& from, float scale,
-                                            u32 at) {
+                                            u32 at, int count) {
     Chunk x[CHUNKS];
     u32 columns[CHUNKS];
 #pragma unroll
@@ -181,25 +181,31 @@ __device__ __forceinline__ void load_logits(float (&logits)[CHUNKS][CHUNK], cons
     }
 }
 
-__device__ __forceinline__ float largest(const float (&logits)[CHUNKS][CHUNK], float most) {
+__device__ __forceinline__ float largest(const float (&logits)[CHUNKS][CHUNK], int count,
+                                         float most) {
 #pragma unroll
-    for (int k = 0; k < CHUNKS; ++k)
+    for (int k = 0; k < CHUNKS; ++k) {
+        if (k >= count) break;
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) most = fmaxf(most, logits[k][e]);
+    }
     return most;
 }
 
 // Exponentials in the place of logits, relative to `most`, and their sum.
-__device__ __forceinline__ float take_exponentials(float (&logits)[CHUNKS][CHUNK], float most) {
+__device__ __forceinline__ float take_exponentials(float (&logits)[CHUNKS][CHUNK], int count,
+                                                   float most) {
     const float shift = shift_of(most);
     float sum = 0.0f;
 #pragma unroll
-    for (int k = 0; k < CHUNKS; ++k)
+    for (int k = 0; k < CHUNKS; ++k) {
+        if (k >= count) break;
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
             logits[k][e] = exponential(logits[k][e] - shift);
             sum += logits[k][e];
         }
+    }
     return sum;
 }
 
@@ -253,9 +259,10 @@ blocksparse_softmax(const __grid_constant__ Parameters p) {
         float factor = 0.0f;
         bool is_met = false;  // the whole row
         for (u32 at = 0;;) {
-            load_logits(values, p, place, from, scale, at);
-            const float most = is_met ? own.most : largest(values, own.most);
-            const float sum = take_exponentials(values, most);
+            const int count = accesses(place, at);
+            load_logits(values, p, place, from, scale, at, count);
+            const float most = is_met ? own.most : largest(values, count, own.most);
+            const float sum = take_exponentials(values, count, most);
             if (!is_met) {
                 own = Found{most, own.sum * exponential(own.most - shift_of(most)) + sum};
                 if (at + step < place.blocks) {

@@ -129,13 +129,14 @@ def rows_of(dtype: str, columns: int) -> int:
 
 def width(dtype: str, blocks: Blocks, known: tuple[int, ...] = HELD) -> tuple[int, int]:
     """Chunks of a thread, of those that are known, and warps of a row that hold the rows a layout
-    is likely to have: of the mean number of blocks and four standard deviations more, as chance
-    would place them."""
+    is likely to have: of the mean number of blocks and three standard deviations more, as chance
+    would place them. The fewest warps, each of which waits for most of its row at once."""
     lines = _lines(blocks)
     mean = blocks.capacity / lines if lines else 0.0
-    likely = min(blocks.grid_cols, mean + 4 * math.sqrt(mean))
+    empty = max(0.0, 1 - mean / blocks.grid_cols) if lines else 0.0
+    likely = min(blocks.grid_cols, mean + 3 * math.sqrt(mean * empty))
     at_once = 32 * CHUNK_BYTES // (rows_of(dtype, blocks.cols) * blocks.cols * DTYPES[dtype].bytes)
-    for held, warps in product(known, TEAMS):
+    for warps, held in product(TEAMS, known):
         if held * warps * at_once >= likely:
             return held, warps
     return known[-1], TEAMS[-1]
