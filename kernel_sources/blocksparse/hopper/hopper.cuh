@@ -43,9 +43,9 @@ constexpr int STEP_DEPTH = 64, STEP = 16;      // of a stage, of one wgmma
 constexpr int PIECE_BYTES = 64 * ROW_BYTES;    // 64 x 64 elements
 constexpr int PANEL_BYTES = STEP_DEPTH * TILE_COLUMNS * 2;
 constexpr int STAGE_BYTES = WARPGROUPS * PIECE_BYTES + PANEL_BYTES;
-constexpr int OUT_PARTS = TILE_COLUMNS / 64;   // a warpgroup's result
-constexpr int ROOM = 224 * 1024 - WARPGROUPS * OUT_PARTS * PIECE_BYTES;
-constexpr int STAGES = ROOM / STAGE_BYTES;     // under way: 3, 6 or 8
+constexpr int STAGES = 192 * 1024 / STAGE_BYTES;  // under way: 4, 6 or 8
+constexpr int OUT_PARTS = 2;                   // of a warpgroup's result under way
+constexpr int PARTS = TILE_COLUMNS / 64;
 constexpr int WORDS = 3;                       // of a stage: live pieces, and its tile's place
 constexpr u32 BOTH = (1u << WARPGROUPS) - 1;   // a bit a warpgroup
 constexpr u32 LAST = 1u << WARPGROUPS;         // beside these: of a tile's last stage
@@ -129,39 +129,28 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared&
     if (pending >= 0) barrier_arrive_by_warp(&s.empty[pending]);
 }
 
-// All of a warpgroup's result through shared memory at once, as nothing is multiplied meanwhile:
-// part by part, through two places, warps met eight times a tile in the place of twice.
 __device__ __forceinline__ void store_tile(float (&sums)[SUMS], const Finisher& finisher,
-                                           const Parameters& p, unsigned char* out,
+                                           const Parameters& p, unsigned char* out, int& place,
                                            const Tile& tile, int warpgroup) {
     int line = tile.group * TILE_LINES + warpgroup * 64, first = tile.column * TILE_COLUMNS;
-    bool leader = threadIdx.x % 128 == 0;
-    if (leader) wait_for_reads<0>();  // of the tile before
-    sync_threads(1 + warpgroup, 128);
 #pragma unroll
-    for (int part = 0; part < OUT_PARTS; ++part) {
+    for (int part = 0; part < PARTS; ++part) {
+        int column = first + part * 64;
         if (EPILOGUE) {
-            sync_threads(1 + warpgroup, 128);  // lest parts be finished side by side: 56 B spilled
 #pragma unroll
             for (int i = 0; i < 32; ++i)
-                sums[part * 32 + i] = finisher(sums[part * 32 + i], i, line, first + part * 64);
+                sums[part * 32 + i] = finisher(sums[part * 32 + i], i, line, column);
         }
-        stage_part([&](int i) { return sums[part * 32 + i]; },
-                   shared_address(out + part * PIECE_BYTES));
+        store_part([&](int i) { return sums[part * 32 + i]; }, p, out, place, tile, warpgroup,
+                   line, column);
     }
-    fence_shared_writes();
-    sync_threads(1 + warpgroup, 128);
-    if (!leader) return;
-#pragma unroll
-    for (int part = 0; part < OUT_PARTS; ++part)
-        send_part(out + part * PIECE_BYTES, p, tile, line, first + part * 64);
-    commit_stores();
 }
 
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, int warpgroup) {
     Finish finish(Read<Parameters>{p});
     unsigned char* out = s.out + warpgroup * OUT_PARTS * PIECE_BYTES;
     Ring ring;
+    int place = 0;
     while (true) {
         barrier_wait(&s.full[ring.stage], ring.parity);
         const u32* words = s.words + ring.stage * WORDS;
@@ -170,7 +159,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, in
         float sums[SUMS];
         multiply_tile(sums, s, warpgroup, ring);
         Tile tile(p, unit, panel);
-        store_tile(sums, Finisher(p, finish, tile), p, out, tile, warpgroup);
+        store_tile(sums, Finisher(p, finish, tile), p, out, place, tile, warpgroup);
     }
     if (threadIdx.x % 128 == 0) wait_for_stores();
 }

@@ -31,14 +31,6 @@ struct Finisher {
     }
 };
 
-// Begins the copy of a part in shared memory to its place in the result, by one thread.
-__device__ __forceinline__ void send_part(const unsigned char* staged, const Parameters& p,
-                                          const Tile& tile, int line, int column) {
-    if (line < p.lines && column < p.columns)
-        store_box(p.out, staged, LINES_LAST ? line : column, LINES_LAST ? column : line, tile.head,
-                  tile.batch);
-}
-
 // One part to its place in the result, by way of the shared memory that the copy engine has read
 // longest ago.
 template <class F>
@@ -52,9 +44,10 @@ __device__ __forceinline__ void store_part(const F& sums, const Parameters& p, u
     stage_part(sums, shared_address(staged));
     fence_shared_writes();
     sync_threads(1 + warpgroup, 128);
-    if (leader) {
-        send_part(staged, p, tile, line, column);
-        commit_stores();
+    if (leader && line < p.lines && column < p.columns) {
+        store_box(p.out, staged, LINES_LAST ? line : column, LINES_LAST ? column : line, tile.head,
+                  tile.batch);
     }
+    if (leader) commit_stores();
     if (++place == OUT_PARTS) place = 0;
 }

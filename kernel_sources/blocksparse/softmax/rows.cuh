@@ -65,9 +65,9 @@ __device__ __forceinline__ Place place_of(const Sizes& sizes, const int* row_ran
     return place;
 }
 
-// How many of CHUNKS accesses from block `at` of the line on have a block for some lane of the warp.
-// The others are left out by branches that the warp takes together: a layout's rows are as long as
-// its registers are for seldom, and exponentials of what is not there cost as many instructions.
+// How many of CHUNKS accesses from block `at` of the line on have a block for some lane of a warp.
+// The others are left out by branches that the warp takes together: few rows are as long as there
+// are registers for, and exponentials of what is not there cost as many instructions.
 __device__ __forceinline__ int accesses(const Place& place, u32 at) {
     const u32 first = at + place.ahead - threadIdx.x % 32 / LANES;
     int count = 0;

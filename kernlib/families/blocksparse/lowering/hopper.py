@@ -31,7 +31,7 @@ SIZES = (64, 128)  # of blocks
 TILE_LINES, ROW = 128, 64
 WIDTHS = (256, 128, 64)  # columns of a tile
 OUT_PARTS, PIECE_BYTES = 2, 64 * 128
-STAGES_BYTES, ROOM = 192 * 1024, 224 * 1024  # of all stages; with a whole result beside them
+STAGES_BYTES = 192 * 1024  # of all of them
 MOST_TILES = 2**31 - 1
 LAST_TILES = 2  # of a block, that come by falling length
 # Bytes of the stored blocks decide for so few columns. The portable kernel's tiles of 32 lines give
@@ -55,18 +55,6 @@ def stage_bytes(columns: int) -> int:
 
 
 SHARED_BYTES = shared_bytes(stage_bytes(WIDTHS[0]))  # of tiles of most columns
-
-
-def stages(columns: int) -> int:
-    """How many stages of tiles of so many columns are under way, beside all of a result."""
-    return (ROOM - TILE_LINES * columns * 2) // stage_bytes(columns)
-
-
-def own_shared_bytes(columns: int) -> int:
-    """Of this kernel: stages, the result of a tile on its way out, barriers and words of stages,
-    and what lies in front of whole 1024 bytes."""
-    barriers = stages(columns) * (2 * 8 + 4 * 4) + 16
-    return stages(columns) * stage_bytes(columns) + TILE_LINES * columns * 2 + barriers + 1024
 
 
 class Variant(NamedTuple):
@@ -267,7 +255,7 @@ constexpr int PARAMETER_BYTES = {parameters(epilogue).size};
         source,
         "blocksparse_hopper",
         THREADS,
-        own_shared_bytes(columns),
+        shared_bytes(stage_bytes(columns)),
         description=text.describe("blocksparse", KIND, dtype, "", words, epilogue),
     )
     return named(made, dtype, *words, epilogue=epilogue)

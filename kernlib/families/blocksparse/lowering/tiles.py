@@ -32,9 +32,9 @@ MOST_TILES = 2**31 - 1
 
 # Nanoseconds, of which only quotients count. Of an H100's 132 multiprocessors together a block by
 # the other kernels and 64 of the depth, as measured in gradients at 4096 in all dimensions; of one
-# of them a tile and 64 of the depth at 570 TFLOP/s, and what its start and its stores take.
-OTHERS_BLOCK, OTHERS_COUNT = {16: 0.31, 32: 0.78, 64: 2.4}, 132
-STEP, START_STEPS = 970.0, 4
+# of them a tile and 64 of the depth, by the same, and what its start and its stores take.
+OTHERS_BLOCK, OTHERS_COUNT = {16: 0.31, 32: 0.82, 64: 2.4}, 132
+STEP, START_STEPS = 720.0, 4
 
 
 class Variant(NamedTuple):

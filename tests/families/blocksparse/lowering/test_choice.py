@@ -152,7 +152,8 @@ def test_variants_are_all_that_a_sampled_product_takes(block):
 
 def test_shared_memory_has_room_for_stages():
     for width in hopper.WIDTHS:
-        assert hopper.stages(width) == {256: 3, 128: 6, 64: 8}[width]
-        assert hopper.own_shared_bytes(width) <= 227 * 1024
+        stage = hopper.stage_bytes(width)
+        assert hopper.STAGES_BYTES // stage == {256: 4, 128: 6, 64: 8}[width]
+        assert hopper.shared_bytes(stage) <= 227 * 1024
     specs = sampled_hopper.variants((), (64, 64), HALVES, ARCH)
     assert max(spec.shared_bytes for spec in specs) <= 227 * 1024

@@ -172,7 +172,7 @@ def kind(given: Sdd, count: int = 132) -> str:
 
 
 def test_it_is_taken_where_it_pays():
-    others = {16: ("sampled", 0.25, 0.1), 32: ("sampled", 0.4, 0.25), 64: ("hopper", 0.5, 0.3)}
+    others = {16: ("sampled", 0.2, 0.1), 32: ("sampled", 0.25, 0.15), 64: ("hopper", 0.4, 0.25)}
     for block, (other, enough, few) in others.items():
         assert kind(problem(block=block, density=enough, depth=4096)) == "tiles"
         for depth in (256, 1024, 4096):

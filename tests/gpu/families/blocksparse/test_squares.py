@@ -79,7 +79,7 @@ def test_products(numbers, block, kind, always, kinds, seed):
         check(out, exact("sdd", layout, a, b, *pair), GATES[dtype])
         assert not out[:, layout.nnz :].any()
         assert torch.equal(kl.run_kernel(product("sdd", *pair), layout, a, b), out)
-    assert kinds.count(kind) >= (2 * 4 * 4 if is_hopper() else 0)
+    assert kinds.count(kind) >= (2 * 4 * 3 if is_hopper() else 0)  # a depth of 33 is not for all
 
 
 @every_kind
@@ -139,11 +139,10 @@ def test_it_is_taken_for_attention_scores(kinds, seed):
 
 
 def test_whole_tiles_are_taken_for_gradients_of_many_blocks(kinds, seed):
-    """By rule: a quarter and a half of 1024 x 1024, as gradients by values ask for."""
-    for block, density in ((16, 0.3), (32, 0.45), (64, 0.6)):
-        layout = layout_of((block, block), (1024 // block,) * 2, density=density, room=0)
-        a = torch.randn(1024, 2048, device="cuda").half()
-        b = torch.randn(1024, 2048, device="cuda").half()
+    """By rule: a third to two thirds of 2048 x 2048, as gradients by values ask for."""
+    for block, density in ((16, 0.35), (32, 0.5), (64, 0.7)):
+        layout = layout_of((block, block), (2048 // block,) * 2, density=density, room=0)
+        a, b = (torch.randn(2048, 1024, device="cuda").half() for _ in range(2))
         found = sdd(a, b, layout, transpose_b=True)
         check(found, exact("sdd", layout, a, b, False, True), GATES[F16])
-    assert not is_hopper() or "tiles" in kinds
+    assert kinds.count("tiles") == (3 if is_hopper() else 0)
