@@ -12,6 +12,8 @@ from kernlib.cli import machine
 from kernlib.errors import INSTALL
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+INSTALL_CUDA_12 = 'pip install ".[cu12]" in the checkout of kernlib'
+OLDEST_DRIVER = {"12": 525, "13": 580}  # that runs programs of this CUDA major
 PROBE = """#include "common/types.cuh"
 extern "C" __global__ void probe(float *x) { x[threadIdx.x] += 1.0f; }
 """
@@ -83,8 +85,10 @@ def driver() -> list[Finding]:
     no driver is needed."""
     import torch
 
-    if not torch.cuda.is_available() or torch.version.hip:
+    if torch.version.hip:
         return []
+    if not torch.cuda.is_available():
+        return _too_old(torch.version.cuda or "")
     from cuda.bindings import driver
 
     from kernlib.jit import toolchain
@@ -95,12 +99,22 @@ def driver() -> list[Finding]:
     details = {"version": version or None, "cuda": cuda}
     made_for = toolchain.nvrtc_version().partition(".")[0]
     if made_for.isdecimal() and int(made_for) > number // 1000:
-        advice = (
-            f"kernels of NVRTC {made_for} do not load there: update it, or "
-            'pip install ".[cu12]" in the checkout of kernlib'
-        )
+        advice = f"kernels of NVRTC {made_for} do not load there: update it, or {INSTALL_CUDA_12}"
         return [Finding("driver", text, advice, needed=True, details=details)]
     return [Finding("driver", text, details=details)]
+
+
+def _too_old(cuda: str) -> list[Finding]:
+    """The driver, where it is older than torch's CUDA, which then says no more than that it finds
+    no GPU."""
+    version, major = _driver_text(), cuda.partition(".")[0]
+    oldest = OLDEST_DRIVER.get(major, 0)
+    if not version or int(version.partition(".")[0]) >= oldest:
+        return []
+    instead = f", or {INSTALL_CUDA_12}" if major != "12" else ""
+    text = f"{version}, for which torch of CUDA {cuda} is too new: it finds no GPU"
+    advice = f"update it to {oldest} or newer{instead}"
+    return [Finding("driver", text, advice, details={"version": version, "cuda": None})]
 
 
 def _driver_text() -> str:
@@ -112,7 +126,7 @@ def _driver_text() -> str:
 def wheels() -> list[Finding]:
     from kernlib.jit import toolchain
 
-    found = [_wheel("cuda.core", "cuda-core"), _wheel("bindings", "cuda-bindings")]
+    found = [_wheel("cuda.core", "cuda-core"), _wheel("bindings", "cuda-bindings"), _nvmath()]
     nvrtc = toolchain.nvrtc_version()
     if nvrtc == toolchain.UNKNOWN_VERSION:
         return [*found, Finding("NVRTC", "not installed", INSTALL, needed=True)]
@@ -127,6 +141,14 @@ def _wheel(label: str, name: str) -> Finding:
     except metadata.PackageNotFoundError:
         return Finding(label, f"{name} is not installed", INSTALL, needed=True)
     return Finding(label, f"{name} {version}", details={"version": version})
+
+
+def _nvmath() -> Finding:
+    """The wheel by which solvers call cuSOLVER. Kernels do without, and so do CPU tensors."""
+    found = _wheel("nvmath", "nvmath-python")
+    if found.advice:
+        return Finding("nvmath", f"{found.text}; kernlib.linalg has torch in place of cuSOLVER")
+    return found
 
 
 def headers() -> list[Finding]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -121,10 +123,22 @@ def test_import_and_compile_with_a_home_that_cannot_be_written():
 # The versions that are permitted.
 
 
-def test_every_requirement_has_an_oldest_version_that_the_document_names():
-    root = PACKAGE.parent
-    if not (root / "pyproject.toml").exists():
+@pytest.fixture
+def root() -> Path:
+    """The checkout, or an unpacked sdist."""
+    if not (PACKAGE.parent / "pyproject.toml").exists():
         pytest.skip("kernlib is installed, without its checkout")
+    return PACKAGE.parent
+
+
+@pytest.fixture
+def project(root) -> dict:
+    """The table of that name in pyproject.toml."""
+    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
+
+
+def test_every_requirement_has_an_oldest_version_that_the_document_names(root):
     said = subprocess.check_output([sys.executable, str(root / ".ci" / "floors.py")], text=True)
     floors = dict(line.split("==") for line in said.splitlines())
     text = (root / "pyproject.toml").read_text()
@@ -134,3 +148,62 @@ def test_every_requirement_has_an_oldest_version_that_the_document_names():
     document = (root / "docs" / "versions.md").read_text()
     rows = dict(re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \|$", document, re.M))
     assert rows == floors
+
+
+def test_each_cuda_brings_everything(project):
+    extras = project["optional-dependencies"]
+    (solvers,) = extras["linalg"]
+    for major in ("12", "13"):
+        names = " ".join(extras[f"cu{major}"])
+        assert solvers in extras[f"cu{major}"] and f"cuda-core[cu{major}]" in names
+        # Its own extras bring a CUDA newer than torch's, beside which pip passes over torch's.
+        assert "nvmath-python[" not in names
+        assert all(wheel in names for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime"))
+    # The index has torch for CUDA 12 up to 2.10, which pins bindings that cu13 refuses.
+    assert "torch<2.11" in extras["cu12"] and "torch>=2.10" in extras["cu13"]
+
+
+def test_it_says_which_pythons_are_tried_and_no_address_that_is_not(project, root):
+    document = (root / "docs" / "versions.md").read_text()
+    tried = set(re.findall(r"3\.\d+", re.search(r"^\| Python \|.*", document, re.M)[0]))
+    start = "Programming Language :: Python :: 3."
+    said = {each.removeprefix(start[:-2]) for each in project["classifiers"] if start in each}
+    assert said == tried
+    assert "urls" not in project
+
+
+# What an archive holds.
+
+
+@pytest.fixture
+def contents(root) -> dict:
+    """The names of the script that compares archives with the checkout."""
+    return runpy.run_path(str(root / ".ci" / "contents.py"))
+
+
+def test_an_archive_that_lacks_or_adds_is_found(contents, tmp_path):
+    wanted = contents["wanted_wheel"]()
+    assert "kernlib/kernel_sources/common/types.cuh" in wanted and "kernlib/py.typed" in wanted
+    assert not [name for name in wanted if name.startswith(("tests", "benchmarks", "docs"))]
+    path = tmp_path / "some.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in {**wanted, "tests/test_it.py": b"", "kernlib/py.typed": b"1"}.items():
+            if name != "kernlib/kernel_sources/common/types.cuh":
+                archive.writestr(name, content)
+        archive.writestr("kernlib-9.dist-info/METADATA", "Name: kernlib\nVersion: 9\n\nNothing.")
+    faults = contents["faults_of_wheel"](path)
+    assert {
+        "lacks kernlib/kernel_sources/common/types.cuh",
+        "holds tests/test_it.py",
+        "has another kernlib/py.typed",
+        "is version 9",
+        "lacks or adds RECORD of its dist-info",
+        "its extra cu13 lacks nvmath-python",
+        "describes itself by another text than README.md",
+    } <= set(faults)
+
+
+def test_the_sdist_has_what_tests_and_documents_need(contents):
+    wanted = contents["wanted_sdist"]()
+    names = ("tests/conftest.py", "docs/versions.md", "examples/quickstart.py", ".ci/floors.py")
+    assert all(name in wanted for name in (*names, "pyproject.toml", "CHANGELOG.md"))

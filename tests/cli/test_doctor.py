@@ -13,9 +13,10 @@ from collections import namedtuple
 from importlib import metadata
 
 import pytest
+import torch
 
-from kernlib import settings
-from kernlib.cli import machine
+from kernlib import errors, settings
+from kernlib.cli import checks, machine
 from kernlib.cli.machine import Gpu
 from kernlib.jit import bundle, toolchain
 from tests.cli.cases import (
@@ -113,14 +114,43 @@ def test_equal_advice_is_given_once(run, monkeypatch):
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(toolchain, "nvrtc_version", lambda: toolchain.UNKNOWN_VERSION)
     assert steps(run, code=1)[0].startswith("cuda.core, bindings, NVRTC: pip install")
+    (solvers,) = findings(run, "nvmath", code=1)  # which kernels do without
+    assert solvers["status"] == "ok" and "torch in place of cuSOLVER" in solvers["text"]
+
+
+def advising() -> dict:
+    """The texts that may advise an installation, by their paths."""
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for part in ("kernlib", "examples", "docs"):
+        paths += (ROOT / part).rglob("*.[pm][yd]")
+    return {path: path.read_text() for path in paths}
 
 
 def test_nothing_is_advised_that_no_index_has():
     """Until there is a package, extras are those of a checkout."""
-    texts = {path: path.read_text() for part in ("kernlib", "examples", "docs")
-             for path in (ROOT / part).rglob("*.[pm][yd]")}  # fmt: skip
     wrong = re.compile(r"pip install (-\S+ )*[\"']?kernlib\b")
+    texts = advising()
     assert len(texts) > 100 and not [path for path, text in texts.items() if wrong.search(text)]
+
+
+def test_every_extra_that_is_advised_is_there():
+    project = (ROOT / "pyproject.toml").read_text()
+    table = project[project.index("[project.optional-dependencies]") :].partition("\n[")[0]
+    known = set(re.findall(r"^(\w+) = \[", table, re.M))
+    found = {
+        extra
+        for text in advising().values()
+        for line in text.splitlines()
+        if "pip " in line or "INSTALL" in line
+        for extras in re.findall(r"""["'][^"' ]*\[([a-z\d,]+)\]["']""", line)
+        for extra in extras.split(",")
+    }
+    assert {"cu12", "cu13", "linalg", "test"} <= found <= known
+
+
+@pytest.mark.parametrize("advice", [errors.INSTALL, checks.INSTALL_CUDA_12])
+def test_an_installation_that_is_advised_says_where(advice):
+    assert re.match(r'pip install "\.\[cu1[23]\]" in the checkout of kernlib', advice)
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -142,6 +172,34 @@ def test_each_target_of_this_machine_is_compiled_for(run, monkeypatch):
     assert [f["details"]["arch"] for f in findings(run, "compile")] == ["sm_80", "sm_120"]
     (old,) = findings(run, "GPU 2")
     assert (old["status"], old["advice"]) == ("note", "C is too old")
+
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Jan  9 22:05:07 UTC 2024\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "advice"),
+    [
+        ("550.54.15", "13.0", f"update it to 580 or newer, or {checks.INSTALL_CUDA_12}"),
+        ("470.223.02", "12.8", "update it to 525 or newer"),
+        ("550.54.15", "12.8", None),
+        ("580.65.06", "13.0", None),
+        ("550.54.15", None, None),  # of which the line of torch tells
+    ],
+)
+def test_a_driver_that_is_older_than_torch_is_named(
+    run, monkeypatch, tmp_path, version, cuda, advice
+):
+    path = tmp_path / "version"
+    path.write_text(DRIVER.format(version))
+    monkeypatch.setattr(checks, "DRIVER_VERSION", path)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = findings(run, "driver")
+    assert [(finding["status"], finding["advice"]) for finding in found] == (
+        [("note", advice)] if advice else []
+    )
+    assert all(version in finding["text"] and cuda in finding["text"] for finding in found)
 
 
 def test_it_fails_without_a_compiler(run, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import date
 
 import pytest
 import torch
@@ -103,6 +104,27 @@ def test_it_leads_to_every_document_and_example():
     paths = {*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")}
     for path in paths:
         assert path.relative_to(ROOT).as_posix() in README, path
+
+
+# The changelog.
+
+
+def test_versions_are_dated_the_newest_first():
+    headings = re.findall(r"^## (.+)$", DOCUMENTS["CHANGELOG.md"], re.M)
+    assert headings.pop(0) == "Unreleased"
+    dated = [re.fullmatch(r"(\d+\.\d+\.\d+) - (20\d\d-\d\d-\d\d)", each) for each in headings]
+    assert all(dated) and dated[0][1] == kernlib.__version__
+    numbers = [tuple(map(int, each[1].split("."))) for each in dated]
+    assert numbers == sorted(set(numbers), reverse=True)
+    days = [date.fromisoformat(each[2]) for each in dated]
+    assert days == sorted(days, reverse=True)
+
+
+def test_changes_are_of_the_kinds_that_a_changelog_has():
+    kinds = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    for section in re.split(r"^## ", DOCUMENTS["CHANGELOG.md"], flags=re.M)[1:]:
+        found = re.findall(r"^### (.+)$", section, re.M)
+        assert found == [kind for kind in kinds if kind in found], section[:20]
 
 
 # Tables of names.
