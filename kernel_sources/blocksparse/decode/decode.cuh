@@ -3,8 +3,8 @@
 //
 // Floor: the stored blocks once, 4.3 TB/s on an H200, as all else is small: at 8192 x 8192 and
 // density .5 of 2-byte numbers 16 us. That takes some 40 KB on their way to each multiprocessor.
-// Reached with one column: 21.8 us for blocks of 16, 23.3 for 64, 24.8 for 128, whose lines differ
-// most in length; at density .1 6.6 to 7.9 us, where the floor is 3.1.
+// Reached on an H100, of 3.0 TB/s, with one column: 27.4 us for blocks of 16, 28.3 for 64, 30.0 for
+// 128, whose lines differ most in length; at density .1 7.9 to 8.9 us, where the floor is 4.5.
 //
 // A CTA has 16 lines, whose stored blocks lie one behind the other: the sum runs over their depths
 // as if these were one row, DEEP * 32 at a time, and warps take turns. Nothing passes through

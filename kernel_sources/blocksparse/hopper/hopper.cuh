@@ -6,7 +6,8 @@
 // each 64 columns of the dense operand and for each 64 x 64 piece of a block, whatever half of the
 // tile it is for: at 4096 in all dimensions 480, 512 and 576 TFLOP/s for blocks of 64 at density
 // .1, .25, .5.
-// Reached: 304, 418 and 506 for them by dsd; 395, 585 and 660 for blocks of 128.
+// Reached on an H100: 284, 404 and 493 for them by dsd; 347, 538 and 621 for blocks of 128. With
+// three stages in the place of four, and all of a result on its way out at once, 4 to 9 % less.
 // By clocks of a multiprocessor, a step of two pieces: 1024, 512 and 256 of wgmma for 256, 128 and
 // 64 columns, whether these are the result's or not; 1266, 845 and 633 from L2 for as many columns
 // that are; 882 from device memory for pieces that are not in L2. So a result of 64 columns takes

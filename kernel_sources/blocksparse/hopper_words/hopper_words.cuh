@@ -12,8 +12,8 @@
 // the panel of 128 columns and 16 KB for each 64 x 64 piece of a block: 1690 clocks of a
 // multiprocessor for two pieces, where wgmma takes 1536. That is 287 TFLOP/s for blocks of 128, and
 // 208 and 230 for blocks of 64 at densities .25 and .5, where a step has 1.14 and 1.33 pieces.
-// Reached with the packing, at 4096 in all dimensions and these densities: 138 and 156 TFLOP/s for
-// blocks of 128, 128 and 151 for blocks of 64.
+// Reached on an H100 with the packing, at 4096 in all dimensions and these densities: 128 and 148
+// TFLOP/s for blocks of 128, 122 and 143 for blocks of 64.
 //
 // Persistent CTAs as in hopper/hopper.cuh, whose walk, order and ring these are. A tile is 128
 // lines by 128 columns, a warpgroup's 64 x 128: a thread has two times 64 accumulators and 64 sums,

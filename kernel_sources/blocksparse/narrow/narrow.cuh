@@ -6,8 +6,8 @@
 // from L2 to the multiprocessors, 9 TB/s: a line of blocks along the depth that one of a tile's
 // lines stores takes a panel of 256 columns: at 4096 in all dimensions 186, 281 and 462 TFLOP/s for
 // blocks of 16 at density .1, .25, .5; 292, 356 and 485 for those of 32.
-// Reached by dsd: 91, 143 and 226, and 168, 224 and 314; by dds, whose columns are read by 32 or 64
-// bytes, 73, 112 and 176, and 145, 195 and 265.
+// Reached on an H100 by dsd: 91, 148 and 229, and 164, 232 and 301; by dds, whose columns are read
+// by 32 or 64 bytes, 70, 103 and 158, and 141, 186 and 237.
 //
 // The product is computed across: wgmma's 64 rows are columns of the result, its columns a block's
 // lines, so that a block is as wide as it is. A tile is 128 lines, 8 or 4 lines of blocks, by 256
