@@ -7,7 +7,7 @@
 // 512 rows, 67 MB or 7 us at 9 TB/s; 17 GFLOP or 30 us at the 566 TFLOP/s of mma.sync. A product
 // block by block takes 36 bytes of each depth from L2 for a block of 16, eight in a row: 1.2 GB.
 // Reached on an H100, of 3.26 TB/s: 116, 113 and 115 us for blocks of 16, 32 and 64, whose bytes
-// take 82; 127, 126 and 128 at a depth of 128. At a density of .1, of 16 us of bytes, 34, 32 and 32.
+// take 82; 127, 126 and 128 at a depth of 128. At a density of .1, of 16 us of bytes, 34, 32, 32.
 //
 // So the rows of a stay and the columns of b stream past. Persistent CTAs take units: 512 rows of a
 // head and batch beside some or all of the panels of 128 columns. A producer warp looks at the bits
