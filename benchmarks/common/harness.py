@@ -181,12 +181,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{places}f}"
 
 
-def print_table(family: str, rows: Sequence[Row]) -> None:
-    """All rows, to stdout, one line each."""
+def print_table(family: str, rows: Sequence[Row], on: str | None = None) -> None:
+    """All rows, to stdout, one line each; ``on`` names the machine, None the GPU of this one."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{family}, {machine()['gpu']}")
+    table = Table(title=f"{family}, {on or machine()['gpu']}")
     for column in ("case", "ours", "floor", "bound", "x floor", "rivals", "speed-up", "error", ""):
         table.add_column(column, justify="left" if column in ("case", "bound", "") else "right")
     for row in rows:
@@ -235,13 +235,16 @@ def chosen(cases: Sequence[Case], wanted: Sequence[str] | None) -> list[Case]:
     return [c for c in cases if not wanted or c.name in wanted or any(t in c.name for t in parts)]
 
 
-def main(family: str, cases: Sequence[Case], source: str, argv=None) -> int:
+def main(
+    family: str, cases: Sequence[Case], source: str, argv=None, on: dict[str, str] | None = None
+) -> int:
     """Measure the chosen cases; each is written as soon as it is known. Returns the exit status.
 
-    ``source`` is generated text that includes the family's kernels.
+    ``source`` is generated text that includes the family's kernels, "" for none; ``on`` what is
+    measured, in place of :func:`machine`.
     """
-    options = parse(argv, family)
-    head = {**machine(), "sources": sources.digest(source).hex()}
+    options, on = parse(argv, family), on or machine()
+    head = {**on, "sources": sources.digest(source).hex()}
     order = [case.name for case in cases]
     if options.json:
         merge(head, [], read(options.json), order)  # refuse another GPU's file before any work
@@ -257,5 +260,5 @@ def main(family: str, cases: Sequence[Case], source: str, argv=None) -> int:
         session.ours[row.case] = row.ours
         if options.json:
             write(options.json, merge(head, [row.as_json()], read(options.json), order))
-    print_table(family, rows)
+    print_table(family, rows, on["gpu"])
     return 1 if failed or not rows else 0

@@ -11,7 +11,11 @@ from benchmarks.kronecker_sparse import summary as kronecker_sparse
 from benchmarks.sparse import summary as sparse
 
 HEADER = ("case", "kernlib", "floor", "rivals", "error")
-TITLES = {"blocksparse": "Block-sparse", "kronecker_sparse": "Kronecker-sparse"}
+TITLES = {
+    "blocksparse": "Block-sparse",
+    "cpu": "CPU tensors",
+    "kronecker_sparse": "Kronecker-sparse",
+}
 # How many times longer the best rival takes; means are geometric.
 SUMMARIES = (
     "cases", "fastest in", "best rival, mean", "best rival, least", "over floor, mean",

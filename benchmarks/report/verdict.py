@@ -10,7 +10,7 @@ TIE = 1.05  # times within it count as equal
 WORST = 3  # cases of a family that README names
 TIMES = ("ms", "us")
 LOSSES = "where a rival is faster by more than 5 %, the worst first"
-ASIDE = ("service",)  # no family: what a first call and the cache take
+ASIDE = ("cpu", "service")  # no families: calls without a GPU; first calls and the cache
 HEADER = (
     "family", "on", "cases with a rival", "fastest in", "best rival takes, mean", "least", "most",
     "everything measured",

@@ -1,4 +1,5 @@
-"""Kernel systems without the kernel matrix: conjugate gradients over products made on the fly."""
+"""Kernel systems without the kernel matrix: conjugate gradients over products made on the fly. Of
+few points on a CPU, by the matrix: its Cholesky factor is there before the first products are."""
 
 from __future__ import annotations
 
@@ -10,8 +11,23 @@ import torch
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.checks import refuse_not_finite
 from kernlib.linalg.iterative import CGResult, check_limits, solve, warn_unless_converged
-from kernlib.linalg.nystrom import OF_FEATURES, check_points, check_rank, check_rest, nystrom
+from kernlib.linalg.nystrom import (
+    OF_FEATURES,
+    check_one_matrix,
+    check_points,
+    check_rank,
+    check_rest,
+    nystrom,
+)
+from kernlib.run import run_kernel
+from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import check_dense
+
+# Points of which a CPU stores the matrix, and its factor: 200 MB each of float64.
+MOST_STORED = 5000
+# Corrections of a solution, of two products with a triangle each, where rounding leaves more than
+# is asked for.
+_CORRECTIONS = 3
 
 
 def solve_kernel(
@@ -32,7 +48,9 @@ def solve_kernel(
     ``x`` (N, D) and ``y`` (N,) or (N, C), float32 or float64; ``descriptor`` a positive
     semidefinite kernel and ``hyperparameters`` its arguments. K is never stored: products are
     :func:`kernlib.kernel_matmul`, and memory is that of the :func:`nystrom` preconditioner,
-    N * ``rank`` numbers. ``rank`` is about ``2 sqrt(N)`` by default; 0 is none. ``tol``,
+    N * ``rank`` numbers. ``rank`` is about ``2 sqrt(N)`` by default; 0 is none. Without a ``rank``
+    K is stored after all on a CPU, for at most 5000 points: a Cholesky factor in float64, 400 MB
+    with K, gives the result of 0 iterations. ``tol``,
     ``max_iter`` and ``check_every`` are those of :func:`conjugate_gradient`, and so is the result;
     its residual is ``||y - (K + regularization I) w|| / ||y||`` with K made anew in float64, also
     for float32, whose products cannot tell small residuals of large w. One above ``tol`` warns with
@@ -51,6 +69,11 @@ def solve_kernel(
     refuse_not_finite("y", y)
     plain = dataclasses.replace(descriptor, symmetric=False)
     preconditioner, count = None, x.shape[0]
+    columns = y[:, None] if y.dim() == 1 else y
+    if rank is None and x.device.type == "cpu" and count <= MOST_STORED:
+        found = _stored(plain, x, columns, mu, tol, hyperparameters)
+        if found is not None:
+            return _answer(found, y, tol)
     if rank is None:
         rank = min(count, math.ceil(2 * math.sqrt(count)))
     check_rank(rank, count, least=0)
@@ -62,22 +85,57 @@ def solve_kernel(
     def product(v: torch.Tensor) -> torch.Tensor:
         return kernlib.kernel_matmul(plain, x, x, v, **hyperparameters).add_(v, alpha=mu)
 
-    columns = y[:, None] if y.dim() == 1 else y
     found = solve(product, columns, preconditioner, None, tol, max_iter, check_every)
     if x.dtype is not torch.float64:
         found = found._replace(residual=_residual(plain, x, columns, found.x, mu, hyperparameters))
+    return _answer(found, y, tol)
+
+
+def _answer(found: CGResult, y: torch.Tensor, tol: float) -> CGResult:
+    """In y's shape, with a warning where the residual says so."""
     if y.dim() == 1:
         found = found._replace(x=found.x[:, 0], residual=found.residual[0])
     warn_unless_converged("solve_kernel", found, tol)
     return found
 
 
+def _stored(descriptor: Pairwise, x, y, mu: float, tol: float, values: dict) -> CGResult | None:
+    """The solution by the matrix and its Cholesky factor, in float64; None where that has none, of
+    which the preconditioner has more to say."""
+    with torch.no_grad(), without_autocast(x.device):
+        wide = x.double()
+        k = run_kernel(descriptor, wide, wide, **_widened(values))
+        check_one_matrix(k)
+        k.diagonal().add_(mu)
+        root, info = torch.linalg.cholesky_ex(k)
+        if info:
+            return None
+        y = y.double()
+        norm = torch.linalg.vector_norm(y, dim=0)
+        norm = torch.where(norm > 0, norm, 1)
+        w = torch.cholesky_solve(y, root)
+        for _ in range(_CORRECTIONS):
+            left = y - k @ w
+            if not (torch.linalg.vector_norm(left, dim=0) > tol * norm).any():
+                break
+            w += torch.cholesky_solve(left, root)
+        given = w.to(x.dtype)
+        left = torch.linalg.vector_norm(y - k @ given.double(), dim=0)
+        residual = left / norm
+        return CGResult(given, residual, 0) if residual.isfinite().all() else None
+
+
+def _widened(values: dict) -> dict:
+    """Hyperparameters for points in float64."""
+    mapped = {name: values[name] for name in OF_FEATURES if values.get(name) is not None}
+    return values | {name: value.double() for name, value in mapped.items()}
+
+
 def _residual(descriptor: Pairwise, x, y, w, mu: float, values: dict) -> torch.Tensor:
     """``||y - (K + mu I) w|| / ||y||`` of each column, in float64."""
     import kernlib
 
-    mapped = {name: values[name] for name in OF_FEATURES if values.get(name) is not None}
-    values = values | {name: value.double() for name, value in mapped.items()}
+    values = _widened(values)
     with torch.no_grad():
         x, y, w = x.double(), y.double(), w.double()
         left = y - kernlib.kernel_matmul(descriptor, x, x, w, **values).add_(w, alpha=mu)

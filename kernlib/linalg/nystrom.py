@@ -83,10 +83,7 @@ def nystrom(
         chosen = _landmarks(x, rank, generator)
         plain = dataclasses.replace(descriptor, symmetric=False)
         columns = run_kernel(plain, x, x[chosen], **hyperparameters)
-        if columns.dim() != 2:
-            raise ValueError(
-                f"feature_map must give one matrix here, got shape {tuple(columns.shape)} for K"
-            )
+        check_one_matrix(columns)
         shift, root = _shifted_root(columns[chosen].double(), columns)
         squares, turn, _ = eigh(_gram(columns, chosen, shift, root), overwrite_a=True)
         return _preconditioner(columns, chosen, shift, root, squares, turn, mu)
@@ -109,6 +106,12 @@ def check_points(descriptor, x: torch.Tensor, regularization) -> float:
     refuse_meta("x", x)
     refuse_not_finite("x", x)
     return mu
+
+
+def check_one_matrix(k: torch.Tensor) -> None:
+    """Raises ValueError for values of a kernel that are several matrices."""
+    if k.dim() != 2:
+        raise ValueError(f"feature_map must give one matrix here, got shape {tuple(k.shape)} for K")
 
 
 def check_rank(rank, count: int, least: int) -> None:

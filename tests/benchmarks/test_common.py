@@ -291,9 +291,7 @@ def test_report_tables(project):
     )
     assert "![Pairwise](../../results/h200/pairwise.svg)" in text
     text = readme.read_text()
-    assert (
-        "| Pairwise | H200 | 3 | 1 | 2.30× | 0.500× | 25.0× | [results/" in text
-    )
+    assert "| Pairwise | H200 | 3 | 1 | 2.30× | 0.500× | 25.0× | [results/" in text
     assert "| Pairwise | `slow` (torch 1.00 ms) |\n" in text and "| Service |" not in text
     page.write_text("old")
     assert go("--check") == 1

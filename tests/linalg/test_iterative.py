@@ -310,9 +310,34 @@ def test_solve_kernel_is_matrix_free(points):
         pytest.skip("kernel_matmul is not there")
     y = torch.randn(100, dtype=torch.float64)
     found = linalg.solve_kernel(
-        kernlib.laplace_l1(), points[:100], y, regularization=1.0, bandwidth=1.0
+        kernlib.laplace_l1(), points[:100], y, regularization=1.0, rank=20, bandwidth=1.0
     )
-    assert found.residual <= 1e-6
+    assert found.residual <= 1e-6 and found.iterations > 0
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("shape", ((300,), (300, 4), (0,), (1, 2)), ids=str)
+def test_few_points_on_a_cpu_are_solved_by_a_factor(dtype, shape, seed):
+    x, y = torch.randn(shape[0], 3, dtype=dtype), torch.randn(shape, dtype=dtype)
+    numbers = {"regularization": 1.0, "bandwidth": 1.0}
+    found = linalg.solve_kernel(kernlib.matern52(), x, y, **numbers)
+    assert found.iterations == 0 and (found.residual <= 1e-6).all()
+    assert (found.x.shape, found.x.dtype, found.residual.shape) == (shape, dtype, shape[1:])
+    k = kernlib.run_kernel(kernlib.matern52(), x.double(), x.double(), bandwidth=1.0)
+    k.diagonal().add_(1.0)
+    exact = torch.linalg.solve(k, y.double())
+    torch.testing.assert_close(found.x.double(), exact, rtol=1e-4, atol=1e-4)
+    if shape == (300,):
+        iterated = linalg.solve_kernel(kernlib.matern52(), x, y, rank=0, tol=1e-5, **numbers)
+        torch.testing.assert_close(found.x, iterated.x, rtol=1e-2, atol=1e-2)
+
+
+def test_a_kernel_without_a_factor_is_left_to_the_preconditioner(points):
+    y = torch.randn(50, dtype=torch.float64)
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive semidefinite"):
+        linalg.solve_kernel(kernlib.l1_distance(), points[:50], y, regularization=1e-3)
+    with pytest.raises(torch.linalg.LinAlgError, match="kernel matrix holds NaN"):
+        linalg.solve_kernel(kernlib.dot_product(), points[:50] * 1e200, y, regularization=1.0)
 
 
 @pytest.fixture

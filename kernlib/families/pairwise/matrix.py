@@ -2,7 +2,7 @@
 of features and without a record of gradients.
 
 A request is ``(descriptor, a, b, out, accumulate, row_offset, col_offset, values)``, the last being
-the hyperparameters. CPU tensors are computed by the reference.
+the hyperparameters. CPU tensors are computed by torch (:mod:`kernlib.families.pairwise.cpu`).
 """
 
 from __future__ import annotations
@@ -95,22 +95,30 @@ def _check(descriptor, a, b, out, accumulate, row_offset, col_offset, values: di
 def _way(call: checks.Call | None, descriptor, a, *rest) -> str:
     if call is None or a.is_meta:  # of which the operator knows as much
         return OPERATOR
-    return REFERENCE if a.device.type == "cpu" else KERNELS
+    # By the plan of an empty call a fake tensor would be found: neither has an address.
+    empty = 0 in (call.m, call.n, call.k, call.batch)
+    return REFERENCE if empty and a.device.type == "cpu" else KERNELS
 
 
 def _reference(call: checks.Call, *request) -> torch.Tensor:
-    from kernlib.families.pairwise import cpu  # which calls on GPUs do without
+    from kernlib.families.pairwise.cpu import plans as cpu  # which calls on GPUs do without
 
-    return cpu.run(call, *(_materialised(*request) or request))
+    return cpu.plan(call, *request).compute(*request)
 
 
-def _plan(call: checks.Call, *request) -> PairwisePlan:
-    return plans.plan(Request(*request), call)
+def _plan(call: checks.Call, descriptor, a, *rest):
+    if a.device.type == "cpu":
+        from kernlib.families.pairwise.cpu import plans as cpu  # which calls on GPUs do without
+
+        return cpu.plan(call, descriptor, a, *rest)
+    return plans.plan(Request(descriptor, a, *rest), call)
 
 
 def _launch(
     plan: PairwisePlan, descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict
 ) -> torch.Tensor:
+    if type(plan) is not PairwisePlan:
+        return plan.run(descriptor, a, b, out, accumulate, row_offset, col_offset, values)
     numbers = kept = None
     if values:
         numbers, kept = plans.numbers_of(plan, a, values)

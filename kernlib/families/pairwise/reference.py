@@ -37,12 +37,12 @@ def pairwise(
     entries = []
     for l in range(batch):
         # As float32 has it: torch.pow takes it so for most elements of a tensor, and not for all.
-        p = None if inner_p is None else a.new_tensor(_entry(inner_p, l)).item()
-        sums = _sums(descriptor, a[l], b[l], p, _entry(inner_scale, l))
+        p = None if inner_p is None else a.new_tensor(entry(inner_p, l)).item()
+        found = sums(descriptor, a[l], b[l], p, entry(inner_scale, l))
         if root:
-            entries.append(_norms(descriptor, a[l], b[l], sums, p))
+            entries.append(norms(descriptor, a[l], b[l], found, p))
         else:
-            entries.append(_outer(descriptor.outer, sums, _entry(outer_p, l)))
+            entries.append(outer(descriptor.outer, found, entry(outer_p, l)))
     v = torch.stack(entries) if entries else a.new_zeros(0, a.shape[1], b.shape[1])
     if descriptor.epilogue:
         v = torch.where(v.abs() < _column(epsilon, v), torch.zeros_like(v), v)
@@ -54,7 +54,7 @@ def pairwise(
     return v
 
 
-def _entry(value, index: int) -> float | None:
+def entry(value, index: int) -> float | None:
     """The number that belongs to one batch entry."""
     if isinstance(value, torch.Tensor):
         flat = value.reshape(-1)
@@ -67,7 +67,7 @@ def _column(value, like: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, 1, 1)
 
 
-def _sums(descriptor: Pairwise, a, b, p: float | None, scale: float | None) -> torch.Tensor:
+def sums(descriptor: Pairwise, a, b, p: float | None, scale: float | None) -> torch.Tensor:
     """``sum_k inner(op(a, b))`` of one batch entry, the maximum for ``p = inf``."""
     if a.shape[1] == 0 or 0 in (a.shape[0], b.shape[0]):
         return a.new_zeros(a.shape[0], b.shape[0])
@@ -92,7 +92,7 @@ def _terms(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
     return b * a if descriptor.operator == "dot" else b - a
 
 
-def _norms(descriptor: Pairwise, a, b, sums: torch.Tensor, p: float) -> torch.Tensor:
+def norms(descriptor: Pairwise, a, b, sums: torch.Tensor, p: float) -> torch.Tensor:
     """``sums ** (1 / p)``. Sums of powers leave the range of their type where norms do not: those
     are computed anew, of terms divided by the largest."""
     if p in (0, 1, math.inf) or a.shape[-1] == 0:
@@ -134,7 +134,7 @@ def _power(v: torch.Tensor, p: float) -> torch.Tensor:
     return torch.where(v.isnan(), v, (v != 0).to(v.dtype)) if p == 0 else v.abs() ** p
 
 
-def _outer(stage: object, s: torch.Tensor, p: float | None) -> torch.Tensor:
+def outer(stage: object, s: torch.Tensor, p: float | None) -> torch.Tensor:
     if isinstance(stage, stages.Power):
         return s**p
     if isinstance(stage, stages.Abs):

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from kernlib.families.sparse import reference
+from kernlib.families.sparse import kept, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.plans import by_dense, laid_out
@@ -41,12 +41,11 @@ def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor
     """``W^T y`` for y (..., R): by W^T, compressed, if there is one and y is FEW vectors."""
     if turned is not None and _few(w, y):
         return multiply(turned, y, None)
-    dense = laid_out(w).t()
     y = materialised(y) if is_lazy(y) else y
     if y.device.type != "cuda":
         with no_autocast(y):
-            return reference.sparse_matmul(PLAIN, dense, y)
-    return by_dense(PLAIN, dense, y, {})
+            return reference.sparse_matmul(PLAIN, kept.laid_out(w).t(), y)
+    return by_dense(PLAIN, laid_out(w).t(), y, {})
 
 
 def transpose_for(w: SparseMatrix, y: torch.Tensor) -> SparseMatrix | None:

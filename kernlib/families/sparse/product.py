@@ -12,6 +12,7 @@ import torch
 from kernlib.descriptors.epilogues import Bias
 from kernlib.families.sparse import checks, plans, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.families.sparse.kept import laid_out
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.tensors import check_frozen
 from kernlib.runtime import products
@@ -68,7 +69,7 @@ def _reference(descriptor: SparseMatmul, operands: tuple, parameters: dict) -> t
     w, x = operands
     if w.frozen:
         check_frozen(w)
-    return reference.sparse_matmul(descriptor, plans.laid_out(w), x, parameters)
+    return reference.sparse_matmul(descriptor, laid_out(w), x, parameters)
 
 
 def _tensors(operands: tuple) -> tuple[torch.Tensor, ...]:

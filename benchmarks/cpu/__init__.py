@@ -1,0 +1,1 @@
+"""CPU tensors: kernlib's calls beside plain torch."""
