@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import checks, cpu
+from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages as norms
+from kernlib.families.pairwise.reference import pairwise
 
 POISON = float("nan")
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -30,7 +31,13 @@ def reference(descriptor, a, b=None, row_offset=0, col_offset=0, **hyperparamete
     if descriptor.symmetric:
         descriptor, b = descriptor.replace(symmetric=False), a
     call = checks.check_call(descriptor, a, b, None, False, row_offset, col_offset, values)
-    result = cpu.compute(descriptor, a, b, call, row_offset - col_offset, values)
+    first, second = ((x if x.dim() == 3 else x[None]).expand(call.batch, -1, -1) for x in (a, b))
+    root, inner = checks.follows_inner(descriptor, values), values.pop("p", None)
+    inner = values.pop("inner_p", inner)
+    names = ("epsilon", "regularization", "inner_scale", "outer_p")
+    given = {name: values.pop(name) for name in names if name in values}
+    given |= {"inner_p": inner, "root": root, "diagonal": row_offset - col_offset}
+    result = pairwise(descriptor, first, second, parameters=values, **given)
     return result.view(call.out_shape)
 
 
