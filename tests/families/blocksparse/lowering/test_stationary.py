@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import choose, stationary
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
 from kernlib.jit import targets
 from kernlib.lowering.arithmetic import ceil_div
-from tests.families.blocksparse.emulated import GATES, Case, error, guarded
+from tests.families.blocksparse.emulated import GATES, Case, error
 from tests.families.blocksparse.squares import ARCH, HALVES, Product, problem
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import COMPILER, Emulator
@@ -107,67 +106,6 @@ def test_a_summand_that_does_not_count_is_not_read(emulator, seed):
     nothing = torch.full_like(made.out, math.nan)
     found = made.run(stationary, emulator, (kl.Add(),), (0.0,), summand0=nothing)
     assert error(found, made.wanted()) <= GATES["float16"]
-
-
-@on_host
-@pytest.mark.parametrize("depth", slow_but((40,), (40, 104)))
-@pytest.mark.parametrize("block", slow_but((16,), stationary.SIZES))
-def test_what_is_not_of_a_block_does_not_count(block, depth, emulator, seed):
-    """NaN in rows of a and columns of b that no block is of, and behind the depth."""
-    case = Case("float16", (block, block), (9, 12), 0.3, 1, 1, depth)
-    mask = torch.rand(1, *case.grid) < case.density
-    mask[:, 2:4], mask[:, :, 5] = False, False
-    made = Product(case, layout=Layout(mask, block, int(mask.sum()) + 2))
-    wanted = made.wanted()
-    wide = torch.full((1, 1, 9 * block, depth + 8), math.nan, dtype=case.dtype)
-    made.a = wide[..., :depth].copy_(made.a)
-    made.a[:, :, 2 * block : 4 * block] = math.nan
-    made.b[..., 5 * block : 6 * block] = math.inf
-    assert error(made.run(stationary, emulator), wanted) <= GATES[case.numbers]
-
-
-@on_host
-@pytest.mark.parametrize("name", slow_but(("causal",), ("causal", "band", "last", "first")))
-def test_panels_that_nobody_needs(name, emulator, seed):
-    """Are left out: whole words of a line's bits, the first ones and the last ones."""
-    rows, cols = torch.arange(67)[:, None], torch.arange(75)
-    masks = {
-        "causal": cols <= rows,
-        "band": (cols - rows).abs() < 3,
-        "last": (cols >= 70).expand(67, -1),
-        "first": (cols < 2).expand(67, -1),
-    }
-    case = Case("float16", (16, 16), (67, 75), 0.0, 1, 1, 64)
-    made = Product(case, layout=Layout(masks[name][None], 16))
-    assert error(made.run(stationary, emulator), made.wanted()) <= GATES[case.numbers]
-
-
-@on_host
-def test_bits_depend_on_neither_batch_layout_nor_gpu(emulator, seed):
-    case = Case("float16", (16, 16), (9, 20), 0.4, 1, 2, 72)
-    made = Product(case)
-    whole = made.layout.to_dense(made.run(stationary, emulator))
-    less = made.layout.mask() & (torch.rand(1, *case.grid) < 0.5)
-    part = Product(case._replace(batch=1), layout=Layout(less, 16))
-    part.a, part.b = made.a[1:], made.b[1:]
-    assert part.run(stationary, emulator, count=11).equal(part.layout.to_blocks(whole[1:]))
-
-
-@on_host
-def test_operands_of_all_heads_and_batches_are_one(emulator, seed):
-    made = Product(Case("float16", (32, 32), (5, 6), 0.4, 3, 2, 64))
-    made.a, made.b = made.a[:, :1].expand(made.a.shape), made.b[:1].expand(made.b.shape)
-    assert error(made.run(stationary, emulator), made.wanted()) <= GATES["float16"]
-
-
-@on_host
-def test_values_of_a_batch_may_lie_apart(emulator, seed):
-    made = Product(Case("float16", (64, 64), (3, 4), 0.5, 1, 2, 64))
-    capacity = made.layout.capacity
-    made.guarded = guarded((2, 1, (capacity + 2) * 4096), "rows", torch.float16)
-    made.out = made.guarded[:, 0, : capacity * 4096].unflatten(-1, (capacity, 64, 64))
-    wanted = made.wanted()
-    assert error(made.run(stationary, emulator), wanted) <= GATES["float16"]
 
 
 # Arithmetic of launches, and choices.

@@ -4,18 +4,16 @@ host, which problems it takes and when it pays, and what NVRTC makes of it."""
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import choose, hopper, stationary, tiles
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
 from kernlib.jit import targets
 from kernlib.lowering.arithmetic import ceil_div
-from tests.families.blocksparse.emulated import GATES, Case, error, guarded
+from tests.families.blocksparse.emulated import GATES, Case, error
 from tests.families.blocksparse.squares import ARCH, HALVES, Product, problem
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import COMPILER, Emulator
@@ -75,67 +73,6 @@ def test_an_epilogue(block, emulator, seed):
     wanted = torch.nn.functional.gelu(1.5 * made.wanted())
     found = made.run(tiles, emulator, EPILOGUES["gelu"], (1.5,))
     assert error(found, wanted) <= 2 * GATES["float16"]
-
-
-@on_host
-@pytest.mark.parametrize("block", slow_but((16,), stationary.SIZES))
-def test_what_is_not_of_a_block_does_not_count(block, emulator, seed):
-    """NaN in rows of a and columns of b that no block is of, and behind the depth."""
-    case = Case("float16", (block, block), (9, 12), 0.3, 1, 1, 136)
-    mask = torch.rand(1, *case.grid) < case.density
-    mask[:, 2:4], mask[:, :, 5] = False, False
-    made = Product(case, layout=Layout(mask, block, int(mask.sum()) + 2))
-    wanted = made.wanted()
-    wide = torch.full((1, 1, 9 * block, case.columns + 8), math.nan, dtype=case.dtype)
-    made.a = wide[..., : case.columns].copy_(made.a)
-    made.a[:, :, 2 * block : 4 * block] = math.nan
-    made.b[..., 5 * block : 6 * block] = math.inf
-    assert error(made.run(tiles, emulator), wanted) <= GATES[case.numbers]
-
-
-@on_host
-@pytest.mark.parametrize("name", slow_but(("band",), ("causal", "band", "last", "first")))
-def test_tiles_that_nobody_needs(name, emulator, seed):
-    """Are left out, one behind the other, the first ones and the last ones."""
-    rows, cols = torch.arange(37)[:, None], torch.arange(75)
-    masks = {
-        "causal": cols <= rows,
-        "band": (cols - rows).abs() < 3,
-        "last": (cols >= 70).expand(37, -1),
-        "first": (cols < 2).expand(37, -1),
-    }
-    case = Case("float16", (16, 16), (37, 75), 0.0, 1, 1, 136)
-    made = Product(case, layout=Layout(masks[name][None], 16))
-    assert error(made.run(tiles, emulator), made.wanted()) <= GATES[case.numbers]
-
-
-@on_host
-def test_bits_depend_on_neither_batch_layout_nor_gpu(emulator, seed):
-    case = Case("float16", (16, 16), (9, 20), 0.4, 1, 2, 200)
-    made = Product(case)
-    whole = made.layout.to_dense(made.run(tiles, emulator))
-    less = made.layout.mask() & (torch.rand(1, *case.grid) < 0.5)
-    part = Product(case._replace(batch=1), layout=Layout(less, 16))
-    part.a, part.b = made.a[1:], made.b[1:]
-    found = part.run(tiles, emulator, count=11)
-    assert found.equal(part.layout.to_blocks(whole[1:]))
-
-
-@on_host
-def test_operands_of_all_heads_and_batches_are_one(emulator, seed):
-    made = Product(Case("float16", (32, 32), (5, 6), 0.4, 3, 2, 136))
-    made.a, made.b = made.a[:, :1].expand(made.a.shape), made.b[:1].expand(made.b.shape)
-    assert error(made.run(tiles, emulator), made.wanted()) <= GATES["float16"]
-
-
-@on_host
-def test_values_of_a_batch_may_lie_apart(emulator, seed):
-    made = Product(Case("float16", (64, 64), (3, 4), 0.5, 1, 2, 136))
-    capacity = made.layout.capacity
-    made.guarded = guarded((2, 1, (capacity + 2) * 4096), "rows", torch.float16)
-    made.out = made.guarded[:, 0, : capacity * 4096].unflatten(-1, (capacity, 64, 64))
-    wanted = made.wanted()
-    assert error(made.run(tiles, emulator), wanted) <= GATES["float16"]
 
 
 # Arithmetic of launches, and choices.
