@@ -18,9 +18,7 @@
 constexpr int NONE = 0, ADDED = 1, MULTIPLIED = 2, CHOSEN = 3;  // kinds of masks; CHOSEN: of bools
 constexpr int DENSE = RPE + (KEY != NONE) + (ATTN != NONE);            // operands beside x
 constexpr bool PLACED = CAUSAL || DENSE > 0;                           // where a block is counts
-// Of 80 registers or 128: long rows of float32 alone are few enough too.
-constexpr bool FEW_REGISTERS = CHUNKS == 2 ? DENSE < 3 : sizeof(InputT) == 4 && !PLACED;
-constexpr int RESIDENT = VECTORS && FEW_REGISTERS ? 3 : 2;
+constexpr int RESIDENT = VECTORS && CHUNKS == 2 && DENSE < 3 ? 3 : 2;  // of 80 registers or 128
 constexpr int GROUP = VECTORS && DENSE == 1 ? 2 : 1;  // chunks beside which they are read at once
 
 // Of a dense operand, from one entry to the next.
