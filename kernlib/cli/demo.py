@@ -137,6 +137,7 @@ def _report(results: list[Result], place: workloads.Place, seen: list) -> None:
     click.echo()
     print_table(COLUMNS, rows, title=f"Milliseconds on the {_short(place)}, float32")
     click.echo()
+    say(_legend(place))
     say(_conclusion(results, compiled))
     say(_next(place))
 
@@ -150,6 +151,13 @@ def _origin(kernels: frozenset[str], compiled: set[str]) -> str:
     if not new:
         return f"{len(kernels)} found"
     return f"{new} compiled" if new == len(kernels) else f"{new} of {len(kernels)} new"
+
+
+def _legend(place: workloads.Place) -> str:
+    said = "torch: the same by plain torch. error: kernlib's, relative to float64."
+    if place.index is None:
+        said += " On a CPU both are computed by torch: these times say nothing of the kernels."
+    return said
 
 
 def _conclusion(results: list[Result], compiled: set[str]) -> str:
