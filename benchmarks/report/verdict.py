@@ -35,7 +35,8 @@ def lost(rows: list[dict]) -> list[dict]:
 
 def overview(results: list[tuple[str, dict]]) -> str:
     """README's: a line a family and GPU, and what each loses."""
-    some = sorted((name, short(found["gpu"]), found["rows"]) for name, found in measured(results))
+    some = [(name, short(found["gpu"]), found["rows"]) for name, found in measured(results)]
+    some.sort(key=lambda each: each[:2])
     losses = [_losses(family, lost(rows)) for family, _, rows in some if lost(rows)]
     parts = [table(HEADER, "|---|---|" + "---:|" * 5 + "---|", [_line(*each) for each in some])]
     if losses:

@@ -80,6 +80,7 @@ def test_demo_shows_every_family_beside_torch(run, few):
     assert all(re.search(r" [\d.]+ +[\d.]+ +\de-\d\d +[1-9] compiled ", row) for row in found)
     assert {arch for _, arch in few} == {"sm_90a"} and len(few) >= len(FAMILIES)
     assert f"{len(few)} of {len(few)} kernels were compiled" in result.stdout
+    assert "error: kernlib's, relative to float64. On a CPU both are" in result.stdout
 
 
 def test_demo_writes_events_when_asked(run, few):

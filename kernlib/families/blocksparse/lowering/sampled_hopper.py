@@ -88,12 +88,9 @@ def lower(
     """The launch of a problem that the kernel takes, with the slots of ``choice``, one of
     :func:`candidates`."""
     choice = choice or default(problem, candidates(problem, arch), multiprocessors)
-    slots, a, b = int(choice["slots"]), problem.a, problem.b
+    slots = int(choice["slots"])
     tiles = _tiles(problem, slots)
-    maps = tuple(
-        tma.tensor_map(problem.dtype, extent, (ROW, ROW, 1, 1))
-        for extent in (left_extent(problem), right_extent(problem), _values(problem))
-    )
+    out = tma.tensor_map(problem.dtype, _values(problem), (ROW, ROW, 1, 1))
     sides = [
         number
         for side in problem.summands
@@ -104,7 +101,7 @@ def lower(
         ceil_div(problem.depth, ROW),
         problem.blocks.capacity,
         problem.blocks.grid_rows,
-        *(int(a.head > 0), int(a.batch > 0), int(b.head > 0), int(b.batch > 0)),
+        *differs(problem),
     )
     pointers = tuple((name, 0) for name in ("a", "b", "out", *LISTS))
     step = Step(
@@ -113,7 +110,7 @@ def lower(
         parameters(epilogue).pack(*sides, *numbers),
         pointers + text.vector_pointers(epilogue) + text.summand_pointers(epilogue),
         text.scalar_count(epilogue),
-        maps,
+        (*operand_maps(problem), out),
     )
     return Lowered((step,))
 
@@ -189,6 +186,19 @@ def lines_last(problem: Sdd) -> tuple[bool, bool]:
 
 
 # Tensors as the copy engine is told of them: what serves all heads or batches is one.
+
+
+def operand_maps(problem: Sdd) -> tuple[tma.TensorMap, ...]:
+    """Of a and b, which are read by boxes of 64 x 64."""
+    left, right = left_extent(problem), right_extent(problem)
+    return tuple(
+        tma.tensor_map(problem.dtype, extent, (ROW, ROW, 1, 1)) for extent in (left, right)
+    )
+
+
+def differs(problem: Sdd) -> tuple[int, ...]:
+    """Whether heads and batches of a, and of b, each have their own: 0 or 1."""
+    return tuple(int(n > 0) for t in (problem.a, problem.b) for n in (t.head, t.batch))
 
 
 def left_extent(problem: Sdd) -> tma.Extent:

@@ -26,7 +26,7 @@ KIND = "stationary"
 LISTS = ("row_bits", "row_ranks", "counts", "out")
 FIXED = "qI13i"  # struct Fixed
 SIZES, DEPTHS = (16, 32, 64), (64, 128)  # of blocks; depths are filled up with zeros
-WARPS, WARP_ROWS, PANEL, ROW = 16, 32, 128, 64
+WARPS, WARP_ROWS, PANEL = 16, 32, 128
 UNIT_ROWS, THREADS = WARPS * WARP_ROWS, 32 * (WARPS + 4)
 ROOM = 192 * 1024  # of stages, and of rows of blocks on their way out
 MOST_UNITS = 2**31 - 1
@@ -96,22 +96,16 @@ def pays(problem: Sdd, multiprocessors: int) -> bool:
 
 def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocessors: int) -> Lowered:
     """The launch of a problem that the kernel takes."""
-    a, b = problem.a, problem.b
-    maps = tuple(
-        tma.tensor_map(problem.dtype, extent, (ROW, ROW, 1, 1))
-        for extent in (sampled_hopper.left_extent(problem), sampled_hopper.right_extent(problem))
-    )
     own = numbers(problem, multiprocessors)
     sides = [number for side in problem.summands for number in side[:4]]
-    flags = (int(a.head > 0), int(a.batch > 0), int(b.head > 0), int(b.batch > 0))
     pointers = tuple((name, 0) for name in ("a", "b", *LISTS))
     step = Step(
         spec(epilogue, variant(problem)),
         (min(multiprocessors, own[1]), 1),
-        parameters(epilogue).pack(*sides, *own, *flags),
+        parameters(epilogue).pack(*sides, *own, *sampled_hopper.differs(problem)),
         pointers + text.vector_pointers(epilogue) + text.summand_pointers(epilogue),
         text.scalar_count(epilogue),
-        maps,
+        sampled_hopper.operand_maps(problem),
     )
     return Lowered((step,))
 

@@ -16,7 +16,6 @@ from kernlib.families.blocksparse.lowering import hopper, sampled_hopper, statio
 from kernlib.families.blocksparse.lowering.problem import Sdd
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
@@ -65,19 +64,13 @@ def pays(problem: Sdd, multiprocessors: int) -> bool:
 
 def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocessors: int) -> Lowered:
     """The launch of a problem that the kernel takes."""
-    a, b = problem.a, problem.b
-    maps = tuple(
-        tma.tensor_map(problem.dtype, extent, (ROW, ROW, 1, 1))
-        for extent in (sampled_hopper.left_extent(problem), sampled_hopper.right_extent(problem))
-    )
-    flags = (int(a.head > 0), int(a.batch > 0), int(b.head > 0), int(b.batch > 0))
     step = Step(
         spec(epilogue, variant(problem)),
         (min(multiprocessors, _tiles(problem)), 1),
-        parameters(epilogue).pack(*numbers(problem), *flags),
+        parameters(epilogue).pack(*numbers(problem), *sampled_hopper.differs(problem)),
         tuple((name, 0) for name in ("a", "b", *LISTS)),
         text.scalar_count(epilogue),
-        maps,
+        sampled_hopper.operand_maps(problem),
     )
     return Lowered((step,))
 
