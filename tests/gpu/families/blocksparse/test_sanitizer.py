@@ -19,8 +19,8 @@ def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory)
         kinds |= {"decode"}
     if not settings.current().portable:
         if numbers != "fp32":
-            kinds |= {"hopper", "narrow"}
-        if tool != "racecheck":
-            kinds |= {"hopper_words", "pack"} if numbers == "fp32" else {"stationary", "tiles"}
+            kinds |= {"hopper", "narrow", "stationary", "tiles"}
+        else:
+            kinds |= {"hopper_words", "pack"}
     module = "tests.gpu.families.blocksparse.sanitized"
     assert sanitizer.launched(tool, module, f"{numbers}-{tool}") >= kinds

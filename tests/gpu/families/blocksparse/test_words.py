@@ -42,9 +42,12 @@ def words(monkeypatch):
     yield
     stop()
     forget_plans()
-    device = torch.cuda.current_device()
-    if arch_of(device) == "sm_90a" and not settings.current().portable:
-        assert hopper_words.KIND in kinds
+    assert not has_kernel() or hopper_words.KIND in kinds
+
+
+def has_kernel() -> bool:
+    """Whether the GPU has the kernel, and it is not to take those of other GPUs."""
+    return arch_of(torch.cuda.current_device()) == "sm_90a" and not settings.current().portable
 
 
 def operands_of(mode: str, layout: Layout, size: int, batch=(), flags=(False, False)):
@@ -145,13 +148,16 @@ def test_positive_sums_do_not_drift(seed):
 
 @every_block
 def test_what_is_not_finite_stays_in_its_line_and_column(block, seed):
-    """And is what float64 makes of it, of integers that are one word each."""
+    """And is what float64 makes of it, of integers that are one word each; NaN by other kernels,
+    whose split of a number into two of TF32 has no infinities."""
     layout = Layout([[1, 1], [1, 1]], block, device="cuda")
     values = torch.randint(-3, 4, (4, *block), device="cuda").float()
     b = torch.randint(1, 4, (2 * block[1], 40), device="cuda").float()
     values[0, 3, 5], values[1, 7, 9], values[2, 20, 0] = math.inf, -math.inf, math.nan
     b[5, 4], b[5, 5], b[70, 6], b[100, 8] = 0, -math.inf, math.nan, math.inf
     wanted, found = exact("dsd", layout, values, b), dsd(values, b, layout).double()
+    if not has_kernel():
+        wanted = wanted.where(wanted.isfinite(), math.nan)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(0.0, 1e30, -1e30), wanted.nan_to_num(0.0, 1e30, -1e30))
 

@@ -61,16 +61,25 @@ def exact(x: torch.Tensor, factors, side: str) -> torch.Tensor:
     return y if side == "right" else y.mT
 
 
+def expected(x: torch.Tensor, factors, side: str) -> torch.Tensor:
+    """The magnitude of each number of the product, were the signs of its terms random."""
+    return exact(x.double().square(), [f.double().square() for f in factors], side).sqrt()
+
+
 def check(
-    found: torch.Tensor, wanted: torch.Tensor, gate: float, axis: int = -1, x: torch.Tensor = None
+    found: torch.Tensor,
+    wanted: torch.Tensor,
+    gate: float,
+    axis: int = -1,
+    magnitude: torch.Tensor | None = None,
 ) -> None:
-    """As a whole, and row by row: beside the norm of its result, or what ``x`` would lead to expect
-    of that, where the few terms of a row may cancel."""
-    found = found.double()
-    assert (found - wanted).norm() <= gate * wanted.norm()
-    rows = wanted.norm(dim=axis)
-    if x is not None:
-        rows = torch.maximum(rows, x.double().norm(dim=axis) * (wanted.norm() / x.double().norm()))
+    """As a whole, and row by row: beside the norm of its result, or of the ``magnitude`` expected
+    of that, where few terms may cancel."""
+    found, whole, rows = found.double(), wanted.norm(), wanted.norm(dim=axis)
+    if magnitude is not None:
+        whole = torch.maximum(whole, magnitude.norm())
+        rows = torch.maximum(rows, magnitude.norm(dim=axis))
+    assert (found - wanted).norm() <= gate * whole
     assert ((found - wanted).norm(dim=axis) <= 3 * gate * rows + 1e-300).all()
 
 
