@@ -46,6 +46,7 @@ _NAMES = {
         "squared_distance",
     ),
     "kernlib.families.blocksparse.descriptor": ("BlockSparseMatmul",),
+    "kernlib.families.blocksparse.scaled.descriptor": ("BlockSparseScaledMatmul",),
     "kernlib.families.blocksparse.softmax.descriptor": ("BlockSparseSoftmax",),
     "kernlib.families.kronecker_product.descriptor": ("KroneckerProduct",),
     "kernlib.families.kronecker_product.matmul": ("kron_matmul",),

@@ -36,6 +36,9 @@ from kernlib.errors import KernlibWarning as KernlibWarning
 from kernlib.errors import NotCachedError as NotCachedError
 from kernlib.errors import UnsupportedError as UnsupportedError
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul as BlockSparseMatmul
+from kernlib.families.blocksparse.scaled.descriptor import (
+    BlockSparseScaledMatmul as BlockSparseScaledMatmul,
+)
 from kernlib.families.blocksparse.softmax.descriptor import (
     BlockSparseSoftmax as BlockSparseSoftmax,
 )
@@ -90,7 +93,8 @@ __version__: str
 
 # What a star import brings: all but compile, whose name is a builtin's.
 __all__ = [
-    "Abs", "Add", "Bias", "BlockSparseMatmul", "BlockSparseSoftmax", "CaptureError", "Cauchy",
+    "Abs", "Add", "Bias", "BlockSparseMatmul", "BlockSparseScaledMatmul", "BlockSparseSoftmax",
+    "CaptureError", "Cauchy",
     "CompileError", "ConvergenceWarning", "Custom", "ExpPower", "Gate", "Gaussian", "Gelu",
     "Identity", "KernlibError", "KernlibWarning", "KroneckerProduct", "KroneckerSparse",
     "KroneckerSparseChain", "Laplace", "LeakyRelu", "Matern", "NotCachedError", "Pairwise",

@@ -99,6 +99,8 @@ def run_kernel(
       :func:`kernlib.sparse.compress`. x (..., C) gives (..., R).
     - :class:`kernlib.BlockSparseMatmul`: ``run_kernel(descriptor, layout, a, b, *, ...,
       out=None)`` with a :class:`kernlib.blocksparse.Layout`.
+    - :class:`kernlib.BlockSparseScaledMatmul`: ``run_kernel(descriptor, layout, a, b, scale_a,
+      scale_b, *, out=None)``, of float8.
     - :class:`kernlib.BlockSparseSoftmax`: ``run_kernel(descriptor, layout, x, *, rpe,
       key_padding_mask, attn_mask, scale=1.0, out=None)``, of which it takes the scores and masks
       that the descriptor names.

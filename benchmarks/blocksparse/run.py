@@ -17,6 +17,7 @@ import torch
 
 import kernlib as kl
 from benchmarks.blocksparse import problems as every
+from benchmarks.blocksparse import scaled
 from benchmarks.blocksparse.problems import (
     Problem,
     dense,
@@ -257,6 +258,7 @@ def cases(portable: bool) -> list[Case]:
     found = [Case(p.name, partial(tidied, p)) for p in problems() if p.is_portable == portable]
     if portable:
         return found
+    found += [Case(p.name, partial(scaled.measure, p)) for p in scaled.problems()]
     found += [Case(layout_name(*at[:3]), partial(measure_layout, *at)) for at in LAYOUTS]
     found.append(Case(HOT_NAME, hot_call))
     names = ("maximum", "median")

@@ -17,6 +17,7 @@ _NAMES = {
         "top_k",
     ),
     "kernlib.families.blocksparse.functions": ("dds", "dsd", "sdd"),
+    "kernlib.families.blocksparse.scaled.functions": ("quantize", "scaled_dds", "scaled_dsd"),
     "kernlib.families.blocksparse.softmax.functions": ("softmax",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -11,4 +11,7 @@ from kernlib.families.blocksparse.functions import dds as dds
 from kernlib.families.blocksparse.functions import dsd as dsd
 from kernlib.families.blocksparse.functions import sdd as sdd
 from kernlib.families.blocksparse.layout import Layout as Layout
+from kernlib.families.blocksparse.scaled.functions import quantize as quantize
+from kernlib.families.blocksparse.scaled.functions import scaled_dds as scaled_dds
+from kernlib.families.blocksparse.scaled.functions import scaled_dsd as scaled_dsd
 from kernlib.families.blocksparse.softmax.functions import softmax as softmax

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 # Of torch's names of storage: wgmma's, and the depth of one instruction.
-KINDS = {"float16": ("f16", 16), "bfloat16": ("bf16", 16), "float32": ("tf32", 8)}
+KINDS = {
+    "float16": ("f16", 16),
+    "bfloat16": ("bf16", 16),
+    "float32": ("tf32", 8),
+    "float8_e4m3fn": ("e4m3", 32),
+}
 
 
 def multiply(
@@ -24,7 +29,8 @@ def multiply(
         parameter, left, next_ = "u64 a", f"%{count}", count + 1
         given = '"l"(a)'
     transposes = "" if registers else f", {int(left_lines)}"
-    transposes = "" if dtype == "float32" else f"{transposes}, {int(right_lines)}"
+    is_turned = kind in ("f16", "bf16")  # others only take what lies along the depth
+    transposes = f"{transposes}, {int(right_lines)}" if is_turned else ""
     shape = f"m64n{columns}k{depth}.f32.{kind}.{kind}"
     return f"""__device__ __forceinline__ void multiply(float (&d)[{count}], {parameter},
                                          u64 b, int accumulate) {{

@@ -13,11 +13,12 @@ from tests.contract import (
     of_linalg,
     of_pairwise,
     of_products,
+    of_scaled,
     of_service,
 )
 
 ENTRIES = of_pairwise.ENTRIES | of_products.ENTRIES | of_kronecker_product.ENTRIES
-ENTRIES |= of_blocksparse.ENTRIES | of_block_sparse_layers.ENTRIES
+ENTRIES |= of_blocksparse.ENTRIES | of_block_sparse_layers.ENTRIES | of_scaled.ENTRIES
 ENTRIES |= of_linalg.ENTRIES | of_service.ENTRIES
 MODULES = (
     "kernlib", "kernlib.blocksparse", "kernlib.linalg", "kernlib.nn", "kernlib.nn.compat",

@@ -10,12 +10,15 @@
 #include "blocksparse/hopper/ring.cuh"
 #include "blocksparse/hopper/schedule.cuh"
 
-// What is said of a stage, before its barrier is told of the bytes that come.
-__device__ __forceinline__ void say(const Shared& s, int stage, u32 word, int unit, int panel) {
+// What is said of a stage, before its barrier is told of the bytes that come. The slot for those
+// who have a word for it, of the tile's first line of blocks.
+__device__ __forceinline__ void say(const Shared& s, int stage, u32 word, int unit, int panel,
+                                    int slot = 0) {
     u32* words = s.words + stage * WORDS;
     words[0] = word;
     words[1] = unit;
     words[2] = panel;
+    if (WORDS > 3) words[3] = slot;
 }
 
 // A tile and the walk of its steps, which begins to read the layout when it is made.
@@ -57,7 +60,7 @@ __device__ __forceinline__ int produce_step(const Parameters& p, const Shared& s
         wait_for_stage(s, ring);
         bool last = then < 0 && part == DEPTH / STEP_DEPTH - 1;
         if (threadIdx.x % 32 == 0) {
-            say(s, ring.stage, live | (last ? LAST : 0), work.unit, work.panel);
+            say(s, ring.stage, live | (last ? LAST : 0), work.unit, work.panel, slot);
             barrier_expect(&s.full[ring.stage], __popc(live) * PIECE_BYTES + PANEL_BYTES);
         }
         __syncwarp();

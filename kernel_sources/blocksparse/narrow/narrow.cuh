@@ -28,7 +28,7 @@
 
 constexpr int WARPGROUPS = 2, TILE_LINES = 128, TILE_COLUMNS = 256;
 constexpr int GROUPS = TILE_LINES / BLOCK;  // lines of blocks of a tile
-constexpr bool BY_MAPS = false, SUMS_ACROSS = true;
+constexpr bool BY_MAPS = false, SCALED = false, SUMS_ACROSS = true;
 
 #include "blocksparse/hopper/parameters.cuh"
 #include "common/async_copy.cuh"

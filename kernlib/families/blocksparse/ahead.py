@@ -13,6 +13,8 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.gradients import parts, terms
 from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.product import PRODUCT, calls
+from kernlib.families.blocksparse.scaled import ahead as scaled
+from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.families.blocksparse.softmax import ahead as softmax
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.jit import targets
@@ -28,6 +30,8 @@ from kernlib.runtime.operation import REFERENCE
 from kernlib.runtime.products import Call
 
 SIZES = (16, 32, 64, 128)  # of blocks
+Descriptor = BlockSparseMatmul | BlockSparseScaledMatmul | BlockSparseSoftmax
+OTHERS = {BlockSparseScaledMatmul: scaled, BlockSparseSoftmax: softmax}  # which have their own
 
 
 def _request(descriptor: BlockSparseMatmul, tensors: tuple, arguments: dict) -> Request:
@@ -41,11 +45,11 @@ def _request(descriptor: BlockSparseMatmul, tensors: tuple, arguments: dict) -> 
     return Request(descriptor, (layout, a, b), out, parameters)
 
 
-def prepare(descriptor: BlockSparseMatmul | BlockSparseSoftmax, *tensors, **arguments) -> None:
+def prepare(descriptor: Descriptor, *tensors, **arguments) -> None:
     """Build the plan of a call, compiling and loading its kernels, and load those of the gradients
     that would be recorded; see :func:`kernlib.prepare`."""
-    if isinstance(descriptor, BlockSparseSoftmax):
-        return softmax.prepare(descriptor, *tensors, **arguments)
+    if type(descriptor) in OTHERS:
+        return OTHERS[type(descriptor)].prepare(descriptor, *tensors, **arguments)
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
     if call.device.type == "meta":
@@ -59,12 +63,12 @@ def prepare(descriptor: BlockSparseMatmul | BlockSparseSoftmax, *tensors, **argu
             load(spec, device)
 
 
-def prepared(descriptor: BlockSparseMatmul | BlockSparseSoftmax, *tensors, **arguments) -> bool:
+def prepared(descriptor: Descriptor, *tensors, **arguments) -> bool:
     """Whether the plan of a call is there, so that it needs nothing but its launches, or torch
     computes it. One whose gradient would be recorded is never: its kernels are looked for each
     time."""
-    if isinstance(descriptor, BlockSparseSoftmax):
-        return softmax.prepared(descriptor, *tensors, **arguments)
+    if type(descriptor) in OTHERS:
+        return OTHERS[type(descriptor)].prepared(descriptor, *tensors, **arguments)
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
     if PRODUCT.way(call, *request) == REFERENCE:
@@ -73,7 +77,7 @@ def prepared(descriptor: BlockSparseMatmul | BlockSparseSoftmax, *tensors, **arg
 
 
 def specs(
-    descriptor: BlockSparseMatmul | BlockSparseSoftmax,
+    descriptor: Descriptor,
     arch: str,
     tensors: tuple,
     arguments: dict,
@@ -82,8 +86,8 @@ def specs(
     """The kernels that a call with these tensors (``layout.to("meta")`` and ``meta`` ones will do)
     uses on the GPUs of an arch, untuned, or on ``device`` alone, as it is tuned, if it is given;
     with those of the gradients that would be recorded."""
-    if isinstance(descriptor, BlockSparseSoftmax):
-        return softmax.specs(descriptor, arch, tensors, arguments, device)
+    if type(descriptor) in OTHERS:
+        return OTHERS[type(descriptor)].specs(descriptor, arch, tensors, arguments, device)
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
     if call.dtype not in KERNEL_TYPES:
@@ -130,15 +134,15 @@ def _lowerings(
 
 
 def variants(
-    descriptor: BlockSparseMatmul | BlockSparseSoftmax,
+    descriptor: Descriptor,
     arch: str,
     dtypes: tuple[torch.dtype, ...],
 ) -> list[KernelSpec]:
     """Every kernel that lowering can choose, untuned, for a descriptor, its gradients included,
     inputs of ``dtypes`` and square blocks of any size; none for float64. Raises KeyError for other
     dtypes."""
-    if isinstance(descriptor, BlockSparseSoftmax):
-        return softmax.variants(descriptor, arch, dtypes)
+    if type(descriptor) in OTHERS:
+        return OTHERS[type(descriptor)].variants(descriptor, arch, dtypes)
     names = tuple(KERNEL_TYPES[dtype] for dtype in dtypes if dtype != torch.float64)
     precision = None
     if descriptor.precision is not None:
@@ -154,15 +158,13 @@ def variants(
     return list(dict.fromkeys(found))
 
 
-def candidates(
-    descriptor: BlockSparseMatmul | BlockSparseSoftmax, *tensors, **arguments
-) -> Candidates:
+def candidates(descriptor: Descriptor, *tensors, **arguments) -> Candidates:
     """The kernels that could compute a call, none for an empty result; see :func:`kernlib.tune`.
 
     Raises what a call raises, and UnsupportedError for tensors that are on no GPU.
     """
-    if isinstance(descriptor, BlockSparseSoftmax):
-        return softmax.candidates(descriptor, *tensors, **arguments)
+    if type(descriptor) in OTHERS:
+        return OTHERS[type(descriptor)].candidates(descriptor, *tensors, **arguments)
     from kernlib.families.blocksparse.candidates import candidates as candidates_of
 
     return candidates_of(_request(descriptor, tensors, arguments))

@@ -64,6 +64,12 @@ def check_operands(descriptor: BlockSparseMatmul, operands: tuple) -> tuple[int,
     layout, a, b = operands
     first, second = OPERANDS[descriptor.mode]
     check_same_kind(first, a, second, b, TYPES)
+    return shape_of(descriptor, layout, a, b)
+
+
+def shape_of(descriptor: BlockSparseMatmul, layout: Layout, a, b) -> tuple[int, ...]:
+    """:func:`check_operands` of two tensors of one dtype and device."""
+    first, _ = OPERANDS[descriptor.mode]
     if layout.device != a.device:
         raise ValueError(
             f"layout must be on the device of {first}, {a.device}, got {layout.device}; "

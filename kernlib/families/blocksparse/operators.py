@@ -17,6 +17,8 @@ from kernlib.families.blocksparse import checks, gradients
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import NAMES, Layout
 from kernlib.families.blocksparse.product import PRODUCT, calls
+from kernlib.families.blocksparse.scaled import operators as scaled
+from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.families.blocksparse.softmax import operators as softmax
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime.arguments import (
@@ -168,19 +170,21 @@ product = register(
 
 
 def run(
-    descriptor: BlockSparseMatmul | BlockSparseSoftmax,
+    descriptor: BlockSparseMatmul | BlockSparseScaledMatmul | BlockSparseSoftmax,
     *operands,
     out: torch.Tensor | None = None,
     debug: bool = False,
     **parameters,
 ) -> torch.Tensor:
-    """:func:`kernlib.run_kernel` by way of the operators, of softmax too.
+    """:func:`kernlib.run_kernel` by way of the operators, of scaled products and softmax too.
 
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values when the
     operator runs.
     """
     if isinstance(descriptor, BlockSparseSoftmax):
         return softmax.run(descriptor, *operands, out=out, debug=debug, **parameters)
+    if isinstance(descriptor, BlockSparseScaledMatmul):
+        return scaled.run(descriptor, *operands, out=out, debug=debug, **parameters)
     checks.check_kinds(descriptor, operands)
     layout, a, b = operands
     refuse_recorded_out(out, a, b, *parameters.values())

@@ -79,8 +79,8 @@ def takes(problem: Spmm, arch: str) -> bool:
     kind, dense = problem.dtype, problem.dense
     return (
         values.column == 1
-        and tma.addressable(kind, dense.alignment, _dense(problem))
-        and tma.addressable(kind, values.alignment, _values(problem))
+        and tma.addressable(kind, dense.alignment, dense_extent(problem))
+        and tma.addressable(kind, values.alignment, values_extent(problem))
     )
 
 
@@ -89,7 +89,7 @@ def is_for_tiles(problem: Spmm, arch: str) -> bool:
     whose dense operand has lines or columns side by side."""
     if arch != ARCH or problem.dtype == "float32" or not problem.blocks.capacity:
         return False
-    if not problem.lines or not problem.columns or _tiles(problem) > MOST_TILES:
+    if not problem.lines or not problem.columns or tiles_of(problem) > MOST_TILES:
         return False
     if is_across(problem.dense) is None or is_across(problem.out) is None:
         return False
@@ -106,7 +106,7 @@ def pays(problem: Spmm, multiprocessors: int) -> bool:
 def candidates(problem: Spmm, arch: str) -> list[Choice]:
     """The columns of a tile, most first: no more than twice as many as the problem has."""
     known = [width for width in WIDTHS if width < 2 * problem.columns] or WIDTHS[-1:]
-    return [{"columns": width} for width in known if _tiles(problem, width) <= MOST_TILES]
+    return [{"columns": width} for width in known if tiles_of(problem, width) <= MOST_TILES]
 
 
 def default(problem: Spmm, known: list[Choice], multiprocessors: int) -> Choice:
@@ -116,7 +116,7 @@ def default(problem: Spmm, known: list[Choice], multiprocessors: int) -> Choice:
 
     def tiles(choice: Choice) -> tuple[int, int]:
         width = int(choice["columns"])
-        return _tiles(problem, width), stage_bytes(width)
+        return tiles_of(problem, width), stage_bytes(width)
 
     return fewest_rounds(known, tiles, multiprocessors)
 
@@ -134,8 +134,8 @@ def lower(
     width = int(choice["columns"])
     made = variant(problem, width)
     maps = (
-        tma.tensor_map(problem.dtype, _values(problem), (ROW, ROW, 1, 1)),
-        tma.tensor_map(problem.dtype, _dense(problem), (ROW, _box(made), 1, 1)),
+        tma.tensor_map(problem.dtype, values_extent(problem), (ROW, ROW, 1, 1)),
+        tma.tensor_map(problem.dtype, dense_extent(problem), (ROW, _box(made), 1, 1)),
         out_map(problem),
     )
     own = numbers(problem, multiprocessors, width)
@@ -153,14 +153,17 @@ def launch(
     maps: tuple[TensorMap, ...],
     multiprocessors: int,
     width: int = WIDTHS[0],
+    behind: tuple[str, ...] = (),
 ) -> Lowered:
     """A persistent launch, behind that of the order of its tiles where these are many; ``names``
-    are those of maps and operands in front of the lists, ``width`` a tile's columns."""
-    grid = min(multiprocessors, _tiles(problem, width))
+    are those of maps and operands in front of the lists, ``width`` a tile's columns, and ``behind``
+    what comes after the lists."""
+    grid = min(multiprocessors, tiles_of(problem, width))
     ordered = is_ordered(problem, multiprocessors, width)
     # Without an order nothing is read of what is given for it.
     lists = [(name, 0) for name in LISTS[:-1]]
     lists.append((WORKSPACE if ordered else LISTS[0], 0))
+    lists += [(name, 0) for name in behind]
     pointers = (*((name, 0) for name in names), *lists, *text.vector_pointers(epilogue))
     pointers += text.summand_pointers(epilogue)
     scalars = text.scalar_count(epilogue)
@@ -172,7 +175,7 @@ def launch(
 
 def is_ordered(problem: Spmm, multiprocessors: int, width: int = WIDTHS[0]) -> bool:
     """Whether blocks take tiles from a counter, the longest first: of more tiles than blocks."""
-    return _tiles(problem, width) > multiprocessors and _units(problem) <= order.MOST_UNITS
+    return tiles_of(problem, width) > multiprocessors and _units(problem) <= order.MOST_UNITS
 
 
 def out_map(problem: Spmm) -> TensorMap:
@@ -198,7 +201,7 @@ def numbers(problem: Spmm, multiprocessors: int, width: int = WIDTHS[0]) -> tupl
     column_tiles = ceil_div(problem.columns, width)
     units, panels = _units(problem), column_tiles * problem.batch
     return (
-        _tiles(problem, width),
+        tiles_of(problem, width),
         *(ceil_div(problem.lines, TILE_LINES), column_tiles),
         *(units, panels, min(panels, ceil_div(LAST_TILES * multiprocessors, units))),
         int(is_ordered(problem, multiprocessors, width)),
@@ -272,7 +275,7 @@ def _units(problem: Spmm) -> int:
     return ceil_div(problem.lines, TILE_LINES) * problem.blocks.heads
 
 
-def _tiles(problem: Spmm, width: int = WIDTHS[0]) -> int:
+def tiles_of(problem: Spmm, width: int = WIDTHS[0]) -> int:
     return _units(problem) * ceil_div(problem.columns, width) * problem.batch
 
 
@@ -289,14 +292,14 @@ def is_across(t: Dense) -> bool | None:
 # Tensors as the copy engine is told of them: what serves all heads or batches is one.
 
 
-def _values(problem: Spmm) -> tma.Extent:
+def values_extent(problem: Spmm) -> tma.Extent:
     blocks, values = problem.blocks, problem.values
     batch = problem.batch if values.batch else 1
     sizes = (blocks.cols, blocks.rows, blocks.capacity, batch)
     return tma.Extent(sizes, (values.row, values.slot, values.batch))
 
 
-def _dense(problem: Spmm) -> tma.Extent:
+def dense_extent(problem: Spmm) -> tma.Extent:
     blocks: Blocks = problem.blocks
     depth = blocks.rows * blocks.grid_rows if problem.transposed else blocks.cols * blocks.grid_cols
     return _extent(problem, problem.dense, depth)

@@ -9,7 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib import events
-from kernlib.blocksparse import Layout, softmax
+from kernlib.blocksparse import Layout, quantize, scaled_dds, scaled_dsd, softmax
 from kernlib.families.blocksparse.lowering import hopper_words, stationary, tiles
 from kernlib.jit import sources
 from tests.gpu.families.blocksparse.cases import BLOCKS, MODES, TYPES, layout_of, operands, product
@@ -58,6 +58,17 @@ def whole_tiles(dtype) -> None:
             for of_a, of_b in ((False, False), (True, True)):
                 a, b = operands("sdd", layout, 392, dtype, (2,), of_a, of_b)
                 kl.run_kernel(product("sdd", of_a, of_b), layout, a, b)
+
+
+def of_float8() -> None:
+    """More steps than a ring has stages, more columns than a tile, lines without blocks."""
+    layout = layout_of((128, 128), (3, 10), heads=2)
+    values = torch.randn(layout.capacity, 128, 128, device="cuda")
+    for size in (9, 136):
+        x, own = quantize(torch.randn(2, 2, size, layout.shape[1], device="cuda"), -1)
+        stored, scale = quantize(values)
+        scaled_dds(x, stored, layout, own, scale, transpose_b=True)
+        scaled_dsd(stored, x[..., :8, :], layout, scale, own[..., :8], transpose_b=True)
 
 
 def layouts() -> None:
@@ -116,6 +127,8 @@ def main(numbers: str, tool: str) -> None:
     few_columns(TYPES[numbers])
     rows_that_stay(TYPES[numbers])
     whole_tiles(TYPES[numbers])
+    if numbers == "fp16":
+        of_float8()
     softmaxes(TYPES[numbers])
     torch.cuda.synchronize()
     print("done", *sorted(kinds))

@@ -22,5 +22,7 @@ def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory)
             kinds |= {"hopper", "narrow", "stationary", "tiles"}
         else:
             kinds |= {"hopper_words", "pack"}
+        if numbers == "fp16":
+            kinds |= {"scaled"}
     module = "tests.gpu.families.blocksparse.sanitized"
     assert sanitizer.launched(tool, module, f"{numbers}-{tool}") >= kinds

@@ -1,0 +1,117 @@
+"""Scaled block-sparse products as functions, and what makes float8 of other numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.descriptors.base import shown
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.scaled.checks import STORAGE
+from kernlib.families.blocksparse.scaled.descriptor import OUT_DTYPES, BlockSparseScaledMatmul
+from kernlib.run import run_kernel
+from kernlib.runtime.tensors import check_dense
+
+LARGEST = torch.finfo(STORAGE).max  # 448
+
+
+def quantize(
+    x: torch.Tensor, dim: int | tuple[int, ...] = (-2, -1)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(q, scale)`` with ``x`` about ``q * scale``: q of ``torch.float8_e4m3fn``, which has 4
+    significant bits, and one scale, float32, for all numbers along the dimensions ``dim``, of x's
+    other dimensions: the largest magnitude over 448, or 1 where all are 0.
+
+    With the default a block has a scale, of values (..., capacity, rows, columns); with ``-1`` each
+    row of a dense operand (..., M, C). NaN and infinity make the scale what they are. Raises
+    TypeError for what is no tensor of float32, float64, float16 or bfloat16, and for what is
+    neither an int nor a tuple of ints, IndexError for a dimension that x has not, ValueError for
+    one that is there twice.
+    """
+    check_dense(("x",), x=x)
+    if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
+        raise TypeError(f"x must be float32, float64, float16 or bfloat16, got {x.dtype}")
+    dims = _dims(dim, x.dim())
+    x = x.detach().float()
+    largest = x.new_zeros([1 if i in dims else size for i, size in enumerate(x.shape)])
+    if x.numel():
+        largest = x.abs().amax(dims, keepdim=True) if dims else x.abs()
+    scale = torch.where(largest == 0, 1.0, largest / LARGEST)
+    q = (x / scale).clamp(-LARGEST, LARGEST).to(STORAGE)
+    return q, scale.reshape([size for i, size in enumerate(x.shape) if i not in dims])
+
+
+def _dims(dim, rank: int) -> tuple[int, ...]:
+    """Dimensions as they are counted from the first."""
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if any(type(each) is not int for each in dims):
+        raise TypeError(f"dim must be an int or a tuple of ints, got {shown(dim)}")
+    if any(not -rank <= each < rank for each in dims):
+        raise IndexError(f"dim must be of x's {rank} dimensions, got {shown(dim)}")
+    found = tuple(each % rank for each in dims)
+    if len(set(found)) < len(found):
+        raise ValueError(f"dim must name each dimension once, got {shown(dim)}")
+    return found
+
+
+def scaled_dsd(
+    values: torch.Tensor,
+    b: torch.Tensor,
+    layout: Layout,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``op(S) op(b)`` of float8, S with a scale for each stored block, b with one or one for each
+    column: :func:`kernlib.blocksparse.dsd` of what :func:`quantize` made.
+
+    values (..., capacity, block rows, block columns) have scales ``scale_a`` (..., capacity),
+    op(b) (..., C, N) has ``scale_b`` () or (..., N), and the result (..., R, N) is of
+    ``out_dtype``, torch.bfloat16 or torch.float16. Blocks of 128 are multiplied by tensor cores of
+    sm_90a where S is not transposed, fastest with b along the sum: ``transpose_b`` of (..., N, C).
+
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseScaledMatmul`, and raises what
+    that does.
+    """
+    made = _descriptor("dsd", transpose_a, transpose_b, out_dtype)
+    return run_kernel(made, layout, values, b, scale_a, scale_b, out=out)
+
+
+def scaled_dds(
+    a: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``op(a) op(S)`` of float8, a with one scale or one for each row, S with one for each stored
+    block: :func:`kernlib.blocksparse.dds` of what :func:`quantize` made.
+
+    op(a) (..., M, R) has scales ``scale_a`` () or (..., M), values (..., capacity, block rows,
+    block columns) have ``scale_b`` (..., capacity), and the result (..., M, C) is of ``out_dtype``,
+    torch.bfloat16 or torch.float16. A linear layer is ``transpose_b``: x (..., M, C) times the
+    transpose of a weight; blocks of 128 are multiplied by tensor cores of sm_90a then.
+
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseScaledMatmul`, and raises what
+    that does.
+    """
+    made = _descriptor("dds", transpose_a, transpose_b, out_dtype)
+    return run_kernel(made, layout, a, values, scale_a, scale_b, out=out)
+
+
+def _descriptor(mode: str, of_a, of_b, out_dtype) -> BlockSparseScaledMatmul:
+    names = {getattr(torch, name): name for name in OUT_DTYPES}
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in names:
+        known = " or ".join(map(str, names))
+        raise TypeError(f"out_dtype must be {known}, got {shown(out_dtype)}")
+    return BlockSparseScaledMatmul(
+        mode, transpose_a=of_a, transpose_b=of_b, out_dtype=names[out_dtype]
+    )
