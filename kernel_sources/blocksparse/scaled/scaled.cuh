@@ -12,9 +12,9 @@
 // and no more than 64 products, added when wgmma was done, 788 TFLOP/s at 4096 and density .5.
 //
 // Tiles, walk, order, ring and copies are those of hopper/hopper.cuh, for which two numbers that
-// are neighbours along the depth are one of two bytes: a block has 64 of them, one stage. Reached on
-// an H100 at 4096 in all dimensions and density .1, .25, .5: 388, 716 and 931 TFLOP/s; at 8192 769,
-// 1014 and 1095.
+// are neighbours along the depth are one of two bytes: a block has 64 of them, one stage. Reached
+// on an H100 at 4096 in all dimensions and density .1, .25, .5: 388, 716 and 931 TFLOP/s; at 8192
+// 769, 1014 and 1095.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of out, float, and storage of out

@@ -32,9 +32,10 @@ class SparseMatmul(Product):
     - One argument for each parameter of the epilogue: ``bias`` a tensor (R,), scalars as real
       numbers or tensors of shape () that stay on the device and are not looked at there.
 
-    On a GPU up to 16 vectors are multiplied by the format's own kernels, which read the matrix
-    once; more of them, and matrices in the dense format, by cuBLAS, on a matrix that is laid out
-    for the call: then epilogues other than a bias follow on the rounded product.
+    On a GPU up to 16 vectors, and up to 32 of "bitmap", are multiplied by the format's own kernels,
+    which read the matrix once for 16; more of them, and matrices in the dense format, by cuBLAS, on
+    a matrix that is laid out for the call: then epilogues other than a bias follow on the rounded
+    product.
 
     Infinite and NaN entries of x: formats "bitmap" and "dense", and whatever cuBLAS or the CPU
     computes, multiply them by zeros as well, which gives NaN; "u8", "u4", "u2" and "macko"

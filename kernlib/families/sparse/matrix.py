@@ -365,8 +365,8 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
     - ``format``: "bitmap" (one bit a position, and the values), "u8" (a byte of column a value,
       for densities below 0.1), "u4" (four bits), "u2" (two), "macko" (MACKO-SpMV's), "dense", or
       "auto": the one whose product is fastest, by its bytes for this matrix and measured rates.
-    - ``columns``: for "auto", how many vectors (1 to 16) products mostly have at a time: "bitmap"
-      takes several at nearly the price of one, the others do not.
+    - ``columns``: for "auto", how many vectors products mostly have at a time: "bitmap" takes
+      several at nearly the price of one, the others do not; more than 16 are fastest with "dense".
 
     Raises TypeError for what is no tensor, ValueError for another dtype or number of dimensions,
     for a format that is not known or cannot hold the matrix, and for other ``columns``. Formats and

@@ -44,11 +44,13 @@ def check_format(format: str) -> None:
 
 def auto(dense: torch.Tensor, columns: int = 1) -> str:
     """The format in which a product of a matrix (R, C) with so many vectors should be fastest: of
-    those that can hold it, by the exact bytes of each over the rates of ``rates``.
-    Synchronises once where every format has ``measure``. Raises as ``encode`` does for what is no
-    matrix, and ValueError for columns that are not 1 to 16."""
+    those that can hold it, by the exact bytes of each over the rates of ``rates``; "dense" for more
+    vectors than these know. Synchronises once where every format has ``measure``. Raises as
+    ``encode`` does for what is no matrix, and ValueError for columns that are no positive int."""
     rates.check_columns(columns)
     dense = matrix(dense)
+    if columns > rates.MOST_COLUMNS:
+        return "dense"
     sizes, density = measured(dense)
     if dense.dtype == torch.float32:
         sizes.pop("bitmap", None)  # whose kernels take half types only

@@ -206,8 +206,9 @@ def test_columns_decide_among_formats(seed):
     assert [fastest(0.3, n) for n in (1, 2, 4, 5, 8, 16)] == [*["u4"] * 3, *["bitmap"] * 3]
     dense = random(0.3)
     assert formats.auto(dense, 1) == "u4" and formats.auto(dense, 16) == "dense"
-    for columns in (0, 17, 1.0, True):
-        with pytest.raises(ValueError, match="columns must be an int of 1 to 16"):
+    assert formats.auto(random(0.05), 17) == formats.auto(random(0.05), 1000) == "dense"
+    for columns in (0, -1, 1.0, True):
+        with pytest.raises(ValueError, match="columns must be a positive int"):
             formats.auto(dense, columns)
 
 

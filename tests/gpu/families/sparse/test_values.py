@@ -21,7 +21,7 @@ from tests.families.sparse.cases import BIASED, DTYPES, EPILOGUES, FORMATS, made
 
 DEVICE = "cuda"
 TOLERANCE = {"fp16": 2.5e-4, "bf16": 2e-3, "fp32": 1e-6}
-COLUMNS = (1, 2, 7, 8, 16, 33, 256)
+COLUMNS = (1, 2, 7, 8, 16, 17, 32, 33, 256)
 DENSITY = {"bitmap": 0.5, "u8": 0.08, "u4": 0.3, "u2": 0.6, "macko": 0.2, "dense": 1.0}
 PLAIN = SparseMatmul()
 GELU = SparseMatmul(EPILOGUES["gelu"])
@@ -111,7 +111,7 @@ def test_columns_alone_and_together_are_near(format, seed):
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_epilogues(epilogue, format, seed):
     descriptor = SparseMatmul(EPILOGUES[epilogue])
-    for columns in (1, 8, 33):
+    for columns in (1, 8, 19, 33):
         dense, w, x = case(format, columns=columns)
         values = values_of(descriptor, 500, torch.float16, DEVICE)
         wanted = exact(dense, x, descriptor.epilogue, values)
