@@ -126,7 +126,7 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     dense, x = weight(problem, device), vectors(problem, device)
     wanted = exact(dense, x)
 
-    matrix = sparse.compress(dense, problem.format, min(problem.columns, 16))
+    matrix = sparse.compress(dense, problem.format, problem.columns)
     ours, error = fastest(compressed(matrix, x, problem.frozen), wanted, session)
     floor, bound = problem.floor_us(matrix.nbytes), f"bytes, {matrix.format}"
     row = Row(problem.name, "us", ours, floor, bound, error=error)
