@@ -1,0 +1,3 @@
+from benchmarks.auto.run import main
+
+raise SystemExit(main())
