@@ -173,14 +173,16 @@ def compiles() -> list[Finding]:
 
 def _compile(arch: str, remark: str = "") -> Finding:
     from kernlib.errors import CompileError, UnsupportedError
-    from kernlib.jit import compiler
+    from kernlib.jit import compiler, toolchain
     from kernlib.jit.spec import KernelSpec
 
     spec = KernelSpec("doctor", PROBE, "probe", 32, description="the probe of kernlib doctor")
     try:
         made = compiler.compile_spec(spec, arch)
     except UnsupportedError as error:
-        return Finding("compile", "not possible", str(error), needed=True)
+        absent = toolchain.absent()
+        text = f"not possible without {absent}" if absent else "not possible"
+        return Finding("compile", text, INSTALL if absent else str(error), needed=True)
     except CompileError as error:
         advice = "reinstall kernlib and its compiler: " + INSTALL
         return Finding("compile", str(error), advice, needed=True)

@@ -33,13 +33,14 @@ CASES: tuple[Callable[[workloads.Maker], workloads.Call], ...] = (
 
 
 class Result(NamedTuple):
-    """A call with its times in milliseconds; ``kernels`` holds the keys of those that it needs."""
+    """A call with its times in milliseconds; ``kernels`` holds the keys of those that it needs, and
+    is None where nothing compiles."""
 
     call: workloads.Call
     kernlib: float
     torch: float
     error: float
-    kernels: frozenset[str]
+    kernels: frozenset[str] | None
 
 
 @click.command()
@@ -48,16 +49,19 @@ def demo(events: bool) -> None:
     """Run a call of every family here, beside torch.
 
     With a CUDA GPU the calls run there. Without one they are computed on the CPU, and their kernels
-    are compiled for sm_90a. Errors are those of float32 against float64. Exits with 1 if a result
-    is wrong or a kernel cannot be compiled.
+    are compiled for sm_90a if a compiler is installed. Errors are those of float32 against float64.
+    Exits with 1 if a result is wrong or a kernel cannot be compiled that has a GPU to run on.
     """
     with plain_errors():
         places.layers()  # what cannot be used is said once, before the work
         with progress.busy("loading torch"):
             place = _place()
-        _say_where(place)
         with _watched(events) as seen:
-            results = _results(place)
+            with progress.busy("making matrices"):
+                calls = _calls(place)
+            kernels, lack = _kernels(calls, place)
+            _say_where(place, lack)
+            results = _results(calls, kernels, place)
         _report(results, place, seen)
     wrong = [result.call.name for result in results if not result.error <= result.call.bound]
     if wrong:
@@ -73,14 +77,12 @@ def _place() -> workloads.Place:
     return workloads.Place(None, "CPU", ARCH_WITHOUT_GPU)
 
 
-def _say_where(place: workloads.Place) -> None:
+def _say_where(place: workloads.Place, lack: str) -> None:
     if place.index is not None:
         say(f"Running on {place.name}, for which kernels are compiled as {place.arch}.")
         return
-    say(
-        f"No GPU to run on: kernlib computes on the CPU, by way of torch. The kernels are compiled "
-        f"for {place.arch} and do not run."
-    )
+    said = "No GPU to run on: kernlib computes on the CPU, by way of torch. "
+    say(said + (lack or f"The kernels are compiled for {place.arch} and do not run."))
 
 
 def _calls(place: workloads.Place) -> list[workloads.Call]:
@@ -105,10 +107,23 @@ def _watched(on_stderr: bool) -> Iterator[list]:
         unsubscribe()
 
 
-def _results(place: workloads.Place) -> list[Result]:
-    with progress.busy("making matrices"):
-        calls = _calls(place)
-    kernels = workloads.compiled(calls, place)
+def _kernels(calls: list, place: workloads.Place) -> tuple[list[frozenset[str] | None], str]:
+    """The keys of each call's kernels, and "". Where no compiler is installed and no GPU would run
+    them, None for each, and what is missing. Raises what kernlib.compile raises."""
+    from kernlib.errors import INSTALL, UnsupportedError
+    from kernlib.jit import toolchain
+
+    try:
+        return list(workloads.compiled(calls, place)), ""
+    except UnsupportedError as error:
+        if place.index is not None:
+            raise
+        absent = toolchain.absent()
+        why = f". Missing: {absent}. To install: {INSTALL}" if absent else f": {error}"
+        return [None] * len(calls), f"The kernels were not compiled{why}"
+
+
+def _results(calls: list, kernels: list, place: workloads.Place) -> list[Result]:
     with progress.shown(None, "computing", len(calls)) as bar:
         clock = CpuClock() if place.index is None else GpuClock(calls[0].dense[0].device)
         return [
@@ -117,7 +132,7 @@ def _results(place: workloads.Place) -> list[Result]:
         ]
 
 
-def _result(call: workloads.Call, kernels: frozenset[str], clock) -> Result:
+def _result(call: workloads.Call, kernels: frozenset[str] | None, clock) -> Result:
     return Result(call, clock(call.run), clock(call.by_torch), call.error(), kernels)
 
 
@@ -138,7 +153,8 @@ def _report(results: list[Result], place: workloads.Place, seen: list) -> None:
     print_table(COLUMNS, rows, title=f"Milliseconds on the {_short(place)}, float32")
     click.echo()
     say(_legend(place))
-    say(_conclusion(results, compiled))
+    if all(result.kernels is not None for result in results):
+        say(_conclusion(results, compiled))
     say(_next(place))
 
 
@@ -146,7 +162,9 @@ def _short(place: workloads.Place) -> str:
     return "CPU" if place.index is None else "GPU"
 
 
-def _origin(kernels: frozenset[str], compiled: set[str]) -> str:
+def _origin(kernels: frozenset[str] | None, compiled: set[str]) -> str:
+    if kernels is None:
+        return "not compiled"
     new = len(kernels & compiled)
     if not new:
         return f"{len(kernels)} found"

@@ -13,6 +13,12 @@ from kernlib.errors import INSTALL, UnsupportedError
 from kernlib.jit import sources
 
 NVRTC_WHEELS = {"nvidia-cuda-nvrtc": "13", "nvidia-cuda-nvrtc-cu12": "12"}  # and their majors
+# What is imported to compile, and the packages that have it.
+_PACKAGES = {
+    "cuda.pathfinder": "cuda-pathfinder",
+    "cuda.bindings": "cuda-bindings",
+    "cuda.core": "cuda-core",
+}
 UNKNOWN_VERSION = "probe-failed"
 STANDARD = "c++17"
 OPTIONS = (STANDARD, "no-source-include")  # of every compile, for the key
@@ -29,9 +35,26 @@ CODE_VARIABLES = (
 def missing(what: str, error: Exception) -> UnsupportedError:
     """The error that says which extra brings a missing piece."""
     return UnsupportedError(
-        f"{what} is needed to compile or launch kernels and cannot be used ({error}). To install "
-        f"it: {INSTALL}"
+        f"kernels cannot be compiled or launched without {what} ({error}). To install: {INSTALL}"
     )
+
+
+def absent() -> str:
+    """What is not there of what compiling needs, such as ``cuda-bindings and NVRTC``, or "". An
+    import of cuda.core fails without cuda.bindings and says no more than that."""
+    names = [package for name, package in _PACKAGES.items() if not _is_found(name)]
+    names += ["NVRTC"] if nvrtc_version() == UNKNOWN_VERSION else []
+    *others, last = names or [""]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _is_found(name: str) -> bool:
+    from importlib.util import find_spec  # of what goes wrong only
+
+    try:
+        return find_spec(name) is not None
+    except ImportError:  # not even a folder cuda
+        return False
 
 
 _importing = threading.Lock()
@@ -57,7 +80,7 @@ def _imported(name: str) -> ModuleType:
         try:
             return import_module(name)
         except ImportError as error:
-            raise missing(name, error) from error
+            raise missing(absent() or name, error) from error
 
 
 def _after_in_child() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from importlib import import_module
 
 import pytest
 import torch
 
-from kernlib import events, settings
+from kernlib import errors, events, settings
 from kernlib.cli import clock, machine, workloads
 from kernlib.cli.machine import Gpu
+from kernlib.jit import toolchain
 from tests.cli.cases import command, on_terminal, plain
 from tests.support.paths import ROOT
 
@@ -114,6 +116,45 @@ def test_demo_without_a_cache_says_so_once_and_runs(run, few, unusable_cache):
     assert result.exit_code == 0, result.output
     assert result.stderr.count("Warning: the kernel cache in /proc/kernlib") == 1
     assert "are lost with this process" in result.stdout
+
+
+@pytest.fixture
+def without_cuda_core(cache_dir, monkeypatch):
+    """Small calls, and no compiler."""
+    monkeypatch.setattr(DEMO, "CASES", small("fp32"))
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+
+
+def test_demo_without_a_compiler_runs_every_call_and_says_once_what_is_missing(
+    run, without_cuda_core
+):
+    result = run("demo")
+    assert result.exit_code == 0 and result.stderr == "", result.output
+    assert result.stdout.count("not compiled. Missing: cuda-core. To install: ") == 1
+    assert errors.INSTALL in result.stdout.splitlines()[0]
+    found = rows(result.stdout)
+    assert {next(name for name in FAMILIES if row.startswith(name)) for row in found} == {*FAMILIES}
+    assert all(re.search(r" [\d.]+ +[\d.]+ +\de-\d\d +not compiled ", row) for row in found)
+    assert "were compiled" not in result.stdout and "found in the cache" not in result.stdout
+
+
+def test_demo_names_all_that_is_missing(run, without_cuda_core, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: toolchain.UNKNOWN_VERSION)
+    assert "Missing: cuda-bindings, cuda-core and NVRTC. " in run("demo").stdout
+
+
+def test_demo_without_a_compiler_fails_for_a_wrong_result(run, without_cuda_core, monkeypatch):
+    monkeypatch.setitem(workloads.BOUNDS, "fp32", 0.0)
+    plain(run("demo"), 1, "the error is too large: gaussian 20x30x8; ")
+
+
+def test_demo_of_a_gpu_needs_a_compiler(run, without_cuda_core, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "G 100", "sm_90a")])
+    monkeypatch.setattr(workloads, "Maker", lambda device: None)
+    monkeypatch.setattr(DEMO, "CASES", ())
+    monkeypatch.setattr(workloads, "compiled", lambda calls, place: toolchain.cuda_core())
+    plain(run("demo"), 1, "cannot be compiled or launched without cuda-core (", errors.INSTALL)
 
 
 def test_the_gate_reads_events_that_the_demo_writes_when_asked():

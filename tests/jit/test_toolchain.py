@@ -9,6 +9,7 @@ from importlib import metadata
 import pytest
 
 import kernlib as kl
+from kernlib.errors import INSTALL
 from kernlib.jit import compiler, layers, service, toolchain
 from kernlib.jit.compiler import NoVerdict
 from tests.jit.service_cases import ARCH, SPEC
@@ -46,6 +47,29 @@ def test_of_two_nvrtcs_the_one_is_named_that_the_bindings_load(installed):
     thirteen = {"cuda-bindings": "13.4.4", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
     assert installed(thirteen) == (toolchain.UNKNOWN_VERSION, "13")
     assert installed({}) == (toolchain.UNKNOWN_VERSION, toolchain.UNKNOWN_VERSION)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "named"),
+    [
+        (["cuda.core"], "cuda-core"),
+        (["cuda.bindings"], "cuda-bindings"),
+        (["cuda.bindings", "cuda.core"], "cuda-bindings and cuda-core"),
+        (["cuda"], "cuda-pathfinder, cuda-bindings and cuda-core"),
+    ],
+)
+def test_what_is_missing_is_named(hidden, named):
+    """Whichever import of whose fails without it."""
+    code = (
+        "import sys; from kernlib.jit import toolchain\n"
+        f"sys.modules.update(dict.fromkeys({hidden}))\n"
+        "try: toolchain.cuda_core()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    start = f"UnsupportedError kernels cannot be compiled or launched without {named} ("
+    assert found.stdout.startswith(start), found.stderr
+    assert found.stdout.rstrip().endswith(f"To install: {INSTALL}")
 
 
 def test_what_another_nvrtc_has_made_is_kept_under_its_name(cache, installed):
