@@ -70,8 +70,20 @@ def gpus() -> list[Finding]:
     found = machine.gpus()
     if not found:
         text = "none that torch can use; CPU tensors are computed in PyTorch, kernels can be built"
-        return [Finding("GPU", text)]
+        return [Finding("GPU", text, _unseen())]
     return [_gpu(gpu) for gpu in found]
+
+
+def _unseen() -> str:
+    """What to do where NVIDIA's driver is here, and torch, built for CUDA, sees no GPU; "" where
+    there is no driver, and where the line of torch or of the driver says what is wrong."""
+    import torch
+
+    if not DRIVER_VERSION.exists() or not torch.version.cuda or _too_old(torch.version.cuda):
+        return ""
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"CUDA_VISIBLE_DEVICES={hidden} says which GPUs torch may see: unset it"
+    return "NVIDIA's driver is here: nvidia-smi lists the GPUs that it sees, or says what is wrong"
 
 
 def _gpu(gpu: machine.Gpu) -> Finding:

@@ -193,5 +193,8 @@ def _conclusion(results: list[Result], compiled: set[str]) -> str:
 
 def _next(place: workloads.Place) -> str:
     if place.index is None:
-        return "Next: `kernlib doctor` says what this machine lacks for kernels to run."
+        return (
+            "Next: README's first example, the code in docs/ and `python examples/quickstart.py` "
+            "run on CPU tensors too."
+        )
     return "Next: `kernlib bench` measures larger calls, and the examples are in examples/."

@@ -11,6 +11,7 @@ from kernlib.cli import cache_checks, checks
 from kernlib.cli.checks import Finding
 from kernlib.cli.options import json_option
 from kernlib.cli.output import print_json, say
+from kernlib.errors import INSTALL
 
 CHECKS = (
     ("kernlib", checks.kernlib),
@@ -23,6 +24,16 @@ CHECKS = (
     ("settings", checks.settings),
     ("cache", cache_checks.store),
     ("bundle", cache_checks.bundles),
+)
+OF_GPUS = ("torch", "driver", "GPU")  # what decides whether torch sees a GPU
+GET_A_GPU = (
+    "kernels run on an NVIDIA GPU since sm_80 with a driver since 525, and there is none here. On "
+    f"a machine that has them: {INSTALL}"
+)
+WITHOUT_A_GPU = (
+    "calls on CPU tensors need nothing more: run `kernlib demo`, then README's first example and "
+    "those of examples/",
+    "`kernlib compile --arch ARCH` makes kernels for GPUs of other machines",
 )
 
 
@@ -64,11 +75,9 @@ def next_steps(found: list[Finding]) -> list[str]:
         return [*steps, "then run `kernlib doctor` again"]
     if any(finding.details.get("arch") for finding in found if finding.label.startswith("GPU")):
         return [*steps, "run `kernlib demo`, and `kernlib bench` to time this GPU"]
-    return [
-        *steps,
-        "run `kernlib demo`, on CPU tensors, as there is no GPU that kernels run on",
-        "`kernlib compile --arch ARCH` makes kernels for GPUs of other machines",
-    ]
+    # Where a GPU is here, and not used, that is among the steps.
+    here = any(finding.advice for finding in found if finding.label.startswith(OF_GPUS))
+    return [*steps, *(() if here else (GET_A_GPU,)), *WITHOUT_A_GPU]
 
 
 def _all() -> Iterator[Finding]:

@@ -18,6 +18,7 @@ def cache_dir(tmp_path, monkeypatch):
     """A cache of this test's own, which the settings read anew, on a machine without a GPU."""
     folder = tmp_path / "cache"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("kernlib.cli.checks.DRIVER_VERSION", tmp_path / "driver")
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KERNLIB_CACHE_DIR", str(folder))

@@ -83,6 +83,9 @@ def test_demo_shows_every_family_beside_torch(run, few):
     assert {arch for _, arch in few} == {"sm_90a"} and len(few) >= len(FAMILIES)
     assert f"{len(few)} of {len(few)} kernels were compiled" in result.stdout
     assert "error: kernlib's, relative to float64. On a CPU both are" in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert "`python examples/quickstart.py`" in last and "doctor" not in last
+    assert (ROOT / "examples" / "quickstart.py").exists()
 
 
 def test_demo_writes_events_when_asked(run, few):

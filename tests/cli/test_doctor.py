@@ -89,8 +89,10 @@ def steps(run, code=0):
 
 
 def test_where_nothing_is_wrong_it_ends_with_commands_to_run(run, monkeypatch):
-    demo, ahead = steps(run)
-    assert "`kernlib demo`" in demo and "`kernlib compile --arch ARCH`" in ahead
+    gpu, demo, ahead = steps(run)
+    assert "NVIDIA GPU since sm_80" in gpu and errors.INSTALL in gpu
+    assert "`kernlib demo`, then README's first example" in demo
+    assert "`kernlib compile --arch ARCH`" in ahead
     monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "A", "sm_80")])
     (both,) = steps(run)
     assert "`kernlib demo`" in both and "`kernlib bench`" in both
@@ -202,6 +204,29 @@ def test_a_driver_that_is_older_than_torch_is_named(
         [("note", advice)] if advice else []
     )
     assert all(version in finding["text"] and cuda in finding["text"] for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hidden", "advice"),
+    [
+        ("13.0", "1", "CUDA_VISIBLE_DEVICES=1 says which GPUs torch may see: unset it"),
+        ("13.0", None, "nvidia-smi lists the GPUs that it sees"),
+        (None, None, ""),  # of which the line of torch tells
+    ],
+)
+def test_a_driver_without_a_gpu_that_torch_sees(run, monkeypatch, tmp_path, cuda, hidden, advice):
+    path = tmp_path / "version"
+    path.write_text(DRIVER.format("580.65.06"))
+    monkeypatch.setattr(checks, "DRIVER_VERSION", path)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    (finding,) = findings(run, "GPU")
+    assert advice in finding["advice"] and bool(advice) == (finding["status"] == "note")
+    told = steps(run)
+    assert not any("there is none here" in step for step in told)  # it is, and not used
+    assert told[0].startswith("GPU: " if advice else "torch: ")
 
 
 def test_it_fails_without_a_compiler(run, monkeypatch):
