@@ -81,6 +81,14 @@ class Descriptor(Part):
         given = [f"{name}=..." for name in self.required]
         return f"run_kernel({', '.join(['descriptor', *self.operands, *given])})"
 
+    if not TYPE_CHECKING:  # who calls one is told so before it runs
+
+        def __call__(self, *_: object, **__: object) -> NoReturn:
+            """Raises TypeError, which says how it is called: Python's own says that it is not."""
+            from kernlib.descriptors.words import refuse_call  # which right calls do without
+
+            refuse_call(self)
+
     def __repr__(self) -> str:
         """What makes an equal one, and behind it, as a comment, how it is called."""
         return f"{render(self)}  # {self.call}"

@@ -9,6 +9,7 @@ from kernlib import hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import NoReturn
 
     from kernlib.descriptors.base import Descriptor
 
@@ -50,8 +51,27 @@ def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable)
             f"{text}: it is an argument of a call, as in {call_of('', made, name)}, of descriptors "
             "whose stages or epilogue take it"
         )
+    if made is not None and name == "epilogue" and made.epilogue:
+        raise TypeError(text + _own_epilogue(what, made))
     hint = hints.argument(name, fields)
     raise TypeError(text + (hint or f"; it takes {', '.join(fields)}"))
+
+
+def _own_epilogue(what: str, made: Descriptor) -> str:
+    """Why ``what`` takes no epilogue, and what does."""
+    own, bare = f"kernlib.{made.epilogue[0]!r}", made.replace(epilogue=())
+    takes = f"kernlib.{bare.describe()}(epilogue="
+    return (
+        f": {what} has an epilogue of its own, {own}. {takes}...) takes another in its place, and "
+        f"{takes}({own}, ...)) more behind it"
+    )
+
+
+def refuse_call(descriptor: Descriptor) -> NoReturn:
+    """Raises TypeError for a descriptor that is called like a function."""
+    raise TypeError(
+        f"{descriptor.describe()} is a descriptor and no function: write kernlib.{descriptor.call}"
+    )
 
 
 def refuse_positional(what: str, value: str, make: Callable) -> None:

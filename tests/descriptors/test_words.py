@@ -1,6 +1,7 @@
 """What a descriptor says of its call, and what is said of one that is written wrongly."""
 
 import inspect
+import pickle
 import re
 
 import pytest
@@ -126,6 +127,16 @@ FIELDS = {
         lambda: kl.gaussian().replace(bandwidth=2.0),
         r"it is an argument of the call, run_kernel\(descriptor, a, b, bandwidth=1.0\)$",
     ),
+    "an epilogue beside its own": (
+        lambda: kl.gaussian(epilogue=kl.Scale()),
+        r"'epilogue': gaussian has an epilogue of its own, kernlib.Gaussian\(\)\. "
+        r"kernlib.squared_distance\(epilogue=\.\.\.\) takes another in its place, and "
+        r"kernlib.squared_distance\(epilogue=\(kernlib.Gaussian\(\), \.\.\.\)\) more behind it$",
+    ),
+    "an epilogue of a dot product": (
+        lambda: kl.polynomial(epilogue=kl.Tanh()),
+        r"\(degree=3\)\. kernlib.dot_product\(epilogue=\.\.\.\) takes another",
+    ),
     "like nothing": (lambda: kl.gaussian(zzz=1), "'zzz'; it takes precision, symmetric, direct$"),
     "wrong in two ways": (lambda: kl.Pairwise("sum", zzz=1), "'zzz'; it takes operator, inner"),
 }
@@ -136,6 +147,33 @@ def test_a_wrong_field_is_told_where_it_goes(case):
     make, message = FIELDS[case]
     with pytest.raises(TypeError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_written_in_place_of_a_second_epilogue_computes_both(name):
+    """Of each descriptor that has one of its own."""
+    own = NAMES[name]().epilogue
+    if not own:
+        return
+    with pytest.raises(TypeError, match="of its own") as caught:
+        NAMES[name](epilogue=kl.Scale())
+    (advised,) = re.findall(r"kernlib\.(\w+)\(epilogue=\(", str(caught.value))
+    assert getattr(kl, advised)(epilogue=own) == NAMES[name]()
+    assert getattr(kl, advised)(epilogue=(*own, kl.Scale())).parameters[-1] == "scale"
+
+
+# Descriptors that are called like functions.
+
+
+@pytest.mark.parametrize("call", SIGNATURES)
+def test_a_descriptor_that_is_called_says_how_it_is(call):
+    descriptor = SIGNATURES[call]
+    before = repr(descriptor), hash(descriptor), pickle.dumps(descriptor)
+    with pytest.raises(TypeError, match="is a descriptor and no function: write ") as caught:
+        descriptor(torch.ones(2, 3), torch.ones(4, 3), bandwidth=1.0)
+    assert str(caught.value).endswith(f" write kernlib.{descriptor.call}")
+    assert (repr(descriptor), hash(descriptor), pickle.dumps(descriptor)) == before
+    assert pickle.loads(before[2]) == descriptor
 
 
 # What is no descriptor, and what is no part of one.
