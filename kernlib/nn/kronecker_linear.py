@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
@@ -26,6 +27,7 @@ GAIN = 1e-13
 SWEEPS = 2000
 
 
+@hinted
 class KroneckerLinear(nn.Module):
     """``activation(x (F1 ⊗ ... ⊗ FN) + bias)``, in place of ``nn.Linear``.
 

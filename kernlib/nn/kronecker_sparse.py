@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import CompileError, UnsupportedError
@@ -28,6 +29,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REFUSALS = 1024  # that "auto" remembers; past that it asks for the kernel again
 
 
+@hinted
 class KSLinear(nn.Module):
     """``activation(x K^T + bias)`` with ``K = K_last @ ... @ K_0``, in place of ``nn.Linear``.
 

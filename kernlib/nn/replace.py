@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.errors import warn
 from kernlib.nn.kronecker_sparse import KSLinear
@@ -27,6 +28,7 @@ VIT_S16: dict[tuple[int, int], tuple[Pattern, ...]] = {
 }
 
 
+@hinted
 def replace_linear(
     module: nn.Module,
     patterns: Mapping[tuple[int, int], Chain] | Callable[[str, int, int], Chain | None],

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.calls import hinted
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.formats.registry import check_format
@@ -27,6 +28,7 @@ _EXTRA = "_extra_state"
 MOST_FEATURES = 2**61 - 1  # of which torch can count the bytes
 
 
+@hinted
 class SparseLinear(nn.Module):
     """``activation(x W^T + bias)`` with a compressed, constant ``W`` (out_features, in_features),
     in place of ``nn.Linear``.

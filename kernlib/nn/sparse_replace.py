@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from torch import nn
 
+from kernlib.calls import hinted
 from kernlib.errors import warn
 from kernlib.nn.linears import linears, warn_of_nothing
 from kernlib.nn.sparse_linear import SparseLinear, check_linear, check_options
 
 
+@hinted
 def sparsify(
     model: nn.Module,
     filter: str | Callable[[str, nn.Linear], bool] | None = None,

@@ -42,6 +42,7 @@ FORBIDDEN = {
     "progress.py": ("torch", "cuda", "lmdb", "kernlib"),
     "settings.py": ("torch", "cuda", "lmdb", "kernlib"),
     "canonical.py": ("torch", "cuda", "lmdb", "kernlib"),
+    "calls.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
     "hints.py": ("torch", "cuda", "lmdb", "kernlib"),
     "errors.py": ("torch", "cuda", "lmdb", "kernlib"),
     "events.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),

@@ -1,5 +1,6 @@
 """What is said where layers are swapped, or not, in a way that is seldom meant."""
 
+import inspect
 import warnings
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 
 import kernlib as kl
+from kernlib.calls import hinted
 from kernlib.nn import (
+    BlockSparseLinear,
     KroneckerLinear,
     KSLinear,
     SparseLinear,
@@ -105,3 +108,100 @@ def test_what_is_no_activation_is_told_what_to_write(activation, error, message)
     ):
         with pytest.raises(error, match=message):
             make()
+
+
+# Arguments that fit no constructor.
+
+
+def constructors() -> dict:
+    """Of every layer: itself and its public class methods, by name."""
+    layers = [getattr(kl.nn, name) for name in kl.nn.__all__ if name != "compat"]
+    found = {}
+    for layer in filter(inspect.isclass, layers):
+        found[layer.__name__] = layer
+        for name, value in vars(layer).items():
+            if isinstance(value, classmethod) and name[0] != "_":
+                found[f"{layer.__name__}.{name}"] = getattr(layer, name)
+    return found
+
+
+CONSTRUCTORS = constructors()
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_a_misspelt_argument_of_every_constructor_is_told_its_name(name):
+    make = CONSTRUCTORS[name]
+    known = [each for each in inspect.signature(make).parameters if len(each) > 4]
+    for each in known:
+        message = rf"^{name}\(\) got an unexpected keyword argument '\w+'; did you mean {each}\?$"
+        with pytest.raises(TypeError, match=message):
+            make(**{each[:2] + each[3:]: None})
+    with pytest.raises(TypeError, match=f"argument 'zzz'; it takes .*{known[-1]}"):
+        make(zzz=1)
+
+
+def test_there_are_constructors():
+    assert {"SparseLinear", "BlockSparseLinear.from_linear", "KSLinear"} <= {*CONSTRUCTORS}
+
+
+MISFITS = {
+    "another constructor's": (
+        lambda: SparseLinear(64, 64, density=0.5),
+        r"^SparseLinear\(\) got an unexpected keyword argument 'density'; "
+        r"SparseLinear.from_linear\(\) takes it$",
+    ),
+    "the constructor's own": (
+        lambda: BlockSparseLinear.from_linear(nn.Linear(64, 64), layout=16),
+        r"argument 'layout'; BlockSparseLinear\(\) takes it$",
+    ),
+    "missing": (
+        lambda: BlockSparseLinear(1024, 512, density=0.1),
+        r"missing 1 required positional argument: 'layout'; the call is "
+        r"BlockSparseLinear\(in_features, out_features, layout, bias=True, .* density=None, ",
+    ),
+    "too many": (
+        lambda: SparseLinear.from_linear(nn.Linear(2, 2), "auto", 0.5, "row", None, 1, 1),
+        r"7 positional arguments but 8 were given; the call is SparseLinear.from_linear\(linear, f",
+    ),
+    "of a function": (lambda: sparsify(model(), densty=0.5), r"'densty'; did you mean density\?$"),
+    "of a swap": (lambda: block_sparsify(model(), blok=16), r"'blok'; did you mean block\?$"),
+    "of the layers that are swapped in": (
+        lambda: replace_linear(model(), {(64, 64): [(4, 16, 16, 1)]}, activaton="relu"),
+        r"^0: KSLinear\(\) got .* 'activaton'; did you mean activation\?$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_arguments_that_do_not_fit_say_what_does(case):
+    call, message = MISFITS[case]
+    with pytest.raises(TypeError, match=message) as caught:
+        call()
+    assert case == "of the layers that are swapped in" or caught.value.__context__ is None
+
+
+def test_what_a_constructor_raises_itself_stays_as_it_is():
+    inner = TypeError("mine")
+
+    @hinted
+    class Made:
+        """Says what it is."""
+
+        def __init__(self, value: int, *, other: int = 2):
+            if value == 0:
+                raise inner
+            self.value = len(value) if value is None else value
+
+        @classmethod
+        def twice(cls, value: int):
+            return cls(2 * value)
+
+    with pytest.raises(TypeError) as caught:
+        Made(0)
+    assert caught.value is inner
+    with pytest.raises(TypeError, match="has no len"):
+        Made(None)
+    assert Made.twice(2).value == 4 and type(Made.twice(2)) is Made
+    assert type("Mine", (Made,), {}).twice(1).__class__.__name__ == "Mine"
+    assert str(inspect.signature(Made)) == "(value: int, *, other: int = 2)"
+    assert Made.__doc__ == "Says what it is." and Made.twice.__qualname__.endswith("Made.twice")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse.contents.given import Mask, checked_device
 from kernlib.families.blocksparse.contents.sizes import checked_count
@@ -106,6 +107,7 @@ def _check_sizes(q, k, v, layout, key_transposed: bool) -> None:
         raise ValueError(f"k must have D = {q.shape[-1]} as q has, got {depth}")
 
 
+@hinted
 class BlockSparseMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` over the stored blocks of a layout.
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.blocksparse.contents.given import checked_mask
@@ -30,6 +31,7 @@ from kernlib.runtime.tensors import check_dense
 PADDINGS = ("zeros", "reflect", "replicate", "circular")
 
 
+@hinted
 class BlockSparseConv2d(BlockSparseModule):
     """``activation(conv2d(x, W) + bias)`` with a trainable block-sparse W, in place of
     ``nn.Conv2d``: the product of W as a matrix (out_channels, kernel rows * kernel columns *
@@ -183,6 +185,7 @@ class BlockSparseConv2d(BlockSparseModule):
         return ", ".join(parts)
 
 
+@hinted
 def taps_layout(
     mask: torch.Tensor,
     block: int | tuple[int, int],

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.blocksparse.contents.sizes import checked_count
@@ -27,6 +28,7 @@ from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
 
+@hinted
 class BlockSparseLinear(BlockSparseModule):
     """``activation(x W^T + bias)`` with a trainable block-sparse ``W`` (out_features, in_features),
     in place of ``nn.Linear``.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from kernlib.calls import hinted
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.nn.block_sparse.linear import BlockSparseLinear, check_linear
 from kernlib.nn.block_sparse.weight import check_multiple, check_options
@@ -14,6 +15,7 @@ from kernlib.nn.linears import warn_of_nothing
 from kernlib.nn.sparse_replace import check_filter, places_of
 
 
+@hinted
 def block_sparsify(
     model: nn.Module,
     block: int | tuple[int, int],

@@ -1,0 +1,98 @@
+"""What public constructors say of arguments that do not fit them: Python's own text names none that
+would."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from inspect import Signature
+    from typing import Any
+
+_Made = TypeVar("_Made", bound="Callable[..., Any]")
+
+
+def hinted(made: _Made) -> _Made:
+    """A function, or a class with its constructor and public class methods, whose TypeError for a
+    keyword that is none says what may have been meant, and for other arguments that do not fit how
+    the call looks. What a call itself raises stays as it is."""
+    if not isinstance(made, type):
+        return _hinted(made, made.__qualname__)
+    for name, value in _constructors(made):
+        if isinstance(value, classmethod):
+            called = _hinted(value.__func__, f"{made.__name__}.{name}", made)
+            setattr(made, name, classmethod(called))
+        else:
+            setattr(made, name, _hinted(value, made.__name__, made))
+    return made
+
+
+def _constructors(owner: type) -> list[tuple[str, Any]]:
+    """Its own ``__init__`` and public class methods, by name."""
+    return [
+        (name, value)
+        for name, value in vars(owner).items()
+        if name == "__init__" or (isinstance(value, classmethod) and name[0] != "_")
+    ]
+
+
+def _hinted(function: Callable, name: str, owner: type | None = None) -> Callable:
+    @functools.wraps(function)
+    def call(*values, **given):
+        try:
+            return function(*values, **given)
+        except TypeError as error:
+            text = _misfit(function, name, owner, values, given, error)
+            if text is None:
+                raise
+        raise TypeError(text)
+
+    return call
+
+
+def _misfit(function, name: str, owner, values: tuple, given: dict, error) -> str | None:
+    """What is said of arguments that a function does not take; None of those that it takes, so
+    that the error is one of its own."""
+    from inspect import signature  # of what goes wrong only
+
+    takes = signature(function)
+    try:
+        takes.bind(*values, **given)
+    except TypeError:
+        shown = _plain(takes, owner is not None)
+    else:
+        return None
+    known = [*shown.parameters]
+    for keyword in given:
+        if keyword not in known:
+            text = f"{name}() got an unexpected keyword argument {keyword!r}"
+            return text + _meant(keyword, known, owner)
+    return f"{error}; the call is {name}{shown}"
+
+
+def _plain(takes: Signature, bound: bool) -> Signature:
+    """Names and defaults alone, without what is ``bound`` to the first name."""
+    parameters = [*takes.parameters.values()][1 if bound else 0 :]
+    plain = [each.replace(annotation=each.empty) for each in parameters]
+    return takes.replace(parameters=plain, return_annotation=takes.empty)
+
+
+def _meant(keyword: str, known: list[str], owner: type | None) -> str:
+    from kernlib import hints
+
+    others = [] if owner is None else [*_takers(keyword, owner)]
+    if others:
+        return f"; {' and '.join(others)} takes it"
+    return hints.argument(keyword, known) or f"; it takes {', '.join(known)}"
+
+
+def _takers(keyword: str, owner: type) -> Iterator[str]:
+    """The constructors of a class that take an argument of this name."""
+    from inspect import signature
+
+    for name, value in _constructors(owner):
+        made = isinstance(value, classmethod)
+        if keyword in signature(value.__func__ if made else value).parameters:
+            yield f"{owner.__name__}.{name}()" if made else f"{owner.__name__}()"
