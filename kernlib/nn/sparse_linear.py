@@ -13,13 +13,12 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.calls import hinted
 from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.errors import warn
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.families.sparse.formats.registry import check_format
-from kernlib.families.sparse.layout import DTYPES, format_of, parse_layout
-from kernlib.families.sparse.lowering.rates import check_columns
-from kernlib.families.sparse.matrix import SparseMatrix, compress
-from kernlib.families.sparse.prune import check_density, check_per, magnitude
+from kernlib.families.sparse.layout import format_of, parse_layout
+from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.nn.activations import as_activation
+from kernlib.nn.sparse_weights import checked_dtype, counted, is_silently_dense, matrix_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense, check_flag, stand_ins
 
@@ -62,7 +61,7 @@ class SparseLinear(nn.Module):
         device: torch.device | str | int | None = None,
     ):
         super().__init__()
-        dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        dtype = checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
         sizes = {"out_features": out_features, "in_features": in_features}
         self._sizes = tuple(_checked_size(name, size) for name, size in sizes.items())
         check_flag("bias", bias)
@@ -97,16 +96,20 @@ class SparseLinear(nn.Module):
           those of largest magnitude, counted ``per`` "matrix" or "row": see
           :func:`kernlib.sparse.magnitude`. ``linear`` keeps its weight.
 
+        Warns with a :class:`kernlib.KernlibWarning` of a weight that is kept dense because nobody
+        has pruned it: constant all the same, and no smaller.
+
         Raises TypeError for what is no ``nn.Linear`` and for float64, ValueError for one without
         values, such as on "meta", and as ``compress`` and ``magnitude`` do.
         """
-        check_linear(linear)
-        check_options(density, format, per, columns)
-        weight = linear.weight.detach()
-        if density is not None:
-            weight = magnitude(weight, density, per)
-        made = _counted(compress(weight, format, columns), int(torch.count_nonzero(weight)))
-        return cls.from_matrix(made, linear.bias, activation).train(linear.training)
+        matrix = matrix_of(linear, format, density, per, columns)
+        if is_silently_dense(matrix, density, format):
+            warn(
+                "SparseLinear.from_linear leaves the weight dense, which has too few zeros to "
+                "compress, and makes it a constant without a gradient. density=0.5 prunes it; "
+                "format='dense' says that this is meant"
+            )
+        return cls.from_matrix(matrix, linear.bias, activation).train(linear.training)
 
     @classmethod
     def from_matrix(
@@ -296,7 +299,7 @@ class SparseLinear(nn.Module):
         if kept is not None:
             layout, nnz = kept
             tensors = {n.removeprefix(_PREFIX): self._buffers[n] for n in self._names}
-            self._hold(_counted(_restored(layout, tensors), nnz))
+            self._hold(counted(_restored(layout, tensors), nnz))
 
 
 class _DenseKey(str):
@@ -308,31 +311,6 @@ class _DenseKey(str):
             f"{self!s} (of an nn.Linear, not compressed: load it into one, and make the layer of "
             "that by SparseLinear.from_linear)"
         )
-
-
-def check_options(density, format, per, columns) -> None:
-    """Raises TypeError or ValueError for arguments that are none, used or not."""
-    if density is not None:
-        check_density(density)
-    check_format(format)
-    check_per(per)
-    check_columns(columns)
-
-
-def check_linear(linear) -> None:
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
-    weight = getattr(linear, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"the weight of linear must be a tensor, got {type(weight).__name__}")
-    if nn.parameter.is_lazy(weight):
-        raise ValueError("the weight is one of a lazy layer that has not been called: call it once")
-    _checked_dtype(weight.dtype)
-    if weight.is_nested or weight.dim() != 2:
-        shape = "a nested tensor" if weight.is_nested else f"shape {tuple(weight.shape)}"
-        raise ValueError(f"the weight must be a matrix (out_features, in_features), got {shape}")
-    if weight.is_meta:
-        raise ValueError("the weight is on meta, without values to compress: load it first")
 
 
 def _check_bias(bias, matrix: SparseMatrix) -> None:
@@ -367,13 +345,6 @@ def _checked_device(device) -> torch.device | None:
         ) from None
 
 
-def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        known = ", ".join(DTYPES)
-        raise TypeError(f"a SparseLinear holds {known}, got {dtype} for dtype")
-    return dtype
-
-
 def _makes_anew(fn: Callable, like: torch.Tensor) -> bool:
     """Whether a function for ``Module._apply`` answers tensors without the values of those given,
     as ``to_empty`` does: no matrix to multiply with."""
@@ -406,14 +377,14 @@ def _restored(layout: str, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
 
 def _rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
     """The matrix in another dtype: in its format, or in the best one where that cannot hold it."""
-    dtype = _checked_dtype(dtype)
+    dtype = checked_dtype(dtype)
     if matrix.device.type == "meta":
         raise TypeError(
             f"a SparseLinear on meta has no values to turn from {matrix.dtype} into {dtype}"
         )
     dense = matrix.to_dense().to(dtype)
     fits = format_of(matrix.format).nbytes(dense) is not None
-    return compress(dense, matrix.format if fits else "auto")
+    return compressed(dense, matrix.format if fits else "auto")
 
 
 def _of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
@@ -441,11 +412,4 @@ def _untracked(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _with_tensors(matrix: SparseMatrix, tensors: list[torch.Tensor]) -> SparseMatrix:
     """The same matrix in other memory."""
-    return _counted(SparseMatrix.from_layout(matrix.layout, tuple(tensors)), matrix.known_nnz())
-
-
-def _counted(matrix: SparseMatrix, nnz: int | None) -> SparseMatrix:
-    """A matrix whose number of entries is known, so that nobody counts them again."""
-    return SparseMatrix(
-        matrix.format, matrix.shape, matrix.dtype, matrix.tensors, matrix.facts, nnz
-    )
+    return counted(SparseMatrix.from_layout(matrix.layout, tuple(tensors)), matrix.known_nnz())

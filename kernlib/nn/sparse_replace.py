@@ -11,7 +11,13 @@ from torch import nn
 from kernlib.calls import hinted
 from kernlib.errors import warn
 from kernlib.nn.linears import linears, warn_of_nothing
-from kernlib.nn.sparse_linear import SparseLinear, check_linear, check_options
+from kernlib.nn.sparse_linear import SparseLinear
+from kernlib.nn.sparse_weights import (
+    check_linear,
+    check_options,
+    is_silently_dense,
+    matrix_of,
+)
 
 
 @hinted
@@ -59,19 +65,19 @@ def sparsify(
     new: dict[str, SparseLinear] = {}
     while places:
         layer, where = next(iter(places.items()))
-        made = SparseLinear.from_linear(layer, format, density, per, columns=columns)
+        matrix = matrix_of(layer, format, density, per, columns)
+        made = SparseLinear.from_matrix(matrix, layer.bias).train(layer.training)
         for parent, child, name in where:
             setattr(parent, child, made)
             new[name] = made
         del places[layer], layer  # and with it the dense weight
-    if density is None and format == "auto":
-        _warn_of_dense(new)
+    dense = [name for name, each in new.items() if is_silently_dense(each.matrix, density, format)]
+    _warn_of_dense(dense, new)
     return new
 
 
-def _warn_of_dense(new: dict[str, SparseLinear]) -> None:
+def _warn_of_dense(dense: list[str], new: dict[str, SparseLinear]) -> None:
     """Warns of weights that nobody has pruned, which compression only makes constant."""
-    dense = [name for name, layer in new.items() if layer.matrix.format == "dense"]
     if dense:
         some = ", ".join(map(repr, dense[:3])) + (", ..." if len(dense) > 3 else "")
         warn(

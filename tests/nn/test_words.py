@@ -61,12 +61,37 @@ def test_weights_that_nobody_has_pruned_warn():
     assert len(found) == 1 and "density=0.5 prunes them" in str(found[0].message)
 
 
+def test_a_weight_that_nobody_has_pruned_warns():
+    linear = nn.Linear(64, 64)
+    with pytest.warns(kl.KernlibWarning, match="from_linear leaves the weight dense") as found:
+        layer = SparseLinear.from_linear(linear)
+    assert layer.matrix.format == "dense" and len(found) == 1 and found[0].filename == __file__
+    told = str(found[0].message)
+    assert "density=0.5 prunes it" in told and "category=kernlib.KernlibWarning) hides" in told
+
+
+def test_layers_with_zeros_that_are_dense_for_speed_warn_of_nothing():
+    """Sixteen vectors at a time are fastest with a dense weight, pruned or not."""
+    pruned = model()
+    for layer in (pruned[0], pruned[2]):
+        layer.weight.data = kl.sparse.magnitude(layer.weight.data, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", kl.KernlibWarning)
+        layer = SparseLinear.from_linear(pruned[0], columns=16)
+        assert layer.matrix.format == "dense" and layer.matrix.density == 0.5
+        assert len(sparsify(pruned, columns=16)) == 2
+
+
 def test_what_is_meant_warns_of_nothing():
     pruned = model()
     for layer in (pruned[0], pruned[2]):
         layer.weight.data = kl.sparse.magnitude(layer.weight.data, 0.3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", kl.KernlibWarning)
+        SparseLinear.from_linear(pruned[0])
+        SparseLinear.from_linear(nn.Linear(64, 64), density=1.0)
+        SparseLinear.from_linear(nn.Linear(64, 64), format="dense")
+        SparseLinear.from_linear(nn.Linear(64, 64), "u2")
         sparsify(pruned)
         sparsify(model(), density=0.5)
         sparsify(model(), density=1.0)

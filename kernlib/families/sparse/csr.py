@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS
-from kernlib.families.sparse.matrix import SparseMatrix, compress
+from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.runtime.tensors import check_dense, materialised
 
 INDICES = (torch.int32, torch.int64)
@@ -37,7 +37,7 @@ def from_csr(
     _check_columns(col, owner, cols)
     dense = torch.zeros((rows, cols), dtype=values.dtype, device=values.device)
     dense[owner, col] = materialised(values.detach())
-    return compress(dense, format, columns)
+    return compressed(dense, format, columns)
 
 
 def _checked_shape(shape) -> tuple[int, int]:

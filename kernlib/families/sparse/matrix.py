@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.errors import warn
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.layout import (
     DTYPES,
@@ -33,6 +34,7 @@ from kernlib.families.sparse.tensors import (
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
 
+UNPRUNED = 0.9  # a density that pruning leaves nobody with; formats save nothing from 0.93 on
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
 
 
@@ -216,7 +218,7 @@ class SparseMatrix:
         dense = None if format == self._format else self.to_dense()
         if format == "auto":
             format = formats().auto(dense, columns)
-        return self if format == self._format else compress(dense, format)
+        return self if format == self._format else compressed(dense, format)
 
     def transpose(self) -> SparseMatrix:
         """The transpose (C, R), compressed in the same format where that can hold it. Made once,
@@ -348,7 +350,7 @@ def _pair(w: SparseMatrix, turned: SparseMatrix, states: tuple[State, State]) ->
 def _turned(w: SparseMatrix) -> SparseMatrix:
     dense = w.to_dense().t()
     fits = format_of(w.format).nbytes(dense) is not None
-    made = compress(dense, w.format if fits else "auto")
+    made = compressed(dense, w.format if fits else "auto")
     _count(made, w.known_nnz())
     return made
 
@@ -368,10 +370,28 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
     - ``columns``: for "auto", how many vectors products mostly have at a time: "bitmap" takes
       several at nearly the price of one, the others do not; more than 16 are fastest with "dense".
 
-    Raises TypeError for what is no tensor, ValueError for another dtype or number of dimensions,
-    for a format that is not known or cannot hold the matrix, and for other ``columns``. Formats and
-    their comparison follow MACKO-SpMV and SpInfer.
+    Warns with a :class:`kernlib.KernlibWarning` where "auto" keeps a matrix dense that nobody has
+    pruned. Raises TypeError for what is no tensor, ValueError for another dtype or number of
+    dimensions, for a format that is not known or cannot hold the matrix, and for other ``columns``.
+    Formats and their comparison follow MACKO-SpMV and SpInfer.
     """
+    made = compressed(dense, format, columns)
+    if format == "auto" and is_unpruned(made):
+        warn(
+            f"compress leaves the matrix {made.shape} dense, which has too few zeros to compress. "
+            "kernlib.sparse.magnitude(dense, density=0.5) prunes it; format='dense' says that this "
+            "is meant"
+        )
+    return made
+
+
+def is_unpruned(w: SparseMatrix) -> bool:
+    """Whether a matrix is kept dense for want of zeros, and not for the sake of speed alone."""
+    return w.format == "dense" and w.density > UNPRUNED
+
+
+def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
+    """:func:`compress` that warns of nothing."""
     dense = _matrix(dense)
     check_columns(columns)
     formats().check_format(format)

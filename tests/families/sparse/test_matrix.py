@@ -5,12 +5,13 @@ import gc
 import io
 import math
 import pickle
+import warnings
 import weakref
 
 import pytest
 import torch
 
-from kernlib import sparse
+from kernlib import KernlibWarning, sparse
 from kernlib.families.sparse import layout
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.cases import DTYPES, FORMATS, made, random, same_bits
@@ -136,6 +137,30 @@ def test_auto_takes_few_bytes(dtype, seed):
         dense = random(1024, 2048, density, dtype)
         w = compress(dense)
         assert torch.equal(w.to_dense(), dense) and w.format in wanted
+
+
+def test_a_matrix_that_nobody_has_pruned_warns_once(seed):
+    dense = random(64, 96, 1.0, torch.float16)
+    with pytest.warns(KernlibWarning, match=r"compress leaves the matrix \(64, 96\)") as found:
+        w = compress(dense)
+    assert w.format == "dense" and len(found) == 1 and found[0].filename == __file__
+    told = str(found[0].message)
+    assert "magnitude(dense, density=0.5)" in told and "category=kernlib.KernlibWarning)" in told
+
+
+def test_what_is_pruned_or_said_to_be_dense_warns_of_nothing(seed):
+    dense, half = random(64, 96, 1.0, torch.float16), random(64, 96, 0.5, torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KernlibWarning)
+        for format in FORMATS:
+            compress(dense, format).transpose()
+            compress(half, format)
+        assert compress(half).format != "dense"
+        assert compress(half, columns=16).format == "dense"  # as that is fastest
+        assert compress(dense, "u2").convert("auto").format == "dense"
+        compress(torch.zeros(0, 5))
+        csr = dense.to_sparse_csr()
+        sparse.from_csr(csr.crow_indices(), csr.col_indices(), csr.values(), (64, 96))
 
 
 def test_csr(seed):
