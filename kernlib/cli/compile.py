@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections import defaultdict
 
@@ -131,7 +132,7 @@ def _compile(descriptors: list, archs: tuple, dtypes, shapes, call, workers) -> 
     try:
         made = _entries(descriptors, archs, dtypes, shapes, call, workers)
     except (TypeError, ValueError) as error:
-        raise click.UsageError(f"{error}.") from error
+        raise click.UsageError(_in_options(str(error), descriptors)) from error
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
@@ -173,6 +174,8 @@ def _entries(descriptors: list, archs: tuple, dtypes, shapes, call: dict, worker
     made = []
     for dtype in dtypes:
         tensors = tuple(_tensor(shape, dtype) for shape in shapes)
+        for descriptor in descriptors:
+            _check_operands(descriptor, len(tensors))
         given = {name: _given(value, dtype) for name, value in call.items()}
         made += kernlib.compile(descriptors, specs=tensors, **common, **given)
     return list({id(entry): entry for entry in made}.values())
@@ -192,6 +195,30 @@ def _tensor(shape: tuple[int, ...], dtype):
     except (RuntimeError, TypeError, ValueError) as error:  # whose text holds frames of C++
         text = "x".join(map(str, shape))
         raise _bad(f"torch has no tensor of {text}: that is too large.", "--shape") from error
+
+
+def _check_operands(descriptor, given: int) -> None:
+    """Raises UsageError for a call of too few tensors, of which what is said in Python helps
+    nobody here."""
+    takes = descriptor.operands
+    if given < len(takes):
+        raise click.UsageError(
+            f"{takes[given]} is missing: {descriptor.describe()} takes {', '.join(takes)}, and one "
+            "--shape gives the sizes of each."
+        )
+
+
+def _in_options(text: str, descriptors: list) -> str:
+    """What kernlib.compile says of a call, as a sentence; where that advises a call in Python for
+    arguments that are missing, with the options that give them."""
+    found = re.search(r" needs ([^:]+): (run_kernel\(.*\))$", text)
+    if found:
+        epilogues = [each for one in descriptors for each in getattr(one, "epilogue", ())]
+        tensors = {name for each in epilogues for name in (*each.vectors, *dict(each.summands))}
+        names = [name.split()[0] for name in found[1].split(", ")]  # of "p (or inner_p)" the first
+        options = [f"--shape {n}=384" if n in tensors else f"--argument {n}=1.0" for n in names]
+        text = f"{text[: found.end(1)]}, such as {' '.join(options)}"
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def _facts(made: list, seen: list) -> list[dict]:

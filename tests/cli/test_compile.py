@@ -16,6 +16,8 @@ from kernlib.jit import compiler, service
 from tests.cli.cases import command, fresh, plain
 
 CALL = ("--shape", "1000x64", "--shape", "800x64", "--argument", "bandwidth=8.0")
+LAYER = "KroneckerSparse(a=6, b=64, c=64, d=1, epilogue=(Bias(), Scale()))"
+GRID = "KroneckerProduct(shapes=((4, 4), (4, 4)), epilogue=(Add(),))"
 
 
 @pytest.fixture
@@ -252,7 +254,24 @@ def test_names_that_say_no_descriptor(run, asked, modules, name, parts):
         (("gaussian", *CALL, "--argument", "archs=1"), ("archs is no argument of a call",)),
         (("gaussian", *CALL, "--argument", "colour=1"), ("colour is no argument", "bandwidth")),
         (("gaussian", *CALL, "--argument", "row_offset=0.5"), ("row_offset must be an int",)),
-        (("gaussian", "--shape", "10x4", "--shape", "9x4"), ("needs bandwidth",)),
+        (
+            ("gaussian", "--shape", "10x4", "--shape", "9x4"),
+            ("needs bandwidth, such as --argument bandwidth=1.0.",),
+        ),
+        (
+            ("p_distance", "--shape", "10x4", "--shape", "9x4"),
+            ("needs p (or inner_p), such as --argument p=1.0.",),
+        ),
+        (
+            (LAYER, "--shape", "512x384", "--shape", "6x64x64x1"),
+            ("needs bias, scale, such as --shape bias=384 --argument scale=1.0.",),
+        ),
+        (
+            (GRID, "--shape", "9x16", "--shape", "4x4", "--shape", "4x4"),
+            ("needs beta, y, such as --argument beta=1.0 --shape y=384.",),
+        ),
+        ((GRID, "--shape", "9x16"), ("factor1 is missing", "takes x, factor1, factor2, and")),
+        (("gaussian", *CALL, "--argument", "bandwith=1"), ("did you mean bandwidth?",)),
         (("gaussian", *CALL, "--shape", "1x64"), ("specs must be the tensors of one call",)),
         (("l1_distance", "--shape", "10x4"), ("b is missing",)),
         (("gaussian", "--workers", "0"), ("--workers",)),
@@ -261,7 +280,7 @@ def test_names_that_say_no_descriptor(run, asked, modules, name, parts):
 def test_what_cannot_be_used_is_named(run, compiles, arguments, parts):
     result = run("compile", *arguments)
     plain(result, 2, *parts)
-    assert compiles == [] and result.stdout == ""
+    assert compiles == [] and result.stdout == "" and "run_kernel" not in result.stderr
 
 
 def test_a_misspelt_name_waits_for_no_torch():
