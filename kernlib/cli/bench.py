@@ -21,6 +21,7 @@ COLUMNS = {
     "error": "right",
     "call": "left",
 }
+SPARE = ("error", "torch", "faster")  # what a narrow terminal does without
 # What makes each call: some hundred megabytes at most, so that small GPUs have room.
 CASES: tuple[Callable[[workloads.Maker], workloads.Call], ...] = (
     lambda make: make.pairwise("gaussian", 8192, 8192, 64, 8.0),
@@ -132,7 +133,7 @@ def _print(rows: list[Row], gpu: machine.Gpu) -> None:
         )
         for row in rows
     ]
-    print_table(COLUMNS, cells, title=f"Milliseconds on {gpu.name} ({gpu.arch})")
+    print_table(COLUMNS, cells, f"Milliseconds on {gpu.name} ({gpu.arch})", SPARE)
     click.echo()
     say(
         "Torch's are of what one would write at first. `kernlib.tune` may find a faster kernel for "

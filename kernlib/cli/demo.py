@@ -12,7 +12,8 @@ from kernlib import progress
 from kernlib.cli import machine, places, workloads
 from kernlib.cli.clock import CpuClock, GpuClock, milliseconds
 from kernlib.cli.machine import ARCH_WITHOUT_GPU
-from kernlib.cli.output import counted, plain_errors, print_table, say
+from kernlib.cli.options import json_option
+from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
 
 COLUMNS = {
     "family": "left",
@@ -22,6 +23,7 @@ COLUMNS = {
     "kernels": "left",
     "call": "left",
 }
+SPARE = ("kernels", "torch")  # what a narrow terminal does without
 CASES: tuple[Callable[[workloads.Maker], workloads.Call], ...] = (
     lambda make: make.pairwise("gaussian", 1000, 800, 64, 8.0),
     lambda make: make.pairwise("laplace_l1", 1000, 800, 64, 50.0),
@@ -45,7 +47,8 @@ class Result(NamedTuple):
 
 @click.command()
 @click.option("--events", is_flag=True, help="Write what the cache does to stderr, a line each.")
-def demo(events: bool) -> None:
+@json_option
+def demo(events: bool, as_json: bool) -> None:
     """Run a call of every family here, beside torch.
 
     With a CUDA GPU the calls run there. Without one they are computed on the CPU, and their kernels
@@ -60,9 +63,14 @@ def demo(events: bool) -> None:
             with progress.busy("making matrices"):
                 calls = _calls(place)
             kernels, lack = _kernels(calls, place)
-            _say_where(place, lack)
+            if not as_json:
+                _say_where(place, lack)
             results = _results(calls, kernels, place)
-        _report(results, place, seen)
+        compiled = {event.key for event in seen if event.name == "compile"}
+        if as_json:
+            print_json(_facts(results, place, compiled, lack))
+        else:
+            _report(results, place, compiled)
     wrong = [result.call.name for result in results if not result.error <= result.call.bound]
     if wrong:
         raise click.ClickException(f"the error is too large: {'; '.join(wrong)}")
@@ -136,8 +144,27 @@ def _result(call: workloads.Call, kernels: frozenset[str] | None, clock) -> Resu
     return Result(call, clock(call.run), clock(call.by_torch), call.error(), kernels)
 
 
-def _report(results: list[Result], place: workloads.Place, seen: list) -> None:
-    compiled = {event.key for event in seen if event.name == "compile"}
+def _facts(results: list[Result], place: workloads.Place, compiled: set[str], lack: str) -> dict:
+    """All that is printed, with the keys that ``kernlib bench --json`` has too."""
+    calls = [
+        {
+            "family": result.call.family,
+            "call": result.call.name,
+            "precision": result.call.precision,
+            "kernlib": result.kernlib,
+            "torch": result.torch,
+            "error": result.error,
+            "bound": result.call.bound,
+            "kernels": None if result.kernels is None else sorted(result.kernels),
+        }
+        for result in results
+    ]
+    where = {"gpu": None if place.index is None else place.name, "arch": place.arch, "unit": "ms"}
+    made = {"path": _store(), "compiled": sorted(compiled), "not_compiled": lack or None}
+    return {**where, **made, "calls": calls}
+
+
+def _report(results: list[Result], place: workloads.Place, compiled: set[str]) -> None:
     rows = [
         (
             result.call.family,
@@ -150,7 +177,7 @@ def _report(results: list[Result], place: workloads.Place, seen: list) -> None:
         for result in results
     ]
     click.echo()
-    print_table(COLUMNS, rows, title=f"Milliseconds on the {_short(place)}, float32")
+    print_table(COLUMNS, rows, f"Milliseconds on the {_short(place)}, float32", SPARE)
     click.echo()
     say(_legend(place))
     if all(result.kernels is not None for result in results):
@@ -178,10 +205,15 @@ def _legend(place: workloads.Place) -> str:
     return said
 
 
-def _conclusion(results: list[Result], compiled: set[str]) -> str:
+def _store() -> str | None:
+    """Where kernels are kept; None for a cache that is lost with this process."""
     from kernlib.jit import service
 
-    path = service.layers().store.info()["path"]
+    return service.layers().store.info()["path"]
+
+
+def _conclusion(results: list[Result], compiled: set[str]) -> str:
+    path = _store()
     needed = frozenset().union(*(result.kernels for result in results))
     if not compiled:
         return f"Nothing was compiled: all {len(needed)} kernels were found in the cache, {path}."

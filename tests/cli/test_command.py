@@ -51,6 +51,17 @@ def test_every_command_and_option_has_a_help_text(path, found):
             assert parameter.help and parameter.help[0].isupper() and parameter.help.endswith(".")
 
 
+def test_every_command_prints_json_for_programs():
+    found = {path for path, command in commands(main) if not hasattr(command, "commands")}
+    with_it = {
+        path
+        for path, command in commands(main)
+        for parameter in command.params
+        if "--json" in parameter.opts
+    }
+    assert found == with_it and len(found) > 10
+
+
 def test_exit_codes_are_documented(run):
     text = run("--help").output
     assert all(line in text for line in ("Exit codes:", "  0  ", "  1  ", "  2  "))

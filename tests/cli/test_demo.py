@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernlib import errors, events, settings
-from kernlib.cli import clock, machine, workloads
+from kernlib.cli import clock, machine, output, workloads
 from kernlib.cli.machine import Gpu
 from kernlib.jit import toolchain
 from tests.cli.cases import command, on_terminal, plain
@@ -88,12 +88,57 @@ def test_demo_shows_every_family_beside_torch(run, few):
     assert (ROOT / "examples" / "quickstart.py").exists()
 
 
+def test_demo_as_json(run, few):
+    """All of the table, by the names that the bench has too."""
+    result = run("demo", "--json")
+    assert result.exit_code == 0 and result.stderr == ""
+    facts = json.loads(result.stdout)
+    assert (facts["gpu"], facts["arch"], facts["unit"]) == (None, "sm_90a", "ms")
+    assert facts["not_compiled"] is None and facts["path"]
+    assert {call["family"] for call in facts["calls"]} == {*FAMILIES}
+    for call in facts["calls"]:
+        assert call["kernlib"] > 0 and call["torch"] > 0 and call["error"] <= call["bound"]
+        assert call["kernels"] and call["precision"] == "fp32"
+    needed = {key for call in facts["calls"] for key in call["kernels"]}
+    assert needed == {*facts["compiled"]} and len(needed) == len(few)
+    assert json.loads(run("demo", "--json").stdout)["compiled"] == []
+
+
+def test_demo_as_json_says_what_is_wrong(run, few, monkeypatch):
+    monkeypatch.setitem(workloads.BOUNDS, "fp32", 0.0)
+    result = run("demo", "--json")
+    plain(result, 1, "the error is too large: gaussian 20x30x8; ")
+    assert all(call["bound"] == 0 for call in json.loads(result.stdout)["calls"])
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("case", ["demo", "bench"])
+def test_a_narrow_terminal_does_without_columns(run, few, timed, monkeypatch, case, width):
+    """Which a line on stderr names; the longest names of calls are those of the real ones."""
+    monkeypatch.setattr(output, "terminal_width", lambda: width)
+    longest = "(1,768,192,2), 25088 rows" if case == "bench" else "(6,64,64,1), 1024 rows"
+    made = workloads.Maker.kronecker_sparse
+    monkeypatch.setattr(
+        workloads.Maker, "kronecker_sparse", lambda *given: made(*given)._replace(name=longest)
+    )
+    if case == "demo":
+        monkeypatch.setattr(machine, "gpus", lambda: [])
+    result = run(case)
+    assert result.exit_code == 0, result.output
+    assert len(rows(result.stdout)) == len(FAMILIES)
+    assert {*longest.split()} <= {*result.stdout.split()}  # whose words no fold has broken
+    assert max(len(line.rstrip()) for line in rows(result.stdout)) <= width
+    gone = {"demo": "torch, kernels", "bench": "torch, faster, error"}[case]
+    said = " ".join(result.stderr.split())
+    assert said == ("" if width == 80 else f"A wider terminal, a pipe and --json show {gone} too.")
+
+
 def test_demo_writes_events_when_asked(run, few):
     assert counts(run("demo", "--events").stderr)["compile"] == len(few) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
 def test_demo_is_one_screen(cache_dir, width):
     """Of 24 lines, without progress, which has gone when the table comes. Only the path of a cache
     may be wider, as it has no place to break."""
@@ -135,6 +180,9 @@ def test_demo_without_a_compiler_runs_every_call_and_says_once_what_is_missing(
     assert result.exit_code == 0 and result.stderr == "", result.output
     assert result.stdout.count("not compiled. Missing: cuda-core. To install: ") == 1
     assert errors.INSTALL in result.stdout.splitlines()[0]
+    facts = json.loads(run("demo", "--json").stdout)
+    assert facts["not_compiled"] in result.stdout and facts["compiled"] == []
+    assert {call["kernels"] for call in facts["calls"]} == {None}
     found = rows(result.stdout)
     assert {next(name for name in FAMILIES if row.startswith(name)) for row in found} == {*FAMILIES}
     assert all(re.search(r" [\d.]+ +[\d.]+ +\de-\d\d +not compiled ", row) for row in found)
