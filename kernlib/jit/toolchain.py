@@ -55,6 +55,8 @@ def _is_found(name: str) -> bool:
         return find_spec(name) is not None
     except ImportError:  # not even a folder cuda
         return False
+    except ValueError:  # it is loaded, and has no spec
+        return True
 
 
 _importing = threading.Lock()
