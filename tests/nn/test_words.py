@@ -9,6 +9,7 @@ from torch import nn
 
 import kernlib as kl
 from kernlib.calls import hinted
+from kernlib.compat import torch_blocksparse
 from kernlib.nn import (
     BlockSparseLinear,
     KroneckerLinear,
@@ -140,13 +141,14 @@ def test_what_is_no_activation_is_told_what_to_write(activation, error, message)
 
 def constructors() -> dict:
     """Of every layer: itself and its public class methods, by name."""
-    layers = [getattr(kl.nn, name) for name in kl.nn.__all__ if name != "compat"]
     found = {}
-    for layer in filter(inspect.isclass, layers):
-        found[layer.__name__] = layer
-        for name, value in vars(layer).items():
-            if isinstance(value, classmethod) and name[0] != "_":
-                found[f"{layer.__name__}.{name}"] = getattr(layer, name)
+    for module, word in ((kl.nn, ""), (torch_blocksparse, "torch_blocksparse ")):
+        for layer in filter(inspect.isclass, (getattr(module, name) for name in module.__all__)):
+            if "__init__" in vars(layer):
+                found[word + layer.__name__] = layer
+            for name, value in vars(layer).items():
+                if isinstance(value, classmethod) and name[0] != "_":
+                    found[f"{word}{layer.__name__}.{name}"] = getattr(layer, name)
     return found
 
 
@@ -157,8 +159,9 @@ CONSTRUCTORS = constructors()
 def test_a_misspelt_argument_of_every_constructor_is_told_its_name(name):
     make = CONSTRUCTORS[name]
     known = [each for each in inspect.signature(make).parameters if len(each) > 4]
+    called = name.rpartition(" ")[2]
     for each in known:
-        message = rf"^{name}\(\) got an unexpected keyword argument '\w+'; did you mean {each}\?$"
+        message = rf"^{called}\(\) got an unexpected keyword argument '\w+'; did you mean {each}\?$"
         with pytest.raises(TypeError, match=message):
             make(**{each[:2] + each[3:]: None})
     with pytest.raises(TypeError, match=f"argument 'zzz'; it takes .*{known[-1]}"):
@@ -166,7 +169,8 @@ def test_a_misspelt_argument_of_every_constructor_is_told_its_name(name):
 
 
 def test_there_are_constructors():
-    assert {"SparseLinear", "BlockSparseLinear.from_linear", "KSLinear"} <= {*CONSTRUCTORS}
+    some = {"SparseLinear", "BlockSparseLinear.from_linear", "torch_blocksparse MatMul"}
+    assert some <= {*CONSTRUCTORS}
 
 
 MISFITS = {

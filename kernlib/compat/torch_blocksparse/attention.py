@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kernlib.calls import hinted
 from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.nn.block_sparse.attention import (
@@ -16,6 +17,7 @@ from kernlib.runtime.tensors import check_dense
 MODES = ("dense", "fixed")
 
 
+@hinted
 class SparsityInfo:
     """What layouts of attention are made of: ``mode`` "dense" or "fixed", the size of a ``block``,
     and of "fixed" ``stride``, ``unidirectional``, ``numverts`` and ``vertsize``, as those of
@@ -65,6 +67,7 @@ class _OfLengths:
         return self.sparsity.layout(self.heads, query_length, key_length)
 
 
+@hinted
 class MultiheadAttention(BlockSparseMultiheadAttention):
     """:class:`kernlib.nn.BlockSparseMultiheadAttention` with Torch-Blocksparse's arguments.
 
@@ -103,6 +106,7 @@ class MultiheadAttention(BlockSparseMultiheadAttention):
         self.sparsity = sparsity
 
 
+@hinted
 class DeepSpeedSparseSelfAttention(nn.Module):
     """Attention of projected queries, keys and values, called ``op(query, key, value, rpe=None,
     key_padding_mask=None, attn_mask=None)`` with [B, H, L, D]; a ``key`` [B, H, D, L], transposed

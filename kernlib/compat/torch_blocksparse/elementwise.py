@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kernlib.calls import hinted
 from kernlib.descriptors.base import shown
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import check_dense
@@ -40,6 +41,7 @@ class ReLU(nn.Module):
         return torch.relu(x.to(wide) * scale + bias + residual.to(wide)).to(x.dtype)
 
 
+@hinted
 class Permute(nn.Module):
     """The tensor (N, C, H, W) with its values in another order in memory, called ``op(x)``.
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from kernlib.calls import hinted
 from kernlib.compat.torch_blocksparse.elementwise import checked_order, in_memory
 from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.epilogues import Bias
@@ -24,6 +25,7 @@ from kernlib.runtime.tensors import check_dense
 ORDERS = ("NHWC", "CHWN")
 
 
+@hinted
 class Linear(BlockSparseModule):
     """``x W + bias`` with a trainable block-sparse W (in_features, out_features).
 
@@ -106,6 +108,7 @@ class Linear(BlockSparseModule):
 BlockSparseLinear = Linear
 
 
+@hinted
 class Conv2d(BlockSparseConv2d):
     """A convolution with a block-sparse weight, as :class:`kernlib.nn.BlockSparseConv2d`.
 

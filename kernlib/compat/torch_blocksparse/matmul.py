@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag
 from kernlib.families.blocksparse.functions import dds, dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
@@ -32,6 +33,7 @@ class OnDevices:
         return found
 
 
+@hinted
 class MatMul:
     """A product of ``mode`` "sdd", "dsd" or "dds", called ``op(a, b, out=None)``: the letters say
     what result, a and b are, sparse or dense.
@@ -88,6 +90,7 @@ def _dds(a, b, layout: Layout, flags: dict, out) -> torch.Tensor:
     return dds(_padded(a), b, layout, **flags, out=out)
 
 
+@hinted
 class Softmax:
     """Softmax over the stored blocks of each row, called ``op(x, scale=1.0, rpe=None,
     key_padding_mask=None, attn_mask=None, key_padding_mask_mode="add", attn_mask_mode="add",
