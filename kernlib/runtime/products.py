@@ -80,7 +80,8 @@ class ProductPlan(NamedTuple):
     result: Callable[[], torch.Tensor]  # makes a new one
     steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
     launch: Callable[..., None]  # of the steps, given addresses: operands, out, vectors
-    compute: Callable | None  # in place of a launch: of descriptor, operands and values
+    # In place of a launch: of descriptor, operands, values and out, which it may write and answer.
+    compute: Callable | None
 
 
 def make_plan(
@@ -150,8 +151,8 @@ def bind(product: Product) -> Bound:
             target = _target(product, plan, descriptor, operands, out, parameters)
         if plan.compute is not None:
             values = _values(plan, vectors, numbers, converted)
-            y = plan.compute(descriptor, operands, values)
-            return y if out is None else out.copy_(y)
+            y = plan.compute(descriptor, operands, values, out)
+            return y if out is None or y is out else out.copy_(y)
         if target is None:
             target = plan.result()
         addresses.append(target.data_ptr())

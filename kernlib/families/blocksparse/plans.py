@@ -111,7 +111,7 @@ def _place(copies: tuple, operands: tuple) -> tuple[list[int], list]:
     return [*layout.addresses, *(t.data_ptr() for t in read)], read
 
 
-def _by_torch(descriptor: BlockSparseMatmul, operands: tuple, values: dict) -> torch.Tensor:
+def _by_torch(descriptor: BlockSparseMatmul, operands: tuple, values: dict, out) -> torch.Tensor:
     return reference.blocksparse_matmul(descriptor, *operands, values)
 
 

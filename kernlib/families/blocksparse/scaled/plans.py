@@ -128,7 +128,7 @@ def _nowhere(operands: tuple) -> tuple[list[int], None]:
     return [], None
 
 
-def _by_torch(descriptor, operands: tuple, values: dict) -> torch.Tensor:
+def _by_torch(descriptor, operands: tuple, values: dict, out) -> torch.Tensor:
     return reference.scaled_matmul(descriptor, *operands)
 
 

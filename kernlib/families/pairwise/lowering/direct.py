@@ -36,6 +36,7 @@ THREADS = 256
 TILE_K = 16
 PROMOTE_K = 64
 BIG_TILE, SMALL_TILE = 128, 64
+SMALL_COST = 1.2  # of a pair in a small tile, beside one in a big one
 MAX_TILES = 2**31 - 1  # blocks of a grid's first axis
 MAX_BATCH_BLOCKS = 65535
 OPERANDS = ("a", "b", "out")  # whose addresses the parameter struct starts with
@@ -171,9 +172,16 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
 
 
 def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: big tiles once there is one a multiprocessor."""
-    tiles = ceil_div(problem.m, BIG_TILE) * ceil_div(problem.n, BIG_TILE) * problem.batch
-    return known[-1] if tiles < multiprocessors else known[0]
+    """Of the candidates the one taken untuned: that whose rounds of tiles, one a multiprocessor,
+    are the fewest pairs."""
+
+    def cost(choice: Choice) -> float:
+        tile = int(choice["tile"])
+        tiles = ceil_div(problem.m, tile) * ceil_div(problem.n, tile) * problem.batch
+        pair = SMALL_COST if tile == SMALL_TILE else 1.0
+        return ceil_div(tiles, multiprocessors) * tile * tile * pair
+
+    return min(known, key=cost)
 
 
 def defaults(problem: Problem, arch: str) -> list[Choice]:

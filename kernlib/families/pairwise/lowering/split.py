@@ -36,7 +36,7 @@ from kernlib.families.pairwise.lowering.pack import (
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS, outputs
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
@@ -45,6 +45,7 @@ from kernlib.lowering.wgmma import multiply
 
 ARCH = "sm_90a"
 TILE_M = 128
+DIRECT_TILE = 64  # the smaller of the direct kernel's
 RASTER_ROWS = 16
 THREADS = 384
 PART_BYTES = 8 * 16 * 32 * 4  # a part of 32 columns for each of 8 warps
@@ -104,13 +105,14 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> 
 
 def pays(problem: Problem) -> bool:
     """Whether it beats the direct kernel, by microseconds on an H200: four launches, the packing
-    and, of each pair, the store or its products, against the store or 0.07 a million differences.
-    """
-    pairs = problem.m * problem.n * problem.batch
-    packed = (problem.m + problem.n) * problem.batch * problem.k
-    products = 40 + 2e-6 * packed + pairs * max(1.75e-6, 1e-8 * problem.k)
-    differences = 5 + pairs * max(1.3e-6, 7e-8 * problem.k)
-    return problem.k >= 16 and products < differences
+    and, of each pair, the store or its products, against the store or 0.07 a million differences,
+    those of whole tiles. Neither is faster than a tile's walk along K, which no other shares."""
+    pairs, k = problem.m * problem.n * problem.batch, problem.k
+    packed = (problem.m + problem.n) * problem.batch * k
+    products = 20 + 0.025 * k + 2e-6 * packed + pairs * max(1.75e-6, 1e-8 * k)
+    padded = round_up(problem.m, DIRECT_TILE) * round_up(problem.n, DIRECT_TILE) * problem.batch
+    differences = max(5 + padded * max(1.3e-6, 7e-8 * k), 3.5 + 0.0625 * k)
+    return k >= 16 and products < differences
 
 
 def default(descriptor: Pairwise, problem: Problem, precision: str) -> Variant:

@@ -80,16 +80,25 @@ RATES: dict[str, dict[int, dict[str, tuple[Rate, ...]]]] = {
         },
     },
 }
+# Of matrices whose rows are no whole 16 bytes, on an H100: microseconds of the copy of x for the
+# kernels of compressed ones, and the part of the rate that cuBLAS has left for several vectors.
+PADDING_US, UNALIGNED_RATE = 3.5, 0.45
 MOST_COLUMNS = 16  # beyond which a dense matrix is fastest, whatever is stored
 
 
-def microseconds(format: str, arch: str, density: float, nbytes: int, columns: int = 1) -> float:
+def microseconds(
+    format: str, arch: str, density: float, nbytes: int, columns: int = 1, aligned: bool = True
+) -> float:
     """The time of a product with a matrix of ``nbytes`` in a format and so many vectors: rates
     between two densities of the table are interpolated, beyond them they are those of the
-    nearest."""
+    nearest. ``aligned`` says whether rows of the dense matrix are whole 16 bytes."""
     known = RATES.get(arch, RATES[DEFAULT])
     most = min(number for number in known if number >= columns)
     fixed, rate = _between(known[most][format], density)
+    if not aligned and format != "dense":
+        fixed += PADDING_US
+    elif not aligned and columns > 1:
+        rate *= UNALIGNED_RATE
     return fixed + nbytes / rate * 1e-6
 
 

@@ -122,8 +122,9 @@ def test_both_orders_of_a_symmetric_form_share_a_kernel():
 
 TILES = [  # m, n, batch, dtype, tile
     (30000, 30000, 1, "float32", 128),
-    (1500, 1500, 1, "float32", 128),  # 144 tiles for 132 multiprocessors
-    (1400, 1400, 1, "float32", 64),
+    (1500, 1500, 1, "float32", 64),  # 144 big tiles for 132 multiprocessors, or 576 small ones
+    (1400, 1400, 1, "float32", 128),  # 121
+    (1000, 1000, 1, "float32", 64),  # 64, or 256
     (1400, 1400, 2, "float32", 128),
     (64, 10**6, 1, "float32", 64),
     (10**6, 64, 1, "float16", 64),
@@ -184,20 +185,20 @@ def test_every_variant_fits_every_target_and_has_a_description_of_its_own(name):
 
 BOTH = REPRESENTATIVE["both"]
 DESCRIBED = [  # what is shown only where it says something
-    (L1, {}, "float32 tile=64 features/features"),
-    (L1, {"dtype": "float16", "out_dtype": "float16"}, "float16 tile=64 features/features"),
-    (L1, {"dtype": "float16"}, "float16->float32 tile=64 features/features"),
+    (L1, {}, "float32 tile=128 features/features"),
+    (L1, {"dtype": "float16", "out_dtype": "float16"}, "float16 tile=128 features/features"),
+    (L1, {"dtype": "float16"}, "float16->float32 tile=128 features/features"),
     (L1, {"b": Layout(0, 1, 2000), "m": 9000}, "float32 tile=128 features/points"),
-    (SIGNED, {"out": Layout(0, 1, 1000), "k": 200}, "float32 tile=64 {} long swapped"),
-    (NORM, {"inner": 2.0, "root": True}, "float32 tile=64 {} p=2.0"),
-    (BOTH, {"inner": 3.0, "outer": 0.5}, "float32 tile=64 {} p=3.0 outer=sqrt(s)"),
-    (BOTH, {"inner": 2.0, "root": True}, "float32 tile=64 {} p=2.0 outer=sqrt(s)"),
+    (SIGNED, {"out": Layout(0, 1, 1000), "k": 200}, "float32 tile=128 {} long swapped"),
+    (NORM, {"inner": 2.0, "root": True}, "float32 tile=128 {} p=2.0"),
+    (BOTH, {"inner": 3.0, "outer": 0.5}, "float32 tile=128 {} p=3.0 outer=sqrt(s)"),
+    (BOTH, {"inner": 2.0, "root": True}, "float32 tile=128 {} p=2.0 outer=sqrt(s)"),
     (
         BOTH,
         {"inner": "device", "root": True},
-        "float32 tile=64 {} p=device outer=any_root(s,exponent,rest) norm",
+        "float32 tile=128 {} p=device outer=any_root(s,exponent,rest) norm",
     ),
-    (BOTH, {}, "float32 tile=64 {} outer=power(s,exponent)"),
+    (BOTH, {}, "float32 tile=128 {} outer=power(s,exponent)"),
 ]
 
 

@@ -67,7 +67,10 @@ def test_it_pays_for_large_problems():
     assert split.pays(problem(2000, 2000, 256))
     assert not split.pays(problem(30000, 30000, 8))
     assert not split.pays(problem(100, 100, 64))
-    assert not split.pays(problem(1, 100000, 1024))  # one product a packed number
+    # Measured on an H100, us: 35.8 beside 45.0, 61.1 beside 50.1, 31.9 beside 24.8.
+    assert split.pays(problem(20, 436, 689))
+    assert not split.pays(problem(16, 8190, 731))  # few products a packed number
+    assert not split.pays(problem(72, 721, 345))
 
 
 def test_the_workspace_holds_both_operands():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,14 @@ def test_rates_are_interpolated(table):
     ]:  # fmt: skip
         assert rates.microseconds("bitmap", "sm_90a", density, megabyte) == pytest.approx(wanted)
     assert rates.microseconds("dense", "sm_80", 0.3, megabyte) == pytest.approx(1.25)
+
+
+def test_rows_of_no_whole_16_bytes_cost_a_copy_of_x_or_cublas_its_rate(table):
+    sparse, dense = (partial(rates.microseconds, n, "sm_90a", 0.5, 10**6) for n in ("u4", "dense"))
+    assert sparse(1, False) == pytest.approx(sparse() + rates.PADDING_US)
+    assert sparse(8, False) == pytest.approx(sparse(8) + rates.PADDING_US)
+    assert dense(1, False) == dense() == dense(8) == pytest.approx(1.25)
+    assert dense(8, False) == pytest.approx(1 + 0.25 / rates.UNALIGNED_RATE)
 
 
 # The choice.
