@@ -63,10 +63,12 @@ def test_all_variants_of_every_arch(built, dtype, count):
 TILES = [  # points, arch, tiles: tiles of 128 against the multiprocessors of its GPUs
     (500, "sm_90a", ["64"]),  # 16 tiles, and 78 to 132 multiprocessors
     (1200, "sm_90a", ["128", "64"]),  # 100
-    (1500, "sm_90a", ["128"]),  # 144
+    (1500, "sm_90a", ["128", "64"]),  # 144
+    (3000, "sm_90a", ["128"]),  # 576
     (1000, "sm_80", ["128", "64"]),  # 64 for 56 to 108
     (500, "sm_121", ["64"]),
-    (900, "sm_121", ["128"]),  # 64 for 48
+    (900, "sm_121", ["64"]),  # 64 for 48, or 225 small ones
+    (1500, "sm_121", ["128"]),  # 144, or 576
 ]
 
 
@@ -251,7 +253,7 @@ def test_while_a_stream_captures_nothing_is_compiled(gpus, meta):
 
 
 def test_meta_tensors_load_the_kernels_of_the_current_device(gpus):
-    for device, points, tile in ((0, 1000, 64), (0, 1500, 128), (1, 1200, 128), (1, 1000, 64)):
+    for device, points, tile in ((0, 1000, 64), (0, 1400, 128), (1, 1000, 128), (1, 1200, 64)):
         with gpus.device(device):
             x = torch.empty(points, 64, device="meta")
             kl.prepare(kl.gaussian(), x, x, bandwidth=1.0)

@@ -212,7 +212,7 @@ def test_meta_tensors_prepare_the_tuned_kernel(gpus):
     meta = [torch.empty(t.shape, device="meta") for t in (a, b)]
     (spec,) = pairwise_ahead.specs(L1, "sm_90a", meta, {}, 0)
     assert "tile=64 " in spec.description
-    (spec,) = pairwise_ahead.specs(L1, "sm_90a", meta, {})
+    spec, *_ = pairwise_ahead.specs(L1, "sm_90a", meta, {})  # of some GPUs the other one too
     assert "tile=128 " in spec.description
 
 
