@@ -45,11 +45,19 @@ def prepare(descriptor: KroneckerProduct, *tensors, **arguments) -> None:
     call = request.check(PRODUCT)
     if PRODUCT.way(call, *request) == REFERENCE:
         return
-    ahead.plan_of(calls, parts, request, call)
+    plan = ahead.plan_of(calls, parts, request, call)
     device = request.operands[0].get_device()
-    for lower in _lowerings(request, call, arch_of(device), device)[1:]:
-        for spec in lower(model(device).multiprocessors).specs:
-            load(spec, device)
+    lowerings = _lowerings(request, call, arch_of(device), device)[1:]
+    with torch.no_grad():
+        if plan.compute is not None:  # once: a capture may not load cuBLAS
+            calls.launch(plan, *request.fused(parts)._replace(out=None))
+        for lower in lowerings:
+            lowered = lower(model(device).multiprocessors)
+            for spec in lowered.specs if lowered else ():
+                load(spec, device)
+            if lowered is None:  # the gradient by x
+                grad = torch.zeros(call.out_shape, dtype=call.dtype, device=call.device)
+                calls.execute(adjoint(request.descriptor), (grad, *request.operands[1:]), None, {})
 
 
 def prepared(descriptor: KroneckerProduct, *tensors, **arguments) -> bool:
@@ -72,7 +80,7 @@ def specs(
 ) -> list[KernelSpec]:
     """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
     arch, untuned, or on ``device`` alone, as it is tuned, if it is given; with those of the
-    gradients that would be recorded."""
+    gradients that would be recorded. None where torch computes it."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
     takes = choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch)
@@ -82,26 +90,28 @@ def specs(
     if device is not None:
         fewest = most = model(device).multiprocessors
     made = (
-        lower(count).specs
+        lower(count)
         for lower in _lowerings(request, call, arch, device)
         for count in range(fewest, most + 1)
     )
-    return list(dict.fromkeys(spec for found in made for spec in found))
+    return list(dict.fromkeys(spec for lowered in made if lowered for spec in lowered.specs))
 
 
 def _lowerings(
     request: Request, call: Call, arch: str, device: int | None
-) -> list[Callable[[int], Lowered]]:
-    """The launches of a call, for a number of multiprocessors; with a gradient recorded those of
-    all gradients by kernels too, of a contiguous gradient of the result."""
+) -> list[Callable[[int], Lowered | None]]:
+    """The launches of a call, for a number of multiprocessors, None for torch; with a gradient
+    recorded those of all gradients by kernels too, of a contiguous gradient of the result."""
     fused = request.fused(parts)
     descriptor, operands = fused.descriptor, fused.operands
 
-    def product(descriptor, operands, out, parameters, call: Call) -> Callable[[int], Lowered]:
+    def product(descriptor, operands, out, parameters, call: Call) -> Callable:
         problem = plans.problem_of(call, descriptor, operands, out, parameters)[0]
+        written = out is not None
         if device is not None:
-            return lambda _: plans.lower(descriptor, problem, device)
-        return lambda count: choose.lower(descriptor.epilogue, problem, arch, count)
+            return lambda _: plans.lower(descriptor, problem, device, written)
+        passes = plans.torch_passes(descriptor, problem, written)
+        return lambda count: choose.lower(descriptor.epilogue, problem, arch, count, None, passes)
 
     found = [product(*fused, call)]
     if not request.recorded() or not call.batch:

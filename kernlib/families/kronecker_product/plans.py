@@ -1,4 +1,5 @@
-"""Plans of Kronecker products: the problem that lowering sees, and its kernels, loaded."""
+"""Plans of Kronecker products: the problem that lowering sees, and its kernels, loaded; or, where
+torch is faster, its batched products, a factor at a time."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ from functools import partial
 
 import torch
 
+from kernlib import events
 from kernlib.canonical import encode
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
-from kernlib.families.kronecker_product.lowering import choose
+from kernlib.families.kronecker_product.lowering import by_torch, choose
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
 from kernlib.jit import tuning
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime.arguments import address_of, folded
+from kernlib.runtime import expressions
+from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import arch_of, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.precision import float32_precision
@@ -27,8 +30,11 @@ def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) ->
     device = operands[0].get_device()
     arch_of(device)  # one too old is refused for an empty result as well
     problem, copies, apart = problem_of(call, descriptor, operands, out, parameters)
-    lowered = lower(descriptor, problem, device) if call.batch else None
-    return loaded_plan(call, (descriptor, operands, out, parameters), lowered, copies, apart)
+    request = descriptor, operands, out, parameters
+    lowered = lower(descriptor, problem, device, out is not None) if call.batch else None
+    if lowered is None and call.batch:
+        return _torch_plan(call, request, problem)
+    return loaded_plan(call, request, lowered, copies, apart)
 
 
 def loaded_plan(
@@ -49,11 +55,26 @@ def signature(problem: Problem) -> bytes:
     return encode((FAMILY, problem))
 
 
-def lower(descriptor: KroneckerProduct, problem: Problem, device: int) -> Lowered:
-    """The kernels of a problem on a device: the tuned ones, else by rule."""
+def lower(
+    descriptor: KroneckerProduct, problem: Problem, device: int, written: bool
+) -> Lowered | None:
+    """The kernels of a problem on a device: the tuned ones, else by rule; None for torch. An
+    ``out`` is ``written``, or a new result made."""
     gpu = model(device)
     tuned = tuning.choice(FAMILY, gpu, signature(problem))
-    return choose.lower(descriptor.epilogue, problem, arch_of(device), gpu.multiprocessors, tuned)
+    passes = torch_passes(descriptor, problem, written)
+    given = descriptor.epilogue, problem, arch_of(device), gpu.multiprocessors
+    return choose.lower(*given, tuned, passes)
+
+
+def torch_passes(descriptor: KroneckerProduct, problem: Problem, written: bool) -> int | None:
+    """The passes over the result that torch would make behind its products; None where it must not
+    compute them: half types, whose sums of one factor may be more than they hold, and float32 where
+    torch's products may be in TF32."""
+    exact = problem.dtype == "float64"
+    if problem.dtype == "float32":
+        exact = problem.precision == "fp32" == float32_precision()
+    return by_torch.passes_of(descriptor.epilogue) + written if exact else None
 
 
 def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> bool:
@@ -61,6 +82,54 @@ def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> boo
     factors, and a grid its batch. Raises UnsupportedError for GPUs that are too old."""
     arch = arch_of(operands[0].get_device())
     return choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch)
+
+
+def _torch_plan(call: Call, request: tuple, problem: Problem) -> ProductPlan:
+    """The plan of a call that torch computes."""
+    descriptor, operands, out, _ = request
+    read = (None,) * len(descriptor.summands)  # as they are given
+    compute = partial(by_products, by_torch.products(problem), call.out_shape)
+    apart = out is not None
+    return make_plan(operands, call, request, _place_as_given, (), None, apart, compute, read)
+
+
+def by_products(
+    made: list[by_torch.Product],
+    shape: tuple[int, ...],
+    descriptor: KroneckerProduct,
+    operands: tuple,
+    parameters: dict,
+) -> torch.Tensor:
+    """A product of this ``shape`` by torch's products, and its epilogue behind them. ``parameters``
+    are numbers and tensors on the device. The products are those of ``reference.multiply``, from
+    the right alone and with all sizes known, which takes half the time of the host."""
+    y, *factors = operands
+    if events.listening():
+        said = f"{FAMILY} on {y.device}: no kernel, computed by torch"
+        events.emit("torch", "", "", said)
+    if y.shape[:-2] != shape[:-2]:
+        y = y.expand(*shape[:-1], y.shape[-1])
+    with no_autocast(y):
+        for each in made:
+            factor = factors[each.factor]
+            if factor.dim() > 2:  # a batch of one matrix
+                factor = factor[(0,) * (factor.dim() - 2)]
+            y = _along(y, each, factor.mT if descriptor.transposed[each.factor] else factor)
+        y = y.reshape(shape)
+        if descriptor.epilogue:
+            y = expressions.apply(descriptor.epilogue, y, parameters).contiguous()
+    # Not as a view, which autograd would forbid to write in place behind a recorded product.
+    return torch.ops.aten._unsafe_view.default(y, shape)
+
+
+def _along(x: torch.Tensor, product: by_torch.Product, factor: torch.Tensor) -> torch.Tensor:
+    left, (rows, columns), right = product.left, product.size, product.right
+    if right == 1:
+        return torch.mm(x.reshape(left, rows), factor)
+    x = x.reshape(left, rows, right)
+    if product.turned:
+        return torch.mm(x.mT.reshape(left * right, rows), factor).view(left, right, columns).mT
+    return torch.bmm(factor.mT.expand(left, columns, rows), x)
 
 
 def _place_as_given(operands: tuple) -> tuple[list[int], None]:

@@ -19,11 +19,11 @@ from kernlib.runtime.tensors import check_dense, is_wrapped, signature
 
 
 def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -> tuple | None:
-    """All that a plan depends on: after the descriptor the precision, then shapes, strides, dtypes,
-    device, alignment and kinds of numbers. None where there can be no plan."""
+    """All that a plan depends on: after the descriptor the precision of torch's own products, which
+    a plan may be of, whatever the descriptor permits; then shapes, strides, dtypes, device,
+    alignment and kinds of numbers. None where there can be no plan."""
     try:
-        permitted = float32_precision() if descriptor.precision is None else None
-        key = (descriptor.text, permitted)
+        key = (descriptor.text, float32_precision())
         for operand in operands:
             key += signature(operand)
         if out is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product.lowering import (
+    by_torch,
     grouping,
     halves,
     hopper,
@@ -18,8 +19,8 @@ from kernlib.families.kronecker_product.lowering import (
 )
 from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.problem import Problem
-from kernlib.families.kronecker_product.lowering.runs import split
-from kernlib.families.kronecker_product.lowering.variant import spec
+from kernlib.families.kronecker_product.lowering.runs import Run, split
+from kernlib.families.kronecker_product.lowering.variant import Variant, spec
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.choice import Choice
@@ -87,8 +88,11 @@ def lower(
     arch: str,
     multiprocessors: int,
     choice: Mapping[str, object] | None = None,
-) -> Lowered:
-    """The launches of a call: of the kind that a choice names, if that takes it, else by rule."""
+    passes: int | None = None,
+) -> Lowered | None:
+    """The launches of a call: of the kind that a choice names, if that takes it, else by rule. By
+    rule None where torch is faster, which may compute it with so many ``passes`` over the result
+    behind its products; it may not with None."""
     given = epilogue, problem, arch, multiprocessors
     named = _KINDS.get(str((choice or {}).get("kind")))
     found = named(*given) if named else None
@@ -98,7 +102,7 @@ def lower(
         found = lower_by(*given)
         if found is not None:
             return found
-    return _by_rule(*given)
+    return _by_rule(*given, passes)
 
 
 def candidates(
@@ -155,14 +159,27 @@ def _by_modes(
 
 
 def _by_rule(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
-) -> Lowered:
-    """By one launch for all runs, where that gains, or one for each."""
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    passes: int | None,
+) -> Lowered | None:
+    """By one launch for all runs, where that gains, or one for each; None for torch."""
     found, device, whole = runs(problem, arch), (arch, multiprocessors), None
     made = _slabs_of(problem, found, arch)
     if made is not None and slabs.gains(problem, found, made, *device):
         whole = slabs.lower(epilogue, problem, found, made, *device)
-    return _apart(epilogue, problem, found, *device) if whole is None else whole
+    lowered = _apart(epilogue, problem, found, *device) if whole is None else whole
+    if passes is None:
+        return lowered
+    if whole is None:
+        own = zip(_launches(problem, found, *device), lowered.steps, strict=True)
+        launches = [by_torch.Launch((run,), one, step.grid[0]) for (run, one), step in own]
+    else:
+        blocks = lowered.steps[-1].grid[0]
+        launches = [by_torch.Launch(tuple(split(problem, found)), made, blocks)]
+    return None if by_torch.gains(problem, launches, device, passes) else lowered
 
 
 def _hopper_by_rule(
@@ -227,21 +244,32 @@ def _apart(
 ) -> Lowered:
     """One launch for each run."""
     sums = DTYPES[problem.dtype].accumulator
-    parts, steps = split(problem, found), []
-    kept = [part.elements * DTYPES[sums].bytes for part in parts[:-1]]
+    launches, steps = _launches(problem, found, arch, multiprocessors), []
+    kept = [part.elements * DTYPES[sums].bytes for part, _ in launches[:-1]]
     second = round_up(max(kept[::2], default=0), 256)  # two buffers, in turn
     whole = second + max(kept[1::2], default=0)
-    for index, (part, (first, last)) in enumerate(zip(parts, found, strict=True)):
+    for index, ((part, made), (first, last)) in enumerate(zip(launches, found, strict=True)):
         source = (WORKSPACE, 0 if index % 2 else second) if index else ("x", 0)
-        ends = index == len(parts) - 1
+        ends = index == len(launches) - 1
         target = ("out", 0) if ends else (WORKSPACE, second if index % 2 else 0)
-        dtypes = _dtypes(problem.dtype, index == 0, ends)
-        columns = modes.columns_of(part, problem.dtype, problem.precision, arch, multiprocessors)
-        made = modes.variant(part.sizes, dtypes, problem.precision, part.inside, columns, arch)
         operands = (source, target, *((f"factor{number}", 0) for number in range(first, last)))
         own = epilogue if ends else ()
         steps.append(modes.step(own, part, made, arch, multiprocessors, operands))
     return Lowered(tuple(steps), whole)
+
+
+def _launches(
+    problem: Problem, found: tuple[tuple[int, int], ...], arch: str, multiprocessors: int
+) -> list[tuple[Run, Variant]]:
+    """Each run, and the kernel that takes it alone."""
+    parts, made = split(problem, found), []
+    for index, part in enumerate(parts):
+        kind = problem.dtype, problem.precision
+        columns = modes.columns_of(part, *kind, arch, multiprocessors)
+        dtypes = _dtypes(problem.dtype, index == 0, index == len(parts) - 1)
+        own = part.sizes, dtypes, problem.precision, part.inside, columns, arch
+        made.append((part, modes.variant(*own)))
+    return made
 
 
 # The kinds of kernels that a choice names.
