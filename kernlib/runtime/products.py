@@ -80,7 +80,7 @@ class ProductPlan(NamedTuple):
     result: Callable[[], torch.Tensor]  # makes a new one
     steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
     launch: Callable[..., None]  # of the steps, given addresses: operands, out, vectors
-    # In place of a launch: of descriptor, operands, values and out, which it may write and answer.
+    # In place of a launch: of descriptor, operands, values and where to write, or None.
     compute: Callable | None
 
 
@@ -151,7 +151,7 @@ def bind(product: Product) -> Bound:
             target = _target(product, plan, descriptor, operands, out, parameters)
         if plan.compute is not None:
             values = _values(plan, vectors, numbers, converted)
-            y = plan.compute(descriptor, operands, values, out)
+            y = plan.compute(descriptor, operands, values, target)
             return y if out is None or y is out else out.copy_(y)
         if target is None:
             target = plan.result()

@@ -107,10 +107,10 @@ def _lowerings(
 
     def product(descriptor, operands, out, parameters, call: Call) -> Callable:
         problem = plans.problem_of(call, descriptor, operands, out, parameters)[0]
-        written = out is not None
+        copied = plans.is_copied(descriptor, out)
         if device is not None:
-            return lambda _: plans.lower(descriptor, problem, device, written)
-        passes = plans.torch_passes(descriptor, problem, written)
+            return lambda _: plans.lower(descriptor, problem, device, copied)
+        passes = plans.torch_passes(descriptor, problem, copied)
         return lambda count: choose.lower(descriptor.epilogue, problem, arch, count, None, passes)
 
     found = [product(*fused, call)]

@@ -31,7 +31,7 @@ def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) ->
     arch_of(device)  # one too old is refused for an empty result as well
     problem, copies, apart = problem_of(call, descriptor, operands, out, parameters)
     request = descriptor, operands, out, parameters
-    lowered = lower(descriptor, problem, device, out is not None) if call.batch else None
+    lowered = lower(descriptor, problem, device, is_copied(descriptor, out)) if call.batch else None
     if lowered is None and call.batch:
         return _torch_plan(call, request, problem)
     return loaded_plan(call, request, lowered, copies, apart)
@@ -56,25 +56,30 @@ def signature(problem: Problem) -> bytes:
 
 
 def lower(
-    descriptor: KroneckerProduct, problem: Problem, device: int, written: bool
+    descriptor: KroneckerProduct, problem: Problem, device: int, copied: bool
 ) -> Lowered | None:
-    """The kernels of a problem on a device: the tuned ones, else by rule; None for torch. An
-    ``out`` is ``written``, or a new result made."""
+    """The kernels of a problem on a device: the tuned ones, else by rule; None for torch, whose
+    result is ``copied`` into an ``out``."""
     gpu = model(device)
     tuned = tuning.choice(FAMILY, gpu, signature(problem))
-    passes = torch_passes(descriptor, problem, written)
+    passes = torch_passes(descriptor, problem, copied)
     given = descriptor.epilogue, problem, arch_of(device), gpu.multiprocessors
     return choose.lower(*given, tuned, passes)
 
 
-def torch_passes(descriptor: KroneckerProduct, problem: Problem, written: bool) -> int | None:
+def is_copied(descriptor: KroneckerProduct, out: torch.Tensor | None) -> bool:
+    """Whether a given ``out`` is not where torch's last product can be written."""
+    return out is not None and (bool(descriptor.epilogue) or not out.is_contiguous())
+
+
+def torch_passes(descriptor: KroneckerProduct, problem: Problem, copied: bool) -> int | None:
     """The passes over the result that torch would make behind its products; None where it must not
     compute them: half types, whose sums of one factor may be more than they hold, and float32 where
     torch's products may be in TF32."""
     exact = problem.dtype == "float64"
     if problem.dtype == "float32":
         exact = problem.precision == "fp32" == float32_precision()
-    return by_torch.passes_of(descriptor.epilogue) + written if exact else None
+    return by_torch.passes_of(descriptor.epilogue) + copied if exact else None
 
 
 def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> bool:
@@ -89,7 +94,7 @@ def _torch_plan(call: Call, request: tuple, problem: Problem) -> ProductPlan:
     descriptor, operands, out, _ = request
     read = (None,) * len(descriptor.summands)  # as they are given
     compute = partial(by_products, by_torch.products(problem), call.out_shape)
-    apart = out is not None
+    apart = is_copied(descriptor, out)
     return make_plan(operands, call, request, _place_as_given, (), None, apart, compute, read)
 
 
@@ -99,8 +104,10 @@ def by_products(
     descriptor: KroneckerProduct,
     operands: tuple,
     parameters: dict,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A product of this ``shape`` by torch's products, and its epilogue behind them. ``parameters``
+    """A product of this ``shape`` by torch's products, and its epilogue behind them. A contiguous
+    ``out`` is written where there is none. ``parameters``
     are numbers and tensors on the device. The products are those of ``reference.multiply``, from
     the right alone and with all sizes known, which takes half the time of the host."""
     y, *factors = operands
@@ -114,7 +121,11 @@ def by_products(
             factor = factors[each.factor]
             if factor.dim() > 2:  # a batch of one matrix
                 factor = factor[(0,) * (factor.dim() - 2)]
-            y = _along(y, each, factor.mT if descriptor.transposed[each.factor] else factor)
+            target = out if each is made[-1] else None
+            factor = factor.mT if descriptor.transposed[each.factor] else factor
+            y = _along(y, each, factor, target)
+        if out is not None:
+            return out
         y = y.reshape(shape)
         if descriptor.epilogue:
             y = expressions.apply(descriptor.epilogue, y, parameters).contiguous()
@@ -122,14 +133,19 @@ def by_products(
     return torch.ops.aten._unsafe_view.default(y, shape)
 
 
-def _along(x: torch.Tensor, product: by_torch.Product, factor: torch.Tensor) -> torch.Tensor:
+def _along(
+    x: torch.Tensor, product: by_torch.Product, factor: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
     left, (rows, columns), right = product.left, product.size, product.right
+    if out is not None:
+        out = out.view(left, columns) if right == 1 else out.view(left, columns, right)
     if right == 1:
-        return torch.mm(x.reshape(left, rows), factor)
+        return torch.mm(x.reshape(left, rows), factor, out=out)
     x = x.reshape(left, rows, right)
     if product.turned:
-        return torch.mm(x.mT.reshape(left * right, rows), factor).view(left, right, columns).mT
-    return torch.bmm(factor.mT.expand(left, columns, rows), x)
+        made = torch.mm(x.mT.reshape(left * right, rows), factor).view(left, right, columns).mT
+        return made if out is None else out.copy_(made)
+    return torch.bmm(factor.mT.expand(left, columns, rows), x, out=out)
 
 
 def _place_as_given(operands: tuple) -> tuple[list[int], None]:

@@ -126,9 +126,26 @@ def plan(call: Call, descriptor: SparseMatmul, operands: tuple, out, parameters)
         partial(_place, copy),
         (*w.tensors, "x"),
         lowered,
-        apart=out is not None and (lowered is None or columns_of(out) is None),
+        apart=out is not None and not _is_written(descriptor, out, lowered is None),
         compute=compute,
     )
+
+
+def _is_written(descriptor: SparseMatmul, out: torch.Tensor, by_torch: bool) -> bool:
+    """Whether a result is written to ``out`` itself: by kernels where its leading dimensions are
+    one, by cuBLAS where nothing but a bias follows, which saves a copy of 1.4 us."""
+    if not by_torch:
+        return columns_of(out) is not None
+    return out.is_contiguous() and _is_cublas(descriptor)
+
+
+def _is_cublas(descriptor: SparseMatmul) -> bool:
+    """Whether cuBLAS does all that a descriptor says: a bias alone."""
+    return not descriptor.epilogue or _is_biased(descriptor)
+
+
+def _is_biased(descriptor: SparseMatmul) -> bool:
+    return len(descriptor.epilogue) == 1 and isinstance(descriptor.epilogue[0], Bias)
 
 
 def _place(copy: Callable | None, operands: tuple) -> tuple[list[int], torch.Tensor]:
@@ -161,7 +178,7 @@ def by_cublas(
 ) -> torch.Tensor:
     """A product by torch, on the matrix laid out, whose sums are float32. A bias alone is added by
     that; other epilogues follow in float32 on the rounded product. ``parameters`` are numbers and
-    tensors on the device. Answers ``out`` where it has written that."""
+    tensors on the device."""
     w, x = operands
     return by_dense(descriptor, laid_out(w), x, parameters, out)
 
@@ -178,18 +195,17 @@ def by_dense(
     parameters: dict,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`by_cublas` with a dense matrix of any strides."""
-    flat, epilogue = x.reshape(x.shape[:-1].numel(), dense.shape[1]), descriptor.epilogue
-    biased = len(epilogue) == 1 and isinstance(epilogue[0], Bias)
-    bias, into = parameters[epilogue[0].parameter] if biased else None, None
-    if out is not None and out.is_contiguous() and (biased or not epilogue):
-        into = out.view(flat.shape[0], dense.shape[0])  # saves a copy, 1.4 us
+    """:func:`by_cublas` with a dense matrix of any strides. A contiguous ``out`` is written, and
+    answered, where nothing but a bias follows."""
+    flat = x.reshape(x.shape[:-1].numel(), dense.shape[1])
+    bias = parameters[descriptor.epilogue[0].parameter] if _is_biased(descriptor) else None
+    into = None if out is None else out.view(flat.shape[0], dense.shape[0])
     with no_autocast(x):
         y = _product(dense, flat, bias, into)
-        if epilogue and not biased:
+        if not _is_cublas(descriptor):
             wide = y.to(accumulator(y.dtype))
-            y = reference.finish(epilogue, wide, parameters).to(y.dtype)
-    if into is not None:
+            y = reference.finish(descriptor.epilogue, wide, parameters).to(y.dtype)
+    if out is not None:
         return out
     # Not as a view, which autograd would forbid to write in place behind a recorded product.
     return torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], dense.shape[0]])

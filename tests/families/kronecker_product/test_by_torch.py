@@ -246,3 +246,16 @@ def test_factors_of_a_batch_are_kernels(gpus, seed):
     found = kl.run_kernel(descriptor, gpu(x), gpu(factor))
     assert kinds(gpus) == ["modes"]
     check(found, (gpu(x), gpu(factor)), F32, x.double() @ factor.double())
+
+
+@pytest.mark.parametrize("shapes", [((5, 7), (3, 4)), ((94, 118), (2, 5)), ((5, 40), (6, 2))])
+def test_a_contiguous_out_is_where_torch_writes(shapes, gpus, monkeypatch, seed):
+    """By its last product, be it single, batched or turned."""
+    monkeypatch.setattr(by_torch, "GAIN", 0.0)
+    descriptor, tensors = given(shapes, 3, F64)
+    wanted = host(kl.run_kernel(descriptor, *tensors))
+    for out in (torch.empty(wanted.shape).double(), torch.empty(wanted.shape[::-1]).double().mT):
+        there = gpu(out)
+        assert kl.run_kernel(descriptor, *tensors, out=there) is there
+        assert torch.equal(out, wanted)
+    assert not gpus.loads
