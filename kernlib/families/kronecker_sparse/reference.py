@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from kernlib.descriptors.epilogues import Gelu
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.runtime import expressions
 
@@ -70,8 +72,18 @@ def weight_gradient(
 
 
 def finish(epilogue: tuple, y: torch.Tensor, parameters: dict, batch_last: bool) -> torch.Tensor:
-    """The epilogues over a product, in its dtype."""
-    return expressions.apply(epilogue, y, parameters, axis=0 if batch_last else -1)
+    """The epilogues over a product, in its dtype. GELU by torch's one operator, where its
+    expression takes five: half of the time of a layer with 64 features a block."""
+    axis = 0 if batch_last else -1
+    if Gelu not in map(type, epilogue):
+        return expressions.apply(epilogue, y, parameters, axis=axis)
+    for part in epilogue:
+        if type(part) is Gelu:
+            y = F.gelu(y, approximate=part.approximate)
+        else:
+            own = {name: parameters[name] for name in part.parameters}
+            y = expressions.apply((part,), y, own, axis=axis)
+    return y
 
 
 def dense(pattern: tuple[int, int, int, int], weight: torch.Tensor) -> torch.Tensor:
