@@ -1,4 +1,4 @@
-"""Products on a CPU of layouts that store few blocks, which are multiplied one by one."""
+"""Products on a CPU, of stored blocks alone: one of each line at a time, or all and then summed."""
 
 import pytest
 import torch
@@ -62,3 +62,80 @@ def test_the_same_bits_each_time(columns, seed):
     layout, values, _, x = problem(0.2, (16, 16), columns, dtype=torch.float32)
     first = dsd(values, x, layout)
     assert all(torch.equal(dsd(values, x, layout), first) for _ in range(3))
+
+
+def lengths(longest, width, block=16):
+    """A layout whose lines of blocks store from none to ``longest``, and values with NaN in the
+    slots that hold no block."""
+    mask = torch.arange(width) < torch.tensor([[3], [0], [longest], [1], [0]])
+    layout = Layout(mask, block, capacity=int(mask.sum()) + 2)
+    values = torch.randn(layout.capacity, block, block, dtype=torch.float64)
+    matrix = layout.to_dense(values)
+    values[-2:] = torch.nan
+    return layout, values, matrix
+
+
+@pytest.mark.parametrize("columns", (1, 5, 16, 40))
+@pytest.mark.parametrize("turned", (False, True))
+def test_lines_of_different_lengths_and_slots_without_a_block(columns, turned, seed):
+    layout, values, matrix = lengths(8, 9)
+    matrix = matrix.mT if turned else matrix
+    x = torch.randn(matrix.shape[1], columns, dtype=torch.float64)
+    torch.testing.assert_close(dsd(values, x, layout, transpose_a=turned), matrix @ x)
+    x = torch.randn(columns, matrix.shape[0], dtype=torch.float64)
+    torch.testing.assert_close(dds(x, values, layout, transpose_b=turned), x @ matrix)
+
+
+@pytest.mark.parametrize("columns", (1, 16, 40))
+def test_infinities_reach_the_lines_that_meet_them_alone(columns, seed):
+    layout, values, matrix = lengths(4, 6)
+    x = torch.randn(matrix.shape[1], columns, dtype=torch.float64)
+    wanted = matrix @ x
+    wanted[2 * 16 : 3 * 16] = torch.nan
+    x[3 * 16] = torch.inf  # which the third line alone meets
+    found = dsd(values, x, layout)
+    assert not found[2 * 16 : 3 * 16].isfinite().any()
+    found[2 * 16 : 3 * 16] = torch.nan
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("columns", (1, 40))
+def test_products_follow_what_is_written_to_a_layout(columns, seed):
+    mask = torch.rand(BLOCKS) < 0.3
+    layout = Layout(mask, 16)
+    values = torch.randn(layout.capacity, 16, 16, dtype=torch.float64)
+    x = torch.randn(BLOCKS[1] * 16, columns, dtype=torch.float64)
+    for shift in range(3):
+        layout.update_(mask.roll(shift, 0))
+        torch.testing.assert_close(dsd(values, x, layout), layout.to_dense(values) @ x)
+    other = Layout.from_layout(layout.text, layout.tensors)  # of the same contents
+    torch.testing.assert_close(dsd(values, x, other), dsd(values, x, layout), rtol=0, atol=0)
+
+
+def test_layouts_of_inference_mode_are_looked_at_each_time(seed):
+    mask = torch.rand(BLOCKS) < 0.3
+    layout = Layout(mask, 16)
+    with torch.inference_mode():
+        layout = Layout.from_layout(layout.text, tuple(t.clone() for t in layout.tensors))
+        values = torch.randn(layout.capacity, 16, 16, dtype=torch.float64)
+        x = torch.randn(BLOCKS[1] * 16, 7, dtype=torch.float64)
+        first = dsd(values, x, layout)
+        torch.testing.assert_close(first, layout.to_dense(values) @ x)
+        for t, written in zip(layout.tensors, Layout(mask.roll(1, 1), 16).tensors, strict=True):
+            t.copy_(written)
+        torch.testing.assert_close(dsd(values, x, layout), layout.to_dense(values) @ x)
+
+
+@pytest.mark.parametrize("columns", (4, 40))
+@pytest.mark.parametrize("part", (0.3, 0.9))
+@pytest.mark.parametrize("heads", (None, 2))
+def test_dimensions_in_front(columns, part, heads, seed):
+    layout, _, _, _ = problem(part, (16, 16), columns, heads)
+    lead = () if heads is None else (heads,)
+    values = torch.randn(3, 1, layout.capacity, 16, 16, dtype=torch.float64)
+    for own in (values, values[0, 0]):
+        matrix = layout.to_dense(own)
+        x = torch.randn(2, *lead, BLOCKS[1] * 16, columns, dtype=torch.float64)
+        torch.testing.assert_close(dsd(own, x, layout), matrix @ x)
+        x = torch.randn(2, *lead, columns, BLOCKS[0] * 16, dtype=torch.float64)
+        torch.testing.assert_close(dds(x, own, layout), x @ matrix)

@@ -1,0 +1,174 @@
+"""Block-sparse products on a CPU, of the stored blocks alone: neither what they do not meet nor a
+slot without a block is read, and 0 is where no block is.
+
+The lines of blocks of the result are taken by falling length, and one block of each at a time: the
+products of a step are one of torch's batched ones, added to what the steps before have made of the
+same lines. Their order is kept with the contents of the layout, as to find it takes longer than
+small products do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.runtime.shapes import broadcast_shapes
+from kernlib.runtime.tensors import is_wrapped, stand_ins
+
+
+class _Order(NamedTuple):
+    """In which order the slots that hold blocks are added to lines."""
+
+    steps: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # slots, and the lines that they meet
+    slots: torch.Tensor  # those that hold blocks, line after line
+    starts: torch.Tensor  # of each line the first of these
+    meets: torch.Tensor  # of all slots the lines that they meet, 0 of one without a block
+    place: torch.Tensor | None  # of each line among those by falling length; None for its own
+
+
+class _Kept(NamedTuple):
+    tensor: weakref.ref  # whose end ends this
+    state: tuple[int, ...]  # of the layout when it was looked at
+    orders: dict[bool, _Order]  # of the matrix, and of the transposed one
+
+
+_kept: dict[int, _Kept] = {}  # by the id of a layout's tensor of rows, which copies of it share
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether these are computed here: on a CPU, without a record and outside of transforms."""
+    if forward_ad._current_level >= 0 or stand_ins(*tensors):
+        return False
+    if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+        return False
+    return all([t.is_cpu and not is_wrapped(t) for t in tensors])
+
+
+def multiply(
+    layout: Layout, values: torch.Tensor, dense: torch.Tensor, transposed: bool, right: bool
+) -> torch.Tensor:
+    """``op(S) dense``, or ``dense op(S)`` where S stands at the ``right``, for each head."""
+    if not right and dense.shape[-1] == 1:  # rows times matrices take torch a third of the time
+        return multiply(layout, values, dense.mT, not transposed, True).mT
+    if right and values.dim() == 3 and dense.dim() > 2 and layout.heads is None:
+        y = multiply(layout, values, dense.flatten(0, -2), transposed, right)
+        return y.unflatten(0, dense.shape[:-1])
+    blocks = values.mT if transposed else values
+    by_columns = transposed != right
+    order, lines = order_of(layout, by_columns), _count(layout, by_columns)
+    panels = _panels(layout, dense, blocks.shape[-2 if right else -1], right)
+    columns, size = panels.shape[-2 if right else -1], blocks.shape[-1 if right else -2]
+    if 0 < columns <= size and blocks.dim() == panels.dim() == 3 and order.steps:
+        y = _parts(order, blocks, panels, right)
+    else:
+        y = _steps(order, blocks, panels, lines, right)
+    return _whole(layout, y, right)
+
+
+def order_of(layout: Layout, by_columns: bool) -> _Order:
+    """The order of the lines of a layout, its rows or its columns."""
+    key, state = layout.tensors[3], _state_of(layout)
+    own = id(key)
+    found = _kept.get(own)
+    if found is None or found.tensor() is not key or found.state != state or state is None:
+        found = _Kept(weakref.ref(key, lambda _: _kept.pop(own, None)), state, {})
+        if state is not None:
+            _kept[own] = found
+    order = found.orders.get(by_columns)
+    if order is None:
+        with torch.inference_mode(False), torch.no_grad():
+            order = found.orders[by_columns] = _ordered(layout, by_columns)
+    return order
+
+
+def _state_of(layout: Layout) -> tuple[int, ...] | None:
+    """Where the contents lie and how often they were written; None where torch does not count."""
+    _, _, _, rows, cols, _ = layout.tensors
+    try:
+        return rows.data_ptr(), rows._version, cols.data_ptr(), cols._version
+    except RuntimeError:
+        return None
+
+
+def _ordered(layout: Layout, by_columns: bool) -> _Order:
+    rows, across = lines_of(layout)
+    lines, meets = (across, rows) if by_columns else (rows, across)
+    count = _count(layout, by_columns)
+    slots = (rows >= 0).nonzero().flatten()
+    slots = slots[lines[slots].argsort(stable=True)]
+    own = lines[slots]
+    lengths = own.bincount(minlength=count)
+    starts = lengths.cumsum(0) - lengths
+    by_length = lengths.argsort(descending=True, stable=True)
+    place = by_length.argsort()
+    rank = torch.arange(slots.numel()) - starts[own]
+    ranked = slots[(rank * count + place[own]).argsort()]
+    sizes = rank.bincount().tolist()
+    steps = tuple(zip(ranked.split(sizes), meets[ranked].split(sizes), strict=True))
+    same = torch.equal(place, torch.arange(count))
+    return _Order(steps, slots, starts, meets.clamp(min=0), None if same else place)
+
+
+def _count(layout: Layout, by_columns: bool) -> int:
+    return (layout.heads or 1) * layout.grid[1 if by_columns else 0]
+
+
+def lines_of(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each slot the row of blocks and the column, of those of all heads."""
+    rows, cols = (t.long() for t in layout.tensors[3:5])
+    head = torch.div(rows, max(layout.grid[0], 1), rounding_mode="floor")
+    return rows, head * layout.grid[1] + cols
+
+
+def _panels(layout: Layout, dense: torch.Tensor, depth: int, right: bool) -> torch.Tensor:
+    """The lines of blocks of a dense matrix (..., lines, depth, columns), those of all heads one
+    after another; where S stands at its right, (..., lines, rows, depth)."""
+    if layout.heads is not None:
+        dense = dense.expand(*dense.shape[:-3], layout.heads, *dense.shape[-2:])
+    shape, size = dense.shape[:-2], dense.shape[-1 if right else -2] // depth
+    if right:
+        panels = dense.reshape(*shape, dense.shape[-2], size, depth).transpose(-3, -2)
+    else:
+        panels = dense.reshape(*shape, size, depth, dense.shape[-1])
+    return panels if layout.heads is None else panels.flatten(-4, -3)
+
+
+def _product(blocks: torch.Tensor, panels: torch.Tensor, right: bool) -> torch.Tensor:
+    return panels @ blocks if right else blocks @ panels
+
+
+def _steps(order: _Order, blocks, panels, lines: int, right: bool) -> torch.Tensor:
+    """The lines of the result, of blocks that are brought together step by step."""
+    first, second = (panels, blocks) if right else (blocks, panels)
+    lead = broadcast_shapes(blocks.shape[:-3], panels.shape[:-3])
+    y = blocks.new_zeros(*lead, lines, first.shape[-2], second.shape[-1])
+    for slots, meets in order.steps:
+        own = y.narrow(-3, 0, slots.numel())
+        block, panel = blocks.index_select(-3, slots), panels.index_select(-3, meets)
+        if lead:
+            own += _product(block, panel, right)
+        elif right:
+            own.baddbmm_(panel, block)
+        else:
+            own.baddbmm_(block, panel)
+    return y if order.place is None else y.index_select(-3, order.place)
+
+
+def _parts(order: _Order, blocks, panels, right: bool) -> torch.Tensor:
+    """The same for so few columns that products are no larger than blocks: of all blocks at once,
+    and brought together then."""
+    parts = _product(blocks, panels.index_select(-3, order.meets), right)
+    # As F.embedding_bag of mode "sum", which takes 5 us more to check what cannot be wrong here.
+    y = torch.embedding_bag(parts.flatten(1), order.slots, order.starts)[0]
+    return y.view(-1, *parts.shape[-2:])
+
+
+def _whole(layout: Layout, y: torch.Tensor, right: bool) -> torch.Tensor:
+    """Lines of blocks (..., lines, rows, columns) as the matrices that they are."""
+    if layout.heads is not None:
+        y = y.unflatten(-3, (layout.heads, y.shape[-3] // layout.heads))
+    return y.transpose(-3, -2).flatten(-2) if right else y.flatten(-3, -2)
