@@ -138,7 +138,8 @@ def _panels(layout: Layout, dense: torch.Tensor, depth: int, right: bool) -> tor
 
 
 def _product(blocks: torch.Tensor, panels: torch.Tensor, right: bool) -> torch.Tensor:
-    return panels @ blocks if right else blocks @ panels
+    first, second = (panels, blocks) if right else (blocks, panels)
+    return torch.bmm(first, second) if first.dim() == second.dim() == 3 else first @ second
 
 
 def _steps(order: _Order, blocks, panels, lines: int, right: bool) -> torch.Tensor:

@@ -50,9 +50,10 @@ def blocksparse_matmul(
     else:
         dense = a.mT if descriptor.transpose_a else a
         y = multiply(layout, b, dense, descriptor.transpose_b, True)
-    y = expressions.apply(descriptor.epilogue, y, parameters or {}, axis=descriptor.axis)
-    if descriptor.mode == "sdd" and descriptor.epilogue:
-        y = torch.where(is_stored(layout), y, 0.0)
+    if descriptor.epilogue:
+        y = expressions.apply(descriptor.epilogue, y, parameters or {}, axis=descriptor.axis)
+        if descriptor.mode == "sdd":
+            y = torch.where(is_stored(layout), y, 0.0)
     return y.to(given).contiguous()
 
 

@@ -33,4 +33,4 @@ def multiply(dense: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def finish(epilogue: tuple, y: torch.Tensor, parameters: dict) -> torch.Tensor:
     """The epilogues over a product, in its dtype."""
-    return expressions.apply(epilogue, y, parameters)
+    return expressions.apply(epilogue, y, parameters) if epilogue else y
