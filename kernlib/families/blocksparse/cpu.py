@@ -4,7 +4,8 @@ slot without a block is read, and 0 is where no block is.
 The lines of blocks of the result are taken by falling length, and one block of each at a time: the
 products of a step are one of torch's batched ones, added to what the steps before have made of the
 same lines. Their order is kept with the contents of the layout, as to find it takes longer than
-small products do.
+small products do. The values are not: many write a parameter by its ``data``, which torch does not
+count.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.autograd import forward_ad
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import is_wrapped, stand_ins
+
+AT_ONCE = 1 << 19  # numbers that are brought together for some blocks: they stay in a cache
 
 
 class _Order(NamedTuple):
@@ -67,6 +70,31 @@ def multiply(
     else:
         y = _steps(order, blocks, panels, lines, right)
     return _whole(layout, y, right)
+
+
+def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The stored blocks of ``left right``, for each head, 0 in slots without a block."""
+    across, rows = order_of(layout, False), order_of(layout, True).meets
+    lead = broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    if layout.heads is not None:
+        lead = lead[:-1]
+    y = left.new_zeros(*lead, layout.capacity, *layout.block)
+    if not across.steps:
+        return y
+    left = _panels(layout, left, layout.block[0], False)
+    right = _panels(layout, right, layout.block[1], True)
+    taken = left[..., :1, :, :].numel() + right[..., :1, :, :].numel()
+    count = max(1, AT_ONCE // max(taken, 1))
+    parts = zip(y.split(count, -3), rows.split(count), across.meets.split(count), strict=True)
+    for own, row, column in parts:
+        first, second = _selected(left, row), _selected(right, column)
+        if lead:
+            own.copy_(first @ second)
+        else:
+            torch.bmm(first, second, out=own)
+    if across.slots.numel() < layout.capacity:
+        y.masked_fill_((layout.tensors[3] < 0)[:, None, None], 0.0)
+    return y
 
 
 def order_of(layout: Layout, by_columns: bool) -> _Order:
@@ -137,6 +165,13 @@ def _panels(layout: Layout, dense: torch.Tensor, depth: int, right: bool) -> tor
     return panels if layout.heads is None else panels.flatten(-4, -3)
 
 
+def _selected(matrices: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Some of these matrices, each copied as it lies, by rows or by columns."""
+    if matrices.stride(-1) > 1 and matrices.stride(-2) == 1:
+        return matrices.mT.index_select(-3, index).mT
+    return matrices.index_select(-3, index)
+
+
 def _product(blocks: torch.Tensor, panels: torch.Tensor, right: bool) -> torch.Tensor:
     first, second = (panels, blocks) if right else (blocks, panels)
     return torch.bmm(first, second) if first.dim() == second.dim() == 3 else first @ second
@@ -149,7 +184,7 @@ def _steps(order: _Order, blocks, panels, lines: int, right: bool) -> torch.Tens
     y = blocks.new_zeros(*lead, lines, first.shape[-2], second.shape[-1])
     for slots, meets in order.steps:
         own = y.narrow(-3, 0, slots.numel())
-        block, panel = blocks.index_select(-3, slots), panels.index_select(-3, meets)
+        block, panel = _selected(blocks, slots), _selected(panels, meets)
         if lead:
             own += _product(block, panel, right)
         elif right:
@@ -162,7 +197,7 @@ def _steps(order: _Order, blocks, panels, lines: int, right: bool) -> torch.Tens
 def _parts(order: _Order, blocks, panels, right: bool) -> torch.Tensor:
     """The same for so few columns that products are no larger than blocks: of all blocks at once,
     and brought together then."""
-    parts = _product(blocks, panels.index_select(-3, order.meets), right)
+    parts = _product(blocks, _selected(panels, order.meets), right)
     # As F.embedding_bag of mode "sum", which takes 5 us more to check what cannot be wrong here.
     y = torch.embedding_bag(parts.flatten(1), order.slots, order.starts)[0]
     return y.view(-1, *parts.shape[-2:])

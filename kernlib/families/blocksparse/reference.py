@@ -95,6 +95,8 @@ def _are_few(layout: Layout, columns: int) -> bool:
 
 def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The stored blocks of ``left right``, for each head."""
+    if cpu.takes(left, right) and not _are_many(layout, left.shape[-1]):
+        return cpu.sampled(layout, left, right)
     if _is_finite(left) and _is_finite(right):
         return layout.to_blocks(left @ right)
     rows, across = lines_of(layout)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernlib.families.blocksparse.functions import dds, dsd
+from kernlib.families.blocksparse import cpu
+from kernlib.families.blocksparse.functions import dds, dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 
 BLOCKS = (7, 9)  # of a matrix
@@ -139,3 +140,28 @@ def test_dimensions_in_front(columns, part, heads, seed):
         torch.testing.assert_close(dsd(own, x, layout), matrix @ x)
         x = torch.randn(2, *lead, columns, BLOCKS[0] * 16, dtype=torch.float64)
         torch.testing.assert_close(dds(x, own, layout), x @ matrix)
+
+
+@pytest.mark.parametrize("depth", (0, 1, 5, 40))
+@pytest.mark.parametrize("turned", (False, True))
+@pytest.mark.parametrize("heads", (None, 2))
+@pytest.mark.parametrize("part", (0.0, 0.3, 0.9))
+def test_sampled_products(depth, turned, heads, part, seed):
+    size = BLOCKS if heads is None else (heads, *BLOCKS)
+    layout = Layout(torch.rand(size) < part, (16, 32), capacity=2 * 7 * 9)
+    lead = (3,) if heads is None else (3, heads)
+    left = torch.randn(*lead, BLOCKS[0] * 16, depth, dtype=torch.float64)
+    right = torch.randn(*lead, depth, BLOCKS[1] * 32, dtype=torch.float64)
+    given = right.mT.contiguous() if turned else right
+    wanted = layout.to_blocks(left @ right)
+    torch.testing.assert_close(sdd(left, given, layout, transpose_b=turned), wanted)
+    for a, b, y in zip(left, given, wanted, strict=True):
+        torch.testing.assert_close(sdd(a, b, layout, transpose_b=turned), y)
+
+
+def test_sampled_products_of_more_than_is_brought_together_at_once(seed, monkeypatch):
+    monkeypatch.setattr(cpu, "AT_ONCE", 5 * (16 + 32) * 20 - 1)
+    layout = Layout(torch.rand(BLOCKS) < 0.5, (16, 32))
+    left = torch.randn(BLOCKS[0] * 16, 20, dtype=torch.float64)
+    right = torch.randn(20, BLOCKS[1] * 32, dtype=torch.float64)
+    torch.testing.assert_close(sdd(left, right, layout), layout.to_blocks(left @ right))
