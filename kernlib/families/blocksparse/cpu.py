@@ -14,11 +14,14 @@ import weakref
 from typing import NamedTuple
 
 import torch
+from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import is_wrapped, stand_ins
+from kernlib.runtime.tensors import stand_ins
 
 AT_ONCE = 1 << 19  # numbers that are brought together for some blocks: they stay in a cache
 
@@ -35,20 +38,22 @@ class _Order(NamedTuple):
 
 class _Kept(NamedTuple):
     tensor: weakref.ref  # whose end ends this
-    state: tuple[int, ...]  # of the layout when it was looked at
-    orders: dict[bool, _Order]  # of the matrix, and of the transposed one
+    state: tuple | None  # of the layout when it was looked at
+    orders: dict[bool, _Order]  # by whether the lines are columns
+    copies: list[Layout]  # of these contents, one at most
 
 
 _kept: dict[int, _Kept] = {}  # by the id of a layout's tensor of rows, which copies of it share
+_settled: weakref.WeakSet[Layout] = weakref.WeakSet()
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether these are computed here: on a CPU, without a record and outside of transforms."""
-    if forward_ad._current_level >= 0 or stand_ins(*tensors):
+    """Whether these are computed here: on a CPU, outside of transforms, and nobody watches."""
+    if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
         return False
-    if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+    if is_in_torch_dispatch_mode() or stand_ins(*tensors):
         return False
-    return all([t.is_cpu and not is_wrapped(t) for t in tensors])
+    return all([t.is_cpu and not is_legacy_batchedtensor(t) for t in tensors])
 
 
 def multiply(
@@ -99,25 +104,46 @@ def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Te
 
 def order_of(layout: Layout, by_columns: bool) -> _Order:
     """The order of the lines of a layout, its rows or its columns."""
+    orders = _kept_of(layout).orders
+    order = orders.get(by_columns)
+    if order is None:
+        with torch.inference_mode(False), torch.no_grad():
+            order = orders[by_columns] = _ordered(layout, by_columns)
+    return order
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout with the contents of now, to which nobody writes: for gradients, whose products
+    come later."""
+    if layout in _settled:
+        return layout
+    copies = _kept_of(layout).copies
+    if not copies:
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = tuple(t.clone() for t in layout.tensors)
+        copies.append(Layout.from_layout(layout.text, tensors))
+        _settled.add(copies[0])
+    return copies[0]
+
+
+def _kept_of(layout: Layout) -> _Kept:
+    """What is kept of a layout as it is; not of one of inference mode."""
     key, state = layout.tensors[3], _state_of(layout)
     own = id(key)
     found = _kept.get(own)
     if found is None or found.tensor() is not key or found.state != state or state is None:
-        found = _Kept(weakref.ref(key, lambda _: _kept.pop(own, None)), state, {})
+        found = _Kept(weakref.ref(key, lambda _: _kept.pop(own, None)), state, {}, [])
         if state is not None:
             _kept[own] = found
-    order = found.orders.get(by_columns)
-    if order is None:
-        with torch.inference_mode(False), torch.no_grad():
-            order = found.orders[by_columns] = _ordered(layout, by_columns)
-    return order
+    return found
 
 
-def _state_of(layout: Layout) -> tuple[int, ...] | None:
-    """Where the contents lie and how often they were written; None where torch does not count."""
+def _state_of(layout: Layout) -> tuple | None:
+    """The sizes, where the contents lie and how often they were written; None where torch does not
+    count."""
     _, _, _, rows, cols, _ = layout.tensors
     try:
-        return rows.data_ptr(), rows._version, cols.data_ptr(), cols._version
+        return layout.text, rows.data_ptr(), rows._version, cols.data_ptr(), cols._version
     except RuntimeError:
         return None
 
@@ -133,12 +159,16 @@ def _ordered(layout: Layout, by_columns: bool) -> _Order:
     starts = lengths.cumsum(0) - lengths
     by_length = lengths.argsort(descending=True, stable=True)
     place = by_length.argsort()
-    rank = torch.arange(slots.numel()) - starts[own]
+    rank = _numbers(slots.numel()) - starts[own]
     ranked = slots[(rank * count + place[own]).argsort()]
     sizes = rank.bincount().tolist()
     steps = tuple(zip(ranked.split(sizes), meets[ranked].split(sizes), strict=True))
-    same = torch.equal(place, torch.arange(count))
+    same = torch.equal(place, _numbers(count))
     return _Order(steps, slots, starts, meets.clamp(min=0), None if same else place)
+
+
+def _numbers(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64, device="cpu")
 
 
 def _count(layout: Layout, by_columns: bool) -> int:

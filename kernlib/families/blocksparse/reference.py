@@ -1,10 +1,11 @@
 """Products with block-sparse matrices in PyTorch, differentiable as often as is asked for.
 
-Calls on a CPU without a record are :mod:`kernlib.families.blocksparse.cpu`'s, but for many small
-blocks. Of all others what is sparse is laid out as a dense matrix, unless a dense operand holds NaN
-or infinities, or cannot be looked at: then the stored blocks are multiplied one by one, so that
-what they do not meet reaches no result and no gradient. So they are where they are few, as a dense
-matrix then takes longer to lay out than to multiply: 5 ms beside 0.3 of 2048 x 2048 and one column.
+Calls on a CPU are :mod:`kernlib.families.blocksparse.cpu`'s, but for many small blocks, and inside
+of transforms and forward-mode derivatives. Of all others what is sparse is laid out as a dense
+matrix, unless a dense operand holds NaN or infinities, or cannot be looked at: then the stored
+blocks are multiplied one by one, so that what they do not meet reaches no result and no gradient.
+So they are where they are few, as a dense matrix then takes longer to lay out than to multiply: 5
+ms beside 0.3 of 2048 x 2048 and one column.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def multiply(
     """``op(S) dense``, or ``dense op(S)`` where S stands at the ``right``, for each head."""
     columns = dense.shape[-2 if right else -1]
     if cpu.takes(values, dense) and not _are_many(layout, columns):
+        if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
+            return _Product.apply(values, dense, layout, transposed, right)
         return cpu.multiply(layout, values, dense, transposed, right)
     if right:
         return multiply(layout, values, dense.mT, not transposed, False).mT
@@ -96,6 +99,8 @@ def _are_few(layout: Layout, columns: int) -> bool:
 def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The stored blocks of ``left right``, for each head."""
     if cpu.takes(left, right) and not _are_many(layout, left.shape[-1]):
+        if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+            return _Sampled.apply(left, right, layout)
         return cpu.sampled(layout, left, right)
     if _is_finite(left) and _is_finite(right):
         return layout.to_blocks(left @ right)
@@ -103,6 +108,59 @@ def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Te
     left = _panels(layout, left, layout.block[0], rows)
     right = _panels(layout, right.mT, layout.block[1], across)
     return torch.where(is_stored(layout), left @ right.mT, 0.0)
+
+
+# What is computed by cpu is recorded by functions, whose gradients are these products again.
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, dense, layout, transposed, right):
+        ctx.options = cpu.settled(layout), transposed, right
+        ctx.save_for_backward(values, dense)
+        return cpu.multiply(layout, values, dense, transposed, right)
+
+    @staticmethod
+    def backward(ctx, grad):
+        layout, transposed, right = ctx.options
+        values, dense = ctx.saved_tensors
+        to_values = to_dense = None
+        if ctx.needs_input_grad[0]:
+            left, other = _factors(grad, dense, layout, values, right)
+            pair = (other.mT, left.mT) if transposed else (left, other)
+            to_values = sampled(layout, *pair).sum_to_size(values.shape)
+        if ctx.needs_input_grad[1]:
+            to_dense = multiply(layout, values, grad, not transposed, right)
+            to_dense = to_dense.sum_to_size(dense.shape)
+        return to_values, to_dense, None, None, None
+
+
+def _factors(grad, dense, layout: Layout, values, right: bool) -> tuple:
+    """What the gradient of ``op(S)`` is the product of. That of values without a batch, of a matrix
+    at the right, is one sum over all of the rows."""
+    if not right:
+        return grad, dense.mT
+    if values.dim() == 3 and layout.heads is None:
+        grad, dense = grad.flatten(0, -2), dense.flatten(0, -2)
+    return dense.mT, grad
+
+
+class _Sampled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, left, right, layout):
+        ctx.layout = cpu.settled(layout)
+        ctx.save_for_backward(left, right)
+        return cpu.sampled(layout, left, right)
+
+    @staticmethod
+    def backward(ctx, grad):
+        left, right = ctx.saved_tensors
+        to_left = to_right = None
+        if ctx.needs_input_grad[0]:
+            to_left = multiply(ctx.layout, grad, right.mT, False, False).sum_to_size(left.shape)
+        if ctx.needs_input_grad[1]:
+            to_right = multiply(ctx.layout, grad, left.mT, False, True).sum_to_size(right.shape)
+        return to_left, to_right, None
 
 
 def is_stored(layout: Layout) -> torch.Tensor:
