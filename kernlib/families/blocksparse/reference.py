@@ -17,6 +17,7 @@ from kernlib.families.blocksparse.cpu import lines_of
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime import expressions
+from kernlib.runtime.arguments import no_autocast
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import is_wrapped, stand_ins
@@ -125,13 +126,14 @@ class _Product(torch.autograd.Function):
         layout, transposed, right = ctx.options
         values, dense = ctx.saved_tensors
         to_values = to_dense = None
-        if ctx.needs_input_grad[0]:
-            left, other = _factors(grad, dense, layout, values, right)
-            pair = (other.mT, left.mT) if transposed else (left, other)
-            to_values = sampled(layout, *pair).sum_to_size(values.shape)
-        if ctx.needs_input_grad[1]:
-            to_dense = multiply(layout, values, grad, not transposed, right)
-            to_dense = to_dense.sum_to_size(dense.shape)
+        with no_autocast(grad):  # as the product was computed
+            if ctx.needs_input_grad[0]:
+                left, other = _factors(grad, dense, layout, values, right)
+                pair = (other.mT, left.mT) if transposed else (left, other)
+                to_values = sampled(layout, *pair).sum_to_size(values.shape)
+            if ctx.needs_input_grad[1]:
+                to_dense = multiply(layout, values, grad, not transposed, right)
+                to_dense = to_dense.sum_to_size(dense.shape)
         return to_values, to_dense, None, None, None
 
 
@@ -155,11 +157,12 @@ class _Sampled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         left, right = ctx.saved_tensors
-        to_left = to_right = None
-        if ctx.needs_input_grad[0]:
-            to_left = multiply(ctx.layout, grad, right.mT, False, False).sum_to_size(left.shape)
-        if ctx.needs_input_grad[1]:
-            to_right = multiply(ctx.layout, grad, left.mT, False, True).sum_to_size(right.shape)
+        layout, to_left, to_right = ctx.layout, None, None
+        with no_autocast(grad):
+            if ctx.needs_input_grad[0]:
+                to_left = multiply(layout, grad, right.mT, False, False).sum_to_size(left.shape)
+            if ctx.needs_input_grad[1]:
+                to_right = multiply(layout, grad, left.mT, False, True).sum_to_size(right.shape)
         return to_left, to_right, None
 
 

@@ -165,3 +165,29 @@ def test_sampled_products_of_more_than_is_brought_together_at_once(seed, monkeyp
     left = torch.randn(BLOCKS[0] * 16, 20, dtype=torch.float64)
     right = torch.randn(20, BLOCKS[1] * 32, dtype=torch.float64)
     torch.testing.assert_close(sdd(left, right, layout), layout.to_blocks(left @ right))
+
+
+@pytest.mark.parametrize("sampled", (False, True))
+def test_a_backward_pass_under_autocast_is_as_precise(sampled, seed):
+    layout = Layout(torch.rand(BLOCKS) < 0.5, 16)
+    values = torch.randn(layout.capacity, 16, 16, requires_grad=True)
+    x = torch.randn(4, BLOCKS[0] * 16, requires_grad=True)
+    other = torch.randn(4, BLOCKS[1] * 16, requires_grad=True)
+    y = sdd(x, other, layout, transpose_a=True) if sampled else dds(x, values, layout)
+    given, weights = (x, other if sampled else values), torch.randn_like(y)
+    wanted = torch.autograd.grad(y, given, weights, retain_graph=True)
+    with torch.autocast("cpu"):
+        found = torch.autograd.grad(y, given, weights)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("columns", (4, 40))
+def test_gradients_are_those_of_the_contents_of_the_call(columns, seed):
+    mask = torch.rand(BLOCKS) < 0.3
+    layout = Layout(mask, 16)
+    values = torch.randn(layout.capacity, 16, 16, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(BLOCKS[1] * 16, columns, dtype=torch.float64, requires_grad=True)
+    wanted = torch.autograd.grad((layout.to_dense(values) @ x).square().sum(), (values, x))
+    y = dsd(values, x, layout)
+    layout.update_(mask.roll(1, 0))
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), (values, x)), wanted)
