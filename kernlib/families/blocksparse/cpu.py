@@ -17,7 +17,6 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.shapes import broadcast_shapes
@@ -48,10 +47,10 @@ _settled: weakref.WeakSet[Layout] = weakref.WeakSet()
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether these are computed here: on a CPU, outside of transforms, and nobody watches."""
+    """Whether these are computed here: on a CPU, where they lie, and outside of transforms."""
     if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
         return False
-    if is_in_torch_dispatch_mode() or stand_ins(*tensors):
+    if stand_ins(*tensors):
         return False
     return all([t.is_cpu and not is_legacy_batchedtensor(t) for t in tensors])
 
@@ -108,7 +107,9 @@ def order_of(layout: Layout, by_columns: bool) -> _Order:
     order = orders.get(by_columns)
     if order is None:
         with torch.inference_mode(False), torch.no_grad():
-            order = orders[by_columns] = _ordered(layout, by_columns)
+            order = _ordered(layout, by_columns)
+        if not stand_ins(order.slots):  # as inside of a mode of fake tensors
+            orders[by_columns] = order
     return order
 
 
@@ -120,9 +121,11 @@ def settled(layout: Layout) -> Layout:
     copies = _kept_of(layout).copies
     if not copies:
         with torch.inference_mode(False), torch.no_grad():
-            tensors = tuple(t.clone() for t in layout.tensors)
-        copies.append(Layout.from_layout(layout.text, tensors))
-        _settled.add(copies[0])
+            made = Layout.from_layout(layout.text, tuple(t.clone() for t in layout.tensors))
+        if stand_ins(*made.tensors):
+            return made
+        copies.append(made)
+        _settled.add(made)
     return copies[0]
 
 
@@ -132,7 +135,8 @@ def _kept_of(layout: Layout) -> _Kept:
     own = id(key)
     found = _kept.get(own)
     if found is None or found.tensor() is not key or found.state != state or state is None:
-        found = _Kept(weakref.ref(key, lambda _: _kept.pop(own, None)), state, {}, [])
+        forget = _kept.pop  # a name of the module is none any more when a process ends
+        found = _Kept(weakref.ref(key, lambda _: forget(own, None)), state, {}, [])
         if state is not None:
             _kept[own] = found
     return found
