@@ -1,7 +1,7 @@
 """Products with block-sparse matrices in PyTorch, differentiable as often as is asked for.
 
-Calls on a CPU are :mod:`kernlib.families.blocksparse.cpu`'s, but for many small blocks, and inside
-of transforms and forward-mode derivatives. Of all others what is sparse is laid out as a dense
+Calls on a CPU are :mod:`kernlib.families.blocksparse.cpu`'s, but for many small blocks, one matrix
+for all heads, and inside of transforms and forward-mode derivatives. Of all others what is sparse is laid out as a dense
 matrix, unless a dense operand holds NaN or infinities, or cannot be looked at: then the stored
 blocks are multiplied one by one, so that what they do not meet reaches no result and no gradient.
 So they are where they are few, as a dense matrix then takes longer to lay out than to multiply: 5
@@ -64,7 +64,7 @@ def multiply(
 ) -> torch.Tensor:
     """``op(S) dense``, or ``dense op(S)`` where S stands at the ``right``, for each head."""
     columns = dense.shape[-2 if right else -1]
-    if cpu.takes(values, dense) and not _are_many(layout, columns):
+    if _by_cpu(layout, columns, dense) and cpu.takes(values, dense):
         if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
             return _Product.apply(values, dense, layout, transposed, right)
         return cpu.multiply(layout, values, dense, transposed, right)
@@ -82,11 +82,14 @@ def _stored(layout: Layout) -> tuple[int, int]:
     return layout.capacity * layout.block[0] * layout.block[1], (layout.heads or 1) * rows * cols
 
 
-def _are_many(layout: Layout, columns: int) -> bool:
-    """Whether a layout has room for so many small blocks that a dense matrix takes less time."""
+def _by_cpu(layout: Layout, columns: int, *dense: torch.Tensor) -> bool:
+    """Whether a CPU multiplies stored blocks alone: not where one matrix is that of all heads, nor
+    where there is room for so many small blocks that a dense matrix takes less time."""
+    if layout.heads is not None and any([t.shape[-3] != layout.heads for t in dense]):
+        return False
     stored, whole = _stored(layout)
     small = min(layout.block) == 16 and columns > max(layout.block)
-    return small and stored > MANY_SMALL * whole
+    return not small or stored <= MANY_SMALL * whole
 
 
 def _are_few(layout: Layout, columns: int) -> bool:
@@ -99,7 +102,7 @@ def _are_few(layout: Layout, columns: int) -> bool:
 
 def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The stored blocks of ``left right``, for each head."""
-    if cpu.takes(left, right) and not _are_many(layout, left.shape[-1]):
+    if _by_cpu(layout, left.shape[-1], left, right) and cpu.takes(left, right):
         if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
             return _Sampled.apply(left, right, layout)
         return cpu.sampled(layout, left, right)
