@@ -1,11 +1,11 @@
 """Products with block-sparse matrices in PyTorch, differentiable as often as is asked for.
 
 Calls on a CPU are :mod:`kernlib.families.blocksparse.cpu`'s, but for many small blocks, one matrix
-for all heads, and inside of transforms and forward-mode derivatives. Of all others what is sparse is laid out as a dense
-matrix, unless a dense operand holds NaN or infinities, or cannot be looked at: then the stored
-blocks are multiplied one by one, so that what they do not meet reaches no result and no gradient.
-So they are where they are few, as a dense matrix then takes longer to lay out than to multiply: 5
-ms beside 0.3 of 2048 x 2048 and one column.
+for all heads, and inside of transforms and forward-mode derivatives. Of all others what is sparse
+is laid out as a dense matrix, unless a dense operand holds NaN or infinities, or cannot be looked
+at: then the stored blocks are multiplied one by one, so that what they do not meet reaches no
+result and no gradient. So they are where they are few, as a dense matrix then takes longer to lay
+out than to multiply: 5 ms beside 0.3 of 2048 x 2048 and one column.
 """
 
 from __future__ import annotations
