@@ -22,15 +22,12 @@ def scaled_matmul(
     # Where torch may round float32 to TF32, which products of float8 and scales are not.
     strict = a.device.type == "cuda" and float32_precision() != "fp32"
     wide = torch.float64 if strict else torch.float32
-    if descriptor.mode == "dsd":
-        values, slots, dense, columns = a, scale_a, b, scale_b
-        turned, is_across = descriptor.transpose_a, descriptor.transpose_b
-    else:
-        values, slots, dense, columns = b, scale_b, a, scale_a
-        turned, is_across = not descriptor.transpose_b, not descriptor.transpose_a
-    values = values.to(wide) * slots[..., None, None].to(wide)
-    dense = dense.to(wide)
-    y = multiply(layout, values, dense.mT if is_across else dense, turned)
-    y = y * columns.to(wide).unsqueeze(-2 if columns.dim() else 0)
-    y = y if descriptor.mode == "dsd" else y.mT
-    return y.to(getattr(torch, descriptor.out_dtype)).contiguous()
+    is_dsd = descriptor.mode == "dsd"
+    values, slots, dense, columns = (a, scale_a, b, scale_b) if is_dsd else (b, scale_b, a, scale_a)
+    turned = descriptor.transpose_b if is_dsd else descriptor.transpose_a
+    values, dense = values.to(wide) * slots[..., None, None].to(wide), dense.to(wide)
+    dense = dense.mT if turned else dense
+    y = multiply(layout, values, dense, descriptor.transposed, not is_dsd)
+    if columns.dim():
+        columns = columns.unsqueeze(-2 if is_dsd else -1)
+    return (y * columns.to(wide)).to(getattr(torch, descriptor.out_dtype)).contiguous()
