@@ -15,6 +15,7 @@ from tests.support.speeds import one_of_each, slow_but
 
 HERE = "sm_90a"
 INSTRUCTIONS = 4700  # 1.5 times the 3128 of the longest
+GATED_SPILLS = 176  # bytes, of NVRTC 13.0 to 13.4
 L2, DOT = kl.l2_distance(), kl.dot_product()
 
 
@@ -139,7 +140,6 @@ def matrix():
     cases = [
         (L2, "fp32", {}),
         (L2, "fp32", {"k": 16}),
-        (L2, "fp32", {"m": 500, "n": 500}),
         (L2, "tf32", {}),
         (kl.gaussian(symmetric=True), "fp32", {}),
         (kl.matern52(), "fp32", {"dtype": "float16", "out_dtype": "float16"}),
@@ -149,7 +149,13 @@ def matrix():
         (kl.polynomial(16), "fp32", {"dtype": "float16"}),
         (kl.polynomial(symmetric=True), "tf32", {}),
     ]
-    specs = [s.spec for d, precision, c in cases for s in lowered(d, precision, **c).steps]
+    sizes = {}, {"m": 500, "n": 500}  # of which the direct kernel takes large tiles, and small ones
+    specs = [
+        step.spec
+        for descriptor, precision, changes in cases
+        for size in sizes
+        for step in lowered(descriptor, precision, **changes, **size).steps
+    ]
     return {spec.description: spec for spec in specs}
 
 
@@ -158,10 +164,10 @@ MATRIX = matrix()
 
 @pytest.mark.parametrize("name", slow_but(one_of_each(stem, MATRIX), MATRIX))
 def test_a_kernel_compiles_within_its_bounds(name):
-    """Without spills, but for the 80 bytes that NVRTC 13.0 stores and reads again in the large tile
-    of differences, to which only calls go whose products are in doubt."""
+    """Without spills, but for large tiles of the direct kernel behind a gate, to which only calls
+    come whose products are in doubt: 128 registers hold its sums and little more."""
     made, aside = compiled(MATRIX[name], HERE), "tile=128 " in name and name.endswith(" gated")
-    assert made.spilled <= 80 * aside and not made.serialized
+    assert made.spilled <= GATED_SPILLS * aside and not made.serialized
     assert made.instructions <= INSTRUCTIONS
     threads = MATRIX[name].threads
     assert targets.resident_blocks(HERE, threads, made.registers, made.shared) >= 1
