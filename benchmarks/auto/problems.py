@@ -135,15 +135,11 @@ def kronecker_sparse(source: random.Random) -> Problem:
         if 2.0 * a * a * b * c * d * d < MOST_BYTES / 2:
             dense = of_factors.dense((a, b, c, d), weight)
             others["dense"] = Way(
-                lambda x, w, out: torch.mm(x, w.mT, out=out), (x, dense, out_of(buffers))
+                lambda x, w, out: torch.mm(x, w.mT, out=out), (x, dense, buffers[-1])
             )
         return Call(Way(ours, buffers), (descriptor, (x, weight), {"out": buffers[2]}), others)
 
     return Problem("kronecker_sparse", f"({a},{b},{c},{d}) {rows} rows {kind}", make)
-
-
-def out_of(buffers: tuple) -> torch.Tensor:
-    return buffers[-1]
 
 
 # Kronecker products.

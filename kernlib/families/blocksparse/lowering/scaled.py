@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from kernlib.families.blocksparse.lowering import hopper, order
 from kernlib.families.blocksparse.lowering.problem import Dense, Spmm, Values
-from kernlib.families.blocksparse.lowering.rounds import fewest_rounds
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
@@ -87,7 +86,8 @@ def lower(
 ) -> Lowered:
     """The launch of a problem of pairs that the kernel takes, with the columns of ``choice``, one
     of :func:`candidates`."""
-    width = int((choice or _default(problem, multiprocessors))["columns"])
+    choice = choice or hopper.default(problem, candidates(problem), multiprocessors)
+    width = int(choice["columns"])
     maps = (
         tma.tensor_map(
             problem.dtype, hopper.values_extent(problem), (hopper.ROW, hopper.ROW, 1, 1)
@@ -99,16 +99,6 @@ def lower(
     fixed, kernel = parameters().pack(*scales, *numbers), spec(_variant(problem, width))
     given = problem, kernel, fixed, ("values", "dense", "out"), maps, multiprocessors, width
     return hopper.launch((), *given, behind=SCALES)
-
-
-def _default(problem: Spmm, multiprocessors: int) -> Choice:
-    """The most columns, or fewer where more tiles take fewer rounds, as hopper.default has it."""
-
-    def tiles(choice: Choice) -> tuple[int, int]:
-        width = int(choice["columns"])
-        return hopper.tiles_of(problem, width), hopper.stage_bytes(width)
-
-    return fewest_rounds(candidates(problem), tiles, multiprocessors)
 
 
 def _variant(problem: Spmm, width: int) -> Variant:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import shown
 from kernlib.families.blocksparse.layout import Layout
@@ -12,6 +15,7 @@ from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
 LARGEST = torch.finfo(STORAGE).max  # 448
+_NAMES = {getattr(torch, name): name for name in OUT_DTYPES}
 
 
 def quantize(
@@ -108,10 +112,19 @@ def scaled_dds(
 
 
 def _descriptor(mode: str, of_a, of_b, out_dtype) -> BlockSparseScaledMatmul:
-    names = {getattr(torch, name): name for name in OUT_DTYPES}
-    if not isinstance(out_dtype, torch.dtype) or out_dtype not in names:
-        known = " or ".join(map(str, names))
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in _NAMES:
+        known = " or ".join(map(str, _NAMES))
         raise TypeError(f"out_dtype must be {known}, got {shown(out_dtype)}")
-    return BlockSparseScaledMatmul(
-        mode, transpose_a=of_a, transpose_b=of_b, out_dtype=names[out_dtype]
-    )
+    made = _new if is_dynamo_compiling() else _kept
+    try:
+        return made(mode, of_a, of_b, _NAMES[out_dtype])
+    except TypeError:  # of what cannot be hashed the cache says less
+        return _new(mode, of_a, of_b, _NAMES[out_dtype])
+
+
+def _new(mode: str, of_a, of_b, out_dtype: str) -> BlockSparseScaledMatmul:
+    return BlockSparseScaledMatmul(mode, transpose_a=of_a, transpose_b=of_b, out_dtype=out_dtype)
+
+
+# Dynamo does not look into it; typed, since 1 would find what True made.
+_kept = lru_cache(maxsize=64, typed=True)(_new)

@@ -79,12 +79,6 @@ def problem_of(
     )
 
 
-def takes(call: Call, descriptor, operands: tuple, out, arch: str) -> bool:
-    """Whether the kernel computes a checked call with a result."""
-    found = problem_of(call, descriptor, operands, out)
-    return found is not None and scaled.takes(found[0], arch)
-
-
 def plan(call: Call, descriptor, operands: tuple, out, parameters: dict) -> ProductPlan:
     """The plan of a checked call on CUDA tensors, its kernel loaded."""
     layout, a, b, *scales = operands
@@ -93,11 +87,10 @@ def plan(call: Call, descriptor, operands: tuple, out, parameters: dict) -> Prod
     tensors, request = (a, b, *layout.tensors, *scales), (descriptor, operands, out, parameters)
     names = (*NAMES, "values", "dense", *scaled.SCALES)
     found = problem_of(call, descriptor, operands, out) if call.batch else None
-    if found is None or not scaled.takes(found[0], arch):
-        given = tensors, call, request, _nowhere, names, None, False, _by_torch
-        return make_plan(*given)
-    problem, steps, read = found
-    lowered = scaled.lower(problem, steps, model(device).multiprocessors)
+    lowered = lower(found, arch, model(device).multiprocessors)
+    if not lowered.steps:
+        return make_plan(tensors, call, request, _nowhere, names, None, False, _by_torch)
+    read = found[2]
     place = partial(_place, descriptor, read)
     return make_plan(tensors, call, request, place, names, lowered, read.apart)
 
