@@ -74,7 +74,9 @@ PROBLEMS = (
     Problem("gaussian", 100000, 64, "tf32", must=6.0),
     Problem("gaussian", 30000, 784, must=15.0),
     Problem("gaussian", 30000, 784, "tf32", must=6.5),
-    Problem("gaussian", 100000, 3, columns=64),
+    Problem("gaussian", 100000, 3, columns=64, must=8.0),
+    Problem("gaussian", 50000, 10, columns=10, must=1.7),
+    Problem("gaussian", 20000, 64, columns=64, must=0.65),
     Problem("laplace_l1", 30000, 64),
 )
 MEMORY = PROBLEMS[1]

@@ -17,8 +17,8 @@
 //                  (split/reduce.cuh)
 #pragma once
 
+#include "pairwise/reduce/parameters.cuh"
 #include "pairwise/reduce/reducers.cuh"
-#include "pairwise/scalars.cuh"
 #include "pairwise/terms.cuh"
 
 using Inner = INNER;
@@ -27,25 +27,6 @@ using Reducer = REDUCER;
 #ifdef BY_NORM
 #include "pairwise/norm.cuh"
 #endif
-
-// Laid out by kernlib/families/pairwise/lowering/reduce.py.
-struct Parameters {
-    // written at each launch
-    const InputT* a;
-    const InputT* b;
-    const InputT* v;
-    AccT* out;
-    i64* indices;
-    Scalar scalars[SCALARS];
-    // fixed by the plan
-    i64 scalar_strides[SCALARS];
-    View a_view, b_view, v_view;  // (batch, point, feature) of a and b, (batch, n, column) of v
-    i64 m, n, batch;
-    i64 diagonal;                 // n - m of the entries that receive the regularization
-    i64 per_split;                // n of a block, less for the last one
-    int k, row_blocks;
-    int columns, out_columns;     // of v that exist here, and of a row of out
-};
 
 // What a kernel is launched with.
 struct Launch {
@@ -58,23 +39,7 @@ struct Launch {
     Parameters parameters;
 };
 
-using ReadScalar = ScalarReader<Parameters>;
-
 constexpr int WEIGHTS = Reducer::COLUMNS > 0 ? Reducer::COLUMNS : 1;
-
-// The part of one block.
-struct Part {
-    i64 m0, first, last;  // its first row, its n from first on
-    int split;
-
-    __device__ __forceinline__ Part(const Parameters& parameters, i64 m0, int split)
-        : m0(m0), first(split * parameters.per_split),
-          last(min(first + parameters.per_split, parameters.n)), split(split) {}
-
-    __device__ __forceinline__ Part(const Parameters& parameters, int rows)
-        : Part(parameters, i64(blockIdx.x % parameters.row_blocks) * rows,
-               int(blockIdx.x / parameters.row_blocks)) {}
-};
 
 // v[l,n,0..COLUMNS) as zeros past the last column.
 __device__ __forceinline__ void read_weights(AccT* to, const Parameters& parameters, i64 l, i64 n) {

@@ -12,6 +12,7 @@
 #include "common/types.cuh"
 #include "pairwise/scalars.cuh"
 
+constexpr int GATE_WORDS = 4;          // the count, and those of product/parameters.cuh
 constexpr int THREADS = 1024, COLUMNS = 32, LINES = THREADS / COLUMNS;
 
 // Points 0, step, 2 step, ... of an operand.
@@ -51,7 +52,7 @@ __device__ __forceinline__ void add_samples(float& sum, float& count, const Inpu
 extern "C" __global__ void __launch_bounds__(THREADS)
 pairwise_split_centre(const __grid_constant__ Parameters p) {
     __shared__ float sums[2][LINES][COLUMNS + 1];
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.doubtful = 0;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < GATE_WORDS) p.doubtful[threadIdx.x] = 0;
     if (!DIFFERENCE) return;
     int column = threadIdx.x % COLUMNS, line = threadIdx.x / COLUMNS;
     int k = blockIdx.x * COLUMNS + column;

@@ -122,6 +122,11 @@ def steps(
     )
 
 
+def opening(problem: Problem, place: Workspace, centred: bool) -> Step:
+    """What opens the gate, and finds the centre if asked to, where no points are packed."""
+    return _centre_step(problem, place, ("a", "b"), centred)
+
+
 def _centre_step(problem: Problem, place: Workspace, names, difference: bool) -> Step:
     alone = place.centres > 1
     fixed = CENTRE_PARAMETERS.pack(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise import checks
+from kernlib.families.pairwise.lowering import product as wide
 from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering import split_reduce as products
 from kernlib.families.pairwise.lowering.direct import scalar_count
@@ -45,14 +46,16 @@ def takes(reduction: str, request: Request, shape: Shape) -> bool:
     """Whether the kernels compute a reduction, and are the fastest to do so."""
     if request.a.device.type != "cuda" or reduction == "topk":
         return False
-    small = shape.k <= lowering.SMALL_K
-    if shape.columns > (SMALL_COLUMNS if small else TILE_COLUMNS):
-        return False
     empty = 0 in (shape.m, shape.n, shape.k, shape.batch)
     empty = empty or (request.v is not None and shape.columns == 0)
     if empty or DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
         return False
     arch = arch_of(request.a.get_device())
+    if by_columns(reduction, request, shape, arch):
+        return True
+    small = shape.k <= lowering.SMALL_K
+    if shape.columns > (SMALL_COLUMNS if small else TILE_COLUMNS):
+        return False
     width = min(shape.columns, lowering.WIDTHS[-1])
     return lowering.fits(problem_of(reduction, request, shape, width), arch)
 
@@ -64,6 +67,17 @@ def by_products(reduction: str, request: Request, shape: Shape, arch: str) -> bo
     problem = problem_of(reduction, request, shape, min(shape.columns, PRODUCT_COLUMNS))
     permitted = precision(request.descriptor)
     return products.takes(request.descriptor, problem, arch, permitted) and products.pays(problem)
+
+
+def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> bool:
+    """Whether tensor cores multiply values of the matrix by many columns of v."""
+    if reduction != "matmul":
+        return False
+    whole = problem_of(reduction, request, shape, shape.columns)
+    problem = whole._replace(columns=min(shape.columns, wide.WIDTHS[-1]))
+    permitted = precision(request.descriptor)
+    taken = wide.takes(request.descriptor, problem, arch, permitted)
+    return taken and wide.pays(request.descriptor, whole)
 
 
 def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:
@@ -83,12 +97,14 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
     call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, numbers)
     strides = scalar_strides(descriptor, numbers, call)
     made, per_split, splits = [], 0, 0
-    product = rows is None and by_products(reduction, request, shape, arch)
+    many = rows is None and by_columns(reduction, request, shape, arch)
+    product = rows is None and not many and by_products(reduction, request, shape, arch)
     widest = PRODUCT_COLUMNS if product else lowering.WIDTHS[-1]
-    for column, width in passes(shape.columns, widest):
+    parts = wide.widths(shape.columns) if many else passes(shape.columns, widest)
+    for column, width in parts:
         problem = problem_of(reduction, request, shape, width)
-        if product:
-            lowered = products.lower(
+        if many or product:
+            lowered = (wide if many else products).lower(
                 descriptor, problem, arch, count, strides, precision(descriptor), per_split
             )
         else:

@@ -131,7 +131,7 @@ def test_epsilon_costs_nothing_where_it_is_not_given(epsilon):
 
 
 def parameters_type(scalars):
-    text = (sources.root() / "pairwise" / "reduce/reduce.cuh").read_text()
+    text = (sources.root() / "pairwise" / "reduce/parameters.cuh").read_text()
     body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
     fields = []
     for line in re.sub(r"//.*", "", body).split(";"):

@@ -1,0 +1,279 @@
+// out[l,m,c] = sum_n K[l,m,n] v[l,n,c] for many columns, with K = Epilogue(Outer(Sum)) of a pair: a
+// matrix that is never stored. Values of a tile of K stay in the registers where they were computed
+// and become words there, which tensor cores multiply by those of v (product/pack.cuh).
+//
+// Floors on an H200 for a pair: 6 operations a column, and 6 a feature where sums are products,
+// over 770 TFLOP/s; of a folded Gaussian 6 issue slots (2^x, words), 3.345e13 a second, of others
+// 12. 100000 x 100000, K = 3, C = 64: 5.2 and 1.8 ms; measured on an H100 6.9, as products with a
+// left operand in registers hardly run beside other code: times add up (9.6 of sums on lanes, where
+// the floors are 5.0 and 3.6).
+//
+// A row's values are scaled by a power of two, lowered when one of them would outgrow its words:
+// relative to the largest one of the row and its block's n, words are exact to 2^-36. A value that
+// is not finite closes the gate: kernels launched behind it do the whole call.
+//
+// One producer thread, WARPGROUPS warpgroups of 64 rows each; a stage has TILE_N n.
+//
+// The generated source defines, beside what reduce/parameters.cuh needs:
+//   REGULARIZED, Finish      as for reduce/reduce.cuh
+//   WARPGROUPS, STAGES       rows of a block by 64; stages in shared memory
+//   WIDTH, V_COPIES          columns of v as padded; 2 for high and low words of v, else 1
+//   COPIES                   2 for high and low words of values (and points), else 1
+//   FEATURES                 features of sums on the lanes, which need OPERATION and INNER
+//                            (direct/direct.cuh); 0 for others
+//   FOLDED, DEPTH            whether sums are exponents, and entries as padded; else features of
+//                            sums of words as padded, which need DIFFERENCE (split/split.cuh)
+//   BEHIND_FOLDED            whether folded exponents are computed where no point is too far
+//   DOUBTFUL                 the count of doubtful pairs in the sample that leaves nothing to do
+//   DYNAMIC_BYTES, PARAMETER_BYTES   shared memory and ProductLaunch as lowering counts them
+//   multiply(...)            one wgmma of 64 x WIDTH x 16 with the left operand in registers, and
+//                            one of 64 x TILE_N x 16 from shared memory
+#pragma once
+
+#include "pairwise/product/parameters.cuh"
+#include "pairwise/reduce/math.cuh"
+#include "pairwise/split/parameters.cuh"
+
+constexpr int TILE_M = 64 * WARPGROUPS;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+
+// Laid out by kernlib/families/pairwise/lowering/product.py.
+struct ProductLaunch {
+    // written at each launch, as the beginning of Parameters
+    Gate* gate;
+    const unsigned char* packed_a;
+    const unsigned char* packed_b;       // or lines
+    const PointInfo* a_info;
+    const PointInfo* b_info;
+    const unsigned char* packed_v;
+    Parameters parameters;
+    // fixed by the plan; strides of batch entries
+    i64 a_packed_stride, b_packed_stride, a_info_stride, b_info_stride, v_packed_stride;
+    int splits, padding;
+};
+static_assert(sizeof(ProductLaunch) == PARAMETER_BYTES, "as lowering lays it out");
+
+// n from n0 on, of which `columns` exist.
+struct Tile {
+    i64 n0;
+    int columns;
+};
+
+constexpr bool IS_FOLDED = FOLDED;
+#if FEATURES
+#include "pairwise/product/sums_on_lanes.cuh"
+#elif FOLDED
+#include "pairwise/product/sums_folded.cuh"
+#else
+#include "pairwise/product/sums_of_words.cuh"
+#endif
+
+constexpr int STAGE_BYTES = POINT_BYTES + V_BYTES;
+static_assert(DYNAMIC_BYTES == A_BYTES + STAGES * STAGE_BYTES, "as lowering counts it");
+
+// Whether this kernel does the work. Of folded exponents unless a point is too far; behind those of
+// what is left, where not too many pairs are doubtful.
+__device__ __forceinline__ bool is_needed(Gate& gate) {
+    if (gate.closed) return false;
+    if (IS_FOLDED) return !gate.far;
+    if (BEHIND_FOLDED && !gate.far) return false;
+    if (gate.doubtful <= DOUBTFUL) return true;
+    gate.closed = CLOSED;
+    return false;
+}
+
+struct Shared {
+    unsigned char *resident, *stages;
+    u64 *full, *empty, *resident_full;
+};
+
+// A ring's next stage, and the parity of its barrier's phase.
+struct Ring {
+    int place = 0, parity;
+    __device__ __forceinline__ explicit Ring(int parity) : parity(parity) {}
+    __device__ __forceinline__ void advance() {
+        if (++place == STAGES) place = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void produce(const ProductLaunch& p, const Shared& s, const Part& part,
+                                        i64 l) {
+    Ring stage(1);
+    i64 tile = part.first / TILE_N;
+#if FEATURES
+    const unsigned char* b = p.packed_b + l * p.b_packed_stride + tile * POINT_BYTES;
+#else
+    const unsigned char* b = p.packed_b + l * p.b_packed_stride + tile * WORD_BYTES;
+    const PointInfo* points = p.b_info + l * p.b_info_stride + part.first;
+    barrier_expect(s.resident_full, A_BYTES);
+    load_bytes(s.resident, p.packed_a + l * p.a_packed_stride + part.m0 / TILE_M * A_BYTES,
+               s.resident_full, A_BYTES);
+#endif
+    const unsigned char* v = p.packed_v + l * p.v_packed_stride + tile * V_BYTES;
+#pragma unroll 1
+    for (i64 n0 = part.first; n0 < part.last; n0 += TILE_N, v += V_BYTES) {
+        unsigned char* to = s.stages + stage.place * STAGE_BYTES;
+        u64* barrier = &s.full[stage.place];
+        barrier_wait(&s.empty[stage.place], stage.parity);
+        barrier_expect(barrier, STAGE_BYTES);
+#if FEATURES
+        load_bytes(to, b, barrier, POINT_BYTES);
+        b += POINT_BYTES;
+#else
+        load_bytes(to, b, barrier, WORD_BYTES);
+        if (INFO_BYTES > 0) load_bytes(to + WORD_BYTES, points, barrier, INFO_BYTES);
+        b += WORD_BYTES;
+        points += TILE_N;
+#endif
+        load_bytes(to + POINT_BYTES, v, barrier, V_BYTES);
+        stage.advance();
+    }
+}
+
+// Adds the products of a tile's words and those of v at `address`; from zero unless `accumulate`.
+__device__ __forceinline__ void multiply_words(float (&run)[SUMS], const Words& words, u32 address,
+                                               int accumulate) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        u64 high = core_matrices_descriptor(address + step * V_STEP, WIDTH * 16, 128);
+        if (COPIES == 2) {
+            multiply(run, words.low[step], high, accumulate);
+            accumulate = 1;
+        }
+        if (V_COPIES == 2) {
+            multiply(run, words.high[step], high + V_WORDS / 16, accumulate);
+            accumulate = 1;
+        }
+        multiply(run, words.high[step], high, accumulate);
+        accumulate = 1;
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
+// What a consumer's functions share.
+struct Consumer {
+    const Rows& rows;
+    const Finish& finish;
+    i64 m;
+    u32* closed;
+};
+
+// Takes a tile of sums, whose v lies at `address`. With CAREFUL values are zeros where there is no
+// such pair, for a sum of anything else would spoil them.
+template <bool CAREFUL>
+__device__ __forceinline__ void take_tile(Totals& totals, Scales& scales, float (&values)[VALUES],
+                                          const Consumer& c, const Tile& tile, u32 address,
+                                          int accumulate) {
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+#if FOLDED
+        float value = exp2_approximate(values[i]);
+#else
+        float value = c.finish(values[i]);
+#endif
+        bool exists = !CAREFUL || (column_of(i) < tile.columns && c.rows.m[row_of(i)] < c.m);
+        values[i] = exists ? value : 0.0f;
+    }
+    Words words;
+    bool exceeds = split_values(words, values, scales);
+    while (__any_sync(~0u, exceeds)) {
+        if (!lower_scales(scales, values, totals)) {
+            *c.closed = CLOSED;
+            break;
+        }
+        exceeds = split_values(words, values, scales);
+    }
+    multiply_words(totals.run, words, address, accumulate);
+}
+
+__device__ __forceinline__ void store(const Totals& totals, const Scales& scales, const Rows& rows,
+                                      const Parameters& p, const Part& part, i64 l) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        i64 m = rows.m[row], n = m + p.diagonal;
+        if (m >= p.m) continue;
+        float back = 1.0f / scales.factor[row];
+        float diagonal = 0.0f;
+        const InputT* v = p.v + l * p.v_view.batch_stride + n * p.v_view.row_stride;
+        bool crosses = REGULARIZED && n >= part.first && n < part.last;
+        if (crosses) diagonal = ReadScalar{p, l}(REGULARIZATION);
+        float* out = p.out + ((part.split * p.batch + l) * p.m + m) * p.out_columns;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) {
+            int column = column_of(i);
+            if (row_of(i) != row || column >= p.columns) continue;
+            float value = totals.total[i] * back;
+            if (crosses)
+                value = fmaf(diagonal, convert<float>(v[column * p.v_view.column_stride]), value);
+            out[column] = value;
+        }
+    }
+}
+
+__device__ __forceinline__ void consume(const ProductLaunch& launch, const Shared& s,
+                                        const Part& part, i64 l) {
+    const Parameters& p = launch.parameters;
+    Ring stage(0);
+    Rows rows(launch, l, part.m0 + (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4);
+    Scales scales;
+    Totals totals;
+    ReadScalar read{p, l};
+    Finish finish(read);
+    bool rows_end = part.m0 + TILE_M > p.m;
+    if (A_BYTES > 0) barrier_wait(s.resident_full, 0);
+    Consumer consumer = {rows, finish, p.m, &launch.gate->closed};
+    int group = 0;
+#pragma unroll 1
+    for (i64 n0 = part.first; n0 < part.last; n0 += TILE_N) {
+        const unsigned char* from = s.stages + stage.place * STAGE_BYTES;
+        Tile tile = {n0, int(min(part.last - n0, i64(TILE_N)))};
+        barrier_wait(&s.full[stage.place], stage.parity);
+        float values[VALUES];
+        sum_tile(values, rows, s.resident, from, p, tile);
+        u32 v = shared_address(from + POINT_BYTES);
+        if (rows_end || tile.columns < TILE_N) {
+            take_tile<true>(totals, scales, values, consumer, tile, v, group > 0);
+        } else {
+            take_tile<false>(totals, scales, values, consumer, tile, v, group > 0);
+        }
+        if (++group == GROUP_TILES || n0 + TILE_N >= part.last) {
+            auto at = from + POINT_BYTES + STEPS * V_STEP;
+            totals.settle(reinterpret_cast<const float*>(at));
+            group = 0;
+        }
+        barrier_arrive_by_warp(&s.empty[stage.place]);
+        stage.advance();
+    }
+    store(totals, scales, rows, p, part, l);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+pairwise_product_main(const __grid_constant__ ProductLaunch launch) {
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    __shared__ u64 barriers[2 * STAGES + 1];
+    __shared__ bool closed;              // another block may close the gate at any moment
+    Shared s = {dynamic, dynamic + A_BYTES, barriers, barriers + STAGES, barriers + 2 * STAGES};
+    if (threadIdx.x == 0) {
+        closed = !is_needed(*launch.gate);
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1);
+            barrier_init(&s.empty[i], 4 * WARPGROUPS);
+        }
+        barrier_init(s.resident_full, 1);
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (closed) return;
+    u32 rows = launch.parameters.row_blocks, inside = blockIdx.x % (rows * launch.splits);
+    i64 l = blockIdx.x / (rows * launch.splits);
+    Part part(launch.parameters, i64(inside % rows) * TILE_M, int(inside / rows));
+    if (threadIdx.x < 128) {
+        release_registers<(WARPGROUPS == 2 ? 40 : WARPGROUPS == 3 ? 32 : 24)>();
+        if (threadIdx.x == 0) produce(launch, s, part, l);
+    } else {
+        take_registers<(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112)>();
+        consume(launch, s, part, l);
+    }
+}

@@ -1,0 +1,184 @@
+"""Kernels of products with many columns (product.py): which calls they take, when they pay,
+and what code generation chooses."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import pack
+from kernlib.families.pairwise.lowering import reduce as direct
+from kernlib.families.pairwise.lowering.direct import inner_codes
+from kernlib.families.pairwise.lowering.finish import is_norm
+from kernlib.families.pairwise.lowering.reduce import Problem
+from kernlib.families.pairwise.lowering.reduce_source import finish
+from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
+from kernlib.jit import targets
+from kernlib.lowering.arithmetic import ceil_div, round_up
+
+WIDTHS = (16, 32, 48, 64, 96, 128)  # columns of v that a launch takes
+NARROW, MIDDLE = 32, 64  # up to which registers hold the sums of four and three warpgroups
+DEPTHS = (16, 32, 64, 128)  # features of sums of words
+NORMS, MOST_ENTRIES = 6, 208  # entries of norms, and of a point of folded exponents
+LANES = 4  # features up to which squares on the lanes take fewer issue slots than sums of words
+# Terms whose sums are in a unit (unit.cuh), or long.
+SCALED = {None, "Power", "PowerOnDevice", "ExpPower", "ExpPowerOnDevice", "PowerLog"}
+# What Finish ends with where values are exponentials of a multiple of the sum alone.
+EXPONENT = re.compile(r"AccT v = s;\n\s*v = exp2_approximate\(v \* (\w+)\);\n\s*return v;")
+TILE_N, STEP, GROUP = 64, 16, 256  # n of a stage, of a wgmma, and of those summed in one go
+LEAST_STAGES, MAX_STAGES = 2, 8
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the descriptor. The names of ``rows``,
+    ``columns`` and what follows are those that the packing of points reads."""
+
+    dtype: str
+    sums: str  # a key of SUMS
+    depth: int  # features of a sum on the lanes, else those or entries as padded
+    copies: int  # words of a value of the matrix, and of a point's number
+    v_copies: int  # of a number of v
+    width: int  # columns of v
+    warpgroups: int  # of 64 rows each
+    inner: float | str
+    outer: float | str
+    root: bool
+    epsilon: bool
+    regularized: bool
+    behind: bool = False  # of a kernel of folded exponents
+
+    columns = TILE_N
+    promote = 1
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def features(self) -> int:
+        return self.depth if self.sums == "lanes" else 0
+
+    @property
+    def v_bytes(self) -> int:
+        """Of the words of v of a stage, and of what its columns are multiplied by."""
+        return TILE_N * self.v_copies * self.width * 2 + 4 * self.width
+
+    @property
+    def point_bytes(self) -> int:
+        """Of one point of a or b."""
+        each = {"lanes": 4, "words": 2 * self.copies, "folded": 2}[self.sums]
+        return self.depth * each
+
+    @property
+    def stage_bytes(self) -> int:
+        info = pack.INFO_BYTES if self.sums == "words" else 0
+        return TILE_N * (self.point_bytes + info) + self.v_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return 0 if self.sums == "lanes" else self.point_bytes * self.rows
+
+    @property
+    def stages(self) -> int:
+        """As many as fit into shared memory."""
+        room = targets.SHARED_BYTES[ARCH] - BARRIER_BYTES - self.resident_bytes
+        return min(MAX_STAGES, room // self.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.resident_bytes + self.stages * self.stage_bytes
+
+
+def pays(descriptor: Pairwise, problem: Problem) -> bool:
+    """Whether it beats the other ways to compute a product, by microseconds fitted to squares of
+    512 to 16384 points of 3 to 128 features and 1 to 128 columns on an H100."""
+    pairs, columns = problem.m * problem.n * problem.batch, problem.columns
+    each = 0.5 if is_exponent(descriptor, problem) else 0.9  # of a million pairs
+    each += 0.004 * columns + 0.01 * problem.k
+    launches = 30 + (7 if problem.k > LANES else 0) + 1.5 * ceil_div(columns, direct.WIDTHS[-1])
+    return launches + pairs * 1e-6 * each < _others(problem, pairs, columns)
+
+
+def _others(problem: Problem, pairs: int, columns: int) -> float:
+    """Microseconds of the fastest other way: kernels of few columns, or blocks of the matrix."""
+    blocks = 35 + pairs * 12e-6
+    if problem.k <= direct.SMALL_K:
+        passes = ceil_div(columns, 16)
+        alone = 0.34 + 0.037 * max(0, problem.k - 3)
+        return min(blocks, passes * 25 + pairs * 1e-6 * (alone * passes + 0.056 * columns))
+    if columns > 16:
+        return blocks
+    passes = ceil_div(columns, 8)
+    return 25 + pairs * 1e-6 * (0.7 * passes + 0.14 * columns)
+
+
+def is_on_lanes(descriptor: Pairwise, problem: Problem) -> bool:
+    """Whether the lanes sum, exactly: norms of few features without logarithms."""
+    if inner_codes(descriptor).get(problem.inner) in SCALED or is_norm(problem):
+        return False
+    return problem.k <= LANES or (
+        problem.k <= direct.SMALL_K and not is_of_words(descriptor, problem)
+    )
+
+
+def is_of_words(descriptor: Pairwise, problem: Problem) -> bool:
+    taken = descriptor.takes_products and pack.is_product(descriptor, problem)
+    return taken and problem.k <= DEPTHS[-1]
+
+
+def default(descriptor: Pairwise, problem: Problem, precision: str | None) -> Variant:
+    """The variant of a call, of folded exponents where its epilogue is one."""
+    made = behind(descriptor, problem, precision)
+    if not made.behind:
+        return made
+    return _fitting(made._replace(sums="folded", depth=_entries(problem)))
+
+
+def _entries(problem: Problem) -> int:
+    """Of a point of folded exponents, as padded."""
+    return round_up(NORMS + 3 * problem.k, STEP)
+
+
+def behind(descriptor: Pairwise, problem: Problem, precision: str | None) -> Variant:
+    """The variant of a call whose exponents are not folded."""
+    copies = PRECISIONS[precision or "fp32"]  # none is permitted where sums are no products
+    on_lanes = is_on_lanes(descriptor, problem)
+    depth = problem.k if on_lanes else next(d for d in DEPTHS if d >= problem.k)
+    return _fitting(Variant(
+        problem.dtype, "lanes" if on_lanes else "words", depth, copies,
+        copies if problem.dtype == "float32" else 1,
+        next(w for w in WIDTHS if w >= problem.columns), 3,
+        problem.inner, problem.outer, problem.root, problem.epsilon, problem.regularized,
+        is_exponent(descriptor, problem),
+    ))  # fmt: skip
+
+
+def _fitting(made: Variant) -> Variant:
+    """With as many warpgroups as registers and shared memory hold."""
+    narrow = NARROW // 2 if made.sums == "words" else NARROW
+    counts = (4, 3, 2) if made.width <= narrow else (3, 2) if made.width <= MIDDLE else (2,)
+    for count in counts:
+        made = made._replace(warpgroups=count)
+        if made.stages >= LEAST_STAGES:
+            break
+    return made
+
+
+def is_exponent(descriptor: Pairwise, problem: Problem) -> bool:
+    """Whether values are 2 to the power of a squared distance times a number of the call, of few
+    enough features to fold that into the product."""
+    if problem.epsilon or not descriptor.takes_products:
+        return False
+    if not pack.is_difference(descriptor, problem):
+        return False
+    if _entries(problem) > MOST_ENTRIES:
+        return False
+    return exponent_of(descriptor, problem) is not None
+
+
+def exponent_of(descriptor: Pairwise, made) -> str | None:
+    """The member of Finish that multiplies the squared distance, of an epilogue that is no more
+    than an exponential of it. ``made`` has what :func:`reduce_source.finish` reads."""
+    found = EXPONENT.search(finish(descriptor, made))
+    return found and found[1]
