@@ -16,7 +16,6 @@ from benchmarks.kronecker_product.problems import drawn as drawn_factors
 from benchmarks.kronecker_product.problems import tensors
 from benchmarks.kronecker_product.run import descriptor_of
 from kernlib import blocksparse
-from kernlib.families.kronecker_sparse import reference as of_factors
 from kernlib.families.sparse.formats.registry import FORMATS
 from kernlib.sparse import SparseMatrix
 
@@ -133,13 +132,21 @@ def kronecker_sparse(source: random.Random) -> Problem:
 
         others = {"einsum": Way(einsum, buffers)}
         if 2.0 * a * a * b * c * d * d < MOST_BYTES / 2:
-            dense = of_factors.dense((a, b, c, d), weight)
-            others["dense"] = Way(
-                lambda x, w, out: torch.mm(x, w.mT, out=out), (x, dense, buffers[-1])
-            )
+            others["dense"] = Way(_by_dense_matrix, buffers)
         return Call(Way(ours, buffers), (descriptor, (x, weight), {"out": buffers[2]}), others)
 
     return Problem("kronecker_sparse", f"({a},{b},{c},{d}) {rows} rows {kind}", make)
+
+
+def _by_dense_matrix(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A factor as a dense matrix, which each call makes: training changes the weight between two of
+    them, and kernels read it as it is."""
+    a, b, c, d = weight.shape
+    width = a * c * d
+    matrix = x.new_zeros(a * b * d, width)
+    strides = b * d * width + c * d, d * width, d, width + 1
+    matrix.as_strided(weight.shape, strides).copy_(weight)
+    return torch.mm(x, matrix.mT, out=out)
 
 
 # Kronecker products.
