@@ -31,6 +31,8 @@ struct Parameters {
     u32 rows, columns;      // n and f
     u32 column_tiles;
     u32 vectors;            // whether rows of in take aligned 16-byte loads
+    u32 whole;              // whether lines of out take aligned 16-byte stores
+    u32 unused;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
@@ -43,6 +45,20 @@ union Words {
 // room.
 __device__ __forceinline__ void store_chunk(const Words& x, const Parameters& p, u32 n, u32 f) {
     if (f < p.columns && n < p.rows) store_vector(p.out + i64(f) * p.pitch + n, x.value);
+}
+
+// Lines that begin anywhere, of which nothing behind the last number may be written: a warp writes
+// 32 neighbours of one line at a time, ``number(n, f)`` of the tile.
+template <class Number>
+__device__ __forceinline__ void store_numbers(const Parameters& p, u32 row, u32 column,
+                                              Number number) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 4
+    for (int i = 0; i < TILE * TILE / THREADS; ++i) {
+        u32 n = i % (TILE / 32) * 32 + lane, f = i / (TILE / 32) * (THREADS / 32) + warp;
+        if (row + n < p.rows && column + f < p.columns)
+            p.out[i64(column + f) * p.pitch + row + n] = number(n, f);
+    }
 }
 
 #if HALF_INPUT
@@ -64,6 +80,12 @@ __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Paramete
                      read[i].value);
     }
     __syncthreads();
+    if (!p.whole) {
+        store_numbers(p, row, column, [&](u32 n, u32 f) {
+            return reinterpret_cast<const InputT*>(tile + place_of(n, f / CHUNK))[f % CHUNK];
+        });
+        return;
+    }
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 base = u32(__cvta_generic_to_shared(tile));
     u32 line = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2, f = warp * 8 + lane / 4;
@@ -89,6 +111,12 @@ __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Paramete
             tile[index / ACROSS * LINE + index % ACROSS * CHUNK + e] = read[i].word[e];
     }
     __syncthreads();
+    if (!p.whole) {
+        store_numbers(p, row, column, [&](u32 n, u32 f) {
+            return __uint_as_float(tile[n * LINE + f]);
+        });
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
         u32 index = threadIdx.x + i * THREADS, f = index / ACROSS, n = index % ACROSS * CHUNK;

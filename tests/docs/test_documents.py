@@ -193,6 +193,16 @@ def kind(*product) -> str:
     return kinds(*product)[-1]
 
 
+def takers(pattern: tuple, batch: int, dtype: torch.dtype) -> set[str]:
+    """The kinds that take such a product batch first, of which the fastest serves it."""
+    made = kernlib.KroneckerSparse(*pattern)
+    x = torch.empty(batch, made.in_features, dtype=dtype, device="meta")
+    weight = torch.empty(pattern, dtype=dtype, device="meta")
+    call = ahead.PRODUCT.check(made, (x, weight), None, {})
+    problem = ahead.plans.problem_of(made, call, x, weight, None, "fp32")
+    return {choice["kind"] for choice in ahead.choose.candidates(problem, "sm_90a")}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_kernels_serve_what_the_table_says(dtype):
     whole = 16 // dtype.itemsize
@@ -205,11 +215,15 @@ def test_kernels_serve_what_the_table_says(dtype):
         assert kind((2, b, c, 1), 1000, False, dtype) == wanted, (b, c)
     for d in range(2, 34):
         taken = d in (2, 4, 8)[: 3 if whole == 8 else 2] or d % whole == 0
-        wanted = "interleaved" if taken else "portable"
-        assert kind((2, 48, 40, d), 1000, False, dtype) == wanted, d
+        wanted = {"interleaved"} if taken else set()
+        assert takers((2, 48, 40, d), 1000, dtype) == {"transposed", "portable"} | wanted, d
+        for few in (((2, 48, 40, d), 1), ((2, 48, 1, d), 9)):
+            assert "transposed" not in takers(*few, dtype), few
     for c in (5, 6, 8):  # of which d = 2 makes 10, 12 and 16 features
-        wanted = "portable" if 2 * c % whole else "interleaved"
-        assert kind((2, 24, c, 2), 1000, False, dtype) == wanted, c
+        wanted = set() if 2 * c % whole else {"interleaved"}
+        assert takers((2, 24, c, 2), 1000, dtype) == {"transposed", "portable"} | wanted, c
+    small, large = (kind((3, 97, 41, 13), batch, False, dtype) for batch in (2, 5000))
+    assert (small, large) == ("portable", "hopper")
 
 
 def test_a_product_of_few_long_rows_is_summed_as_a_gradient_is():

@@ -21,6 +21,7 @@ from kernlib.families.kronecker_sparse.lowering import (
     hopper,
     interleaved,
     portable,
+    times,
     transpose,
     via_batch_last,
     weight_gradient,
@@ -53,7 +54,7 @@ __all__ = [
 ]
 
 # By preference: untuned, a problem goes to the first kind that has a candidate for it, but to
-# `transposed` where that pays and to `portable` if it is small.
+# `portable` if it is small, and batch first with d > 1 to the one that `times` says is fastest.
 _MODULES = (transpose, weight_gradient, interleaved, via_batch_last, hopper, portable)
 KINDS: dict[str, ModuleType] = {kind.KIND: kind for kind in _MODULES}
 
@@ -81,13 +82,15 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
         for name, kind in KINDS.items()
         for choice in kind.candidates(problem, arch)
     ]
-    if is_small(problem):
-        return sorted(known, key=lambda choice: choice["kind"] != portable.KIND)
-    if any(choice["kind"] == via_batch_last.KIND for choice in known) and via_batch_last.pays(
-        problem
-    ):
-        return sorted(known, key=lambda choice: choice["kind"] != via_batch_last.KIND)
-    return known
+    first = _first(problem, known)
+    return sorted(known, key=lambda choice: choice["kind"] != first)
+
+
+def _first(problem: Problem, known: list[Choice]) -> str:
+    """The kind that a problem goes to untuned."""
+    if times.knows(problem) and known[0]["kind"] in (interleaved.KIND, via_batch_last.KIND):
+        return times.fastest(problem, known)
+    return portable.KIND if is_small(problem) else known[0]["kind"]
 
 
 def is_small(problem: Problem) -> bool:
@@ -106,7 +109,12 @@ def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choi
     """Of the candidates the one taken untuned."""
     kind, _ = _apart(known[0])
     own = [_apart(choice)[1] for choice in known if choice["kind"] == known[0]["kind"]]
-    return {"kind": known[0]["kind"], **kind.default(problem, own, multiprocessors)}
+    is_split = problem.depth >= 2 * portable.MIN_SPLIT  # where there are few tiles
+    if kind is portable and times.knows(problem) and not is_split:
+        chosen = min(own, key=lambda tile: times.of_portable(problem, tile, multiprocessors))
+    else:
+        chosen = kind.default(problem, own, multiprocessors)
+    return {"kind": known[0]["kind"], **chosen}
 
 
 def defaults(problem: Problem, arch: str) -> list[Choice]:

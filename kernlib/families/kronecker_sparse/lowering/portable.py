@@ -72,7 +72,7 @@ class Variant(NamedTuple):
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The tiles that a problem fills, largest first; there is always one."""
-    sides = _accesses(packed(problem))
+    sides = accesses(packed(problem))
     tiles = _tiles(problem.dtype, problem.precision, arch, problem.rows, problem.columns, sides)
     return [{"rows": tile.rows, "columns": tile.columns} for tile in tiles]
 
@@ -225,10 +225,11 @@ def _tile_count(problem: Problem, rows: int, columns: int) -> int:
 
 def _variant(problem: Problem, tile: Tile, split: bool) -> Variant:
     partial = split and problem.dtype != "float32"
-    return Variant(problem.dtype, problem.precision, tile, *_accesses(problem), partial)
+    return Variant(problem.dtype, problem.precision, tile, *accesses(problem), partial)
 
 
-def _accesses(problem: Problem) -> tuple[str, str]:
+def accesses(problem: Problem) -> tuple[str, str]:
+    """Those of both operands."""
     left = access(problem, problem.left, problem.rows)
     return left, access(problem, problem.right, problem.columns)
 

@@ -24,7 +24,7 @@ from kernlib.lowering.steps import Lowered, Step
 KIND = "turned"
 THREADS = 256
 TILE = 64
-PARAMETERS = Parameters(2, "<2q4I")
+PARAMETERS = Parameters(2, "<2q6I")
 ALIGNMENT = 256  # of each operand in the workspace
 
 
@@ -156,16 +156,17 @@ def step(
     strides: tuple[int, int],
     alignment: int,
     pointers: tuple[tuple[str, int], tuple[str, int]],
+    whole: bool = True,
 ) -> Step:
     """The launch that turns ``sizes``, rows and columns, at the first of ``pointers`` to columns
     and rows at the second: rows and turned columns lie ``strides`` elements apart. The first row
-    begins at ``alignment`` modulo 16; turned columns take whole 16 bytes, aligned, of which the
-    last may end in zeros."""
+    begins at ``alignment`` modulo 16; turned columns take ``whole`` 16 bytes, aligned, of which the
+    last may end in zeros, or lie anywhere, and nothing behind them is written."""
     rows, columns = sizes
     chunk = 16 // DTYPES[dtype].bytes
     tiles = ceil_div(columns, TILE), ceil_div(rows, TILE)
     vectors = int(strides[0] % chunk == 0 and alignment % 16 == 0)
-    fixed = PARAMETERS.pack(*strides, rows, columns, tiles[0], vectors)
+    fixed = PARAMETERS.pack(*strides, rows, columns, tiles[0], vectors, int(whole), 0)
     return Step(spec(dtype), (tiles[0] * tiles[1], 1), fixed, pointers)
 
 

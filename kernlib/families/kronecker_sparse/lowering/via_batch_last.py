@@ -1,13 +1,14 @@
-"""Products of large factors, batch first and d > 1: x transposed to batch last, multiplied there by
-the kind `hopper`, and the result transposed back.
+"""Products of large factors and of odd sizes, batch first and d > 1: x transposed to batch last,
+multiplied there by the kind `hopper`, and the result transposed back.
 
-kernel_sources/kronecker_sparse/transpose.cuh costs a read and a write of x and of the result. The
-kind `interleaved`, which takes the same problems, has neither, but fetches x from L2 once for each
-tile of few columns, and the weight once for each tile of rows. A batch that would take more scratch
-than WORKSPACE goes in slices, one after the other.
+kernel_sources/kronecker_sparse/transpose.cuh costs a read and a write of x and of the result, whose
+rows may begin and end anywhere, while the kind `portable`, which is left with what is no whole 16
+bytes, reads and writes each l by itself. The kind `interleaved` has neither, but fetches x from L2
+once for each tile of few columns, and the weight once for each tile of rows. A batch that would
+take more scratch than WORKSPACE goes in slices, one after the other.
 
-Which is faster is a matter of bytes and operations, for x, result and packed weight of X, Y and W
-bytes:
+Which of these two is faster for large factors is a matter of bytes and operations, for x, result
+and packed weight of X, Y and W bytes:
 
     interleaved = max((X * column tiles + W * row tiles) / L2_RATES, (X + Y) / MEMORY_RATE,
                       operations / INTERLEAVED_RATES)
@@ -23,7 +24,12 @@ from __future__ import annotations
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper, hopper_common, interleaved, transpose
-from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Problem
+from kernlib.families.kronecker_sparse.lowering.problem import (
+    Layout,
+    OutLayout,
+    Problem,
+    is_deep,
+)
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.choice import Choice
@@ -44,7 +50,7 @@ LAUNCH = 5e-6  # seconds
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The widths of tile for a problem, none if it is not one of this kind's."""
-    if not _is_flat(problem) or not interleaved.candidates(problem, arch):
+    if arch != hopper_common.ARCH or not _is_flat(problem):
         return []
     rows = slice_rows(problem)
     if not rows:
@@ -58,7 +64,7 @@ default = hopper_common.default
 
 
 def pays(problem: Problem) -> bool:
-    """Whether a problem of this kind's is taken by it untuned, as the model has it."""
+    """Whether a problem of both kinds is taken by this one untuned, as the model has it."""
     of_interleaved, of_transposed = seconds(problem)
     return of_interleaved >= GAIN * of_transposed
 
@@ -144,19 +150,24 @@ def feature_counts(problem: Problem) -> tuple[int, int]:
 
 
 def _is_flat(problem: Problem) -> bool:
-    """Whether features of x and of the result lie side by side, of the latter whole 16 bytes, which
-    is what is written. Rows that do not overlap are those of a product: in the gradient of a weight
-    by few rows a depth is a whole row."""
+    """Whether features of x and of the result lie side by side, and d > 1. Rows that do not overlap
+    are those of a product: in the gradient of a weight by few rows a depth is a whole row."""
     left, out = problem.left, problem.out
-    chunk = 16 // DTYPES[problem.dtype].bytes
     depths, features = feature_counts(problem)
-    if problem.rows == 1 or problem.depth == 1 or left.line < depths or out.row < features:
+    if problem.rows == 1 or problem.depth == 1 or problem.lanes == 1 or is_deep(problem):
         return False
-    return (
-        transpose.is_flat(problem, problem.depth, left.lane, left.depth, left.block)
-        and transpose.is_flat(problem, problem.columns, out.lane, out.column, out.block)
-        and features % chunk == out.row % chunk == out.alignment % 16 == 0
-    )
+    if left.line < depths or out.row < features:
+        return False
+    return transpose.is_flat(
+        problem, problem.depth, left.lane, left.depth, left.block
+    ) and transpose.is_flat(problem, problem.columns, out.lane, out.column, out.block)
+
+
+def is_whole(problem: Problem) -> bool:
+    """Whether rows of the result are whole 16 bytes, aligned."""
+    chunk = 16 // DTYPES[problem.dtype].bytes
+    _, features = feature_counts(problem)
+    return features % chunk == problem.out.row % chunk == problem.out.alignment % 16 == 0
 
 
 def slice_rows(problem: Problem) -> int:
@@ -191,5 +202,6 @@ def _turns(problem: Problem, first: int, count: int, places: dict[str, int]) -> 
     x = ("left", first * left.line * itemsize), ("workspace", places["left"])
     y = ("workspace", places["out"]), ("out", first * out.row * itemsize)
     before = transpose.step(dtype, (count, depths), (left.line, pitch), left.alignment, x)
-    after = transpose.step(dtype, (features, count), (pitch, out.row), 16, y)
+    strides, whole = (pitch, out.row), is_whole(problem)
+    after = transpose.step(dtype, (features, count), strides, 16, y, whole)
     return before, after

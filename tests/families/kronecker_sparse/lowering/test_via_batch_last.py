@@ -118,10 +118,12 @@ def test_gradients_by_x_and_other_half_types_go_the_same_way(pattern):
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
 def test_small_batches_are_not_worth_further_launches(dtype, precision):
+    """Nor is `portable` for large weights, of which it reads each l by itself."""
     options = {"dtype": dtype, "precision": precision}
+    for rows in (1, 8):
+        assert order(factor(1, 64, 64, 64, rows=rows, **options))[0] == "portable"
     for rows in (1, 8, 64):
-        first = order(factor(1, 768, 192, 64, rows=rows, **options))[0]
-        assert first == ("interleaved" if rows > 16 else "portable")
+        assert order(factor(1, 768, 192, 64, rows=rows, **options))[0] == "interleaved"
     assert order(factor(1, 768, 192, 64, rows=8192, **options))[0] == "transposed"
 
 
@@ -136,6 +138,10 @@ TAKEN = {
     "one block of any stride": LARGE._replace(left=LARGE.left._replace(block=0)),
     "weights of any strides": LARGE._replace(right=Layout(3, 5, 7, 11, 2)),
     "addresses that are 0 modulo 16": LARGE._replace(out=LARGE.out._replace(alignment=0)),
+    "d = 3": factor(2, 64, 64, 3),
+    "a misaligned x": LARGE._replace(left=LARGE.left._replace(alignment=8)),
+    "a misaligned result": LARGE._replace(out=LARGE.out._replace(alignment=8)),
+    "rows of the result that end in a chunk": factor(1, 3, 8, 2),
 }
 LEFT = {
     "k apart": LARGE._replace(left=Layout(0, 1, 2 * ROW, 128)),
@@ -144,10 +150,6 @@ LEFT = {
     "blocks of the result apart": factor(2, 64, 64, 16, out=OutLayout(2048, 1, 4096, 16)),
     "batch last": batch_last(lanes=16),
     "d = 1": factor(2, 64, 64, 1),
-    "d = 3": factor(2, 64, 64, 3),
-    "a misaligned x": LARGE._replace(left=LARGE.left._replace(alignment=8)),
-    "a misaligned result": LARGE._replace(out=LARGE.out._replace(alignment=8)),
-    "rows of the result that end in a chunk": factor(1, 3, 8, 2),
     "a deep product": factor(1, 64, 4096, 16, rows=64),
     "a gradient of a weight": weight_gradient(2, 96, 48, 16),
     "a gradient of few rows": weight_gradient(2, 96, 48, 16, batch=1000),
@@ -200,7 +202,7 @@ def test_choices_are_those_of_the_product_batch_last():
 def test_the_model_knows_the_tiles_of_the_other_kind(dtype, precision):
     for d in (2, 4, 8, 12, 16, 24, 32, 64):
         given = factor(2, 96, 48, d, dtype=dtype, precision=precision)
-        if "transposed" in order(given):
+        if {"transposed", "interleaved"} <= set(order(given)):
             assert transposed.shape_of(given) == interleaved.shape_of(given)
 
 
@@ -309,51 +311,84 @@ def evaluated(code, text, **values):
     return functools.reduce(operator.and_, terms)
 
 
+def words(text, read, chunks):
+    """The tile of words that threads put chunks into, (threads, chunks, CHUNK)."""
+    place = re.search(r"tile\[(.*?)\] = read\[i\]\.word\[e\]", text.body("turn(const Words"))[1]
+    line = text.run("constexpr int LINE = TILE + 1;").LINE
+    tile = np.full(text["TILE"] * line, 10**12)
+    for e in range(text["CHUNK"]):
+        tile[evaluated(place, text, index=read.index, e=e, LINE=line)] = chunks[e]
+    return tile, {"LINE": line}
+
+
 def through_words(text, read, chunks):
-    """What threads hold, (threads, chunks, CHUNK), where it has gone through a tile of words."""
+    """What threads hold where it has gone through a tile of words."""
     body = text.body("turn(const Words")
-    place = re.search(r"tile\[(.*?)\] = read\[i\]\.word\[e\]", body)[1]
     taken = re.search(r"line\.word\[e\] = tile\[(.*?)\];", body)[1]
     code = body[body.rindex("u32 index") : body.index("Words line")]
-    at = text.run("constexpr int LINE = TILE + 1;")
-    tile = np.full(text["TILE"] * at.LINE, 10**12)
-    for e in range(text["CHUNK"]):
-        tile[evaluated(place, text, index=read.index, e=e, LINE=at.LINE)] = chunks[e]
+    tile, sizes = words(text, read, chunks)
     write = text.run(code, threadIdx=SimpleNamespace(x=THREAD), i=np.arange(text["CHUNKS"])[None])
     found = [
-        tile[evaluated(taken, text, n=write.n, f=write.f, e=e, LINE=at.LINE)]
+        tile[evaluated(taken, text, n=write.n, f=write.f, e=e, **sizes)]
         for e in range(text["CHUNK"])
     ]
     return write.n, write.f, found
+
+
+def matrices(text, read, chunks):
+    """The tile that ldmatrix reads, and where its chunks begin."""
+    assert "tile + place_of(index / ACROSS, index % ACROSS)" in text.body("turn(const Words")
+    place = re.search(r"return (.*?);", text.body("place_of(u32 n"))[1]
+
+    def begin(n, chunk):
+        return evaluated(place, text, n=n, chunk=chunk) // 2
+
+    tile = np.full(text["TILE"] ** 2, 10**12)
+    first = begin(read.index // text["ACROSS"], read.index % text["ACROSS"])
+    for e in range(8):
+        tile[first + e] = chunks[e]
+    return tile, begin
 
 
 def through_matrices(text, read, chunks):
     """The same by ldmatrix, which gives lane l column l / 4 of rows 2 (l % 4) and the next of four
     matrices, whose rows begin where lanes 8 m + r say."""
     body = text.body("turn(const Words")
-    place = re.search(r"return (.*?);", text.body("place_of(u32 n"))[1]
-    assert "tile + place_of(index / ACROSS, index % ACROSS)" in body
     assert "load_matrices<true>(x.word, base + place_of(half * 32 + line, warp))" in body
-    line, chunk = read.index // text["ACROSS"], read.index % text["ACROSS"]
-    begin = evaluated(place, text, n=line, chunk=chunk) // 2
-    tile = np.full(text["TILE"] ** 2, 10**12)
-    for e in range(8):
-        tile[begin + e] = chunks[e]
-    code = body[body.index("u32 lane = ") : body.index("u32 base")]
+    tile, begin = matrices(text, read, chunks)
+    code = body[body.rindex("u32 lane = ") : body.index("u32 base")]
     code += re.search(r"u32 line = .*?;", body)[0]
     at = text.run(code, threadIdx=SimpleNamespace(x=THREAD))
     half = np.arange(2)[None]
-    row = evaluated(place, text, n=half * 32 + at.line, chunk=at.warp) // 2
+    row = begin(half * 32 + at.line, at.warp)
     banks = (row.reshape(-1, 4, 8, 2) * 2 // 16 % 8).transpose(0, 1, 3, 2)
     assert all(len(set(each)) == 8 for each in banks.reshape(-1, 8).tolist())
     n = text.run(
-        body[body.index("u32 n = ") : body.index("load_matrices")], half=half, lane=at.lane
+        body[body.rindex("u32 n = ") : body.index("load_matrices")], half=half, lane=at.lane
     ).n
     found = []
     for e in range(8):
         source = at.warp * 32 + e // 2 * 8 + at.lane % 4 * 2 + e % 2
         found.append(tile[row[source[:, 0]] + at.lane // 4])
     return n, at.f + 0 * half, found
+
+
+def number_by_number(text, read, chunks, itemsize):
+    """What threads write of a result that has no whole 16 bytes: numbers in place of chunks."""
+    body, turn = text.body("store_numbers(const"), text.body("turn(const Words")
+    first = body[body.index("u32 lane") : body.index("for (int i")]
+    at = text.run(first, threadIdx=SimpleNamespace(x=THREAD))
+    count = evaluated(re.search(r"i < (.*?);", body)[1], text)
+    code = body[body.index("u32 n = ") : body.index("if (row")]
+    write = text.run(code, lane=at.lane, warp=at.warp, i=np.arange(count)[None])
+    if itemsize == 2:
+        assert "(tile + place_of(n, f / CHUNK))[f % CHUNK]" in turn
+        tile, begin = matrices(text, read, chunks)
+        chunk = text["CHUNK"]
+        return write.n, write.f, [tile[begin(write.n, write.f // chunk) + write.f % chunk]]
+    taken = re.search(r"__uint_as_float\(tile\[(.*?)\]\)", turn)[1]
+    tile, sizes = words(text, read, chunks)
+    return write.n, write.f, [tile[evaluated(taken, text, n=write.n, f=write.f, **sizes)]]
 
 
 THREAD = np.arange(256)[:, None]
@@ -369,9 +404,15 @@ def transpose(step, memory, itemsize):
     wide = re.search(r"if \((p\.vectors .*?)\) \{", body)[1]
     assert "} else if (n < p.rows) {" in body and "if (f + e < p.columns) x[i]" in body
     assert re.search(r"store_chunk\(\w+, p, row \+ n, column \+ f\)", text.body("turn(const Words"))
-    stored = re.search(
-        r"if \((.*?)\) store_vector\(p\.out \+ (.*?), x\.value\)", text.body("store_chunk(const")
-    )
+    stored = {
+        True: re.search(
+            r"if \((.*?)\) store_vector\(p\.out \+ (.*?), x\.value\)",
+            text.body("store_chunk(const"),
+        ).groups(),
+        False: re.search(
+            r"if \((.*?)\)\s+p\.out\[(.*?)\] = number", text.body("store_numbers(const")
+        ).groups(),
+    }
     chunk, through = text["CHUNK"], through_matrices if itemsize == 2 else through_words
     assert len(THREAD) == text["THREADS"]
     per_thread = {"threadIdx": SimpleNamespace(x=THREAD), "i": np.arange(text["CHUNKS"])[None]}
@@ -389,11 +430,17 @@ def transpose(step, memory, itemsize):
             assert (inside | ~loads).all()
             found = memory[origin][np.where(inside, place + e, 0)]
             chunks.append(np.where(inside, found, 0))
-        n, f, lines = through(text, read, chunks)
-        taken = evaluated(stored[1], text, p=p, n=at.row + n, f=at.column + f)
-        place = to // itemsize + evaluated(stored[2], text, p=p, n=at.row + n, f=at.column + f)
-        assert (place[taken] * itemsize % 16 == 0).all()
-        for e in range(chunk):
+        if p.whole:
+            n, f, lines = through(text, read, chunks)
+        else:
+            n, f, lines = number_by_number(text, read, chunks, itemsize)
+        own = {"p": p, "row": at.row, "column": at.column}
+        condition, target_place = stored[bool(p.whole)]
+        inner = {"n": n, "f": f} if not p.whole else {"n": at.row + n, "f": at.column + f}
+        taken = evaluated(condition, text, **own, **inner)
+        place = to // itemsize + evaluated(target_place, text, **own, **inner)
+        assert not p.whole or (place[taken] * itemsize % 16 == 0).all()
+        for e in range(len(lines)):
             memory[target][place[taken] + e] = lines[e][taken]
 
 
@@ -417,6 +464,12 @@ SMALL = {
     "d = 24": factor(1, 5, 3, 24, rows=77),
     "rows apart": factor(
         2, 10, 6, 8, rows=203, left=Layout(48, 1, 128, 8), out=OutLayout(80, 1, 200, 8)
+    ),
+    "odd sizes": factor(3, 5, 7, 3, rows=77),
+    "odd sizes of float32": factor(3, 5, 7, 3, rows=77, dtype="float32"),
+    "a misaligned result": factor(2, 10, 6, 8, rows=203, out=OutLayout(80, 1, 160, 8, 2)),
+    "odd rows apart": factor(
+        2, 10, 6, 8, rows=203, left=Layout(48, 1, 99, 8), out=OutLayout(80, 1, 163, 8)
     ),
 }  # fmt: skip
 

@@ -1,0 +1,189 @@
+"""How long the kinds of kernel take that compute products batch first, d > 1, of which untuned the
+fastest is chosen.
+
+Microseconds on an H100, each a sum of launches, bytes and rounds of tiles over the multiprocessors,
+fitted to what 143 such products, most of random sizes, in float16 and in 3xTF32, took in CUDA
+graphs by every kind and tile: half of the estimates are within 4 to 10 %. bfloat16 counts as
+float16, TF32 as a third of the multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kernlib.families.kronecker_sparse.lowering import (
+    hopper,
+    hopper_common,
+    interleaved,
+    pack,
+    portable,
+    transpose,
+    via_batch_last,
+)
+from kernlib.families.kronecker_sparse.lowering.problem import Problem
+from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES
+
+MULTIPROCESSORS = 132
+ROUNDS = 3  # up to which a last round that is not full counts as one that is
+SECTOR = 32  # bytes that are read or written at once where neighbours lie apart
+
+
+class Portable(NamedTuple):
+    """Of portable kernels: microseconds of launches and of a round of tiles, and of a million
+    numbers or bytes where nothing else is said."""
+
+    launch: float
+    pack: float
+    tile: float
+    multiplication: float
+    gather: float  # of a thousand numbers of one tile that are read one by one
+    written: float  # bytes of sectors
+    read: float  # the same
+    far: float  # numbers read, where l take more than a sector
+    weight: float  # numbers of the weight, where they take more than two
+
+
+class Transposed(NamedTuple):
+    """By way of batch last."""
+
+    launch: float
+    byte: float  # of x and result in whole tiles
+    tile: float
+    stage: float
+    multiplication: float  # of a stage by a hundred columns
+    weight: float  # bytes of the packed one
+
+
+class Interleaved(NamedTuple):
+    """Of interleaved kernels."""
+
+    launch: float
+    byte: float  # of x and result
+    stage: float
+    result: float  # 100,000 bytes of a tile
+    multiplication: float  # 10 million bytes of the weight by rows
+    weight: float  # bytes of the packed one
+    apart: float  # bytes of the result, where l end within sectors
+
+
+PORTABLE = {
+    2: Portable(2.19, 3.18, 0.803, 2.1, 0.151, 0.286, 0.039, 2.98, 6.84),
+    4: Portable(2.24, 3.9, 0.848, 2.26, 0.092, 0.272, 0.046, 1.88, 4.93),
+}
+TRANSPOSED = {
+    2: Transposed(8.82, 0.947, 0.632, 0.047, 0.351, 0.269),
+    4: Transposed(9.26, 0.887, 0.0, 0.227, 0.291, 0.329),
+}
+INTERLEAVED = {
+    2: Interleaved(5.94, 0.311, 0.248, 0.337, 0.0, 1.87, 1.76),
+    4: Interleaved(4.1, 0.123, 0.498, 3.7, 0.933, 0.601, 0.886),
+}
+
+
+def knows(problem: Problem) -> bool:
+    """Whether a problem is a product batch first, d > 1: rows of x are further apart than its
+    features, which the gradient of a weight has the other way round."""
+    first = problem.lanes > 1 and problem.left.lane == problem.out.lane == 1
+    return first and (problem.rows == 1 or problem.left.depth <= problem.left.line)
+
+
+def fastest(problem: Problem, known: Sequence[Choice]) -> str:
+    """The kind that is estimated to take least time, of those of candidates by preference. Between
+    `interleaved` and `transposed`, where l are in whole sectors, the model of the latter decides,
+    which was measured of larger problems."""
+    first = {choice["kind"]: choice for choice in reversed(known)}
+    kinds = interleaved.KIND, via_batch_last.KIND
+    if all(kind in first for kind in kinds) and _is_in_sectors(problem):
+        del first[kinds[0] if via_batch_last.pays(problem) else kinds[1]]
+    tiles = (choice for choice in known if choice["kind"] == portable.KIND)
+    found = {portable.KIND: min(of_portable(problem, choice) for choice in tiles)}
+    for kind, estimate in zip(kinds, (of_interleaved, of_transposed), strict=True):
+        if kind in first:
+            found[kind] = estimate(problem, first[kind])
+    return min(found, key=found.__getitem__)
+
+
+def of_portable(
+    problem: Problem, choice: Mapping[str, object], multiprocessors: int = MULTIPROCESSORS
+) -> float:
+    """By tiles of a choice."""
+    rows, columns = int(choice["rows"]), int(choice["columns"])
+    item, rates = DTYPES[problem.dtype].bytes, PORTABLE[DTYPES[problem.dtype].bytes]
+    x, y, weight = _numbers(problem)
+    read = portable.packed(problem)
+    left, right = (access == "gather" for access in portable.accesses(read))
+    row_tiles, column_tiles = ceil_div(problem.rows, rows), ceil_div(problem.columns, columns)
+    tiles = row_tiles * column_tiles * problem.blocks * problem.lanes
+    depth = round_up(problem.depth, portable.LINE_BYTES // item)
+    gathered = min(problem.rows, rows) * left + min(problem.columns, columns) * right
+    multiplications = rows * columns * _products(problem) / 1e6
+    of_tile = rates.tile + depth * (rates.multiplication * multiplications)
+    of_tile += depth * rates.gather * gathered / 1e3
+    x_reads, weight_reads = x * column_tiles * left, weight * row_tiles * right
+    near = problem.lanes * item
+    sectors = min(near, SECTOR) * (rates.written * y + rates.read * (x_reads + weight_reads))
+    far = rates.far * (x_reads + weight_reads) * (near > SECTOR)
+    far += rates.weight * weight_reads * (near > 2 * SECTOR)
+    launches = rates.launch + rates.pack * (read != problem)
+    slots = multiprocessors * portable.SMALL.blocks
+    return launches + _rounds(tiles, slots) * of_tile + (sectors + far) / 1e6
+
+
+def of_transposed(problem: Problem, choice: Mapping[str, object]) -> float:
+    """By columns of a choice, batch last."""
+    columns, item = int(choice["columns"]), DTYPES[problem.dtype].bytes
+    rates, groups = TRANSPOSED[item], problem.blocks * problem.lanes
+    rows = transpose.pitch(problem.dtype, problem.rows)
+    tiles = ceil_div(rows, hopper.TILE_ROWS) * ceil_div(problem.columns, columns) * groups
+    stages = ceil_div(problem.depth, hopper_common.row(problem.dtype))
+    multiplications = columns * _products(problem) / 100
+    of_stage = rates.stage + rates.multiplication * multiplications
+    whole = round_up(problem.rows, transpose.TILE) * item / 1e6
+    moved = whole * sum(via_batch_last.feature_counts(problem))
+    packed = round_up(problem.columns, columns) * stages * hopper_common.ROW_BYTES * groups / 1e6
+    of_tile = rates.tile + stages * of_stage
+    whole = rates.launch + rates.byte * moved + rates.weight * packed
+    return whole + _rounds(tiles, MULTIPROCESSORS) * of_tile
+
+
+def of_interleaved(problem: Problem, choice: Mapping[str, object]) -> float:
+    """By columns of a choice."""
+    columns, item = int(choice["columns"]), DTYPES[problem.dtype].bytes
+    rates, shape = INTERLEAVED[item], interleaved.shape_of(problem)
+    depth = interleaved.shapes(problem.dtype, problem.precision)[shape].depth
+    packed = pack.Packing(problem.dtype, columns, depth, shape.span, 1)
+    tiles = ceil_div(problem.rows, shape.rows) * packed.tiles(problem)
+    tiles *= problem.blocks * packed.spans(problem)
+    stages = packed.stages(problem)
+    multiplications = packed.stage_bytes * shape.rows * _products(problem) / 1e7
+    of_tile = stages * (rates.stage + rates.multiplication * multiplications)
+    of_tile += rates.result * shape.rows * columns * shape.span * item / 1e5
+    x, y, _ = _numbers(problem)
+    moved = (rates.byte * (x + y) + rates.apart * y * (not _is_in_sectors(problem))) * item
+    moved += rates.weight * packed.workspace(problem)
+    return rates.launch + moved / 1e6 + _rounds(tiles, MULTIPROCESSORS) * of_tile
+
+
+def _is_in_sectors(problem: Problem) -> bool:
+    """Whether all l of a k are whole sectors, or merged with the next."""
+    whole = problem.lanes * DTYPES[problem.dtype].bytes % SECTOR == 0
+    return whole or interleaved.shape_of(problem).merged
+
+
+def _rounds(tiles: int, slots: int) -> float:
+    """Of tiles over so many that are computed at once."""
+    rounds = ceil_div(tiles, slots)
+    return rounds if rounds <= ROUNDS else tiles / slots
+
+
+def _products(problem: Problem) -> int:
+    return hopper_common.products(problem.dtype, problem.precision)
+
+
+def _numbers(problem: Problem) -> tuple[int, int, int]:
+    """Of x, of the result and of the weight."""
+    depths, features = via_batch_last.feature_counts(problem)
+    return problem.rows * depths, problem.rows * features, depths * problem.columns
