@@ -368,7 +368,7 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
       for densities below 0.1), "u4" (four bits), "u2" (two), "macko" (MACKO-SpMV's), "dense", or
       "auto": the one whose product is fastest, by its bytes for this matrix and measured rates.
     - ``columns``: for "auto", how many vectors products mostly have at a time: "bitmap" takes
-      several at nearly the price of one, the others do not; more than 16 are fastest with "dense".
+      several at nearly the price of one, the others do not; more than 32 are fastest with "dense".
 
     Warns with a :class:`kernlib.KernlibWarning` where "auto" keeps a matrix dense that nobody has
     pruned. Raises TypeError for what is no tensor, ValueError for another dtype or number of

@@ -60,10 +60,10 @@ def auto(dense: torch.Tensor, columns: int = 1) -> str:
 
         arch = arch_of(dense.get_device())
 
-    aligned = dense.shape[1] * dense.element_size() % 16 == 0
+    row = dense.shape[1] * dense.element_size()
 
     def microseconds(name: str) -> float:
-        return rates.microseconds(name, arch, density, sizes[name], columns, aligned)
+        return rates.microseconds(name, arch, density, sizes[name], columns, row)
 
     return min(sizes, key=microseconds)
 
