@@ -98,11 +98,11 @@ def fastest(problem: Problem, known: Sequence[Choice]) -> str:
     kinds = interleaved.KIND, via_batch_last.KIND
     if all(kind in first for kind in kinds) and _is_in_sectors(problem):
         del first[kinds[0] if via_batch_last.pays(problem) else kinds[1]]
-    tiles = (choice for choice in known if choice["kind"] == portable.KIND)
-    found = {portable.KIND: min(of_portable(problem, choice) for choice in tiles)}
-    for kind, estimate in zip(kinds, (of_interleaved, of_transposed), strict=True):
-        if kind in first:
-            found[kind] = estimate(problem, first[kind])
+    estimates = {interleaved.KIND: of_interleaved, via_batch_last.KIND: of_transposed}
+    found = {kind: estimates[kind](problem, first[kind]) for kind in kinds if kind in first}
+    tiles = [choice for choice in known if choice["kind"] == portable.KIND]
+    if tiles:
+        found[portable.KIND] = min(of_portable(problem, choice) for choice in tiles)
     return min(found, key=found.__getitem__)
 
 
