@@ -8,6 +8,7 @@
 // The generated source defines before it includes this file:
 //   TRANSPOSED   whether op(S) is S^T: a line of blocks is a column of the layout
 //   GROUPS       lines of blocks of a tile: 1, 2, 4 or 8
+//   PARTIAL      whether a tile has but a part of the depth
 #pragma once
 
 #include "common/types.cuh"
@@ -23,6 +24,11 @@ struct Grid {
     int line_words, row_words;  // of a line of op(S), and of a row of S
 };
 
+// Blocks along the depth.
+struct Range {
+    int begin, end;
+};
+
 constexpr u32 ALL = 0xffffffffu;  // lanes
 constexpr u32 LIVE = (1u << GROUPS) - 1;  // a bit of each line
 constexpr int WORDS_AT_ONCE = 32 / GROUPS;
@@ -30,6 +36,7 @@ constexpr int WORDS_AT_ONCE = 32 / GROUPS;
 struct Walk {
     const Lists* lists;
     const Grid* grid;
+    Range range;  // PARTIAL: of the blocks that count
     i64 line;   // of all heads', that this lane looks at: line lane % GROUPS of the tile
     i64 row;    // TRANSPOSED: the head's first row of blocks
     int place;  // TRANSPOSED: of the tile's first line in a word of a row
@@ -42,16 +49,18 @@ struct Walk {
     u32 bits, next_bits;  // of it this lane's: of its line or, TRANSPOSED, of its row
     int rank, next_rank;
 
-    __device__ __forceinline__ Walk(const Lists& lists, const Grid& grid, int head, int first_line)
-        : lists(&lists), grid(&grid) {
+    __device__ __forceinline__ Walk(const Lists& lists, const Grid& grid, int head, int first_line,
+                                    const Range& range = {})
+        : lists(&lists), grid(&grid), range(range) {
         int own = first_line + threadIdx.x % GROUPS;
         exists = own < grid.lines;
         line = i64(head) * grid.lines + own;
         row = i64(head) * grid.depths;
         place = first_line;
-        first = -WORDS_AT_ONCE;
+        int start = PARTIAL ? range.begin / 32 : 0;
+        first = start - WORDS_AT_ONCE;
         waiting = left = next_left = 0;
-        ahead = words_from(0);
+        ahead = words_from(start);
         look();
     }
 
@@ -59,6 +68,15 @@ struct Walk {
         int at = start + threadIdx.x % 32 / GROUPS;
         const u32* from = TRANSPOSED ? lists->col_bits : lists->row_bits;
         return exists && at < grid->line_words ? from[line * grid->line_words + at] : 0;
+    }
+
+    // Of a word the blocks in the range. Those before it stay in `bits`: ranks count them.
+    __device__ __forceinline__ u32 wanted(int word) const {
+        if (!PARTIAL) return ~0u;
+        int before = range.begin - word * 32, there = range.end - word * 32;
+        u32 low = before <= 0 ? 0 : before < 32 ? (1u << before) - 1 : ~0u;
+        u32 high = there >= 32 ? ~0u : there > 0 ? (1u << there) - 1 : 0;
+        return high & ~low;
     }
 
     // Finds the next word that is not empty, and begins to read of it.
@@ -69,12 +87,13 @@ struct Walk {
             if (first >= grid->line_words) return;
             found = ahead;
             ahead = words_from(first + WORDS_AT_ONCE);
-            waiting = __ballot_sync(ALL, found != 0);
+            u32 own = found & wanted(first + int(threadIdx.x) % 32 / GROUPS);
+            waiting = __ballot_sync(ALL, own != 0);
         }
         int lane = threadIdx.x % 32, j = (__ffs(waiting) - 1) / GROUPS;
         waiting &= ~(LIVE << j * GROUPS);
         next_word = first + j;
-        next_left = __reduce_or_sync(ALL, lane / GROUPS == j ? found : 0);
+        next_left = __reduce_or_sync(ALL, lane / GROUPS == j ? found : 0) & wanted(next_word);
         next_bits = __shfl_sync(ALL, found, j * GROUPS + lane % GROUPS);
         next_rank = 0;
         if (TRANSPOSED) {

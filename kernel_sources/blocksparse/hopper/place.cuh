@@ -2,6 +2,8 @@
 // hopper.cuh, narrow/narrow.cuh or hopper_words/hopper_words.cuh is given.
 #pragma once
 
+constexpr bool PARTIAL = false;  // tiles have all of the depth
+
 #include "blocksparse/lists.cuh"
 
 struct Order {

@@ -31,7 +31,7 @@ struct Loader {
     u32 live;                           // the word of the last stage
 
     __device__ __forceinline__ Loader(const Parameters& p, const Tile& tile, i64 batch)
-        : p(p), walk(p, p.grid, tile.head, tile.block) {
+        : p(p), walk(p, p.grid, tile.head, tile.block, tile.range) {
         const ValuesView& view = p.values_view;
         values = p.values + batch * view.batch + tile.offset * view.line;
         dense = p.dense + p.dense_view.at(batch, tile.head, 0, tile.column);

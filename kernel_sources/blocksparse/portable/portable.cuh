@@ -14,7 +14,10 @@
 // however blocks are spread. A stage has 16 to 64 of the depth, of one block or of several. Few
 // columns take small tiles, of part of a line of blocks, so that there are enough of them to read
 // at full speed; 3xTF32 takes 64 by 64, with two sums of each result in registers. Sums run over
-// the depth in one order whatever the tile: a result's bits depend on neither batch nor columns.
+// the depth in one order whatever the tile: with one part a result's bits depend on neither batch
+// nor columns. Where tiles are few and sums long, several CTAs share a tile: each leaves the sum of
+// its part of the depth, so many blocks whether they are stored or not, in a workspace, for
+// parts/parts.cuh to add up.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT      storage of values, dense and vectors; arithmetic; storage of out
@@ -27,11 +30,14 @@
 //   MIN_BLOCKS                 CTAs that a multiprocessor holds
 //   PRODUCTS                   of one multiplication: 1, or 3 for fp32 by 3xTF32
 //   ACCESS_VALUES, ACCESS_DENSE   a value of Access (operand.cuh)
+//   PARTIAL                    whether out has float32 sums of parts of the depth, those of one
+//                              part behind those of another, and the epilogue is empty
 //   ALONG_LINES                whether lines lie closer together in out than columns
 //   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue
 //   PARAMETER_BYTES            what lowering makes of Parameters
 #pragma once
 
+#include "blocksparse/parts/overlap.cuh"
 #include "blocksparse/portable/load.cuh"
 
 constexpr int WARPS_DOWN = TILE_LINES / WARP_LINES;
@@ -117,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 blocksparse_portable(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Tile tile(p);
+    if (PARTIAL) permit_next();
 #pragma unroll 1
     for (i64 batch = blockIdx.y; batch < p.batch; batch += gridDim.y) {
         Sums sums = {};
@@ -124,7 +131,8 @@ blocksparse_portable(const __grid_constant__ Parameters p) {
         Finish finish(Read<Parameters>{p});
         i64 line = tile.line + warp_line(), column = tile.column + warp_column();
         Beside<SUMMANDS> beside(p, finish, batch, tile.head, line, column);
-        Target target{p.out + p.out_view.at(batch, tile.head, line, column),
+        Target target{p.out + tile.part * p.part_stride +
+                          p.out_view.at(batch, tile.head, line, column),
                       p.out_view.line,
                       p.out_view.column,
                       line,

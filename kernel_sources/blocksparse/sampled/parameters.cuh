@@ -16,7 +16,9 @@ struct Operands {
 struct Fixed {
     Side a_view, b_view, out_view;  // lines of a, columns of b; depth is the other one
     i64 capacity;
-    u32 batch, depth, grid_rows;        // rows of blocks of a head
+    i64 part_stride;              // PARTIAL: elements from one part's sums to the next one's
+    u32 groups, part_depth;       // of SLOTS slots; of a part of the depth, whole stages of it
+    u32 batch, depth, grid_rows;  // rows of blocks of a head
     u32 a_depth_first, b_depth_first;  // for gathers: whether depths lie closer together than lines
     u32 whole_stores;                  // of Target
 };
@@ -30,6 +32,17 @@ struct Parameters : Operands,
                     SummandSides<SUMMANDS> {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
+// The part of the depth that a CTA sums up.
+struct Part {
+    int index, first, depth;
+
+    __device__ __forceinline__ explicit Part(const Parameters& p) {
+        index = PARTIAL ? blockIdx.x / p.groups : 0;
+        first = PARTIAL ? index * int(p.part_depth) : 0;
+        depth = PARTIAL ? min(int(p.depth) - first, int(p.part_depth)) : int(p.depth);
+    }
+};
+
 // The slots of a CTA, of which lane i of each warp has what is of the i-th.
 struct Slots {
     i64 first;
@@ -39,7 +52,7 @@ struct Slots {
 
     __device__ __forceinline__ explicit Slots(const Parameters& p) {
         int lane = threadIdx.x % 32;
-        first = i64(blockIdx.x) * SLOTS;
+        first = i64(PARTIAL ? blockIdx.x % p.groups : blockIdx.x) * SLOTS;
         bool exists = lane < SLOTS && first + lane < p.capacity;
         int row = exists ? p.rows[first + lane] : -1, col = exists ? p.cols[first + lane] : -1;
         live = __ballot_sync(ALL, row >= 0);

@@ -11,7 +11,9 @@
 //
 // A CTA takes 128 columns of blocks, or rows if these are more, that follow each other in order of
 // slots: up to eight blocks, whose rows of a are copied once where they are the same. A warp has
-// part of one block, or one. A result's bits depend on neither batch nor layout.
+// part of one block, or one. With one part a result's bits depend on neither batch nor layout.
+// Where CTAs are few and sums long, several share a sum: each leaves that of its part of the depth
+// in a workspace, for parts/parts.cuh to add up.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT      storage of a and b; arithmetic; storage of out
@@ -19,6 +21,8 @@
 //   WARPS, WARP_LINES, WARP_COLUMNS
 //   DEPTH_BYTES, STAGES        of a line in a stage; stages under way
 //   MIN_BLOCKS                 CTAs that a multiprocessor holds
+//   PARTIAL                    whether out has float32 sums of parts of the depth, those of one
+//                              part behind those of another, and the epilogue is empty
 //   PRODUCTS                   of one multiplication: 1, or 3 for fp32 by 3xTF32
 //   ACCESS_A, ACCESS_B         a value of Access (operand.cuh)
 //   ALONG_LINES                false
@@ -26,6 +30,7 @@
 //   PARAMETER_BYTES            what lowering makes of Parameters
 #pragma once
 
+#include "blocksparse/parts/overlap.cuh"
 #include "blocksparse/sampled/load.cuh"
 
 using LeftLoader = Loader<ROWS, ACCESS_A>;
@@ -60,16 +65,18 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const unsigned char* 
 }
 
 __device__ __forceinline__ void sum_slots(Sums& total, unsigned char* stages, const Parameters& p,
-                                          const Slots& slots, i64 batch) {
+                                          const Slots& slots, const Part& part, i64 batch) {
     u32 panels = __ballot_sync(ALL, slots.panel == threadIdx.x % 32) & slots.live;
-    LeftLoader a(p.a + batch * p.a_view.batch, p.a_view, panels, slots.left);
-    RightLoader b(p.b + batch * p.b_view.batch, p.b_view, slots.live, slots.right);
+    const InputT* left_data = p.a + batch * p.a_view.batch + part.first * p.a_view.column;
+    const InputT* right_data = p.b + batch * p.b_view.batch + part.first * p.b_view.column;
+    LeftLoader a(left_data, p.a_view, panels, slots.left);
+    RightLoader b(right_data, p.b_view, slots.live, slots.right);
     LeftReader left(slots.panel_of(warp_slot()) * ROWS + warp_line());
     RightReader right(warp_slot() * COLS + warp_column());
     right.place += LEFT_BYTES;
     Sums chain = {};
     Sums& sums = SPLIT ? chain : total;
-    int ahead = int(p.depth), depth = ahead;  // still to be read, and to be multiplied
+    int ahead = part.depth, depth = ahead;  // still to be read, and to be multiplied
     int begun = 0;
     unsigned char *read = stages, *write = stages;
     unsigned char* last = stages + (STAGES - 1) * STAGE_BYTES;
@@ -94,7 +101,7 @@ __device__ __forceinline__ void sum_slots(Sums& total, unsigned char* stages, co
         if (!reads) continue;
         if (is_live) multiply_stage(sums, read, left, right);
         depth -= STAGE_DEPTH;
-        if (SPLIT && (int(p.depth) - depth) % CHAIN == 0) promote(total, sums);
+        if (SPLIT && (part.depth - depth) % CHAIN == 0) promote(total, sums);
         read = read == last ? stages : read + STAGE_BYTES;
     }
     if (SPLIT) promote(total, sums);
@@ -115,12 +122,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 blocksparse_sampled(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Slots slots(p);
+    const Part part(p);
+    if (PARTIAL) permit_next();
     const i64 slot = slots.first + warp_slot();
 #pragma unroll 1
     for (i64 batch = blockIdx.y; batch < p.batch; batch += gridDim.y) {
         Sums sums = {};
-        if (slots.live) sum_slots(sums, shared, p, slots, batch);
-        Target target{p.out + p.out_view.at(batch, slot, warp_line(), warp_column()),
+        if (slots.live) sum_slots(sums, shared, p, slots, part, batch);
+        Target target{p.out + part.index * p.part_stride +
+                          p.out_view.at(batch, slot, warp_line(), warp_column()),
                       p.out_view.line,
                       p.out_view.column,
                       0,
@@ -132,7 +142,7 @@ blocksparse_sampled(const __grid_constant__ Parameters p) {
             Beside<SUMMANDS> beside(p, finish, batch, slot, warp_line(), warp_column());
             float* waiting = reinterpret_cast<float*>(shared) + threadIdx.x / 32 * WAITING;
             store_warp(waiting, sums, target, finish, beside);
-        } else if (slot < p.capacity) {
+        } else if (!PARTIAL && slot < p.capacity) {
             store_zeros(target);
         }
         __syncthreads();

@@ -12,7 +12,8 @@ import torch
 
 from kernlib.families.blocksparse.layout import NAMES, Layout
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
-from kernlib.lowering.steps import NUMBER, Lowered
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.steps import NUMBER, WORKSPACE, Lowered
 from tests.support.emulation.emulator import Emulator
 
 DTYPES = {
@@ -137,12 +138,15 @@ def sdd_problem(case: Case, layout: Layout, a, b, out, summands=()) -> Sdd:
 
 
 def launch(emulator: Emulator, lowered: Lowered, layout: Layout, scalars=(), **operands) -> None:
-    """The launches, as a plan makes them: ``operands`` by the names that steps have for them."""
+    """The launches, as a plan makes them: ``operands`` by the names that steps have for them. A
+    workspace that is not among them begins as NaN."""
     known = {**dict(zip(NAMES, layout.tensors, strict=True)), **operands}
+    if lowered.workspace and WORKSPACE not in known:
+        known[WORKSPACE] = torch.full((ceil_div(lowered.workspace, 4),), math.nan)
     for step in lowered.steps:
         addresses = [known[name].data_ptr() + at for name, at in step.pointers]
         block = struct.pack(f"@{len(addresses)}P", *addresses)
-        numbers = [part for value in scalars for part in (value, 0)]
+        numbers = [part for value in scalars[: step.scalars] for part in (value, 0)]
         block += struct.pack("<" + NUMBER * step.scalars, *numbers) + step.fixed
         memory = ctypes.create_string_buffer(block, len(block))
         emulator.launch(step.spec, step.grid, ctypes.addressof(memory))

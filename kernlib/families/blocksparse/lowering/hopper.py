@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import order
+from kernlib.families.blocksparse.lowering import order, portable, times
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm
 from kernlib.families.blocksparse.lowering.rounds import fewest_rounds
 from kernlib.jit.spec import KernelSpec
@@ -37,6 +37,9 @@ LAST_TILES = 2  # of a block, that come by falling length
 # Bytes of the stored blocks decide for so few columns. The portable kernel's tiles of 32 lines give
 # 4096 lines 128 CTAs, four of which a multiprocessor holds; those of wgmma are 128 lines, so 32.
 FEW_COLUMNS = 16
+# Microseconds of an H100: of a launch, of a tile's results, of a step of 64 along the depth.
+START, STORES = 3.5, {64: 0.5, 128: 1.0, 256: 2.0}
+STEPS = {64: 0.5, 128: 0.6, 256: 0.95}
 LISTS = ("row_bits", "row_ranks", "col_bits", "order")
 SIDE = "4q"  # struct Side
 FIXED = "I15i"  # struct Fixed
@@ -99,8 +102,24 @@ def is_for_tiles(problem: Spmm, arch: str) -> bool:
 
 
 def pays(problem: Spmm, multiprocessors: int) -> bool:
-    """Whether columns are so many that it takes less time than the portable kernel."""
-    return problem.columns > FEW_COLUMNS
+    """Whether columns are so many, and tiles, that it takes less time than the portable kernel."""
+    known = candidates(problem, ARCH)
+    width = int(default(problem, known, multiprocessors)["columns"])
+    return is_faster(problem, STEPS[width], width, multiprocessors)
+
+
+def is_faster(problem: Spmm, step: float, width: int, multiprocessors: int) -> bool:
+    """Whether a kernel of tiles of so many columns, with so many microseconds for a step of 64
+    along the depth, takes less time by rule than the portable kernel."""
+    if problem.columns <= FEW_COLUMNS:
+        return False
+    blocks, tiles = problem.blocks, tiles_of(problem, width)
+    lines, depth = (blocks.cols, blocks.rows) if problem.transposed else blocks[:2]
+    stored = portable.depth_blocks(problem) * times.filled(blocks.density, TILE_LINES // lines)
+    stored = max(stored, min(1.0, multiprocessors / tiles))  # one tile at least has a block
+    rounds = max(1.0, tiles / multiprocessors + 0.5)
+    own = START + rounds * (STORES[width] + stored * depth / ROW * step)
+    return own <= portable.best_microseconds(problem, ARCH, multiprocessors)
 
 
 def candidates(problem: Spmm, arch: str) -> list[Choice]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, order, pack_words
+from kernlib.families.blocksparse.lowering import hopper, order, pack_words, portable
 from kernlib.families.blocksparse.lowering.pack_words import TILE_COLUMNS, Packed
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
@@ -31,11 +31,11 @@ MOST = 2**31 - 1  # CTAs of a launch, tiles, and columns that are rounded up
 POINTERS = 5 + len(hopper.LISTS)
 STRIDES = "7q2i"  # struct Strides
 
-# What an H200 of 132 multiprocessors does, to tell where packing pays.
+# What an H100 or H200 of 132 multiprocessors does, to tell where packing pays.
 MULTIPROCESSORS = 132
-WORDS_RATE, PORTABLE_RATE = 200e12, 38e12  # operations a second on what is stored
-PACKED_RATE = 3.5e12  # bytes a second, read and written
-LAUNCHES = 6e-6  # seconds of two launches more
+WORDS_RATE = 200e6  # operations a microsecond on what is stored
+PACKED_RATE = 3.5e6  # bytes a microsecond, read and written
+LAUNCHES = 9.0  # microseconds of three launches
 
 
 class Variant(NamedTuple):
@@ -62,8 +62,8 @@ def takes(problem: Spmm, arch: str) -> bool:
 
 
 def pays(problem: Spmm, multiprocessors: int) -> bool:
-    """Whether the packing of both operands and two launches take less than the portable kernel,
-    of a fifth of the rate, loses; by rates of an H200, all slots taken for stored ones."""
+    """Whether it takes less time by rule than the portable kernel, of a fifth of the rate, with the
+    packing of both operands and two launches more; all slots taken for stored ones."""
     blocks, made = problem.blocks, _packed(problem, False)
     stored = blocks.capacity * blocks.rows * blocks.cols * problem.batch
     across = ceil_div(problem.columns, TILE_COLUMNS) * TILE_COLUMNS
@@ -71,7 +71,7 @@ def pays(problem: Spmm, multiprocessors: int) -> bool:
     busy = min(1.0, _tiles(problem) / multiprocessors)
     own = 2 * stored * across / (WORDS_RATE * share * busy)
     own += 2 * (made.places[-1] - made.places[0]) / PACKED_RATE + LAUNCHES
-    return own < 2 * stored * problem.columns / (PORTABLE_RATE * share)
+    return own < portable.best_microseconds(problem, hopper.ARCH, multiprocessors)
 
 
 def lower(

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
+from kernlib.families.blocksparse.lowering import parts, times
 from kernlib.families.blocksparse.lowering.problem import Dense, Spmm
+from kernlib.families.blocksparse.lowering.times import Rate
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
@@ -21,13 +23,13 @@ from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
-from kernlib.lowering.steps import Lowered, Step
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 KIND = "portable"
 PRECISION = True  # variants() takes it
 MOST_X, MOST_Y = 2**31 - 1, 65535  # of a grid
 SIDE = "4q"  # struct Side
-FIXED = "14q4i6I"  # struct Fixed
+FIXED = "14q4iq8I"  # struct Fixed
 NAMES = ("row_bits", "row_ranks", "col_bits", "values", "dense", "out")
 CHUNK_BYTES = 16
 PASS_LINES = 32  # of sums that a warp stages at a time
@@ -61,6 +63,20 @@ TILES = (
 )
 SPLIT_TILES = (Tile(64, 64, 32, 32, 64, 3, 3), *TILES[2:])
 
+# What their stages take, by whether numbers are split, and by columns; and how many times as long
+# where blocks have but 16 along the depth.
+RATES = {
+    (False, 128): (Rate(0.75, 0.40, 4), 1.13),
+    (False, 64): (Rate(0.61, 0.14, 3), 1.0),
+    (False, 32): (Rate(0.59, 0.14, 3), 1.18),
+    (False, 16): (Rate(0.43, 0.09, 4), 1.78),
+    (True, 64): (Rate(0.85, 0.33, 5), 1.0),
+    (True, 32): (Rate(1.10, 0.30, 3), 1.0),
+    (True, 16): (Rate(0.96, 0.05, 5), 1.26),
+}
+START, FILLING = 3.5, 1.1  # microseconds of a launch without stages; stages until one is multiplied
+PARTS_COLUMNS = 64  # of the widest tile that takes parts of sums
+
 
 class Variant(NamedTuple):
     """Everything that code generation chooses besides the epilogue."""
@@ -74,6 +90,7 @@ class Variant(NamedTuple):
     values: str  # how far 16-byte copies can run: see Access in operand.cuh
     dense: str
     along_lines: bool  # lines lie closer together in the result than columns
+    partial: bool = False  # whether sums of parts of the depth are left to parts.cuh
 
 
 def takes(problem: Spmm, arch: str) -> bool:
@@ -82,18 +99,46 @@ def takes(problem: Spmm, arch: str) -> bool:
 
 
 def candidates(problem: Spmm, arch: str) -> list[Choice]:
-    """The tiles that a problem's columns fill, largest first; there is always one."""
+    """The tiles that a problem's columns fill, largest first; there is always one. Then the same
+    with several parts of the depth."""
     known = tiles(problem.dtype, problem.precision)
-    fitting = [tile for tile in known if tile.columns < 2 * problem.columns] or [known[-1]]
-    return [{"columns": tile.columns} for tile in fitting]
+    fitting = [tile.columns for tile in known if tile.columns < 2 * problem.columns]
+    fitting = fitting or [known[-1].columns]
+    counts = parts.counts(parts.sums_of(problem, False), depth_blocks(problem))
+    split = product((columns for columns in fitting if columns <= PARTS_COLUMNS), counts)
+    return [
+        *({"columns": columns} for columns in fitting),
+        *({"columns": columns, "parts": count} for columns, count in split),
+    ]
 
 
 def default(problem: Spmm, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: the largest that gives every multiprocessor a tile,
-    else the one with the most tiles."""
-    counts = [_tile_count(problem, _tile(problem, choice)) for choice in known]
-    filling = (choice for choice, n in zip(known, counts, strict=True) if n >= multiprocessors)
-    return next(filling, known[-1])
+    """Of the candidates the one taken untuned: what takes least by rule; of equals the first."""
+    return min(known, key=lambda choice: microseconds(problem, choice, multiprocessors))
+
+
+def best_microseconds(problem: Spmm, arch: str, multiprocessors: int) -> float:
+    """What the default takes by rule."""
+    known = candidates(problem, arch)
+    return min(microseconds(problem, choice, multiprocessors) for choice in known)
+
+
+def microseconds(problem: Spmm, choice: Choice, multiprocessors: int) -> float:
+    """What a candidate takes by rule."""
+    tile, split = _tile(problem, choice), int(choice.get("parts", 1))
+    blocks, itemsize = problem.blocks, DTYPES[problem.dtype].bytes
+    lines, depth = (blocks.cols, blocks.rows) if problem.transposed else blocks[:2]
+    deep = ceil_div(depth_blocks(problem), split)
+    split = ceil_div(depth_blocks(problem), deep)
+    count = _tile_count(problem, tile) * split
+    stored = deep * times.filled(blocks.density, max(1, tile.lines // lines))
+    stored = max(stored, min(1.0, multiprocessors / count))  # one tile at least has a block
+    rate, slower = RATES[is_split(problem.dtype, problem.precision), tile.columns]
+    stages = stored * depth * itemsize / tile.depth_bytes + FILLING
+    stages *= slower if depth == 16 else 1.0
+    sums = parts.sums_of(problem, False)
+    own = START + times.stages(count, stages, rate, multiprocessors)
+    return own + times.adding_up(sums.elements, split)
 
 
 def lower(
@@ -107,22 +152,46 @@ def lower(
     UnsupportedError for sizes that no grid can hold."""
     choice = choice or default(problem, candidates(problem, arch), multiprocessors)
     tile = _tile(problem, choice)
-    made, count = variant(problem, tile), _tile_count(problem, tile) // problem.batch
-    if count > MOST_X:
+    split = int(choice.get("parts", 1))
+    made = variant(problem, tile)._replace(partial=split > 1)
+    count = _tile_count(problem, tile) // problem.batch
+    if count * split > MOST_X:
         raise UnsupportedError(
             f"a product of {problem.blocks.heads} heads with {problem.lines} x {problem.columns} "
             f"results is more than one launch holds ({MOST_X} tiles of {tile.lines} x "
             f"{tile.columns}); call it on slices"
         )
+    if split > 1:
+        return _in_parts(epilogue, problem, made, arch, split)
     pointers = tuple((name, 0) for name in NAMES)
+    sides = [number for side in problem.summands for number in side[:4]]
     step = Step(
         spec(epilogue, made, arch),
         (count, min(problem.batch, MOST_Y)),
-        parameters(epilogue).pack(*_numbers(problem, tile)),
+        parameters(epilogue).pack(*_numbers(problem, tile), *sides),
         (*pointers, *text.vector_pointers(epilogue), *text.summand_pointers(epilogue)),
         text.scalar_count(epilogue),
     )
     return Lowered((step,))
+
+
+def _in_parts(
+    epilogue: tuple[Epilogue, ...], problem: Spmm, made: Variant, arch: str, split: int
+) -> Lowered:
+    """The launches of so many parts of the depth, fewer if whole blocks come out so."""
+    deep = ceil_div(depth_blocks(problem), split)
+    split = ceil_div(depth_blocks(problem), deep)
+    count = _tile_count(problem, made.tile) // problem.batch
+    sums = parts.sums_of(problem, made.along_lines)
+    pointers = (*((name, 0) for name in NAMES[:-1]), (WORKSPACE, 0))
+    main = Step(
+        spec((), made, arch),
+        (count * split, min(problem.batch, MOST_Y)),
+        parameters(()).pack(*_numbers(problem, made.tile, sums, deep)),
+        pointers,
+    )
+    last = parts.step(epilogue, problem, sums, split, arch)
+    return Lowered((main, last), 4 * sums.elements * split)
 
 
 def variants(
@@ -134,14 +203,16 @@ def variants(
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for blocks of a size. ``precision`` is float32's,
     None for both."""
-    found = []
+    found, flags = parts.variants(epilogue, dtypes, False), (False, True)
     for kind, turned in product(numbers(dtypes, precision), (False, True)):
         sizes = block[::-1] if turned else block
         near = "line" if turned else "depth"
         for tile, *ends in product(
-            tiles(*kind), (near, "gather"), ("depth", "line", "gather"), (False, True)
+            tiles(*kind), (near, "gather"), ("depth", "line", "gather"), flags, flags
         ):
             made = Variant(*kind, *sizes, turned, tile, *ends)
+            if made.partial and tile.columns > PARTS_COLUMNS:
+                continue
             found.append(spec(epilogue, made, arch))
     return found
 
@@ -209,11 +280,12 @@ def values_access(problem: Spmm) -> str:
 
 
 def spec(epilogue: tuple[Epilogue, ...], made: Variant, arch: str) -> KernelSpec:
-    """The KernelSpec of a variant."""
+    """The KernelSpec of a variant; parts of sums take no epilogue."""
+    epilogue = () if made.partial else epilogue
     tile, dtype, precision = made.tile, made.dtype, made.precision
     words = [f"{made.lines}x{made.depth}"] + ["transposed"] * made.transposed
     words += [f"{tile.lines}x{tile.columns}", f"{made.values}/{made.dense}"]
-    words += ["along_lines"] * made.along_lines
+    words += ["along_lines"] * made.along_lines + ["partial"] * made.partial
     found = KernelSpec(
         "blocksparse",
         _source(epilogue, made, arch),
@@ -228,7 +300,7 @@ def spec(epilogue: tuple[Epilogue, ...], made: Variant, arch: str) -> KernelSpec
 def _source(epilogue: tuple[Epilogue, ...], made: Variant, arch: str) -> str:
     """The generated CUDA text: types, ``Finish``, constants, one include."""
     tile = made.tile
-    return f"""{text.preamble(made.dtype, made.dtype, epilogue)}
+    return f"""{text.preamble(made.dtype, "float32" if made.partial else made.dtype, epilogue)}
 constexpr int LINES = {made.lines};
 constexpr int DEPTH = {made.depth};
 constexpr bool TRANSPOSED = {str(made.transposed).lower()};
@@ -245,6 +317,7 @@ constexpr int PRODUCTS = {3 if is_split(made.dtype, made.precision) else 1};
 constexpr int SUMMANDS = {len(text.summands(epilogue))};
 constexpr int PARAMETER_BYTES = {parameters(epilogue).size};
 constexpr bool ALONG_LINES = {str(made.along_lines).lower()};
+constexpr bool PARTIAL = {str(made.partial).lower()};
 
 #define ACCESS_VALUES Access::{made.values}
 #define ACCESS_DENSE Access::{made.dense}
@@ -277,23 +350,32 @@ def parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
     return text.parameters(len(NAMES), f"<{FIXED}{sides}", epilogue)
 
 
-def _numbers(problem: Spmm, tile: Tile) -> list[int]:
-    """What the parameter struct holds behind addresses and scalars."""
+def _numbers(
+    problem: Spmm, tile: Tile, sums: parts.Sums | None = None, part_blocks: int = 0
+) -> list[int]:
+    """Struct Fixed, of a result or of ``sums`` of parts of the depth."""
     values, dense, out, blocks = problem.values, problem.dense, problem.out, problem.blocks
     turned = problem.transposed
     ends = (values.column, values.row) if turned else (values.row, values.column)
     grid = (blocks.grid_rows, blocks.grid_cols)
     words = blocks.col_words if turned else blocks.row_words
+    view, stride, whole = out[:4], 0, stores(problem)[1]
+    if sums is not None:
+        view, stride, whole = sums.side, sums.elements, True
     return [
-        *(values.batch, values.slot, *ends, *dense[:4], *out[:4]),
+        *(values.batch, values.slot, *ends, *dense[:4], *view),
         *(problem.lines, problem.columns),
         *(grid[::-1] if turned else grid),
-        *(words, blocks.row_words),
+        *(words, blocks.row_words, stride),
         *(ceil_div(problem.lines, tile.lines), ceil_div(problem.columns, tile.columns)),
-        *(problem.batch, ends[1] <= ends[0], dense.line <= dense.column),
-        stores(problem)[1],
-        *(number for side in problem.summands for number in side[:4]),
+        *(_tile_count(problem, tile) // problem.batch, part_blocks),
+        *(problem.batch, ends[1] <= ends[0], dense.line <= dense.column, whole),
     ]
+
+
+def depth_blocks(problem: Spmm) -> int:
+    """Blocks along the depth, stored or not."""
+    return problem.blocks.grid_rows if problem.transposed else problem.blocks.grid_cols
 
 
 def stores(problem: Spmm) -> tuple[bool, bool]:

@@ -45,6 +45,11 @@ class Blocks(NamedTuple):
     capacity: int
 
     @property
+    def density(self) -> float:
+        """What a layout stores, 1 at most, if all slots hold a block."""
+        return min(1.0, self.capacity / max(1, self.grid_rows * self.grid_cols * self.heads))
+
+    @property
     def row_words(self) -> int:
         """Words of a row of blocks."""
         return ceil_div(self.grid_cols, WORD)

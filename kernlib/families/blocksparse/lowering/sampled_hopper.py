@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper
+from kernlib.families.blocksparse.lowering import hopper, sampled
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
 from kernlib.families.blocksparse.lowering.rounds import fewest_rounds
 from kernlib.jit.spec import KernelSpec
@@ -27,6 +27,8 @@ KIND = "hopper"
 LISTS = ("rows", "cols")
 FIXED = "I8i"  # struct Fixed
 ROW = hopper.ROW
+# Microseconds of an H100: of a launch, of a step of 64 along the depth, of each of its pieces.
+START, STEP, STEP_PIECE = 3.0, 0.36, 0.03
 PIECES = 4  # of 64 x 64, of rows of a or of columns of b that a stage holds at most
 
 
@@ -76,6 +78,16 @@ def default(problem: Sdd, known: list[Choice], multiprocessors: int) -> Choice:
         return _tiles(problem, slots), high + slots * wide  # pieces from L2, of slots of one line
 
     return fewest_rounds(known, tiles, multiprocessors)
+
+
+def pays(problem: Sdd, multiprocessors: int) -> bool:
+    """Whether it takes less time by rule than the kernel for every GPU, which can share sums."""
+    high, wide = problem.blocks.rows // ROW, problem.blocks.cols // ROW
+    slots = int(default(problem, candidates(problem, hopper.ARCH), multiprocessors)["slots"])
+    rounds = ceil_div(_tiles(problem, slots), multiprocessors)
+    step = STEP + STEP_PIECE * (high + slots * wide)
+    own = START + rounds * ceil_div(problem.depth, ROW) * step
+    return own <= sampled.best_microseconds(problem, hopper.ARCH, multiprocessors)
 
 
 def lower(

@@ -12,7 +12,7 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, sampled_hopper, stationary
+from kernlib.families.blocksparse.lowering import hopper, sampled, sampled_hopper, stationary
 from kernlib.families.blocksparse.lowering.problem import Sdd
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
@@ -58,8 +58,11 @@ def pays(problem: Sdd, multiprocessors: int) -> bool:
     steps = ceil_div(problem.depth, ROW)
     own = ceil_div(_tiles(problem), multiprocessors) * (steps + START_STEPS) * STEP
     blocks = problem.blocks
-    others = blocks.capacity * problem.batch * steps * OTHERS_BLOCK[blocks.rows]
-    return own * multiprocessors <= others * OTHERS_COUNT
+    others = blocks.capacity * problem.batch * steps * OTHERS_BLOCK[blocks.rows] * OTHERS_COUNT
+    if blocks.rows < sampled_hopper.ROW:  # few blocks wait for their operands
+        waiting = sampled.best_microseconds(problem, hopper.ARCH, multiprocessors) - sampled.START
+        others = max(others, 1000 * waiting * multiprocessors)
+    return own * multiprocessors <= others
 
 
 def lower(epilogue: tuple[Epilogue, ...], problem: Sdd, arch: str, multiprocessors: int) -> Lowered:

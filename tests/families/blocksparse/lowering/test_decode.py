@@ -171,7 +171,7 @@ def test_few_columns_along_the_depth_are_taken_on_every_gpu():
 def test_all_else_is_left_to_others(case):
     given = problem(**REFUSED[case])
     assert not decode.takes(given, ARCH)
-    assert kind(given) == ("hopper" if case == "more columns" else "portable")
+    assert kind(given) == "portable"
 
 
 def test_warps_are_as_many_as_multiprocessors_need():

@@ -10,7 +10,7 @@ import kernlib as kl
 from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose, portable
+from kernlib.families.blocksparse.lowering import choose, parts, portable
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets
 from kernlib.lowering import product_source
@@ -94,11 +94,11 @@ class Product:
         matrix = whole_matrix(self.layout, self.values)
         return (matrix.mT if self.case.transposed else matrix) @ self.dense.double()
 
-    def run(self, emulator, columns=None, epilogue=(), scalars=(), **beside) -> torch.Tensor:
-        """The result, by a tile of so many columns."""
+    def run(self, emulator, columns=None, epilogue=(), scalars=(), parts=1, **beside):
+        """The result, by a tile of so many columns and so many parts of the depth."""
         summands = [t for name, t in beside.items() if name.startswith("summand")]
         problem = spmm_problem(self.case, self.layout, self.values, self.dense, self.out, summands)
-        choice = None if columns is None else {"columns": columns}
+        choice = None if columns is None else {"columns": columns, "parts": parts}
         lowered = portable.lower(epilogue, problem, ARCH, PROCESSORS, choice)
         operands = {"values": self.values, "dense": self.dense, "out": self.out, **beside}
         launch(emulator, lowered, self.layout, scalars, **operands)
@@ -113,6 +113,17 @@ def test_products_are_right(case, emulator, seed):
     made = Product(problem, order, out_order)
     found = made.run(emulator, columns)
     assert error(found, made.wanted()) <= GATES[problem.numbers]
+
+
+@on_host
+@pytest.mark.parametrize("case", slow_but((*FAST, "many words"), CASES))
+def test_parts_of_sums_are_added_up(case, emulator, seed):
+    """Parts of whole blocks of the depth, of which some store nothing; the same bits each time."""
+    problem, columns, order, out_order = CASES[case]
+    made = Product(problem, order, out_order)
+    found = made.run(emulator, columns, parts=3).clone()
+    assert error(found, made.wanted()) <= GATES[problem.numbers]
+    assert made.run(emulator, columns, parts=3).equal(found)
 
 
 @on_host
@@ -146,9 +157,10 @@ def test_bits_depend_on_neither_columns_nor_batch(numbers, emulator, seed):
 
 
 @on_host
+@pytest.mark.parametrize("parts", slow_but((1, 2), (1, 2, 5)))
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "bfloat16", "float32")))
 @pytest.mark.parametrize("order", slow_but(("rows",), ("rows", "columns")))
-def test_epilogues_and_summands(numbers, order, emulator, seed):
+def test_epilogues_and_summands(numbers, order, parts, emulator, seed):
     """A bias for each line; summands in other strides than the result; rows without blocks too."""
     case = Case(numbers, (16, 16), (9, 12), 0.2, 2, 2, 40)
     made = Product(case, order, order)
@@ -158,7 +170,7 @@ def test_epilogues_and_summands(numbers, order, emulator, seed):
     wanted = torch.nn.functional.gelu(made.wanted() + bias.double()[:, None])
     for beta, rest in ((0.5, 0.5 * y.double()), (0.0, 0.0)):
         given = y if beta else torch.full_like(y, math.nan)
-        found = made.run(emulator, 64, epilogue, (beta,), vector0=bias, summand0=given)
+        found = made.run(emulator, 64, epilogue, (beta,), parts, vector0=bias, summand0=given)
         assert error(found, wanted + rest) <= GATES[numbers]
 
 
@@ -219,13 +231,47 @@ def words(given: Spmm, processors=132) -> list[str]:
     return only(choose.lower((), given, ARCH, processors)).spec.description.split()
 
 
+def taken(given: Spmm, processors=132) -> tuple[int, int]:
+    """Columns of a tile, and parts of sums."""
+    found = choose.default(given, choose.candidates(given, ARCH), processors)
+    return found["columns"], found.get("parts", 1)
+
+
 def test_few_columns_take_small_tiles():
-    tiles = {4096: "128x128", 128: "64x32", 64: "32x16", 16: "32x16", 1: "32x16"}
-    assert {n: words(problem(columns=n))[4] for n in tiles} == tiles
-    assert words(problem(columns=128), processors=16)[4] == "128x128"
-    assert words(problem(columns=64), processors=16)[4] == "128x64"
-    known = choose.candidates(problem(columns=64), ARCH)
-    assert known == [{**KIND, "columns": columns} for columns in (64, 32, 16)]
+    """And where these are still few, several blocks of threads a tile."""
+    tiles = {4096: (128, 1), 128: (32, 1), 64: (32, 2), 16: (16, 4), 1: (16, 4)}
+    assert {n: taken(problem(columns=n)) for n in tiles} == tiles
+    assert taken(problem(columns=128), processors=16) == (128, 1)
+    assert taken(problem(columns=64), processors=16) == (64, 2)
+    known = choose.candidates(problem(columns=128), ARCH)
+    whole, split = known[:4], known[4:]
+    assert whole == [{**KIND, "columns": columns} for columns in (128, 64, 32, 16)]
+    counts = [{"parts": count} for count in parts.COUNTS]
+    assert split == [{**one, **count} for one in whole[1:] for count in counts]
+
+
+def test_long_sums_of_few_tiles_are_in_parts():
+    """Of a result of 256 x 320, by a matrix whose depth is 134 blocks: 20 tiles, all in a row."""
+    blocks = Blocks(32, 32, 8, 134, 1, 800)
+    given = problem(blocks=blocks, columns=320, values=VALUES._replace(slot=1024, row=32))
+    columns, split = taken(given)
+    main, last = choose.lower((kl.Gelu(),), given, ARCH, 132).steps
+    tiles = (256 // 64) * (320 // columns)
+    assert main.grid == (tiles * split, 1) and tiles < 132 < 3 * tiles * split
+    assert "partial" in main.spec.description and "Gelu" not in main.spec.description
+    assert "Gelu" in last.spec.description and not last.overlaps
+    assert choose.lower((), given, "sm_90", 132).steps[1].overlaps
+    assert choose.lower((), given, ARCH, 132).workspace == 4 * 256 * 320 * split
+    few = problem(blocks=blocks._replace(grid_cols=4, capacity=20), columns=320)
+    assert taken(few)[1] == 1  # nothing to share
+    wide = problem(blocks=blocks._replace(heads=400, capacity=400 * 800), columns=320)
+    assert taken(wide)[1] == 1  # tiles enough
+
+
+def test_a_workspace_is_bounded():
+    most = choose.candidates(problem(columns=4096), ARCH)
+    assert max(choice.get("parts", 1) for choice in most) == 4  # 64 MB each
+    assert len(choose.candidates(problem(columns=2**20), ARCH)) == 4
 
 
 ACCESSES = {

@@ -10,7 +10,7 @@ import kernlib as kl
 from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose, sampled
+from kernlib.families.blocksparse.lowering import choose, parts, sampled
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values
 from kernlib.jit import targets
 from tests.families.blocksparse.emulated import (
@@ -75,9 +75,10 @@ class Product:
     def wanted(self) -> torch.Tensor:
         return self.layout.to_blocks(self.a.double() @ self.b.double())
 
-    def run(self, emulator, epilogue=(), scalars=(), **beside) -> torch.Tensor:
+    def run(self, emulator, epilogue=(), scalars=(), parts=1, **beside) -> torch.Tensor:
         problem = sdd_problem(self.case, self.layout, self.a, self.b, self.out, beside.values())
-        lowered = choose.lower(epilogue, problem, ARCH, PROCESSORS, {"kind": "sampled"})
+        choice = {"parts": parts} if parts > 1 else {}
+        lowered = sampled.lower(epilogue, problem, ARCH, PROCESSORS, choice)
         operands = {"a": self.a, "b": self.b, "out": self.out, **beside}
         launch(emulator, lowered, self.layout, scalars, **operands)
         assert is_intact(self.out) and not self.out[:, self.layout.nnz :].any()
@@ -93,17 +94,29 @@ def test_products_are_right(case, emulator, seed):
 
 
 @on_host
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+def test_parts_of_sums_are_added_up(case, emulator, seed):
+    """Of whole stages, the last one of what is left; the same bits each time."""
+    problem, *orders = CASES[case]
+    made = Product(problem, *orders)
+    found = made.run(emulator, parts=3).clone()
+    assert error(found, made.wanted()) <= GATES[problem.numbers]
+    assert made.run(emulator, parts=3).equal(found)
+
+
+@on_host
+@pytest.mark.parametrize("parts", slow_but((1, 2), (1, 2, 7)))
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "float32")))
-def test_epilogues_and_summands(numbers, emulator, seed):
+def test_epilogues_and_summands(numbers, parts, emulator, seed):
     """Slots that hold no block stay zeros."""
-    case = Case(numbers, (16, 32), (9, 6), 0.3, 2, 2, 40)
+    case = Case(numbers, (16, 32), (9, 6), 0.3, 2, 2, 40 * parts)
     made = Product(case)
     y = torch.randn(2, made.layout.capacity, 32, 16).to(case.dtype).mT
     epilogue = (kl.Scale(), kl.Gelu(), Add())
     wanted = torch.nn.functional.gelu(1.5 * made.wanted())
     for beta in (0.5, 0.0):
         given = y if beta else torch.full_like(y, math.nan)
-        found = made.run(emulator, epilogue, (1.5, beta), summand0=given)
+        found = made.run(emulator, epilogue, (1.5, beta), parts, summand0=given)
         whole = wanted + 0.5 * y.double() if beta else wanted
         whole[:, made.layout.nnz :] = 0
         assert error(found, whole) <= GATES[numbers]
@@ -184,6 +197,24 @@ def test_grids_hold_all_slots():
     with pytest.raises(UnsupportedError, match="call it on slices"):
         choose.lower((), problem(depth=2**31), ARCH, 1)
     assert choose.candidates(problem(), ARCH) == [{"kind": "sampled"}]
+
+
+def test_long_sums_of_few_blocks_are_in_parts():
+    """Of whole stages of 32, and the blocks that a layout has room for."""
+    few = problem(blocks=BLOCKS._replace(capacity=10), depth=6320)
+    choices = choose.candidates(few, ARCH)
+    assert choices == [{"kind": "sampled"}] + [
+        {"kind": "sampled", "parts": n} for n in parts.COUNTS
+    ]
+    split = choose.default(few, choices, PROCESSORS)["parts"]
+    main, last = choose.lower((kl.Gelu(),), few, ARCH, PROCESSORS).steps
+    assert split == 16 and main.grid == (5 * split, 1) and last.grid[1] == 1
+    assert "partial" in main.spec.description and "Gelu" in last.spec.description
+    assert choose.lower((), few, ARCH, PROCESSORS).workspace == 4 * 10 * 64 * 64 * split
+    for enough in (problem(depth=6320), few._replace(depth=200), few._replace(batch=100)):
+        assert "parts" not in choose.default(enough, choose.candidates(enough, ARCH), PROCESSORS)
+    whole = choose.lower((), few, ARCH, PROCESSORS, {"kind": "sampled"})
+    assert len(whole.steps) == 1 and not whole.workspace
 
 
 def test_variants_are_all_that_a_problem_takes():

@@ -84,5 +84,12 @@ def build(calls) -> None:
         list(pool.map(lambda spec: service.build(spec, arch), dict.fromkeys(found)))
 
 
+def in_parts(count: int, problem, known: list, multiprocessors: int) -> dict:
+    """Of a problem's candidates one with so many parts of sums, of the smallest tile, if there is
+    one: for the place of choose.default."""
+    found = [choice for choice in known if choice.get("parts") == count]
+    return found[-1] if found else known[0]
+
+
 def product(mode: str, of_a=False, of_b=False, **options) -> BlockSparseMatmul:
     return BlockSparseMatmul(mode, transpose_a=of_a, transpose_b=of_b, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -10,9 +11,17 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.blocksparse import Layout, quantize, scaled_dds, scaled_dsd, softmax
-from kernlib.families.blocksparse.lowering import hopper_words, stationary, tiles
+from kernlib.families.blocksparse.lowering import choose, hopper_words, stationary, tiles
 from kernlib.jit import sources
-from tests.gpu.families.blocksparse.cases import BLOCKS, MODES, TYPES, layout_of, operands, product
+from tests.gpu.families.blocksparse.cases import (
+    BLOCKS,
+    MODES,
+    TYPES,
+    in_parts,
+    layout_of,
+    operands,
+    product,
+)
 
 
 def products(dtype) -> None:
@@ -58,6 +67,18 @@ def whole_tiles(dtype) -> None:
             for of_a, of_b in ((False, False), (True, True)):
                 a, b = operands("sdd", layout, 392, dtype, (2,), of_a, of_b)
                 kl.run_kernel(product("sdd", of_a, of_b), layout, a, b)
+
+
+def parts_of_sums(dtype) -> None:
+    """Sums too short for it to pay: some parts without a block, the last one shorter, and a thread
+    of which no result is."""
+    with patch.object(choose, "default", partial(in_parts, 4)):
+        for block in ((16, 16), (32, 32), (16, 64)):
+            layout = layout_of(block, (5, 6), heads=2, density=0.3)
+            for mode, size in (("sdd", 520), ("dsd", 41), ("dds", 41)):
+                for of_a, of_b in ((False, False), (True, True)):
+                    a, b = operands(mode, layout, size, dtype, (2,), of_a, of_b)
+                    kl.run_kernel(product(mode, of_a, of_b), layout, a, b)
 
 
 def of_float8() -> None:
@@ -127,6 +148,7 @@ def main(numbers: str, tool: str) -> None:
     few_columns(TYPES[numbers])
     rows_that_stay(TYPES[numbers])
     whole_tiles(TYPES[numbers])
+    parts_of_sums(TYPES[numbers])
     if numbers == "fp16":
         of_float8()
     softmaxes(TYPES[numbers])

@@ -14,7 +14,7 @@ def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory)
     """All of them keep kernels in one place, beside those of the workers."""
     folder = tmp_path_factory.getbasetemp().parent / "sanitized"
     monkeypatch.setenv("KERNLIB_CACHE_DIR", str(folder))
-    kinds = {"portable", "sampled", "softmax", "layout"}
+    kinds = {"portable", "sampled", "parts", "softmax", "layout"}
     if numbers != "fp32":
         kinds |= {"decode"}
     if not settings.current().portable:

@@ -1,0 +1,41 @@
+"""Microseconds of kernels by rule, where a choice is between kernels or ways to cut a product.
+
+Fitted to what an H100 of 132 multiprocessors took for the random calls of ``python -m
+benchmarks.auto``, by each kernel with each number of parts, of layouts whose slots all hold a
+block, anywhere. Only comparisons count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernlib.lowering.arithmetic import ceil_div
+
+ADDING_UP = 1.0  # of the launch of parts.cuh behind another
+BYTES = 3.6e6  # a microsecond, of results and of parts
+
+
+class Rate(NamedTuple):
+    """Of a stage: where a block of threads has a multiprocessor for itself, what each further one
+    there adds, and how many of them are faster than one after the other."""
+
+    alone: float
+    more: float
+    resident: int
+
+
+def stages(blocks: int, each: float, rate: Rate, multiprocessors: int) -> float:
+    """Of so many blocks of threads with so many stages each."""
+    together = min(ceil_div(blocks, multiprocessors), rate.resident)
+    rounds = max(1.0, blocks / (multiprocessors * rate.resident))
+    return each * rounds * (rate.alone + rate.more * (together - 1))
+
+
+def adding_up(elements: int, parts: int) -> float:
+    """What it takes to write and to read so many sums in parts, 0 for one part."""
+    return ADDING_UP + 8 * elements * parts / BYTES if parts > 1 else 0.0
+
+
+def filled(density: float, lines: int) -> float:
+    """The part of the depth at which one of so many lines of blocks stores one."""
+    return 1 - (1 - density) ** lines
