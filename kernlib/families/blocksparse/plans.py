@@ -58,10 +58,9 @@ def loaded_plan(call: Call, request: tuple, lowered: Lowered | None, read: Read)
 
 
 def is_for_kernels(call: Call, problem: Problem) -> bool:
-    """Whether there is a result, and something that it could be a sum of; without room for a block
-    a kernel writes what the epilogue makes of 0, in 3 us where torch's operations take 15."""
+    """Whether there is a result, and something that it is a sum of."""
     blocks = problem.blocks
-    depth = problem.depth if isinstance(problem, Sdd) else 1
+    depth = problem.depth if isinstance(problem, Sdd) else blocks.capacity
     return bool(call.batch and depth and blocks.grid_rows and blocks.grid_cols)
 
 
@@ -113,6 +112,10 @@ def _place(copies: tuple, operands: tuple) -> tuple[list[int], list]:
 
 
 def _by_torch(descriptor: BlockSparseMatmul, operands: tuple, values: dict, out) -> torch.Tensor:
+    """A sum of nothing: by one operation where there is neither an epilogue nor a result to make,
+    in 2 us where the reference takes 15."""
+    if out is not None and not descriptor.epilogue:
+        return out.zero_()
     return reference.blocksparse_matmul(descriptor, *operands, values)
 
 

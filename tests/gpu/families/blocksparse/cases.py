@@ -9,6 +9,7 @@ import torch
 from kernlib import BlockSparseMatmul
 from kernlib.blocksparse import Layout
 from kernlib.families.blocksparse import ahead
+from kernlib.families.blocksparse.lowering import hopper
 from kernlib.jit import service
 from kernlib.runtime.devices import arch_of
 
@@ -82,6 +83,11 @@ def build(calls) -> None:
         found += ahead.specs(descriptor, arch, tuple(tensors), {}, tensors[1].get_device())
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda spec: service.build(spec, arch), dict.fromkeys(found)))
+
+
+def pays_as_ever(problem, multiprocessors: int) -> bool:
+    """In the place of what kernels of Hopper's say of dsd and dds: however few their tiles are."""
+    return problem.columns > hopper.FEW_COLUMNS
 
 
 def in_parts(count: int, problem, known: list, multiprocessors: int) -> dict:

@@ -11,7 +11,15 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.blocksparse import Layout, quantize, scaled_dds, scaled_dsd, softmax
-from kernlib.families.blocksparse.lowering import choose, hopper_words, stationary, tiles
+from kernlib.families.blocksparse.lowering import (
+    choose,
+    hopper,
+    hopper_words,
+    narrow,
+    sampled_hopper,
+    stationary,
+    tiles,
+)
 from kernlib.jit import sources
 from tests.gpu.families.blocksparse.cases import (
     BLOCKS,
@@ -20,6 +28,7 @@ from tests.gpu.families.blocksparse.cases import (
     in_parts,
     layout_of,
     operands,
+    pays_as_ever,
     product,
 )
 
@@ -139,7 +148,8 @@ def let_every_lane_arrive() -> None:
 
 def main(numbers: str, tool: str) -> None:
     kinds = set()
-    hopper_words.pays = lambda *_: True  # for products as small as these too
+    hopper_words.pays = sampled_hopper.pays = lambda *_: True  # for products as small as these too
+    hopper.pays = narrow.pays = pays_as_ever
     if tool == "racecheck":
         let_every_lane_arrive()
     events.subscribe(lambda e: e.name == "launch" and kinds.add(e.description.split()[1]))

@@ -54,6 +54,23 @@ def in_parts(monkeypatch):
 
 
 @every_mode
+@pytest.mark.parametrize("block", cases.BLOCKS, ids=str)
+@pytest.mark.parametrize("numbers", TYPES)
+def test_products_by_rule(numbers, block, mode, seed):
+    """All transposes, of sums that are shared and of others."""
+    dtype, layout = TYPES[numbers], layout_of(block, (5, 13), heads=2)
+    flags = [(of_a, of_b) for of_a in (False, True) for of_b in (False, True)]
+    sizes = (9, 72, 2056) if mode == "sdd" else (1, 24, 200)
+    made = [
+        (pair, operands(mode, layout, size, dtype, (2,), *pair)) for pair in flags for size in sizes
+    ]
+    cases.build([(product(mode, *pair), (layout, a, b)) for pair, (a, b) in made])
+    for pair, (a, b) in made:
+        found = kl.run_kernel(product(mode, *pair), layout, a, b)
+        check(found, exact(mode, layout, a, b, *pair), GATES[dtype])
+
+
+@every_mode
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("numbers", TYPES)
 @pytest.mark.parametrize("count", [2, 8])

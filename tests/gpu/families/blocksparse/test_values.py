@@ -9,6 +9,8 @@ import torch
 
 import kernlib as kl
 from kernlib.blocksparse import Layout, dds, dsd, sdd
+from kernlib.families.blocksparse.lowering import hopper, narrow, sampled_hopper
+from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (
     BLOCKS,
@@ -27,6 +29,17 @@ from tests.gpu.families.blocksparse.cases import (
 
 SIZES = (1, 8, 33, 64, 200, 264)  # columns, rows or depth of the dense operand
 every_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_hopper(monkeypatch):
+    """Take what they can, however small it is; test_parts.py has the same by rule."""
+    monkeypatch.setattr(sampled_hopper, "pays", lambda *_: True)
+    for kind in (hopper, narrow):
+        monkeypatch.setattr(kind, "pays", cases.pays_as_ever)
+    forget_plans()
+    yield
+    forget_plans()
 
 
 @every_block
