@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.pairwise --json benchmarks/results/h200/pairwise.json``
 
-The cases of the gradient and of products that store no matrix are in ``gradient.py`` and
-``matmul.py``.
+The cases of the gradient, of products that store no matrix and of neighbours are in
+``gradient.py``, ``matmul.py`` and ``nearest.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import UNITS_PER_MS, Case, Row, Session, headers
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise import gradient, matmul
+from benchmarks.pairwise import gradient, matmul, nearest
 from benchmarks.pairwise.problems import (
     DTYPES,
     TENSOR_RATES,
@@ -292,7 +292,7 @@ def required(problem: Problem, session: Session) -> float | None:
 
 def cases() -> list[Case]:
     matrices = [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]
-    return [*matrices, *gradient.cases(), *matmul.cases()]
+    return [*matrices, *gradient.cases(), *matmul.cases(), *nearest.cases()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

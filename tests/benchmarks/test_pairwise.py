@@ -9,7 +9,7 @@ import torch
 import kernlib as kl
 from benchmarks.common import harness, timing
 from benchmarks.common.harness import Row, Session
-from benchmarks.pairwise import gradient, matmul, problems
+from benchmarks.pairwise import gradient, matmul, nearest, problems
 from benchmarks.pairwise import run as pairwise
 from kernlib.families.pairwise.ahead import specs as lowered
 
@@ -17,7 +17,8 @@ H200 = timing.Device(132, 1.98e9)
 MATRICES = {problem.name: problem for problem in pairwise.PROBLEMS}
 GRADIENTS = {problem.name: problem for problem in gradient.PROBLEMS}
 PRODUCTS = {problem.name: problem for problem in matmul.PROBLEMS}
-EVERY = {**MATRICES, **GRADIENTS, **PRODUCTS}
+NEAREST = {problem.name: problem for problem in nearest.PROBLEMS}
+EVERY = {**MATRICES, **GRADIENTS, **PRODUCTS, **NEAREST}
 TF32 = 2e-3  # which the CPU does not use
 
 
@@ -59,6 +60,7 @@ def test_case_names_are_the_agreed_ones():
           ("D=3 fp32", "D=64 fp32", "D=64 tf32", "D=3 C=64 fp32", "D=64 memory")],
         *[f"kernel_matmul gaussian 30000x30000 D=784 {kind}" for kind in ("fp32", "tf32")],
         "kernel_matmul laplace_l1 30000x30000 D=64 fp32",
+        *[f"kernel_topk k=10 100000x100000 D={d} fp32" for d in (3, 64)],
     ]  # fmt: skip
     assert sorted(case.name for case in pairwise.cases()) == sorted(wanted)
     assert pairwise.PROBLEMS[0].name == pairwise.P1
@@ -96,6 +98,8 @@ def test_no_case_is_named_within_another():
         ("kernel_matmul gaussian 30000x30000 D=784 fp32", 5.50, "tensor cores"),
         ("kernel_matmul gaussian 30000x30000 D=784 tf32", 3.40, "tensor cores"),
         ("kernel_matmul laplace_l1 30000x30000 D=64 fp32", 3.50, "issue slots"),
+        ("kernel_topk k=10 100000x100000 D=3 fp32", 2.09, "issue slots"),
+        ("kernel_topk k=10 100000x100000 D=64 fp32", 4.99, "tensor cores"),
     ],
 )
 def test_floors(name, ms, bound):
@@ -116,6 +120,16 @@ def test_targets_are_above_their_floors():
 def test_the_digest_covers_every_kernel_of_the_family():
     for name in ("direct", "gradient", "reduce"):
         assert f'#include "pairwise/{name}/{name}.cuh"' in pairwise.SOURCE
+
+
+def test_neighbours_of_ours_torch_and_exact_agree():
+    problem = nearest.Problem(60, 5)
+    a, b, out = nearest.tensors(problem, "cpu")
+    rows = timing.sample_rows(problem.points, "cpu")
+    exact = nearest.exact(problem, a, b, rows)
+    for made in (nearest.kernel, nearest.plain):
+        values, places = made(problem)(a, b, out)
+        assert timing.relative_error(values[rows], exact) < 1e-5 and places.shape == out.shape
 
 
 # Matrices.

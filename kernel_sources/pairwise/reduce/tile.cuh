@@ -5,24 +5,12 @@
 //
 // Floor: 2 issue slots a pair and feature, as for direct/direct.cuh, and 1 + C a pair more.
 //
-// The generated source defines, beside what reduce/reduce.cuh needs, TILE, LONG_K, ACCESS_A and
-// ACCESS_B as for direct/direct.cuh.
+// The generated source defines what reduce/tiles.cuh needs.
 #pragma once
 
-#include "pairwise/reduce/reduce.cuh"
-#include "pairwise/tile.cuh"
+#include "pairwise/reduce/tiles.cuh"
 
-constexpr int SHARES = THREADS / TILE;  // threads of a row
-constexpr int SHARE = TILE / SHARES;    // neighbouring columns of a thread
-constexpr int MATRIX = TILE * LINE;     // sums of a tile
-constexpr int SUMS = LONG_K ? MATRIX + 2 * STAGE : (MATRIX > 2 * STAGE ? MATRIX : 2 * STAGE);
 static_assert(sizeof(Reducer) * THREADS <= MATRIX * sizeof(AccT), "reducers meet where sums lie");
-
-__device__ __forceinline__ Points points_of(const InputT* data, const View& view, i64 l, i64 first,
-                                            i64 count, int k) {
-    return {data + l * view.batch_stride + first * view.row_stride, view.row_stride,
-            view.column_stride, int(min(count - first, i64(TILE))), k};
-}
 
 __device__ __forceinline__ void fill_weights(AccT* weights, const Parameters& parameters, i64 l,
                                              i64 n0, int columns) {

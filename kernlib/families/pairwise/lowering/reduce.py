@@ -166,10 +166,12 @@ def rows_of(k: int, width: int) -> int:
     return 4 if 4 * words <= 80 else 2
 
 
-def split(problem: Problem, row_blocks: int, unit: int, slots: int, least: int = 1) -> int:
+def split(
+    problem: Problem, row_blocks: int, unit: int, slots: int, least: int = 1, start: int = 1
+) -> int:
     """The n of a block, a multiple of ``unit``: of the numbers of splits, ``least`` or more, the
     one whose blocks, in waves of ``slots``, are done first, where starting a block takes as long as
-    one unit."""
+    ``start`` units."""
     units = ceil_div(problem.n, unit)
     values = max(1, problem.out_columns) * problem.m * problem.batch
     most = max(1, min(units, MAX_SPLITS, WORKSPACE_VALUES // values))
@@ -177,7 +179,7 @@ def split(problem: Problem, row_blocks: int, unit: int, slots: int, least: int =
 
     def duration(splits: int) -> int:
         waves = ceil_div(row_blocks * splits * problem.batch, slots)
-        return waves * (ceil_div(units, splits) + 1)
+        return waves * (ceil_div(units, splits) + start)
 
     best = min(range(least, max(least, most) + 1), key=duration)
     return ceil_div(units, best) * unit
@@ -212,8 +214,14 @@ def spec(descriptor: Pairwise, made: Variant, arch: str) -> KernelSpec:
 
 def source(descriptor: Pairwise, made: Variant) -> str:
     """The generated CUDA text: a few defines, ``Finish``, one include."""
+    own = small_text(made) if made.k else tile_text(made)
+    return f'{head(descriptor, made, own)}#include "pairwise/reduce/{made.kind}.cuh"\n'
+
+
+def head(descriptor: Pairwise, made: Variant, own: str) -> str:
+    """The text ahead of the include: what all reductions define, what is a kind's ``own``, and
+    ``Finish``."""
     operation = "Dot" if descriptor.operator == "dot" else "Difference"
-    own = _small(made) if made.k else _tile(made)
     return f"""#include "common/types.cuh"
 #include "pairwise/reduce/math.cuh"
 
@@ -228,17 +236,19 @@ constexpr bool REGULARIZED = {str(made.regularized).lower()};
 #define REDUCER {made.reducer}
 {"#define BY_NORM" * is_norm(made)}
 {finish(descriptor, made)}
-#include "pairwise/reduce/{made.kind}.cuh"
 """
 
 
-def _small(made: Variant) -> str:
+def small_text(made: Variant, threads: int = THREADS) -> str:
+    """What the kinds with rows in registers define."""
     return f"""constexpr int K = {made.k};
 constexpr int ROWS = {made.rows};
+constexpr int THREADS = {threads};
 """
 
 
-def _tile(made: Variant) -> str:
+def tile_text(made: Variant) -> str:
+    """What the kinds with tiles define."""
     return f"""constexpr int TILE = {BIG_TILE};
 constexpr bool LONG_K = {str(made.long_k).lower()};
 

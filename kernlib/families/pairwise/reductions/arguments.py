@@ -50,6 +50,14 @@ class Request(NamedTuple):
         return {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
 
 
+class Nearest(NamedTuple):
+    """The reduction of a row to its ``k`` smallest or largest entries and their places; others are
+    called by a name."""
+
+    k: int
+    largest: bool
+
+
 class Shape(NamedTuple):
     """``batch`` entries of a matrix M x N over K features, which all share one or are ``matrices``
     of their own; ``columns`` of v, 0 without one. ``batched``: whether results have a batch

@@ -1,6 +1,6 @@
 """Reductions of a kernel matrix by blocks: each is computed, reduced and forgotten, so that memory
 stays O(M + N) plus one block. Takes what the kernels that store no block do not: many columns,
-float64, the k nearest, CPU tensors."""
+float64, many of the nearest, CPU tensors."""
 
 from __future__ import annotations
 
@@ -137,19 +137,60 @@ REDUCTIONS = {"matmul": matmul, "sum": total, "logsumexp": logsumexp, "min": min
 def topk(
     request: Request, shape: Shape, k: int, largest: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k smallest (or largest) values of each row in order, and their n, as (L, M, k)."""
+    """The k smallest (or largest) values of each row in order, and their n, as (L, M, k): the first
+    of equal ones."""
     size, device = (shape.batch, shape.m, k), request.a.device
     out = torch.empty(size, dtype=accumulator(request.a.dtype), device=device)
     indices = torch.empty(size, dtype=torch.int64, device=device)
     for block, values in each(request, shape, k, whole_rows=True):
         l, m, n = block
-        found, places = values.topk(min(k, values.shape[-1]), largest=largest)
+        found, places = _first(values, min(k, values.shape[-1]), largest)
         places = places + n.start
         if n.start > 0:  # the first block has k columns or more
-            found, chosen = torch.cat((out[l, m], found), -1).topk(k, largest=largest)
-            places = torch.cat((indices[l, m], places), -1).gather(-1, chosen)
+            found = torch.cat((out[l, m], found), -1)
+            places = torch.cat((indices[l, m], places), -1)
+            found, places = (t[..., :k] for t in _in_order(found, places, largest))
         out[l, m], indices[l, m] = found, places
     return out, indices
+
+
+def _first(values: torch.Tensor, k: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`torch.topk` with the first of equal values, which that leaves open."""
+    count = values.shape[-1]
+    found, places = values.topk(min(k + 1, count), largest=largest)
+    if k < count:
+        last, next_one = found[..., k - 1 : k], found[..., k:]
+        found, places = found[..., :k], places[..., :k]
+        # On a GPU asking would wait for it.
+        if values.is_cuda or _equal(last, next_one).any():
+            places = _places_to(values, last, k, largest)
+    places = places.sort(-1).values
+    return _in_order(values.gather(-1, places), places, largest)
+
+
+def _places_to(values: torch.Tensor, last: torch.Tensor, k: int, largest: bool) -> torch.Tensor:
+    """The places of the k values ahead of others, of which ``last`` is the last one, the first of
+    those that equal it."""
+    ahead = values > last if largest else values < last
+    if largest:  # a NaN is the largest
+        ahead |= values.isnan() & ~last.isnan()
+    else:
+        ahead |= ~values.isnan() & last.isnan()
+    equal = _equal(values, last)
+    rank = equal.cumsum(-1, dtype=torch.int32)
+    ahead |= equal & (rank <= k - ahead.sum(-1, keepdim=True))
+    everywhere = torch.arange(values.shape[-1], device=values.device)
+    return everywhere.where(ahead, values.shape[-1]).topk(k, largest=False).values
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left == right) | (left.isnan() & right.isnan())
+
+
+def _in_order(found: torch.Tensor, places: torch.Tensor, largest: bool):
+    """Values and their places, sorted, equal values as they were."""
+    found, order = found.sort(dim=-1, descending=largest, stable=True)
+    return found, places.gather(-1, order)
 
 
 def _filled(request: Request, shape: Shape, value: float) -> torch.Tensor:

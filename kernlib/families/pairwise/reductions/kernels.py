@@ -44,7 +44,7 @@ class ReductionPlan(NamedTuple):
 
 def takes(reduction: str, request: Request, shape: Shape) -> bool:
     """Whether the kernels compute a reduction, and are the fastest to do so."""
-    if request.a.device.type != "cuda" or reduction == "topk":
+    if request.a.device.type != "cuda":
         return False
     empty = 0 in (shape.m, shape.n, shape.k, shape.batch)
     empty = empty or (request.v is not None and shape.columns == 0)
@@ -81,8 +81,8 @@ def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> boo
 
 
 def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:
-    """Launch, for the addresses of a, b, v, of values (splits, L, M, C) in float32, and for ``min``
-    of their places (splits, L, M)."""
+    """Launch, for the addresses of a, b, v, of values (splits, L, M, C) in float32, and of their
+    places, (splits, L, M) or those of the nearest (L, M, k), where they are asked for."""
     a, b, v, values, places = pointers
     for launch, in_v, in_values in plan.launches:
         launch.launch((a, b, v + in_v, values + in_values, places), numbers)

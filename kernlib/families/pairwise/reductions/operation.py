@@ -15,7 +15,7 @@ from kernlib.families.pairwise.matrix import kind_of_number
 from kernlib.families.pairwise.plans import numbers_of, precision
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks, kernels
-from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation, bind
 from kernlib.runtime.precision import without_autocast
@@ -54,7 +54,7 @@ def is_recorded() -> bool:
 
 
 def run(
-    reduction: str,
+    reduction: str | Nearest,
     descriptor: Pairwise,
     a: torch.Tensor,
     b: torch.Tensor | None,
@@ -66,8 +66,8 @@ def run(
     wide: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``matmul``, ``sum`` or ``logsumexp`` as :mod:`kernlib.families.pairwise.functions.reductions`
-    documents them, or ``min``: values and places. A result without ``out`` has the inputs' dtype,
-    or, if ``wide``, that of the arithmetic. Raises ValueError, TypeError."""
+    documents them, or ``min`` or a ``Nearest``: values and places. A result without ``out`` has the
+    inputs' dtype, or, if ``wide``, that of the arithmetic. Raises ValueError, TypeError."""
     if b is a and getattr(descriptor, "symmetric", False):
         b = None
     request = reduction, descriptor, a, b, v, out, row_offset, col_offset, values or {}, wide
@@ -124,6 +124,8 @@ def _check(
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
+    elif isinstance(reduction, Nearest):
+        size = (*size, reduction.k)
     if out is not None and not a.is_meta:
         checks.check_out(out, size, request)
     if reduction == "min" and not a.is_meta:
@@ -148,8 +150,12 @@ def _plan(
     """The plan of a checked call, its kernels loaded."""
     request, shape, size = call
     folded = v is not None and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1
-    taken = not folded and kernels.takes(reduction, request, shape)
-    launch = kernels.plan(reduction, request, shape) if taken else None
+    if isinstance(reduction, Nearest):
+        from kernlib.families.pairwise.reductions import nearest as by
+    else:
+        by = kernels
+    taken = not folded and by.takes(reduction, request, shape)
+    launch = by.plan(reduction, request, shape) if taken else None
     dtype = accumulator(a.dtype) if wide else a.dtype
     return CallPlan(
         descriptor=request.descriptor,
@@ -190,7 +196,8 @@ def _refuse_overlap(plan: CallPlan, out: torch.Tensor, values: dict, **inputs) -
 
 
 def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset, values: dict):
-    """Values of the arithmetic's dtype, in any shape of their number; of ``min`` places too."""
+    """Values of the arithmetic's dtype, in any shape of their number; places too where these are
+    asked for."""
     if plan.folded:  # which computes the matrix once
         shape = plan.shape
         flat = v.movedim(0, 1).reshape(shape.n, shape.batch * shape.columns)
@@ -200,6 +207,8 @@ def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset,
     v = v[:, None] if v is not None and v.dim() == 1 else v
     request = Request(plan.descriptor, a, b, v, row_offset, col_offset, values)
     with torch.no_grad(), without_autocast(plan.device):
+        if isinstance(reduction, Nearest):
+            return blocks.topk(request, plan.shape, *reduction)
         return blocks.REDUCTIONS[reduction](request, plan.shape)
 
 
@@ -215,14 +224,14 @@ def _launch(
     return _by_kernels(reduction, plan, a, second, v, out, values)
 
 
-def _by_kernels(reduction: str, plan: CallPlan, a, b, v, out, values: dict):
+def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: dict):
     """The result of the kernels."""
     launch, numbers, kept = plan.launch, None, None
     if values:
         numbers, kept = numbers_of(launch, a, values)
     places, direct = None, plan.writes_out and launch.splits == 1
     made = out if direct else torch.empty(plan.partial, dtype=torch.float32, device=plan.device)
-    if reduction == "min":
+    if reduction == "min" or isinstance(reduction, Nearest):
         places = torch.empty(plan.partial, dtype=torch.int64, device=plan.device)
     pointers = (
         a.data_ptr(),

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.reductions import arguments, blocks, operation
-from kernlib.families.pairwise.reductions.arguments import Request
+from kernlib.families.pairwise.reductions import arguments, operation
+from kernlib.families.pairwise.reductions.arguments import Nearest, Request
 from kernlib.run import run_kernel
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import is_mapped, stand_ins
@@ -45,10 +45,9 @@ def chosen(reduction: str, request: Request, k: int, largest: bool):
         if reduction == "min":
             found = operation.run("min", descriptor, a, b, None, None, *offsets, values, wide=True)
             return tuple(t[..., None] for t in found)
-        shape = arguments.shape_of(request)
-        arguments.check_k(k, shape.n)
-        found = blocks.topk(request, shape, k, largest)
-    return found if shape.batched else tuple(t[0] for t in found)
+        arguments.check_k(k, b.shape[-2])
+        wanted = Nearest(k, largest)
+        return operation.run(wanted, descriptor, a, b, None, None, *offsets, values, wide=True)
 
 
 def pair_values(request: Request, indices: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,24 @@ def test_the_nearest_are_those_of_topk(name, largest, k):
     close(matrix.gather(1, places), found)
 
 
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("entries", [1, 40, 10_000])
+def test_the_first_of_equal_neighbours(dtype, largest, entries, monkeypatch):
+    """Of blocks of every size: a stable sort's places, NaN larger than any number."""
+    monkeypatch.setattr(by_blocks, "entries_of", lambda *_: entries)
+    generator = torch.Generator().manual_seed(3)
+    a = torch.randint(0, 3, (2, 9, 2), generator=generator).to(dtype)
+    b = torch.randint(0, 3, (2, 50, 2), generator=generator).to(dtype)
+    b[0, ::6], b[1, 5::7], b[1, :4] = math.nan, math.inf, math.nan
+    matrix = kl.run_kernel(kl.l1_distance(), a, b)
+    wanted, order = matrix.sort(dim=-1, descending=largest, stable=True)
+    for k in (1, 3, 12, 49, 50):
+        found, places = kl.kernel_topk(kl.l1_distance(), a, b, k, largest)
+        assert torch.equal(places, order[..., :k])
+        torch.testing.assert_close(found, wanted[..., :k], rtol=0, atol=0, equal_nan=True)
+
+
 BATCHES = [  # shapes of a, b, v, and of the product
     ((L, M, K), (N, K), (N, 4), (L, M, 4)),
     ((M, K), (L, N, K), (N,), (L, M)),

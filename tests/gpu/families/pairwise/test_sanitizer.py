@@ -4,7 +4,7 @@ import pytest
 
 from tests.gpu import sanitizer
 
-CALLS = ("sanitized_direct", "sanitized_products", "sanitized_gradients")
+CALLS = ("sanitized_direct", "sanitized_products", "sanitized_gradients", "sanitized_topk")
 
 
 @sanitizer.needed

@@ -1,0 +1,93 @@
+"""The k nearest points of each point: kernlib, its floor, torch by blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+import kernlib as kl
+from benchmarks.common.harness import Case, Row, Session
+from benchmarks.common.timing import Device, relative_error, sample_rows
+from benchmarks.pairwise.matmul import BLOCK_ENTRIES, LANES_FEATURES
+from benchmarks.pairwise.problems import exact_distances, float32_products, floor_ms, race, timed
+
+
+class Problem(NamedTuple):
+    """One case: squared distances to ``k`` of as many points in b as are in a."""
+
+    points: int
+    features: int  # D
+    k: int = 10
+    kind: str = "fp32"
+    must: float | None = None
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.points}x{self.points} D={self.features}"
+        return f"kernel_topk k={self.k} {shape} {self.kind}"
+
+    def floor(self, device: Device) -> tuple[float, str]:
+        """Milliseconds and what bounds them. Each pair takes a distance and one comparison."""
+        pairs = float(self.points) ** 2
+        expanded = self.features > LANES_FEATURES
+        slots = 1 + (0 if expanded else 2 * self.features)
+        products = self.features if expanded else 0
+        moved = self.points * (8 * self.features + 12 * self.k)
+        return floor_ms(device, slots * pairs, 0, moved, 2 * products * pairs, self.kind)
+
+
+PROBLEMS = (
+    Problem(100000, 3, must=8.0),
+    Problem(100000, 64, must=14.0),
+)
+
+
+def tensors(problem: Problem, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    """a, b and the values' memory."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = problem.points, problem.features
+    a, b = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
+    return a, b, torch.empty(problem.points, problem.k, device=device)
+
+
+def kernel(problem: Problem) -> Callable:
+    """``f(a, b, out)`` by kernlib; values and places."""
+    return lambda a, b, out: kl.kernel_topk(kl.squared_distance(), a, b, problem.k)
+
+
+def plain(problem: Problem) -> Callable:
+    """``f(a, b, out)`` with torch.cdist and torch.topk, a block of rows at a time."""
+
+    def call(a, b, out):
+        step = max(1, BLOCK_ENTRIES // len(b))
+        found = [torch.cdist(some, b).topk(problem.k, largest=False) for some in a.split(step)]
+        return torch.cat([x.values.square_() for x in found]), torch.cat([x.indices for x in found])
+
+    return call
+
+
+def exact(problem: Problem, a, b, rows: torch.Tensor) -> torch.Tensor:
+    """Values of some rows in float64."""
+    return exact_distances(a[rows], b, 2.0).square().topk(problem.k, largest=False).values
+
+
+def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
+    buffers = tensors(problem, device)
+    rows = sample_rows(problem.points, device)
+    wanted = exact(problem, *buffers[:2], rows)
+
+    def measured(name: str, call: Callable) -> tuple[float, float]:
+        found = lambda out: relative_error(out[0][rows], wanted)  # noqa: E731
+        return timed(session, call, buffers, found, name == "torch")
+
+    with float32_products(problem.kind):
+        ours, error = measured("kernlib", kernel(problem))
+        row = Row(problem.name, "ms", ours, *problem.floor(Device.current()), error=error)
+        row.must = problem.must
+        return race(row, {"torch": plain(problem)}, measured)
+
+
+def cases() -> list[Case]:
+    return [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]

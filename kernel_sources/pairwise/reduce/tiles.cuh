@@ -1,0 +1,19 @@
+// Tiles of sums whose rows two threads share: what reduce/tile.cuh and topk/tile.cuh share.
+//
+// The generated source defines, beside what reduce/reduce.cuh needs, TILE, LONG_K, ACCESS_A and
+// ACCESS_B as for direct/direct.cuh.
+#pragma once
+
+#include "pairwise/reduce/reduce.cuh"
+#include "pairwise/tile.cuh"
+
+constexpr int SHARES = THREADS / TILE;  // threads of a row
+constexpr int SHARE = TILE / SHARES;    // neighbouring columns of a thread
+constexpr int MATRIX = TILE * LINE;     // sums of a tile
+constexpr int SUMS = LONG_K ? MATRIX + 2 * STAGE : (MATRIX > 2 * STAGE ? MATRIX : 2 * STAGE);
+
+__device__ __forceinline__ Points points_of(const InputT* data, const View& view, i64 l, i64 first,
+                                            i64 count, int k) {
+    return {data + l * view.batch_stride + first * view.row_stride, view.row_stride,
+            view.column_stride, int(min(count - first, i64(TILE))), k};
+}

@@ -1,0 +1,125 @@
+// The k smallest or largest values of each row, for few features: rows in registers, as in
+// reduce/small.cuh, and their lists in shared memory.
+//
+// Floors of squared distances of K features on an H100 (132 SM x 128 lanes x 1.7 GHz, 2.87e13 issue
+// slots a second): 2 K + 1 slots a pair (differences, squares, one comparison with the row's bound),
+// so 2.4 ms for 100000 x 100000 and K = 3; and what lists take. Of n values in any order about
+// k (1 + ln(n / k)) pass the bound, 100 of 100000 for k = 10, in other lanes each time: until
+// n = 1000 k one in four GROUPs of a warp of 3 rows has one, and costs as much again.
+//
+// The generated source defines what reduce/rows.cuh and topk/lists.cuh need.
+#pragma once
+
+#include "pairwise/reduce/rows.cuh"
+#include "pairwise/topk/lists.cuh"
+
+// Points between two looks whether something passes: a row has room for as many.
+constexpr int GROUP = LINE <= 8 ? 4 : 2;
+static_assert(STAGE % GROUP == 0 && GROUP <= WAITING, "groups fill a stage");
+
+using Values = AccT[GROUP][ROWS];
+
+// The values of the points from n on; those past the stage's last one are of any points.
+__device__ __forceinline__ void compute(Values& values, const Stage& stage, const Rows& rows, int n,
+                                        const InnerNumbers<AccT>& numbers) {
+#pragma unroll
+    for (int e = 0; e < GROUP; ++e) {
+        AccT line[LINE];
+        stage.read(line, n + e);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            values[e][i] = AccT(0);
+#pragma unroll
+            for (int k = 0; k < K; ++k)
+                values[e][i] = Term::add(values[e][i], rows[i][k], line[k], numbers);
+        }
+    }
+}
+
+// Takes what passes of a group whose first point has a place, and of which `count` points exist.
+// All lanes of a warp call it together.
+__device__ __forceinline__ void take(Lists& lists, const Values& values, int place, int count) {
+    bool any = false;
+#pragma unroll
+    for (int e = 0; e < GROUP; ++e) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) any |= lists.passes(i, values[e][i]);
+    }
+    if (!__any_sync(~0u, any)) return;
+#pragma unroll
+    for (int e = 0; e < GROUP; ++e) {
+        if (e >= count) break;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            if (lists.passes(i, values[e][i])) lists.push(i, values[e][i], place + e);
+        }
+    }
+    if (__any_sync(~0u, !lists.has_room(GROUP))) lists.settle();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
+pairwise_topk_small(const __grid_constant__ Launch launch) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ Stage stage;
+    __shared__ u32 word;
+    const Parameters& parameters = launch.parameters;
+    Part part(parameters, ROWS * THREADS);
+    i64 m0 = part.m0 + threadIdx.x;
+#pragma unroll 1
+    for (i64 l = blockIdx.y; l < parameters.batch; l += gridDim.y) {
+        ReadScalar read{parameters, l};
+        Finish finish(read);
+        InnerNumbers<AccT> numbers = {read(INNER_P), read(INNER_SCALE)};
+        AccT regularization = IN_PLACE ? read(REGULARIZATION) : AccT(0);
+#ifdef BY_NORM
+        Range range(numbers.p, K);
+#endif
+        Rows rows;
+        read_rows(rows, parameters, l, m0);
+        if constexpr (SCALED)
+            numbers.unit = sample_unit(&word, rows, parameters, part, l, numbers.p);
+        Rescale rescale(numbers);
+        Lists lists(reinterpret_cast<u64*>(shared), parameters.columns);
+#pragma unroll 1
+        for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
+            __syncthreads();
+            stage.fill(parameters, l, n0 + threadIdx.x);
+            __syncthreads();
+            int count = int(min(part.last - n0, i64(STAGE))), base = int(n0 - part.first);
+            int places[ROWS];
+            if (IN_PLACE) {
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    places[i] = diagonal_place(parameters, m0 + i * THREADS, n0);
+                }
+            }
+#pragma unroll 1
+            for (int n = 0; n < count; n += GROUP) {
+                Values values;
+                compute(values, stage, rows, n, numbers);
+#pragma unroll
+                for (int e = 0; e < GROUP; ++e) {
+#ifdef BY_NORM
+                    mend_norms(values[e], parameters, l, m0, n0 + min(n + e, count - 1), range,
+                               numbers.p);
+#endif
+#pragma unroll
+                    for (int i = 0; i < ROWS; ++i) {
+                        AccT value = finish(rescale(values[e][i]), rescale.unit);
+                        if (IN_PLACE && n + e == places[i]) value += regularization;
+                        values[e][i] = LARGEST ? -value : value;
+                    }
+                }
+                take(lists, values, base + n, count - n);
+            }
+        }
+        lists.settle();
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            i64 m = m0 + i * THREADS;
+            if (m >= parameters.m) break;
+            i64 at = ((part.split * parameters.batch + l) * parameters.m + m) * parameters.columns;
+            lists.store(i, parameters.out + at, parameters.indices + at, part.first);
+        }
+    }
+}
