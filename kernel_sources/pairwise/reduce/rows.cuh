@@ -1,8 +1,8 @@
-// Few features: ROWS rows of a in the registers of a thread, and the points that they meet in shared
-// memory, read as broadcasts of 16 bytes. What reduce/small.cuh and topk/small.cuh share.
+// Few features: ROWS rows of a in the registers of a thread, and the points that they meet in
+// shared memory, read as broadcasts of 16 bytes. What reduce/small.cuh and topk/small.cuh share.
 //
-// The generated source defines, beside what reduce/reduce.cuh needs, K, 1 to 16, ROWS, and THREADS
-// of a block.
+// The generated source defines, beside what reduce/reduce.cuh needs, K, 1 to 16, and ROWS; THREADS
+// of a block is defined ahead of this.
 #pragma once
 
 #include "pairwise/reduce/reduce.cuh"

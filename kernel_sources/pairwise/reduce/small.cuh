@@ -8,6 +8,8 @@
 // The generated source defines what reduce/rows.cuh needs.
 #pragma once
 
+constexpr int THREADS = 256;
+
 #include "pairwise/reduce/rows.cuh"
 
 constexpr int RUN = 64;  // of a stage's points, between which reducers settle

@@ -19,6 +19,7 @@
 //   ORDERED                  whether warpgroups issue their products in turns
 //   ROLLED                   whether a tile is reduced in a loop, for the code of Finish is long
 //   DOUBTFUL                 the count of doubtful pairs in the sample that leaves nothing to do
+//   KEPT                     if defined: the reducer is a list of topk/nearest.cuh
 //   DYNAMIC_BYTES, PARAMETER_BYTES   shared memory and SplitLaunch as lowering counts them
 #pragma once
 
@@ -38,8 +39,14 @@ constexpr int STAGE_BYTES = (RESIDENT > 0 ? 0 : A_BYTES) + B_BYTES;
 constexpr int INFOS = 3;                 // tiles whose PointInfo and lines of v are there
 constexpr int POINT_BYTES = TILE_N * sizeof(PointInfo);
 constexpr int INFO_BYTES = POINT_BYTES + TILE_N * Reducer::COLUMNS * 4;
-static_assert(DYNAMIC_BYTES == RESIDENT * A_BYTES + STAGES * STAGE_BYTES + INFOS * INFO_BYTES,
-              "as lowering counts it");
+#ifdef KEPT
+constexpr int LIST_BYTES = LISTS * (KEPT + WAITING) * 8;
+static_assert(LISTS == 2 * 128 * WARPGROUPS, "two rows of a thread");
+#else
+constexpr int LIST_BYTES = 0;
+#endif
+static_assert(DYNAMIC_BYTES == RESIDENT * A_BYTES + STAGES * STAGE_BYTES + INFOS * INFO_BYTES +
+                                   LIST_BYTES, "as lowering counts it");
 
 // Laid out by kernlib/families/pairwise/lowering/split_reduce.py.
 struct SplitLaunch {
@@ -137,6 +144,11 @@ __device__ __forceinline__ void consume(const SplitLaunch& p, const Shared& s, c
     i64 m = part.m0 + (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4;
     const PointInfo* left = p.a_info + l * p.a_info_stride + m;
     Rows rows = {l, {m, m + 8}, {left[0], left[8]}, {Reducer(first), Reducer(first)}};
+#ifdef KEPT
+    u64* lists = reinterpret_cast<u64*>(s.infos + INFOS * INFO_BYTES) + threadIdx.x - 128;
+    rows.reducers[0].begin(lists, p.parameters.columns);
+    rows.reducers[1].begin(lists + LISTS / 2, p.parameters.columns);
+#endif
     Finish finish(ReadScalar{p.parameters, l});
     i64 diagonal = part.m0 + p.parameters.diagonal;  // n of the block's first row
     if (RESIDENT) barrier_wait(s.resident_full, 0);

@@ -62,6 +62,19 @@ __device__ __forceinline__ void rotate(float (&sums)[SUMS]) {
     for (int i = 0; i < COUNT; ++i) sums[SUMS - COUNT + i] = first[i];
 }
 
+#ifdef KEPT
+// Takes what passes of two columns, for which lists may have no room.
+__device__ __forceinline__ void take_values(Rows& rows, const AccT (&values)[4], int place) {
+    bool any = false;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+        any |= rows.reducers[e / 2].passes(LARGEST ? -values[e] : values[e]);
+    if (!__any_sync(~0u, any)) return;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rows.reducers[e / 2].add(values[e], place + e % 2, nullptr);
+}
+#endif
+
 // Takes a tile that exists as a whole. Whether none of the thread's sums is doubtful; what the
 // reducers took is worth nothing otherwise.
 __device__ __forceinline__ bool reduce_quickly(Rows& rows, float (&sums)[SUMS], const Tile& tile,
@@ -74,16 +87,29 @@ __device__ __forceinline__ bool reduce_quickly(Rows& rows, float (&sums)[SUMS], 
 #pragma unroll
         for (int c = 0; c < STEP / 8; ++c) {
             Columns right(tile, place + c * 8);
+#ifdef KEPT
+            AccT values[4];
+#endif
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 PairSum sum(sums[c * 4 + e], rows.info[e / 2], right.info.element[e % 2]);
                 fine = fine && !is_doubtful(sum.value, sum.norms);
+#ifdef KEPT
+                values[e] = finish(sum.value);
+#else
                 rows.reducers[e / 2].add(finish(sum.value), tile.base + place + c * 8 + e % 2,
                                          right.weights + e % 2 * Reducer::COLUMNS);
+#endif
             }
+#ifdef KEPT
+            take_values(rows, values, tile.base + place + c * 8);
+#endif
         }
         if (ROLLED) rotate(sums);
     }
+#ifdef KEPT
+    fine = fine && !rows.reducers[0].missed && !rows.reducers[1].missed;
+#endif
     return fine;
 }
 
@@ -153,6 +179,11 @@ __device__ __forceinline__ void reduce_carefully(Rows& rows, float (&sums)[SUMS]
     Diagonal diagonal(parameters, rows, tile.n0);
 #pragma unroll 1
     for (int first = 0; first < TILE_N; first += GROUP) {
+#ifdef KEPT
+        static_assert(WAITING >= GROUP / 4, "what a thread adds of a row between two settlements");
+        rows.reducers[0].settle();
+        rows.reducers[1].settle();
+#endif
         u32 flags = 0;
 #pragma unroll
         for (int c = 0; c < GROUP / 8; ++c) {
@@ -189,6 +220,10 @@ __device__ __forceinline__ void reduce_tile(Rows& rows, float (&sums)[SUMS],
         if (!fine) rows = before;
     }
     if (!fine) reduce_carefully(rows, sums, parameters, tile, finish);
+#ifdef KEPT
+    bool room = rows.reducers[0].has_room(WAITING / 2) && rows.reducers[1].has_room(WAITING / 2);
+    if (__all_sync(~0u, room)) return;
+#endif
     rows.reducers[0].settle();
     rows.reducers[1].settle();
 }
@@ -210,6 +245,15 @@ __device__ __forceinline__ void store_rows(Rows& rows, const Parameters& paramet
                                            const Part& part) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+#ifdef KEPT
+        rows.reducers[i].settle();
+        if (rows.m[i] >= parameters.m) continue;
+        i64 list = part.split * 4 + threadIdx.x % 4;
+        i64 at = ((list * parameters.batch + rows.l) * parameters.m + rows.m[i]) *
+                 parameters.columns;
+        rows.reducers[i].store(parameters.out + at, parameters.indices + at, part.first);
+        continue;
+#endif
         rows.reducers[i].merge(from_lane(rows.reducers[i], 1));
         rows.reducers[i].merge(from_lane(rows.reducers[i], 2));
         if (threadIdx.x % 4 == 0)

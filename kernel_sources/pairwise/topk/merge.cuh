@@ -1,6 +1,6 @@
-// The first k entries of several lists of each row, all of them in order: a thread finds the rank of
-// one entry among those of all lists, by its place in its own and a search in each other, and writes
-// it there. Most are behind k after a few lists.
+// The first k entries of several lists of each row, all of them in order: a thread finds the rank
+// of one entry among those of all lists, by its place in its own and a search in each other, and
+// writes it there. Most are behind k after a few lists.
 //
 // The generated source defines THREADS and what topk/keys.cuh needs.
 #pragma once

@@ -2,22 +2,30 @@
 // reduce/small.cuh, and their lists in shared memory.
 //
 // Floors of squared distances of K features on an H100 (132 SM x 128 lanes x 1.7 GHz, 2.87e13 issue
-// slots a second): 2 K + 1 slots a pair (differences, squares, one comparison with the row's bound),
+// slots a second): 2 K + 1 slots a pair (differences, squares, a comparison with the row's bound),
 // so 2.4 ms for 100000 x 100000 and K = 3; and what lists take. Of n values in any order about
-// k (1 + ln(n / k)) pass the bound, 100 of 100000 for k = 10, in other lanes each time: until
-// n = 1000 k one in four GROUPs of a warp of 3 rows has one, and costs as much again.
+// k (1 + ln(n / k)) pass the bound, 100 of 100000 for k = 10, in other lanes each time: of all
+// GROUPs of 8 points and 32 rows a sixth has one, and costs as much again.
 //
-// The generated source defines what reduce/rows.cuh and topk/lists.cuh need.
+// The generated source defines RESIDENT, blocks of a multiprocessor, and what reduce/rows.cuh and
+// topk/topk.cuh need.
 #pragma once
 
 #include "pairwise/reduce/rows.cuh"
-#include "pairwise/topk/lists.cuh"
+#include "pairwise/topk/topk.cuh"
 
-// Points between two looks whether something passes: a row has room for as many.
-constexpr int GROUP = LINE <= 8 ? 4 : 2;
-static_assert(STAGE % GROUP == 0 && GROUP <= WAITING, "groups fill a stage");
+// Points between two looks whether something passes, and how many of them a list has room for.
+constexpr int GROUP = LINE <= 8 ? (ROWS == 1 ? 8 : 4) : 2;
+constexpr int HALF = GROUP < 4 ? GROUP : 4;
+static_assert(STAGE % GROUP == 0 && HALF <= WAITING, "groups fill a stage");
 
 using Values = AccT[GROUP][ROWS];
+using Lists = List[ROWS];
+
+__device__ __forceinline__ void settle(Lists& lists) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) lists[i].settle();
+}
 
 // The values of the points from n on; those past the stage's last one are of any points.
 __device__ __forceinline__ void compute(Values& values, const Stage& stage, const Rows& rows, int n,
@@ -43,25 +51,27 @@ __device__ __forceinline__ void take(Lists& lists, const Values& values, int pla
 #pragma unroll
     for (int e = 0; e < GROUP; ++e) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) any |= lists.passes(i, values[e][i]);
+        for (int i = 0; i < ROWS; ++i) any |= lists[i].passes(values[e][i]);
     }
     if (!__any_sync(~0u, any)) return;
 #pragma unroll
     for (int e = 0; e < GROUP; ++e) {
-        if (e >= count) break;
+        bool room = true;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            if (lists.passes(i, values[e][i])) lists.push(i, values[e][i], place + e);
+            if (e < count && lists[i].passes(values[e][i])) lists[i].push(values[e][i], place + e);
+            room &= lists[i].has_room(HALF);
         }
+        if (e % HALF == HALF - 1 && __any_sync(~0u, !room)) settle(lists);
     }
-    if (__any_sync(~0u, !lists.has_room(GROUP))) lists.settle();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 pairwise_topk_small(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ Stage stage;
     __shared__ u32 word;
+    if (!launch.is_needed()) return;
     const Parameters& parameters = launch.parameters;
     Part part(parameters, ROWS * THREADS);
     i64 m0 = part.m0 + threadIdx.x;
@@ -79,7 +89,12 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
         if constexpr (SCALED)
             numbers.unit = sample_unit(&word, rows, parameters, part, l, numbers.p);
         Rescale rescale(numbers);
-        Lists lists(reinterpret_cast<u64*>(shared), parameters.columns);
+        Lists lists;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            u64* memory = reinterpret_cast<u64*>(shared) + i * THREADS + threadIdx.x;
+            lists[i].begin(memory, parameters.columns);
+        }
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
             __syncthreads();
@@ -113,13 +128,13 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
                 take(lists, values, base + n, count - n);
             }
         }
-        lists.settle();
+        settle(lists);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             i64 m = m0 + i * THREADS;
             if (m >= parameters.m) break;
             i64 at = ((part.split * parameters.batch + l) * parameters.m + m) * parameters.columns;
-            lists.store(i, parameters.out + at, parameters.indices + at, part.first);
+            lists[i].store(parameters.out + at, parameters.indices + at, part.first);
         }
     }
 }

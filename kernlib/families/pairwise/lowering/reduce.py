@@ -239,11 +239,10 @@ constexpr bool REGULARIZED = {str(made.regularized).lower()};
 """
 
 
-def small_text(made: Variant, threads: int = THREADS) -> str:
+def small_text(made: Variant) -> str:
     """What the kinds with rows in registers define."""
     return f"""constexpr int K = {made.k};
 constexpr int ROWS = {made.rows};
-constexpr int THREADS = {threads};
 """
 
 

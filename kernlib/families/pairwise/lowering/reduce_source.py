@@ -28,6 +28,20 @@ class ReductionSource(EpilogueSource):
         return f"exp2_approximate({text} * {self._member(f'for_exp2({self._render(product)})')})"
 
 
+def lists(kept: int, waiting: int, count: int, largest: bool) -> str:
+    """What the kernels that keep lists define (``kernel_sources/pairwise/topk/topk.cuh``): entries
+    in order and those that wait, of ``count`` lists of a block."""
+    return f"""#define KEPT {kept}
+constexpr int WAITING = {waiting};
+constexpr int LISTS = {count};
+{order(largest)}"""
+
+
+def order(largest: bool) -> str:
+    """What ``kernel_sources/pairwise/topk/keys.cuh`` needs."""
+    return f"constexpr bool LARGEST = {str(largest).lower()};\n"
+
+
 def _factors(node: Node, is_constant) -> tuple[Node, list[Node], bool]:
     """A tree as ``rest * factors``, the factors constant, and whether it is negated."""
     factors: list[Node] = []

@@ -18,7 +18,7 @@ from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
-from kernlib.families.pairwise.lowering.reduce_source import finish
+from kernlib.families.pairwise.lowering.reduce_source import finish, lists
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -35,6 +35,7 @@ MAX_BLOCKS = 2**31 - 1
 FIXED, REDUCE_FIXED = "<4q2i", "9q5q4i"
 POINTERS = 5  # of SplitLaunch, before those of Parameters
 SINGLE_K = 64  # features whose products may be summed in one go, at fp32's accuracy
+LISTS, WAITING = 4, 16  # of a row that is chosen from, and what waits for a place in each
 NARROW = 4  # columns of v up to which registers hold a wide tile; log-sum-exp's code is long
 # Functions in a Finish that are an instruction or two.
 SHORT = {"operator", "AccT", "if", "sqrt", "absolute", "exp2_approximate", "integer_power"}
@@ -59,6 +60,8 @@ class Variant(NamedTuple):
     root: bool
     epsilon: bool
     regularized: bool
+    kept: int = 0  # entries of the lists of a Nearest, of which a row has LISTS
+    largest: bool = False
 
     @property
     def rows(self) -> int:
@@ -87,7 +90,8 @@ class Variant(NamedTuple):
     @property
     def _beside(self) -> int:
         resident = self.resident * 2 * self.copies * self.depth * self.rows
-        return resident + INFOS * self.columns * (pack.INFO_BYTES + 4 * self.width)
+        lists = LISTS * self.rows * (self.kept + WAITING) * 8 if self.kept else 0
+        return resident + INFOS * self.columns * (pack.INFO_BYTES + 4 * self.width) + lists
 
 
 def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
@@ -157,10 +161,9 @@ def lower(
     place = pack.workspace(problem, variant)
     row_blocks = ceil_div(problem.m, variant.rows)
     if not per_split:
-        rows_bytes = variant.rows * place.centre_pitch * 2 * variant.copies * multiprocessors
-        least = 1 if variant.resident else ceil_div(rows_bytes, L2_BYTES)
+        least = least_splits(variant, place, multiprocessors)
         per_split = direct.split(problem, row_blocks, variant.columns, multiprocessors, least)
-    main = _main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
+    main = main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
     behind = direct.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
     steps = (
         *pack.steps(descriptor, problem, variant, place),
@@ -170,7 +173,13 @@ def lower(
     return Lowered(steps, place.size, parts=behind.parts, per_part=per_split)
 
 
-def _main_step(
+def least_splits(variant: Variant, place: pack.Workspace, multiprocessors: int) -> int:
+    """Splits of n for which rows of a that are read at a time stay in L2."""
+    rows_bytes = variant.rows * place.centre_pitch * 2 * variant.copies * multiprocessors
+    return 1 if variant.resident else ceil_div(rows_bytes, L2_BYTES)
+
+
+def main_step(
     descriptor,
     problem: Problem,
     variant: Variant,
@@ -179,6 +188,7 @@ def _main_step(
     row_blocks: int,
     strides: tuple[int, ...],
 ) -> Step:
+    """The launch of the products and what reduces them."""
     splits = ceil_div(problem.n, per_split)
     fixed = direct.fixed_parameters(problem, per_split, row_blocks, tuple(strides)) + struct.pack(
         FIXED,
@@ -199,7 +209,9 @@ def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec
     words = [descriptor.describe(), variant.reducer, variant.dtype]
     words += [f"split words={variant.copies} tile={variant.rows}x{variant.columns}"]
     words += [f"resident={variant.resident}", f"promote={variant.promote}"]
-    words += [flag for flag in ("ordered", "epsilon", "regularized") if getattr(variant, flag)]
+    flags = ("ordered", "epsilon", "regularized", "largest")
+    words += [flag for flag in flags if getattr(variant, flag)]
+    words += [f"kept={variant.kept}"] * (variant.kept > 0)
     made = KernelSpec(
         "pairwise",
         source(descriptor, variant, difference),
@@ -217,6 +229,9 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     fixed = f"<{scalars}q{REDUCE_FIXED}{FIXED.removeprefix('<')}"
     parameters = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars)
     text = finish(descriptor, variant)
+    if variant.kept:
+        text += lists(variant.kept, WAITING, LISTS * variant.rows, variant.largest)
+        text += '#include "pairwise/topk/nearest.cuh"\n'
     return f"""{pack.constants(variant.dtype, difference, parameters.size)}
 #include "pairwise/reduce/math.cuh"
 

@@ -1,13 +1,14 @@
 """The k smallest or largest entries of each row of a kernel matrix that is never stored: from a
 problem to kernels, grids and parameters.
 
-Two kinds of kernel as in :mod:`kernlib.families.pairwise.lowering.reduce`, with a list of each row
-in shared memory: ``small``, up to SMALL_K features, and ``tile``. The n of a row are divided among
-blocks, and threads of a ``tile``; a second kernel merges their lists.
+Kinds of kernel as in :mod:`kernlib.families.pairwise.lowering.reduce`, with a list of each row in
+shared memory: ``small``, up to SMALL_K features, and ``tile``; and products of tensor cores for up
+to PRODUCT_KEPT entries, as in :mod:`kernlib.families.pairwise.lowering.split_reduce`. The n of a
+row are divided among blocks, and the threads of a tile; another kernel merges their lists.
 
-Two floors bound the choice of rows and splits. 1e10 pairs of 3 features take 7 issue slots each, or
-2.4 ms of 128 lanes, 132 multiprocessors and 1.7 GHz; and each list of each split takes as long as k
-units of 256 points to fill, so that few long splits are faster than many that fill the last wave.
+Two floors bound the choice of splits. 1e10 pairs of 3 features take 7 issue slots each, or 2.4 ms
+of 128 lanes, 132 multiprocessors and 1.7 GHz; and the list of each split takes as long to fill as k
+units of 256 points, so that few long splits are faster than many that fill the last wave.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import struct
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import reduce
+from kernlib.families.pairwise.lowering import pack, reduce
+from kernlib.families.pairwise.lowering import split_reduce as products
 from kernlib.families.pairwise.lowering.direct import (
     BIG_TILE,
     MAX_BATCH_BLOCKS,
@@ -25,46 +27,76 @@ from kernlib.families.pairwise.lowering.direct import (
     short,
 )
 from kernlib.families.pairwise.lowering.reduce import OPERANDS, Problem
+from kernlib.families.pairwise.lowering.reduce_source import lists, order
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 # Lengths of lists, each with the threads of a block of the small kernel, so that several blocks
-# have room for theirs.
-LENGTHS = {2: 256, 5: 256, 10: 256, 16: 256, 32: 256, 64: 128, 128: 64}
+# have room for theirs, and the entries that may wait for a place: many where a list is long to
+# walk.
+LENGTHS = {
+    2: (256, 8), 5: (256, 8), 10: (256, 8), 16: (256, 8), 32: (256, 8), 64: (128, 16),
+    128: (64, 16),
+}  # fmt: skip
 MOST_KEPT = max(LENGTHS)
-WAITING = 8  # as in topk/lists.cuh
-MOST_ROWS = 4  # of a thread
-REGISTERS = 128  # of one, as __launch_bounds__ promises
+FEWEST_ROWS = 64  # of a block
+RESIDENT_THREADS = 768  # of a multiprocessor, as __launch_bounds__ promises of one row a thread
 SHARES = 2  # threads of a row of a tile
 ENTRY_BYTES, VALUE_BYTES, PLACE_BYTES = 8, 4, 8
 # Features of products from which on blocks of the matrix, which tensor cores make, are sorted
 # faster than tiles give their lists.
 PRODUCT_FEATURES = 256
+PRODUCT_KEPT = 16  # entries of a list that has room beside the operands of tensor cores
 
 
 class Variant(NamedTuple):
     """Everything that code generation chooses besides the descriptor: what a reduction has, the
-    length of a list, whether it takes the largest, and the threads of a block."""
+    length of a list, what may wait for a place in it, whether it takes the largest, the threads of
+    a block, and how many lists of a row and split are written."""
 
     base: reduce.Variant
     kept: int
+    waiting: int
     largest: bool
     threads: int
+    places: int = 1
+
+    @property
+    def lists(self) -> int:
+        """Those of a block."""
+        return max(1, self.base.rows) * self.threads
+
+    @property
+    def resident(self) -> int:
+        """Blocks of a multiprocessor that its registers have room for."""
+        if not self.base.k:
+            return 2
+        return (RESIDENT_THREADS if self.base.rows == 1 else 2 * THREADS) // self.threads
 
 
-def takes(descriptor: Pairwise, problem: Problem, arch: str) -> bool:
-    """Whether the kernels take a problem of k = ``columns``, and are the fastest to do so."""
+def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str | None) -> bool:
+    """Whether the kernels take a problem of k = ``columns``, and are the fastest to do so;
+    ``precision`` is that of products, None where they are not permitted."""
     if problem.dtype not in FLOAT_SUMS or min(problem.k, problem.m, problem.n) <= 0:
         return False
-    if problem.columns > MOST_KEPT or problem.m > reduce.MAX_BLOCKS // 1024 * min(LENGTHS.values()):
+    if problem.columns > MOST_KEPT or problem.m > reduce.MAX_BLOCKS // 1024 * FEWEST_ROWS:
         return False
-    if descriptor.takes_products and problem.k > PRODUCT_FEATURES:
+    if shared(variant(problem, False, arch)) > targets.SHARED_BYTES[arch]:
         return False
-    return shared(variant(problem, False, arch, 1)) <= targets.SHARED_BYTES[arch]
+    few = problem.k <= PRODUCT_FEATURES or not descriptor.takes_products
+    return few or by_products(descriptor, problem, arch, precision)
+
+
+def by_products(descriptor: Pairwise, problem: Problem, arch: str, precision: str | None) -> bool:
+    """Whether tensor cores compute the sums of a problem that the kernels take."""
+    if precision is None or problem.columns > PRODUCT_KEPT or problem.k <= reduce.SMALL_K:
+        return False
+    plain = _without_lists(problem)
+    return products.takes(descriptor, plain, arch, precision) and products.pays(plain)
 
 
 def lower(
@@ -74,98 +106,134 @@ def lower(
     arch: str,
     multiprocessors: int,
     scalar_strides: tuple[int, ...],
-    rows: int | None = None,
+    precision: str | None = None,
+    rows: int = 1,
 ) -> Lowered:
-    """The kernels for a problem that :func:`takes` is true of. ``rows`` overrides the rows of a
-    thread of the small kernel."""
-    rows = rows or _rows(problem, arch, multiprocessors)
+    """The kernels for a problem that :func:`takes` is true of. ``rows`` are those of a thread of
+    the small kernel."""
+    if by_products(descriptor, problem, arch, precision):
+        return _by_products(
+            descriptor, problem, largest, arch, multiprocessors, scalar_strides, precision
+        )
     made = variant(problem, largest, arch, rows)
-    per_split, _ = _split(problem, made, arch, multiprocessors)
-    splits = ceil_div(problem.n, per_split)
-    lists = splits if made.base.k else splits * SHARES
+    per_split = _split(problem, made, arch, multiprocessors)
+    memory = _Memory(problem, ceil_div(problem.n, per_split) * made.places)
+    found = memory.pointers if memory.lists > 1 else (("out", 0), ("indices", 0))
+    first = _step(descriptor, problem, made, per_split, scalar_strides, found)
+    if memory.lists == 1:
+        return Lowered((first,))
+    return Lowered((first, _merge_step(problem, memory, largest)), memory.end)
+
+
+class _Memory:
+    """Where the lists of all rows lie in the workspace, from ``start`` on: values, then places."""
+
+    def __init__(self, problem: Problem, lists: int, start: int = 0):
+        self.lists, self.entries = lists, lists * problem.batch * problem.m * problem.columns
+        places = start + round_up(self.entries * VALUE_BYTES, pack.ALIGNMENT)
+        self.pointers = ((WORKSPACE, start), (WORKSPACE, places))
+        self.end = places + self.entries * PLACE_BYTES
+
+
+def _step(
+    descriptor: Pairwise, problem: Problem, made: Variant, per_split: int, strides, found
+) -> Step:
+    """The launch of the small or the tile kernel, which writes lists to ``found``."""
     row_blocks = ceil_div(problem.m, _rows_of_block(made))
-    entries = problem.batch * problem.m * problem.columns
-    in_places = ceil_div(lists * entries * VALUE_BYTES, 16) * 16
-    found = ((WORKSPACE, 0), (WORKSPACE, in_places)) if lists > 1 else (("out", 0), ("indices", 0))
-    first = Step(
+    return Step(
         spec(descriptor, made),
-        (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS)),
-        reduce.fixed_parameters(problem, per_split, row_blocks, scalar_strides),
+        (row_blocks * ceil_div(problem.n, per_split), min(problem.batch, MAX_BATCH_BLOCKS)),
+        reduce.fixed_parameters(problem, per_split, row_blocks, strides),
         (*((name, 0) for name in OPERANDS[:3]), *found),
         scalar_count(descriptor),
     )
-    if lists == 1:
-        return Lowered((first,))
-    last = Step(
+
+
+def _merge_step(problem: Problem, memory: _Memory, largest: bool) -> Step:
+    return Step(
         merge_spec(largest),
-        (ceil_div(lists * entries, THREADS), 1),
-        struct.pack("<q2i", problem.batch * problem.m, lists, problem.columns),
-        (*found, ("out", 0), ("indices", 0)),
+        (ceil_div(memory.entries, THREADS), 1),
+        struct.pack("<q2i", problem.batch * problem.m, memory.lists, problem.columns),
+        (*memory.pointers, ("out", 0), ("indices", 0)),
     )
-    return Lowered((first, last), in_places + lists * entries * PLACE_BYTES)
 
 
-def variant(problem: Problem, largest: bool, arch: str, rows: int) -> Variant:
+def _by_products(
+    descriptor, problem: Problem, largest: bool, arch: str, multiprocessors: int, strides, precision
+) -> Lowered:
+    """The launches of :mod:`kernlib.families.pairwise.lowering.split_reduce`, whose reducers are
+    lists, and the merge."""
+    behind = variant(problem, largest, arch)._replace(places=products.LISTS)
+    made = products.default(descriptor, _without_lists(problem), precision)
+    made = made._replace(
+        reducer="Nearest", columns=BIG_TILE, warpgroups=2, kept=behind.kept, largest=largest
+    )
+    made = made._replace(ordered=made.resident == 2)
+    place = pack.workspace(problem, made)
+    row_blocks = ceil_div(problem.m, made.rows)
+    wide = problem._replace(out_columns=problem.columns * products.LISTS)
+    least = products.least_splits(made, place, multiprocessors)
+    per_split = reduce.split(
+        wide, row_blocks, made.columns, multiprocessors, least, 4 * problem.columns
+    )
+    splits = ceil_div(problem.n, per_split)
+    memory = _Memory(problem, splits * products.LISTS, round_up(place.size, pack.ALIGNMENT))
+    main = products.main_step(descriptor, problem, made, place, per_split, row_blocks, strides)
+    steps = (
+        *pack.steps(descriptor, problem, made, place),
+        main._replace(pointers=(*main.pointers[:-2], *memory.pointers)),
+        pack.gated_step(
+            _step(descriptor, problem, behind, per_split, strides, memory.pointers), place
+        ),
+        _merge_step(problem, memory, largest),
+    )
+    return Lowered(steps, memory.end)
+
+
+def _without_lists(problem: Problem) -> Problem:
+    """As of a reduction to one value of each row, in whose place a list is."""
+    return problem._replace(reduction="min", columns=0, out_columns=0)
+
+
+def variant(problem: Problem, largest: bool, arch: str, rows: int = 1) -> Variant:
     """The code for a problem; ``rows`` are those of a thread of the small kernel."""
-    plain = problem._replace(reduction="min", columns=0, out_columns=0)
-    base = reduce.variant(plain, arch, rows)  # a list takes the place of the smallest value
+    base = reduce.variant(_without_lists(problem), arch, rows)
     kept = next(length for length in LENGTHS if length >= problem.columns)
-    return Variant(base, kept, largest, LENGTHS[kept] if base.k else THREADS)
+    threads, waiting = LENGTHS[kept]
+    if base.k:
+        return Variant(base, kept, waiting, largest, threads)
+    return Variant(base, kept, waiting, largest, THREADS, SHARES)
 
 
 def shared(made: Variant) -> int:
     """Bytes of dynamic shared memory: lists, behind the tile kernel's stages and sums."""
-    lists = (made.kept + WAITING) * max(1, made.base.rows) * made.threads * ENTRY_BYTES
-    return reduce.shared(made.base) + lists
+    return reduce.shared(made.base) + (made.kept + made.waiting) * made.lists * ENTRY_BYTES
 
 
 def _rows_of_block(made: Variant) -> int:
-    return made.base.rows * made.threads if made.base.k else BIG_TILE
+    return made.lists if made.base.k else BIG_TILE
 
 
-def _resident(made: Variant, arch: str) -> int:
-    """Blocks of a multiprocessor."""
-    stage = 0
+def _split(problem: Problem, made: Variant, arch: str, multiprocessors: int) -> int:
+    """The n of a block."""
+    k, stage = problem.columns, 0
     if made.base.k:  # in static shared memory, a line of whole 16 bytes a thread
         stage = made.threads * ceil_div(made.base.k, 4) * 16 + 16
-    return targets.resident_blocks(arch, made.threads, REGISTERS, shared(made) + stage)
-
-
-def _split(problem: Problem, made: Variant, arch: str, multiprocessors: int) -> tuple[int, int]:
-    """The n of a block, and how long it all takes, in units of THREADS points for each row of a
-    thread."""
-    k, unit = problem.columns, made.threads if made.base.k else BIG_TILE
-    start = k * THREADS // unit if made.base.k else 1 + 14 * k // problem.k
-    slots = max(1, _resident(made, arch)) * multiprocessors
+        unit, start = made.threads, k * THREADS // made.threads
+    else:
+        unit, start = BIG_TILE, 1 + 14 * k // problem.k
+    registers = targets.REGISTERS // (made.threads * made.resident) // 8 * 8
+    resident = targets.resident_blocks(arch, made.threads, registers, shared(made) + stage)
     row_blocks = ceil_div(problem.m, _rows_of_block(made))
-    lists = problem if made.base.k else problem._replace(out_columns=k * SHARES)
-    per_split = reduce.split(lists, row_blocks, unit, slots, start=start)
-    waves = ceil_div(row_blocks * ceil_div(problem.n, per_split) * problem.batch, slots)
-    return per_split, waves * (per_split // unit + start)
-
-
-def _rows(problem: Problem, arch: str, multiprocessors: int) -> int:
-    """Rows of a thread of the small kernel. Each read of a point serves them all, and takes as long
-    as half a row; more of them leave room for fewer blocks, of which two hide each other's
-    latency."""
-    if problem.k > reduce.SMALL_K:
-        return 1
-    best, least = 1, None
-    for rows in range(1, MOST_ROWS + 1):
-        made = variant(problem, False, arch, rows)
-        if rows > 1 and _resident(made, arch) * made.threads < 2 * min(THREADS, 2 * made.threads):
-            break
-        time = _split(problem, made, arch, multiprocessors)[1] * (2 * rows + 1)
-        if least is None or time < least:
-            best, least = rows, time
-    return best
+    wide = problem._replace(out_columns=k * made.places)
+    slots = max(1, min(resident, made.resident)) * multiprocessors
+    return reduce.split(wide, row_blocks, unit, slots, start=start)
 
 
 def spec(descriptor: Pairwise, made: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     base, kind = made.base, made.base.kind
-    order = "largest" if made.largest else "smallest"
-    words = [f"{made.kept} {order}", kind, base.dtype]
+    words = [f"{made.kept} {'largest' if made.largest else 'smallest'}", kind, base.dtype]
     words += [f"K={base.k} rows={base.rows}"] if base.k else [f"{base.access_a}/{base.access_b}"]
     words += [f"p={base.inner}"] * (base.inner != "any")
     words += [flag for flag in ("long_k", "epsilon", "regularized") if getattr(base, flag)]
@@ -184,22 +252,21 @@ def spec(descriptor: Pairwise, made: Variant) -> KernelSpec:
 def source(descriptor: Pairwise, made: Variant) -> str:
     """The generated CUDA text: a few defines, ``Finish``, one include."""
     base = made.base
-    own = reduce.small_text(base, made.threads) if base.k else "constexpr int ROWS = 1;\n"
-    own += f"constexpr int KEPT = {made.kept};\n{_order(made.largest)}"
-    own += "" if base.k else reduce.tile_text(base)
+    own = lists(made.kept, made.waiting, made.lists, made.largest)
+    if base.k:
+        own += f"constexpr int THREADS = {made.threads}, RESIDENT = {made.resident};\n"
+        own += reduce.small_text(base)
+    else:
+        own += f"constexpr int PLACES = {made.places};\n{reduce.tile_text(base)}"
     return f'{reduce.head(descriptor, base, own)}#include "pairwise/topk/{base.kind}.cuh"\n'
-
-
-def _order(largest: bool) -> str:
-    return f"constexpr bool LARGEST = {str(largest).lower()};\n"
 
 
 def merge_spec(largest: bool) -> KernelSpec:
     """The KernelSpec of what merges lists."""
-    text = f"constexpr int THREADS = {THREADS};\n{_order(largest)}"
+    text = f"constexpr int THREADS = {THREADS};\n{order(largest)}"
     text += '#include "pairwise/topk/merge.cuh"\n'
-    order = "largest" if largest else "smallest"
+    word = "largest" if largest else "smallest"
     specification = KernelSpec(
-        "pairwise", text, "pairwise_topk_merge", THREADS, description=f"merge of {order}"
+        "pairwise", text, "pairwise_topk_merge", THREADS, description=f"merge of {word}"
     )
-    return named(specification, order)
+    return named(specification, word)

@@ -179,8 +179,9 @@ def _places_to(values: torch.Tensor, last: torch.Tensor, k: int, largest: bool) 
     equal = _equal(values, last)
     rank = equal.cumsum(-1, dtype=torch.int32)
     ahead |= equal & (rank <= k - ahead.sum(-1, keepdim=True))
-    everywhere = torch.arange(values.shape[-1], device=values.device)
-    return everywhere.where(ahead, values.shape[-1]).topk(k, largest=False).values
+    count = values.shape[-1]
+    everywhere = torch.arange(count, dtype=torch.int64, device=values.device)
+    return everywhere.where(ahead, count).topk(k, largest=False).values
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.lowering import topk as lowering
 from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.reduce import OPERANDS, Problem
+from kernlib.families.pairwise.plans import precision
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
 from kernlib.families.pairwise.reductions.kernels import ReductionPlan
@@ -24,12 +25,11 @@ def takes(reduction: Nearest, request: Request, shape: Shape) -> bool:
     if 0 in (shape.m, shape.n, shape.k, shape.batch):
         return False
     arch = arch_of(request.a.get_device())
-    return lowering.takes(request.descriptor, _problem_of(reduction, request, shape), arch)
+    problem = _problem_of(reduction, request, shape)
+    return lowering.takes(request.descriptor, problem, arch, precision(request.descriptor))
 
 
-def plan(
-    reduction: Nearest, request: Request, shape: Shape, rows: int | None = None
-) -> ReductionPlan:
+def plan(reduction: Nearest, request: Request, shape: Shape, rows: int = 1) -> ReductionPlan:
     """The plan of a checked call, its kernels loaded. ``rows`` is that of
     :func:`kernlib.families.pairwise.lowering.topk.lower`."""
     descriptor, numbers = request.descriptor, request.hyperparameters
@@ -42,6 +42,7 @@ def plan(
         arch_of(device),
         model(device).multiprocessors,
         scalar_strides(descriptor, numbers, call),
+        precision(descriptor),
         rows,
     )
     build(lowered.specs, device)

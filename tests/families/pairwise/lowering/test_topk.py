@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
+from kernlib.families.pairwise.lowering import split_reduce as products
 from kernlib.families.pairwise.lowering import topk as lowering
 from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
@@ -32,9 +33,16 @@ def problem(k=3, kept=10, m=5000, n=7000, batch=1, **changes):
     return Problem("topk", m, n, k, batch, **(fields | changes))
 
 
-def lowered(descriptor=SQUARES, largest=False, arch=HERE, processors=132, rows=None, **changes):
+def lowered(
+    descriptor=SQUARES, largest=False, arch=HERE, processors=132, precision=None, rows=1, **changes
+):
     strides = (0,) * scalar_count(descriptor)
-    return lowering.lower(descriptor, problem(**changes), largest, arch, processors, strides, rows)
+    given = problem(**changes)
+    return lowering.lower(descriptor, given, largest, arch, processors, strides, precision, rows)
+
+
+def takes(descriptor=SQUARES, arch=HERE, precision=None, **changes):
+    return lowering.takes(descriptor, problem(**changes), arch, precision)
 
 
 @pytest.mark.parametrize(("k", "kind"), [(1, "small"), (16, "small"), (17, "tile"), (200, "tile")])
@@ -64,22 +72,22 @@ def test_few_features_stay_in_registers(k, kind, largest):
     ids=str,
 )
 def test_what_the_kernels_take(changes, taken):
-    assert lowering.takes(SQUARES, problem(**changes), HERE) == taken
+    assert takes(**changes) == taken
 
 
 def test_tiles_take_any_number_of_features_without_products():
-    assert lowering.takes(kl.l1_distance(), problem(k=2000), HERE)
-    assert lowering.takes(kl.squared_distance(direct=True), problem(k=2000), HERE)
+    assert takes(kl.l1_distance(), k=2000)
+    assert takes(kl.squared_distance(direct=True), k=2000)
 
 
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
 def test_every_gpu_has_room_for_the_lists_of_few_features(arch):
     for kept in range(1, lowering.MOST_KEPT + 1):
-        assert lowering.takes(SQUARES, problem(k=16, kept=kept), arch)
+        assert takes(arch=arch, k=16, kept=kept)
         step = lowered(k=16, kept=kept, arch=arch).steps[0]
         static = step.spec.threads * 64 + 16
         shared = step.spec.shared_bytes + static
-        assert targets.resident_blocks(arch, step.spec.threads, lowering.REGISTERS, shared) >= 1
+        assert targets.resident_blocks(arch, step.spec.threads, 128, shared) >= 1
 
 
 def test_sizes_do_not_reach_the_source():
@@ -89,9 +97,10 @@ def test_sizes_do_not_reach_the_source():
     assert small.steps[0].spec == large.steps[0].spec
 
 
-def test_rows_fill_whole_waves():
-    """131 blocks of 768 rows, twice, are one wave of two blocks on each of 132 multiprocessors."""
-    first = lowered(m=100_000, n=100_000).steps[0]
+def test_few_long_splits_in_whole_waves():
+    """391 blocks of 256 rows are three on each of 132 multiprocessors."""
+    assert only(lowered(m=100_000, n=100_000)).grid == (391, 1)
+    first = lowered(m=100_000, n=100_000, rows=3).steps[0]
     assert "constexpr int ROWS = 3;" in first.spec.source and first.grid == (262, 1)
 
 
@@ -143,10 +152,62 @@ def test_the_merge_reads_its_parameter_block():
     assert ctypes.sizeof(kind) == 8 * len(merge.pointers) + len(merge.fixed)
 
 
-def test_waiting_and_shares_are_those_of_the_source():
-    assert f"WAITING = {lowering.WAITING};" in sources.read("pairwise/topk/lists.cuh")
+def test_the_lists_of_a_row_are_those_of_the_source():
+    assert "part.split * 4 + threadIdx.x % 4" in sources.read("pairwise/split/reduce_rows.cuh")
+    assert products.LISTS == 4
     assert "SHARES = THREADS / TILE;" in sources.read("pairwise/reduce/tiles.cuh")
     assert lowering.THREADS // lowering.BIG_TILE == lowering.SHARES
+
+
+# Products of tensor cores.
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"kept": 16}, True),
+        ({"kept": 17}, False),
+        ({"k": 16}, False),
+        ({"k": 784}, True),
+        ({"m": 300, "n": 300}, False),
+        ({"precision": None}, False),
+        ({"arch": "sm_80"}, False),
+        ({"descriptor": kl.l1_distance()}, False),
+    ],
+    ids=str,
+)
+def test_large_products_go_to_tensor_cores(changes, taken):
+    fields = {"k": 64, "m": 30_000, "n": 30_000, "precision": "fp32"} | changes
+    found = [stem(step.spec) for step in lowered(**fields).steps]
+    assert ("pairwise_split_reduce" in found) == taken
+    if fields["k"] == 784:
+        assert takes(**fields) and not takes(**fields | {"precision": None})
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("k", [64, 100])
+def test_products_and_what_waits_behind_them_fill_the_same_lists(k, batch):
+    found = lowered(m=20_000, n=50_000, k=k, batch=batch, precision="fp32")
+    *_, main, behind, merge = found.steps
+    assert [stem(step.spec) for step in (main, merge)] == [
+        "pairwise_split_reduce", "pairwise_topk_merge"
+    ]  # fmt: skip
+    assert stem(behind.spec).startswith("pairwise_topk_tile") and "#define GATED" in (
+        behind.spec.source
+    )
+    assert "constexpr int PLACES = 4;" in behind.spec.source
+    memory = merge.pointers[:2]
+    assert main.pointers[-2:] == memory and behind.pointers[-2:] == memory
+    per_split = struct.unpack("<5q4i", behind.fixed[-56:])[4]
+    splits = -(-50_000 // per_split)
+    rows, lists, kept = struct.unpack("<q2i", merge.fixed)
+    assert (rows, lists, kept) == (batch * 20_000, 4 * splits, 10)
+    entries = rows * lists * kept
+    assert memory[1][1] - memory[0][1] >= 4 * entries
+    assert found.workspace == memory[1][1] + 8 * entries
+    packed = max(at for _, at in main.pointers[:5])
+    assert packed < memory[0][1] and all(at % 8 == 0 for _, at in memory)
 
 
 # What NVRTC makes of it.
@@ -160,23 +221,32 @@ COMPILED = {
     "pq": (kl.laplace_pq(), {"root": True}),
     "tile": (SQUARES, {"k": 64}),
     "tile of long sums": (kl.l1_distance(), {"k": 200, "regularized": True, "largest": True}),
+    "products": (SQUARES, {"k": 64, "m": 30_000, "n": 30_000, "precision": "fp32"}),
+    "long products": (
+        kl.gaussian(),
+        {"k": 200, "m": 30_000, "n": 30_000, "precision": "fp32", "largest": True, "kept": 16},
+    ),
     "tile of long lists": (SQUARES, {"k": 33, "kept": 64, "dtype": "bfloat16"}),
 }
 # Bytes, none of them in a loop over points: what lists know waits in local memory for a sum.
 TILE_SPILL = 128
+# Those of products that are promoted, around what puts a list in order.
+PRODUCT_SPILL = 512
 
 
 @pytest.mark.parametrize("name", slow_but(("ten", "tile"), COMPILED))
 def test_the_kernels_compile_within_their_bounds(name):
     descriptor, changes = COMPILED[name]
-    found = lowered(descriptor, **changes)
-    for step in found.steps:
+    for step in lowered(descriptor, **changes).steps:
         entry = compile_spec(step.spec, HERE)
         assert entry.kernel == step.spec.entry and entry.cubin[:4] == b"\x7fELF"
-        assert int(entry.meta["registers"]) <= lowering.REGISTERS
-        tile = "tile" in stem(step.spec)
-        assert int(entry.meta["spill_bytes"]) <= (TILE_SPILL if tile else 0)
-        assert int(entry.meta["shared_bytes"]) <= targets.SHARED_BYTES[HERE]
+        kind = stem(step.spec)
+        most = PRODUCT_SPILL if kind == "pairwise_split_reduce" and changes["k"] > 64 else 0
+        most = TILE_SPILL if "tile" in kind else most
+        assert int(entry.meta["spill_bytes"]) <= most
+        shared = int(entry.meta["shared_bytes"])
+        registers = int(entry.meta["registers"])
+        assert targets.resident_blocks(HERE, step.spec.threads, registers, shared) >= 1
 
 
 @pytest.mark.slow

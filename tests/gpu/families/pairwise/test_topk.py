@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.pairwise.lowering import split_reduce
 from kernlib.families.pairwise.reductions import nearest
 from kernlib.families.pairwise.reductions.arguments import Nearest, request_of, shape_of
+from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.pairwise.cases import points, reference
 
 SQUARES = kl.squared_distance()
@@ -46,7 +48,7 @@ def test_sizes(size, features, seed):
 
 
 def test_who_computes_it():
-    for features, k, taken in ((3, 128, True), (3, 129, False), (64, 10, True), (300, 10, False)):
+    for features, k, taken in ((3, 128, True), (3, 129, False), (64, 10, True), (300, 17, False)):
         a = torch.empty(500, features, device="cuda")
         assert by_kernels(SQUARES, a, a, k) == taken
     assert not by_kernels(SQUARES, a.double(), a.double(), 1)
@@ -70,6 +72,41 @@ def test_equal_values_nan_and_infinities(features, largest, seed):
     zeros, ones = torch.zeros(300, features, device="cuda"), torch.ones(70_000, features).cuda()
     check(descriptor, zeros, ones, 10, largest, exact=True)
     check(descriptor, zeros.double(), ones[:5000].double(), 10, largest, exact=True)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Tensor cores take what they can, however small."""
+    monkeypatch.setattr(split_reduce, "pays", lambda problem: True)
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (5, 129), (301, 777), (130, 20_001)], ids=str)
+@pytest.mark.parametrize("features", [20, 64, 130])
+def test_products(size, features, products, seed):
+    a, b = points(size[0], features), points(size[1], features)
+    for k in (1, 10, 16):
+        check(SQUARES, a, b, min(k, size[1]))
+    check(kl.dot_product(), a.abs() + 0.1, b.abs() + 0.1, min(10, size[1]), True)
+    half = size[0] // 2
+    b[:half] = a[:half]
+    check(SQUARES, a, b, min(10, size[1]))
+    b[::50] = math.nan
+    check(SQUARES, a, b, min(10, size[1]), True)
+    b[::3] = math.nan  # which leaves it to the kernel behind the gate
+    check(SQUARES, a, b, min(10, size[1]))
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_products_take_the_first_of_equal_points(largest, products, seed):
+    a, b = points(400, 64), points(2000, 64).repeat(2, 1)
+    values, places = kl.kernel_topk(SQUARES, a, b, 10, largest)
+    first, second = places[:, ::2], places[:, 1::2]
+    assert (first < 2000).all() and torch.equal(first + 2000, second)
+    assert torch.equal(values[:, ::2], values[:, 1::2])
+    check(kl.squared_distance(symmetric=True), a, None, 10, largest)
 
 
 DESCRIPTORS = {
