@@ -164,9 +164,9 @@ def kernel_topk(
     """The ``k`` smallest (or ``largest``) entries of each row of K in order, and their columns:
     values of the inputs' dtype, and int64 indices, both (M, k) or (L, M, k), as of ``torch.topk``.
     For a distance the k nearest points. Of equal entries those of the lowest index, in its order; a
-    NaN is larger than any number. On a GPU, up to 128 of half types and float32 (64 of more than 16
-    features) are kept beside the distances, without storing an entry of K; more, float64, and more
-    than 16 of squared distances of more than 256 features, by sorting blocks of it.
+    NaN is larger than any number. On a GPU, up to 128 of half types and float32 (of more than 16
+    features fewer, as shared memory has room) are kept beside the distances, without storing an
+    entry of K; more, and float64, are found by sorting blocks of it.
 
     Arguments and errors are those of :func:`kernel_matmul`, without ``v`` and ``out``, and
     ValueError for a k that is not from 1 to N. Values are differentiable, each by its own pair.

@@ -29,7 +29,9 @@ def takes(reduction: Nearest, request: Request, shape: Shape) -> bool:
     return lowering.takes(request.descriptor, problem, arch, precision(request.descriptor))
 
 
-def plan(reduction: Nearest, request: Request, shape: Shape, rows: int = 1) -> ReductionPlan:
+def plan(
+    reduction: Nearest, request: Request, shape: Shape, rows: int | None = None
+) -> ReductionPlan:
     """The plan of a checked call, its kernels loaded. ``rows`` is that of
     :func:`kernlib.families.pairwise.lowering.topk.lower`."""
     descriptor, numbers = request.descriptor, request.hyperparameters

@@ -34,7 +34,13 @@ def problem(k=3, kept=10, m=5000, n=7000, batch=1, **changes):
 
 
 def lowered(
-    descriptor=SQUARES, largest=False, arch=HERE, processors=132, precision=None, rows=1, **changes
+    descriptor=SQUARES,
+    largest=False,
+    arch=HERE,
+    processors=132,
+    precision=None,
+    rows=None,
+    **changes,
 ):
     strides = (0,) * scalar_count(descriptor)
     given = problem(**changes)
