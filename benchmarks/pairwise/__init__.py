@@ -1,4 +1,5 @@
 """Matrices of distances and kernels, their gradients, and products with them.
 
-In reading order ``problems``, ``gradient``, ``matmul``, and ``run``, which has the list of cases.
+In reading order ``problems``, ``gradient``, ``matmul``, ``matmul_gradient``, and ``run``, which has
+the list of cases.
 """

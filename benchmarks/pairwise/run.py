@@ -18,7 +18,7 @@ import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import UNITS_PER_MS, Case, Row, Session, headers
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise import gradient, matmul, nearest
+from benchmarks.pairwise import gradient, matmul, matmul_gradient, nearest
 from benchmarks.pairwise.problems import (
     DTYPES,
     TENSOR_RATES,
@@ -292,7 +292,7 @@ def required(problem: Problem, session: Session) -> float | None:
 
 def cases() -> list[Case]:
     matrices = [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]
-    return [*matrices, *gradient.cases(), *matmul.cases(), *nearest.cases()]
+    return [*matrices, *gradient.cases(), *matmul.cases(), *matmul_gradient.cases(), *nearest.cases()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

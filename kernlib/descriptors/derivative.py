@@ -129,6 +129,16 @@ def _separated(x: Node) -> tuple[Node, Node]:
     return ONE, x
 
 
+def separated(x: Node) -> tuple[Node, Node]:
+    """The constant factor, with the sign, and the other."""
+    constant, rest = _separated(_without_sign(x))
+    inner, more = (ONE, rest) if rest == ONE else _separated(rest)
+    while inner != ONE:
+        constant, rest = product(constant, inner), more
+        inner, more = (ONE, rest) if rest == ONE else _separated(rest)
+    return (negative(constant) if _is_negative(x) else constant), rest
+
+
 def _is_negative(x: Node) -> bool:
     if isinstance(x, Number):
         return x.value < 0

@@ -9,7 +9,7 @@ import torch
 import kernlib as kl
 from benchmarks.common import harness, timing
 from benchmarks.common.harness import Row, Session
-from benchmarks.pairwise import gradient, matmul, nearest, problems
+from benchmarks.pairwise import gradient, matmul, matmul_gradient, nearest, problems
 from benchmarks.pairwise import run as pairwise
 from kernlib.families.pairwise.ahead import specs as lowered
 
@@ -18,7 +18,8 @@ MATRICES = {problem.name: problem for problem in pairwise.PROBLEMS}
 GRADIENTS = {problem.name: problem for problem in gradient.PROBLEMS}
 PRODUCTS = {problem.name: problem for problem in matmul.PROBLEMS}
 NEAREST = {problem.name: problem for problem in nearest.PROBLEMS}
-EVERY = {**MATRICES, **GRADIENTS, **PRODUCTS, **NEAREST}
+TRAINING = {problem.name: problem for problem in matmul_gradient.PROBLEMS}
+EVERY = {**MATRICES, **GRADIENTS, **PRODUCTS, **NEAREST, **TRAINING}
 TF32 = 2e-3  # which the CPU does not use
 
 
@@ -61,6 +62,10 @@ def test_case_names_are_the_agreed_ones():
         *[f"kernel_matmul gaussian 30000x30000 D=784 {kind}" for kind in ("fp32", "tf32")],
         "kernel_matmul laplace_l1 30000x30000 D=64 fp32",
         *[f"kernel_topk k=10 100000x100000 D={d} fp32" for d in (3, 64)],
+        "kernel_matmul_grad gaussian 20000x20000 D=3 C=1 x+v+bandwidth fp32",
+        *[f"kernel_matmul_grad gaussian 50000x50000 D=3 C=1 {wanted} fp32"
+          for wanted in ("x", "bandwidth")],
+        "kernel_matmul_grad laplace_l1 50000x50000 D=10 C=1 x fp32",
     ]  # fmt: skip
     assert sorted(case.name for case in pairwise.cases()) == sorted(wanted)
     assert pairwise.PROBLEMS[0].name == pairwise.P1
@@ -100,6 +105,14 @@ def test_no_case_is_named_within_another():
         ("kernel_matmul laplace_l1 30000x30000 D=64 fp32", 3.50, "issue slots"),
         ("kernel_topk k=10 100000x100000 D=3 fp32", 2.09, "issue slots"),
         ("kernel_topk k=10 100000x100000 D=64 fp32", 4.99, "tensor cores"),
+        (
+            "kernel_matmul_grad gaussian 20000x20000 D=3 C=1 x+v+bandwidth fp32",
+            0.275,
+            "issue slots",
+        ),
+        ("kernel_matmul_grad gaussian 50000x50000 D=3 C=1 x fp32", 1.57, "issue slots"),
+        ("kernel_matmul_grad gaussian 50000x50000 D=3 C=1 bandwidth fp32", 1.345, "issue slots"),
+        ("kernel_matmul_grad laplace_l1 50000x50000 D=10 C=1 x fp32", 5.68, "issue slots"),
     ],
 )
 def test_floors(name, ms, bound):
@@ -268,6 +281,18 @@ def test_products_agree_with_float64_and_torch(name, monkeypatch):
         assert timing.relative_error(result[rows], exact) < (TF32 if "tf32" in name else 1e-5)
 
 
+@pytest.mark.parametrize("name", TRAINING)
+def test_gradients_of_products_agree_with_float64_and_torch(name, monkeypatch):
+    problem = TRAINING[name]._replace(points=50)
+    monkeypatch.setattr(matmul, "BLOCK_ENTRIES", 7 * 50)
+    monkeypatch.setattr(matmul_gradient, "EXACT_ENTRIES", 7 * 50 * problem.features)
+    buffers = matmul_gradient.tensors(problem, "cpu")
+    exact = matmul_gradient.exact(problem, *buffers[:4], torch.arange(50))
+    for call in (matmul_gradient.kernel(problem), matmul_gradient.plain(problem)):
+        for result, wanted in zip(call(*buffers), exact, strict=True):
+            assert timing.relative_error(result, wanted) < 1e-5
+
+
 def test_the_row_of_memory(monkeypatch):
     held = iter([12 << 20, 3 << 30])
     monkeypatch.setattr(matmul, "tensors", lambda problem: ())
@@ -300,6 +325,7 @@ def device(monkeypatch):
         (pairwise, small(MATRICES["dot_product 30000x30000x1024 fp32"], 70), "cublas"),
         (gradient, small_gradient(gradient.PROBLEMS[2]), "torch"),
         (matmul, matmul.PROBLEMS[0]._replace(points=50), "torch"),
+        (matmul_gradient, matmul_gradient.PROBLEMS[0]._replace(points=50), "torch"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

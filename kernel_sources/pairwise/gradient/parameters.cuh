@@ -1,6 +1,7 @@
 // What every kernel of pair gradients is given, and the numbers it makes of that.
 #pragma once
 
+#include "pairwise/gradient/operations.cuh"
 #include "pairwise/gradient/slopes.cuh"
 #include "pairwise/scalars.cuh"
 
@@ -36,11 +37,6 @@ struct Parameters {
     int accumulate;
     int times_p, times_scale;  // whether p and inner_scale belong to the factor
 };
-
-__device__ __forceinline__ float nan_of(float) { return __int_as_float(0x7fffffff); }
-__device__ __forceinline__ double nan_of(double) {
-    return __longlong_as_double(0x7fffffffffffffffll);
-}
 
 enum { EXPONENT, RATE, SMALLEST };
 

@@ -29,6 +29,11 @@ __device__ __forceinline__ double flip(double x, double v) {
     return __longlong_as_double(__double_as_longlong(x) ^ sign);
 }
 
+__device__ __forceinline__ float nan_of(float) { return __int_as_float(0x7fffffff); }
+__device__ __forceinline__ double nan_of(double) {
+    return __longlong_as_double(0x7fffffffffffffffll);
+}
+
 // 2^x, one special-function instruction.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
@@ -169,24 +174,4 @@ struct ExpSquareSlope : Value {
     static __device__ __forceinline__ T at(T v, const Exponents& e) {
         return v * fast_exp2(e.rate * v * v);
     }
-};
-
-// Of x, given Op(x, z). SwappedDifference: z - x, whose own sign is in the constant factor.
-struct Difference {
-    template <class T>
-    static __device__ __forceinline__ T of(T x, T z) { return x - z; }
-    template <class T>
-    static __device__ __forceinline__ T chain(T slope, T) { return slope; }
-};
-
-struct SwappedDifference : Difference {
-    template <class T>
-    static __device__ __forceinline__ T of(T x, T z) { return z - x; }
-};
-
-struct Dot {
-    template <class T>
-    static __device__ __forceinline__ T of(T x, T z) { return x * z; }
-    template <class T>
-    static __device__ __forceinline__ T chain(T slope, T z) { return slope * z; }
 };

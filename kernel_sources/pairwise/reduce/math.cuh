@@ -25,6 +25,9 @@ __device__ __forceinline__ float for_exp2(float constant) {
                : y;
 }
 
+// x / y in 2 ulp, 0 for y beyond 2^126.
+__device__ __forceinline__ float quotient(float x, float y) { return __fdividef(x, y); }
+
 // Found before those of the language by what is declared in the same namespace.
 namespace approximate {
 __device__ __forceinline__ float sqrt(float x) { return fast_sqrt(x); }

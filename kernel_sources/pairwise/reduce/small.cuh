@@ -5,12 +5,12 @@
 // 2 K + 2 + C issue slots a pair (differences, squares, scale, 2^x, products), and one
 // special-function operation, 16 a clock and SM. 100000 x 100000, K = 3, C = 1: 2.7 and 2.4 ms.
 //
-// The generated source defines what reduce/rows.cuh needs.
+// The generated source defines what reduce/stage.cuh needs.
 #pragma once
 
 constexpr int THREADS = 256;
 
-#include "pairwise/reduce/rows.cuh"
+#include "pairwise/reduce/stage.cuh"
 
 constexpr int RUN = 64;  // of a stage's points, between which reducers settle
 

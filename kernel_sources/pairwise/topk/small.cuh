@@ -7,11 +7,11 @@
 // k (1 + ln(n / k)) pass the bound, 100 of 100000 for k = 10, in other lanes each time: of all
 // GROUPs of 8 points and 32 rows a sixth has one, and costs as much again.
 //
-// The generated source defines RESIDENT, blocks of a multiprocessor, and what reduce/rows.cuh and
+// The generated source defines RESIDENT, blocks of a multiprocessor, and what reduce/stage.cuh and
 // topk/topk.cuh need.
 #pragma once
 
-#include "pairwise/reduce/rows.cuh"
+#include "pairwise/reduce/stage.cuh"
 #include "pairwise/topk/topk.cuh"
 
 // Points between two looks whether something passes, and how many of them a list has room for.

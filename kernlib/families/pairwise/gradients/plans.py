@@ -196,8 +196,7 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
     if p is not None:
         exponent = lowering.exponent_kind(host_value("p", p))
     stage = type(kind.inner).__name__
-    power, exponential = stage == "Power", stage == "ExpPower"
-    square = power and exponent == 2.0 and not kind.plain  # whose factor p is a constant
+    factor, times_p, times_scale = constant_of(kind, exponent)
     out = arguments.transposed_out(kind, target, call.sets)
     return lowering.Problem(
         call.queries, call.points, call.features, call.sets, call.batch,
@@ -206,9 +205,9 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
         out_layout(out),
         operation_of(kind),
         lowering.slope_of(kind.operator, stage, exponent, kind.plain),
-        factor=2.0 * factor_of(kind) if square else factor_of(kind),
-        times_p=(power or exponential) and not kind.plain and not square,
-        times_scale=exponential,
+        factor=factor,
+        times_p=times_p,
+        times_scale=times_scale,
         dtype=DTYPE_NAMES[call.dtype],
         out_dtype=DTYPE_NAMES[call.out_dtype],
         accumulate=accumulate,
@@ -224,6 +223,16 @@ def operation_of(kind: Kind) -> str:
         return "Dot"
     swapped = kind.first and isinstance(kind.inner, stages.Sqrt)
     return "SwappedDifference" if swapped else "Difference"
+
+
+def constant_of(kind: Kind, exponent: float | str | None) -> tuple[float, bool, bool]:
+    """The factor of sums of slopes, of a kind of exponent, and whether p and the inner scale belong
+    to it."""
+    power = isinstance(kind.inner, stages.Power)
+    exponential = isinstance(kind.inner, stages.ExpPower)
+    square = power and exponent == 2.0 and not kind.plain  # whose factor p is a constant
+    factor = 2.0 * factor_of(kind) if square else factor_of(kind)
+    return factor, (power or exponential) and not kind.plain and not square, exponential
 
 
 def factor_of(kind: Kind) -> float:

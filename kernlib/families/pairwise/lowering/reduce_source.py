@@ -20,7 +20,7 @@ class ReductionSource(EpilogueSource):
     def _operation(self, node: Operation) -> str:
         if node.operator != "exp":
             return super()._operation(node)
-        rest, factors, negative = _factors(node.operands[0], self._is_constant)
+        rest, factors, negative = factors_of(node.operands[0], self._is_constant)
         product = Number(-1.0 if negative else 1.0)
         for factor in factors:
             product = Operation("*", (product, factor)) if product != Number(1.0) else factor
@@ -42,7 +42,7 @@ def order(largest: bool) -> str:
     return f"constexpr bool LARGEST = {str(largest).lower()};\n"
 
 
-def _factors(node: Node, is_constant) -> tuple[Node, list[Node], bool]:
+def factors_of(node: Node, is_constant) -> tuple[Node, list[Node], bool]:
     """A tree as ``rest * factors``, the factors constant, and whether it is negated."""
     factors: list[Node] = []
     negative = False
@@ -63,8 +63,8 @@ def _factors(node: Node, is_constant) -> tuple[Node, list[Node], bool]:
     return node, factors, negative
 
 
-def finish(descriptor: Pairwise, variant) -> str:
+def finish(descriptor: Pairwise, variant, source: type[ReductionSource] = ReductionSource) -> str:
     """The struct ``Finish``: outer stage and epilogue of one sum. ``variant`` has ``inner``,
     ``outer``, ``root`` and ``epsilon``: whether values below an epsilon count as 0."""
-    text = outer.finish(descriptor, variant, source=ReductionSource, epsilon=variant.epsilon)
+    text = outer.finish(descriptor, variant, source=source, epsilon=variant.epsilon)
     return f"namespace approximate {{\n{text}}}\nusing approximate::Finish;\n"

@@ -3,8 +3,10 @@
 What each entry of a block of rows is worth to the reduction, such as ``g v^T``, is the gradient
 that arrives at that block of the matrix: :mod:`kernlib.families.pairwise.gradients.eager` leads it
 on to points and hyperparameters. The gradient of v is another product by the matrix. Memory stays
-O(M + N) plus half a gigabyte. A gradient that is itself to be differentiated is recorded: its
-blocks, computed by :func:`kernlib.run_kernel`, and their graphs stay, O(M N).
+O(M + N) plus half a gigabyte. Of few features and columns a kernel computes all of it, and stores
+no block (:mod:`kernlib.families.pairwise.reductions.fused`). A gradient that is itself to be
+differentiated is recorded: its blocks, computed by :func:`kernlib.run_kernel`, and their graphs
+stay, O(M N).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.formula import normal
 from kernlib.families.pairwise.gradients.products import multiplied
-from kernlib.families.pairwise.reductions import arguments, blocks, operation
+from kernlib.families.pairwise.reductions import arguments, blocks, fused, operation
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device
@@ -79,6 +81,7 @@ class _Reduction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, reduction, fixed, shape, names, *tensors):
         ctx.fixed, ctx.shape, ctx.reduction, ctx.names = fixed, shape, reduction, names
+        ctx.shared = tensors[0] is tensors[1]  # a and b, of which autograd adds up the gradients
         out = computed(reduction, _whole(fixed, names, tensors), shape)
         # Not as a view, which torch forbids to write in place where a function has made it; and
         # saved where its value counts, as what is saved cannot be written either.
@@ -92,37 +95,49 @@ class _Reduction(torch.autograd.Function):
         needs = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
         wanted = [name for name, need in needs if need]
         request = _whole(ctx.fixed, ctx.names, tensors)
-        found = gradients(ctx.reduction, request, ctx.shape, wanted, gradient, out)
+        shared = ctx.shared
+        found = gradients(ctx.reduction, request, ctx.shape, wanted, gradient, out, shared)
         return (None,) * 4 + tuple(found.get(name) for name in ctx.names)
 
 
 def gradients(
-    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+    reduction: str,
+    request: Request,
+    shape: Shape,
+    wanted: list[str],
+    gradient,
+    out,
+    shared: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The gradients of the ``wanted`` tensors from that of the result ``out``, both (L, M, C) or
-    (L, M): recorded where gradients are. A product and a sum need no ``out``."""
+    (L, M): recorded where gradients are. A product and a sum need no ``out``. Of an a that is b,
+    ``shared``, a's may hold both, and b's be left out."""
     if request.v is None or shape.matrices == shape.batch:
-        return _gradients(reduction, request, shape, wanted, gradient, out)
+        return _gradients(reduction, request, shape, wanted, gradient, out, shared)
     # One matrix for a whole batch of v: the batch becomes columns.
     v, columns = request.v, shape.batch * shape.columns
     folded = shape._replace(batch=1, columns=columns)
     request = request._replace(v=v.movedim(0, 1).reshape(shape.n, columns))
     gradient = gradient.movedim(0, 1).reshape(1, shape.m, columns)
-    found = _gradients(reduction, request, folded, wanted, gradient, None)
+    found = _gradients(reduction, request, folded, wanted, gradient, None, shared)
     if "v" in found:
         found["v"] = found["v"].view(shape.n, *v.shape[::2]).movedim(1, 0).contiguous()
     return found
 
 
-def _gradients(reduction, request, shape, wanted, gradient, out) -> dict[str, torch.Tensor]:
+def _gradients(reduction, request, shape, wanted, gradient, out, shared) -> dict:
     with without_autocast(request.a.device):
         if wanted == ["v"]:
-            return {"v": _transposed_product(request, shape, gradient)}
-        made = _recorded if torch.is_grad_enabled() else _by_blocks
-        return made(reduction, request, shape, wanted, gradient, out)
+            return {"v": transposed_product(request, shape, gradient)}
+        if torch.is_grad_enabled():
+            return _recorded(reduction, request, shape, wanted, gradient, out)
+        found = None
+        if reduction != "logsumexp":
+            found = _by_kernel(request, shape, wanted, gradient, shared)
+        return found or _by_blocks(reduction, request, shape, wanted, gradient, out)
 
 
-def _transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -> torch.Tensor:
+def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -> torch.Tensor:
     """``sum_m K[l,m,n] weights[l,m,c]`` in the shape of v."""
     v, n, m = request.v, shape.n, shape.m
     if request.descriptor.signed:
@@ -144,6 +159,34 @@ def _transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -
 # Gradients that nobody differentiates.
 
 
+def _by_kernel(
+    request: Request, shape: Shape, wanted: list[str], gradient, shared: bool
+) -> dict[str, torch.Tensor] | None:
+    """The gradients of a product or a sum by the kernel that stores no block; None where it takes
+    none of the call."""
+    given, widened = request.tensors(), _widened(request)
+    found = fused.gradients(widened, shape, wanted, gradient, shared)
+    if found is None:
+        return None
+    made = {}
+    if "v" in wanted and "v" not in found:
+        made["v"] = transposed_product(request, shape, gradient)
+    for name in wanted:
+        like = given[name]
+        if name in made:
+            continue
+        if name not in found:
+            if name != "b" or not shared:
+                made[name] = torch.zeros_like(like)
+        elif name in ("a", "b", "v"):
+            made[name] = _to_shape(found[name], like)
+        else:
+            value = found[name]
+            value = value if value.numel() == like.numel() else value.sum()
+            made[name] = value.reshape(like.shape).to(like.device, like.dtype)
+    return made
+
+
 def _by_blocks(
     reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
 ) -> dict[str, torch.Tensor]:
@@ -158,7 +201,7 @@ def _by_blocks(
         for name, value in _of_block(reduction, request, block, through, *rows).items():
             _part_of(totals[name], name, block).add_(value)
     if "v" in wanted:
-        totals["v"] = _transposed_product(request, shape, gradient)
+        totals["v"] = transposed_product(request, shape, gradient)
     return {name: t.to(given[name].device, given[name].dtype) for name, t in totals.items()}
 
 

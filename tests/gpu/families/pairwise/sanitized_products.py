@@ -55,6 +55,20 @@ def many_columns(a: torch.Tensor, b: torch.Tensor) -> None:
     kl.kernel_matmul(kl.gaussian(precision="tf32"), a, b, v[:, :20] * float("nan"), bandwidth=2.0)
 
 
+def gradients(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Of products and sums, of two sets of points and of one."""
+    a, b = (t.detach().requires_grad_() for t in (a, b))
+    bandwidth = torch.tensor(2.0, device="cuda", requires_grad=True)
+    for columns in (1, 3, 6):
+        v = torch.randn(b.shape[0], columns, device="cuda").to(a.dtype).requires_grad_()
+        for descriptor in (kl.gaussian(), kl.laplace_l1(), kl.laplace_l2()):
+            for x in (a, b):
+                out = kl.kernel_matmul(descriptor, x, b, v, bandwidth=bandwidth)
+                out.sum().backward()
+    kl.kernel_sum(kl.gaussian(), a, b, bandwidth=bandwidth).sum().backward()
+    kl.kernel_matmul(kl.power_sum(), a, b, v, p=1.3).sum().backward()
+
+
 def main() -> None:
     torch.manual_seed(0)
     racecheck = "racecheck" in sys.argv
@@ -72,6 +86,8 @@ def main() -> None:
                         matrices(a, b)
                         many_columns(a, b)
                         many_columns(a[:, :3], b[:, :3])
+                    else:
+                        gradients(a[:, :16], b[:, :16])
         forget_plans()  # which know how a call was computed
     torch.cuda.synchronize()
     print("done")

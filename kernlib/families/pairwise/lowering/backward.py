@@ -1,0 +1,227 @@
+"""From first gradients of a product or a sum with a kernel matrix to a KernelSpec, a grid and
+parameters: ``pairwise_reduce_gradient``, for up to SMALL_K features and COLUMNS columns, which
+stores no entry of the matrix (``kernel_sources/pairwise/reduce/gradient.cuh``)."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import reduce
+from kernlib.families.pairwise.lowering.backward_source import (
+    Derivatives,
+    SlopeSource,
+    is_curved,
+    slopes,
+)
+from kernlib.families.pairwise.lowering.direct import (
+    MAX_BATCH_BLOCKS,
+    THREADS,
+    inner_codes,
+    scalar_count,
+    short,
+)
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.reduce_source import finish
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.names import named
+from kernlib.lowering.steps import Lowered, Step
+
+COLUMNS = 4  # of g and v that a launch takes
+WIDTHS = (1, 2, 4)
+STAGE, GRAIN = 128, 32  # lines that a block reads at a time; of which a block's are a multiple
+ROLES = ("first", "second", "both")
+# Whose addresses the parameter struct starts with.
+OPERANDS = ("a", "b", "g", "v", "points", "values", "totals")
+MOST_FEATURES, MOST_WORDS = 10, (52, 56)  # of a thread with several rows: of 4 and of 2
+STATIC_BYTES = 48 << 10  # of shared memory
+
+
+class Problem(NamedTuple):
+    """One launch: ``m`` rows and ``n`` lines, ``columns`` of g, and of v if it is ``weighted``.
+    What is wanted: gradients of the rows' ``points``, of v as ``values``. ``slope`` and the three
+    numbers behind it are as of :class:`kernlib.families.pairwise.lowering.gradient.Problem`, the
+    last four as of :class:`kernlib.families.pairwise.lowering.reduce.Problem`."""
+
+    role: str
+    m: int
+    n: int
+    k: int
+    batch: int
+    a: Layout
+    b: Layout
+    g: Layout
+    v: Layout
+    columns: int
+    weighted: bool
+    points: bool
+    values: bool
+    slope: str
+    factor: float = 1.0
+    times_p: bool = False
+    times_scale: bool = False
+    inner: float | str = "any"
+    outer: float | str = "any"
+    root: bool = False
+    epsilon: bool = False
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the descriptor and its derivatives."""
+
+    role: str
+    k: int
+    rows: int
+    columns: int
+    weighted: bool
+    points: bool
+    values: bool
+    slope: str
+    inner: float | str
+    outer: float | str
+    root: bool
+    epsilon: bool
+    dtype: str = "float32"
+
+
+def lower(
+    descriptor: Pairwise,
+    derivatives: Derivatives,
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    scalar_strides: tuple[int, ...],
+    rows: int | None = None,
+) -> Lowered:
+    """The launch for a problem of 1 feature or more. Each row gets ``parts`` partial sums, and each
+    block leaves totals of the hyperparameters, one after the other. ``rows`` overrides the rows of
+    a thread."""
+    made = variant(problem, len(derivatives.others), rows)
+    row_blocks = ceil_div(problem.m, made.rows * THREADS)
+    sums = made.points * problem.k + made.values * problem.columns
+    shape = _Sums(problem.m, problem.n, problem.batch, sums)
+    per_split = reduce.split(shape, row_blocks, STAGE, multiprocessors * reduce.RESIDENT)
+    # Of the number of splits that is best in whole stages, which need not be whole.
+    per_split = round_up(ceil_div(problem.n, ceil_div(problem.n, per_split)), GRAIN)
+    splits = ceil_div(problem.n, per_split)
+    fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
+    grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
+    pointers = tuple((name, 0) for name in OPERANDS)
+    made = spec(descriptor, derivatives, made)
+    step = Step(made, grid, fixed, pointers, scalar_count(descriptor))
+    return Lowered((step,), parts=splits, per_part=per_split)
+
+
+class _Sums(NamedTuple):
+    """What :func:`kernlib.families.pairwise.lowering.reduce.split` reads of a problem."""
+
+    m: int
+    n: int
+    batch: int
+    out_columns: int
+
+
+def variant(problem: Problem, hyper: int, rows: int | None = None) -> Variant:
+    """The code for a problem with so many hyperparameters."""
+    columns = next(width for width in WIDTHS if width >= problem.columns)
+    made = Variant(
+        problem.role, problem.k, rows or 1, columns, problem.weighted, problem.points,
+        problem.values, problem.slope, problem.inner, problem.outer, problem.root,
+        problem.epsilon,
+    )  # fmt: skip
+    return made._replace(rows=rows or rows_of(made, hyper))
+
+
+def rows_of(made: Variant, hyper: int) -> int:
+    """Rows of a thread: each read of a line serves them all. As many as 128 registers hold beside
+    what is in flight, which are more differences of more features, and code of a p on the device,
+    and whose totals fit a block's static shared memory."""
+    own = made.columns * (2 if made.role == "both" else 1)
+    words = 2 * made.k + own + made.values * made.columns
+    if made.k > MOST_FEATURES or 2 * words > MOST_WORDS[1]:
+        return 1
+    rows = 4 if 4 * words <= MOST_WORDS[0] else 2
+    rows = rows // 2 if made.slope == "DeviceSlope" else rows
+    while rows > 1 and shared(made._replace(rows=rows), hyper) > STATIC_BYTES:
+        rows //= 2
+    return rows
+
+
+def shared(made: Variant, hyper: int) -> int:
+    """Bytes of static shared memory: a stage of lines, and the totals of a block."""
+    line = made.k + made.columns * (2 if made.role == "both" else 1)
+    sums = made.rows * (made.points * made.k + made.values * made.columns) + hyper
+    return STAGE * round_up(line, 4) * 4 + THREADS * round_up(sums, 4) * 4 + 64
+
+
+def spec(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    wanted = [name for name in ("points", "values") if getattr(made, name)]
+    words = [descriptor.describe(), "gradient", made.role, *wanted]
+    words += [f"hyperparameters={len(derivatives.others)}"] * bool(derivatives.others)
+    words += [f"K={made.k} C={made.columns * made.weighted} rows={made.rows}"]
+    words += [f"p={made.inner}"] * (made.inner != "any") + ["epsilon"] * made.epsilon
+    specification = KernelSpec(
+        "pairwise",
+        source(descriptor, derivatives, made),
+        "pairwise_reduce_gradient",
+        THREADS,
+        0,
+        description=" ".join(words),
+    )
+    return named(specification, *short(descriptor), *words[1:], epilogue=descriptor.epilogue)
+
+
+def source(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str:
+    """The generated CUDA text: a few defines, ``Finish``, ``Slopes``, one include."""
+    dot = descriptor.operator == "dot"
+    swapped = made.role == "second" and not dot
+    flags = {
+        "WEIGHTED": made.weighted,
+        "POINTS": made.points,
+        "VALUES": made.values,
+        "CURVED": is_curved(derivatives),
+        "DOT": dot,
+    }
+    numbers = {
+        "SCALARS": scalar_count(descriptor),
+        "K": made.k,
+        "ROWS": made.rows,
+        "COLUMNS": made.columns,
+        "HYPER": len(derivatives.others),
+    }
+    constants = [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    constants += [f"constexpr bool {name} = {str(on).lower()};" for name, on in flags.items()]
+    lines = "\n".join(constants)
+    return f"""#include "common/types.cuh"
+#include "pairwise/reduce/math.cuh"
+
+using InputT = float;
+using AccT = float;
+
+enum class Role {{ {", ".join(ROLES)} }};
+constexpr Role ROLE = Role::{made.role};
+{lines}
+
+#define OPERATION {"Swapped" * swapped}{"Dot" if dot else "Difference"}
+#define INNER {inner_codes(descriptor)[made.inner]}
+#define SLOPE {made.slope}
+{finish(descriptor, made, SlopeSource)}
+{slopes(descriptor, derivatives, made.root)}
+#include "pairwise/reduce/gradient.cuh"
+"""
+
+
+def fixed_parameters(
+    problem: Problem, per_split: int, row_blocks: int, scalar_strides: tuple[int, ...]
+) -> bytes:
+    """What follows the numbers in struct Parameters of reduce/gradient.cuh."""
+    layouts = (problem.a, problem.b, problem.g, problem.v)
+    views = [x for v in layouts for x in (v.batch, v.rows, v.columns)]
+    return struct.pack(
+        f"<{len(scalar_strides)}q12q4qd4i",
+        *scalar_strides, *views, problem.m, problem.n, problem.batch, per_split, problem.factor,
+        row_blocks, problem.columns, problem.times_p, problem.times_scale,
+    )  # fmt: skip

@@ -1,0 +1,329 @@
+"""First gradients of products and sums with a kernel matrix by the kernel that stores no entry of
+it (:mod:`kernlib.families.pairwise.lowering.backward`): which calls it takes, and its
+launches. Memory is O(M + N), and that of partial sums, 128 MB at most."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernlib.descriptors.expression import VALUE
+from kernlib.families.pairwise import checks, stages
+from kernlib.families.pairwise.gradients import eager, routes, weights
+from kernlib.families.pairwise.gradients.arguments import Kind
+from kernlib.families.pairwise.gradients.formula import Sums
+from kernlib.families.pairwise.gradients.plans import constant_of
+from kernlib.families.pairwise.gradients.routes import Route
+from kernlib.families.pairwise.lowering import backward as lowering
+from kernlib.families.pairwise.lowering import gradient as pair_gradient
+from kernlib.families.pairwise.lowering.backward_source import Derivatives
+from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.finish import is_norm
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.reduce import MAX_BLOCKS, SMALL_K
+from kernlib.families.pairwise.matrix import kind_of_number
+from kernlib.families.pairwise.plans import numbers_of
+from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.families.pairwise.request import layout_of, scalar_strides
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.runtime.devices import arch_of, build, model
+from kernlib.runtime.numbers import host_value
+from kernlib.runtime.plan import Plan, PlanCache
+from kernlib.runtime.sequence import Steps, load_lowered
+from kernlib.runtime.tensors import is_lazy, materialised, signature
+
+# Columns of v up to which computing the matrix once for every COLUMNS of them is faster than
+# storing blocks of it.
+MOST_COLUMNS = 16
+_DECIDING = frozenset(("p", "inner_p", "outer_p", "epsilon"))  # numbers that choose code
+
+
+class Launch(NamedTuple):
+    """One launch: some columns of g and v, and what it leaves."""
+
+    plan: Plan | Steps
+    role: str
+    columns: slice
+    points: bool
+    values: bool
+    totals: bool
+    splits: int
+    blocks: int
+
+
+class Gradients(NamedTuple):
+    """What the gradients of one signature take. The first four are what
+    :func:`kernlib.families.pairwise.plans.numbers_of` reads."""
+
+    slots: dict[str, int]
+    count: int
+    root: bool
+    positive: frozenset[str]
+    hyper: tuple[str, ...]  # hyperparameters, in the order of their totals
+    values: bool  # whether the gradient of v is among them
+    launches: tuple[Launch, ...]
+
+
+_plans = PlanCache()
+
+
+def gradients(
+    request: Request, shape: Shape, wanted: list[str], gradient: torch.Tensor, shared: bool
+) -> dict[str, torch.Tensor] | None:
+    """The gradients of the ``wanted`` tensors of a product, or of a sum if there is no v, from that
+    of its result, (L, M, C) or (L, M): (L, M, K) of a, (L, N, K) of b, (L, N, C) of v and (L,) of
+    hyperparameters. None where the kernel does not take them; a hyperparameter on which nothing
+    depends, and v of norms whose sums leave float's range, are left out. Of one x that is a and b,
+    ``shared``, the gradient is that of a. All tensors are float32 and on one device."""
+    if not takes(request, shape):
+        return None
+    request, unit = _in_unit(request)
+    given = gradient[..., None] if request.v is None else gradient
+    given = materialised(given) if is_lazy(given) else given
+    plan = _plan(request, shape, tuple(wanted), given, shared)
+    if plan is None:
+        return None
+    found = _launched(plan, request, shape, given)
+    if unit is not None:
+        found = {name: t / unit if name in ("a", "b") else t for name, t in found.items()}
+    _regularize(found, request, shape, wanted, given)
+    return found
+
+
+def takes(request: Request, shape: Shape) -> bool:
+    """Whether sizes, type and device are those of the kernel."""
+    if request.a.device.type != "cuda" or request.a.dtype != torch.float32:
+        return False
+    columns = 1 if request.v is None else shape.columns
+    if 0 in (shape.m, shape.n, shape.k, shape.batch) or not 1 <= columns <= MOST_COLUMNS:
+        return False
+    blocks = ceil_div(max(shape.m, shape.n), lowering.THREADS)
+    return shape.k <= SMALL_K and blocks <= MAX_BLOCKS // 1024
+
+
+def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
+    """With points and a bandwidth near 1, where the square of a number that is one would leave
+    float's range, and what they were divided by."""
+    descriptor, a, b, _, _, _, values = request
+    bandwidth = values.get("bandwidth")
+    if bandwidth is None or isinstance(bandwidth, torch.Tensor):
+        return request, None
+    if weights.USUAL[0] <= bandwidth < weights.USUAL[1]:
+        return request, None
+    unit = weights.unit_of(descriptor, values, a.dtype)
+    if unit is None:
+        return request, None
+    a, b, values, unit = weights.in_unit(unit, a, b, values)
+    return request._replace(a=a, b=b, hyperparameters=values), unit
+
+
+def _plan(request: Request, shape: Shape, wanted: tuple, gradient, shared: bool):
+    """The kept plan of a signature, None of what the kernel does not take."""
+    key = request.descriptor.text, wanted, shared, signature(gradient), shape
+    key += signature(request.a), signature(request.b)
+    key += (None if request.v is None else signature(request.v),)
+    for name, value in request.hyperparameters.items():
+        key += (name, kind_of_number(name, value))
+        key += (value,) if name in _DECIDING and not isinstance(value, torch.Tensor) else ()
+    missing = object()
+    plan = _plans.plans.get(key, missing)
+    if plan is missing:
+        plan = _made(request, shape, wanted, gradient, shared)
+        _plans.keep(key, plan)
+    return plan
+
+
+def _made(request: Request, shape: Shape, wanted: tuple, gradient, shared: bool):
+    """The plan of a signature, its kernels loaded."""
+    route = route_of(request, wanted)
+    points = "a" in wanted, "b" in wanted
+    made = None if route is None else derivatives_of(request, route, any(points))
+    if made is None:
+        return None
+    hyper, derivatives = made
+    problem = problem_of(request, shape, points, gradient)
+    values = "v" in wanted and not is_norm(_Outer(problem.root, problem.inner))
+    roles = _roles(request.descriptor, points, values, bool(hyper), shared and shape.m == shape.n)
+    device, launches = request.a.get_device(), []
+    call = checks.check_call(
+        request.descriptor, request.a, request.b, None, False, 0, 0, request.hyperparameters
+    )
+    strides = scalar_strides(request.descriptor, request.hyperparameters, call)
+    for first in range(0, max(1, shape.columns), lowering.COLUMNS):
+        columns = slice(first, min(first + lowering.COLUMNS, max(1, shape.columns)))
+        for role, with_points, with_values, with_hyper in roles:
+            own = _of_role(problem, role, with_points, with_values, columns)
+            if request.descriptor.operator == "difference" and role != "second":
+                own = own._replace(factor=-own.factor)  # of b - a by a
+            own_derivatives = derivatives._replace(others=derivatives.others * with_hyper)
+            lowered = lowering.lower(
+                request.descriptor, own_derivatives, own, arch_of(device),
+                model(device).multiprocessors, strides,
+            )  # fmt: skip
+            launches.append((lowered, role, columns, with_points, with_values, with_hyper))
+    build([spec for lowered, *_ in launches for spec in lowered.specs], device)
+    return Gradients(
+        slots=checks.slots(request.descriptor),
+        count=scalar_count(request.descriptor),
+        root=problem.root,
+        positive=request.descriptor.positive,
+        hyper=hyper,
+        values=values,
+        launches=tuple(
+            Launch(
+                load_lowered(lowered, lowering.OPERANDS, request.a.device),
+                *rest,
+                lowered.parts,
+                lowered.steps[0].grid[0],
+            )
+            for lowered, *rest in launches
+        ),
+    )
+
+
+class _Outer(NamedTuple):
+    """What says whether sums are those of a norm."""
+
+    root: bool
+    inner: float | str
+    dtype: str = "float32"
+
+
+def route_of(request: Request, wanted: tuple) -> Route | None:
+    """The way to derivatives of what follows the sums; None where the kernel does not know one of
+    them or a slope of the sums."""
+    tensors = {k: t for k, t in request.tensors().items() if k not in ("a", "b", "v")}
+    numbers = {k: t for k, t in request.hyperparameters.items() if k not in tensors}
+    call = eager.Call(request.descriptor, 0, 0, numbers, tuple(tensors))
+    needs = tuple(name in wanted for name in ("a", "b", *tensors))
+    route = routes.route_of(call, needs, (request.a, request.b, *tensors.values()))
+    given = {name: request.hyperparameters[source] for name, source in route.given}
+    known = route.plain or route.finish is not None
+    return None if route.inner or not known or eager.by_formula(Sums(route.sums, given)) else route
+
+
+def derivatives_of(
+    request: Request, route: Route, points: bool
+) -> tuple[tuple[str, ...], Derivatives] | None:
+    """Hyperparameters with gradients, and the derivatives of what follows the sums; None where
+    there is none by the sums, and points ask for it."""
+    values, weight = request.hyperparameters, None
+    if route.finish is not None:
+        weight = weights.slope_of(route.sums, route.finish, VALUE, route.wide)
+    if points and weight is None and not route.plain:
+        return None
+    by_sum = None if weight is None else weight.kernel.epilogue[0]
+    others = {name: slope.kernel.epilogue[0] for name, slope in route.slopes}
+    if "bandwidth" in others and by_sum and weights.is_of_quotients(request.descriptor, values):
+        others["bandwidth"] = _degree(route.sums)
+    return tuple(others), Derivatives(by_sum, tuple(others.values()))
+
+
+def _degree(sums) -> str:
+    """Text of the power of a distance that the sums are."""
+    known = {stages.Abs: "AccT(1)", stages.Square: "AccT(2)"}
+    return known.get(type(sums.inner), "read(0)")
+
+
+def problem_of(request: Request, shape: Shape, points: tuple, gradient) -> lowering.Problem:
+    """A request as lowering sees it, but for the role: of rows of a."""
+    descriptor, a, b, v, _, _, values = request
+    p = values.get("p", values.get("inner_p"))
+    stage = type(descriptor.inner).__name__
+    exponent = pair_gradient.exponent_kind(host_value("p", p)) if p is not None else None
+    kind = Kind(descriptor.operator, descriptor.inner, False, False)
+    factor, times_p, times_scale = constant_of(kind, exponent)
+    return lowering.Problem(
+        "first", shape.m, shape.n, shape.k, shape.batch,
+        layout_of(a, shape.batch), layout_of(b, shape.batch), layout_of(gradient, shape.batch),
+        Layout(0, 0, 0) if v is None else layout_of(v, shape.batch),
+        1, v is not None, points[0], False,
+        pair_gradient.slope_of(descriptor.operator, stage, exponent, False),
+        factor, times_p, times_scale,
+        *checks.exponents(descriptor, values), checks.follows_inner(descriptor, values),
+        "epsilon" in values,
+    )  # fmt: skip
+
+
+def _roles(descriptor, points: tuple, values: bool, hyper: bool, shared: bool) -> list[tuple]:
+    """The launches: role, and whether it gives points, values and totals."""
+    alike = shared and not descriptor.signed and points[0] == points[1]
+    if alike and (points[0] or values):
+        return [("both", points[0], values, hyper)]
+    first = [("first", points[0], False, hyper)] * (points[0] or hyper)
+    return first + [("second", points[1], values, False)] * (points[1] or values)
+
+
+def _of_role(
+    problem: lowering.Problem, role: str, points: bool, values: bool, columns: slice
+) -> lowering.Problem:
+    """The problem of a launch."""
+    count = columns.stop - columns.start
+    made = problem._replace(role=role, columns=count, points=points, values=values)
+    if role != "second":
+        return made
+    return made._replace(m=made.n, n=made.m, a=made.b, b=made.a)
+
+
+def _launched(plan: Gradients, request: Request, shape: Shape, gradient) -> dict:
+    """The sums of all launches."""
+    a, b, v, values = request.a, request.b, request.v, request.hyperparameters
+    numbers, kept = numbers_of(plan, a, values) if values else (None, None)
+    found: dict[str, torch.Tensor] = {}
+    parts = []
+    for launch in plan.launches:
+        second, count = launch.role == "second", launch.columns.stop - launch.columns.start
+        rows, lines, m = (b, a, shape.n) if second else (a, b, shape.m)
+        empty = [
+            a.new_empty(first, shape.batch, *size) if on else None
+            for on, first, size in (
+                (launch.points, launch.splits, (m, shape.k)),
+                (launch.values, launch.splits, (m, count)),
+                (launch.totals, launch.blocks, (len(plan.hyper),)),
+            )
+        ]
+        given = gradient[..., launch.columns]
+        pointers = (
+            rows.data_ptr(), lines.data_ptr(), given.data_ptr(),
+            0 if v is None else v[..., launch.columns].data_ptr(),
+            *(0 if t is None else t.data_ptr() for t in empty),
+        )  # fmt: skip
+        launch.plan.launch(pointers, numbers)
+        points, some, totals = (t if t is None else _summed(t) for t in empty)
+        if points is not None:
+            name = "b" if second else "a"
+            found[name] = found[name] + points if name in found else points
+        if some is not None:
+            parts.append(some)
+        if totals is not None:
+            for place, name in enumerate(plan.hyper):
+                total = totals[:, place]
+                found[name] = found[name] + total if name in found else total
+    del kept  # converted tensors: the stream orders the reuse of their memory behind the launches
+    if parts:
+        found["v"] = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return found
+
+
+def _summed(parts: torch.Tensor) -> torch.Tensor:
+    """Partial sums, put together."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+
+
+def _regularize(found: dict, request: Request, shape: Shape, wanted: list[str], given) -> None:
+    """Adds what the regularization gives v, and is given, to what is ``found``."""
+    value = request.hyperparameters.get("regularization")
+    if value is None:
+        return
+    diagonal = request.row_offset - request.col_offset
+    first = max(0, -diagonal)
+    last = max(first, min(shape.m, shape.n - diagonal))
+    rows, lines = slice(first, last), slice(first + diagonal, last + diagonal)
+    if "v" in found:
+        scale = value[:, None, None] if isinstance(value, torch.Tensor) and value.dim() else value
+        found["v"][..., lines, :] += scale * given[..., rows, :]
+    if "regularization" in wanted:
+        own = given[..., rows, :]
+        own = own if request.v is None else own * request.v[..., lines, :]
+        found["regularization"] = own.sum((-2, -1))

@@ -1,0 +1,281 @@
+"""Lowering of gradients of reductions: code, grid, parameters, and what NVRTC makes of it."""
+
+import ctypes
+import re
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernlib as kl
+from kernlib.descriptors.derivative import separated
+from kernlib.descriptors.expression import Name, Number, Operation, parse
+from kernlib.families.pairwise.lowering import backward as lowering
+from kernlib.families.pairwise.lowering import reduce
+from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.reductions import arguments, fused
+from kernlib.jit import sources, targets
+from kernlib.jit.compiler import compile_spec
+from kernlib.lowering.steps import NUMBER
+from tests.families.pairwise.lowering.test_direct import KINDS, Scalar
+from tests.support.kernels import only
+from tests.support.speeds import slow_but
+
+GAUSSIAN = kl.gaussian()
+HERE = "sm_90a"
+TENSOR = torch.tensor(1.5)
+
+
+def lowered(
+    descriptor=GAUSSIAN, wanted=("a", "b"), role="both", processors=132, rows=None, numbers=None,
+    **changes,
+):  # fmt: skip
+    """A launch of a call with some of its problem's fields changed; hyperparameters in ``numbers``,
+    a bandwidth that is a tensor if there are none."""
+    if numbers is None:
+        numbers = {"bandwidth": TENSOR}
+    m, n, k = (changes.get(name, value) for name, value in (("m", 5000), ("n", 7000), ("k", 3)))
+    a, b, v = torch.ones(1, k).expand(m, k), torch.ones(1, k).expand(n, k), torch.ones(n, 1)
+    request = arguments.request_of(descriptor, a, b, v, 0, 0, numbers)
+    shape = arguments.shape_of(request)
+    route = fused.route_of(request, tuple(wanted))
+    points = "a" in wanted, "b" in wanted
+    hyper, derivatives = fused.derivatives_of(request, route, any(points))
+    assert set(hyper) <= set(wanted)
+    gradient = torch.ones(1, m, 1)
+    problem = fused.problem_of(request, shape, points, gradient)
+    problem = problem._replace(role=role, values="v" in wanted, **changes)
+    if role == "second":
+        derivatives = derivatives._replace(others=())
+    strides = (0,) * scalar_count(descriptor)
+    return lowering.lower(descriptor, derivatives, problem, HERE, processors, strides, rows)
+
+
+def source(*args, **changes):
+    return only(lowered(*args, **changes)).spec.source
+
+
+# The text of Slopes.
+
+
+def body(text, name):
+    """That of a function of Slopes."""
+    slopes = text[text.index("struct Slopes") :]
+    return re.search(rf"AccT {name}\(.*?\{{(.*?)\n    \}}", slopes, re.S)[1]
+
+
+def test_constants_of_a_slope_are_taken_out_of_sums():
+    text = source()
+    assert "v = exp2_approximate(v * constant_" in body(text, r"operator\(\)")
+
+
+def test_value_and_slope_share_an_exponential():
+    text = source(wanted=("a", "b", "v", "bandwidth"))
+    found = re.findall(r"= (for_exp2\(.*?\);)", text)
+    assert len(found) == 2
+    assert found[0].replace("constant_2", "#") == found[1].replace("constant_7", "#")
+    bounded = re.findall(r"= (bounded\(.*?\);)", text)
+    assert bounded == ["bounded(constant_1, constant_1);"] * 2
+
+
+QUOTIENTS = {
+    "squares": (GAUSSIAN, {}, "AccT(2)"),
+    "differences": (kl.laplace_l1(), {}, "AccT(1)"),
+    "root of squares": (kl.matern32(), {}, "AccT(2)"),
+    "norm": (kl.laplace_pq(), {"p": 1.3, "q": 0.9}, "read(0)"),
+}
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_of_quotients_by_the_bandwidth_its_gradient_is_one_product(name):
+    descriptor, values, degree = QUOTIENTS[name]
+    numbers = {"bandwidth": TENSOR, **values}
+    text = source(descriptor, ("bandwidth",), "first", numbers=numbers)
+    assert f"-({degree}) * reciprocal(parameter_bandwidth)" in text
+    assert "totals[0] = multiply_add(x, fminf(s, 3.402823466e38f), totals[0]);" in text
+
+
+def test_other_parameters_have_derivatives_of_their_own():
+    descriptor = kl.l1_distance(epilogue=kl.Custom("s * log(1 + t * v)", ("s", "t")))
+    numbers = {"s": TENSOR, "t": TENSOR}
+    text = source(descriptor, ("a", "s", "t"), "first", numbers=numbers)
+    assert "constexpr int HYPER = 2;" in text
+    assert "parameter_s = read(5);" in text and "parameter_t = read(6);" in text
+    assert text.count("totals[0] = multiply_add(w, ") == 1
+    assert text.count("totals[1] = multiply_add(w, ") == 1
+
+
+def test_an_epsilon_and_an_exponent_are_read_from_their_places():
+    descriptor = kl.Pairwise(
+        inner=kl.Power(), outer=kl.Power(), epilogue=kl.Custom("exp(-v / s)", ("s",))
+    )
+    numbers = {"inner_p": 1.5, "outer_p": 0.7, "epsilon": 1e-3, "s": 2.0}
+    text = source(descriptor, ("a",), "first", numbers=numbers)
+    assert "parameter_exponent = read(1);" in text and "parameter_limit = read(2);" in text
+    numbers = {"p": 1.5, "epsilon": 1e-3, "s": 2.0}
+    assert "parameter_exponent = read(0) == AccT(0)" in source(
+        descriptor, ("a",), "first", numbers=numbers
+    )
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "curved"),
+    [(GAUSSIAN, True), (kl.l1_distance(), False),
+     (kl.l1_distance(epilogue=kl.Custom("3 * v + 1")), False)],
+    ids=str,
+)  # fmt: skip
+def test_whether_a_nan_reaches_the_slope(descriptor, curved):
+    numbers = {"bandwidth": TENSOR} if descriptor == GAUSSIAN else {}
+    text = source(descriptor, numbers=numbers)
+    assert f"constexpr bool CURVED = {str(curved).lower()};" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "constant", "rest"),
+    [
+        ("2 * v", Number(2.0), Name("v")),
+        ("-(s * (3 * v))", None, Name("v")),
+        ("v", Number(1.0), Name("v")),
+        ("s", Name("s"), Number(1.0)),
+    ],
+)
+def test_a_constant_factor_is_found_with_its_sign(text, constant, rest):
+    found, left = separated(parse(text, ("s",)))
+    assert left == rest
+    if constant is None:
+        assert isinstance(found, Operation) and found.operator == "neg"
+    else:
+        assert found == constant
+
+
+# The parameter block, against the struct of the CUDA source.
+
+
+def parameters_type(scalars):
+    text = (sources.root() / "pairwise" / "reduce/gradient.cuh").read_text()
+    body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
+    fields = []
+    for line in re.sub(r"//.*", "", body).split(";"):
+        if not line.strip():
+            continue
+        kind, declared = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(.*)", line.strip()).groups()
+        known = {**KINDS, "double": ctypes.c_double}
+        base = ctypes.c_uint64 if "*" in kind else known.get(kind, Scalar)
+        for name in declared.split(","):
+            name, array = re.fullmatch(r"\s*(\w+)(\[SCALARS\])?", name).groups()
+            fields.append((name, base * scalars if array else base))
+    return type("Parameters", (ctypes.Structure,), {"_fields_": fields})
+
+
+def test_the_parameter_block_is_the_struct_of_the_source():
+    count = scalar_count(GAUSSIAN)
+    layouts = {
+        "a": Layout(11, 12, 13), "b": Layout(2**40, 22, 23), "g": Layout(31, 2**33, 1),
+        "v": Layout(41, 42, 43),
+    }  # fmt: skip
+    sizes = {"m": 1001, "n": 2002, "k": 5, "batch": 3, "columns": 3, "factor": -2.5}
+    found = lowered(wanted=("a", "b", "v"), times_p=True, **sizes, **layouts)
+    step = only(found)
+    numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
+    head = struct.pack("<7Q" + NUMBER * count, 1, 2, 3, 4, 5, 6, 7, *numbers)
+    kind = parameters_type(count)
+    data = head + step.fixed
+    assert ctypes.sizeof(kind) == len(data)
+    read = kind.from_buffer_copy(data)
+    assert [getattr(read, name) for name in lowering.OPERANDS] == [1, 2, 3, 4, 5, 6, 7]
+    assert [(s.value, s.device) for s in read.scalars] == [
+        (index + 0.5, index + 900) for index in range(count)
+    ]
+    for name, layout in layouts.items():
+        assert tuple(getattr(read, f"{name}_view")) == layout[:3]
+    assert (read.m, read.n, read.batch, read.columns) == (1001, 2002, 3, 3)
+    assert (read.factor, read.times_p, read.times_scale) == (-2.5, 1, 0)
+    assert read.per_split == found.per_part
+    assert read.row_blocks * found.parts == step.grid[0] and step.grid[1] == 3
+
+
+# How n is divided.
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 10**6), st.integers(1, 10**6), st.sampled_from([1, 3, 16]), st.integers(1, 4),
+    st.integers(1, 100), st.integers(1, 200),
+)  # fmt: skip
+def test_splits_cover_n_and_fit_the_workspace(m, n, k, columns, batch, processors):
+    sizes = {"m": m, "n": n, "k": k, "columns": columns, "batch": batch}
+    found = lowered(wanted=("a", "b", "v"), processors=processors, **sizes)
+    assert found.per_part % lowering.GRAIN == 0
+    assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
+    partial = found.parts * m * batch * (k + columns)
+    assert found.parts == 1 or partial <= reduce.WORKSPACE_VALUES
+
+
+def test_few_rows_fill_a_gpu():
+    assert only(lowered(m=10, n=10**6)).grid[0] >= 250
+
+
+# What NVRTC makes of it.
+
+LEAVES = ("a", "b", "v", "bandwidth")
+COMPILED = {
+    "gaussian": {"wanted": LEAVES},
+    "first": {"wanted": ("a", "bandwidth"), "role": "first"},
+    "second": {"wanted": ("b", "v"), "role": "second"},
+    "16 features": {"wanted": LEAVES, "k": 16},
+    "16 features, 4 columns": {"wanted": LEAVES, "k": 16, "columns": 4},
+    "10 features, 2 columns": {"wanted": LEAVES, "k": 10, "columns": 2},
+    "8 features, 4 columns": {"wanted": LEAVES, "k": 8, "columns": 4},
+    "3 features, 4 columns": {"wanted": LEAVES, "columns": 4},
+    "sum": {"wanted": ("a", "b", "bandwidth"), "weighted": False},
+    "l1": {"descriptor": kl.laplace_l1(), "wanted": LEAVES, "k": 10},
+    "distances alone": {"descriptor": kl.l1_distance(), "numbers": {}, "k": 7},
+    "matern": {"descriptor": kl.matern52(), "wanted": LEAVES},
+    "pq": {
+        "descriptor": kl.laplace_pq(), "wanted": ("a", "b", "bandwidth", "q"),
+        "numbers": {"bandwidth": TENSOR, "q": TENSOR, "p": 1.3}, "k": 16,
+    },
+    "exponent on the device": {
+        "descriptor": kl.p_distance(), "wanted": ("a", "b"), "numbers": {"p": TENSOR}, "k": 10,
+    },
+    "sums of exponentials": {
+        "descriptor": kl.exp_power_sum(), "wanted": ("a", "b", "v"),
+        "numbers": {"p": 1.3, "inner_scale": -0.5}, "k": 5,
+    },
+    "dot": {"descriptor": kl.dot_product(), "wanted": ("a", "b", "v"), "numbers": {}, "k": 8},
+    "signed": {
+        "descriptor": kl.Pairwise(inner=kl.Identity(), epilogue=kl.Custom("tanh(v)")),
+        "wanted": ("b", "v"), "numbers": {}, "role": "second",
+    },
+    "epsilon": {
+        "descriptor": kl.laplace_l2(), "wanted": ("a", "b", "v"),
+        "numbers": {"bandwidth": 2.0, "epsilon": 1e-3},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but(("gaussian", "l1"), COMPILED))
+def test_the_kernel_compiles_without_a_spill(name):
+    wanted = only(lowered(**COMPILED[name])).spec
+    entry = compile_spec(wanted, HERE)
+    registers, shared = (int(entry.meta[key]) for key in ("registers", "shared_bytes"))
+    assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
+    assert registers <= 128 and int(entry.meta["spill_bytes"]) == 0
+    assert shared <= lowering.STATIC_BYTES
+    assert targets.resident_blocks(HERE, wanted.threads, registers, shared) >= reduce.RESIDENT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [arch for arch in targets.SHARED_BYTES if arch != HERE])
+def test_other_architectures_compile_it(arch):
+    for name in ("gaussian", "10 features, 2 columns", "8 features, 4 columns", "pq"):
+        entry = compile_spec(only(lowered(**COMPILED[name])).spec, arch)
+        assert entry.cubin[:4] == b"\x7fELF" and int(entry.meta["spill_bytes"]) == 0
+
+
+def test_sizes_and_numbers_do_not_reach_the_source():
+    small, large = ({"m": m, "n": 2 * m} for m in (100, 10**6))
+    assert only(lowered(**small)).spec == only(lowered(**large)).spec
