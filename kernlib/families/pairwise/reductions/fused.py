@@ -10,6 +10,7 @@ import torch
 
 from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import checks, stages
+from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager, routes, weights
 from kernlib.families.pairwise.gradients.arguments import Kind
 from kernlib.families.pairwise.gradients.formula import Sums
@@ -27,6 +28,7 @@ from kernlib.families.pairwise.plans import numbers_of
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime.devices import arch_of, build, model
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.plan import Plan, PlanCache
@@ -39,12 +41,21 @@ MOST_COLUMNS = 16
 _DECIDING = frozenset(("p", "inner_p", "outer_p", "epsilon"))  # numbers that choose code
 
 
+class Role(NamedTuple):
+    """Whose points are rows, of :data:`lowering.ROLES`, and what a launch leaves."""
+
+    name: str
+    points: bool
+    values: bool
+    totals: bool
+
+
 class Launch(NamedTuple):
     """One launch: some columns of g and v, and what it leaves."""
 
     plan: Plan | Steps
-    role: str
     columns: slice
+    role: str
     points: bool
     values: bool
     totals: bool
@@ -61,7 +72,6 @@ class Gradients(NamedTuple):
     root: bool
     positive: frozenset[str]
     hyper: tuple[str, ...]  # hyperparameters, in the order of their totals
-    values: bool  # whether the gradient of v is among them
     launches: tuple[Launch, ...]
 
 
@@ -118,7 +128,9 @@ def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
     return request._replace(a=a, b=b, hyperparameters=values), unit
 
 
-def _plan(request: Request, shape: Shape, wanted: tuple, gradient, shared: bool):
+def _plan(
+    request: Request, shape: Shape, wanted: tuple, gradient, shared: bool
+) -> Gradients | None:
     """The kept plan of a signature, None of what the kernel does not take."""
     key = request.descriptor.text, wanted, shared, signature(gradient), shape
     key += signature(request.a), signature(request.b)
@@ -134,7 +146,9 @@ def _plan(request: Request, shape: Shape, wanted: tuple, gradient, shared: bool)
     return plan
 
 
-def _made(request: Request, shape: Shape, wanted: tuple, gradient, shared: bool):
+def _made(
+    request: Request, shape: Shape, wanted: tuple, gradient, shared: bool
+) -> Gradients | None:
     """The plan of a signature, its kernels loaded."""
     route = route_of(request, wanted)
     points = "a" in wanted, "b" in wanted
@@ -142,44 +156,48 @@ def _made(request: Request, shape: Shape, wanted: tuple, gradient, shared: bool)
     if made is None:
         return None
     hyper, derivatives = made
-    problem = problem_of(request, shape, points, gradient)
+    descriptor, problem = request.descriptor, problem_of(request, shape, points, gradient)
     values = "v" in wanted and not is_norm(_Outer(problem.root, problem.inner))
-    roles = _roles(request.descriptor, points, values, bool(hyper), shared and shape.m == shape.n)
-    device, launches = request.a.get_device(), []
-    call = checks.check_call(
-        request.descriptor, request.a, request.b, None, False, 0, 0, request.hyperparameters
-    )
-    strides = scalar_strides(request.descriptor, request.hyperparameters, call)
-    for first in range(0, max(1, shape.columns), lowering.COLUMNS):
-        columns = slice(first, min(first + lowering.COLUMNS, max(1, shape.columns)))
-        for role, with_points, with_values, with_hyper in roles:
-            own = _of_role(problem, role, with_points, with_values, columns)
-            if request.descriptor.operator == "difference" and role != "second":
-                own = own._replace(factor=-own.factor)  # of b - a by a
-            own_derivatives = derivatives._replace(others=derivatives.others * with_hyper)
-            lowered = lowering.lower(
-                request.descriptor, own_derivatives, own, arch_of(device),
-                model(device).multiprocessors, strides,
-            )  # fmt: skip
-            launches.append((lowered, role, columns, with_points, with_values, with_hyper))
-    build([spec for lowered, *_ in launches for spec in lowered.specs], device)
+    roles = _roles(descriptor, points, values, bool(hyper), shared and shape.m == shape.n)
+    lowered = _lowered(request, problem, derivatives, roles, max(1, shape.columns))
+    build([spec for each, *_ in lowered for spec in each.specs], request.a.get_device())
     return Gradients(
-        slots=checks.slots(request.descriptor),
-        count=scalar_count(request.descriptor),
+        slots=checks.slots(descriptor),
+        count=scalar_count(descriptor),
         root=problem.root,
-        positive=request.descriptor.positive,
+        positive=descriptor.positive,
         hyper=hyper,
-        values=values,
         launches=tuple(
             Launch(
-                load_lowered(lowered, lowering.OPERANDS, request.a.device),
-                *rest,
-                lowered.parts,
-                lowered.steps[0].grid[0],
+                load_lowered(each, lowering.OPERANDS, request.a.device), columns, *role,
+                each.parts, each.steps[0].grid[0],
             )
-            for lowered, *rest in launches
+            for each, columns, role in lowered
         ),
-    )
+    )  # fmt: skip
+
+
+def _lowered(
+    request: Request,
+    problem: lowering.Problem,
+    derivatives: Derivatives,
+    roles: list[Role],
+    columns: int,
+) -> list[tuple[Lowered, slice, Role]]:
+    """The launches, every role of some columns after the other."""
+    descriptor, values, device = request.descriptor, request.hyperparameters, request.a.get_device()
+    arch, count = arch_of(device), model(device).multiprocessors
+    call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, values)
+    strides = scalar_strides(descriptor, values, call)
+    made = []
+    for first in range(0, columns, lowering.COLUMNS):
+        some = slice(first, min(first + lowering.COLUMNS, columns))
+        for role in roles:
+            own = _of_role(problem, role, some, descriptor.operator)
+            wanted = derivatives._replace(others=derivatives.others * role.totals)
+            lowered = lowering.lower(descriptor, wanted, own, arch, count, strides)
+            made.append((lowered, some, role))
+    return made
 
 
 class _Outer(NamedTuple):
@@ -246,24 +264,27 @@ def problem_of(request: Request, shape: Shape, points: tuple, gradient) -> lower
     )  # fmt: skip
 
 
-def _roles(descriptor, points: tuple, values: bool, hyper: bool, shared: bool) -> list[tuple]:
-    """The launches: role, and whether it gives points, values and totals."""
+def _roles(
+    descriptor: Pairwise, points: tuple, values: bool, totals: bool, shared: bool
+) -> list[Role]:
+    """What takes part in the launches of some columns."""
     alike = shared and not descriptor.signed and points[0] == points[1]
     if alike and (points[0] or values):
-        return [("both", points[0], values, hyper)]
-    first = [("first", points[0], False, hyper)] * (points[0] or hyper)
-    return first + [("second", points[1], values, False)] * (points[1] or values)
+        return [Role("both", points[0], values, totals)]
+    first = [Role("first", points[0], False, totals)] * (points[0] or totals)
+    return first + [Role("second", points[1], values, False)] * (points[1] or values)
 
 
 def _of_role(
-    problem: lowering.Problem, role: str, points: bool, values: bool, columns: slice
+    problem: lowering.Problem, role: Role, columns: slice, operator: str
 ) -> lowering.Problem:
     """The problem of a launch."""
     count = columns.stop - columns.start
-    made = problem._replace(role=role, columns=count, points=points, values=values)
-    if role != "second":
-        return made
-    return made._replace(m=made.n, n=made.m, a=made.b, b=made.a)
+    made = problem._replace(role=role.name, columns=count, points=role.points, values=role.values)
+    if role.name == "second":
+        return made._replace(m=made.n, n=made.m, a=made.b, b=made.a)
+    # By a the slope of b - a has the other sign.
+    return made._replace(factor=-made.factor) if operator == "difference" else made
 
 
 def _launched(plan: Gradients, request: Request, shape: Shape, gradient) -> dict:

@@ -134,7 +134,9 @@ def _gradients(reduction, request, shape, wanted, gradient, out, shared) -> dict
         found = None
         if reduction != "logsumexp":
             found = _by_kernel(request, shape, wanted, gradient, shared)
-        return found or _by_blocks(reduction, request, shape, wanted, gradient, out)
+        if found is None:
+            found = _by_blocks(reduction, request, shape, wanted, gradient, out)
+        return found
 
 
 def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -> torch.Tensor:
