@@ -292,7 +292,13 @@ def required(problem: Problem, session: Session) -> float | None:
 
 def cases() -> list[Case]:
     matrices = [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]
-    return [*matrices, *gradient.cases(), *matmul.cases(), *matmul_gradient.cases(), *nearest.cases()]
+    return [
+        *matrices,
+        *gradient.cases(),
+        *matmul.cases(),
+        *matmul_gradient.cases(),
+        *nearest.cases(),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

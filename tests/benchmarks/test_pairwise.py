@@ -61,6 +61,8 @@ def test_case_names_are_the_agreed_ones():
           ("D=3 fp32", "D=64 fp32", "D=64 tf32", "D=3 C=64 fp32", "D=64 memory")],
         *[f"kernel_matmul gaussian 30000x30000 D=784 {kind}" for kind in ("fp32", "tf32")],
         "kernel_matmul laplace_l1 30000x30000 D=64 fp32",
+        "kernel_matmul gaussian 50000x50000 D=10 C=10 fp32",
+        "kernel_matmul gaussian 20000x20000 D=64 C=64 fp32",
         *[f"kernel_topk k=10 100000x100000 D={d} fp32" for d in (3, 64)],
         "kernel_matmul_grad gaussian 20000x20000 D=3 C=1 x+v+bandwidth fp32",
         *[f"kernel_matmul_grad gaussian 50000x50000 D=3 C=1 {wanted} fp32"
