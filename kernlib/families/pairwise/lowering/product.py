@@ -102,25 +102,24 @@ def widths(columns: int) -> list[tuple[int, int]]:
 
 def workspace(problem: Problem, variant: Variant, behind: Variant | None = None) -> Place:
     """What a call keeps where, by a variant and, if that is of folded exponents, the one behind it.
-    What all batch entries share is packed once."""
+    What all batch entries share is packed once, but for entries of folded exponents, of which each
+    may have a bandwidth of its own."""
     made = behind or variant
     points = pack.workspace(problem, made) if made.sums == "words" else _few(problem)
-    groups = ceil_div(problem.n, GROUP)
-    of_v, of_a, of_b = (
-        1 if side.batch == 0 else problem.batch for side in (problem.v, problem.a, problem.b)
-    )
+    batch, groups = problem.batch, ceil_div(problem.n, GROUP)
+    of_v, of_b = (1 if side.batch == 0 else problem.batch for side in (problem.v, problem.b))
     v_bytes = groups * (GROUP // TILE_N) * variant.v_bytes
     lines = groups * GROUP * made.features
     entries = variant.point_bytes if behind else 0
     a_bytes = round_up(problem.m, variant.rows) * entries
     b_bytes = round_up(problem.n, TILE_N) * entries
     places = [round_up(points.size, pack.ALIGNMENT)]
-    for size in (v_bytes * of_v, 4 * lines * of_b, a_bytes * of_a, b_bytes * of_b):
+    for size in (v_bytes * of_v, 4 * lines * of_b, a_bytes * batch, b_bytes * batch):
         places.append(places[-1] + round_up(size, pack.ALIGNMENT))
     return Place(
         points, *places,
         v_bytes if of_v > 1 else 0, lines if of_b > 1 else 0,
-        a_bytes if of_a > 1 else 0, b_bytes if of_b > 1 else 0, groups,
+        a_bytes if batch > 1 else 0, b_bytes if batch > 1 else 0, groups,
     )  # fmt: skip
 
 

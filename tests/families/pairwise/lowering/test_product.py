@@ -146,6 +146,13 @@ def test_what_lies_in_the_workspace_is_apart():
     assert place.lines - place.v >= groups * 4 * (64 * 2 * 32 * 2 + 32 * 4)
 
 
+def test_points_of_a_batch_are_folded_with_a_bandwidth_each():
+    given = problem(m=100, n=200, k=10, batch=3)._replace(a=Layout(0, 10, 1))
+    place = product.workspace(given, *product.variants(GAUSSIAN, given, "fp32"))
+    assert place.points.a_stride == 0 < place.a_stride
+    assert place.folded_b - place.folded_a >= 3 * place.a_stride
+
+
 def test_kernels_behind_the_gate_take_all_columns():
     made = lowered(columns=40, out_columns=50, k=64)
     main = [step for step in made.steps if stem(step.spec) == MAIN]
