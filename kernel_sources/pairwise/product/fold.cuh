@@ -1,7 +1,7 @@
 // Points whose products are exponents of base 2: entries x, y of two points with
 // sum_j x[j] y[j] = c |a - b|^2, c the factor of the squared distance in the exponent. A feature
-// has three entries, of two words of fp16, high and low: high, high, low of a and high, low, high of
-// b; the norm c |a|^2 has three words of its own, beside three ones of b.
+// has three entries, of two words of fp16, high and low: high, high, low of a, and high, low, high
+// of b; the norm c |a|^2 has three words of its own, beside three ones of b.
 //
 // Exact to 2^-23 of c (|a|^2 + |b|^2), which is the relative error of values: where a norm is above
 // MOST, what sums without norms in the product does the work (`far`).

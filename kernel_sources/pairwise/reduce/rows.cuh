@@ -1,5 +1,5 @@
-// Rows of a in the registers of a thread, of kernels for few features: THREADS threads, defined ahead
-// of this, with ROWS rows of K features each, a block's rows one after the other.
+// Rows of a in the registers of a thread, of kernels for few features: THREADS threads, defined
+// ahead of this, with ROWS rows of K features each, a block's rows one after the other.
 #pragma once
 
 #include "pairwise/unit.cuh"
