@@ -66,7 +66,7 @@ def test_case_names_are_the_agreed_ones():
     assert [p.case.name for p in CASES["host"]] == [
         "kronecker_sparse hot call (6,64,64,1) fp16",
         "kronecker_sparse hot call (1,768,192,2) fp16",
-        "kronecker_sparse hot call of 128 rows (1,768,192,2) fp16",
+        "kronecker_sparse hot call of 256 rows (1,768,192,2) fp16",
         "kronecker_sparse compile maximum",
         "kronecker_sparse compile median",
     ]

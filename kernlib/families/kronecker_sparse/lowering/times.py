@@ -28,6 +28,9 @@ from kernlib.lowering.dtypes import DTYPES
 
 MULTIPROCESSORS = 132
 ROUNDS = 3  # up to which a last round that is not full counts as one that is
+# Bytes of scratch that a call may take for any gain; more is worth a clear one, as a user of large
+# batches has memory for the result alone in mind.
+FREE_SCRATCH, GAIN = 16 << 20, 1.5
 SECTOR = 32  # bytes that are read or written at once where neighbours lie apart
 
 
@@ -100,6 +103,10 @@ def fastest(problem: Problem, known: Sequence[Choice]) -> str:
         del first[kinds[0] if via_batch_last.pays(problem) else kinds[1]]
     estimates = {interleaved.KIND: of_interleaved, via_batch_last.KIND: of_transposed}
     found = {kind: estimates[kind](problem, first[kind]) for kind in kinds if kind in first}
+    if via_batch_last.KIND in found and interleaved.KIND not in found:  # of odd sizes
+        x, y, _ = _numbers(problem)
+        if (x + y) * DTYPES[problem.dtype].bytes > FREE_SCRATCH:
+            found[via_batch_last.KIND] *= GAIN
     tiles = [choice for choice in known if choice["kind"] == portable.KIND]
     if tiles:
         found[portable.KIND] = min(of_portable(problem, choice) for choice in tiles)

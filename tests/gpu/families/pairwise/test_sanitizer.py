@@ -4,7 +4,13 @@ import pytest
 
 from tests.gpu import sanitizer
 
-CALLS = ("sanitized_direct", "sanitized_products", "sanitized_gradients", "sanitized_topk")
+CALLS = (
+    "sanitized_direct",
+    "sanitized_products",
+    "sanitized_columns",
+    "sanitized_gradients",
+    "sanitized_topk",
+)
 
 
 @sanitizer.needed
