@@ -506,7 +506,7 @@ def test_every_number_of_the_result_is_written_and_no_other(name, workspace, mon
 
 
 def test_much_scratch_wants_a_clear_gain():
-    """A million rows of a factor of (2, 3, 5, 3) would take 192 MB of it, to be 1.4 times faster."""
+    """A million rows of a factor (2, 3, 5, 3) would take 192 MB of it, to be 1.4 times faster."""
 
     def kind(rows, depth, columns, lanes):
         left = Layout(depth * lanes, 1, 2 * depth * lanes, lanes, 16)
