@@ -95,14 +95,16 @@ def pays(descriptor: Pairwise, problem: Problem) -> bool:
     512 to 16384 points of 3 to 128 features and 1 to 128 columns on an H100."""
     pairs, columns = problem.m * problem.n * problem.batch, problem.columns
     each = 0.5 if is_exponent(descriptor, problem) else 0.9  # of a million pairs
-    each += 0.004 * columns + 0.01 * problem.k
-    launches = 30 + (7 if problem.k > LANES else 0) + 1.5 * ceil_div(columns, direct.WIDTHS[-1])
+    count = ceil_div(columns, WIDTHS[-1])
+    each = count * (each + 0.01 * problem.k) + 0.004 * columns
+    launches = count * (30 + (7 if problem.k > LANES else 0))
+    launches += 1.5 * ceil_div(columns, direct.WIDTHS[-1])
     return launches + pairs * 1e-6 * each < _others(problem, pairs, columns)
 
 
 def _others(problem: Problem, pairs: int, columns: int) -> float:
     """Microseconds of the fastest other way: kernels of few columns, or blocks of the matrix."""
-    blocks = 35 + pairs * 12e-6
+    blocks = 35 + pairs * 1e-6 * (2.6 + 0.077 * columns)
     if problem.k <= direct.SMALL_K:
         passes = ceil_div(columns, 16)
         alone = 0.34 + 0.037 * max(0, problem.k - 3)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise import checks
-from kernlib.families.pairwise.lowering import product as wide
+from kernlib.families.pairwise.lowering import product
 from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering import split_reduce as products
 from kernlib.families.pairwise.lowering.direct import scalar_count
@@ -74,10 +74,10 @@ def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> boo
     if reduction != "matmul":
         return False
     whole = problem_of(reduction, request, shape, shape.columns)
-    problem = whole._replace(columns=min(shape.columns, wide.WIDTHS[-1]))
+    problem = whole._replace(columns=min(shape.columns, product.WIDTHS[-1]))
     permitted = precision(request.descriptor)
-    taken = wide.takes(request.descriptor, problem, arch, permitted)
-    return taken and wide.pays(request.descriptor, whole)
+    taken = product.takes(request.descriptor, problem, arch, permitted)
+    return taken and product.pays(request.descriptor, whole)
 
 
 def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:
@@ -98,13 +98,13 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
     strides = scalar_strides(descriptor, numbers, call)
     made, per_split, splits = [], 0, 0
     many = rows is None and by_columns(reduction, request, shape, arch)
-    product = rows is None and not many and by_products(reduction, request, shape, arch)
-    widest = PRODUCT_COLUMNS if product else lowering.WIDTHS[-1]
-    parts = wide.widths(shape.columns) if many else passes(shape.columns, widest)
+    few = rows is None and not many and by_products(reduction, request, shape, arch)
+    widest = PRODUCT_COLUMNS if few else lowering.WIDTHS[-1]
+    parts = product.widths(shape.columns) if many else passes(shape.columns, widest)
     for column, width in parts:
         problem = problem_of(reduction, request, shape, width)
-        if many or product:
-            lowered = (wide if many else products).lower(
+        if many or few:
+            lowered = (product if many else products).lower(
                 descriptor, problem, arch, count, strides, precision(descriptor), per_split
             )
         else:

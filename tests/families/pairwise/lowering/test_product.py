@@ -73,6 +73,8 @@ def test_it_pays_for_many_columns_and_pairs():
         assert product.pays(MATERN, problem(k=k, **large))
         assert not product.pays(GAUSSIAN, problem(k=k, columns=1, **small))
     assert not product.pays(MATERN, problem(k=3, columns=4, **large))  # the lanes sum both
+    assert product.pays(GAUSSIAN, problem(k=10, columns=512, **large))
+    assert not product.pays(GAUSSIAN, problem(k=64, columns=512, **small))  # one block of it
 
 
 def test_where_sums_come_from():
