@@ -17,7 +17,11 @@ from tests.support.terminals import drained, terminal
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 # Fewer points than by default, whose K has 14.4 GB: other tests may be on the same GPU.
-ON_THE_GPU = {"kernel_ridge": ("--train", "20000"), "sparse_decoder": ("--tokens", "16")}
+ON_THE_GPU = {
+    "kernel_ridge": ("--train", "20000"),
+    "sparse_decoder": ("--tokens", "16"),
+    "gaussian_process": ("--train", "10000", "--steps", "5"),
+}
 
 
 def run(
