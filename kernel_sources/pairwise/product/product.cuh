@@ -188,8 +188,10 @@ __device__ __forceinline__ void take_tile(Totals& totals, Scales& scales, float 
     multiply_words(totals.run, words, address, accumulate);
 }
 
+// A scaled sum that is out of float's range closes the gate: the sum itself may well be in it.
 __device__ __forceinline__ void store(const Totals& totals, const Scales& scales, const Rows& rows,
-                                      const Parameters& p, const Part& part, i64 l) {
+                                      const ProductLaunch& launch, const Part& part, i64 l) {
+    const Parameters& p = launch.parameters;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         i64 m = rows.m[row], n = m + p.diagonal;
@@ -204,7 +206,8 @@ __device__ __forceinline__ void store(const Totals& totals, const Scales& scales
         for (int i = 0; i < SUMS; ++i) {
             int column = column_of(i);
             if (row_of(i) != row || column >= p.columns) continue;
-            float value = totals.total[i] * back;
+            float total = totals.total[i], value = total * back;
+            if (!(fabsf(total) < infinity(total))) launch.gate->closed = CLOSED;
             if (crosses)
                 value = fmaf(diagonal, convert<float>(v[column * p.v_view.column_stride]), value);
             out[column] = value;
@@ -246,7 +249,7 @@ __device__ __forceinline__ void consume(const ProductLaunch& launch, const Share
         barrier_arrive_by_warp(&s.empty[stage.place]);
         stage.advance();
     }
-    store(totals, scales, rows, p, part, l);
+    store(totals, scales, rows, launch, part, l);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

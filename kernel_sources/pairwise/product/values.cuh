@@ -17,8 +17,8 @@ __device__ __forceinline__ constexpr int row_of(int value) { return value / 2 % 
 
 // Of a thread's two rows: what their values are multiplied by, powers of two.
 struct Scales {
-    static constexpr int MOST = 100, AIM = 11;
-    float factor[2] = {1.267650600e30f, 1.267650600e30f};  // 2^MOST
+    static constexpr int MOST = 126, AIM = 11;
+    float factor[2] = {8.507059173e37f, 8.507059173e37f};  // 2^MOST: the least number becomes 1
 };
 
 // What a thread has summed: two rows of its columns, from each GROUP of n on its way to all.

@@ -1,6 +1,8 @@
 // The sums of a tile by wgmma: 64 x TILE_N of a warpgroup.
 #pragma once
 
+static_assert(STAGES > 1, "a stage is given back when the products of the next one have begun");
+
 // A ring of things in shared memory: the one that is next, and the parity of its barrier's phase.
 template <int COUNT>
 struct Ring {

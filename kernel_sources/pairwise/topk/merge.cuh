@@ -27,7 +27,7 @@ struct Found {
         : key(key_of(LARGEST ? -parameters.values[at] : parameters.values[at])),
           place(parameters.places[at]) {}
 
-    // In the order of topk/lists.cuh.
+    // In the order of topk/topk.cuh.
     __device__ __forceinline__ bool is_before(const Found& other) const {
         if (place < 0 || other.place < 0) return place >= 0;
         return key != other.key ? key < other.key : place < other.place;

@@ -18,6 +18,12 @@ struct Nearest : List {
         else missed = true;
     }
 
+    // Behind later places: one that equals the last entry may come before it. There is room, as of
+    // what is added late and what was added since the last settlement WAITING is no less.
+    __device__ __forceinline__ void add_late(float value, int n) {
+        push(LARGEST ? -value : value, n);
+    }
+
     // All lanes of a warp call it together. What is behind any list of a row is none of its k, nor
     // is what is behind a quarter of k in each: of 10 among 100000, 150 values pass and not 350.
     __device__ __forceinline__ void settle() {

@@ -96,7 +96,7 @@ struct List {
         for (int slot = 0; slot < k; ++slot) {
             u64 entry = at(slot);
             float x = number_of(u32(entry >> 32));
-            values[slot] = LARGEST ? -x : x;
+            values[slot] = LARGEST ? 0.0f - x : x;  // no -0
             places[slot] = entry == NOTHING ? -1 : first + u32(entry);
         }
     }

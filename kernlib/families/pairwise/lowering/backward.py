@@ -149,11 +149,16 @@ def rows_of(made: Variant, hyper: int) -> int:
     return rows
 
 
+def fits(problem: Problem, hyper: int) -> bool:
+    """Whether the totals of a block, of so many hyperparameters too, have room."""
+    return shared(variant(problem, hyper), hyper) <= STATIC_BYTES
+
+
 def shared(made: Variant, hyper: int) -> int:
     """Bytes of static shared memory: a stage of lines, and the totals of a block."""
     line = made.k + made.columns * (2 if made.role == "both" else 1)
     sums = made.rows * (made.points * made.k + made.values * made.columns) + hyper
-    return STAGE * round_up(line, 4) * 4 + THREADS * round_up(sums, 4) * 4 + 64
+    return STAGE * round_up(line, 4) * 4 + THREADS * round_up(sums, 4) * 4 + 16  # a word
 
 
 def spec(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> KernelSpec:

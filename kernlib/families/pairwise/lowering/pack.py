@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, Problem
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -59,7 +59,7 @@ class Workspace(NamedTuple):
 
 def is_product(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether a call's sums are squared distances or dot products, of sizes and types known."""
-    if problem.dtype not in FLOAT_SUMS or problem.k < 1:
+    if problem.dtype not in FLOAT_SUMS or problem.k < 1 or problem.batch > MAX_BATCH_BLOCKS:
         return False
     if not is_difference(descriptor, problem) and not is_dot(descriptor):
         return False

@@ -75,6 +75,8 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str | No
         return False
     if problem.columns > WIDTHS[-1] or max(problem.m, problem.n) > pack.MAX_SIZE:
         return False
+    if problem.batch > direct.MAX_BATCH_BLOCKS:
+        return False
     gated = problem._replace(columns=min(problem.columns, direct.WIDTHS[-1]))
     on_lanes, of_words = is_on_lanes(descriptor, problem), is_of_words(descriptor, problem)
     if not (on_lanes or of_words) or not direct.fits(gated, arch):

@@ -47,6 +47,7 @@ FEWEST_WAITING = 4  # as many as are looked at together
 FEWEST_ROWS = 64  # of a block
 RESIDENT_THREADS = 768  # of a multiprocessor, as __launch_bounds__ promises of one row a thread
 SHARES = 2  # threads of a row of a tile
+FEWEST_STAGES = 2  # of products: one is given back when the next one's products have begun
 ENTRY_BYTES, VALUE_BYTES, PLACE_BYTES = 8, 4, 8
 # Features of products from which on blocks of the matrix, which tensor cores make, are sorted
 # faster than tiles give their lists.
@@ -169,6 +170,8 @@ def _by_products(
     made = made._replace(
         reducer="Nearest", columns=BIG_TILE, warpgroups=2, kept=behind.kept, largest=largest
     )
+    if made.stages < FEWEST_STAGES:  # beside lists of 16 and 129 features of one word on
+        made = made._replace(resident=0)
     made = made._replace(ordered=made.resident == 2)
     place = pack.workspace(problem, made)
     row_blocks = ceil_div(problem.m, made.rows)

@@ -22,8 +22,11 @@ NARROW, MIDDLE = 32, 64  # up to which registers hold the sums of four and three
 DEPTHS = (16, 32, 64, 128)  # features of sums of words
 NORMS, MOST_ENTRIES = 6, 208  # entries of norms, and of a point of folded exponents
 LANES = 4  # features up to which squares on the lanes take fewer issue slots than sums of words
-# Terms whose sums are in a unit (unit.cuh), or long.
-SCALED = {None, "Power", "PowerOnDevice", "ExpPower", "ExpPowerOnDevice", "PowerLog"}
+# Terms that take numbers of the call, which sums on the lanes do not have, or a unit (unit.cuh).
+NUMBERED = {
+    None, "Power", "PowerOnDevice", "PowerLog",
+    "ExpPower", "ExpPower1", "ExpPower2", "ExpPowerOnDevice",
+}  # fmt: skip
 # What Finish ends with where values are exponentials of a multiple of the sum alone.
 EXPONENT = re.compile(r"AccT v = s;\n\s*v = exp2_approximate\(v \* (\w+)\);\n\s*return v;")
 TILE_N, STEP, GROUP = 64, 16, 256  # n of a stage, of a wgmma, and of those summed in one go
@@ -93,13 +96,15 @@ class Variant(NamedTuple):
 def pays(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether it beats the other ways to compute a product, by microseconds fitted to squares of
     512 to 16384 points of 3 to 128 features and 1 to 128 columns on an H100."""
-    pairs, columns = problem.m * problem.n * problem.batch, problem.columns
+    columns, count = problem.columns, ceil_div(problem.columns, WIDTHS[-1])
+    # Tiles as they are padded, which of a batch of small matrices is most of them.
+    tiles = round_up(problem.m, 3 * TILE_N) * round_up(problem.n, GROUP) * problem.batch
     each = 0.5 if is_exponent(descriptor, problem) else 0.9  # of a million pairs
-    count = ceil_div(columns, WIDTHS[-1])
     each = count * (each + 0.01 * problem.k) + 0.004 * columns
     launches = count * (30 + (7 if problem.k > LANES else 0))
     launches += 1.5 * ceil_div(columns, direct.WIDTHS[-1])
-    return launches + pairs * 1e-6 * each < _others(problem, pairs, columns)
+    pairs = problem.m * problem.n * problem.batch
+    return launches + tiles * 1e-6 * each < _others(problem, pairs, columns)
 
 
 def _others(problem: Problem, pairs: int, columns: int) -> float:
@@ -116,8 +121,8 @@ def _others(problem: Problem, pairs: int, columns: int) -> float:
 
 
 def is_on_lanes(descriptor: Pairwise, problem: Problem) -> bool:
-    """Whether the lanes sum, exactly: norms of few features without logarithms."""
-    if inner_codes(descriptor).get(problem.inner) in SCALED or is_norm(problem):
+    """Whether the lanes sum, exactly: norms of few features whose terms have no numbers."""
+    if inner_codes(descriptor).get(problem.inner) in NUMBERED or is_norm(problem):
         return False
     return problem.k <= LANES or (
         problem.k <= direct.SMALL_K and not is_of_words(descriptor, problem)

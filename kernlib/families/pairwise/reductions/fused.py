@@ -159,7 +159,13 @@ def _made(
     descriptor, problem = request.descriptor, problem_of(request, shape, points, gradient)
     values = "v" in wanted and not is_norm(_Outer(problem.root, problem.inner))
     roles = _roles(descriptor, points, values, bool(hyper), shared and shape.m == shape.n)
-    lowered = _lowered(request, problem, derivatives, roles, max(1, shape.columns))
+    columns = max(1, shape.columns)
+    widest = slice(0, min(columns, lowering.COLUMNS))
+    for role in roles:
+        own = _of_role(problem, role, widest, descriptor.operator)
+        if not lowering.fits(own, len(hyper) * role.totals):
+            return None
+    lowered = _lowered(request, problem, derivatives, roles, columns)
     build([spec for each, *_ in lowered for spec in each.specs], request.a.get_device())
     return Gradients(
         slots=checks.slots(descriptor),

@@ -45,7 +45,7 @@ def chosen(reduction: str, request: Request, k: int, largest: bool):
         if reduction == "min":
             found = operation.run("min", descriptor, a, b, None, None, *offsets, values, wide=True)
             return tuple(t[..., None] for t in found)
-        arguments.check_k(k, b.shape[-2])
+        arguments.check_k(k, arguments.shape_of(request).n)
         wanted = Nearest(k, largest)
         return operation.run(wanted, descriptor, a, b, None, None, *offsets, values, wide=True)
 

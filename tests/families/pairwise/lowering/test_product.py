@@ -50,6 +50,14 @@ def sums(descriptor, precision="fp32", **changes):
         (kl.p_distance(), {"inner": 2.0, "root": True}, True),
         (kl.p_distance(), {"inner": "any", "root": True, "k": 3}, False),  # by logarithms
         (kl.p_distance(), {"inner": 3.0, "root": True, "k": 3}, False),  # sums computed anew
+        (kl.exp_power_sum(), {"inner": 1.0, "k": 8}, False),  # whose terms have a scale
+        (kl.exp_power_sum(), {"inner": 2.0, "k": 3}, False),
+        (kl.power_sum(), {"inner": 4.0, "k": 8}, True),
+        (
+            GAUSSIAN,
+            {"k": 3, "m": 32, "n": 32, "batch": 70000},
+            False,
+        ),  # of which grids have no room
         (kl.l1_distance(), {"k": 16}, True),
         (kl.l1_distance(), {"k": 17}, False),
         (kl.gaussian(direct=True), {"k": 16}, True),
@@ -72,6 +80,7 @@ def test_it_pays_for_many_columns_and_pairs():
         assert product.pays(GAUSSIAN, problem(k=k, **large))
         assert product.pays(MATERN, problem(k=k, **large))
         assert not product.pays(GAUSSIAN, problem(k=k, columns=1, **small))
+    assert not product.pays(GAUSSIAN, problem(k=3, m=32, n=32, batch=20000))  # mostly padding
     assert not product.pays(MATERN, problem(k=3, columns=4, **large))  # the lanes sum both
     assert product.pays(GAUSSIAN, problem(k=10, columns=512, **large))
     assert not product.pays(GAUSSIAN, problem(k=64, columns=512, **small))  # one block of it

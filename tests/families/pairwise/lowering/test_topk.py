@@ -191,6 +191,17 @@ def test_large_products_go_to_tensor_cores(changes, taken):
         assert takes(**fields) and not takes(**fields | {"precision": None})
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("kept", [1, 10, 11, 16])
+def test_products_have_a_stage_to_fill_while_one_is_read(kept, precision):
+    """A ring of one would wait for itself."""
+    for k in (17, 64, 65, 128, 129, 200, 256):
+        fields = {"k": k, "m": 30_000, "n": 30_000, "precision": precision, "kept": kept}
+        sources = [s.spec.source for s in lowered(**fields).steps]
+        (main,) = [text for text in sources if "split/reduce.cuh" in text]
+        assert int(main.split(" STAGES = ")[1].split(";")[0]) >= 2, k
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("k", [64, 100])
 def test_products_and_what_waits_behind_them_fill_the_same_lists(k, batch):

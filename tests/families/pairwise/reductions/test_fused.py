@@ -288,6 +288,17 @@ def test_what_the_kernel_does_not_know(name):
     assert found is None
 
 
+def test_more_totals_than_shared_memory_holds_go_another_way():
+    terms = [f"c{i}" for i in range(20)]
+    text = " + ".join(f"{name} * v" for name in terms)
+    descriptor = kl.dot_product(epilogue=kl.Custom(text, tuple(terms)))
+    values = {name: torch.tensor(1.0) for name in terms}
+    x, v = points(40, 16).detach(), points(40, 4).detach()
+    request = checks.request_of(descriptor, x, x, v, 0, 0, values)
+    wanted, shape = ["a", "b", "v", *terms], checks.shape_of(request)
+    assert fused.gradients(request, shape, wanted, torch.ones(1, 40, 4), True) is None
+
+
 def test_norms_leave_the_gradient_of_v_to_a_product(launches, monkeypatch):
     asked = []
     product = gradients.transposed_product

@@ -165,6 +165,8 @@ def test_empty_sizes():
             choose(GAUSSIAN, a, none, bandwidth=1.0)
     with pytest.raises(ValueError, match="k must be from 1 to the 0 points"):
         kl.kernel_topk(GAUSSIAN, a, none, bandwidth=1.0)
+    with pytest.raises(ValueError):
+        kl.kernel_topk(GAUSSIAN, a[:, 0], b[:, 0], bandwidth=1.0)
 
 
 def test_the_first_of_equal_values_and_nan():

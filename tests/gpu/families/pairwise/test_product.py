@@ -97,6 +97,14 @@ def test_norms_without_products(features, launched):
     assert error(found, kl.laplace_l1(), a, b, v, bandwidth=3.0) <= ERROR
 
 
+@pytest.mark.parametrize("p", (1.0, 2.0, 1.5))
+def test_terms_with_numbers_of_the_call_go_another_way(p):
+    a, b, v = points(300, 700, 8, 30)
+    values = {"p": p, "inner_scale": -0.5}
+    found = kl.kernel_matmul(kl.exp_power_sum(), a, b, v, **values)
+    assert error(found, kl.exp_power_sum(), a, b, v, **values) <= ERROR
+
+
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("features", (3, 20))
 def test_half_types_are_summed_in_float32(dtype, features, launched):
@@ -140,7 +148,7 @@ def test_hostile_data(name, features, launched):
     assert error(found, GAUSSIAN, a, b, v, bandwidth=1.5 * features**0.5) <= ERROR
 
 
-@pytest.mark.parametrize("scale", (1e-12, 1e12))
+@pytest.mark.parametrize("scale", (1e-36, 1e-12, 1e12))
 def test_values_of_all_sizes(scale, launched):
     """Scales of rows follow values that grow from tile to tile."""
     descriptor = kl.Pairwise(
@@ -148,9 +156,20 @@ def test_values_of_all_sizes(scale, launched):
     )
     a, b, v = points(200, 2000, 3, 20)
     b *= torch.linspace(0.1, 100, 2000, device="cuda")[:, None]
+    v *= min(1.0, 1 / scale) if scale < 1e-30 else 1.0
     found = kl.kernel_matmul(descriptor, a, b, v, s=scale)
     assert launched
     assert error(found, descriptor, a, b, v, s=scale) <= ERROR
+
+
+@pytest.mark.parametrize("features", (3, 10))
+@pytest.mark.parametrize("size", (1e30, 1e36))
+def test_large_v_whose_scaled_sums_leave_the_range(size, features, launched):
+    a, b, v = points(300, 3000, features, 20)
+    v = v.abs() * (size / 100)
+    found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=3.0)
+    assert launched and found.isfinite().all()
+    assert error(found, GAUSSIAN, a, b, v, bandwidth=3.0) <= ERROR
 
 
 @pytest.mark.parametrize("where", ("a", "b", "v"))

@@ -113,6 +113,30 @@ def test_products_take_the_first_of_equal_points(largest, products, seed):
     check(kl.squared_distance(symmetric=True), a, None, 10, largest, relative=PRODUCTS)
 
 
+def test_products_take_the_first_of_values_that_are_all_equal(products):
+    """Those of pairs computed by differences too, which come behind those of later columns."""
+    x = points(500, 64)
+    values, places = kl.kernel_topk(kl.gaussian(), x, x, 10, True, bandwidth=1e9)
+    assert (values == 1).all()
+    assert torch.equal(places, torch.arange(10, device="cuda").expand(500, 10))
+
+
+def test_products_in_tf32(products):
+    a, b = points(700, 200), points(3000, 200)
+    found, places = kl.kernel_topk(kl.squared_distance(precision="tf32"), a, b, 16)
+    matrix = reference(SQUARES, a, b)
+    torch.testing.assert_close(
+        found.cpu().double(), matrix.sort(-1).values[:, :16], rtol=1e-2, atol=0
+    )
+    assert (places.sort(-1).values.diff(dim=-1) > 0).all()
+
+
+def test_no_negative_zero():
+    a, b = torch.zeros(5, 3, device="cuda"), torch.full((9, 3), 100.0, device="cuda")
+    values, _ = kl.kernel_topk(kl.gaussian(), a, b, 2, True, bandwidth=0.1)
+    assert (values == 0).all() and not values.signbit().any()
+
+
 DESCRIPTORS = {
     "gaussian": (kl.gaussian(), {"bandwidth": 3.0}),
     "epsilon": (kl.laplace_l1(), {"bandwidth": 3.0, "epsilon": 1e-3}),
