@@ -20,7 +20,7 @@ from tests.support.paths import ROOT
 BENCH = import_module("kernlib.cli.bench")
 FAMILIES = ("pairwise", "Kronecker-sparse", "Kronecker product", "sparse", "block-sparse")
 DEMO = import_module("kernlib.cli.demo")
-KERNELS = 9  # of the demo
+KERNELS = 10  # of the demo
 
 
 def counts(stderr: str) -> dict[str, int]:
