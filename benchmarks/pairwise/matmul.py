@@ -11,7 +11,7 @@ import torch
 import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session, attempt
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise.problems import exact_distances, float32_products, floor_ms, race, timed
+from benchmarks.pairwise.problems import against_torch, exact_distances, float32_products, floor_ms
 
 BLOCK_ENTRIES = 1 << 28  # of K that torch holds at once: 1 GB
 LANES_FEATURES = 16  # up to which tensor cores have nothing to gain from a squared distance
@@ -137,15 +137,10 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     rows = sample_rows(problem.points, device)
     wanted = exact(problem, *buffers[:3], rows)
 
-    def measured(name: str, call: Callable) -> tuple[float, float]:
-        eager = name == "torch"
-        return timed(session, call, buffers, lambda out: relative_error(out[rows], wanted), eager)
+    def error(out) -> float:
+        return relative_error(out[rows], wanted)
 
-    with float32_products(problem.kind):
-        ours, error = measured("kernlib", kernel(problem))
-        row = Row(problem.name, "ms", ours, *problem.floor(Device.current()), error=error)
-        row.must = problem.must
-        return race(row, {"torch": plain(problem)}, measured)
+    return against_torch(problem, session, buffers, error, kernel(problem), plain(problem))
 
 
 def peak_bytes(call: Callable, buffers: tuple) -> int:

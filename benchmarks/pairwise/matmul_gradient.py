@@ -12,7 +12,7 @@ import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import Device, relative_error, sample_rows
 from benchmarks.pairwise import matmul
-from benchmarks.pairwise.problems import float32_products, floor_ms, race, timed
+from benchmarks.pairwise.problems import against_torch, floor_ms
 
 EXACT_ENTRIES = 1 << 24  # of K in float64 at once, times the features
 
@@ -159,14 +159,7 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
         pairs = zip(problem.wanted, found, wanted, strict=True)
         return max(relative_error(t if n == "bandwidth" else t[rows], w) for n, t, w in pairs)
 
-    def measured(name: str, call: Callable) -> tuple[float, float]:
-        return timed(session, call, buffers, error, name == "torch")
-
-    with float32_products(problem.kind):
-        ours, our_error = measured("kernlib", kernel(problem))
-        row = Row(problem.name, "ms", ours, *problem.floor(Device.current()), error=our_error)
-        row.must = problem.must
-        return race(row, {"torch": plain(problem)}, measured)
+    return against_torch(problem, session, buffers, error, kernel(problem), plain(problem))
 
 
 def cases() -> list[Case]:

@@ -11,7 +11,7 @@ import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import Device, relative_error, sample_rows
 from benchmarks.pairwise.matmul import BLOCK_ENTRIES, LANES_FEATURES
-from benchmarks.pairwise.problems import exact_distances, float32_products, floor_ms, race, timed
+from benchmarks.pairwise.problems import against_torch, exact_distances, floor_ms
 
 
 class Problem(NamedTuple):
@@ -78,15 +78,10 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     rows = sample_rows(problem.points, device)
     wanted = exact(problem, *buffers[:2], rows)
 
-    def measured(name: str, call: Callable) -> tuple[float, float]:
-        found = lambda out: relative_error(out[0][rows], wanted)  # noqa: E731
-        return timed(session, call, buffers, found, name == "torch")
+    def error(out) -> float:
+        return relative_error(out[0][rows], wanted)
 
-    with float32_products(problem.kind):
-        ours, error = measured("kernlib", kernel(problem))
-        row = Row(problem.name, "ms", ours, *problem.floor(Device.current()), error=error)
-        row.must = problem.must
-        return race(row, {"torch": plain(problem)}, measured)
+    return against_torch(problem, session, buffers, error, kernel(problem), plain(problem))
 
 
 def cases() -> list[Case]:

@@ -93,3 +93,19 @@ def race(row: Row, rivals: dict[str, Callable], measured: Callable) -> Row:
         if found is not None:
             row.rivals[name], row.rival_errors[name] = found[0] * UNITS_PER_MS[row.unit], found[1]
     return row
+
+
+def against_torch(
+    problem, session: Session, buffers: tuple, error_of: Callable, ours: Callable, plain: Callable
+) -> Row:
+    """The row of a problem with a name, a ``kind``, a ``must`` and a ``floor(device)``: kernlib,
+    then plain torch, which compiles nothing and may take seconds."""
+
+    def measured(name: str, call: Callable) -> tuple[float, float]:
+        return timed(session, call, buffers, error_of, name == "torch")
+
+    with float32_products(problem.kind):
+        time, error = measured("kernlib", ours)
+        row = Row(problem.name, "ms", time, *problem.floor(Device.current()), error=error)
+        row.must = problem.must
+        return race(row, {"torch": plain}, measured)

@@ -33,6 +33,7 @@
 #include "pairwise/product/parameters.cuh"
 #include "pairwise/reduce/math.cuh"
 #include "pairwise/split/parameters.cuh"
+#include "pairwise/split/ring.cuh"
 
 constexpr int TILE_M = 64 * WARPGROUPS;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
@@ -87,18 +88,9 @@ struct Shared {
     u64 *full, *empty, *resident_full;
 };
 
-// A ring's next stage, and the parity of its barrier's phase.
-struct Ring {
-    int place = 0, parity;
-    __device__ __forceinline__ explicit Ring(int parity) : parity(parity) {}
-    __device__ __forceinline__ void advance() {
-        if (++place == STAGES) place = 0, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ void produce(const ProductLaunch& p, const Shared& s, const Part& part,
                                         i64 l) {
-    Ring stage(1);
+    Ring<STAGES> stage(1);
     i64 tile = part.first / TILE_N;
 #if FEATURES
     const unsigned char* b = p.packed_b + l * p.b_packed_stride + tile * POINT_BYTES;
@@ -218,7 +210,7 @@ __device__ __forceinline__ void store(const Totals& totals, const Scales& scales
 __device__ __forceinline__ void consume(const ProductLaunch& launch, const Shared& s,
                                         const Part& part, i64 l) {
     const Parameters& p = launch.parameters;
-    Ring stage(0);
+    Ring<STAGES> stage(0);
     Rows rows(launch, l, part.m0 + (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4);
     Scales scales;
     Totals totals;

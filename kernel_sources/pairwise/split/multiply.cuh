@@ -1,17 +1,9 @@
 // The sums of a tile by wgmma: 64 x TILE_N of a warpgroup.
 #pragma once
 
-static_assert(STAGES > 1, "a stage is given back when the products of the next one have begun");
+#include "pairwise/split/ring.cuh"
 
-// A ring of things in shared memory: the one that is next, and the parity of its barrier's phase.
-template <int COUNT>
-struct Ring {
-    int place = 0, parity;
-    __device__ __forceinline__ explicit Ring(int parity) : parity(parity) {}
-    __device__ __forceinline__ void advance() {
-        if (++place == COUNT) place = 0, parity ^= 1;
-    }
-};
+static_assert(STAGES > 1, "a stage is given back when the products of the next one have begun");
 
 // Warpgroups that issue their products in turns run half a promotion apart, so that one's products
 // fill the time in which the other one adds.

@@ -96,7 +96,7 @@ def knows(problem: Problem) -> bool:
 def fastest(problem: Problem, known: Sequence[Choice]) -> str:
     """The kind that is estimated to take least time, of those of candidates by preference. Between
     `interleaved` and `transposed`, where l are in whole sectors, the model of the latter decides,
-    which was measured of larger problems."""
+    which was measured of larger problems. Of odd sizes much scratch wants a clear gain."""
     first = {choice["kind"]: choice for choice in reversed(known)}
     kinds = interleaved.KIND, via_batch_last.KIND
     if all(kind in first for kind in kinds) and _is_in_sectors(problem):

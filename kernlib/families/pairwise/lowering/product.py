@@ -26,17 +26,16 @@ from kernlib.families.pairwise.lowering.wide import (
     TILE_N,
     WIDTHS,
     Variant,
-    behind,
-    default,
     is_of_words,
     is_on_lanes,
     pays,
+    variants,
 )
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
-__all__ = ["WIDTHS", "behind", "default", "lower", "pays", "takes", "widths"]
+__all__ = ["WIDTHS", "lower", "pays", "takes", "variants", "widths"]
 
 FAR, CLOSED = 4, 8  # bytes from the count of doubtful pairs on: struct Gate
 EIGHT = 8  # columns that a block packs
@@ -86,13 +85,6 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str | No
     stages = min(each.stages for each in (variant, second) if each)
     size = workspace(problem, variant, second).size
     return stages >= LEAST_STAGES and blocks <= MAX_BLOCKS and size <= pack.MAX_WORKSPACE
-
-
-def variants(descriptor, problem: Problem, precision: str | None) -> tuple[Variant, Variant | None]:
-    """That of a call, and the one behind it where that is of folded exponents."""
-    variant = default(descriptor, problem, precision)
-    folded = variant.sums == "folded"
-    return variant, behind(descriptor, problem, precision) if folded else None
 
 
 def widths(columns: int) -> list[tuple[int, int]]:

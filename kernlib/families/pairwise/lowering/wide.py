@@ -31,6 +31,7 @@ NUMBERED = {
 EXPONENT = re.compile(r"AccT v = s;\n\s*v = exp2_approximate\(v \* (\w+)\);\n\s*return v;")
 TILE_N, STEP, GROUP = 64, 16, 256  # n of a stage, of a wgmma, and of those summed in one go
 LEAST_STAGES, MAX_STAGES = 2, 8
+FOLDED, UNFOLDED = 0.5, 0.9  # microseconds of a million pairs
 
 
 class Variant(NamedTuple):
@@ -96,15 +97,21 @@ class Variant(NamedTuple):
 def pays(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether it beats the other ways to compute a product, by microseconds fitted to squares of
     512 to 16384 points of 3 to 128 features and 1 to 128 columns on an H100."""
+    pairs = problem.m * problem.n * problem.batch
+    others = _others(problem, pairs, problem.columns)
+    if _time(problem, FOLDED) >= others:  # as most calls, of whose epilogue nothing is asked
+        return False
+    return is_exponent(descriptor, problem) or _time(problem, UNFOLDED) < others
+
+
+def _time(problem: Problem, each: float) -> float:
+    """Microseconds, of which a million pairs take ``each`` beside their features and columns."""
     columns, count = problem.columns, ceil_div(problem.columns, WIDTHS[-1])
     # Tiles as they are padded, which of a batch of small matrices is most of them.
     tiles = round_up(problem.m, 3 * TILE_N) * round_up(problem.n, GROUP) * problem.batch
-    each = 0.5 if is_exponent(descriptor, problem) else 0.9  # of a million pairs
-    each = count * (each + 0.01 * problem.k) + 0.004 * columns
     launches = count * (30 + (7 if problem.k > LANES else 0))
     launches += 1.5 * ceil_div(columns, direct.WIDTHS[-1])
-    pairs = problem.m * problem.n * problem.batch
-    return launches + tiles * 1e-6 * each < _others(problem, pairs, columns)
+    return launches + tiles * 1e-6 * (count * (each + 0.01 * problem.k) + 0.004 * columns)
 
 
 def _others(problem: Problem, pairs: int, columns: int) -> float:
@@ -134,12 +141,14 @@ def is_of_words(descriptor: Pairwise, problem: Problem) -> bool:
     return taken and problem.k <= DEPTHS[-1]
 
 
-def default(descriptor: Pairwise, problem: Problem, precision: str | None) -> Variant:
-    """The variant of a call, of folded exponents where its epilogue is one."""
-    made = behind(descriptor, problem, precision)
-    if not made.behind:
-        return made
-    return _fitting(made._replace(sums="folded", depth=_entries(problem)))
+def variants(
+    descriptor: Pairwise, problem: Problem, precision: str | None
+) -> tuple[Variant, Variant | None]:
+    """That of a call, of folded exponents where its epilogue is one, and then the one behind it."""
+    second = _plain(descriptor, problem, precision)
+    if not second.behind:
+        return second, None
+    return _fitting(second._replace(sums="folded", depth=_entries(problem))), second
 
 
 def _entries(problem: Problem) -> int:
@@ -147,7 +156,7 @@ def _entries(problem: Problem) -> int:
     return round_up(NORMS + 3 * problem.k, STEP)
 
 
-def behind(descriptor: Pairwise, problem: Problem, precision: str | None) -> Variant:
+def _plain(descriptor: Pairwise, problem: Problem, precision: str | None) -> Variant:
     """The variant of a call whose exponents are not folded."""
     copies = PRECISIONS[precision or "fp32"]  # none is permitted where sums are no products
     on_lanes = is_on_lanes(descriptor, problem)

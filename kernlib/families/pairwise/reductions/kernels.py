@@ -76,8 +76,8 @@ def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> boo
     whole = problem_of(reduction, request, shape, shape.columns)
     problem = whole._replace(columns=min(shape.columns, product.WIDTHS[-1]))
     permitted = precision(request.descriptor)
-    taken = product.takes(request.descriptor, problem, arch, permitted)
-    return taken and product.pays(request.descriptor, whole)
+    pays = product.pays(request.descriptor, whole)
+    return pays and product.takes(request.descriptor, problem, arch, permitted)
 
 
 def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:

@@ -17,10 +17,10 @@ from kernlib.families.pairwise.lowering import reduce
 from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.reductions import arguments, fused
-from kernlib.jit import sources, targets
+from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
 from kernlib.lowering.steps import NUMBER
-from tests.families.pairwise.lowering.test_direct import KINDS, Scalar
+from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
@@ -154,22 +154,6 @@ def test_a_constant_factor_is_found_with_its_sign(text, constant, rest):
 # The parameter block, against the struct of the CUDA source.
 
 
-def parameters_type(scalars):
-    text = (sources.root() / "pairwise" / "reduce/gradient.cuh").read_text()
-    body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
-    fields = []
-    for line in re.sub(r"//.*", "", body).split(";"):
-        if not line.strip():
-            continue
-        kind, declared = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(.*)", line.strip()).groups()
-        known = {**KINDS, "double": ctypes.c_double}
-        base = ctypes.c_uint64 if "*" in kind else known.get(kind, Scalar)
-        for name in declared.split(","):
-            name, array = re.fullmatch(r"\s*(\w+)(\[SCALARS\])?", name).groups()
-            fields.append((name, base * scalars if array else base))
-    return type("Parameters", (ctypes.Structure,), {"_fields_": fields})
-
-
 def test_the_parameter_block_is_the_struct_of_the_source():
     count = scalar_count(GAUSSIAN)
     layouts = {
@@ -181,7 +165,7 @@ def test_the_parameter_block_is_the_struct_of_the_source():
     step = only(found)
     numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
     head = struct.pack("<7Q" + NUMBER * count, 1, 2, 3, 4, 5, 6, 7, *numbers)
-    kind = parameters_type(count)
+    kind = parameters_type("reduce/gradient.cuh", count)
     data = head + step.fixed
     assert ctypes.sizeof(kind) == len(data)
     read = kind.from_buffer_copy(data)

@@ -18,7 +18,10 @@ from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit import sources, targets
 from kernlib.lowering import dtypes
 from kernlib.lowering.steps import NUMBER
+from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.kernels import only
+
+SOURCE = "direct/direct.cuh"
 
 L1, LAPLACE, NORM = kl.l1_distance(), kl.laplace_l1(), kl.p_distance()
 SIGNED = kl.Pairwise(inner=kl.Identity())
@@ -93,7 +96,7 @@ def test_a_last_run_that_is_cut_short_forbids_wide_loads(k, n):
 
 
 def read(found, descriptor=L1, scalar_strides=None):
-    return parameters_type(lowering.scalar_count(descriptor)).from_buffer_copy(
+    return parameters_type(SOURCE, lowering.scalar_count(descriptor)).from_buffer_copy(
         block(found, descriptor)
     )
 
@@ -287,28 +290,6 @@ def test_shared_memory_is_what_the_source_uses(dtype, k, m):
 
 # The parameter block, against the struct of the CUDA source.
 
-KINDS = {"i64": ctypes.c_int64, "int": ctypes.c_int32, "View": ctypes.c_int64 * 3}
-
-
-class Scalar(ctypes.Structure):
-    _fields_ = [("value", ctypes.c_double), ("device", ctypes.c_uint64)]
-
-
-def parameters_type(scalars):
-    """struct Parameters as a C compiler lays it out, read from pairwise.cuh."""
-    text = (sources.root() / "pairwise/direct/direct.cuh").read_text()
-    body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
-    fields = []
-    for line in re.sub(r"//.*", "", body).split(";"):
-        if not line.strip():
-            continue
-        kind, declared = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(.*)", line.strip()).groups()
-        base = ctypes.c_uint64 if "*" in kind else KINDS.get(kind, Scalar)
-        for name in declared.split(","):
-            name, array = re.fullmatch(r"\s*(\w+)(\[SCALARS\])?", name).groups()
-            fields.append((name, base * scalars if array else base))
-    return type("Parameters", (ctypes.Structure,), {"_fields_": fields})
-
 
 def block(found, descriptor, pointers=(1, 2, 3), numbers=None):
     count = lowering.scalar_count(descriptor)
@@ -329,7 +310,7 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
     found = lower(descriptor, given, "sm_90a", 132, strides)
     numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
     data = block(found, descriptor, (2**47 + 1, 2**47 + 2, 2**47 + 3), numbers)
-    kind = parameters_type(count)
+    kind = parameters_type(SOURCE, count)
     assert ctypes.sizeof(kind) == len(data)
     read = kind.from_buffer_copy(data)
     assert (read.a, read.b, read.out) == (2**47 + 1, 2**47 + 2, 2**47 + 3)

@@ -18,7 +18,7 @@ from kernlib.families.pairwise.reductions import kernels
 from kernlib.jit import sources, targets
 from kernlib.jit.compiler import compile_spec
 from kernlib.lowering.steps import NUMBER
-from tests.families.pairwise.lowering.test_direct import KINDS, Scalar
+from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.kernels import only, stem
 from tests.support.speeds import slow_but
 
@@ -130,21 +130,6 @@ def test_epsilon_costs_nothing_where_it_is_not_given(epsilon):
 # The parameter block, against the struct of the CUDA source.
 
 
-def parameters_type(scalars):
-    text = (sources.root() / "pairwise" / "reduce/parameters.cuh").read_text()
-    body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
-    fields = []
-    for line in re.sub(r"//.*", "", body).split(";"):
-        if not line.strip():
-            continue
-        kind, declared = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(.*)", line.strip()).groups()
-        base = ctypes.c_uint64 if "*" in kind else KINDS.get(kind, Scalar)
-        for name in declared.split(","):
-            name, array = re.fullmatch(r"\s*(\w+)(\[SCALARS\])?", name).groups()
-            fields.append((name, base * scalars if array else base))
-    return type("Parameters", (ctypes.Structure,), {"_fields_": fields})
-
-
 @pytest.mark.parametrize("descriptor", [kl.l1_distance(), GAUSSIAN, kl.laplace_pq()], ids=str)
 def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
     count = scalar_count(descriptor)
@@ -156,7 +141,7 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
     found = lowering.lower(descriptor, given, HERE, 132, strides)
     numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
     head = struct.pack(f"<{len(lowering.OPERANDS)}Q" + NUMBER * count, 1, 2, 3, 4, 5, *numbers)
-    kind = parameters_type(count)
+    kind = parameters_type("reduce/parameters.cuh", count)
     data = head + only(found).fixed
     assert ctypes.sizeof(kind) == len(data)
     read = kind.from_buffer_copy(data)

@@ -2,7 +2,6 @@
 what NVRTC makes of it."""
 
 import ctypes
-import re
 import struct
 
 import pytest
@@ -18,7 +17,7 @@ from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import sources, targets
 from kernlib.jit.compiler import compile_spec
 from kernlib.lowering.steps import WORKSPACE
-from tests.families.pairwise.lowering.test_direct import KINDS
+from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.kernels import only, stem
 from tests.support.speeds import slow_but
 
@@ -143,17 +142,9 @@ def test_one_list_is_the_result():
 
 
 def test_the_merge_reads_its_parameter_block():
-    text = (sources.root() / "pairwise/topk/merge.cuh").read_text()
-    body = re.sub(r"//.*", "", re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1])
-    fields = []
-    for line in body.split(";"):
-        if line.strip():
-            kind, names = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(.*)", line.strip()).groups()
-            base = ctypes.c_uint64 if "*" in kind else KINDS[kind]
-            fields += [(name.strip(), base) for name in names.split(",")]
-    names = [name for name, _ in fields]
+    kind = parameters_type("topk/merge.cuh")
+    names = [name for name, _ in kind._fields_]
     assert names == ["values", "places", "out", "indices", "rows", "lists", "k"]
-    kind = type("Parameters", (ctypes.Structure,), {"_fields_": fields})
     merge = lowered(k=64).steps[1]
     assert ctypes.sizeof(kind) == 8 * len(merge.pointers) + len(merge.fixed)
 
