@@ -141,8 +141,9 @@ def by_gpytorch(data: Data, steps: int, title: str) -> tuple[Model, list[list[fl
 
     likelihood = gpytorch.likelihoods.GaussianLikelihood().to(data.x.device)
     exact = Exact(likelihood).to(data.x.device)
-    exact.covariance.base_kernel.lengthscale = math.exp(1.0)
-    exact.covariance.outputscale, likelihood.noise = 1.0, math.exp(-1.0)
+    exact.covariance.base_kernel.initialize(lengthscale=math.exp(1.0))
+    exact.covariance.initialize(outputscale=1.0)
+    likelihood.initialize(noise=math.exp(-1.0))
     optimizer = torch.optim.Adam(exact.parameters(), lr=RATE)
     likelihood_of = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, exact)
     exact.train()
