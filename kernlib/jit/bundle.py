@@ -11,16 +11,14 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-import threading
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import lmdb
 
 from kernlib.jit import entry, permissions, toolchain
 from kernlib.jit.entry import Entry
-from kernlib.jit.environment import walk
+from kernlib.jit.environment import Guarded, walk
 
 FILE = permissions.BUNDLE
 DATABASE = b"kernels"
@@ -33,7 +31,7 @@ NOT_SHIPPED = (
 )  # of an entry's meta: these differ between equals
 
 
-class Bundle:
+class Bundle(Guarded):
     """A bundle opened for reading. Made by :func:`open_bundle`; `get` and `items` raise nothing."""
 
     databases: tuple[bytes, ...] = (DATABASE,)
@@ -41,9 +39,7 @@ class Bundle:
     def __init__(self, folder: Path, file: str = FILE):
         self.folder = Path(folder)
         self._path = self.folder / file
-        self._lock = threading.RLock()
-        self._env: lmdb.Environment | None = None
-        _instances.add(self)
+        super().__init__()
 
     def open(self) -> None:
         """Open a file whose pages have been walked. Raises lmdb.Error, OSError."""
@@ -62,42 +58,42 @@ class Bundle:
                 opened = [self._env.open_db(name, create=False) for name in self.databases]
                 self._kernels, self._tuning = opened[0], opened[-1]
             except BaseException:
-                self.close()
+                self._close_env()
                 raise
 
     def get(self, key: bytes) -> bytes | None:
         """A copy of the value under a portable key, None for a miss."""
-        try:
-            self.open()
-            with self._env.begin() as txn:
-                return txn.get(key, db=self._kernels)
-        except (lmdb.Error, OSError):
-            return None
+        return self._read(lambda txn: txn.get(key, db=self._kernels))
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Every pair, in order of key."""
-        try:
-            self.open()
-            with self._env.begin() as txn:
-                return iter(list(txn.cursor(db=self._kernels)))
-        except (lmdb.Error, OSError):
-            return iter(())
+        return iter(self._read(lambda txn: list(txn.cursor(db=self._kernels))) or ())
 
     def info(self) -> dict[str, object]:
         """kind, path, entries, bytes_used."""
         used = self._path.stat().st_size if self._path.exists() else 0
-        facts = {"kind": "bundle", "path": str(self.folder), "entries": 0, "bytes_used": used}
-        try:
-            self.open()
-            with self._env.begin() as txn:
-                return facts | {"entries": txn.stat(self._kernels)["entries"]}
-        except (lmdb.Error, OSError):
-            return facts
+        entries = self._read(lambda txn: txn.stat(self._kernels)["entries"]) or 0
+        return {
+            "kind": "bundle",
+            "path": str(self.folder),
+            "entries": entries,
+            "bytes_used": used,
+        }
+
+    def _read(self, work: Callable[[lmdb.Transaction], object]) -> object:
+        """work(txn), or None for whatever LMDB or the system raised."""
+        with self._lock:
+            try:
+                self.open()
+                with self._env.begin() as txn:
+                    return work(txn)
+            except (lmdb.Error, OSError):
+                return None
 
     def close(self) -> None:
-        if self._env is not None:
-            self._env.close()
-            self._env = None
+        """Close it; the next verb opens it again."""
+        with self._lock:
+            self._close_env()
 
 
 def open_bundle(folder: Path, found: Bundle | None = None) -> Bundle:
@@ -244,15 +240,3 @@ def _write_compact(scratch: Path, compact: Path, pairs: list[tuple[bytes, bytes]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-_instances: weakref.WeakSet[Bundle] = weakref.WeakSet()
-
-
-def _after_in_child() -> None:
-    for found in list(_instances):
-        found._lock = threading.RLock()
-        found.close()
-
-
-os.register_at_fork(after_in_child=_after_in_child)

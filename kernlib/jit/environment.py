@@ -8,7 +8,7 @@ end, moved aside when it is damaged, and left behind by a fork.
     <directory>/v1/open/, v1/store.left           who has it open, and what the last one left
     <directory>/v1/locks/                         the caller's, see `locks_directory`
 
-Fork: no transaction is open while the process forks, and the child closes the environment it
+Fork: no operation is under way while the process forks, and the child closes the environment it
 inherited before anything else; its next verb opens its own. LMDB would use the old one silently.
 """
 
@@ -85,9 +85,29 @@ def unclean_ends(directory: Path) -> list[float]:
         return sorted(mark.stat().st_mtime for mark in marks)
 
 
-class Environment:
-    """The environment under `directory`. One lock serialises its threads (a read takes 4 us), so
-    that no transaction is open when the map must move or the process forks.
+class Guarded:
+    """What has an environment of LMDB open. One lock serialises its threads (a read takes 4 us),
+    and a fork takes it too: of an operation that another thread had begun py-lmdb would wait for
+    the end when the child closes its copy, for ever (19 of 20 children, beside a busy reader)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._env: lmdb.Environment | None = None
+        _instances.add(self)
+
+    def _close_env(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _after_fork(self) -> None:
+        """In a forked child, before anything else."""
+        self._lock = threading.RLock()
+        self._close_env()
+
+
+class Environment(Guarded):
+    """The environment under `directory`. No transaction is open when the map must move.
 
     `open` raises OSError and lmdb.Error; `safely` turns both into None.
     """
@@ -100,10 +120,8 @@ class Environment:
         self._gate_path = root / GATE
         self._presence = Presence(root / "open", root / "store.left")
         self._map_bytes = map_bytes
-        self._lock = threading.RLock()
-        self._env: lmdb.Environment | None = None
         self._file = (0, 0)  # device and inode of the data file that is open
-        _instances.add(self)
+        super().__init__()  # last: from then on a fork finds it
 
     # Opening and closing. The caller of what follows holds self._lock.
 
@@ -204,6 +222,7 @@ class Environment:
             mode=0o700,  # less the x bits for the files
             max_dbs=4,
             max_readers=MAX_READERS,
+            max_spare_txns=0,  # a child that closed its copy of one would free our reader's slot
             metasync=False,  # power loss may undo the last put, and cannot break the tree
             lib_version=0,  # 1.0 writes another format, and LMDB_DEFAULT_LIB_VERSION asks for it
         )
@@ -251,11 +270,6 @@ class Environment:
         """Close it without a word: whoever opens it next walks its pages."""
         self._close_env()
         self._presence.forget()
-
-    def _close_env(self) -> None:
-        if self._env is not None:
-            self._env.close()
-            self._env = None
 
     # Transactions.
 
@@ -310,22 +324,21 @@ class Environment:
         self._extend()
 
     def _after_fork(self) -> None:
-        """In a forked child, before anything else."""
-        self._lock = threading.RLock()
         self._presence.forget()
-        self._close_env()
+        super()._after_fork()
 
 
-_instances: weakref.WeakSet[Environment] = weakref.WeakSet()
+_instances: weakref.WeakSet[Guarded] = weakref.WeakSet()
 _held: list[threading.RLock] = []
 
 
 # NOTE: locks.py registers its hooks first, so they run after these before a fork, as they must:
-# a thread inside a verb needs its guard to leave.
+# a thread inside a verb needs its guard to leave. No thread holds one of these and waits for
+# another; those of layers.py and store.py, held while one is opened, are taken before them.
 def _before_fork() -> None:
-    for environment in list(_instances):
-        _held.append(environment._lock)
-        environment._lock.acquire()
+    for guarded in list(_instances):
+        _held.append(guarded._lock)
+        guarded._lock.acquire()
 
 
 def _after_in_parent() -> None:
@@ -337,8 +350,8 @@ def _after_in_parent() -> None:
 
 def _after_in_child() -> None:
     _held.clear()
-    for environment in list(_instances):
-        environment._after_fork()
+    for guarded in list(_instances):
+        guarded._after_fork()
 
 
 os.register_at_fork(

@@ -37,15 +37,7 @@ class ReadOnlyCache(Bundle):
 
     def get_tuning(self, key: bytes) -> bytes | None:
         """A copy of a tuning result, None for a miss. Raises nothing."""
-        return self.alone(self._get_tuning, key)
-
-    def _get_tuning(self, key: bytes) -> bytes | None:
-        try:
-            self.open()
-            with self._env.begin() as txn:
-                return txn.get(key, db=self._tuning)
-        except (lmdb.Error, OSError):
-            return None
+        return self.alone(self._read, lambda txn: txn.get(key, db=self._tuning))
 
     def alone(self, verb: Callable, *arguments: object) -> object:
         """verb(*arguments) while nobody writes; None if that cannot be had."""

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.paths import ROOT
 
-LIMIT_S = 60
+# So long that only a hang takes longer, beside ten others for each core: a forked child, then the
+# process that waits for it. What hangs ends by SIGABRT, of which faulthandler writes its stacks.
+CHILD_LIMIT_S = 120
+LIMIT_S = 300
+POLL_S = 0.002
 
 PRELUDE = """
-import os, pathlib, signal, sys, threading, time, uuid, warnings
+import faulthandler, os, pathlib, signal, sys, threading, time, uuid, warnings
+faulthandler.enable()
 from kernlib import events
 from kernlib.jit import compiler, entry, layers, service
 from kernlib.jit.spec import KernelSpec
@@ -28,7 +36,7 @@ def mark(name):
     (marks / f"{name}-{uuid.uuid4()}").touch()
 
 def wait_for(name):
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while not any(marks.glob(name)):
         assert time.monotonic() < end, f"nobody has made {name}"
         time.sleep(0.002)
@@ -57,6 +65,40 @@ EPILOGUE = "\nassert 'torch' not in sys.modules, 'torch was imported'"
 BUILD = "mark('ready'); wait_for('go')\nfor name in arguments: build(name)"
 
 
+def forked(work: Callable[[], object]) -> int:
+    """The id of a child that does ``work()`` and ends with 0, or with 1 if that raises."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def exit_status(pid: int) -> int:
+    """That of a forked child, negative for a signal. One that hangs is ended: it may do so before
+    any of its own code runs, where no alarm is set."""
+    end = time.monotonic() + CHILD_LIMIT_S
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(POLL_S)
+    os.kill(pid, signal.SIGABRT)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def succeeds(pid: int) -> None:
+    """Wait for a forked child that must succeed."""
+    status = exit_status(pid)
+    assert status == 0, f"the child ended with {status}"
+
+
 class Lab:
     """Starts children on one cache, and counts what they mark."""
 
@@ -71,25 +113,38 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         for child in self._children:
-            child.kill()
-            child.communicate()
+            if child.returncode is None:  # else its number may be another's by now
+                os.killpg(child.pid, signal.SIGKILL)
+            child.communicate(timeout=LIMIT_S)
 
     def start(self, code: str, *arguments: str, **variables: str) -> subprocess.Popen:
-        """A process that runs code after PRELUDE; its stderr is a pipe."""
+        """A process that runs code after PRELUDE, in a group of its own; its stderr is a pipe that
+        has no end before the last of its children has ended."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("KERNLIB_")}
         own = {"KERNLIB_CACHE_DIR": str(self.cache), "PYTHONPATH": str(ROOT)}
         script = [sys.executable, "-c", PRELUDE + code + EPILOGUE]
         command = [*self.before, *script, str(self.marks), *arguments]
         environment = {**inherited, **own, **variables}
-        child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
         self._children.append(child)
         return child
 
     def run(self, code: str, *arguments: str, **variables: str) -> tuple[int, str]:
         """Exit status, negative for a signal, and stderr of a process."""
         child = self.start(code, *arguments, **variables)
-        errors = child.communicate(timeout=LIMIT_S)[1]
+        errors = self.errors_of(child)
         return child.returncode, errors
+
+    def errors_of(self, child: subprocess.Popen) -> str:
+        """The stderr of a process that ends, with all its children."""
+        try:
+            return child.communicate(timeout=LIMIT_S)[1]
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGABRT)
+            errors = child.communicate(timeout=LIMIT_S)[1]
+            raise AssertionError(f"it has not ended in {LIMIT_S} s:\n{errors}") from None
 
     def build(self, *lists: list[str]) -> Counter:
         """A process for each list of kernels, all past their imports before one begins; how often
@@ -104,7 +159,7 @@ class Lab:
     def join(self, children: list[subprocess.Popen]) -> None:
         """Wait for children that must succeed."""
         for child in children:
-            errors = child.communicate(timeout=LIMIT_S)[1]
+            errors = self.errors_of(child)
             assert child.returncode == 0, errors
 
     def mark(self, name: str) -> None:
@@ -118,7 +173,7 @@ class Lab:
         end = time.monotonic() + LIMIT_S
         while len(list(self.marks.glob(f"{name}*"))) < count:
             assert time.monotonic() < end, f"fewer than {count} of {name}"
-            time.sleep(0.002)
+            time.sleep(POLL_S)
 
     def compiles(self) -> Counter:
         return Counter(mark.name.split("-")[1] for mark in self.marks.glob("compile-*"))

@@ -22,6 +22,7 @@ from kernlib.jit import (
 )
 from kernlib.jit.locks import hold_file
 from kernlib.jit.store import LmdbStore
+from tests.jit.process_cases import LIMIT_S
 from tests.jit.service_cases import ARCH, SPEC, spec
 from tests.support.interrupts import Interrupt
 
@@ -94,7 +95,7 @@ def in_thread(work):
     results = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(LIMIT_S)
     assert not thread.is_alive(), "it hangs"
     return results[0]
 
@@ -105,6 +106,7 @@ def assert_nothing_is_held(folder):
     disk = layers.layers().store
     owned = [layers._opening, store._registry, locks._guard, disk._lock, service._unforked._gate]
     owned += [service._loads._lock, service._builds._lock, *layers.layers().locks._threads._shards]
+    owned += [found._lock for found in layers.layers().bundles]
     assert not any(lock._is_owned() for lock in owned)
     held = [hold.path for hold in locks._open_fds.values()]
     assert held == [disk._presence._mark.path], held

@@ -7,11 +7,13 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import lmdb
 import pytest
 
 from kernlib.jit import environment
 from kernlib.jit.locks import hold_file
 from kernlib.jit.store import MemoryStore
+from tests.jit.process_cases import CHILD_LIMIT_S, forked, succeeds
 from tests.jit.store_cases import (
     BUDGET,
     MIB,
@@ -125,14 +127,26 @@ def test_fork_with_an_open_store(store, closed):
     store.put(key(1), value(1))
     if closed:
         store.close()
-    pid = os.fork()
-    if pid == 0:
-        good = store._env is None  # LMDB would use the inherited one without a word
-        good = good and store.get(key(1)) == value(1) and store.put(key(2), value(2))
-        os._exit(0 if good and store.get(key(2)) == value(2) else 1)
+
+    def use():
+        assert store._env is None  # LMDB would use the inherited one without a word
+        assert store.get(key(1)) == value(1) and store.put(key(2), value(2))
+        assert store.get(key(2)) == value(2)
+
+    pid = forked(use)
     assert store.get(key(1)) == value(1) and store.put(key(3), value(3))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    succeeds(pid)
     assert {int.from_bytes(k, "big") for k, _ in store.items()} == {1, 2, 3}
+
+
+def test_a_child_leaves_the_parents_reader_alone(store, monkeypatch):
+    """The slot in the lock file that both of them map: LMDB would refuse the next read, of which
+    the store knows no better than to open itself anew."""
+    store.put(key(1), value(1)), store.get(key(1))
+    succeeds(forked(lambda: store.get(key(1))))
+    monkeypatch.delattr(lmdb, "open")
+    assert store.get(key(1)) == value(1)
+    assert store.put(key(2), value(2)) and store.get(key(2)) == value(2)
 
 
 def test_fork_while_threads_write(store):
@@ -142,19 +156,19 @@ def test_fork_while_threads_write(store):
         while not stop.is_set():
             store.put(key(1), value(1))
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    def put(number):
+        assert store.put(key(number), value(number))
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
         for number in range(10, 20):
-            pid = os.fork()
-            if pid == 0:
-                os._exit(0 if store.put(key(number), value(number)) else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            succeeds(forked(lambda number=number: put(number)))
     finally:
         stop.set()
         for thread in threads:
-            thread.join()
+            thread.join(CHILD_LIMIT_S)
     assert store.info()["entries"] == 11
 
 
