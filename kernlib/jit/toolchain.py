@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email.parser  # noqa: F401  metadata imports it when asked, where no fork waits for that
 import os
 import threading
 from functools import lru_cache
@@ -59,7 +60,7 @@ def _is_found(name: str) -> bool:
         return True
 
 
-_importing = threading.Lock()
+_importing = threading.RLock()  # an import runs what finalizers there are, and may come back
 
 
 def cuda_core() -> ModuleType:
@@ -87,7 +88,7 @@ def _imported(name: str) -> ModuleType:
 
 def _after_in_child() -> None:
     global _importing
-    _importing = threading.Lock()
+    _importing = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_in_child)

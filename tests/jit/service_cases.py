@@ -6,6 +6,7 @@ from collections import Counter
 from kernlib.jit import layers
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
+from tests.jit.process_cases import LIMIT_S
 
 SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, 0, (), "a kernel of tests")
 ARCH = "sm_90a"
@@ -32,7 +33,7 @@ class Compiler:
     def __call__(self, wanted, arch):
         self.counts[wanted.source, arch] += 1
         if wanted.source in self.gates:
-            assert self.gates[wanted.source].wait(20)
+            assert self.gates[wanted.source].wait(LIMIT_S)
         if self.error is not None:
             raise type(self.error)(*self.error.args)
         return made_of(wanted, arch)
@@ -43,16 +44,16 @@ def in_threads(count, work):
     start, results = threading.Barrier(count), [None] * count
 
     def run(index):
-        start.wait(20)
+        start.wait(LIMIT_S)
         try:
             results[index] = work(index)
         except Exception as error:
             results[index] = error
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert not any(thread.is_alive() for thread in threads)
     return results

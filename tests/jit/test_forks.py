@@ -1,7 +1,6 @@
 """A process that forks while other threads import what their first calls need."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -9,6 +8,7 @@ import threading
 import pytest
 
 from kernlib import forks
+from tests.jit.process_cases import LIMIT_S, forked, succeeds
 from tests.support.paths import ROOT
 
 
@@ -17,7 +17,8 @@ def slow_module(tmp_path, monkeypatch):
     """Modules ``kernlib_slow`` and ``other_slow``, whose imports take until a test lets them."""
     begun, go = threading.Event(), threading.Event()
     monkeypatch.setattr(forks, "_test", (begun, go), raising=False)
-    text = "from kernlib import forks\nforks._test[0].set()\nassert forks._test[1].wait(20)\n"
+    text = "from kernlib import forks\nforks._test[0].set()\n"
+    text += f"assert forks._test[1].wait({LIMIT_S})\n"
     (tmp_path / "kernlib_slow").mkdir()
     for name in ("kernlib_slow/__init__", "other_slow"):
         (tmp_path / f"{name}.py").write_text(text)
@@ -32,22 +33,8 @@ def slow_module(tmp_path, monkeypatch):
 def importing(name, begun):
     thread = threading.Thread(target=__import__, args=(name,), daemon=True)
     thread.start()
-    assert begun.wait(20)
+    assert begun.wait(LIMIT_S)
     return thread
-
-
-def child_ends(work):
-    """Exit status of a forked child that does ``work``; a hang is a failure."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            signal.alarm(20)
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_fork_waits_for_an_import_of_another_thread(slow_module):
@@ -55,9 +42,9 @@ def test_a_fork_waits_for_an_import_of_another_thread(slow_module):
     thread = importing("kernlib_slow", begun)
     assert forks.imports_of_others() == ["kernlib_slow"]
     threading.Timer(0.2, go.set).start()
-    assert child_ends(lambda: __import__("kernlib_slow")) == 0
+    succeeds(forked(lambda: __import__("kernlib_slow")))
     assert go.is_set()
-    thread.join(20)
+    thread.join(LIMIT_S)
     assert forks.imports_of_others() == []
 
 
@@ -65,15 +52,17 @@ def test_a_fork_waits_neither_for_other_packages_nor_for_ever(slow_module, monke
     begun, go = slow_module
     thread = importing("other_slow", begun)
     assert forks.imports_of_others() == []
-    assert child_ends(lambda: None) == 0 and not go.is_set()
+    succeeds(forked(lambda: None))
+    assert not go.is_set()
     go.set()
-    thread.join(20)
+    thread.join(LIMIT_S)
     begun.clear(), go.clear()
     monkeypatch.setattr(forks, "WAIT_S", 0.1)
     thread = importing("kernlib_slow", begun)
-    assert child_ends(lambda: None) == 0 and not go.is_set()
+    succeeds(forked(lambda: None))
+    assert not go.is_set()
     go.set()
-    thread.join(20)
+    thread.join(LIMIT_S)
 
 
 def test_a_thread_may_fork_in_the_middle_of_its_own_import(tmp_path, monkeypatch):
@@ -87,10 +76,40 @@ def test_a_thread_may_fork_in_the_middle_of_its_own_import(tmp_path, monkeypatch
     del sys.modules["kernlib_forking"]
 
 
+IMPORTS = """
+import builtins
+from kernlib import forks
+real, imported, inside = builtins.__import__, [], []
+
+def spy(name, scope=None, *arguments):
+    before = len(sys.modules)
+    inside.append(name)
+    try:
+        return real(name, scope, *arguments)
+    finally:
+        inside.pop()
+        if not inside and len(sys.modules) > before:
+            imported.append(name or scope["__package__"])
+
+builtins.__import__ = spy
+build("one")
+builtins.__import__ = real
+assert imported and {name.partition(".")[0] for name in imported} <= {*forks.PACKAGES}, imported
+"""
+
+
+def test_a_fork_waits_for_all_that_a_first_build_imports(lab):
+    """What else it needs is imported with kernlib's own modules, for which a fork waits too."""
+    assert lab.run(IMPORTS) == (0, "")
+
+
 FIRST_CALLS = """
-import os, signal, sys, threading, time
+import faulthandler, sys, threading, time
 import torch
 import kernlib as kl
+from tests.jit.process_cases import CHILD_LIMIT_S, forked, succeeds
+
+faulthandler.enable()
 
 x = torch.ones(3, 2)  # torch's own first call holds locks of the C library, which a child inherits
 
@@ -100,14 +119,13 @@ def call():
 thread = threading.Thread(target=call, daemon=True)
 thread.start()
 time.sleep(int(sys.argv[1]) / 1000)
-pid = os.fork()
-if pid == 0:
-    signal.alarm(60)
+
+def work():
     kl.gaussian(), kl.linalg, kl.nn, kl.compile
     import kernlib.families.pairwise.operation, kernlib.jit.service
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the child hung"
-thread.join(60)
+
+succeeds(forked(work))
+thread.join(CHILD_LIMIT_S)
 assert not thread.is_alive()
 """
 
@@ -117,5 +135,5 @@ assert not thread.is_alive()
 def test_a_child_forked_at_any_time_of_a_first_call_can_import(milliseconds):
     command = [sys.executable, "-c", FIRST_CALLS, str(milliseconds)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert run.returncode == 0, run.stderr

@@ -12,7 +12,7 @@ import kernlib as kl
 from kernlib.errors import INSTALL
 from kernlib.jit import compiler, layers, service, toolchain
 from kernlib.jit.compiler import NoVerdict
-from tests.jit.service_cases import ARCH, SPEC
+from tests.jit.service_cases import ARCH, SPEC, in_threads
 from tests.support.paths import ROOT
 
 BOTH = {"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
@@ -122,6 +122,16 @@ def test_failures_of_the_moment_are_tried_again(cache, monkeypatch, text):
     again = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(again, NoVerdict) and again.log == caught.value.log
     assert service.build(spec, ARCH).cubin[:4] == b"\x7fELF"
+
+
+def test_an_import_may_come_back_for_what_it_loads(monkeypatch):
+    """As a finalizer does that the interpreter runs in the middle of it."""
+
+    def load(name):
+        return toolchain.cuda_driver() if name == "cuda.core" else name
+
+    monkeypatch.setattr(toolchain, "import_module", load)
+    assert in_threads(1, lambda _: toolchain.cuda_core()) == ["cuda.bindings.driver"]
 
 
 # A child and the kernels of its parent.
