@@ -11,6 +11,7 @@ import pytest
 from kernlib.jit import store as module
 from kernlib.jit.entry import Entry, pack, unpack
 from kernlib.jit.store import LmdbStore, open_store
+from tests.jit.process_cases import LIMIT_S
 from tests.support.paths import ROOT
 
 MIB = 1 << 20
@@ -38,7 +39,10 @@ def value(number, size=60_000):
 def run(code, *args, **options):
     """Run code in a fresh interpreter; returns its exit status, negative for a signal."""
     with start(code, *args, **options) as child:
-        return child.wait(60)
+        try:
+            return child.wait(LIMIT_S)
+        finally:
+            child.kill()  # else the end of the block waits for one that hangs
 
 
 def start(code, *args, **options):

@@ -14,6 +14,7 @@ from kernlib.errors import NotCachedError
 from kernlib.jit import bundle, compiler, entry, layers, service, toolchain
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
+from tests.jit.process_cases import forked, succeeds
 from tests.jit.store_cases import key, no_store_outlives_its_test, opened  # noqa: F401
 from tests.support.paths import ROOT
 
@@ -170,10 +171,11 @@ def test_it_is_found_after_a_fork_and_by_many_threads(tmp_path, roots, compiles)
     made_bundle(tmp_path, roots)
     assert where(spec(1)) == "bundle"
     compiles.clear()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if where(spec(2)) == "bundle" and not compiles else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def find():
+        assert where(spec(2)) == "bundle" and not compiles
+
+    succeeds(forked(find))
     assert where(spec(1)) == "bundle"
 
 

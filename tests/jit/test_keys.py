@@ -14,6 +14,7 @@ import pytest
 from kernlib.errors import CompileError
 from kernlib.jit import compiler, entry, layers, service, sources, toolchain, tuning
 from kernlib.jit.spec import KernelSpec
+from tests.jit.process_cases import LIMIT_S
 
 SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, 0, (), "a kernel of tests")
 ARCH = "sm_90a"
@@ -204,7 +205,7 @@ def test_what_is_lowered_has_the_same_keys_under_every_hash_seed(tmp_path):
         )
         for seed in seeds
     ]
-    keys = {child.communicate(timeout=120)[0].strip() for child in children}
+    keys = {child.communicate(timeout=LIMIT_S)[0].strip() for child in children}
     assert [child.returncode for child in children] == [0, 0, 0] and len(keys) == 1
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from kernlib.jit import locks as module
 from kernlib.jit.locks import ForkGuard, KeyLocks, MemoryLocks, hold_file
+from tests.jit.process_cases import LIMIT_S, forked, succeeds
 from tests.support.paths import ROOT
 
 KEY = b"\x07" + bytes(31)
@@ -70,7 +71,7 @@ def test_threads_exclude_each_other(locks):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(LIMIT_S)
     assert most == [1] * 160
 
 
@@ -84,7 +85,7 @@ def test_timeout_yields_false_and_waits_once(locks):
     with locks.hold(KEY, 1, lambda: waits.append("first")):
         thread = threading.Thread(target=second)
         thread.start()
-        thread.join()
+        thread.join(LIMIT_S)
         assert not taken(locks, OTHER)
     assert waits == [1] and got == [False]
     assert not taken(locks)
@@ -139,7 +140,7 @@ def test_8_processes_exclude_each_other(tmp_path):
     )
     (tmp_path / "count").write_text("0")
     children = [python(code, tmp_path) for _ in range(8)]
-    assert [child.wait(60) for child in children] == [0] * 8
+    assert [child.wait(LIMIT_S) for child in children] == [0] * 8
     assert (tmp_path / "count").read_text() == "200"
 
 
@@ -165,7 +166,7 @@ def test_a_removed_lock_file_does_not_make_two_owners(tmp_path):
         os.unlink(tmp_path / "07.lock")
         assert child.stdout.readline() == "True\n"
     assert taken(locks)
-    child.communicate("\n", timeout=10)
+    child.communicate("\n", timeout=LIMIT_S)
     assert not taken(locks)
 
 
@@ -188,20 +189,21 @@ def test_fork_while_held(tmp_path):
         finally:
             os._exit(2)
     os.close(write)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    succeeds(pid)
 
 
 def test_a_child_that_leaves_the_block_keeps_the_parents_lock(tmp_path):
     locks = KeyLocks(tmp_path)
     held = locks.hold(KEY, 1)
     assert held.__enter__()
-    pid = os.fork()
-    if pid == 0:
+
+    def leave():
         held.__exit__(None, None, None)
-        os._exit(0 if taken(locks) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert taken(locks)
+
+    succeeds(forked(leave))
     other = python("with locks.hold(KEY, 0) as owned: print(owned)", tmp_path)
-    assert other.communicate(timeout=20)[0] == "False\n"
+    assert other.communicate(timeout=LIMIT_S)[0] == "False\n"
     held.__exit__(None, None, None)
     assert not taken(locks)
 
@@ -246,15 +248,15 @@ def test_a_fork_waits_for_the_work_of_others_and_lets_none_begin():
 
     threads = [threading.Thread(target=work), threading.Thread(target=later)]
     threads[0].start()
-    assert inside.wait(10)
+    assert inside.wait(LIMIT_S)
     guard.before_fork()
     threads[1].start()
-    assert begun.wait(10)
+    assert begun.wait(LIMIT_S)
     time.sleep(0.1)
     assert order == ["first"]
     guard.after_in_parent()
     for thread in threads:
-        thread.join(10)
+        thread.join(LIMIT_S)
     assert order == ["first", "second"]
 
 
@@ -271,15 +273,15 @@ def test_a_fork_waits_neither_for_its_own_thread_nor_for_ever(monkeypatch):
     def hang():
         with guard.work():
             inside.set()
-            stuck.wait(20)
+            stuck.wait(LIMIT_S)
 
     thread = threading.Thread(target=hang)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(LIMIT_S)
     guard.before_fork()
     guard.after_in_parent()
     stuck.set()
-    thread.join()
+    thread.join(LIMIT_S)
     assert sum(pauses[:-1]) < module.FORK_WAIT_S <= sum(pauses)
 
 
@@ -293,4 +295,4 @@ def test_a_guard_whose_hooks_come_in_the_middle_of_a_fork_stays_open():
             entered.set()
 
     threading.Thread(target=work, daemon=True).start()
-    assert entered.wait(10)
+    assert entered.wait(LIMIT_S)

@@ -17,6 +17,7 @@ from kernlib.jit import environment, locks, open_stores
 from kernlib.jit import store as module
 from kernlib.jit.open_stores import Presence, fingerprint
 from kernlib.jit.store import MemoryStore, open_store
+from tests.jit.process_cases import LIMIT_S, forked, succeeds
 from tests.jit.store_cases import (
     READ_AND_WRITE,
     aside,
@@ -65,7 +66,7 @@ def another(path, code=WAIT):
         child.pid_of_worker = int(child.stdout.readline())
         yield child
         if child.poll() is None:
-            child.communicate("\n", timeout=20)
+            child.communicate("\n", timeout=LIMIT_S)
 
 
 # A clean end, and all others.
@@ -215,12 +216,13 @@ def test_a_forked_child_has_a_mark_of_its_own(tmp_path, walks):
     filled(tmp_path)
     store = opened(tmp_path)
     (mine,) = marks(tmp_path)
-    pid = os.fork()
-    if pid == 0:
-        good = store.get(key(1)) is not None and len(marks(tmp_path)) == 2 and not walks
+
+    def use():
+        assert store.get(key(1)) is not None and len(marks(tmp_path)) == 2 and not walks
         store.close()
-        os._exit(0 if good and marks(tmp_path) == [mine] and is_locked(mine) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert marks(tmp_path) == [mine] and is_locked(mine)
+
+    succeeds(forked(use))
     assert marks(tmp_path) == [mine] and is_locked(mine)
     assert store.put(key(94), b"94")
     store.close()
@@ -236,7 +238,7 @@ def test_a_child_does_not_hold_the_mark_of_its_dead_parent(tmp_path, walks):
     )
     with another(tmp_path, code) as child:
         child.kill()
-        child.wait(20)
+        child.wait(LIMIT_S)
         try:
             assert [is_locked(mark) for mark in marks(tmp_path)] == [False]
             opened(tmp_path)
@@ -248,11 +250,12 @@ def test_a_child_does_not_hold_the_mark_of_its_dead_parent(tmp_path, walks):
 def test_children_that_leave_by_exit_cost_a_walk_and_nothing_else(tmp_path, walks):
     filled(tmp_path)
     store = opened(tmp_path)
+
+    def put(number):
+        assert store.put(key(number), value(number))
+
     for number in range(95, 98):
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if store.put(key(number), value(number)) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        succeeds(forked(lambda number=number: put(number)))
     assert len(marks(tmp_path)) == 2  # each child has removed that of the one before
     store.close()
     module._stores.clear()
@@ -387,7 +390,10 @@ def worker(folder):
 def test_a_worker_of_multiprocessing_ends_cleanly(tmp_path, method):
     process = multiprocessing.get_context(method).Process(target=worker, args=(tmp_path,))
     process.start()
-    process.join(30)
-    assert process.exitcode == 0
+    try:
+        process.join(LIMIT_S)
+        assert process.exitcode == 0
+    finally:
+        process.kill()  # else the end of pytest waits for one that hangs
     assert list((tmp_path / "v1" / "open").iterdir()) == []
     assert (tmp_path / "v1" / "store.left").exists()

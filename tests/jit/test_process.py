@@ -127,7 +127,7 @@ def test_two_who_waited_too_long_publish_the_same_kernel(lab):
     with hold_file(folder / f"{key[0]:02x}.lock", 1):
         variables = {"KERNLIB_LOCK_TIMEOUT": "0.2", "KERNLIB_DEBUG": "1"}
         children = [lab.start(TOGETHER, **variables) for _ in range(2)]
-        errors = [child.communicate(timeout=60)[1] for child in children]
+        errors = [lab.errors_of(child) for child in children]
     assert [child.returncode for child in children] == [0, 0], errors
     assert all("kernlib wait " in text and "kernlib store " in text for text in errors)
     assert lab.compiles() == {"one": 2}

@@ -11,6 +11,7 @@ import pytest
 from kernlib import settings
 from kernlib.errors import CompileError, NotCachedError
 from kernlib.jit import service
+from tests.jit.process_cases import LIMIT_S
 from tests.jit.service_cases import ARCH, SPEC, in_threads, made_of, spec
 
 # Single flight between threads.
@@ -37,7 +38,7 @@ def test_another_key_does_not_wait(fake):
         assert slow.is_alive()
     finally:
         gate.set()
-        slow.join(20)
+        slow.join(LIMIT_S)
     assert fake.counts[SPEC.source, ARCH] == 1
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kernlib.jit.single_flight import SingleFlight
+from tests.jit.process_cases import LIMIT_S, exit_status
 
 
 def test_32_threads_one_make():
@@ -19,7 +20,7 @@ def test_32_threads_one_make():
         return object()
 
     def call(_):
-        barrier.wait()
+        barrier.wait(LIMIT_S)
         return flights.do("key", make)
 
     with ThreadPoolExecutor(32) as pool:
@@ -36,7 +37,7 @@ def test_exception_reaches_all_then_a_retry_works():
         raise ValueError("no")
 
     def call(_):
-        barrier.wait()
+        barrier.wait(LIMIT_S)
         with pytest.raises(ValueError) as caught:
             flights.do("key", fail)
         return caught.value
@@ -52,15 +53,15 @@ def test_other_keys_do_not_wait():
 
     def slow():
         inside.set()
-        return release.wait(10)
+        return release.wait(LIMIT_S)
 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(flights.do, "slow", slow)
-        assert inside.wait(10)
+        assert inside.wait(LIMIT_S)
         assert flights.do("other", lambda: "at once") == "at once"
         assert not running.done()
         release.set()
-        assert running.result(10) is True
+        assert running.result(LIMIT_S) is True
 
 
 def test_nothing_is_kept():
@@ -82,10 +83,10 @@ def test_an_interrupted_runner_hands_over():
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(flights.do, "key", interrupted)
-        assert inside.wait(10)
+        assert inside.wait(LIMIT_S)
         second = pool.submit(flights.do, "key", lambda: "mine")
-        assert second.result(10) == "mine"
-        assert isinstance(first.exception(10), KeyboardInterrupt)
+        assert second.result(LIMIT_S) == "mine"
+        assert isinstance(first.exception(LIMIT_S), KeyboardInterrupt)
 
 
 def test_asking_for_the_own_key_is_refused():
@@ -101,14 +102,14 @@ def test_a_forked_child_starts_with_none():
 
     def slow():
         inside.set()
-        return release.wait(10)
+        return release.wait(LIMIT_S)
 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(flights.do, "key", slow)
-        assert inside.wait(10)
+        assert inside.wait(LIMIT_S)
         pid = os.fork()
         if pid == 0:
             os._exit(flights.do("key", lambda: 42))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
+        assert exit_status(pid) == 42
         release.set()
-        assert running.result(10) is True
+        assert running.result(LIMIT_S) is True

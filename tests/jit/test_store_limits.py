@@ -9,6 +9,7 @@ import pytest
 from kernlib.jit import environment, permissions
 from kernlib.jit import store as module
 from kernlib.jit.store import LmdbStore
+from tests.jit.process_cases import LIMIT_S
 from tests.jit.store_cases import (
     BUDGET,
     MIB,
@@ -198,13 +199,13 @@ def test_readers_without_room_are_misses_and_no_errors(few_readers):
         assert few_readers.get(key(1)) is None
         assert not few_readers.put(key(2), value(2))
         assert few_readers.info()["entries"] == 0 and list(few_readers.items()) == []
-        child.communicate("\n", timeout=20)
+        child.communicate("\n", timeout=LIMIT_S)
         assert few_readers.get(key(1)) == value(1) and few_readers.put(key(2), value(2))
 
 
 def test_slots_of_dead_readers_are_taken_back(few_readers):
     with all_slots_taken(few_readers) as child:
         child.kill()
-        child.wait(20)
+        child.wait(LIMIT_S)
     assert few_readers.get(key(1)) == value(1)
     assert few_readers._env.max_readers() < 10

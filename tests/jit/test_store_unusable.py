@@ -16,6 +16,7 @@ from kernlib.jit.bundle import open_bundle
 from kernlib.jit.entry import Entry
 from kernlib.jit.locks import FileHold, hold_file
 from kernlib.jit.store import MemoryStore, open_store
+from tests.jit.process_cases import LIMIT_S, forked, succeeds
 from tests.jit.store_cases import (
     BUDGET,
     key,
@@ -123,11 +124,12 @@ def test_a_child_forked_in_the_middle_of_a_put_counts_its_bytes_anew():
     store = MemoryStore(1000)
     store.put(key(1), bytes(100))
     store._bytes += 900  # as another thread leaves it for a moment
-    pid = os.fork()
-    if pid == 0:
-        good = store.put(key(2), bytes(900)) and store.get(key(1)) is not None
-        os._exit(0 if good and store.info()["bytes_used"] == 1000 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def put():
+        assert store.put(key(2), bytes(900)) and store.get(key(1)) is not None
+        assert store.info()["bytes_used"] == 1000
+
+    succeeds(forked(put))
 
 
 # A cache that nobody can write: on a read-only mount, say, of a container's image.
@@ -170,10 +172,11 @@ def test_a_cache_on_a_read_only_file_system_serves_and_stays_as_it_is(read_only)
     store.delete(key(1))  # which the driver has refused
     assert store.get(key(1)) is None and dict(store.items()) == {key(3): b"3"}
     assert {each: each.stat().st_mtime_ns for each in path.rglob("*")} == before
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if store.get_tuning(key(2)) == b"2" else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def read():
+        assert store.get_tuning(key(2)) == b"2"
+
+    succeeds(forked(read))
 
 
 def test_a_read_only_cache_that_is_damaged_or_anothers_is_not_read(read_only, monkeypatch):
@@ -226,7 +229,7 @@ def test_a_process_id_that_another_container_uses_too(tmp_path):
         assert store.get(key(3)) == b"3"  # what others write meanwhile is found
         with hold_file(tmp_path / "v1" / "store.lock", 0) as owned:
             assert owned
-        holder.communicate("\n")
+        holder.communicate("\n", timeout=LIMIT_S)
     assert holder.returncode == 0
     store.close()
     module._stores.clear()
