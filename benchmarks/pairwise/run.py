@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.pairwise --json benchmarks/results/h200/pairwise.json``
 
-The cases of the gradient, of products that store no matrix and of neighbours are in
-``gradient.py``, ``matmul.py`` and ``nearest.py``.
+The cases of the gradient, of products that store no matrix, of neighbours and of systems are in
+``gradient.py``, ``matmul.py``, ``nearest.py`` and ``system.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import UNITS_PER_MS, Case, Row, Session, headers
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise import gradient, matmul, matmul_gradient, nearest
+from benchmarks.pairwise import gradient, matmul, matmul_gradient, nearest, system
 from benchmarks.pairwise.problems import (
     DTYPES,
     TENSOR_RATES,
@@ -298,6 +298,7 @@ def cases() -> list[Case]:
         *matmul.cases(),
         *matmul_gradient.cases(),
         *nearest.cases(),
+        *system.cases(),
     ]
 
 

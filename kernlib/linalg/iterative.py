@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernlib.errors import ConvergenceWarning
+from kernlib.errors import CaptureError, ConvergenceWarning
+from kernlib.linalg.captured import Captured, is_capturable
 from kernlib.linalg.checks import DTYPES, refuse_meta
 from kernlib.runtime.numbers import check_kind, host_value
 from kernlib.runtime.precision import without_autocast
@@ -98,8 +99,11 @@ def warn_unless_converged(task: str, found: CGResult, tol: float) -> None:
     )
 
 
-def solve(matmul, b, preconditioner, x0, tol, max_iter: int, check_every: int) -> CGResult:
-    """:func:`conjugate_gradient` of checked arguments, without its warning."""
+def solve(
+    matmul, b, preconditioner, x0, tol, max_iter: int, check_every: int, capture: bool = False
+) -> CGResult:
+    """:func:`conjugate_gradient` of checked arguments, without its warning. ``capture`` says that
+    matmul and preconditioner never wait for the device, so that a CUDA graph may hold them."""
     tol = float(tol)
     with torch.no_grad(), without_autocast(b.device):
         scale = _scales(b)
@@ -109,9 +113,10 @@ def solve(matmul, b, preconditioner, x0, tol, max_iter: int, check_every: int) -
         r = b if x0 is None else b - _product("matmul", matmul, x)
         state = _start(x, r, limit, preconditioner)
         done, best, target = 0, torch.full_like(limit, torch.inf), limit
+        steps = _Steps(matmul, preconditioner, capture and is_capturable(b.device))
         while done < max_iter:
-            for _ in range(min(check_every, max_iter - done)):
-                state, done = _step(matmul, preconditioner, state, target), done + 1
+            count = min(check_every, max_iter - done)
+            state, done = steps.run(state, target, count), done + count
             if not state.active.any():
                 r = b - _product("matmul", matmul, state.x)
                 norm = _norm(r)
@@ -154,6 +159,35 @@ def _start(
     rz = _dot(r, z)
     active &= rz > 0
     return _State(x, r, torch.where(active, z, 0), rz, active)
+
+
+class _Steps:
+    """Runs steps: the first ones a launch at a time, then, if ``capture``, as a CUDA graph."""
+
+    def __init__(self, matmul: Product, preconditioner: Product | None, capture: bool):
+        self._functions = matmul, preconditioner
+        self._capture, self._begun = capture, False
+        self._captured: Captured | None = None
+
+    def run(self, state: _State, target: torch.Tensor, count: int) -> _State:
+        if self._capture and self._begun and self._captured is None:
+            self._make((*state, target))
+        if self._captured is not None:
+            return _State(*self._captured.run((*state, target), count)[:-1])
+        self._begun = True
+        for _ in range(count):
+            state = _step(*self._functions, state, target)
+        return state
+
+    def _make(self, state: tuple[torch.Tensor, ...]) -> None:
+        try:
+            self._captured = Captured(self._with_target, state)
+        except CaptureError:  # of a hyperparameter in host memory
+            self._capture = False
+
+    def _with_target(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *state, target = tensors
+        return *_step(*self._functions, _State(*state), target), target
 
 
 def _step(

@@ -85,7 +85,8 @@ def solve_kernel(
     def product(v: torch.Tensor) -> torch.Tensor:
         return kernlib.kernel_matmul(plain, x, x, v, **hyperparameters).add_(v, alpha=mu)
 
-    found = solve(product, columns, preconditioner, None, tol, max_iter, check_every)
+    limits = tol, max_iter, check_every
+    found = solve(product, columns, preconditioner, None, *limits, capture=True)
     if x.dtype is not torch.float64:
         found = found._replace(residual=_residual(plain, x, columns, found.x, mu, hyperparameters))
     return _answer(found, y, tol)

@@ -9,7 +9,7 @@ import torch
 import kernlib as kl
 from benchmarks.common import harness, timing
 from benchmarks.common.harness import Row, Session
-from benchmarks.pairwise import gradient, matmul, matmul_gradient, nearest, problems
+from benchmarks.pairwise import gradient, matmul, matmul_gradient, nearest, problems, system
 from benchmarks.pairwise import run as pairwise
 from kernlib.families.pairwise.ahead import specs as lowered
 
@@ -145,6 +145,14 @@ def test_neighbours_of_ours_torch_and_exact_agree():
     for made in (nearest.kernel, nearest.plain):
         values, places = made(problem)(a, b, out)
         assert timing.relative_error(values[rows], exact) < 1e-5 and places.shape == out.shape
+
+
+def test_systems_of_ours_and_torch_agree(seed):
+    problem, clock = system.Problem(90, 5), Clock()
+    row = system.measure(problem, Session(timer=clock), "cpu")
+    assert row.error < 2e-6 and row.rival_errors["torch"] < 2e-6
+    assert row.must == pytest.approx(1.15 * row.floor) and row.must_error == problem.tol
+    assert system.PROBLEMS[0].name == "solve_kernel gaussian 60000 D=64 fp32"
 
 
 # Matrices.

@@ -1,0 +1,81 @@
+"""Steps of conjugate gradients as a CUDA graph: what goes in and comes out, without a GPU."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+import kernlib
+from kernlib import linalg
+from kernlib.errors import CaptureError
+from kernlib.linalg import iterative
+
+
+class Replayed:
+    """Runs the step anew where a graph would replay it, on tensors that stay where they are."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, step, state):
+        self.step, self.state, self.counts = step, tuple(t.clone() for t in state), []
+        self.made.append(self)
+
+    def run(self, state, count):
+        for kept, given in zip(self.state, state, strict=True):
+            kept.copy_(given)
+        for _ in range(count):
+            for kept, found in zip(self.state, self.step(*self.state), strict=True):
+                kept.copy_(found)
+        self.counts.append(count)
+        return self.state
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    monkeypatch.setattr(Replayed, "made", [])
+    monkeypatch.setattr(iterative, "Captured", Replayed)
+    monkeypatch.setattr(iterative, "is_capturable", lambda device: True)
+    return Replayed.made
+
+
+def system(columns=3):
+    turn = torch.linalg.qr(torch.randn(120, 120))[0]
+    a = (turn * torch.logspace(0, 4, 120)) @ turn.mT
+    return a, torch.randn(120, columns)
+
+
+def solved(a, b, capture, **limits):
+    arguments = {"tol": 1e-6, "max_iter": 400, "check_every": 10} | limits
+    return iterative.solve(a.__matmul__, b, None, None, **arguments, capture=capture)
+
+
+@pytest.mark.parametrize("limits", [{}, {"check_every": 7}, {"max_iter": 23}, {"max_iter": 10}])
+def test_a_graph_changes_no_bit(limits, replayed, seed):
+    """In float32 of this condition columns start again, so the graph is given other states."""
+    a, b = system()
+    plain, captured = solved(a, b, False, **limits), solved(a, b, True, **limits)
+    assert captured.iterations == plain.iterations
+    assert torch.equal(captured.x, plain.x) and torch.equal(captured.residual, plain.residual)
+    first = min(limits.get("check_every", 10), limits.get("max_iter", 400))
+    replays = sum(sum(graph.counts) for graph in replayed)
+    assert len(replayed) == (plain.iterations > first) and replays == plain.iterations - first
+
+
+def test_a_step_that_cannot_be_captured_is_run(monkeypatch, seed):
+    def refuse(step, state):
+        raise CaptureError("lengthscale is in host memory")
+
+    monkeypatch.setattr(iterative, "Captured", refuse)
+    monkeypatch.setattr(iterative, "is_capturable", lambda device: True)
+    a, b = system()
+    assert torch.equal(solved(a, b, True).x, solved(a, b, False).x)
+
+
+def test_only_products_of_kernlib_are_captured(replayed, seed):
+    x, y = torch.randn(80, 3), torch.randn(80)
+    arguments = {"bandwidth": 1.0, "regularization": 0.1, "rank": 0, "check_every": 5}
+    linalg.solve_kernel(kernlib.gaussian(), x, y, tol=1e-5, **arguments)
+    assert len(replayed) == 1
+    a, b = system()
+    linalg.conjugate_gradient(a.__matmul__, b, max_iter=30, tol=0)
+    assert len(replayed) == 1
