@@ -18,7 +18,7 @@ from kernlib.runtime.candidates import Candidates
 from kernlib.runtime.devices import load
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import REFERENCE
-from kernlib.runtime.products import Call
+from kernlib.runtime.products import Call, ProductPlan
 from kernlib.runtime.tensors import check_dense
 
 
@@ -54,11 +54,22 @@ def prepare(descriptor, *tensors, **arguments) -> None:
         call = request.check(PRODUCT)
         if PRODUCT.way(call, *request) == REFERENCE:
             continue
-        ahead.plan_of(calls, parts, request, call)
+        plan = ahead.plan_of(calls, parts, request, call)
+        if plan.compute is not None and not torch.cuda.is_current_stream_capturing():
+            _run_once(plan, request.fused(parts))
         device = request.operands[0].get_device()
         for epilogue, problem in _backward(request, call):
             for spec in plans.lower(epilogue, problem, device).specs:
                 load(spec, device)
+
+
+def _run_once(plan: ProductPlan, request: Request) -> None:
+    """A call that torch computes, into an output like its own for nobody to read: a capture may not
+    load cuBLAS."""
+    out = request.out
+    scratch = None if out is None else out.new_empty_strided(out.shape, out.stride())
+    with torch.no_grad():
+        calls.launch(plan, *request._replace(out=scratch))
 
 
 def prepared(descriptor, *tensors, **arguments) -> bool:
@@ -73,7 +84,8 @@ def specs(
 ) -> list[KernelSpec]:
     """The kernels that a call with these tensors (``meta`` ones will do) uses on the GPUs of an
     arch, untuned; on ``device`` alone, if it is given, as it is tuned. Those of its gradient are
-    among them where one would be recorded."""
+    among them where one would be recorded, and those of a call that torch computes, which stand in
+    for it where a stream captures what its thread has no plan of."""
     requests = _requests(descriptor, tensors, arguments)
     return list(dict.fromkeys(spec for each in requests for spec in _specs(each, arch, device)))
 

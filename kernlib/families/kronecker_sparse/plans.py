@@ -1,4 +1,5 @@
-"""Plans of Kronecker-sparse calls: the problem that lowering sees, and its kernels, loaded.
+"""Plans of Kronecker-sparse calls: the problem that lowering sees, and its kernels, loaded; or,
+where torch is faster, its batched product.
 
 Forward and backward are one kind of problem: ``out[i,l,r,s] = sum_q left[i,l,r,q] right[i,l,s,q]``
 with the batch n as rows and k as depth in a product, j and k as rows and columns and the batch as
@@ -13,11 +14,12 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib import events
 from kernlib.canonical import encode
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.families.kronecker_sparse.lowering import choose
 from kernlib.jit import tuning
-from kernlib.runtime.arguments import address_of, folded
+from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import allocator, arch_of, model
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.precision import float32_precision
@@ -129,13 +131,28 @@ def signature(problem: choose.Problem) -> bytes:
     return encode((FAMILY, problem))
 
 
-def lower(epilogue: tuple, problem: choose.Problem, device: int) -> choose.Lowered:
-    """The kernels of a problem on a device: the tuned ones, else by rule."""
+def lower(
+    epilogue: tuple, problem: choose.Problem, device: int, torch_may: bool = False
+) -> choose.Lowered | None:
+    """The kernels of a problem on a device: the tuned ones, else by rule; None for torch, where it
+    may compute the call."""
     arch, gpu = arch_of(device), model(device)
     tuned = None
     if len(choose.candidates(problem, arch)) > 1:
         tuned = tuning.choice(FAMILY, gpu, signature(problem))
-    return choose.lower(epilogue, problem, arch, gpu.multiprocessors, tuned)
+    return choose.lower(epilogue, problem, arch, gpu.multiprocessors, tuned, torch_may)
+
+
+def torch_may(descriptor: KroneckerSparse, call: Call, x, out) -> bool:
+    """Whether torch's product of a call would be what is asked for: of float32 tensors that it
+    reads and writes where they are, nothing behind it. Not where torch's settings permit TF32,
+    whatever the descriptor does, nor where they want algorithms that cuBLAS has not; and not for
+    what a stream captures that nobody prepared, as cuBLAS may have to be loaded."""
+    if descriptor.epilogue or call.dtype is not torch.float32 or float32_precision() != "fp32":
+        return False
+    if None in views(descriptor, call, x, out) or torch.are_deterministic_algorithms_enabled():
+        return False
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def views(descriptor: KroneckerSparse, call: Call, x, out) -> tuple[View | None, View | None]:
@@ -171,7 +188,10 @@ def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, paramete
     if call.batch:
         precision = precision_of(descriptor.precision, x)
         problem = problem_of(descriptor, call, x, weight, out, precision)
-        lowered = lower(descriptor.epilogue, problem, device)
+        may = torch_may(descriptor, call, x, out)
+        lowered = lower(descriptor.epilogue, problem, device, may)
+        if lowered is None:
+            return _torch_plan(call, (descriptor, operands, out, parameters), problem)
     return loaded_plan(call, (descriptor, operands, out, parameters), lowered)
 
 
@@ -185,6 +205,46 @@ def loaded_plan(call: Call, request: tuple, lowered: choose.Lowered | None) -> P
     return make_plan(
         operands, call, request, place, ("left", "right"), lowered, apart=written is None
     )
+
+
+def _torch_plan(call: Call, request: tuple, problem: choose.Problem) -> ProductPlan:
+    """The plan of a call that torch computes."""
+    result = allocator(call.out_shape, call.dtype, call.device)
+    compute = partial(by_product, result, _matrices(problem))
+    return make_plan(request[1], call, request, _place, (), None, False, compute)
+
+
+def _matrices(problem: choose.Problem) -> tuple[tuple, tuple, tuple]:
+    """Sizes and strides of x, of the weight and of the result as torch multiplies them: a batch of
+    blocks."""
+    a, b, c, n = problem.blocks, problem.columns, problem.depth, problem.rows
+    left, right, out = problem.left, problem.right, problem.out
+    x_row, row = (left.line, out.row) if n > 1 else (a * c, a * b)
+    x, y = ((a, n, c), (c, x_row, 1)), ((a, n, b), (b, row, 1))
+    return x, ((a, c, b), (b * c, 1, right.line)), y
+
+
+def by_product(
+    result: Callable[[], torch.Tensor],
+    matrices: tuple[tuple, tuple, tuple],
+    descriptor: KroneckerSparse,
+    operands: tuple,
+    parameters: dict,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A product with d = 1 by torch's batched product of views of these sizes and strides, into
+    ``out`` or a new ``result()``."""
+    x, weight = operands
+    if events.listening():
+        said = f"{FAMILY} on {x.device}: no kernel, computed by torch"
+        events.emit("torch", "", "", said)
+    y = result() if out is None else out
+    with no_autocast(x):
+        left, right, target = (
+            t.as_strided(*view) for t, view in zip((x, weight, y), matrices, strict=True)
+        )
+        torch.bmm(left, right, out=target)
+    return y
 
 
 def _place(operands: tuple) -> tuple[list[int], None]:

@@ -25,6 +25,7 @@ from kernlib.runtime.tensors import (
 )
 
 _FLOAT32 = torch.float32
+_is_deterministic = torch._C._get_deterministic_algorithms
 _OPERATORS = "kernlib.families.kronecker_sparse.operators"
 
 
@@ -32,14 +33,20 @@ _OPERATORS = "kernlib.families.kronecker_sparse.operators"
 
 
 def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) -> tuple | None:
-    """All that a plan depends on: after the descriptor the precision, then shapes, strides, dtypes,
-    device, alignment and kinds of numbers. None where there can be no plan."""
+    """All that a plan depends on: after the descriptor the precision or, with d = 1, torch's own
+    settings, whose product a plan may be of, whatever the descriptor permits; then shapes, strides,
+    dtypes, device, alignment and kinds of numbers. None where there can be no plan."""
     try:  # signature(x), signature(weight), in 0.2 us less
         x, weight = operands
-        dtype = x.dtype
+        dtype, settings = x.dtype, None
+        if dtype is _FLOAT32:
+            if descriptor.d > 1:
+                settings = descriptor.precision or float32_precision()
+            else:
+                settings = float32_precision(), _is_deterministic()
         key = (
             descriptor.text,  # which a str hashes once
-            (descriptor.precision or float32_precision()) if dtype is _FLOAT32 else None,
+            settings,
             x.shape, x.stride(), dtype, x.get_device(),
             p & 15 if (p := x.data_ptr()) >= LOWEST_ADDRESS else ~p, x.is_neg(),
             weight.shape, weight.stride(), weight.dtype, weight.get_device(),

@@ -46,7 +46,7 @@ class Simulated:
         self.kernels[name] = what if part == "end" else ()
         return KernelSpec("kronecker_sparse", name, part, 32, description=name)
 
-    def lower(self, epilogue, problem, arch, multiprocessors, choice=None):
+    def lower(self, epilogue, problem, arch, multiprocessors, choice=None, torch_may=False):
         tile = {"tile": int((choice or {"tile": 64})["tile"])}
         self.problems.append((epilogue, problem))
         fixed = struct.pack("<q", len(self.problems) - 1)

@@ -18,6 +18,7 @@ from types import ModuleType
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import (
+    by_torch,
     hopper,
     interleaved,
     portable,
@@ -65,11 +66,17 @@ def lower(
     arch: str,
     multiprocessors: int,
     choice: Mapping[str, object] | None = None,
-) -> Lowered:
+    torch_may: bool = False,
+) -> Lowered | None:
     """Choose the kernels for a call: by ``choice`` if it is one of the problem's candidates (values
-    may be text), else by rule. Raises UnsupportedError for sizes no grid can hold."""
+    may be text), else by rule, which answers None where ``torch_may`` compute the call and takes
+    clearly less time. Raises UnsupportedError for sizes no grid can hold."""
     known = candidates(problem, arch)
-    chosen = choices.named(choice, known) or default(problem, known, multiprocessors)
+    chosen = choices.named(choice, known)
+    if chosen is None:
+        chosen = default(problem, known, multiprocessors)
+        if torch_may and by_torch.gains(problem, chosen, (arch, multiprocessors)):
+            return None
     kind, own = _apart(chosen)
     return kind.lower(epilogue, problem, arch, multiprocessors, own)
 

@@ -186,11 +186,12 @@ def build(specs: list[KernelSpec]) -> None:
 
 
 class Seen(NamedTuple):
-    """What became of calls: descriptions of the kernels launched, and (epilogue, problem) of those
-    that were planned."""
+    """What became of calls: descriptions of the kernels launched, (epilogue, problem) of those that
+    were planned, and the problems of these that torch computes."""
 
     launched: list[str]
     planned: list[tuple[tuple, lowering.Problem]]
+    by_torch: list[lowering.Problem]
 
 
 @contextmanager
@@ -212,11 +213,13 @@ def launches() -> Iterator[list[str]]:
 @contextmanager
 def choosing(choice: dict | None) -> Iterator[Seen]:
     """Calls take a choice as if tuning had kept it, None for the rule."""
-    planned, plain = [], lowering.lower
+    planned, by_torch, plain = [], [], lowering.lower
 
-    def lower(epilogue, problem, *others) -> lowering.Lowered:
+    def lower(epilogue, problem, *others) -> lowering.Lowered | None:
         planned.append((epilogue, problem))
-        return plain(epilogue, problem, *others)
+        made = plain(epilogue, problem, *others)
+        by_torch.extend([problem] * (made is None))
+        return made
 
     forget_plans()
     try:
@@ -225,7 +228,7 @@ def choosing(choice: dict | None) -> Iterator[Seen]:
             mock.patch.object(lowering, "lower", lower),
             launches() as launched,
         ):
-            yield Seen(launched, planned)
+            yield Seen(launched, planned, by_torch)
     finally:
         forget_plans()
 
@@ -250,12 +253,14 @@ def each(call: Callable[[], Result], every: bool = False) -> Iterator[tuple[str,
     another kernel; with the names of the kernels."""
     with choosing(None) as seen:
         found = call()
-    yield f"by rule: {seen.launched}", found
-    assert bool(seen.planned) == bool(seen.launched), "kernels whose problems were not seen"
+    yield f"by rule: {seen.launched or 'torch'}", found
+    is_seen = bool(seen.planned) == bool(seen.launched or seen.by_torch)
+    assert is_seen, "kernels whose problems were not seen"
     if not seen.planned:
         return
     epilogue, problem = seen.planned[-1]
-    ran = [[step.spec for step in lowered(epilogue, problem, None).steps]]
+    by_rule = [step.spec for step in lowered(epilogue, problem, None).steps]
+    ran = [] if problem in seen.by_torch else [by_rule]
     for choice in candidates(problem) if every else first_of_each_kind(problem):
         specs = [step.spec for step in lowered(epilogue, problem, choice).steps]
         if specs in ran:

@@ -11,6 +11,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering.problem import DEEP
 from tests.gpu.families.kronecker_sparse import cases as ks
@@ -84,8 +85,9 @@ def run(kernels: str, pattern, numbers: str, batch_last: bool, batch: int) -> No
 def main(kernels: str) -> None:
     torch.manual_seed(0)
     names = ("portable",) if kernels == "portable" else ()
-    # Hopper's kernels, small as these batches are.
+    # Hopper's kernels, small as these batches are, and kernels wherever torch is faster.
     with (
+        mock.patch.object(by_torch, "gains", lambda *_: False),
         mock.patch.object(lowering, "is_small", lambda problem: False),
         mock.patch.object(lowering.times, "fastest", lambda problem, known: known[0]["kind"]),
     ):
