@@ -46,8 +46,15 @@ def compile(
     With ``specs`` (tensors as for :func:`kernlib.run_kernel`; their data is not read, so ``meta``
     ones will do) and the call's ``arguments``, the kernels which that call uses on any GPU of each
     arch, smallest to largest, unless :func:`kernlib.tune` has chosen others there; without, every
-    variant of each descriptor for inputs of ``dtypes``: some 36 for a descriptor without Power
-    stages, twice that for half types, hundreds with them, a quarter of a second each.
+    variant of each descriptor for inputs of ``dtypes`` (of kernel matrices none of gradients and
+    reductions): some 36 for a descriptor without Power stages, twice that for half types, hundreds
+    with them, a quarter of a second each.
+
+    - Tensors that require a gradient ask for the kernels of the backward pass too, by just these:
+      of a gradient that lies as the result does, and of one that ``sum()`` makes.
+    - ``reduction="kernel_matmul"``, or another function that reduces a kernel matrix, is that call
+      in place of :func:`kernlib.run_kernel`, with its arguments: ``specs=(a, b, v)``, without b for
+      a symmetric descriptor.
 
     ``workers`` threads compile, by default one a core. ``progress`` shows a bar on stderr: True
     always, False never, None if stderr is a terminal.
@@ -81,7 +88,8 @@ def prepare(
     **arguments: Any,
 ) -> None:
     """Compile and load what :func:`kernlib.run_kernel` would use for these arguments, with each of
-    the descriptors, and launch nothing.
+    the descriptors, and launch nothing. Gradients and a ``reduction`` are asked for as in
+    :func:`kernlib.compile`.
 
     After it the same call, on any stream, may be captured in a CUDA graph. ``meta`` tensors stand
     for tensors of the current CUDA device with their shapes, strides and offsets. CPU tensors are

@@ -62,20 +62,52 @@ class Size(click.ParamType):
 
 
 class Shape(click.ParamType):
-    """The sizes of one tensor, after the name of the argument that it is, if it has one."""
+    """The sizes of one tensor, after the name of the argument that it is, if it has one. A letter
+    stands for a size that :class:`Sizes` gives."""
 
     name = "shape"
 
-    def convert(self, value, param, ctx) -> tuple[str, tuple[int, ...]]:
+    def convert(self, value, param, ctx) -> tuple[str, tuple[int | str, ...]]:
         if isinstance(value, tuple):  # click converts what it has converted
             return value
         name, equals, text = str(value).rpartition("=")
         parts = text.split("x")
-        sizes = all(part.isascii() and part.isdecimal() for part in parts)
+        sizes = all(_is_number(part) or _is_letter(part) for part in parts)
         if not sizes or (equals and not name.isidentifier()):
             advice = "sizes with x between do, such as 1000x64 or bias=384"
             self.fail(f"{value!r} is no shape; {advice}.", param, ctx)
-        return name, tuple(int(part) for part in parts)
+        return name, tuple(int(part) if _is_number(part) else part for part in parts)
+
+
+class Sizes(click.ParamType):
+    """A letter of shapes, and the sizes that it stands for: of a range its ends, the powers of two
+    between them, and each of these plus one, as loads of sixteen bytes fit whole fours alone."""
+
+    name = "letter=sizes"
+
+    def convert(self, value, param, ctx) -> tuple[str, tuple[int, ...]]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = str(value).partition("=")
+        low, dots, high = text.partition("..")
+        numbers = _is_number(low) and (_is_number(high) if dots else True)
+        if not equals or not _is_letter(name) or not numbers:
+            advice = "a letter and sizes do, such as M=1000 or M=1000..100000"
+            self.fail(f"{value!r} is no size; {advice}.", param, ctx)
+        first, last = int(low), int(high or low)
+        if first > last:
+            self.fail(f"{value!r} is no range; the smaller size is first.", param, ctx)
+        powers = (1 << bits for bits in range(first.bit_length(), last.bit_length()))
+        known = {size + one for size in (first, *powers) for one in (0, 1)} | {last}
+        return name, tuple(sorted(size for size in known if first <= size <= last))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def _is_letter(text: str) -> bool:
+    return len(text) == 1 and text.isascii() and text.isupper()
 
 
 class Argument(click.ParamType):

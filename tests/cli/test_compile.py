@@ -127,6 +127,105 @@ def test_an_argument_that_is_a_tensor(run, compiles):
     plain(run("compile", factor, *shapes[:4], "--arch", "sm_80"), 2, "needs bias")
 
 
+# Reductions, gradients, ranges of sizes.
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Tensors and arguments of each call that kernlib.compile is asked for."""
+    calls = []
+
+    def compile(descriptors, *, archs, specs, workers, **arguments):
+        calls.append((descriptors, specs, arguments))
+        return []
+
+    monkeypatch.setattr(kl, "compile", compile)
+    return calls
+
+
+OF_MATMUL = ("--reduction", "kernel_matmul", "--shape", "Mx3", "--shape", "Nx3", "--shape", "N")
+
+
+def test_the_names_of_reductions_are_those_of_the_functions():
+    from kernlib.cli import compile as module
+    from kernlib.families.pairwise import ahead
+
+    assert tuple(ahead.REDUCTIONS) == module.REDUCTIONS
+    assert all(getattr(kl, name) is function for name, function in ahead.REDUCTIONS.items())
+
+
+def test_a_reduction_and_what_it_is_differentiated_by(run, given):
+    import torch
+
+    options = ("--gradient", "b", "--gradient", "bandwidth", "--dtype", "float16", "--arch", "80")
+    sizes = ("--size", "M=900", "--size", "N=700")
+    number = ("--argument", "bandwidth=2")
+    result = run("compile", "gaussian", "cauchy", *OF_MATMUL, *sizes, *number, *options)
+    assert result.exit_code == 0, result.output
+    assert [call[0] for call in given] == [[kl.gaussian()], [kl.cauchy()]]
+    for _, (a, b, v), arguments in given:
+        assert [tuple(t.shape) for t in (a, b, v)] == [(900, 3), (700, 3), (700,)]
+        assert [t.requires_grad for t in (a, b, v)] == [False, True, False]
+        assert a.is_meta and a.dtype == torch.float16
+        assert arguments["reduction"] == "kernel_matmul"
+        bandwidth = arguments["bandwidth"]
+        assert bandwidth.requires_grad and bandwidth.dtype == torch.float32
+        assert bandwidth.shape == ()
+
+
+def test_a_gradient_of_a_symmetric_matrix_and_of_another_family(run, given):
+    symmetric = (
+        "--shape",
+        "90x3",
+        "--shape",
+        "90",
+        "--gradient",
+        "v",
+        "--reduction",
+        "kernel_matmul",
+    )
+    text = repr(kl.l1_distance(symmetric=True))
+    result = run("compile", text, *symmetric, "--arch", "80")
+    assert result.exit_code == 0, result.output
+    factor = "KroneckerSparse(a=6, b=64, c=64, d=1, epilogue=(Bias(),))"
+    shapes = ("--shape", "512x384", "--shape", "6x64x64x1", "--shape", "bias=384")
+    wanted = ("--gradient", "weight", "--gradient", "bias", "--arch", "80")
+    result = run("compile", factor, *shapes, *wanted)
+    assert result.exit_code == 0, result.output
+    assert [[t.requires_grad for t in call[1]] for call in given] == [[False, True]] * 2
+    assert given[1][2]["bias"].requires_grad and "reduction" not in given[1][2]
+
+
+def test_a_range_of_sizes_is_its_ends_and_powers_of_two_with_one_more(run, compiles, monkeypatch):
+    from kernlib.families.pairwise import ahead
+
+    found, known = [], ahead.specs
+
+    def specs(descriptor, arch, tensors, arguments):
+        found.append((arch, *(t.shape[0] for t in tensors)))
+        return known(descriptor, arch, tensors, arguments)
+
+    monkeypatch.setattr(ahead, "specs", specs)
+    sizes = ("--size", "M=100..1024", "--size", "N=5..5")
+    result = run("compile", "l1_distance", *OF_MATMUL, *sizes, "--arch", "80", "--arch", "120")
+    assert result.exit_code == 0, result.output
+    expected = (100, 101, 128, 129, 256, 257, 512, 513, 1024)
+    assert found == [(arch, m, 5, 5) for arch in ("sm_80", "sm_120") for m in expected]
+    assert len(compiles) == 2
+
+
+def test_kernels_of_a_reduction_and_its_gradients(run, compiles):
+    sizes = ("--size", "M=900..2000", "--size", "N=700")
+    options = ("--argument", "bandwidth=2.0", "--gradient", "a", "--arch", "80", "--json")
+    first = json.loads(run("compile", "gaussian", *OF_MATMUL, *sizes, *options).stdout)
+    said = [row["description"] for row in first["kernels"]]
+    assert len(compiles) == len(said) == 2
+    assert any("gradient first points" in text for text in said)
+    fresh()
+    second = json.loads(run("compile", "gaussian", *OF_MATMUL, *sizes, *options).stdout)
+    assert (second["compiled"], second["found"]) == (0, 2)
+
+
 # For which targets.
 
 
@@ -275,6 +374,32 @@ def test_names_that_say_no_descriptor(run, asked, modules, name, parts):
         (("gaussian", *CALL, "--shape", "1x64"), ("specs must be the tensors of one call",)),
         (("l1_distance", "--shape", "10x4"), ("b is missing",)),
         (("gaussian", "--workers", "0"), ("--workers",)),
+        (("gaussian", "--reduction", "matmul"), ("--reduction", "'kernel_matmul'")),
+        (("gaussian", "--reduction", "kernel_sum"), ("--reduction is about one call", "--shape")),
+        (("gaussian", "--gradient", "a"), ("--gradient is about one call", "--shape")),
+        (("gaussian", "--size", "M=3"), ("--size is about one call", "--shape")),
+        (("gaussian", *CALL, "--gradient", "c"), ("--gradient", "'c' is nothing", "a, b, bandw")),
+        (("gaussian", *CALL, "--gradient", "v"), ("--gradient", "a, b, bandwidth")),
+        (("gaussian", *CALL, "--shape", "1x64", "--gradient", "a"), ("tensors of one call",)),
+        (("gaussian", *OF_MATMUL[:6]), ("--size", "M of --shape has no size: M=1000")),
+        (("gaussian", *CALL, "--size", "M=3"), ("--size", "M is in no --shape")),
+        (("gaussian", *CALL, *2 * ("--size", "M=3")), ("--size", "given twice")),
+        (("gaussian", *CALL, "--size", "M=9..3"), ("--size", "'M=9..3' is no range")),
+        (("gaussian", *CALL, "--size", "m=9"), ("--size", "'m=9' is no size", "M=1000..100000")),
+        (("gaussian", *CALL, "--size", "M=9.."), ("--size", "'M=9..' is no size")),
+        (("gaussian", *CALL, "--shape", "bias=M"), ("--shape", "sizes of bias", "are numbers")),
+        (
+            ("gaussian", "--reduction", "kernel_matmul", *CALL),
+            ("v is missing: kernel_matmul of gaussian takes a, b, v",),
+        ),
+        (
+            ("gaussian", "--reduction", "kernel_topk", *CALL, "--argument", "k=900"),
+            ("k must be from 1 to the 800 points",),
+        ),
+        (
+            (LAYER, "--reduction", "kernel_sum", "--shape", "512x384", "--shape", "6x64x64x1"),
+            ("reduction is no argument of KroneckerSparse",),
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(run, compiles, arguments, parts):

@@ -10,7 +10,7 @@ from kernlib import events
 from kernlib.errors import CaptureError, CompileError, UnsupportedError
 from kernlib.families.pairwise import ahead as pairwise_ahead
 from kernlib.families.pairwise import checks
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.lowering import choose, direct
 from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
@@ -90,6 +90,19 @@ def test_no_gpu_of_an_arch_misses_what_was_compiled_for_a_call(arch, points):
     lower = direct.lower
     counts = range(fewest, most + 1)
     assert specs == {lower(L1, problem, arch, count, strides).specs[0] for count in counts}
+
+
+@pytest.mark.parametrize("rows", [1000, 1500, 3000])
+def test_no_gpu_misses_what_is_behind_the_products_of_a_call(rows):
+    """By a tile that depends on its multiprocessors."""
+    x, descriptor = torch.empty(rows, 200, device="meta"), kl.l2_distance()
+    specs = set(pairwise_ahead.specs(descriptor, "sm_90a", (x, x), {}))
+    fewest, most = targets.MULTIPROCESSORS["sm_90a"]
+    request = Request.of(descriptor, x, x, {})
+    problem, strides = problem_of(request, checks.check_call(*request))
+    given = descriptor, problem, "sm_90a"
+    made = [choose.lower(*given, n, strides, "fp32").specs for n in range(fewest, most + 1)]
+    assert specs == {spec for found in made for spec in found} and len(specs) > 1
 
 
 def test_entries_come_in_order_and_equal_kernels_are_compiled_once(built):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.pairwise import checks, plans
+from kernlib.families.pairwise import checks, plans, rehearsal
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
@@ -160,6 +160,16 @@ def readable(request: Request) -> Request:
     made = request.readable()
     b = made.b if made.b is None else materialised(made.b)
     return made._replace(a=materialised(made.a), b=b)
+
+
+def rehearsed(*request) -> torch.Tensor:
+    """A call of meta tensors in a rehearsal, which notes its kernels."""
+    made, given = rehearsal.current(), readable(Request(*request))
+    call = checks.check_call(*given)
+    made.note(plans.specs(given, call, made.arch, made.device))
+    if given.out is not None:
+        return given.out
+    return torch.empty(call.out_shape, dtype=call.out_dtype, device=given.a.device)
 
 
 MATRIX = Operation(

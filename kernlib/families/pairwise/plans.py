@@ -12,6 +12,7 @@ from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
 from kernlib.jit import tuning
+from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime.devices import arch_of, model
 from kernlib.runtime.dtypes import accumulator
@@ -74,6 +75,20 @@ def lower(request: Request, call: checks.Call, device: int) -> Lowered:
         tuned = tuning.choice(descriptor.family, gpu, tuning_signature(descriptor, problem))
     count = gpu.multiprocessors
     return choose.lower(descriptor, problem, arch, count, strides, permitted, tuned)
+
+
+def specs(
+    request: Request, call: checks.Call, arch: str, device: int | None = None
+) -> list[KernelSpec]:
+    """The kernels of a checked call on the GPUs of an arch, untuned; on ``device`` alone, if it is
+    given, as it is tuned."""
+    if is_empty(call):
+        return []
+    if device is not None:
+        return lower(request, call, device).specs
+    problem, strides = problem_of(request, call)
+    permitted = precision(request.descriptor) or "fp32"
+    return choose.specs(request.descriptor, problem, arch, strides, permitted)
 
 
 def precision(descriptor: Pairwise) -> str | None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from kernlib.families.pairwise import checks, stages
+from kernlib.families.pairwise import checks, rehearsal, stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula, products, routes, weights
 from kernlib.families.pairwise.gradients.formula import Sums
@@ -65,7 +65,7 @@ def run(
         watched = is_mapped(a, b, *tensors.values())
         if not watched:
             refuse_transforms(checks.MAPPED_ALONE, a=a, b=b, **tensors)
-    if watched or getattr(a, "is_meta", False):
+    if watched or (getattr(a, "is_meta", False) and rehearsal.current() is None):
         request = descriptor, a, b, None, False, row_offset, col_offset, values
         if not watched:  # of meta tensors operators would say less
             checks.check_call(*request)
@@ -150,7 +150,8 @@ def points_gradient(made: Sums, x, z, given: torch.Tensor, first: bool) -> torch
     from kernlib.families.pairwise.gradients import points
 
     kind = points.Kind(descriptor.operator, descriptor.inner, first, False)
-    return points.execute(kind, points.Operands(x, z, given, None), None, False, made.given)
+    compute = points.rehearsed if x.is_meta else points.execute
+    return compute(kind, points.Operands(x, z, given, None), None, False, made.given)
 
 
 def _by_formula(made: Sums, x, z, given, first: bool) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 
@@ -108,7 +109,8 @@ def _by_rows(made: Sums, value, tensors: tuple, needs: tuple, along, create: boo
     """The gradients of a function of x, z, W, p and scale that treats each row of x and W alone."""
     x, z, weights = tensors
     count = rows = max(1, x.shape[1])  # an empty x is one empty block
-    if not create and not made.linear:
+    alone = rehearsal.current() is None  # a meta tensor takes no memory
+    if not create and not made.linear and alone:
         rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
     found = [[] for _ in needs]
     for begin in range(0, count, rows):

@@ -19,11 +19,10 @@ from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.families.pairwise.lowering import gradient_tensor
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.rehearsal import arch_of, load_lowered, lowered, on_gpu
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.runtime.devices import arch_of, model
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.sequence import load_lowered
 from kernlib.runtime.tensors import span
 
 
@@ -42,7 +41,7 @@ class GradientPlan(NamedTuple):
 
 def make_plan(call: Call, kind: Kind, operands, out, accumulate, values: dict) -> GradientPlan:
     """The plan of a checked call. Raises UnsupportedError for devices that have no backend."""
-    if call.device.type != "cuda":
+    if not on_gpu(operands.x):
         raise UnsupportedError(
             f"kernlib computes on CUDA and CPU tensors, {kind.names[0]} is on {call.device}; move "
             "it to one of them"
@@ -121,16 +120,17 @@ def _tensor(
         coefficients=problem.coefficients if coefficients is None else layout(given[3], call.batch),
         extremes=2 * call.features if z.dim() == 3 and z.shape[0] > 1 else 0,
     )
-    lowered = gradient_tensor.lower(problem, arch_of(device), model(device).multiprocessors)
-    if lowered is None:
+    arch = arch_of(device)
+    made = lowered(lambda count: gradient_tensor.lower(problem, arch, count), device)
+    if made is None:
         return None
-    plan = load_lowered(lowered, lowering.OPERANDS, call.device)
-    shape = (lowered.parts, call.batch, max(1, call.sets), call.queries, call.features)
+    plan = load_lowered(made, lowering.OPERANDS, call.device)
+    shape = (made.parts, call.batch, max(1, call.sets), call.queries, call.features)
 
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:
         given = arranged(kind, operands)
         extremes = torch.stack(torch.aminmax(given.z, dim=-2), -2) if sign else None
-        whole = lowered.parts == 1
+        whole = made.parts == 1
         sums = out if whole else torch.empty(shape, dtype=torch.float32, device=call.device)
         plan.launch(_pointers(given, sums, extremes), numbers)
         if not whole:
@@ -158,11 +158,12 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
 
 def _direct(kind: Kind, call: Call, problem: lowering.Problem, device: int) -> Callable:
     """By the kernel of the FP32 or FP64 lanes."""
-    lowered = lowering.lower(problem, arch_of(device), model(device).multiprocessors)
-    plan = load_lowered(lowered, lowering.OPERANDS, call.device)
-    if lowered.parts == 1:
+    arch = arch_of(device)
+    made = lowered(lambda count: lowering.lower(problem, arch, count), device)
+    plan = load_lowered(made, lowering.OPERANDS, call.device)
+    if made.parts == 1:
         return lambda operands, out, numbers: plan.launch(_pointers(operands, out), numbers)
-    shape = (lowered.parts, call.batch, max(1, call.sets), call.queries, call.features)
+    shape = (made.parts, call.batch, max(1, call.sets), call.queries, call.features)
     wide = accumulator(call.dtype)
 
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:

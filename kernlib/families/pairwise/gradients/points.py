@@ -7,7 +7,7 @@ import math
 import torch
 
 from kernlib import events
-from kernlib.families.pairwise import stages
+from kernlib.families.pairwise import rehearsal, stages
 from kernlib.families.pairwise.gradients import arguments, plans, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.gradients.plans import GradientPlan
@@ -245,6 +245,21 @@ def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, lis
         numbers += [0.0, address if known else 0]
         kept.append(tensor)
     return numbers, kept
+
+
+def rehearsed(kind: Kind, operands: Operands, out, accumulate, values: dict) -> torch.Tensor:
+    """A call of meta tensors, which notes its kernels in a rehearsal."""
+    request = kind, operands, out, accumulate, values
+    kind, operands, *_ = request = _materialised(*request) or request
+    call = arguments.check_call(*request)
+    if rehearsal.current() is None:
+        return _reference(call, *request)
+    plan = plans.make_plan(call, *request)
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
+    if plan.compute is not None:
+        plan.compute(operands, out, [])
+    return out
 
 
 PAIR_GRADIENT = Operation(

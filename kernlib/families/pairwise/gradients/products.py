@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise.descriptor import dot_product
 from kernlib.run import run_kernel
-from kernlib.runtime.devices import model
 from kernlib.runtime.precision import float32_precision
 
 KERNEL_COLUMNS = 128  # of a product, from which the kernel of dot products beats SGEMM
@@ -56,11 +56,21 @@ def multiplied(precision: str | None, left: torch.Tensor, right: torch.Tensor) -
     """``left @ right`` of (L, M, N) or (1, M, N) and (L, N, C) or (1, N, C), or without batches, as
     accurate as a descriptor of this precision asks: by torch's setting for None."""
     if is_torchs(precision, left, min(right.shape[-2:])):
-        if torch.is_autocast_enabled(left.device.type):
+        if not left.is_meta and torch.is_autocast_enabled(left.device.type):
             with torch.autocast(left.device.type, enabled=False):
                 return left @ right
         return left @ right
-    parts = parts_of(left, right)
+    if not left.is_meta:
+        return _in_parts(precision, left, right, parts_of(left, right))
+    # A rehearsal, perhaps of several GPUs.
+    counts = rehearsal.current().counts
+    for parts in {parts_on(left, right, count) for count in counts}:
+        found = _in_parts(precision, left, right, parts)
+    return found
+
+
+def _in_parts(precision: str | None, left: torch.Tensor, right: torch.Tensor, parts: int):
+    """:func:`multiplied` by the kernel of dot products."""
     if parts == 1:
         return run_kernel(_DOTS[precision], left, right.mT)
     lines = left.unflatten(-1, (parts, -1)).movedim(-2, 0).flatten(0, -3)
@@ -84,12 +94,16 @@ def is_torchs(precision: str | None, left: torch.Tensor, narrowest: int) -> bool
 def parts_of(left: torch.Tensor, right: torch.Tensor) -> int:
     """In how many parts a sum is computed, so that its tiles fill the GPU's multiprocessors, each
     of which sums up a tile alone: the fewest that keep them nearly as busy as any number does."""
+    return parts_on(left, right, rehearsal.model(left.get_device()).multiprocessors)
+
+
+def parts_on(left: torch.Tensor, right: torch.Tensor, at_once: int) -> int:
+    """:func:`parts_of` on a GPU of so many multiprocessors."""
     batch = max(t.shape[0] if t.dim() == 3 else 1 for t in (left, right))
     if batch > 1:
         return 1
     rows, terms = left.shape[-2:]
     tiles = -(-rows // KERNEL_TILE[0]) * -(-right.shape[-1] // KERNEL_TILE[1])
-    at_once = model(left.get_device()).multiprocessors
     most = min(MOST_PARTS, terms // SHORTEST_PART)
     known = [n for n in range(1, most + 1) if terms % (4 * n) == 0] or [1]
     busy = {n: tiles * n / (-(-tiles * n // at_once) * at_once) for n in known}

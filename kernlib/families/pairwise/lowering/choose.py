@@ -57,13 +57,16 @@ def specs(
     descriptor: Pairwise, problem: Problem, arch: str, strides: tuple[int, ...], precision: str
 ) -> list[KernelSpec]:
     """The kernels that a problem takes on the GPUs of an arch, untuned."""
-    count = targets.MULTIPROCESSORS[arch][0]
+    fewest, most = targets.MULTIPROCESSORS[arch]
     if _takes_split(descriptor, problem, arch, precision) and _split().pays(problem):
-        found = _split().lower(descriptor, problem, arch, count, strides, precision)
-        return found.specs
-    chosen = direct.defaults(problem, arch)
-    made = [direct.lower(descriptor, problem, arch, count, strides, c) for c in chosen]
-    return [spec for each in made for spec in each.specs]
+        known = direct.candidates(problem, arch)  # of which one is behind the gate
+        counts = {direct.default(problem, known, n)["tile"]: n for n in range(fewest, most + 1)}
+        given = descriptor, problem, arch
+        made = [_split().lower(*given, n, strides, precision) for n in counts.values()]
+    else:
+        chosen = direct.defaults(problem, arch)
+        made = [direct.lower(descriptor, problem, arch, fewest, strides, c) for c in chosen]
+    return list(dict.fromkeys(spec for each in made for spec in each.specs))
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:

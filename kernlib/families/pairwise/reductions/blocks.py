@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.run import run_kernel
@@ -15,6 +16,7 @@ from kernlib.runtime.dtypes import accumulator
 
 BLOCK_BYTES = 1 << 26
 CPU_BLOCK_BYTES = 1 << 24  # which stay in a core's cache between the block's two passes
+_ALIGNED = 8  # points of half types, of any number of features, behind which alignment is the same
 MOST_ROWS = 4096  # of a block of many columns: enough for a product to be bound by arithmetic
 
 Block = tuple[slice, slice, slice]  # of the batch, of rows and of columns
@@ -22,7 +24,18 @@ Block = tuple[slice, slice, slice]  # of the batch, of rows and of columns
 
 def blocks(shape: Shape, entries: int, fewest_rows: int) -> Iterator[Block]:
     """Parts of at most ``entries`` of a matrix, row after row. A part has all columns, unless that
-    leaves it with less than ``fewest_rows`` of several."""
+    leaves it with less than ``fewest_rows`` of several. In a rehearsal the first of those alone
+    that take the same kernels: of one size, whose points begin at addresses of one alignment."""
+    found = _blocks(shape, entries, fewest_rows)
+    if rehearsal.current() is None:
+        return found
+    kinds: dict[tuple, Block] = {}
+    for block in found:
+        kinds.setdefault(tuple((s.stop - s.start, s.start % _ALIGNED) for s in block), block)
+    return iter(kinds.values())
+
+
+def _blocks(shape: Shape, entries: int, fewest_rows: int) -> Iterator[Block]:
     if 0 in (shape.m, shape.n, shape.batch):
         return
     columns = min(shape.n, entries)
@@ -162,7 +175,7 @@ def _first(values: torch.Tensor, k: int, largest: bool) -> tuple[torch.Tensor, t
         last, next_one = found[..., k - 1 : k], found[..., k:]
         found, places = found[..., :k], places[..., :k]
         # On a GPU asking would wait for it.
-        if values.is_cuda or _equal(last, next_one).any():
+        if values.device.type != "cpu" or _equal(last, next_one).any():
             places = _places_to(values, last, k, largest)
     places = places.sort(-1).values
     return _in_order(values.gather(-1, places), places, largest)

@@ -26,13 +26,20 @@ from kernlib.families.pairwise.lowering.reduce import MAX_BLOCKS, SMALL_K
 from kernlib.families.pairwise.matrix import kind_of_number
 from kernlib.families.pairwise.plans import numbers_of
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.families.pairwise.rehearsal import (
+    Silence,
+    arch_of,
+    build,
+    load_lowered,
+    model,
+    on_gpu,
+)
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime.devices import arch_of, build, model
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.plan import Plan, PlanCache
-from kernlib.runtime.sequence import Steps, load_lowered
+from kernlib.runtime.sequence import Steps
 from kernlib.runtime.tensors import is_lazy, materialised, signature
 
 # Columns of v up to which computing the matrix once for every COLUMNS of them is faster than
@@ -53,7 +60,7 @@ class Role(NamedTuple):
 class Launch(NamedTuple):
     """One launch: some columns of g and v, and what it leaves."""
 
-    plan: Plan | Steps
+    plan: Plan | Steps | Silence
     columns: slice
     role: str
     points: bool
@@ -103,7 +110,7 @@ def gradients(
 
 def takes(request: Request, shape: Shape) -> bool:
     """Whether sizes, type and device are those of the kernel."""
-    if request.a.device.type != "cuda" or request.a.dtype != torch.float32:
+    if not on_gpu(request.a) or request.a.dtype != torch.float32:
         return False
     columns = 1 if request.v is None else shape.columns
     if 0 in (shape.m, shape.n, shape.k, shape.batch) or not 1 <= columns <= MOST_COLUMNS:
@@ -131,7 +138,10 @@ def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
 def _plan(
     request: Request, shape: Shape, wanted: tuple, gradient, shared: bool
 ) -> Gradients | None:
-    """The kept plan of a signature, None of what the kernel does not take."""
+    """The kept plan of a signature, None of what the kernel does not take; of meta tensors, that of
+    a rehearsal, of which none is kept."""
+    if request.a.is_meta:
+        return _made(request, shape, wanted, gradient, shared)
     key = request.descriptor.text, wanted, shared, signature(gradient), shape
     key += signature(request.a), signature(request.b)
     key += (None if request.v is None else signature(request.v),)

@@ -13,12 +13,19 @@ from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.plans import precision
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.families.pairwise.rehearsal import (
+    Silence,
+    arch_of,
+    build,
+    load_lowered,
+    model,
+    on_gpu,
+)
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.dtypes import FLOAT_SUMS
-from kernlib.runtime.devices import arch_of, build, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.plan import Plan
-from kernlib.runtime.sequence import Steps, load_lowered
+from kernlib.runtime.sequence import Steps
 
 # Of v's columns one launch by tensor cores takes 8: 18 ms for 1e10 pairs of 64 features, and 16 in
 # one go 54, as each value then waits for its share of reads of v.
@@ -38,13 +45,13 @@ class ReductionPlan(NamedTuple):
     root: bool
     positive: frozenset[str]
     # Each with the bytes by which its columns begin further on: in v, and in the values.
-    launches: tuple[tuple[Plan | Steps, int, int], ...]
+    launches: tuple[tuple[Plan | Steps | Silence, int, int], ...]
     splits: int
 
 
 def takes(reduction: str, request: Request, shape: Shape) -> bool:
     """Whether the kernels compute a reduction, and are the fastest to do so."""
-    if request.a.device.type != "cuda":
+    if not on_gpu(request.a):
         return False
     empty = 0 in (shape.m, shape.n, shape.k, shape.batch)
     empty = empty or (request.v is not None and shape.columns == 0)

@@ -266,6 +266,24 @@ def _finished(found, plan: CallPlan, out):
     return found.to(plan.dtype).contiguous() if out is None else out.copy_(found)
 
 
+def rehearsed(*request) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call of meta tensors in a rehearsal, whose kernels are noted."""
+    request = _materialised(*request) or request
+    reduction, _, a, b, v, out, *offsets, values, _ = request
+    call = _check(*request)
+    if out is not None:
+        checks.check_result(out, call.size, a)
+    if reduction == "min":
+        checks.check_some(call.shape.n)
+    plan = _plan(call, *request)
+    if plan.launch is None:
+        _without_kernels(reduction, plan, a, a if b is None else b, v, *offsets, values)
+    made = torch.empty(plan.size, dtype=plan.dtype, device=plan.device) if out is None else out
+    if reduction == "min" or isinstance(reduction, Nearest):
+        return made, torch.empty(plan.size, dtype=torch.int64, device=plan.device)
+    return made
+
+
 REDUCTION = Operation(
     name="pairwise_reduce",
     operators="kernlib.families.pairwise.reductions.operators",
