@@ -25,3 +25,9 @@ __device__ __forceinline__ void keep_words(u32 (&words)[STEPS][4]) {
         for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(words[i][j]) :: "memory");
     }
 }
+
+// A word that what is computed of it is computed here, and not kept from before.
+__device__ __forceinline__ void compute_here(u32& word) { asm volatile("" : "+r"(word)); }
+
+// What is read from memory before and behind is not read in another order.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }

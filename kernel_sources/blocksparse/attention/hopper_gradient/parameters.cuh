@@ -90,8 +90,8 @@ struct Operands {
     InputT* first;            // dk or dq
     InputT* second;           // dv; null without
     const u32* row_bits;      // of op(S)
-    const float* sums;        // log2 of sums of exponentials: (batch, heads, padded)
-    const float* deltas;      // the same of delta
+    const float* deltas;      // of rows of q: (batch, heads, padded)
+    const float* sums;        // the same of log2 of sums of exponentials
 };
 struct Strides {
     i64 batch, head, row;

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "common/mma_half.cuh"
-#include "common/powers.cuh"
+#include "common/exponential.cuh"
 
 constexpr int SCORES = TILE_COLS / 2;  // of a thread
 constexpr int GROUPS = TILE_COLS / 16;
@@ -104,7 +104,7 @@ __device__ __forceinline__ float weight_of(float product, float scale, float sum
                                            const Elements& tile, const Score& score, int row,
                                            int column, float& slope) {
     if (IS_PARTIAL && !(stored && tile.view.keeps(row, column))) return 0.0f;
-    if (!HAS_SCORE && !HAS_MASK) return power_of_2(fmaf(product, scale, -sum));
+    if (!HAS_SCORE && !HAS_MASK) return fast_exp2(fmaf(product, scale, -sum));
     int of_row = tile.row_of(row, column), of_column = tile.column_of(row, column);
     if (HAS_MASK && !score.keeps(of_row, of_column)) return 0.0f;
     float v = product * scale;
@@ -112,7 +112,7 @@ __device__ __forceinline__ float weight_of(float product, float scale, float sum
         slope = score.slope(v, of_row, of_column);
         v = score(v, of_row, of_column);
     }
-    return power_of_2(fmaf(v, LOG2_E, -sum));
+    return fast_exp2(fmaf(v, LOG2_E, -sum));
 }
 
 // Weights times the slopes of scores in the place of products, and weights alone as words.

@@ -1,7 +1,7 @@
 """The kernels of kernel_sources/blocksparse/attention/hopper_gradient/hopper_gradient.cuh:
 gradients of attention by wgmma and tensor maps, for half types on Hopper, values as wide as keys.
 
-First a launch of summary.py's, then one over the rows of the layout for dq and one over its
+First a launch of deltas.py's, then one over the rows of the layout for dq and one over its
 columns for dk and dv. Captured tensors' gradients are left to the portable kernels.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from kernlib.families.blocksparse.lowering.attention import deltas
 from kernlib.families.blocksparse.lowering.attention import score_source as text
-from kernlib.families.blocksparse.lowering.attention import summary
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
     Operand,
@@ -21,13 +21,14 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
 
-KIND = "hopper gradient"
+KIND = "hopper"
 FAMILY = "blocksparse"
 ARCH = "sm_90a"
 HALVES = ("float16", "bfloat16")
@@ -39,7 +40,7 @@ SHARED_BYTES, MOST_STAGES = 227 * 1024, 6
 REGISTERS = 40, 232  # of a producing and of a multiplying thread
 MOST_TILES = 2**31 - 1
 FIXED = "6q14i"  # structs Strides and Fixed
-OWN = ("first", "second", "row_bits", "sums", "deltas")
+OWN = ("first", "second", "row_bits", "deltas", "sums")
 
 
 class Variant(NamedTuple):
@@ -67,20 +68,33 @@ def takes(problem: AttentionGradient, arch: str) -> bool:
         and of.features % 8 == 0
         and min(shape) > 0
         and max(of.queries, of.keys) <= text.WIDEST
-        and of.batch * of.heads * ceil_div(summary.padded(problem), TILE_ROWS) <= MOST_TILES
+        and of.batch * of.heads * ceil_div(deltas.rows_of(problem, has_sums=True), TILE_ROWS)
+        <= MOST_TILES
         and all(is_addressable(problem, name) for name in ("q", "k", "v", "grad"))
         and all(is_whole(t) for t in (of.out, problem.dq, problem.dk, problem.dv))
     )
 
 
-def lower(problem: AttentionGradient, arch: str, multiprocessors: int) -> Lowered:
+def candidates(problem: AttentionGradient, arch: str) -> list[Choice]:
+    """There is one way."""
+    return [{}]
+
+
+def default(problem: AttentionGradient, known: list[Choice], multiprocessors: int) -> Choice:
+    """That one."""
+    return known[0]
+
+
+def lower(
+    problem: AttentionGradient, arch: str, multiprocessors: int, choice: Choice | None = None
+) -> Lowered:
     """The launches of a problem that the kernels take."""
-    steps = [summary.step(problem)]
+    steps = [deltas.step(problem, has_sums=True)]
     if problem.needs[0]:
         steps.append(_main(problem, transposed=False))
     if any(problem.needs[1:]):
         steps.append(_main(problem, transposed=True))
-    return Lowered(tuple(steps), summary.workspace(problem))
+    return Lowered(tuple(steps), 2 * deltas.nbytes(problem, has_sums=True))
 
 
 def _main(problem: AttentionGradient, transposed: bool) -> Step:
@@ -101,7 +115,7 @@ def _main(problem: AttentionGradient, transposed: bool) -> Step:
             of.heads,
             of.queries,
             of.keys,
-            summary.padded(problem),
+            deltas.rows_of(problem, has_sums=True),
             of.features,
         ),
         *(of.layout_batch, of.layout_head, *lines),
@@ -109,8 +123,9 @@ def _main(problem: AttentionGradient, transposed: bool) -> Step:
     )
     made = variant(problem, transposed)
     results = ("dk", "dv") if transposed else ("dq", "dq")
+    behind = deltas.nbytes(problem, has_sums=True)
     names = (*own, *columns, *results, "col_bits" if transposed else "row_bits")
-    pointers = (*((name, 0) for name in names), (WORKSPACE, 0), (WORKSPACE, summary.part(problem)))
+    pointers = (*((name, 0) for name in names), (WORKSPACE, 0), (WORKSPACE, behind))
     pointers += tuple((name, 0) for name in text.pointers(of.score))
     maps = (
         *(_map(problem, name, TILE_ROWS) for name in own),
@@ -191,7 +206,7 @@ constexpr int PARAMETER_BYTES = {parameters(score).size};
 {multiply(made.dtype, features, True, right_lines=True)}
 #include "blocksparse/attention/hopper_gradient/hopper_gradient.cuh"
 """
-    description = " ".join(["blocksparse attention", KIND, made.dtype, *said])
+    description = " ".join(["blocksparse attention", KIND, "gradient", made.dtype, *said])
     entry = "blocksparse_attention_hopper_gradient"
     found = KernelSpec(FAMILY, source, entry, THREADS, shared, description=description)
     return named(found, made.dtype, *said)
@@ -213,12 +228,10 @@ def variants(
     if features and features > WIDTHS[-1]:
         return
     widths = [next(w for w in WIDTHS if w >= features)] if features else WIDTHS
-    values = [features] if features else range(16, WIDTHS[-1] + 1, 8)
     for dtype in dtypes:
         if dtype not in HALVES:
             continue
-        for lanes in sorted(set(map(summary.lanes, values))):
-            yield summary.spec(dtype, lanes)
+        yield from deltas.variants((dtype,), has_sums=True)
         for width, turned in product(widths, (False, True)):
             yield spec(score, variant_of(score, dtype, block, width, turned))
 

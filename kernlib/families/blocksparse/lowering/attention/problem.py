@@ -85,9 +85,11 @@ class Attention(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The gradient by a captured tensor as kernels leave it, in float32: of axes "" (one number for
-    each batch and head), "row", "col" or "pair". ``strides`` are those of batch, head, row and
-    column. Sums over batch and heads that the tensor does not have are the caller's."""
+    """The gradient by a captured tensor as kernels leave it, in float32: for each batch and head a
+    number for each row ("row"), column ("col"), or pair of these ("pair"), by ``strides``. It
+    begins as zeros. Strides of 0 from one batch or head to the next are for sums over these, which
+    cost parallelism and are known of rows and pairs alone; other sums are the caller's, over rows
+    too where a tensor has neither rows nor columns."""
 
     index: int  # of the captured tensor
     axes: str
@@ -96,7 +98,8 @@ class Collected(NamedTuple):
 
 class AttentionGradient(NamedTuple):
     """By q, k and v, of which ``needs`` says what is wanted, and by captured tensors. ``grad`` is
-    that of ``attention.out``; ``has_grad_lse`` whether there is one of the log-sum-exp too."""
+    that of ``attention.out``; ``has_grad_lse`` whether there is one of the log-sum-exp too. Operand
+    ``collected<i>`` is the i-th of ``collected``."""
 
     attention: Attention
     grad: Operand
