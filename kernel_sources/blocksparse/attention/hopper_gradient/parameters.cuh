@@ -1,0 +1,158 @@
+// Tiles of the gradient's kernel, its shared memory, and what a launch is given.
+//
+// A CTA has 128 rows of op(S), those of q, or of k if TRANSPOSED: two warpgroups have 64 each. Two
+// operands of these rows stay in shared memory (q and the gradient of out; k and v), and those of
+// the columns that some row stores come through a ring (k and v; q and the gradient of out).
+#pragma once
+
+#include "blocksparse/attention/score.cuh"
+#include "common/hopper.cuh"
+
+constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
+constexpr int STEP = 16;                       // depth of one wgmma
+constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int CONSUMERS = 128 * WARPGROUPS;
+constexpr int LINES = TILE_ROWS > BLOCK_ROWS ? TILE_ROWS / BLOCK_ROWS : 1;  // of blocks, of a tile
+constexpr u32 LIVE = (1u << LINES) - 1;        // a bit of each
+// A tile's columns are those of so many blocks, wherever these lie, or of a part of one.
+constexpr int PIECE = BLOCK_COLS < TILE_COLS ? BLOCK_COLS : TILE_COLS;
+constexpr int PIECES = TILE_COLS / PIECE;
+constexpr int CHUNKS = (FEATURES + ROW - 1) / ROW;  // of 64 features
+constexpr int OWN_CHUNK = TILE_ROWS * ROW_BYTES, OWN_BYTES = CHUNKS * OWN_CHUNK;
+constexpr int SLOT_CHUNK = TILE_COLS * ROW_BYTES, SLOT_BYTES = CHUNKS * SLOT_CHUNK;
+// Of a stage beside the two operands: two numbers of each row of q, if these are its columns.
+constexpr int NUMBER_BYTES = TRANSPOSED ? TILE_COLS * 4 : 0;
+constexpr int STAGE_BYTES = 2 * SLOT_BYTES + 1024 * (TRANSPOSED ? 1 : 0);
+static_assert(2 * NUMBER_BYTES <= 1024, "slots begin at whole 1024 bytes");
+static_assert(2 * (CHUNKS + 1) * PIECES <= 32, "each copy of a stage is a lane's");
+
+// Flags of a note.
+constexpr u32 PARTIAL = 1, CUT = 2, END = 4;
+
+// What the producer says of a stage: the head of q, and which columns and blocks it holds.
+struct Note {
+    u32 flags;
+    int head;
+    int columns[PIECES];  // the first of each piece
+    u32 live[PIECES];     // the lines of blocks that store it
+};
+
+struct Barriers {
+    u64 full[STAGES], empty[STAGES], own;
+};
+
+struct Shared {
+    unsigned char *own, *stages;
+    Barriers* barriers;
+    Note* notes;
+
+    __device__ __forceinline__ explicit Shared(unsigned char* base) {
+        own = base + (-shared_address(base) & 1023);  // as the swizzle has it
+        stages = own + 2 * OWN_BYTES;
+        barriers = reinterpret_cast<Barriers*>(stages + STAGES * STAGE_BYTES);
+        notes = reinterpret_cast<Note*>(barriers + 1);
+    }
+    // By all threads of the block.
+    __device__ __forceinline__ void begin() const {
+        if (threadIdx.x == 0) {
+            for (int stage = 0; stage < STAGES; ++stage) {
+                barrier_init(&barriers->full[stage], 1);
+                barrier_init(&barriers->empty[stage], CONSUMERS / 32);
+            }
+            barrier_init(&barriers->own, 1);
+            fence_barrier_init();
+        }
+        __syncthreads();
+    }
+    __device__ __forceinline__ unsigned char* slot(int stage, int operand) const {
+        return stages + stage * STAGE_BYTES + operand * SLOT_BYTES;
+    }
+    // Of rows of q that are a stage's columns: log2 of the sum of exponentials, and delta.
+    __device__ __forceinline__ float* numbers(int stage, int which) const {
+        return reinterpret_cast<float*>(slot(stage, 2)) + which * TILE_COLS;
+    }
+};
+static_assert(1024 + 2 * OWN_BYTES + STAGES * (STAGE_BYTES + int(sizeof(Note))) +
+                      int(sizeof(Barriers)) <= DYNAMIC_BYTES, "as lowering counts it");
+
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// Laid out by kernlib/families/blocksparse/lowering/attention/hopper_gradient.py.
+struct Maps {
+    TensorMap own_maps[2], column_maps[2];
+};
+struct Operands {
+    InputT* first;            // dk or dq
+    InputT* second;           // dv; null without
+    const u32* row_bits;      // of op(S)
+    const float* deltas;      // of rows of q: (batch, heads, padded)
+    const float* sums;        // the same of log2 of sums of exponentials
+};
+struct Strides {
+    i64 batch, head, row;
+};
+struct Fixed {
+    Strides first_strides, second_strides;
+    int row_tiles;                        // of a head
+    int own_heads, group;                 // heads of the rows; heads of q that a head of k serves
+    int heads, queries, keys, padded;     // of q, its rows, and these as workspaces have them
+    int features, layout_batch, layout_head;
+    int lines, line_words;                // of blocks of a head of op(S), and their words
+    int own_shared, column_shared;        // bits of what serves all heads or batches, see Shares
+};
+struct Parameters : Maps,
+                    Operands,
+                    LengthPointers<LENGTHS>,
+                    CapturedPointers<CAPTURED>,
+                    Numbers,
+                    CapturedViews<CAPTURED>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+// Where the head and the batch of operand 0 or 1 are, of which one may serve all: bits 0 and 1 of
+// operand 0, 2 and 3 of operand 1.
+__device__ __forceinline__ int head_of(int shared, int operand, int head) {
+    return shared >> 2 * operand & 1 ? 0 : head;
+}
+__device__ __forceinline__ int batch_of(int shared, int operand, int batch) {
+    return shared >> 2 * operand & 2 ? 0 : batch;
+}
+
+// What a CTA has: tiles of one head follow each other, and where later rows see more columns the
+// last of them comes first.
+struct Place {
+    int batch, head, tile;
+    __device__ __forceinline__ explicit Place(const Parameters& p) {
+        u32 rest = blockIdx.x / u32(p.row_tiles);
+        tile = int(blockIdx.x % u32(p.row_tiles));
+        if (CAUSAL && !TRANSPOSED) tile = p.row_tiles - 1 - tile;
+        head = int(rest % u32(p.own_heads));
+        batch = int(rest / u32(p.own_heads));
+    }
+    __device__ __forceinline__ int row() const { return tile * TILE_ROWS; }
+};
+
+// What rows of op(S) see.
+struct View {
+    Sight sight;
+
+    __device__ __forceinline__ Range columns_of(int row, int count) const {
+        return TRANSPOSED ? sight.rows_of(row, count) : sight.columns_of(row, count);
+    }
+    __device__ __forceinline__ bool covers(int row, int count, int column, int depth) const {
+        return TRANSPOSED ? sight.covers(column, depth, row, count)
+                          : sight.covers(row, count, column, depth);
+    }
+    __device__ __forceinline__ bool keeps(int row, int column) const {
+        return TRANSPOSED ? sight.keeps(column, row) : sight.keeps(row, column);
+    }
+};
+
+__device__ __forceinline__ View view_of(const Parameters& p, int batch) {
+    return {sight_of(p, batch, p.queries, p.keys)};
+}

@@ -1,0 +1,226 @@
+"""Gradients of attention by mma.sync, run by threads of the host, against those of its formula in
+float64; and what NVRTC makes of them."""
+
+import math
+
+import pytest
+import torch
+
+from kernlib.families.blocksparse.lowering.attention import portable_gradient
+from kernlib.families.blocksparse.lowering.attention.problem import (
+    AttentionGradient,
+    Score,
+    View,
+)
+from tests.families.blocksparse.lowering.attention.cases import (
+    ARCH,
+    CASES,
+    PROCESSORS,
+    Case,
+    Made,
+    error,
+)
+from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
+from tests.families.blocksparse.lowering.attention.scores import SOFT_BIAS, soft_bias
+from tests.support.compiled_kernels import compiled
+from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.speeds import slow_but
+
+on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+FAST = ("all at once",)
+# Of one kernel, which is compiled once.
+CUT = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, density=0.7)
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@on_host
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+def test_gradients_are_right(case, emulator, seed):
+    made = Gradients(CASES[case])
+    made.run(emulator)
+    made.check()
+
+
+@on_host
+@pytest.mark.parametrize("tile", slow_but((), ("16, 1", "32, 1", "32, 2", "64, 2")))
+def test_every_tile_is_right_and_the_same_each_time(tile, emulator, seed):
+    depth, stages = map(int, tile.split(","))
+    made = Gradients(Case(block=(32, 16), queries=70, keys=100, heads=4, kv_heads=2, causal=True))
+    made.run(emulator, {"depth": depth, "stages": stages})
+    made.check()
+    first = [t.clone() for t in made.results]
+    made.run(emulator, {"depth": depth, "stages": stages})
+    assert all(map(torch.equal, made.results, first))
+
+
+@on_host
+@pytest.mark.parametrize("name", slow_but(("k",), ("q", "k", "v", "qv")))
+def test_only_what_is_wanted_is_written(name, emulator, seed):
+    needs = tuple(each in name for each in "qkv")
+    made = Gradients(Case(queries=50, keys=70, heads=1, kv_heads=1))
+    made.run(emulator, needs=needs)
+    for found, wanted, need in zip(made.results, made.wanted(), needs, strict=True):
+        assert not need or error(found, wanted) <= GATES["float16"]
+
+
+@on_host
+def test_gradients_by_way_of_the_logarithm_of_sums(emulator, seed):
+    """Rows without anything have none."""
+    made = Gradients(CUT._replace(queries=70, keys=60, density=0.5), grad_lse=True)
+    made.made.grad.mul_(0.3)
+    empty = made.made.lse.isneginf()
+    made.grad_lse[empty] = math.nan
+    made.run(emulator)
+    made.check()
+    assert empty.any() and not made.dq[empty].any()
+
+
+@on_host
+def test_what_is_left_out_may_be_anything(emulator, seed):
+    """NaN and infinities in k and v of columns that no row sees, in q and grad of rows that see
+    nothing, and beyond causality, a window or lengths beside others that are seen."""
+    made = Gradients(CUT)
+    given = made.made
+    given.kv_lengths.fill_(90)
+    given.q_lengths.fill_(85)
+    made.renew()
+    made.run(emulator)
+    made.check()
+    clean = [t.clone() for t in made.results]
+    for t, end in ((given.k, 90), (given.v, 90), (given.q, 85), (given.grad, 85), (given.out, 85)):
+        t[:, :, end:] = math.nan
+    made.run(emulator)
+    assert all(map(torch.equal, made.results, clean))
+
+
+@on_host
+def test_a_row_that_is_no_number_stays_among_those_that_see_it(emulator, seed):
+    """A NaN in a row of q, in that of grad beside it, and in a column of k."""
+    size = {"queries": 60, "keys": 64, "heads": 1, "kv_heads": 1, "window": (9, 0), "density": 1.0}
+    made = Gradients(CUT._replace(**size))
+    given = made.made
+    given.q_lengths.fill_(60)
+    given.kv_lengths.fill_(64)
+    made.renew()
+    made.run(emulator)
+    clean = [t.clone() for t in made.results]
+    given.q[0, 0, 21, 3] = math.nan
+    given.k[0, 0, 45, 2] = math.nan
+    made.renew()
+    made.run(emulator)
+    seen = given.sees()[0, 0]
+    odd = seen[:, 45].clone()
+    odd[21] = True  # rows that are NaN
+    assert made.dq[0, 0, odd].isnan().all() and made.dq[0, 0, ~odd].equal(clean[0][0, 0, ~odd])
+    columns = seen[odd].any(0)
+    assert made.dv[0, 0, columns].isnan().all() and made.dk[0, 0, columns].isnan().all()
+    for found, known in zip(made.results[1:], clean[1:], strict=True):
+        assert found[0, 0, ~columns].equal(known[0, 0, ~columns])
+
+
+@on_host
+@pytest.mark.parametrize("dropout", slow_but((0.0,), (0.0, 0.25)))
+def test_scores_and_what_they_capture(dropout, emulator, seed):
+    """By rows of all heads, columns of a head, pairs of a batch; a mask leaves some out."""
+    captured = (
+        torch.randn(1, 1, 75, 1) * 0.3,
+        torch.randn(1, 4, 1, 90),
+        torch.randn(2, 1, 75, 90) * 0.5,
+    )
+    case = Case(queries=75, keys=90, batch=2, heads=4, causal=True, density=0.8, dropout=dropout)
+    case = soft_bias(case)
+    made = Gradients(case, captured)
+    sums = {
+        (0, "row"): torch.zeros(2, 4, 75, 1),
+        (1, "col"): torch.zeros(2, 4, 1, 90),
+        (2, "pair"): torch.zeros(2, 4, 75, 90),
+    }
+    made.run(emulator, sums=sums)
+    made.check()
+    doubles = tuple(t.double().requires_grad_() for t in captured)
+    for found, wanted, t in zip(sums.values(), made.wanted(doubles)[3:], captured, strict=True):
+        over = [dim for dim in range(4) if t.shape[dim] == 1]
+        assert error(found.sum(over, keepdim=True), wanted) <= 1e-3
+
+
+@on_host
+@pytest.mark.parametrize("over", slow_but((), ("batches", "heads", "both")))
+def test_gradients_by_pairs_are_summed_where_nobody_tells_them_apart(over, emulator, seed):
+    """By one lane, in the order of batches and heads: the same bits each time, and beside those of
+    rows, which are summed with them."""
+    batch, heads = (1 if over in (n, "both") else 2 for n in ("batches", "heads"))
+    captured = (
+        torch.randn(batch, heads, 70, 1) * 0.3,
+        torch.randn(1, 1, 1, 90),
+        torch.randn(batch, heads, 70, 90) * 0.5,
+    )
+    made = Gradients(soft_bias(Case(queries=70, keys=90, batch=2, density=0.6)), captured)
+    given, results = [], []
+    for _ in range(2):
+        sums = {
+            (0, "row"): torch.zeros(captured[0].shape),
+            (2, "pair"): torch.zeros(captured[2].shape),
+        }
+        made.run(emulator, sums=sums)
+        made.check()
+        given.append(list(sums.values()))
+        results.append([t.clone() for t in made.results])
+    assert all(map(torch.equal, *given)) and all(map(torch.equal, *results))
+    doubles = tuple(t.double().requires_grad_() for t in captured)
+    wanted = made.wanted(doubles)
+    assert error(given[0][0], wanted[3]) <= 1e-3 and error(given[0][1], wanted[5]) <= 1e-3
+
+
+def test_rows_and_their_gradients_are_what_the_kernel_takes():
+    made = Gradients(Case())
+    problem = made.problem()
+    assert portable_gradient.takes(problem, ARCH)
+    for name in ("grad", "dq", "dk", "dv"):
+        odd = problem._replace(**{name: getattr(problem, name)._replace(row=44)})
+        assert not portable_gradient.takes(odd, ARCH), name
+
+
+def test_launches_share_a_workspace():
+    """One has what rows are relative to, whatever of the others is wanted."""
+    made = Gradients(Case(queries=50, heads=3, kv_heads=3))
+    for needs, count in (((True,) * 3, 3), ((True, False, False), 2), ((False, False, True), 2)):
+        lowered = portable_gradient.lower(made.problem(needs), ARCH, PROCESSORS)
+        assert lowered.workspace == 4 * 3 * 50 and len(lowered.steps) == count
+    wide = made.made.problem()._replace(features=256, values=200)
+    lowered = portable_gradient.lower(made.problem()._replace(attention=wide), ARCH, PROCESSORS)
+    assert [step.grid[1] for step in lowered.steps] == [1, 1, 2]
+
+
+SCORES = {
+    "plain": Score(),
+    "all": Score(causal=True, window=True, lengths=True, dropout=True),
+    "score": Score(SOFT_BIAS, ("float32",) * 3, True, True, True, True, True, True),
+}
+
+
+@pytest.mark.parametrize("arch", slow_but(("sm_80",), ("sm_80", "sm_86", "sm_90a", "sm_120")))
+@pytest.mark.parametrize("score", slow_but(("all",), SCORES))
+@pytest.mark.parametrize("width", slow_but((128,), (16, 64, 72, 96, 128, 192, 256)))
+def test_kernels_compile_without_spills(width, score, arch):
+    attention = Made(Case("bfloat16", (16, 64))).problem()._replace(features=width, values=width)
+    views = (View(),) * len(SCORES[score].captured)
+    attention = attention._replace(score=SCORES[score], captured=views)
+    problem = AttentionGradient(attention, *(attention.q,) * 4, has_grad_lse=True)
+    found = portable_gradient.lower(problem, arch, PROCESSORS).specs
+    assert len(found) == 3
+    for spec in found:
+        made = compiled(spec, arch)
+        assert made.spilled == 0 and not made.serialized, spec.description
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", (64, 256))
+def test_every_variant_compiles(width):
+    known = {"features": width, "values": width}
+    for spec in portable_gradient.variants(Score(), (128, 32), ("float16",), "sm_90a", **known):
+        assert compiled(spec, "sm_90a").spilled == 0, spec.description
