@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from types import ModuleType
 
-from kernlib.families.blocksparse.lowering.attention import portable, portable_gradient
+from kernlib.families.blocksparse.lowering.attention import hopper, portable, portable_gradient
 from kernlib.families.blocksparse.lowering.attention.problem import (
     Attention,
     AttentionGradient,
@@ -34,7 +34,7 @@ from kernlib.lowering import choice as choices
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
-FORWARD: tuple[ModuleType, ...] = (portable,)
+FORWARD: tuple[ModuleType, ...] = (hopper, portable)
 GRADIENTS: tuple[ModuleType, ...] = (portable_gradient,)
 SQUARES = ((16, 16), (32, 32), (64, 64), (128, 128))
 HEAD_DIMENSIONS = (64, 128)  # of what is compiled for nobody in particular

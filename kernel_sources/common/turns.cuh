@@ -1,0 +1,33 @@
+// What warpgroups need whose matrix instructions overlap, their own and each other's.
+#pragma once
+
+#include "common/hopper.cuh"
+
+// Counts the warp at a barrier that others wait at by sync_threads(number, threads), and goes on.
+__device__ __forceinline__ void arrive_at(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory");
+}
+
+// Sums that wgmma has written asynchronously: behind the wait for them no use of theirs is moved
+// before it.
+template <int COUNT>
+__device__ __forceinline__ void keep_behind(float (&sums)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sums[i]) :: "memory");
+}
+
+// Words that wgmma reads from registers: they are there before what follows.
+template <int STEPS>
+__device__ __forceinline__ void keep_words(u32 (&words)[STEPS][4]) {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(words[i][j]) :: "memory");
+    }
+}
+
+// A word that what is computed of it is computed here, and not kept from before.
+__device__ __forceinline__ void compute_here(u32& word) { asm volatile("" : "+r"(word)); }
+
+// What is read from memory before and behind is not read in another order.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
