@@ -10,7 +10,8 @@
 //               warpgroup has blocks of its own, which so is bound by L2: 3280 of 128 features
 // With products of one warpgroup beside exponentials of the other, 1300 | 2100 are to be expected,
 // and 2500 more for each tile of rows, whose first products and last exponentials overlap with
-// nothing: of 128 features, 16384 columns and blocks of 128 so 650 TFLOP/s at density .5, 570 at .1.
+// nothing: of 128 features, 16384 columns and blocks of 128 so 650 TFLOP/s at density .5, 570 at
+// .1.
 // Blocks of 64 at .1: below 576 by L2. Smaller ones multiply the union of a warpgroup's lines of
 // blocks, of density d with n lines 1 - (1 - d)^n: 53 % of it is theirs for blocks of 32 and
 // density .1, 29 % for blocks of 16.
@@ -42,7 +43,7 @@
 constexpr int SUMS = WIDTH / 2;  // of values, of a thread
 
 // A matrix in shared memory as wgmma is told of it, and its parts: the address is a field of the
-// lower word, which no step leaves.
+// lower word, which no step leaves. Of rows along the depth `atom_bytes` are not looked at.
 struct Matrix {
     u32 low, high;
     __device__ __forceinline__ Matrix(u32 address, int atom_bytes) {
@@ -58,8 +59,8 @@ struct Matrix {
 // A warpgroup's scores of one tile: 64 rows of q times those of a slot of K.
 __device__ __forceinline__ void multiply_keys(float (&scores)[SCORES], const Shared& s, int member,
                                               int stage) {
-    Matrix left(shared_address(s.q) + member * (64 * ROW_BYTES), 0);
-    Matrix right(shared_address(s.slot(stage)), 0);
+    Matrix left(shared_address(s.q) + member * (64 * ROW_BYTES), 16);
+    Matrix right(shared_address(s.slot(stage)), 16);
     compute_here(left.low);  // 16 registers of descriptors would be kept between tiles
 #pragma unroll
     for (int k = 0; k < FEATURES; k += STEP) {
@@ -119,7 +120,7 @@ struct Progress {
     Range behind;     // the rows of this tile's slot of V that lie behind the length of keys
 };
 
-// Weights in the place of products. Gives the slot of K back.
+// Weights in the place of products. Gives the slot of K back, and q behind the last one.
 __device__ __forceinline__ void take_weights(float (&scores)[SCORES], Progress& progress,
                                              const Consumer& c, const Task& task, int stage) {
     const Note& note = c.s.note(stage);
@@ -139,7 +140,9 @@ __device__ __forceinline__ void take_weights(float (&scores)[SCORES], Progress& 
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) columns[i] = note.columns[i];
     }
+    u32 flags = note.flags;
     barrier_arrive_by_warp(&c.s.barriers().empty[stage]);
+    if (flags & LAST) barrier_arrive_by_warp(&c.s.barriers().q_empty);
     progress.same = progress.stats.add(scores, progress.shrink);
     if (DROPOUT) drop(scores, columns, task.dropout, task.rows);
 }
@@ -197,6 +200,7 @@ __device__ __forceinline__ void attend(float (&sums)[SUMS], Progress& progress, 
         wgmma_wait<1>();
         keep_behind(scores);
         take_weights(scores, progress, c, task, keys);
+        done_before(progress.stats.sum[0] + progress.stats.sum[1]);
         wgmma_wait<0>();
         keep_behind(sums);
         barrier_arrive_by_warp(&c.s.barriers().empty[ring.stage]);
@@ -207,7 +211,6 @@ __device__ __forceinline__ void attend(float (&sums)[SUMS], Progress& progress, 
         }
         pack_weights(weights, scores);
     }
-    barrier_arrive_by_warp(&c.s.barriers().q_empty);
     wait_for_values(c, ring, progress.behind);
     keep_behind(sums);
     keep_words(weights);

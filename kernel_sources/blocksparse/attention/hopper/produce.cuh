@@ -92,7 +92,6 @@ __device__ __forceinline__ bool produce_tile(const Parameters& p, const Shared& 
     if (sight.rows == p.queries) sight.rows = row + TILE_ROWS;
     Pieces pieces, next;
     if (!gather.next(pieces)) return false;
-    load_rows(p, s, place, parity);
     Heads heads(p, place);
     int before = -1;  // pieces of the tile whose V is still to come
     bool more = true;
@@ -110,6 +109,8 @@ __device__ __forceinline__ bool produce_tile(const Parameters& p, const Shared& 
             wait_for_slot(s, ring);
             load_slot(s, ring, p.v_map, before, heads.v_head, heads.v_batch);
             ring.next();
+        } else {
+            load_rows(p, s, place, parity);
         }
         before = pieces.column;
         pieces = next;
