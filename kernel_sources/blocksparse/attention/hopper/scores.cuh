@@ -91,7 +91,6 @@ __device__ __forceinline__ void change(float (&scores)[SCORES], const Note& note
             float& value = scores[piece * OF_PIECE + i];
             if (HAS_SCORE) value = score(value * scale, row, col) * LOG2_E;
             if (HAS_MASK && !score.keeps(row, col)) value = minus_infinity();
-            if (i % 8 == 7) keep_order();
         }
     }
 }

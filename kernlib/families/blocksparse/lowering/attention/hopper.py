@@ -42,8 +42,9 @@ FIXED = "12qI16i"  # struct Fixed
 
 class Variant(NamedTuple):
     """Everything that code generation chooses besides the score: a team is ``members`` warpgroups,
-    ``columns`` are a tile's, ``stages`` a team's slots, ``turns`` whether members take turns, and
-    ``registers`` those of a producing and of a multiplying thread."""
+    ``columns`` are a tile's, ``stages`` a team's slots, ``turns`` whether members take turns,
+    ``registers`` those of a producing and of a multiplying thread, and ``width`` the features of v
+    that are multiplied."""
 
     dtype: str
     block: tuple[int, int]
@@ -54,6 +55,7 @@ class Variant(NamedTuple):
     teams: int
     turns: bool
     registers: tuple[int, int]
+    width: int
 
 
 def takes(problem: Attention, arch: str) -> bool:
@@ -181,7 +183,8 @@ def variant(dtype: str, block: tuple[int, int], features: int, rows: int) -> Var
     columns = 128 if features <= 128 else 64  # beside the sums of values of a thread's registers
     registers = (72, 216) if features < 256 else (56, 224)
     teams = WARPGROUPS // members
-    made = Variant(dtype, block, features, members, columns, 0, teams, members > 1, registers)
+    wide = round_up(features, ROW)  # what matrices with lines of V side by side are known to take
+    made = Variant(dtype, block, features, members, columns, 0, teams, members > 1, registers, wide)
     fitting = (n for n in range(2, 33) if shared_bytes(made._replace(stages=n)) <= SHARED_BYTES)
     return made._replace(stages=max(fitting))
 
@@ -200,7 +203,6 @@ def spec(score: Score, made: Variant) -> KernelSpec:
     (rows, cols), features = made.block, made.features
     said = [f"{rows}x{cols}", f"{features}", f"{made.members * HEIGHT}x{made.columns}"]
     said += text.words(score)
-    wide = round_up(features, ROW)  # what matrices with lines of V side by side are known to take
     shared = shared_bytes(made)
     source = f"""{text.preamble(made.dtype, score)}
 constexpr int TEAMS = {made.teams};
@@ -213,14 +215,14 @@ constexpr int BLOCK_COLS = {cols};
 constexpr int TILE_COLS = {made.columns};
 constexpr int STAGES = {made.stages};
 constexpr int FEATURES = {features};
-constexpr int WIDTH = {wide};
+constexpr int WIDTH = {made.width};
 constexpr int DYNAMIC_BYTES = {shared};
 constexpr int PARAMETER_BYTES = {parameters(score).size};
 
 #include "common/hopper.cuh"
 
 {multiply(made.dtype, made.columns, False)}
-{multiply(made.dtype, wide, True, right_lines=True)}
+{multiply(made.dtype, made.width, True, right_lines=True)}
 #include "blocksparse/attention/hopper/hopper.cuh"
 """
     threads = 128 * (made.teams * made.members + 1)
