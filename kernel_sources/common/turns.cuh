@@ -29,5 +29,13 @@ __device__ __forceinline__ void keep_words(u32 (&words)[STEPS][4]) {
 // A word that what is computed of it is computed here, and not kept from before.
 __device__ __forceinline__ void compute_here(u32& word) { asm volatile("" : "+r"(word)); }
 
-// What is read from memory before and behind is not read in another order.
-__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+// What a sum that is not negative needs is done before the wait behind it: ptxas moves exponentials
+// behind a wait for matrix instructions that they have nothing to do with, beside which they are to
+// run. A sum below 0 would sleep.
+__device__ __forceinline__ void done_before(float sum) {
+    asm volatile("{\n\t"
+                 ".reg .pred p;\n\t"
+                 "setp.lt.f32 p, %0, 0f00000000;\n\t"
+                 "@p nanosleep.u32 0;\n\t"
+                 "}" :: "f"(sum) : "memory");
+}

@@ -20,11 +20,11 @@ __device__ __forceinline__ void turn(u32 (&words)[4]) {
     }
 }
 
-// Row h of a thread's two, times a factor, of which `width` elements exist, a multiple of 8. All
-// lanes call, also for a row that does not exist.
+// Row h of a thread's two, times a factor, or zeros whatever its sums are, of which `width` elements
+// exist, a multiple of 8. All lanes call, also for a row that does not exist.
 template <int SUMS>
 __device__ __forceinline__ void store_row(const float (&sums)[SUMS], int h, InputT* to, bool exists,
-                                          int width, float factor) {
+                                          int width, float factor, bool zeros = false) {
 #pragma unroll
     for (int first = 0; first < SUMS / 4; first += 4) {
         u32 words[4] = {};
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_row(const float (&sums)[SUMS], int h, Inpu
         for (int i = 0; i < 4; ++i) {
             if (first + i >= SUMS / 4) break;
             const float* pair = sums + 4 * (first + i) + 2 * h;
-            words[i] = pack<InputT>(pair[0] * factor, pair[1] * factor);
+            words[i] = zeros ? 0 : pack<InputT>(pair[0] * factor, pair[1] * factor);
         }
         turn(words);
         int column = (first + int(threadIdx.x) % 4) * 8;

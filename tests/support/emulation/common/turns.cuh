@@ -16,4 +16,4 @@ inline void keep_behind(float (&)[COUNT]) {}
 template <int STEPS>
 inline void keep_words(u32 (&)[STEPS][4]) {}
 inline void compute_here(u32&) {}
-inline void keep_order() {}
+inline void done_before(float) {}

@@ -24,6 +24,7 @@ from itertools import product
 from types import ModuleType
 
 from kernlib.families.blocksparse.lowering.attention import (
+    hopper,
     hopper_gradient,
     portable,
     portable_gradient,
@@ -38,7 +39,7 @@ from kernlib.lowering import choice as choices
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
-FORWARD: tuple[ModuleType, ...] = (portable,)
+FORWARD: tuple[ModuleType, ...] = (hopper, portable)
 GRADIENTS: tuple[ModuleType, ...] = (hopper_gradient, portable_gradient)
 SQUARES = ((16, 16), (32, 32), (64, 64), (128, 128))
 HEAD_DIMENSIONS = (64, 128)  # of what is compiled for nobody in particular

@@ -7,7 +7,8 @@ import sys
 import torch
 
 from kernlib import events
-from kernlib.families.blocksparse.lowering.attention import portable, portable_gradient
+from kernlib.families.blocksparse.lowering.attention import hopper, portable, portable_gradient
+from kernlib.runtime.devices import arch_of
 from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Made
 from tests.families.blocksparse.lowering.attention.gradients import Gradients
 from tests.gpu.families.blocksparse.attention.launches import launch
@@ -19,6 +20,15 @@ def attention() -> None:
         for choice in portable.candidates(made.problem(), ARCH):
             made.run(launch, choice["rows"])
         made.check()
+
+
+def attention_by_wgmma() -> None:
+    """A team has several tiles on so few multiprocessors."""
+    for case in CASES.values():
+        made = Made(case._replace(values=case.features))
+        for choice in hopper.candidates(made.problem(), hopper.ARCH):
+            made.launch(launch, hopper.lower(made.problem(), hopper.ARCH, 3, choice))
+            made.check()
 
 
 def gradients() -> None:
@@ -34,6 +44,8 @@ def main(tool: str) -> None:
     events.subscribe(lambda e: e.name == "launch" and kinds.update(e.description.split()[1:4]))
     with torch.device("cuda"):
         attention()
+        if arch_of(torch.cuda.current_device()) == hopper.ARCH:
+            attention_by_wgmma()
         gradients()
     torch.cuda.synchronize()
     print("done", *sorted(kinds))

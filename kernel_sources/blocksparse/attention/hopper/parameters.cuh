@@ -1,0 +1,111 @@
+// Tiles of the forward kernel, its shared memory, and what a launch is given.
+//
+// A team is one or two warpgroups that share a tile of 64 rows each, and the K and V that come for
+// it through a ring of slots: for tile i of columns K in one slot, V in one behind K of tile i + 1.
+#pragma once
+
+#include "blocksparse/attention/score.cuh"
+#include "common/hopper.cuh"
+
+constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
+constexpr int STEP = 16;                       // depth of one wgmma
+constexpr int TILE_ROWS = 64 * MEMBERS;
+constexpr int WARPGROUPS = TEAMS * MEMBERS, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int LINES = TILE_ROWS > BLOCK_ROWS ? TILE_ROWS / BLOCK_ROWS : 1;  // of blocks, of a tile
+constexpr u32 LIVE = (1u << LINES) - 1;        // a bit of each
+// A tile's columns are those of so many blocks, wherever these lie, or of a part of one.
+constexpr int PIECE = BLOCK_COLS < TILE_COLS ? BLOCK_COLS : TILE_COLS;
+constexpr int PIECES = TILE_COLS / PIECE;
+constexpr int CHUNKS = ((FEATURES > WIDTH ? FEATURES : WIDTH) + ROW - 1) / ROW;  // of 64 features
+constexpr int SLOT_CHUNK = TILE_COLS * ROW_BYTES, SLOT_BYTES = CHUNKS * SLOT_CHUNK;
+constexpr int Q_CHUNK = TILE_ROWS * ROW_BYTES, Q_BYTES = CHUNKS * Q_CHUNK;
+static_assert(CHUNKS * PIECES <= 32, "each copy of a slot is a lane's");
+static_assert(STAGES >= 2, "K of the next tile comes before V of this one");
+
+// Flags of a note.
+constexpr u32 LAST = 1, PARTIAL = 2, EMPTY = 4, EXIT = 8;
+
+// What the producer says of a slot of K: its tile of rows, and which columns and blocks it holds.
+struct Note {
+    u32 flags;
+    int tile, head, batch;
+    int columns[PIECES];  // the first of each piece
+    u32 live[PIECES];     // the lines of blocks that store it
+};
+
+struct Barriers {
+    u64 full[STAGES], empty[STAGES], q_full, q_empty;
+};
+constexpr int SAID = Q_BYTES + STAGES * SLOT_BYTES;  // where barriers and notes lie
+constexpr int TEAM_BYTES =
+    (SAID + int(sizeof(Barriers)) + STAGES * int(sizeof(Note)) + 1023) / 1024 * 1024;
+static_assert(DYNAMIC_BYTES == 1024 + TEAMS * TEAM_BYTES, "as lowering counts it");
+
+// A team's part of shared memory.
+struct Shared {
+    unsigned char* q;
+
+    __device__ __forceinline__ Shared(unsigned char* base, int team)
+        : q(base + (-shared_address(base) & 1023) + team * TEAM_BYTES) {}  // as the swizzle has it
+
+    __device__ __forceinline__ unsigned char* slot(int stage) const {
+        return q + Q_BYTES + stage * SLOT_BYTES;
+    }
+    __device__ __forceinline__ Barriers& barriers() const {
+        return *reinterpret_cast<Barriers*>(q + SAID);
+    }
+    __device__ __forceinline__ Note& note(int stage) const {
+        return reinterpret_cast<Note*>(q + SAID + sizeof(Barriers))[stage];
+    }
+    __device__ __forceinline__ void begin() const {
+        Barriers& own = barriers();
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(&own.full[stage], 1);
+            barrier_init(&own.empty[stage], 4 * MEMBERS);
+        }
+        barrier_init(&own.q_full, 1);
+        barrier_init(&own.q_empty, 4 * MEMBERS);
+    }
+};
+
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// Laid out by kernlib/families/blocksparse/lowering/attention/hopper.py.
+struct Maps {
+    TensorMap q_map, k_map, v_map;
+};
+struct Operands {
+    const InputT *q, *k, *v;
+    InputT* out;
+    float* lse;     // null where nobody wants it
+    const u32* row_bits;
+    u32* order;  // by order/order.cuh: a counter of tiles, and units by falling length
+};
+struct Strides {
+    i64 batch, head, row;
+};
+struct Fixed {
+    Strides q_strides, k_strides, v_strides, out_strides;
+    u32 tiles;
+    int row_tiles;                         // of a head
+    int units, panels, last, ordered;      // see Schedule
+    int unit_heads, panel_heads;           // heads of a batch that units tell apart, and panels
+    int layout_batch, layout_head;
+    int heads, group;                      // of q; of them so many share one of k and v
+    int queries, keys, values;
+    int lines, line_words;                 // of blocks of a head of the layout, and their words
+};
+
+struct Parameters : Maps,
+                    Operands,
+                    LengthPointers<LENGTHS>,
+                    CapturedPointers<CAPTURED>,
+                    Numbers,
+                    CapturedViews<CAPTURED>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");

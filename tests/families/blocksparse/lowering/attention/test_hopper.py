@@ -1,0 +1,237 @@
+"""Attention by wgmma and tensor maps, run by threads of the host, against its formula in float64;
+and what NVRTC makes of it."""
+
+import pytest
+import torch
+
+from kernlib.families.blocksparse.layout import NAMES
+from kernlib.families.blocksparse.lowering.attention import hopper
+from kernlib.families.blocksparse.lowering.attention.problem import Score
+from tests.families.blocksparse.lowering.attention.cases import (
+    GATES,
+    Case,
+    Made,
+    error,
+    is_intact,
+)
+from tests.support.compiled_kernels import compiled
+from tests.support.emulation import maps
+from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.speeds import slow_but
+
+on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+ARCH = hopper.ARCH
+COUNT = 3  # multiprocessors, so that a team has several tiles
+
+CASES = {
+    "128": Case(block=(128, 128), queries=150, keys=300, features=64, values=64, density=0.7),
+    "64": Case("bfloat16", (64, 64), 300, 270, 64, 64, density=0.5, layout="head"),
+    "32": Case("bfloat16", (32, 32), 130, 100, 48, 48),
+    "16": Case(density=0.3, layout="head", queries=80, keys=400),
+    "128 features": Case(queries=70, keys=330, features=128, values=128, heads=1, kv_heads=1),
+    "ragged": Case(queries=75, keys=141, layout="batch", batch=2, heads=2),
+    "wide blocks": Case(block=(16, 128), queries=64, keys=300, density=0.5),
+    "tall blocks": Case("bfloat16", (128, 32), 200, 128, 48, 48),
+    "causal": Case(block=(32, 16), queries=100, keys=100, causal=True, density=0.8),
+    "causal, fewer columns": Case(queries=120, keys=50, causal=True, density=0.9),
+    "causal of many tiles": Case(
+        "bfloat16", (64, 64), 450, 400, 16, 16, 2, 4, 2, causal=True, density=0.8
+    ),
+    "window": Case(block=(16, 32), queries=130, keys=130, window=(20, 9), density=0.9),
+    "causal window": Case(queries=130, keys=130, window=(33, 50), causal=True, density=1.0),
+    "window aside": Case(queries=130, keys=150, window=(-7, 40), density=1.0, layout="head"),
+    "lengths": Case(queries=90, keys=110, batch=3, lengths=True, density=0.8, layout="batch"),
+    "all at once": Case(
+        "bfloat16", (32, 32), 100, 120, 72, 72, 2, 4, 2, 0.7, "head", True, (40, 60), True, 0.2
+    ),
+    "groups": Case(heads=6, kv_heads=2, layout="head"),
+    "one head for all": Case(heads=3, kv_heads=1, queries=40),
+    "dropout": Case(density=0.8, dropout=0.3, layout="head"),
+    "256 features": Case(
+        block=(32, 128), queries=70, keys=150, features=256, values=256, heads=1, kv_heads=1
+    ),
+    "136 features": Case(queries=70, keys=90, features=136, values=136, heads=1, kv_heads=1),
+    "one row": Case(queries=1, keys=200, batch=3, density=0.7, layout="batch"),
+    "negative scale": Case(scale=-0.7),
+    "no scale": Case(scale=0.0),
+    "nothing stored": Case(density=0.0),
+    "everything": Case(density=1.0, queries=64, keys=128),
+}
+FAST = ("64", "16", "causal", "lengths", "all at once", "one row")
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+def run(emulator, made, rows=None, count=COUNT):
+    """The result, after the launches of tiles of so many rows that share K and V."""
+    problem = made.problem()
+    assert hopper.takes(problem, ARCH)
+    choice = None if rows is None else {"rows": rows}
+    lowered = hopper.lower(problem, ARCH, count, choice)
+    known = {**dict(zip(NAMES, made.layout.tensors, strict=True)), **made.operands()}
+    known["workspace"] = torch.full((lowered.workspace,), 77, dtype=torch.uint8)
+    made.out.fill_(7.0)
+    for step in lowered.steps:
+        addresses = [known[name].data_ptr() + at for name, at in step.pointers]
+        maps.launch(emulator, step, addresses, made.scalars)
+    assert is_intact(made.out)
+    return made.out
+
+
+def check(made):
+    wanted, lse = made.wanted()
+    assert error(made.out, wanted) <= GATES[made.case.numbers]
+    assert error(made.lse, lse) <= 1e-5
+
+
+@on_host
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+def test_results_are_right(case, emulator, seed):
+    made = Made(CASES[case])
+    run(emulator, made)
+    check(made)
+
+
+@on_host
+@pytest.mark.parametrize("case", slow_but(("ragged",), CASES))
+def test_tiles_that_two_warpgroups_share(case, emulator, seed):
+    made = Made(CASES[case])
+    run(emulator, made, 128)
+    check(made)
+
+
+ODD = {
+    "behind a length": Case(
+        block=(32, 64), queries=90, keys=180, batch=3, lengths=True, density=1.0, features=72,
+        values=72,
+    ),
+    "above a diagonal": Case("bfloat16", (64, 32), 150, 150, causal=True, density=0.9),
+    "beside stored blocks": Case(queries=70, keys=300, density=0.3, layout="head"),
+    "outside of a window": Case(
+        block=(16, 128), queries=130, keys=256, window=(9, 40), density=1.0, dropout=0.2
+    ),
+    "left out by a mask": Case(
+        queries=70, keys=130, features=136, values=136, heads=1, kv_heads=1, density=1.0,
+        mask=lambda row, col, head, batch: (row + col) % 3 > 0,
+        text="""struct Score : PlainScore {
+            using PlainScore::PlainScore;
+            __device__ __forceinline__ bool keeps(int row, int col) const {
+                return (row + col) % 3 > 0;
+            }
+        };""",
+    ),
+}  # fmt: skip
+
+
+@on_host
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("case", slow_but(("behind a length", "beside stored blocks"), ODD))
+def test_numbers_that_are_not_finite_stay_in_rows_that_see_them(case, rows, emulator, seed):
+    made = Made(ODD[case])
+    if made.case.mask is not None:
+        left = made.sees() & made.case.mask(*made.places())
+        made.sees = lambda: left
+    nan, infinite = float("nan"), float("inf")
+    keys = made.case.keys
+    for t, value in ((made.v, nan), (made.v, infinite), (made.v, -infinite), (made.k, nan)):
+        column = torch.randint(keys // 2, keys, ()).item()
+        t[..., column, column % 16 : 16 + column % 16] = value
+    made.q[..., 5, 0] = nan
+    if made.case.lengths:
+        made.k[..., made.kv_lengths.max() :, :] = nan
+        made.v[..., made.kv_lengths.max() :, :] = nan
+    run(emulator, made, rows)
+    check(made)
+
+
+BIASED = """struct Score : PlainScore {
+    const float* bias;
+    i64 by_row, by_col;
+    __device__ __forceinline__ Score(const Captured* captured, int batch, int head)
+        : PlainScore(captured, batch, head), bias(captured[0].from<float>(batch, head)),
+          by_row(captured[0].row), by_col(captured[0].col) {}
+    __device__ __forceinline__ float operator()(float v, int row, int col) const {
+        return v + bias[row * by_row + col * by_col];
+    }
+};"""
+
+
+@on_host
+@pytest.mark.parametrize("rows", [64, 128])
+def test_scores_read_captured_tensors_where_rows_and_columns_exist(rows, emulator, seed):
+    case = Case(
+        "bfloat16", (32, 64), 75, 141, batch=2, density=0.6, dropout=0.1, text=BIASED,
+        score=lambda v, row, col, head, batch, bias: v + bias.double(),
+    )  # fmt: skip
+    bias = torch.randn(2, 1, 75, 141).expand(2, 2, 75, 141)
+    made = Made(case, (bias,))
+    run(emulator, made, rows)
+    check(made)
+
+
+@on_host
+def test_a_row_does_not_depend_on_the_gpu(emulator, seed):
+    """Which takes tiles from a counter if it has few multiprocessors."""
+    made = Made(CASES["64"])
+    known = run(emulator, made, 64, 1).clone()
+    assert run(emulator, made, 64, 132).equal(known)
+
+
+def test_what_the_kernel_takes():
+    problem = Made(Case()).problem()
+    assert hopper.takes(problem, ARCH) and not hopper.takes(problem, "sm_120")
+    apart = problem.q._replace(row=36), problem.q._replace(alignment=8)
+    for changed in (
+        {"dtype": "float32"}, {"features": 12, "values": 12}, {"values": 40}, {"q": apart[0]},
+        {"features": 264, "values": 264}, {"out": apart[1]}, {"k": apart[1]}, {"keys": 2**30 + 1},
+        {"blocks": problem.blocks._replace(cols=8)}, {"queries": 0}, {"batch": 0},
+    ):  # fmt: skip
+        assert not hopper.takes(problem._replace(**changed), ARCH), changed
+    one = problem._replace(k=problem.k._replace(head=0), v=problem.v._replace(head=0, batch=0))
+    assert hopper.takes(one, ARCH)
+
+
+def test_lines_of_blocks_and_multiprocessors_decide_what_rows_share():
+    problem = Made(Case()).problem()._replace(queries=128 * 20)
+    known = hopper.candidates(problem, ARCH)
+    tall = problem._replace(blocks=problem.blocks._replace(rows=128))
+    assert hopper.default(problem, known, 40) == {"rows": 64}
+    assert hopper.default(tall, known, 40) == {"rows": 128}
+    assert hopper.default(tall, known, 41) == {"rows": 64}
+
+
+def test_many_tiles_have_an_order():
+    problem = Made(CASES["64"]).problem()
+    steps = hopper.lower(problem, ARCH, 2).steps
+    assert [step.overlaps for step in steps] == [False, True]
+    assert len(hopper.lower(problem, ARCH, 5).steps) == 1
+    # whose units are halves of lines of blocks, or of heads of the layout that do not follow
+    tall = problem._replace(blocks=problem.blocks._replace(rows=128))
+    assert len(hopper.lower(tall, ARCH, 2, {"rows": 64}).steps) == 1
+    assert len(hopper.lower(problem._replace(layout_head=2), ARCH, 2).steps) == 1
+
+
+SCORES = {
+    "plain": Score(),
+    "causal": Score(causal=True),
+    "window": Score(window=True),
+    "lengths": Score(lengths=True),
+    "biased": Score(BIASED, ("float32",), has_score=True),
+}
+
+
+@pytest.mark.parametrize("score", slow_but(("plain",), SCORES))
+@pytest.mark.parametrize("width", slow_but((128,), hopper.WIDTHS))
+def test_kernels_compile_without_spills(width, score):
+    """But for a few words of those whose sums take 128 registers, or that read as they go."""
+    words = 60 if width == 256 or SCORES[score].has_score else 0
+    for block in ((16, 64), (128, 128)):
+        found = hopper.variants(
+            SCORES[score], block, ("bfloat16",), ARCH, features=width, values=width
+        )
+        for spec in found:
+            made = compiled(spec, ARCH)
+            assert made.spilled <= 4 * words and not made.serialized, spec.description
