@@ -112,7 +112,8 @@ def _variant(problem: Problem, hyper: int) -> Variant:
         problem.role, round_up(problem.k, 16), width if problem.points else 8,
         next(width for width in WIDTHS if width >= problem.columns), problem.weighted,
         problem.points, problem.values, hyper, difference,
-        difference and problem.points and problem.k < width, 3, problem.inner, problem.outer, problem.root, problem.epsilon,
+        difference and problem.points and problem.k < width, 3, problem.inner, problem.outer,
+        problem.root, problem.epsilon,
     )  # fmt: skip
 
 
