@@ -11,10 +11,10 @@
 // That g and v are in x costs 3 issue slots a pair, and saves half of the columns of products of
 // K' with [v, v line] and [g, g line].
 //
-// row sum_n x and sum_n x line are larger than their difference by |row| / |row - line|. Pairs whose
-// squared distance is below TAU of both norms (split/parameters.cuh), and would lose more than 5.7
-// times, are zeros among the words, and added as differences. What is left is held by sums that
-// begin anew with each tile, low words first, as tensor cores truncate: emulated, 3e-6 of the
+// row sum_n x and sum_n x line are larger than their difference by |row| / |row - line|. Pairs
+// whose squared distance is below TAU of both norms (split/parameters.cuh), and would lose more
+// than 5.7 times, are zeros among the words, and added as differences. What is left is held by sums
+// that begin anew with each tile, low words first, as tensor cores truncate: emulated, 4e-6 of the
 // absolute terms at most where all terms of a row have one sign and come from a cluster that is
 // just not doubtful, 4e-7 of others.
 //
