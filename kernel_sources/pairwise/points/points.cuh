@@ -162,7 +162,7 @@ __device__ __forceinline__ void add_differences(Totals& totals, u32 flags, const
                 own[i] = __shfl_sync(~0u, row ? rows.numbers[1][i] : rows.numbers[0][i], source);
             float x = worth(own, numbers + column * NUMBERS) *
                       functions.slopes(sum_directly(p, rows.l, m, n));
-            x *= __shfl_sync(~0u, row ? scales.factor[1] : scales.factor[0], source);
+            float factor = __shfl_sync(~0u, row ? scales.factor[1] : scales.factor[0], source);
             if (threadIdx.x % 32 / 4 != source / 4) continue;
             const InputT* a = p.a + rows.l * p.a_view.batch_stride + m * p.a_view.row_stride;
             const InputT* b = p.b + rows.l * p.b_view.batch_stride + n * p.b_view.row_stride;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void add_differences(Totals& totals, u32 flags, const
                 if (row_of(i) != row || k >= p.k) continue;
                 float line = convert<float>(b[k * p.b_view.column_stride]);
                 if (DIFFERENCE) line -= convert<float>(a[k * p.a_view.column_stride]);
-                totals.total[i] = fmaf(x, line, totals.total[i]);
+                totals.total[i] = fmaf(x * line, factor, totals.total[i]);  // equal points add 0
             }
         }
         __syncwarp();

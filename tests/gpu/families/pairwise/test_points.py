@@ -216,6 +216,13 @@ def test_equal_points_add_nothing(seed):
     assert torch.equal(*torch.autograd.grad(out.sum(), same), torch.zeros_like(same))
 
 
+def test_a_bandwidth_below_all_distances(seed):
+    """The values of all pairs but those of a point with itself are 0."""
+    x, v, g = points(700, 64).requires_grad_(), points(700, 1).requires_grad_(), points(700, 1)
+    found = torch.autograd.grad(kl.kernel_matmul(GAUSSIAN, x, x, v, bandwidth=1e-3), (x, v), g)
+    assert torch.equal(found[0], torch.zeros_like(x)) and torch.equal(found[1], g)
+
+
 @pytest.mark.parametrize("descriptor", [GAUSSIAN, LANES], ids=["products", "lanes"])
 def test_few_rows_of_many_lines_and_equal_terms(descriptor, launched, seed):
     """40000 terms of one size and sign a row: the rounding of chains shows."""
