@@ -18,11 +18,11 @@
 // absolute terms at most where all terms of a row have one sign and come from a cluster that is
 // just not doubtful, 4e-7 of others.
 //
-// Expected on an H200, for a pair: 6 operations a feature, twice, over 770 TFLOP/s; 27 issue slots
-// as compiled (sum 5, value 2, w 2, x 1, v 1, hyperparameter 2, words 6, the rest loops, barriers
-// and descriptors), 3.345e13 a second. Times add up, as of product/product.cuh.
-//   20000 x 20000, K = 64, one column, all gradients   .20 + .20 + .32 = .72 ms
-//   the same of K = 20                                 .10 + .08 + .32 = .50 ms
+// Expected on an H200, for a pair: 6 operations a feature, twice, over 770 TFLOP/s; 24 issue slots
+// as compiled, of K = 20 21 (sum 5, value 2, w 2, x 1, v 1, bandwidth 1, words 5, the rest loops,
+// barriers and descriptors), 3.345e13 a second. Times add up, as of product/product.cuh.
+//   20000 x 20000, K = 64, one column, all gradients   .20 + .20 + .29 = .69 ms
+//   the same of K = 20                                 .10 + .08 + .25 = .43 ms
 //
 // One producer thread, WARPGROUPS warpgroups of 64 rows each; a stage has TILE_N lines. A value
 // that is not finite closes the gate, and so do too many doubtful pairs of the sample: then the
