@@ -41,13 +41,15 @@ class Problem(NamedTuple):
         """Milliseconds and what bounds them. Both passes take a distance and an exponential of each
         pair; the second what the pair is worth to one or both of its points, that times the slope,
         the sums of x, whose terms are a product each or sign, comparison and sum, of v and of the
-        bandwidth."""
-        pairs, features = float(self.points) ** 2, self.features
+        bandwidth. Of many features distances, and sums of x, are products."""
+        pairs, features, by_x = float(self.points) ** 2, self.features, "x" in self.wanted
         term = 1 if self.kernel == "gaussian" else 3
-        slots = 2 * (1 + 2 * features) + 1
-        slots += 1 + (2 if "x" in self.wanted else 1) + (term * features) * ("x" in self.wanted)
+        expanded = self.kernel == "gaussian" and features > matmul.LANES_FEATURES
+        slots = 2 * (1 + (0 if expanded else 2 * features)) + 1
+        slots += 1 + (2 if by_x else 1) + (0 if expanded else term * features * by_x)
         slots += ("v" in self.wanted) + ("bandwidth" in self.wanted)
-        return floor_ms(device, slots * pairs, 2 * pairs)
+        products = features * (2 + by_x) * expanded
+        return floor_ms(device, slots * pairs, 2 * pairs, operations=2 * products * pairs)
 
 
 PROBLEMS = (
@@ -55,6 +57,8 @@ PROBLEMS = (
     Problem("gaussian", 50000, 3, ("x",), must=3.2),
     Problem("gaussian", 50000, 3, ("bandwidth",), must=2.4),
     Problem("laplace_l1", 50000, 10, ("x",), must=10.0),
+    Problem("gaussian", 20000, 20, ("x", "v", "bandwidth"), must=1.0),
+    Problem("gaussian", 20000, 64, ("x", "v", "bandwidth"), must=1.5),
 )
 
 

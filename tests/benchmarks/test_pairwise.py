@@ -64,7 +64,8 @@ def test_case_names_are_the_agreed_ones():
         "kernel_matmul gaussian 50000x50000 D=10 C=10 fp32",
         "kernel_matmul gaussian 20000x20000 D=64 C=64 fp32",
         *[f"kernel_topk k=10 100000x100000 D={d} fp32" for d in (3, 64)],
-        "kernel_matmul_grad gaussian 20000x20000 D=3 C=1 x+v+bandwidth fp32",
+        *[f"kernel_matmul_grad gaussian 20000x20000 D={d} C=1 x+v+bandwidth fp32"
+          for d in (3, 20, 64)],
         *[f"kernel_matmul_grad gaussian 50000x50000 D=3 C=1 {wanted} fp32"
           for wanted in ("x", "bandwidth")],
         "kernel_matmul_grad laplace_l1 50000x50000 D=10 C=1 x fp32",
@@ -111,6 +112,16 @@ def test_no_case_is_named_within_another():
             "kernel_matmul_grad gaussian 20000x20000 D=3 C=1 x+v+bandwidth fp32",
             0.275,
             "issue slots",
+        ),
+        (
+            "kernel_matmul_grad gaussian 20000x20000 D=20 C=1 x+v+bandwidth fp32",
+            0.191,
+            "special functions",
+        ),
+        (
+            "kernel_matmul_grad gaussian 20000x20000 D=64 C=1 x+v+bandwidth fp32",
+            0.5985,
+            "tensor cores",
         ),
         ("kernel_matmul_grad gaussian 50000x50000 D=3 C=1 x fp32", 1.57, "issue slots"),
         ("kernel_matmul_grad gaussian 50000x50000 D=3 C=1 bandwidth fp32", 1.345, "issue slots"),

@@ -67,6 +67,8 @@ class Problem(NamedTuple):
     root: bool = False
     epsilon: bool = False
 
+    dtype = "float32"
+
 
 class Variant(NamedTuple):
     """Everything that code generation chooses besides the descriptor and its derivatives."""

@@ -1,6 +1,7 @@
-"""First gradients of products and sums with a kernel matrix by the kernel that stores no entry of
-it (:mod:`kernlib.families.pairwise.lowering.backward`): which calls it takes, and its
-launches. Memory is O(M + N), and that of partial sums, 128 MB at most."""
+"""First gradients of products and sums with a kernel matrix by kernels that store no entry of it,
+of few features (:mod:`kernlib.families.pairwise.lowering.backward`) or of many
+(:mod:`kernlib.families.pairwise.lowering.points`): which calls they take, and their launches.
+Memory is O(M + N), and that of partial sums, 128 MB at most."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from kernlib.families.pairwise.gradients.plans import constant_of
 from kernlib.families.pairwise.gradients.routes import Route
 from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.lowering import gradient as pair_gradient
+from kernlib.families.pairwise.lowering import points as many
 from kernlib.families.pairwise.lowering.backward_source import Derivatives
 from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.finish import is_norm
@@ -42,8 +44,8 @@ from kernlib.runtime.plan import Plan, PlanCache
 from kernlib.runtime.sequence import Steps
 from kernlib.runtime.tensors import is_lazy, materialised, signature
 
-# Columns of v up to which computing the matrix once for every COLUMNS of them is faster than
-# storing blocks of it.
+# Columns of v up to which computing the matrix once for every few of them is faster than storing
+# blocks of it.
 MOST_COLUMNS = 16
 _DECIDING = frozenset(("p", "inner_p", "outer_p", "epsilon"))  # numbers that choose code
 
@@ -90,7 +92,7 @@ def gradients(
 ) -> dict[str, torch.Tensor] | None:
     """The gradients of the ``wanted`` tensors of a product, or of a sum if there is no v, from that
     of its result, (L, M, C) or (L, M): (L, M, K) of a, (L, N, K) of b, (L, N, C) of v and (L,) of
-    hyperparameters. None where the kernel does not take them; a hyperparameter on which nothing
+    hyperparameters. None where the kernels do not take them; a hyperparameter on which nothing
     depends, and v of norms whose sums leave float's range, are left out. Of one x that is a and b,
     ``shared``, the gradient is that of a. All tensors are float32 and on one device."""
     if not takes(request, shape):
@@ -109,14 +111,14 @@ def gradients(
 
 
 def takes(request: Request, shape: Shape) -> bool:
-    """Whether sizes, type and device are those of the kernel."""
+    """Whether sizes, type and device are those of a kernel."""
     if not on_gpu(request.a) or request.a.dtype != torch.float32:
         return False
     columns = 1 if request.v is None else shape.columns
     if 0 in (shape.m, shape.n, shape.k, shape.batch) or not 1 <= columns <= MOST_COLUMNS:
         return False
     blocks = ceil_div(max(shape.m, shape.n), lowering.THREADS)
-    return shape.k <= SMALL_K and blocks <= MAX_BLOCKS // 1024
+    return shape.k <= many.MOST_FEATURES and blocks <= MAX_BLOCKS // 1024
 
 
 def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
@@ -138,7 +140,7 @@ def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
 def _plan(
     request: Request, shape: Shape, wanted: tuple, gradient, shared: bool
 ) -> Gradients | None:
-    """The kept plan of a signature, None of what the kernel does not take; of meta tensors, that of
+    """The kept plan of a signature, None of what the kernels do not take; of meta tensors, that of
     a rehearsal, of which none is kept."""
     if request.a.is_meta:
         return _made(request, shape, wanted, gradient, shared)
@@ -170,13 +172,12 @@ def _made(
     values = "v" in wanted and not is_norm(_Outer(problem.root, problem.inner))
     roles = _roles(descriptor, points, values, bool(hyper), shared and shape.m == shape.n)
     columns = max(1, shape.columns)
-    widest = slice(0, min(columns, lowering.COLUMNS))
-    for role in roles:
-        own = _of_role(problem, role, widest, descriptor.operator)
-        if not lowering.fits(own, len(hyper) * role.totals):
-            return None
-    lowered = _lowered(request, problem, derivatives, roles, columns)
-    build([spec for each, *_ in lowered for spec in each.specs], request.a.get_device())
+    arch = arch_of(request.a.get_device())
+    each = _columns(descriptor, problem, roles, len(hyper), columns, arch)
+    if not each:
+        return None
+    lowered = _lowered(request, problem, derivatives, roles, columns, each)
+    build([spec for made, *_ in lowered for spec in made.specs], request.a.get_device())
     return Gradients(
         slots=checks.slots(descriptor),
         count=scalar_count(descriptor),
@@ -185,12 +186,40 @@ def _made(
         hyper=hyper,
         launches=tuple(
             Launch(
-                load_lowered(each, lowering.OPERANDS, request.a.device), columns, *role,
-                each.parts, each.steps[0].grid[0],
+                load_lowered(made, lowering.OPERANDS, request.a.device), columns, *role,
+                made.parts, blocks,
             )
-            for each, columns, role in lowered
+            for made, columns, role, blocks in lowered
         ),
     )  # fmt: skip
+
+
+def _columns(
+    descriptor: Pairwise,
+    problem: lowering.Problem,
+    roles: list[Role],
+    hyper: int,
+    columns: int,
+    arch: str,
+) -> int:
+    """Columns of g and v that a launch takes, 0 where kernels do not take them or are slower than
+    blocks of the matrix."""
+    launches = [_of_role(problem, role, slice(0, 1), descriptor.operator) for role in roles]
+    each = min([lowering.COLUMNS, *(_columns_of(own, hyper) for own in launches)])
+    launches = [own._replace(columns=min(columns, each)) for own in launches]
+    if problem.k <= SMALL_K:
+        counts = (hyper * role.totals for role in roles)
+        known = all(map(lowering.fits, launches, counts))
+    else:
+        known = all(many.takes(descriptor, own, arch) for own in launches)
+        count = len(launches) * ceil_div(columns, each)
+        known = known and all(many.pays(descriptor, own, arch, count) for own in launches[:1])
+    return each if known else 0
+
+
+def _columns_of(problem: lowering.Problem, hyper: int) -> int:
+    few = problem.k <= SMALL_K
+    return lowering.COLUMNS if few else many.columns_of(problem, hyper)
 
 
 def _lowered(
@@ -199,20 +228,25 @@ def _lowered(
     derivatives: Derivatives,
     roles: list[Role],
     columns: int,
-) -> list[tuple[Lowered, slice, Role]]:
-    """The launches, every role of some columns after the other."""
+    each: int,
+) -> list[tuple[Lowered, slice, Role, int]]:
+    """The launches, every role of some columns after the other, each with how many parts of the
+    hyperparameters' gradients it leaves."""
     descriptor, values, device = request.descriptor, request.hyperparameters, request.a.get_device()
     arch, count = arch_of(device), model(device).multiprocessors
     call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, values)
     strides = scalar_strides(descriptor, values, call)
+    few = problem.k <= SMALL_K
+    lower = lowering.lower if few else many.lower
     made = []
-    for first in range(0, columns, lowering.COLUMNS):
-        some = slice(first, min(first + lowering.COLUMNS, columns))
+    for first in range(0, columns, each):
+        some = slice(first, min(first + each, columns))
         for role in roles:
             own = _of_role(problem, role, some, descriptor.operator)
             wanted = derivatives._replace(others=derivatives.others * role.totals)
-            lowered = lowering.lower(descriptor, wanted, own, arch, count, strides)
-            made.append((lowered, some, role))
+            lowered = lower(descriptor, wanted, own, arch, count, strides)
+            parts = lowered.steps[0].grid[0] if few else lowered.parts * own.m
+            made.append((lowered, some, role, parts))
     return made
 
 

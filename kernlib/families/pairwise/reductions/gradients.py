@@ -3,8 +3,8 @@
 What each entry of a block of rows is worth to the reduction, such as ``g v^T``, is the gradient
 that arrives at that block of the matrix: :mod:`kernlib.families.pairwise.gradients.eager` leads it
 on to points and hyperparameters. The gradient of v is another product by the matrix. Memory stays
-O(M + N) plus half a gigabyte. Of few features and columns a kernel computes all of it, and stores
-no block (:mod:`kernlib.families.pairwise.reductions.fused`). A gradient that is itself to be
+O(M + N) plus half a gigabyte. Of few columns kernels compute all of it, and store no block
+(:mod:`kernlib.families.pairwise.reductions.fused`). A gradient that is itself to be
 differentiated is recorded: its blocks, computed by :func:`kernlib.run_kernel`, and their graphs
 stay, O(M N).
 """

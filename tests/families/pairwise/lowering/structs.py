@@ -19,10 +19,12 @@ KINDS = {
 }  # fmt: skip
 
 
-def parameters_type(name: str, scalars: int = 0) -> type[ctypes.Structure]:
-    """``struct Parameters`` of a file of kernel_sources/pairwise, for so many hyperparameters."""
+def parameters_type(
+    name: str, scalars: int = 0, struct: str = "Parameters"
+) -> type[ctypes.Structure]:
+    """The ``struct`` of a file of kernel_sources/pairwise, for so many hyperparameters."""
     text = (sources.root() / "pairwise" / name).read_text()
-    body = re.search(r"struct Parameters \{(.*?)\n\};", text, re.S)[1]
+    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S)[1]
     fields = []
     for line in re.sub(r"//.*", "", body).split(";"):
         if not line.strip():
@@ -32,4 +34,4 @@ def parameters_type(name: str, scalars: int = 0) -> type[ctypes.Structure]:
         for each in declared.split(","):
             field, array = re.fullmatch(r"\s*(\w+)(\[SCALARS\])?", each).groups()
             fields.append((field, base * scalars if array else base))
-    return type("Parameters", (ctypes.Structure,), {"_fields_": fields})
+    return type(struct, (ctypes.Structure,), {"_fields_": fields})

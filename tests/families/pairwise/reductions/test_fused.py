@@ -31,10 +31,16 @@ class Launch:
         self.strides, values = values[: step.scalars], values[step.scalars :]
         self.views, self.sizes, self.counts = values[:12], values[12:17], values[17:]
         self.grid, self.source = step.grid, step.spec.source
+        self.splits, self.blocks = step.grid[0] // self.counts[0], step.grid[0]
+        self.features = int(self.source.split("constexpr int K = ")[1].split(";")[0])
         Launch.made.append(self)
 
     def flag(self, name):
         return f"constexpr bool {name} = true;" in self.source
+
+    def forward(self, second):
+        """The sign of the rows' points in the difference that the factor is of."""
+        return 1 if second else -1
 
     def launch(self, pointers, numbers):
         (m, n, batch, per_split, factor), k = self.sizes, self.features
@@ -52,14 +58,13 @@ class Launch:
         scale = torch.tensor(numbers[BANDWIDTH])
         if numbers[BANDWIDTH + 1]:
             scale = view(numbers[BANDWIDTH + 1], (batch,), (self.strides[5],))[:, None, None]
-        difference = (a[:, :, None] - b[:, None]) * (1 if second else -1)
+        difference = (a[:, :, None] - b[:, None]) * self.forward(second)
         squares = difference.square().sum(-1)
         matrix = torch.exp(-squares / (2 * scale**2))
         w = g @ v.mT
         worth = w.mT if second else w + w.mT if both else w
         slope = (-0.5 / scale**2 * matrix * worth)[..., None] * difference * factor
-        splits, row_blocks = self.grid[0] // self.counts[0], self.counts[0]
-        parts = [slice(i * per_split, (i + 1) * per_split) for i in range(splits)]
+        parts = [slice(i * per_split, (i + 1) * per_split) for i in range(self.splits)]
         if self.flag("POINTS"):
             found = torch.stack([slope[:, :, part].sum(2) for part in parts])
             view(pointers[4], found.shape, found.stride()).copy_(found)
@@ -68,12 +73,8 @@ class Launch:
             view(pointers[5], found.shape, found.stride()).copy_(found)
         if "HYPER = 1;" in self.source:
             whole = (matrix * squares / scale**3 * w).sum((1, 2))
-            found = whole.expand(splits * row_blocks, batch) / (splits * row_blocks)
-            view(pointers[6], (splits * row_blocks, batch), (batch, 1)).copy_(found)
-
-    @property
-    def features(self):
-        return int(self.source.split("constexpr int K = ")[1].split(";")[0])
+            found = whole.expand(self.blocks, batch) / self.blocks
+            view(pointers[6], (self.blocks, batch), (batch, 1)).copy_(found)
 
 
 @pytest.fixture(autouse=True)
@@ -250,8 +251,8 @@ def test_gradients_of_gradients_are_recorded(launches):
 
 
 SIZES = {
-    "features": ({"k": 17}, False),
-    "most features": ({"k": 16}, True),
+    "features": ({"k": 129}, False),
+    "most features": ({"k": 128}, True),
     "columns": ({"columns": 17}, False),
     "most columns": ({"columns": 16}, True),
     "nothing": ({"n": 0}, False),

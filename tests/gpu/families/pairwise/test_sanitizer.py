@@ -9,6 +9,7 @@ CALLS = (
     "sanitized_products",
     "sanitized_columns",
     "sanitized_gradients",
+    "sanitized_points",
     "sanitized_topk",
 )
 
