@@ -26,12 +26,21 @@ def test_packages_are_small():
 
 
 def test_device_code_and_its_lowering_share_a_stem():
-    """A folder of kernel_sources/<family> has its entry, and a module of the family's lowering."""
-    folders = [path for path in (ROOT / "kernel_sources").glob("*/*") if path.is_dir()]
-    assert folders
-    for folder in folders:
-        lowering = PACKAGE / "families" / folder.parent.name / "lowering"
-        assert (folder / f"{folder.name}.cuh").is_file(), folder
+    """A folder of kernel_sources/<family> has its entry, and a module of the family's lowering; or
+    that is a package, and the folder has those of its kernels."""
+    left = [
+        (path, PACKAGE / "families" / path.parent.name / "lowering")
+        for path in (ROOT / "kernel_sources").glob("*/*")
+        if path.is_dir()
+    ]
+    assert left
+    while left:
+        folder, lowering = left.pop()
+        package, inner = lowering / folder.name, [x for x in folder.iterdir() if x.is_dir()]
+        if package.is_dir():
+            left += [(each, package) for each in inner]
+            continue
+        assert not inner and (folder / f"{folder.name}.cuh").is_file(), folder
         assert (lowering / f"{folder.name}.py").is_file(), folder
 
 

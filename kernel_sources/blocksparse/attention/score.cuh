@@ -1,0 +1,126 @@
+// What becomes of logits, and the parameters of a launch that every kernel of attention has.
+//
+// The generated source defines before it includes this file (lowering/attention/score_source.py):
+//   HAS_SCORE, HAS_MASK        whether logits are changed, and whether a mask leaves some out
+//   CAUSAL, WINDOW, LENGTHS    what leaves them out by their position
+//   DROPOUT
+//   CAPTURED                   how many tensors score and mask read
+// and behind it struct Score, of one batch and head. What depends on these alone is computed in its
+// constructor:
+//   Score(const Captured* captured, int batch, int head)
+//   float operator()(float v, int row, int col) const    the logit in the place of v, both in
+//                                                        natural units
+//   float slope(float v, int row, int col) const         its derivative by v
+//   bool keeps(int row, int col) const                   false for what the mask leaves out
+//   template <int K> float slope_of(float v, int row, int col) const
+//                                                        its derivative by captured tensor K
+// Kernels call the first two with HAS_SCORE alone and keeps() with HAS_MASK alone, for a row and a
+// column that exist, and slope_of<K>() for tensors whose gradient is wanted.
+#pragma once
+
+#include "blocksparse/attention/dropout.cuh"
+#include "blocksparse/attention/walk.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// From one batch, head, row and column of a captured tensor to the next, 0 along what it lacks.
+struct CapturedStrides {
+    i64 batch, head, row, col;
+};
+struct Captured {
+    const void* at;
+    i64 batch, head, row, col;
+
+    template <class T>
+    __device__ __forceinline__ const T* from(int of_batch, int of_head) const {
+        return static_cast<const T*>(at) + of_batch * batch + of_head * head;
+    }
+};
+
+// What becomes of nothing.
+struct PlainScore {
+    __device__ __forceinline__ PlainScore(const Captured*, int, int) {}
+    __device__ __forceinline__ float operator()(float v, int, int) const { return v; }
+    __device__ __forceinline__ float slope(float, int, int) const { return 1.0f; }
+    __device__ __forceinline__ bool keeps(int, int) const { return true; }
+    template <int K>
+    __device__ __forceinline__ float slope_of(float, int, int) const { return 0.0f; }
+};
+
+// The parts of a parameter block, in this order behind the kernel's own pointers: empty where there
+// is nothing, as base classes are and members are not.
+template <bool>
+struct LengthPointers {
+    const int* q_lengths;   // of each batch
+    const int* kv_lengths;
+    __device__ __forceinline__ int rows_seen(int batch, int all) const {
+        return max(0, min(all, q_lengths[batch]));
+    }
+    __device__ __forceinline__ int cols_seen(int batch, int all) const {
+        return max(0, min(all, kv_lengths[batch]));
+    }
+};
+template <>
+struct LengthPointers<false> {
+    __device__ __forceinline__ int rows_seen(int, int all) const { return all; }
+    __device__ __forceinline__ int cols_seen(int, int all) const { return all; }
+};
+
+template <int COUNT>
+struct CapturedPointers {
+    const void* captured[COUNT];
+    __device__ __forceinline__ const void* captured_at(int index) const { return captured[index]; }
+};
+template <>
+struct CapturedPointers<0> {
+    __device__ __forceinline__ const void* captured_at(int) const { return nullptr; }
+};
+
+// The numbers of a call.
+struct Numbers {
+    Scalar scale, left, right;  // of logits; of the window, int64 where they are on the device
+    Scalar dropout, seed;       // its probability; an int64 there, a whole number below 2**53 here
+};
+
+template <int COUNT>
+struct CapturedViews {
+    CapturedStrides views[COUNT];
+    __device__ __forceinline__ CapturedStrides view(int index) const { return views[index]; }
+};
+template <>
+struct CapturedViews<0> {
+    __device__ __forceinline__ CapturedStrides view(int) const { return CapturedStrides(); }
+};
+
+using Sight = Band<WINDOW, WINDOW || CAUSAL>;
+
+// What the rows of a batch see by position, of a matrix of so many rows and columns.
+template <class Parameters>
+__device__ __forceinline__ Sight sight_of(const Parameters& p, int batch, int rows, int cols) {
+    // A matrix has 2**30 rows and columns at most: no wider window shows more, and sums stay ints.
+    constexpr i64 MOST = 1ll << 30;
+    Sight sight = {p.rows_seen(batch, rows), p.cols_seen(batch, cols), 0, 0};
+    if (WINDOW) {
+        sight.left = int(min(max(read_scalar<i64>(p.left, 0), -MOST), MOST));
+        sight.right = int(min(max(read_scalar<i64>(p.right, 0), -MOST), MOST));
+    }
+    if (CAUSAL) sight.right = WINDOW ? min(sight.right, 0) : 0;
+    return sight;
+}
+
+template <class Score, class Parameters>
+__device__ __forceinline__ Score score_of(const Parameters& p, int batch, int head) {
+    Captured captured[CAPTURED + (CAPTURED == 0)];
+#pragma unroll
+    for (int i = 0; i < CAPTURED; ++i) {
+        CapturedStrides strides = p.view(i);
+        captured[i] = {p.captured_at(i), strides.batch, strides.head, strides.row, strides.col};
+    }
+    return Score(captured, batch, head);
+}
+
+template <class Parameters>
+__device__ __forceinline__ Dropout dropout_of(const Parameters& p, u32 head) {
+    return DROPOUT ? Dropout(read_scalar<float>(p.dropout, 0), read_scalar<i64>(p.seed, 0), head)
+                   : Dropout(0.0f, 0, head);
+}
