@@ -1,0 +1,228 @@
+"""Attention of small tensors, by kernels that threads of the host run and by its formula in
+float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.lowering.attention.problem import (
+    Attention,
+    Operand,
+    Score,
+    View,
+)
+from kernlib.lowering.arithmetic import ceil_div
+from tests.families.blocksparse.emulated import DTYPES, blocks_of, launch
+from tests.families.blocksparse.lowering.attention.dropout import kept
+
+GATES = {"float16": 2e-3, "bfloat16": 1.6e-2}
+GUARD = 3.25  # what elements hold that nobody may write
+
+
+class Case(NamedTuple):
+    """Sizes and what of a call is in the code. ``layout`` is of "one", "head" or "batch": for whom
+    there is a mask. ``score`` and ``mask`` are of float64 tensors that broadcast."""
+
+    numbers: str = "float16"
+    block: tuple[int, int] = (16, 16)
+    queries: int = 80
+    keys: int = 96
+    features: int = 32
+    values: int = 32
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    density: float = 0.4
+    layout: str = "one"
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    lengths: bool = False
+    dropout: float = 0.0
+    scale: float | None = None
+    text: str = ""
+    score: Callable | None = None
+    mask: Callable | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.numbers]
+
+
+class Made:
+    """The tensors of a case, and its problem."""
+
+    def __init__(self, case: Case, captured: tuple[torch.Tensor, ...] = ()):
+        self.case, self.captured = case, captured
+        b, h, g = case.batch, case.heads, case.kv_heads
+        heads = {"one": None, "head": h, "batch": b * h}[case.layout]
+        grid = ceil_div(case.queries, case.block[0]), ceil_div(case.keys, case.block[1])
+        mask = torch.rand(*(() if heads is None else (heads,)), *grid) < case.density
+        if case.density < 1 and grid[0] > 2:
+            mask[..., grid[0] // 2, :] = False  # rows without blocks
+        self.layout = Layout(mask, case.block)
+        shape = {"q": (h, case.queries, case.features), "k": (g, case.keys, case.features)}
+        shape |= {"v": (g, case.keys, case.values), "grad": (h, case.queries, case.values)}
+        for name, size in shape.items():
+            setattr(self, name, apart(torch.randn(b, *size).to(case.dtype)))
+        self.out = guarded(b, h, case.queries, case.values, case.dtype)
+        self.lse = torch.full((b, h, case.queries), GUARD)
+        self.q_lengths = self._lengths(case.queries)
+        self.kv_lengths = self._lengths(case.keys)
+        self.scale = 1 / math.sqrt(case.features) if case.scale is None else case.scale
+        self.seed = 0x1234567 + case.keys
+
+    def _lengths(self, most: int) -> torch.Tensor:
+        if not self.case.lengths:
+            return torch.full((self.case.batch,), most, dtype=torch.int32)
+        return torch.randint(most // 2, most + 1, (self.case.batch,), dtype=torch.int32)
+
+    @property
+    def score(self) -> Score:
+        case = self.case
+        return Score(
+            case.text,
+            tuple(str(t.dtype).removeprefix("torch.") for t in self.captured),
+            case.score is not None,
+            case.mask is not None,
+            case.causal,
+            case.window is not None,
+            case.lengths,
+            case.dropout > 0,
+        )
+
+    def problem(self) -> Attention:
+        case = self.case
+        layout_strides = {"one": (0, 0), "head": (0, 1), "batch": (case.heads, 1)}[case.layout]
+        return Attention(
+            case.numbers,
+            blocks_of(self.layout),
+            case.batch, case.heads, case.kv_heads, case.queries, case.keys,
+            case.features, case.values,
+            *layout_strides,
+            *(operand_of(t) for t in (self.q, self.k, self.v, self.out)),
+            self.score,
+            tuple(map(view_of, self.captured)),
+        )  # fmt: skip
+
+    @property
+    def scalars(self) -> tuple[float, ...]:
+        left, right = self.case.window or (0, 0)
+        return (self.scale, float(left), float(right), self.case.dropout, float(self.seed))
+
+    def operands(self) -> dict[str, torch.Tensor]:
+        captured = {f"captured{i}": t for i, t in enumerate(self.captured)}
+        lengths = {"q_lengths": self.q_lengths, "kv_lengths": self.kv_lengths}
+        own = {name: getattr(self, name) for name in ("q", "k", "v", "out", "lse", "grad")}
+        return {**own, **lengths, **captured}
+
+    def launch(self, emulator, lowered, **more) -> None:
+        launch(emulator, lowered, self.layout, self.scalars, **{**self.operands(), **more})
+
+    def sees(self) -> torch.Tensor:
+        """(batch, heads, queries, keys): what is stored and seen by position."""
+        case = self.case
+        mask = self.layout.mask().bool().repeat_interleave(case.block[0], -2)
+        mask = mask.repeat_interleave(case.block[1], -1)[..., : case.queries, : case.keys]
+        if case.layout == "batch":
+            mask = mask.unflatten(0, (case.batch, case.heads))
+        mask = mask.expand(case.batch, case.heads, case.queries, case.keys).clone()
+        row, col = self.places()[:2]
+        mask &= row < self.q_lengths.view(-1, 1, 1, 1)
+        mask &= col < self.kv_lengths.view(-1, 1, 1, 1)
+        if case.causal:
+            mask &= col <= row
+        if case.window:
+            mask &= (row - case.window[0] <= col) & (col <= row + case.window[1])
+        return mask
+
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """Numbers of rows, columns, heads and batches, which broadcast."""
+        case = self.case
+        row = torch.arange(case.queries).view(1, 1, -1, 1)
+        col = torch.arange(case.keys).view(1, 1, 1, -1)
+        return (
+            row,
+            col,
+            torch.arange(case.heads).view(1, -1, 1, 1),
+            torch.arange(case.batch).view(-1, 1, 1, 1),
+        )
+
+    def kept(self) -> torch.Tensor:
+        """What a dropout multiplies weights by."""
+        case = self.case
+        return kept(self.seed, case.dropout, case.batch, case.heads, case.queries, case.keys)
+
+    def dense(self, q, k, v, captured=()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Result and log-sum-exp in float64; what is left out counts nowhere."""
+        case, sees = self.case, self.sees()
+        group = case.heads // case.kv_heads
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        logits = self.scale * q @ k.mT
+        if case.score is not None:
+            logits = case.score(logits, *self.places(), *captured)
+        left = sees & case.mask(*self.places(), *captured) if case.mask is not None else sees
+        logits = torch.where(left, logits, -math.inf)
+        is_empty = ~left.any(-1, keepdim=True)
+        lse = torch.where(is_empty, 0.0, logits).logsumexp(-1, keepdim=True)
+        lse = torch.where(lse == math.inf, math.nan, lse)  # as the weights are
+        weights = torch.where(left, (logits - lse).exp(), 0.0)
+        out = seen_product(weights * self.kept(), v, sees)
+        return torch.where(is_empty, 0.0, out), torch.where(is_empty, -math.inf, lse)[..., 0]
+
+    def doubles(self) -> list[torch.Tensor]:
+        return [t.double().requires_grad_() for t in (self.q, self.k, self.v)]
+
+    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            return self.dense(self.q.double(), self.k.double(), self.v.double(), self.captured)
+
+
+def seen_product(weights, v, sees):
+    """weights @ v, to which rows of v that are not seen add nothing, NaN or not."""
+    if v.isfinite().all():
+        return weights @ v
+    return torch.where(sees[..., None], weights[..., None] * v[..., None, :, :], 0.0).sum(-2)
+
+
+def apart(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers, of which heads lie side by side, with NaN between their features."""
+    b, h, rows, width = t.shape
+    made = torch.full((b, rows, h, width + 8), math.nan, dtype=t.dtype)
+    made = made.transpose(1, 2)[..., :width]
+    made.copy_(t)
+    return made
+
+
+def guarded(b: int, h: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """A result not yet written, amid what nobody may write."""
+    return torch.full((b, h, rows + 3, width + 16), GUARD, dtype=dtype)[..., 1:-2, 8:-8]
+
+
+def is_intact(out: torch.Tensor) -> bool:
+    """Whether nothing was written outside of a result that :func:`guarded` made."""
+    whole = out._base.clone()
+    whole.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(GUARD)
+    return bool((whole == GUARD).all())
+
+
+def operand_of(t: torch.Tensor) -> Operand:
+    return Operand(*t.stride()[:3], t.data_ptr() % 16 or 16)
+
+
+def view_of(t: torch.Tensor) -> View:
+    return View(*(s if n > 1 else 0 for s, n in zip(t.stride(), t.shape, strict=True)))
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative, in norm; NaN and infinities must be where they are wanted."""
+    assert found.isnan().equal(wanted.isnan())
+    odd = ~wanted.isfinite()
+    assert torch.equal(found.double()[odd].nan_to_num(), wanted[odd].nan_to_num())
+    found, wanted = (torch.where(odd, 0.0, t.double()) for t in (found, wanted))
+    size = wanted.norm().item()
+    return (found - wanted).norm().item() / (size or 1.0)
