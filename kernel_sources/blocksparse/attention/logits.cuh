@@ -14,30 +14,50 @@ struct Groups {
     u32 live, cut;
 };
 
-// Of 16 rows from `row` on and the columns from `col` on, of which `stored` are.
-template <int GROUPS>
+// Of 16 rows from `row` on and the columns from `col` on, of which `stored` are; TURNED: of 16
+// columns and the rows.
+template <int GROUPS, bool TURNED = false>
 __device__ __forceinline__ Groups groups_of(const Sight& sight, u32 stored, int row, int col) {
+    constexpr int ROWS = TURNED ? 16 * GROUPS : 16, COLS = TURNED ? 16 : 16 * GROUPS;
     Groups found = {stored, 0};
-    if (sight.covers(row, 16, col, 16 * GROUPS)) return found;
+    if (sight.covers(row, ROWS, col, COLS)) return found;
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
-        if (sight.misses(row, 16, col + 16 * g, 16)) found.live &= ~(1u << g);
-        if (!sight.covers(row, 16, col + 16 * g, 16)) found.cut |= 1u << g;
+        const int own_row = row + (TURNED ? 16 * g : 0), own_col = col + (TURNED ? 0 : 16 * g);
+        if (sight.misses(own_row, 16, own_col, 16)) found.live &= ~(1u << g);
+        if (!sight.covers(own_row, 16, own_col, 16)) found.cut |= 1u << g;
     }
     found.cut &= found.live;
     return found;
 }
 
-// The logit in the place of s, times log2 e, of an element that may be kept; lowest() for what is
-// left out. `scale` is that of logits, or with a factor of log2 e where score has nothing to say.
+// Whether an element of a live group counts, which is cut or not. A mask is asked of what exists.
 template <class Score>
-__device__ __forceinline__ float finished(float s, float scale, const Score& score, bool is_cut,
-                                          const Sight& sight, int row, int col) {
-    if (HAS_SCORE || HAS_MASK) {
-        // Neither is asked of what does not exist.
-        if (is_cut && !sight.keeps(row, col)) return lowest();
-        if (HAS_MASK && !score.keeps(row, col)) return lowest();
-        return HAS_SCORE ? score(s * scale, row, col) * LOG2_E : s * scale;
-    }
-    return is_cut && !sight.keeps(row, col) ? lowest() : s * scale;
+__device__ __forceinline__ bool is_left(const Score& score, bool is_cut, const Sight& sight,
+                                        int row, int col) {
+    return (!is_cut || sight.keeps(row, col)) && (!HAS_MASK || score.keeps(row, col));
+}
+
+// The logit in the place of s, times log2 e, of an element that counts. `scale` is that of logits,
+// or where a score has nothing to say with a factor of log2 e.
+template <class Score>
+__device__ __forceinline__ float logit(float s, float scale, const Score& score, int row, int col) {
+    return HAS_SCORE ? score(s * scale, row, col) * LOG2_E : s * scale;
+}
+
+// Which weights of a lane's part of a group a dropout leaves, bit 4 n + i, the group's first being
+// at `row` and `col` of this lane; TURNED: of a group of rows, which are columns of the fragment.
+template <bool TURNED = false>
+__device__ __forceinline__ u32 kept_of(const Dropout& dropout, int row, int col) {
+    u32 words[1 + TURNED][4], kept = 0;
+    dropout.words(words[0], row, col);
+    if (TURNED) dropout.words(words[TURNED], row + 1, col);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 word = TURNED ? words[i % 2 * TURNED][2 * n + i / 2] : words[0][i / 2 * 2 + n];
+            kept |= u32(dropout.keeps(word, TURNED ? col % 2 : i % 2)) << (4 * n + i);
+        }
+    return kept;
 }

@@ -104,14 +104,12 @@ __device__ __forceinline__ void drop(Logits<FRAGMENTS, GROUPS>& weights, const D
                                      int g, int row, int col) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f) {
-        u32 words[4];
-        dropout.words(words, row + 16 * f, col + 16 * g);
+        const u32 kept = kept_of(dropout, row + 16 * f, col + 16 * g);
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (!dropout.keeps(words[i / 2 * 2 + n], i % 2))
-                    weights[f][2 * g + n][i] = 0.0f;
+                if (!(kept >> (4 * n + i) & 1)) weights[f][2 * g + n][i] = 0.0f;
     }
 }
 
@@ -144,10 +142,13 @@ __device__ __forceinline__ void add_tile(State& state, const unsigned char* q,
         for (int n = 0; n < 2 * GROUPS; ++n) {
             const bool is_live = groups[f].live >> n / 2 & 1, is_cut = groups[f].cut >> n / 2 & 1;
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                logits[f][n][i] = is_live ? finished(logits[f][n][i], scale, score, is_cut, sight,
-                                                     row + 16 * f + i / 2 * 8, col + 8 * n + i % 2)
-                                          : lowest();
+            for (int i = 0; i < 4; ++i) {
+                const int own_row = row + 16 * f + i / 2 * 8, own_col = col + 8 * n + i % 2;
+                float x = lowest();
+                if (is_live && is_left(score, is_cut, sight, own_row, own_col))
+                    x = logit(logits[f][n][i], scale, score, own_row, own_col);
+                logits[f][n][i] = x;
+            }
         }
     take_weights(logits, state);
 #pragma unroll

@@ -85,9 +85,9 @@ class Attention(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The gradient by a captured tensor as kernels leave it, in float32: of axes "" (one number for
-    each batch and head), "row", "col" or "pair". ``strides`` are those of batch, head, row and
-    column. Sums over batch and heads that the tensor does not have are the caller's."""
+    """The gradient by a captured tensor as kernels leave it, in float32: for each batch and head a
+    number for each row ("row"), column ("col"), or pair of these ("pair"), by ``strides``. It
+    begins as zeros; sums over what the tensor does not have are the caller's."""
 
     index: int  # of the captured tensor
     axes: str

@@ -1,0 +1,227 @@
+"""The kernel of kernel_sources/blocksparse/attention/portable_gradient/portable_gradient.cuh:
+gradients of attention by mma.sync, on every GPU, for every problem of half types.
+
+Three launches share a workspace: what rows are relative to (deltas), then dq by rows of the matrix,
+and dk and dv by its columns. Captured tensors with rows have their gradient from the one by rows,
+those of columns alone from that by columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from kernlib.families.blocksparse.lowering.attention import deltas, portable
+from kernlib.families.blocksparse.lowering.attention import score_source as text
+from kernlib.families.blocksparse.lowering.attention.problem import (
+    AttentionGradient,
+    Collected,
+    Score,
+)
+from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+
+KIND = "portable"
+WARPS = 4
+LINES = 16 * WARPS  # of a block of threads
+MOST_SUMS = 256  # of dk and dv together, of each of a warp's 16 lines: half of its registers
+NAMES = ("q", "k", "v", "grad", "lse", WORKSPACE)  # behind the layout's bits
+BY_ROWS, BY_COLUMNS = ("row", "pair"), ("col",)
+
+
+class Tile(NamedTuple):
+    """Of the tiles that lines walk over: their depth, and how many are under way."""
+
+    depth: int
+    stages: int
+
+
+# Deepest first: what there is room for decides. Two under way hide the copies of one.
+TILES = (Tile(64, 2), Tile(32, 2), Tile(32, 1), Tile(16, 1))
+DEEP_WIDTH = 64  # up to which tiles of 64 leave registers for sums
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the score."""
+
+    dtype: str
+    block: tuple[int, int]
+    turned: bool  # by columns
+    features: int  # multiples of 16
+    values: int
+    needs: tuple[bool, bool]  # dq or dk, and dv
+    tile: Tile
+    collected: tuple[tuple[int, bool], ...] = ()  # captured tensors, and whether they are of pairs
+
+    @property
+    def parts(self) -> int:
+        """Blocks of threads that share the sums of a tile of lines."""
+        return ceil_div(self.features * self.needs[0] + self.values * self.needs[1], MOST_SUMS) or 1
+
+
+def takes(problem: AttentionGradient, arch: str) -> bool:
+    """Whether the kernel computes a problem: what the one of its attention computes."""
+    others = (problem.grad, problem.dq, problem.dk, problem.dv)
+    return portable.takes(problem.attention, arch) and all(map(portable.is_whole, others))
+
+
+def candidates(problem: AttentionGradient, arch: str) -> list[Choice]:
+    """The depths of tiles, by preference."""
+    return [{"depth": tile.depth, "stages": tile.stages} for tile in tiles(problem, arch)]
+
+
+def default(problem: AttentionGradient, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned."""
+    return known[0]
+
+
+def lower(
+    problem: AttentionGradient, arch: str, multiprocessors: int, choice: Choice | None = None
+) -> Lowered:
+    """The launches of a problem that :func:`takes` says yes to, by ``choice``, one of
+    :func:`candidates`. Raises UnsupportedError for sizes that no grid can hold."""
+    choice = choice or default(problem, candidates(problem, arch), multiprocessors)
+    tile = Tile(int(choice["depth"]), int(choice["stages"]))
+    of_rows, of_columns = (collected(problem, kinds) for kinds in (BY_ROWS, BY_COLUMNS))
+    needs_q, *others = problem.needs
+    steps = [deltas.step(problem)]
+    if needs_q or of_rows:
+        steps.append(_step(problem, False, (needs_q, False), tile, of_rows, arch))
+    if any(others) or of_columns:
+        steps.append(_step(problem, True, tuple(others), tile, of_columns, arch))
+    return Lowered(tuple(steps), deltas.nbytes(problem))
+
+
+def collected(problem: AttentionGradient, kinds: tuple[str, ...]) -> tuple[Collected, ...]:
+    """What of captured tensors a launch has, by the axes that it has them of."""
+    return tuple(each for each in problem.collected if each.axes in kinds)
+
+
+def tiles(problem: AttentionGradient, arch: str) -> list[Tile]:
+    """Those that a GPU has shared memory and registers for."""
+    return _tiles(*portable.widths(problem.attention), arch)
+
+
+def _tiles(features: int, values: int, arch: str) -> list[Tile]:
+    most = 64 if max(features, values) <= DEEP_WIDTH else 32
+    room = targets.SHARED_BYTES[arch]
+    fitting = (tile for tile in TILES if shared_bytes(features, values, tile) <= room)
+    return [tile for tile in fitting if tile.depth <= most]
+
+
+def _step(
+    problem: AttentionGradient,
+    turned: bool,
+    needs: tuple[bool, bool],
+    tile: Tile,
+    own: tuple[Collected, ...],
+    arch: str,
+) -> Step:
+    """The launch by rows or, ``turned``, by columns."""
+    attention = problem.attention
+    kept = tuple((each.index, each.axes == "pair") for each in own)
+    kind = attention.dtype, attention.blocks[:2], turned
+    made = Variant(*kind, *portable.widths(attention), needs, tile, kept)
+    results = (("dk", problem.dk), ("dv", problem.dv)) if turned else (("dq", problem.dq),) * 2
+    lines, heads = (
+        (attention.keys, attention.kv_heads) if turned else (attention.queries, attention.heads)
+    )
+    count = ceil_div(lines, LINES)
+    numbers = text.views(attention)
+    for operand in (attention.q, attention.k, attention.v, problem.grad, *(r for _, r in results)):
+        numbers += operand[:3]
+    numbers += portable.sizes(attention, count)
+    numbers += [stride for each in own for stride in each.strides]
+    # What is not wanted has no tensor: the address of q stands there, and nobody reads it.
+    named_results = (name if need else "q" for (name, _), need in zip(results, needs, strict=True))
+    names = ["col_bits" if turned else "row_bits", *NAMES, *named_results]
+    names += [f"collected{each.index}" for each in own]
+    names += text.pointers(attention.score)
+    grid = portable.grid(attention.batch * heads * count), made.parts
+    fixed = parameters(attention.score, len(own)).pack(*numbers)
+    pointers = tuple((name, 0) for name in names)
+    return Step(spec(attention.score, made), grid, fixed, pointers, len(text.SCALARS))
+
+
+def spec(score: Score, made: Variant) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    line, depth = reversed(made.block) if made.turned else made.block
+    first, second = (round_up(ceil_div(n, made.parts), 16) for n in (made.features, made.values))
+    numbers = ", ".join(str(index) for index, _ in made.collected) or "0"
+    pairs = ", ".join(text.flag(pair) for _, pair in made.collected) or "false"
+    source = f"""{text.preamble(made.dtype, score)}
+constexpr bool TURNED = {text.flag(made.turned)};
+constexpr bool NEEDS_FIRST = {text.flag(made.needs[0])};
+constexpr bool NEEDS_SECOND = {text.flag(made.needs[1])};
+constexpr int WARPS = {WARPS};
+constexpr int TILE_DEPTH = {made.tile.depth};
+constexpr int STAGES = {made.tile.stages};
+constexpr int BLOCK_LINE = {line};
+constexpr int BLOCK_DEPTH = {depth};
+constexpr int FEATURES = {made.features};
+constexpr int VALUES = {made.values};
+constexpr int FIRST_PART = {first};
+constexpr int SECOND_PART = {second};
+constexpr int COLLECTED = {len(made.collected)};
+constexpr int COLLECTED_AT[] = {{{numbers}}};
+constexpr bool IS_PAIR[] = {{{pairs}}};
+constexpr int MIN_BLOCKS = {2 if max(made.features, made.values) <= 128 else 1};
+constexpr int PARAMETER_BYTES = {parameters(score, len(made.collected)).size};
+
+#include "blocksparse/attention/portable_gradient/portable_gradient.cuh"
+"""
+    said = _words(score, made)
+    description = " ".join(["blocksparse attention gradient", KIND, made.dtype, *said])
+    shared = shared_bytes(made.features, made.values, made.tile)
+    found = KernelSpec(
+        portable.FAMILY, source, "blocksparse_attention_gradient", 32 * WARPS, shared
+    )
+    return named(found._replace(description=description), KIND, made.dtype, *said)
+
+
+def _words(score: Score, made: Variant) -> list[str]:
+    rows, cols = made.block
+    results = ("dk", "dv") if made.turned else ("dq", "")
+    found = [f"{rows}x{cols}", f"{made.features}/{made.values}"]
+    found += [f"{made.tile.depth} deep", *["1 stage"] * (made.tile.stages == 1)]
+    found += [name for name, need in zip(results, made.needs, strict=True) if need]
+    found += [f"captured {index}" for index, _ in made.collected]
+    return found + text.words(score)
+
+
+def shared_bytes(features: int, values: int, tile: Tile) -> int:
+    """A tile's lines, and stages: of the others' rows and, turned, what is known of these."""
+    row = portable.pitch(features) + portable.pitch(values)
+    return LINES * row + tile.stages * tile.depth * (row + 2 * 4)
+
+
+def parameters(score: Score, collected: int) -> Parameters:
+    """The parameter struct."""
+    fixed = portable.STRIDES * 6 + portable.SIZES + text.VIEW * collected
+    return text.parameters(1 + len(NAMES) + 2 + collected, fixed, score)
+
+
+def variants(
+    score: Score, block: tuple[int, int], dtypes: tuple[str, ...], arch: str, **known: int
+) -> Iterator[KernelSpec]:
+    """Every spec that :func:`lower` may choose for gradients by q, k and v of a layout's blocks, of
+    so many ``features`` and ``values`` where these are known."""
+    features, values = (
+        [round_up(known[name], 16)] if name in known else portable.WIDTHS
+        for name in ("features", "values")
+    )
+    dtypes = tuple(dtype for dtype in dtypes if dtype in portable.HALVES)
+    yield from deltas.variants(dtypes)
+    needs = [
+        (False, (True, False)),
+        *((True, n) for n in ((True, True), (True, False), (False, True))),
+    ]
+    for dtype, width, height in product(dtypes, features, values):
+        for tile, (turned, need) in product(_tiles(width, height, arch), needs):
+            yield spec(score, Variant(dtype, block, turned, width, height, need, tile))

@@ -1,0 +1,306 @@
+"""Gradients of attention by mma.sync, run by threads of the host, against those of its formula in
+float64; and what NVRTC makes of them."""
+
+import math
+
+import pytest
+import torch
+
+from kernlib.families.blocksparse.lowering.attention import portable_gradient
+from kernlib.families.blocksparse.lowering.attention.problem import (
+    AttentionGradient,
+    Collected,
+    Score,
+)
+from tests.families.blocksparse.lowering.attention.cases import (
+    Case,
+    Made,
+    error,
+    guarded,
+    is_intact,
+    operand_of,
+    view_of,
+)
+from tests.support.compiled_kernels import compiled
+from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.speeds import slow_but
+
+on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+ARCH, PROCESSORS = "sm_80", 108
+GATES = {"float16": 2e-3, "bfloat16": 1.6e-2}
+
+CASES = {
+    "16": Case(density=0.3, layout="head"),
+    "ragged": Case(queries=75, keys=141, layout="batch", batch=2, heads=2),
+    "32": Case("bfloat16", (32, 32), 130, 100, 64, 64),
+    "64": Case(block=(64, 64), queries=140, keys=200, features=24, values=40, density=0.5),
+    "128": Case(block=(128, 128), queries=150, keys=200, features=16, values=16, density=0.7),
+    "wide blocks": Case(block=(16, 128), queries=64, keys=300, density=0.5),
+    "tall blocks": Case("bfloat16", (128, 32), 200, 128, 48, 32),
+    "causal": Case(block=(32, 16), queries=90, keys=90, causal=True, density=0.8),
+    "causal, fewer columns": Case(queries=120, keys=50, causal=True, density=0.9),
+    "window": Case(block=(16, 32), queries=130, keys=130, window=(20, 9), density=0.9),
+    "causal window": Case(queries=130, keys=130, window=(33, 50), causal=True, density=1.0),
+    "window aside": Case(queries=130, keys=150, window=(-7, 40), density=1.0, layout="head"),
+    "lengths": Case(queries=90, keys=110, batch=3, lengths=True, density=0.8, layout="batch"),
+    "all at once": Case(
+        "bfloat16", (32, 32), 80, 100, 24, 40, 2, 4, 2, 0.7, "head", True, (40, 60), True, 0.2
+    ),
+    "groups": Case(heads=6, kv_heads=2, layout="head"),
+    "one head for all": Case(heads=3, kv_heads=1, queries=40),
+    "dropout": Case(density=0.8, dropout=0.3, layout="head"),
+    "128 features": Case(queries=70, keys=130, features=128, values=128, heads=1, kv_heads=1),
+    "256 features": Case(queries=70, keys=70, features=256, values=256, heads=1, kv_heads=1),
+    "parts of two widths": Case(queries=40, keys=70, features=208, values=136, heads=1, kv_heads=1),
+    "more values": Case(queries=70, keys=70, features=16, values=136, heads=1, kv_heads=1),
+    "one row": Case(queries=1, keys=200, batch=3, density=0.7, layout="batch"),
+    "negative scale": Case(scale=-0.7),
+    "nothing stored": Case(density=0.0),
+}
+FAST = ("all at once",)
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+class Gradients:
+    """Of a case whose result is that of the formula, rounded."""
+
+    def __init__(self, case: Case, captured=(), grad_lse: bool = False):
+        self.made = made = Made(case, captured)
+        self.grad_lse = torch.randn_like(made.lse) if grad_lse else None
+        for name in ("q", "k", "v"):
+            given = getattr(made, name)
+            setattr(self, f"d{name}", guarded(*given.shape, given.dtype))
+        out, lse = made.wanted()
+        made.out.copy_(out)
+        made.lse.copy_(lse)
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        return [self.dq, self.dk, self.dv]
+
+    def problem(self, needs=(True, True, True), collected=()) -> AttentionGradient:
+        given = (operand_of(t) for t in (self.made.grad, *self.results))
+        has_lse = self.grad_lse is not None
+        return AttentionGradient(self.made.problem(), *given, needs, has_lse, collected)
+
+    def run(self, emulator, choice=None, needs=(True, True, True), **more) -> None:
+        """The launches, which write what they need to alone; ``more`` has what is collected, by
+        the number of a captured tensor and its axes, as ``{(0, "row"): tensor}``."""
+        sums = more.get("sums", {})
+        collected = tuple(Collected(*key, view_of(t)) for key, t in sums.items())
+        problem = self.problem(needs, collected)
+        assert portable_gradient.takes(problem, ARCH)
+        known = portable_gradient.candidates(problem, ARCH)
+        assert choice is None or choice in known
+        for t in self.results:
+            t.fill_(7.0)
+        lowered = portable_gradient.lower(problem, ARCH, PROCESSORS, choice)
+        named = dict(zip(("dq", "dk", "dv"), self.results, strict=True))
+        named |= {f"collected{index}": t for (index, _), t in sums.items()}
+        if self.grad_lse is not None:
+            named["grad_lse"] = self.grad_lse
+        self.made.launch(emulator, lowered, **named)
+        for t, need in zip(self.results, needs, strict=True):
+            assert is_intact(t) and (need or t.eq(7.0).all())
+
+    def wanted(self, captured=()) -> tuple[torch.Tensor, ...]:
+        """By q, k, v and ``captured``, of the formula."""
+        inputs = self.made.doubles()
+        out, lse = self.made.dense(*inputs, captured or self.made.captured)
+        total = (out * self.made.grad.double()).sum()
+        if self.grad_lse is not None:
+            total += (lse * self.grad_lse)[lse.isfinite()].sum()
+        return torch.autograd.grad(total, [*inputs, *captured], allow_unused=True)
+
+    def check(self) -> None:
+        gate = GATES[self.made.case.numbers]
+        for found, wanted in zip(self.results, self.wanted(), strict=True):
+            wanted = torch.zeros_like(found).double() if wanted is None else wanted
+            assert error(found, wanted) <= gate
+
+
+@on_host
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+def test_gradients_are_right(case, emulator, seed):
+    made = Gradients(CASES[case])
+    made.run(emulator)
+    made.check()
+
+
+@on_host
+@pytest.mark.parametrize("tile", slow_but(("16, 1",), ("16, 1", "32, 1", "32, 2", "64, 2")))
+def test_every_tile_is_right_and_the_same_each_time(tile, emulator, seed):
+    depth, stages = map(int, tile.split(","))
+    made = Gradients(Case(block=(32, 16), queries=70, keys=100, heads=4, kv_heads=2, causal=True))
+    made.run(emulator, {"depth": depth, "stages": stages})
+    made.check()
+    first = [t.clone() for t in made.results]
+    made.run(emulator, {"depth": depth, "stages": stages})
+    assert all(map(torch.equal, made.results, first))
+
+
+@on_host
+@pytest.mark.parametrize("name", slow_but(("k",), ("q", "k", "v", "qv")))
+def test_only_what_is_wanted_is_written(name, emulator, seed):
+    needs = tuple(each in name for each in "qkv")
+    made = Gradients(Case(queries=50, keys=70, heads=1, kv_heads=1))
+    made.run(emulator, needs=needs)
+    for found, wanted, need in zip(made.results, made.wanted(), needs, strict=True):
+        assert not need or error(found, wanted) <= GATES["float16"]
+
+
+@on_host
+def test_gradients_by_way_of_the_logarithm_of_sums(emulator, seed):
+    """Rows without anything have none."""
+    made = Gradients(Case(queries=70, keys=60, density=0.3), grad_lse=True)
+    made.made.grad.mul_(0.3)
+    empty = made.made.lse.isneginf()
+    made.grad_lse[empty] = math.nan
+    made.run(emulator)
+    made.check()
+    assert empty.any() and not made.dq[empty].any()
+
+
+@on_host
+def test_what_is_left_out_may_be_anything(emulator, seed):
+    """NaN and infinities in k and v of columns that no row sees, in q and grad of rows that see
+    nothing, and beyond causality, a window or lengths beside others that are seen."""
+    case = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, density=0.7)
+    made = Gradients(case)
+    given = made.made
+    given.kv_lengths.fill_(90)
+    given.q_lengths.fill_(85)
+    given.lse.copy_(given.wanted()[1])
+    given.out.copy_(given.wanted()[0])
+    made.run(emulator)
+    made.check()
+    clean = [t.clone() for t in made.results]
+    for t, end in ((given.k, 90), (given.v, 90), (given.q, 85), (given.grad, 85), (given.out, 85)):
+        t[:, :, end:] = math.nan
+    made.run(emulator)
+    assert all(map(torch.equal, made.results, clean))
+
+
+@on_host
+def test_a_row_that_is_no_number_stays_among_those_that_see_it(emulator, seed):
+    """A NaN in a row of q, in that of grad beside it, and in a column of k."""
+    case = Case(queries=60, keys=64, heads=1, kv_heads=1, causal=True, window=(9, 0), density=1.0)
+    made = Gradients(case)
+    given = made.made
+    made.run(emulator)
+    clean = [t.clone() for t in made.results]
+    given.q[0, 0, 21, 3] = math.nan
+    given.k[0, 0, 45, 2] = math.nan
+    for to, wanted in zip((given.out, given.lse), given.wanted(), strict=True):
+        to.copy_(wanted)
+    made.run(emulator)
+    seen = given.sees()[0, 0]
+    odd = seen[:, 45].clone()
+    odd[21] = True  # rows that are NaN
+    assert made.dq[0, 0, odd].isnan().all() and made.dq[0, 0, ~odd].equal(clean[0][0, 0, ~odd])
+    columns = seen[odd].any(0)
+    assert made.dv[0, 0, columns].isnan().all() and made.dk[0, 0, columns].isnan().all()
+    for found, known in zip(made.results[1:], clean[1:], strict=True):
+        assert found[0, 0, ~columns].equal(known[0, 0, ~columns])
+
+
+SOFT_BIAS = """struct Score {
+    const float *of_rows, *of_cols, *of_pairs;
+    i64 row_step, col_step, pair_row, pair_col;
+    __device__ __forceinline__ Score(const Captured* captured, int batch, int head)
+        : of_rows(captured[0].from<float>(batch, head)),
+          of_cols(captured[1].from<float>(batch, head)),
+          of_pairs(captured[2].from<float>(batch, head)),
+          row_step(captured[0].row),
+          col_step(captured[1].col),
+          pair_row(captured[2].row),
+          pair_col(captured[2].col) {}
+    __device__ __forceinline__ float factor(int row) const { return of_rows[row * row_step]; }
+    __device__ __forceinline__ float operator()(float v, int row, int col) const {
+        return factor(row) * v * v + of_cols[col * col_step] +
+               v * of_pairs[row * pair_row + col * pair_col];
+    }
+    __device__ __forceinline__ float slope(float v, int row, int col) const {
+        return 2.0f * factor(row) * v + of_pairs[row * pair_row + col * pair_col];
+    }
+    __device__ __forceinline__ bool keeps(int row, int col) const { return (row + col) % 7 != 0; }
+    template <int K>
+    __device__ __forceinline__ float slope_of(float v, int, int) const {
+        return K == 0 ? v * v : K == 1 ? 1.0f : v;
+    }
+};"""
+
+
+@on_host
+@pytest.mark.parametrize("dropout", slow_but((0.0,), (0.0, 0.25)))
+def test_scores_and_what_they_capture(dropout, emulator, seed):
+    """By rows of all heads, columns of a head, pairs of a batch; a mask leaves some out."""
+    captured = (
+        torch.randn(1, 1, 75, 1) * 0.3,
+        torch.randn(1, 4, 1, 90),
+        torch.randn(2, 1, 75, 90) * 0.5,
+    )
+    case = Case(
+        queries=75, keys=90, batch=2, heads=4, kv_heads=2, causal=True, density=0.8,
+        dropout=dropout, text=SOFT_BIAS,
+        score=lambda v, row, col, head, batch, a, b, c: a * v * v + b + v * c,
+        mask=lambda row, col, head, batch, *_: (row + col) % 7 != 0,
+    )  # fmt: skip
+    made = Gradients(case, captured)
+    sums = {
+        (0, "row"): torch.zeros(2, 4, 75, 1),
+        (1, "col"): torch.zeros(2, 4, 1, 90),
+        (2, "pair"): torch.zeros(2, 4, 75, 90),
+    }
+    made.run(emulator, sums=sums)
+    made.check()
+    doubles = tuple(t.double().requires_grad_() for t in captured)
+    for found, wanted, t in zip(sums.values(), made.wanted(doubles)[3:], captured, strict=True):
+        over = [dim for dim in range(4) if t.shape[dim] == 1]
+        assert error(found.sum(over, keepdim=True), wanted) <= 1e-3
+
+
+def test_rows_and_their_gradients_are_what_the_kernel_takes():
+    made = Gradients(Case())
+    problem = made.problem()
+    assert portable_gradient.takes(problem, ARCH)
+    for name in ("grad", "dq", "dk", "dv"):
+        odd = problem._replace(**{name: getattr(problem, name)._replace(row=44)})
+        assert not portable_gradient.takes(odd, ARCH), name
+
+
+def test_launches_share_a_workspace():
+    """One has what rows are relative to, whatever of the others is wanted."""
+    made = Gradients(Case(queries=50, heads=3, kv_heads=3))
+    for needs, count in (((True,) * 3, 3), ((True, False, False), 2), ((False, False, True), 2)):
+        lowered = portable_gradient.lower(made.problem(needs), ARCH, PROCESSORS)
+        assert lowered.workspace == 4 * 3 * 50 and len(lowered.steps) == count
+    wide = made.made.problem()._replace(features=256, values=200)
+    lowered = portable_gradient.lower(made.problem()._replace(attention=wide), ARCH, PROCESSORS)
+    assert [step.grid[1] for step in lowered.steps] == [1, 1, 2]
+
+
+SCORES = {
+    "plain": Score(),
+    "all": Score(causal=True, window=True, lengths=True, dropout=True),
+    "score": Score(SOFT_BIAS, ("float32",) * 3, has_score=True, has_mask=True, causal=True),
+}
+
+
+@pytest.mark.parametrize("arch", slow_but(("sm_80",), ("sm_80", "sm_86", "sm_90a", "sm_120")))
+@pytest.mark.parametrize("score", slow_but(("all",), SCORES))
+@pytest.mark.parametrize("width", slow_but((128,), (16, 64, 72, 96, 128, 192, 256)))
+def test_kernels_compile_without_spills(width, score, arch, request):
+    kind = SCORES[score]
+    known = {"features": width, "values": width}
+    found = list(portable_gradient.variants(kind, (16, 64), ("bfloat16",), arch, **known))
+    assert len(found) > 10
+    if "slow" not in request.keywords:
+        found = [spec for spec in found if " dk dv " in spec.description]
+    for spec in found:
+        made = compiled(spec, arch)
+        assert made.spilled == 0 and not made.serialized, spec.description
