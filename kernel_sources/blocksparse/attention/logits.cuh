@@ -35,14 +35,22 @@ __device__ __forceinline__ Groups groups_of(const Sight& sight, u32 stored, int 
 template <class Score>
 __device__ __forceinline__ bool is_left(const Score& score, bool is_cut, const Sight& sight,
                                         int row, int col) {
-    return (!is_cut || sight.keeps(row, col)) && (!HAS_MASK || score.keeps(row, col));
+    if (is_cut && !sight.keeps(row, col)) return false;
+    if constexpr (HAS_MASK) return score.keeps(row, col);
+    return true;
 }
 
 // The logit in the place of s, times log2 e, of an element that counts. `scale` is that of logits,
 // or where a score has nothing to say with a factor of log2 e.
 template <class Score>
 __device__ __forceinline__ float logit(float s, float scale, const Score& score, int row, int col) {
-    return HAS_SCORE ? score(s * scale, row, col) * LOG2_E : s * scale;
+    if constexpr (HAS_SCORE) return score(s * scale, row, col) * LOG2_E;
+    return s * scale;
+}
+template <class Score>
+__device__ __forceinline__ float slope_of(float v, const Score& score, int row, int col) {
+    if constexpr (HAS_SCORE) return score.slope(v, row, col);
+    return 1.0f;
 }
 
 // Which weights of a lane's part of a group a dropout leaves, bit 4 n + i, the group's first being
@@ -56,7 +64,8 @@ __device__ __forceinline__ u32 kept_of(const Dropout& dropout, int row, int col)
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 word = TURNED ? words[i % 2 * TURNED][2 * n + i / 2] : words[0][i / 2 * 2 + n];
+            const int first = TURNED ? i % 2 : 0, at = TURNED ? 2 * n + i / 2 : i / 2 * 2 + n;
+            const u32 word = words[first][at];
             kept |= u32(dropout.keeps(word, TURNED ? col % 2 : i % 2)) << (4 * n + i);
         }
     return kept;

@@ -2,12 +2,11 @@
 // again from the log-sum-exp of a row, and what a dropout multiplies them by
 //   dv = (w kept)^T grad,   ds = w (kept (grad v^T) - delta) slope,   dq = scale ds k,
 //   dk = scale ds^T q
-// where delta is a row's sum of out * grad (deltas.cuh). One launch has dq by rows, another dk and dv
-// by columns of the matrix: no sum is shared by two CTAs, and each is added up in one order.
+// where delta is a row's sum of out * grad (deltas.cuh). One launch has dq by rows, another dk and
+// dv by columns of the matrix: no sum is shared by two CTAs, and each is added up in one order.
 //
-// Floors: what is stored takes 4 operations of rows * columns * head dimension by rows and 8 by
-// columns, at 2 each for a multiplication and an addition, over what mma.sync reaches, 566 TFLOP/s
-// on an H200; of a forward pass they are 1.5 and 2 times its 4.
+// Floors: 6 * rows * columns * head dimension operations of what is stored by rows, and 8 by
+// columns, over what mma.sync reaches, 566 TFLOP/s on an H200: 1.5 and 2 times a forward pass.
 //
 // A CTA has TILE_LINES lines in shared memory: rows of q and grad, or TURNED, rows of k and v; and
 // walks over tiles of the others along the layout's words, for each head that shares k and v. A
@@ -156,7 +155,7 @@ __device__ __forceinline__ void take_slopes(Tiled& weights, Tiled& slopes, const
             const float own = is_kept ? of_weight * dropout.scale : 0.0f;
             const float gradient = w * (own - known.delta(n, i));
             collection.add(p, score, gradient, s * scale, row, col, i / 2, batch, head);
-            slopes[0][n][i] = HAS_SCORE ? gradient * score.slope(s * scale, row, col) : gradient;
+            slopes[0][n][i] = gradient * slope_of(s * scale, score, row, col);
         }
     }
 }

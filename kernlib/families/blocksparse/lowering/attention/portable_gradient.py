@@ -98,9 +98,12 @@ def lower(
     return Lowered(tuple(steps), deltas.nbytes(problem))
 
 
-def collected(problem: AttentionGradient, kinds: tuple[str, ...]) -> tuple[Collected, ...]:
-    """What of captured tensors a launch has, by the axes that it has them of."""
-    return tuple(each for each in problem.collected if each.axes in kinds)
+def collected(
+    problem: AttentionGradient, kinds: tuple[str, ...]
+) -> tuple[tuple[int, Collected], ...]:
+    """What of captured tensors a launch has, by the axes that it has them of, and its place among
+    all of them."""
+    return tuple(x for x in enumerate(problem.collected) if x[1].axes in kinds)
 
 
 def tiles(problem: AttentionGradient, arch: str) -> list[Tile]:
@@ -120,12 +123,12 @@ def _step(
     turned: bool,
     needs: tuple[bool, bool],
     tile: Tile,
-    own: tuple[Collected, ...],
+    own: tuple[tuple[int, Collected], ...],
     arch: str,
 ) -> Step:
     """The launch by rows or, ``turned``, by columns."""
     attention = problem.attention
-    kept = tuple((each.index, each.axes == "pair") for each in own)
+    kept = tuple((each.index, each.axes == "pair") for _, each in own)
     kind = attention.dtype, attention.blocks[:2], turned
     made = Variant(*kind, *portable.widths(attention), needs, tile, kept)
     results = (("dk", problem.dk), ("dv", problem.dv)) if turned else (("dq", problem.dq),) * 2
@@ -137,11 +140,11 @@ def _step(
     for operand in (attention.q, attention.k, attention.v, problem.grad, *(r for _, r in results)):
         numbers += operand[:3]
     numbers += portable.sizes(attention, count)
-    numbers += [stride for each in own for stride in each.strides]
+    numbers += [stride for _, each in own for stride in each.strides]
     # What is not wanted has no tensor: the address of q stands there, and nobody reads it.
     named_results = (name if need else "q" for (name, _), need in zip(results, needs, strict=True))
     names = ["col_bits" if turned else "row_bits", *NAMES, *named_results]
-    names += [f"collected{each.index}" for each in own]
+    names += [f"collected{place}" for place, _ in own]
     names += text.pointers(attention.score)
     grid = portable.grid(attention.batch * heads * count), made.parts
     fixed = parameters(attention.score, len(own)).pack(*numbers)

@@ -87,7 +87,8 @@ class Attention(NamedTuple):
 class Collected(NamedTuple):
     """The gradient by a captured tensor as kernels leave it, in float32: for each batch and head a
     number for each row ("row"), column ("col"), or pair of these ("pair"), by ``strides``. It
-    begins as zeros; sums over what the tensor does not have are the caller's."""
+    begins as zeros; sums over what the tensor does not have are the caller's, over rows too where
+    it has neither rows nor columns."""
 
     index: int  # of the captured tensor
     axes: str
@@ -96,7 +97,8 @@ class Collected(NamedTuple):
 
 class AttentionGradient(NamedTuple):
     """By q, k and v, of which ``needs`` says what is wanted, and by captured tensors. ``grad`` is
-    that of ``attention.out``; ``has_grad_lse`` whether there is one of the log-sum-exp too."""
+    that of ``attention.out``; ``has_grad_lse`` whether there is one of the log-sum-exp too. Operand
+    ``collected<i>`` is the i-th of ``collected``."""
 
     attention: Attention
     grad: Operand

@@ -100,7 +100,7 @@ class Gradients:
             t.fill_(7.0)
         lowered = portable_gradient.lower(problem, ARCH, PROCESSORS, choice)
         named = dict(zip(("dq", "dk", "dv"), self.results, strict=True))
-        named |= {f"collected{index}": t for (index, _), t in sums.items()}
+        named |= {f"collected{place}": t for place, t in enumerate(sums.values())}
         if self.grad_lse is not None:
             named["grad_lse"] = self.grad_lse
         self.made.launch(emulator, lowered, **named)

@@ -1,0 +1,121 @@
+"""From attention, and its gradients, to kernels, grids and parameters, by the kinds of kernels that
+there are.
+
+Pure arithmetic on plain data: no tensor, no device, and nothing of what a layout holds. Each kind
+is a module of a table below, by preference, with
+
+    KIND                                                        its name
+    takes(problem, arch) -> whether it computes a problem
+    candidates(problem, arch) -> the choices for a problem, by preference
+    default(problem, known, multiprocessors) -> the one of these taken untuned
+    lower(problem, arch, multiprocessors, choice) -> Lowered
+    variants(score, block, dtypes, arch, features=, values=) -> every spec that its lower() can
+                                                                choose for blocks and widths
+
+and, where it is not the fastest for all that it takes,
+
+    pays(problem, multiprocessors) -> whether it goes before the next kind that takes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from types import ModuleType
+
+from kernlib.families.blocksparse.lowering.attention import portable, portable_gradient
+from kernlib.families.blocksparse.lowering.attention.problem import (
+    Attention,
+    AttentionGradient,
+    Score,
+)
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import choice as choices
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.steps import Lowered
+
+FORWARD: tuple[ModuleType, ...] = (portable,)
+GRADIENTS: tuple[ModuleType, ...] = (portable_gradient,)
+SQUARES = ((16, 16), (32, 32), (64, 64), (128, 128))
+HEAD_DIMENSIONS = (64, 128)  # of what is compiled for nobody in particular
+
+
+def takes(problem: Attention, arch: str) -> bool:
+    """Whether kernels compute a problem, and its gradients, on the GPUs of ``arch``."""
+    return any(kind.takes(problem, arch) for kind in FORWARD)
+
+
+def lower(
+    problem: Attention,
+    arch: str,
+    multiprocessors: int,
+    choice: Mapping[str, object] | None = None,
+) -> Lowered:
+    """The launches of a problem that :func:`takes` says yes to: by ``choice`` if it is one of the
+    problem's candidates (values may be text), else by rule. Raises UnsupportedError for sizes that
+    no grid can hold."""
+    return _lower(FORWARD, problem, arch, multiprocessors, choice)
+
+
+def lower_gradient(
+    problem: AttentionGradient,
+    arch: str,
+    multiprocessors: int,
+    choice: Mapping[str, object] | None = None,
+) -> Lowered:
+    """The launches of the gradients of such a problem, in the same way."""
+    return _lower(GRADIENTS, problem, arch, multiprocessors, choice)
+
+
+def candidates(problem: Attention | AttentionGradient, arch: str) -> list[Choice]:
+    """What lowering can choose for a problem, by preference: each the name of a kind and its
+    knobs."""
+    kinds = GRADIENTS if isinstance(problem, AttentionGradient) else FORWARD
+    return _candidates(kinds, problem, arch)
+
+
+def variants(
+    score: Score,
+    dtypes: tuple[str, ...],
+    arch: str,
+    blocks: tuple[tuple[int, int], ...] = SQUARES,
+    widths: tuple[tuple[int, int], ...] = tuple((n, n) for n in HEAD_DIMENSIONS),
+) -> Iterator[KernelSpec]:
+    """Every spec that lowering may choose for layouts of these ``blocks`` and ``widths``, the
+    features of q and k, and of v, and for gradients by q, k and v."""
+    found: dict[KernelSpec, None] = {}
+    for block, (features, values) in product(blocks, widths):
+        for kind in (*FORWARD, *GRADIENTS):
+            known = {"features": features, "values": values}
+            found.update(dict.fromkeys(kind.variants(score, block, dtypes, arch, **known)))
+    yield from found
+
+
+def _lower(kinds, problem, arch: str, multiprocessors: int, choice) -> Lowered:
+    known = _candidates(kinds, problem, arch)
+    own = dict(choices.named(choice, known) or _default(kinds, problem, known, multiprocessors))
+    return _named(kinds, own.pop("kind")).lower(problem, arch, multiprocessors, own)
+
+
+def _candidates(kinds: tuple[ModuleType, ...], problem, arch: str) -> list[Choice]:
+    taking = (kind for kind in kinds if kind.takes(problem, arch))
+    return [{"kind": kind.KIND, **own} for kind in taking for own in kind.candidates(problem, arch)]
+
+
+def _default(kinds, problem, known: list[Choice], multiprocessors: int) -> Choice:
+    """Of the candidates the one taken untuned: of the first kind that pays, or the last."""
+    names = list(dict.fromkeys(choice["kind"] for choice in known))
+    for name in names:
+        kind = _named(kinds, name)
+        if name == names[-1] or not hasattr(kind, "pays") or kind.pays(problem, multiprocessors):
+            break
+    own = [
+        {knob: value for knob, value in choice.items() if knob != "kind"}
+        for choice in known
+        if choice["kind"] == name
+    ]
+    return {"kind": name, **kind.default(problem, own, multiprocessors)}
+
+
+def _named(kinds: tuple[ModuleType, ...], name: object) -> ModuleType:
+    return {kind.KIND: kind for kind in kinds}[name]
