@@ -113,13 +113,13 @@ def widths(problem: Attention) -> tuple[int, int]:
 
 
 def tiles(score: Score, features: int, values: int, arch: str) -> list[Tile]:
-    """Those that a GPU has shared memory and registers for, most rows first: 32 rows a warp hold
-    the sums of 128 values at most, and beside more than 32 the logits of 64 columns where there is
-    neither a score nor a dropout."""
+    """Those that a GPU has shared memory and registers for, most rows first. 32 rows a warp hold
+    the sums of 128 values at most, of 64 beside the text of a score; and of more than 32 the logits
+    of 64 columns where there is neither a score nor a dropout."""
     width = max(features, values)
     is_plain = not (score.text or score.dropout)
     wide = width <= 32 or (width <= 64 and is_plain)
-    large = [Tile(128, 64 if wide else 32, 2)] if width <= 128 else []
+    large = [Tile(128, 64 if wide else 32, 2)] if width <= (64 if score.text else 128) else []
     small = [Tile(64, 64, 2)] if width <= 128 else [Tile(64, 32, 1)]
     found = [*large, *small]
     return [t for t in found if shared_bytes(features, values, t) <= targets.SHARED_BYTES[arch]]

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.lowering.attention import portable
 from kernlib.families.blocksparse.lowering.attention.problem import (
     Attention,
     Operand,
@@ -21,6 +23,7 @@ from tests.families.blocksparse.emulated import DTYPES, blocks_of, launch
 from tests.families.blocksparse.lowering.attention.dropout import kept
 
 GATES = {"float16": 2e-3, "bfloat16": 1.6e-2}
+ARCH, PROCESSORS = "sm_80", 108
 GUARD = 3.25  # what elements hold that nobody may write
 
 
@@ -51,6 +54,40 @@ class Case(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.numbers]
+
+
+CASES = {
+    "16": Case(density=0.3, layout="head"),
+    "ragged": Case(queries=75, keys=141, layout="batch", batch=2, heads=2),
+    "32": Case("bfloat16", (32, 32), 130, 100, 64, 64),
+    "64": Case(block=(64, 64), queries=140, keys=200, features=24, values=40, density=0.5),
+    "128": Case(block=(128, 128), queries=150, keys=300, features=16, values=16, density=0.7),
+    "wide blocks": Case(block=(16, 128), queries=64, keys=300, density=0.5),
+    "tall blocks": Case("bfloat16", (128, 32), 200, 128, 48, 32),
+    "causal": Case(block=(32, 16), queries=100, keys=100, causal=True, density=0.8),
+    "causal, fewer columns": Case(queries=120, keys=50, causal=True, density=0.9),
+    "window": Case(block=(16, 32), queries=130, keys=130, window=(20, 9), density=0.9),
+    "causal window": Case(queries=130, keys=130, window=(33, 50), causal=True, density=1.0),
+    "window aside": Case(queries=130, keys=150, window=(-7, 40), density=1.0, layout="head"),
+    "lengths": Case(queries=90, keys=110, batch=3, lengths=True, density=0.8, layout="batch"),
+    "all at once": Case(
+        "bfloat16", (32, 32), 80, 100, 24, 40, 2, 4, 2, 0.7, "head", True, (40, 60), True, 0.2
+    ),
+    "72 features": Case("bfloat16", (32, 32), 70, 90, 72, 64, causal=True),
+    "groups": Case(heads=6, kv_heads=2, layout="head"),
+    "one head for all": Case(heads=3, kv_heads=1, queries=40),
+    "dropout": Case(density=0.8, dropout=0.3, layout="head"),
+    "128 features": Case(
+        queries=70, keys=130, features=128, values=128, density=0.4, heads=1, kv_heads=1
+    ),
+    "256 features": Case(queries=70, keys=70, features=256, values=256, heads=1, kv_heads=1),
+    "parts of two widths": Case(queries=40, keys=70, features=208, values=136, heads=1, kv_heads=1),
+    "more values": Case(queries=70, keys=70, features=16, values=136, heads=1, kv_heads=1),
+    "one row": Case(queries=1, keys=200, batch=3, density=0.7, layout="batch"),
+    "negative scale": Case(scale=-0.7),
+    "nothing stored": Case(density=0.0),
+    "everything": Case(density=1.0, queries=64, keys=128),
+}
 
 
 class Made:
@@ -121,7 +158,25 @@ class Made:
         return {**own, **lengths, **captured}
 
     def launch(self, emulator, lowered, **more) -> None:
-        launch(emulator, lowered, self.layout, self.scalars, **{**self.operands(), **more})
+        """By an Emulator, or by what launches on a device, which takes what follows."""
+        run = emulator if callable(emulator) else partial(launch, emulator)
+        run(lowered, self.layout, self.scalars, **{**self.operands(), **more})
+
+    def run(self, emulator, rows: int | None = None) -> torch.Tensor:
+        """The result of the portable kernel, by its tile of so many rows, or that of the fewest."""
+        problem = self.problem()
+        known = portable.candidates(problem, ARCH)
+        chosen = known[-1] if rows is None else {"rows": rows}
+        assert portable.takes(problem, ARCH) and chosen in known
+        self.out.fill_(7.0)
+        self.launch(emulator, portable.lower(problem, ARCH, PROCESSORS, chosen))
+        assert is_intact(self.out)
+        return self.out
+
+    def check(self) -> None:
+        wanted, lse = self.wanted()
+        assert error(self.out, wanted) <= GATES[self.case.numbers]
+        assert error(self.lse, lse) <= 1e-5
 
     def sees(self) -> torch.Tensor:
         """(batch, heads, queries, keys): what is stored and seen by position."""
@@ -152,10 +207,13 @@ class Made:
             torch.arange(case.batch).view(-1, 1, 1, 1),
         )
 
-    def kept(self) -> torch.Tensor:
+    def kept(self) -> torch.Tensor | float:
         """What a dropout multiplies weights by."""
         case = self.case
-        return kept(self.seed, case.dropout, case.batch, case.heads, case.queries, case.keys)
+        if not case.dropout:
+            return 1.0
+        found = kept(self.seed, case.dropout, case.batch, case.heads, case.queries, case.keys)
+        return found.to(self.q.device)
 
     def dense(self, q, k, v, captured=()) -> tuple[torch.Tensor, torch.Tensor]:
         """Result and log-sum-exp in float64; what is left out counts nowhere."""

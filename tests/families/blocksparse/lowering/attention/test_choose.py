@@ -2,9 +2,7 @@
 
 from kernlib.families.blocksparse.lowering.attention import choose, portable, portable_gradient
 from kernlib.families.blocksparse.lowering.attention.problem import AttentionGradient, Score
-from tests.families.blocksparse.lowering.attention.cases import Case, Made
-
-ARCH, PROCESSORS = "sm_80", 108
+from tests.families.blocksparse.lowering.attention.cases import ARCH, Case, Made
 
 
 def problems():

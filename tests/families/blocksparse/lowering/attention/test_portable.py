@@ -8,51 +8,16 @@ import torch
 
 from kernlib.families.blocksparse.lowering.attention import portable
 from kernlib.families.blocksparse.lowering.attention.problem import Score
-from tests.families.blocksparse.lowering.attention.cases import (
-    GATES,
-    Case,
-    Made,
-    error,
-    is_intact,
-)
+from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, Made
+from tests.families.blocksparse.lowering.attention.scores import ALIBI, DOCUMENTS, SOFT_BIAS
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import COMPILER, Emulator
 from tests.support.speeds import slow_but
 
 on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-ARCH, PROCESSORS = "sm_80", 108
 
-CASES = {
-    "16": Case(density=0.3, layout="head"),
-    "ragged": Case(queries=75, keys=141, layout="batch", batch=2, heads=2),
-    "32": Case("bfloat16", (32, 32), 130, 100, 64, 64),
-    "64": Case(block=(64, 64), queries=140, keys=200, features=24, values=40, density=0.5),
-    "128": Case(block=(128, 128), queries=150, keys=300, features=16, values=16, density=0.7),
-    "wide blocks": Case(block=(16, 128), queries=64, keys=300, density=0.5),
-    "tall blocks": Case("bfloat16", (128, 32), 200, 128, 48, 32),
-    "causal": Case(block=(32, 16), queries=100, keys=100, causal=True, density=0.8),
-    "causal, fewer columns": Case(queries=120, keys=50, causal=True, density=0.9),
-    "window": Case(block=(16, 32), queries=130, keys=130, window=(20, 9), density=0.9),
-    "causal window": Case(queries=130, keys=130, window=(33, 50), causal=True, density=1.0),
-    "window aside": Case(queries=130, keys=150, window=(-7, 40), density=1.0, layout="head"),
-    "lengths": Case(queries=90, keys=110, batch=3, lengths=True, density=0.8, layout="batch"),
-    "all at once": Case(
-        "bfloat16", (32, 32), 100, 120, 72, 64, 2, 4, 2, 0.7, "head", True, (40, 60), True, 0.2
-    ),
-    "groups": Case(heads=6, kv_heads=2, layout="head"),
-    "one head for all": Case(heads=3, kv_heads=1, queries=40),
-    "dropout": Case(density=0.8, dropout=0.3, layout="head"),
-    "128 features": Case(
-        queries=70, keys=130, features=128, values=128, density=0.4, heads=1, kv_heads=1
-    ),
-    "256 features": Case(queries=70, keys=70, features=256, values=256, heads=1, kv_heads=1),
-    "more values": Case(queries=70, keys=70, features=16, values=136, heads=1, kv_heads=1),
-    "one row": Case(queries=1, keys=200, batch=3, density=0.7, layout="batch"),
-    "negative scale": Case(scale=-0.7),
-    "nothing stored": Case(density=0.0),
-    "everything": Case(density=1.0, queries=64, keys=128),
-}
 FAST = ("causal", "all at once")
+NARROW = [name for name, case in CASES.items() if max(case.features, case.values) <= 128]
 
 
 @pytest.fixture(scope="module")
@@ -60,41 +25,21 @@ def emulator(tmp_path_factory):
     return Emulator(tmp_path_factory.mktemp("kernels"))
 
 
-def run(emulator, made, rows=None):
-    """The result, after a launch of the tile of so many rows."""
-    problem = made.problem()
-    known = portable.candidates(problem, ARCH)
-    chosen = known[-1] if rows is None else {"rows": rows}
-    assert portable.takes(problem, ARCH) and chosen in known
-    made.out.fill_(7.0)
-    made.launch(emulator, portable.lower(problem, ARCH, PROCESSORS, chosen))
-    assert is_intact(made.out)
-    return made.out
-
-
-def check(made):
-    wanted, lse = made.wanted()
-    assert error(made.out, wanted) <= GATES[made.case.numbers]
-    assert error(made.lse, lse) <= 1e-5
-
-
 @on_host
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_results_are_right(case, emulator, seed):
     made = Made(CASES[case])
-    run(emulator, made)
-    check(made)
+    made.run(emulator)
+    made.check()
 
 
 @on_host
-@pytest.mark.parametrize(
-    "case", slow_but(("ragged",), (x for x in CASES if "256" not in x and "more" not in x))
-)
+@pytest.mark.parametrize("case", slow_but(("ragged",), NARROW))
 def test_tiles_of_more_rows_are_right_too(case, emulator, seed):
     made = Made(CASES[case])
-    run(emulator, made, 128)
-    check(made)
-    assert run(emulator, made, 128).clone().equal(made.out)
+    made.run(emulator, 128)
+    made.check()
+    assert made.run(emulator, 128).clone().equal(made.out)
 
 
 @on_host
@@ -104,18 +49,18 @@ def test_what_is_left_out_may_be_anything(emulator, seed):
     case = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, density=0.7)
     made = Made(case)
     made.kv_lengths.fill_(90)
-    clean = run(emulator, made).clone()
+    clean = made.run(emulator).clone()
     sees = made.sees()
     for t, value in ((made.k, math.nan), (made.v, math.nan), (made.v, math.inf)):
         kept = t[:, :, 90:].clone()
         t[:, :, 90:] = value
-        assert run(emulator, made).equal(clean)
+        assert made.run(emulator).equal(clean)
         t[:, :, 90:] = kept
     made.v[:, :, 37, 3] = math.nan
     made.v[:, 1, 60] = math.inf
-    found = run(emulator, made)
+    found = made.run(emulator)
     assert not found.isfinite().all()
-    check(made)
+    made.check()
     unseen = ~(sees[..., 37] | sees[..., 60])
     assert found[unseen].equal(clean[unseen]) and unseen.any() and not unseen.all()
 
@@ -128,36 +73,9 @@ def test_rows_with_what_is_no_number_are_none(emulator, seed):
     made.q[0, 0, 20] = math.inf
     made.q[0, 0, 70:] = 0.0
     made.k[0, 0, 40, 0] = math.inf  # of rows of q on either side of 0
-    run(emulator, made)
-    check(made)
+    made.run(emulator)
+    made.check()
     assert made.out.isnan().any() and not made.out.isnan().all()
-
-
-ALIBI = """struct Score {
-    float slope_of_head;
-    __device__ __forceinline__ Score(const Captured* captured, int batch, int head)
-        : slope_of_head(*captured[0].from<float>(batch, head)) {}
-    __device__ __forceinline__ float operator()(float v, int row, int col) const {
-        return v + slope_of_head * float(col - row);
-    }
-    __device__ __forceinline__ float slope(float, int, int) const { return 1.0f; }
-    __device__ __forceinline__ bool keeps(int, int) const { return true; }
-};"""
-
-DOCUMENTS = """struct Score {
-    const i64 *of_rows, *of_cols;
-    i64 row_step, col_step;
-    __device__ __forceinline__ Score(const Captured* captured, int batch, int head)
-        : of_rows(captured[0].from<i64>(batch, head)),
-          of_cols(captured[1].from<i64>(batch, head)),
-          row_step(captured[0].row),
-          col_step(captured[1].col) {}
-    __device__ __forceinline__ float operator()(float v, int, int) const { return v; }
-    __device__ __forceinline__ float slope(float, int, int) const { return 1.0f; }
-    __device__ __forceinline__ bool keeps(int row, int col) const {
-        return of_rows[row * row_step] == of_cols[col * col_step];
-    }
-};"""
 
 
 @on_host
@@ -169,8 +87,8 @@ def test_a_score_changes_logits(emulator, seed):
         score=lambda v, row, col, head, batch, slopes: v + slopes.double() * (col - row),
     )  # fmt: skip
     made = Made(case, (slopes,))
-    run(emulator, made)
-    check(made)
+    made.run(emulator)
+    made.check()
 
 
 @on_host
@@ -183,12 +101,12 @@ def test_a_mask_leaves_elements_out(emulator, seed):
         mask=lambda row, col, head, batch, of_rows, of_cols: of_rows == of_cols,
     )  # fmt: skip
     made = Made(case, (of_rows, of_cols))
-    run(emulator, made)
-    check(made)
+    made.run(emulator)
+    made.check()
     empty = (of_rows == 3)[..., 0].expand(2, 2, 75)
     assert not made.out[empty].any() and made.lse[empty].eq(-math.inf).all()
     made.v[:, :, 30] = math.nan
-    assert not run(emulator, made)[empty].any()
+    assert not made.run(emulator)[empty].any()
 
 
 @on_host
@@ -197,7 +115,7 @@ def test_weights_of_zero_length(emulator, seed):
     made = Made(Case(queries=40, keys=64, batch=2, lengths=True, density=1.0))
     made.q_lengths.copy_(torch.tensor([0, 40]))
     made.kv_lengths.copy_(torch.tensor([64, 0]))
-    assert not run(emulator, made).any() and made.lse.eq(-math.inf).all()
+    assert not made.run(emulator).any() and made.lse.eq(-math.inf).all()
 
 
 def test_what_the_kernel_takes():
@@ -225,6 +143,7 @@ SCORES = {
     "plain": Score(),
     "all": Score(causal=True, window=True, lengths=True, dropout=True),
     "documents": Score(DOCUMENTS, ("int64", "int64"), has_mask=True, causal=True),
+    "score": Score(SOFT_BIAS, ("float32",) * 3, True, True, True, True, True, True),
 }
 
 

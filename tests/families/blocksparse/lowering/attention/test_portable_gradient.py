@@ -7,120 +7,28 @@ import pytest
 import torch
 
 from kernlib.families.blocksparse.lowering.attention import portable_gradient
-from kernlib.families.blocksparse.lowering.attention.problem import (
-    AttentionGradient,
-    Collected,
-    Score,
-)
+from kernlib.families.blocksparse.lowering.attention.problem import Score
 from tests.families.blocksparse.lowering.attention.cases import (
+    ARCH,
+    CASES,
+    PROCESSORS,
     Case,
-    Made,
     error,
-    guarded,
-    is_intact,
-    operand_of,
-    view_of,
 )
+from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
+from tests.families.blocksparse.lowering.attention.scores import SOFT_BIAS, soft_bias
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import COMPILER, Emulator
 from tests.support.speeds import slow_but
 
 on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-ARCH, PROCESSORS = "sm_80", 108
-GATES = {"float16": 2e-3, "bfloat16": 1.6e-2}
 
-CASES = {
-    "16": Case(density=0.3, layout="head"),
-    "ragged": Case(queries=75, keys=141, layout="batch", batch=2, heads=2),
-    "32": Case("bfloat16", (32, 32), 130, 100, 64, 64),
-    "64": Case(block=(64, 64), queries=140, keys=200, features=24, values=40, density=0.5),
-    "128": Case(block=(128, 128), queries=150, keys=200, features=16, values=16, density=0.7),
-    "wide blocks": Case(block=(16, 128), queries=64, keys=300, density=0.5),
-    "tall blocks": Case("bfloat16", (128, 32), 200, 128, 48, 32),
-    "causal": Case(block=(32, 16), queries=90, keys=90, causal=True, density=0.8),
-    "causal, fewer columns": Case(queries=120, keys=50, causal=True, density=0.9),
-    "window": Case(block=(16, 32), queries=130, keys=130, window=(20, 9), density=0.9),
-    "causal window": Case(queries=130, keys=130, window=(33, 50), causal=True, density=1.0),
-    "window aside": Case(queries=130, keys=150, window=(-7, 40), density=1.0, layout="head"),
-    "lengths": Case(queries=90, keys=110, batch=3, lengths=True, density=0.8, layout="batch"),
-    "all at once": Case(
-        "bfloat16", (32, 32), 80, 100, 24, 40, 2, 4, 2, 0.7, "head", True, (40, 60), True, 0.2
-    ),
-    "groups": Case(heads=6, kv_heads=2, layout="head"),
-    "one head for all": Case(heads=3, kv_heads=1, queries=40),
-    "dropout": Case(density=0.8, dropout=0.3, layout="head"),
-    "128 features": Case(queries=70, keys=130, features=128, values=128, heads=1, kv_heads=1),
-    "256 features": Case(queries=70, keys=70, features=256, values=256, heads=1, kv_heads=1),
-    "parts of two widths": Case(queries=40, keys=70, features=208, values=136, heads=1, kv_heads=1),
-    "more values": Case(queries=70, keys=70, features=16, values=136, heads=1, kv_heads=1),
-    "one row": Case(queries=1, keys=200, batch=3, density=0.7, layout="batch"),
-    "negative scale": Case(scale=-0.7),
-    "nothing stored": Case(density=0.0),
-}
 FAST = ("all at once",)
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
     return Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-class Gradients:
-    """Of a case whose result is that of the formula, rounded."""
-
-    def __init__(self, case: Case, captured=(), grad_lse: bool = False):
-        self.made = made = Made(case, captured)
-        self.grad_lse = torch.randn_like(made.lse) if grad_lse else None
-        for name in ("q", "k", "v"):
-            given = getattr(made, name)
-            setattr(self, f"d{name}", guarded(*given.shape, given.dtype))
-        out, lse = made.wanted()
-        made.out.copy_(out)
-        made.lse.copy_(lse)
-
-    @property
-    def results(self) -> list[torch.Tensor]:
-        return [self.dq, self.dk, self.dv]
-
-    def problem(self, needs=(True, True, True), collected=()) -> AttentionGradient:
-        given = (operand_of(t) for t in (self.made.grad, *self.results))
-        has_lse = self.grad_lse is not None
-        return AttentionGradient(self.made.problem(), *given, needs, has_lse, collected)
-
-    def run(self, emulator, choice=None, needs=(True, True, True), **more) -> None:
-        """The launches, which write what they need to alone; ``more`` has what is collected, by
-        the number of a captured tensor and its axes, as ``{(0, "row"): tensor}``."""
-        sums = more.get("sums", {})
-        collected = tuple(Collected(*key, view_of(t)) for key, t in sums.items())
-        problem = self.problem(needs, collected)
-        assert portable_gradient.takes(problem, ARCH)
-        known = portable_gradient.candidates(problem, ARCH)
-        assert choice is None or choice in known
-        for t in self.results:
-            t.fill_(7.0)
-        lowered = portable_gradient.lower(problem, ARCH, PROCESSORS, choice)
-        named = dict(zip(("dq", "dk", "dv"), self.results, strict=True))
-        named |= {f"collected{place}": t for place, t in enumerate(sums.values())}
-        if self.grad_lse is not None:
-            named["grad_lse"] = self.grad_lse
-        self.made.launch(emulator, lowered, **named)
-        for t, need in zip(self.results, needs, strict=True):
-            assert is_intact(t) and (need or t.eq(7.0).all())
-
-    def wanted(self, captured=()) -> tuple[torch.Tensor, ...]:
-        """By q, k, v and ``captured``, of the formula."""
-        inputs = self.made.doubles()
-        out, lse = self.made.dense(*inputs, captured or self.made.captured)
-        total = (out * self.made.grad.double()).sum()
-        if self.grad_lse is not None:
-            total += (lse * self.grad_lse)[lse.isfinite()].sum()
-        return torch.autograd.grad(total, [*inputs, *captured], allow_unused=True)
-
-    def check(self) -> None:
-        gate = GATES[self.made.case.numbers]
-        for found, wanted in zip(self.results, self.wanted(), strict=True):
-            wanted = torch.zeros_like(found).double() if wanted is None else wanted
-            assert error(found, wanted) <= gate
 
 
 @on_host
@@ -208,33 +116,6 @@ def test_a_row_that_is_no_number_stays_among_those_that_see_it(emulator, seed):
         assert found[0, 0, ~columns].equal(known[0, 0, ~columns])
 
 
-SOFT_BIAS = """struct Score {
-    const float *of_rows, *of_cols, *of_pairs;
-    i64 row_step, col_step, pair_row, pair_col;
-    __device__ __forceinline__ Score(const Captured* captured, int batch, int head)
-        : of_rows(captured[0].from<float>(batch, head)),
-          of_cols(captured[1].from<float>(batch, head)),
-          of_pairs(captured[2].from<float>(batch, head)),
-          row_step(captured[0].row),
-          col_step(captured[1].col),
-          pair_row(captured[2].row),
-          pair_col(captured[2].col) {}
-    __device__ __forceinline__ float factor(int row) const { return of_rows[row * row_step]; }
-    __device__ __forceinline__ float operator()(float v, int row, int col) const {
-        return factor(row) * v * v + of_cols[col * col_step] +
-               v * of_pairs[row * pair_row + col * pair_col];
-    }
-    __device__ __forceinline__ float slope(float v, int row, int col) const {
-        return 2.0f * factor(row) * v + of_pairs[row * pair_row + col * pair_col];
-    }
-    __device__ __forceinline__ bool keeps(int row, int col) const { return (row + col) % 7 != 0; }
-    template <int K>
-    __device__ __forceinline__ float slope_of(float v, int, int) const {
-        return K == 0 ? v * v : K == 1 ? 1.0f : v;
-    }
-};"""
-
-
 @on_host
 @pytest.mark.parametrize("dropout", slow_but((0.0,), (0.0, 0.25)))
 def test_scores_and_what_they_capture(dropout, emulator, seed):
@@ -244,12 +125,8 @@ def test_scores_and_what_they_capture(dropout, emulator, seed):
         torch.randn(1, 4, 1, 90),
         torch.randn(2, 1, 75, 90) * 0.5,
     )
-    case = Case(
-        queries=75, keys=90, batch=2, heads=4, kv_heads=2, causal=True, density=0.8,
-        dropout=dropout, text=SOFT_BIAS,
-        score=lambda v, row, col, head, batch, a, b, c: a * v * v + b + v * c,
-        mask=lambda row, col, head, batch, *_: (row + col) % 7 != 0,
-    )  # fmt: skip
+    case = Case(queries=75, keys=90, batch=2, heads=4, causal=True, density=0.8, dropout=dropout)
+    case = soft_bias(case)
     made = Gradients(case, captured)
     sums = {
         (0, "row"): torch.zeros(2, 4, 75, 1),
@@ -287,7 +164,7 @@ def test_launches_share_a_workspace():
 SCORES = {
     "plain": Score(),
     "all": Score(causal=True, window=True, lengths=True, dropout=True),
-    "score": Score(SOFT_BIAS, ("float32",) * 3, has_score=True, has_mask=True, causal=True),
+    "score": Score(SOFT_BIAS, ("float32",) * 3, True, True, True, True, True, True),
 }
 
 

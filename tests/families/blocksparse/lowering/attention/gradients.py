@@ -1,0 +1,79 @@
+"""Gradients of attention of small tensors, by kernels and by their formula in float64."""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.blocksparse.lowering.attention import portable_gradient
+from kernlib.families.blocksparse.lowering.attention.problem import AttentionGradient, Collected
+from tests.families.blocksparse.lowering.attention.cases import (
+    ARCH,
+    PROCESSORS,
+    Case,
+    Made,
+    error,
+    guarded,
+    is_intact,
+    operand_of,
+    view_of,
+)
+
+GATES = {"float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+class Gradients:
+    """Of a case whose result is that of the formula, rounded."""
+
+    def __init__(self, case: Case, captured=(), grad_lse: bool = False):
+        self.made = made = Made(case, captured)
+        self.grad_lse = torch.randn_like(made.lse) if grad_lse else None
+        for name in ("q", "k", "v"):
+            given = getattr(made, name)
+            setattr(self, f"d{name}", guarded(*given.shape, given.dtype))
+        out, lse = made.wanted()
+        made.out.copy_(out)
+        made.lse.copy_(lse)
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        return [self.dq, self.dk, self.dv]
+
+    def problem(self, needs=(True, True, True), collected=()) -> AttentionGradient:
+        given = (operand_of(t) for t in (self.made.grad, *self.results))
+        has_lse = self.grad_lse is not None
+        return AttentionGradient(self.made.problem(), *given, needs, has_lse, collected)
+
+    def run(self, emulator, choice=None, needs=(True, True, True), **more) -> None:
+        """The launches, which write what they need to alone; ``more`` has what is collected, by
+        the number of a captured tensor and its axes, as ``{(0, "row"): tensor}``."""
+        sums = more.get("sums", {})
+        collected = tuple(Collected(*key, view_of(t)) for key, t in sums.items())
+        problem = self.problem(needs, collected)
+        assert portable_gradient.takes(problem, ARCH)
+        known = portable_gradient.candidates(problem, ARCH)
+        assert choice is None or choice in known
+        for t in self.results:
+            t.fill_(7.0)
+        lowered = portable_gradient.lower(problem, ARCH, PROCESSORS, choice)
+        named = dict(zip(("dq", "dk", "dv"), self.results, strict=True))
+        named |= {f"collected{place}": t for place, t in enumerate(sums.values())}
+        if self.grad_lse is not None:
+            named["grad_lse"] = self.grad_lse
+        self.made.launch(emulator, lowered, **named)
+        for t, need in zip(self.results, needs, strict=True):
+            assert is_intact(t) and (need or t.eq(7.0).all())
+
+    def wanted(self, captured=()) -> tuple[torch.Tensor, ...]:
+        """By q, k, v and ``captured``, of the formula."""
+        inputs = self.made.doubles()
+        out, lse = self.made.dense(*inputs, captured or self.made.captured)
+        total = (out * self.made.grad.double()).sum()
+        if self.grad_lse is not None:
+            total += (lse * self.grad_lse)[lse.isfinite()].sum()
+        return torch.autograd.grad(total, [*inputs, *captured], allow_unused=True)
+
+    def check(self) -> None:
+        gate = GATES[self.made.case.numbers]
+        for found, wanted in zip(self.results, self.wanted(), strict=True):
+            wanted = torch.zeros_like(found).double() if wanted is None else wanted
+            assert error(found, wanted) <= gate

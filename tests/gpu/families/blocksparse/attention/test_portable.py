@@ -1,0 +1,134 @@
+"""Attention by mma.sync on the GPU against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernlib.families.blocksparse.lowering.attention import portable
+from kernlib.runtime.devices import arch_of, model
+from tests.families.blocksparse.lowering.attention.cases import (
+    ARCH,
+    CASES,
+    GATES,
+    PROCESSORS,
+    Case,
+    Made,
+    error,
+)
+from tests.gpu.families.blocksparse.attention.launches import launch, loaded
+
+WIDTHS = (16, 24, 64, 72, 96, 128, 192, 256)
+BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 128), (128, 32))
+LARGE = Case(queries=1000, keys=1300, batch=2, heads=4, density=0.3, layout="batch")
+MASKS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 50)},
+    "lengths": {"lengths": True},
+    "dropout": {"dropout": 0.2},
+    "all": {"causal": True, "window": (300, 300), "lengths": True, "dropout": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_gpu():
+    with torch.device("cuda"):
+        yield
+
+
+def rows_of(made: Made) -> list[int]:
+    return [choice["rows"] for choice in portable.candidates(made.problem(), ARCH)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_right(case, seed):
+    made = Made(CASES[case])
+    for rows in rows_of(made):
+        made.run(launch, rows)
+        made.check()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_width_and_block(width, block, seed):
+    """With half the heads of k and v, and as many values again where there is room."""
+    for numbers in GATES:
+        values = min(256, 2 * width) if numbers == "float16" else width
+        case = LARGE._replace(
+            numbers=numbers, block=block, features=width, values=values, kv_heads=2
+        )
+        made = Made(case)
+        for rows in rows_of(made):
+            made.run(launch, rows)
+            made.check()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_mask_and_block(block, mask, seed):
+    """The same bits each time."""
+    case = LARGE._replace(block=block, features=64, values=64, density=0.6, **MASKS[mask])
+    made = Made(case)
+    for rows in rows_of(made):
+        first = made.run(launch, rows).clone()
+        made.check()
+        for _ in range(5):
+            assert made.run(launch, rows).equal(first)
+
+
+def test_what_is_left_out_may_be_anything(seed):
+    case = LARGE._replace(causal=True, window=(400, 0), lengths=True, features=64, values=64)
+    made = Made(case)
+    made.kv_lengths.fill_(950)
+    clean = made.run(launch).clone()
+    for t, value in ((made.k, math.nan), (made.v, math.nan), (made.v, math.inf)):
+        kept = t[:, :, 950:].clone()
+        t[:, :, 950:] = value
+        assert made.run(launch).equal(clean)
+        t[:, :, 950:] = kept
+    made.v[:, :, 437, 3] = math.nan
+    found, unseen = made.run(launch), ~made.sees()[..., 437]
+    assert found[unseen].equal(clean[unseen]) and found[..., 3][~unseen].isnan().all()
+
+
+def test_long_rows(seed):
+    """More tiles than a warp looks at at once, and more than one word of them."""
+    case = Case(queries=64, keys=40000, heads=1, kv_heads=1, density=0.01, features=64, values=64)
+    made = Made(case)
+    for rows in rows_of(made):
+        made.run(launch, rows)
+        made.check()
+
+
+def test_contents_change_between_replays_of_a_graph(seed):
+    made = Made(LARGE)
+    problem, index = made.problem(), torch.cuda.current_device()
+    lowered = portable.lower(problem, arch_of(index), model(index).multiprocessors)
+    run = loaded(lowered, made.layout, made.scalars, **made.operands())
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    stored = made.layout.mask()
+    for density in (0.3, 1.0, 0.0):
+        made.layout.update_(stored & (torch.rand(stored.shape) < density))
+        graph.replay()
+        made.check()
+
+
+def test_other_gpus_tiles_run_here(seed):
+    """Those that a GPU of 99 KiB takes are among those of this one."""
+    made = Made(LARGE._replace(features=256, values=256))
+    for choice in portable.candidates(made.problem(), "sm_86"):
+        made.launch(launch, portable.lower(made.problem(), "sm_86", PROCESSORS, choice))
+        made.check()
+
+
+def test_many_heads(seed):
+    """More than a grid has rows for."""
+    case = Case(queries=16, keys=16, batch=300, heads=300, kv_heads=100, density=1.0)
+    made = Made(case._replace(features=16, values=16))
+    assert error(made.run(launch), made.wanted()[0]) <= GATES["float16"]
