@@ -3,9 +3,10 @@
 Where there is none, they are those of a distance of equal points
 (:mod:`kernlib.families.pairwise.powers`): 0 for ``abs`` and ``sqrt`` at 0, and for ``x ** y`` at 0
 with y between 0 and 2 other than 1. Where two sides of ``max`` or ``min`` are equal, ``tie_share``
-of :mod:`kernlib.descriptors.expression` says what each is given. The language has no comparison. In
-place of one stands a product that saturates, ``min(x / smallest, 1)``, which is 0 at 0 and 1 from
-``smallest`` on.
+of :mod:`kernlib.descriptors.expression` says what each is given. The language of epilogues has no
+comparison. In place of one stands a product that saturates, ``min(x / smallest, 1)``, which is 0 at
+0 and 1 from ``smallest`` on. Scores have conditions, of which none has a derivative: that of
+``where`` is the derivative of what is selected.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ ZERO, ONE, HALF = Number(0.0), Number(1.0), Number(0.5)
 LONGEST = 200  # parts of a chain, each step written into the next, whose derivatives have 2000
 _V = Name(VALUE)
 _VANISHED = 800.0  # minus a logarithm that no float64 has
+# Of scores, with no derivative but 0: conditions, whole numbers, steps.
+_FLAT = frozenset(
+    ("<", "<=", "==", "!=", ">", ">=", "and", "or", "not", "//", "%", "floor", "sign", "float")
+)
 
 
 def derivative(node: Node, by: str, smallest: float) -> Node:
@@ -38,12 +43,16 @@ def derivative(node: Node, by: str, smallest: float) -> Node:
     be wrong near a point that has none."""
     if not isinstance(node, Operation):
         return ONE if node == Name(by) else ZERO
+    if node.operator in _FLAT:
+        return ZERO
     slopes = [derivative(operand, by, smallest) for operand in node.operands]
     if all(slope == ZERO for slope in slopes):
         return ZERO
     if node.operator in _CHAIN:
         (x,), (slope,) = node.operands, slopes
         return product(_CHAIN[node.operator](x, node, smallest), slope)
+    if node.operator == "where":
+        return _call("where", node.operands[0], *slopes[1:])
     return _OF_TWO[node.operator](*node.operands, *slopes, node, smallest)
 
 

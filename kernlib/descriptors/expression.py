@@ -38,6 +38,9 @@ RESERVED = {  # names that no parameter may have
     "regularization", "row_offset", "col_offset", "feature_map", "lengthscale", "out", "accumulate",
     "debug", "a", "b", "descriptor", "x", "weight", "weights", "layout",
 }  # fmt: skip
+SCORES = "scores and masks of block-sparse attention"  # whose language has more than this one
+POSITIONS = ("batch", "head", "row", "col")  # of a score, and the axes of what it reads
+SCORE_FUNCTIONS = {"clamp": 3, "floor": 1, "mod": 2, "sign": 1, "where": 3}
 _WRITTEN = {"relu": "max(v, 0)", "sigmoid": "1 / (1 + exp(-v))", "gelu": "v * ndtr(v)"}
 DEEPEST = 100  # operations in one another: what walks a tree takes several frames for each
 
@@ -46,18 +49,26 @@ class Number(NamedTuple):
     value: float
 
 
+class Integer(NamedTuple):
+    """A whole number of a score's expression, which is computed in so many bits, 32 or 64."""
+
+    value: int
+    bits: int
+
+
 class Name(NamedTuple):
     name: str
 
 
 class Operation(NamedTuple):
-    """``operator`` is one of ``+ - * / **``, ``neg``, or a key of FUNCTIONS."""
+    """``operator`` is one of ``+ - * / **``, ``neg``, or a key of FUNCTIONS; in scores also one of
+    :mod:`kernlib.descriptors.score.kinds`."""
 
     operator: str
     operands: tuple
 
 
-Node = Number | Name | Operation
+Node = Number | Integer | Name | Operation
 
 
 @cache
@@ -66,19 +77,29 @@ def parse(text: str, parameters: tuple[str, ...]) -> Node:
 
     Raises ValueError that quotes what is not understood and says what would be.
     """
+    return _convert(syntax(text), text, frozenset(parameters))
+
+
+def syntax(text: str, what: str = "expression") -> ast.expr:
+    """Python's tree of an expression, or of ``what`` it is, that is nested no deeper than all that
+    walks it can bear.
+
+    Raises ValueError for others.
+    """
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"expression {shown(text)} does not parse: {error.msg}") from None
+        raise ValueError(f"{what} {shown(text)} does not parse: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deep
-        what = str(error) or "it is nested too deep"
-        raise ValueError(f"expression {shown(text)} does not parse: {what}") from None
+        why = str(error) or "it is nested too deep"
+        raise ValueError(f"{what} {shown(text)} does not parse: {why}") from None
     if (depth := _depth(body)) > DEEPEST:
+        advice = "several epilogues, or " if what == "expression" else ""
         raise ValueError(
-            f"expression {shown(text)} has {depth} operations in one another, of at most "
-            f"{DEEPEST}: use several epilogues, or parentheses in long sums"
+            f"{what} {shown(text)} has {depth} operations in one another, of at most "
+            f"{DEEPEST}: use {advice}parentheses in long sums"
         )
-    return _convert(body, text, frozenset(parameters))
+    return body
 
 
 def names(node: Node) -> frozenset[str]:
@@ -119,7 +140,7 @@ def _depth(node: ast.expr) -> int:
 
 def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _convert_number(node.value, text)
+        return finite(node.value, text)
     if isinstance(node, ast.Name):
         return _convert_name(node.id, text, parameters)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -130,20 +151,38 @@ def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
         return Operation(OPERATORS[type(node.op)], operands)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         return _convert_call(node, text, parameters)
-    part = ast.get_source_segment(text.strip(), node) or type(node).__name__
     raise ValueError(
-        f"expression {shown(text)}: {shown(part)} is not part of the language; use numbers, v, "
-        f"parameters, + - * / **, parentheses and {', '.join(FUNCTIONS)}"
+        f"expression {shown(text)}: {shown(part_of(text, node))} is not part of the language; use "
+        f"numbers, v, parameters, + - * / **, parentheses and {', '.join(FUNCTIONS)}"
+        f"{_of_scores(node)}"
     )
 
 
-def _convert_number(value: float, text: str) -> Node:
+def part_of(text: str, node: ast.expr) -> str:
+    """What of an expression a node of Python's tree was read from."""
+    return ast.get_source_segment(text.strip(), node) or type(node).__name__
+
+
+def _of_scores(node: ast.expr) -> str:
+    """Why a condition is refused, or ""."""
+    is_condition = isinstance(node, (ast.Compare, ast.BoolOp, ast.IfExp))
+    signs = (ast.Not, ast.Invert, ast.BitAnd, ast.BitOr, ast.FloorDiv, ast.Mod)
+    if is_condition or isinstance(getattr(node, "op", None), signs):
+        return f". Conditions and whole numbers are parts of {SCORES} alone"
+    return ""
+
+
+def finite(value: float, text: str, what: str = "expression") -> Number:
+    """A number of an expression, or of ``what`` it is.
+
+    Raises ValueError for one that no float64 holds.
+    """
     try:
         if math.isfinite(float(value)):
             return Number(float(value))
     except OverflowError:
         pass
-    raise ValueError(f"expression {shown(text)}: {shown(value)} is too large for a float64")
+    raise ValueError(f"{what} {shown(text)}: {shown(value)} is too large for a float64")
 
 
 def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
@@ -156,6 +195,7 @@ def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
     raise ValueError(
         f"expression {shown(text)} names {name!r}; known are {known}, pi and e. The value itself "
         f"is v, and any number that the call is given a parameter, as in Custom(..., {given})"
+        + (f"; positions are known to {SCORES} alone" if name in POSITIONS else "")
     )
 
 
@@ -167,6 +207,8 @@ def _convert_call(node: ast.Call, text: str, parameters: frozenset[str]) -> Node
         hint = hints.argument(function, FUNCTIONS)
         if function in _WRITTEN:
             hint = f"; write {_WRITTEN[function]}"
+        if function in SCORE_FUNCTIONS:
+            hint = f"; {function} is part of {SCORES} alone"
         raise ValueError(
             f"expression {shown(text)} calls {function!r}; known are {', '.join(FUNCTIONS)}{hint}"
         )

@@ -1,15 +1,26 @@
-"""Epilogues in PyTorch: what the references of all families share."""
+"""Epilogues and scores in PyTorch: what the references of all families share."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors.epilogues import Epilogue, LeakyRelu, Relu, Sigmoid, Silu
-from kernlib.descriptors.expression import VALUE, Name, Node, Number, Operation, tie_share
+from kernlib.descriptors.expression import (
+    VALUE,
+    Integer,
+    Name,
+    Node,
+    Number,
+    Operation,
+    names,
+    tie_share,
+)
 
 
 def absolute(x: torch.Tensor) -> torch.Tensor:
@@ -129,13 +140,24 @@ def _evaluate(
         return node.value
     if isinstance(node, Name):
         return values[node.name]
-    if node.operator == "/" and _is_product(node.operands[1]):
-        # The square of a bandwidth of 1e20 is infinite in float32, that of 1e-23 is 0.
-        left, right = node.operands[1].operands
-        node = Operation("/", (Operation("/", (node.operands[0], left)), right))
+    node = _by_factors(node)
     operands = [_evaluate(x, values, known) for x in node.operands]
+    return _operate(node, operands, values[VALUE].dtype, known)
+
+
+def _by_factors(node: Operation) -> Operation:
+    """A division by each factor of a product in turn: the square of a bandwidth of 1e20 is infinite
+    in float32, that of 1e-23 is 0."""
+    if node.operator != "/" or not _is_product(node.operands[1]):
+        return node
+    left, right = node.operands[1].operands
+    return Operation("/", (Operation("/", (node.operands[0], left)), right))
+
+
+def _operate(node: Operation, operands: list, dtype: torch.dtype, known: dict) -> torch.Tensor:
+    """An operation on tensors and numbers, of a tree that :func:`_by_factors` has seen."""
     if not any(isinstance(x, torch.Tensor) for x in operands):
-        operands[0] = torch.tensor(operands[0], dtype=values[VALUE].dtype, device="cpu")
+        operands[0] = torch.tensor(operands[0], dtype=dtype, device="cpu")
     if node.operator in ("max", "min"):
         return extreme(node.operator, *operands, tie_share(node))
     return known[node.operator](*operands)
@@ -143,6 +165,111 @@ def _evaluate(
 
 def _is_product(node: Node) -> bool:
     return isinstance(node, Operation) and node.operator == "*"
+
+
+# Scores and masks: trees of kernlib.descriptors.score, of tensors that broadcast. Whole numbers are
+# of 64 bits here, which hold what fewer do.
+
+
+def score(tree: Node, v: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The modified logits, differentiable in v and in numbers of ``values``, which are those of
+    positions and captured tensors."""
+    found = _evaluate_score(tree, _score_values(values, v.dtype) | {VALUE: v}, v.dtype)
+    if not isinstance(found, torch.Tensor):
+        found = v.new_full((), found)
+    return found.to(v.device).expand(v.shape)
+
+
+def mask(tree: Node, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Whether logits stay, of a shape that broadcasts to theirs. Numbers are compared in
+    ``dtype``."""
+    return _evaluate_score(tree, _score_values(values, dtype), dtype)
+
+
+def _score_values(values: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def value(x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point():
+            return x.to(dtype)
+        return x if x.dtype == torch.bool else x.long()
+
+    return {name: value(x) for name, x in values.items()}
+
+
+def _evaluate_score(node: Node, values: dict[str, torch.Tensor], dtype: torch.dtype):
+    """A tensor, or the number of a tree that is nothing else."""
+    if isinstance(node, (Number, Integer)):
+        return node.value
+    if isinstance(node, Name):
+        return values[node.name]
+    if node.operator == "where":
+        return _select(node, values, dtype)
+    node = _by_factors(node)
+    operands = [_evaluate_score(x, values, dtype) for x in node.operands]
+    if node.operator in _OF_SCORES:
+        operands = [_as_tensor(x, dtype) for x in operands]
+        return reduce(_OF_SCORES[node.operator], operands[1:], operands[0])
+    if node.operator in ("not", "floor", "sign"):
+        return _OF_ONE[node.operator](_as_tensor(operands[0], dtype))
+    if node.operator in ("float", "int64"):
+        return _as_tensor(operands[0], dtype).to(dtype if node.operator == "float" else torch.long)
+    if all(_is_whole(x) for x in operands):
+        return _OF_WHOLE[node.operator](*(_as_tensor(x, dtype) for x in operands))
+    return _operate(node, operands, dtype, _FUNCTIONS)
+
+
+def _select(node: Operation, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Of what is not selected no gradient comes, though it be NaN or infinite there."""
+    chosen = _as_tensor(_evaluate_score(node.operands[0], values, dtype), dtype)
+    sides = []
+    for tree, condition in zip(node.operands[1:], (chosen, ~chosen), strict=True):
+        own = {name: _where(condition, values[name]) for name in names(tree)}
+        sides.append(_as_tensor(_evaluate_score(tree, own, dtype), dtype))
+    return torch.where(chosen, *sides)
+
+
+def _where(condition: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The same, with a gradient where the condition holds."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return torch.where(condition, x, x.detach())
+
+
+def _as_tensor(x: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(x, torch.Tensor):
+        return x
+    return torch.tensor(x, dtype=dtype if isinstance(x, float) else torch.long, device="cpu")
+
+
+def _is_whole(x: torch.Tensor | float) -> bool:
+    return x.dtype == torch.long if isinstance(x, torch.Tensor) else isinstance(x, int)
+
+
+def _sign(x: torch.Tensor) -> torch.Tensor:
+    """Of a NaN that."""
+    return torch.where(x.isnan(), x.detach(), torch.sign(x))
+
+
+def _quotient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``x // y``, 0 where y is 0; by -1 not by the processor, which traps the least number."""
+    is_plain = (y != 0) & (y != -1)
+    return torch.where(is_plain, x // torch.where(is_plain, y, 1), torch.where(y == -1, -x, 0))
+
+
+def _rest(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``x % y``, of y's sign, and 0 where y is 0."""
+    is_plain = (y != 0) & (y != -1)
+    return torch.where(is_plain, x % torch.where(is_plain, y, 1), 0)
+
+
+_OF_SCORES = {
+    "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
+    ">=": operator.ge, "and": operator.and_, "or": operator.or_,
+}  # fmt: skip
+_OF_ONE = {"not": operator.invert, "floor": torch.floor, "sign": _sign}
+_OF_WHOLE = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": _quotient, "%": _rest,
+    "neg": operator.neg, "abs": torch.abs, "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
 
 
 # Those of the grammar of expressions that torch leaves to MKL's vector functions.

@@ -1,0 +1,122 @@
+"""What a descriptor of attention says of its logits: a score in place of each, a mask that leaves
+some out, and the tensors that these read."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kernlib.descriptors.base import Part, require, shown
+from kernlib.descriptors.expression import POSITIONS, Node, names
+from kernlib.descriptors.score.grammar import CALLS, SCORE_CONSTANTS, parse_mask, parse_score
+from kernlib.descriptors.score.kinds import ANY, FLOAT, KINDS, OWN
+
+# Names that no captured tensor may have: of the language, and of arguments of calls.
+RESERVED = {
+    *CALLS, *SCORE_CONSTANTS, *OWN, "q", "k", "descriptor", "layout", "scale", "causal", "window",
+    "score", "mask", "captured", "axes", "q_lengths", "kv_lengths", "dropout_p", "seed",
+    "return_lse", "out", "debug",
+}  # fmt: skip
+_EXAMPLE = {"bias": ("head", "row", "col")}
+
+
+class Trees(NamedTuple):
+    """What score and mask are, None for what there is not."""
+
+    score: Node | None
+    mask: Node | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreExpression(Part):
+    """``score`` is an expression of the logit ``v``, of its ``row``, ``col``, ``head`` and
+    ``batch``, and of captured tensors, that takes the logit's place; ``mask`` a condition of the
+    same but v, without which a logit is left out.
+
+    ``captured`` are the tensors' names, each with the axes it has, in order, of ``"batch"``,
+    ``"head"``, ``"row"`` and ``"col"``: pairs, or a dict such as ``{"bias": ("head", "row",
+    "col"), "slope": "head"}``.
+
+    Raises TypeError for what is no text or no axes, and ValueError for an expression that is none,
+    whatever the tensors hold, for names that are taken, and for a tensor that nothing reads.
+    """
+
+    score: str | None = None
+    mask: str | None = None
+    captured: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __post_init__(self):
+        for name in ("score", "mask"):
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} must be a string or None, got {shown(text)}")
+        object.__setattr__(self, "captured", _as_captured(self.captured))
+        trees = self._parse(tuple((name, ANY) for name in self.names))
+        used = frozenset().union(*(names(tree) for tree in trees if tree is not None))
+        unused = [name for name in self.names if name not in used]
+        require(not unused, f"neither score nor mask reads captured tensor(s) {unused}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the captured tensors, in order."""
+        return tuple(name for name, _ in self.captured)
+
+    def kinds(self, dtypes: tuple[str, ...]) -> dict[str, str]:
+        """The kind of each name, where captured tensors have these dtypes. Raises TypeError for a
+        dtype that none may have."""
+        for name, dtype in zip(self.names, dtypes, strict=True):
+            if dtype not in KINDS:
+                raise TypeError(f"{name} must be of {', '.join(KINDS)}, got {dtype}")
+        found = (KINDS[dtype] for dtype in dtypes)
+        return OWN | dict(zip(self.names, found, strict=True))
+
+    def trees(self, dtypes: tuple[str, ...]) -> Trees:
+        """Where captured tensors have these dtypes. Raises TypeError for a dtype that none may
+        have, ValueError for one that the expressions have no use for."""
+        kinds = self.kinds(dtypes)
+        return self._parse(tuple((name, kinds[name]) for name in self.names))
+
+    def differentiable(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        """The captured tensors that logits have a derivative by: numbers that the score reads."""
+        tree, kinds = self.trees(dtypes).score, self.kinds(dtypes)
+        read = frozenset() if tree is None else names(tree)
+        return tuple(name for name in self.names if name in read and kinds[name] == FLOAT)
+
+    def _parse(self, kinds: tuple[tuple[str, str], ...]) -> Trees:
+        score = None if self.score is None else parse_score(self.score, kinds)
+        mask = None if self.mask is None else parse_mask(self.mask, kinds)
+        return Trees(score, mask)
+
+
+def _as_captured(given: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Pairs of names and axes. Raises TypeError and ValueError for what are none."""
+    if isinstance(given, Mapping):
+        given = tuple(given.items())
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(f"captured must be a dict such as {_EXAMPLE}, got {shown(given)}")
+    found = tuple(_as_pair(pair) for pair in given)
+    taken = [name for name, _ in found]
+    require(len(set(taken)) == len(taken), f"captured repeats a name: {taken}")
+    return found
+
+
+def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"captured must be a dict such as {_EXAMPLE}, got {shown(pair)} in it")
+    name, axes = pair
+    if not isinstance(name, str) or not name.isascii() or not name.isidentifier():
+        raise ValueError(f"captured {shown(name)} is not an ASCII identifier")
+    is_taken = name in RESERVED or keyword.iskeyword(name)
+    require(not is_taken, f"captured name {name!r} is taken; choose another")
+    axes = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(axes, (tuple, list)):
+        raise TypeError(
+            f"axes of captured {name} must be a tuple of {POSITIONS}, got {shown(axes)}"
+        )
+    for axis in axes:
+        if not isinstance(axis, str) or axis not in POSITIONS:
+            raise ValueError(f"axes of captured {name} must be of {POSITIONS}, got {shown(axis)}")
+    require(len(set(axes)) == len(axes), f"axes of captured {name} repeat one: {tuple(axes)}")
+    return name, tuple(axes)

@@ -1,0 +1,232 @@
+"""From the text of a score or a mask to its tree: Python's grammar and a white list.
+
+Every part is of a kind that is known when it is read (:mod:`kernlib.descriptors.score.kinds`), and
+the tree has an operation for each conversion. Captured tensors that are not there yet are of any
+kind: then the tree is good for nothing but names, and what is wrong whatever they hold is found.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from typing import NoReturn
+
+from kernlib.descriptors.base import shown
+from kernlib.descriptors.expression import (
+    CONSTANTS,
+    FUNCTIONS,
+    OPERATORS,
+    SCORE_FUNCTIONS,
+    VALUE,
+    Node,
+    Number,
+    Operation,
+    finite,
+    part_of,
+    syntax,
+)
+from kernlib.descriptors.score import kinds
+from kernlib.descriptors.score.kinds import ANY, BOOL, FLOAT, OWN, Term
+
+SCORE_CONSTANTS = {**CONSTANTS, "inf": float("inf")}
+CALLS = {**FUNCTIONS, **SCORE_FUNCTIONS}  # with the number of arguments
+_WHOLE = {ast.FloorDiv: "//", ast.Mod: "%"}
+_COMPARISONS = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Eq: "==", ast.NotEq: "!=", ast.Gt: ">", ast.GtE: ">=",
+}  # fmt: skip
+_CONDITIONS = {ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "!=", ast.And: "and", ast.Or: "or"}
+_TIGHT = "; & | ^ and ~ bind more tightly than comparisons, which need parentheses beside them"
+_EXACT = ("abs", "max", "min", "sign")  # of whole numbers, whole
+
+
+@cache
+def parse_score(text: str, captured: tuple[tuple[str, str], ...]) -> Node:
+    """The tree of a score, which is a number. ``captured`` are names and kinds.
+
+    Raises ValueError that quotes what is wrong and says what would do.
+    """
+    reader = _Reader("score", text, dict(captured))
+    return kinds.as_float(reader.number(syntax(text, "score"))).node
+
+
+@cache
+def parse_mask(text: str, captured: tuple[tuple[str, str], ...]) -> Node:
+    """The tree of a mask, which is a condition and knows no logit. Raises as :func:`parse_score`
+    does."""
+    reader = _Reader("mask", text, dict(captured))
+    return reader.condition(syntax(text, "mask")).node
+
+
+class _Reader:
+    def __init__(self, what: str, text: str, captured: dict[str, str]):
+        self.what, self.text = what, text
+        self.known = {**OWN, **captured}
+        if what == "mask":
+            del self.known[VALUE]
+
+    def refuse(self, node: ast.expr, why: str) -> NoReturn:
+        """Raises ValueError with the part that is wrong."""
+        part = shown(part_of(self.text, node))
+        raise ValueError(f"{self.what} {shown(self.text)}: {part} {why}")
+
+    def read(self, node: ast.expr) -> Term:
+        read = _READERS.get(type(node))
+        if read is None:
+            self._refuse_unknown(node)
+        return read(self, node)
+
+    def number(self, node: ast.expr) -> Term:
+        """A part that is a number of any kind."""
+        return self._number(node, self.read(node))
+
+    def _number(self, node: ast.expr, term: Term) -> Term:
+        if term.kind == BOOL:
+            part = part_of(self.text, node)
+            self.refuse(node, f"is a condition, not a number; where({part}, 1, 0) is one")
+        return term
+
+    def condition(self, node: ast.expr, more: str = "") -> Term:
+        term = self.read(node)
+        if term.kind not in (BOOL, ANY):
+            self.refuse(
+                node,
+                f"is {kinds.WORDS[term.kind]}, not a condition; compare it, as in "
+                f"{part_of(self.text, node)} != 0{more}",
+            )
+        return term
+
+    def constant(self, node: ast.Constant) -> Term:
+        value = node.value
+        if type(value) is int and kinds.is_long(value):
+            return kinds.whole(value)
+        if type(value) in (int, float):
+            return Term(finite(value, self.text, self.what), FLOAT)
+        self._refuse_unknown(node)
+
+    def name(self, node: ast.Name) -> Term:
+        name = node.id
+        if name in self.known:
+            return kinds.named(name, self.known[name])
+        if name in SCORE_CONSTANTS:
+            return Term(Number(SCORE_CONSTANTS[name]), FLOAT)
+        from kernlib.descriptors.score import words  # which right expressions do without
+
+        self.refuse(node, words.unknown_name(self.what, name, tuple(self.known)))
+
+    def unary(self, node: ast.UnaryOp) -> Term:
+        if isinstance(node.op, ast.UAdd):
+            return self.number(node.operand)
+        if isinstance(node.op, ast.USub):
+            return _negative(self.number(node.operand))
+        term = self.condition(node.operand, _TIGHT if isinstance(node.op, ast.Invert) else "")
+        return Term(Operation("not", (term.node,)), BOOL)
+
+    def binary(self, node: ast.BinOp) -> Term:
+        kind, sides = type(node.op), (node.left, node.right)
+        if kind in _CONDITIONS:
+            terms = [self.condition(side, _TIGHT) for side in sides]
+            return Term(Operation(_CONDITIONS[kind], tuple(term.node for term in terms)), BOOL)
+        if kind in _WHOLE:
+            return self._of_whole(_WHOLE[kind], *sides)
+        if kind not in OPERATORS:
+            self._refuse_unknown(node)
+        terms = [self.number(side) for side in sides]
+        if kind in (ast.Div, ast.Pow):
+            terms = map(kinds.as_float, terms)
+        return kinds.compute(OPERATORS[kind], *terms)
+
+    def joined(self, node: ast.BoolOp) -> Term:
+        terms = [self.condition(value) for value in node.values]
+        operator = _CONDITIONS[type(node.op)]
+        return Term(Operation(operator, tuple(term.node for term in terms)), BOOL)
+
+    def compared(self, node: ast.Compare) -> Term:
+        """Of a chain, all of its comparisons."""
+        sides = [node.left, *node.comparators]
+        terms = [self.read(side) for side in sides]
+        found = []
+        for index, op in enumerate(node.ops):
+            operator = _COMPARISONS.get(type(op))
+            if operator is None:
+                self._refuse_unknown(node)
+            pair = terms[index : index + 2]
+            if BOOL in (pair[0].kind, pair[1].kind):
+                self._check_conditions(operator, sides[index : index + 2], pair)
+            pair = tuple(term.node for term in kinds.together(*pair))
+            found.append(Operation(operator, pair))
+        return Term(found[0] if len(found) == 1 else Operation("and", tuple(found)), BOOL)
+
+    def _check_conditions(self, operator: str, sides: list, pair: list[Term]) -> None:
+        """Raises ValueError unless both are conditions, which are equal or are not."""
+        for side, term in zip(sides, pair, strict=True):
+            if term.kind == BOOL and operator not in ("==", "!="):
+                self.refuse(
+                    side, f"is a condition, which has no order: {operator} compares numbers"
+                )
+        for side, term in zip(sides, pair, strict=True):
+            if term.kind not in (BOOL, ANY):
+                what = kinds.WORDS[term.kind]
+                self.refuse(
+                    side, f"is {what} beside a condition; a condition is used as it is, or not c"
+                )
+
+    def selected(self, node: ast.IfExp) -> Term:
+        return self._select(node.test, node.body, node.orelse)
+
+    def _select(self, condition: ast.expr, *values: ast.expr) -> Term:
+        made, terms = self.condition(condition), [self.read(value) for value in values]
+        if {term.kind for term in terms} - {BOOL, ANY}:  # numbers, of which none is a condition
+            terms = list(map(self._number, values, terms))
+        return kinds.select(made, *terms)
+
+    def _of_whole(self, operator: str, *sides: ast.expr) -> Term:
+        terms = [self.number(side) for side in sides]
+        for side, term in zip(sides, terms, strict=True):
+            if term.kind == FLOAT:
+                self.refuse(
+                    side,
+                    f"is a number with a fraction, and {operator} takes whole numbers; of others "
+                    "floor(x / y) is the quotient and x - floor(x / y) * y the rest",
+                )
+        return kinds.compute(operator, *terms)
+
+    def call(self, node: ast.Call) -> Term:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if name not in CALLS or node.keywords or len(node.args) != CALLS[name]:
+            from kernlib.descriptors.score import words  # which right expressions do without
+
+            self.refuse(node, words.wrong_call(name, node, CALLS))
+        if name == "where":
+            return self._select(*node.args)
+        if name == "mod":
+            return self._of_whole("%", *node.args)
+        terms = [self.number(argument) for argument in node.args]
+        if name == "clamp":
+            return kinds.compute("min", kinds.compute("max", *terms[:2]), terms[2])
+        if name == "floor" and terms[0].is_whole:
+            return terms[0]
+        if name not in _EXACT:
+            terms = map(kinds.as_float, terms)
+        return kinds.compute(name, *terms)
+
+    def _refuse_unknown(self, node: ast.expr) -> NoReturn:
+        from kernlib.descriptors.score import words  # which right expressions do without
+
+        self.refuse(node, words.unknown_part(node, CALLS))
+
+
+def _negative(term: Term) -> Term:
+    return kinds.compute("neg", term)
+
+
+_READERS: dict[type, Callable] = {
+    ast.Constant: _Reader.constant,
+    ast.Name: _Reader.name,
+    ast.UnaryOp: _Reader.unary,
+    ast.BinOp: _Reader.binary,
+    ast.BoolOp: _Reader.joined,
+    ast.Compare: _Reader.compared,
+    ast.IfExp: _Reader.selected,
+    ast.Call: _Reader.call,
+}

@@ -1,0 +1,56 @@
+"""What is said of scores and masks that were written wrongly. Loaded when that happens."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+from kernlib import hints
+from kernlib.descriptors.expression import POSITIONS, VALUE
+
+# What FlexAttention's functions call them.
+_OTHERS = {
+    "score": VALUE, "q_idx": "row", "kv_idx": "col", "b": "batch", "h": "head",
+    "batch_idx": "batch", "head_idx": "head", "i": "row", "j": "col", "logit": VALUE, "s": VALUE,
+}  # fmt: skip
+_FUNCTIONS = {"maximum": "max", "minimum": "min", "remainder": "mod", "clip": "clamp"}
+_FUNCTIONS |= {"logical_and": "and", "logical_or": "or", "logical_not": "not", "if_else": "where"}
+
+
+def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
+    """Why a name is refused."""
+    if name == VALUE:
+        return "is the logit, which a mask does not see; its score may be where(condition, v, -inf)"
+    meant = _OTHERS.get(name, "")
+    hint = f"; write {meant}" if meant in known else hints.argument(name, known)
+    hint = hint or (
+        f". A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given to "
+        "the call by its name"
+    )
+    return f"is not known to a {what}; known are {', '.join(known)}, pi, e and inf{hint}"
+
+
+def wrong_call(name: str, node: ast.Call, calls: dict[str, int]) -> str:
+    """Why a call is refused."""
+    if name in calls and node.keywords:
+        return f"names an argument of {name}, which are given by place"
+    if name in calls:
+        return f"is no call of {name}, which takes {calls[name]} argument(s), not {len(node.args)}"
+    name = name or getattr(node.func, "attr", "")
+    meant = name if name in calls else _FUNCTIONS.get(name, "")
+    hint = f"; write {meant}" if meant else hints.argument(name, calls)
+    return f"calls none of {', '.join(sorted(calls))}{hint}"
+
+
+def unknown_part(node: ast.expr, calls: Iterable[str]) -> str:
+    """Why something else is refused."""
+    if isinstance(node, ast.Subscript):
+        return (
+            "has an index; a captured tensor is named without one, and read where the axes that it "
+            "was declared with say: what is looked up by row - col is a tensor of row and col"
+        )
+    return (
+        "is not part of the language; use numbers, v, row, col, head, batch, names of captured "
+        "tensors, + - * / ** // %, comparisons, and, or, not, & | ~, parentheses and "
+        f"{', '.join(sorted(calls))}"
+    )
