@@ -1,4 +1,5 @@
-"""CUDA text of epilogues: a struct that reads the parameters once and maps one value."""
+"""CUDA text of expressions, and of epilogues: a struct that reads the parameters once and maps one
+value."""
 
 from __future__ import annotations
 
@@ -14,38 +15,23 @@ _FUNCTIONS = {
 _UNROLLED_DEGREE = 16  # largest integer exponent written out as multiplications
 
 
-class EpilogueSource:
-    """Text of a chain of epilogues over scalar parameters read by ``read(first + i)`` and vectors
-    read by ``read.vector(k)``, an address whose element ``feature`` belongs to ``v``.
+class ExpressionSource:
+    """Text of trees. What does not change for all elements of a thread becomes one of ``members``,
+    (name, text) computed once a thread: a division by a bandwidth is a multiplication by its
+    reciprocal."""
 
-    ``steps`` are expressions of ``v``, the last one's result. What depends on scalars alone becomes
-    one of ``members``, (name, text) computed once a thread: a division by a bandwidth is a
-    multiplication by its reciprocal. ``vectors`` are the same for members of type
-    ``const InputT*``, whose names are those of no parameters: factors of a chain that name their
-    biases apart share their kernels. Of summands, ``given[k]`` is the element that belongs to
-    ``v``; ``counts`` says of each whether it counts at all.
-    """
+    arithmetic = "AccT"  # the type of numbers
 
-    def __init__(self, epilogues: tuple[Epilogue, ...], first: str):
-        vectors = [name for epilogue in epilogues for name in epilogue.vectors]
-        parameters = [name for epilogue in epilogues for name in epilogue.parameters]
-        summands = dict(pair for epilogue in epilogues for pair in epilogue.summands)
-        scalars = [name for name in parameters if name not in (*vectors, *summands)]
-        self.members: list[tuple[str, str]] = [
-            (f"parameter_{name}", f"read({first} + {index})") for index, name in enumerate(scalars)
-        ]
-        self.vectors: list[tuple[str, str]] = [
-            (f"vector_{index}", f"read.vector({index})") for index in range(len(vectors))
-        ]
-        self.counts = [
-            "true" if scale is None else f"parameter_{scale} != AccT(0)"
-            for scale in summands.values()
-        ]
-        self._elements = {
-            name: f"convert<AccT>(vector_{index}[feature])" for index, name in enumerate(vectors)
-        }
-        self._elements |= {name: f"given[{index}]" for index, name in enumerate(summands)}
-        self.steps = [self._render(epilogue.tree()) for epilogue in epilogues]
+    def __init__(self) -> None:
+        self.members: list[tuple[str, str]] = []
+
+    def _name(self, name: str) -> str:
+        """Text of what a name stands for."""
+        raise NotImplementedError
+
+    def _is_constant(self, node: Node) -> bool:
+        """Whether a tree is the same for all elements of a thread."""
+        raise NotImplementedError
 
     def _member(self, text: str) -> str:
         for name, value in self.members:
@@ -55,10 +41,6 @@ class EpilogueSource:
         self.members.append((name, text))
         return name
 
-    def _is_constant(self, node: Node) -> bool:
-        """Whether a tree is the same for all elements of a thread."""
-        return names(node).isdisjoint((VALUE, *self._elements))
-
     def _render(self, node: Node) -> str:
         """Text of a tree, with its parts that are the same for all elements moved to members."""
         if isinstance(node, Operation) and self._is_constant(node):
@@ -67,12 +49,11 @@ class EpilogueSource:
         if isinstance(node, Operation):
             return self._operation(node)
         if isinstance(node, Number):
-            return _literal(node.value)
-        if node.name == VALUE:
-            return node.name
-        if node.name in self._elements:
-            return self._elements[node.name]
-        return f"parameter_{node.name}"
+            return self._literal(node.value)
+        return self._name(node.name)
+
+    def _literal(self, value: float) -> str:
+        return f"{self.arithmetic}({value!r})"
 
     def _operation(self, node: Operation) -> str:
         if node.operator == "/" and self._is_constant(node.operands[1]):
@@ -113,6 +94,48 @@ class EpilogueSource:
         return f"power({text}, {self._render(exponent)})"
 
 
+class EpilogueSource(ExpressionSource):
+    """Text of a chain of epilogues over scalar parameters read by ``read(first + i)`` and vectors
+    read by ``read.vector(k)``, an address whose element ``feature`` belongs to ``v``.
+
+    ``steps`` are expressions of ``v``, the last one's result. What depends on scalars alone becomes
+    one of ``members``. ``vectors`` are the same for members of type ``const InputT*``, whose names
+    are those of no parameters: factors of a chain that name their biases apart share their kernels.
+    Of summands, ``given[k]`` is the element that belongs to ``v``; ``counts`` says of each whether
+    it counts at all.
+    """
+
+    def __init__(self, epilogues: tuple[Epilogue, ...], first: str):
+        vectors = [name for epilogue in epilogues for name in epilogue.vectors]
+        parameters = [name for epilogue in epilogues for name in epilogue.parameters]
+        summands = dict(pair for epilogue in epilogues for pair in epilogue.summands)
+        scalars = [name for name in parameters if name not in (*vectors, *summands)]
+        super().__init__()
+        self.members += [
+            (f"parameter_{name}", f"read({first} + {index})") for index, name in enumerate(scalars)
+        ]
+        self.vectors: list[tuple[str, str]] = [
+            (f"vector_{index}", f"read.vector({index})") for index in range(len(vectors))
+        ]
+        self.counts = [
+            "true" if scale is None else f"parameter_{scale} != AccT(0)"
+            for scale in summands.values()
+        ]
+        self._elements = {
+            name: f"convert<AccT>(vector_{index}[feature])" for index, name in enumerate(vectors)
+        }
+        self._elements |= {name: f"given[{index}]" for index, name in enumerate(summands)}
+        self.steps = [self._render(epilogue.tree()) for epilogue in epilogues]
+
+    def _is_constant(self, node: Node) -> bool:
+        return names(node).isdisjoint((VALUE, *self._elements))
+
+    def _name(self, name: str) -> str:
+        if name == VALUE:
+            return name
+        return self._elements.get(name, f"parameter_{name}")
+
+
 def function_struct(
     name: str,
     members: list[tuple[str, str, str]],
@@ -139,7 +162,3 @@ def function_struct(
 
 def _is_product(node: Node) -> bool:
     return isinstance(node, Operation) and node.operator == "*"
-
-
-def _literal(value: float) -> str:
-    return f"AccT({value!r})"

@@ -154,6 +154,8 @@ T __shfl_down_sync(unsigned, T value, unsigned apart) {
 }
 
 template <class T>
+T __ldg(const T* from) { return *from; }
+template <class T>
 T __ldcg(const T* from) { return *from; }
 template <class T>
 void __stcg(T* to, const T& value) { *to = value; }

@@ -1,5 +1,7 @@
-// Of common/math.cuh of kernel_sources what epilogues of the tests need.
+// Of common/math.cuh of kernel_sources what epilogues and scores of the tests need.
 #pragma once
+
+#include <math.h>  // functions of float by the names of those of double
 
 template <class T>
 inline T absolute(T x) { return std::fabs(x); }
@@ -9,3 +11,20 @@ template <class T>
 inline T minimum(T x, T y) { return -maximum(-x, -y); }
 template <class T>
 inline T ndtr(T x) { return T(0.5 * std::erfc(-0.7071067811865476 * double(x))); }
+
+inline float infinity(float) { return INFINITY; }
+template <class T>
+inline T reciprocal(T x) {
+    T y = T(1) / x;
+    return x != T(0) && std::isinf(y) ? std::copysign(T(3.402823466e38), x) : y;
+}
+template <class T>
+inline T bounded(T x, T y) { return x * y; }
+template <class T>
+inline T power(T x, T p) { return std::pow(x, p); }
+template <int N, class T>
+inline T integer_power(T x) {
+    T y = x;
+    for (int i = 1; i < N; ++i) y *= x;
+    return y;
+}
