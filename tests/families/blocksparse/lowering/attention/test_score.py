@@ -10,15 +10,22 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernlib.descriptors.derivative import derivative
-from kernlib.descriptors.expression import POSITIONS
 from kernlib.descriptors.score.bounds import structure
 from kernlib.descriptors.score.expression import ScoreExpression, Trees
-from kernlib.families.blocksparse.lowering.attention import score_source
 from kernlib.families.blocksparse.lowering.attention.problem import Score
-from kernlib.families.blocksparse.lowering.attention.score_struct import SMALLEST, score_of
-from kernlib.jit.spec import KernelSpec
+from kernlib.families.blocksparse.lowering.attention.score_struct import score_of
 from kernlib.runtime import expressions
+from tests.families.blocksparse.lowering.attention.evaluated import (
+    EVERYTHING,
+    MOST,
+    NAMED,
+    SHAPE,
+    check,
+    close,
+    made_of,
+    spec_of,
+    views_of,
+)
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import COMPILER, Emulator
 from tests.support.scores import (
@@ -32,76 +39,15 @@ from tests.support.scores import (
     dtypes_of,
     expression_of,
     placed,
-    values_of,
 )
 from tests.support.speeds import slow_but
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-SHAPE = (BATCH, HEADS, ROWS, COLS)
-MOST = 8  # captured tensors of a score
-PACKED = ("bias", "shift")  # whose columns lie side by side
-
-EVALUATE = f"""
-struct Parameters {{
-    const Captured* captured;  // {MOST} of each score
-    const float* v;
-    float* out;  // of each score: its value, its slope, its mask, and slopes by captured tensors
-}};
-constexpr int THREADS = 32;
-template <class Score, int K = 0>
-__device__ void slopes(const Score& score, float* to, float v, int row, int col) {{
-    *to = score.template slope_of<K>(v, row, col);
-    if constexpr (K + 1 < {MOST})
-        slopes<Score, K + 1>(score, to + {BATCH * HEADS * ROWS * COLS}, v, row, col);
-}}
-template <class Score>
-__device__ void evaluate(const Parameters& p, int index) {{
-    constexpr int SIZE = {BATCH * HEADS * ROWS * COLS};
-    float* out = p.out + index * {3 + MOST} * SIZE;
-    for (int at = threadIdx.x; at < SIZE; at += THREADS) {{
-        int row = at / {COLS} % {ROWS}, col = at % {COLS};
-        Score score(p.captured + index * {MOST}, at / {HEADS * ROWS * COLS},
-                    at / {ROWS * COLS} % {HEADS});
-        out[at] = score(p.v[at], row, col);
-        out[SIZE + at] = score.slope(p.v[at], row, col);
-        out[2 * SIZE + at] = score.keeps(row, col);
-        slopes(score, out + 3 * SIZE + at, p.v[at], row, col);
-    }}
-}}
-"""
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
     return Emulator(tmp_path_factory.mktemp("scores"))
-
-
-def made_of(expression):
-    dtypes = dtypes_of(expression)
-    by = ("v", *expression.differentiable(dtypes))
-    return score_of(expression, dtypes, by, [x for x in PACKED if x in expression.names])
-
-
-def spec_of(scores):
-    """A kernel that evaluates each, in a namespace of its own."""
-    lines = [score_source.preamble("float16", Score())]
-    lines += ['#include "blocksparse/attention/elements.cuh"', EVALUATE]
-    for index, made in enumerate(scores):
-        text = re.sub(r"^#include .*$", "", made.text or "using Score = PlainScore;", flags=re.M)
-        lines.append(f"namespace score_{index} {{\n{text}}}")
-    calls = [f"    evaluate<score_{index}::Score>(p, {index});\n" for index in range(len(scores))]
-    lines += ['extern "C" __global__ void scores(const Parameters p) {', *calls, "}\n"]
-    return KernelSpec("blocksparse", "\n".join(lines), "scores", 32)
-
-
-def views_of(expression, tensors):
-    """Addresses and strides, 0 along axes that a tensor has not."""
-    found = b""
-    for name, axes in expression.captured:
-        steps = dict(zip(axes, tensors[name].stride(), strict=True))
-        strides = (steps.get(axis, 0) for axis in POSITIONS)
-        found += struct.pack("<Q4q", tensors[name].data_ptr(), *strides)
-    return found.ljust(40 * MOST, b"\0")
 
 
 def run(emulator, made, views, v):
@@ -112,33 +58,6 @@ def run(emulator, made, views, v):
     memory = ctypes.create_string_buffer(block, len(block))
     emulator.launch(spec_of(made), (1, 1), ctypes.addressof(memory))
     return out
-
-
-def check(found, expression, v, tensors):
-    """Beside the reference in float32, and the rules of derivatives there."""
-    dtypes = dtypes_of(expression)
-    values, trees = values_of(expression, tensors), expression.trees(dtypes)
-    mask = torch.ones(SHAPE)
-    if trees.mask is not None:
-        mask = expressions.mask(trees.mask, values, torch.float32).float().expand(SHAPE)
-    assert found[2].equal(mask), expression
-    wanted, slopes = v, {"v": torch.ones(SHAPE)}
-    if trees.score is not None:
-        wanted = expressions.score(trees.score, v, values)
-        for name in ("v", *expression.differentiable(dtypes)):
-            slope = derivative(trees.score, name, SMALLEST)
-            slopes[name] = expressions.score(slope, v, values)
-    close(found[0], wanted, expression)
-    close(found[1], slopes["v"], expression)
-    for index, name in enumerate(expression.names):
-        close(found[3 + index], slopes.get(name, torch.zeros(SHAPE)), expression)
-
-
-def close(found, wanted, expression):
-    torch.testing.assert_close(
-        found, wanted, rtol=2e-4, atol=2e-5, equal_nan=True,
-        msg=lambda text: f"{expression}: {text}",
-    )  # fmt: skip
 
 
 PAIRS = st.tuples(st.none() | SCORE | SCORE, st.none() | MASK)
@@ -162,27 +81,11 @@ def test_random_scores_are_the_references(examples, emulator):
     all_of_them()
 
 
-NAMED = {
-    "softcap": "gain * tanh(v / gain)",
-    "relative": "v * 0.5 + bias",
-    "alibi": "v - slope * abs(row - col)",
-    "sink": "where(col == 0, shift, v)",
-    "left out": "where(row < col, -inf, v)",
-    "powers": "v ** 3 + gain ** 2 - abs(v) ** shift ** 2",
-    "positions": "v + head * batch * 0.5 - (row * col) * 2 ** -head",
-    "conditional": "v if flag and not wanted else v / (1 + gain * gain)",
-    "wide": "v + document * topic * 3000000000",
-    "least": "v + (document - 9223372036854775807 - 1) * (topic - 2147483648) % 7",
-    "rests": "v + (row - col) % 3 * 9 + (row - col) // 3 + (col - row) % -3 * 99 + col // -2",
-    "by zero": "v + document // topic + document % topic + row // -1",
-}
-
-
 @needs_compiler
 def test_named_scores_are_the_references(emulator, seed):
     tensors, v = captured(), torch.randn(SHAPE)
     tensors["shift"] = (tensors["shift"].abs() + 1).clamp(max=2)
-    known = [expression_of(text) for text in NAMED.values()]
+    known = [expression_of(text) for text in (*NAMED.values(), EVERYTHING)]
     out = run(emulator, [made_of(x) for x in known], [views_of(x, tensors) for x in known], v)
     for expression, found in zip(known, out, strict=True):
         check(found, expression, v, tensors)
@@ -243,14 +146,6 @@ def test_what_a_matrix_has_one_of_is_computed_once():
     functions = text[text.index("operator()") :]
     for word in ("exp(", "sqrt(", "reciprocal(", "captured_value(", "head"):
         assert word in text and word not in functions, word
-
-
-EVERYTHING = (
-    "where((row + col) % 3 == head, v ** 3 + expm1(-abs(v)) * bias, min(v, shift) / slope)"
-    " + floor(v) * sign(v - gain) + erf(v) - ndtr(v) + clamp(v, -1, 1) + topic // (1 + document)"
-    " + max(row, topic) + min(row, col) * abs(row - col) + mod(topic, 3) + sign(col - 2)"
-    " + v ** gain + where(flag or not wanted, -inf, log1p(abs(v))) + document * topic"
-)
 
 
 def test_everything_compiles():
