@@ -52,7 +52,8 @@ def derivative(node: Node, by: str, smallest: float) -> Node:
         (x,), (slope,) = node.operands, slopes
         return product(_CHAIN[node.operator](x, node, smallest), slope)
     if node.operator == "where":
-        return _call("where", node.operands[0], *slopes[1:])
+        _, first, second = slopes
+        return first if first == second else _call("where", node.operands[0], first, second)
     return _OF_TWO[node.operator](*node.operands, *slopes, node, smallest)
 
 

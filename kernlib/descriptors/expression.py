@@ -80,9 +80,9 @@ def parse(text: str, parameters: tuple[str, ...]) -> Node:
     return _convert(syntax(text), text, frozenset(parameters))
 
 
-def syntax(text: str, what: str = "expression") -> ast.expr:
-    """Python's tree of an expression, or of ``what`` it is, that is nested no deeper than all that
-    walks it can bear.
+def syntax(text: str, what: str = "expression", deepest: int = DEEPEST) -> ast.expr:
+    """Python's tree of an expression, or of ``what`` it is, with no more than ``deepest``
+    operations in one another: what all that walks it can bear.
 
     Raises ValueError for others.
     """
@@ -93,22 +93,25 @@ def syntax(text: str, what: str = "expression") -> ast.expr:
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deep
         why = str(error) or "it is nested too deep"
         raise ValueError(f"{what} {shown(text)} does not parse: {why}") from None
-    if (depth := _depth(body)) > DEEPEST:
+    if (depth := _depth(body)) > deepest:
         advice = "several epilogues, or " if what == "expression" else ""
         raise ValueError(
             f"{what} {shown(text)} has {depth} operations in one another, of at most "
-            f"{DEEPEST}: use {advice}parentheses in long sums"
+            f"{deepest}: use {advice}parentheses in long sums"
         )
     return body
 
 
 def names(node: Node) -> frozenset[str]:
-    """The names that occur in a tree."""
-    if isinstance(node, Name):
-        return frozenset((node.name,))
-    if isinstance(node, Operation):
-        return frozenset().union(*(names(operand) for operand in node.operands))
-    return frozenset()
+    """The names that occur in a tree, found without recursion."""
+    found, left = set(), [node]
+    while left:
+        node = left.pop()
+        if isinstance(node, Name):
+            found.add(node.name)
+        elif isinstance(node, Operation):
+            left += node.operands
+    return frozenset(found)
 
 
 def tie_share(operation: Operation) -> float:

@@ -30,6 +30,7 @@ from kernlib.descriptors.score import kinds
 from kernlib.descriptors.score.kinds import ANY, BOOL, FLOAT, OWN, Term
 
 SCORE_CONSTANTS = {**CONSTANTS, "inf": float("inf")}
+DEEPEST = 50  # operations in one another: derivatives, several times as deep, are walked too
 CALLS = {**FUNCTIONS, **SCORE_FUNCTIONS}  # with the number of arguments
 _WHOLE = {ast.FloorDiv: "//", ast.Mod: "%"}
 _COMPARISONS = {
@@ -47,7 +48,7 @@ def parse_score(text: str, captured: tuple[tuple[str, str], ...]) -> Node:
     Raises ValueError that quotes what is wrong and says what would do.
     """
     reader = _Reader("score", text, dict(captured))
-    return kinds.as_float(reader.number(syntax(text, "score"))).node
+    return kinds.as_float(reader.number(syntax(text, "score", DEEPEST))).node
 
 
 @cache
@@ -55,7 +56,7 @@ def parse_mask(text: str, captured: tuple[tuple[str, str], ...]) -> Node:
     """The tree of a mask, which is a condition and knows no logit. Raises as :func:`parse_score`
     does."""
     reader = _Reader("mask", text, dict(captured))
-    return reader.condition(syntax(text, "mask")).node
+    return reader.condition(syntax(text, "mask", DEEPEST)).node
 
 
 class _Reader:

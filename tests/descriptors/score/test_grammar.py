@@ -121,7 +121,7 @@ WRONG_SCORES = {
     "v +": "score 'v .' does not parse",
     "1e999": "too large for a float64",
     "1" + "0" * 400: "too large for a float64",
-    "v" + " + v" * 101: "score .* 101 operations in one another, of at most 100: use parentheses",
+    "v" + " + v" * 51: "score .* 51 operations in one another, of at most 50: use parentheses",
     "~row": "compare it, as in row != 0; .* parentheses",
 }
 WRONG_MASKS = {

@@ -39,6 +39,7 @@ from tests.support.scores import (
     dtypes_of,
     expression_of,
     placed,
+    positions,
 )
 from tests.support.speeds import slow_but
 
@@ -146,6 +147,34 @@ def test_what_a_matrix_has_one_of_is_computed_once():
     functions = text[text.index("operator()") :]
     for word in ("exp(", "sqrt(", "reciprocal(", "captured_value(", "head"):
         assert word in text and word not in functions, word
+
+
+NESTED = {  # 50 operations in one another
+    "functions": "sin(" * 50 + "v" + ")" * 50,
+    "products": "v" + " * v" * 50,
+    "quotients": "v" + " / (1 + v)" * 49,
+    "quotients of functions": "tanh(v / " * 25 + "2" + ")" * 25,
+    "selections": "where(v > 1, " * 49 + "v" + ", 0)" * 49,
+    "maxima": "max(1, " * 50 + "v" + ")" * 50,
+    "powers": "v" + " ** v" * 50,
+    "whole": "(" * 49 + "row" + " + 1)" * 49 + " * v",
+    "conditions": "where(" + "not " * 48 + "(row < 1), v, 0)",
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_whatever_is_permitted_has_a_text_and_a_derivative(kind):
+    """With the frames of Python that a program of some depth leaves."""
+
+    def all_of_it(deeper):
+        if deeper:
+            return all_of_it(deeper - 1)
+        made = ScoreExpression(NESTED[kind])
+        v = torch.full((1, 1, 1, 2), 0.5, dtype=torch.float64, requires_grad=True)
+        expressions.score(made.trees(()).score, v, positions(1, 1, 1, 2)).sum().backward()
+        return score_of(made, (), ("v",)).has_score and v.grad.isfinite().all()
+
+    assert all_of_it(200)
 
 
 def test_everything_compiles():
