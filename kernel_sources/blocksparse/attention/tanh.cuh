@@ -1,7 +1,7 @@
 // The hyperbolic tangent of scores.
 #pragma once
 
-// To 2e-7 absolutely, in two special-function instructions: what caps a logit takes one for each,
+// To 3e-7 absolutely, in two special-function instructions: what caps a logit takes one for each,
 // and tanhf() has three times the instructions.
 __device__ __forceinline__ float fast_tanh(float x) {
     float t, inverse;  // tanh |x| = (1 - t) / (1 + t) for t = exp(-2 |x|)

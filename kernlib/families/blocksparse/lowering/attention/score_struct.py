@@ -39,7 +39,8 @@ def score_of(
     saves a multiplication of 64 bits an element. ``trees`` take the place of the expression's own,
     as where a part of the mask is a window.
 
-    Raises TypeError and ValueError as ``expression.trees`` does.
+    Raises TypeError and ValueError as ``expression.trees`` does, KeyError for float64, which no
+    kernel reads.
     """
     trees = expression.trees(dtypes) if trees is None else trees
     score, mask = trees
