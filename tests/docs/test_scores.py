@@ -35,6 +35,9 @@ ROWS = rows()
 SCORES = {
     "relative position bias": lambda v, b, h, i, j, t: v + t["bias"],
     "ALiBi": lambda v, b, h, i, j, t: v - t["slope"] * (i - j).abs(),
+    "ALiBi, the slopes of 8 heads": lambda v, b, h, i, j, t: (
+        v - torch.exp2(-(h + 1.0)) * (i - j).abs()
+    ),
     "capped logits": lambda v, b, h, i, j, t: t["cap"] * torch.tanh(v / t["cap"]),
     "a temperature each head": lambda v, b, h, i, j, t: v * t["sharpness"].exp(),
     "key padding, added": lambda v, b, h, i, j, t: v + t["padding"],

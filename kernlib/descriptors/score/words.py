@@ -14,6 +14,9 @@ _OTHERS = {
     "batch_idx": "batch", "head_idx": "head", "i": "row", "j": "col", "logit": VALUE, "s": VALUE,
 }  # fmt: skip
 _FUNCTIONS = {"maximum": "max", "minimum": "min", "remainder": "mod", "clip": "clamp"}
+_FUNCTIONS |= {"exp2": "2 ** x", "log2": "log(x) / log(2)", "rsqrt": "1 / sqrt(x)"}
+_FUNCTIONS |= {"ceil": "-floor(-x)", "round": "floor(x + 0.5)", "square": "x * x"}
+_FUNCTIONS |= {"sigmoid": "1 / (1 + exp(-x))", "relu": "max(x, 0)"}
 _FUNCTIONS |= {"logical_and": "and", "logical_or": "or", "logical_not": "not", "if_else": "where"}
 
 

@@ -21,6 +21,8 @@ from kernlib.lowering.epilogue_source import ExpressionSource
 SMALLEST = 1e-38  # near the least float that is normal
 _TYPES = {FLOAT: "float", INT: "int", LONG: "i64", BOOL: "bool"}
 _FUNCTIONS = {"//": "floor_quotient", "%": "floor_rest", "sign": "sign_of", "tanh": "fast_tanh"}
+_INFINITY = "infinity(0.0f)"
+_NOT_FINITE = {"inf": _INFINITY, "-inf": f"(-{_INFINITY})", "nan": f"({_INFINITY} - {_INFINITY})"}
 _OF_MATRIX = ("batch", "head")  # what is the same for a whole matrix
 _INLINE = "__device__ __forceinline__"
 _ALWAYS = Operation("==", (Integer(0, 32), Integer(0, 32)))
@@ -122,7 +124,7 @@ class _Source(ExpressionSource):
         return super()._render(node)
 
     def _literal(self, value: float) -> str:
-        return "infinity(0.0f)" if value == float("inf") else super()._literal(value)
+        return _NOT_FINITE.get(repr(value)) or super()._literal(value)
 
     def _operation(self, node: Operation) -> str:
         operator = node.operator

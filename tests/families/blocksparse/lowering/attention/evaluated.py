@@ -112,6 +112,7 @@ NAMED = {
     "alibi": "v - slope * abs(row - col)",
     "sink": "where(col == 0, shift, v)",
     "left out": "where(row < col, -inf, v)",
+    "infinite": "v * -inf + where(v > 0, inf * v, inf - inf) * gain",
     "powers": "v ** 3 + gain ** 2 - abs(v) ** shift ** 2",
     "positions": "v + head * batch * 0.5 - (row * col) * 2 ** -head",
     "conditional": "v if flag and not wanted else v / (1 + gain * gain)",
