@@ -64,6 +64,7 @@ __device__ __forceinline__ void multiply_rows(Logits<FRAGMENTS, GROUPS>& sums,
                                               const unsigned char* left,
                                               const unsigned char* right, u32 wanted) {
     constexpr int PITCH = pitch_of(WIDTH), STEPS = WIDTH / 16;
+    constexpr int AT_ONCE = STEPS < 4 ? STEPS : 4;
     const u32 a_at = address_of(left) + lane_by_rows<WIDTH>();
     const u32 b_at = address_of(right) + lane_by_columns<WIDTH>();
 #pragma unroll
@@ -74,7 +75,7 @@ __device__ __forceinline__ void multiply_rows(Logits<FRAGMENTS, GROUPS>& sums,
             for (int i = 0; i < 4; ++i) sums[f][n][i] = 0.0f;
     u32 a[FRAGMENTS][4], b[4];
     if (wanted == (1u << GROUPS) - 1) {
-#pragma unroll(STEPS < 4 ? STEPS : 4)
+#pragma unroll(AT_ONCE)
         for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f)
@@ -92,7 +93,7 @@ __device__ __forceinline__ void multiply_rows(Logits<FRAGMENTS, GROUPS>& sums,
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
         if (!(wanted >> g & 1)) continue;
-#pragma unroll(STEPS < 4 ? STEPS : 4)
+#pragma unroll(AT_ONCE)
         for (int step = 0; step < STEPS; ++step) {
             load_matrices<false>(b, b_at + g * 16 * PITCH + step * 32);
 #pragma unroll

@@ -12,9 +12,11 @@ struct Operands {
 struct Fixed {
     Strides q_strides, k_strides, v_strides, grad_strides, first_strides, second_strides;
     Sizes sizes;
+    int batches_of_cta, heads_of_cta;  // SUMMED: 1, or all of them
 };
 
-// Sums for captured tensors, which begin as zeros.
+// Sums for captured tensors, which begin as zeros. Of a pair of row and column one lane alone
+// writes the sum over batches and heads, in their order.
 template <int COUNT>
 struct CollectedPointers {
     float* collected[COUNT];
@@ -61,14 +63,16 @@ struct Collection {
             float x = gradient * score.template slope_of<COLLECTED_AT[INDEX]>(v, row, col);
             if (IS_PAIR[INDEX]) {
                 CapturedStrides to = p.collected_view(INDEX);
-                p.collected_at(INDEX)[batch * to.batch + head * to.head + row * to.row +
-                                      col * to.col] = x;
+                store(p.collected_at(INDEX) + batch * to.batch + head * to.head + row * to.row +
+                          col * to.col, x);
             } else {
                 sums[INDEX][half] += x;
             }
             add<INDEX + 1>(p, score, gradient, v, row, col, half, batch, head);
         }
     }
+
+    __device__ __forceinline__ static void store(float* to, float x) { *to = SUMMED ? *to + x : x; }
 
     // Those of a head, of the lane's first line `line` of `lines`; they begin anew.
     __device__ __forceinline__ void store(const Parameters& p, int line, int lines, int batch,
@@ -84,8 +88,8 @@ struct Collection {
                 sum += __shfl_xor_sync(ALL_LANES, sum, 2);
                 const int own = line + 8 * half;
                 if (threadIdx.x % 4 == 0 && own < lines)
-                    p.collected_at(index)[batch * to.batch + head * to.head +
-                                          own * (TURNED ? to.col : to.row)] = sum;
+                    store(p.collected_at(index) + batch * to.batch + head * to.head +
+                              own * (TURNED ? to.col : to.row), sum);
                 sums[index][half] = 0.0f;
             }
         }

@@ -25,6 +25,8 @@
 //   FIRST_PART, SECOND_PART   of these, what of dq or dk, and of dv, a CTA has
 //   COLLECTED                 captured tensors whose gradient is wanted along these lines, and of
 //   COLLECTED_AT, IS_PAIR     each its number and whether it has both rows and columns
+//   SUMMED                    whether some of these are sums over batches or heads, which a CTA
+//                             then takes one after the other
 //   MIN_BLOCKS                CTAs that a multiprocessor holds
 //   PARAMETER_BYTES           what lowering makes of Parameters
 #pragma once
@@ -238,51 +240,56 @@ __device__ __forceinline__ void store_part(const float (&sums)[PART / 8][4], uns
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-blocksparse_attention_gradient(const __grid_constant__ Parameters p) {
-    extern __shared__ __align__(128) unsigned char shared[];
+// Begins copies of a CTA's lines.
+__device__ __forceinline__ void begin_lines(unsigned char* shared, const Parameters& p,
+                                            const Sight& sight, int batch, int head, int tile) {
+    const int first = tile * TILE_LINES, end = TURNED ? sight.cols : sight.rows;
+    const Strides& a = TURNED ? p.k_strides : p.q_strides;
+    const Strides& b = TURNED ? p.v_strides : p.grad_strides;
+    load_rows<TILE_LINES, FEATURES>(shared, a.of(TURNED ? p.k : p.q, batch, head), a.row, first,
+                                    end, p.sizes.feature_chunks);
+    load_rows<TILE_LINES, VALUES>(shared + FIRST_LINES, b.of(TURNED ? p.v : p.grad, batch, head),
+                                  b.row, first, end, p.sizes.value_chunks);
+}
+
+// Of a lane's two rows, `line` and 8 further on.
+__device__ __forceinline__ Known known_of(const Parameters& p, const Sight& sight, int batch,
+                                          int head, int line) {
+    const i64 at = (i64(batch) * p.sizes.heads + head) * p.sizes.queries;
+    Known known = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = line + 8 * half;
+        if (row >= sight.rows) continue;
+        known.shifts[half] = shift_of(p.lse[at + row]);
+        known.deltas[half] = p.deltas[at + row];
+    }
+    return known;
+}
+
+// What a CTA leaves of a tile of lines of one head; turned, of one of k and v.
+__device__ __forceinline__ void run(const Parameters& p, unsigned char* shared, int batch,
+                                    int own_head, int tile_line) {
     const Sizes& sizes = p.sizes;
-    const int heads = TURNED ? sizes.heads / sizes.group : sizes.heads;
-    const Place place(sizes, heads);
-    if (place.batch >= sizes.batch) return;
-    const int batch = place.batch, lines = TURNED ? sizes.keys : sizes.queries;
-    // With CAUSAL the last rows, and the first columns, have most to do.
-    const int tile_line = TURNED ? place.tile : sizes.tiles - 1 - place.tile;
+    const int lines = TURNED ? sizes.keys : sizes.queries;
     const int first_line = tile_line * TILE_LINES + int(threadIdx.x / 32) * 16;
     const int line = first_line + int(threadIdx.x) % 32 / 4;
     const Sight sight = sight_of(p, batch, sizes.queries, sizes.keys);
     const float natural = read_scalar<float>(p.scale, 0);
     const float scale = natural * (HAS_SCORE ? 1.0f : LOG2_E);
-    const int first_head = TURNED ? place.head * sizes.group : place.head;
+    const int first_head = TURNED ? own_head * sizes.group : own_head;
     Cursor cursor(p, sight, batch, first_head, TURNED ? sizes.group : 1, tile_line);
 
     Item item;
     bool is_there = cursor.next(item);
     unsigned char* stages = shared + LINE_BYTES;
     if (is_there) {
-        const int own = TURNED ? place.head : first_head, end = TURNED ? sight.cols : sight.rows;
-        const Strides& a = TURNED ? p.k_strides : p.q_strides;
-        const Strides& b = TURNED ? p.v_strides : p.grad_strides;
-        load_rows<TILE_LINES, FEATURES>(shared, a.of(TURNED ? p.k : p.q, batch, own), a.row,
-                                        tile_line * TILE_LINES, end, sizes.feature_chunks);
-        load_rows<TILE_LINES, VALUES>(shared + FIRST_LINES,
-                                      b.of(TURNED ? p.v : p.grad, batch, own), b.row,
-                                      tile_line * TILE_LINES, end, sizes.value_chunks);
+        begin_lines(shared, p, sight, batch, TURNED ? own_head : first_head, tile_line);
         begin_stage(stages, p, sight, item, batch);
     }
     commit_copies();
 
-    Known known = {};
-    if (!TURNED) {
-        const i64 at = (i64(batch) * sizes.heads + first_head) * sizes.queries;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = line + 8 * half;
-            if (row >= sight.rows) continue;
-            known.shifts[half] = shift_of(p.lse[at + row]);
-            known.deltas[half] = p.deltas[at + row];
-        }
-    }
+    Known known = TURNED ? Known{} : known_of(p, sight, batch, first_head, line);
     int head = first_head;
     Score score = score_of<Score>(p, batch, head);
     Dropout dropout = dropout_of(p, u32(batch * sizes.heads + head));
@@ -327,13 +334,31 @@ blocksparse_attention_gradient(const __grid_constant__ Parameters p) {
     unsigned char* own = shared + threadIdx.x / 32 * 16 * pitch_of(FEATURES);
     if constexpr (NEEDS_FIRST)
         store_part<FIRST_PART>(sums.first[0], own,
-                               p.first_strides.of(p.first, batch, place.head),
+                               p.first_strides.of(p.first, batch, own_head),
                                p.first_strides.row, natural, first_line, lines, first_at,
                                part * FIRST_PART / CHUNK, sizes.feature_chunks);
     own = shared + FIRST_LINES + threadIdx.x / 32 * 16 * pitch_of(VALUES);
     if constexpr (NEEDS_SECOND)
         store_part<SECOND_PART>(sums.second[0], own,
-                                p.second_strides.of(p.second, batch, place.head),
+                                p.second_strides.of(p.second, batch, own_head),
                                 p.second_strides.row, 1.0f, first_line, lines, second_at,
                                 part * SECOND_PART / CHUNK, sizes.value_chunks);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+blocksparse_attention_gradient(const __grid_constant__ Parameters p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const Sizes& sizes = p.sizes;
+    const int heads = TURNED ? sizes.heads / sizes.group : sizes.heads;
+    const int of_cta = SUMMED ? p.heads_of_cta : 1, batches = SUMMED ? p.batches_of_cta : 1;
+    const Place place(sizes, heads / of_cta);
+    // With CAUSAL the last rows, and the first columns, have most to do.
+    const int tile_line = TURNED ? place.tile : sizes.tiles - 1 - place.tile;
+#pragma unroll 1
+    for (int index = 0; index < batches * of_cta; ++index) {
+        const int batch = place.batch * batches + index / of_cta;
+        if (batch >= sizes.batch) break;
+        run(p, shared, batch, place.head * of_cta + index % of_cta, tile_line);
+        if (SUMMED) __syncthreads();  // nobody reads what the next one's lines are copied to
+    }
 }

@@ -58,6 +58,7 @@ class Variant(NamedTuple):
     needs: tuple[bool, bool]  # dq or dk, and dv
     tile: Tile
     collected: tuple[tuple[int, bool], ...] = ()  # captured tensors, and whether they are of pairs
+    summed: bool = False  # whether some of these are summed over batches or heads
 
     @property
     def parts(self) -> int:
@@ -106,6 +107,16 @@ def collected(
     return tuple(x for x in enumerate(problem.collected) if x[1].axes in kinds)
 
 
+def together(problem: AttentionGradient, own: tuple[tuple[int, Collected], ...]) -> tuple[int, int]:
+    """Batches and heads that a block of threads takes one after the other: all of those over which
+    a captured tensor's gradient is summed, else one."""
+    attention, views = problem.attention, [each.strides for _, each in own]
+    return (
+        1 if all(view.batch for view in views) else max(1, attention.batch),
+        1 if all(view.head for view in views) else max(1, attention.heads),
+    )
+
+
 def tiles(problem: AttentionGradient, arch: str) -> list[Tile]:
     """Those that a GPU has shared memory and registers for."""
     return _tiles(*portable.widths(problem.attention), arch)
@@ -130,7 +141,9 @@ def _step(
     attention = problem.attention
     kept = tuple((each.index, each.axes == "pair") for _, each in own)
     kind = attention.dtype, attention.blocks[:2], turned
-    made = Variant(*kind, *portable.widths(attention), needs, tile, kept)
+    batches, of_cta = (1, 1) if turned else together(problem, own)
+    summed = batches * of_cta > 1
+    made = Variant(*kind, *portable.widths(attention), needs, tile, kept, summed)
     results = (("dk", problem.dk), ("dv", problem.dv)) if turned else (("dq", problem.dq),) * 2
     lines, heads = (
         (attention.keys, attention.kv_heads) if turned else (attention.queries, attention.heads)
@@ -139,14 +152,15 @@ def _step(
     numbers = text.views(attention)
     for operand in (attention.q, attention.k, attention.v, problem.grad, *(r for _, r in results)):
         numbers += operand[:3]
-    numbers += portable.sizes(attention, count)
+    numbers += [*portable.sizes(attention, count), batches, of_cta]
     numbers += [stride for _, each in own for stride in each.strides]
     # What is not wanted has no tensor: the address of q stands there, and nobody reads it.
     named_results = (name if need else "q" for (name, _), need in zip(results, needs, strict=True))
     names = ["col_bits" if turned else "row_bits", *NAMES, *named_results]
     names += [f"collected{place}" for place, _ in own]
     names += text.pointers(attention.score)
-    grid = portable.grid(attention.batch * heads * count), made.parts
+    heads //= of_cta
+    grid = portable.grid(attention.batch // max(1, batches) * heads * count), made.parts
     fixed = parameters(attention.score, len(own)).pack(*numbers)
     pointers = tuple((name, 0) for name in names)
     return Step(spec(attention.score, made), grid, fixed, pointers, len(text.SCALARS))
@@ -174,6 +188,7 @@ constexpr int SECOND_PART = {second};
 constexpr int COLLECTED = {len(made.collected)};
 constexpr int COLLECTED_AT[] = {{{numbers}}};
 constexpr bool IS_PAIR[] = {{{pairs}}};
+constexpr bool SUMMED = {text.flag(made.summed)};
 constexpr int MIN_BLOCKS = {2 if max(made.features, made.values) <= 128 else 1};
 constexpr int PARAMETER_BYTES = {parameters(score, len(made.collected)).size};
 
@@ -194,7 +209,7 @@ def _words(score: Score, made: Variant) -> list[str]:
     found = [f"{rows}x{cols}", f"{made.features}/{made.values}"]
     found += [f"{made.tile.depth} deep", *["1 stage"] * (made.tile.stages == 1)]
     found += [name for name, need in zip(results, made.needs, strict=True) if need]
-    found += [f"captured {index}" for index, _ in made.collected]
+    found += [f"captured {index}" for index, _ in made.collected] + ["summed"] * made.summed
     return found + text.words(score)
 
 
@@ -206,7 +221,7 @@ def shared_bytes(features: int, values: int, tile: Tile) -> int:
 
 def parameters(score: Score, collected: int) -> Parameters:
     """The parameter struct."""
-    fixed = portable.STRIDES * 6 + portable.SIZES + text.VIEW * collected
+    fixed = portable.STRIDES * 6 + portable.SIZES + "2i" + text.VIEW * collected
     return text.parameters(1 + len(NAMES) + 2 + collected, fixed, score)
 
 

@@ -87,8 +87,9 @@ class Attention(NamedTuple):
 class Collected(NamedTuple):
     """The gradient by a captured tensor as kernels leave it, in float32: for each batch and head a
     number for each row ("row"), column ("col"), or pair of these ("pair"), by ``strides``. It
-    begins as zeros; sums over what the tensor does not have are the caller's, over rows too where
-    it has neither rows nor columns."""
+    begins as zeros. Strides of 0 from one batch or head to the next are for sums over these, which
+    cost parallelism and are known of rows and pairs alone; other sums are the caller's, over rows
+    too where a tensor has neither rows nor columns."""
 
     index: int  # of the captured tensor
     axes: str

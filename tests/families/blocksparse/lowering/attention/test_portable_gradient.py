@@ -141,6 +141,34 @@ def test_scores_and_what_they_capture(dropout, emulator, seed):
         assert error(found.sum(over, keepdim=True), wanted) <= 1e-3
 
 
+@on_host
+@pytest.mark.parametrize("over", slow_but(("batches",), ("batches", "heads", "both")))
+def test_gradients_by_pairs_are_summed_where_nobody_tells_them_apart(over, emulator, seed):
+    """By one lane, in the order of batches and heads: the same bits each time, and beside those of
+    rows, which are summed with them."""
+    batch, heads = (1 if over in (n, "both") else 2 for n in ("batches", "heads"))
+    captured = (
+        torch.randn(batch, heads, 70, 1) * 0.3,
+        torch.randn(1, 1, 1, 90),
+        torch.randn(batch, heads, 70, 90) * 0.5,
+    )
+    made = Gradients(soft_bias(Case(queries=70, keys=90, batch=2, density=0.6)), captured)
+    given, results = [], []
+    for _ in range(2):
+        sums = {
+            (0, "row"): torch.zeros(captured[0].shape),
+            (2, "pair"): torch.zeros(captured[2].shape),
+        }
+        made.run(emulator, sums=sums)
+        made.check()
+        given.append(list(sums.values()))
+        results.append([t.clone() for t in made.results])
+    assert all(map(torch.equal, *given)) and all(map(torch.equal, *results))
+    doubles = tuple(t.double().requires_grad_() for t in captured)
+    wanted = made.wanted(doubles)
+    assert error(given[0][0], wanted[3]) <= 1e-3 and error(given[0][1], wanted[5]) <= 1e-3
+
+
 def test_rows_and_their_gradients_are_what_the_kernel_takes():
     made = Gradients(Case())
     problem = made.problem()
