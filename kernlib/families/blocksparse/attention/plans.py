@@ -203,19 +203,23 @@ def gradient_of(
 
 
 def _collected(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> Collected:
-    shape = collected_shape(descriptor, name, t, sizes)
-    strides, rows, cols = _new(shape), shape[2] > 1, shape[3] > 1
-    axes = "pair" if rows and cols else "col" if cols else "row"
-    view = View(strides.batch, strides.head, strides.row * rows, int(cols))
+    batch, heads, rows, cols = shape = collected_shape(descriptor, name, t, sizes)
+    of_batch, of_head, of_row = _new(shape)[:3]
+    axes = "pair" if rows > 1 and cols > 1 else "col" if cols > 1 else "row"
+    if axes == "pair":  # which is added up over what it does not have
+        of_batch, of_head = of_batch * (batch > 1), of_head * (heads > 1)
+    view = View(of_batch, of_head, of_row * (rows > 1), int(cols > 1))
     return Collected(descriptor.names.index(name), axes, view)
 
 
 def collected_shape(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
-    """Of what kernels leave of the gradient by a captured tensor: batch and head always apart, and
-    rows unless the tensor has columns alone."""
+    """Of what kernels leave of the gradient by a captured tensor: of one with rows and columns its
+    own, else of each batch and head, and of each row unless it has columns alone."""
     axes = dict(descriptor.captured)[name]
-    rows, cols = (t.shape[axes.index(axis)] if axis in axes else 1 for axis in ("row", "col"))
-    return sizes.batch, sizes.heads, rows if cols > 1 else sizes.queries, cols
+    batch, heads, rows, cols = (t.shape[axes.index(n)] if n in axes else 1 for n in AXES)
+    if rows > 1 and cols > 1:
+        return batch, heads, rows, cols
+    return sizes.batch, sizes.heads, 1 if cols > 1 else sizes.queries, cols
 
 
 def signature(problem: Attention) -> bytes:

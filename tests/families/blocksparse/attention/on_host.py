@@ -118,6 +118,9 @@ def _backward(problem: AttentionGradient, addresses, numbers, function) -> None:
         axes = ("row", "col") if each.axes == "pair" else (each.axes,)
         whole = [2 + n for n, axis in enumerate(("row", "col")) if axis not in axes]
         summed = found.sum(whole, keepdim=True) if whole else found
+        if each.axes == "pair":  # of which kernels add up batches and heads
+            over = [n for n in (0, 1) if not each.strides[n]]
+            summed = summed.sum(over, keepdim=True) if over else summed
         target = at(addresses[f"collected{place}"], each.strides, summed.shape, torch.float32)
         target.copy_(summed)
 
