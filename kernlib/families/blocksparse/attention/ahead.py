@@ -47,7 +47,8 @@ class Request(NamedTuple):
         for name in rest:
             if name not in descriptor.names:
                 arguments.refuse_name(descriptor, name)
-        options = arguments.options_of(descriptor, operands, numbers)
+        arguments.check_kinds(descriptor, operands)
+        options = arguments.options_of(descriptor, operands, **numbers)
         request = cls(descriptor, arguments.autocast(operands), out, options, rest)
         found = ATTENTION.materialised(*request)  # with tensors that a kernel may read
         return request if found is None else cls(*found)

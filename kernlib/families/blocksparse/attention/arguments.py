@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -87,35 +87,60 @@ def sizes_of(operands: tuple) -> Sizes:
     return Sizes(q.shape[0], k.shape[1], group, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
 
 
-def options_of(descriptor: BlockSparseAttention, operands: tuple, given: dict) -> Options:
-    """The numbers of a call by what it was given, ``NUMBERS`` by name. Raises TypeError and
-    ValueError for those that the descriptor has none of, and for what is no number."""
-    check_kinds(descriptor, operands)
-    scale, lengths = given.get("scale"), [given.get(n) for n in ("q_lengths", "kv_lengths")]
+def options_of(
+    descriptor: BlockSparseAttention,
+    operands: tuple,
+    scale=None,
+    window=None,
+    q_lengths=None,
+    kv_lengths=None,
+    dropout_p=0.0,
+    seed=None,
+    return_lse=False,
+) -> Options:
+    """The numbers of a call. Raises TypeError and ValueError for those that the descriptor has none
+    of, and for what is no number; operands are not checked, but for what a default needs."""
     if scale is None:
-        scale = 1.0 / math.sqrt(max(1, operands[1].shape[-1]))
-    window, p, seed = given.get("window"), given.get("dropout_p", 0.0), given.get("seed")
-    lse = given.get("return_lse", False)
-    if lse is not False:
-        check_flag("return_lse", lse)
-    described = descriptor.describe()
-    _check_given(described, "window", window is not None, descriptor.window)
-    has_lengths = any(value is not None for value in lengths)
-    _check_given(described, "q_lengths or kv_lengths", has_lengths, descriptor.lengths, "lengths")
-    p = checked_dropout(p)
-    has_seed = p != 0.0 or seed is not None
-    _check_given(described, "dropout_p or seed", has_seed, descriptor.dropout or None, "dropout")
-    seed = _seed(operands[1], seed) if descriptor.dropout else 0
-    return Options(scale, checked_window(window), *lengths, p, seed, lse)
+        scale = _scale(descriptor, operands)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
+    sides = (OPEN, OPEN)
+    if window is not None or descriptor.window:
+        _check_given(descriptor, "window", window is not None, "window")
+        sides = checked_window(window)
+    has_lengths = q_lengths is not None or kv_lengths is not None
+    if has_lengths or descriptor.lengths:
+        _check_given(descriptor, "q_lengths or kv_lengths", has_lengths, "lengths")
+    if descriptor.dropout:
+        check_kinds(descriptor, operands)
+        dropout_p, seed = checked_dropout(dropout_p), _seed(operands[1], seed)
+    elif seed is not None or checked_dropout(dropout_p) != 0.0:
+        _refuse(descriptor, "dropout_p or seed", "dropout")
+    return Options(
+        scale, sides, q_lengths, kv_lengths, dropout_p, 0 if seed is None else seed, return_lse
+    )
 
 
-def _check_given(described: str, name: str, is_given: bool, known: bool | None, flag="window"):
-    """``known`` says whether the descriptor needs it, None whether it may not have it. Raises
-    ValueError."""
-    if known and not is_given and flag != "dropout":
-        raise ValueError(f"{described} needs {name}")
-    if is_given and not known:
-        raise ValueError(f"{name} is given, and {described} takes none: make one with {flag}=True")
+def _scale(descriptor: BlockSparseAttention, operands: tuple) -> float:
+    try:
+        return 1.0 / math.sqrt(max(1, operands[1].shape[-1]))
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        check_kinds(descriptor, operands)
+        raise
+
+
+def _check_given(descriptor, name: str, is_given: bool, flag: str) -> None:
+    """Raises ValueError for what a descriptor needs and a call has not, or the other way round."""
+    if not is_given:
+        raise ValueError(f"{descriptor.describe()} needs {name}")
+    if not getattr(descriptor, flag):
+        _refuse(descriptor, name, flag)
+
+
+def _refuse(descriptor: BlockSparseAttention, name: str, flag: str) -> NoReturn:
+    raise ValueError(
+        f"{name} is given, and {descriptor.describe()} takes none: make one with {flag}=True"
+    )
 
 
 def checked_window(window) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from kernlib.families.blocksparse.attention import arguments
+from kernlib.families.blocksparse.attention.arguments import autocast, check_kinds, options_of
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.primitive import calls, refuse_overlap
 from kernlib.runtime.products import requires_gradient
@@ -15,19 +15,29 @@ def run(
     descriptor: BlockSparseAttention,
     *operands,
     out: torch.Tensor | None = None,
-    **given,
+    scale: float | torch.Tensor | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    return_lse: bool = False,
+    **captured: torch.Tensor,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What ``descriptor`` describes of ``operands``, layout, q, k and v, as it says itself."""
-    captured = {name: value for name, value in given.items() if name not in arguments.NUMBERS}
-    options = arguments.options_of(descriptor, operands, given)
+    options = options_of(
+        descriptor, operands, scale, window, q_lengths, kv_lengths, dropout_p, seed, return_lse
+    )
     if torch._C._is_any_autocast_enabled():
+        check_kinds(descriptor, operands)
         if isinstance(out, torch.Tensor):  # which casts would hide
             refuse_overlap(operands, out, options, captured)
-        operands = arguments.autocast(operands)
+        operands = autocast(operands)
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled()
         and requires_gradient(captured.values(), *operands[1:], out, *options.tensors)
     ):
+        check_kinds(descriptor, operands)
         from kernlib.families.blocksparse.attention import (
             gradients,  # which calls without a gradient do without
         )
@@ -35,4 +45,4 @@ def run(
         y, lse = gradients.recorded(descriptor, operands, out, options, captured)
     else:
         y, lse = calls.execute(descriptor, operands, out, options, captured)
-    return (y, lse) if options.lse else y
+    return (y, lse) if return_lse else y

@@ -246,8 +246,7 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, *given):
     descriptor, count = from_text(text), len(arguments.NUMBERS)
     numbers, (q, k, v, *tensors) = given[:count], given[count:]
     operands = Layout.from_layout(layout_text, tensors[: len(TENSORS)]), q, k, v
-    known = dict(zip(arguments.NUMBERS, numbers, strict=True))
-    options = arguments.options_of(descriptor, operands, known)
+    options = arguments.options_of(descriptor, operands, *numbers)
     operands = arguments.autocast(operands)
     captured = dict(zip(names.split(), tensors[len(TENSORS) :], strict=True))
     arguments.check_operands(descriptor, operands, options, captured)
