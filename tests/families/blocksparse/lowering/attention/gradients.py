@@ -30,9 +30,13 @@ class Gradients:
         for name in ("q", "k", "v"):
             given = getattr(made, name)
             setattr(self, f"d{name}", guarded(*given.shape, given.dtype))
-        out, lse = made.wanted()
-        made.out.copy_(out)
-        made.lse.copy_(lse)
+        self.renew()
+
+    def renew(self) -> None:
+        """The result, after a change to what it is of."""
+        out, lse = self.made.wanted()
+        self.made.out.copy_(out)
+        self.made.lse.copy_(lse)
 
     @property
     def results(self) -> list[torch.Tensor]:
