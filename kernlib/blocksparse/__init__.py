@@ -17,6 +17,7 @@ _NAMES = {
         "sliding_window",
         "top_k",
     ),
+    "kernlib.families.blocksparse.attention.as_torch": ("scaled_dot_product_attention",),
     "kernlib.families.blocksparse.attention.functions": ("attention",),
     "kernlib.families.blocksparse.functions": ("dds", "dsd", "sdd"),
     "kernlib.families.blocksparse.scaled.functions": ("quantize", "scaled_dds", "scaled_dsd"),

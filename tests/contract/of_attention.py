@@ -16,7 +16,8 @@ from tests.families.blocksparse.attention.cases import Shape, formula
 
 KINDS = KINDS_OF_PRODUCTS | {
     "causal": "flag", "window": "int", "score": "text", "mask": "text", "dropout_p": "number",
-    "seed": "int", "return_lse": "flag", "axes": "any", "captured": "any",
+    "seed": "int", "return_lse": "flag", "axes": "any", "captured": "any", "is_causal": "flag",
+    "enable_gqa": "flag",
 }  # fmt: skip
 FLAGS = {"window": "flag", "lengths": "flag", "dropout": "flag"}
 NAMES = (
@@ -149,12 +150,42 @@ def descriptor(c: Context) -> dict:
     return made | {name: c.random.random() < 0.5 for name in flags}
 
 
+def as_torch(c: Context) -> dict:
+    given = operands(c)
+    layout, shape = given.pop("layout"), (given["q"].shape[1:3], given["k"].shape[2])
+    made = dict(zip(("query", "key", "value"), given.values(), strict=True))
+    made |= {"attn_mask": None, "dropout_p": 0.0, "is_causal": c.random.random() < 0.5}
+    made |= {"scale": c.random.choice([None, 0.5]), "enable_gqa": True, "layout": layout}
+    if c.random.random() < 0.6:
+        mask = c.randn(*shape[0], shape[1])
+        made["attn_mask"] = c.random.choice([mask, mask[0], mask > 0])
+    return made
+
+
+def wanted_as_torch(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+    enable_gqa=False, *, layout,
+):  # fmt: skip
+    plain.flag(is_causal, enable_gqa)
+    heads, own = query.shape[-3], key.shape[-3]
+    if heads != own and not enable_gqa:
+        raise ValueError("heads")
+    rest = {"scale": scale, "causal": is_causal, "dropout_p": dropout_p}
+    if attn_mask is None:
+        return wanted(query, key, value, layout, **rest)
+    torch.broadcast_shapes(attn_mask.shape, (*query.shape[:-1], key.shape[-2]))
+    return None
+
+
 ENTRIES = {
     "kernlib.BlockSparseAttention": Entry(
         kl.BlockSparseAttention, descriptor, 0, KINDS | FLAGS, None, NAMES, 2
     ),
     "kernlib.run_kernel block-sparse attention": Entry(
         kl.run_kernel, described, 5, KINDS, wanted_described, NAMES, 3
+    ),
+    "kernlib.blocksparse.scaled_dot_product_attention": Entry(
+        kl.blocksparse.scaled_dot_product_attention, as_torch, 8, KINDS, wanted_as_torch, NAMES, 3
     ),
     "kernlib.blocksparse.attention": Entry(call, called, 4, KINDS, wanted, NAMES, 4),
 }
