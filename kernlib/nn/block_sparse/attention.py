@@ -18,6 +18,7 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
+from kernlib.nn.block_sparse.fused import fused, takes
 from kernlib.nn.block_sparse.weight import check_kind, checked_dtype
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.runtime.arguments import check_broadcast
@@ -54,15 +55,25 @@ def block_sparse_attention(
       True takes part. Rows that nothing is left of are 0, and so are their gradients.
     - ``precision``: of float32, as in :class:`kernlib.BlockSparseMatmul`.
 
-    Scores and probabilities are stored, three kernels one after the other. Raises TypeError and
-    ValueError that name the argument. The operation is that of Torch-Blocksparse, after Child et
-    al., "Generating Long Sequences with Sparse Transformers" (2019).
+    float16 and bfloat16 on a GPU are computed by one kernel, as
+    :func:`kernlib.blocksparse.attention` is; of others scores and probabilities are stored, three
+    kernels one after the other. Raises TypeError and ValueError that name the argument. The
+    operation is that of Torch-Blocksparse, after Child et al., "Generating Long Sequences with
+    Sparse Transformers" (2019).
     """
     check_dense(("q", "k", "v"), q=q, k=k, v=v)
     check_flag("key_transposed", key_transposed)
     _check_sizes(q, k, v, layout, key_transposed)
+    modes = {"key_padding_mask": key_padding_mask_mode, "attn_mask": attn_mask_mode}
+    for name, mode in modes.items():
+        _check_mode(f"{name}_mode", mode)
     if scale is None:
         scale = 1.0 / math.sqrt(max(1, q.shape[-1]))
+    if takes(q, k, v, key_transposed):
+        BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
+        given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        masks = {name: mask for name, mask in given.items() if mask is not None}
+        return fused(q, k.mT if key_transposed else k, v, layout, scale, masks, modes, causal)
     scores = sdd(q, k, layout, transpose_b=not key_transposed, precision=precision)
     if key_padding_mask is not None and layout.heads is None:
         check_dense((), key_padding_mask=key_padding_mask)
@@ -75,6 +86,12 @@ def block_sparse_attention(
         attn_mask_mode, causal,
     )  # fmt: skip
     return dsd(weights, v, layout, precision=precision)
+
+
+def _check_mode(name: str, mode) -> None:
+    """Raises ValueError."""
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"{name} must be one of {MODES}, got {shown(mode)}")
 
 
 def _check_sizes(q, k, v, layout, key_transposed: bool) -> None:
@@ -165,8 +182,7 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         device = None if device is None else checked_device(device)
         modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
         for name, mode in modes.items():
-            if not isinstance(mode, str) or mode not in MODES:
-                raise ValueError(f"{name} must be one of {MODES}, got {shown(mode)}")
+            _check_mode(name, mode)
         dtype = checked_dtype(dtype)
         BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
         made = _as_layout(layout, block, num_heads)

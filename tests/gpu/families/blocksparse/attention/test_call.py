@@ -32,7 +32,7 @@ def launched(call) -> tuple:
     found = []
     stop = events.subscribe(found.append)
     try:
-        return call(), [event for event in found if event.kind == "launch"]
+        return call(), [event for event in found if event.name == "launch"]
     finally:
         stop()
 
