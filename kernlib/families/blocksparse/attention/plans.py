@@ -120,8 +120,12 @@ def problem_of(
     sizes = sizes_of(operands)
     dtypes = dtypes_of(descriptor, captured)
     is_known = q.dtype in HALF_TYPES and all(dtype in CAPTURED for dtype in dtypes)
-    if not is_known or max(sizes.features, sizes.values) > MOST:
-        return None
+    if (
+        not is_known
+        or max(sizes.features, sizes.values) > MOST
+        or not (sizes.keys and sizes.values)
+    ):
+        return None  # of no keys, or no values, there is an lse to write all the same
     features, values = padded(sizes.features), padded(sizes.values)
     seen = [_seen(t, width) for t, width in ((q, features), (k, features), (v, values))]
     shape = (*sizes.out[:3], values)

@@ -205,7 +205,9 @@ def _gradient_launch(
     (out, lse), (grad, grad_lse) = saved, grads
     made = [None if make is None else make() for make in plan.made]
     collected = [make() for _, make in plan.collected]
-    if plan.launch is not None:
+    if plan.launch is None:  # of no queries: keys have gradients of 0
+        made = [t if t is None else t.zero_() for t in made]
+    else:
         numbers, kept = plans.numbers_of(plan, options)
         given = [read.of(t) for read, t in zip(plan.reads, (*tensors, out, grad), strict=True)]
         rest = plans.behind(plan, descriptor, options, captured)

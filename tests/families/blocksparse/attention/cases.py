@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     def layout(self, heads: int | None = None, density: float = 0.5, spare: int = 2) -> Layout:
         """A random one, whose first row of blocks is empty and whose last is full."""
         mask = torch.rand(*(() if heads is None else (heads,)), *self.grid) < density
-        mask[..., 0, :], mask[..., -1, :] = False, True
+        mask[..., :1, :], mask[..., -1:, :] = False, True
         return Layout(mask, self.block, capacity=int(mask.sum()) + spare)
 
     def dense(self) -> Layout:

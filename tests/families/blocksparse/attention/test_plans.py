@@ -223,9 +223,20 @@ def test_what_no_kernel_takes_goes_to_torch(kernels, gpus, seed):
 
 
 def test_an_empty_result_launches_nothing(kernels, gpus):
-    shape = SHAPE._replace(batch=0)
-    made, tensors = operands(shape)
+    made, tensors = operands(SHAPE._replace(batch=0))
     assert attention(*tensors, made).shape == (0, 4, 50, 5) and not gpus.launches
+    made, tensors = operands(SHAPE._replace(queries=0), grad=True)
+    y = attention(*tensors, made)
+    found = torch.autograd.grad(y, tensors, torch.zeros_like(y))
+    assert not gpus.launches
+    assert all(t.shape == own.shape and not t.any() for t, own in zip(found, tensors, strict=True))
+
+
+@pytest.mark.parametrize("change", [{"keys": 0}, {"values": 0}])
+def test_an_lse_without_keys_or_values_is_torch_s(change, kernels):
+    made, tensors = operands(SHAPE._replace(**change))
+    options = primitive.Options(1.0, (0, 0), None, None, 0.0, 0, True)
+    assert not plans.takes(BlockSparseAttention(), (made, *tensors), options, {})
 
 
 def test_kernels_that_there_are_take_a_call(gpus, seed):
