@@ -36,11 +36,11 @@ def fused(
     scale: float | torch.Tensor,
     masks: dict,
     modes: dict[str, str],
-    causal: bool,
+    **rest: object,
 ) -> torch.Tensor:
     """What :func:`kernlib.nn.block_sparse_attention` computes of q, k and v (..., H, L, D): with
-    ``masks`` by name, rpe among them, and the modes of those that have one. Raises TypeError and
-    ValueError that name a mask."""
+    ``masks`` by name, rpe among them, and the modes of those that have one; ``rest`` are causal and
+    a dropout. Raises TypeError and ValueError that name a mask."""
     lead = broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
     *batch, heads = lead
     operands = [_flat(t.expand(*lead, *t.shape[-2:]), len(batch)) for t in (q, k, v)]
@@ -68,9 +68,9 @@ def fused(
         else:
             score.append(name)
     found = attention(
-        *operands, layout, scale=scale, causal=causal, axes=axes,
+        *operands, layout, scale=scale, axes=axes,
         score=" + ".join(score) if score != ["v"] else None,
-        mask=" and ".join(kept) or None, **captured,
+        mask=" and ".join(kept) or None, **rest, **captured,
     )  # fmt: skip
     return found.reshape(*lead, rows, v.shape[-1])
 

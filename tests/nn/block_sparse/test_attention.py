@@ -287,6 +287,28 @@ def test_modes_of_masks(route):
         assert torch.allclose(made(*given, masks[0], attn_mask=masks[1])[0], wanted)
 
 
+def test_dropout():
+    """In training alone, of so many probabilities as it says."""
+    made = BlockSparseMultiheadAttention(SIZE, HEADS, layout_of(), dropout=0.25, dtype=DOUBLE)
+    given = [t.detach() for t in inputs(False, *[SIZE] * 3)]
+    one, other = made(*given)[0], made(*given)[0]
+    assert not torch.allclose(one, other)
+    made.eval()
+    assert torch.equal(made(*given)[0], made(*given)[0])
+    q, k, _ = (t.detach() for t in operands())
+    ones = torch.eye(LENGTHS[1], dtype=DOUBLE).expand(2, HEADS, -1, -1)
+    layout = layout_of()
+    weights = block_sparse_attention(q, k, ones, layout)
+    dropped = block_sparse_attention(q, k, ones, layout, dropout_p=0.25, seed=5)
+    again = block_sparse_attention(q, k, ones, layout, dropout_p=0.25, seed=5)
+    assert torch.equal(dropped, again)
+    kept = dropped != 0
+    assert torch.allclose(dropped[kept], weights[kept] / 0.75)
+    assert abs(float(kept.sum() / (weights != 0).sum()) - 0.75) < 0.02
+    with pytest.raises(ValueError, match="dropout_p must be a number from 0 to 1"):
+        block_sparse_attention(q, k, ones, layout_of(), dropout_p=1.5)
+
+
 def test_states_load_both_ways():
     made, plain = pair(layout_of())
     torch.manual_seed(2)
@@ -372,7 +394,7 @@ def test_compiled_it_is_one_graph(route):
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"dropout": 0.1}, NotImplementedError, "dropout of block-sparse attention is not supp"),
+        ({"dropout": 1.0}, ValueError, "dropout must be a number from 0 to 1, without 1, got 1.0"),
         ({"add_bias_kv": True}, NotImplementedError, "add_bias_kv is not supported"),
         ({"add_zero_attn": True}, NotImplementedError, "add_zero_attn is not supported"),
         ({"num_heads": 5}, ValueError, "embed_dim must be a multiple of num_heads, got 32 and 5"),
@@ -383,7 +405,7 @@ def test_compiled_it_is_one_graph(route):
         ({"block": 16}, ValueError, "block goes with a mask"),
         ({"attn_mask_mode": "max"}, ValueError, "attn_mask_mode must be one of"),
         ({"dtype": torch.int8}, TypeError, "dtype must be one of"),
-        ({"dropout": "no"}, TypeError, r"dropout must be 0\.0, got 'no'"),
+        ({"dropout": "no"}, TypeError, "dropout must be a number from 0 to 1, without 1, got 'no'"),
         ({"kdim": 0}, ValueError, "kdim must be 1 to"),
         ({"bias": 1}, TypeError, "bias must be a bool"),
         ({"batch_first": None}, TypeError, "batch_first must be a bool"),
