@@ -183,8 +183,8 @@ def _part(case: Case, piece: Piece, places: dict, own: dict, wide: torch.dtype) 
     taken = kept.any(3, keepdim=True).any(2, keepdim=True)[..., None]
     k, v = torch.where(taken, k, 0.0), torch.where(taken, v, 0.0)
     logits = scaled(_times(q.squeeze(4), k.squeeze(3).squeeze(2).mT), case.options.scale)
-    logits = torch.where(kept, logits, 0.0)
     if case.trees.score is not None:
+        logits = torch.where(kept, logits, 0.0)  # for its derivative where a key is left out
         logits = expressions.score(case.trees.score, logits, indices | captured)
     logits = torch.where(kept, logits, LOWEST)
     most = logits.detach().amax(-1, keepdim=True)
@@ -193,8 +193,8 @@ def _part(case: Case, piece: Piece, places: dict, own: dict, wide: torch.dtype) 
     sums = powers.sum(-1, keepdim=True)
     is_alone = sums == 0.0
     sums = torch.where(is_alone, 1.0, sums)
-    weights = _dropped(case, indices, powers / sums)
-    out = torch.where(is_alone, 0.0, _times(weights, v.squeeze(3).squeeze(2)))
+    weights = _dropped(case, indices, powers)
+    out = torch.where(is_alone, 0.0, _times(weights, v.squeeze(3).squeeze(2)) / sums)
     return out, torch.where(is_alone, LOWEST, most + torch.log(sums))
 
 
