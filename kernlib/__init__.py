@@ -45,6 +45,7 @@ _NAMES = {
         "rational_quadratic",
         "squared_distance",
     ),
+    "kernlib.families.blocksparse.attention.descriptor": ("BlockSparseAttention",),
     "kernlib.families.blocksparse.descriptor": ("BlockSparseMatmul",),
     "kernlib.families.blocksparse.scaled.descriptor": ("BlockSparseScaledMatmul",),
     "kernlib.families.blocksparse.softmax.descriptor": ("BlockSparseSoftmax",),

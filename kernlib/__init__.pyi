@@ -35,6 +35,9 @@ from kernlib.errors import KernlibError as KernlibError
 from kernlib.errors import KernlibWarning as KernlibWarning
 from kernlib.errors import NotCachedError as NotCachedError
 from kernlib.errors import UnsupportedError as UnsupportedError
+from kernlib.families.blocksparse.attention.descriptor import (
+    BlockSparseAttention as BlockSparseAttention,
+)
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul as BlockSparseMatmul
 from kernlib.families.blocksparse.scaled.descriptor import (
     BlockSparseScaledMatmul as BlockSparseScaledMatmul,
@@ -93,9 +96,9 @@ __version__: str
 
 # What a star import brings: all but compile, whose name is a builtin's.
 __all__ = [
-    "Abs", "Add", "Bias", "BlockSparseMatmul", "BlockSparseScaledMatmul", "BlockSparseSoftmax",
-    "CaptureError", "Cauchy",
-    "CompileError", "ConvergenceWarning", "Custom", "ExpPower", "Gate", "Gaussian", "Gelu",
+    "Abs", "Add", "Bias", "BlockSparseAttention", "BlockSparseMatmul", "BlockSparseScaledMatmul",
+    "BlockSparseSoftmax", "CaptureError", "Cauchy", "CompileError",
+    "ConvergenceWarning", "Custom", "ExpPower", "Gate", "Gaussian", "Gelu",
     "Identity", "KernlibError", "KernlibWarning", "KroneckerProduct", "KroneckerSparse",
     "KroneckerSparseChain", "Laplace", "LeakyRelu", "Matern", "NotCachedError", "Pairwise",
     "Polynomial", "Power", "PowerExponential", "PowerLog", "RationalQuadratic", "Relu", "Root",

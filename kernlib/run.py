@@ -104,6 +104,9 @@ def run_kernel(
     - :class:`kernlib.BlockSparseSoftmax`: ``run_kernel(descriptor, layout, x, *, rpe,
       key_padding_mask, attn_mask, scale=1.0, out=None)``, of which it takes the scores and masks
       that the descriptor names.
+    - :class:`kernlib.BlockSparseAttention`: ``run_kernel(descriptor, layout, q, k, v, *, ...,
+      scale=None, return_lse=False, out=None)``, of which it takes window, lengths, dropout and
+      captured tensors that the descriptor names. q (B, H, LQ, E) gives (B, H, LQ, EV).
 
     Each takes ``debug=False`` too. float32, float16, bfloat16 and float64; CUDA tensors run
     on their device, on torch's current stream, without waiting for the device; the kernel is

@@ -1,4 +1,5 @@
-"""Block-sparse matrices: which blocks are stored, products with them, and softmax over their rows.
+"""Block-sparse matrices: which blocks are stored, products with them, softmax over
+their rows, and attention.
 
 Names are loaded when first used. The model of the family is the Torch-Blocksparse project.
 """
@@ -16,6 +17,8 @@ _NAMES = {
         "sliding_window",
         "top_k",
     ),
+    "kernlib.families.blocksparse.attention.as_torch": ("scaled_dot_product_attention",),
+    "kernlib.families.blocksparse.attention.functions": ("attention",),
     "kernlib.families.blocksparse.functions": ("dds", "dsd", "sdd"),
     "kernlib.families.blocksparse.scaled.functions": ("quantize", "scaled_dds", "scaled_dsd"),
     "kernlib.families.blocksparse.softmax.functions": ("softmax",),

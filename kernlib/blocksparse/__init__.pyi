@@ -1,5 +1,9 @@
 """What a type checker sees of kernlib.blocksparse: the names that its ``__getattr__`` loads."""
 
+from kernlib.families.blocksparse.attention.as_torch import (
+    scaled_dot_product_attention as scaled_dot_product_attention,
+)
+from kernlib.families.blocksparse.attention.functions import attention as attention
 from kernlib.families.blocksparse.builders import block_diagonal as block_diagonal
 from kernlib.families.blocksparse.builders import causal as causal
 from kernlib.families.blocksparse.builders import dense as dense

@@ -328,12 +328,11 @@ def test_row_11_rows_of_any_length(dtype):
     assert (found - wanted).norm() < gate * wanted.norm()
 
 
-@pytest.mark.parametrize("option", ("add_bias_kv", "add_zero_attn", "dropout"))
+@pytest.mark.parametrize("option", ("add_bias_kv", "add_zero_attn"))
 def test_row_13_what_changes_the_length_of_keys_is_refused(option):
     info = torch_blocksparse.SparsityInfo("dense", 16)
-    value = 0.5 if option == "dropout" else True
     with pytest.raises(NotImplementedError, match=f"{option} "):
-        torch_blocksparse.MultiheadAttention(32, 2, info, **{option: value})
+        torch_blocksparse.MultiheadAttention(32, 2, info, **{option: True})
 
 
 def test_row_14_fixed_layouts():
@@ -411,9 +410,12 @@ def test_row_16_modules_are_replaced():
     with pytest.raises(TypeError, match="in no place to be swapped"):
         torch_blocksparse.replace_mha(nn.MultiheadAttention(32, 2), None)
     dropping = nn.TransformerEncoderLayer(32, 2, 48, 0.1)
-    with pytest.raises(NotImplementedError, match="dropout"):
-        torch_blocksparse.replace_mha(dropping, torch_blocksparse.SparsityInfo("dense", 16))
-    assert type(dropping.self_attn) is nn.MultiheadAttention
+    torch_blocksparse.replace_mha(dropping, torch_blocksparse.SparsityInfo("dense", 16))
+    assert dropping.self_attn.dropout == 0.1
+    adding = nn.Sequential(nn.MultiheadAttention(32, 2, add_zero_attn=True))
+    with pytest.raises(NotImplementedError, match="add_zero_attn"):
+        torch_blocksparse.replace_mha(adding, torch_blocksparse.SparsityInfo("dense", 16))
+    assert type(adding[0]) is nn.MultiheadAttention
 
 
 # The rest.

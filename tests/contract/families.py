@@ -7,6 +7,7 @@ from importlib import import_module
 
 from tests.contract import (
     cases,
+    of_attention,
     of_block_sparse_layers,
     of_blocksparse,
     of_kronecker_product,
@@ -19,6 +20,7 @@ from tests.contract import (
 
 ENTRIES = of_pairwise.ENTRIES | of_products.ENTRIES | of_kronecker_product.ENTRIES
 ENTRIES |= of_blocksparse.ENTRIES | of_block_sparse_layers.ENTRIES | of_scaled.ENTRIES
+ENTRIES |= of_attention.ENTRIES
 ENTRIES |= of_linalg.ENTRIES | of_service.ENTRIES
 MODULES = (
     "kernlib", "kernlib.blocksparse", "kernlib.linalg", "kernlib.nn", "kernlib.nn.compat",

@@ -30,6 +30,9 @@ SIGNATURES = {  # by what is required
     ),
     "run_kernel(descriptor, layout, a, b, scale_a, scale_b)": kl.BlockSparseScaledMatmul("dsd"),
     "run_kernel(descriptor, layout, x, rpe=...)": kl.BlockSparseSoftmax(rpe=True),
+    "run_kernel(descriptor, layout, q, k, v, window=..., slope=...)": kl.BlockSparseAttention(
+        score="v - slope * (row - col)", captured={"slope": "head"}, causal=True, window=True
+    ),
 }
 NAMES = {name: getattr(kl, name) for name in dir(kl)}
 
@@ -79,7 +82,7 @@ def test_help_of_a_named_descriptor_has_fields_and_a_call(name):
 def test_help_of_run_kernel_has_each_class_and_its_arguments():
     text = inspect.getdoc(kl.run_kernel)
     kinds = [v for v in NAMES.values() if inspect.isclass(v) and issubclass(v, Descriptor)]
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     for kind in kinds:
         assert f":class:`kernlib.{kind.__name__}`" in text
     for descriptor in SIGNATURES.values():

@@ -9,6 +9,8 @@ import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse import checks, plans
+from kernlib.families.blocksparse.attention import ahead as attention
+from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.gradients import parts, terms
 from kernlib.families.blocksparse.lowering import choose
@@ -30,8 +32,12 @@ from kernlib.runtime.operation import REFERENCE
 from kernlib.runtime.products import Call
 
 SIZES = (16, 32, 64, 128)  # of blocks
-Descriptor = BlockSparseMatmul | BlockSparseScaledMatmul | BlockSparseSoftmax
-OTHERS = {BlockSparseScaledMatmul: scaled, BlockSparseSoftmax: softmax}  # which have their own
+Descriptor = BlockSparseMatmul | BlockSparseScaledMatmul | BlockSparseSoftmax | BlockSparseAttention
+OTHERS = {  # which have their own
+    BlockSparseScaledMatmul: scaled,
+    BlockSparseSoftmax: softmax,
+    BlockSparseAttention: attention,
+}
 
 
 def _request(descriptor: BlockSparseMatmul, tensors: tuple, arguments: dict) -> Request:

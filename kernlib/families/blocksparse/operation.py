@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kernlib.families.blocksparse.attention import operation as attention
+from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.product import PRODUCT, calls
 from kernlib.families.blocksparse.scaled import operation as scaled
@@ -22,4 +24,5 @@ RUNS = {
     BlockSparseMatmul: run,
     BlockSparseScaledMatmul: scaled.run,
     BlockSparseSoftmax: softmax.run,
+    BlockSparseAttention: attention.run,
 }

@@ -14,6 +14,8 @@ from torch._C._functorch import is_legacy_batchedtensor
 from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.blocksparse import checks, gradients
+from kernlib.families.blocksparse.attention import operators as attention
+from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import NAMES, Layout
 from kernlib.families.blocksparse.product import PRODUCT, calls
@@ -170,17 +172,23 @@ product = register(
 
 
 def run(
-    descriptor: BlockSparseMatmul | BlockSparseScaledMatmul | BlockSparseSoftmax,
+    descriptor: BlockSparseMatmul
+    | BlockSparseScaledMatmul
+    | BlockSparseSoftmax
+    | BlockSparseAttention,
     *operands,
     out: torch.Tensor | None = None,
     debug: bool = False,
     **parameters,
 ) -> torch.Tensor:
-    """:func:`kernlib.run_kernel` by way of the operators, of scaled products and softmax too.
+    """:func:`kernlib.run_kernel` by way of the operators, of scaled products, softmax and
+    attention too.
 
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values when the
     operator runs.
     """
+    if isinstance(descriptor, BlockSparseAttention):
+        return attention.run(descriptor, *operands, out=out, debug=debug, **parameters)
     if isinstance(descriptor, BlockSparseSoftmax):
         return softmax.run(descriptor, *operands, out=out, debug=debug, **parameters)
     if isinstance(descriptor, BlockSparseScaledMatmul):

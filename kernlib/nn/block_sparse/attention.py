@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +13,14 @@ from torch import nn
 
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
+from kernlib.families.blocksparse.attention.arguments import checked_dropout
 from kernlib.families.blocksparse.contents.given import Mask, checked_device
 from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
+from kernlib.nn.block_sparse.fused import fused, takes
 from kernlib.nn.block_sparse.weight import check_kind, checked_dtype
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.runtime.arguments import check_broadcast
@@ -41,6 +44,8 @@ def block_sparse_attention(
     causal: bool = False,
     key_transposed: bool = False,
     precision: str | None = None,
+    dropout_p: float = 0.0,
+    seed: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(q k^T * scale + rpe + masks) v`` over the stored blocks of a layout of (Lq, Lk).
 
@@ -53,16 +58,30 @@ def block_sparse_attention(
       to (Z, H, Lq, Lk), key_padding_mask to (Z, Lk), and attn_mask is (Lq, Lk). In a mask of bools
       True takes part. Rows that nothing is left of are 0, and so are their gradients.
     - ``precision``: of float32, as in :class:`kernlib.BlockSparseMatmul`.
+    - ``dropout_p``, ``seed``: the part of the probabilities that is dropped, by a counter, as those
+      of :func:`kernlib.blocksparse.attention`.
 
-    Scores and probabilities are stored, three kernels one after the other. Raises TypeError and
-    ValueError that name the argument. The operation is that of Torch-Blocksparse, after Child et
-    al., "Generating Long Sequences with Sparse Transformers" (2019).
+    float16 and bfloat16 on a GPU, and all with a dropout, are computed as
+    :func:`kernlib.blocksparse.attention` is, half types by one kernel; of others scores and
+    probabilities are stored, three kernels one after the other. Raises TypeError and ValueError
+    that name the argument. The operation is that of Torch-Blocksparse, after Child et al.,
+    "Generating Long Sequences with Sparse Transformers" (2019).
     """
     check_dense(("q", "k", "v"), q=q, k=k, v=v)
     check_flag("key_transposed", key_transposed)
     _check_sizes(q, k, v, layout, key_transposed)
+    modes = {"key_padding_mask": key_padding_mask_mode, "attn_mask": attn_mask_mode}
+    for name, mode in modes.items():
+        _check_mode(f"{name}_mode", mode)
     if scale is None:
         scale = 1.0 / math.sqrt(max(1, q.shape[-1]))
+    if checked_dropout(dropout_p) != 0.0 or takes(q, k, v, key_transposed):
+        BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
+        given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        masks = {name: mask for name, mask in given.items() if mask is not None}
+        rest = {"dropout_p": dropout_p, "seed": seed} if dropout_p != 0.0 else {}
+        k = k.mT if key_transposed else k
+        return fused(q, k, v, layout, scale, masks, modes, causal=causal, **rest)
     scores = sdd(q, k, layout, transpose_b=not key_transposed, precision=precision)
     if key_padding_mask is not None and layout.heads is None:
         check_dense((), key_padding_mask=key_padding_mask)
@@ -75,6 +94,12 @@ def block_sparse_attention(
         attn_mask_mode, causal,
     )  # fmt: skip
     return dsd(weights, v, layout, precision=precision)
+
+
+def _check_mode(name: str, mode) -> None:
+    """Raises ValueError."""
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"{name} must be one of {MODES}, got {shown(mode)}")
 
 
 def _check_sizes(q, k, v, layout, key_transposed: bool) -> None:
@@ -118,8 +143,9 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
       ``num_heads`` heads or without heads; or its mask, of blocks of size ``block``; or a function
       of the two lengths that makes one, which each module asks once a pair of lengths. It is no
       part of ``state_dict``, moves with the layer, and several modules may share it.
-    - ``dropout``, ``add_bias_kv``, ``add_zero_attn``: must be 0 and False, else NotImplementedError
-      is raised: the last two would change the length of keys.
+    - ``dropout``: the part of the probabilities that is dropped in training, 0 to 1, without 1.
+    - ``add_bias_kv``, ``add_zero_attn``: must be False, else NotImplementedError is raised: they
+      would change the length of keys.
     - ``key_padding_mask_mode``, ``attn_mask_mode``: ``"add"`` for masks as
       ``nn.MultiheadAttention`` has them: floats are added, and of bools True is left out. ``"mul"``
       for factors: 0 and False are left out, anything else takes part.
@@ -158,21 +184,21 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         *,
         precision: str | None = None,
     ):
-        _refuse(dropout, add_bias_kv, add_zero_attn)
+        dropout = _checked_rate(dropout)
+        _refuse(add_bias_kv, add_zero_attn)
         _check_sizes_of(embed_dim, num_heads, kdim, vdim)
         check_flag("bias", bias)
         check_flag("batch_first", batch_first)
         device = None if device is None else checked_device(device)
         modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
         for name, mode in modes.items():
-            if not isinstance(mode, str) or mode not in MODES:
-                raise ValueError(f"{name} must be one of {MODES}, got {shown(mode)}")
+            _check_mode(name, mode)
         dtype = checked_dtype(dtype)
         BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
         made = _as_layout(layout, block, num_heads)
         super().__init__(
-            embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first,
-            device=device, dtype=dtype,
+            embed_dim, num_heads, dropout, bias=bias, kdim=kdim, vdim=vdim,
+            batch_first=batch_first, device=device, dtype=dtype,
         )  # fmt: skip
         # Layers of transformers that find True here multiply by the weights themselves.
         self._qkv_same_embed_dim = False
@@ -234,6 +260,7 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
             q, k, v, layout, rpe=rpe, key_padding_mask=key_mask, attn_mask=mask,
             key_padding_mask_mode=self.key_padding_mask_mode, attn_mask_mode=self.attn_mask_mode,
             causal=is_causal, precision=self.precision,
+            dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
         found = found.transpose(-3, -2).flatten(-2)  # (B, L, E), or without B
         if query.dim() == 3 and not self.batch_first:
@@ -277,13 +304,16 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         self._made = {key: made.to(place) for key, made in self._made.items()}
 
 
-def _refuse(dropout, add_bias_kv, add_zero_attn) -> None:
-    if not isinstance(dropout, (int, float)):
-        raise TypeError(f"dropout must be 0.0, got {shown(dropout)}")
-    if dropout != 0:
-        raise NotImplementedError(
-            f"dropout of block-sparse attention is not supported, got {shown(dropout)}; use 0.0"
-        )
+def _checked_rate(dropout) -> float:
+    """Raises TypeError and ValueError."""
+    if isinstance(dropout, bool) or not isinstance(dropout, Real):
+        raise TypeError(f"dropout must be a number from 0 to 1, without 1, got {shown(dropout)}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be a number from 0 to 1, without 1, got {shown(dropout)}")
+    return float(dropout)
+
+
+def _refuse(add_bias_kv, add_zero_attn) -> None:
     for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
         check_flag(name, given)
         if given:

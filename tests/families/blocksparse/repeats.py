@@ -1,4 +1,4 @@
-"""Block-sparse products that promise the same bits each time."""
+"""Block-sparse products and attention that promise the same bits each time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import dds, dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
@@ -41,3 +42,13 @@ def calls(make: Maker) -> Iterator[tuple[str, Callable]]:
             return dds(dsd(values, y, layout), values, layout, transpose_a=True)
 
         yield f"all modes {dtype}", partial(slopes, scores, (x, y), False)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        layout = Layout(torch.tensor(MASK), 32, None, make.device)
+        shapes = ((2, 4, 128, 16), (2, 2, 128, 16), (2, 2, 128, 24), (4, 128, 128))
+        given = tuple(make(*shape).to(dtype).requires_grad_() for shape in shapes)
+
+        def attended(q, k, v, bias, layout=layout):
+            rest = {"dropout_p": 0.2, "seed": 7, "causal": True}
+            return attention(q, k, v, layout, score="v + bias", bias=bias, **rest)
+
+        yield f"attention {dtype}", partial(slopes, attended, given, False)

@@ -13,6 +13,7 @@ from torch import nn
 
 from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.nn.block_sparse import attention as block_sparse
 from kernlib.nn.block_sparse.attention import (
     BlockSparseMultiheadAttention,
     block_sparse_attention,
@@ -25,6 +26,14 @@ HEADS, LENGTHS, SIZE = 4, (64, 96), 32
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=("three kernels", "one"))
+def route(request, monkeypatch):
+    """How attention is computed: as on a GPU half types are by one kernel."""
+    is_one = request.param == "one"
+    monkeypatch.setattr(block_sparse, "takes", lambda *_: is_one)
+    return request.param
 
 
 def layout_of(heads: int | None = HEADS, density: float = 0.6) -> Layout:
@@ -90,7 +99,7 @@ def with_rpe():
 
 @pytest.mark.parametrize("heads", (None, HEADS), ids=("one for all", "each head"))
 @pytest.mark.parametrize("case", MASKS)
-def test_values_and_gradients(case, heads):
+def test_values_and_gradients(case, heads, route):
     layout, given = layout_of(heads), operands()
     options, added, taken = MASKS[case]()
     taken = torch.as_tensor(taken)
@@ -103,7 +112,7 @@ def test_values_and_gradients(case, heads):
         assert torch.allclose(one, other.nan_to_num(0.0))
 
 
-def test_keys_may_be_transposed_and_scales_left_out():
+def test_keys_may_be_transposed_and_scales_left_out(route):
     q, k, v = operands()
     layout = layout_of()
     wanted = block_sparse_attention(q, k, v, layout, 1 / math.sqrt(8))
@@ -114,7 +123,7 @@ def test_keys_may_be_transposed_and_scales_left_out():
     assert torch.allclose(block_sparse_attention(q, k, v, layout, tensor), wanted)
 
 
-def test_other_leading_dimensions_and_value_sizes():
+def test_other_leading_dimensions_and_value_sizes(route):
     for lead in ((), (2, 3)):
         for heads in (None, HEADS):
             q, k, v = operands(lead=lead)
@@ -127,14 +136,33 @@ def test_other_leading_dimensions_and_value_sizes():
             )
 
 
-def test_gradients_by_gradcheck():
+def test_a_scale_and_masks_have_gradients(route):
+    """Of more than one batch too."""
+    layout = layout_of()
+    for lead in ((), (2,), (2, 3)):
+        given = operands(lead=lead)
+        scale = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True)
+        rpe = torch.randn(*lead[-1:], *[HEADS] * bool(lead), *LENGTHS, dtype=DOUBLE)
+        key = torch.randn(*lead[-1:], LENGTHS[1], dtype=DOUBLE, requires_grad=True)
+        inputs = *given, scale, rpe.requires_grad_(), key
+        y = block_sparse_attention(*given, layout, scale, rpe=rpe, key_padding_mask=key)
+        added = rpe + key.reshape(*lead[-1:], 1, 1, LENGTHS[1])
+        wanted = by_hand(*given, layout, scale, added, torch.tensor(True))
+        assert torch.allclose(y, wanted)
+        grad = torch.randn_like(y)
+        pairs = (torch.autograd.grad(t, inputs, grad) for t in (y, wanted))
+        for one, other in zip(*pairs, strict=True):
+            assert torch.allclose(one, other.nan_to_num(0.0))
+
+
+def test_gradients_by_gradcheck(route):
     layout = Layout(torch.tensor([[1, 0], [1, 1]]), 16)
     q, k, v = (torch.randn(1, 2, 32, 3, dtype=DOUBLE, requires_grad=True) for _ in range(3))
     call = lambda q, k, v: block_sparse_attention(q, k, v, layout, causal=True)  # noqa: E731
     assert torch.autograd.gradcheck(call, (q, k, v), fast_mode=True)
 
 
-def test_what_the_function_refuses():
+def test_what_the_function_refuses(route):
     q, k, v = operands()
     layout = layout_of()
     for given, options, kind, words in (
@@ -196,7 +224,7 @@ def test_arguments():
 @pytest.mark.parametrize("batch_first", (False, True))
 @pytest.mark.parametrize("heads", (None, HEADS), ids=("one for all", "each head"))
 @pytest.mark.parametrize("sizes", ({}, {"kdim": 24, "vdim": 40}, {"bias": False}), ids=str)
-def test_the_layer_is_torchs_where_that_is_masked(sizes, heads, batch_first):
+def test_the_layer_is_torchs_where_that_is_masked(sizes, heads, batch_first, route):
     layout = layout_of(heads)
     made, plain = pair(layout, batch_first=batch_first, **sizes)
     for mine, theirs in zip(made.parameters(), plain.parameters(), strict=True):
@@ -212,7 +240,7 @@ def test_the_layer_is_torchs_where_that_is_masked(sizes, heads, batch_first):
 
 
 @pytest.mark.parametrize("batch_first", (False, True))
-def test_gradients_of_the_layer(batch_first):
+def test_gradients_of_the_layer(batch_first, route):
     layout = builders.dense(*LENGTHS, 16, HEADS)
     made, plain = pair(layout, batch_first=batch_first)
     given = inputs(batch_first, SIZE, SIZE, SIZE)
@@ -238,7 +266,7 @@ def test_self_attention_and_inputs_without_a_batch():
     assert torch.allclose(made(one, one, one, padding, is_causal=True)[0], wanted[:, 1])
 
 
-def test_modes_of_masks():
+def test_modes_of_masks(route):
     """Bools are torch's where masks are added, factors where they are multiplied by."""
     layout = builders.dense(*LENGTHS, 16)
     given, kept, some = (
@@ -257,6 +285,28 @@ def test_modes_of_masks():
         torch.manual_seed(1)
         made = BlockSparseMultiheadAttention(SIZE, HEADS, layout, dtype=DOUBLE, **options)
         assert torch.allclose(made(*given, masks[0], attn_mask=masks[1])[0], wanted)
+
+
+def test_dropout():
+    """In training alone, of so many probabilities as it says."""
+    made = BlockSparseMultiheadAttention(SIZE, HEADS, layout_of(), dropout=0.25, dtype=DOUBLE)
+    given = [t.detach() for t in inputs(False, *[SIZE] * 3)]
+    one, other = made(*given)[0], made(*given)[0]
+    assert not torch.allclose(one, other)
+    made.eval()
+    assert torch.equal(made(*given)[0], made(*given)[0])
+    q, k, _ = (t.detach() for t in operands())
+    ones = torch.eye(LENGTHS[1], dtype=DOUBLE).expand(2, HEADS, -1, -1)
+    layout = layout_of()
+    weights = block_sparse_attention(q, k, ones, layout)
+    dropped = block_sparse_attention(q, k, ones, layout, dropout_p=0.25, seed=5)
+    again = block_sparse_attention(q, k, ones, layout, dropout_p=0.25, seed=5)
+    assert torch.equal(dropped, again)
+    kept = dropped != 0
+    assert torch.allclose(dropped[kept], weights[kept] / 0.75)
+    assert abs(float(kept.sum() / (weights != 0).sum()) - 0.75) < 0.02
+    with pytest.raises(ValueError, match="dropout_p must be a number from 0 to 1"):
+        block_sparse_attention(q, k, ones, layout_of(), dropout_p=1.5)
 
 
 def test_states_load_both_ways():
@@ -322,7 +372,7 @@ def test_inside_of_a_transformer_it_is_called():
         assert not torch.allclose(other(x), plain(x))  # which sees all
 
 
-def test_rows_that_nothing_is_left_of():
+def test_rows_that_nothing_is_left_of(route):
     made, _ = pair(builders.dense(*LENGTHS, 16))
     given = inputs(False, *[SIZE] * 3)
     nothing = torch.ones(2, 96, dtype=torch.bool)
@@ -332,7 +382,7 @@ def test_rows_that_nothing_is_left_of():
     assert not given[0].grad.any() and not given[0].grad.isnan().any()
 
 
-def test_compiled_it_is_one_graph():
+def test_compiled_it_is_one_graph(route):
     made, _ = pair(layout_of())
     given = [t.detach() for t in inputs(False, *[SIZE] * 3)]
     torch._dynamo.reset()
@@ -344,7 +394,7 @@ def test_compiled_it_is_one_graph():
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"dropout": 0.1}, NotImplementedError, "dropout of block-sparse attention is not supp"),
+        ({"dropout": 1.0}, ValueError, "dropout must be a number from 0 to 1, without 1, got 1.0"),
         ({"add_bias_kv": True}, NotImplementedError, "add_bias_kv is not supported"),
         ({"add_zero_attn": True}, NotImplementedError, "add_zero_attn is not supported"),
         ({"num_heads": 5}, ValueError, "embed_dim must be a multiple of num_heads, got 32 and 5"),
@@ -355,7 +405,7 @@ def test_compiled_it_is_one_graph():
         ({"block": 16}, ValueError, "block goes with a mask"),
         ({"attn_mask_mode": "max"}, ValueError, "attn_mask_mode must be one of"),
         ({"dtype": torch.int8}, TypeError, "dtype must be one of"),
-        ({"dropout": "no"}, TypeError, r"dropout must be 0\.0, got 'no'"),
+        ({"dropout": "no"}, TypeError, "dropout must be a number from 0 to 1, without 1, got 'no'"),
         ({"kdim": 0}, ValueError, "kdim must be 1 to"),
         ({"bias": 1}, TypeError, "bias must be a bool"),
         ({"batch_first": None}, TypeError, "batch_first must be a bool"),

@@ -1,0 +1,118 @@
+"""Block-sparse attention as a function."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from kernlib import run
+from kernlib.descriptors.base import render, shown
+from kernlib.families.blocksparse.attention.arguments import check_kinds
+from kernlib.families.blocksparse.attention.descriptor import (
+    AXES,
+    FIELDS,
+    BlockSparseAttention,
+    Captured,
+)
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.run import run_kernel
+
+# Of captured tensors whose axes are not given, by their dimensions: as masks of torch's attention.
+BY_DIMENSIONS = {0: (), 2: AXES[2:], 3: AXES[1:], 4: AXES}
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float | torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    score: str | None = None,
+    mask: str | None = None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    return_lse: bool = False,
+    axes: dict[str, tuple[str, ...]] | None = None,
+    out: torch.Tensor | None = None,
+    debug: bool = False,
+    **captured: torch.Tensor,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``softmax(score(scale * q k^T)) v`` over the stored blocks of a layout, without storing
+    scores.
+
+    q (B, H, LQ, E), k (B, HK, LK, E) and v (B, HK, LK, EV), H a multiple of HK, give (B, H, LQ,
+    EV). ``score`` is an expression of ``v``, the scaled product, of ``row``, ``col``, ``head`` and
+    ``batch``, and of captured tensors, which are further keyword arguments; ``mask`` is one of the
+    others alone, and leaves out where it is 0 or false, as do ``causal``, ``window`` and lengths.
+    ``axes`` names the dimensions of captured tensors, such as ``{"slope": "head"}``; without it
+    those of 4, 3, 2 and 0 dimensions are (batch, head, row, col), (head, row, col), (row, col) and
+    (). With ``return_lse`` the result is the pair of it and the log-sum-exp of each row.
+
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseAttention`, which has the rest,
+    and raises what that does.
+    """
+    named = _axes(axes, captured)
+    lengths = q_lengths is not None or kv_lengths is not None
+    has_dropout = not (type(dropout_p) in (float, int) and dropout_p == 0)
+    fields = score, mask, named, causal, window is not None, lengths, has_dropout
+    rest = dict(
+        out=out, scale=scale, window=window, q_lengths=q_lengths, kv_lengths=kv_lengths,
+        dropout_p=dropout_p, seed=seed if has_dropout else None, return_lse=return_lse,
+        debug=debug, **captured,
+    )  # fmt: skip
+    if is_dynamo_compiling():
+        return _traced(fields, (layout, q, k, v), rest)
+    return run_kernel((_made if type(causal) is bool else _new)(*fields), layout, q, k, v, **rest)
+
+
+def _traced(fields: tuple, operands: tuple, rest: dict):
+    """By the text of a descriptor, as Dynamo does not follow what reads an expression."""
+    check_kinds(None, operands)
+    given = [f"{name}={render(value)}" for name, value in zip(FIELDS, fields, strict=True)]
+    text = f"{BlockSparseAttention.__name__}({', '.join(given)})"
+    return run.blocksparse_operators.attention.attend(text, operands, **rest)
+
+
+def _axes(axes, captured: dict) -> Captured:
+    """Names and axes of the tensors. Raises TypeError and ValueError."""
+    if axes is not None and not isinstance(axes, dict):
+        raise TypeError(f"axes must map names to axes, got {shown(axes)}")
+    axes = axes or {}
+    for name in axes:
+        if name not in captured:
+            raise ValueError(f"axes has {name!r}, which is no argument of the call")
+    return tuple([(name, _axes_of(name, axes, captured[name])) for name in captured])
+
+
+def _axes_of(name: str, axes: dict, value) -> tuple[str, ...]:
+    if name in axes:
+        return axes[name] if not isinstance(axes[name], str) else (axes[name],)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor that score or mask names, got {shown(value)}")
+    if value.dim() not in BY_DIMENSIONS:
+        raise ValueError(
+            f"axes must say what the {value.dim()} dimension(s) of {name} are: axes={{{name!r}: "
+            f"(...)}} of {AXES}"
+        )
+    return BY_DIMENSIONS[value.dim()]
+
+
+def _new(*fields) -> BlockSparseAttention:
+    return BlockSparseAttention(**dict(zip(FIELDS, fields, strict=True)))
+
+
+_kept = lru_cache(maxsize=64)(_new)  # which Dynamo does not look into
+
+
+def _made(*fields) -> BlockSparseAttention:
+    try:
+        return _kept(*fields)
+    except TypeError:  # of what cannot be hashed, or is wrong
+        return _new(*fields)

@@ -1,0 +1,365 @@
+"""Plans of block-sparse attention and of its gradient: the problem that lowering sees, and its
+kernels, loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from kernlib.canonical import encode
+from kernlib.descriptors.score.bounds import Window, structure
+from kernlib.families.blocksparse.attention.arguments import (
+    ANY_NUMBER,
+    Options,
+    Sizes,
+    dtypes_of,
+    sizes_of,
+)
+from kernlib.families.blocksparse.attention.descriptor import AXES, BlockSparseAttention
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.lowering.attention import choose
+from kernlib.families.blocksparse.lowering.attention.problem import (
+    Attention,
+    AttentionGradient,
+    Collected,
+    Operand,
+    Score,
+    View,
+)
+from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED, pointers
+from kernlib.families.blocksparse.lowering.attention.score_struct import (
+    score_of as expression_score,
+)
+from kernlib.jit import tuning
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime.arguments import address_of
+from kernlib.runtime.devices import allocator, arch_of, model
+from kernlib.runtime.dtypes import DTYPE_NAMES
+from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_device
+from kernlib.runtime.plan import Plan
+from kernlib.runtime.sequence import Steps, load_lowered
+
+# Operands in the order of parameter blocks, before those of a score; 0 for what is not there.
+OPERANDS = ("row_bits", "q", "k", "v", "out", "lse")
+GRADIENT_OPERANDS = (
+    "row_bits", "col_bits", "q", "k", "v", "out", "lse", "grad", "grad_lse", "dq", "dk", "dv",
+)  # fmt: skip
+FAMILY = BlockSparseAttention.family
+HALF_TYPES = (torch.float16, torch.bfloat16)
+STEP, LEAST, MOST = 8, 16, 256  # features of a kernel, to which others are padded with zeros
+CHUNK = 8  # elements of 16 bytes, of which strides are multiples
+
+Allocator = Callable[[], torch.Tensor]
+
+
+class Read(NamedTuple):
+    """How a kernel reads a tensor: as it is, or a copy with ``features``."""
+
+    features: int
+    is_copied: bool
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        if not self.is_copied:
+            return t
+        if t.shape[-1] < self.features:
+            return pad(t, (0, self.features - t.shape[-1])).contiguous()
+        return t.clone(memory_format=torch.contiguous_format)
+
+
+class AttentionPlan(NamedTuple):
+    """What a call of one signature needs besides its pointers and numbers. ``apart``: a result is
+    made of the kernel's by a copy."""
+
+    index: int  # of the device
+    device: torch.device
+    sizes: Sizes
+    reads: tuple[Read, ...]  # of q, k, v, and of a gradient's out and grad
+    result: Allocator  # makes what kernels write
+    lse: Allocator
+    apart: bool
+    window: Window  # of the mask
+    launch: Plan | Steps | None  # None for a result without elements
+
+
+class GradientPlan(NamedTuple):
+    """The same of a gradient: ``made`` are those of q, k and v, None for what is not needed, and
+    ``collected`` those of captured tensors, by their places."""
+
+    index: int
+    device: torch.device
+    sizes: Sizes
+    reads: tuple[Read, ...]
+    made: tuple[Allocator | None, ...]
+    collected: tuple[tuple[int, Allocator], ...]
+    window: Window
+    launch: Plan | Steps | None
+
+
+def padded(features: int) -> int:
+    """The features that a kernel has in place of so many."""
+    return max(LEAST, ceil_div(features, STEP) * STEP)
+
+
+def takes(descriptor, operands: tuple, options: Options, captured: dict) -> bool:
+    """Whether kernels compute a checked call of CUDA tensors."""
+    found = problem_of(descriptor, operands, None, options, captured)
+    return found is not None and choose.takes(found[0], arch_of(operands[1].get_device()))
+
+
+def problem_of(
+    descriptor, operands: tuple, out, options: Options, captured: dict
+) -> tuple[Attention, tuple[Read, ...], bool] | None:
+    """The problem of a checked call, how q, k and v are read, and whether a result is made by a
+    copy; None of what no kernel computes, whatever the GPU."""
+    layout, q, k, v = operands
+    sizes = sizes_of(operands)
+    dtypes = dtypes_of(descriptor, captured)
+    is_known = q.dtype in HALF_TYPES and all(dtype in CAPTURED for dtype in dtypes)
+    if (
+        not is_known
+        or max(sizes.features, sizes.values) > MOST
+        or not (sizes.keys and sizes.values)
+    ):
+        return None  # of no keys, or no values, there is an lse to write all the same
+    features, values = padded(sizes.features), padded(sizes.values)
+    seen = [_seen(t, width) for t, width in ((q, features), (k, features), (v, values))]
+    shape = (*sizes.out[:3], values)
+    written = _new(shape)
+    apart = values != sizes.values
+    if out is not None:
+        given, read = _seen(out, values)
+        apart = read.is_copied
+        written = written if apart else given
+    heads = _layout_strides(layout, sizes)
+    problem = Attention(
+        dtype=DTYPE_NAMES[q.dtype],
+        blocks=layout.sizes,
+        batch=sizes.batch,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        queries=sizes.queries,
+        keys=sizes.keys,
+        features=features,
+        values=values,
+        layout_batch=heads[0],
+        layout_head=heads[1],
+        q=seen[0][0],
+        k=seen[1][0],
+        v=seen[2][0],
+        out=written,
+        score=score_of(descriptor, dtypes, (), packed(descriptor, captured)),
+        captured=tuple(_captured(descriptor, name, captured[name]) for name in descriptor.names),
+    )
+    return problem, tuple(read for _, read in seen), apart
+
+
+def window_of(descriptor: BlockSparseAttention, dtypes: tuple[str, ...]) -> Window:
+    """What of the mask is one."""
+    mask = descriptor.expression.trees(dtypes).mask
+    return Window() if mask is None else structure(mask)
+
+
+def score_of(
+    descriptor: BlockSparseAttention,
+    dtypes: tuple[str, ...],
+    by: Iterable[str] = (),
+    packed: Iterable[str] = (),
+) -> Score:
+    """What becomes of logits, as lowering has it, by the dtypes of captured tensors, with the
+    derivatives ``by`` some. ``packed`` are those whose columns lie side by side."""
+    expression, window = descriptor.expression, window_of(descriptor, dtypes)
+    trees = expression.trees(dtypes)._replace(mask=window.rest)
+    found = expression_score(expression, dtypes, by, packed, trees)
+    is_causal = (window.left, window.right) == (None, 0)
+    is_window = (window.left, window.right) != (None, None) and not is_causal
+    return found._replace(
+        causal=descriptor.causal or is_causal,
+        window=descriptor.window or is_window,
+        lengths=descriptor.lengths,
+        dropout=descriptor.dropout,
+    )
+
+
+def gradient_of(
+    descriptor, operands: tuple, out, options: Options, captured: dict, grads: tuple, needs: tuple
+) -> tuple[AttentionGradient, tuple[Read, ...]]:
+    """The problem of a gradient of what kernels compute, and how q, k, v, out and grad are read."""
+    attention, reads, _ = problem_of(descriptor, operands, None, options, captured)
+    sizes, (grad, grad_lse) = sizes_of(operands), grads
+    result, read_out = _seen(out, attention.values)
+    arrived, read_grad = _seen(grad, attention.values)
+    _, q, k, v = operands
+    widths = attention.features, attention.features, attention.values
+    made = [_new((*t.shape[:3], width)) for t, width in zip((q, k, v), widths, strict=True)]
+    wanted = [name for name, need in zip(descriptor.names, needs[3:], strict=True) if need]
+    collected = tuple(_collected(descriptor, name, captured[name], sizes) for name in wanted)
+    dtypes, side_by_side = dtypes_of(descriptor, captured), packed(descriptor, captured)
+    score = score_of(descriptor, dtypes, ("v", *wanted), side_by_side)
+    attention = attention._replace(out=result, score=score)
+    rest = tuple(needs[:3]), grad_lse is not None, collected
+    problem = AttentionGradient(attention, arrived, *made, *rest)
+    return problem, (*reads, read_out, read_grad)
+
+
+def _collected(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> Collected:
+    batch, heads, rows, cols = shape = collected_shape(descriptor, name, t, sizes)
+    of_batch, of_head, of_row = _new(shape)[:3]
+    axes = "pair" if rows > 1 and cols > 1 else "col" if cols > 1 else "row"
+    if axes == "pair":  # which is added up over what it does not have
+        of_batch, of_head = of_batch * (batch > 1), of_head * (heads > 1)
+    view = View(of_batch, of_head, of_row * (rows > 1), int(cols > 1))
+    return Collected(descriptor.names.index(name), axes, view)
+
+
+def collected_shape(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
+    """Of what kernels leave of the gradient by a captured tensor: of one with rows and columns its
+    own, else of each batch and head, and of each row unless it has columns alone."""
+    axes = dict(descriptor.captured)[name]
+    batch, heads, rows, cols = (t.shape[axes.index(n)] if n in axes else 1 for n in AXES)
+    if rows > 1 and cols > 1:
+        return batch, heads, rows, cols
+    return sizes.batch, sizes.heads, 1 if cols > 1 else sizes.queries, cols
+
+
+def signature(problem: Attention) -> bytes:
+    """What calls share that the same kernels are fastest for."""
+    return encode((FAMILY, problem))
+
+
+def lower(problem: Attention, device: int) -> Lowered:
+    """The kernels of a problem on a device: the tuned ones, else by rule."""
+    gpu = model(device)
+    tuned = tuning.choice(FAMILY, gpu, signature(problem))
+    return choose.lower(problem, arch_of(device), gpu.multiprocessors, tuned)
+
+
+def plan(
+    call, descriptor, operands: tuple, out, options: Options, captured: dict, lowered=None
+) -> AttentionPlan:
+    """The plan of a checked call on CUDA tensors, its kernels loaded: ``lowered``, or those that
+    :func:`lower` finds."""
+    q, sizes = operands[1], sizes_of(operands)
+    index = q.get_device()
+    problem, reads, apart = problem_of(descriptor, operands, out, options, captured)
+    launch = None
+    if call.count:
+        lowered = lowered or lower(problem, index)
+        launch = load_lowered(lowered, (*OPERANDS, *pointers(problem.score)), q.device)
+    result = allocator((*sizes.out[:3], problem.values), q.dtype, q.device)
+    lse = allocator(sizes.out[:3], torch.float32, q.device)
+    window = window_of(descriptor, dtypes_of(descriptor, captured))
+    return AttentionPlan(index, q.device, sizes, reads, result, lse, apart, window, launch)
+
+
+def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tuple, needs: tuple):
+    """The plan of a gradient on CUDA tensors, its kernels loaded."""
+    q, sizes = operands[1], sizes_of(operands)
+    index = q.get_device()
+    problem, reads = gradient_of(descriptor, operands, out, options, captured, grads, needs)
+    launch = None
+    if out.numel():
+        lowered = choose.lower_gradient(problem, arch_of(index), model(index).multiprocessors)
+        places = [f"collected{place}" for place in range(len(problem.collected))]
+        names = (*GRADIENT_OPERANDS, *places, *pointers(problem.attention.score))
+        launch = load_lowered(lowered, names, q.device)
+    attention = problem.attention
+    widths = attention.features, attention.features, attention.values
+    made = tuple(
+        allocator((*t.shape[:3], width), t.dtype, t.device) if need else None
+        for t, width, need in zip(operands[1:], widths, needs[:3], strict=True)
+    )
+    names = descriptor.names
+    collected = tuple(
+        (each.index, _zeros(collected_shape(descriptor, name, captured[name], sizes), q.device))
+        for each in problem.collected
+        for name in (names[each.index],)
+    )
+    window = window_of(descriptor, dtypes_of(descriptor, captured))
+    return GradientPlan(index, q.device, sizes, reads, made, collected, window, launch)
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> Allocator:
+    return lambda: torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+# The numbers and tensors of a launch.
+
+
+def numbers_of(plan, options: Options) -> tuple[list, list]:
+    """Values and addresses of a launch's scalars, and tensors to keep until then."""
+    numbers, kept = [0.0, 0] * 5, []
+    scale = host_value("scale", options.scale, 0)
+    if scale is not None:
+        check_host("scale", scale, ANY_NUMBER)
+        numbers[0] = scale
+    else:
+        if options.scale.device.type == "cpu":
+            check_tensor("scale", options.scale, ANY_NUMBER, dimensions=0)
+        kept.append(on_device("scale", options.scale, plan.device, torch.float32))
+        numbers[1] = kept[-1].data_ptr()
+    left, right = options.window
+    mask = plan.window
+    numbers[2] = left if mask.left is None else min(left, mask.left)
+    numbers[4] = right if mask.right is None else min(right, mask.right)
+    numbers[6] = options.dropout_p
+    if isinstance(options.seed, torch.Tensor):
+        kept.append(options.seed)
+        numbers[9] = options.seed.data_ptr()
+    else:
+        numbers[8] = options.seed
+    return numbers, kept
+
+
+def behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Tensor]:
+    """The tensors whose addresses lie behind a kernel's own: lengths, captured ones."""
+    found = []
+    if descriptor.lengths:
+        given = options.q_lengths, options.kv_lengths
+        ends = plan.sizes.queries, plan.sizes.keys
+        for lengths, other, end in zip(given, given[::-1], ends, strict=True):
+            whole = other.new_full(other.shape, end) if lengths is None else lengths
+            found.append(whole.to(torch.int32).contiguous())
+    return [*found, *(captured[name] for name in descriptor.names)]
+
+
+# Tensors as kernels see them.
+
+
+def _seen(t: torch.Tensor, features: int) -> tuple[Operand, Read]:
+    """A tensor, or its copy: kernels read and write 16 bytes at once."""
+    strides = [n if size > 1 else 0 for n, size in zip(t.stride(), t.shape, strict=True)]
+    whole = t.shape[3] == features and (t.shape[3] == 1 or t.stride(3) == 1)
+    whole = whole and all(stride % CHUNK == 0 for stride in strides[:3])
+    if whole and not address_of(t) & 15:
+        return Operand(*strides[:3]), Read(features, False)
+    return _new((*t.shape[:3], features)), Read(features, True)
+
+
+def _new(shape: tuple[int, ...]) -> Operand:
+    return Operand(*(math.prod(shape[index:]) for index in (1, 2, 3)))
+
+
+def packed(descriptor: BlockSparseAttention, captured: dict) -> tuple[str, ...]:
+    """The captured tensors whose columns lie side by side."""
+    views = [(name, _captured(descriptor, name, captured[name])) for name in descriptor.names]
+    return tuple(name for name, view in views if view.col == 1)
+
+
+def _captured(descriptor: BlockSparseAttention, name: str, t: torch.Tensor) -> View:
+    """Strides along the axes that it has."""
+    axes = dict(descriptor.captured)[name]
+    found = dict(zip(axes, zip(t.shape, t.stride(), strict=True), strict=True))
+    steps = [found.get(axis, (1, 0)) for axis in AXES]
+    return View(*(stride if size > 1 else 0 for size, stride in steps))
+
+
+def _layout_strides(layout: Layout, sizes: Sizes) -> tuple[int, int]:
+    """From one batch and one head to the next, in heads of the layout."""
+    if layout.heads is None:
+        return 0, 0
+    return (0 if layout.heads == sizes.heads else sizes.heads), 1

@@ -1,0 +1,189 @@
+"""What is wrong with a block-sparse attention is said by the name of the argument."""
+
+import pickle
+import re
+
+import pytest
+import torch
+
+from kernlib.descriptors.text import from_text, to_text
+from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
+from kernlib.families.blocksparse.attention.functions import attention
+from kernlib.run import run_kernel
+from tests.families.blocksparse.attention.cases import F32, Shape
+
+SHAPE = Shape()
+MADE, (Q, K, V) = SHAPE.dense(), SHAPE.tensors(F32)
+Z = torch.zeros
+
+DESCRIPTORS = {
+    "causal must be a bool, got 'no'": {"causal": "no"},
+    "dropout must be a bool, got 0.1": {"dropout": 0.1},
+    "score must be a string or None, got 3": {"score": 3},
+    "score 'v +' does not parse": {"score": "v +"},
+    "score 'v + bias': 'bias' is not known to a score": {"score": "v + bias"},
+    "mask 'v - 1': 'v' is the logit, which a mask does not see": {"mask": "v - 1"},
+    "captured must be a dict such as": {"captured": "bias"},
+    "captured 'a b' is not an ASCII identifier": {"captured": {"a b": ()}},
+    "captured name 'v' is taken": {"captured": {"v": ()}},
+    "captured name 'layout' is taken": {"captured": {"layout": ()}},
+    "axes of captured bias must be a tuple of": {"captured": {"bias": 3}},
+    "axes of captured bias must be of ('batch', 'head', 'row', 'col'), got 'key'": {
+        "captured": {"bias": ("row", "key")}
+    },
+    "axes of captured bias repeat one: ('row', 'row')": {"captured": {"bias": ("row", "row")}},
+    "captured repeats a name: ['bias', 'bias']": {
+        "captured": (("bias", ()), ("bias", ("row",))), "score": "v + bias"
+    },
+    "neither score nor mask reads captured tensor(s) ['gain']": {
+        "captured": {"bias": (), "gain": ()}, "score": "v + bias"
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", DESCRIPTORS)
+def test_descriptors(message):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        BlockSparseAttention(**DESCRIPTORS[message])
+
+
+def test_a_descriptor_is_its_text():
+    made = BlockSparseAttention(
+        score="v + bias", mask="row > col", captured={"bias": ["head", "row"]}, causal=True
+    )
+    assert made.captured == (("bias", ("head", "row")),) and made.names == ("bias",)
+    assert from_text(to_text(made)) == made == pickle.loads(pickle.dumps(made))
+    assert hash(made) == hash(made.replace()) and made != made.replace(causal=False)
+    assert made.describe() == "BlockSparseAttention(causal, score='v + bias', mask='row > col')"
+    assert BlockSparseAttention(captured={"s": "head"}, score="s * v").captured[0][1] == ("head",)
+    assert "bias=..." in made.call and "dropout_p" in made.replace(dropout=True).call
+
+
+CALLS = {
+    "layout must be a kernlib.blocksparse.Layout, got Tensor": {"layout": Z(4, 3)},
+    "q must be a tensor, got list": {"q": [1.0]},
+    "q must be (B, H, LQ, E), got (4, 50, 8)": {"q": Q[0]},
+    "v must be (B, HK, LK, EV), got (2, 70, 5)": {"v": V[:, 0]},
+    "q must be one of float32, float16, bfloat16, float64, got torch.int64": {"q": Q.long()},
+    "k must be torch.float32 as q is, got torch.float16": {"k": K.half()},
+    "v must be on the device of q, cpu, got meta": {"v": V.to("meta")},
+    "k must have batch and features of q, 2 and 8, got (2, 2, 70, 7)": {"k": K[..., 1:]},
+    "v must have (2, 2, 70) in front as k has, got (2, 2, 69, 5)": {"v": V[:, :, 1:]},
+    "q must have a multiple of k's 2 heads, got 3": {"q": Q[:, 1:]},
+    "layout must have a grid of 2x3 blocks of 16x32 for 20 queries and 70 keys, got 16x32": {
+        "q": Q[:, :, :20]
+    },
+    "layout must have no heads, H = 4 or B * H = 8, got 3": {"layout": SHAPE.layout(3)},
+    "layout must be on the device of q, meta, got cpu": {
+        "q": Q.to("meta"), "k": K.to("meta"), "v": V.to("meta")
+    },
+    "scale must be a real number or a tensor of shape ()": {"scale": "1"},
+    "scale must have shape (), got (1,)": {"scale": Z(1)},
+    "scale must be a number, got nan": {"scale": float("nan")},
+    "scale requires a gradient, which attention (but of a captured tensor": {
+        "scale": torch.tensor(1.0, requires_grad=True)
+    },
+    "window must be an int or two (left, right), None for an open side, got 'wide'": {
+        "window": "wide"
+    },
+    "window must be an int or two (left, right), None for an open side, got (1, 2, 3)": {
+        "window": (1, 2, 3)
+    },
+    "window must be at least 0 on both sides, got (3, -1)": {"window": (3, -1)},
+    "q_lengths must be a tensor, got list": {"q_lengths": [1, 2]},
+    "q_lengths must be int32 or int64, got torch.float32": {"q_lengths": Z(2)},
+    "kv_lengths must have shape (2,), got (3,)": {"kv_lengths": Z(3).long()},
+    "kv_lengths must be on the device of q, cpu, got meta": {
+        "kv_lengths": Z(2, dtype=torch.int32, device="meta")
+    },
+    "dropout_p must be a number from 0 to 1, without 1, got 1.0": {"dropout_p": 1.0},
+    "dropout_p must be a number from 0 to 1, without 1, got a tensor": {"dropout_p": Z(())},
+    "seed must be an int, or int64 of shape (), got 0.5": {"seed": 0.5, "dropout_p": 0.1},
+    "seed must be an int, or int64 of shape (), got torch.int64 of shape (1,)": {
+        "seed": Z(1).long(), "dropout_p": 0.1
+    },
+    "seed must be 0 to 2**53, without that, got -1": {"seed": -1, "dropout_p": 0.1},
+    "return_lse must be True or False, got 1": {"return_lse": 1},
+    "causal must be a bool, got 1": {"causal": 1},
+    "axes must map names to axes, got 'row'": {"axes": "row"},
+    "axes has 'bias', which is no argument of the call": {"axes": {"bias": ()}},
+    "axes must say what the 1 dimension(s) of bias are": {"score": "v + bias", "bias": Z(50)},
+    "bias must be a tensor that score or mask names, got 1.0": {"score": "v + bias", "bias": 1.0},
+    "neither score nor mask reads captured tensor(s) ['bias']": {"bias": Z(50, 70)},
+    "bias must have shape (50, 70) of its axes ('row', 'col'), or 1 there, got (50, 69)": {
+        "score": "v + bias", "bias": Z(50, 69)
+    },
+    "bias must be one of float32,": {"score": "v + bias", "bias": Z(50, 70).to(torch.int8)},
+    "score 'v + bias': 'bias' is a condition": {"score": "v + bias", "bias": Z(50, 70).bool()},
+    "bias must be a dense tensor, got layout torch.sparse_coo": {
+        "score": "v + bias", "bias": Z(50, 70).to_sparse()
+    },
+    "bias must be on the device of q, cpu, got meta": {
+        "score": "v + bias", "bias": Z(50, 70, device="meta")
+    },
+    "out must have shape (2, 4, 50, 5), got (2, 4, 50, 8)": {"out": Q.clone()},
+    "out must be torch.float32 as x is, got torch.float16": {"out": Z(2, 4, 50, 5).half()},
+    "out must be a tensor, got str": {"out": "x"},
+    "out overlaps itself": {"out": Z(1, 4, 50, 5).expand(2, -1, -1, -1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CALLS)
+def test_calls(message):
+    given = {"q": Q, "k": K, "v": V, "layout": MADE, **CALLS[message]}
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=f"^{re.escape(message)}"):
+        attention(**given)
+
+
+def test_what_a_descriptor_has_and_a_call_has_not():
+    plain = BlockSparseAttention()
+    whole = BlockSparseAttention(score="v + bias", captured={"bias": ()}, window=True, lengths=True)
+    given = {"bias": Z(()), "window": 3, "kv_lengths": Z(2).long()}
+    run_kernel(whole, MADE, Q, K, V, **given)
+    for name, message in {
+        "bias": "needs bias, a tensor of ()",
+        "window": "needs window",
+        "kv_lengths": "needs q_lengths or kv_lengths",
+    }.items():
+        rest = {n: value for n, value in given.items() if n != name}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run_kernel(whole, MADE, Q, K, V, **rest)
+    for rest, message in (
+        ({"window": 3}, r"^window is given, .* make one with window=True"),
+        ({"q_lengths": Z(2).long()}, r"^q_lengths or kv_lengths is given, .* with lengths=True"),
+        ({"dropout_p": 0.5}, r"^dropout_p or seed is given, .* with dropout=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_kernel(plain, MADE, Q, K, V, **rest)
+    with pytest.raises(TypeError, match=r"^bias is no argument of BlockSparseAttention\(\)"):
+        run_kernel(plain, MADE, Q, K, V, bias=Z(()))
+    with pytest.raises(TypeError, match=r"takes layout, q, k and v, got 3 operands"):
+        run_kernel(plain, MADE, Q, K)
+
+
+def test_out_shares_memory_with_nothing():
+    shape = (2, 4, 50, 5)
+    long = torch.zeros(V.numel() + 2000)
+    v, out = long[: V.numel()].view(V.shape), long[-2000:].view(shape)
+    assert attention(Q, K, v, MADE, out=out) is out
+    with pytest.raises(ValueError, match=r"^out shares memory with v"):
+        attention(Q, K, v, MADE, out=long[:2000].view(shape))
+    bias = out[:, :, :, :1]
+    with pytest.raises(ValueError, match=r"^out shares memory with bias"):
+        attention(Q, K, V, MADE, score="v + bias", bias=bias, out=out)
+
+
+def test_no_out_while_gradients_are_recorded():
+    q, out = Q.clone().requires_grad_(), Z(2, 4, 50, 5)
+    with pytest.raises(RuntimeError, match=r"^out takes no result whose gradient is recorded"):
+        attention(q, K, V, MADE, out=out)
+    with torch.no_grad():
+        assert attention(q, K, V, MADE, out=out) is out
+
+
+def test_contents_that_change_before_the_gradient(seed):
+    made, tensors = SHAPE.layout(spare=20), SHAPE.tensors(grad=True)
+    y = attention(*tensors, made)
+    made.update_(torch.ones(SHAPE.grid).bool())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

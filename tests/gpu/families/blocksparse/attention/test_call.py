@@ -1,0 +1,197 @@
+"""Block-sparse attention as it is called on the GPU, against float64: with every option, in graphs,
+by torch.compile, and by torch where no kernel takes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib import events
+from kernlib.blocksparse import Layout, attention
+from tests.families.blocksparse.attention.cases import BF16, F16, F32, F64, Shape, check, formula
+from tests.families.blocksparse.attention.options import NAMES, option
+
+SHAPE = Shape(2, 4, 2, 200, 300, 64, 64, (64, 64))
+SMALL = Shape()  # widths that are padded
+VALUES = {F16: 4e-3, BF16: 3e-2, F32: 1e-5, F64: 1e-12}
+GRADIENTS = {F16: 1e-2, BF16: 8e-2}
+
+
+def there(value):
+    """Tensors and layouts on the GPU, others as they are."""
+    return value.to("cuda") if isinstance(value, (torch.Tensor, Layout)) else value
+
+
+def moved(given: dict) -> dict:
+    return {name: there(value) for name, value in given.items()}
+
+
+def launched(call) -> tuple:
+    """What a call gives, and what of it kernels were launched for."""
+    found = []
+    stop = events.subscribe(found.append)
+    try:
+        return call(), [event for event in found if event.name == "launch"]
+    finally:
+        stop()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
+def test_options(name, dtype, seed):
+    given, tensors = option(name, SHAPE, F32 if dtype in GRADIENTS else dtype), SHAPE.tensors(dtype)
+    for heads in (None, SHAPE.heads, SHAPE.batch * SHAPE.heads):
+        made = SHAPE.layout(heads, 0.4)
+        call = [there(t) for t in (*tensors, made)]
+        found = attention(*call, return_lse=True, **moved(given.call))
+        wanted = formula(*tensors, made, **given.formula)
+        for ours, theirs in zip(found, wanted, strict=True):
+            check(ours.cpu(), theirs, VALUES[dtype])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [SHAPE, SMALL], ids=["whole", "padded"])
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
+def test_gradients(name, shape, dtype, seed):
+    given, made = option(name, shape, F32), shape.layout(4, 0.4)
+    tensors = shape.tensors(dtype)
+    wide = [t.double().requires_grad_() for t in tensors]
+    floats = {n: t for n, t in given.captured.items() if t.is_floating_point()}
+    if given.text.get("score") is None:
+        floats = {}
+    own = {n: t.double().requires_grad_() for n, t in floats.items()}
+    named = given.captured | own
+    functions = {n: make(named) for n, make in given.functions.items()}
+    wanted = formula(*wide, made, **given.both, **functions)
+    leaves = [there(t).requires_grad_() for t in tensors]
+    captured = {n: there(t).requires_grad_() for n, t in floats.items()}
+    rest = moved(given.call) | captured
+    found = attention(*leaves, there(made), return_lse=True, **rest)
+    grads = [torch.randn_like(t) for t in wanted]
+    alone = wanted[1] == -torch.inf
+    grads[1] = torch.where(alone, 0.0, grads[1])
+    results = wanted[0], torch.where(alone, 0.0, wanted[1])
+    theirs = torch.autograd.grad(results, (*wide, *own.values()), grads)
+    arrived = [there(g).to(y.dtype) for g, y in zip(grads, found, strict=True)]
+    ours = torch.autograd.grad(found, (*leaves, *captured.values()), arrived)
+    for t, other in zip(ours, theirs, strict=True):
+        check(t.cpu(), other, GRADIENTS[dtype])
+
+
+def test_kernels_compute_half_types(seed):
+    made, tensors = there(SHAPE.layout()), [there(t) for t in SHAPE.tensors(F16)]
+    assert launched(lambda: attention(*tensors, made))[1]
+    assert not launched(lambda: attention(*(t.float() for t in tensors), made))[1]
+
+
+def test_the_same_bits(seed):
+    made, tensors = there(SHAPE.layout(8)), [there(t).requires_grad_() for t in SHAPE.tensors(BF16)]
+    runs = []
+    for _ in range(2):
+        y = attention(*tensors, made, causal=True, dropout_p=0.1, seed=3)
+        runs.append((y, *torch.autograd.grad(y.float().square().sum(), tensors)))
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_nobody_waits_and_a_graph_follows_what_changes(seed):
+    made, tensors = there(SHAPE.layout(spare=20)), [there(t) for t in SHAPE.tensors(F16)]
+    mask, state = made.mask(), torch.tensor(5, device="cuda")
+    lengths = torch.tensor([300, 200], device="cuda")
+    descriptor = kl.BlockSparseAttention(lengths=True, dropout=True)
+    given = {"kv_lengths": lengths, "dropout_p": 0.2, "seed": state, "scale": state / 20}
+    kl.prepare(descriptor, made, *tensors, **given)
+    kl.run_kernel(descriptor, made, *tensors, **given)
+    made.update_(mask)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kl.run_kernel(descriptor, made, *tensors, **given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made.update_(mask)
+        found = kl.run_kernel(descriptor, made, *tensors, **given)
+    for step in range(3):
+        mask.copy_(torch.rand(mask.shape, device="cuda") < 0.4)
+        state.fill_(step)
+        lengths.fill_(150 + step)
+        graph.replay()
+        wanted, _ = formula(
+            *(t.cpu() for t in tensors), made.cpu(), kv_lengths=lengths.cpu(), dropout_p=0.2,
+            seed=step, scale=float(given["scale"]),
+        )  # fmt: skip
+        check(found.cpu(), wanted, VALUES[F16])
+
+
+def test_seeds_are_drawn_anew_in_replays(seed):
+    made, tensors = there(SHAPE.layout()), [there(t) for t in SHAPE.tensors(F16)]
+    attention(*tensors, made, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention(*tensors, made, dropout_p=0.5)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(found.clone())
+    assert not torch.equal(*seen)
+
+
+def test_compiled_calls_are_the_same(seed):
+    made, tensors = there(SHAPE.layout()), [there(t).requires_grad_() for t in SHAPE.tensors(BF16)]
+    slope = torch.rand(4, device="cuda", requires_grad=True)
+
+    def call(q, k, v, slope):
+        score = "v - slope * abs(row - col)"
+        return attention(q, k, v, made, score=score, axes={"slope": "head"}, slope=slope)
+
+    run = torch.compile(call, fullgraph=True)
+    inputs = *tensors, slope
+    found, wanted = run(*inputs), call(*inputs)
+    assert torch.equal(found, wanted)
+    grad = torch.randn_like(wanted)
+    pairs = zip(*(torch.autograd.grad(y, inputs, grad) for y in (found, wanted)), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_gradients_of_gradients(seed):
+    made, tensors = SMALL.layout(), SMALL.tensors(F16)
+    leaves = [there(t).requires_grad_() for t in tensors]
+    wide = [t.double().requires_grad_() for t in tensors]
+    found = []
+    for y, inputs in ((attention(*leaves, there(made)), leaves), (formula(*wide, made)[0], wide)):
+        first = torch.autograd.grad(y.double().square().sum(), inputs, create_graph=True)
+        loss = sum(t.double().square().sum() for t in first)
+        found.append(torch.autograd.grad(loss, inputs))
+    for ours, theirs in zip(*found, strict=True):
+        check(ours.cpu(), theirs, 5e-2)
+
+
+def test_what_lies_behind_lengths_reaches_nothing(seed):
+    made, (q, k, v) = there(SHAPE.dense()), (there(t) for t in SHAPE.tensors(F16))
+    lengths = {"q_lengths": torch.tensor([200, 70], device="cuda"),
+               "kv_lengths": torch.tensor([290, 33], device="cuda")}  # fmt: skip
+    wanted = attention(q, k, v, made, return_lse=True, **lengths)
+    q[1, :, 70:], k[1, :, 33:], v[1, :, 33:] = (torch.nan,) * 3
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    found = attention(*leaves, made, return_lse=True, **lengths)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    assert not found[0][1, :, 70:].any() and (found[1][1, :, 70:] == -torch.inf).all()
+    for t in torch.autograd.grad(found[0].float().sum(), leaves):
+        assert t.isfinite().all()
+
+
+def test_autocast(seed):
+    made, tensors = there(SHAPE.layout()), [there(t) for t in SHAPE.tensors(F32)]
+    with torch.autocast("cuda", BF16):
+        found, launches = launched(lambda: attention(*tensors, made))
+    assert found.dtype == BF16 and launches
+
+
+def test_beside_torch_s(seed):
+    made, tensors = there(SHAPE.dense()), [there(t) for t in SHAPE.tensors(BF16)]
+    bias = torch.randn(4, 200, 300, device="cuda", dtype=BF16)
+    y = kl.blocksparse.scaled_dot_product_attention(*tensors, bias, enable_gqa=True, layout=made)
+    wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, bias, enable_gqa=True)
+    torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)
