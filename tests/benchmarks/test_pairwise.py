@@ -69,6 +69,7 @@ def test_case_names_are_the_agreed_ones():
         *[f"kernel_matmul_grad gaussian 50000x50000 D=3 C=1 {wanted} fp32"
           for wanted in ("x", "bandwidth")],
         "kernel_matmul_grad laplace_l1 50000x50000 D=10 C=1 x fp32",
+        "solve_kernel gaussian 60000 D=64 fp32",
     ]  # fmt: skip
     assert sorted(case.name for case in pairwise.cases()) == sorted(wanted)
     assert pairwise.PROBLEMS[0].name == pairwise.P1

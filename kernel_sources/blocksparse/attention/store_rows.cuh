@@ -20,7 +20,7 @@ __device__ __forceinline__ void turn(u32 (&words)[4]) {
     }
 }
 
-// Row h of a thread's two, times a factor, or zeros whatever its sums are, of which `width` elements
+// Row h of a thread's two, times a factor, or zeros whatever its sums are. Of it `width` elements
 // exist, a multiple of 8. All lanes call, also for a row that does not exist.
 template <int SUMS>
 __device__ __forceinline__ void store_row(const float (&sums)[SUMS], int h, InputT* to, bool exists,
