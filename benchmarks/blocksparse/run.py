@@ -1,4 +1,5 @@
 """Block-sparse products and softmax: kernlib, its floor, the dense ones, torch's BSR, blksprs.
+``scaled.py`` has those of float8, ``attention.py`` those of attention.
 
 ``python -m benchmarks.blocksparse --json benchmarks/results/h100/blocksparse.json``, and the same
 with KERNLIB_PORTABLE=1 for the kernels of other GPUs. A whole run takes some five minutes, of which
@@ -16,8 +17,8 @@ from functools import partial
 import torch
 
 import kernlib as kl
+from benchmarks.blocksparse import attention, scaled
 from benchmarks.blocksparse import problems as every
-from benchmarks.blocksparse import scaled
 from benchmarks.blocksparse.problems import (
     Problem,
     dense,
@@ -255,18 +256,21 @@ def compile_ahead(found: Sequence[Problem]) -> None:
 
 def cases(portable: bool) -> list[Case]:
     """Those measured with KERNLIB_PORTABLE=1, or all others."""
-    found = [Case(p.name, partial(tidied, p)) for p in problems() if p.is_portable == portable]
+    found = [
+        Case(p.name, partial(tidied, p, measure)) for p in problems() if p.is_portable == portable
+    ]
     if portable:
         return found
     found += [Case(p.name, partial(scaled.measure, p)) for p in scaled.problems()]
+    found += [Case(p.name, partial(tidied, p, attention.measure)) for p in attention.problems()]
     found += [Case(layout_name(*at[:3]), partial(measure_layout, *at)) for at in LAYOUTS]
     found.append(Case(HOT_NAME, hot_call))
     names = ("maximum", "median")
     return found + [Case(f"{COMPILE_NAME} {name}", partial(compile_row, name)) for name in names]
 
 
-def tidied(problem: Problem, session: Session) -> Row:
-    row = measure(problem, session)
+def tidied(problem, measured: Callable, session: Session) -> Row:
+    row = measured(problem, session)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # operands in ever other sizes
     return row

@@ -1,0 +1,218 @@
+"""Attention over stored blocks: kernlib, its floor, FlexAttention, and all of the matrix by cuDNN.
+
+TFLOP/s are 4 B H L^2 D density / time of a forward pass, 2.5 times as many operations of a backward
+one. Errors are those of some rows of the first head: of the result, or of the gradient by q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.common.harness import Row, Session, attempt
+from benchmarks.common.timing import memory, relative_error, sample_rows
+from kernlib import blocksparse
+
+RATE = 768e12  # operations/s of dense products in half types, as cuBLAS reaches them
+BACKWARD = 2.5  # times the operations of a forward pass
+MUST_ERROR = 1e-2  # of weights and results in bfloat16
+# Of a head dimension, blocks and pass: TFLOP/s at densities .5, .25 and .1.
+MUST_TERAFLOPS = {
+    (128, 128, "forward"): (560.0, 530.0, 480.0),
+    (64, 128, "forward"): (400.0, 380.0, 340.0),
+    (128, 64, "forward"): (None, None, 400.0),
+    (128, 32, "forward"): (None, None, 200.0),
+    (128, 16, "forward"): (None, None, 100.0),
+    (128, 128, "backward"): (400.0, 370.0, 330.0),
+}
+DENSITIES = (0.5, 0.25, 0.1)
+WINDOW_MUST = 0.2  # ms
+FLEX_BLOCKS = (64, 128)  # that FlexAttention has kernels for
+
+
+class Problem(NamedTuple):
+    """``length`` rows and columns, of which random blocks are stored, or those that a window of so
+    many columns on each side meets."""
+
+    features: int  # of a head
+    block: int
+    density: float
+    backward: bool = False
+    length: int = 16384
+    batch: int = 1
+    heads: int = 16
+    window: int | None = None
+
+    @property
+    def name(self) -> str:
+        which = "backward" if self.backward else "forward"
+        if self.window:
+            return f"attention window={self.window} {which} bf16"
+        sizes = f"hd={self.features} block={self.block} density={self.density:g}"
+        return f"attention {sizes} {which} bf16"
+
+    @property
+    def must(self) -> float | None:
+        """Milliseconds."""
+        if self.window:
+            return None if self.backward else WINDOW_MUST
+        which = "backward" if self.backward else "forward"
+        known = MUST_TERAFLOPS.get((self.features, self.block, which), ())
+        rate = dict(zip(DENSITIES, known, strict=False)).get(self.density)
+        return None if rate is None else self.operations(self.density) / (rate * 1e9)
+
+    def operations(self, density: float) -> float:
+        """Of the products, where so much of the matrix counts."""
+        found = 4.0 * self.batch * self.heads * self.length**2 * self.features * density
+        return found * (BACKWARD if self.backward else 1.0)
+
+    def floor(self, density: float) -> tuple[float, str]:
+        """Milliseconds, and what bounds them."""
+        tensors = 8 if self.backward else 4
+        moved = tensors * self.batch * self.heads * self.length * self.features * 2
+        moving, computing = moved / memory().copied * 1e3, self.operations(density) / RATE * 1e3
+        return max(moving, computing), "memory" if moving >= computing else "tensor cores"
+
+
+def problems() -> list[Problem]:
+    """All cases."""
+    passes = (False, True)
+    found = [
+        Problem(features, block, density, backward)
+        for features in (64, 128)
+        for block in (128, 64, 32, 16)
+        for density in DENSITIES
+        for backward in passes
+    ]
+    return found + [Problem(64, 64, 0.0, backward, 4096, 4, 16, 512) for backward in passes]
+
+
+def layout_of(problem: Problem, device: str = "cuda") -> blocksparse.Layout:
+    """One mask for all batches; random ones differ between heads."""
+    n, block = problem.length // problem.block, problem.block
+    if problem.window:
+        place = torch.arange(n, device=device)
+        apart = (place[:, None] - place).abs()
+        return blocksparse.Layout(apart * block - (block - 1) <= problem.window, block)
+    generator = torch.Generator(device).manual_seed(0)
+    mask = torch.rand(problem.heads, n, n, generator=generator, device=device) < problem.density
+    return blocksparse.Layout(mask, block)
+
+
+def tensors(problem: Problem, device: str = "cuda") -> list[torch.Tensor]:
+    """q, k, v, and the gradient of the result."""
+    generator = torch.Generator(device).manual_seed(1)
+    shape = problem.batch, problem.heads, problem.length, problem.features
+    return [
+        torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_(i < 3)
+        for i in range(4)
+    ]
+
+
+def seen(problem: Problem, layout: blocksparse.Layout, rows: torch.Tensor) -> torch.Tensor:
+    """(rows, columns): what some rows of the first head see."""
+    mask = layout.mask()
+    mask = mask[0] if mask.dim() == 3 else mask
+    found = mask[rows // problem.block].repeat_interleave(problem.block, 1)
+    if problem.window:
+        columns = torch.arange(problem.length, device=rows.device)
+        found &= (rows[:, None] - columns).abs() <= problem.window
+    return found
+
+
+def exact(problem: Problem, layout, rows: torch.Tensor, q, k, v, grad) -> torch.Tensor:
+    """The result, or the gradient by q, of some rows of the first head in float64."""
+    q, k, v, grad = (t.detach()[0, 0].double() for t in (q, k, v, grad))
+    scale = problem.features**-0.5
+    logits = scale * q[rows] @ k.mT
+    weights = torch.where(seen(problem, layout, rows), logits, -math.inf).softmax(-1)
+    out = weights @ v
+    if not problem.backward:
+        return out
+    by_weights = grad[rows] @ v.mT - (grad[rows] * out).sum(-1, keepdim=True)
+    return scale * (weights * by_weights) @ k
+
+
+def timed(
+    problem: Problem, session: Session, function: Callable, given: list[torch.Tensor], rows, wanted
+) -> tuple[float, float]:
+    """Milliseconds and error of ``function(q, k, v)``, or of its gradients."""
+    *inputs, grad = given
+    call, buffers = function, tuple(t.detach() for t in inputs)
+    if problem.backward:
+        y, buffers = function(*inputs), (grad,)
+
+        def call(grad):
+            return torch.autograd.grad(y, inputs, grad, retain_graph=True)[0]
+
+    error = relative_error(call(*buffers)[0, 0, rows], wanted)
+    return session.time(call, buffers), error
+
+
+def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
+    layout, given = layout_of(problem, device), tensors(problem, device)
+    rows = sample_rows(problem.length, device)
+    wanted = exact(problem, layout, rows, *given)
+    density = layout.density
+    if problem.window:
+        density = seen(problem, layout, torch.arange(problem.length, device=device))
+        density = density.float().mean().item()
+    window = {"window": problem.window} if problem.window else {}
+
+    def ours(q, k, v):
+        return blocksparse.attention(q, k, v, layout, **window)
+
+    ms, error = timed(problem, session, ours, given, rows, wanted)
+    row = Row(problem.name, "ms", ms, *problem.floor(density), error=error)
+    row.must, row.must_error = problem.must, MUST_ERROR
+    for name, make in rivals(problem, layout).items():
+        run = partial(_rival, problem, session, make, given, rows, wanted, name)
+        found = attempt(name, problem.name, run)
+        if found is not None:
+            row.rivals[name], error = found
+            if name != DENSE:
+                row.rival_errors[name] = error
+    return row
+
+
+def _rival(problem, session, make: Callable, given, rows, wanted, name) -> tuple[float, float]:
+    return timed(problem, session, make(), given, rows, wanted)
+
+
+DENSE = "cudnn, all of the matrix"
+
+
+def rivals(problem: Problem, layout: blocksparse.Layout) -> dict[str, Callable]:
+    """What makes each rival's function, by its name."""
+    found = {DENSE: lambda: _cudnn}
+    if problem.block in FLEX_BLOCKS:
+        found["FlexAttention"] = lambda: _flex(problem, layout)
+    return found
+
+
+def _cudnn(q, k, v):
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def _flex(problem: Problem, layout: blocksparse.Layout) -> Callable:
+    """FlexAttention of the same blocks, of which it has all but a window's ends whole."""
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    if problem.window:
+        width = problem.window
+        mask = create_block_mask(
+            lambda b, h, i, j: (i - j).abs() <= width, None, None, problem.length, problem.length
+        )
+    else:
+        stored = layout.mask().int().unsqueeze(0)
+        count, order = stored.sum(-1).int(), stored.argsort(-1, descending=True, stable=True).int()
+        none = torch.zeros_like(count), torch.zeros_like(order)
+        mask = BlockMask.from_kv_blocks(*none, count, order, BLOCK_SIZE=problem.block)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)

@@ -1,0 +1,59 @@
+"""The benchmark of attention over stored blocks: its cases, its targets, and that ways agree."""
+
+import pytest
+import torch
+
+from benchmarks.blocksparse import attention
+from benchmarks.common.harness import Session
+
+CASES = {problem.name: problem for problem in attention.problems()}
+
+
+class Clock:
+    """A timer by which every call takes the same, and which runs each of them."""
+
+    def swept(self, call, buffers):
+        return self.replayed(call, buffers, 1)
+
+    def replayed(self, call, buffers, repetitions):
+        call(*buffers)
+        return 0.25
+
+
+def test_cases_are_those_that_are_asked_for():
+    assert len(CASES) == 2 * 4 * 3 * 2 + 2
+    assert "attention hd=128 block=128 density=0.5 forward bf16" in CASES
+    assert "attention hd=64 block=16 density=0.1 backward bf16" in CASES
+    assert CASES["attention window=512 forward bf16"].must == 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "ms"),
+    [
+        ("attention hd=128 block=128 density=0.5 forward bf16", 1.963),
+        ("attention hd=64 block=128 density=0.1 forward bf16", 0.323),
+        ("attention hd=128 block=32 density=0.1 forward bf16", 1.1),
+        ("attention hd=128 block=128 density=0.1 backward bf16", 1.666),
+    ],
+)
+def test_targets_are_those_of_the_figures(name, ms):
+    problem = CASES[name]
+    assert problem.must == pytest.approx(ms, rel=2e-3)
+    assert problem.floor(problem.density)[0] < problem.must
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+def test_ours_and_the_formula_agree(window, backward, monkeypatch, seed):
+    problem = attention.Problem(16, 16, 0.5, backward, 96, 1, 2, window)
+    monkeypatch.setattr(attention, "rivals", lambda *_: {})
+    row = attention.measure(problem, Session(timer=Clock()), "cpu")
+    assert row.error < 2e-2 and row.ours > 0 and row.floor > 0
+
+
+def test_the_dense_rival_is_of_the_same_tensors(monkeypatch, seed):
+    problem = attention.Problem(16, 16, 1.0, False, 64, 1, 2)
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "_cudnn", plain)
+    row = attention.measure(problem, Session(timer=Clock()), "cpu")
+    assert list(row.rivals) == [attention.DENSE]
