@@ -39,7 +39,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | torch.Tensor | None = None,
     return_lse: bool = False,
-    axes: dict[str, tuple[str, ...]] | None = None,
+    axes: dict[str, str | tuple[str, ...]] | None = None,
     out: torch.Tensor | None = None,
     debug: bool = False,
     **captured: torch.Tensor,
