@@ -47,6 +47,8 @@ struct PlainScore {
     __device__ __forceinline__ float slope_of(float, int, int) const { return 0.0f; }
 };
 
+constexpr int NO_END = 1 << 30;  // what a matrix has of rows and columns at most
+
 // The parts of a parameter block, in this order behind the kernel's own pointers: empty where there
 // is nothing, as base classes are and members are not.
 template <bool>
@@ -59,11 +61,21 @@ struct LengthPointers {
     __device__ __forceinline__ int cols_seen(int batch, int all) const {
         return max(0, min(all, kv_lengths[batch]));
     }
+    // The same, but without an end where all are seen. That is asked of the length itself: of
+    // `rows_seen(...) == all` ptxas of CUDA 13.0 makes a predicate of VIMNMX.RELU that does not hold.
+    __device__ __forceinline__ int rows_open(int batch, int all) const {
+        return q_lengths[batch] < all ? max(0, q_lengths[batch]) : NO_END;
+    }
+    __device__ __forceinline__ int cols_open(int batch, int all) const {
+        return kv_lengths[batch] < all ? max(0, kv_lengths[batch]) : NO_END;
+    }
 };
 template <>
 struct LengthPointers<false> {
     __device__ __forceinline__ int rows_seen(int, int all) const { return all; }
     __device__ __forceinline__ int cols_seen(int, int all) const { return all; }
+    __device__ __forceinline__ int rows_open(int, int) const { return NO_END; }
+    __device__ __forceinline__ int cols_open(int, int) const { return NO_END; }
 };
 
 template <int COUNT>
@@ -97,8 +109,7 @@ using Sight = Band<WINDOW, WINDOW || CAUSAL>;
 // What the rows of a batch see by position, of a matrix of so many rows and columns.
 template <class Parameters>
 __device__ __forceinline__ Sight sight_of(const Parameters& p, int batch, int rows, int cols) {
-    // A matrix has 2**30 rows and columns at most: no wider window shows more, and sums stay ints.
-    constexpr i64 MOST = 1ll << 30;
+    constexpr i64 MOST = NO_END;  // no wider window shows more, and sums stay ints
     Sight sight = {p.rows_seen(batch, rows), p.cols_seen(batch, cols), 0, 0};
     if (WINDOW) {
         sight.left = int(min(max(read_scalar<i64>(p.left, 0), -MOST), MOST));

@@ -91,7 +91,7 @@ __device__ __forceinline__ bool produce_tile(const Parameters& p, const Shared& 
     Bits bits = {p.row_bits + i64(place.layout) * p.lines * p.line_words, p.lines, p.line_words};
     Gather<LINES, BLOCK_COLS, PIECE, PIECES> gather(bits, int(i64(row) / BLOCK_ROWS), p.keys,
                                                     sight.columns_of(row, TILE_ROWS));
-    if (sight.rows == p.queries) sight.rows = row + TILE_ROWS;
+    sight.rows = p.rows_open(place.batch, p.queries);
     Pieces pieces, next;
     if (!gather.next(pieces)) return false;
     Heads heads(p, place);

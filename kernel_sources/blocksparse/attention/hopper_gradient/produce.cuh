@@ -94,8 +94,8 @@ __device__ __forceinline__ void produce_head(const Parameters& p, const Shared& 
     Gather<LINES, BLOCK_COLS, PIECE, PIECES> gather(bits, int(i64(row) / BLOCK_ROWS), end, range);
     // What lies behind the last row of all is zeros, or counts for nothing there.
     if (!HAS_SCORE && !HAS_MASK) {
-        if (view.sight.rows == p.queries) view.sight.rows = 1 << 30;
-        if (TRANSPOSED && view.sight.cols == p.keys) view.sight.cols = 1 << 30;
+        view.sight.rows = p.rows_open(place.batch, p.queries);
+        if (TRANSPOSED) view.sight.cols = p.cols_open(place.batch, p.keys);
     }
     Pieces pieces;
 #pragma unroll 1

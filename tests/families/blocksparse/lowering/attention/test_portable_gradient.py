@@ -116,11 +116,16 @@ def test_a_row_that_is_no_number_stays_among_those_that_see_it(emulator, seed):
     seen = given.sees()[0, 0]
     odd = seen[:, 45].clone()
     odd[21] = True  # rows that are NaN
-    assert made.dq[0, 0, odd].isnan().all() and made.dq[0, 0, ~odd].equal(clean[0][0, 0, ~odd])
+    assert made.dq[0, 0, odd].isnan().all() and agree(made.dq[0, 0, ~odd], clean[0][0, 0, ~odd])
     columns = seen[odd].any(0)
     assert made.dv[0, 0, columns].isnan().all() and made.dk[0, 0, columns].isnan().all()
     for found, known in zip(made.results[1:], clean[1:], strict=True):
-        assert found[0, 0, ~columns].equal(known[0, 0, ~columns])
+        assert agree(found[0, 0, ~columns], known[0, 0, ~columns])
+
+
+def agree(found, known):
+    """To a unit in the last place of float16: beside a NaN sums are formed in another order."""
+    return torch.allclose(found.double(), known.double(), rtol=2**-10, atol=1e-5)
 
 
 @on_host
