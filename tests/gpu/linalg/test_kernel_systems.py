@@ -51,7 +51,7 @@ def test_a_graph_changes_no_bit(columns, dtype, features, plain, device, seed):
     left = (y.double() - k @ w).norm(dim=0) / norm
     torch.testing.assert_close(found.residual, left, rtol=1e-3, atol=0)
     # What is asked for, or what rounding the terms of a product leaves. In float32 that is 2.2e-3
-    # of 3 features, whose w are 90 times as long as y: 1501 points gave up to 7e-4 on an H100, 5e-4
+    # of 3 features, whose w are 90 times as long as y: 1501 points gave up to 7e-4, on an H100 and
     # by torch on a CPU, and the solution itself, rounded to float32, up to 3.2e-5. Of 40 features
     # it is 5e-6.
     rounding = torch.finfo(dtype).eps * (k.abs() @ w.abs()).norm(dim=0) / norm
