@@ -12,7 +12,9 @@ import time
 from _thread import get_ident  # threading would cost the import of kernlib 3 ms
 from importlib import _bootstrap
 
-WAIT_S = 20.0  # so long that only a hang takes longer
+# So long that only a hang takes longer: an import of torch takes 1.6 s of a processor, so 26 s
+# where 32 processes begin on two of them, and longer where no memory holds its files yet.
+WAIT_S = 60.0
 PAUSE_S = 0.002
 # Packages that a call of kernlib loads. Others run programs inside their imports, without an end.
 PACKAGES = ("kernlib", "cuda", "lmdb", "numpy", "nvmath", "platformdirs", "torch")

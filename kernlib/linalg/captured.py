@@ -3,11 +3,17 @@ forty: below about 20,000 points a product takes less time than these do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 Tensors = tuple[torch.Tensor, ...]
+
+# Streams of each device on which nothing is captured now. A new one for each capture would leave
+# cuBLAS's workspace behind, which it keeps for a thread and stream: 32 MiB on an H100, and torch
+# has 32 streams. As many are made as threads capture at a time.
+idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def is_capturable(device: torch.device) -> bool:
@@ -18,18 +24,37 @@ def is_capturable(device: torch.device) -> bool:
         return not torch.cuda.is_current_stream_capturing()
 
 
+@contextmanager
+def stream_apart(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """A stream that no other capture of kernlib uses meanwhile."""
+    idle = idle_streams.setdefault(device, [])
+    try:
+        found = idle.pop()  # in one step, as threads may ask at a time
+    except IndexError:
+        found = torch.cuda.Stream(device)
+    try:
+        yield found
+    finally:
+        idle.append(found)
+
+
 class Captured:
     """A step ``(*state) -> state`` on tensors that stay where they are.
 
     The step is captured, not run, when the graph is made: whatever it calls has run before, so that
-    its kernels are loaded and libraries have their workspaces. It may not wait for the device.
+    its kernels and libraries are loaded. It may not wait for the device.
     Raises CaptureError for a step that reads numbers in host memory, as the call would.
     """
 
     def __init__(self, step: Callable[..., Tensors], state: Tensors):
         self.state = tuple(t.clone() for t in state)
         self._graph, device = torch.cuda.CUDAGraph(), state[0].device
-        current, apart = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        with stream_apart(device) as apart:
+            self._capture(step, torch.cuda.current_stream(device), apart)
+
+    def _capture(
+        self, step: Callable[..., Tensors], current: torch.cuda.Stream, apart: torch.cuda.Stream
+    ) -> None:
         apart.wait_stream(current)
         # torch.cuda.graph also collects garbage and empties the allocator: 50 ms and more.
         with torch.cuda.stream(apart):

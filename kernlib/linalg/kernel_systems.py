@@ -20,8 +20,9 @@ from kernlib.linalg.nystrom import (
     nystrom,
 )
 from kernlib.run import run_kernel
+from kernlib.runtime.numbers import check_kind
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, is_wrapped
 
 # Points of which a CPU stores the matrix, and its factor: 200 MB each of float64.
 MOST_STORED = 5000
@@ -67,6 +68,8 @@ def solve_kernel(
     check_rest("solve_kernel", generator, {"x": x, "y": y}, hyperparameters)
     check_limits(tol, max_iter, check_every)
     refuse_not_finite("y", y)
+    if x.is_cuda:
+        hyperparameters = as_numbers(hyperparameters)
     plain = dataclasses.replace(descriptor, symmetric=False)
     preconditioner, count = None, x.shape[0]
     columns = y[:, None] if y.dim() == 1 else y
@@ -90,6 +93,19 @@ def solve_kernel(
     if x.dtype is not torch.float64:
         found = found._replace(residual=_residual(plain, x, columns, found.x, mu, hyperparameters))
     return _answer(found, y, tol)
+
+
+def as_numbers(hyperparameters: dict) -> dict:
+    """Those in host memory by value: a CUDA graph could not read their tensors, and each product
+    would copy them anew. Raises ValueError and TypeError for tensors that are no numbers."""
+    found = dict(hyperparameters)
+    for name, value in hyperparameters.items():
+        if name in OF_FEATURES or not isinstance(value, torch.Tensor) or is_wrapped(value):
+            continue
+        if value.device.type == "cpu":
+            check_kind(name, value)
+            found[name] = float(value.detach())
+    return found
 
 
 def _answer(found: CGResult, y: torch.Tensor, tol: float) -> CGResult:

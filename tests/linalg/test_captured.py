@@ -8,7 +8,8 @@ import torch
 import kernlib
 from kernlib import linalg
 from kernlib.errors import CaptureError
-from kernlib.linalg import iterative
+from kernlib.linalg import captured, iterative
+from kernlib.linalg.kernel_systems import as_numbers
 
 
 class Replayed:
@@ -63,7 +64,7 @@ def test_a_graph_changes_no_bit(limits, replayed, seed):
 
 def test_a_step_that_cannot_be_captured_is_run(monkeypatch, seed):
     def refuse(step, state):
-        raise CaptureError("lengthscale is in host memory")
+        raise CaptureError("a kernel is not loaded")
 
     monkeypatch.setattr(iterative, "Captured", refuse)
     monkeypatch.setattr(iterative, "is_capturable", lambda device: True)
@@ -79,3 +80,37 @@ def test_only_products_of_kernlib_are_captured(replayed, seed):
     a, b = system()
     linalg.conjugate_gradient(a.__matmul__, b, max_iter=30, tol=0)
     assert len(replayed) == 1
+
+
+def test_captures_one_after_the_other_share_a_stream(monkeypatch):
+    """For each would have 32 MiB of cuBLAS's, which stay; those at a time have one each."""
+    monkeypatch.setattr(captured, "idle_streams", {})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: [device])
+    first, second = (torch.device("cuda", index) for index in range(2))
+    with captured.stream_apart(first) as one:
+        pass
+    with pytest.raises(CaptureError), captured.stream_apart(first) as again:
+        raise CaptureError
+    assert again is one
+    with captured.stream_apart(first) as again, captured.stream_apart(first) as two:
+        assert again is one and two is not one
+        with captured.stream_apart(second) as other:
+            assert other == [second]
+    with captured.stream_apart(first) as again, captured.stream_apart(first) as last:
+        assert {id(again), id(last)} == {id(one), id(two)}
+
+
+def test_hyperparameters_in_host_memory_are_numbers_of_a_graph():
+    lengths, on_device = torch.ones(3), torch.empty((), device="meta")
+    given = {"bandwidth": torch.tensor([2.5]), "lengthscale": lengths, "scale": 3, "c": on_device}
+    found = as_numbers(given)
+    assert found == {**given, "bandwidth": 2.5} and type(found["bandwidth"]) is float
+    assert found["lengthscale"] is lengths and type(given["bandwidth"]) is torch.Tensor
+    for wrong, error in (
+        (torch.tensor(True), TypeError),
+        (torch.tensor(1j), TypeError),
+        (torch.ones(1, 1), ValueError),
+        (torch.ones(1).to_sparse(), TypeError),
+    ):
+        with pytest.raises(error, match="bandwidth must"):
+            as_numbers({"bandwidth": wrong})

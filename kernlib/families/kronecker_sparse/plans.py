@@ -138,7 +138,7 @@ def lower(
     may compute the call."""
     arch, gpu = arch_of(device), model(device)
     tuned = None
-    if len(choose.candidates(problem, arch)) > 1:
+    if torch_may or len(choose.candidates(problem, arch)) > 1:  # torch is another way beside one
         tuned = tuning.choice(FAMILY, gpu, signature(problem))
     return choose.lower(epilogue, problem, arch, gpu.multiprocessors, tuned, torch_may)
 

@@ -324,6 +324,18 @@ def test_a_tuned_kernel_goes_first(gpus, monkeypatch):
     assert len(gpus.launches) == 2 and not is_torchs(*request)
 
 
+def test_a_kept_choice_goes_first_where_there_is_one_kernel(gpus, monkeypatch):
+    """Which is looked for where torch may compute the call, and nowhere else."""
+    asked = []
+    monkeypatch.setattr(lowering, "candidates", lambda problem, arch: [{"tile": 64}])
+    monkeypatch.setattr(tuning, "choice", lambda *key: asked.append(key) or {"tile": "64"})
+    request = given()
+    check(kl.run_kernel(*request), *request)
+    assert len(asked) == 1 and len(gpus.launches) == 2 and not is_torchs(*request)
+    kl.run_kernel(*given(dtype=F16))
+    assert len(asked) == 1 and len(gpus.launches) == 4
+
+
 def test_no_rows_and_no_launches(gpus):
     descriptor, x, weight = given(batch=(0,))
     assert kl.run_kernel(descriptor, x, weight).shape == (0, A * B)
