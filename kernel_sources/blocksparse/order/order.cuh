@@ -1,6 +1,7 @@
 // The order in which hopper/schedule.cuh takes the tiles of a product: units, groups of lines of
 // blocks of a head, by falling number of steps, and among equals as they come; and a counter of
-// tiles, as it is once each CTA has its first one. One block.
+// tiles, as it is once each CTA has its first one. Where heads would not find their operands in L2
+// if those of all were taken at a time, group after group of heads. One block.
 // Floors: one launch, 2 us on an H200, of which the product's own launch hides a part; and the bits
 // once from L2 to one multiprocessor, 64 bytes a clock: 8 KB, 130 clocks, of 512 units of two lines
 // of 64 blocks. To expect of these are 230 instructions a warp, 8 warps a scheduler, one trip to L2
@@ -33,7 +34,9 @@ struct Parameters {
     int groups, units, lines, words;  // of a head, of all; lines of blocks of a head, their words
     u32 first;                        // tile that the counter gives first
     int share;                        // 1 << share lanes count a unit, as many as it has words
-    int shift, keys;                  // steps >> shift is a unit's key, below keys, KEYS at most
+    int shift, keys;                  // steps >> shift is a unit's key in its group; all groups' keys
+    // units of a group, which follow each other; the last group, that has the rest too; keys of one
+    int per_group, last_group, group_keys;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
@@ -55,6 +58,12 @@ __device__ __forceinline__ u32 blocks_of(const Parameters& p, int unit, int word
     for (int line = 0; line < GROUP; ++line)
         blocks |= from[i64(min(first + line, p.lines - 1)) * p.words];
     return blocks;
+}
+
+// The longest of the first group have the largest.
+__device__ __forceinline__ int key_of(const Parameters& p, int unit, int steps) {
+    int group = p.last_group ? min(unit / p.per_group, p.last_group) : 0;
+    return (p.last_group - group) * p.group_keys + (steps >> p.shift);
 }
 
 // The key of each unit, COUNT at a time of each thread, which some lanes count together.
@@ -80,7 +89,7 @@ __device__ __forceinline__ void count_steps(const Parameters& p, Shared& s) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             int unit = first + i * apart + own;
-            if (lane == 0 && unit < p.units) s.keys[unit] = steps[i] >> p.shift;
+            if (lane == 0 && unit < p.units) s.keys[unit] = key_of(p, unit, steps[i]);
         }
     }
 }
@@ -145,7 +154,7 @@ blocksparse_order(const __grid_constant__ Parameters p) {
     __syncthreads();
     own.rank(p, s);
     __syncthreads();
-    int key = p.keys - 1 - int(threadIdx.x);  // the longest first
+    int key = p.keys - 1 - int(threadIdx.x);  // the largest first
     u32 total, sum = key >= 0 ? sum_warps(s, key) : 0, ahead = sum_ahead(sum, s.sums, total);
     if (key >= 0) s.starts[key] = ahead;
     __syncthreads();

@@ -14,7 +14,7 @@ THREADS, MOST_UNITS = 1024, 4096
 KEYS = THREADS  # lengths that are told apart
 WARP = 32
 TILE_LINES = 128
-PARAMETERS = Parameters(2, "<4iI3i")
+PARAMETERS = Parameters(2, "<4iI6i4x")
 SHARED_BYTES = 4 * WARP + 2 * (MOST_UNITS + KEYS + THREADS // WARP * KEYS)  # struct Shared
 
 
@@ -30,26 +30,25 @@ def step(units: int, problem: Spmm, first: int) -> Step:
     if problem.transposed:
         lines, depth, words, name = depth, lines, blocks.col_words, "col_bits"
     share = min(WARP, words) - 1  # of a warp's lanes
-    shift = key_shift(depth)
-    numbers = (
-        _groups(problem),
-        units,
-        lines,
-        words,
-        first,
-        share.bit_length(),
-        shift,
-        (depth >> shift) + 1,
-    )
+    sizes = _groups(problem), units, lines, words
+    numbers = *sizes, first, share.bit_length(), *keys(depth)
     pointers = ((name, 0), (WORKSPACE, 0))
     return Step(spec(TILE_LINES // _size(problem)), (1, 1), PARAMETERS.pack(*numbers), pointers)
 
 
-def key_shift(depth: int) -> int:
-    """What the number of steps of a unit, ``depth`` at most, is shifted by so that it is a key:
-    nothing for fewer than 1024 blocks along the depth, 65536 elements of blocks of 64; of more,
-    units whose lengths differ by less than a 512th of the longest possible come as equals."""
-    return max(0, depth.bit_length() - (KEYS - 1).bit_length())
+def keys(depth: int, per_group: int = 1, last_group: int = 0) -> tuple[int, ...]:
+    """What units of ``depth`` steps at most are sorted by: what their number of steps is shifted
+    by, the keys of all groups, units of a group, the last group, the keys of one.
+
+    Nothing for fewer than 1024 blocks along the depth, 65536 elements of blocks of 64; of more, or
+    in several groups, units come as equals whose lengths differ by less than a 512th, of so many
+    groups, of the longest possible."""
+    room = KEYS // (last_group + 1)
+    shift = 0
+    while (depth >> shift) >= room:
+        shift += 1
+    own = (depth >> shift) + 1
+    return shift, own * (last_group + 1), per_group, last_group, own
 
 
 def variants(block: tuple[int, int]) -> list[KernelSpec]:

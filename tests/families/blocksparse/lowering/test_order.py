@@ -88,10 +88,38 @@ def test_lengths_beyond_the_keys_are_told_apart_in_part(depth, emulator, seed):
     stored = torch.arange(words * 32) < lengths[:, None]
     bits = (stored.view(300, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
     found = order_of(emulator, problem_of(blocks), {"row_bits": bits})
-    shift = order.key_shift(depth)
+    shift = order.keys(depth)[0]
     assert (depth >> shift < order.KEYS) and (shift == 0) == (depth < order.KEYS)
     wanted = (lengths >> shift).argsort(descending=True, stable=True)
     assert found[1:].tolist() == wanted.tolist()
+
+
+@needs_compiler
+@pytest.mark.parametrize("depth", [9, pytest.param(1100, marks=pytest.mark.slow)])
+def test_group_after_group_of_units(depth, emulator, seed):
+    """Of two heads each, and the last one of three."""
+    blocks = Blocks(128, 128, 11, depth, 7, 1)
+    words = blocks.row_words
+    lengths = torch.randint(0, depth + 1, (77,))
+    stored = torch.arange(words * 32) < lengths[:, None]
+    bits = (stored.view(77, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    step = order.step(77, problem_of(blocks), FIRST)
+    keys = order.keys(depth, 22, 2)
+    step = step._replace(fixed=order.PARAMETERS.pack(11, 77, 11, words, FIRST, 0, *keys))
+    found = torch.full((78,), -1, dtype=torch.int32)
+    known = {"row_bits": bits, "workspace": found}
+    maps.launch(emulator, step, [known[name].data_ptr() for name, _ in step.pointers])
+    group = (torch.arange(77) // 22).clamp(max=2)
+    wanted = ((2 - group) * depth + (lengths >> keys[0])).argsort(descending=True, stable=True)
+    assert found[1:].tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 10, 63, 64, 511, 512, 1023, 1024, 70000])
+@pytest.mark.parametrize("last", [0, 1, 15])
+def test_keys_fit(depth, last):
+    shift, all_keys, _, _, own = order.keys(depth, 3, last)
+    assert depth >> shift < own and own * (last + 1) == all_keys <= order.KEYS
+    assert shift == 0 or depth >> (shift - 1) >= order.KEYS // (last + 1)
 
 
 def test_all_bits_of_few_units_are_under_way_together():

@@ -1,6 +1,8 @@
 """Attention by wgmma and tensor maps, run by threads of the host, against its formula in float64;
 and what NVRTC makes of it."""
 
+import struct
+
 import pytest
 import torch
 
@@ -100,6 +102,21 @@ def test_results_are_right(case, emulator, seed):
 def test_tiles_that_two_warpgroups_share(case, emulator, seed):
     made = Made(CASES[case])
     run(emulator, made, 128)
+    check(made)
+
+
+@on_host
+@pytest.mark.parametrize("layout, kv_heads", [("head", 3), ("batch", 6)])
+def test_group_after_group_of_heads(layout, kv_heads, emulator, seed, monkeypatch):
+    """Each of the heads that share K and V."""
+    monkeypatch.setattr(hopper, "GROUP_BYTES", 1)
+    monkeypatch.setattr(hopper, "LAST_TILES", 1)
+    case = Case(queries=150, keys=80, batch=2, heads=6, kv_heads=kv_heads, layout=layout)
+    made = Made(case)
+    order, _ = hopper.lower(made.problem(), ARCH, 1, {"rows": 64}).steps
+    per_group, last = struct.unpack("<2i", order.fixed[-16:-8])
+    assert (per_group, last) == ((6, 2) if layout == "head" else (3, 11))
+    run(emulator, made, 64, 1)
     check(made)
 
 
