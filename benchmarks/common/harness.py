@@ -73,11 +73,11 @@ class Session:
     timer: object = None
     ours: dict[str, float] = field(default_factory=dict)
 
-    def time(self, call: Callable, buffers: tuple) -> float:
-        """Milliseconds of a call that has run once already."""
+    def time(self, call: Callable, buffers: tuple, in_graph: bool = False) -> float:
+        """Milliseconds of a call that has run once already; in a graph also where it is long."""
         if self.timer is None:
             self.timer = CudaTimer()
-        return time_call(self.timer, call, buffers, self.quick)
+        return time_call(self.timer, call, buffers, self.quick, in_graph)
 
 
 def machine() -> dict[str, str]:
