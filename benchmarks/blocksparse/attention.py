@@ -216,6 +216,7 @@ def _flex(problem: Problem, layout: blocksparse.Layout) -> Callable:
     """FlexAttention of the same blocks, of which it has all but a window's ends whole."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+    torch._functorch.config.donated_buffer = False  # a gradient is taken more than once
     compiled = torch.compile(flex_attention)
     if problem.window:
         width = problem.window
@@ -228,4 +229,8 @@ def _flex(problem: Problem, layout: blocksparse.Layout) -> Callable:
         order = stored.argsort(dim=-1, descending=True, stable=True).int()
         none = torch.zeros_like(count), torch.zeros_like(order)
         mask = BlockMask.from_kv_blocks(*none, count, order, BLOCK_SIZE=problem.block)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+    options = None  # its tiles, which may not be larger than blocks
+    if problem.block < 128:
+        names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+        options = dict.fromkeys(names, problem.block)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=options)

@@ -70,11 +70,17 @@ def float32_products(kind: str) -> Iterator[None]:
 
 
 def timed(
-    session: Session, call: Callable, buffers: tuple, error_of: Callable, eager: bool = False
+    session: Session,
+    call: Callable,
+    buffers: tuple,
+    error_of: Callable,
+    eager: bool = False,
+    in_graph: bool = False,
 ) -> tuple[float, float]:
-    """Milliseconds of ``call(*buffers)`` and ``error_of`` its result; the last buffer is its
-    output. The first call gives the error and warms up those that are timed. One that compiles
-    nothing (``eager``) and takes seconds is timed itself, and is the only one."""
+    """Milliseconds of ``call(*buffers)``, ``in_graph`` also if it is long, and ``error_of`` its
+    result; the last buffer is its output. The first call gives the error and warms up those that
+    are timed. One that compiles nothing (``eager``) and takes seconds is timed itself, and is the
+    only one."""
     buffers[-1].fill_(math.nan)
     if session.timer is None:
         session.timer = CudaTimer()
@@ -83,7 +89,7 @@ def timed(
     error = error_of(results.pop())
     if eager and first > VERY_LONG_MS:
         return first, error
-    return session.time(call, buffers), error
+    return session.time(call, buffers, in_graph), error
 
 
 def race(row: Row, rivals: dict[str, Callable], measured: Callable) -> Row:
@@ -96,13 +102,21 @@ def race(row: Row, rivals: dict[str, Callable], measured: Callable) -> Row:
 
 
 def against_torch(
-    problem, session: Session, buffers: tuple, error_of: Callable, ours: Callable, plain: Callable
+    problem,
+    session: Session,
+    buffers: tuple,
+    error_of: Callable,
+    ours: Callable,
+    plain: Callable,
+    in_graph: bool = False,
 ) -> Row:
     """The row of a problem with a name, a ``kind``, a ``must`` and a ``floor(device)``: kernlib,
-    then plain torch, which compiles nothing and may take seconds."""
+    ``in_graph`` also if it is long, then plain torch, which compiles nothing and may take
+    seconds."""
 
     def measured(name: str, call: Callable) -> tuple[float, float]:
-        return timed(session, call, buffers, error_of, name == "torch")
+        is_torch = name == "torch"
+        return timed(session, call, buffers, error_of, is_torch, in_graph and not is_torch)
 
     with float32_products(problem.kind):
         time, error = measured("kernlib", ours)

@@ -34,6 +34,9 @@ class Clock:
         self.calls += 1
         return self.ms
 
+    def replayed(self, call, buffers, repetitions):
+        return self.swept(call, buffers)
+
 
 # Cases.
 
