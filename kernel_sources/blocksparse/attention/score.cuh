@@ -61,8 +61,8 @@ struct LengthPointers {
     __device__ __forceinline__ int cols_seen(int batch, int all) const {
         return max(0, min(all, kv_lengths[batch]));
     }
-    // The same, but without an end where all are seen. That is asked of the length itself: of
-    // `rows_seen(...) == all` ptxas of CUDA 13.0 makes a predicate of VIMNMX.RELU that does not hold.
+    // The same, but without an end where all are seen. That is asked of the length itself: ptxas of
+    // CUDA 13.0 makes of `rows_seen(...) == all` a predicate of VIMNMX.RELU that does not hold.
     __device__ __forceinline__ int rows_open(int batch, int all) const {
         return q_lengths[batch] < all ? max(0, q_lengths[batch]) : NO_END;
     }

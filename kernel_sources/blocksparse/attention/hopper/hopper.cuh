@@ -18,13 +18,13 @@
 //
 // Persistent CTAs of a producer warp for each team (parameters.cuh), which walks the blocks of a
 // tile of rows (gather.cuh) and gathers them to tiles of TILE_COLS columns by tensor copies, and
-// two warpgroups of 64 rows each. Teams of two share K and V, and take turns; teams of one have
-// each its own rows, for blocks of fewer rows than 128. Scores stay in registers, where they become
-// weights, the left operand of the second product.
+// two warpgroups of 64 rows each. Teams of two share K and V; teams of one have each its own rows,
+// for blocks of fewer rows than 128. That members take turns at products, as two of a dense product
+// do, changes nothing here of 128 features (to 1 %), and makes 64 slower (by 3 %). Scores stay in
+// registers, where they become weights, the left operand of the second product.
 //
 // The generated source defines, beside what score.cuh asks for, before it includes this file:
 //   TEAMS, MEMBERS             of a CTA, and warpgroups of a team
-//   TURNS                      whether members take turns at products
 //   BLOCK_ROWS, BLOCK_COLS     of the layout
 //   TILE_COLS, STAGES          columns of a tile, and slots of a team's ring
 //   FEATURES, WIDTH            depth of scores, a multiple of 16, and columns of values, of 64
@@ -38,7 +38,7 @@
 
 #include "blocksparse/attention/hopper/mend.cuh"
 #include "blocksparse/attention/hopper/produce.cuh"
-#include "common/turns.cuh"
+#include "common/overlap.cuh"
 
 constexpr int SUMS = WIDTH / 2;  // of values, of a thread
 
@@ -81,33 +81,11 @@ __device__ __forceinline__ void multiply_values(float (&sums)[SUMS], const Weigh
     wgmma_commit();
 }
 
-// Turns of two warpgroups that share tiles: the products of one are issued while the other takes
-// exponentials.
-struct Turns {
-    int own, other;  // barriers
-    bool begins;
-    __device__ __forceinline__ Turns(int team, int member)
-        : own(1 + 2 * team + member), other(2 + 2 * team - member), begins(member == 0) {
-        if (TURNS && !begins) pass();
-    }
-    __device__ __forceinline__ void take() const {
-        if (TURNS) sync_threads(own, 256);
-    }
-    __device__ __forceinline__ void pass() const {
-        if (TURNS) arrive_at(other, 256);
-    }
-    // What was passed has been taken then.
-    __device__ __forceinline__ void end() const {
-        if (TURNS && begins) take();
-    }
-};
-
 // What a consumer's functions share.
 struct Consumer {
     const Parameters& p;
     const Shared& s;
     int member;
-    Turns turns;
     float scale, factor;  // of logits; of scores, to units of ln 2
 };
 
@@ -187,7 +165,6 @@ __device__ __forceinline__ void attend(float (&sums)[SUMS], Progress& progress, 
         int keys = ring.stage;
         barrier_wait(&c.s.barriers().full[keys], ring.parity);
         last = c.s.note(keys).flags & LAST;
-        c.turns.take();
         wgmma_fence();
         multiply_keys(scores, c.s, c.member, keys);
         ring.next();
@@ -196,7 +173,6 @@ __device__ __forceinline__ void attend(float (&sums)[SUMS], Progress& progress, 
         keep_words(weights);
         wgmma_fence();
         multiply_values(sums, weights, c.s, ring.stage);
-        c.turns.pass();
         wgmma_wait<1>();
         keep_behind(scores);
         take_weights(scores, progress, c, task, keys);
@@ -222,12 +198,11 @@ __device__ __forceinline__ void attend(float (&sums)[SUMS], Progress& progress, 
     ring.next();
 }
 
-__device__ __forceinline__ void consume(const Parameters& p, const Shared& s, int team,
-                                        int member) {
+__device__ __forceinline__ void consume(const Parameters& p, const Shared& s, int member) {
     float scale = read_scalar<float>(p.scale, 0);
     // Of a scale of 0 a factor that is next to nothing, as -inf stays -inf then.
     float factor = HAS_SCORE ? 1.0f : fmaxf(fabsf(scale) * LOG2_E, 1e-30f);
-    Consumer c = {p, s, member, Turns(team, member), scale, factor};
+    Consumer c = {p, s, member, scale, factor};
     Ring ring;
     int parity = 0;
 #pragma unroll 1
@@ -256,7 +231,6 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, in
         __syncwarp();
         if (progress.met) mend_rows(sums, progress.stats, p, task, scale, head, batch, of_all);
     }
-    c.turns.end();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -276,6 +250,6 @@ blocksparse_attention_hopper(const __grid_constant__ Parameters p) {
         if (warp < TEAMS) produce(p, s, warp);
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        consume(p, s, warpgroup / MEMBERS, warpgroup % MEMBERS);
+        consume(p, s, warpgroup % MEMBERS);
     }
 }

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "blocksparse/attention/hopper/parameters.cuh"
-#include "common/turns.cuh"
+#include "common/overlap.cuh"
 
 constexpr int SCORES = TILE_COLS / 2;       // of a thread
 constexpr int OF_PIECE = PIECE / 2;         // of these, those of a piece

@@ -30,7 +30,7 @@
 #include "blocksparse/attention/hopper_gradient/produce.cuh"
 #include "blocksparse/attention/hopper_gradient/weights.cuh"
 #include "blocksparse/attention/store_rows.cuh"
-#include "common/turns.cuh"
+#include "common/overlap.cuh"
 
 constexpr int SUMS = FEATURES / 2;  // of a thread, of one result
 

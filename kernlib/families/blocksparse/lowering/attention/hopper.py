@@ -46,9 +46,8 @@ FIXED = "12qI16i"  # struct Fixed
 
 class Variant(NamedTuple):
     """Everything that code generation chooses besides the score: a team is ``members`` warpgroups,
-    ``columns`` are a tile's, ``stages`` a team's slots, ``turns`` whether members take turns,
-    ``registers`` those of a producing and of a multiplying thread, and ``width`` the features of v
-    that are multiplied."""
+    ``columns`` are a tile's, ``stages`` a team's slots, ``registers`` those of a producing and of a
+    multiplying thread, and ``width`` the features of v that are multiplied."""
 
     dtype: str
     block: tuple[int, int]
@@ -57,7 +56,6 @@ class Variant(NamedTuple):
     columns: int
     stages: int
     teams: int
-    turns: bool
     registers: tuple[int, int]
     width: int
 
@@ -199,7 +197,7 @@ def variant(dtype: str, block: tuple[int, int], features: int, rows: int) -> Var
     registers = (72, 216) if features < 256 else (56, 224)
     teams = WARPGROUPS // members
     wide = round_up(features, ROW)  # what matrices with lines of V side by side are known to take
-    made = Variant(dtype, block, features, members, columns, 0, teams, members > 1, registers, wide)
+    made = Variant(dtype, block, features, members, columns, 0, teams, registers, wide)
     fitting = (n for n in range(2, 33) if shared_bytes(made._replace(stages=n)) <= SHARED_BYTES)
     return made._replace(stages=max(fitting))
 
@@ -222,7 +220,6 @@ def spec(score: Score, made: Variant) -> KernelSpec:
     source = f"""{text.preamble(made.dtype, score)}
 constexpr int TEAMS = {made.teams};
 constexpr int MEMBERS = {made.members};
-constexpr bool TURNS = {text.flag(made.turns)};
 constexpr int PRODUCER_REGISTERS = {made.registers[0]};
 constexpr int CONSUMER_REGISTERS = {made.registers[1]};
 constexpr int BLOCK_ROWS = {rows};

@@ -3,11 +3,6 @@
 
 #include "common/hopper.cuh"
 
-// Counts the warp at a barrier that others wait at by sync_threads(number, threads), and goes on.
-__device__ __forceinline__ void arrive_at(int number, int threads) {
-    asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory");
-}
-
 // Sums that wgmma has written asynchronously: behind the wait for them no use of theirs is moved
 // before it.
 template <int COUNT>
