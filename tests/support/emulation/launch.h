@@ -1,7 +1,10 @@
 // A launch of ENTRY, block after block.
 #pragma once
 
-inline const Parameters* given;
+template <class T>
+T parameter_of_entry(void (*)(T));
+using EntryParameters = decltype(parameter_of_entry(&ENTRY));
+inline const EntryParameters* given;
 
 inline void one_thread() {
     ENTRY(*given);
@@ -11,7 +14,7 @@ inline void one_thread() {
 }
 
 extern "C" void launch(const void* block, int columns, int rows) {
-    Parameters parameters;
+    EntryParameters parameters;
     std::memcpy(static_cast<void*>(&parameters), block, sizeof(parameters));
     given = &parameters;
     gridDim = {unsigned(columns), unsigned(rows), 1};

@@ -9,6 +9,13 @@ template <class T>
 inline T maximum(T x, T y) { return x > y || x != x ? x : y; }
 template <class T>
 inline T minimum(T x, T y) { return -maximum(-x, -y); }
+inline float multiply_add(float x, float y, float z) { return std::fmaf(x, y, z); }
+template <bool KEPT = true, class T>
+inline T add_chain(T total, T& sum) {
+    T whole = total + sum, lost = sum - (whole - total);
+    sum = !KEPT || std::fabs(lost) <= std::fabs(sum) ? lost : T(0);
+    return whole;
+}
 template <class T>
 inline T ndtr(T x) { return T(0.5 * std::erfc(-0.7071067811865476 * double(x))); }
 
