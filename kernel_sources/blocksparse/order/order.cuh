@@ -34,7 +34,7 @@ struct Parameters {
     int groups, units, lines, words;  // of a head, of all; lines of blocks of a head, their words
     u32 first;                        // tile that the counter gives first
     int share;                        // 1 << share lanes count a unit, as many as it has words
-    int shift, keys;                  // steps >> shift is a unit's key in its group; all groups' keys
+    int shift, keys;                  // steps >> shift is a unit's key in its group; all keys
     // units of a group, which follow each other; the last group, that has the rest too; keys of one
     int per_group, last_group, group_keys;
 };
