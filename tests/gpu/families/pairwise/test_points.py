@@ -154,12 +154,14 @@ HOSTILE = [
     "a duplicate of each",
 ]  # fmt: skip
 # Where squared distances are taken by products as long as they lose 5 bits, 2e-5 of an exponent.
+WORDS = 2**-22  # of a place, that two words of float16 hold
 COARSE = {"tails": 1e-4, "two clusters just apart": 6e-6}
 
 
 def exact(x, v, g, bandwidth):
-    """The gradients of K(x, x) v for a Gaussian in float64, and the sums of their absolute terms,
-    with what the rounding of exponents is allowed."""
+    """The gradients of K(x, x) v for a Gaussian in float64, the sums of their absolute terms, with
+    what the rounding of exponents is allowed, and what words may lose: where one pair is most of
+    a row's sum, and its points agree in a feature, products of their places do not."""
     x, v, g = (t.detach().double() for t in (x, v, g))
     differences = x[:, None] - x
     squares = differences.square().sum(-1)
@@ -170,12 +172,14 @@ def exact(x, v, g, bandwidth):
     slope = matrix[..., None] * differences / -(bandwidth**2)
     by_bandwidth = worth * matrix * squares / bandwidth**3
     found = (both[..., None] * slope).sum(1), matrix @ g, by_bandwidth.sum()
+    place = (x - x.mean(0)).abs()
+    reach = ((size * matrix)[..., None] * (place[:, None] + place)).sum(1) / bandwidth**2
     wholes = (
         ((size * allowed)[..., None] * slope.abs()).sum(1),
         (matrix * allowed) @ g.abs(),
         (by_bandwidth.abs() * allowed).sum(),
     )
-    return zip(found, wholes, strict=True)
+    return zip(found, wholes, (WORDS * reach, 0.0, 0.0), strict=True)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -193,9 +197,10 @@ def test_hostile_points(name, features, narrow, positive, launched, seed):
     leaves = [t.requires_grad_() for t in (x, v)] + [bandwidth]
     out = kl.kernel_matmul(GAUSSIAN, x, x, v, bandwidth=bandwidth)
     found = torch.autograd.grad(out, leaves, g)
-    for gradient, (wanted, whole) in zip(found, exact(x, v, g, bandwidth.item()), strict=True):
-        error = (gradient.double() - wanted).abs()
-        assert (error <= COARSE.get(name, BOUND) * whole + 1e-30).all(), (error / whole).max()
+    wanted = exact(x, v, g, bandwidth.item())
+    for gradient, (value, whole, lost) in zip(found, wanted, strict=True):
+        error = ((gradient.double() - value).abs() - lost - 1e-30).clamp(min=0)
+        assert (error <= COARSE.get(name, BOUND) * whole).all(), (error / whole).max()
     assert whether_products(launched) == {True}
 
 
@@ -206,7 +211,7 @@ def test_numbers_of_all_sizes(side, seed):
     v, g = (t * sizes[:, None] if side == name else t for name, t in (("v", v), ("g", g)))
     leaves = [t.requires_grad_() for t in (x, v)]
     found = torch.autograd.grad(kl.kernel_matmul(GAUSSIAN, x, x, v, bandwidth=4.0), leaves, g)
-    for gradient, (wanted, whole) in zip(found, exact(x, v, g, 4.0), strict=False):
+    for gradient, (wanted, whole, _) in zip(found, exact(x, v, g, 4.0), strict=False):
         assert ((gradient.double() - wanted).abs() <= BOUND * whole).all()
 
 
