@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.paths import ROOT
 from tests.support.terminals import drained, terminal
@@ -21,6 +24,7 @@ ON_THE_GPU = {
     "kernel_ridge": ("--train", "20000"),
     "sparse_decoder": ("--tokens", "16"),
     "gaussian_process": ("--train", "10000", "--steps", "5"),
+    "sparse_attention": ("--steps", "30"),
 }
 
 
@@ -102,6 +106,61 @@ def test_kernel_ridge_regression_is_drawn_where_matplotlib_is(tmp_path):
     assert found.returncode == 0, found.stderr
     assert (tmp_path / "ridge.png").stat().st_size > 0
     assert all(found.stdout.count(f"│ {way} ") == 4 for way in WAYS)  # numbers of points
+
+
+SPARSE_ATTENTION = EXAMPLES[0].parent / "sparse_attention.py"
+
+
+def test_letters_behind_a_name_are_those_of_its_introduction():
+    names = runpy.run_path(str(SPARSE_ATTENTION))
+    config = names["SMALL"]
+    text = names["Author"](config).write(64, 3)
+    reach = (0, *config.lengths)
+    for row, ranges in zip(text.tokens.tolist(), text.ranges.tolist(), strict=True):
+        introduced: dict[int, tuple[int, int]] = {}  # place and letter of each name
+        for place, (name, letter) in enumerate(itertools.pairwise(row), 1):
+            if name < config.letters:
+                assert ranges[place] == 0
+                continue
+            first, known = introduced.setdefault(name, (place, letter))
+            assert letter == known < config.letters
+            assert (ranges[place] > 0) == (place > first)
+            assert place - first <= reach[ranges[place]]
+    assert set(text.ranges.unique().tolist()) == {0, 1, 2, 3}
+
+
+def test_nats_of_a_token_are_those_of_its_chance():
+    names = runpy.run_path(str(SPARSE_ATTENTION))
+    config = names["SMALL"]
+    tokens, ranges, nats = names["Author"](config).write(64, 3)
+    is_name, chances = tokens >= config.letters, nats.neg().exp()
+    is_value = torch.nn.functional.pad(is_name[:, :-1], (1, 0))
+    assert (chances[ranges > 0] == 1).all()  # letters that are known
+    torch.testing.assert_close(1 / chances[is_value & (ranges == 0)].unique(), torch.tensor([16.0]))
+    counts = {round(1 / chance) for chance in chances[is_name].unique().tolist()}
+    assert counts == {1, 24, 48, 96}  # introductions, and a quarter over 3 ranges and their people
+    letters = chances[~is_name & ~is_value].mul(1e4).round().int().unique().tolist()
+    assert letters == [
+        750,
+        1000,
+        5250,
+        7000,
+    ]  # of the chances, where a name may stand and where not
+
+
+@pytest.mark.slow
+def test_layouts_of_sparse_attention_are_drawn_where_matplotlib_is(tmp_path):
+    arguments = ("--device", "cpu", "--steps", "6", "--length", "128")
+    arguments += ("--plot", str(tmp_path / "layouts.png"))
+    found = run(SPARSE_ATTENTION, tmp_path, *arguments, CUDA_VISIBLE_DEVICES="")
+    if importlib.util.find_spec("matplotlib") is None:
+        assert found.returncode == 2 and "pip install matplotlib" in found.stderr
+        return
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "layouts.png").stat().st_size > 0
+    rows = re.findall(r"│ (window|window \+ global|learned|dense) +│ +([\d.]+) ", found.stdout)
+    density = {name: float(value) for name, value in rows if float(value) < 1}
+    assert density["window"] < density["learned"] <= density["window + global"] < density["dense"]
 
 
 @pytest.mark.slow
