@@ -17,6 +17,8 @@ OUTPUT = "gpu_record"  # where a worker's output holds what its run knows
 def pytest_addoption(parser):
     text = "list tests without the mark slow that take more seconds of the processor than this"
     parser.addoption("--cpu-over", type=float, metavar="SECONDS", help=text)
+    text = "of slow sweeps of kernels, those of lowering, only the K-th of N parts"
+    parser.addoption("--sweeps", metavar="K/N", help=text)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it

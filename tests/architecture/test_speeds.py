@@ -1,6 +1,8 @@
 """Two speeds of tests: what is slow, who shares a run, and what no test looks at."""
 
 import re
+from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +36,23 @@ def test_a_sweep_keeps_some_cases_fast():
         speeds.slow_but(["c"], "ab")
     cases = {"x": 1, "y": 3, "z": 2}
     assert sorted(speeds.one_of_each(lambda case: case % 2, cases)) == ["x", "z"]
+
+
+def test_parts_of_sweeps_are_all_of_them():
+    def item(path, mark=True):
+        return SimpleNamespace(path=Path(path), nodeid=path, get_closest_marker=lambda _: mark)
+
+    sweep = [item(f"tests/lowering/test_a.py::test[{i}]") for i in range(40)]
+    parts = [[t.nodeid for t in sweep if speeds.is_in_part(t, f"{k}/3")] for k in (1, 2, 3)]
+    assert all(parts) and sorted(chain(*parts)) == sorted(t.nodeid for t in sweep)
+    rest = [item("tests/docs/test_a.py::test"), item("tests/lowering/test_b.py::test", None)]
+    assert all(speeds.is_in_part(t, f"{k}/3") for t in rest for k in (1, 2, 3))
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "-1/2", "a/b", "1/2/3"])
+def test_a_part_that_there_is_not(text):
+    with pytest.raises(pytest.UsageError, match="--sweeps must be K/N"):
+        speeds.sweep_part(text)
 
 
 @pytest.mark.parametrize(

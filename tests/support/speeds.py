@@ -3,13 +3,16 @@
 ``pytest`` runs what is not marked ``slow``, on a few workers of pytest-xdist where that is
 installed. Slow are, by their meaning: sweeps of compiles but for one specification a kernel,
 documents, examples, benchmarks and the demo when they are executed, soaks and kills, Inductor, and
-gradient checks beyond one case a stage. ``pytest -m slow`` runs those, ``pytest -m ""`` all.
+gradient checks beyond one case a stage. ``pytest -m slow`` runs those, ``pytest -m ""`` all, and
+``--sweeps K/N`` leaves out all but the K-th of N parts of sweeps of kernels: of slow tests of
+``lowering``, which compile kernels or run them on the host.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -22,6 +25,7 @@ SILENCE_S = 15.0
 LEFT_OUT = {  # why tests of a run were left out, and how to run them
     "gpu": "need an NVIDIA GPU that torch can use",
     "slow": "are slow: pytest -m slow",
+    "sweeps": "are in other parts of slow sweeps of kernels: pytest -m slow --sweeps K/N",
 }
 
 
@@ -38,6 +42,22 @@ def slow_but(fast: Collection, cases: Iterable) -> list:
 def one_of_each(kind: Callable, cases: Mapping) -> list:
     """The first name of each ``kind(case)``."""
     return list({kind(case): name for name, case in reversed(cases.items())}.values())
+
+
+def sweep_part(text: str) -> tuple[int, int]:
+    """``K/N`` as what the hash of a test's name leaves, and by what. Raises pytest.UsageError."""
+    part, _, count = text.partition("/")
+    if not (part.isdigit() and count.isdigit() and 1 <= int(part) <= int(count)):
+        raise pytest.UsageError(f"--sweeps must be K/N with 1 <= K <= N, as 1/2, got {text!r}")
+    return int(part) - 1, int(count)
+
+
+def is_in_part(item: pytest.Item, text: str) -> bool:
+    """Whether a test runs in this part of the sweeps."""
+    if "lowering" not in item.path.parts or not item.get_closest_marker("slow"):
+        return True
+    rest, count = sweep_part(text)
+    return zlib.crc32(item.nodeid.encode()) % count == rest
 
 
 def workers(config: pytest.Config) -> int:
@@ -76,6 +96,12 @@ class Speeds:
     def pytest_collection_modifyitems(self, items):
         import torch
 
+        sweeps = self.config.option.sweeps
+        if sweeps is not None:
+            sweep_part(sweeps)
+            count = len(items)
+            items[:] = [item for item in items if is_in_part(item, sweeps)]
+            self.left_out["sweeps"] = count - len(items)
         if torch.cuda.is_available():
             return
         gpu = [item for item in items if item.get_closest_marker("gpu")]
