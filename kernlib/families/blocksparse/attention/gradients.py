@@ -11,7 +11,6 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from kernlib.families.blocksparse.attention import reference
 from kernlib.families.blocksparse.attention.arguments import Options, check_kinds, dtypes_of
 from kernlib.families.blocksparse.attention.primitive import (
     ATTENTION,
@@ -50,6 +49,8 @@ def eager(descriptor, operands, saved, options, captured: dict, grads: tuple, ne
 def by_torch(descriptor, operands, options, captured: dict, grads: tuple, needs: tuple) -> list:
     """The gradients that are needed of the reference computed again, differentiable where gradients
     are recorded."""
+    from kernlib.families.blocksparse.attention import reference  # which kernels do without
+
     layout, *tensors = operands
     again = torch.is_grad_enabled()
     given = dict(zip(("q", "k", "v"), tensors, strict=True)) | captured

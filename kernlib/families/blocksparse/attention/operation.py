@@ -45,3 +45,6 @@ def run(
     else:
         y, lse = calls.execute(descriptor, operands, out, options, captured)
     return (y, lse) if return_lse else y
+
+
+RUNS = {BlockSparseAttention: run}

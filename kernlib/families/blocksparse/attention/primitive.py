@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from kernlib.families.blocksparse.attention import arguments, plans, reference
+from kernlib.families.blocksparse.attention import arguments, plans
 from kernlib.families.blocksparse.attention.arguments import Call, Options
 from kernlib.families.blocksparse.attention.descriptor import AXES
-from kernlib.families.blocksparse.attention.pieces import restored
 from kernlib.families.blocksparse.attention.plans import AttentionPlan, GradientPlan
 from kernlib.families.blocksparse.layout import NAMES as TENSORS
 from kernlib.runtime import devices, operation
@@ -70,6 +69,8 @@ def _reference(call, descriptor, operands: tuple, out, options: Options, capture
 
 def by_reference(descriptor, operands: tuple, out, options: Options, captured: dict) -> tuple:
     """A checked call by torch's own operators, which are differentiable as they are."""
+    from kernlib.families.blocksparse.attention import reference  # which kernels do without
+
     with no_autocast(operands[1]):
         y, lse = reference.attention(descriptor, operands, options, captured)
     return y if out is None else out.copy_(y), lse if options.lse else None
@@ -189,6 +190,8 @@ def _gradient_way(call: Call, descriptor, operands, saved, options, captured, gr
 def _gradient_reference(
     call, descriptor, operands: tuple, saved, options, captured, grads, needs
 ) -> list:
+    from kernlib.families.blocksparse.attention import reference
+
     with no_autocast(operands[1]):
         return reference.gradient(descriptor, operands, options, captured, grads, needs)
 
@@ -243,6 +246,8 @@ def _gradient_launch(
 
 def _summed(part: torch.Tensor, axes: tuple[str, ...], like: torch.Tensor) -> torch.Tensor:
     """The gradient by a captured tensor of what kernels left of each batch and head."""
+    from kernlib.families.blocksparse.attention.pieces import restored
+
     sizes = [like.shape[axes.index(axis)] if axis in axes else 1 for axis in AXES]
     whole = part.sum_to_size(sizes)
     return restored(whole[:, :, None], axes).reshape(like.shape).to(like.dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernlib.errors import CaptureError
-from kernlib.families.blocksparse.attention import ahead, arguments, plans, primitive
+from kernlib.families.blocksparse.attention import ahead, arguments, plans, primitive, reference
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.layout import Layout
@@ -209,13 +209,10 @@ def test_gradients_of_gradients_are_torch_s(kernels, monkeypatch, seed):
     made, tensors = operands(SHAPE, grad=True)
     monkeypatch.setattr(plans, "torch", torch)
     y = attention(*tensors, made)
-    reference = []
-    monkeypatch.setattr(
-        primitive.reference, "attention",
-        _noted(primitive.reference.attention, reference),
-    )  # fmt: skip
+    calls = []
+    monkeypatch.setattr(reference, "attention", _noted(reference.attention, calls))
     found = torch.autograd.grad(y.float().square().sum(), tensors, create_graph=True)
-    assert len(reference) == 1 and all(t.requires_grad for t in found)
+    assert len(calls) == 1 and all(t.requires_grad for t in found)
 
 
 def _noted(function, calls: list):
