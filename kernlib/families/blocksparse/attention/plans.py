@@ -325,7 +325,9 @@ def numbers_of(plan, options: Options) -> tuple[list, list]:
 
 def behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Tensor]:
     """The tensors whose addresses lie behind a kernel's own: lengths, captured ones."""
-    found = []
+    found: list[torch.Tensor] = []
+    if not (descriptor.lengths or captured):
+        return found
     if descriptor.lengths:
         given = options.q_lengths, options.kv_lengths
         ends = plan.sizes.queries, plan.sizes.keys
