@@ -26,7 +26,9 @@ _runs: dict[type, Callable] = {}
 
 def _run_of(descriptor: Descriptor) -> Callable:
     """What runs calls of a descriptor. Raises TypeError for what is none."""
-    runs = _module_of(descriptor, "operation").RUNS
+    _check_descriptor(descriptor)
+    name = f"{descriptor.package}.operation" if descriptor.package else "operation"
+    runs = _module_of(descriptor, name).RUNS
     run = next(run for kind, run in runs.items() if isinstance(descriptor, kind))
     _runs[type(descriptor)] = run
     return run

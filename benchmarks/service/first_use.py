@@ -98,6 +98,21 @@ def _block_sparse_step(kl, x):
     return y
 
 
+def _heads(requires_grad: bool = False):
+    tensors = torch.randn(3, 2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16)
+    mask = torch.rand(16, 16) < 0.3
+    return *(t.requires_grad_(requires_grad) for t in tensors.unbind()), mask.cuda()
+
+
+def _attention(kl, q, k, v, mask):
+    return kl.blocksparse.attention(q, k, v, kl.blocksparse.Layout(mask, 128))
+
+
+def _attention_step(kl, q, k, v, mask):
+    _attention(kl, q, k, v, mask).sum().backward()
+    return q.grad
+
+
 # Name to what makes the tensors, and what is timed of kernlib and these.
 OPERATIONS: dict[str, tuple[Callable, Callable]] = {
     "cdist p=2": (_points, _cdist),
@@ -110,6 +125,8 @@ OPERATIONS: dict[str, tuple[Callable, Callable]] = {
     "sparse": (_weights, _product),
     "kron_matmul": (_factors, _kron_matmul),
     "BlockSparseLinear train step": (_half_input, _block_sparse_step),
+    "attention": (_heads, _attention),
+    "attention backward": (lambda: _heads(True), _attention_step),
 }
 
 

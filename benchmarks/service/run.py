@@ -23,6 +23,7 @@ from benchmarks.service.processes import child
 
 SOURCE = '#include "pairwise/direct/direct.cuh"'
 FIRST_SHAPE = (1000, 1000, 1024)  # small enough that the kernel itself takes 0.1 ms
+HEADS, ROWS, HOT_ROWS, HEAD_DIM, BLOCK = 8, 2048, 512, 128, 128  # of attention
 PROCESSES = 3
 BATCHES, CALLS = 10, 2000
 COMPILES = 3
@@ -34,27 +35,61 @@ CPU_ARCH = "sm_90a"
 # First calls. Their own caches would hide what NVRTC and the driver cost.
 
 
-def first_call(cached: bool) -> None:
-    """Print, as JSON, the milliseconds from run_kernel to a synchronised result in this process.
+def _distance() -> tuple[Callable, Callable]:
+    m, n, k = FIRST_SHAPE
+    a, b = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
+    descriptor, run_kernel = kl.l1_distance(), kl.run_kernel
+
+    def check(result: torch.Tensor) -> None:
+        wanted = torch.cdist(a[:8], b, p=1.0)
+        torch.testing.assert_close(result[:8], wanted, rtol=1e-4, atol=1e-2)
+
+    return lambda: run_kernel(descriptor, a, b), check
+
+
+def heads(rows: int, device: str = "cuda") -> tuple[list[torch.Tensor], kl.blocksparse.Layout]:
+    """q, k and v, and a layout that stores the lower half of their blocks."""
+    shape = 1, HEADS, rows, HEAD_DIM
+    tensors = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3)]
+    stored = torch.ones(rows // BLOCK, rows // BLOCK, dtype=torch.bool).tril()
+    return tensors, kl.blocksparse.Layout(stored, BLOCK, device=device)
+
+
+def _attention(device: str = "cuda") -> tuple[Callable, Callable]:
+    tensors, layout = heads(ROWS, device)
+    attention = kl.blocksparse.attention
+
+    def check(result: torch.Tensor) -> None:
+        mask = layout.mask().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        torch.testing.assert_close(result, wanted, rtol=5e-2, atol=2e-2)
+
+    return lambda: attention(*tensors, layout), check
+
+
+# What the rows are named by, to what makes a call and what looks at its result.
+FIRST: dict[str, Callable] = {"": _distance, "attention ": _attention}
+MUSTS = {"cold": {"": 1000.0, "attention ": 500.0}, "cached": {"": 10.0, "attention ": 10.0}}
+
+
+def first_call(cached: bool, name: str = "") -> None:
+    """Print, as JSON, the milliseconds from the call to a synchronised result in this process.
 
     CUDA is up, tensors are there, kernlib is imported. ``cached``: cuda.core is imported as well
     and the call must not load NVRTC.
     """
-    m, n, k = FIRST_SHAPE
-    a, b = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
-    warm = torch.empty(m, n, device="cuda").fill_(0)
-    descriptor, run_kernel = kl.l1_distance(), kl.run_kernel
+    call, check = FIRST[name]()
+    warm = torch.empty(FIRST_SHAPE[:2], device="cuda").fill_(0)
     if cached:
         import cuda.core  # noqa: F401
     torch.cuda.synchronize()
     before = nvrtc_is_loaded()
     start = time.perf_counter()
-    result = run_kernel(descriptor, a, b)
+    result = call()
     torch.cuda.synchronize()
     milliseconds = (time.perf_counter() - start) * 1e3
     after = nvrtc_is_loaded()
-    wanted = torch.cdist(a[:8], b, p=1.0)
-    torch.testing.assert_close(result[:8], wanted, rtol=1e-4, atol=1e-2)
+    check(result)
     print(json.dumps({"ms": milliseconds, "before": before, "after": after, "n": warm.numel()}))
 
 
@@ -63,9 +98,9 @@ def nvrtc_is_loaded() -> bool:
     return "libnvrtc" in Path("/proc/self/maps").read_text()
 
 
-def first_call_elsewhere(cached: bool, cache_dir: str) -> float:
+def first_call_elsewhere(cached: bool, cache_dir: str, name: str = "") -> float:
     """What :func:`first_call` measures in a fresh process. Raises RuntimeError when it fails."""
-    code = f"from benchmarks.service.run import first_call; first_call({cached})"
+    code = f"from benchmarks.service.run import first_call; first_call({cached}, {name!r})"
     report = child(code, cache_dir, KERNLIB_ASSERT_CACHED="1" if cached else "0")
     if cached and report["before"]:
         note("something other than kernlib has loaded NVRTC before the cached first call")
@@ -74,22 +109,24 @@ def first_call_elsewhere(cached: bool, cache_dir: str) -> float:
     return report["ms"]
 
 
-def first_calls(session: Session) -> dict[str, float]:
+def first_calls(name: str, session: Session) -> dict[str, float]:
     """Medians of the cold and the cached first call, measured in pairs once a session."""
-    if "cold" not in session.ours:
-        pairs = [_pair() for _ in range(1 if session.quick else PROCESSES)]
-        session.ours["cold"] = statistics.median(cold for cold, _ in pairs)
-        session.ours["cached"] = statistics.median(cached for _, cached in pairs)
+    if f"{name}cold" not in session.ours:
+        pairs = [_pair(name) for _ in range(1 if session.quick else PROCESSES)]
+        session.ours[f"{name}cold"] = statistics.median(cold for cold, _ in pairs)
+        session.ours[f"{name}cached"] = statistics.median(cached for _, cached in pairs)
     return session.ours
 
 
-def _pair() -> tuple[float, float]:
+def _pair(name: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="kernlib-bench-") as directory:
-        return first_call_elsewhere(False, directory), first_call_elsewhere(True, directory)
+        cold, cached = (first_call_elsewhere(again, directory, name) for again in (False, True))
+    return cold, cached
 
 
-def first_call_row(kind: str, must: float, session: Session) -> Row:
-    return Row(f"first call {kind}", "ms", first_calls(session)[kind], must=must)
+def first_call_row(name: str, kind: str, session: Session) -> Row:
+    found = first_calls(name, session)[f"{name}{kind}"]
+    return Row(f"first call {name}{kind}", "ms", found, must=MUSTS[kind][name])
 
 
 # First uses, imports counted.
@@ -157,6 +194,28 @@ def hot_call(session: Session) -> Row:
     return row
 
 
+def hot_attention(session: Session) -> Row:
+    """Of a call whose kernel is done before the next one's host time is over."""
+    tensors, layout = heads(HOT_ROWS)
+    attention = kl.blocksparse.attention
+    ours = host_us(lambda: attention(*tensors, layout), torch.cuda.synchronize, session.quick)
+    return Row("hot call attention", "us", ours, must=25.0)
+
+
+def hot_attention_step(session: Session) -> Row:
+    """The same with the gradients by q, k and v, which ``torch.autograd.grad`` asks for."""
+    tensors, layout = heads(HOT_ROWS)
+    attention, grad = kl.blocksparse.attention, torch.randn_like(tensors[0])
+    for t in tensors:
+        t.requires_grad_()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(attention(*tensors, layout), tensors, grad)
+
+    ours = host_us(step, torch.cuda.synchronize, session.quick)
+    return Row("hot step attention", "us", ours)
+
+
 def triton_add(x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
     """A launch of the smallest useful Triton kernel, with its arguments at hand."""
     global tl  # where Triton looks up the names of a kernel
@@ -216,14 +275,19 @@ def cubin_row(p: float, session: Session) -> Row:
 
 def cases() -> list[Case]:
     return [
-        Case("first call cold", lambda session: first_call_row("cold", 1000.0, session)),
-        Case("first call cached", lambda session: first_call_row("cached", 10.0, session)),
+        *[
+            Case(f"first call {name}{kind}", lambda s, n=name, k=kind: first_call_row(n, k, s))
+            for name in FIRST
+            for kind in MUSTS
+        ],
         *[
             Case(f"first use {name} {kind}", lambda s, n=name, k=kind: first_use_row(n, k, s))
             for name in first_use.OPERATIONS
             for kind in first_use.KINDS
         ],
         Case("hot call 64x64x8", hot_call),
+        Case("hot call attention", hot_attention),
+        Case("hot step attention", hot_attention_step),
         *[Case(f"compile p={p:g}", lambda s, p=p: compile_row(p, s)) for p in (1, 1.3)],
         *[Case(f"cubin p={p:g}", lambda s, p=p: cubin_row(p, s)) for p in (1, 1.3)],
     ]

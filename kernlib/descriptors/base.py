@@ -45,12 +45,14 @@ class Descriptor(Part):
     """Base of the frozen dataclasses that :func:`kernlib.run_kernel` accepts.
 
     ``family`` names the modules that implement it: those of
-    ``kernlib.families.<family>``. Copies and pickles rebuild through the constructor, so that a
-    descriptor is always a validated one.
+    ``kernlib.families.<family>``, and ``package`` that of these whose ``operation`` runs it, where
+    several share a family: a first call need not load what runs the others. Copies and pickles
+    rebuild through the constructor, so that a descriptor is always a validated one.
     """
 
     __slots__ = ()
     family: ClassVar[str]
+    package: ClassVar[str] = ""
 
     @property
     def operands(self) -> tuple[str, ...]:

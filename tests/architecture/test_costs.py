@@ -116,3 +116,20 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     own = [name for name in loaded if name.split(".")[0] == "kernlib"]
     assert len(own) <= most, own
     assert not {name.split(".")[0] for name in loaded} & set(forbidden)
+
+
+def test_attention_loads_nothing_of_other_block_sparse_operations():
+    program = """
+import json, sys, torch, kernlib as kl
+layout = kl.blocksparse.Layout([[1, 0], [1, 1]], 16)
+kl.blocksparse.attention(*torch.randn(3, 1, 1, 32, 16), layout)
+print(json.dumps([name for name in sys.modules if name.startswith("kernlib.families.")]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = json.loads(run.stdout)
+    home = "kernlib.families.blocksparse"
+    assert f"{home}.attention.operation" in loaded
+    for name in ("softmax.operation", "scaled", "product", "plans", "operation"):
+        assert f"{home}.{name}" not in loaded

@@ -227,6 +227,17 @@ def test_host_time_is_per_call():
 def test_case_names_of_the_service_are_the_agreed_ones():
     names = {case.name for case in service.cases()}
     assert {"first call cold", "first call cached", "hot call 64x64x8", "compile p=1"} <= names
+    attention = {f"first call attention {kind}" for kind in ("cold", "cached")}
+    attention |= {f"first use attention{way} filled" for way in ("", " backward")}
+    assert attention | {"hot call attention", "hot step attention"} <= names
+
+
+def test_attention_of_the_service_is_torch_s(monkeypatch, seed):
+    monkeypatch.setattr(service, "ROWS", 256)
+    call, check = service.FIRST["attention "]("cpu")
+    check(call())
+    with pytest.raises(AssertionError):
+        check(call() + 1)
 
 
 def torch_loads_nvrtc():

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from kernlib.families.blocksparse.attention import operation as attention
-from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.product import PRODUCT, calls
-from kernlib.families.blocksparse.scaled import operation as scaled
-from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
-from kernlib.families.blocksparse.softmax import operation as softmax
-from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime.products import front_door
 
 
@@ -20,9 +14,4 @@ def _recorded(*request):
 
 
 run = front_door(PRODUCT, calls, _recorded)
-RUNS = {
-    BlockSparseMatmul: run,
-    BlockSparseScaledMatmul: scaled.run,
-    BlockSparseSoftmax: softmax.run,
-    BlockSparseAttention: attention.run,
-}
+RUNS = {BlockSparseMatmul: run}

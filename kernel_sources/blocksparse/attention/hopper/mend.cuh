@@ -1,14 +1,15 @@
 // Values that are no finite numbers. A weight of 0 times NaN is NaN: what a row does not see would
 // show in it where the same tile has columns that other rows see. So a warp that has met such tiles
 // and finds a sum that is not finite computes its rows once more, by mma.sync from device memory:
-// sums of finite values, and beside them whether a value that counts is NaN or infinite.
+// sums of finite values, and beside them whether a value that counts is NaN or infinite. A fragment
+// of features and columns at a time, as each first call compiles this and hardly any call needs it:
+// four of features at once took NVRTC 0.1 s more, of 1.0.
 #pragma once
 
 #include "blocksparse/attention/hopper/store.cuh"
-#include "common/mma.cuh"
+#include "common/mma_half.cuh"
 
-constexpr int AT_ONCE = 32;  // features of values
-constexpr int ACROSS = AT_ONCE / 8;
+constexpr int AT_ONCE = 8;  // columns, and features of values
 
 // Two neighbours, zero where there are none.
 __device__ __forceinline__ u32 pair_at(const InputT* from, bool exists) {
@@ -34,28 +35,25 @@ struct Mender {
         v = p.v + batch * p.v_strides.batch + shared * p.v_strides.head;
     }
 
-    // Products of the rows and of sixteen columns from `col` on, eight of them each.
-    __device__ __forceinline__ void multiply_rows(float (&scores)[2][4], int col) const {
-        int lane = threadIdx.x % 32;
+    // Products of the rows and of the columns from `col` on.
+    __device__ __forceinline__ void multiply_rows(float (&scores)[4], int col) const {
+        int lane = threadIdx.x % 32, key = col + lane / 4;
 #pragma unroll 1
         for (int first = 0; first < p.values; first += 16) {
             u32 a[4], b[2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                int row = task.rows.of(i % 2), feature = first + i / 2 * 8 + lane % 4 * 2;
-                bool exists = row < p.queries && feature < p.values;
-                a[i] = pair_at(q + row * p.q_strides.row + feature, exists);
-            }
-#pragma unroll
             for (int half = 0; half < 2; ++half) {
+                int feature = first + half * 8 + lane % 4 * 2;
+                bool exists = feature < p.values;
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    int row = col + half * 8 + lane / 4, feature = first + i * 8 + lane % 4 * 2;
-                    bool exists = row < p.keys && feature < p.values;
-                    b[i] = pair_at(k + row * p.k_strides.row + feature, exists);
+                for (int h = 0; h < 2; ++h) {
+                    int row = task.rows.of(h);
+                    a[2 * half + h] = pair_at(q + row * p.q_strides.row + feature,
+                                              exists && row < p.queries);
                 }
-                multiply_fragments<InputT>(scores[half], a, b);
+                b[half] = pair_at(k + key * p.k_strides.row + feature, exists && key < p.keys);
             }
+            multiply_fragments<InputT>(scores, a, b);
         }
     }
 
@@ -72,57 +70,51 @@ struct Mender {
     }
 
     // Fragments of weights; and of ones where there is a weight, and where it is 0 but counts.
-    __device__ __forceinline__ void weigh(u32 (&weights)[4], u32 (&some)[4], u32 (&none)[4],
+    __device__ __forceinline__ void weigh(u32 (&weights)[2], u32 (&some)[2], u32 (&none)[2],
                                           int col) const {
-        float scores[2][4] = {};
+        float scores[4] = {};
         multiply_rows(scores, col);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int h = 0; h < 2; ++h) {
             float own[2], is_some[2], is_none[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 bool counts;
-                int at = col + i / 2 * 8 + int(threadIdx.x) % 4 * 2 + e;
-                own[e] = weight(scores[i / 2][i % 2 * 2 + e], i % 2, at, counts);
+                int at = col + int(threadIdx.x) % 4 * 2 + e;
+                own[e] = weight(scores[2 * h + e], h, at, counts);
                 bool is_zero = convert<float>(convert<InputT>(own[e])) == 0.0f;
                 is_some[e] = counts && !is_zero ? 1.0f : 0.0f;
                 is_none[e] = counts && is_zero ? 1.0f : 0.0f;
             }
-            weights[i] = pack<InputT>(own[0], own[1]);
-            some[i] = pack<InputT>(is_some[0], is_some[1]);
-            none[i] = pack<InputT>(is_none[0], is_none[1]);
+            weights[h] = pack<InputT>(own[0], own[1]);
+            some[h] = pack<InputT>(is_some[0], is_some[1]);
+            none[h] = pack<InputT>(is_none[0], is_none[1]);
         }
     }
 
-    // Adds what sixteen columns have for eight features from `first` on: finite values, and how
+    // Adds what the columns from `col` on have for features from `first` on: finite values, and how
     // often infinite ones are met on either side, or both for NaN, which 0 times infinity is too.
     __device__ __forceinline__ void add(float (&sums)[4], float (&above)[4], float (&below)[4],
-                                        const u32 (&weights)[4], const u32 (&some)[4],
-                                        const u32 (&none)[4], int col, int first) const {
+                                        int col, int first) const {
+        u32 weights[2], some[2], none[2];
+        weigh(weights, some, none, col);
         int lane = threadIdx.x % 32, feature = first + lane / 4;
-        u32 finite[2], high[2], low[2], odd[2];
+        float x[2], up[2], down[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float x[2], up[2], down[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                int row = col + i * 8 + lane % 4 * 2 + e;
-                bool exists = row < p.keys && feature < p.values;
-                x[e] = exists ? convert<float>(v[row * p.v_strides.row + feature]) : 0.0f;
-                up[e] = x[e] <= 3.402823466e38f ? 0.0f : 1.0f;
-                down[e] = x[e] >= -3.402823466e38f ? 0.0f : 1.0f;
-                if (up[e] + down[e] > 0.0f) x[e] = 0.0f;
-            }
-            finite[i] = pack<InputT>(x[0], x[1]);
-            high[i] = pack<InputT>(up[0], up[1]);
-            low[i] = pack<InputT>(down[0], down[1]);
-            odd[i] = high[i] | low[i];
+        for (int e = 0; e < 2; ++e) {
+            int row = col + lane % 4 * 2 + e;
+            bool exists = row < p.keys && feature < p.values;
+            x[e] = exists ? convert<float>(v[row * p.v_strides.row + feature]) : 0.0f;
+            up[e] = x[e] <= 3.402823466e38f ? 0.0f : 1.0f;
+            down[e] = x[e] >= -3.402823466e38f ? 0.0f : 1.0f;
+            if (up[e] + down[e] > 0.0f) x[e] = 0.0f;
         }
-        multiply_fragments<InputT>(sums, weights, finite);
-        multiply_fragments<InputT>(above, some, high);
-        multiply_fragments<InputT>(below, some, low);
-        multiply_fragments<InputT>(above, none, odd);
-        multiply_fragments<InputT>(below, none, odd);
+        u32 high = pack<InputT>(up[0], up[1]), low = pack<InputT>(down[0], down[1]);
+        multiply_short_fragments<InputT>(sums, weights[0], weights[1], pack<InputT>(x[0], x[1]));
+        multiply_short_fragments<InputT>(above, some[0], some[1], high);
+        multiply_short_fragments<InputT>(below, some[0], some[1], low);
+        multiply_short_fragments<InputT>(above, none[0], none[1], high | low);
+        multiply_short_fragments<InputT>(below, none[0], none[1], high | low);
     }
 
     __device__ __forceinline__ bool is_stored(int block) const {
@@ -133,26 +125,19 @@ struct Mender {
 
     // AT_ONCE features from `first` on, of the rows that want it.
     __device__ __forceinline__ void mend(int first, const bool (&wanted)[2], float factor) const {
-        float sums[ACROSS][4] = {}, above[ACROSS][4] = {}, below[ACROSS][4] = {};
+        float sums[4] = {}, above[4] = {}, below[4] = {};
         Range range = task.sight.columns_of(task.rows.row, 16);
 #pragma unroll 1
-        for (int col = range.begin / 16 * 16; col < range.end; col += 16) {
-            if (!is_stored(col / BLOCK_COLS)) continue;
-            u32 weights[4], some[4], none[4];
-            weigh(weights, some, none, col);
-#pragma unroll
-            for (int i = 0; i < ACROSS; ++i)
-                add(sums[i], above[i], below[i], weights, some, none, col,
-                    first + i * 8);
-        }
+        for (int col = range.begin / AT_ONCE * AT_ONCE; col < range.end; col += AT_ONCE)
+            if (is_stored(col / BLOCK_COLS)) add(sums, above, below, col, first);
         const Strides& strides = p.out_strides;
         InputT* to = p.out + batch * strides.batch + head * strides.head;
 #pragma unroll
-        for (int i = 0; i < 4 * ACROSS; ++i) {
-            int h = i / 2 % 2, row = task.rows.of(h);
-            int feature = first + i / 4 * 8 + int(threadIdx.x) % 4 * 2 + i % 2;
-            float value = sums[i / 4][i % 4] * stats.share(h) * factor;
-            bool up = above[i / 4][i % 4] > 0.0f, down = below[i / 4][i % 4] > 0.0f;
+        for (int i = 0; i < 4; ++i) {
+            int h = i / 2, row = task.rows.of(h);
+            int feature = first + int(threadIdx.x) % 4 * 2 + i % 2;
+            float value = sums[i] * stats.share(h) * factor;
+            bool up = above[i] > 0.0f, down = below[i] > 0.0f;
             if (up) value = down ? __uint_as_float(0x7fc00000) : -minus_infinity();
             else if (down) value = minus_infinity();
             if (wanted[h] && row < p.queries && feature < p.values)

@@ -127,15 +127,20 @@ __device__ __forceinline__ bool produce_tile(const Parameters& p, const Shared& 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s, int team) {
     Ring ring;
     Schedule schedule(p, team);
-    Place place;
+    Place place = {};
     int parity = 0;
+    bool exists = true;
 #pragma unroll 1
-    while (place.find(schedule)) {
-        schedule.take();
-        Sight sight = sight_of(p, place.batch, p.queries, p.keys);
-        if (produce_tile(p, s, ring, place, sight, parity)) parity ^= 1;
-        else produce_nothing(s, ring, place, EMPTY);
+    while (exists) {
+        exists = place.find(schedule);
+        bool filled = false;
+        if (exists) {
+            schedule.take();
+            Sight sight = sight_of(p, place.batch, p.queries, p.keys);
+            filled = produce_tile(p, s, ring, place, sight, parity);
+        }
+        if (filled) parity ^= 1;
+        else produce_nothing(s, ring, place, exists ? EMPTY : EXIT);
         schedule.next();
     }
-    produce_nothing(s, ring, Place{}, EXIT);
 }

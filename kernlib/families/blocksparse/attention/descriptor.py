@@ -80,6 +80,7 @@ class BlockSparseAttention(Descriptor):
     """
 
     family: ClassVar[str] = "blocksparse"
+    package: ClassVar[str] = "attention"
 
     _: KW_ONLY
     score: str | None = None

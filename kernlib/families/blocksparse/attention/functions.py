@@ -58,15 +58,20 @@ def attention(
     It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseAttention`, which has the rest,
     and raises what that does.
     """
-    named = _axes(axes, captured)
+    named = _axes(axes, captured) if captured or axes is not None else ()
     lengths = q_lengths is not None or kv_lengths is not None
     has_dropout = not (type(dropout_p) in (float, int) and dropout_p == 0)
     fields = score, mask, named, causal, window is not None, lengths, has_dropout
-    rest = dict(
-        out=out, scale=scale, window=window, q_lengths=q_lengths, kv_lengths=kv_lengths,
-        dropout_p=dropout_p, seed=seed if has_dropout else None, return_lse=return_lse,
-        debug=debug, **captured,
-    )  # fmt: skip
+    # Of keywords that are as by default none: a hot call binds each twice.
+    rest = captured
+    if lengths:
+        rest = dict(q_lengths=q_lengths, kv_lengths=kv_lengths, **rest)
+    if has_dropout:
+        rest = dict(dropout_p=dropout_p, seed=seed, **rest)
+    if out is not None or scale is not None or window is not None:
+        rest = dict(out=out, scale=scale, window=window, **rest)
+    if return_lse is not False or debug is not False:
+        rest = dict(return_lse=return_lse, debug=debug, **rest)
     if is_dynamo_compiling():
         return _traced(fields, (layout, q, k, v), rest)
     return run_kernel((_made if type(causal) is bool else _new)(*fields), layout, q, k, v, **rest)

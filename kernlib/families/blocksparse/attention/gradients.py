@@ -11,8 +11,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from kernlib.families.blocksparse.attention import reference
-from kernlib.families.blocksparse.attention.arguments import Options, dtypes_of
+from kernlib.families.blocksparse.attention.arguments import Options, check_kinds, dtypes_of
 from kernlib.families.blocksparse.attention.primitive import (
     ATTENTION,
     by_reference,
@@ -20,9 +19,12 @@ from kernlib.families.blocksparse.attention.primitive import (
     gradient_calls,
 )
 from kernlib.runtime.arguments import no_autocast, refuse_out_of_recorded
-from kernlib.runtime.autograd import is_watched
+from kernlib.runtime.autograd import ORDINARY, is_watched
 from kernlib.runtime.operation import by_operator, operators_of
+from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import is_wrapped, stand_ins
+
+KEPT = 2  # tensors of a layout that are kept for backward
 
 
 def differentiable(descriptor, captured: dict) -> tuple[str, ...]:
@@ -35,7 +37,9 @@ def eager(descriptor, operands, saved, options, captured: dict, grads: tuple, ne
     asked for or a transform is active, by the operator where somebody must see it, else by
     kernels."""
     request = descriptor, operands, saved, options, captured, grads, needs
-    if torch.is_grad_enabled() or any(map(is_wrapped, (*operands[1:], *grads))):
+    # Operands are not wrapped where no transform is active: the call went to the reference then.
+    given = (*operands[1:], *grads) if _are_functorch_transforms_active() else grads
+    if torch.is_grad_enabled() or any(map(is_wrapped, given)):
         return by_torch(descriptor, operands, options, captured, grads, needs)
     if is_watched(grads[0]):
         return operators_of(ATTENTION).gradients_of(*request)
@@ -45,6 +49,8 @@ def eager(descriptor, operands, saved, options, captured: dict, grads: tuple, ne
 def by_torch(descriptor, operands, options, captured: dict, grads: tuple, needs: tuple) -> list:
     """The gradients that are needed of the reference computed again, differentiable where gradients
     are recorded."""
+    from kernlib.families.blocksparse.attention import reference  # which kernels do without
+
     layout, *tensors = operands
     again = torch.is_grad_enabled()
     given = dict(zip(("q", "k", "v"), tensors, strict=True)) | captured
@@ -82,47 +88,71 @@ def _pairs(given: dict, needs: tuple) -> zip:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, descriptor, layout, options, q, k, v, *captured):
+    def forward(ctx, descriptor, layout, options, plan, q, k, v, *captured):
         named = dict(zip(descriptor.names, captured, strict=True))
-        wanted = options._replace(lse=True)
-        out, lse = calls.execute(descriptor, (layout, q, k, v), None, wanted, named)
+        request = descriptor, (layout, q, k, v), None, options, named
+        out, lse = calls.execute(*request) if plan is None else calls.launch(plan, *request)
         ctx.descriptor, ctx.layout = descriptor, layout
-        ctx.numbers = [None if isinstance(n, torch.Tensor) else n for n in wanted]
-        tensors = [n if isinstance(n, torch.Tensor) else None for n in wanted]
+        places = [at for at, n in enumerate(options) if isinstance(n, torch.Tensor)]
+        tensors = [options[at] for at in places]
+        if tensors:
+            options = Options(*(None if at in places else n for at, n in enumerate(options)))
+        ctx.options, ctx.places = options, places
         ctx.set_materialize_grads(False)
-        # Of the layout too, for torch to see what was written since.
-        ctx.save_for_backward(out, lse, q, k, v, *tensors, *captured, *layout.tensors)
+        # Of the layout what backward reads too, for torch to see what was written since: each
+        # tensor costs a step 0.7 us, and who writes one writes all.
+        ctx.save_for_backward(out, lse, q, k, v, *captured, *tensors, *layout.tensors[:3:2])
         return out, lse
 
     @staticmethod
     def backward(ctx, grad, grad_lse):
+        needs = ctx.needs_input_grad[4:]
         if grad is None and grad_lse is None:
-            return None, None, None, *[None] * len(ctx.needs_input_grad[3:])
+            return None, None, None, None, *[None] * len(needs)
         out, lse, q, k, v, *rest = ctx.saved_tensors
-        count = len(ctx.numbers)
-        options = Options(
-            *(n if t is None else t for n, t in zip(ctx.numbers, rest[:count], strict=True))
-        )
-        names = ctx.descriptor.names
-        captured = dict(zip(names, rest[count : count + len(names)], strict=True))
+        descriptor, options, captured = ctx.descriptor, ctx.options, {}
+        if len(rest) > KEPT:
+            names = descriptor.names
+            captured = dict(zip(names, rest[: len(names)], strict=True))
+            given = dict(zip(ctx.places, rest[len(names) : -KEPT], strict=True))
+            options = Options(*(given.get(at, n) for at, n in enumerate(options)))
         grad = torch.zeros_like(out) if grad is None else grad
         operands = ctx.layout, q, k, v
-        grads, needs = (grad, grad_lse), tuple(ctx.needs_input_grad[3:])
-        made = eager(ctx.descriptor, operands, (out, lse), options, captured, grads, needs)
-        return None, None, None, *made
+        made = eager(descriptor, operands, (out, lse), options, captured, (grad, grad_lse), needs)
+        return None, None, None, None, *made
 
 
 def recorded(descriptor, operands: tuple, out, options: Options, captured: dict) -> tuple:
-    """A call whose derivatives torch wants to know. Raises RuntimeError for an ``out``."""
-    refuse_out_of_recorded(out)
-    request = descriptor, operands, None, options, captured
-    if stand_ins(*ATTENTION.tensors(*request)):
-        return by_operator(ATTENTION, request)
-    ATTENTION.check(*request)
-    if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
-        return by_reference(*request)
+    """A call whose derivatives torch wants to know. Raises RuntimeError for an ``out``, and what
+    checks raise."""
+    transformed = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+    wanted = options if options.lse else Options(*options[:-1], True)
+    plan = None
+    if out is None and not transformed:
+        plan = _kept(descriptor, operands, wanted, captured)
+    if plan is None:
+        check_kinds(descriptor, operands)
+        refuse_out_of_recorded(out)
+        request = descriptor, operands, None, options, captured
+        if stand_ins(*ATTENTION.tensors(*request)):
+            return by_operator(ATTENTION, request)
+        ATTENTION.check(*request)
+        if transformed:
+            return by_reference(*request)
     layout, *tensors = operands
-    known = differentiable(descriptor, captured)
-    named = [captured[n] if n in known else captured[n].detach() for n in descriptor.names]
-    out, lse = _Attention.apply(descriptor, layout, options, *tensors, *named)
+    named: list = []
+    if captured:
+        known = differentiable(descriptor, captured)
+        named = [captured[n] if n in known else captured[n].detach() for n in descriptor.names]
+    out, lse = _Attention.apply(descriptor, layout, wanted, plan, *tensors, *named)
     return out, lse if options.lse else None
+
+
+def _kept(descriptor, operands: tuple, options: Options, captured: dict):
+    """The plan of a call that needs no check since it is kept, else None."""
+    tensors = *operands[1:], *captured.values()
+    if any([type(t) not in ORDINARY for t in tensors]) and stand_ins(*tensors):
+        return None
+    if requires_gradient((), *options.tensors):  # which checks refuse
+        return None
+    return calls.find(descriptor, operands, None, options, captured)

@@ -41,8 +41,7 @@ from kernlib.runtime.arguments import address_of
 from kernlib.runtime.devices import allocator, arch_of, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_device
-from kernlib.runtime.plan import Plan
-from kernlib.runtime.sequence import Steps, load_lowered
+from kernlib.runtime.sequence import launcher, load_steps
 
 # Operands in the order of parameter blocks, before those of a score; 0 for what is not there.
 OPERANDS = ("row_bits", "q", "k", "v", "out", "lse")
@@ -78,26 +77,28 @@ class AttentionPlan(NamedTuple):
     index: int  # of the device
     device: torch.device
     sizes: Sizes
-    reads: tuple[Read, ...]  # of q, k, v, and of a gradient's out and grad
+    reads: tuple[Read, ...]  # of q, k and v, empty where all are read as they are
     result: Allocator  # makes what kernels write
     lse: Allocator
     apart: bool
     window: Window  # of the mask
-    launch: Plan | Steps | None  # None for a result without elements
+    launch: Callable[..., None] | None  # None for a result without elements
 
 
 class GradientPlan(NamedTuple):
-    """The same of a gradient: ``made`` are those of q, k and v, None for what is not needed, and
-    ``collected`` those of captured tensors, by their places."""
+    """The same of a gradient, whose ``reads`` are of out and grad too: ``made`` are those of q, k
+    and v, None for what is not needed, ``cut`` is whether these are wider than the operands, and
+    ``collected`` are those of captured tensors, by their places."""
 
     index: int
     device: torch.device
     sizes: Sizes
     reads: tuple[Read, ...]
     made: tuple[Allocator | None, ...]
+    cut: bool
     collected: tuple[tuple[int, Allocator], ...]
     window: Window
-    launch: Plan | Steps | None
+    launch: Callable[..., None] | None
 
 
 def padded(features: int) -> int:
@@ -249,11 +250,12 @@ def plan(
     launch = None
     if call.count:
         lowered = lowered or lower(problem, index)
-        launch = load_lowered(lowered, (*OPERANDS, *pointers(problem.score)), q.device)
+        launch = _loaded(lowered, (*OPERANDS, *pointers(problem.score)), q.device)
     result = allocator((*sizes.out[:3], problem.values), q.dtype, q.device)
     lse = allocator(sizes.out[:3], torch.float32, q.device)
     window = window_of(descriptor, dtypes_of(descriptor, captured))
-    return AttentionPlan(index, q.device, sizes, reads, result, lse, apart, window, launch)
+    copies = reads if any(read.is_copied for read in reads) else ()
+    return AttentionPlan(index, q.device, sizes, copies, result, lse, apart, window, launch)
 
 
 def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tuple, needs: tuple):
@@ -266,7 +268,7 @@ def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tup
         lowered = choose.lower_gradient(problem, arch_of(index), model(index).multiprocessors)
         places = [f"collected{place}" for place in range(len(problem.collected))]
         names = (*GRADIENT_OPERANDS, *places, *pointers(problem.attention.score))
-        launch = load_lowered(lowered, names, q.device)
+        launch = _loaded(lowered, names, q.device)
     attention = problem.attention
     widths = attention.features, attention.features, attention.values
     made = tuple(
@@ -280,7 +282,15 @@ def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tup
         for name in (names[each.index],)
     )
     window = window_of(descriptor, dtypes_of(descriptor, captured))
-    return GradientPlan(index, q.device, sizes, reads, made, collected, window, launch)
+    copies = reads if any(read.is_copied for read in reads) else ()
+    cut = widths != (sizes.features, sizes.features, sizes.values)
+    return GradientPlan(index, q.device, sizes, copies, made, cut, collected, window, launch)
+
+
+def _loaded(lowered: Lowered, operands: tuple[str, ...], device: torch.device) -> Callable:
+    """What launches the kernels, given a list of the operands' addresses and the numbers."""
+    steps, inner = load_steps(lowered.steps, operands, device.index)
+    return launcher(steps, inner, device, lowered.workspace)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Allocator:
@@ -292,12 +302,13 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Allocator:
 
 def numbers_of(plan, options: Options) -> tuple[list, list]:
     """Values and addresses of a launch's scalars, and tensors to keep until then."""
-    numbers, kept = [0.0, 0] * 5, []
+    kept: list[torch.Tensor] = []
     scale = host_value("scale", options.scale, 0)
+    numbers = [scale, 0, 0, 0, 0, 0, options.dropout_p, 0, options.seed, 0]
     if scale is not None:
         check_host("scale", scale, ANY_NUMBER)
-        numbers[0] = scale
     else:
+        numbers[0] = 0.0
         if options.scale.device.type == "cpu":
             check_tensor("scale", options.scale, ANY_NUMBER, dimensions=0)
         kept.append(on_device("scale", options.scale, plan.device, torch.float32))
@@ -306,18 +317,17 @@ def numbers_of(plan, options: Options) -> tuple[list, list]:
     mask = plan.window
     numbers[2] = left if mask.left is None else min(left, mask.left)
     numbers[4] = right if mask.right is None else min(right, mask.right)
-    numbers[6] = options.dropout_p
     if isinstance(options.seed, torch.Tensor):
         kept.append(options.seed)
-        numbers[9] = options.seed.data_ptr()
-    else:
-        numbers[8] = options.seed
+        numbers[8:] = 0, options.seed.data_ptr()
     return numbers, kept
 
 
 def behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Tensor]:
     """The tensors whose addresses lie behind a kernel's own: lengths, captured ones."""
-    found = []
+    found: list[torch.Tensor] = []
+    if not (descriptor.lengths or captured):
+        return found
     if descriptor.lengths:
         given = options.q_lengths, options.kv_lengths
         ends = plan.sizes.queries, plan.sizes.keys

@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from kernlib.families.blocksparse.attention import arguments, plans, reference
+from kernlib.families.blocksparse.attention import arguments, plans
 from kernlib.families.blocksparse.attention.arguments import Call, Options
 from kernlib.families.blocksparse.attention.descriptor import AXES
-from kernlib.families.blocksparse.attention.pieces import restored
 from kernlib.families.blocksparse.attention.plans import AttentionPlan, GradientPlan
 from kernlib.families.blocksparse.layout import NAMES as TENSORS
 from kernlib.runtime import devices, operation
@@ -41,10 +40,10 @@ def _key(descriptor, operands: tuple, out, options: Options, captured: dict) -> 
     can be no plan."""
     try:
         layout, q, k, v = operands
-        key = (descriptor.text, layout.key, signature(q), signature(k), signature(v))
-        key += (options.lse, None if out is None else signature(out))
-        for value in options.tensors:
-            key += (parameter_key(value),)
+        key = (
+            descriptor.text, layout.key, signature(q), signature(k), signature(v), options.lse,
+            None if out is None else signature(out), *map(parameter_key, options.tensors),
+        )  # fmt: skip
         for name, value in captured.items():
             key += (name, signature(value))
     except (AttributeError, RuntimeError, NotImplementedError, ValueError):
@@ -70,6 +69,8 @@ def _reference(call, descriptor, operands: tuple, out, options: Options, capture
 
 def by_reference(descriptor, operands: tuple, out, options: Options, captured: dict) -> tuple:
     """A checked call by torch's own operators, which are differentiable as they are."""
+    from kernlib.families.blocksparse.attention import reference  # which kernels do without
+
     with no_autocast(operands[1]):
         y, lse = reference.attention(descriptor, operands, options, captured)
     return y if out is None else out.copy_(y), lse if options.lse else None
@@ -90,7 +91,7 @@ def _launch(plan: AttentionPlan, descriptor, operands: tuple, out, options: Opti
     if devices.current_device() != plan.index:
         with torch.cuda.device(plan.index):
             return _launch(plan, descriptor, operands, out, options, captured)
-    layout, *tensors = operands
+    layout, q, k, v = operands
     if out is not None:
         refuse_overlap(operands, out, options, captured)
         if not out.is_inference():  # those have no version to count
@@ -99,11 +100,17 @@ def _launch(plan: AttentionPlan, descriptor, operands: tuple, out, options: Opti
     lse = plan.lse() if options.lse else None
     if plan.launch is not None:
         numbers, kept = plans.numbers_of(plan, options)
-        given = [read.of(t) for read, t in zip(plan.reads, tensors, strict=True)]
+        if plan.reads:
+            q, k, v = (read.of(t) for read, t in zip(plan.reads, (q, k, v), strict=True))
+        addresses = [
+            layout.addresses[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), target.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+        ]  # fmt: skip
         rest = plans.behind(plan, descriptor, options, captured)
-        addresses = [layout.addresses[0], *_addresses(given), *_addresses((target, lse))]
-        plan.launch.launch((*addresses, *_addresses(rest)), numbers)
-        del given, kept, rest  # the stream orders the reuse of their memory behind the launch
+        for t in rest:
+            addresses.append(t.data_ptr())
+        plan.launch(addresses, numbers)
+        del q, k, v, kept, rest  # the stream orders the reuse of their memory behind the launch
     if plan.apart:
         whole = target[..., : plan.sizes.values]
         target = whole.contiguous() if out is None else out.copy_(whole)
@@ -183,6 +190,8 @@ def _gradient_way(call: Call, descriptor, operands, saved, options, captured, gr
 def _gradient_reference(
     call, descriptor, operands: tuple, saved, options, captured, grads, needs
 ) -> list:
+    from kernlib.families.blocksparse.attention import reference
+
     with no_autocast(operands[1]):
         return reference.gradient(descriptor, operands, options, captured, grads, needs)
 
@@ -209,18 +218,24 @@ def _gradient_launch(
         made = [t if t is None else t.zero_() for t in made]
     else:
         numbers, kept = plans.numbers_of(plan, options)
-        given = [read.of(t) for read, t in zip(plan.reads, (*tensors, out, grad), strict=True)]
+        given = [*tensors, out, grad]
+        if plan.reads:
+            given = [read.of(t) for read, t in zip(plan.reads, given, strict=True)]
         rest = plans.behind(plan, descriptor, options, captured)
         slope = None if grad_lse is None else grad_lse.contiguous()
         row_bits, _, col_bits = layout.addresses[:3]
         addresses = [row_bits, col_bits, *_addresses((*given[:4], lse, given[4], slope))]
         addresses += _addresses((*made, *collected, *rest))
-        plan.launch.launch(addresses, numbers)
+        plan.launch(addresses, numbers)
         del given, kept, rest, slope
-    found = [
-        t if t is None or t.shape == own.shape else t[..., : own.shape[-1]].contiguous()
-        for t, own in zip(made, tensors, strict=True)
-    ]
+    found = made
+    if plan.cut:
+        found = [
+            t if t is None or t.shape == own.shape else t[..., : own.shape[-1]].contiguous()
+            for t, own in zip(made, tensors, strict=True)
+        ]
+    if not descriptor.captured:
+        return found
     parts = {index: t for (index, _), t in zip(plan.collected, collected, strict=True)}
     axes = dict(descriptor.captured)
     for place, name in enumerate(descriptor.names):
@@ -231,6 +246,8 @@ def _gradient_launch(
 
 def _summed(part: torch.Tensor, axes: tuple[str, ...], like: torch.Tensor) -> torch.Tensor:
     """The gradient by a captured tensor of what kernels left of each batch and head."""
+    from kernlib.families.blocksparse.attention.pieces import restored
+
     sizes = [like.shape[axes.index(axis)] if axis in axes else 1 for axis in AXES]
     whole = part.sum_to_size(sizes)
     return restored(whole[:, :, None], axes).reshape(like.shape).to(like.dtype)

@@ -55,6 +55,7 @@ class BlockSparseScaledMatmul(Product):
     """
 
     family: ClassVar[str] = "blocksparse"
+    package: ClassVar[str] = "scaled"
     epilogue: ClassVar[tuple[Epilogue, ...]] = ()
     precision: ClassVar[str] = "fp32"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.blocksparse.scaled import checks, reference
+from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.families.blocksparse.scaled.product import PRODUCT, calls
 from kernlib.runtime.arguments import refuse_out_of_recorded
 from kernlib.runtime.operation import by_operator
@@ -22,3 +23,4 @@ def recorded(descriptor, operands: tuple, out, parameters: dict) -> torch.Tensor
 
 
 run = front_door(PRODUCT, calls, recorded)
+RUNS = {BlockSparseScaledMatmul: run}

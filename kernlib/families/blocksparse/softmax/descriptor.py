@@ -63,6 +63,7 @@ class BlockSparseSoftmax(Descriptor):
     """
 
     family: ClassVar[str] = "blocksparse"
+    package: ClassVar[str] = "softmax"
 
     _: KW_ONLY
     causal: bool = False

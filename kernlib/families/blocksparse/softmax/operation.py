@@ -38,3 +38,6 @@ def run(
 
         return gradients.recorded(descriptor, operands, out, scale, parameters)
     return calls.execute(descriptor, operands, out, scale, parameters)
+
+
+RUNS = {BlockSparseSoftmax: run}

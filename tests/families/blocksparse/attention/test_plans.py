@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernlib.errors import CaptureError
-from kernlib.families.blocksparse.attention import ahead, plans, primitive
+from kernlib.families.blocksparse.attention import ahead, arguments, plans, primitive, reference
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.layout import Layout
@@ -150,6 +150,34 @@ def test_a_plan_serves_all_contents_and_numbers(kernels, gpus, seed):
     assert kernels.numbers[-1]["scale"] == (0.0, on_device.data_ptr())
 
 
+def test_a_recorded_call_whose_plan_is_there_is_not_checked_again(kernels, monkeypatch, seed):
+    made, tensors = operands(SHAPE, grad=True)
+    scale = on_gpu(torch.tensor(0.3))
+
+    def step() -> list[torch.Tensor]:
+        y = attention(*tensors, made, scale=scale, causal=True, kv_lengths=lengths)
+        return [*torch.autograd.grad(y, tensors, torch.ones_like(y)), y]
+
+    lengths, checks = on_gpu(torch.tensor([33, 70])), []
+    check = arguments.check_operands
+    monkeypatch.setattr(
+        arguments, "check_operands", lambda *given: checks.append(1) or check(*given)
+    )
+    first = step()
+    count = len(checks)
+    assert count > 0
+    for found, wanted in zip(step(), first, strict=True):
+        assert plain(found)[0].equal(plain(wanted)[0])
+    assert len(checks) == count
+    with pytest.raises(RuntimeError, match=r"^out takes no result whose gradient is recorded"):
+        attention(*tensors, made, causal=True, kv_lengths=lengths, out=torch.empty_like(first[3]))
+    with pytest.raises(ValueError, match=r"^k must have batch and features"):
+        attention(tensors[0], tensors[1][:1], tensors[2], made, causal=True, kv_lengths=lengths)
+    scale.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"^scale requires a gradient"):
+        step()
+
+
 def test_a_seed_may_lie_on_the_device(kernels, seed):
     made, tensors = operands(SHAPE)
     state = on_gpu(torch.tensor(77))
@@ -181,13 +209,10 @@ def test_gradients_of_gradients_are_torch_s(kernels, monkeypatch, seed):
     made, tensors = operands(SHAPE, grad=True)
     monkeypatch.setattr(plans, "torch", torch)
     y = attention(*tensors, made)
-    reference = []
-    monkeypatch.setattr(
-        primitive.reference, "attention",
-        _noted(primitive.reference.attention, reference),
-    )  # fmt: skip
+    calls = []
+    monkeypatch.setattr(reference, "attention", _noted(reference.attention, calls))
     found = torch.autograd.grad(y.float().square().sum(), tensors, create_graph=True)
-    assert len(reference) == 1 and all(t.requires_grad for t in found)
+    assert len(calls) == 1 and all(t.requires_grad for t in found)
 
 
 def _noted(function, calls: list):
