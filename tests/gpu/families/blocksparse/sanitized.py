@@ -20,7 +20,7 @@ from kernlib.families.blocksparse.lowering import (
     stationary,
     tiles,
 )
-from kernlib.jit import sources
+from tests.gpu.every_lane import BY_WARP, let_every_lane_arrive
 from tests.gpu.families.blocksparse.cases import (
     BLOCKS,
     MODES,
@@ -118,32 +118,17 @@ def softmaxes(dtype) -> None:
         softmax(x, layout, scale=0.5, rpe=rpe, causal=True).sum().backward()
 
 
-def let_every_lane_arrive() -> None:
-    """At the barriers of kernels compiled from now on, in the place of a warp's first lane behind a
-    __syncwarp: racecheck of CUDA 13.0 takes an arrival for that of its own lane alone, and what the
-    others read or wrote before for a race."""
-    changes = {
-        "common/hopper.cuh": (("if (threadIdx.x % 32 == 0) barrier_arrive(", "barrier_arrive("),),
-        "blocksparse/hopper/ring.cuh": (("&empty[stage], 4 *", "&empty[stage], 128 *"),),
-        "blocksparse/stationary/stationary.cuh": (("s.begin(1)", "s.begin(32)"),),
-        "blocksparse/stationary/produce.cuh": (
-            ("full, STAGE_BYTES);", "full, STAGE_BYTES); else barrier_arrive(full);"),
-            (
-                "barrier_arrive(&s.full[ring.stage]);\n    }",
-                "}\n    barrier_arrive(&s.full[ring.stage]);",
-            ),
+ARRIVALS = BY_WARP | {
+    "blocksparse/hopper/ring.cuh": (("&empty[stage], 4 *", "&empty[stage], 128 *"),),
+    "blocksparse/stationary/stationary.cuh": (("s.begin(1)", "s.begin(32)"),),
+    "blocksparse/stationary/produce.cuh": (
+        ("full, STAGE_BYTES);", "full, STAGE_BYTES); else barrier_arrive(full);"),
+        (
+            "barrier_arrive(&s.full[ring.stage]);\n    }",
+            "}\n    barrier_arrive(&s.full[ring.stage]);",
         ),
-    }
-    read = sources.read
-
-    def changed(name: str) -> str:
-        text = read(name)
-        for old, new in changes.get(name, ()):
-            assert text.count(old) == 1, (name, old)
-            text = text.replace(old, new)
-        return text
-
-    sources.read = changed
+    ),
+}
 
 
 def main(numbers: str, tool: str) -> None:
@@ -151,7 +136,7 @@ def main(numbers: str, tool: str) -> None:
     hopper_words.pays = sampled_hopper.pays = lambda *_: True  # for products as small as these too
     hopper.pays = narrow.pays = pays_as_ever
     if tool == "racecheck":
-        let_every_lane_arrive()
+        let_every_lane_arrive(ARRIVALS)
     events.subscribe(lambda e: e.name == "launch" and kinds.add(e.description.split()[1]))
     layouts()
     products(TYPES[numbers])

@@ -10,7 +10,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import points as lowering
-from kernlib.jit import sources
+from tests.gpu.every_lane import let_every_lane_arrive
 from tests.gpu.families.pairwise.sanitized_products import points
 
 SHAPES = ((1, 1, 17), (67, 33, 20), (68, 196, 64), (130, 193, 128))
@@ -26,31 +26,19 @@ def gradients(descriptor, a: torch.Tensor, b: torch.Tensor, columns: int, **valu
         kl.kernel_matmul(descriptor, x, b, v, **values).sum().backward()
 
 
-def let_every_lane_arrive() -> None:
-    """At the barriers of empty stages in kernels compiled from now on, in the place of a warp's
-    first lane behind a __syncwarp: racecheck of CUDA 13.0 takes an arrival for that of its own lane
-    alone, and what the others read of a stage for a race with the copies into it that follow. Two
-    stages, as of 128 features, are the fewest: these calls fill no other ring twice."""
-    read, main = sources.read, "pairwise/points/points.cuh"
-    changes = (
+# Two stages, as of 128 features, are the fewest: these calls fill no other ring twice.
+ARRIVALS = {
+    "pairwise/points/points.cuh": (
         ("barrier_arrive_by_warp(&s.empty", "barrier_arrive(&s.empty"),
         ("barrier_init(&s.empty[i], 4 *", "barrier_init(&s.empty[i], 128 *"),
     )
-
-    def changed(name: str) -> str:
-        text = read(name)
-        for old, new in changes if name == main else ():
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        return text
-
-    sources.read = changed
+}
 
 
 def main() -> None:
     torch.manual_seed(0)
     if "racecheck" in sys.argv:
-        let_every_lane_arrive()
+        let_every_lane_arrive(ARRIVALS)
     with mock.patch.object(lowering, "pays", lambda *given: True):
         for shape in SHAPES:
             a, b = points(*shape, torch.float32)

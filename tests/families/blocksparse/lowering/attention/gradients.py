@@ -48,18 +48,23 @@ class Gradients:
         return AttentionGradient(self.made.problem(), *given, needs, has_lse, collected)
 
     def run(self, emulator, choice=None, needs=(True, True, True), **more) -> None:
-        """The launches, which write what they need to alone; ``more`` has what is collected, by
-        the number of a captured tensor and its axes, as ``{(0, "row"): tensor}``."""
-        sums = more.get("sums", {})
+        """The launches, which write what they need to alone, of the portable kernels or of
+        ``kernels``; ``sums`` are what is collected, by the number of a captured tensor and its
+        axes, as ``{(0, "row"): tensor}``."""
+        sums, kernels = more.get("sums", {}), more.get("kernels", portable_gradient)
+        arch = getattr(kernels, "ARCH", ARCH)
         collected = tuple(Collected(*key, view_of(t)) for key, t in sums.items())
         problem = self.problem(needs, collected)
-        assert portable_gradient.takes(problem, ARCH)
-        known = portable_gradient.candidates(problem, ARCH)
+        assert kernels.takes(problem, arch)
+        known = kernels.candidates(problem, arch)
         assert choice is None or choice in known
         for t in self.results:
             t.fill_(7.0)
-        lowered = portable_gradient.lower(problem, ARCH, PROCESSORS, choice)
-        named = dict(zip(("dq", "dk", "dv"), self.results, strict=True))
+        lowered = kernels.lower(problem, arch, PROCESSORS, choice)
+        written = self.results
+        if kernels is not portable_gradient:  # there is no address where nobody needs a result
+            written = [t if need else None for t, need in zip(written, needs, strict=True)]
+        named = dict(zip(("dq", "dk", "dv"), written, strict=True))
         named |= {f"collected{place}": t for place, t in enumerate(sums.values())}
         if self.grad_lse is not None:
             named["grad_lse"] = self.grad_lse

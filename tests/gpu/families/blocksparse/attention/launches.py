@@ -23,5 +23,5 @@ def loaded(lowered: Lowered, layout: Layout, scalars: tuple, **operands: torch.T
     names = tuple(dict.fromkeys(name for name in wanted if name != WORKSPACE))
     plan = load_lowered(lowered, names, layout.device)
     numbers = [part for value in scalars for part in (value, 0)]
-    addresses = [known[name].data_ptr() for name in names]
+    addresses = [0 if known[name] is None else known[name].data_ptr() for name in names]
     return lambda: plan.launch(addresses, numbers)

@@ -7,11 +7,42 @@ import sys
 import torch
 
 from kernlib import events
-from kernlib.families.blocksparse.lowering.attention import hopper, portable, portable_gradient
+from kernlib.families.blocksparse.lowering.attention import (
+    hopper,
+    hopper_gradient,
+    portable,
+    portable_gradient,
+)
 from kernlib.runtime.devices import arch_of
 from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Made
 from tests.families.blocksparse.lowering.attention.gradients import Gradients
+from tests.gpu.every_lane import BY_WARP, let_every_lane_arrive
 from tests.gpu.families.blocksparse.attention.launches import launch
+
+_FULL = "barrier_arrive(&s.barriers().full[ring.stage]);"
+_FULL_GRADIENT = "barrier_arrive(&s.barriers->full[ring.stage]);"
+ARRIVALS = BY_WARP | {
+    "blocksparse/attention/hopper/parameters.cuh": (
+        ("barrier_init(&own.full[stage], 1)", "barrier_init(&own.full[stage], 32)"),
+        ("&own.empty[stage], 4 *", "&own.empty[stage], 128 *"),
+        ("&own.q_empty, 4 *", "&own.q_empty, 128 *"),
+    ),
+    "blocksparse/attention/hopper/produce.cuh": (
+        ("full, SLOT_BYTES);", "full, SLOT_BYTES); else barrier_arrive(full);"),
+        (f"{_FULL}\n    }}", f"}}\n    {_FULL}"),
+    ),
+    "blocksparse/attention/hopper_gradient/parameters.cuh": (
+        ("barrier_init(&barriers->full[stage], 1)", "barrier_init(&barriers->full[stage], 32)"),
+        ("&barriers->empty[stage], CONSUMERS / 32", "&barriers->empty[stage], CONSUMERS"),
+    ),
+    "blocksparse/attention/hopper_gradient/produce.cuh": (
+        (
+            "full, 2 * SLOT_BYTES + bytes);\n    }",
+            "full, 2 * SLOT_BYTES + bytes);\n    } else barrier_arrive(full);",
+        ),
+        (f"{_FULL_GRADIENT}\n    }}", f"}}\n    {_FULL_GRADIENT}"),
+    ),
+}
 
 
 def attention() -> None:
@@ -39,13 +70,24 @@ def gradients() -> None:
         made.check()
 
 
+def gradients_by_wgmma() -> None:
+    for case in CASES.values():
+        made = Gradients(case._replace(values=case.features), grad_lse=True)
+        if hopper_gradient.takes(made.problem(), hopper.ARCH):
+            made.run(launch, kernels=hopper_gradient)
+            made.check()
+
+
 def main(tool: str) -> None:
     kinds = set()
+    if tool == "racecheck":
+        let_every_lane_arrive(ARRIVALS)
     events.subscribe(lambda e: e.name == "launch" and kinds.update(e.description.split()[1:4]))
     with torch.device("cuda"):
         attention()
         if arch_of(torch.cuda.current_device()) == hopper.ARCH:
             attention_by_wgmma()
+            gradients_by_wgmma()
         gradients()
     torch.cuda.synchronize()
     print("done", *sorted(kinds))
