@@ -214,9 +214,10 @@ def _cudnn(q, k, v):
 
 def _flex(problem: Problem, layout: blocksparse.Layout) -> Callable:
     """FlexAttention of the same blocks, of which it has all but a window's ends whole."""
+    from torch._functorch import config
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-    torch._functorch.config.donated_buffer = False  # a gradient is taken more than once
+    config.donated_buffer = False  # a gradient is taken more than once
     compiled = torch.compile(flex_attention)
     if problem.window:
         width = problem.window
