@@ -8,6 +8,19 @@ import torch
 from kernlib.families.blocksparse.layout import NAMES, Layout
 from kernlib.lowering.steps import WORKSPACE, Lowered
 from kernlib.runtime.sequence import load_lowered
+from tests.families.blocksparse.lowering.attention.cases import Case
+
+WIDTHS = (16, 24, 64, 72, 96, 128, 192, 256)
+BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 128), (128, 32))
+LARGE = Case(queries=1000, keys=1300, batch=2, heads=4, density=0.3, layout="batch")
+MASKS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 50)},
+    "lengths": {"lengths": True},
+    "dropout": {"dropout": 0.2},
+    "all": {"causal": True, "window": (300, 300), "lengths": True, "dropout": 0.1},
+}
 
 
 def launch(lowered: Lowered, layout: Layout, scalars: tuple, **operands: torch.Tensor) -> None:

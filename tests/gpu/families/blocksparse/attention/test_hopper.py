@@ -10,18 +10,7 @@ import torch
 from kernlib.families.blocksparse.lowering.attention import hopper
 from kernlib.runtime.devices import arch_of, model
 from tests.families.blocksparse.lowering.attention.cases import CASES, Case, Made
-from tests.gpu.families.blocksparse.attention.launches import launch, loaded
-
-BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 128), (128, 32))
-LARGE = Case(queries=1000, keys=1300, batch=2, heads=4, density=0.3, layout="batch")
-MASKS = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window": (100, 50)},
-    "lengths": {"lengths": True},
-    "dropout": {"dropout": 0.2},
-    "all": {"causal": True, "window": (300, 300), "lengths": True, "dropout": 0.1},
-}
+from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, launch, loaded
 
 
 @pytest.fixture(autouse=True)

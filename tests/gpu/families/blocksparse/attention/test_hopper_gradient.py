@@ -11,8 +11,7 @@ from kernlib.families.blocksparse.lowering.attention import hopper_gradient
 from kernlib.runtime.devices import arch_of
 from tests.families.blocksparse.lowering.attention.cases import CASES
 from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
-from tests.gpu.families.blocksparse.attention.launches import launch
-from tests.gpu.families.blocksparse.attention.test_portable import BLOCKS, LARGE, MASKS
+from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, launch
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ from kernlib.families.blocksparse.lowering.attention import portable_gradient
 from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, error
 from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
 from tests.families.blocksparse.lowering.attention.scores import soft_bias
-from tests.gpu.families.blocksparse.attention.launches import launch
-from tests.gpu.families.blocksparse.attention.test_portable import BLOCKS, LARGE, MASKS, WIDTHS
+from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, WIDTHS, launch
 
 
 @pytest.fixture(autouse=True)
