@@ -90,11 +90,11 @@ class _Reader:
     def condition(self, node: ast.expr, more: str = "") -> Term:
         term = self.read(node)
         if term.kind not in (BOOL, ANY):
-            self.refuse(
-                node,
-                f"is {kinds.WORDS[term.kind]}, not a condition; compare it, as in "
-                f"{part_of(self.text, node)} != 0{more}",
-            )
+            part = part_of(self.text, node)
+            if term.kind == FLOAT and self.what == "mask" and isinstance(node, ast.Name):
+                more += f"; floats that are added to logits are a score, v + {part}"
+            what = kinds.WORDS[term.kind]
+            self.refuse(node, f"is {what}, not a condition; compare it, as in {part} != 0{more}")
         return term
 
     def constant(self, node: ast.Constant) -> Term:

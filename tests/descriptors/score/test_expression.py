@@ -77,6 +77,7 @@ def test_what_is_wrong_whatever_is_captured_is_found_without(score):
 WRONG = {
     "text": ((1,), TypeError, "score must be a string or None, got 1"),
     "mask": ((None, True), TypeError, "mask must be a string or None, got True"),
+    "function": ((None, min), TypeError, "got the function min; one is 'col <= row', and tensors"),
     "pairs": (("v", None, "bias"), TypeError, "captured must be a dict such as"),
     "pair": (("v", None, ("bias",)), TypeError, "captured must be a dict .*got 'bias' in it"),
     "axes": (("v+x", None, {"x": 1}), TypeError, "axes of captured x must be a tuple of"),
@@ -86,7 +87,8 @@ WRONG = {
     "taken": (("v", None, {"seed": ()}), ValueError, "captured name 'seed' is taken"),
     "keyword": (("v", None, {"if": ()}), ValueError, "captured name 'if' is taken"),
     "again": (("v+x", None, (("x", ()), ("x", ()))), ValueError, "captured repeats a name"),
-    "unused": (("v", "row<3", {"x": ()}), ValueError, r"neither score nor mask reads.*\['x'\]"),
+    "unused": (("v", "row<3", {"x": ()}), ValueError, r"neither score nor mask reads.*\['x'\]$"),
+    "argument": (("v", None, {"is_causal": ()}), ValueError, r"'\]; did you mean causal\?"),
     "unknown": (("v + y", None), ValueError, "'y' is not known to a score"),
     "condition": (("v < 1", None), ValueError, "'v < 1' is a condition, not a number"),
     "number": ((None, "row"), ValueError, "'row' is a whole number, not a condition"),
