@@ -119,6 +119,7 @@ def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
         raise ValueError(f"captured {shown(name)} is not an ASCII identifier")
     is_taken = name in RESERVED or keyword.iskeyword(name)
     require(not is_taken, f"captured name {name!r} is taken; choose another")
+    several = "; several are a tuple of them" if isinstance(axes, str) else ""
     axes = (axes,) if isinstance(axes, str) else axes
     if not isinstance(axes, (tuple, list)):
         raise TypeError(
@@ -126,6 +127,8 @@ def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
         )
     for axis in axes:
         if not isinstance(axis, str) or axis not in POSITIONS:
-            raise ValueError(f"axes of captured {name} must be of {POSITIONS}, got {shown(axis)}")
+            raise ValueError(
+                f"axes of captured {name} must be of {POSITIONS}, got {shown(axis)}{several}"
+            )
     require(len(set(axes)) == len(axes), f"axes of captured {name} repeat one: {tuple(axes)}")
     return name, tuple(axes)

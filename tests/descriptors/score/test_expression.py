@@ -82,6 +82,7 @@ WRONG = {
     "pair": (("v", None, ("bias",)), TypeError, "captured must be a dict .*got 'bias' in it"),
     "axes": (("v+x", None, {"x": 1}), TypeError, "axes of captured x must be a tuple of"),
     "axis": (("v+x", None, {"x": ("key",)}), ValueError, "must be of .*'col'.*, got 'key'"),
+    "text of axes": (("v+x", None, {"x": "row, col"}), ValueError, "'row, col'; several are a tup"),
     "twice": (("v+x", None, {"x": ("row", "row")}), ValueError, "axes of captured x repeat one"),
     "name": (("v", None, {"1x": ()}), ValueError, "captured '1x' is not an ASCII identifier"),
     "taken": (("v", None, {"seed": ()}), ValueError, "captured name 'seed' is taken"),

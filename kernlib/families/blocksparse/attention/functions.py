@@ -104,7 +104,7 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{name} must be a tensor that score or mask names, got {shown(value)}"
-            f"{_meant(name, texts)}"
+            f"{_meant(name, texts) or _as_tensor(value)}"
         )
     if value.dim() not in BY_DIMENSIONS:
         raise ValueError(
@@ -112,6 +112,12 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
             f"(...)}} of {AXES}{_meant(name, texts)}"
         )
     return BY_DIMENSIONS[value.dim()]
+
+
+def _as_tensor(value) -> str:
+    """What a number would be as a tensor."""
+    is_number = type(value) in (int, float)
+    return f"; torch.tensor({value}) is one" if is_number else ""
 
 
 def _meant(name: str, texts: tuple) -> str:

@@ -115,7 +115,9 @@ CALLS = {
     "axes must map names to axes, got 'row'": {"axes": "row"},
     "axes has 'bias', which is no argument of the call": {"axes": {"bias": ()}},
     "axes must say what the 1 dimension(s) of bias are": {"score": "v + bias", "bias": Z(50)},
-    "bias must be a tensor that score or mask names, got 1.0": {"score": "v + bias", "bias": 1.0},
+    "bias must be a tensor that score or mask names, got 1.0; torch.tensor(1.0) is one": {
+        "score": "v + bias", "bias": 1.0
+    },
     "neither score nor mask reads captured tensor(s) ['bias']": {"bias": Z(50, 70)},
     "neither score nor mask reads captured tensor(s) ['attn_mask']; did you mean mask?": {
         "attn_mask": Z(50, 70)
