@@ -126,7 +126,8 @@ class _Reader:
     def binary(self, node: ast.BinOp) -> Term:
         kind, sides = type(node.op), (node.left, node.right)
         if kind in _CONDITIONS:
-            terms = [self.condition(side, _TIGHT) for side in sides]
+            more = _TIGHT + ("; a power is **" if kind is ast.BitXor else "")
+            terms = [self.condition(side, more) for side in sides]
             return Term(Operation(_CONDITIONS[kind], tuple(term.node for term in terms)), BOOL)
         if kind in _WHOLE:
             return self._of_whole(_WHOLE[kind], *sides)

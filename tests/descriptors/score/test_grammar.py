@@ -124,6 +124,8 @@ WRONG_SCORES = {
     "1e999": "too large for a float64",
     "1" + "0" * 400: "too large for a float64",
     "v" + " + v" * 51: "score .* 51 operations in one another, of at most 50: use parentheses",
+    "v ^ 2": "bind more tightly .*; a power is \\*\\*$",
+    "v +\n bias": "score 'v .* does not parse: .*; several lines go into parentheses$",
     "~row": "compare it, as in row != 0; .* parentheses",
 }
 WRONG_MASKS = {
@@ -136,6 +138,8 @@ WRONG_MASKS = {
     "not row": "'row' is a whole number, not a condition",
     "flag and topic": "'topic' is a whole number, not a condition",
     "row % 2.5 == 0": "'2.5' is a number with a fraction",
+    "row < 3 && flag": "does not parse: .*; write and, or and not$",
+    "!(row != 3)": "does not parse: .*; write and, or and not$",
     "row < ": "mask 'row < ' does not parse",
 }
 
