@@ -175,7 +175,7 @@ def test_what_the_function_refuses(route):
         ((q, k.half(), v), {}, TypeError, r"k must be torch\.float64 on cpu as q is"),
         ((q, k, v.half()), {}, TypeError, r"v must be torch\.float64 on cpu as q is"),
         ((None, k, v), {}, TypeError, "q must be a tensor"),
-        ((q, k, v), {"attn_mask": q}, ValueError, "attn_mask must have shape"),
+        ((q, k, v), {"attn_mask": q}, ValueError, "attn_mask must have shape .* an rpe of floats"),
         ((q, k, v), {"attn_mask_mode": "max"}, ValueError, "attn_mask_mode must be one of"),
         ((q, k, v), {"key_transposed": 1}, TypeError, "key_transposed must be a bool"),
     ):
