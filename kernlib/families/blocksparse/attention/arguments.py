@@ -44,6 +44,16 @@ class Options(NamedTuple):
         """Those that may be tensors."""
         return self.scale, self.q_lengths, self.kv_lengths, self.seed
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether one of these is a tensor."""
+        return (
+            isinstance(self.scale, torch.Tensor)
+            or self.q_lengths is not None
+            or self.kv_lengths is not None
+            or isinstance(self.seed, torch.Tensor)
+        )
+
 
 class Call(NamedTuple):
     """A checked call, whose result has so many elements."""
@@ -114,7 +124,9 @@ def options_of(
     if descriptor.dropout:
         check_kinds(descriptor, operands)
         dropout_p, seed = checked_dropout(dropout_p), _seed(operands[1], seed)
-    elif seed is not None or checked_dropout(dropout_p) != 0.0:
+    elif seed is not None or (
+        (type(dropout_p) is not float or dropout_p != 0.0) and checked_dropout(dropout_p) != 0.0
+    ):
         _refuse(descriptor, "dropout_p or seed", "dropout")
     return Options(
         scale, sides, q_lengths, kv_lengths, dropout_p, 0 if seed is None else seed, return_lse
