@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from kernlib import events
 from kernlib.canonical import encode
 from kernlib.descriptors.score.bounds import Window, structure
 from kernlib.families.blocksparse.attention.arguments import (
     ANY_NUMBER,
     Options,
     Sizes,
+    check_lengths,
     dtypes_of,
     sizes_of,
 )
@@ -331,6 +333,8 @@ def behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Ten
     if not (descriptor.lengths or captured):
         return found
     if descriptor.lengths:
+        if events.watched:
+            check_lengths(options, plan.sizes)
         given = options.q_lengths, options.kv_lengths
         ends = plan.sizes.queries, plan.sizes.keys
         for lengths, other, end in zip(given, given[::-1], ends, strict=True):
