@@ -7,8 +7,8 @@
 // more of |a|^2 + |b|^2, 5 bits of 53 lost. Tiles with nearer pairs, or what is not finite, are
 // summed once more as differences, from the points that were given: equal points are at 0.
 //
-// Floors on an H100 (132 SM, 1.75 GHz): 7.7 ms of tensor cores for 60000^2 pairs of 64 features, and
-// 1 ms for v; of FP64 lanes, 64 a clock and SM, about 24 operations a Gaussian, 5.8 ms. By
+// Floors on an H100 (132 SM, 1.75 GHz): 7.7 ms of tensor cores for 60000^2 pairs of 64 features,
+// and 1 ms for v; of FP64 lanes, 64 a clock and SM, about 20 operations a Gaussian, 4.9 ms. By
 // differences 2 operations a pair and feature: 31 ms.
 //
 // The generated source defines:
@@ -30,6 +30,7 @@ using Inner = INNER;
 using Term = OPERATION<Inner>;
 
 constexpr int WIDTH = 8;
+constexpr int STEP = Inner::ZERO_ADDS_NOTHING ? Inner::UNROLL_K : 1;
 // Blocks of a multiprocessor: of fewer than 228 KB of shared memory two at most.
 #if __CUDA_ARCH__ >= 900
 constexpr int RESIDENT = Inner::BY_LOGARITHM ? 2 : 3;
@@ -60,8 +61,8 @@ __device__ __forceinline__ Points points_of(const double* data, const View& view
             view.column_stride, int(min(count - first, i64(TILE)))};
 }
 
-// Makes squared distances of products, and answers whether a pair of the `columns` that exist is too
-// near for that, or not finite.
+// Makes squared distances of products, and answers whether a pair of the `columns` that exist is
+// too near for that, or not finite.
 __device__ __forceinline__ bool make_squares(Sums& sums, const double* a_norms,
                                              const double* b_norms, const Place& place,
                                              int columns) {
@@ -191,14 +192,14 @@ pairwise_double_main(const __grid_constant__ Launch launch) {
                                  launch.packed_b + l * launch.b_stride + n0 * chunks * DEPTH};
             sum_tile(sums, stages, chunks, tiles, Products{place});
             bool near = false;
-            if (CENTRED)
-                near = make_squares(sums, launch.a_norms + l * launch.a_norms_stride + part.m0,
-                                    launch.b_norms + l * launch.b_norms_stride + n0, place, b.count);
+            const double* a_norms = launch.a_norms + l * launch.a_norms_stride + part.m0;
+            const double* b_norms = launch.b_norms + l * launch.b_norms_stride + n0;
+            if (CENTRED) near = make_squares(sums, a_norms, b_norms, place, b.count);
             by_terms = CENTRED && __syncthreads_or(near);
 #endif
             if (by_terms)
                 sum_tile(sums, stages, chunks, GivenTiles{a, b, features},
-                         Terms<Term, Inner>{place, numbers, features});
+                         Terms<Term, STEP, PRODUCTS>{place, numbers, features});
             totals.take(sums, parameters, finish, place, l, n0, b.count);
         }
         totals.store(stages, parameters, part, place, l);

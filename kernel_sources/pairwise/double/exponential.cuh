@@ -1,6 +1,6 @@
-// e^x in double without a branch, so that several go through the pipe side by side: 14 operations of
-// the FP64 lanes, 4.1e-16 of the value at most. Denormals are 0, and what is above 1.7951e308, 0.15 %
-// below the largest number, is infinite.
+// e^x in double without a branch, so that several go through the pipe side by side: 14 operations
+// of the FP64 lanes, 4.1e-16 of the value at most. Denormals are 0, and what is above 1.7951e308,
+// 0.15 % below the largest number, is infinite.
 #pragma once
 
 #include "common/math.cuh"

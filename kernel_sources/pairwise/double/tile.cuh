@@ -112,8 +112,10 @@ struct Products {
     }
 };
 
-// Adds the terms of a chunk's features.
-template <class Term, class Inner>
+// Adds the terms of a chunk's features, STEP at a time: behind the last one are zeros, which add
+// nothing where STEP is more than 1. With WHOLE all of a chunk are added: tiles of tensor cores are
+// seldom summed so, and have no registers for a count.
+template <class Term, int STEP, bool WHOLE>
 struct Terms {
     const Place& place;
     const Numbers& numbers;
@@ -122,23 +124,28 @@ struct Terms {
     __device__ __forceinline__ void add(Sums& sums, const double* stage, int chunk) const {
         const double* a = stage + (place.row + place.g) * LINE;
         const double* b = stage + OPERAND + place.column_of(0) * LINE;
-        int count = DEPTH;
-        if (!Inner::ZERO_ADDS_NOTHING) count = min(count, features - chunk * DEPTH);
-#pragma unroll Inner::UNROLL_K
-        for (int k = 0; k < count; ++k) {
-            double left[2 * ROWS];
+        int count = WHOLE && STEP > 1 ? DEPTH : min(DEPTH, features - chunk * DEPTH);
+#pragma unroll 1
+        for (int k = 0; k < count; k += STEP) {
 #pragma unroll
-            for (int i = 0; i < 2 * ROWS; ++i) left[i] = a[i * 8 * LINE + k];
+            for (int step = 0; step < STEP; ++step) add_feature(sums, a + k + step, b + k + step);
+        }
+    }
+
+    __device__ __forceinline__ void add_feature(Sums& sums, const double* a,
+                                                const double* b) const {
+        double left[2 * ROWS];
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
+        for (int i = 0; i < 2 * ROWS; ++i) left[i] = a[i * 8 * LINE];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    double right = b[(j * 8 + e) * LINE + k];
+        for (int j = 0; j < COLUMNS; ++j) {
 #pragma unroll
-                    for (int i = 0; i < 2 * ROWS; ++i) {
-                        double& sum = sums[i / 2][j][i % 2 * 2 + e];
-                        sum = Term::add(sum, left[i], right, numbers);
-                    }
+            for (int e = 0; e < 2; ++e) {
+                double right = b[(j * 8 + e) * LINE];
+#pragma unroll
+                for (int i = 0; i < 2 * ROWS; ++i) {
+                    double& sum = sums[i / 2][j][i % 2 * 2 + e];
+                    sum = Term::add(sum, left[i], right, numbers);
                 }
             }
         }
@@ -150,7 +157,8 @@ template <class Tiles, class Chunk>
 __device__ __forceinline__ void sum_tile(Sums& sums, double* stages, int chunks,
                                          const Tiles& tiles, const Chunk& chunk) {
 #pragma unroll
-    for (int i = 0; i < ROWS * COLUMNS * 4; ++i) sums[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4] = 0.0;
+    for (int i = 0; i < ROWS * COLUMNS * 4; ++i)
+        sums[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4] = 0.0;
     __syncthreads();  // nobody reads what was there before
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {

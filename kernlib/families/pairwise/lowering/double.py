@@ -77,7 +77,8 @@ def takes(descriptor: Pairwise, problem: Problem) -> bool:
     to do so."""
     if problem.reduction not in ("matmul", "sum") or problem.dtype != "float64":
         return False
-    if min(problem.m, problem.n, problem.k) < 1 or max(problem.m, problem.n) > pack.MAX_SIZE:
+    sizes = problem.m, problem.n, problem.k
+    if min(sizes) < 1 or max(sizes) > pack.MAX_SIZE:
         return False
     if ceil_div(problem.m, TILE) * direct.MAX_SPLITS > direct.MAX_BLOCKS:
         return False
@@ -88,7 +89,7 @@ def takes(descriptor: Pairwise, problem: Problem) -> bool:
 def by_products(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether tensor cores multiply points."""
     known = pack.is_difference(descriptor, problem) or pack.is_dot(descriptor)
-    if not known or descriptor.direct or not LEAST_FEATURES <= problem.k <= pack.MAX_SIZE:
+    if not known or descriptor.direct or problem.k < LEAST_FEATURES:
         return False
     few = problem.batch <= direct.MAX_BATCH_BLOCKS
     return few and workspace(problem).size <= pack.MAX_WORKSPACE

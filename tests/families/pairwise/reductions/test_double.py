@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.pairwise import ahead
 from kernlib.families.pairwise.lowering import double
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
@@ -186,6 +187,14 @@ def test_equal_terms_of_long_rows(gpus):
     found = host(kl.kernel_sum(GAUSSIAN, gpu(a), gpu(b), bandwidth=1.0))
     exact = 40000 * math.exp(-0.045)
     assert abs(found.item() - exact) <= 1e-14 * exact
+
+
+def test_what_is_prepared_is_what_is_launched(gpus):
+    a, b, v = points(70, 9), points(130, 9, seed=1), points(130, 9, seed=2)
+    kl.kernel_matmul(GAUSSIAN, gpu(a), gpu(b), gpu(v), bandwidth=3.0)
+    arguments = {"reduction": "kernel_matmul", "bandwidth": 3.0}
+    wanted = ahead.specs(GAUSSIAN, "sm_90a", (a, b, v), arguments)
+    assert set(wanted) == set(gpus.specs) and len(wanted) == 2
 
 
 def test_which_calls_it_takes():
