@@ -11,11 +11,19 @@ import torch
 import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session, attempt
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise.problems import against_torch, exact_distances, float32_products, floor_ms
+from benchmarks.pairwise.problems import (
+    DTYPES,
+    against_torch,
+    exact_distances,
+    float32_products,
+    floor_ms,
+)
 
 BLOCK_ENTRIES = 1 << 28  # of K that torch holds at once: 1 GB
 LANES_FEATURES = 16  # up to which tensor cores have nothing to gain from a squared distance
 TENSOR_COLUMNS = 8  # from which on the product with v is one for tensor cores
+# Of a float64 value: slots of an operation, and operations of an exponential, which no unit has.
+FP64_SLOTS, FP64_EXPONENTIAL = 2, 14
 CONSTANT_BYTES = 64 << 20  # that a product may hold whatever the number of points: one block of K
 
 
@@ -58,8 +66,11 @@ class Problem(NamedTuple):
         wide = self.columns >= TENSOR_COLUMNS
         slots = 1 + (0 if expanded else 2 * self.features) + (0 if wide else self.columns)
         products = (self.features if expanded else 0) + (self.columns if wide else 0)
-        moved = 8 * self.points * (self.features + self.columns)
-        return floor_ms(device, slots * pairs, pairs, moved, 2 * products * pairs, self.kind)
+        moved = 2 * DTYPES[self.kind].itemsize * self.points * (self.features + self.columns)
+        special = pairs
+        if self.kind == "fp64":
+            slots, special = FP64_SLOTS * (slots + FP64_EXPONENTIAL), 0.0
+        return floor_ms(device, slots * pairs, special, moved, 2 * products * pairs, self.kind)
 
     @property
     def most_bytes(self) -> int:
@@ -78,6 +89,9 @@ PROBLEMS = (
     Problem("gaussian", 50000, 10, columns=10, must=1.7),
     Problem("gaussian", 20000, 64, columns=64, must=0.65),
     Problem("laplace_l1", 30000, 64),
+    Problem("gaussian", 20000, 64, "fp64"),
+    Problem("gaussian", 20000, 64, "fp64", columns=8),
+    Problem("gaussian", 20000, 3, "fp64"),
 )
 MEMORY = PROBLEMS[1]
 MEMORY_NAME = f"{MEMORY.place} memory"
@@ -88,7 +102,8 @@ def tensors(problem: Problem, device: str = "cuda") -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device).manual_seed(0)
     points, columns = (problem.points, problem.features), (problem.points, problem.columns)
     shapes = points, points, columns[: 1 if problem.columns == 1 else 2]
-    made = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+    dtype = DTYPES[problem.kind]
+    made = [torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes]
     return (*made, torch.empty_like(made[2]))
 
 

@@ -18,8 +18,9 @@ DTYPES = {
     "fp64": torch.float64,
 }
 # Operations/s of float32 products on tensor cores, of the rates that an H200 reaches: at the
-# accuracy of fp32 they are three products of fp16, and one of TF32.
-TENSOR_RATES = {"fp32": 770e12 / 3, "tf32": 415e12}
+# accuracy of fp32 they are three products of fp16, and one of TF32. Of float64 what 132
+# multiprocessors have at 1.75 GHz.
+TENSOR_RATES = {"fp32": 770e12 / 3, "tf32": 415e12, "fp64": 60e12}
 LANES_RATE = 51.3e12  # of float32 products without tensor cores, as cuBLAS reaches it
 EXACT_ELEMENTS = 1 << 27  # differences in float64 at once: 1 GB, and as much again for powers
 

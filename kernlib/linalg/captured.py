@@ -24,6 +24,11 @@ def is_capturable(device: torch.device) -> bool:
         return not torch.cuda.is_current_stream_capturing()
 
 
+def is_busy(device: torch.device) -> bool:
+    """Whether the device has not done yet what its current stream was given."""
+    return device.type == "cuda" and not torch.cuda.current_stream(device).query()
+
+
 @contextmanager
 def stream_apart(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """A stream that no other capture of kernlib uses meanwhile."""

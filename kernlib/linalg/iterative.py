@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernlib.errors import CaptureError, ConvergenceWarning
-from kernlib.linalg.captured import Captured, is_capturable
+from kernlib.linalg.captured import Captured, is_busy, is_capturable
 from kernlib.linalg.checks import DTYPES, refuse_meta
 from kernlib.runtime.numbers import check_kind, host_value
 from kernlib.runtime.precision import without_autocast
@@ -116,7 +116,8 @@ def solve(
         steps = _Steps(matmul, preconditioner, capture and is_capturable(b.device))
         while done < max_iter:
             count = min(check_every, max_iter - done)
-            state, done = steps.run(state, target, count), done + count
+            done += count
+            state = steps.run(state, target, count, done == max_iter)
             if not state.active.any():
                 r = b - _product("matmul", matmul, state.x)
                 norm = _norm(r)
@@ -162,14 +163,17 @@ def _start(
 
 
 class _Steps:
-    """Runs steps: the first ones a launch at a time, then, if ``capture``, as a CUDA graph."""
+    """Runs steps: the first ones a launch at a time, then, if ``capture``, as a CUDA graph. It is
+    made while the device is at work with the first ones, if that takes longer than to launch them:
+    it would wait for some milliseconds behind them."""
 
     def __init__(self, matmul: Product, preconditioner: Product | None, capture: bool):
         self._functions = matmul, preconditioner
         self._capture, self._begun = capture, False
         self._captured: Captured | None = None
 
-    def run(self, state: _State, target: torch.Tensor, count: int) -> _State:
+    def run(self, state: _State, target: torch.Tensor, count: int, last: bool = False) -> _State:
+        """The state ``count`` steps on; none follow the ``last``."""
         if self._capture and self._begun and self._captured is None:
             self._make((*state, target))
         if self._captured is not None:
@@ -177,6 +181,8 @@ class _Steps:
         self._begun = True
         for _ in range(count):
             state = _step(*self._functions, state, target)
+        if self._capture and not last and is_busy(target.device):
+            self._make((*state, target))
         return state
 
     def _make(self, state: tuple[torch.Tensor, ...]) -> None:

@@ -66,6 +66,7 @@ def test_case_names_are_the_agreed_ones():
         "kernel_matmul laplace_l1 30000x30000 D=64 fp32",
         "kernel_matmul gaussian 50000x50000 D=10 C=10 fp32",
         "kernel_matmul gaussian 20000x20000 D=64 C=64 fp32",
+        *[f"kernel_matmul gaussian 20000x20000 D={rest} fp64" for rest in ("64", "64 C=8", "3")],
         *[f"kernel_topk k=10 100000x100000 D={d} fp32" for d in (3, 64)],
         *[f"kernel_matmul_grad gaussian 20000x20000 D={d} C=1 x+v+bandwidth fp32"
           for d in (3, 20, 64)],
@@ -110,6 +111,9 @@ def test_no_case_is_named_within_another():
         ("kernel_matmul gaussian 30000x30000 D=784 fp32", 5.50, "tensor cores"),
         ("kernel_matmul gaussian 30000x30000 D=784 tf32", 3.40, "tensor cores"),
         ("kernel_matmul laplace_l1 30000x30000 D=64 fp32", 3.50, "issue slots"),
+        ("kernel_matmul gaussian 20000x20000 D=64 fp64", 0.853, "tensor cores"),
+        ("kernel_matmul gaussian 20000x20000 D=64 C=8 fp64", 0.96, "tensor cores"),
+        ("kernel_matmul gaussian 20000x20000 D=3 fp64", 0.526, "issue slots"),
         ("kernel_topk k=10 100000x100000 D=3 fp32", 2.09, "issue slots"),
         ("kernel_topk k=10 100000x100000 D=64 fp32", 4.99, "tensor cores"),
         (

@@ -62,6 +62,25 @@ def test_a_graph_changes_no_bit(limits, replayed, seed):
     assert len(replayed) == (plain.iterations > first) and replays == plain.iterations - first
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_iter": 23}, {"max_iter": 10}, {"tol": 1.0}])
+def test_a_graph_is_made_while_the_device_is_at_work(limits, replayed, monkeypatch, seed):
+    """Before the host waits to learn whether a column goes on, but where no steps may follow."""
+    a, b = system()
+    plain = solved(a, b, False, **limits)
+    asked = []
+
+    def is_busy(device):
+        asked.append(len(replayed))
+        return True
+
+    monkeypatch.setattr(iterative, "is_busy", is_busy)
+    captured = solved(a, b, True, **limits)
+    assert torch.equal(captured.x, plain.x) and captured.iterations == plain.iterations
+    assert len(replayed) == (limits.get("max_iter") != 10)
+    assert asked == [0] * len(replayed)
+    assert sum(sum(graph.counts) for graph in replayed) == plain.iterations - 10
+
+
 def test_a_step_that_cannot_be_captured_is_run(monkeypatch, seed):
     def refuse(step, state):
         raise CaptureError("a kernel is not loaded")

@@ -12,6 +12,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ inline
 #define __shared__
 #define __align__(bytes)
 #define __grid_constant__
@@ -66,6 +67,16 @@ struct Barrier {
 inline Barrier block_barrier, warp_barriers[MOST_THREADS / 32];
 inline void wait_for_block() { block_barrier.wait(); }
 inline void wait_for_warp() { warp_barriers[threadIdx.x / 32].wait(); }
+
+inline int __syncthreads_or(int flag) {
+    static bool flags[MOST_THREADS];
+    flags[threadIdx.x] = flag != 0;
+    wait_for_block();
+    bool any = false;
+    for (int thread = 0; thread < thread_count; ++thread) any |= flags[thread];
+    wait_for_block();
+    return any;
+}
 
 inline unsigned long long __cvta_generic_to_shared(const void* address) {
     return static_cast<const unsigned char*>(address) - shared;
@@ -186,6 +197,22 @@ inline unsigned __float_as_uint(float x) {
 }
 inline float __uint_as_float(unsigned bits) {
     float x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+inline int __double2hiint(double x) {
+    long long bits;
+    std::memcpy(&bits, &x, sizeof(x));
+    return int(bits >> 32);
+}
+inline int __double2loint(double x) {
+    long long bits;
+    std::memcpy(&bits, &x, sizeof(x));
+    return int(bits);
+}
+inline double __hiloint2double(int high, int low) {
+    long long bits = (long long)(high) << 32 | unsigned(low);
+    double x;
     std::memcpy(&x, &bits, sizeof(x));
     return x;
 }

@@ -1,6 +1,6 @@
 """Reductions of a kernel matrix by blocks: each is computed, reduced and forgotten, so that memory
-stays O(M + N) plus one block. Takes what the kernels that store no block do not: many columns,
-float64, many of the nearest, CPU tensors."""
+stays O(M + N) plus one block. Takes what the kernels that store no block do not: many columns, of
+float64 all but products and sums, many of the nearest, CPU tensors."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@ their launches."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 from kernlib.families.pairwise import checks
@@ -22,7 +23,7 @@ from kernlib.families.pairwise.rehearsal import (
     on_gpu,
 )
 from kernlib.families.pairwise.request import layout_of, scalar_strides
-from kernlib.lowering.dtypes import FLOAT_SUMS
+from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.sequence import Steps
@@ -33,7 +34,13 @@ PRODUCT_COLUMNS = 8
 # Columns of v up to which computing the matrix once for every 16 of them is faster than storing
 # blocks of it, which takes as long as 60 issue slots an entry, and multiplying them.
 SMALL_COLUMNS, TILE_COLUMNS = 64, 16
-VALUE_BYTES = 4  # of a value that a kernel writes
+
+
+def _double() -> ModuleType:
+    """The kernel of float64, which the first call of any other type does without."""
+    from kernlib.families.pairwise.lowering import double
+
+    return double
 
 
 class ReductionPlan(NamedTuple):
@@ -55,8 +62,11 @@ def takes(reduction: str, request: Request, shape: Shape) -> bool:
         return False
     empty = 0 in (shape.m, shape.n, shape.k, shape.batch)
     empty = empty or (request.v is not None and shape.columns == 0)
-    if empty or DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
+    if empty:
         return False
+    if DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
+        whole = problem_of(reduction, request, shape, shape.columns)
+        return _double().takes(request.descriptor, whole)
     arch = arch_of(request.a.get_device())
     if by_columns(reduction, request, shape, arch):
         return True
@@ -88,8 +98,9 @@ def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> boo
 
 
 def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:
-    """Launch, for the addresses of a, b, v, of values (splits, L, M, C) in float32, and of their
-    places, (splits, L, M) or those of the nearest (L, M, k), where they are asked for."""
+    """Launch, for the addresses of a, b, v, of values (splits, L, M, C) in the arithmetic's dtype,
+    and of their places, (splits, L, M) or those of the nearest (L, M, k), where these are asked
+    for."""
     a, b, v, values, places = pointers
     for launch, in_v, in_values in plan.launches:
         launch.launch((a, b, v + in_v, values + in_values, places), numbers)
@@ -104,13 +115,15 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
     call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, numbers)
     strides = scalar_strides(descriptor, numbers, call)
     made, per_split, splits = [], 0, 0
-    many = rows is None and by_columns(reduction, request, shape, arch)
-    few = rows is None and not many and by_products(reduction, request, shape, arch)
-    widest = PRODUCT_COLUMNS if few else lowering.WIDTHS[-1]
-    parts = product.widths(shape.columns) if many else passes(shape.columns, widest)
-    for column, width in parts:
+    wide = DTYPES[DTYPE_NAMES[request.a.dtype]].sums
+    double = wide.cuda == "double"
+    many = rows is None and not double and by_columns(reduction, request, shape, arch)
+    few = rows is None and not (double or many) and by_products(reduction, request, shape, arch)
+    for column, width in _parts(shape, double, many, few):
         problem = problem_of(reduction, request, shape, width)
-        if many or few:
+        if double:
+            lowered = _double().lower(descriptor, problem, count, strides, per_split)
+        elif many or few:
             lowered = (product if many else products).lower(
                 descriptor, problem, arch, count, strides, precision(descriptor), per_split
             )
@@ -118,7 +131,7 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
             lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
         per_split, splits = lowered.per_part, lowered.parts
         in_v = 0 if v is None else column * v.stride(-1) * v.element_size()
-        made.append((lowered, in_v, column * VALUE_BYTES))
+        made.append((lowered, in_v, column * wide.bytes))
     build([spec for lowered, *_ in made for spec in lowered.specs], device)
     launches = [
         (load_lowered(lowered, lowering.OPERANDS, request.a.device), *offsets)
@@ -132,6 +145,15 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
         launches=tuple(launches),
         splits=splits,
     )
+
+
+def _parts(shape: Shape, double: bool, many: bool, few: bool) -> list[tuple[int, int]]:
+    """The launches of a plan by the kernel that takes them: first column, count."""
+    if double:
+        return passes(shape.columns, _double().WIDTH)
+    if many:
+        return product.widths(shape.columns)
+    return passes(shape.columns, PRODUCT_COLUMNS if few else lowering.WIDTHS[-1])
 
 
 def passes(columns: int, widest: int = lowering.WIDTHS[-1]) -> list[tuple[int, int]]:

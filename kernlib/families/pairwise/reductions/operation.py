@@ -40,6 +40,7 @@ class CallPlan(NamedTuple):
     shape: Shape
     size: tuple[int, ...]  # of the result
     dtype: torch.dtype  # of the result
+    wide: torch.dtype  # of the arithmetic, in which kernels write
     device: torch.device
     spans: tuple[int, ...]  # bytes from first to last element of a, b, v, out
     folded: bool  # the batch of v becomes columns of one product
@@ -156,18 +157,20 @@ def _plan(
         by = kernels
     taken = not folded and by.takes(reduction, request, shape)
     launch = by.plan(reduction, request, shape) if taken else None
-    dtype = accumulator(a.dtype) if wide else a.dtype
+    arithmetic = accumulator(a.dtype)
+    dtype = arithmetic if wide else a.dtype
     return CallPlan(
         descriptor=request.descriptor,
         shape=shape,
         size=size,
         dtype=dtype if out is None else out.dtype,
+        wide=arithmetic,
         device=a.device,
         spans=tuple(0 if t is None else span(t) for t in (a, request.b, v, out)),
         folded=folded,
         launch=launch,
         partial=size if launch is None or launch.splits == 1 else (launch.splits, *size),
-        writes_out=out is not None and out.dtype == torch.float32 and out.is_contiguous(),
+        writes_out=out is not None and out.dtype == arithmetic and out.is_contiguous(),
     )
 
 
@@ -230,7 +233,7 @@ def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: 
     if values:
         numbers, kept = numbers_of(launch, a, values)
     places, direct = None, plan.writes_out and launch.splits == 1
-    made = out if direct else torch.empty(plan.partial, dtype=torch.float32, device=plan.device)
+    made = out if direct else torch.empty(plan.partial, dtype=plan.wide, device=plan.device)
     if reduction == "min" or isinstance(reduction, Nearest):
         places = torch.empty(plan.partial, dtype=torch.int64, device=plan.device)
     pointers = (
@@ -252,7 +255,7 @@ def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: 
             places = places.gather(0, split[None])[0]
         else:
             made = made.logsumexp(0) if reduction == "logsumexp" else made.sum(0)
-    if places is None and out is None and plan.dtype == torch.float32:
+    if places is None and out is None and plan.dtype == plan.wide:
         return made
     return _finished(made if places is None else (made, places), plan, out)
 

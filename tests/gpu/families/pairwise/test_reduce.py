@@ -101,7 +101,7 @@ def test_sizes(size, k, seed):
 @pytest.mark.parametrize("k", [3, 33])
 def test_dtypes(dtype, k, seed):
     a, b, v = (points(*s, dtype=dtype) for s in ((300, k), (400, k), (400, 2)))
-    assert by_kernels("matmul", GAUSSIAN, a, b, v, bandwidth=2.0) == (dtype != torch.float64)
+    assert by_kernels("matmul", GAUSSIAN, a, b, v, bandwidth=2.0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     out = torch.full((300, 2), math.nan, dtype=wide, device="cuda")
     kl.kernel_matmul(GAUSSIAN, a, b, v, out=out, bandwidth=4.0)

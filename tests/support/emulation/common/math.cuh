@@ -1,6 +1,7 @@
 // Of common/math.cuh of kernel_sources what epilogues and scores of the tests need.
 #pragma once
 
+#include <limits>
 #include <math.h>  // functions of float by the names of those of double
 
 template <class T>
@@ -10,6 +11,10 @@ inline T maximum(T x, T y) { return x > y || x != x ? x : y; }
 template <class T>
 inline T minimum(T x, T y) { return -maximum(-x, -y); }
 inline float multiply_add(float x, float y, float z) { return std::fmaf(x, y, z); }
+inline double multiply_add(double x, double y, double z) { return std::fma(x, y, z); }
+inline double fast_sqrt(double x) { return std::sqrt(x); }
+inline double fast_power(double x, double p) { return std::pow(x, p); }
+inline double norm_root(double s, double exponent, double) { return std::pow(s, exponent); }
 template <bool KEPT = true, class T>
 inline T add_chain(T total, T& sum) {
     T whole = total + sum, lost = sum - (whole - total);
@@ -20,10 +25,11 @@ template <class T>
 inline T ndtr(T x) { return T(0.5 * std::erfc(-0.7071067811865476 * double(x))); }
 
 inline float infinity(float) { return INFINITY; }
+inline double infinity(double) { return INFINITY; }
 template <class T>
 inline T reciprocal(T x) {
     T y = T(1) / x;
-    return x != T(0) && std::isinf(y) ? std::copysign(T(3.402823466e38), x) : y;
+    return x != T(0) && std::isinf(y) ? std::copysign(std::numeric_limits<T>::max(), x) : y;
 }
 template <class T>
 inline T bounded(T x, T y) { return x * y; }

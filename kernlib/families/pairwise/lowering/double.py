@@ -1,0 +1,243 @@
+"""Products of a kernel matrix with a few columns, and its row sums, in float64
+(kernel_sources/pairwise/double/double.cuh), on every GPU.
+
+Squared differences and dot products of enough features are products of tensor cores, of points that
+a launch before packs, with the squares of their norms; other sums are those of terms.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import pack
+from kernlib.families.pairwise.lowering import reduce as direct
+from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
+from kernlib.families.pairwise.lowering.finish import finish
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.reduce import Problem
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+
+WIDTH = 8  # columns of v that a launch takes
+# Columns of v up to which computing the matrix once for every WIDTH of them is faster than storing
+# blocks of it, which takes as long as 72 operations of an entry: products of tensor cores, and sums
+# of few features, take fewer.
+MOST_COLUMNS, FEW_COLUMNS = 2 * WIDTH, WIDTH
+THREADS, TILE, DEPTH, STAGES, RESIDENT = 128, 64, 16, 2, 3
+LINE = DEPTH + 4  # of a point in shared memory
+# Of 8 normally distributed features 0.8 % of the tiles have a pair whose difference products would
+# cancel, and that makes the tile's sums anew; of 4 nearly all.
+LEAST_FEATURES = 8
+NUMBER_BYTES = 8
+# Stages, and totals of two warps a row with what they round off.
+SHARED_NUMBERS = STAGES * 2 * TILE * LINE + 2 * TILE * 2 * WIDTH
+# What struct Launch holds behind Parameters, and Parameters behind strides of its numbers.
+FIXED, REDUCE_FIXED = "<4q", "9q5q4i"
+POINTERS = 4  # of Launch, before those of Parameters
+SIDE = "7q"  # a Side of double/pack.cuh
+PACK_PARAMETERS = Parameters(6, f"<{SIDE}{SIDE}4i")
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the descriptor."""
+
+    products: bool
+    centred: bool
+    summed: bool  # no v
+    inner: float | str
+    outer: float | str
+    root: bool
+    epsilon: bool
+    regularized: bool
+    dtype: str = "float64"
+
+
+class Place(NamedTuple):
+    """Where packed points and squares of norms begin in the workspace, in bytes, and strides from
+    batch entry to batch entry, in numbers; 0 for an operand that all share."""
+
+    a: int
+    b: int
+    a_norms: int
+    b_norms: int
+    size: int
+    a_stride: int
+    b_stride: int
+    a_norms_stride: int
+    b_norms_stride: int
+
+
+def takes(descriptor: Pairwise, problem: Problem) -> bool:
+    """Whether this kernel computes a reduction, for the columns of all launches, and is the fastest
+    to do so."""
+    if problem.reduction not in ("matmul", "sum") or problem.dtype != "float64":
+        return False
+    sizes = problem.m, problem.n, problem.k
+    if min(sizes) < 1 or max(sizes) > pack.MAX_SIZE:
+        return False
+    if ceil_div(problem.m, TILE) * direct.MAX_SPLITS > direct.MAX_BLOCKS:
+        return False
+    cheap = problem.k <= direct.SMALL_K or by_products(descriptor, problem)
+    return problem.columns <= (MOST_COLUMNS if cheap else FEW_COLUMNS)
+
+
+def by_products(descriptor: Pairwise, problem: Problem) -> bool:
+    """Whether tensor cores multiply points."""
+    known = pack.is_difference(descriptor, problem) or pack.is_dot(descriptor)
+    if not known or descriptor.direct or problem.k < LEAST_FEATURES:
+        return False
+    few = problem.batch <= direct.MAX_BATCH_BLOCKS
+    return few and workspace(problem).size <= pack.MAX_WORKSPACE
+
+
+def workspace(problem: Problem) -> Place:
+    """What a call keeps where. What all batch entries share is packed once."""
+    pitch = round_up(problem.k, DEPTH)
+    points = [round_up(count, TILE) for count in (problem.m, problem.n)]
+    entries = [_entries(side, problem) for side in (problem.a, problem.b)]
+    sizes = [count * pitch for count in points] + points
+    places = [0]
+    for size, each in zip(sizes, entries * 2, strict=True):
+        places.append(places[-1] + round_up(size * each * NUMBER_BYTES, pack.ALIGNMENT))
+    strides = (size if each > 1 else 0 for size, each in zip(sizes, entries * 2, strict=True))
+    return Place(*places, *strides)
+
+
+def _entries(side: Layout, problem: Problem) -> int:
+    """Batch entries of an operand as packed."""
+    return 1 if side.batch == 0 else problem.batch
+
+
+def lower(
+    descriptor: Pairwise,
+    problem: Problem,
+    multiprocessors: int,
+    scalar_strides: tuple[int, ...],
+    per_split: int = 0,
+) -> Lowered:
+    """The launches of up to WIDTH columns of what this module :func:`takes`, with partial results
+    in float64 and ``per_split`` as of :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
+    made = variant(descriptor, problem)
+    row_blocks = ceil_div(problem.m, TILE)
+    if not per_split:
+        # Of numbers of 8 bytes half as many partial results as of floats.
+        twice = problem._replace(out_columns=2 * max(1, problem.out_columns))
+        per_split = direct.split(twice, row_blocks, TILE, multiprocessors * RESIDENT)
+    place = workspace(problem) if made.products else None
+    main = _main_step(descriptor, problem, made, place, per_split, row_blocks, scalar_strides)
+    steps = (_pack_step(problem, place, made.centred), main) if place else (main,)
+    size = place.size if place else 0
+    return Lowered(steps, size, parts=ceil_div(problem.n, per_split), per_part=per_split)
+
+
+def variant(descriptor: Pairwise, problem: Problem) -> Variant:
+    """That of a problem."""
+    products = by_products(descriptor, problem)
+    return Variant(
+        products, products and pack.is_difference(descriptor, problem), problem.reduction == "sum",
+        problem.inner, problem.outer, problem.root, problem.epsilon, problem.regularized,
+    )  # fmt: skip
+
+
+def _main_step(
+    descriptor, problem: Problem, made: Variant, place: Place | None, per_split, row_blocks, strides
+) -> Step:
+    # A row sum is a product with one column of ones.
+    columns = max(1, problem.columns)
+    given = problem._replace(columns=columns, out_columns=max(columns, problem.out_columns))
+    fixed = direct.fixed_parameters(given, per_split, row_blocks, tuple(strides))
+    pointers = tuple((name, 0) for name in direct.OPERANDS)
+    if place is not None:
+        pointers = (*_packed(place), *pointers)
+        fixed += struct.pack(FIXED, *place[5:])
+    grid = (
+        row_blocks * ceil_div(problem.n, per_split),
+        min(problem.batch, direct.MAX_BATCH_BLOCKS),
+    )
+    return Step(spec(descriptor, made), grid, fixed, pointers, scalar_count(descriptor))
+
+
+def _packed(place: Place) -> tuple[tuple[str, int], ...]:
+    return tuple((WORKSPACE, offset) for offset in place[:4])
+
+
+def _pack_step(problem: Problem, place: Place, centred: bool) -> Step:
+    sides, blocks = [], 0
+    for layout, count, stride, norms_stride in (
+        (problem.a, problem.m, place.a_stride, place.a_norms_stride),
+        (problem.b, problem.n, place.b_stride, place.b_norms_stride),
+    ):
+        own = ceil_div(count, TILE)
+        sides += (*pack.view(layout), count, stride, norms_stride, own)
+        blocks += own
+    apart = place.a_stride > 0 and place.b_stride > 0
+    fixed = PACK_PARAMETERS.pack(*sides, problem.k, ceil_div(problem.k, DEPTH), apart, 0)
+    pointers = (("a", 0), ("b", 0), *_packed(place))
+    entries = problem.batch if place.a_stride or place.b_stride else 1
+    return Step(pack_spec(centred), (blocks, entries), fixed, pointers)
+
+
+def spec(descriptor: Pairwise, made: Variant) -> KernelSpec:
+    """The KernelSpec of a variant."""
+    words = [descriptor.describe(), "sums" if made.summed else "products", made.dtype]
+    words += ["tensor"] * made.products + [f"p={made.inner}"] * (made.inner != "any")
+    words += [flag for flag in ("epsilon", "regularized") if getattr(made, flag)]
+    specification = KernelSpec(
+        "pairwise",
+        source(descriptor, made),
+        "pairwise_double_main",
+        THREADS,
+        SHARED_NUMBERS * NUMBER_BYTES,
+        description=" ".join(words),
+    )
+    return named(specification, *short(descriptor), *words[1:], epilogue=descriptor.epilogue)
+
+
+def source(descriptor: Pairwise, made: Variant) -> str:
+    """The generated CUDA text."""
+    scalars = scalar_count(descriptor)
+    fixed = f"<{scalars}q{REDUCE_FIXED}" + FIXED.removeprefix("<") * made.products
+    pointers = len(direct.OPERANDS) + POINTERS * made.products
+    parameters = Parameters(pointers, fixed, scalars)
+    return f"""{_head(parameters, made.centred)}
+#include "pairwise/double/exponential.cuh"
+
+constexpr int SCALARS = {scalars};
+constexpr bool SUM = {str(made.summed).lower()};
+constexpr bool REGULARIZED = {str(made.regularized).lower()};
+#define PRODUCTS {int(made.products)}
+#define OPERATION {"Dot" if descriptor.operator == "dot" else "Difference"}
+#define INNER {inner_codes(descriptor)[made.inner]}
+namespace branchless {{
+{finish(descriptor, made, epsilon=made.epsilon)}}}
+using branchless::Finish;
+#include "pairwise/double/double.cuh"
+"""
+
+
+def pack_spec(centred: bool) -> KernelSpec:
+    """The KernelSpec of the packing of points."""
+    source = f'{_head(PACK_PARAMETERS, centred)}\n#include "pairwise/double/pack.cuh"\n'
+    words = ["centred"] * centred
+    description = " ".join(["pairwise double pack", *words])
+    size = THREADS * NUMBER_BYTES
+    made = KernelSpec(
+        "pairwise", source, "pairwise_double_pack", THREADS, size, description=description
+    )
+    return named(made, *words)
+
+
+def _head(parameters: Parameters, centred: bool) -> str:
+    return f"""#include "common/types.cuh"
+
+using InputT = double;
+using AccT = double;
+
+constexpr int PARAMETER_BYTES = {parameters.size};
+#define CENTRED {int(centred)}
+"""

@@ -1,0 +1,164 @@
+"""Products and row sums of kernel matrices in float64 on the GPU, by one kernel."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kernlib as kl
+from kernlib.families.pairwise.lowering import double
+from kernlib.runtime.plan import forget_plans
+from tests.gpu.families.pairwise.cases import points, reference
+from tests.support import hostile
+
+GAUSSIAN = kl.gaussian()
+DESCRIPTORS = {
+    "gaussian": (GAUSSIAN, {"bandwidth": 3.0}),
+    "laplace l1": (kl.laplace_l1(), {"bandwidth": 5.0}),
+    "laplace l2": (kl.laplace_l2(), {"bandwidth": 2.0}),
+    "matern52": (kl.matern52(), {"bandwidth": 2.0}),
+    "rational quadratic": (kl.rational_quadratic(), {"bandwidth": 2.0, "alpha": 1.5}),
+    "pq": (kl.laplace_pq(), {"bandwidth": 3.0, "p": 1.3, "q": 0.9}),
+    "maximum": (kl.p_distance(), {"p": math.inf}),
+    "zero": (kl.p_distance(), {"p": 0.0}),
+    "expadd": (kl.exp_power_sum(), {"p": 1, "inner_scale": -0.5}),
+    "polynomial": (kl.polynomial(3), {"gamma": 0.3, "offset": 1.0}),
+    "direct": (kl.squared_distance(direct=True), {}),
+    "regularized": (
+        GAUSSIAN,
+        {"bandwidth": 2.0, "regularization": 0.7, "row_offset": 90, "col_offset": 2},
+    ),
+    "epsilon": (GAUSSIAN, {"bandwidth": 2.0, "epsilon": 0.02}),
+}
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    """What was lowered for this kernel."""
+    made, lower = [], double.lower
+
+    def seen(*arguments):
+        made.append(lower(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(double, "lower", seen)
+    forget_plans()
+    yield made
+    forget_plans()
+
+
+def doubles(*shape):
+    return points(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, 21, 130])
+@pytest.mark.parametrize("name", DESCRIPTORS)
+def test_every_kind_of_sum(name, k, launched, seed):
+    descriptor, values = DESCRIPTORS[name]
+    a, b, v = doubles(301, k), doubles(777, k), doubles(777, 3)
+    b[5] = a[3]
+    matrix, weights = reference(descriptor, a, b, **values), v.cpu()
+    found = kl.kernel_matmul(descriptor, a, b, v, **values)
+    # A power of 3 takes its sum's error three times.
+    bars = {torch.float64: 3e-13}
+    hostile.check(found, matrix @ weights, matrix.abs() @ weights.abs(), where=name, bars=bars)
+    found = kl.kernel_sum(descriptor, a, b, **values)
+    hostile.check(found, matrix.sum(1), matrix.abs().sum(1), where=name, bars=bars)
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("size", [(1, 1), (63, 65), (64, 128), (1, 100_003), (20_011, 3)], ids=str)
+@pytest.mark.parametrize("k", [3, 64])
+def test_sizes_and_columns(k, size, columns, launched, seed):
+    a, b, v = doubles(size[0], k), doubles(size[1], k), doubles(size[1], columns)
+    matrix, weights = reference(GAUSSIAN, a, b, bandwidth=k**0.5), v.cpu()
+    found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=k**0.5)
+    hostile.check(found, matrix @ weights, matrix @ weights.abs())
+    assert len(launched) == -(-columns // 8)
+
+
+@pytest.mark.parametrize("features", [3, 19, 64])
+@pytest.mark.parametrize("name", hostile.NAMES)
+def test_hostile_points(name, features, launched):
+    sizes = {"rows": 300, "columns": 500, "features": features}
+    case = hostile.case(name, torch.float64, "cuda", **sizes)
+    width, v = case.scale * features**0.5, doubles(500, 2)
+    matrix, weights = reference(GAUSSIAN, case.a, case.b, bandwidth=width), v.cpu()
+    found = kl.kernel_matmul(GAUSSIAN, case.a, case.b, v, bandwidth=width)
+    hostile.check(found, matrix @ weights, weights.abs().sum(0), where=name)
+    squares = reference(kl.squared_distance(), case.a, case.b)
+    found = kl.kernel_sum(kl.squared_distance(), case.a, case.b)
+    hostile.check(found, squares.sum(1), where=name)
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("k", [3, 16])
+def test_equal_points_are_at_0(k, seed):
+    a = doubles(1000, k) + 1e3
+    found = kl.kernel_sum(GAUSSIAN, a, a.repeat(3, 1), bandwidth=1e-20)
+    assert found.eq(3).all()
+
+
+@pytest.mark.parametrize("shape", [((3, 70, 9), (3, 130, 9)), ((3, 70, 9), (130, 9))], ids=str)
+def test_batches(shape, seed):
+    a, b, v = doubles(*shape[0]), doubles(*shape[1]), doubles(3, 130, 2)
+    a += torch.tensor([0.0, 1e3, -1e3], device="cuda", dtype=torch.float64)[:, None, None]
+    widths = torch.tensor([1.0, 2.0, 3.0], device="cuda", dtype=torch.float64)
+    matrix, weights = reference(kl.cauchy(), a, b, bandwidth=widths), v.cpu()
+    found = kl.kernel_matmul(kl.cauchy(), a, b, v, bandwidth=widths)
+    hostile.check(found, matrix @ weights, matrix @ weights.abs())
+
+
+@pytest.mark.parametrize("k", [3, 64])
+def test_the_same_bits_each_time_in_any_memory(k, seed):
+    a, b, v = doubles(3000, k), doubles(20000, k), doubles(20000, 4)
+    b[:50] = a[:50]
+    first = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=3.0)
+    out = torch.full_like(first, math.nan)
+    assert all(
+        torch.equal(kl.kernel_matmul(GAUSSIAN, a, b, v, out=out, bandwidth=3.0), first)
+        for _ in range(10)
+    )
+
+
+@pytest.mark.parametrize("k", [3, 64])
+def test_memory_is_that_of_points(k, seed):
+    count = 40_000  # whose matrix takes 12.8 GB
+    a, v = doubles(count, k), doubles(count, 2)
+    kl.kernel_matmul(GAUSSIAN, a, a, v, bandwidth=3.0)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = kl.kernel_matmul(GAUSSIAN, a, a, v, bandwidth=3.0)
+    peak = torch.cuda.max_memory_allocated() - before
+    del found
+    assert peak <= (65 << 20) + 2 * 8 * (count + 64) * (64 + 1)
+
+
+def test_a_captured_call_reads_numbers_again(seed):
+    a, b, v = doubles(300, 20), doubles(500, 20), doubles(500, 2)
+    bandwidth = torch.tensor(2.0, device="cuda", dtype=torch.float64)
+    kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth)
+    for value in (1.0, 3.0):
+        bandwidth.fill_(value)
+        graph.replay()
+        assert torch.equal(out, kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=value))
+
+
+@pytest.mark.parametrize("k", [3, 20])
+def test_gradients(k, seed):
+    inputs = [doubles(*s).requires_grad_() for s in ((300, k), (400, k), (400, 3))]
+    out = kl.kernel_matmul(GAUSSIAN, *inputs, bandwidth=2.0)
+    along = doubles(300, 3)
+    found = torch.autograd.grad(out, inputs, along)
+    wide = [x.detach().clone().requires_grad_() for x in inputs]
+    squares = (wide[0][:, None] - wide[1][None]).square().sum(-1)
+    wanted = torch.autograd.grad((-squares / 8).exp() @ wide[2], wide, along)
+    for x, y in zip(found, wanted, strict=True):
+        assert (x - y).norm() <= 1e-12 * y.norm()
