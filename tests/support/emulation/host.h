@@ -12,6 +12,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ inline
 #define __shared__
 #define __align__(bytes)
 #define __grid_constant__
@@ -27,7 +28,7 @@ constexpr T min(T x, T y) { return x < y ? x : y; }
 struct Index {
     unsigned x, y, z;
 };
-inline Index threadIdx, blockIdx, gridDim;
+inline Index threadIdx, blockIdx, gridDim, blockDim;
 inline constexpr int SHARED_BYTES = 227 * 1024;
 alignas(128) unsigned char shared[SHARED_BYTES];  // of the block that runs
 
@@ -184,8 +185,11 @@ inline unsigned __float_as_uint(float x) {
     std::memcpy(&bits, &x, sizeof(x));
     return bits;
 }
+inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 inline float __uint_as_float(unsigned bits) {
     float x;
     std::memcpy(&x, &bits, sizeof(x));
     return x;
 }
+inline float __int_as_float(int bits) { return __uint_as_float(unsigned(bits)); }
+inline float __fmul_rn(float x, float y) { return x * y; }

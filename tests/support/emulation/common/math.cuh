@@ -10,6 +10,7 @@ inline T maximum(T x, T y) { return x > y || x != x ? x : y; }
 template <class T>
 inline T minimum(T x, T y) { return -maximum(-x, -y); }
 inline float multiply_add(float x, float y, float z) { return std::fmaf(x, y, z); }
+inline double multiply_add(double x, double y, double z) { return std::fma(x, y, z); }
 template <bool KEPT = true, class T>
 inline T add_chain(T total, T& sum) {
     T whole = total + sum, lost = sum - (whole - total);
@@ -19,7 +20,20 @@ inline T add_chain(T total, T& sum) {
 template <class T>
 inline T ndtr(T x) { return T(0.5 * std::erfc(-0.7071067811865476 * double(x))); }
 
-inline float infinity(float) { return INFINITY; }
+template <class T>
+inline T infinity(T) { return INFINITY; }
+template <class T>
+inline T fast_sqrt(T x) { return std::sqrt(x); }
+template <class T>
+inline T fast_power(T x, T p) { return std::pow(x, p); }
+template <class T>
+inline T norm_root(T s, T exponent, T) {
+    return s > T(0) && s < infinity(s) ? std::pow(s, exponent) : s;
+}
+template <class T>
+inline T any_root(T s, T exponent, T rest) {
+    return exponent == T(1) ? s : norm_root(s, exponent, rest);
+}
 template <class T>
 inline T reciprocal(T x) {
     T y = T(1) / x;
