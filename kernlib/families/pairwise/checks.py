@@ -97,7 +97,7 @@ def refuse_categories(descriptor: Pairwise) -> None:
     """Raises ValueError for categories where nothing would add their tables."""
     raise ValueError(
         f"{descriptor.describe()} has categories, which this function does not take: run_kernel "
-        "gives its matrix, whole or by blocks of points"
+        "does, and reductions such as kernel_matmul"
     )
 
 

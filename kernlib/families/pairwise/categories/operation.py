@@ -69,7 +69,7 @@ def run(
         refuse_out(a, b, out, {"tables": tables.flat, **values})
         matrix.check(request)
         names = tuple(name for name, v in values.items() if isinstance(v, torch.Tensor))
-        call = _Call(request._replace(a=None, b=None), tables._replace(flat=None), names)
+        call = Call(request._replace(a=None, b=None), tables._replace(flat=None), names)
         return _Recorded.apply(call, a, b, tables.flat, *(values[name] for name in names))
     return matrix.execute(request, tables)
 
@@ -90,12 +90,16 @@ def _some(t: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return () if t is None else (t,)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What of a call is not given to autograd: ``names`` are those of hyperparameters that are."""
 
     request: Request
     tables: Tables
     names: tuple[str, ...]
+
+    def computed(self, *sides) -> torch.Tensor:
+        """The matrix, by operators that are differentiable."""
+        return formula.matrix(*self.of(*sides))
 
     def of(self, a, b, flat, *tensors) -> tuple[Request, Tables]:
         """The call of these."""
@@ -103,7 +107,7 @@ class _Call(NamedTuple):
         request = self.request._replace(a=a, b=b, hyperparameters=values)
         return request, self.tables._replace(flat=flat)
 
-    def of_rows(self, rows: slice) -> _Call:
+    def of_rows(self, rows: slice) -> Call:
         """For some points of a."""
         offset = self.request.row_offset + rows.start
         request = self.request._replace(row_offset=offset)
@@ -120,30 +124,36 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         needs = ctx.needs_input_grad[1:]
-        made = _made_again if torch.is_grad_enabled() else _by_blocks
-        return None, *made(ctx.call, needs, ctx.saved_tensors, grad)
+        return None, *gradients(ctx.call, needs, ctx.saved_tensors, grad)
 
 
-def _made_again(call: _Call, needs: tuple, saved: tuple, grad) -> list:
+def gradients(call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
+    """Those of ``saved``, None for what needs none: of a call, or of something else that has its
+    ``of_rows`` and ``computed``, whose result has as many rows as a."""
+    made = _made_again if torch.is_grad_enabled() else _by_blocks
+    return made(call, needs, saved, grad)
+
+
+def _made_again(call, needs: tuple, saved: tuple, grad) -> list:
     """The gradients, recorded."""
     # Aliases, lest two of the arguments be one tensor.
     sides = [t.view_as(t) if need else t for t, need in zip(saved, needs, strict=True)]
     return _gradients(call, needs, sides, grad, create_graph=True)
 
 
-def _by_blocks(call: _Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
+def _by_blocks(call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
     """The gradients, a block of rows of the matrix at a time, in the arithmetic's dtype."""
-    wide, rows = accumulator(saved[0].dtype), saved[0].shape[-2]
-    dtypes = wide, wide, *(t.dtype for t in saved[2:])
+    rows = saved[0].shape[-2]
     found = [
-        torch.zeros(t.shape, dtype=dtype, device=t.device) if need else None
-        for t, dtype, need in zip(saved, dtypes, needs, strict=True)
+        torch.zeros(t.shape, dtype=_wide(t), device=t.device) if need else None
+        for t, need in zip(saved, needs, strict=True)
     ]
-    step = max(1, BLOCK_ENTRIES // max(1, grad.numel() // max(1, rows)))
+    batch = max(t.shape[0] if t.dim() == 3 else 1 for t in (*saved[:2], grad))
+    step = max(1, BLOCK_ENTRIES // max(1, saved[1].shape[-2] * batch))
     for start in range(0, rows if grad.numel() else 0, step):
         part = slice(start, start + step)
         a, *others = (t.detach() for t in saved)
-        sides = [a[..., part, :].to(wide), others[0].to(wide), *others[1:]]
+        sides = [t.to(_wide(t)) for t in (a[..., part, :], *others)]
         with torch.enable_grad():
             sides = [t.detach().requires_grad_(need) for t, need in zip(sides, needs, strict=True)]
             made = _gradients(call.of_rows(part), needs, sides, grad[..., part, :])
@@ -156,9 +166,13 @@ def _by_blocks(call: _Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> l
     ]
 
 
-def _gradients(call: _Call, needs, sides, grad, create_graph: bool = False) -> list:
+def _wide(t: torch.Tensor) -> torch.dtype:
+    return accumulator(t.dtype) if t.dtype.is_floating_point else t.dtype
+
+
+def _gradients(call, needs, sides, grad, create_graph: bool = False) -> list:
     """Those of ``sides`` which are needed; None for others."""
-    out = formula.matrix(*call.of(*sides))
+    out = call.computed(*sides)
     wanted = [side for side, need in zip(sides, needs, strict=True) if need]
     options = {"create_graph": create_graph, "allow_unused": True}
     found = iter(torch.autograd.grad(out, wanted, grad.to(out.dtype), **options))

@@ -100,6 +100,10 @@ def test_what_takes_no_categories_says_so():
     calls = {
         "agop": lambda: kl.agop(GAUSSIAN, CASE.a, CASE.b, torch.ones(1, 5).double(), bandwidth=2.0),
         "prepare": lambda: kl.prepare(GAUSSIAN, CASE.a, CASE.b, **CASE.codes, bandwidth=2.0),
+        "prepare of a reduction": lambda: kl.prepare(
+            GAUSSIAN, CASE.a, CASE.b, **CASE.codes, bandwidth=2.0, reduction="kernel_sum"
+        ),
+        "tune": lambda: kl.tune(GAUSSIAN, CASE.a, CASE.b, **CASE.codes, bandwidth=2.0),
         "nystrom": lambda: linalg.nystrom(GAUSSIAN, CASE.a, 2, regularization=1.0, bandwidth=2.0),
         "solve": lambda: linalg.solve_kernel(
             GAUSSIAN, CASE.a, CASE.a[:, 0], regularization=1.0, bandwidth=2.0

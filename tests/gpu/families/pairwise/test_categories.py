@@ -164,6 +164,43 @@ def test_gradients_are_the_same_each_time():
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.parametrize("parts", (False, True))
+def test_reductions(parts, monkeypatch):
+    from kernlib.families.pairwise.reductions import blocks
+
+    if parts:
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * 200 * 64)
+        monkeypatch.setattr(blocks, "MOST_ROWS", 64)
+    case = on_gpu(300, 200, 5, (4, 7), torch.float32)
+    descriptor, wanted = kl.gaussian(categories=2), torch.exp(-sums(case, 2) / 8)
+    given, v = {**case.codes, "bandwidth": 2.0}, torch.randn(200, 3, device="cuda")
+    found = kl.kernel_matmul(descriptor, case.a, case.b, v, **given)
+    assert relative_error(found, wanted @ v.double().cpu()) <= 5e-6
+    found = kl.kernel_logsumexp(descriptor, case.a, case.b, **given)
+    assert relative_error(found, wanted.logsumexp(-1)) <= 2e-6
+    found, places = kl.kernel_topk(descriptor, case.a, case.b, 3, True, **given)
+    assert relative_error(found, wanted.topk(3).values) <= 2e-6
+    assert relative_error(wanted.gather(-1, places.cpu()), wanted.topk(3).values) <= 1e-6
+    place = kl.kernel_argmin(descriptor, case.a, case.b, **given)
+    assert relative_error(wanted.gather(-1, place[:, None].cpu())[:, 0], wanted.amin(-1)) <= 2e-6
+
+
+def test_gradients_of_products():
+    found, drawn_v = [], torch.randn(200, 3, dtype=torch.float64)
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        case = drawn(300, 200, 5, (4, 7), torch.float32)
+        tensors = case.a, case.b, *case.tables, drawn_v
+        given = [t.to(device, dtype).requires_grad_() for t in tensors]
+        codes = {"a_codes": case.a_codes.to(device), "b_codes": case.b_codes.to(device)}
+        out = kl.kernel_matmul(
+            kl.gaussian(categories=2), *given[:2], given[4], tables=given[2:4], bandwidth=2.0,
+            **codes,
+        )  # fmt: skip
+        found.append(torch.autograd.grad(out.square().sum(), given))
+    for mine, right in zip(*found, strict=True):
+        assert relative_error(mine, right) <= 2e-5
+
+
 def test_nothing_waits_and_a_graph_replays():
     case = on_gpu(300, 200, 5, (4, 4), torch.float32)
     case, descriptor = case._replace(tables=torch.stack(case.tables)), kl.gaussian(categories=2)
