@@ -78,7 +78,7 @@ def placed(
         a_codes, b_codes = a_codes.to(wanted), b_codes.to(wanted)
     made = Tables(a_codes, b_codes, _packed(tables, accumulator(a.dtype)), sizes)
     batch = _batch(a, b, made)
-    if batch != 1 and (a.dim() == 2 or a.shape[0] == 1):
+    if batch is not None and (a.dim() == 2 or a.shape[0] == 1):
         a = a.expand(batch, *a.shape[-2:])
     return a, made
 
@@ -170,8 +170,8 @@ def _packed(tables, wide: torch.dtype) -> torch.Tensor:
     return torch.cat([table.to(wide).reshape(-1) for table in tables])
 
 
-def _batch(a: torch.Tensor, b: torch.Tensor, made: Tables) -> int:
-    """The batch of all of these. Raises ValueError when two differ."""
+def _batch(a: torch.Tensor, b: torch.Tensor, made: Tables) -> int | None:
+    """The batch of all of these, None if nothing has one. Raises ValueError when two differ."""
     sizes = {
         name: t.shape[0] for name, t in {"a": a, "b": b, **made.tensors()}.items()
         if t.dim() == (2 if name == "tables" else 3)
@@ -180,4 +180,4 @@ def _batch(a: torch.Tensor, b: torch.Tensor, made: Tables) -> int:
     if any(size != found[0] for size in found):
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise ValueError(f"batches must be 1 or equal, got {listed}")
-    return found[0] if found else 1
+    return found[0] if found else (1 if sizes else None)

@@ -40,8 +40,7 @@ def matrix(request: Request, tables: Tables) -> torch.Tensor:
     flat = s.dim() == 2
     root = checks.follows_inner(descriptor, values)
     made = finish(descriptor, s[None] if flat else s, values, root=root, diagonal=diagonal)
-    batched = any(isinstance(x, torch.Tensor) and x.dim() == 1 for x in values.values())
-    return made[0] if flat and not batched else made
+    return made[0] if flat and made.shape[0] == 1 else made
 
 
 def gathered(tables: Tables) -> torch.Tensor:

@@ -133,7 +133,7 @@ def _on_cpu(request: Request, call: checks.Call, tables: Tables) -> torch.Tensor
     with without_autocast(call.device):
         for start in range(0, call.m, step):
             rows = slice(start, start + step)
-            made = formula.matrix(of_rows(request, rows), tables.of_rows(rows))
-            block = out[..., rows, :]
+            block = out[..., rows, :]  # (M, N) perhaps of a batch of 1
+            made = formula.matrix(of_rows(request, rows), tables.of_rows(rows)).view(block.shape)
             block.copy_(made + block if request.accumulate else made)
     return out

@@ -54,6 +54,7 @@ def run(
     no sum; RuntimeError for an ``out`` while gradients are recorded.
     """
     codes, values = arguments.separate(descriptor, values)
+    checks.check_tensors(a, b, out)
     refuse_any_overlap(out, **dict(zip(CODES, codes, strict=True)))
     a, tables = arguments.placed(descriptor, a, b, codes)
     values = {name: plain(name, value) for name, value in values.items()}

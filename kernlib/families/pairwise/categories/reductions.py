@@ -149,7 +149,7 @@ def _recorded(
     call = Call(made, tables._replace(flat=None), tuple(rest))
     flat = a.dim() == b.dim() == tables.a_codes.dim() == tables.b_codes.dim() == 2
     flat = flat and tables.flat.dim() == 1 and (v is None or v.dim() == 2)
-    flat = flat and not any(t.dim() for name, t in rest.items() if name != _V)
+    flat = flat and all(t.numel() == 1 for name, t in rest.items() if name != _V)
     if places is None and reduction.name != "matmul":
         found = found[..., None]
     elif reduction.name == "min":

@@ -7,6 +7,7 @@ import kernlib as kl
 from kernlib.families.pairwise.categories import operation
 from kernlib.families.pairwise.stages_reference import finish
 from tests.families.pairwise.categories.cases import drawn
+from tests.support.speeds import slow_but
 
 CASE = drawn(7, 6, 4, (3, 1, 5))
 KERNELS = {
@@ -40,14 +41,14 @@ def called(case, descriptor, names):
     return call
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", slow_but(["l1", "gaussian", "pq"], KERNELS))
 def test_gradients_of_everything(name):
     make, values = KERNELS[name]
     call = called(CASE, make(categories=3), values)
     assert torch.autograd.gradcheck(call, leaves(CASE, values))
 
 
-@pytest.mark.parametrize("name", ["squared", "pq"])
+@pytest.mark.parametrize("name", slow_but(["squared"], ["squared", "pq"]))
 def test_gradients_of_gradients(name):
     make, values = KERNELS[name]
     case = drawn(3, 2, 2, (2, 3))

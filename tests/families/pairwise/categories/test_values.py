@@ -112,6 +112,12 @@ def test_batches_of_each_argument():
         for l, case in enumerate(cases):
             one = cases[0]._replace(**{name: getattr(case, name)})
             torch.testing.assert_close(found[l], one.run(descriptor, bandwidth=2.0))
+        one = cases[0]._replace(**{name: batch[:1]})
+        found = one.run(descriptor, bandwidth=2.0)
+        out = torch.zeros(9, 6, dtype=torch.float64)
+        assert found.shape == (1, 9, 6)
+        assert torch.equal(one.run(descriptor, bandwidth=2.0, out=out), found[0])
+    assert cases[0].run(descriptor, bandwidth=torch.ones(1).double()).shape == (9, 6)
     every = Case(**entries).run(descriptor, bandwidth=torch.tensor([1.0, 3.0]).double())
     for l, bandwidth in enumerate((1.0, 3.0)):
         torch.testing.assert_close(every[l], cases[l].run(descriptor, bandwidth=bandwidth))
