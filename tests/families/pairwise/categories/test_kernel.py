@@ -65,6 +65,20 @@ def test_every_number_of_features_and_type(k, dtype, gpus):
     assert close(found, sums(case, 2).sqrt(), dtype)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e5])
+@pytest.mark.parametrize("descriptor", [kl.power_sum(categories=9), kl.p_distance(categories=9)],
+                         ids=["sums", "norms"])  # fmt: skip
+def test_sums_leave_the_unit_of_their_tile_once(descriptor, scale, gpus):
+    """Powers are taken in a tile's unit, which tables have none of, of two groups of features."""
+    case = drawn(65, 66, 5, (3,) * 9, torch.float32)
+    tables = [table * scale**1.3 for table in case.tables]
+    case = case._replace(a=case.a * scale, b=case.b * scale, tables=tables)
+    found = on_gpu(case).run(descriptor, p=1.3).as_subclass(torch.Tensor).double()
+    wanted = sums(case, 1.3)
+    wanted = wanted if descriptor == kl.power_sum(categories=9) else wanted ** (1 / 1.3)
+    torch.testing.assert_close(found, wanted, rtol=5e-6, atol=0)
+
+
 @pytest.mark.parametrize("k", [5, 70])
 @pytest.mark.parametrize("sizes", [(5, 3), (2,) * 9, (70, 60, 90)], ids=str)
 def test_large_tiles(k, sizes, gpus, large_tile):
@@ -143,14 +157,3 @@ def test_a_second_call_is_made_of_the_first_ones_plan(gpus, monkeypatch):
     second = case.run(descriptor, bandwidth=2.0)
     assert torch.equal(first, second) and len(gpus.loads) == 1
     assert not torch.equal(case.run(descriptor, bandwidth=3.0), first)
-
-
-@pytest.mark.parametrize("count", range(1, 5))
-def test_parameters_are_as_long_as_the_struct(count):
-    """That the fields are where the kernel reads them, the values above say."""
-    from kernlib.families.pairwise.lowering.categories import Categories
-    from kernlib.families.pairwise.lowering.layout import Layout
-
-    made = Categories(Layout(0, 1, 1), Layout(0, 1, 1), (3,) * count, 0, True)
-    assert len(made.pack()) == -(-(7 * 8 + 4 * (2 + count)) // 8) * 8
-    assert made.transposed().transposed() == made and not made.transposed().by_rows
