@@ -2,7 +2,8 @@
 
 Each value carries a type tag and a length, each dataclass its name and its fields' names, so that
 no two values share bytes: ``1``, ``True``, ``1.0`` and ``"1"`` all differ. ``repr``, ``hash`` and
-pickle would let addresses, hash seeds or versions into a cache key.
+pickle would let addresses, hash seeds or versions into a cache key. A field with ``repr=False``
+came later, and is left out where it is its default.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def encode(value: object) -> bytes:
 
 
 def _encode_fields(value) -> bytes:
-    fields = (f for f in dataclasses.fields(value) if f.init)
+    fields = (
+        f
+        for f in dataclasses.fields(value)
+        if f.init and (f.repr or getattr(value, f.name) != f.default)
+    )
     body = b"".join(encode(f.name) + encode(getattr(value, f.name)) for f in fields)
     return encode(type(value).__name__) + body
 

@@ -137,7 +137,8 @@ def explained(kind: type[_Kind]) -> type[_Kind]:
 
 def render(value: object) -> str:
     """A descriptor, or a part of one, as its constructor's call with every field named, from which
-    :func:`kernlib.descriptors.text.from_text` makes an equal one.
+    :func:`kernlib.descriptors.text.from_text` makes an equal one. A field with ``repr=False`` came
+    later: it is named where it is not its default, and texts from before it stay what they were.
 
     Raises TypeError for what is neither a plain value nor a dataclass. Dynamo can trace it.
     """
@@ -149,7 +150,11 @@ def render(value: object) -> str:
     if isinstance(value, tuple):
         inside = ", ".join([render(item) for item in value])
         return f"({inside},)" if len(value) == 1 else f"({inside})"
-    fields = [f.name for f in dataclasses.fields(value) if f.init]
+    fields = [
+        f.name
+        for f in dataclasses.fields(value)
+        if f.init and (f.repr or getattr(value, f.name) != f.default)
+    ]
     parts = [f"{name}={render(getattr(value, name))}" for name in fields]
     return f"{type(value).__name__}({', '.join(parts)})"
 

@@ -93,6 +93,11 @@ def check_points(descriptor, x: torch.Tensor, regularization) -> float:
     """The regularization as a number. Raises ValueError and TypeError that name the argument."""
     if not isinstance(descriptor, Pairwise):
         refuse_descriptor("Pairwise kernel such as gaussian()", descriptor)
+    if descriptor.categories:
+        raise ValueError(
+            f"{descriptor.describe()} has categories, which kernel systems do not take: give "
+            "kernlib.linalg.conjugate_gradient a function of kernlib.kernel_matmul"
+        )
     check_dense(("x",), x=x)
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be float32 or float64, got {x.dtype}")

@@ -43,6 +43,19 @@ def _descriptor(c: Context) -> dict:
     return dict(c.random.choice(kinds))
 
 
+def _with_categories(c: Context, given: dict, values: dict) -> tuple[dict, dict]:
+    """The same of points with categories, of some calls whose descriptor takes them here."""
+    known = given["descriptor"] in (kl.gaussian(), kl.laplace_l1())
+    if not known or c.random.random() < 0.6:
+        return given, values
+    made = {}
+    for name, rows in (("a_codes", M), ("b_codes", N)):
+        kind = c.random.choice([torch.int64, torch.int32, torch.uint8])
+        made[name] = (c.randn(rows, 2).abs() * 2).clamp(max=2).to(kind)
+    made["tables"] = c.randn(2, 3, 3, dtype=given["a"].dtype).abs()
+    return given | {"descriptor": given["descriptor"].replace(categories=2)}, values | made
+
+
 def _shape(given: dict, *rest: int) -> tuple[int, ...]:
     """Of a result of all given tensors."""
     batches = [t.shape[0] for t in given.values() if isinstance(t, torch.Tensor) and t.dim() == 3]
@@ -52,6 +65,7 @@ def _shape(given: dict, *rest: int) -> tuple[int, ...]:
 def run_kernel(c: Context) -> dict:
     values = _descriptor(c)
     given = {"descriptor": values.pop("descriptor"), **points(c, "a", "b")}
+    given, values = _with_categories(c, given, values)
     if c.random.random() < 0.4:
         shape = c.random.choice([(K,), (K, 2)])
         values["feature_map"] = c.randn(*shape, dtype=given["a"].dtype)
@@ -224,7 +238,9 @@ def wanted_agop(descriptor, x, z, coefficients, diagonal=False, centred=False, o
 
 def reduction(c: Context) -> dict:
     values = _descriptor(c)
-    return {"descriptor": values.pop("descriptor"), **points(c, "a", "b"), **values}
+    given = {"descriptor": values.pop("descriptor"), **points(c, "a", "b")}
+    given, values = _with_categories(c, given, values)
+    return given | values
 
 
 def kernel_matmul(c: Context) -> dict:

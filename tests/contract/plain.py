@@ -94,6 +94,7 @@ def matrix(descriptor, a, b=None, **values):
             raise ValueError("symmetric")
         b = a
     same_kind(a, b)
+    given, like = (a, b), a.dtype
     a, b = wide(a), wide(b)
     feature_map, lengthscale = (values.pop(k, None) for k in ("feature_map", "lengthscale"))
     if lengthscale is not None:
@@ -111,8 +112,10 @@ def matrix(descriptor, a, b=None, **values):
         raise ValueError("features")
     rows, columns = (integer(values.pop(k, 0)) for k in ("row_offset", "col_offset"))
     epsilon, added = values.pop("epsilon", None), values.pop("regularization", None)
-    plain = kl.Pairwise.replace(descriptor, symmetric=False)
-    d = _differences(a, b)
+    plain = kl.Pairwise.replace(descriptor, symmetric=False, categories=0)
+    d, tabled = _differences(a, b), 0.0
+    if descriptor.categories:
+        tabled = _gathered(descriptor.categories, given, like, values)
     least = 0.0 if epsilon is None else number(epsilon, least=0)
 
     def cut(k):
@@ -120,9 +123,9 @@ def matrix(descriptor, a, b=None, **values):
 
     if plain == kl.gaussian():
         width = number(values.pop("bandwidth"), above=0)
-        k = torch.exp(-cut(d.square().sum(-1)) / (2 * width * width))
+        k = torch.exp(-cut(d.square().sum(-1) + tabled) / (2 * width * width))
     elif plain == kl.laplace_l1():
-        k = torch.exp(-cut(d.abs().sum(-1)) / number(values.pop("bandwidth"), above=0))
+        k = torch.exp(-cut(d.abs().sum(-1) + tabled) / number(values.pop("bandwidth"), above=0))
     elif plain == kl.l1_distance():
         k = d.abs().sum(-1)
     elif plain == kl.l2_distance():
@@ -140,6 +143,39 @@ def matrix(descriptor, a, b=None, **values):
     if values:
         raise TypeError(f"no arguments: {values}")
     return k
+
+
+CODES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _gathered(count, points, dtype, values):
+    """What tables of categories add, NaN where a code is outside of one."""
+    codes, tables = [values.pop("a_codes"), values.pop("b_codes")], values.pop("tables")
+    allowed = (dtype, torch.float32 if dtype in FLOATS[2:] else dtype)
+    if not isinstance(tables, torch.Tensor) or tables.dtype not in allowed or tables.dim() < 3:
+        raise TypeError("tables")
+    *_, number_of, size, other = tables.shape
+    if tables.dim() > 4 or number_of != count or size != other or not size:
+        raise ValueError("tables")
+    padded = torch.nn.functional.pad(wide(tables), (0, 1, 0, 1), value=math.nan)
+    for place, (t, x) in enumerate(zip(codes, points, strict=True)):
+        if not isinstance(t, torch.Tensor) or t.dtype not in CODES or t.layout != torch.strided:
+            raise TypeError("codes")
+        if t.dim() not in (2, 3) or t.shape[-2:] != (x.shape[-2], count) or t.is_quantized:
+            raise ValueError("codes")
+        if t.device != x.device or tables.device != x.device:
+            raise ValueError("devices")
+        t = t.detach().clone().long()
+        codes[place] = t.where((t >= 0) & (t < size), size)
+    found = 0.0
+    for c in range(count):
+        lead = [t.shape[:-2] for t in codes] + [padded.shape[:-3]]
+        lead = torch.broadcast_shapes(*lead)
+        table = padded[..., c, :, :].expand(*lead, size + 1, size + 1)
+        rows, columns = (t[..., c].expand(*lead, t.shape[-2]) for t in codes)
+        table = table.gather(-2, rows[..., None].expand(*rows.shape, size + 1))
+        found = found + table.gather(-1, columns[..., None, :].expand(*rows.shape, -1))
+    return found
 
 
 def _lengths(x, lengths):

@@ -141,7 +141,10 @@ FIELDS = {
         lambda: kl.polynomial(epilogue=kl.Tanh()),
         r"\(degree=3\)\. kernlib.dot_product\(epilogue=\.\.\.\) takes another",
     ),
-    "like nothing": (lambda: kl.gaussian(zzz=1), "'zzz'; it takes precision, symmetric, direct$"),
+    "like nothing": (
+        lambda: kl.gaussian(zzz=1),
+        "'zzz'; it takes precision, symmetric, direct, categories$",
+    ),
     "wrong in two ways": (lambda: kl.Pairwise("sum", zzz=1), "'zzz'; it takes operator, inner"),
 }
 

@@ -12,6 +12,8 @@
 //   BY_NORM                  if defined: sums are those of norms, of which norm.cuh mends some
 //   GATED                    if defined: the count above which, at Launch::gate, there is anything
 //                            to do (split/split.cuh); CTAs then walk over the tiles
+//   CATEGORIES               if defined: the count of categorical features, whose tables add to the
+//                            sums (categories.cuh)
 #pragma once
 
 #include "pairwise/scalars.cuh"
@@ -45,6 +47,12 @@ struct Parameters {
 };
 
 using ReadScalar = ScalarReader<Parameters>;
+
+#ifdef CATEGORIES
+#include "pairwise/direct/categories.cuh"
+#else
+struct Launch;
+#endif
 
 // Outer, epilogue and regularization over the thread's own sums, in place.
 __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters, const Finish& f,
@@ -130,8 +138,9 @@ __device__ __forceinline__ void place_tile(const Parameters& parameters, u32 ind
     tile_n = inside / rows;
 }
 
-__device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT* stages,
-                                             u32 index) {
+// `launch` is what CATEGORIES are in.
+__device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT* stages, u32 index,
+                                             const Launch* launch = nullptr) {
     AccT* total = LONG_K ? stages + 2 * STAGE : stages;
     int tile_m, tile_n;
     place_tile(parameters, index, tile_m, tile_n);
@@ -149,6 +158,10 @@ __device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT*
         ReadScalar read{parameters, l};
         Numbers numbers = {read(INNER_P), read(INNER_SCALE)};
         sum_tile(total, stages, a, b, place, numbers);
+#ifdef CATEGORIES
+        add_categories(total, LONG_K ? stages : total + TILE * LINE, *launch, place, numbers, m0,
+                       n0, rows, columns, l);
+#endif
         finish(total, parameters, Finish(ReadScalar{parameters, l}), place, a, b, numbers, m0, n0,
                l);
         __syncthreads();
@@ -185,6 +198,12 @@ pairwise_direct(const __grid_constant__ Launch launch) {
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
         compute_tile(launch.parameters, reinterpret_cast<AccT*>(shared), index);
     }
+}
+#elif defined CATEGORIES
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+pairwise_direct(const __grid_constant__ Launch launch) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    compute_tile(launch.parameters, reinterpret_cast<AccT*>(shared), blockIdx.x, &launch);
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 2)

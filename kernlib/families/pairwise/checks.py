@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from kernlib.descriptors.base import refuse_argument
 from kernlib.errors import warn
 from kernlib.families.pairwise import stages as norms
-from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.descriptor import CODES, Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.runtime import numbers
@@ -64,6 +64,8 @@ class Call(NamedTuple):
 
 def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters) -> Call:
     """Check everything that a signature decides. Raises ValueError and TypeError."""
+    if descriptor.categories:
+        refuse_categories(descriptor)
     check_tensors(a=a, b=b, out=out)
     _check_second(descriptor, b)
     second = a if b is None else b
@@ -89,6 +91,14 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     elif a.dim() == second.dim() == 2 and batch == sizes[2] > 1:
         _warn_of_features(hyperparameters, batch)
     return Call(*sizes, batch, shape, a.dtype, a.dtype if out is None else out.dtype, a.device)
+
+
+def refuse_categories(descriptor: Pairwise) -> None:
+    """Raises ValueError for categories where nothing would add their tables."""
+    raise ValueError(
+        f"{descriptor.describe()} has categories, which this function does not take: run_kernel "
+        "does, and reductions such as kernel_matmul"
+    )
 
 
 def refuse_more(descriptor: Pairwise, more: tuple) -> None:
@@ -170,6 +180,8 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
     for name, value in values.items():
         if name in ("epsilon", "regularization") and not descriptor.epilogue:
             raise ValueError(f"{name} needs an epilogue, and {descriptor.describe()} has none")
+        if name in CODES:
+            raise TypeError(f"{name} needs categories in the descriptor: their number")
         if name not in allowed:
             refuse_argument(descriptor, name, sorted(allowed))
         number = host_value(name, value)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         precision: str | None
         symmetric: bool
         direct: bool
+        categories: int
 
     class _Stages(_Options, total=False):
         """What those without an epilogue of their own pass on as well."""
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 
 OPERATORS = ("difference", "dot")
+MOST_CATEGORIES = 128  # whose sizes are parameters of a kernel
+CODES = ("a_codes", "b_codes", "tables")  # what a call with categories is given beside its points
 
 
 @explained
@@ -69,6 +72,9 @@ class Pairwise(Descriptor):
     ``torch.get_float32_matmul_precision()``, at the time of the call. ``direct`` takes differences
     of coordinates even where tensor cores would do, which is exact near duplicates and slower.
 
+    ``categories`` is the number of categorical features, each of which adds an entry of a table to
+    the sum: ``epilogue(outer(sum_k ... + sum_c tables[c][a_codes[m,c], b_codes[n,c]]))``.
+
     Raises ValueError for a combination that has no meaning, TypeError for parts of another kind.
     The four stages and their combinations are those of the kermac project.
 
@@ -85,6 +91,8 @@ class Pairwise(Descriptor):
     - ``feature_map``: weights (K,) or a matrix (K, K2), by which the points are multiplied first;
       ``lengthscale``: a value for each feature, (K,), by which they are divided, with which
       ``bandwidth`` is 1 unless it is given too.
+    - ``a_codes`` (M, C), ``b_codes`` (N, C) and ``tables`` (C, S, S), or a list of C tables, with C
+      ``categories``: see :func:`kernlib.families.pairwise.categories.operation.run`.
     - ``epsilon`` and ``regularization``, with an epilogue: values smaller than the one in magnitude
       count as 0; the other is added where ``m + row_offset == n + col_offset``, the diagonal.
     - ``out`` (M, N) or (L, M, N), any strides, written in place, or with ``accumulate`` added to.
@@ -104,6 +112,8 @@ class Pairwise(Descriptor):
     precision: str | None = None
     symmetric: bool = False
     direct: bool = False
+    # NOTE: without a place in repr, as texts and keys without categories are what they always were.
+    categories: int = field(default=0, repr=False)
     # NOTE: kept, so that Dynamo guards a program by it: field by field, it would make symbols of
     # numbers that differ between two descriptors.
     text: str = field(init=False, repr=False, compare=False)
@@ -118,6 +128,7 @@ class Pairwise(Descriptor):
         check_precision(self.precision)
         check_flag("symmetric", self.symmetric)
         check_flag("direct", self.direct)
+        _check_categories(self.categories, self.symmetric)
         # NOTE: texts are made when they are needed: Dynamo warns of a dataclass's repr.
         if isinstance(self.outer, norms.Root) and not isinstance(self.inner, norms.Power):
             raise ValueError(f"outer=Root() needs inner=Power(), got inner={self.inner}")
@@ -134,7 +145,7 @@ class Pairwise(Descriptor):
     @property
     def takes_products(self) -> bool:
         """Whether a kernel of tensor cores may compute it, for some tensors and exponents."""
-        if self.direct:
+        if self.direct or self.categories:
             return False
         dot = self.operator == "dot"
         return isinstance(self.inner, norms.Identity if dot else (norms.Square, norms.Power))
@@ -170,7 +181,9 @@ class Pairwise(Descriptor):
             "outer_p": isinstance(self.outer, norms.Power)
             and not isinstance(self.inner, norms.Power),
         }
-        return (*(name for name, is_needed in needed.items() if is_needed), *self.parameters)
+        codes = CODES if self.categories else ()
+        named = (name for name, is_needed in needed.items() if is_needed)
+        return (*codes, *named, *self.parameters)
 
     @property
     def options(self) -> dict[str, object]:
@@ -191,6 +204,7 @@ class Pairwise(Descriptor):
             parts.insert(0, f"degree={self.epilogue[0].degree}")
         parts += ["symmetric"] if self.symmetric else []
         parts += ["direct"] if self.direct else []
+        parts += [f"categories={self.categories}"] if self.categories else []
         return f"{name}({', '.join(parts)})" if parts else name
 
 
@@ -239,10 +253,22 @@ def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
         raise TypeError(f"{argument} must be one of {known}, got {shown(stage)}{advice}")
 
 
+def _check_categories(count: object, symmetric: bool) -> None:
+    if type(count) is not int:
+        raise TypeError(f"categories must be an int, the number of them, got {shown(count)}")
+    if not 0 <= count <= MOST_CATEGORIES:
+        raise ValueError(f"categories must be from 0 to {MOST_CATEGORIES}, got {shown(count)}")
+    if count and symmetric:
+        raise ValueError(
+            "symmetric=True takes no categories, whose tables need not be symmetric: for K(a, a) "
+            "pass a and its codes twice"
+        )
+
+
 def _named(*more: str) -> Callable[[_Function], _Function]:
     """A decorator of functions that make a descriptor: says what their ``**fields`` are, to
     ``help`` and to who gives them something else, such as an argument of the call."""
-    names = (*more, "precision", "symmetric", "direct")
+    names = (*more, "precision", "symmetric", "direct", "categories")
 
     def decorate(function: _Function) -> _Function:
         own = function.__code__.co_varnames[: function.__code__.co_argcount]

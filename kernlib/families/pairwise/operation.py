@@ -57,6 +57,8 @@ def run(
     - ``lengthscale``: a value for each feature, (K,), or (L, 1, K), greater than 0, by which the
       points are divided first (automatic relevance determination); with it ``bandwidth`` is 1
       unless it is given too. In place of a ``feature_map``.
+    - ``a_codes``, ``b_codes`` and ``tables``, with a descriptor that has ``categories``: see
+      :func:`kernlib.families.pairwise.categories.operation.run`.
     - ``epsilon`` (default 0): with an epilogue, values smaller than it in magnitude count as 0.
     - ``regularization``: with an epilogue, added where ``m + row_offset == n + col_offset``, so
       that a block of a larger K(X, X) finds its diagonal.
@@ -84,6 +86,12 @@ def run(
 
         a, b = pairwise_features.apply(feature_map, a, b, out)
     request = descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
+    if descriptor.categories:
+        from kernlib.families.pairwise.categories import (
+            operation as categories,  # which most calls do without
+        )
+
+        return categories.run(*request)
     # any() over a generator would double the time
     if torch.is_grad_enabled() and True in [
         getattr(value, "requires_grad", False) for value in (a, b, out, *hyperparameters.values())

@@ -16,6 +16,8 @@ import torch
 from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks, mapped, matrix, operation, rehearsal
+from kernlib.families.pairwise.categories import arguments as category_arguments
+from kernlib.families.pairwise.categories import operators as categories
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.gradients import eager
@@ -67,8 +69,13 @@ def run(
     check_flag("accumulate", accumulate)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
+    codes = None
+    if descriptor.categories:
+        codes, hyperparameters = category_arguments.separate(descriptor, hyperparameters)
     given = separate(hyperparameters, a.device)
     arguments = (descriptor.text, *given, row_offset, col_offset, debug)
+    if codes is not None:
+        return categories.run(descriptor, a, b, codes, out, accumulate, arguments)
     if out is None:
         return _new(a, b, *arguments)
     _into(a, b, out, accumulate, *arguments)

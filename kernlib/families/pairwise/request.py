@@ -34,6 +34,8 @@ class Request(NamedTuple):
         """From the keyword arguments of a call. Raises TypeError for ``more`` tensors."""
         if more:
             checks.refuse_more(descriptor, more)
+        if descriptor.categories:
+            checks.refuse_categories(descriptor)
         if arguments.get("lengthscale") is not None:
             from kernlib.families.pairwise.functions.feature_map import scaled
 

@@ -28,7 +28,7 @@ constexpr T min(T x, T y) { return x < y ? x : y; }
 struct Index {
     unsigned x, y, z;
 };
-inline Index threadIdx, blockIdx, gridDim;
+inline Index threadIdx, blockIdx, gridDim, blockDim;
 inline constexpr int SHARED_BYTES = 227 * 1024;
 alignas(128) unsigned char shared[SHARED_BYTES];  // of the block that runs
 
@@ -195,6 +195,7 @@ inline unsigned __float_as_uint(float x) {
     std::memcpy(&bits, &x, sizeof(x));
     return bits;
 }
+inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 inline float __uint_as_float(unsigned bits) {
     float x;
     std::memcpy(&x, &bits, sizeof(x));
@@ -216,3 +217,5 @@ inline double __hiloint2double(int high, int low) {
     std::memcpy(&x, &bits, sizeof(x));
     return x;
 }
+inline float __int_as_float(int bits) { return __uint_as_float(unsigned(bits)); }
+inline float __fmul_rn(float x, float y) { return x * y; }

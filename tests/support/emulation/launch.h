@@ -18,6 +18,7 @@ extern "C" void launch(const void* block, int columns, int rows) {
     std::memcpy(static_cast<void*>(&parameters), block, sizeof(parameters));
     given = &parameters;
     gridDim = {unsigned(columns), unsigned(rows), 1};
+    blockDim = {THREADS, 1, 1};
     for (unsigned index = 0; index < gridDim.x * gridDim.y; ++index) {
         blockIdx = {index % gridDim.x, index / gridDim.x, 0};
         std::memset(shared, 0xff, sizeof(shared));

@@ -122,6 +122,8 @@ def kernel_min(
     """
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset
+    if getattr(descriptor, "categories", 0):
+        return _with_categories("min", descriptor, a, b, None, None, *offsets, hyperparameters)
     recorded = torch.is_grad_enabled() and _requires_gradient(a, b, None, None, hyperparameters)
     if recorded or operation.is_recorded():
         from kernlib.families.pairwise.reductions import pairs
@@ -177,6 +179,9 @@ def kernel_topk(
     check_flag("largest", largest)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset
+    if getattr(descriptor, "categories", 0):
+        nearest = arguments.Nearest(k, largest)
+        return _with_categories(nearest, descriptor, a, b, None, None, *offsets, hyperparameters)
     return pairs.run("topk", descriptor, a, b, k, largest, *offsets, hyperparameters)
 
 
@@ -186,6 +191,8 @@ def _run(
     """A reduction that has one tensor for its result."""
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
+    if getattr(descriptor, "categories", 0):
+        return _with_categories(*request)
     if operation.is_recorded():
         from kernlib import run
 
@@ -195,6 +202,15 @@ def _run(
 
         return gradients.run(*request)
     return operation.run(*request)
+
+
+def _with_categories(reduction, *request):
+    """A reduction by blocks of a matrix with categories."""
+    from kernlib.families.pairwise.categories import reductions
+
+    nearest = isinstance(reduction, arguments.Nearest)
+    named = reductions.Reduction("topk", reduction) if nearest else reductions.Reduction(reduction)
+    return reductions.run(named, *request)
 
 
 def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
@@ -219,6 +235,8 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
     points = (a,) if b is None else (a, b)
     known = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
     if not known or not isinstance(descriptor, Pairwise):  # which checks will say
+        return a, b, values
+    if descriptor.categories:  # whose tables have no unit
         return a, b, values
     if not weights.is_of_squares(descriptor, values):
         return a, b, values

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import categories as tables
+from kernlib.families.pairwise.lowering.categories import Categories
 from kernlib.families.pairwise.lowering.finish import (
     COMMON_SCALARS,
     finish,
@@ -128,14 +130,16 @@ def lower(
     multiprocessors: int,
     scalar_strides: tuple[int, ...],
     choice: Mapping[str, object] | None = None,
+    categories: Categories | None = None,
 ) -> Lowered:
     """Choose the variant for a call: by ``choice`` if it is one of the problem's candidates (values
     may be text), else by rule. A result that lies column by column is the transpose of one of
-    swapped operands. Raises UnsupportedError for sizes no grid can hold."""
+    swapped operands. ``categories`` are those that the descriptor counts. Raises UnsupportedError
+    for sizes no grid can hold."""
     swapped = problem.out.rows == 1 and problem.out.columns != 1
     if swapped:
         problem = problem.transposed()
-    known = candidates(problem, arch)
+    known = candidates(problem, arch, descriptor.categories)
     chosen = choices.named(choice, known) or default(problem, known, multiprocessors)
     variant = Variant(
         problem.dtype,
@@ -158,16 +162,20 @@ def lower(
     fixed = fixed_parameters(problem, tiles_m, tiles_n, scalar_strides)
     grid = (tiles_m * tiles_n, min(problem.batch, MAX_BATCH_BLOCKS))
     operands = ("b", "a", "out") if swapped else OPERANDS
+    if categories is not None:
+        fixed += (categories.transposed() if swapped else categories).pack()
+        codes = ("b_codes", "a_codes", "tables") if swapped else tables.OPERANDS
+        operands = (*codes, *operands)
     pointers = tuple((name, 0) for name in operands)
     made = spec(descriptor, variant, arch)
     return Lowered((Step(made, grid, fixed, pointers, scalar_count(descriptor)),))
 
 
-def candidates(problem: Problem, arch: str) -> list[Choice]:
+def candidates(problem: Problem, arch: str, categories: int = 0) -> list[Choice]:
     """What :func:`lower` can choose for a problem, the largest tile first: each knob's value, of
     kernels whose shared memory fits the arch. There is always one."""
     thin = min(problem.m, problem.n) <= SMALL_TILE
-    tiles = _tiles(problem.dtype, problem.k > PROMOTE_K, arch)
+    tiles = _tiles(problem.dtype, problem.k > PROMOTE_K, arch, categories)
     return [{"tile": tile} for tile in tiles if tile == SMALL_TILE or not thin]
 
 
@@ -190,17 +198,19 @@ def defaults(problem: Problem, arch: str) -> list[Choice]:
     return choices.defaults(known, arch, lambda known, count: default(problem, known, count))
 
 
-def _tiles(dtype: str, long_k: bool, arch: str) -> list[int]:
+def _tiles(dtype: str, long_k: bool, arch: str, categories: int) -> list[int]:
     """Tiles that fit a block of ``arch``; the small one in any case, for :func:`spec` to refuse."""
     # 64 double sums a thread, of the big tile, would take all 128 registers.
     sizes = (SMALL_TILE,) if dtype == "float64" else (BIG_TILE, SMALL_TILE)
     limit = targets.SHARED_BYTES[arch]
-    return [t for t in sizes if t == SMALL_TILE or shared_bytes(dtype, t, long_k) <= limit]
+    return [
+        t for t in sizes if t == SMALL_TILE or shared_bytes(dtype, t, long_k, categories) <= limit
+    ]
 
 
 def spec(descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
     """The KernelSpec of a variant. Raises UnsupportedError where its shared memory does not fit."""
-    shared = shared_bytes(variant.dtype, variant.tile, variant.long_k)
+    shared = shared_bytes(variant.dtype, variant.tile, variant.long_k, descriptor.categories)
     if shared > targets.SHARED_BYTES[arch]:
         raise UnsupportedError(
             f"{descriptor.describe()} needs {shared} bytes of shared memory, a block of {arch} has "
@@ -224,11 +234,14 @@ def short(descriptor: Pairwise) -> list[str]:
     return [descriptor.operator, *(name for name in stages if name != "Identity")]
 
 
-def shared_bytes(dtype: str, tile: int, long_k: bool) -> int:
-    """Two stages of both operands and the tile of sums, which share memory when K is short."""
+def shared_bytes(dtype: str, tile: int, long_k: bool, categories: int = 0) -> int:
+    """Two stages of both operands and the tile of sums, which share memory when K is short. Codes
+    and tables of categories take that of the stages, or lie behind the sums."""
     accumulator = DTYPES[dtype].sums.bytes
     line = (tile + 16 // accumulator) * accumulator
     stages, sums = 2 * 2 * TILE_K * line, tile * line
+    if categories and not long_k:
+        sums += tables.group_bytes(tile)
     return stages + sums if long_k else max(stages, sums)
 
 
@@ -242,7 +255,7 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[K
         for dtype in dtypes
         for out in outputs(dtype)
         for long in (True, False)
-        for tile in _tiles(dtype, long, arch)
+        for tile in _tiles(dtype, long, arch, descriptor.categories)
         for a, b, swap, power, (outer, root) in code
     }
     return sorted(specs, key=lambda s: s.source)
@@ -271,10 +284,15 @@ constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
 #define INNER {inner_codes(descriptor)[variant.inner]}
 #define ACCESS_A Access::{variant.access_a}
 #define ACCESS_B Access::{variant.access_b}
-{"#define BY_NORM" * is_norm(variant)}
+{"#define BY_NORM" * is_norm(variant, descriptor.categories)}{_count(descriptor)}
 {finish(descriptor, variant)}
 #include "pairwise/direct/direct.cuh"
 """
+
+
+def _count(descriptor: Pairwise) -> str:
+    count = descriptor.categories
+    return f"\n#define CATEGORIES {count}" if count else ""
 
 
 def _describe(descriptor: Pairwise, variant: Variant) -> str:
@@ -287,7 +305,7 @@ def _describe(descriptor: Pairwise, variant: Variant) -> str:
     words += [f"p={inner}"] * (inner != "any")
     if isinstance(descriptor.outer, norms.Power):
         words.append("outer=" + outer(descriptor, variant)[0].replace(" ", ""))
-        words += ["norm"] * is_norm(variant)
+        words += ["norm"] * is_norm(variant, descriptor.categories)
     return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])
 
 

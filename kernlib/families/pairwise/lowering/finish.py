@@ -35,8 +35,10 @@ def finish(
     steps = [f"AccT v = {text};"]
     if variant.root and variant.inner in ("any", "device"):  # of unit.cuh
         steps.append("v *= unit;")
-    if is_norm(variant):  # what norm.cuh has computed anew
+    if is_norm(variant, descriptor.categories):  # what norm.cuh has computed anew
         steps.append("if (s < AccT(0)) v = -s;")
+    elif descriptor.categories and "_root(" in text:
+        steps.append("if (s < AccT(0)) v = power(s, exponent);")  # of negative tables
     if descriptor.epilogue:
         made = source(descriptor.epilogue, str(len(COMMON_SCALARS)))
         if epsilon:
@@ -48,10 +50,11 @@ def finish(
     return function_struct("Finish", typed, "AccT s, AccT unit = AccT(1)", steps)
 
 
-def is_norm(variant) -> bool:
+def is_norm(variant, categories: int = 0) -> bool:
     """Whether a kernel has ``BY_NORM`` defined: sums of powers under a root may leave float's range
-    where their root does not, and are then computed anew."""
-    return variant.root and variant.dtype != "float64" and variant.inner not in EXACT_SUMS
+    where their root does not, and are then computed anew, unless tables add to them."""
+    inexact = variant.dtype != "float64" and variant.inner not in EXACT_SUMS
+    return not categories and variant.root and inexact
 
 
 def outer(descriptor: Pairwise, variant, root: str = "sqrt") -> tuple[str, list[tuple[str, str]]]:

@@ -73,6 +73,23 @@ def numbers_of(values: dict, batch: slice) -> dict:
     }
 
 
+def values_of(request: Request, block: Block) -> dict:
+    """The part of hyperparameters in a block, and of the codes and tables of categories."""
+    batch, rows, columns = block
+    values = request.hyperparameters
+    if not request.descriptor.categories:
+        return numbers_of(values, batch)
+    tables = values["tables"]
+    several = isinstance(tables, torch.Tensor) and tables.dim() == 4 and tables.shape[0] > 1
+    codes = {
+        "a_codes": points_of(values["a_codes"], batch, rows),
+        "b_codes": points_of(values["b_codes"], batch, columns),
+        "tables": tables[batch] if several else tables,
+    }
+    rest = {name: value for name, value in values.items() if name not in codes}
+    return numbers_of(rest, batch) | codes
+
+
 def matrix(request: Request, block: Block, a, b, values: dict, out=None) -> torch.Tensor:
     """A block of the matrix, (L, M, N), from its points and hyperparameters."""
     return run_kernel(
@@ -97,7 +114,7 @@ def each(request: Request, shape: Shape, at_least: int = 1, whole_rows: bool = F
         if memory is None:  # the first block is the largest
             memory = torch.empty(count, dtype=dtype, device=device)
         a, b = points_of(request.a, *block[:2]), points_of(request.b, block[0], block[2])
-        values = numbers_of(request.hyperparameters, block[0])
+        values = values_of(request, block)
         yield block, matrix(request, block, a, b, values, memory[:count].view(size))
 
 

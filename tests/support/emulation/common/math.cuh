@@ -12,9 +12,6 @@ template <class T>
 inline T minimum(T x, T y) { return -maximum(-x, -y); }
 inline float multiply_add(float x, float y, float z) { return std::fmaf(x, y, z); }
 inline double multiply_add(double x, double y, double z) { return std::fma(x, y, z); }
-inline double fast_sqrt(double x) { return std::sqrt(x); }
-inline double fast_power(double x, double p) { return std::pow(x, p); }
-inline double norm_root(double s, double exponent, double) { return std::pow(s, exponent); }
 template <bool KEPT = true, class T>
 inline T add_chain(T total, T& sum) {
     T whole = total + sum, lost = sum - (whole - total);
@@ -24,8 +21,20 @@ inline T add_chain(T total, T& sum) {
 template <class T>
 inline T ndtr(T x) { return T(0.5 * std::erfc(-0.7071067811865476 * double(x))); }
 
-inline float infinity(float) { return INFINITY; }
-inline double infinity(double) { return INFINITY; }
+template <class T>
+inline T infinity(T) { return INFINITY; }
+template <class T>
+inline T fast_sqrt(T x) { return std::sqrt(x); }
+template <class T>
+inline T fast_power(T x, T p) { return std::pow(x, p); }
+template <class T>
+inline T norm_root(T s, T exponent, T) {
+    return s > T(0) && s < infinity(s) ? std::pow(s, exponent) : s;
+}
+template <class T>
+inline T any_root(T s, T exponent, T rest) {
+    return exponent == T(1) ? s : norm_root(s, exponent, rest);
+}
 template <class T>
 inline T reciprocal(T x) {
     T y = T(1) / x;

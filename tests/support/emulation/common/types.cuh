@@ -52,6 +52,13 @@ inline void store_vector(T* address, const Vector<T, N>& value) {
     *reinterpret_cast<Vector<T, N>*>(address) = value;
 }
 
+template <class T, int N>
+inline Vector<T, N> load_shared_in_order(const T* address) { return load_vector<T, N>(address); }
+template <class T, int N>
+inline Vector<T, N> load_in_order_if(bool exists, const T* address) {
+    return exists ? load_vector<T, N>(address) : Vector<T, N>();
+}
+
 struct Scalar {
     double value;
     const void* device;

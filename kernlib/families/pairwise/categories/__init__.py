@@ -1,0 +1,1 @@
+"""Matrices of mixed points: tables of categorical features add to sums of numerical ones."""

@@ -1,0 +1,48 @@
+"""GPUs that exist only by name, whose matrices with categories are computed by the text of their
+kernel, on the host: from ``run_kernel`` to the last store."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from kernlib.families.pairwise import plans
+from kernlib.families.pairwise.categories import matrix
+from kernlib.runtime import devices, driver
+from tests.support import fakes
+from tests.support.emulation.emulator import Emulator
+from tests.support.fakes import OnGpu, Torch
+
+
+def install(monkeypatch, folder: Path) -> fakes.Gpus:
+    """Put the GPUs in place; ``specs`` of what is returned are those that were launched."""
+    made, emulator = fakes.install(monkeypatch), Emulator(folder)
+    made.specs, known, kernel = [], {}, made.kernel
+
+    def loaded(spec, device, arch):
+        found = kernel(spec, device, arch)
+        known[found.function] = spec
+        return found
+
+    def launched(config, function, arguments, extra):
+        answer = made.launch(config, function, arguments, extra)
+        spec = known[int(function)]
+        made.specs.append(spec)
+        block = ctypes.c_void_p.from_address(arguments).value
+        emulator.launch(spec, (config.gridDimX, config.gridDimY), block)
+        return answer
+
+    monkeypatch.setattr(devices.service, "kernel", loaded)
+    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
+    for module in (matrix, plans, devices):
+        monkeypatch.setattr(module, "torch", Torch())
+    return made
+
+
+def gpu(t):
+    """A tensor, or tensors of a list, on GPU 0, with strides; anything else as it is."""
+    if isinstance(t, list):
+        return [gpu(each) for each in t]
+    return t.detach().as_subclass(OnGpu) if isinstance(t, torch.Tensor) else t

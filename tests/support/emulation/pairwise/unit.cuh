@@ -1,0 +1,64 @@
+// pairwise/unit.cuh of kernel_sources, without PTX.
+#pragma once
+
+#include "common/types.cuh"
+#include "pairwise/terms.cuh"
+
+constexpr bool SCALED = Inner::BY_LOGARITHM && sizeof(AccT) == 4;
+
+// The reciprocal of the unit for |v| with these bits. 1 for exponents that a p on the device may
+// have and that take no logarithm.
+__device__ __forceinline__ float unit_of(u32 largest, float p) {
+    bool plain = p == 0.0f || p == 1.0f || p == 2.0f || p == infinity(p) || largest == 0;
+    int exponent = min(max(int(largest >> 23), 1), 253);
+    return plain ? 1.0f : __int_as_float((254 - exponent) << 23);
+}
+
+// The largest of what all threads of a block have, 0 for what is not finite.
+__device__ __forceinline__ u32 largest_in_block(u32* shared, float size) {
+    u32 bits = size - size == 0.0f ? __float_as_uint(size) : 0;
+    bits = __reduce_max_sync(~0u, bits);
+    if (threadIdx.x == 0) *shared = 0;
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) atomicMax(shared, bits);
+    __syncthreads();
+    return *shared;
+}
+
+// The reciprocal of a tile's unit, from every feature of one pair of points or more.
+template <class Points>
+__device__ __forceinline__ float sample_unit(u32* shared, const Points& a, const Points& b,
+                                             float p) {
+    int threads = blockDim.x, count = a.features > 0 ? max(a.features, threads) : 0;
+    float largest = 0.0f;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += threads) {
+        i64 k = i % a.features;
+        int m = i % a.count, n = (37 * i + 11) % b.count;
+        float size = absolute(Term::of(convert<float>(a.data[m * a.point_stride +
+                                                             k * a.feature_stride]),
+                                       convert<float>(b.data[n * b.point_stride +
+                                                             k * b.feature_stride])));
+        largest = size - size == 0.0f ? fmaxf(largest, size) : largest;
+    }
+    return unit_of(largest_in_block(shared, largest), p);
+}
+
+// unit^(p / 2).
+inline float root_of_power(float unit, float p) { return std::pow(unit, p * 0.5f); }
+
+// What turns a sum in a tile's unit into what Finish takes: of norms the sum as it is, and the unit
+// beside it, else the sum times a power of the unit, in two steps that do not overflow.
+struct Rescale {
+    AccT unit = AccT(1), half = AccT(1);
+
+    __device__ __forceinline__ explicit Rescale(const InnerNumbers<AccT>& numbers) {
+        if constexpr (SCALED) {
+            unit = 1.0f / numbers.unit;
+#ifndef BY_NORM
+            half = root_of_power(float(unit), float(numbers.p));
+#endif
+        }
+    }
+    __device__ __forceinline__ AccT operator()(AccT s) const { return s * half * half; }
+};
