@@ -339,6 +339,8 @@ def behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Ten
         ends = plan.sizes.queries, plan.sizes.keys
         for lengths, other, end in zip(given, given[::-1], ends, strict=True):
             whole = other.new_full(other.shape, end) if lengths is None else lengths
+            if whole.dtype is torch.int64:
+                whole = whole.clamp(0, end)  # 2**31 would become a number below 0
             found.append(whole.to(torch.int32).contiguous())
     return [*found, *(captured[name] for name in descriptor.names)]
 
