@@ -8,13 +8,16 @@
 // launches take 7, at the 790 TFLOP/s of wgmma with one operand in registers; and 2^x and words of
 // each element twice, 64 x 64 / 16 a clock of a multiprocessor.
 //
-// A producer warp and two warpgroups of 64 rows. Per stage a warpgroup multiplies its rows by the
+// A producer warp and two warpgroups of 64 rows; or one, two CTAs on a multiprocessor, for blocks of
+// fewer rows than 128, as what only the other half's lines store would be multiplied in vain: 47 %
+// of all for blocks of 64 and density .1. Per stage a warpgroup multiplies its rows by the
 // columns of both operands (S and dO V^T, or their transposes, 64 x TILE_COLS); makes weights and
 // slopes where their sums lie, which as words are the left operands of the products with the same
 // columns that it adds up. The stage is given back when those of the next one have begun.
 //
 // The generated source defines before it includes this file, beside what score.cuh asks for:
 //   TRANSPOSED               whether op(S) is S^T: dk and dv
+//   WARPGROUPS               that multiply, 1 or 2
 //   BLOCK_ROWS, BLOCK_COLS   of op(S)
 //   TILE_COLS, STAGES
 //   FEATURES                 of q, k and v with zeros behind them: a multiple of 16, 128 at most
@@ -175,7 +178,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, in
     if (TRANSPOSED) store(second, p.second, p.second_strides, c, 1.0f);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, WARPGROUPS == 1 ? 2 : 1)
 blocksparse_attention_hopper_gradient(const __grid_constant__ Parameters p) {
     extern __shared__ unsigned char shared[];
     Shared s(shared);

@@ -1,8 +1,8 @@
 // Tiles of the gradient's kernel, its shared memory, and what a launch is given.
 //
-// A CTA has 128 rows of op(S), those of q, or of k if TRANSPOSED: two warpgroups have 64 each. Two
-// operands of these rows stay in shared memory (q and the gradient of out; k and v), and those of
-// the columns that some row stores come through a ring (k and v; q and the gradient of out).
+// A CTA has 64 or 128 rows of op(S), those of q, or of k if TRANSPOSED: a warpgroup has 64 of them.
+// Two operands of these rows stay in shared memory (q and the gradient of out; k and v), and those
+// of the columns that some row stores come through a ring (k and v; q and the gradient of out).
 #pragma once
 
 #include "blocksparse/attention/score.cuh"
@@ -10,7 +10,7 @@
 
 constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
 constexpr int STEP = 16;                       // depth of one wgmma
-constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int TILE_ROWS = 64 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int CONSUMERS = 128 * WARPGROUPS;
 constexpr int LINES = TILE_ROWS > BLOCK_ROWS ? TILE_ROWS / BLOCK_ROWS : 1;  // of blocks, of a tile
 constexpr u32 LIVE = (1u << LINES) - 1;        // a bit of each

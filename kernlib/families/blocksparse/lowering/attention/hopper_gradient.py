@@ -33,11 +33,15 @@ FAMILY = "blocksparse"
 ARCH = "sm_90a"
 HALVES = ("float16", "bfloat16")
 SIDES = (16, 32, 64, 128)  # of blocks
-ROW, TILE_ROWS = 64, 128
-THREADS = 384
+ROW, HEIGHT = 64, 64  # elements of a line of shared memory; rows of a warpgroup
+TILE_ROWS = (128, 64)  # of a CTA
 WIDTHS = (32, 64, 80, 96, 128)  # features, with zeros behind them
-SHARED_BYTES, MOST_STAGES = 227 * 1024, 6
-REGISTERS = 40, 232  # of a producing and of a multiplying thread
+# By warpgroups that multiply: of one there are two CTAs on a multiprocessor.
+SHARED_BYTES = {1: 113 * 1024, 2: 227 * 1024}
+MOST_STAGES = 6
+REGISTERS = {1: (40, 216), 2: (40, 232)}  # of a producing and of a multiplying thread
+# Of one warpgroup that has two results of more than 96 features: 384 bytes were spilled of 216.
+WIDE_REGISTERS = 24, 232
 MOST_TILES = 2**31 - 1
 FIXED = "6q14i"  # structs Strides and Fixed
 OWN = ("first", "second", "row_bits", "deltas", "sums")
@@ -53,6 +57,7 @@ class Variant(NamedTuple):
     transposed: bool
     columns: int  # of a tile
     early: bool  # whether dv is added to before slopes are made, which takes fewer registers
+    rows: int  # of TILE_ROWS
 
 
 def takes(problem: AttentionGradient, arch: str) -> bool:
@@ -68,7 +73,7 @@ def takes(problem: AttentionGradient, arch: str) -> bool:
         and of.features % 8 == 0
         and min(shape) > 0
         and max(of.queries, of.keys) <= text.WIDEST
-        and of.batch * of.heads * ceil_div(deltas.rows_of(problem, has_sums=True), TILE_ROWS)
+        and of.batch * of.heads * ceil_div(deltas.rows_of(problem, has_sums=True), HEIGHT)
         <= MOST_TILES
         and all(is_addressable(problem, name) for name in ("q", "k", "v", "grad"))
         and all(is_whole(t) for t in (of.out, problem.dq, problem.dk, problem.dv))
@@ -76,28 +81,33 @@ def takes(problem: AttentionGradient, arch: str) -> bool:
 
 
 def candidates(problem: AttentionGradient, arch: str) -> list[Choice]:
-    """There is one way."""
-    return [{}]
+    """By rows of a CTA's tile."""
+    return [{"rows": rows} for rows in TILE_ROWS]
 
 
 def default(problem: AttentionGradient, known: list[Choice], multiprocessors: int) -> Choice:
-    """That one."""
-    return known[0]
+    """Of the candidates the one taken untuned: rows of one line of blocks, as what only other lines
+    store is multiplied in vain."""
+    rows = TILE_ROWS[min(problem.attention.blocks[:2]) < TILE_ROWS[0]]
+    return next(choice for choice in known if choice["rows"] == rows)
 
 
 def lower(
     problem: AttentionGradient, arch: str, multiprocessors: int, choice: Choice | None = None
 ) -> Lowered:
-    """The launches of a problem that the kernels take."""
+    """The launches of a problem that the kernels take, with the rows of ``choice``, one of
+    :func:`candidates`."""
+    choice = choice or default(problem, candidates(problem, arch), multiprocessors)
+    rows = int(choice["rows"])
     steps = [deltas.step(problem, has_sums=True)]
     if problem.needs[0]:
-        steps.append(_main(problem, transposed=False))
+        steps.append(_main(problem, False, rows))
     if any(problem.needs[1:]):
-        steps.append(_main(problem, transposed=True))
+        steps.append(_main(problem, True, rows))
     return Lowered(tuple(steps), 2 * deltas.nbytes(problem, has_sums=True))
 
 
-def _main(problem: AttentionGradient, transposed: bool) -> Step:
+def _main(problem: AttentionGradient, transposed: bool, tile_rows: int) -> Step:
     of, blocks = problem.attention, problem.attention.blocks
     rows, heads = (of.keys, of.kv_heads) if transposed else (of.queries, of.heads)
     first, second = (problem.dk, problem.dv) if transposed else (problem.dq, problem.dq)
@@ -105,7 +115,7 @@ def _main(problem: AttentionGradient, transposed: bool) -> Step:
         (blocks.grid_cols, blocks.col_words) if transposed else (blocks.grid_rows, blocks.row_words)
     )
     own, columns = (("k", "v"), ("q", "grad"))[:: 1 if transposed else -1]
-    tiles = ceil_div(rows, TILE_ROWS)
+    tiles = ceil_div(rows, tile_rows)
     numbers = (
         *(*text.views(of), *first[:3], *second[:3]),
         *(
@@ -121,14 +131,14 @@ def _main(problem: AttentionGradient, transposed: bool) -> Step:
         *(of.layout_batch, of.layout_head, *lines),
         *(_shared(problem, own), _shared(problem, columns)),
     )
-    made = variant(problem, transposed)
+    made = variant(problem, transposed, tile_rows)
     results = ("dk", "dv") if transposed else ("dq", "dq")
     behind = deltas.nbytes(problem, has_sums=True)
     names = (*own, *columns, *results, "col_bits" if transposed else "row_bits")
     pointers = (*((name, 0) for name in names), (WORKSPACE, 0), (WORKSPACE, behind))
     pointers += tuple((name, 0) for name in text.pointers(of.score))
     maps = (
-        *(_map(problem, name, TILE_ROWS) for name in own),
+        *(_map(problem, name, tile_rows) for name in own),
         *(_map(problem, name, min(made.block[1], made.columns)) for name in columns),
     )
     return Step(
@@ -142,21 +152,21 @@ def _main(problem: AttentionGradient, transposed: bool) -> Step:
     )
 
 
-def variant(problem: AttentionGradient, transposed: bool) -> Variant:
+def variant(problem: AttentionGradient, transposed: bool, rows: int) -> Variant:
     """The kernel of a problem."""
     of = problem.attention
-    return variant_of(of.score, of.dtype, of.blocks[:2], of.features, transposed)
+    return variant_of(of.score, of.dtype, of.blocks[:2], of.features, transposed, rows)
 
 
 def variant_of(
-    score: Score, dtype: str, block: tuple[int, int], features: int, transposed: bool
+    score: Score, dtype: str, block: tuple[int, int], features: int, transposed: bool, rows: int
 ) -> Variant:
     """The kernel for blocks of a layout and so many features. Two results of more than 96 leave
     registers for 64 columns, but not beside the bits of a dropout or the slopes of a score."""
     width = next(width for width in WIDTHS if width >= features)
     wide = transposed and width > 96
     columns = 32 if wide and (score.dropout or score.has_score) else 64
-    return Variant(dtype, block[:: -1 if transposed else 1], width, transposed, columns, wide)
+    return Variant(dtype, block[:: -1 if transposed else 1], width, transposed, columns, wide, rows)
 
 
 def stage_bytes(made: Variant) -> int:
@@ -169,12 +179,19 @@ def stage_bytes(made: Variant) -> int:
 
 def own_bytes(made: Variant) -> int:
     """Of the rows' own operands, a barrier, and what lies before whole 1024 bytes."""
-    return 2 * ceil_div(made.features, ROW) * 2 * ROW * TILE_ROWS + 8 + 1024
+    return 2 * ceil_div(made.features, ROW) * 2 * ROW * made.rows + 8 + 1024
 
 
 def stages(made: Variant) -> int:
     """As many as there is room for, up to MOST_STAGES."""
-    return min(MOST_STAGES, (SHARED_BYTES - own_bytes(made)) // stage_bytes(made))
+    room = SHARED_BYTES[made.rows // HEIGHT] - own_bytes(made)
+    return min(MOST_STAGES, room // stage_bytes(made))
+
+
+def registers(made: Variant) -> tuple[int, int]:
+    """Of a producing and of a multiplying thread."""
+    warpgroups = made.rows // HEIGHT
+    return WIDE_REGISTERS if made.early and warpgroups == 1 else REGISTERS[warpgroups]
 
 
 def spec(score: Score, made: Variant) -> KernelSpec:
@@ -186,17 +203,21 @@ def spec(score: Score, made: Variant) -> KernelSpec:
         "columns" if made.transposed else "rows",
     ]
     said += text.words(score)
+    said += [f"{made.rows} rows"] if made.rows < TILE_ROWS[0] else []
     shared = own_bytes(made) + stages(made) * stage_bytes(made)
+    warpgroups = made.rows // HEIGHT
+    produces, multiplies = registers(made)
     source = f"""{text.preamble(made.dtype, score)}
 constexpr bool TRANSPOSED = {text.flag(made.transposed)};
+constexpr int WARPGROUPS = {warpgroups};
 constexpr int BLOCK_ROWS = {rows};
 constexpr int BLOCK_COLS = {cols};
 constexpr int TILE_COLS = {made.columns};
 constexpr bool EARLY = {text.flag(made.early)};
 constexpr int STAGES = {stages(made)};
 constexpr int FEATURES = {features};
-constexpr int PRODUCER_REGISTERS = {REGISTERS[0]};
-constexpr int CONSUMER_REGISTERS = {REGISTERS[1]};
+constexpr int PRODUCER_REGISTERS = {produces};
+constexpr int CONSUMER_REGISTERS = {multiplies};
 constexpr int DYNAMIC_BYTES = {shared};
 constexpr int PARAMETER_BYTES = {parameters(score).size};
 
@@ -208,7 +229,9 @@ constexpr int PARAMETER_BYTES = {parameters(score).size};
 """
     description = " ".join(["blocksparse attention", KIND, "gradient", made.dtype, *said])
     entry = "blocksparse_attention_hopper_gradient"
-    found = KernelSpec(FAMILY, source, entry, THREADS, shared, description=description)
+    found = KernelSpec(
+        FAMILY, source, entry, 128 * (warpgroups + 1), shared, description=description
+    )
     return named(found, made.dtype, *said)
 
 
@@ -232,8 +255,8 @@ def variants(
         if dtype not in HALVES:
             continue
         yield from deltas.variants((dtype,), has_sums=True)
-        for width, turned in product(widths, (False, True)):
-            yield spec(score, variant_of(score, dtype, block, width, turned))
+        for width, turned, rows in product(widths, (False, True), TILE_ROWS):
+            yield spec(score, variant_of(score, dtype, block, width, turned, rows))
 
 
 # Operands as the copy engine is told of them: what serves all heads or batches is one.

@@ -74,8 +74,9 @@ def gradients_by_wgmma() -> None:
     for case in CASES.values():
         made = Gradients(case._replace(values=case.features), grad_lse=True)
         if hopper_gradient.takes(made.problem(), hopper.ARCH):
-            made.run(launch, kernels=hopper_gradient)
-            made.check()
+            for choice in hopper_gradient.candidates(made.problem(), hopper.ARCH):
+                made.run(launch, choice, kernels=hopper_gradient)
+                made.check()
 
 
 def main(tool: str) -> None:
