@@ -85,6 +85,18 @@ _ARGUMENTS = {
     "arch": "archs",
     "spec": "specs",
     "dtype": "dtypes",
+    # Of attention, as torch, FlexAttention and FlashAttention call them.
+    "iscausal": "causal",
+    "attnmask": "mask",
+    "attentionmask": "mask",
+    "maskmod": "mask",
+    "scoremod": "score",
+    "blockmask": "layout",
+    "softmaxscale": "scale",
+    "smscale": "scale",
+    "dropout": "dropout_p",
+    "windowsize": "window",
+    "returnaux": "return_lse",
 }
 
 

@@ -89,7 +89,8 @@ def syntax(text: str, what: str = "expression", deepest: int = DEEPEST) -> ast.e
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{what} {shown(text)} does not parse: {error.msg}") from None
+        why = f"{error.msg}{_advice(text.strip(), what)}"
+        raise ValueError(f"{what} {shown(text)} does not parse: {why}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deep
         why = str(error) or "it is nested too deep"
         raise ValueError(f"{what} {shown(text)} does not parse: {why}") from None
@@ -100,6 +101,13 @@ def syntax(text: str, what: str = "expression", deepest: int = DEEPEST) -> ast.e
             f"{deepest}: use {advice}parentheses in long sums"
         )
     return body
+
+
+def _advice(text: str, what: str) -> str:
+    """What would do in place of two things that are no Python."""
+    if what != "expression" and any(sign in text.replace("!=", "") for sign in ("&&", "||", "!")):
+        return "; write and, or and not"
+    return "; several lines go into parentheses" if "\n" in text else ""
 
 
 def names(node: Node) -> frozenset[str]:

@@ -13,13 +13,15 @@ from kernlib.descriptors.expression import POSITIONS, Node, names
 from kernlib.descriptors.score.grammar import CALLS, SCORE_CONSTANTS, parse_mask, parse_score
 from kernlib.descriptors.score.kinds import ANY, FLOAT, KINDS, OWN
 
-# Names that no captured tensor may have: of the language, and of arguments of calls.
-RESERVED = {
-    *CALLS, *SCORE_CONSTANTS, *OWN, "q", "k", "descriptor", "layout", "scale", "causal", "window",
-    "score", "mask", "captured", "axes", "q_lengths", "kv_lengths", "dropout_p", "seed",
-    "return_lse", "out", "debug",
-}  # fmt: skip
+# Arguments of calls, beside which captured tensors are given.
+ARGUMENTS = (
+    "layout", "scale", "causal", "window", "score", "mask", "axes", "q_lengths", "kv_lengths",
+    "dropout_p", "seed", "return_lse", "out", "debug",
+)  # fmt: skip
+# Names that no captured tensor may have: of the language, and of what a call is given.
+RESERVED = {*CALLS, *SCORE_CONSTANTS, *OWN, *ARGUMENTS, "q", "k", "descriptor", "captured"}
 _EXAMPLE = {"bias": ("head", "row", "col")}
+_TEXTS = {"score": "v + bias", "mask": "col <= row"}
 
 
 class Trees(NamedTuple):
@@ -51,12 +53,19 @@ class ScoreExpression(Part):
         for name in ("score", "mask"):
             text = getattr(self, name)
             if text is not None and not isinstance(text, str):
-                raise TypeError(f"{name} must be a string or None, got {shown(text)}")
+                raise TypeError(
+                    f"{name} must be a string or None, got {shown(text)}; one is "
+                    f"{_TEXTS[name]!r}, and tensors that it names are given beside it"
+                )
         object.__setattr__(self, "captured", _as_captured(self.captured))
         trees = self._parse(tuple((name, ANY) for name in self.names))
         used = frozenset().union(*(names(tree) for tree in trees if tree is not None))
         unused = [name for name in self.names if name not in used]
-        require(not unused, f"neither score nor mask reads captured tensor(s) {unused}")
+        if unused:
+            from kernlib import hints  # which right calls do without
+
+            meant = hints.argument(unused[0], ARGUMENTS)
+            raise ValueError(f"neither score nor mask reads captured tensor(s) {unused}{meant}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,6 +119,7 @@ def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
         raise ValueError(f"captured {shown(name)} is not an ASCII identifier")
     is_taken = name in RESERVED or keyword.iskeyword(name)
     require(not is_taken, f"captured name {name!r} is taken; choose another")
+    several = "; several are a tuple of them" if isinstance(axes, str) else ""
     axes = (axes,) if isinstance(axes, str) else axes
     if not isinstance(axes, (tuple, list)):
         raise TypeError(
@@ -117,6 +127,8 @@ def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
         )
     for axis in axes:
         if not isinstance(axis, str) or axis not in POSITIONS:
-            raise ValueError(f"axes of captured {name} must be of {POSITIONS}, got {shown(axis)}")
+            raise ValueError(
+                f"axes of captured {name} must be of {POSITIONS}, got {shown(axis)}{several}"
+            )
     require(len(set(axes)) == len(axes), f"axes of captured {name} repeat one: {tuple(axes)}")
     return name, tuple(axes)

@@ -90,11 +90,11 @@ class _Reader:
     def condition(self, node: ast.expr, more: str = "") -> Term:
         term = self.read(node)
         if term.kind not in (BOOL, ANY):
-            self.refuse(
-                node,
-                f"is {kinds.WORDS[term.kind]}, not a condition; compare it, as in "
-                f"{part_of(self.text, node)} != 0{more}",
-            )
+            part = part_of(self.text, node)
+            if term.kind == FLOAT and self.what == "mask" and isinstance(node, ast.Name):
+                more += f"; floats that are added to logits are a score, v + {part}"
+            what = kinds.WORDS[term.kind]
+            self.refuse(node, f"is {what}, not a condition; compare it, as in {part} != 0{more}")
         return term
 
     def constant(self, node: ast.Constant) -> Term:
@@ -126,7 +126,8 @@ class _Reader:
     def binary(self, node: ast.BinOp) -> Term:
         kind, sides = type(node.op), (node.left, node.right)
         if kind in _CONDITIONS:
-            terms = [self.condition(side, _TIGHT) for side in sides]
+            more = _TIGHT + ("; a power is **" if kind is ast.BitXor else "")
+            terms = [self.condition(side, more) for side in sides]
             return Term(Operation(_CONDITIONS[kind], tuple(term.node for term in terms)), BOOL)
         if kind in _WHOLE:
             return self._of_whole(_WHOLE[kind], *sides)

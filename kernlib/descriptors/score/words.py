@@ -26,10 +26,11 @@ def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
         return "is the logit, which a mask does not see; its score may be where(condition, v, -inf)"
     meant = _OTHERS.get(name, "")
     hint = f"; write {meant}" if meant in known else hints.argument(name, known)
-    hint = hint or (
-        f". A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given to "
-        "the call by its name"
-    )
+    if not hint or len(name) == 1:  # which may as well be a tensor that was forgotten
+        hint += (
+            f". A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given "
+            "to the call by its name"
+        )
     return f"is not known to a {what}; known are {', '.join(known)}, pi, e and inf{hint}"
 
 

@@ -208,7 +208,10 @@ def _grid(
 
 def _blocks(name: str, size: int, block: int) -> int:
     if size % block:
-        raise ValueError(f"{name} must be a multiple of the block's {block}, got {size}")
+        raise ValueError(
+            f"{name} must be a multiple of the block's {block}, got {size}; the next one is "
+            f"{size + block - size % block}"
+        )
     return size // block
 
 

@@ -34,9 +34,10 @@ def check_kinds(descriptor: BlockSparseMatmul, operands: tuple) -> None:
 def check_layout(layout) -> None:
     """Raises TypeError for what is no Layout."""
     if not isinstance(layout, Layout):
+        kind = type(layout).__name__
+        maker = "Layout.from_block_mask" if kind == "BlockMask" else "Layout(mask, block)"
         raise TypeError(
-            f"layout must be a kernlib.blocksparse.Layout, got {type(layout).__name__}; "
-            "Layout(mask, block) makes one"
+            f"layout must be a kernlib.blocksparse.Layout, got {kind}; {maker} makes one"
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse.attention.arguments import checked_dropout
+from kernlib.families.blocksparse.checks import check_layout
 from kernlib.families.blocksparse.contents.given import Mask, checked_device
 from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
@@ -24,6 +25,7 @@ from kernlib.nn.block_sparse.fused import fused, takes
 from kernlib.nn.block_sparse.weight import check_kind, checked_dtype
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.runtime.arguments import check_broadcast
+from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense
 
 MODES = ("add", "mul")
@@ -104,11 +106,7 @@ def _check_mode(name: str, mode) -> None:
 
 def _check_sizes(q, k, v, layout, key_transposed: bool) -> None:
     """Raises TypeError and ValueError."""
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"layout must be a kernlib.blocksparse.Layout, got {type(layout).__name__}; "
-            "Layout(mask, block) makes one"
-        )
+    check_layout(layout)
     (rows, cols), heads = layout.shape, layout.heads
     key_axis, key_end = (-1, f"D, {cols}") if key_transposed else (-2, f"{cols}, D")
     for name, t, axis, size, end in (
@@ -130,6 +128,15 @@ def _check_sizes(q, k, v, layout, key_transposed: bool) -> None:
     depth = k.shape[-2 if key_transposed else -1]
     if depth != q.shape[-1]:
         raise ValueError(f"k must have D = {q.shape[-1]} as q has, got {depth}")
+    leads = [tuple(t.shape[:-2]) for t in (q, k, v)]
+    if not leads[0] == leads[1] == leads[2]:
+        try:
+            broadcast_shapes(*leads)
+        except RuntimeError:
+            raise ValueError(
+                f"q, k and v must broadcast in front of lengths and features, got {leads}; "
+                "kernlib.blocksparse.attention takes fewer heads of k and v"
+            ) from None
 
 
 @hinted
@@ -344,6 +351,11 @@ def _as_layout(layout, block, heads: int) -> Layout | Callable:
     if not known and callable(layout):
         return layout
     if not known:
+        if isinstance(layout, (int, float, str)) or layout is None:
+            raise TypeError(
+                "layout must be a Layout, a mask of blocks, or what makes a Layout of two lengths, "
+                f"got {shown(layout)}"
+            )
         if block is None:
             raise ValueError("block must be given with a mask: the size of its blocks")
         layout = Layout(layout, block)

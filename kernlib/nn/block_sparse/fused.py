@@ -8,6 +8,7 @@ from torch._C import _are_functorch_transforms_active
 
 from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.softmax.arguments import wrong_mask
 from kernlib.runtime.arguments import check_broadcast
 from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense
@@ -58,7 +59,7 @@ def fused(
     for name, t in masks.items():
         check_dense((name,), **{name: t})
         if name == "attn_mask" and tuple(t.shape) != shapes[name]:
-            raise ValueError(f"attn_mask must have shape {shapes[name]}, got {tuple(t.shape)}")
+            raise ValueError(wrong_mask(shapes[name], tuple(t.shape)))
         check_broadcast(shapes[name], name, t)
         captured[name], axes[name] = _captured(name, t, shapes[name], len(batch))
         if t.dtype == torch.bool:

@@ -108,7 +108,7 @@ WRONG_SCORES = {
     "score + 1": "'score' is not known to a score; .*write v",
     "v + q_idx": "write row",
     "v + kv_idx": "write col",
-    "v * h": "write head",
+    "v * h": r"write head\. A tensor is captured with its axes, as in \{'h': ",
     "v * bais": "did you mean bias",
     "v * slope": r"captured with its axes, as in \{'slope': \('head', 'row', 'col'\)\}",
     "lambda: v": "is not part of the language; use numbers",
@@ -124,11 +124,13 @@ WRONG_SCORES = {
     "1e999": "too large for a float64",
     "1" + "0" * 400: "too large for a float64",
     "v" + " + v" * 51: "score .* 51 operations in one another, of at most 50: use parentheses",
+    "v ^ 2": "bind more tightly .*; a power is \\*\\*$",
+    "v +\n bias": "score 'v .* does not parse: .*; several lines go into parentheses$",
     "~row": "compare it, as in row != 0; .* parentheses",
 }
 WRONG_MASKS = {
     "row": "'row' is a whole number, not a condition; compare it, as in row != 0",
-    "bias": "'bias' is a number, not a condition; compare it, as in bias != 0",
+    "bias": "compare it, as in bias != 0; floats that are added to logits are a score, v .+ bias",
     "v > 0": r"'v' is the logit, which a mask does not see; .*where\(condition, v, -inf\)",
     "row >= col & flag": "'col' is a whole number, .*bind more tightly than comparisons",
     "flag < 1": "'flag' is a condition, which has no order: < compares numbers",
@@ -136,6 +138,8 @@ WRONG_MASKS = {
     "not row": "'row' is a whole number, not a condition",
     "flag and topic": "'topic' is a whole number, not a condition",
     "row % 2.5 == 0": "'2.5' is a number with a fraction",
+    "row < 3 && flag": "does not parse: .*; write and, or and not$",
+    "!(row != 3)": "does not parse: .*; write and, or and not$",
     "row < ": "mask 'row < ' does not parse",
 }
 

@@ -307,10 +307,12 @@ def test_block_masks():
     narrow.kv_indices.add_(2)
     with pytest.raises(ValueError, match="block_mask must list columns below 5, as its seq_leng"):
         Layout.from_block_mask(narrow)
-    with pytest.raises(ValueError, match="the same for all of its batch of 2"):
-        Layout.from_block_mask(
-            create_block_mask(per_batch, 2, None, 128, 128, "cpu", BLOCK_SIZE=64)
-        )
+    mask = create_block_mask(per_batch, 2, None, 128, 128, "cpu", BLOCK_SIZE=64)
+    with pytest.raises(ValueError, match=r"the same for all of its batch of 2, .*to_dense\(\)"):
+        Layout.from_block_mask(mask)
+    each = torch.stack([Layout.from_block_mask(mask[i]).mask() for i in range(2)])
+    heads = mask.to_dense().expand(2, 3, 2, 2).flatten(0, 1)  # as the message has it
+    assert torch.equal(Layout(heads, 64).mask(), each.repeat_interleave(3, 0))
     with pytest.raises(TypeError, match=r"block_mask must be a torch\.nn\.attention"):
         Layout.from_block_mask(torch.ones(2, 2))
     with pytest.raises(ValueError, match="block must have rows and columns in"):

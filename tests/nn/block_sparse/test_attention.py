@@ -175,7 +175,7 @@ def test_what_the_function_refuses(route):
         ((q, k.half(), v), {}, TypeError, r"k must be torch\.float64 on cpu as q is"),
         ((q, k, v.half()), {}, TypeError, r"v must be torch\.float64 on cpu as q is"),
         ((None, k, v), {}, TypeError, "q must be a tensor"),
-        ((q, k, v), {"attn_mask": q}, ValueError, "attn_mask must have shape"),
+        ((q, k, v), {"attn_mask": q}, ValueError, "attn_mask must have shape .* an rpe of floats"),
         ((q, k, v), {"attn_mask_mode": "max"}, ValueError, "attn_mask_mode must be one of"),
         ((q, k, v), {"key_transposed": 1}, TypeError, "key_transposed must be a bool"),
     ):
@@ -187,6 +187,8 @@ def test_what_the_function_refuses(route):
     one = Layout(layout.mask()[0], layout.block)
     with pytest.raises(ValueError, match=rf"to \({len(q)}, 96\), got \({len(q)}, 95\)"):
         block_sparse_attention(q, k, v, one, key_padding_mask=mask)
+    with pytest.raises(ValueError, match=r"must broadcast in front of .* fewer heads of k and v"):
+        block_sparse_attention(q, k[:, :2], v[:, :2], one)
 
 
 # The module.
@@ -402,6 +404,7 @@ def test_compiled_it_is_one_graph(route):
         ({"num_heads": 2.0}, TypeError, "num_heads must be an int"),
         ({"layout": builders.dense(64, 96, 16, 3)}, ValueError, "4 heads, or none, got 3"),
         ({"layout": [[1]]}, ValueError, "block must be given with a mask"),
+        ({"layout": 0.1}, TypeError, "layout must be a Layout, a mask of blocks, or .*, got 0.1"),
         ({"block": 16}, ValueError, "block goes with a mask"),
         ({"attn_mask_mode": "max"}, ValueError, "attn_mask_mode must be one of"),
         ({"dtype": torch.int8}, TypeError, "dtype must be one of"),

@@ -154,7 +154,9 @@ def checked_window(window) -> tuple[int, int]:
             f"{shown(window)}"
         )
     if any(side is not None and side < 0 for side in pair):
-        raise ValueError(f"window must be at least 0 on both sides, got {shown(window)}")
+        raise ValueError(
+            f"window must be at least 0 on both sides, got {shown(window)}; None leaves a side open"
+        )
     left, right = (OPEN if side is None else min(side, OPEN) for side in pair)
     return left, right
 

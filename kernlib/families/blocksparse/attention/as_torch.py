@@ -77,8 +77,8 @@ def _check_shapes(tensors: dict, enable_gqa: bool) -> None:
         )
     heads, own = query.shape[-3], key.shape[-3]
     if heads != own and not (enable_gqa and own and heads % own == 0):
-        advice = "" if enable_gqa else ", or with enable_gqa=True a part of them"
-        raise ValueError(f"key must have {heads} heads as query has{advice}, got {own}")
+        advice = "a number that divides it" if enable_gqa else "with enable_gqa=True a part of them"
+        raise ValueError(f"key must have {heads} heads as query has, or {advice}, got {own}")
 
 
 def _check_kinds(tensors: dict) -> None:

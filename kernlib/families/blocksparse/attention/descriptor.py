@@ -94,8 +94,14 @@ class BlockSparseAttention(Descriptor):
     expression: ScoreExpression = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        for name in ("causal", "window", "lengths", "dropout"):
-            check_flag(name, getattr(self, name))
+        check_flag("causal", self.causal)
+        for name in ("window", "lengths", "dropout"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise TypeError(
+                    f"{name} must be a bool, got {shown(value)}: whether there is one, which each "
+                    "call gives"
+                )
         made = ScoreExpression(self.score, self.mask, self.captured)
         object.__setattr__(self, "captured", made.captured)
         object.__setattr__(self, "expression", made)

@@ -9,6 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib import run
 from kernlib.descriptors.base import render, shown
+from kernlib.descriptors.score.expression import ARGUMENTS
 from kernlib.families.blocksparse.attention.arguments import check_kinds
 from kernlib.families.blocksparse.attention.descriptor import (
     AXES,
@@ -49,8 +50,9 @@ def attention(
 
     q (B, H, LQ, E), k (B, HK, LK, E) and v (B, HK, LK, EV), H a multiple of HK, give (B, H, LQ,
     EV). ``score`` is an expression of ``v``, the scaled product, of ``row``, ``col``, ``head`` and
-    ``batch``, and of captured tensors, which are further keyword arguments; ``mask`` is one of the
-    others alone, and leaves out where it is 0 or false, as do ``causal``, ``window`` and lengths.
+    ``batch``, and of captured tensors, which are further keyword arguments; ``mask`` is a
+    condition of the others alone, and leaves out where it does not hold, as do ``causal``,
+    ``window`` and lengths.
     ``axes`` names the dimensions of captured tensors, such as ``{"slope": "head"}``; without it
     those of 4, 3, 2 and 0 dimensions are (batch, head, row, col), (head, row, col), (row, col) and
     (). With ``return_lse`` the result is the pair of it and the log-sum-exp of each row.
@@ -58,7 +60,7 @@ def attention(
     It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseAttention`, which has the rest,
     and raises what that does.
     """
-    named = _axes(axes, captured) if captured or axes is not None else ()
+    named = _axes(axes, captured, (score, mask)) if captured or axes is not None else ()
     lengths = q_lengths is not None or kv_lengths is not None
     has_dropout = not (type(dropout_p) in (float, int) and dropout_p == 0)
     fields = score, mask, named, causal, window is not None, lengths, has_dropout
@@ -85,28 +87,46 @@ def _traced(fields: tuple, operands: tuple, rest: dict):
     return run.blocksparse_operators.attention.attend(text, operands, **rest)
 
 
-def _axes(axes, captured: dict) -> Captured:
-    """Names and axes of the tensors. Raises TypeError and ValueError."""
+def _axes(axes, captured: dict, texts: tuple) -> Captured:
+    """Names and axes of the tensors that ``texts`` read. Raises TypeError and ValueError."""
     if axes is not None and not isinstance(axes, dict):
         raise TypeError(f"axes must map names to axes, got {shown(axes)}")
     axes = axes or {}
     for name in axes:
         if name not in captured:
             raise ValueError(f"axes has {name!r}, which is no argument of the call")
-    return tuple([(name, _axes_of(name, axes, captured[name])) for name in captured])
+    return tuple([(name, _axes_of(name, axes, captured[name], texts)) for name in captured])
 
 
-def _axes_of(name: str, axes: dict, value) -> tuple[str, ...]:
+def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
     if name in axes:
         return axes[name] if not isinstance(axes[name], str) else (axes[name],)
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor that score or mask names, got {shown(value)}")
+        raise TypeError(
+            f"{name} must be a tensor that score or mask names, got {shown(value)}"
+            f"{_meant(name, texts) or _as_tensor(value)}"
+        )
     if value.dim() not in BY_DIMENSIONS:
         raise ValueError(
             f"axes must say what the {value.dim()} dimension(s) of {name} are: axes={{{name!r}: "
-            f"(...)}} of {AXES}"
+            f"(...)}} of {AXES}{_meant(name, texts)}"
         )
     return BY_DIMENSIONS[value.dim()]
+
+
+def _as_tensor(value) -> str:
+    """What a number would be as a tensor."""
+    is_number = type(value) in (int, float)
+    return f"; torch.tensor({value}) is one" if is_number else ""
+
+
+def _meant(name: str, texts: tuple) -> str:
+    """The argument that may have been meant by a name, unless a score or mask has it."""
+    from kernlib import hints  # which right calls do without
+
+    if any(isinstance(text, str) and name in text for text in texts):
+        return ""
+    return hints.argument(name, ARGUMENTS)
 
 
 def _new(*fields) -> BlockSparseAttention:

@@ -75,7 +75,7 @@ def check_operands(descriptor, operands: tuple, parameters: dict) -> None:
     for name, value in parameters.items():
         check_dense((name,), **{name: value})
         if name == "attn_mask" and tuple(value.shape) != (rows, cols):
-            raise ValueError(f"attn_mask must have shape {(rows, cols)}, got {tuple(value.shape)}")
+            raise ValueError(wrong_mask((rows, cols), tuple(value.shape)))
         check_broadcast(shapes[name], name, value)
         _check_kind(name, value, x)
 
@@ -145,3 +145,9 @@ def autocast(operands: tuple, parameters: dict) -> dict:
 def _cast(value, dtype: torch.dtype):
     is_float = isinstance(value, torch.Tensor) and value.dtype in KERNEL_TYPES
     return value.to(dtype) if is_float else value
+
+
+def wrong_mask(shape: tuple[int, int], got: tuple[int, ...]) -> str:
+    """What is said of an attn_mask of another shape."""
+    advice = "; what differs by head or batch is an rpe of floats, which is added"
+    return f"attn_mask must have shape {shape}, got {got}{advice * (len(got) > 2)}"

@@ -80,6 +80,9 @@ CALLS = {
     "query must be (..., heads, length, features), got (50, 8)": {"query": Q[0, 0]},
     "key must have (2,) in front as query has, got (1, 4, 70, 8)": {"key": K[:1]},
     "key must have 8 features as query has, got 7": {"key": K[..., 1:]},
+    "key must have 4 heads as query has, or a number that divides it, got 3": {
+        "key": K[:, 1:], "value": V[:, 1:], "enable_gqa": True
+    },
     "value must have heads and length of key, (4, 70), got (4, 69)": {"value": V[:, :, 1:]},
     "key must be torch.float32 as query is, got torch.float64": {"key": K.double()},
     "query must be one of float32,": {"query": Q.long(), "key": K.long(), "value": V.long()},
@@ -93,7 +96,7 @@ CALLS = {
     },
     "layout must be a kernlib.blocksparse.Layout, got NoneType": {"layout": None},
     "dropout_p must be a number from 0 to 1, without 1, got 1.5": {"dropout_p": 1.5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", CALLS)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from kernlib.descriptors.text import from_text, to_text
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
@@ -18,7 +19,8 @@ Z = torch.zeros
 
 DESCRIPTORS = {
     "causal must be a bool, got 'no'": {"causal": "no"},
-    "dropout must be a bool, got 0.1": {"dropout": 0.1},
+    "dropout must be a bool, got 0.1: whether there is one": {"dropout": 0.1},
+    "window must be a bool, got (3, 0): whether there is one": {"window": (3, 0)},
     "score must be a string or None, got 3": {"score": 3},
     "score 'v +' does not parse": {"score": "v +"},
     "score 'v + bias': 'bias' is not known to a score": {"score": "v + bias"},
@@ -61,6 +63,9 @@ def test_a_descriptor_is_its_text():
 
 CALLS = {
     "layout must be a kernlib.blocksparse.Layout, got Tensor": {"layout": Z(4, 3)},
+    "layout must be a kernlib.blocksparse.Layout, got BlockMask; Layout.from_block_mask makes": {
+        "layout": create_block_mask(lambda b, h, i, j: j <= i, 1, None, 50, 70, "cpu")
+    },
     "q must be a tensor, got list": {"q": [1.0]},
     "q must be (B, H, LQ, E), got (4, 50, 8)": {"q": Q[0]},
     "v must be (B, HK, LK, EV), got (2, 70, 5)": {"v": V[:, 0]},
@@ -89,7 +94,9 @@ CALLS = {
     "window must be an int or two (left, right), None for an open side, got (1, 2, 3)": {
         "window": (1, 2, 3)
     },
-    "window must be at least 0 on both sides, got (3, -1)": {"window": (3, -1)},
+    "window must be at least 0 on both sides, got (3, -1); None leaves a side open": {
+        "window": (3, -1)
+    },
     "q_lengths must be a tensor, got list": {"q_lengths": [1, 2]},
     "q_lengths must be int32 or int64, got torch.float32": {"q_lengths": Z(2)},
     "kv_lengths must have shape (2,), got (3,)": {"kv_lengths": Z(3).long()},
@@ -108,8 +115,18 @@ CALLS = {
     "axes must map names to axes, got 'row'": {"axes": "row"},
     "axes has 'bias', which is no argument of the call": {"axes": {"bias": ()}},
     "axes must say what the 1 dimension(s) of bias are": {"score": "v + bias", "bias": Z(50)},
-    "bias must be a tensor that score or mask names, got 1.0": {"score": "v + bias", "bias": 1.0},
+    "bias must be a tensor that score or mask names, got 1.0; torch.tensor(1.0) is one": {
+        "score": "v + bias", "bias": 1.0
+    },
     "neither score nor mask reads captured tensor(s) ['bias']": {"bias": Z(50, 70)},
+    "neither score nor mask reads captured tensor(s) ['attn_mask']; did you mean mask?": {
+        "attn_mask": Z(50, 70)
+    },
+    "is_causal must be a tensor that score or mask names, got True; did you mean causal?": {
+        "is_causal": True
+    },
+    "axes must say what the 1 dimension(s) of kv_length are: axes={'kv_length': (...)} of ('batch',"
+    " 'head', 'row', 'col'); did you mean kv_lengths?": {"kv_length": Z(2).long()},
     "bias must have shape (50, 70) of its axes ('row', 'col'), or 1 there, got (50, 69)": {
         "score": "v + bias", "bias": Z(50, 69)
     },
