@@ -24,7 +24,8 @@ constexpr int THREADS = 1024, MOST_UNITS = 4096;
 
 constexpr int KEYS = THREADS;                  // lengths that are told apart, each a thread's
 constexpr int TURNS = MOST_UNITS / THREADS;    // units of a thread, at most
-constexpr int AT_ONCE = GROUP < 4 ? 4 : 2;      // units whose bits are under way to a thread
+// Units whose bits are under way to a thread. Two of 8 lines spill by NVRTC 12.8.
+constexpr int AT_ONCE = GROUP < 4 ? 4 : GROUP < 8 ? 2 : 1;
 
 struct Parameters {
     // written at each launch
@@ -60,13 +61,13 @@ __device__ __forceinline__ u32 blocks_of(const Parameters& p, int unit, int word
     return blocks;
 }
 
-// The longest of the first group have the largest.
-__device__ __forceinline__ int key_of(const Parameters& p, int unit, int steps) {
-    int group = p.last_group ? min(unit / p.per_group, p.last_group) : 0;
-    return (p.last_group - group) * p.group_keys + (steps >> p.shift);
+// What the keys of a unit's group begin with: the first group has the largest.
+__device__ __forceinline__ int first_key(const Parameters& p, int unit) {
+    int group = p.last_group ? min(int(u32(unit) / u32(p.per_group)), p.last_group) : 0;
+    return (p.last_group - group) * p.group_keys;
 }
 
-// The key of each unit, COUNT at a time of each thread, which some lanes count together.
+// The key of each unit in its group, COUNT at a time of a thread, which some lanes count together.
 template <int COUNT>
 __device__ __forceinline__ void count_steps(const Parameters& p, Shared& s) {
     int lanes = 1 << p.share, apart = THREADS >> p.share;
@@ -89,7 +90,7 @@ __device__ __forceinline__ void count_steps(const Parameters& p, Shared& s) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             int unit = first + i * apart + own;
-            if (lane == 0 && unit < p.units) s.keys[unit] = key_of(p, unit, steps[i]);
+            if (lane == 0 && unit < p.units) s.keys[unit] = steps[i] >> p.shift;
         }
     }
 }
@@ -112,7 +113,7 @@ struct Own {
         for (int i = 0; i < TURNS; ++i) {
             if (i >= turns) break;
             bool exists = unit(i) < p.units;
-            key[i] = exists ? s.keys[unit(i)] : -1;
+            key[i] = exists ? first_key(p, unit(i)) + s.keys[unit(i)] : -1;
             u32 same = __match_any_sync(ALL_LANES, key[i]), ahead = same & ((1u << lane) - 1);
             before[i] = exists ? counts[key[i]] + __popc(ahead) : 0;
             __syncwarp();

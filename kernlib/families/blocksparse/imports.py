@@ -85,8 +85,8 @@ def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
         if not torch.equal(mask, mask[:1].expand_as(mask)):
             raise ValueError(
                 f"block_mask must be the same for all of its batch of {mask.shape[0]}, as a layout "
-                "has no batch; take block_mask[i] for each, or make of block_mask.to_dense() the "
-                "mask (B * H, RB, CB) of a Layout, which attention takes"
+                "has no batch; take block_mask[i:i + 1] for each, or make of block_mask.to_dense() "
+                "the mask (B * H, RB, CB) of a Layout, which attention takes"
             )
     if mask.shape[0] == 0:
         raise ValueError("block_mask must have a batch of at least 1, got 0")

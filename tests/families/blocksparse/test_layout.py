@@ -310,7 +310,7 @@ def test_block_masks():
     mask = create_block_mask(per_batch, 2, None, 128, 128, "cpu", BLOCK_SIZE=64)
     with pytest.raises(ValueError, match=r"the same for all of its batch of 2, .*to_dense\(\)"):
         Layout.from_block_mask(mask)
-    each = torch.stack([Layout.from_block_mask(mask[i]).mask() for i in range(2)])
+    each = torch.stack([Layout.from_block_mask(mask[i : i + 1]).mask() for i in range(2)])
     heads = mask.to_dense().expand(2, 3, 2, 2).flatten(0, 1)  # as the message has it
     assert torch.equal(Layout(heads, 64).mask(), each.repeat_interleave(3, 0))
     with pytest.raises(TypeError, match=r"block_mask must be a torch\.nn\.attention"):

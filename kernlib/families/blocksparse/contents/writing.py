@@ -141,7 +141,8 @@ def counted(tensors: Tensors) -> list[int]:
     if not has_values(counts):
         raise ValueError("the layout has no contents here to count (meta or fake tensors)")
     refuse_capture(counts.device, "counting blocks", "count them before or after")
-    return counts.tolist()
+    # Not tolist(), which reads memory that transforms of torch 2.8 hide.
+    return [int(count) for count in counts.cpu()]
 
 
 def write_mask(tensors: Tensors, mask: torch.Tensor, blocks: Blocks) -> None:
