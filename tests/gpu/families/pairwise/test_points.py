@@ -153,8 +153,8 @@ HOSTILE = [
     "two clusters just apart", "one large feature", "tails", "integers", "1e-3",
     "a duplicate of each",
 ]  # fmt: skip
+WORDS = 2**-22  # of a place, that two words of float16 lose
 # Where squared distances are taken by products as long as they lose 5 bits, 2e-5 of an exponent.
-WORDS = 2**-22  # of a place, that two words of float16 hold
 COARSE = {"tails": 1e-4, "two clusters just apart": 6e-6}
 
 
