@@ -6,13 +6,14 @@
 struct Operands {
     const u32* bits;  // of rows of blocks, or of columns
     const InputT *q, *k, *v, *grad;
-    const float *lse, *deltas;  // (batch, heads, queries)
+    const float *lse, *deltas;  // (batch, heads, queries), and of so many rows as a head's deltas
     InputT *first, *second;     // of q; or of k and v
 };
 struct Fixed {
     Strides q_strides, k_strides, v_strides, grad_strides, first_strides, second_strides;
     Sizes sizes;
     int batches_of_cta, heads_of_cta;  // SUMMED: 1, or all of them
+    i64 delta_rows;
 };
 
 // Sums for captured tensors, which begin as zeros. Of a pair of row and column one lane alone

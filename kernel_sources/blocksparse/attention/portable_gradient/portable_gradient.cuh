@@ -96,11 +96,12 @@ __device__ __forceinline__ void begin_stage(unsigned char* stage, const Paramete
     load_rows<TILE_DEPTH, VALUES>(stage + FIRST_STAGE, b.of(TURNED ? p.grad : p.v, batch, own),
                                   b.row, first, end, sizes.value_chunks);
     if (!TURNED) return;
-    const i64 line = (i64(batch) * sizes.heads + item.head) * sizes.queries;
+    const i64 of_all = i64(batch) * sizes.heads + item.head;
     for (int index = threadIdx.x; index < 2 * TILE_DEPTH; index += THREADS) {
         const int row = first + index % TILE_DEPTH;
-        const float* from = index < TILE_DEPTH ? p.lse : p.deltas;
-        copy_async<4>(stage + SECOND_STAGE + 4 * index, from + line + (row < end ? row : 0),
+        const float* from = index < TILE_DEPTH ? p.lse + of_all * sizes.queries
+                                               : p.deltas + of_all * p.delta_rows;
+        copy_async<4>(stage + SECOND_STAGE + 4 * index, from + (row < end ? row : 0),
                       row < end ? 4 : 0);
     }
 }
@@ -255,14 +256,14 @@ __device__ __forceinline__ void begin_lines(unsigned char* shared, const Paramet
 // Of a lane's two rows, `line` and 8 further on.
 __device__ __forceinline__ Known known_of(const Parameters& p, const Sight& sight, int batch,
                                           int head, int line) {
-    const i64 at = (i64(batch) * p.sizes.heads + head) * p.sizes.queries;
+    const i64 of_all = i64(batch) * p.sizes.heads + head;
     Known known = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = line + 8 * half;
         if (row >= sight.rows) continue;
-        known.shifts[half] = shift_of(p.lse[at + row]);
-        known.deltas[half] = p.deltas[at + row];
+        known.shifts[half] = shift_of(p.lse[of_all * p.sizes.queries + row]);
+        known.deltas[half] = p.deltas[of_all * p.delta_rows + row];
     }
     return known;
 }

@@ -2,7 +2,8 @@
 gradients of attention by wgmma and tensor maps, for half types on Hopper, values as wide as keys.
 
 First a launch of deltas.py's, then one over the rows of the layout for dq and one over its
-columns for dk and dv. Captured tensors' gradients are left to the portable kernels.
+columns for dk and dv. Captured tensors' gradients come from launches of the portable kernel, which
+have nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from kernlib.families.blocksparse.lowering.attention import deltas
+from kernlib.families.blocksparse.lowering.attention import deltas, portable_gradient
 from kernlib.families.blocksparse.lowering.attention import score_source as text
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
@@ -66,7 +67,6 @@ def takes(problem: AttentionGradient, arch: str) -> bool:
     return (
         arch == ARCH
         and of.dtype in HALVES
-        and not problem.collected
         and all(side in SIDES for side in of.blocks[:2])
         and of.features == of.values
         and 16 <= of.features <= WIDTHS[-1]
@@ -77,6 +77,7 @@ def takes(problem: AttentionGradient, arch: str) -> bool:
         <= MOST_TILES
         and all(is_addressable(problem, name) for name in ("q", "k", "v", "grad"))
         and all(is_whole(t) for t in (of.out, problem.dq, problem.dk, problem.dv))
+        and (not problem.collected or portable_gradient.takes(problem, arch))
     )
 
 
@@ -104,6 +105,9 @@ def lower(
         steps.append(_main(problem, False, rows))
     if any(problem.needs[1:]):
         steps.append(_main(problem, True, rows))
+    apart = tuple(enumerate(problem.collected))
+    count = deltas.rows_of(problem, has_sums=True)
+    steps += portable_gradient.collecting(problem, arch, apart, count)
     return Lowered(tuple(steps), 2 * deltas.nbytes(problem, has_sums=True))
 
 

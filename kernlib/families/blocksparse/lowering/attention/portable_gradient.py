@@ -89,22 +89,42 @@ def lower(
     :func:`candidates`. Raises UnsupportedError for sizes that no grid can hold."""
     choice = choice or default(problem, candidates(problem, arch), multiprocessors)
     tile = Tile(int(choice["depth"]), int(choice["stages"]))
-    of_rows, of_columns = (collected(problem, kinds) for kinds in (BY_ROWS, BY_COLUMNS))
-    needs_q, *others = problem.needs
-    steps = [deltas.step(problem)]
+    wanted, rows = tuple(enumerate(problem.collected)), deltas.rows_of(problem)
+    steps = _steps(problem, problem.needs, tile, wanted, rows)
+    return Lowered((deltas.step(problem), *steps), deltas.nbytes(problem))
+
+
+def collecting(
+    problem: AttentionGradient,
+    arch: str,
+    wanted: tuple[tuple[int, Collected], ...],
+    delta_rows: int,
+) -> tuple[Step, ...]:
+    """The launches that leave the gradients by captured tensors, those ``wanted`` with their places
+    among all of them, and nothing else: two products an element, and one launch an axis. Deltas lie
+    at the beginning of the workspace, so many of each head."""
+    tile = tiles(problem, arch)[0]
+    return _steps(problem, (False, False, False), tile, wanted, delta_rows)
+
+
+def _steps(
+    problem: AttentionGradient,
+    needs: tuple[bool, bool, bool],
+    tile: Tile,
+    wanted: tuple[tuple[int, Collected], ...],
+    delta_rows: int,
+) -> tuple[Step, ...]:
+    """The launches by rows and by columns of what is needed and wanted."""
+    of_rows, of_columns = (
+        tuple(each for each in wanted if each[1].axes in kinds) for kinds in (BY_ROWS, BY_COLUMNS)
+    )
+    needs_q, *others = needs
+    steps = []
     if needs_q or of_rows:
-        steps.append(_step(problem, False, (needs_q, False), tile, of_rows, arch))
+        steps.append(_step(problem, False, (needs_q, False), tile, of_rows, delta_rows))
     if any(others) or of_columns:
-        steps.append(_step(problem, True, tuple(others), tile, of_columns, arch))
-    return Lowered(tuple(steps), deltas.nbytes(problem))
-
-
-def collected(
-    problem: AttentionGradient, kinds: tuple[str, ...]
-) -> tuple[tuple[int, Collected], ...]:
-    """What of captured tensors a launch has, by the axes that it has them of, and its place among
-    all of them."""
-    return tuple(x for x in enumerate(problem.collected) if x[1].axes in kinds)
+        steps.append(_step(problem, True, tuple(others), tile, of_columns, delta_rows))
+    return tuple(steps)
 
 
 def together(problem: AttentionGradient, own: tuple[tuple[int, Collected], ...]) -> tuple[int, int]:
@@ -135,7 +155,7 @@ def _step(
     needs: tuple[bool, bool],
     tile: Tile,
     own: tuple[tuple[int, Collected], ...],
-    arch: str,
+    delta_rows: int,
 ) -> Step:
     """The launch by rows or, ``turned``, by columns."""
     attention = problem.attention
@@ -152,7 +172,7 @@ def _step(
     numbers = text.views(attention)
     for operand in (attention.q, attention.k, attention.v, problem.grad, *(r for _, r in results)):
         numbers += operand[:3]
-    numbers += [*portable.sizes(attention, count), batches, of_cta]
+    numbers += [*portable.sizes(attention, count), batches, of_cta, delta_rows]
     numbers += [stride for _, each in own for stride in each.strides]
     # What is not wanted has no tensor: the address of q stands there, and nobody reads it.
     named_results = (name if need else "q" for (name, _), need in zip(results, needs, strict=True))
@@ -221,7 +241,7 @@ def shared_bytes(features: int, values: int, tile: Tile) -> int:
 
 def parameters(score: Score, collected: int) -> Parameters:
     """The parameter struct."""
-    fixed = portable.STRIDES * 6 + portable.SIZES + "2i" + text.VIEW * collected
+    fixed = portable.STRIDES * 6 + portable.SIZES + "2iq" + text.VIEW * collected
     return text.parameters(1 + len(NAMES) + 2 + collected, fixed, score)
 
 
