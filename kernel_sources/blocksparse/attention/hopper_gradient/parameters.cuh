@@ -5,7 +5,7 @@
 // of the columns that some row stores come through a ring (k and v; q and the gradient of out).
 #pragma once
 
-#include "blocksparse/attention/score.cuh"
+#include "blocksparse/attention/collected.cuh"
 #include "common/hopper.cuh"
 
 constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
@@ -107,11 +107,13 @@ struct Fixed {
 };
 struct Parameters : Maps,
                     Operands,
+                    CollectedPointers<COLLECTED>,
                     LengthPointers<LENGTHS>,
                     CapturedPointers<CAPTURED>,
                     Numbers,
                     CapturedViews<CAPTURED>,
-                    Fixed {};
+                    Fixed,
+                    CollectedViews<COLLECTED> {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 // Where the head and the batch of operand 0 or 1 are, of which one may serve all: bits 0 and 1 of

@@ -115,10 +115,12 @@ __device__ __forceinline__ float weight_of(float product, float scale, float sum
     return fast_exp2(fmaf(v, LOG2_E, -sum));
 }
 
-// Weights times the slopes of scores in the place of products, and weights alone as words.
-// `scale` is that of logits, times log2 e where score has nothing to say.
+// Weights as words, and `weighed`: weights times the slopes of scores, in the place of products, or
+// alone beside these where captured tensors have gradients. `scale` is that of logits, times log2 e
+// where score has nothing to say.
 template <bool IS_PARTIAL, class Score>
-__device__ __forceinline__ void take_weights(float (&scores)[SCORES], Words& words,
+__device__ __forceinline__ void take_weights(const float (&scores)[SCORES],
+                                             float (&weighed)[SCORES], Words& words,
                                              const Elements& tile, const RowNumbers& own,
                                              float scale, const Score& score, u32 kept,
                                              float left) {
@@ -143,7 +145,8 @@ __device__ __forceinline__ void take_weights(float (&scores)[SCORES], Words& wor
             float weight = weight_of<IS_PARTIAL>(scores[i + e], scale, sums[e], stored, tile, score,
                                                  row, column + e, slope);
             weights[e] = !DROPOUT ? weight : kept >> (i + e) & 1 ? weight * left : 0.0f;
-            scores[i + e] = HAS_SCORE ? (weight == 0.0f ? 0.0f : weight * slope) : weight;
+            const bool is_alone = !HAS_SCORE || COLLECTED > 0 || weight == 0.0f;
+            weighed[i + e] = is_alone ? weight : weight * slope;
         }
         if (TRANSPOSED) words[i / 8][i % 8 / 2] = pack<InputT>(weights[0], weights[1]);
     }

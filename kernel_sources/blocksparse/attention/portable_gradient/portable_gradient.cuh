@@ -23,10 +23,7 @@
 //   BLOCK_LINE, BLOCK_DEPTH   of the layout: rows and columns of a block, or turned
 //   FEATURES, VALUES          of a row of q and k, and of v and grad: multiples of 16
 //   FIRST_PART, SECOND_PART   of these, what of dq or dk, and of dv, a CTA has
-//   COLLECTED                 captured tensors whose gradient is wanted along these lines, and of
-//   COLLECTED_AT, IS_PAIR     each its number and whether it has both rows and columns
-//   SUMMED                    whether some of these are sums over batches or heads, which a CTA
-//                             then takes one after the other
+//   COLLECTED, COLLECTED_AT, IS_PAIR, SUMMED   as collected.cuh says: of these lines
 //   MIN_BLOCKS                CTAs that a multiprocessor holds
 //   PARAMETER_BYTES           what lowering makes of Parameters
 #pragma once
@@ -46,6 +43,7 @@ constexpr int STAGE_BYTES = SECOND_STAGE + (TURNED ? 2 * TILE_DEPTH * int(sizeof
 constexpr bool NEEDS_SLOPES = NEEDS_FIRST || COLLECTED > 0;
 
 using Tiles = Walk<TILE_LINES, TILE_DEPTH, BLOCK_LINE, BLOCK_DEPTH>;
+using Collecting = Collection<TURNED>;
 
 // A tile of a head.
 struct Item {
@@ -133,7 +131,7 @@ template <class Score>
 __device__ __forceinline__ void take_slopes(Tiled& weights, Tiled& slopes, const Parameters& p,
                                             const Groups& groups, const Sight& sight,
                                             const Score& score, const Dropout& dropout,
-                                            const Known& known, Collection& collection,
+                                            const Known& known, Collecting& collection,
                                             float scale, int batch, int head, int line,
                                             int depth) {
 #pragma unroll
@@ -170,7 +168,7 @@ struct Sums {
 
 // A tile's share of a warp's 16 lines from `first_line` on.
 template <class Score>
-__device__ __forceinline__ void add_tile(Sums& sums, Collection& collection, const Parameters& p,
+__device__ __forceinline__ void add_tile(Sums& sums, Collecting& collection, const Parameters& p,
                                          const unsigned char* lines, const unsigned char* stage,
                                          const Item& item, const Sight& sight, const Score& score,
                                          const Dropout& dropout, Known& known, float scale,
@@ -299,7 +297,7 @@ __device__ __forceinline__ void run(const Parameters& p, unsigned char* shared, 
     const int first_at = min(part * FIRST_PART, FEATURES - FIRST_PART);
     const int second_at = min(part * SECOND_PART, VALUES - SECOND_PART);
     Sums sums = {};
-    Collection collection = {};
+    Collecting collection = {};
     int stage = 0;
 #pragma unroll 1
     while (is_there) {

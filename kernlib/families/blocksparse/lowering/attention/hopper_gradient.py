@@ -2,8 +2,9 @@
 gradients of attention by wgmma and tensor maps, for half types on Hopper, values as wide as keys.
 
 First a launch of deltas.py's, then one over the rows of the layout for dq and one over its
-columns for dk and dv. Captured tensors' gradients come from launches of the portable kernel, which
-have nothing else.
+columns for dk and dv. These have the gradients by captured tensors too: by rows of each head and by
+pairs of a row and a column the first, by columns the second. Pairs that are summed over batches or
+heads have a launch of the portable kernel, and nothing else in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kernlib.families.blocksparse.lowering.attention import deltas, portable_gra
 from kernlib.families.blocksparse.lowering.attention import score_source as text
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
+    Collected,
     Operand,
     Score,
 )
@@ -43,6 +45,9 @@ MOST_STAGES = 6
 REGISTERS = {1: (40, 216), 2: (40, 232)}  # of a producing and of a multiplying thread
 # Of one warpgroup that has two results of more than 96 features: 384 bytes were spilled of 216.
 WIDE_REGISTERS = 24, 232
+# Features up to which two results leave registers for 64 columns beside what captured tensors have
+# of these, without the bits of a dropout: 280 to 600 bytes were spilled of 96.
+MOST_BESIDE_SUMS = 64
 MOST_TILES = 2**31 - 1
 FIXED = "6q14i"  # structs Strides and Fixed
 OWN = ("first", "second", "row_bits", "deltas", "sums")
@@ -59,6 +64,8 @@ class Variant(NamedTuple):
     columns: int  # of a tile
     early: bool  # whether dv is added to before slopes are made, which takes fewer registers
     rows: int  # of TILE_ROWS
+    collected: tuple[tuple[int, bool], ...] = ()  # captured tensors, and whether they are of pairs
+    wide_pairs: bool = True  # of which two neighbours are written at once
 
 
 def takes(problem: AttentionGradient, arch: str) -> bool:
@@ -99,19 +106,36 @@ def lower(
     """The launches of a problem that the kernels take, with the rows of ``choice``, one of
     :func:`candidates`."""
     choice = choice or default(problem, candidates(problem, arch), multiprocessors)
-    rows = int(choice["rows"])
+    rows, count = int(choice["rows"]), deltas.rows_of(problem, has_sums=True)
+    wanted = tuple(enumerate(problem.collected))
+    inside = tuple(each for each in wanted if is_inside(problem, each[1]))
+    of_columns = tuple(each for each in inside if each[1].axes == "col")
+    of_rows = tuple(each for each in inside if each[1].axes != "col")
     steps = [deltas.step(problem, has_sums=True)]
-    if problem.needs[0]:
-        steps.append(_main(problem, False, rows))
-    if any(problem.needs[1:]):
-        steps.append(_main(problem, True, rows))
-    apart = tuple(enumerate(problem.collected))
-    count = deltas.rows_of(problem, has_sums=True)
+    if problem.needs[0] or of_rows:
+        steps.append(_main(problem, False, rows, of_rows))
+    if any(problem.needs[1:]) or of_columns:
+        steps.append(_main(problem, True, rows, of_columns))
+    apart = tuple(each for each in wanted if each not in inside)
     steps += portable_gradient.collecting(problem, arch, apart, count)
     return Lowered(tuple(steps), 2 * deltas.nbytes(problem, has_sums=True))
 
 
-def _main(problem: AttentionGradient, transposed: bool, tile_rows: int) -> Step:
+def is_inside(problem: AttentionGradient, collected: Collected) -> bool:
+    """Whether the launches that have dq, or dk and dv, have a captured tensor's gradient too: all
+    but sums over batches or heads, which one block of threads would have to take one after the
+    other."""
+    strides, of = collected.strides, problem.attention
+    summed = (of.batch > 1 and not strides.batch) or (of.heads > 1 and not strides.head)
+    return not summed and (collected.axes != "pair" or strides.col == 1)
+
+
+def _main(
+    problem: AttentionGradient,
+    transposed: bool,
+    tile_rows: int,
+    sums: tuple[tuple[int, Collected], ...],
+) -> Step:
     of, blocks = problem.attention, problem.attention.blocks
     rows, heads = (of.keys, of.kv_heads) if transposed else (of.queries, of.heads)
     first, second = (problem.dk, problem.dv) if transposed else (problem.dq, problem.dq)
@@ -134,12 +158,14 @@ def _main(problem: AttentionGradient, transposed: bool, tile_rows: int) -> Step:
         ),
         *(of.layout_batch, of.layout_head, *lines),
         *(_shared(problem, own), _shared(problem, columns)),
+        *(stride for _, each in sums for stride in each.strides),
     )
-    made = variant(problem, transposed, tile_rows)
+    made = variant(problem, transposed, tile_rows, tuple(each for _, each in sums))
     results = ("dk", "dv") if transposed else ("dq", "dq")
     behind = deltas.nbytes(problem, has_sums=True)
     names = (*own, *columns, *results, "col_bits" if transposed else "row_bits")
     pointers = (*((name, 0) for name in names), (WORKSPACE, 0), (WORKSPACE, behind))
+    pointers += tuple((f"collected{place}", 0) for place, _ in sums)
     pointers += tuple((name, 0) for name in text.pointers(of.score))
     maps = (
         *(_map(problem, name, tile_rows) for name in own),
@@ -148,7 +174,7 @@ def _main(problem: AttentionGradient, transposed: bool, tile_rows: int) -> Step:
     return Step(
         spec(of.score, made),
         (tiles * heads * of.batch, 1),
-        parameters(of.score).pack(*numbers),
+        parameters(of.score, len(sums)).pack(*numbers),
         pointers,
         len(text.SCALARS),
         maps,
@@ -156,10 +182,18 @@ def _main(problem: AttentionGradient, transposed: bool, tile_rows: int) -> Step:
     )
 
 
-def variant(problem: AttentionGradient, transposed: bool, rows: int) -> Variant:
+def variant(
+    problem: AttentionGradient, transposed: bool, rows: int, sums: tuple[Collected, ...] = ()
+) -> Variant:
     """The kernel of a problem."""
     of = problem.attention
-    return variant_of(of.score, of.dtype, of.blocks[:2], of.features, transposed, rows)
+    made = variant_of(of.score, of.dtype, of.blocks[:2], of.features, transposed, rows)
+    if sums and transposed and (made.features > MOST_BESIDE_SUMS or of.score.dropout):
+        made = made._replace(columns=32)
+    collected = tuple((each.index, each.axes == "pair") for each in sums)
+    pairs = [each.strides for each in sums if each.axes == "pair"]
+    wide = all(stride % 2 == 0 for strides in pairs for stride in strides[:3])
+    return made._replace(collected=collected, wide_pairs=wide)
 
 
 def variant_of(
@@ -207,6 +241,7 @@ def spec(score: Score, made: Variant) -> KernelSpec:
         "columns" if made.transposed else "rows",
     ]
     said += text.words(score)
+    said += [f"captured {index}" for index, _ in made.collected]
     said += [f"{made.rows} rows"] if made.rows < TILE_ROWS[0] else []
     shared = own_bytes(made) + stages(made) * stage_bytes(made)
     warpgroups = made.rows // HEIGHT
@@ -222,8 +257,11 @@ constexpr int STAGES = {stages(made)};
 constexpr int FEATURES = {features};
 constexpr int PRODUCER_REGISTERS = {produces};
 constexpr int CONSUMER_REGISTERS = {multiplies};
+{text.collected(made.collected)}
+constexpr bool SUMMED = false;
+constexpr bool WIDE_PAIRS = {text.flag(made.wide_pairs)};
 constexpr int DYNAMIC_BYTES = {shared};
-constexpr int PARAMETER_BYTES = {parameters(score).size};
+constexpr int PARAMETER_BYTES = {parameters(score, len(made.collected)).size};
 
 #include "common/hopper.cuh"
 
@@ -239,9 +277,9 @@ constexpr int PARAMETER_BYTES = {parameters(score).size};
     return named(found, made.dtype, *said)
 
 
-def parameters(score: Score) -> Parameters:
+def parameters(score: Score, collected: int = 0) -> Parameters:
     """The parameter struct."""
-    return text.parameters(len(OWN), FIXED, score, maps=4)
+    return text.parameters(len(OWN) + collected, FIXED + text.VIEW * collected, score, maps=4)
 
 
 def variants(

@@ -190,8 +190,6 @@ def spec(score: Score, made: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     line, depth = reversed(made.block) if made.turned else made.block
     first, second = (round_up(ceil_div(n, made.parts), 16) for n in (made.features, made.values))
-    numbers = ", ".join(str(index) for index, _ in made.collected) or "0"
-    pairs = ", ".join(text.flag(pair) for _, pair in made.collected) or "false"
     source = f"""{text.preamble(made.dtype, score)}
 constexpr bool TURNED = {text.flag(made.turned)};
 constexpr bool NEEDS_FIRST = {text.flag(made.needs[0])};
@@ -205,9 +203,7 @@ constexpr int FEATURES = {made.features};
 constexpr int VALUES = {made.values};
 constexpr int FIRST_PART = {first};
 constexpr int SECOND_PART = {second};
-constexpr int COLLECTED = {len(made.collected)};
-constexpr int COLLECTED_AT[] = {{{numbers}}};
-constexpr bool IS_PAIR[] = {{{pairs}}};
+{text.collected(made.collected)}
 constexpr bool SUMMED = {text.flag(made.summed)};
 constexpr int MIN_BLOCKS = {2 if max(made.features, made.values) <= 128 else 1};
 constexpr int PARAMETER_BYTES = {parameters(score, len(made.collected)).size};

@@ -2,16 +2,25 @@
 the formula in float64; and what NVRTC makes of them."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
+from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
+from kernlib.families.blocksparse.attention.plans import score_of
 from kernlib.families.blocksparse.layout import NAMES
 from kernlib.families.blocksparse.lowering.attention import hopper_gradient
+from kernlib.families.blocksparse.lowering.attention.problem import (
+    AttentionGradient,
+    Collected,
+    View,
+)
 from kernlib.lowering.steps import WORKSPACE
-from tests.families.blocksparse.lowering.attention.cases import Case, error
+from tests.families.blocksparse.lowering.attention.cases import Case, Made, error, view_of
 from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
 from tests.families.blocksparse.lowering.attention.scores import soft_bias
+from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
 from tests.support.emulation.emulator import COMPILER, Emulator
 from tests.support.speeds import slow_but
@@ -40,13 +49,23 @@ def run(made: Gradients, emulator, sums: dict, rows=128, needs=(True, True, True
     made.run(partial(launch, emulator), {"rows": rows}, needs, **given)
 
 
-def captured(batch=(1, 1, 2), heads=(1, 4, 1)) -> tuple[torch.Tensor, ...]:
+def captured(batch=(1, 1, 2), heads=(1, 4, 4), cols=COLS) -> tuple[torch.Tensor, ...]:
     """Of rows, of columns, and of pairs of both."""
     return (
         torch.randn(batch[0], heads[0], ROWS, 1) * 0.3,
-        torch.randn(batch[1], heads[1], 1, COLS),
-        torch.randn(batch[2], heads[2], ROWS, COLS) * 0.5,
+        torch.randn(batch[1], heads[1], 1, cols),
+        torch.randn(batch[2], heads[2], ROWS, cols) * 0.5,
     )
+
+
+def sums_of(case: Case, pairs: tuple[int, int] = (2, 4)) -> dict:
+    """Zeros of what kernels leave, of pairs of so many batches and heads."""
+    batch, heads, rows, cols = case.batch, case.heads, case.queries, case.keys
+    return {
+        (0, "row"): torch.zeros(batch, heads, rows, 1),
+        (1, "col"): torch.zeros(batch, heads, 1, cols),
+        (2, "pair"): torch.zeros(*pairs, rows, cols),
+    }
 
 
 def compare(made: Gradients, sums: dict, given: tuple[torch.Tensor, ...]) -> None:
@@ -54,25 +73,114 @@ def compare(made: Gradients, sums: dict, given: tuple[torch.Tensor, ...]) -> Non
     doubles = tuple(t.double().requires_grad_() for t in given)
     wanted = made.wanted(doubles)[3:]
     for (index, _), found in sums.items():
-        over = [dim for dim in range(4) if given[index].shape[dim] == 1]
-        assert error(found.sum(over, keepdim=True), wanted[index]) <= GATES[made.made.case.numbers]
+        found = found.sum_to_size(given[index].shape)
+        assert error(found, wanted[index]) <= GATES[made.made.case.numbers]
 
 
 CASE = Case(queries=ROWS, keys=COLS, batch=2, heads=4, kv_heads=2, causal=True, density=0.8)
+CASES = {
+    "causal": CASE,
+    "dropout": CASE._replace(dropout=0.25),
+    "lengths": CASE._replace(lengths=True, window=(40, 20), block=(32, 16)),
+    "odd": CASE._replace(keys=91, kv_heads=4, block=(16, 32)),
+    "64": CASE._replace(numbers="bfloat16", block=(64, 64), causal=False, layout="head"),
+    "128 features": CASE._replace(features=128, values=128, block=(32, 32), layout="batch"),
+}
 
 
 @on_host
-@pytest.mark.parametrize("dropout", slow_but((0.25,), (0.0, 0.25)))
+@pytest.mark.parametrize("name", slow_but(("dropout", "lengths"), CASES))
 @pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
-def test_every_axis(rows, dropout, emulator, seed):
-    """By rows of all heads, columns of a head, pairs of a batch; a mask leaves some out."""
-    given = captured()
-    made = Gradients(soft_bias(CASE._replace(dropout=dropout)), given)
-    sums = {
-        (0, "row"): torch.zeros(2, 4, ROWS, 1),
-        (1, "col"): torch.zeros(2, 4, 1, COLS),
-        (2, "pair"): torch.zeros(2, 4, ROWS, COLS),
-    }
+def test_every_axis(rows, name, emulator, seed):
+    """By rows of all heads, columns of a head, pairs of a batch and head; a mask leaves some
+    out."""
+    case = CASES[name]
+    given = captured(cols=case.keys)
+    made = Gradients(soft_bias(case), given, grad_lse=True)
+    sums = sums_of(case)
     run(made, emulator, sums, rows)
     made.check()
     compare(made, sums, given)
+
+
+@on_host
+@pytest.mark.parametrize("over", slow_but(("batches",), ("batches", "heads", "both")))
+def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, seed):
+    batch, heads = {"batches": (1, 4), "heads": (2, 1), "both": (1, 1)}[over]
+    given = captured((1, 1, batch), (1, 4, heads))
+    made = Gradients(soft_bias(CASE), given)
+    sums = sums_of(CASE, (batch, heads))
+    run(made, emulator, sums)
+    made.check()
+    compare(made, sums, given)
+
+
+@on_host
+def test_each_alone_has_the_same_bits(emulator, seed):
+    """Of dq, dk and dv too, whatever is collected."""
+    made = Gradients(soft_bias(CASE), captured())
+    every = sums_of(CASE)
+    run(made, emulator, every)
+    whole = [t.clone() for t in made.results]
+    for key, known in every.items():
+        sums = {key: torch.zeros_like(known)}
+        run(made, emulator, sums)
+        assert sums[key].equal(known) and all(map(torch.equal, made.results, whole))
+        alone = {key: torch.zeros_like(known)}
+        run(made, emulator, alone, needs=(False, False, False))
+        assert alone[key].equal(known)
+    run(made, emulator, {})
+    assert all(map(torch.equal, made.results, whole))
+
+
+def test_which_launch_has_what():
+    """Rows and pairs that with dq, columns that with dk and dv, sums over pairs one more."""
+    made = Gradients(soft_bias(CASE), captured())
+    whole, summed = (2, 4), (1, 4)
+    for keys, pairs, needs, count in (
+        ((0, 1, 2), whole, (True, True, True), 3),
+        ((0, 2), whole, (True, False, False), 2),
+        ((0,), whole, (False, False, False), 2),
+        ((1,), whole, (False, False, False), 2),
+        ((0, 2), summed, (True, True, True), 4),
+        ((2,), summed, (False, False, False), 2),
+    ):
+        every = sums_of(CASE, pairs).items()
+        sums = {key: t for key, t in every if key[0] in keys}
+        collected = tuple(Collected(*key, view_of(t)) for key, t in sums.items())
+        problem = made.problem(needs, collected)
+        assert hopper_gradient.takes(problem, hopper_gradient.ARCH)
+        assert len(hopper_gradient.lower(problem, hopper_gradient.ARCH, 132).steps) == count
+
+
+SCORES = {
+    "bias": ("v + bias", {"bias": ("head", "row", "col")}),
+    "slopes": ("v - slope * abs(row - col)", {"slope": ("head",)}),
+    "sinks": ("where(col == 0, sink, v)", {"sink": ("head",)}),
+    "cap": ("3 * tanh(gain * v / 3)", {"gain": ()}),
+    "columns": ("v * gain + bias", {"gain": ("batch", "col"), "bias": ("head", "col")}),
+}
+
+
+@pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but(("bias", "slopes"), SCORES))
+def test_products_overlap_and_nothing_spills(name, features):
+    text, axes = SCORES[name]
+    for causal, block in product((False, True), ((128, 128), (32, 32))):
+        whole = BlockSparseAttention(score=text, captured=axes, causal=causal)
+        packed = [each for each, own in axes.items() if "col" in own]
+        score = score_of(whole, ("float32",) * len(axes), ("v", *axes), packed)
+        made = Made(Case("bfloat16", block, features=features, values=features))
+        of = made.problem()._replace(score=score, captured=(View(),) * len(axes))
+        kind = "pair" if "row" in next(iter(axes.values())) else "col" if packed else "row"
+        collected = tuple(Collected(i, kind, View(800, 400, 20, 1)) for i in range(len(axes)))
+        problem = AttentionGradient(of, *(of.q,) * 4, collected=collected)
+        (spec,) = (
+            spec
+            for spec in hopper_gradient.lower(problem, hopper_gradient.ARCH, 132).specs
+            if "captured" in spec.description
+        )
+        found = compiled(spec, hopper_gradient.ARCH)
+        # Of two results of one warpgroup the gathering producer has 24 registers.
+        spilled = 64 if kind == "col" and features > 96 and block[0] < 128 else 0
+        assert not found.serialized and found.spilled <= spilled, spec.description
