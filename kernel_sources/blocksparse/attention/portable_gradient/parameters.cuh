@@ -15,6 +15,7 @@ struct Fixed {
     Sizes sizes;
     int batches_of_cta, heads_of_cta;  // SUMMED: 1, or all of them
     i64 delta_rows;
+    i64 share;  // SHARED: rows or columns of a line of tiles that a CTA has
 };
 
 // Laid out by kernlib/families/blocksparse/lowering/attention/portable_gradient.py.

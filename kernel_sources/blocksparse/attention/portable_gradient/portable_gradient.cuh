@@ -24,6 +24,8 @@
 //   FEATURES, VALUES          of a row of q and k, and of v and grad: multiples of 16
 //   FIRST_PART, SECOND_PART   of these, what of dq or dk, and of dv, a CTA has
 //   COLLECTED, COLLECTED_AT, IS_PAIR, SUMMED   as collected.cuh says: of these lines
+//   SHARED                    whether CTAs share the tiles of a line, which has no sums: what is
+//                             collected is of pairs, and nothing else is wanted
 //   MIN_BLOCKS                CTAs that a multiprocessor holds
 //   PARAMETER_BYTES           what lowering makes of Parameters
 #pragma once
@@ -62,8 +64,12 @@ struct Cursor {
                                                   int batch, int head, int line) {
         const Bits bits = TURNED ? p.sizes.cols_of(p.bits, batch, head)
                                  : p.sizes.rows_of(p.bits, batch, head);
-        const Range range = TURNED ? sight.rows_of(line * TILE_LINES, TILE_LINES)
-                                   : sight.columns_of(line * TILE_LINES, TILE_LINES);
+        Range range = TURNED ? sight.rows_of(line * TILE_LINES, TILE_LINES)
+                             : sight.columns_of(line * TILE_LINES, TILE_LINES);
+        if (SHARED) {
+            const int begin = int(blockIdx.y * p.share);
+            range = {max(range.begin, begin), min(range.end, begin + int(p.share))};
+        }
         return Tiles(bits, line, range);
     }
     __device__ __forceinline__ Cursor(const Parameters& p, const Sight& sight, int batch, int head,

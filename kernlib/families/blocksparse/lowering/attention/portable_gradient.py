@@ -33,6 +33,10 @@ LINES = 16 * WARPS  # of a block of threads
 MOST_SUMS = 256  # of dk and dv together, of each of a warp's 16 lines: half of its registers
 NAMES = ("q", "k", "v", "grad", "lse", WORKSPACE)  # behind the layout's bits
 BY_ROWS, BY_COLUMNS = ("row", "pair"), ("col",)
+# Columns of 64 rows whose pairs one block of threads sums up batch after batch: of the blocks that
+# are under way the sums, 128 KiB each, stay in a cache of 50 MB.
+SHARE = 512
+MOST_SHARES = 65535  # a grid's second dimension
 
 
 class Tile(NamedTuple):
@@ -59,6 +63,7 @@ class Variant(NamedTuple):
     tile: Tile
     collected: tuple[tuple[int, bool], ...] = ()  # captured tensors, and whether they are of pairs
     summed: bool = False  # whether some of these are summed over batches or heads
+    shared: bool = False  # whether blocks of threads share the tiles of a line, of pairs alone
 
     @property
     def parts(self) -> int:
@@ -163,7 +168,9 @@ def _step(
     kind = attention.dtype, attention.blocks[:2], turned
     batches, of_cta = (1, 1) if turned else together(problem, own)
     summed = batches * of_cta > 1
-    made = Variant(*kind, *portable.widths(attention), needs, tile, kept, summed)
+    shared = summed and not any(needs) and all(is_pair for _, is_pair in kept)
+    share = SHARE * ceil_div(attention.keys, SHARE * MOST_SHARES)
+    made = Variant(*kind, *portable.widths(attention), needs, tile, kept, summed, shared)
     results = (("dk", problem.dk), ("dv", problem.dv)) if turned else (("dq", problem.dq),) * 2
     lines, heads = (
         (attention.keys, attention.kv_heads) if turned else (attention.queries, attention.heads)
@@ -172,7 +179,7 @@ def _step(
     numbers = text.views(attention)
     for operand in (attention.q, attention.k, attention.v, problem.grad, *(r for _, r in results)):
         numbers += operand[:3]
-    numbers += [*portable.sizes(attention, count), batches, of_cta, delta_rows]
+    numbers += [*portable.sizes(attention, count), batches, of_cta, delta_rows, share]
     numbers += [stride for _, each in own for stride in each.strides]
     # What is not wanted has no tensor: the address of q stands there, and nobody reads it.
     named_results = (name if need else "q" for (name, _), need in zip(results, needs, strict=True))
@@ -180,7 +187,8 @@ def _step(
     names += [f"collected{place}" for place, _ in own]
     names += text.pointers(attention.score)
     heads //= of_cta
-    grid = portable.grid(attention.batch // max(1, batches) * heads * count), made.parts
+    parts = ceil_div(attention.keys, share) if shared else made.parts
+    grid = portable.grid(attention.batch // max(1, batches) * heads * count), parts
     fixed = parameters(attention.score, len(own)).pack(*numbers)
     pointers = tuple((name, 0) for name in names)
     return Step(spec(attention.score, made), grid, fixed, pointers, len(text.SCALARS))
@@ -205,6 +213,7 @@ constexpr int FIRST_PART = {first};
 constexpr int SECOND_PART = {second};
 {text.collected(made.collected)}
 constexpr bool SUMMED = {text.flag(made.summed)};
+constexpr bool SHARED = {text.flag(made.shared)};
 constexpr int MIN_BLOCKS = {2 if max(made.features, made.values) <= 128 else 1};
 constexpr int PARAMETER_BYTES = {parameters(score, len(made.collected)).size};
 
@@ -226,6 +235,7 @@ def _words(score: Score, made: Variant) -> list[str]:
     found += [f"{made.tile.depth} deep", *["1 stage"] * (made.tile.stages == 1)]
     found += [name for name, need in zip(results, made.needs, strict=True) if need]
     found += [f"captured {index}" for index, _ in made.collected] + ["summed"] * made.summed
+    found += ["shared"] * made.shared
     return found + text.words(score)
 
 
@@ -237,7 +247,7 @@ def shared_bytes(features: int, values: int, tile: Tile) -> int:
 
 def parameters(score: Score, collected: int) -> Parameters:
     """The parameter struct."""
-    fixed = portable.STRIDES * 6 + portable.SIZES + "2iq" + text.VIEW * collected
+    fixed = portable.STRIDES * 6 + portable.SIZES + "2i2q" + text.VIEW * collected
     return text.parameters(1 + len(NAMES) + 2 + collected, fixed, score)
 
 

@@ -10,7 +10,7 @@ import torch
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.plans import score_of
 from kernlib.families.blocksparse.layout import NAMES
-from kernlib.families.blocksparse.lowering.attention import hopper_gradient
+from kernlib.families.blocksparse.lowering.attention import hopper_gradient, portable_gradient
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
     Collected,
@@ -105,14 +105,17 @@ def test_every_axis(rows, name, emulator, seed):
 
 @on_host
 @pytest.mark.parametrize("over", slow_but(("batches",), ("batches", "heads", "both")))
-def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, seed):
+def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, seed, monkeypatch):
+    """In which blocks of threads share a line, of a window and of the rest of it."""
+    monkeypatch.setattr(portable_gradient, "SHARE", 64)
     batch, heads = {"batches": (1, 4), "heads": (2, 1), "both": (1, 1)}[over]
-    given = captured((1, 1, batch), (1, 4, heads))
-    made = Gradients(soft_bias(CASE), given)
-    sums = sums_of(CASE, (batch, heads))
-    run(made, emulator, sums)
-    made.check()
-    compare(made, sums, given)
+    for case in (CASE, CASE._replace(keys=130, window=(30, 9), block=(32, 32))):
+        given = captured((1, 1, batch), (1, 4, heads), case.keys)
+        made = Gradients(soft_bias(case), given)
+        sums = sums_of(case, (batch, heads))
+        run(made, emulator, sums)
+        made.check()
+        compare(made, sums, given)
 
 
 @on_host
