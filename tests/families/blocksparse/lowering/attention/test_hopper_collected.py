@@ -17,8 +17,13 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
     View,
 )
 from kernlib.lowering.steps import WORKSPACE
-from tests.families.blocksparse.lowering.attention.cases import Case, Made, error, view_of
-from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
+from tests.families.blocksparse.lowering.attention.cases import Case, Made, view_of
+from tests.families.blocksparse.lowering.attention.gradients import (
+    Gradients,
+    check_sums,
+    soft_tensors,
+    sums_of,
+)
 from tests.families.blocksparse.lowering.attention.scores import soft_bias
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
@@ -26,7 +31,6 @@ from tests.support.emulation.emulator import COMPILER, Emulator
 from tests.support.speeds import slow_but
 
 on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-ROWS, COLS = 75, 90
 
 
 @pytest.fixture(scope="module")
@@ -49,35 +53,7 @@ def run(made: Gradients, emulator, sums: dict, rows=128, needs=(True, True, True
     made.run(partial(launch, emulator), {"rows": rows}, needs, **given)
 
 
-def captured(batch=(1, 1, 2), heads=(1, 4, 4), cols=COLS) -> tuple[torch.Tensor, ...]:
-    """Of rows, of columns, and of pairs of both."""
-    return (
-        torch.randn(batch[0], heads[0], ROWS, 1) * 0.3,
-        torch.randn(batch[1], heads[1], 1, cols),
-        torch.randn(batch[2], heads[2], ROWS, cols) * 0.5,
-    )
-
-
-def sums_of(case: Case, pairs: tuple[int, int] = (2, 4)) -> dict:
-    """Zeros of what kernels leave, of pairs of so many batches and heads."""
-    batch, heads, rows, cols = case.batch, case.heads, case.queries, case.keys
-    return {
-        (0, "row"): torch.zeros(batch, heads, rows, 1),
-        (1, "col"): torch.zeros(batch, heads, 1, cols),
-        (2, "pair"): torch.zeros(*pairs, rows, cols),
-    }
-
-
-def compare(made: Gradients, sums: dict, given: tuple[torch.Tensor, ...]) -> None:
-    """What is collected, summed over what a tensor does not have."""
-    doubles = tuple(t.double().requires_grad_() for t in given)
-    wanted = made.wanted(doubles)[3:]
-    for (index, _), found in sums.items():
-        found = found.sum_to_size(given[index].shape)
-        assert error(found, wanted[index]) <= GATES[made.made.case.numbers]
-
-
-CASE = Case(queries=ROWS, keys=COLS, batch=2, heads=4, kv_heads=2, causal=True, density=0.8)
+CASE = Case(queries=75, keys=90, batch=2, heads=4, kv_heads=2, causal=True, density=0.8)
 CASES = {
     "causal": CASE,
     "dropout": CASE._replace(dropout=0.25),
@@ -95,12 +71,12 @@ def test_every_axis(rows, name, emulator, seed):
     """By rows of all heads, columns of a head, pairs of a batch and head; a mask leaves some
     out."""
     case = CASES[name]
-    given = captured(cols=case.keys)
+    given = soft_tensors(case)
     made = Gradients(soft_bias(case), given, grad_lse=True)
     sums = sums_of(case)
     run(made, emulator, sums, rows)
     made.check()
-    compare(made, sums, given)
+    check_sums(made, sums, given)
 
 
 @on_host
@@ -110,18 +86,18 @@ def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, 
     monkeypatch.setattr(portable_gradient, "SHARE", 64)
     batch, heads = {"batches": (1, 4), "heads": (2, 1), "both": (1, 1)}[over]
     for case in (CASE, CASE._replace(keys=130, window=(30, 9), block=(32, 32))):
-        given = captured((1, 1, batch), (1, 4, heads), case.keys)
+        given = soft_tensors(case, (batch, heads))
         made = Gradients(soft_bias(case), given)
         sums = sums_of(case, (batch, heads))
         run(made, emulator, sums)
         made.check()
-        compare(made, sums, given)
+        check_sums(made, sums, given)
 
 
 @on_host
 def test_each_alone_has_the_same_bits(emulator, seed):
     """Of dq, dk and dv too, whatever is collected."""
-    made = Gradients(soft_bias(CASE), captured())
+    made = Gradients(soft_bias(CASE), soft_tensors(CASE))
     every = sums_of(CASE)
     run(made, emulator, every)
     whole = [t.clone() for t in made.results]
@@ -138,7 +114,7 @@ def test_each_alone_has_the_same_bits(emulator, seed):
 
 def test_which_launch_has_what():
     """Rows and pairs that with dq, columns that with dk and dv, sums over pairs one more."""
-    made = Gradients(soft_bias(CASE), captured())
+    made = Gradients(soft_bias(CASE), soft_tensors(CASE))
     whole, summed = (2, 4), (1, 4)
     for keys, pairs, needs, count in (
         ((0, 1, 2), whole, (True, True, True), 3),
