@@ -10,7 +10,11 @@ import torch
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.plans import score_of
 from kernlib.families.blocksparse.layout import NAMES
-from kernlib.families.blocksparse.lowering.attention import hopper_gradient, portable_gradient
+from kernlib.families.blocksparse.lowering.attention import (
+    choose,
+    hopper_gradient,
+    portable_gradient,
+)
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
     Collected,
@@ -128,7 +132,7 @@ def test_which_launch_has_what():
         sums = {key: t for key, t in every if key[0] in keys}
         collected = tuple(Collected(*key, view_of(t)) for key, t in sums.items())
         problem = made.problem(needs, collected)
-        assert hopper_gradient.takes(problem, hopper_gradient.ARCH)
+        assert choose.candidates(problem, hopper_gradient.ARCH)[0]["kind"] == "hopper"
         assert len(hopper_gradient.lower(problem, hopper_gradient.ARCH, 132).steps) == count
 
 
