@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -24,6 +25,72 @@ from kernlib.run import run_kernel
 BY_DIMENSIONS = {0: (), 2: AXES[2:], 3: AXES[1:], 4: AXES}
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float | torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    score: str | None = ...,
+    mask: str | None = ...,
+    q_lengths: torch.Tensor | None = ...,
+    kv_lengths: torch.Tensor | None = ...,
+    dropout_p: float = ...,
+    seed: int | torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    axes: dict[str, str | tuple[str, ...]] | None = ...,
+    out: torch.Tensor | None = ...,
+    debug: bool = ...,
+    **captured: torch.Tensor,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float | torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    score: str | None = ...,
+    mask: str | None = ...,
+    q_lengths: torch.Tensor | None = ...,
+    kv_lengths: torch.Tensor | None = ...,
+    dropout_p: float = ...,
+    seed: int | torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    axes: dict[str, str | tuple[str, ...]] | None = ...,
+    out: torch.Tensor | None = ...,
+    debug: bool = ...,
+    **captured: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float | torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    score: str | None = ...,
+    mask: str | None = ...,
+    q_lengths: torch.Tensor | None = ...,
+    kv_lengths: torch.Tensor | None = ...,
+    dropout_p: float = ...,
+    seed: int | torch.Tensor | None = ...,
+    return_lse: bool,
+    axes: dict[str, str | tuple[str, ...]] | None = ...,
+    out: torch.Tensor | None = ...,
+    debug: bool = ...,
+    **captured: torch.Tensor,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
