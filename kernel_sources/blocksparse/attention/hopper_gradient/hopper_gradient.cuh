@@ -127,13 +127,17 @@ __device__ __forceinline__ void add_stage(float (&first)[SUMS], float (&second)[
     wgmma_wait<1>();
     keep_behind(scores);
     Words weights, slopes;
-    bool partial = flags & PARTIAL;
-    if (partial) {
-        take_weights<true>(scores, weighed, weights, tile, c.own, c.scale, score, kept,
-                           dropout.scale);
+    bool partial = flags & (GAPS | EDGE);
+    // A score is asked for rows and columns that exist alone.
+    if (flags & EDGE || ((HAS_SCORE || HAS_MASK) && partial)) {
+        take_weights<Left::all>(scores, weighed, weights, tile, c.own, c.scale, score, kept,
+                                dropout.scale);
+    } else if (!HAS_SCORE && !HAS_MASK && partial) {
+        take_weights<Left::gaps>(scores, weighed, weights, tile, c.own, c.scale, score, kept,
+                                 dropout.scale);
     } else {
-        take_weights<false>(scores, weighed, weights, tile, c.own, c.scale, score, kept,
-                            dropout.scale);
+        take_weights<Left::nothing>(scores, weighed, weights, tile, c.own, c.scale, score, kept,
+                                    dropout.scale);
     }
     if (TRANSPOSED && EARLY) {
         keep_words(weights);

@@ -26,15 +26,16 @@ constexpr int STAGE_BYTES = 2 * SLOT_BYTES + 1024 * (TRANSPOSED ? 1 : 0);
 static_assert(2 * NUMBER_BYTES <= 1024, "slots begin at whole 1024 bytes");
 static_assert(2 * (CHUNKS + 1) * PIECES <= 32, "each copy of a stage is a lane's");
 
-// Flags of a note.
-constexpr u32 PARTIAL = 1, CUT = 2, END = 4;
+// Flags of a note: GAPS where some line does not store some piece, EDGE where some row does not see
+// all of a piece, CUT where some of a piece lies behind the last column that anybody sees.
+constexpr u32 GAPS = 1, EDGE = 2, CUT = 4, END = 8;
 
 // What the producer says of a stage: the head of q, and which columns and blocks it holds.
 struct Note {
     u32 flags;
     int head;
     int columns[PIECES];  // the first of each piece
-    u32 live[PIECES];     // the lines of blocks that store it
+    u32 stored[LINES];    // of each line of blocks, a bit for each piece that it stores
 };
 
 struct Barriers {

@@ -212,7 +212,8 @@ def stage_bytes(made: Variant) -> int:
     said of them."""
     slot = ceil_div(made.features, ROW) * 2 * ROW * made.columns
     pieces = max(1, made.columns // made.block[1])
-    return 2 * slot + 1024 * made.transposed + 2 * 8 + 8 + 8 * pieces
+    lines = max(1, made.rows // made.block[0])
+    return 2 * slot + 1024 * made.transposed + 2 * 8 + 8 + 4 * (pieces + lines)
 
 
 def own_bytes(made: Variant) -> int:
