@@ -1,4 +1,5 @@
-"""Attention over stored blocks: kernlib, its floor, FlexAttention, and all of the matrix by cuDNN.
+"""Attention over stored blocks: kernlib, its floor, FlexAttention, FlashAttention 4 where it is
+installed (flash-attn-4), and all of the matrix by cuDNN.
 
 TFLOP/s are 4 B H L^2 D density / time of a forward pass, 2.5 times as many operations of a backward
 one. Errors are those of some rows of the first head: of the result, or of the gradient by q. What
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -38,7 +40,7 @@ LEARNED = {
     "bias": ("v + learned", ("head", "row", "col")),
     "slopes": ("v - learned * abs(row - col)", ("head",)),
 }
-FLEX_BLOCKS = (64, 128)  # that FlexAttention has kernels for
+LARGE_BLOCKS = (64, 128)  # that FlexAttention and FlashAttention 4 have kernels for
 
 
 class Problem(NamedTuple):
@@ -249,14 +251,30 @@ DENSE = "cudnn, all of the matrix"
 def rivals(problem: Problem, layout: blocksparse.Layout, learned=None) -> dict[str, Callable]:
     """What makes each rival's function, by its name."""
     found: dict[str, Callable] = {} if problem.learned else {DENSE: lambda: _cudnn}
-    if problem.block in FLEX_BLOCKS:
+    if problem.block in LARGE_BLOCKS:
         found["FlexAttention"] = lambda: _flex(problem, layout, learned)
+        is_there = find_spec("flash_attn") and find_spec("flash_attn.cute")
+        if is_there and not problem.learned:
+            found["FlashAttention 4"] = lambda: _flash(problem, layout)
     return found
 
 
 def _cudnn(q, k, v):
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def lists(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each line of (1, heads, lines, blocks) the count of its stored blocks, and their places in
+    front of those of the others."""
+    stored = mask.int()
+    order = stored.argsort(dim=-1, descending=True, stable=True).int()
+    return stored.sum(-1).int(), order
+
+
+def _mask(layout: blocksparse.Layout) -> torch.Tensor:
+    mask = layout.mask()
+    return mask.expand(1, *mask.shape) if mask.dim() == 3 else mask[None, None]
 
 
 def _flex(problem: Problem, layout: blocksparse.Layout, learned=None) -> Callable:
@@ -272,9 +290,7 @@ def _flex(problem: Problem, layout: blocksparse.Layout, learned=None) -> Callabl
             lambda b, h, i, j: (i - j).abs() <= width, None, None, problem.length, problem.length
         )
     else:
-        stored = layout.mask().int().unsqueeze(0)
-        count = stored.sum(-1).int()
-        order = stored.argsort(dim=-1, descending=True, stable=True).int()
+        count, order = lists(_mask(layout))
         none = torch.zeros_like(count), torch.zeros_like(order)
         mask = BlockMask.from_kv_blocks(*none, count, order, BLOCK_SIZE=problem.block)
     options = None  # its tiles, which may not be larger than blocks
@@ -292,3 +308,25 @@ def _modified(problem: Problem, learned: torch.Tensor | None) -> Callable | None
     if problem.learned == "slopes":
         return lambda v, b, h, i, j: v - learned[h] * (i - j).abs()
     return None
+
+
+def _flash(problem: Problem, layout: blocksparse.Layout) -> Callable:
+    """FlashAttention 4 of the same blocks, all whole, or of a window, which it knows itself. It has
+    heads behind the rows."""
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    given: dict = {"window_size": (problem.window,) * 2}
+    if not problem.window:
+        given, mask = {}, _mask(layout)
+        for name, lines in (("", mask), ("_bwd", mask.mT)):
+            count, order = lists(lines)
+            none = torch.zeros_like(count), torch.zeros_like(order)
+            given["block_sparse_tensors" + name] = BlockSparseTensorsTorch(
+                *none, count, order, block_size=(problem.block,) * 2
+            )
+
+    def attend(q, k, v):
+        return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **given)[0].transpose(1, 2)
+
+    return attend

@@ -14,11 +14,12 @@ import kernlib
 from tests.support.paths import ROOT
 
 LAZY = (  # they have stubs
-    *("kernlib", "kernlib.nn", "kernlib.sparse", "kernlib.compat"),
+    *("kernlib", "kernlib.nn", "kernlib.sparse", "kernlib.blocksparse", "kernlib.compat"),
     "kernlib.compat.fastkron",
 )
 PUBLIC = (
-    *("kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.sparse", "kernlib.linalg"),
+    *("kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.linalg"),
+    *("kernlib.sparse", "kernlib.blocksparse"),
     *("kernlib.compat.kermac", "kernlib.compat.kermac.linalg", "kernlib.compat.macko"),
     *("kernlib.compat.fastkron.fastkrontorch", "kernlib.compat.fastkron.fastkronnumpy"),
     "kernlib.compat.linear_operator",
@@ -34,6 +35,10 @@ SNIPPET = {
     "single = kl.KroneckerSparse(6, 64, 64, 1, epilogue=kl.Sigmoid())": "",
     "y = kl.sparse.matmul(kl.sparse.compress(x), x, epilogue=kl.Relu())": "",
     "near, places = kl.kernel_topk(kl.p_distance(), x, x, 10, p=1.5)": "",
+    "blocks = kl.blocksparse.causal(64, 16)": "",
+    "kl.blocksparse.attention(x, x, x, blocks).square()": "",
+    "kl.blocksparse.attention(x, x, x, blocks, return_lse=True)[1].square()": "",
+    "kl.blocksparse.attention(x, x, x, blocks, return_lse=True).square()": "square",
     "kl.gausian()": "gausian",
     "kl.nn.KSLiner([(1, 2, 2, 1)])": "KSLiner",
     "kl.cdist(x, x, pp=1.0)": "pp",

@@ -1,5 +1,10 @@
 """The benchmark of attention over stored blocks: its cases, its targets, and that ways agree."""
 
+import sys
+from collections import namedtuple
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -83,3 +88,37 @@ def test_the_dense_rival_is_of_the_same_tensors(monkeypatch, seed):
     monkeypatch.setattr(attention, "_cudnn", plain)
     row = attention.measure(problem, Session(timer=Clock()), "cpu")
     assert list(row.rivals) == [attention.DENSE]
+
+
+def test_flash_attention_is_given_the_same_blocks(monkeypatch, seed):
+    """As its package takes them: heads behind rows, lists of whole blocks in both directions."""
+    problem = attention.Problem(16, 64, 0.5, False, 256, 1, 2)
+
+    def stored(lists) -> torch.Tensor:
+        assert lists.block_size == (64, 64) and not lists.mask_block_cnt.any()
+        places = torch.arange(4) < lists.full_block_cnt[..., None]
+        found = torch.zeros(1, 2, 4, 4, dtype=torch.bool)
+        return found.scatter(-1, lists.full_block_idx.long(), places)
+
+    def attend(q, k, v, block_sparse_tensors, block_sparse_tensors_bwd):
+        mask = stored(block_sparse_tensors)
+        assert torch.equal(stored(block_sparse_tensors_bwd), mask.mT)
+        mask = mask.repeat_interleave(64, 2).repeat_interleave(64, 3)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2), None
+
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size")
+    sparsity = ModuleType("flash_attn.cute.block_sparsity")
+    sparsity.BlockSparseTensorsTorch = namedtuple("BlockSparseTensorsTorch", names)
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    cute.flash_attn_func = attend
+    for module in (package, cute, sparsity):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(attention, "_flex", lambda *_: attention._cudnn)
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "_cudnn", plain)
+    row = attention.measure(problem, Session(timer=Clock()), "cpu")
+    assert list(row.rivals) == [attention.DENSE, "FlexAttention", "FlashAttention 4"]
+    assert row.rival_errors["FlashAttention 4"] < 2e-2

@@ -54,8 +54,9 @@ struct Gather {
         return from[at] & high & ~low;
     }
 
-    // The next block that a line stores, and which lines do; false behind the last one.
-    __device__ __forceinline__ bool next_block() {
+    // Moves on to a word of which some line stores a block that is still to come; false behind the
+    // last one.
+    __device__ __forceinline__ bool next_word() {
         while (left == 0) {
             if (waiting == 0) {
                 first += AT_ONCE;
@@ -71,6 +72,12 @@ struct Gather {
             own = __shfl_sync(ALL_LANES, found, place * LINES + lane % LINES);
             left = __reduce_or_sync(ALL_LANES, own);
         }
+        return true;
+    }
+
+    // The next block that a line stores, and which lines do; false behind the last one.
+    __device__ __forceinline__ bool next_block() {
+        if (!next_word()) return false;
         int at = __ffs(int(left)) - 1;
         left &= left - 1;
         block = word * 32 + at;
@@ -97,11 +104,38 @@ struct Gather {
 
     // The pieces of the next tile of columns; false if there are none.
     __device__ __forceinline__ bool next(Pieces& pieces) {
-        int lane = threadIdx.x % 32, count = 0;
         pieces = {behind, 0};
+        if constexpr (PIECES > 1) return next_blocks(pieces);
+        if (!next_piece()) return false;
+        if (threadIdx.x % 32 == 0) pieces = {column(), live};
+        return true;
+    }
+
+    // The same of whole blocks: those of a word at once, as one after the other takes 8 of them as
+    // long as a tile's products. Lane i finds which bit of `left` is the one that has i before it,
+    // with those of words before.
+    __device__ __forceinline__ bool next_blocks(Pieces& pieces) {
+        static_assert(PARTS == 1, "a piece is a block");
+        int lane = threadIdx.x % 32, count = 0;
 #pragma unroll 1
-        for (; count < PIECES && next_piece(); ++count)
-            if (lane == count) pieces = {column(), live};
+        while (count < PIECES && next_word()) {
+            bool is_left = left >> lane & 1;
+            int place = count + __popc(left & ((1u << lane) - 1));
+            u32 mine = 0;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) {
+                u32 whose = __ballot_sync(ALL_LANES, is_left && place == i);
+                if (lane == i) mine = whose;
+            }
+            int at = __ffs(int(mine)) - 1;
+            u32 lines = 0;
+#pragma unroll
+            for (int line = 0; line < LINES; ++line)
+                lines |= (__shfl_sync(ALL_LANES, own, line) & mine ? 1u : 0u) << line;
+            if (mine) pieces = {(word * 32 + at) * BLOCK, lines};
+            count += __popc(left);
+            left = __ballot_sync(ALL_LANES, is_left && place >= PIECES);
+        }
         return count > 0;
     }
 };

@@ -108,17 +108,18 @@ __device__ __forceinline__ void take_weights(float (&scores)[SCORES], Progress& 
     }
     if (HAS_SCORE || HAS_MASK) change(scores, note, c.p, task.score, c.scale, task.rows);
     progress.behind = {0, 0};
-    if (note.flags & PARTIAL) {
-        progress.met = true;
+    u32 flags = note.flags;
+    if (flags & GAPS) leave_gaps(scores, note.stored[task.rows.line]);
+    if (flags & CUT) {
         if (LENGTHS) progress.behind = rows_behind(note, task.sight.cols);
-        leave_out(scores, note, task.sight, task.rows);
+        cut(scores, note.columns, task.sight, task.rows);
     }
+    if (flags & (GAPS | CUT)) progress.met = true;
     int columns[PIECES];
     if (DROPOUT) {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) columns[i] = note.columns[i];
     }
-    u32 flags = note.flags;
     barrier_arrive_by_warp(&c.s.barriers().empty[stage]);
     if (flags & LAST) barrier_arrive_by_warp(&c.s.barriers().q_empty);
     progress.same = progress.stats.add(scores, progress.shrink);

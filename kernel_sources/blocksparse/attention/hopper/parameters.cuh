@@ -22,15 +22,16 @@ constexpr int Q_CHUNK = TILE_ROWS * ROW_BYTES, Q_BYTES = CHUNKS * Q_CHUNK;
 static_assert(CHUNKS * PIECES <= 32, "each copy of a slot is a lane's");
 static_assert(STAGES >= 2, "K of the next tile comes before V of this one");
 
-// Flags of a note.
-constexpr u32 LAST = 1, PARTIAL = 2, EMPTY = 4, EXIT = 8;
+// Flags of a note: GAPS where some line does not store some piece, CUT where some row does not see
+// all of a piece.
+constexpr u32 LAST = 1, GAPS = 2, CUT = 4, EMPTY = 8, EXIT = 16;
 
 // What the producer says of a slot of K: its tile of rows, and which columns and blocks it holds.
 struct Note {
     u32 flags;
     int tile, head, batch;
     int columns[PIECES];  // the first of each piece
-    u32 live[PIECES];     // the lines of blocks that store it
+    u32 stored[LINES];    // of each line of blocks, a bit for each piece that it stores
 };
 
 struct Barriers {

@@ -56,9 +56,11 @@ __device__ __forceinline__ void say(const Shared& s, const Ring& ring, const Pla
                                     const Pieces& pieces, u32 flags) {
     Note& note = s.note(ring.stage);
     int lane = threadIdx.x % 32;
-    if (lane < PIECES) {
-        note.columns[lane] = pieces.column;
-        note.live[lane] = pieces.live;
+    if (lane < PIECES) note.columns[lane] = pieces.column;
+#pragma unroll
+    for (int line = 0; line < LINES; ++line) {
+        u32 stored = __ballot_sync(ALL_LANES, lane < PIECES && pieces.live >> line & 1);
+        if (lane == line) note.stored[line] = stored;
     }
     if (lane == 0) {
         note.flags = flags;
@@ -83,8 +85,15 @@ __device__ __forceinline__ void load_rows(const Parameters& p, const Shared& s, 
     }
 }
 
-// K and V of one tile of rows; false if it has none. A tile of columns is partial if some of its
-// elements are left out by what is stored or by position: rows behind the last one do not count.
+// What of a tile of columns is left out, by what is stored and by position.
+__device__ __forceinline__ u32 flags_of(const Pieces& pieces, const Sight& sight, int row) {
+    bool exists = threadIdx.x % 32 < PIECES, is_whole = pieces.live == LIVE;
+    bool is_cut = pieces.live != 0 && !sight.covers(row, TILE_ROWS, pieces.column, PIECE);
+    u32 gaps = __any_sync(ALL_LANES, exists && !is_whole) ? GAPS : 0;
+    return gaps | (__any_sync(ALL_LANES, exists && is_cut) ? CUT : 0);
+}
+
+// K and V of one tile of rows; false if it has none. Rows behind the last one are not left out.
 __device__ __forceinline__ bool produce_tile(const Parameters& p, const Shared& s, Ring& ring,
                                              const Place& place, Sight sight, int parity) {
     int row = place.tile * TILE_ROWS;
@@ -100,11 +109,9 @@ __device__ __forceinline__ bool produce_tile(const Parameters& p, const Shared& 
 #pragma unroll 1
     while (more) {
         more = gather.next(next);
-        bool full = threadIdx.x % 32 >= PIECES ||
-                    (pieces.live == LIVE && sight.covers(row, TILE_ROWS, pieces.column, PIECE));
-        full = __all_sync(ALL_LANES, full);
+        u32 flags = flags_of(pieces, sight, row) | (more ? 0 : LAST);
         wait_for_slot(s, ring);
-        say(s, ring, place, pieces, (more ? 0 : LAST) | (full ? 0 : PARTIAL));
+        say(s, ring, place, pieces, flags);
         load_slot(s, ring, p.k_map, pieces.column, heads.k_head, heads.k_batch);
         ring.next();
         if (__shfl_sync(ALL_LANES, before, 0) >= 0) {

@@ -46,16 +46,23 @@ struct Seen {
     __device__ __forceinline__ bool has(int col) const { return u32(col - first) < count; }
 };
 
-// Of a tile that is not whole: -inf for what is not stored or not seen, whatever it was.
-__device__ __forceinline__ void leave_out(float (&scores)[SCORES], const Note& note,
-                                          const Sight& sight, const Sixteen& rows) {
+// -inf for what the warp's line of blocks does not store, whatever it was: a selection each and no
+// branches, as most tiles of small blocks have gaps in most of their pieces.
+__device__ __forceinline__ void leave_gaps(float (&scores)[SCORES], u32 stored) {
+#pragma unroll
+    for (int i = 0; i < SCORES; ++i)
+        scores[i] = stored >> i / OF_PIECE & 1 ? scores[i] : minus_infinity();
+}
+
+// The same for what a row does not see. Few tiles have any of that, at an edge or a diagonal.
+__device__ __forceinline__ void cut(float (&scores)[SCORES], const int (&columns)[PIECES],
+                                    const Sight& sight, const Sixteen& rows) {
     Seen seen[2] = {Seen(sight, rows.of(0)), Seen(sight, rows.of(1))};
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
-        bool stored = note.live[piece] >> rows.line & 1;
-        int col = note.columns[piece];
-        if (stored && sight.covers(rows.row, 16, col, PIECE)) continue;
-        col = stored ? col + int(threadIdx.x) % 4 * 2 : -1 - PIECE;  // seen by no row
+        int col = columns[piece];
+        if (sight.covers(rows.row, 16, col, PIECE)) continue;
+        col += int(threadIdx.x) % 4 * 2;
 #pragma unroll
         for (int i = 0; i < OF_PIECE; ++i) {
             float& score = scores[piece * OF_PIECE + i];

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib import run
 from kernlib.descriptors.base import render, shown
-from kernlib.descriptors.score.expression import ARGUMENTS
-from kernlib.families.blocksparse.attention.arguments import check_kinds
+from kernlib.descriptors.score.expression import MEANT
+from kernlib.families.blocksparse.attention.arguments import check_kinds, checked_seed
 from kernlib.families.blocksparse.attention.descriptor import (
     AXES,
     FIELDS,
@@ -24,6 +25,72 @@ from kernlib.run import run_kernel
 BY_DIMENSIONS = {0: (), 2: AXES[2:], 3: AXES[1:], 4: AXES}
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float | torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    score: str | None = ...,
+    mask: str | None = ...,
+    q_lengths: torch.Tensor | None = ...,
+    kv_lengths: torch.Tensor | None = ...,
+    dropout_p: float = ...,
+    seed: int | torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    axes: dict[str, str | tuple[str, ...]] | None = ...,
+    out: torch.Tensor | None = ...,
+    debug: bool = ...,
+    **captured: torch.Tensor,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float | torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    score: str | None = ...,
+    mask: str | None = ...,
+    q_lengths: torch.Tensor | None = ...,
+    kv_lengths: torch.Tensor | None = ...,
+    dropout_p: float = ...,
+    seed: int | torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    axes: dict[str, str | tuple[str, ...]] | None = ...,
+    out: torch.Tensor | None = ...,
+    debug: bool = ...,
+    **captured: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float | torch.Tensor | None = ...,
+    causal: bool = ...,
+    window: int | tuple[int | None, int | None] | None = ...,
+    score: str | None = ...,
+    mask: str | None = ...,
+    q_lengths: torch.Tensor | None = ...,
+    kv_lengths: torch.Tensor | None = ...,
+    dropout_p: float = ...,
+    seed: int | torch.Tensor | None = ...,
+    return_lse: bool,
+    axes: dict[str, str | tuple[str, ...]] | None = ...,
+    out: torch.Tensor | None = ...,
+    debug: bool = ...,
+    **captured: torch.Tensor,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -76,6 +143,9 @@ def attention(
         rest = dict(return_lse=return_lse, debug=debug, **rest)
     if is_dynamo_compiling():
         return _traced(fields, (layout, q, k, v), rest)
+    if seed is not None and not has_dropout:  # which evaluation may leave there
+        check_kinds(None, (layout, q, k, v))
+        checked_seed(q, seed)
     return run_kernel((_made if type(causal) is bool else _new)(*fields), layout, q, k, v, **rest)
 
 
@@ -126,7 +196,9 @@ def _meant(name: str, texts: tuple) -> str:
 
     if any(isinstance(text, str) and name in text for text in texts):
         return ""
-    return hints.argument(name, ARGUMENTS)
+    if name == "enable_gqa":
+        return "; leave it out: which heads share k and v is taken from the shapes"
+    return hints.argument(name, MEANT)
 
 
 def _new(*fields) -> BlockSparseAttention:

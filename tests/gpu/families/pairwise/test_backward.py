@@ -10,6 +10,14 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise.reductions import fused
 from tests.gpu.families.pairwise.cases import points
+from tests.gpu.families.pairwise.trained import (
+    PARTIAL_BYTES,
+    assert_same_bits,
+    captured,
+    gradients_of,
+    leaves,
+    peak_of_gradients,
+)
 
 GAUSSIAN = kl.gaussian()
 ROOT = {"p": 1.3}
@@ -273,62 +281,23 @@ def test_few_rows_of_many_lines_and_equal_terms(taken, seed):
 
 
 def test_the_same_bits_each_time(taken, seed):
-    x, v = points(3000, 3).requires_grad_(), points(3000, 1).requires_grad_()
-    bandwidth = torch.tensor(2.0, device="cuda", requires_grad=True)
-
-    def gradients():
-        out = kl.kernel_matmul(GAUSSIAN, x, x, v, bandwidth=bandwidth)
-        return torch.autograd.grad(out.sum(), (x, v, bandwidth))
-
-    first = gradients()
-    for _ in range(3):
-        assert all(torch.equal(s, t) for s, t in zip(first, gradients(), strict=True))
+    given = leaves(3000, 3, 2.0)
+    assert_same_bits(lambda: gradients_of(*given))
 
 
 def test_gradients_wait_for_nothing_and_are_captured(taken, seed):
-    x, v = points(500, 3).requires_grad_(), points(500, 1).requires_grad_()
-    bandwidth = torch.tensor(2.0, device="cuda", requires_grad=True)
-
-    def gradients():
-        out = kl.kernel_matmul(GAUSSIAN, x, x, v, bandwidth=bandwidth)
-        return torch.autograd.grad(out, (x, v, bandwidth), torch.ones_like(out))
-
-    gradients()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        gradients()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = gradients()
+    given = *_, bandwidth = leaves(500, 3, 2.0)
+    graph, kept = captured(lambda: gradients_of(*given))
     with torch.no_grad():
         bandwidth.fill_(1.0)
     graph.replay()
-    for x_, y in zip(kept, gradients(), strict=True):
-        assert torch.equal(x_, y)
+    for s, t in zip(kept, gradients_of(*given), strict=True):
+        assert torch.equal(s, t)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_memory_grows_with_the_points_alone(shared, taken, seed):
-    def peak(count: int) -> int:
-        x, v = points(count, 3).requires_grad_(), points(count, 1).requires_grad_()
-        y = x if shared else points(count, 3).requires_grad_()
-        bandwidth = torch.tensor(2.0, device="cuda", requires_grad=True)
-        leaves = dict.fromkeys((x, y, v, bandwidth))
-        for _ in range(2):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            out = kl.kernel_matmul(GAUSSIAN, x, y, v, bandwidth=bandwidth)
-            found = torch.autograd.grad(out.sum(), [*leaves])
-            held = torch.cuda.max_memory_allocated() - before
-            del out, found
-        return held
-
-    partial = 2 * 4 * fused.lowering.reduce.WORKSPACE_VALUES
     count = 60_000  # whose matrix takes 14.4 GB
-    assert peak(count) <= partial + 32 * 4 * count
-    assert peak(4000) <= 32 << 20
+    assert peak_of_gradients(count, 3, 2.0, shared) <= PARTIAL_BYTES + 32 * 4 * count
+    assert peak_of_gradients(4000, 3, 2.0, shared) <= 32 << 20
     assert all(taken)

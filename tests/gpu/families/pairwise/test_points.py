@@ -10,10 +10,17 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import points as lowering
-from kernlib.families.pairwise.reductions import fused
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.pairwise.cases import points
 from tests.gpu.families.pairwise.test_backward import BOUND, compare
+from tests.gpu.families.pairwise.trained import (
+    PARTIAL_BYTES,
+    assert_same_bits,
+    captured,
+    gradients_of,
+    leaves,
+    peak_of_gradients,
+)
 
 GAUSSIAN, LANES = kl.gaussian(), kl.gaussian(direct=True)
 # Descriptor, hyperparameters, those of them with gradients.
@@ -308,69 +315,31 @@ def test_any_strides(seed):
 
 @pytest.mark.parametrize("features", [20, 64])
 def test_the_same_bits_each_time(features, launched, seed):
-    x, v = points(3000, features).requires_grad_(), points(3000, 1).requires_grad_()
-    bandwidth = torch.tensor(6.0, device="cuda", requires_grad=True)
-
-    def gradients():
-        out = kl.kernel_matmul(GAUSSIAN, x, x, v, bandwidth=bandwidth)
-        return torch.autograd.grad(out.sum(), (x, v, bandwidth))
-
-    first = gradients()
-    for _ in range(3):
-        assert all(torch.equal(s, t) for s, t in zip(first, gradients(), strict=True))
+    given = leaves(3000, features, 6.0)
+    assert_same_bits(lambda: gradients_of(*given))
     assert launched[0].parts > 1
 
 
 def test_gradients_wait_for_nothing_and_are_captured(seed):
     """From products to what is behind their gate, in one capture."""
     torch.use_deterministic_algorithms(False)
-    x, v = points(500, 20).requires_grad_(), points(500, 1).requires_grad_()
-    bandwidth = torch.tensor(5.0, device="cuda", requires_grad=True)
-
-    def gradients():
-        out = kl.kernel_matmul(GAUSSIAN, x, x, v, bandwidth=bandwidth)
-        return torch.autograd.grad(out, (x, v, bandwidth), torch.ones_like(out))
-
-    gradients()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        gradients()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = gradients()
+    given = x, _, bandwidth = leaves(500, 20, 5.0)
+    graph, kept = captured(lambda: gradients_of(*given))
     clusters = points(2, 20)[torch.arange(500, device="cuda") % 2] + 0.01 * points(500, 20)
     for data in (points(500, 20), clusters):
         with torch.no_grad():
             bandwidth.fill_(4.0)
             x.copy_(data)
         graph.replay()
-        for s, t in zip(kept, gradients(), strict=True):
+        for s, t in zip(kept, gradients_of(*given), strict=True):
             assert torch.equal(s, t)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_memory_grows_with_the_points_alone(shared, launched, seed):
-    def peak(count: int) -> int:
-        x, v = points(count, 64).requires_grad_(), points(count, 1).requires_grad_()
-        y = x if shared else points(count, 64).requires_grad_()
-        bandwidth = torch.tensor(11.0, device="cuda", requires_grad=True)
-        leaves = dict.fromkeys((x, y, v, bandwidth))
-        for _ in range(2):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            out = kl.kernel_matmul(GAUSSIAN, x, y, v, bandwidth=bandwidth)
-            found = torch.autograd.grad(out.sum(), [*leaves])
-            held = torch.cuda.max_memory_allocated() - before
-            del out, found
-        return held
-
-    partial = 2 * 4 * fused.lowering.reduce.WORKSPACE_VALUES
     count = 60_000  # whose matrix takes 14.4 GB
     # A point's words for rows and lines, and as features: 4 bytes a feature each, as its gradients.
-    assert peak(count) <= partial + 8 * 4 * 64 * count
-    assert peak(4000) <= 64 << 20
+    most = PARTIAL_BYTES + 8 * 4 * 64 * count
+    assert peak_of_gradients(count, 64, 11.0, shared) <= most
+    assert peak_of_gradients(4000, 64, 11.0, shared) <= 64 << 20
     assert launched

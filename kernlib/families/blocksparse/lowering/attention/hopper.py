@@ -206,7 +206,8 @@ def shared_bytes(made: Variant) -> int:
     """Rows of q, slots, barriers and notes of all teams, each from whole 1024 bytes on."""
     line = ceil_div(made.features, ROW) * 2 * ROW
     pieces = max(1, made.columns // made.block[1])
-    slot = made.columns * line + 2 * 8 + 16 + 8 * pieces  # with its barriers and its note
+    lines = max(1, made.members * HEIGHT // made.block[0])
+    slot = made.columns * line + 2 * 8 + 16 + 4 * (pieces + lines)  # with its barriers and its note
     team = made.members * HEIGHT * line + made.stages * slot + 2 * 8
     return 1024 + made.teams * round_up(team, 1024)
 

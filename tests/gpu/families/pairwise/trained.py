@@ -1,0 +1,61 @@
+"""What gradients of a product with a kernel matrix must keep to, whichever kernels they use: their
+memory, their bits, and that a graph may hold them."""
+
+from collections.abc import Callable
+
+import torch
+
+import kernlib as kl
+from kernlib.families.pairwise.reductions import fused
+from tests.gpu.families.pairwise.cases import points
+
+# Numbers that partial sums of the launches of a call take at the most, in bytes of two of them.
+PARTIAL_BYTES = 2 * 4 * fused.lowering.reduce.WORKSPACE_VALUES
+
+
+def leaves(count: int, features: int, width: float) -> tuple[torch.Tensor, ...]:
+    """Points, one column and a bandwidth, of all of which gradients are wanted."""
+    x, v = points(count, features).requires_grad_(), points(count, 1).requires_grad_()
+    return x, v, torch.tensor(width, device="cuda", requires_grad=True)
+
+
+def gradients_of(x, v, bandwidth, y=None) -> tuple[torch.Tensor, ...]:
+    """Of all leaves of a product with the matrix of x and itself, or of x and y."""
+    out = kl.kernel_matmul(kl.gaussian(), x, x if y is None else y, v, bandwidth=bandwidth)
+    wanted = (x, v, bandwidth) if y is None else (x, y, v, bandwidth)
+    return torch.autograd.grad(out, wanted, torch.ones_like(out))
+
+
+def peak_of_gradients(count: int, features: int, width: float, shared: bool) -> int:
+    """The most bytes that a product and its gradients hold beside the tensors that they are of."""
+    x, v, bandwidth = leaves(count, features, width)
+    y = None if shared else points(count, features).requires_grad_()
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = gradients_of(x, v, bandwidth, y)
+        held = torch.cuda.max_memory_allocated() - before
+        del found
+    return held
+
+
+def assert_same_bits(find: Callable[[], tuple]) -> None:
+    first = find()
+    for _ in range(3):
+        assert all(torch.equal(s, t) for s, t in zip(first, find(), strict=True))
+
+
+def captured(find: Callable[[], tuple]) -> tuple[torch.cuda.CUDAGraph, tuple]:
+    """A graph of a call that waits for nothing, and the tensors that it fills."""
+    find()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        find()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = find()
+    return graph, kept
