@@ -81,6 +81,12 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     return unsubscribe
 
 
+def is_debugging() -> bool:
+    """Whether the call under way has ``debug=True``: it may wait for the device to find what is
+    wrong there."""
+    return bool(watched) and _on_stderr.get()
+
+
 @contextmanager
 def on_stderr() -> Iterator[None]:
     """Write the events of this block, in this thread or task, to stderr."""

@@ -86,6 +86,9 @@ _ARGUMENTS = {
     "spec": "specs",
     "dtype": "dtypes",
     # Of attention, as torch, FlexAttention and FlashAttention call them.
+    "query": "q",
+    "key": "k",
+    "value": "v",
     "iscausal": "causal",
     "attnmask": "mask",
     "attentionmask": "mask",

@@ -253,7 +253,8 @@ def rivals(problem: Problem, layout: blocksparse.Layout, learned=None) -> dict[s
     found: dict[str, Callable] = {} if problem.learned else {DENSE: lambda: _cudnn}
     if problem.block in LARGE_BLOCKS:
         found["FlexAttention"] = lambda: _flex(problem, layout, learned)
-        if not problem.learned and find_spec("flash_attn") and find_spec("flash_attn.cute"):
+        is_there = find_spec("flash_attn") and find_spec("flash_attn.cute")
+        if is_there and not problem.learned:
             found["FlashAttention 4"] = lambda: _flash(problem, layout)
     return found
 

@@ -139,13 +139,14 @@ def _check_scalar(descriptor: Product, name: str, value, x: torch.Tensor, look: 
         raise ValueError(f"{name} is on {value.device}, x on {x.device}")
 
 
-def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """``out`` is what a call of x could return. Raises ValueError and TypeError."""
+def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], name: str = "x") -> None:
+    """``out`` is what a call of x, which it calls ``name``, could return. Raises ValueError and
+    TypeError."""
     check_out_shape(out, shape)
     if out.device != x.device:
-        raise ValueError(f"out must be on the device of x, {x.device}, got {out.device}")
+        raise ValueError(f"out must be on the device of {name}, {x.device}, got {out.device}")
     if out.dtype != x.dtype:
-        raise TypeError(f"out must be {x.dtype} as x is, got {out.dtype}")
+        raise TypeError(f"out must be {x.dtype} as {name} is, got {out.dtype}")
 
 
 def refuse_out_of_recorded(out) -> None:

@@ -19,7 +19,14 @@ from tests.support import fakes
 PACKAGE = str(Path(kl.__file__).resolve().parent)
 
 # Frames of kernlib in a call whose plan is there; comprehensions of Python 3.11 count.
-FRAMES = {"l1": 12, "gaussian": 18, "Kronecker-sparse": 12, "sparse": 14, "pair gradient": 27}
+FRAMES = {
+    "l1": 12,
+    "gaussian": 18,
+    "Kronecker-sparse": 12,
+    "sparse": 14,
+    "pair gradient": 27,
+    "attention": 22,
+}
 
 # Frames and switches of a backward pass whose plans are there: switches are frames whose code lies
 # in another file than that of the frame before.
@@ -46,7 +53,18 @@ def calls() -> dict:
         "Kronecker-sparse": lambda: kl.run_kernel(factor, x, w),
         "sparse": lambda: kl.sparse.matmul(matrix, vector),
         "pair gradient": lambda: kl.cdist_grad(*few, p=1),
+        "attention": attention(),
     }
+
+
+def attention() -> Callable:
+    made = kl.blocksparse.Layout([[1, 1], [1, 1]], 128)
+    layout = kl.blocksparse.Layout.from_layout(
+        made.text, [t.as_subclass(fakes.OnGpu) for t in made.tensors]
+    )
+    shape = 1, 2, 256, 64
+    q, k, v = (golden_launches.normal(*shape, dtype=torch.bfloat16) for _ in range(3))
+    return lambda: kl.blocksparse.attention(q, k, v, layout)
 
 
 def backwards(name: str) -> Callable:
@@ -133,3 +151,22 @@ print(json.dumps([name for name in sys.modules if name.startswith("kernlib.famil
     assert f"{home}.attention.operation" in loaded
     for name in ("softmax.operation", "scaled", "product", "plans", "operation"):
         assert f"{home}.{name}" not in loaded
+
+
+def test_a_first_call_of_attention_loads_the_modules_of_its_kernel_alone():
+    """And none of scores, where there is none."""
+    program = """
+import json, sys, pytest
+from tests.architecture import golden_launches, test_costs
+golden_launches.install(pytest.MonkeyPatch())
+test_costs.attention()()
+print(json.dumps([name for name in sys.modules if name.startswith("kernlib.")]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = json.loads(run.stdout)
+    home = "kernlib.families.blocksparse.lowering.attention"
+    assert f"{home}.hopper" in loaded
+    others = ("hopper_gradient", "portable", "portable_gradient", "deltas", "score_struct")
+    assert not [name for name in others if f"{home}.{name}" in loaded]

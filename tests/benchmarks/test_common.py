@@ -261,6 +261,24 @@ def test_child_processes_see_the_given_cache_only(tmp_path, monkeypatch):
         service.child("raise SystemExit('oh no')", str(tmp_path))
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_child_processes_find_bytecode_though_the_environment_wants_none(
+    tmp_path, monkeypatch, wanted
+):
+    monkeypatch.setattr(sys, "dont_write_bytecode", not wanted)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "" if wanted else "1")
+    code = (
+        "import json, os, importlib.util as util\n"
+        "found = util.cache_from_source(util.find_spec('kernlib').origin)\n"
+        "was = os.path.exists(found)\n"
+        "import kernlib\n"
+        "print(json.dumps({'was': was, 'cache': os.environ['KERNLIB_CACHE_DIR'],\n"
+        "                  'cached': os.environ.get('KERNLIB_ASSERT_CACHED')}))"
+    )
+    found = service.child(code, str(tmp_path), KERNLIB_ASSERT_CACHED="1")
+    assert found == {"was": True, "cache": str(tmp_path), "cached": "1"}
+
+
 # The report.
 
 

@@ -40,25 +40,45 @@ struct CollectedViews<0> {
 // for each pair of row and column.
 template <bool TURNED>
 struct Collection {
-    float sums[COLLECTED + (COLLECTED == 0)][2];
+    static constexpr int COUNT = COLLECTED + (COLLECTED == 0);
+    float sums[COUNT][2];
+    float known[COUNT][8];  // SUMMED: of pairs of a group of columns, what earlier heads have left
 
+    // Reads that for a group's elements, all at once: one after the other each would be waited for.
+    template <class Parameters>
+    __device__ __forceinline__ void fetch(const Parameters& p, int row, int col, int batch,
+                                          int head) {
+        if (!SUMMED) return;
+#pragma unroll
+        for (int index = 0; index < COLLECTED; ++index) {
+            if (!IS_PAIR[index]) continue;
+            const CapturedStrides to = p.collected_view(index);
+            const float* from = p.collected_at(index) + batch * to.batch + head * to.head;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const int own_row = row + j % 4 / 2 * 8, own_col = col + j / 4 * 8 + j % 2;
+                const bool exists = own_row < p.sizes.queries && own_col < p.sizes.keys;
+                known[index][j] = exists ? from[own_row * to.row + own_col * to.col] : 0.0f;
+            }
+        }
+    }
+
+    // Of element j of the group.
     template <int INDEX = 0, class Parameters, class Score>
     __device__ __forceinline__ void add(const Parameters& p, const Score& score, float gradient,
-                                        float v, int row, int col, int half, int batch, int head) {
+                                        float v, int row, int col, int j, int batch, int head) {
         if constexpr (INDEX < COLLECTED) {
             float x = gradient * score.template slope_of<COLLECTED_AT[INDEX]>(v, row, col);
             if (IS_PAIR[INDEX]) {
                 CapturedStrides to = p.collected_view(INDEX);
-                store(p.collected_at(INDEX) + batch * to.batch + head * to.head + row * to.row +
-                          col * to.col, x);
+                p.collected_at(INDEX)[batch * to.batch + head * to.head + row * to.row +
+                                      col * to.col] = SUMMED ? known[INDEX][j] + x : x;
             } else {
-                sums[INDEX][half] += x;
+                sums[INDEX][j % 4 / 2] += x;
             }
-            add<INDEX + 1>(p, score, gradient, v, row, col, half, batch, head);
+            add<INDEX + 1>(p, score, gradient, v, row, col, j, batch, head);
         }
     }
-
-    __device__ __forceinline__ static void store(float* to, float x) { *to = SUMMED ? *to + x : x; }
 
     // Those of a head, of the lane's first line `line` of `lines`; they begin anew.
     template <class Parameters>
@@ -74,9 +94,9 @@ struct Collection {
                 sum += __shfl_xor_sync(ALL_LANES, sum, 1);
                 sum += __shfl_xor_sync(ALL_LANES, sum, 2);
                 const int own = line + 8 * half;
-                if (threadIdx.x % 4 == 0 && own < lines)
-                    store(p.collected_at(index) + batch * to.batch + head * to.head +
-                              own * (TURNED ? to.col : to.row), sum);
+                float* at = p.collected_at(index) + batch * to.batch + head * to.head +
+                            own * (TURNED ? to.col : to.row);
+                if (threadIdx.x % 4 == 0 && own < lines) *at = SUMMED ? *at + sum : sum;
                 sums[index][half] = 0.0f;
             }
         }

@@ -18,6 +18,7 @@ ARGUMENTS = (
     "layout", "scale", "causal", "window", "score", "mask", "axes", "q_lengths", "kv_lengths",
     "dropout_p", "seed", "return_lse", "out", "debug",
 )  # fmt: skip
+MEANT = ("q", "k", "v", *ARGUMENTS)  # by a name that nothing reads
 # Names that no captured tensor may have: of the language, and of what a call is given.
 RESERVED = {*CALLS, *SCORE_CONSTANTS, *OWN, *ARGUMENTS, "q", "k", "descriptor", "captured"}
 _EXAMPLE = {"bias": ("head", "row", "col")}
@@ -64,7 +65,7 @@ class ScoreExpression(Part):
         if unused:
             from kernlib import hints  # which right calls do without
 
-            meant = hints.argument(unused[0], ARGUMENTS)
+            meant = hints.argument(unused[0], MEANT)
             raise ValueError(f"neither score nor mask reads captured tensor(s) {unused}{meant}")
 
     @property

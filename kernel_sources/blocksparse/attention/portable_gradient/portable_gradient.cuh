@@ -147,6 +147,7 @@ __device__ __forceinline__ void take_slopes(Tiled& weights, Tiled& slopes, const
         if (DROPOUT && is_live)
             kept = kept_of<TURNED>(dropout, TURNED ? depth + 16 * g : line,
                                    TURNED ? line : depth + 16 * g);
+        if (is_live) collection.fetch(p, line, depth + 16 * g, batch, head);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int n = 2 * g + j / 4, i = j % 4;
@@ -161,7 +162,7 @@ __device__ __forceinline__ void take_slopes(Tiled& weights, Tiled& slopes, const
             if (!NEEDS_SLOPES) continue;
             const float own = is_kept ? of_weight * dropout.scale : 0.0f;
             const float gradient = w * (own - known.delta(n, i));
-            collection.add(p, score, gradient, s * scale, row, col, i / 2, batch, head);
+            collection.add(p, score, gradient, s * scale, row, col, j, batch, head);
             slopes[0][n][i] = gradient * slope_of(s * scale, score, row, col);
         }
     }

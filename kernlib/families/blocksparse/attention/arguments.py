@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from kernlib import events
 from kernlib.descriptors.base import shown
 from kernlib.families.blocksparse.attention.descriptor import AXES, BlockSparseAttention
 from kernlib.families.blocksparse.checks import check_layout
@@ -16,7 +17,13 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.runtime.arguments import check_out
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value
-from kernlib.runtime.tensors import check_dense, check_flag, check_memory, refuse_gradients
+from kernlib.runtime.tensors import (
+    check_dense,
+    check_flag,
+    check_memory,
+    is_wrapped,
+    refuse_gradients,
+)
 
 TYPES = (*KERNEL_TYPES, torch.float64)
 LENGTH_TYPES = (torch.int32, torch.int64)
@@ -43,6 +50,16 @@ class Options(NamedTuple):
     def tensors(self) -> tuple:
         """Those that may be tensors."""
         return self.scale, self.q_lengths, self.kv_lengths, self.seed
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether one of these is a tensor."""
+        return (
+            isinstance(self.scale, torch.Tensor)
+            or self.q_lengths is not None
+            or self.kv_lengths is not None
+            or isinstance(self.seed, torch.Tensor)
+        )
 
 
 class Call(NamedTuple):
@@ -113,8 +130,10 @@ def options_of(
         _check_given(descriptor, "q_lengths or kv_lengths", has_lengths, "lengths")
     if descriptor.dropout:
         check_kinds(descriptor, operands)
-        dropout_p, seed = checked_dropout(dropout_p), _seed(operands[1], seed)
-    elif seed is not None or checked_dropout(dropout_p) != 0.0:
+        dropout_p, seed = checked_dropout(dropout_p), checked_seed(operands[1], seed)
+    elif seed is not None or (
+        (type(dropout_p) is not float or dropout_p != 0.0) and checked_dropout(dropout_p) != 0.0
+    ):
         _refuse(descriptor, "dropout_p or seed", "dropout")
     return Options(
         scale, sides, q_lengths, kv_lengths, dropout_p, 0 if seed is None else seed, return_lse
@@ -177,8 +196,9 @@ def checked_dropout(p) -> float:
     return number
 
 
-def _seed(q: torch.Tensor, seed) -> int | torch.Tensor:
-    """A given seed, or one of torch's generator, on q's device without waiting for it."""
+def checked_seed(q: torch.Tensor, seed) -> int | torch.Tensor:
+    """A given seed, or one of torch's generator, on q's device without waiting for it. Raises
+    TypeError and ValueError."""
     if seed is None:
         return torch.randint(MOST_SEED, (), dtype=torch.int64, device=q.device)
     if isinstance(seed, torch.Tensor):
@@ -220,9 +240,10 @@ def check_call(descriptor, operands: tuple, out, options: Options, captured: dic
     sizes = check_operands(descriptor, operands, options, captured)
     q = operands[1]
     check_scale(options.scale, q, True)
+    check_lengths(options, sizes)
     if out is not None:
         check_dense((), out=out)
-        check_out(out, q, sizes.out)
+        check_out(out, q, sizes.out, "q")
         check_memory(out)
     return Call(math.prod(sizes.out), sizes.out, q.dtype, q.device)
 
@@ -289,6 +310,26 @@ def _check_lengths(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"{name} must have shape {(q.shape[0],)}, got {tuple(value.shape)}")
     if value.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {value.device}")
+
+
+def check_lengths(options: Options, sizes: Sizes) -> None:
+    """That they lie within the rows, of lengths in host memory, and of a call with ``debug=True``
+    on a GPU as well, which waits for it. Raises ValueError."""
+    given = ("q_lengths", sizes.queries, "queries"), ("kv_lengths", sizes.keys, "keys")
+    for (name, most, what), value in zip(
+        given, (options.q_lengths, options.kv_lengths), strict=True
+    ):
+        if value is None or is_wrapped(value) or not value.numel():
+            continue
+        if value.device.type == "cpu" or (events.is_debugging() and not _is_capturing()):
+            low, high = (int(n) for n in value.detach().aminmax())
+            if low < 0 or high > most:
+                found = low if low < 0 else high
+                raise ValueError(f"{name} must be from 0 to the {most} {what}, got {found}")
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _check_captured(descriptor: BlockSparseAttention, captured: dict, q, sizes: Sizes) -> None:

@@ -60,11 +60,14 @@ class BlockSparseAttention(Descriptor):
       at there; 1 / sqrt(E) by default.
     - ``window``: two ints (left, right) of at least 0, or one for both; None in the place of one
       leaves that side open.
-    - ``q_lengths``, ``kv_lengths``: int32 or int64 (B,) on q's device; one of them may be left out.
+    - ``q_lengths``, ``kv_lengths``: int32 or int64 (B,) on q's device, from 0 to LQ and to LK; one
+      of them may be left out. Those of CPU tensors are looked at. On a GPU, where that would wait,
+      what is below 0 counts as 0 and what is above as all, unless ``debug=True`` has them checked.
     - ``dropout_p``: the part of the probabilities that is dropped, 0 to 1, without 1; the others
       are divided by 1 - dropout_p.
     - ``seed``: an int, or an int64 tensor of shape () on q's device, which may change between
-      replays of a CUDA graph. By default one is drawn from torch's generator of the device.
+      replays of a CUDA graph. By default one is drawn from torch's generator of the device. The
+      function ``blocksparse.attention`` takes and needs none without dropout, as in evaluation.
     - captured tensors: float32, float16, bfloat16, float64, int32, int64 or bool, each dimension of
       its axis' size, or 1.
     - ``out`` (B, H, LQ, EV): of q's dtype and any strides. Without it a new contiguous tensor.

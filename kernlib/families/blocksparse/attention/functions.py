@@ -10,8 +10,8 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib import run
 from kernlib.descriptors.base import render, shown
-from kernlib.descriptors.score.expression import ARGUMENTS
-from kernlib.families.blocksparse.attention.arguments import check_kinds
+from kernlib.descriptors.score.expression import MEANT
+from kernlib.families.blocksparse.attention.arguments import check_kinds, checked_seed
 from kernlib.families.blocksparse.attention.descriptor import (
     AXES,
     FIELDS,
@@ -143,6 +143,9 @@ def attention(
         rest = dict(return_lse=return_lse, debug=debug, **rest)
     if is_dynamo_compiling():
         return _traced(fields, (layout, q, k, v), rest)
+    if seed is not None and not has_dropout:  # which evaluation may leave there
+        check_kinds(None, (layout, q, k, v))
+        checked_seed(q, seed)
     return run_kernel((_made if type(causal) is bool else _new)(*fields), layout, q, k, v, **rest)
 
 
@@ -193,7 +196,9 @@ def _meant(name: str, texts: tuple) -> str:
 
     if any(isinstance(text, str) and name in text for text in texts):
         return ""
-    return hints.argument(name, ARGUMENTS)
+    if name == "enable_gqa":
+        return "; leave it out: which heads share k and v is taken from the shapes"
+    return hints.argument(name, MEANT)
 
 
 def _new(*fields) -> BlockSparseAttention:

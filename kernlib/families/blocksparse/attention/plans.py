@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from kernlib import events
 from kernlib.canonical import encode
 from kernlib.descriptors.score.bounds import Window, structure
 from kernlib.families.blocksparse.attention.arguments import (
     ANY_NUMBER,
     Options,
     Sizes,
+    check_lengths,
     dtypes_of,
     sizes_of,
 )
@@ -31,9 +33,6 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
     View,
 )
 from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED, pointers
-from kernlib.families.blocksparse.lowering.attention.score_struct import (
-    score_of as expression_score,
-)
 from kernlib.jit import tuning
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
@@ -175,7 +174,11 @@ def score_of(
     derivatives ``by`` some. ``packed`` are those whose columns lie side by side."""
     expression, window = descriptor.expression, window_of(descriptor, dtypes)
     trees = expression.trees(dtypes)._replace(mask=window.rest)
-    found = expression_score(expression, dtypes, by, packed, trees)
+    found = Score()
+    if trees != (None, None):
+        from kernlib.families.blocksparse.lowering.attention import score_struct  # 2 ms
+
+        found = score_struct.score_of(expression, dtypes, by, packed, trees)
     is_causal = (window.left, window.right) == (None, 0)
     is_window = (window.left, window.right) != (None, None) and not is_causal
     return found._replace(
@@ -303,10 +306,11 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Allocator:
 def numbers_of(plan, options: Options) -> tuple[list, list]:
     """Values and addresses of a launch's scalars, and tensors to keep until then."""
     kept: list[torch.Tensor] = []
-    scale = host_value("scale", options.scale, 0)
+    scale = options.scale if type(options.scale) is float else host_value("scale", options.scale, 0)
     numbers = [scale, 0, 0, 0, 0, 0, options.dropout_p, 0, options.seed, 0]
     if scale is not None:
-        check_host("scale", scale, ANY_NUMBER)
+        if scale != scale:
+            check_host("scale", scale, ANY_NUMBER)  # which refuses it
     else:
         numbers[0] = 0.0
         if options.scale.device.type == "cpu":
@@ -329,6 +333,8 @@ def behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Ten
     if not (descriptor.lengths or captured):
         return found
     if descriptor.lengths:
+        if events.watched:
+            check_lengths(options, plan.sizes)
         given = options.q_lengths, options.kv_lengths
         ends = plan.sizes.queries, plan.sizes.keys
         for lengths, other, end in zip(given, given[::-1], ends, strict=True):

@@ -103,6 +103,10 @@ CALLS = {
     "kv_lengths must be on the device of q, cpu, got meta": {
         "kv_lengths": Z(2, dtype=torch.int32, device="meta")
     },
+    "q_lengths must be from 0 to the 50 queries, got 51": {"q_lengths": torch.tensor([0, 51])},
+    "kv_lengths must be from 0 to the 70 keys, got -1": {
+        "kv_lengths": torch.tensor([-1, 71], dtype=torch.int32)
+    },
     "dropout_p must be a number from 0 to 1, without 1, got 1.0": {"dropout_p": 1.0},
     "dropout_p must be a number from 0 to 1, without 1, got a tensor": {"dropout_p": Z(())},
     "seed must be an int, or int64 of shape (), got 0.5": {"seed": 0.5, "dropout_p": 0.1},
@@ -110,6 +114,8 @@ CALLS = {
         "seed": Z(1).long(), "dropout_p": 0.1
     },
     "seed must be 0 to 2**53, without that, got -1": {"seed": -1, "dropout_p": 0.1},
+    "seed must be an int, or int64 of shape (), got 'one'": {"seed": "one"},
+    "q must be a tensor, got int": {"q": 1, "seed": 3},
     "return_lse must be True or False, got 1": {"return_lse": 1},
     "causal must be a bool, got 1": {"causal": 1},
     "axes must map names to axes, got 'row'": {"axes": "row"},
@@ -125,6 +131,12 @@ CALLS = {
     "is_causal must be a tensor that score or mask names, got True; did you mean causal?": {
         "is_causal": True
     },
+    "enable_gqa must be a tensor that score or mask names, got True; leave it out: which heads "
+    "share k and v is taken from the shapes": {"enable_gqa": True},
+    "neither score nor mask reads captured tensor(s) ['key']; did you mean k?": {"key": K},
+    "query must be a tensor that score or mask names, got None; did you mean q?": {"query": None},
+    "axes must say what the 1 dimension(s) of value are: axes={'value': (...)} of ('batch', 'head',"
+    " 'row', 'col'); did you mean v?": {"value": Z(5)},
     "axes must say what the 1 dimension(s) of kv_length are: axes={'kv_length': (...)} of ('batch',"
     " 'head', 'row', 'col'); did you mean kv_lengths?": {"kv_length": Z(2).long()},
     "bias must have shape (50, 70) of its axes ('row', 'col'), or 1 there, got (50, 69)": {
@@ -139,7 +151,8 @@ CALLS = {
         "score": "v + bias", "bias": Z(50, 70, device="meta")
     },
     "out must have shape (2, 4, 50, 5), got (2, 4, 50, 8)": {"out": Q.clone()},
-    "out must be torch.float32 as x is, got torch.float16": {"out": Z(2, 4, 50, 5).half()},
+    "out must be torch.float32 as q is, got torch.float16": {"out": Z(2, 4, 50, 5).half()},
+    "out must be on the device of q, cpu, got meta": {"out": Z(2, 4, 50, 5, device="meta")},
     "out must be a tensor, got str": {"out": "x"},
     "out overlaps itself": {"out": Z(1, 4, 50, 5).expand(2, -1, -1, -1)},
 }  # fmt: skip
@@ -204,3 +217,10 @@ def test_contents_that_change_before_the_gradient(seed):
     made.update_(torch.ones(SHAPE.grid).bool())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_seed_without_dropout_drops_nothing(seed):
+    """As evaluation may leave it there."""
+    wanted = attention(Q, K, V, MADE)
+    for given in (3, torch.tensor(3)):
+        assert attention(Q, K, V, MADE, dropout_p=0.0, seed=given).equal(wanted)

@@ -8,6 +8,7 @@ from kernlib.families.blocksparse.attention import ahead, arguments, plans, prim
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.runtime.plan import forget_plans
 from tests.families.blocksparse.attention.cases import BF16, F16, F32, Shape, check, formula
 from tests.families.blocksparse.attention.on_host import on_gpu, operands
 
@@ -304,3 +305,27 @@ def test_the_rest_of_a_mask_is_one(kernels, seed):
     attention(*tensors, made, **options)
     score = kernels.problems[-1].score
     assert score.causal and score.has_mask and "keeps" in score.text
+
+
+def test_lengths_out_of_range_are_cut_and_found_by_debug(kernels, gpus, seed, capsys):
+    """On a GPU nobody waits to look at them."""
+    made, tensors = operands(SHAPE)
+    far = {
+        "q_lengths": on_gpu(torch.tensor([99, -3])),
+        "kv_lengths": on_gpu(torch.tensor([71, 70])),
+    }
+    near(attention(*tensors, made, **far),
+         formula(*plain(*tensors), _cpu(made), q_lengths=torch.tensor([50, 0]),
+                 kv_lengths=torch.tensor([70, 70]))[0])  # fmt: skip
+    for _ in range(2):  # of a plan that is there, and of none
+        with pytest.raises(
+            ValueError, match=r"^q_lengths must be from 0 to the 50 queries, got -3"
+        ):
+            attention(*tensors, made, debug=True, **far)
+        forget_plans()
+    with pytest.raises(ValueError, match=r"^kv_lengths must be from 0 to the 70 keys, got 71"):
+        attention(*tensors, made, debug=True, kv_lengths=far["kv_lengths"])
+    gpus.capturing = True
+    far["kv_lengths"].fill_(-1)
+    with pytest.raises(CaptureError):  # which no look at them precedes
+        attention(*tensors, made, debug=True, kv_lengths=far["kv_lengths"])

@@ -2,7 +2,9 @@
 there are.
 
 Pure arithmetic on plain data: no tensor, no device, and nothing of what a layout holds. Each kind
-is a module of a table below, by preference, with
+is a module named in a table below, by preference, and loaded when it is asked: a first call that
+the first kind takes needs none of the others, nor those of gradients, which would cost it 2 ms.
+A module has
 
     KIND                                                        its name
     takes(problem, arch) -> whether it computes a problem
@@ -20,15 +22,10 @@ and, where it is not the fastest for all that it takes,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from itertools import product
 from types import ModuleType
 
-from kernlib.families.blocksparse.lowering.attention import (
-    hopper,
-    hopper_gradient,
-    portable,
-    portable_gradient,
-)
 from kernlib.families.blocksparse.lowering.attention.problem import (
     Attention,
     AttentionGradient,
@@ -39,15 +36,15 @@ from kernlib.lowering import choice as choices
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
-FORWARD: tuple[ModuleType, ...] = (hopper, portable)
-GRADIENTS: tuple[ModuleType, ...] = (hopper_gradient, portable_gradient)
+FORWARD = ("hopper", "portable")
+GRADIENTS = ("hopper_gradient", "portable_gradient")
 SQUARES = ((16, 16), (32, 32), (64, 64), (128, 128))
 HEAD_DIMENSIONS = (64, 128)  # of what is compiled for nobody in particular
 
 
 def takes(problem: Attention, arch: str) -> bool:
     """Whether kernels compute a problem, and its gradients, on the GPUs of ``arch``."""
-    return any(kind.takes(problem, arch) for kind in FORWARD)
+    return any(kind.takes(problem, arch) for kind in _modules(FORWARD))
 
 
 def lower(
@@ -90,37 +87,40 @@ def variants(
     features of q and k, and of v, and for gradients by q, k and v."""
     found: dict[KernelSpec, None] = {}
     for block, (features, values) in product(blocks, widths):
-        for kind in (*FORWARD, *GRADIENTS):
+        for kind in _modules((*FORWARD, *GRADIENTS)):
             known = {"features": features, "values": values}
             found.update(dict.fromkeys(kind.variants(score, block, dtypes, arch, **known)))
     yield from found
 
 
-def _lower(kinds, problem, arch: str, multiprocessors: int, choice) -> Lowered:
-    known = _candidates(kinds, problem, arch)
-    own = dict(choices.named(choice, known) or _default(kinds, problem, known, multiprocessors))
-    return _named(kinds, own.pop("kind")).lower(problem, arch, multiprocessors, own)
+def _modules(kinds: tuple[str, ...]) -> Iterator[ModuleType]:
+    return (import_module(f"{__package__}.{kind}") for kind in kinds)
 
 
-def _candidates(kinds: tuple[ModuleType, ...], problem, arch: str) -> list[Choice]:
-    taking = (kind for kind in kinds if kind.takes(problem, arch))
+def _taking(kinds: tuple[str, ...], problem, arch: str) -> Iterator[ModuleType]:
+    return (kind for kind in _modules(kinds) if kind.takes(problem, arch))
+
+
+def _lower(kinds: tuple[str, ...], problem, arch: str, multiprocessors: int, choice) -> Lowered:
+    named = choices.named(choice, _candidates(kinds, problem, arch)) if choice else None
+    if named:
+        own = dict(named)
+        name = own.pop("kind")
+        kind = next(kind for kind in _taking(kinds, problem, arch) if name == kind.KIND)
+    else:
+        kind = _default(kinds, problem, arch, multiprocessors)
+        own = kind.default(problem, kind.candidates(problem, arch), multiprocessors)
+    return kind.lower(problem, arch, multiprocessors, own)
+
+
+def _candidates(kinds: tuple[str, ...], problem, arch: str) -> list[Choice]:
+    taking = _taking(kinds, problem, arch)
     return [{"kind": kind.KIND, **own} for kind in taking for own in kind.candidates(problem, arch)]
 
 
-def _default(kinds, problem, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: of the first kind that pays, or the last."""
-    names = list(dict.fromkeys(choice["kind"] for choice in known))
-    for name in names:
-        kind = _named(kinds, name)
-        if name == names[-1] or not hasattr(kind, "pays") or kind.pays(problem, multiprocessors):
+def _default(kinds: tuple[str, ...], problem, arch: str, multiprocessors: int) -> ModuleType:
+    """The kind that is taken untuned: the first that takes the problem and pays, or the last."""
+    for kind in _taking(kinds, problem, arch):
+        if not hasattr(kind, "pays") or kind.pays(problem, multiprocessors):
             break
-    own = [
-        {knob: value for knob, value in choice.items() if knob != "kind"}
-        for choice in known
-        if choice["kind"] == name
-    ]
-    return {"kind": name, **kind.default(problem, own, multiprocessors)}
-
-
-def _named(kinds: tuple[ModuleType, ...], name: object) -> ModuleType:
-    return {kind.KIND: kind for kind in kinds}[name]
+    return kind

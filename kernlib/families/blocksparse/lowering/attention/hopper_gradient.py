@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from kernlib.families.blocksparse.lowering.attention import deltas, portable_gradient
+from kernlib.families.blocksparse.lowering.attention import deltas
 from kernlib.families.blocksparse.lowering.attention import score_source as text
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
@@ -84,7 +84,6 @@ def takes(problem: AttentionGradient, arch: str) -> bool:
         <= MOST_TILES
         and all(is_addressable(problem, name) for name in ("q", "k", "v", "grad"))
         and all(is_whole(t) for t in (of.out, problem.dq, problem.dk, problem.dv))
-        and (not problem.collected or portable_gradient.takes(problem, arch))
     )
 
 
@@ -104,7 +103,7 @@ def lower(
     problem: AttentionGradient, arch: str, multiprocessors: int, choice: Choice | None = None
 ) -> Lowered:
     """The launches of a problem that the kernels take, with the rows of ``choice``, one of
-    :func:`candidates`."""
+    :func:`candidates`. Raises UnsupportedError for sizes that no grid can hold."""
     choice = choice or default(problem, candidates(problem, arch), multiprocessors)
     rows, count = int(choice["rows"]), deltas.rows_of(problem, has_sums=True)
     wanted = tuple(enumerate(problem.collected))
@@ -117,7 +116,12 @@ def lower(
     if any(problem.needs[1:]) or of_columns:
         steps.append(_main(problem, True, rows, of_columns))
     apart = tuple(each for each in wanted if each not in inside)
-    steps += portable_gradient.collecting(problem, arch, apart, count)
+    if apart:  # what these kernels take that one takes too
+        from kernlib.families.blocksparse.lowering.attention import (
+            portable_gradient,  # which others do without
+        )
+
+        steps += portable_gradient.collecting(problem, arch, apart, count)
     return Lowered(tuple(steps), 2 * deltas.nbytes(problem, has_sums=True))
 
 

@@ -5,7 +5,7 @@ holds, and the numbers of a call (scale, window, lengths, probability and seed o
 part of a problem: one kernel, and one plan, serves them all.
 """
 
-from __future__ import annotations
+# Annotations are no text here: of text NamedTuple compiles each, 0.3 ms of a first call.
 
 from typing import NamedTuple
 

@@ -168,6 +168,15 @@ def test_gradients_of_gradients(seed):
         check(ours.cpu(), theirs, 5e-2)
 
 
+def test_lengths_out_of_range_are_cut_and_found_by_debug(seed):
+    made, tensors = there(SHAPE.layout()), [there(t) for t in SHAPE.tensors(F16)]
+    far, near = torch.tensor([301, -5], device="cuda"), torch.tensor([300, 0], device="cuda")
+    found = attention(*tensors, made, kv_lengths=far)
+    assert found.equal(attention(*tensors, made, kv_lengths=near))
+    with pytest.raises(ValueError, match=r"^kv_lengths must be from 0 to the 300 keys, got -5"):
+        attention(*tensors, made, kv_lengths=far, debug=True)
+
+
 def test_what_lies_behind_lengths_reaches_nothing(seed):
     made, (q, k, v) = there(SHAPE.dense()), (there(t) for t in SHAPE.tensors(F16))
     lengths = {"q_lengths": torch.tensor([200, 70], device="cuda"),
