@@ -2,7 +2,8 @@
 installed (flash-attn-4), and all of the matrix by cuDNN.
 
 TFLOP/s are 4 B H L^2 D density / time of a forward pass, 2.5 times as many operations of a backward
-one. Errors are those of some rows of the first head: of the result, or of the gradient by q.
+one. Errors are those of some rows of the first head: of the result, or of the gradient by q. What
+is learned is in float32, and a gradient by it belongs to the backward pass.
 """
 
 from __future__ import annotations
@@ -34,12 +35,17 @@ MUST_TERAFLOPS = {
 }
 DENSITIES = (0.5, 0.25, 0.1)
 WINDOW_MUST = 0.2  # ms
+# What may be learned beside q, k and v: scores, as ours has them, and axes of what they read.
+LEARNED = {
+    "bias": ("v + learned", ("head", "row", "col")),
+    "slopes": ("v - learned * abs(row - col)", ("head",)),
+}
 LARGE_BLOCKS = (64, 128)  # that FlexAttention and FlashAttention 4 have kernels for
 
 
 class Problem(NamedTuple):
     """``length`` rows and columns, of which random blocks are stored, or those that a window of so
-    many columns on each side meets."""
+    many columns on each side meets. ``learned`` is one of LEARNED."""
 
     features: int  # of a head
     block: int
@@ -49,10 +55,15 @@ class Problem(NamedTuple):
     batch: int = 1
     heads: int = 16
     window: int | None = None
+    learned: str | None = None
 
     @property
     def name(self) -> str:
         which = "backward" if self.backward else "forward"
+        if self.learned:
+            plain = self._replace(learned=None).name.removeprefix("attention ")
+            batch = f"batch={self.batch} " * (self.batch > 1)
+            return f"attention {self.learned} {self.length} {batch}{plain}"
         if self.window:
             return f"attention window={self.window} {which} bf16"
         sizes = f"hd={self.features} block={self.block} density={self.density:g}"
@@ -61,6 +72,8 @@ class Problem(NamedTuple):
     @property
     def must(self) -> float | None:
         """Milliseconds."""
+        if self.learned:
+            return None
         if self.window:
             return None if self.backward else WINDOW_MUST
         which = "backward" if self.backward else "forward"
@@ -77,6 +90,8 @@ class Problem(NamedTuple):
         """Milliseconds, and what bounds them."""
         tensors = 8 if self.backward else 4
         moved = tensors * self.batch * self.heads * self.length * self.features * 2
+        if self.learned == "bias":  # read where blocks are stored, its gradient written everywhere
+            moved += 4 * self.heads * self.length**2 * (density + self.backward)
         moving, computing = moved / memory().copied * 1e3, self.operations(density) / RATE * 1e3
         return max(moving, computing), "memory" if moving >= computing else "tensor cores"
 
@@ -91,7 +106,11 @@ def problems() -> list[Problem]:
         for density in DENSITIES
         for backward in passes
     ]
-    return found + [Problem(64, 64, 0.0, backward, 4096, 4, 16, 512) for backward in passes]
+    found += [Problem(64, 64, 0.0, backward, 4096, 4, 16, 512) for backward in passes]
+    return found + [
+        Problem(64, 128, 0.25, True, length, batch, learned=learned)
+        for learned, length, batch in (("bias", 4096, 1), ("bias", 4096, 4), ("slopes", 16384, 1))
+    ]
 
 
 def layout_of(problem: Problem, device: str = "cuda") -> blocksparse.Layout:
@@ -116,6 +135,18 @@ def tensors(problem: Problem, device: str = "cuda") -> list[torch.Tensor]:
     ]
 
 
+def learned_of(problem: Problem, device: str = "cuda") -> torch.Tensor | None:
+    """What is learned beside q, k and v."""
+    if problem.learned is None:
+        return None
+    if problem.learned == "slopes":
+        head = torch.arange(problem.heads, device=device)
+        return torch.exp2(-8.0 * (head + 1) / problem.heads).requires_grad_()
+    generator = torch.Generator(device).manual_seed(2)
+    shape = problem.heads, problem.length, problem.length
+    return torch.randn(shape, generator=generator, device=device).mul_(0.5).requires_grad_()
+
+
 def seen(problem: Problem, layout: blocksparse.Layout, rows: torch.Tensor) -> torch.Tensor:
     """(rows, columns): what some rows of the first head see."""
     mask = layout.mask()
@@ -127,11 +158,16 @@ def seen(problem: Problem, layout: blocksparse.Layout, rows: torch.Tensor) -> to
     return found
 
 
-def exact(problem: Problem, layout, rows: torch.Tensor, q, k, v, grad) -> torch.Tensor:
+def exact(problem: Problem, layout, rows: torch.Tensor, q, k, v, grad, learned=None):
     """The result, or the gradient by q, of some rows of the first head in float64."""
     q, k, v, grad = (t.detach()[0, 0].double() for t in (q, k, v, grad))
     scale = problem.features**-0.5
     logits = scale * q[rows] @ k.mT
+    if problem.learned == "bias":
+        logits += learned.detach()[0, rows].double()
+    elif problem.learned == "slopes":
+        columns = torch.arange(problem.length, device=rows.device)
+        logits -= learned.detach()[0].double() * (rows[:, None] - columns).abs()
     weights = torch.where(seen(problem, layout, rows), logits, -math.inf).softmax(-1)
     out = weights @ v
     if not problem.backward:
@@ -141,16 +177,24 @@ def exact(problem: Problem, layout, rows: torch.Tensor, q, k, v, grad) -> torch.
 
 
 def timed(
-    problem: Problem, session: Session, function: Callable, given: list[torch.Tensor], rows, wanted
+    problem: Problem,
+    session: Session,
+    function: Callable,
+    given: list[torch.Tensor],
+    rows,
+    wanted,
+    learned: torch.Tensor | None = None,
 ) -> tuple[float, float]:
-    """Milliseconds and error of ``function(q, k, v)``, or of its gradients."""
+    """Milliseconds and error of ``function(q, k, v)``, or of its gradients, by what it has learned
+    too."""
     *inputs, grad = given
     call, buffers = function, tuple(t.detach() for t in inputs)
     if problem.backward:
         y, buffers = _apart(function, inputs), (grad,)
+        leaves = inputs if learned is None else [*inputs, learned]
 
         def call(grad):
-            return torch.autograd.grad(y, inputs, grad, retain_graph=True)[0]
+            return torch.autograd.grad(y, leaves, grad, retain_graph=True)[0]
 
     error = relative_error(call(*buffers)[0, 0, rows], wanted)
     return session.time(call, buffers, in_graph=True), error
@@ -170,22 +214,25 @@ def _apart(function: Callable, inputs: list[torch.Tensor]) -> torch.Tensor:
 
 def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     layout, given = layout_of(problem, device), tensors(problem, device)
-    rows = sample_rows(problem.length, device)
-    wanted = exact(problem, layout, rows, *given)
+    rows, learned = sample_rows(problem.length, device), learned_of(problem, device)
+    wanted = exact(problem, layout, rows, *given, learned)
     density = layout.density
     if problem.window:
         density = seen(problem, layout, torch.arange(problem.length, device=device))
         density = density.float().mean().item()
-    window = {"window": problem.window} if problem.window else {}
+    more = {"window": problem.window} if problem.window else {}
+    if learned is not None:
+        score, axes = LEARNED[problem.learned]
+        more = {"score": score, "axes": {"learned": axes}, "learned": learned}
 
     def ours(q, k, v):
-        return blocksparse.attention(q, k, v, layout, **window)
+        return blocksparse.attention(q, k, v, layout, **more)
 
-    ms, error = timed(problem, session, ours, given, rows, wanted)
+    ms, error = timed(problem, session, ours, given, rows, wanted, learned)
     row = Row(problem.name, "ms", ms, *problem.floor(density), error=error)
     row.must, row.must_error = problem.must, MUST_ERROR
-    for name, make in rivals(problem, layout).items():
-        run = partial(_rival, problem, session, make, given, rows, wanted, name)
+    for name, make in rivals(problem, layout, learned).items():
+        run = partial(_rival, problem, session, make, given, rows, wanted, learned)
         found = attempt(name, problem.name, run)
         if found is not None:
             row.rivals[name], error = found
@@ -194,19 +241,20 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     return row
 
 
-def _rival(problem, session, make: Callable, given, rows, wanted, name) -> tuple[float, float]:
-    return timed(problem, session, make(), given, rows, wanted)
+def _rival(problem, session, make: Callable, given, rows, wanted, learned) -> tuple[float, float]:
+    return timed(problem, session, make(), given, rows, wanted, learned)
 
 
 DENSE = "cudnn, all of the matrix"
 
 
-def rivals(problem: Problem, layout: blocksparse.Layout) -> dict[str, Callable]:
+def rivals(problem: Problem, layout: blocksparse.Layout, learned=None) -> dict[str, Callable]:
     """What makes each rival's function, by its name."""
-    found = {DENSE: lambda: _cudnn}
+    found: dict[str, Callable] = {} if problem.learned else {DENSE: lambda: _cudnn}
     if problem.block in LARGE_BLOCKS:
-        found["FlexAttention"] = lambda: _flex(problem, layout)
-        if find_spec("flash_attn") and find_spec("flash_attn.cute"):
+        found["FlexAttention"] = lambda: _flex(problem, layout, learned)
+        is_there = find_spec("flash_attn") and find_spec("flash_attn.cute")
+        if is_there and not problem.learned:
             found["FlashAttention 4"] = lambda: _flash(problem, layout)
     return found
 
@@ -229,7 +277,7 @@ def _mask(layout: blocksparse.Layout) -> torch.Tensor:
     return mask.expand(1, *mask.shape) if mask.dim() == 3 else mask[None, None]
 
 
-def _flex(problem: Problem, layout: blocksparse.Layout) -> Callable:
+def _flex(problem: Problem, layout: blocksparse.Layout, learned=None) -> Callable:
     """FlexAttention of the same blocks, of which it has all but a window's ends whole."""
     from torch._functorch import config
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -249,7 +297,17 @@ def _flex(problem: Problem, layout: blocksparse.Layout) -> Callable:
     if problem.block < 128:
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
         options = dict.fromkeys(names, problem.block)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=options)
+    given = {"score_mod": _modified(problem, learned), "block_mask": mask}
+    return lambda q, k, v: compiled(q, k, v, **given, kernel_options=options)
+
+
+def _modified(problem: Problem, learned: torch.Tensor | None) -> Callable | None:
+    """LEARNED, as FlexAttention has it."""
+    if problem.learned == "bias":
+        return lambda v, b, h, i, j: v + learned[h, i, j]
+    if problem.learned == "slopes":
+        return lambda v, b, h, i, j: v - learned[h] * (i - j).abs()
+    return None
 
 
 def _flash(problem: Problem, layout: blocksparse.Layout) -> Callable:

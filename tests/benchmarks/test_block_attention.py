@@ -26,10 +26,13 @@ class Clock:
 
 
 def test_cases_are_those_that_are_asked_for():
-    assert len(CASES) == 2 * 4 * 3 * 2 + 2
+    assert len(CASES) == 2 * 4 * 3 * 2 + 2 + 3
     assert "attention hd=128 block=128 density=0.5 forward bf16" in CASES
     assert "attention hd=64 block=16 density=0.1 backward bf16" in CASES
     assert CASES["attention window=512 forward bf16"].must == 0.2
+    for which in ("bias 4096", "bias 4096 batch=4", "slopes 16384"):
+        problem = CASES[f"attention {which} hd=64 block=128 density=0.25 backward bf16"]
+        assert problem.must is None and problem.floor(0.25)[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,29 @@ def test_ours_and_the_formula_agree(window, backward, monkeypatch, seed):
     monkeypatch.setattr(attention, "rivals", lambda *_: {})
     row = attention.measure(problem, Session(timer=Clock()), "cpu")
     assert row.error < 2e-2 and row.ours > 0 and row.floor > 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("learned", attention.LEARNED)
+def test_what_is_learned_is_in_the_formula_and_has_a_gradient(learned, backward, monkeypatch, seed):
+    problem = attention.Problem(16, 16, 0.5, backward, 96, 2, 2, learned=learned)
+    seen = []
+    monkeypatch.setattr(attention, "rivals", lambda *_: {})
+    monkeypatch.setattr(attention, "learned_of", watched(attention.learned_of, seen))
+    row = attention.measure(problem, Session(timer=Clock()), "cpu")
+    assert row.error < 2e-2 and row.ours > 0 and row.floor > 0
+    assert bool(seen) == backward and all(t.any() for t in seen)
+
+
+def watched(make, seen: list):
+    """What ``make`` makes, whose gradients are noted."""
+
+    def made(*given):
+        found = make(*given)
+        found.register_hook(lambda grad: seen.append(grad))
+        return found
+
+    return made
 
 
 def test_the_dense_rival_is_of_the_same_tensors(monkeypatch, seed):

@@ -8,19 +8,28 @@
 // launches take 7, at the 790 TFLOP/s of wgmma with one operand in registers; and 2^x and words of
 // each element twice, 64 x 64 / 16 a clock of a multiprocessor.
 //
-// A producer warp and two warpgroups of 64 rows. Per stage a warpgroup multiplies its rows by the
+// Captured tensors have what is made of dS before slopes of scores multiply it (collect.cuh): some
+// operations an element in one of the launches, or of each pair a float in memory.
+//
+// A producer warp and two warpgroups of 64 rows; or one, two CTAs on a multiprocessor, for blocks
+// of fewer rows than 128, as what only the other half's lines store would be multiplied in vain:
+// 47 % of all for blocks of 64 and density .1. Per stage a warpgroup multiplies its rows by the
 // columns of both operands (S and dO V^T, or their transposes, 64 x TILE_COLS); makes weights and
 // slopes where their sums lie, which as words are the left operands of the products with the same
 // columns that it adds up. The stage is given back when those of the next one have begun.
 //
 // The generated source defines before it includes this file, beside what score.cuh asks for:
 //   TRANSPOSED               whether op(S) is S^T: dk and dv
+//   WARPGROUPS               that multiply, 1 or 2
 //   BLOCK_ROWS, BLOCK_COLS   of op(S)
 //   TILE_COLS, STAGES
 //   FEATURES                 of q, k and v with zeros behind them: a multiple of 16, 128 at most
 //   EARLY                    whether dv is added to before slopes are made, which takes fewer
 //                            registers, or with dk, which lets products run on beside both
 //   PRODUCER_REGISTERS, CONSUMER_REGISTERS   of a thread
+//   COLLECTED, COLLECTED_AT, IS_PAIR, SUMMED   as collected.cuh says: of rows of op(S), or of pairs
+//                            whose columns lie side by side if not TRANSPOSED; SUMMED is false
+//   WIDE_PAIRS               whether the elements of two neighbouring columns lie in 8 bytes
 //   DYNAMIC_BYTES, PARAMETER_BYTES   as lowering counts them
 //   multiply(...)            one wgmma of 64 x TILE_COLS by 16 from shared memory, and one of 64 x
 //                            FEATURES by 16 with the left operand in registers
@@ -29,6 +38,7 @@
 #include "blocksparse/attention/hopper_gradient/parameters.cuh"
 #include "blocksparse/attention/hopper_gradient/produce.cuh"
 #include "blocksparse/attention/hopper_gradient/weights.cuh"
+#include "blocksparse/attention/hopper_gradient/collect.cuh"
 #include "blocksparse/attention/store_rows.cuh"
 #include "common/overlap.cuh"
 
@@ -95,7 +105,8 @@ struct Consumer {
 };
 
 __device__ __forceinline__ void add_stage(float (&first)[SUMS], float (&second)[SUMS],
-                                          const Consumer& c, int stage, int before) {
+                                          Collecting& collecting, const Consumer& c, int stage,
+                                          int before) {
     const Note& note = c.s.notes[stage];
     u32 flags = note.flags;
     if (LENGTHS && flags & CUT) clear_cut(c.s, c.view, stage);
@@ -103,7 +114,8 @@ __device__ __forceinline__ void add_stage(float (&first)[SUMS], float (&second)[
     Dropout dropout = dropout_of(c.p, c.place.batch * c.p.heads + note.head);
     Elements tile(note, c.rows, c.view, TRANSPOSED ? c.s.numbers(stage, 0) : nullptr);
     u32 kept = DROPOUT ? kept_of(dropout, tile) : 0;
-    float scores[SCORES], grads[SCORES];
+    float scores[SCORES], grads[SCORES], apart[SCORES];
+    auto& weighed = COLLECTED > 0 ? apart : scores;
     wgmma_fence();
     multiply_columns(scores, c.s, 0, c.warpgroup, stage);
     wgmma_wait<1>();  // for the products with words of the stage before, which are registers
@@ -115,11 +127,17 @@ __device__ __forceinline__ void add_stage(float (&first)[SUMS], float (&second)[
     wgmma_wait<1>();
     keep_behind(scores);
     Words weights, slopes;
-    bool partial = flags & PARTIAL;
-    if (partial) {
-        take_weights<true>(scores, weights, tile, c.own, c.scale, score, kept, dropout.scale);
+    bool partial = flags & (GAPS | EDGE);
+    // A score is asked for rows and columns that exist alone.
+    if (flags & EDGE || ((HAS_SCORE || HAS_MASK) && partial)) {
+        take_weights<Left::all>(scores, weighed, weights, tile, c.own, c.scale, score, kept,
+                                dropout.scale);
+    } else if (!HAS_SCORE && !HAS_MASK && partial) {
+        take_weights<Left::gaps>(scores, weighed, weights, tile, c.own, c.scale, score, kept,
+                                 dropout.scale);
     } else {
-        take_weights<false>(scores, weights, tile, c.own, c.scale, score, kept, dropout.scale);
+        take_weights<Left::nothing>(scores, weighed, weights, tile, c.own, c.scale, score, kept,
+                                    dropout.scale);
     }
     if (TRANSPOSED && EARLY) {
         keep_words(weights);
@@ -128,7 +146,15 @@ __device__ __forceinline__ void add_stage(float (&first)[SUMS], float (&second)[
     }
     wgmma_wait<0>();
     keep_behind(grads);
-    if (HAS_SCORE || HAS_MASK || partial) {
+    if constexpr (COLLECTED > 0) {
+        if (partial) {
+            collect_slopes<true>(slopes, scores, weighed, grads, tile, c.own, c.scale, score, kept,
+                                 dropout.scale, collecting, c.p, c.place.batch);
+        } else {
+            collect_slopes<false>(slopes, scores, weighed, grads, tile, c.own, c.scale, score, kept,
+                                  dropout.scale, collecting, c.p, c.place.batch);
+        }
+    } else if (HAS_SCORE || HAS_MASK || partial) {
         take_slopes<true>(slopes, scores, grads, tile, c.own, kept, dropout.scale);
     } else {
         take_slopes<false>(slopes, scores, grads, tile, c.own, kept, dropout.scale);
@@ -157,25 +183,36 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, in
     float first[SUMS], second[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) first[i] = second[i] = 0.0f;
+    if (COLLECTED > 0) {  // else ptxas sets them again where there is no stage, and products wait
+        keep_behind(first);
+        keep_behind(second);
+    }
+    Collecting collecting = {};
+    const int lines = TRANSPOSED ? p.keys : p.queries;
     Ring ring;
-    int before = -1;
+    int before = -1, head = c.place.head * (TRANSPOSED ? p.group : 1);
     barrier_wait(&s.barriers->own, 0);
 #pragma unroll 1
     while (true) {
         barrier_wait(&s.barriers->full[ring.stage], ring.parity);
         if (s.notes[ring.stage].flags & END) break;
-        add_stage(first, second, c, ring.stage, before);
+        if (TRANSPOSED && COLLECTED > 0 && s.notes[ring.stage].head != head) {
+            collecting.store(p, c.rows.of(0), lines, c.place.batch, head);
+            head = s.notes[ring.stage].head;
+        }
+        add_stage(first, second, collecting, c, ring.stage, before);
         before = ring.stage;
         ring.next();
     }
     wgmma_wait<0>();
     keep_behind(first);
     keep_behind(second);
+    if (COLLECTED > 0) collecting.store(p, c.rows.of(0), lines, c.place.batch, head);
     store(first, p.first, p.first_strides, c, read_scalar<float>(p.scale, 0));
     if (TRANSPOSED) store(second, p.second, p.second_strides, c, 1.0f);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, WARPGROUPS == 1 ? 2 : 1)
 blocksparse_attention_hopper_gradient(const __grid_constant__ Parameters p) {
     extern __shared__ unsigned char shared[];
     Shared s(shared);

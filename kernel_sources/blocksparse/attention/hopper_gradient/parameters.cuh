@@ -1,16 +1,16 @@
 // Tiles of the gradient's kernel, its shared memory, and what a launch is given.
 //
-// A CTA has 128 rows of op(S), those of q, or of k if TRANSPOSED: two warpgroups have 64 each. Two
-// operands of these rows stay in shared memory (q and the gradient of out; k and v), and those of
-// the columns that some row stores come through a ring (k and v; q and the gradient of out).
+// A CTA has 64 or 128 rows of op(S), those of q, or of k if TRANSPOSED: a warpgroup has 64 of them.
+// Two operands of these rows stay in shared memory (q and the gradient of out; k and v), and those
+// of the columns that some row stores come through a ring (k and v; q and the gradient of out).
 #pragma once
 
-#include "blocksparse/attention/score.cuh"
+#include "blocksparse/attention/collected.cuh"
 #include "common/hopper.cuh"
 
 constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
 constexpr int STEP = 16;                       // depth of one wgmma
-constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int TILE_ROWS = 64 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int CONSUMERS = 128 * WARPGROUPS;
 constexpr int LINES = TILE_ROWS > BLOCK_ROWS ? TILE_ROWS / BLOCK_ROWS : 1;  // of blocks, of a tile
 constexpr u32 LIVE = (1u << LINES) - 1;        // a bit of each
@@ -26,15 +26,16 @@ constexpr int STAGE_BYTES = 2 * SLOT_BYTES + 1024 * (TRANSPOSED ? 1 : 0);
 static_assert(2 * NUMBER_BYTES <= 1024, "slots begin at whole 1024 bytes");
 static_assert(2 * (CHUNKS + 1) * PIECES <= 32, "each copy of a stage is a lane's");
 
-// Flags of a note.
-constexpr u32 PARTIAL = 1, CUT = 2, END = 4;
+// Flags of a note: GAPS where some line does not store some piece, EDGE where some row does not see
+// all of a piece, CUT where some of a piece lies behind the last column that anybody sees.
+constexpr u32 GAPS = 1, EDGE = 2, CUT = 4, END = 8;
 
 // What the producer says of a stage: the head of q, and which columns and blocks it holds.
 struct Note {
     u32 flags;
     int head;
     int columns[PIECES];  // the first of each piece
-    u32 live[PIECES];     // the lines of blocks that store it
+    u32 stored[LINES];    // of each line of blocks, a bit for each piece that it stores
 };
 
 struct Barriers {
@@ -107,11 +108,13 @@ struct Fixed {
 };
 struct Parameters : Maps,
                     Operands,
+                    CollectedPointers<COLLECTED>,
                     LengthPointers<LENGTHS>,
                     CapturedPointers<CAPTURED>,
                     Numbers,
                     CapturedViews<CAPTURED>,
-                    Fixed {};
+                    Fixed,
+                    CollectedViews<COLLECTED> {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 // Where the head and the batch of operand 0 or 1 are, of which one may serve all: bits 0 and 1 of

@@ -58,9 +58,11 @@ __device__ __forceinline__ void say(const Shared& s, const Ring& ring, const Pie
                                     int head, u32 flags) {
     Note& note = s.notes[ring.stage];
     int lane = threadIdx.x % 32;
-    if (lane < PIECES) {
-        note.columns[lane] = pieces.column;
-        note.live[lane] = pieces.live;
+    if (lane < PIECES) note.columns[lane] = pieces.column;
+#pragma unroll
+    for (int line = 0; line < LINES; ++line) {
+        u32 stored = __ballot_sync(ALL_LANES, lane < PIECES && pieces.live >> line & 1);
+        if (lane == line) note.stored[line] = stored;
     }
     if (lane == 0) {
         note.flags = flags;
@@ -69,17 +71,15 @@ __device__ __forceinline__ void say(const Shared& s, const Ring& ring, const Pie
     __syncwarp();
 }
 
-// Whether all of a tile's elements count, and whether some of its columns lie behind the last one
-// that anybody sees, where operands may hold anything.
-__device__ __forceinline__ u32 flags_of(const View& view, const Range& range, const Pieces& pieces,
-                                        int row) {
-    bool is_there = threadIdx.x % 32 < PIECES;
-    bool full = pieces.live == LIVE && view.covers(row, TILE_ROWS, pieces.column, PIECE);
-    u32 flags = __all_sync(ALL_LANES, full || !is_there) ? 0 : PARTIAL;
+// What of a tile is left out. Behind the last column that anybody sees operands may hold anything.
+__device__ __forceinline__ u32 flags_of(const View& view, const Pieces& pieces, int row) {
+    bool is_there = threadIdx.x % 32 < PIECES, exists = is_there && pieces.live;
+    bool covered = view.covers(row, TILE_ROWS, pieces.column, PIECE);
+    u32 flags = __any_sync(ALL_LANES, is_there && pieces.live != LIVE) ? GAPS : 0;
+    if (__any_sync(ALL_LANES, exists && !covered)) flags |= EDGE;
     if (LENGTHS) {
         int end = TRANSPOSED ? view.sight.rows : view.sight.cols;
-        bool cut = is_there && pieces.live && pieces.column + PIECE > end;
-        if (__any_sync(ALL_LANES, cut)) flags |= CUT;
+        if (__any_sync(ALL_LANES, exists && pieces.column + PIECE > end)) flags |= CUT;
     }
     return flags;
 }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void produce_head(const Parameters& p, const Shared& 
     Pieces pieces;
 #pragma unroll 1
     while (gather.next(pieces)) {
-        u32 flags = flags_of(view, range, pieces, row);
+        u32 flags = flags_of(view, pieces, row);
         wait_for_stage(s, ring);
         say(s, ring, pieces, head, flags);
         load_stage(p, s, ring, pieces, place.batch, head);

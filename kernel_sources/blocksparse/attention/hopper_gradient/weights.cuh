@@ -49,16 +49,18 @@ struct Elements {
     const View& view;
     const float* numbers;  // of columns
     int column;            // of the thread, of the first sum of a group
+    u32 stored;            // bits of the pieces that the rows' line of blocks stores
 
     __device__ __forceinline__ Elements(const Note& note, const Sixteen& rows, const View& view,
-                                    const float* numbers)
-        : note(note), rows(rows), view(view), numbers(numbers), column(threadIdx.x % 4 * 2) {}
+                                        const float* numbers)
+        : note(note), rows(rows), view(view), numbers(numbers), column(threadIdx.x % 4 * 2),
+          stored(note.stored[rows.line]) {}
 
     __device__ __forceinline__ int first_of(int group) const {
         return note.columns[group * 16 / PIECE] + group * 16 % PIECE;
     }
     __device__ __forceinline__ bool stores(int group) const {
-        return note.live[group * 16 / PIECE] >> rows.line & 1;
+        return stored >> group * 16 / PIECE & 1;
     }
     // Row and column of S.
     __device__ __forceinline__ int row_of(int row, int column) const {
@@ -98,13 +100,20 @@ __device__ __forceinline__ u32 kept_of(const Dropout& dropout, const Elements& t
     return kept;
 }
 
+// What a tile may leave out: nothing, what a line does not store, or what a row does not see too.
+// Most tiles of small blocks have gaps, which are a selection an element; few have more.
+enum class Left { nothing, gaps, all };
+
 // The weight of one element, and the slope of its score; 0 for what is left out.
-template <bool IS_PARTIAL, class Score>
+template <Left OUT, class Score>
 __device__ __forceinline__ float weight_of(float product, float scale, float sum, bool stored,
                                            const Elements& tile, const Score& score, int row,
                                            int column, float& slope) {
-    if (IS_PARTIAL && !(stored && tile.view.keeps(row, column))) return 0.0f;
-    if (!HAS_SCORE && !HAS_MASK) return fast_exp2(fmaf(product, scale, -sum));
+    if (OUT == Left::all && !(stored && tile.view.keeps(row, column))) return 0.0f;
+    if (!HAS_SCORE && !HAS_MASK) {
+        float weight = fast_exp2(fmaf(product, scale, -sum));
+        return OUT != Left::gaps || stored ? weight : 0.0f;
+    }
     int of_row = tile.row_of(row, column), of_column = tile.column_of(row, column);
     if (HAS_MASK && !score.keeps(of_row, of_column)) return 0.0f;
     float v = product * scale;
@@ -115,19 +124,21 @@ __device__ __forceinline__ float weight_of(float product, float scale, float sum
     return fast_exp2(fmaf(v, LOG2_E, -sum));
 }
 
-// Weights times the slopes of scores in the place of products, and weights alone as words.
-// `scale` is that of logits, times log2 e where score has nothing to say.
-template <bool IS_PARTIAL, class Score>
-__device__ __forceinline__ void take_weights(float (&scores)[SCORES], Words& words,
+// Weights as words, and `weighed`: weights times the slopes of scores, in the place of products, or
+// alone beside these where captured tensors have gradients. `scale` is that of logits, times log2 e
+// where score has nothing to say.
+template <Left OUT, class Score>
+__device__ __forceinline__ void take_weights(const float (&scores)[SCORES],
+                                             float (&weighed)[SCORES], Words& words,
                                              const Elements& tile, const RowNumbers& own,
                                              float scale, const Score& score, u32 kept,
                                              float left) {
 #pragma unroll
     for (int i = 0; i < SCORES; i += 2) {
         int group = i / 8, eight = i / 4 % 2, h = i / 2 % 2;
-        bool stored = !IS_PARTIAL || tile.stores(group);
+        bool stored = OUT == Left::nothing || tile.stores(group);
         int row = 0, column = 0;
-        if (IS_PARTIAL || HAS_SCORE || HAS_MASK) {
+        if (OUT == Left::all || HAS_SCORE || HAS_MASK) {
             row = tile.rows.of(h);
             column = tile.first_of(group) + eight * 8 + tile.column;
         }
@@ -140,10 +151,11 @@ __device__ __forceinline__ void take_weights(float (&scores)[SCORES], Words& wor
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             float slope = 1.0f;
-            float weight = weight_of<IS_PARTIAL>(scores[i + e], scale, sums[e], stored, tile, score,
-                                                 row, column + e, slope);
+            float weight = weight_of<OUT>(scores[i + e], scale, sums[e], stored, tile, score, row,
+                                          column + e, slope);
             weights[e] = !DROPOUT ? weight : kept >> (i + e) & 1 ? weight * left : 0.0f;
-            scores[i + e] = HAS_SCORE ? (weight == 0.0f ? 0.0f : weight * slope) : weight;
+            const bool is_alone = !HAS_SCORE || COLLECTED > 0 || weight == 0.0f;
+            weighed[i + e] = is_alone ? weight : weight * slope;
         }
         if (TRANSPOSED) words[i / 8][i % 8 / 2] = pack<InputT>(weights[0], weights[1]);
     }

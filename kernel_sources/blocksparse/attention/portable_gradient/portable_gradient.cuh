@@ -23,10 +23,9 @@
 //   BLOCK_LINE, BLOCK_DEPTH   of the layout: rows and columns of a block, or turned
 //   FEATURES, VALUES          of a row of q and k, and of v and grad: multiples of 16
 //   FIRST_PART, SECOND_PART   of these, what of dq or dk, and of dv, a CTA has
-//   COLLECTED                 captured tensors whose gradient is wanted along these lines, and of
-//   COLLECTED_AT, IS_PAIR     each its number and whether it has both rows and columns
-//   SUMMED                    whether some of these are sums over batches or heads, which a CTA
-//                             then takes one after the other
+//   COLLECTED, COLLECTED_AT, IS_PAIR, SUMMED   as collected.cuh says: of these lines
+//   SHARED                    whether CTAs share the tiles of a line, which has no sums: what is
+//                             collected is of pairs, and nothing else is wanted
 //   MIN_BLOCKS                CTAs that a multiprocessor holds
 //   PARAMETER_BYTES           what lowering makes of Parameters
 #pragma once
@@ -46,6 +45,7 @@ constexpr int STAGE_BYTES = SECOND_STAGE + (TURNED ? 2 * TILE_DEPTH * int(sizeof
 constexpr bool NEEDS_SLOPES = NEEDS_FIRST || COLLECTED > 0;
 
 using Tiles = Walk<TILE_LINES, TILE_DEPTH, BLOCK_LINE, BLOCK_DEPTH>;
+using Collecting = Collection<TURNED>;
 
 // A tile of a head.
 struct Item {
@@ -64,8 +64,12 @@ struct Cursor {
                                                   int batch, int head, int line) {
         const Bits bits = TURNED ? p.sizes.cols_of(p.bits, batch, head)
                                  : p.sizes.rows_of(p.bits, batch, head);
-        const Range range = TURNED ? sight.rows_of(line * TILE_LINES, TILE_LINES)
-                                   : sight.columns_of(line * TILE_LINES, TILE_LINES);
+        Range range = TURNED ? sight.rows_of(line * TILE_LINES, TILE_LINES)
+                             : sight.columns_of(line * TILE_LINES, TILE_LINES);
+        if (SHARED) {
+            const int begin = int(blockIdx.y * p.share);
+            range = {max(range.begin, begin), min(range.end, begin + int(p.share))};
+        }
         return Tiles(bits, line, range);
     }
     __device__ __forceinline__ Cursor(const Parameters& p, const Sight& sight, int batch, int head,
@@ -96,11 +100,12 @@ __device__ __forceinline__ void begin_stage(unsigned char* stage, const Paramete
     load_rows<TILE_DEPTH, VALUES>(stage + FIRST_STAGE, b.of(TURNED ? p.grad : p.v, batch, own),
                                   b.row, first, end, sizes.value_chunks);
     if (!TURNED) return;
-    const i64 line = (i64(batch) * sizes.heads + item.head) * sizes.queries;
+    const i64 of_all = i64(batch) * sizes.heads + item.head;
     for (int index = threadIdx.x; index < 2 * TILE_DEPTH; index += THREADS) {
         const int row = first + index % TILE_DEPTH;
-        const float* from = index < TILE_DEPTH ? p.lse : p.deltas;
-        copy_async<4>(stage + SECOND_STAGE + 4 * index, from + line + (row < end ? row : 0),
+        const float* from = index < TILE_DEPTH ? p.lse + of_all * sizes.queries
+                                               : p.deltas + of_all * p.delta_rows;
+        copy_async<4>(stage + SECOND_STAGE + 4 * index, from + (row < end ? row : 0),
                       row < end ? 4 : 0);
     }
 }
@@ -132,7 +137,7 @@ template <class Score>
 __device__ __forceinline__ void take_slopes(Tiled& weights, Tiled& slopes, const Parameters& p,
                                             const Groups& groups, const Sight& sight,
                                             const Score& score, const Dropout& dropout,
-                                            const Known& known, Collection& collection,
+                                            const Known& known, Collecting& collection,
                                             float scale, int batch, int head, int line,
                                             int depth) {
 #pragma unroll
@@ -142,6 +147,7 @@ __device__ __forceinline__ void take_slopes(Tiled& weights, Tiled& slopes, const
         if (DROPOUT && is_live)
             kept = kept_of<TURNED>(dropout, TURNED ? depth + 16 * g : line,
                                    TURNED ? line : depth + 16 * g);
+        if (is_live) collection.fetch(p, line, depth + 16 * g, batch, head);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int n = 2 * g + j / 4, i = j % 4;
@@ -156,7 +162,7 @@ __device__ __forceinline__ void take_slopes(Tiled& weights, Tiled& slopes, const
             if (!NEEDS_SLOPES) continue;
             const float own = is_kept ? of_weight * dropout.scale : 0.0f;
             const float gradient = w * (own - known.delta(n, i));
-            collection.add(p, score, gradient, s * scale, row, col, i / 2, batch, head);
+            collection.add(p, score, gradient, s * scale, row, col, j, batch, head);
             slopes[0][n][i] = gradient * slope_of(s * scale, score, row, col);
         }
     }
@@ -169,7 +175,7 @@ struct Sums {
 
 // A tile's share of a warp's 16 lines from `first_line` on.
 template <class Score>
-__device__ __forceinline__ void add_tile(Sums& sums, Collection& collection, const Parameters& p,
+__device__ __forceinline__ void add_tile(Sums& sums, Collecting& collection, const Parameters& p,
                                          const unsigned char* lines, const unsigned char* stage,
                                          const Item& item, const Sight& sight, const Score& score,
                                          const Dropout& dropout, Known& known, float scale,
@@ -255,14 +261,14 @@ __device__ __forceinline__ void begin_lines(unsigned char* shared, const Paramet
 // Of a lane's two rows, `line` and 8 further on.
 __device__ __forceinline__ Known known_of(const Parameters& p, const Sight& sight, int batch,
                                           int head, int line) {
-    const i64 at = (i64(batch) * p.sizes.heads + head) * p.sizes.queries;
+    const i64 of_all = i64(batch) * p.sizes.heads + head;
     Known known = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = line + 8 * half;
         if (row >= sight.rows) continue;
-        known.shifts[half] = shift_of(p.lse[at + row]);
-        known.deltas[half] = p.deltas[at + row];
+        known.shifts[half] = shift_of(p.lse[of_all * p.sizes.queries + row]);
+        known.deltas[half] = p.deltas[of_all * p.delta_rows + row];
     }
     return known;
 }
@@ -298,7 +304,7 @@ __device__ __forceinline__ void run(const Parameters& p, unsigned char* shared, 
     const int first_at = min(part * FIRST_PART, FEATURES - FIRST_PART);
     const int second_at = min(part * SECOND_PART, VALUES - SECOND_PART);
     Sums sums = {};
-    Collection collection = {};
+    Collecting collection = {};
     int stage = 0;
 #pragma unroll 1
     while (is_there) {

@@ -33,6 +33,10 @@ LINES = 16 * WARPS  # of a block of threads
 MOST_SUMS = 256  # of dk and dv together, of each of a warp's 16 lines: half of its registers
 NAMES = ("q", "k", "v", "grad", "lse", WORKSPACE)  # behind the layout's bits
 BY_ROWS, BY_COLUMNS = ("row", "pair"), ("col",)
+# Columns of 64 rows whose pairs one block of threads sums up batch after batch: of the blocks that
+# are under way the sums, 128 KiB each, stay in a cache of 50 MB.
+SHARE = 512
+MOST_SHARES = 65535  # a grid's second dimension
 
 
 class Tile(NamedTuple):
@@ -59,6 +63,7 @@ class Variant(NamedTuple):
     tile: Tile
     collected: tuple[tuple[int, bool], ...] = ()  # captured tensors, and whether they are of pairs
     summed: bool = False  # whether some of these are summed over batches or heads
+    shared: bool = False  # whether blocks of threads share the tiles of a line, of pairs alone
 
     @property
     def parts(self) -> int:
@@ -89,22 +94,42 @@ def lower(
     :func:`candidates`. Raises UnsupportedError for sizes that no grid can hold."""
     choice = choice or default(problem, candidates(problem, arch), multiprocessors)
     tile = Tile(int(choice["depth"]), int(choice["stages"]))
-    of_rows, of_columns = (collected(problem, kinds) for kinds in (BY_ROWS, BY_COLUMNS))
-    needs_q, *others = problem.needs
-    steps = [deltas.step(problem)]
+    wanted, rows = tuple(enumerate(problem.collected)), deltas.rows_of(problem)
+    steps = _steps(problem, problem.needs, tile, wanted, rows)
+    return Lowered((deltas.step(problem), *steps), deltas.nbytes(problem))
+
+
+def collecting(
+    problem: AttentionGradient,
+    arch: str,
+    wanted: tuple[tuple[int, Collected], ...],
+    delta_rows: int,
+) -> tuple[Step, ...]:
+    """The launches that leave the gradients by captured tensors, those ``wanted`` with their places
+    among all of them, and nothing else: two products an element, and one launch an axis. Deltas lie
+    at the beginning of the workspace, so many of each head."""
+    tile = tiles(problem, arch)[0]
+    return _steps(problem, (False, False, False), tile, wanted, delta_rows)
+
+
+def _steps(
+    problem: AttentionGradient,
+    needs: tuple[bool, bool, bool],
+    tile: Tile,
+    wanted: tuple[tuple[int, Collected], ...],
+    delta_rows: int,
+) -> tuple[Step, ...]:
+    """The launches by rows and by columns of what is needed and wanted."""
+    of_rows, of_columns = (
+        tuple(each for each in wanted if each[1].axes in kinds) for kinds in (BY_ROWS, BY_COLUMNS)
+    )
+    needs_q, *others = needs
+    steps = []
     if needs_q or of_rows:
-        steps.append(_step(problem, False, (needs_q, False), tile, of_rows, arch))
+        steps.append(_step(problem, False, (needs_q, False), tile, of_rows, delta_rows))
     if any(others) or of_columns:
-        steps.append(_step(problem, True, tuple(others), tile, of_columns, arch))
-    return Lowered(tuple(steps), deltas.nbytes(problem))
-
-
-def collected(
-    problem: AttentionGradient, kinds: tuple[str, ...]
-) -> tuple[tuple[int, Collected], ...]:
-    """What of captured tensors a launch has, by the axes that it has them of, and its place among
-    all of them."""
-    return tuple(x for x in enumerate(problem.collected) if x[1].axes in kinds)
+        steps.append(_step(problem, True, tuple(others), tile, of_columns, delta_rows))
+    return tuple(steps)
 
 
 def together(problem: AttentionGradient, own: tuple[tuple[int, Collected], ...]) -> tuple[int, int]:
@@ -135,7 +160,7 @@ def _step(
     needs: tuple[bool, bool],
     tile: Tile,
     own: tuple[tuple[int, Collected], ...],
-    arch: str,
+    delta_rows: int,
 ) -> Step:
     """The launch by rows or, ``turned``, by columns."""
     attention = problem.attention
@@ -143,7 +168,9 @@ def _step(
     kind = attention.dtype, attention.blocks[:2], turned
     batches, of_cta = (1, 1) if turned else together(problem, own)
     summed = batches * of_cta > 1
-    made = Variant(*kind, *portable.widths(attention), needs, tile, kept, summed)
+    shared = summed and not any(needs) and all(is_pair for _, is_pair in kept)
+    share = SHARE * ceil_div(attention.keys, SHARE * MOST_SHARES)
+    made = Variant(*kind, *portable.widths(attention), needs, tile, kept, summed, shared)
     results = (("dk", problem.dk), ("dv", problem.dv)) if turned else (("dq", problem.dq),) * 2
     lines, heads = (
         (attention.keys, attention.kv_heads) if turned else (attention.queries, attention.heads)
@@ -152,7 +179,7 @@ def _step(
     numbers = text.views(attention)
     for operand in (attention.q, attention.k, attention.v, problem.grad, *(r for _, r in results)):
         numbers += operand[:3]
-    numbers += [*portable.sizes(attention, count), batches, of_cta]
+    numbers += [*portable.sizes(attention, count), batches, of_cta, delta_rows, share]
     numbers += [stride for _, each in own for stride in each.strides]
     # What is not wanted has no tensor: the address of q stands there, and nobody reads it.
     named_results = (name if need else "q" for (name, _), need in zip(results, needs, strict=True))
@@ -160,7 +187,8 @@ def _step(
     names += [f"collected{place}" for place, _ in own]
     names += text.pointers(attention.score)
     heads //= of_cta
-    grid = portable.grid(attention.batch // max(1, batches) * heads * count), made.parts
+    parts = ceil_div(attention.keys, share) if shared else made.parts
+    grid = portable.grid(attention.batch // max(1, batches) * heads * count), parts
     fixed = parameters(attention.score, len(own)).pack(*numbers)
     pointers = tuple((name, 0) for name in names)
     return Step(spec(attention.score, made), grid, fixed, pointers, len(text.SCALARS))
@@ -170,8 +198,6 @@ def spec(score: Score, made: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
     line, depth = reversed(made.block) if made.turned else made.block
     first, second = (round_up(ceil_div(n, made.parts), 16) for n in (made.features, made.values))
-    numbers = ", ".join(str(index) for index, _ in made.collected) or "0"
-    pairs = ", ".join(text.flag(pair) for _, pair in made.collected) or "false"
     source = f"""{text.preamble(made.dtype, score)}
 constexpr bool TURNED = {text.flag(made.turned)};
 constexpr bool NEEDS_FIRST = {text.flag(made.needs[0])};
@@ -185,10 +211,9 @@ constexpr int FEATURES = {made.features};
 constexpr int VALUES = {made.values};
 constexpr int FIRST_PART = {first};
 constexpr int SECOND_PART = {second};
-constexpr int COLLECTED = {len(made.collected)};
-constexpr int COLLECTED_AT[] = {{{numbers}}};
-constexpr bool IS_PAIR[] = {{{pairs}}};
+{text.collected(made.collected)}
 constexpr bool SUMMED = {text.flag(made.summed)};
+constexpr bool SHARED = {text.flag(made.shared)};
 constexpr int MIN_BLOCKS = {2 if max(made.features, made.values) <= 128 else 1};
 constexpr int PARAMETER_BYTES = {parameters(score, len(made.collected)).size};
 
@@ -210,6 +235,7 @@ def _words(score: Score, made: Variant) -> list[str]:
     found += [f"{made.tile.depth} deep", *["1 stage"] * (made.tile.stages == 1)]
     found += [name for name, need in zip(results, made.needs, strict=True) if need]
     found += [f"captured {index}" for index, _ in made.collected] + ["summed"] * made.summed
+    found += ["shared"] * made.shared
     return found + text.words(score)
 
 
@@ -221,7 +247,7 @@ def shared_bytes(features: int, values: int, tile: Tile) -> int:
 
 def parameters(score: Score, collected: int) -> Parameters:
     """The parameter struct."""
-    fixed = portable.STRIDES * 6 + portable.SIZES + "2i" + text.VIEW * collected
+    fixed = portable.STRIDES * 6 + portable.SIZES + "2i2q" + text.VIEW * collected
     return text.parameters(1 + len(NAMES) + 2 + collected, fixed, score)
 
 

@@ -50,6 +50,16 @@ constexpr int CAPTURED = {len(score.captured)};
 """
 
 
+def collected(tensors: tuple[tuple[int, bool], ...]) -> str:
+    """What a launch collects, as collected.cuh is told of it: numbers of captured tensors, and
+    whether their gradients are of pairs."""
+    numbers = ", ".join(str(index) for index, _ in tensors) or "0"
+    pairs = ", ".join(flag(is_pair) for _, is_pair in tensors) or "false"
+    return f"""constexpr int COLLECTED = {len(tensors)};
+constexpr int COLLECTED_AT[] = {{{numbers}}};
+constexpr bool IS_PAIR[] = {{{pairs}}};"""
+
+
 def flag(value: bool) -> str:
     """A bool as C++ has it."""
     return str(value).lower()

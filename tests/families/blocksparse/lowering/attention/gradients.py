@@ -86,3 +86,35 @@ class Gradients:
         for found, wanted in zip(self.results, self.wanted(), strict=True):
             wanted = torch.zeros_like(found).double() if wanted is None else wanted
             assert error(found, wanted) <= gate
+
+
+# What scores.py's soft_bias() reads, and the gradients of it.
+
+
+def soft_tensors(case: Case, pairs: tuple[int, int] | None = None) -> tuple[torch.Tensor, ...]:
+    """Of rows, of columns of each head, and of pairs of these of so many batches and heads, all by
+    default."""
+    rows, cols = case.queries, case.keys
+    return (
+        torch.randn(1, 1, rows, 1) * 0.3,
+        torch.randn(1, case.heads, 1, cols),
+        torch.randn(*(pairs or (case.batch, case.heads)), rows, cols) * 0.5,
+    )
+
+
+def sums_of(case: Case, pairs: tuple[int, int] | None = None) -> dict:
+    """Zeros, where kernels leave these gradients."""
+    batch, heads, rows, cols = case.batch, case.heads, case.queries, case.keys
+    return {
+        (0, "row"): torch.zeros(batch, heads, rows, 1),
+        (1, "col"): torch.zeros(batch, heads, 1, cols),
+        (2, "pair"): torch.zeros(*(pairs or (batch, heads)), rows, cols),
+    }
+
+
+def check_sums(made: Gradients, sums: dict, given: tuple[torch.Tensor, ...]) -> None:
+    """What is left there, summed over what a tensor does not have, beside the formula."""
+    wanted = made.wanted(tuple(t.double().requires_grad_() for t in given))[3:]
+    for (index, _), found in sums.items():
+        found = found.sum_to_size(given[index].shape)
+        assert error(found, wanted[index]) <= GATES[made.made.case.numbers]

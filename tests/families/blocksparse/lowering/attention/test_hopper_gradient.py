@@ -114,11 +114,11 @@ class Gradient:
         others = (operand_of(t) for t in (made.grad, self.dq, self.dk, self.dv))
         return AttentionGradient(made.problem(), *others, self.needs, self.grad_lse is not None)
 
-    def launch(self, emulator) -> list:
+    def launch(self, emulator, choice=None) -> list:
         """dq, dk and dv, None for those that nobody needs."""
         made, problem = self.made, self.problem()
         assert hopper_gradient.takes(problem, ARCH)
-        lowered = hopper_gradient.lower(problem, ARCH, 3)
+        lowered = hopper_gradient.lower(problem, ARCH, 3, choice)
         known = {**dict(zip(NAMES, made.layout.tensors, strict=True)), **made.operands()}
         known |= {"dq": self.dq, "dk": self.dk, "dv": self.dv, "grad_lse": self.grad_lse}
         known["workspace"] = torch.full((lowered.workspace,), 255, dtype=torch.uint8)
@@ -156,6 +156,18 @@ def test_gradients(name, emulator, seed):
     case = CASES[name]
     gradient = Gradient(case)
     compare(gradient.launch(emulator), gradient.wanted(), 3 * GATES[case.numbers])
+
+
+@on_host
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "lengths")) for n in CASES]
+)
+def test_gradients_of_tiles_that_are_not_the_default(name, emulator, seed):
+    case = CASES[name]
+    gradient = Gradient(case)
+    default = hopper_gradient.default(gradient.problem(), hopper_gradient.candidates(None, ARCH), 3)
+    (other,) = (c for c in hopper_gradient.candidates(None, ARCH) if c != default)
+    compare(gradient.launch(emulator, other), gradient.wanted(), 3 * GATES[case.numbers])
 
 
 @on_host
@@ -251,7 +263,9 @@ SCORES = {
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_products_overlap_and_nothing_spills(name, features):
-    for block, turned in product(((128, 128), (16, 16)), (False, True)):
-        made = hopper_gradient.variant_of(SCORES[name], "bfloat16", block, features, turned)
+    for block, turned, rows in product(((128, 128), (16, 16)), (False, True), (128, 64)):
+        made = hopper_gradient.variant_of(SCORES[name], "bfloat16", block, features, turned, rows)
         found = compiled(hopper_gradient.spec(SCORES[name], made), ARCH)
-        assert not found.serialized and found.spilled == 0
+        # Of two results of one warpgroup the gathering producer has 24 registers.
+        spilled = 64 if made.early and rows == 64 else 0
+        assert not found.serialized and found.spilled <= spilled

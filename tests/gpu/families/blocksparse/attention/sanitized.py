@@ -14,8 +14,14 @@ from kernlib.families.blocksparse.lowering.attention import (
     portable_gradient,
 )
 from kernlib.runtime.devices import arch_of
-from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Made
-from tests.families.blocksparse.lowering.attention.gradients import Gradients
+from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, Made
+from tests.families.blocksparse.lowering.attention.gradients import (
+    Gradients,
+    check_sums,
+    soft_tensors,
+    sums_of,
+)
+from tests.families.blocksparse.lowering.attention.scores import soft_bias
 from tests.gpu.every_lane import BY_WARP, let_every_lane_arrive
 from tests.gpu.families.blocksparse.attention.launches import launch
 
@@ -74,8 +80,23 @@ def gradients_by_wgmma() -> None:
     for case in CASES.values():
         made = Gradients(case._replace(values=case.features), grad_lse=True)
         if hopper_gradient.takes(made.problem(), hopper.ARCH):
-            made.run(launch, kernels=hopper_gradient)
+            for choice in hopper_gradient.candidates(made.problem(), hopper.ARCH):
+                made.run(launch, choice, kernels=hopper_gradient)
+                made.check()
+
+
+def collected_by_wgmma() -> None:
+    """Of an even and of an odd number of columns, and sums over batches."""
+    whole = Case(queries=75, batch=2, heads=4, kv_heads=2, density=0.8)
+    for keys, pairs in ((90, (2, 4)), (91, (2, 4)), (90, (1, 4))):
+        case = soft_bias(whole._replace(keys=keys))
+        given = soft_tensors(case, pairs)
+        made = Gradients(case, given)
+        for rows in hopper_gradient.TILE_ROWS:
+            sums = sums_of(case, pairs)
+            made.run(launch, {"rows": rows}, sums=sums, kernels=hopper_gradient)
             made.check()
+            check_sums(made, sums, given)
 
 
 def main(tool: str) -> None:
@@ -88,6 +109,7 @@ def main(tool: str) -> None:
         if arch_of(torch.cuda.current_device()) == hopper.ARCH:
             attention_by_wgmma()
             gradients_by_wgmma()
+            collected_by_wgmma()
         gradients()
     torch.cuda.synchronize()
     print("done", *sorted(kinds))

@@ -22,18 +22,19 @@ def on_gpu():
         yield
 
 
-def run(made: Gradients, needs=(True, True, True)) -> list[torch.Tensor]:
-    made.run(launch, None, needs, kernels=hopper_gradient)
+def run(made: Gradients, rows: int, needs=(True, True, True)) -> list[torch.Tensor]:
+    made.run(launch, {"rows": rows}, needs, kernels=hopper_gradient)
     return made.results
 
 
+@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_right(case, seed):
+def test_gradients_are_right(case, rows, seed):
     made = Gradients(CASES[case]._replace(values=CASES[case].features), grad_lse=True)
     if not hopper_gradient.takes(made.problem(), hopper_gradient.ARCH):
         assert made.made.case.features > 128
         return
-    run(made)
+    run(made, rows)
     made.check()
 
 
@@ -41,37 +42,39 @@ def test_gradients_are_right(case, seed):
 @pytest.mark.parametrize("width", [16, 24, 64, 72, 96, 128])
 def test_every_width_and_block(width, block, seed):
     """With half the heads of k and v."""
-    for numbers in GATES:
+    for numbers, rows in zip(GATES, hopper_gradient.TILE_ROWS, strict=True):
         case = LARGE._replace(numbers=numbers, block=block, features=width, values=width)
         made = Gradients(case._replace(kv_heads=2), grad_lse=numbers == "float16")
-        run(made)
+        run(made, rows)
         made.check()
 
 
+@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_mask_and_block(block, mask, seed):
+def test_every_mask_and_block(block, mask, rows, seed):
     """The same bits each time, whatever else is wanted."""
     case = LARGE._replace(block=block, features=64, values=64, density=0.6, **MASKS[mask])
     made = Gradients(case)
-    first = [t.clone() for t in run(made)]
+    first = [t.clone() for t in run(made, rows)]
     made.check()
     for _ in range(10):
-        assert all(map(torch.equal, run(made), first))
+        assert all(map(torch.equal, run(made, rows), first))
     for index in range(3):
-        found = run(made, tuple(index == own for own in range(3)))
+        found = run(made, rows, tuple(index == own for own in range(3)))
         assert found[index].equal(first[index])
 
 
-def test_what_is_left_out_may_be_anything(seed):
+@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
+def test_what_is_left_out_may_be_anything(rows, seed):
     case = LARGE._replace(causal=True, window=(400, 0), lengths=True, features=64, values=64)
     made = Gradients(case)
     given = made.made
     given.kv_lengths.fill_(950)
     given.q_lengths.fill_(900)
     made.renew()
-    clean = [t.clone() for t in run(made)]
+    clean = [t.clone() for t in run(made, rows)]
     made.check()
     for t, end in ((given.k, 950), (given.v, 950), (given.q, 900), (given.grad, 900)):
         t[:, :, end:] = math.nan
-    assert all(map(torch.equal, run(made), clean))
+    assert all(map(torch.equal, run(made, rows), clean))
