@@ -69,7 +69,7 @@ CASES = {
 
 
 @on_host
-@pytest.mark.parametrize("name", slow_but(("dropout", "lengths"), CASES))
+@pytest.mark.parametrize("name", slow_but(("lengths",), CASES))
 @pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
 def test_every_axis(rows, name, emulator, seed):
     """By rows of all heads, columns of a head, pairs of a batch and head; a mask leaves some
@@ -99,6 +99,7 @@ def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, 
 
 
 @on_host
+@pytest.mark.slow
 def test_each_alone_has_the_same_bits(emulator, seed):
     """Of dq, dk and dv too, whatever is collected."""
     made = Gradients(soft_bias(CASE), soft_tensors(CASE))
@@ -146,7 +147,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_but(("bias", "slopes"), SCORES))
+@pytest.mark.parametrize("name", slow_but(("bias",), SCORES))
 def test_products_overlap_and_nothing_spills(name, features):
     text, axes = SCORES[name]
     for causal, block in product((False, True), ((128, 128), (32, 32))):
