@@ -15,7 +15,7 @@
 
 constexpr int GROUP = 8;              // features whose codes wait in shared memory together
 constexpr int NOWHERE = -(1 << 30);   // with another place it is below 0; tables are smaller
-// Laid out by kernlib/families/pairwise/lowering/categories.py, and no larger than two stages.
+// Laid out by kernlib/families/pairwise/lowering/layout.py, and no larger than two stages.
 constexpr int GROUP_BYTES = TILE * 256;
 constexpr int TABLE_ELEMENTS = (GROUP_BYTES - 2 * GROUP * TILE * 4) / int(sizeof(AccT));
 

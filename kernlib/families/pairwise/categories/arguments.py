@@ -12,7 +12,7 @@ import torch
 from kernlib.descriptors.base import shown
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
-from kernlib.families.pairwise.lowering.categories import MOST_ELEMENTS
+from kernlib.families.pairwise.lowering.layout import MOST_ELEMENTS
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import extremes, host_value
 from kernlib.runtime.tensors import check_dense
@@ -34,7 +34,8 @@ class Tables(NamedTuple):
         return self._replace(a_codes=self.a_codes[..., rows, :])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(zip(CODES, self[:3], strict=True))
+        # By name: Dynamo of torch 2.8 follows no slice of a named tuple.
+        return dict(zip(CODES, (self.a_codes, self.b_codes, self.flat), strict=True))
 
     def table(self, feature: int) -> torch.Tensor:
         """(S, S) or (L, S, S)."""

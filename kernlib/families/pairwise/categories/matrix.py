@@ -12,8 +12,8 @@ from kernlib.families.pairwise import checks, plans
 from kernlib.families.pairwise.categories import formula
 from kernlib.families.pairwise.categories.arguments import Tables
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import categories as lowering
 from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.lowering.layout import TABLE_OPERANDS, Categories
 from kernlib.families.pairwise.matrix import key_of, readable
 from kernlib.families.pairwise.plans import PairwisePlan
 from kernlib.families.pairwise.request import Request, is_empty, layout_of, problem_of
@@ -24,7 +24,7 @@ from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.sequence import load_lowered
 from kernlib.runtime.tensors import materialised, refuse_overlap, signature
 
-OPERANDS = (*lowering.OPERANDS, *direct.OPERANDS)
+OPERANDS = (*TABLE_OPERANDS, *direct.OPERANDS)
 CPU_ENTRIES = 1 << 20  # of a block of rows: 4 MB in float32, of which torch makes a few
 _plans = PlanCache()
 
@@ -91,10 +91,10 @@ def lower(request: Request, call: checks.Call, tables: Tables, device: int) -> L
     )
 
 
-def categories_of(tables: Tables, batch: int) -> lowering.Categories:
+def categories_of(tables: Tables, batch: int) -> Categories:
     """Codes and tables as lowering sees them."""
     several = tables.flat.dim() == 2 and tables.flat.shape[0] > 1
-    return lowering.Categories(
+    return Categories(
         *(layout_of(t, batch) for t in (tables.a_codes, tables.b_codes)),
         tables.sizes,
         tables.flat.stride(0) if several else 0,

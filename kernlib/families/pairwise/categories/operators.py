@@ -34,14 +34,15 @@ def run(descriptor: Pairwise, a, b, codes: tuple, out, accumulate: bool, given: 
     """
     a, tables = arguments.placed(descriptor, a, b, codes)
     wide = out is not None and out.dtype == accumulator(a.dtype)
+    placed = tables.a_codes, tables.b_codes, tables.flat, list(tables.sizes)
     if out is None:
-        return _matrix(a, b, *tables[:3], [*tables.sizes], wide, *given)
+        return _matrix(a, b, *placed, wide, *given)
     names, numbers, tensors = given[1:4]
     named = dict(zip(names.split()[len(numbers) :], tensors, strict=True))
     if torch.is_grad_enabled():
         checks.refuse_out(out, a=a, b=b, out=out, tables=tables.flat, **named)
     shape = checks.check_shapes(a, b, out, named)
-    made = _matrix(a, b, *tables[:3], [*tables.sizes], wide, *given).view(shape)
+    made = _matrix(a, b, *placed, wide, *given).view(shape)
     out.copy_(out + made if accumulate else made)
     return out
 

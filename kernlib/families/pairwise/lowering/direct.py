@@ -15,8 +15,6 @@ from typing import NamedTuple
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import categories as tables
-from kernlib.families.pairwise.lowering.categories import Categories
 from kernlib.families.pairwise.lowering.finish import (
     COMMON_SCALARS,
     finish,
@@ -24,7 +22,13 @@ from kernlib.families.pairwise.lowering.finish import (
     outer,
     outer_kinds,
 )
-from kernlib.families.pairwise.lowering.layout import Layout, access
+from kernlib.families.pairwise.lowering.layout import (
+    TABLE_OPERANDS,
+    Categories,
+    Layout,
+    access,
+    group_bytes,
+)
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import choice as choices
@@ -164,7 +168,7 @@ def lower(
     operands = ("b", "a", "out") if swapped else OPERANDS
     if categories is not None:
         fixed += (categories.transposed() if swapped else categories).pack()
-        codes = ("b_codes", "a_codes", "tables") if swapped else tables.OPERANDS
+        codes = ("b_codes", "a_codes", "tables") if swapped else TABLE_OPERANDS
         operands = (*codes, *operands)
     pointers = tuple((name, 0) for name in operands)
     made = spec(descriptor, variant, arch)
@@ -241,7 +245,7 @@ def shared_bytes(dtype: str, tile: int, long_k: bool, categories: int = 0) -> in
     line = (tile + 16 // accumulator) * accumulator
     stages, sums = 2 * 2 * TILE_K * line, tile * line
     if categories and not long_k:
-        sums += tables.group_bytes(tile)
+        sums += group_bytes(tile)
     return stages + sums if long_k else max(stages, sums)
 
 

@@ -3,10 +3,8 @@
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import categories as lowering
 from kernlib.families.pairwise.lowering import direct
-from kernlib.families.pairwise.lowering.categories import Categories
-from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.layout import Categories, Layout, group_bytes
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only
@@ -71,7 +69,7 @@ def test_codes_and_tables_have_room_in_the_place_of_the_stages(dtype, tile, long
     without = direct.shared_bytes(dtype, tile, long)
     size = 8 if dtype == "float64" else 4
     stages = 4 * direct.TILE_K * (tile * size + 16)
-    assert lowering.group_bytes(tile) <= stages
+    assert group_bytes(tile) <= stages
     found = direct.shared_bytes(dtype, tile, long, 3)
     assert found == (without if long else tile * (tile * size + 16) + 256 * tile)
 
