@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "pairwise/root_of_power.cuh"
 #include "pairwise/terms.cuh"
 
 constexpr bool SCALED = Inner::BY_LOGARITHM && sizeof(AccT) == 4;
@@ -44,15 +45,6 @@ __device__ __forceinline__ float sample_unit(u32* shared, const Points& a, const
         largest = size - size == 0.0f ? fmaxf(largest, size) : largest;
     }
     return unit_of(largest_in_block(shared, largest), p);
-}
-
-// unit^(p / 2).
-__device__ __forceinline__ float root_of_power(float unit, float p) {
-    float exponent = float((__float_as_int(unit) >> 23) - 127) * 0.5f, part, power;
-    float high = __fmul_rn(exponent, p), whole = rintf(high);  // as in norm_root
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(part) : "f"(high - whole + fmaf(exponent, p, -high)));
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(whole));
-    return part * power;
 }
 
 // What turns a sum in a tile's unit into what Finish takes: of norms the sum as it is, and the unit

@@ -3,43 +3,20 @@ on the host: from ``run_kernel`` to the last store."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from pathlib import Path
 
 import torch
 
 from kernlib.families.kronecker_product import plans, product
-from kernlib.runtime import devices, driver, products
+from kernlib.runtime import products
 from tests.support import fakes
-from tests.support.emulation.emulator import Emulator
-from tests.support.fakes import OnGpu, Torch
+from tests.support.emulation import gpus
 
 
 def install(monkeypatch, folder: Path) -> fakes.Gpus:
     """Put the GPUs in place; ``specs`` of what is returned are those that were launched."""
-    made, emulator = fakes.install(monkeypatch), Emulator(folder)
-    made.specs, known, kernel = [], {}, made.kernel
-
-    def loaded(spec, device, arch):
-        found = kernel(spec, device, arch)
-        known[found.function] = spec
-        return found
-
-    def launched(config, function, arguments, extra):
-        answer = made.launch(config, function, arguments, extra)
-        spec = known[int(function)]
-        made.specs.append(spec)
-        block = ctypes.c_void_p.from_address(arguments).value
-        emulator.launch(spec, (config.gridDimX, config.gridDimY), block)
-        return answer
-
-    monkeypatch.setattr(devices.service, "kernel", loaded)
-    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
-    monkeypatch.setattr(devices, "raw_empty", None)
-    for module in (product, products, plans, devices):
-        monkeypatch.setattr(module, "torch", Torch())
-    return made
+    return gpus.install(monkeypatch, folder, product, products, plans)
 
 
 def operands(shapes, rows: int, side: str, dtype, batch=()) -> list[torch.Tensor]:
@@ -50,16 +27,6 @@ def operands(shapes, rows: int, side: str, dtype, batch=()) -> list[torch.Tensor
     return [t.to(dtype) for t in (x, *factors)]
 
 
-def gpu(t: torch.Tensor) -> torch.Tensor:
-    """A tensor on GPU 0, with its strides."""
-    return t.detach().as_subclass(OnGpu)
-
-
-def host(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of a GPU as what it is."""
-    return t.as_subclass(torch.Tensor)
-
-
-def kinds(gpus: fakes.Gpus) -> list[str]:
+def kinds(made: fakes.Gpus) -> list[str]:
     """Of the kernels that were launched."""
-    return [spec.description.split()[1] for spec in gpus.specs]
+    return [spec.description.split()[1] for spec in made.specs]

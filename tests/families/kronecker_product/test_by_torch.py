@@ -10,9 +10,10 @@ from kernlib.families.kronecker_product.lowering import by_torch
 from kernlib.jit import tuning
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
-from tests.families.kronecker_product.emulated import gpu, host, kinds, operands
+from tests.families.kronecker_product.emulated import kinds, operands
 from tests.support import fakes
 from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.gpus import gpu, host
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SHAPES, ROWS = ((104, 59), (64, 37)), 4

@@ -12,11 +12,12 @@ from kernlib.jit import tuning
 from kernlib.jit.entry import Entry
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, by_modes
-from tests.families.kronecker_product.emulated import gpu, host, kinds, operands
+from tests.families.kronecker_product.emulated import kinds, operands
 from tests.families.kronecker_product.lowering.test_choose import NUMBERS, problem
 from tests.families.kronecker_product.lowering.test_choose import SHAPES as NAMED
 from tests.support import fakes
 from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.gpus import gpu, host
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

@@ -1,7 +1,6 @@
 """The kernels of block-sparse softmax: what lowering makes of a problem, run by threads of the host
 from run_kernel to the last store, and what NVRTC makes of them."""
 
-import ctypes
 import itertools
 import math
 
@@ -15,14 +14,14 @@ from kernlib.families.blocksparse.lowering.softmax import Gradient, Operand, Opt
 from kernlib.families.blocksparse.softmax.functions import softmax
 from kernlib.families.blocksparse.softmax.gradients import Kept, Needs, eager_pair, gradients
 from kernlib.jit import targets
-from kernlib.runtime import devices, driver
 from tests.families.blocksparse.softmax import cases
 from tests.families.blocksparse.softmax.cases import GATES, chance, dense, formula, values
 from tests.support import fakes
 from tests.support.compiled_kernels import compiled
 from tests.support.cuda_text import Text
-from tests.support.emulation.emulator import COMPILER, Emulator
-from tests.support.fakes import OnGpu, Torch
+from tests.support.emulation import gpus as emulated
+from tests.support.emulation.emulator import COMPILER
+from tests.support.fakes import OnGpu
 from tests.support.kernels import only, stem
 from tests.support.speeds import slow_but
 
@@ -159,25 +158,7 @@ def test_nothing_is_spilled(name, arch):
 def gpus(monkeypatch, tmp_path_factory):
     """GPUs whose kernels are run by threads of the host; ``specs`` are those that were launched."""
     fakes.forget()
-    made, emulator = fakes.install(monkeypatch), Emulator(tmp_path_factory.mktemp("kernels"))
-    made.specs, known, kernel = [], {}, made.kernel
-
-    def loaded(spec, device, arch):
-        found = kernel(spec, device, arch)
-        known[found.function] = spec
-        return found
-
-    def launched(config, function, arguments, extra):
-        answer = made.launch(config, function, arguments, extra)
-        made.specs.append(known[int(function)])
-        block = ctypes.c_void_p.from_address(arguments).value
-        emulator.launch(made.specs[-1], (config.gridDimX, config.gridDimY), block)
-        return answer
-
-    monkeypatch.setattr(devices.service, "kernel", loaded)
-    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
-    monkeypatch.setattr(devices, "raw_empty", None)
-    monkeypatch.setattr(devices, "torch", Torch())
+    made = emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
     yield made
     fakes.forget()
 

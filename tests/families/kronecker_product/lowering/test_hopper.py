@@ -12,9 +12,10 @@ from kernlib.families.kronecker_product.lowering import choose, hopper, hopper_v
 from kernlib.runtime import devices
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, by_modes
-from tests.families.kronecker_product.emulated import gpu, host, kinds, operands
+from tests.families.kronecker_product.emulated import kinds, operands
 from tests.support import fakes
 from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -11,9 +11,10 @@ from kernlib.families.kronecker_product.lowering import modes, slabs, variant
 from kernlib.runtime import devices, products
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
-from tests.families.kronecker_product.emulated import gpu, host, operands
+from tests.families.kronecker_product.emulated import operands
 from tests.support import fakes
 from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -12,9 +12,9 @@ from kernlib.families.kronecker_product.lowering import halves, modes, slabs
 from kernlib.runtime import devices
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, operands, product
-from tests.families.kronecker_product.emulated import gpu, host
 from tests.support import fakes
 from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.pairwise import plans
 from kernlib.families.pairwise.categories import matrix
 from kernlib.families.pairwise.lowering import direct
-from tests.families.pairwise.categories import emulated
 from tests.families.pairwise.categories.cases import Case, drawn, sums, table_sums
-from tests.families.pairwise.categories.emulated import gpu
+from tests.support.emulation import gpus as emulated
 from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.gpus import gpu
 from tests.support.fakes import OnGpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
@@ -25,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def gpus(monkeypatch, folder):
-    return emulated.install(monkeypatch, folder)
+    return emulated.install(monkeypatch, folder, matrix, plans)
 
 
 @pytest.fixture

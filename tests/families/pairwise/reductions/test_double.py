@@ -10,13 +10,13 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import ahead
 from kernlib.families.pairwise.lowering import double
-from kernlib.families.pairwise.reductions import kernels
+from kernlib.families.pairwise.reductions import kernels, operation
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
-from tests.families.pairwise import emulated
-from tests.families.pairwise.emulated import gpu, host
 from tests.families.pairwise.forwards import bandwidth
 from tests.support import fakes, hostile
+from tests.support.emulation import gpus as emulated
 from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -27,7 +27,7 @@ GAUSSIAN = kl.gaussian()
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
-    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"), operation)
     fakes.forget()
 
 

@@ -1,22 +1,23 @@
-"""GPUs that exist only by name, whose reductions of kernel matrices are computed by the text of
-their kernels, on the host: from ``kernel_matmul`` to the last store."""
+"""GPUs that exist only by name, whose kernels are run on the host by their text: from a call to the
+last store."""
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from kernlib.families.pairwise.reductions import operation
 from kernlib.runtime import devices, driver
 from tests.support import fakes
 from tests.support.emulation.emulator import Emulator
 from tests.support.fakes import OnGpu, Torch
 
 
-def install(monkeypatch, folder: Path) -> fakes.Gpus:
-    """Put the GPUs in place; ``specs`` of what is returned are those that were launched."""
+def install(monkeypatch, folder: Path, *modules: ModuleType) -> fakes.Gpus:
+    """Put the GPUs in place, of which ``modules`` ask torch; ``specs`` of the result are those
+    that were launched."""
     made, emulator = fakes.install(monkeypatch), Emulator(folder)
     made.specs, known, kernel = [], {}, made.kernel
 
@@ -36,14 +37,16 @@ def install(monkeypatch, folder: Path) -> fakes.Gpus:
     monkeypatch.setattr(devices.service, "kernel", loaded)
     monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(devices, "raw_empty", None)
-    for module in (operation, devices):
+    for module in (*modules, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made
 
 
-def gpu(t: torch.Tensor) -> torch.Tensor:
-    """A tensor on GPU 0, with its strides."""
-    return t.detach().as_subclass(OnGpu)
+def gpu(t):
+    """A tensor, or those of a list, on GPU 0, with their strides; anything else as it is."""
+    if isinstance(t, list):
+        return [gpu(each) for each in t]
+    return t.detach().as_subclass(OnGpu) if isinstance(t, torch.Tensor) else t
 
 
 def host(t: torch.Tensor) -> torch.Tensor:
