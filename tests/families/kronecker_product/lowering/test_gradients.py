@@ -16,6 +16,7 @@ from tests.families.kronecker_product.cases import product
 from tests.families.kronecker_product.lowering.test_choose import NUMBERS, SHAPES, problem
 from tests.support import fakes
 from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.gpus import gpu
 from tests.support.speeds import slow_but
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -200,7 +201,7 @@ def test_what_kernels_do_not_hold_is_torchs(gpus, seed):
 def test_prepare_loads_what_a_backward_pass_uses(gpus, seed):
     shapes = ((4, 3), (2, 5))
     descriptor = kl.KroneckerProduct(shapes)
-    tensors = [emulated.gpu(t).requires_grad_() for t in operands(shapes, 4, "right", F32)]
+    tensors = [gpu(t).requires_grad_() for t in operands(shapes, 4, "right", F32)]
     kl.prepare(descriptor, *tensors)
     kinds = [one.what.split()[1] for one in gpus.loads]
     assert kinds == ["modes", "gradients", "sum"]
