@@ -118,6 +118,14 @@ def test_a_hot_backward_pass_is_short(name, monkeypatch):
     assert 0 < switches <= BACKWARDS[name][1], frames
 
 
+def printed(program: str) -> list[str]:
+    """The JSON that a program prints in a fresh process."""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return json.loads(run.stdout)
+
+
 @pytest.mark.parametrize("module", IMPORTS)
 def test_an_import_loads_little(module):
     program = f"""
@@ -126,10 +134,7 @@ before = set(sys.modules)  # a .pth file may have loaded some
 import {module}
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    loaded = json.loads(run.stdout)
+    loaded = printed(program)
     most, forbidden = IMPORTS[module]
     own = [name for name in loaded if name.split(".")[0] == "kernlib"]
     assert len(own) <= most, own
@@ -143,10 +148,7 @@ layout = kl.blocksparse.Layout([[1, 0], [1, 1]], 16)
 kl.blocksparse.attention(*torch.randn(3, 1, 1, 32, 16), layout)
 print(json.dumps([name for name in sys.modules if name.startswith("kernlib.families.")]))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    loaded = json.loads(run.stdout)
+    loaded = printed(program)
     home = "kernlib.families.blocksparse"
     assert f"{home}.attention.operation" in loaded
     for name in ("softmax.operation", "scaled", "product", "plans", "operation"):
@@ -162,10 +164,7 @@ golden_launches.install(pytest.MonkeyPatch())
 test_costs.attention()()
 print(json.dumps([name for name in sys.modules if name.startswith("kernlib.")]))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    loaded = json.loads(run.stdout)
+    loaded = printed(program)
     home = "kernlib.families.blocksparse.lowering.attention"
     assert f"{home}.hopper" in loaded
     others = ("hopper_gradient", "portable", "portable_gradient", "deltas", "score_struct")

@@ -13,6 +13,7 @@ from kernlib.families.pairwise.lowering import double
 from kernlib.families.pairwise.reductions import kernels, operation
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 from tests.families.pairwise.forwards import bandwidth
+from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN, ON_LANES
 from tests.support import fakes, hostile
 from tests.support.emulation import gpus as emulated
 from tests.support.emulation.emulator import COMPILER
@@ -20,8 +21,6 @@ from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-
-GAUSSIAN = kl.gaussian()
 
 
 @pytest.fixture(autouse=True)
@@ -76,27 +75,6 @@ def test_sizes_and_columns(size, gpus):
     assert len(of_words(gpus)) == 4 * -(-columns // double.WIDTH)
 
 
-DESCRIPTORS = {
-    "gaussian": (GAUSSIAN, {"bandwidth": 3.0}),
-    "laplace l1": (kl.laplace_l1(), {"bandwidth": 5.0}),
-    "laplace l2": (kl.laplace_l2(), {"bandwidth": 2.0}),
-    "matern52": (kl.matern52(), {"bandwidth": 2.0}),
-    "rational quadratic": (kl.rational_quadratic(), {"bandwidth": 2.0, "alpha": 1.5}),
-    "cauchy": (kl.cauchy(), {"bandwidth": 2.0}),
-    "dot": (kl.dot_product(), {}),
-    "polynomial": (kl.polynomial(3), {"gamma": 0.3, "offset": 1.0}),
-    "norm": (kl.p_distance(), {"p": 2.0}),
-    "1.3": (kl.p_distance(), {"p": 1.3}),
-    "maximum": (kl.p_distance(), {"p": math.inf}),
-    "direct": (kl.squared_distance(direct=True), {}),
-    "regularized": (
-        GAUSSIAN,
-        {"bandwidth": 2.0, "regularization": 0.7, "row_offset": 90, "col_offset": 2},
-    ),
-    "epsilon": (GAUSSIAN, {"bandwidth": 2.0, "epsilon": 0.02}),
-}
-
-
 @pytest.mark.parametrize("k", [5, 20])
 @pytest.mark.parametrize("name", slow_but(("gaussian", "maximum"), DESCRIPTORS))
 def test_every_kind_of_sum(name, k, gpus):
@@ -109,7 +87,7 @@ def test_every_kind_of_sum(name, k, gpus):
     size = matrix.abs()
     hostile.check(host(found), matrix @ v, size @ v.abs(), where=name)
     hostile.check(host(sums), matrix.sum(1), size.sum(1), where=name)
-    assert of_words(gpus) == 2 * [name not in ("laplace l1", "1.3", "maximum", "direct") and k > 7]
+    assert of_words(gpus) == 2 * [name not in ON_LANES and k > 7]
 
 
 @pytest.mark.parametrize("name", slow_but(("clusters 1e-7",), hostile.NAMES))

@@ -10,28 +10,9 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise.lowering import double
 from kernlib.runtime.plan import forget_plans
+from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN
 from tests.gpu.families.pairwise.cases import points, reference
 from tests.support import hostile
-
-GAUSSIAN = kl.gaussian()
-DESCRIPTORS = {
-    "gaussian": (GAUSSIAN, {"bandwidth": 3.0}),
-    "laplace l1": (kl.laplace_l1(), {"bandwidth": 5.0}),
-    "laplace l2": (kl.laplace_l2(), {"bandwidth": 2.0}),
-    "matern52": (kl.matern52(), {"bandwidth": 2.0}),
-    "rational quadratic": (kl.rational_quadratic(), {"bandwidth": 2.0, "alpha": 1.5}),
-    "pq": (kl.laplace_pq(), {"bandwidth": 3.0, "p": 1.3, "q": 0.9}),
-    "maximum": (kl.p_distance(), {"p": math.inf}),
-    "zero": (kl.p_distance(), {"p": 0.0}),
-    "expadd": (kl.exp_power_sum(), {"p": 1, "inner_scale": -0.5}),
-    "polynomial": (kl.polynomial(3), {"gamma": 0.3, "offset": 1.0}),
-    "direct": (kl.squared_distance(direct=True), {}),
-    "regularized": (
-        GAUSSIAN,
-        {"bandwidth": 2.0, "regularization": 0.7, "row_offset": 90, "col_offset": 2},
-    ),
-    "epsilon": (GAUSSIAN, {"bandwidth": 2.0, "epsilon": 0.02}),
-}
 
 
 @pytest.fixture(autouse=True)
