@@ -111,9 +111,9 @@ struct Gather {
         return true;
     }
 
-    // The same of whole blocks: those of a word at once, where one after the other is a chain of some
-    // 25 instructions each. Lane i finds which bit of `left` is the one that has i before it, with
-    // those of words before.
+    // The same of whole blocks: those of a word at once, where one after the other is a chain of
+    // some 25 instructions each. Lane i finds which bit of `left` is the one that has i before it,
+    // with those of words before.
     __device__ __forceinline__ bool next_blocks(Pieces& pieces) {
         static_assert(PARTS == 1, "a piece is a block");
         int lane = threadIdx.x % 32, count = 0;
