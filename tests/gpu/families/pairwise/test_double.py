@@ -10,6 +10,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise.lowering import double
 from kernlib.runtime.plan import forget_plans
+from tests.families.pairwise.forwards import bandwidth
 from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN
 from tests.gpu.families.pairwise.cases import points, reference
 from tests.support import hostile
@@ -66,8 +67,11 @@ def test_sizes_and_columns(k, size, columns, launched, seed):
 def test_hostile_points(name, features, launched):
     sizes = {"rows": 300, "columns": 500, "features": features}
     case = hostile.case(name, torch.float64, "cuda", **sizes)
-    width, v = case.scale * features**0.5, doubles(500, 2)
-    matrix, weights = reference(GAUSSIAN, case.a, case.b, bandwidth=width), v.cpu()
+    width, v = bandwidth(case), doubles(500, 2)
+    # A power of two changes no quotient; without it the reference's squares are denormals.
+    up = 2.0 ** min(-math.frexp(width)[1], 1000)
+    matrix = reference(GAUSSIAN, case.a * up, case.b * up, bandwidth=width * up)
+    weights = v.cpu()
     found = kl.kernel_matmul(GAUSSIAN, case.a, case.b, v, bandwidth=width)
     hostile.check(found, matrix @ weights, weights.abs().sum(0), where=name)
     squares = reference(kl.squared_distance(), case.a, case.b)
