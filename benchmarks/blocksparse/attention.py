@@ -319,7 +319,7 @@ def _flash(problem: Problem, layout: blocksparse.Layout) -> Callable:
     given: dict = {"window_size": (problem.window,) * 2}
     if not problem.window:
         given, mask = {}, _mask(layout)
-        for name, lines in (("", mask), ("_bwd", mask.mT)):
+        for name, lines in (("", mask), ("_bwd", mask.mT.contiguous())):
             count, order = lists(lines)
             none = torch.zeros_like(count), torch.zeros_like(order)
             given["block_sparse_tensors" + name] = BlockSparseTensorsTorch(

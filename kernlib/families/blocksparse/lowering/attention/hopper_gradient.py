@@ -93,10 +93,10 @@ def candidates(problem: AttentionGradient, arch: str) -> list[Choice]:
 
 
 def default(problem: AttentionGradient, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: rows of one line of blocks, as what only other lines
-    store is multiplied in vain."""
-    rows = TILE_ROWS[min(problem.attention.blocks[:2]) < TILE_ROWS[0]]
-    return next(choice for choice in known if choice["rows"] == rows)
+    """Of the candidates the one taken untuned: 64 rows, of which the fewest lines of blocks share
+    what each of them stores. Of blocks of 128 too they take 0 to 12 % less, unless each is stored:
+    5 % more."""
+    return next(choice for choice in known if choice["rows"] == TILE_ROWS[-1])
 
 
 def lower(
