@@ -40,6 +40,7 @@ LEARNED = {
     "bias": ("v + learned", ("head", "row", "col")),
     "slopes": ("v - learned * abs(row - col)", ("head",)),
 }
+COMPARED = (128, 32)  # blocks of which the kernels of other GPUs are measured
 LARGE_BLOCKS = (64, 128)  # that FlexAttention and FlashAttention 4 have kernels for
 
 
@@ -68,6 +69,11 @@ class Problem(NamedTuple):
             return f"attention window={self.window} {which} bf16"
         sizes = f"hd={self.features} block={self.block} density={self.density:g}"
         return f"attention {sizes} {which} bf16"
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the kernels of other GPUs are measured too."""
+        return (self.block in COMPARED and self.density == DENSITIES[-1]) or self.window is not None
 
     @property
     def must(self) -> float | None:

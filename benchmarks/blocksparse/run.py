@@ -259,10 +259,15 @@ def cases(portable: bool) -> list[Case]:
     found = [
         Case(p.name, partial(tidied, p, measure)) for p in problems() if p.is_portable == portable
     ]
+    attentions = [
+        Case(p.name, partial(tidied, p, attention.measure))
+        for p in attention.problems()
+        if p.is_compared or not portable
+    ]
     if portable:
-        return found
+        return found + [case.portable() for case in attentions]
     found += [Case(p.name, partial(scaled.measure, p)) for p in scaled.problems()]
-    found += [Case(p.name, partial(tidied, p, attention.measure)) for p in attention.problems()]
+    found += attentions
     found += [Case(layout_name(*at[:3]), partial(measure_layout, *at)) for at in LAYOUTS]
     found.append(Case(HOT_NAME, hot_call))
     names = ("maximum", "median")

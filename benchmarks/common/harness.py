@@ -12,7 +12,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -63,6 +63,15 @@ class Case:
 
     name: str
     measure: Callable[[Session], Row]
+
+    def portable(self) -> Case:
+        """The same with KERNLIB_PORTABLE=1, under a name of its own and without its target."""
+        name = f"{self.name} portable"
+
+        def measure(session: Session) -> Row:
+            return replace(self.measure(session), case=name, must=None)
+
+        return Case(name, measure)
 
 
 @dataclass

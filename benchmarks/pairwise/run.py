@@ -1,6 +1,7 @@
 """Distance and kernel matrices: kernlib, its floor, torch and torch.compile.
 
-``python -m benchmarks.pairwise --json benchmarks/results/h200/pairwise.json``
+``python -m benchmarks.pairwise --json benchmarks/results/h200/pairwise.json``, and the same with
+KERNLIB_PORTABLE=1 for the kernels of other GPUs
 
 The cases of the gradient, of products that store no matrix, of neighbours and of systems are in
 ``gradient.py``, ``matmul.py``, ``nearest.py`` and ``system.py``.
@@ -28,6 +29,7 @@ from benchmarks.pairwise.problems import (
     race,
     timed,
 )
+from kernlib.settings import current
 
 SOURCE = "\n".join(f'#include "{name}"' for name in headers("pairwise"))
 COMPILED_K = 64  # above it torch.compile of the plain expression takes minutes
@@ -290,7 +292,12 @@ def required(problem: Problem, session: Session) -> float | None:
     return LAPLACE_OVER_P1 * session.ours[P1]
 
 
-def cases() -> list[Case]:
+def cases(portable: bool = False) -> list[Case]:
+    """All, or of products without a matrix and their gradients, and of neighbours, those measured
+    with KERNLIB_PORTABLE=1."""
+    if portable:
+        found = [*matmul.cases(), *matmul_gradient.cases(), *nearest.cases()]
+        return [case.portable() for case in found if case.name != matmul.MEMORY_NAME]
     matrices = [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]
     return [
         *matrices,
@@ -304,4 +311,4 @@ def cases() -> list[Case]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    return harness.main("pairwise", cases(), SOURCE, argv)
+    return harness.main("pairwise", cases(current().portable), SOURCE, argv)

@@ -153,6 +153,13 @@ def test_number(value, text):
 # Timing, with a clock of the test's own.
 
 
+def test_a_portable_case_is_the_same_without_a_target():
+    row = harness.Row("case", "ms", 2.0, must=1.0, must_error=1e-3)
+    found = harness.Case("case", lambda session: row).portable()
+    assert found.name == "case portable"
+    assert found.measure(harness.Session()) == harness.Row(found.name, "ms", 2.0, must_error=1e-3)
+
+
 class Clock:
     def __init__(self, *times):
         self.times, self.replays = list(times), 0

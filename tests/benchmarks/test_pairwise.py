@@ -79,6 +79,13 @@ def test_case_names_are_the_agreed_ones():
     assert pairwise.PROBLEMS[0].name == pairwise.P1
 
 
+def test_other_kernels_are_measured_by_a_setting():
+    names = {case.name for case in pairwise.cases()}
+    portable = {case.name for case in pairwise.cases(portable=True)}
+    assert {name.removesuffix(" portable") for name in portable} < names and not portable & names
+    assert "kernel_topk k=10 100000x100000 D=3 fp32 portable" in portable
+
+
 def test_no_case_is_named_within_another():
     cases = pairwise.cases()
     assert all(harness.chosen(cases, [case.name]) == [case] for case in cases)

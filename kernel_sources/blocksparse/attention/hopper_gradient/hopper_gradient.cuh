@@ -12,11 +12,11 @@
 // operations an element in one of the launches, or of each pair a float in memory.
 //
 // A producer warp and one warpgroup of 64 rows, two CTAs on a multiprocessor; or two warpgroups,
-// which of blocks below 128 multiply in vain what only the other half's lines store: 47 % of all for
-// blocks of 64 and density .1. Per stage a warpgroup multiplies its rows by the columns of both
-// operands (S and dO V^T, or their transposes, 64 x TILE_COLS); makes weights and slopes where their
-// sums lie, which as words are the left operands of the products with the same columns that it adds
-// up. The stage is given back when those of the next one have begun.
+// which of blocks below 128 multiply in vain what only the other half's lines store: 47 % of all at
+// density .1, for blocks of 64. Per stage a warpgroup multiplies its rows by the columns of both
+// operands (S and dO V^T, or their transposes, 64 x TILE_COLS); makes weights and slopes where
+// their sums lie, which as words are the left operands of the products with the same columns that
+// it adds up. The stage is given back when those of the next one have begun.
 //
 // The generated source defines before it includes this file, beside what score.cuh asks for:
 //   TRANSPOSED               whether op(S) is S^T: dk and dv
