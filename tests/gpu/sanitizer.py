@@ -35,7 +35,8 @@ def launched(tool: str, module: str, argument: str, timeout_s: int = 300) -> set
     )
     report = done.stdout[-3000:] + done.stderr[-3000:]
     if done.returncode != 0:
-        _keep(f"{tool}-{module.split('.')[-2]}-{argument}.log", done.stdout + done.stderr)
+        name = f"{tool}-{module.split('.')[-2]}-{argument.replace('/', '-')}.log"
+        _keep(name, done.stdout + done.stderr)
     assert done.returncode == 0, report
     said = [line.split() for line in done.stdout.splitlines() if line.startswith("done")]
     assert len(said) == 1, report

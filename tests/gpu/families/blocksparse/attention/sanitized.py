@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 
@@ -13,7 +14,6 @@ from kernlib.families.blocksparse.lowering.attention import (
     portable,
     portable_gradient,
 )
-from kernlib.runtime.devices import arch_of
 from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, Made
 from tests.families.blocksparse.lowering.attention.gradients import (
     Gradients,
@@ -51,33 +51,33 @@ ARRIVALS = BY_WARP | {
 }
 
 
-def attention() -> None:
-    for case in CASES.values():
+def attention(cases: Iterable[Case]) -> None:
+    for case in cases:
         made = Made(case)
         for choice in portable.candidates(made.problem(), ARCH):
             made.run(launch, choice["rows"])
         made.check()
 
 
-def attention_by_wgmma() -> None:
+def attention_by_wgmma(cases: Iterable[Case]) -> None:
     """A team has several tiles on so few multiprocessors."""
-    for case in CASES.values():
+    for case in cases:
         made = Made(case._replace(values=case.features))
         for choice in hopper.candidates(made.problem(), hopper.ARCH):
             made.launch(launch, hopper.lower(made.problem(), hopper.ARCH, 3, choice))
             made.check()
 
 
-def gradients() -> None:
-    for case in CASES.values():
+def gradients(cases: Iterable[Case]) -> None:
+    for case in cases:
         made = Gradients(case, grad_lse=True)
         for choice in portable_gradient.candidates(made.problem(), ARCH):
             made.run(launch, choice)
         made.check()
 
 
-def gradients_by_wgmma() -> None:
-    for case in CASES.values():
+def gradients_by_wgmma(cases: Iterable[Case]) -> None:
+    for case in cases:
         made = Gradients(case._replace(values=case.features), grad_lse=True)
         if hopper_gradient.takes(made.problem(), hopper.ARCH):
             for choice in hopper_gradient.candidates(made.problem(), hopper.ARCH):
@@ -85,10 +85,9 @@ def gradients_by_wgmma() -> None:
                 made.check()
 
 
-def collected_by_wgmma() -> None:
-    """Of an even and of an odd number of columns, and sums over batches."""
+def collected_by_wgmma(columns: Iterable[tuple[int, tuple[int, int]]]) -> None:
     whole = Case(queries=75, batch=2, heads=4, kv_heads=2, density=0.8)
-    for keys, pairs in ((90, (2, 4)), (91, (2, 4)), (90, (1, 4))):
+    for keys, pairs in columns:
         case = soft_bias(whole._replace(keys=keys))
         given = soft_tensors(case, pairs)
         made = Gradients(case, given)
@@ -99,21 +98,29 @@ def collected_by_wgmma() -> None:
             check_sums(made, sums, given)
 
 
-def main(tool: str) -> None:
+# Even and odd numbers of columns, and sums over batches.
+COLUMNS = ((90, (2, 4)), (91, (2, 4)), (90, (1, 4)))
+PORTABLE = {"attention": attention, "gradients": gradients}
+BY_WGMMA = {
+    "attention-wgmma": attention_by_wgmma,
+    "gradients-wgmma": gradients_by_wgmma,
+    "collected-wgmma": collected_by_wgmma,
+}
+SHARES = 3  # of the cases, each a process: nearly all of its time is the compiler's
+
+
+def main(part: str, share: int, tool: str) -> None:
     kinds = set()
     if tool == "racecheck":
         let_every_lane_arrive(ARRIVALS)
     events.subscribe(lambda e: e.name == "launch" and kinds.update(e.description.split()[1:4]))
+    every = COLUMNS if part.startswith("collected") else tuple(CASES.values())
     with torch.device("cuda"):
-        attention()
-        if arch_of(torch.cuda.current_device()) == hopper.ARCH:
-            attention_by_wgmma()
-            gradients_by_wgmma()
-            collected_by_wgmma()
-        gradients()
+        (PORTABLE | BY_WGMMA)[part](every[share::SHARES])
     torch.cuda.synchronize()
     print("done", *sorted(kinds))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    which, number, checked_by = sys.argv[1].split("/")
+    main(which, int(number), checked_by)
