@@ -4,12 +4,13 @@ torch is faster, its batched products, a factor at a time."""
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import partial, reduce
 
 import torch
 
 from kernlib import events
 from kernlib.canonical import encode
+from kernlib.families.kronecker_product import reference
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.lowering import by_torch, choose
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
@@ -93,8 +94,9 @@ def _torch_plan(call: Call, request: tuple, problem: Problem) -> ProductPlan:
     """The plan of a call that torch computes."""
     descriptor, operands, out, _ = request
     read = (None,) * len(descriptor.summands)  # as they are given
-    compute = partial(by_products, by_torch.products(problem), call.out_shape)
     apart = is_copied(descriptor, out)
+    made = by_torch.fastest(problem, torch_passes(descriptor, problem, apart))
+    compute = partial(by_products, made, call.out_shape)
     return make_plan(operands, call, request, _place_as_given, (), None, apart, compute, read)
 
 
@@ -118,12 +120,8 @@ def by_products(
         y = y.expand(*shape[:-1], y.shape[-1])
     with no_autocast(y):
         for each in made:
-            factor = factors[each.factor]
-            if factor.dim() > 2:  # a batch of one matrix
-                factor = factor[(0,) * (factor.dim() - 2)]
             target = out if each is made[-1] else None
-            factor = factor.mT if descriptor.transposed[each.factor] else factor
-            y = _along(y, each, factor, target)
+            y = _along(y, each, _matrix(each, factors, descriptor), target)
         if out is not None:
             return out
         y = y.reshape(shape)
@@ -131,6 +129,19 @@ def by_products(
             y = expressions.apply(descriptor.epilogue, y, parameters).contiguous()
     # Not as a view, which autograd would forbid to write in place behind a recorded product.
     return torch.ops.aten._unsafe_view.default(y, shape)
+
+
+def _matrix(
+    product: by_torch.Product, factors: list[torch.Tensor], descriptor: KroneckerProduct
+) -> torch.Tensor:
+    """What a product multiplies by: a factor, or neighbours multiplied out."""
+    found = []
+    for number in range(product.factor, product.factor + product.parts):
+        factor = factors[number]
+        if factor.dim() > 2:  # a batch of one matrix
+            factor = factor[(0,) * (factor.dim() - 2)]
+        found.append(factor.mT if descriptor.transposed[number] else factor)
+    return reduce(reference.kron, found)
 
 
 def _along(

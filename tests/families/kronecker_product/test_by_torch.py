@@ -260,3 +260,43 @@ def test_a_contiguous_out_is_where_torch_writes(shapes, gpus, monkeypatch, seed)
         assert kl.run_kernel(descriptor, *tensors, out=there) is there
         assert torch.equal(out, wanted)
     assert not gpus.loads
+
+
+@every_dtype
+@pytest.mark.parametrize("turned", [False, True])
+def test_small_neighbours_are_multiplied_out_first(turned, dtype, gpus, monkeypatch, seed):
+    """Those that are given transposed, views and batches of one matrix among them, anew in each
+    call."""
+    monkeypatch.setattr(by_torch, "GAIN", 0.0)
+    shapes = ((13, 2), (2, 22), (97, 3))
+    x, *factors = operands(shapes, 30, "right", dtype)
+    wanted = product(x, factors)
+    descriptor = kl.KroneckerProduct(shapes, transposed=(turned, False, turned))
+    kept = [gpu(f.mT.contiguous() if turned and f is not factors[1] else f) for f in factors]
+    batched = kept[1].expand(1, 1, *kept[1].shape)
+    out = gpu(torch.empty_like(wanted, dtype=dtype))
+    for second in (kept[1], batched):
+        found = kl.run_kernel(descriptor, gpu(x), kept[0], second, kept[2])
+        check(found.reshape(wanted.shape), (x, *factors), dtype, wanted)
+    assert kl.run_kernel(descriptor, gpu(x), *kept, out=out) is out
+    check(out, (x, *factors), dtype, wanted)
+    host(kept[0]).mul_(2)
+    check(kl.run_kernel(descriptor, gpu(x), *kept), (x, *factors), dtype, 2 * wanted)
+    problem = _problem(descriptor, (gpu(x), *kept))
+    assert [each.parts for each in by_torch.fastest(problem, 0)] == [1, 2]
+    assert not gpus.loads
+
+
+@needs_compiler
+def test_one_launch_and_several_give_the_same_bits(gpus, monkeypatch, seed):
+    """So that it may depend on the rows which of both is faster."""
+    descriptor, tensors = given(((6, 15), (17, 62), (58, 20)), 2, F64)
+    found = []
+    for kind in ("modes", "slabs"):
+        monkeypatch.setattr(tuning, "choice", lambda *_, kind=kind: {"kind": kind})
+        fakes.forget()
+        gpus.specs.clear()
+        found.append(host(kl.run_kernel(descriptor, *tensors)))
+        assert kind in kinds(gpus)
+    assert torch.equal(*found)
+    check(found[0], tensors, F64)

@@ -2,82 +2,89 @@
 
 They are where factors are large and ragged: on few rows, where kernels have fewer tiles than a GPU
 has multiprocessors, and on many, where a tile has so few columns that its results go to memory in
-short pieces. Both times are estimated, by constants fitted to those that products of 2 to 8 factors
-of 2 to 128 rows and columns took in CUDA graphs on an H100, on 1 to 2353 rows in float32 and
-float64.
+short pieces. Small neighbours are multiplied out first where that is faster: three factors that are
+one in the end are read and written once. Times are estimated, by constants fitted to the products
+of ``estimates.py``, of both ways.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
-from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
+from kernlib.families.kronecker_product.lowering import estimates
+from kernlib.families.kronecker_product.lowering.estimates import GPU, MOST_BYTES
+from kernlib.families.kronecker_product.lowering.grouping import CHUNK, Size
 from kernlib.families.kronecker_product.lowering.problem import Layout, Problem
-from kernlib.families.kronecker_product.lowering.runs import Run
-from kernlib.families.kronecker_product.lowering.variant import Part, Variant
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 
-GPU = "sm_90a", 132  # of which there are measurements, and its multiprocessors
-GAIN = 1.3  # that torch must be faster by: the ratio of two estimates is wrong by 1.2 as a rule
-MOST_BYTES = 1 << 30  # beside x and result, of what torch keeps between two factors
+# That torch must be faster by: the ratio of two estimates is wrong by 1.2 as a rule, either way. Of
+# 118 ragged products, those of the fit, 12 take more than 1.05 times the time of the fastest way
+# that was measured, with 1.0 and 1.1 it is 13, with 1.3 at least 15. Of whole sizes torch was
+# measured with kernels that rules choose alone, and on few rows of small ones.
+GAIN, WHOLE_GAIN = 1.05, 1.3
+MERGED = 64  # rows and columns up to which neighbours are one factor: two tiles on either side
 
 
 class Rates(NamedTuple):
     """Of torch in one dtype, in microseconds: a product's launch; a block on one multiprocessor,
-    and a term of its tile; a term of a matrix that the last block waits for."""
+    and a term of its tile; a term of a matrix that the last block waits for; and of a block's terms
+    the part that is left where all sizes are multiples of 8, as cuBLAS has them aligned."""
 
     launch: float
     block: float
     term: float
     depth: float
+    whole: float
 
 
-# Of torch: microseconds, and bytes a microsecond.
+# Of torch: microseconds, and bytes a microsecond. Of the 1024 results of a tile a term takes 0.0045
+# in float32, which are 128 multiplications a cycle of 1.75 GHz, and 0.0072 in float64, between the
+# 0.0091 of 64 a cycle and the tensor cores' 0.0046. Aligned tiles in float64 have these to
+# themselves: one of 128 terms takes 0.5 with its block, at 67 TFLOP/s of the GPU.
 RATES = {
-    "float32": Rates(3.7, 0.167, 0.0041, 0.029),
-    "float64": Rates(2.7, 0.364, 0.0028, 0.011),
+    "float32": Rates(3.7, 0.17, 0.0045, 0.028, 0.9),
+    "float64": Rates(2.7, 0.31, 0.0072, 0.0084, 0.21),
 }
 TILE, TERMS = 32, 8  # results of a block's tile on either side, and terms that it takes at once
-PASS = 2.35  # a launch that copies, or computes number by number
-TORCH_BYTES = 6.0e6  # that products read and write, to a large part in the L2 cache
+PASS = 2.1  # a launch that copies, computes number by number or multiplies two factors out
+TORCH_BYTES = 5.8e6  # that products read and write, to a large part in the L2 cache
 PASS_BYTES = 2.5e6  # the same of passes over x or the result, in device memory
 SUMMAND = 5  # passes that leave out a summand where its scale is 0, beside those that add it
-# Of kernels, the same.
-LAUNCH = 1.6  # in a graph, beside what follows
-MATRIX = 0.00087  # a number of a matrix, which blocks put into shared memory at once
-MODE = 0.71  # a factor applied to a tile, beside what follows
-STEP, STEP_RESULTS = 0.027, 1024  # a term of so many results, of one warp
-RESULT = 0.0036  # a number that a warp reads from shared memory or writes there
-WHOLE = 0.22  # of MODE and RESULT, where rows and columns are multiples of 8
-KERNEL_BYTES = 6.7e6  # as TORCH_BYTES
-PIECE = 150  # bytes that take as long as a jump to where a tile goes on in memory
 
 
-class Launch(NamedTuple):
-    """One of kernels for any sizes: runs of factors, the kernel, and how many blocks it has."""
-
-    runs: tuple[Run, ...]
-    made: Variant
-    blocks: int
-
-
-def gains(problem: Problem, launches: list[Launch], device: tuple[str, int], passes: int) -> bool:
-    """Whether torch, with so many passes over the result behind its products, takes clearly less
-    time than kernels do, on a GPU of an arch and so many multiprocessors. Products from the left,
-    which nobody measured, are kernels', and those of factors that vary with the batch, of which
-    torch would make copies."""
-    if device != GPU or problem.dtype not in RATES or problem.inside:
+def gains(
+    problem: Problem,
+    launches: Sequence[estimates.Launch],
+    device: tuple[str, int],
+    passes: int,
+) -> bool:
+    """Whether torch, with so many passes over the result behind its products, takes less time than
+    kernels do, on a GPU of an arch and so many multiprocessors. What nobody measured is kernels',
+    and so are factors that vary with the batch, of which torch would make copies."""
+    if not estimates.are_known(problem, device):
         return False
-    if any(factor.batch_stride for factor in problem.factors):
+    made = fastest(problem, passes)
+    if made is None:
         return False
-    made = products(problem)
-    if _kept(problem, made, passes) * DTYPES[problem.dtype].bytes > MOST_BYTES:
-        return False
-    return GAIN * torch_time(problem, made, passes) < kernel_time(launches)
+    gain = GAIN if estimates.are_ragged(problem) else WHOLE_GAIN
+    return gain * torch_time(problem, made, passes) < estimates.kernel_time(launches)
+
+
+def fastest(problem: Problem, passes: int) -> list[Product] | None:
+    """The products that take torch less time: of the factors as they are, or of small neighbours
+    multiplied out; None where either takes too much memory."""
+    ways = [products(problem)]
+    merged = products(problem, MERGED)
+    if len(merged) < len(ways[0]):
+        ways.append(merged)
+    item = DTYPES[problem.dtype].bytes
+    ways = [way for way in ways if _kept(problem, way, passes) * item <= MOST_BYTES]
+    return min(ways, key=lambda way: torch_time(problem, way, passes), default=None)
 
 
 # What torch does.
@@ -86,13 +93,15 @@ def gains(problem: Problem, launches: list[Launch], device: tuple[str, int], pas
 class Product(NamedTuple):
     """A factor, by its number, applied to an array ``(left, size[0], right)``: by a batched product
     of ``left`` matrices, or one product where ``right`` is 1 or what it is applied to ``turned``,
-    which copies that before and the result after."""
+    which copies that before and the result after. ``parts`` are the neighbours from that factor on
+    whose Kronecker product it is."""
 
     factor: int
     left: int
     size: Size
     right: int
     turned: bool
+    parts: int = 1
 
     @property
     def elements(self) -> int:
@@ -107,19 +116,37 @@ class Product(NamedTuple):
         return self.left * ceil_div(self.right, TILE) * ceil_div(columns, TILE)
 
 
-def products(problem: Problem) -> list[Product]:
+def products(problem: Problem, most: int = 0) -> list[Product]:
     """Those of ``reference.multiply`` from the right, in its order: the factor that shortens rows
-    most is first, and one is turned that is wide beside what lies behind it."""
+    most is first, and one is turned that is wide beside what lies behind it. Neighbours of up to
+    ``most`` rows and columns are one factor."""
     before = problem.batch * problem.columns
-    now, made = [factor.rows for factor in problem.factors], []
-    growth = [1 / factor.rows - 1 / factor.columns for factor in problem.factors]
+    found, made = _merged(problem, most), []
+    now = [size[0] for _, _, size in found]
+    growth = [1 / rows - 1 / columns for _, _, (rows, columns) in found]
     for index in sorted(range(len(now)), key=growth.__getitem__):
-        columns = problem.factors[index].columns
+        first, parts, (_, columns) = found[index]
         left, right = before * math.prod(now[:index]), math.prod(now[index + 1 :])
         turned = right > 1 and 2 * right < columns
-        made.append(Product(index, left, (now[index], columns), right, turned))
+        made.append(Product(first, left, (now[index], columns), right, turned, parts))
         now[index] = columns
     return made
+
+
+def _merged(problem: Problem, most: int) -> list[tuple[int, int, Size]]:
+    """The first factor, count and size of neighbours that are one: from the first on, as many as
+    there may be."""
+    found: list[tuple[int, int, Size]] = []
+    for number, factor in enumerate(problem.factors):
+        size = factor.rows, factor.columns
+        if found:
+            first, count, (rows, columns) = found[-1]
+            both = rows * factor.rows, columns * factor.columns
+            if max(both) <= most:
+                found[-1] = first, count + 1, both
+                continue
+        found.append((number, 1, size))
+    return found
 
 
 def _kept(problem: Problem, made: list[Product], passes: int) -> int:
@@ -162,8 +189,11 @@ def torch_time(problem: Problem, made: list[Product], passes: int) -> float:
 def _product_time(product: Product, rates: Rates, item: int) -> float:
     moved = product.elements * item / TORCH_BYTES
     rows = product.size[0]
-    block = rates.block + round_up(rows, TERMS) * rates.term
+    sizes = (*product.size, *[product.right] * (product.right > 1))
+    term = rates.term if any(size % CHUNK for size in sizes) else rates.whole * rates.term
+    block = rates.block + round_up(rows, TERMS) * term
     whole = rates.launch + moved + product.tiles * block / GPU[1] + rows * rates.depth
+    whole += (product.parts - 1) * PASS
     return whole + 2 * (PASS + moved) if product.turned else whole
 
 
@@ -172,39 +202,3 @@ def _is_contiguous(problem: Problem, x: Layout) -> bool:
     sides = (x.feature, 1, features), (x.column, features, columns)
     batches = x.batch, columns * features, problem.batch
     return all(stride == wanted or size == 1 for stride, wanted, size in (*sides, batches))
-
-
-# What kernels do.
-
-
-def kernel_time(launches: list[Launch]) -> float:
-    """Microseconds of kernels for any sizes."""
-    parts = [
-        (launch, run, part)
-        for launch in launches
-        for run, part in zip(launch.runs, launch.made.parts, strict=True)
-    ]
-    return LAUNCH * len(launches) + sum(_run_time(*each) for each in parts)
-
-
-def _run_time(launch: Launch, run: Run, part: Part) -> float:
-    """A run's: each block takes tiles in turn, one warp at the rate of another, however many there
-    are on a multiprocessor."""
-    modes, warps = part.modes, launch.made.warps
-    tiles = run.batch * run.outer * run.inner * ceil_div(run.columns, part.columns)
-    tile = sum(_mode_time(mode, warps) for mode in modes)
-    whole = ceil_div(tiles, launch.blocks) * tile + MATRIX * sum(mode.matrix for mode in modes)
-    width = math.prod(factor.columns for factor in run.factors)
-    elements = run.elements + run.elements // width * math.prod(f.rows for f in run.factors)
-    moved = elements * launch.made.itemsize / KERNEL_BYTES * GPU[1]
-    if run.inside:  # pieces of so many columns, or of all
-        piece = 1 + PIECE / (part.columns * launch.made.itemsize)
-        moved *= max(1.0, min(piece, run.columns / part.columns))
-    return whole + moved / min(GPU[1], launch.blocks)
-
-
-def _mode_time(mode: Mode, warps: int) -> float:
-    steps = mode.rows * ceil_div(mode.outputs, STEP_RESULTS * warps)
-    is_ragged = mode.matrix > mode.rows * mode.columns
-    apart = MODE + RESULT * (mode.inputs + mode.outputs) / warps
-    return STEP * steps + (apart if is_ragged else WHOLE * apart)

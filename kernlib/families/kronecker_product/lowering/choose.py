@@ -10,6 +10,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product.lowering import (
     by_torch,
+    estimates,
     grouping,
     halves,
     hopper,
@@ -166,20 +167,23 @@ def _by_rule(
     passes: int | None,
 ) -> Lowered | None:
     """By one launch for all runs, where that gains, or one for each; None for torch."""
-    found, device, whole = runs(problem, arch), (arch, multiprocessors), None
+    found, device = runs(problem, arch), (arch, multiprocessors)
+    lowered = _apart(epilogue, problem, found, *device)
+    own = zip(_launches(problem, found, *device), lowered.steps, strict=True)
+    launches = [estimates.Launch((run,), one, step.grid[0]) for (run, one), step in own]
     made = _slabs_of(problem, found, arch)
-    if made is not None and slabs.gains(problem, found, made, *device):
-        whole = slabs.lower(epilogue, problem, found, made, *device)
-    lowered = _apart(epilogue, problem, found, *device) if whole is None else whole
-    if passes is None:
-        return lowered
-    if whole is None:
-        own = zip(_launches(problem, found, *device), lowered.steps, strict=True)
-        launches = [by_torch.Launch((run,), one, step.grid[0]) for (run, one), step in own]
-    else:
-        blocks = lowered.steps[-1].grid[0]
-        launches = [by_torch.Launch(tuple(split(problem, found)), made, blocks)]
-    return None if by_torch.gains(problem, launches, device, passes) else lowered
+    whole = None if made is None else slabs.lower(epilogue, problem, found, made, *device)
+    if whole is not None:
+        one = estimates.Launch(tuple(split(problem, found)), made, whole.steps[-1].grid[0])
+        if estimates.are_known(problem, device) and estimates.are_ragged(problem):
+            times = estimates.kernel_time([one]), estimates.kernel_time(launches)
+            gains = times[0] < times[1] or lowered.workspace > estimates.MOST_BYTES
+        else:
+            gains = slabs.gains(problem, found, made, *device)
+        lowered, launches = (whole, [one]) if gains else (lowered, launches)
+    if passes is not None and by_torch.gains(problem, launches, device, passes):
+        return None
+    return lowered
 
 
 def _hopper_by_rule(

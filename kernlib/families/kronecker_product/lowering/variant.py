@@ -250,6 +250,13 @@ def _columns_first(run: Run) -> bool:
     return run.x.column < run.x.feature
 
 
+def is_vectors(run: Run, part: Part) -> tuple[bool, bool]:
+    """Whether a run of a launch of its own reads, and writes, aligned 16 bytes at once."""
+    ends = (run.x, part.source), (run.out, part.target)
+    reads, writes = (bool(_vectors(run, side, dtype, 0)) for side, dtype in ends)
+    return reads, writes
+
+
 def _vectors(run: Run, side: Layout, dtype: str, slab: int) -> int:
     """Whether source or target takes aligned 16-byte copies along the tile's last dimension, a slab
     so many elements behind the one before it."""

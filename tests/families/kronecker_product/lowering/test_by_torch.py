@@ -3,7 +3,7 @@
 import pytest
 
 import kernlib as kl
-from kernlib.families.kronecker_product.lowering import by_torch, choose
+from kernlib.families.kronecker_product.lowering import by_torch, choose, estimates
 from kernlib.families.kronecker_product.lowering.problem import Layout
 from tests.families.kronecker_product.lowering.test_choose import SHAPES, problem
 
@@ -28,6 +28,39 @@ MEASURED = [
     (1, "2x2*2x2*2x2*2x2*2x2*2x2*2x2*2x2*2x2*2x2*2x2", "fp64", 4.9, 32.2, "kernels"),
 ]
 LARGE = 4, ((104, 59), (64, 37))
+# The same, with the times of torch's products, with neighbours up to 64 as one, and the kind of
+# kernels; whose estimates are checked too.
+WAYS = [
+    (1384, "105x3*9x5*3x4", "fp32", {"torch": 41.5, "merged": 23.1, "modes": 30.3}, "merged"),
+    (1384, "105x3*9x5*3x4", "fp64", {"torch": 47.7, "merged": 24.7, "modes": 44.4}, "merged"),
+    (1243, "13x2*2x22*97x3", "fp32", {"torch": 50.0, "merged": 22.1, "modes": 34.8}, "merged"),
+    (1243, "13x2*2x22*97x3", "fp64", {"torch": 47.7, "merged": 27.7, "modes": 35.1}, "merged"),
+    (737, "3x2*19x6*47x9", "fp64", {"torch": 75.4, "merged": 22.5, "modes": 30.7}, "merged"),
+    (24, "94x118*2x5", "fp32", {"torch": 15.4, "modes": 20.9}, "torch"),
+    (38, "6x8*41x49", "fp64", {"torch": 6.3, "modes": 7.9}, "torch"),
+    (25, "70x56*20x10*73x73*2x5", "fp32", {"torch": 124.7, "modes": 151.5}, "torch"),
+    (164, "4x100*2x25*103x10*27x13", "fp64", {"torch": 357.5, "slabs": 466.5}, "torch"),
+    (4, "5x57*4x5", "fp64", {}, "modes"),
+    (777, "10x24*29x10*26x7", "fp64", {"torch": 81.5, "modes": 43.1}, "modes"),
+    (499, "68x30*99x9", "fp64", {"torch": 30.0, "modes": 38.5}, "torch"),
+    (58, "66x2*15x2*58x6*46x5", "fp32", {"torch": 446.0, "modes": 660.9}, "torch"),
+]
+# Microseconds of one launch for each run, and of one for all.
+SEVERAL_RUNS = [
+    (198, "19x16*2x9*19x14*5x2*10x3*33x4", "fp64", 2079.7, 3441.6),
+    (777, "26x19*4x8*2x10*4x72*2x2", "fp32", 943.3, 1171.5),
+    (243, "4x122*73x4*6x103*75x17", "fp64", 1086.7, 1295.4),
+    (223, "3x77*101x24*22x125", "fp64", 252.0, 324.2),
+    (2003, "6x33*2x6*4x96", "fp64", 238.0, 290.9),
+    (58, "66x2*15x2*58x6*46x5", "fp64", 921.9, 2340.4),
+    (226, "5x7*29x14*6x80*41x4", "fp32", 61.3, 92.9),
+    (3, "72x24*3x7*15x2*11x61*7x19*7x12", "fp64", 317.0, 582.5),
+    (172, "3x26*17x26*7x3*11x3*127x87", "fp64", 1891.3, 1768.0),
+    (4, "10x127*4x17*9x19*119x3*10x13*8x17", "fp64", 2115.6, 1430.9),
+    (4, "10x127*4x17*9x19*119x3*10x13*8x17", "fp32", 1112.1, 796.6),
+    (164, "4x100*2x25*103x10*27x13", "fp64", 659.8, 466.5),
+    (13, "5x13*3x12*3x87*4x23*90x3", "fp64", 350.8, 305.7),
+]
 
 
 def sizes_of(text: str) -> tuple:
@@ -45,6 +78,63 @@ def test_the_faster_of_both_computes(case):
     assert (lower(given) is None) == (who == "torch")
     found = by_torch.torch_time(given, by_torch.products(given), 0)
     assert 0.5 < found / of_torch < 1.5
+
+
+def kind(lowered) -> str:
+    return lowered.steps[-1].spec.description.split()[1]
+
+
+def named(case) -> str:
+    return f"{case[0]} {case[1]} {case[2]}"
+
+
+@pytest.mark.parametrize("case", WAYS, ids=named)
+def test_the_fastest_way_of_all_computes(case):
+    rows, text, numbers, times, way = case
+    given = problem(rows, sizes_of(text), numbers)
+    merged = by_torch.products(given, by_torch.MERGED)
+    lowered = lower(given)
+    if lowered is not None:
+        assert kind(lowered) == way
+    else:
+        is_merged = way == "merged"
+        found = by_torch.fastest(given, 0)
+        assert is_merged or way == "torch"
+        assert (found == merged != by_torch.products(given)) == is_merged
+    for name, made in (("torch", by_torch.products(given)), ("merged", merged)):
+        if name in times:
+            assert 0.6 < by_torch.torch_time(given, made, 0) / times[name] < 1.4
+
+
+@pytest.mark.parametrize("case", SEVERAL_RUNS, ids=named)
+def test_runs_are_as_many_launches_as_take_less_time(case):
+    """Slabs wait for tickets, and a launch for each run takes longer where tiles share sectors."""
+    rows, text, numbers, apart, at_once = case
+    given = problem(rows, sizes_of(text), numbers)
+    assert kind(lower(given, None)) == ("modes" if apart < at_once else "slabs")
+
+
+def test_launches_take_no_more_memory_than_is_said():
+    """What one hands to the next grows with the rows; that of slabs does not."""
+    sizes = sizes_of("19x16*2x9*19x14*5x2*10x3*33x4")
+    found = {rows: lower(problem(rows, sizes, "fp64"), None) for rows in (198, 198 * 99)}
+    assert [kind(made) for made in found.values()] == ["modes", "slabs"]
+    assert max(made.workspace for made in found.values()) < estimates.MOST_BYTES
+
+
+def test_the_number_of_launches_where_nothing_was_measured():
+    """What is handed on as a whole stays in the L2 cache, or goes by slabs: of other GPUs, TF32,
+    factors on the left or of a batch, and sizes of multiples of 8."""
+    sizes = sizes_of("6x33*2x6*4x96")
+    given = problem(2003, sizes, "fp64")
+    varied = given.factors[0]._replace(batch_stride=198), *given.factors[1:]
+    assert kind(lower(given, None)) == "modes"
+    assert kind(lower(given, None, count=131)) == "slabs"
+    assert kind(lower(given, None, arch="sm_90")) == "slabs"
+    assert kind(lower(given._replace(factors=varied, batch=9), None)) == "slabs"
+    assert kind(lower(problem(2003, sizes, "fp64", inside=True), None)) == "slabs"
+    whole = problem(20, ((32, 32),) * 4, "fp64")
+    assert not estimates.are_ragged(whole) and kind(lower(whole, None)) == "slabs"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -142,3 +232,20 @@ def test_products_are_those_of_the_reference():
     ]
     (one,) = by_torch.products(problem(7, ((3, 4),)))
     assert one == by_torch.Product(0, 7, (3, 4), 1, False) and one.elements == 49 and one.tiles == 1
+
+
+def test_small_neighbours_are_one_factor():
+    """As many as fit 64 rows and columns, from the first on."""
+    given = problem(24, ((13, 2), (2, 22), (97, 3), (1, 1), (4, 2), (5, 9), (2, 4)))
+    found = sorted((p.factor, p.parts, p.size) for p in by_torch.products(given, 64))
+    assert found == [(0, 2, (26, 44)), (2, 1, (97, 3)), (3, 3, (20, 18)), (6, 1, (2, 4))]
+    assert [p.parts for p in by_torch.products(given)] == [1] * 7
+
+
+def test_a_factor_that_is_multiplied_out_costs_a_launch():
+    given = problem(24, ((13, 2), (2, 22)))
+    one = problem(24, ((26, 44),))
+    merged, single = by_torch.products(given, 64), by_torch.products(one)
+    assert merged == [single[0]._replace(parts=2)]
+    times = by_torch.torch_time(given, merged, 0), by_torch.torch_time(one, single, 0)
+    assert times[0] == pytest.approx(times[1] + by_torch.PASS)

@@ -10,7 +10,9 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.families.kronecker_product.lowering import by_torch
+from kernlib.jit import tuning
 from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.kronecker_product.cases import (
     F16,
     F32,
@@ -22,14 +24,16 @@ from tests.gpu.families.kronecker_product.cases import (
     product,
 )
 
-# Rows and factors, whose products are of all kinds: one, batched and turned.
+# Rows and factors, whose products are of all kinds: one, batched, turned, and of neighbours that
+# are multiplied out.
 SHAPES = (
     (4, ((104, 59), (64, 37))),
     (3, ((130, 120),)),
     (21, ((47, 99), (14, 88), (24, 27))),
     (13, ((5, 13), (3, 12), (3, 87), (4, 23), (90, 3))),
+    (1243, ((13, 2), (2, 22), (97, 3))),
 )
-every_shape = pytest.mark.parametrize("case", SHAPES, ids=lambda case: f"{len(case[1])}")
+every_shape = pytest.mark.parametrize("case", SHAPES, ids=lambda case: f"{case[0]}")
 every_dtype = pytest.mark.parametrize("dtype", [F32, F64], ids=["fp32", "fp64"])
 
 
@@ -143,3 +147,40 @@ def test_autocast_rounds_nothing_of_float64(case, seed):
         found = kl.kron_matmul(x, factors)
     assert found.dtype == F64
     check(found, exact(x, factors, "right"), GATES[F64])
+
+
+@every_dtype
+def test_neighbours_that_are_multiplied_out_are_captured(dtype, heard, seed):
+    """Anew in each replay, whatever the factors are then; as views, and of batches of one."""
+    rows, shapes = SHAPES[4]
+    x, *factors = operands(shapes, rows, "right", dtype)
+    views = [factors[0].mT.contiguous().mT, factors[1][None], factors[2]]
+    descriptor = product(shapes)
+    kl.prepare(descriptor, x, *views)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kl.run_kernel(descriptor, x, *views)
+    for _ in range(3):
+        x.normal_()
+        views[0].normal_()
+        views[1].normal_()
+        graph.replay()
+        wanted = exact(x, [views[0], views[1][0], views[2]], "right")
+        check(found.reshape(wanted.shape), wanted, GATES[dtype])
+    if is_measured():
+        assert set(heard) == {"torch"}
+
+
+@pytest.mark.parametrize("case", [SHAPES[3], (226, ((5, 7), (29, 14), (6, 80), (41, 4)))], ids=str)
+@every_dtype
+def test_one_launch_and_several_give_the_same_bits(case, dtype, monkeypatch, seed):
+    """So that it may depend on the rows which of both is faster."""
+    rows, shapes = case
+    x, *factors = operands(shapes, rows, "right", dtype)
+    found = []
+    for kind in ("modes", "slabs"):
+        monkeypatch.setattr(tuning, "choice", lambda *_, kind=kind: {"kind": kind})
+        forget_plans()
+        found.append(kl.kron_matmul(x, factors))
+    forget_plans()
+    assert torch.equal(*found)
