@@ -4,7 +4,9 @@ fastest is chosen.
 Microseconds on an H100, each a sum of launches, bytes and rounds of tiles over the multiprocessors,
 fitted to what 143 such products, most of random sizes, in float16 and in 3xTF32, took in CUDA
 graphs by every kind and tile: half of the estimates are within 4 to 10 %. bfloat16 counts as
-float16, TF32 as a third of the multiplications.
+float16, TF32 as a third of the multiplications. What TRANSPOSED has was fitted to 120 times of 70
+of them; times left out of a fit are half within 4 to 7 % too, their root mean square 7 % in 3xTF32
+and 11 % in float16.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from kernlib.lowering.dtypes import DTYPES
 
 MULTIPROCESSORS = 132
 ROUNDS = 3  # up to which a last round that is not full counts as one that is
-# Bytes of scratch that a call may take for any gain; more is worth a clear one, as a user of large
-# batches has memory for the result alone in mind.
-FREE_SCRATCH, GAIN = 16 << 20, 1.5
+# Bytes of scratch that a call may take for any gain; more is worth one beyond what estimates are
+# off by, as a user of large batches has memory for the result alone in mind. At 1.5 the product of
+# (3, 15, 76, 54) by 420 rows took 69 us, where with 25 MB it takes 40.
+FREE_SCRATCH, GAIN = 16 << 20, 1.1
+# MB of x and result up to which both copies of them stay in L2, of 50 MB, from launch to launch.
+IN_L2 = 25.0
 SECTOR = 32  # bytes that are read or written at once where neighbours lie apart
 
 
@@ -53,10 +58,11 @@ class Transposed(NamedTuple):
     """By way of batch last."""
 
     launch: float
-    byte: float  # of x and result in whole tiles
+    byte: float  # of x and result: three launches read or write each
+    far: float  # beside that, bytes of these beyond L2
     tile: float
     stage: float
-    multiplication: float  # of a stage by a hundred columns
+    multiplication: float  # of a stage by a hundred columns, at the rate of tensor cores
     weight: float  # bytes of the packed one
 
 
@@ -77,8 +83,8 @@ PORTABLE = {
     4: Portable(2.24, 3.9, 0.848, 2.26, 0.092, 0.272, 0.046, 1.88, 4.93),
 }
 TRANSPOSED = {
-    2: Transposed(8.82, 0.947, 0.632, 0.047, 0.351, 0.269),
-    4: Transposed(9.26, 0.887, 0.0, 0.227, 0.291, 0.329),
+    2: Transposed(8.95, 0.785, 0.246, 0.498, 0.382, 0.22, 0.871),
+    4: Transposed(8.79, 0.649, 0.331, 0.552, 0.387, 0.22, 1.163),
 }
 INTERLEAVED = {
     2: Interleaved(5.94, 0.311, 0.248, 0.337, 0.0, 1.87, 1.76),
@@ -148,12 +154,11 @@ def of_transposed(problem: Problem, choice: Mapping[str, object]) -> float:
     stages = ceil_div(problem.depth, hopper_common.row(problem.dtype))
     multiplications = columns * _products(problem) / 100
     of_stage = rates.stage + rates.multiplication * multiplications
-    whole = round_up(problem.rows, transpose.TILE) * item / 1e6
-    moved = whole * sum(via_batch_last.feature_counts(problem))
+    moved = problem.rows * sum(via_batch_last.feature_counts(problem)) * item / 1e6
     packed = round_up(problem.columns, columns) * stages * hopper_common.ROW_BYTES * groups / 1e6
     of_tile = rates.tile + stages * of_stage
-    whole = rates.launch + rates.byte * moved + rates.weight * packed
-    return whole + _rounds(tiles, MULTIPROCESSORS) * of_tile
+    whole = rates.launch + rates.byte * moved + rates.far * max(0.0, moved - IN_L2)
+    return whole + rates.weight * packed + _rounds(tiles, MULTIPROCESSORS) * of_tile
 
 
 def of_interleaved(problem: Problem, choice: Mapping[str, object]) -> float:
