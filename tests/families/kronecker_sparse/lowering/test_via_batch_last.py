@@ -506,7 +506,7 @@ def test_every_number_of_the_result_is_written_and_no_other(name, workspace, mon
 
 
 def test_much_scratch_wants_a_clear_gain():
-    """A factor (4, 40, 40, 6) is estimated to be 3 to 9 % faster by way of batch last, where 1500
+    """A factor (4, 40, 40, 6) is estimated to be 6 to 10 % faster by way of batch last, where 1500
     rows take 11.5 MB of it, 6000 take 46 MB and 12000 take 92 MB. A million rows of (2, 3, 5, 3)
     would take 192 MB."""
 
