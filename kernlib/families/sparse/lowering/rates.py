@@ -123,10 +123,10 @@ class Dense(NamedTuple):
 # float16 on an H100: half of the times are within 12 %, and few are three times as long.
 ONE, SEVERAL = Dense(2.68, 0.5, 0.5, 0.3, 0.0), Dense(3.45, 0.505, 0.76, 0.083, 1.4)
 FIRST_KB = 2.0
-# Of few rows, which one tile holds, and few vectors cuBLAS does not divide the sums where rows are
-# no whole 16 bytes: then their terms wait for each other, TERM_US each. On an H100 77 x 1661 by 3
-# vectors took 21.9 us, 67 x 1420 by 5 20.6; but 72 x 1072 by 5, of whole 16 bytes, 4.1, 90 x 1218
-# by 11 6.1 and 473 x 2682 by 3 8.4.
+# Of few rows, which one tile holds, and few vectors in half types cuBLAS does not divide the sums
+# where rows are no whole 16 bytes: then their terms wait for each other, TERM_US each. On an H100
+# 77 x 1661 by 3 vectors took 21.9 us in float16, 67 x 1420 by 5 20.6; but 72 x 1072 by 5, of whole
+# 16 bytes, 4.1, 90 x 1218 by 11 6.1 and 473 x 2682 by 3 8.4. In float32 it divides them.
 UNDIVIDED_ROWS, UNDIVIDED_COLUMNS = 128, 8
 LAUNCH_US, TERM_US = 2.7, 0.012
 MOST_COLUMNS = 32  # beyond which a dense matrix is fastest, whatever is stored
@@ -169,7 +169,9 @@ def _dense(columns: int, nbytes: int, row: int, itemsize: int) -> float:
     moved = megabytes * (rates.odd if row % 4 else rates.megabyte)
     known = rates.fixed + moved + kilobytes * rates.row + min(kilobytes, FIRST_KB) * rates.first
     is_few = 1 < columns <= UNDIVIDED_COLUMNS and nbytes <= UNDIVIDED_ROWS * row
-    return max(known, LAUNCH_US + TERM_US * row / itemsize) if is_few and row % 16 else known
+    if is_few and row % 16 and itemsize == 2:
+        return max(known, LAUNCH_US + TERM_US * row / itemsize)
+    return known
 
 
 def check_columns(columns: int) -> None:

@@ -144,7 +144,7 @@ def test_codes_of_a_lane_take_their_time_where_bytes_take_less():
 
 
 def test_few_rows_and_vectors_are_summed_in_one_piece_by_cublas():
-    """Of rows that are no whole 16 bytes."""
+    """Of rows that are no whole 16 bytes, in half types."""
 
     def time(rows, cols, columns, itemsize=2):
         row = cols * itemsize
@@ -154,7 +154,7 @@ def test_few_rows_and_vectors_are_summed_in_one_piece_by_cublas():
     whole = rates.LAUNCH_US + 1661 * rates.TERM_US
     for rows, columns in ((64, 3), (77, 2), (128, 8)):
         assert time(rows, 1661, columns) == pytest.approx(whole)
-        assert time(rows, 1661, columns, itemsize=4) == pytest.approx(whole)
+        assert time(rows, 1661, columns, itemsize=4) < whole / 2
         assert time(rows, 1672, columns) < whole / 2
     for rows, columns in ((129, 3), (77, 1), (77, 9)):
         assert time(rows, 1661, columns) < whole / 2
