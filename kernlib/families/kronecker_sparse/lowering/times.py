@@ -4,7 +4,9 @@ fastest is chosen.
 Microseconds on an H100, each a sum of launches, bytes and rounds of tiles over the multiprocessors,
 fitted to what 143 such products, most of random sizes, in float16 and in 3xTF32, took in CUDA
 graphs by every kind and tile: half of the estimates are within 4 to 10 %. bfloat16 counts as
-float16, TF32 as a third of the multiplications.
+float16, TF32 as a third of the multiplications. PORTABLE and TRANSPOSED were fitted anew to 270
+times of 91 of them, of which those left out of a fit are off, as a root mean square, by 12 % in
+float16 and 15 % in 3xTF32, and by 11 and 7 % by way of batch last.
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ from kernlib.lowering.dtypes import DTYPES
 
 MULTIPROCESSORS = 132
 ROUNDS = 3  # up to which a last round that is not full counts as one that is
-# Bytes of scratch that a call may take for any gain; more is worth a clear one, as a user of large
-# batches has memory for the result alone in mind.
-FREE_SCRATCH, GAIN = 16 << 20, 1.5
+# Bytes of scratch that a call may take for any gain; more is worth one beyond what estimates are
+# off by, as a user of large batches has memory for the result alone in mind. At 1.5 the product of
+# (8, 8, 242, 12) by 3644 rows in float16 took 302 us, where with 175 MB it takes 201.
+FREE_SCRATCH, GAIN = 16 << 20, via_batch_last.GAIN
+# MB of x and result up to which both copies of them stay in L2, of 50 MB, from launch to launch.
+IN_L2 = 25.0
 SECTOR = 32  # bytes that are read or written at once where neighbours lie apart
+LINE = 128  # bytes of a line of the caches
+WORD = 4  # bytes of depth that a thread reads, whose neighbour reads the next ones
 
 
 class Portable(NamedTuple):
@@ -45,18 +52,19 @@ class Portable(NamedTuple):
     gather: float  # of a thousand numbers of one tile that are read one by one
     written: float  # bytes of sectors
     read: float  # the same
-    far: float  # numbers read, where l take more than a sector
-    weight: float  # numbers of the weight, where they take more than two
+    far: float  # numbers read, where neighbours read a line each
+    weight: float  # numbers of the weight beside that, which many tiles read at once
 
 
 class Transposed(NamedTuple):
     """By way of batch last."""
 
     launch: float
-    byte: float  # of x and result in whole tiles
+    byte: float  # of x and result: three launches read or write each
+    far: float  # beside that, bytes of these beyond L2
     tile: float
     stage: float
-    multiplication: float  # of a stage by a hundred columns
+    multiplication: float  # of a stage by a hundred columns, at the rate of tensor cores
     weight: float  # bytes of the packed one
 
 
@@ -73,12 +81,12 @@ class Interleaved(NamedTuple):
 
 
 PORTABLE = {
-    2: Portable(2.19, 3.18, 0.803, 2.1, 0.151, 0.286, 0.039, 2.98, 6.84),
-    4: Portable(2.24, 3.9, 0.848, 2.26, 0.092, 0.272, 0.046, 1.88, 4.93),
+    2: Portable(2.21, 3.61, 0.781, 2.24, 0.157, 0.276, 0.035, 4.97, 3.29),
+    4: Portable(2.06, 3.39, 1.07, 2.51, 0.08, 0.271, 0.046, 3.44, 2.91),
 }
 TRANSPOSED = {
-    2: Transposed(8.82, 0.947, 0.632, 0.047, 0.351, 0.269),
-    4: Transposed(9.26, 0.887, 0.0, 0.227, 0.291, 0.329),
+    2: Transposed(8.95, 0.785, 0.246, 0.498, 0.382, 0.22, 0.871),
+    4: Transposed(8.79, 0.649, 0.331, 0.552, 0.387, 0.22, 1.163),
 }
 INTERLEAVED = {
     2: Interleaved(5.94, 0.311, 0.248, 0.337, 0.0, 1.87, 1.76),
@@ -130,10 +138,9 @@ def of_portable(
     of_tile = rates.tile + depth * (rates.multiplication * multiplications)
     of_tile += depth * rates.gather * gathered / 1e3
     x_reads, weight_reads = x * column_tiles * left, weight * row_tiles * right
-    near = problem.lanes * item
-    sectors = min(near, SECTOR) * (rates.written * y + rates.read * (x_reads + weight_reads))
-    far = rates.far * (x_reads + weight_reads) * (near > SECTOR)
-    far += rates.weight * weight_reads * (near > 2 * SECTOR)
+    near = min(problem.lanes * item, SECTOR)
+    sectors = near * (rates.written * y + rates.read * (x_reads + weight_reads))
+    far = _apart(problem) * (rates.far * (x_reads + weight_reads) + rates.weight * weight_reads)
     launches = rates.launch + rates.pack * (read != problem)
     slots = multiprocessors * portable.SMALL.blocks
     return launches + _rounds(tiles, slots) * of_tile + (sectors + far) / 1e6
@@ -148,12 +155,11 @@ def of_transposed(problem: Problem, choice: Mapping[str, object]) -> float:
     stages = ceil_div(problem.depth, hopper_common.row(problem.dtype))
     multiplications = columns * _products(problem) / 100
     of_stage = rates.stage + rates.multiplication * multiplications
-    whole = round_up(problem.rows, transpose.TILE) * item / 1e6
-    moved = whole * sum(via_batch_last.feature_counts(problem))
+    moved = problem.rows * sum(via_batch_last.feature_counts(problem)) * item / 1e6
     packed = round_up(problem.columns, columns) * stages * hopper_common.ROW_BYTES * groups / 1e6
     of_tile = rates.tile + stages * of_stage
-    whole = rates.launch + rates.byte * moved + rates.weight * packed
-    return whole + _rounds(tiles, MULTIPROCESSORS) * of_tile
+    whole = rates.launch + rates.byte * moved + rates.far * max(0.0, moved - IN_L2)
+    return whole + rates.weight * packed + _rounds(tiles, MULTIPROCESSORS) * of_tile
 
 
 def of_interleaved(problem: Problem, choice: Mapping[str, object]) -> float:
@@ -172,6 +178,12 @@ def of_interleaved(problem: Problem, choice: Mapping[str, object]) -> float:
     moved = (rates.byte * (x + y) + rates.apart * y * (not _is_in_sectors(problem))) * item
     moved += rates.weight * packed.workspace(problem)
     return rates.launch + moved / 1e6 + _rounds(tiles, MULTIPROCESSORS) * of_tile
+
+
+def _apart(problem: Problem) -> float:
+    """How far threads that read neighbouring words of depth are from reading a line each, d words
+    apart: 0 where they share sectors, 1 from d = 32 on."""
+    return min(1.0, max(0.0, (WORD * problem.lanes - SECTOR) / (LINE - SECTOR)))
 
 
 def _is_in_sectors(problem: Problem) -> bool:

@@ -60,12 +60,28 @@ def auto(dense: torch.Tensor, columns: int = 1) -> str:
 
         arch = arch_of(dense.get_device())
 
-    row = dense.shape[1] * dense.element_size()
+    return fastest(sizes, density, tuple(dense.shape), dense.element_size(), arch, columns)
 
-    def microseconds(name: str) -> float:
-        return rates.microseconds(name, arch, density, sizes[name], columns, row)
 
-    return min(sizes, key=microseconds)
+def fastest(
+    sizes: dict[str, int],
+    density: float,
+    shape: tuple[int, int],
+    itemsize: int,
+    arch: str,
+    columns: int,
+) -> str:
+    """The format of least time, and of these the fewest bytes, of those whose bytes these are of a
+    matrix of a shape, for so many vectors, MOST_COLUMNS of ``rates`` at most."""
+    from kernlib.families.sparse.formats.slices import panel_width  # loaded with its formats
+
+    row, width = shape[1] * itemsize, panel_width(*shape, itemsize)
+
+    def cost(name: str) -> tuple[float, int]:
+        given = name, arch, density, sizes[name], columns
+        return rates.microseconds(*given, row, itemsize, width), sizes[name]
+
+    return min(sizes, key=cost)
 
 
 def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:

@@ -2,7 +2,8 @@
 
 A product reads its matrix once, so its time is a fixed part and the matrix's bytes over a rate. The
 rate depends on density, as decoding costs instructions for each position and bytes come for each
-entry, and on the number of vectors, as each gathers x for each entry.
+entry, and on the number of vectors, as each gathers x for each entry. Small matrices take longer
+than their bytes: as long as the sums that one thread adds up.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Rate(NamedTuple):
     tb_per_s: float
 
 
+SLICES = ("u8", "u4", "u2")
 # By arch, vectors up to a number, and format, densities ascending. A GPU that is not here takes
 # those of DEFAULT, as the formats' order depends little on it.
 DEFAULT = "sm_90a"
@@ -96,6 +98,12 @@ RATES: dict[str, dict[int, dict[str, tuple[Rate, ...]]]] = {
         },
     },
 }
+# Of a code of u8, u4 and u2, by vectors up to a number: a lane takes those of its row in a panel
+# one after the other, each with a read of x from shared memory. On an H100 1277 x 619 at .844, 522
+# codes, takes 13.4 to 14.7 us with one vector where its bytes would take 8.6; 67 x 1420 at .539,
+# 388 codes, 18.5 to 19.7 with 5. Rows of whole 128 bytes have the table's times: small matrices of
+# such rows were not measured.
+CODE_US = {2: 0.012, 4: 0.015, 8: 0.018, 16: 0.02}
 PADDING_US = 3.5  # of the copy of x for the kernels of matrices whose rows are no whole 16 bytes
 WHOLE = 128  # bytes that rows of a dense matrix are multiples of where cuBLAS has the table's rates
 
@@ -115,29 +123,55 @@ class Dense(NamedTuple):
 # float16 on an H100: half of the times are within 12 %, and few are three times as long.
 ONE, SEVERAL = Dense(2.68, 0.5, 0.5, 0.3, 0.0), Dense(3.45, 0.505, 0.76, 0.083, 1.4)
 FIRST_KB = 2.0
+# Of few rows, which one tile holds, and few vectors in half types cuBLAS does not divide the sums
+# where rows are no whole 16 bytes: then their terms wait for each other, TERM_US each. On an H100
+# 77 x 1661 by 3 vectors took 21.9 us in float16, 67 x 1420 by 5 20.6; but 72 x 1072 by 5, of whole
+# 16 bytes, 4.1, 90 x 1218 by 11 6.1 and 473 x 2682 by 3 8.4. In float32 it divides them.
+UNDIVIDED_ROWS, UNDIVIDED_COLUMNS = 128, 8
+LAUNCH_US, TERM_US = 2.7, 0.012
 MOST_COLUMNS = 32  # beyond which a dense matrix is fastest, whatever is stored
 
 
 def microseconds(
-    format: str, arch: str, density: float, nbytes: int, columns: int = 1, row: int = WHOLE
+    format: str,
+    arch: str,
+    density: float,
+    nbytes: int,
+    columns: int = 1,
+    row: int = WHOLE,
+    itemsize: int = 2,
+    width: int = 0,
 ) -> float:
     """The time of a product with a matrix of ``nbytes`` in a format and so many vectors: rates
     between two densities of the table are interpolated, beyond them they are those of the
-    nearest. ``row`` is the bytes of a row of the dense matrix."""
+    nearest. ``row`` is the bytes of a row of the dense matrix, whose numbers have ``itemsize``,
+    ``width`` the columns of a panel of u8, u4 and u2."""
     if format == "dense" and row % WHOLE:
-        return _dense(ONE if columns == 1 else SEVERAL, nbytes, row)
+        return _dense(columns, nbytes, row, itemsize)
     known = RATES.get(arch, RATES[DEFAULT])
     most = min(number for number in known if number >= columns)
     fixed, rate = _between(known[most][format], density)
     if row % 16 and format != "dense":
         fixed += PADDING_US
-    return fixed + nbytes / rate * 1e-6
+    is_timed = format in SLICES and row % WHOLE
+    of_lane = density * width * _of_code(columns) if is_timed else 0.0
+    return fixed + max(nbytes / rate * 1e-6, of_lane)
 
 
-def _dense(rates: Dense, nbytes: int, row: int) -> float:
+def _of_code(columns: int) -> float:
+    """Microseconds of a code; none of what is decoded for more vectors than kernels take."""
+    return next((time for most, time in CODE_US.items() if columns <= most), 0.0)
+
+
+def _dense(columns: int, nbytes: int, row: int, itemsize: int) -> float:
+    rates = ONE if columns == 1 else SEVERAL
     megabytes, kilobytes = nbytes / 1e6, row / 1e3
     moved = megabytes * (rates.odd if row % 4 else rates.megabyte)
-    return rates.fixed + moved + kilobytes * rates.row + min(kilobytes, FIRST_KB) * rates.first
+    known = rates.fixed + moved + kilobytes * rates.row + min(kilobytes, FIRST_KB) * rates.first
+    is_few = 1 < columns <= UNDIVIDED_COLUMNS and nbytes <= UNDIVIDED_ROWS * row
+    if is_few and row % 16 and itemsize == 2:
+        return max(known, LAUNCH_US + TERM_US * row / itemsize)
+    return known
 
 
 def check_columns(columns: int) -> None:

@@ -129,6 +129,38 @@ def test_cublas_has_its_rates_for_rows_of_whole_128_bytes(table):
     assert dense(8, 5000) == pytest.approx(dense(8, 4000) + several.row)
 
 
+def test_codes_of_a_lane_take_their_time_where_bytes_take_less():
+    for name in formats.SLICES:
+        time = partial(rates.microseconds, name, "sm_90a", 0.5, row=1000)
+        assert time(10**7) == time(10**7, width=300)  # whose bytes take longer
+        for columns, code in ((1, 0.012), (2, 0.012), (3, 0.015), (8, 0.018), (16, 0.02)):
+            bare = time(0, columns)
+            assert time(10**5, columns, width=1024) == pytest.approx(bare + 512 * code)
+        assert time(10**5, 17) == time(10**5, 17, width=1024)  # decoded
+        assert time(10**5, row=1024) == time(10**5, row=1024, width=1024)  # not measured
+    for name in ("bitmap", "macko", "dense"):
+        time = partial(rates.microseconds, name, "sm_90a", 0.5, 10**5, row=1000)
+        assert time() == time(width=1024)
+
+
+def test_few_rows_and_vectors_are_summed_in_one_piece_by_cublas():
+    """Of rows that are no whole 16 bytes, in half types."""
+
+    def time(rows, cols, columns, itemsize=2):
+        row = cols * itemsize
+        given = "dense", "sm_90a", 1.0, rows * row, columns, row, itemsize
+        return rates.microseconds(*given)
+
+    whole = rates.LAUNCH_US + 1661 * rates.TERM_US
+    for rows, columns in ((64, 3), (77, 2), (128, 8)):
+        assert time(rows, 1661, columns) == pytest.approx(whole)
+        assert time(rows, 1661, columns, itemsize=4) < whole / 2
+        assert time(rows, 1672, columns) < whole / 2
+    for rows, columns in ((129, 3), (77, 1), (77, 9)):
+        assert time(rows, 1661, columns) < whole / 2
+    assert time(77, 51, 3) > rates.LAUNCH_US + 51 * rates.TERM_US
+
+
 # Rows, columns, density, vectors; microseconds on an H100 by cuBLAS and by the fastest format.
 MEASURED = [
     ((4219, 1128), 0.126, 14, 13.7, ("u8", 9.4)),
@@ -143,6 +175,14 @@ MEASURED = [
     ((789, 2242), 0.107, 6, 9.0, ("dense", 9.0)),
     ((252, 2175), 0.094, 1, 4.4, ("dense", 4.4)),
     ((381, 104), 0.065, 3, 3.8, ("dense", 3.8)),
+    ((77, 1661), 0.251, 3, 21.9, ("bitmap", 10.8)),
+    ((67, 1420), 0.539, 5, 20.6, ("bitmap", 11.1)),
+    ((90, 1218), 0.03, 11, 6.1, ("dense", 6.1)),
+    ((473, 2682), 0.279, 3, 8.4, ("dense", 8.4)),
+    ((1612, 3130), 0.367, 1, 9.1, ("dense", 9.1)),
+    ((1277, 619), 0.844, 1, 3.8, ("dense", 3.8)),
+    ((3016, 4367), 0.231, 3, 26.0, ("u4", 14.4)),
+    ((144, 8085), 0.05, 1, 9.0, ("u8", 8.1)),
 ]
 
 
@@ -152,16 +192,13 @@ def test_the_fastest_of_what_was_measured(case, seed):
     (rows, cols), density, columns, cublas, (fastest, _) = case
     given = (torch.rand(min(rows, 96), cols) < density).half()
     sizes, found = formats.measured(given)
-    row = 2 * cols
-    times = {
-        name: rates.microseconds(
-            name, "sm_90a", found, size * rows // len(given), min(columns, rates.MOST_COLUMNS), row
-        )
-        for name, size in sizes.items()
-    }
-    taken = "dense" if columns > rates.MOST_COLUMNS else min(times, key=times.get)
+    sizes = {name: size * rows // len(given) for name, size in sizes.items()}
+    most = min(columns, rates.MOST_COLUMNS)
+    taken = formats.fastest(sizes, found, (rows, cols), 2, "sm_90a", most)
+    taken = "dense" if columns > rates.MOST_COLUMNS else taken
     assert taken == fastest or {taken, fastest} == {"u8", "u4"}  # which are as fast
-    assert 0.65 < times["dense"] / cublas < 1.5
+    dense = rates.microseconds("dense", "sm_90a", found, sizes["dense"], most, 2 * cols)
+    assert 0.65 < dense / cublas < 1.5
 
 
 # The choice.
@@ -220,6 +257,11 @@ def test_bitmap_below_nine_tenths_and_dense_above(others, table, dtype, seed):
     assert formats.auto(random(0.5, dtype)) == "bitmap"
     assert formats.auto(random(0.5, dtype).T) == "bitmap"
     assert formats.auto(random(1.0, dtype)) == "dense"
+
+
+def test_of_formats_that_are_as_fast_the_one_of_fewest_bytes_is_taken():
+    sizes = {"u8": 10**5, "u4": 90_000, "u2": 95_000}  # which take less time than codes do
+    assert formats.fastest(sizes, 0.5, (64, 2000), 2, "sm_90a", 1) == "u4"
 
 
 def test_a_format_that_cannot_hold_the_matrix_is_not_chosen(others, table, monkeypatch, seed):
