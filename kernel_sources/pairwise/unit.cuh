@@ -42,7 +42,7 @@ __device__ __forceinline__ float largest_sampled(const Points& a, const Points& 
 #pragma unroll 1
     for (int i = first; i < count; i += step) {
         i64 k = i % a.features;
-        int m = i % a.count, n = (37 * i + 11) % b.count;
+        int m = i % a.count, n = (37u * i + 11u) % u32(b.count);  // wraps round
         float size = absolute(Term::of(convert<float>(a.data[m * a.point_stride +
                                                              k * a.feature_stride]),
                                        convert<float>(b.data[n * b.point_stride +

@@ -36,7 +36,7 @@ struct Parameters {
     // fixed by the plan
     i64 scalar_strides[SCALARS];
     View a_view, b_view, out_view;  // (batch, point, feature) of a and b, (batch, m, n) of out
-    i64 batch, diagonal;            // n - m of the entries that receive the regularization
+    i64 diagonal;                   // n - m of the entries that receive the regularization
     int m, n, k;
     int across, patches;            // patches along n, and all of an entry
     int slice_bits;                 // log2 of the warps that share a patch
@@ -222,32 +222,29 @@ pairwise_few(const __grid_constant__ Parameters parameters) {
     int begin = (warp & ((1 << bits) - 1)) * 32, step = 32 << bits;
     Patch patch(parameters, warp >> bits);
 
-#pragma unroll 1
-    for (i64 l = blockIdx.y; l < parameters.batch; l += gridDim.y) {
-        auto a = points_of(parameters.a, parameters.a_view, l, parameters.m, parameters.k);
-        auto b = points_of(parameters.b, parameters.b_view, l, parameters.n, parameters.k);
-        ReadScalar read{parameters, l};
-        Numbers numbers = {read(INNER_P), read(INNER_SCALE)};
-        if constexpr (SCALED) {
-            float size = 0.0f;
-            if (patch.exists) {
-                size = largest_sampled(Patch::of(a, patch.m), Patch::of(b, patch.n), begin + lane,
-                                       step);
-            }
-            u32 largest = __reduce_max_sync(~0u, finite_bits(size));
-            if (lane == 0) sampled[warp] = largest;
-            __syncthreads();
-            numbers.unit = unit_of(largest_of_patch(sampled, warp >> bits, bits), numbers.p);
-        }
+    i64 l = blockIdx.y;
+    auto a = points_of(parameters.a, parameters.a_view, l, parameters.m, parameters.k);
+    auto b = points_of(parameters.b, parameters.b_view, l, parameters.n, parameters.k);
+    ReadScalar read{parameters, l};
+    Numbers numbers = {read(INNER_P), read(INNER_SCALE)};
+    if constexpr (SCALED) {
+        float size = 0.0f;
         if (patch.exists) {
-            AccT sum = sum_features(Patch::of(a, patch.m), Patch::of(b, patch.n), begin, step,
-                                    numbers);
-            if (lane % 2 == 0) sums[warp * PAIRS + lane / 2] = sum;
+            size = largest_sampled(Patch::of(a, patch.m), Patch::of(b, patch.n), begin + lane,
+                                   step);
         }
+        u32 largest = __reduce_max_sync(~0u, finite_bits(size));
+        if (lane == 0) sampled[warp] = largest;
         __syncthreads();
-        if (warp < max(1, (WARPS >> bits) * PAIRS / 32)) {
-            finish_pair(sums, sampled, parameters, numbers, a, b, l);
-        }
-        __syncthreads();  // nobody reads the sums any more
+        numbers.unit = unit_of(largest_of_patch(sampled, warp >> bits, bits), numbers.p);
+    }
+    if (patch.exists) {
+        AccT sum = sum_features(Patch::of(a, patch.m), Patch::of(b, patch.n), begin, step,
+                                numbers);
+        if (lane % 2 == 0) sums[warp * PAIRS + lane / 2] = sum;
+    }
+    __syncthreads();
+    if (warp < max(1, (WARPS >> bits) * PAIRS / 32)) {
+        finish_pair(sums, sampled, parameters, numbers, a, b, l);
     }
 }

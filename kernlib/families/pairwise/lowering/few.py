@@ -24,7 +24,9 @@ THREADS = 256
 WARPS = THREADS // 32
 SIDE = 4  # points of a and of b in a patch
 LANES = 32
-MOST_PAIRS = 2**18  # 2000 a multiprocessor of an H100, beyond which no number of features pays
+# 2000 a multiprocessor of an H100, beyond which no number of features pays, and so of a grid's second
+# axis at most 2**14 entries; features that sums of strides over them do not carry past an int.
+MOST_PAIRS, MOST_FEATURES = 2**18, 2**30
 # Nanoseconds of a multiprocessor: of the direct kernel a feature of a tile, measured on an H100; of
 # this one a feature of a pair. L2 delivers the 2 bytes that it reads in 0.0475, and the rest is
 # reserve. Points whose features lie apart take a sector each, of which four points share one.
@@ -46,7 +48,8 @@ class Variant(NamedTuple):
 
 def takes(problem: Problem) -> bool:
     """Whether :func:`lower` does; a descriptor's categories are not asked for."""
-    return _patches(problem) * SIDE * SIDE * problem.batch <= MOST_PAIRS
+    pairs = _patches(problem) * SIDE * SIDE * problem.batch
+    return pairs <= MOST_PAIRS and problem.k <= MOST_FEATURES
 
 
 def pays(problem: Problem, multiprocessors: int) -> bool:
@@ -73,10 +76,7 @@ def lower(descriptor: Pairwise, problem: Problem, scalar_strides: tuple[int, ...
     made = Variant(
         problem.dtype, problem.out_dtype, problem.inner, problem.outer, problem.root
     )  # fmt: skip
-    grid = (
-        ceil_div(_patches(problem), WARPS >> bits),
-        min(problem.batch, direct.MAX_BATCH_BLOCKS),
-    )
+    grid = (ceil_div(_patches(problem), WARPS >> bits), problem.batch)
     fixed = _fixed_parameters(problem, bits, scalar_strides)
     pointers = tuple((name, 0) for name in direct.OPERANDS)
     step = Step(spec(descriptor, made), grid, fixed, pointers, direct.scalar_count(descriptor))
@@ -145,7 +145,7 @@ def _fixed_parameters(problem: Problem, bits: int, scalar_strides: tuple[int, ..
     views = [x for v in (problem.a, problem.b, problem.out) for x in (v.batch, v.rows, v.columns)]
     sizes = (problem.m, problem.n, problem.k, ceil_div(problem.n, SIDE), _patches(problem))
     return struct.pack(
-        f"<{len(scalar_strides)}q9q2q7i4x",
-        *scalar_strides, *views, problem.batch, problem.diagonal, *sizes, bits,
+        f"<{len(scalar_strides)}q9qq7i4x",
+        *scalar_strides, *views, problem.diagonal, *sizes, bits,
         int(problem.accumulate),
     )  # fmt: skip

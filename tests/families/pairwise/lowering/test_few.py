@@ -104,6 +104,16 @@ def test_tuning_may_choose_it_where_it_is_taken(m, n, k):
         assert kind(call, choice=choice) == kind(call, choice=text) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [({}, True), ({"batch": 16_385}, False), ({"k": 2**30}, True), ({"k": 2**30 + 1}, False)],
+)
+def test_what_it_takes(changes, taken):
+    call = Problem(**{"m": 3, "n": 4, "k": 5, "batch": 16_384, **dict.fromkeys(
+        ("a", "b", "out"), Layout(0, 0, 1)), **changes})  # fmt: skip
+    assert few.takes(call) is taken and call.batch - 1 < direct.MAX_BATCH_BLOCKS
+
+
 @pytest.mark.parametrize("choice", [choose.FEW, {"kind": "few", "x": 1}, {"kind": "many"}, {}])
 def test_a_choice_that_is_no_candidate_is_passed_over(choice):
     call = problem(3000, 3000, 10)
@@ -116,8 +126,8 @@ def test_a_choice_that_is_no_candidate_is_passed_over(choice):
 )
 def test_warps_share_a_patch_by_32_features_each(features, warps):
     assert 1 << few.slice_bits(features) == warps
-    step = only(few.lower(L1, problem(10, 9, features, 70000), (0,) * 5))
-    assert step.grid == (-(-9 * warps // 8), 65535)  # of 3 x 3 patches
+    step = only(few.lower(L1, problem(10, 9, features, 70), (0,) * 5))
+    assert step.grid == (-(-9 * warps // 8), 70)  # of 3 x 3 patches
 
 
 @pytest.mark.parametrize("descriptor", [L1, kl.gaussian(), kl.laplace_pq(), SYMMETRIC], ids=str)
@@ -139,7 +149,7 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
     assert [list(v) for v in (read.a_view, read.b_view, read.out_view)] == [
         [11, 12, 13], [2**40, 22, 23], [31, 2**33, 1],
     ]  # fmt: skip
-    assert (read.batch, read.diagonal) == (5, -(2**35))
+    assert read.diagonal == -(2**35) and step.grid == (26 * 51, 5)
     assert (read.m, read.n, read.k) == (101, 202, 303)
     assert (read.across, read.patches, read.slice_bits, read.accumulate) == (51, 26 * 51, 3, 1)
 
