@@ -79,21 +79,20 @@ struct Patch {
 
 using Sums = AccT[PAIRS];
 
-// What the lanes of a warp have of pair lane / 2 together: at each of four steps a lane keeps half
-// of its pairs and gives its partner the others.
-__device__ __forceinline__ AccT fold_lanes(Sums& sums, const Numbers& numbers) {
-    int lane = threadIdx.x % 32;
+// What the lanes of a warp have of pair lane / 2 together: at each of four steps a lane keeps HALF
+// of its pairs and gives its partner the others. A step a function: unrolled late, loops over the
+// steps are branches.
+template <int HALF>
+__device__ __forceinline__ AccT fold_lanes(const AccT (&sums)[2 * HALF], const Numbers& numbers) {
+    bool upper = threadIdx.x & 2 * HALF;
+    AccT halved[HALF];
 #pragma unroll
-    for (int half = PAIRS / 2; half > 0; half /= 2) {
-        bool upper = lane & 2 * half;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            AccT kept = upper ? sums[half + i] : sums[i];
-            AccT given = upper ? sums[i] : sums[half + i];
-            sums[i] = Inner::merge(kept, __shfl_xor_sync(~0u, given, 2 * half), numbers);
-        }
+    for (int i = 0; i < HALF; ++i) {
+        AccT kept = upper ? sums[HALF + i] : sums[i], given = upper ? sums[i] : sums[HALF + i];
+        halved[i] = Inner::merge(kept, __shfl_xor_sync(~0u, given, 2 * HALF), numbers);
     }
-    return Inner::merge(sums[0], __shfl_xor_sync(~0u, sums[0], 1), numbers);
+    if constexpr (HALF > 1) return fold_lanes<HALF / 2>(halved, numbers);
+    else return Inner::merge(halved[0], __shfl_xor_sync(~0u, halved[0], 1), numbers);
 }
 
 // The points of a patch, each at the lane's next feature.
@@ -102,11 +101,12 @@ struct Cursor {
     i64 step;
     __device__ __forceinline__ Cursor(const Points& points, int first, int step)
         : step(step * points.feature_stride) {
+        const InputT* point = points.data + first * points.feature_stride;
 #pragma unroll
         for (int i = 0; i < SIDE; ++i) {
+            at[i] = point;
             // Points past the last one never reach the output: read the last one in their place.
-            int point = min(i, points.count - 1);
-            at[i] = points.data + point * points.point_stride + first * points.feature_stride;
+            if (i + 1 < points.count) point += points.point_stride;
         }
     }
     __device__ __forceinline__ void read(AccT (&values)[SIDE], bool inside) {
@@ -118,6 +118,28 @@ struct Cursor {
     }
 };
 
+// Adds the lane's next COUNT features, the first of which is k.
+template <int COUNT>
+__device__ __forceinline__ void add_features(Sums& sums, Cursor& left, Cursor& right, int k,
+                                             int step, int features, const Numbers& numbers) {
+    AccT x[COUNT][SIDE], y[COUNT][SIDE];
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) {
+        left.read(x[j], k + j * step < features);
+        right.read(y[j], k + j * step < features);
+    }
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) {
+        // Features past the last one are zeros, which some stages would count. A branch for the
+        // others would have ptxas sink loads behind it, a whole latency too late.
+        if (!Inner::ZERO_ADDS_NOTHING && k + j * step >= features) break;
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; ++pair) {
+            sums[pair] = Term::add(sums[pair], x[j][pair / SIDE], y[j][pair % SIDE], numbers);
+        }
+    }
+}
+
 // The sum of pair lane / 2 of a patch over the features of a warp: every `step`-th run of 32 from
 // `begin` on. Sums of chains meet in totals that keep what they round off, so that the error does
 // not grow with K.
@@ -125,34 +147,21 @@ __device__ __forceinline__ AccT sum_features(const Points& a, const Points& b, i
                                              const Numbers& numbers) {
     int lane = threadIdx.x % 32;
     Cursor left(a, begin + lane, step), right(b, begin + lane, step);
+    if (a.features <= step) {  // of up to 256 features in all, at most one a lane
+        Sums sums = {};
+        add_features<1>(sums, left, right, begin + lane, step, a.features, numbers);
+        return fold_lanes<PAIRS / 2>(sums, numbers);
+    }
     AccT total = AccT(0), rest = AccT(0);
 #pragma unroll 1
     while (begin < a.features) {
         Sums sums = {};
 #pragma unroll 1
         for (int terms = 0; terms < CHAIN && begin < a.features; terms += AHEAD) {
-            AccT x[AHEAD][SIDE], y[AHEAD][SIDE];
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j) {
-                bool inside = begin + lane + j * step < a.features;
-                left.read(x[j], inside);
-                right.read(y[j], inside);
-            }
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j) {
-                // Features past the last one are zeros, which some stages would count. A branch for
-                // the others would have ptxas sink loads behind it, a whole latency too late.
-                bool inside = begin + lane + j * step < a.features;
-                if (!Inner::ZERO_ADDS_NOTHING && !inside) break;
-#pragma unroll
-                for (int pair = 0; pair < PAIRS; ++pair) {
-                    sums[pair] =
-                        Term::add(sums[pair], x[j][pair / SIDE], y[j][pair % SIDE], numbers);
-                }
-            }
+            add_features<AHEAD>(sums, left, right, begin + lane, step, a.features, numbers);
             begin += AHEAD * step;
         }
-        rest = Inner::merge(rest, fold_lanes(sums, numbers), numbers);
+        rest = Inner::merge(rest, fold_lanes<PAIRS / 2>(sums, numbers), numbers);
         total = Inner::merge_exactly(total, rest, numbers);
     }
     return total;

@@ -24,8 +24,8 @@ THREADS = 256
 WARPS = THREADS // 32
 SIDE = 4  # points of a and of b in a patch
 LANES = 32
-# 2000 a multiprocessor of an H100, beyond which no number of features pays, and so of a grid's second
-# axis at most 2**14 entries; features that sums of strides over them do not carry past an int.
+# 2000 a multiprocessor of an H100, beyond which no number of features pays, and so at most 2**14
+# entries of a batch; features whose place steps past the last one within an int.
 MOST_PAIRS, MOST_FEATURES = 2**18, 2**30
 # Nanoseconds of a multiprocessor: of the direct kernel a feature of a tile, measured on an H100; of
 # this one a feature of a pair. L2 delivers the 2 bytes that it reads in 0.0475, and the rest is
