@@ -1,13 +1,13 @@
-// out[l,m,n] (+)= Epilogue(Outer(sum_k Inner(Op(a[l,m,k], b[l,n,k])))) of few pairs: patches of 4 x 4
-// pairs, each summed by `slices` warps of one CTA, whose lanes lie along the features.
+// out[l,m,n] (+)= Epilogue(Outer(sum_k Inner(Op(a[l,m,k], b[l,n,k])))) of few pairs: patches of 4 x
+// 4 pairs, each summed by `slices` warps of one CTA, whose lanes lie along the features.
 //
-// A feature of a patch is 8 reads of 4 bytes a lane, 2 bytes a pair, which L2 delivers in 0.36 us a
-// million pair-features: six times what a full tile of direct/direct.cuh takes. That walks along all
-// features in 64 ns each, however few pairs there are, and this in four rounds of loads for up to
-// 4096 features.
+// A feature of a patch is 8 reads of 4 bytes a lane, 2 bytes a pair, which L2 delivers in 0.36 us
+// a million pair-features: six times what a full tile of direct/direct.cuh takes. That walks along
+// all features in 64 ns each, however few pairs there are, and this in a round of loads for each
+// 1024 of them.
 //
-// The generated source defines before it includes this file, as for direct/direct.cuh: InputT, AccT,
-// OutputT, SCALARS, SYMMETRIC, OPERATION, INNER, Finish and BY_NORM.
+// The generated source defines before it includes this file, as for direct/direct.cuh: InputT,
+// AccT, OutputT, SCALARS, SYMMETRIC, OPERATION, INNER, Finish and BY_NORM.
 #pragma once
 
 #include "pairwise/scalars.cuh"
