@@ -6,6 +6,7 @@
 // kernlib/families/pairwise/lowering/finish.py.
 #pragma once
 
+#include "common/exponential.cuh"
 #include "common/math.cuh"
 
 // The sums that stay as they are. Powers below 2^-126 become zero, so that of a sum of 2^-100
@@ -17,8 +18,7 @@ struct Range {
     __device__ __forceinline__ Range(float p, int features)
         : least(7.88860905e-31f), most(1.32922800e36f) {
         if (!Inner::BY_LOGARITHM) return;
-        float reach;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(reach) : "f"(8.0f * p));
+        float reach = fast_exp2(8.0f * p);
         if (p != 2.0f) {
             least = fmaxf(least, float(features) / reach);
             most = fminf(most, float(features) * reach);

@@ -17,10 +17,14 @@ __device__ __forceinline__ float unit_of(u32 largest, float p) {
     return plain ? 1.0f : __int_as_float((254 - exponent) << 23);
 }
 
+// A size in the bits of a float, which compare as it does; 0 for what is not finite.
+__device__ __forceinline__ u32 finite_bits(float size) {
+    return size - size == 0.0f ? __float_as_uint(size) : 0;
+}
+
 // The largest of what all threads of a block have, 0 for what is not finite.
 __device__ __forceinline__ u32 largest_in_block(u32* shared, float size) {
-    u32 bits = size - size == 0.0f ? __float_as_uint(size) : 0;
-    bits = __reduce_max_sync(~0u, bits);
+    u32 bits = __reduce_max_sync(~0u, finite_bits(size));
     if (threadIdx.x == 0) *shared = 0;
     __syncthreads();
     if (threadIdx.x % 32 == 0) atomicMax(shared, bits);
@@ -28,23 +32,31 @@ __device__ __forceinline__ u32 largest_in_block(u32* shared, float size) {
     return *shared;
 }
 
-// The reciprocal of a tile's unit, from every feature of one pair of points or more.
+// The largest finite |v| that thread `first` of `step` finds; all of them together look at every
+// feature of one pair of points or more.
 template <class Points>
-__device__ __forceinline__ float sample_unit(u32* shared, const Points& a, const Points& b,
-                                             float p) {
-    int threads = blockDim.x, count = a.features > 0 ? max(a.features, threads) : 0;
+__device__ __forceinline__ float largest_sampled(const Points& a, const Points& b, int first,
+                                                 int step) {
+    int count = a.features > 0 ? max(a.features, step) : 0;
     float largest = 0.0f;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += threads) {
+    for (int i = first; i < count; i += step) {
         i64 k = i % a.features;
-        int m = i % a.count, n = (37 * i + 11) % b.count;
+        int m = i % a.count, n = (37u * i + 11u) % u32(b.count);  // wraps round
         float size = absolute(Term::of(convert<float>(a.data[m * a.point_stride +
                                                              k * a.feature_stride]),
                                        convert<float>(b.data[n * b.point_stride +
                                                              k * b.feature_stride])));
         largest = size - size == 0.0f ? fmaxf(largest, size) : largest;
     }
-    return unit_of(largest_in_block(shared, largest), p);
+    return largest;
+}
+
+// The reciprocal of a tile's unit.
+template <class Points>
+__device__ __forceinline__ float sample_unit(u32* shared, const Points& a, const Points& b,
+                                             float p) {
+    return unit_of(largest_in_block(shared, largest_sampled(a, b, threadIdx.x, blockDim.x)), p);
 }
 
 // What turns a sum in a tile's unit into what Finish takes: of norms the sum as it is, and the unit

@@ -169,7 +169,7 @@ def test_only_a_new_signature_asks_for_a_choice(gpus, monkeypatch):
     for _ in range(5):
         grid(gpus, a, b, out=out)
     assert len(asked) == 1
-    grid(gpus, on_gpu(60, 64), b)  # thin: one kernel
+    grid(gpus, on_gpu(60, 64), on_gpu(5000, 64))  # thin: one kernel
     assert len(asked) == 1
 
 
@@ -293,14 +293,19 @@ def test_the_callers_output_is_left_alone(gpus, monkeypatch, layout, accumulate)
 
 
 def test_a_transposed_output_swaps_the_inputs_of_a_trial(gpus, monkeypatch):
-    a, b = on_gpu(300, 64), on_gpu(200, 64)
     given = []
     monkeypatch.setattr(Plan, "launch", lambda plan, pointers, _: given.append(pointers[:2]))
     monkeypatch.setattr(tuner, "measure", lambda launches, *_: [1.0 for _ in launches])
+    a, b = on_gpu(800, 64), on_gpu(600, 64)
     kl.tune(L1, a, b)
-    kl.tune(L1, a, b, out=on_gpu(200, 300).T)
+    kl.tune(L1, a, b, out=on_gpu(600, 800).T)
     straight = (a.data_ptr(), b.data_ptr())
     assert given == [straight, straight, straight[::-1], straight[::-1]]
+    given.clear()
+    a, b = on_gpu(300, 64), on_gpu(200, 64)
+    kl.tune(L1, a, b, out=on_gpu(200, 300).T)
+    straight = (a.data_ptr(), b.data_ptr())  # as the kernel of few pairs takes any output
+    assert given == [straight, straight[::-1], straight[::-1]]
 
 
 def test_numbers_reach_the_trial(gpus, monkeypatch):
@@ -314,8 +319,19 @@ def test_numbers_reach_the_trial(gpus, monkeypatch):
     assert all(n[slot["epsilon"] + 1] not in (0, width.data_ptr()) for n in numbers)  # as float32
 
 
+def test_few_pairs_are_tuned_to_the_kernel_of_theirs_or_a_tile(gpus, store):
+    """A call that takes a tile by rule takes what was faster, from then on."""
+    a, b = on_gpu(500, 9), on_gpu(500, 9)
+    assert grid(gpus, a, b) == (64, 1)
+    gpus.cost = lambda launched: 0.1 if "few pairs" in launched.what else 0.2
+    found = kl.tune(L1, a, b)
+    assert [timing.choice for timing in found.timings] == [{"kind": "few"}, BIG, SMALL]
+    assert found.kept and found.winner == {"kind": "few"}
+    assert grid(gpus, a, b) == (-(-125 * 125 // 8), 1)
+
+
 def test_with_one_candidate_there_is_nothing_to_keep(gpus, store):
-    found = kl.tune(L1, on_gpu(30, 64), on_gpu(2000, 64))
+    found = kl.tune(L1, on_gpu(30, 64), on_gpu(9000, 64))
     assert [timing.choice for timing in found.timings] == [SMALL]
     assert found.winner == SMALL and not found.kept
     assert "one kernel for this call, tile=64" in str(found)
@@ -335,7 +351,7 @@ def test_an_output_without_elements_has_nothing_to_time(gpus, store):
 def test_a_store_that_cannot_keep_is_said(gpus, store, monkeypatch):
     monkeypatch.setattr(MemoryStore, "put_tuning", lambda *given: False)
     gpus.cost = slower(128)
-    found = kl.tune(L1, on_gpu(300, 64), on_gpu(200, 64))
+    found = kl.tune(L1, on_gpu(800, 64), on_gpu(600, 64))
     assert not found.kept and found.winner == SMALL
     assert "cannot keep it" in str(found)
 

@@ -22,8 +22,8 @@ from kernlib.families.pairwise.lowering.direct import (
     scalar_count,
     short,
 )
+from kernlib.families.pairwise.lowering.finish import finish_reduced
 from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.reduce_source import finish
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.names import named
@@ -215,7 +215,7 @@ constexpr Role ROLE = Role::{made.role};
 #define OPERATION {"Swapped" * swapped}{"Dot" if dot else "Difference"}
 #define INNER {inner_codes(descriptor)[made.inner]}
 #define SLOPE {made.slope}
-{finish(descriptor, made, SlopeSource)}
+{finish_reduced(descriptor, made, SlopeSource)}
 {slopes(descriptor, derivatives, made.root)}
 #include "pairwise/reduce/gradient.cuh"
 """

@@ -1,5 +1,5 @@
 """CUDA text of gradients of reductions: the struct ``Slopes``, derivatives of what follows the sums
-of pairs, in the arithmetic of :mod:`kernlib.families.pairwise.lowering.reduce_source`."""
+of pairs, in the arithmetic of :mod:`kernlib.families.pairwise.lowering.finish`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import NamedTuple
 from kernlib.descriptors.derivative import ONE, Derivative, separated
 from kernlib.descriptors.expression import VALUE, Node, Number, Operation, names
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.finish import COMMON_SCALARS
-from kernlib.families.pairwise.lowering.reduce_source import ReductionSource, factors_of
+from kernlib.families.pairwise.lowering.finish import COMMON_SCALARS, ReductionSource, factors_of
 from kernlib.lowering.epilogue_source import function_struct
 
 LARGEST = "3.402823466e38f"

@@ -1,8 +1,9 @@
-"""The kinds of kernel that compute pairwise calls: ``split`` by products of tensor cores, which
-takes p = 2 and dot products where that pays, and ``direct``, which takes everything.
+"""The kinds of kernel that compute pairwise calls: ``few``, which takes few pairs, ``split`` by
+products of tensor cores, which takes p = 2 and dot products where that pays, and ``direct``, which
+takes everything.
 
-Each kind's lowering is a module; a choice of ``{"kind": "split"}`` names the first, and a choice of
-a tile one of the second.
+Each kind's lowering is a module; a choice of ``{"kind": "few"}`` or ``{"kind": "split"}`` names one
+of the first two, and a choice of a tile one of the third.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.lowering import direct, few
 from kernlib.families.pairwise.lowering.direct import Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
 
-SPLIT = {"kind": "split"}
+SPLIT, FEW, DIRECT = {"kind": "split"}, {"kind": "few"}, {"kind": "direct"}
 
 
 def _split() -> ModuleType:
@@ -31,8 +32,9 @@ def _split() -> ModuleType:
 
 def candidates(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> list[Choice]:
     """What :func:`lower` can choose for a problem. There is always one."""
-    taken = _takes_split(descriptor, problem, arch, precision)
-    return [dict(SPLIT)] * taken + direct.candidates(problem, arch)
+    kinds = [SPLIT] * _takes_split(descriptor, problem, arch, precision)
+    kinds += [FEW] * few.takes(problem)
+    return [*map(dict, kinds), *direct.candidates(problem, arch)]
 
 
 def lower(
@@ -45,12 +47,32 @@ def lower(
     choice: Mapping[str, object] | None = None,
 ) -> Lowered:
     """The launches of a call: by ``choice`` if it is one of the candidates, else by rule."""
-    taken = _takes_split(descriptor, problem, arch, precision)
     wanted = choice or {}
-    by_rule = "tile" not in wanted and _split().pays(problem) if taken else False
-    if taken and (wanted.get("kind") == SPLIT["kind"] or by_rule):
+    split = _takes_split(descriptor, problem, arch, precision)
+    if "tile" in wanted:
+        kind = DIRECT
+    elif wanted == FEW and few.takes(problem):
+        kind = FEW
+    elif wanted == SPLIT and split:
+        kind = SPLIT
+    else:
+        kind = _default(problem, split, multiprocessors)
+    if kind is SPLIT:
         return _split().lower(descriptor, problem, arch, multiprocessors, strides, precision)
+    if kind is FEW:
+        return few.lower(descriptor, problem, strides)
     return direct.lower(descriptor, problem, arch, multiprocessors, strides, choice)
+
+
+def _default(problem: Problem, split: bool, multiprocessors: int) -> Choice:
+    """The kind that is taken untuned; ``split`` is whether that one takes the problem."""
+    products = _split().time_us(problem) if split and _split().pays(problem) else float("inf")
+    if (
+        few.pays(problem, multiprocessors)
+        and few.time_ns(problem, multiprocessors) < 1e3 * products
+    ):
+        return FEW
+    return SPLIT if products < float("inf") else DIRECT
 
 
 def specs(
@@ -58,21 +80,22 @@ def specs(
 ) -> list[KernelSpec]:
     """The kernels that a problem takes on the GPUs of an arch, untuned."""
     fewest, most = targets.MULTIPROCESSORS[arch]
-    if _takes_split(descriptor, problem, arch, precision) and _split().pays(problem):
-        known = direct.candidates(problem, arch)  # of which one is behind the gate
-        counts = {direct.default(problem, known, n)["tile"]: n for n in range(fewest, most + 1)}
-        given = descriptor, problem, arch
-        made = [_split().lower(*given, n, strides, precision) for n in counts.values()]
-    else:
-        chosen = direct.defaults(problem, arch)
-        made = [direct.lower(descriptor, problem, arch, fewest, strides, c) for c in chosen]
+    split = _takes_split(descriptor, problem, arch, precision)
+    known, counts = direct.candidates(problem, arch), {}
+    for n in range(fewest, most + 1):  # of split, one of the direct kernels is behind the gate
+        kind = _default(problem, split, n)["kind"]
+        tile = None if kind == FEW["kind"] else direct.default(problem, known, n)["tile"]
+        counts[kind, tile] = n
+    given = (descriptor, problem, arch)
+    made = [lower(*given, n, strides, precision) for n in counts.values()]
     return list(dict.fromkeys(spec for each in made for spec in each.specs))
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
     products = _split().variants(descriptor, arch, dtypes) if descriptor.takes_products else []
-    return direct.variants(descriptor, arch, dtypes) + products
+    made = few.variants(descriptor, dtypes)
+    return direct.variants(descriptor, arch, dtypes) + made + products
 
 
 def _takes_split(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:

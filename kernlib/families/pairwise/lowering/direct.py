@@ -304,13 +304,19 @@ def _describe(descriptor: Pairwise, variant: Variant) -> str:
     several exponents of both stages may share."""
     dtypes = dict.fromkeys((variant.dtype, variant.out_dtype))
     words = ["->".join(dtypes), f"tile={variant.tile}", f"{variant.access_a}/{variant.access_b}"]
-    codes = inner_codes(descriptor)
+    words += exponents(descriptor, variant)
+    return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])
+
+
+def exponents(descriptor: Pairwise, variant) -> list[str]:
+    """What tells apart the kernels of a descriptor by their exponents."""
+    words, codes = [], inner_codes(descriptor)
     inner = next(kind for kind in codes if codes[kind] == codes[variant.inner])
     words += [f"p={inner}"] * (inner != "any")
     if isinstance(descriptor.outer, norms.Power):
         words.append("outer=" + outer(descriptor, variant)[0].replace(" ", ""))
         words += ["norm"] * is_norm(variant, descriptor.categories)
-    return " ".join([*words, *["long"] * variant.long_k, *["swapped"] * variant.swapped])
+    return words
 
 
 def _takes_vectors(problem: Problem) -> bool:

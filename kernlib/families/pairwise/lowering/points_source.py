@@ -14,7 +14,7 @@ from kernlib.families.pairwise.lowering.backward_source import (
     slopes,
 )
 from kernlib.families.pairwise.lowering.direct import scalar_count, short
-from kernlib.families.pairwise.lowering.reduce_source import finish
+from kernlib.families.pairwise.lowering.finish import finish_reduced
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -189,7 +189,7 @@ constexpr Role ROLE = Role::{made.role};
 
 def _functions(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str:
     """Finish and Slopes."""
-    text = finish(descriptor, made, SlopeSource)
+    text = finish_reduced(descriptor, made, SlopeSource)
     return f"{text}\n{slopes(descriptor, derivatives, made.root)}"
 
 

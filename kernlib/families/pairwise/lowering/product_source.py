@@ -6,8 +6,8 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
+from kernlib.families.pairwise.lowering.finish import finish_reduced
 from kernlib.families.pairwise.lowering.reduce import Problem
-from kernlib.families.pairwise.lowering.reduce_source import finish
 from kernlib.families.pairwise.lowering.wide import TILE_N, Variant, exponent_of
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.names import named
@@ -73,7 +73,7 @@ constexpr int DOUBTFUL = {pack.DOUBTFUL};
 
 {multiply("float16", variant.width, True)}
 {of_points}
-{finish(descriptor, variant)}
+{finish_reduced(descriptor, variant)}
 #include "pairwise/product/product.cuh"
 """
 
@@ -88,7 +88,7 @@ constexpr int DEPTH = {variant.depth};
 constexpr int SCALARS = {scalar_count(descriptor)};
 #define EXPONENT {exponent_of(descriptor, problem)}
 
-{finish(descriptor, problem)}
+{finish_reduced(descriptor, problem)}
 #include "pairwise/product/fold.cuh"
 """
     words = [variant.dtype, f"entries={variant.depth}"]

@@ -23,9 +23,8 @@ from kernlib.families.pairwise.lowering.direct import (
     shared_bytes,
     short,
 )
-from kernlib.families.pairwise.lowering.finish import is_norm
+from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
 from kernlib.families.pairwise.lowering.layout import Layout, access
-from kernlib.families.pairwise.lowering.reduce_source import finish
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
@@ -236,7 +235,7 @@ constexpr bool REGULARIZED = {str(made.regularized).lower()};
 #define INNER {inner_codes(descriptor)[made.inner]}
 #define REDUCER {made.reducer}
 {"#define BY_NORM" * is_norm(made)}
-{finish(descriptor, made)}
+{finish_reduced(descriptor, made)}
 """
 
 

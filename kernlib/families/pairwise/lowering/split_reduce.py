@@ -17,8 +17,8 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
+from kernlib.families.pairwise.lowering.finish import finish_reduced, lists
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
-from kernlib.families.pairwise.lowering.reduce_source import finish, lists
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -228,7 +228,7 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     scalars = scalar_count(descriptor)
     fixed = f"<{scalars}q{REDUCE_FIXED}{FIXED.removeprefix('<')}"
     parameters = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars)
-    text = finish(descriptor, variant)
+    text = finish_reduced(descriptor, variant)
     if variant.kept:
         text += lists(variant.kept, WAITING, LISTS * variant.rows, variant.largest)
         text += '#include "pairwise/topk/nearest.cuh"\n'

@@ -26,8 +26,8 @@ from kernlib.families.pairwise.lowering.direct import (
     scalar_count,
     short,
 )
+from kernlib.families.pairwise.lowering.finish import lists, order
 from kernlib.families.pairwise.lowering.reduce import OPERANDS, Problem
-from kernlib.families.pairwise.lowering.reduce_source import lists, order
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up

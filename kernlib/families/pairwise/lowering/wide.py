@@ -10,9 +10,8 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.direct import inner_codes
-from kernlib.families.pairwise.lowering.finish import is_norm
+from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
 from kernlib.families.pairwise.lowering.reduce import Problem
-from kernlib.families.pairwise.lowering.reduce_source import finish
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -195,6 +194,6 @@ def is_exponent(descriptor: Pairwise, problem: Problem) -> bool:
 
 def exponent_of(descriptor: Pairwise, made) -> str | None:
     """The member of Finish that multiplies the squared distance, of an epilogue that is no more
-    than an exponential of it. ``made`` has what :func:`reduce_source.finish` reads."""
-    found = EXPONENT.search(finish(descriptor, made))
+    than an exponential of it. ``made`` has what :func:`finish.finish_reduced` reads."""
+    found = EXPONENT.search(finish_reduced(descriptor, made))
     return found and found[1]

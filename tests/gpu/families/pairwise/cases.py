@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
 
 import kernlib as kl
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages as norms
+from kernlib.families.pairwise.lowering import few
 from kernlib.families.pairwise.reference import pairwise
+from kernlib.runtime.plan import forget_plans
 
 POISON = float("nan")
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@contextmanager
+def by(kind: str):
+    """Calls take the kernel of few pairs wherever it is taken, or "direct" never."""
+    rules = {"few": lambda problem, _: few.takes(problem), "direct": lambda *_: False}
+    forget_plans()
+    with mock.patch.object(few, "pays", rules[kind]):
+        yield
+    forget_plans()
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

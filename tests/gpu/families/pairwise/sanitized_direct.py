@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import kernlib as kl
+from tests.gpu.families.pairwise.cases import by
 
 
 def inputs(m: int, n: int, k: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -16,6 +17,13 @@ def inputs(m: int, n: int, k: int, dtype: torch.dtype) -> list[tuple[torch.Tenso
 
 def main() -> None:
     torch.manual_seed(0)
+    with by("direct"):
+        calls()
+    torch.cuda.synchronize()
+    print("done")
+
+
+def calls() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for m, n, k in ((1, 1, 1), (67, 33, 7), (68, 36, 20), (130, 131, 140)):
             for a, b in inputs(m, n, k, dtype):
@@ -32,8 +40,6 @@ def main() -> None:
     a, b = torch.randn(1500, 150, device="cuda"), torch.randn(1601, 150, device="cuda")
     kl.cdist(a, b, p=1)
     kl.run_kernel(kl.l1_distance(symmetric=True), b)
-    torch.cuda.synchronize()
-    print("done")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import torch
 import kernlib as kl
 from tests.gpu.families.pairwise.cases import check, points, reference, relative_error
 
+pytestmark = pytest.mark.usefixtures("either")
+
 
 def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     """The same values as ``x`` (..., N, K) in every layout that selects a way of loading."""

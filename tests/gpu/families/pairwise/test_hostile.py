@@ -37,18 +37,21 @@ def check(name: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
         hostile.check(forward.ours(case), exact, terms, forward.theirs(case), where, bars)
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forwards_meet_the_bar_on_hostile_points(name):
     for shape in SHAPES:
         check(name, torch.float32, shape)
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("dtype", OTHER, ids=str)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_so_do_other_types(name, dtype):
     check(name, dtype, OTHER[dtype])
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("p", (0.5, 0.7, 1.3, 1.5, 2.5, 3.0, 4.0, 6.0, 7.0, 20.0))
 @pytest.mark.parametrize("features", (3, 19, 150))
 def test_norms_are_right_where_their_powers_leave_the_range_of_float32(p, features):

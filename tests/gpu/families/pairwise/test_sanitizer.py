@@ -6,6 +6,7 @@ from tests.gpu import sanitizer
 
 CALLS = (
     "sanitized_direct",
+    "sanitized_few",
     "sanitized_double",
     "sanitized_products",
     "sanitized_columns",

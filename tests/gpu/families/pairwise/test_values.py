@@ -18,6 +18,7 @@ from tests.gpu.families.pairwise.cases import (
     relative_error,
 )
 
+pytestmark = pytest.mark.usefixtures("either")
 INF = math.inf
 EXPONENTS = (0, 0.3, 0.5, 0.7, 1, 1.3, 1.5, 2, 2.5, 3, 4, 6, INF, 1 + 1e-7)
 SHAPES = ((1, 1, 1), (33, 65, 7), (129, 127, 8), (200, 131, 19), (128, 256, 64), (257, 133, 1023))

@@ -1,0 +1,254 @@
+"""Lowering of few pairs: which calls, which grid, which bytes of parameters, what NVRTC makes."""
+
+import ctypes
+import math
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernlib as kl
+from kernlib.families.pairwise.lowering import choose, direct, few
+from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.jit import sources, targets
+from kernlib.lowering import dtypes
+from kernlib.lowering.steps import NUMBER
+from tests.families.pairwise.lowering.structs import parameters_type
+from tests.support.compiled_kernels import compiled
+from tests.support.kernels import only, stem
+from tests.support.speeds import slow_but
+
+SOURCE = "few/few.cuh"
+L1, L2, NORM = kl.l1_distance(), kl.l2_distance(), kl.p_distance()
+SYMMETRIC = kl.laplace_l1(symmetric=True)
+
+
+def problem(m, n, k, batch=1, **changes):
+    """A call on contiguous row-major tensors, with some fields changed."""
+    fields = {
+        "a": Layout(m * k, k, 1),
+        "b": Layout(n * k, k, 1),
+        "out": Layout(m * n, n, 1),
+    }
+    return Problem(m, n, k, batch, **(fields | changes))
+
+
+def lowered(call, descriptor=L1, choice=None, processors=132):
+    strides = (0,) * direct.scalar_count(descriptor)
+    return choose.lower(descriptor, call, "sm_90a", processors, strides, "fp32", choice)
+
+
+def kind(*arguments, **options) -> str:
+    found = lowered(*arguments, **options)
+    return "split" if len(found.steps) > 1 else stem(only(found).spec).removeprefix("pairwise_")
+
+
+RULE = [  # m, n, k, batch, changes, kind on an H100
+    (24, 111, 765, 1, {}, "few"),
+    (13, 149, 384, 1, {}, "few"),
+    (201, 12, 117, 1, {}, "few"),
+    (15, 19, 7, 1, {}, "few"),
+    (1, 1, 0, 1, {}, "few"),
+    (20, 436, 10**6, 1, {}, "few"),
+    (360, 360, 765, 1, {}, "few"),  # 36 tiles
+    (512, 512, 765, 1, {}, "direct"),  # 64, of four times as many pairs as pay
+    (366, 504, 9, 1, {}, "direct"),
+    (2000, 2000, 765, 1, {}, "direct"),
+    (24, 111, 765, 10, {}, "few"),
+    (24, 111, 765, 40, {}, "few"),
+    (24, 111, 765, 100, {}, "direct"),
+    (200, 200, 765, 1, {}, "few"),
+    (200, 200, 765, 1, {"b": Layout(0, 1, 200)}, "direct"),  # whose features lie apart
+    (24, 111, 765, 1, {"b": Layout(0, 1, 111)}, "few"),
+    (300, 300, 765, 1, {"dtype": "float16"}, "few"),
+    (300, 300, 765, 1, {"dtype": "float64"}, "direct"),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "batch", "changes", "expected"), RULE)
+def test_few_pairs_are_those_that_leave_most_of_a_gpu_idle_in_tiles(
+    m, n, k, batch, changes, expected
+):
+    assert kind(problem(m, n, k, batch, **changes)) == expected
+
+
+PRODUCTS = [  # m, n, k, kind of products
+    (20, 436, 689, "few"),
+    (1152, 16, 640, "few"),
+    (360, 360, 4096, "split"),  # faster by four times
+    (147, 10837, 660, "split"),
+    (366, 504, 9, "direct"),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "expected"), PRODUCTS)
+def test_products_of_tensor_cores_are_weighed_too(m, n, k, expected):
+    assert kind(problem(m, n, k), L2) == expected
+
+
+def test_a_gpu_of_few_multiprocessors_is_filled_by_less():
+    call = problem(64, 256, 300)
+    assert kind(call) == "few" and kind(call, processors=6) == "direct"
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(24, 111, 765), (500, 500, 10), (2000, 2000, 50)])
+def test_tuning_may_choose_it_where_it_is_taken(m, n, k):
+    call = problem(m, n, k)
+    known = choose.candidates(L1, call, "sm_90a", "fp32")
+    assert (choose.FEW in known) == few.takes(call) == (m < 2000)
+    for choice in known:
+        expected = choice.get("kind", "direct")
+        text = {name: str(value) for name, value in choice.items()}
+        assert kind(call, choice=choice) == kind(call, choice=text) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [({}, True), ({"batch": 16_385}, False), ({"k": 2**30}, True), ({"k": 2**30 + 1}, False)],
+)
+def test_what_it_takes(changes, taken):
+    call = Problem(**{"m": 3, "n": 4, "k": 5, "batch": 16_384, **dict.fromkeys(
+        ("a", "b", "out"), Layout(0, 0, 1)), **changes})  # fmt: skip
+    assert few.takes(call) is taken and call.batch - 1 < direct.MAX_BATCH_BLOCKS
+
+
+@pytest.mark.parametrize("choice", [choose.FEW, {"kind": "few", "x": 1}, {"kind": "many"}, {}])
+def test_a_choice_that_is_no_candidate_is_passed_over(choice):
+    call = problem(3000, 3000, 10)
+    assert lowered(call, choice=choice) == lowered(call)
+
+
+@pytest.mark.parametrize(
+    ("features", "warps"),
+    [(0, 1), (1, 1), (32, 1), (33, 2), (64, 2), (65, 4), (128, 4), (129, 8), (10**6, 8)],
+)
+def test_warps_share_a_patch_by_32_features_each(features, warps):
+    assert 1 << few.slice_bits(features) == warps
+    step = only(few.lower(L1, problem(10, 9, features, 70), (0,) * 5))
+    assert step.grid == (-(-9 * warps // 8), 70)  # of 3 x 3 patches
+
+
+@pytest.mark.parametrize("descriptor", [L1, kl.gaussian(), kl.laplace_pq(), SYMMETRIC], ids=str)
+def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
+    count = direct.scalar_count(descriptor)
+    call = problem(
+        101, 202, 303, batch=5,
+        a=Layout(11, 12, 13), b=Layout(2**40, 22, 23), out=Layout(31, 2**33, 1),
+        diagonal=-(2**35), accumulate=True,
+    )  # fmt: skip
+    step = only(few.lower(descriptor, call, tuple(range(7, 7 + count))))
+    assert step.pointers == (("a", 0), ("b", 0), ("out", 0))
+    data = struct.pack("<3Q" + NUMBER * count, 1, 2, 3, *[0.5, 9] * count) + step.fixed
+    made = parameters_type(SOURCE, count)
+    assert ctypes.sizeof(made) == len(data)
+    read = made.from_buffer_copy(data)
+    assert (read.a, read.b, read.out) == (1, 2, 3)
+    assert list(read.scalar_strides) == list(range(7, 7 + count))
+    assert [list(v) for v in (read.a_view, read.b_view, read.out_view)] == [
+        [11, 12, 13], [2**40, 22, 23], [31, 2**33, 1],
+    ]  # fmt: skip
+    assert read.diagonal == -(2**35) and step.grid == (26 * 51, 5)
+    assert (read.m, read.n, read.k) == (101, 202, 303)
+    assert (read.across, read.patches, read.slice_bits, read.accumulate) == (51, 26 * 51, 3, 1)
+
+
+def test_constants_are_those_of_the_device():
+    text = sources.read("pairwise/few/few.cuh")
+    assert f"THREADS = {few.THREADS}," in text and f"SIDE = {few.SIDE}," in text
+    assert "CHAIN = 64;" in text and "PROMOTE_K = 64;" in sources.read("pairwise/tile.cuh")
+
+
+def test_an_output_by_columns_takes_the_same_kernel():
+    """Whose operands are not exchanged, so that a signed term stays as it is."""
+    signed = kl.Pairwise(inner=kl.Identity())
+    rows, columns = (
+        only(few.lower(signed, problem(5, 6, 7, out=out), (0,) * 5))
+        for out in (Layout(0, 6, 1), Layout(0, 1, 5))
+    )
+    assert rows.spec == columns.spec and rows.pointers == columns.pointers
+
+
+# variants() and specs() know what lower() chooses.
+
+DESCRIPTORS = [L1, L2, SYMMETRIC, NORM, kl.power_sum(), kl.polynomial(2), kl.dot_product()]
+STRIDES = st.sampled_from([0, 1, 2, 64, 65, 1000])
+LAYOUTS = st.builds(Layout, STRIDES, STRIDES, STRIDES, st.sampled_from([0, 4, 8]))
+KNOWN = {}
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.sampled_from(DESCRIPTORS), st.data(), st.integers(1, 500), st.integers(1, 500),
+    st.integers(0, 900), st.integers(1, 9), st.sampled_from(list(dtypes.DTYPES)),
+)  # fmt: skip
+def test_lowering_chooses_among_the_variants(descriptor, data, m, n, k, batch, dtype):
+    a, b, out = (data.draw(LAYOUTS) for _ in range(3))
+    call = Problem(
+        m, n, k, batch, a, a if descriptor.symmetric else b, out, dtype,
+        data.draw(st.sampled_from([dtype, dtypes.DTYPES[dtype].accumulator])),
+        inner=data.draw(st.sampled_from(list(direct.inner_codes(descriptor)))),
+        root=isinstance(descriptor.outer, kl.Root),
+    )  # fmt: skip
+    if descriptor not in KNOWN:
+        KNOWN[descriptor] = set(few.variants(descriptor, tuple(dtypes.DTYPES)))
+    step = only(few.lower(descriptor, call, (0,) * direct.scalar_count(descriptor)))
+    assert step.spec in KNOWN[descriptor]
+
+
+def test_variants_of_a_descriptor_have_those_of_few_pairs():
+    made = choose.variants(L1, "sm_80", ("float32",))
+    assert set(few.variants(L1, ("float32",))) <= set(made) and len(set(made)) == len(made)
+
+
+@pytest.mark.parametrize("descriptor", [L1, L2], ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(24, 111, 765), (512, 512, 765), (360, 360, 4096)])
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
+def test_specs_are_those_of_all_gpus_of_an_arch(arch, m, n, k, descriptor):
+    call, strides = problem(m, n, k), (0,) * 5
+    fewest, most = targets.MULTIPROCESSORS[arch]
+    taken = {
+        spec
+        for count in range(fewest, most + 1)
+        for spec in choose.lower(descriptor, call, arch, count, strides, "fp32").specs
+    }
+    assert set(choose.specs(descriptor, call, arch, strides, "fp32")) == taken
+
+
+# What NVRTC makes of it.
+
+
+def matrix():
+    """Name to spec: cheap and costly terms and epilogues of every kind of type."""
+    cases = [
+        (L1, "any", False),
+        (L2, "any", False),
+        (kl.gaussian(), "any", False),
+        (kl.matern52(), "any", False),
+        (kl.dot_product(), "any", False),
+        (SYMMETRIC, "any", False),
+        (kl.power_sum(), "any", False),
+        *[(NORM, p, True) for p in ("any", "device", 0.0, 0.5, 2.5, 3.0, 6.0, math.inf)],
+        (kl.exp_power_sum(), "any", False),
+    ]
+    specs = [
+        few.spec(descriptor, few.Variant(dtype, out, inner, "any", root))
+        for descriptor, inner, root in cases
+        for dtype, out in (("float32", "float32"), ("float64", "float64"), ("float16", "float32"))
+    ]
+    return {spec.description: spec for spec in specs}
+
+
+MATRIX = matrix()
+CALLS = ("power_sum few pairs float64", "p_distance few pairs float64")  # of pow and exp
+CALLS_SPILL = 256  # bytes, around them
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but(["l1_distance few pairs float32"], MATRIX))
+def test_a_kernel_compiles_within_its_bounds(name, arch):
+    wanted = MATRIX[name]
+    made = compiled(wanted, arch)
+    assert made.spilled <= (CALLS_SPILL if any(c in name for c in CALLS) else 0)
+    assert targets.resident_blocks(arch, wanted.threads, made.registers, made.shared) >= 2
