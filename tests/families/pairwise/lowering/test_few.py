@@ -52,8 +52,13 @@ RULE = [  # m, n, k, batch, changes, kind on an H100
     (15, 19, 7, 1, {}, "few"),
     (1, 1, 0, 1, {}, "few"),
     (20, 436, 10**6, 1, {}, "few"),
-    (360, 360, 765, 1, {}, "few"),  # 36 tiles
-    (512, 512, 765, 1, {}, "direct"),  # 64, of four times as many pairs as pay
+    (240, 360, 765, 1, {}, "few"),  # 24 tiles
+    (360, 360, 765, 1, {}, "direct"),  # 36, whose pairs take 61 us and a tile 51
+    (152, 562, 186, 1, {}, "direct"),  # patches of 8 warps each
+    (148, 387, 3, 1, {}, "few"),  # of one
+    (1235, 32, 132, 1, {}, "direct"),
+    (918, 15, 134, 1, {}, "few"),
+    (1152, 16, 640, 1, {}, "few"),
     (366, 504, 9, 1, {}, "direct"),
     (2000, 2000, 765, 1, {}, "direct"),
     (24, 111, 765, 10, {}, "few"),
