@@ -24,8 +24,8 @@ THREADS = 256
 WARPS = THREADS // 32
 SIDE = 4  # points of a and of b in a patch
 LANES = 32
-# 2000 a multiprocessor of an H100, beyond which no number of features pays, and so at most 2**14
-# entries of a batch; features whose place steps past the last one within an int.
+# 2000 a multiprocessor of an H100, as far as was measured, and so at most 2**14 entries of a batch;
+# features whose place steps past the last one within an int.
 MOST_PAIRS, MOST_FEATURES = 2**18, 2**30
 # Nanoseconds of a multiprocessor on an H100: a feature of the direct kernel's tile; a pair of this
 # one for each warp of its patch, alone or among several, whose sums meet, and as many times as much

@@ -115,9 +115,11 @@ def pays(problem: Problem) -> bool:
 
 def time_us(problem: Problem) -> float:
     """The microseconds that :func:`pays` compares."""
-    pairs, k = problem.m * problem.n * problem.batch, problem.k
-    packed = (problem.m + problem.n) * problem.batch * k
-    return 20 + 0.025 * k + 2e-6 * packed + pairs * max(1.75e-6, 1e-8 * k)
+    k, points = problem.k, problem.m + problem.n
+    stored = 1.75e-6 * problem.m * problem.n * problem.batch
+    multiplied = 1e-8 * k * round_up(problem.m, TILE_M) * round_up(problem.n, TILE_M)
+    packed = 2e-6 * points * problem.batch * k
+    return 20 + 0.025 * k + packed + max(stored, multiplied * problem.batch)
 
 
 def default(descriptor: Pairwise, problem: Problem, precision: str) -> Variant:

@@ -154,7 +154,8 @@ def microseconds(
     if row % 16 and format != "dense":
         fixed += PADDING_US
     is_timed = format in SLICES and row % WHOLE
-    of_lane = density * width * _of_code(columns) if is_timed else 0.0
+    codes = density * min(width, row // itemsize)
+    of_lane = codes * _of_code(columns) if is_timed else 0.0
     return fixed + max(nbytes / rate * 1e-6, of_lane)
 
 

@@ -131,7 +131,7 @@ def test_cublas_has_its_rates_for_rows_of_whole_128_bytes(table):
 
 def test_codes_of_a_lane_take_their_time_where_bytes_take_less():
     for name in formats.SLICES:
-        time = partial(rates.microseconds, name, "sm_90a", 0.5, row=1000)
+        time = partial(rates.microseconds, name, "sm_90a", 0.5, row=2056)
         assert time(10**7) == time(10**7, width=300)  # whose bytes take longer
         for columns, code in ((1, 0.012), (2, 0.012), (3, 0.015), (8, 0.018), (16, 0.02)):
             bare = time(0, columns)
