@@ -14,7 +14,7 @@ from tests.support.scores import placed, positions
 
 PAGE = DOCUMENTS["docs/concepts/scores.md"]
 SIZES = {"batch": 2, "head": 3, "row": 12, "col": 16}
-WHOLE = ("prefix", "query_document", "key_document", "reach")
+WHOLE = ("past", "prefix", "query_document", "key_document", "reach")
 
 
 def rows():
@@ -52,6 +52,7 @@ MASKS = {
     'attention mask, "mul"': lambda b, h, i, j, t: t["kept"] != 0,
     "attention mask of bools": lambda b, h, i, j, t: t["kept"],
     "causal": lambda b, h, i, j, t: j <= i,
+    "queries behind a cache of keys": lambda b, h, i, j, t: j <= i + t["past"],
     "window": lambda b, h, i, j, t: (j <= i) & (j >= i - 3),
     "a window each head": lambda b, h, i, j, t: (j <= i) & (i - j < t["reach"]),
     "prefix": lambda b, h, i, j, t: (j < t["prefix"]) | (j <= i),
