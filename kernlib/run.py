@@ -89,9 +89,10 @@ def run_kernel(
 
     - :class:`kernlib.Pairwise`, such as ``gaussian()``: ``run_kernel(descriptor, a, b, *, p,
       inner_p, outer_p, inner_scale, ..., epsilon=0.0, regularization=0.0, row_offset=0,
-      col_offset=0, feature_map=None, lengthscale=None, out=None, accumulate=False)``, of which
-      exponents and ``inner_scale`` belong to stages, ``epsilon`` and ``regularization`` to
-      epilogues. Points a (M, K) and b (N, K) give (M, N).
+      col_offset=0, feature_map=None, lengthscale=None, a_codes, b_codes, tables, out=None,
+      accumulate=False)``, of which exponents and ``inner_scale`` belong to stages, ``epsilon`` and
+      ``regularization`` to epilogues, codes and tables to ``categories``. Points a (M, K) and
+      b (N, K) give (M, N).
     - :class:`kernlib.KroneckerSparse`: ``run_kernel(descriptor, x, weight, *, ..., out=None)``, and
       :class:`kernlib.KroneckerSparseChain`: ``run_kernel(descriptor, x, *weights, ..., out=None)``.
       x (..., in_features) gives (..., out_features).

@@ -67,6 +67,12 @@ def test_exit_codes_are_documented(run):
     assert all(line in text for line in ("Exit codes:", "  0  ", "  1  ", "  2  "))
 
 
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "kernlib", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"kernlib, version {kernlib.__version__}"
+
+
 def test_version(run):
     assert run("--version").output.strip() == f"kernlib, version {kernlib.__version__}"
 
