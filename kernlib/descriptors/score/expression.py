@@ -63,9 +63,9 @@ class ScoreExpression(Part):
         used = frozenset().union(*(names(tree) for tree in trees if tree is not None))
         unused = [name for name in self.names if name not in used]
         if unused:
-            from kernlib import hints  # which right calls do without
+            from kernlib.descriptors.score import words  # which right calls do without
 
-            meant = hints.argument(unused[0], MEANT)
+            meant = words.unread(unused[0], MEANT)
             raise ValueError(f"neither score nor mask reads captured tensor(s) {unused}{meant}")
 
     @property

@@ -19,6 +19,45 @@ _FUNCTIONS |= {"ceil": "-floor(-x)", "round": "floor(x + 0.5)", "square": "x * x
 _FUNCTIONS |= {"sigmoid": "1 / (1 + exp(-x))", "relu": "max(x, 0)"}
 _FUNCTIONS |= {"logical_and": "and", "logical_or": "or", "logical_not": "not", "if_else": "where"}
 
+# What other calls of attention take, and what does it here, by names without underscores.
+_CAPPED = "a cap is score='cap * tanh(v / cap)'"
+_MASKED = "score='v + {0}' adds floats, mask='{0}' keeps the places where bools are True"
+_DONE = {
+    "keypaddingmask": "mask='{0}' with axes={{'{0}': ('batch', 'col')}} keeps the keys where it is "
+    "True, mask='not {0}' the others",
+    "attnmask": _MASKED,
+    "attentionmask": _MASKED,
+    "attnbias": "score='v + {0}' adds it",
+    "alibislopes": "score='v - {0} * abs(row - col)' with axes={{'{0}': ('head',)}} is its bias",
+    "softcap": _CAPPED,
+    "softcapping": _CAPPED,
+    "logitcap": _CAPPED,
+    "logitsoftcap": _CAPPED,
+    "logitssoftcap": _CAPPED,
+    "enablegqa": "leave it out: which heads share k and v is taken from the shapes",
+}
+
+
+def instead(name: str) -> str:
+    """What does here what an argument of that name does elsewhere, or nothing."""
+    return _DONE.get(name.replace("_", "").lower(), "").format(name)
+
+
+def unread(name: str, known: Iterable[str]) -> str:
+    """What is to be done about a tensor that nothing reads, whose name is none of the ``known``
+    arguments."""
+    done = instead(name)
+    if done:
+        return f"; attention has no argument {name}: {done}"
+    return hints.argument(name, known)
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    """Why a keyword is refused that is no tensor and that nothing names."""
+    done = instead(name)
+    hint = f"; {done}" if done else hints.argument(name, known)
+    return f"attention has no argument {name}{hint}"
+
 
 def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
     """Why a name is refused."""

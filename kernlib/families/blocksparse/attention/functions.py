@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Literal, overload
 
@@ -172,9 +173,13 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
     if name in axes:
         return axes[name] if not isinstance(axes[name], str) else (axes[name],)
     if not isinstance(value, torch.Tensor):
+        if not _is_named(name, texts):
+            from kernlib.descriptors.score import words  # which right calls do without
+
+            raise TypeError(f"{words.unknown_argument(name, MEANT)}; it was {shown(value)}")
         raise TypeError(
             f"{name} must be a tensor that score or mask names, got {shown(value)}"
-            f"{_meant(name, texts) or _as_tensor(value)}"
+            f"{_as_tensor(value)}"
         )
     if value.dim() not in BY_DIMENSIONS:
         raise ValueError(
@@ -192,13 +197,15 @@ def _as_tensor(value) -> str:
 
 def _meant(name: str, texts: tuple) -> str:
     """The argument that may have been meant by a name, unless a score or mask has it."""
-    from kernlib import hints  # which right calls do without
+    from kernlib.descriptors.score import words  # which right calls do without
 
-    if any(isinstance(text, str) and name in text for text in texts):
-        return ""
-    if name == "enable_gqa":
-        return "; leave it out: which heads share k and v is taken from the shapes"
-    return hints.argument(name, MEANT)
+    return "" if _is_named(name, texts) else words.unread(name, MEANT)
+
+
+def _is_named(name: str, texts: tuple) -> bool:
+    """Whether a score or mask has the name as a word."""
+    word = rf"\b{re.escape(name)}\b"
+    return any(isinstance(text, str) and re.search(word, text) is not None for text in texts)
 
 
 def _new(*fields) -> BlockSparseAttention:

@@ -125,16 +125,32 @@ CALLS = {
         "score": "v + bias", "bias": 1.0
     },
     "neither score nor mask reads captured tensor(s) ['bias']": {"bias": Z(50, 70)},
-    "neither score nor mask reads captured tensor(s) ['attn_mask']; did you mean mask?": {
+    "neither score nor mask reads captured tensor(s) ['attn_mask']; attention has no argument "
+    "attn_mask: score='v + attn_mask' adds floats, mask='attn_mask' keeps": {
         "attn_mask": Z(50, 70)
     },
-    "is_causal must be a tensor that score or mask names, got True; did you mean causal?": {
-        "is_causal": True
+    "neither score nor mask reads captured tensor(s) ['key_padding_mask']; attention has no "
+    "argument key_padding_mask: mask='key_padding_mask' with axes={'key_padding_mask': ('batch', "
+    "'col')} keeps the keys where it is True, mask='not key_padding_mask' the others": {
+        "key_padding_mask": Z(2, 70).bool()
     },
-    "enable_gqa must be a tensor that score or mask names, got True; leave it out: which heads "
-    "share k and v is taken from the shapes": {"enable_gqa": True},
+    "axes must say what the 1 dimension(s) of alibi_slopes are: axes={'alibi_slopes': (...)} of "
+    "('batch', 'head', 'row', 'col'); attention has no argument alibi_slopes: score='v - "
+    "alibi_slopes * abs(row - col)' with axes={'alibi_slopes': ('head',)} is its bias": {
+        "alibi_slopes": Z(4)
+    },
+    "attention has no argument softcap; a cap is score='cap * tanh(v / cap)'; it was 2.0": {
+        "softcap": 2.0
+    },
+    "attention has no argument slop; it was 2": {"slop": 2, "score": "v + slope", "slope": Z(())},
+    "softcap must be a tensor that score or mask names, got 2.0; torch.tensor(2.0) is one": {
+        "softcap": 2.0, "score": "softcap * tanh(v / softcap)"
+    },
+    "attention has no argument is_causal; did you mean causal?; it was True": {"is_causal": True},
+    "attention has no argument enable_gqa; leave it out: which heads share k and v is taken from "
+    "the shapes": {"enable_gqa": True},
     "neither score nor mask reads captured tensor(s) ['key']; did you mean k?": {"key": K},
-    "query must be a tensor that score or mask names, got None; did you mean q?": {"query": None},
+    "attention has no argument query; did you mean q?": {"query": None},
     "axes must say what the 1 dimension(s) of value are: axes={'value': (...)} of ('batch', 'head',"
     " 'row', 'col'); did you mean v?": {"value": Z(5)},
     "axes must say what the 1 dimension(s) of kv_length are: axes={'kv_length': (...)} of ('batch',"
