@@ -118,8 +118,10 @@ def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
     name, axes = pair
     if not isinstance(name, str) or not name.isascii() or not name.isidentifier():
         raise ValueError(f"captured {shown(name)} is not an ASCII identifier")
-    is_taken = name in RESERVED or keyword.iskeyword(name)
-    require(not is_taken, f"captured name {name!r} is taken; choose another")
+    if name in RESERVED or keyword.iskeyword(name):
+        from kernlib.descriptors.score import words  # which right calls do without
+
+        raise ValueError(f"captured name {name!r} is taken by {words.taken(name)}; choose another")
     several = "; several are a tuple of them" if isinstance(axes, str) else ""
     axes = (axes,) if isinstance(axes, str) else axes
     if not isinstance(axes, (tuple, list)):

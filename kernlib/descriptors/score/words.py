@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import keyword
 from collections.abc import Iterable
 
 from kernlib import hints
 from kernlib.descriptors.expression import POSITIONS, VALUE
+from kernlib.descriptors.score.expression import ARGUMENTS
+from kernlib.descriptors.score.grammar import CALLS, SCORE_CONSTANTS
+from kernlib.descriptors.score.kinds import OWN
 
 # What FlexAttention's functions call them.
 _OTHERS = {
@@ -59,15 +63,29 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
     return f"attention has no argument {name}{hint}"
 
 
+def taken(name: str) -> str:
+    """By what a name is taken that a captured tensor may not have."""
+    if keyword.iskeyword(name):
+        return "a word of Python"
+    if name in CALLS:
+        return "a function of scores and masks"
+    if name in SCORE_CONSTANTS or name in OWN:
+        return f"a {'constant' if name in SCORE_CONSTANTS else 'variable'} of scores and masks"
+    return "an argument of attention"
+
+
 def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
     """Why a name is refused."""
     if name == VALUE:
         return "is the logit, which a mask does not see; its score may be where(condition, v, -inf)"
+    if name in (*ARGUMENTS, "q", "k") and name not in _OTHERS:
+        return "is an argument of attention; give the tensor another name"
     meant = _OTHERS.get(name, "")
     hint = f"; write {meant}" if meant in known else hints.argument(name, known)
     if not hint or len(name) == 1:  # which may as well be a tensor that was forgotten
+        hint += "" if hint.endswith("?") else "."
         hint += (
-            f". A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given "
+            f" A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given "
             "to the call by its name"
         )
     return f"is not known to a {what}; known are {', '.join(known)}, pi, e and inf{hint}"
@@ -78,7 +96,11 @@ def wrong_call(name: str, node: ast.Call, calls: dict[str, int]) -> str:
     if name in calls and node.keywords:
         return f"names an argument of {name}, which are given by place"
     if name in calls:
-        return f"is no call of {name}, which takes {calls[name]} argument(s), not {len(node.args)}"
+        count = len(node.args)
+        nest = f"; nest them, as in {name}(x, {name}(y, z))" * (
+            name in ("min", "max") and count > 2
+        )
+        return f"is no call of {name}, which takes {calls[name]} argument(s), not {count}{nest}"
     name = name or getattr(node.func, "attr", "")
     meant = name if name in calls else _FUNCTIONS.get(name, "")
     hint = f"; write {meant}" if meant else hints.argument(name, calls)

@@ -15,15 +15,13 @@ from kernlib.descriptors.score.expression import MEANT
 from kernlib.families.blocksparse.attention.arguments import check_kinds, checked_seed
 from kernlib.families.blocksparse.attention.descriptor import (
     AXES,
+    BY_DIMENSIONS,
     FIELDS,
     BlockSparseAttention,
     Captured,
 )
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.run import run_kernel
-
-# Of captured tensors whose axes are not given, by their dimensions: as masks of torch's attention.
-BY_DIMENSIONS = {0: (), 2: AXES[2:], 3: AXES[1:], 4: AXES}
 
 
 @overload
