@@ -38,6 +38,7 @@ _DONE = {
     "logitcap": _CAPPED,
     "logitsoftcap": _CAPPED,
     "logitssoftcap": _CAPPED,
+    "blockmask": "layout=Layout.from_block_mask({0}) has its blocks",
     "enablegqa": "leave it out: which heads share k and v is taken from the shapes",
 }
 

@@ -43,6 +43,7 @@ MAPPED_ALONE = (
     "away; gradients are torch.autograd's"
 )
 _OF_EPILOGUES = ("epsilon", "regularization")
+_EXPONENTS = ("p", "inner_p", "outer_p")
 _NOT_NEGATIVE = {  # argument to what its smallest value is said to be
     "p": "0 or greater (inf for the maximum)",
     "inner_p": "0 or greater (inf for the maximum)",
@@ -216,7 +217,7 @@ def _takes(descriptor: Pairwise) -> set[str]:
 
 def check_names(descriptor: Pairwise, values: dict) -> None:
     """Raises TypeError for a keyword that a call of a descriptor with categories does not take."""
-    taken = (*CODES, *_takes(descriptor), *descriptor.options, *_OF_EPILOGUES)
+    taken = (*CODES, *_takes(descriptor), *descriptor.options, *_OF_EPILOGUES, *_EXPONENTS)
     for name in values:
         if name not in taken:
             refuse_unknown(descriptor, name)
@@ -258,7 +259,7 @@ def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:
     """The exponents the call must give, after checking that those it gives fit together."""
     inner = isinstance(descriptor.inner, norms.EXPONENTS)
     outer = isinstance(descriptor.outer, norms.Power)
-    given = {name for name in ("p", "inner_p", "outer_p") if name in values}
+    given = {name for name in _EXPONENTS if name in values}
     if "p" in given and not inner:
         raise ValueError(f"p needs inner=Power(), and {descriptor.describe()} has another")
     if "p" in given and isinstance(descriptor.inner, norms.Power) and len(given) > 1:

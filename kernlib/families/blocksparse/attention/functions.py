@@ -174,7 +174,9 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
         if not _is_named(name, texts):
             from kernlib.descriptors.score import words  # which right calls do without
 
-            raise TypeError(f"{words.unknown_argument(name, MEANT)}; it was {shown(value)}")
+            is_plain = value is None or isinstance(value, (int, float, str))
+            given = shown(value) if is_plain else f"a {type(value).__name__}"
+            raise TypeError(f"{words.unknown_argument(name, MEANT)}; it was {given}")
         raise TypeError(
             f"{name} must be a tensor that score or mask names, got {shown(value)}"
             f"{_as_tensor(value)}"

@@ -163,6 +163,10 @@ CALLS = {
     "attention has no argument enable_gqa; leave it out: which heads share k and v is taken from "
     "the shapes": {"enable_gqa": True},
     "neither score nor mask reads captured tensor(s) ['key']; did you mean k?": {"key": K},
+    "attention has no argument block_mask; layout=Layout.from_block_mask(block_mask) has its "
+    "blocks; it was a BlockMask": {
+        "block_mask": create_block_mask(lambda b, h, i, j: j <= i, 1, None, 50, 70, "cpu")
+    },
     "attention has no argument query; did you mean q?": {"query": None},
     "axes must say what the 1 dimension(s) of value are: axes={'value': (...)} of ('batch', 'head',"
     " 'row', 'col'); did you mean v?": {"value": Z(5)},

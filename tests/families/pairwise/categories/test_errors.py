@@ -35,6 +35,7 @@ def test_what_is_misspelt():
         codes = {"a_codes": CASE.a_codes, "b_codes": CASE.b_codes, "tabels": CASE.tables}
         kl.kernel_matmul(GAUSSIAN, CASE.a, CASE.b, v, **codes, bandwidth=2.0)
     refused(TypeError, "it takes a_codes, b_codes, tables, bandwidth,", bandwith=1.0)
+    refused(ValueError, "p needs inner=Power(), and gaussian has another", p=1.0)
     plain = kl.l2_distance(categories=2)
     refused(ValueError, "epsilon needs an epilogue, and", plain, epsilon=1.0, bandwidth=...)
 
