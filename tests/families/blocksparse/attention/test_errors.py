@@ -240,6 +240,15 @@ def test_the_order_of_operands_is_said():
         attention(MADE, Q, K, V)
 
 
+def test_a_call_without_a_layout_says_what_is_one():
+    found = r"^layout must be a .*Layout, and is missing: attention\(q, k, v, layout\); layout="
+    with pytest.raises(TypeError, match=found + r"Layout\(mask, block\) is one$"):
+        attention(Q, K, V)
+    mask = create_block_mask(lambda b, h, i, j: j <= i, 1, None, 50, 70, "cpu")
+    with pytest.raises(TypeError, match=found + r"Layout\.from_block_mask\(block_mask\) is one$"):
+        attention(Q, K, V, block_mask=mask)
+
+
 def test_the_largest_part_that_is_dropped():
     for largest in (65535 / 65536, 1 - 2.0**-17 - 2.0**-20):
         attention(Q, K, V, MADE, dropout_p=largest, seed=3)
