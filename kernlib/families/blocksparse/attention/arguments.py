@@ -14,7 +14,7 @@ from kernlib.families.blocksparse.attention.descriptor import (
     BY_DIMENSIONS,
     BlockSparseAttention,
 )
-from kernlib.families.blocksparse.attention.dropout import LEVELS, threshold
+from kernlib.families.blocksparse.attention.dropout import ALL, LEVELS
 from kernlib.families.blocksparse.checks import check_layout
 from kernlib.families.blocksparse.contents.sizes import is_int
 from kernlib.families.blocksparse.layout import Layout
@@ -199,7 +199,7 @@ def checked_dropout(p) -> float:
     number = host_value("dropout_p", p, 0)
     if not 0.0 <= number < 1.0:
         raise ValueError(f"dropout_p must be a number from 0 to 1, without 1, got {number}")
-    if threshold(number) >= LEVELS:  # of which nothing would be kept
+    if number >= ALL:  # of which nothing would be kept
         raise ValueError(
             f"dropout_p must be at most {LEVELS - 1} / {LEVELS}, as it is rounded to a whole "
             f"number of {LEVELS}ths, got {number}, which rounds to 1"

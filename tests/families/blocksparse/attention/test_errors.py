@@ -1,5 +1,6 @@
 """What is wrong with a block-sparse attention is said by the name of the argument."""
 
+import math
 import pickle
 import re
 
@@ -8,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from kernlib.descriptors.text import from_text, to_text
+from kernlib.families.blocksparse.attention import dropout
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.layout import Layout
@@ -250,10 +252,13 @@ def test_a_call_without_a_layout_says_what_is_one():
 
 
 def test_the_largest_part_that_is_dropped():
-    for largest in (65535 / 65536, 1 - 2.0**-17 - 2.0**-20):
+    below = math.nextafter(dropout.ALL, 0)
+    assert dropout.threshold(dropout.ALL) == dropout.LEVELS == dropout.threshold(below) + 1
+    for largest in (65535 / 65536, below):
         attention(Q, K, V, MADE, dropout_p=largest, seed=3)
-    with pytest.raises(ValueError, match=r"^dropout_p must be at most .*, which rounds to 1$"):
-        attention(Q, K, V, MADE, dropout_p=1 - 2.0**-17, seed=3)
+    for p in (dropout.ALL, 1 - 2.0**-17):
+        with pytest.raises(ValueError, match=r"^dropout_p must be at most .*, which rounds to 1$"):
+            attention(Q, K, V, MADE, dropout_p=p, seed=3)
 
 
 def test_what_a_descriptor_has_and_a_call_has_not():
