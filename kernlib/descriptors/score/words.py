@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import keyword
 from collections.abc import Iterable
 
 from kernlib import hints
 from kernlib.descriptors.expression import POSITIONS, VALUE
-from kernlib.descriptors.score.expression import ARGUMENTS
-from kernlib.descriptors.score.grammar import CALLS, SCORE_CONSTANTS
-from kernlib.descriptors.score.kinds import OWN
+from kernlib.descriptors.score.kinds import ARGUMENTS
 
 # What FlexAttention's functions call them.
 _OTHERS = {
@@ -62,17 +59,6 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
     done = instead(name)
     hint = f"; {done}" if done else hints.argument(name, known)
     return f"attention has no argument {name}{hint}"
-
-
-def taken(name: str) -> str:
-    """By what a name is taken that a captured tensor may not have."""
-    if keyword.iskeyword(name):
-        return "a word of Python"
-    if name in CALLS:
-        return "a function of scores and masks"
-    if name in SCORE_CONSTANTS or name in OWN:
-        return f"a {'constant' if name in SCORE_CONSTANTS else 'variable'} of scores and masks"
-    return "an argument of attention"
 
 
 def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
