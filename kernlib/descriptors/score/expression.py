@@ -11,13 +11,8 @@ from typing import NamedTuple
 from kernlib.descriptors.base import Part, require, shown
 from kernlib.descriptors.expression import POSITIONS, Node, names
 from kernlib.descriptors.score.grammar import CALLS, SCORE_CONSTANTS, parse_mask, parse_score
-from kernlib.descriptors.score.kinds import ANY, FLOAT, KINDS, OWN
+from kernlib.descriptors.score.kinds import ANY, ARGUMENTS, FLOAT, KINDS, OWN
 
-# Arguments of calls, beside which captured tensors are given.
-ARGUMENTS = (
-    "layout", "scale", "causal", "window", "score", "mask", "axes", "q_lengths", "kv_lengths",
-    "dropout_p", "seed", "return_lse", "out", "debug",
-)  # fmt: skip
 MEANT = ("q", "k", "v", *ARGUMENTS)  # by a name that nothing reads
 # Names that no captured tensor may have: of the language, and of what a call is given.
 RESERVED = {*CALLS, *SCORE_CONSTANTS, *OWN, *ARGUMENTS, "q", "k", "descriptor", "captured"}
@@ -63,9 +58,9 @@ class ScoreExpression(Part):
         used = frozenset().union(*(names(tree) for tree in trees if tree is not None))
         unused = [name for name in self.names if name not in used]
         if unused:
-            from kernlib import hints  # which right calls do without
+            from kernlib.descriptors.score import words  # which right calls do without
 
-            meant = hints.argument(unused[0], MEANT)
+            meant = words.unread(unused[0], MEANT)
             raise ValueError(f"neither score nor mask reads captured tensor(s) {unused}{meant}")
 
     @property
@@ -112,14 +107,25 @@ def _as_captured(given: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return found
 
 
+def _taken(name: str) -> str:
+    """By what a name is taken."""
+    if keyword.iskeyword(name):
+        return "a word of Python"
+    if name in CALLS:
+        return "a function of scores and masks"
+    if name in SCORE_CONSTANTS or name in OWN:
+        return f"a {'constant' if name in SCORE_CONSTANTS else 'variable'} of scores and masks"
+    return "an argument of attention"
+
+
 def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"captured must be a dict such as {_EXAMPLE}, got {shown(pair)} in it")
     name, axes = pair
     if not isinstance(name, str) or not name.isascii() or not name.isidentifier():
         raise ValueError(f"captured {shown(name)} is not an ASCII identifier")
-    is_taken = name in RESERVED or keyword.iskeyword(name)
-    require(not is_taken, f"captured name {name!r} is taken; choose another")
+    if name in RESERVED or keyword.iskeyword(name):
+        raise ValueError(f"captured name {name!r} is taken by {_taken(name)}; choose another")
     several = "; several are a tuple of them" if isinstance(axes, str) else ""
     axes = (axes,) if isinstance(axes, str) else axes
     if not isinstance(axes, (tuple, list)):

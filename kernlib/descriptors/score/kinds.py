@@ -47,6 +47,11 @@ KINDS = {  # of captured tensors, by their dtypes
     "bool": BOOL,
 }
 OWN = {VALUE: FLOAT, **dict.fromkeys(POSITIONS, INT)}  # of the names that every score has
+# Arguments of calls, beside which captured tensors are given.
+ARGUMENTS = (
+    "layout", "scale", "causal", "window", "score", "mask", "axes", "q_lengths", "kv_lengths",
+    "dropout_p", "seed", "return_lse", "out", "debug",
+)  # fmt: skip
 
 
 class Term(NamedTuple):

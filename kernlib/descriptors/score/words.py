@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from kernlib import hints
 from kernlib.descriptors.expression import POSITIONS, VALUE
+from kernlib.descriptors.score.kinds import ARGUMENTS
 
 # What FlexAttention's functions call them.
 _OTHERS = {
@@ -19,16 +20,59 @@ _FUNCTIONS |= {"ceil": "-floor(-x)", "round": "floor(x + 0.5)", "square": "x * x
 _FUNCTIONS |= {"sigmoid": "1 / (1 + exp(-x))", "relu": "max(x, 0)"}
 _FUNCTIONS |= {"logical_and": "and", "logical_or": "or", "logical_not": "not", "if_else": "where"}
 
+# What other calls of attention take, and what does it here, by names without underscores.
+_CAPPED = "a cap is score='cap * tanh(v / cap)'"
+_MASKED = "score='v + {0}' adds floats, mask='{0}' keeps the places where bools are True"
+_DONE = {
+    "keypaddingmask": "mask='{0}' with axes={{'{0}': ('batch', 'col')}} keeps the keys where it is "
+    "True, mask='not {0}' the others",
+    "attnmask": _MASKED,
+    "attentionmask": _MASKED,
+    "attnbias": "score='v + {0}' adds it",
+    "alibislopes": "score='v - {0} * abs(row - col)' with axes={{'{0}': ('head',)}} is its bias",
+    "softcap": _CAPPED,
+    "softcapping": _CAPPED,
+    "logitcap": _CAPPED,
+    "logitsoftcap": _CAPPED,
+    "logitssoftcap": _CAPPED,
+    "blockmask": "layout=Layout.from_block_mask({0}) has its blocks",
+    "enablegqa": "leave it out: which heads share k and v is taken from the shapes",
+}
+
+
+def instead(name: str) -> str:
+    """What does here what an argument of that name does elsewhere, or nothing."""
+    return _DONE.get(name.replace("_", "").lower(), "").format(name)
+
+
+def unread(name: str, known: Iterable[str]) -> str:
+    """What is to be done about a tensor that nothing reads, whose name is none of the ``known``
+    arguments."""
+    done = instead(name)
+    if done:
+        return f"; attention has no argument {name}: {done}"
+    return hints.argument(name, known)
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    """Why a keyword is refused that is no tensor and that nothing names."""
+    done = instead(name)
+    hint = f"; {done}" if done else hints.argument(name, known)
+    return f"attention has no argument {name}{hint}"
+
 
 def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
     """Why a name is refused."""
     if name == VALUE:
         return "is the logit, which a mask does not see; its score may be where(condition, v, -inf)"
+    if name in (*ARGUMENTS, "q", "k") and name not in _OTHERS:
+        return "is an argument of attention; give the tensor another name"
     meant = _OTHERS.get(name, "")
     hint = f"; write {meant}" if meant in known else hints.argument(name, known)
     if not hint or len(name) == 1:  # which may as well be a tensor that was forgotten
+        hint += "" if hint.endswith("?") else "."
         hint += (
-            f". A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given "
+            f" A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given "
             "to the call by its name"
         )
     return f"is not known to a {what}; known are {', '.join(known)}, pi, e and inf{hint}"
@@ -39,7 +83,11 @@ def wrong_call(name: str, node: ast.Call, calls: dict[str, int]) -> str:
     if name in calls and node.keywords:
         return f"names an argument of {name}, which are given by place"
     if name in calls:
-        return f"is no call of {name}, which takes {calls[name]} argument(s), not {len(node.args)}"
+        count = len(node.args)
+        nest = f"; nest them, as in {name}(x, {name}(y, z))" * (
+            name in ("min", "max") and count > 2
+        )
+        return f"is no call of {name}, which takes {calls[name]} argument(s), not {count}{nest}"
     name = name or getattr(node.func, "attr", "")
     meant = name if name in calls else _FUNCTIONS.get(name, "")
     hint = f"; write {meant}" if meant else hints.argument(name, calls)

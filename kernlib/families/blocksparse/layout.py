@@ -264,7 +264,8 @@ class Layout:
 
     def write_(self, mask: Mask) -> Layout:
         """:meth:`update_` of a layout that somebody keeps, by who moves the values along."""
-        mask = checked_mask(mask)
+        index = "0, 0" if self._heads is None else "0"
+        mask = checked_mask(mask, f"block_mask.to_dense()[{index}] has its blocks")
         wanted = self._grid if self._heads is None else (self._heads, *self._grid)
         if tuple(mask.shape) != wanted:
             raise ValueError(

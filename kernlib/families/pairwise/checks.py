@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -42,6 +42,8 @@ MAPPED_ALONE = (
     "pairwise kernels support as torch.vmap alone and without out: call outside it, or leave out "
     "away; gradients are torch.autograd's"
 )
+_OF_EPILOGUES = ("epsilon", "regularization")
+_EXPONENTS = ("p", "inner_p", "outer_p")
 _NOT_NEGATIVE = {  # argument to what its smallest value is said to be
     "p": "0 or greater (inf for the maximum)",
     "inner_p": "0 or greater (inf for the maximum)",
@@ -178,12 +180,12 @@ def _check_hyperparameters(descriptor: Pairwise, values: dict, device: torch.dev
     required = _check_exponents_given(descriptor, values) | scale | set(descriptor.parameters)
     allowed = _takes(descriptor)
     for name, value in values.items():
-        if name in ("epsilon", "regularization") and not descriptor.epilogue:
+        if name in _OF_EPILOGUES and not descriptor.epilogue:
             raise ValueError(f"{name} needs an epilogue, and {descriptor.describe()} has none")
         if name in CODES:
             raise TypeError(f"{name} needs categories in the descriptor: their number")
         if name not in allowed:
-            refuse_argument(descriptor, name, sorted(allowed))
+            refuse_unknown(descriptor, name)
         number = host_value(name, value)
         if number is not None:
             check_host(name, number, descriptor.positive)
@@ -207,10 +209,24 @@ def _takes(descriptor: Pairwise) -> set[str]:
         ("p", "inner_p"): isinstance(descriptor.inner, norms.EXPONENTS),
         ("inner_scale",): isinstance(descriptor.inner, norms.ExpPower),
         ("outer_p",): isinstance(descriptor.outer, norms.Power),
-        ("epsilon", "regularization"): bool(descriptor.epilogue),
+        _OF_EPILOGUES: bool(descriptor.epilogue),
     }
     taken = {name for names, takes in stages.items() if takes for name in names}
     return taken | set(descriptor.parameters)
+
+
+def check_names(descriptor: Pairwise, values: dict) -> None:
+    """Raises TypeError for a keyword that a call of a descriptor with categories does not take."""
+    taken = (*CODES, *_takes(descriptor), *descriptor.options, *_OF_EPILOGUES, *_EXPONENTS)
+    for name in values:
+        if name not in taken:
+            refuse_unknown(descriptor, name)
+
+
+def refuse_unknown(descriptor: Pairwise, name: str) -> NoReturn:
+    """Raises TypeError for a keyword that a call does not take."""
+    codes = CODES if descriptor.categories else ()
+    refuse_argument(descriptor, name, (*codes, *sorted(_takes(descriptor))))
 
 
 def _check_finite_power(descriptor: Pairwise, name: str, value: float) -> None:
@@ -243,7 +259,7 @@ def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:
     """The exponents the call must give, after checking that those it gives fit together."""
     inner = isinstance(descriptor.inner, norms.EXPONENTS)
     outer = isinstance(descriptor.outer, norms.Power)
-    given = {name for name in ("p", "inner_p", "outer_p") if name in values}
+    given = {name for name in _EXPONENTS if name in values}
     if "p" in given and not inner:
         raise ValueError(f"p needs inner=Power(), and {descriptor.describe()} has another")
     if "p" in given and isinstance(descriptor.inner, norms.Power) and len(given) > 1:

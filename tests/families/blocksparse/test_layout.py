@@ -285,6 +285,18 @@ def per_batch(b, h, q, k):
     return q >= k + b * 64
 
 
+@pytest.mark.parametrize("heads", [None, 3])
+def test_an_update_by_a_block_mask_says_what_of_it_to_give(heads):
+    mask = create_block_mask(causal, 1, heads, 256, 320, "cpu", BLOCK_SIZE=(64, 32))
+    layout = Layout.from_block_mask(mask)
+    wanted = layout.mask()
+    given = "[0, 0]" if heads is None else "[0]"
+    with pytest.raises(TypeError, match=re.escape(f"block_mask.to_dense(){given} has its blocks")):
+        layout.update_(mask)
+    dense = mask.to_dense()[0, 0] if heads is None else mask.to_dense()[0]
+    assert layout.update_(torch.zeros_like(dense)).update_(dense).mask().equal(wanted)
+
+
 def test_block_masks():
     mask = create_block_mask(causal, 1, None, 256, 320, "cpu", BLOCK_SIZE=(64, 32))
     layout = Layout.from_block_mask(mask)
@@ -313,6 +325,8 @@ def test_block_masks():
     each = torch.stack([Layout.from_block_mask(mask[i : i + 1]).mask() for i in range(2)])
     heads = mask.to_dense().expand(2, 3, 2, 2).flatten(0, 1)  # as the message has it
     assert torch.equal(Layout(heads, 64).mask(), each.repeat_interleave(3, 0))
+    with pytest.raises(TypeError, match=r"got BlockMask; Layout\.from_block_mask\(block_mask\) is"):
+        Layout(mask, 64)
     with pytest.raises(TypeError, match=r"block_mask must be a torch\.nn\.attention"):
         Layout.from_block_mask(torch.ones(2, 2))
     with pytest.raises(ValueError, match="block must have rows and columns in"):

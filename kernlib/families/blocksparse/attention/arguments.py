@@ -9,7 +9,12 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.base import shown
-from kernlib.families.blocksparse.attention.descriptor import AXES, BlockSparseAttention
+from kernlib.families.blocksparse.attention.descriptor import (
+    AXES,
+    BY_DIMENSIONS,
+    BlockSparseAttention,
+)
+from kernlib.families.blocksparse.attention.dropout import ALL, LEVELS
 from kernlib.families.blocksparse.checks import check_layout
 from kernlib.families.blocksparse.contents.sizes import is_int
 from kernlib.families.blocksparse.layout import Layout
@@ -111,7 +116,7 @@ def options_of(
     window=None,
     q_lengths=None,
     kv_lengths=None,
-    dropout_p=0.0,
+    dropout_p=None,
     seed=None,
     return_lse=False,
 ) -> Options:
@@ -130,11 +135,12 @@ def options_of(
         _check_given(descriptor, "q_lengths or kv_lengths", has_lengths, "lengths")
     if descriptor.dropout:
         check_kinds(descriptor, operands)
+        _check_given(descriptor, "dropout_p", dropout_p is not None, "dropout")
         dropout_p, seed = checked_dropout(dropout_p), checked_seed(operands[1], seed)
-    elif seed is not None or (
-        (type(dropout_p) is not float or dropout_p != 0.0) and checked_dropout(dropout_p) != 0.0
-    ):
+    elif seed is not None or (dropout_p is not None and checked_dropout(dropout_p) != 0.0):
         _refuse(descriptor, "dropout_p or seed", "dropout")
+    else:
+        dropout_p = 0.0
     return Options(
         scale, sides, q_lengths, kv_lengths, dropout_p, 0 if seed is None else seed, return_lse
     )
@@ -193,6 +199,11 @@ def checked_dropout(p) -> float:
     number = host_value("dropout_p", p, 0)
     if not 0.0 <= number < 1.0:
         raise ValueError(f"dropout_p must be a number from 0 to 1, without 1, got {number}")
+    if number >= ALL:  # of which nothing would be kept
+        raise ValueError(
+            f"dropout_p must be at most {LEVELS - 1} / {LEVELS}, as it is rounded to a whole "
+            f"number of {LEVELS}ths, got {number}, which rounds to 1"
+        )
     return number
 
 
@@ -214,7 +225,9 @@ def checked_seed(q: torch.Tensor, seed) -> int | torch.Tensor:
     if not _is_int(seed):
         raise TypeError(f"seed must be an int, or int64 of shape (), got {shown(seed)}")
     if not 0 <= seed < MOST_SEED:
-        raise ValueError(f"seed must be 0 to 2**53, without that, got {shown(seed)}")
+        raise ValueError(
+            f"seed must be an int from 0 to 2**53 - 1, or an int64 tensor, got {shown(seed)}"
+        )
     return seed
 
 
@@ -225,6 +238,11 @@ def check_kinds(descriptor: BlockSparseAttention, operands: tuple) -> None:
             f"{descriptor.describe()} takes layout, q, k and v, got {len(operands)} operands"
         )
     layout, *tensors = operands
+    if not isinstance(layout, Layout) and any(isinstance(t, Layout) for t in tensors):
+        raise TypeError(
+            f"layout must be a kernlib.blocksparse.Layout, got {type(layout).__name__}: the order "
+            "is attention(q, k, v, layout), but run_kernel(descriptor, layout, q, k, v)"
+        )
     check_layout(layout)
     named = dict(zip(NAMES, tensors, strict=True))
     check_dense(NAMES, **named)
@@ -270,7 +288,10 @@ def check_operands(descriptor, operands: tuple, options: Options, captured: dict
         )
     heads, kv_heads = q.shape[1], k.shape[1]
     if (heads % kv_heads if kv_heads else heads) != 0:
-        raise ValueError(f"q must have a multiple of k's {kv_heads} heads, got {heads}")
+        raise ValueError(
+            f"q must have a multiple of k's {kv_heads} heads, got {heads}"
+            f"{_turned(layout, heads, kv_heads)}"
+        )
     sizes = sizes_of(operands)
     _check_layout(layout, q, sizes)
     for name, length in (("q_lengths", options.q_lengths), ("kv_lengths", options.kv_lengths)):
@@ -293,12 +314,21 @@ def _check_layout(layout: Layout, q: torch.Tensor, sizes: Sizes) -> None:
         raise ValueError(
             f"layout must have a grid of {grid[0]}x{grid[1]} blocks of {rows}x{cols} for "
             f"{sizes.queries} queries and {sizes.keys} keys, got {layout.text}"
+            f"{_turned(layout, sizes.heads, sizes.kv_heads)}"
         )
     if layout.heads is not None and layout.heads not in (sizes.heads, sizes.batch * sizes.heads):
         raise ValueError(
             f"layout must have no heads, H = {sizes.heads} or B * H = "
             f"{sizes.batch * sizes.heads}, got {layout.heads}"
         )
+
+
+def _turned(layout: Layout, queries: int, keys: int) -> str:
+    """What to do where so many heads are as many rows as the layout has, or nothing."""
+    rows, cols = layout.block
+    if layout.grid != (ceil_div(queries, rows), ceil_div(keys, cols)):
+        return ""
+    return "; q is (B, H, LQ, E) and k (B, HK, LK, E): are they transposed? x.transpose(1, 2) fits"
 
 
 def _check_lengths(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
@@ -353,9 +383,20 @@ def _check_captured(descriptor: BlockSparseAttention, captured: dict, q, sizes: 
         ):
             raise ValueError(
                 f"{name} must have shape {wanted} of its axes {known[name]}, or 1 there, got "
-                f"{tuple(value.shape)}"
+                f"{tuple(value.shape)}{_by_default(name, known[name], value)}"
             )
     descriptor.expression.trees(dtypes_of(descriptor, captured))  # which says what is of no use
+
+
+def _by_default(name: str, axes: tuple[str, ...], value: torch.Tensor) -> str:
+    """What is said of axes that may not have been chosen, or nothing."""
+    count = value.dim()
+    if axes != BY_DIMENSIONS.get(count):
+        return ""
+    return (
+        f"; these are the axes of {count} dimensions by default, axes={{{name!r}: (...)}} says "
+        "others"
+    )
 
 
 def refuse_name(descriptor: BlockSparseAttention, name: str) -> None:

@@ -12,6 +12,8 @@ from kernlib.descriptors.expression import POSITIONS
 from kernlib.descriptors.score.expression import ScoreExpression
 
 AXES = POSITIONS  # of captured tensors
+# Of those whose axes are not given, by their dimensions: as masks of torch's attention.
+BY_DIMENSIONS = {0: (), 2: AXES[2:], 3: AXES[1:], 4: AXES}
 FIELDS = ("score", "mask", "captured", "causal", "window", "lengths", "dropout")
 Captured = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -48,7 +50,7 @@ class BlockSparseAttention(Descriptor):
     Raises TypeError and ValueError for fields that are none of these.
 
     ``kernlib.run_kernel(descriptor, layout, q, k, v, *, scale=None, window=None, q_lengths=None,
-    kv_lengths=None, dropout_p=0.0, seed=None, return_lse=False, out=None, **captured)``:
+    kv_lengths=None, dropout_p=None, seed=None, return_lse=False, out=None, **captured)``:
 
     - ``layout``: a :class:`kernlib.blocksparse.Layout` of ceil(LQ / rows of a block) by ceil(LK /
       columns of a block) blocks, without heads, of H heads, or of B * H, that of b and h being
@@ -63,8 +65,9 @@ class BlockSparseAttention(Descriptor):
     - ``q_lengths``, ``kv_lengths``: int32 or int64 (B,) on q's device, from 0 to LQ and to LK; one
       of them may be left out. Those of CPU tensors are looked at. On a GPU, where that would wait,
       what is below 0 counts as 0 and what is above as all, unless ``debug=True`` has them checked.
-    - ``dropout_p``: the part of the probabilities that is dropped, 0 to 1, without 1; the others
-      are divided by 1 - dropout_p.
+    - ``dropout_p``: the part of the probabilities that is dropped, 0 to 1, without 1 and what
+      rounds to 1, as it is rounded to a whole number of 65536ths; the others are divided by
+      1 - dropout_p.
     - ``seed``: an int, or an int64 tensor of shape () on q's device, which may change between
       replays of a CUDA graph. By default one is drawn from torch's generator of the device. The
       function ``blocksparse.attention`` takes and needs none without dropout, as in evaluation.

@@ -12,6 +12,9 @@ from ctypes import c_float
 import torch
 
 LEVELS = 1 << 16
+# The least p whose threshold is LEVELS: 1 - 2**-17 rounds up, and to that in float32 what is half a
+# step of 2**-24 below. As a number, since Dynamo does not follow ctypes.
+ALL = 1 - 2.0**-17 - 2.0**-25
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _STEPS = 0x9E3779B9, 0xBB67AE85

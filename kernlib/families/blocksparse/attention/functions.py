@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -14,15 +15,13 @@ from kernlib.descriptors.score.expression import MEANT
 from kernlib.families.blocksparse.attention.arguments import check_kinds, checked_seed
 from kernlib.families.blocksparse.attention.descriptor import (
     AXES,
+    BY_DIMENSIONS,
     FIELDS,
     BlockSparseAttention,
     Captured,
 )
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.run import run_kernel
-
-# Of captured tensors whose axes are not given, by their dimensions: as masks of torch's attention.
-BY_DIMENSIONS = {0: (), 2: AXES[2:], 3: AXES[1:], 4: AXES}
 
 
 @overload
@@ -95,7 +94,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: Layout,
+    layout: Layout | None = None,  # which is needed: without it more is said than by Python
     *,
     scale: float | torch.Tensor | None = None,
     causal: bool = False,
@@ -127,6 +126,8 @@ def attention(
     It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseAttention`, which has the rest,
     and raises what that does.
     """
+    if layout is None:
+        _refuse_none(captured)
     named = _axes(axes, captured, (score, mask)) if captured or axes is not None else ()
     lengths = q_lengths is not None or kv_lengths is not None
     has_dropout = not (type(dropout_p) in (float, int) and dropout_p == 0)
@@ -147,6 +148,16 @@ def attention(
         check_kinds(None, (layout, q, k, v))
         checked_seed(q, seed)
     return run_kernel((_made if type(causal) is bool else _new)(*fields), layout, q, k, v, **rest)
+
+
+def _refuse_none(captured: dict) -> NoReturn:
+    """Raises TypeError for a call without a layout."""
+    is_flex = "block_mask" in captured
+    made = "Layout.from_block_mask(block_mask)" if is_flex else "Layout(mask, block)"
+    raise TypeError(
+        "layout must be a kernlib.blocksparse.Layout, and is missing: attention(q, k, v, layout); "
+        f"layout={made} is one"
+    )
 
 
 def _traced(fields: tuple, operands: tuple, rest: dict):
@@ -172,9 +183,15 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
     if name in axes:
         return axes[name] if not isinstance(axes[name], str) else (axes[name],)
     if not isinstance(value, torch.Tensor):
+        if not _is_named(name, texts):
+            from kernlib.descriptors.score import words  # which right calls do without
+
+            is_plain = value is None or isinstance(value, (int, float, str))
+            given = shown(value) if is_plain else f"a {type(value).__name__}"
+            raise TypeError(f"{words.unknown_argument(name, MEANT)}; it was {given}")
         raise TypeError(
             f"{name} must be a tensor that score or mask names, got {shown(value)}"
-            f"{_meant(name, texts) or _as_tensor(value)}"
+            f"{_as_tensor(value)}"
         )
     if value.dim() not in BY_DIMENSIONS:
         raise ValueError(
@@ -192,13 +209,15 @@ def _as_tensor(value) -> str:
 
 def _meant(name: str, texts: tuple) -> str:
     """The argument that may have been meant by a name, unless a score or mask has it."""
-    from kernlib import hints  # which right calls do without
+    from kernlib.descriptors.score import words  # which right calls do without
 
-    if any(isinstance(text, str) and name in text for text in texts):
-        return ""
-    if name == "enable_gqa":
-        return "; leave it out: which heads share k and v is taken from the shapes"
-    return hints.argument(name, MEANT)
+    return "" if _is_named(name, texts) else words.unread(name, MEANT)
+
+
+def _is_named(name: str, texts: tuple) -> bool:
+    """Whether a score or mask has the name as a word."""
+    word = rf"\b{re.escape(name)}\b"
+    return any(isinstance(text, str) and re.search(word, text) is not None for text in texts)
 
 
 def _new(*fields) -> BlockSparseAttention:

@@ -19,7 +19,7 @@ def run(
     window: int | tuple[int | None, int | None] | None = None,
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = None,
     seed: int | torch.Tensor | None = None,
     return_lse: bool = False,
     **captured: torch.Tensor,

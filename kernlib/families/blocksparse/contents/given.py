@@ -16,9 +16,14 @@ Mask = torch.Tensor | Sequence
 Indices = torch.Tensor | Sequence[int]
 
 
-def checked_mask(mask: object) -> torch.Tensor:
+def checked_mask(
+    mask: object, of_blocks: str = "Layout.from_block_mask(block_mask) is its layout"
+) -> torch.Tensor:
     """A mask of bools with 2 or 3 dimensions, where it lies. Raises TypeError for what is neither a
-    dense tensor nor nested lists of 0 and 1, ValueError for another number of dimensions."""
+    dense tensor nor nested lists of 0 and 1, ValueError for another number of dimensions.
+    ``of_blocks`` is what a ``BlockMask`` of FlexAttention is good for in place of it."""
+    if type(mask).__name__ == "BlockMask":
+        raise TypeError(f"mask must be a tensor or nested lists, got BlockMask; {of_blocks}")
     mask = as_tensor("mask", mask, "(RB, CB) or (heads, RB, CB)")
     if mask.dtype.is_floating_point or mask.dtype.is_complex:
         raise TypeError(f"mask must hold bools or ints, got {mask.dtype}; pass mask != 0")

@@ -48,9 +48,11 @@ class Tables(NamedTuple):
 
 
 def separate(descriptor: Pairwise, values: dict) -> tuple[tuple, dict]:
-    """Codes and tables of a call, and its hyperparameters. Raises TypeError where one lacks."""
+    """Codes and tables of a call, and its hyperparameters. Raises TypeError where one lacks,
+    or for a keyword in its place that is none."""
     missing = [name for name in CODES if values.get(name) is None]
     if missing:
+        checks.check_names(descriptor, values)  # of which one may be what lacks, misspelt
         raise TypeError(
             f"{descriptor.describe()} needs {', '.join(missing)}: the call is {descriptor.call}"
         )

@@ -37,6 +37,7 @@ def numerical(descriptor: Pairwise) -> Pairwise:
 
 def check(request: Request) -> checks.Call:
     """Check all but codes and tables. Raises ValueError and TypeError."""
+    checks.check_names(request.descriptor, request.hyperparameters)
     return checks.check_call(numerical(request.descriptor), *request[1:])
 
 

@@ -176,6 +176,11 @@ def _check_call(descriptor: Pairwise, x, z, values: dict) -> None:
         refuse_descriptor("Pairwise such as gaussian()", descriptor)
     if descriptor.symmetric:
         raise ValueError("agop differentiates by x alone: use symmetric=False, and pass x twice")
+    if descriptor.categories:
+        raise ValueError(
+            f"{descriptor.describe()} has categories, and agop takes no categories, whose codes "
+            "have no derivative: give it a descriptor of the points alone"
+        )
     checks.check_call(descriptor, x, z, None, False, 0, 0, values)
 
 

@@ -1,5 +1,6 @@
 """What is wrong with a block-sparse attention is said by the name of the argument."""
 
+import math
 import pickle
 import re
 
@@ -8,8 +9,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from kernlib.descriptors.text import from_text, to_text
+from kernlib.families.blocksparse.attention import dropout
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.functions import attention
+from kernlib.families.blocksparse.layout import Layout
 from kernlib.run import run_kernel
 from tests.families.blocksparse.attention.cases import F32, Shape
 
@@ -27,8 +30,13 @@ DESCRIPTORS = {
     "mask 'v - 1': 'v' is the logit, which a mask does not see": {"mask": "v - 1"},
     "captured must be a dict such as": {"captured": "bias"},
     "captured 'a b' is not an ASCII identifier": {"captured": {"a b": ()}},
-    "captured name 'v' is taken": {"captured": {"v": ()}},
-    "captured name 'layout' is taken": {"captured": {"layout": ()}},
+    "captured name 'v' is taken by a variable of scores and masks; choose": {"captured": {"v": ()}},
+    "captured name 'layout' is taken by an argument of attention; choose": {
+        "captured": {"layout": ()}
+    },
+    "captured name 'e' is taken by a constant of scores and masks; choose": {"captured": {"e": ()}},
+    "captured name 'exp' is taken by a function of scores": {"captured": {"exp": ()}},
+    "captured name 'is' is taken by a word of Python; choose": {"captured": {"is": ()}},
     "axes of captured bias must be a tuple of": {"captured": {"bias": 3}},
     "axes of captured bias must be of ('batch', 'head', 'row', 'col'), got 'key'": {
         "captured": {"bias": ("row", "key")}
@@ -113,7 +121,14 @@ CALLS = {
     "seed must be an int, or int64 of shape (), got torch.int64 of shape (1,)": {
         "seed": Z(1).long(), "dropout_p": 0.1
     },
-    "seed must be 0 to 2**53, without that, got -1": {"seed": -1, "dropout_p": 0.1},
+    "dropout_p must be at most 65535 / 65536, as it is rounded to a whole number of 65536ths, got "
+    "0.999999, which rounds to 1": {"dropout_p": 0.999999},
+    "seed must be an int from 0 to 2**53 - 1, or an int64 tensor, got -1": {
+        "seed": -1, "dropout_p": 0.1
+    },
+    "seed must be an int from 0 to 2**53 - 1, or an int64 tensor, got 9007199254740992": {
+        "seed": 2**53, "dropout_p": 0.1
+    },
     "seed must be an int, or int64 of shape (), got 'one'": {"seed": "one"},
     "q must be a tensor, got int": {"q": 1, "seed": 3},
     "return_lse must be True or False, got 1": {"return_lse": 1},
@@ -125,22 +140,49 @@ CALLS = {
         "score": "v + bias", "bias": 1.0
     },
     "neither score nor mask reads captured tensor(s) ['bias']": {"bias": Z(50, 70)},
-    "neither score nor mask reads captured tensor(s) ['attn_mask']; did you mean mask?": {
+    "neither score nor mask reads captured tensor(s) ['attn_mask']; attention has no argument "
+    "attn_mask: score='v + attn_mask' adds floats, mask='attn_mask' keeps": {
         "attn_mask": Z(50, 70)
     },
-    "is_causal must be a tensor that score or mask names, got True; did you mean causal?": {
-        "is_causal": True
+    "neither score nor mask reads captured tensor(s) ['key_padding_mask']; attention has no "
+    "argument key_padding_mask: mask='key_padding_mask' with axes={'key_padding_mask': ('batch', "
+    "'col')} keeps the keys where it is True, mask='not key_padding_mask' the others": {
+        "key_padding_mask": Z(2, 70).bool()
     },
-    "enable_gqa must be a tensor that score or mask names, got True; leave it out: which heads "
-    "share k and v is taken from the shapes": {"enable_gqa": True},
+    "axes must say what the 1 dimension(s) of alibi_slopes are: axes={'alibi_slopes': (...)} of "
+    "('batch', 'head', 'row', 'col'); attention has no argument alibi_slopes: score='v - "
+    "alibi_slopes * abs(row - col)' with axes={'alibi_slopes': ('head',)} is its bias": {
+        "alibi_slopes": Z(4)
+    },
+    "attention has no argument softcap; a cap is score='cap * tanh(v / cap)'; it was 2.0": {
+        "softcap": 2.0
+    },
+    "attention has no argument slop; it was 2": {"slop": 2, "score": "v + slope", "slope": Z(())},
+    "softcap must be a tensor that score or mask names, got 2.0; torch.tensor(2.0) is one": {
+        "softcap": 2.0, "score": "softcap * tanh(v / softcap)"
+    },
+    "attention has no argument is_causal; did you mean causal?; it was True": {"is_causal": True},
+    "attention has no argument enable_gqa; leave it out: which heads share k and v is taken from "
+    "the shapes": {"enable_gqa": True},
     "neither score nor mask reads captured tensor(s) ['key']; did you mean k?": {"key": K},
-    "query must be a tensor that score or mask names, got None; did you mean q?": {"query": None},
+    "attention has no argument block_mask; layout=Layout.from_block_mask(block_mask) has its "
+    "blocks; it was a BlockMask": {
+        "block_mask": create_block_mask(lambda b, h, i, j: j <= i, 1, None, 50, 70, "cpu")
+    },
+    "attention has no argument query; did you mean q?": {"query": None},
     "axes must say what the 1 dimension(s) of value are: axes={'value': (...)} of ('batch', 'head',"
     " 'row', 'col'); did you mean v?": {"value": Z(5)},
     "axes must say what the 1 dimension(s) of kv_length are: axes={'kv_length': (...)} of ('batch',"
     " 'head', 'row', 'col'); did you mean kv_lengths?": {"kv_length": Z(2).long()},
-    "bias must have shape (50, 70) of its axes ('row', 'col'), or 1 there, got (50, 69)": {
+    "bias must have shape (50, 70) of its axes ('row', 'col'), or 1 there, got (50, 69); these are "
+    "the axes of 2 dimensions by default, axes={'bias': (...)} says others": {
         "score": "v + bias", "bias": Z(50, 69)
+    },
+    "score 'v * scale': 'scale' is an argument of attention; give the tensor another name": {
+        "score": "v * scale", "scale": Z(())
+    },
+    "mask 'col < window': 'window' is an argument of attention; give the tensor another name": {
+        "mask": "col < window", "window": Z(50, 70)
     },
     "bias must be one of float32,": {"score": "v + bias", "bias": Z(50, 70).to(torch.int8)},
     "score 'v + bias': 'bias' is a condition": {"score": "v + bias", "bias": Z(50, 70).bool()},
@@ -165,14 +207,70 @@ def test_calls(message):
         attention(**given)
 
 
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        pytest.param((2, 50, 4, 8), (2, 70, 2, 8), id="other lengths"),
+        pytest.param((2, 40, 4, 8), (2, 40, 4, 8), id="one length"),
+    ],
+)
+def test_heads_behind_rows_are_found(q, k):
+    made = Layout(torch.ones(-(-q[1] // 16), -(-k[1] // 32), dtype=bool), (16, 32))
+    found = r"^(q|layout) must have a .*; q is \(B, H, LQ, E\) and k .*are they transposed\?"
+    with pytest.raises(ValueError, match=found):
+        attention(Z(q), Z(k), Z(k), made)
+    with pytest.raises(ValueError, match=r"got 16x32 blocks, [^;]*$"):
+        attention(Z(q)[:, :1], Z(k)[:, :1], Z(k)[:, :1], made)
+
+
+def test_the_order_of_operands_is_said():
+    found = (
+        "^layout must be a kernlib.blocksparse.Layout, got Tensor: the order is "
+        r"attention\(q, k, v, layout\), but run_kernel\(descriptor, layout, q, k, v\)$"
+    )
+    wrong = (
+        lambda: attention(MADE, Q, K, V),
+        lambda: attention(MADE, Q, K, V, dropout_p=0.5),
+        lambda: attention(MADE, Q.clone().requires_grad_(), K, V),
+        lambda: run_kernel(BlockSparseAttention(), Q, K, V, MADE),
+        lambda: run_kernel(BlockSparseAttention(window=True), Q, K, V, MADE, window=3),
+    )
+    for call in wrong:
+        with pytest.raises(TypeError, match=found):
+            call()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=found):
+        attention(MADE, Q, K, V)
+
+
+def test_a_call_without_a_layout_says_what_is_one():
+    found = r"^layout must be a .*Layout, and is missing: attention\(q, k, v, layout\); layout="
+    with pytest.raises(TypeError, match=found + r"Layout\(mask, block\) is one$"):
+        attention(Q, K, V)
+    mask = create_block_mask(lambda b, h, i, j: j <= i, 1, None, 50, 70, "cpu")
+    with pytest.raises(TypeError, match=found + r"Layout\.from_block_mask\(block_mask\) is one$"):
+        attention(Q, K, V, block_mask=mask)
+
+
+def test_the_largest_part_that_is_dropped():
+    below = math.nextafter(dropout.ALL, 0)
+    assert dropout.threshold(dropout.ALL) == dropout.LEVELS == dropout.threshold(below) + 1
+    for largest in (65535 / 65536, below):
+        attention(Q, K, V, MADE, dropout_p=largest, seed=3)
+    for p in (dropout.ALL, 1 - 2.0**-17):
+        with pytest.raises(ValueError, match=r"^dropout_p must be at most .*, which rounds to 1$"):
+            attention(Q, K, V, MADE, dropout_p=p, seed=3)
+
+
 def test_what_a_descriptor_has_and_a_call_has_not():
     plain = BlockSparseAttention()
     whole = BlockSparseAttention(score="v + bias", captured={"bias": ()}, window=True, lengths=True)
-    given = {"bias": Z(()), "window": 3, "kv_lengths": Z(2).long()}
+    whole = whole.replace(dropout=True)
+    given = {"bias": Z(()), "window": 3, "kv_lengths": Z(2).long(), "dropout_p": 0.0}
     run_kernel(whole, MADE, Q, K, V, **given)
     for name, message in {
         "bias": "needs bias, a tensor of ()",
         "window": "needs window",
+        "dropout_p": "needs dropout_p",
         "kv_lengths": "needs q_lengths or kv_lengths",
     }.items():
         rest = {n: value for n, value in given.items() if n != name}

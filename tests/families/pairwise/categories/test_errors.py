@@ -25,6 +25,21 @@ def test_what_is_missing(name):
     refused(TypeError, f"needs {name}: the call is run_kernel(descriptor, a, b, ", **{name: ...})
 
 
+def test_what_is_misspelt():
+    words = "tabels is no argument of gaussian(categories=2); it takes a_codes, b_codes, tables, "
+    words += "bandwidth, epsilon, regularization; did you mean tables?"
+    refused(TypeError, words, tables=..., tabels=CASE.tables)
+    refused(TypeError, words, tabels=torch.stack(CASE.tables))
+    with pytest.raises(TypeError, match=re.escape(words)):
+        v = torch.ones(5, 1).double()
+        codes = {"a_codes": CASE.a_codes, "b_codes": CASE.b_codes, "tabels": CASE.tables}
+        kl.kernel_matmul(GAUSSIAN, CASE.a, CASE.b, v, **codes, bandwidth=2.0)
+    refused(TypeError, "it takes a_codes, b_codes, tables, bandwidth,", bandwith=1.0)
+    refused(ValueError, "p needs inner=Power(), and gaussian has another", p=1.0)
+    plain = kl.l2_distance(categories=2)
+    refused(ValueError, "epsilon needs an epilogue, and", plain, epsilon=1.0, bandwidth=...)
+
+
 def test_codes():
     refused(TypeError, "a_codes must be one of int64, int32", a_codes=CASE.a_codes.double())
     refused(TypeError, "b_codes must be one of int64, int32", b_codes=CASE.b_codes.bool())
@@ -109,6 +124,8 @@ def test_what_takes_no_categories_says_so():
             GAUSSIAN, CASE.a, CASE.a[:, 0], regularization=1.0, bandwidth=2.0
         ),
     }
+    with pytest.raises(ValueError, match=r"^gaussian.* has categories, and agop takes no categor"):
+        calls["agop"]()
     for name, call in calls.items():
         with pytest.raises((TypeError, ValueError), match="categories"):
             print(name, call())
