@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Literal, NoReturn, overload
+from typing import Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -94,7 +94,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: Layout | None = None,  # which is needed: without it more is said than by Python
+    layout: Layout,
     *,
     scale: float | torch.Tensor | None = None,
     causal: bool = False,
@@ -126,8 +126,6 @@ def attention(
     It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseAttention`, which has the rest,
     and raises what that does.
     """
-    if layout is None:
-        _refuse_none(captured)
     named = _axes(axes, captured, (score, mask)) if captured or axes is not None else ()
     lengths = q_lengths is not None or kv_lengths is not None
     has_dropout = not (type(dropout_p) in (float, int) and dropout_p == 0)
@@ -148,16 +146,6 @@ def attention(
         check_kinds(None, (layout, q, k, v))
         checked_seed(q, seed)
     return run_kernel((_made if type(causal) is bool else _new)(*fields), layout, q, k, v, **rest)
-
-
-def _refuse_none(captured: dict) -> NoReturn:
-    """Raises TypeError for a call without a layout."""
-    is_flex = "block_mask" in captured
-    made = "Layout.from_block_mask(block_mask)" if is_flex else "Layout(mask, block)"
-    raise TypeError(
-        "layout must be a kernlib.blocksparse.Layout, and is missing: attention(q, k, v, layout); "
-        f"layout={made} is one"
-    )
 
 
 def _traced(fields: tuple, operands: tuple, rest: dict):

@@ -242,15 +242,6 @@ def test_the_order_of_operands_is_said():
         attention(MADE, Q, K, V)
 
 
-def test_a_call_without_a_layout_says_what_is_one():
-    found = r"^layout must be a .*Layout, and is missing: attention\(q, k, v, layout\); layout="
-    with pytest.raises(TypeError, match=found + r"Layout\(mask, block\) is one$"):
-        attention(Q, K, V)
-    mask = create_block_mask(lambda b, h, i, j: j <= i, 1, None, 50, 70, "cpu")
-    with pytest.raises(TypeError, match=found + r"Layout\.from_block_mask\(block_mask\) is one$"):
-        attention(Q, K, V, block_mask=mask)
-
-
 def test_the_largest_part_that_is_dropped():
     below = math.nextafter(dropout.ALL, 0)
     assert dropout.threshold(dropout.ALL) == dropout.LEVELS == dropout.threshold(below) + 1
