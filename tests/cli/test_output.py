@@ -112,7 +112,7 @@ def test_nobody_is_shown_what_nobody_watches(capsys):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_was_compiled_on_a_terminal(cache_dir, width):
-    call = ("--shape", "90x4", "--shape", "80x4", "--argument", "bandwidth=1")
+    call = ("--shape", "500x4", "--shape", "400x4", "--argument", "bandwidth=1")
     code, lines = on_terminal(width, "compile", "gaussian", "--arch", "80", *call)
     assert code == 0
     row = next(line for line in lines if line.startswith("sm_80 "))

@@ -69,7 +69,9 @@ def test_what_is_left_out_may_be_anything(emulator, seed):
     assert not found.isfinite().all()
     made.check()
     unseen = ~(sees[..., 37] | sees[..., 60])
-    assert found[unseen].equal(clean[unseen]) and unseen.any() and not unseen.all()
+    assert unseen.any() and not unseen.all()
+    # A cut tile that holds what is not finite is added up one by one, and so in another order.
+    torch.testing.assert_close(found[unseen], clean[unseen], rtol=2e-3, atol=1e-6)
 
 
 @on_host
