@@ -196,12 +196,6 @@ def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choi
     return min(known, key=cost)
 
 
-def defaults(problem: Problem, arch: str) -> list[Choice]:
-    """The candidates taken untuned by the GPUs of an arch, smallest to largest."""
-    known = candidates(problem, arch)
-    return choices.defaults(known, arch, lambda known, count: default(problem, known, count))
-
-
 def _tiles(dtype: str, long_k: bool, arch: str, categories: int) -> list[int]:
     """Tiles that fit a block of ``arch``; the small one in any case, for :func:`spec` to refuse."""
     # 64 double sums a thread, of the big tile, would take all 128 registers.

@@ -105,8 +105,9 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> 
 
 def pays(problem: Problem) -> bool:
     """Whether it beats the direct kernel, by microseconds on an H200: four launches, the packing
-    and, of each pair, the store or its products, against the store or 0.07 a million differences,
-    those of whole tiles. Neither is faster than a tile's walk along K, which no other shares."""
+    and the store of each pair or the products of whole tiles, against the store or 0.07 a million
+    differences, those of whole tiles too. Neither is faster than a tile's walk along K, which no
+    other shares."""
     k = problem.k
     padded = round_up(problem.m, DIRECT_TILE) * round_up(problem.n, DIRECT_TILE) * problem.batch
     differences = max(5 + padded * max(1.3e-6, 7e-8 * k), 3.5 + 0.0625 * k)
