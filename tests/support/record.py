@@ -13,6 +13,7 @@ import os
 import re
 import tokenize
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from kernlib.jit import sources
@@ -116,6 +117,7 @@ def digest(family: str, root: Path = ROOT) -> str:
 # tree differs between versions of Python.
 
 
+@cache  # a run asks of each file once for every family
 def strip_python(text: str) -> str:
     """Source without comments, docstrings, blank lines and trailing space."""
     lines = [line.encode() for line in text.splitlines(keepends=True)]
@@ -156,6 +158,7 @@ _CUDA_TOKEN = re.compile(
 )
 
 
+@cache
 def strip_cuda(text: str) -> str:
     """Source as tokens, without comments; only the ends of directives keep their lines."""
     text = text.replace("\\\n", " ")

@@ -11,6 +11,7 @@ gradient checks beyond one case a stage. ``pytest -m slow`` runs those, ``pytest
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,6 +25,7 @@ FEW_FILES = 3  # whose tests are over before workers have imported torch
 SILENCE_S = 15.0
 LEFT_OUT = {  # why tests of a run were left out, and how to run them
     "gpu": "need an NVIDIA GPU that torch can use",
+    "emulated": "run kernels on the host, which needs g++",
     "slow": "are slow: pytest -m slow",
     "sweeps": "are in other parts of slow sweeps of kernels: pytest -m slow --sweeps K/N",
 }
@@ -102,12 +104,15 @@ class Speeds:
             count = len(items)
             items[:] = [item for item in items if is_in_part(item, sweeps)]
             self.left_out["sweeps"] = count - len(items)
-        if torch.cuda.is_available():
-            return
-        gpu = [item for item in items if item.get_closest_marker("gpu")]
-        if gpu:
-            self.left_out["gpu"] = len(gpu)
-            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        if not torch.cuda.is_available():
+            self._leave_out("gpu", items)
+        if shutil.which("g++") is None:
+            self._leave_out("emulated", items)
+
+    def _leave_out(self, mark: str, items: list[pytest.Item]) -> None:
+        count = len(items)
+        items[:] = [item for item in items if not item.get_closest_marker(mark)]
+        self.left_out[mark] = count - len(items)
 
     def pytest_deselected(self, items):
         if self.config.option.markexpr == FAST:

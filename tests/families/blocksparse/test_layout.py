@@ -16,7 +16,7 @@ from kernlib.families.blocksparse.layout import NAMES, Layout, parse_layout
 from kernlib.runtime import devices, driver
 from kernlib.runtime.tensors import stand_ins
 from tests.support import fakes
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator
 from tests.support.fakes import OnGpu, OnSecondGpu, Torch
 
 SHAPES = ((33, 65), (3, 5, 7), (2, 40, 33), (1, 1), (0, 4), (2, 3, 0), (1, 70, 2))
@@ -453,7 +453,7 @@ def gpu(t: torch.Tensor) -> torch.Tensor:
     return t.as_subclass(OnGpu)
 
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+on_host = pytest.mark.emulated
 
 
 @on_host

@@ -12,13 +12,13 @@ from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
 from tests.families.kronecker_product.emulated import kinds, operands
 from tests.support import fakes
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SHAPES, ROWS = ((104, 59), (64, 37)), 4
 ONE = ((130, 120),)  # by torch with some passes behind it
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+needs_compiler = pytest.mark.emulated
 every_dtype = pytest.mark.parametrize("dtype", [F32, F64])
 
 
@@ -28,7 +28,7 @@ def gpus(monkeypatch, tmp_path_factory):
     torch.set_float32_matmul_precision("highest")
     monkeypatch.setattr(ahead, "torch", fakes.Torch())
     monkeypatch.setattr(fakes.OnGpu, "to", _on_its_gpu)
-    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
     torch.set_float32_matmul_precision("highest")
     fakes.forget()
 

@@ -16,10 +16,10 @@ from tests.families.kronecker_product.emulated import kinds, operands
 from tests.families.kronecker_product.lowering.test_choose import NUMBERS, problem
 from tests.families.kronecker_product.lowering.test_choose import SHAPES as NAMED
 from tests.support import fakes
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.emulated
 
 F16, F32 = torch.float16, torch.float32
 SHAPES = ((8, 8), (16, 8))
@@ -29,7 +29,7 @@ BUILT = Entry("kronecker_product", b"", {})
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
-    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
     fakes.forget()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ from kernlib.jit.spec import KernelSpec
 HERE = Path(__file__).parent
 SOURCES = Path(__file__).parents[3] / "kernel_sources"
 COMPILER = shutil.which("g++")
-OPTIONS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
+# Half precision by the processor: in software it took a third of the time of wgmma's kernels. GPUs
+# contract only what is written so.
+OPTIONS = ("-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-w", "-fPIC")
 
 # The instruction of a function that kernlib.lowering.wgmma wrote. The flags at its end say whether
 # the rows of a, where that is in shared memory, and the columns of b lie side by side.
@@ -37,8 +40,26 @@ def _multiply(found: re.Match) -> str:
     return f"multiply_warpgroup<{kinds}>(d, a, b, accumulate);"
 
 
+def kernels_of(tmp_path_factory) -> Path:
+    """The folder that all tests of a run share, those of its other workers too."""
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    made.mkdir(exist_ok=True)
+    return made
+
+
+def _compile(source: Path, made: Path, *options: str) -> None:
+    """By g++, to a file that is there when it is whole."""
+    begun = made.with_name(f"{os.getpid()}-{made.name}")
+    command = [COMPILER, *OPTIONS, f"-I{HERE}", f"-I{SOURCES}", *options, source, "-o", begun]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    begun.replace(made)
+
+
 class Emulator:
-    """The libraries of kernels, in a folder."""
+    """The libraries of kernels, in a folder, beside a header that is compiled once: a third of the
+    second that a library takes."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -49,13 +70,14 @@ class Emulator:
 
     def _library(self, spec: KernelSpec) -> ctypes.CDLL:
         name = hashlib.sha256(spec.canonical()).hexdigest()[:24]
-        made, text = self.folder / f"{name}.so", self.folder / f"{name}.cpp"
+        made, header = self.folder / f"{name}.so", self.folder / "host.h.gch"
         if not made.exists():
+            if not header.exists():
+                _compile(HERE / "host.h", header, "-x", "c++-header")
+            text = self.folder / f"{os.getpid()}-{name}.cpp"
             text.write_text(
                 f'#include "host.h"\n{_of_host(spec.source)}\n#define ENTRY {spec.entry}\n'
                 '#include "launch.h"\n'
             )
-            command = [COMPILER, *OPTIONS, f"-I{HERE}", f"-I{SOURCES}", str(text), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[:4000]
+            _compile(text, made, "-shared")
         return ctypes.CDLL(str(made))

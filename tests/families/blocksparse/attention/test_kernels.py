@@ -14,10 +14,10 @@ from kernlib.runtime import driver
 from tests.families.blocksparse.attention.cases import BF16, F16, F32, Shape, check, formula
 from tests.families.blocksparse.attention.on_host import on_gpu
 from tests.families.blocksparse.attention.options import option
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.emulated
 PADDED = Shape(2, 4, 2, 50, 70, 24, 21, (16, 32))
 WHOLE = Shape(1, 2, 1, 64, 64, 16, 16, (32, 32))
 OPTIONS = (
@@ -29,7 +29,7 @@ GATES = {F16: 2e-2, BF16: 1e-1}
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("attention"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 @pytest.fixture

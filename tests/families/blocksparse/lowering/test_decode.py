@@ -24,11 +24,11 @@ from tests.families.blocksparse.emulated import (
     whole_matrix,
 )
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+on_host = pytest.mark.emulated
 ARCH = "sm_90a"
 
 # A product, the warps of its CTAs, and how its result lies.
@@ -47,7 +47,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 class Product:

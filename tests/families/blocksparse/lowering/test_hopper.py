@@ -24,11 +24,11 @@ from tests.families.blocksparse.emulated import (
 )
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 
 ARCH = hopper.ARCH
 COUNT = 5  # multiprocessors, so that a block has several tiles
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+needs_compiler = pytest.mark.emulated
 EPILOGUES = {
     "none": (),
     "gelu": (kl.Bias(), kl.Gelu()),
@@ -40,7 +40,7 @@ EPILOGUES = {
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 def run(emulator: Emulator, lowered, layout, scalars=(), **operands) -> None:

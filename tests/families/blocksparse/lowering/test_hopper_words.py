@@ -24,12 +24,12 @@ from tests.families.blocksparse.emulated import (
 )
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 
 ARCH = hopper.ARCH
 COUNT = 5  # multiprocessors, so that a block has several tiles
 GATE = 2e-7  # of sums that the emulator does not truncate
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+needs_compiler = pytest.mark.emulated
 EPILOGUES = {
     "none": (),
     "gelu": (kl.Bias(), kl.Gelu()),
@@ -50,7 +50,7 @@ ORDERS = [("rows", "rows"), ("columns", "columns"), ("rows", "apart")]
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 class Product:

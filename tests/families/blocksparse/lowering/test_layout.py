@@ -13,10 +13,10 @@ from kernlib.families.blocksparse.lowering import layout as lowering
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.lowering.steps import WORKSPACE
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+on_host = pytest.mark.emulated
 
 GUARD = 64  # words ahead of and behind each tensor that no kernel may write
 UNWRITTEN = 0x5A5A5A5A
@@ -41,7 +41,7 @@ MORE_TILES_THAN_A_PASS = 1, 1_048_600, 1  # of scan: 4096 tiles of 256 words
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 def problem(case, seed):

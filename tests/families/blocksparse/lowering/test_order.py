@@ -11,15 +11,15 @@ from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, V
 from tests.families.blocksparse.emulated import Case, blocks_of, layout_of
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 
 FIRST = 5  # tile that the counter gives first
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+needs_compiler = pytest.mark.emulated
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 def problem_of(blocks: Blocks, transposed: bool = False) -> Spmm:

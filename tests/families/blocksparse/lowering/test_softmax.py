@@ -20,7 +20,7 @@ from tests.support import fakes
 from tests.support.compiled_kernels import compiled
 from tests.support.cuda_text import Text
 from tests.support.emulation import gpus as emulated
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.fakes import OnGpu
 from tests.support.kernels import only, stem
 from tests.support.speeds import slow_but
@@ -158,7 +158,7 @@ def test_nothing_is_spilled(name, arch):
 def gpus(monkeypatch, tmp_path_factory):
     """GPUs whose kernels are run by threads of the host; ``specs`` are those that were launched."""
     fakes.forget()
-    made = emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    made = emulated.install(monkeypatch, kernels_of(tmp_path_factory))
     yield made
     fakes.forget()
 
@@ -193,7 +193,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("halves", "bfloat16"), SHAPES))
 def test_values_are_right(name, gpus, seed):
     grid, block, dtype = SHAPES[name]
@@ -202,7 +202,7 @@ def test_values_are_right(name, gpus, seed):
     check(made, x, GATES[dtype], launched=gpus.specs, scale=0.4)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 @pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("dtype", slow_but((F16,), (F16, F32)), ids=str)
 def test_rows_that_registers_do_not_hold(dtype, warps, gpus, monkeypatch, seed):
@@ -241,7 +241,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("all",), OPTIONS))
 @pytest.mark.parametrize("dtype", slow_but((BF16,), (BF16, F32)), ids=str)
 def test_options_are_right(name, dtype, gpus, seed):
@@ -255,7 +255,7 @@ def test_options_are_right(name, dtype, gpus, seed):
     assert len(gpus.specs) == 1
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 @pytest.mark.parametrize("turned", slow_but((True,), (False, True)))
 def test_any_strides_and_in_place(turned, gpus, seed):
     """Without a copy."""
@@ -270,7 +270,7 @@ def test_any_strides_and_in_place(turned, gpus, seed):
     assert ("strided" in gpus.specs[0].description) == turned
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 @pytest.mark.parametrize("is_out", slow_but((True,), (False, True)))
 def test_batches_without_two_strides(is_out, gpus, seed):
     """x and the padding are copied, and out is written by a copy."""
@@ -284,7 +284,7 @@ def test_batches_without_two_strides(is_out, gpus, seed):
         assert torch.equal(out, host(found)) and not out.is_contiguous()
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 def test_empty_ones(gpus):
     made = cases.layout(torch.zeros(2, 3), 16, 5)
     x = torch.full((2, 5, 16, 16), torch.nan, dtype=F16)
@@ -293,7 +293,7 @@ def test_empty_ones(gpus):
     assert softmax(gpu(x[:, :0]), gpu(made)).shape == (2, 0, 16, 16) and len(gpus.specs) == 1
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_infinities_and_nan_are_as_in_torch(value, gpus, seed):
     made = cases.layout(torch.ones(1, 9), 16, 0)
@@ -323,7 +323,7 @@ def check_gradient(made, x, grad, gate, scale=1.0, **given):
     assert not host(found[0])[..., made.nnz :, :, :].any()
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("halves",), SHAPES))
 def test_gradients_are_right(name, gpus, seed):
     grid, block, dtype = SHAPES[name]
@@ -336,7 +336,7 @@ def test_gradients_are_right(name, gpus, seed):
     ]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 def test_gradients_of_all_tensors(gpus, seed):
     """By one launch, of a gradient of any strides."""
     made = cases.layout(chance(2, 2, 3), 16)

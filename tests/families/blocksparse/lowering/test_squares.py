@@ -12,10 +12,10 @@ from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import stationary, tiles
 from tests.families.blocksparse.emulated import GATES, Case, error, guarded
 from tests.families.blocksparse.squares import Product
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+pytestmark = pytest.mark.emulated
 KINDS = {"stationary": stationary, "tiles": tiles}
 DEPTHS = {"stationary": 72, "tiles": 200}  # two steps and four, the last one not whole
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -23,7 +23,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 @every_kind

@@ -17,11 +17,11 @@ from kernlib.lowering.arithmetic import ceil_div
 from tests.families.blocksparse.emulated import GATES, Case, error
 from tests.families.blocksparse.squares import ARCH, HALVES, Product, problem
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+on_host = pytest.mark.emulated
 EPILOGUES = {
     "none": (),
     "gelu": (kl.Scale(), kl.Gelu()),
@@ -50,7 +50,7 @@ FAST = ("16", "16, many panels", "32", "64, many panels", "odd depth", "empty")
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 @on_host

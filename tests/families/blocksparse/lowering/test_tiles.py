@@ -16,11 +16,11 @@ from kernlib.lowering.arithmetic import ceil_div
 from tests.families.blocksparse.emulated import GATES, Case, error
 from tests.families.blocksparse.squares import ARCH, HALVES, Product, problem
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+on_host = pytest.mark.emulated
 EPILOGUES = {"none": (), "gelu": (kl.Scale(), kl.Gelu())}
 
 # A product, whose columns are its depth, and how a and b lie.
@@ -43,7 +43,7 @@ FAST = ("16", "32, turned", "64", "odd depth", "empty")
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 @on_host

@@ -15,20 +15,20 @@ from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import product
 from tests.families.kronecker_product.lowering.test_choose import NUMBERS, SHAPES, problem
 from tests.support import fakes
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu
 from tests.support.speeds import slow_but
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 # Beside those of products: terms of a gradient have all signs, and cancel.
 GATES = {F64: 4e-13, F32: 4e-6, F16: 2e-3, BF16: 1.6e-2}
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+needs_compiler = pytest.mark.emulated
 
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
-    made = emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    made = emulated.install(monkeypatch, kernels_of(tmp_path_factory))
     monkeypatch.setitem(fakes.MODELS, -1, ((9, 0), "GPU", 3))
     monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
     yield made

@@ -14,11 +14,11 @@ from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
 from tests.families.kronecker_product.emulated import kinds, operands
 from tests.support import fakes
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.emulated
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # Factors, rows or columns, side, dtype.
@@ -56,7 +56,7 @@ FAST = ("small", "rectangular", "columns", "small of pairs", "columns of pairs")
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
-    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
     fakes.forget()
 
 

@@ -13,11 +13,11 @@ from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, product
 from tests.families.kronecker_product.emulated import operands
 from tests.support import fakes
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.emulated
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 # Factors, rows or columns, side, dtype.
@@ -45,7 +45,7 @@ def gpus(monkeypatch, tmp_path_factory):
     """Where torch's products are estimated to be faster too, as they are of a few large factors."""
     monkeypatch.setattr(by_torch, "gains", lambda *_: False)
     fakes.forget()
-    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
     fakes.forget()
 
 

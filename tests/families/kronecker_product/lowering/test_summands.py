@@ -13,11 +13,11 @@ from kernlib.runtime import devices
 from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, operands, product
 from tests.support import fakes
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.emulated
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SHAPES = ((4, 3), (6, 5))  # of two factors, 24 features to 15
@@ -28,7 +28,7 @@ SIDES = ("right", "left")
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
-    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"))
+    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
     fakes.forget()
 
 

@@ -11,17 +11,17 @@ from kernlib.families.pairwise.categories import matrix
 from kernlib.families.pairwise.lowering import direct
 from tests.families.pairwise.categories.cases import Case, drawn, sums, table_sums
 from tests.support.emulation import gpus as emulated
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu
 from tests.support.fakes import OnGpu
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+pytestmark = pytest.mark.emulated
 BOUND = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 1e-3}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
+    return kernels_of(tmp_path_factory)
 
 
 @pytest.fixture

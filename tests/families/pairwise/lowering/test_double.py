@@ -17,7 +17,7 @@ from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import sources, targets
 from kernlib.jit.spec import KernelSpec
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator
 from tests.support.kernels import stem
 from tests.support.speeds import one_of_each, slow_but
 
@@ -211,7 +211,7 @@ extern "C" __global__ void exponentials(const Numbers p) {
 """
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.emulated
 def test_the_exponential_is_within_two_roundings(tmp_path):
     grid = [-708 + 1417.75 * i / 4999 for i in range(5000)]
     near = [math.log(2) * (i + 0.5) * (1 + e) for i in range(-40, 40) for e in (-1e-15, 0, 1e-15)]

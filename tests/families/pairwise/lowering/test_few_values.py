@@ -9,17 +9,17 @@ import kernlib as kl
 from kernlib.families.pairwise import matrix, plans
 from kernlib.runtime.plan import forget_plans
 from tests.support.emulation import gpus as emulated
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+pytestmark = pytest.mark.emulated
 BOUND = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 INF = math.inf
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
+    return kernels_of(tmp_path_factory)
 
 
 @pytest.fixture

@@ -12,19 +12,19 @@ import kernlib as kl
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.lowering.steps import NUMBER
 from tests.families.pairwise.lowering.test_points import lowered
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 
 LANES = kl.gaussian(direct=True)
 BANDWIDTH = 5  # its place among the scalars
 BOUND = 3e-6  # of the sum of absolute terms
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+pytestmark = pytest.mark.emulated
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 def gradient(emulator, a, b, v, g, bandwidth: float) -> torch.Tensor:

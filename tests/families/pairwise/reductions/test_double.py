@@ -16,17 +16,17 @@ from tests.families.pairwise.forwards import bandwidth
 from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN, ON_LANES
 from tests.support import fakes, hostile
 from tests.support.emulation import gpus as emulated
-from tests.support.emulation.emulator import COMPILER
+from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.emulated
 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
-    yield emulated.install(monkeypatch, tmp_path_factory.mktemp("kernels"), operation)
+    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory), operation)
     fakes.forget()
 
 

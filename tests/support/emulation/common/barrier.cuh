@@ -2,8 +2,6 @@
 // the parity of the phase.
 #pragma once
 
-#include <map>
-
 #include "common/types.cuh"
 
 struct Arrivals {

@@ -61,20 +61,20 @@ inline float number_of_matrix(u64 descriptor, int line, int depth) {
 template <class T, int N, bool LINES, class Left>
 inline void multiply_matrices(float (&d)[N / 2], u64 right, int accumulate, const Left& left) {
     int lane = threadIdx.x % 32;
-    for (int half = 0; half < 2; ++half) {
-        float a[16];
-        for (int k = 0; k < 16; ++k) a[k] = left(lane / 4 + 8 * half, k);
-        for (int i = 0; i < N / 8; ++i)
-            for (int next = 0; next < 2; ++next) {
+    float a[2][16], b[16];
+    for (int half = 0; half < 2; ++half)
+        for (int k = 0; k < 16; ++k) a[half][k] = left(lane / 4 + 8 * half, k);
+    for (int i = 0; i < N / 8; ++i)
+        for (int next = 0; next < 2; ++next) {
+            int line = i * 8 + lane % 4 * 2 + next;
+            for (int k = 0; k < 16; ++k) b[k] = number_of_matrix<T, LINES>(right, line, k);
+            for (int half = 0; half < 2; ++half) {
                 float& sum = d[4 * i + 2 * half + next];
                 double whole = accumulate ? sum : 0;
-                for (int k = 0; k < 16; ++k) {
-                    int line = i * 8 + lane % 4 * 2 + next;
-                    whole += double(a[k]) * number_of_matrix<T, LINES>(right, line, k);
-                }
+                for (int k = 0; k < 16; ++k) whole += double(a[half][k]) * b[k];
                 sum = float(whole);
             }
-    }
+        }
 }
 template <class T, int N, bool LEFT_LINES, bool RIGHT_LINES>
 inline void multiply_warpgroup(float (&d)[N / 2], u64 left, u64 right, int accumulate) {

@@ -12,10 +12,10 @@ from kernlib.families.blocksparse.lowering.attention import score_source
 from kernlib.families.blocksparse.lowering.attention.problem import Score
 from kernlib.jit.spec import KernelSpec
 from tests.families.blocksparse.lowering.attention.dropout import kept, philox
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.emulated
 
 WALK = """
 struct Parameters : LengthPointers<LENGTHS>, CapturedPointers<CAPTURED>, Numbers {{
@@ -57,7 +57,7 @@ WALKS = {
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 def run(emulator, source, entry, block: bytes) -> None:

@@ -18,10 +18,10 @@ from tests.families.blocksparse.lowering.attention.cases import (
 )
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+on_host = pytest.mark.emulated
 ARCH = hopper.ARCH
 COUNT = 3  # multiprocessors, so that a team has several tiles
 
@@ -64,7 +64,7 @@ FAST = ("64", "16", "causal", "lengths", "all at once", "one row")
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 def run(emulator, made, rows=None, count=COUNT):

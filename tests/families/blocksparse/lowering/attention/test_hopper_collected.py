@@ -31,15 +31,15 @@ from tests.families.blocksparse.lowering.attention.gradients import (
 from tests.families.blocksparse.lowering.attention.scores import soft_bias
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+on_host = pytest.mark.emulated
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 def launch(emulator, lowered, layout, scalars, **operands) -> None:

@@ -25,9 +25,9 @@ from tests.families.blocksparse.lowering.attention.cases import (
 )
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+on_host = pytest.mark.emulated
 ARCH = hopper_gradient.ARCH
 
 # Softcap and a bias by position, as generated text has them.
@@ -90,7 +90,7 @@ FAST = ("16", "64", "lengths", "all at once", "dropout of 128 features")
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 class Gradient:

@@ -12,10 +12,10 @@ from kernlib.families.blocksparse.lowering.attention.problem import Score
 from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, Made
 from tests.families.blocksparse.lowering.attention.scores import ALIBI, DOCUMENTS, SOFT_BIAS
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+on_host = pytest.mark.emulated
 
 FAST = ("all at once",)
 # Of one kernel, which is compiled once.
@@ -25,7 +25,7 @@ NARROW = [name for name, case in CASES.items() if max(case.features, case.values
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 @on_host

@@ -23,10 +23,10 @@ from tests.families.blocksparse.lowering.attention.cases import (
 from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
 from tests.families.blocksparse.lowering.attention.scores import SOFT_BIAS, soft_bias
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+on_host = pytest.mark.emulated
 
 FAST = ("all at once",)
 # Of one kernel, which is compiled once.
@@ -35,7 +35,7 @@ CUT = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, den
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 @on_host

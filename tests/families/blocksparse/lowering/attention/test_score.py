@@ -27,7 +27,7 @@ from tests.families.blocksparse.lowering.attention.evaluated import (
     views_of,
 )
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import COMPILER, Emulator
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.scores import (
     BATCH,
     COLS,
@@ -43,12 +43,12 @@ from tests.support.scores import (
 )
 from tests.support.speeds import slow_but
 
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+needs_compiler = pytest.mark.emulated
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(tmp_path_factory.mktemp("scores"))
+    return Emulator(kernels_of(tmp_path_factory))
 
 
 def run(emulator, made, views, v):
