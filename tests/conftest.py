@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ def pytest_addoption(parser):
     parser.addoption("--cpu-over", type=float, metavar="SECONDS", help=text)
     text = "of slow sweeps of kernels, those of lowering, only the K-th of N parts"
     parser.addoption("--sweeps", metavar="K/N", help=text)
+    text = "count GPU tests together with those of earlier runs of the same code, which FILE keeps"
+    parser.addoption("--gpu-runs", metavar="FILE", type=Path, help=text)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
@@ -100,6 +103,8 @@ def pytest_terminal_summary(terminalreporter, config):
     if settings.current().portable:
         terminalreporter.write_line("gpu record: not written, with KERNLIB_PORTABLE")
         return
+    if config.option.gpu_runs is not None:
+        run.resume(config.option.gpu_runs)
     results = run.results()
     for family in run.tests:
         status = results[family]["status"] if family in results else "incomplete, not recorded"

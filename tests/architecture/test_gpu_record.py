@@ -283,6 +283,31 @@ def test_what_workers_leave_open_is_not_recorded(gpu_files):
     assert merged(told(first), told(second)).results() == {}
 
 
+def test_runs_of_some_files_each_are_one_of_all(gpu_files, tmp_path):
+    """The last outcome of a test counts, and nothing of a run of other code, or of some tests."""
+    kept = tmp_path / "runs.json"
+    first, second = (full_run([path]) for path in gpu_files)
+    first.outcome("pairwise", "test_a.py::t", "failed")
+    first.resume(kept)
+    assert first.results() == {}
+    second.resume(kept)
+    assert second.results()["pairwise"]["failed"] == ["test_a.py::t"]
+    again = full_run(gpu_files[:1])
+    again.resume(kept)
+    assert again.results() == full_run(gpu_files).results()
+    partial = full_run(gpu_files[:1])
+    partial.partial.add("pairwise")
+    partial.resume(kept)
+    assert partial.results() == {}
+    other = full_run(gpu_files[1:])
+    other.digests["pairwise"] = "other"
+    other.resume(kept)
+    assert other.results() == {}
+    again = full_run(gpu_files[:1])
+    again.resume(kept)
+    assert again.results() == {}
+
+
 def test_write_keeps_other_families(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     monkeypatch.setenv("KERNLIB_GPU_RECORD", str(path))

@@ -261,6 +261,23 @@ class Run:
         self.files |= set(map(Path, state["files"]))
         self.partial |= set(state["partial"])
 
+    def resume(self, path: Path) -> None:
+        """Add what ``path`` keeps of earlier runs of the same code, and keep it all there: runs of
+        some files each are one of all. Of a test that ran again the last outcome counts."""
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        for family in self.tests.keys() - self.partial:
+            own, earlier = self.tests[family], kept.get(family)
+            if earlier is not None and earlier["digest"] == self.digests[family]:
+                again = {test: outcome for test, outcome in own.items() if outcome}
+                self.tests[family] = {**own, **earlier["tests"], **again}
+                self.files |= {Path(os.path.normpath(ROOT / name)) for name in earlier["files"]}
+            kept[family] = {
+                "digest": self.digests[family],
+                "tests": self.tests[family],
+                "files": [os.path.relpath(name, ROOT) for name in tests_of(family) & self.files],
+            }
+        path.write_text(json.dumps(kept))
+
     def complete(self, family: str) -> bool:
         """Whether every test of the family was collected and ran."""
         if family in self.partial or not self.tests.get(family):
