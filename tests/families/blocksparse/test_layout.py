@@ -453,10 +453,7 @@ def gpu(t: torch.Tensor) -> torch.Tensor:
     return t.as_subclass(OnGpu)
 
 
-on_host = pytest.mark.emulated
-
-
-@on_host
+@pytest.mark.emulated
 def test_masks_of_a_gpu(gpus, seed):
     mask = drawn((2, 33, 65))
     layout = Layout(gpu(mask), 16, capacity=int(mask.sum()) + 9)
@@ -472,7 +469,7 @@ def test_masks_of_a_gpu(gpus, seed):
     assert len(gpus.launches) == 8
 
 
-@on_host
+@pytest.mark.emulated
 def test_what_a_gpu_drops_is_counted(gpus):
     layout = Layout(gpu(torch.ones(3, 40, dtype=torch.bool)), 16, capacity=50)
     assert layout.nnz == 50
@@ -491,7 +488,7 @@ def test_what_a_gpu_drops_is_counted(gpus):
         layout.check()
 
 
-@on_host
+@pytest.mark.emulated
 def test_indices_of_a_gpu(gpus, seed):
     mask = drawn((3, 7, 40))
     heads, rows, cols = (gpu(part.contiguous()) for part in mask.nonzero().unbind(1))
@@ -501,7 +498,7 @@ def test_indices_of_a_gpu(gpus, seed):
     check_tensors(made, torch.zeros_like(mask))
 
 
-@on_host
+@pytest.mark.emulated
 def test_what_waits_is_refused_while_a_graph_is_captured(gpus):
     mask = gpu(torch.tensor(MASK, dtype=torch.bool))
     layout = Layout(mask, 16)

@@ -18,7 +18,6 @@ from tests.support.emulation.gpus import gpu, host
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SHAPES, ROWS = ((104, 59), (64, 37)), 4
 ONE = ((130, 120),)  # by torch with some passes behind it
-needs_compiler = pytest.mark.emulated
 every_dtype = pytest.mark.parametrize("dtype", [F32, F64])
 
 
@@ -126,7 +125,7 @@ def test_a_summand_may_be_out_and_is_not_read_where_beta_is_0(gpus, monkeypatch,
     assert not gpus.loads
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("precision", [None, "fp32"])
 def test_float32_is_never_in_tf32_without_leave(precision, gpus, seed):
     """A plan by torch is for where torch's setting is "highest"; else kernels compute."""
@@ -146,7 +145,7 @@ def test_float32_is_never_in_tf32_without_leave(precision, gpus, seed):
         assert not gpus.specs
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_half_types_are_kernels(dtype, gpus, seed):
     """What is between two factors may be more than float16 holds, and bfloat16 is rounded there."""
@@ -226,7 +225,7 @@ def test_a_recorded_result_may_be_written_in_place(gpus, seed):
     assert Recorded.apply(x, torch.randn(5, 3)).mul_(2).requires_grad
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_a_tuned_kernel_goes_first(gpus, monkeypatch, seed):
     monkeypatch.setattr(tuning, "choice", lambda *_: {"kind": "modes"})
     descriptor, tensors = given(ONE, 3)
@@ -240,7 +239,7 @@ def test_no_rows_and_no_launches(gpus, seed):
     assert not gpus.loads and not gpus.launches
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_factors_of_a_batch_are_kernels(gpus, seed):
     x, factor = operands(ONE, 3, "right", F32, (2,))
     descriptor = kl.KroneckerProduct(ONE)
@@ -287,7 +286,7 @@ def test_small_neighbours_are_multiplied_out_first(turned, dtype, gpus, monkeypa
     assert not gpus.loads
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_one_launch_and_several_give_the_same_bits(gpus, monkeypatch, seed):
     """So that it may depend on the rows which of both is faster."""
     descriptor, tensors = given(((6, 15), (17, 62), (58, 20)), 2, F64)

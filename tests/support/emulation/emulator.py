@@ -10,13 +10,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from kernlib.jit.spec import KernelSpec
 
 HERE = Path(__file__).parent
 SOURCES = Path(__file__).parents[3] / "kernel_sources"
 COMPILER = shutil.which("g++")
-# Half precision by the processor: in software it took a third of the time of wgmma's kernels. GPUs
-# contract only what is written so.
+# Half precision by the processor: in software it took a third of the time of wgmma's kernels. That
+# it has multiplications with a sum changes no result: they are taken where the text names them.
 OPTIONS = ("-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-w", "-fPIC")
 
 # The instruction of a function that kernlib.lowering.wgmma wrote. The flags at its end say whether
@@ -40,7 +42,7 @@ def _multiply(found: re.Match) -> str:
     return f"multiply_warpgroup<{kinds}>(d, a, b, accumulate);"
 
 
-def kernels_of(tmp_path_factory) -> Path:
+def kernels_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that all tests of a run share, those of its other workers too."""
     base = tmp_path_factory.getbasetemp()
     made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <map>
+#include <map>  // of common/barrier.cuh, here as this header is compiled once
 
 #define __device__
 #define __global__

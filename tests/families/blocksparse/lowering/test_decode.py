@@ -28,7 +28,6 @@ from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
 ARCH = "sm_90a"
 
 # A product, the warps of its CTAs, and how its result lies.
@@ -76,7 +75,7 @@ class Product:
         return self.out
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(("16", "64"), CASES))
 def test_products_are_right(case, emulator, seed):
     problem, warps, out_order = CASES[case]
@@ -84,7 +83,7 @@ def test_products_are_right(case, emulator, seed):
     assert error(made.run(emulator, warps), made.wanted()) <= GATES[problem.numbers]
 
 
-@on_host
+@pytest.mark.emulated
 def test_bits_depend_on_neither_columns_nor_batch(emulator, seed):
     case = Case("float16", (32, 32), (2, 30), 0.6, 1, 2, 16)
     made = Product(case)
@@ -95,7 +94,7 @@ def test_bits_depend_on_neither_columns_nor_batch(emulator, seed):
         assert part.run(emulator, 8).equal(whole[1:, :, :, :columns])
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("order", slow_but(("columns",), ("rows", "columns")))
 def test_epilogues_and_summands(order, emulator, seed):
     """A bias for each line; summands in other strides than the result; rows without blocks too."""
@@ -110,7 +109,7 @@ def test_epilogues_and_summands(order, emulator, seed):
         assert error(found, wanted + rest) <= 1e-3
 
 
-@on_host
+@pytest.mark.emulated
 def test_what_no_block_meets_does_not_count(emulator, seed):
     """Infinities where dense meets no block of a line."""
     case = Case("float16", (16, 16), (8, 12), 0.25, 1, 1, 7)
@@ -125,7 +124,7 @@ def test_what_no_block_meets_does_not_count(emulator, seed):
     assert error(found[0, 0, ~meets], wanted[0, 0, ~meets]) <= 1e-3
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.slow
 def test_batches_beyond_a_grid_are_looped_over(emulator, monkeypatch, seed):
     monkeypatch.setattr(portable, "MOST_Y", 2)

@@ -28,7 +28,6 @@ from tests.support.emulation.emulator import Emulator, kernels_of
 
 ARCH = hopper.ARCH
 COUNT = 5  # multiprocessors, so that a block has several tiles
-needs_compiler = pytest.mark.emulated
 EPILOGUES = {
     "none": (),
     "gelu": (kl.Bias(), kl.Gelu()),
@@ -104,7 +103,7 @@ SLOW = [name for name in CASES if name not in ("64", "16")]
 ORDERS = [("rows", "rows"), ("columns", "rows"), ("rows", "columns"), ("columns", "columns")]
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
 )
@@ -125,7 +124,7 @@ WIDTH_CASES = {
 }
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("orders", [ORDERS[0], ORDERS[3]])
 @pytest.mark.parametrize("name", WIDTH_CASES)
@@ -137,7 +136,7 @@ def test_tiles_of_each_width(width, name, orders, emulator, seed):
     assert error(found, wanted) <= GATES[case.numbers]
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("width", hopper.WIDTHS)
 def test_epilogues_of_each_width(width, emulator, seed):
@@ -147,7 +146,7 @@ def test_epilogues_of_each_width(width, emulator, seed):
         assert error(found, wanted) <= 2 * GATES[case.numbers]
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("epilogue", ["relu", "add", "gate"])
 @pytest.mark.parametrize("name", ["64", "16 transposed"])
@@ -156,7 +155,7 @@ def test_epilogues(name, epilogue, emulator, seed):
     assert error(found, wanted) <= 2 * GATES[CASES[name].numbers]
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("block", [16, 64])
 def test_units_come_by_falling_length(block, transposed, emulator, seed):
@@ -180,7 +179,7 @@ def test_units_come_by_falling_length(block, transposed, emulator, seed):
     assert found[1:].tolist() == steps.argsort(descending=True, stable=True).tolist()
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("block, width", [(64, 256), (64, 64), (32, None)])
 def test_lines_that_take_turns(block, width, emulator, seed):
@@ -202,7 +201,7 @@ def test_lines_that_take_turns(block, width, emulator, seed):
         assert error(out, whole_matrix(layout, values) @ dense.double()) <= 1e-3
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 def test_a_depth_beyond_an_int(emulator, seed):
     """Of which the first and the last block are stored; columns of the dense operand are the same
@@ -232,7 +231,7 @@ SDD = {
 }
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "64")) for n in SDD]
 )
@@ -262,7 +261,7 @@ def sampled_product_of(emulator: Emulator, case: Case, orders, slots: int | None
 SLOTS = [(name, slots) for name in SDD for slots in (4, 2, 1) if slots < 4 or name == "64"]
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("orders", [ORDERS[0], ORDERS[3]])
 @pytest.mark.parametrize("name, slots", SLOTS)
@@ -271,7 +270,7 @@ def test_tiles_of_so_many_slots(name, slots, orders, emulator, seed):
     assert error(found, wanted) <= GATES[SDD[name].numbers]
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("name, slots", SLOTS)
 def test_a_sampled_product_is_added_to(name, slots, emulator, seed):

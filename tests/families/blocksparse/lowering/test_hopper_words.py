@@ -29,7 +29,6 @@ from tests.support.emulation.emulator import Emulator, kernels_of
 ARCH = hopper.ARCH
 COUNT = 5  # multiprocessors, so that a block has several tiles
 GATE = 2e-7  # of sums that the emulator does not truncate
-needs_compiler = pytest.mark.emulated
 EPILOGUES = {
     "none": (),
     "gelu": (kl.Bias(), kl.Gelu()),
@@ -94,7 +93,7 @@ def slow_but(names, kept) -> list:
     return [pytest.param(n, marks=[pytest.mark.slow] * (n not in kept)) for n in names]
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(CASES, ("64", "128 transposed")))
 @pytest.mark.parametrize("orders", slow_but(ORDERS, ORDERS[:1]))
 @pytest.mark.parametrize("turned", slow_but((False, True), (False,)))
@@ -103,7 +102,7 @@ def test_products(name, orders, turned, emulator, seed):
     assert error(made.run(emulator), made.matrix @ made.dense.double()) <= GATE
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("epilogue", ["relu", "add", "gate"])
 @pytest.mark.parametrize("name", ["64 transposed", "128"])
@@ -122,7 +121,7 @@ def test_epilogues(name, epilogue, emulator, seed):
     assert error(found, wanted) <= 2 * GATE
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_lines_and_columns_of_any_magnitude(emulator, seed):
     """Each to its own precision, from 2^-60 to 2^60; a block's 64 of the depth have a scale of
     their own too."""
@@ -139,7 +138,7 @@ def test_lines_and_columns_of_any_magnitude(emulator, seed):
     assert error(made.run(emulator), made.matrix @ made.dense.double()) <= GATE
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_small_numbers_beside_large_ones_keep_their_bits(emulator, seed):
     """Where a line has 2^-24 of its largest number a column has the largest of its own."""
     made = Product(Case("float32", (64, 64), (2, 3), 1.0, 1, 1, 24))
@@ -149,7 +148,7 @@ def test_small_numbers_beside_large_ones_keep_their_bits(emulator, seed):
     assert error(made.run(emulator), made.matrix @ made.dense.double()) <= GATE
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("large", [2.0**127, 2.0**-118])
 def test_the_ends_of_what_float32_holds(large, emulator, seed):
     """Scales near 2^113 do not overflow where results do not, and lines down to 2^-118 keep their
@@ -165,7 +164,7 @@ def test_the_ends_of_what_float32_holds(large, emulator, seed):
         assert error(made.run(emulator), made.matrix @ made.dense.double()) <= 2 * GATE
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_what_is_not_finite_stays_in_its_line_and_column(emulator, seed):
     """And is what float64 makes of it: an infinity of its sign, NaN by 0. Small integers are exact,
     whose low words are 0."""
@@ -185,7 +184,7 @@ def test_what_is_not_finite_stays_in_its_line_and_column(emulator, seed):
     assert torch.equal(found.nan_to_num(0.0, 1e30, -1e30), wanted.nan_to_num(0.0, 1e30, -1e30))
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_what_no_block_meets_costs_nothing(emulator, seed):
     """Neither NaN nor what is so large that the others would be nothing beside it."""
     made = Product(Case("float32", (64, 64), (1, 3), 1.0, 1, 1, 24))
@@ -198,7 +197,7 @@ def test_what_no_block_meets_costs_nothing(emulator, seed):
         assert error(made.run(emulator), wanted) <= GATE
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_a_result_does_not_depend_on_its_batch(emulator, seed):
     made = Product(CASES["64"])
     whole = made.run(emulator).clone()

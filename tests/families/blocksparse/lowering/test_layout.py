@@ -16,8 +16,6 @@ from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
-
 GUARD = 64  # words ahead of and behind each tensor that no kernel may write
 UNWRITTEN = 0x5A5A5A5A
 # Heads, rows and columns of blocks, density, capacity beyond the blocks there are.
@@ -110,14 +108,14 @@ def of_indices(emulator, lists, blocks) -> Memory:
     return memory
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", CASES)
 def test_masks(case, emulator, seed):
     mask, blocks = problem(case, seed)
     agree(of_mask(emulator, mask, blocks), host.encode(mask, blocks))
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_lists_of_indices(case, dtype, emulator, seed):
@@ -129,7 +127,7 @@ def test_lists_of_indices(case, dtype, emulator, seed):
     agree(of_indices(emulator, (rows, cols, heads), blocks), host.encode(mask, blocks))
 
 
-@on_host
+@pytest.mark.emulated
 def test_duplicates_and_indices_out_of_range_are_counted(emulator):
     blocks = Blocks(16, 16, 3, 40, 2, 4)
     lists = [
@@ -151,7 +149,7 @@ def test_duplicates_and_indices_out_of_range_are_counted(emulator):
         assert torch.equal(tensors[name], wanted), name
 
 
-@on_host
+@pytest.mark.emulated
 def test_sums_of_more_tiles_than_one_pass_takes(emulator):
     """By scan alone: the kernels ahead of it would take the host minutes."""
     heads, rows, cols = MORE_TILES_THAN_A_PASS

@@ -14,7 +14,6 @@ from tests.support.emulation import maps
 from tests.support.emulation.emulator import Emulator, kernels_of
 
 FIRST = 5  # tile that the counter gives first
-needs_compiler = pytest.mark.emulated
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ CASES = {  # block, grid, density, heads
 SLOW = [name for name in CASES if name not in ("three words", "many units")]
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
@@ -77,7 +76,7 @@ def test_units_come_by_falling_length(name, transposed, emulator, seed):
     assert found[1:].tolist() == wanted.tolist()
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1023, 1024, 2047, 4100])
 def test_lengths_beyond_the_keys_are_told_apart_in_part(depth, emulator, seed):
@@ -94,7 +93,7 @@ def test_lengths_beyond_the_keys_are_told_apart_in_part(depth, emulator, seed):
     assert found[1:].tolist() == wanted.tolist()
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("depth", [9, pytest.param(1100, marks=pytest.mark.slow)])
 def test_group_after_group_of_units(depth, emulator, seed):
     """Of two heads each, and the last one of three."""

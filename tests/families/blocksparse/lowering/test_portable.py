@@ -31,7 +31,6 @@ from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
 ARCH, PROCESSORS = "sm_80", 1
 KIND = {"kind": "portable"}
 
@@ -106,7 +105,7 @@ class Product:
         return self.out
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_products_are_right(case, emulator, seed):
     problem, columns, order, out_order = CASES[case]
@@ -115,7 +114,7 @@ def test_products_are_right(case, emulator, seed):
     assert error(found, made.wanted()) <= GATES[problem.numbers]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but((*FAST, "many words"), CASES))
 def test_parts_of_sums_are_added_up(case, emulator, seed):
     """Parts of whole blocks of the depth, of which some store nothing; the same bits each time."""
@@ -126,7 +125,7 @@ def test_parts_of_sums_are_added_up(case, emulator, seed):
     assert made.run(emulator, columns, parts=3).equal(found)
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("transposed", slow_but((False,), (False, True)))
 def test_values_may_lie_in_any_way(transposed, emulator, seed):
     case = Case("float16", (16, 32), (9, 5), 0.4, 1, 2, 24, transposed)
@@ -143,7 +142,7 @@ def test_values_may_lie_in_any_way(transposed, emulator, seed):
     assert error(made.run(emulator, 64), made.wanted()) <= GATES["float16"]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "float32")))
 def test_bits_depend_on_neither_columns_nor_batch(numbers, emulator, seed):
     """Whatever the tile."""
@@ -156,7 +155,7 @@ def test_bits_depend_on_neither_columns_nor_batch(numbers, emulator, seed):
         assert part.run(emulator, tile).equal(whole[1:, :, :, :columns])
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("parts", slow_but((1, 2), (1, 2, 5)))
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "bfloat16", "float32")))
 @pytest.mark.parametrize("order", slow_but(("rows",), ("rows", "columns")))
@@ -174,7 +173,7 @@ def test_epilogues_and_summands(numbers, order, parts, emulator, seed):
         assert error(found, wanted + rest) <= GATES[numbers]
 
 
-@on_host
+@pytest.mark.emulated
 def test_a_summand_may_be_the_result(emulator, seed):
     made = Product(Case("float16", (16, 16), (9, 12), 0.3, 1, 1, 40))
     made.out.copy_(torch.randn(made.out.shape))
@@ -182,7 +181,7 @@ def test_a_summand_may_be_the_result(emulator, seed):
     assert error(made.run(emulator, 64, (Add(),), (-1.0,), summand0=made.out), wanted) <= 1e-3
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "float32")))
 def test_what_no_block_meets_does_not_count(numbers, emulator, seed):
     """NaN where dense meets no block of a line, in slots that hold none, and in columns of dense
@@ -202,14 +201,14 @@ def test_what_no_block_meets_does_not_count(numbers, emulator, seed):
     assert error(found[0, 0, ~meets], wanted[0, 0, ~meets]) <= GATES[numbers]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.slow
 def test_long_sums_of_float32_are_as_accurate_as_float32(emulator, seed):
     made = Product(Case("float32", (32, 32), (2, 256), 1.0, 1, 1, 32))
     assert error(made.run(emulator, 32), made.wanted()) <= GATES["float32"]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.slow
 def test_batches_beyond_a_grid_are_looped_over(emulator, monkeypatch, seed):
     monkeypatch.setattr(portable, "MOST_Y", 2)

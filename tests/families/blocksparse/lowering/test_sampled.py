@@ -29,7 +29,6 @@ from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
 ARCH, PROCESSORS = "sm_80", 108
 
 # A product, whose columns are its depth, and how a, b and values lie.
@@ -85,7 +84,7 @@ class Product:
         return self.out
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_products_are_right(case, emulator, seed):
     problem, *orders = CASES[case]
@@ -93,7 +92,7 @@ def test_products_are_right(case, emulator, seed):
     assert error(made.run(emulator), made.wanted()) <= GATES[problem.numbers]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_parts_of_sums_are_added_up(case, emulator, seed):
     """Of whole stages, the last one of what is left; the same bits each time."""
@@ -104,7 +103,7 @@ def test_parts_of_sums_are_added_up(case, emulator, seed):
     assert made.run(emulator, parts=3).equal(found)
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("parts", slow_but((1, 2), (1, 2, 7)))
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "float32")))
 def test_epilogues_and_summands(numbers, parts, emulator, seed):
@@ -122,7 +121,7 @@ def test_epilogues_and_summands(numbers, parts, emulator, seed):
         assert error(found, whole) <= GATES[numbers]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "float32")))
 @pytest.mark.parametrize("depth", slow_but((40,), (40, 37)))
 def test_what_is_not_of_a_block_does_not_count(depth, numbers, emulator, seed):
@@ -138,7 +137,7 @@ def test_what_is_not_of_a_block_does_not_count(depth, numbers, emulator, seed):
     assert error(made.run(emulator), wanted) <= GATES[numbers]
 
 
-@on_host
+@pytest.mark.emulated
 def test_bits_depend_on_neither_batch_nor_layout(emulator, seed):
     case = Case("float16", (16, 16), (9, 20), 0.4, 1, 2, 72)
     made = Product(case)
@@ -149,14 +148,14 @@ def test_bits_depend_on_neither_batch_nor_layout(emulator, seed):
     assert part.run(emulator).equal(part.layout.to_blocks(whole[1:]))
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.slow
 def test_long_sums_of_float32_are_as_accurate_as_float32(emulator, seed):
     made = Product(Case("float32", (32, 32), (2, 2), 1.0, 1, 1, 8192), "rows", "columns", "rows")
     assert error(made.run(emulator), made.wanted()) <= GATES["float32"]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.slow
 def test_batches_beyond_a_grid_are_looped_over(emulator, monkeypatch, seed):
     monkeypatch.setattr(sampled, "MOST_Y", 2)

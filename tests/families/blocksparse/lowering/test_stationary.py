@@ -21,7 +21,6 @@ from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
 EPILOGUES = {
     "none": (),
     "gelu": (kl.Scale(), kl.Gelu()),
@@ -53,7 +52,7 @@ def emulator(tmp_path_factory) -> Emulator:
     return Emulator(kernels_of(tmp_path_factory))
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_products_are_right(name, emulator, seed):
     """Also in slots that hold no block, of which there are some."""
@@ -62,7 +61,7 @@ def test_products_are_right(name, emulator, seed):
     assert error(made.run(stationary, emulator), made.wanted()) <= GATES[case.numbers]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("block", stationary.SIZES)
 @pytest.mark.parametrize("depth", [64, 128])
@@ -73,7 +72,7 @@ def test_both_orders_of_both_operands(orders, depth, block, emulator, seed):
     assert error(made.run(stationary, emulator), made.wanted()) <= GATES[case.numbers]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("gelu", "add"), [n for n in EPILOGUES if n != "none"]))
 @pytest.mark.parametrize("block", slow_but((16, 32), stationary.SIZES))
 def test_epilogues(block, name, emulator, seed):
@@ -100,7 +99,7 @@ def test_epilogues(block, name, emulator, seed):
     assert error(found, wanted) <= 2 * GATES[case.numbers]
 
 
-@on_host
+@pytest.mark.emulated
 def test_a_summand_that_does_not_count_is_not_read(emulator, seed):
     made = Product(Case("float16", (16, 16), (5, 12), 0.3, 1, 2, 64))
     nothing = torch.full_like(made.out, math.nan)

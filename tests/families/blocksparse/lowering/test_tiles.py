@@ -20,7 +20,6 @@ from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
 EPILOGUES = {"none": (), "gelu": (kl.Scale(), kl.Gelu())}
 
 # A product, whose columns are its depth, and how a and b lie.
@@ -46,7 +45,7 @@ def emulator(tmp_path_factory) -> Emulator:
     return Emulator(kernels_of(tmp_path_factory))
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_products_are_right(name, emulator, seed):
     """Also in slots that hold no block, of which there are some."""
@@ -55,7 +54,7 @@ def test_products_are_right(name, emulator, seed):
     assert error(made.run(tiles, emulator), made.wanted()) <= GATES[case.numbers]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("block", stationary.SIZES)
 @pytest.mark.parametrize("orders", [*itertools.product(("rows", "columns"), repeat=2)])
@@ -65,7 +64,7 @@ def test_both_orders_of_both_operands(orders, block, emulator, seed):
     assert error(made.run(tiles, emulator), made.wanted()) <= GATES[case.numbers]
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("block", slow_but((16,), stationary.SIZES))
 def test_an_epilogue(block, emulator, seed):
     """Zeros stay zeros in slots that hold no block."""

@@ -22,7 +22,6 @@ from tests.support.speeds import slow_but
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 # Beside those of products: terms of a gradient have all signs, and cancel.
 GATES = {F64: 4e-13, F32: 4e-6, F16: 2e-3, BF16: 1.6e-2}
-needs_compiler = pytest.mark.emulated
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ CASES = {
 }
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(("distinct", "merged"), CASES))
 def test_gradients_are_right(case, gpus, seed):
     shapes, rows, side, dtype = CASES[case]
@@ -101,7 +100,7 @@ LAYOUTS = {
 }
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("layout", slow_but(("columns of a batch",), LAYOUTS))
 def test_strides_and_batches(layout, gpus, seed):
     """Of x, of the gradient that is given and of factors, some given as their transpose."""
@@ -128,7 +127,7 @@ SEVERAL = {
 }
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(("rows",), SEVERAL))
 def test_several_runs(case, gpus, monkeypatch, seed):
     """What is made of x again, and two runs whose gradients meet in the workspace."""
@@ -150,7 +149,7 @@ def test_several_runs(case, gpus, monkeypatch, seed):
     gradients.runs.cache_clear()
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("side", slow_but(("right",), ("right", "left")))
 def test_only_what_is_needed_is_computed(side, gpus, seed):
     """Without one by x nothing is written for it; without any by factors the product is enough."""
@@ -166,7 +165,7 @@ def test_only_what_is_needed_is_computed(side, gpus, seed):
     check(descriptor, tensors, GATES[F32], ["modes"], gpus)
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_blocks_take_tile_after_tile(gpus, monkeypatch, seed):
     monkeypatch.setattr(modes, "WIDEST_TILE", 2)
     shapes = ((4, 3), (5, 6))
@@ -176,7 +175,7 @@ def test_blocks_take_tile_after_tile(gpus, monkeypatch, seed):
     assert gpus.launches[-2].grid == (3, 1)
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_plans_are_kept(gpus, monkeypatch, seed):
     lowered, lower = [], gradients.lower
     monkeypatch.setattr(gradients, "lower", lambda *given: lowered.append(given) or lower(*given))
@@ -187,7 +186,7 @@ def test_plans_are_kept(gpus, monkeypatch, seed):
     assert len(lowered) == 1 and len(gpus.loads) == 3
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_what_kernels_do_not_hold_is_torchs(gpus, seed):
     """A factor whose gradient no registers hold, and an empty sum."""
     tensors = operands(((230, 230),), 2, "right", F16)

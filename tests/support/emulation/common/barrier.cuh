@@ -2,6 +2,8 @@
 // the parity of the phase.
 #pragma once
 
+#include <map>
+
 #include "common/types.cuh"
 
 struct Arrivals {

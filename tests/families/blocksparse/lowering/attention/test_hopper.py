@@ -21,7 +21,6 @@ from tests.support.emulation import maps
 from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
 ARCH = hopper.ARCH
 COUNT = 3  # multiprocessors, so that a team has several tiles
 
@@ -89,7 +88,7 @@ def check(made):
     assert error(made.lse, lse) <= 1e-5
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_results_are_right(case, emulator, seed):
     made = Made(CASES[case])
@@ -97,7 +96,7 @@ def test_results_are_right(case, emulator, seed):
     check(made)
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(("ragged",), CASES))
 def test_tiles_that_two_warpgroups_share(case, emulator, seed):
     made = Made(CASES[case])
@@ -105,7 +104,7 @@ def test_tiles_that_two_warpgroups_share(case, emulator, seed):
     check(made)
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("layout, kv_heads", [("head", 3), ("batch", 6)])
 def test_group_after_group_of_heads(layout, kv_heads, emulator, seed, monkeypatch):
     """Each of the heads that share K and V."""
@@ -143,7 +142,7 @@ ODD = {
 }  # fmt: skip
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("case", slow_but(("behind a length", "beside stored blocks"), ODD))
 def test_numbers_that_are_not_finite_stay_in_rows_that_see_them(case, rows, emulator, seed):
@@ -176,7 +175,7 @@ BIASED = """struct Score : PlainScore {
 };"""
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("rows", [64, 128])
 def test_scores_read_captured_tensors_where_rows_and_columns_exist(rows, emulator, seed):
     case = Case(
@@ -189,7 +188,7 @@ def test_scores_read_captured_tensors_where_rows_and_columns_exist(rows, emulato
     check(made)
 
 
-@on_host
+@pytest.mark.emulated
 def test_a_row_does_not_depend_on_the_gpu(emulator, seed):
     """Which takes tiles from a counter if it has few multiprocessors."""
     made = Made(CASES["64"])

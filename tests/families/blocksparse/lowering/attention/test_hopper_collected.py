@@ -34,8 +34,6 @@ from tests.support.emulation import maps
 from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
-
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
@@ -68,7 +66,7 @@ CASES = {
 }
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("lengths",), CASES))
 @pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
 def test_every_axis(rows, name, emulator, seed):
@@ -83,7 +81,7 @@ def test_every_axis(rows, name, emulator, seed):
     check_sums(made, sums, given)
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("over", slow_but(("batches",), ("batches", "heads", "both")))
 def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, seed, monkeypatch):
     """In which blocks of threads share a line, of a window and of the rest of it."""
@@ -98,7 +96,7 @@ def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, 
         check_sums(made, sums, given)
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.slow
 def test_each_alone_has_the_same_bits(emulator, seed):
     """Of dq, dk and dv too, whatever is collected."""

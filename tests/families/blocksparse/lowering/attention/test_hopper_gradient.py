@@ -27,7 +27,6 @@ from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
 from tests.support.emulation.emulator import Emulator, kernels_of
 
-on_host = pytest.mark.emulated
 ARCH = hopper_gradient.ARCH
 
 # Softcap and a bias by position, as generated text has them.
@@ -148,7 +147,7 @@ def compare(found, wanted, gate) -> None:
             assert error(one, other) <= gate
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES]
 )
@@ -158,7 +157,7 @@ def test_gradients(name, emulator, seed):
     compare(gradient.launch(emulator), gradient.wanted(), 3 * GATES[case.numbers])
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "lengths")) for n in CASES]
 )
@@ -170,7 +169,7 @@ def test_gradients_of_tiles_that_are_not_the_default(name, emulator, seed):
     compare(gradient.launch(emulator, other), gradient.wanted(), 3 * GATES[case.numbers])
 
 
-@on_host
+@pytest.mark.emulated
 def test_what_is_not_needed_is_not_written(emulator, seed):
     case = Case(density=0.6)
     for needs in ((True, False, False), (False, True, False), (False, False, True)):
@@ -180,14 +179,14 @@ def test_what_is_not_needed_is_not_written(emulator, seed):
         compare(found, gradient.wanted(), 3 * GATES[case.numbers])
 
 
-@on_host
+@pytest.mark.emulated
 def test_of_the_log_sum_exp_too(emulator, seed):
     case = Case("float16", density=0.5, layout="head")
     gradient = Gradient(case, with_lse=True)
     compare(gradient.launch(emulator), gradient.wanted(), 3 * GATES[case.numbers])
 
 
-@on_host
+@pytest.mark.emulated
 def test_nothing_behind_the_lengths_is_read(emulator, seed):
     """NaN there, in all operands, spoils nothing; gradients there are 0."""
     case = Case(queries=90, keys=110, batch=2, lengths=True, density=1.0, window=(50, 60))
@@ -201,7 +200,7 @@ def test_nothing_behind_the_lengths_is_read(emulator, seed):
     compare(gradient.launch(emulator), wanted, 3 * GATES[case.numbers])
 
 
-@on_host
+@pytest.mark.emulated
 def test_a_row_of_nan_spoils_no_other_row_of_dq(emulator, seed):
     case = Case(queries=70, density=1.0)
     gradient = Gradient(case)

@@ -15,8 +15,6 @@ from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
-
 FAST = ("all at once",)
 # Of one kernel, which is compiled once.
 CUT = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, density=0.7)
@@ -28,7 +26,7 @@ def emulator(tmp_path_factory):
     return Emulator(kernels_of(tmp_path_factory))
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_results_are_right(case, emulator, seed):
     made = Made(CASES[case])
@@ -36,7 +34,7 @@ def test_results_are_right(case, emulator, seed):
     made.check()
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(("ragged",), NARROW))
 def test_tiles_of_more_rows_are_right_too(case, emulator, seed):
     made = Made(CASES[case])
@@ -45,7 +43,7 @@ def test_tiles_of_more_rows_are_right_too(case, emulator, seed):
     assert made.run(emulator, 128).clone().equal(made.out)
 
 
-@on_host
+@pytest.mark.emulated
 def test_what_is_left_out_may_be_anything(emulator, seed):
     """NaN and infinities in blocks that are not stored, behind the end and beyond causality or a
     window; where they are seen, a row is NaN."""
@@ -74,7 +72,7 @@ def test_what_is_left_out_may_be_anything(emulator, seed):
     torch.testing.assert_close(found[unseen], clean[unseen], rtol=2e-3, atol=1e-6)
 
 
-@on_host
+@pytest.mark.emulated
 def test_rows_with_what_is_no_number_are_none(emulator, seed):
     """A NaN or an infinite logit that is kept; -inf is as if it were left out."""
     made = Made(Case(density=0.6, heads=1, kv_heads=1))
@@ -87,7 +85,7 @@ def test_rows_with_what_is_no_number_are_none(emulator, seed):
     assert made.out.isnan().any() and not made.out.isnan().all()
 
 
-@on_host
+@pytest.mark.emulated
 def test_a_score_changes_logits(emulator, seed):
     """By a number of its head, read from memory, at rows and columns that exist."""
     slopes = torch.rand(1, 3, 1, 1)
@@ -100,7 +98,7 @@ def test_a_score_changes_logits(emulator, seed):
     made.check()
 
 
-@on_host
+@pytest.mark.emulated
 def test_a_mask_leaves_elements_out(emulator, seed):
     """Rows of which nothing is left are 0, also beside values that are no numbers."""
     of_rows = torch.randint(0, 4, (2, 1, 75, 1)).sort(2).values
@@ -118,7 +116,7 @@ def test_a_mask_leaves_elements_out(emulator, seed):
     assert not made.run(emulator)[empty].any()
 
 
-@on_host
+@pytest.mark.emulated
 def test_weights_of_zero_length(emulator, seed):
     """No rows of k at all, and a batch of which no row counts."""
     made = Made(CUT._replace(queries=40, keys=64, batch=2, density=1.0))

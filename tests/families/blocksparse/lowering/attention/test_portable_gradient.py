@@ -26,8 +26,6 @@ from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
-on_host = pytest.mark.emulated
-
 FAST = ("all at once",)
 # Of one kernel, which is compiled once.
 CUT = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, density=0.7)
@@ -38,7 +36,7 @@ def emulator(tmp_path_factory):
     return Emulator(kernels_of(tmp_path_factory))
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_gradients_are_right(case, emulator, seed):
     made = Gradients(CASES[case])
@@ -46,7 +44,7 @@ def test_gradients_are_right(case, emulator, seed):
     made.check()
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("tile", slow_but((), ("16, 1", "32, 1", "32, 2", "64, 2")))
 def test_every_tile_is_right_and_the_same_each_time(tile, emulator, seed):
     depth, stages = map(int, tile.split(","))
@@ -58,7 +56,7 @@ def test_every_tile_is_right_and_the_same_each_time(tile, emulator, seed):
     assert all(map(torch.equal, made.results, first))
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("k",), ("q", "k", "v", "qv")))
 def test_only_what_is_wanted_is_written(name, emulator, seed):
     needs = tuple(each in name for each in "qkv")
@@ -68,7 +66,7 @@ def test_only_what_is_wanted_is_written(name, emulator, seed):
         assert not need or error(found, wanted) <= GATES["float16"]
 
 
-@on_host
+@pytest.mark.emulated
 def test_gradients_by_way_of_the_logarithm_of_sums(emulator, seed):
     """Rows without anything have none."""
     made = Gradients(CUT._replace(queries=70, keys=60, density=0.5), grad_lse=True)
@@ -80,7 +78,7 @@ def test_gradients_by_way_of_the_logarithm_of_sums(emulator, seed):
     assert empty.any() and not made.dq[empty].any()
 
 
-@on_host
+@pytest.mark.emulated
 def test_what_is_left_out_may_be_anything(emulator, seed):
     """NaN and infinities in k and v of columns that no row sees, in q and grad of rows that see
     nothing, and beyond causality, a window or lengths beside others that are seen."""
@@ -98,7 +96,7 @@ def test_what_is_left_out_may_be_anything(emulator, seed):
     assert all(map(torch.equal, made.results, clean))
 
 
-@on_host
+@pytest.mark.emulated
 def test_a_row_that_is_no_number_stays_among_those_that_see_it(emulator, seed):
     """A NaN in a row of q, in that of grad beside it, and in a column of k."""
     size = {"queries": 60, "keys": 64, "heads": 1, "kv_heads": 1, "window": (9, 0), "density": 1.0}
@@ -128,7 +126,7 @@ def agree(found, known):
     return torch.allclose(found.double(), known.double(), rtol=2**-10, atol=1e-5)
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("dropout", slow_but((0.0,), (0.0, 0.25)))
 def test_scores_and_what_they_capture(dropout, emulator, seed):
     """By rows of all heads, columns of a head, pairs of a batch; a mask leaves some out."""
@@ -154,7 +152,7 @@ def test_scores_and_what_they_capture(dropout, emulator, seed):
         assert error(found.sum(over, keepdim=True), wanted) <= gate
 
 
-@on_host
+@pytest.mark.emulated
 @pytest.mark.parametrize("over", slow_but((), ("batches", "heads", "both")))
 def test_gradients_by_pairs_are_summed_where_nobody_tells_them_apart(over, emulator, seed):
     """By one lane, in the order of batches and heads: the same bits each time, and beside those of

@@ -43,8 +43,6 @@ from tests.support.scores import (
 )
 from tests.support.speeds import slow_but
 
-needs_compiler = pytest.mark.emulated
-
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
@@ -64,7 +62,7 @@ def run(emulator, made, views, v):
 PAIRS = st.tuples(st.none() | SCORE | SCORE, st.none() | MASK)
 
 
-@needs_compiler
+@pytest.mark.emulated
 @pytest.mark.parametrize("examples", slow_but((3,), (3, 40)))  # of which the first is the simplest
 def test_random_scores_are_the_references(examples, emulator):
     @settings(deadline=None, max_examples=examples, database=None, phases=(Phase.generate,))
@@ -82,7 +80,7 @@ def test_random_scores_are_the_references(examples, emulator):
     all_of_them()
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_named_scores_are_the_references(emulator, seed):
     tensors, v = captured(), torch.randn(SHAPE)
     tensors["shift"] = (tensors["shift"].abs() + 1).clamp(max=2)
@@ -92,7 +90,7 @@ def test_named_scores_are_the_references(emulator, seed):
         check(found, expression, v, tensors)
 
 
-@needs_compiler
+@pytest.mark.emulated
 def test_tensors_of_any_strides_and_order_of_axes(emulator, seed):
     axes = {"x": ("col", "head", "row"), "y": ("row", "batch"), "z": ("col", "batch")}
     made = ScoreExpression("v * x + y * z", None, axes)
