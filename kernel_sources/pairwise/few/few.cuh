@@ -26,6 +26,10 @@ constexpr int SIDE = 4, PAIRS = SIDE * SIDE;  // of a patch
 constexpr int AHEAD = 16 / sizeof(AccT);      // features of a lane whose loads wait together
 constexpr int CHAIN = 64;                     // terms of a running sum: PROMOTE_K of tile.cuh
 
+// Whether sums of lanes can leave the range of their type on either side.
+template <class Inner, class T> constexpr bool OVERFLOWS = false;
+template <> constexpr bool OVERFLOWS<Identity, float> = true;
+
 // Laid out by kernlib/families/pairwise/lowering/few.py.
 struct Parameters {
     // written at each launch
@@ -177,6 +181,22 @@ __device__ __forceinline__ u32 largest_of_patch(const u32* sampled, int place, i
     return largest;
 }
 
+// The sum of a pair of which lanes have left the range of float: infinities of both signs meet as
+// a NaN, where a sum in the order of the features is one of them. In double, which holds every
+// product of floats and the sum of as many as there can be.
+__device__ __noinline__ float sum_in_double(const Points& a, const Points& b, int row,
+                                            int column) {
+    const InputT* x = a.data + row * a.point_stride;
+    const InputT* y = b.data + column * b.point_stride;
+    double sum = 0.0;
+#pragma unroll 4
+    for (int k = 0; k < a.features; ++k) {
+        sum += Term::of(convert<double>(convert<float>(x[k * a.feature_stride])),
+                        convert<double>(convert<float>(y[k * b.feature_stride])));
+    }
+    return float(sum);
+}
+
 __device__ __forceinline__ void store(OutputT* to, AccT value, bool accumulate) {
     if (accumulate) value += convert<AccT>(*to);
     *to = convert<OutputT>(value);
@@ -198,6 +218,10 @@ __device__ __forceinline__ void finish_pair(const AccT* sums, const u32* sampled
 #pragma unroll 1
         for (int slice = 1; slice < 1 << bits; ++slice) {
             sum.element[0] = Inner::merge(sum.element[0], from[slice * PAIRS], numbers);
+        }
+        if constexpr (OVERFLOWS<Inner, AccT>) {
+            AccT whole = sum.element[0];
+            if (whole - whole != AccT(0)) sum.element[0] = sum_in_double(a, b, row, column);
         }
         if constexpr (SCALED) {
             numbers.unit = unit_of(largest_of_patch(sampled, place, bits), numbers.p);

@@ -181,6 +181,35 @@ def check_norms(a, b, p, gpus):
     assert found[~finite].isinf().all()
 
 
+@pytest.mark.parametrize("k", [19, 150, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("descriptor", "scale"),
+    [(kl.dot_product(), 1e20), (kl.Pairwise(inner=kl.Identity()), 2e38)],
+    ids=["dot", "difference"],
+)
+def test_sums_of_both_signs_that_leave_float32(descriptor, scale, dtype, k, gpus):
+    """Infinities of the right sign, where those of lanes would meet as a NaN."""
+    a = (drawn(9, k) * scale).clamp(-3e38, 3e38).to(dtype)
+    b = (drawn(6, k, seed=1) * scale).clamp(-3e38, 3e38).to(dtype)
+    wanted = kl.run_kernel(descriptor, a.double(), b.double())
+    found = host(kl.run_kernel(descriptor, gpu(a), gpu(b))).double()
+    overflow = wanted.to(dtype).isinf()
+    assert overflow.any() and torch.equal(found[overflow], wanted.sign()[overflow] * INF)
+    bound = BOUND[dtype]
+    torch.testing.assert_close(found[~overflow], wanted[~overflow], rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, INF])
+def test_products_with_numbers_that_are_none(value, gpus):
+    a, b = drawn(7, 70), drawn(9, 70, seed=1)
+    a[1, 3], b[4, 69], b[5, 3] = value, -value, 0.0
+    wanted = a.double() @ b.double().T
+    found = host(kl.run_kernel(kl.dot_product(), gpu(a), gpu(b))).double()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert wanted[1, 5].isnan() and not wanted[0].isnan().all()
+
+
 @pytest.mark.parametrize("p", [0, 0.5, 1, 1.3, 2, 3, INF])
 def test_numbers_that_are_none(p, gpus):
     a, b = drawn(7, 40), drawn(9, 40, seed=1)
