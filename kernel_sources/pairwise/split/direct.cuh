@@ -2,7 +2,13 @@
 // |x|^2 + |y|^2 - 2 <x, y>.
 #pragma once
 
+#include "common/math.cuh"
 #include "pairwise/split/parameters.cuh"
+
+// Sums of products, which overflow on either side, are double: a lane's infinity of one float and
+// the product of two others that another lane has would meet as a NaN.
+template <bool SQUARES> struct DirectSum { using Type = float; };
+template <> struct DirectSum<false> { using Type = double; };
 
 // Of points m of a and n of b in batch entry l. `p` has a, b, a_view, b_view and k.
 template <class Parameters>
@@ -10,13 +16,14 @@ __device__ __forceinline__ float sum_directly(const Parameters& p, i64 l, i64 m,
     i64 a_step = p.a_view.column_stride, b_step = p.b_view.column_stride;
     const InputT* a = p.a + l * p.a_view.batch_stride + m * p.a_view.row_stride;
     const InputT* b = p.b + l * p.b_view.batch_stride + n * p.b_view.row_stride;
-    float sum = 0.0f;
+    using Sum = DirectSum<DIFFERENCE>::Type;
+    Sum sum = 0;
 #pragma unroll 4
     for (int k = threadIdx.x % 32; k < p.k; k += 32) {
         float x = convert<float>(a[k * a_step]), y = convert<float>(b[k * b_step]);
-        sum = DIFFERENCE ? fmaf(y - x, y - x, sum) : fmaf(x, y, sum);
+        sum = multiply_add(Sum(DIFFERENCE ? y - x : x), Sum(DIFFERENCE ? y - x : y), sum);
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    return sum;
+    return float(sum);
 }
