@@ -16,13 +16,13 @@ import torch
 from benchmarks.auto.problems import Call, Problem, Way, problems
 from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session, attempt
+from benchmarks.common.summary import TIE
 from kernlib.jit import service, tuning
 from kernlib.run import ahead_of
 from kernlib.runtime.candidates import Candidate
 from kernlib.runtime.devices import arch_of
 from kernlib.runtime.plan import forget_plans
 
-TIE = 1.05  # times within it count as equal
 COMPILERS = 16
 HEADERS = [
     name

@@ -23,6 +23,7 @@ from kernlib.jit import sources, toolchain
 
 NO_GPU = "none"
 UNITS_PER_MS = {"ms": 1.0, "us": 1e3}
+PORTABLE = " portable"  # ends the name of a case that is measured with KERNLIB_PORTABLE=1
 
 
 # Rows and the machine they were measured on.
@@ -66,7 +67,7 @@ class Case:
 
     def portable(self) -> Case:
         """The same with KERNLIB_PORTABLE=1, under a name of its own and without its target."""
-        name = f"{self.name} portable"
+        name = self.name + PORTABLE
 
         def measure(session: Session) -> Row:
             return replace(self.measure(session), case=name, must=None)
@@ -130,7 +131,8 @@ def note(text: str) -> None:
 
 
 def merge(head: dict, rows: list[dict], old: dict | None, order: Sequence[str] = ()) -> dict:
-    """A result file with ``rows`` in place of those of the same cases in ``old``.
+    """A result file with ``rows`` in place of those of the same cases in ``old``, in ``order``,
+    cases measured with KERNLIB_PORTABLE=1 behind all others.
 
     A kept row that other kernel sources gave keeps their digest as its own ``sources``. Raises
     ValueError when ``old`` is of another GPU.
@@ -140,7 +142,11 @@ def merge(head: dict, rows: list[dict], old: dict | None, order: Sequence[str] =
     merged = {row["case"]: _dated(row, old, head) for row in (old or {}).get("rows", [])}
     merged |= {row["case"]: row for row in rows}
     place = {name: index for index, name in enumerate(order)}
-    ordered = sorted(merged.values(), key=lambda row: place.get(row["case"], len(place)))
+
+    def behind(row: dict) -> tuple[bool, int]:
+        return row["case"].endswith(PORTABLE), place.get(row["case"], len(place))
+
+    ordered = sorted(merged.values(), key=behind)
     return {**head, "rows": ordered}
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+TIE = 1.05  # times within it count as equal
+
 
 class Summary(NamedTuple):
     """Of ``cases`` rows, ``compared`` of them with a rival: in how many kernlib is the fastest, and

@@ -19,8 +19,9 @@ NOTHING = "No results committed yet."
 INTRODUCTION = """\
 Times in the same process as the rivals', by the benchmark that stands in the name of this page;
 (n×) is how many times longer a rival takes. The floor is the time that the bound in brackets takes
-at full rate; errors are relative, in the Frobenius norm, against float64. Made by
-`python -m benchmarks.report` from `benchmarks/results`.
+at full rate; errors are relative, in the Frobenius norm, against float64. Cases that end in
+"portable" ran the kernels for other GPUs on this one and do not count where a rival is faster. Made
+by `python -m benchmarks.report` from `benchmarks/results`.
 """
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 from benchmarks.common.harness import number
-from benchmarks.common.summary import Summary, best_rival
+from benchmarks.common.summary import TIE, Summary, best_rival, speed_up, summarise
 from benchmarks.kronecker_product import summary as kronecker_product
 from benchmarks.kronecker_sparse import summary as kronecker_sparse
 from benchmarks.sparse import summary as sparse
 
 HEADER = ("case", "kernlib", "floor", "rivals", "error")
 TITLES = {
+    "auto": "What kernlib chooses by itself",
     "blocksparse": "Block-sparse",
     "cpu": "CPU tensors",
     "kronecker_sparse": "Kronecker-sparse",
@@ -130,7 +131,24 @@ def _sparse(rows: list[dict]) -> list[str]:
     return [table(header, rule, map(line, lines)) for header, rule, lines in sparse.tables(rows)]
 
 
+def _auto(rows: list[dict]) -> list[str]:
+    """A line a family, whose calls are random ones that nobody asks for by name."""
+    header = ("family", "calls", "within 5 % of the fastest way", "that takes, mean", "least")
+    families: dict[str, list[dict]] = {}
+    for row in rows:
+        families.setdefault(row["case"].split()[1], []).append(row)
+    lines = [line((title(name), *_chosen(some))) for name, some in families.items()]
+    return [table(header, "|---|" + "---:|" * 4, lines)]
+
+
+def _chosen(rows: list[dict]) -> list[str]:
+    """How often and by how much another way than the chosen one is faster."""
+    found, met = summarise(rows), sum(speed_up(row) * TIE >= 1 for row in rows)
+    return [str(len(rows)), str(met), _times(found.speed_up), _times(found.least)]
+
+
 TABLES = {
+    "auto": _auto,
     "kronecker_product": _kronecker_product,
     "kronecker_sparse": _kronecker_sparse,
     "sparse": _sparse,

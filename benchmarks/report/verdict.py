@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.common.harness import number
-from benchmarks.common.summary import best_rival, speed_up, summarise
+from benchmarks.common.harness import PORTABLE, number
+from benchmarks.common.summary import TIE, best_rival, speed_up, summarise
 from benchmarks.report.tables import line, quantity, short, table, title
 
-TIE = 1.05  # times within it count as equal
 WORST = 3  # cases of a family that README names
 TIMES = ("ms", "us")
 LOSSES = "where a rival is faster by more than 5 %, the worst first"
-ASIDE = ("cpu", "service")  # no families: calls without a GPU; first calls and the cache
+# No families: choices of all of them; calls without a GPU; first calls and the cache.
+ASIDE = ("auto", "cpu", "service")
 HEADER = (
     "family", "on", "cases with a rival", "fastest in", "best rival takes, mean", "least", "most",
     "everything measured",
@@ -23,8 +23,9 @@ def measured(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
 
 
 def compared(rows: list[dict]) -> list[dict]:
-    """The times that a rival's stands beside."""
-    return [row for row in rows if row["rivals"] and row["unit"] in TIMES]
+    """The times that a rival's stands beside, but not those of other GPUs' kernels."""
+    own = [row for row in rows if not row["case"].endswith(PORTABLE)]
+    return [row for row in own if row["rivals"] and row["unit"] in TIMES]
 
 
 def lost(rows: list[dict]) -> list[dict]:

@@ -71,6 +71,14 @@ def test_merge_replaces_by_case_in_order():
     assert found["rows"][1]["ours"] == 1.0
 
 
+def test_merge_puts_portable_cases_behind_all_others():
+    old = harness.merge(HEAD, [row("b").as_json()], None)
+    found = harness.merge(HEAD, [row("a portable").as_json()], old, ["a portable"])
+    assert [one["case"] for one in found["rows"]] == ["b", "a portable"]
+    found = harness.merge(HEAD, [row("c").as_json()], found, ["c", "b"])
+    assert [one["case"] for one in found["rows"]] == ["c", "b", "a portable"]
+
+
 def test_merge_keeps_the_digest_of_older_rows():
     old = harness.merge(HEAD, [row("a").as_json(), row("b").as_json()], None)
     found = harness.merge({**HEAD, "sources": "cd34"}, [row("a").as_json()], old)
@@ -341,6 +349,15 @@ def test_report_names_the_worst_of_many_losses():
     )
     assert found.endswith(" and 6 more |")
     assert report.verdict.section(rows[:0]) == "No rival is faster by more than 5 % in any case."
+
+
+def test_report_counts_no_kernels_of_other_gpus_and_no_choices_of_all_families():
+    slow = Row("cdist portable", "us", 10.0, rivals={"torch": 1.0}).as_json()
+    assert report.verdict.compared([slow]) == []
+    choice = Row("auto sparse 3x4", "us", 10.0, rivals={"torch": 1.0}).as_json()
+    results = {**HEAD, "rows": [choice, {**choice, "ours": 1.0}]}
+    assert report.verdict.measured([("auto", results)]) == []
+    assert "| Sparse | 2 | 1 | 0.316× | 0.100× |" in report.tables.section("auto", results)
 
 
 def test_the_picture_is_of_the_results(project, capsys):
