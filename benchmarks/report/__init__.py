@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks.common.harness import PORTABLE
 from benchmarks.report import tables, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,9 +20,12 @@ NOTHING = "No results committed yet."
 INTRODUCTION = """\
 Times in the same process as the rivals', by the benchmark that stands in the name of this page;
 (n×) is how many times longer a rival takes. The floor is the time that the bound in brackets takes
-at full rate; errors are relative, in the Frobenius norm, against float64. Cases that end in
-"portable" ran the kernels for other GPUs on this one and do not count where a rival is faster. Made
-by `python -m benchmarks.report` from `benchmarks/results`.
+at full rate; errors are relative, in the Frobenius norm, against float64. Made by
+`python -m benchmarks.report` from `benchmarks/results`.
+"""
+OF_PORTABLE = """\
+Cases that end in "portable" ran the kernels for other GPUs on this one, and do not count where a
+rival is faster.
 """
 
 
@@ -37,6 +41,8 @@ def load(folder: Path) -> list[tuple[str, dict]]:
 def page(family: str, found: list[dict], pictures: list[str]) -> str:
     """A family's page: each GPU's tables, and in which cases a rival is faster."""
     parts = [f"# Results: {tables.title(family).lower()}", INTRODUCTION.rstrip()]
+    if any(row["case"].endswith(PORTABLE) for results in found for row in results["rows"]):
+        parts.append(OF_PORTABLE.rstrip())
     parts += [f"![{tables.title(family)}]({path})" for path in pictures]
     for results in found:
         parts += [f"## Where a rival is faster, on {results['gpu']}"]

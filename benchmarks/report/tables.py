@@ -132,8 +132,8 @@ def _sparse(rows: list[dict]) -> list[str]:
 
 
 def _auto(rows: list[dict]) -> list[str]:
-    """A line a family, whose calls are random ones that nobody asks for by name."""
-    header = ("family", "calls", "within 5 % of the fastest way", "that takes, mean", "least")
+    """A line a family, of random calls for which kernlib chooses the kernel."""
+    header = ("family", "calls", "within 5 % of the fastest way", "it takes, mean", "least")
     families: dict[str, list[dict]] = {}
     for row in rows:
         families.setdefault(row["case"].split()[1], []).append(row)
