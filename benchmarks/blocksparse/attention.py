@@ -289,6 +289,7 @@ def _flex(problem: Problem, layout: blocksparse.Layout, learned=None) -> Callabl
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     config.donated_buffer = False  # a gradient is taken more than once
+    torch.compiler.reset()  # after 8 problems of one process it would be compiled for no more
     compiled = torch.compile(flex_attention)
     if problem.window:
         width = problem.window

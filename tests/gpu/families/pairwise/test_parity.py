@@ -12,7 +12,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import ahead
 from kernlib.runtime.devices import arch_of
-from tests.gpu.families.pairwise.cases import points, relative_error
+from tests.gpu.families.pairwise.cases import on_hopper, points, relative_error
 
 INF, NAN = math.inf, math.nan
 L2, SQUARES, DOT = kl.l2_distance(), kl.squared_distance(), kl.dot_product()
@@ -28,7 +28,7 @@ def squares(a, b):
 @pytest.fixture
 def tensor_cores():
     """Where p = 2 and dot products go by them."""
-    if arch_of(0) != "sm_90a":
+    if not on_hopper():
         pytest.skip("differences compute p = 2 on GPUs other than those of sm_90")
 
 
