@@ -1,5 +1,6 @@
 """Two speeds of tests: what is slow, who shares a run, and what no test looks at."""
 
+import argparse
 import re
 from itertools import chain
 from pathlib import Path
@@ -53,6 +54,25 @@ def test_parts_of_sweeps_are_all_of_them():
 def test_a_part_that_there_is_not(text):
     with pytest.raises(pytest.UsageError, match="--sweeps must be K/N"):
         speeds.sweep_part(text)
+
+
+def test_cases_of_a_test_are_spread():
+    class Item(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    several = [Item(nodeid=f"a.py::test[{i}]") for i in range(11)]
+    few = [Item(nodeid="a.py::test_few[a]"), Item(nodeid="a.py::test_few[b]")]
+    one = [Item(nodeid="a.py::test_one")]
+    items = [*few[:1], *several, *one, *few[1:]]
+    assert speeds.spread(items, 3) == [few[0], several[0], several[5], several[10], *one, few[1]]
+    assert speeds.spread(items, 1) == [few[0], several[0], *one]
+    assert speeds.spread(items, 100) == items
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "a", "1.5"])
+def test_no_count_of_cases(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="--cases must be 1 or more"):
+        speeds.count_of_cases(text)
 
 
 @pytest.mark.parametrize(

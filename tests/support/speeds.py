@@ -5,15 +5,18 @@ installed. Slow are, by their meaning: sweeps of compiles but for one specificat
 documents, examples, benchmarks and the demo when they are executed, soaks and kills, Inductor, and
 gradient checks beyond one case a stage. ``pytest -m slow`` runs those, ``pytest -m ""`` all, and
 ``--sweeps K/N`` leaves out all but the K-th of N parts of sweeps of kernels: of slow tests of
-``lowering``, which compile kernels or run them on the host.
+``lowering``, which compile kernels or run them on the host. ``--cases N`` runs every test with N of
+its parameters at most, the same N each time.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import threading
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -28,6 +31,7 @@ LEFT_OUT = {  # why tests of a run were left out, and how to run them
     "emulated": "run kernels on the host, which needs g++",
     "slow": "are slow: pytest -m slow",
     "sweeps": "are in other parts of slow sweeps of kernels: pytest -m slow --sweeps K/N",
+    "cases": "are further cases of tests: pytest without --cases",
 }
 
 
@@ -62,6 +66,25 @@ def is_in_part(item: pytest.Item, text: str) -> bool:
     return zlib.crc32(item.nodeid.encode()) % count == rest
 
 
+def count_of_cases(text: str) -> int:
+    """What follows ``--cases``. Raises argparse.ArgumentTypeError."""
+    if not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"--cases must be 1 or more, got {text!r}")
+    return int(text)
+
+
+def spread(items: list[pytest.Item], limit: int) -> list[pytest.Item]:
+    """Of each test at most ``limit`` cases: the first, the last and those evenly between."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for each in cases.values():
+        count = min(limit, len(each))
+        kept.update(each[i * (len(each) - 1) // max(1, count - 1)] for i in range(count))
+    return [item for item in items if item in kept]
+
+
 def workers(config: pytest.Config) -> int:
     """How many share a run whose command line does not say; 0 is this process alone."""
     option = config.option
@@ -94,8 +117,18 @@ class Speeds:
 
     # What is left out.
 
-    @pytest.hookimpl(tryfirst=True)  # before -m selects
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items):
+        self._leave_out_kinds(items)
+        yield  # -m selects
+        limit = self.config.option.cases
+        if limit is not None:
+            kept = dict.fromkeys(spread(items, limit))
+            left_out = [item for item in items if item not in kept]
+            self.config.hook.pytest_deselected(items=left_out)
+            items[:], self.left_out["cases"] = kept, len(left_out)
+
+    def _leave_out_kinds(self, items: list[pytest.Item]) -> None:
         import torch
 
         sweeps = self.config.option.sweeps
