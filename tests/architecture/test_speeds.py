@@ -60,13 +60,19 @@ def test_cases_of_a_test_are_spread():
     class Item(SimpleNamespace):
         __hash__ = object.__hash__
 
-    several = [Item(nodeid=f"a.py::test[{i}]") for i in range(11)]
-    few = [Item(nodeid="a.py::test_few[a]"), Item(nodeid="a.py::test_few[b]")]
-    one = [Item(nodeid="a.py::test_one")]
-    items = [*few[:1], *several, *one, *few[1:]]
-    assert speeds.spread(items, 3) == [few[0], several[0], several[5], several[10], *one, few[1]]
-    assert speeds.spread(items, 1) == [few[0], several[0], *one]
-    assert speeds.spread(items, 100) == items
+    def items(file, *names):
+        marked = {"path": Path(file), "get_closest_marker": lambda _: True}
+        return [Item(nodeid=f"{file}::{name}", **marked) for name in names]
+
+    several = items("tests/a.py", *(f"test[{i}]" for i in range(11)))
+    few, one = items("tests/a.py", "test_few[a]", "test_few[b]"), items("tests/a.py", "test_one")
+    files = ("tests/docs/a.py", "tests/lowering/a.py")
+    whole = [item for file in files for item in items(file, *(f"test[{i}]" for i in range(5)))]
+    every = [*few[:1], *several, *one, *few[1:], *whole]
+    kept = [few[0], several[0], several[5], several[10], *one, few[1], *whole]
+    assert speeds.spread(every, 3) == kept
+    assert speeds.spread(every, 1) == [few[0], several[0], *one, *whole]
+    assert speeds.spread(every, 100) == every
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "a", "1.5"])

@@ -5,8 +5,8 @@ installed. Slow are, by their meaning: sweeps of compiles but for one specificat
 documents, examples, benchmarks and the demo when they are executed, soaks and kills, Inductor, and
 gradient checks beyond one case a stage. ``pytest -m slow`` runs those, ``pytest -m ""`` all, and
 ``--sweeps K/N`` leaves out all but the K-th of N parts of sweeps of kernels: of slow tests of
-``lowering``, which compile kernels or run them on the host. ``--cases N`` runs every test with N of
-its parameters at most, the same N each time.
+``lowering``, which compile kernels or run them on the host. ``--cases N`` runs every other test
+with N of its cases at most, the same N each time.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ def sweep_part(text: str) -> tuple[int, int]:
     return int(part) - 1, int(count)
 
 
+def is_sweep(item: pytest.Item) -> bool:
+    return "lowering" in item.path.parts and bool(item.get_closest_marker("slow"))
+
+
 def is_in_part(item: pytest.Item, text: str) -> bool:
     """Whether a test runs in this part of the sweeps."""
-    if "lowering" not in item.path.parts or not item.get_closest_marker("slow"):
+    if not is_sweep(item):
         return True
     rest, count = sweep_part(text)
     return zlib.crc32(item.nodeid.encode()) % count == rest
@@ -74,11 +78,14 @@ def count_of_cases(text: str) -> int:
 
 
 def spread(items: list[pytest.Item], limit: int) -> list[pytest.Item]:
-    """Of each test at most ``limit`` cases: the first, the last and those evenly between."""
-    cases = defaultdict(list)
+    """Of each test at most ``limit`` cases: the first, the last and those evenly between. Sweeps,
+    which have parts, stay whole, and documents and examples, which are no cases of one thing."""
+    cases, kept = defaultdict(list), set()
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
-    kept = set()
+        if is_sweep(item) or "docs" in item.path.parts:
+            kept.add(item)
+        else:
+            cases[item.nodeid.partition("[")[0]].append(item)
     for each in cases.values():
         count = min(limit, len(each))
         kept.update(each[i * (len(each) - 1) // max(1, count - 1)] for i in range(count))
