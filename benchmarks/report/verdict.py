@@ -38,10 +38,10 @@ def overview(results: list[tuple[str, dict]]) -> str:
     """README's: a line a family and GPU, and what each loses."""
     some = [(name, short(found["gpu"]), found["rows"]) for name, found in measured(results)]
     some.sort(key=lambda each: each[:2])
-    losses = [_losses(family, lost(rows)) for family, _, rows in some if lost(rows)]
+    losses = [_losses(family, gpu, lost(rows)) for family, gpu, rows in some if lost(rows)]
     parts = [table(HEADER, "|---|---|" + "---:|" * 5 + "---|", [_line(*each) for each in some])]
     if losses:
-        parts.append(table(("family", LOSSES), "|---|---|", losses))
+        parts.append(table(("family", "on", LOSSES), "|---|---|---|", losses))
     return "\n\n".join(parts)
 
 
@@ -70,10 +70,10 @@ def _line(family: str, gpu: str, rows: list[dict]) -> str:
     return line((title(family), gpu, str(found.compared), str(found.wins), *times, link))
 
 
-def _losses(family: str, rows: list[dict]) -> str:
+def _losses(family: str, gpu: str, rows: list[dict]) -> str:
     named = ", ".join(f"`{row['case']}` ({_best(row)})" for row in rows[:WORST])
     behind = f" and {len(rows) - WORST} more" if len(rows) > WORST else ""
-    return line((title(family), named + behind))
+    return line((title(family), gpu, named + behind))
 
 
 def _best(row: dict) -> str:

@@ -65,7 +65,9 @@ REDUCTIONS = (
 @click.option(
     "--reduction",
     type=click.Choice(REDUCTIONS),
-    help="The call that --shape describes is this function of a kernel matrix that is not stored.",
+    metavar="FUNCTION",
+    help="The call that --shape describes is this function of a kernel matrix that is not stored: "
+    f"{', '.join(REDUCTIONS)}.",
 )
 @click.option(
     "--gradient",

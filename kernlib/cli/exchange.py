@@ -39,7 +39,7 @@ def export(folder: Path, archs: tuple[str, ...], force: bool, as_json: bool) -> 
     click.echo(f"Exported {counted(facts['kernels'], 'kernel')}: {listed}")
     click.echo(f"file    {facts['path']}, {size(facts['bytes'])}")
     click.echo(f"sha256  {facts['sha256']}")
-    click.echo(f"use     {facts['use']}")
+    click.echo(f"use     {facts['use']}, or where it is copied to")
 
 
 def _refuse(folder: Path, force: bool) -> None:
@@ -73,7 +73,7 @@ def _export(folder: Path, archs: tuple[str, ...]) -> dict:
         "archs": dict(sorted(counts.items())),
         "bytes": path.stat().st_size,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "use": f"KERNLIB_CACHE_DIR={places.folder().absolute()}:{path.parent}",
+        "use": f"KERNLIB_CACHE_DIR=$HOME/.cache/kernlib:{path.parent}",
     }
 
 

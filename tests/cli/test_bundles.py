@@ -34,7 +34,7 @@ def test_export(run, tmp_path, cache_dir):
     assert facts["archs"] == {"sm_80": 1, "sm_90a": 1}
     assert facts["bytes"] == path.stat().st_size
     assert facts["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert facts["use"] == f"KERNLIB_CACHE_DIR={cache_dir}:{tmp_path / 'b'}"
+    assert facts["use"] == f"KERNLIB_CACHE_DIR=$HOME/.cache/kernlib:{tmp_path / 'b'}"
 
 
 def test_export_says_how_to_use_it(run, tmp_path, cache_dir, monkeypatch):
@@ -42,7 +42,7 @@ def test_export_says_how_to_use_it(run, tmp_path, cache_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = run("cache", "export", "b").stdout
     assert "Exported 1 kernel: 1 sm_90a" in text and "sha256  " in text
-    assert f"KERNLIB_CACHE_DIR={cache_dir}:{tmp_path / 'b'}" in text
+    assert f"KERNLIB_CACHE_DIR=$HOME/.cache/kernlib:{tmp_path / 'b'}" in text
 
 
 def test_export_of_some_archs(run, tmp_path):
