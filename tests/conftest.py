@@ -25,7 +25,7 @@ def pytest_addoption(parser):
     parser.addoption("--cpu-over", type=float, metavar="SECONDS", help=text)
     text = "of slow sweeps of kernels, those of lowering, only the K-th of N parts"
     parser.addoption("--sweeps", metavar="K/N", help=text)
-    text = "run each test with so many of its cases at most: the first, the last, some between"
+    text = "run each test but sweeps and those of documents with so many of its cases at most"
     parser.addoption("--cases", type=speeds.count_of_cases, metavar="N", help=text)
     text = "count GPU tests together with those of earlier runs of the same code, which FILE keeps"
     parser.addoption("--gpu-runs", metavar="FILE", type=Path, help=text)

@@ -400,6 +400,16 @@ def test_hooks_record_no_partial_run(checkout, arguments):
     assert found is None, output
 
 
+@pytest.mark.slow
+def test_hooks_record_no_family_of_which_some_cases_are_left_out(checkout):
+    (checkout / "tests" / "gpu" / "service" / "test_x.py").write_text(OUTCOMES)
+    output, found = run_pytest(checkout, "tests", "--cases", "2")
+    assert "gpu record: service incomplete, not recorded" in output, output
+    assert "4 tests are further cases of tests" in output, output
+    assert found["families"]["service"]["status"] == "unverified"
+    assert found["families"]["pairwise"]["status"] == "passed"
+
+
 def test_hooks_leave_gpu_tests_out_without_a_gpu(checkout):
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -23,7 +23,7 @@ from tests.cli.cases import (
 # export
 
 
-def test_export(run, tmp_path, cache_dir):
+def test_export(run, tmp_path):
     keep("a")
     keep("b", arch="sm_80")
     result = run("cache", "export", tmp_path / "b", "--json")
@@ -37,7 +37,7 @@ def test_export(run, tmp_path, cache_dir):
     assert facts["use"] == f"KERNLIB_CACHE_DIR=$HOME/.cache/kernlib:{tmp_path / 'b'}"
 
 
-def test_export_says_how_to_use_it(run, tmp_path, cache_dir, monkeypatch):
+def test_export_says_how_to_use_it(run, tmp_path, monkeypatch):
     keep("a")
     monkeypatch.chdir(tmp_path)
     text = run("cache", "export", "b").stdout

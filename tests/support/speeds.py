@@ -5,8 +5,8 @@ installed. Slow are, by their meaning: sweeps of compiles but for one specificat
 documents, examples, benchmarks and the demo when they are executed, soaks and kills, Inductor, and
 gradient checks beyond one case a stage. ``pytest -m slow`` runs those, ``pytest -m ""`` all, and
 ``--sweeps K/N`` leaves out all but the K-th of N parts of sweeps of kernels: of slow tests of
-``lowering``, which compile kernels or run them on the host. ``--cases N`` runs every other test
-with N of its cases at most, the same N each time.
+``lowering``, which compile kernels or run them on the host. ``--cases N`` runs every test but those
+sweeps, documents and examples with N of its cases at most, the same N each time.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def sweep_part(text: str) -> tuple[int, int]:
 
 
 def is_sweep(item: pytest.Item) -> bool:
+    """Whether a test is of those that ``--sweeps`` parts."""
     return "lowering" in item.path.parts and bool(item.get_closest_marker("slow"))
 
 
