@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kernlib as kl
@@ -66,7 +66,6 @@ def custom(text, parameters=PARAMETERS):
     return kl.Custom(text, tuple(n for n in parameters if re.search(rf"\b{n}\b", text)))
 
 
-@settings(deadline=None)
 @given(text=EXPRESSIONS, v=VALUES, gain=VALUES, shift=VALUES)
 def test_the_rules_are_autograds(text, v, gain, shift):
     chain = (custom(text),)
@@ -210,7 +209,6 @@ def test_a_kernel_of_it_has_a_text():
     assert made.vectors == made.positive == ()
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8))
 def test_long_chains_do_not_fit(count):
     chain = (kl.Silu(),) * count

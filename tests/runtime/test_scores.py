@@ -59,7 +59,7 @@ def score_of(text, v, values=None):
     return expressions.score(tree.score, v, positions(1, 1, 1, v.shape[-1]) | (values or {}))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(text=SCORE)
 def test_a_score_is_pythons(text):
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_a_score_is_pythons(text):
     torch.testing.assert_close(found, by_python(text, v, tensors), rtol=1e-7, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(text=MASK)
 def test_a_mask_is_pythons(text):
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_a_mask_is_pythons(text):
     assert found.dtype == torch.bool and found.expand(SHAPE).equal(wanted.bool())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(text=SCORE)
 def test_gradients_are_the_rules(text):
     """Of each captured tensor the sum over what it is the same for."""

@@ -13,7 +13,7 @@ from kernlib.runtime.shapes import broadcast_shapes
 shapes = st.lists(st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4).map(tuple), max_size=4)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(shapes)
 def test_they_are_torchs(shapes):
     try:

@@ -27,7 +27,7 @@ flags = st.tuples(st.booleans(), st.booleans())
 width = st.integers(0, 9)
 leads = st.sampled_from([((), ()), ((2,), ()), ((), (3,)), ((2, 1), (3,)), ((1,), (2,))])
 seeds = st.integers(0, 10**6)
-check = partial(settings, deadline=None, max_examples=25)
+check = partial(settings, max_examples=25)
 
 
 @st.composite

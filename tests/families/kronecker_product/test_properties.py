@@ -27,7 +27,7 @@ def given_operands(shapes, rows, side, seed):
     return operands(shapes, rows, side)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes, rows, sides, seeds)
 def test_left_is_the_transpose_of_right(shapes, rows, side, seed):
     x, factors = given_operands(shapes, rows, side, seed)
@@ -40,7 +40,7 @@ def test_left_is_the_transpose_of_right(shapes, rows, side, seed):
     close(kl.run_kernel(made, x, *(f.mT for f in factors)), found)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes, sides, seeds)
 def test_the_transposed_factors_are_the_adjoint(shapes, side, seed):
     x, factors = given_operands(shapes, 3, side, seed)
@@ -50,7 +50,7 @@ def test_the_transposed_factors_are_the_adjoint(shapes, side, seed):
     close((found * y).sum(), (x * back).sum())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes, st.integers(0, 4), st.integers(1, 4), sides, seeds)
 def test_a_factor_of_one_size_is_the_identity_beside_others(shapes, place, size, side, seed):
     """``F1 ⊗ I ⊗ F2`` changes blocks of x and nothing else; ``I_1`` changes nothing."""
@@ -67,7 +67,7 @@ def test_a_factor_of_one_size_is_the_identity_beside_others(shapes, place, size,
     assert torch.equal(kl.kron_matmul(x, alone, side=side), x)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes, st.integers(0, 2), sides, seeds)
 def test_merging_two_factors_changes_nothing(shapes, place, side, seed):
     x, factors = given_operands(((2, 3), *shapes), 3, side, seed)
@@ -77,7 +77,7 @@ def test_merging_two_factors_changes_nothing(shapes, place, side, seed):
     close(kl.kron_matmul(x, merged, side=side), kl.kron_matmul(x, factors, side=side))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes, st.integers(0, 3), sides, seeds)
 def test_it_is_linear_in_each_operand(shapes, place, side, seed):
     x, factors = given_operands(shapes, 3, side, seed)
@@ -93,7 +93,7 @@ def test_it_is_linear_in_each_operand(shapes, place, side, seed):
     close(run(x, 2 * factors[place] - 3 * f), 2 * whole - 3 * run(x, f))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(shapes, shapes, sides, seeds)
 def test_two_products_are_one_with_the_products_of_factors(first, second, side, seed):
     """``(A ⊗ B)(C ⊗ D) = AC ⊗ BD``."""
@@ -108,7 +108,7 @@ def test_two_products_are_one_with_the_products_of_factors(first, second, side, 
     close(found, kl.kron_matmul(x, both, side=side))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(shapes, st.lists(st.integers(0, 3), max_size=3).map(tuple), sides, seeds)
 def test_a_batch_is_its_parts(shapes, batch, side, seed):
     torch.manual_seed(seed)

@@ -158,7 +158,7 @@ patterns = st.tuples(small, small, small, small)
 batches = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(patterns, batches, st.booleans(), st.integers(0, 1000))
 def test_batch_last_is_the_transpose_of_batch_first(pattern, batch, bias, seed):
     x, weight, added = operands(pattern, batch, seed=seed)
@@ -169,7 +169,7 @@ def test_batch_last_is_the_transpose_of_batch_first(pattern, batch, bias, seed):
     assert_near(first, product(pattern, x, weight, False, added if bias else None))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(patterns, st.booleans(), st.integers(0, 1000))
 def test_the_transposed_factor_is_the_adjoint(pattern, batch_last, seed):
     made = kl.KroneckerSparse(*pattern, batch_last=batch_last)
@@ -180,7 +180,7 @@ def test_the_transposed_factor_is_the_adjoint(pattern, batch_last, seed):
     torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(patterns, st.integers(0, 1000))
 def test_the_dense_matrix_is_the_formula_and_its_density(pattern, seed):
     a, b, c, d = pattern

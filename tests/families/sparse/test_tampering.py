@@ -11,7 +11,7 @@ from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.tampering import FORMATS, consume, refusals, states, tampered
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(states())
 def test_a_state_with_any_bytes_is_refused_or_a_matrix(case):
     header, tensors = tampered(case)
@@ -25,7 +25,7 @@ def test_a_state_with_any_bytes_is_refused_or_a_matrix(case):
             consume(one)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(states())
 def test_a_tuple_with_any_bytes_is_refused_or_a_matrix(case):
     header, tensors = tampered((case[0], torch.float16, case[2], "macko", *case[4:]))

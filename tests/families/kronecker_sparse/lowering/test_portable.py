@@ -468,7 +468,7 @@ def known(epilogue, pattern, arch):
     return KNOWN[key]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.sampled_from([(2, 192, 64, 3), (1, 20, 1024, 1), (5, 65, 3, 7)]),
     st.sampled_from(["forward", "by x", "by weight"]), st.integers(1, 60000),

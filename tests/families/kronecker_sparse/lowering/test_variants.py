@@ -61,7 +61,7 @@ def changed(draw, layout: Layout | OutLayout):
     return layout._replace(**{name: draw(st.sampled_from([0, 1, 8, 4096]))}) if name else layout
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(problems(), st.sampled_from(EPILOGUES), st.sampled_from(ARCHS), st.integers(1, 150))
 def test_lowering_chooses_among_the_variants(made, epilogue, arch, multiprocessors):
     pattern, last, role, asked = made
@@ -77,7 +77,7 @@ def test_lowering_chooses_among_the_variants(made, epilogue, arch, multiprocesso
         assert {s.spec for s in found.steps} <= known(epilogue, pattern, last, arch, precision)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(problems(), st.sampled_from(EPILOGUES), st.sampled_from(ARCHS))
 def test_the_specs_of_a_choice_hold_those_of_every_device(made, epilogue, arch):
     _, _, role, asked = made

@@ -184,7 +184,7 @@ def test_the_parameter_block_is_the_struct_of_the_source():
 # How n is divided.
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(1, 10**6), st.integers(1, 10**6), st.sampled_from([1, 3, 16]), st.integers(1, 4),
     st.integers(1, 100), st.integers(1, 200),

@@ -418,7 +418,7 @@ def known(descriptor, arch):
     return KNOWN[descriptor, arch]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.sampled_from(DESCRIPTORS), st.sampled_from(["sm_80", "sm_86", "sm_90a"]), st.data(),
     SIZES, SIZES, st.integers(0, 300), st.integers(1, 70000), st.sampled_from(DTYPES),

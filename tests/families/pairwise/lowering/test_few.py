@@ -183,7 +183,7 @@ LAYOUTS = st.builds(Layout, STRIDES, STRIDES, STRIDES, st.sampled_from([0, 4, 8]
 KNOWN = {}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.sampled_from(DESCRIPTORS), st.data(), st.integers(1, 500), st.integers(1, 500),
     st.integers(0, 900), st.integers(1, 9), st.sampled_from(list(dtypes.DTYPES)),

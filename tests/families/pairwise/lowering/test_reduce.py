@@ -161,7 +161,7 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
 # How n is divided.
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(1, 10**6), st.integers(1, 10**6), st.sampled_from([3, 64]), st.integers(1, 16),
     st.integers(1, 100), st.integers(1, 200),

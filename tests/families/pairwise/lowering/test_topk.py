@@ -109,7 +109,7 @@ def test_few_long_splits_in_whole_waves():
     assert "constexpr int ROWS = 3;" in first.spec.source and first.grid == (262, 1)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(1, 10**6), st.integers(1, 10**6), st.sampled_from([3, 64]), st.integers(1, 64),
     st.integers(1, 100), st.integers(1, 200),

@@ -103,7 +103,7 @@ def test_bytes_are_those_of_the_layout(shape, dtype, seed):
         check(random(shape, density, dtype))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.tuples(st.integers(0, 40), st.integers(0, 600)),
     st.floats(0, 1),

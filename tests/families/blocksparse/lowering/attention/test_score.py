@@ -65,7 +65,7 @@ PAIRS = st.tuples(st.none() | SCORE | SCORE, st.none() | MASK)
 @pytest.mark.emulated
 @pytest.mark.parametrize("examples", slow_but((3,), (3, 40)))  # of which the first is the simplest
 def test_random_scores_are_the_references(examples, emulator):
-    @settings(deadline=None, max_examples=examples, database=None, phases=(Phase.generate,))
+    @settings(max_examples=examples, database=None, phases=(Phase.generate,))
     @given(pairs=st.lists(PAIRS, min_size=16, max_size=16))
     def all_of_them(pairs):
         torch.manual_seed(0)
@@ -190,7 +190,7 @@ TYPED = re.compile(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(score=SCORE, mask=MASK)
 def test_every_literal_has_a_type(score, mask):
     """No double among them, which would make doubles of all that they meet."""
