@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import imports, record
+from tests.support.limits import LIMIT_S
 
 MACHINE = {"gpu": "G", "driver": "1", "torch": "2", "nvrtc": "13", "date": "2026-01-01"}
 FIELDS = {"status", "digest", "files", "tests", "failed", "reason"}
@@ -366,7 +367,7 @@ def checkout(tmp_path):
 def run_pytest(root, *arguments, gpu=True):
     plugin = ["-p", "fake_gpu"] if gpu else []
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *arguments]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S)
     path = root / "tests" / "gpu_record.json"
     return done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else None
 

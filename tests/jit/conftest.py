@@ -8,8 +8,9 @@ import pytest
 
 from kernlib import events, settings
 from kernlib.jit import compiler, service
-from tests.jit.process_cases import LIMIT_S, Lab
+from tests.jit.process_cases import Lab
 from tests.jit.service_cases import Compiler
+from tests.support.limits import LIMIT_S
 
 TEST_LIMIT_S = 3 * LIMIT_S
 

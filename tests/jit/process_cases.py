@@ -12,13 +12,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.limits import CHILD_LIMIT_S, LIMIT_S
 from tests.support.paths import ROOT
 
-# So long that only a hang takes longer, beside ten others for each core: a forked child, then the
-# process that waits for it. What hangs ends by SIGABRT, of which faulthandler writes its stacks.
-CHILD_LIMIT_S = 120
-LIMIT_S = 300
-POLL_S = 0.002
+POLL_S = 0.002  # what hangs ends by SIGABRT, of which faulthandler writes its stacks
 
 PRELUDE = """
 import faulthandler, os, pathlib, signal, sys, threading, time, uuid, warnings

@@ -6,7 +6,7 @@ from collections import Counter
 from kernlib.jit import layers
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
-from tests.jit.process_cases import LIMIT_S
+from tests.support.limits import LIMIT_S
 
 SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, 0, (), "a kernel of tests")
 ARCH = "sm_90a"

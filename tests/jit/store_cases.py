@@ -11,7 +11,7 @@ import pytest
 from kernlib.jit import store as module
 from kernlib.jit.entry import Entry, pack, unpack
 from kernlib.jit.store import LmdbStore, open_store
-from tests.jit.process_cases import LIMIT_S
+from tests.support.limits import LIMIT_S
 from tests.support.paths import ROOT
 
 MIB = 1 << 20

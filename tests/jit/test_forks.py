@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from kernlib import forks
-from tests.jit.process_cases import LIMIT_S, forked, succeeds
+from tests.jit.process_cases import forked, succeeds
+from tests.support.limits import LIMIT_S
 from tests.support.paths import ROOT
 
 
@@ -107,7 +108,8 @@ FIRST_CALLS = """
 import faulthandler, sys, threading, time
 import torch
 import kernlib as kl
-from tests.jit.process_cases import CHILD_LIMIT_S, forked, succeeds
+from tests.jit.process_cases import forked, succeeds
+from tests.support.limits import CHILD_LIMIT_S
 
 faulthandler.enable()
 

@@ -22,9 +22,9 @@ from kernlib.jit import (
 )
 from kernlib.jit.locks import hold_file
 from kernlib.jit.store import LmdbStore
-from tests.jit.process_cases import LIMIT_S
 from tests.jit.service_cases import ARCH, SPEC, spec
 from tests.support.interrupts import Interrupt
+from tests.support.limits import LIMIT_S
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="names no handlers of code"),

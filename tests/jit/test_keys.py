@@ -14,7 +14,7 @@ import pytest
 from kernlib.errors import CompileError
 from kernlib.jit import compiler, entry, layers, service, sources, toolchain, tuning
 from kernlib.jit.spec import KernelSpec
-from tests.jit.process_cases import LIMIT_S
+from tests.support.limits import LIMIT_S
 
 SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, 0, (), "a kernel of tests")
 ARCH = "sm_90a"

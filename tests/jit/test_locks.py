@@ -12,7 +12,8 @@ import pytest
 
 from kernlib.jit import locks as module
 from kernlib.jit.locks import ForkGuard, KeyLocks, MemoryLocks, hold_file
-from tests.jit.process_cases import LIMIT_S, forked, succeeds
+from tests.jit.process_cases import forked, succeeds
+from tests.support.limits import LIMIT_S
 from tests.support.paths import ROOT
 
 KEY = b"\x07" + bytes(31)

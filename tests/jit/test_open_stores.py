@@ -17,7 +17,7 @@ from kernlib.jit import environment, locks, open_stores
 from kernlib.jit import store as module
 from kernlib.jit.open_stores import Presence, fingerprint
 from kernlib.jit.store import MemoryStore, open_store
-from tests.jit.process_cases import LIMIT_S, forked, succeeds
+from tests.jit.process_cases import forked, succeeds
 from tests.jit.store_cases import (
     READ_AND_WRITE,
     aside,
@@ -31,6 +31,7 @@ from tests.jit.store_cases import (
     start,
     value,
 )
+from tests.support.limits import LIMIT_S
 
 OPEN = "store = open_store(Path(sys.argv[1]), 8 << 20, 16 << 20)\nstore.get(key(0))\n"
 WAIT = OPEN + "print(os.getpid(), flush=True)\nsys.stdin.readline()\n"

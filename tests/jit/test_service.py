@@ -11,8 +11,8 @@ import pytest
 from kernlib import settings
 from kernlib.errors import CompileError, NotCachedError
 from kernlib.jit import service
-from tests.jit.process_cases import LIMIT_S
 from tests.jit.service_cases import ARCH, SPEC, in_threads, made_of, spec
+from tests.support.limits import LIMIT_S
 
 # Single flight between threads.
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kernlib.jit.single_flight import SingleFlight
-from tests.jit.process_cases import LIMIT_S, exit_status
+from tests.jit.process_cases import exit_status
+from tests.support.limits import LIMIT_S
 
 
 def test_32_threads_one_make():

@@ -13,7 +13,7 @@ import pytest
 from kernlib.jit import environment
 from kernlib.jit.locks import hold_file
 from kernlib.jit.store import MemoryStore
-from tests.jit.process_cases import CHILD_LIMIT_S, forked, succeeds
+from tests.jit.process_cases import forked, succeeds
 from tests.jit.store_cases import (
     BUDGET,
     MIB,
@@ -24,6 +24,7 @@ from tests.jit.store_cases import (
     run,
     value,
 )
+from tests.support.limits import CHILD_LIMIT_S, LIMIT_S
 from tests.support.paths import ROOT
 
 
@@ -79,7 +80,7 @@ def test_import_makes_nothing(tmp_path):
     env["PYTHONPATH"] = str(ROOT)
     code = "import kernlib.jit.store, kernlib.jit.locks; from kernlib import settings"
     command = [sys.executable, "-c", code + "; settings.current()"]
-    subprocess.run(command, env=env, timeout=60, check=True)
+    subprocess.run(command, env=env, timeout=LIMIT_S, check=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,6 @@ import pytest
 from kernlib.jit import environment, permissions
 from kernlib.jit import store as module
 from kernlib.jit.store import LmdbStore
-from tests.jit.process_cases import LIMIT_S
 from tests.jit.store_cases import (
     BUDGET,
     MIB,
@@ -21,6 +20,7 @@ from tests.jit.store_cases import (
     start,
     value,
 )
+from tests.support.limits import LIMIT_S
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kernlib.jit.bundle import open_bundle
 from kernlib.jit.entry import Entry
 from kernlib.jit.locks import FileHold, hold_file
 from kernlib.jit.store import MemoryStore, open_store
-from tests.jit.process_cases import LIMIT_S, forked, succeeds
+from tests.jit.process_cases import forked, succeeds
 from tests.jit.store_cases import (
     BUDGET,
     key,
@@ -25,6 +25,7 @@ from tests.jit.store_cases import (
     run,
     start,
 )
+from tests.support.limits import LIMIT_S
 
 
 def unusable(path, reason):

@@ -13,6 +13,7 @@ from kernlib.errors import INSTALL
 from kernlib.jit import compiler, layers, service, toolchain
 from kernlib.jit.compiler import NoVerdict
 from tests.jit.service_cases import ARCH, SPEC, in_threads
+from tests.support.limits import LIMIT_S
 from tests.support.paths import ROOT
 
 BOTH = {"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
@@ -159,6 +160,6 @@ def test_a_child_has_none_of_its_parents_kernels():
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert run.returncode == 0, run.stderr

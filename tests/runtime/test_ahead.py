@@ -17,6 +17,7 @@ from kernlib.jit.entry import Entry
 from kernlib.runtime import devices
 from tests.support import fakes
 from tests.support.fakes import OnGpu, OnSecondGpu, on_gpu
+from tests.support.limits import LIMIT_S
 
 X = torch.empty(3000, 64, device="meta")
 SMALL = torch.empty(50, 64, device="meta")  # few pairs
@@ -153,7 +154,8 @@ def test_what_does_not_fit_is_said(built, arguments, error, message):
 def test_workers_compile_at_the_same_time(monkeypatch, workers):
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     width = workers or 3
-    together = threading.Barrier(width, timeout=30)  # broken unless that many are inside at once
+    # Broken unless that many are inside at once.
+    together = threading.Barrier(width, timeout=LIMIT_S)
     threads = set()
 
     def build(spec, arch):
@@ -184,7 +186,7 @@ def test_what_fails_first_wins_over_what_was_asked_for_first(monkeypatch):
 
     def build(spec, arch):
         if arch == "sm_80":
-            assert failed.wait(30)
+            assert failed.wait(LIMIT_S)
             raise CompileError("the later one")
         failed.set()
         raise CompileError("the earlier one")

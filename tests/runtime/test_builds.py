@@ -12,6 +12,7 @@ from kernlib.jit import service
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime import devices
 from tests.support import fakes
+from tests.support.limits import LIMIT_S
 
 SPECS = [KernelSpec("test", f"// {n}", "entry", 32, description=f"kernel {n}") for n in range(3)]
 
@@ -25,7 +26,7 @@ def gpus(monkeypatch):
 
 def test_kernels_of_a_call_are_built_at_the_same_time(gpus, monkeypatch):
     """Each waits for the others to have begun, and would wait for ever were they in turn."""
-    together, inner = threading.Barrier(len(SPECS), timeout=30), service.build
+    together, inner = threading.Barrier(len(SPECS), timeout=LIMIT_S), service.build
     monkeypatch.setattr(service, "build", lambda *a: (together.wait() and None) or inner(*a))
     devices.build([*SPECS, SPECS[0]], 0)
     assert sorted(built.what for built in gpus.builds) == [spec.description for spec in SPECS]

@@ -5,6 +5,7 @@ import threading
 import weakref
 
 from kernlib.runtime.plan import PLANS, PlanCache, forget_plans
+from tests.support.limits import LIMIT_S
 
 
 def test_the_oldest_plan_goes_first():
@@ -20,8 +21,8 @@ def test_forgetting_reaches_every_thread_and_every_cache_and_goes_on():
 
     def work(cache):
         cache.keep(("key",), 1)
-        kept.wait(30)
-        assert forgotten.wait(30)
+        kept.wait(LIMIT_S)
+        assert forgotten.wait(LIMIT_S)
         seen.append(dict(cache.plans))
         cache.keep(("key",), 2)
         seen.append(dict(cache.plans))
@@ -29,7 +30,7 @@ def test_forgetting_reaches_every_thread_and_every_cache_and_goes_on():
     threads = [threading.Thread(target=work, args=(cache,)) for cache in caches]
     for thread in threads:
         thread.start()
-    kept.wait(30)
+    kept.wait(LIMIT_S)
     forget_plans()
     forgotten.set()
     for thread in threads:
@@ -46,11 +47,11 @@ def test_the_plans_of_a_thread_go_with_it():
         cache.keep(("key",), made)
         del made
         held.set()
-        done.wait(30)
+        done.wait(LIMIT_S)
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert held.wait(30) and gone[0]() == {1}
+    assert held.wait(LIMIT_S) and gone[0]() == {1}
     done.set()
     thread.join()
     gc.collect()

@@ -14,6 +14,7 @@ from kernlib.runtime.plan import Plan
 from tests.families.kronecker_sparse import fake_kernels
 from tests.support import fakes
 from tests.support.fakes import OnGpu, on_gpu
+from tests.support.limits import LIMIT_S
 
 SPARSE = torch.eye(3).to_sparse()
 
@@ -238,5 +239,7 @@ def test_a_call_loads_nothing_that_only_tuning_needs():
         "print(sorted(m for m in sys.modules if m.endswith(('choices', 'candidates', 'tuner')) "
         "and m.startswith('kernlib')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.stdout.strip() == "[]", done.stderr

@@ -22,6 +22,7 @@ from kernlib.runtime import devices
 from kernlib.runtime.plan import Plan, forget_plans
 from tests.support import fakes
 from tests.support.fakes import OnGpu, OnSecondGpu, on_gpu
+from tests.support.limits import LIMIT_S
 
 L1, LAPLACE = kl.l1_distance(), kl.laplace_l1()
 MODEL = devices.Model("GPU", 132)
@@ -105,7 +106,9 @@ def test_whatever_is_odd_reads_as_nothing(store, damage, monkeypatch):
 def test_the_store_that_is_used_keeps_choices_for_other_processes():
     assert tuning.keep("test_tune", MODEL, b"s", SMALL)
     code = "from kernlib.jit import tuning\nprint(tuning.choice('test_tune', ('GPU', 132), b's'))\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.stdout.strip() == "{'tile': '64'}", done.stderr
 
 
@@ -223,12 +226,12 @@ def test_the_plans_of_all_threads_are_dropped(gpus):
     def work():
         grids.append(grid(gpus, a, b))
         called.set()
-        assert tuned.wait(30)
+        assert tuned.wait(LIMIT_S)
         grids.append(grid(gpus, a, b))
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert called.wait(30)
+    assert called.wait(LIMIT_S)
     gpus.cost = slower(128)
     kl.tune(L1, a, b)
     tuned.set()
@@ -442,7 +445,9 @@ def test_what_nvrtc_did_not_say_is_a_question_mark(gpus, monkeypatch):
 
 def test_the_module_does_not_take_the_functions_name():
     code = "import kernlib.tuner, kernlib; import kernlib.tuner; print(callable(kernlib.tune))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.stdout.strip() == "True", done.stderr
 
 
