@@ -17,7 +17,8 @@ from tests.support import record, speeds
 # fixed place, as Debian's is, has its heap there, behind where such programs begin.
 if torch.zeros(1).data_ptr() < tensors.LOWEST_ADDRESS:
     tensors.LOWEST_ADDRESS = 1 << 22
-# No example is wrong because the machine was busy: of 200 ms at first, one of 3 ms took 870.
+# No example fails because the machine is busy: one of 3 ms has taken 870, where 200 are allowed by
+# default.
 hypothesis.settings.register_profile(
     "kernlib", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )

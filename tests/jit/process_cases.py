@@ -1,4 +1,7 @@
-"""Processes that share a cache, none of which imports torch: their compiler leaves a mark each."""
+"""Processes that share a cache, none of which imports torch: their compiler leaves a mark each.
+
+What hangs ends by SIGABRT, of which faulthandler writes its stacks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pathlib import Path
 from tests.support.limits import CHILD_LIMIT_S, LIMIT_S
 from tests.support.paths import ROOT
 
-POLL_S = 0.002  # what hangs ends by SIGABRT, of which faulthandler writes its stacks
+POLL_S = 0.002
 
 PRELUDE = """
 import faulthandler, os, pathlib, signal, sys, threading, time, uuid, warnings

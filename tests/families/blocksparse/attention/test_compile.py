@@ -23,7 +23,7 @@ def given(shape: Shape = SHAPE):
     """A layout, and tensors with a gradient."""
     tensors = (
         *shape.tensors(),
-        torch.randn(shape.heads, 50, 70, dtype=F64),
+        torch.randn(shape.heads, shape.queries, shape.keys, dtype=F64),
         torch.randn((), dtype=F64),
     )
     return shape.layout(shape.heads), tuple(t.requires_grad_() for t in tensors)
