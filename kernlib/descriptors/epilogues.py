@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 from kernlib.descriptors.base import Descriptor, Part, Value, as_number, require, shown
-from kernlib.descriptors.expression import RESERVED, names, parse
+from kernlib.descriptors.expression import LANGUAGE, RESERVED, names, parse
 
 
 class Epilogue(Part):
@@ -365,7 +365,8 @@ def _check_parameters(parameters: tuple[str, ...]) -> None:
                 f"parameter {shown(name)} is not an ASCII identifier; its value is an argument of "
                 "the call"
             )
-        require(name not in RESERVED, f"parameter name {name!r} is taken; choose another")
+        own = "the language of expressions" if name in LANGUAGE else "arguments of calls"
+        require(name not in RESERVED, f"parameter name {name!r} is taken by {own}; choose another")
     require(len(set(parameters)) == len(parameters), f"parameters {parameters} repeat a name")
 
 

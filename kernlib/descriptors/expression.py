@@ -33,8 +33,9 @@ FUNCTIONS = {
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 CONSTANTS = {"pi": 3.141592653589793, "e": 2.718281828459045}
 VALUE = "v"
-RESERVED = {  # names that no parameter may have
-    *FUNCTIONS, *CONSTANTS, VALUE, "p", "inner_p", "outer_p", "inner_scale", "epsilon",
+LANGUAGE = {*FUNCTIONS, *CONSTANTS, VALUE}
+RESERVED = LANGUAGE | {  # names that no parameter may have
+    "p", "inner_p", "outer_p", "inner_scale", "epsilon",
     "regularization", "row_offset", "col_offset", "feature_map", "lengthscale", "out", "accumulate",
     "debug", "a", "b", "descriptor", "x", "weight", "weights", "layout",
 }  # fmt: skip
@@ -165,13 +166,18 @@ def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
     raise ValueError(
         f"expression {shown(text)}: {shown(part_of(text, node))} is not part of the language; use "
         f"numbers, v, parameters, + - * / **, parentheses and {', '.join(FUNCTIONS)}"
-        f"{_of_scores(node)}"
+        f"{_of_powers(node)}{_of_scores(node)}"
     )
 
 
 def part_of(text: str, node: ast.expr) -> str:
     """What of an expression a node of Python's tree was read from."""
     return ast.get_source_segment(text.strip(), node) or type(node).__name__
+
+
+def _of_powers(node: ast.expr) -> str:
+    """Why ``^`` is refused, or ""."""
+    return "; a power is v**2" if isinstance(getattr(node, "op", None), ast.BitXor) else ""
 
 
 def _of_scores(node: ast.expr) -> str:

@@ -91,5 +91,8 @@ def arch_of(capability: tuple[int, int], name: str = "this device") -> str:
 def check_arch(arch: str) -> str:
     """``arch`` itself. Raises ValueError, listing the targets, for one that is not known."""
     if not isinstance(arch, str) or arch not in SHARED_BYTES:
-        raise ValueError(f"arch must be one of {', '.join(SHARED_BYTES)}, got {arch!r}")
+        from kernlib import hints  # which known targets do without
+
+        hint = hints.argument(arch, SHARED_BYTES) if isinstance(arch, str) else ""
+        raise ValueError(f"arch must be one of {', '.join(SHARED_BYTES)}, got {arch!r}{hint}")
     return arch

@@ -126,7 +126,9 @@ def test_nothing_to_compile_is_fine(built):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"archs": "sm_75", "specs": (X, X)}, ValueError, "arch must be one of .*sm_75"),
+        ({"archs": "sm_75", "specs": (X, X)}, ValueError, "arch must be one of .*sm_75'"),
+        ({"archs": "90a", "specs": (X, X)}, ValueError, "'90a'; did you mean sm_90a.$"),
+        ({"archs": (90,), "specs": (X, X)}, ValueError, "arch must be one of .*, got 90$"),
         (
             {"bandwidth": 1.0},
             TypeError,

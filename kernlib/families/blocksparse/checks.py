@@ -83,17 +83,17 @@ def shape_of(descriptor: BlockSparseMatmul, layout: Layout, a, b) -> tuple[int, 
         rows, cols = cols, rows
     if descriptor.mode == "dsd":
         lead = check_values("values", a, layout)
-        columns = _dense("b", b, layout, descriptor.transpose_b, cols, -2)
+        columns = _dense(descriptor, "b", b, layout, cols, -2)
         return _shape(layout, ("values", lead), ("b", b), (rows, columns))
     lead = check_values("values", b, layout)
-    lines = _dense("a", a, layout, descriptor.transpose_a, rows, -1)
+    lines = _dense(descriptor, "a", a, layout, rows, -1)
     return _shape(layout, ("values", lead), ("a", a), (lines, cols))
 
 
 def _check_sdd(descriptor: BlockSparseMatmul, layout: Layout, a, b) -> tuple[int, ...]:
     rows, cols = layout.shape
-    depth = _dense("a", a, layout, descriptor.transpose_a, rows, -2)
-    other = _dense("b", b, layout, descriptor.transpose_b, cols, -1)
+    depth = _dense(descriptor, "a", a, layout, rows, -2)
+    other = _dense(descriptor, "b", b, layout, cols, -1)
     if depth != other:
         raise ValueError(
             f"a and b must have one size to sum over, got {depth} of a {tuple(a.shape)} and "
@@ -115,9 +115,12 @@ def check_values(name: str, values: torch.Tensor, layout: Layout) -> tuple[int, 
     return tuple(values.shape[:-3])
 
 
-def _dense(name: str, t: torch.Tensor, layout: Layout, transpose: bool, size: int, axis: int):
+def _dense(
+    descriptor: BlockSparseMatmul, name: str, t: torch.Tensor, layout: Layout, size: int, axis: int
+) -> int:
     """The size of a dense operand's other dimension, whose ``axis``, where it is not transposed,
     has a given size. Raises ValueError."""
+    transpose = getattr(descriptor, f"transpose_{name}")
     if transpose:
         axis = -3 - axis
     other = -3 - axis
@@ -128,10 +131,25 @@ def _dense(name: str, t: torch.Tensor, layout: Layout, transpose: bool, size: in
         raise ValueError(
             f"{name} must be (..., {inner}{ends}) for a layout of {layout.text}"
             f"{f' and transpose_{name}' * transpose}, got {tuple(t.shape)}"
+            f"{_turned(descriptor, name, t, layout, size, axis)}"
         )
     if heads is not None and t.shape[-3] not in (1, heads):
         raise ValueError(f"{name} must have {heads} heads, or 1, got {tuple(t.shape)}")
     return t.shape[other]
+
+
+def _turned(descriptor: BlockSparseMatmul, name: str, t, layout: Layout, size: int, axis: int):
+    """What to transpose for the operand to fit, or ""."""
+    if t.dim() < 2 or t.shape[axis] == size:
+        return ""
+    other = {"sdd": "", "dsd": "transpose_a", "dds": "transpose_b"}[descriptor.mode]
+    if other and t.shape[axis] == sum(layout.shape) - size:
+        flag = other
+    elif t.shape[-3 - axis] == size:
+        flag = f"transpose_{name}"
+    else:
+        return ""
+    return f"; did you mean {flag}={not getattr(descriptor, flag)}?"
 
 
 def _lead(t: torch.Tensor, has_heads: bool) -> tuple[int, ...]:

@@ -39,8 +39,8 @@ NO_TRANSFORMS = (
     "pairwise kernels do not support: call outside it, on a batch (L, M, K) in place of vmap"
 )
 MAPPED_ALONE = (
-    "pairwise kernels support as torch.vmap alone and without out: call outside it, or leave out "
-    "away; gradients are torch.autograd's"
+    "pairwise kernels support as torch.vmap alone, where they take no out: gradients are "
+    "torch.autograd.grad's, outside of torch.func"
 )
 _OF_EPILOGUES = ("epsilon", "regularization")
 _EXPONENTS = ("p", "inner_p", "outer_p")

@@ -124,20 +124,23 @@ VALUE_ERRORS = {
         by(dsd, V, ones(95, 5), LAYOUT),
         rf"b must be \(\.\.\., 96, n\) for a layout of {TEXT}, got \(95, 5\)",
     ),
-    "b turned": (by(dsd, V, B.mT, LAYOUT), r"b must be \(\.\.\., 96, n\)"),
+    "b turned": (by(dsd, V, B.mT, LAYOUT), "96, n.*5, 96.; did you mean transpose_b=True.$"),
     "b not turned": (
         of_dsd(transpose_b=True),
-        rf"b must be \(\.\.\., n, 96\) for a layout of {TEXT} and transpose_b, got \(96, 5\)",
+        rf"b must be \(\.\.\., n, 96\) for a layout of {TEXT} and transpose_b, got \(96, 5\); "
+        "did you mean transpose_b=False.$",
     ),
-    "S turned": (of_dsd(transpose_a=True), r"b must be \(\.\.\., 32, n\) .*got \(96, 5\)"),
+    "S turned": (of_dsd(transpose_a=True), r"b must be \(\.\.\., 32, n\) .*transpose_a=False.$"),
     "b vector": (by(dsd, V, B[:, 0], LAYOUT), r"b must be \(\.\.\., 96, n\) .*got \(96,\)"),
     "b number": (by(dsd, V, ones(), LAYOUT), r"b must be .*got \(\)"),
-    "a columns": (by(dds, ones(5, 31), V, LAYOUT), r"a must be \(\.\.\., n, 32\) .*\(5, 31\)"),
+    "a columns": (by(dds, ones(5, 31), V, LAYOUT), r"a must be \(\.\.\., n, 32\) .*\(5, 31\)$"),
+    "S not turned": (by(dds, ones(5, 96), V, LAYOUT), "did you mean transpose_b=True.$"),
     "a of S turned": (by(dds, A, V, LAYOUT, transpose_b=True), r"a must be \(\.\.\., n, 96\)"),
     "a turned": (
         by(dds, A, V, LAYOUT, transpose_a=True),
         r"a must be \(\.\.\., 32, n\) .* and transpose_a, got \(5, 32\)",
     ),
+    "a of sdd turned": (by(sdd, LEFT.mT, K, LAYOUT), "did you mean transpose_a=True.$"),
     "a of sdd": (by(sdd, ones(31, 5), K, LAYOUT), r"a must be \(\.\.\., 32, n\) .*\(31, 5\)"),
     "b of sdd": (by(sdd, LEFT, ones(5, 95), LAYOUT), r"b must be \(\.\.\., n, 96\) .*\(5, 95\)"),
     "row 7: two sizes": (
@@ -146,7 +149,7 @@ VALUE_ERRORS = {
     ),
     "a without heads": (
         by(sdd, LEFT, ones(2, 5, 96), HEADS),
-        r"a must be \(\.\.\., 2, 32, n\) for a layout of .*2 heads.*got \(32, 5\)",
+        r"a must be \(\.\.\., 2, 32, n\) for a layout of .*2 heads.*got \(32, 5\)$",
     ),
     "a of other heads": (
         by(sdd, ones(3, 32, 5), ones(2, 5, 96), HEADS),

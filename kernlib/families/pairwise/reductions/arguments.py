@@ -21,8 +21,8 @@ from kernlib.runtime.tensors import (
 )
 
 _ADVICE = (
-    "reductions of kernel matrices support as torch.vmap alone and without out: call outside it, "
-    "or leave out away; gradients are torch.autograd's"
+    "reductions of kernel matrices support as torch.vmap alone, where they take no out: gradients "
+    "are torch.autograd.grad's, outside of torch.func"
 )
 
 
