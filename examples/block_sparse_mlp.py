@@ -1,6 +1,6 @@
 """A transformer whose MLPs keep a quarter of their blocks, trained on beside the dense one.
 
-    python examples/block_sparse_mlp.py [--device cuda] [--steps 600] [--amp bf16] [--plot x.png]
+    python examples/block_sparse_mlp.py [--device cuda] [--steps 900] [--amp bf16] [--plot x.png]
 
 The text is made here: the next letter depends on the last two, by a table that is drawn once, and
 is the likeliest of four successors seven times in ten. No model can fall below the entropy of that,
@@ -12,8 +12,8 @@ is the likeliest of four successors seven times in ten. No model can fall below 
   each time, and regrows as many where the gradient is largest (RigL: Evci et al. 2020); the
   optimizer's moments move along.
 
-Runs on the first CUDA GPU with MLPs of 1,024 to 4,096 features in blocks of 64, or on the CPU when
-there is none, with small ones in blocks of 16.
+Runs on the first CUDA GPU with MLPs of 1,024 to 4,096 features in blocks of 64, three minutes on an
+H100, or on the CPU when there is none, with small ones in blocks of 16.
 """
 
 from __future__ import annotations

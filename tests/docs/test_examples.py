@@ -19,8 +19,10 @@ from tests.support.terminals import drained, terminal
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
-# Fewer points than by default, whose K has 14.4 GB: other tests may be on the same GPU.
+# Fewer points than by default, whose K has 14.4 GB: other tests may be on the same GPU; and fewer
+# steps, where the default takes minutes.
 ON_THE_GPU = {
+    "block_sparse_mlp": ("--steps", "60"),
     "kernel_ridge": ("--train", "20000"),
     "sparse_decoder": ("--tokens", "16"),
     "gaussian_process": ("--train", "10000", "--steps", "5"),
