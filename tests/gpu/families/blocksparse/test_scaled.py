@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events, settings
+from kernlib import events
 from kernlib.blocksparse import Layout, quantize, scaled_dds, scaled_dsd
-from kernlib.runtime.devices import arch_of
 from tests.gpu.families.blocksparse.cases import BF16, F16, check, layout_of
+from tests.support.gpus import on_hopper
 
 BLOCK = (128, 128)
 GATES = {F16: 1e-3, BF16: 4e-3}  # of float32 sums that are rounded once, with wgmma's of 14 bits
@@ -27,10 +27,6 @@ def kinds():
     )
     yield found
     stop()
-
-
-def has_kernel() -> bool:
-    return arch_of(torch.cuda.current_device()) == "sm_90a" and not settings.current().portable
 
 
 def weight(layout: Layout, batch=()) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +59,7 @@ def test_layers(size, dtype, kinds, seed):
     found = scaled_dds(x, values, layout, own, scale, transpose_b=True, out_dtype=dtype)
     assert found.dtype == dtype and found.is_contiguous()
     check(found, exact(layout, values, scale, x, own), GATES[dtype])
-    assert not has_kernel() or "scaled" in kinds
+    assert not on_hopper() or "scaled" in kinds
 
 
 @every_dtype
@@ -77,7 +73,7 @@ def test_values_times_columns(dtype, kinds, seed):
         given = values, b, layout, scale, own
         found = scaled_dsd(*given, transpose_b=turned, out_dtype=dtype)
         check(found, wanted, GATES[dtype])
-    assert not has_kernel() or kinds.count("scaled") == 3
+    assert not on_hopper() or kinds.count("scaled") == 3
     one = own.mean()
     found = scaled_dsd(values, x, layout, scale, one, transpose_b=True, out_dtype=dtype)
     check(found, exact(layout, values, scale, x, one.expand(264)).mT, GATES[dtype])
@@ -95,7 +91,7 @@ def test_heads_and_batches(kinds, seed):
             out = torch.full(wanted.mT.shape, math.nan, dtype=BF16, device="cuda").mT
             scaled_dds(x, values, layout, own, scale, transpose_b=True, out=out)
             assert torch.equal(out, found)
-    assert not has_kernel() or kinds.count("scaled") == 12
+    assert not on_hopper() or kinds.count("scaled") == 12
 
 
 def test_sums_along_columns_of_blocks_are_torch_s(seed):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events, settings
+from kernlib import events
 from kernlib.blocksparse import Layout, dds, dsd
 from kernlib.families.blocksparse.lowering import hopper_words
-from kernlib.runtime.devices import arch_of
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (
@@ -23,6 +22,7 @@ from tests.gpu.families.blocksparse.cases import (
     product,
     values_of,
 )
+from tests.support.gpus import on_hopper
 
 BLOCKS = ((64, 64), (128, 128), (64, 128), (128, 64))
 GATE = 1e-6
@@ -42,12 +42,7 @@ def words(monkeypatch):
     yield
     stop()
     forget_plans()
-    assert not has_kernel() or hopper_words.KIND in kinds
-
-
-def has_kernel() -> bool:
-    """Whether the GPU has the kernel, and it is not to take those of other GPUs."""
-    return arch_of(torch.cuda.current_device()) == "sm_90a" and not settings.current().portable
+    assert not on_hopper() or hopper_words.KIND in kinds
 
 
 def operands_of(mode: str, layout: Layout, size: int, batch=(), flags=(False, False)):
@@ -156,7 +151,7 @@ def test_what_is_not_finite_stays_in_its_line_and_column(block, seed):
     values[0, 3, 5], values[1, 7, 9], values[2, 20, 0] = math.inf, -math.inf, math.nan
     b[5, 4], b[5, 5], b[70, 6], b[100, 8] = 0, -math.inf, math.nan, math.inf
     wanted, found = exact("dsd", layout, values, b), dsd(values, b, layout).double()
-    if not has_kernel():
+    if not on_hopper():
         wanted = wanted.where(wanted.isfinite(), math.nan)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(0.0, 1e30, -1e30), wanted.nan_to_num(0.0, 1e30, -1e30))

@@ -12,16 +12,10 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.lowering import few
 from kernlib.families.pairwise.reference import pairwise
-from kernlib.runtime.devices import arch_of
 from kernlib.runtime.plan import forget_plans
 
 POISON = float("nan")
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def on_hopper() -> bool:
-    """Whether calls may take the kernels of sm_90a: on no other GPU, nor with KERNLIB_PORTABLE."""
-    return arch_of(torch.cuda.current_device()) == "sm_90a"
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import ahead
 from kernlib.runtime.devices import arch_of
-from tests.gpu.families.pairwise.cases import on_hopper, points, relative_error
+from tests.gpu.families.pairwise.cases import points, relative_error
+from tests.support.gpus import on_hopper
 
 INF, NAN = math.inf, math.nan
 L2, SQUARES, DOT = kl.l2_distance(), kl.squared_distance(), kl.dot_product()

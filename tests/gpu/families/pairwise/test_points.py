@@ -11,7 +11,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise.lowering import points as lowering
 from kernlib.runtime.plan import forget_plans
-from tests.gpu.families.pairwise.cases import on_hopper, points
+from tests.gpu.families.pairwise.cases import points
 from tests.gpu.families.pairwise.test_backward import BOUND, compare
 from tests.gpu.families.pairwise.trained import (
     PARTIAL_BYTES,
@@ -21,6 +21,7 @@ from tests.gpu.families.pairwise.trained import (
     leaves,
     peak_of_gradients,
 )
+from tests.support.gpus import on_hopper
 
 GAUSSIAN, LANES = kl.gaussian(), kl.gaussian(direct=True)
 # Descriptor, hyperparameters, those of them with gradients.

@@ -6,7 +6,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise.lowering import product
 from kernlib.runtime.plan import forget_plans
-from tests.gpu.families.pairwise.cases import on_hopper
+from tests.support.gpus import on_hopper
 
 ERROR = 3e-6  # of products relative to the sum of absolute terms of a row, for every value
 GAUSSIAN = kl.gaussian()

@@ -13,7 +13,7 @@ from kernlib.families.sparse.layout import format_of
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.tampering import DTYPES, FORMATS, consume, refusals, states, tampered
 
-few = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 halves = states().map(lambda case: (case[0], torch.float16, *case[2:]))  # fewer kernels to build
 
 
