@@ -126,7 +126,7 @@ def build_all(
     distinct = dict(zip(keys, jobs, strict=True))
     if not jobs:
         return []
-    count = min(workers or os.cpu_count() or 1, len(distinct))
+    count = min(workers or len(os.sched_getaffinity(0)), len(distinct))
     pool = ThreadPoolExecutor(count, thread_name_prefix="kernlib-compile")
     failures: list[Exception] = []
     with shown(progress, "compiling", len(distinct)) as bar:

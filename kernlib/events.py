@@ -102,7 +102,8 @@ def on_stderr() -> Iterator[None]:
 def write_line(event: Event) -> None:
     """The listener behind ``KERNLIB_DEBUG=1``."""
     # One text: print writes the end of the line apart, where another thread's event may come in.
-    print(f"{event}\n", end="", file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # closed, and print would take stdout in its place
+        print(f"{event}\n", end="", file=sys.stderr, flush=True)
 
 
 def _read_environment() -> None:

@@ -21,7 +21,8 @@ SENTENCE_WIDTH = 100  # of sentences on wider terminals, for the eye
 def terminal_width() -> int | None:
     """Columns of the terminal that stdout is, as COLUMNS says or else the terminal; None for a
     pipe or a file."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    shown = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
+    return shutil.get_terminal_size().columns if shown else None
 
 
 def print_table(

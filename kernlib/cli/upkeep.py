@@ -136,10 +136,10 @@ def prune(days: int | None, to_bytes: int | None, yes: bool, as_json: bool) -> N
     Before it removes such a store it asks; with --json it leaves them unless --yes. Tuning results
     stay. Kernels that other processes have loaded stay loaded there.
     """
-    if days is None and to_bytes is None and not health.aside_facts(places.folder()):
-        message = "nothing says what to drop: give --unused DAYS, --to SIZE or both."
-        raise click.UsageError(message)
     with plain_errors():
+        if days is None and to_bytes is None and not health.aside_facts(places.folder()):
+            message = "nothing says what to drop: give --unused DAYS, --to SIZE or both."
+            raise click.UsageError(message)
         store = places.disk_layers().store
         dropped = store.prune(days, to_bytes)
         facts = store.info()

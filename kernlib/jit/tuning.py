@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
+from kernlib import settings
 from kernlib.canonical import encode
 from kernlib.jit import entry, service
 from kernlib.jit.entry import Entry
@@ -33,4 +34,6 @@ def keep(family: str, model: tuple, signature: bytes, choice: dict[str, object])
 
 
 def _key(family: str, model: tuple, signature: bytes) -> bytes:
-    return hashlib.sha256(encode((SCHEMA, family, tuple(model), signature))).digest()
+    # Kernels of other GPUs, which KERNLIB_PORTABLE runs on the same model, have their own choices.
+    own = ("portable",) if settings.current().portable else ()
+    return hashlib.sha256(encode((SCHEMA, family, tuple(model), signature, *own))).digest()

@@ -340,13 +340,15 @@ def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
     size, batch = features(factors), broadcast_batches(factors)
     total = factors[0].new_zeros(batch)
     negative = torch.zeros(batch, dtype=torch.bool, device=total.device)
+    singular = negative
     for index, factor in enumerate(factors):
         sign, logarithm = torch.linalg.slogdet(factor)
+        singular = singular | (sign == 0)
         if check_errors:
-            singular = (sign == 0).int()
-            raise_for_info(singular, f"kron_logdet: factors[{index}]", "its determinant is 0")
+            info = (sign == 0).int()
+            raise_for_info(info, f"kron_logdet: factors[{index}]", "its determinant is 0")
         times = size // factor.shape[-1]
         total = total + float(times) * logarithm
         if times % 2:
             negative = negative ^ (sign < 0)
-    return total.masked_fill(negative, math.nan)
+    return total.masked_fill(negative & ~singular, math.nan)

@@ -172,7 +172,10 @@ class SparseLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
-        bias = self._parameters["bias"]
+        try:
+            bias = self._parameters["bias"]
+        except KeyError:  # parametrized
+            bias = self.bias
         if bias is None:
             return run_kernel(self._plain, self._weight(), input)
         return run_kernel(self._biased, self._weight(), input, bias=bias)
@@ -226,7 +229,10 @@ class SparseLinear(nn.Module):
                 self._hold(_rounded(held, dtype))
         super()._apply(fn, recurse)
         if held is not None:
-            self._hold(_with_tensors(self._matrix, [self._buffers[name] for name in self._names]))
+            pairs = zip(self._names, self._matrix.operands, strict=True)
+            # Module.type casts whole numbers too, which are none to round.
+            tensors = [_of_dtype(self._buffers[name], own) for name, own in pairs]
+            self._hold(_with_tensors(self._matrix, tensors))
         return self
 
     # Saving, and what is saved.
@@ -295,7 +301,9 @@ class SparseLinear(nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         kept = state["_matrix"]
-        super().__setstate__({**state, "_matrix": None})
+        # Buffers in a dictionary of its own: copy.copy() of a module shares its, which stay there.
+        own = {"_matrix": None, "_buffers": dict(state["_buffers"])}
+        super().__setstate__({**state, **own})
         if kept is not None:
             layout, nnz = kept
             tensors = {n.removeprefix(_PREFIX): self._buffers[n] for n in self._names}
@@ -343,6 +351,11 @@ def _checked_device(device) -> torch.device | None:
         raise ValueError(
             f"device must be a torch.device, str or int that names one, got {device!r}: {error}"
         ) from None
+
+
+def _of_dtype(made: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """What a function made of a matrix's own tensor, in its dtype."""
+    return made if made.dtype == own.dtype else own.to(made.device)
 
 
 def _makes_anew(fn: Callable, like: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kernlib import progress
+from kernlib import events, progress
 from kernlib.cli import output
 from tests.cli.cases import keep, on_terminal
 
@@ -117,3 +117,14 @@ def test_what_was_compiled_on_a_terminal(cache_dir, width):
     assert code == 0
     row = next(line for line in lines if line.startswith("sm_80 "))
     assert len(row) <= width and re.search(r"compiled +gaussian float32 tile=64", row)
+
+
+def test_a_closed_stdout_is_no_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert output.terminal_width() is None
+
+
+def test_events_for_a_closed_stderr_are_not_for_stdout(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr", None)
+    events.write_line(events.Event("torch", "", "cpu", "a call"))
+    assert capsys.readouterr().out == ""

@@ -282,3 +282,10 @@ def test_a_cache_that_others_may_write(run, cache_dir):
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
     plain(run("cache", "verify"), 1, "others may write it (mode 777)", "KERNLIB_CACHE_DIR")
+
+
+def test_prune_says_what_is_wrong_with_a_setting(run, monkeypatch):
+    monkeypatch.setenv("KERNLIB_CACHE_BYTES", "abc")
+    result = run("cache", "prune")
+    assert result.exit_code == 1 and "Traceback" not in result.stderr
+    assert result.stderr.startswith("Error: KERNLIB_CACHE_BYTES='abc' cannot be used")

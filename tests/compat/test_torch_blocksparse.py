@@ -418,6 +418,21 @@ def test_row_16_modules_are_replaced():
     assert type(adding[0]) is nn.MultiheadAttention
 
 
+def test_replaced_modules_take_padding_in_evaluation():
+    """Of an encoder that would nest padded inputs then, as it does by default."""
+    layer = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).double()
+    x, padded = (
+        torch.rand(3, 64, 32, dtype=DOUBLE),
+        torch.arange(64) >= torch.tensor([[64], [40], [9]]),
+    )
+    wanted = model(x, src_key_padding_mask=padded)[~padded]
+    torch_blocksparse.replace_mha(model, torch_blocksparse.SparsityInfo("dense", 16))
+    with torch.no_grad():
+        found = model.eval()(x, src_key_padding_mask=padded)[~padded]
+    assert torch.allclose(found, wanted)
+
+
 # The rest.
 
 

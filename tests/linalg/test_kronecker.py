@@ -111,6 +111,17 @@ def test_signs_of_determinants(seed):
     assert kron_logdet(odd) == -math.inf
 
 
+def test_a_determinant_of_0_has_no_sign(seed):
+    """Whatever the other factors' determinants are."""
+    zero = torch.diag(torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
+    negative = torch.diag(torch.tensor([-1.0, 1.0, 1.0], dtype=torch.float64))
+    for factors in ([zero, negative], [negative, zero], [negative, negative, zero]):
+        assert torch.logdet(kron(factors)) == kron_logdet(factors) == -math.inf
+    batch = [torch.stack((zero, negative)), torch.stack((negative, zero + 3))]
+    found = kron_logdet(batch)
+    assert found[0] == -math.inf and found[1].isnan()
+
+
 def test_many_factors(seed):
     factors = [positive(1, 1, dtype=WIDE) for _ in range(65)]
     b = torch.randn(1, dtype=WIDE)

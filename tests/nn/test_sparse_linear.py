@@ -344,6 +344,45 @@ def test_another_dtype_rounds_the_values(format):
         copy.deepcopy(layer).to("meta").bfloat16()
 
 
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_type_for_everything_leaves_whole_numbers_whole(format, dtype):
+    """``Module.type`` casts every buffer, ``Module.to`` those of floats alone."""
+    layer, x = SparseLinear.from_linear(linear(), format), inputs(3, dtype=dtype)
+    wanted = copy.deepcopy(layer).to(dtype)
+    typed = torch.nn.Sequential(layer).type(dtype)[0]
+    assert torch.equal(typed(x), wanted(x)) and typed.matrix.dtype == dtype
+    for one, other in zip(typed.matrix.operands, wanted.matrix.operands, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+@each_format
+def test_a_shallow_copy_leaves_the_layer_as_it_was(format):
+    layer, x = SparseLinear.from_linear(linear(), format), inputs(3)
+    wanted, held, bias = layer(x), layer.matrix.operands, layer.bias.detach().clone()
+    other = copy.copy(layer)
+    assert torch.equal(other(x), wanted)
+    other.bfloat16()
+    layer.bias.data = bias  # which is the copy's too
+    assert torch.equal(layer(x), wanted)
+    buffers = [getattr(layer, f"weight_{name}") for name in layer.matrix.tensors]
+    assert all(a is b for a, b in zip(buffers, held, strict=True))
+
+
+def test_a_bias_that_is_computed():
+    layer, x = SparseLinear.from_linear(linear()), inputs(3)
+    wanted = layer(x) + layer.bias.detach()
+    torch.nn.utils.parametrize.register_parametrization(layer, "bias", Doubled())
+    close(layer(x), wanted)
+    layer(x).sum().backward()
+    assert layer.parametrizations.bias.original.grad is not None
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, bias: torch.Tensor) -> torch.Tensor:
+        return 2 * bias
+
+
 def test_moving_keeps_the_number_of_entries():
     layer = SparseLinear.from_linear(linear(), "bitmap")
     nnz = layer.matrix.nnz

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib import tuner
+from kernlib import settings, tuner
 from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.families.pairwise import ahead as pairwise_ahead
 from kernlib.families.pairwise import candidates, checks
@@ -78,6 +78,16 @@ def test_a_choice_is_found_under_what_it_was_kept_for(store):
     ):
         assert tuning.choice(*other) is None
     assert tuning.keep("f", MODEL, b"s", {"tile": 128})
+    assert tuning.choice("f", MODEL, b"s") == {"tile": "128"}
+
+
+def test_kernels_of_other_gpus_have_choices_of_their_own(store, monkeypatch):
+    """With KERNLIB_PORTABLE, on the same GPU."""
+    tuning.keep("f", MODEL, b"s", BIG)
+    with settings.override(portable=True):
+        assert tuning.choice("f", MODEL, b"s") is None
+        tuning.keep("f", MODEL, b"s", SMALL)
+        assert tuning.choice("f", MODEL, b"s") == {"tile": "64"}
     assert tuning.choice("f", MODEL, b"s") == {"tile": "128"}
 
 

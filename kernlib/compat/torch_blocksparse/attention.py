@@ -205,6 +205,11 @@ def replace_mha(model: nn.Module, info: Sparsity) -> None:
     new = {child: _replacement(child, info) for _, _, child in places}
     for parent, name, child in places:
         setattr(parent, name, new[child])
+    for part in model.modules():
+        if isinstance(part, nn.TransformerEncoder) and any(
+            isinstance(layer, MultiheadAttention) for layer in part.modules()
+        ):
+            part.use_nested_tensor = False  # for padded inputs, in evaluation
 
 
 def _replacement(layer: nn.MultiheadAttention, info: Sparsity) -> MultiheadAttention:

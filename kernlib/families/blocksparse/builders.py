@@ -35,7 +35,7 @@ def dense(
 
 def causal(length: int, block: Block, heads: int | None = None, device: Device = None) -> Layout:
     """The lower triangle of a matrix (length, length): row r has columns 0 to r."""
-    return _banded(length, block, length, 0, heads, device)
+    return _banded(length, block, length, 0, heads, device).with_condition("causal=True")
 
 
 def sliding_window(
@@ -51,7 +51,9 @@ def sliding_window(
     if len(sides) != 2:
         raise TypeError(f"window must be an int or two (left, right), got {window!r}")
     left, right = (checked_count("window", side, 0) for side in sides)
-    return _banded(length, block, left, right, heads, device)
+    made = _banded(length, block, left, right, heads, device)
+    # Of other windows whole blocks are a few columns more, and no row sees what comes behind it.
+    return made if right else made.with_condition(f"window=({left}, 0)")
 
 
 def block_diagonal(

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from kernlib.errors import warn
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
@@ -38,6 +39,17 @@ def check_layout(layout) -> None:
         maker = "Layout.from_block_mask" if kind == "BlockMask" else "Layout(mask, block)"
         raise TypeError(
             f"layout must be a kernlib.blocksparse.Layout, got {kind}; {maker} makes one"
+        )
+
+
+def warn_of_whole_blocks(layout) -> None:
+    """Of a layout whose rule is finer than its blocks, to an attention that was told nothing else.
+    What is no layout has no rule, and raises later."""
+    condition = getattr(layout, "condition", None)
+    if condition is not None:
+        warn(
+            "blocks of the layout are seen whole, so rows see columns that its rule leaves out: "
+            f"pass {condition} too, or copy.copy(layout) where whole blocks are meant"
         )
 
 

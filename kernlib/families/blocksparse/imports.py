@@ -21,6 +21,7 @@ FIELDS = (
     "seq_lengths",
 )
 ADVICE = "no layout can be made of; make it outside"
+CONDITION = "what its mask_mod says as mask= or causal="
 
 
 class Bsr(NamedTuple):
@@ -92,6 +93,13 @@ def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
         raise ValueError("block_mask must have a batch of at least 1, got 0")
     found = mask[0]
     return (found[0] if found.shape[0] == 1 else found), block
+
+
+def has_partial_blocks(block_mask) -> bool:
+    """Whether the ``mask_mod`` of a FlexAttention mask leaves something out of a block that it
+    lists. Waits for the device."""
+    named = getattr(getattr(block_mask, "mask_mod", None), "__name__", "noop_mask")
+    return named != "noop_mask" and bool((block_mask.kv_num_blocks > 0).any())
 
 
 def _listed(counts: torch.Tensor, indices: torch.Tensor, width: int) -> torch.Tensor:

@@ -58,8 +58,8 @@ class Layout:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_block", "_capacity", "_device", "_grid", "_heads",
-        "_identity", "_keeper", "_tensors", "_text",
+        "__weakref__", "_addresses", "_block", "_capacity", "_condition", "_device", "_grid",
+        "_heads", "_identity", "_keeper", "_tensors", "_text",
     )  # fmt: skip
 
     def __init__(
@@ -143,7 +143,9 @@ class Layout:
         from kernlib.families.blocksparse import imports
 
         mask, block = imports.read_block_mask(block_mask)
-        return cls(mask, block, capacity)
+        made = cls(mask, block, capacity)
+        partial = capacity is None and imports.has_partial_blocks(block_mask)
+        return made.with_condition(imports.CONDITION) if partial else made
 
     @classmethod
     def from_state(
@@ -214,6 +216,18 @@ class Layout:
         return self._identity
 
     @property
+    def condition(self) -> str | None:
+        """What attention is to be told beside the layout, such as ``causal=True``, where its blocks
+        hold more than the rule that made them: None if nothing, and of copies and later contents.
+        """
+        return self._condition
+
+    def with_condition(self, condition: str) -> Layout:
+        """The layout itself, from now on with a :attr:`condition`."""
+        object.__setattr__(self, "_condition", condition)
+        return self
+
+    @property
     def addresses(self) -> list[int]:
         """Of the tensors, looked up once."""
         if self._addresses is None:
@@ -259,7 +273,7 @@ class Layout:
         for the layout of a layer, whose own ``update_`` moves the values along. It ends what
         ``torch.compile`` makes one program of.
         """
-        self._check_kept()
+        self._begin_update()
         return self.write_(mask)
 
     def write_(self, mask: Mask) -> Layout:
@@ -281,7 +295,7 @@ class Layout:
         """:meth:`update_` by the rows and columns of blocks, and by their heads where the layout
         has some. Indices on the layout's GPU that are out of range, there twice or too many are
         dropped, which :meth:`check` finds; on the CPU they raise ValueError."""
-        self._check_kept()
+        self._begin_update()
         if (heads is None) != (self._heads is None):
             said = "no heads" if self._heads is None else f"{self._heads} heads"
             raise ValueError(f"heads must be given where the layout has some; this has {said}")
@@ -296,12 +310,13 @@ class Layout:
         are, those of other blocks."""
         object.__setattr__(self, "_keeper", keeper)
 
-    def _check_kept(self) -> None:
+    def _begin_update(self) -> None:
         if self._keeper is not None:
             raise RuntimeError(
                 f"the layout is that of a {self._keeper}, whose values would stay where they are: "
                 "call the update_ of that, drop_ or regrow_"
             )
+        object.__setattr__(self, "_condition", None)
 
     def check(self) -> None:
         """Raise ValueError if blocks were dropped when the contents were last written. Waits for
@@ -424,8 +439,8 @@ def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
     put(made, "_tensors", tensors)
     put(made, "_device", tensors[0].device)
     put(made, "_identity", (text, tensors[0].device))
-    put(made, "_addresses", None)
-    put(made, "_keeper", None)
+    for name in ("_addresses", "_condition", "_keeper"):
+        put(made, name, None)
 
 
 def _mark(layout: Layout) -> None:

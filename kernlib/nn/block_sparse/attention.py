@@ -10,11 +10,12 @@ from numbers import Real
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse.attention.arguments import checked_dropout
-from kernlib.families.blocksparse.checks import check_layout
+from kernlib.families.blocksparse.checks import check_layout, warn_of_whole_blocks
 from kernlib.families.blocksparse.contents.given import Mask, checked_device
 from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
@@ -77,6 +78,8 @@ def block_sparse_attention(
         _check_mode(f"{name}_mode", mode)
     if scale is None:
         scale = 1.0 / math.sqrt(max(1, q.shape[-1]))
+    if causal is False and rpe is None and attn_mask is None and not is_dynamo_compiling():
+        warn_of_whole_blocks(layout)
     if checked_dropout(dropout_p) != 0.0 or takes(q, k, v, key_transposed):
         BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
         given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}

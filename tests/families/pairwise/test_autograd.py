@@ -497,3 +497,40 @@ def test_out_must_not_be_a_hyperparameters_memory():
     with pytest.raises(ValueError, match="out shares memory with bandwidth"):
         kl.run_kernel(kl.laplace_l1(), a, b, out=out, bandwidth=width)
     kl.run_kernel(kl.laplace_l1(), a, b, out=out, bandwidth=memory[-1])
+
+
+MATRICES = {
+    "gaussian": (kl.gaussian(), {"bandwidth": 1.3}),
+    "laplace": (kl.laplace_l1(), {"bandwidth": 1.3}),
+    "p": (kl.p_distance(), {"p": 2.5}),
+    "symmetric": (kl.gaussian(symmetric=True), {"bandwidth": 1.3}),
+}
+
+
+@pytest.mark.parametrize("case", MATRICES)
+def test_several_gradients_at_once(case, seed):
+    """As of ``torch.autograd.functional.jacobian(vectorize=True)``."""
+    descriptor, values = MATRICES[case]
+    points = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 6)]
+    points = points[: 1 if descriptor.symmetric else 2]
+    out = kl.run_kernel(descriptor, *points, **values)
+    grads = torch.randn(4, *out.shape, dtype=out.dtype)
+    found = torch.autograd.grad(out, points, grads, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, points, grad, retain_graph=True) for grad in grads]
+    for ours, theirs in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(theirs))
+
+
+REDUCED = {
+    "a maximum": lambda x: kl.cdist(x, x.detach(), p=float("inf")),
+    "a product": lambda x: kl.kernel_matmul(kl.gaussian(), x, x, x, bandwidth=1.0),
+    "a log-sum-exp": lambda x: kl.kernel_logsumexp(kl.l1_distance(), x, x.detach()),
+}
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_where_several_gradients_are_not_supported_that_is_said(case, seed):
+    x = torch.randn(5, 3, requires_grad=True)
+    out = REDUCED[case](x)
+    with pytest.raises(RuntimeError, match=r"is_grads_batched=True, .* one gradient after"):
+        torch.autograd.grad(out, x, torch.randn(4, *out.shape), is_grads_batched=True)

@@ -25,6 +25,22 @@ def smallest(a, b):
     return kl.kernel_min(kl.l1_distance(), a, b)
 
 
+def nearest_by_width(a, b, width):
+    return kl.kernel_topk(GAUSSIAN, a, b, 2, bandwidth=width)
+
+
+def nearest_by_number(a, b):
+    return kl.kernel_topk(GAUSSIAN, a, b, 2, bandwidth=1.5)
+
+
+def nearest_by_exponent(a, b):
+    return kl.kernel_argmin(kl.p_distance(), a, b, p=3.0)
+
+
+def by_lengths(a, b, lengths):
+    return kl.kernel_sum(GAUSSIAN, a, b, lengthscale=lengths)
+
+
 def total(a, b, width):
     return kl.kernel_logsumexp(LAPLACE, a, b, bandwidth=width)
 
@@ -44,6 +60,11 @@ CASES = {
     "log-sum-exp": (total, (A, B, W)),
     "nearest": (nearest, (A, B)),
     "smallest of batches": (smallest, ((L, M, K), B)),
+    "nearest by a width": (nearest_by_width, (A, B, W)),
+    "nearest by widths of a batch": (nearest_by_width, ((L, M, K), B, (L,))),
+    "nearest by a number": (nearest_by_number, (A, B)),
+    "nearest by an exponent": (nearest_by_exponent, (A, B)),
+    "lengths of features": (by_lengths, (A, B, (K,))),
 }
 
 

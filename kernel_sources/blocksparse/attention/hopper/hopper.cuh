@@ -226,7 +226,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, in
             attend(sums, progress, c, task, ring, parity);
             parity ^= 1;
         }
-        progress.stats.close();
+        progress.stats.close(scale);
         float of_all = DROPOUT ? task.dropout.scale : 1.0f;
         store_rows(sums, progress.stats, p, head, batch, task.rows, of_all);
         __syncwarp();

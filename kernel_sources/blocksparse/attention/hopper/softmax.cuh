@@ -54,12 +54,13 @@ struct Rows {
         return !__any_sync(ALL_LANES, rises[0] || rises[1]);
     }
 
-    // The sums of all weights of the rows.
-    __device__ __forceinline__ void close() {
+    // The sums of all weights of the rows: NaN of a scale that is not finite, which `factor` hides.
+    __device__ __forceinline__ void close(float scale) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], 1);
             sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], 2);
+            if (sum[h] != 0.0f) sum[h] = fmaf(scale, 0.0f, sum[h]);
         }
     }
     // What sums of values are multiplied by, and the logarithm of the sum of exponentials.

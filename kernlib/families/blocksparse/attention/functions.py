@@ -20,6 +20,7 @@ from kernlib.families.blocksparse.attention.descriptor import (
     BlockSparseAttention,
     Captured,
 )
+from kernlib.families.blocksparse.checks import warn_of_whole_blocks
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.run import run_kernel
 
@@ -142,6 +143,8 @@ def attention(
         rest = dict(return_lse=return_lse, debug=debug, **rest)
     if is_dynamo_compiling():
         return _traced(fields, (layout, q, k, v), rest)
+    if causal is False and mask is None and score is None and window is None:
+        warn_of_whole_blocks(layout)
     if seed is not None and not has_dropout:  # which evaluation may leave there
         check_kinds(None, (layout, q, k, v))
         checked_seed(q, seed)

@@ -54,11 +54,12 @@ def by_torch(descriptor, operands, options, captured: dict, grads: tuple, needs:
     layout, *tensors = operands
     again = torch.is_grad_enabled()
     given = dict(zip(("q", "k", "v"), tensors, strict=True)) | captured
-    leaves = {
-        name: t if t.requires_grad and again else t.detach().requires_grad_()
-        for (name, t), need in zip(given.items(), needs, strict=True)
-        if need
-    }
+    with torch.enable_grad():
+        leaves = {  # aliases, lest two of the arguments be one tensor, or one be made of another
+            name: t.view_as(t) if t.requires_grad and again else t.detach().requires_grad_()
+            for (name, t), need in zip(given.items(), needs, strict=True)
+            if need
+        }
     own = {name: leaves.get(name, t) for name, t in given.items()}
     with torch.enable_grad(), no_autocast(tensors[0]):
         operands = layout, *(own.pop(name) for name in ("q", "k", "v"))

@@ -100,6 +100,7 @@ def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
     (rows, cols), (grid_rows, grid_cols) = layout.block, layout.grid
     line, across = _lines(layout)
     if name == "key_padding_mask":
+        given = given.reshape(given.shape or (1,))
         # reshape, as is_grads_batched knows no unflatten.
         whole = given.expand(*given.shape[:-1], layout.shape[1])
         apart = whole.reshape(*given.shape[:-1], grid_cols, cols)

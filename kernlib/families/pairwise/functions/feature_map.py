@@ -13,7 +13,7 @@ from kernlib.descriptors.base import shown
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import check_host, extremes
-from kernlib.runtime.tensors import check_dense, refuse_any_overlap, stand_ins
+from kernlib.runtime.tensors import check_dense, is_wrapped, refuse_any_overlap, stand_ins
 
 SHAPES = "(K,) or (L, 1, K) for weights, (K, K2) or (L, K, K2) for a matrix"
 
@@ -80,7 +80,7 @@ def scaled(
             f"lengthscale must be (K,) or (L, 1, K), with K = {features} features, got {shape}"
         )
     _check(lengthscale, a, b, "lengthscale")
-    if not is_dynamo_compiling() and not stand_ins(lengthscale):
+    if not (is_dynamo_compiling() or stand_ins(lengthscale) or is_wrapped(lengthscale)):
         for number in extremes(lengthscale):
             check_host("lengthscale", number, frozenset(("lengthscale",)))
     weights = lengthscale.to(accumulator(a.dtype)).reciprocal()

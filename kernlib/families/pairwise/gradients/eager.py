@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_legacy_batchedtensor
 
 from kernlib.families.pairwise import checks, rehearsal, stages
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -41,6 +42,10 @@ from kernlib.runtime.tensors import (
 BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much where it is packed
 FEWEST_ROWS = 128  # of a block, unless there are fewer: a kernel's tile has as many
 _INFINITE = float("inf")
+NOT_BATCHED = (
+    "is_grads_batched=True, which jacobian(vectorize=True) sets, is not supported by this kernel "
+    "matrix; ask for one gradient after the other"
+)
 
 
 def run(
@@ -114,6 +119,8 @@ class _Pairwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         needs = ctx.needs_input_grad[1:]
+        if is_legacy_batchedtensor(grad):
+            return None, *_of_several(ctx.call, needs, ctx.saved_tensors, grad)
         made = _made_again if torch.is_grad_enabled() else gradients
         return None, *made(ctx.call, needs, ctx.saved_tensors, grad)
 
@@ -128,6 +135,16 @@ def _made_again(call: Call, needs: tuple, saved: tuple, grad) -> list:
     options = {"create_graph": True, "allow_unused": True}
     found = iter(torch.autograd.grad(out, wanted, grad, **options))
     return [next(found) if need else None for need in needs]
+
+
+def _of_several(call: Call, needs: tuple, saved: tuple, grad) -> list:
+    """Those of several gradients at once, as ``is_grads_batched`` has them: not by kernels, which
+    cannot read those. Raises RuntimeError where a norm's own operators cannot either."""
+    try:
+        with torch.enable_grad():
+            return _made_again(call, needs, saved, grad)
+    except RuntimeError as error:
+        raise RuntimeError(NOT_BATCHED) from error
 
 
 # The gradients of the sums.

@@ -12,6 +12,7 @@ stay, O(M N).
 from __future__ import annotations
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 
 from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise.gradients import eager
@@ -92,6 +93,8 @@ class _Reduction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        if is_legacy_batchedtensor(gradient):
+            raise RuntimeError(eager.NOT_BATCHED)
         *tensors, out = ctx.saved_tensors
         needs = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
         wanted = [name for name, need in needs if need]
@@ -149,6 +152,8 @@ def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) ->
         for block, values in blocks.each(request, shape):
             l, rows, columns = block
             right = weights[l, rows]
+            if right.requires_grad and torch.is_grad_enabled():
+                values = values.clone()  # the next block is written over these
             out[l, columns] += multiplied(precision, values.mT.to(weights.dtype), right)
         return _to_shape(out, v)
     weights = weights.to(v.dtype)

@@ -186,7 +186,7 @@ def _vmap_choice(
     info, dims, a, b, k, largest, reduction, descriptor, names, numbers, tensors, rows, columns
 ):
     points = [(a, dims[0]), (b, dims[1])]
-    batch, (a, b), tensors = mapped.spread(info.batch_size, points, tensors, dims[7])
+    batch, (a, b), tensors = mapped.spread(info.batch_size, points, tensors, dims[8])
     options = reduction, descriptor, names, numbers, tensors, rows, columns
     return tuple(batch.restored(t, 2) for t in _choose(a, b, k, largest, *options)), (0, 0)
 

@@ -195,3 +195,42 @@ def test_the_same_probabilities_are_dropped_again(seed):
     for ours, theirs in zip(*(torch.autograd.grad(t, tensors, grad) for t in (y, wanted)),
                             strict=True):  # fmt: skip
         check(ours, theirs, 1e-12)
+
+
+DEPENDENT = {  # arguments of one tensor x of SMALL's, each None or a function of it
+    "one tensor": (lambda x: (x, x, x), {}),
+    "keys of queries": (lambda x: (x, 2 * x, x.sin()), {}),
+    "a captured tensor of queries": (
+        lambda x: (x, x.cos(), x),
+        {"a": lambda x: x.mean((0, 2, 3)), "b": lambda x: x.mean((0, 2, 3)) ** 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DEPENDENT)
+def test_gradients_that_are_recorded_are_those_that_are_not(case, seed):
+    """Each argument has its own share of a tensor that several are made of, once."""
+    operands, captured = DEPENDENT[case]
+    made = Layout(torch.rand(2, 2) < 0.8, 16)
+    x = torch.randn(1, 2, 32, 8, dtype=F64, requires_grad=True)
+    known = {"score": "v * a + b", "axes": dict.fromkeys(captured, "head")} if captured else {}
+
+    def call(run):
+        tensors = {name: make(x) for name, make in captured.items()}
+        return run(*operands(x), made, **known, **tensors).square().sum()
+
+    def first(**rest):
+        return torch.autograd.grad(call(attention), x, **rest)[0]
+
+    recorded = first(create_graph=True)
+    torch.testing.assert_close(recorded, first())
+    (second,) = torch.autograd.grad(recorded.square().sum(), x)
+    step = 1e-5 * torch.randn_like(x)
+    sides = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            x += sign * step
+        sides.append(first().square().sum())
+        with torch.no_grad():
+            x -= sign * step
+    assert torch.allclose((sides[0] - sides[1]) / 2, (second * step).sum(), rtol=1e-4)

@@ -439,3 +439,16 @@ def test_blocks_cover_each_entry_once(size, entries, fewest_rows):
 def test_nothing_has_no_blocks(size):
     shape = Shape(size[1], size[2], K, size[0], 0, True, size[0])
     assert not list(by_blocks.blocks(shape, 100, 7))
+
+
+def test_gradients_of_gradients_by_v_alone(seed):
+    """Each block is kept for the second, although a signed descriptor's share their memory."""
+    descriptor = kl.Pairwise(inner=kl.Identity(), epilogue=kl.Custom("exp(-v * v * s)", ("s",)))
+    x, z = torch.randn(30, 2, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
+    v = torch.randn(50, 1, dtype=torch.float64, requires_grad=True)
+    k = kl.run_kernel(descriptor, x, z, s=1.0)
+    loss = kl.kernel_matmul(descriptor, x, z, v, s=1.0).square().sum()
+    (first,) = torch.autograd.grad(loss, v, create_graph=True)
+    torch.testing.assert_close(first, 2 * k.mT @ (k @ v))
+    (second,) = torch.autograd.grad(first.sum(), v)
+    torch.testing.assert_close(second, 2 * k.mT @ (k @ torch.ones_like(v)))

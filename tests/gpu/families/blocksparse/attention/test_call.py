@@ -205,3 +205,14 @@ def test_beside_torch_s(seed):
     y = kl.blocksparse.scaled_dot_product_attention(*tensors, bias, enable_gqa=True, layout=made)
     wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, bias, enable_gqa=True)
     torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
+def test_a_scale_that_is_no_number_is_seen(dtype, seed):
+    """Rows that something is left of are NaN, and so is their log-sum-exp."""
+    tensors = SHAPE.tensors(dtype)
+    made = Layout(torch.eye(4, 5, dtype=torch.bool), SHAPE.block)
+    call = [there(t) for t in (*tensors, made)]
+    scale = torch.tensor(float("nan"), device="cuda")
+    out, lse = attention(*call, return_lse=True, scale=scale, mask="row >= 64")
+    assert out[:, :, 64:].isnan().all() and lse[:, :, 64:].isnan().all()
