@@ -34,7 +34,9 @@ def dense(
 
 
 def causal(length: int, block: Block, heads: int | None = None, device: Device = None) -> Layout:
-    """The lower triangle of a matrix (length, length): row r has columns 0 to r."""
+    """The blocks of a matrix (length, length) that touch its lower triangle, columns 0 to r of row
+    r. Blocks are seen whole: those on the diagonal also hold columns beyond the row, so causal
+    attention needs ``causal=True`` as well, and warns without."""
     return _banded(length, block, length, 0, heads, device).with_condition("causal=True")
 
 
@@ -45,8 +47,9 @@ def sliding_window(
     heads: int | None = None,
     device: Device = None,
 ) -> Layout:
-    """A band of a matrix (length, length): row r has columns r - left to r + right of a ``window``
-    (left, right), or one int for both. (window, 0) is causal."""
+    """The blocks of a matrix (length, length) that touch a band: columns r - left to r + right of
+    row r, for a ``window`` (left, right), or one int for both. Blocks are seen whole, those of
+    (window, 0) on the diagonal too: an exact band takes ``window=`` of attention."""
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
         raise TypeError(f"window must be an int or two (left, right), got {window!r}")

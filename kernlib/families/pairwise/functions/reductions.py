@@ -48,8 +48,9 @@ def kernel_matmul(
 
     Half types are summed in float32. On a GPU, kernels that keep no entry of K compute up to 16
     columns of v (64 of them for up to 16 features), and on sm_90 any number for squared differences
-    and dot products of up to 128 features; what is left, and float64, goes by blocks of K that are
-    multiplied as the descriptor's ``precision`` says, or torch's setting without one.
+    and dot products of up to 128 features. float64 has one kernel, for up to 16 columns, or 8 of
+    most norms of more than 16 features. Everything else goes by blocks of K that are multiplied as
+    the descriptor's ``precision`` says, or torch's setting without one.
     Differentiable by tensors among a, b, v, feature_map and the hyperparameters, without storing K
     either. ``torch.compile`` and its like see one operator.
 
