@@ -39,6 +39,7 @@ from rich.progress import track
 
 import kernlib as kl
 
+ON_CPU = "On a CPU torch computes everything: these times say nothing of the kernels."
 TRAIN = {"cpu": 1000, "cuda": 50000}
 TEST, UNCERTAIN = 1000, 200  # points, and those of which variances are computed
 DIMENSIONS, WAVES = 10, 500
@@ -265,6 +266,8 @@ def main() -> None:
     words = *words, ("log-density", 12), ("bandwidth", 9), ("scale", 9), ("noise", 9)
     print(f"\n{'seconds of':10s}", *(f"{word:>{width}s}" for word, width in words))
     print(*table, sep="\n")
+    if options.device == "cpu":
+        print(ON_CPU)
     if options.plot:
         plot(histories, options.plot)
 

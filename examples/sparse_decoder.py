@@ -30,6 +30,7 @@ from kernlib.sparse import magnitude
 
 PRUNED = r"blocks\."  # not the head: it stays dense, as the embedding does
 BOUND = {torch.float32: 1e-5, torch.float16: 1e-2}  # relative error of the logits
+ON_CPU = "On a CPU torch computes everything: these times say nothing of the kernels."
 ROUNDS = {"cpu": 1, "cuda": 3}  # of which the fastest counts
 
 
@@ -289,6 +290,8 @@ def main() -> None:
     sparse = generate(compressed, steps, device, given=dense.tokens)
     compare(dense, sparse, config.dtype, device)
     table({"dense": (dense, megabytes), "compressed": (sparse, weight_mb(compressed))})
+    if device == "cpu":
+        print(ON_CPU)
 
 
 def describe(layer: SparseLinear) -> str:

@@ -22,7 +22,10 @@ _COMPAT = (
     *("kernlib.compat.kermac", "kernlib.compat.macko"),
 )
 
-# What other libraries call it, in lower case and without underscores.
+# Each row's largest entry, and its column.
+_LARGEST = ("kernlib.kernel_topk(..., k=1, largest=True)",)
+# What other libraries call it, in lower case and without underscores. A name may have the
+# arguments of a call behind it.
 OTHERS = {
     "rbf": ("kernlib.gaussian",),
     "rbfkernel": ("kernlib.gaussian",),
@@ -31,9 +34,18 @@ OTHERS = {
     "laplacian": ("kernlib.laplace_l1", "kernlib.laplace_l2"),
     "laplacekernel": ("kernlib.laplace_l1", "kernlib.laplace_l2"),
     "laplace": ("kernlib.laplace_l1", "kernlib.laplace_l2", "kernlib.Laplace"),
+    "matern12": ("kernlib.laplace_l2",),  # nu = 0.5
     "matern": ("kernlib.matern32", "kernlib.matern52", "kernlib.Matern"),
     "kernel": ("kernlib.run_kernel", "kernlib.Pairwise"),
     "topk": ("kernlib.kernel_topk", "kernlib.blocksparse.top_k"),
+    "kernelmax": _LARGEST,
+    "kernelargmax": _LARGEST,
+    # As a quotient of two reductions of exp(K) it would overflow.
+    "kernelsoftmax": ("kernlib.blocksparse.attention",),
+    "lazytensor": (
+        *("kernlib.kernel_matmul", "kernlib.kernel_sum", "kernlib.kernel_logsumexp"),
+        *("kernlib.kernel_min", "kernlib.kernel_topk"),
+    ),
     "rq": ("kernlib.rational_quadratic",),
     "poly": ("kernlib.polynomial",),
     "dot": ("kernlib.dot_product",),
@@ -59,7 +71,9 @@ OTHERS = {
     ),
     "ksmm": ("kernlib.nn.KSLinear", "kernlib.nn.compat"),
     "butterfly": ("kernlib.nn.KSLinear",),
+    "butterflylinear": ("kernlib.nn.KSLinear",),
     "monarch": ("kernlib.nn.KSLinear",),
+    "monarchlinear": ("kernlib.nn.KSLinear",),
     "gemkm": ("kernlib.kron_matmul", "kernlib.compat.fastkron"),
     "gekmm": ("kernlib.kron_matmul", "kernlib.compat.fastkron"),
     "kron": ("kernlib.kron_matmul", "kernlib.KroneckerProduct"),

@@ -93,8 +93,8 @@ def kernel_logsumexp(
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``out[l,m] = log sum_n exp(K[l,m,n])``, (M,) or (L, M), with no overflow on the way; -inf for
-    no n. Of a descriptor whose value is a logarithm: ``-|a - b|^2`` of a Gaussian, say, by
-    ``Custom("-v * s", ("s",))``.
+    no n. Values of ``gaussian()`` and its like are exponentials already: for the logarithm of a sum
+    of kernel values pass their exponent, ``squared_distance(epilogue=Custom("-s * v", ("s",)))``.
 
     Arguments, dtypes, gradients and errors are those of :func:`kernel_matmul`, without ``v`` and
     ``out``. After the LogSumExp reduction of the KeOps project.
