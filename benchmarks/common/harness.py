@@ -83,11 +83,14 @@ class Session:
     timer: object = None
     ours: dict[str, float] = field(default_factory=dict)
 
-    def time(self, call: Callable, buffers: tuple, in_graph: bool = False) -> float:
-        """Milliseconds of a call that has run once already; in a graph also where it is long."""
+    def time(
+        self, call: Callable, buffers: tuple, in_graph: bool = False, captured: bool = True
+    ) -> float:
+        """Milliseconds of a call that has run once already; in a graph also where it is long, and
+        never if it cannot be ``captured``."""
         if self.timer is None:
             self.timer = CudaTimer()
-        return time_call(self.timer, call, buffers, self.quick, in_graph)
+        return time_call(self.timer, call, buffers, self.quick, in_graph, captured)
 
 
 def machine() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Products with a kernel matrix that is not stored: kernlib, its floor, torch by blocks."""
+"""Products with a kernel matrix that is not stored: kernlib, its floor, torch by blocks,
+formulas by hand and KeOps."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import torch
 import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session, attempt
 from benchmarks.common.timing import Device, relative_error, sample_rows
+from benchmarks.pairwise import by_hand, keops
 from benchmarks.pairwise.problems import (
     DTYPES,
-    against_torch,
+    against,
     exact_distances,
     float32_products,
     floor_ms,
@@ -128,6 +130,10 @@ def plain(problem: Problem) -> Callable:
     return call
 
 
+def rivals(problem: Problem) -> dict[str, Callable]:
+    return {"torch": plain(problem), **by_hand.products(problem), **keops.products(problem)}
+
+
 def norm(problem: Problem) -> float:
     return 2.0 if problem.kernel == "gaussian" else 1.0
 
@@ -155,7 +161,7 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     def error(out) -> float:
         return relative_error(out[rows], wanted)
 
-    return against_torch(problem, session, buffers, error, kernel(problem), plain(problem))
+    return against(problem, session, buffers, error, kernel(problem), rivals(problem))
 
 
 def peak_bytes(call: Callable, buffers: tuple) -> int:

@@ -1,4 +1,5 @@
-"""The k nearest points of each point: kernlib, its floor, torch by blocks."""
+"""The k nearest points of each point: kernlib, its floor, torch by blocks, addmm by
+blocks and KeOps."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import Device, relative_error, sample_rows
+from benchmarks.pairwise import by_hand, keops
 from benchmarks.pairwise.matmul import BLOCK_ENTRIES, LANES_FEATURES
-from benchmarks.pairwise.problems import against_torch, exact_distances, floor_ms
+from benchmarks.pairwise.problems import against, exact_distances, floor_ms
 
 
 class Problem(NamedTuple):
@@ -68,6 +70,11 @@ def plain(problem: Problem) -> Callable:
     return call
 
 
+def rivals(problem: Problem) -> dict[str, Callable]:
+    addmm = by_hand.nearest(problem.k)
+    return {"torch": plain(problem), "addmm": addmm, **keops.nearest(problem.k)}
+
+
 def exact(problem: Problem, a, b, rows: torch.Tensor) -> torch.Tensor:
     """Values of some rows in float64."""
     return exact_distances(a[rows], b, 2.0).square().topk(problem.k, largest=False).values
@@ -81,7 +88,7 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     def error(out) -> float:
         return relative_error(out[0][rows], wanted)
 
-    return against_torch(problem, session, buffers, error, kernel(problem), plain(problem))
+    return against(problem, session, buffers, error, kernel(problem), rivals(problem))
 
 
 def cases() -> list[Case]:
