@@ -3,6 +3,7 @@ formulas by hand and KeOps."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,11 +20,10 @@ from benchmarks.pairwise.problems import (
     exact_distances,
     float32_products,
     floor_ms,
+    least,
 )
 
 BLOCK_ENTRIES = 1 << 28  # of K that torch holds at once: 1 GB
-LANES_FEATURES = 16  # up to which tensor cores have nothing to gain from a squared distance
-TENSOR_COLUMNS = 8  # from which on the product with v is one for tensor cores
 # Of a float64 value: slots of an operation, and operations of an exponential, which no unit has.
 FP64_SLOTS, FP64_EXPONENTIAL = 2, 14
 CONSTANT_BYTES = 64 << 20  # that a product may hold whatever the number of points: one block of K
@@ -61,11 +61,14 @@ class Problem(NamedTuple):
         return make(precision="tf32" if self.kind == "tf32" else None)
 
     def floor(self, device: Device) -> tuple[float, str]:
-        """Milliseconds and what bounds them. Each pair takes a distance, an exponential and a
-        product with a row of v."""
+        """Milliseconds and what bounds them. Each pair takes a distance, of which tensor cores have
+        only the squared one, an exponential and a product with a row of v."""
+        ways = itertools.product({False, self.kernel == "gaussian"}, (False, True))
+        return least(self._floor(device, *way) for way in ways)
+
+    def _floor(self, device: Device, expanded: bool, wide: bool) -> tuple[float, str]:
+        """Of distances and of the product with v on tensor cores, or on the lanes."""
         pairs = float(self.points) ** 2
-        expanded = self.kernel == "gaussian" and self.features > LANES_FEATURES
-        wide = self.columns >= TENSOR_COLUMNS
         slots = 1 + (0 if expanded else 2 * self.features) + (0 if wide else self.columns)
         products = (self.features if expanded else 0) + (self.columns if wide else 0)
         moved = 2 * DTYPES[self.kind].itemsize * self.points * (self.features + self.columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,11 +19,10 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-# Operations/s of float32 products on tensor cores, of the rates that an H200 reaches: at the
-# accuracy of fp32 they are three products of fp16, and one of TF32. Of float64 what 132
-# multiprocessors have at 1.75 GHz.
-TENSOR_RATES = {"fp32": 770e12 / 3, "tf32": 415e12, "fp64": 60e12}
-LANES_RATE = 51.3e12  # of float32 products without tensor cores, as cuBLAS reaches it
+# Operations/s of float32 products on tensor cores, of the rate that an H200 reaches with fp16: at
+# the accuracy of fp32 they are three such products, and at that of TF32, which has fp16's digits
+# and half its rate, one. Of float64 what 132 multiprocessors have at 1.75 GHz.
+TENSOR_RATES = {"fp32": 770e12 / 3, "tf32": 770e12, "fp64": 60e12}
 OURS, EAGER = "kernlib", ("torch", "addmm")  # rivals that compile nothing
 EXACT_ELEMENTS = 1 << 27  # differences in float64 at once: 1 GB, and as much again for powers
 
@@ -40,6 +39,11 @@ def floor_ms(
     floors["tensor cores"] = operations / TENSOR_RATES[kind] * 1e3
     bound = max(floors, key=floors.__getitem__)
     return floors[bound], bound
+
+
+def least(floors: Iterable[tuple[float, str]]) -> tuple[float, str]:
+    """The floor of what can be done in several ways, on the lanes or on tensor cores."""
+    return min(floors, key=lambda floor: floor[0])
 
 
 # In float64.

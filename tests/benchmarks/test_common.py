@@ -359,6 +359,12 @@ def test_report_counts_no_kernels_of_other_gpus_and_no_choices_of_all_families()
     assert "| Sparse | 2 | 1 | 0.316× | 0.100× |" in report.tables.section("auto", results)
 
 
+def test_nothing_is_faster_than_its_floor():
+    rows = [row for _, found in report.load(drawing.RESULTS) for row in found["rows"]]
+    beaten = [row["case"] for row in rows if row["floor"] and row["ours"] < row["floor"]]
+    assert rows and not beaten
+
+
 def test_the_picture_is_of_the_results(project, capsys):
     _, _, folder = project
     rows = [row("cdist").as_json(), Row("x", "us", 1.0).as_json()]
