@@ -27,6 +27,18 @@ OF_PORTABLE = """\
 Cases that end in "portable" ran the kernels for other GPUs on this one, and do not count where a
 rival is faster.
 """
+NOTES = {
+    "pairwise": """\
+Of reductions `addmm` is torch by hand: blocks of rows of one product of matrices, exponentials in
+its place, and a product or `topk` of them; gradients by formulas in place of autograd.
+`torch.compile` is the same compiled or, of up to 8 features and of absolute differences, sums fused
+with what they sum. `keops` is KeOps' LazyTensor, `keops products` that of norms and scalar
+products, each with the work of its host, as no CUDA graph can hold them.
+""",
+    "sparse": """\
+MACKO's format is multiplied by kernlib's own kernel, and counts as no rival.
+""",
+}
 
 
 class MissingMarkers(Exception):
@@ -43,6 +55,8 @@ def page(family: str, found: list[dict], pictures: list[str]) -> str:
     parts = [f"# Results: {tables.title(family).lower()}", INTRODUCTION.rstrip()]
     if any(row["case"].endswith(PORTABLE) for results in found for row in results["rows"]):
         parts.append(OF_PORTABLE.rstrip())
+    if family in NOTES:
+        parts.append(NOTES[family].rstrip())
     parts += [f"![{tables.title(family)}]({path})" for path in pictures]
     for results in found:
         parts += [f"## Where a rival is faster, on {results['gpu']}"]

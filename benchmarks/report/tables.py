@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from benchmarks.common.harness import number
-from benchmarks.common.summary import TIE, Summary, best_rival, speed_up, summarise
+from benchmarks.common.summary import TIE, Summary, best_rival, others, speed_up, summarise
 from benchmarks.kronecker_product import summary as kronecker_product
 from benchmarks.kronecker_sparse import summary as kronecker_sparse
 from benchmarks.sparse import summary as sparse
@@ -111,8 +111,8 @@ def _factor(name: str, kinds: dict[str, dict], shown: tuple[str, ...]) -> str:
 
 
 def _cells(row: dict) -> list[str]:
-    rivals = row["rivals"]
-    best = _rival(best_rival(row), {**row, "rival_errors": {}}) if rivals else ""
+    has_rival = bool(others(row["rivals"]))
+    best = _rival(best_rival(row), {**row, "rival_errors": {}}) if has_rival else ""
     return [quantity(row["ours"], row["unit"]), _floor(row), best, _error(row["error"])]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.common.harness import PORTABLE, number
-from benchmarks.common.summary import TIE, best_rival, speed_up, summarise
+from benchmarks.common.summary import TIE, best_rival, others, speed_up, summarise
 from benchmarks.report.tables import line, quantity, short, table, title
 
 WORST = 3  # cases of a family that README names
@@ -25,7 +25,7 @@ def measured(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
 def compared(rows: list[dict]) -> list[dict]:
     """The times that a rival's stands beside, but not those of other GPUs' kernels."""
     own = [row for row in rows if not row["case"].endswith(PORTABLE)]
-    return [row for row in own if row["rivals"] and row["unit"] in TIMES]
+    return [row for row in own if others(row["rivals"]) and row["unit"] in TIMES]
 
 
 def lost(rows: list[dict]) -> list[dict]:

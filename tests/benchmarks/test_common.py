@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import report
-from benchmarks.common import drawing, harness, timing
+from benchmarks.common import drawing, harness, summary, timing
 from benchmarks.common.harness import Row
 from benchmarks.pairwise import run as pairwise
 from benchmarks.report import picture
@@ -363,6 +363,18 @@ def test_nothing_is_faster_than_its_floor():
     rows = [row for _, found in report.load(drawing.RESULTS) for row in found["rows"]]
     beaten = [row["case"] for row in rows if row["floor"] and row["ours"] < row["floor"]]
     assert rows and not beaten
+
+
+def test_a_format_of_others_by_own_kernels_is_no_rival():
+    both = Row("spmv", "us", 10.0, rivals={"cublas": 20.0, "macko": 5.0})
+    alone = Row("spmv alone", "us", 10.0, rivals={"macko": 5.0})
+    rows = [both.as_json(), alone.as_json()]
+    assert summary.best_rival(rows[0]) == "cublas" and summary.speed_up(rows[0]) == 2.0
+    found = summary.summarise(rows)
+    assert (found.compared, found.wins, found.speed_up) == (1, 1, 2.0)
+    assert report.verdict.compared(rows) == rows[:1] and report.verdict.lost(rows) == []
+    assert (harness.speed_up(both), harness.speed_up(alone)) == (2.0, None)
+    assert "macko 5.00 µs" in report.tables.section("other", {**HEAD, "rows": rows})
 
 
 def test_the_picture_is_of_the_results(project, capsys):
