@@ -28,6 +28,10 @@ Cases that end in "portable" ran the kernels for other GPUs on this one, and do 
 rival is faster.
 """
 NOTES = {
+    "kronecker_product": """\
+`strided` is a product by cuBLAS a factor, `merged to 64` the same of fewer factors, small ones
+multiplied to matrices of 64.
+""",
     "pairwise": """\
 Of reductions `addmm` is torch by hand: blocks of rows of one product of matrices, exponentials in
 its place, and a product or `topk` of them; gradients by formulas in place of autograd.
@@ -59,7 +63,7 @@ def page(family: str, found: list[dict], pictures: list[str]) -> str:
         parts.append(NOTES[family].rstrip())
     parts += [f"![{tables.title(family)}]({path})" for path in pictures]
     for results in found:
-        parts += [f"## Where a rival is faster, on {results['gpu']}"]
+        parts += [f"## {verdict.heading(results['gpu'])}"]
         parts += [verdict.section(results["rows"])]
         parts += [f"## All, on {results['gpu']}", tables.section(family, results)]
     return "\n\n".join(parts) + "\n"

@@ -17,10 +17,10 @@ TITLES = {
     "cpu": "CPU tensors",
     "kronecker_sparse": "Kronecker-sparse",
 }
-# How many times longer the best rival takes; means are geometric.
+# How many times longer the best rival takes.
 SUMMARIES = (
-    "cases", "fastest in", "best rival, mean", "best rival, least", "over floor, mean",
-    "largest error",
+    "cases", "fastest in", "best rival, geometric mean", "best rival, least",
+    "over floor, geometric mean", "largest error",
 )  # fmt: skip
 
 
@@ -133,7 +133,13 @@ def _sparse(rows: list[dict]) -> list[str]:
 
 def _auto(rows: list[dict]) -> list[str]:
     """A line a family, of random calls for which kernlib chooses the kernel."""
-    header = ("family", "calls", "within 5 % of the fastest way", "it takes, mean", "least")
+    header = (
+        "family",
+        "calls",
+        "within 5 % of the fastest way",
+        "it takes, geometric mean",
+        "least",
+    )
     families: dict[str, list[dict]] = {}
     for row in rows:
         families.setdefault(row["case"].split()[1], []).append(row)
