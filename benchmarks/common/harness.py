@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import kernlib
+from benchmarks.common.summary import others
 from benchmarks.common.timing import CudaTimer, query_gpu, time_call
 from kernlib.jit import sources, toolchain
 
@@ -83,11 +84,14 @@ class Session:
     timer: object = None
     ours: dict[str, float] = field(default_factory=dict)
 
-    def time(self, call: Callable, buffers: tuple, in_graph: bool = False) -> float:
-        """Milliseconds of a call that has run once already; in a graph also where it is long."""
+    def time(
+        self, call: Callable, buffers: tuple, in_graph: bool = False, captured: bool = True
+    ) -> float:
+        """Milliseconds of a call that has run once already; in a graph also where it is long, and
+        never if it cannot be ``captured``."""
         if self.timer is None:
             self.timer = CudaTimer()
-        return time_call(self.timer, call, buffers, self.quick, in_graph)
+        return time_call(self.timer, call, buffers, self.quick, in_graph, captured)
 
 
 def machine() -> dict[str, str]:
@@ -181,7 +185,8 @@ def verdict(row: Row) -> str:
 
 def speed_up(row: Row) -> float | None:
     """How many times faster than the best rival."""
-    return min(row.rivals.values()) / row.ours if row.rivals else None
+    found = others(row.rivals)
+    return min(found.values()) / row.ours if found else None
 
 
 def number(value: float | None, digits: int = 3) -> str:

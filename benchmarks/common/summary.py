@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TIE = 1.05  # times within it count as equal
+# kernlib's kernels for formats of others: ways of its own, which tables show and no count does.
+OWN = ("macko",)
 
 
 class Summary(NamedTuple):
@@ -25,7 +27,7 @@ class Summary(NamedTuple):
 
 def summarise(rows: Sequence[dict]) -> Summary:
     """The summary of some rows of a result file."""
-    ratios = [speed_up(row) for row in rows if row["rivals"]]
+    ratios = [speed_up(row) for row in rows if others(row["rivals"])]
     floors = [row["ours"] / row["floor"] for row in rows if row["floor"]]
     errors = [row["error"] for row in rows if row["error"] is not None]
     return Summary(
@@ -39,14 +41,20 @@ def summarise(rows: Sequence[dict]) -> Summary:
     )
 
 
+def others(rivals: dict[str, float]) -> dict[str, float]:
+    """Those that are no way of kernlib's own."""
+    return {name: time for name, time in rivals.items() if name not in OWN}
+
+
 def speed_up(row: dict) -> float:
     """How many times longer the best rival takes."""
-    return min(row["rivals"].values()) / row["ours"]
+    return min(others(row["rivals"]).values()) / row["ours"]
 
 
 def best_rival(row: dict) -> str:
     """Its name."""
-    return min(row["rivals"], key=row["rivals"].__getitem__)
+    found = others(row["rivals"])
+    return min(found, key=found.__getitem__)
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:

@@ -129,15 +129,20 @@ def rotated(buffers: tuple) -> list[tuple]:
 
 
 def time_call(
-    timer, call: Callable, buffers: tuple, quick: bool = False, in_graph: bool = False
+    timer,
+    call: Callable,
+    buffers: tuple,
+    quick: bool = False,
+    in_graph: bool = False,
+    captured: bool = True,
 ) -> float:
     """Milliseconds of ``call(*buffers)``, which has run once already: the median of several. Of a
-    graph where it is short or ``in_graph``."""
+    graph where it is short or ``in_graph``, unless none can hold it (``captured``)."""
     times = [timer.swept(call, buffers)]
     if not quick and REPLAY_BELOW_MS <= times[0] < SLOW_START_MS:
         times.append(timer.swept(call, buffers))
     count = repetitions(times[0], quick)
-    if in_graph or min(times) < REPLAY_BELOW_MS:
+    if captured and (in_graph or min(times) < REPLAY_BELOW_MS):
         return timer.replayed(call, buffers, count)
     times += [timer.swept(call, buffers) for _ in range(count - len(times))]
     return statistics.median(times)

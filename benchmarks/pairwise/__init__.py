@@ -1,5 +1,5 @@
 """Matrices of distances and kernels, their gradients, and products with them.
 
-In reading order ``problems``, ``gradient``, ``matmul``, ``matmul_gradient``, and ``run``, which has
-the list of cases.
+In reading order ``problems``, ``gradient``, ``matmul``, ``matmul_gradient``, ``by_hand`` and
+``keops`` with rivals of the latter two, and ``run``, which has the list of cases.
 """

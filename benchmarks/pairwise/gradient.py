@@ -11,7 +11,7 @@ import torch
 import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import Device, sample_rows
-from benchmarks.pairwise.problems import LANES_RATE, float32_products, floor_ms, race, timed
+from benchmarks.pairwise.problems import float32_products, floor_ms, race, timed
 
 MUST_ERROR = 1e-4  # of the sum of absolute terms
 FEATURE_STEP = 9  # of the sampled features, so that 8 of 64 are left, the first and last among them
@@ -51,8 +51,6 @@ class Problem(NamedTuple):
 
     def floor(self, device: Device) -> tuple[float, str]:
         """Milliseconds and what bounds them."""
-        if self.p == 2 and self.outputs == 1:  # as one product that is not split
-            return 2 * self.elements / LANES_RATE * 1e3, "fp32 lanes"
         slots, special = (cost * self.elements for cost in COSTS[self.p])
         wide = self.outputs >= TENSOR_OUTPUTS or self.p == 2
         operations = 2 * self.outputs * self.elements if wide else 0

@@ -1,7 +1,9 @@
-"""Products with a kernel matrix that is not stored: kernlib, its floor, torch by blocks."""
+"""Products with a kernel matrix that is not stored: kernlib, its floor, torch by blocks,
+formulas by hand and KeOps."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,17 +13,17 @@ import torch
 import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session, attempt
 from benchmarks.common.timing import Device, relative_error, sample_rows
+from benchmarks.pairwise import by_hand, keops
 from benchmarks.pairwise.problems import (
     DTYPES,
-    against_torch,
+    against,
     exact_distances,
     float32_products,
     floor_ms,
+    least,
 )
 
 BLOCK_ENTRIES = 1 << 28  # of K that torch holds at once: 1 GB
-LANES_FEATURES = 16  # up to which tensor cores have nothing to gain from a squared distance
-TENSOR_COLUMNS = 8  # from which on the product with v is one for tensor cores
 # Of a float64 value: slots of an operation, and operations of an exponential, which no unit has.
 FP64_SLOTS, FP64_EXPONENTIAL = 2, 14
 CONSTANT_BYTES = 64 << 20  # that a product may hold whatever the number of points: one block of K
@@ -59,11 +61,14 @@ class Problem(NamedTuple):
         return make(precision="tf32" if self.kind == "tf32" else None)
 
     def floor(self, device: Device) -> tuple[float, str]:
-        """Milliseconds and what bounds them. Each pair takes a distance, an exponential and a
-        product with a row of v."""
+        """Milliseconds and what bounds them. Each pair takes a distance, of which tensor cores have
+        only the squared one, an exponential and a product with a row of v."""
+        ways = itertools.product({False, self.kernel == "gaussian"}, (False, True))
+        return least(self._floor(device, *way) for way in ways)
+
+    def _floor(self, device: Device, expanded: bool, wide: bool) -> tuple[float, str]:
+        """Of distances and of the product with v on tensor cores, or on the lanes."""
         pairs = float(self.points) ** 2
-        expanded = self.kernel == "gaussian" and self.features > LANES_FEATURES
-        wide = self.columns >= TENSOR_COLUMNS
         slots = 1 + (0 if expanded else 2 * self.features) + (0 if wide else self.columns)
         products = (self.features if expanded else 0) + (self.columns if wide else 0)
         moved = 2 * DTYPES[self.kind].itemsize * self.points * (self.features + self.columns)
@@ -128,6 +133,10 @@ def plain(problem: Problem) -> Callable:
     return call
 
 
+def rivals(problem: Problem) -> dict[str, Callable]:
+    return {"torch": plain(problem), **by_hand.products(problem), **keops.products(problem)}
+
+
 def norm(problem: Problem) -> float:
     return 2.0 if problem.kernel == "gaussian" else 1.0
 
@@ -155,7 +164,7 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     def error(out) -> float:
         return relative_error(out[rows], wanted)
 
-    return against_torch(problem, session, buffers, error, kernel(problem), plain(problem))
+    return against(problem, session, buffers, error, kernel(problem), rivals(problem))
 
 
 def peak_bytes(call: Callable, buffers: tuple) -> int:

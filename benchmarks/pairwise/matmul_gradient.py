@@ -1,5 +1,5 @@
 """Products with a kernel matrix of one x with itself, and their gradients, forward and backward
-together: kernlib, its floor, torch by blocks."""
+together: kernlib, its floor, torch by blocks, formulas by hand and KeOps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise import matmul
-from benchmarks.pairwise.problems import against_torch, floor_ms
+from benchmarks.pairwise import by_hand, keops, matmul
+from benchmarks.pairwise.problems import against, floor_ms, least
 
 EXACT_ENTRIES = 1 << 24  # of K in float64 at once, times the features
 
@@ -41,10 +41,12 @@ class Problem(NamedTuple):
         """Milliseconds and what bounds them. Both passes take a distance and an exponential of each
         pair; the second what the pair is worth to one or both of its points, that times the slope,
         the sums of x, whose terms are a product each or sign, comparison and sum, of v and of the
-        bandwidth. Of many features distances, and sums of x, are products."""
+        bandwidth. Tensor cores have squared distances, and their sums of x."""
+        return least(self._floor(device, way) for way in {False, self.kernel == "gaussian"})
+
+    def _floor(self, device: Device, expanded: bool) -> tuple[float, str]:
         pairs, features, by_x = float(self.points) ** 2, self.features, "x" in self.wanted
         term = 1 if self.kernel == "gaussian" else 3
-        expanded = self.kernel == "gaussian" and features > matmul.LANES_FEATURES
         slots = 2 * (1 + (0 if expanded else 2 * features)) + 1
         slots += 1 + (2 if by_x else 1) + (0 if expanded else term * features * by_x)
         slots += ("v" in self.wanted) + ("bandwidth" in self.wanted)
@@ -111,6 +113,10 @@ def plain(problem: Problem) -> Callable:
     return call
 
 
+def rivals(problem: Problem) -> dict[str, Callable]:
+    return {"torch": plain(problem), **by_hand.gradients(problem), **keops.gradients(problem)}
+
+
 def values(problem: Problem, a, b, bandwidth) -> torch.Tensor:
     """A block of K."""
     distance = torch.cdist(a, b, p=matmul.norm(problem.product))
@@ -167,8 +173,8 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
         return max(relative_error(t if n == "bandwidth" else t[rows], w) for n, t, w in pairs)
 
     # Autograd's own work on the host, 0.4 ms, would show in calls of 1 ms.
-    ways = kernel(problem), plain(problem)
-    return against_torch(problem, session, buffers, error, *ways, in_graph=True)
+    ways = kernel(problem), rivals(problem)
+    return against(problem, session, buffers, error, *ways, in_graph=True)
 
 
 def cases() -> list[Case]:

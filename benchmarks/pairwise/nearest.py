@@ -1,4 +1,5 @@
-"""The k nearest points of each point: kernlib, its floor, torch by blocks."""
+"""The k nearest points of each point: kernlib, its floor, torch by blocks, addmm by
+blocks and KeOps."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 import kernlib as kl
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise.matmul import BLOCK_ENTRIES, LANES_FEATURES
-from benchmarks.pairwise.problems import against_torch, exact_distances, floor_ms
+from benchmarks.pairwise import by_hand, keops
+from benchmarks.pairwise.matmul import BLOCK_ENTRIES
+from benchmarks.pairwise.problems import against, exact_distances, floor_ms, least
 
 
 class Problem(NamedTuple):
@@ -30,8 +32,11 @@ class Problem(NamedTuple):
 
     def floor(self, device: Device) -> tuple[float, str]:
         """Milliseconds and what bounds them. Each pair takes a distance and one comparison."""
+        return least(self._floor(device, expanded) for expanded in (False, True))
+
+    def _floor(self, device: Device, expanded: bool) -> tuple[float, str]:
+        """Of distances on tensor cores, or on the lanes."""
         pairs = float(self.points) ** 2
-        expanded = self.features > LANES_FEATURES
         slots = 1 + (0 if expanded else 2 * self.features)
         products = self.features if expanded else 0
         moved = self.points * (8 * self.features + 12 * self.k)
@@ -68,6 +73,11 @@ def plain(problem: Problem) -> Callable:
     return call
 
 
+def rivals(problem: Problem) -> dict[str, Callable]:
+    addmm = by_hand.nearest(problem.k)
+    return {"torch": plain(problem), "addmm": addmm, **keops.nearest(problem.k)}
+
+
 def exact(problem: Problem, a, b, rows: torch.Tensor) -> torch.Tensor:
     """Values of some rows in float64."""
     return exact_distances(a[rows], b, 2.0).square().topk(problem.k, largest=False).values
@@ -81,7 +91,7 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     def error(out) -> float:
         return relative_error(out[0][rows], wanted)
 
-    return against_torch(problem, session, buffers, error, kernel(problem), plain(problem))
+    return against(problem, session, buffers, error, kernel(problem), rivals(problem))
 
 
 def cases() -> list[Case]:

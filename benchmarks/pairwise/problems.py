@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from benchmarks.common.harness import UNITS_PER_MS, Row, Session, attempt
 from benchmarks.common.timing import VERY_LONG_MS, CudaTimer, Device
+from benchmarks.pairwise import keops
+from kernlib.settings import current
 
 DTYPES = {
     "fp32": torch.float32,
@@ -17,11 +19,11 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-# Operations/s of float32 products on tensor cores, of the rates that an H200 reaches: at the
-# accuracy of fp32 they are three products of fp16, and one of TF32. Of float64 what 132
-# multiprocessors have at 1.75 GHz.
-TENSOR_RATES = {"fp32": 770e12 / 3, "tf32": 415e12, "fp64": 60e12}
-LANES_RATE = 51.3e12  # of float32 products without tensor cores, as cuBLAS reaches it
+# Operations/s of float32 products on tensor cores, of the rate that an H200 reaches with fp16: at
+# the accuracy of fp32 they are three such products, and at that of TF32, which has fp16's digits
+# and half its rate, one. Of float64 what 132 multiprocessors have at 1.75 GHz.
+TENSOR_RATES = {"fp32": 770e12 / 3, "tf32": 770e12, "fp64": 60e12}
+OURS, EAGER = "kernlib", ("torch", "addmm")  # rivals that compile nothing
 EXACT_ELEMENTS = 1 << 27  # differences in float64 at once: 1 GB, and as much again for powers
 
 
@@ -37,6 +39,11 @@ def floor_ms(
     floors["tensor cores"] = operations / TENSOR_RATES[kind] * 1e3
     bound = max(floors, key=floors.__getitem__)
     return floors[bound], bound
+
+
+def least(floors: Iterable[tuple[float, str]]) -> tuple[float, str]:
+    """The floor of what can be done in several ways, on the lanes or on tensor cores."""
+    return min(floors, key=lambda floor: floor[0])
 
 
 # In float64.
@@ -77,11 +84,12 @@ def timed(
     error_of: Callable,
     eager: bool = False,
     in_graph: bool = False,
+    captured: bool = True,
 ) -> tuple[float, float]:
-    """Milliseconds of ``call(*buffers)``, ``in_graph`` also if it is long, and ``error_of`` its
-    result; the last buffer is its output. The first call gives the error and warms up those that
-    are timed. One that compiles nothing (``eager``) and takes seconds is timed itself, and is the
-    only one."""
+    """Milliseconds of ``call(*buffers)``, ``in_graph`` also if it is long or in none if it cannot
+    be ``captured``, and ``error_of`` its result; the last buffer is its output. The first call
+    gives the error and warms up those that are timed. One that compiles nothing (``eager``) and
+    takes seconds is timed itself, and is the only one."""
     buffers[-1].fill_(math.nan)
     if session.timer is None:
         session.timer = CudaTimer()
@@ -90,7 +98,7 @@ def timed(
     error = error_of(results.pop())
     if eager and first > VERY_LONG_MS:
         return first, error
-    return session.time(call, buffers, in_graph), error
+    return session.time(call, buffers, in_graph, captured), error
 
 
 def race(row: Row, rivals: dict[str, Callable], measured: Callable) -> Row:
@@ -102,25 +110,27 @@ def race(row: Row, rivals: dict[str, Callable], measured: Callable) -> Row:
     return row
 
 
-def against_torch(
+def against(
     problem,
     session: Session,
     buffers: tuple,
     error_of: Callable,
     ours: Callable,
-    plain: Callable,
+    rivals: dict[str, Callable],
     in_graph: bool = False,
 ) -> Row:
     """The row of a problem with a name, a ``kind``, a ``must`` and a ``floor(device)``: kernlib,
-    ``in_graph`` also if it is long, then plain torch, which compiles nothing and may take
-    seconds."""
+    ``in_graph`` also if it is long, then the rivals, those of EAGER without a second call if they
+    take seconds. Beside kernels for other GPUs stands torch alone: the others are known."""
 
     def measured(name: str, call: Callable) -> tuple[float, float]:
-        is_torch = name == "torch"
-        return timed(session, call, buffers, error_of, is_torch, in_graph and not is_torch)
+        ways = name in EAGER, in_graph and name == OURS, not name.startswith(keops.NAME)
+        return timed(session, call, buffers, error_of, *ways)
 
     with float32_products(problem.kind):
-        time, error = measured("kernlib", ours)
+        time, error = measured(OURS, ours)
         row = Row(problem.name, "ms", time, *problem.floor(Device.current()), error=error)
         row.must = problem.must
-        return race(row, {"torch": plain}, measured)
+        if current().portable:
+            rivals = {"torch": rivals["torch"]}
+        return race(row, rivals, measured)

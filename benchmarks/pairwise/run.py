@@ -1,10 +1,11 @@
-"""Distance and kernel matrices: kernlib, its floor, torch and torch.compile.
+"""Distance and kernel matrices: kernlib, its floor, torch, torch.compile and KeOps.
 
 ``python -m benchmarks.pairwise --json benchmarks/results/h200/pairwise.json``, and the same with
 KERNLIB_PORTABLE=1 for the kernels of other GPUs
 
 The cases of the gradient, of products that store no matrix, of neighbours and of systems are in
-``gradient.py``, ``matmul.py``, ``nearest.py`` and ``system.py``.
+``gradient.py``, ``matmul.py``, ``nearest.py`` and ``system.py``. KeOps counts where `pykeops` is
+installed, whose LD_LIBRARY_PATH and CUDA_PATH must lead to NVRTC, libcudart and their headers.
 """
 
 from __future__ import annotations

@@ -27,6 +27,23 @@ OF_PORTABLE = """\
 Cases that end in "portable" ran the kernels for other GPUs on this one, and do not count where a
 rival is faster.
 """
+NOTES = {
+    "kronecker_product": """\
+`strided` is a product by cuBLAS a factor, `merged to 64` the same of fewer factors, small ones
+multiplied to matrices of 64.
+""",
+    "pairwise": """\
+`python -m benchmarks.pairwise` times reductions in more ways than all rows here have yet. `addmm`
+is torch by hand: blocks of rows of one matrix product, exponentials in place, and a product or
+`topk` of them; gradients by formulas, without autograd. `torch.compile` is the same compiled or, for
+up to 8 features and for absolute differences, fused sums. `keops` is KeOps' LazyTensor, and `keops
+products` the same by norms and scalar products; both include the host's work, as no CUDA graph can
+hold them.
+""",
+    "sparse": """\
+MACKO's format is multiplied by kernlib's own kernel, and counts as no rival.
+""",
+}
 
 
 class MissingMarkers(Exception):
@@ -43,9 +60,11 @@ def page(family: str, found: list[dict], pictures: list[str]) -> str:
     parts = [f"# Results: {tables.title(family).lower()}", INTRODUCTION.rstrip()]
     if any(row["case"].endswith(PORTABLE) for results in found for row in results["rows"]):
         parts.append(OF_PORTABLE.rstrip())
+    if family in NOTES:
+        parts.append(NOTES[family].rstrip())
     parts += [f"![{tables.title(family)}]({path})" for path in pictures]
     for results in found:
-        parts += [f"## Where a rival is faster, on {results['gpu']}"]
+        parts += [f"## {verdict.heading(results['gpu'])}"]
         parts += [verdict.section(results["rows"])]
         parts += [f"## All, on {results['gpu']}", tables.section(family, results)]
     return "\n\n".join(parts) + "\n"

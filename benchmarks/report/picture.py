@@ -48,7 +48,9 @@ def draw(found: Points, path: Path) -> None:
         labels = [f"{name} ({len(values)})" for name, values in found.items()]
         axes.set_yticks(range(len(found)), labels)
         axes.invert_yaxis()
-        axes.set_xlabel("the best rival's time over kernlib's: a dot a case, a bar their mean")
+        axes.set_xlabel(
+            "the best rival's time over kernlib's: a dot a case, a bar their geometric mean"
+        )
         axes.grid(axis="x", alpha=0.3)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from benchmarks.common.harness import number
-from benchmarks.common.summary import TIE, Summary, best_rival, speed_up, summarise
+from benchmarks.common.summary import TIE, Summary, best_rival, others, speed_up, summarise
 from benchmarks.kronecker_product import summary as kronecker_product
 from benchmarks.kronecker_sparse import summary as kronecker_sparse
 from benchmarks.sparse import summary as sparse
@@ -17,10 +17,10 @@ TITLES = {
     "cpu": "CPU tensors",
     "kronecker_sparse": "Kronecker-sparse",
 }
-# How many times longer the best rival takes; means are geometric.
+# How many times longer the best rival takes.
 SUMMARIES = (
-    "cases", "fastest in", "best rival, mean", "best rival, least", "over floor, mean",
-    "largest error",
+    "cases", "fastest in", "best rival, geometric mean", "best rival, least",
+    "over floor, geometric mean", "largest error",
 )  # fmt: skip
 
 
@@ -111,8 +111,8 @@ def _factor(name: str, kinds: dict[str, dict], shown: tuple[str, ...]) -> str:
 
 
 def _cells(row: dict) -> list[str]:
-    rivals = row["rivals"]
-    best = _rival(best_rival(row), {**row, "rival_errors": {}}) if rivals else ""
+    has_rival = bool(others(row["rivals"]))
+    best = _rival(best_rival(row), {**row, "rival_errors": {}}) if has_rival else ""
     return [quantity(row["ours"], row["unit"]), _floor(row), best, _error(row["error"])]
 
 
@@ -133,7 +133,13 @@ def _sparse(rows: list[dict]) -> list[str]:
 
 def _auto(rows: list[dict]) -> list[str]:
     """A line a family, of random calls for which kernlib chooses the kernel."""
-    header = ("family", "calls", "within 5 % of the fastest way", "it takes, mean", "least")
+    header = (
+        "family",
+        "calls",
+        "within 5 % of the fastest way",
+        "it takes, geometric mean",
+        "least",
+    )
     families: dict[str, list[dict]] = {}
     for row in rows:
         families.setdefault(row["case"].split()[1], []).append(row)

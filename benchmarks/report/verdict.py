@@ -1,19 +1,17 @@
-"""Where kernlib is the fastest and where a rival is: README's table, and a list on each page."""
+"""Where kernlib is the fastest and where a rival is: counts in README, a list on each page."""
 
 from __future__ import annotations
 
 from benchmarks.common.harness import PORTABLE, number
-from benchmarks.common.summary import TIE, best_rival, speed_up, summarise
+from benchmarks.common.summary import TIE, best_rival, others, speed_up, summarise
 from benchmarks.report.tables import line, quantity, short, table, title
 
-WORST = 3  # cases of a family that README names
 TIMES = ("ms", "us")
-LOSSES = "where a rival is faster by more than 5 %, the worst first"
 # No families: choices of all of them; calls without a GPU; first calls and the cache.
 ASIDE = ("auto", "cpu", "service")
 HEADER = (
-    "family", "on", "cases with a rival", "fastest in", "best rival takes, mean", "least", "most",
-    "everything measured",
+    "family", "on", "cases with a rival", "fastest in", "a rival is faster by more than 5 % in",
+    "best rival takes, geometric mean", "least", "most", "everything measured",
 )  # fmt: skip
 
 
@@ -25,7 +23,7 @@ def measured(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
 def compared(rows: list[dict]) -> list[dict]:
     """The times that a rival's stands beside, but not those of other GPUs' kernels."""
     own = [row for row in rows if not row["case"].endswith(PORTABLE)]
-    return [row for row in own if row["rivals"] and row["unit"] in TIMES]
+    return [row for row in own if others(row["rivals"]) and row["unit"] in TIMES]
 
 
 def lost(rows: list[dict]) -> list[dict]:
@@ -35,14 +33,9 @@ def lost(rows: list[dict]) -> list[dict]:
 
 
 def overview(results: list[tuple[str, dict]]) -> str:
-    """README's: a line a family and GPU, and what each loses."""
-    some = [(name, short(found["gpu"]), found["rows"]) for name, found in measured(results)]
-    some.sort(key=lambda each: each[:2])
-    losses = [_losses(family, gpu, lost(rows)) for family, gpu, rows in some if lost(rows)]
-    parts = [table(HEADER, "|---|---|" + "---:|" * 5 + "---|", [_line(*each) for each in some])]
-    if losses:
-        parts.append(table(("family", "on", LOSSES), "|---|---|---|", losses))
-    return "\n\n".join(parts)
+    """README's: a line a family and GPU."""
+    some = sorted(measured(results), key=lambda each: (each[0], short(each[1]["gpu"])))
+    return table(HEADER, "|---|---|" + "---:|" * 6 + "---|", [_line(*each) for each in some])
 
 
 def page(family: str) -> str:
@@ -62,18 +55,20 @@ def section(rows: list[dict]) -> str:
     return table(("case", "kernlib", "rival", "rival takes"), "|---|---:|---|---:|", lines)
 
 
-def _line(family: str, gpu: str, rows: list[dict]) -> str:
-    some = compared(rows)
-    found, most = summarise(some), max(map(speed_up, some))
-    times = map(_times, (found.speed_up, found.least, most))
-    link = f"[{page(family).removeprefix('docs/')}]({page(family)})"
-    return line((title(family), gpu, str(found.compared), str(found.wins), *times, link))
+def heading(gpu: str) -> str:
+    """That of a page's list of cases in which a rival is faster."""
+    return f"Where a rival is faster, on {gpu}"
 
 
-def _losses(family: str, gpu: str, rows: list[dict]) -> str:
-    named = ", ".join(f"`{row['case']}` ({_best(row)})" for row in rows[:WORST])
-    behind = f" and {len(rows) - WORST} more" if len(rows) > WORST else ""
-    return line((title(family), gpu, named + behind))
+def _line(family: str, found: dict) -> str:
+    rows, link = compared(found["rows"]), page(family)
+    whole, most = summarise(rows), max(map(speed_up, rows))
+    anchor = heading(found["gpu"]).lower().replace(",", "").replace(" ", "-")
+    losses = f"[{len(lost(rows))}]({link}#{anchor})"
+    counts = str(whole.compared), str(whole.wins), losses
+    times = map(_times, (whole.speed_up, whole.least, most))
+    every = f"[{link.removeprefix('docs/')}]({link})"
+    return line((title(family), short(found["gpu"]), *counts, *times, every))
 
 
 def _best(row: dict) -> str:

@@ -16,8 +16,8 @@ CASE = re.compile(r"spmv (\d+)x(\d+) density=([\d.]+) (\w+) (?:N=(\d+) )?(\w+?)(
 RIVALS = ("cublas", "macko")
 HEADER = ("matrix, fp16", *(f"density {density:g}" for density in SHOWN_DENSITIES))
 GRID = (
-    "density, 31 shapes", "format", "cuBLAS, mean", "least", "MACKO's format, mean", "least",
-    "over floor, mean", "largest error",
+    "density, 31 shapes", "format", "cuBLAS, geometric mean", "least",
+    "MACKO's format, geometric mean", "least", "over floor, geometric mean", "largest error",
 )  # fmt: skip
 OTHERS = ("case", "kernlib", "floor", "cuBLAS", "error")
 

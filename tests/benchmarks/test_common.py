@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import report
-from benchmarks.common import drawing, harness, timing
+from benchmarks.common import drawing, harness, summary, timing
 from benchmarks.common.harness import Row
 from benchmarks.pairwise import run as pairwise
 from benchmarks.report import picture
@@ -335,18 +335,17 @@ def test_report_tables(project):
     )
     assert "![Pairwise](../../results/h200/pairwise.svg)" in text
     text = readme.read_text()
-    assert "| Pairwise | H200 | 3 | 1 | 2.30× | 0.500× | 25.0× | [results/" in text
-    assert "| Pairwise | H200 | `slow` (torch 1.00 ms) |\n" in text and "| Service |" not in text
+    losses = "[1](docs/results/pairwise.md#where-a-rival-is-faster-on-nvidia-h200)"
+    assert f"| Pairwise | H200 | 3 | 1 | {losses} | 2.30× | 0.500× | 25.0× | [results/" in text
+    assert "`slow`" not in text and "| Service |" not in text
     page.write_text("old")
     assert go("--check") == 1
 
 
-def test_report_names_the_worst_of_many_losses():
-    rows = [Row(f"n={n}", "us", 10.0, rivals={"torch": n}).as_json() for n in range(1, 10)]
-    found = report.verdict.overview([("sparse", {"gpu": "NVIDIA H200", "rows": rows})])
-    worst = "`n=1` (torch 1.00 µs), `n=2` (torch 2.00 µs), `n=3` (torch 3.00 µs)"
-    assert f"| Sparse | H200 | {worst} and 6 more |" in found
-    assert found.endswith(" and 6 more |")
+def test_a_page_lists_losses_the_worst_first():
+    rows = [Row(f"n={n}", "us", 10.0, rivals={"torch": n}).as_json() for n in (3, 1, 20, 2)]
+    lines = report.verdict.section(rows).splitlines()[2:]
+    assert [text.split(" | ")[0] for text in lines] == ["| n=1", "| n=2", "| n=3"]
     assert report.verdict.section(rows[:0]) == "No rival is faster by more than 5 % in any case."
 
 
@@ -357,6 +356,24 @@ def test_report_counts_no_kernels_of_other_gpus_and_no_choices_of_all_families()
     results = {**HEAD, "rows": [choice, {**choice, "ours": 1.0}]}
     assert report.verdict.measured([("auto", results)]) == []
     assert "| Sparse | 2 | 1 | 0.316× | 0.100× |" in report.tables.section("auto", results)
+
+
+def test_nothing_is_faster_than_its_floor():
+    rows = [row for _, found in report.load(drawing.RESULTS) for row in found["rows"]]
+    beaten = [row["case"] for row in rows if row["floor"] and row["ours"] < row["floor"]]
+    assert rows and not beaten
+
+
+def test_a_format_of_others_by_own_kernels_is_no_rival():
+    both = Row("spmv", "us", 10.0, rivals={"cublas": 20.0, "macko": 5.0})
+    alone = Row("spmv alone", "us", 10.0, rivals={"macko": 5.0})
+    rows = [both.as_json(), alone.as_json()]
+    assert summary.best_rival(rows[0]) == "cublas" and summary.speed_up(rows[0]) == 2.0
+    found = summary.summarise(rows)
+    assert (found.compared, found.wins, found.speed_up) == (1, 1, 2.0)
+    assert report.verdict.compared(rows) == rows[:1] and report.verdict.lost(rows) == []
+    assert (harness.speed_up(both), harness.speed_up(alone)) == (2.0, None)
+    assert "macko 5.00 µs" in report.tables.section("other", {**HEAD, "rows": rows})
 
 
 def test_the_picture_is_of_the_results(project, capsys):
