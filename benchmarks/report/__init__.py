@@ -35,10 +35,10 @@ multiplied to matrices of 64.
     "pairwise": """\
 `python -m benchmarks.pairwise` times reductions in more ways than all rows here have yet. `addmm`
 is torch by hand: blocks of rows of one matrix product, exponentials in place, and a product or
-`topk` of them; gradients by formulas, without autograd. `torch.compile` is the same compiled or, for
-up to 8 features and for absolute differences, fused sums. `keops` is KeOps' LazyTensor, and `keops
-products` the same by norms and scalar products; both include the host's work, as no CUDA graph can
-hold them.
+`topk` of them; gradients by formulas, without autograd. `torch.compile` is the same compiled or,
+for up to 8 features and for absolute differences, fused sums. `keops` is KeOps' LazyTensor, and
+`keops products` the same by norms and scalar products; both include the host's work, as no CUDA
+graph can hold them.
 """,
     "sparse": """\
 MACKO's format is multiplied by kernlib's own kernel, and counts as no rival.
