@@ -210,7 +210,6 @@ def test_the_descriptor_is_the_function(seed):
 @pytest.mark.parametrize("mask", [True, False])
 def test_a_mask_without_dimensions_is_one_for_all(mask, seed):
     made = layout(chance(2, 3, 4), 16)
-    x, rows = values(made, 2), made.shape
-    for name, shape in (("key_padding_mask", rows[1:]), ("attn_mask", rows)):
-        found = softmax(x, made, **{name: torch.tensor(mask)})
-        assert torch.equal(found, softmax(x, made, **{name: torch.full(shape, mask)}))
+    x, whole = values(made, 2), torch.full(made.shape[1:], mask)
+    found = softmax(x, made, key_padding_mask=torch.tensor(mask))
+    assert torch.equal(found, softmax(x, made, key_padding_mask=whole))
