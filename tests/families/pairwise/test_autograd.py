@@ -521,21 +521,8 @@ def test_several_gradients_at_once(case, seed):
         torch.testing.assert_close(ours, torch.stack(theirs))
 
 
-def test_several_gradients_of_a_maximum(seed):
-    """Operators of torch compute them, which take several at once in some of its versions."""
-    x = torch.randn(5, 3, requires_grad=True)
-    out = kl.cdist(x, x.detach() + 1, p=float("inf"))
-    grads = torch.randn(4, *out.shape)
-    each = [torch.autograd.grad(out, x, grad, retain_graph=True)[0] for grad in grads]
-    try:
-        found = torch.autograd.grad(out, x, grads, is_grads_batched=True)[0]
-    except RuntimeError as error:
-        assert "is_grads_batched=True, which" in str(error)
-    else:
-        torch.testing.assert_close(found, torch.stack(each))
-
-
 REDUCED = {
+    "a maximum": lambda x: kl.cdist(x, x.detach() + 1, p=float("inf")),
     "a product": lambda x: kl.kernel_matmul(kl.gaussian(), x, x, x, bandwidth=1.0),
     "a log-sum-exp": lambda x: kl.kernel_logsumexp(kl.l1_distance(), x, x.detach()),
 }
