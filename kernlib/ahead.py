@@ -56,8 +56,8 @@ def compile(
       in place of :func:`kernlib.run_kernel`, with its arguments: ``specs=(a, b, v)``, without b for
       a symmetric descriptor.
 
-    ``workers`` threads compile, by default one a core. ``progress`` shows a bar on stderr: True
-    always, False never, None if stderr is a terminal.
+    ``workers`` threads compile, by default one for each core that the process may use.
+    ``progress`` shows a bar on stderr: True always, False never, None if stderr is a terminal.
 
     Returns the entries in order. The first failure cancels what has not begun and is raised:
     CompileError, or UnsupportedError when no compiler is installed. Raises ValueError for an

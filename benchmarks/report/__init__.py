@@ -29,8 +29,8 @@ rival is faster.
 """
 NOTES = {
     "kronecker_product": """\
-`strided` is a product by cuBLAS a factor, `merged to 64` the same of fewer factors, small ones
-multiplied to matrices of 64.
+`strided` is one product by cuBLAS for each factor. `merged to 64` is the same after neighbouring
+factors are replaced by their Kronecker product, as far as that has at most 64 rows and columns.
 """,
     "pairwise": """\
 `python -m benchmarks.pairwise` times reductions in more ways than all rows here have yet. `addmm`

@@ -523,6 +523,9 @@ def test_several_gradients_at_once(case, seed):
 
 REDUCED = {
     "a maximum": lambda x: kl.cdist(x, x.detach() + 1, p=float("inf")),
+    "a maximum by its own name": lambda x: kl.run_kernel(
+        kl.Pairwise(inner=norms.Power()), x, x.detach() + 1, inner_p=float("inf")
+    ),
     "a product": lambda x: kl.kernel_matmul(kl.gaussian(), x, x, x, bandwidth=1.0),
     "a log-sum-exp": lambda x: kl.kernel_logsumexp(kl.l1_distance(), x, x.detach()),
 }

@@ -141,7 +141,7 @@ def _of_several(call: Call, needs: tuple, saved: tuple, grad) -> list:
     """Those of several gradients at once, as ``is_grads_batched`` has them: not by kernels, which
     cannot read those. Raises RuntimeError for what no kernel knows the gradient of: torch's own
     operators for a maximum refuse them too, or answer 0, as those of torch 2.8 do."""
-    if by_formula(Sums(call.descriptor, call.values(saved[2:]))):
+    if by_formula(routes.sums_of(call.descriptor, call.values(saved[2:]))):
         raise RuntimeError(NOT_BATCHED)
     with torch.enable_grad():
         return _made_again(call, needs, saved, grad)

@@ -207,7 +207,7 @@ def test_gradients(k, seed):
     *of_points, of_width = zip(found, wanted, strict=True)
     for x, y in of_points:
         assert relative_error(x, y) <= 1e-5
-    # Its sum has terms of both signs: of 8 % of all draws they leave 1e-5 of float32's accuracy.
+    # Its terms have both signs and may nearly cancel: of their sum, 8 % of all draws miss 1e-5.
     terms = weights.double() @ wide[2].mT * k * squares / wide[3] ** 3
     assert (of_width[0] - of_width[1]).abs() <= 1e-6 * terms.abs().sum()
 
