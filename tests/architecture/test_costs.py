@@ -25,7 +25,7 @@ FRAMES = {
     "Kronecker-sparse": 12,
     "sparse": 14,
     "pair gradient": 27,
-    "attention": 24,  # two of them ask whether whole blocks of a finer rule are meant, in 0.2 us
+    "attention": 22,
 }
 
 # Frames and switches of a backward pass whose plans are there: switches are frames whose code lies

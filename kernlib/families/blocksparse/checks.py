@@ -42,15 +42,12 @@ def check_layout(layout) -> None:
         )
 
 
-def warn_of_whole_blocks(layout) -> None:
-    """Of a layout whose rule is finer than its blocks, to an attention that was told nothing else.
-    What is no layout has no rule, and raises later."""
-    condition = getattr(layout, "condition", None)
-    if condition is not None:
-        warn(
-            "blocks of the layout are seen whole, so rows see columns that its rule leaves out: "
-            f"pass {condition} too, or copy.copy(layout) where whole blocks are meant"
-        )
+def warn_of_whole_blocks(condition: str) -> None:
+    """To an attention over a layout with such a ``condition`` that was told nothing."""
+    warn(
+        "blocks of the layout are seen whole, so rows see columns that its rule leaves out: "
+        f"pass {condition} too, or copy.copy(layout) where whole blocks are meant"
+    )
 
 
 def check_call(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) -> Call:

@@ -55,11 +55,15 @@ class Layout:
     Copies, pickles and ``torch.save`` hold the contents, the last for ``torch.load`` with
     ``weights_only=False``; :meth:`state` gives plain values and tensors to save, which it takes
     without, and :meth:`from_state` checks what was loaded.
+
+    ``condition`` is what attention is to be told beside the layout, such as "causal=True", where
+    its blocks hold more than the rule that made them: None if nothing, and of copies and later
+    contents.
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_block", "_capacity", "_condition", "_device", "_grid",
-        "_heads", "_identity", "_keeper", "_tensors", "_text",
+        "__weakref__", "_addresses", "_block", "_capacity", "_device", "_grid", "_heads",
+        "_identity", "_keeper", "_tensors", "_text", "condition",
     )  # fmt: skip
 
     def __init__(
@@ -215,16 +219,9 @@ class Layout:
         """Text and device: what plans of products depend on."""
         return self._identity
 
-    @property
-    def condition(self) -> str | None:
-        """What attention is to be told beside the layout, such as ``causal=True``, where its blocks
-        hold more than the rule that made them: None if nothing, and of copies and later contents.
-        """
-        return self._condition
-
     def with_condition(self, condition: str) -> Layout:
-        """The layout itself, from now on with a :attr:`condition`."""
-        object.__setattr__(self, "_condition", condition)
+        """The layout itself, from now on with a ``condition``."""
+        object.__setattr__(self, "condition", condition)
         return self
 
     @property
@@ -316,7 +313,7 @@ class Layout:
                 f"the layout is that of a {self._keeper}, whose values would stay where they are: "
                 "call the update_ of that, drop_ or regrow_"
             )
-        object.__setattr__(self, "_condition", None)
+        object.__setattr__(self, "condition", None)
 
     def check(self) -> None:
         """Raise ValueError if blocks were dropped when the contents were last written. Waits for
@@ -439,7 +436,7 @@ def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
     put(made, "_tensors", tensors)
     put(made, "_device", tensors[0].device)
     put(made, "_identity", (text, tensors[0].device))
-    for name in ("_addresses", "_condition", "_keeper"):
+    for name in ("_addresses", "condition", "_keeper"):
         put(made, name, None)
 
 

@@ -78,8 +78,9 @@ def block_sparse_attention(
         _check_mode(f"{name}_mode", mode)
     if scale is None:
         scale = 1.0 / math.sqrt(max(1, q.shape[-1]))
-    if causal is False and rpe is None and attn_mask is None and not is_dynamo_compiling():
-        warn_of_whole_blocks(layout)
+    unsaid = causal is False and rpe is None and attn_mask is None
+    if unsaid and layout.condition and not is_dynamo_compiling():
+        warn_of_whole_blocks(layout.condition)
     if checked_dropout(dropout_p) != 0.0 or takes(q, k, v, key_transposed):
         BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
         given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}

@@ -143,8 +143,10 @@ def attention(
         rest = dict(return_lse=return_lse, debug=debug, **rest)
     if is_dynamo_compiling():
         return _traced(fields, (layout, q, k, v), rest)
-    if causal is False and mask is None and score is None and window is None:
-        warn_of_whole_blocks(layout)
+    # What is no layout has no condition, and raises later.
+    condition = getattr(layout, "condition", None)
+    if condition and causal is False and mask is None and score is None and window is None:
+        warn_of_whole_blocks(condition)
     if seed is not None and not has_dropout:  # which evaluation may leave there
         check_kinds(None, (layout, q, k, v))
         checked_seed(q, seed)
