@@ -343,10 +343,10 @@ def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
     singular = negative
     for index, factor in enumerate(factors):
         sign, logarithm = torch.linalg.slogdet(factor)
-        singular = singular | (sign == 0)
+        zero = sign == 0
+        singular = singular | zero
         if check_errors:
-            info = (sign == 0).int()
-            raise_for_info(info, f"kron_logdet: factors[{index}]", "its determinant is 0")
+            raise_for_info(zero.int(), f"kron_logdet: factors[{index}]", "its determinant is 0")
         times = size // factor.shape[-1]
         total = total + float(times) * logarithm
         if times % 2:

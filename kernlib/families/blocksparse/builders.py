@@ -37,7 +37,7 @@ def causal(length: int, block: Block, heads: int | None = None, device: Device =
     """The blocks of a matrix (length, length) that touch its lower triangle, columns 0 to r of row
     r. Blocks are seen whole: those on the diagonal also hold columns beyond the row, so causal
     attention needs ``causal=True`` as well, and warns without."""
-    return _banded(length, block, length, 0, heads, device).with_condition("causal=True")
+    return _banded(length, block, length, 0, heads, device).set_condition("causal=True")
 
 
 def sliding_window(
@@ -56,7 +56,7 @@ def sliding_window(
     left, right = (checked_count("window", side, 0) for side in sides)
     made = _banded(length, block, left, right, heads, device)
     # Of other windows whole blocks are a few columns more, and no row sees what comes behind it.
-    return made if right else made.with_condition(f"window=({left}, 0)")
+    return made if right else made.set_condition(f"window=({left}, 0)")
 
 
 def block_diagonal(

@@ -149,7 +149,7 @@ class Layout:
         mask, block = imports.read_block_mask(block_mask)
         made = cls(mask, block, capacity)
         partial = capacity is None and imports.has_partial_blocks(block_mask)
-        return made.with_condition(imports.CONDITION) if partial else made
+        return made.set_condition(imports.CONDITION) if partial else made
 
     @classmethod
     def from_state(
@@ -219,8 +219,8 @@ class Layout:
         """Text and device: what plans of products depend on."""
         return self._identity
 
-    def with_condition(self, condition: str) -> Layout:
-        """The layout itself, from now on with a ``condition``."""
+    def set_condition(self, condition: str) -> Layout:
+        """Set the ``condition`` of this layout, which it returns."""
         object.__setattr__(self, "condition", condition)
         return self
 
