@@ -33,8 +33,8 @@ NOTES = {
 factors are replaced by their Kronecker product, as far as that has at most 64 rows and columns.
 """,
     "pairwise": """\
-`python -m benchmarks.pairwise` times reductions in more ways than all rows here have yet. `addmm`
-is torch by hand: blocks of rows of one matrix product, exponentials in place, and a product or
+Reductions have more rivals on the H100 than on the H200, where torch alone was timed. `addmm` is
+torch by hand: blocks of rows of one matrix product, exponentials in place, and a product or
 `topk` of them; gradients by formulas, without autograd. `torch.compile` is the same compiled or,
 for up to 8 features and for absolute differences, fused sums. `keops` is KeOps' LazyTensor, and
 `keops products` the same by norms and scalar products; both include the host's work, as no CUDA

@@ -6,10 +6,13 @@
 
 #include "kronecker_product/modes/parameters.cuh"
 
-// An entry of a mode's matrix, the product of its factors' entries; zero beside the matrix.
+// An entry of a mode's matrix, the product of its factors' entries; zero beside the matrix, where
+// the first entry is read: of many entries none waits in a branch of its own for the one before.
 template <class M, class T = AccT>
 __device__ __forceinline__ T entry_of(const Parameters& p, i64 batch, int row, int column) {
-    if (row >= M::P || column >= M::Q) return 0;
+    const bool exists = row < M::P && column < M::Q;
+    row = exists ? row : 0;
+    column = exists ? column : 0;
     T value = 1;
 #pragma unroll
     for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
@@ -20,7 +23,7 @@ __device__ __forceinline__ T entry_of(const Parameters& p, i64 batch, int row, i
         row /= ROWS[part];
         column /= WIDTHS[part];
     }
-    return value;
+    return exists ? value : T(0);
 }
 
 // Entries of one column of a mode's matrix, from a row on, all of which exist if the column does.

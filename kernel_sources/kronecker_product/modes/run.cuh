@@ -27,29 +27,53 @@ constexpr int THREADS = WARPS * 32;
 #include "kronecker_product/modes/load.cuh"
 #include "kronecker_product/modes/summands.cuh"
 
-// The matrix of a mode in shared memory, column by column: the product of its factors' entries,
-// zeros around it. A warp takes 8 columns by 4 rows, whole sectors of device memory, and what it
-// asks for AT_ONCE arrives at once: 128 threads would wait 52 times for 104 x 59, one by one.
+// Where a mode's matrix lies in shared memory, column by column with zeros around it: a warp takes
+// units of 8 columns by 4 rows, whole sectors of device memory.
+template <class M>
+struct Unit {
+    static constexpr int ROWS = 2 * M::STEPS, COUNT = M::COLUMN_TILES * ROWS;
+    int row, column;  // of the thread's entry; columns of units behind the last are none
+    __device__ __forceinline__ explicit Unit(int unit)
+        : row(unit % ROWS * 4 + threadIdx.x % 4), column(unit / ROWS * 8 + threadIdx.x / 4 % 8) {}
+    __device__ __forceinline__ bool exists() const { return row < M::P && column < M::Q; }
+    __device__ __forceinline__ int to() const { return place(column * M::DEPTH + row); }
+};
+
+// A factor as it is, by copies that are under way then.
+template <class M>
+__device__ __forceinline__ void copy_matrix(AccT* matrix, const Parameters& p, i64 batch) {
+    const Matrix& m = p.matrices[M::FIRST];
+    const InputT* factor = p.factors[M::FIRST] + batch * m.batch_stride;
+#pragma unroll 4
+    for (int number = threadIdx.x / 32; number < Unit<M>::COUNT; number += WARPS) {
+        const Unit<M> unit(number);
+        const InputT* from = factor + unit.row * m.row_stride + unit.column * m.column_stride;
+        copy_async<sizeof(AccT)>(matrix + unit.to(), unit.exists() ? from : factor,
+                                 unit.exists() * sizeof(AccT));
+    }
+}
+
+// The matrix of a mode in shared memory: the product of its factors' entries. What a warp asks for
+// AT_ONCE arrives at once: 128 threads would wait 52 times for 104 x 59, one by one.
 template <class M>
 __device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, i64 batch) {
-    constexpr int UNITS = M::COLUMN_TILES * M::STEPS * 2, AT_ONCE = M::PARTS > 1 ? 4 : 8;
-    const int lane_row = threadIdx.x % 4, lane_column = threadIdx.x / 4 % 8;
+    if constexpr (M::PARTS == 1 && !M::SPLIT && sizeof(InputT) == sizeof(AccT)) {
+        copy_matrix<M>(matrix, p, batch);
+        return;
+    }
+    constexpr int AT_ONCE = M::PARTS > 1 ? 4 : 16;
 #pragma unroll 1
-    for (int first = threadIdx.x / 32; first < UNITS; first += AT_ONCE * WARPS) {
+    for (int first = threadIdx.x / 32; first < Unit<M>::COUNT; first += AT_ONCE * WARPS) {
         AccT value[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            int unit = first + i * WARPS;
-            int row = unit % (2 * M::STEPS) * 4 + lane_row;
-            int column = unit / (2 * M::STEPS) * 8 + lane_column;  // beside the matrix at the end
-            value[i] = entry_of<M>(p, batch, row, column);
+            const Unit<M> unit(first + i * WARPS);
+            value[i] = entry_of<M>(p, batch, unit.row, unit.column);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            int unit = first + i * WARPS;
-            if (unit >= UNITS) continue;
-            int column = unit / (2 * M::STEPS) * 8 + lane_column;
-            int to = place(column * M::DEPTH + unit % (2 * M::STEPS) * 4 + lane_row);
+            if (first + i * WARPS >= Unit<M>::COUNT) continue;
+            const int to = Unit<M>(first + i * WARPS).to();
             if constexpr (M::SPLIT) split(value[i], matrix[to], matrix[M::MATRIX + to]);
             else matrix[to] = value[i];
         }

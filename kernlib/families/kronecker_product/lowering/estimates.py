@@ -1,8 +1,8 @@
 """How long kernels for any sizes take: launches, tiles and bytes, by constants fitted to what 60
 products of 2 to 8 factors of 2 to 128 rows and columns, on 1 to 2353 rows, and 16 of sizes that are
-powers of two took in CUDA graphs on an H100, in float32 and float64. Two thirds of the estimates
-are within 11 % of ragged products, nine tenths within 25 %; constants that were fitted to four
-fifths of these are wrong by 16 % on average, as the root of squares, at the others.
+powers of two took in CUDA graphs on an H100, in float32 and float64; those of matrices to the 60
+measured anew, in float16 too. Two thirds of the estimates are within 13 % of ragged products, nine
+tenths within 28 %, of all three dtypes.
 """
 
 from __future__ import annotations
@@ -24,27 +24,31 @@ MOST_BYTES = 1 << 30  # beside x and result, of what waits between two launches 
 class Rates(NamedTuple):
     """Of a factor applied to a tile in one dtype, in microseconds: the barriers around it; a term
     of STEP_RESULTS results of one warp, by tensor cores; a number that a warp reads from shared
-    memory or writes there; and, of barriers and numbers, the part that is left where rows and
-    columns are multiples of 8, so that nothing is asked of each number."""
+    memory or writes there; of barriers and numbers the part that is left where rows and columns are
+    multiples of 8, so that nothing is asked of each number; and a number of a matrix, which blocks
+    put into shared memory at once."""
 
     mode: float
     step: float
     number: float
     whole: float
+    matrix: float
 
 
 # Of 16 warps a term takes 0.018 in 3xTF32 and 0.023 in float64, for as many results as registers
 # hold: 1.5 and 2.8 times the rate of tensor cores (495 and 67 TFLOP/s), as most tiles leave a part
-# of them empty.
+# of them empty. Half types are computed as float32 is, by one product in place of three, and their
+# matrices go through registers, where the others' are copied.
 RATES = {
-    "float32": Rates(0.86, 0.018, 0.0018, 0.89),
-    "float64": Rates(1.05, 0.023, 0.00045, 0.39),
+    "float32": Rates(0.86, 0.018, 0.0018, 0.89, 0.0007),
+    "float64": Rates(1.05, 0.023, 0.00045, 0.39, 0.0004),
+    "float16": Rates(0.86, 0.018, 0.0018, 0.89, 0.0010),
 }
+RATES["bfloat16"] = RATES["float16"]
 STEP_RESULTS = 1024  # that a warp holds in registers of 32 threads, 32 of float64 each
 READS = 2  # of a number that is summed over, for each that is written: fragments overlap
 # Microseconds, and bytes a microsecond.
 LAUNCH = 1.4  # in a graph, beside what follows
-MATRIX = 0.0011  # a number of a matrix, which blocks put into shared memory at once
 SINGLE = 0.0031  # a number that goes from or to memory alone, not 16 aligned bytes at once
 TICKET = 1.0  # of a tile in slabs: an atomic's way to memory and back, a flag, and no reading ahead
 BYTES = 6.1e6  # to a large part in the L2 cache, or behind what multiprocessors compute
@@ -69,8 +73,7 @@ class Launch(NamedTuple):
 
 def are_known(problem: Problem, device: tuple[str, int]) -> bool:
     """Whether times were measured that are like a problem's on a GPU of an arch and so many
-    multiprocessors: not of half types and TF32, from the left, or of factors that vary with the
-    batch."""
+    multiprocessors: not of TF32, from the left, or of factors that vary with the batch."""
     if device != GPU or problem.dtype not in RATES or problem.precision != "fp32":
         return False
     return not problem.inside and not any(factor.batch_stride for factor in problem.factors)
@@ -105,7 +108,8 @@ def _run_time(launch: Launch, run: Run, part: Part, several: bool) -> float:
     reads, writes = is_vectors(run, part)
     alone = modes[0].inputs * (not reads) + modes[-1].outputs * (not writes)
     tile += alone * SINGLE / made.warps + TICKET * several
-    whole = ceil_div(tiles, launch.blocks) * tile + MATRIX * sum(mode.matrix for mode in modes)
+    matrices = RATES[made.dtype].matrix * sum(mode.matrix for mode in modes)
+    whole = ceil_div(tiles, launch.blocks) * tile + matrices
     moved = _moved(run, part, made.itemsize, several)
     return whole + moved * GPU[1] / min(GPU[1], launch.blocks)
 
