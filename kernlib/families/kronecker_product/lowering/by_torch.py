@@ -23,9 +23,9 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 
 # That torch must be faster by: the ratio of two estimates is wrong by 1.2 as a rule, either way. Of
-# 120 ragged products, those of the fit, 8 take more than 1.05 times the time of the fastest way that
-# was measured, as many as with 1.0 and 1.1; with 0.9 it is 12, with 1.3 it is 17. Of whole sizes
-# torch was measured with kernels that rules choose alone, and on few rows of small ones.
+# 120 ragged products, those of the fit, 8 take more than 1.05 times the time of the fastest way
+# that was measured, as many as with 1.0 and 1.1; with 0.9 it is 12, with 1.3 it is 17. Of whole
+# sizes torch was measured with kernels that rules choose alone, and on few rows of small ones.
 GAIN, WHOLE_GAIN = 1.05, 1.3
 MERGED = 64  # rows and columns up to which neighbours are one factor: two tiles on either side
 
