@@ -264,6 +264,14 @@ def test_tensors_of_exponents_and_bandwidths_are_a_loop_over_numbers(name):  # W
         torch.testing.assert_close(found[l], one[0])
 
 
+@pytest.mark.filterwarnings("error")
+def test_as_many_values_as_features_are_a_batch():
+    values = torch.linspace(1.0, 2.0, K)
+    made = KernelDescriptor(Op.DIFF, Inner.ABS, Outer.NOOP, Kernel.LAPLACE)
+    assert kermac.run_kernel(made, A, B, bandwidth=values).shape == (K, M, N)
+    assert kermac.cdist(A, B, p=values).shape == (K, M, N)
+
+
 def test_an_epsilon_is_as_large_as_kermacs_and_can_be_left_out():  # W8
     assert inspect.signature(kermac.run_kernel).parameters["epsilon"].default is None
     tiny, near = A * 1e-7, B * 1e-7

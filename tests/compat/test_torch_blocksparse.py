@@ -289,8 +289,10 @@ def test_row_8_softmax_leaves_its_operands_alone():
     recorded = x * 1
     found = op(recorded, 0.5, inplace=True)
     assert found is recorded and torch.equal(found, y)
-    (again,) = torch.autograd.grad(found, x, grad)
-    assert torch.equal(again, x.grad)
+    assert torch.equal(*torch.autograd.grad(found, x, grad), x.grad)
+    trained = torch.tensor(0.5, requires_grad=True)
+    both = [op(x * 1, trained, inplace=inplace) for inplace in (False, True)]
+    assert len({torch.autograd.grad(y, trained, grad)[0].item() for y in both}) == 1
 
 
 def test_row_9_softmax_rounds_once():
@@ -417,6 +419,9 @@ def test_row_16_modules_are_replaced():
     with pytest.raises(NotImplementedError, match="add_zero_attn"):
         torch_blocksparse.replace_mha(adding, torch_blocksparse.SparsityInfo("dense", 16))
     assert type(adding[0]) is nn.MultiheadAttention
+    shared = nn.Sequential(*[nn.MultiheadAttention(32, 2)] * 2)
+    torch_blocksparse.replace_mha(shared, torch_blocksparse.SparsityInfo("dense", 16))
+    assert type(shared[1]) is torch_blocksparse.MultiheadAttention and shared[0] is shared[1]
 
 
 # The rest.

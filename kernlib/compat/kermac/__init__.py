@@ -158,7 +158,7 @@ def run_kernel(
     return _with_batch(
         _run_kernel(
             kernel_descriptor.pairwise,
-            a,
+            _as_batch(a, out, given),
             b,
             out=out,
             row_offset=_offset("regularization_offset_y", regularization_offset_y),
@@ -203,6 +203,16 @@ def _with_batch(result: torch.Tensor, out: torch.Tensor | None, dimensions: int)
     return result if out is not None or result.dim() == dimensions else result[None]
 
 
+def _as_batch(a: torch.Tensor, out: torch.Tensor | None, hyperparameters: dict) -> torch.Tensor:
+    """``a`` with a batch dimension where hyperparameters have one: in kermac no value is meant for
+    a feature, of which kernlib would warn if there are as many."""
+    if out is None and isinstance(a, torch.Tensor) and a.dim() == 2:
+        for value in hyperparameters.values():
+            if isinstance(value, torch.Tensor) and value.dim() == 1:
+                return a[None]
+    return a
+
+
 def cdist(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -230,6 +240,7 @@ def cdist(
     else:
         descriptor = _POWERS if skip_epilogue else _NORM
     exponent = {} if value in (1, 2) else {"p": p}
+    a = _as_batch(a, out, exponent)
     return _with_batch(_run_kernel(descriptor, a, b, out=out, debug=debug, **exponent), out, 3)
 
 

@@ -199,7 +199,7 @@ def replace_mha(model: nn.Module, info: Sparsity) -> None:
     places = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # all names of one that has several
         if type(child) is nn.MultiheadAttention
     ]
     new = {child: _replacement(child, info) for _, _, child in places}

@@ -134,9 +134,11 @@ class Softmax:
             isinstance(t, torch.Tensor) and t.requires_grad for t in (x, scale, *given.values())
         )
         out = x if inplace and not recorded else None
+        # Its gradient is by what x holds before it is written.
+        kept = inplace and recorded and isinstance(scale, torch.Tensor) and scale.requires_grad
         y = softmax(
-            x, self._layouts.on(x.device), scale, rpe, key_padding_mask, attn_mask,
-            key_padding_mask_mode, attn_mask_mode, is_causal, out,
+            x.clone() if kept else x, self._layouts.on(x.device), scale, rpe, key_padding_mask,
+            attn_mask, key_padding_mask_mode, attn_mask_mode, is_causal, out,
         )  # fmt: skip
         return x.copy_(y) if inplace and recorded else y
 
