@@ -29,7 +29,7 @@ from kernlib.jit import permissions
 SHARDS = 256
 FIRST_POLL_S = 0.001
 LONGEST_POLL_S = 0.05
-MOST_TURNS = 24  # of 5 s: a thousand processes that open one cache at once take 40 s and more
+MOST_TURNS = 24  # of 5 s: 500 processes that open one cache at once took 53 s, on two busy cores
 FORK_WAIT_S = 60.0  # only a hang takes longer: of 65 compiles the longest took 1.7 s
 
 OnWait = Callable[[], object]
