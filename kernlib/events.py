@@ -72,9 +72,11 @@ def subscribe(listener: Listener) -> Callable[[], None]:
         raise TypeError(f"listener must be a function of an Event, got {listener!r}")
     watched.append(listener)
     _subscribers.append(listener)
+    mine = [listener]  # until it is ended: another may be of the same function
 
     def unsubscribe() -> None:
-        if listener in _subscribers:
+        if mine:
+            mine.clear()
             _subscribers.remove(listener)
             watched.remove(listener)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import lmdb
 
 from kernlib.jit import permissions
-from kernlib.jit.locks import hold_file, surely
+from kernlib.jit.locks import GateHold, surely
 from kernlib.jit.open_stores import Presence, dead_marks, fingerprint
 
 LAYOUT, STORE, DATA, GATE, LOCKS = "v1", "store", "data.mdb", "store.lock", "locks"
@@ -79,7 +79,7 @@ def unclean_ends(directory: Path) -> list[float]:
     root = Path(directory) / LAYOUT
     if not root.is_dir():
         return []
-    gate = hold_file(root / GATE, GATE_TIMEOUT_S)
+    gate = GateHold(root / GATE, GATE_TIMEOUT_S)
     with surely(gate), gate as owned:
         marks = dead_marks(root / "open") if owned else []
         return sorted(mark.stat().st_mtime for mark in marks)
@@ -187,7 +187,7 @@ class Environment(Guarded):
     def _gated(self, work: Callable, *arguments: object) -> object:
         """work(*arguments) by one process at a time, with a deadline, which LMDB's own writer lock
         has not."""
-        gate = hold_file(self._gate_path, GATE_TIMEOUT_S)
+        gate = GateHold(self._gate_path, GATE_TIMEOUT_S)
         with surely(gate), gate as owned:
             if not owned:
                 reason = f"another process held it for {GATE_TIMEOUT_S:.0f} s"

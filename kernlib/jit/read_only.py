@@ -16,7 +16,7 @@ import lmdb
 from kernlib.jit import permissions
 from kernlib.jit.bundle import Bundle
 from kernlib.jit.environment import DATA, GATE, GATE_TIMEOUT_S, LAYOUT, STORE, walk
-from kernlib.jit.locks import hold_file, surely
+from kernlib.jit.locks import GateHold, surely
 
 
 class ReadOnlyCache(Bundle):
@@ -44,7 +44,7 @@ class ReadOnlyCache(Bundle):
         if self._gate is None:
             return verb(*arguments)
         try:
-            gate = hold_file(self._gate, GATE_TIMEOUT_S)
+            gate = GateHold(self._gate, GATE_TIMEOUT_S)
             with surely(gate), gate as owned:
                 return verb(*arguments) if owned else None
         except OSError:
