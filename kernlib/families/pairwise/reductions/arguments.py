@@ -85,6 +85,17 @@ def request_of(descriptor, a, b, v, row_offset, col_offset, hyperparameters) -> 
     return Request(descriptor, a, b, v, row_offset, col_offset, values)
 
 
+def refuse_own_names(task: str, descriptor, own: tuple[str, ...]) -> None:
+    """Raises ValueError for a parameter of the descriptor by the name of one of the task's ``own``
+    arguments, which would take its value."""
+    for name in getattr(descriptor, "parameters", ()):
+        if name in own:
+            raise ValueError(
+                f"parameter name {name!r} of {descriptor.describe()} is taken by an argument of "
+                f"{task}; choose another"
+            )
+
+
 def check_tensors(descriptor, a, b, v) -> None:
     """Raises TypeError for what is no Pairwise descriptor, and for what is neither a dense tensor
     nor None."""
