@@ -15,6 +15,7 @@ from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
     check_out_shape,
+    is_mapped,
     materialised,
     refuse_overlap,
     refuse_transforms,
@@ -94,6 +95,13 @@ def refuse_own_names(task: str, descriptor, own: tuple[str, ...]) -> None:
                 f"parameter name {name!r} of {descriptor.describe()} is taken by an argument of "
                 f"{task}; choose another"
             )
+
+
+def refuse_differentiated(a, b, v, values: dict) -> None:
+    """Raises RuntimeError for a tensor inside a transform of torch.func other than vmap."""
+    if not is_mapped(a, b, v, *values.values()):
+        tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)}
+        refuse_transforms(_ADVICE, a=a, b=b, v=v, **tensors)
 
 
 def check_tensors(descriptor, a, b, v) -> None:
