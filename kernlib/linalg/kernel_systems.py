@@ -9,6 +9,7 @@ import math
 import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.linalg.checks import refuse_not_finite
 from kernlib.linalg.iterative import CGResult, check_limits, solve, warn_unless_converged
 from kernlib.linalg.nystrom import (
@@ -29,6 +30,7 @@ MOST_STORED = 5000
 # Corrections of a solution, of two products with a triangle each, where rounding leaves more than
 # is asked for.
 _CORRECTIONS = 3
+_OWN = "y", "rank", "tol", "max_iter", "check_every", "generator"  # arguments besides a kernel's
 
 
 def solve_kernel(
@@ -64,6 +66,7 @@ def solve_kernel(
     import kernlib
 
     mu = check_points(descriptor, x, regularization)
+    refuse_own_names("solve_kernel", descriptor, _OWN)
     _check_targets(x, y)
     check_rest("solve_kernel", generator, {"x": x, "y": y}, hyperparameters)
     check_limits(tol, max_iter, check_every)
@@ -120,6 +123,7 @@ def _stored(descriptor: Pairwise, x, y, mu: float, tol: float, values: dict) -> 
     """The solution by the matrix and its Cholesky factor, in float64; None where that has none, of
     which the preconditioner has more to say."""
     with torch.no_grad(), without_autocast(x.device):
+        run_kernel(descriptor, x[:0], x[:0], **values)  # which refuses what no other call takes
         wide = x.double()
         k = run_kernel(descriptor, wide, wide, **_widened(values))
         check_one_matrix(k)

@@ -9,6 +9,7 @@ import torch
 
 from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.linalg.checks import DTYPES, refuse_meta, refuse_not_finite
 from kernlib.linalg.dense import eigh
 from kernlib.run import run_kernel
@@ -76,6 +77,7 @@ def nystrom(
     Preconditioning, 2021, with uniform columns for the random test matrix.
     """
     mu = check_points(descriptor, x, regularization)
+    refuse_own_names("nystrom", descriptor, ("rank", "generator"))
     check_rest("nystrom", generator, {"x": x}, hyperparameters)
     count = x.shape[0]
     check_rank(rank, count, least=1)

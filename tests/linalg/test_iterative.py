@@ -281,6 +281,8 @@ REFUSED = {
     "accumulate": ({"accumulate": True}, TypeError, "accumulate is no argument of"),
     "generator": ({"generator": 0}, TypeError, "generator must be a torch.Generator, got 0"),
     "maps": ({"feature_map": torch.ones(2, 1, 3)}, ValueError, "feature_map must give one matrix"),
+    "no map": ({"feature_map": 2.0}, TypeError, "feature_map must be a tensor, got float"),
+    "one length": ({"lengthscale": 2.0}, TypeError, "lengthscale must be a tensor with a value"),
 }
 
 
@@ -293,6 +295,15 @@ def test_what_both_refuse(task, case, points):
     with pytest.raises(error, match=message):
         getattr(linalg, task)(
             kernlib.gaussian(), *arguments, regularization=1.0, **{"bandwidth": 1.0} | given
+        )
+
+
+@pytest.mark.parametrize("name", ["feature_map", "lengthscale"])
+def test_a_map_of_another_dtype_is_refused(name, points):
+    x, given = points[:20].float(), {name: torch.ones(3, dtype=torch.float64)}
+    with pytest.raises(TypeError, match=f"{name} must be torch.float32 for torch.float32 inputs"):
+        linalg.solve_kernel(
+            kernlib.gaussian(), x, x[:, 0], regularization=1.0, bandwidth=1.0, **given
         )
 
 

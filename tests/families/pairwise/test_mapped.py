@@ -125,6 +125,50 @@ def test_gradients_by_autograd_pass_through(case, seed):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+# Calls of none of the mapped tensors, which stand between the others.
+UNMAPPED = {
+    "kernel": lambda a, b: kernel(a, b, 2.0),
+    "symmetric": lambda a, b: kl.run_kernel(kl.gaussian(symmetric=True), a, bandwidth=2.0),
+    "distance": lambda a, b: kl.cdist(a, b),
+    "product": lambda a, b: product(a, b, torch.ones(N, 2), 2.0),
+    "sum": lambda a, b: kl.kernel_sum(LAPLACE, a, b, bandwidth=2.0),
+    "logarithm": lambda a, b: kl.kernel_logsumexp(LAPLACE, a, b, bandwidth=2.0),
+    "smallest": lambda a, b: smallest(a, b)[0],
+    "nearest": lambda a, b: nearest(a, b)[0],
+    "categories": lambda a, b: kl.run_kernel(kl.gaussian(categories=1), a, b, **CODES),
+    "product with categories": lambda a, b: kl.kernel_matmul(
+        kl.gaussian(categories=1), a, b, b, **CODES
+    ),
+    "nearest with categories": lambda a, b: kl.kernel_topk(
+        kl.gaussian(categories=1), a, b, 2, **CODES
+    )[0],
+}
+CODES = {
+    "a_codes": torch.arange(M)[:, None] % 3, "b_codes": torch.arange(N)[:, None] % 3,
+    "tables": 1.0 - torch.eye(3)[None], "bandwidth": 2.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNMAPPED)
+def test_a_call_inside_whose_tensors_are_not_mapped_is_recorded(case, seed):
+    a, b = torch.randn(M, K, requires_grad=True), torch.randn(N, K, requires_grad=True)
+    scales, call = torch.rand(SIZE), UNMAPPED[case]
+    used = [t for t in (a, b) if t is a or case != "symmetric"]
+    mapped = torch.vmap(lambda scale: scale * call(a, b))(scales)
+    each = scales.view(-1, *[1] * (mapped.dim() - 1)) * call(a, b)
+    torch.testing.assert_close(mapped, each)
+    found, wanted = (torch.autograd.grad(y.square().sum(), used) for y in (mapped, each))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["kernel", "symmetric", "distance", "sum", "logarithm"])
+def test_a_call_inside_whose_tensors_are_not_differentiated_is_computed(case, seed):
+    a, b = torch.randn(M, K, requires_grad=True), torch.randn(N, K, requires_grad=True)
+    call = UNMAPPED[case]
+    found = torch.func.grad(lambda scale: (scale * call(a, b)).sum())(torch.ones(()))
+    torch.testing.assert_close(found, call(a, b).sum().detach())
+
+
 REFUSED = {
     "grad": lambda a, b: torch.func.grad(lambda a: kernel(a, b, 2.0).sum())(a[0]),
     "grad by a number": lambda a, b: torch.func.grad(lambda w: kernel(a[0], b, w).sum())(

@@ -1,5 +1,6 @@
 """What is said of calls that are right in form, and of those whose arguments have other names."""
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.descriptors.expression import RESERVED
 
 K = 8
 A, B = torch.randn(5, K), torch.randn(6, K)
@@ -147,6 +149,42 @@ def test_a_solver_that_has_not_converged_says_how_to_hide_it():
             GAUSSIAN, x, y, regularization=1e-6, bandwidth=1.0, max_iter=1, rank=0
         )
     assert len(found) == 1 and issubclass(kl.ConvergenceWarning, kl.KernlibWarning)
+
+
+# Parameters by the names of arguments.
+
+TAKERS = {  # and their first arguments
+    kl.kernel_topk: (A, B),
+    kl.agop: (A, B, torch.ones(6)),
+    kl.linalg.nystrom: (A, 2),
+    kl.linalg.solve_kernel: (A, torch.ones(5)),
+}
+
+
+def own_names(function):
+    """What a function may be given by name that no Custom refuses to have for a parameter."""
+    return sorted(set(inspect.signature(function).parameters) - {"hyperparameters"} - RESERVED)
+
+
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f in TAKERS for name in own_names(f)])
+def test_a_parameter_by_the_name_of_an_argument_is_named(function, name):
+    descriptor = kl.squared_distance(epilogue=kl.Custom(f"exp(-{name} * v)", (name,)))
+    kl.run_kernel(descriptor, A, B, **{name: 1.0})
+    rest = (
+        {"regularization": 1.0}
+        if "regularization" in inspect.signature(function).parameters
+        else {}
+    )
+    with pytest.raises(
+        ValueError, match=rf"parameter name '{name}' of .* by an argument of {function.__name__}"
+    ):
+        function(descriptor, *TAKERS[function], **rest)
+
+
+@pytest.mark.parametrize("name", ["feature_map", "lengthscale"])
+def test_agop_says_that_it_takes_mapped_points(name):
+    with pytest.raises(TypeError, match=f"agop takes no {name}: give it the points"):
+        kl.agop(GAUSSIAN, A, B, torch.ones(6), **{name: torch.ones(K)})
 
 
 # Debugging where there is no kernel.

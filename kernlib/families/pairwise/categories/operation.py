@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from kernlib.families.pairwise import checks, rehearsal
 from kernlib.families.pairwise.categories import arguments, formula, matrix
@@ -69,6 +70,8 @@ def run(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *_some(out))):
         refuse_out(a, b, out, {"tables": tables.flat, **values})
         matrix.check(request)
+        if _are_functorch_transforms_active():  # of which a Function knows none
+            return formula.matrix(request, tables).to(a.dtype)
         names = tuple(name for name, v in values.items() if isinstance(v, torch.Tensor))
         call = Call(request._replace(a=None, b=None), tables._replace(flat=None), names)
         return _Recorded.apply(call, a, b, tables.flat, *(values[name] for name in names))

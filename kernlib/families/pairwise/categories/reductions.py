@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from kernlib.families.pairwise import checks, rehearsal
 from kernlib.families.pairwise.categories import arguments, formula, matrix
@@ -157,6 +158,8 @@ def _recorded(
     if flat:  # as the formula has it
         found, places = found[0], places if places is None else places[0]
     needed = _Reduced(call, reduction, places)
+    if _are_functorch_transforms_active():  # of which a Function knows none
+        return needed.computed(a, b, tables.flat, *rest.values())
     return _Recorded.apply(needed, found, a, b, tables.flat, *rest.values())
 
 

@@ -10,6 +10,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager, routes
 from kernlib.families.pairwise.gradients.eager import Block, Call
 from kernlib.families.pairwise.gradients.weights import by_sums
+from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import check_kind, plain
 from kernlib.runtime.precision import without_autocast
@@ -108,6 +109,8 @@ def agop(
     gradient while gradients are recorded.
     """
     check_dense(("x", "z", "coefficients"), x=x, z=z, coefficients=coefficients, out=out)
+    refuse_own_names("agop", descriptor, ("z", "coefficients", "diagonal", "centred"))
+    _refuse_maps(hyperparameters)
     check_flag("diagonal", diagonal)
     check_flag("centred", centred)
     refuse_transforms(checks.NO_TRANSFORMS, x=x, z=z, coefficients=coefficients, out=out)
@@ -168,6 +171,16 @@ def _check_points(x, z, coefficients) -> None:
         )
     if x.shape[-2] == 0 or 0 in coefficients.shape[:-1]:
         raise ValueError("an average needs a query in x and a row in coefficients, got none")
+
+
+def _refuse_maps(values: dict) -> None:
+    """Raises TypeError for a map of the features."""
+    for name, mapped in (("feature_map", "multiplied"), ("lengthscale", "divided")):
+        if name in values:
+            raise TypeError(
+                f"agop takes no {name}: give it the points {mapped} by it, which the gradients "
+                "are by then"
+            )
 
 
 def _check_call(descriptor: Pairwise, x, z, values: dict) -> None:

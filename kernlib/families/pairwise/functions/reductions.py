@@ -177,6 +177,7 @@ def kernel_topk(
     """
     from kernlib.families.pairwise.reductions import pairs
 
+    arguments.refuse_own_names("kernel_topk", descriptor, ("k", "largest"))
     check_flag("largest", largest)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset

@@ -67,9 +67,9 @@ def run(
             numbers[name] = host_value(name, value)
     watched = stand_ins(a, b)
     if _are_functorch_transforms_active():
-        watched = is_mapped(a, b, *tensors.values())
-        if not watched:
+        if not is_mapped(a, b, *tensors.values()):
             refuse_transforms(checks.MAPPED_ALONE, a=a, b=b, **tensors)
+        watched = True  # where nothing is mapped too: a Function knows no transform
     if watched or (getattr(a, "is_meta", False) and rehearsal.current() is None):
         request = descriptor, a, b, None, False, row_offset, col_offset, values
         if not watched:  # of meta tensors operators would say less

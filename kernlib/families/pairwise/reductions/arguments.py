@@ -15,6 +15,7 @@ from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
     check_out_shape,
+    is_mapped,
     materialised,
     refuse_overlap,
     refuse_transforms,
@@ -83,6 +84,24 @@ def request_of(descriptor, a, b, v, row_offset, col_offset, hyperparameters) -> 
     a, b = materialised(a), materialised(b)
     values = {name: plain(name, value) for name, value in hyperparameters.items()}
     return Request(descriptor, a, b, v, row_offset, col_offset, values)
+
+
+def refuse_own_names(task: str, descriptor, own: tuple[str, ...]) -> None:
+    """Raises ValueError for a parameter of the descriptor by the name of one of the task's ``own``
+    arguments, which would take its value."""
+    for name in getattr(descriptor, "parameters", ()):
+        if name in own:
+            raise ValueError(
+                f"parameter name {name!r} of {descriptor.describe()} is taken by an argument of "
+                f"{task}; choose another"
+            )
+
+
+def refuse_differentiated(a, b, v, values: dict) -> None:
+    """Raises RuntimeError for a tensor inside a transform of torch.func other than vmap."""
+    if not is_mapped(a, b, v, *values.values()):
+        tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)}
+        refuse_transforms(_ADVICE, a=a, b=b, v=v, **tensors)
 
 
 def check_tensors(descriptor, a, b, v) -> None:

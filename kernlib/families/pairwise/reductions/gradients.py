@@ -12,6 +12,7 @@ stay, O(M N).
 from __future__ import annotations
 
 import torch
+from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 
 from kernlib.families.pairwise import rehearsal
@@ -24,7 +25,7 @@ from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device
 from kernlib.runtime.operation import by_operator
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.tensors import is_mapped, stand_ins
+from kernlib.runtime.tensors import stand_ins
 
 MOST_BYTES = 1 << 29  # of all that a gradient keeps of a block
 PARTS = 3  # tensors of a block's size among them: weights, a slope, and what packs their product
@@ -36,7 +37,10 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
     """A call of ``matmul``, ``sum`` or ``logsumexp`` whose gradient is recorded. Raises
     RuntimeError for an ``out``."""
     refuse_out(out)
-    watched = stand_ins(a, b, v) or is_mapped(a, b, v, *values.values())
+    watched = stand_ins(a, b, v)
+    if _are_functorch_transforms_active():
+        arguments.refuse_differentiated(a, b, v, values)
+        watched = True  # where nothing is mapped too: a Function knows no transform
     if watched or (getattr(a, "is_meta", False) and rehearsal.current() is None):
         if not watched:  # of meta tensors operators would say less
             arguments.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
