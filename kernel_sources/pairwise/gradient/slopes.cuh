@@ -54,8 +54,9 @@ __device__ __forceinline__ float fast_rsqrt(float x) {
 __device__ __forceinline__ double fast_rsqrt(double x) { return 1.0 / sqrt(x); }
 
 // SIGN: the slope is the sign of v, which a comparison loses a NaN on; the kernel makes up for it.
+// FINITE: of finite v slopes are finite, as far as a kernel has to know.
 struct Value {
-    static constexpr bool SIGN = false;
+    static constexpr bool SIGN = false, FINITE = false;
 };
 
 struct IdentitySlope : Value {
@@ -64,7 +65,7 @@ struct IdentitySlope : Value {
 };
 
 struct AbsSlope {
-    static constexpr bool SIGN = true;
+    static constexpr bool SIGN = true, FINITE = true;
     template <class T>
     static __device__ __forceinline__ T at(T v, const Exponents&) {
         return v == T(0) ? T(0) : flip(v == v ? T(1) : v, v);
@@ -128,6 +129,7 @@ struct HalfSlope : Value {  // p = 0.5
 };
 
 struct ThreeHalvesSlope : Value {
+    static constexpr bool FINITE = true;
     template <class T>
     static __device__ __forceinline__ T at(T v, const Exponents&) {
         return flip(fast_sqrt(absolute(v)), v);

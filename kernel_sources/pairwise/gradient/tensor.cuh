@@ -162,6 +162,20 @@ __device__ __forceinline__ void make_terms(unsigned char* terms, const float* ra
     }
 }
 
+// The points of a stage behind the `left` that exist become copies of its first one: the slope at a
+// point of zeros may leave float's range, and a weight of 0 makes no 0 of that.
+__device__ __forceinline__ void repeat_first(float* raw, int left) {
+    if (Slope::FINITE || left >= POINTS) return;
+    constexpr int HOP = THREADS / FEATURES;
+    static_assert(Slope::FINITE || (THREADS % FEATURES == 0 && POINTS % HOP == 0), "rounds");
+    float* first = raw + threadIdx.x % FEATURES * 16;
+#pragma unroll
+    for (int i = 0; i < POINTS / HOP; ++i) {
+        int t = threadIdx.x / FEATURES + i * HOP;
+        if (t >= max(left, 1)) first[t / 16 * FEATURES * 16 + t % 16] = *first;
+    }
+}
+
 __device__ __forceinline__ void read_x(Coordinates& x, const Parameters& parameters, i64 l, i64 q0,
                                        i64 k0, const Place& place) {
     const View& view = parameters.x_view;
@@ -286,6 +300,7 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
         __syncthreads();
         loader.begin(stages + RAW, count - POINTS);
         make_terms(terms, stages, loader.weighted);
+        repeat_first(stages, count);
         publish_terms();
         int slot = 0, parity = 0, chain = CHAIN;
 #pragma unroll 1
@@ -295,6 +310,7 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
             int next = slot == RAW_STAGES - 1 ? 0 : slot + 1;
             int after = next == RAW_STAGES - 1 ? 0 : next + 1;
             make_terms(terms + (1 - parity) * TERMS, stages + next * RAW, loader.weighted);
+            repeat_first(stages + next * RAW, count - done - POINTS);
             publish_terms();
             loader.begin(stages + after * RAW, count - done - 2 * POINTS);
             add_stage(sums, x, stages + slot * RAW, terms + parity * TERMS, place, exponents);

@@ -182,6 +182,17 @@ def test_w19_points_behind_the_last_add_nothing_to_infinities(seed):
             assert kl.cdist_grad(a, b, c, d, p=p)[0, 3, 5] == float("inf")
 
 
+@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@pytest.mark.parametrize("size", ((1, 9, 45), (301, 67, 45), (304, 64, 300)), ids=str)
+def test_points_behind_the_last_are_no_zeros_far_away(size, way, seed):
+    given = operands(*size, 5)
+    for place in (1, 3):  # fifth powers leave float32, those of differences do not
+        given[place] = 1e8 + (4 * given[place]).round() * 8
+    for p in (6, torch.tensor(6.0, device="cuda")):
+        with by(way):
+            check(given, p, tolerance=2e-5)
+
+
 @pytest.mark.parametrize("operator", ("difference", "dot"))
 @pytest.mark.parametrize("first", (True, False))
 def test_every_stage(operator, first, seed):
