@@ -1,7 +1,8 @@
-"""Shapes of several tensors together."""
+"""Shapes of several tensors together, and of one seen as a matrix."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,3 +25,8 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
                 shown = ", ".join(str(tuple(each)) for each in shapes)
                 raise RuntimeError(f"shapes do not broadcast: {shown}")
     return torch.Size(found)
+
+
+def as_rows(t: torch.Tensor) -> torch.Tensor:
+    """All dimensions but the last as one: by reshape, as is_grads_batched knows no flatten."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])

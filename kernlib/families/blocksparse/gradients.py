@@ -22,6 +22,7 @@ from kernlib.families.blocksparse.reference import is_stored
 from kernlib.runtime import autograd
 from kernlib.runtime.autograd import Parts, is_biased, is_watched, recorder
 from kernlib.runtime.operation import operators_of
+from kernlib.runtime.shapes import as_rows
 
 
 @lru_cache(maxsize=1024)
@@ -89,7 +90,7 @@ def _folded(term: Term, layout: Layout, tensors: dict, operand) -> tuple:
         return left, right
     if left.shape[:-2] != right.shape[:-2]:
         return left, right
-    return left.flatten(0, -2), right.flatten(0, -2)
+    return as_rows(left), as_rows(right)
 
 
 def bias_gradient(descriptor: BlockSparseMatmul, grad: torch.Tensor) -> torch.Tensor:

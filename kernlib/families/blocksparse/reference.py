@@ -20,6 +20,7 @@ from kernlib.runtime import expressions
 from kernlib.runtime.arguments import no_autocast
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.shapes import as_rows
 from kernlib.runtime.tensors import is_wrapped, stand_ins
 
 # The part of a matrix that is stored up to which its blocks are multiplied one by one, and that up
@@ -146,7 +147,7 @@ def _factors(grad, dense, layout: Layout, values, right: bool) -> tuple:
     if not right:
         return grad, dense.mT
     if values.dim() == 3 and layout.heads is None:
-        grad, dense = grad.flatten(0, -2), dense.flatten(0, -2)
+        grad, dense = as_rows(grad), as_rows(dense)
     return dense.mT, grad
 
 

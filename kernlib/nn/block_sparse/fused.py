@@ -42,7 +42,8 @@ def fused(
     """What :func:`kernlib.nn.block_sparse_attention` computes of q, k and v (..., H, L, D): with
     ``masks`` by name, rpe among them, and the modes of those that have one; ``rest`` are causal and
     a dropout. Raises TypeError and ValueError that name a mask."""
-    lead = broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
+    of_layout = () if layout.heads is None else (layout.heads,)  # though all operands have one
+    lead = broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)), of_layout)
     *batch, heads = lead
     operands = [_flat(t.expand(*lead, *t.shape[-2:]), len(batch)) for t in (q, k, v)]
     rows, cols = q.shape[-2], k.shape[-2]

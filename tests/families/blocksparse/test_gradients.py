@@ -487,10 +487,11 @@ def test_a_layout_that_changes_before_the_backward_is_noticed(mode, gpus, seed):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["plain", "heads"])
 @MODE
-def test_batches_of_eager_gradients_are_the_references(mode, gpus, seed):
+def test_batches_of_eager_gradients_are_the_references(mode, name, gpus, seed):
     """As operators that take lists of tensors know nothing of ``is_grads_batched``."""
-    layout = layout_of("heads")
+    layout = layout_of(name)
     tensors = [recorded(*end) for end in shapes(mode, layout)]
     y = run(mode, layout, *tensors)
     grads = quarters(3, *y.shape)

@@ -111,6 +111,9 @@ def test_values_and_matrices_have_gradients(seed):
     assert torch.equal(one.grad, counted.float())
     found = torch.vmap(layout.to_dense)(torch.stack((values, 2 * values)))
     assert torch.equal(found[1], 2 * layout.to_dense(values))
+    none = torch.randn(1, 0, 32, requires_grad=True)  # of a grid without rows too
+    Layout(mask[:, :0], 16, capacity=2).to_blocks(none).sum().backward()
+    assert none.grad.shape == none.shape
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -161,9 +161,10 @@ def test_gradients_of_each_entry_of_a_batch(mode, seed):
 
 
 @pytest.mark.parametrize("way", [run, by_operator])
+@pytest.mark.parametrize("name", ["plain", "heads"])
 @MODE
-def test_batches_of_gradients(mode, way, seed):
-    layout = layout_of("heads")
+def test_batches_of_gradients(mode, name, way, seed):
+    layout = layout_of(name)
     tensors = operands(mode, layout, grad=True)
     y = way(mode, layout, *tensors, (False, False))
     grads = randn(4, *y.shape)

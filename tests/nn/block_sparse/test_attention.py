@@ -136,6 +136,16 @@ def test_other_leading_dimensions_and_value_sizes(route):
             )
 
 
+@pytest.mark.parametrize("batch", (0, 2, HEADS))
+def test_operands_of_one_head_are_those_of_each_head_of_the_layout(batch, route):
+    """Of as many batches as the layout has heads too."""
+    q, k, v = given = operands(heads=1, lead=(batch,))
+    layout = layout_of()
+    y = block_sparse_attention(*given, layout)
+    assert y.shape == (batch, HEADS, LENGTHS[0], 8)
+    assert torch.allclose(y, by_hand(q, k, v, layout, 1 / math.sqrt(8), 0.0, torch.tensor(True)))
+
+
 def test_a_scale_and_masks_have_gradients(route):
     """Of more than one batch too."""
     layout = layout_of()

@@ -69,7 +69,8 @@ def to_blocks(dense: torch.Tensor, blocks: Blocks, tensors: Tensors) -> torch.Te
     size = blocks.rows, blocks.cols
     total = blocks.heads * blocks.grid_rows * blocks.grid_cols
     if total == 0:
-        return dense.new_zeros(*lead, blocks.capacity, *size)
+        nothing = dense.sum(dtype=dense.dtype)  # of no numbers, for a gradient to be recorded
+        return nothing.expand(*lead, blocks.capacity, *size).contiguous()
     at, live = places(blocks, tensors)
     grid = blocks.grid_rows, blocks.rows, blocks.grid_cols, blocks.cols
     apart = dense.reshape(*lead, blocks.heads, *grid).transpose(-3, -2)

@@ -75,9 +75,10 @@ def gradients(kept: Kept, grad: torch.Tensor, needs: Needs, pair: Callable) -> l
 
 
 def of_scale(kept: Kept, to_logits: torch.Tensor) -> torch.Tensor:
-    """The gradient by the scale. An element that takes no part has none, whatever x holds there."""
+    """The gradient by the scale. An element that takes no part has none, whatever x holds there:
+    told by y, as what takes part may have a gradient of 0 whose own derivatives are none."""
     wide = accumulator(to_logits.dtype)
-    products = to_logits.to(wide) * torch.where(to_logits == 0.0, 0.0, kept.x).to(wide)
+    products = to_logits.to(wide) * torch.where(kept.y == 0.0, 0.0, kept.x).to(wide)
     found = products.sum().to(kept.scale.dtype)
     return found if found.device == kept.scale.device else found.to(kept.scale.device)
 

@@ -181,3 +181,19 @@ def test_a_scale_has_the_gradient_of_what_takes_part_inside_of_transforms(what, 
     torch.testing.assert_close(torch.func.grad(call)(scale.detach()), wanted)
     (again,) = torch.func.hessian(call)(scale.detach()).flatten()
     assert again.isfinite()
+
+
+def test_a_scale_has_second_derivatives_where_the_gradient_is_0(seed):
+    """As for ``torch.autograd.functional.jvp``, which starts from a gradient of zeros."""
+    made = layout([[1, 1], [0, 1]], 16, 1)
+    x, scale = values(made), torch.tensor(0.5, dtype=F64)
+    x[3] = torch.nan
+
+    def call(scale):
+        return softmax(x, made, scale)
+
+    tangent = torch.ones_like(scale)
+    _, wanted = torch.func.jvp(call, (scale,), (tangent,))
+    _, found = torch.autograd.functional.jvp(call, scale, tangent)
+    assert wanted[:3].any()
+    torch.testing.assert_close(found, wanted)
