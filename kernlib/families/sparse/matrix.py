@@ -35,7 +35,7 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
 
 UNPRUNED = 0.9  # a density that pruning leaves nobody with; formats save nothing from 0.93 on
-_SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
+SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
 
 
 class SparseMatrix:
@@ -403,7 +403,7 @@ def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> S
 
 def _matrix(dense: torch.Tensor) -> torch.Tensor:
     """A dense matrix whose memory holds its values. Raises ValueError and TypeError."""
-    if isinstance(dense, torch.Tensor) and dense.layout in _SPARSE_LAYOUTS and dense.dim() == 2:
+    if isinstance(dense, torch.Tensor) and dense.layout in SPARSE_LAYOUTS and dense.dim() == 2:
         dense = dense.detach().to_dense()
     dense = encoding.matrix(dense)
     if stand_ins(dense) or torch._C._functorch.is_functorch_wrapped_tensor(dense):
