@@ -28,6 +28,7 @@ from kernlib.families.sparse.tensors import (
     freeze,
     mark,
     placed,
+    settle,
     state_of,
     thaw,
 )
@@ -222,11 +223,12 @@ class SparseMatrix:
 
     def transpose(self) -> SparseMatrix:
         """The transpose (C, R), compressed in the same format where that can hold it. Made once,
-        on the matrix's device, and kept until torch counts a write to one of them, but not of
-        tensors of inference mode: gradients with respect to x multiply with it."""
+        on the matrix's device, for which that waits, and kept until torch counts a write to one of
+        them, but not of tensors of inference mode: gradients with respect to x multiply with it."""
         known = self.known_transpose()
         if known is None:
             known = _turned(self)
+            settle(self)
             states = state_of(self), state_of(known)
             if None not in states:
                 _pair(self, known, states)

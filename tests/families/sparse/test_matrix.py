@@ -442,6 +442,19 @@ def test_a_transpose_outlives_its_matrix_and_keeps_it_not(seed):
     assert torch.equal(turned.transpose().to_dense(), dense)
 
 
+def test_a_transpose_is_there_before_other_streams_find_it(seed, monkeypatch):
+    _, w = made(21, 70)
+    found = []
+
+    class Stream:
+        def synchronize(self):
+            found.append(w.known_transpose())
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    object.__setattr__(w, "_device", torch.device("cuda"))
+    assert w.transpose() is w.transpose() and found == [None]
+
+
 def test_a_full_row_of_a_transpose(seed):
     dense = torch.zeros(300, 300)
     dense[:, 3] = 1  # of the transpose a row is full
