@@ -15,7 +15,7 @@ from kernlib.descriptors.base import check_flag, shown
 from kernlib.errors import warn
 from kernlib.nn.kronecker_sparse import KSLinear
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
-from kernlib.nn.linears import linears, warn_of_nothing
+from kernlib.nn.linears import linears, renew, warn_of_nothing
 
 Chain = Sequence[Pattern]
 
@@ -148,6 +148,7 @@ def _matches(match, name: str, layer: nn.Linear) -> bool:
 def _replacement(
     name: str, layer: nn.Linear, chain: Chain, approximate: bool, options: dict
 ) -> KSLinear:
+    renew(layer)
     weight, bias = layer.weight, layer.bias
     try:
         new = KSLinear(

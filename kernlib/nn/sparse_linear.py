@@ -18,7 +18,13 @@ from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.layout import format_of, parse_layout
 from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.nn.activations import as_activation
-from kernlib.nn.sparse_weights import checked_dtype, counted, is_silently_dense, matrix_of
+from kernlib.nn.sparse_weights import (
+    check_bias,
+    checked_dtype,
+    counted,
+    is_silently_dense,
+    matrix_of,
+)
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense, check_flag, stand_ins
 
@@ -123,7 +129,7 @@ class SparseLinear(nn.Module):
         that is no tensor (out_features,) of the matrix's dtype and device."""
         if not isinstance(matrix, SparseMatrix):
             raise TypeError(f"matrix must be a SparseMatrix, got {type(matrix).__name__}")
-        _check_bias(bias, matrix)
+        check_bias(bias, matrix)
         rows, cols = matrix.shape
         made = cls(cols, rows, False, activation, matrix.dtype, matrix.device)
         if bias is not None and not isinstance(bias, nn.Parameter):
@@ -319,18 +325,6 @@ class _DenseKey(str):
             f"{self!s} (of an nn.Linear, not compressed: load it into one, and make the layer of "
             "that by SparseLinear.from_linear)"
         )
-
-
-def _check_bias(bias, matrix: SparseMatrix) -> None:
-    if bias is None:
-        return
-    check_dense(("bias",), bias=bias)
-    if tuple(bias.shape) != matrix.shape[:1]:
-        raise ValueError(f"bias must have shape {matrix.shape[:1]}, got {tuple(bias.shape)}")
-    if bias.dtype != matrix.dtype:
-        raise TypeError(f"bias must be {matrix.dtype} as the matrix is, got {bias.dtype}")
-    if bias.device != matrix.device:
-        raise ValueError(f"bias must be on {matrix.device} as the matrix is, got {bias.device}")
 
 
 def _checked_size(name: str, size) -> int:

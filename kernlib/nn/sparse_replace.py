@@ -10,7 +10,7 @@ from torch import nn
 
 from kernlib.calls import hinted
 from kernlib.errors import warn
-from kernlib.nn.linears import linears, warn_of_nothing
+from kernlib.nn.linears import linears, warn_of_nothing, without_fused_path
 from kernlib.nn.sparse_linear import SparseLinear
 from kernlib.nn.sparse_weights import (
     check_linear,
@@ -40,14 +40,17 @@ def sparsify(
     Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
     bias stays the same parameter, and training mode as it was; a layer that stands in several
     places is swapped in all of them. Swapped is only ``nn.Linear`` itself: what derives from it may
-    be more.
+    be more. Weights that torch's pruning, weight_norm or spectral_norm compute are taken as the
+    next call would. Where layers of an ``nn.TransformerEncoderLayer`` are swapped, torch's fused
+    path of evaluation, which would lay their weights out, is turned off for it.
 
     Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, and of layers that are
     kept dense because nobody has pruned them: constant all the same, and no smaller.
 
     Raises, with ``model`` as it was, ValueError that names the layer for a weight that another
-    module holds too and for one without values, such as on "meta", TypeError that names it for one
-    of another dtype than float16, bfloat16 and float32, and TypeError for a ``model`` that is an
+    module holds too, for one without values, such as on "meta", and for a bias of another shape or
+    device, TypeError that names it for a weight of another dtype than float16, bfloat16 and float32
+    and for a bias of another dtype than its weight, and TypeError for a ``model`` that is an
     ``nn.Linear`` itself.
     """
     if not isinstance(model, nn.Module):
@@ -59,7 +62,7 @@ def sparsify(
             "model is an nn.Linear itself, in no place to be swapped: use SparseLinear.from_linear"
         )
     places = places_of(model, filter)
-    _check_all(model, places)
+    _check_all(model, places, density)
     if not places:
         warn_of_nothing("sparsify", model, "filter", filter)
     new: dict[str, SparseLinear] = {}
@@ -71,6 +74,7 @@ def sparsify(
             setattr(parent, child, made)
             new[name] = made
         del places[layer], layer  # and with it the dense weight
+    without_fused_path(model, SparseLinear)
     dense = [name for name, each in new.items() if is_silently_dense(each.matrix, density, format)]
     _warn_of_dense(dense, new)
     return new
@@ -121,13 +125,13 @@ def _accepts(filter, name: str, layer: nn.Linear) -> bool:
     return bool(filter(name, layer)) if callable(filter) else re.search(filter, name) is not None
 
 
-def _check_all(model: nn.Module, places: dict) -> None:
+def _check_all(model: nn.Module, places: dict, density) -> None:
     """Raises TypeError or ValueError, naming the layer, for the first that cannot be swapped."""
     holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
     for layer, where in places.items():
         name = where[0][2]
         try:
-            check_linear(layer)
+            check_linear(layer, density)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
         if holders[id(layer.weight)] > 1:

@@ -8,14 +8,21 @@ from torch import nn
 from kernlib.families.sparse.formats.registry import check_format
 from kernlib.families.sparse.layout import DTYPES
 from kernlib.families.sparse.lowering.rates import check_columns
-from kernlib.families.sparse.matrix import SparseMatrix, compressed, is_unpruned
+from kernlib.families.sparse.matrix import (
+    SPARSE_LAYOUTS,
+    SparseMatrix,
+    compressed,
+    is_unpruned,
+)
 from kernlib.families.sparse.prune import check_density, check_per, magnitude
+from kernlib.nn.linears import renew
+from kernlib.runtime.tensors import check_dense, check_layout, stand_ins
 
 
 def matrix_of(linear: nn.Linear, format, density, per, columns) -> SparseMatrix:
     """The weight of a layer, pruned if there is a density, and compressed. Raises as
     :meth:`SparseLinear.from_linear` does."""
-    check_linear(linear)
+    check_linear(linear, density)
     check_options(density, format, per, columns)
     weight = linear.weight.detach()
     if density is not None:
@@ -37,9 +44,12 @@ def check_options(density, format, per, columns) -> None:
     check_columns(columns)
 
 
-def check_linear(linear) -> None:
+def check_linear(linear, density=None) -> None:
+    """Raises TypeError and ValueError for what has no weight to compress, after pruning if there is
+    a density, or a bias that does not fit it. The weight is computed anew where hooks do that."""
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+    renew(linear)
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"the weight of linear must be a tensor, got {type(weight).__name__}")
@@ -51,6 +61,28 @@ def check_linear(linear) -> None:
         raise ValueError(f"the weight must be a matrix (out_features, in_features), got {shape}")
     if weight.is_meta:
         raise ValueError("the weight is on meta, without values to compress: load it first")
+    if density is not None or weight.layout not in SPARSE_LAYOUTS:
+        check_layout("the weight", weight)
+    if stand_ins(weight):
+        raise ValueError(
+            f"the weight is a {type(weight).__name__}, whose memory holds no values to compress: "
+            "make it a plain tensor first"
+        )
+    check_bias(getattr(linear, "bias", None), weight)
+
+
+def check_bias(bias, weight: torch.Tensor | SparseMatrix) -> None:
+    """Raises TypeError and ValueError for what is neither None nor a bias for a weight."""
+    if bias is None:
+        return
+    check_dense(("bias",), bias=bias)
+    rows = tuple(weight.shape[:1])
+    if tuple(bias.shape) != rows:
+        raise ValueError(f"bias must have shape {rows}, got {tuple(bias.shape)}")
+    if bias.dtype != weight.dtype:
+        raise TypeError(f"bias must be {weight.dtype} as the matrix is, got {bias.dtype}")
+    if bias.device != weight.device:
+        raise ValueError(f"bias must be on {weight.device} as the matrix is, got {bias.device}")
 
 
 def checked_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import kernlib
 from kernlib.nn import VIT_S16, KSLinear, replace_linear
@@ -164,6 +165,17 @@ def test_what_does_not_fit_names_the_layer_and_changes_nothing(case):
     with pytest.raises(kind, match=message):
         replace_linear(net, **({"patterns": CHAINS} | arguments))
     assert names(net, KSLinear) == set() and str(net) == str(before)
+
+
+def test_a_masked_weight_is_that_of_what_was_loaded():
+    net, trained = (nn.Sequential(nn.Linear(12, 8)) for _ in range(2))
+    for layer in (net[0], trained[0]):
+        prune.l1_unstructured(layer, "weight", 0.5)
+        prune.l1_unstructured(layer, "bias", 0.5)
+    net.load_state_dict(trained.state_dict())
+    replace_linear(net, {(12, 8): [(1, 8, 12, 1)]}, approximate=True)
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(net(x), trained(x))
 
 
 def test_a_linear_itself_and_tied_weights_are_refused():

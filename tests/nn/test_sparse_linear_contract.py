@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 
 from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import compress, magnitude
@@ -175,3 +177,79 @@ def test_a_write_to_a_buffer_is_the_weight_of_the_next_gradient(seed):
         getattr(layer, f"weight_{name}").copy_(tensor)
     assert layer.matrix.transpose() is not turned
     assert torch.equal(layer.matrix.transpose().to_dense(), 2 * turned.to_dense())
+
+
+# Weights that are computed, which layers hold as of their last call.
+
+
+def masked(layer: nn.Linear) -> nn.Linear:
+    prune.l1_unstructured(layer, "weight", 0.5)
+    prune.l1_unstructured(layer, "bias", 0.5)
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("wrap", [masked, nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_computed_weights_are_those_of_what_was_loaded(wrap, seed):
+    model, trained = (nn.Sequential(wrap(nn.Linear(40, 24))) for _ in range(2))
+    x = torch.randn(3, 40)
+    wanted = trained.eval()(x)
+    model.load_state_dict(trained.state_dict())
+    layer = SparseLinear.from_linear(model[0], "u8")
+    torch.testing.assert_close(layer(x), wanted)
+    sparsify(model.bfloat16(), format="u8")
+    assert model[0].matrix.dtype == model[0].bias.dtype == torch.bfloat16
+    torch.testing.assert_close(model(x.bfloat16()).float(), wanted, rtol=0.05, atol=0.05)
+
+
+def without_memory(layer: nn.Linear) -> None:
+    layer.weight = FakeTensorMode().from_tensor(layer.weight)
+
+
+def with_a_wide_bias(layer: nn.Linear) -> None:
+    layer.half().bias = nn.Parameter(torch.zeros(16))
+
+
+def with_a_short_bias(layer: nn.Linear) -> None:
+    layer.bias = nn.Parameter(torch.zeros(1))
+
+
+def sparsely(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach().to_sparse())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (without_memory, ValueError, "1: the weight is a FakeTensor"),
+        (with_a_wide_bias, TypeError, r"1: bias must be torch\.float16 as the matrix is"),
+        (with_a_short_bias, ValueError, r"1: bias must have shape \(16,\), got \(1,\)"),
+        (sparsely, TypeError, "1: the weight must be a dense tensor"),
+    ],
+)
+def test_the_second_layer_is_looked_at_before_the_first_is_swapped(case):
+    spoil, error, message = case
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    spoil(model[1])
+    with pytest.raises(error, match=message):
+        sparsify(model, density=0.5)
+    assert all(type(layer) is nn.Linear for layer in model)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoders_of_torch_call_their_layers_in_evaluation_too(padded, monkeypatch):
+    """Their fused path would lay out the weights at each call."""
+    part = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.TransformerEncoder(part, 2).eval()
+    swapped = sparsify(model, r"linear[12]", 0.5)
+    x, options = torch.randn(3, 16, 32), {}
+    if padded:
+        options["src_key_padding_mask"] = (torch.arange(16) > 10).expand(3, -1)
+    monkeypatch.setattr(SparseLinear, "to_dense", None)
+    called = []
+    for layer in swapped.values():
+        layer.register_forward_hook(lambda *given: called.append(given[0]))
+    with torch.no_grad():
+        found = model(x, **options)
+    assert called == list(swapped.values())
+    torch.testing.assert_close(found, model(x, **options).detach())

@@ -28,6 +28,7 @@ from kernlib.families.sparse.tensors import (
     freeze,
     mark,
     placed,
+    settle,
     state_of,
     thaw,
 )
@@ -35,7 +36,7 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
 
 UNPRUNED = 0.9  # a density that pruning leaves nobody with; formats save nothing from 0.93 on
-_SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
+SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
 
 
 class SparseMatrix:
@@ -222,11 +223,12 @@ class SparseMatrix:
 
     def transpose(self) -> SparseMatrix:
         """The transpose (C, R), compressed in the same format where that can hold it. Made once,
-        on the matrix's device, and kept until torch counts a write to one of them, but not of
-        tensors of inference mode: gradients with respect to x multiply with it."""
+        on the matrix's device, for which that waits, and kept until torch counts a write to one of
+        them, but not of tensors of inference mode: gradients with respect to x multiply with it."""
         known = self.known_transpose()
         if known is None:
             known = _turned(self)
+            settle(self)
             states = state_of(self), state_of(known)
             if None not in states:
                 _pair(self, known, states)
@@ -403,7 +405,7 @@ def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> S
 
 def _matrix(dense: torch.Tensor) -> torch.Tensor:
     """A dense matrix whose memory holds its values. Raises ValueError and TypeError."""
-    if isinstance(dense, torch.Tensor) and dense.layout in _SPARSE_LAYOUTS and dense.dim() == 2:
+    if isinstance(dense, torch.Tensor) and dense.layout in SPARSE_LAYOUTS and dense.dim() == 2:
         dense = dense.detach().to_dense()
     dense = encoding.matrix(dense)
     if stand_ins(dense) or torch._C._functorch.is_functorch_wrapped_tensor(dense):

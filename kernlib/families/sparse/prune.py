@@ -6,7 +6,7 @@ from numbers import Real
 
 import torch
 
-from kernlib.runtime.tensors import check_dense, materialised
+from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself
 
 PER = ("matrix", "row")
 _KEYS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,8 +33,8 @@ def magnitude(
 
     Works on floats of any dtype that has a zero, of any shape and strides, on any device and
     without a host synchronisation. Raises TypeError for a ``weight`` that holds no such floats and
-    an ``inplace`` that is no bool, ValueError for a ``density`` outside of 0 to 1 and an unknown
-    ``per``.
+    an ``inplace`` that is no bool, ValueError for a ``density`` outside of 0 to 1, an unknown
+    ``per``, and a ``weight`` to write whose elements share memory, such as an expanded one.
     """
     if not isinstance(inplace, bool):
         raise TypeError(f"inplace must be a bool, got {inplace!r}")
@@ -44,6 +44,11 @@ def magnitude(
         return bits.masked_fill(dropped, 0).view(weight.dtype)
     if weight._is_zerotensor():
         raise ValueError("weight is a zero tensor, which has no memory to write to: clone it")
+    if overlaps_itself(weight):
+        raise ValueError(
+            f"weight overlaps itself (shape {tuple(weight.shape)}, strides {weight.stride()}): "
+            "elements that share memory cannot all be written; clone it"
+        )
     with torch.no_grad():
         if weight.is_neg():
             weight.copy_(magnitude(weight, density, per))

@@ -68,6 +68,13 @@ def state_of(w: SparseMatrix) -> State | None:
         return None
 
 
+def settle(w: SparseMatrix) -> None:
+    """Wait for what this stream makes of a matrix: it is kept, and other streams, which find it
+    there and know nothing of this one, may read it as soon as it is."""
+    if w._device.type == "cuda":
+        torch.cuda.current_stream(w._device).synchronize()
+
+
 def freeze(w: SparseMatrix) -> None:
     """What :meth:`SparseMatrix.freeze` does."""
     if w._frozen is not None:

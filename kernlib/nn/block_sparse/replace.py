@@ -11,7 +11,7 @@ from kernlib.calls import hinted
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.nn.block_sparse.linear import BlockSparseLinear, check_linear
 from kernlib.nn.block_sparse.weight import check_multiple, check_options
-from kernlib.nn.linears import warn_of_nothing
+from kernlib.nn.linears import warn_of_nothing, without_fused_path
 from kernlib.nn.sparse_replace import check_filter, places_of
 
 
@@ -73,22 +73,8 @@ def block_sparsify(
             setattr(parent, child, made)
             new[name] = made
         del places[layer], layer  # and with it the dense weight
-    for part in model.modules():
-        _without_fused_path(part)
+    without_fused_path(model, BlockSparseLinear)
     return new
-
-
-def _without_fused_path(part: nn.Module) -> None:
-    """Have torch's encoders call their layers in evaluation too. Without gradients they multiply by
-    ``linear1.weight`` and ``linear2.weight`` themselves, as matrices, unless told that the
-    activation is another one; and nest padded inputs for that."""
-    if isinstance(part, nn.TransformerEncoderLayer):
-        if any(isinstance(layer, BlockSparseLinear) for layer in (part.linear1, part.linear2)):
-            part.activation_relu_or_gelu = 0
-    elif isinstance(part, nn.TransformerEncoder) and any(
-        isinstance(layer, BlockSparseLinear) for layer in part.modules()
-    ):
-        part.use_nested_tensor = False
 
 
 def _check_all(model: nn.Module, places: dict, block: tuple[int, int]) -> None:

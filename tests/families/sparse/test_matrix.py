@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernlib import KernlibWarning, sparse
-from kernlib.families.sparse import layout
+from kernlib.families.sparse import layout, matrix
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.cases import DTYPES, FORMATS, made, random, same_bits
 
@@ -440,6 +440,13 @@ def test_a_transpose_outlives_its_matrix_and_keeps_it_not(seed):
     gc.collect()
     assert gone() is None
     assert torch.equal(turned.transpose().to_dense(), dense)
+
+
+def test_a_transpose_is_there_before_other_streams_find_it(seed, monkeypatch):
+    _, w = made(21, 70)
+    found = []
+    monkeypatch.setattr(matrix, "settle", lambda w: found.append(w.known_transpose()))
+    assert w.transpose() is w.transpose() and found == [None]
 
 
 def test_a_full_row_of_a_transpose(seed):

@@ -64,6 +64,14 @@ def test_values_keep_their_bits_and_strides_do_not_matter(seed):
     assert torch.count_nonzero(wanted) == round(0.3 * 64 * 48)
 
 
+def test_elements_that_share_memory_are_not_written():
+    weight = torch.arange(1.0, 8.0).expand(3, 7)
+    with pytest.raises(ValueError, match="weight overlaps itself"):
+        magnitude(weight, 0.5, inplace=True)
+    assert torch.count_nonzero(weight) == 21
+    assert torch.count_nonzero(magnitude(weight, 0.5)) == round(0.5 * 21)
+
+
 def test_in_place_or_not():
     layer = nn.Linear(20, 30)
     before = layer.weight.detach().clone()

@@ -219,6 +219,24 @@ def test_a_recorded_result_can_be_written_in_place(columns, format, seed):
         z += 1
 
 
+@every_format
+def test_gradients_of_two_streams_share_a_transpose(format, seed):
+    dense = random(8192, 8192, DENSITY[format], torch.float16, DEVICE)
+    grad = torch.randn(1, 8192, device=DEVICE).half()
+    wanted = grad.double() @ dense.double()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(4):
+        w = compress(dense, format)
+        x = torch.randn(1, 8192, device=DEVICE).half().requires_grad_()
+        torch.cuda.synchronize()
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found += torch.autograd.grad(matmul(w, x), x, grad)
+        torch.cuda.synchronize()
+        assert all(float((each - wanted).norm() / wanted.norm()) < 2e-3 for each in found)
+
+
 # Other tensors.
 
 
