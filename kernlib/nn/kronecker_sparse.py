@@ -212,10 +212,13 @@ class KSLinear(nn.Module):
 
     def _computed(self, compute: Callable, x: torch.Tensor) -> torch.Tensor:
         """``compute(x, algo)`` with the algorithm that was asked for, or that "auto" stands for."""
-        algo = self._algo
+        algo, is_tensor = self._algo, isinstance(x, torch.Tensor)
+        # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
+        if is_tensor and torch.is_grad_enabled() and not is_dynamo_compiling() and x.is_inference():
+            x = x.clone()  # which may be kept for a gradient
         if algo != "auto":
             return compute(x, algo)
-        if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+        if not is_tensor or x.device.type != "cuda":
             return compute(x, "einsum")
         if torch.compiler.is_compiling():
             return compute(x, "kernel")
@@ -245,9 +248,6 @@ class KSLinear(nn.Module):
         """The factors alone, one after the other."""
         weights = weights_of(self, self._names)
         self._check_input(x, batch_last, weights[0])
-        # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
-        if not is_dynamo_compiling() and torch.is_grad_enabled() and x.is_inference():
-            x = x.clone()  # which may be kept for a gradient
         for index, (pattern, weight) in enumerate(zip(self.patterns, weights, strict=True)):
             if algo == "kernel":
                 x = run_kernel(_factor(pattern, batch_last, self.precision), x, weight)

@@ -71,21 +71,19 @@ def replace_linear(
     match = _checked_match(match)
     chain_of = patterns if callable(patterns) else _by_sizes(patterns)
     holders = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
-    new: dict[nn.Linear, KSLinear] = {}
-    places = []
-    for parent, child, name, layer in linears(module):
-        if layer not in new:
-            if not _matches(match, name, layer):
-                continue
-            chain = chain_of(name, layer.in_features, layer.out_features)
-            if chain is None:
-                continue
-            if holders[id(layer.weight)] > 1:
-                raise ValueError(f"{name} shares its weight with another module; leave it out")
-            new[layer] = _replacement(name, layer, chain, approximate, options)
-        places.append((parent, child, name, new[layer]))
-    if not places:
+    found, new = list(linears(module)), {}
+    for _, _, name, layer in found:
+        if layer in new or not _matches(match, name, layer):
+            continue
+        chain = chain_of(name, layer.in_features, layer.out_features)
+        if chain is None:
+            continue
+        if holders[id(layer.weight)] > 1:
+            raise ValueError(f"{name} shares its weight with another module; leave it out")
+        new[layer] = _replacement(name, layer, chain, approximate, options)
+    if not new:
         _warn_of_nothing(module, match, patterns)
+    places = [(*place, name, new[layer]) for *place, name, layer in found if layer in new]
     for parent, child, _, layer in places:
         setattr(parent, child, layer)
     return {name: layer for _, _, name, layer in places}

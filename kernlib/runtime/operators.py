@@ -6,8 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
 
-_library = torch.library.Library("kernlib", "FRAGMENT")
+
+class _Library(torch.library.Library):
+    """Operators, of which none lets a forward-mode derivative pass by: torch records gradients of
+    an operator alone, and would take 0 for such a one without a word."""
+
+    def impl(self, op_name, fn, dispatch_key="", **options):
+        if dispatch_key == "Autograd":
+            fn = _seen_by_forward_mode(op_name, fn)
+        return super().impl(op_name, fn, dispatch_key, **options)
+
+
+_library = _Library("kernlib", "FRAGMENT")
+_forward: dict[str, Callable] = {}  # what torch differentiates in the place of an operator
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
@@ -21,14 +35,19 @@ def register(
     save: Callable | None = None,
     backward: Callable | None = None,
     vmap: Callable | None = None,
+    forward: Callable | None = None,
 ) -> torch._ops.OpOverload:
     """Register ``kernlib::name`` and return it.
 
     ``compute`` and ``fake`` take its arguments. Gradients go either by ``save`` and ``backward``,
     which are ``setup_context`` and ``backward`` of torch.library.register_autograd; or ``recorded``
     answers in the operator's place with what torch differentiates, or with None where there is
-    nothing to record. ``vmap`` is that of torch.library.register_vmap.
+    nothing to record. ``vmap`` is that of torch.library.register_vmap. ``forward`` answers where
+    an argument has a forward-mode derivative, with what torch differentiates; without it that is
+    refused.
     """
+    if forward is not None:
+        _forward[name] = forward
     _library.define(name + schema, tags=_TAGS)
     _library.impl(name, compute, "CompositeExplicitAutograd")
     operator = getattr(torch.ops.kernlib, name).default
@@ -64,3 +83,38 @@ def _seen_by_autograd(operator: torch._ops.OpOverload, recorded: Callable) -> Ca
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *given)
 
     return autograd
+
+
+def _seen_by_forward_mode(name: str, kernel: Callable) -> Callable:
+    """What autograd runs in the place of an operator, by ``kernel`` where no argument has a
+    forward-mode derivative. ``name`` may begin with the library's."""
+
+    def seen(keyset, *arguments, **named):
+        if not _has_tangent(arguments):
+            return kernel(keyset, *arguments, **named)
+        own = name.rpartition("::")[2]
+        if own not in _forward:
+            raise RuntimeError(
+                f"forward mode (torch.func.jvp, jacfwd) is not known of kernlib::{own}, which "
+                "compiled and traced calls are; use vjp or jacrev"
+            )
+        return _forward[own](*arguments)
+
+    return seen
+
+
+def _has_tangent(values) -> bool:
+    """Whether one of these, or of lists among them, has a forward-mode derivative."""
+    # Compiled code enters a level past forward_ad, and not outside of torch.func.
+    if forward_ad._current_level < 0 and not _are_functorch_transforms_active():
+        return False
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found = _has_tangent(value)
+        else:
+            found = isinstance(value, torch.Tensor) and (
+                forward_ad.unpack_dual(value, level=0).tangent is not None
+            )
+        if found:
+            return True
+    return False

@@ -260,6 +260,15 @@ def test_tensors_of_inference_mode_count_no_versions(algo):
         torch.testing.assert_close(made(x), expected(made, x))
 
 
+@each_algo
+def test_inputs_of_inference_mode_train_it(algo):
+    made = layer([(2, 3, 4, 1)], algo)
+    with torch.inference_mode():
+        x = inputs(made, 3)
+    made(x).sum().backward()
+    torch.testing.assert_close(made.bias.grad, torch.full_like(made.bias, 3.0))
+
+
 def test_another_algorithm_lets_go_of_what_was_kept(monkeypatch):
     made, stored = layer(CHAIN, "dense").requires_grad_(False), noted_storage(monkeypatch)
     with torch.no_grad():

@@ -131,6 +131,15 @@ def test_a_layer_in_several_places_is_swapped_in_all():
     assert net["a"] is net["b"][0] is swapped["a"] and net["c"] is not net["a"]
 
 
+@pytest.mark.parametrize("match", ["^a", "^b", lambda name, layer: name == "b.0"])
+def test_one_of_its_places_is_enough(match):
+    shared = nn.Linear(12, 12)
+    net = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": nn.Linear(12, 12)})
+    swapped = replace_linear(net, CHAINS, match=match)
+    assert list(swapped) == ["a", "b.0"]
+    assert net["a"] is net["b"][0] is swapped["a"] and type(net["c"]) is nn.Linear
+
+
 def test_what_derives_from_linear_stays():
     attention = nn.MultiheadAttention(12, 3)
     assert replace_linear(attention, CHAINS) == {}

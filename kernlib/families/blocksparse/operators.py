@@ -23,6 +23,7 @@ from kernlib.families.blocksparse.scaled import operators as scaled
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.families.blocksparse.softmax import operators as softmax
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
+from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
     by_name,
@@ -79,6 +80,12 @@ def _whole_recorded(a, b, layout, layout_text, descriptor, names, numbers, tenso
         return None
     operands = Layout.from_layout(layout_text, layout), a, b
     return recorded(from_text(descriptor), operands, by_name(names, numbers, tensors), debug)
+
+
+def _whole_by_torch(a, b, layout, layout_text, descriptor, names, numbers, tensors, debug):
+    operands = Layout.from_layout(layout_text, layout), a, b
+    values = by_name(names, numbers, tensors)
+    return products.by_reference(PRODUCT, from_text(descriptor), operands, None, values)
 
 
 def _fake_whole(a, b, layout, layout_text, descriptor, *rest):
@@ -155,6 +162,7 @@ whole = register(
     _whole,
     _fake_whole,
     recorded=_whole_recorded,
+    forward=_whole_by_torch,
     vmap=_mapped_whole,
 )
 product = register(

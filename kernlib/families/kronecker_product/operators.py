@@ -43,6 +43,10 @@ def _whole(x, factors, descriptor: str, names: str, numbers, tensors, debug: boo
 def _whole_recorded(x, factors, descriptor, names, numbers, tensors, debug):
     if not requires_gradient((*factors, *(tensors or ())), x):
         return None
+    return _whole_by_torch(x, factors, descriptor, names, numbers, tensors, debug)
+
+
+def _whole_by_torch(x, factors, descriptor, names, numbers, tensors, debug) -> torch.Tensor:
     values = by_name(names, numbers, tensors)
     return products.by_reference(PRODUCT, from_text(descriptor), (x, *factors), None, values)
 
@@ -81,6 +85,7 @@ whole = register(
     _whole,
     _fake_whole,
     recorded=_whole_recorded,
+    forward=_whole_by_torch,
     vmap=_mapped_whole,
 )
 

@@ -27,7 +27,7 @@ def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -
         for operand in operands:
             key += signature(operand)
         if out is not None:
-            key += signature(out)
+            key += (signature(out),)  # as one entry, lest it pass for an operand too many
         for name, value in parameters.items():
             key += (name, parameter_key(value))
     except (AttributeError, RuntimeError, NotImplementedError, ValueError):

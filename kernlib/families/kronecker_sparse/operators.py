@@ -12,7 +12,8 @@ from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_sparse import checks, gradients
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
-from kernlib.families.kronecker_sparse.product import calls
+from kernlib.families.kronecker_sparse.product import PRODUCT, calls
+from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
     by_name,
@@ -51,6 +52,11 @@ def _whole_recorded(x, weight, descriptor, names, numbers, tensors, debug) -> to
         return None
     values = by_name(names, numbers, tensors)
     return recorded(from_text(descriptor), (x, weight), values, debug)
+
+
+def _whole_by_torch(x, weight, descriptor, names, numbers, tensors, debug) -> torch.Tensor:
+    values = by_name(names, numbers, tensors)
+    return products.by_reference(PRODUCT, from_text(descriptor), (x, weight), None, values)
 
 
 def _fake_product(x, weight, bias, batch_last, precision, debug):
@@ -101,6 +107,7 @@ whole = register(
     _whole,
     _fake_whole,
     recorded=_whole_recorded,
+    forward=_whole_by_torch,
 )
 product = register(
     "kronecker_sparse_product",

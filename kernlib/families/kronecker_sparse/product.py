@@ -117,7 +117,7 @@ def _check_gradient(grad, x, pattern, batch_last: bool, precision) -> products.C
 
 def _gradient_reference(call, grad, x, pattern, batch_last: bool, precision) -> torch.Tensor:
     with no_autocast(x):
-        return reference.weight_gradient(pattern, grad, x, batch_last)
+        return reference.weight_gradient(pattern, grad, x, batch_last, precision)
 
 
 def _launch_gradient(plan: plans.GradientPlan, grad, x, *options) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from kernlib.descriptors.epilogues import Bias, Gelu
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.runtime import expressions
-
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.precision import float32_precision
 
 
 def kronecker_sparse(
@@ -22,7 +22,7 @@ def kronecker_sparse(
     (a, b, c, d): (..., out) or (out, ...) in their dtype; float16 and bfloat16 are computed in
     float32. ``parameters`` of the epilogue are numbers and tensors, vectors of shape (out,).
     """
-    wide = _WIDE.get(x.dtype, x.dtype)
+    wide = _arithmetic(descriptor.precision, x)
     y = multiply(descriptor.pattern, x.to(wide), weight.to(wide), descriptor.batch_last)
     y = finish(descriptor.epilogue, y, parameters or {}, descriptor.batch_last)
     return y.to(x.dtype).contiguous()
@@ -54,13 +54,17 @@ def multiply(
 
 
 def weight_gradient(
-    pattern: tuple[int, int, int, int], grad: torch.Tensor, x: torch.Tensor, batch_last: bool
+    pattern: tuple[int, int, int, int],
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    batch_last: bool,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """``dW[i,j,k,l] = sum_n grad[n,(i,j,l)] * x[n,(i,k,l)]``, or with the batch last: the gradient
     of :func:`multiply` with respect to its weight, in the dtype of ``x``; float16 and bfloat16 are
     computed in float32."""
     a, b, c, d = pattern
-    wide = _WIDE.get(x.dtype, x.dtype)
+    wide = _arithmetic(precision, x)
     left, right = grad.to(wide), x.to(wide)
     if batch_last:
         left, right = left.reshape(a, b, d, -1), right.reshape(a, c, d, -1)
@@ -101,3 +105,10 @@ def dense(pattern: tuple[int, int, int, int], weight: torch.Tensor) -> torch.Ten
     # (b, c, d, a), then a second axis for each of d and a, of which only the diagonal is filled.
     spread = torch.diag_embed(torch.diag_embed(weight.permute(1, 2, 0, 3)).movedim(2, -1))
     return spread.permute(4, 0, 2, 5, 1, 3).reshape(a * b * d, a * c * d)
+
+
+def _arithmetic(precision: str | None, x: torch.Tensor) -> torch.dtype:
+    """The dtype of the sums: float64 where torch would take float32 in TF32 without leave. Numbers
+    of half types are the same in TF32."""
+    strict = precision == "fp32" and x.dtype == torch.float32 and x.device.type == "cuda"
+    return torch.float64 if strict and float32_precision() != "fp32" else accumulator(x.dtype)

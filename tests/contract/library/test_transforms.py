@@ -1,7 +1,8 @@
-"""vmap and grad of torch.func give what they say, or are refused, in compiled calls too."""
+"""vmap, grad and jvp of torch.func give what they say, or are refused, in compiled calls too."""
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.contract.library.calls import close, compiled
 from tests.contract.library.operations import OPERATIONS, every, parameters
@@ -12,6 +13,9 @@ MAPPED = [
     for name, given in one.transforms.items()
     for place in given.mapped
 ]
+
+FORWARD = ("blocksparse", "kronecker_product", "kronecker_sparse")  # of which jvp is compiled
+REFUSED = r"forward mode .* is not known|is inside a transform of torch.func"
 
 
 def judge(run, message, wanted, near) -> None:
@@ -68,3 +72,19 @@ def test_compiled_grad_is_done_or_refused(operation, case):
     run, wanted = differentiated(given.call)
     run = compiled(run)
     judge(lambda: run(*given.call.leaves()), given.compiled_grad, wanted, operation.near.slopes)
+
+
+@pytest.mark.parametrize("traced", ["compiled", "make_fx"])
+@every(lambda one: one.transforms)
+def test_traced_forward_mode_is_done_or_refused(operation, case, traced):
+    call = operation.transforms[case].call
+    tensors, place = call.leaves(), call.places[-1]
+
+    def pushed(t):
+        rest = tensors[:place], tensors[place + 1 :]
+        return torch.func.jvp(lambda t: call.run(*rest[0], t, *rest[1]), (t,), (t,))[1]
+
+    run = compiled(pushed) if traced == "compiled" else lambda t: make_fx(pushed)(t)(t)
+    message = None if operation.name in FORWARD else REFUSED
+    near = operation.near.recorded
+    judge(lambda: run(tensors[place]), message, lambda: pushed(tensors[place]), near)

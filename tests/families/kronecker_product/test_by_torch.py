@@ -92,6 +92,14 @@ def test_out_is_written_whatever_its_strides(gpus, seed):
     assert not gpus.loads
 
 
+def test_an_operand_too_many_does_not_pass_for_out(gpus, seed):
+    descriptor, tensors = given()
+    out = gpu(torch.zeros(ROWS, descriptor.out_features))
+    kl.run_kernel(descriptor, *tensors, out=out)
+    with pytest.raises(TypeError, match="takes x and 2 factors in their order, got 3"):
+        kl.run_kernel(descriptor, *tensors, out)
+
+
 def test_epilogues_follow(gpus, seed):
     epilogue = (kl.Scale("gain"), kl.Bias(), kl.Relu())
     descriptor, tensors = given(ONE, 3, F64, epilogue=epilogue)
