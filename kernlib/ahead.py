@@ -43,18 +43,22 @@ def compile(
 ) -> list[Entry]:
     """Compile kernels into the cache, for GPUs that need not be here.
 
-    With ``specs`` (tensors as for :func:`kernlib.run_kernel`; their data is not read, so ``meta``
-    ones will do) and the call's ``arguments``, the kernels which that call uses on any GPU of each
-    arch, smallest to largest, unless :func:`kernlib.tune` has chosen others there; without, every
-    variant of each descriptor for inputs of ``dtypes`` (of kernel matrices none of gradients and
-    reductions): some 36 for a descriptor without Power stages, twice that for half types, hundreds
-    with them, a quarter of a second each.
+    ``specs`` are tensors as for :func:`kernlib.run_kernel`, and ``arguments`` the call's other
+    arguments. The data of the tensors is not read, so ``meta`` tensors will do. With them, what is
+    compiled are the kernels that this call uses on any GPU of each arch, from the smallest to the
+    largest, unless :func:`kernlib.tune` has chosen others there.
 
-    - Tensors that require a gradient ask for the kernels of the backward pass too, by just these:
-      of a gradient that lies as the result does, and of one that ``sum()`` makes.
-    - ``reduction="kernel_matmul"``, or another function that reduces a kernel matrix, is that call
-      in place of :func:`kernlib.run_kernel`, with its arguments: ``specs=(a, b, v)``, without b for
-      a symmetric descriptor.
+    Without ``specs``, every variant of each descriptor is compiled, for inputs of ``dtypes``. For
+    kernel matrices this leaves out gradients and reductions. It makes some 36 kernels for a
+    descriptor without Power stages, twice as many for half types, and hundreds with Power stages. A
+    kernel takes a quarter of a second.
+
+    - If tensors require a gradient, the kernels of the backward pass are compiled too, for the
+      gradients of these tensors: from an incoming gradient that lies in memory as the result does,
+      and from one as ``sum()`` makes it.
+    - ``reduction="kernel_matmul"``, or another function that reduces a kernel matrix, stands for a
+      call of that function in place of :func:`kernlib.run_kernel`, with its arguments:
+      ``specs=(a, b, v)``, without b for a symmetric descriptor.
 
     ``workers`` threads compile, by default one for each core that the process may use.
     ``progress`` shows a bar on stderr: True always, False never, None if stderr is a terminal.
@@ -92,12 +96,12 @@ def prepare(
     :func:`kernlib.compile`.
 
     After it the same call, on any stream, may be captured in a CUDA graph. ``meta`` tensors stand
-    for tensors of the current CUDA device with their shapes, strides and offsets. CPU tensors are
-    checked and need nothing. ``workers`` and ``progress`` are those of :func:`kernlib.compile`; the
-    calling thread loads what they have compiled.
+    for tensors of the current CUDA device with the same shapes, strides and offsets. CPU tensors
+    are checked; for them nothing is compiled. ``workers`` and ``progress`` are those of
+    :func:`kernlib.compile`; the calling thread loads what the workers have compiled.
 
-    Raises what :func:`kernlib.run_kernel` raises, CaptureError while the stream captures and
-    something is not loaded, and UnsupportedError for ``meta`` tensors without a usable GPU.
+    Raises what :func:`kernlib.run_kernel` raises, CaptureError if something is not loaded while the
+    stream captures a CUDA graph, and UnsupportedError for ``meta`` tensors without a usable GPU.
     """
     _check_options(workers, progress, debug)
     with events.on_stderr() if debug else nullcontext():
@@ -119,8 +123,8 @@ def prepare(
 def build_all(
     jobs: list[tuple[KernelSpec, str]], workers: int | None, progress: bool | None
 ) -> list[Entry]:
-    """The entry of each job, built by a pool of threads, equal ones once: NVRTC leaves the
-    interpreter to the others. Raises the first failure, and begins nothing after it."""
+    """The entry of each job. Equal jobs are built once, by a pool of threads: NVRTC releases the
+    GIL. Raises the first failure, and begins nothing after it."""
     _check_workers(workers)
     keys = [(spec.canonical(), arch) for spec, arch in jobs]
     distinct = dict(zip(keys, jobs, strict=True))
@@ -139,7 +143,8 @@ def build_all(
                 failures.append(error)
 
         try:
-            # A context for each, that debug=True, a context variable, reaches the threads.
+            # Each thread gets a copy of the context, so that debug=True, a context variable, holds
+            # in it too.
             futures = {
                 key: pool.submit(copy_context().run, build, *job) for key, job in distinct.items()
             }
@@ -152,8 +157,8 @@ def build_all(
 
 
 def _check_named(misplaced: tuple, arguments: dict, descriptors) -> None:
-    """Raises TypeError for what :func:`compile` is given without its name, or by a name like one of
-    its own."""
+    """Raises TypeError for positional arguments of :func:`compile`, and for a keyword that looks
+    like a misspelling of one of its own."""
     if misplaced:
         raise TypeError(
             f"compile() got {len(misplaced)} unexpected positional argument(s): tensors are its "
@@ -174,7 +179,7 @@ def _check_options(workers, progress, debug) -> None:
 
 
 def _check_workers(workers: int | None) -> None:
-    """Raises TypeError and ValueError for what is no positive int."""
+    """Raises TypeError and ValueError for what is neither a positive int nor None."""
     if workers is None:
         return
     if not isinstance(workers, int) or isinstance(workers, bool):
@@ -184,8 +189,8 @@ def _check_workers(workers: int | None) -> None:
 
 
 def _device_of(tensors: tuple) -> int | None:
-    """The GPU to prepare: that of the tensors, the current one for ``meta`` ones. None leaves it to
-    the family, which checks CPU tensors and says what is wrong with others."""
+    """The GPU to prepare: that of the tensors, or the current one for ``meta`` tensors. None for
+    others: the family then checks CPU tensors, and says what is wrong with anything else."""
     first = tensors[0] if tensors else None
     if not isinstance(first, torch.Tensor):
         return None

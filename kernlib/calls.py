@@ -1,5 +1,5 @@
-"""What public constructors say of arguments that do not fit them: Python's own text names none that
-would."""
+"""Errors of public constructors for arguments that do not fit. Python's own text does not say which
+arguments would."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Made = TypeVar("_Made", bound="Callable[..., Any]")
 
 
 def hinted(made: _Made) -> _Made:
-    """A function, or a class with its constructor and public class methods, whose TypeError for a
-    keyword that is none says what may have been meant, and for other arguments that do not fit how
-    the call looks. What a call itself raises stays as it is."""
+    """A function, or a class with its constructor and public class methods, with better errors for
+    arguments that do not fit: the TypeError for an unknown keyword says which one may have been
+    meant, and any other shows the signature. What the call itself raises stays as it is."""
     if not isinstance(made, type):
         return _hinted(made, made.__qualname__)
     for name, value in _constructors(made):
@@ -53,9 +53,9 @@ def _hinted(function: Callable, name: str, owner: type | None = None) -> Callabl
 
 
 def _misfit(function, name: str, owner, values: tuple, given: dict, error) -> str | None:
-    """What is said of arguments that a function does not take; None of those that it takes, so
-    that the error is one of its own."""
-    from inspect import signature  # of what goes wrong only
+    """The message for arguments that do not fit a function's signature. None for arguments that
+    fit: then the error came from inside of the function."""
+    from inspect import signature  # which only errors need
 
     takes = signature(function)
     try:
@@ -73,7 +73,7 @@ def _misfit(function, name: str, owner, values: tuple, given: dict, error) -> st
 
 
 def _plain(takes: Signature, bound: bool) -> Signature:
-    """Names and defaults alone, without what is ``bound`` to the first name."""
+    """A signature without annotations and, if ``bound``, without its first parameter (``self``)."""
     parameters = [*takes.parameters.values()][1 if bound else 0 :]
     plain = [each.replace(annotation=each.empty) for each in parameters]
     return takes.replace(parameters=plain, return_annotation=takes.empty)

@@ -1,9 +1,10 @@
-"""Canonical bytes of plain values: equal values give equal bytes in every process, for ever.
+"""Canonical bytes of plain values: equal values give equal bytes, in every process and version.
 
 Each value carries a type tag and a length, each dataclass its name and its fields' names, so that
 no two values share bytes: ``1``, ``True``, ``1.0`` and ``"1"`` all differ. ``repr``, ``hash`` and
-pickle would let addresses, hash seeds or versions into a cache key. A field with ``repr=False``
-came later, and is left out where it is its default.
+pickle would let addresses, hash seeds or versions into a cache key. A field with ``repr=False`` was
+added to its dataclass later. It is left out where it has its default, so that the bytes of older
+values stay what they were.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ INSTALL = 'pip install ".[cu13]" in the checkout of kernlib; with a driver older
 
 
 class KernlibError(Exception):
-    """The base of the family: `except KernlibError` catches everything below."""
+    """The base of kernlib's own errors: `except KernlibError` catches all of those below."""
 
 
 class CompileError(KernlibError):
@@ -49,8 +49,8 @@ class NotCachedError(KernlibError):
 
 
 class KernlibWarning(UserWarning):
-    """A call did what it was asked, and that is seldom what was meant; the text says what else may
-    have been, and how to say that it was. Python shows each text once for each line of your code.
+    """A call did what it was asked, but that is seldom what was meant. The text says what may have
+    been meant, and how to say that it was this. Python shows each text once for each line of code.
     ``warnings.filterwarnings("ignore", category=kernlib.KernlibWarning)`` hides all of them, and
     ``"error"`` in its place makes them exceptions."""
 

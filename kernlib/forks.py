@@ -1,7 +1,7 @@
-"""A fork waits for what other threads are importing: in the child nobody would finish it, and who
-wants the same module there would wait for ever.
+"""A fork waits until other threads have finished their imports. In the child nobody would finish
+them, and an import of the same module there would wait for ever.
 
-Names of kernlib are loaded when they are first used, and modules by the calls that need them, so a
+Names of kernlib are loaded when they are first used, and modules by the calls that need them. So a
 thread that makes its first call is in the middle of an import most of the time.
 """
 
@@ -23,9 +23,9 @@ PACKAGES = ("kernlib", "cuda", "lmdb", "numpy", "nvmath", "platformdirs", "torch
 def imports_of_others() -> list[str]:
     """Modules of those packages that other threads are importing now, or are about to.
 
-    NOTE: what Python keeps of that has no public name: a lock for each module, by a weak reference,
-    for as long as a thread has to do with it. The thread that waits for another's is not told from
-    it, and needs not be.
+    NOTE: what Python keeps of that has no public name: a weak reference to a lock for each module,
+    while a thread imports the module or waits for another to do so. The two cases are not told
+    apart, and need not be.
     """
     me = get_ident()
     found = []

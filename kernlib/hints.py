@@ -1,4 +1,5 @@
-"""What somebody may have meant who wrote a name that is not there. Loaded when that happens."""
+"""Suggestions for a name that does not exist: what may have been meant. Loaded when that
+happens."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
-# Modules of which a name is looked for that another one lacks; all but the light
-# ones import torch, and are read in place of that.
+# Modules in which a name is looked for that another module lacks. The light ones can be imported
+# without torch; of the others only the text is read, unless they are loaded already.
 _LIGHT = (
     *("kernlib", "kernlib.nn", "kernlib.sparse", "kernlib.blocksparse"),
     *("kernlib.events", "kernlib.settings"),
@@ -22,10 +23,10 @@ _COMPAT = (
     *("kernlib.compat.kermac", "kernlib.compat.macko"),
 )
 
-# Each row's largest entry, and its column.
+# Gives the largest entry of each row, and its column.
 _LARGEST = ("kernlib.kernel_topk(..., k=1, largest=True)",)
-# What other libraries call it, in lower case and without underscores. A name may have the
-# arguments of a call behind it.
+# Names of other libraries, in lower case and without underscores, and kernlib's names for the same
+# thing, which may be written as a call with arguments.
 OTHERS = {
     "rbf": ("kernlib.gaussian",),
     "rbfkernel": ("kernlib.gaussian",),
@@ -82,7 +83,7 @@ OTHERS = {
     "prune": ("kernlib.sparse.magnitude", "kernlib.nn.sparsify"),
     "cg": ("kernlib.linalg.conjugate_gradient",),
 }
-# The same of arguments of a call.
+# The same for arguments of a call.
 _ARGUMENTS = {
     "sigma": "bandwidth",
     "length": "bandwidth",
@@ -118,9 +119,9 @@ _ARGUMENTS = {
 
 
 class UnknownName(AttributeError):
-    """A module has no such attribute; its text says what may have been meant. Looked for when the
-    text is asked for: most who ask for names that are not there, such as ``hasattr`` and the import
-    of a submodule, never do."""
+    """A module has no such attribute; the text says what may have been meant. That is looked for
+    when the text is asked for, which most code that tries names, such as ``hasattr`` and the import
+    of a submodule, never does."""
 
     def __init__(self, module: str, name: str):
         # With its name given, Python adds no suggestion of its own to the traceback.
@@ -133,7 +134,7 @@ class UnknownName(AttributeError):
 
 
 def asked(found: Iterable[str]) -> str:
-    """``; did you mean a, b or c?``, or nothing where nothing was found."""
+    """``; did you mean a, b or c?``, or "" where nothing was found."""
     *others, last = tuple(found) or ("",)
     if not last:
         return ""
@@ -141,7 +142,7 @@ def asked(found: Iterable[str]) -> str:
 
 
 def meant(module: str, name: str) -> list[str]:
-    """Whole names that may have been meant by one that ``module`` lacks, the likeliest first."""
+    """Full names that may have been meant by a name that ``module`` lacks, the likeliest first."""
     own, word = _public(module), _plain(name)
     if module == "kernlib" and word in OTHERS:
         return list(OTHERS[word])
@@ -163,7 +164,7 @@ def meant(module: str, name: str) -> list[str]:
 
 
 def argument(name: str, known: Iterable[str]) -> str:
-    """``; did you mean bandwidth?`` of an argument that is none of the ``known`` ones, or ""."""
+    """``; did you mean bandwidth?`` for an argument that is not among the ``known`` ones, or ""."""
     known = list(known)
     other = _ARGUMENTS.get(_plain(name))
     return asked([other] if other in known else _close(name, known)[:1])
@@ -176,7 +177,8 @@ def _close(name: str, known: Iterable[str]) -> list[str]:
     for each in known:
         by_word.setdefault(_plain(each), []).append(each)
     found = get_close_matches(_plain(name), by_word, n=2, cutoff=0.7)
-    # Of Gaussian and gaussian that first which begins as the given name does.
+    # Of Gaussian and gaussian the one comes first whose first letter has the case of the given
+    # name.
     near = [each for word in found for each in by_word[word]]
     return sorted(near, key=lambda each: each[0].isupper() != name[0].isupper())
 
@@ -186,7 +188,8 @@ def _plain(name: str) -> str:
 
 
 def _public(module: str) -> list[str]:
-    """The public names of a module, which is not imported for them if that imported torch."""
+    """The public names of a module. One that would import torch is not imported: its text is
+    read."""
     if module in sys.modules or module not in (*_HEAVY, *_COMPAT):
         loaded = import_module(module)
         lazy = "__getattr__" in vars(loaded)

@@ -1,4 +1,4 @@
-"""How far work has come that takes seconds, on stderr, for whoever watches it there."""
+"""Progress bars on stderr, for work that takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show it: as told, for None if stderr is a terminal. Raises TypeError."""
+    """Whether to show progress: as told, and for None if stderr is a terminal. Raises TypeError."""
     check(progress)
     if progress is None:
         return sys.stderr is not None and sys.stderr.isatty()
@@ -28,7 +28,8 @@ class Silent:
     """Progress that nobody watches."""
 
     def count(self, what: str, work: Callable[[], Value]) -> Value:
-        """``work()``'s value, shown as begun and, unless it raises, as done; any thread may."""
+        """The value of ``work()``, which is shown as begun, and as done unless it raises. Any
+        thread may call this."""
         return work()
 
 
@@ -48,8 +49,8 @@ class Bar(Silent):
 
 @contextmanager
 def shown(progress: bool | None, title: str, total: int) -> Iterator[Silent]:
-    """A bar for ``total`` pieces of work. It stays when asked for by True, else it goes when the
-    work ends; on a stderr that is no terminal only its end is written."""
+    """A bar for ``total`` pieces of work. With ``progress=True`` it stays on the screen, else it is
+    removed when the work ends. If stderr is no terminal, only the final state is written."""
     if not total or not wanted(progress):
         yield Silent()
         return
@@ -73,7 +74,7 @@ def shown(progress: bool | None, title: str, total: int) -> Iterator[Silent]:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """A line about work whose pieces nobody can count, while it lasts; on a terminal only."""
+    """A line of text while work lasts whose pieces cannot be counted; on a terminal only."""
     if not wanted(None):
         yield
         return

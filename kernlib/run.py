@@ -1,4 +1,4 @@
-"""The front door: a descriptor's family is found by name, and runs the call."""
+"""``run_kernel``: a descriptor's family is found by its name, and runs the call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _runs: dict[type, Callable] = {}
 
 
 def _run_of(descriptor: Descriptor) -> Callable:
-    """What runs calls of a descriptor. Raises TypeError for what is none."""
+    """The function that runs calls of a descriptor. Raises TypeError for what is no descriptor."""
     _check_descriptor(descriptor)
     name = f"{descriptor.package}.operation" if descriptor.package else "operation"
     runs = _module_of(descriptor, name).RUNS
@@ -35,7 +35,8 @@ def _run_of(descriptor: Descriptor) -> Callable:
 
 
 def ahead_of(descriptor: Descriptor) -> ModuleType:
-    """What prepares, compiles and tunes calls of a descriptor. Raises TypeError for others."""
+    """The module that prepares, compiles and tunes calls of a descriptor. Raises TypeError for what
+    is no descriptor."""
     return _module_of(descriptor, "ahead")
 
 
@@ -50,8 +51,8 @@ def _check_descriptor(descriptor) -> None:
 
 
 def __getattr__(name: str):
-    """``<name>_operators``: one of OPERATORS, imported when first asked for. Dynamo follows an
-    attribute of a module where it refuses ``import_module``."""
+    """``<name>_operators``: one of OPERATORS, imported when it is first asked for. Dynamo can trace
+    an attribute of a module, but not ``import_module``."""
     known = name.removesuffix("_operators")
     if known != name and known in OPERATORS:
         return import_module(f"kernlib.families.{OPERATORS[known]}")
@@ -67,9 +68,10 @@ def _operators_of(descriptor: Descriptor) -> ModuleType:
 
 
 def register_operators() -> None:
-    """Register the operators that exported programs call, as a process must that loads one.
+    """Register the operators that exported programs call. A process that loads such a program must
+    call this first.
 
-    Whoever traces or compiles a call has them without this.
+    A process that traces or compiles a call itself need not: the call registers them.
     """
     for name in OPERATORS.values():
         import_module(f"kernlib.families.{name}")
@@ -83,15 +85,15 @@ def run_kernel(
 ) -> torch.Tensor:
     """Run the kernel that ``descriptor`` describes on ``tensors`` and return its output.
 
-    ``descriptor.signature`` is the call that a descriptor takes, and the help of its class has
-    shapes, dtypes and errors. By classes, with ``...`` for one argument for each parameter of the
-    epilogue, such as ``bandwidth``, ``bias`` or ``scale``:
+    ``descriptor.signature`` shows the call that a descriptor takes, and ``help`` of its class has
+    shapes, dtypes and errors. These are the calls of each class. ``...`` stands for one argument
+    for each parameter of the epilogue, such as ``bandwidth``, ``bias`` or ``scale``:
 
     - :class:`kernlib.Pairwise`, such as ``gaussian()``: ``run_kernel(descriptor, a, b, *, p,
       inner_p, outer_p, inner_scale, ..., epsilon=0.0, regularization=0.0, row_offset=0,
       col_offset=0, feature_map=None, lengthscale=None, a_codes, b_codes, tables, out=None,
-      accumulate=False)``, of which exponents and ``inner_scale`` belong to stages, ``epsilon`` and
-      ``regularization`` to epilogues, codes and tables to ``categories``. Points a (M, K) and
+      accumulate=False)``. The exponents and ``inner_scale`` belong to stages, ``epsilon`` and
+      ``regularization`` to epilogues, and codes and tables to ``categories``. Points a (M, K) and
       b (N, K) give (M, N).
     - :class:`kernlib.KroneckerSparse`: ``run_kernel(descriptor, x, weight, *, ..., out=None)``, and
       :class:`kernlib.KroneckerSparseChain`: ``run_kernel(descriptor, x, *weights, ..., out=None)``.
@@ -105,31 +107,33 @@ def run_kernel(
     - :class:`kernlib.BlockSparseScaledMatmul`: ``run_kernel(descriptor, layout, a, b, scale_a,
       scale_b, *, out=None)``, of float8.
     - :class:`kernlib.BlockSparseSoftmax`: ``run_kernel(descriptor, layout, x, *, rpe,
-      key_padding_mask, attn_mask, scale=1.0, out=None)``, of which it takes the scores and masks
-      that the descriptor names.
+      key_padding_mask, attn_mask, scale=1.0, out=None)``, with those scores and masks that the
+      descriptor names.
     - :class:`kernlib.BlockSparseAttention`: ``run_kernel(descriptor, layout, q, k, v, *, ...,
-      scale=None, return_lse=False, out=None)``, of which it takes window, lengths, dropout and
-      captured tensors that the descriptor names. q (B, H, LQ, E) gives (B, H, LQ, EV).
+      scale=None, return_lse=False, out=None)``, with those of window, lengths, dropout and captured
+      tensors that the descriptor names. q (B, H, LQ, E) gives (B, H, LQ, EV).
 
-    Each takes ``debug=False`` too. float32, float16, bfloat16 and float64; CUDA tensors run
-    on their device, on torch's current stream, without waiting for the device; the kernel is
+    Each call takes ``debug=False`` too.
+
+    Tensors are float32, float16, bfloat16 or float64, as far as the class takes them. CUDA tensors
+    run on their device, on torch's current stream, without waiting for the device. The kernel is
     compiled at most once and then kept in the cache. CPU tensors are computed in plain PyTorch.
-    ``debug=True`` writes one line an event (lookup, hit, compile, launch ...) to stderr, and one
-    for a call that torch computes.
+    ``debug=True`` writes a line to stderr for each event (lookup, hit, compile, launch ...), and
+    for each call that torch computes.
 
     Raises TypeError and ValueError for bad arguments, UnsupportedError for devices without kernels,
     CompileError, and CaptureError for a kernel that is missing inside a CUDA graph's capture.
 
     ``torch.compile``, ``torch.export``, ``make_fx``, ``torch.jit.trace`` and fake tensors see one
-    operator of ``torch.library``, so ``fullgraph=True`` holds. A number is a constant of what they
-    make, which torch.compile makes anew for another (8 times by default): pass what changes as a
+    operator of ``torch.library``, so ``fullgraph=True`` works. They treat a number as a constant,
+    and torch.compile compiles again for another one (8 times by default): pass what changes as a
     tensor.
     """
     if debug is not False:
         check_flag("debug", debug)
-    # Dynamo, a mode of the dispatcher (fake tensors, make_fx, non-strict export), torch.jit.trace.
-    # With torch.compiler.is_compiling in place of the first two, 45 ns would be 120, and fake
-    # tensors and make_fx not seen.
+    # Dynamo, a mode of the dispatcher (fake tensors, make_fx, non-strict export), torch.jit.trace:
+    # in 45 ns. torch.compiler.is_compiling in place of the first two would make that 120, and would
+    # not notice fake tensors and make_fx.
     if is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing():
         return _operators_of(descriptor).run(descriptor, *tensors, debug=debug, **arguments)
     run = _runs.get(type(descriptor)) or _run_of(descriptor)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-MAP_BYTES = 1 << 30  # one constant map: about 14 k cubins of 60 KB, and nobody has to resize it
-MAX_CACHE_BYTES = MAP_BYTES * 8 // 10  # a fuller map is hard to leave again, see jit/store.py
+MAP_BYTES = 1 << 30  # one constant map: about 14 k cubins of 60 KB, and no need to resize it
+MAX_CACHE_BYTES = MAP_BYTES * 8 // 10  # in a fuller map it is hard to free pages, see jit/store.py
 MIN_CACHE_BYTES = 1 << 20
 DEFAULT_CACHE_BYTES = 512 << 20
 DEFAULT_LOCK_TIMEOUT_S = 60.0
@@ -69,7 +69,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says. The first of `cache_dir` is the cache, others are bundles."""
+    """What the environment says. The first of `cache_dir` is the cache, the others are bundles."""
 
     cache_dir: tuple[Path, ...]
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -134,13 +134,14 @@ def _default_folder() -> Path:
 
     try:
         return Path(platformdirs.user_cache_dir("kernlib", appauthor=False))
-    except RuntimeError:  # a user in no list, without HOME
+    except RuntimeError:  # the user has no entry in the password database, and HOME is not set
         return Path("~/.cache/kernlib")
 
 
 def _expanded(part: str) -> Path:
-    """The folder, the same one wherever the process goes later. With its ``~`` where nobody has
-    that home, and relative where the working directory was removed: the store refuses both."""
+    """The folder as an absolute path, so that a later change of the working directory does not
+    matter. Where there is no such home, the ``~`` stays, and where the working directory was
+    removed, the path stays relative: the store refuses both."""
     try:
         return Path(part).expanduser().absolute()
     except (RuntimeError, OSError):

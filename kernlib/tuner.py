@@ -1,14 +1,14 @@
 """Timing the kernels that could compute a call, and keeping the fastest.
 
-A family takes part with a function of its module ``ahead`` and a question:
+A family takes part in two ways:
 
-- ``candidates(descriptor, *tensors, **arguments)`` checks a call like ``run`` and answers with
-  :class:`kernlib.runtime.candidates.Candidates`: the device, each kernel with the choice that sets
-  it apart and a function that makes it ready to launch, and the bytes under which the fastest is
-  kept;
-- where it chooses a kernel for a device, it asks :func:`kernlib.jit.tuning.choice` for the family,
-  :func:`kernlib.runtime.devices.model` and the same bytes, and passes over an answer that it does
-  not know.
+- The function ``candidates(descriptor, *tensors, **arguments)`` of its module ``ahead`` checks a
+  call as ``run`` does, and returns :class:`kernlib.runtime.candidates.Candidates`: the device; each
+  kernel with the choice that sets it apart and a function that makes it ready to launch; and the
+  bytes under which the fastest is kept.
+- Where it chooses a kernel for a device, it asks :func:`kernlib.jit.tuning.choice` for the family,
+  :func:`kernlib.runtime.devices.model` and the same bytes. It ignores an answer that it does not
+  know.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ BUDGET_MS = 3000.0  # of all rounds; slower kernels get fewer, and one in any ca
 
 @dataclass(frozen=True)
 class Timing:
-    """One candidate: the milliseconds of a launch, and what a multiprocessor spends on it.
-    ``blocks`` is how many of its blocks a multiprocessor holds; None where NVRTC did not say."""
+    """One candidate: the milliseconds of a launch, the registers of a thread and the shared bytes
+    of a block, and how many blocks a multiprocessor holds. The last three are None where NVRTC did
+    not report them."""
 
     choice: dict[str, int]
     milliseconds: float
@@ -63,7 +64,7 @@ class Tuning:
     """What :func:`tune` found; printing it shows a table.
 
     ``winner`` is the choice of the fastest kernel, None for an output without elements. ``kept``
-    says whether later calls use it: not when there was nothing to choose, or when the cache could
+    says whether later calls use it: False when there was nothing to choose, or when the cache could
     not keep it.
     """
 
@@ -126,12 +127,12 @@ def tune(
     the fastest for all later calls with these sizes, layouts and dtypes on this model of GPU.
 
     The kernels run on the tensors' device and current stream, for some seconds at most unless one
-    launch takes longer, and write into an output of their own, as large as the call's; ``out`` is
+    launch takes longer. They write into an output of their own, as large as the call's; ``out`` is
     not touched. ``progress`` shows a bar and the table on stderr: True always, False never, None if
     stderr is a terminal.
 
     Raises what run_kernel raises, UnsupportedError for tensors that are on no GPU, and CaptureError
-    while the stream captures: nothing runs then that could be timed.
+    while the stream captures a CUDA graph, since nothing runs then that could be timed.
     """
     check_progress(progress)
     found = ahead_of(descriptor).candidates(descriptor, *tensors, **arguments)
@@ -186,8 +187,8 @@ def _number(text: str | None) -> int | None:
 def measure(
     launches: list[Callable[[], None]], names: list[str], progress: bool | None
 ) -> list[float]:
-    """Milliseconds of a launch of each: the median of batches that take turns, so that a clock
-    that falls as the GPU warms falls for all."""
+    """Milliseconds of a launch of each: the median over batches that take turns, so that the clock,
+    which falls as the GPU warms up, falls for all of them alike."""
     tasks = list(zip(launches, names, strict=True))
     with shown(progress, "warming up", len(tasks)) as bar:
         batches = [bar.count(name, partial(_fill, run)) for run, name in tasks]

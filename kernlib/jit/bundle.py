@@ -1,9 +1,9 @@
 """Bundles: compiled kernels in one read-only file, to be shipped and mounted.
 
-A bundle is a folder with one file, ``kernels.mdb``: an LMDB file, compacted, which equal kernels
-fill with equal bytes. Its keys are the portable ones, without NVRTC's version: a cubin of the same
-CUDA major runs, whichever release made it. It must not change while it is open; a new version of
-it replaces the file as a whole.
+A bundle is a folder with one file, ``kernels.mdb``: a compacted LMDB file, with equal bytes for
+equal kernels. Its keys are the portable ones, which do not cover NVRTC's version: a cubin runs
+whichever release of the same CUDA major version made it. The file must not change while it is open;
+a new version of a bundle replaces the file as a whole.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ from kernlib.jit.environment import Guarded, walk
 FILE = permissions.BUNDLE
 DATABASE = b"kernels"
 KEY_BYTES = 32
-ROOM = 64 << 20  # of the map it is written in, beyond twice what it holds
-NOT_SHIPPED = (
-    "compile_ms",
-    "created",
-    "portable",
-)  # of an entry's meta: these differ between equals
+ROOM = 64 << 20  # bytes of the map that a bundle is written in, beside twice what it holds
+# Left out of an entry's meta, since these differ between equal kernels.
+NOT_SHIPPED = ("compile_ms", "created", "portable")
 
 
 class Bundle(Guarded):
@@ -42,7 +39,7 @@ class Bundle(Guarded):
         super().__init__()
 
     def open(self) -> None:
-        """Open a file whose pages have been walked. Raises lmdb.Error, OSError."""
+        """Open the file, whose pages must have been checked. Raises lmdb.Error, OSError."""
         with self._lock:
             if self._env is not None:
                 return
@@ -81,7 +78,7 @@ class Bundle(Guarded):
         }
 
     def _read(self, work: Callable[[lmdb.Transaction], object]) -> object:
-        """work(txn), or None for whatever LMDB or the system raised."""
+        """work(txn), or None if LMDB or the system raised an error."""
         with self._lock:
             try:
                 self.open()
@@ -97,11 +94,11 @@ class Bundle(Guarded):
 
 
 def open_bundle(folder: Path, found: Bundle | None = None) -> Bundle:
-    """The bundle in ``folder``, its pages walked once; ``found`` is the object for it, if the
-    caller has one.
+    """The bundle in ``folder``, opened after a check of its pages. ``found`` is the object for it,
+    if the caller has one.
 
-    Raises OSError when there is none, when others than root and the user may write it, or when it
-    is cut or damaged.
+    Raises OSError when there is none, when users other than root and the current one may write it,
+    or when it is cut or damaged.
     """
     folder = Path(folder)
     _refuse_others(folder)
@@ -117,7 +114,8 @@ def open_bundle(folder: Path, found: Bundle | None = None) -> Bundle:
 
 
 def _refuse_others(folder: Path) -> None:
-    """Cubins are executable code: nobody but root and the user may exchange them."""
+    """Raises OSError where there is no bundle, PermissionError for one that users other than root
+    and the current one may write: cubins are executable code."""
     path = folder / FILE
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file; name the folder that holds {FILE}")
@@ -141,10 +139,10 @@ def _refuse_others(folder: Path) -> None:
 
 
 def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -> dict:
-    """Portable key to :class:`Entry`, of the whole entries of a store for ``archs`` (all without).
+    """The undamaged entries of a store for ``archs`` (for all if there are none), by portable key.
 
-    Of one kernel made by several NVRTCs the newest stays; what differs between two compiles of one
-    kernel (when, how long) goes.
+    Of a kernel that several NVRTCs have compiled the newest one's stays. What differs between two
+    compiles of a kernel, such as their time, is left out.
     """
     kernels: dict[bytes, Entry] = {}
     for key, value in items:
@@ -162,7 +160,7 @@ def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -
 
 
 def _portable(found: Entry) -> bytes | None:
-    """The key that an entry says it has in bundles; None for what is none."""
+    """The portable key that an entry names; None if it names none."""
     try:
         key = bytes.fromhex(found.meta.get("portable", ""))
     except ValueError:
@@ -179,8 +177,8 @@ def copy_into(store, found: Bundle) -> dict[str, int]:
     """Copy a bundle's kernels into a store, under their portable keys. Counts those ``added``,
     ``known`` before, ``damaged``, and ``declined`` by the store. Raises nothing.
 
-    Known is too what was compiled here by the compiler of today, under a key that names it: a copy
-    would never be looked at, and be counted as a second kernel."""
+    What the current compiler has compiled here, under its exact key, counts as known as well: a
+    copy of it would never be used, and be counted as a second kernel."""
     counts = dict.fromkeys(("added", "known", "damaged", "declined"), 0)
     added, compiled = [], _compiled(store)
     for key, value in found.items():
@@ -193,12 +191,13 @@ def copy_into(store, found: Bundle) -> dict[str, int]:
         else:
             counts["declined"] += 1
     counts["added"] = sum(store.get(key) is not None for key in added)
-    counts["declined"] += len(added) - counts["added"]  # over the budget, they drove others out
+    counts["declined"] += len(added) - counts["added"]  # dropped again, over the budget
     return counts
 
 
 def _compiled(store) -> set[bytes]:
-    """Portable keys of what a store holds of this NVRTC's, under the keys that a call looks for."""
+    """Portable keys of the kernels in a store that the current NVRTC has compiled: a call finds
+    these under their exact keys."""
     nvrtc, found = toolchain.nvrtc_version(), set()
     for key, value in store.items():
         kernel = entry.unpack(key, value)

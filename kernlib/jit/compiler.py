@@ -17,22 +17,22 @@ _FUNCTION = re.compile(
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STATIC_SHARED = re.compile(r"(\d+) bytes smem")
 
-
+# Errors of NVRTC that are about the source, and texts by which ptxas reports a lack of memory.
 _VERDICTS = ("NVRTC_ERROR_COMPILATION", "NVRTC_ERROR_INVALID_OPTION")
-_SHORTAGE = ("Memory allocation failure", "out of memory", "Out of memory")  # ptxas says it so
+_SHORTAGE = ("Memory allocation failure", "out of memory", "Out of memory")
 
 
 class NoVerdict(CompileError):
-    """NVRTC failed for a reason of the moment, out of memory above all: not to be remembered."""
+    """NVRTC failed for a reason that may pass, such as a lack of memory. It is not remembered."""
 
     passing = True
 
 
 def compile_spec(spec: KernelSpec, arch: str) -> Entry:
-    """Compile for ``arch`` and return cubin and resource report.
+    """Compile for ``arch``, and return the cubin with a report of its resources.
 
-    Raises CompileError with the numbered source for bad source, UnsupportedError when cuda.core or
-    NVRTC is not installed. Drops the GIL while NVRTC works.
+    Raises CompileError, which shows the lines in question, for bad source; UnsupportedError when
+    cuda.core or NVRTC is not installed. Releases the GIL while NVRTC works.
     """
     start = time.perf_counter()
     log = io.StringIO()
@@ -51,14 +51,15 @@ def compile_spec(spec: KernelSpec, arch: str) -> Entry:
 
 
 def run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
-    """The cubin of a specification, and in ``log`` what NVRTC and ptxas say of it. Raises what
+    """The cubin of a specification. What NVRTC and ptxas print goes to ``log``. Raises what
     :func:`compile_spec` raises."""
     core = toolchain.cuda_core()
     name = f"kernlib_{spec.family}.cu"
     headers = toolchain.header_directory() if sources.system_includes(spec.source) else None
     try:
-        # no_source_include: nothing is looked for in the working directory.
-        # no_cache: NVRTC's own cache answers without the resource report, and ours is in front.
+        # no_source_include: no header is looked for in the working directory.
+        # no_cache: NVRTC's own cache would answer without the report of resources; kernlib's cache
+        # comes before it anyway.
         options = core.ProgramOptions(
             name=name,
             arch=arch,

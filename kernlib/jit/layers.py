@@ -1,8 +1,8 @@
-"""The places a compiled kernel may lie: the writable store, then read-only bundles.
+"""The places where a compiled kernel may lie: the writable store, then read-only bundles.
 
-A kernel has two keys. The exact one holds NVRTC's version, since an update of it may mend code; the
-store keeps what is compiled here under it. The portable one holds only the CUDA major: bundles are
-asked for it, and the store for what was imported.
+A kernel has two keys. The exact one covers NVRTC's version, since an update may fix the code that
+it generates; under this key the store keeps what is compiled here. The portable one covers only the
+CUDA major version. Bundles keep kernels under it, and so does the store where they were imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernlib.jit.store import LmdbStore, MemoryStore, locks_directory, open_stor
 
 
 class Request(NamedTuple):
-    """A kernel for one target, and the keys it is kept under."""
+    """A kernel for one target, with the exact and the portable key it is kept under."""
 
     spec: KernelSpec
     arch: str
@@ -33,11 +33,12 @@ class Request(NamedTuple):
     portable: bytes
 
     def emit(self, name: str, **fields: object) -> None:
+        """Emit an event of this kernel."""
         events.emit(name, self.key.hex(), self.arch, self.spec.description, **fields)
 
 
 def request_of(spec: KernelSpec, arch: str) -> Request:
-    """The kernel with its keys: sha256 over all that decides its cubin."""
+    """The kernel with its keys, which are sha256 over all that decides its cubin."""
     parts = (
         entry.SCHEMA,
         spec.family,
@@ -57,18 +58,18 @@ def request_of(spec: KernelSpec, arch: str) -> Request:
 
 
 class Layers(NamedTuple):
-    """The writable store with the locks of its keys, and the bundles behind it."""
+    """The writable store, the locks of its keys, and the bundles that are asked after it."""
 
     store: LmdbStore | MemoryStore
     locks: KeyLocks | MemoryLocks
     bundles: tuple = ()
 
     def find(self, kernel: Request) -> Entry | None:
-        """The first whole entry; anything odd is a miss."""
+        """The first undamaged entry of a kernel in the store and the bundles, or None."""
         for where, key, value in self._values(kernel):
             found = None if value is None else entry.unpack(key, value)
             if found is not None:
-                at = kernel._replace(key=key)  # where `kernlib cache show` finds it
+                at = kernel._replace(key=key)  # the key by which `kernlib cache show` finds it
                 at.emit("hit", where=where)
                 return found
         return None
@@ -81,32 +82,33 @@ class Layers(NamedTuple):
                 yield "bundle", kernel.portable, bundle.get(kernel.portable)
 
     def keep(self, kernel: Request, made: Entry) -> None:
-        """Put a compiled kernel into the store, which may decline."""
+        """Put a compiled kernel into the store, which may decline it."""
         meta = {**made.meta, "portable": kernel.portable.hex()}
         value = entry.pack(kernel.key, Entry(made.kernel, made.cubin, meta))
         if self.store.put(kernel.key, value):
             kernel.emit("store", bytes=len(value), where=self.kind)
 
     def drop(self, kernel: Request) -> None:
-        """Forget it in the store, and pass over what the bundles hold of it."""
+        """Delete a kernel from the store, and from now on ignore it in the bundles."""
         _refused.add(kernel.portable)
         for key in (kernel.key, kernel.portable):
             self.store.delete(key)
 
     @property
     def kind(self) -> str:
+        """Where the store keeps its entries, as events say it: "memory" or "store"."""
         return "memory" if isinstance(self.store, MemoryStore) else "store"
 
 
 _opening = threading.RLock()
 _layers: tuple[tuple, Layers] | None = None
-_bundles: dict[tuple[str, str], object] = {}  # by path and fingerprint; None for one without use
+_bundles: dict[tuple[str, str], object] = {}  # by path and fingerprint; None if it is unusable
 _opening_bundles: dict[tuple[str, str], object] = {}
-_refused: set[bytes] = set()  # portable keys of what a bundle holds and the driver refuses
+_refused: set[bytes] = set()  # portable keys of kernels that the driver has refused
 
 
 def layers() -> Layers:
-    """The layers of the current settings, opened at the first use."""
+    """The layers of the current settings, opened when they are first used."""
     global _layers
     current = settings.current()
     asked = (current.cache_dir, current.cache_bytes)
@@ -125,8 +127,9 @@ def _open(directories: tuple[Path, ...], budget: int) -> Layers:
 
 
 def _open_bundle(folder: Path):
-    """The bundle, once for each file and process; one that cannot be used costs a warning."""
-    from kernlib.jit import bundle  # few have one
+    """The bundle in a folder, opened once for each file and process. None, after a warning, for one
+    that cannot be used."""
+    from kernlib.jit import bundle  # which few processes need
     from kernlib.jit.open_stores import fingerprint
 
     real = str(folder)
@@ -136,7 +139,8 @@ def _open_bundle(folder: Path):
     except OSError as error:  # which opening it meets as well
         name = (real, str(error))
     if name not in _bundles:
-        # Noted before it is opened: LMDB refuses to open one again that an interrupt made us lose.
+        # Kept before it is opened: if an interrupt made us lose an open one, LMDB would refuse to
+        # open it again.
         opening = _opening_bundles.setdefault(name, bundle.Bundle(Path(name[0])))
         try:
             _bundles[name] = bundle.open_bundle(opening.folder, opening)
@@ -152,7 +156,7 @@ def _open_bundle(folder: Path):
 
 
 def _before_fork() -> None:
-    _opening.acquire()  # LMDB would refuse the child a file that a thread was just opening
+    _opening.acquire()  # in the child LMDB would refuse a file that a thread was just opening
 
 
 def _after_in_parent() -> None:

@@ -1,17 +1,17 @@
 """One process at a time for each key: flock on 256 shard files, with a deadline.
 
-Only flock: the kernel drops it when its owner dies, where "the file exists" would outlive a crash.
-The shard is the key's first byte, which bounds the litter; two keys of one shard wait for each
-other, which costs time and nothing else.
+Only flock is used: the system drops it when its owner dies, where a lock by the existence of a file
+would outlive a crash. The shard is the key's first byte, which bounds the number of files. Two keys
+of one shard wait for each other, which costs time and nothing else.
 
 Fork: a flock belongs to the open file, which a child shares. The child closes its copies without
 LOCK_UN (that would free the parent's lock), and the owner unlocks explicitly, since closing its own
 copy frees nothing while a child still has one.
 
-Interrupts: Ctrl-C may raise behind any call, also behind the one that took a lock, and on the way
-into the one that gives it back. So what is held belongs to an object made beforehand, which can
-tell what it has taken, and may be asked twice to give it back: ``with surely(hold), hold``. Locks
-of threads are RLocks, which know their owner, and whose own ``with`` is one step.
+Interrupts: Ctrl-C may raise after any call, also right after the one that took a lock, and just
+before the one that gives it back. So a lock is held by an object made beforehand, which knows what
+it has taken, and which may be asked twice to give it back: ``with surely(hold), hold``. Locks of
+threads are RLocks, which know their owner, and whose own ``with`` no interrupt can divide.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ OnWait = Callable[[], object]
 
 
 class Hold:
-    """Something to hold inside a ``with`` block, which is told what :meth:`acquire` returns."""
+    """Something to hold inside a ``with`` block. The ``as`` of the block gets what :meth:`acquire`
+    returns."""
 
     def acquire(self) -> bool:
+        """Take it. True if it is held, False if it could not be had."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give back whatever this object has taken, nothing if that has been done."""
+        """Give back whatever this object has taken. Does nothing if that has been done already."""
         raise NotImplementedError
 
     def __enter__(self) -> bool:
@@ -70,13 +72,14 @@ class Surely:
 
 
 def surely(hold: Hold) -> Surely:
-    """In front of a hold in its ``with``: gives back what an interrupt kept the hold from giving
-    back, or from learning that it has."""
+    """To stand before a hold in its ``with``. It asks the hold once more to give back what it has
+    taken, in case an interrupt came between."""
     return Surely(hold)
 
 
 class MemoryLocks:
-    """The same verb between the threads of one process, for when there is no directory."""
+    """The verb of :class:`KeyLocks` between the threads of one process, for use without a
+    directory."""
 
     def __init__(self) -> None:
         self._renew()
@@ -86,7 +89,7 @@ class MemoryLocks:
         self._shards = [threading.RLock() for _ in range(SHARDS)]
 
     def hold(self, key: bytes, timeout: float, on_wait: OnWait | None = None) -> Hold:
-        """To hold the key's shard: True inside, False when `timeout` seconds did not do.
+        """To hold the key's shard: True inside, False if it was not free within `timeout` seconds.
 
         `on_wait` is called once, when the lock is first found taken. Not reentrant: a thread that
         holds a shard and asks for another key of it gets False.
@@ -98,7 +101,7 @@ class _ThreadHold(Hold):
     def __init__(self, shard: threading.RLock, timeout: float, wait: OnWait):
         self._shard, self._wait = shard, wait
         self._deadline = time.monotonic() + timeout
-        self._free = False  # of this thread, before it was asked for
+        self._free = False  # whether this thread did not hold the shard before
 
     def acquire(self) -> bool:
         self._free = not self._shard._is_owned()
@@ -114,7 +117,7 @@ class _ThreadHold(Hold):
 
 
 class KeyLocks:
-    """Locks for keys under `directory`, made at the first use of one."""
+    """Locks for keys under `directory`, which is made when the first lock is used."""
 
     def __init__(self, directory: Path):
         self._directory = Path(directory)
@@ -153,8 +156,8 @@ class _KeyHold(Hold):
 
 
 class FileHold(Hold):
-    """To hold the file `path`, made if need be, against all other processes; threads are the
-    caller's to serialise. Raises OSError when it cannot be opened or locked."""
+    """To hold the file `path`, made if need be, against all other processes. The caller must keep
+    its own threads apart. Raises OSError when the file cannot be opened or locked."""
 
     def __init__(self, path: Path, timeout: float, on_wait: OnWait | None = None):
         self.path = path
@@ -176,8 +179,8 @@ class FileHold(Hold):
         return True
 
     def _try(self) -> bool:
-        """Opened anew each time (8 us), for a cleaner may have removed the file that others wait
-        for: then two owners would hold two files of one name."""
+        """One attempt. It opens the file anew (8 us), because the file that others wait for may
+        have been removed by a clean-up: then two owners would hold two files of the same name."""
         self._owner = os.getpid()
         with _guard:
             self._fd = permissions.open_plain(self.path, os.O_RDWR | os.O_CREAT)
@@ -192,14 +195,15 @@ class FileHold(Hold):
         return False
 
     def release(self) -> None:
-        """Unlock and close it; nothing in a process forked since, whose hook has closed it."""
+        """Unlock and close the file. Does nothing in a process forked since, whose hook has closed
+        it."""
         fd = self._fd
         if fd is not None and os.getpid() == self._owner and _open_fds.get(fd) is self:
             try:
                 fcntl.flock(fd, fcntl.LOCK_UN)
             finally:
                 with _guard:
-                    del _open_fds[fd]  # first: closed twice, it might be another's by then
+                    del _open_fds[fd]  # first: closed twice, fd might be another file
                     os.close(fd)
         self._fd = None
 
@@ -244,15 +248,16 @@ class ForkGuard:
     """
 
     def __init__(self) -> None:
-        self._gate = threading.RLock()  # between the two hooks of a fork nobody begins
-        self._inside: dict[Hold, int] = {}  # threads by what they hold
+        self._gate = threading.RLock()  # taken between the two hooks of a fork, so that none begins
+        self._inside: dict[Hold, int] = {}  # work under way, and the thread that does it
 
     def work(self) -> Hold:
-        """To hold while working; True inside. A thread may hold several."""
+        """To hold while working. True inside. A thread may hold several."""
         return _Work(self)
 
     def before_fork(self) -> None:
-        """Wait for the others' work, so long that only a hang takes longer, and let none begin."""
+        """Wait until other threads have finished their work, and let none begin. The wait ends
+        after FORK_WAIT_S, which only a hang takes."""
         self._gate.acquire()
         end, pause = time.monotonic() + FORK_WAIT_S, FIRST_POLL_S
         while set(self._inside.values()) - {threading.get_ident()} and time.monotonic() < end:
@@ -260,6 +265,7 @@ class ForkGuard:
             pause = min(2 * pause, LONGEST_POLL_S)
 
     def after_in_parent(self) -> None:
+        """Let work begin again."""
         if self._gate._is_owned():  # not if the hooks were registered in the middle of this fork
             self._gate.release()
 
@@ -270,7 +276,7 @@ class _Work(Hold):
 
     def acquire(self) -> bool:
         me, inside = threading.get_ident(), self._guard._inside
-        if me in inside.values():  # and a fork waits for that
+        if me in inside.values():  # this thread has work under way, for which a fork waits
             inside[self] = me
         else:
             with self._guard._gate:
@@ -290,7 +296,7 @@ def _once(call: OnWait | None) -> OnWait:
     return lambda: calls.pop()() if calls else None
 
 
-# The guard makes "opened and noted" one step to a fork in another thread.
+# To a fork in another thread the guard makes opening a file and noting it a single step.
 _guard = threading.RLock()
 _open_fds: dict[int, FileHold] = {}
 _instances: weakref.WeakSet[MemoryLocks] = weakref.WeakSet()

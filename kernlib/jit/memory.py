@@ -15,15 +15,16 @@ _instances: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
 
 
 class MemoryStore:
-    """The same verbs on a dict: for this process only, dropping the oldest put over the budget.
+    """The verbs of :class:`kernlib.jit.store.LmdbStore` on a dict, for this process only. Over the
+    budget (bytes) the values that were put first are dropped.
 
-    ``behind`` is a cache that cannot be written, which is asked for what is not in the dict.
+    ``behind`` is a cache that cannot be written. It is asked for what is not in the dict.
     """
 
     def __init__(self, budget: int, behind: ReadOnlyCache | None = None):
         self.budget = budget
         self._behind = behind
-        self._hidden: set[bytes] = set()  # of what is behind: deleted here
+        self._hidden: set[bytes] = set()  # keys deleted here, which may still be in what is behind
         self._values: dict[bytes, bytes] = {}
         self._tuning: dict[bytes, bytes] = {}
         self._bytes = 0
@@ -31,12 +32,14 @@ class MemoryStore:
         _instances.add(self)
 
     def get(self, key: bytes) -> bytes | None:
+        """The value, None for a miss."""
         found = self._values.get(key)
         if found is None and self._behind is not None and key not in self._hidden:
             found = self._behind.get(key)
         return found
 
     def put(self, key: bytes, value: bytes) -> bool:
+        """Keep the value; False if it is larger than the budget."""
         if len(value) > self.budget:
             return False
         with self._lock:
@@ -48,6 +51,7 @@ class MemoryStore:
         return True
 
     def delete(self, key: bytes) -> None:
+        """Delete one key, here and as far as this process sees what is behind."""
         with self._lock:
             self._forget(key)
             self._hidden.add(key)
@@ -56,34 +60,39 @@ class MemoryStore:
         self._bytes -= len(self._values.pop(key, b""))
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every pair, those of what is behind included."""
         behind = () if self._behind is None else self._behind.items()
         with self._lock:
             found = {key: value for key, value in behind if key not in self._hidden}
             return iter((found | self._values).items())
 
     def info(self) -> dict[str, object]:
+        """kind, path, entries, tuning (number of results), bytes_used, budget."""
         facts = {"kind": "memory", "path": None, "entries": sum(1 for _ in self.items())}
         facts["tuning"] = len(self._tuning)
         return facts | {"bytes_used": self._bytes, "budget": self.budget}
 
     def clear(self) -> None:
+        """Drop all kernels; tuning results stay."""
         with self._lock:
             self._values.clear()
             self._bytes = 0
             self._hidden.update(key for key, _ in self.items())
 
     def get_tuning(self, key: bytes) -> bytes | None:
+        """A tuning result, None for a miss."""
         found = self._tuning.get(key)
         if found is None and self._behind is not None:
             found = self._behind.get_tuning(key)
         return found
 
     def put_tuning(self, key: bytes, value: bytes) -> bool:
+        """Keep a tuning result."""
         self._tuning[key] = bytes(value)
         return True
 
     def close(self) -> None:
-        """The values stay; what is behind is opened again by the next verb."""
+        """Close what is behind, which the next verb opens again. The values stay."""
         if self._behind is not None:
             self._behind.close()
 
@@ -91,7 +100,7 @@ class MemoryStore:
 def _after_in_child() -> None:
     for store in list(_instances):
         store._lock = threading.RLock()
-        store._bytes = sum(map(len, store._values.values()))  # another thread was in the middle
+        store._bytes = sum(map(len, store._values.values()))  # a thread may have been changing it
 
 
 os.register_at_fork(after_in_child=_after_in_child)

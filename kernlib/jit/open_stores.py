@@ -1,10 +1,11 @@
 """Who has a store open, and whether its file is as the last of them left it.
 
-A process that dies of a signal may have met damage, and a machine that lost power may have made
-some; LMDB would answer the next read of it with SIGSEGV. So each process keeps a locked file here
-while it has the store open. One that nobody locks was left by a dead process: the file is then not
-to be trusted before its pages have been walked. The same holds for a file that was changed while
-nobody had it open, which its size and time of change, noted by whoever leaves, give away.
+A process that dies of a signal may have met damage, and a loss of power may have caused some. LMDB
+would answer the next read of damaged pages with SIGSEGV. So each process keeps a locked file, its
+mark, while it has the store open. A mark that nobody locks was left by a dead process: then the
+store must not be read before its pages have been checked. The same holds for a store that was
+changed while nobody had it open. That shows in its size and time of change, which each process
+notes when it closes the store.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ class Presence:
         self._owner = 0  # the process whose mark it is
 
     def enter(self, found: str) -> bool:
-        """Make this process's mark. True if a file of that fingerprint can be trusted: nobody who
-        had it open has died, and it is what the last one left or others have it open now."""
+        """Make this process's mark. True if a store of that fingerprint can be trusted: no process
+        has died with it open, and others have it open now or it is as the last one has left it."""
         self.forget()
         permissions.make_private(self._folder)
         path = self._folder / f"{os.getpid()}-{time.time_ns()}"
         self._owner, self._mark = os.getpid(), locks.hold_file(path, 0)
         if not self._mark.acquire():
             raise BlockingIOError(f"{path} is locked")
-        others, dead = self._census(path)  # after our mark: it takes the place of dead ones
+        others, dead = self._census(path)  # with our own mark made, which replaces dead ones
         return not dead and (others or found == self._noted())
 
     def leave(self, found: str) -> None:
@@ -57,7 +58,8 @@ class Presence:
         self.forget()
 
     def forget(self) -> None:
-        """Without a word to those who come: what an unclean end would leave, or a forked child."""
+        """Unlock the mark but leave it in place, so that it looks like that of a dead process:
+        after an unclean end, and in a forked child."""
         if self._mark is not None:
             self._mark.release()
             self._mark = None
@@ -74,7 +76,7 @@ class Presence:
                 else:
                     others = True
             except OSError:
-                dead = True  # not to be told, and no reason to do without a cache
+                dead = True  # unknown: check the pages, which is no reason to do without a cache
         return others, dead
 
     def _noted(self) -> str | None:
@@ -85,7 +87,8 @@ class Presence:
 
 
 def _remove_if_dead(mark: Path) -> bool:
-    """Remove a mark that no process locks; False for one that is. Raises OSError."""
+    """Remove a mark that no process locks, and return True; False for one that is locked. Raises
+    OSError."""
     found = locks.hold_file(mark, 0)
     with locks.surely(found), found as dead:
         if dead:
@@ -94,8 +97,8 @@ def _remove_if_dead(mark: Path) -> bool:
 
 
 def dead_marks(folder: Path) -> list[Path]:
-    """The marks of processes that have died; left in place, for whoever opens the store next. The
-    caller holds the store's gate. Raises OSError."""
+    """The marks of processes that have died. They stay in place, for the process that opens the
+    store next. The caller holds the store's gate. Raises OSError."""
     return [path for path in folder.iterdir() if _is_dead(path)] if folder.is_dir() else []
 
 

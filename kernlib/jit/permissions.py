@@ -1,4 +1,4 @@
-"""Folders and files that only their owner may write, on file systems that LMDB can trust."""
+"""Folders and files that only their owner may write, on file systems that LMDB can rely on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUNDLE = "kernels.mdb"  # the one file of a bundle, which is no place for a stor
 NOTE_BYTES = 1 << 10
 LOCK_FILE_BYTES = 64 << 10  # 64 bytes a reader: room for 1022
 
-# NOTE: LMDB maps a shared lock file and leans on flock: neither is sound across hosts.
+# NOTE: LMDB maps a lock file that processes share, and relies on flock. Neither works across hosts.
 _NETWORK = {"nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "9p", "lustre", "gpfs"}
 _NETWORK |= {"beegfs", "ceph", "glusterfs", "afs", "panfs", "pvfs2", "orangefs", "wekafs"}
 _NETWORK_FUSE = ("fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.ceph", "fuse.juicefs")
@@ -21,17 +21,19 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def identity(path: Path) -> tuple[int, int]:
+    """Device and inode of a file, which tell it from others. Raises OSError."""
     found = os.stat(path)
     return found.st_dev, found.st_ino
 
 
 def reserve_lock_file(path: Path) -> None:
-    """Write a new lock file full of zeros: on a full disk LMDB would touch a hole of its map and
-    die of SIGBUS where this raises ENOSPC.
+    """Write a new lock file full of zeros. On a full disk this raises ENOSPC, where LMDB would
+    write to a hole of its map and die of SIGBUS.
 
-    NOTE: never while LMDB has it open here: closing any descriptor of it drops LMDB's locks.
+    NOTE: never call this while LMDB has the file open in this process: closing any descriptor of it
+    drops LMDB's locks.
     """
-    if path.exists() and path.stat().st_size:  # not one that an interrupt left empty
+    if path.exists() and path.stat().st_size:  # an interrupt may have left an empty one
         return
     fd = open_plain(path, os.O_WRONLY | os.O_CREAT)
     try:
@@ -45,8 +47,8 @@ def reserve_lock_file(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder and those above it, where there are none, for their owner alone whatever the
-    umask says. Raises OSError."""
+    """Make the folder and those above it where they are missing. Only their owner may use them,
+    whatever the umask says. Raises OSError."""
     missing = [folder]
     while not os.path.lexists(missing[-1].parent):
         missing.append(missing[-1].parent)
@@ -61,13 +63,14 @@ def make_folder(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, or refuse one that somebody else may write: cubins are executable code."""
+    """Make the folder. Raises OSError, and PermissionError for one that another user may write:
+    cubins are executable code."""
     make_folder(folder)
     refuse_others(folder, os.stat(folder), (os.geteuid(),))
 
 
 def refuse_others(path: Path, found: os.stat_result, owners: tuple[int, ...]) -> None:
-    """Raises PermissionError for what others than ``owners`` may write."""
+    """Raises PermissionError for a file or folder that users other than ``owners`` may write."""
     if found.st_uid not in owners:
         raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", str(path))
     if found.st_mode & 0o022:
@@ -76,8 +79,9 @@ def refuse_others(path: Path, found: os.stat_result, owners: tuple[int, ...]) ->
 
 
 def refuse_odd(path: Path, owners: tuple[int, ...] | None = None) -> None:
-    """Raises OSError for what is no plain file (opening a pipe waits for ever) or what others than
-    ``owners`` may write, by default the user; a path with nothing there passes."""
+    """Raises OSError for what is no plain file (opening a pipe would wait for ever), and for a file
+    that users other than ``owners`` (by default the current one) may write. A path where nothing is
+    passes."""
     if os.path.lexists(path):
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -86,8 +90,8 @@ def refuse_odd(path: Path, owners: tuple[int, ...] | None = None) -> None:
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """A descriptor of a plain file, one that is made being the owner's alone: neither a symbolic
-    link nor a pipe, which would wait for its other end. Raises OSError."""
+    """A descriptor of a plain file. Only the owner may use a file that is made. Raises OSError,
+    also for a symbolic link and for a pipe, which would wait for its other end."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -110,7 +114,7 @@ def read_note(path: Path) -> str:
 
 
 def write_note(path: Path, text: str) -> None:
-    """Write a small file, in the place of what it held. Raises OSError."""
+    """Write a small file, in place of what it held. Raises OSError."""
     fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         os.write(fd, text.encode())
@@ -119,19 +123,21 @@ def write_note(path: Path, text: str) -> None:
 
 
 def refuse_bundle(folder: Path) -> None:
+    """Raises OSError for a folder that holds a bundle, where a store would be written."""
     if (folder / BUNDLE).exists():
         reason = "it is a bundle, which is read only: name it behind a colon"
         raise OSError(errno.EINVAL, reason, str(folder))
 
 
 def refuse_network(folder: Path) -> None:
+    """Raises OSError for a folder on a network file system."""
     kind = mount_kind(os.path.realpath(folder))
     if kind in _NETWORK or kind.startswith(_NETWORK_FUSE):
         raise OSError(errno.ENOTSUP, f"it is on a network file system ({kind})", str(folder))
 
 
 def mount_kind(path: str) -> str:
-    """The type of the file system a path is on, "" where the kernel lists no mounts."""
+    """The type of the file system that a path is on; "" where the system lists no mounts."""
     best, kind = "", ""
     mounts = os.fsdecode(_MOUNTS.read_bytes()) if _MOUNTS.exists() else ""
     for line in mounts.split("\n")[:-1]:

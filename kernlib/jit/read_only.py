@@ -1,7 +1,7 @@
-"""A cache that this process cannot write: what it holds is read, as a bundle is.
+"""A cache that this process cannot write. What it holds is read, as from a bundle.
 
-Its file system is read only, or LMDB has no slot for this process: it tells its users apart by
-their process ids, and two containers give out the same ones.
+Either its file system is read-only, or LMDB has no slot for this process: LMDB tells processes
+apart by their ids, and processes of two containers may have the same one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from kernlib.jit.locks import GateHold, surely
 
 
 class ReadOnlyCache(Bundle):
-    """The store of a cache directory, read without LMDB's locks. With a ``gate``, which all writers
-    hold, it is read while nobody writes; without one LMDB cannot tell."""
+    """The store of a cache directory, read without LMDB's locks. A ``gate`` is a file that all
+    writers hold: with it, the store is read only while nobody writes. None is for file systems that
+    are read-only."""
 
     databases = (b"kernels", b"tuning")
 
@@ -30,9 +31,11 @@ class ReadOnlyCache(Bundle):
         self._gate = gate
 
     def get(self, key: bytes) -> bytes | None:
+        """A copy of the value under a key, None for a miss. Raises nothing."""
         return self.alone(super().get, key)
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every pair, in order of key. Raises nothing."""
         return self.alone(super().items) or iter(())
 
     def get_tuning(self, key: bytes) -> bytes | None:
@@ -40,7 +43,7 @@ class ReadOnlyCache(Bundle):
         return self.alone(self._read, lambda txn: txn.get(key, db=self._tuning))
 
     def alone(self, verb: Callable, *arguments: object) -> object:
-        """verb(*arguments) while nobody writes; None if that cannot be had."""
+        """verb(*arguments) while nobody writes; None if the gate cannot be had."""
         if self._gate is None:
             return verb(*arguments)
         try:
@@ -52,10 +55,10 @@ class ReadOnlyCache(Bundle):
 
 
 def find(directory: Path, error: Exception) -> tuple[ReadOnlyCache | None, str]:
-    """The cache of a directory whose store could not be opened, if it is whole and the error is one
-    that leaves it readable, and what the error means.
+    """The cache of a directory whose store could not be opened with this error, and what the error
+    means. The cache is None if the error does not leave it readable, or if it is damaged.
 
-    Raises PermissionError for a cache that others than root and the user may write.
+    Raises PermissionError for a cache that users other than root and the current one may write.
     """
     store = directory / LAYOUT / STORE
     if getattr(error, "errno", None) == errno.EROFS:

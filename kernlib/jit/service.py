@@ -1,7 +1,8 @@
-"""From a KernelSpec to a loaded kernel: memory, store, or one compile among all who want it.
+"""From a KernelSpec to a loaded kernel: from memory, from the store, or by a compile, which all
+threads and processes that want the kernel share.
 
-Keys are content hashes, an entry is one value, a broken cache is a miss. Nothing here knows a
-tensor or a family, and nothing touches the driver but :func:`load`.
+Keys are hashes of contents, an entry is one value, and a broken cache is a miss. Nothing here knows
+a tensor or a family, and only :func:`load` touches the driver.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from kernlib.jit.locks import ForkGuard, surely
 from kernlib.jit.single_flight import SingleFlight
 from kernlib.jit.spec import KernelSpec
 
-# What the driver says of a cubin that is none, or one for another device.
+# Parts of the driver's errors for what is no cubin, or a cubin for another device.
 REJECTED = ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_PTX", "INVALID_SOURCE", "NOT_FOUND")
-# A launch may use 48 KB without asking the driver first, a kernel's own static memory included.
+# Dynamic shared memory up to which the driver need not be asked to permit it. It permits 48 KB by
+# itself, but that includes a kernel's static shared memory, for which this leaves 16 KB.
 UNASKED_SHARED_BYTES = 32 * 1024
 
 
@@ -38,8 +40,9 @@ _kernels: dict[tuple[int, bytes], Kernel] = {}
 _loads: SingleFlight = SingleFlight()
 _builds: SingleFlight = SingleFlight()
 _ahead: dict[bytes, Entry] = {}  # built for a load to come
-_unforked = ForkGuard()  # around NVRTC, and imports of many modules
-_failures: dict[bytes, tuple] = {}  # arguments of CompileErrors: a raised one holds its callers
+_unforked = ForkGuard()  # around NVRTC, and around imports of many modules
+# Arguments of CompileErrors by key, not the errors: a raised one keeps the frames of its callers.
+_failures: dict[bytes, tuple] = {}
 
 
 def digest(spec: KernelSpec, arch: str) -> bytes:
@@ -74,12 +77,13 @@ def build(spec: KernelSpec, arch: str) -> Entry:
 
 
 def build_ahead(spec: KernelSpec, arch: str) -> None:
-    """:func:`build`, for the next load of the kernel, which then looks for nothing."""
+    """:func:`build`, and keep the entry for the next load of the kernel, which then does not look
+    for it again."""
     _ahead[digest(spec, arch)] = build(spec, arch)
 
 
 def forget() -> None:
-    """Drop loaded kernels and remembered failures; the store stays."""
+    """Drop loaded kernels, entries built ahead and remembered failures. The store stays."""
     _kernels.clear()
     _ahead.clear()
     _failures.clear()
@@ -122,10 +126,8 @@ def _compile(into: Layers, asked: Request) -> Entry:
         raise
     report = {f: made.meta[f] for f in ("registers", "spill_bytes", "shared_bytes")}
     asked.emit("compile", ms=made.meta["compile_ms"], **report)
-    now = request_of(
-        asked.spec, asked.arch
-    )  # another NVRTC may have been loaded than was looked for
-    if now.portable == asked.portable:  # else the sources were read anew meanwhile
+    now = request_of(asked.spec, asked.arch)  # whose NVRTC is the one that was loaded
+    if now.portable == asked.portable:  # else the sources have been read again meanwhile
         into.keep(now, made)
     return made
 
@@ -144,20 +146,23 @@ def _load_or_rebuild(asked: Request, device: int) -> Kernel:
     except Exception as error:
         if not any(reason in str(error) for reason in REJECTED):
             raise
-    # Whole by its checksum and refused by the driver: the cache holds what we did not make.
+    # The entry is whole by its checksum, but the driver refuses it: the cache holds what this
+    # process would not make.
     layers().drop(asked)
     return load(build(asked.spec, asked.arch), asked, device)
 
 
 def load(built: Entry, asked: Request, device: int) -> Kernel:
-    """Load a cubin on ``device``, which must be current, and raise its shared-memory limit."""
+    """Load a cubin on ``device``, which must be current, and permit its kernel the shared memory
+    that it needs. Raises UnsupportedError without the driver's bindings, RuntimeError for an error
+    of the driver."""
     work = _unforked.work()
     with surely(work), work:
         driver = toolchain.cuda_driver()
     spec = asked.spec
     library = _check(driver.cuLibraryLoadData(built.cubin, [], [], 0, [], [], 0))
     kernel = _check(driver.cuLibraryGetKernel(library, built.kernel.encode()))
-    # The function itself, so that a lazy driver loads it now and not inside a graph's capture.
+    # Asking for the function has a lazy driver load it now, not while a CUDA graph is captured.
     function = _check(driver.cuKernelGetFunction(kernel))
     if spec.shared_bytes > UNASKED_SHARED_BYTES:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -174,7 +179,7 @@ def _check(result: tuple):
 
 
 def _after_in_child() -> None:
-    """Forget the parent's kernels, which are of a driver that no child can use."""
+    """Forget the parent's kernels: a child cannot use the parent's driver."""
     _kernels.clear()
     _unforked.__init__()
 

@@ -1,4 +1,5 @@
-"""Single flight between threads: of the callers that want one key, one works and all get it."""
+"""Single flight between threads: of several callers that want the value of a key, one makes it and
+all get it."""
 
 from __future__ import annotations
 
@@ -19,15 +20,18 @@ class _Flight(Generic[Value]):
 
     def __init__(self) -> None:
         self.owner = threading.get_ident()
-        self.done = threading.RLock()  # the runner's until it has arrived; unlike an Event it
-        self.done.acquire()  # knows whose it is, however an interrupt came in between
+        # The runner holds this until the flight has arrived. Unlike an Event, an RLock knows its
+        # owner, also if an interrupt came right after it was taken.
+        self.done = threading.RLock()
+        self.done.acquire()
         self.arrived = False
         self.value: Value | None = None
         self.error: Exception | None = None
 
 
 class SingleFlight(Generic[Key, Value]):
-    """The runs now in the air, one a key. Keeps no result: the caller publishes it in `make`."""
+    """The runs under way, one for each key. It keeps no results: the caller does, inside of
+    `make`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -77,7 +81,7 @@ class SingleFlight(Generic[Key, Value]):
         return own.value
 
     def _land(self, key: Key, own: _Flight[Value]) -> None:
-        """Let the waiters of our own flight go on; nothing when that has been done."""
+        """Let the waiters of our own flight go on. Does nothing if that has been done already."""
         with self._lock:
             if self._flights.get(key) is own:  # not if a fork inside make() dropped it
                 del self._flights[key]

@@ -1,8 +1,8 @@
 """The CUDA sources: where they lie, the one text that a kernel is compiled from, and its digest.
 
-A kernel is compiled from the very texts that its key was made of, put in place of the includes
-that ask for them: so NVRTC, which looks in the working directory before any other, opens no file,
-and what is written over the sources meanwhile cannot get under a key that it does not belong to.
+A kernel is compiled from the very texts that its key was made of: they are put in place of the
+includes that ask for them. So NVRTC, which looks in the working directory first, opens no file of
+ours, and a change of the sources meanwhile cannot get under a key that it does not belong to.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def _included(text: str) -> tuple[list[str], list[str]]:
 
 
 def _lines_with(word: str, text: str) -> Iterator[str]:
-    """The lines that hold a word. Searched for, as a regex costs 0.2 ms of each hit and a list of
-    all lines of CUDA's headers, 1.3 MB behind cuda_fp16.h, several."""
+    """The lines that contain a word. They are found by searching for it: a regex would cost each
+    hit 0.2 ms, and a list of all lines of CUDA's headers (cuda_fp16.h includes 1.3 MB) several
+    ms."""
     place = text.find(word)
     while place >= 0:
         end = text.find("\n", place)
@@ -67,6 +68,7 @@ def _lines_with(word: str, text: str) -> Iterator[str]:
 
 
 def _between(asked: list[str], first: str, last: str) -> list[str]:
+    """The names between these two characters, of what stands behind ``#include`` in some lines."""
     return [name[1:].split(last)[0] for name in asked if name.startswith(first)]
 
 
@@ -83,14 +85,16 @@ def _directive(line: str) -> str:
 
 
 def assemble(source: str, name: str) -> str:
-    """``source`` with all files of its closure in place of the includes that ask for them, each of
-    them once, as ``#pragma once`` has it. Messages of a compiler name the files and ``name``."""
+    """``source`` with all files of its closure in place of the includes that ask for them, each
+    file once, as with ``#pragma once``. In messages of the compiler, lines of ``source`` are those
+    of ``name``, and others those of their files."""
     return "\n".join(_assembled(source, name, set(), True)) + "\n"
 
 
 def _assembled(text: str, name: str, done: set[str], certain: bool) -> Iterator[str]:
-    """The lines of a text. What stands inside an ``#if`` of it, or in a text that is not
-    ``certain`` to be compiled, may be skipped, and then the next include has to bring it."""
+    """The lines of a text. A file that is included inside an ``#if``, or in a text that is not
+    ``certain`` to be compiled, may be skipped by the compiler; then the next include must bring
+    it."""
     depth = 0
     for number, line in enumerate(text.split("\n"), 1):
         own = _between([_asked(line)], '"', '"')
@@ -109,7 +113,7 @@ def _inserted(name: str, done: set[str], certain: bool) -> Iterator[str]:
     if certain:
         done.add(name)
     else:
-        done = done | {name}  # while it is open: it may be reached from itself
+        done = done | {name}  # within this file alone, which may include itself indirectly
     guard = "KERNLIB_HAS_" + "".join(c if c.isalnum() else "_" for c in name)
     yield from (f"#ifndef {guard}", f"#define {guard}", f'#line 1 "{name}"')
     yield from _assembled(read(name), name, done, certain)
@@ -126,13 +130,14 @@ def _digest_of(names: tuple[str, ...]) -> bytes:
 
 
 def digest(source: str) -> bytes:
-    """Digest by content of all files that ``source`` includes; read once a process."""
+    """Digest of the contents of all files that ``source`` includes, which are read once a
+    process."""
     return _digest_of(closure(source))
 
 
 def folder_digest(folder: Path, names: Iterable[str]) -> bytes:
-    """Digest by content of the files of these names in a folder and of what they include there.
-    Raises OSError."""
+    """Digest of the contents of these files of a folder, and of what they include there. Raises
+    OSError."""
     texts: dict[str, str] = {}
     waiting = list(names)
     while waiting:
@@ -156,6 +161,6 @@ def read(name: str) -> str:
 
 
 def forget() -> None:
-    """Read the files anew: for those who edit kernels in a running process."""
+    """Have all files read again, after an edit of kernels in a running process."""
     for cached in (root, closure, system_includes, _digest_of, read):
         cached.cache_clear()

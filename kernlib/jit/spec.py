@@ -10,10 +10,10 @@ from kernlib.canonical import encode
 class KernelSpec(NamedTuple):
     """One kernel to assemble and compile.
 
-    ``source`` is the generated text, a few lines of defines and one include of a file below
-    ``kernel_sources``; ``entry`` its ``extern "C"`` function; ``threads`` the block;
-    ``shared_bytes`` the dynamic shared memory of a launch; ``options`` further options of ptxas.
-    ``description`` is for people and enters no key.
+    ``source`` is the generated text: a few lines of definitions, and an include of a file below
+    ``kernel_sources``. ``entry`` is its ``extern "C"`` function, ``threads`` the threads of a
+    block, ``shared_bytes`` the dynamic shared memory of a launch, and ``options`` are further
+    options of ptxas. ``description`` is for people and enters no key.
     """
 
     family: str

@@ -1,8 +1,10 @@
-"""Where compiled kernels are kept: bytes under 32-byte keys, in LMDB, or in memory without a disk.
+"""Where compiled kernels are kept: bytes under 32-byte keys, in LMDB, or in memory if that cannot
+be used.
 
-Two verbs, `get` and `put`, the same two for tuning results, and housekeeping. None raises for a
-bad, full or vanished store: what cannot be read is a miss, what cannot be kept is not kept. What
-the bytes mean is the caller's. How the environment survives is in `environment.py`.
+There are two verbs, `get` and `put`, the same two for tuning results, and housekeeping. None raises
+for a bad, full or vanished store: what cannot be read is a miss, and what cannot be kept is not
+kept. Only the caller knows what the bytes mean. `environment.py` has how the LMDB environment
+survives crashes and forks.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from kernlib.jit.environment import DAMAGE, LAYOUT, LOCKS, Environment
 from kernlib.jit.memory import MemoryStore
 from kernlib.settings import MAP_BYTES
 
-MAP_SHARE = 0.8  # of the map for the budget: fuller, freed pages no longer suffice to free more
-EVICT_TO = 0.75
-EVICT_KEYS = 256
-RESCUE_KEYS = 4  # in one transaction on a full map, where deleting many fails as well
-RESCUE_ROUNDS = 64
+# The part of the map that a budget may use. In a fuller map the free pages do not suffice for the
+# transactions that delete entries.
+MAP_SHARE = 0.8
+EVICT_TO = 0.75  # part of the budget that is used after an eviction
+EVICT_KEYS = 256  # deleted in one transaction
+RESCUE_KEYS = 4  # the same on a full map, where a transaction that deletes many fails too
+RESCUE_ROUNDS = 64  # such transactions
 
 _DAY = struct.Struct("<I")
 
@@ -44,14 +48,15 @@ def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> Lmdb
     """
     try:
         name = os.path.realpath(directory)
-    except OSError:  # relative, and the working directory was removed, which opening it meets too
+    except OSError:  # relative, and the working directory was removed: opening it fails as well
         name = str(directory)
     with _registry:
         store = _stores.get(name)
         if store is not None:
             store.budget = budget
             return store
-        # Noted before it is opened: LMDB refuses to open one again that an interrupt made us lose.
+        # Kept before it is opened: if an interrupt made us lose an open one, LMDB would refuse to
+        # open it again.
         disk = _opening.setdefault(name, LmdbStore(Path(name), budget, map_bytes))
         store, said = _open_or_memory(Path(directory), disk)
         store.budget = budget
@@ -64,12 +69,13 @@ def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> Lmdb
 
 
 def locks_directory(directory: Path) -> Path:
-    """Where the key locks of a store's directory live: outside what is moved aside."""
+    """The folder of a cache directory with the locks of its keys. It is outside of the store, so
+    that it stays when that is moved aside."""
     return Path(directory) / LAYOUT / LOCKS
 
 
 def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemoryStore, str]:
-    """The store, open, or one in memory and what is to be said of that."""
+    """The opened store and "", or a store in memory and the text of a warning about that."""
     cannot = f"the kernel cache in {named} cannot be "
     memory = "; kernels are kept in memory for this process only"
     try:
@@ -93,18 +99,18 @@ def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemorySt
 class LmdbStore(Environment):
     """Kernels, the day each was last used, and tuning results, each a database of one environment.
 
-    Made by `open_store`, which sees to it that a process has one for each directory. `open` raises
-    OSError and lmdb.Error, the verbs neither.
+    Made by `open_store`, so that a process has only one for each directory. `open` raises OSError
+    and lmdb.Error; the verbs raise neither.
     """
 
     def __init__(self, directory: Path, budget: int, map_bytes: int = MAP_BYTES):
         super().__init__(directory, map_bytes)
         self.budget = budget
-        self._hits: dict[bytes, int] = {}  # day of last use, for keys whose stamp is older
+        self._hits: dict[bytes, int] = {}  # day of last use, for keys whose stored day is older
 
     @property
     def budget(self) -> int:
-        """Bytes of used pages above which the longest unused kernels go."""
+        """Bytes of used pages above which the longest unused kernels are dropped."""
         return min(self._budget, int(self._map_bytes * MAP_SHARE))
 
     @budget.setter
@@ -112,24 +118,27 @@ class LmdbStore(Environment):
         self._budget = budget
 
     def open(self) -> None:
+        """Open the environment unless it is open. Raises OSError, lmdb.Error."""
         if self._env is None:
             super().open()
         _close_with_worker()
 
     def get(self, key: bytes) -> bytes | None:
-        """A copy of the value, None for a miss; a hit is noted in memory as today's."""
+        """A copy of the value, None for a miss. The day of a hit is noted in memory."""
         return self._safely(self._get, key)
 
     def put(self, key: bytes, value: bytes) -> bool:
-        """Keep the value, dropping the longest unused ones over the budget; False if it cannot."""
+        """Keep the value, and drop the longest unused ones where the budget asks for it. False if
+        the value cannot be kept."""
         return bool(self._safely(self._put, key, value))
 
     def delete(self, key: bytes) -> None:
-        """Forget one key, if it is there and can be."""
+        """Delete one key, if it is there and can be deleted."""
         self._safely(self._transact, lambda txn: self._drop(txn, [key]), True)
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every pair; no transaction stays open between two, so what goes meanwhile is skipped."""
+        """Every pair. No transaction stays open between two of them, so what is deleted meanwhile
+        is skipped."""
         for key in self._safely(self._transact, self._keys) or []:
             value = self._safely(self._transact, lambda txn, k=key: txn.get(k, db=self._kernels))
             if value is not None:
@@ -151,13 +160,13 @@ class LmdbStore(Environment):
         return self._safely(self._transact, lambda txn: txn.get(key, db=self._tuning))
 
     def put_tuning(self, key: bytes, value: bytes) -> bool:
-        """Keep a tuning result, which eviction never touches; False if it cannot."""
+        """Keep a tuning result, which is never evicted. False if it cannot be kept."""
         return bool(
             self._safely(self._transact, lambda txn: txn.put(key, value, db=self._tuning), True)
         )
 
     def clear_tuning(self) -> int:
-        """Forget all tuning results; returns how many there were."""
+        """Delete all tuning results; returns how many there were."""
         return self._safely(self._transact, self._forget_tuning, True) or 0
 
     def days(self) -> dict[bytes, int]:
@@ -172,8 +181,9 @@ class LmdbStore(Environment):
         return before - self.info()["entries"]
 
     def set_aside(self) -> None:
-        """Move the whole store aside, as damage found in use does, also one that was never opened:
-        LMDB may die of what :meth:`verify` has found. The next verb starts afresh."""
+        """Move the whole store aside, as happens when damage is found in use. It need not have been
+        opened: LMDB may crash on the damage that :meth:`verify` has found. The next verb starts an
+        empty store."""
         with self._lock:
             if self._env is None:
                 with contextlib.suppress(OSError):
@@ -181,13 +191,13 @@ class LmdbStore(Environment):
             super().set_aside()
 
     def close(self) -> None:
-        """Write the noted days and close; the next verb opens it again."""
+        """Write the noted days of hits, and close. The next verb opens the store again."""
         with self._lock:
             if self._env is not None:
                 self._safely(self._flush)
             super().close()
 
-    # What the verbs do inside.
+    # What the verbs do, inside of _safely().
 
     def _get(self, key: bytes) -> bytes | None:
         value, stamp = self._transact(
@@ -198,7 +208,8 @@ class LmdbStore(Environment):
         return value
 
     def _note(self, key: bytes, stamp: bytes | None) -> None:
-        """Note a hit unless it is stamped today; those noted on an earlier day are written."""
+        """Note a hit, unless its stored day is today's. Hits of an earlier day are written
+        first."""
         today = _today()
         if self._hits and next(iter(self._hits.values())) != today:
             self._flush()
@@ -214,7 +225,7 @@ class LmdbStore(Environment):
         except DAMAGE:
             raise
         except (lmdb.Error, OSError):
-            pass  # the order of eviction is a day off
+            pass  # then the order of eviction is a day off
 
     def _stamp(self, txn: lmdb.Transaction, hits: dict[bytes, int]) -> None:
         kernels = txn.cursor(db=self._kernels)
@@ -243,7 +254,8 @@ class LmdbStore(Environment):
         return txn.put(key, value, db=self._kernels)
 
     def _count(self, txn: lmdb.Transaction) -> tuple[int, int]:
-        """Kernels, and bytes of used pages: the file's size says nothing, it is sparse."""
+        """The number of kernels, and the bytes of used pages. The size of the file says nothing: it
+        is sparse."""
         stats = [txn.stat(database) for database in (self._kernels, self._days, self._tuning)]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return stats[0]["entries"], pages * stats[0]["psize"]
@@ -255,13 +267,14 @@ class LmdbStore(Environment):
         return list(txn.cursor(db=self._kernels).iternext(keys=True, values=False))
 
     def _oldest(self, txn: lmdb.Transaction) -> list[bytes]:
-        """All keys by day of last use; one without a stamp comes first."""
+        """All keys in order of their day of last use; those without a day come first."""
         days = self._read_days(txn)
         return sorted(self._keys(txn), key=lambda key: days.get(key, 0))
 
     def _evict(self, target: int, small: int = 0) -> None:
-        """Drop the longest unused until `target` bytes are used, EVICT_KEYS a transaction; the
-        next `small` transactions, and those after a MapFullError, take RESCUE_KEYS only."""
+        """Drop the longest unused kernels until `target` bytes are used, EVICT_KEYS in a
+        transaction. The first `small` transactions, and those after a MapFullError, drop only
+        RESCUE_KEYS."""
         victims = self._transact(self._oldest)
         while victims:
             batch = RESCUE_KEYS if small else EVICT_KEYS
@@ -276,7 +289,8 @@ class LmdbStore(Environment):
             victims, small = rest, max(0, small - 1)
 
     def _settle(self) -> None:
-        """Two transactions that free nothing: pages freed by one serve the second after it."""
+        """Run two transactions that free nothing. LMDB uses pages that a transaction has freed from
+        the second transaction after it on."""
         for write in (lmdb.Transaction.put, lmdb.Transaction.delete):
             with contextlib.suppress(lmdb.MapFullError):
                 self._transact(lambda txn, write=write: write(txn, b"-", b"", db=self._days), True)
@@ -312,7 +326,7 @@ class LmdbStore(Environment):
     def _clear(self) -> None:
         self._hits = {}
         self._evict(-1)
-        self._evict(-1)  # those that a full map held back
+        self._evict(-1)  # what could not be deleted at first, because the map was full
         self._settle()
 
     def _after_fork(self) -> None:
@@ -358,7 +372,8 @@ _finalized = 0  # the process that has told multiprocessing
 
 
 def _close_with_worker() -> None:
-    """Have the stores closed at the end of a process of multiprocessing, which runs no atexit."""
+    """Have the stores closed at the end of a process of multiprocessing, which does not run
+    functions registered by atexit."""
     global _finalized
     if "multiprocessing.process" in sys.modules and _finalized != os.getpid():
         from multiprocessing import parent_process, util

@@ -1,11 +1,11 @@
-"""Which architecture a device takes, and what a block and a multiprocessor have there."""
+"""The compile targets: which one a device takes, and the limits of a block and a multiprocessor."""
 
 from __future__ import annotations
 
 from kernlib.errors import UnsupportedError
 
 OLDEST = (8, 0)
-# Of a target whose own instructions its successors do not have, what does without them.
+# For a target with instructions that no other GPU has: the target that does without them.
 PORTABLE = {"sm_90a": "sm_90"}
 
 # Most shared memory of one block, in bytes (CUDA programming guide, technical specifications).
@@ -23,7 +23,8 @@ SHARED_BYTES = {
     "sm_121": 99 * 1024,
 }
 
-# Beside the block's, of one multiprocessor: the driver keeps RESERVED_SHARED_BYTES of each block.
+# Limits of one multiprocessor. Its shared memory is that of the largest block and, besides, the
+# RESERVED_SHARED_BYTES that the driver keeps for each block.
 RESERVED_SHARED_BYTES = 1024
 REGISTERS = 64 * 1024
 RESIDENT_THREADS = {
@@ -40,8 +41,8 @@ RESIDENT_THREADS = {
     "sm_121": 1536,
 }
 
-# Fewest and most multiprocessors of the products, for choices made where no device can be asked.
-# A slice of a GPU (MIG) may have fewer.
+# Fewest and most multiprocessors of the GPUs on sale, for choices made where no device can be
+# asked. A slice of a GPU (MIG) may have fewer.
 MULTIPROCESSORS = {
     "sm_80": (56, 108),  # A30, A100
     "sm_86": (6, 84),  # RTX A400, A40
@@ -61,7 +62,8 @@ def resident_blocks(arch: str, threads: int, registers: int, shared_bytes: int) 
     """Blocks of a kernel that one multiprocessor holds at a time; 0 for one that cannot run."""
     by_threads = RESIDENT_THREADS[arch] // threads
     warps = -(-threads // 32)
-    by_registers = REGISTERS // (warps * -(-registers * 32 // 256) * 256)  # given out by 256 a warp
+    # A warp gets registers in units of 256.
+    by_registers = REGISTERS // (warps * -(-registers * 32 // 256) * 256)
     if shared_bytes > SHARED_BYTES[arch]:
         return 0
     whole = SHARED_BYTES[arch] + RESERVED_SHARED_BYTES
@@ -91,7 +93,7 @@ def arch_of(capability: tuple[int, int], name: str = "this device") -> str:
 def check_arch(arch: str) -> str:
     """``arch`` itself. Raises ValueError, listing the targets, for one that is not known."""
     if not isinstance(arch, str) or arch not in SHARED_BYTES:
-        from kernlib import hints  # which known targets do without
+        from kernlib import hints  # which only errors need
 
         hint = hints.argument(arch, SHARED_BYTES) if isinstance(arch, str) else ""
         raise ValueError(f"arch must be one of {', '.join(SHARED_BYTES)}, got {arch!r}{hint}")

@@ -1,8 +1,9 @@
-"""The compiler as pip installed it: NVRTC's version, CUDA headers, and what to do without them."""
+"""The compiler as pip installed it: NVRTC's version, CUDA's headers, and errors where they are
+missing."""
 
 from __future__ import annotations
 
-import email.parser  # noqa: F401  metadata imports it when asked, where no fork waits for that
+import email.parser  # noqa: F401  which metadata imports later, where no fork would wait for it
 import os
 import threading
 from functools import lru_cache
@@ -13,8 +14,9 @@ from types import ModuleType
 from kernlib.errors import INSTALL, UnsupportedError
 from kernlib.jit import sources
 
-NVRTC_WHEELS = {"nvidia-cuda-nvrtc": "13", "nvidia-cuda-nvrtc-cu12": "12"}  # and their majors
-# What is imported to compile, and the packages that have it.
+# The wheels of NVRTC, and their major versions.
+NVRTC_WHEELS = {"nvidia-cuda-nvrtc": "13", "nvidia-cuda-nvrtc-cu12": "12"}
+# The modules that compiling imports, and the packages that have them.
 _PACKAGES = {
     "cuda.pathfinder": "cuda-pathfinder",
     "cuda.bindings": "cuda-bindings",
@@ -22,9 +24,9 @@ _PACKAGES = {
 }
 UNKNOWN_VERSION = "probe-failed"
 STANDARD = "c++17"
-OPTIONS = (STANDARD, "no-source-include")  # of every compile, for the key
-# What NVRTC and ptxas read of the environment and generate other code by. They read more, which
-# leaves the code as it is, and no search path for headers, such as CPATH.
+OPTIONS = (STANDARD, "no-source-include")  # of every compile; they enter the key
+# Environment variables that change the code which NVRTC and ptxas generate. The others that they
+# read leave the code as it is, and search paths for headers, such as CPATH, they do not read.
 CODE_VARIABLES = (
     "FINALIZER_USE_LEGACY_ELF_BUILDER",
     "NVRTC_APPEND_FLAGS",
@@ -34,15 +36,16 @@ CODE_VARIABLES = (
 
 
 def missing(what: str, error: Exception) -> UnsupportedError:
-    """The error that says which extra brings a missing piece."""
+    """The error for a missing piece, which says which extra to install."""
     return UnsupportedError(
         f"kernels cannot be compiled or launched without {what} ({error}). To install: {INSTALL}"
     )
 
 
 def absent() -> str:
-    """What is not there of what compiling needs, such as ``cuda-bindings and NVRTC``, or "". An
-    import of cuda.core fails without cuda.bindings and says no more than that."""
+    """The packages that compiling needs and that are not there, such as ``cuda-bindings and
+    NVRTC``, or "". The import of cuda.core by itself fails without saying that cuda.bindings is
+    missing."""
     names = [package for name, package in _PACKAGES.items() if not _is_found(name)]
     names += ["NVRTC"] if nvrtc_version() == UNKNOWN_VERSION else []
     *others, last = names or [""]
@@ -50,31 +53,32 @@ def absent() -> str:
 
 
 def _is_found(name: str) -> bool:
-    from importlib.util import find_spec  # of what goes wrong only
+    from importlib.util import find_spec  # which only errors need
 
     try:
         return find_spec(name) is not None
-    except ImportError:  # not even a folder cuda
+    except ImportError:  # there is no package cuda at all
         return False
-    except ValueError:  # it is loaded, and has no spec
+    except ValueError:  # it is loaded, and has no __spec__
         return True
 
 
-_importing = threading.RLock()  # an import runs what finalizers there are, and may come back
+_importing = threading.RLock()  # reentrant, since an import may run finalizers that import too
 
 
 def cuda_core() -> ModuleType:
-    """The module cuda.core, which compiles; 70 ms that a kernel from the cache does without. Raises
-    UnsupportedError, naming the extra, when it cannot be imported.
+    """The module cuda.core, which compiles. Its import takes 70 ms, which a kernel from the cache
+    does not pay. Raises UnsupportedError, naming the extra, when it cannot be imported.
 
-    NOTE: cuda.core replaces its own ``__spec__`` half-way, so that a second thread importing it
-    sees it unfinished; hence one lock around every import.
+    NOTE: cuda.core replaces its own ``__spec__`` during its import, so that a second thread that
+    imports it would get it unfinished. Hence one lock around every import.
     """
     return _imported("cuda.core")
 
 
 def cuda_driver() -> ModuleType:
-    """The module cuda.bindings.driver, which loads and launches. Raises as :func:`cuda_core`."""
+    """The module cuda.bindings.driver, which loads and launches. Raises what :func:`cuda_core`
+    does."""
     return _imported("cuda.bindings.driver")
 
 
@@ -96,8 +100,8 @@ os.register_at_fork(after_in_child=_after_in_child)
 
 @lru_cache(maxsize=1)
 def _wheel_version() -> str:
-    """The version of the wheel whose NVRTC cuda.bindings loads. Both majors may be installed, as
-    torch brings one; the bindings decide."""
+    """The version of the wheel whose NVRTC cuda.bindings loads. NVRTC of both major versions may be
+    installed, since torch brings one; the major version of the bindings decides."""
     bindings = _version_of("cuda-bindings").partition(".")[0]
     wheels = [wheel for wheel in NVRTC_WHEELS if bindings in (UNKNOWN_VERSION, NVRTC_WHEELS[wheel])]
     found = [_version_of(wheel) for wheel in wheels]
@@ -111,25 +115,25 @@ def _version_of(wheel: str) -> str:
         return UNKNOWN_VERSION
 
 
-_loaded: str | None = None  # where it is not the wheel's
+_loaded: str | None = None  # the version of the loaded NVRTC, if that is not the wheel's
 
 
 def nvrtc_version() -> str:
-    """NVRTC's version from the wheel's metadata, 2 ms, without loading it (200 ms); that of the
-    loaded one, once it has turned out to be another.
+    """NVRTC's version, from the metadata of its wheel: that takes 2 ms, and loading NVRTC 200. Once
+    another NVRTC has turned out to be loaded, it is the version of that.
 
-    ``probe-failed`` where no wheel is installed: it enters keys, where it must not look like a
+    ``probe-failed`` where no wheel is installed. This enters keys, where it must not look like a
     version.
     """
     return _loaded or _wheel_version()
 
 
 def confirm_nvrtc() -> None:
-    """Compare the loaded NVRTC with the wheel: a search path may have brought another."""
+    """Compare the loaded NVRTC with the wheel: a search path may have led to another."""
     global _loaded
     version = nvrtc_version()
     if version != UNKNOWN_VERSION:
-        from cuda.bindings import nvrtc  # which a compile has loaded
+        from cuda.bindings import nvrtc  # which the compile has loaded
 
         status, *numbers = nvrtc.nvrtcVersion()
         if int(status) == 0 and [str(number) for number in numbers] != version.split(".")[:2]:
@@ -138,8 +142,8 @@ def confirm_nvrtc() -> None:
 
 
 def nvrtc_caches() -> bool:
-    """Whether the NVRTC that compiles, which this loads, has a cache of its own, as from 12.9 on;
-    older ones refuse the option against it."""
+    """Whether NVRTC, which this loads, has a cache of its own, as it has from 12.9 on. Older ones
+    refuse the option that turns it off."""
     from cuda.bindings import nvrtc
 
     status, *numbers = nvrtc.nvrtcVersion()
@@ -148,8 +152,8 @@ def nvrtc_caches() -> bool:
 
 @lru_cache(maxsize=1)
 def cuda_major() -> str:
-    """The CUDA major whose cubins are made and loaded here: NVRTC's, or where there is none that
-    of the driver's bindings, which run what others have compiled."""
+    """The CUDA major version whose cubins are made and loaded here: that of NVRTC, or without NVRTC
+    that of the driver's bindings, which run kernels compiled elsewhere."""
     version = nvrtc_version()
     if version == UNKNOWN_VERSION:
         version = _version_of("cuda-bindings")
@@ -157,15 +161,16 @@ def cuda_major() -> str:
 
 
 def environment() -> tuple[str, ...]:
-    """Those of CODE_VARIABLES that are set, with their values, for the key; mostly none."""
+    """Those of CODE_VARIABLES that are set, with their values, for the key. Mostly there are
+    none."""
     return tuple(f"{name}={os.environ[name]}" for name in CODE_VARIABLES if name in os.environ)
 
 
 @lru_cache(maxsize=64)
 def header_digest(names: frozenset[str]) -> str:
-    """Digest of the CUDA headers of these names and all they include, read once a process: of
-    their contents, as a toolkit on the machine has no version of a wheel. ``probe-failed`` where
-    there are none, which a kernel that is found needs not."""
+    """Digest of the contents of these CUDA headers and of all that they include, which are read
+    once a process. It covers contents because the headers of an installed toolkit have no wheel's
+    version. ``probe-failed`` where there are no headers: a kernel from the cache needs none."""
     try:
         return sources.folder_digest(Path(header_directory()), names).hex()
     except (UnsupportedError, OSError):

@@ -1,7 +1,8 @@
-"""The fastest of several kernels for one problem on one GPU model, kept beside the kernels.
+"""The choice of the fastest of several kernels for one problem on one GPU model, kept beside the
+kernels.
 
-A choice is a few words: values of knobs by name. Whether they still mean something is for those to
-judge who turn the knobs; what is read here is either what was kept, or nothing.
+A choice is a few words: the values of knobs by name. What is read here is either what was kept, or
+nothing. The family that reads a choice must judge whether it still means something.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def keep(family: str, model: tuple, signature: bytes, choice: dict[str, object])
 
 
 def _key(family: str, model: tuple, signature: bytes) -> bytes:
-    # Kernels of other GPUs, which KERNLIB_PORTABLE runs on the same model, have their own choices.
+    # With KERNLIB_PORTABLE the same model runs the kernels of other GPUs, which have their own
+    # choices.
     own = ("portable",) if settings.current().portable else ()
     return hashlib.sha256(encode((SCHEMA, family, tuple(model), signature, *own))).digest()

@@ -1,5 +1,5 @@
 """Plain data behind kernels: launches and their buffers, text of epilogues, tensor maps, wgmma.
 
-In reading order ``steps``, ``epilogue_source``, ``product_source``, ``tma``, ``wgmma``. Nothing
-here imports torch.
+In reading order ``arithmetic``, ``dtypes``, ``steps``, ``parameters``, ``choice``, ``names``,
+``epilogue_source``, ``product_source``, ``tma`` and ``wgmma``. Nothing here imports torch.
 """

@@ -1,4 +1,5 @@
-"""Choices: what sets apart the kernels that can compute one problem. Tuning times and keeps one."""
+"""Choices: what tells the kernels apart that can compute one problem. Tuning times all of them and
+keeps one."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from typing import Any
 
 from kernlib.jit import targets
 
-Choice = dict[str, Any]  # the name of a kind, knobs that tuning turns: values by name
+Choice = dict[str, Any]  # the kind of kernel and the values of its knobs, by name
 
 
 def named(choice: Mapping[str, object] | None, candidates: list[Choice]) -> Choice | None:
-    """The candidate that a choice names, whose values may be text; None for a choice that is
-    damaged or of another version."""
+    """The candidate that equals a choice, whose values may be given as text. None if there is none,
+    as for a choice that is damaged or of another version."""
     wanted = {name: str(value) for name, value in (choice or {}).items()}
     same = (c for c in candidates if {name: str(value) for name, value in c.items()} == wanted)
     return next(same, None)

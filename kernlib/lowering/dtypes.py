@@ -1,5 +1,5 @@
-"""The dtypes of kernels, by torch's names: what device code calls them, their size, and in which
-they are summed."""
+"""The dtypes of kernels, by torch's names: their names in device code, their sizes, and the dtypes
+that they are summed in."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ DTYPES = {
     "float16": Dtype("half_t", 2, "float32"),
     "bfloat16": Dtype("bfloat16_t", 2, "float32"),
 }
-# Those that are summed in float: all that tensor cores and kernels of products take.
+# Those that are summed in float32. Kernels of products and of wgmma take these alone.
 FLOAT_SUMS = tuple(name for name, dtype in DTYPES.items() if dtype.accumulator == "float32")
 BITS = {2: "u16", 4: "u32"}  # CUDA types of so many bytes, for kernels that only move values
 
 
 def outputs(dtype: str) -> tuple[str, ...]:
-    """What results of operands of a dtype may be stored in: that, or the dtype of its sums."""
+    """The dtypes that results of operands of a dtype may be stored in: that, or the dtype of its
+    sums."""
     return tuple(dict.fromkeys((dtype, DTYPES[dtype].accumulator)))

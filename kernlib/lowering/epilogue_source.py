@@ -1,5 +1,5 @@
-"""CUDA text of expressions, and of epilogues: a struct that reads the parameters once and maps one
-value."""
+"""CUDA text of expressions, and of epilogues: a struct that reads the parameters once and then maps
+one value at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _UNROLLED_DEGREE = 16  # largest integer exponent written out as multiplications
 
 
 class ExpressionSource:
-    """Text of trees. What does not change for all elements of a thread becomes one of ``members``,
-    (name, text) computed once a thread: a division by a bandwidth is a multiplication by its
-    reciprocal."""
+    """CUDA text of trees. Parts that are the same for all elements of a thread become ``members``:
+    (name, text) of a value that is computed once a thread. So a division by a bandwidth becomes a
+    multiplication by its reciprocal."""
 
-    arithmetic = "AccT"  # the type of numbers
+    arithmetic = "AccT"  # the CUDA type of numbers
 
     def __init__(self) -> None:
         self.members: list[tuple[str, str]] = []
 
     def _name(self, name: str) -> str:
-        """Text of what a name stands for."""
+        """The text for a name of the tree."""
         raise NotImplementedError
 
     def _is_constant(self, node: Node) -> bool:
@@ -34,6 +34,7 @@ class ExpressionSource:
         raise NotImplementedError
 
     def _member(self, text: str) -> str:
+        """The name of the member that has this text, made if need be."""
         for name, value in self.members:
             if value == text:
                 return name
@@ -70,16 +71,17 @@ class ExpressionSource:
         return f"{_FUNCTIONS.get(node.operator, node.operator)}({', '.join(parts)})"
 
     def _quotient(self, left: Node, right: Node) -> Operation:
-        """A product in place of a division by a constant; two where the constant is a product, as
-        the square of a bandwidth of 1e-20 has no reciprocal in float."""
+        """A division by a constant, as a multiplication by its reciprocal. Where the constant is a
+        product it is two multiplications, since the square of a bandwidth of 1e-20 has no
+        reciprocal in float."""
         parts = right.operands if _is_product(right) else (right,)
         for part in parts:
             left = Operation("*", (left, Operation("reciprocal", (part,))))
         return left
 
     def _reciprocal(self, node: Node) -> str:
-        """Of a product the product of reciprocals: the square of a bandwidth of 1e20 is infinite in
-        float."""
+        """The text of a reciprocal. For a product it is the product of the reciprocals, since the
+        square of a bandwidth of 1e20 is infinite in float."""
         if _is_product(node):
             parts = [self._render(Operation("reciprocal", (each,))) for each in node.operands]
             return f"bounded({', '.join(parts)})"
@@ -95,14 +97,15 @@ class ExpressionSource:
 
 
 class EpilogueSource(ExpressionSource):
-    """Text of a chain of epilogues over scalar parameters read by ``read(first + i)`` and vectors
-    read by ``read.vector(k)``, an address whose element ``feature`` belongs to ``v``.
+    """Text of a chain of epilogues. ``read(first + i)`` reads the i-th scalar parameter.
+    ``read.vector(k)`` is the address of the k-th vector, whose element ``feature`` belongs to
+    ``v``.
 
-    ``steps`` are expressions of ``v``, the last one's result. What depends on scalars alone becomes
-    one of ``members``. ``vectors`` are the same for members of type ``const InputT*``, whose names
-    are those of no parameters: factors of a chain that name their biases apart share their kernels.
-    Of summands, ``given[k]`` is the element that belongs to ``v``; ``counts`` says of each whether
-    it counts at all.
+    ``steps`` has the expression of each epilogue, over the result ``v`` of the one before. What
+    depends on scalars alone becomes one of ``members``. ``vectors`` are members of type ``const
+    InputT*``. Their names do not depend on those of the parameters, so that the factors of a chain,
+    which must name their biases differently, share their kernels. Of a summand, ``given[k]`` is the
+    element that belongs to ``v``, and ``counts`` has the condition under which it is read.
     """
 
     def __init__(self, epilogues: tuple[Epilogue, ...], first: str):
@@ -143,9 +146,9 @@ def function_struct(
     steps: list[str],
     others: str = "",
 ) -> str:
-    """Text of a struct that is constructed from what reads parameters, ``read``, and maps
-    ``arguments`` to the value ``v`` that ``steps`` compute. Members are type, name and value;
-    ``others`` is text of other functions."""
+    """Text of a struct. Its constructor takes ``read``, a function that reads parameters, and sets
+    the ``members``: (type, name, value). Its call operator takes ``arguments`` and returns the
+    value ``v`` that ``steps`` compute. ``others`` is the text of further functions."""
     fields = "".join(f"    {kind} {member};\n" for kind, member, _ in members)
     reads = "".join(f"        {member} = {value};\n" for _, member, value in members)
     body = "".join(f"        {step}\n" for step in steps)

@@ -9,10 +9,10 @@ from kernlib.jit.spec import KernelSpec
 
 
 def named(spec: KernelSpec, *words: object, epilogue: tuple[Epilogue, ...] = ()) -> KernelSpec:
-    """The spec under a name that says family and kernel, which its entry names so far, and in
-    ``words`` dtype, tile and what else tells variants apart: as
-    ``kernlib_sparse_slices_u4_float16_8x2_bias_gelu``. Device code keeps the short name, which a
-    define renames."""
+    """The spec with a longer entry name, such as
+    ``kernlib_sparse_slices_u4_float16_8x2_bias_gelu``. The spec's entry has named family and kernel
+    so far; ``words`` add dtype, tile and whatever else tells variants apart. Device code keeps the
+    short name, which a ``#define`` replaces."""
     epilogues = (type(part).__name__ for part in epilogue)
     said = re.findall(r"[a-z0-9]+", " ".join([*map(str, words), *epilogues]).lower())
     name = "_".join(["kernlib", spec.entry, *said])

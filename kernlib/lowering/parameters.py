@@ -13,8 +13,9 @@ ADDRESS_BYTES, SCALAR_BYTES = 8, struct.calcsize("<" + NUMBER)
 
 
 class Parameters(NamedTuple):
-    """What the struct holds, in this order: tensor maps, which align it to 64 bytes; addresses;
-    scalars, each a NUMBER; and what is ``fixed`` between calls, in a format of :mod:`struct`."""
+    """What the struct holds, in this order: ``maps`` tensor maps, which align it to 64 bytes;
+    ``pointers`` addresses; ``scalars`` numbers, each a NUMBER; and what is ``fixed`` between calls,
+    in a format of :mod:`struct`."""
 
     pointers: int
     fixed: str
@@ -23,12 +24,12 @@ class Parameters(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the struct."""
+        """The size of the struct in bytes."""
         size = self._place() + struct.calcsize(self.fixed)
         return round_up(size, MAP_ALIGNMENT) if self.maps else size
 
     def pack(self, *values: int) -> bytes:
-        """The fixed values, up to the end of the struct."""
+        """The bytes of the fixed values, filled up with zeros to the end of the struct."""
         return struct.pack(self.fixed, *values).ljust(self.size - self._place(), b"\0")
 
     def _place(self) -> int:

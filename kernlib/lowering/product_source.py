@@ -8,9 +8,6 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.epilogue_source import EpilogueSource, function_struct
 from kernlib.lowering.parameters import Parameters
 
-# torch's names of storage: (CUDA type, bytes); all are summed in float
-TYPES = {"float32": ("float", 4), "float16": ("half_t", 2), "bfloat16": ("bfloat16_t", 2)}
-
 
 def vectors(epilogue: tuple[Epilogue, ...]) -> tuple[str, ...]:
     """Names of the parameters with one value for each output feature, in order."""
@@ -18,7 +15,7 @@ def vectors(epilogue: tuple[Epilogue, ...]) -> tuple[str, ...]:
 
 
 def vector_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ...]:
-    """Those of a Step, behind its operands."""
+    """The pointers of a Step to the vectors, which follow those to its operands."""
     return tuple((f"vector{index}", 0) for index in range(len(vectors(epilogue))))
 
 
@@ -28,7 +25,7 @@ def summands(epilogue: tuple[Epilogue, ...]) -> tuple[str, ...]:
 
 
 def summand_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], ...]:
-    """Those of a Step, behind those of vectors."""
+    """The pointers of a Step to the summands, which follow those to the vectors."""
     return tuple((f"summand{index}", 0) for index in range(len(summands(epilogue))))
 
 
@@ -41,19 +38,19 @@ def scalar_count(epilogue: tuple[Epilogue, ...]) -> int:
 def parameters(
     pointers: int, fixed: str, epilogue: tuple[Epilogue, ...], maps: int = 0
 ) -> Parameters:
-    """The parameter struct of a kernel with an epilogue, whose addresses lie behind the operands'
-    and whose scalars follow them."""
+    """The parameter struct of a kernel with an epilogue: behind the addresses of ``pointers``
+    operands lie those of the epilogue's vectors and summands, and then its scalars."""
     pointers += len(vectors(epilogue)) + len(summands(epilogue))
     return Parameters(pointers, fixed, scalar_count(epilogue), maps)
 
 
 def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
-    """InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish.
+    """The definitions of InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish.
 
-    ``Finish(read)`` reads scalars by ``read(k)`` and addresses of vectors by ``read.vector(k)``;
-    ``finish(v, feature)`` is the value of an output feature. With summands it is
-    ``finish(v, feature, given)`` of an element of each, in order, and ``finish.reads(k)`` says
-    whether those of one count: if not, they are not read and ``given[k]`` is 0.
+    ``Finish(read)`` reads scalars by ``read(k)`` and addresses of vectors by ``read.vector(k)``.
+    The finished value of an output feature is then ``finish(v, feature)``. With summands it is
+    ``finish(v, feature, given)``, where ``given`` has an element of each summand, in order.
+    ``finish.reads(k)`` says whether a summand counts: if not, it is not read and ``given[k]`` is 0.
     """
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
@@ -88,7 +85,7 @@ def finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:
 def describe(
     family: str, kind: str, dtype: str, precision: str, words: list[str], epilogue: tuple
 ) -> str:
-    """A kernel in one line for people: no sizes that are launch arguments."""
+    """A kernel in one line for people, without sizes, which are launch arguments."""
     arithmetic = [precision] * (dtype == "float32")
     parts = [render(part) for part in epilogue]
     return " ".join([family, kind, dtype, *arithmetic, *words, *parts])

@@ -1,4 +1,4 @@
-"""What lowering answers for a call, whatever its family: launches, as plain named tuples.
+"""What lowering returns for a call of any family: launches, as plain named tuples.
 
 Steps follow each other on one stream and share one scratch tensor, the workspace.
 """
@@ -10,16 +10,16 @@ from typing import NamedTuple
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.tma import TensorMap
 
-NUMBER = "dQ"  # of a scalar: its value, and its address if it is on the device
-WORKSPACE = "workspace"  # its name among operands
+NUMBER = "dQ"  # format of a scalar: its value, and its address if it is on the device, else 0
+WORKSPACE = "workspace"  # the name of the workspace among operands
 
 
 class Step(NamedTuple):
-    """One launch. ``pointers`` name operands, or the workspace, and the byte to begin at: first of
-    ``maps``, then those whose addresses the parameter block holds behind the maps, before
-    ``scalars`` times NUMBER, and ``fixed``. One that ``overlaps`` may begin before the step before
-    it has ended, and waits for it where it reads what that one wrote: a product behind the packing
-    of its own weight."""
+    """One launch. Each of ``pointers`` names an operand or the workspace, and the byte to begin at.
+    The first of them are the tensors of ``maps``; the addresses of the others stand in the
+    parameter block, behind the maps. Then come ``scalars`` times NUMBER, and ``fixed``. A step that
+    ``overlaps`` may begin before the previous step has ended, and waits where it reads what that
+    one has written, as a product does behind the packing of its own weight."""
 
     spec: KernelSpec
     grid: tuple[int, int]
@@ -32,8 +32,8 @@ class Step(NamedTuple):
 
 class Lowered(NamedTuple):
     """The launches of a call, in order, and the bytes of scratch that they share. Some leave a sum
-    in several ``parts``, one behind the other in the place of the result, of ``per_part`` summands
-    each but the last, for the caller to combine."""
+    in several ``parts``, which the caller must combine. The parts lie one behind the other in place
+    of the result; each but the last has ``per_part`` summands."""
 
     steps: tuple[Step, ...]
     workspace: int = 0

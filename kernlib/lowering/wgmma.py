@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Of torch's names of storage: wgmma's, and the depth of one instruction.
+# By torch's name of a dtype: wgmma's name, and the depth of one instruction.
 KINDS = {
     "float16": ("f16", 16),
     "bfloat16": ("bf16", 16),
@@ -14,9 +14,10 @@ KINDS = {
 def multiply(
     dtype: str, columns: int, registers: bool, left_lines: bool = False, right_lines: bool = False
 ) -> str:
-    """CUDA text of ``multiply(sums, a, b, accumulate)``: one wgmma of 64 rows by ``columns``, with
-    ``a`` in four registers of a thread or, by a descriptor, in shared memory, and ``b`` there:
-    depths are neighbours or, as the last arguments say, rows of ``a`` and columns of ``b``."""
+    """CUDA text of ``multiply(sums, a, b, accumulate)``: one wgmma of 64 rows by ``columns``. ``a``
+    is in four registers of a thread if ``registers``, else in shared memory, as ``b`` is; a
+    descriptor says where. There neighbours along the depth lie side by side; with ``left_lines``
+    the rows of ``a`` do, and with ``right_lines`` the columns of ``b``."""
     kind, depth = KINDS[dtype]
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))

@@ -14,7 +14,7 @@ from kernlib.runtime.products import Call, Product, requires_gradient
 
 
 class Request(NamedTuple):
-    """One product as it was asked for, in the order of :mod:`kernlib.runtime.products`."""
+    """The arguments of one product, in the order that :mod:`kernlib.runtime.products` has them."""
 
     descriptor: Descriptor
     operands: tuple
@@ -33,9 +33,9 @@ class Request(NamedTuple):
         return torch.is_grad_enabled() and requires_gradient(values, *self.operands, self.out)
 
     def fused(self, parts: Callable) -> Request:
-        """What the kernel of the product itself computes: with a gradient recorded, no activation;
-        and never the lazy negation of a view, which is not in its memory. ``parts`` are those of
-        the family's recording."""
+        """The request that the kernel of the product itself gets. Where a gradient is recorded, it
+        has no activation. Views that are lazily negated are copied, since their memory does not
+        hold their values. ``parts`` is that of the family's recording."""
         descriptor, parameters = self.descriptor, self.parameters
         if self.recorded():
             made = parts(descriptor)
@@ -45,8 +45,8 @@ class Request(NamedTuple):
 
 
 def prepared(calls: Bound, parts: Callable, request: Request) -> bool:
-    """Whether the plan of a request is there, and no other is needed: kernels of gradients are
-    looked for each time."""
+    """Whether the plan of a request is there, and nothing else is needed. Where a gradient would be
+    recorded the answer is False, since the kernels of gradients are looked for each time."""
     return not request.recorded() and calls.find(*request.fused(parts)) is not None
 
 

@@ -1,5 +1,5 @@
-"""What products share of their arguments, whatever they multiply by: what can be wrong with the
-parameters of their epilogues, said in the caller's words, and how they are cast and handed on."""
+"""What families of products share of their arguments: the checks of the parameters of epilogues,
+with errors in the caller's words, and how these parameters are cast and handed on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kernlib.runtime.tensors import (
 
 
 def check_names(descriptor: Descriptor, parameters: dict) -> None:
-    """Each parameter of the epilogue is given, and nothing else. Raises TypeError for what is none
-    of them, ValueError for one that is missing."""
+    """Each parameter of the epilogue is given, and nothing else. Raises TypeError for a name that
+    is none of them, ValueError for one that is missing."""
     needed = descriptor.parameters
     for name in parameters:
         if name not in needed:
@@ -46,9 +46,10 @@ def check_parameters(
     dtypes: tuple[torch.dtype, ...] | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> None:
-    """Each parameter of the epilogue is given and fits a result of so many features; ``look`` at
-    values in host memory. ``dtypes`` as of :func:`check_vector`, ``shape`` that of the result,
-    where there may be summands. Raises ValueError and TypeError."""
+    """Each parameter of the epilogue is given and fits a result of so many features. ``look`` says
+    whether to check values that are in host memory. ``dtypes`` are those of :func:`check_vector`.
+    ``shape`` is that of the result, where there may be summands. Raises ValueError and
+    TypeError."""
     check_names(descriptor, parameters)
     for name, value in parameters.items():
         if name in descriptor.vectors:
@@ -66,8 +67,8 @@ def check_vector(
     x: torch.Tensor,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """A vector has a value for each feature of the result, and the dtype of x, which errors call
-    one of ``dtypes``, if they are given. Raises ValueError and TypeError."""
+    """A vector has one value for each feature of the result, and the dtype and device of x. If
+    ``dtypes`` are given, the dtype must be one of them. Raises ValueError and TypeError."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{name} must be a dense tensor of shape ({features},), got {type(value).__name__}"
@@ -85,8 +86,8 @@ def check_summand(
     x: torch.Tensor,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """A summand broadcasts to the result's shape, and has the dtype of x, one of ``dtypes`` if they
-    are given. Raises ValueError and TypeError."""
+    """A summand broadcasts to the result's shape, and has the dtype and device of x. If ``dtypes``
+    are given, the dtype must be one of them. Raises ValueError and TypeError."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     check_layout(name, value)
@@ -110,8 +111,8 @@ def check_same_kind(
     y: torch.Tensor,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Two tensors have one dtype, one of ``dtypes`` if they are given, and one device. Raises
-    ValueError and TypeError."""
+    """Two tensors have the same dtype, which is one of ``dtypes`` if these are given, and the same
+    device. Errors call the tensors ``first`` and ``second``. Raises ValueError and TypeError."""
     for name, tensor in ((first, x), (second, y)) if dtypes else ():
         if tensor.dtype not in dtypes:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -140,8 +141,8 @@ def _check_scalar(descriptor: Product, name: str, value, x: torch.Tensor, look: 
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], name: str = "x") -> None:
-    """``out`` is what a call of x, which it calls ``name``, could return. Raises ValueError and
-    TypeError."""
+    """``out`` has this shape, and the dtype and device of x, which errors call ``name``. Raises
+    ValueError and TypeError."""
     check_out_shape(out, shape)
     if out.device != x.device:
         raise ValueError(f"out must be on the device of {name}, {x.device}, got {out.device}")
@@ -159,8 +160,8 @@ def refuse_out_of_recorded(out) -> None:
 
 
 def refuse_recorded_out(out, *values) -> None:
-    """:func:`refuse_out_of_recorded` of a call whose gradient would be recorded, ``out`` or one of
-    the values requiring one. Dynamo can trace it."""
+    """:func:`refuse_out_of_recorded`, for a call whose gradient would be recorded because ``out``
+    or one of the values requires one. Dynamo can trace it."""
     if out is not None and torch.is_grad_enabled():
         for value in (out, *values):
             if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -168,8 +169,8 @@ def refuse_recorded_out(out, *values) -> None:
 
 
 def written(out: torch.Tensor | None, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The result y of a call of x, copied to ``out`` where one is given. Raises ValueError and
-    TypeError. Dynamo can trace it."""
+    """The result y of a call with x, or ``out`` if it is given, to which y is copied. Raises
+    ValueError and TypeError. Dynamo can trace it."""
     if out is None:
         return y
     check_out(out, x, y.shape)
@@ -188,8 +189,9 @@ def check_device(device: torch.device) -> None:
 
 
 def autocast(operands: tuple, parameters: dict, dtype: torch.dtype | None = None) -> tuple:
-    """Operands, of which the first says the device, and parameters as autocast has them for a
-    linear layer: all but float64 in its dtype, or in ``dtype``."""
+    """Operands and parameters as autocast casts those of a linear layer: tensors of all dtypes but
+    float64 to autocast's dtype, or to ``dtype`` if it is given. The first operand's device says
+    whether autocast is on."""
     x = operands[0]
     kind = x.device.type if isinstance(x, torch.Tensor) else "none"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
@@ -200,14 +202,16 @@ def autocast(operands: tuple, parameters: dict, dtype: torch.dtype | None = None
 
 
 def _cast(value, dtype: torch.dtype):
-    """Of parameters only the vectors: a tensor of shape () is a scalar."""
+    """A tensor with dimensions, cast. Numbers, and tensors of shape (), which are scalars, stay as
+    they are."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     return value.to(dtype) if value.dtype in KERNEL_TYPES else value
 
 
 def no_autocast(x: torch.Tensor):
-    """Autocast has cast the operands already, and would take float32 sums from half types."""
+    """A context without autocast. The operands have been cast already, and autocast would round the
+    float32 sums of half types."""
     if torch._C._is_any_autocast_enabled() and x.device.type != "meta":
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
@@ -217,7 +221,8 @@ def no_autocast(x: torch.Tensor):
 
 
 def folded(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride of dimensions taken as one, 0 of a single entry; None where that takes a copy."""
+    """The stride of several dimensions that are taken as one: 0 if there is a single entry, None if
+    they cannot be taken as one without a copy."""
     inner, reach = 0, None
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size == 1:
@@ -231,7 +236,7 @@ def folded(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
 
 
 def address_of(t: torch.Tensor) -> int:
-    """The first address; a meta tensor's storage begins at 0."""
+    """The address of the first element. The storage of a meta tensor counts as beginning at 0."""
     return t.storage_offset() * t.element_size() if t.is_meta else t.data_ptr()
 
 
@@ -241,8 +246,8 @@ def tensors_of(parameters: dict) -> dict[str, torch.Tensor]:
 
 
 def apart_of(descriptor: Product, out, parameters: dict) -> dict[str, torch.Tensor]:
-    """The parameters that are tensors and must share no memory with ``out``: all but a summand that
-    is ``out`` itself, of which each element is read by who then writes it."""
+    """The parameters that are tensors and must not share memory with ``out``. A summand that is
+    ``out`` itself may: whoever reads one of its elements then writes that element."""
     tensors = tensors_of(parameters)
     if out is None or not descriptor.summands:
         return tensors
@@ -252,22 +257,24 @@ def apart_of(descriptor: Product, out, parameters: dict) -> dict[str, torch.Tens
 
 
 def readable(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
-    """Arguments that a kernel may read: the lazy negation of a view is not in its memory, and a
-    zero tensor has none."""
+    """Arguments that a kernel may read. Lazy tensors are copied: the memory of a lazily negated
+    view does not hold its values, and a zero tensor has no memory."""
     real = {name: materialised(value) for name, value in tensors_of(parameters).items()}
     tensors = (materialised(x) if isinstance(x, torch.Tensor) else x for x in operands)
     return tuple(tensors), parameters | real
 
 
 def parameter_key(value):
-    """Of a number nothing; of a tensor its signature, so that one without memory finds no plan."""
+    """What a plan depends on: for a number nothing, for a tensor its signature, so that a tensor
+    without memory finds no plan."""
     return signature(value) if isinstance(value, torch.Tensor) else None
 
 
 def parameters_of(plan, descriptor: Product, parameters: dict) -> tuple:
-    """Vectors, a number and an address for each scalar, and tensors to keep until the launch, in
-    the plan's dtype and on its device. The plan names ``vectors`` and ``scalars``. Summands are not
-    among them."""
+    """What a launch takes of the parameters: the vectors; a number and an address for each scalar,
+    of which one counts; and tensors to keep until the launch. Scalars that are tensors are
+    converted to the arithmetic's dtype and the plan's device. The plan names ``vectors`` and
+    ``scalars``; summands are not among them."""
     vectors = [parameters[name].contiguous() for name in plan.vectors]
     if not plan.scalars:
         return vectors, (), ()
@@ -289,9 +296,9 @@ def parameters_of(plan, descriptor: Product, parameters: dict) -> tuple:
 
 
 def parameter_ranges(plan, spans: Sequence[int], parameters: dict) -> list[tuple[int, int]]:
-    """Addresses and lengths in bytes of the parameters that are tensors, as they were given: an
-    ``out`` that shares memory with one is refused even where the kernel reads a copy. ``spans``
-    are those of the vectors."""
+    """Addresses and lengths in bytes of the parameters that are tensors, as the caller gave them:
+    an ``out`` that shares memory with one is refused even where the kernel reads a copy. ``spans``
+    are the lengths of the vectors."""
     vectors = zip(plan.vectors, spans, strict=True)
     found = [(parameters[name].data_ptr(), length) for name, length in vectors]
     for name in plan.scalars:
@@ -305,14 +312,15 @@ def parameter_ranges(plan, spans: Sequence[int], parameters: dict) -> list[tuple
 
 
 def for_operator(parameters: dict, device: torch.device | None = None) -> tuple[str, list, list]:
-    """The parameters as operators of ``torch.library`` take them, tensors on ``device``, if it is
-    given, and the names as one text with spaces, for torch.jit.trace takes no list of str."""
+    """The parameters as operators of ``torch.library`` take them: names, numbers and tensors, which
+    are moved to ``device`` if it is given. The names are one text with spaces between them, because
+    torch.jit.trace takes no list of str."""
     tensors = tensors_of(parameters)
     numbers = {k: _number(k, v) for k, v in parameters.items() if k not in tensors}
     names, given = " ".join([*numbers, *tensors]), [*tensors.values()]
     if device is not None:
-        # The copy of a host tensor is recorded too: a CUDA graph can leave it out, where the
-        # operator itself would have to refuse a host tensor while it is captured.
+        # So the copy of a host tensor is recorded, and a CUDA graph can leave it out. The operator
+        # itself would have to refuse a host tensor during a capture.
         given = [v if v.device == device else v.to(device) for v in given]
     return names, [*numbers.values()], given
 

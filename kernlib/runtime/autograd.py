@@ -1,5 +1,5 @@
-"""What products share of calls that record gradients: the parts of such a call, what answers it,
-and who must see what a backward pass computes."""
+"""What families of products share of calls that record gradients: the parts of such a call, the
+function that answers it, and whether a backward pass must be seen as operators."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operation import REFERENCE, Bound, by_operator, operators_of
 from kernlib.runtime.tensors import stand_ins
 
-ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))  # which stand for no other tensor
+ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))  # types that stand for no other tensor
 
 
 class Parts(NamedTuple):
-    """A call as it is recorded: one product, and torch's own operators on its rounded result."""
+    """A call as it is recorded: one product, and behind it the rest of the epilogues, by torch's
+    own operators on the rounded result."""
 
     product: Product  # with or without a bias
-    bias: str | None  # the parameter of the Bias that the epilogues begin with, if they do
-    needed: frozenset[str]  # that, if there is one
+    bias: str | None  # the parameter of the Bias that the epilogues begin with; None if they do not
+    needed: frozenset[str]  # the parameters of the product: that one, or none
     rest: tuple[Epilogue, ...]
     names: tuple[str, ...]  # of the rest's parameters
     axis: int  # of the result's features
@@ -38,7 +39,7 @@ class Parts(NamedTuple):
         return {} if self.bias is None else {"bias": parameters[self.bias]}
 
     def finish(self, y: torch.Tensor, parameters: dict) -> torch.Tensor:
-        """The result of the call for that of the product."""
+        """The result of the call, from that of the product."""
         if not self.rest:
             return y
         own = {name: parameters[name] for name in self.names}
@@ -52,7 +53,8 @@ def is_biased(descriptor: Product) -> bool:
 
 
 def parts(descriptor: Product, product: Product, axis: int) -> Parts:
-    """Of a call, recorded as ``product``, which adds the bias if the call :func:`is_biased`."""
+    """The parts of a call that is recorded as ``product``, which adds the bias if the call
+    :func:`is_biased`."""
     biased = is_biased(descriptor)
     bias = descriptor.epilogue[0].parameter if biased else None
     rest = descriptor.epilogue[biased:]
@@ -61,7 +63,8 @@ def parts(descriptor: Product, product: Product, axis: int) -> Parts:
 
 
 def is_watched(grad: torch.Tensor) -> bool:
-    """Whether somebody must see what a backward pass computes as operators."""
+    """Whether a backward pass must consist of operators of torch, because something traces,
+    transforms or intercepts it."""
     return (
         is_dynamo_compiling()
         or is_in_torch_dispatch_mode()
@@ -75,8 +78,9 @@ def is_watched(grad: torch.Tensor) -> bool:
 
 
 class Recording(NamedTuple):
-    """How a family records a product: what a call consists of, and ``apply(descriptor, operands,
-    bias, plan)``, a function of torch.autograd that computes its product, by a plan or None."""
+    """How a family records a product: ``parts``, which takes a call apart, and ``apply(descriptor,
+    operands, bias, plan)``, a function of torch.autograd that computes the product, by a plan if
+    that is not None."""
 
     parts: Callable[[Product], Parts]
     apply: Callable[..., torch.Tensor]
@@ -90,7 +94,8 @@ class Recording(NamedTuple):
 
 
 def recorder(product: products.Product, bound: Bound, recording: Recording) -> Callable:
-    """What answers requests whose derivatives torch wants to know."""
+    """The function that answers requests whose gradient is recorded, or that are in forward
+    mode."""
 
     def recorded(*request) -> torch.Tensor:
         descriptor, operands, out, parameters = request
@@ -109,8 +114,8 @@ def recorder(product: products.Product, bound: Bound, recording: Recording) -> C
         return operators_of(product).recorded(descriptor, operands, parameters)
 
     def kept(descriptor, operands, out, parameters):
-        """The plan of the product of a call that needs no check, since that is kept and the rest of
-        the call has no parameters; else None."""
+        """The plan of a call's product, if it is kept and the rest of the call has no parameters:
+        then nothing is left to check. Else None."""
         made = recording.parts(descriptor)
         if made.names or parameters.keys() != made.needed:
             return None

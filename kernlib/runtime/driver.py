@@ -8,13 +8,13 @@ from functools import lru_cache
 
 from kernlib.jit import toolchain
 
-OVERLAPS_FROM = 12030  # of the driver: older ones capture no launch that overlaps in a CUDA graph
+OVERLAPS_FROM = 12030  # the oldest driver that captures overlapping launches in a CUDA graph
 
 
 def bind_context(device: int) -> None:
-    """Give a fresh thread a CUDA context: torch binds one only when it calls the runtime, which a
-    thread that has allocated nothing has not done, and a driver launch without one fails. The
-    device must be current, or torch would take it for that from now on."""
+    """Give a thread a CUDA context, if it has none. A launch by the driver fails without one, and
+    torch binds one only when it calls the runtime, as by an allocation. The device must be current,
+    since torch would take it for the current one from now on."""
     driver = toolchain.cuda_driver()
     if int(driver.cuCtxGetCurrent()[1]) == 0:
         handle = driver.cuDeviceGet(device)[1]
@@ -22,8 +22,9 @@ def bind_context(device: int) -> None:
 
 
 def launch_config(shape: tuple[int, ...], stream: int, overlaps: bool) -> object:
-    """The CUlaunchConfig of a grid, a block and dynamic shared memory on a stream. It owns the
-    memory of its attributes: what is assigned to them is copied."""
+    """The CUlaunchConfig of a launch on a stream. ``shape`` is the grid (3 numbers), the block (3)
+    and the bytes of dynamic shared memory. The config owns the memory of its attributes: what is
+    assigned to them is copied."""
     from cuda.bindings import driver
 
     made = driver.CUlaunchConfig()
@@ -42,7 +43,7 @@ def launch_config(shape: tuple[int, ...], stream: int, overlaps: bool) -> object
 
 @lru_cache(maxsize=1)
 def version() -> int:
-    """The CUDA that the driver is for: 12030 for 12.3."""
+    """The newest CUDA version that the driver supports: 12030 for 12.3."""
     from cuda.bindings import driver
 
     return int(driver.cuDriverGetVersion()[1])
@@ -50,6 +51,7 @@ def version() -> int:
 
 @lru_cache(maxsize=1)
 def launch_kernel_ex() -> Callable:
+    """The driver's cuLaunchKernelEx."""
     from cuda.bindings.driver import cuLaunchKernelEx
 
     return cuLaunchKernelEx
@@ -57,7 +59,7 @@ def launch_kernel_ex() -> Callable:
 
 @lru_cache(maxsize=1)
 def function_type() -> type:
-    """An int in place of the function's object costs each launch 0.1 us."""
+    """The class CUfunction. An int in place of an object of it would cost each launch 0.1 us."""
     from cuda.bindings.driver import CUfunction
 
     return CUfunction

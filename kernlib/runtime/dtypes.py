@@ -6,11 +6,12 @@ import torch
 
 from kernlib.lowering import dtypes
 
-DTYPE_NAMES = {getattr(torch, name): name for name in dtypes.DTYPES}  # that lowering knows
-KERNEL_TYPES = {getattr(torch, name): name for name in dtypes.FLOAT_SUMS}  # of kernels of products
+# The names of the dtypes that lowering knows, and of those that kernels of products take.
+DTYPE_NAMES = {getattr(torch, name): name for name in dtypes.DTYPES}
+KERNEL_TYPES = {getattr(torch, name): name for name in dtypes.FLOAT_SUMS}
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The arithmetic's dtype: float32 for half types, else the tensors' own."""
+    """The dtype that sums of such values are computed in: float32 for half types, else the same."""
     return torch.float32 if dtype in _HALF_TYPES else dtype

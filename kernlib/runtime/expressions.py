@@ -28,7 +28,8 @@ def absolute(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 0, 0.0, x.abs())
 
 
-# By the operator and whether the first is given a part of a tie: where the second one is taken.
+# By the operator and whether the first operand receives a part of a tie: the comparison that says
+# where the second operand is taken.
 _SECOND = {
     ("max", False): torch.le,
     ("max", True): torch.lt,
@@ -38,10 +39,10 @@ _SECOND = {
 
 
 def extreme(operator: str, x, y, share: float) -> torch.Tensor:
-    """The larger (``"max"``) or smaller (``"min"``) of tensors or numbers, of which one is a
-    tensor: NaN if one is. Where both are equal, x receives ``share`` of the derivative, 0, 1 or
-    one half, and y the rest: selected here, for torch's own ``clamp`` gave all of it to the tensor
-    up to 2.13 and gives nothing in 2.15."""
+    """The larger (``"max"``) or smaller (``"min"``) of x and y, of which one at least is a tensor.
+    It is NaN if one of them is. Where both are equal, x receives ``share`` of the derivative (0, 1
+    or one half) and y the rest. This is selected here, because torch's own ``clamp`` gave all of it
+    to the tensor up to 2.13 and gives it nothing in 2.15."""
     if not isinstance(x, torch.Tensor):
         x, y, share = y, x, 1 - share
     second = _SECOND[operator, share > 0](x, y)
@@ -74,8 +75,9 @@ _FUNCTIONS = {
 }
 
 
-# Epilogues in fewer of torch's operators than their expressions take: 1 for 12 of a sigmoid. Those
-# with a corner select, so that no choice of torch's is their derivative at 0.
+# Epilogues by fewer of torch's operators than their expressions take: a sigmoid by 1 in place of
+# 12. Those with a corner are written as a selection, so that their derivative at 0 does not depend
+# on torch.
 ACTIVATIONS: dict[type[Epilogue], Callable] = {
     LeakyRelu: lambda leaky, v: torch.where(v > 0, v, leaky.negative_slope * v),
     Relu: lambda _, v: extreme("max", v, 0.0, 0.0),
@@ -94,8 +96,8 @@ def apply(
     """The chain of epilogues over ``v``, differentiable in everything.
 
     Parameters are numbers or tensors that broadcast; vectors lie along ``axis`` of ``v``. Summands
-    are read as :func:`summand` says.
-    ``functions`` replace torch's, by the operators and names of the language.
+    are read as :func:`summand` says. ``functions``, by operators and names of the language, take
+    the place of torch's.
     """
     known = _FUNCTIONS | (functions or {})
     vectors = {name for epilogue in epilogues for name in epilogue.vectors}
@@ -117,7 +119,7 @@ def apply(
 
 
 def summand(y: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor | float:
-    """What of y is multiplied by ``scale``: where that is 0, nothing that is not finite."""
+    """y as it is multiplied by ``scale``: where that is 0, infinities and NaN of y count as 0."""
     if not isinstance(scale, torch.Tensor):
         return 0.0 if scale == 0 else y
     return torch.where((scale == 0) & ~y.isfinite(), 0.0, y)
@@ -134,8 +136,8 @@ def _value(x, v: torch.Tensor, after: int):
 def _evaluate(
     node: Node, values: dict[str, torch.Tensor | float], known: dict
 ) -> torch.Tensor | float:
-    """A tensor, or the number of a tree that is nothing else. Numbers stay numbers: a tensor of
-    each on the GPU would wait for the copy."""
+    """The value of a tree: a tensor, or a number if the tree is only that. Numbers stay numbers,
+    since making a tensor of each on the GPU would wait for the copy."""
     if isinstance(node, Number):
         return node.value
     if isinstance(node, Name):
@@ -146,8 +148,8 @@ def _evaluate(
 
 
 def _by_factors(node: Operation) -> Operation:
-    """A division by each factor of a product in turn: the square of a bandwidth of 1e20 is infinite
-    in float32, that of 1e-23 is 0."""
+    """A division by a product as divisions by each of its factors: in float32 the square of a
+    bandwidth of 1e20 is infinite, and that of 1e-23 is 0."""
     if node.operator != "/" or not _is_product(node.operands[1]):
         return node
     left, right = node.operands[1].operands
@@ -167,13 +169,13 @@ def _is_product(node: Node) -> bool:
     return isinstance(node, Operation) and node.operator == "*"
 
 
-# Scores and masks: trees of kernlib.descriptors.score, of tensors that broadcast. Whole numbers are
-# of 64 bits here, which hold what fewer do.
+# Scores and masks: trees of kernlib.descriptors.score, whose operands are tensors that broadcast.
+# Whole numbers have 64 bits here, which hold all numbers of fewer bits.
 
 
 def score(tree: Node, v: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The modified logits, differentiable in v and in numbers of ``values``, which are those of
-    positions and captured tensors."""
+    """The modified logits, differentiable in v and in the floating-point ``values``, which are
+    those of positions and captured tensors."""
     found = _evaluate_score(tree, _score_values(values, v.dtype) | {VALUE: v}, v.dtype)
     if not isinstance(found, torch.Tensor):
         found = v.new_full((), found)
@@ -181,8 +183,8 @@ def score(tree: Node, v: torch.Tensor, values: dict[str, torch.Tensor]) -> torch
 
 
 def mask(tree: Node, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Whether logits stay, of a shape that broadcasts to theirs. Numbers are compared in
-    ``dtype``."""
+    """Which logits stay, as a tensor of bools that broadcasts to their shape. Floating-point
+    numbers are compared in ``dtype``."""
     return _evaluate_score(tree, _score_values(values, dtype), dtype)
 
 
@@ -196,7 +198,7 @@ def _score_values(values: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 
 def _evaluate_score(node: Node, values: dict[str, torch.Tensor], dtype: torch.dtype):
-    """A tensor, or the number of a tree that is nothing else."""
+    """The value of a tree of a score: a tensor, or a number if the tree is only that."""
     if isinstance(node, (Number, Integer)):
         return node.value
     if isinstance(node, Name):
@@ -218,7 +220,8 @@ def _evaluate_score(node: Node, values: dict[str, torch.Tensor], dtype: torch.dt
 
 
 def _select(node: Operation, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Of what is not selected no gradient comes, though it be NaN or infinite there."""
+    """``where(condition, x, y)``. What is not selected gets no gradient, even if it is NaN or
+    infinite there."""
     chosen = _as_tensor(_evaluate_score(node.operands[0], values, dtype), dtype)
     sides = []
     for tree, condition in zip(node.operands[1:], (chosen, ~chosen), strict=True):
@@ -228,7 +231,7 @@ def _select(node: Operation, values: dict[str, torch.Tensor], dtype: torch.dtype
 
 
 def _where(condition: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The same, with a gradient where the condition holds."""
+    """x, which gets a gradient only where the condition holds."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return torch.where(condition, x, x.detach())
@@ -245,12 +248,13 @@ def _is_whole(x: torch.Tensor | float) -> bool:
 
 
 def _sign(x: torch.Tensor) -> torch.Tensor:
-    """Of a NaN that."""
+    """The sign of x; NaN for NaN."""
     return torch.where(x.isnan(), x.detach(), torch.sign(x))
 
 
 def _quotient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``x // y``, 0 where y is 0; by -1 not by the processor, which traps the least number."""
+    """``x // y``, and 0 where y is 0. Division by -1 is a negation, because the processor traps
+    when it divides the least number by -1."""
     is_plain = (y != 0) & (y != -1)
     return torch.where(is_plain, x // torch.where(is_plain, y, 1), torch.where(y == -1, -x, 0))
 
@@ -272,7 +276,7 @@ _OF_WHOLE = {
 }  # fmt: skip
 
 
-# Those of the grammar of expressions that torch leaves to MKL's vector functions.
+# The functions of the language of expressions for which torch calls MKL's vector functions.
 _BY_MKL = (
     torch.cos, torch.erf, torch.exp, torch.expm1, torch.log, torch.log1p, torch.sin, torch.sqrt,
     torch.tanh,
@@ -280,9 +284,10 @@ _BY_MKL = (
 
 
 def _settle_vector_functions() -> None:
-    """Call each once for one number, in 0.7 ms. MKL before 2025 looks for the code of a function at
-    its first call, and one by several threads at once may get some of its results from code of low
-    accuracy: 2e-5 in place of 6e-8, in one process of 90 (pytorch/pytorch#188792)."""
+    """Call each function once with one number, which takes 0.7 ms. MKL before 2025 chooses the code
+    of a function at its first call. If several threads make that call at once, some of the results
+    may come from code of low accuracy, 2e-5 in place of 6e-8: in one process of 90
+    (pytorch/pytorch#188792)."""
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype, device="cpu")
         for function in _BY_MKL:

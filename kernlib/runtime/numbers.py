@@ -1,4 +1,5 @@
-"""Numbers of a call: by value from the host, by pointer from the device, never synchronising."""
+"""Numbers of a call. Those of the host are passed by value, those on the device by pointer, and
+nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from kernlib.errors import CaptureError
 from kernlib.runtime.tensors import check_layout
 
-# Of which torch makes float32 or float64; float8 has several, and older torch fewer.
+# The real dtypes, which torch can convert to float32 or float64. Older torch lacks some of them.
 _REAL = frozenset(
     getattr(torch, name)
     for name in (
@@ -21,12 +22,13 @@ _REAL = frozenset(
     )
     if hasattr(torch, name)
 )  # fmt: skip
-_SHAPES = ("()", "() or (L,)")  # by the dimensions that a tensor may have, L being the batch
+_SHAPES = ("()", "() or (L,)")  # by how many dimensions a tensor may have; L is the batch
 
 
 def host_value(name: str, value: object, dimensions: int = 1) -> float | None:
-    """A real number as float, a tensor as None. Raises TypeError for anything else, ValueError for
-    an int beyond any float. ``dimensions``, 0 or 1, are those that a tensor may have."""
+    """A real number as a float, or None for a tensor. Raises TypeError for anything else,
+    ValueError for an int that no float holds. ``dimensions``, 0 or 1, says how many a tensor may
+    have: errors name the shapes."""
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor):
@@ -43,8 +45,8 @@ def host_value(name: str, value: object, dimensions: int = 1) -> float | None:
 
 
 def plain(name: str, value: object, dimensions: int = 1) -> float | torch.Tensor:
-    """A real number as float, of whichever type it is, and a tensor as it is. Raises as
-    :func:`host_value` does."""
+    """A real number of any type as a float, and a tensor as it is. Raises what :func:`host_value`
+    raises."""
     number = host_value(name, value, dimensions)
     return value if number is None else number
 
@@ -76,16 +78,17 @@ def check_tensor(
     check: Callable[[str, float, frozenset[str]], None] = check_host,
     dimensions: int = 1,
 ) -> None:
-    """:func:`check_kind`, and one in host memory holds values that would do as numbers, of which
-    ``check`` decides. Raises ValueError, TypeError."""
+    """:func:`check_kind`. The values of a tensor in host memory must also pass ``check``, as
+    numbers must. Raises ValueError, TypeError."""
     check_kind(name, value, dimensions)
     for number in extremes(value):
         check(name, number, positive)
 
 
 def extremes(value: torch.Tensor) -> tuple[float, ...]:
-    """The least and the greatest of a tensor in host memory, of one number alone that, or NaN if
-    one is; nothing of a tensor on a device, at which nobody looks."""
+    """The smallest and the largest number of a tensor in host memory, or its only one; NaN if one
+    of them is NaN. Empty for a tensor without numbers, and for one on a device, which is not
+    read."""
     if value.device.type != "cpu" or not value.numel():
         return ()
     if value.numel() == 1:

@@ -1,5 +1,5 @@
 """NVTX ranges around what kernlib loads and launches, for Nsight Systems, where the setting
-``KERNLIB_NVTX`` asks for them. Without it a launch is what it would be without this module."""
+``KERNLIB_NVTX`` asks for them. Without that setting a launch costs nothing more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def range_of(name: str) -> AbstractContextManager:
 
 
 def ranged(launch: Callable, name: str) -> Callable:
-    """``launch`` within a range of this name; itself where none are asked for."""
+    """``launch`` within a range of this name, or ``launch`` itself where no ranges are asked
+    for."""
     if not settings.current().nvtx:
         return launch
     push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop

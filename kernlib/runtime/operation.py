@@ -1,7 +1,8 @@
-"""What an operation is to the mechanism of calls, and the calls themselves.
+"""What an operation must provide, and the mechanism by which it is called.
 
-The steady state is a dict hit: key to plan, launch. Everything else (checks, lowering, loading)
-happens when a key is new. A request is what a call consists of, in the order of its family.
+In the steady state a call makes its key, finds its plan in a dict and launches. Everything else
+(checks, lowering, loading) happens when a key is new. A request is the tuple of all arguments of a
+call, in the order that its family has them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from kernlib.runtime.tensors import stand_ins
 # Ways to compute a checked call.
 KERNELS = "kernels"
 REFERENCE = "reference"  # by torch's own operators, which are differentiable as they are
-OPERATOR = "operator"  # by that of torch.library, which whoever watches can see
+OPERATOR = "operator"  # by its operator of torch.library, which tracers and transforms can see
 
 
 class Operation(NamedTuple):
-    """What the mechanism asks of an operation; each function takes a request as its arguments."""
+    """What the mechanism asks of an operation. Each function takes a request as its arguments; a
+    "described call" is what ``check`` has returned for it, and comes before the request."""
 
     name: str  # its operator is kernlib::name
     operators: str | None  # the module that registers it, whose BY_NAME holds what calls it
@@ -34,8 +36,8 @@ class Operation(NamedTuple):
     reference: Callable  # the result of a described call and its request
     plan: Callable  # of a described call on CUDA tensors and its request, its kernels loaded
     launch: Callable  # by a plan, whose request it is
-    tensors: Callable  # all tensors of a request, and perhaps what is none
-    materialised: Callable  # the request without lazy tensors; None if it has none
+    tensors: Callable  # all tensors of a request, and perhaps other values among them
+    materialised: Callable  # the request with copies of its lazy tensors; None if it has none
 
 
 class Bound(NamedTuple):
@@ -50,7 +52,7 @@ class Bound(NamedTuple):
 
 
 def bind(operation: Operation) -> Bound:
-    """The calls of an operation. Closures, whose cells take a hot call no lookups of attributes."""
+    """The calls of an operation. They are closures, so that a hot call looks up no attributes."""
     key_of, check, launch = operation.key, operation.check, operation.launch
     cache = PlanCache()
 
@@ -58,7 +60,7 @@ def bind(operation: Operation) -> Bound:
         key = key_of(*request)
         try:
             plan = cache.plans.get(key)
-        except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
+        except TypeError:  # an argument cannot be hashed: the check says which one is wrong
             check(*request)
             raise
         return first(key, *request) if plan is None else launch(plan, *request)
@@ -105,6 +107,7 @@ def by_operator(operation: Operation, request: tuple) -> torch.Tensor:
 
 
 def operators_of(operation: Operation) -> ModuleType:
-    """The module of an operation's operators. They stand above all else of a family, and most
-    processes need none: it is the one that is known by its name, and registers them if need be."""
+    """The module of an operation's operators, which registers them when it is imported. It is known
+    by its name only: it imports all other modules of a family, and most processes need none of its
+    operators."""
     return import_module(operation.operators)

@@ -1,5 +1,5 @@
-"""Operators of ``torch.library``, for whoever records calls and runs them later: torch.compile,
-torch.export, make_fx, fake tensors. Nobody else registers any."""
+"""Operators of ``torch.library``, for what records calls and runs them later: torch.compile,
+torch.export, make_fx, fake tensors. All operators of kernlib are registered here."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def register(
 ) -> torch._ops.OpOverload:
     """Register ``kernlib::name`` and return it.
 
-    ``compute`` and ``fake`` take its arguments. Gradients go either by ``save`` and ``backward``,
-    which are ``setup_context`` and ``backward`` of torch.library.register_autograd; or ``recorded``
-    answers in the operator's place with what torch differentiates, or with None where there is
-    nothing to record. ``vmap`` is that of torch.library.register_vmap. ``forward`` answers where
-    an argument has a forward-mode derivative, with what torch differentiates; without it that is
-    refused.
+    ``compute`` and ``fake`` take its arguments. Its gradient is defined in one of two ways.
+    ``save`` and ``backward`` are ``setup_context`` and ``backward`` of
+    torch.library.register_autograd. Or ``recorded`` runs in the operator's place and returns a
+    result that torch can differentiate, or None where there is nothing to record. ``vmap`` is that
+    of torch.library.register_vmap. ``forward`` answers where an argument has a forward-mode
+    derivative, with a result that torch can differentiate; without it that is refused.
     """
     if forward is not None:
         _forward[name] = forward
@@ -64,7 +64,7 @@ def register(
 
 
 def _seen_by_autograd(operator: torch._ops.OpOverload, recorded: Callable) -> Callable:
-    """What autograd runs in the place of an operator."""
+    """The function that autograd runs in the place of an operator."""
     lists = [
         place
         for place, argument in enumerate(operator._schema.arguments)

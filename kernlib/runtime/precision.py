@@ -1,4 +1,4 @@
-"""What torch's settings permit the products of float32 tensors to be, and how to be rid of them."""
+"""Torch's settings for products: the precision that they permit for float32, and autocast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 
 def float32_precision() -> str:
-    """Either "fp32" or "tf32", read at the call."""
+    """The precision that torch permits for products of float32: "fp32" or "tf32", read at the
+    call."""
     try:
         return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     except RuntimeError:  # torch's newer setting, one for each backend, is in use
@@ -16,7 +17,7 @@ def float32_precision() -> str:
 
 
 def without_autocast(device: torch.device):
-    """What keeps autocast from rounding the operands of torch's products, in a ``with``."""
+    """A context in which autocast does not round the operands of torch's products."""
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

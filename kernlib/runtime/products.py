@@ -1,7 +1,7 @@
 """Products whose epilogues finish each value: their requests, their plans, and how a plan launches.
 
-A request is ``(descriptor, operands, out, parameters)``: the operands as run_kernel takes them, one
-parameter of the epilogue by name each.
+A request is ``(descriptor, operands, out, parameters)``: the operands in the order in which
+run_kernel takes them, and the parameters of the epilogue by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from kernlib.runtime.tensors import (
 
 
 class Call(NamedTuple):
-    """A checked call: ``batch`` rows, of the product of x's other dimensions."""
+    """A checked call. ``batch`` is how many vectors of features x holds: the product of the sizes
+    of its other dimensions."""
 
     batch: int
     out_shape: tuple[int, ...]
@@ -70,17 +71,18 @@ class ProductPlan(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     place: Callable  # of the operands: their addresses, and what to keep until the launch
-    vectors: tuple[str, ...]
+    vectors: tuple[str, ...]  # names of parameters
     scalars: tuple[str, ...]
-    summands: tuple[tuple[str, tuple | None], ...]  # and the shape of a copy that is read
+    summands: tuple[tuple[str, tuple | None], ...]  # name; shape of a copy that is read
     spans: tuple[int, ...]  # bytes from first to last element of the operands' tensors as given
     vector_spans: tuple[int, ...]
     out_span: int
-    apart: bool  # a given out is written by a copy
-    result: Callable[[], torch.Tensor]  # makes a new one
-    steps: tuple[tuple[Plan, Callable, int], ...]  # what picks their addresses, and scalars
-    launch: Callable[..., None]  # of the steps, given addresses: operands, out, vectors
-    # In place of a launch: of descriptor, operands, values and where to write, or None.
+    apart: bool  # whether a given out is written by a copy
+    result: Callable[[], torch.Tensor]  # makes a new result
+    steps: tuple[tuple[Plan, Callable, int], ...]  # see kernlib.runtime.sequence.Loaded
+    launch: Callable[..., None]  # launches the steps, given addresses: operands, out, vectors
+    # Computes the call in place of a launch, from descriptor, operands, parameters and where to
+    # write; None where kernels do.
     compute: Callable | None
 
 
@@ -96,9 +98,9 @@ def make_plan(
     copies: tuple[tuple[int, ...] | None, ...] = (),
 ) -> ProductPlan:
     """The plan of a described call by given kernels, which it loads, or by ``compute`` where
-    ``lowered`` is None. ``tensors`` are those of the operands, x first, and ``names`` what the
-    kernels call the addresses of ``place``; ``copies`` the shapes of those of the summands that are
-    read in their place, or None."""
+    ``lowered`` is None. ``tensors`` are those of the operands, x first. ``names`` are what the
+    kernels call the addresses that ``place`` returns. ``copies`` has, for each summand, the shape
+    of the copy that is read in its place, or None."""
     descriptor, _, out, parameters = request
     vectors, device = descriptor.vectors, tensors[0].device
     summands = tuple(zip(descriptor.summands, copies, strict=True))
@@ -145,7 +147,7 @@ def bind(product: Product) -> Bound:
         if parameters:
             vectors, numbers, converted = parameters_of(plan, descriptor, parameters)
             if plan.summands:
-                vectors += _summands(plan, parameters)
+                vectors += summands_of(plan, parameters)
         target = None
         if out is not None:
             target = _target(product, plan, descriptor, operands, out, parameters)
@@ -159,7 +161,7 @@ def bind(product: Product) -> Bound:
         for vector in vectors:
             addresses.append(vector.data_ptr())
         plan.launch(addresses, numbers)
-        del kept, converted  # the stream orders the reuse of their memory behind the launch
+        del kept, converted  # their memory is reused on the same stream, so behind the launch
         return target if out is None or out is target else out.copy_(target)
 
     def tensors(descriptor, operands, out, parameters) -> tuple:
@@ -193,8 +195,9 @@ def requires_gradient(values: Iterable, *tensors) -> bool:
 
 
 def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
-    """``run(descriptor, *operands, out=None, **parameters)`` of a product: a call as it was made,
-    with autocast, and by ``recorded`` where torch wants to know its derivatives."""
+    """``run(descriptor, *operands, out=None, **parameters)`` of a product: a call as a user makes
+    it. Autocast casts its operands, and ``recorded`` answers it where its gradient is recorded or
+    in forward mode."""
     key_of, launch, first, cache = product.key, bound.launch, bound.first, bound.plans
 
     def run(descriptor, *operands, out=None, **parameters) -> torch.Tensor:
@@ -236,9 +239,9 @@ def named(product: Product, operands: tuple) -> dict[str, torch.Tensor]:
 def _target(
     product: Product, plan: ProductPlan, descriptor, operands: tuple, out, parameters: dict
 ):
-    """Where the kernel writes: ``out``, or None, a new tensor, where that is not one of its
-    strides. Raises ValueError for an ``out`` that shares memory with an argument as it was given,
-    copied for the kernel or not."""
+    """Where the kernel writes: ``out``, or None for a new tensor if the kernel cannot write the
+    strides of ``out``. Raises ValueError for an ``out`` that shares memory with an argument as it
+    was given, even if the kernel reads a copy of that."""
     given = zip(product.tensors(operands), plan.spans, strict=True)
     ranges = [(t.data_ptr(), length) for t, length in given]
     if parameters:
@@ -250,19 +253,20 @@ def _target(
         refuse_partial_overlap(out, **{name: parameters[name] for name, _ in plan.summands})
     if plan.apart:
         return None
-    if not out.is_inference():  # those have no version to count
+    if not out.is_inference():  # tensors of inference mode have no version
         torch.autograd.graph.increment_version(out)
     return out
 
 
-def _summands(plan: ProductPlan, parameters: dict) -> list[torch.Tensor]:
-    """The summands as kernels read them."""
+def summands_of(plan: ProductPlan, parameters: dict) -> list[torch.Tensor]:
+    """The summands as kernels read them: as they were given, or contiguous copies."""
     given = [(parameters[name], shape) for name, shape in plan.summands]
     return [y if shape is None else y.expand(shape).contiguous() for y, shape in given]
 
 
 def _values(plan: ProductPlan, vectors, numbers, converted) -> dict:
-    """The parameters by name: vectors, tensors on the device, numbers."""
+    """The parameters by name: vectors, summands, and scalars as tensors on the device or
+    numbers."""
     tensors = iter(converted)  # those of scalars that have an address, in order
     names = (*plan.vectors, *(name for name, _ in plan.summands))
     values = dict(zip(names, vectors, strict=True))

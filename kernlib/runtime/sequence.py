@@ -12,15 +12,17 @@ from kernlib.runtime import devices
 from kernlib.runtime.devices import allocator, build, load
 from kernlib.runtime.plan import Plan, PlanCache, start_all
 
-# Plans, each with what picks its pointers from all addresses, and the count of its scalars.
+# Plans, each with the function that picks its pointers from all addresses, and the count of its
+# scalars.
 Loaded = tuple[tuple[Plan, Callable, int], ...]
 
 
 def load_steps(
     steps: tuple[Step, ...], operands: tuple[str, ...], device: int
 ) -> tuple[Loaded, tuple[tuple[int, int], ...]]:
-    """The steps, their kernels loaded, and which addresses they take behind those of ``operands``
-    and of the workspace: how many bytes on from which of those."""
+    """The steps with their kernels loaded, and further addresses that they take behind those of
+    ``operands`` and of the workspace: each as the index of one of these, and the bytes behind
+    it."""
     places = {name: place for place, name in enumerate((*operands, WORKSPACE))}
     wanted = [[(places[name], at) for name, at in step.pointers] for step in steps]
     inner = tuple(dict.fromkeys(pair for pairs in wanted for pair in pairs if pair[1]))
@@ -36,10 +38,10 @@ def load_steps(
 def launcher(
     loaded: Loaded, inner: tuple[tuple[int, int], ...], device: torch.device, workspace: int
 ) -> Callable[..., None]:
-    """What launches steps on the current stream of their device, which must be current. It takes a
-    list of the operands' addresses, which it extends; the scalars, or None for those of the last
-    call; and the workspace where it is not to make one. A closure, as a plan's fields take 20 ns
-    each."""
+    """A function that launches steps on the current stream of their device, which must be current.
+    It takes a list of the operands' addresses, which it extends; the scalars, or None for those of
+    the last call; and a workspace, unless it is to make one. It is a closure, because each field of
+    a plan that it read would take 20 ns."""
     scratch = allocator((workspace,), torch.uint8, device) if workspace else None
     index = device.index
 
@@ -57,8 +59,9 @@ def launcher(
 
 
 def load_lowered(lowered: Lowered, operands: tuple[str, ...], device: torch.device) -> Plan | Steps:
-    """What launches a call on a device, its kernels loaded, for the addresses of ``operands``: of
-    one launch that takes just these the plan itself, as a hot call need not walk a sequence."""
+    """What launches a call on a device for the addresses of ``operands``, with its kernels loaded.
+    For a single launch that takes just these addresses it is the plan itself, so that a hot call
+    need not walk a sequence."""
     only = lowered.steps[0] if len(lowered.steps) == 1 and not lowered.workspace else None
     if only is not None and only.pointers == tuple((name, 0) for name in operands):
         return _plan(only, device.index)
@@ -66,7 +69,7 @@ def load_lowered(lowered: Lowered, operands: tuple[str, ...], device: torch.devi
 
 
 class Steps:
-    """Several launches in the place of one :class:`kernlib.runtime.plan.Plan`."""
+    """Several launches, with the methods of a :class:`kernlib.runtime.plan.Plan`."""
 
     __slots__ = ("_last", "_launch", "device", "plans")
 
@@ -78,7 +81,7 @@ class Steps:
         self._last: tuple = ()
 
     def launch(self, pointers: Sequence[int], numbers: Sequence | None = None) -> None:
-        """Launch all on torch's current stream of their device, in a workspace of their own."""
+        """Launch all on torch's current stream of their device, in a new workspace."""
         self._last = pointers, numbers
         if devices.current_device() == self.device:
             self.repeat()
@@ -93,12 +96,14 @@ class Steps:
 
 
 class StepsCache(PlanCache):
-    """The launches of calls without an operation of their own, by what they depend on."""
+    """The launches of calls that are no :class:`kernlib.runtime.operation.Operation`, by keys of
+    what they depend on."""
 
     def of(
         self, key: tuple, operands: tuple[str, ...], device: torch.device, lower: Callable
     ) -> Steps:
-        """Those of a key on a device, of what ``lower()`` answers, if they are not there yet."""
+        """The launches of a key on a device. If they are not there yet, they are loaded from what
+        ``lower()`` returns."""
         key = (*key, device.index)
         found = self.plans.get(key)
         if found is None:
@@ -115,7 +120,8 @@ def _plan(step: Step, device: int) -> Plan:
 
 
 def picker(indices: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
-    """What takes a tuple of entries out of a list: in 0.1 us, a comprehension in 0.3."""
+    """A function that takes these entries of a list, as a tuple: in 0.1 us, where a comprehension
+    takes 0.3."""
     if len(indices) == 1:
         (only,) = indices
         return lambda addresses: (addresses[only],)

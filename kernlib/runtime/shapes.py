@@ -10,9 +10,9 @@ from torch.compiler import is_dynamo_compiling
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
-    """``torch.broadcast_shapes``, whose first call in a process imports sympy, 0.3 s: so torch is
-    asked where sizes are symbols alone, and by Dynamo, which has loaded it. Raises RuntimeError as
-    it does."""
+    """As ``torch.broadcast_shapes``. The first call of that in a process imports sympy, which takes
+    0.3 s, so it is called only where sizes are symbols, and under Dynamo, which has loaded sympy
+    anyway. Raises RuntimeError for shapes that do not broadcast."""
     if is_dynamo_compiling() or any(type(size) is not int for shape in shapes for size in shape):
         return torch.broadcast_shapes(*shapes)
     rank = max(map(len, shapes), default=0)

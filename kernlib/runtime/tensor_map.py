@@ -12,7 +12,7 @@ from kernlib.lowering.parameters import MAP_BYTES
 from kernlib.lowering.tma import TensorMap
 from kernlib.runtime import driver
 
-KNOWN_MAPS = 16  # addresses at which a plan keeps one of its maps encoded
+KNOWN_MAPS = 16  # addresses for which a plan keeps a map encoded
 
 # Values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion in cuda.h.
 _TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
@@ -21,7 +21,7 @@ _PROMOTE_256_BYTES = 3
 
 
 class Encoder:
-    """Encodes one map to a place in memory that its owner keeps."""
+    """Encodes one map into a place in memory, which the owner of this object keeps alive."""
 
     __slots__ = ("_arguments", "_map")
 
@@ -64,11 +64,11 @@ class Maps:
         self._known: list[dict[int, bytes]] = [{} for _ in maps]
 
     def encode(self, pointers: tuple[int, ...]) -> tuple[int, ...]:
-        """Put the maps of the first pointers in place, and answer the other pointers."""
+        """Put the maps of the first pointers in place, and return the other pointers."""
         count = len(self._encoders)
         addresses = pointers[:count]
         if addresses != self._held:
-            held, self._held = self._held, ()  # should one be refused
+            held, self._held = self._held, ()  # nothing is held if one is refused
             for index, address in enumerate(addresses):
                 if not held or address != held[index]:
                     self._put(index, address)

@@ -10,27 +10,28 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy as is_uninitialized
 
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
-# Below 4 GiB lies no GPU's memory: an address there is the offset of a view into none at all. A
-# view that begins further in is not told apart.
+# No GPU memory lies below 4 GiB. An address there is the offset of a view of a tensor that has no
+# memory. Such a view with an offset of 4 GiB or more is not recognised.
 LOWEST_ADDRESS = 1 << 32
 
 
 def signature(t: torch.Tensor) -> tuple:
     """All of a tensor that a plan depends on: shape, strides, dtype, device, alignment, negation.
 
-    Raises AttributeError, RuntimeError or NotImplementedError for what :func:`check_dense` and
-    :func:`refuse_transforms` then say in the caller's words.
+    Raises AttributeError, RuntimeError or NotImplementedError for what is no such tensor;
+    :func:`check_dense` and :func:`refuse_transforms` then say so in the caller's words.
     """
-    # That of fake and zero tensors, which have no memory, is below 0: they must find no real one's
-    # plan. To ask _is_zerotensor() would take another 0.1 us, and say nothing of fake ones.
+    # Fake and zero tensors have no memory. Their alignment is below 0 here, so that they do not
+    # find the plan of a real tensor. _is_zerotensor() would take another 0.1 us, and does not know
+    # fake tensors.
     address = t.data_ptr()
     alignment = address & 15 if address >= LOWEST_ADDRESS else ~address
     return t.shape, t.stride(), t.dtype, t.get_device(), alignment, t.is_neg()
 
 
 def is_lazy(*tensors: torch.Tensor | None) -> bool:
-    """Whether memory does not hold the values of one: those of a negated view, or of a zero tensor,
-    which autograd makes for gradients that are not defined, and which has no memory."""
+    """Whether the memory of one of these does not hold its values: a lazily negated view, or a zero
+    tensor, which autograd makes for undefined gradients and which has no memory."""
     found = False
     for t in tensors:  # any() over a generator would double the time
         found = found or (t is not None and (t.is_neg() or t._is_zerotensor()))
@@ -38,20 +39,20 @@ def is_lazy(*tensors: torch.Tensor | None) -> bool:
 
 
 def materialised(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of a lazy one, whose memory holds its values."""
+    """The tensor itself, or a copy of a lazy one whose memory holds the values."""
     return t.clone() if t._is_zerotensor() else t.resolve_neg()
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises TypeError for what is neither True nor False: of other values, such as "no", their
-    truth would decide."""
+    """Raises TypeError for what is neither True nor False: other values, such as "no", would count
+    as true or false unexpectedly."""
     if type(value) is not bool:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:
-    """Raises TypeError for what is neither a dense tensor nor None, and for None where ``required``
-    names it."""
+    """Raises TypeError for an argument that is neither a dense tensor nor None, and for None if its
+    name is in ``required``."""
     for name, tensor in tensors.items():
         if tensor is None and name not in required:
             continue
@@ -61,7 +62,8 @@ def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Raises TypeError for a tensor whose memory is not its values, one stride a dimension."""
+    """Raises TypeError for a tensor that is not stored as its values, with a stride for each
+    dimension."""
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
     if not is_dynamo_compiling() and is_uninitialized(tensor):
@@ -73,8 +75,8 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 
 
 def stand_ins(*tensors) -> bool:
-    """Whether one has no memory here but stands for a tensor that has: a fake one outside its mode,
-    a functional one, one with a dispatcher of its own."""
+    """Whether one of these has no memory here but stands for a tensor that has: a fake tensor
+    outside its mode, a functional one, one with a dispatcher of its own."""
     own, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
     for t in tensors:  # any() over a generator would double the time
         if isinstance(t, torch.Tensor) and (type(t).__torch_dispatch__ is not own or functional(t)):
@@ -86,7 +88,7 @@ def refuse_transforms(advice: str, /, **tensors) -> None:
     """Raises RuntimeError for a tensor inside a transform of torch.func.
 
     ``advice`` ends the sentence "... is inside a transform of torch.func (vmap, grad ...), which":
-    whose kernels do not support it, and what to call instead.
+    it says which kernels do not support that, and what to call instead.
     """
     for name, tensor in tensors.items():
         if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -96,8 +98,8 @@ def refuse_transforms(advice: str, /, **tensors) -> None:
 
 
 def is_wrapped(value) -> bool:
-    """Whether it is a tensor inside of a transform of torch.func, or one that ``is_grads_batched``
-    made."""
+    """Whether this is a tensor inside of a transform of torch.func, or one that
+    ``is_grads_batched`` made."""
     functorch = torch._C._functorch
     return isinstance(value, torch.Tensor) and (
         functorch.is_functorch_wrapped_tensor(value) or functorch.is_legacy_batchedtensor(value)
@@ -149,7 +151,8 @@ def check_memory(out: torch.Tensor) -> None:
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:
-    """Exact for views made by slicing, transposing and expanding; others may be refused wrongly."""
+    """Whether two elements of a tensor share memory. Exact for views made by slicing, transposing
+    and expanding; for others the answer may wrongly be True."""
     dims = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
     reach = 0
     for stride, size in dims:
@@ -160,7 +163,7 @@ def overlaps_itself(t: torch.Tensor) -> bool:
 
 
 def span(t: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element."""
+    """Bytes from the beginning of the first element to the end of the last."""
     if t.numel() == 0:
         return 0
     last = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
@@ -168,7 +171,8 @@ def span(t: torch.Tensor) -> int:
 
 
 def ranges_meet(out_address: int, out_span: int, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether out's range of memory meets one of ``ranges``: an input's address and span."""
+    """Whether the range of memory of ``out`` meets one of ``ranges``, each the address and span of
+    an input."""
     end, met = out_address + out_span, False
     for address, length in ranges:  # any() over a generator would double the time
         met = met or (out_address < address + length and address < end)
@@ -177,7 +181,7 @@ def ranges_meet(out_address: int, out_span: int, ranges: Iterable[tuple[int, int
 
 def refuse_overlap(out: torch.Tensor, /, **inputs: torch.Tensor) -> None:
     """Raises ValueError when ``out`` shares memory with an input."""
-    if out.is_meta:  # all of which begin at 0
+    if out.is_meta:  # all meta tensors begin at 0
         return
     for name, tensor in inputs.items():
         if tensor.numel() and out.numel() and _share_memory(tensor, out):
@@ -185,9 +189,9 @@ def refuse_overlap(out: torch.Tensor, /, **inputs: torch.Tensor) -> None:
 
 
 def refuse_any_overlap(out, /, **given) -> None:
-    """:func:`refuse_overlap` of arguments as a call was given them, ahead of copies of which what
-    follows would see alone. What is no tensor, and what has no memory here, is passed over. Cheap
-    where no storage reaches ``out``."""
+    """:func:`refuse_overlap` for arguments as the caller gave them, before they are copied: later
+    checks would only see the copies. Values that are no tensors, or have no memory here, are
+    ignored. Cheap where no argument is near ``out``."""
     if out is None or is_dynamo_compiling():
         return
     try:
@@ -208,15 +212,16 @@ def refuse_any_overlap(out, /, **given) -> None:
 
 
 def refuse_partial_overlap(out, /, **given) -> None:
-    """:func:`refuse_any_overlap` of arguments each of which may be ``out`` itself."""
+    """:func:`refuse_any_overlap` for arguments each of which may be ``out`` itself."""
     if out is not None and not is_dynamo_compiling():
         others = {name: value for name, value in given.items() if not is_itself(value, out)}
         refuse_any_overlap(out, **others)
 
 
 def is_itself(value, out: torch.Tensor) -> bool:
-    """Whether a value is a tensor that broadcasts to ``out`` and has each element where ``out`` has
-    it: who reads one and then writes it meets no other's."""
+    """Whether a value is a tensor that broadcasts to ``out`` and has each element at the address
+    where ``out`` has it: then a thread that reads an element and writes it disturbs no other
+    thread."""
     if not isinstance(value, torch.Tensor) or value.dim() > out.dim() or value.dtype != out.dtype:
         return False
     try:
@@ -225,15 +230,16 @@ def is_itself(value, out: torch.Tensor) -> bool:
         behind = out.dim() - value.dim()
         sizes, strides = (1,) * behind + value.shape, (0,) * behind + value.stride()
     except (AttributeError, RuntimeError, NotImplementedError):
-        return False  # of no memory
+        return False  # it has no memory
     ours = zip(sizes, strides, strict=True)
     theirs = zip(out.shape, out.stride(), strict=True)
     return all(n == 1 or own == (n, step) for own, (n, step) in zip(ours, theirs, strict=True))
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two views share an element: by their ranges, by their columns where both step over
-    the same rows, else marked one by one on the host, else assumed."""
+    """Whether two views share an element. That is told by their ranges of memory; by their columns,
+    if both step over the same rows; else by marking each element on the host; and where that would
+    take too much memory, it is assumed."""
     if not ranges_meet(y.data_ptr(), span(y), [(x.data_ptr(), span(x))]):
         return False
     if _in_other_columns(x, y):
@@ -256,7 +262,8 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _in_other_columns(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether both are (rows, columns) of one pitch, and take columns that do not meet."""
+    """Whether both are matrices with the same distance from row to row, whose columns do not
+    meet."""
     if x.dim() != 2 or y.dim() != 2 or x.stride(0) != y.stride(0):
         return False
     pitch = x.stride(0) * x.element_size()

@@ -1,4 +1,4 @@
-"""Launches of a product whose result nobody reads: for tuning alone."""
+"""Launches of a product whose result is not used: for tuning alone."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from collections.abc import Callable
 
 from kernlib.descriptors.epilogues import Product
 from kernlib.runtime.arguments import parameters_of
-from kernlib.runtime.products import ProductPlan
+from kernlib.runtime.products import ProductPlan, summands_of
 
 
 def trial(
     plan: ProductPlan, descriptor: Product, operands: tuple, parameters: dict, scratch: Callable
 ) -> Callable[[], None]:
-    """Launch the kernels of a product into what ``scratch()`` gives, an output and the workspace,
-    and return what launches them again."""
+    """Launch the kernels of a product into the output and the workspace that ``scratch()`` returns,
+    and return a function that launches them again."""
     vectors, numbers, converted = parameters_of(plan, descriptor, parameters)
-    beside = [
-        parameters[name] if shape is None else parameters[name].expand(shape).contiguous()
-        for name, shape in plan.summands
-    ]
+    beside = summands_of(plan, parameters)
     addresses, kept = plan.place(operands)
     out, workspace = scratch()
     pointers = [t.data_ptr() for t in (out, *vectors, *beside)]

@@ -1,5 +1,5 @@
-"""What is done with Kronecker products before anybody makes them: which kernels they use, and their
-plans with those loaded."""
+"""Preparing, compiling and tuning of Kronecker products: which kernels a call uses, and its plan
+with these loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kernlib.runtime.products import Call
 
 
 def _request(descriptor: KroneckerProduct, tensors: tuple, arguments: dict) -> Request:
-    """A call as autocast would have it, its vector as a matrix."""
+    """The request of a call, cast by autocast, and with a vector as a matrix."""
     rest = dict(arguments)
     out = rest.pop("out", None)
     check_names(descriptor, rest)
@@ -49,7 +49,7 @@ def prepare(descriptor: KroneckerProduct, *tensors, **arguments) -> None:
     device = request.operands[0].get_device()
     lowerings = _lowerings(request, call, arch_of(device), device)[1:]
     with torch.no_grad():
-        if plan.compute is not None:  # once: a capture may not load cuBLAS
+        if plan.compute is not None:  # run it once, as cuBLAS must not be loaded during a capture
             calls.launch(plan, *request.fused(parts)._replace(out=None))
         for lower in lowerings:
             lowered = lower(model(device).multiprocessors)
@@ -61,8 +61,8 @@ def prepare(descriptor: KroneckerProduct, *tensors, **arguments) -> None:
 
 
 def prepared(descriptor: KroneckerProduct, *tensors, **arguments) -> bool:
-    """Whether the plan of a call is there, so that it needs nothing but its launches, or torch
-    computes it. One whose gradient would be recorded is never: its kernels are looked for each
+    """Whether nothing is left to prepare: the plan of the call is there, or torch computes it.
+    Always False for a call whose gradient would be recorded: its kernels are looked for each
     time."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
@@ -100,8 +100,9 @@ def specs(
 def _lowerings(
     request: Request, call: Call, arch: str, device: int | None
 ) -> list[Callable[[int], Lowered | None]]:
-    """The launches of a call, for a number of multiprocessors, None for torch; with a gradient
-    recorded those of all gradients by kernels too, of a contiguous gradient of the result."""
+    """Functions that return launches for a number of multiprocessors, or None if torch computes
+    them: first those of the call. Where a gradient is recorded, those of all gradients that kernels
+    compute follow, for a contiguous gradient of the result."""
     fused = request.fused(parts)
     descriptor, operands = fused.descriptor, fused.operands
 

@@ -1,7 +1,8 @@
-"""Gradients of a product, by x and by all factors at once, without a record of them: one operation
-with plans of its own.
+"""Gradients of a product by x and by all factors at once, which are not themselves recorded: an
+operation with plans of its own.
 
-What kernels do not take is computed as ``apart`` of :mod:`.gradients` does.
+What kernels do not take is computed by the function ``apart`` of
+:mod:`kernlib.families.kronecker_product.gradients`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ class Plan(NamedTuple):
     index: int  # of the device
     place: Callable  # of gradient and operands: their addresses, and what to keep until the launch
     results: tuple[Callable[[], torch.Tensor] | None, ...]  # make new ones: by x, and by factors
-    shapes: tuple[tuple[int, ...] | None, ...]  # that those are summed to, where they are larger
+    shapes: tuple[tuple[int, ...] | None, ...]  # that larger results are summed to, else None
     launch: Callable[..., None]
 
 
 def problem_of(
     descriptor: KroneckerProduct, call: Call, grad: torch.Tensor, operands: tuple, wanted: bool
 ) -> tuple[Gradients, tuple]:
-    """The gradients of a checked call, and the shapes of copies that operands need or None."""
+    """The gradients of a checked call as lowering sees them, and for the incoming gradient and each
+    operand the shape of the copy that is read in its place, or None."""
     problem, copies, apart = plans.problem_of(call, descriptor, operands, grad, {})
     rows, features = problem.columns, problem.in_features
     strides = (1, rows) if problem.inside else (features, 1)
@@ -74,7 +76,7 @@ def _check(descriptor: KroneckerProduct, grad, operands: tuple, needs: tuple) ->
 
 
 def _way(call: Call, descriptor: KroneckerProduct, grad, operands: tuple, needs: tuple) -> str:
-    """Kernels compute on CUDA what they can hold."""
+    """Who computes the gradients: kernels, for what they take on CUDA."""
     if is_wrapped(grad) or PRODUCT.way(call, descriptor, operands, None, {}) == REFERENCE:
         return REFERENCE
     arch = arch_of(operands[0].get_device())
@@ -98,7 +100,7 @@ def _plan(call: Call, descriptor: KroneckerProduct, grad, operands: tuple, needs
     makers = [allocator(shape, call.dtype, x.device) for shape in shapes]
     return Plan(
         device,
-        partial(_place, copies),
+        partial(plans.place, copies),
         tuple(makers) if needs[0] else (None, *makers[1:]),
         tuple(
             tuple(t.shape) if tuple(t.shape) != shape else None
@@ -106,15 +108,6 @@ def _plan(call: Call, descriptor: KroneckerProduct, grad, operands: tuple, needs
         ),
         launcher(steps, inner, x.device, lowered.workspace),
     )
-
-
-def _place(copies: tuple, tensors: tuple) -> tuple[list[int], list]:
-    """Addresses where tensors are copied to a shape, if one is given, and the tensors."""
-    read = [
-        t if shape is None else t.expand(shape).contiguous()
-        for t, shape in zip(tensors, copies, strict=True)
-    ]
-    return [t.data_ptr() for t in read], read
 
 
 def _launch(plan: Plan, descriptor, grad, operands: tuple, needs: tuple) -> list:
@@ -125,7 +118,7 @@ def _launch(plan: Plan, descriptor, grad, operands: tuple, needs: tuple) -> list
     made = [None if new is None else new() for new in plan.results]
     addresses += [t.data_ptr() for t in made if t is not None]
     plan.launch(addresses)
-    del kept  # the stream orders the reuse of its memory behind the launch
+    del kept  # its memory is reused on the same stream, so behind the launch
     return [
         t if shape is None or t is None else t.sum_to_size(shape)
         for t, shape in zip(made, plan.shapes, strict=True)

@@ -24,7 +24,7 @@ from kernlib.runtime.operation import REFERENCE
 from kernlib.runtime.products import Call
 from kernlib.runtime.trials import trial
 
-LEAST_WORKSPACE = 1 << 30  # bytes that any candidate may take
+LEAST_WORKSPACE = 1 << 30  # bytes of workspace that a candidate may always take
 
 
 def candidates(request: Request) -> Candidates:
@@ -44,7 +44,7 @@ def candidates(request: Request) -> Candidates:
     count = model(device).multiprocessors
     made = choose.candidates(fused.descriptor.epilogue, problem, arch_of(device), count)
     made = [each for each in made if each[1].workspace <= _most_workspace(problem)] or made
-    # One of each for all candidates, which run one after the other.
+    # One workspace and one output for all candidates, which run one after the other.
     most = max(lowered.workspace for _, lowered in made)
     room = cache(allocator((max(most, 1),), torch.uint8, call.device))
     scratch = cache(partial(scratch_for, fused, call))
@@ -59,15 +59,15 @@ def candidates(request: Request) -> Candidates:
 
 
 def _most_workspace(problem: Problem) -> int:
-    """Bytes that a kernel may take beside x and result, if it is to be a candidate: as many as
-    these."""
+    """The largest workspace of a candidate, in bytes: that of x and result together, or
+    LEAST_WORKSPACE."""
     features = problem.in_features + problem.out_features
     item = DTYPES[problem.dtype].bytes
     return max(LEAST_WORKSPACE, problem.batch * problem.columns * features * item)
 
 
 def scratch_for(request: Request, call: Call) -> torch.Tensor:
-    """An output like the caller's for nobody to read."""
+    """An output with the strides of the caller's, which nobody reads."""
     out = request.out
     if out is None or plans.problem_of(call, *request)[2]:
         return request.operands[0].new_empty(call.out_shape)
@@ -77,6 +77,6 @@ def scratch_for(request: Request, call: Call) -> torch.Tensor:
 def _ready(
     request: Request, call: Call, lowered: Lowered, copies: tuple, scratch: Callable
 ) -> Callable[[], None]:
-    """Launch the kernels of a call, and return what launches them again."""
+    """Launch the kernels of a call, and return a function that launches them again."""
     plan = plans.loaded_plan(call, request, lowered, copies, False)
     return trial(plan, *request[:2], request.parameters, scratch)

@@ -53,8 +53,8 @@ def check_call(descriptor: KroneckerProduct, operands: tuple, out, parameters: d
 def as_matrix(
     descriptor: KroneckerProduct, operands: tuple, out, parameters: dict
 ) -> tuple[tuple, torch.Tensor | None, dict]:
-    """Operands with a vector x as one row or column, what of ``out`` is written for it, and the
-    parameters for that. Raises as :func:`check_call` does."""
+    """Operands with a vector x as one row or column, ``out`` as a matrix of the same kind, and the
+    parameters for that. Raises what :func:`check_call` raises."""
     check_kinds(descriptor, operands)
     other = -3 - descriptor.axis  # the dimension that the vector lacks
     operands = operands[0].unsqueeze(other), *operands[1:]
@@ -74,8 +74,8 @@ def as_matrix(
 
 
 def check_operands(descriptor: KroneckerProduct, operands: tuple) -> tuple[int, ...]:
-    """The output's shape, of an x with two dimensions or more. Raises ValueError and TypeError;
-    sizes may be symbols."""
+    """The output's shape, for an x with two dimensions or more. Sizes may be symbols. Raises
+    ValueError and TypeError."""
     x, *factors = operands
     axis, features = descriptor.axis, descriptor.in_features
     if x.dim() < 2 or x.shape[axis] != features:

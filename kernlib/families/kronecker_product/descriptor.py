@@ -11,7 +11,7 @@ from kernlib.descriptors.base import check_precision, explained, render, shown
 from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 
 SIDES = ("right", "left")  # of x, where the factors stand
-MOST = 2**60  # features: an address has 64 bits, and a float64 8 bytes
+MOST = 2**60  # features, as many as float64 tensors of 2**63 bytes have
 
 
 @explained
@@ -91,6 +91,7 @@ class KroneckerProduct(Product):
 
     @property
     def operands(self) -> tuple[str, ...]:
+        """x, and a name for each factor."""
         return "x", *(f"factor{index}" for index in range(1, len(self.shapes) + 1))
 
     @property
@@ -101,12 +102,12 @@ class KroneckerProduct(Product):
 
     @property
     def in_features(self) -> int:
-        """The product of all rows, on the left of x of all columns."""
+        """The product of all rows; with the factors on the left, of all columns."""
         return math.prod([shape[self.side == "left"] for shape in self.shapes])
 
     @property
     def out_features(self) -> int:
-        """The product of all columns, on the left of x of all rows."""
+        """The product of all columns; with the factors on the left, of all rows."""
         return math.prod([shape[self.side == "right"] for shape in self.shapes])
 
     @property
@@ -115,6 +116,7 @@ class KroneckerProduct(Product):
         return -1 if self.side == "right" else -2
 
     def describe(self) -> str:
+        """One line for people."""
         parts = ["x".join(map(str, shape)) for shape in self.shapes]
         parts += ["left"] * (self.side == "left")
         parts += [str(epilogue) for epilogue in self.epilogue]

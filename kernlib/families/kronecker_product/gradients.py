@@ -1,9 +1,9 @@
 """Gradients of Kronecker products in eager calls on GPUs.
 
 The gradient by x of ``y = x (F1 ⊗ ... ⊗ FN)`` is a product with the transposed factors, by the same
-kernels. Where those of factors are asked for, kernels of their own compute them with it, of what
-is made again of x: nothing but x and the factors is kept between forward and backward. Gradients of
-gradients are torch's, as are those of factors that kernels do not hold.
+kernels. Where gradients by factors are asked for, other kernels compute these and the one by x.
+They compute what they need from x again: nothing but x and the factors is kept between forward and
+backward. Torch computes gradients of gradients, and gradients by factors that kernels do not hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, re
 
 @lru_cache(maxsize=1024)
 def parts(descriptor: KroneckerProduct) -> Parts:
-    """What a call with a gradient consists of."""
+    """The parts of a call whose gradient is recorded."""
     made = descriptor.replace(epilogue=(Bias(),) if is_biased(descriptor) else ())
     return autograd.parts(descriptor, made, descriptor.axis)
 
@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
 
 
 def _gradients(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple, needs: list):
-    """Those of x and of the factors, None where there is no need."""
+    """The gradients by x and by the factors; None for those that are not needed."""
     if is_watched(grad) or torch.is_grad_enabled():
         return _by_torch(descriptor, grad, operands, needs)
     if not any(needs[1:]):
@@ -72,8 +72,8 @@ def _gradients(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple
 
 
 def apart(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple, needs: tuple) -> list:
-    """The gradients that are needed, None for others: by x the product that it is, by factors
-    torch's."""
+    """The gradients that are needed, None for others: the one by x by the product that it is, those
+    by factors by torch."""
     found = _by_torch(descriptor, grad, operands, [False, *needs[1:]])
     if needs[0]:
         x, *factors = operands
@@ -91,7 +91,7 @@ def _by_torch(descriptor: KroneckerProduct, grad, operands: tuple, needs: list) 
     recorded = torch.is_grad_enabled()
     pairs = list(zip(operands, needs, strict=True))
     with torch.enable_grad():
-        if recorded:  # aliases, lest two of the arguments be one tensor
+        if recorded:  # by aliases, as two of the arguments may be the same tensor
             own = [t.view_as(t) if need else t for t, need in pairs]
         else:
             own = [t.detach().requires_grad_(need) for t, need in pairs]

@@ -35,7 +35,7 @@ from kernlib.runtime.tensors import (
     stand_ins,
 )
 
-# What kernels make of a product: alpha times it, and beta times y added to that.
+# The epilogues by which kernels compute alpha times a product, and add beta times y to that.
 SCALED = (Scale("alpha"),)
 ADDED = (*SCALED, Add())
 
@@ -110,7 +110,7 @@ def _product(x, factors, side: str, precision: str | None, debug: bool, out) -> 
         return run_kernel(descriptor, x, *factors, out=out, debug=debug)
     if debug is not False:
         check_flag("debug", debug)
-    # Which makes the descriptor where it knows sizes that are symbols here.
+    # The operator makes the descriptor, as it knows the sizes, which may be symbols here.
     made = front.kronecker_product_operators.product(side, precision, debug, x, *factors)
     return _written(made, out)
 
@@ -144,7 +144,7 @@ def _with(made: torch.Tensor, alpha, beta, y: torch.Tensor | None) -> torch.Tens
 
 def _number(name: str, value) -> float | None:
     """A number that a call may be scaled by, None for a tensor. Raises ValueError and TypeError."""
-    if type(value) is float and value == value:  # what nothing need be asked of
+    if type(value) is float and value == value:  # the common case needs no checks
         return value
     number = host_value(name, value, 0)
     if number is not None:

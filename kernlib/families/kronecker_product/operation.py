@@ -20,10 +20,10 @@ _run_matrix = front_door(PRODUCT, calls, _recorded)
 
 
 def run(descriptor: KroneckerProduct, *operands, out=None, **parameters) -> torch.Tensor:
-    """A call of :func:`kernlib.run_kernel`; a vector is one row or column."""
+    """A call of :func:`kernlib.run_kernel`. An x of one dimension counts as one row, or column."""
     try:
         is_vector = operands[0].dim() == 1
-    except (IndexError, AttributeError, ValueError):  # of no dense tensor, as the checks will say
+    except (IndexError, AttributeError, ValueError):  # x is no dense tensor: the checks will say so
         is_vector = False
     if not is_vector:
         return _run_matrix(descriptor, *operands, out=out, **parameters)

@@ -1,5 +1,5 @@
-"""Plans of Kronecker products: the problem that lowering sees, and its kernels, loaded; or, where
-torch is faster, its batched products, a factor at a time."""
+"""Plans of Kronecker products: the problem that lowering sees, and its loaded kernels; or, where
+torch is faster, torch's batched products, a factor at a time."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) ->
 def loaded_plan(
     call: Call, request: tuple, lowered: Lowered | None, copies: tuple, apart: bool
 ) -> ProductPlan:
-    """The plan of a call by given kernels, which it loads; None for an empty result."""
+    """The plan of a call by these kernels, which it loads. ``lowered`` is None for an empty
+    result."""
     operands = request[1]
     names = ("x", *(f"factor{index}" for index in range(len(operands) - 1)))
     copies, beside = copies[: len(operands)], copies[len(operands) :]
-    place = partial(_place, copies) if any(copies) else _place_as_given
-    return make_plan(operands, call, request, place, names, lowered, apart, copies=beside)
+    placed = partial(place, copies) if any(copies) else _place_as_given
+    return make_plan(operands, call, request, placed, names, lowered, apart, copies=beside)
 
 
 def signature(problem: Problem) -> bytes:
-    """What calls share that the same kernels are fastest for."""
-    if problem.batch == 1:  # whose stride is anything
+    """The bytes under which the fastest kernels are kept, equal for calls of the same speed."""
+    if problem.batch == 1:  # then the stride from batch to batch does not count
         problem = problem._replace(x=problem.x._replace(batch=0), out=problem.out._replace(batch=0))
     return encode((FAMILY, problem))
 
@@ -59,8 +60,8 @@ def signature(problem: Problem) -> bytes:
 def lower(
     descriptor: KroneckerProduct, problem: Problem, device: int, copied: bool
 ) -> Lowered | None:
-    """The kernels of a problem on a device: the tuned ones, else by rule; None for torch, whose
-    result is ``copied`` into an ``out``."""
+    """The kernels of a problem on a device: the tuned ones, or those by rule. None if torch
+    computes it. ``copied`` says whether torch's result must be copied into an ``out``."""
     gpu = model(device)
     tuned = tuning.choice(FAMILY, gpu, signature(problem))
     passes = torch_passes(descriptor, problem, copied)
@@ -69,23 +70,23 @@ def lower(
 
 
 def is_copied(descriptor: KroneckerProduct, out: torch.Tensor | None) -> bool:
-    """Whether a given ``out`` is not where torch's last product can be written."""
+    """Whether there is an ``out`` into which torch's last product cannot write."""
     return out is not None and (bool(descriptor.epilogue) or not out.is_contiguous())
 
 
 def torch_passes(descriptor: KroneckerProduct, problem: Problem, copied: bool) -> int | None:
-    """The passes over the result that torch would make behind its products; None where it must not
-    compute them: half types, whose sums of one factor may be more than they hold, and float32 where
-    torch's products may be in TF32."""
+    """How many passes over the result torch would make after its products. None where torch must
+    not compute the call: for half types, since the result of one factor may exceed their range, and
+    for float32 where torch's products may be in TF32."""
     exact = problem.dtype == "float64"
     if problem.dtype == "float32":
         exact = problem.precision == "fp32" == float32_precision()
     return by_torch.passes_of(descriptor.epilogue) + copied if exact else None
 
 
-def takes(call: Call, descriptor: KroneckerProduct, operands: tuple, out) -> bool:
-    """Whether kernels compute a checked call on CUDA tensors: a block's shared memory holds its
-    factors, and a grid its batch. Raises UnsupportedError for GPUs that are too old."""
+def takes(call: Call, descriptor: KroneckerProduct, operands: tuple) -> bool:
+    """Whether kernels compute a checked call on CUDA tensors: a block's shared memory must hold
+    each of its factors. Raises UnsupportedError for GPUs that are too old."""
     arch = arch_of(operands[0].get_device())
     return choose.takes(descriptor.shapes, DTYPE_NAMES[call.dtype], arch)
 
@@ -108,10 +109,10 @@ def by_products(
     parameters: dict,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A product of this ``shape`` by torch's products, and its epilogue behind them. A contiguous
-    ``out`` is written where there is none. ``parameters``
-    are numbers and tensors on the device. The products are those of ``reference.multiply``, from
-    the right alone and with all sizes known, which takes half the time of the host."""
+    """A result of this ``shape`` by torch's products ``made``, with the epilogue behind them.
+    Without an epilogue a contiguous ``out`` is written directly. ``parameters`` are numbers and
+    tensors on the device. The products are those of ``reference.multiply`` with the factors on the
+    right. All sizes are known here, which halves the time on the host."""
     y, *factors = operands
     if events.listening():
         said = f"{FAMILY} on {y.device}: no kernel, computed by torch"
@@ -163,8 +164,9 @@ def _place_as_given(operands: tuple) -> tuple[list[int], None]:
     return [t.data_ptr() for t in operands], None
 
 
-def _place(copies: tuple, operands: tuple) -> tuple[list[int], list]:
-    """Addresses where operands are copied to a shape, if one is given, and the operands."""
+def place(copies: tuple, operands: tuple) -> tuple[list[int], list]:
+    """The addresses of tensors, and the tensors. One with a shape in ``copies`` is expanded and
+    copied to that shape first."""
     read = [
         t if shape is None else t.expand(shape).contiguous()
         for t, shape in zip(operands, copies, strict=True)
@@ -175,8 +177,8 @@ def _place(copies: tuple, operands: tuple) -> tuple[list[int], list]:
 def problem_of(
     call: Call, descriptor: KroneckerProduct, operands: tuple, out, parameters: dict
 ) -> tuple[Problem, tuple, bool]:
-    """The problem of a checked call, the shapes of copies that operands and then summands need or
-    None, and whether a given ``out`` is written by a copy."""
+    """The problem of a checked call; for each operand and then each summand the shape of the copy
+    that is read in its place, or None; and whether a given ``out`` is written by a copy."""
     x, *factors = operands
     lead, inside = call.out_shape[:-2], descriptor.side == "left"
     rows = x.shape[-3 - descriptor.axis]
@@ -212,7 +214,7 @@ def problem_of(
 
 
 def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
-    """As lowering knows it: "bf16" permits "tf32" too, which is what the kernels make of it."""
+    """The precision as lowering knows it, "fp32" or "tf32". "bf16" is computed as "tf32"."""
     if dtype is not torch.float32:
         return "fp32"
     return "fp32" if (permitted or float32_precision()) == "fp32" else "tf32"
@@ -224,9 +226,9 @@ def _contiguous(columns: int, features: int, inside: bool) -> Layout:
 
 
 def _seen(t: torch.Tensor, shape: tuple, lead: tuple, inside: bool) -> tuple[Layout, tuple | None]:
-    """The layout of x, out or a summand, expanded to a shape, with a batch ``lead``, the other
-    dimensions in front of the last two being rows, and the shape of a copy if its memory has no
-    such strides."""
+    """The layout of x, out or a summand, expanded to ``shape``. Its batch has the dimensions
+    ``lead``; other dimensions in front of the last two count as rows. If the memory has no such
+    strides, also the shape of a copy that has, else None."""
     batch, strides = shape[:-2], t.expand(shape).stride()
     alignment = address_of(t) & 15 or 16
     if inside:
@@ -247,7 +249,8 @@ def _seen(t: torch.Tensor, shape: tuple, lead: tuple, inside: bool) -> tuple[Lay
 def _factor(
     t: torch.Tensor, turned: bool, size: tuple[int, int], lead: tuple
 ) -> tuple[Factor, tuple | None]:
-    """A factor as it multiplies, ``turned`` if its tensor is the transpose of that."""
+    """A factor as it multiplies, and the shape of a copy if one is needed, else None. ``turned``
+    says that the tensor is the transpose of the factor."""
     shape = (*lead, *t.shape[-2:])
     strides = t.expand(shape).stride() if lead else t.stride()
     outer = folded(lead, strides[: len(lead)]) if lead else 0

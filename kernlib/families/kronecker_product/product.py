@@ -1,8 +1,8 @@
 """The primitive of the family: products as they are given, without autocast and without a record of
 gradients.
 
-CPU tensors, factors too large for a kernel's shared memory, batches too large for a grid and calls
-inside transforms of torch.func are computed by the reference.
+CPU tensors, factors too large for a kernel's shared memory, and calls inside transforms of
+torch.func are computed by the reference.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kernlib.runtime.tensors import check_dense, is_wrapped, signature
 
 
 def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -> tuple | None:
-    """All that a plan depends on: after the descriptor the precision of torch's own products, which
-    a plan may be of, whatever the descriptor permits; then shapes, strides, dtypes, device,
+    """All that a plan depends on: the descriptor; the precision of torch's own products, by which a
+    plan may compute whatever the descriptor permits; then shapes, strides, dtypes, device,
     alignment and kinds of numbers. None where there can be no plan."""
     try:
         key = (descriptor.text, float32_precision())
@@ -38,13 +38,14 @@ def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -
 
 
 def way(call: products.Call, descriptor, operands: tuple, out, parameters: dict) -> str:
-    """Kernels compute on CUDA what they can hold, torch all else and what is inside a transform of
-    torch.func. Raises UnsupportedError for devices that have no backend."""
+    """Who computes a call. Kernels compute what they take on CUDA; torch computes all else, and
+    what is inside a transform of torch.func. Raises UnsupportedError for devices that have no
+    backend."""
     if not products.is_on_gpu(call.device):
         return REFERENCE
     if any(map(is_wrapped, (*operands, out, *parameters.values()))):
         return REFERENCE
-    return KERNELS if plans.takes(call, descriptor, operands, out) else REFERENCE
+    return KERNELS if plans.takes(call, descriptor, operands) else REFERENCE
 
 
 def _reference(descriptor: KroneckerProduct, operands: tuple, parameters: dict) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Products with Kronecker products in PyTorch: one batched product of matrices a factor, on views
-of strides, differentiable as often as is asked for."""
+"""Products with Kronecker products in PyTorch: one batched product of matrices for each factor, on
+reshaped views, differentiable to any order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.shapes import broadcast_shapes
 
-# Neighbours are made one factor up to this size: 1000 rows and six factors (4, 4) in float32 take
-# 4.7 ms of two cores so, and 19 one by one. Up to 64 they take 8.6.
+# Rows and columns up to which neighbours are multiplied into one factor. With this limit 1000 rows
+# and six factors (4, 4) in float32 take 4.7 ms on two cores, one by one 19, and with a limit of 64
+# 8.6.
 MERGED = 16
 
 
@@ -38,8 +39,8 @@ def kronecker_product(
 
 
 def multiply(x: torch.Tensor, factors: list[torch.Tensor], axis: int) -> torch.Tensor:
-    """``x (F1 ⊗ ... ⊗ FN)`` along a dimension of x, -1 or -2. The factor that shortens rows most,
-    or lengthens them least, comes first."""
+    """``x (F1 ⊗ ... ⊗ FN)`` along the dimension ``axis`` of x, -1 or -2. The factor that shortens
+    rows most, or lengthens them least, is applied first."""
     batch = broadcast_shapes(x.shape[:-2], *(f.shape[:-2] for f in factors))
     rows, after = x.shape[-3 - axis], 1 if axis == -1 else x.shape[-1]
     before, lead = (rows if axis == -1 else 1), batch
@@ -58,7 +59,7 @@ def multiply(x: torch.Tensor, factors: list[torch.Tensor], axis: int) -> torch.T
 
 
 def merged(factors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same product by fewer factors: neighbours of small sizes as the one that they make."""
+    """Fewer factors with the same product: small neighbours are multiplied into one."""
     made = [factors[0]]
     for factor in factors[1:]:
         sizes = [p * q for p, q in zip(made[-1].shape[-2:], factor.shape[-2:], strict=True)]
@@ -70,7 +71,7 @@ def merged(factors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def kron(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The Kronecker product of two matrices, or of each two of broadcast batches."""
+    """The Kronecker product of two matrices, or of the pairs of two batches, which broadcast."""
     made = a[..., :, None, :, None] * b[..., None, :, None, :]
     rows, columns = a.shape[-2] * b.shape[-2], a.shape[-1] * b.shape[-1]
     return made.reshape(*made.shape[:-4], rows, columns)
@@ -87,13 +88,14 @@ def _along(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def _growth(factor: torch.Tensor) -> float:
-    """What decides of two factors' order: with sizes (P, Q), ``1 / P - 1 / Q`` is least of the one
-    to apply first, for the fewest operations of both."""
+    """The key by which factors are ordered. With sizes (P, Q) it is ``1 / P - 1 / Q``: of two
+    factors the one with the smaller key comes first, for the fewest operations."""
     return 1 / factor.shape[-2] - 1 / factor.shape[-1]
 
 
 def _arithmetic(descriptor: KroneckerProduct, x: torch.Tensor) -> torch.dtype:
-    """The dtype of the sums: float64 where torch would take float32 in TF32 without leave."""
+    """The dtype of the sums: float64 where torch would compute float32 in TF32 though the
+    descriptor does not permit it."""
     wide = accumulator(x.dtype)
     strict = descriptor.precision == "fp32" or x.dtype != torch.float32
     if wide == torch.float32 and x.device.type == "cuda" and strict:

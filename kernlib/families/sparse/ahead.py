@@ -1,5 +1,5 @@
-"""What is done with products of compressed matrices before anybody makes them: which kernels they
-use, their plans with those loaded, and what tuning times."""
+"""Preparing, compiling and tuning of products with compressed matrices: which kernels a call uses,
+its plan with these loaded, and what tuning times."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import REFERENCE
 from kernlib.runtime.products import Call
 
-MULTIPROCESSORS = 132  # that lowering is told of where no GPU is named; no spec depends on it
+MULTIPROCESSORS = 132  # what lowering is told where no GPU is named; no spec depends on it
 
 
 def _request(descriptor: SparseMatmul, tensors: tuple, arguments: dict) -> Request:
-    """The product of a call, as autocast would have it. Raises TypeError for operands of another
-    kind or number."""
+    """The request of a call, cast by autocast. Raises TypeError for a wrong kind or number of
+    operands."""
     rest = dict(arguments)
     out = rest.pop("out", None)
     checks.check_kinds(descriptor, tensors)
@@ -39,8 +39,9 @@ def _request(descriptor: SparseMatmul, tensors: tuple, arguments: dict) -> Reque
 
 
 def prepare(descriptor: SparseMatmul, *tensors, **arguments) -> None:
-    """Build the plan of a call, compiling and loading its kernels, and load those of its gradient,
-    with the transpose it takes, where one would be recorded; see :func:`kernlib.prepare`."""
+    """Make the plan of a call, with its kernels compiled and loaded. Where a gradient would be
+    recorded, make the matrix's transpose and load the kernels of the gradient too; see
+    :func:`kernlib.prepare`."""
     request = _request(descriptor, tensors, arguments)
     call = request.check(PRODUCT)
     if call.device.type == "meta":
@@ -50,7 +51,7 @@ def prepare(descriptor: SparseMatmul, *tensors, **arguments) -> None:
     w, x = request.operands
     plan = ahead.plan_of(calls, parts, request, call)
     if plan.compute is not None and w.format != "dense" and call.batch:
-        w.to_dense()  # which loads the kernel that lays it out
+        w.to_dense()  # to load the kernel that lays it out
     if request.recorded() and x.requires_grad and call.batch:
         grad = torch.empty(call.out_shape, dtype=call.dtype, device=call.device)
         back = transpose_for(w, grad)
@@ -60,8 +61,8 @@ def prepare(descriptor: SparseMatmul, *tensors, **arguments) -> None:
 
 
 def prepared(descriptor: SparseMatmul, *tensors, **arguments) -> bool:
-    """Whether the plan of a call is there, so that it needs nothing but its launches. One whose
-    gradient would be recorded is never: its kernels are looked for each time."""
+    """Whether the plan of a call is there, so that nothing is left to prepare. Always False for a
+    call whose gradient would be recorded: its kernels are looked for each time."""
     return ahead.prepared(calls, parts, _request(descriptor, tensors, arguments))
 
 
@@ -128,7 +129,8 @@ def candidates(descriptor: SparseMatmul, *tensors, **arguments) -> Candidates:
 
 
 def _trial(request: Request, call: Call):
-    """Launch a call's kernels into an output of its own, and return what does so again."""
+    """Launch a call's kernels into an output of its own, and return a function that does so
+    again."""
     out = request.out
     scratch = request.operands[1].new_empty(call.out_shape)
     if out is not None:

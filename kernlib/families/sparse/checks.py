@@ -39,12 +39,12 @@ def check_kinds(descriptor: SparseMatmul, operands: tuple) -> None:
 
 
 def check_operands(w: SparseMatrix, x: torch.Tensor) -> tuple[int, ...]:
-    """The output's shape. Raises ValueError and TypeError; sizes of x may be symbols."""
+    """The output's shape. Sizes of x may be symbols. Raises ValueError and TypeError."""
     return check_x(w.shape, w.dtype, w.device, x)
 
 
 def check_x(shape: tuple[int, int], dtype: torch.dtype, device, x: torch.Tensor) -> tuple:
-    """The output's shape for a matrix of such shape, dtype and device. Raises ValueError and
+    """The output's shape for x and a matrix of this shape, dtype and device. Raises ValueError and
     TypeError."""
     rows, cols = shape
     if x.dtype not in DTYPES.values():

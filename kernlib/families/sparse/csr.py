@@ -1,4 +1,5 @@
-"""Compressed matrices of CSR's three tensors, which are looked at before they are used."""
+"""Compressed matrices made from the three tensors of CSR, which are checked before they are
+used."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ def from_csr(
     format: str = "auto",
     columns: int = 1,
 ) -> SparseMatrix:
-    """:func:`compress` of a matrix in CSR form: row ``r`` holds ``values[crow[r]:crow[r + 1]]`` in
-    columns ``col[crow[r]:crow[r + 1]]``, which rise within a row. Indices are int32 or int64. The
-    host waits for them, as they are checked before anything is read by them.
+    """:func:`kernlib.sparse.compress` of a matrix in CSR form: row ``r`` holds
+    ``values[crow[r]:crow[r + 1]]`` in the columns ``col[crow[r]:crow[r + 1]]``, which rise within a
+    row. ``values`` (nnz,) are float16, bfloat16 or float32, the indices ``crow`` (R + 1,) and
+    ``col`` (nnz,) int32 or int64. The host waits for the device, since indices are checked before
+    they are used.
 
-    Raises TypeError for what is no dense tensor and a ``shape`` of other than two ints, ValueError
-    for other dtypes, sizes and devices and for indices that are none of such a matrix, and what
-    :func:`compress` raises.
+    Raises TypeError for what is no dense tensor, and for a ``shape`` that is not two ints;
+    ValueError for other dtypes, sizes and devices, and for indices that cannot be those of such a
+    matrix; and what :func:`kernlib.sparse.compress` raises.
     """
     check_dense(("crow", "col", "values"), crow=crow, col=col, values=values)
     rows, cols = _checked_shape(shape)
@@ -70,7 +73,8 @@ def _check_tensors(crow, col, values, rows: int) -> None:
 
 
 def _check_rows(crow: torch.Tensor, counts: torch.Tensor, entries: int) -> None:
-    """Raises ValueError unless rows lie one behind the other. Compared, as differences may wrap."""
+    """Raises ValueError unless rows lie one behind the other. Neighbours are compared with each
+    other, since their differences may overflow."""
     falls = (crow[1:] < crow[:-1]).sum()
     first, last, falls = torch.stack((crow[0], crow[-1], falls)).tolist()
     if first != 0 or last != entries or falls:
@@ -81,7 +85,7 @@ def _check_rows(crow: torch.Tensor, counts: torch.Tensor, entries: int) -> None:
 
 
 def _check_columns(col: torch.Tensor, owner: torch.Tensor, cols: int) -> None:
-    """Raises ValueError unless columns are some of the matrix and rise within each row."""
+    """Raises ValueError unless all columns are within the matrix and rise within each row."""
     outside = ((col < 0) | (col >= cols)).sum()
     falls = ((owner[1:] == owner[:-1]) & (col[1:] <= col[:-1])).sum()
     outside, falls = torch.stack((outside, falls)).tolist()

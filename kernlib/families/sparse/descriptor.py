@@ -21,29 +21,31 @@ class SparseMatmul(Product):
 
     ``epilogue`` is none, one or several of :mod:`kernlib.descriptors.epilogues`, of which
     :class:`kernlib.Bias` adds one value for each row of W. The matrix's size, format and dtype are
-    those of the call. Raises TypeError for an epilogue of another kind. The model is MACKO-SpMV.
+    those of the call's ``w``. Raises TypeError for what is no epilogue. The model is MACKO-SpMV.
 
     ``kernlib.run_kernel(descriptor, w, x, out=None, **parameters)``:
 
-    - ``w``: a :class:`SparseMatrix` (R, C), as :func:`kernlib.sparse.compress` makes.
+    - ``w``: a :class:`kernlib.sparse.SparseMatrix` (R, C), as :func:`kernlib.sparse.compress`
+      makes.
     - ``x`` (..., C) of any strides and any number of leading dimensions, none included, of w's
       dtype and on its device. Autocast casts it, and vectors of the epilogue, to w's dtype.
     - ``out``: (..., R) of any strides, written in place; without it a new contiguous tensor.
     - One argument for each parameter of the epilogue: ``bias`` a tensor (R,), scalars as real
       numbers or tensors of shape () that stay on the device and are not looked at there.
 
-    On a GPU up to 16 vectors, and up to 32 of "bitmap", are multiplied by the format's own kernels,
-    which read the matrix once for 16; more of them, and matrices in the dense format, by cuBLAS, on
-    a matrix that is laid out for the call: then epilogues other than a bias follow on the rounded
-    product.
+    On a GPU up to 16 vectors ("bitmap": up to 32) are multiplied by the format's own kernels, which
+    read the matrix once for 16 vectors. cuBLAS multiplies more vectors, and matrices in the dense
+    format; for that the matrix is laid out densely at each call. Epilogues other than a bias are
+    then applied to the rounded product.
 
     Infinite and NaN entries of x: formats "bitmap" and "dense", and whatever cuBLAS or the CPU
-    computes, multiply them by zeros as well, which gives NaN; "u8", "u4", "u2" and "macko"
-    skip entries that are not stored. What lies behind x in memory never matters.
+    computes, multiply them by zeros as well, which gives NaN. "u8", "u4", "u2" and "macko" skip
+    entries that are not stored. What lies behind x in memory never matters.
 
-    Gradients of x and of the epilogue's parameters are recorded, those of x by the matrix's
-    transpose, and those of the gradients; then an activation is not fused with the product but
-    applied to its rounded result, so that the gradient is exact. The matrix is a constant.
+    Gradients of x and of the epilogue's parameters are recorded, and those of the gradients. The
+    gradient of x uses the matrix's transpose. When a gradient is recorded, an activation is not
+    fused with the product but applied to its rounded result, so that the gradient is exact. The
+    matrix is a constant.
 
     A call raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.
@@ -63,7 +65,9 @@ class SparseMatmul(Product):
 
     @property
     def operands(self) -> tuple[str, ...]:
+        """The names of the matrix and of x."""
         return "w", "x"
 
     def describe(self) -> str:
+        """One line for people."""
         return f"SparseMatmul({', '.join(str(epilogue) for epilogue in self.epilogue)})"

@@ -1,8 +1,8 @@
-"""Matrices of tensors that others have put in the place of those that a matrix was made of.
+"""Matrices made from other tensors than those that a matrix was first made of.
 
-``torch.func.functional_call`` and programs that were recorded pass any tensors with a layout, and
-``.data`` moves them. Kernels take the layout's word for sizes and for where memory ends, so such
-tensors are checked, which waits for the device: once, as a mark on them says afterwards.
+``torch.func.functional_call`` and recorded programs may pass any tensors with a layout, and
+``.data`` may move them. Kernels rely on the layout for sizes and for the end of memory. So such
+tensors are checked, which waits for the device. They are then marked, so that this happens once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kernlib.families.sparse.tensors import LIVE, MARK, PLACES, next_mark, place
 
 
 def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
-    """The matrix of format, shape and dtype of a layout whose tensors these are, in order, with the
-    facts that are theirs: the very one whose tensors or memory they are, if that is there. Tensors
-    that kernels cannot read where they are get copied.
+    """The matrix of a layout's format, shape and dtype with these tensors, in order. Its facts are
+    found in the tensors. If a matrix exists whose tensors or memory they are, it is that one.
+    Tensors that kernels cannot read in place are copied.
 
     Raises ValueError that names what is wrong, CaptureError for tensors that have not been checked
     while a CUDA graph is captured.
@@ -55,7 +55,7 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
 
 
 def _known(tensors: Sequence[torch.Tensor]) -> str | None:
-    """The layout of tensors that were checked together."""
+    """The layout of tensors that were checked together and not changed since; None for others."""
     marks = [getattr(t, MARK, None) for t in tensors]
     first = marks[0]
     if first is None:
@@ -74,7 +74,8 @@ def _are(own: tuple[torch.Tensor, ...], tensors: Sequence[torch.Tensor]) -> bool
 
 
 def _share(w: SparseMatrix, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are the memory of a matrix's own, which is there as long as that is."""
+    """Whether tensors share all of the memory of a matrix's own, which lives as long as the
+    matrix."""
     return len(tensors) == len(w.operands) and all(
         t.data_ptr() == own.data_ptr()
         and (t.shape, t.dtype, t.device) == (own.shape, own.dtype, own.device)
@@ -84,7 +85,7 @@ def _share(w: SparseMatrix, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _mark(tensors: Sequence[torch.Tensor], layout: str) -> None:
-    """Remember tensors as they are now; not those whose writes torch does not count."""
+    """Mark tensors as they are now, unless torch does not count writes to them."""
     if not any(t.is_inference() for t in tensors):
         number = next_mark()
         for t in tensors:

@@ -1,10 +1,10 @@
-"""Gradients of products with compressed matrices: their formulas, stated here alone, and eager
-calls that record them.
+"""Gradients of products with compressed matrices: their formulas, which are stated only here, and
+eager calls that record them.
 
-The gradient of ``W x`` with respect to x is ``W^T grad``, of which that with respect to grad is
-``W`` times it again, to any order. Up to FEW vectors go by the compressed transpose, which the
-matrix makes once and keeps; more of them, as in training, by the matrix laid out densely, which
-takes no second copy.
+The gradient of ``W x`` with respect to x is ``W^T grad``. The gradient of that with respect to grad
+is a product with W again, and so on to any order. Up to FEW vectors are multiplied by the
+compressed transpose, which the matrix makes once and keeps. More vectors, as in training, are
+multiplied by the matrix laid out densely, which needs no second compressed copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEW = 16  # vectors that kernels take at once
 
 @lru_cache(maxsize=1024)
 def parts(descriptor: SparseMatmul) -> Parts:
-    """What a call with a gradient consists of."""
+    """The parts of a call whose gradient is recorded."""
     return autograd.parts(descriptor, BIASED if is_biased(descriptor) else PLAIN, -1)
 
 
@@ -38,7 +38,8 @@ def parts(descriptor: SparseMatmul) -> Parts:
 
 
 def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor) -> torch.Tensor:
-    """``W^T y`` for y (..., R): by W^T, compressed, if there is one and y is FEW vectors."""
+    """``W^T y`` for y (..., R): by ``turned``, the compressed transpose, if that is not None and y
+    is FEW vectors at most."""
     if turned is not None and _few(w, y):
         return multiply(turned, y, None)
     y = materialised(y) if is_lazy(y) else y
@@ -49,9 +50,9 @@ def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor
 
 
 def transpose_for(w: SparseMatrix, y: torch.Tensor) -> SparseMatrix | None:
-    """The transpose that :func:`turned_product` should be given for y: made if need be, but not
-    while a CUDA graph is captured, which that would wait for the device in, nor of tensors of
-    inference mode, for which it would not be kept."""
+    """The transpose that :func:`turned_product` should be given for y, or None. It is made if need
+    be, but not while a CUDA graph is captured, since that waits for the device, and not for tensors
+    of inference mode, since it would not be kept."""
     if w.format == "dense" or not _few(w, y) or y.device.type != "cuda":
         return None
     known = w.known_transpose()
@@ -66,7 +67,7 @@ def _few(w: SparseMatrix, y: torch.Tensor) -> bool:
 
 
 def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
-    """Of a vector that was added to each of the result's."""
+    """The gradient of a vector that was added to each vector of the result."""
     return grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad.clone()
 
 
@@ -118,8 +119,8 @@ def _apply(descriptor: SparseMatmul, operands: tuple, bias, plan) -> torch.Tenso
 
 
 def _turned(w: SparseMatrix, grad: torch.Tensor) -> torch.Tensor:
-    """``W^T grad``: by the operator where somebody must see it, by a function that records where a
-    gradient of it may be asked for, else by nothing but the kernels."""
+    """``W^T grad``: by the operator where a tracer or transform must see it, by a function of
+    autograd where its gradient may be asked for, else by the kernels alone."""
     if is_watched(grad):
         return _operator(w, grad, True)
     if torch.is_grad_enabled():

@@ -1,5 +1,5 @@
-"""Matrices laid out for products on a CPU, which are kept: to lay one out takes longer than most
-products with it."""
+"""Matrices laid out densely for products on a CPU. They are kept, because laying one out takes
+longer than most products with it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.tensors import State, state_of
 from kernlib.runtime.dtypes import accumulator
 
-# Of all that is kept; a larger matrix, and the ones that were not used for longest, are laid out
-# anew for each product.
+# Most bytes that are kept in all. A matrix that is larger, or was dropped because it had not been
+# used for longest, is laid out again when it is needed.
 MOST_BYTES = 1 << 30
 
 
 class _Kept(NamedTuple):
-    matrix: weakref.ref  # whose end ends this
+    matrix: weakref.ref  # when the matrix dies, the entry is dropped
     state: State  # of the matrix when it was laid out
     dense: torch.Tensor
 
@@ -30,8 +30,9 @@ _kept: OrderedDict[int, _Kept] = OrderedDict()  # by the matrix's id
 
 
 def laid_out(w: SparseMatrix) -> torch.Tensor:
-    """W (R, C) in the dtype of the sums. One on a CPU is kept, 1 GiB in all, until torch counts a
-    write to the matrix; not that of tensors of inference mode, whose writes it does not count."""
+    """W (R, C) laid out densely in the dtype of the sums. On a CPU it is kept, 1 GiB in all, until
+    torch counts a write to the matrix. It is not kept for tensors of inference mode, to which torch
+    does not count writes."""
     wide = accumulator(w.dtype)
     if w.format == "dense" and w.dtype == wide:
         return w.operands[0]
@@ -40,10 +41,11 @@ def laid_out(w: SparseMatrix) -> torch.Tensor:
         return w.to_dense().to(wide)
     found = _kept.get(id(w))
     if found is not None and found.matrix() is w and found.state == state:
-        with suppress(KeyError):  # of which another thread made room
+        with suppress(KeyError):  # another thread may have dropped it to make room
             _kept.move_to_end(id(w))
         return found.dense
-    # Plain tensors, whatever is active: who asks next may record a gradient.
+    # A plain tensor whatever mode or transform is active, as the next product may record a
+    # gradient.
     with untransformed(), torch.inference_mode(False), torch.no_grad():
         dense = w.to_dense().to(wide)
     _keep(w, state, dense)

@@ -1,4 +1,4 @@
-"""Layouts: what of a compressed matrix is no tensor, as one text; and formats by their names."""
+"""Layouts: all of a compressed matrix but its tensors, as one text; and formats by their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 if TYPE_CHECKING:
     from kernlib.families.sparse.formats.slices import SlicesFormat
 
-VERSION = 2  # of what SparseMatrix.state() answers
+VERSION = 2  # of what SparseMatrix.state() returns
 DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
 
 
@@ -29,12 +29,12 @@ def format_of(format: str) -> ModuleType | SlicesFormat:
 
 @lru_cache(maxsize=1)
 def formats() -> ModuleType:
-    """All of them, loaded when first asked for."""
+    """The module of all formats, imported when it is first asked for."""
     return import_module("kernlib.families.sparse.formats.registry")
 
 
 def layout_text(format: str, shape: tuple[int, int], dtype: torch.dtype, facts: Mapping) -> str:
-    """What :attr:`SparseMatrix.layout` says: ``bitmap 64x256 float16 largest=528``."""
+    """The text of ``SparseMatrix.layout``, such as ``bitmap 64x256 float16 largest=528``."""
     known = [f"{name}={int(value)}" for name, value in sorted(facts.items())]
     return " ".join([format, f"{int(shape[0])}x{int(shape[1])}", KERNEL_TYPES[dtype], *known])
 
@@ -52,11 +52,11 @@ def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str,
     return format, (int(rows), int(cols)), DTYPES[dtype], known
 
 
-_parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
+_parsed = lru_cache(maxsize=4096)(_parse)  # Dynamo warns of a cache
 
 
 def untransformed():
-    """Outside of transforms of torch.func, which wrap each tensor that is made inside, and kernels
-    take none of those."""
+    """A context outside of transforms of torch.func. These wrap each tensor that is made inside,
+    and kernels take no wrapped tensors."""
     active = torch._C._are_functorch_transforms_active()
     return torch._C._DisableFuncTorch() if active else nullcontext()

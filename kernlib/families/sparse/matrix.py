@@ -35,16 +35,16 @@ from kernlib.families.sparse.tensors import (
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
 
-UNPRUNED = 0.9  # a density that pruning leaves nobody with; formats save nothing from 0.93 on
+UNPRUNED = 0.9  # a density above what pruning leaves; from 0.93 on no format saves memory
 SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
 
 
 class SparseMatrix:
     """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense",
-    made by :func:`kernlib.sparse.compress`. Plain data: nothing of it changes, but
-    :meth:`transpose` keeps what it made. Products see what is written to its tensors all the same;
-    the transpose and ``nnz`` are made anew after writes that torch counts, so who writes by other
-    means than its operations calls ``torch.autograd.graph.increment_version``.
+    made by :func:`kernlib.sparse.compress`. It does not change, except that :meth:`transpose` keeps
+    what it has made. If its tensors are written all the same, products see that. The transpose and
+    ``nnz`` are made again after writes that torch counts. Code that writes by other means than
+    torch's operations must call ``torch.autograd.graph.increment_version``.
 
     ``kernlib.run_kernel(SparseMatmul(), w, x)`` and :func:`kernlib.sparse.matmul` multiply with it.
     Copies, pickles and ``torch.save`` hold its tensors without the transpose; :meth:`state` gives
@@ -66,8 +66,8 @@ class SparseMatrix:
         facts: Mapping[str, int],
         nnz: int | None = None,
     ):
-        """Of what a format's ``encode`` answered, unchecked: see :func:`compress` and
-        :meth:`from_state`."""
+        """From what a format's ``encode`` has returned, without checks. Use :func:`compress` or
+        :meth:`from_state` instead."""
         operands = tuple(placed(tensors[name]) for name in format_of(format).TENSORS)
         _fill(self, layout_text(format, shape, dtype, facts), operands, nnz)
         mark(self)
@@ -76,11 +76,12 @@ class SparseMatrix:
     def from_state(
         cls, header: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
     ) -> SparseMatrix:
-        """The matrix whose :meth:`state` this is, on the device of its tensors, which it shares.
+        """The matrix whose :meth:`state` this is. It shares the tensors, and is on their device.
 
-        Waits for the device: the tensors are looked at, so that no product can leave their memory,
-        whatever bytes they hold. Raises ValueError that names what is missing, unknown or wrong,
-        such as a version that this kernlib does not know, TypeError for what is no dict or tensor.
+        Waits for the device: the tensors are checked, so that no product can read beyond their
+        memory, whatever bytes they hold. Raises ValueError that names what is missing, unknown or
+        wrong, such as a version that this kernlib does not know; TypeError for what is no dict or
+        tensor.
         """
         from kernlib.families.sparse import state as sparse_state  # which only loading needs
 
@@ -91,7 +92,7 @@ class SparseMatrix:
 
     @classmethod
     def from_layout(cls, layout: str, operands: tuple[torch.Tensor, ...]) -> SparseMatrix:
-        """The matrix of a :attr:`layout` and its tensors in order, unchecked: in 2 us."""
+        """The matrix of a :attr:`layout` and its tensors, in order, without checks: in 2 us."""
         made = cls.__new__(cls)
         _fill(made, layout, tuple(operands), None)
         return made
@@ -118,7 +119,7 @@ class SparseMatrix:
 
     @property
     def version(self) -> int:
-        """Of the format's layout, which :meth:`state` holds."""
+        """The version of what :meth:`state` returns."""
         return VERSION
 
     @property
@@ -139,7 +140,7 @@ class SparseMatrix:
 
     @property
     def facts(self) -> Mapping[str, int]:
-        """What the format knows of the matrix on the host."""
+        """Numbers that the format knows of the matrix without asking the device."""
         return MappingProxyType(self._facts)
 
     @property
@@ -158,8 +159,8 @@ class SparseMatrix:
         return known
 
     def known_nnz(self) -> int | None:
-        """``nnz`` if it is known without counting: not after a write that torch counts, nor of
-        tensors of inference mode, whose writes it does not count."""
+        """``nnz`` if it is known without counting, else None: after a write that torch counts, and
+        for tensors of inference mode, to which torch does not count writes."""
         if self._nnz is None or self._device.type == "meta":
             return self._nnz
         state = state_of(self)
@@ -172,8 +173,9 @@ class SparseMatrix:
         return self.nnz / total if total else 0.0
 
     def to_dense(self) -> torch.Tensor:
-        """W (R, C), contiguous, bit by bit what was compressed but for the sign of zeros, which the
-        format "dense" keeps, and NaNs in "macko", which knows one. Does not wait for the device."""
+        """W (R, C), contiguous, with the bits that were compressed. There are two exceptions: the
+        sign of zeros, which only the format "dense" keeps, and NaNs in "macko", which has a single
+        one. Does not wait for the device."""
         if self._device.type == "meta":
             return torch.empty(self._shape, dtype=self._dtype, device="meta")
         if self._device.type == "cuda" and not stand_ins(*self._operands):
@@ -212,8 +214,9 @@ class SparseMatrix:
         return self.to("cpu")
 
     def convert(self, format: str, columns: int = 1) -> SparseMatrix:
-        """The same matrix in another format, or in the one that "auto" finds for so many vectors;
-        itself if it is in that one. Raises ValueError for a format that cannot hold it."""
+        """The same matrix in another format, or with "auto" in the one that is fastest for so many
+        vectors (``columns``). Itself if it is in that format. Raises ValueError for a format that
+        cannot hold it."""
         check_columns(columns)
         formats().check_format(format)
         dense = None if format == self._format else self.to_dense()
@@ -222,9 +225,10 @@ class SparseMatrix:
         return self if format == self._format else compressed(dense, format)
 
     def transpose(self) -> SparseMatrix:
-        """The transpose (C, R), compressed in the same format where that can hold it. Made once,
-        on the matrix's device, for which that waits, and kept until torch counts a write to one of
-        them, but not of tensors of inference mode: gradients with respect to x multiply with it."""
+        """The transpose (C, R), compressed in the same format if that can hold it. Gradients with
+        respect to x multiply by it. It is made once, on the matrix's device, for which the caller
+        waits, and kept until torch counts a write to one of the two. For tensors of inference mode
+        it is not kept."""
         known = self.known_transpose()
         if known is None:
             known = _turned(self)
@@ -235,8 +239,8 @@ class SparseMatrix:
         return known
 
     def known_transpose(self) -> SparseMatrix | None:
-        """What :meth:`transpose` has made, or was made from, if neither has been written since;
-        None if it has not been asked for."""
+        """The transpose if it is known, and neither matrix has been written since: what
+        :meth:`transpose` has made, or the matrix that this one was made from. Else None."""
         other = self._transposed
         if other is None and self._back is not None:
             other = self._back()
@@ -245,22 +249,22 @@ class SparseMatrix:
         return other if self._turned == (state_of(self), state_of(other)) else None
 
     def freeze(self) -> SparseMatrix:
-        """Promise that no tensor of the matrix is written from now on, by anything, and return it:
-        products with it on a GPU then begin before the launch before them has ended.
+        """Promise that no tensor of the matrix will be written from now on, by anything, and return
+        the matrix. Products with it on a GPU may then begin before the previous launch has ended.
 
-        Waits for the device, for what has written the matrix. A write that torch counts raises
-        RuntimeError at the next product; one that it does not count (through ``.data``, DLPack, a
-        storage, a collective, another kernel or the replay of a graph) makes products wrong.
-        :meth:`thaw` takes the promise back. Copies are not frozen. Raises CaptureError while a CUDA
-        graph is captured.
+        Waits for the device, so that earlier writes of the matrix have ended. After a write that
+        torch counts the next product raises RuntimeError. A write that torch does not count
+        (through ``.data``, DLPack, a storage, a collective, another kernel or the replay of a
+        graph) makes products wrong. :meth:`thaw` takes the promise back. Copies are not frozen.
+        Raises CaptureError while a CUDA graph is captured.
         """
         freeze(self)
         return self
 
     def thaw(self) -> SparseMatrix:
-        """Take :meth:`freeze` back and return the matrix: products launched from now on wait, and
-        it may be written. CUDA graphs that were captured before hold the promise still: capture
-        them again."""
+        """Take the promise of :meth:`freeze` back, and return the matrix. Products that are
+        launched from now on wait for the previous launch, and the matrix may be written. CUDA
+        graphs captured before still rely on the promise: capture them again."""
         thaw(self)
         return self
 
@@ -270,8 +274,8 @@ class SparseMatrix:
         return self._frozen is not None
 
     def state(self) -> tuple[dict, dict[str, torch.Tensor]]:
-        """Plain values, and the tensors by name: what :meth:`from_state` takes. Waits for the
-        device if ``nnz`` has not been counted."""
+        """A header of plain values, and the tensors by name: what :meth:`from_state` takes. Waits
+        for the device if ``nnz`` has not been counted."""
         header = {
             "format": self._format,
             "version": VERSION,
@@ -310,7 +314,7 @@ class SparseMatrix:
 
 
 def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> None:
-    """The fields of a new matrix, which refuses to have them set."""
+    """Set the fields of a new matrix, whose own ``__setattr__`` refuses that."""
     put = object.__setattr__
     format, shape, dtype, facts = parse_layout(layout)
     put(made, "_layout", layout)
@@ -321,25 +325,25 @@ def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> 
     put(made, "_operands", operands)
     put(made, "_device", operands[0].device)
     put(made, "_key", (layout, operands[0].get_device()))
-    put(made, "_addresses", None)  # of the tensors when a product last looked at them
-    put(made, "_frozen", None)  # the state that was promised to stay
-    put(made, "_transposed", None)
-    put(made, "_back", None)
+    put(made, "_addresses", None)  # of the tensors when they were last checked
+    put(made, "_frozen", None)  # the state at freeze(); None for a matrix that is not frozen
+    put(made, "_transposed", None)  # the transpose that was made of this
+    put(made, "_back", None)  # a weak reference to the matrix that this is the transpose of
     put(made, "_turned", None)  # the states of this and its transpose when that was made
     put(made, "_nnz", None)
-    put(made, "_counted", None)  # the state of which that is the number
+    put(made, "_counted", None)  # the state in which _nnz was counted
     if nnz is not None:
         _count(made, nnz)
 
 
 def _count(w: SparseMatrix, nnz: int | None) -> None:
-    """Take a number of entries for that of the matrix as it is now."""
+    """Note the number of entries of a matrix in its present state; None if it is not known."""
     object.__setattr__(w, "_counted", state_of(w))
     object.__setattr__(w, "_nnz", nnz)
 
 
 def _pair(w: SparseMatrix, turned: SparseMatrix, states: tuple[State, State]) -> None:
-    """Make two matrices, in these states, known as one another's transpose."""
+    """Note that two matrices, in these states, are each other's transpose."""
     put = object.__setattr__
     put(turned, "_turned", states[::-1])
     put(turned, "_back", weakref.ref(w))
@@ -366,16 +370,17 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
 
     - ``dense``: float16, bfloat16 or float32, of any strides; torch's sparse layouts are laid out
       densely first. Its gradient is not recorded.
-    - ``format``: "bitmap" (one bit a position, and the values), "u8" (a byte of column a value,
-      for densities below 0.1), "u4" (four bits), "u2" (two), "macko" (MACKO-SpMV's), "dense", or
-      "auto": the one whose product is fastest, by its bytes for this matrix and measured rates.
-    - ``columns``: for "auto", how many vectors products mostly have at a time: "bitmap" takes
-      several at nearly the price of one, the others do not; more than 32 are fastest with "dense".
+    - ``format``: "bitmap" (the values, and one bit for each position), "u8" (for each value a byte
+      that says its column, for densities below 0.1), "u4" (four bits), "u2" (two bits), "macko"
+      (MACKO-SpMV's), "dense", or "auto": the format whose product is fastest, by the bytes that it
+      takes for this matrix and by measured rates.
+    - ``columns``: for "auto", how many vectors products mostly have at a time. "bitmap" multiplies
+      several at nearly the price of one, the others do not. More than 32 are fastest with "dense".
 
-    Warns with a :class:`kernlib.KernlibWarning` where "auto" keeps a matrix dense that nobody has
-    pruned. Raises TypeError for what is no tensor, ValueError for another dtype or number of
-    dimensions, for a format that is not known or cannot hold the matrix, and for other ``columns``.
-    Formats and their comparison follow MACKO-SpMV and SpInfer.
+    Warns with a :class:`kernlib.KernlibWarning` where "auto" keeps a matrix dense because it has
+    too few zeros. Raises TypeError for what is no tensor; ValueError for another dtype or number of
+    dimensions, for a format that is not known or cannot hold the matrix, and for ``columns`` that
+    are no positive int. Formats and their comparison follow MACKO-SpMV and SpInfer.
     """
     made = compressed(dense, format, columns)
     if format == "auto" and is_unpruned(made):
@@ -388,12 +393,12 @@ def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> Spa
 
 
 def is_unpruned(w: SparseMatrix) -> bool:
-    """Whether a matrix is kept dense for want of zeros, and not for the sake of speed alone."""
+    """Whether a matrix is kept dense because it has too few zeros, and not only for speed."""
     return w.format == "dense" and w.density > UNPRUNED
 
 
 def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
-    """:func:`compress` that warns of nothing."""
+    """:func:`compress` without its warning."""
     dense = _matrix(dense)
     check_columns(columns)
     formats().check_format(format)

@@ -1,5 +1,5 @@
-"""Tensors of a matrix that lie elsewhere than a product saw them: they are looked at, which waits
-for the device."""
+"""Tensors of a matrix that have moved since a product last used them. They are checked again, which
+waits for the device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def check_place(w: SparseMatrix, addresses: list[int]) -> None:
-    """Look at tensors that are not where a product saw them before, if it saw them, and remember
-    them. Raises ValueError for such as kernels cannot read and for those of another matrix,
-    CaptureError where that cannot be found out."""
+    """Check tensors that are not at the addresses where they were checked before, and note the new
+    addresses. Raises ValueError for tensors that kernels cannot read, and for those of another
+    matrix; CaptureError while a CUDA graph is captured, if they need a check that waits for the
+    device."""
     if addresses == w._addresses:
         return
     for index, (address, tensor) in enumerate(zip(addresses, w._operands, strict=True)):
@@ -46,17 +47,17 @@ def check_place(w: SparseMatrix, addresses: list[int]) -> None:
 
 @contextmanager
 def said_of(layout: str) -> Iterator[None]:
-    """Says what tensors should have been where that finds them wrong."""
+    """A context in which errors of a check also say which layout the tensors should have had."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:  # torch's own, of what has no such numbers
+    except (ValueError, RuntimeError) as error:  # RuntimeError is torch's own, for odd tensors
         kind = " ".join(kind_of(layout))
         raise ValueError(f"these tensors are no matrix of kind {kind!r}: {error}") from error
 
 
 def measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The facts that lie in tensors. Those of the formats u8, u4 and u2 do not: a matrix of another
-    width is one of another kind."""
+    """The facts of a matrix as its tensors have them. For u8, u4 and u2 there are none: their width
+    cannot be found in the tensors."""
     if format == "bitmap":
         units = tensors["offsets"].long().diff()
         return {"largest": 16 * int(units.max()) if units.numel() else 0}
@@ -67,7 +68,7 @@ def measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]
 
 
 def kind_of(layout: str) -> list[str]:
-    """Format, shape and dtype."""
+    """Format, shape and dtype of a layout, as text."""
     return layout.split(" ")[:3]
 
 

@@ -28,8 +28,8 @@ def matmul(
     ``x`` (..., C), ``bias`` (R,) or None, the result (..., R) as from
     ``torch.nn.functional.linear``; ``epilogue`` of :mod:`kernlib.descriptors.epilogues` with one
     keyword argument for each of its parameters. It is :func:`kernlib.run_kernel` of a
-    :class:`SparseMatmul`, and raises what that does. The model is
-    MACKO-SpMV's ``multiply``.
+    :class:`kernlib.SparseMatmul`, and raises what that does. The model is MACKO-SpMV's
+    ``multiply``.
     """
     if bias is None:
         descriptor = _descriptor(epilogue, False) if epilogue else PLAIN
@@ -44,7 +44,7 @@ def _descriptor(epilogue, bias: bool) -> SparseMatmul:
     return SparseMatmul(whole) if is_dynamo_compiling() else _made(whole)
 
 
-_made = lru_cache(maxsize=256)(SparseMatmul)  # which Dynamo does not look into
+_made = lru_cache(maxsize=256)(SparseMatmul)  # which Dynamo cannot trace
 
 
 def _recorded(*request) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""The sparse op as operators of ``torch.library``, for whoever records calls and runs them later
-and inside transforms of torch.func. Eager calls pass by. Their gradients are those of eager calls.
+"""The sparse op as operators of ``torch.library``, for what records calls and runs them later, and
+for calls inside transforms of torch.func. Other eager calls do not use them. Their gradients are
+those of eager calls.
 
-A matrix goes in as its tensors and its layout, one text; so does its transpose, where it is known,
-for gradients of few vectors. An empty list stands for one that is not.
+An operator takes a matrix as its tensors and its layout, which is one text. It takes the transpose
+in the same way, for gradients of few vectors; an empty list says that it is not known.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _MATRIX = "Tensor[] matrix, Tensor[] transposed, str layout, str transposed_layo
 
 
 def listed(w: SparseMatrix) -> tuple[list[torch.Tensor], list[torch.Tensor], str, str]:
-    """A matrix as an operator takes it, with its transpose if that is known."""
+    """A matrix as an operator takes it: tensors, those of its transpose if that is known, and the
+    layouts of both."""
     if w.frozen:
         check_frozen(w)
     turned = w.known_transpose()
@@ -48,7 +50,8 @@ def listed(w: SparseMatrix) -> tuple[list[torch.Tensor], list[torch.Tensor], str
 
 
 def _call(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> torch.Tensor:
-    """A request by the operator: of tensors that stand for others, or inside of torch.vmap."""
+    """The result of a request by the operator: for tensors that stand for others, or inside of
+    torch.vmap."""
     w, x = operands
     if stand_ins(x, out, *w.operands, *parameters.values()):
         return run(descriptor, w, x, out=out, **parameters)
@@ -93,8 +96,8 @@ def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, deb
 
 
 def _given_transpose(w: SparseMatrix, layout: str, tensors: list) -> SparseMatrix | None:
-    """The transpose that a product was recorded with, but not behind a write to one of the two that
-    torch has counted: a compiled program is given the same tensors for ever."""
+    """The transpose that a product was recorded with. None after a write to one of the two that
+    torch has counted: a compiled program passes the same tensors each time."""
     if not tensors:
         return None
     turned = fitted(layout, tensors)
@@ -103,7 +106,8 @@ def _given_transpose(w: SparseMatrix, layout: str, tensors: list) -> SparseMatri
 
 
 def _whole_recorded(x, *rest) -> torch.Tensor | None:
-    """With a gradient to record the operator is the product, and torch's own behind it."""
+    """The result where a gradient is recorded, by the operator of the product and torch's own
+    operators behind it. None where there is nothing to record."""
     *matrix, descriptor, names, numbers, tensors, debug = rest
     if not requires_gradient(tensors or (), x):
         return None
@@ -173,7 +177,7 @@ def _vmap_product(info, dims, x, *rest):
 
 
 def _mapped_product(info, dims: tuple, x, matrix, turned: bool, debug: bool) -> torch.Tensor:
-    """The product alone, the mapped axis first, be x mapped over or not."""
+    """The product alone, with the mapped axis first, whether x is mapped over or not."""
     if dims[0] is not None:
         return product(x.movedim(dims[0], 0), *matrix, None, turned, debug)
     y = product(x, *matrix, None, turned, debug)
@@ -181,8 +185,8 @@ def _mapped_product(info, dims: tuple, x, matrix, turned: bool, debug: bool) -> 
 
 
 def _beside(t: torch.Tensor, dim: int | None, y: torch.Tensor) -> torch.Tensor:
-    """A parameter that broadcasts with y, whose first axis is the mapped one: a vector's values
-    along the last."""
+    """A parameter, in a shape that broadcasts with y, whose first axis is the mapped one. The
+    values of a vector lie along the last axis."""
     if dim is None:
         return t
     t = t.movedim(dim, 0)
@@ -190,7 +194,7 @@ def _beside(t: torch.Tensor, dim: int | None, y: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_mapped_matrix(dims: tuple) -> None:
-    """Raises RuntimeError for a matrix that is mapped over: it is one for all."""
+    """Raises RuntimeError for a matrix that is mapped over: all calls must share one."""
     if any(dim is not None for part in dims[1:3] if part is not None for dim in part):
         raise RuntimeError("torch.vmap maps x and the epilogue's parameters, no compressed matrix")
 
@@ -230,10 +234,9 @@ def run(
 ) -> torch.Tensor:
     """:func:`kernlib.run_kernel` by way of the operators.
 
-    What is wrong with shapes, dtypes and devices is raised here; what is wrong with values when the
-    operator runs. Gradients of few vectors go by the matrix's transpose if ``w.transpose()`` has
-    been called before, since nothing is compressed while a program is recorded; else by the matrix
-    laid out densely.
+    Errors in shapes, dtypes and devices are raised here, errors in values when the operator runs.
+    Nothing is compressed while a program is recorded. So gradients of few vectors use the matrix's
+    transpose only if ``w.transpose()`` has been called before, else the matrix laid out densely.
     """
     checks.check_kinds(descriptor, operands)
     w, x = operands
@@ -268,7 +271,7 @@ def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool,
 
 
 def _taken(layout: str, tensors: tuple) -> tuple[list, tuple]:
-    """The tensors of a layout, and those behind them."""
+    """The first tensors, which are those of a layout, and the rest."""
     if not layout:
         return [], tensors
     count = len(format_of(parse_layout(layout)[0]).TENSORS)

@@ -1,6 +1,6 @@
-"""Plans of products with compressed matrices: the problem that lowering sees and its kernels,
-loaded; or, for many vectors and matrices in the dense format, the matrix laid out densely and
-cuBLAS's product."""
+"""Plans of products with compressed matrices: the problem that lowering sees, and its loaded
+kernels; or, for many vectors and for matrices in the dense format, a product by cuBLAS with the
+matrix laid out densely."""
 
 from __future__ import annotations
 
@@ -25,31 +25,33 @@ from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
 from kernlib.runtime.products import Call, ProductPlan, make_plan
 
 FAMILY = SparseMatmul.family
-WIDTH = 8  # elements, of which the vectors of x that kernels read are whole multiples
+WIDTH = 8  # kernels read vectors of x whose length is a multiple of this
 
 
 class Columns(NamedTuple):
-    """Strides of a tensor whose leading dimensions are one: from vector to vector, which is 0 for a
-    single one, and from feature to feature."""
+    """Strides of a tensor whose leading dimensions are taken as one: from vector to vector, which
+    is 0 for a single vector, and from feature to feature."""
 
     vector: int
     feature: int
 
 
 def columns_of(t: torch.Tensor) -> Columns | None:
-    """A tensor's strides with its leading dimensions folded; None where that takes a copy."""
+    """A tensor's strides with its leading dimensions taken as one; None if that needs a copy."""
     inner = folded(t.shape[:-1], t.stride()[:-1])
     return None if inner is None else Columns(inner, t.stride(-1))
 
 
 def _aligned(t: torch.Tensor) -> bool:
-    """Whether the first address is at whole 16 bytes; a meta tensor's storage counts as such."""
+    """Whether the first address is a multiple of 16. The storage of a meta tensor counts as
+    aligned."""
     return address_of(t) % 16 == 0
 
 
 def readable(x: torch.Tensor) -> Columns | None:
-    """Strides of an x that kernels read where it is: features side by side, whole multiples of
-    WIDTH of them, each vector at whole 16 bytes. None for one that is copied."""
+    """Strides of an x that kernels can read in place: its features lie side by side, their number
+    is a multiple of WIDTH, and each vector begins at a multiple of 16 bytes. None for an x that
+    must be copied."""
     seen = columns_of(x)
     if seen is None or x.shape[-1] % WIDTH or not _aligned(x):
         return None
@@ -58,8 +60,9 @@ def readable(x: torch.Tensor) -> Columns | None:
 
 
 def padded(sizes: tuple[int, int, int], x: torch.Tensor) -> torch.Tensor:
-    """A copy of x of ``sizes``, vectors, C and the multiple of WIDTH that they are padded to with
-    zeros: what lies there meets zeros of the matrix, and would give NaN if it were one."""
+    """A copy of x. ``sizes`` are its vectors, C, and the multiple of WIDTH to which features are
+    padded with zeros. The padding is multiplied by zeros of the matrix, so a NaN there would give
+    NaN."""
     columns, cols, width = sizes
     flat = x.reshape(columns, cols)
     if width == cols:
@@ -88,7 +91,7 @@ def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
 
 
 def by_kernels(call: Call, w: SparseMatrix, problem: Problem, arch: str) -> bool:
-    """Whether a format's kernels compute a call; the rest is cuBLAS's."""
+    """Whether the format's own kernels compute a call. cuBLAS computes the others."""
     if 0 in (call.batch, *w.shape) or w.format not in choose.FORMATS:
         return False
     if call.batch > choose.kernels_of(w.format).MOST_COLUMNS:
@@ -97,7 +100,8 @@ def by_kernels(call: Call, w: SparseMatrix, problem: Problem, arch: str) -> bool
 
 
 def lower(epilogue: tuple, call: Call, w: SparseMatrix, problem: Problem, arch: str, count: int):
-    """The kernels of a call on GPUs of an arch with ``count`` multiprocessors; None for cuBLAS."""
+    """The kernels of a call on GPUs of an arch with ``count`` multiprocessors; None if cuBLAS
+    computes it."""
     if not by_kernels(call, w, problem, arch):
         return None
     return choose.lower(w.format, epilogue, problem, arch, count)
@@ -132,17 +136,17 @@ def plan(call: Call, descriptor: SparseMatmul, operands: tuple, out, parameters)
 
 
 def _is_written(descriptor: SparseMatmul, out: torch.Tensor, by_torch: bool) -> bool:
-    """Whether a result is written to ``out`` itself: by kernels where its leading dimensions are
-    one, by cuBLAS where nothing but a bias follows, which saves a copy of 1.4 us. From an address
-    that is no multiple of 16 bytes on cuBLAS may add in another order: such a result is copied, for
-    the bits of all others."""
+    """Whether a result is written to ``out`` itself. Kernels do so if its leading dimensions can be
+    taken as one; cuBLAS if nothing but a bias follows, which saves a copy of 1.4 us. If the address
+    of ``out`` is no multiple of 16, cuBLAS may add in another order, so the result is copied, to
+    have the same bits as others."""
     if not by_torch:
         return columns_of(out) is not None
     return out.is_contiguous() and _aligned(out) and _is_cublas(descriptor)
 
 
 def _is_cublas(descriptor: SparseMatmul) -> bool:
-    """Whether cuBLAS does all that a descriptor says: a bias alone."""
+    """Whether cuBLAS computes all of a descriptor's epilogue: none, or a bias alone."""
     return not descriptor.epilogue or _is_biased(descriptor)
 
 
@@ -151,7 +155,7 @@ def _is_biased(descriptor: SparseMatmul) -> bool:
 
 
 def _place(copy: Callable | None, operands: tuple) -> tuple[list[int], torch.Tensor]:
-    """The addresses of a matrix and of an x that kernels can read, and that x."""
+    """The addresses of the matrix's tensors and of an x that kernels can read, and that x."""
     w, x = operands
     if w._frozen is not None:
         check_frozen(w)
@@ -167,7 +171,7 @@ def _place(copy: Callable | None, operands: tuple) -> tuple[list[int], torch.Ten
 
 
 def laid_out(w: SparseMatrix) -> torch.Tensor:
-    """The dense matrix: that of the dense format itself, nothing of a matrix without entries."""
+    """The matrix laid out densely. In the dense format it is there already."""
     if w.format == "dense":
         return w.operands[0]
     if 0 in w.shape:
@@ -178,9 +182,9 @@ def laid_out(w: SparseMatrix) -> torch.Tensor:
 def by_cublas(
     descriptor: SparseMatmul, operands: tuple, parameters: dict, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A product by torch, on the matrix laid out, whose sums are float32. A bias alone is added by
-    that; other epilogues follow in float32 on the rounded product. ``parameters`` are numbers and
-    tensors on the device."""
+    """A product by torch with the matrix laid out densely, whose sums are float32. A bias alone is
+    added by the same call; other epilogues are applied in float32 to the rounded product.
+    ``parameters`` are numbers and tensors on the device."""
     w, x = operands
     return by_dense(descriptor, laid_out(w), x, parameters, out)
 
@@ -197,8 +201,8 @@ def by_dense(
     parameters: dict,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`by_cublas` with a dense matrix of any strides. A contiguous ``out`` is written, and
-    answered, where nothing but a bias follows."""
+    """:func:`by_cublas` with a dense matrix of any strides. An ``out``, which must be contiguous
+    and have no epilogue but a bias, is written and returned."""
     flat = x.reshape(x.shape[:-1].numel(), dense.shape[1])
     bias = parameters[descriptor.epilogue[0].parameter] if _is_biased(descriptor) else None
     into = None if out is None else out.view(flat.shape[0], dense.shape[0])
@@ -216,7 +220,8 @@ def by_dense(
 def _product(
     dense: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """(N, R). One vector goes by cuBLAS's own way for it, which answers (R,)."""
+    """The product (N, R) of ``dense`` (R, C) and x (N, C), with a bias (R,) or None. For a single
+    vector cuBLAS has a function of its own, whose result is (R,)."""
     if x.shape[0] == 1:
         column, out = x[0], None if out is None else out[0]
         if bias is None:

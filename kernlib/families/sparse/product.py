@@ -24,10 +24,10 @@ PLAIN, BIASED = SparseMatmul(), SparseMatmul((Bias(),))
 
 
 def _key(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> tuple | None:
-    """All that a plan depends on: the descriptor, the matrix's layout and device and whether it is
-    frozen, then shapes, strides, dtypes, device, alignment and kinds of numbers. None where there
+    """All that a plan depends on: the descriptor; the matrix's layout and device, and whether it is
+    frozen; then shapes, strides, dtypes, device, alignment and kinds of numbers. None where there
     can be no plan."""
-    try:  # signature(x), in 0.1 us less
+    try:  # signature(x) written out, which saves 0.1 us
         w, x = operands
         key = (
             descriptor.text, w._key,  # a text, which a str hashes once
@@ -48,7 +48,7 @@ def _key(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> tu
 
 def _way(call: products.Call, descriptor, operands: tuple, out, parameters: dict) -> str:
     values = (operands[1], out, *parameters.values())
-    # Operators that take lists of tensors end in an error inside of what differentiates.
+    # Operators that take lists of tensors fail inside of transforms that differentiate.
     if not products.is_on_gpu(call.device) or is_differentiated() or any(map(_is_legacy, values)):
         return REFERENCE
     return OPERATOR if is_transformed(*values) else KERNELS
@@ -105,7 +105,7 @@ calls = products.bind(PRODUCT)
 
 
 def multiply(w: SparseMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``W x + bias``, ``bias`` or None, without a record."""
+    """``W x + bias``, or ``W x`` if ``bias`` is None, without a record of gradients."""
     if bias is None:
         return calls.execute(PLAIN, (w, x), None, {})
     return calls.execute(BIASED, (w, x), None, {"bias": bias})

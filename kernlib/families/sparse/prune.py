@@ -1,4 +1,4 @@
-"""Pruning: the entries of a weight that stay, and zeros in place of all others."""
+"""Pruning: some entries of a weight stay, and all others become zeros."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself
 
 PER = ("matrix", "row")
 _KEYS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Floats whose one NaN has the bits of a zero with a sign.
+# Floats without a negative zero: its bits are their only NaN.
 _UNSIGNED_ZERO = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 FLOATS = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
@@ -59,7 +59,8 @@ def magnitude(
 
 @torch.no_grad()
 def largest(weight: torch.Tensor, density: float, per: str = "matrix") -> torch.Tensor:
-    """Which entries :func:`magnitude` keeps, as a tensor of bools of the shape of ``weight``."""
+    """Which entries :func:`magnitude` keeps, as a tensor of bools of the shape of ``weight``.
+    Raises what that raises."""
     _check(weight, density, per)
     rows = weight.shape[-1] if per == "row" and weight.dim() else weight.numel()
     keys = _magnitudes(materialised(weight.detach()))
@@ -67,14 +68,14 @@ def largest(weight: torch.Tensor, density: float, per: str = "matrix") -> torch.
     count = round(float(density) * rows)
     least = _nth_largest(keys, count, 8 * weight.element_size() - 1)
     kept = keys > least
-    left = count - kept.sum(1, keepdim=True)  # to be filled with entries equal to the least
+    left = count - kept.sum(1, keepdim=True)  # how many of those equal to the least stay
     equal = keys == least
     kept |= equal & (equal.cumsum(1, dtype=_counter(rows)) <= left)
     return kept.reshape(weight.shape)
 
 
 def _magnitudes(weight: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the magnitudes: the bits of a float without its sign."""
+    """Integers in the order of magnitudes: the bits of floats without their signs."""
     bits = _bits(weight)
     limits = torch.iinfo(bits.dtype)
     keys = bits & limits.max
@@ -91,8 +92,8 @@ def _bits(weight: torch.Tensor) -> torch.Tensor:
 def _nth_largest(keys: torch.Tensor, count: int, bits: int) -> torch.Tensor:
     """(rows, 1): the largest key that ``count`` of each row reach, found bit by bit.
 
-    A pass over the keys for each bit. Sorting holds indices of 8 bytes an entry, 5 GB for a matrix
-    of 12288 x 49152.
+    This is one pass over the keys for each bit. Sorting would hold an index of 8 bytes for each
+    entry, 5 GB for a matrix of 12288 x 49152.
     """
     found = keys.new_zeros(keys.shape[0], 1)
     for bit in reversed(range(bits)):
@@ -125,6 +126,6 @@ def check_density(density) -> None:
 
 
 def check_per(per: str) -> None:
-    """Raises ValueError for what does not count entries."""
+    """Raises ValueError for an unknown way to count entries."""
     if not isinstance(per, str) or per not in PER:
         raise ValueError(f"per must be one of {', '.join(PER)}, got {per!r}")

@@ -6,21 +6,20 @@ import torch
 
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.runtime import expressions
-
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+from kernlib.runtime.dtypes import accumulator
 
 
 def sparse_matmul(
     descriptor: SparseMatmul, dense: torch.Tensor, x: torch.Tensor, parameters: dict | None = None
 ) -> torch.Tensor:
-    """What ``descriptor`` describes, of ``dense`` (R, C) and ``x`` (..., C): (..., R) in the dtype
-    of ``x``; float16 and bfloat16 are computed in float32. ``parameters`` of the epilogue are
-    numbers and tensors, vectors of shape (R,).
+    """The product that ``descriptor`` describes, of ``dense`` (R, C) and ``x`` (..., C): (..., R)
+    in the dtype of ``x``. float16 and bfloat16 are computed in float32. ``parameters`` of the
+    epilogue are numbers and tensors, vectors of shape (R,).
 
-    As with every dense product a value of x that is infinite or NaN meets the zeros too, and gives
-    NaN; kernels that skip entries that are not stored do not.
+    As in every dense product, an infinite or NaN value of x is multiplied by the zeros too, which
+    gives NaN. Kernels that skip entries that are not stored do not do so.
     """
-    wide = _WIDE.get(x.dtype, x.dtype)
+    wide = accumulator(x.dtype)
     y = multiply(dense.to(wide), x.to(wide))
     y = finish(descriptor.epilogue, y, parameters or {})
     return y.to(x.dtype).contiguous()
@@ -32,5 +31,5 @@ def multiply(dense: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def finish(epilogue: tuple, y: torch.Tensor, parameters: dict) -> torch.Tensor:
-    """The epilogues over a product, in its dtype."""
+    """The epilogues applied to a product, in its dtype."""
     return expressions.apply(epilogue, y, parameters) if epilogue else y

@@ -1,9 +1,9 @@
-"""States of compressed matrices, as they are saved and loaded: whatever bytes they hold, nothing
-reads memory by them before they have been looked at.
+"""States of compressed matrices, as they are saved and loaded. Whatever bytes a state holds, it is
+checked before anything addresses memory by it.
 
-Every loader comes through :func:`loaded`: ``SparseMatrix.from_state``, pickles, and those of
-``SparseLinear``. What it lets pass keeps every kernel within the tensors: sizes, facts, places and
-steps. Values may be any.
+All loading goes through :func:`loaded`: ``SparseMatrix.from_state``, pickles, and the loading of
+``SparseLinear``. It checks sizes, facts, places and steps, so that no kernel reads or writes beyond
+the tensors. Values may be any.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from kernlib.families.sparse.layout import DTYPES, VERSION, format_of
 from kernlib.families.sparse.tensors import placed
 from kernlib.runtime.tensors import check_dense, overlaps_itself, span, stand_ins
 
-READABLE = (1, VERSION)  # 1 held the rows of u8, u4 and u2 as int16, which no collective takes
+# Version 1 held the rows of u8, u4 and u2 as int16, which collectives do not support.
+READABLE = (1, VERSION)
 MOST_BYTES = 2**63 - 1  # of the dense matrix, as torch counts them
 
 
 def checked_header(header: Mapping[str, object]) -> dict:
-    """A header with its values in the types of this process. Raises ValueError, and TypeError for
-    what is no mapping."""
+    """A header whose values have been checked and converted to plain types. Raises ValueError, and
+    TypeError for what is no mapping."""
     if not isinstance(header, Mapping):
         raise TypeError(
             "header must be a dict, the first of what SparseMatrix.state() gives, got "
@@ -82,7 +83,7 @@ def loaded(
     facts: Mapping[str, int],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a state, as kernels read them: in the layout of this version, their content
+    """The tensors of a state as kernels read them, in the layout of this version. Their content is
     checked, which waits for the device. Raises ValueError that names the tensor and what is wrong,
     TypeError for what is no dense tensor."""
     known = format_of(format)
@@ -106,14 +107,13 @@ def loaded(
 
 
 def check_whole(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a dense tensor that does not lie in memory, each of its
-    elements by itself."""
+    """Raises ValueError unless each element of a dense tensor has memory of its own."""
     if stand_ins(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ValueError(
             f"{name} has no values here to look at (a fake tensor, or one inside a transform of "
             "torch.func): load outside"
         )
-    if overlaps_itself(tensor):  # which a copy would make of any size
+    if overlaps_itself(tensor):  # a copy of it might be far larger than its memory
         raise ValueError(
             f"{name} must have memory for each of its elements, got shape {tuple(tensor.shape)} "
             f"with strides {tensor.stride()}"

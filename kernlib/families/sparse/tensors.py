@@ -1,11 +1,12 @@
-"""The tensors of a matrix: where they lie, what torch counts of writes to them, and the promise
-that nobody writes them.
+"""The tensors of a matrix: where they lie, the writes to them that torch counts, and the promise
+that nothing writes them.
 
-A product of a frozen matrix may read it before the launch before it on its stream has ended, which
-hides the start of a launch. Whatever that launch writes may not be there yet: torch does not count
-every write (``.data``, DLPack, storages, collectives, other kernels and replays of graphs pass it
-by), so nothing but its owner can know that a matrix is settled, and who has not said so gets
-products that wait. What torch does count is compared at each product.
+A product with a frozen matrix may read the matrix before the previous launch on its stream has
+ended, which hides the start of a launch. What that launch writes may not be there yet. Torch does
+not count every write: not those by ``.data``, DLPack, storages, collectives, other kernels and
+replays of graphs. So only the owner of a matrix can know that nothing writes it any more. Unless
+the owner says so, by freezing it, products wait. The writes that torch counts are compared at each
+product.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from kernlib.families.sparse.matrix import SparseMatrix
 
 ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
-MARK = "_kernlib_matrix"  # of tensors that fit one another: a number, their layout, place, version
-TURNED = "_kernlib_turned"  # of a first tensor: states in which its matrix is another's transpose
+# Attributes of tensors. MARK: a number that the tensors of a matrix share, their layout, and the
+# place and version that were checked, or None. TURNED, of a first tensor: the states in which its
+# matrix is another's transpose.
+MARK, TURNED = "_kernlib_matrix", "_kernlib_turned"
 next_mark = count(int.from_bytes(urandom(6), "little") << 16).__next__  # unlike other processes'
 LIVE: WeakValueDictionary[int, SparseMatrix] = WeakValueDictionary()  # matrices by their numbers
 PLACES: WeakValueDictionary[int, SparseMatrix] = WeakValueDictionary()  # by first addresses
@@ -34,8 +37,8 @@ State = tuple[int, ...]
 
 
 def placed(t: torch.Tensor) -> torch.Tensor:
-    """A tensor as kernels read it: contiguous, its first address aligned, without a gradient, its
-    values in memory."""
+    """A tensor as kernels read it: contiguous, with an aligned first address, without a gradient,
+    and with its values in memory. A copy if need be."""
     t = materialised(t.detach()).contiguous()
     if t.is_meta or stand_ins(t) or t.data_ptr() % ALIGNMENT == 0:
         return t
@@ -43,10 +46,10 @@ def placed(t: torch.Tensor) -> torch.Tensor:
 
 
 def mark(w: SparseMatrix) -> None:
-    """Mark the tensors of a matrix as those: a program that holds nothing else finds it by them, or
-    knows that they fit the layout. And as by ``torch._dynamo.mark_static_address``, which would
-    load Dynamo: CUDA graphs of compiled code read a matrix where it is, and copy it into no place
-    of theirs."""
+    """Mark the tensors of a matrix. A program that holds only the tensors can then find the matrix,
+    or knows that they fit the layout. They are also marked as by
+    ``torch._dynamo.mark_static_address``, whose call would load Dynamo: then CUDA graphs of
+    compiled code read the matrix in place, and do not copy it."""
     made = (next_mark(), w._layout, None)
     for t in w._operands:
         setattr(t, MARK, made)
@@ -60,8 +63,8 @@ def mark(w: SparseMatrix) -> None:
 
 
 def state_of(w: SparseMatrix) -> State | None:
-    """Where each of the matrix's tensors lies and how often it has been written; None where torch
-    does not count: tensors of inference mode, and those without memory."""
+    """The address of each of the matrix's tensors, and how often torch has counted a write to it.
+    None where torch does not count: for tensors of inference mode, and for those without memory."""
     try:
         return tuple([n for t in w._operands for n in (t.data_ptr(), t._version)])
     except RuntimeError:
@@ -76,7 +79,8 @@ def settle(w: SparseMatrix) -> None:
 
 
 def freeze(w: SparseMatrix) -> None:
-    """What :meth:`SparseMatrix.freeze` does."""
+    """Does what ``SparseMatrix.freeze`` says. Raises ValueError for fake tensors, CaptureError
+    while a CUDA graph is captured, and what :func:`check_frozen` raises."""
     if w._frozen is not None:
         check_frozen(w)
         return
@@ -88,20 +92,20 @@ def freeze(w: SparseMatrix) -> None:
                 "freeze() waits for the device, which cannot be while a CUDA graph is captured: "
                 "call it before the capture"
             )
-        torch.cuda.synchronize(w._device)  # whatever wrote the matrix has ended then
+        torch.cuda.synchronize(w._device)  # so that all earlier writes of the matrix have ended
     state = state_of(w)
     object.__setattr__(w, "_frozen", _places(w) if state is None else state)
     object.__setattr__(w, "_key", (*w._key, "frozen"))
 
 
 def thaw(w: SparseMatrix) -> None:
-    """What :meth:`SparseMatrix.thaw` does."""
+    """Does what ``SparseMatrix.thaw`` says."""
     object.__setattr__(w, "_key", w._key[:2])
     object.__setattr__(w, "_frozen", None)
 
 
 def check_frozen(w: SparseMatrix) -> None:
-    """Raises RuntimeError for a frozen matrix that was written, as far as torch counts."""
+    """Raises RuntimeError for a frozen matrix that was moved, or written as far as torch counts."""
     state = state_of(w)
     if state != w._frozen and (state is not None or _places(w) != w._frozen):
         raise RuntimeError(
@@ -111,13 +115,13 @@ def check_frozen(w: SparseMatrix) -> None:
 
 
 def _places(w: SparseMatrix) -> State:
-    """What can be seen of tensors of inference mode: where they lie."""
+    """The addresses of a matrix's tensors: all that is known of those of inference mode."""
     return tuple([t.data_ptr() for t in w._operands])
 
 
 def check_unwritten(w: SparseMatrix, state: State | None) -> None:
-    """Raises RuntimeError, as torch does for tensors that it saves, for a matrix that was written
-    since it was in this state: between a product and its gradient."""
+    """Raises RuntimeError for a matrix that was written since it was in this state, between a
+    product and its gradient. Torch does the same for tensors that it saves."""
     now = state_of(w)
     if now != state and now is not None and state is not None:
         index = next(i for i, pair in enumerate(zip(now, state, strict=True)) if len({*pair}) > 1)

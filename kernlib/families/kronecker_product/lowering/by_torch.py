@@ -110,6 +110,7 @@ class Product(NamedTuple):
 
     @property
     def tiles(self) -> int:
+        """Tiles of TILE x TILE results."""
         columns = self.size[1]
         if self.right == 1 or self.turned:
             return ceil_div(self.left * self.right, TILE) * ceil_div(columns, TILE)

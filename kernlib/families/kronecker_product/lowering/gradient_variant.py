@@ -95,6 +95,7 @@ class Variant(NamedTuple):
 
     @property
     def arithmetic(self) -> str:
+        """As :func:`grouping.arithmetic_of` names it."""
         return grouping.arithmetic_of(self.dtype, self.precision)
 
     @property
@@ -109,6 +110,7 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
+        """Bytes of shared memory of a block."""
         held = sum(self.tiles) + self.matrices
         largest = max(mode.rows * mode.columns for mode in self.modes)  # as warps add theirs up
         return self.itemsize * max(held, largest)

@@ -45,10 +45,12 @@ class Mode(NamedTuple):
 
     @property
     def inputs(self) -> int:
+        """Elements that it reads."""
         return self.left * self.rows * self.right
 
     @property
     def outputs(self) -> int:
+        """Elements that it writes."""
         return self.left * self.columns * self.right
 
     @property
@@ -124,7 +126,8 @@ def widest(sizes: Sequence[Size]) -> int:
 
 
 def arithmetic_of(dtype: str, precision: str) -> str:
-    """What multiplies numbers of a dtype: "fp32" is 3xTF32, "tf32" also that of half types."""
+    """The arithmetic in which numbers of a dtype are multiplied: "fp64", "fp32" (3xTF32) or "tf32",
+    which half types use as well."""
     return {"float64": "fp64", "float32": precision}.get(dtype, "tf32")
 
 

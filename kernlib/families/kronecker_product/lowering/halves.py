@@ -69,6 +69,7 @@ class Halves(NamedTuple):
 
     @property
     def modes(self) -> tuple[Mode, ...]:
+        """The modes of all runs, in the order in which they are applied."""
         return tuple(mode for part in self.parts for mode in part.modes)
 
     @property
@@ -84,6 +85,8 @@ class Halves(NamedTuple):
 
     @property
     def tiles(self) -> int:
+        """How many tiles shared memory holds: a second one where results cannot take the first's
+        place."""
         return 1 if all(_stays(mode, self.words, self.warps) for mode in self.modes) else 2
 
     @property
@@ -94,6 +97,7 @@ class Halves(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
+        """Bytes of shared memory of a block."""
         columns = max(part.columns for part in self.parts)
         scales = 4 * (columns * (3 if self.words == 2 else 1) + len(self.modes) + len(self.parts))
         ticket = TICKET_BYTES * (len(self.parts) > 1)
@@ -224,7 +228,8 @@ def ahead_of(made: Halves, arch: str) -> int:
 def variant_of_slabs(
     sizes: tuple[tuple[Size, ...], ...], dtype: str, inside: bool, arch: str, is_varied: bool
 ) -> Halves | None:
-    """The kernel of several runs, as :func:`slabs.variant` has it."""
+    """The kernel of several runs, as
+    :func:`kernlib.families.kronecker_product.lowering.slabs.variant` has it."""
     for blocks, restaged in ((2, False), (2, True), (1, False), (1, True)):
         if restaged or not is_varied:
             parts = []

@@ -171,6 +171,7 @@ class Hopper(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
+        """Bytes of shared memory of a block."""
         return self._fixed_bytes + self.groups * self.stages * self._bytes_of_stage
 
 

@@ -20,7 +20,9 @@ FACTOR, MATRIX = "6q2I", "2q6I"
 
 
 class Matrix(NamedTuple):
-    """A struct Matrix but for its first block."""
+    """What struct Matrix of sum.cuh holds, without its first block: where its sums begin in a part,
+    the entries of a part, how many parts there are, the matrix's rows and columns, and the first
+    and the number of the factors that it is the product of."""
 
     at: int
     entries: int

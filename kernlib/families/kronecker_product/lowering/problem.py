@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """Elements from one batch, outer index, column and feature to the next, and the alignment of
-    the first in bytes; and from one inner index, of an outer one's, to the next."""
+    """Strides of a tensor in elements: from one batch, outer index, column, feature and inner index
+    to the next (an outer index has several inner ones); and the alignment of the first element in
+    bytes."""
 
     batch: int
     outer: int
@@ -19,8 +20,8 @@ class Layout(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """A matrix as it multiplies, ``rows`` being summed over, with the elements from one row, one
-    column and one of a batch to the next."""
+    """A matrix as it multiplies, whose ``rows`` are summed over, and its strides in elements from
+    row to row, from column to column, and from batch to batch."""
 
     rows: int
     columns: int
@@ -31,9 +32,9 @@ class Factor(NamedTuple):
 
 class Problem(NamedTuple):
     """``out[b, o, c, (q1 .. qN)] = sum x[b, o, c, (p1 .. pN)] * F1[p1, q1] * .. * FN[pN, qN]``.
-    Columns c are rows of x with the factors on the right, columns of x with them on the left, where
-    they lie ``inside``: behind the features. ``summands`` are what the epilogue adds a multiple of,
-    laid out beside out."""
+    With the factors on the right, the columns c are the rows of x. With the factors on the left,
+    they are the columns of x and lie ``inside``, which means behind the features. ``summands`` are
+    the layouts of what the epilogue adds a multiple of."""
 
     batch: int
     columns: int
@@ -47,8 +48,10 @@ class Problem(NamedTuple):
 
     @property
     def in_features(self) -> int:
+        """The product of the rows of all factors."""
         return math.prod(factor.rows for factor in self.factors)
 
     @property
     def out_features(self) -> int:
+        """The product of the columns of all factors."""
         return math.prod(factor.columns for factor in self.factors)

@@ -54,6 +54,7 @@ class Slabs(NamedTuple):
 
     @property
     def ring(self) -> int:
+        """Slabs that the ring between two runs has room for."""
         return 2 * self.lag + 1
 
 
@@ -250,5 +251,6 @@ constexpr int PARAMETER_BYTES = {CLEAR_PARAMETERS.size};
 
 
 def clear_step(counters: int) -> Step:
+    """The launch that sets so many counters at the beginning of the workspace to zero."""
     fixed = CLEAR_PARAMETERS.pack(counters)
     return Step(clear(), (ceil_div(counters, CLEAR_THREADS), 1), fixed, ((WORKSPACE, 0),))

@@ -41,11 +41,12 @@ class Part(NamedTuple):
 
     @property
     def modes(self) -> tuple[Mode, ...]:
+        """The modes of its run, in the order in which they are applied."""
         return grouping.modes(self.sizes, self.columns, self.inside)
 
     @property
     def words(self) -> list[str]:
-        """That tell it from others."""
+        """Words that tell it from other parts, for names and descriptions."""
         sizes = ["x".join(map(str, size)) for size in self.sizes]
         return [*sizes, f"{self.columns}c" + "i" * self.inside]
 
@@ -64,6 +65,7 @@ class Variant(NamedTuple):
 
     @property
     def arithmetic(self) -> str:
+        """As :func:`grouping.arithmetic_of` names it."""
         return grouping.arithmetic_of(self.dtype, self.precision)
 
     @property
@@ -84,6 +86,7 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
+        """Bytes of shared memory of a block."""
         ticket = TICKET_BYTES * (len(self.parts) > 1)
         return self.itemsize * (self.tile + self.ahead + self.matrices) + ticket
 

@@ -13,7 +13,7 @@ from kernlib.runtime.tensors import check_dense, materialised
 
 # dtypes of values, and the integers of as many bits.
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-# Bits behind the sign, and the infinity's.
+# All bits of a value but its sign, and the bits of infinity.
 MAGNITUDE = {torch.float16: 0x7FFF, torch.bfloat16: 0x7FFF, torch.float32: 0x7FFFFFFF}
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
@@ -33,7 +33,7 @@ def matrix(dense: torch.Tensor) -> torch.Tensor:
 
 
 def readable(dense: torch.Tensor) -> torch.Tensor:
-    """The matrix, or a copy of one whose columns do not lie side by side."""
+    """The matrix itself, or a contiguous copy if neighbours in a row do not lie side by side."""
     aside = dense.shape[1] > 1 and dense.stride(1) != 1
     return dense.contiguous() if aside else dense
 
@@ -44,14 +44,9 @@ def bits(dense: torch.Tensor) -> torch.Tensor:
 
 
 def nonzero(values: torch.Tensor) -> torch.Tensor:
-    """Where :func:`bits` are those of a value that does not equal zero: neither 0.0 nor -0.0. Told
-    by bits, as comparing values takes subnormals for zero where torch flushes them."""
+    """Where :func:`bits` are those of a value other than 0.0 and -0.0. Bits are compared, not
+    values: where torch flushes subnormals, these would count as zero."""
     return (values & torch.iinfo(values.dtype).max) != 0
-
-
-def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of a format's tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def check_tensors(

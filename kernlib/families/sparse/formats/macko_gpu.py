@@ -16,7 +16,6 @@ from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime.sequence import StepsCache
 
 FAMILY = "sparse"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OPERANDS = {
     "count": ("dense", "counts"),
     "encode": ("dense", "row_ptr", "values", "deltas"),

@@ -17,11 +17,11 @@ import torch
 
 from kernlib.families.sparse.formats.encoding import matrix
 from kernlib.families.sparse.lowering import rates
+from kernlib.families.sparse.lowering.codes import SLICES
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.formats.slices import SlicesFormat
 
-SLICES = ("u8", "u4", "u2")
 FORMATS = ("bitmap", *SLICES, "macko", "dense")
 
 

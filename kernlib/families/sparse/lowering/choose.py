@@ -1,14 +1,14 @@
 """From a product with a compressed matrix to kernels, grids and parameters, by its format.
 
-Pure arithmetic on plain data. Each format that has kernels of its own has a module, or those of
-slices one object each of theirs, with
+Pure arithmetic on plain data. Each format that has kernels of its own has a module, or for u8, u4
+and u2 an object of the module ``slices``, with
 
     MOST_COLUMNS                                        vectors that one call takes
     takes(problem, arch) -> whether it computes a problem
     lower(epilogue, problem, arch, multiprocessors) -> Lowered
     variants(epilogue, dtypes, arch) -> every spec that its lower() can choose
-    READS_AHEAD    whether its first launch, where it may overlap the one before, reads the matrix
-                   and nothing else before it waits for that; if not, it is not there
+    READS_AHEAD    True if its first launch reads nothing but the matrix before it waits for the
+                   launch before it, so that it may overlap that; other formats have no such name
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.sparse.lowering.codes import SLICES
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.families.sparse.lowering.sum import OVERLAPPING
 from kernlib.jit.spec import KernelSpec
@@ -26,7 +27,6 @@ from kernlib.lowering.steps import Lowered
 if TYPE_CHECKING:
     from kernlib.families.sparse.lowering.slices import SlicesKernels
 
-SLICES = ("u8", "u4", "u2")
 FORMATS = ("bitmap", "macko", *SLICES)  # those with kernels; a dense matrix is cuBLAS's
 
 
@@ -45,7 +45,7 @@ def takes(name: str, problem: Problem, arch: str) -> bool:
 def lower(
     name: str, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered:
-    """The launches of a call by a format's kernels, which take it."""
+    """The launches of a call by a format's kernels, which must take it."""
     return kernels_of(name).lower(epilogue, problem, arch, multiprocessors)
 
 

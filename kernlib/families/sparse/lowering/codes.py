@@ -1,4 +1,4 @@
-"""The formats u8, u4 and u2 as numbers, of which their layout and kernels are made: see
+"""The numbers that define the formats u8, u4 and u2, for their encoding and their kernels: see
 :mod:`kernlib.families.sparse.formats.slices`."""
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from kernlib.lowering.arithmetic import ceil_div
 
 LANES = 32  # rows of a slice
-SHORT_ROWS = 65535  # most rows whose numbers are 2 bytes
-WIDEST = 4096  # bytes of a vector in a panel, as kernels take them
-MOST_SIZE = 2**31 - 1  # rows and columns, as int32 rows and kernels count them
+SHORT_ROWS = 65535  # most rows of a matrix whose row numbers have 2 bytes
+WIDEST = 4096  # most bytes of a vector that belong to one panel
+MOST_SIZE = 2**31 - 1  # most rows and columns: they are counted by 32 bits
 
 
 class Code(NamedTuple):
-    """A format by its name and the bits of a step."""
+    """A format: its name, and the bits of a step from column to column."""
 
     name: str
     bits: int
@@ -36,12 +36,12 @@ class Code(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """Codes of a whole group."""
+        """The codes of a whole group."""
         return 16 if self.bits == 2 else 8
 
     @property
     def unit(self) -> int:
-        """Codes of whole bytes: lengths are multiples."""
+        """The codes whose steps fill a byte. Lengths of slices are multiples of it."""
         return 8 // self.bits
 
     def size(self, itemsize: int) -> int:
@@ -50,8 +50,9 @@ class Code(NamedTuple):
 
 
 U8, U4, U2 = Code("u8", 8), Code("u4", 4), Code("u2", 2)
+SLICES = tuple(code.name for code in (U8, U4, U2))  # the names of these formats
 
 
 def grid(shape: tuple[int, int], width: int) -> tuple[int, int]:
-    """Panels of a matrix, and slices of a panel."""
+    """The numbers of panels of a matrix, and of slices of a panel."""
     return ceil_div(shape[1], width), ceil_div(shape[0], LANES)

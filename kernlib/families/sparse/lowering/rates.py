@@ -1,4 +1,4 @@
-"""How long one product with a compressed matrix takes, by format: data, and what reads it.
+"""How long one product with a compressed matrix takes, by format: measured rates, and their use.
 
 A product reads its matrix once, so its time is a fixed part and the matrix's bytes over a rate. The
 rate depends on density, as decoding costs instructions for each position and bytes come for each
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kernlib.families.sparse.lowering.codes import SLICES
+
 
 class Rate(NamedTuple):
     """Of one format at one density: the fixed time of a call in microseconds, and TB/s."""
@@ -19,7 +21,6 @@ class Rate(NamedTuple):
     tb_per_s: float
 
 
-SLICES = ("u8", "u4", "u2")
 # By arch, vectors up to a number, and format, densities ascending. A GPU that is not here takes
 # those of DEFAULT, as the formats' order depends little on it.
 DEFAULT = "sm_90a"

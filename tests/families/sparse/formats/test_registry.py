@@ -11,12 +11,16 @@ import torch
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.formats import dense as dense_format
 from kernlib.families.sparse.formats import registry as formats
-from kernlib.families.sparse.formats.encoding import BITS, total_bytes
+from kernlib.families.sparse.formats.encoding import BITS
 from kernlib.families.sparse.lowering import rates
 from kernlib.jit import targets
 
 DTYPES = tuple(BITS)
 HALVES = (torch.float16, torch.bfloat16)
+
+
+def total_bytes(tensors):
+    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def test_formats_by_name():
