@@ -61,7 +61,8 @@ __device__ __forceinline__ void stage_matrix(AccT* matrix, const Parameters& p, 
         copy_matrix<M>(matrix, p, batch);
         return;
     }
-    constexpr int AT_ONCE = M::PARTS > 1 ? 4 : 16;
+    constexpr int OF_WARP = ceil_div(Unit<M>::COUNT, WARPS), MOST = M::PARTS > 1 ? 4 : 16;
+    constexpr int AT_ONCE = OF_WARP < MOST ? OF_WARP : MOST;
 #pragma unroll 1
     for (int first = threadIdx.x / 32; first < Unit<M>::COUNT; first += AT_ONCE * WARPS) {
         AccT value[AT_ONCE];

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse import reference
 from kernlib.nn import KSLinear
+from tests.families.kronecker_sparse.fake_kernels import gpu
 from tests.nn.kronecker_sparse_cases import ALGOS
 from tests.support import hostile
 from tests.support import product_hostile as products
@@ -102,3 +104,22 @@ def test_an_infinity_stays_in_its_vector_and_block():
         touched[7, 1:12:4] = True
         assert not found[touched].isfinite().any()
         assert torch.equal(found[~touched], clean[~touched])
+
+
+@pytest.mark.parametrize("precision", [None, "fp32", "tf32"])
+def test_what_torch_computes_is_in_tf32_only_with_leave(precision, monkeypatch):
+    einsum, seen = torch.einsum, []
+
+    def noted(terms, *tensors):
+        seen.append(tensors[0].dtype)
+        return einsum(terms, *tensors)
+
+    monkeypatch.setattr(torch, "einsum", noted)
+    monkeypatch.setattr(reference, "float32_precision", lambda: "tf32")
+    pattern = PATTERNS[0]
+    descriptor = kl.KroneckerSparse(*pattern, precision=precision)
+    x, grad = gpu(6, descriptor.in_features), gpu(6, descriptor.out_features)
+    found = reference.kronecker_sparse(descriptor, x, gpu(*pattern))
+    summed = reference.weight_gradient(pattern, grad, x, False, precision)
+    assert found.dtype == summed.dtype == torch.float32
+    assert seen == [torch.float64 if precision == "fp32" else torch.float32] * 2

@@ -265,20 +265,6 @@ def test_the_precision_of_float32_is_read_at_each_call(gpus):
     assert kinds == [single, single, loose, half, single, loose, loose]
 
 
-@pytest.mark.parametrize("precision", [None, "fp32", "tf32"])
-def test_what_torch_computes_is_in_tf32_only_with_leave(precision, monkeypatch):
-    einsum, seen = torch.einsum, []
-    noted = lambda terms, *tensors: seen.append(tensors[0].dtype) or einsum(terms, *tensors)  # noqa: E731
-    monkeypatch.setattr(torch, "einsum", noted)
-    monkeypatch.setattr(reference, "float32_precision", lambda: "tf32")
-    descriptor = kl.KroneckerSparse(*PATTERN, precision=precision)
-    x, grad = gpu(6, descriptor.in_features), gpu(6, descriptor.out_features)
-    found = reference.kronecker_sparse(descriptor, x, gpu(*PATTERN))
-    summed = reference.weight_gradient(PATTERN, grad, x, False, precision)
-    assert found.dtype == summed.dtype == torch.float32
-    assert seen == [torch.float64 if precision == "fp32" else torch.float32] * 2
-
-
 def test_half_types_have_one_precision(gpus):
     for precision in (None, "fp32", "tf32"):
         call(kl.KroneckerSparse(*PATTERN, precision=precision), dtype=torch.float16)
