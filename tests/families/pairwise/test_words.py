@@ -170,15 +170,16 @@ def own_names(function):
 def test_a_parameter_by_the_name_of_an_argument_is_named(function, name):
     descriptor = kl.squared_distance(epilogue=kl.Custom(f"exp(-{name} * v)", (name,)))
     kl.run_kernel(descriptor, A, B, **{name: 1.0})
-    rest = (
-        {"regularization": 1.0}
-        if "regularization" in inspect.signature(function).parameters
-        else {}
-    )
-    with pytest.raises(
-        ValueError, match=rf"parameter name '{name}' of .* by an argument of {function.__name__}"
-    ):
+    rest = dict.fromkeys({"regularization"} & inspect.signature(function).parameters.keys(), 1.0)
+    said = rf"parameter name '{name}' of .* by an argument of {function.__name__}"
+    with pytest.raises(ValueError, match=said):
         function(descriptor, *TAKERS[function], **rest)
+
+
+@pytest.mark.parametrize("reduce", [kl.kernel_topk, kl.kernel_min, kl.kernel_argmin, kl.kernel_sum])
+def test_a_class_in_the_place_of_a_descriptor(reduce):
+    with pytest.raises(TypeError, match="got the class Pairwise: call it"):
+        reduce(kl.Pairwise, A, B, *[1] * (reduce is kl.kernel_topk))
 
 
 @pytest.mark.parametrize("name", ["feature_map", "lengthscale"])

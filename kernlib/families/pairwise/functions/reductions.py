@@ -123,7 +123,7 @@ def kernel_min(
     """
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset
-    if getattr(descriptor, "categories", 0):
+    if isinstance(descriptor, Pairwise) and descriptor.categories:
         return _with_categories("min", descriptor, a, b, None, None, *offsets, hyperparameters)
     recorded = torch.is_grad_enabled() and _requires_gradient(a, b, None, None, hyperparameters)
     if recorded or operation.is_recorded():
@@ -181,7 +181,7 @@ def kernel_topk(
     check_flag("largest", largest)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset
-    if getattr(descriptor, "categories", 0):
+    if isinstance(descriptor, Pairwise) and descriptor.categories:
         nearest = arguments.Nearest(k, largest)
         return _with_categories(nearest, descriptor, a, b, None, None, *offsets, hyperparameters)
     return pairs.run("topk", descriptor, a, b, k, largest, *offsets, hyperparameters)
@@ -193,7 +193,7 @@ def _run(
     """A reduction that has one tensor for its result."""
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
-    if getattr(descriptor, "categories", 0):
+    if isinstance(descriptor, Pairwise) and descriptor.categories:
         return _with_categories(*request)
     if operation.is_recorded():
         from kernlib import run

@@ -89,7 +89,7 @@ def request_of(descriptor, a, b, v, row_offset, col_offset, hyperparameters) -> 
 def refuse_own_names(task: str, descriptor, own: tuple[str, ...]) -> None:
     """Raises ValueError for a parameter of the descriptor by the name of one of the task's ``own``
     arguments, which would take its value."""
-    for name in getattr(descriptor, "parameters", ()):
+    for name in descriptor.parameters if isinstance(descriptor, Pairwise) else ():
         if name in own:
             raise ValueError(
                 f"parameter name {name!r} of {descriptor.describe()} is taken by an argument of "
