@@ -212,7 +212,7 @@ class KSLinear(nn.Module):
 
     def _computed(self, compute: Callable, x: torch.Tensor) -> torch.Tensor:
         """``compute(x, algo)`` with the algorithm that was asked for, or that "auto" stands for."""
-        algo, is_tensor = self._algo, isinstance(x, torch.Tensor)
+        algo, is_tensor = self._algo, isinstance(x, torch.Tensor) and not nn.parameter.is_lazy(x)
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if is_tensor and torch.is_grad_enabled() and not is_dynamo_compiling() and x.is_inference():
             x = x.clone()  # which may be kept for a gradient

@@ -52,6 +52,7 @@ EXP_SLOPES = {
     "any": "ExpPowerSlope",
     "device": "ExpPowerSlope",
 }
+SLOPES = (*STAGE_SLOPES.values(), *POWER_SLOPES.values(), *EXP_SLOPES.values(), "AbsValueSlope")
 
 
 class OutLayout(NamedTuple):
