@@ -212,10 +212,11 @@ class KSLinear(nn.Module):
 
     def _computed(self, compute: Callable, x: torch.Tensor) -> torch.Tensor:
         """``compute(x, algo)`` with the algorithm that was asked for, or that "auto" stands for."""
-        algo, is_tensor = self._algo, isinstance(x, torch.Tensor) and not nn.parameter.is_lazy(x)
+        algo, is_tensor = self._algo, isinstance(x, torch.Tensor)
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
-        if is_tensor and torch.is_grad_enabled() and not is_dynamo_compiling() and x.is_inference():
-            x = x.clone()  # which may be kept for a gradient
+        may_keep = is_tensor and torch.is_grad_enabled() and not is_dynamo_compiling()
+        if may_keep and not nn.parameter.is_lazy(x) and x.is_inference():
+            x = x.clone()  # for a gradient
         if algo != "auto":
             return compute(x, algo)
         if not is_tensor or x.device.type != "cuda":
