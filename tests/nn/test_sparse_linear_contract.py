@@ -199,7 +199,8 @@ def test_computed_weights_are_those_of_what_was_loaded(wrap, seed):
     torch.testing.assert_close(layer(x), wanted)
     sparsify(model.bfloat16(), format="u8")
     assert model[0].matrix.dtype == model[0].bias.dtype == torch.bfloat16
-    torch.testing.assert_close(model(x.bfloat16()).float(), wanted, rtol=0.05, atol=0.05)
+    wanted = trained.bfloat16()(x.bfloat16())  # by a norm of numbers that are rounded too
+    torch.testing.assert_close(model(x.bfloat16()), wanted, rtol=0.05, atol=0.05)
 
 
 def without_memory(layer: nn.Linear) -> None:
