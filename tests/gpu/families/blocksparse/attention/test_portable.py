@@ -86,7 +86,9 @@ def test_what_is_left_out_may_be_anything(seed):
         t[:, :, 950:] = kept
     made.v[:, :, 437, 3] = math.nan
     found, unseen = made.run(launch), ~made.sees()[..., 437]
-    assert found[unseen].equal(clean[unseen]) and found[..., 3][~unseen].isnan().all()
+    assert found[..., 3][~unseen].isnan().all()
+    # Rows that share a group with those that see it are summed in another order: a last bit.
+    torch.testing.assert_close(found[unseen], clean[unseen], rtol=2**-10, atol=1e-5)
 
 
 def test_long_rows(seed):
