@@ -118,3 +118,11 @@ def _has_tangent(values) -> bool:
         if found:
             return True
     return False
+
+
+def in_front(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
+    """For ``vmap`` of an operator: a tensor whose mapped axis lies in front of ``rank`` others."""
+    if dim is None:
+        return t
+    t = t.movedim(dim, 0)
+    return t.reshape(t.shape[0], *(1,) * (1 + rank - t.dim()), *t.shape[1:])

@@ -33,7 +33,7 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
-from kernlib.runtime.operators import register
+from kernlib.runtime.operators import in_front, register
 from kernlib.runtime.products import requires_gradient
 
 _OPERANDS = "(Tensor a, Tensor b, Tensor[] layout, str layout_text, str descriptor, "
@@ -131,19 +131,12 @@ def _mapped(info, dims, a, b, layout, layout_text, descriptor, rest: tuple, run)
     ends = [3 if letter == "s" else 2 + (heads is not None) for letter in made.mode[1:]]
     operands = list(zip((a, b), dims[:2], ends, strict=True))
     rank = max(t.dim() - (dim is not None) - end for t, dim, end in operands)
-    a, b = (_in_front(t, dim, rank + end) for t, dim, end in operands)
+    a, b = (in_front(t, dim, rank + end) for t, dim, end in operands)
     return run(a, b, layout, layout_text, descriptor, *rest), 0
 
 
 def _is_mapped(dim) -> bool:
     return any(map(_is_mapped, dim)) if isinstance(dim, (list, tuple)) else dim is not None
-
-
-def _in_front(t: torch.Tensor, dim: int | None, rank: int) -> torch.Tensor:
-    if dim is None:
-        return t
-    t = t.movedim(dim, 0)
-    return t.reshape(t.shape[0], *(1,) * (1 + rank - t.dim()), *t.shape[1:])
 
 
 def _mapped_whole(info, dims, a, b, layout, layout_text, descriptor, *rest):

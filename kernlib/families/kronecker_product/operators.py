@@ -23,7 +23,7 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
-from kernlib.runtime.operators import register
+from kernlib.runtime.operators import in_front, register
 from kernlib.runtime.products import requires_gradient
 
 
@@ -64,16 +64,9 @@ def _mapped_whole(info, dims, x, factors, descriptor, names, numbers, tensors, d
         )
     operands = [(x, of_x), *zip(factors, of_factors, strict=True)]
     rank = max(t.dim() - (dim is not None) for t, dim in operands)
-    x, *factors = (_in_front(t, dim, rank) for t, dim in operands)
+    x, *factors = (in_front(t, dim, rank) for t, dim in operands)
     y = whole(x, factors, descriptor, names, numbers, tensors, debug)
     return y, 0
-
-
-def _in_front(t: torch.Tensor, dim: int | None, rank: int) -> torch.Tensor:
-    if dim is None:
-        return t
-    t = t.movedim(dim, 0)
-    return t.reshape(t.shape[0], *(1,) * (1 + rank - t.dim()), *t.shape[1:])
 
 
 # ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for

@@ -27,7 +27,7 @@ from kernlib.families.blocksparse.softmax.primitive import (
 )
 from kernlib.runtime.arguments import refuse_recorded_out, written
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.operators import register
+from kernlib.runtime.operators import in_front, register
 
 _LAYOUT = "Tensor[] layout, str layout_text, Tensor? scale, float factor"
 
@@ -90,11 +90,11 @@ def _mapped(info, dims, x, layout, layout_text, scale, factor, descriptor, rpe, 
             found.append(whole(x, *parts, *dense, debug))
         return torch.stack(found), 0
     lead = x.dim() - 3 - (of_x is not None)
-    x = _in_front(x, of_x, lead + 3)
+    x = in_front(x, of_x, lead + 3)
     if of_x is None:
         x = x.expand(info.batch_size, *x.shape)
-    rpe = _in_front(rpe, of_rpe, lead + 2 + (made.heads is not None))
-    key = _in_front(key, of_key, lead + 1)
+    rpe = in_front(rpe, of_rpe, lead + 2 + (made.heads is not None))
+    key = in_front(key, of_key, lead + 1)
     y = whole(x, layout, layout_text, scale, factor, descriptor, rpe, key, attn, debug)
     return y, 0
 
@@ -128,14 +128,6 @@ def _one_by_one(info, t: torch.Tensor | None, dim: int | None) -> list:
 def _refuse_mapped_layout(dims) -> None:
     if any(dim is not None for dim in dims or ()):
         raise NotImplementedError("torch.vmap over a layout is not known: it is one for all")
-
-
-def _in_front(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:
-    """A tensor, what is mapped over in front of ``rank`` dimensions."""
-    if dim is None:
-        return t
-    t = t.movedim(dim, 0)
-    return t.reshape(t.shape[0], *(1,) * (1 + rank - t.dim()), *t.shape[1:])
 
 
 # The gradient.
