@@ -10,8 +10,9 @@
 //                  terms may be off by 1.5e-8 n
 //   merge(other)   takes what another thread found, after settle()
 //   output(c), index()
-// and starts empty. A reducer that is INDEXED starts with the place of the first n it may see. No
-// value is added for what does not exist: an epilogue makes anything of a zero.
+// and starts empty. All are of floats but those of sums, which are of AccT. A reducer that is
+// INDEXED starts with the place of the first n it may see. No value is added for what does not
+// exist: an epilogue makes anything of a zero.
 #pragma once
 
 #include "pairwise/reduce/math.cuh"
@@ -21,13 +22,13 @@ template <int WIDTH>
 struct Matmul {
     static constexpr int COLUMNS = WIDTH, OUTPUTS = WIDTH;
     static constexpr bool LINEAR = true, INDEXED = false;
-    float run[WIDTH] = {}, total[WIDTH] = {};
+    AccT run[WIDTH] = {}, total[WIDTH] = {};
 
     __device__ __forceinline__ Matmul(int = 0) {}
 
-    __device__ __forceinline__ void add(float x, int, const float* v) {
+    __device__ __forceinline__ void add(AccT x, int, const AccT* v) {
 #pragma unroll
-        for (int c = 0; c < WIDTH; ++c) run[c] = fmaf(x, v[c], run[c]);
+        for (int c = 0; c < WIDTH; ++c) run[c] = multiply_add(x, v[c], run[c]);
     }
 
     __device__ __forceinline__ void settle() {
@@ -40,7 +41,7 @@ struct Matmul {
         for (int c = 0; c < WIDTH; ++c) total[c] += other.total[c];
     }
 
-    __device__ __forceinline__ float output(int c) const { return total[c]; }
+    __device__ __forceinline__ AccT output(int c) const { return total[c]; }
     __device__ __forceinline__ int index() const { return 0; }
 };
 
@@ -48,13 +49,13 @@ struct Matmul {
 struct RowSum {
     static constexpr int COLUMNS = 0, OUTPUTS = 1;
     static constexpr bool LINEAR = true, INDEXED = false;
-    float run = 0.0f, total = 0.0f;
+    AccT run = 0, total = 0;
 
     __device__ __forceinline__ RowSum(int = 0) {}
-    __device__ __forceinline__ void add(float x, int, const float*) { run += x; }
+    __device__ __forceinline__ void add(AccT x, int, const AccT*) { run += x; }
     __device__ __forceinline__ void settle() { total = add_chain(total, run); }
     __device__ __forceinline__ void merge(const RowSum& other) { total += other.total; }
-    __device__ __forceinline__ float output(int) const { return total; }
+    __device__ __forceinline__ AccT output(int) const { return total; }
     __device__ __forceinline__ int index() const { return 0; }
 };
 

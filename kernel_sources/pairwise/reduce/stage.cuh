@@ -9,9 +9,11 @@
 #include "pairwise/reduce/rows.cuh"
 
 constexpr int STAGE = THREADS;  // points at a time, one a thread to read; at most 32 KB
-constexpr int LINE = (K + Reducer::COLUMNS + 3) / 4 * 4;
-// Pairs in flight: 16, or fewer where each is long and hides latency by itself.
-constexpr int PAIRS = LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
+constexpr int CHUNK = 16 / sizeof(AccT);  // of a line, read at once
+constexpr int LINE = (K + Reducer::COLUMNS + CHUNK - 1) / CHUNK * CHUNK;
+// Pairs in flight: 16, or fewer where each is long and hides latency by itself; 8 in double, whose
+// numbers take two registers each.
+constexpr int PAIRS = sizeof(AccT) == 8 ? 8 : LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
 constexpr int UNROLL = PAIRS > ROWS ? PAIRS / ROWS : 1;
 
 struct Stage {
@@ -29,10 +31,10 @@ struct Stage {
 
     __device__ __forceinline__ void read(AccT (&to)[LINE], int n) const {
 #pragma unroll
-        for (int c = 0; c < LINE; c += 4) {
-            auto chunk = load_vector<AccT, 4>(line[n] + c);
+        for (int c = 0; c < LINE; c += CHUNK) {
+            auto chunk = load_vector<AccT, CHUNK>(line[n] + c);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) to[c + e] = chunk.element[e];
+            for (int e = 0; e < CHUNK; ++e) to[c + e] = chunk.element[e];
         }
     }
 };

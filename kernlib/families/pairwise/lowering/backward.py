@@ -31,7 +31,7 @@ from kernlib.lowering.steps import Lowered, Step
 
 COLUMNS = 4  # of g and v that a launch takes
 WIDTHS = (1, 2, 4)
-STAGE, GRAIN = 128, 32  # lines that a block reads at a time; of which a block's are a multiple
+STAGE, GRAIN = 128, 32  # lines that a block reads at a time; of many blocks, theirs a multiple
 ROLES = ("first", "second", "both")
 # Whose addresses the parameter struct starts with.
 OPERANDS = ("a", "b", "g", "v", "points", "values", "totals")
@@ -101,12 +101,17 @@ def lower(
     block leaves totals of the hyperparameters, one after the other. ``rows`` overrides the rows of
     a thread."""
     made = variant(problem, len(derivatives.others), rows)
+    count = made.points * problem.k + made.values * problem.columns
+    sums = reduce.Sums(problem.n, problem.m * max(1, count), problem.batch)
+    slots = multiprocessors * reduce.RESIDENT
+    fewer, fine = reduce.small_shape(problem.m, sums, made.rows, slots)
+    made = made._replace(rows=rows or fewer)
     row_blocks = ceil_div(problem.m, made.rows * THREADS)
-    sums = made.points * problem.k + made.values * problem.columns
-    shape = _Sums(problem.m, problem.n, problem.batch, sums)
-    per_split = reduce.split(shape, row_blocks, STAGE, multiprocessors * reduce.RESIDENT)
-    # Of the number of splits that is best in whole stages, which need not be whole.
-    per_split = round_up(ceil_div(problem.n, ceil_div(problem.n, per_split)), GRAIN)
+    if fine:
+        per_split = reduce.fine_split(sums, row_blocks, slots)
+    else:  # of the number of splits that is best in whole stages, which need not be whole
+        per_split = reduce.split(sums, row_blocks, STAGE, slots)
+        per_split = round_up(ceil_div(problem.n, ceil_div(problem.n, per_split)), GRAIN)
     splits = ceil_div(problem.n, per_split)
     fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
     grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
@@ -114,15 +119,6 @@ def lower(
     made = spec(descriptor, derivatives, made)
     step = Step(made, grid, fixed, pointers, scalar_count(descriptor))
     return Lowered((step,), parts=splits, per_part=per_split)
-
-
-class _Sums(NamedTuple):
-    """What :func:`kernlib.families.pairwise.lowering.reduce.split` reads of a problem."""
-
-    m: int
-    n: int
-    batch: int
-    out_columns: int
 
 
 def variant(problem: Problem, hyper: int, rows: int | None = None) -> Variant:

@@ -2,7 +2,8 @@
 (kernel_sources/pairwise/double/double.cuh), on every GPU.
 
 Squared differences and dot products of enough features are products of tensor cores, of points that
-a launch before packs, with the squares of their norms; other sums are those of terms.
+a launch before packs, with the squares of their norms; other sums are those of terms. Rows of few
+features lie in the registers of ``kernel_sources/pairwise/reduce/small.cuh``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ from typing import NamedTuple
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
-from kernlib.families.pairwise.lowering.finish import finish
+from kernlib.families.pairwise.lowering.direct import (
+    EXPONENT_STAGES,
+    inner_codes,
+    scalar_count,
+    short,
+)
+from kernlib.families.pairwise.lowering.finish import finish_double
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit.spec import KernelSpec
@@ -33,6 +39,7 @@ LINE = DEPTH + 4  # of a point in shared memory
 # Of 8 normally distributed features 0.8 % of the tiles have a pair whose difference products would
 # cancel, and that makes the tile's sums anew; of 4 nearly all.
 LEAST_FEATURES = 8
+SMALL_FEATURES, SMALL_COLUMNS = 10, 4  # of rows in registers: with more of them registers spill
 NUMBER_BYTES = 8
 # Stages, and totals of two warps a row with what they round off.
 SHARED_NUMBERS = STAGES * 2 * TILE * LINE + 2 * TILE * 2 * WIDTH
@@ -95,6 +102,15 @@ def by_products(descriptor: Pairwise, problem: Problem) -> bool:
     return few and workspace(problem).size <= pack.MAX_WORKSPACE
 
 
+def is_small(descriptor: Pairwise, problem: Problem) -> bool:
+    """Whether rows of so few features lie in registers (kernel_sources/pairwise/reduce/small.cuh):
+    a pair then takes no more operations than it must. Not of powers by logarithms, whose many
+    operations leave nothing to gain, and whose registers spill."""
+    few = problem.k <= SMALL_FEATURES and problem.out_columns <= SMALL_COLUMNS
+    by_logarithms = type(descriptor.inner) in EXPONENT_STAGES and problem.inner in ("any", "device")
+    return few and not by_logarithms and not by_products(descriptor, problem)
+
+
 def workspace(problem: Problem) -> Place:
     """What a call keeps where. What all batch entries share is packed once."""
     pitch = round_up(problem.k, DEPTH)
@@ -122,12 +138,12 @@ def lower(
 ) -> Lowered:
     """The launches of up to WIDTH columns of what this module :func:`takes`, with partial results
     in float64 and ``per_split`` as of :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
+    if is_small(descriptor, problem):
+        return direct.lower(descriptor, problem, "", multiprocessors, scalar_strides, per_split)
     made = variant(descriptor, problem)
     row_blocks = ceil_div(problem.m, TILE)
-    if not per_split:
-        # Of numbers of 8 bytes half as many partial results as of floats.
-        twice = problem._replace(out_columns=2 * max(1, problem.out_columns))
-        per_split = direct.split(twice, row_blocks, TILE, multiprocessors * RESIDENT)
+    sums = direct.sums_of(problem)
+    per_split = per_split or direct.split(sums, row_blocks, TILE, multiprocessors * RESIDENT)
     place = workspace(problem) if made.products else None
     main = _main_step(descriptor, problem, made, place, per_split, row_blocks, scalar_strides)
     steps = (_pack_step(problem, place, made.centred), main) if place else (main,)
@@ -205,7 +221,6 @@ def source(descriptor: Pairwise, made: Variant) -> str:
     pointers = len(direct.OPERANDS) + POINTERS * made.products
     parameters = Parameters(pointers, fixed, scalars)
     return f"""{_head(parameters, made.centred)}
-#include "pairwise/double/exponential.cuh"
 
 constexpr int SCALARS = {scalars};
 constexpr bool SUM = {str(made.summed).lower()};
@@ -213,10 +228,7 @@ constexpr bool REGULARIZED = {str(made.regularized).lower()};
 #define PRODUCTS {int(made.products)}
 #define OPERATION {"Dot" if descriptor.operator == "dot" else "Difference"}
 #define INNER {inner_codes(descriptor)[made.inner]}
-namespace branchless {{
-{finish(descriptor, made, epsilon=made.epsilon)}}}
-using branchless::Finish;
-#include "pairwise/double/double.cuh"
+{finish_double(descriptor, made)}#include "pairwise/double/double.cuh"
 """
 
 

@@ -154,5 +154,16 @@ def finish_reduced(
 ) -> str:
     """The struct in the arithmetic of reductions. ``variant`` has ``epsilon`` too: whether values
     below one count as 0."""
+    if variant.dtype == "float64":
+        return finish_double(descriptor, variant)
     text = finish(descriptor, variant, source=source, epsilon=variant.epsilon)
     return f"namespace approximate {{\n{text}}}\nusing approximate::Finish;\n"
+
+
+def finish_double(descriptor: Pairwise, variant) -> str:
+    """The same of reductions in float64, by the exponential of ``double/exponential.cuh``."""
+    return f"""#include "pairwise/double/exponential.cuh"
+namespace branchless {{
+{finish(descriptor, variant, epsilon=variant.epsilon)}}}
+using branchless::Finish;
+"""

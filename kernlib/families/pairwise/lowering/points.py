@@ -133,15 +133,6 @@ def workspace(problem: Problem, made: Variant) -> Place:
     return Place(points, lines, size, each if problem.batch > 1 else 0)
 
 
-class _Sums(NamedTuple):
-    """What :func:`kernlib.families.pairwise.lowering.reduce.split` reads of a problem."""
-
-    m: int
-    n: int
-    batch: int
-    out_columns: int
-
-
 def lower(
     descriptor: Pairwise,
     derivatives: Derivatives,
@@ -158,7 +149,7 @@ def lower(
     rows, unit = (made.rows, GROUP) if products else (DIRECT_TILE, DIRECT_TILE)
     slots = multiprocessors * (1 if products else DIRECT_RESIDENT)
     sums = made.points * problem.k + made.values * problem.columns + hyper
-    shape = _Sums(problem.m, problem.n, problem.batch, sums)
+    shape = reduce.Sums(problem.n, problem.m * max(1, sums), problem.batch)
     per_split = reduce.split(shape, ceil_div(problem.m, rows), unit, slots)
     place = workspace(problem, made) if products else None
     given = descriptor, derivatives, problem, tuple(scalar_strides), place, made, per_split

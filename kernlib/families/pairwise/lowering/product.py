@@ -141,7 +141,8 @@ def lower(
     variant, second = variants(descriptor, problem, precision)
     place = workspace(problem, variant, second)
     row_blocks = ceil_div(problem.m, variant.rows)
-    per_split = per_split or direct.split(problem, row_blocks, GROUP, multiprocessors)
+    sums = direct.sums_of(problem)
+    per_split = per_split or direct.split(sums, row_blocks, GROUP, multiprocessors)
     given = descriptor, problem, scalar_strides, place
     main = [_main_step(*given, each, per_split) for each in (variant, second) if each]
     steps = (

@@ -3,7 +3,8 @@ parameters: two kinds of kernel, neither of which stores the matrix.
 
 ``small``: up to SMALL_K features, rows in registers. ``tile``: any number, sums by the main loop of
 :mod:`kernlib.families.pairwise.lowering.direct`. Both for float32 and half types; of float64
-:mod:`kernlib.families.pairwise.lowering.double` takes products and sums. What none takes is
+:mod:`kernlib.families.pairwise.lowering.double` takes products and sums, of few features by
+``small``. What none takes is
 computed by blocks of the matrix (:mod:`kernlib.families.pairwise.reductions.blocks`).
 """
 
@@ -36,11 +37,15 @@ SMALL_K = 16
 WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes
 # Whose addresses the parameter struct starts with; out takes the values, indices their places.
 OPERANDS = ("a", "b", "v", "out", "indices")
+FEWEST_POINTS = 16  # of a block of the small kernel
+# Points that take one row as long as it takes to start a block, and to add a split's partial
+# results, by the bytes of a sum: 0.07 us.
+START, JOIN = 64, {4: 6, 8: 1}
 RESIDENT = 2  # blocks of a multiprocessor, as __launch_bounds__ promises
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
 MAX_SPLITS = 512
 MAX_PLACES = 1 << 30  # n of a block, which an int counts
-WORKSPACE_VALUES = 1 << 24  # of partial results: 64 MB
+WORKSPACE_BYTES = 64 << 20  # of partial results
 # By the name of a reduction, the reducer of reduce/reducers.cuh, and whether it reads v.
 REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
 
@@ -107,11 +112,18 @@ def lower(
     """Choose the kernel for a problem of 1 feature or more. Each row gets partial results, of
     ``per_part`` n each; ``per_split`` is that of another launch whose results lie side by side with
     this one's. ``rows`` overrides the rows of a thread of the small kernel."""
-    made = variant(problem, arch, rows)
-    block = made.rows * THREADS if made.k else BIG_TILE
-    unit = THREADS if made.k else BIG_TILE
-    row_blocks = ceil_div(problem.m, block)
-    per_split = per_split or split(problem, row_blocks, unit, multiprocessors * RESIDENT)
+    made, slots = variant(problem, arch, rows), multiprocessors * RESIDENT
+    sums = sums_of(problem)
+    if made.k:
+        fewer, fine = small_shape(problem.m, sums, made.rows, slots)
+        made = made._replace(rows=rows or fewer)
+        row_blocks = ceil_div(problem.m, made.rows * THREADS)
+        per_split = per_split or (
+            fine_split(sums, row_blocks, slots) if fine else split(sums, row_blocks, THREADS, slots)
+        )
+    else:
+        row_blocks = ceil_div(problem.m, BIG_TILE)
+        per_split = per_split or split(sums, row_blocks, BIG_TILE, slots)
     splits = ceil_div(problem.n, per_split)
     fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
     grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
@@ -135,6 +147,8 @@ def fits(problem: Problem, arch: str) -> bool:
 def variant(problem: Problem, arch: str, rows: int | None = None) -> Variant:
     """The code for a problem. Where totals beside the stages do not fit, two chains become one."""
     made = _variant(problem, rows)
+    if made.k:
+        return made
     short = problem.k <= 2 * PROMOTE_K and shared(made) > targets.SHARED_BYTES[arch]
     return made._replace(long_k=False) if short else made
 
@@ -147,7 +161,7 @@ def _variant(problem: Problem, rows: int | None) -> Variant:
         REDUCERS.get(problem.reduction, f"Matmul<{width}>"),
         problem.dtype,
         problem.k if small else 0,
-        (rows or rows_of(problem.k, width)) if small else 0,
+        (rows or rows_of(problem.k, width, problem.dtype)) if small else 0,
         not small and problem.k > PROMOTE_K,
         "strided" if small else access(*a, problem.k, problem.dtype),
         "strided" if small else access(*b, problem.k, problem.dtype),
@@ -159,30 +173,62 @@ def _variant(problem: Problem, rows: int | None) -> Variant:
     )
 
 
-def rows_of(k: int, width: int) -> int:
+def rows_of(k: int, width: int, dtype: str = "float32") -> int:
     """Rows of a thread of the small kernel. Each read of a point serves them all, but with 8 of
     them fewer threads hide less: 1e10 pairs of 3 features take 3.8 ms with 4, 4.5 with 8 (H200)."""
-    words = k + 2 * max(1, width)
+    words = (k + 2 * max(1, width)) * DTYPES[dtype].sums.bytes // 4
     return 4 if 4 * words <= 80 else 2
 
 
+class Sums(NamedTuple):
+    """What :func:`split` divides: n terms each of a count of sums in each batch entry, which have
+    so many bytes."""
+
+    n: int
+    count: int
+    batch: int
+    bytes: int = 4
+
+
+def sums_of(problem: Problem) -> Sums:
+    """Those of all launches of a reduction."""
+    count, size = problem.m * max(1, problem.out_columns), DTYPES[problem.dtype].sums.bytes
+    return Sums(problem.n, count, problem.batch, size)
+
+
 def split(
-    problem: Problem, row_blocks: int, unit: int, slots: int, least: int = 1, start: int = 1
+    sums: Sums, row_blocks: int, unit: int, slots: int, least: int = 1, start: float = 1, join=0.0
 ) -> int:
     """The n of a block, a multiple of ``unit``: of the numbers of splits, ``least`` or more, the
     one whose blocks, in waves of ``slots``, are done first, where starting a block takes as long as
-    ``start`` units."""
-    units = ceil_div(problem.n, unit)
-    values = max(1, problem.out_columns) * problem.m * problem.batch
-    most = max(1, min(units, MAX_SPLITS, WORKSPACE_VALUES // values))
+    ``start`` units and to add one split's sums as long as ``join``."""
+    units = ceil_div(sums.n, unit)
+    fit = WORKSPACE_BYTES // (sums.count * sums.batch * sums.bytes)
+    most = max(1, min(units, MAX_SPLITS, fit))
     least = max(min(least, most), ceil_div(units * unit, MAX_PLACES))
 
-    def duration(splits: int) -> int:
-        waves = ceil_div(row_blocks * splits * problem.batch, slots)
-        return waves * (ceil_div(units, splits) + start)
+    def duration(splits: int) -> float:
+        waves = ceil_div(row_blocks * splits * sums.batch, slots)
+        return waves * (ceil_div(units, splits) + start) + splits * join
 
     best = min(range(least, max(least, most) + 1), key=duration)
     return ceil_div(units, best) * unit
+
+
+def small_shape(m: int, sums: Sums, rows: int, slots: int) -> tuple[int, bool]:
+    """Rows of a thread of the small kernels, and whether to divide n by :func:`fine_split`: the
+    ``rows`` given and whole stages where these are enough for ``slots`` blocks at a time. 1000 x
+    1000 pairs are 4 blocks of 4 rows and 256 points, which take 19 us; in 52 of one row and 80
+    points they take 7 (H100, 3 features)."""
+    row_blocks = ceil_div(m, rows * THREADS) * sums.batch
+    few = row_blocks * ceil_div(sums.n, START) < slots or ceil_div(m, THREADS) < rows
+    return 1 if few else rows, row_blocks * ceil_div(sums.n, THREADS) < 4 * slots
+
+
+def fine_split(sums: Sums, row_blocks: int, slots: int) -> int:
+    """The n of a block of the small kernels where blocks are few."""
+    start, join = START / FEWEST_POINTS, JOIN[sums.bytes] / FEWEST_POINTS
+    return split(sums, row_blocks, FEWEST_POINTS, slots, start=start, join=join)
 
 
 def shared(made: Variant) -> int:
@@ -226,7 +272,7 @@ def head(descriptor: Pairwise, made: Variant, own: str) -> str:
 #include "pairwise/reduce/math.cuh"
 
 using InputT = {DTYPES[made.dtype].cuda};
-using AccT = float;
+using AccT = {DTYPES[made.dtype].sums.cuda};
 
 constexpr int SCALARS = {scalar_count(descriptor)};
 constexpr bool REGULARIZED = {str(made.regularized).lower()};

@@ -162,7 +162,8 @@ def lower(
     row_blocks = ceil_div(problem.m, variant.rows)
     if not per_split:
         least = least_splits(variant, place, multiprocessors)
-        per_split = direct.split(problem, row_blocks, variant.columns, multiprocessors, least)
+        sums = direct.sums_of(problem)
+        per_split = direct.split(sums, row_blocks, variant.columns, multiprocessors, least)
     main = main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
     behind = direct.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
     steps = (

@@ -175,10 +175,10 @@ def _by_products(
     made = made._replace(ordered=made.resident == 2)
     place = pack.workspace(problem, made)
     row_blocks = ceil_div(problem.m, made.rows)
-    wide = problem._replace(out_columns=problem.columns * products.LISTS)
+    values = reduce.Sums(problem.n, problem.m * problem.columns * products.LISTS, problem.batch)
     least = products.least_splits(made, place, multiprocessors)
     per_split = reduce.split(
-        wide, row_blocks, made.columns, multiprocessors, least, 4 * problem.columns
+        values, row_blocks, made.columns, multiprocessors, least, 4 * problem.columns
     )
     splits = ceil_div(problem.n, per_split)
     memory = _Memory(problem, splits * products.LISTS, round_up(place.size, pack.ALIGNMENT))
@@ -238,9 +238,9 @@ def _split(problem: Problem, made: Variant, arch: str, multiprocessors: int) -> 
     registers = targets.REGISTERS // (made.threads * made.resident) // 8 * 8
     resident = targets.resident_blocks(arch, made.threads, registers, shared(made) + stage)
     row_blocks = ceil_div(problem.m, _rows_of_block(made))
-    wide = problem._replace(out_columns=k * made.places)
+    values = reduce.Sums(problem.n, problem.m * k * made.places, problem.batch)
     slots = max(1, min(resident, made.resident)) * multiprocessors
-    return reduce.split(wide, row_blocks, unit, slots, start=start)
+    return reduce.split(values, row_blocks, unit, slots, start=start)
 
 
 def spec(descriptor: Pairwise, made: Variant) -> KernelSpec:

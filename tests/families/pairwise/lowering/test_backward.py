@@ -192,10 +192,10 @@ def test_the_parameter_block_is_the_struct_of_the_source():
 def test_splits_cover_n_and_fit_the_workspace(m, n, k, columns, batch, processors):
     sizes = {"m": m, "n": n, "k": k, "columns": columns, "batch": batch}
     found = lowered(wanted=("a", "b", "v"), processors=processors, **sizes)
-    assert found.per_part % lowering.GRAIN == 0
+    assert found.per_part % reduce.FEWEST_POINTS == 0
     assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
     partial = found.parts * m * batch * (k + columns)
-    assert found.parts == 1 or partial <= reduce.WORKSPACE_VALUES
+    assert found.parts == 1 or 4 * partial <= reduce.WORKSPACE_BYTES
 
 
 def test_few_rows_fill_a_gpu():
@@ -261,5 +261,6 @@ def test_other_architectures_compile_it(arch):
 
 
 def test_sizes_and_numbers_do_not_reach_the_source():
-    small, large = ({"m": m, "n": 2 * m} for m in (100, 10**6))
-    assert only(lowered(**small)).spec == only(lowered(**large)).spec
+    for sizes in ((100, 1000), (10**5, 10**6)):  # of few pairs a thread has one row
+        small, large = ({"m": m, "n": 2 * m} for m in sizes)
+        assert only(lowered(**small)).spec == only(lowered(**large)).spec

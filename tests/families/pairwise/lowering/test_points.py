@@ -250,7 +250,7 @@ def test_parts_are_whole_groups_and_fit_the_workspace(m, n, arch):
     found = lowered(m=m, n=n, arch=arch)
     assert found.per_part % (points_source.GROUP if arch == HERE else 64) == 0
     assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
-    assert found.parts == 1 or found.parts * m * (64 + 1 + 1) <= reduce.WORKSPACE_VALUES
+    assert found.parts == 1 or found.parts * m * (64 + 1 + 1) * 4 <= reduce.WORKSPACE_BYTES
 
 
 def test_few_rows_fill_a_gpu():

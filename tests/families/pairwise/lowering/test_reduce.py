@@ -74,7 +74,8 @@ def test_the_reducers_are_those_of_the_source():
 
 
 def test_sizes_and_numbers_do_not_reach_the_source():
-    assert only(lowered(m=100, n=200)).spec == only(lowered(m=10**6, n=10**6, diagonal=7)).spec
+    assert only(lowered(m=100, n=200)).spec == only(lowered(m=900, n=3000, diagonal=7)).spec
+    assert only(lowered(m=10**5, n=10**5)).spec == only(lowered(m=10**6, n=10**6)).spec
 
 
 @pytest.mark.parametrize(
@@ -168,16 +169,37 @@ def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
 )  # fmt: skip
 def test_splits_cover_n_and_fit_the_workspace(m, n, k, columns, batch, processors):
     found = lowered(m=m, n=n, k=k, columns=columns, batch=batch, processors=processors)
-    unit = direct.THREADS if k == 3 else direct.BIG_TILE
+    unit = lowering.FEWEST_POINTS if k == 3 else direct.BIG_TILE
     assert found.per_part % unit == 0
     assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
     partial = found.parts * m * batch * columns
-    assert found.parts == 1 or partial <= lowering.WORKSPACE_VALUES
+    assert found.parts == 1 or 4 * partial <= lowering.WORKSPACE_BYTES
 
 
 def test_few_rows_fill_a_gpu():
     assert only(lowered(m=10, n=10**6)).grid[0] >= 250
     assert only(lowered(m=10, n=10**6, k=64)).grid[0] >= 250
+
+
+@pytest.mark.parametrize(
+    "m, n, batch, rows, fine",
+    [
+        (20000, 20000, 1, 4, False),
+        (10000, 10000, 1, 4, True),
+        (5000, 5000, 1, 4, True),
+        (2000, 2000, 1, 1, True),
+        (2000, 2000, 200, 4, False),
+        (768, 10**6, 1, 1, False),
+        (769, 10**6, 1, 4, False),
+    ],
+)
+def test_blocks_are_small_where_few_would_leave_multiprocessors_idle(m, n, batch, rows, fine):
+    given, slots = problem(m=m, n=n, k=3, batch=batch), 132 * lowering.RESIDENT
+    assert lowering.small_shape(m, lowering.sums_of(given), 4, slots) == (rows, fine)
+    found = lowered(m=m, n=n, k=3, batch=batch)
+    assert f"rows={rows}" in only(found).spec.description
+    assert fine or found.per_part % direct.THREADS == 0
+    assert only(found).grid[0] == -(-m // (rows * direct.THREADS)) * found.parts
 
 
 def test_a_block_counts_its_n_in_an_int():
@@ -217,7 +239,7 @@ SMALL_SPILL, TILE_SPILL = 112, 320
 @pytest.mark.parametrize("name", slow_but(("gaussian", "tile"), COMPILED))
 def test_the_kernel_compiles_within_its_bounds(name):
     descriptor, changes = COMPILED[name]
-    wanted = only(lowered(descriptor, **changes)).spec
+    wanted = only(lowered(descriptor, m=10**5, n=10**5, **changes)).spec
     entry = compile_spec(wanted, HERE)
     registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
     assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
@@ -229,9 +251,10 @@ def test_the_kernel_compiles_within_its_bounds(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
-@pytest.mark.parametrize("k", [3, 64])
-def test_other_architectures_compile_it(arch, k):
-    assert compile_spec(only(lowered(arch=arch, k=k)).spec, arch).cubin[:4] == b"\x7fELF"
+@pytest.mark.parametrize("changes", [{"k": 3}, {"k": 3, "rows": 1}, {"k": 64}], ids=str)
+def test_other_architectures_compile_it(arch, changes):
+    found = lowered(arch=arch, m=10**5, n=10**5, **changes)
+    assert compile_spec(only(found).spec, arch).cubin[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize(("k", "long"), [(64, False), (100, True), (129, True)])

@@ -133,7 +133,7 @@ def test_lists_fit_the_workspace_and_cover_n(m, n, k, kept, batch, processors):
     assert found.workspace == places + entries * 8
     assert merge.grid[0] * 256 >= entries
     assert first.pointers[3:] == ((WORKSPACE, values), (WORKSPACE, places))
-    assert lists == 1 or entries <= max(lowering.reduce.WORKSPACE_VALUES, 2 * batch * m * kept)
+    assert lists == 1 or entries <= max(lowering.reduce.WORKSPACE_BYTES // 4, 2 * batch * m * kept)
 
 
 def test_one_list_is_the_result():

@@ -10,7 +10,7 @@ from kernlib.families.pairwise.reductions import fused
 from tests.gpu.families.pairwise.cases import points
 
 # Numbers that partial sums of the launches of a call take at the most, in bytes of two of them.
-PARTIAL_BYTES = 2 * 4 * fused.lowering.reduce.WORKSPACE_VALUES
+PARTIAL_BYTES = 2 * fused.lowering.reduce.WORKSPACE_BYTES
 
 
 def leaves(count: int, features: int, width: float) -> tuple[torch.Tensor, ...]:
