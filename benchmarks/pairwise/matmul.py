@@ -97,6 +97,9 @@ PROBLEMS = (
     Problem("gaussian", 20000, 64, "fp64"),
     Problem("gaussian", 20000, 64, "fp64", columns=8),
     Problem("gaussian", 20000, 3, "fp64"),
+    Problem("gaussian", 2000, 3),
+    Problem("gaussian", 2000, 10, columns=10),
+    Problem("gaussian", 2000, 3, "fp64"),
 )
 MEMORY = PROBLEMS[1]
 MEMORY_NAME = f"{MEMORY.place} memory"

@@ -61,6 +61,7 @@ PROBLEMS = (
     Problem("laplace_l1", 50000, 10, ("x",), must=10.0),
     Problem("gaussian", 20000, 20, ("x", "v", "bandwidth"), must=1.0),
     Problem("gaussian", 20000, 64, ("x", "v", "bandwidth"), must=1.5),
+    Problem("gaussian", 2000, 3, ("x", "v", "bandwidth")),
 )
 
 

@@ -16,10 +16,11 @@ constexpr int THREADS = 256;
 
 constexpr int RUN = 64;  // of a stage's points, between which reducers settle
 
+__shared__ Stage stage;
+__shared__ u32 word;
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_reduce_small(const __grid_constant__ Launch launch) {
-    __shared__ Stage stage;
-    __shared__ u32 word;
     if (!launch.is_needed()) return;
     const Parameters& parameters = launch.parameters;
     Part part(parameters, ROWS * THREADS);

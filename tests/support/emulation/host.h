@@ -14,7 +14,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __noinline__ inline
-#define __shared__ thread_local  // in a function that is static, and extern what lies below
+#define __shared__
 #define __align__(bytes)
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -31,7 +31,7 @@ struct Index {
 };
 inline Index threadIdx, blockIdx, gridDim, blockDim;
 inline constexpr int SHARED_BYTES = 227 * 1024;
-alignas(128) thread_local unsigned char shared[SHARED_BYTES];  // of the block that runs
+alignas(128) unsigned char shared[SHARED_BYTES];  // of the block that runs
 
 // The threads of the block that runs.
 inline constexpr int MOST_THREADS = 1024, STACK_BYTES = 128 * 1024;

@@ -10,7 +10,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages as norms
-from kernlib.families.pairwise.lowering import few
+from kernlib.families.pairwise.lowering import few, reduce
 from kernlib.families.pairwise.reference import pairwise
 from kernlib.runtime.plan import forget_plans
 
@@ -24,6 +24,15 @@ def by(kind: str):
     rules = {"few": lambda problem, _: few.takes(problem), "direct": lambda *_: False}
     forget_plans()
     with mock.patch.object(few, "pays", rules[kind]):
+        yield
+    forget_plans()
+
+
+@contextmanager
+def whole_blocks():
+    """Reductions of few features have rows of a thread and stages as large problems have."""
+    forget_plans()
+    with mock.patch.object(reduce, "small_shape", lambda m, sums, rows, slots: (rows, False)):
         yield
     forget_plans()
 

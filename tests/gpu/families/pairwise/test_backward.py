@@ -139,7 +139,8 @@ SIZES = [(101, 237, 3, 1), (67, 150, 7, 3), (60, 45, 16, 2), (33, 130, 12, 6)]
 
 @pytest.mark.parametrize(("m", "n", "k", "columns"), SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_of_two_sets_of_points(name, m, n, k, columns, taken, seed):
+@pytest.mark.parametrize("blocks", ["whole"], indirect=True)
+def test_gradients_of_two_sets_of_points(name, m, n, k, columns, blocks, taken, seed):
     descriptor, values, wanted = CASES[name]
     a, b = points(m, k), points(n, k)
     b[5] = a[3]
@@ -148,9 +149,13 @@ def test_gradients_of_two_sets_of_points(name, m, n, k, columns, taken, seed):
     assert taken == [True]
 
 
-@pytest.mark.parametrize(("n", "k", "columns"), [(131, 3, 1), (77, 10, 4), (50, 16, 5)])
+@pytest.mark.parametrize(
+    "n, k, columns, blocks",
+    [(131, 3, 1, "whole"), (131, 3, 1, "fitted"), (77, 10, 4, "fitted"), (50, 16, 5, "fitted")],
+    indirect=["blocks"],
+)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_of_one_x(name, n, k, columns, taken, seed):
+def test_gradients_of_one_x(name, n, k, columns, blocks, taken, seed):
     descriptor, values, wanted = CASES[name]
     compare(descriptor, values, wanted, points(n, k), None, points(n, columns))
     assert taken == [True]

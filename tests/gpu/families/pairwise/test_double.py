@@ -35,9 +35,13 @@ def doubles(*shape):
     return points(*shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("k", [1, 3, 8, 21, 130])
+@pytest.mark.parametrize(
+    "k, blocks",
+    [(1, "fitted"), (3, "whole"), (8, "fitted"), (9, "whole"), (21, "fitted"), (130, "fitted")],
+    indirect=["blocks"],
+)
 @pytest.mark.parametrize("name", DESCRIPTORS)
-def test_every_kind_of_sum(name, k, launched, seed):
+def test_every_kind_of_sum(name, k, blocks, launched, seed):
     descriptor, values = DESCRIPTORS[name]
     a, b, v = doubles(301, k), doubles(777, k), doubles(777, 3)
     b[5] = a[3]
@@ -53,8 +57,10 @@ def test_every_kind_of_sum(name, k, launched, seed):
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 16])
 @pytest.mark.parametrize("size", [(1, 1), (63, 65), (64, 128), (1, 100_003), (20_011, 3)], ids=str)
-@pytest.mark.parametrize("k", [3, 64])
-def test_sizes_and_columns(k, size, columns, launched, seed):
+@pytest.mark.parametrize(
+    "k, blocks", [(3, "fitted"), (3, "whole"), (64, "fitted")], indirect=["blocks"]
+)
+def test_sizes_and_columns(k, size, columns, blocks, launched, seed):
     a, b, v = doubles(size[0], k), doubles(size[1], k), doubles(size[1], columns)
     matrix, weights = reference(GAUSSIAN, a, b, bandwidth=k**0.5), v.cpu()
     found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=k**0.5)

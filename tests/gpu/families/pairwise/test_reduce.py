@@ -47,9 +47,11 @@ def by_kernels(reduction, descriptor, a, b, v=None, **values) -> bool:
     return kernels.takes(reduction, request, shape_of(request))
 
 
-@pytest.mark.parametrize("k", [3, 21])
+@pytest.mark.parametrize(
+    "k, blocks", [(3, "fitted"), (3, "whole"), (21, "fitted")], indirect=["blocks"]
+)
 @pytest.mark.parametrize("name", DESCRIPTORS)
-def test_reductions_of_every_descriptor(name, k, seed):
+def test_reductions_of_every_descriptor(name, k, blocks, seed):
     descriptor, values = DESCRIPTORS[name]
     a, b, v = points(301, k), points(777, k), points(777, 3)
     b[5] = a[3]
@@ -73,7 +75,8 @@ def test_reductions_of_every_descriptor(name, k, seed):
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 8, 9, 16, 17, 64, 65, 200])
 @pytest.mark.parametrize("k", [1, 4, 16, 17, 130])
-def test_features_and_columns_select_code(k, columns, seed):
+@pytest.mark.parametrize("blocks", ["whole"], indirect=True)
+def test_features_and_columns_select_code(k, columns, blocks, seed):
     a, b, v = points(333, k), points(500, k), points(500, columns)
     bandwidth = math.sqrt(k)
     wanted = reference(GAUSSIAN, a, b, bandwidth=bandwidth) @ v.cpu().double()
@@ -99,7 +102,8 @@ def test_sizes(size, k, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("k", [3, 33])
-def test_dtypes(dtype, k, seed):
+@pytest.mark.parametrize("blocks", ["fitted", "whole"], indirect=True)
+def test_dtypes(dtype, k, blocks, seed):
     a, b, v = (points(*s, dtype=dtype) for s in ((300, k), (400, k), (400, 2)))
     assert by_kernels("matmul", GAUSSIAN, a, b, v, bandwidth=2.0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -8,6 +8,7 @@ CALLS = (
     "sanitized_direct",
     "sanitized_few",
     "sanitized_double",
+    "sanitized_small",
     "sanitized_products",
     "sanitized_columns",
     "sanitized_gradients",
