@@ -10,6 +10,7 @@ import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
+from kernlib.linalg import native
 from kernlib.linalg.checks import refuse_not_finite
 from kernlib.linalg.iterative import CGResult, check_limits, solve, warn_unless_converged
 from kernlib.linalg.nystrom import (
@@ -128,6 +129,7 @@ def _stored(descriptor: Pairwise, x, y, mu: float, tol: float, values: dict) -> 
         k = run_kernel(descriptor, wide, wide, **_widened(values))
         check_one_matrix(k)
         k.diagonal().add_(mu)
+        native.load(k.device)
         root, info = torch.linalg.cholesky_ex(k)
         if info:
             return None

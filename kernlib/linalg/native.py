@@ -6,11 +6,29 @@ Matrices are (L, N, N) and right-hand sides (L, N, C), column-major, as
 
 from __future__ import annotations
 
+import threading
+
 import torch
+
+_loading, _loaded = threading.Lock(), False
+
+
+def load(device: torch.device) -> None:
+    """Have torch load its linear algebra for GPUs, which it does at the first call: those that
+    threads make at a time raise "lazy wrapper should be called at most once"
+    (https://github.com/pytorch/pytorch/issues/90613). Nothing for other devices."""
+    global _loaded
+    if _loaded or device.type != "cuda":
+        return
+    with _loading:
+        if not _loaded:
+            torch.linalg.cholesky_ex(torch.ones(1, 1, device=device))
+            _loaded = True
 
 
 def cholesky(a: torch.Tensor, upper: bool) -> torch.Tensor:
     """Write the factor into the triangle that is read; returns info (L,)."""
+    load(a.device)
     info = _info(a)
     torch.linalg.cholesky_ex(a, upper=upper, out=(a, info))
     return info
@@ -25,6 +43,7 @@ def cholesky_solve(factor: torch.Tensor, b: torch.Tensor, upper: bool) -> None:
 
 def lu(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Write both factors into a; returns pivots (L, N) and info (L,)."""
+    load(a.device)
     info = _info(a)
     pivots = torch.empty(a.shape[:2], dtype=torch.int32, device=a.device)
     torch.linalg.lu_factor_ex(a, out=(a, pivots, info))
@@ -44,6 +63,7 @@ def eigh(a: torch.Tensor, upper: bool) -> tuple[torch.Tensor, torch.Tensor]:
     torch reports a failure as an exception, and on a GPU waits for the device to know of one. The
     entries of a batch are then tried one by one, and those that fail have an info of N.
     """
+    load(a.device)
     side = "U" if upper else "L"
     try:
         w, vectors = torch.linalg.eigh(a, UPLO=side)

@@ -10,6 +10,7 @@ import torch
 from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
+from kernlib.linalg import native
 from kernlib.linalg.checks import DTYPES, refuse_meta, refuse_not_finite
 from kernlib.linalg.dense import eigh
 from kernlib.run import run_kernel
@@ -164,6 +165,7 @@ def _landmarks(x: torch.Tensor, rank: int, generator: torch.Generator | None) ->
 
 def _shifted_root(block: torch.Tensor, columns: torch.Tensor) -> tuple[float, torch.Tensor]:
     """A shift of the size of K's rounding errors, and the Cholesky factor of ``block`` with it."""
+    native.load(block.device)
     eye = torch.eye(block.shape[0], dtype=block.dtype, device=block.device)
     block = (block + block.mT) / 2
     least = max(torch.finfo(columns.dtype).eps, _LEAST_SHIFT)

@@ -1,5 +1,7 @@
 """Direct solvers and eigh: values in every layout, in place, infos, and what is refused."""
 
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -252,6 +254,22 @@ def test_leading_dimensions():
     assert not layouts.is_column_major(padded.mT)
     assert layouts.leading_dimension(torch.zeros(4, 1)) == 4
     assert not layouts.is_column_major(torch.zeros(2, 6).as_strided((3, 3), (1, 2)))
+
+
+def test_torch_loads_its_part_for_gpus_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(native, "_loaded", False)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: torch.full(shape, 1.0))
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda a: made.append(time.sleep(0.01)))
+    gpu = torch.device("cuda")
+    threads = [threading.Thread(target=native.load, args=(gpu,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and native._loaded
+    native.load(torch.device("cpu"))
+    assert len(made) == 1
 
 
 def _check_memory(a, b, x, kept, overwrite: bool) -> None:

@@ -36,7 +36,9 @@ def check(descriptor, tensors, gate: float, grad=None) -> list[torch.Tensor]:
     turned = [f.mT if flag else f for f, flag in zip(wide[1:], descriptor.transposed, strict=True)]
     whole = exact(wide[0], turned, descriptor.side)
     theirs = torch.autograd.grad(whole, [t for t in wide if t.requires_grad], grad.double())
-    as_a_rule = (grad.double().norm() * whole.norm() / whole.numel() ** 0.5).item()
+    terms = exact(wide[0].abs(), [t.abs() for t in turned], descriptor.side)
+    size = max(whole.norm(), terms.norm() / descriptor.in_features**0.5)
+    as_a_rule = (grad.double().norm() * size / whole.numel() ** 0.5).item()
     for t, one, other in zip(wanted, found, theirs, strict=True):
         assert one.shape == other.shape
         # Terms may cancel in few numbers: beside what these add up to as a rule.
