@@ -22,7 +22,7 @@ def load(device: torch.device) -> None:
         return
     with _loading:
         if not _loaded:
-            torch.linalg.cholesky_ex(torch.ones(1, 1, device=device))
+            torch.linalg.cholesky_ex(torch.ones(1, 1, dtype=torch.float32, device=device))
             _loaded = True
 
 

@@ -76,6 +76,9 @@ def test_case_names_are_the_agreed_ones():
         "kernel_matmul gaussian 50000x50000 D=10 C=10 fp32",
         "kernel_matmul gaussian 20000x20000 D=64 C=64 fp32",
         *[f"kernel_matmul gaussian 20000x20000 D={rest} fp64" for rest in ("64", "64 C=8", "3")],
+        *[f"kernel_matmul gaussian 2000x2000 D={rest}"
+          for rest in ("3 fp32", "10 C=10 fp32", "3 fp64")],
+        "kernel_matmul_grad gaussian 2000x2000 D=3 C=1 x+v+bandwidth fp32",
         *[f"kernel_topk k=10 100000x100000 D={d} fp32" for d in (3, 64)],
         *[f"kernel_matmul_grad gaussian 20000x20000 D={d} C=1 x+v+bandwidth fp32"
           for d in (3, 20, 64)],
