@@ -31,7 +31,8 @@ from kernlib.lowering.steps import Lowered, Step
 
 COLUMNS = 4  # of g and v that a launch takes
 WIDTHS = (1, 2, 4)
-STAGE, GRAIN = 128, 32  # lines that a block reads at a time; of many blocks, theirs a multiple
+# Lines that a block reads at a time; of which a block's are a multiple, unless blocks are few.
+STAGE, GRAIN = 128, 32
 ROLES = ("first", "second", "both")
 # Whose addresses the parameter struct starts with.
 OPERANDS = ("a", "b", "g", "v", "points", "values", "totals")

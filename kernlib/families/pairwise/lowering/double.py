@@ -39,7 +39,8 @@ LINE = DEPTH + 4  # of a point in shared memory
 # Of 8 normally distributed features 0.8 % of the tiles have a pair whose difference products would
 # cancel, and that makes the tile's sums anew; of 4 nearly all.
 LEAST_FEATURES = 8
-SMALL_FEATURES, SMALL_COLUMNS = 10, 4  # of rows in registers: with more of them registers spill
+# Of rows in registers. Of 12 features tiles are as fast, and more columns make registers spill.
+SMALL_FEATURES, SMALL_COLUMNS = 10, 4
 NUMBER_BYTES = 8
 # Stages, and totals of two warps a row with what they round off.
 SHARED_NUMBERS = STAGES * 2 * TILE * LINE + 2 * TILE * 2 * WIDTH
@@ -138,7 +139,7 @@ def lower(
 ) -> Lowered:
     """The launches of up to WIDTH columns of what this module :func:`takes`, with partial results
     in float64 and ``per_split`` as of :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
-    if is_small(descriptor, problem):
+    if is_small(descriptor, problem):  # by a kernel without dynamic shared memory, for any arch
         return direct.lower(descriptor, problem, "", multiprocessors, scalar_strides, per_split)
     made = variant(descriptor, problem)
     row_blocks = ceil_div(problem.m, TILE)
