@@ -17,8 +17,8 @@
 //   l1, K = 10, both, points alone      55 slots   (difference, sum, sign, comparison, sum each)
 //                                                  19 ms, 4.8
 //
-// The generated source defines, besides K, ROWS, SCALARS, OPERATION, INNER and Finish as for
-// reduce/small.cuh:
+// The generated source defines, besides K, ROWS, PARTNERS, STAGE, SCALARS, OPERATION, INNER and
+// Finish as for reduce/small.cuh:
 //   ROLE           see above
 //   SLOPE          a struct of gradient/slopes.cuh: of the inner stage
 //   COLUMNS        of g and v, 1 to 4
@@ -56,8 +56,7 @@ constexpr int LINE_WEIGHTS = ROLE == Role::second ? 0 : WEIGHTS;
 constexpr int ROW_WORDS = ROW_GIVEN + ROW_WEIGHTS;
 constexpr int LINE = (K + LINE_GIVEN + LINE_WEIGHTS + 3) / 4 * 4;
 
-constexpr int STAGE = 128;  // points at a time
-constexpr int RUN = 64;     // of them, between which sums go to totals
+constexpr int RUN = 64 * PARTNERS;  // of a stage's points, between which sums go to totals
 // Lines in flight, as many as registers hold: laplace_l1 of 10 features takes 5.2 ms with 2, 5.5
 // with 1 (50000 points, H100).
 constexpr bool SPACIOUS = LINE <= 12 || (ROWS == 1 && !Inner::BY_LOGARITHM);
@@ -108,7 +107,7 @@ struct Part {
     i64 split;
 
     __device__ __forceinline__ explicit Part(const Parameters& parameters)
-        : m0(i64(blockIdx.x % parameters.row_blocks) * ROWS * THREADS),
+        : m0(i64(blockIdx.x % parameters.row_blocks) * ROWS * SLOTS),
           first(blockIdx.x / parameters.row_blocks * parameters.per_split),
           last(min(first + parameters.per_split, parameters.n)),
           split(blockIdx.x / parameters.row_blocks) {}
@@ -127,9 +126,16 @@ __device__ __forceinline__ void read_columns(AccT* to, const InputT* from, const
 struct Stage {
     alignas(16) AccT line[STAGE][LINE];
 
-    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n) {
-        if (threadIdx.x >= STAGE || n >= parameters.n) return;
-        AccT* to = line[threadIdx.x];
+    // The points from n0 on, up to the last one.
+    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n0, i64 last) {
+#pragma unroll
+        for (int i = threadIdx.x; i < STAGE; i += THREADS) {
+            if (n0 + i < last) fill_line(line[i], parameters, l, n0 + i);
+        }
+    }
+
+    static __device__ __forceinline__ void fill_line(AccT* to, const Parameters& parameters, i64 l,
+                                                     i64 n) {
         read_columns<K>(to, parameters.b, parameters.b_view, l, n, K);
         const Parameters& from = parameters;
         read_columns<LINE_GIVEN>(to + K, from.g, from.g_view, l, n, from.columns);
@@ -224,13 +230,33 @@ __device__ __forceinline__ void store_row(const AccT* sums, const Parameters& to
     }
 }
 
+__shared__ Stage stage;
+__shared__ alignas(16) AccT memory[COUNT * THREADS];
+__shared__ u32 word;
+
+// What the partners of a row have summed, put together in one order: the first of them gets it.
+__device__ __forceinline__ void meet(AccT* sums) {
+    __syncthreads();  // all totals have been read
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; ++i) memory[i * THREADS + threadIdx.x] = sums[i];
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < OUTPUTS * SLOTS; i += THREADS) {
+        AccT* own = memory + i / SLOTS * THREADS + i % SLOTS;
+        AccT sum = own[0];
+#pragma unroll
+        for (int other = 1; other < PARTNERS; ++other) sum += own[other * SLOTS];
+        own[0] = sum;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; ++i) sums[i] = memory[i * THREADS + threadIdx.x];
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
-    __shared__ Stage stage;
-    __shared__ alignas(16) AccT memory[COUNT * THREADS];
-    __shared__ u32 word;
     Part part(parameters);
-    i64 m0 = part.m0 + threadIdx.x;
+    i64 m0 = part.m0 + slot();
     Totals<AccT, COUNT, THREADS> totals(memory);
 #pragma unroll 1
     for (i64 l = blockIdx.y; l < parameters.batch; l += gridDim.y) {
@@ -253,14 +279,14 @@ pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
             __syncthreads();
-            stage.fill(parameters, l, n0 + threadIdx.x);
+            stage.fill(parameters, l, n0, part.last);
             __syncthreads();
             int count = int(min(part.last - n0, i64(STAGE)));
 #pragma unroll 1
             for (int run = 0; run < count; run += RUN) {
                 int end = min(run + RUN, count);
 #pragma unroll UNROLL
-                for (int n = run; n < end; ++n) {
+                for (int n = run + partner(); n < end; n += PARTNERS) {
                     AccT line[LINE];
                     stage.read(line, n);
                     AccT hyper[TOTALS] = {};
@@ -292,11 +318,17 @@ pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
             }
         }
         totals.finish(sums);
+        if constexpr (PARTNERS > 1) {
+#pragma unroll
+            for (int k = 0; k < POINT_SUMS; ++k) sums[k] = lost[0] != lost[0] ? lost[0] : sums[k];
+            meet(sums);
+        }
         AccT factor = AccT(parameters.factor);
         if (parameters.times_p) factor *= numbers.p;
         if (parameters.times_scale) factor *= numbers.scale;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
+            if (partner() > 0) break;
             store_row(sums + i * OUTPUTS, parameters, part, l, m0 + i * THREADS, slopes.constant,
                       factor, lost[i] != lost[i]);
         }

@@ -1,10 +1,20 @@
 // Rows of a in the registers of a thread, of kernels for few features: THREADS threads, defined
-// ahead of this, with ROWS rows of K features each, a block's rows one after the other.
+// ahead of this, with ROWS rows of K features each, a block's rows one after the other. Of problems
+// that would leave multiprocessors idle, PARTNERS threads of a block share a row's points.
 #pragma once
 
 #include "pairwise/unit.cuh"
 
 using Rows = AccT[ROWS][K];
+
+static_assert(PARTNERS == 1 || ROWS == 1, "partners share one row");
+constexpr int SLOTS = THREADS / PARTNERS;  // threads with rows of their own
+
+__device__ __forceinline__ int slot() { return PARTNERS == 1 ? threadIdx.x : threadIdx.x % SLOTS; }
+
+// Of a run of points a partner takes each PARTNERS-th, from this one on: the lanes of a warp then
+// read one line or neighbours.
+__device__ __forceinline__ int partner() { return PARTNERS == 1 ? 0 : threadIdx.x / SLOTS; }
 
 // Rows past the last one are read as that one and never written.
 template <class Parameters>

@@ -14,17 +14,32 @@ constexpr int THREADS = 256;
 
 #include "pairwise/reduce/stage.cuh"
 
-constexpr int RUN = 64;  // of a stage's points, between which reducers settle
+constexpr int RUN = 64 * PARTNERS;  // of a stage's points, between which reducers settle
 
 __shared__ Stage stage;
 __shared__ u32 word;
+
+// What the partners of a row have found, put together: half of them hand it on to the others, until
+// one has it all, in one order. The stage has been read, and has room for half of the reducers.
+__device__ __forceinline__ void meet(Reducer& reducer) {
+    static_assert(PARTNERS == 1 || sizeof(Reducer) * (THREADS / 2) <= sizeof(Stage), "room");
+    Reducer* handed = reinterpret_cast<Reducer*>(&stage);
+#pragma unroll
+    for (int half = PARTNERS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        bool hands = partner() >= half && partner() < 2 * half;
+        if (hands) handed[threadIdx.x - half * SLOTS] = reducer;
+        __syncthreads();
+        if (partner() < half) reducer.merge(handed[threadIdx.x]);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_reduce_small(const __grid_constant__ Launch launch) {
     if (!launch.is_needed()) return;
     const Parameters& parameters = launch.parameters;
-    Part part(parameters, ROWS * THREADS);
-    i64 m0 = part.m0 + threadIdx.x;
+    Part part(parameters, ROWS * SLOTS);
+    i64 m0 = part.m0 + slot();
 #pragma unroll 1
     for (i64 l = blockIdx.y; l < parameters.batch; l += gridDim.y) {
         ReadScalar read{parameters, l};
@@ -43,11 +58,11 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
             __syncthreads();
-            stage.fill(parameters, l, n0 + threadIdx.x);
+            stage.fill(parameters, l, n0, part.last);
             __syncthreads();
             int count = int(min(part.last - n0, i64(STAGE)));
             // Warps without rows rest, where rows may be few.
-            if (ROWS == 1 && m0 - threadIdx.x % 32 >= parameters.m) count = 0;
+            if (ROWS == 1 && m0 - slot() % 32 >= parameters.m) count = 0;
             int base = int(n0 - part.first);
             int places[ROWS];
             if (IN_PLACE) {
@@ -60,7 +75,7 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
             for (int run = 0; run < count; run += RUN) {
                 int end = min(run + RUN, count);
 #pragma unroll UNROLL
-                for (int n = run; n < end; ++n) {
+                for (int n = run + partner(); n < end; n += PARTNERS) {
                     AccT line[LINE];
                     stage.read(line, n);
                     AccT sums[ROWS];
@@ -85,6 +100,8 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
                 for (int i = 0; i < ROWS; ++i) reducers[i].settle();
             }
         }
+        if constexpr (PARTNERS > 1) meet(reducers[0]);
+        if (partner() > 0) continue;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             store_row(reducers[i], parameters, part, l, m0 + i * THREADS);

@@ -1,27 +1,34 @@
 // The points that rows of few features meet, in shared memory, read as broadcasts of 16 bytes. What
 // reduce/small.cuh and topk/small.cuh share.
 //
-// The generated source defines, beside what reduce/reduce.cuh needs, K, 1 to 16, and ROWS; THREADS
-// of a block is defined ahead of this.
+// The generated source defines, beside what reduce/reduce.cuh needs, K, 1 to 16, ROWS, PARTNERS, and
+// STAGE, points at a time, which take 32 KB at most; THREADS of a block is defined ahead of this.
 #pragma once
 
 #include "pairwise/reduce/reduce.cuh"
 #include "pairwise/reduce/rows.cuh"
 
-constexpr int STAGE = THREADS;  // points at a time, one a thread to read; at most 32 KB
+static_assert(STAGE % THREADS == 0, "each thread reads as many points");
 constexpr int CHUNK = 16 / sizeof(AccT);  // of a line, read at once
 constexpr int LINE = (K + Reducer::COLUMNS + CHUNK - 1) / CHUNK * CHUNK;
 // Pairs in flight: 16, or fewer where each is long and hides latency by itself; 8 in double, whose
 // numbers take two registers each.
 constexpr int PAIRS = sizeof(AccT) == 8 ? 8 : LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
-constexpr int UNROLL = PAIRS > ROWS ? PAIRS / ROWS : 1;
+constexpr int UNROLL = PARTNERS > 1 ? 4 : (PAIRS > ROWS ? PAIRS / ROWS : 1);
 
 struct Stage {
     alignas(16) AccT line[STAGE][LINE];
 
-    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n) {
-        if (n >= parameters.n) return;
-        AccT* to = line[threadIdx.x];
+    // The points from n0 on, up to the last one.
+    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n0, i64 last) {
+#pragma unroll
+        for (int i = threadIdx.x; i < STAGE; i += THREADS) {
+            if (n0 + i < last) fill_line(line[i], parameters, l, n0 + i);
+        }
+    }
+
+    static __device__ __forceinline__ void fill_line(AccT* to, const Parameters& parameters, i64 l,
+                                                     i64 n) {
         const View& view = parameters.b_view;
         const InputT* from = parameters.b + l * view.batch_stride + n * view.row_stride;
 #pragma unroll

@@ -218,5 +218,15 @@ inline double __hiloint2double(int high, int low) {
     std::memcpy(&x, &bits, sizeof(x));
     return x;
 }
+inline long long __double_as_longlong(double x) {
+    long long bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+inline double __longlong_as_double(long long bits) {
+    double x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
 inline float __int_as_float(int bits) { return __uint_as_float(unsigned(bits)); }
 inline float __fmul_rn(float x, float y) { return x * y; }

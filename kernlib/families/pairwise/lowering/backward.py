@@ -24,14 +24,16 @@ from kernlib.families.pairwise.lowering.direct import (
 )
 from kernlib.families.pairwise.lowering.finish import finish_reduced
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.reduce import Cut, Work
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.division import Sums, split
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
 
 COLUMNS = 4  # of g and v that a launch takes
 WIDTHS = (1, 2, 4)
-# Lines that a block reads at a time; of which a block's are a multiple, unless blocks are few.
+# Lines that a block of whole rows reads at a time; of which a block's are a multiple.
 STAGE, GRAIN = 128, 32
 ROLES = ("first", "second", "both")
 # Whose addresses the parameter struct starts with.
@@ -86,7 +88,13 @@ class Variant(NamedTuple):
     outer: float | str
     root: bool
     epsilon: bool
+    partners: int = 1
     dtype: str = "float32"
+
+    @property
+    def line_bytes(self) -> int:
+        """A line with its numbers of g and v, at most."""
+        return round_up(self.k + self.columns * (2 if self.role == "both" else 1), 4) * 4
 
 
 def lower(
@@ -101,18 +109,15 @@ def lower(
     """The launch for a problem of 1 feature or more. Each row gets ``parts`` partial sums, and each
     block leaves totals of the hyperparameters, one after the other. ``rows`` overrides the rows of
     a thread."""
-    made = variant(problem, len(derivatives.others), rows)
-    count = made.points * problem.k + made.values * problem.columns
-    sums = reduce.Sums(problem.n, problem.m * max(1, count), problem.batch)
-    slots = multiprocessors * reduce.RESIDENT
-    fewer, fine = reduce.small_shape(problem.m, sums, made.rows, slots)
-    made = made._replace(rows=rows or fewer)
-    row_blocks = ceil_div(problem.m, made.rows * THREADS)
-    if fine:
-        per_split = reduce.fine_split(sums, row_blocks, slots)
-    else:  # of the number of splits that is best in whole stages, which need not be whole
-        per_split = reduce.split(sums, row_blocks, STAGE, slots)
-        per_split = round_up(ceil_div(problem.n, ceil_div(problem.n, per_split)), GRAIN)
+    hyper = len(derivatives.others)
+    made = variant(problem, hyper, rows)
+    work = work_of(problem, made, hyper, multiprocessors)
+    if work.is_large(made.rows):
+        cut = Cut(made.rows, 1, whole_split(work, made.rows))
+    else:
+        cut = reduce.small_cut(work, made.rows, fixed=rows is not None)
+    made = made._replace(rows=cut.rows, partners=cut.partners)
+    row_blocks, per_split = work.row_blocks(cut), cut.per_split
     splits = ceil_div(problem.n, per_split)
     fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
     grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
@@ -120,6 +125,24 @@ def lower(
     made = spec(descriptor, derivatives, made)
     step = Step(made, grid, fixed, pointers, scalar_count(descriptor))
     return Lowered((step,), parts=splits, per_part=per_split)
+
+
+def work_of(problem: Problem, made: Variant, hyper: int, multiprocessors: int) -> Work:
+    """What is divided. Issue slots are those of a Gaussian, about."""
+    point = problem.k if made.points else 0
+    count = point + (problem.columns if made.values else 0)
+    sums = Sums(problem.n, problem.m * max(1, count), problem.batch)
+    weights = made.columns * (2 if made.role == "both" else 1)
+    slots = 2 * problem.k + 3 + weights + count + 3 * hyper
+    return Work(problem.m, sums, slots, made.line_bytes, multiprocessors)
+
+
+def whole_split(work: Work, rows: int) -> int:
+    """The n of a block of many rows: of the number of splits that is best in whole stages, which
+    need not be whole."""
+    row_blocks = ceil_div(work.m, rows * THREADS)
+    found = split(work.sums, row_blocks, STAGE, work.multiprocessors * reduce.RESIDENT)
+    return round_up(ceil_div(work.sums.n, ceil_div(work.sums.n, found)), GRAIN)
 
 
 def variant(problem: Problem, hyper: int, rows: int | None = None) -> Variant:
@@ -155,9 +178,20 @@ def fits(problem: Problem, hyper: int) -> bool:
 
 def shared(made: Variant, hyper: int) -> int:
     """Bytes of static shared memory: a stage of lines, and the totals of a block."""
-    line = made.k + made.columns * (2 if made.role == "both" else 1)
+    return stage_of(made, hyper) * made.line_bytes + _totals_bytes(made, hyper)
+
+
+def _totals_bytes(made: Variant, hyper: int) -> int:
     sums = made.rows * (made.points * made.k + made.values * made.columns) + hyper
-    return STAGE * round_up(line, 4) * 4 + THREADS * round_up(sums, 4) * 4 + 16  # a word
+    return THREADS * round_up(sums, 4) * 4 + 16  # a word
+
+
+def stage_of(made: Variant, hyper: int) -> int:
+    """Lines of a stage: where partners read them as many as there is room for."""
+    if made.partners == 1:
+        return STAGE
+    fit = (STATIC_BYTES - _totals_bytes(made, hyper)) // made.line_bytes // STAGE * STAGE
+    return min(fit, reduce.stage_of(made.partners, made.line_bytes))
 
 
 def spec(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> KernelSpec:
@@ -166,6 +200,7 @@ def spec(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> Kerne
     words = [descriptor.describe(), "gradient", made.role, *wanted]
     words += [f"hyperparameters={len(derivatives.others)}"] * bool(derivatives.others)
     words += [f"K={made.k} C={made.columns * made.weighted} rows={made.rows}"]
+    words += [f"partners={made.partners}"] * (made.partners > 1)
     words += [f"p={made.inner}"] * (made.inner != "any") + ["epsilon"] * made.epsilon
     specification = KernelSpec(
         "pairwise",
@@ -193,6 +228,8 @@ def source(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str
         "SCALARS": scalar_count(descriptor),
         "K": made.k,
         "ROWS": made.rows,
+        "PARTNERS": made.partners,
+        "STAGE": stage_of(made, len(derivatives.others)),
         "COLUMNS": made.columns,
         "HYPER": len(derivatives.others),
     }

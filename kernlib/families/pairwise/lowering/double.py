@@ -24,6 +24,7 @@ from kernlib.families.pairwise.lowering.finish import finish_double
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
@@ -88,7 +89,7 @@ def takes(descriptor: Pairwise, problem: Problem) -> bool:
     sizes = problem.m, problem.n, problem.k
     if min(sizes) < 1 or max(sizes) > pack.MAX_SIZE:
         return False
-    if ceil_div(problem.m, TILE) * direct.MAX_SPLITS > direct.MAX_BLOCKS:
+    if ceil_div(problem.m, TILE) * division.MAX_SPLITS > direct.MAX_BLOCKS:
         return False
     cheap = problem.k <= direct.SMALL_K or by_products(descriptor, problem)
     return problem.columns <= (MOST_COLUMNS if cheap else FEW_COLUMNS)
@@ -144,7 +145,7 @@ def lower(
     made = variant(descriptor, problem)
     row_blocks = ceil_div(problem.m, TILE)
     sums = direct.sums_of(problem)
-    per_split = per_split or direct.split(sums, row_blocks, TILE, multiprocessors * RESIDENT)
+    per_split = per_split or division.split(sums, row_blocks, TILE, multiprocessors * RESIDENT)
     place = workspace(problem) if made.products else None
     main = _main_step(descriptor, problem, made, place, per_split, row_blocks, scalar_strides)
     steps = (_pack_step(problem, place, made.centred), main) if place else (main,)

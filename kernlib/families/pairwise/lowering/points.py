@@ -27,6 +27,7 @@ from kernlib.families.pairwise.lowering.points_source import (
 )
 from kernlib.families.pairwise.lowering.split import ARCH
 from kernlib.jit import targets
+from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
@@ -63,7 +64,7 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str) -> bool:
     if problem.times_p or problem.times_scale or problem.columns > WIDTHS[-1]:
         return False
     made = variant(problem, 0)
-    blocks = ceil_div(problem.m, DIRECT_TILE) * reduce.MAX_SPLITS * problem.batch
+    blocks = ceil_div(problem.m, DIRECT_TILE) * division.MAX_SPLITS * problem.batch
     fits = made.direct_bytes <= targets.SHARED_BYTES[arch]
     return fits and blocks <= reduce.MAX_BLOCKS and problem.batch <= MAX_BATCH_BLOCKS
 
@@ -149,8 +150,8 @@ def lower(
     rows, unit = (made.rows, GROUP) if products else (DIRECT_TILE, DIRECT_TILE)
     slots = multiprocessors * (1 if products else DIRECT_RESIDENT)
     sums = made.points * problem.k + made.values * problem.columns + hyper
-    shape = reduce.Sums(problem.n, problem.m * max(1, sums), problem.batch)
-    per_split = reduce.split(shape, ceil_div(problem.m, rows), unit, slots)
+    shape = division.Sums(problem.n, problem.m * max(1, sums), problem.batch)
+    per_split = division.split(shape, ceil_div(problem.m, rows), unit, slots)
     place = workspace(problem, made) if products else None
     given = descriptor, derivatives, problem, tuple(scalar_strides), place, made, per_split
     steps = [_step("direct", *given)]

@@ -31,6 +31,7 @@ from kernlib.families.pairwise.lowering.wide import (
     pays,
     variants,
 )
+from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
@@ -81,7 +82,7 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str | No
     if not (on_lanes or of_words) or not direct.fits(gated, arch):
         return False
     variant, second = variants(descriptor, problem, precision)
-    blocks = ceil_div(problem.m, variant.rows) * direct.MAX_SPLITS * problem.batch
+    blocks = ceil_div(problem.m, variant.rows) * division.MAX_SPLITS * problem.batch
     stages = min(each.stages for each in (variant, second) if each)
     size = workspace(problem, variant, second).size
     return stages >= LEAST_STAGES and blocks <= MAX_BLOCKS and size <= pack.MAX_WORKSPACE
@@ -142,7 +143,7 @@ def lower(
     place = workspace(problem, variant, second)
     row_blocks = ceil_div(problem.m, variant.rows)
     sums = direct.sums_of(problem)
-    per_split = per_split or direct.split(sums, row_blocks, GROUP, multiprocessors)
+    per_split = per_split or division.split(sums, row_blocks, GROUP, multiprocessors)
     given = descriptor, problem, scalar_strides, place
     main = [_main_step(*given, each, per_split) for each in (variant, second) if each]
     steps = (

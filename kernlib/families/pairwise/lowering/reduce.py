@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering.direct import (
     BIG_TILE,
+    EXPONENT_STAGES,
     MAX_BATCH_BLOCKS,
     PROMOTE_K,
     THREADS,
@@ -28,7 +29,8 @@ from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
 from kernlib.families.pairwise.lowering.layout import Layout, access
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.division import MAX_PLACES, Sums, split
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
@@ -37,15 +39,18 @@ SMALL_K = 16
 WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes
 # Whose addresses the parameter struct starts with; out takes the values, indices their places.
 OPERANDS = ("a", "b", "v", "out", "indices")
-FEWEST_POINTS = 16  # of a block of the small kernel
-# Points that take one row as long as it takes to start a block, and to add a split's partial
-# results, by the bytes of a sum: 0.07 us.
-START, JOIN = 64, {4: 6, 8: 1}
 RESIDENT = 2  # blocks of a multiprocessor, as __launch_bounds__ promises
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
-MAX_SPLITS = 512
-MAX_PLACES = 1 << 30  # n of a block, which an int counts
-WORKSPACE_BYTES = 64 << 20  # of partial results
+# Threads of a block that share a row's points in the small kernels: more than one where blocks of
+# whole rows would be few.
+PARTNERS = (1, 8, 32)
+STAGE_BYTES = 32 << 10  # of a stage whose lines partners read, which few stages fill at once
+MOST_STAGE, FEWEST_POINTS = 2048, 16  # points of a stage, and of a block
+FEW_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# What Work.duration counts beside pairs, in issue slots of the warps of a block, 1.2 ns (H100): a
+# block's start, a wait for a stage's points, each time that partners meet, a launch that joins
+# partial results, each split of those; a block alone on a multiprocessor, whose latencies show.
+START, FILLING, MEETING, JOINING, JOIN, ALONE = 700, 400, 80, 1500, 60, 1.3
 # By the name of a reduction, the reducer of reduce/reducers.cuh, and whether it reads v.
 REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
 
@@ -89,10 +94,21 @@ class Variant(NamedTuple):
     root: bool
     epsilon: bool
     regularized: bool
+    partners: int = 1  # of the small kernel
 
     @property
     def kind(self) -> str:
         return "small" if self.k else "tile"
+
+    @property
+    def columns(self) -> int:
+        """Of v, that the reducer reads."""
+        return int(self.reducer[7:-1]) if self.reducer.startswith("Matmul") else 0
+
+    @property
+    def line_bytes(self) -> int:
+        """A point of the small kernel with its line of v, in shared memory."""
+        return round_up((self.k + self.columns) * DTYPES[self.dtype].sums.bytes, 16)
 
 
 def width_of(columns: int) -> int:
@@ -112,18 +128,15 @@ def lower(
     """Choose the kernel for a problem of 1 feature or more. Each row gets partial results, of
     ``per_part`` n each; ``per_split`` is that of another launch whose results lie side by side with
     this one's. ``rows`` overrides the rows of a thread of the small kernel."""
-    made, slots = variant(problem, arch, rows), multiprocessors * RESIDENT
-    sums = sums_of(problem)
+    made, sums = variant(problem, arch, rows), sums_of(problem)
     if made.k:
-        fewer, fine = small_shape(problem.m, sums, made.rows, slots)
-        made = made._replace(rows=rows or fewer)
-        row_blocks = ceil_div(problem.m, made.rows * THREADS)
-        per_split = per_split or (
-            fine_split(sums, row_blocks, slots) if fine else split(sums, row_blocks, THREADS, slots)
-        )
+        work = work_of(descriptor, problem, made, multiprocessors)
+        cut = small_cut(work, made.rows, per_split, fixed=rows is not None)
+        made = made._replace(rows=cut.rows, partners=cut.partners)
+        row_blocks, per_split = work.row_blocks(cut), cut.per_split
     else:
         row_blocks = ceil_div(problem.m, BIG_TILE)
-        per_split = per_split or split(sums, row_blocks, BIG_TILE, slots)
+        per_split = per_split or split(sums, row_blocks, BIG_TILE, multiprocessors * RESIDENT)
     splits = ceil_div(problem.n, per_split)
     fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
     grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
@@ -180,69 +193,120 @@ def rows_of(k: int, width: int, dtype: str = "float32") -> int:
     return 4 if 4 * words <= 80 else 2
 
 
-class Sums(NamedTuple):
-    """What :func:`split` divides: n terms each of a count of sums in each batch entry, which have
-    so many bytes."""
-
-    n: int
-    count: int
-    batch: int
-    bytes: int = 4
-
-
 def sums_of(problem: Problem) -> Sums:
     """Those of all launches of a reduction."""
     count, size = problem.m * max(1, problem.out_columns), DTYPES[problem.dtype].sums.bytes
     return Sums(problem.n, count, problem.batch, size)
 
 
-def split(
-    sums: Sums, row_blocks: int, unit: int, slots: int, least: int = 1, start: float = 1, join=0.0
-) -> int:
-    """The n of a block, a multiple of ``unit``: of the numbers of splits, ``least`` or more, the
-    one whose blocks, in waves of ``slots``, are done first, where starting a block takes as long as
-    ``start`` units and to add one split's sums as long as ``join``."""
+class Cut(NamedTuple):
+    """How the small kernels divide pairs: rows of a thread, threads of a block that share a row's
+    points, and points of a block."""
+
+    rows: int
+    partners: int
+    per_split: int
+
+
+class Work(NamedTuple):
+    """What :func:`small_cut` divides: the points of ``sums`` for ``m`` rows, of which a pair takes
+    ``slots`` issue slots, and a point ``line_bytes`` of shared memory."""
+
+    m: int
+    sums: Sums
+    slots: float
+    line_bytes: int
+    multiprocessors: int
+
+    def row_blocks(self, cut: Cut) -> int:
+        return ceil_div(self.m, cut.rows * THREADS // cut.partners)
+
+    def splits(self, cut: Cut) -> int:
+        return ceil_div(self.sums.n, cut.per_split)
+
+    def blocks(self, cut: Cut) -> int:
+        return self.row_blocks(cut) * self.splits(cut) * self.sums.batch
+
+    def is_large(self, rows: int) -> bool:
+        """Whether blocks of so many rows of a thread and a stage of points are enough for four
+        waves, and few of their threads lack a row."""
+        blocks = self.blocks(Cut(rows, 1, THREADS))
+        return self.m > (rows - 1) * THREADS and blocks >= 4 * RESIDENT * self.multiprocessors
+
+    def duration(self, cut: Cut) -> float:
+        """An estimate, in issue slots of the warps of a block."""
+        each, splits = ceil_div(self.blocks(cut), self.multiprocessors), self.splits(cut)
+        reads = self.line_bytes // 16
+        pairs = ceil_div(cut.per_split, cut.partners) * (cut.rows * self.slots + reads)
+        filling = ceil_div(cut.per_split, THREADS) * self.line_bytes // 2
+        stages = ceil_div(cut.per_split, stage_of(cut.partners, self.line_bytes))
+        waiting = START + stages * FILLING + (cut.partners.bit_length() - 1) * MEETING
+        joining = JOINING + splits * JOIN if splits > 1 else 0
+        busy = (pairs + filling) * (each if each > 1 else ALONE)
+        return busy + waiting * ceil_div(each, RESIDENT) + joining
+
+
+def work_of(descriptor: Pairwise, problem: Problem, made: Variant, multiprocessors: int) -> Work:
+    """That of a problem. Slots are those of differences, a Gaussian and products, about; those of
+    float64 take two, and its exponential 12 more."""
+    slots = 2 * problem.k + 3 + max(1, made.columns) + 8 * (made.reducer == "LogSumExp")
+    if type(descriptor.inner) in EXPONENT_STAGES and problem.inner in ("any", "device"):
+        slots += 16 * problem.k
+    if DTYPES[problem.dtype].sums.bytes == 8:
+        slots = 2 * (slots + 12)
+    return Work(problem.m, sums_of(problem), slots, made.line_bytes, multiprocessors)
+
+
+def stage_of(partners: int, line_bytes: int) -> int:
+    """Points of a stage: partners take many, so that a block waits for few stages."""
+    if partners == 1:
+        return THREADS
+    return max(THREADS, min(MOST_STAGE, STAGE_BYTES // line_bytes // THREADS * THREADS))
+
+
+def small_cut(work: Work, rows: int, per_split: int = 0, fixed: bool = False) -> Cut:
+    """The cut that is done first: of large problems the ``rows`` given and whole stages, else one
+    of those that :data:`PARTNERS` make possible, or of the rows that are ``fixed``. ``per_split``
+    is that of another launch."""
+    if work.is_large(rows):
+        blocks = work.row_blocks(Cut(rows, 1, THREADS))
+        slots = RESIDENT * work.multiprocessors
+        return Cut(rows, 1, per_split or split(work.sums, blocks, THREADS, slots))
+    shapes = {(rows, 1): None}
+    shapes |= {} if fixed else {(1, partners): None for partners in PARTNERS}
+    cuts = [
+        Cut(*shape, points)
+        for shape in shapes
+        for points in ([per_split] if per_split else _per_splits(work, *shape))
+    ]
+    return min(cuts, key=work.duration)
+
+
+def _per_splits(work: Work, rows: int, partners: int) -> list[int]:
+    """The points of a block that are worth a look: of splits that give each multiprocessor one
+    block, two and so on, and of few splits."""
+    sums, unit = work.sums, max(FEWEST_POINTS, partners)
     units = ceil_div(sums.n, unit)
-    fit = WORKSPACE_BYTES // (sums.count * sums.batch * sums.bytes)
-    most = max(1, min(units, MAX_SPLITS, fit))
-    least = max(min(least, most), ceil_div(units * unit, MAX_PLACES))
-
-    def duration(splits: int) -> float:
-        waves = ceil_div(row_blocks * splits * sums.batch, slots)
-        return waves * (ceil_div(units, splits) + start) + splits * join
-
-    best = min(range(least, max(least, most) + 1), key=duration)
-    return ceil_div(units, best) * unit
-
-
-def small_shape(m: int, sums: Sums, rows: int, slots: int) -> tuple[int, bool]:
-    """Rows of a thread of the small kernels, and whether to divide n by :func:`fine_split`: the
-    ``rows`` given and whole stages where these are enough for ``slots`` blocks at a time. 1000 x
-    1000 pairs are 4 blocks of 4 rows and 256 points, which take 19 us; in 52 of one row and 80
-    points they take 7 (H100, 3 features)."""
-    row_blocks = ceil_div(m, rows * THREADS) * sums.batch
-    few = row_blocks * ceil_div(sums.n, START) < slots or ceil_div(m, THREADS) < rows
-    return 1 if few else rows, row_blocks * ceil_div(sums.n, THREADS) < 4 * slots
-
-
-def fine_split(sums: Sums, row_blocks: int, slots: int) -> int:
-    """The n of a block of the small kernels where blocks are few."""
-    start, join = START / FEWEST_POINTS, JOIN[sums.bytes] / FEWEST_POINTS
-    return split(sums, row_blocks, FEWEST_POINTS, slots, start=start, join=join)
+    most = min(units, sums.most)
+    least = min(most, ceil_div(units * unit, MAX_PLACES))
+    each = work.row_blocks(Cut(rows, partners, unit)) * sums.batch
+    counts = [blocks * work.multiprocessors // each for blocks in range(1, 9)]
+    counts = sorted({max(least, min(count, most)) for count in (*counts, *FEW_SPLITS) if count})
+    return [ceil_div(units, count) * unit for count in counts]
 
 
 def shared(made: Variant) -> int:
     """Bytes of dynamic shared memory: the tile kernel's stages, sums and lines of v."""
     if made.k:
         return 0
-    columns = int(made.reducer[7:-1]) if made.reducer.startswith("Matmul") else 0
-    return shared_bytes(made.dtype, BIG_TILE, made.long_k) + BIG_TILE * columns * 4
+    return shared_bytes(made.dtype, BIG_TILE, made.long_k) + BIG_TILE * made.columns * 4
 
 
 def spec(descriptor: Pairwise, made: Variant, arch: str) -> KernelSpec:
     """The KernelSpec of a variant."""
     words = [descriptor.describe(), made.reducer, made.kind, made.dtype]
     words += [f"K={made.k} rows={made.rows}"] if made.k else [f"{made.access_a}/{made.access_b}"]
+    words += [f"partners={made.partners}"] * (made.partners > 1)
     words += [f"p={made.inner}"] * (made.inner != "any")
     flags = ("long_k", "epsilon", "regularized")
     words += [flag for flag in flags if getattr(made, flag)]
@@ -285,10 +349,12 @@ constexpr bool REGULARIZED = {str(made.regularized).lower()};
 """
 
 
-def small_text(made: Variant) -> str:
+def small_text(made: Variant, threads: int = THREADS) -> str:
     """What the kinds with rows in registers define."""
+    stage = threads if made.partners == 1 else stage_of(made.partners, made.line_bytes)
     return f"""constexpr int K = {made.k};
-constexpr int ROWS = {made.rows};
+constexpr int ROWS = {made.rows}, PARTNERS = {made.partners};
+constexpr int STAGE = {stage};
 """
 
 

@@ -22,6 +22,7 @@ from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_o
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
@@ -102,7 +103,7 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> 
     if not direct.fits(problem, arch):
         return False
     variant = default(descriptor, problem, precision)
-    blocks = ceil_div(problem.m, variant.rows) * direct.MAX_SPLITS * problem.batch
+    blocks = ceil_div(problem.m, variant.rows) * division.MAX_SPLITS * problem.batch
     place = pack.workspace(problem, variant)
     return blocks <= MAX_BLOCKS and place.size <= pack.MAX_WORKSPACE
 
@@ -163,7 +164,7 @@ def lower(
     if not per_split:
         least = least_splits(variant, place, multiprocessors)
         sums = direct.sums_of(problem)
-        per_split = direct.split(sums, row_blocks, variant.columns, multiprocessors, least)
+        per_split = division.split(sums, row_blocks, variant.columns, multiprocessors, least)
     main = main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
     behind = direct.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
     steps = (

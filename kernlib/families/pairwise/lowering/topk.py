@@ -30,6 +30,7 @@ from kernlib.families.pairwise.lowering.finish import lists, order
 from kernlib.families.pairwise.lowering.reduce import OPERANDS, Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import FLOAT_SUMS
 from kernlib.lowering.names import named
@@ -175,9 +176,9 @@ def _by_products(
     made = made._replace(ordered=made.resident == 2)
     place = pack.workspace(problem, made)
     row_blocks = ceil_div(problem.m, made.rows)
-    values = reduce.Sums(problem.n, problem.m * problem.columns * products.LISTS, problem.batch)
+    values = division.Sums(problem.n, problem.m * problem.columns * products.LISTS, problem.batch)
     least = products.least_splits(made, place, multiprocessors)
-    per_split = reduce.split(
+    per_split = division.split(
         values, row_blocks, made.columns, multiprocessors, least, 4 * problem.columns
     )
     splits = ceil_div(problem.n, per_split)
@@ -238,9 +239,9 @@ def _split(problem: Problem, made: Variant, arch: str, multiprocessors: int) -> 
     registers = targets.REGISTERS // (made.threads * made.resident) // 8 * 8
     resident = targets.resident_blocks(arch, made.threads, registers, shared(made) + stage)
     row_blocks = ceil_div(problem.m, _rows_of_block(made))
-    values = reduce.Sums(problem.n, problem.m * k * made.places, problem.batch)
+    values = division.Sums(problem.n, problem.m * k * made.places, problem.batch)
     slots = max(1, min(resident, made.resident)) * multiprocessors
-    return reduce.split(values, row_blocks, unit, slots, start=start)
+    return division.split(values, row_blocks, unit, slots, start=start)
 
 
 def spec(descriptor: Pairwise, made: Variant) -> KernelSpec:
@@ -268,7 +269,7 @@ def source(descriptor: Pairwise, made: Variant) -> str:
     own = lists(made.kept, made.waiting, made.lists, made.largest)
     if base.k:
         own += f"constexpr int THREADS = {made.threads}, RESIDENT = {made.resident};\n"
-        own += reduce.small_text(base)
+        own += reduce.small_text(base, made.threads)
     else:
         own += f"constexpr int PLACES = {made.places};\n{reduce.tile_text(base)}"
     return f'{reduce.head(descriptor, base, own)}#include "pairwise/topk/{base.kind}.cuh"\n'
