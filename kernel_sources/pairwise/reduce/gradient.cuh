@@ -43,6 +43,7 @@ using Slope = SLOPE;
 
 constexpr int THREADS = 256;
 
+#include "pairwise/reduce/fill.cuh"
 #include "pairwise/reduce/rows.cuh"
 
 constexpr bool BOTH = ROLE == Role::both;
@@ -126,21 +127,20 @@ __device__ __forceinline__ void read_columns(AccT* to, const InputT* from, const
 struct Stage {
     alignas(16) AccT line[STAGE][LINE];
 
-    // The points from n0 on, up to the last one.
-    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n0, i64 last) {
-#pragma unroll
-        for (int i = threadIdx.x; i < STAGE; i += THREADS) {
-            if (n0 + i < last) fill_line(line[i], parameters, l, n0 + i);
-        }
+    // `count` points from n0 on.
+    __device__ __forceinline__ void fill(const Parameters& from, i64 l, i64 n0, int count) {
+        fill_part<K, 0>(from.b, from.b_view, l, n0, count, K);
+        fill_part<LINE_GIVEN, K>(from.g, from.g_view, l, n0, count, from.columns);
+        fill_part<LINE_WEIGHTS, K + LINE_GIVEN>(from.v, from.v_view, l, n0, count, from.columns);
     }
 
-    static __device__ __forceinline__ void fill_line(AccT* to, const Parameters& parameters, i64 l,
-                                                     i64 n) {
-        read_columns<K>(to, parameters.b, parameters.b_view, l, n, K);
-        const Parameters& from = parameters;
-        read_columns<LINE_GIVEN>(to + K, from.g, from.g_view, l, n, from.columns);
-        to += K + LINE_GIVEN;
-        read_columns<LINE_WEIGHTS>(to, from.v, from.v_view, l, n, from.columns);
+    template <int WIDTH, int OFFSET>
+    __device__ __forceinline__ void fill_part(const InputT* from, const View& view, i64 l, i64 n0,
+                                              int count, int existing) {
+        if constexpr (WIDTH > 0) {
+            from += l * view.batch_stride + n0 * view.row_stride;
+            fill_lines<WIDTH, OFFSET>(line, from, view, count, existing);
+        }
     }
 
     __device__ __forceinline__ void read(AccT (&to)[LINE], int n) const {
@@ -278,10 +278,10 @@ pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
         totals.clear();
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
-            __syncthreads();
-            stage.fill(parameters, l, n0, part.last);
-            __syncthreads();
             int count = int(min(part.last - n0, i64(STAGE)));
+            __syncthreads();
+            stage.fill(parameters, l, n0, count);
+            __syncthreads();
 #pragma unroll 1
             for (int run = 0; run < count; run += RUN) {
                 int end = min(run + RUN, count);

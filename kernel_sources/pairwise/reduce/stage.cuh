@@ -5,6 +5,7 @@
 // STAGE, points at a time, which take 32 KB at most; THREADS of a block is defined ahead of this.
 #pragma once
 
+#include "pairwise/reduce/fill.cuh"
 #include "pairwise/reduce/reduce.cuh"
 #include "pairwise/reduce/rows.cuh"
 
@@ -19,21 +20,15 @@ constexpr int UNROLL = PARTNERS > 1 ? 4 : (PAIRS > ROWS ? PAIRS / ROWS : 1);
 struct Stage {
     alignas(16) AccT line[STAGE][LINE];
 
-    // The points from n0 on, up to the last one.
-    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n0, i64 last) {
-#pragma unroll
-        for (int i = threadIdx.x; i < STAGE; i += THREADS) {
-            if (n0 + i < last) fill_line(line[i], parameters, l, n0 + i);
+    // `count` points from n0 on.
+    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n0, int count) {
+        const View &points = parameters.b_view, &weights = parameters.v_view;
+        const InputT* from = parameters.b + l * points.batch_stride + n0 * points.row_stride;
+        fill_lines<K, 0>(line, from, points, count);
+        if constexpr (Reducer::COLUMNS > 0) {
+            from = parameters.v + l * weights.batch_stride + n0 * weights.row_stride;
+            fill_lines<Reducer::COLUMNS, K>(line, from, weights, count, parameters.columns);
         }
-    }
-
-    static __device__ __forceinline__ void fill_line(AccT* to, const Parameters& parameters, i64 l,
-                                                     i64 n) {
-        const View& view = parameters.b_view;
-        const InputT* from = parameters.b + l * view.batch_stride + n * view.row_stride;
-#pragma unroll
-        for (int k = 0; k < K; ++k) to[k] = convert<AccT>(from[k * view.column_stride]);
-        if (Reducer::COLUMNS > 0) read_weights(to + K, parameters, l, n);
     }
 
     __device__ __forceinline__ void read(AccT (&to)[LINE], int n) const {

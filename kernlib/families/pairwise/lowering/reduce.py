@@ -43,7 +43,7 @@ RESIDENT = 2  # blocks of a multiprocessor, as __launch_bounds__ promises
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
 # Threads of a block that share a row's points in the small kernels: more than one where blocks of
 # whole rows would be few.
-PARTNERS = (1, 8, 32)
+PARTNERS = (1, 8, 16, 32)
 STAGE_BYTES = 32 << 10  # of a stage whose lines partners read, which few stages fill at once
 MOST_STAGE, FEWEST_POINTS = 2048, 16  # points of a stage, and of a block
 FEW_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
