@@ -7,45 +7,66 @@
 
 #include "pairwise/scalars.cuh"
 
-// Numbers OFFSET to OFFSET + WIDTH of the lines of `count` points, of which the first has its own at
-// `from`. What number each thread has next, and of which point, is known but for a wrap: reads and
-// stores take no arithmetic. Lines past the last point get zeros.
-template <int WIDTH, int OFFSET, int LINE, class T, class Input>
-__device__ __forceinline__ void fill_side_by_side(T (*lines)[LINE], const Input* from, int count) {
-    constexpr int EACH = (STAGE * WIDTH + THREADS - 1) / THREADS;
-    int total = count * WIDTH, own = threadIdx.x, c = own % WIDTH;
-    T* to = lines[own / WIDTH] + OFFSET + c;
-    T numbers[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        numbers[i] = own + i * THREADS < total ? convert<T>(from[own + i * THREADS]) : T(0);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        int points = i * THREADS / WIDTH, rest = i * THREADS % WIDTH;
-        int wrapped = c >= WIDTH - rest ? LINE - WIDTH : 0;
-        bool exists = STAGE % THREADS == 0 || own + i * THREADS < STAGE * WIDTH;
-        if (exists) to[points * LINE + rest + wrapped] = numbers[i];
-    }
-}
+// Where WIDTH numbers of each point are: those of point n0 of batch entry l, and how far apart, and
+// how many of them exist.
+template <class Input>
+struct Source {
+    const Input* from;
+    const View& view;
+    int existing;
 
-// The same of points anywhere, each by one thread; zeros in place of numbers that do not exist.
-template <int WIDTH, int OFFSET, int LINE, class T, class Input>
-__device__ __forceinline__ void fill_lines(T (*lines)[LINE], const Input* from, const View& view,
-                                           int count, int existing = WIDTH) {
-    if constexpr (PARTNERS > 1) {
-        if (view.column_stride == 1 && view.row_stride == WIDTH && existing == WIDTH) {
-            fill_side_by_side<WIDTH, OFFSET>(lines, from, count);
-            return;
-        }
+    __device__ __forceinline__ Source(const Input* data, const View& view, i64 l, i64 n0,
+                                      int existing)
+        : from(data + l * view.batch_stride + n0 * view.row_stride), view(view),
+          existing(existing) {}
+
+    template <int WIDTH>
+    __device__ __forceinline__ bool is_side_by_side() const {
+        if (WIDTH == 0) return true;
+        return view.column_stride == 1 && view.row_stride == WIDTH && existing == WIDTH;
     }
-#pragma unroll 1
-    for (int n = threadIdx.x; n < count; n += THREADS) {
+
+    // Those of one point; zeros in place of numbers that do not exist.
+    template <int WIDTH, class T>
+    __device__ __forceinline__ void read(T* to, int n) const {
         const Input* point = from + n * view.row_stride;
 #pragma unroll
         for (int c = 0; c < WIDTH; ++c) {
-            bool exists = c < existing;
-            lines[n][OFFSET + c] = exists ? convert<T>(point[c * view.column_stride]) : T(0);
+            to[c] = c < existing ? convert<T>(point[c * view.column_stride]) : T(0);
         }
     }
-}
+};
+
+// Numbers of points that lie side by side, on their way to places OFFSET to OFFSET + WIDTH of lines.
+// Which number each thread has next, and of which point, is known but for a wrap: neither takes
+// arithmetic. Lines past the last point get zeros.
+template <int WIDTH, int OFFSET, class T>
+struct Carried {
+    static constexpr int EACH = (STAGE * WIDTH + THREADS - 1) / THREADS;
+    T numbers[EACH > 0 ? EACH : 1];
+
+    template <class Input>
+    __device__ __forceinline__ void load(const Source<Input>& source, int count) {
+        const Input* own = source.from + threadIdx.x;
+        int left = count * WIDTH - int(threadIdx.x);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            numbers[i] = i * THREADS < left ? convert<T>(own[i * THREADS]) : T(0);
+        }
+    }
+
+    template <int LINE>
+    __device__ __forceinline__ void store(T (*lines)[LINE]) const {
+        if constexpr (WIDTH > 0) {
+            int c = threadIdx.x % WIDTH;
+            T* own = lines[threadIdx.x / WIDTH] + OFFSET + c;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                int points = i * THREADS / WIDTH, rest = i * THREADS % WIDTH;
+                bool exists = STAGE % THREADS == 0 || i * THREADS + threadIdx.x < STAGE * WIDTH;
+                int wrapped = c >= WIDTH - rest ? LINE - WIDTH : 0;
+                if (exists) own[points * LINE + rest + wrapped] = numbers[i];
+            }
+        }
+    }
+};

@@ -129,17 +129,30 @@ struct Stage {
 
     // `count` points from n0 on.
     __device__ __forceinline__ void fill(const Parameters& from, i64 l, i64 n0, int count) {
-        fill_part<K, 0>(from.b, from.b_view, l, n0, count, K);
-        fill_part<LINE_GIVEN, K>(from.g, from.g_view, l, n0, count, from.columns);
-        fill_part<LINE_WEIGHTS, K + LINE_GIVEN>(from.v, from.v_view, l, n0, count, from.columns);
-    }
-
-    template <int WIDTH, int OFFSET>
-    __device__ __forceinline__ void fill_part(const InputT* from, const View& view, i64 l, i64 n0,
-                                              int count, int existing) {
-        if constexpr (WIDTH > 0) {
-            from += l * view.batch_stride + n0 * view.row_stride;
-            fill_lines<WIDTH, OFFSET>(line, from, view, count, existing);
+        constexpr int BEHIND = K + LINE_GIVEN;
+        Source<InputT> points(from.b, from.b_view, l, n0, K);
+        Source<InputT> given(from.g, from.g_view, l, n0, from.columns);
+        Source<InputT> weights(from.v, from.v_view, l, n0, from.columns);
+        if constexpr (PARTNERS > 1) {
+            if (points.is_side_by_side<K>() && given.is_side_by_side<LINE_GIVEN>() &&
+                weights.is_side_by_side<LINE_WEIGHTS>()) {
+                Carried<K, 0, AccT> a;
+                Carried<LINE_GIVEN, K, AccT> b;
+                Carried<LINE_WEIGHTS, BEHIND, AccT> c;
+                a.load(points, count);
+                b.load(given, count);
+                c.load(weights, count);
+                a.store(line);
+                b.store(line);
+                c.store(line);
+                return;
+            }
+        }
+#pragma unroll 1
+        for (int n = threadIdx.x; n < count; n += THREADS) {
+            points.read<K>(line[n], n);
+            given.read<LINE_GIVEN>(line[n] + K, n);
+            weights.read<LINE_WEIGHTS>(line[n] + BEHIND, n);
         }
     }
 
@@ -159,7 +172,7 @@ using Words = AccT[ROWS][ROW_WORDS > 0 ? ROW_WORDS : 1];
 __device__ __forceinline__ void read_words(Words& words, const Parameters& from, i64 l, i64 m0) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        i64 m = m0 + i * THREADS;
+        i64 m = m0 + i * SLOTS;
         int columns = m < from.m ? from.columns : 0;
         m = min(m, from.m - 1);
         read_columns<ROW_GIVEN>(words[i], from.g, from.g_view, l, m, columns);
@@ -238,10 +251,10 @@ __shared__ u32 word;
 __device__ __forceinline__ void meet(AccT* sums) {
     __syncthreads();  // all totals have been read
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; ++i) memory[i * THREADS + threadIdx.x] = sums[i];
+    for (int i = 0; i < ROWS * OUTPUTS; ++i) memory[i * THREADS + threadIdx.x] = sums[i];
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < OUTPUTS * SLOTS; i += THREADS) {
+    for (int i = threadIdx.x; i < ROWS * OUTPUTS * SLOTS; i += THREADS) {
         AccT* own = memory + i / SLOTS * THREADS + i % SLOTS;
         AccT sum = own[0];
 #pragma unroll
@@ -250,7 +263,7 @@ __device__ __forceinline__ void meet(AccT* sums) {
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; ++i) sums[i] = memory[i * THREADS + threadIdx.x];
+    for (int i = 0; i < ROWS * OUTPUTS; ++i) sums[i] = memory[i * THREADS + threadIdx.x];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -320,7 +333,12 @@ pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
         totals.finish(sums);
         if constexpr (PARTNERS > 1) {
 #pragma unroll
-            for (int k = 0; k < POINT_SUMS; ++k) sums[k] = lost[0] != lost[0] ? lost[0] : sums[k];
+            for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+                for (int k = 0; k < POINT_SUMS; ++k) {
+                    if (lost[i] != lost[i]) sums[i * OUTPUTS + k] = lost[i];
+                }
+            }
             meet(sums);
         }
         AccT factor = AccT(parameters.factor);
@@ -329,7 +347,7 @@ pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             if (partner() > 0) break;
-            store_row(sums + i * OUTPUTS, parameters, part, l, m0 + i * THREADS, slopes.constant,
+            store_row(sums + i * OUTPUTS, parameters, part, l, m0 + i * SLOTS, slopes.constant,
                       factor, lost[i] != lost[i]);
         }
 #pragma unroll

@@ -7,7 +7,6 @@
 
 using Rows = AccT[ROWS][K];
 
-static_assert(PARTNERS == 1 || ROWS == 1, "partners share one row");
 constexpr int SLOTS = THREADS / PARTNERS;  // threads with rows of their own
 
 __device__ __forceinline__ int slot() { return PARTNERS == 1 ? threadIdx.x : threadIdx.x % SLOTS; }
@@ -22,7 +21,7 @@ __device__ __forceinline__ void read_rows(Rows& rows, const Parameters& paramete
     const auto& view = parameters.a_view;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        i64 m = min(m0 + i * THREADS, parameters.m - 1);
+        i64 m = min(m0 + i * SLOTS, parameters.m - 1);
         const InputT* from = parameters.a + l * view.batch_stride + m * view.row_stride;
 #pragma unroll
         for (int k = 0; k < K; ++k) rows[i][k] = convert<AccT>(from[k * view.column_stride]);

@@ -20,7 +20,7 @@ __shared__ Stage stage;
 __shared__ u32 word;
 
 // What the partners of a row have found, put together: half of them hand it on to the others, until
-// one has it all, in one order. The stage has been read, and has room for half of the reducers.
+// one has it all, in one order. The stage, which all have read, has room for what is handed on.
 __device__ __forceinline__ void meet(Reducer& reducer) {
     static_assert(PARTNERS == 1 || sizeof(Reducer) * (THREADS / 2) <= sizeof(Stage), "room");
     Reducer* handed = reinterpret_cast<Reducer*>(&stage);
@@ -68,7 +68,7 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
             if (IN_PLACE) {
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    places[i] = diagonal_place(parameters, m0 + i * THREADS, n0);
+                    places[i] = diagonal_place(parameters, m0 + i * SLOTS, n0);
                 }
             }
 #pragma unroll 1
@@ -100,11 +100,14 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
                 for (int i = 0; i < ROWS; ++i) reducers[i].settle();
             }
         }
-        if constexpr (PARTNERS > 1) meet(reducers[0]);
+        if constexpr (PARTNERS > 1) {
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) meet(reducers[i]);
+        }
         if (partner() > 0) continue;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            store_row(reducers[i], parameters, part, l, m0 + i * THREADS);
+            store_row(reducers[i], parameters, part, l, m0 + i * SLOTS);
         }
     }
 }

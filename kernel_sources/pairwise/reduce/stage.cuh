@@ -21,13 +21,25 @@ struct Stage {
     alignas(16) AccT line[STAGE][LINE];
 
     // `count` points from n0 on.
-    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n0, int count) {
-        const View &points = parameters.b_view, &weights = parameters.v_view;
-        const InputT* from = parameters.b + l * points.batch_stride + n0 * points.row_stride;
-        fill_lines<K, 0>(line, from, points, count);
-        if constexpr (Reducer::COLUMNS > 0) {
-            from = parameters.v + l * weights.batch_stride + n0 * weights.row_stride;
-            fill_lines<Reducer::COLUMNS, K>(line, from, weights, count, parameters.columns);
+    __device__ __forceinline__ void fill(const Parameters& given, i64 l, i64 n0, int count) {
+        constexpr int COLUMNS = Reducer::COLUMNS;
+        Source<InputT> points(given.b, given.b_view, l, n0, K);
+        Source<InputT> weights(given.v, given.v_view, l, n0, given.columns);
+        if constexpr (PARTNERS > 1) {
+            if (points.is_side_by_side<K>() && weights.is_side_by_side<COLUMNS>()) {
+                Carried<K, 0, AccT> numbers;
+                Carried<COLUMNS, K, AccT> beside;
+                numbers.load(points, count);
+                beside.load(weights, count);
+                numbers.store(line);
+                beside.store(line);
+                return;
+            }
+        }
+#pragma unroll 1
+        for (int n = threadIdx.x; n < count; n += THREADS) {
+            points.read<K>(line[n], n);
+            weights.read<COLUMNS>(line[n] + K, n);
         }
     }
 
@@ -53,7 +65,7 @@ __device__ __forceinline__ void mend_norms(AccT (&sums)[ROWS], const Parameters&
     const InputT* b = parameters.b + l * right.batch_stride + n * right.row_stride;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        i64 m = min(m0 + i * THREADS, parameters.m - 1);
+        i64 m = min(m0 + i * SLOTS, parameters.m - 1);
         const InputT* a = parameters.a + l * left.batch_stride + m * left.row_stride;
         if (range.excludes(sums[i]))
             sums[i] = -norm_of_pair(a, b, left.column_stride, right.column_stride, K, 0, 1, p);

@@ -273,7 +273,8 @@ def small_cut(work: Work, rows: int, per_split: int = 0, fixed: bool = False) ->
         slots = RESIDENT * work.multiprocessors
         return Cut(rows, 1, per_split or split(work.sums, blocks, THREADS, slots))
     shapes = {(rows, 1): None}
-    shapes |= {} if fixed else {(1, partners): None for partners in PARTNERS}
+    if not fixed:
+        shapes |= {(few, partners): None for few in (1, 2) if few <= rows for partners in PARTNERS}
     cuts = [
         Cut(*shape, points)
         for shape in shapes
