@@ -1,8 +1,8 @@
-// How lines of a stage are filled. Lanes with a point each read as many sectors as there are lanes:
-// where partners meet few rows, and 250 blocks all of 2000 points of 9 features, that took 9 us. There
-// lanes go along memory, if points lie side by side.
+// How partners fill the lines of a stage, which few rows meet: lanes go along memory, if points lie
+// side by side. Lanes with a point each read as many sectors as there are lanes: 250 blocks, each of
+// which reads 2000 points of 9 features, took 9 us for that.
 //
-// STAGE points at a time, PARTNERS, and THREADS of a block are defined ahead of this.
+// STAGE points at a time and THREADS of a block are defined ahead of this.
 #pragma once
 
 #include "pairwise/scalars.cuh"
@@ -24,16 +24,6 @@ struct Source {
     __device__ __forceinline__ bool is_side_by_side() const {
         if (WIDTH == 0) return true;
         return view.column_stride == 1 && view.row_stride == WIDTH && existing == WIDTH;
-    }
-
-    // Those of one point; zeros in place of numbers that do not exist.
-    template <int WIDTH, class T>
-    __device__ __forceinline__ void read(T* to, int n) const {
-        const Input* point = from + n * view.row_stride;
-#pragma unroll
-        for (int c = 0; c < WIDTH; ++c) {
-            to[c] = c < existing ? convert<T>(point[c * view.column_stride]) : T(0);
-        }
     }
 };
 

@@ -127,33 +127,42 @@ __device__ __forceinline__ void read_columns(AccT* to, const InputT* from, const
 struct Stage {
     alignas(16) AccT line[STAGE][LINE];
 
-    // `count` points from n0 on.
-    __device__ __forceinline__ void fill(const Parameters& from, i64 l, i64 n0, int count) {
-        constexpr int BEHIND = K + LINE_GIVEN;
+    // Point n, by the thread of its place.
+    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n) {
+        if (threadIdx.x >= STAGE || n >= parameters.n) return;
+        fill_line(line[threadIdx.x], parameters, l, n);
+    }
+
+    // The points from n0 on, of partners.
+    __device__ __forceinline__ void fill(const Parameters& from, i64 l, i64 n0, i64 last) {
+        int count = int(min(last - n0, i64(STAGE)));
         Source<InputT> points(from.b, from.b_view, l, n0, K);
         Source<InputT> given(from.g, from.g_view, l, n0, from.columns);
         Source<InputT> weights(from.v, from.v_view, l, n0, from.columns);
-        if constexpr (PARTNERS > 1) {
-            if (points.is_side_by_side<K>() && given.is_side_by_side<LINE_GIVEN>() &&
-                weights.is_side_by_side<LINE_WEIGHTS>()) {
-                Carried<K, 0, AccT> a;
-                Carried<LINE_GIVEN, K, AccT> b;
-                Carried<LINE_WEIGHTS, BEHIND, AccT> c;
-                a.load(points, count);
-                b.load(given, count);
-                c.load(weights, count);
-                a.store(line);
-                b.store(line);
-                c.store(line);
-                return;
-            }
+        if (points.is_side_by_side<K>() && given.is_side_by_side<LINE_GIVEN>() &&
+            weights.is_side_by_side<LINE_WEIGHTS>()) {
+            Carried<K, 0, AccT> first;
+            Carried<LINE_GIVEN, K, AccT> second;
+            Carried<LINE_WEIGHTS, K + LINE_GIVEN, AccT> third;
+            first.load(points, count);
+            second.load(given, count);
+            third.load(weights, count);
+            first.store(line);
+            second.store(line);
+            third.store(line);
+            return;
         }
 #pragma unroll 1
-        for (int n = threadIdx.x; n < count; n += THREADS) {
-            points.read<K>(line[n], n);
-            given.read<LINE_GIVEN>(line[n] + K, n);
-            weights.read<LINE_WEIGHTS>(line[n] + BEHIND, n);
-        }
+        for (int i = threadIdx.x; i < count; i += THREADS) fill_line(line[i], from, l, n0 + i);
+    }
+
+    static __device__ __forceinline__ void fill_line(AccT* to, const Parameters& parameters, i64 l,
+                                                     i64 n) {
+        read_columns<K>(to, parameters.b, parameters.b_view, l, n, K);
+        const Parameters& from = parameters;
+        read_columns<LINE_GIVEN>(to + K, from.g, from.g_view, l, n, from.columns);
+        to += K + LINE_GIVEN;
+        read_columns<LINE_WEIGHTS>(to, from.v, from.v_view, l, n, from.columns);
     }
 
     __device__ __forceinline__ void read(AccT (&to)[LINE], int n) const {
@@ -291,10 +300,11 @@ pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
         totals.clear();
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
+            __syncthreads();
+            if constexpr (PARTNERS == 1) stage.fill(parameters, l, n0 + threadIdx.x);
+            else stage.fill(parameters, l, n0, part.last);
+            __syncthreads();
             int count = int(min(part.last - n0, i64(STAGE)));
-            __syncthreads();
-            stage.fill(parameters, l, n0, count);
-            __syncthreads();
 #pragma unroll 1
             for (int run = 0; run < count; run += RUN) {
                 int end = min(run + RUN, count);

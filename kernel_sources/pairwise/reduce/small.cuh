@@ -57,10 +57,11 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
         Reducer reducers[ROWS];
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
+            __syncthreads();
+            if constexpr (PARTNERS == 1) stage.fill(parameters, l, n0 + threadIdx.x);
+            else stage.fill(parameters, l, n0, part.last);
+            __syncthreads();
             int count = int(min(part.last - n0, i64(STAGE)));
-            __syncthreads();
-            stage.fill(parameters, l, n0, count);
-            __syncthreads();
             // Warps without rows rest, where rows may be few.
             if (ROWS == 1 && m0 - slot() % 32 >= parameters.m) count = 0;
             int base = int(n0 - part.first);

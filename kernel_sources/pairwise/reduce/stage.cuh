@@ -20,27 +20,38 @@ constexpr int UNROLL = PARTNERS > 1 ? 4 : (PAIRS > ROWS ? PAIRS / ROWS : 1);
 struct Stage {
     alignas(16) AccT line[STAGE][LINE];
 
-    // `count` points from n0 on.
-    __device__ __forceinline__ void fill(const Parameters& given, i64 l, i64 n0, int count) {
+    // Point n, by the thread of its place.
+    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n) {
+        if (n >= parameters.n) return;
+        fill_line(line[threadIdx.x], parameters, l, n);
+    }
+
+    // The points from n0 on, of partners.
+    __device__ __forceinline__ void fill(const Parameters& given, i64 l, i64 n0, i64 last) {
+        int count = int(min(last - n0, i64(STAGE)));
         constexpr int COLUMNS = Reducer::COLUMNS;
         Source<InputT> points(given.b, given.b_view, l, n0, K);
         Source<InputT> weights(given.v, given.v_view, l, n0, given.columns);
-        if constexpr (PARTNERS > 1) {
-            if (points.is_side_by_side<K>() && weights.is_side_by_side<COLUMNS>()) {
-                Carried<K, 0, AccT> numbers;
-                Carried<COLUMNS, K, AccT> beside;
-                numbers.load(points, count);
-                beside.load(weights, count);
-                numbers.store(line);
-                beside.store(line);
-                return;
-            }
+        if (points.is_side_by_side<K>() && weights.is_side_by_side<COLUMNS>()) {
+            Carried<K, 0, AccT> numbers;
+            Carried<COLUMNS, K, AccT> beside;
+            numbers.load(points, count);
+            beside.load(weights, count);
+            numbers.store(line);
+            beside.store(line);
+            return;
         }
 #pragma unroll 1
-        for (int n = threadIdx.x; n < count; n += THREADS) {
-            points.read<K>(line[n], n);
-            weights.read<COLUMNS>(line[n] + K, n);
-        }
+        for (int i = threadIdx.x; i < count; i += THREADS) fill_line(line[i], given, l, n0 + i);
+    }
+
+    static __device__ __forceinline__ void fill_line(AccT* to, const Parameters& parameters, i64 l,
+                                                     i64 n) {
+        const View& view = parameters.b_view;
+        const InputT* from = parameters.b + l * view.batch_stride + n * view.row_stride;
+#pragma unroll
+        for (int k = 0; k < K; ++k) to[k] = convert<AccT>(from[k * view.column_stride]);
+        if (Reducer::COLUMNS > 0) read_weights(to + K, parameters, l, n);
     }
 
     __device__ __forceinline__ void read(AccT (&to)[LINE], int n) const {

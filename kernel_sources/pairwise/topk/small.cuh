@@ -97,10 +97,10 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
         }
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
+            __syncthreads();
+            stage.fill(parameters, l, n0 + threadIdx.x);
+            __syncthreads();
             int count = int(min(part.last - n0, i64(STAGE))), base = int(n0 - part.first);
-            __syncthreads();
-            stage.fill(parameters, l, n0, count);
-            __syncthreads();
             int places[ROWS];
             if (IN_PLACE) {
 #pragma unroll

@@ -134,7 +134,8 @@ def work_of(problem: Problem, made: Variant, hyper: int, multiprocessors: int) -
     sums = Sums(problem.n, problem.m * max(1, count), problem.batch)
     weights = made.columns * (2 if made.role == "both" else 1)
     slots = 2 * problem.k + 3 + weights + count + 3 * hyper
-    return Work(problem.m, sums, slots, made.line_bytes, multiprocessors)
+    joins = made.points + made.values
+    return Work(problem.m, sums, slots, made.line_bytes, multiprocessors, joins)
 
 
 def whole_split(work: Work, rows: int) -> int:

@@ -41,16 +41,16 @@ WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes
 OPERANDS = ("a", "b", "v", "out", "indices")
 RESIDENT = 2  # blocks of a multiprocessor, as __launch_bounds__ promises
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis
-# Threads of a block that share a row's points in the small kernels: more than one where blocks of
-# whole rows would be few.
-PARTNERS = (1, 8, 16, 32)
+# Where whole rows make few blocks: rows of a thread, and threads that share a row's points.
+SHAPES = ((2, 1), (2, 8), (2, 32), (1, 32))
 STAGE_BYTES = 32 << 10  # of a stage whose lines partners read, which few stages fill at once
 MOST_STAGE, FEWEST_POINTS = 2048, 16  # points of a stage, and of a block
 FEW_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# What Work.duration counts beside pairs, in issue slots of the warps of a block, 1.2 ns (H100): a
-# block's start, a wait for a stage's points, each time that partners meet, a launch that joins
-# partial results, each split of those; a block alone on a multiprocessor, whose latencies show.
-START, FILLING, MEETING, JOINING, JOIN, ALONE = 700, 400, 80, 1500, 60, 1.3
+# What Work.duration counts beside pairs, in issue slots of the warps of a block, 1.4 ns (H100): a
+# wait for a stage's points, each time that partners meet, a launch that joins partial results, and
+# each of those; how many such launches torch's functions take.
+FILLING, MEETING, JOINING, JOIN = 600, 150, 1500, 40
+JOINS = {"logsumexp": 10, "min": 3}
 # By the name of a reduction, the reducer of reduce/reducers.cuh, and whether it reads v.
 REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
 
@@ -210,13 +210,15 @@ class Cut(NamedTuple):
 
 class Work(NamedTuple):
     """What :func:`small_cut` divides: the points of ``sums`` for ``m`` rows, of which a pair takes
-    ``slots`` issue slots, and a point ``line_bytes`` of shared memory."""
+    ``slots`` issue slots, and a point ``line_bytes`` of shared memory; partial results take so many
+    ``joins``."""
 
     m: int
     sums: Sums
-    slots: float
+    slots: int
     line_bytes: int
     multiprocessors: int
+    joins: int = 1
 
     def row_blocks(self, cut: Cut) -> int:
         return ceil_div(self.m, cut.rows * THREADS // cut.partners)
@@ -236,14 +238,13 @@ class Work(NamedTuple):
     def duration(self, cut: Cut) -> float:
         """An estimate, in issue slots of the warps of a block."""
         each, splits = ceil_div(self.blocks(cut), self.multiprocessors), self.splits(cut)
-        reads = self.line_bytes // 16
-        pairs = ceil_div(cut.per_split, cut.partners) * (cut.rows * self.slots + reads)
-        filling = ceil_div(cut.per_split, THREADS) * self.line_bytes // 2
+        points = ceil_div(cut.per_split, cut.partners)
+        busy = points * (cut.rows * self.slots + self.line_bytes // 16)
+        busy += ceil_div(cut.per_split, THREADS) * self.line_bytes  # to fill a stage
         stages = ceil_div(cut.per_split, stage_of(cut.partners, self.line_bytes))
-        waiting = START + stages * FILLING + (cut.partners.bit_length() - 1) * MEETING
-        joining = JOINING + splits * JOIN if splits > 1 else 0
-        busy = (pairs + filling) * (each if each > 1 else ALONE)
-        return busy + waiting * ceil_div(each, RESIDENT) + joining
+        waiting = stages * FILLING + (cut.partners.bit_length() - 1) * MEETING
+        joining = self.joins * (JOINING + splits * JOIN) if splits > 1 else 0
+        return busy * each + waiting * ceil_div(each, RESIDENT) + joining
 
 
 def work_of(descriptor: Pairwise, problem: Problem, made: Variant, multiprocessors: int) -> Work:
@@ -254,7 +255,8 @@ def work_of(descriptor: Pairwise, problem: Problem, made: Variant, multiprocesso
         slots += 16 * problem.k
     if DTYPES[problem.dtype].sums.bytes == 8:
         slots = 2 * (slots + 12)
-    return Work(problem.m, sums_of(problem), slots, made.line_bytes, multiprocessors)
+    joins = JOINS.get(problem.reduction, 1)
+    return Work(problem.m, sums_of(problem), slots, made.line_bytes, multiprocessors, joins)
 
 
 def stage_of(partners: int, line_bytes: int) -> int:
@@ -265,20 +267,18 @@ def stage_of(partners: int, line_bytes: int) -> int:
 
 
 def small_cut(work: Work, rows: int, per_split: int = 0, fixed: bool = False) -> Cut:
-    """The cut that is done first: of large problems the ``rows`` given and whole stages, else one
-    of those that :data:`PARTNERS` make possible, or of the rows that are ``fixed``. ``per_split``
-    is that of another launch."""
+    """The cut that is done first: of large problems that of the ``rows`` given and whole stages,
+    else one of :data:`SHAPES` too, but of rows that are ``fixed``. ``per_split`` is that of another
+    launch."""
     if work.is_large(rows):
         blocks = work.row_blocks(Cut(rows, 1, THREADS))
         slots = RESIDENT * work.multiprocessors
         return Cut(rows, 1, per_split or split(work.sums, blocks, THREADS, slots))
-    shapes = {(rows, 1): None}
-    if not fixed:
-        shapes |= {(few, partners): None for few in (1, 2) if few <= rows for partners in PARTNERS}
+    shapes = [(rows, 1), *(() if fixed else SHAPES)]
     cuts = [
-        Cut(*shape, points)
-        for shape in shapes
-        for points in ([per_split] if per_split else _per_splits(work, *shape))
+        Cut(min(few, rows), partners, points)
+        for few, partners in shapes
+        for points in ([per_split] if per_split else _per_splits(work, min(few, rows), partners))
     ]
     return min(cuts, key=work.duration)
 

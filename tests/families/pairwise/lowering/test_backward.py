@@ -19,6 +19,7 @@ from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.reductions import arguments, fused
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
+from kernlib.lowering import division
 from kernlib.lowering.steps import NUMBER
 from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.kernels import only
@@ -195,11 +196,17 @@ def test_splits_cover_n_and_fit_the_workspace(m, n, k, columns, batch, processor
     assert found.per_part % reduce.FEWEST_POINTS == 0
     assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
     partial = found.parts * m * batch * (k + columns)
-    assert found.parts == 1 or 4 * partial <= reduce.WORKSPACE_BYTES
+    assert found.parts == 1 or 4 * partial <= division.WORKSPACE_BYTES
 
 
 def test_few_rows_fill_a_gpu():
-    assert only(lowered(m=10, n=10**6)).grid[0] >= 250
+    assert only(lowered(m=10, n=10**6)).grid[0] >= 132
+
+
+@pytest.mark.parametrize("m", [20, 100, 1000, 2000])
+def test_small_problems_leave_no_partial_sums_of_points(m):
+    found = lowered(wanted=LEAVES, m=m, n=m)
+    assert found.parts == 1 and "partners=32" in only(found).spec.description
 
 
 # What NVRTC makes of it.
@@ -212,6 +219,9 @@ COMPILED = {
     "16 features": {"wanted": LEAVES, "k": 16},
     "16 features, 4 columns": {"wanted": LEAVES, "k": 16, "columns": 4},
     "10 features, 2 columns": {"wanted": LEAVES, "k": 10, "columns": 2},
+    "partners": {"wanted": LEAVES, "m": 500, "n": 500},
+    "partners of 16 features": {"wanted": LEAVES, "k": 16, "columns": 4, "m": 500, "n": 500},
+    "two rows of partners": {"wanted": LEAVES, "m": 2000, "n": 2000, "k": 8},
     "8 features, 4 columns": {"wanted": LEAVES, "k": 8, "columns": 4},
     "3 features, 4 columns": {"wanted": LEAVES, "columns": 4},
     "sum": {"wanted": ("a", "b", "bandwidth"), "weighted": False},
@@ -241,7 +251,7 @@ COMPILED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(("gaussian", "l1"), COMPILED))
+@pytest.mark.parametrize("name", slow_but(("gaussian", "partners", "l1"), COMPILED))
 def test_the_kernel_compiles_without_a_spill(name):
     wanted = only(lowered(**COMPILED[name])).spec
     entry = compile_spec(wanted, HERE)
@@ -255,7 +265,7 @@ def test_the_kernel_compiles_without_a_spill(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [arch for arch in targets.SHARED_BYTES if arch != HERE])
 def test_other_architectures_compile_it(arch):
-    for name in ("gaussian", "10 features, 2 columns", "8 features, 4 columns", "pq"):
+    for name in ("gaussian", "10 features, 2 columns", "8 features, 4 columns", "pq", "partners"):
         entry = compile_spec(only(lowered(**COMPILED[name])).spec, arch)
         assert entry.cubin[:4] == b"\x7fELF" and int(entry.meta["spill_bytes"]) == 0
 

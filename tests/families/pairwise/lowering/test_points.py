@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import backward, pack, points_source, reduce
+from kernlib.families.pairwise.lowering import backward, pack, points_source
 from kernlib.families.pairwise.lowering import points as lowering
 from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.reductions import arguments, fused
 from kernlib.jit import targets
+from kernlib.lowering import division
 from kernlib.lowering.steps import NUMBER
 from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.compiled_kernels import compiled
@@ -250,7 +251,7 @@ def test_parts_are_whole_groups_and_fit_the_workspace(m, n, arch):
     found = lowered(m=m, n=n, arch=arch)
     assert found.per_part % (points_source.GROUP if arch == HERE else 64) == 0
     assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
-    assert found.parts == 1 or found.parts * m * (64 + 1 + 1) * 4 <= reduce.WORKSPACE_BYTES
+    assert found.parts == 1 or found.parts * m * (64 + 1 + 1) * 4 <= division.WORKSPACE_BYTES
 
 
 def test_few_rows_fill_a_gpu():

@@ -17,6 +17,7 @@ from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.jit import sources, targets
 from kernlib.jit.compiler import compile_spec
+from kernlib.lowering import division
 from kernlib.lowering.steps import NUMBER
 from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.kernels import only, stem
@@ -173,38 +174,58 @@ def test_splits_cover_n_and_fit_the_workspace(m, n, k, columns, batch, processor
     assert found.per_part % unit == 0
     assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
     partial = found.parts * m * batch * columns
-    assert found.parts == 1 or 4 * partial <= lowering.WORKSPACE_BYTES
+    assert found.parts == 1 or 4 * partial <= division.WORKSPACE_BYTES
 
 
 def test_few_rows_fill_a_gpu():
-    assert only(lowered(m=10, n=10**6)).grid[0] >= 250
+    assert only(lowered(m=10, n=10**6)).grid[0] >= 132
     assert only(lowered(m=10, n=10**6, k=64)).grid[0] >= 250
 
 
 @pytest.mark.parametrize(
-    "m, n, batch, rows, fine",
+    "m, n, batch, rows, partners, blocks",
     [
-        (20000, 20000, 1, 4, False),
-        (10000, 10000, 1, 4, True),
-        (5000, 5000, 1, 4, True),
-        (2000, 2000, 1, 1, True),
-        (2000, 2000, 200, 4, False),
-        (768, 10**6, 1, 1, False),
-        (769, 10**6, 1, 4, False),
+        (50000, 50000, 1, 4, 1, 245),
+        (20000, 20000, 1, 4, 1, 240),
+        (10**6, 10, 1, 4, 1, 977),
+        (2000, 2000, 200, 4, 1, 2),
+        (2000, 2000, 1, 2, 32, 125),
+        (1000, 1000, 1, 1, 32, 125),
+        (10, 10**6, 1, 2, 32, 132),
     ],
 )
-def test_blocks_are_small_where_few_would_leave_multiprocessors_idle(m, n, batch, rows, fine):
-    given, slots = problem(m=m, n=n, k=3, batch=batch), 132 * lowering.RESIDENT
-    assert lowering.small_shape(m, lowering.sums_of(given), 4, slots) == (rows, fine)
+def test_partners_share_rows_where_few_blocks_would_have_whole_ones(
+    m, n, batch, rows, partners, blocks
+):
     found = lowered(m=m, n=n, k=3, batch=batch)
-    assert f"rows={rows}" in only(found).spec.description
-    assert fine or found.per_part % direct.THREADS == 0
-    assert only(found).grid[0] == -(-m // (rows * direct.THREADS)) * found.parts
+    text = only(found).spec.description
+    assert f"rows={rows}" in text and (f"partners={partners}" in text) == (partners > 1)
+    assert only(found).grid[0] == blocks
+    if partners == 1 and m == n:
+        assert found.per_part % direct.THREADS == 0
+
+
+@pytest.mark.parametrize("reduction", ["matmul", "sum", "min", "logsumexp"])
+def test_small_problems_take_one_launch(reduction):
+    """What would join partial results takes as long again, or three times as long."""
+    for m in (1, 100, 1000, 2000):
+        assert lowered(reduction=reduction, m=m, n=m).parts == 1
+
+
+def test_rows_that_are_given_have_no_partners():
+    text = only(lowered(m=100, n=100, rows=3)).spec.description
+    assert "rows=3" in text and "partners" not in text
+
+
+def test_partial_results_of_another_launch_lie_side_by_side():
+    first = lowered(m=300, n=10**5, columns=16, out_columns=17)
+    second = lowered(m=300, n=10**5, out_columns=17, per_split=first.per_part)
+    assert first.parts == second.parts > 1
 
 
 def test_a_block_counts_its_n_in_an_int():
     found = lowered(m=10**6, n=3 * 2**30, columns=16, batch=1000)
-    assert found.per_part <= lowering.MAX_PLACES
+    assert found.per_part <= division.MAX_PLACES
 
 
 def test_passes_share_their_splits():
@@ -220,6 +241,10 @@ def test_passes_share_their_splits():
 COMPILED = {
     "gaussian": (GAUSSIAN, {}),
     "gaussian 16 columns of 16 features": (GAUSSIAN, {"k": 16, "columns": 16}),
+    "gaussian of partners": (GAUSSIAN, {"m": 500, "n": 500}),
+    "two rows of partners": (GAUSSIAN, {"m": 2000, "n": 2000, "k": 9, "columns": 4}),
+    "16 columns of partners": (GAUSSIAN, {"m": 500, "n": 500, "k": 16, "columns": 16}),
+    "minimum of partners": (kl.l2_distance(), {"m": 500, "n": 500, "reduction": "min"}),
     "sum": (GAUSSIAN, {"reduction": "sum", "k": 8}),
     "logsumexp": (GAUSSIAN, {"reduction": "logsumexp", "regularized": True}),
     "minimum": (kl.l2_distance(), {"reduction": "min"}),
@@ -236,10 +261,10 @@ COMPILED = {
 SMALL_SPILL, TILE_SPILL = 112, 320
 
 
-@pytest.mark.parametrize("name", slow_but(("gaussian", "tile"), COMPILED))
+@pytest.mark.parametrize("name", slow_but(("gaussian", "gaussian of partners", "tile"), COMPILED))
 def test_the_kernel_compiles_within_its_bounds(name):
     descriptor, changes = COMPILED[name]
-    wanted = only(lowered(descriptor, m=10**5, n=10**5, **changes)).spec
+    wanted = only(lowered(descriptor, **{"m": 10**5, "n": 10**5} | changes)).spec
     entry = compile_spec(wanted, HERE)
     registers, spilled = int(entry.meta["registers"]), int(entry.meta["spill_bytes"])
     assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"

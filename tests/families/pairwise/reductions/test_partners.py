@@ -21,9 +21,9 @@ from tests.support.speeds import slow_but
 pytestmark = pytest.mark.emulated
 
 GAUSSIAN = kl.gaussian()
-# Partners, and points of a block.
-CUTS = [(8, 4096), (8, 32), (32, 4096), (32, 64)]
-CUT = pytest.mark.parametrize("cut", slow_but(((8, 32), (32, 4096)), CUTS), ids=str)
+# Rows of a thread, partners, and points of a block.
+CUTS = [(1, 32, 4096), (1, 32, 64), (2, 32, 4096), (2, 8, 4096), (2, 8, 32)]
+CUT = pytest.mark.parametrize("cut", slow_but(((2, 8, 32), (1, 32, 4096)), CUTS), ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +36,13 @@ def gpus(monkeypatch, tmp_path_factory):
 @contextmanager
 def shared(gpus, cut):
     """Launches have this cut, and there is one at least."""
-    partners, points = cut
-    given = reduce.Cut(1, partners, points)
+    given, words = reduce.Cut(*cut), f"rows={cut[0]} partners={cut[1]}"
     with (
         mock.patch.object(reduce, "small_cut", lambda *_, **__: given),
         mock.patch.object(reduce.Work, "is_large", lambda *_: False),
     ):
         yield
-    assert gpus.specs and all(f"partners={partners}" in s.description for s in gpus.specs)
+    assert gpus.specs and all(words in spec.description for spec in gpus.specs)
 
 
 def points(*shape, dtype=torch.float32):

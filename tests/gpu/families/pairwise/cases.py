@@ -32,7 +32,7 @@ def by(kind: str):
 def whole_blocks():
     """Reductions of few features have rows of a thread and stages as large problems have."""
     forget_plans()
-    with mock.patch.object(reduce, "small_shape", lambda m, sums, rows, slots: (rows, False)):
+    with mock.patch.object(reduce.Work, "is_large", lambda work, rows: True):
         yield
     forget_plans()
 

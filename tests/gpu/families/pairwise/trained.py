@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.reductions import fused
+from kernlib.lowering import division
 from tests.gpu.families.pairwise.cases import points
 
 # Numbers that partial sums of the launches of a call take at the most, in bytes of two of them.
-PARTIAL_BYTES = 2 * fused.lowering.reduce.WORKSPACE_BYTES
+PARTIAL_BYTES = 2 * division.WORKSPACE_BYTES
 
 
 def leaves(count: int, features: int, width: float) -> tuple[torch.Tensor, ...]:
