@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_exponential(Exponentials<double>& sum, doubl
     sum.total *= kept;
     sum.largest = raised ? to : sum.largest;
 }
-// 100 instructions, once a row.
+// 130 instructions, once a row.
 __device__ __noinline__ double logarithm(const Exponentials<double>& sum) {
     bool infinite = __double2hiint(sum.largest) == INFINITE;
     return (infinite ? infinity(0.0) : sum.largest) + log(sum.total);
