@@ -84,12 +84,12 @@ __device__ __forceinline__ void add_exponential(Exponentials<float>& sum, float 
     if (x > sum.largest) sum.raise(fminf(x, largest_number(x)));
     sum.run += exponential(x - sum.largest);
 }
-__device__ __forceinline__ float logarithm(const Exponentials<float>& sum) {
-    return sum.largest + logf(sum.total);
+__device__ __forceinline__ float logarithm(float largest, float total) {
+    return largest + logf(total);
 }
 
-// The largest of a row with an infinite x has these bits, and any 32 below them: 0 times a sum that
-// is infinite would be a NaN. So what is above 1.79769e308 counts as infinite.
+// The high word of a largest x that is infinite, whatever the low one: an infinite sum would be a
+// NaN times 0. So x counts as infinite from 1.79769228e308 on.
 constexpr int INFINITE = 0x7fefffff;
 
 // One exponential serves a larger x and a smaller one, without a branch, so that several go through
@@ -104,9 +104,9 @@ __device__ __forceinline__ void add_exponential(Exponentials<double>& sum, doubl
     sum.largest = raised ? to : sum.largest;
 }
 // 130 instructions, once a row.
-__device__ __noinline__ double logarithm(const Exponentials<double>& sum) {
-    bool infinite = __double2hiint(sum.largest) == INFINITE;
-    return (infinite ? infinity(0.0) : sum.largest) + log(sum.total);
+__device__ __noinline__ double logarithm(double largest, double total) {
+    bool infinite = __double2hiint(largest) == INFINITE;
+    return (infinite ? infinity(0.0) : largest) + log(total);
 }
 
 // log sum_n exp(x[n]).
@@ -125,7 +125,7 @@ struct LogSumExp {
         sum.total += other.sum.total;
     }
 
-    __device__ __forceinline__ AccT output(int) const { return logarithm(sum); }
+    __device__ __forceinline__ AccT output(int) const { return logarithm(sum.largest, sum.total); }
     __device__ __forceinline__ int index() const { return 0; }
 };
 
