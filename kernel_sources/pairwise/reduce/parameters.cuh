@@ -1,7 +1,7 @@
 // What kernels that reduce a matrix over n are launched with, and which part of it a block has.
 //
 // The generated source defines before it includes this file:
-//   InputT, AccT   storage of a, b and v; arithmetic: float, or double for sums
+//   InputT, AccT   storage of a, b and v; arithmetic: float or double
 //   SCALARS        count of hyperparameters
 #pragma once
 

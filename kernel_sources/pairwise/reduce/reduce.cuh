@@ -6,7 +6,7 @@
 // one order: no atomics, the same bits each time.
 //
 // The generated source defines before it includes either:
-//   InputT, AccT   storage of a, b and v; arithmetic: float, or double in reduce/small.cuh, of sums
+//   InputT, AccT   storage of a, b and v; arithmetic: float, or double in reduce/small.cuh
 //   SCALARS        count of hyperparameters
 //   OPERATION, INNER   as for direct/direct.cuh
 //   REDUCER        a struct of reduce/reducers.cuh

@@ -10,11 +10,11 @@
 //                  terms may be off by 1.5e-8 n
 //   merge(other)   takes what another thread found, after settle()
 //   output(c), index()
-// and starts empty. All are of floats but those of sums, which are of AccT. A reducer that is
-// INDEXED starts with the place of the first n it may see. No value is added for what does not
-// exist: an epilogue makes anything of a zero.
+// and starts empty. A reducer that is INDEXED starts with the place of the first n it may see. No
+// value is added for what does not exist: an epilogue makes anything of a zero.
 #pragma once
 
+#include "pairwise/double/exponential.cuh"
 #include "pairwise/reduce/math.cuh"
 
 // sum_n x[n] v[n,c] for WIDTH columns c.
@@ -59,51 +59,93 @@ struct RowSum {
     __device__ __forceinline__ int index() const { return 0; }
 };
 
-// log sum_n exp(x[n]) as the largest x and a sum of exp(x - largest). The largest stays finite, so
-// that the difference of two infinite ones never becomes a NaN.
-struct LogSumExp {
-    static constexpr int COLUMNS = 0, OUTPUTS = 1;
-    static constexpr bool LINEAR = false, INDEXED = false;
-    static constexpr float LARGEST = 3.402823466e38f;
-    float largest = -LARGEST, run = 0.0f, total = 0.0f;
+// e^x of what is summed at once.
+__device__ __forceinline__ float exponential(float x) { return exp2_approximate(x * LOG2_E); }
+__device__ __forceinline__ double exponential(double x) { return branchless::exp(x); }
 
-    __device__ __forceinline__ LogSumExp(int = 0) {}
+__device__ __forceinline__ float largest_number(float) { return 3.402823466e38f; }
+__device__ __forceinline__ double largest_number(double) { return 1.7976931348623157e308; }
 
-    __device__ __forceinline__ void raise(float to) {
-        float scale = exp2_approximate((largest - to) * LOG2_E);
+// The largest x and a sum of exp(x - largest), in a run and what was before it. The largest stays
+// finite, so that the difference of two infinite ones never becomes a NaN.
+template <class T>
+struct Exponentials {
+    T largest = -largest_number(T(0)), run = T(0), total = T(0);
+
+    __device__ __forceinline__ void raise(T to) {
+        T scale = exponential(largest - to);
         run *= scale;
         total *= scale;
         largest = to;
     }
+};
 
-    __device__ __forceinline__ void add(float x, int, const float*) {
-        if (x > largest) raise(fminf(x, LARGEST));
-        run += exp2_approximate((x - largest) * LOG2_E);
-    }
+__device__ __forceinline__ void add_exponential(Exponentials<float>& sum, float x) {
+    if (x > sum.largest) sum.raise(fminf(x, largest_number(x)));
+    sum.run += exponential(x - sum.largest);
+}
+__device__ __forceinline__ float logarithm(float largest, float total) {
+    return largest + logf(total);
+}
 
-    __device__ __forceinline__ void settle() { total = add_chain(total, run); }
+// The high word of a largest x that is infinite, whatever the low one: an infinite sum would be a
+// NaN times 0. So x counts as infinite from 1.79769228e308 on.
+constexpr int INFINITE = 0x7fefffff;
+
+// One exponential serves a larger x and a smaller one, without a branch, so that several go through
+// the pipe side by side: 17 operations of the FP64 lanes.
+__device__ __forceinline__ void add_exponential(Exponentials<double>& sum, double x) {
+    double above = x - sum.largest, scale = exponential(-absolute(above));
+    bool raised = __double2hiint(above) > 0;
+    double to = __hiloint2double(min(__double2hiint(x), INFINITE), __double2loint(x));
+    double kept = raised ? scale : 1.0;
+    sum.run = multiply_add(sum.run, kept, raised ? 1.0 : scale);
+    sum.total *= kept;
+    sum.largest = raised ? to : sum.largest;
+}
+// 130 instructions, once a row.
+__device__ __noinline__ double logarithm(double largest, double total) {
+    bool infinite = __double2hiint(largest) == INFINITE;
+    return (infinite ? infinity(0.0) : largest) + log(total);
+}
+
+// log sum_n exp(x[n]).
+struct LogSumExp {
+    static constexpr int COLUMNS = 0, OUTPUTS = 1;
+    static constexpr bool LINEAR = false, INDEXED = false;
+    Exponentials<AccT> sum;
+
+    __device__ __forceinline__ LogSumExp(int = 0) {}
+    __device__ __forceinline__ void add(AccT x, int, const AccT*) { add_exponential(sum, x); }
+    __device__ __forceinline__ void settle() { sum.total = add_chain(sum.total, sum.run); }
 
     __device__ __forceinline__ void merge(LogSumExp other) {
-        if (other.largest > largest) raise(other.largest);
-        other.raise(largest);
-        total += other.total;
+        if (other.sum.largest > sum.largest) sum.raise(other.sum.largest);
+        other.sum.raise(sum.largest);
+        sum.total += other.sum.total;
     }
 
-    __device__ __forceinline__ float output(int) const { return largest + logf(total); }
+    __device__ __forceinline__ AccT output(int) const { return logarithm(sum.largest, sum.total); }
     __device__ __forceinline__ int index() const { return 0; }
 };
+
+__device__ __forceinline__ bool is_nan(float x) { return x != x; }
+// Of a NaN that arithmetic has made quiet, without an operation of the FP64 lanes.
+__device__ __forceinline__ bool is_nan(double x) {
+    return (__double2hiint(x) & 0x7fffffff) > 0x7ff00000;
+}
 
 // The smallest x[n] and the first n that has it; the first NaN if there is one.
 struct Minimum {
     static constexpr int COLUMNS = 0, OUTPUTS = 1;
     static constexpr bool LINEAR = false, INDEXED = true;
-    float smallest = infinity(0.0f);
+    AccT smallest = infinity(AccT(0));
     int place;
 
     __device__ __forceinline__ Minimum(int first = 0) : place(first) {}
 
-    __device__ __forceinline__ void add(float x, int n, const float*) {
-        if (!(x >= smallest) && smallest == smallest) {
+    __device__ __forceinline__ void add(AccT x, int n, const AccT*) {
+        if (!(x >= smallest) && !is_nan(smallest)) {
             smallest = x;
             place = n;
         }
@@ -118,6 +160,6 @@ struct Minimum {
         if (same ? other.place < place : better) *this = other;
     }
 
-    __device__ __forceinline__ float output(int) const { return smallest; }
+    __device__ __forceinline__ AccT output(int) const { return smallest; }
     __device__ __forceinline__ int index() const { return place; }
 };

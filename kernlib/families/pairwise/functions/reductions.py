@@ -97,7 +97,8 @@ def kernel_logsumexp(
     of kernel values pass their exponent, ``squared_distance(epilogue=Custom("-s * v", ("s",)))``.
 
     Arguments, dtypes, gradients and errors are those of :func:`kernel_matmul`, without ``v`` and
-    ``out``. After the LogSumExp reduction of the KeOps project.
+    ``out``. float64 on a GPU goes by blocks of K from 11 features on, and where powers take
+    logarithms. After the LogSumExp reduction of the KeOps project.
     """
     offsets = row_offset, col_offset
     return _run("logsumexp", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters)
@@ -118,8 +119,8 @@ def kernel_min(
     as in ``torch.min``.
 
     Arguments and errors are those of :func:`kernel_matmul`, without ``v`` and ``out``, and
-    ValueError where b has no points. Values are differentiable, each by its own pair. After the
-    Min_ArgMin reduction of the KeOps project.
+    ValueError where b has no points. Blocks of K are those of :func:`kernel_logsumexp`. Values are
+    differentiable, each by its own pair. After the Min_ArgMin reduction of the KeOps project.
     """
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     offsets = row_offset, col_offset

@@ -3,7 +3,8 @@
 
 Squared differences and dot products of enough features are products of tensor cores, of points that
 a launch before packs, with the squares of their norms; other sums are those of terms. Rows of few
-features lie in the registers of ``kernel_sources/pairwise/reduce/small.cuh``.
+features lie in the registers of ``kernel_sources/pairwise/reduce/small.cuh``, which takes their
+log-sum-exps and minima too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
+TILED = ("matmul", "sum")  # reductions that tiles compute
 WIDTH = 8  # columns of v that a launch takes
 # Columns of v up to which computing the matrix once for every WIDTH of them is faster than storing
 # blocks of it, which takes as long as 72 operations of an entry: products of tensor cores, and sums
@@ -84,7 +86,8 @@ class Place(NamedTuple):
 def takes(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether this kernel computes a reduction, for the columns of all launches, and is the fastest
     to do so."""
-    if problem.reduction not in ("matmul", "sum") or problem.dtype != "float64":
+    known = problem.reduction in TILED or is_small(descriptor, problem)
+    if not known or problem.dtype != "float64":
         return False
     sizes = problem.m, problem.n, problem.k
     if min(sizes) < 1 or max(sizes) > pack.MAX_SIZE:
@@ -98,6 +101,7 @@ def takes(descriptor: Pairwise, problem: Problem) -> bool:
 def by_products(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether tensor cores multiply points."""
     known = pack.is_difference(descriptor, problem) or pack.is_dot(descriptor)
+    known = known and problem.reduction in TILED
     if not known or descriptor.direct or problem.k < LEAST_FEATURES:
         return False
     few = problem.batch <= direct.MAX_BATCH_BLOCKS

@@ -3,8 +3,8 @@ parameters: two kinds of kernel, neither of which stores the matrix.
 
 ``small``: up to SMALL_K features, rows in registers. ``tile``: any number, sums by the main loop of
 :mod:`kernlib.families.pairwise.lowering.direct`. Both for float32 and half types; of float64
-:mod:`kernlib.families.pairwise.lowering.double` takes products and sums, of few features by
-``small``. What none takes is computed by blocks of the matrix
+:mod:`kernlib.families.pairwise.lowering.double` takes products and sums, and all reductions of few
+features by ``small``. What none takes is computed by blocks of the matrix
 (:mod:`kernlib.families.pairwise.reductions.blocks`).
 """
 
@@ -53,6 +53,9 @@ FILLING, MEETING, JOINING, JOIN = 600, 150, 1500, 40
 JOINS = {"logsumexp": 10, "min": 3}
 # By the name of a reduction, the reducer of reduce/reducers.cuh, and whether it reads v.
 REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
+# Numbers of a row beside its features, as many as leave no register of 4 rows to memory, of those
+# that keep more in double than sums.
+LONG_REDUCERS = {"LogSumExp": 6, "Minimum": 5}
 
 
 class Problem(NamedTuple):
@@ -168,13 +171,14 @@ def variant(problem: Problem, arch: str, rows: int | None = None) -> Variant:
 
 def _variant(problem: Problem, rows: int | None) -> Variant:
     width = width_of(problem.columns)
+    reducer = REDUCERS.get(problem.reduction, f"Matmul<{width}>")
     small = problem.k <= SMALL_K
     a, b = ((layout, count) for layout, count in ((problem.a, problem.m), (problem.b, problem.n)))
     return Variant(
-        REDUCERS.get(problem.reduction, f"Matmul<{width}>"),
+        reducer,
         problem.dtype,
         problem.k if small else 0,
-        (rows or rows_of(problem.k, width, problem.dtype)) if small else 0,
+        (rows or rows_of(problem.k, width, problem.dtype, reducer)) if small else 0,
         not small and problem.k > PROMOTE_K,
         "strided" if small else access(*a, problem.k, problem.dtype),
         "strided" if small else access(*b, problem.k, problem.dtype),
@@ -186,10 +190,12 @@ def _variant(problem: Problem, rows: int | None) -> Variant:
     )
 
 
-def rows_of(k: int, width: int, dtype: str = "float32") -> int:
+def rows_of(k: int, width: int, dtype: str = "float32", reducer: str = "") -> int:
     """Rows of a thread of the small kernel. Each read of a point serves them all, but with 8 of
     them fewer threads hide less: 1e10 pairs of 3 features take 3.8 ms with 4, 4.5 with 8 (H200)."""
-    words = (k + 2 * max(1, width)) * DTYPES[dtype].sums.bytes // 4
+    size = DTYPES[dtype].sums.bytes
+    kept = LONG_REDUCERS.get(reducer) if size == 8 else None
+    words = (k + (kept or 2 * max(1, width))) * size // 4
     return 4 if 4 * words <= 80 else 2
 
 

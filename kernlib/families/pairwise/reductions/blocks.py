@@ -1,6 +1,7 @@
 """Reductions of a kernel matrix by blocks: each is computed, reduced and forgotten, so that memory
 stays O(M + N) plus one block. Takes what the kernels that store no block do not: many columns, of
-float64 all but products and sums, many of the nearest, CPU tensors."""
+float64 the nearest, and log-sum-exps and minima of many features, many of the nearest, CPU
+tensors."""
 
 from __future__ import annotations
 

@@ -55,6 +55,11 @@ def constant(step, name):
         (GAUSSIAN, {"dtype": "float32"}, False),
         (GAUSSIAN, {"reduction": "sum"}, True),
         (GAUSSIAN, {"reduction": "min"}, False),
+        (GAUSSIAN, {"reduction": "min", "k": 10}, True),
+        (NORM, {"reduction": "logsumexp", "k": 10}, True),
+        (NORM, {"reduction": "logsumexp", "k": 11}, False),
+        (NORM, {"reduction": "logsumexp", "k": 10, "dtype": "float32"}, False),
+        (kl.p_distance(), {"reduction": "min", "k": 3, "inner": "any"}, False),
         (GAUSSIAN, {"columns": 16}, True),
         (GAUSSIAN, {"columns": 17}, False),
         (NORM, {"columns": 8}, True),
@@ -102,6 +107,8 @@ def test_tensor_cores_multiply_points_of_some_features(descriptor, changes, take
         (NORM, {"k": 11}, False),
         (kl.p_distance(), {"k": 3, "inner": 3.0}, True),
         (kl.p_distance(), {"k": 3, "inner": "device"}, False),
+        (GAUSSIAN, {"k": 10, "reduction": "logsumexp"}, True),
+        (DOT, {"k": 10, "reduction": "min"}, True),
     ],
 )
 def test_rows_of_few_features_lie_in_registers(descriptor, changes, small):
@@ -216,6 +223,33 @@ def test_a_kernel_compiles_within_its_bounds(name, arch):
     held = targets.resident_blocks(arch, wanted.threads, made.registers, made.shared)
     two = arch != HERE or any(word in name for word in ("p=any", "p=device", " small "))
     assert held >= (2 if two else double.RESIDENT)
+
+
+OTHERS = {
+    "gaussian": (GAUSSIAN, {}),
+    "rational quadratic": (kl.rational_quadratic(), {}),
+    "squared": (kl.squared_distance(), {}),
+    "l1": (kl.l1_distance(), {}),
+    "cube root": (kl.p_distance(), {"inner": 3.0, "root": True}),
+}
+FEATURES = range(1, double.SMALL_FEATURES + 1)
+OTHER_CALLS = [(name, k, 10**5) for name in OTHERS for k in FEATURES]
+OTHER_CALLS += [("rational quadratic", k, 100) for k in FEATURES]  # a row of a thread
+
+
+@pytest.mark.parametrize("arch", [HERE, *slow_but((), ("sm_80", "sm_120"))])
+@pytest.mark.parametrize("case", slow_but((("gaussian", 4, 10**5),), OTHER_CALLS), ids=str)
+@pytest.mark.parametrize("reduction", ["logsumexp", "min"])
+def test_log_sum_exps_and_minima_leave_no_register_to_memory(reduction, case, arch):
+    name, k, m = case
+    descriptor, changes = OTHERS[name]
+    for regularized in (False, True):
+        given = {"reduction": reduction, "k": k, "m": m, "n": m, "regularized": regularized}
+        (step,) = lowered(descriptor, **given, **changes).steps
+        made = compiled(step.spec, arch)
+        assert made.spilled == 0
+        held = targets.resident_blocks(arch, step.spec.threads, made.registers, made.shared)
+        assert held >= direct.RESIDENT
 
 
 def test_values_of_a_gaussian_go_through_the_pipe_side_by_side():

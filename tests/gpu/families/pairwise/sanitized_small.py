@@ -27,9 +27,10 @@ def calls() -> None:
             v = torch.randn(n, 4, device="cuda").to(dtype)
             kl.kernel_matmul(kl.matern32(), a, b, v, bandwidth=2.0, regularization=1.0)
             kl.kernel_sum(kl.laplace_l1(), a.expand(3, -1, -1), b.repeat(3, 1, 1), bandwidth=2.0)
+            kl.kernel_logsumexp(kl.laplace_l1(), a, b, bandwidth=2.0, regularization=1.0)
+            kl.kernel_min(kl.l1_distance(), a.expand(3, -1, -1), b)
     for m, n, k in SHAPES:
         a, b = (torch.randn(rows, k, device="cuda") for rows in (m, n))
-        kl.kernel_logsumexp(kl.laplace_l1(), a, b, bandwidth=2.0)
         kl.kernel_min(kl.p_distance(), a, b, p=1.3)
         a, v = a.requires_grad_(), torch.randn(n, 3, device="cuda", requires_grad=True)
         bandwidth = torch.tensor(2.0, device="cuda", requires_grad=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.pairwise.lowering import double
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 from tests.gpu.families.pairwise.cases import points, reference, relative_error
@@ -131,9 +132,12 @@ def test_batches_and_strides(seed):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("k", [3, 40])
-def test_the_first_of_equal_values_and_nan(k):
-    a, b = torch.zeros(300, k, device="cuda"), torch.ones(5000, k, device="cuda")
+def test_the_first_of_equal_values_and_nan(k, dtype):
+    a, b = (
+        f(n, k, device="cuda", dtype=dtype) for f, n in ((torch.zeros, 300), (torch.ones, 5000))
+    )
     b[4500:] = b[333:400] = 0.5
     assert kl.kernel_argmin(kl.l1_distance(), a, b).eq(333).all()
     b[4400] = b[700] = math.nan
@@ -143,13 +147,66 @@ def test_the_first_of_equal_values_and_nan(k):
     assert kl.kernel_argmin(kl.l1_distance(), a, b).eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("k", [1, 33])
-def test_log_sums_of_infinite_values(k):
-    a, b = torch.zeros(3, k), torch.zeros(3, k)
-    a[:, 0], b[:, 0] = torch.tensor([1e30, -1e30, 1.0]), torch.tensor([1e30, 2.0, 3.0])
+def test_log_sums_of_infinite_values(k, dtype):
+    large = 1e30 if dtype == torch.float32 else 1e200  # whose square is infinite
+    a, b = torch.zeros(3, k, dtype=dtype), torch.zeros(3, k, dtype=dtype)
+    a[:, 0] = torch.tensor([large, -large, 1.0], dtype=dtype)
+    b[:, 0] = torch.tensor([large, 2.0, 3.0], dtype=dtype)
     found = kl.kernel_logsumexp(kl.dot_product(), a.cuda(), b.cuda())
     wanted = kl.run_kernel(kl.dot_product(), a, b).logsumexp(1)
     torch.testing.assert_close(found.cpu(), wanted)
+
+
+DOUBLE_ERROR = 1e-13
+
+
+@pytest.mark.parametrize("size", [(1, 1), (301, 777), (5, 70_000), (2049, 257)], ids=str)
+@pytest.mark.parametrize(
+    "k, blocks", [(1, "fitted"), (3, "whole"), (10, "fitted"), (11, "fitted")], indirect=["blocks"]
+)
+@pytest.mark.parametrize("name", ["gaussian", "laplace l1", "regularized", "epsilon", "signed"])
+def test_log_sums_and_minima_of_float64(name, k, size, blocks, seed):
+    descriptor, values = DESCRIPTORS[name]
+    a, b = (points(count, k, dtype=torch.float64) for count in size)
+    taken = k <= double.SMALL_FEATURES
+    assert by_kernels("logsumexp", descriptor, a, b, **values) is taken
+    assert by_kernels("min", descriptor, a, b, **values) is taken
+    matrix = reference(descriptor, a, b, **values)
+    poison(2 * len(a), 8 * len(a))
+    logs = kl.kernel_logsumexp(descriptor, a, b, **values)
+    assert logs.dtype == torch.float64
+    assert relative_error(logs, matrix.logsumexp(1)) <= DOUBLE_ERROR
+    low, places = (t.cpu() for t in kl.kernel_min(descriptor, a, b, **values))
+    margin = DOUBLE_ERROR * matrix.abs().max()
+    assert (low - matrix.amin(1)).abs().max() <= margin
+    assert (matrix.gather(1, places[:, None])[:, 0] - matrix.amin(1)).abs().max() <= margin
+    assert torch.equal(kl.kernel_argmin(descriptor, a, b, **values).cpu(), places)
+    assert torch.equal(kl.kernel_logsumexp(descriptor, a, b, **values), logs)
+
+
+@pytest.mark.parametrize("k", [3, 10])
+def test_batches_and_strides_of_float64(k, seed):
+    a, b = points(3, 200, k, dtype=torch.float64), points(300, k, dtype=torch.float64)
+    widths = torch.tensor([1.0, 2.0, 3.0], device="cuda", dtype=torch.float64)
+    wide = points(300, 8 * k, dtype=torch.float64)[:, ::8].flip(0)
+    for x, y, value in ((a, b, widths), (a[0], b[None], widths), (a.mT.contiguous().mT, wide, 2.0)):
+        matrix = reference(GAUSSIAN, x, y, bandwidth=value)
+        logs = kl.kernel_logsumexp(GAUSSIAN, x, y, bandwidth=value)
+        assert relative_error(logs, matrix.logsumexp(-1)) <= DOUBLE_ERROR
+        low, _ = kl.kernel_min(GAUSSIAN, x, y, bandwidth=value)
+        assert relative_error(low, matrix.amin(-1)) <= DOUBLE_ERROR
+
+
+@pytest.mark.parametrize("reduction", [kl.kernel_logsumexp, lambda *t, **n: kl.kernel_min(*t)[0]])
+def test_gradients_of_log_sums_and_minima_of_float64(reduction, seed):
+    inputs = [points(s, 3, dtype=torch.float64).requires_grad_() for s in (300, 400)]
+    wide = [t.detach().cpu().requires_grad_() for t in inputs]
+    made = (reduction(kl.squared_distance(), *t).square().sum() for t in (inputs, wide))
+    found, wanted = (torch.autograd.grad(t, of) for t, of in zip(made, (inputs, wide), strict=True))
+    for x, y in zip(found, wanted, strict=True):
+        assert relative_error(x, y) <= 1e-12
 
 
 @pytest.mark.parametrize("k", [3, 40])
