@@ -12,6 +12,9 @@
 #pragma once
 
 #include "common/math.cuh"
+#include "pairwise/double/power.cuh"
+
+using branchless::fast_power;  // of double
 
 // The arguments of an inner stage: its exponent, the factor of ExpPower, and what |v| is multiplied
 // by before a logarithm is taken of it (unit.cuh).

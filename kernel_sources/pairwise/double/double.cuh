@@ -18,6 +18,7 @@
 //   PRODUCTS           1 for sums of packed points by tensor cores, 0 for sums of terms
 //   CENTRED            1 for products that make squared differences, else 0
 //   SUM                whether v is all ones, and not read
+//   POWERS             if defined: Finish takes powers by double/power.cuh
 //   REGULARIZED        whether the regularization is given
 //   Finish             Outer and Epilogue of one sum; its constructor reads hyperparameters
 //   PARAMETER_BYTES    what lowering makes of Launch
@@ -31,9 +32,16 @@ using Term = OPERATION<Inner>;
 
 constexpr int WIDTH = 8;
 constexpr int STEP = Inner::ZERO_ADDS_NOTHING ? Inner::UNROLL_K : 1;
-// Blocks of a multiprocessor: of fewer than 228 KB of shared memory two at most.
+// Blocks of a multiprocessor: of fewer than 228 KB of shared memory two at most. Three leave 168
+// registers a thread, of which 160 bytes spill where powers are taken of squares that tensor cores
+// made; eight powers side by side are enough for two.
+#ifdef POWERS
+constexpr bool MANY_REGISTERS = Inner::BY_LOGARITHM || CENTRED;
+#else
+constexpr bool MANY_REGISTERS = Inner::BY_LOGARITHM;
+#endif
 #if __CUDA_ARCH__ >= 900
-constexpr int RESIDENT = Inner::BY_LOGARITHM ? 2 : 3;
+constexpr int RESIDENT = MANY_REGISTERS ? 2 : 3;
 #else
 constexpr int RESIDENT = 2;
 #endif

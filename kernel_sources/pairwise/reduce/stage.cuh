@@ -12,8 +12,13 @@ constexpr int STAGE = THREADS;  // points at a time, one a thread to read; at mo
 constexpr int CHUNK = 16 / sizeof(AccT);  // of a line, read at once
 constexpr int LINE = (K + Reducer::COLUMNS + CHUNK - 1) / CHUNK * CHUNK;
 // Pairs in flight: 16, or fewer where each is long and hides latency by itself; 8 in double, whose
-// numbers take two registers each.
-constexpr int PAIRS = sizeof(AccT) == 8 ? 8 : LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
+// numbers take two registers each, and 4 where their values are powers: of 8, up to 232 bytes spill.
+#ifdef POWERS
+constexpr int DOUBLES = 4;
+#else
+constexpr int DOUBLES = 8;
+#endif
+constexpr int PAIRS = sizeof(AccT) == 8 ? DOUBLES : LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
 constexpr int UNROLL = PAIRS > ROWS ? PAIRS / ROWS : 1;
 
 struct Stage {

@@ -20,7 +20,7 @@ from kernlib.families.pairwise.lowering.direct import (
     scalar_count,
     short,
 )
-from kernlib.families.pairwise.lowering.finish import finish_double
+from kernlib.families.pairwise.lowering.finish import finish_double, takes_powers
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit.spec import KernelSpec
@@ -41,6 +41,7 @@ LINE = DEPTH + 4  # of a point in shared memory
 LEAST_FEATURES = 8
 # Of rows in registers. Of 12 features tiles are as fast, and more columns make registers spill.
 SMALL_FEATURES, SMALL_COLUMNS = 10, 4
+POWER_ROWS = 2  # of a thread, at most, where values are powers: 4 spill up to 92 bytes
 NUMBER_BYTES = 8
 # Stages, and totals of two warps a row with what they round off.
 SHARED_NUMBERS = STAGES * 2 * TILE * LINE + 2 * TILE * 2 * WIDTH
@@ -140,7 +141,10 @@ def lower(
     """The launches of up to WIDTH columns of what this module :func:`takes`, with partial results
     in float64 and ``per_split`` as of :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
     if is_small(descriptor, problem):  # by a kernel without dynamic shared memory, for any arch
-        return direct.lower(descriptor, problem, "", multiprocessors, scalar_strides, per_split)
+        rows = POWER_ROWS if takes_powers(descriptor, problem) else None
+        return direct.lower(
+            descriptor, problem, "", multiprocessors, scalar_strides, per_split, most_rows=rows
+        )
     made = variant(descriptor, problem)
     row_blocks = ceil_div(problem.m, TILE)
     sums = direct.sums_of(problem)

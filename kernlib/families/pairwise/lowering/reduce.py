@@ -108,14 +108,17 @@ def lower(
     scalar_strides: tuple[int, ...],
     per_split: int = 0,
     rows: int | None = None,
+    most_rows: int | None = None,
 ) -> Lowered:
     """Choose the kernel for a problem of 1 feature or more. Each row gets partial results, of
     ``per_part`` n each; ``per_split`` is that of another launch whose results lie side by side with
-    this one's. ``rows`` overrides the rows of a thread of the small kernel."""
+    this one's. ``rows`` overrides the rows of a thread of the small kernel, ``most_rows`` bounds
+    those it chooses."""
     made, slots = variant(problem, arch, rows), multiprocessors * RESIDENT
     sums = sums_of(problem)
     if made.k:
-        fewer, fine = small_shape(problem.m, sums, made.rows, slots)
+        most = min(made.rows, most_rows or made.rows)
+        fewer, fine = small_shape(problem.m, sums, most, slots)
         made = made._replace(rows=rows or fewer)
         row_blocks = ceil_div(problem.m, made.rows * THREADS)
         per_split = per_split or (
