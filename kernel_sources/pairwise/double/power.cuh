@@ -112,6 +112,9 @@ __device__ __forceinline__ double norm_root(double s, double exponent, double) {
     return fast_power(s, exponent);
 }
 __device__ __forceinline__ double any_root(double s, double exponent, double rest) {
-    return exponent == 1.0 ? s : norm_root(s, exponent, rest);
+    double root = norm_root(s, exponent, rest);
+    bool same = exponent == 1.0;
+    return __hiloint2double(chosen(same, __double2hiint(s), __double2hiint(root)),
+                            chosen(same, __double2loint(s), __double2loint(root)));
 }
 }

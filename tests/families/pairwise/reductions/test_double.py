@@ -164,7 +164,20 @@ def test_powers_of_each_batch_entry(k, gpus):
         hostile.check(host(rational)[i], wanted, terms, where=f"alpha {each}")
         left, right = (t[i].numpy().astype(np.longdouble) for t in (a, b))
         apart = (np.abs(right[None] - left[:, None]) ** each).sum(-1) ** (1 / each)
-        hostile.check(host(norms)[i], torch.from_numpy(apart.sum(1).astype(float)), where=f"p {each}")
+        sums = torch.from_numpy(apart.sum(1).astype(float))
+        hostile.check(host(norms)[i], sums, where=f"p {each}")
+
+
+@pytest.mark.parametrize("descriptor", [kl.p_distance(), kl.power_sum()])
+def test_exponents_of_tensors_that_take_no_logarithm(descriptor, gpus):
+    """Beside the same as numbers, and one that takes one, each in a batch entry of its own."""
+    a, b = points(5, 20, 3).round(decimals=1), points(5, 30, 3, seed=1).round(decimals=1)
+    exponents = [0.0, 1.0, 2.0, math.inf if descriptor == kl.p_distance() else 3.0, 1.7]
+    given = gpu(torch.tensor(exponents, dtype=torch.float64))
+    found = host(kl.kernel_sum(descriptor, gpu(a), gpu(b), p=given))
+    for i, p in enumerate(exponents):
+        wanted = kl.run_kernel(descriptor, a[i], b[i], p=p).sum(1)
+        hostile.check(found[i], wanted, where=f"p {p}")
 
 
 def test_strides_and_out(gpus):
