@@ -41,6 +41,7 @@ __device__ __forceinline__ float fast_power(float x, float p) {
         : "f"(x), "f"(p));
     return y;
 }
+__device__ __forceinline__ double fast_power(double x, double p) { return pow(x, p); }
 
 // total + sum, where `sum` is left with what the rounding lost (Dekker's Fast2Sum), for the next
 // chain of terms to begin with: a total of a thousand chains is as good as one of them. Behind an

@@ -14,8 +14,6 @@
 #include "common/math.cuh"
 #include "pairwise/double/power.cuh"
 
-using branchless::fast_power;  // of double
-
 // The arguments of an inner stage: its exponent, the factor of ExpPower, and what |v| is multiplied
 // by before a logarithm is taken of it (unit.cuh).
 template <class T>
@@ -66,20 +64,26 @@ struct Sqrt : Sum {  // NaN for v < 0, as torch.sqrt
     }
 };
 
+// x^p for x >= 0.
+__device__ __forceinline__ float size_to_the(float x, float p) { return fast_power(x, p); }
+__device__ __forceinline__ double size_to_the(double x, double p) {
+    return branchless::fast_power(x, p);
+}
+
 // |v|^p for a p > 0 of the host.
 struct Power : Sum {
     static constexpr int UNROLL_K = 1;
     static constexpr bool BY_LOGARITHM = true;
     template <class T>
     static __device__ __forceinline__ T add(T sum, T v, InnerNumbers<T> numbers) {
-        return sum + fast_power(absolute(v) * numbers.unit, numbers.p);
+        return sum + size_to_the(absolute(v) * numbers.unit, numbers.p);
     }
 };
 
 // size^p for size >= 0 and any p >= 0: 1 for p = 0, but 0 at 0. A NaN stays one.
 template <class T>
 __device__ __forceinline__ T power_or_count(T size, T p) {
-    T power = p == T(0) ? (size == size ? T(1) : size) : fast_power(size, p);
+    T power = p == T(0) ? (size == size ? T(1) : size) : size_to_the(size, p);
     return size == T(0) ? T(0) : power;
 }
 

@@ -12,7 +12,7 @@ constexpr int STAGE = THREADS;  // points at a time, one a thread to read; at mo
 constexpr int CHUNK = 16 / sizeof(AccT);  // of a line, read at once
 constexpr int LINE = (K + Reducer::COLUMNS + CHUNK - 1) / CHUNK * CHUNK;
 // Pairs in flight: 16, or fewer where each is long and hides latency by itself; 8 in double, whose
-// numbers take two registers each, and 4 where their values are powers: of 8, up to 232 bytes spill.
+// numbers take two registers each, and 4 where their values are powers: of 8 up to 232 bytes spill.
 #ifdef POWERS
 constexpr int DOUBLES = 4;
 #else
