@@ -18,6 +18,7 @@
 //   PRODUCTS           1 for sums of packed points by tensor cores, 0 for sums of terms
 //   CENTRED            1 for products that make squared differences, else 0
 //   SUM                whether v is all ones, and not read
+//   POWERS             if defined: Finish takes powers by double/power.cuh
 //   REGULARIZED        whether the regularization is given
 //   Finish             Outer and Epilogue of one sum; its constructor reads hyperparameters
 //   PARAMETER_BYTES    what lowering makes of Launch
@@ -27,13 +28,19 @@
 #include "pairwise/reduce/parameters.cuh"
 
 using Inner = INNER;
-using Term = OPERATION<Inner>;
 
 constexpr int WIDTH = 8;
 constexpr int STEP = Inner::ZERO_ADDS_NOTHING ? Inner::UNROLL_K : 1;
-// Blocks of a multiprocessor: of fewer than 228 KB of shared memory two at most.
+// Blocks of a multiprocessor: of fewer than 228 KB of shared memory two at most. Three leave 168
+// registers a thread, of which 160 bytes spill where powers are taken of squares that tensor cores
+// made; eight powers side by side are enough for two.
+#ifdef POWERS
+constexpr bool MANY_REGISTERS = Inner::BY_LOGARITHM || CENTRED;
+#else
+constexpr bool MANY_REGISTERS = Inner::BY_LOGARITHM;
+#endif
 #if __CUDA_ARCH__ >= 900
-constexpr int RESIDENT = Inner::BY_LOGARITHM ? 2 : 3;
+constexpr int RESIDENT = MANY_REGISTERS ? 2 : 3;
 #else
 constexpr int RESIDENT = 2;
 #endif
@@ -80,6 +87,32 @@ __device__ __forceinline__ bool make_squares(Sums& sums, const double* a_norms,
         }
     }
     return near;
+}
+
+// The sums of a tile's terms, from the points that were given.
+template <class Own>
+__device__ __forceinline__ void sum_terms(Own, Sums& sums, double* stages, int chunks,
+                                          const GivenTiles& tiles, const Place& place,
+                                          const Numbers& numbers) {
+    sum_tile(sums, stages, chunks, tiles,
+             Terms<OPERATION<Own>, STEP, PRODUCTS>{place, numbers, tiles.features});
+}
+// A p on the device is looked at once a tile: in each term that took 10 operations beside 43, and
+// branches, which part powers that go through the pipe side by side.
+__device__ __forceinline__ void sum_terms(PowerOnDevice, Sums& sums, double* stages, int chunks,
+                                          const GivenTiles& tiles, const Place& place,
+                                          const Numbers& numbers) {
+    auto sum = [&](auto own) { sum_terms(own, sums, stages, chunks, tiles, place, numbers); };
+    if (numbers.p == 0.0)
+        sum(Power0());
+    else if (numbers.p == 1.0)
+        sum(Abs());
+    else if (numbers.p == 2.0)
+        sum(Square());
+    else if (numbers.p == infinity(numbers.p))
+        sum(PowerInfinity());
+    else
+        sum(Power());
 }
 
 // v[l,n,c] where both exist, else 0.
@@ -198,8 +231,8 @@ pairwise_double_main(const __grid_constant__ Launch launch) {
             by_terms = CENTRED && __syncthreads_or(near);
 #endif
             if (by_terms)
-                sum_tile(sums, stages, chunks, GivenTiles{a, b, features},
-                         Terms<Term, STEP, PRODUCTS>{place, numbers, features});
+                sum_terms(Inner(), sums, stages, chunks, GivenTiles{a, b, features}, place,
+                          numbers);
             totals.take(sums, parameters, finish, place, l, n0, b.count);
         }
         totals.store(stages, parameters, part, place, l);

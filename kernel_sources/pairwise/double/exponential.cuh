@@ -12,24 +12,33 @@ constexpr double EXPONENTIAL[] = {
     0.00019841185237028992, 0.001388888851622865, 0.008333333370869509,
     0.04166666666813646, 0.16666666666611557, 0.49999999999998324,
 };
+// What a number below 2^51 is added to for the whole number next to it, in the sum's lower half.
+constexpr double TO_WHOLE = 6755399441055744.0;  // 1.5 2^52: the sum's last digit is 1
 
 // Found before the function of the language by what is declared in the same namespace.
 namespace branchless {
+// 2^n power for the n of `whole`, a sum with TO_WHOLE: 0 or infinity where the upper half of the
+// exponent, `high`, is from BELOW or ABOVE on, by its sign, and no number where that is none, which
+// arithmetic has made quiet.
+template <int BELOW, int ABOVE>
+__device__ __forceinline__ double scaled(double power, double whole, int high) {
+    int size = high & 0x7fffffff;
+    int upper = __double2hiint(power) + (__double2loint(whole) << 20);
+    int lower = __double2loint(power);
+    bool out = size >= (high < 0 ? BELOW : ABOVE);
+    int end = chosen(size > 0x7ff00000, 0x7ff80000, chosen(high < 0, 0, 0x7ff00000));
+    return __hiloint2double(chosen(out, end, upper), chosen(out, 0, lower));
+}
+
 __device__ __forceinline__ double exp(double x) {
-    constexpr double SHIFT = 6755399441055744.0;  // 1.5 2^52: the sum's last digit is 1
-    double shifted = fma(x, 1.4426950408889634, SHIFT), whole = shifted - SHIFT;
+    double shifted = fma(x, 1.4426950408889634, TO_WHOLE), whole = shifted - TO_WHOLE;
     double r = fma(whole, -0.6931471805599453, x);
     r = fma(whole, -2.3190468138462996e-17, r);
     double power = EXPONENTIAL[0];
 #pragma unroll
     for (int i = 1; i < 9; ++i) power = fma(power, r, EXPONENTIAL[i]);
     power = fma(fma(power, r, 1.0), r, 1.0);
-    int high = __double2hiint(x), size = high & 0x7fffffff;
-    int scaled = __double2hiint(power) + (__double2loint(shifted) << 20);
-    int low = __double2loint(power);
-    // From -708 down, from 709.78125 up, and what is no number, which arithmetic has made quiet.
-    bool out = size >= (high < 0 ? 0x40862000 : 0x40862e42);
-    int end = chosen(size > 0x7ff00000, 0x7ff80000, chosen(high < 0, 0, 0x7ff00000));
-    return __hiloint2double(chosen(out, end, scaled), chosen(out, 0, low));
+    // From -708 down and from 709.78125 up.
+    return scaled<0x40862000, 0x40862e42>(power, shifted, __double2hiint(x));
 }
 }

@@ -13,6 +13,7 @@
 //   BY_NORM        if defined: as for direct/direct.cuh
 //   REGULARIZED    whether the regularization is given
 //   Finish         Outer and Epilogue of one sum; its constructor reads hyperparameters
+//   POWERS         if defined: Finish takes powers by double/power.cuh
 //   GATED          if defined: the count above which, at Launch::gate, there is anything to do
 //                  (split/reduce.cuh)
 #pragma once

@@ -13,9 +13,16 @@ static_assert(STAGE % THREADS == 0, "each thread reads as many points");
 constexpr int CHUNK = 16 / sizeof(AccT);  // of a line, read at once
 constexpr int LINE = (K + Reducer::COLUMNS + CHUNK - 1) / CHUNK * CHUNK;
 // Pairs in flight: 16, or fewer where each is long and hides latency by itself; 8 in double, whose
-// numbers take two registers each.
-constexpr int PAIRS = sizeof(AccT) == 8 ? 8 : LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
-constexpr int UNROLL = PARTNERS > 1 ? 4 : (PAIRS > ROWS ? PAIRS / ROWS : 1);
+// numbers take two registers each, and 4 where their values are powers: of 8 up to 232 bytes spill,
+// of 4 beside what partners need 64.
+#ifdef POWERS
+constexpr int DOUBLES = PARTNERS > 1 ? 2 : 4;
+#else
+constexpr int DOUBLES = 8;
+#endif
+constexpr int PAIRS = sizeof(AccT) == 8 ? DOUBLES : LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
+constexpr int POINTS = PAIRS > ROWS ? PAIRS / ROWS : 1;
+constexpr int UNROLL = PARTNERS > 1 && POINTS > 4 ? 4 : POINTS;  // partners have few points each
 
 struct Stage {
     alignas(16) AccT line[STAGE][LINE];

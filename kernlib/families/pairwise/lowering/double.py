@@ -21,7 +21,7 @@ from kernlib.families.pairwise.lowering.direct import (
     scalar_count,
     short,
 )
-from kernlib.families.pairwise.lowering.finish import finish_double
+from kernlib.families.pairwise.lowering.finish import finish_double, takes_powers
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit.spec import KernelSpec
@@ -44,6 +44,7 @@ LINE = DEPTH + 4  # of a point in shared memory
 LEAST_FEATURES = 8
 # Of rows in registers. Of 12 features tiles are as fast, and more columns make registers spill.
 SMALL_FEATURES, SMALL_COLUMNS = 10, 4
+POWER_ROWS = 2  # of a thread, at most, where values are powers: 4 spill up to 92 bytes
 NUMBER_BYTES = 8
 # Stages, and totals of two warps a row with what they round off.
 SHARED_NUMBERS = STAGES * 2 * TILE * LINE + 2 * TILE * 2 * WIDTH
@@ -110,8 +111,8 @@ def by_products(descriptor: Pairwise, problem: Problem) -> bool:
 
 def is_small(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether rows of so few features lie in registers (kernel_sources/pairwise/reduce/small.cuh):
-    a pair then takes no more operations than it must. Not of powers by logarithms, whose many
-    operations leave nothing to gain, and whose registers spill."""
+    a pair then takes no more operations than it must. Not of powers by logarithms, whose 43
+    operations a feature leave nothing to gain, and whose registers spill up to 224 bytes."""
     few = problem.k <= SMALL_FEATURES and problem.out_columns <= SMALL_COLUMNS
     by_logarithms = type(descriptor.inner) in EXPONENT_STAGES and problem.inner in ("any", "device")
     return few and not by_logarithms and not by_products(descriptor, problem)
@@ -145,7 +146,10 @@ def lower(
     """The launches of up to WIDTH columns of what this module :func:`takes`, with partial results
     in float64 and ``per_split`` as of :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
     if is_small(descriptor, problem):  # by a kernel without dynamic shared memory, for any arch
-        return direct.lower(descriptor, problem, "", multiprocessors, scalar_strides, per_split)
+        rows = POWER_ROWS if takes_powers(descriptor, problem) else None
+        return direct.lower(
+            descriptor, problem, "", multiprocessors, scalar_strides, per_split, most_rows=rows
+        )
     made = variant(descriptor, problem)
     row_blocks = ceil_div(problem.m, TILE)
     sums = direct.sums_of(problem)

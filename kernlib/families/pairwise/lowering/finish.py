@@ -161,9 +161,17 @@ def finish_reduced(
 
 
 def finish_double(descriptor: Pairwise, variant) -> str:
-    """The same of reductions in float64, by the exponential of ``double/exponential.cuh``."""
-    return f"""#include "pairwise/double/exponential.cuh"
+    """The same of reductions in float64, by the exponential of ``double/exponential.cuh`` and the
+    powers of ``double/power.cuh``; where there are any, ``POWERS`` is defined."""
+    return f"""#include "pairwise/double/power.cuh"
+{"#define POWERS" * takes_powers(descriptor, variant)}
 namespace branchless {{
 {finish(descriptor, variant, epsilon=variant.epsilon)}}}
 using branchless::Finish;
 """
+
+
+def takes_powers(descriptor: Pairwise, variant) -> bool:
+    """Whether a logarithm is taken of sums or of what becomes of them, for a power."""
+    text = finish(descriptor, variant)
+    return "power(" in text or "_root(" in text

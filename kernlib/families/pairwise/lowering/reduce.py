@@ -127,14 +127,17 @@ def lower(
     scalar_strides: tuple[int, ...],
     per_split: int = 0,
     rows: int | None = None,
+    most_rows: int | None = None,
 ) -> Lowered:
     """Choose the kernel for a problem of 1 feature or more. Each row gets partial results, of
     ``per_part`` n each; ``per_split`` is that of another launch whose results lie side by side with
-    this one's. ``rows`` overrides the rows of a thread of the small kernel."""
+    this one's. ``rows`` overrides the rows of a thread of the small kernel, ``most_rows`` bounds
+    those it chooses."""
     made, sums = variant(problem, arch, rows), sums_of(problem)
     if made.k:
         work = work_of(descriptor, problem, made, multiprocessors)
-        cut = small_cut(work, made.rows, per_split, fixed=rows is not None)
+        most = min(made.rows, most_rows or made.rows)
+        cut = small_cut(work, most, per_split, fixed=rows is not None)
         made = made._replace(rows=cut.rows, partners=cut.partners)
         row_blocks, per_split = work.row_blocks(cut), cut.per_split
     else:

@@ -148,6 +148,38 @@ def test_batches_and_numbers_of_each(name, gpus):
     hostile.check(host(found), matrix @ v, matrix @ v.abs(), where=name)
 
 
+@pytest.mark.parametrize("k", [3, 9])
+def test_powers_of_each_batch_entry(k, gpus):
+    """Long doubles: 1 + s/2 alpha to a power that differs, and roots of powers of each p."""
+    a, b = points(3, 70, k), points(3, 130, k, seed=1)
+    b[:, 7] = a[:, 3]
+    v = points(3, 130, 2, seed=2)
+    exponents = torch.tensor([0.3, 3.7, 50.0], dtype=torch.float64)
+    values = {"bandwidth": 0.7, "alpha": gpu(exponents)}
+    rational = kl.kernel_matmul(kl.rational_quadratic(), *map(gpu, (a, b, v)), **values)
+    norms = kl.kernel_sum(kl.p_distance(), gpu(a), gpu(b), p=gpu(exponents))
+    for i, each in enumerate(exponents.numpy().astype(np.longdouble)):
+        below = 1 + squares(a[i], b[i]) / (2 * each * np.longdouble(0.7) ** 2)
+        wanted, terms = (exactly(below**-each, t) for t in (v[i], v[i].abs()))
+        hostile.check(host(rational)[i], wanted, terms, where=f"alpha {each}")
+        left, right = (t[i].numpy().astype(np.longdouble) for t in (a, b))
+        apart = (np.abs(right[None] - left[:, None]) ** each).sum(-1) ** (1 / each)
+        sums = torch.from_numpy(apart.sum(1).astype(float))
+        hostile.check(host(norms)[i], sums, where=f"p {each}")
+
+
+@pytest.mark.parametrize("descriptor", [kl.p_distance(), kl.power_sum()])
+def test_exponents_of_tensors_that_take_no_logarithm(descriptor, gpus):
+    """Beside the same as numbers, and one that takes one, each in a batch entry of its own."""
+    a, b = points(5, 20, 3).round(decimals=1), points(5, 30, 3, seed=1).round(decimals=1)
+    exponents = [0.0, 1.0, 2.0, math.inf if descriptor == kl.p_distance() else 3.0, 1.7]
+    given = gpu(torch.tensor(exponents, dtype=torch.float64))
+    found = host(kl.kernel_sum(descriptor, gpu(a), gpu(b), p=given))
+    for i, p in enumerate(exponents):
+        wanted = kl.run_kernel(descriptor, a[i], b[i], p=p).sum(1)
+        hostile.check(found[i], wanted, where=f"p {p}")
+
+
 def test_strides_and_out(gpus):
     a, b = points(9, 70).mT, points(130, 40)[:, ::4][:, :9]
     v = points(130, 8)[..., 1::3].flip(0)
