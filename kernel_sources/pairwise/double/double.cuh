@@ -102,17 +102,16 @@ __device__ __forceinline__ void sum_terms(Own, Sums& sums, double* stages, int c
 __device__ __forceinline__ void sum_terms(PowerOnDevice, Sums& sums, double* stages, int chunks,
                                           const GivenTiles& tiles, const Place& place,
                                           const Numbers& numbers) {
-    auto sum = [&](auto own) { sum_terms(own, sums, stages, chunks, tiles, place, numbers); };
     if (numbers.p == 0.0)
-        sum(Power0());
+        sum_terms(Power0(), sums, stages, chunks, tiles, place, numbers);
     else if (numbers.p == 1.0)
-        sum(Abs());
+        sum_terms(Abs(), sums, stages, chunks, tiles, place, numbers);
     else if (numbers.p == 2.0)
-        sum(Square());
+        sum_terms(Square(), sums, stages, chunks, tiles, place, numbers);
     else if (numbers.p == infinity(numbers.p))
-        sum(PowerInfinity());
+        sum_terms(PowerInfinity(), sums, stages, chunks, tiles, place, numbers);
     else
-        sum(Power());
+        sum_terms(Power(), sums, stages, chunks, tiles, place, numbers);
 }
 
 // v[l,n,c] where both exist, else 0.
