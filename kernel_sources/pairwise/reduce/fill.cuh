@@ -1,6 +1,6 @@
 // How partners fill the lines of a stage, which few rows meet: lanes go along memory, if points lie
-// side by side. Lanes with a point each read as many sectors as there are lanes: 250 blocks, each of
-// which reads 2000 points of 9 features, took 9 us for that.
+// side by side. Lanes with a point each read as many sectors as there are lanes: 250 blocks that
+// read 2000 points of 9 features each took 9 us for that.
 //
 // STAGE points at a time and THREADS of a block are defined ahead of this.
 #pragma once
@@ -27,9 +27,9 @@ struct Source {
     }
 };
 
-// Numbers of points that lie side by side, on their way to places OFFSET to OFFSET + WIDTH of lines.
-// Which number each thread has next, and of which point, is known but for a wrap: neither takes
-// arithmetic. Lines past the last point get zeros.
+// Numbers of points that lie side by side, on their way to places OFFSET to OFFSET + WIDTH of
+// lines. Which number each thread has next, and of which point, is known but for a wrap: neither
+// takes arithmetic. Lines past the last point get zeros.
 template <int WIDTH, int OFFSET, class T>
 struct Carried {
     static constexpr int EACH = (STAGE * WIDTH + THREADS - 1) / THREADS;

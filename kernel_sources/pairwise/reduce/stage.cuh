@@ -1,8 +1,8 @@
 // The points that rows of few features meet, in shared memory, read as broadcasts of 16 bytes. What
 // reduce/small.cuh and topk/small.cuh share.
 //
-// The generated source defines, beside what reduce/reduce.cuh needs, K, 1 to 16, ROWS, PARTNERS, and
-// STAGE, points at a time, which take 32 KB at most; THREADS of a block is defined ahead of this.
+// The generated source defines, beside what reduce/reduce.cuh needs, K, 1 to 16, ROWS, PARTNERS,
+// and STAGE, points at a time, which take 32 KB at most; THREADS of a block is defined ahead of it.
 #pragma once
 
 #include "pairwise/reduce/fill.cuh"

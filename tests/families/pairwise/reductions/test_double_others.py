@@ -95,7 +95,8 @@ def test_every_kind_of_sum(name, gpus):
 def test_several_rows_of_a_thread_and_several_blocks(m, n, gpus, monkeypatch):
     a, b = points(m, 3), 3 * points(n, 3, seed=1)
     for rows in (1, 2, 4):
-        monkeypatch.setattr(kernels.lowering, "small_shape", lambda *_, r=rows: (r, True))
+        cut = kernels.lowering.Cut(rows, 1, 208)
+        monkeypatch.setattr(kernels.lowering, "small_cut", lambda *_, given=cut, **__: given)
         fakes.forget()
         check(kl.squared_distance(epilogue=kl.Custom("-3 * v")), a, b, where=f"{rows} rows")
     assert len({spec.description for spec in gpus.specs}) == 6
