@@ -20,17 +20,30 @@ __shared__ Stage stage;
 __shared__ u32 word;
 
 // What the partners of a row have found, put together: half of them hand it on to the others, until
-// one has it all, in one order. The stage, which all have read, has room for what is handed on.
+// one has it all, in one order. The stage, which all have read, has room for that: for word after
+// word of a reducer, those of neighbours side by side, as 16 columns have 32 words in one bank.
 __device__ __forceinline__ void meet(Reducer& reducer) {
-    static_assert(PARTNERS == 1 || sizeof(Reducer) * (THREADS / 2) <= sizeof(Stage), "room");
-    Reducer* handed = reinterpret_cast<Reducer*>(&stage);
+    constexpr int WORDS = sizeof(Reducer) / sizeof(u32), HANDED = THREADS / 2;
+    static_assert(PARTNERS == 1 || WORDS * HANDED * sizeof(u32) <= sizeof(Stage), "room");
+    u32* handed = reinterpret_cast<u32*>(&stage);
+    u32 words[WORDS];
 #pragma unroll
     for (int half = PARTNERS / 2; half > 0; half /= 2) {
         __syncthreads();
-        bool hands = partner() >= half && partner() < 2 * half;
-        if (hands) handed[threadIdx.x - half * SLOTS] = reducer;
+        if (partner() >= half && partner() < 2 * half) {
+            memcpy(words, &reducer, sizeof(Reducer));
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i)
+                handed[i * HANDED + threadIdx.x - half * SLOTS] = words[i];
+        }
         __syncthreads();
-        if (partner() < half) reducer.merge(handed[threadIdx.x]);
+        if (partner() < half) {
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) words[i] = handed[i * HANDED + threadIdx.x];
+            Reducer other;
+            memcpy(&other, words, sizeof(Reducer));
+            reducer.merge(other);
+        }
     }
 }
 

@@ -44,7 +44,8 @@ def poison(*counts: int) -> None:
 
 
 def by_kernels(reduction, descriptor, a, b, v=None, **values) -> bool:
-    request = request_of(descriptor, a, b, v, 0, 0, values)
+    offsets = (values.pop(name, 0) for name in ("row_offset", "col_offset"))
+    request = request_of(descriptor, a, b, v, *offsets, values)
     return kernels.takes(reduction, request, shape_of(request))
 
 
