@@ -219,11 +219,11 @@ def test_kernels_of_a_reduction_and_its_gradients(run, compiles):
     options = ("--argument", "bandwidth=2.0", "--gradient", "a", "--arch", "80", "--json")
     first = json.loads(run("compile", "gaussian", *OF_MATMUL, *sizes, *options).stdout)
     said = [row["description"] for row in first["kernels"]]
-    assert len(compiles) == len(said) == 2
-    assert any("gradient first points" in text for text in said)
+    assert len(compiles) == len(said)  # some of each, as blocks are divided by size
+    assert {"gradient first points" in text for text in said} == {False, True}
     fresh()
     second = json.loads(run("compile", "gaussian", *OF_MATMUL, *sizes, *options).stdout)
-    assert (second["compiled"], second["found"]) == (0, 2)
+    assert (second["compiled"], second["found"]) == (0, len(said))
 
 
 # For which targets.
