@@ -10,24 +10,15 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import ahead
 from kernlib.families.pairwise.lowering import double
-from kernlib.families.pairwise.reductions import kernels, operation
+from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 from tests.families.pairwise.forwards import bandwidth
 from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN, ON_LANES
 from tests.support import fakes, hostile
-from tests.support.emulation import gpus as emulated
-from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.emulated
-
-
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch, tmp_path_factory):
-    fakes.forget()
-    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory), operation)
-    fakes.forget()
+pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("gpus")]
 
 
 def points(*shape, seed=0):

@@ -9,34 +9,21 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import ahead
 from kernlib.families.pairwise.lowering import double
-from kernlib.families.pairwise.reductions import gradients, kernels, operation
+from kernlib.families.pairwise.reductions import gradients, kernels
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 from tests.families.pairwise import reduction_hostile
 from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN
+from tests.families.pairwise.reductions.test_double import points
 from tests.support import fakes, hostile
-from tests.support.emulation import gpus as emulated
-from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("gpus")]
 
 DOT, MANHATTAN = kl.dot_product(), kl.l1_distance()
 MOST = torch.finfo(torch.float64).max
 # Values of any sign and size: those of b where a is 1.
 GIVEN = torch.ones(1, 1, dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch, tmp_path_factory):
-    fakes.forget()
-    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory), operation)
-    fakes.forget()
-
-
-def points(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed + shape[-2])
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def check(descriptor, a, b, where="", **values):
