@@ -11,7 +11,7 @@ import torch
 
 from kernlib import settings
 from kernlib.runtime import tensors
-from tests.support import record, speeds
+from tests.support import gpu_kernels, record, selection, speeds
 
 # Tensors in host memory stand for a GPU's, which have no address below 4 GiB. A python linked to a
 # fixed place, as Debian's is, has its heap there, behind where such programs begin.
@@ -24,16 +24,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("kernlib")
 RUN = pytest.StashKey[record.Run]()
+WATCH = pytest.StashKey[gpu_kernels.Watch]()
 OUTPUT = "gpu_record"  # where a worker's output holds what its run knows
+KERNELS = "gpu_kernels"
 
 
 def pytest_addoption(parser):
     text = "list tests without the mark slow that take more seconds of the processor than this"
     parser.addoption("--cpu-over", type=float, metavar="SECONDS", help=text)
-    text = "of slow sweeps of kernels, those of lowering, only the K-th of N parts"
-    parser.addoption("--sweeps", metavar="K/N", help=text)
-    text = "run each test but sweeps and those of documents with so many of its cases at most"
-    parser.addoption("--cases", type=speeds.count_of_cases, metavar="N", help=text)
+    text = "of all that would run the K-th of N parts"
+    parser.addoption("--part", type=speeds.part_of, metavar="K/N", help=text)
+    text = "how many cases of each test run: few (by default), many, all or a number"
+    parser.addoption("--cases", type=selection.count_of_cases, metavar="N", help=text)
     text = "count GPU tests together with those of earlier runs of the same code, which FILE keeps"
     parser.addoption("--gpu-runs", metavar="FILE", type=Path, help=text)
 
@@ -51,11 +53,27 @@ def pytest_cmdline_main(config):
 
 
 def pytest_configure(config):
-    config.stash[RUN] = record.Run()
+    suite = record.SUITES.get(selection.cases_of(config), "")
+    config.stash[RUN] = record.Run(suite)
+    config.stash[WATCH] = gpu_kernels.Watch()
+    if torch.cuda.is_available():
+        config.stash[WATCH].start()
     config.pluginmanager.register(speeds.Speeds(config), "speeds")
     # Workers of pytest-xdist share the cores: references in float64 else take five times as long.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_ignore_collect(collection_path):
+    # Not even imported where they cannot run: a quarter of all that is collected.
+    if collection_path == record.GPU_TESTS and not torch.cuda.is_available():
+        return True
+    return None
+
+
+def pytest_collectstart(collector):
+    if isinstance(collector, pytest.Module) and record.family_of(collector.path) is not None:
+        collector.config.stash[RUN].files.add(collector.path)
 
 
 def pytest_itemcollected(item):
@@ -68,9 +86,14 @@ def pytest_itemcollected(item):
 
 def pytest_deselected(items):
     for item in items:
-        family = record.family_of(item.path)
-        if family is not None:
-            item.config.stash[RUN].partial.add(family)
+        family, option = record.family_of(item.path), item.config.option
+        if family is None:
+            continue
+        run = item.config.stash[RUN]
+        if option.part is not None and option.gpu_runs is not None:  # another run has it
+            run.collected(family, item.path, item.nodeid)
+        else:
+            run.partial.add(family)
 
 
 def pytest_collection_finish(session):
@@ -84,6 +107,14 @@ def pytest_collection_finish(session):
         family = record.family_of((session.config.invocation_params.dir / name).resolve())
         if single and family is not None:
             run.partial.add(family)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    watch = item.config.stash[WATCH]
+    watch.entry = record.family_of(item.path)
+    yield
+    watch.entry = None
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -102,16 +133,21 @@ def pytest_sessionfinish(session):
     output = getattr(session.config, "workeroutput", None)
     if output is not None:  # this is a worker
         output[OUTPUT] = session.config.stash[RUN].state()
+        output[KERNELS] = session.config.stash[WATCH].state()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which need not be there
 def pytest_testnodedown(node):
     output = getattr(node, "workeroutput", {})  # a worker that crashed has none
     node.config.stash[RUN].merge(output.get(OUTPUT))
+    if KERNELS in output:
+        node.config.stash[WATCH].merge(output[KERNELS])
 
 
 def pytest_terminal_summary(terminalreporter, config):
     run = config.stash[RUN]
+    if not torch.cuda.is_available() and not hasattr(config, "workerinput"):
+        terminalreporter.write_line("tests/gpu needs an NVIDIA GPU that torch can use")
     if not run.tests or hasattr(config, "workerinput") or config.option.collectonly:
         return
     if settings.current().portable:
@@ -123,8 +159,13 @@ def pytest_terminal_summary(terminalreporter, config):
     for family in run.tests:
         status = results[family]["status"] if family in results else "incomplete, not recorded"
         terminalreporter.write_line(f"gpu record: {family} {status}")
+    watch = config.stash[WATCH]
+    terminalreporter.write_line(f"gpu kernels: {watch}")
     if results:
         terminalreporter.write_line(f"gpu record: written to {record.write(results)}")
+        if run.suite == "gpu":
+            asked = {name: kernels for name, kernels in watch.asked.items() if name in results}
+            gpu_kernels.write(asked, record.record_path().with_name(gpu_kernels.NAME))
 
 
 # Fixtures.
@@ -132,10 +173,16 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory):
-    """A cache of this session's own, also for its child processes."""
+    """A cache of this session's own, also for its child processes. On a GPU all workers share one,
+    behind which lies the bundle of kernels that were compiled beforehand."""
     before = os.environ.get("KERNLIB_CACHE_DIR")
-    directory = tmp_path_factory.mktemp("kernlib-cache")
-    os.environ["KERNLIB_CACHE_DIR"] = str(directory)
+    if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
+        directory = tmp_path_factory.getbasetemp().parent / "kernlib-cache"
+        directory.mkdir(exist_ok=True)
+    else:
+        directory = tmp_path_factory.mktemp("kernlib-cache")
+    places = [str(directory), os.environ.get(gpu_kernels.BUNDLE)]
+    os.environ["KERNLIB_CACHE_DIR"] = os.pathsep.join(filter(None, places))
     settings.reset()
     yield directory
     if before is None:

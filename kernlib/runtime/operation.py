@@ -72,7 +72,8 @@ def bind(operation: Operation) -> Bound:
         way = operation.way(call, *request)
         if way == REFERENCE:
             if events.listening():
-                said = f"{operation.name} on {call.device}: no kernel, computed by torch"
+                device = operation.tensors(*request)[0].device
+                said = f"{operation.name} on {device}: no kernel, computed by torch"
                 events.emit("torch", "", "", said)
             return operation.reference(call, *request)
         if way == OPERATOR:

@@ -2,10 +2,7 @@
 
 import ast
 
-import pytest
-
 from tests.architecture.package import MODULES
-from tests.support.paths import ROOT
 
 # Functions of torch that make a tensor of nothing that lies on a device: unless told, they follow
 # torch.set_default_device, `with torch.device(...)` and torch.set_default_dtype.
@@ -31,10 +28,10 @@ def unplaced(source):
                 yield f"{node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_new_tensors_say_their_device_and_dtype(path):
+def test_new_tensors_say_their_device_and_dtype():
     """So that what a caller has set as a default never decides of temporaries."""
-    assert not list(unplaced(path.read_text()))
+    faults = [f"{path}:{call}" for path in MODULES for call in unplaced(path.read_text())]
+    assert not faults, "\n".join(faults)
 
 
 def test_the_reader_of_factories_sees_what_is_not_said():

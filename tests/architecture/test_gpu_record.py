@@ -1,22 +1,20 @@
 """The committed GPU record is of this tree, and what makes it stale is what it should be."""
 
-import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 
-from tests.support import imports, record
-from tests.support.limits import LIMIT_S
+from tests.architecture.package import MODULES
+from tests.support import record
 
 MACHINE = {"gpu": "G", "driver": "1", "torch": "2", "nvrtc": "13", "date": "2026-01-01"}
-FIELDS = {"status", "digest", "files", "tests", "failed", "reason"}
+LOWERING = [p.relative_to(record.ROOT) for p in (record.ROOT / "kernlib/lowering").glob("*.py")]
 
 
+@pytest.mark.few(100)
 @pytest.mark.parametrize("family", record.FAMILIES)
 def test_record_is_current(family, request):
     here = {record.family_of(item.path) for item in request.session.items}
@@ -30,119 +28,34 @@ def test_record_is_current(family, request):
 
 
 def test_record_has_the_schema():
-    found = record.read()
-    assert set(found) == {*MACHINE, "families"}
-    assert set(found["families"]) == set(record.FAMILIES)
-    for entry in found["families"].values():
-        assert set(entry) == FIELDS
-        assert entry["status"] in ("passed", "failed", "unverified")
+    entries = record.read()["families"]
+    assert set(entries) == set(record.FAMILIES)
+    for held in entries.values():
+        assert held.keys() == record.unverified("").keys()
+        assert held["status"] in ("passed", "failed", "unverified")
+        assert held["suite"] in ("gpu", "gpu_full", "")
 
 
-def test_families_cover_their_files():
-    pairwise, service = record.files("pairwise"), record.files("service")
-    assert "kernel_sources/pairwise/direct/direct.cuh" in pairwise
-    assert "kernel_sources/common/math.cuh" in pairwise
+def test_every_file_of_the_package_is_of_one_entry():
+    covered = [name for entry in record.FAMILIES for name in record.own_files(entry)]
+    modules = {path.relative_to(record.ROOT).as_posix() for path in MODULES}
+    assert sorted(covered) == sorted(modules)
+
+
+def test_a_family_covers_its_kernels_and_its_tests():
+    pairwise, service, shared = map(record.files, ("pairwise", "service", "shared"))
+    assert "kernlib/jit/store.py" in service and "kernlib/runtime/plan.py" in shared
     assert "kernlib/families/pairwise/lowering/direct.py" in pairwise
-    assert {"kernlib/runtime/plan.py", "kernlib/jit/store.py"} <= set(service)
-    found = (record.ROOT / "kernel_sources" / "pairwise").rglob("*.cuh")
-    assert {path.relative_to(record.ROOT).as_posix() for path in found} <= set(pairwise)
-    assert all((record.ROOT / name).is_file() for name in (*pairwise, *service))
-
-
-def test_families_cover_what_their_tests_import():
-    """By way of packages that load names late too, and nothing that another family's entry has."""
-    pairwise, sparse = record.files("pairwise"), record.files("sparse")
-    shared = {
-        "kernlib/runtime/sequence.py",
-        "kernlib/lowering/steps.py",
-        "tests/support/hostile.py",
-    }
-    assert shared <= set(pairwise) & set(sparse)
-    assert {"kernlib/nn/sparse_linear.py", "kernlib/compat/macko/product.py"} <= set(sparse)
-    assert "kernlib/nn/kronecker_sparse.py" in record.files("kronecker_sparse")
-    assert not [
-        name for name in pairwise if name.startswith(("kernlib/families/sparse", "kernlib/jit"))
-    ]
-
-
-def test_the_reader_of_imports_sees_what_is_loaded_late(tmp_path):
-    texts = {
-        "kernlib/__init__.py": "_NAMES = {'kernlib.a': ('late',), 'kernlib.b': ('other',)}",
-        "kernlib/a.py": "def f():\n    from . import c",
-        "kernlib/b.py": "",
-        "kernlib/c.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import kernlib.b",
-        "tests/t.py": "import kernlib as kl\nkl.late(1)",
-    }
-    for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    lazy = ("kernlib/__init__.py",)
-    found = imports.closure(["tests/t.py"], tmp_path, lazy, lazy)
-    assert found == {"tests/t.py", "kernlib/a.py", "kernlib/c.py"}
-    found = imports.closure(["tests/t.py"], tmp_path, ("kernlib/a.py", *lazy), lazy)
-    assert found == {"tests/t.py"}
-
-
-# What counts as a change.
-
-PYTHON = '''"""Doc."""
-import os  # why
-
-
-class A:
-    """One."""
-
-    x = "# kept"  # café
-
-
-def f(a):
-    """Two
-    lines."""
-    return f"{a} # kept"
-'''
-
-
-def test_python_comments_and_docstrings_do_not_count():
-    bare = 'import os\nclass A:\n    x = "# kept"\ndef f(a):\n    return f"{a} # kept"'
-    assert record.strip_python(PYTHON) == bare
-    assert record.strip_python(bare) == bare
-
-
-def test_python_keeps_text_behind_other_alphabets():
-    assert record.strip_python('x = "é" ; y = 1  # z\n') == 'x = "é" ; y = 1'
-    assert record.strip_python('def f(): "doc"; return 1\n') == "def f(): ; return 1"
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        "int  f( int a ){ return a+1; }",
-        "int f(int a) {\n\n  return a + 1;  // one more\n}\n",
-        "/* a\n b */ int f(int a) { return /* x */ a + 1; }",
-    ],
-)
-def test_cuda_comments_and_space_do_not_count(other):
-    assert record.strip_cuda(other) == record.strip_cuda("int f(int a) { return a + 1; }")
-
-
-@pytest.mark.parametrize(
-    ("one", "two"),
-    [
-        ("int a;", "inta;"),
-        ("a + +b", "a ++b"),
-        ('"a // b"', '"a"'),
-        ("#define F(x) x", "#define F (x) x"),
-        ("#define A 1\nB", "#define A 1 B"),
-        ("x = '\"'; // y", "x = '\"'; y"),
-    ],
-)
-def test_cuda_changes_count(one, two):
-    assert record.strip_cuda(one) != record.strip_cuda(two)
+    assert "tests/gpu/families/pairwise/test_values.py" in pairwise
+    folder = (record.ROOT / "kernel_sources" / "pairwise").rglob("*.cuh")
+    own = {path.relative_to(record.ROOT).as_posix() for path in folder}
+    assert {*own, "kernel_sources/common/math.cuh"} <= set(pairwise)
+    assert not [name for name in (*service, *shared) if name.endswith(".cuh")]
 
 
 @pytest.fixture
 def tree(tmp_path):
-    for name in (*record.files("pairwise"), *record.LAZY):
+    for name in (*record.files("pairwise"), *map(str, LOWERING)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(record.ROOT / name, tmp_path / name)
     return tmp_path
@@ -166,8 +79,8 @@ def test_digest_follows_code_only(tree):
 
 
 def entry(**fields):
-    base = {"status": "passed", "digest": "d", "files": [], "tests": 1, "failed": [], "reason": ""}
-    return {**base, **fields}
+    ran = {"status": "passed", "suite": "gpu", "digest": "d", "tests": 1}
+    return {**record.unverified(""), **ran, **fields}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +119,7 @@ def full_run(paths):
 
 def test_complete_run_is_recorded(gpu_files):
     found = full_run(gpu_files).results()["pairwise"]
-    assert set(found) == FIELDS
+    assert found["suite"] == "gpu"
     assert (found["status"], found["tests"], found["failed"]) == ("passed", 2, [])
     assert found["digest"] == record.digest("pairwise") and found["reason"] == ""
 
@@ -219,6 +132,15 @@ def test_partial_runs_are_not_recorded(gpu_files):
     stopped = full_run(gpu_files)
     stopped.collected("pairwise", gpu_files[0], "never ran")
     assert stopped.results() == {}
+    other = full_run(gpu_files)
+    other.suite = ""
+    assert other.results() == {}
+
+
+def test_a_file_without_a_case_in_this_suite_is_complete(gpu_files):
+    run = full_run(gpu_files[:1])
+    run.files.add(gpu_files[1])
+    assert run.results()["pairwise"]["tests"] == 1
 
 
 def test_failures_and_skips_are_recorded(gpu_files):
@@ -313,175 +235,18 @@ def test_write_keeps_other_families(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     monkeypatch.setenv("KERNLIB_GPU_RECORD", str(path))
     assert record.write({"pairwise": entry()}, MACHINE) == path
-    record.write({"service": entry(status="failed")}, {**MACHINE, "kernlib": "1"})
-    found = json.loads(path.read_text())
-    assert found["families"]["pairwise"] == entry()
-    assert found["families"]["service"]["status"] == "failed"
-    assert set(found) == {*MACHINE, "families"}
+    record.write({"service": entry(status="failed")}, {**MACHINE, "kernlib": "1", "gpu": "H"})
+    held = record.read(path)["families"]
+    assert held["pairwise"] == entry(**MACHINE)
+    assert (held["service"]["status"], held["service"]["gpu"]) == ("failed", "H")
+    assert held["sparse"]["status"] == "unverified"
 
 
-# The hooks, in a session of their own with a torch that says it has a GPU.
-
-GPU_TEST = """
-import os
-import pytest
-
-
-def test_ok(device, seed):
-    assert device == "cuda" and "kernlib-cache" in os.environ["KERNLIB_CACHE_DIR"]
-
-
-@pytest.mark.xfail
-def test_expected():
-    assert False
-"""
-
-FAKE_GPU = """
-import torch
-import benchmarks.common.harness
-torch.cuda.is_available = lambda: True
-benchmarks.common.harness.machine = lambda: dict(gpu="G", driver="", torch="", nvrtc="", date="")
-"""
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """A copy of what the hooks need, with GPU tests of both families."""
-    root = tmp_path / "checkout"
-    for name in ("kernlib", "kernel_sources", "benchmarks"):
-        shutil.copytree(record.ROOT / name, root / name)
-    for name in ("conftest", "__init__", "support/__init__", "support/paths", "gpu/__init__",
-                 "support/record", "support/imports", "support/speeds"):  # fmt: skip
-        (root / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(record.ROOT / "tests" / f"{name}.py", root / "tests" / f"{name}.py")
-    shutil.copy(record.ROOT / "pyproject.toml", root)
-    (root / "fake_gpu.py").write_text(FAKE_GPU)
-    for folder in record.folders().values():
-        own = root / folder.relative_to(record.ROOT)
-        own.mkdir(parents=True)
-        (own / "__init__.py").touch()
-        (own / "test_x.py").write_text(GPU_TEST)
-    return root
-
-
-def run_pytest(root, *arguments, gpu=True):
-    plugin = ["-p", "fake_gpu"] if gpu else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *arguments]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S)
-    path = root / "tests" / "gpu_record.json"
-    return done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else None
-
-
-@pytest.mark.slow
-def test_hooks_write_the_record(checkout):
-    output, found = run_pytest(checkout, "tests")
-    assert found is not None, output
-    statuses = {name: entry["status"] for name, entry in found["families"].items()}
-    assert statuses == dict.fromkeys(record.FAMILIES, "passed"), output
-    assert found["families"]["pairwise"]["tests"] == 2
-
-
-@pytest.mark.slow
-def test_hooks_record_failures_with_their_seed(checkout):
-    path = checkout / "tests" / "gpu" / "service" / "test_x.py"
-    path.write_text("def test_bad(seed):\n    assert seed is None\n")
-    output, found = run_pytest(checkout, "tests/gpu")
-    assert found["families"]["service"]["failed"] == ["tests/gpu/service/test_x.py::test_bad"]
-    assert found["families"]["pairwise"]["status"] == "passed"
-    assert "KERNLIB_SEED=" in output
-
-
-PARTIAL = [("tests", "-k", "test_ok"), ("tests/gpu/families/pairwise/test_x.py::test_ok",)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [*PARTIAL, ("--co", "tests")])
-def test_hooks_record_no_partial_run(checkout, arguments):
-    output, found = run_pytest(checkout, *arguments)
-    assert found is None, output
-
-
-@pytest.mark.slow
-def test_hooks_record_no_family_of_which_some_cases_are_left_out(checkout):
-    (checkout / "tests" / "gpu" / "service" / "test_x.py").write_text(OUTCOMES)
-    output, found = run_pytest(checkout, "tests", "--cases", "2")
-    assert "gpu record: service incomplete, not recorded" in output, output
-    assert "4 tests are further cases of tests" in output, output
-    assert found["families"]["service"]["status"] == "unverified"
-    assert found["families"]["pairwise"]["status"] == "passed"
-
-
-def test_hooks_leave_gpu_tests_out_without_a_gpu(checkout):
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    output, found = run_pytest(checkout, "tests", "-m", "gpu", gpu=False)
-    assert f"{2 * len(record.FAMILIES)} tests need an NVIDIA GPU" in output and found is None
-
-
-# With pytest-xdist, whose workers hand what they saw to the process that writes.
-
-needs_xdist = pytest.mark.skipif(
-    importlib.util.find_spec("xdist") is None, reason="pytest-xdist is not installed"
-)
-WORKERS = ("-p", "xdist", "-n", "2")
-OUTCOMES = """
-import pytest
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_many(number):
-    assert number != 4
-
-
-def test_skipped():
-    pytest.skip("here")
-
-
-@pytest.fixture
-def late():
-    yield
-    raise ValueError
-
-
-def test_bad_end(late):
-    pass
-"""
-CRASH = """
-import os
-
-
-def test_crash():
-    os._exit(1)
-"""
-
-
-@pytest.mark.slow
-@needs_xdist
-def test_workers_write_the_record_of_one_process(checkout):
-    (checkout / "tests" / "gpu" / "service" / "test_x.py").write_text(OUTCOMES)
-    (checkout / "tests" / "gpu" / "service" / "test_y.py").write_text(GPU_TEST)
-    output, wanted = run_pytest(checkout, "-n", "0", "tests")
-    assert wanted is not None, output
-    assert len(wanted["families"]["service"]["failed"]) == 2
-    assert wanted["families"]["service"]["reason"] == "1 of 10 tests skipped"
-    (checkout / "tests" / "gpu_record.json").unlink()
-    output, found = run_pytest(checkout, *WORKERS, "tests")
-    assert found == wanted and "gpu record: pairwise passed" in output, output
-
-
-@pytest.mark.slow
-@needs_xdist
-@pytest.mark.parametrize("arguments", PARTIAL)
-def test_workers_record_no_partial_run(checkout, arguments):
-    output, found = run_pytest(checkout, *WORKERS, *arguments)
-    assert found is None and "gpu record: pairwise incomplete, not recorded" in output, output
-
-
-@pytest.mark.slow
-@needs_xdist
-def test_a_worker_that_crashed_leaves_all_incomplete(checkout):
-    (checkout / "tests" / "gpu" / "service" / "test_x.py").write_text(CRASH)
-    output, found = run_pytest(checkout, *WORKERS, "tests")
-    assert found is None, output
-    for family in record.FAMILIES:
-        assert f"gpu record: {family} incomplete, not recorded" in output, output
+def test_the_last_full_run_is_kept(tmp_path):
+    path = tmp_path / "record.json"
+    record.write({"pairwise": entry(suite="gpu_full", digest="one", tests=9)}, MACHINE, path)
+    later = {**MACHINE, "date": "2026-02-02"}
+    record.write({"pairwise": entry(digest="two")}, later, path)
+    held = record.read(path)["families"]["pairwise"]
+    assert (held["suite"], held["digest"], held["date"]) == ("gpu", "two", "2026-02-02")
+    assert held["full"] == {"date": "2026-01-01", "gpu": "G", "digest": "one", "tests": 9}

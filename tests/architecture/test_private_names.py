@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.architecture.package import MODULES
 from tests.support.paths import ROOT, TESTS
 
-# Damage, and what has forms of such reads.
-MAY = {TESTS / "jit", TESTS / "cli" / "cases.py", Path(__file__)}
+# Damage, what has forms of such reads, and faults, which are put into private code.
+MAY = {TESTS / "jit", TESTS / "cli" / "cases.py", TESTS / "mutants", Path(__file__)}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Who takes names as strings, by the last word of what is called.
 BY_NAME = {"__setattr__", "attrgetter", "delattr", "getattr", "hasattr", "object", "setattr"}
@@ -51,18 +51,24 @@ def private_names():
     return frozenset(filter(is_private, names))
 
 
+def called(node):
+    """The last word of what a call calls."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
 def read(text):
     """Lines and private names of kernlib that they read."""
     for node in ast.walk(ast.parse(text)):
         found = []
         if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            own = owner in ("self", "cls") or owner.split(".")[0] == "torch"
-            found = [] if own else [node.attr]
+            if node.attr in private_names():
+                owner = ast.unparse(node.value)
+                own = owner in ("self", "cls") or owner.split(".")[0] == "torch"
+                found = [] if own else [node.attr]
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
             found = [] if names[0].split(".")[0] == "torch" else ".".join(names).split(".")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+        elif isinstance(node, ast.Call) and called(node) in BY_NAME:
             found = [text for one in node.args for text in texts(one)]
         elif isinstance(node, (ast.Tuple, ast.List, ast.Set)):  # of what a loop sets
             found = [getattr(one, "value", None) for one in node.elts]

@@ -2,24 +2,25 @@
 
 import argparse
 import re
-from itertools import chain
-from pathlib import Path
+from itertools import chain, combinations, product
 from types import SimpleNamespace
 
 import pytest
 
 from kernlib.jit.spec import KernelSpec
-from tests.support import speeds
+from tests.support import selection, speeds
 from tests.support.compiled_kernels import compiled
 from tests.support.paths import ROOT, TESTS
 
 CLOCKS = re.compile(r"\b(perf_counter|monotonic|thread_time|process_time|time\.time)(_ns)?\(\)")
-MAY_LOOK = {"process_cases.py"}  # waits for other processes, so long that only a hang takes longer
+# The first waits for other processes, so long that only a hang takes longer; the others say what
+# something took, and no test of theirs is run with the rest.
+MAY_LOOK = {"process_cases.py", "gpu_kernels.py", "mutants"}
 
 
 def test_no_test_looks_at_the_clock():
     for path in TESTS.rglob("*.py"):
-        if path.name not in MAY_LOOK:
+        if MAY_LOOK.isdisjoint((path.name, path.parent.name)):
             found = CLOCKS.search(path.read_text())
             assert not found, f"{path.name}: {found[0]}; count what the time stands for"
 
@@ -39,48 +40,90 @@ def test_a_sweep_keeps_some_cases_fast():
     assert sorted(speeds.one_of_each(lambda case: case % 2, cases)) == ["x", "z"]
 
 
-def test_parts_of_sweeps_are_all_of_them():
-    def item(path, mark=True):
-        return SimpleNamespace(path=Path(path), nodeid=path, get_closest_marker=lambda _: mark)
-
-    sweep = [item(f"tests/lowering/test_a.py::test[{i}]") for i in range(40)]
-    parts = [[t.nodeid for t in sweep if speeds.is_in_part(t, f"{k}/3")] for k in (1, 2, 3)]
-    assert all(parts) and sorted(chain(*parts)) == sorted(t.nodeid for t in sweep)
-    rest = [item("tests/docs/test_a.py::test"), item("tests/lowering/test_b.py::test", None)]
-    assert all(speeds.is_in_part(t, f"{k}/3") for t in rest for k in (1, 2, 3))
+def test_parts_are_all_of_them():
+    items = [SimpleNamespace(nodeid=f"tests/test_a.py::test[{i}]") for i in range(40)]
+    parts = [
+        [item.nodeid for item in items if speeds.is_in_part(item, speeds.part_of(f"{k}/3"))]
+        for k in (1, 2, 3)
+    ]
+    assert all(parts) and sorted(chain(*parts)) == sorted(item.nodeid for item in items)
 
 
-@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "-1/2", "a/b", "1/2/3"])
-def test_a_part_that_there_is_not(text):
-    with pytest.raises(pytest.UsageError, match="--sweeps must be K/N"):
-        speeds.sweep_part(text)
+def test_a_part_that_there_is_not():
+    for text in ("", "1", "0/2", "3/2", "-1/2", "a/b", "1/2/3"):
+        with pytest.raises(argparse.ArgumentTypeError, match="--part must be K/N"):
+            speeds.part_of(text)
 
 
-def test_cases_of_a_test_are_spread():
-    class Item(SimpleNamespace):
-        __hash__ = object.__hash__
-
-    def items(file, *names):
-        marked = {"path": Path(file), "get_closest_marker": lambda _: True}
-        return [Item(nodeid=f"{file}::{name}", **marked) for name in names]
-
-    several = items("tests/a.py", *(f"test[{i}]" for i in range(11)))
-    few, one = items("tests/a.py", "test_few[a]", "test_few[b]"), items("tests/a.py", "test_one")
-    files = ("tests/docs/a.py", "tests/lowering/a.py")
-    whole = [item for file in files for item in items(file, *(f"test[{i}]" for i in range(5)))]
-    every = [*few[:1], *several, *one, *few[1:], *whole]
-    kept = [few[0], several[0], several[5], several[10], *one, few[1], *whole]
-    assert speeds.spread(every, 3) == kept
-    assert speeds.spread(every, 1) == [few[0], several[0], *one, *whole]
-    assert speeds.spread(every, 100) == every
+def test_few_cases_meet_in_pairs():
+    """Twelve of 3 x 3 x 4 cases have every pair of values, and three have no value twice."""
+    rows = list(product(range(3), range(3), range(4)))
+    chosen = [rows[i] for i in selection.covering(rows, 12)]
+    pairs = {pair for row in chosen for pair in combinations(enumerate(row), 2)}
+    assert len(pairs) >= 30  # of 9 + 12 + 12
+    few = [rows[i] for i in selection.covering(rows, 3)]
+    assert all(len(set(column)) == 3 for column in zip(*few, strict=True))
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "a", "1.5"])
-def test_no_count_of_cases(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="--cases must be 1 or more"):
-        speeds.count_of_cases(text)
+def test_few_cases_of_one_list_are_spread():
+    rows = [(i, i) for i in range(11)]
+    assert selection.covering(rows, 3) == [0, 5, 10]
+    assert selection.covering(rows, 1) == [0]
+    assert selection.covering(rows, 0) == []
+    assert selection.covering(rows, 100) == list(range(11))
 
 
+def item(*marks, case=0, slow=False):
+    held = {mark.name: mark for mark in marks}
+    if slow:
+        held["slow"] = pytest.mark.slow.mark
+    return SimpleNamespace(
+        callspec=SimpleNamespace(indices={"case": case}), get_closest_marker=held.get
+    )
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize(
+    ("marks", "cases", "count"),
+    [
+        ((), "few", selection.FEW),
+        ((pytest.mark.emulated.mark,), "few", selection.FEW_EMULATED),
+        ((pytest.mark.gpu.mark,), "few", selection.FEW_ON_GPU),
+        ((pytest.mark.gpu.mark, pytest.mark.few(5).mark), "few", 5),
+        ((pytest.mark.few(0).mark,), "few", 0),
+        ((pytest.mark.few(0).mark,), "many", selection.MANY),
+        ((), "all", 20),
+        ((), 4, 4),
+    ],
+)
+def test_how_many_cases_a_run_has(marks, cases, count):
+    items = [item(*marks, case=i) for i in range(20)]
+    assert len(selection.thinned(items, cases)) == count
+
+
+def test_one_case_of_each_value():
+    items = [item(pytest.mark.few(by="kind").mark, case=i) for i in range(20)]
+    for i, one in enumerate(items):
+        one.callspec.params = {"kind": ("a", "b", "c")[i % 3]}
+    chosen = selection.thinned(items, "few")
+    assert [one.callspec.indices["case"] for one in chosen] == [0, 1, 2]
+    assert len(selection.thinned(items, "all")) == 20
+
+
+def test_slow_cases_are_chosen_apart():
+    items = [item(case=i, slow=i > 3) for i in range(20)]
+    chosen = selection.thinned(items, 2)
+    assert [one.callspec.indices["case"] for one in chosen] == [0, 3, 4, 19]
+
+
+def test_no_count_of_cases():
+    for text in ("", "0", "-1", "a", "1.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="--cases must be few, many, all"):
+            selection.count_of_cases(text)
+    assert [selection.count_of_cases(text) for text in ("few", "7")] == ["few", 7]
+
+
+@pytest.mark.few(100)
 @pytest.mark.parametrize(
     ("arguments", "options", "shared"),
     [

@@ -11,24 +11,10 @@ from benchmarks.blocksparse import problems, rivals, run
 from benchmarks.blocksparse.problems import Problem
 from benchmarks.common.harness import Row, Session
 from kernlib.blocksparse import Layout
+from tests.benchmarks.cases import Clock
 
 CASES = problems.problems()
 NAMES = [case.name for case in CASES]
-
-
-class Clock:
-    """A timer by which every call takes the same, and which runs each of them."""
-
-    def __init__(self, ms=0.25):
-        self.ms, self.runs = ms, 0
-
-    def swept(self, call, buffers):
-        return self.ms
-
-    def replayed(self, call, buffers, repetitions):
-        self.runs += 1
-        call(*buffers)
-        return self.ms
 
 
 @pytest.fixture
@@ -42,32 +28,6 @@ def small(section, mode, kind="fp32", **fields):
 
 
 # Cases.
-
-
-def test_cases_are_those_that_are_asked_for():
-    assert len(set(NAMES)) == len(NAMES)
-    blocks, densities = (16, 32, 64, 128), (0.1, 0.25, 0.5)
-    at = [f"block={b} density={d:g} fp16" for b in blocks for d in densities]
-    for mode in ("dsd", "dds"):
-        for n in (4096, 8192):
-            assert {f"blocksparse {mode} {n} {words}" for words in at} <= set(NAMES)
-        assert {f"blocksparse {mode} 4096 {words} portable" for words in at} <= set(NAMES)
-    for depth in (64, 128):
-        wanted = {f"blocksparse sdd 4096 K={depth} heads=16 {words}" for words in at}
-        assert wanted <= set(NAMES)
-    for name in (
-        "block-diagonal 32x512 block=128 N=4096 fp16",
-        "dsd 4096 block=128 density=0.5 fp32",
-        "dds 4096 block=64 density=0.25 fp32",
-        "dsd 4096 block=64 density=0.5 bf16",
-        "dsd tn 4096 block=16 density=0.25 fp16",
-        "dds tt 4096 block=128 density=0.25 bf16",
-        "decode 8192 N=1 block=16 density=0.1 fp16",
-        "decode 4096 N=16 block=128 density=0.25 fp16",
-        "train dds 4096 block=32 density=0.5 fp16",
-        "softmax 4096 heads=16 block=32 density=0.25 fp16",
-    ):
-        assert f"blocksparse {name}" in NAMES
 
 
 def test_other_kernels_are_measured_by_a_setting():

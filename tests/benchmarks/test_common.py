@@ -14,39 +14,11 @@ from benchmarks.common.harness import Row
 from benchmarks.pairwise import run as pairwise
 from benchmarks.report import picture
 from benchmarks.service import run as service
-from tests.support.paths import ROOT
-
-HEAD = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "nvrtc": "13.0",
-        "kernlib": "0.1.0", "sources": "ab12", "date": "2026-01-01"}  # fmt: skip
-ROW = {"case", "unit", "ours", "floor", "bound", "rivals", "error", "rival_errors"}
-OPTIONAL = {"must", "must_error", "sources"}
+from tests.benchmarks.cases import COMMITTED, HEAD, ROW, check_schema
 
 
 def row(case="a", **fields):
     return Row(case, "ms", 2.0, 1.0, "bytes", {"torch": 50.0}, 1e-7, {"torch": 2e-7}, **fields)
-
-
-def check_schema(found):
-    assert set(found) == {*HEAD, "rows"}
-    assert all(isinstance(found[name], str) and found[name] for name in HEAD)
-    names = [one["case"] for one in found["rows"]]
-    assert len(set(names)) == len(names)
-    for one in found["rows"]:
-        assert set(one) - OPTIONAL == ROW, one["case"]
-        check_numbers(one)
-
-
-def check_numbers(one):
-    counted = one["unit"] == "count"
-    assert counted or one["unit"] in ("s", "ms", "us", "bytes")
-    assert one["ours"] > 0 or (counted and one["ours"] == 0)
-    assert one["floor"] is None or (one["floor"] > 0 and one["bound"])
-    assert one["error"] is None or 0 <= one["error"] < 1
-    assert all(value > 0 for value in one["rivals"].values())
-    assert set(one["rival_errors"]) <= set(one["rivals"])
-
-
-COMMITTED = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -7,9 +7,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.common import harness
-
-HEAD = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "nvrtc": "13.0",
-        "kernlib": "0.1.0", "sources": "ab12", "date": "2026-01-01"}  # fmt: skip
+from tests.benchmarks.cases import HEAD
 
 
 def results(**cases):

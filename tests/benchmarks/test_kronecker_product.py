@@ -11,14 +11,6 @@ from benchmarks.report import tables
 CASES = problems.problems()
 
 
-def test_cases_are_those_that_are_asked_for():
-    names = [case.name for case in CASES]
-    assert len(set(names)) == len(names)
-    for name in ("1024 8^5 fp32", "left 320 128^3 fp16", "20 2^7 fp64", "1024 64^2 fp16 portable"):
-        assert f"kronecker_product {name}" in names
-    assert sum(case.section == "drawn" for case in CASES) == 3 * problems.DRAWN
-
-
 def test_drawn_shapes_are_mixed_and_fit():
     shapes = problems.drawn()
     assert shapes == problems.drawn() and len(shapes) == problems.DRAWN

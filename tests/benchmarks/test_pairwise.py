@@ -8,7 +8,7 @@ import torch
 
 import kernlib as kl
 from benchmarks.common import harness, timing
-from benchmarks.common.harness import Row, Session
+from benchmarks.common.harness import Session
 from benchmarks.pairwise import (
     gradient,
     keops,
@@ -20,6 +20,7 @@ from benchmarks.pairwise import (
 )
 from benchmarks.pairwise import run as pairwise
 from kernlib.families.pairwise.ahead import specs as lowered
+from tests.benchmarks.cases import Clock, committed
 
 H200 = timing.Device(132, 1.98e9)
 MATRICES = {problem.name: problem for problem in pairwise.PROBLEMS}
@@ -32,63 +33,7 @@ BY_HAND = {"torch", "addmm", "torch.compile"}
 TF32 = 2e-3  # which the CPU does not use
 
 
-class Clock:
-    """A timer by which every call takes the same."""
-
-    def __init__(self, ms=5.0):
-        self.ms, self.calls = ms, 0
-
-    def swept(self, call, buffers):
-        call(*buffers)
-        self.calls += 1
-        return self.ms
-
-    def replayed(self, call, buffers, repetitions):
-        return self.swept(call, buffers)
-
-
 # Cases.
-
-
-def test_case_names_are_the_agreed_ones():
-    shape = "30000x30000x1024"
-    grad, products = "10000x10000x768", "kernel_matmul gaussian 100000x100000"
-    wanted = [
-        *[f"cdist p={p} {shape} fp32" for p in ("1", "2", "1.3", "3", "0.5", "1.5", "inf")],
-        *[f"cdist p=2 {form}{shape} {kind}" for form, kind in
-          (("", "tf32"), ("direct ", "fp32"), ("hard ", "fp32"))],
-        f"dot_product {shape} fp32",
-        f"laplace_l1 {shape} fp32",
-        f"laplace_l1 symmetric {shape} fp32",
-        "gaussian 30000x30000x32 fp32",
-        "gaussian 30000x30000x784 fp32",
-        "cdist p=1 30000x30000x32 fp32",
-        "cdist p=1 30000x30000x1023 fp32",
-        f"cdist p=1 {shape} fp16",
-        "cdist p=1 10000x10000x256 fp64",
-        "cdist p=1 1000x1000x64 fp32",
-        *[f"cdist_grad p={p} {grad} O=16 fp32" for p in ("1", "1.5", "2")],
-        *[f"cdist_grad p={p} {grad} O=1 fp32" for p in ("1", "2")],
-        *[f"{products} {rest}" for rest in
-          ("D=3 fp32", "D=64 fp32", "D=64 tf32", "D=3 C=64 fp32", "D=64 memory")],
-        *[f"kernel_matmul gaussian 30000x30000 D=784 {kind}" for kind in ("fp32", "tf32")],
-        "kernel_matmul laplace_l1 30000x30000 D=64 fp32",
-        "kernel_matmul gaussian 50000x50000 D=10 C=10 fp32",
-        "kernel_matmul gaussian 20000x20000 D=64 C=64 fp32",
-        *[f"kernel_matmul gaussian 20000x20000 D={rest} fp64" for rest in ("64", "64 C=8", "3")],
-        *[f"kernel_matmul gaussian 2000x2000 D={rest}"
-          for rest in ("3 fp32", "10 C=10 fp32", "3 fp64")],
-        "kernel_matmul_grad gaussian 2000x2000 D=3 C=1 x+v+bandwidth fp32",
-        *[f"kernel_topk k=10 100000x100000 D={d} fp32" for d in (3, 64)],
-        *[f"kernel_matmul_grad gaussian 20000x20000 D={d} C=1 x+v+bandwidth fp32"
-          for d in (3, 20, 64)],
-        *[f"kernel_matmul_grad gaussian 50000x50000 D=3 C=1 {wanted} fp32"
-          for wanted in ("x", "bandwidth")],
-        "kernel_matmul_grad laplace_l1 50000x50000 D=10 C=1 x fp32",
-        "solve_kernel gaussian 60000 D=64 fp32",
-    ]  # fmt: skip
-    assert sorted(case.name for case in pairwise.cases()) == sorted(wanted)
-    assert pairwise.PROBLEMS[0].name == pairwise.P1
 
 
 def test_other_kernels_are_measured_by_a_setting():
@@ -98,70 +43,12 @@ def test_other_kernels_are_measured_by_a_setting():
     assert "kernel_topk k=10 100000x100000 D=3 fp32 portable" in portable
 
 
-def test_no_case_is_named_within_another():
-    cases = pairwise.cases()
-    assert all(harness.chosen(cases, [case.name]) == [case] for case in cases)
-
-
-@pytest.mark.parametrize(
-    ("name", "ms", "bound"),
-    [
-        ("cdist p=1 30000x30000x1024 fp32", 55.1, "issue slots"),
-        ("cdist p=2 30000x30000x1024 fp32", 7.18, "tensor cores"),
-        ("cdist p=2 30000x30000x1024 tf32", 2.394, "tensor cores"),
-        ("cdist p=2 direct 30000x30000x1024 fp32", 55.1, "issue slots"),
-        ("cdist p=2 hard 30000x30000x1024 fp32", 7.18, "tensor cores"),
-        ("dot_product 30000x30000x1024 fp32", 7.18, "tensor cores"),
-        ("gaussian 30000x30000x784 fp32", 5.50, "tensor cores"),
-        ("gaussian 30000x30000x32 fp32", 0.837, "bytes"),
-        ("cdist p=1.3 30000x30000x1024 fp32", 440.8, "special functions"),
-        ("cdist p=0.5 30000x30000x1024 fp32", 220.4, "special functions"),
-        ("cdist p=3 30000x30000x1024 fp32", 82.6, "issue slots"),
-        ("cdist p=1 10000x10000x256 fp64", 3.06, "issue slots"),
-        ("laplace_l1 symmetric 30000x30000x1024 fp32", 27.55, "issue slots"),
-        ("cdist_grad p=1 10000x10000x768 O=16 fp32", 9.58, "tensor cores"),
-        ("cdist_grad p=1.5 10000x10000x768 O=16 fp32", 18.37, "special functions"),
-        ("cdist_grad p=2 10000x10000x768 O=16 fp32", 9.58, "tensor cores"),
-        ("cdist_grad p=1 10000x10000x768 O=1 fp32", 6.89, "issue slots"),
-        ("cdist_grad p=2 10000x10000x768 O=1 fp32", 0.5984, "tensor cores"),
-        ("kernel_matmul gaussian 100000x100000 D=3 fp32", 2.39, "issue slots"),
-        ("kernel_matmul gaussian 100000x100000 D=64 fp32", 4.99, "tensor cores"),
-        ("kernel_matmul gaussian 100000x100000 D=64 tf32", 2.39, "special functions"),
-        ("kernel_matmul gaussian 30000x30000 D=784 fp32", 5.50, "tensor cores"),
-        ("kernel_matmul gaussian 30000x30000 D=784 tf32", 1.833, "tensor cores"),
-        ("kernel_matmul gaussian 50000x50000 D=10 C=10 fp32", 0.598, "special functions"),
-        ("kernel_matmul laplace_l1 30000x30000 D=64 fp32", 3.47, "issue slots"),
-        ("kernel_matmul gaussian 20000x20000 D=64 fp64", 0.853, "tensor cores"),
-        ("kernel_matmul gaussian 20000x20000 D=64 C=8 fp64", 0.853, "tensor cores"),
-        ("kernel_matmul gaussian 20000x20000 D=3 fp64", 0.3587, "issue slots"),
-        ("kernel_topk k=10 100000x100000 D=3 fp32", 0.299, "issue slots"),
-        ("kernel_topk k=10 100000x100000 D=64 fp32", 4.99, "tensor cores"),
-        (
-            "kernel_matmul_grad gaussian 20000x20000 D=3 C=1 x+v+bandwidth fp32",
-            0.1913,
-            "special functions",
-        ),
-        (
-            "kernel_matmul_grad gaussian 20000x20000 D=20 C=1 x+v+bandwidth fp32",
-            0.191,
-            "special functions",
-        ),
-        (
-            "kernel_matmul_grad gaussian 20000x20000 D=64 C=1 x+v+bandwidth fp32",
-            0.5985,
-            "tensor cores",
-        ),
-        ("kernel_matmul_grad gaussian 50000x50000 D=3 C=1 x fp32", 1.196, "special functions"),
-        (
-            "kernel_matmul_grad gaussian 50000x50000 D=3 C=1 bandwidth fp32",
-            1.196,
-            "special functions",
-        ),
-        ("kernel_matmul_grad laplace_l1 50000x50000 D=10 C=1 x fp32", 5.68, "issue slots"),
-    ],
-)
-def test_floors(name, ms, bound):
-    assert EVERY[name].floor(H200) == (pytest.approx(ms, rel=2e-3), bound)
+@pytest.mark.parametrize("name", EVERY)
+def test_floors_are_those_that_were_measured_against(name):
+    milliseconds, bound = EVERY[name].floor(H200)
+    row = committed("pairwise")[name]
+    known = row["floor"] / harness.UNITS_PER_MS[row["unit"]]
+    assert (milliseconds, bound) == (pytest.approx(known, rel=2e-3), row["bound"])
 
 
 def test_floor_of_bytes():
@@ -180,19 +67,9 @@ def test_the_digest_covers_every_kernel_of_the_family():
         assert f'#include "pairwise/{name}/{name}.cuh"' in pairwise.SOURCE
 
 
-def test_neighbours_of_ours_torch_and_exact_agree():
-    problem = nearest.Problem(60, 5)
-    a, b, out = nearest.tensors(problem, "cpu")
-    rows = timing.sample_rows(problem.points, "cpu")
-    exact = nearest.exact(problem, a, b, rows)
-    for made in (nearest.kernel, nearest.plain):
-        values, places = made(problem)(a, b, out)
-        assert timing.relative_error(values[rows], exact) < 1e-5 and places.shape == out.shape
-
-
 def test_systems_of_ours_and_torch_agree(seed):
-    problem, clock = system.Problem(90, 5), Clock()
-    row = system.measure(problem, Session(timer=clock), "cpu")
+    problem = system.Problem(90, 5)
+    row = system.measure(problem, Session(timer=Clock(5.0, 5.0)), "cpu")
     assert row.error < 2e-6 and row.rival_errors["torch"] < 2e-6
     assert row.must == pytest.approx(1.15 * row.floor) and row.must_error == problem.tol
     assert system.PROBLEMS[0].name == "solve_kernel gaussian 60000 D=64 fp32"
@@ -318,32 +195,7 @@ def test_sampled_features_reach_both_ends():
     assert len(features) == 8 and (features[0], features[-1]) == (0, 767)
 
 
-# Products without the matrix.
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_agree_with_float64_and_torch(name, monkeypatch):
-    problem = PRODUCTS[name]._replace(points=50)
-    monkeypatch.setattr(matmul, "BLOCK_ENTRIES", 7 * 50)
-    a, b, v, out = matmul.tensors(problem, "cpu")
-    assert v.shape == out.shape == ((50,) if problem.columns == 1 else (50, problem.columns))
-    rows = timing.sample_rows(50, "cpu")
-    exact = matmul.exact(problem, a, b, v, rows)
-    for call in (matmul.kernel(problem), matmul.plain(problem)):
-        result = call(a, b, v, out.fill_(math.nan))
-        assert timing.relative_error(result[rows], exact) < (TF32 if "tf32" in name else 1e-5)
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_gradients_of_products_agree_with_float64_and_torch(name, monkeypatch):
-    problem = TRAINING[name]._replace(points=50)
-    monkeypatch.setattr(matmul, "BLOCK_ENTRIES", 7 * 50)
-    monkeypatch.setattr(matmul_gradient, "EXACT_ENTRIES", 7 * 50 * problem.features)
-    buffers = matmul_gradient.tensors(problem, "cpu")
-    exact = matmul_gradient.exact(problem, *buffers[:4], torch.arange(50))
-    for call in (matmul_gradient.kernel(problem), matmul_gradient.plain(problem)):
-        for result, wanted in zip(call(*buffers), exact, strict=True):
-            assert timing.relative_error(result, wanted) < 1e-5
+# Products without the matrix, whose values are in test_pairwise_rivals.py.
 
 
 def test_the_row_of_memory(monkeypatch):
@@ -387,7 +239,7 @@ def test_a_row_of_each_kind(module, problem, rivals, device, monkeypatch):
     monkeypatch.setattr(keops, "is_there", lambda: False)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     before = torch.get_float32_matmul_precision()
-    row = module.measure(problem, Session(timer=Clock()), "cpu")
+    row = module.measure(problem, Session(timer=Clock(5.0, 5.0)), "cpu")
     assert torch.get_float32_matmul_precision() == before
     assert (row.case, row.unit, row.ours) == (problem.name, "ms", 5.0)
     assert row.rivals == dict.fromkeys(rivals, 5.0) and row.rival_errors.keys() == rivals
@@ -395,17 +247,17 @@ def test_a_row_of_each_kind(module, problem, rivals, device, monkeypatch):
     assert row.must == problem.must
 
 
-def timed(clock, eager):
-    out = torch.empty(3)
+def timed(ms, eager):
+    out, clock = torch.empty(3), Clock(ms, ms)
     session = Session(timer=clock)
     found = problems.timed(session, lambda out: out.fill_(1), (out,), lambda r: r[0].item(), eager)
-    return found, clock.calls
+    return found, clock.sweeps + clock.replays
 
 
 def test_a_rival_that_takes_seconds_is_called_once():
-    assert timed(Clock(2000.0), True) == ((2000.0, 1.0), 1)
-    assert timed(Clock(2000.0), False) == ((2000.0, 1.0), 1 + 2)
-    assert timed(Clock(5.0), True)[1] > 7
+    assert timed(2000.0, True) == ((2000.0, 1.0), 1)
+    assert timed(2000.0, False) == ((2000.0, 1.0), 1 + 2)
+    assert timed(5.0, True)[1] > 7
 
 
 def test_calls_that_write_nothing_are_caught():
@@ -416,15 +268,6 @@ def test_calls_that_write_nothing_are_caught():
             (torch.empty(3),),
             lambda result: timing.relative_error(result, torch.ones(3, dtype=torch.float64)),
         )
-
-
-def test_rivals_that_fail_are_left_out_of_a_row():
-    def broken():
-        raise RuntimeError("no memory")
-
-    calls = {"torch": lambda: (2.0, 0.1), "broken": broken}
-    found = problems.race(Row("a", "us", 1.0), calls, lambda name, call: call())
-    assert found.rivals == {"torch": 2000.0} and found.rival_errors == {"torch": 0.1}
 
 
 def test_products_follow_the_kind_of_numbers():

@@ -1,5 +1,5 @@
-"""Rivals of reductions without a matrix: formulas by hand, and KeOps's with a LazyTensor of the
-test's own that holds the matrix; times need a GPU."""
+"""Reductions without a matrix, ours and rivals: formulas by hand, and KeOps's with a LazyTensor of
+the test's own that holds the matrix; times need a GPU."""
 
 import importlib
 import math
@@ -13,12 +13,14 @@ from benchmarks.common import timing
 from benchmarks.common.harness import Session
 from benchmarks.pairwise import by_hand, keops, matmul, matmul_gradient, nearest, problems
 from kernlib.settings import current
+from tests.benchmarks.cases import Clock
 
 POINTS = 60
 H100 = timing.Device(132, 1.98e9)
 PRODUCTS = {p.name: p._replace(points=POINTS) for p in matmul.PROBLEMS}
 TRAINING = {p.name: p._replace(points=POINTS) for p in matmul_gradient.PROBLEMS}
 GAUSSIAN = matmul.PROBLEMS[0]
+TF32 = 2e-3  # which the CPU does not use
 
 
 class Lazy:
@@ -64,11 +66,12 @@ def rivals(monkeypatch):
     monkeypatch.setattr(keops, "is_there", lambda: True)
     monkeypatch.setattr(keops, "lazy", lambda x: Lazy)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(by_hand, "BLOCK_ENTRIES", 7 * POINTS)
+    for module in (by_hand, matmul):
+        monkeypatch.setattr(module, "BLOCK_ENTRIES", 7 * POINTS)
 
 
 def checked(found, wanted, bound=1e-5):
-    """The names of rivals whose results are the wanted ones."""
+    """The names of calls whose results are the wanted ones."""
     for name, results in found.items():
         for result, exact in zip(results, wanted, strict=True):
             assert result.shape == exact.shape and timing.relative_error(result, exact) < bound, (
@@ -81,12 +84,11 @@ def checked(found, wanted, bound=1e-5):
 def test_products_agree_with_float64(name):
     problem = PRODUCTS[name]
     a, b, v, out = matmul.tensors(problem, "cpu")
+    assert v.shape == out.shape == (POINTS, problem.columns)[: 1 + (problem.columns > 1)]
     exact = matmul.exact(problem, a, b, v, torch.arange(POINTS))
-    calls = matmul.rivals(problem)
-    del calls["torch"]
-    names = checked(
-        {n: [call(a, b, v, torch.full_like(out, math.nan))] for n, call in calls.items()}, [exact]
-    )
+    calls = matmul.rivals(problem) | {"ours": matmul.kernel(problem)}
+    found = {n: [call(a, b, v, torch.full_like(out, math.nan))] for n, call in calls.items()}
+    names = checked(found, [exact], TF32 if "tf32" in name else 1e-5)
     assert ("addmm" in names) is (problem.kernel == "gaussian") and "torch.compile" in names
     assert ("keops" in names) is (problem.kind == "fp32")
     by_products = problem.kernel == "gaussian" and problem.features > 16
@@ -94,11 +96,12 @@ def test_products_agree_with_float64(name):
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_gradients_agree_with_float64(name):
+def test_gradients_agree_with_float64(name, monkeypatch):
     problem = TRAINING[name]
+    monkeypatch.setattr(matmul_gradient, "EXACT_ENTRIES", 7 * POINTS * problem.features)
     buffers = matmul_gradient.tensors(problem, "cpu")
     exact = matmul_gradient.exact(problem, *buffers[:4], torch.arange(POINTS))
-    calls = matmul_gradient.rivals(problem)
+    calls = matmul_gradient.rivals(problem) | {"ours": matmul_gradient.kernel(problem)}
     names = checked({n: call(*buffers) for n, call in calls.items()}, exact)
     assert {"torch", "torch.compile", "keops"} <= set(names)
     assert ("addmm" in names) is (problem.kernel == "gaussian")
@@ -108,8 +111,10 @@ def test_neighbours_agree_with_float64():
     problem = nearest.Problem(POINTS, 5)
     a, b, out = nearest.tensors(problem, "cpu")
     exact = nearest.exact(problem, a, b, torch.arange(POINTS))
-    found = {n: call(a, b, out) for n, call in nearest.rivals(problem).items()}
-    assert checked({n: [r[0]] for n, r in found.items()}, [exact]) == ["torch", "addmm", "keops"]
+    calls = nearest.rivals(problem) | {"ours": nearest.kernel(problem)}
+    found = {n: call(a, b, out) for n, call in calls.items()}
+    names = checked({n: [r[0]] for n, r in found.items()}, [exact])
+    assert names == ["torch", "addmm", "keops", "ours"]
     assert all(torch.equal(r[1], found["torch"][1]) for r in found.values())
 
 
@@ -133,31 +138,16 @@ def test_one_block_is_compiled_for_one_shape(monkeypatch):
 # Rows.
 
 
-class Clock:
-    """A timer that says how each call was timed."""
-
-    def __init__(self):
-        self.replays = []
-
-    def swept(self, call, buffers):
-        call(*buffers)
-        return 0.5
-
-    def replayed(self, call, buffers, repetitions):
-        self.replays.append(call)
-        return 0.25
-
-
 @pytest.fixture
 def measured(monkeypatch):
     monkeypatch.setattr(timing.Device, "current", classmethod(lambda cls: H100))
-    clock = Clock()
+    clock = Clock(0.5, 0.25)
     return matmul.measure(PRODUCTS[GAUSSIAN.name], Session(timer=clock), "cpu"), clock
 
 
 def test_no_graph_holds_keops(measured):
     row, clock = measured
-    assert row.ours == 0.25 and len(clock.replays) == 4
+    assert row.ours == 0.25 and clock.replays == 4
     assert row.rivals == {"torch": 0.25, "addmm": 0.25, "torch.compile": 0.25, "keops": 0.5}
     assert row.rival_errors.keys() == row.rivals.keys() and max(row.rival_errors.values()) < 1e-5
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
 
-from benchmarks.common import drawing, harness
+from benchmarks.common import drawing
 from benchmarks.common.harness import Session
 from benchmarks.sparse import plot, problems, rivals, summary
 from benchmarks.sparse import run as benchmark
@@ -49,38 +48,6 @@ def few_copies(monkeypatch):
 
 
 # Cases.
-
-
-def test_case_names_are_the_agreed_ones():
-    assert "spmv 8192x28672 density=0.5 auto fp16" in NAMES
-    assert "spmv 8192x28672 density=0.5 auto N=8 fp16" in NAMES
-    assert "spmv 8192x28672 density=0.5 auto bf16" in NAMES
-    assert "compress 8192x28672 density=0.5 fp16" in NAMES
-    shapes = [f"{rows}x{cols}" for rows, cols in problems.SHAPES]
-    every = product(shapes, [f"{density:g}" for density in problems.DENSITIES])
-    assert len(shapes) == len(set(shapes)) == 31 and len(problems.DENSITIES) == 11
-    assert {f"spmv {shape} density={density} auto fp16" for shape, density in every} <= set(NAMES)
-    headline = product(problems.HEADLINE, problems.SHOWN_DENSITIES, ("", "N=8 "))
-    wanted = {f"spmv {r}x{c} density={d:g} auto {n}fp16" for (r, c), d, n in headline}
-    assert len(wanted) == 40 and wanted <= {case.name for case in CASES["headline"]}
-    assert Counter({name: len(found) for name, found in CASES.items()}) == {
-        "headline": 56, "frozen": 40, "compress": 4, "columns": 8, "formats": 110, "grid": 341 - 20,
-    }  # fmt: skip
-
-
-def test_no_case_is_named_within_another_but_a_frozen_one():
-    assert len(set(NAMES)) == len(NAMES)
-    joined = "\n".join(NAMES)
-    for name in NAMES:
-        assert joined.count(name) == 1 + (f"{name} frozen" in NAMES)
-    every = [case for found in CASES.values() for case in found]
-    for name in ("spmv 4096x4096 density=0.5 auto fp16", "spmv 4096x4096 density=0.5 auto fp16 fr"):
-        (found,) = harness.chosen(every, [name])
-        assert found.name.startswith(name)
-    frozen = [case.name for case in CASES["frozen"]]
-    assert frozen[0] == "spmv 8192x28672 density=0.7 auto fp16 frozen"
-    assert {name.removesuffix(" frozen") for name in frozen} < set(NAMES)
-    assert [case.name for case in harness.chosen(every, ["frozen"])] == frozen
 
 
 def test_matrices_of_one_size_are_measured_one_after_the_other():
@@ -130,7 +97,7 @@ def test_floors():
     assert problem.compress_floor_ms(half) == pytest.approx(0.28, rel=1e-2)
 
 
-def test_targets_are_those_of_the_issue():
+def test_targets_are_those_of_the_figures():
     large = Problem("headline", 8192, 28672, 0.5)
     rivals = {"cublas": 145.0, "macko": 200.0}
     assert large.must_us(rivals, None) == pytest.approx(100)
@@ -360,7 +327,7 @@ def test_points_are_those_of_the_grid():
     assert plot.points([]) == {}
 
 
-def test_a_stale_drawing_is_found(tmp_path, capsys):
+def test_a_stale_drawing_is_found_and_drawn_anew(tmp_path, capsys):
     results = {"gpu": "a GPU", "rows": rows()}
     folder = tmp_path / "h200"
     folder.mkdir()
@@ -372,13 +339,7 @@ def test_a_stale_drawing_is_found(tmp_path, capsys):
     assert plot.main(["--check"], tmp_path) == 0
     picture.write_text("<dc:description>other</dc:description>")
     assert plot.main(["--check"], tmp_path) == 1
-
-
-def test_it_draws(tmp_path):
     pytest.importorskip("matplotlib")
-    results = {"gpu": "a GPU", "rows": rows()}
-    (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "sparse.json").write_text(json.dumps(results))
     assert plot.main([], tmp_path) == 0 and plot.main(["--check"], tmp_path) == 0
 
 

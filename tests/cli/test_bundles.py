@@ -158,11 +158,6 @@ def test_import_of_no_bundle(run, tmp_path, name):
     plain(run("cache", "import", tmp_path / name), 1, str(tmp_path / name), "kernels.mdb")
 
 
-def test_a_folder_must_be_given(run):
-    for name in ("export", "import"):
-        plain(run("cache", name), 2, "FOLDER")
-
-
 @pytest.mark.slow
 def test_from_one_machine_to_another(tmp_path, cache_dir):
     """Real kernels: compiled for two targets, exported, mounted, imported, in processes each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 import kernlib
 from kernlib import settings
 from kernlib.cli import main
+from tests.cli.cases import plain
 
 
 def commands(group, path=()):
@@ -77,9 +79,28 @@ def test_version(run):
     assert run("--version").output.strip() == f"kernlib, version {kernlib.__version__}"
 
 
-@pytest.mark.parametrize("arguments", [("nothing",), ("cache", "nothing"), ("doctor", "--quick")])
-def test_a_command_line_that_cannot_be_used(run, arguments):
-    assert run(*arguments).exit_code == 2
+REFUSED = {
+    "nothing": ("nothing",),
+    "cache nothing": ("nothing",),
+    "doctor --quick": ("--quick",),
+    "cache list --arch sm_75": ("--arch", "sm_80", "sm_75"),
+    "cache list --unused -1": ("--unused",),
+    "cache list --unused long": ("--unused", "long"),
+    "cache show xyz": ("KEY-PREFIX",),
+    "cache show ''": ("KEY-PREFIX",),
+    "cache show 12 --force": ("--cubin",),
+    "cache prune": ("--unused DAYS", "--to SIZE"),
+    "cache prune --yes": ("--unused DAYS", "--to SIZE"),
+    "cache prune --to plenty": ("--to", "plenty", "100M"),
+    "cache prune --unused -3": ("--unused",),
+    "cache export": ("FOLDER",),
+    "cache import": ("FOLDER",),
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_command_line_that_cannot_be_used_says_why(run, line):
+    plain(run(*shlex.split(line)), 2, *REFUSED[line])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,8 +45,8 @@ def asked(monkeypatch):
     calls = []
 
     def compile(descriptors, *, archs, specs=None, dtypes=None, workers=None, **arguments):
-        specs = specs and [(tuple(tensor.shape), tensor.dtype) for tensor in specs]
-        calls.append((descriptors, archs, specs, dtypes, workers, arguments))
+        given = {"descriptors": descriptors, "archs": archs, "specs": specs, "dtypes": dtypes}
+        calls.append(SimpleNamespace(**given, workers=workers, arguments=arguments))
         return []
 
     monkeypatch.setattr(kl, "compile", compile)
@@ -97,11 +98,11 @@ def test_what_a_call_is_made_of(run, asked):
     numbers = ("--argument", "p=inf", "--argument", "row_offset=4", "--argument", "flag=true")
     run("compile", "p_distance", "--shape", "2x30x4", "--shape", "5x4", *options, *numbers)
     for call, dtype in zip(asked, (torch.float16, torch.float64), strict=True):
-        descriptors, archs, specs, _, workers, arguments = call
-        assert descriptors == [kl.p_distance()] and archs == ("sm_80",) and workers == 3
-        assert specs == [((2, 30, 4), dtype), ((5, 4), dtype)]
-        assert arguments == {"p": float("inf"), "row_offset": 4, "flag": True}
-        assert type(arguments["row_offset"]) is int
+        assert call.descriptors == [kl.p_distance()]
+        assert call.archs == ("sm_80",) and call.workers == 3
+        assert [(t.shape, t.dtype) for t in call.specs] == [((2, 30, 4), dtype), ((5, 4), dtype)]
+        assert call.arguments == {"p": float("inf"), "row_offset": 4, "flag": True}
+        assert type(call.arguments["row_offset"]) is int
 
 
 def test_dtypes_without_a_call(run, asked):
@@ -109,7 +110,7 @@ def test_dtypes_without_a_call(run, asked):
 
     run("compile", "gaussian", "--arch", "sm_80")
     run("compile", "gaussian", "--arch", "sm_80", "--dtype", "float16", "--dtype", "float32")
-    assert [call[3] for call in asked] == [(torch.float32,), (torch.float16, torch.float32)]
+    assert [call.dtypes for call in asked] == [(torch.float32,), (torch.float16, torch.float32)]
 
 
 def test_a_call_without_elements(run, compiles):
@@ -130,19 +131,6 @@ def test_an_argument_that_is_a_tensor(run, compiles):
 # Reductions, gradients, ranges of sizes.
 
 
-@pytest.fixture
-def given(monkeypatch):
-    """Tensors and arguments of each call that kernlib.compile is asked for."""
-    calls = []
-
-    def compile(descriptors, *, archs, specs, workers, **arguments):
-        calls.append((descriptors, specs, arguments))
-        return []
-
-    monkeypatch.setattr(kl, "compile", compile)
-    return calls
-
-
 OF_MATMUL = ("--reduction", "kernel_matmul", "--shape", "Mx3", "--shape", "Nx3", "--shape", "N")
 
 
@@ -154,7 +142,7 @@ def test_the_names_of_reductions_are_those_of_the_functions():
     assert all(getattr(kl, name) is function for name, function in ahead.REDUCTIONS.items())
 
 
-def test_a_reduction_and_what_it_is_differentiated_by(run, given):
+def test_a_reduction_and_what_it_is_differentiated_by(run, asked):
     import torch
 
     options = ("--gradient", "b", "--gradient", "bandwidth", "--dtype", "float16", "--arch", "80")
@@ -162,38 +150,31 @@ def test_a_reduction_and_what_it_is_differentiated_by(run, given):
     number = ("--argument", "bandwidth=2")
     result = run("compile", "gaussian", "cauchy", *OF_MATMUL, *sizes, *number, *options)
     assert result.exit_code == 0, result.output
-    assert [call[0] for call in given] == [[kl.gaussian()], [kl.cauchy()]]
-    for _, (a, b, v), arguments in given:
+    assert [call.descriptors for call in asked] == [[kl.gaussian()], [kl.cauchy()]]
+    for call in asked:
+        a, b, v = call.specs
         assert [tuple(t.shape) for t in (a, b, v)] == [(900, 3), (700, 3), (700,)]
         assert [t.requires_grad for t in (a, b, v)] == [False, True, False]
         assert a.is_meta and a.dtype == torch.float16
-        assert arguments["reduction"] == "kernel_matmul"
-        bandwidth = arguments["bandwidth"]
+        assert call.arguments["reduction"] == "kernel_matmul"
+        bandwidth = call.arguments["bandwidth"]
         assert bandwidth.requires_grad and bandwidth.dtype == torch.float32
         assert bandwidth.shape == ()
 
 
-def test_a_gradient_of_a_symmetric_matrix_and_of_another_family(run, given):
-    symmetric = (
-        "--shape",
-        "90x3",
-        "--shape",
-        "90",
-        "--gradient",
-        "v",
-        "--reduction",
-        "kernel_matmul",
-    )
+def test_a_gradient_of_a_symmetric_matrix_and_of_another_family(run, asked):
+    symmetric = ("--reduction", "kernel_matmul", "--shape", "90x3", "--shape", "90")
     text = repr(kl.l1_distance(symmetric=True))
-    result = run("compile", text, *symmetric, "--arch", "80")
+    result = run("compile", text, *symmetric, "--gradient", "v", "--arch", "80")
     assert result.exit_code == 0, result.output
     factor = "KroneckerSparse(a=6, b=64, c=64, d=1, epilogue=(Bias(),))"
     shapes = ("--shape", "512x384", "--shape", "6x64x64x1", "--shape", "bias=384")
     wanted = ("--gradient", "weight", "--gradient", "bias", "--arch", "80")
     result = run("compile", factor, *shapes, *wanted)
     assert result.exit_code == 0, result.output
-    assert [[t.requires_grad for t in call[1]] for call in given] == [[False, True]] * 2
-    assert given[1][2]["bias"].requires_grad and "reduction" not in given[1][2]
+    assert [[t.requires_grad for t in call.specs] for call in asked] == [[False, True]] * 2
+    layer = asked[1].arguments
+    assert layer["bias"].requires_grad and "reduction" not in layer
 
 
 def test_a_range_of_sizes_is_its_ends_and_powers_of_two_with_one_more(run, compiles, monkeypatch):
@@ -239,7 +220,7 @@ SPELLINGS = {
 @pytest.mark.parametrize("given, arch", SPELLINGS.items())
 def test_spellings_of_a_target(run, asked, given, arch):
     assert run("compile", "gaussian", "--arch", given).exit_code == 0
-    assert asked[0][1] == (arch,)
+    assert asked[0].archs == (arch,)
 
 
 def test_the_targets_of_this_machine_by_name(run, asked, monkeypatch):
@@ -247,13 +228,13 @@ def test_the_targets_of_this_machine_by_name(run, asked, monkeypatch):
     found = [Gpu(0, "A", "sm_80"), Gpu(1, "B", "sm_120"), Gpu(2, "C", None, "C is too old")]
     monkeypatch.setattr(machine, "gpus", lambda: found)
     run("compile", "gaussian", "--arch", "native", "--arch", "80", "--arch", "sm_90")
-    assert asked[0][1] == ("sm_80", "sm_120", "sm_90")
+    assert asked[0].archs == ("sm_80", "sm_120", "sm_90")
 
 
 def test_without_an_arch_and_a_gpu(run, asked, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "old", None, "too old")])
     result = run("compile", "gaussian", "--json")
-    assert asked[0][1] == ("sm_90a",) and "no GPU is here" in result.stderr
+    assert asked[0].archs == ("sm_90a",) and "no GPU is here" in result.stderr
     assert json.loads(result.stdout)["archs"] == ["sm_90a"]
 
 
@@ -261,7 +242,7 @@ def test_without_an_arch_for_the_gpus_here(run, asked, monkeypatch):
     found = [Gpu(0, "A", "sm_80"), Gpu(1, "B", "sm_120"), Gpu(2, "A", "sm_80")]
     monkeypatch.setattr(machine, "gpus", lambda: found)
     result = run("compile", "gaussian")
-    assert asked[0][1] == ("sm_80", "sm_120") and "machine's sm_80, sm_120." in result.stderr
+    assert asked[0].archs == ("sm_80", "sm_120") and "machine's sm_80, sm_120." in result.stderr
 
 
 # Whose descriptors.
@@ -284,7 +265,7 @@ def test_descriptors_of_the_working_directory(run, asked, modules, name):
     )
     result = run("compile", f"own.kernels:{name}", "laplace_l1", "--arch", "sm_80")
     assert result.exit_code == 0, result.output
-    descriptors = asked[0][0]
+    descriptors = asked[0].descriptors
     assert all(isinstance(found, kl.Pairwise) for found in descriptors)
     assert len(descriptors) == (3 if "several" in name else 2)
     assert descriptors[-1] == kl.laplace_l1()

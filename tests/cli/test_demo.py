@@ -104,13 +104,6 @@ def test_demo_as_json(run, few):
     assert json.loads(run("demo", "--json").stdout)["compiled"] == []
 
 
-def test_demo_as_json_says_what_is_wrong(run, few, monkeypatch):
-    monkeypatch.setitem(workloads.BOUNDS, "fp32", 0.0)
-    result = run("demo", "--json")
-    plain(result, 1, "the error is too large: gaussian 20x30x8; ")
-    assert all(call["bound"] == 0 for call in json.loads(result.stdout)["calls"])
-
-
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("case", ["demo", "bench"])
 def test_a_narrow_terminal_does_without_columns(run, few, timed, monkeypatch, case, width):
@@ -154,9 +147,14 @@ def test_demo_with_asserted_cache_says_what_is_missing(run, few, monkeypatch):
     plain(run("demo"), 1, "is not in the cache")
 
 
-def test_demo_fails_when_a_result_is_wrong(run, few, monkeypatch):
+@pytest.mark.parametrize("compiler", ["few", "without_cuda_core"])
+def test_demo_fails_when_a_result_is_wrong(run, monkeypatch, request, compiler):
+    request.getfixturevalue(compiler)
     monkeypatch.setitem(workloads.BOUNDS, "fp32", 0.0)
     plain(run("demo"), 1, "the error is too large: gaussian 20x30x8; ")
+    result = run("demo", "--json")
+    plain(result, 1, "the error is too large: gaussian 20x30x8; ")
+    assert all(call["bound"] == 0 for call in json.loads(result.stdout)["calls"])
 
 
 def test_demo_without_a_cache_says_so_once_and_runs(run, few, unusable_cache):
@@ -195,11 +193,6 @@ def test_demo_names_all_that_is_missing(run, without_cuda_core, monkeypatch):
     assert "Missing: cuda-bindings, cuda-core and NVRTC. " in run("demo").stdout
 
 
-def test_demo_without_a_compiler_fails_for_a_wrong_result(run, without_cuda_core, monkeypatch):
-    monkeypatch.setitem(workloads.BOUNDS, "fp32", 0.0)
-    plain(run("demo"), 1, "the error is too large: gaussian 20x30x8; ")
-
-
 def test_demo_of_a_gpu_needs_a_compiler(run, without_cuda_core, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "G 100", "sm_90a")])
     monkeypatch.setattr(workloads, "Maker", lambda device: None)
@@ -217,13 +210,10 @@ def test_the_gate_reads_events_that_the_demo_writes_when_asked():
 # The bench.
 
 
-def test_bench_without_a_gpu(run):
+def test_bench_without_a_gpu(run, monkeypatch):
     result = run("bench")
     plain(result, 1, "needs an NVIDIA GPU", "`kernlib doctor`", "`kernlib demo` runs on the CPU")
     assert result.stdout == ""
-
-
-def test_bench_of_a_gpu_that_is_too_old(run, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "A", None, "A is too old")])
     plain(run("bench"), 1, "needs an NVIDIA GPU", "A is too old")
 

@@ -33,11 +33,6 @@ def hostile(name):
     return Entry(ESCAPES if name == "escapes" else "pairwise", b"cubin", known | META[name])
 
 
-def mounted(monkeypatch, cache_dir, folder):
-    monkeypatch.setenv("KERNLIB_CACHE_DIR", f"{cache_dir}:{folder}")
-    fresh()
-
-
 def tame(result):
     """No traceback, and nothing for the terminal to obey."""
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -45,11 +40,9 @@ def tame(result):
 
 
 @pytest.mark.parametrize("name", META)
-def test_what_a_bundle_says_is_shown_and_not_obeyed(
-    run, cache_dir, tmp_path, monkeypatch, compiles, name
-):
+def test_what_a_bundle_says_is_shown_and_not_obeyed(run, tmp_path, mount, compiles, name):
     bundle.write(tmp_path / "bundle", {key_of("e"): hostile(name)})
-    mounted(monkeypatch, cache_dir, tmp_path / "bundle")
+    mount(tmp_path / "bundle")
     for command in READING:
         result = run("cache", *command)
         tame(result)

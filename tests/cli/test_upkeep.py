@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from kernlib.jit import bundle, service
-from kernlib.jit.environment import moved_aside, unclean_ends
+from kernlib.jit.environment import moved_aside
 from tests.cli.cases import (
     aside,
     command,
@@ -48,10 +45,6 @@ def test_verify_of_what_is_whole(run, tmp_path, mount, cache_dir):
         {"where": "bundle", "path": str(folder), "kernels": 2, "problems": []},
     ]
     assert run("cache", "verify").stdout.count("  ok  ") == 2
-
-
-def test_verify_of_a_cache_that_is_not_there_yet(run):
-    assert run("cache", "verify").exit_code == 0
 
 
 def test_verify_names_damaged_entries_and_drops_them(run):
@@ -134,23 +127,6 @@ def test_verify_of_bundles_that_are_damaged(run, tmp_path, mount):
         assert second["problems"][0]["kind"] == "refused"
 
 
-# What the store tells of its past.
-
-
-def test_a_store_tells_who_died_with_it_open(run, cache_dir):
-    code = (
-        "import os, signal; from kernlib.jit import layers\n"
-        "layers.layers().store.put(bytes(32), b'1'); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert unclean_ends(cache_dir) == []
-    for _ in range(2):
-        found = subprocess.run([sys.executable, "-c", code])
-        assert found.returncode == -signal.SIGKILL
-    assert len(unclean_ends(cache_dir)) == 1  # the second took care of the first
-    service.layers()
-    assert unclean_ends(cache_dir) == []  # this process has it open and lives
-
-
 # prune
 
 
@@ -201,19 +177,6 @@ def test_prune_with_nobody_to_ask_prunes_and_keeps_the_rest(run, cache_dir, monk
     result = run("cache", "prune", "--unused", "30")
     assert result.exit_code == 1 and "Dropped 1 kernel" in result.stdout
     assert len(moved_aside(cache_dir)) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments, parts",
-    [
-        ((), ("--unused DAYS", "--to SIZE")),
-        (("--yes",), ("--unused DAYS", "--to SIZE")),
-        (("--to", "plenty"), ("--to", "plenty", "100M")),
-        (("--unused", "-3"), ("--unused",)),
-    ],
-)
-def test_prune_refuses_what_it_cannot_use(run, arguments, parts):
-    plain(run("cache", "prune", *arguments), 2, *parts)
 
 
 # clear
@@ -282,10 +245,3 @@ def test_a_cache_that_others_may_write(run, cache_dir):
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
     plain(run("cache", "verify"), 1, "others may write it (mode 777)", "KERNLIB_CACHE_DIR")
-
-
-def test_prune_says_what_is_wrong_with_a_setting(run, monkeypatch):
-    monkeypatch.setenv("KERNLIB_CACHE_BYTES", "abc")
-    result = run("cache", "prune")
-    assert result.exit_code == 1 and "Traceback" not in result.stderr
-    assert result.stderr.startswith("Error: KERNLIB_CACHE_BYTES='abc' cannot be used")

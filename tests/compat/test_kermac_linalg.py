@@ -30,7 +30,7 @@ def laid(t, layout):
     return big[..., : t.shape[-2], : t.shape[-1]]
 
 
-LAYOUTS = ("row", "column", "row padded", "column padded")  # W10
+LAYOUTS = ("row", "column", "row padded", "column padded")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -55,7 +55,7 @@ def test_cholesky_solves_for_rows(layout, batch, overwrite):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fill_mode", FillMode)
-def test_the_other_triangle_is_not_read(layout, fill_mode):  # W13
+def test_the_other_triangle_is_not_read(layout, fill_mode):
     a, b = positive(), draw(C, N, seed=1)
     upper = fill_mode is FillMode.UPPER
     other = torch.full_like(a, 100.0)
@@ -68,7 +68,7 @@ def test_the_other_triangle_is_not_read(layout, fill_mode):  # W13
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [(), (L,)])
-def test_lu_solves_one_system_in_every_layout(layout, batch):  # W11
+def test_lu_solves_one_system_in_every_layout(layout, batch):
     a, b = draw(*batch, N, N), draw(*batch, C, N, seed=1)
     x, factored, solved = kermac.solve_lu(laid(a, layout), laid(b, layout))
     torch.testing.assert_close(x @ a, b)
@@ -86,7 +86,7 @@ def test_batches_broadcast(solve):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eigenvectors_are_columns_in_every_layout(layout):  # W12
+def test_eigenvectors_are_columns_in_every_layout(layout):
     a = positive(L)
     w, vectors, info = kermac.eigh(laid(a, layout))
     assert w.shape == (L, N) and vectors.shape == (L, N, N) and info.shape == (L,)
@@ -123,5 +123,5 @@ def test_what_is_refused():
         kermac.eigh(a[None, None])
     with pytest.raises(TypeError, match="a must be a tensor"):
         kermac.solve_lu([1.0], b)
-    with pytest.raises(ValueError, match=r"overwrite_a|overlap"):  # W14
+    with pytest.raises(ValueError, match=r"overwrite_a|overlap"):
         kermac.solve_cholesky(a.expand(L, N, N), b.expand(L, C, N), overwrite_a=True)

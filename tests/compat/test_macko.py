@@ -1,4 +1,4 @@
-"""MACKO's names on CPU tensors: its own six tests, and what it gets wrong."""
+"""MACKO's names on CPU tensors: values, and what is refused."""
 
 import pytest
 import torch
@@ -17,12 +17,6 @@ def test_golden_vectors(name):
     assert [t.dtype for t in compressed[:3]] == [HALF, torch.uint8, torch.int32]
     found = [compressed[0].view(torch.int16).tolist(), *(t.tolist() for t in compressed[1:3])]
     assert found == [values, deltas, row_ptr]
-
-
-def test_small_product():
-    dense, _ = cases.golden()["G1"]
-    x = torch.linspace(-1, 1, 32).to(HALF)
-    assert torch.allclose(macko.multiply(macko.compress(dense), x), dense @ x)
 
 
 @pytest.mark.parametrize("density", (1.0, 0.5, 0.1, 0.01, 0.001, 0.0))
@@ -44,13 +38,6 @@ def test_shapes(shape, seed):
     y = macko.multiply(compressed, torch.ones(shape[1], dtype=HALF))
     assert torch.allclose(y, dense.float().sum(1).to(HALF), rtol=2e-3, atol=2e-3)
     assert all(t.device.type == "cpu" for t in macko.move_to_device(compressed, "cpu")[:3])
-
-
-def test_any_strides(seed):
-    dense, x = cases.random(30, 50, 0.3), torch.randn(100).to(HALF)
-    compressed = macko.compress(dense.mT.contiguous().mT)
-    found = macko.multiply(compressed, x[::2])
-    assert torch.equal(found, macko.multiply(compressed, x[::2].contiguous()))
 
 
 def test_what_is_refused(seed):
@@ -204,13 +191,6 @@ def test_tensors_without_memory_of_their_own_are_refused(name, seed):
             call(freed)
         with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got a nested one"):
             call(nested)
-
-
-def test_saving_takes_the_tuple(seed, tmp_path):
-    compressed = macko.compress(cases.random(8, 20, 0.5))
-    torch.save(compressed, tmp_path / "m.pt")
-    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
-    assert torch.equal(macko.decompress(loaded), macko.decompress(compressed))
 
 
 def test_the_operator(seed):

@@ -7,7 +7,9 @@ import os
 
 import pytest
 
-from tests.contract import cases, families, of_cli
+from tests.contract import families, of_cli
+
+pytestmark = pytest.mark.few(1000)  # each public function is a promise
 
 COUNT = int(os.environ.get("KERNLIB_CONTRACT_CASES", "2000"))
 SEED = int(os.environ.get("KERNLIB_CONTRACT_SEED", "0"))
@@ -29,17 +31,3 @@ def test_a_command_line_ends_in_words(nothing_compiles, tmp_path, monkeypatch):
 
 def test_every_public_function_has_an_entry():
     assert families.public() - families.covered() == set()
-
-
-def test_a_fault_is_one(nothing_compiles):
-    """The judge: what is torch's own, names nothing, or is wrong does not pass."""
-    import torch
-
-    def run(call, wanted=None):
-        entry = cases.Entry(call, lambda c: {"a": c.randn(2, 2)}, 1, wanted=wanted)
-        return [cases.run(entry, "f", 0, index).fault for index in range(40)]
-
-    assert sum(map(bool, run(lambda a: torch.ops.aten.mm(a)))) > 25
-    assert any(run(lambda a: a.nosuch))
-    assert any(run(lambda a: a + 1, lambda a: a))
-    assert not any(run(lambda a: 0))

@@ -2,6 +2,7 @@
 memory with them, copied first or not, flags are flags, and names are the caller's."""
 
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 import kernlib as kl
 from kernlib import linalg
 from kernlib.compat import kermac
+
+pytestmark = pytest.mark.few(1000)  # each public function is a promise
 
 GAUSSIAN, WIDTH = kl.gaussian(), {"bandwidth": 2.0}
 FACTOR = kl.KroneckerSparse(2, 3, 3, 2)
@@ -104,64 +107,52 @@ def test_a_batch_that_is_copied_is_looked_at_before():
     assert torch.equal(whole, before)
 
 
-# Flags. Each call takes the flag's value last; those that are None in its place are not bools only.
+# Flags.
 
 POINTS = torch.rand(5, 3), torch.rand(4, 3)
 PAIRS = torch.rand(4, 5), torch.rand(3, 4), torch.rand(2, 4), torch.rand(3, 5)
-FLAGS = {
-    "run_kernel debug": lambda x: kl.run_kernel(GAUSSIAN, *POINTS, debug=x, **WIDTH),
-    "run_kernel accumulate": lambda x: kl.run_kernel(GAUSSIAN, *POINTS, accumulate=x, **WIDTH),
-    "factor debug": lambda x: kl.run_kernel(
-        FACTOR, torch.rand(12), torch.rand(2, 3, 3, 2), debug=x
+SOLVE = "overwrite_a overwrite_b check_errors"
+FLAGS = {  # of each call, by name
+    "run_kernel": (partial(kl.run_kernel, GAUSSIAN, *POINTS, **WIDTH), "debug accumulate"),
+    "factor": (partial(kl.run_kernel, FACTOR, torch.rand(12), torch.rand(2, 3, 3, 2)), "debug"),
+    "cdist": (partial(kl.cdist, *POINTS), "root debug"),
+    "cdist_grad": (partial(kl.cdist_grad, *PAIRS), "debug"),
+    "cdist_expadd": (partial(kl.cdist_expadd, *POINTS, scale=-1.0), "debug"),
+    "cdist_grad_expadd": (partial(kl.cdist_grad_expadd, *PAIRS, scale=-1.0), "debug"),
+    "agop": (partial(kl.agop, GAUSSIAN, *POINTS, PAIRS[2], **WIDTH), "diagonal centred"),
+    "kernel_topk": (partial(kl.kernel_topk, GAUSSIAN, *POINTS, 1, **WIDTH), "largest"),
+    "compile": (partial(kl.compile, []), "debug progress"),
+    "prepare": (partial(kl.prepare, GAUSSIAN, *POINTS, **WIDTH), "debug progress"),
+    "tune": (partial(kl.tune, GAUSSIAN, *POINTS, **WIDTH), "progress"),
+    "solve_cholesky": (partial(linalg.solve_cholesky, square(), square()), f"upper {SOLVE}"),
+    "solve_lu": (partial(linalg.solve_lu, square(), square()), SOLVE),
+    "eigh": (partial(linalg.eigh, square()), "upper overwrite_a check_errors"),
+    "kermac run_kernel": (
+        partial(kermac.run_kernel, kermac.l1_norm, *POINTS),
+        "try_to_align debug",
     ),
-    "cdist root": lambda x: kl.cdist(*POINTS, root=x),
-    "cdist debug": lambda x: kl.cdist(*POINTS, debug=x),
-    "cdist_grad debug": lambda x: kl.cdist_grad(*PAIRS, debug=x),
-    "cdist_expadd debug": lambda x: kl.cdist_expadd(*POINTS, scale=-1.0, debug=x),
-    "cdist_grad_expadd debug": lambda x: kl.cdist_grad_expadd(*PAIRS, scale=-1.0, debug=x),
-    "agop diagonal": lambda x: kl.agop(GAUSSIAN, *POINTS, PAIRS[2], diagonal=x, **WIDTH),
-    "agop centred": lambda x: kl.agop(GAUSSIAN, *POINTS, PAIRS[2], centred=x, **WIDTH),
-    "kernel_topk largest": lambda x: kl.kernel_topk(GAUSSIAN, *POINTS, 1, x, **WIDTH),
-    "compile debug": lambda x: kl.compile([], debug=x),
-    "compile progress": lambda x: kl.compile([], progress=x),
-    "prepare debug": lambda x: kl.prepare(GAUSSIAN, *POINTS, debug=x, **WIDTH),
-    "prepare progress": lambda x: kl.prepare(GAUSSIAN, *POINTS, progress=x, **WIDTH),
-    "tune progress": lambda x: kl.tune(GAUSSIAN, *POINTS, progress=x, **WIDTH),
-    "solve_cholesky upper": lambda x: linalg.solve_cholesky(square(), square(), upper=x),
-    "eigh upper": lambda x: linalg.eigh(square(), upper=x),
-    "eigh overwrite_a": lambda x: linalg.eigh(square(), overwrite_a=x),
-    "eigh check_errors": lambda x: linalg.eigh(square(), check_errors=x),
-    "kermac run_kernel try_to_align": lambda x: kermac.run_kernel(
-        kermac.l1_norm, *POINTS, try_to_align=x
+    "kermac cdist": (partial(kermac.cdist, *POINTS), "skip_epilogue try_to_align"),
+    "kermac cdist_expadd": (partial(kermac.cdist_expadd, *POINTS, scale=-1.0), "try_to_align"),
+    "kermac cdist_grad_expadd": (
+        partial(kermac.cdist_grad_expadd, *PAIRS, scale=-1.0),
+        "try_to_align",
     ),
-    "kermac run_kernel debug": lambda x: kermac.run_kernel(kermac.l1_norm, *POINTS, debug=x),
-    "kermac cdist skip_epilogue": lambda x: kermac.cdist(*POINTS, skip_epilogue=x),
-    "kermac cdist try_to_align": lambda x: kermac.cdist(*POINTS, try_to_align=x),
-    "kermac cdist_expadd try_to_align": lambda x: kermac.cdist_expadd(
-        *POINTS, scale=-1.0, try_to_align=x
+    "kermac solve_cholesky": (partial(kermac.solve_cholesky, square(), square()), SOLVE),
+    "kermac solve_lu": (partial(kermac.solve_lu, square(), square()), "debug"),
+    "kermac pre_compile_descriptors": (
+        partial(kermac.pre_compile_descriptors, 0, kermac.l1_norm),
+        "debug",
     ),
-    "kermac cdist_grad_expadd try_to_align": lambda x: kermac.cdist_grad_expadd(
-        *PAIRS, scale=-1.0, try_to_align=x
-    ),
-    "kermac solve_lu debug": lambda x: kermac.solve_lu(square(), square(), debug=x),
-    "kermac pre_compile_descriptors debug": lambda x: kermac.pre_compile_descriptors(
-        0, kermac.l1_norm, debug=x
-    ),
-    **{
-        f"{solve.__module__} {solve.__name__} {flag}": lambda x, solve=solve, flag=flag: solve(
-            square(), square(), **{flag: x}
-        )
-        for solve in (linalg.solve_cholesky, linalg.solve_lu, kermac.solve_cholesky)
-        for flag in ("overwrite_a", "overwrite_b", "check_errors")
-    },
 }
 
 
 @pytest.mark.parametrize("value", ("no", 0, 1.0, [], torch.tensor(True)), ids=repr)
-@pytest.mark.parametrize("case", FLAGS)
-def test_flags_are_true_or_false(case, value):
-    with pytest.raises(TypeError, match=f"{case.split()[-1]} must be"):
-        FLAGS[case](value)
+@pytest.mark.parametrize(
+    ("case", "flag"), [(case, flag) for case in FLAGS for flag in FLAGS[case][1].split()]
+)
+def test_flags_are_true_or_false(case, flag, value):
+    with pytest.raises(TypeError, match=f"{flag} must be"):
+        FLAGS[case][0](**{flag: value})
 
 
 def test_power_sums_of_an_infinite_exponent_are_refused_in_tensors_too():

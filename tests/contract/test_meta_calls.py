@@ -8,6 +8,8 @@ import kernlib as kl
 from kernlib import linalg, sparse
 from kernlib.compat import kermac
 
+pytestmark = pytest.mark.few(1000)  # each public function is a promise
+
 GAUSSIAN, FACTOR = kl.gaussian(), kl.KroneckerSparse(2, 3, 4, 5)
 CHAIN = kl.KroneckerSparseChain((FACTOR, kl.KroneckerSparse(1, 4, 6, 5)))
 WIDTH = {"bandwidth": 2.0}

@@ -95,7 +95,7 @@ EDGES = {  # at v = 0
 
 @pytest.mark.parametrize("text", EDGES)
 @pytest.mark.parametrize("smallest", [1e-38, 1e-300])
-def test_w6_where_there_is_none_it_is_torchs(text, smallest):
+def test_where_there_is_none_it_is_torchs(text, smallest):
     dtype = torch.float32 if smallest == 1e-38 else DOUBLE
     found, wanted = both((custom(text),), torch.zeros(1, dtype=dtype), {}, smallest=smallest)
     assert found == wanted == EDGES[text]
@@ -103,7 +103,7 @@ def test_w6_where_there_is_none_it_is_torchs(text, smallest):
 
 @pytest.mark.parametrize("gain", [0.3, 1.0, 1.4, 2.0, 3.5])
 @pytest.mark.parametrize("by", ["v", "gain"])
-def test_w6_powers_of_zero_by_a_parameter(gain, by):
+def test_powers_of_zero_by_a_parameter(gain, by):
     s = torch.tensor([0.0, 1e-80, 0.5, 2.0], dtype=DOUBLE)
     found, wanted = both((custom("v ** gain"),), s, {"gain": number(gain)}, by=by)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)

@@ -17,11 +17,6 @@ from kernlib.descriptors.expression import FUNCTIONS
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import exp_power_sum
 
-INNER = (kl.Identity(), kl.Abs(), kl.Square(), kl.Sqrt(), kl.Power())
-OUTER = (kl.Identity(), kl.Abs(), kl.Square(), kl.Sqrt(), kl.Power())
-KERNELS = (None, kl.Laplace(), kl.Gaussian())
-PREDECESSOR = list(itertools.product(("difference", "dot"), INNER, OUTER, KERNELS))
-
 NAMED = {
     "l1": kl.l1_distance(),
     "l2": kl.l2_distance(),
@@ -84,15 +79,8 @@ def test_different_descriptors_differ_in_value_and_bytes():
 
 
 STAGES = (
-    kl.Identity,
-    kl.Abs,
-    kl.Square,
-    kl.Sqrt,
-    kl.Power,
-    kl.Root,
-    stages.ExpPower,
-    stages.PowerLog,
-)
+    kl.Identity, kl.Abs, kl.Square, kl.Sqrt, kl.Power, kl.Root, stages.ExpPower, stages.PowerLog,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", STAGES)
@@ -195,17 +183,6 @@ def test_names_of_what_has_more_than_a_name():
     assert other.describe() == "Pairwise(op=dot, inner=Abs(), outer=Sqrt())"
 
 
-@pytest.mark.parametrize(("operator", "inner", "outer", "kernel"), PREDECESSOR)
-def test_every_combination_of_the_predecessor_can_be_built(operator, inner, outer, kernel):
-    built = kl.Pairwise(operator, inner, outer, kernel)
-    assert built.parameters == (("bandwidth",) if kernel else ())
-    assert built.describe().startswith((f"Pairwise(op={operator}", *CALLED))
-
-
-def test_the_predecessors_combinations_are_150_different_ones():
-    assert len({kl.Pairwise(*parts).canonical() for parts in PREDECESSOR}) == 150
-
-
 REFUSED = {
     "operator": (lambda: kl.Pairwise("sum"), "'difference', 'dot'.*'sum'"),
     "root without power": (lambda: kl.Pairwise(outer=kl.Root()), r"Root\(\) needs inner=Power\(\)"),
@@ -233,22 +210,14 @@ REFUSED = {
     "syntax": (lambda: kl.Custom("v +"), "does not parse"),
     "empty": (lambda: kl.Custom(""), "does not parse"),
     "statement": (lambda: kl.Custom("v = 1"), "does not parse"),
-    "keyword": (lambda: kl.Custom("exp(x=v)"), "not part of the language"),
     "attribute": (lambda: kl.Custom("v.real"), "'v.real' is not part of the language"),
-    "method": (lambda: kl.Custom("v.exp()"), "not part of the language"),
     "call of a call": (lambda: kl.Custom("exp(v)(v)"), "not part of the language"),
     "lambda": (lambda: kl.Custom("lambda: v"), "'lambda: v' is not part of the language"),
     "string": (lambda: kl.Custom("v * 'x'"), "not part of the language"),
-    "bool": (lambda: kl.Custom("v * True"), "'True' is not part of the language"),
-    "complex": (lambda: kl.Custom("v * 1j"), "'1j' is not part of the language"),
     "comparison": (lambda: kl.Custom("v < 1"), "'v < 1' is not part of the language"),
-    "conditional": (lambda: kl.Custom("v if v else v"), "not part of the language"),
     "subscript": (lambda: kl.Custom("v[0]"), "not part of the language"),
-    "starred": (lambda: kl.Custom("max(*v, v)"), "not part of the language"),
     "walrus": (lambda: kl.Custom("(v := 1)"), "not part of the language"),
     "power": (lambda: kl.Custom("v^2"), r"'v\^2' is not part of .*; a power is v\*\*2$"),
-    "modulo": (lambda: kl.Custom("v % 2"), "'v % 2' is not part of the language"),
-    "invert": (lambda: kl.Custom("~v"), "'~v' is not part of the language"),
     "position": (lambda: kl.Custom("v + row"), "names 'row'.*positions are known to scores and"),
     "condition": (lambda: kl.Custom("v * (v < 1)"), "Conditions and whole numbers.*of scores and"),
     "quotient": (lambda: kl.Custom("v // 2"), "'v // 2'.*whole numbers are parts of scores and"),
@@ -263,18 +232,10 @@ REFUSED = {
     "infinite literal": (lambda: kl.Custom("v * 1e999"), "1e999"),
     "endless literal": (lambda: kl.Custom("v * 1" + 400 * "0"), "10000"),
 }
-RESERVED = ["p", "inner_p", "outer_p", "epsilon", "regularization", "out", "accumulate", "debug"]
-RESERVED += [
-    "a",
-    "b",
-    "descriptor",
-    "lengthscale",
-    "row_offset",
-    "col_offset",
-    "pi",
-    "e",
-    *FUNCTIONS,
-]
+RESERVED = (
+    "p", "inner_p", "outer_p", "epsilon", "regularization", "out", "accumulate", "debug", "a", "b",
+    "descriptor", "lengthscale", "row_offset", "col_offset", "pi", "e", *FUNCTIONS,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -294,10 +255,7 @@ def test_reserved_names_cannot_be_parameters(name):
 
 WRONG_PARTS = {
     "inner": (lambda: kl.Pairwise(inner=kl.Root()), r"inner must be one of.*Power\(\).*Root"),
-    "inner class": (lambda: kl.Pairwise(inner=kl.Abs), "inner must be one of"),
     "outer": (lambda: kl.Pairwise(outer="sqrt"), r"outer must be one of.*Root\(\).*'sqrt'"),
-    "epilogue": (lambda: kl.Pairwise(epilogue="laplace"), "such as Laplace.*'laplace'"),
-    "epilogue class": (lambda: kl.Pairwise(epilogue=kl.Laplace), "such as Laplace"),
     "epilogue part": (lambda: kl.Pairwise(epilogue=(kl.Scale(), 3)), "such as Laplace.*3"),
     "symmetric": (lambda: kl.Pairwise(symmetric=1), "symmetric must be a bool, got 1"),
     "direct": (lambda: kl.Pairwise(direct=None), "direct must be a bool, got None"),

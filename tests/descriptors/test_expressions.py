@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib.descriptors.expression import FUNCTIONS, Number, names, parse
-from kernlib.errors import CompileError
+from kernlib.descriptors.expression import FUNCTIONS
 from kernlib.jit.compiler import compile_spec
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.epilogue_source import EpilogueSource
@@ -143,11 +142,6 @@ def test_a_chain_applies_from_left_to_right():
     assert expressions.apply(chain, torch.tensor([2.0]), {"scale": 3.0}).item() == 49
 
 
-def test_names_are_those_that_occur():
-    assert names(parse("exp(v) * gain + pi", PARAMETERS)) == {"v", "gain"}
-    assert parse("pi", ()) == Number(math.pi)
-
-
 def cuda(*epilogues):
     return EpilogueSource(tuple(epilogues), "EPILOGUE")
 
@@ -243,10 +237,3 @@ def spec_of(epilogue, acc):
 def test_everything_compiles_for_both_types(text, acc):
     made = compile_spec(spec_of(kl.Custom(text, ("w",)), acc), "sm_90a")
     assert made.cubin[:4] == b"\x7fELF"
-
-
-def test_a_promoted_expression_would_be_noticed():
-    spec = spec_of(kl.Custom("v * 0.5"), "float")
-    bare = spec._replace(source=spec.source.replace("AccT(0.5)", "0.5"))
-    with pytest.raises(CompileError, match="promoted"):
-        compile_spec(bare, "sm_90a")

@@ -253,12 +253,6 @@ def test_what_is_no_stage_is_told_what_to_write():
 # Expressions.
 
 
-def test_custom_needs_its_expression():
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'expression'"):
-        kl.Custom()
-    assert [*inspect.signature(kl.Custom).parameters] == ["expression", "parameters"]
-
-
 @pytest.mark.parametrize(
     ("text", "parameters", "message"),
     [

@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 
-from kernlib.jit import layers
+from kernlib.jit import layers, service
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
 from tests.support.limits import LIMIT_S
@@ -37,6 +37,20 @@ class Compiler:
         if self.error is not None:
             raise type(self.error)(*self.error.args)
         return made_of(wanted, arch)
+
+
+def loading(monkeypatch, refusals=0, error="CUDA_ERROR_INVALID_IMAGE"):
+    """Kernels are loaded without a driver, but for the first ones; the list of what was given."""
+    loads = []
+
+    def load(built, asked, device):
+        loads.append(built)
+        if len(loads) <= refusals:
+            raise RuntimeError(f"CUDA driver: {error}")
+        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, device)
+
+    monkeypatch.setattr(service, "load", load)
+    return loads
 
 
 def in_threads(count, work):

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 
 import lmdb
@@ -13,17 +11,9 @@ from kernlib import events, settings
 from kernlib.errors import NotCachedError
 from kernlib.jit import bundle, compiler, entry, layers, service, toolchain
 from kernlib.jit.entry import Entry
-from kernlib.jit.spec import KernelSpec
 from tests.jit.process_cases import forked, succeeds
+from tests.jit.service_cases import ARCH, SPEC, loading, spec
 from tests.jit.store_cases import key, no_store_outlives_its_test, opened  # noqa: F401
-from tests.support.paths import ROOT
-
-ARCH = "sm_90a"
-SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, description="a kernel")
-
-
-def spec(number):
-    return SPEC._replace(source=f"{SPEC.source}// {number}\n")
 
 
 @pytest.fixture
@@ -154,15 +144,7 @@ def test_a_machine_without_a_compiler_runs_what_a_bundle_holds(
 def test_what_the_driver_refuses_of_a_bundle_is_compiled(tmp_path, roots, compiles, monkeypatch):
     made_bundle(tmp_path, roots)
     compiles.clear()
-    loads = []
-
-    def load(built, asked, device):
-        loads.append(built)
-        if len(loads) == 1:
-            raise RuntimeError("CUDA driver: CUDA_ERROR_INVALID_IMAGE")
-        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1)
-
-    monkeypatch.setattr(service, "load", load)
+    loads = loading(monkeypatch, 1)
     service.kernel(spec(1), 0, ARCH)
     assert len(loads) == 2 and compiles == [(spec(1).source, ARCH)]
 
@@ -284,26 +266,6 @@ def test_equal_kernels_give_equal_bytes(tmp_path, roots, compiles):
     assert len(digests) == 1
 
 
-@pytest.mark.slow
-def test_real_kernels_from_two_processes_give_equal_bytes(tmp_path):
-    code = (
-        "import kernlib as kl, torch; from pathlib import Path\n"
-        "from kernlib.jit import bundle, layers\n"
-        "x = torch.empty(100, 8, device='meta')\n"
-        "kl.compile(kl.laplace_l1(), specs=(x, x), bandwidth=1.0, archs=('sm_90a', 'sm_80'))\n"
-        "bundle.write(Path('bundle'), bundle.collect(layers.layers().store.items()))\n"
-    )
-    found = set()
-    for name in ("one", "a longer name"):
-        folder = tmp_path / name
-        folder.mkdir()
-        env = {**os.environ, "KERNLIB_CACHE_DIR": str(folder / "cache")}
-        env["PYTHONPATH"] = str(ROOT)
-        subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, check=True)
-        found.add((folder / "bundle" / bundle.FILE).read_bytes())
-    assert len(found) == 1
-
-
 def test_export_and_import_round_trip(tmp_path, roots, compiles):
     path = made_bundle(tmp_path, roots)
     roots(tmp_path / "other")
@@ -364,12 +326,6 @@ def test_a_reader_keeps_the_file_it_has_open_while_it_is_replaced(tmp_path):
     found.close()
     assert found.get(key(1)) is None and found.get(key(2)) is not None
     assert [path.name for path in folder.iterdir()] == [bundle.FILE]
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
-        bundle.write(tmp_path / "file" / "below", {})
 
 
 def test_an_empty_bundle_is_one(tmp_path):

@@ -1,6 +1,7 @@
 """What a kernel is compiled from is what its key was made of, wherever that happens."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -152,6 +153,21 @@ def test_what_was_compiled_while_sources_were_read_anew_is_not_kept(tree, fake, 
     assert layers.layers().store.get(new.key) is not None
 
 
+def test_the_key_changes_with_every_header_and_not_with_its_place(tree, monkeypatch):
+    spec = PLAIN._replace(source='#include "pairwise/direct/direct.cuh"\n')
+    keys, names = {service.digest(spec, ARCH)}, sources.closure(spec.source)
+    moved = shutil.copytree(tree, tree.with_name("moved"))
+    monkeypatch.setattr(sources, "root", lambda: moved)
+    forget()
+    assert service.digest(spec, ARCH) in keys and len(names) >= 6
+    for name in names:
+        with open(moved / name, "a") as file:
+            file.write("// changed\n")
+        forget()
+        keys.add(service.digest(spec, ARCH))
+    assert len(keys) == len(names) + 1
+
+
 # One text of many.
 
 
@@ -206,9 +222,12 @@ def test_messages_name_the_file_and_its_line(tree):
     (tree / "a.cuh").write_text("#pragma once\n\nint wrong = nonsense_a;\n")
     source = '\n#include "a.cuh"\n#include "common/types.cuh"\nint x = nonsense_x;\n'
     with pytest.raises(kl.CompileError) as caught:
-        compiler.compile_spec(PLAIN._replace(source=source), ARCH)
-    assert "a.cuh(3): error" in caught.value.log and "kernlib_test.cu(4): error" in caught.value.log
-    assert "> 4 | int x = nonsense_x;" in str(caught.value)
+        compiler.compile_spec(PLAIN._replace(source=source, description="a kernel"), ARCH)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert "a.cuh(3): error" in error.log and "kernlib_test.cu(4): error" in error.log
+        assert 'identifier "nonsense_x" is undefined' in error.log and error.source == source
+        text = str(error)
+        assert "> 4 | int x = nonsense_x;" in text and "a kernel" in text and ARCH in text
 
 
 def test_an_include_that_no_digest_covers_is_refused(tmp_path):

@@ -78,11 +78,6 @@ def test_damage_is_a_miss(value):
     assert unpack(KEY, value) is None
 
 
-def test_helper_rebuilds_a_good_value():
-    assert rebuilt() == VALUE
-    assert unpack(KEY, rebuilt()) == ENTRY
-
-
 def test_its_repr_is_short():
     assert repr(ENTRY) == "Entry('kernlib_main', 4096 bytes, sm_90a)"
 

@@ -22,7 +22,7 @@ from kernlib.jit import (
 )
 from kernlib.jit.locks import hold_file
 from kernlib.jit.store import LmdbStore
-from tests.jit.service_cases import ARCH, SPEC, spec
+from tests.jit.service_cases import ARCH, SPEC, loading
 from tests.support.interrupts import Interrupt
 from tests.support.limits import LIMIT_S
 
@@ -53,11 +53,7 @@ strides = pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.ma
 @pytest.fixture
 def loads(fake, monkeypatch):
     """Kernels that are loaded without a driver."""
-
-    def load(built, asked, device):
-        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1)
-
-    monkeypatch.setattr(service, "load", load)
+    loading(monkeypatch)
     return fake
 
 
@@ -146,27 +142,6 @@ def test_a_first_build_can_be_interrupted_anywhere(tmp_path, loads, monkeypatch,
         assert_nothing_is_held(folder)
 
     assert each_place(first, check, stride) > 300
-    close()
-
-
-@strides
-def test_a_build_in_an_open_store_can_be_interrupted_anywhere(tmp_path, loads, monkeypatch, stride):
-    """Each takes a kernel of its own, of one store, which stays."""
-    use(tmp_path, monkeypatch)
-    service.build(SPEC, ARCH)
-    wanted = {}
-
-    def next_one(at):
-        wanted["now"] = spec(at)
-        return tmp_path, lambda: service.kernel(wanted["now"], 0, ARCH)
-
-    def check(folder):
-        in_thread(lambda: service.kernel(wanted["now"], 0, ARCH))
-        key = service.digest(wanted["now"], ARCH)
-        assert in_thread(lambda: layers.layers().store.get(key)) is not None
-        assert_nothing_is_held(folder)
-
-    assert each_place(next_one, check, stride) > 100
     close()
 
 

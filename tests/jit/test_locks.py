@@ -3,33 +3,30 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from kernlib.jit import locks as module
 from kernlib.jit.locks import ForkGuard, KeyLocks, MemoryLocks, hold_file
 from tests.jit.process_cases import forked, succeeds
+from tests.jit.store_cases import start
 from tests.support.limits import LIMIT_S
-from tests.support.paths import ROOT
 
 KEY = b"\x07" + bytes(31)
 SAME_SHARD = b"\x07" + bytes(range(31))
 OTHER = b"\x08" + bytes(31)
 
 
-def python(code, *args, **options):
-    """A child interpreter with `locks` on its first argument; `say` tells us a line."""
-    head = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom kernlib.jit.locks import KeyLocks\n"
-        "folder, KEY = Path(sys.argv[1]), bytes([7]) + bytes(31)\nlocks = KeyLocks(folder)\n"
-    )
-    env = dict(os.environ, PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-c", head + code, *map(str, args)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, **options)
+LOCKS = (
+    "import time\nfrom kernlib.jit.locks import KeyLocks\n"
+    "folder, KEY = Path(sys.argv[1]), bytes([7]) + bytes(31)\nlocks = KeyLocks(folder)\n"
+)
+
+
+def python(code, folder, **options):
+    """A child interpreter with `locks` on the folder, whose lines we read."""
+    return start(LOCKS + code, folder, stdout=subprocess.PIPE, text=True, **options)
 
 
 HOLD = "with locks.hold(KEY, 10) as owned:\n print(owned, flush=True)\n time.sleep(60)"
@@ -43,18 +40,6 @@ def taken(locks, key=KEY, timeout=0.05):
 @pytest.fixture(params=["files", "memory"])
 def locks(request, tmp_path):
     return KeyLocks(tmp_path / "locks") if request.param == "files" else MemoryLocks()
-
-
-def test_nothing_is_made_before_use(tmp_path):
-    KeyLocks(tmp_path / "a" / "b")
-    assert not (tmp_path / "a").exists()
-
-
-def test_modes(tmp_path):
-    with KeyLocks(tmp_path / "a" / "b").hold(KEY, 1) as owned:
-        assert owned
-    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "a" / "b" / "07.lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_threads_exclude_each_other(locks):
@@ -89,12 +74,6 @@ def test_timeout_yields_false_and_waits_once(locks):
         thread.join(LIMIT_S)
         assert not taken(locks, OTHER)
     assert waits == [1] and got == [False]
-    assert not taken(locks)
-
-
-def test_an_error_inside_frees_the_lock(locks):
-    with pytest.raises(OSError, match="mine"), locks.hold(KEY, 1):
-        raise OSError("mine")
     assert not taken(locks)
 
 
@@ -171,28 +150,6 @@ def test_a_removed_lock_file_does_not_make_two_owners(tmp_path):
     assert not taken(locks)
 
 
-def test_fork_while_held(tmp_path):
-    locks = KeyLocks(tmp_path)
-    read, write = os.pipe()
-    with locks.hold(KEY, 1) as owned:
-        assert owned
-        pid = os.fork()
-        if pid:
-            os.close(read)
-        else:  # leaving the block in the child must not free the parent's lock
-            os.close(write)
-    if pid == 0:
-        try:
-            os.read(read, 1)  # until the parent has left its block and closed its end
-            mine = not taken(locks)
-            with hold_file(tmp_path / "07.lock", 0) as owned:
-                os._exit(0 if mine and owned else 1)
-        finally:
-            os._exit(2)
-    os.close(write)
-    succeeds(pid)
-
-
 def test_a_child_that_leaves_the_block_keeps_the_parents_lock(tmp_path):
     locks = KeyLocks(tmp_path)
     held = locks.hold(KEY, 1)
@@ -259,31 +216,6 @@ def test_a_fork_waits_for_the_work_of_others_and_lets_none_begin():
     for thread in threads:
         thread.join(LIMIT_S)
     assert order == ["first", "second"]
-
-
-def test_a_fork_waits_neither_for_its_own_thread_nor_for_ever(monkeypatch):
-    guard, pauses = ForkGuard(), []
-    clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses))
-    monkeypatch.setattr(module, "time", clock)
-    with guard.work():
-        guard.before_fork()
-        guard.after_in_parent()
-    assert pauses == []
-    stuck, inside = threading.Event(), threading.Event()
-
-    def hang():
-        with guard.work():
-            inside.set()
-            stuck.wait(LIMIT_S)
-
-    thread = threading.Thread(target=hang)
-    thread.start()
-    assert inside.wait(LIMIT_S)
-    guard.before_fork()
-    guard.after_in_parent()
-    stuck.set()
-    thread.join(LIMIT_S)
-    assert sum(pauses[:-1]) < module.FORK_WAIT_S <= sum(pauses)
 
 
 def test_a_guard_whose_hooks_come_in_the_middle_of_a_fork_stays_open():

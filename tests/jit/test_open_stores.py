@@ -15,7 +15,7 @@ import pytest
 
 from kernlib.jit import environment, locks, open_stores
 from kernlib.jit import store as module
-from kernlib.jit.open_stores import Presence, fingerprint
+from kernlib.jit.open_stores import fingerprint
 from kernlib.jit.store import MemoryStore, open_store
 from tests.jit.process_cases import forked, succeeds
 from tests.jit.store_cases import (
@@ -100,9 +100,11 @@ def test_after_a_kill_the_pages_are_walked_once(tmp_path, walks):
     assert len(walks) == 1
 
 
-def test_marks_that_a_reboot_left_are_those_of_the_dead(tmp_path, walks):
+@pytest.mark.parametrize("count", [1, 100])
+def test_marks_that_a_reboot_left_are_those_of_the_dead_and_cost_one_walk(tmp_path, walks, count):
     filled(tmp_path)
-    (tmp_path / "v1" / "open" / "4711-1").write_bytes(b"")
+    for number in range(count):
+        (tmp_path / "v1" / "open" / f"{number}-1").write_bytes(b"")
     assert len(entries(opened(tmp_path))) == 40
     assert len(walks) == 1 and len(marks(tmp_path)) == 1
 
@@ -265,14 +267,6 @@ def test_children_that_leave_by_exit_cost_a_walk_and_nothing_else(tmp_path, walk
     assert [store.get(key(n)) == value(n) for n in range(95, 98)] == [True] * 3
 
 
-def test_many_marks_cost_one_walk(tmp_path, walks):
-    filled(tmp_path)
-    for number in range(100):
-        (tmp_path / "v1" / "open" / f"{number}-1").write_bytes(b"")
-    opened(tmp_path)
-    assert len(walks) == 1 and len(marks(tmp_path)) == 1
-
-
 # When a step fails.
 
 
@@ -373,14 +367,6 @@ def test_an_error_in_use_costs_a_walk_of_the_pages(tmp_path, walks):
         assert store.get(key(1)) is None
     assert store._env is None and not any(map(is_locked, marks(tmp_path)))
     assert store.get(key(1)) is not None and len(walks) == 1 and aside(tmp_path) == []
-
-
-def test_the_fingerprint_of_nothing(tmp_path):
-    assert fingerprint(tmp_path / "none") == ""
-    fresh = Presence(tmp_path / "open", tmp_path / "left")
-    assert not fresh.enter("")
-    fresh.leave("")
-    assert list((tmp_path / "open").iterdir()) == []
 
 
 def worker(folder):

@@ -48,13 +48,6 @@ def test_8_processes_and_mixed_keys_are_one_compile_each(lab):
     assert len(kept(lab)) == 6
 
 
-def test_a_process_writes_a_line_an_event_if_it_is_asked_to(lab):
-    status, errors = lab.run("build('one')", KERNLIB_DEBUG="1")
-    assert status == 0
-    lines = [line.split()[:2] for line in errors.splitlines()]
-    assert lines == [["kernlib", name] for name in ("lookup", "compile", "store")]
-
-
 # Death.
 
 
@@ -70,15 +63,6 @@ def test_when_the_owner_is_killed_the_one_who_waits_takes_over_at_once(lab):
     lab.join([next_one])
     assert lab.compiles() == {"one": 2}
     assert lab.build(["one"]) == {}
-
-
-def test_a_fresh_process_takes_over_from_a_killed_one_at_once(lab):
-    owner = lab.start("build('one')", COMPILE_S="60")
-    lab.wait_for("compile-one")
-    owner.kill()
-    owner.wait()
-    status, errors = lab.run("build('one')", KERNLIB_DEBUG="1")
-    assert status == 0 and " wait " not in errors
 
 
 DIE_IN_PUT = """

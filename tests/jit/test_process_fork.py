@@ -85,6 +85,9 @@ os._exit(0)
 
 def test_a_thread_may_fork_in_the_middle_of_its_own_compile(lab):
     code = """
+from kernlib.jit import locks
+locks.FORK_WAIT_S = 600
+
 def compile_and_fork(spec, arch):
     pid = os.fork()
     if pid == 0:

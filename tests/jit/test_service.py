@@ -11,7 +11,7 @@ import pytest
 from kernlib import settings
 from kernlib.errors import CompileError, NotCachedError
 from kernlib.jit import service
-from tests.jit.service_cases import ARCH, SPEC, in_threads, made_of, spec
+from tests.jit.service_cases import ARCH, SPEC, in_threads, loading, made_of, spec
 from tests.support.limits import LIMIT_S
 
 # Single flight between threads.
@@ -111,11 +111,7 @@ def test_assert_cached_forbids_the_compile_that_replaces_a_refused_cubin(fake, m
     service.build(SPEC, ARCH)
     monkeypatch.setenv("KERNLIB_ASSERT_CACHED", "1")
     settings.reset()
-
-    def load(*_):
-        raise RuntimeError("CUDA driver: CUDA_ERROR_INVALID_IMAGE")
-
-    monkeypatch.setattr(service, "load", load)
+    loading(monkeypatch, 9)
     with pytest.raises(Exception):  # noqa: B017 which one is not the point
         service.kernel(SPEC, 0, ARCH)
     assert sum(fake.counts.values()) == 1
@@ -123,11 +119,7 @@ def test_assert_cached_forbids_the_compile_that_replaces_a_refused_cubin(fake, m
 
 def test_a_load_that_fails_for_want_of_memory_keeps_the_entry(fake, monkeypatch):
     service.build(SPEC, ARCH)
-
-    def load(*_):
-        raise RuntimeError("CUDA driver: CUDA_ERROR_OUT_OF_MEMORY")
-
-    monkeypatch.setattr(service, "load", load)
+    loading(monkeypatch, 9, "CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
         service.kernel(SPEC, 0, ARCH)
     assert sum(fake.counts.values()) == 1
@@ -135,13 +127,7 @@ def test_a_load_that_fails_for_want_of_memory_keeps_the_entry(fake, monkeypatch)
 
 def test_a_cubin_that_the_driver_refuses_is_compiled_once_more(fake, monkeypatch):
     service.build(SPEC, ARCH)
-    loads = []
-
-    def load(built, *_):
-        loads.append(built)
-        raise RuntimeError("CUDA driver: CUDA_ERROR_INVALID_IMAGE")
-
-    monkeypatch.setattr(service, "load", load)
+    loads = loading(monkeypatch, 9)
     with pytest.raises(RuntimeError, match="INVALID_IMAGE"):
         service.kernel(SPEC, 0, ARCH)
     assert len(loads) == 2 and fake.counts[SPEC.source, ARCH] == 2

@@ -12,59 +12,6 @@ from tests.jit.process_cases import exit_status
 from tests.support.limits import LIMIT_S
 
 
-def test_32_threads_one_make():
-    flights, made, barrier = SingleFlight(), [], threading.Barrier(32)
-
-    def make():
-        made.append(threading.get_ident())
-        time.sleep(0.1)
-        return object()
-
-    def call(_):
-        barrier.wait(LIMIT_S)
-        return flights.do("key", make)
-
-    with ThreadPoolExecutor(32) as pool:
-        values = set(pool.map(call, range(32)))
-    assert len(made) == len(values) == 1
-
-
-def test_exception_reaches_all_then_a_retry_works():
-    flights, made, barrier = SingleFlight(), [], threading.Barrier(8)
-
-    def fail():
-        made.append(1)
-        time.sleep(0.1)
-        raise ValueError("no")
-
-    def call(_):
-        barrier.wait(LIMIT_S)
-        with pytest.raises(ValueError) as caught:
-            flights.do("key", fail)
-        return caught.value
-
-    with ThreadPoolExecutor(8) as pool:
-        errors = {id(error) for error in pool.map(call, range(8))}
-    assert len(made) == len(errors) == 1
-    assert flights.do("key", lambda: 7) == 7
-
-
-def test_other_keys_do_not_wait():
-    flights, release, inside = SingleFlight(), threading.Event(), threading.Event()
-
-    def slow():
-        inside.set()
-        return release.wait(LIMIT_S)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(flights.do, "slow", slow)
-        assert inside.wait(LIMIT_S)
-        assert flights.do("other", lambda: "at once") == "at once"
-        assert not running.done()
-        release.set()
-        assert running.result(LIMIT_S) is True
-
-
 def test_nothing_is_kept():
     flights, counter = SingleFlight(), iter(range(9))
     assert [flights.do("key", lambda: next(counter)) for _ in range(3)] == [0, 1, 2]

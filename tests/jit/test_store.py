@@ -1,9 +1,7 @@
 """The store: two verbs that never fail the caller, whatever has happened to the disk."""
 
 import os
-import signal
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,8 +22,7 @@ from tests.jit.store_cases import (
     run,
     value,
 )
-from tests.support.limits import CHILD_LIMIT_S, LIMIT_S
-from tests.support.paths import ROOT
+from tests.support.limits import CHILD_LIMIT_S
 
 
 @pytest.fixture
@@ -53,35 +50,6 @@ def test_verbs(kind, tmp_path):
     store.clear()
     assert list(store.items()) == [] and store.info()["entries"] == 0
     store.close()
-
-
-def test_persistence_over_reopen(store):
-    assert store.put(key(1), value(1))
-    store.close()
-    assert store.get(key(1)) == value(1)
-    store.close()
-    code = "sys.exit(0 if open_store(Path(sys.argv[1]), 8 << 20).get(key(1)) == value(1) else 1)"
-    assert run(code, store.directory) == 0
-
-
-def test_nothing_heavy_is_imported():
-    heavy = "{'torch', 'numpy', 'cuda'}"
-    code = (
-        "before = {*sys.modules}  # wheels of CUDA 12 leave cuda there\n"
-        "import kernlib.errors, kernlib.jit.entry, kernlib.jit.single_flight\n"
-        "from kernlib import settings; settings.current()\n"
-        f"sys.exit(bool({heavy} & {{*sys.modules}} - before))"
-    )
-    assert run(code) == 0
-
-
-def test_import_makes_nothing(tmp_path):
-    env = dict(os.environ, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
-    env["PYTHONPATH"] = str(ROOT)
-    code = "import kernlib.jit.store, kernlib.jit.locks; from kernlib import settings"
-    command = [sys.executable, "-c", code + "; settings.current()"]
-    subprocess.run(command, env=env, timeout=LIMIT_S, check=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_environment_for_all_names(tmp_path, store):
@@ -184,20 +152,6 @@ def test_8_processes_put_at_once(tmp_path):
         codes = list(pool.map(lambda child: run(code, tmp_path, child * 100), range(8)))
     assert codes == [0] * 8
     assert opened(tmp_path).info()["entries"] == 400
-
-
-def test_a_writer_killed_in_the_middle_is_rolled_back(store):
-    store.put(key(1), b"1")
-    code = (
-        "import signal\nstore = open_store(Path(sys.argv[1]), 8 << 20, 16 << 20)\n"
-        "store.get(key(1))\n"
-        "def die(txn):\n"
-        " txn.put(key(2), value(2), db=store._kernels); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "store._transact(die, True)"
-    )
-    assert run(code, store.directory) == -signal.SIGKILL
-    assert store.get(key(1)) == b"1" and store.get(key(2)) is None
-    assert store.put(key(2), b"2") and store.get(key(2)) == b"2"
 
 
 def test_a_stopped_writer_costs_time_only(store, monkeypatch):

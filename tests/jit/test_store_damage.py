@@ -10,7 +10,6 @@ from tests.jit.store_cases import (
     READ_AND_WRITE,
     SMALL_MAP,
     aside,
-    entries,
     failing,
     filled,
     key,
@@ -25,41 +24,10 @@ def store(tmp_path):
     return opened(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["empty", "short", "junk", "1.0"])
-def test_a_foreign_data_file_is_moved_aside(tmp_path, damage):
-    path = filled(tmp_path)
-    if damage == "1.0":
-        (path / "data.mdb").unlink()
-        (path / "lock.mdb").unlink()
-        lmdb.open(str(path), lib_version=1).close()
-    else:
-        junk = {"empty": b"", "short": b"junk", "junk": os.urandom(100_000)}[damage]
-        (path / "data.mdb").write_bytes(junk)
-    store = opened(tmp_path)
-    assert store.get(key(1)) is None
-    assert store.put(key(1), b"1") and store.get(key(1)) == b"1"
-    assert len(aside(tmp_path)) == 1
-
-
 def test_only_the_newest_damaged_store_is_kept(tmp_path):
     for _ in range(3):
         path = filled(tmp_path, 1)
         (path / "data.mdb").write_bytes(b"")
-    opened(tmp_path)
-    assert len(aside(tmp_path)) == 1
-
-
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 0.9, "header"])
-def test_a_truncated_file_kills_nobody(tmp_path, share):
-    data = filled(tmp_path) / "data.mdb"
-    used = 40 * 61_440
-    os.truncate(data, 5000 if share == "header" else int(used * share))
-    assert run(READ_AND_WRITE, tmp_path) == 0
-    assert len(aside(tmp_path)) == 1
-
-
-def test_a_truncated_file_is_noticed_at_open(tmp_path):
-    os.truncate(filled(tmp_path) / "data.mdb", int(40 * 61_440 * 0.9))
     opened(tmp_path)
     assert len(aside(tmp_path)) == 1
 
@@ -70,21 +38,6 @@ def test_the_length_of_the_map_alone_saves_a_truncated_file(tmp_path, share):
     os.truncate(data, int(40 * 61_440 * share))
     os.truncate(data, SMALL_MAP)
     assert run(READ_AND_WRITE, tmp_path) == 0
-
-
-@pytest.mark.parametrize("first", [2, 3, 4, 8, 100, 300])
-@pytest.mark.parametrize("count", [1, 20, 1000])
-def test_zeroed_pages_are_misses(tmp_path, first, count):
-    data = filled(tmp_path) / "data.mdb"
-    with open(data, "r+b") as file:
-        file.seek(first * 4096)
-        file.write(bytes(count * 4096))
-    assert run(READ_AND_WRITE, tmp_path) == 0
-    with open(data, "r+b") as file:
-        file.seek(first * 4096)
-        file.write(bytes(count * 4096))
-    store = opened(tmp_path)
-    assert len(entries(store)) <= 40
 
 
 def test_damage_found_in_use_is_moved_aside_once(tmp_path, monkeypatch):
@@ -112,16 +65,6 @@ def test_any_lmdb_error_is_a_miss(store):
         assert store.get(key(1)) is None and not store.put(key(1), b"1")
         assert list(store.items()) == [] and store.info()["entries"] == 0
     assert store.put(key(1), b"1") and aside(store.directory) == []
-
-
-@pytest.mark.parametrize("lock", ["missing", "junk", "empty"])
-def test_a_lost_lock_file(tmp_path, lock):
-    path = filled(tmp_path) / "lock.mdb"
-    path.unlink()
-    if lock != "missing":
-        path.write_bytes(b"" if lock == "empty" else os.urandom(65536))
-    store = opened(tmp_path)
-    assert len(entries(store)) == 40 and store.put(key(50), b"50")
 
 
 PAGE_SIZE_AT, LAST_PAGE_AT = 40, 136  # of a meta page

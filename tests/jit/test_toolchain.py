@@ -1,6 +1,5 @@
-"""Which NVRTC a key names, and which of its failures are remembered."""
+"""NVRTC: which one a key names, which of its failures are remembered, and who may call it."""
 
-import os
 import pickle
 import subprocess
 import sys
@@ -12,8 +11,8 @@ import kernlib as kl
 from kernlib.errors import INSTALL
 from kernlib.jit import compiler, layers, service, toolchain
 from kernlib.jit.compiler import NoVerdict
+from tests.jit.process_cases import forked, succeeds
 from tests.jit.service_cases import ARCH, SPEC, in_threads
-from tests.support.limits import LIMIT_S
 from tests.support.paths import ROOT
 
 BOTH = {"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
@@ -135,31 +134,63 @@ def test_an_import_may_come_back_for_what_it_loads(monkeypatch):
     assert in_threads(1, lambda _: toolchain.cuda_core()) == ["cuda.bindings.driver"]
 
 
-# A child and the kernels of its parent.
+def test_a_child_has_none_of_its_parents_kernels(monkeypatch):
+    """They are of a driver that it cannot use."""
+    kernel = service.Kernel(SPEC, "key", ARCH, 1)
+    monkeypatch.setitem(service._kernels, (0, b"key"), kernel)
 
-INHERITED = """
-import os
-from kernlib.jit import service
+    def child():
+        assert not service._kernels
+
+    succeeds(forked(child))
+    assert service._kernels[0, b"key"] is kernel
+
+
+def test_the_error_for_an_unknown_arch_says_what_to_do_and_is_picklable():
+    with pytest.raises(kl.CompileError) as caught:
+        compiler.compile_spec(SPEC, "sm_999")
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert "does not know sm_999; install a newer one" in str(error)
+
+
+@pytest.mark.parametrize(
+    "version, caches",
+    [
+        ((0, 12, 4), False),
+        ((0, 12, 8), False),
+        ((0, 12, 9), True),
+        ((0, 13, 0), True),
+        ((1,), True),
+    ],
+)
+def test_the_option_against_nvrtcs_cache_is_given_where_there_is_one(version, caches, monkeypatch):
+    monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", lambda: version)
+    assert toolchain.nvrtc_caches() is caches
+
+
+FIRST_COMPILES = """
+import threading
+import time
+from kernlib.jit import compiler
 from kernlib.jit.spec import KernelSpec
 
-spec = KernelSpec("test", "// one", "entry", 32)
-service._kernels[0, b"key"] = service.Kernel(spec, "key", "sm_90a", 1)
-pid = os.fork()
-if pid == 0:
-    os._exit(len(service._kernels))
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert len(service._kernels) == 1
+failed = []
+
+def run(index):
+    source = 'extern "C" __global__ void entry() {}' + f" // {index}"
+    time.sleep(0.01 * index)  # the later ones meet a cuda.core that is half imported
+    try:
+        compiler.compile_spec(KernelSpec("test", source, "entry", 32), "sm_90a")
+    except Exception as error:
+        failed.append(repr(error))
+
+threads = [threading.Thread(target=run, args=(index,)) for index in range(40)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not failed, failed[0]
 """
 
 
-def test_a_child_has_none_of_its_parents_kernels():
-    """They are of a driver that it cannot use."""
-    root = str(ROOT)
-    run = subprocess.run(
-        [sys.executable, "-c", INHERITED],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+def test_the_first_compiles_of_a_process_may_come_from_many_threads():
+    run = subprocess.run([sys.executable, "-c", FIRST_COMPILES], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

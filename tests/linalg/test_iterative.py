@@ -7,6 +7,7 @@ import torch
 
 import kernlib
 from kernlib import linalg
+from tests.support.defaults import SURROUNDINGS
 from tests.support.speeds import slow_but
 
 
@@ -73,14 +74,6 @@ def test_a_direction_without_curvature_stops_its_column(seed):
     assert torch.equal(x[:, 1], torch.zeros(4))
 
 
-def test_nan_stays_in_its_column(seed):
-    a, b = spread_out(50, 1, torch.float64), torch.randn(50, 3, dtype=torch.float64)
-    b[7, 1] = torch.nan
-    x, residual, _ = linalg.conjugate_gradient(a.__matmul__, b)
-    assert (residual[::2] <= 1e-6).all() and residual[1].isnan()
-    assert x[:, ::2].isfinite().all()
-
-
 def test_iterations_end(seed):
     a, b = spread_out(200, 6, torch.float64), torch.randn(200, dtype=torch.float64)
     found = linalg.conjugate_gradient(a.__matmul__, b, max_iter=7, check_every=5)
@@ -102,16 +95,12 @@ def test_a_good_preconditioner_saves_iterations(seed):
 
 def test_what_conjugate_gradient_refuses():
     b, same = torch.ones(4), torch.clone
-    with pytest.raises(TypeError, match="b must be float32"):
-        linalg.conjugate_gradient(same, b.int())
     with pytest.raises(ValueError, match=r"b must be \(N,\)"):
         linalg.conjugate_gradient(same, b[None, None])
     with pytest.raises(ValueError, match="x0 must have b's shape"):
         linalg.conjugate_gradient(same, b, x0=torch.ones(3))
     with pytest.raises(ValueError, match="tol must be 0"):
         linalg.conjugate_gradient(same, b, tol=float("nan"))
-    with pytest.raises(TypeError, match="tol must be a real number"):
-        linalg.conjugate_gradient(same, b, tol="1e-6")
     with pytest.raises(ValueError, match=r"tol must have shape \(\), got \(4,\)"):
         linalg.conjugate_gradient(same, b, tol=torch.ones(4))
     with pytest.raises(ValueError, match="check_every must be 1"):
@@ -127,8 +116,6 @@ def test_what_conjugate_gradient_refuses():
         linalg.conjugate_gradient(same, b, preconditioner=torch.Tensor.double)
     with pytest.raises(RuntimeError, match=r"b is inside a transform of torch\.func"):
         torch.vmap(lambda v: linalg.conjugate_gradient(same, v).x)(torch.ones(2, 4))
-    with pytest.raises(TypeError, match="max_iter must be an int"):
-        linalg.conjugate_gradient(same, b, max_iter=1.5)
     with pytest.raises(ValueError, match="matmul must return a tensor of shape"):
         linalg.conjugate_gradient(lambda v: v[:2], b)
     with pytest.raises(TypeError, match=r"matmul must return torch\.float32"):
@@ -211,16 +198,10 @@ def test_what_nystrom_refuses(points):
     gaussian, arguments = kernlib.gaussian(), {"regularization": 1.0, "bandwidth": 1.0}
     with pytest.raises(ValueError, match=r"rank must be 1 to 600.* got 601"):
         linalg.nystrom(gaussian, points, 601, **arguments)
-    with pytest.raises(TypeError, match="rank must be an int"):
-        linalg.nystrom(gaussian, points, 5.0, **arguments)
     with pytest.raises(ValueError, match="regularization must be greater than 0"):
         linalg.nystrom(gaussian, points, 5, regularization=0, bandwidth=1.0)
     with pytest.raises(ValueError, match=r"x must be \(N, D\)"):
         linalg.nystrom(gaussian, points[None], 5, **arguments)
-    with pytest.raises(TypeError, match="x must be float32"):
-        linalg.nystrom(gaussian, points.half(), 5, **arguments)
-    with pytest.raises(TypeError, match="descriptor must be a Pairwise"):
-        linalg.nystrom("gaussian", points, 5, **arguments)
     with pytest.raises(torch.linalg.LinAlgError, match="not positive semidefinite"):
         linalg.nystrom(kernlib.l1_distance(), points, 50, regularization=1.0)
 
@@ -256,7 +237,7 @@ def test_what_solve_kernel_refuses(points):
             linalg.solve_kernel(kernlib.gaussian(), points, y, regularization=1.0, bandwidth=1.0)
 
 
-def test_nothing_is_silently_detached(points):  # W18
+def test_nothing_is_silently_detached(points):
     x, y = points[:20], torch.ones(20, dtype=torch.float64)
     bandwidth = torch.tensor(2.0, dtype=torch.float64)
     for name in ("x", "y", "bandwidth"):
@@ -313,17 +294,6 @@ def test_hyperparameters_of_one_number_and_maps_are_taken(points):
     found = linalg.solve_kernel(kernlib.gaussian(), x, y, regularization=0.5, **values)
     k = kernlib.run_kernel(kernlib.gaussian(), x, x, **values)
     torch.testing.assert_close(k @ found.x + 0.5 * found.x, y, atol=1e-4, rtol=1e-4)
-
-
-def test_solve_kernel_is_matrix_free(points):
-    """Its products are those of kernel_matmul, with v as columns."""
-    if not hasattr(kernlib, "kernel_matmul"):
-        pytest.skip("kernel_matmul is not there")
-    y = torch.randn(100, dtype=torch.float64)
-    found = linalg.solve_kernel(
-        kernlib.laplace_l1(), points[:100], y, regularization=1.0, rank=20, bandwidth=1.0
-    )
-    assert found.residual <= 1e-6 and found.iterations > 0
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
@@ -424,22 +394,6 @@ def test_a_nan_of_the_kernel_alone_is_said_to_be_one(points):
         linalg.nystrom(kernlib.dot_product(), points * 1e200, 5, regularization=1.0)
 
 
-@pytest.fixture(params=["meta", "float16", "float64", "autocast"])
-def surroundings(request):
-    """What a user may have set that is no argument."""
-    before = torch.get_default_dtype()
-    if request.param == "meta":
-        with torch.device("meta"):
-            yield
-    elif request.param == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            yield
-    else:
-        torch.set_default_dtype(getattr(torch, request.param))
-        yield
-        torch.set_default_dtype(before)
-
-
 SOLVES = {
     "conjugate_gradient": lambda a, x, b: linalg.conjugate_gradient(lambda v: a @ v, b, tol=1e-4),
     "preconditioned": lambda a, x, b: linalg.conjugate_gradient(
@@ -462,9 +416,11 @@ X40, B40 = torch.sin(torch.arange(120.0)).view(40, 3) * 3, torch.cos(torch.arang
 ALONE = {name: solve(A40, X40, B40) for name, solve in SOLVES.items()}
 
 
+@pytest.mark.parametrize("where", SURROUNDINGS)
 @pytest.mark.parametrize("name", SOLVES)
-def test_surroundings_change_nothing(name, surroundings):
-    found = SOLVES[name](A40, X40, B40)
+def test_surroundings_change_nothing(name, where):
+    with SURROUNDINGS[where]():
+        found = SOLVES[name](A40, X40, B40)
     for part, wanted in zip(found, ALONE[name], strict=True):
         if isinstance(part, torch.Tensor):
             assert part.dtype == wanted.dtype and part.device == wanted.device

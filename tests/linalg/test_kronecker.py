@@ -243,18 +243,10 @@ def test_which_factors_are_refused(call):
         call([])
     with pytest.raises(ValueError, match=r"factors\[1\] must be square, .* got shape \(3, 2\)"):
         call([eye, torch.ones(3, 2)])
-    with pytest.raises(ValueError, match=r"factors\[0\] must be square, .* got shape \(3,\)"):
-        call([torch.ones(3)])
     with pytest.raises(ValueError, match=r"factors\[0\] must have sizes above 0"):
         call([torch.ones(0, 0)])
     with pytest.raises(TypeError, match=r"factors\[0\] and factors\[1\] must have one dtype"):
         call([eye, eye.double()])
-    with pytest.raises(TypeError, match=r"factors\[0\] must be one of float32, float64"):
-        call([eye.half()])
-    with pytest.raises(ValueError, match=r"factors\[0\] and factors\[1\] must be on one device"):
-        call([eye, eye.to("meta")])
-    with pytest.raises(TypeError, match="check_errors must be True or False"):
-        call([eye], check_errors=1)
     with pytest.raises(RuntimeError, match=r"factors\[0\] is inside a transform"):
         torch.vmap(lambda f: call([f]))(torch.ones(2, 3, 3))
 
@@ -267,10 +259,6 @@ def test_what_else_is_refused():
         kron_solve(factors, torch.ones(3, 6))
     with pytest.raises(TypeError, match="b must have one dtype"):
         kron_solve(factors, b.double())
-    with pytest.raises(ValueError, match="b must be on one device"):
-        kron_solve(factors, b.to("meta"))
-    with pytest.raises(TypeError, match="b must be a tensor"):
-        kron_solve(factors, [1.0] * 6)
     wide = torch.eye(3).expand(2, 3, 3)
     with pytest.raises(ValueError, match="the batches of factors"):
         kron_solve([wide, torch.eye(2).expand(3, 2, 2)], b)
@@ -289,11 +277,7 @@ def test_which_noise_is_refused(call):
             call(factors, wrong)
     with pytest.raises(ValueError, match=r"noise must fit torch\.float32"):
         call(factors, 1e300)
-    with pytest.raises(TypeError, match="noise must be a real number"):
-        call(factors, "0.5")
     with pytest.raises(TypeError, match=r"noise must be torch\.float32 as factors"):
         call(factors, torch.tensor(0.5, dtype=WIDE))
-    with pytest.raises(ValueError, match=r"noise .* on"):
-        call(factors, torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match=r"factors \(2,\) and noise \(3,\) do not broadcast"):
         call([torch.eye(3).expand(2, 3, 3)], torch.ones(3))

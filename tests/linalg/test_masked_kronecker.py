@@ -11,6 +11,7 @@ from kernlib.linalg.kronecker import kron_eigh, kron_solve
 from kernlib.linalg.masked_kronecker import masked_kron_matmul, masked_kron_solve
 from tests.linalg.kronecker_cases import (
     WIDE,
+    check_derivatives,
     close,
     dense_solution,
     kron,
@@ -80,13 +81,8 @@ def test_products_in_every_dtype(dtype, seed):
 
 def test_derivatives_of_products(seed):
     rows, columns = torch.tensor([5, 0, 3]), torch.tensor([1, 4])
-    inputs = with_gradient(torch.randn(2, dtype=WIDE), *spd(((2, 3), ((2,), ()))))
-
-    def call(x, *factors):
-        return masked_kron_matmul(x, factors, rows, columns)
-
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(call, inputs)
+    inputs = torch.randn(2, dtype=WIDE), *spd(((2, 3), ((2,), ())))
+    check_derivatives(lambda x, *f: masked_kron_matmul(x, f, rows, columns), *inputs)
 
 
 def test_products_inside_vmap(seed):
@@ -187,14 +183,12 @@ def test_derivatives_of_solutions(case, shape, seed):
     factors, noise = spd(case), torch.rand(shape, dtype=WIDE) + 0.5
     factors[0] = torch.eye(factors[0].shape[-1], dtype=WIDE)
     index = observed(math.prod(case[0]))
-    inputs = with_gradient(torch.randn(len(index), dtype=WIDE), noise, *factors)
+    options = {"tol": 0.0, "max_iter": 8, "check_every": 1}
 
     def call(b, noise, *factors):
-        options = {"noise": noise, "tol": 0.0, "max_iter": 8, "check_every": 1}
-        return masked_kron_solve(factors, b, index, **options).x
+        return masked_kron_solve(factors, b, index, noise=noise, **options).x
 
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(call, inputs)
+    check_derivatives(call, torch.randn(len(index), dtype=WIDE), noise, *factors)
 
 
 def test_gradients_are_those_of_the_dense_system(seed):
@@ -256,8 +250,6 @@ def test_which_indices_are_refused():
     for name, call in (("rows", as_rows), ("columns", as_columns), ("index", as_index)):
         with pytest.raises(TypeError, match=f"{name} must be int64, got torch.int32"):
             call(good.int())
-        with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
-            call([0, 4])
         with pytest.raises(ValueError, match=rf"{name} must have one dimension, .* \(1, 2\)"):
             call(good[None])
         with pytest.raises(ValueError, match=f"{name} must be 0 to 5, .* got 6"):

@@ -1,5 +1,5 @@
 """All six algorithms of KSLinear give the product of the index formula, by what they derive of a
-weight or by what they kept of it. Rows are those of KSMM's limits."""
+weight or by what they kept of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tests.nn.kronecker_sparse_cases import (
     expected,
     inputs,
     layer,
-    matrix,
     noted_storage,
     product,
     random,
@@ -41,7 +40,7 @@ each_layout = pytest.mark.parametrize("bs_last", LAYOUTS, ids=["first", "last"])
 @each_layout
 @each_algo
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_rows_3_and_4_every_algorithm_is_the_index_formula(pattern, algo, bs_last):
+def test_every_algorithm_is_the_index_formula(pattern, algo, bs_last):
     made = layer(pattern, algo, bs_last)
     for batch in BATCHES:
         x = inputs(made, *batch)
@@ -100,7 +99,7 @@ def test_a_chain_is_the_product_of_its_factors(algo, bs_last):
 
 @each_algo
 @pytest.mark.parametrize("batch", [0, 1, 2, 3, 5, 127, 129, 25089])
-def test_row_5_any_batch(batch, algo):
+def test_any_batch(batch, algo):
     for bs_last in LAYOUTS:
         made = layer((2, 3, 5, 2), algo, bs_last, torch.float32)
         x = inputs(made, batch)
@@ -113,7 +112,7 @@ def test_row_5_any_batch(batch, algo):
     [(1, 7, 514, 1), (1, 100, 14, 2), (3, 10, 3, 7), (2, 20, 8, 1), (1, 1, 100, 3), (7, 14, 10, 1)],
     ids=str,
 )
-def test_row_6_any_size(pattern, algo):
+def test_any_size(pattern, algo):
     made = layer(pattern, algo, dtype=torch.float32)
     x = inputs(made, 3)
     assert error(made(x), expected(made, x)) < 1e-6
@@ -121,7 +120,7 @@ def test_row_6_any_size(pattern, algo):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @each_algo
-def test_row_7_half_types_accumulate_in_float32(algo, dtype):
+def test_half_types_accumulate_in_float32(algo, dtype):
     bound = {torch.float16: 3e-4, torch.bfloat16: 3e-3}[dtype]  # the rounding of the result alone
     for c in (48, 192, 1024):
         made = layer((1, 8, c, 2), algo, dtype=dtype, bias=False)
@@ -134,7 +133,7 @@ def test_row_7_half_types_accumulate_in_float32(algo, dtype):
 
 @each_layout
 @each_algo
-def test_row_11_strides_do_not_matter(algo, bs_last):
+def test_strides_do_not_matter(algo, bs_last):
     made = layer((2, 3, 5, 4), algo, bs_last)
     whole = inputs(made, 4, 6)
     views = {
@@ -147,18 +146,6 @@ def test_row_11_strides_do_not_matter(algo, bs_last):
     for name, x in views.items():
         assert not x.is_contiguous(), name
         torch.testing.assert_close(made(x), made(x.contiguous()), msg=name)
-
-
-def test_functions_take_any_layout_and_storage():
-    weight, pattern = random(2, 3, 5, 4), (2, 3, 5, 4)
-    x = random(7, 40)
-    wanted = x @ matrix(weight).T
-    for name, function in ALGORITHMS.items():
-        torch.testing.assert_close(function(x, weight, pattern, False), wanted)
-        torch.testing.assert_close(function(x.T, weight, pattern, True), wanted.T)
-        if name in STORAGE:
-            stored = STORAGE[name](weight)
-            torch.testing.assert_close(function(x, weight, pattern, stored=stored), wanted)
 
 
 # What is kept.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import json
 import pickle
 
 import pytest
@@ -15,8 +14,9 @@ from torch import nn
 
 import kernlib as kl
 from kernlib.nn import SparseLinear, sparsify
-from kernlib.sparse import SparseMatrix, compress, magnitude
+from kernlib.sparse import compress, magnitude
 from tests.families.sparse.cases import FORMATS
+from tests.nn.models import model, names
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 
@@ -101,16 +101,18 @@ def test_a_density_prunes_a_copy():
     assert torch.count_nonzero(rows, 1).tolist() == [75] * 70
 
 
-@pytest.mark.parametrize("activation", ("gelu", kl.Gelu("tanh"), (kl.Relu(), kl.Tanh())), ids=str)
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    kl.Gelu("tanh"): lambda v: F.gelu(v, approximate="tanh"),
+    (kl.Relu(), kl.Tanh()): lambda v: torch.tanh(F.relu(v)),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations(activation):
     layer = SparseLinear.from_linear(linear(), "bitmap", activation=activation)
     plain = SparseLinear.from_linear(linear(), "bitmap")
-    functions = {
-        "gelu": F.gelu, "Gelu": lambda v: F.gelu(v, approximate="tanh"),
-        "(": lambda v: torch.tanh(F.relu(v)),
-    }  # fmt: skip
-    name = next(n for n in functions if str(activation).startswith(n))
-    wanted = functions[name](plain.float()(inputs(5).float()))
+    wanted = ACTIVATIONS[activation](plain.float()(inputs(5).float()))
     close(layer(inputs(5)), wanted.half())
     assert f"activation={layer.activation[0]}" in repr(layer)
 
@@ -129,9 +131,6 @@ WRONG = {
     "meta": (lambda: SparseLinear.from_linear(linear().to("meta")), ValueError, "on meta, without"),
     "format": (lambda: SparseLinear.from_linear(linear(), "csr"), ValueError, "format.*'csr'"),
     "density": (lambda: SparseLinear.from_linear(linear(), density=2), ValueError, "from 0 to 1"),
-    "dtype": (lambda: SparseLinear(3, 4, dtype=torch.int8), TypeError, "got torch.int8"),
-    "activation": (lambda: SparseLinear(3, 4, activation="sine"), ValueError, "'sine'"),
-    "scale": (lambda: SparseLinear(3, 4, activation=kl.Scale()), ValueError, "needs the argument"),
     "tensor": (lambda: SparseLinear.from_matrix(torch.ones(3, 4)), TypeError, "got Tensor"),
     "bias": (
         lambda: SparseLinear.from_matrix(compress(linear().weight), torch.ones(3).half()),
@@ -213,20 +212,6 @@ def test_a_compiled_layer_records_gradients():
         close(ours, wanted, 1e-5)
 
 
-def test_functional_call_takes_other_tensors():
-    layer, others = SparseLinear.from_linear(linear(), "bitmap"), linear(density=0.8)
-    with torch.no_grad():
-        for weight in (torch.zeros_like(others.weight), others.weight):
-            given = compress(weight, "bitmap").tensors
-            given = {f"weight_{name}": tensor for name, tensor in given.items()}
-            found = torch.func.functional_call(layer, given, (inputs(2),))
-            close(found, F.linear(inputs(2), weight, layer.bias), 1e-3)
-    with pytest.raises(ValueError, match="no matrix of kind 'bitmap 70x300 float16': data must"):
-        empty = {"weight_data": torch.zeros_like(layer.weight_data)}  # values without a place
-        torch.func.functional_call(layer, empty, (inputs(2),))
-    assert torch.equal(layer.to_dense(), linear().weight)
-
-
 # Saving and moving.
 
 
@@ -270,53 +255,6 @@ def test_assigned_tensors_are_those_that_were_loaded():
     other.load_state_dict(state)  # into the dtype of the layer
     assert other.matrix.dtype == torch.float32 and other.matrix.format == "bitmap"
     assert torch.equal(other.to_dense(), layer.to_dense().float())
-
-
-def test_a_state_dict_within_a_model():
-    plain = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 70)).half()
-    magnitude(plain[0].weight, 0.1, inplace=True)
-    model, empty = copy.deepcopy(plain), nn.Sequential(*plain)
-    sparsify(model, "^0")
-    empty[0] = SparseLinear(300, 300, dtype=torch.float16)
-    empty.load_state_dict(model.state_dict())
-    assert torch.equal(empty(inputs(3)), model(inputs(3)))
-
-
-BROKEN = {
-    "version": (dict(version=99), "version 99"),
-    "format": (dict(format="csr"), "format"),
-    "shape": (dict(shape=[70, 299]), None),
-    "dtype": (dict(dtype="int8"), "dtype must be one of"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_wrong_header_names_the_layer(case):
-    changed, message = BROKEN[case]
-    model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), "bitmap")})
-    state = model.state_dict()
-    header = json.loads(bytes(state["up._extra_state"].tolist())) | changed
-    state["up._extra_state"] = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match=f"up: .*{message or ''}"):
-        model.load_state_dict(state)
-
-
-def test_what_cannot_be_loaded():
-    layer = SparseLinear.from_linear(linear(), "bitmap")
-    state = layer.state_dict()
-    with pytest.raises(RuntimeError, match=r"has shape \(70, 300\), that of the layer has"):
-        SparseLinear(300, 71).load_state_dict(state)
-    with pytest.raises(RuntimeError, match="saved of an empty SparseLinear"):
-        layer.load_state_dict(SparseLinear(300, 70).state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing key.*_extra_state"):
-        layer.load_state_dict({"bias": state["bias"]})
-    with pytest.raises(RuntimeError, match="data, offsets, got offsets"):
-        layer.load_state_dict({k: v for k, v in state.items() if k != "weight_data"})
-    with pytest.raises(RuntimeError, match="no header of a SparseLinear"):
-        layer.load_state_dict({**state, "_extra_state": torch.zeros(3)})
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
-        layer.load_state_dict({**state, "other": torch.zeros(3)})
-    assert torch.equal(layer.to_dense(), linear().weight)
 
 
 @each_format
@@ -394,27 +332,6 @@ def test_moving_keeps_the_number_of_entries():
 # In place of nn.Linear.
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(12, 12, bias=False) for _ in range(3))
-        self.o_proj = nn.Linear(12, 12)
-
-    def forward(self, x):
-        weights = torch.softmax(self.q_proj(x) @ self.k_proj(x).mT, -1)
-        return self.o_proj(weights @ self.v_proj(x))
-
-
-def model(**factory) -> nn.Sequential:
-    torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(12, 48), nn.GELU(), nn.Linear(48, 12))
-    return nn.Sequential(Attention(), mlp, nn.Linear(12, 5)).to(**factory)
-
-
-def names(module: nn.Module, kind: type) -> set[str]:
-    return {name for name, part in module.named_modules() if type(part) is kind}
-
-
 @pytest.mark.parametrize(
     ("filter", "wanted"),
     [
@@ -470,11 +387,6 @@ def test_a_layer_in_several_places_is_swapped_in_all(filter):
     assert net["a"] is net["b"][0] is swapped["a"] and net["c"] is not net["a"]
 
 
-def test_what_derives_from_linear_stays():
-    attention = nn.MultiheadAttention(12, 3)
-    assert sparsify(attention) == {}
-
-
 def test_refusals_leave_the_model_as_it_was():
     tied = nn.ModuleDict({"up": nn.Linear(5, 5), "embed": nn.Embedding(7, 5)})
     tied["head"] = nn.Linear(5, 7, bias=False)
@@ -490,79 +402,3 @@ def test_refusals_leave_the_model_as_it_was():
     assert type(mixed[0]) is nn.Linear
     with pytest.raises(TypeError, match=r"is an nn.Linear itself"):
         sparsify(nn.Linear(3, 3))
-
-
-def test_a_layer_holds_a_matrix_of_kernlib():
-    layer = SparseLinear.from_linear(linear())
-    assert type(layer.matrix) is SparseMatrix
-    assert torch.equal(kl.sparse.matmul(layer.matrix, inputs(2), bias=layer.bias), layer(inputs(2)))
-
-
-# Tensors that are no matrix.
-
-
-@each_format
-def test_pickled_layers_are_looked_at(format):
-    made = SparseLinear.from_linear(linear(), format)
-    assert torch.equal(copy.deepcopy(made).to_dense(), made.to_dense())
-    if format == "dense":
-        return
-    name = {"bitmap": "offsets", "macko": "row_ptr"}.get(format, "rows")
-    made._buffers[f"weight_{name}"].view(torch.uint8).fill_(201)
-    file = io.BytesIO()
-    torch.save(made, file)
-    file.seek(0)
-    with pytest.raises(ValueError, match=name):
-        torch.load(file, weights_only=False)
-    with pytest.raises(ValueError, match=name):
-        copy.deepcopy(made)
-
-
-@pytest.mark.parametrize("format", ["u8", "u4", "u2"])
-def test_layers_pickled_with_rows_of_two_bytes_load(format):
-    made = SparseLinear.from_linear(linear(), format)
-    old = SparseLinear.from_linear(linear(), format)
-    old._buffers["weight_rows"] = old._buffers["weight_rows"].view(torch.int16)
-    again = pickle.loads(pickle.dumps(old))
-    assert again._buffers["weight_rows"].dtype == torch.uint8
-    assert torch.equal(again.to_dense(), made.to_dense())
-
-
-@each_format
-@pytest.mark.parametrize("via", ["meta", "cpu"])
-def test_a_layer_made_empty_holds_no_matrix(format, via):
-    made = SparseLinear.from_linear(linear(), format)
-    state = copy.deepcopy(made.state_dict())
-    model = nn.Sequential(made).to(via).to_empty(device="cpu")
-    assert made.extra_repr().endswith("empty")
-    with pytest.raises(RuntimeError, match="is empty: load a state_dict"):
-        model(inputs(2))
-    made.load_state_dict(state)
-    assert torch.equal(made.to_dense(), linear().weight)
-
-
-def test_headers_that_nest_too_deep_or_lie_nowhere_are_refused():
-    made = SparseLinear.from_linear(linear())
-    state = made.state_dict()
-    deep = torch.tensor(list(b"[" * 100_000), dtype=torch.uint8)
-    for wrong in (deep, state["_extra_state"].to("meta"), torch.zeros(3), None):
-        with pytest.raises(RuntimeError, match="no header of a SparseLinear"):
-            made.load_state_dict({**state, "_extra_state": wrong})
-
-
-WRONG_OPTIONS = {
-    "format": ("nosuch", ValueError, "format must be 'auto' or one of"),
-    "per": ("nonsense", ValueError, "per must be one of matrix, row"),
-    "columns": (0, ValueError, "columns must be"),
-    "density": ("0.5", TypeError, "density must be a number from 0 to 1"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_OPTIONS)
-def test_options_are_checked_where_they_are_not_used(name):
-    value, error, words = WRONG_OPTIONS[name]
-    for model in (nn.Sequential(), nn.Sequential(linear())):
-        with pytest.raises(error, match=words):
-            sparsify(model, filter="none", **{name: value})
-    with pytest.raises(error, match=words):
-        SparseLinear.from_linear(linear(), **{name: value})

@@ -1,6 +1,8 @@
-"""SparseLinear where something is wrong or unusual: arguments, states without a header, torch's
-defaults, the promise."""
+"""SparseLinear where something is wrong or unusual: states, tensors, arguments, torch's defaults,
+the promise."""
 
+import copy
+import io
 import json
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn.utils import prune
 from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import compress, magnitude
 from tests.families.sparse.cases import FORMATS
+from tests.support.defaults import SURROUNDINGS
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 
@@ -42,15 +45,6 @@ def test_a_state_without_a_header_says_that_the_weight_was_not_loaded(format):
         layer.load_state_dict(state)
 
 
-def test_a_part_of_a_state_is_a_part(seed):
-    layer = SparseLinear.from_linear(linear(), "bitmap")
-    found = layer.load_state_dict({"bias": torch.zeros(70).half()}, strict=False)
-    assert set(found.missing_keys) == {"_extra_state", "weight_data", "weight_offsets"}
-    assert not found.unexpected_keys and not layer.bias.any()
-    found = layer.load_state_dict({"weight": torch.zeros(70, 300)}, strict=False)
-    assert found.unexpected_keys == ["weight"]
-
-
 def test_in_a_model_the_names_are_whole():
     model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), "bitmap"), "norm": nn.Tanh()})
     state = {k: v for k, v in model.state_dict().items() if "extra" not in k}
@@ -61,7 +55,102 @@ def test_in_a_model_the_names_are_whole():
     assert not whole.missing_keys and not whole.unexpected_keys
 
 
+# States and tensors that are no matrix.
+
+
+BROKEN = {
+    "version": (dict(version=99), "version 99"),
+    "format": (dict(format="csr"), "format"),
+    "shape": (dict(shape=[70, 299]), None),
+    "dtype": (dict(dtype="int8"), "dtype must be one of"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_wrong_header_names_the_layer(case):
+    changed, message = BROKEN[case]
+    model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), "bitmap")})
+    state = model.state_dict()
+    header = json.loads(bytes(state["up._extra_state"].tolist())) | changed
+    state["up._extra_state"] = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=f"up: .*{message or ''}"):
+        model.load_state_dict(state)
+
+
+def test_what_cannot_be_loaded():
+    layer = SparseLinear.from_linear(linear(), "bitmap")
+    state = layer.state_dict()
+    with pytest.raises(RuntimeError, match=r"has shape \(70, 300\), that of the layer has"):
+        SparseLinear(300, 71).load_state_dict(state)
+    with pytest.raises(RuntimeError, match="saved of an empty SparseLinear"):
+        layer.load_state_dict(SparseLinear(300, 70).state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*_extra_state"):
+        layer.load_state_dict({"bias": state["bias"]})
+    with pytest.raises(RuntimeError, match="data, offsets, got offsets"):
+        layer.load_state_dict({k: v for k, v in state.items() if k != "weight_data"})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
+        layer.load_state_dict({**state, "other": torch.zeros(3)})
+    assert torch.equal(layer.to_dense(), linear().weight)
+
+
+@each_format
+def test_pickled_layers_are_looked_at(format):
+    made = SparseLinear.from_linear(linear(), format)
+    assert torch.equal(copy.deepcopy(made).to_dense(), made.to_dense())
+    if format == "dense":
+        return
+    name = {"bitmap": "offsets", "macko": "row_ptr"}.get(format, "rows")
+    made._buffers[f"weight_{name}"].view(torch.uint8).fill_(201)
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match=name):
+        torch.load(file, weights_only=False)
+    with pytest.raises(ValueError, match=name):
+        copy.deepcopy(made)
+
+
+@each_format
+@pytest.mark.parametrize("via", ["meta", "cpu"])
+def test_a_layer_made_empty_holds_no_matrix(format, via):
+    made = SparseLinear.from_linear(linear(), format)
+    state = copy.deepcopy(made.state_dict())
+    model = nn.Sequential(made).to(via).to_empty(device="cpu")
+    assert made.extra_repr().endswith("empty")
+    with pytest.raises(RuntimeError, match="is empty: load a state_dict"):
+        model(torch.ones(2, 300).half())
+    made.load_state_dict(state)
+    assert torch.equal(made.to_dense(), linear().weight)
+
+
+def test_headers_that_nest_too_deep_or_lie_nowhere_are_refused():
+    made = SparseLinear.from_linear(linear())
+    state = made.state_dict()
+    deep = torch.tensor(list(b"[" * 100_000), dtype=torch.uint8)
+    for wrong in (deep, state["_extra_state"].to("meta"), torch.zeros(3), None):
+        with pytest.raises(RuntimeError, match="no header of a SparseLinear"):
+            made.load_state_dict({**state, "_extra_state": wrong})
+
+
 # Arguments.
+
+
+WRONG_OPTIONS = {
+    "format": ("nosuch", ValueError, "format must be 'auto' or one of"),
+    "per": ("nonsense", ValueError, "per must be one of matrix, row"),
+    "columns": (0, ValueError, "columns must be"),
+    "density": ("0.5", TypeError, "density must be a number from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_options_are_checked_where_they_are_not_used(name):
+    value, error, words = WRONG_OPTIONS[name]
+    for plain in (nn.Sequential(), nn.Sequential(linear())):
+        with pytest.raises(error, match=words):
+            sparsify(plain, filter="none", **{name: value})
+    with pytest.raises(error, match=words):
+        SparseLinear.from_linear(linear(), **{name: value})
 
 
 class Odd(nn.Linear):
@@ -75,14 +164,7 @@ class Odd(nn.Linear):
 NESTED = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])
 MATRIX = compress(torch.eye(4).half())
 WRONG = {
-    "bool": (lambda: SparseLinear(True, 4), ValueError, "in_features must be an int .* got True"),
     "huge": (lambda: SparseLinear(4, 2**70), ValueError, "out_features must be an int of at least"),
-    "tensor": (lambda: SparseLinear(torch.tensor(3), 4), ValueError, "in_features must be an int"),
-    "bias": (lambda: SparseLinear(3, 4, "no"), TypeError, "bias must be True or False, got 'no'"),
-    "dtype": (lambda: SparseLinear(3, 4, dtype="float16"), TypeError, "holds .* got float16"),
-    "dtypes": (lambda: SparseLinear(3, 4, dtype=torch.ones(2)), TypeError, "a SparseLinear holds"),
-    "device": (lambda: SparseLinear(3, 4, device="here"), ValueError, "device must be .* 'here'"),
-    "a list": (lambda: SparseLinear(3, 4, device=[0]), ValueError, "device must be a torch.device"),
     "no weight": (lambda: SparseLinear.from_linear(Odd(None)), TypeError, "must be a tensor"),
     "vector": (
         lambda: SparseLinear.from_linear(Odd(nn.Parameter(torch.ones(3)))), ValueError,
@@ -112,39 +194,23 @@ def test_what_is_refused(case):
 # torch's defaults, which decide nothing of a layer that has a weight.
 
 
-@pytest.mark.parametrize("default", ["meta", "float64", "bfloat16", "autocast"])
+@pytest.mark.parametrize("where", SURROUNDINGS)
 @each_format
-def test_a_layer_follows_its_weight(format, default):
+def test_a_layer_follows_its_weight(format, where):
     plain, x = linear(torch.float32), torch.randn(3, 300)
     layer = SparseLinear.from_linear(plain, format)
     wanted, state = layer(x), layer.state_dict()
-    before, like = torch.get_default_dtype(), torch.zeros(70, device="cpu")
-    if default == "autocast":
-        context = torch.autocast("cpu", torch.bfloat16)
-    else:
-        context = torch.device("meta" if default == "meta" else "cpu")
-    try:
-        if default in ("float64", "bfloat16"):
-            torch.set_default_dtype(getattr(torch, default))
-        with context:
-            made = SparseLinear.from_linear(plain, format)
-            assert all(torch.equal(v, made.state_dict()[k]) for k, v in state.items())
-            for other in (made, SparseLinear.from_matrix(layer.matrix, like)):
-                other.load_state_dict(state)
-                assert torch.equal(other(x), wanted) and other.matrix.dtype == torch.float32
-            model = nn.Sequential(plain, nn.ReLU())
-            (swapped,) = sparsify(model, density=0.2, format=format).values()
-            assert swapped.matrix.device.type == "cpu" and "density=0.2" in repr(swapped)
-            assert torch.equal(layer.half().to_dense(), plain.weight.half())
-    finally:
-        torch.set_default_dtype(before)
-
-
-def test_a_header_lies_on_the_cpu():
-    layer = SparseLinear.from_linear(linear())
-    with torch.device("meta"):
-        header = layer.state_dict()["_extra_state"]
-    assert json.loads(bytes(header.tolist()))["shape"] == [70, 300]
+    like = torch.zeros(70)
+    with SURROUNDINGS[where]():
+        made = SparseLinear.from_linear(plain, format)
+        assert all(torch.equal(v, made.state_dict()[k]) for k, v in state.items())
+        for other in (made, SparseLinear.from_matrix(layer.matrix, like)):
+            other.load_state_dict(state)
+            assert torch.equal(other(x), wanted) and other.matrix.dtype == torch.float32
+        model = nn.Sequential(plain, nn.ReLU())
+        (swapped,) = sparsify(model, density=0.2, format=format).values()
+        assert swapped.matrix.device.type == "cpu" and "density=0.2" in repr(swapped)
+        assert torch.equal(layer.half().to_dense(), plain.weight.half())
 
 
 # The promise.
@@ -167,16 +233,6 @@ def test_a_layer_is_frozen_when_it_is_told_to_be(format):
     assert not layer.freeze().bfloat16().matrix.frozen
     with pytest.raises(RuntimeError, match="is empty: load a state_dict"):
         SparseLinear(3, 4).freeze()
-
-
-def test_a_write_to_a_buffer_is_the_weight_of_the_next_gradient(seed):
-    layer = SparseLinear.from_linear(linear(torch.float32), "bitmap")
-    turned = layer.matrix.transpose()
-    doubled = compress(2 * layer.to_dense(), "bitmap")
-    for name, tensor in doubled.tensors.items():
-        getattr(layer, f"weight_{name}").copy_(tensor)
-    assert layer.matrix.transpose() is not turned
-    assert torch.equal(layer.matrix.transpose().to_dense(), 2 * turned.to_dense())
 
 
 # Weights that are computed, which layers hold as of their last call.

@@ -168,11 +168,6 @@ def test_a_misspelt_argument_of_every_constructor_is_told_its_name(name):
         make(zzz=1)
 
 
-def test_there_are_constructors():
-    some = {"SparseLinear", "BlockSparseLinear.from_linear", "torch_blocksparse MatMul"}
-    assert some <= {*CONSTRUCTORS}
-
-
 MISFITS = {
     "another constructor's": (
         lambda: SparseLinear(64, 64, density=0.5),

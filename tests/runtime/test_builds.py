@@ -11,17 +11,9 @@ from kernlib.errors import CompileError
 from kernlib.jit import service
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime import devices
-from tests.support import fakes
 from tests.support.limits import LIMIT_S
 
 SPECS = [KernelSpec("test", f"// {n}", "entry", 32, description=f"kernel {n}") for n in range(3)]
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    fakes.forget()
-    yield fakes.install(monkeypatch)
-    fakes.forget()
 
 
 def test_kernels_of_a_call_are_built_at_the_same_time(gpus, monkeypatch):

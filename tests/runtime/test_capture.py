@@ -1,8 +1,5 @@
 """Loading for a device: the device's own arch, and nothing at all while a graph is captured."""
 
-import ctypes
-import struct
-import threading
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +11,6 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import compiler, service
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime import devices, driver
-from kernlib.runtime.plan import PLANS, Plan, PlanCache
 
 SPEC = KernelSpec("test", '#include "common/math.cuh"\n', "entry", 32, description="my kernel")
 CAPABILITIES = {0: (9, 0), 1: (8, 6), 2: (12, 0), 3: (7, 5)}
@@ -43,19 +39,16 @@ def forbidden(what):
     return refuse
 
 
-def fake_load(loads):
-    def load(built, asked, device):
-        loads.append((device, asked.arch))
-        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1)
-
-    return load
-
-
 @pytest.fixture
 def loads(monkeypatch):
     """Loads and compiles that succeed, noted."""
     found = []
-    monkeypatch.setattr(service, "load", fake_load(found))
+
+    def load(built, asked, device):
+        found.append((device, asked.arch))
+        return service.Kernel(asked.spec, asked.key.hex(), asked.arch, 1)
+
+    monkeypatch.setattr(service, "load", load)
     monkeypatch.setattr(service, "build", lambda spec, arch: (spec, arch))
     return found
 
@@ -110,14 +103,9 @@ ARCHS = {
 
 
 @pytest.mark.parametrize("capability", ARCHS)
-def test_only_90_takes_an_a_target(capability, monkeypatch):
+def test_only_90_takes_an_a_target_and_portable_kernels_the_plain_one(capability, monkeypatch):
     monkeypatch.setitem(CAPABILITIES, 0, capability)
     assert devices.arch_of(0) == ARCHS[capability]
-
-
-@pytest.mark.parametrize("capability", ARCHS)
-def test_portable_kernels_are_those_of_the_plain_target(capability, monkeypatch):
-    monkeypatch.setitem(CAPABILITIES, 0, capability)
     with settings.override(portable=True):
         assert devices.arch_of(0) == ARCHS[capability].rstrip("a")
 
@@ -131,53 +119,3 @@ def test_rocm_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(UnsupportedError, match="ROCm"):
         devices.arch_of(0)
-
-
-class Function:
-    """Stands for cuLaunchKernelEx: notes the function, its config's grid, block, shared memory and
-    stream, and the bytes it was given by pointer."""
-
-    def __init__(self, size):
-        self.size, self.calls = size, []
-
-    def __call__(self, config, function, arguments, extra):
-        grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        threads = config.blockDimX, config.blockDimY, config.blockDimZ
-        shape = (*grid, *threads, config.sharedMemBytes, int(config.hStream))
-        block = ctypes.c_void_p.from_address(arguments).value
-        self.calls.append(((int(function), *shape), ctypes.string_at(block, self.size)))
-        return (0,)
-
-
-@pytest.fixture
-def plan(monkeypatch, loads):
-    function = Function(16 + 8 + 4)
-    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: function)
-    monkeypatch.setattr(devices, "current_device", lambda: 0)
-    monkeypatch.setattr(devices, "current_stream", lambda device: 700 + device)
-    kernel = devices.load(SPEC, 0)
-    return Plan(kernel, 0, (5, 6), 2, "d", b"tail"), function
-
-
-def test_a_plan_launches_its_grid_with_fresh_numbers_and_its_fixed_bytes(plan):
-    made, function = plan
-    made.launch((11, 12), [0.5])
-    made.launch((13, 14), [1.5])
-    expected = (1, 5, 6, 1, 32, 1, 1, 0, 700)
-    assert function.calls == [
-        (expected, struct.pack("<QQd", 11, 12, 0.5) + b"tail"),
-        (expected, struct.pack("<QQd", 13, 14, 1.5) + b"tail"),
-    ]
-
-
-def test_plans_of_one_thread_are_bounded_and_no_other_thread_sees_them():
-    cache = PlanCache()
-    for index in range(PLANS + 10):
-        cache.keep((index,), index)
-    assert 0 < len(cache.plans) <= PLANS
-    assert cache.plans[(PLANS + 9,)] == PLANS + 9
-    others = []
-    thread = threading.Thread(target=lambda: others.append(dict(cache.plans)))
-    thread.start()
-    thread.join()
-    assert others == [{}]

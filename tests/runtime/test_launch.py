@@ -99,18 +99,29 @@ def mapped(driver):
     return plan(driver, 1, "", b"tail", (MAP, MAP))
 
 
-def test_maps_lie_where_the_driver_takes_them_and_hold_the_addresses(driver, mapped):
+def test_maps_hold_the_addresses_whichever_operand_moves(driver, mapped):
     calls = [(16, 32, 1 << 63), (48, 32, 7), (48, 64, 7), (16, 32, 7), (80, 96, 0)]
+    places = [16, 32, 48]
+    calls += [(places[n % 3], places[n // 5 % 3] + 64 * (n // 15), n) for n in range(60)]
     for pointers in calls:
         mapped.launch(pointers)
     assert [found for _, _, found in driver.launched] == [block(*each) for each in calls]
-    assert driver.block % MAP_ALIGNMENT == 0
+
+
+def test_maps_lie_where_the_driver_takes_them_wherever_blocks_are(driver):
+    plans = [plan(driver, n % 5, "", bytes(n), (MAP,)) for n in range(40)]
+    blocks = set()
+    for n, made in enumerate(plans):
+        made.launch((16 * (n + 1), *range(n % 5)))
+        blocks.add(driver.block)
+    assert len(blocks) == 40 and all(block % MAP_ALIGNMENT == 0 for block in blocks)
 
 
 def test_a_map_is_encoded_where_an_operand_is_for_the_first_time(driver, mapped):
     for pointers in [(16, 32, 1), (16, 32, 2), (16, 48, 3), (16, 32, 4), (16, 48, 5)]:
         mapped.launch(pointers)
-    assert driver.encoded == [16, 32, 48]
+    mapped.repeat()
+    assert driver.encoded == [16, 32, 48] and driver.launched[-1] == driver.launched[-2]
 
 
 def test_maps_of_many_addresses_are_right_and_bounded(driver, mapped):
@@ -136,6 +147,9 @@ def test_after_a_map_that_was_refused_the_others_are_put_in_place_anew(driver, m
         mapped.launch((48, 64, 2))
     mapped.launch((16, 32, 3))
     assert driver.launched[-1][2] == block(16, 32, 3)
+    driver.refused.clear()
+    mapped.launch((48, 64, 4))
+    assert driver.launched[-1][2] == block(48, 64, 4)
 
 
 def test_a_launch_that_fails_is_named(driver):
@@ -194,6 +208,7 @@ def test_a_config_is_what_the_driver_reads(driver):
     plan(driver, 1, "", b"").launch((3,))
     (found,) = driver.configs
     assert (found.shape, found.stream) == ((5, 6, 1, 32, 1, 1, 49152), 700)
+    assert driver.encoded == []  # a plan without maps
 
 
 def test_plans_that_overlap_say_so_and_no_others(driver):

@@ -18,13 +18,6 @@ def ranges(monkeypatch):
     return noted
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    fakes.forget()
-    yield fakes.install(monkeypatch)
-    fakes.forget()
-
-
 def call():
     a, b, out = (fakes.on_gpu(*shape) for shape in ((5, 3), (7, 3), (5, 7)))
     kl.run_kernel(kl.laplace_l1(), a, b, out=out, bandwidth=1.0)

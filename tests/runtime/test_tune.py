@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from kernlib.jit import entry, service, tuning
 from kernlib.jit.memory import MemoryStore
 from kernlib.runtime import devices
 from kernlib.runtime.plan import Plan, forget_plans
-from tests.support import fakes
 from tests.support.fakes import OnGpu, OnSecondGpu, on_gpu
 from tests.support.limits import LIMIT_S
 
@@ -29,25 +29,17 @@ MODEL = devices.Model("GPU", 132)
 BIG, SMALL = {"tile": 128}, {"tile": 64}
 
 
-class Layers:
-    """The service's layers with a store of the test's own."""
-
-    def __init__(self):
-        self.store = MemoryStore(1 << 20)
-
-
 @pytest.fixture
 def store(monkeypatch):
-    layers = Layers()
+    """The service's store, of the test's own."""
+    layers = SimpleNamespace(store=MemoryStore(1 << 20))
     monkeypatch.setattr(service, "layers", lambda: layers)
     return layers.store
 
 
 @pytest.fixture
-def gpus(monkeypatch, store):
-    fakes.forget()
-    yield fakes.install(monkeypatch)
-    fakes.forget()
+def gpus(store, gpus):
+    return gpus
 
 
 def slower(tile: int):
@@ -227,26 +219,6 @@ def test_meta_tensors_prepare_the_tuned_kernel(gpus):
     assert "tile=64 " in spec.description
     spec, *_ = pairwise_ahead.specs(L1, "sm_90a", meta, {})  # of some GPUs the other one too
     assert "tile=128 " in spec.description
-
-
-def test_the_plans_of_all_threads_are_dropped(gpus):
-    a, b = on_gpu(3000, 64), on_gpu(2000, 64)
-    called, tuned, grids = threading.Event(), threading.Event(), []
-
-    def work():
-        grids.append(grid(gpus, a, b))
-        called.set()
-        assert tuned.wait(LIMIT_S)
-        grids.append(grid(gpus, a, b))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert called.wait(LIMIT_S)
-    gpus.cost = slower(128)
-    kl.tune(L1, a, b)
-    tuned.set()
-    thread.join()
-    assert grids == [(24 * 16, 1), (47 * 32, 1)]
 
 
 def test_candidates_take_turns_in_batches_that_events_can_time(gpus):

@@ -1,23 +1,22 @@
-"""The GPU record: which files a family's last GPU run covered, and how it went.
+"""The GPU record: which files each entry's last GPU run covered, and how it went.
 
-CI has no GPU, so ``tests/gpu_record.json`` says what passed on one and a CPU test compares digests.
+CI has no GPU, so ``tests/gpu_record.json`` says what passed on one, by which suite, when and on
+what, and a CPU test compares digests. An entry covers what it alone can break: that of a family its
+own kernels and lowering, "service" what makes and keeps kernels, "linalg" its folder, and "shared"
+all other host code, which its small suite proves by a call of each operation.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import io
 import json
 import os
 import re
-import tokenize
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 from kernlib.jit import sources
-from tests.support import imports
+from tests.support import meaning
 from tests.support.paths import ROOT
 
 COMMITTED = ROOT / "tests" / "gpu_record.json"
@@ -25,21 +24,9 @@ GPU_TESTS = ROOT / "tests" / "gpu"
 RENEW = "run `pytest tests/gpu` on a machine with an NVIDIA GPU and commit tests/gpu_record.json"
 
 # What belongs to an entry that is no family's: patterns below ROOT. To a family belong its package
-# and its folder of kernel_sources.
-RUNTIME = ("candidates", "devices", "driver", "nvtx", "plan")
-OWN = {
-    "linalg": ("kernlib/linalg/**/*.py",),
-    "service": (
-        "kernlib/[!_]*.py",
-        "kernlib/jit/**/*.py",
-        *(f"kernlib/runtime/{name}.py" for name in RUNTIME),
-    ),
-}
-LAZY = (
-    *("kernlib/__init__.py", "kernlib/nn/__init__.py"),
-    *("kernlib/sparse/__init__.py", "kernlib/blocksparse/__init__.py"),
-    "kernlib/compat/__init__.py",
-)
+# and its folder of kernel_sources; to "shared" all of the package that is no other's.
+OWN = {"linalg": ("kernlib/linalg/**/*.py",), "service": ("kernlib/jit/**/*.py",)}
+SHARED = "shared"
 
 
 def record_path() -> Path:
@@ -73,103 +60,49 @@ def tests_of(family: str) -> set[Path]:
     return set(folders()[family].rglob("test_*.py"))
 
 
-def own_files(family: str, root: Path = ROOT) -> set[str]:
-    """Names, relative to ``root``, of the Python files that belong to a family and to no other."""
-    patterns = OWN.get(family, (f"kernlib/families/{family}/**/*.py",))
+def own_files(entry: str, root: Path = ROOT) -> set[str]:
+    """Names, relative to ``root``, of the Python files of the package that belong to an entry."""
+    if entry == SHARED:
+        others = (own_files(name, root) for name in folders(root) if name != SHARED)
+        return _files_below(root, "kernlib/**/*.py") - set().union(*others)
+    return _files_below(root, *OWN.get(entry, (f"kernlib/families/{entry}/**/*.py",)))
+
+
+def _files_below(root: Path, *patterns: str) -> set[str]:
     return {path.relative_to(root).as_posix() for p in patterns for path in root.glob(p)}
 
 
-def files(family: str, root: Path = ROOT) -> list[str]:
-    """Names, relative to ``root``, of all files a family's digest covers, sorted: its own, its GPU
-    tests, and what these import, however far, that belongs to no other family."""
-    tests = {path.relative_to(root).as_posix() for path in folders(root)[family].rglob("*.py")}
-    others = [own_files(name, root) for name in folders(root) if name != family]
-    left_out = set().union(LAZY, *others)
-    python = imports.closure(own_files(family, root) | tests, root, left_out, LAZY)
-    return sorted(python | _device_code(family, python, root))
+def files(entry: str, root: Path = ROOT) -> list[str]:
+    """Names, relative to ``root``, of all files an entry's digest covers, sorted: those of the
+    package that are its own, its GPU tests, and its device code."""
+    tests = {path.relative_to(root).as_posix() for path in folders(root)[entry].rglob("*.py")}
+    python = own_files(entry, root)
+    return sorted(python | tests | _device_code(entry, python, root))
 
 
 _GENERATED = re.compile(r"\bcommon/\w+\.cuh\b")  # what generated code includes
 
 
-def _device_code(family: str, python: set[str], root: Path) -> set[str]:
-    """Names of the CUDA files in a family's folder and of those that its Python names, with all
-    that they include."""
-    folder = sources.root() / family
+def _device_code(entry: str, python: set[str], root: Path) -> set[str]:
+    """Names of the CUDA files in a family's folder and of those that its Python or shared lowering
+    names, with all that they include."""
+    folder = sources.root() / entry
     names = {path.relative_to(sources.root()).as_posix() for path in folder.rglob("*.cuh")}
-    for name in python if names else ():
+    lowering = _files_below(root, "kernlib/lowering/*.py")
+    for name in python | lowering if names else ():
         names |= set(_GENERATED.findall((root / name).read_text()))
     closures = (sources.closure(f'#include "{name}"') for name in names)
     return {f"kernel_sources/{name}" for closure in closures for name in closure}
 
 
 def digest(family: str, root: Path = ROOT) -> str:
-    """sha256 over names and contents of a family's files; comments and blank lines do not count."""
+    """sha256 over names and meanings of a family's files."""
     state = hashlib.sha256()
     for name in files(family, root):
         text = (root / name).read_text()
-        code = (strip_python if name.endswith(".py") else strip_cuda)(text)
+        code = (meaning.of_python if name.endswith(".py") else meaning.of_cuda)(text)
         state.update(f"{name}\0{len(code)}\0{code}".encode())
     return state.hexdigest()
-
-
-# What does not count. Positions are cut from the text itself, because a dump of tokens or of the
-# tree differs between versions of Python.
-
-
-@cache  # a run asks of each file once for every family
-def strip_python(text: str) -> str:
-    """Source without comments, docstrings, blank lines and trailing space."""
-    lines = [line.encode() for line in text.splitlines(keepends=True)]
-    for (first, start), (last, end) in sorted(_docstrings(text) | _comments(text), reverse=True):
-        head, tail = lines[first - 1][:start], lines[last - 1][end:]
-        lines[first - 1 : last] = [head + tail]
-    kept = (line.decode().rstrip() for line in lines)
-    return "\n".join(line for line in kept if line)
-
-
-def _docstrings(text: str) -> set:
-    """Spans ((line, byte), (line, byte)) of docstrings."""
-    homes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, homes) and ast.get_docstring(node, clean=False) is not None:
-            doc = node.body[0]
-            found.add(((doc.lineno, doc.col_offset), (doc.end_lineno, doc.end_col_offset)))
-    return found
-
-
-def _comments(text: str) -> set:
-    found = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            start = len(token.line[: token.start[1]].encode())
-            row = token.start[0]
-            found.add(((row, start), (row, start + len(token.string.encode()))))
-    return found
-
-
-_LITERAL_OR_COMMENT = re.compile(
-    r'(?P<literal>"(?:\\.|[^"\\\n])*"|\'(?:\\.[^\'\n]*|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S
-)
-_CUDA_TOKEN = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|\'(?:\\.[^\'\n]*|[^\'\\\n])\'|\w+|<<=|>>=|\.\.\.|->|\+\+|--|<<|>>'
-    r"|[<>=!]=|&&|\|\||[-+*/%&|^]=|::|\S"
-)
-
-
-@cache
-def strip_cuda(text: str) -> str:
-    """Source as tokens, without comments; only the ends of directives keep their lines."""
-    text = text.replace("\\\n", " ")
-    text = _LITERAL_OR_COMMENT.sub(lambda found: found["literal"] or " ", text)
-    return "".join(_cuda_line(line) for line in text.splitlines() if line.strip())
-
-
-def _cuda_line(line: str) -> str:
-    if line.lstrip().startswith("#"):  # F(x) and F (x) differ here: only runs of space do not count
-        return "\n" + " ".join(line.split()) + "\n"
-    return "".join(f"{token} " for token in _CUDA_TOKEN.findall(line))
 
 
 # The record itself.
@@ -179,26 +112,37 @@ def read(path: Path = COMMITTED) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+MACHINE = ("date", "gpu", "driver", "torch", "nvrtc")
+SUITES = {"few": "gpu", "many": "gpu_full", "all": "gpu_full"}  # by ``--cases``
+
+
 def unverified(reason: str) -> dict:
     """The entry of a family that no GPU could be had for."""
-    return {"status": "unverified", "digest": "", "files": [], "tests": 0, "failed": [],
-            "reason": reason}  # fmt: skip
+    ran = dict.fromkeys(("suite", *MACHINE, "digest"), "")
+    return {"status": "unverified", **ran, "files": [], "tests": 0, "failed": [],
+            "reason": reason, "full": {}}  # fmt: skip
 
 
 def write(results: dict[str, dict], machine: dict | None = None, path: Path | None = None) -> Path:
     """Put entries of families into the record, beside those of the families that did not run.
 
-    ``machine`` names gpu, driver, torch, nvrtc and date; by default this one.
+    ``machine`` names gpu, driver, torch, nvrtc and date; by default this one. ``full`` of an entry
+    is the last time that all of its tests passed, of what digest.
     """
     path = path or record_path()
     if machine is None:
         from benchmarks.common.harness import machine as ask
 
         machine = ask()
-    head = {name: machine[name] for name in ("gpu", "driver", "torch", "nvrtc", "date")}
-    families = {name: unverified("not run yet") for name in FAMILIES}
-    families |= {**read(path).get("families", {}), **results}
-    path.write_text(json.dumps({**head, "families": families}, indent=1) + "\n")
+    entries = {name: unverified("not run yet") for name in FAMILIES}
+    entries |= {k: v for k, v in read(path).get("families", {}).items() if k in entries}
+    for name, result in results.items():
+        full = entries[name].get("full", {})
+        entry = {**unverified(""), **result, **{field: machine[field] for field in MACHINE}}
+        if entry["suite"] == "gpu_full" and entry["status"] == "passed":
+            full = {field: entry[field] for field in ("date", "gpu", "digest", "tests")}
+        entries[name] = {**entry, "full": full}
+    path.write_text(json.dumps({"families": entries}, indent=1) + "\n")
     return path
 
 
@@ -217,11 +161,13 @@ def verdict(family: str, entry: dict | None, current: str) -> tuple[str, str]:
 
 @dataclass
 class Run:
-    """What one pytest session did with the GPU tests, in one process or merged from several."""
+    """What one pytest session did with the GPU tests, in one process or merged from several.
+    ``suite`` is "gpu", "gpu_full", or "" of a run whose cases are neither's."""
 
+    suite: str = "gpu"
     digests: dict[str, str] = field(default_factory=dict)
     tests: dict[str, dict[str, str]] = field(default_factory=dict)  # family, test, outcome or ""
-    files: set[Path] = field(default_factory=set)
+    files: set[Path] = field(default_factory=set)  # collected, if only to run none of their tests
     partial: set[str] = field(default_factory=set)
 
     def collected(self, family: str, path: Path, test: str) -> None:
@@ -267,12 +213,13 @@ class Run:
         kept = json.loads(path.read_text()) if path.exists() else {}
         for family in self.tests.keys() - self.partial:
             own, earlier = self.tests[family], kept.get(family)
-            if earlier is not None and earlier["digest"] == self.digests[family]:
+            same = {"digest": self.digests[family], "suite": self.suite}
+            if earlier is not None and same.items() <= earlier.items():
                 again = {test: outcome for test, outcome in own.items() if outcome}
                 self.tests[family] = {**own, **earlier["tests"], **again}
                 self.files |= {Path(os.path.normpath(ROOT / name)) for name in earlier["files"]}
             kept[family] = {
-                "digest": self.digests[family],
+                **same,
                 "tests": self.tests[family],
                 "files": [os.path.relpath(name, ROOT) for name in tests_of(family) & self.files],
             }
@@ -280,7 +227,7 @@ class Run:
 
     def complete(self, family: str) -> bool:
         """Whether every test of the family was collected and ran."""
-        if family in self.partial or not self.tests.get(family):
+        if not self.suite or family in self.partial or not self.tests.get(family):
             return False
         return tests_of(family) <= self.files and all(self.tests[family].values())
 
@@ -296,6 +243,7 @@ class Run:
         status = "failed" if failed else "passed" if ran else "unverified"
         return {
             "status": status,
+            "suite": self.suite,
             "digest": self.digests[family],
             "files": files(family),
             "tests": ran,

@@ -1,12 +1,10 @@
 """Two speeds of tests: which are slow, how many workers share the rest, and what a run shows.
 
-``pytest`` runs what is not marked ``slow``, on a few workers of pytest-xdist where that is
-installed. Slow are, by their meaning: sweeps of compiles but for one specification a kernel,
-documents, examples, benchmarks and the demo when they are executed, soaks and kills, Inductor, and
-gradient checks beyond one case a stage. ``pytest -m slow`` runs those, ``pytest -m ""`` all, and
-``--sweeps K/N`` leaves out all but the K-th of N parts of sweeps of kernels: of slow tests of
-``lowering``, which compile kernels or run them on the host. ``--cases N`` runs every test but those
-sweeps, documents and examples with N of its cases at most, the same N each time.
+``pytest`` runs a few cases (``selection``) of each test that is not marked ``slow``, on a few
+workers of pytest-xdist where that is installed. Slow are, by their meaning: sweeps of compiles but
+for one specification a kernel, documents, examples, benchmarks and the demo when they are executed,
+soaks and kills, Inductor, and gradient checks beyond one case a stage. ``pytest -m slow`` runs
+those, ``pytest -m ""`` all, and ``--part K/N`` the K-th of N parts of what would run.
 """
 
 from __future__ import annotations
@@ -16,22 +14,22 @@ import os
 import shutil
 import threading
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.support import selection
 
 FAST = "not slow"  # the -m of pyproject.toml
 WORKERS = 8  # at most: each has torch and, on a GPU, a context of its own
 FEW_FILES = 3  # whose tests are over before workers have imported torch
 SILENCE_S = 15.0
 LEFT_OUT = {  # why tests of a run were left out, and how to run them
-    "gpu": "need an NVIDIA GPU that torch can use",
     "emulated": "run kernels on the host, which needs g++",
     "slow": "are slow: pytest -m slow",
-    "sweeps": "are in other parts of slow sweeps of kernels: pytest -m slow --sweeps K/N",
-    "cases": "are further cases of tests: pytest without --cases",
+    "part": "are in other parts: --part K/N",
+    "cases": "are further cases of tests: pytest --cases all",
 }
 
 
@@ -50,47 +48,20 @@ def one_of_each(kind: Callable, cases: Mapping) -> list:
     return list({kind(case): name for name, case in reversed(cases.items())}.values())
 
 
-def sweep_part(text: str) -> tuple[int, int]:
-    """``K/N`` as what the hash of a test's name leaves, and by what. Raises pytest.UsageError."""
+def part_of(text: str) -> tuple[int, int]:
+    """``K/N`` as what the hash of a test's name leaves, and by what. Raises
+    argparse.ArgumentTypeError."""
     part, _, count = text.partition("/")
     if not (part.isdigit() and count.isdigit() and 1 <= int(part) <= int(count)):
-        raise pytest.UsageError(f"--sweeps must be K/N with 1 <= K <= N, as 1/2, got {text!r}")
+        message = f"--part must be K/N with 1 <= K <= N, as 1/2, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
     return int(part) - 1, int(count)
 
 
-def is_sweep(item: pytest.Item) -> bool:
-    """Whether a test is of those that ``--sweeps`` parts."""
-    return "lowering" in item.path.parts and bool(item.get_closest_marker("slow"))
-
-
-def is_in_part(item: pytest.Item, text: str) -> bool:
-    """Whether a test runs in this part of the sweeps."""
-    if not is_sweep(item):
-        return True
-    rest, count = sweep_part(text)
+def is_in_part(item: pytest.Item, part: tuple[int, int]) -> bool:
+    """Whether a test runs in this part."""
+    rest, count = part
     return zlib.crc32(item.nodeid.encode()) % count == rest
-
-
-def count_of_cases(text: str) -> int:
-    """What follows ``--cases``. Raises argparse.ArgumentTypeError."""
-    if not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"--cases must be 1 or more, got {text!r}")
-    return int(text)
-
-
-def spread(items: list[pytest.Item], limit: int) -> list[pytest.Item]:
-    """Of each test at most ``limit`` cases: the first, the last and those evenly between. Sweeps,
-    which have parts, stay whole, and documents and examples, which are no cases of one thing."""
-    cases, kept = defaultdict(list), set()
-    for item in items:
-        if is_sweep(item) or "docs" in item.path.parts:
-            kept.add(item)
-        else:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for each in cases.values():
-        count = min(limit, len(each))
-        kept.update(each[i * (len(each) - 1) // max(1, count - 1)] for i in range(count))
-    return [item for item in items if item in kept]
 
 
 def workers(config: pytest.Config) -> int:
@@ -125,28 +96,27 @@ class Speeds:
 
     # What is left out.
 
-    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_pycollect_makeitem(self):
+        outcome = yield
+        items = outcome.get_result()
+        if isinstance(items, list):  # the cases of a function
+            chosen = selection.thinned(items, selection.cases_of(self.config))
+            self.left_out["cases"] += sum(map(self._counts, items)) - sum(map(self._counts, chosen))
+            outcome.force_result(chosen)
+
+    def _counts(self, item: pytest.Item) -> bool:
+        """Whether a case would have run."""
+        return not (self.config.option.markexpr == FAST and item.get_closest_marker("slow"))
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items):
-        self._leave_out_kinds(items)
-        yield  # -m selects
-        limit = self.config.option.cases
-        if limit is not None:
-            kept = dict.fromkeys(spread(items, limit))
-            left_out = [item for item in items if item not in kept]
-            self.config.hook.pytest_deselected(items=left_out)
-            items[:], self.left_out["cases"] = kept, len(left_out)
-
-    def _leave_out_kinds(self, items: list[pytest.Item]) -> None:
-        import torch
-
-        sweeps = self.config.option.sweeps
-        if sweeps is not None:
-            sweep_part(sweeps)
-            count = len(items)
-            items[:] = [item for item in items if is_in_part(item, sweeps)]
-            self.left_out["sweeps"] = count - len(items)
-        if not torch.cuda.is_available():
-            self._leave_out("gpu", items)
+        part = self.config.option.part
+        if part is not None:
+            others = [item for item in items if not is_in_part(item, part)]
+            self.config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if is_in_part(item, part)]
+            self.left_out["part"] = len(others)
         if shutil.which("g++") is None:
             self._leave_out("emulated", items)
 

@@ -29,18 +29,20 @@ def parameters(of: Callable[[Operation], Iterable], promise: str = "", mark=None
     ]
 
 
-def recordings(of: Callable[[Operation], Mapping]) -> pytest.MarkDecorator:
-    """Every case, and where it has places for gradients, with and without a record: of what records
-    them the calls without are a sweep."""
+def recordings(
+    of: Callable[[Operation], Mapping], records: str = "places", sweep: bool = True
+) -> pytest.MarkDecorator:
+    """Every case, and where its field ``records`` is not empty, with and without a record of
+    gradients. As a ``sweep`` the calls without, of what records them, are slow."""
     made = [
         pytest.param(
             *(one, name, recording),
             id=f"{one.name}-{name}-{recording}",
-            marks=[pytest.mark.slow] if case.places and not recording else [],
+            marks=[pytest.mark.slow] if sweep and getattr(case, records) and not recording else [],
         )
         for one in OPERATIONS
         for name, case in of(one).items()
-        for recording in ((False, True) if case.places else (False,))
+        for recording in ((False, True) if getattr(case, records) else (False,))
     ]
     return pytest.mark.parametrize(("operation", "case", "recording"), made)
 

@@ -12,6 +12,8 @@ from tests.contract.library.calls import EXACT, close, compiled, same, slopes, t
 from tests.contract.library.operations import each, every, recordings
 from tests.support.speeds import slow_but
 
+pytestmark = pytest.mark.few(by="operation")
+
 
 @contextlib.contextmanager
 def silence():

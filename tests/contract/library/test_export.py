@@ -12,6 +12,8 @@ from tests.contract.library.calls import close, targets
 from tests.contract.library.operations import every
 from tests.support.speeds import slow_but
 
+pytestmark = pytest.mark.few(by="operation")
+
 
 def exported(given, strict, dynamic):
     sizes = ({0: torch.export.Dim("rows", min=2)},) if dynamic else None

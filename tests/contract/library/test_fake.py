@@ -7,7 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.contract.library.cases import tuple_of
 from tests.contract.library.operations import OPERATIONS, every, marks
 
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
+    pytest.mark.few(by="operation"),
+]
 
 # torch without CUDA records no gradient of a fake tensor of it.
 PLACES = [("cpu", False), ("cpu", True), ("cuda", False)]

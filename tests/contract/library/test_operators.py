@@ -11,6 +11,8 @@ import kernlib as kl
 from tests.architecture.package import FAMILIES
 from tests.contract.library.operations import MODULES, each, every, recordings
 
+pytestmark = pytest.mark.few(by="operation")
+
 
 def test_every_family_has_cases():
     for family in FAMILIES:

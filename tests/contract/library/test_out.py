@@ -9,6 +9,8 @@ import torch
 from tests.contract.library.calls import EXACT, close, compiled
 from tests.contract.library.operations import every
 
+pytestmark = pytest.mark.few(by="operation")
+
 LAYOUTS = {
     "row": lambda filled, shape: filled(shape),
     "column": lambda filled, shape: filled(shape[::-1]).permute(*range(len(shape))[::-1]),

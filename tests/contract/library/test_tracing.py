@@ -3,19 +3,14 @@
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contract.library.calls import EXACT, along, close, same, targets
 from tests.contract.library.cases import tuple_of
-from tests.contract.library.operations import OPERATIONS, each, every
+from tests.contract.library.operations import each, every, recordings
+
+pytestmark = pytest.mark.few(by="operation")
 
 MODES = ["real", "fake", "symbolic"]
-GRAPHS = [
-    pytest.param(one, name, recording, id=f"{one.name}-{name}-{recording}")
-    for one in OPERATIONS
-    for name, graph in one.graphs.items()
-    for recording in ((False, True) if graph.recorded else (False,))
-]
 
 
 def named(names) -> set[str]:
@@ -23,7 +18,7 @@ def named(names) -> set[str]:
 
 
 @pytest.mark.parametrize("tracing", MODES)
-@pytest.mark.parametrize(("operation", "case", "recording"), GRAPHS)
+@recordings(lambda one: one.graphs, records="recorded", sweep=False)
 def test_make_fx_records_the_operators(operation, case, recording, tracing):
     graph = operation.graphs[case]
     made = make_fx(graph.call.run, tracing_mode=tracing)(*graph.call.leaves(recording))
@@ -47,21 +42,6 @@ def test_make_fx_sees_forward_and_backward(operation, case, tracing):
     assert named(graph.backward) <= {*targets(made)}
     found, wanted = (run(direction, *graph.call.leaves(True)) for run in (made, both))
     close(found, wanted, operation.near.slopes, operation.strides)
-
-
-@each()
-def test_other_modes_see_the_operator(operation):
-    seen, call = [], operation.typical
-
-    class Listening(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    with Listening():
-        found = call.run(*call.leaves())
-    close(found, call.run(*call.leaves()), EXACT)
-    assert f"kernlib.{operation.operator}.default" in seen
 
 
 @each()

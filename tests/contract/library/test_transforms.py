@@ -7,6 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.contract.library.calls import close, compiled
 from tests.contract.library.operations import OPERATIONS, every, parameters
 
+pytestmark = pytest.mark.few(by="operation")
+
 MAPPED = [
     pytest.param(one, name, place, id=f"{one.name}-{name}-{place}")
     for one in OPERATIONS

@@ -5,18 +5,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.contract.library.calls import compiled
-from tests.contract.library.operations import OPERATIONS, every
+from tests.contract.library.operations import every, recordings
+
+pytestmark = pytest.mark.few(by="operation")
 
 ERRORS = (ValueError, TypeError, RuntimeError)
-WRONG = [
-    pytest.param(one, name, recording, id=f"{one.name}-{name}-{recording}")
-    for one in OPERATIONS
-    for name, wrong in one.wrong.items()
-    for recording in ((False, True) if wrong.recorded else (False,))
-]
 
 
-@pytest.mark.parametrize(("operation", "case", "recording"), WRONG)
+@recordings(lambda one: one.wrong, records="recorded", sweep=False)
 def test_what_is_wrong_is_said_as_in_eager_calls(operation, case, recording):
     wrong = operation.wrong[case]
     for run in (wrong.run, compiled(wrong.run)):

@@ -42,10 +42,6 @@ def test_text_and_back(score, mask):
     assert score in render(held) or "\\" in render(held)
 
 
-def test_nothing_is_an_expression_too():
-    assert ScoreExpression().trees(()) == (None, None)
-
-
 def test_kinds_decide_when_there_are_dtypes():
     made = ScoreExpression("where(flag, v, 0)", None, {"flag": ("row",)})
     assert made.trees(("bool",)).score.operator == "where"

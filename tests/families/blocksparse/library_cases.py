@@ -17,7 +17,6 @@ from tests.contract.library.cases import (
     Exported,
     Graph,
     Near,
-    Numeric,
     Operation,
     Out,
     Quiet,
@@ -186,12 +185,9 @@ WRONG = {
     "dtypes": Wrong(lambda x, w, v: first(x, w.double(), v), "must have one dtype"),
     "bias": Wrong(lambda x, w, v: first(x, w, v[1:]), "bias must have shape"),
     "missing": Wrong(lambda x, w, v: kl.run_kernel(FIRST, LAYOUT, x, w), "needs bias"),
-    "unknown": Wrong(lambda *t: first(*t, gain=1), "gain is no argument"),
     "operands": Wrong(
         lambda x, w, v: kl.run_kernel(FIRST, LAYOUT, x, bias=v), "takes layout, a and b"
     ),
-    "no layout": Wrong(lambda x, w, v: dsd(w, x.mT, w), "layout must be a kernlib"),
-    "a list": Wrong(lambda x, w, v: dds([1.0], w, LAYOUT), "a must be a tensor"),
     "sizes": Wrong(lambda x, w, v: sdd(x[:, :32].mT, x[1:], LAYOUT), "one size to sum over"),
     "batches": Wrong(
         lambda x, w, v: dds(x.view(2, 3, 48), w.expand(3, 4, 16, 16), LAYOUT, transpose_b=True),
@@ -205,7 +201,6 @@ WRONG = {
         lambda x, w, v: dds(x, w, LAYOUT, transpose_b=True, out=torch.ones(6, 32).int()),
         "out must be torch.float32", recorded=False,
     ),
-    "number": Wrong(lambda *t: scaled(*t, "1"), "gain must be a real number"),
     "nan": Wrong(lambda *t: scaled(*t, float("nan")), "gain must be a number, got nan"),
 }  # fmt: skip
 WRONG = {name: wrong._replace(message=said(wrong.message)) for name, wrong in WRONG.items()}
@@ -327,42 +322,6 @@ CHECKS = {
 }
 
 
-def by_operator(descriptor):
-    """Of corners of blocks, as differences of all of their numbers take long."""
-
-    def run(*corners):
-        a, b = (
-            torch.nn.functional.pad(t, [n for size in t.shape[::-1] for n in (0, 16 - size)])
-            for t in corners
-        )
-        arguments = (a, b, [*ONE.tensors], ONE.text, descriptor.text, None, False)
-        return torch.ops.kernlib.blocksparse_matmul_product(*arguments)[..., :3]
-
-    return run
-
-
-ONE = Layout([[1]], 16)
-CORNER, STORED = values(3, 2).double(), values(1, 2, 3).double()
-
-
-def of_values(descriptor):
-    """Of a dense corner and stored values that do not change, or the other way around."""
-    pad = torch.nn.functional.pad
-
-    def run(stored, dense):
-        a, b = pad(stored, (0, 13, 0, 14)), pad(dense, (0, 14, 0, 13))
-        pair = (a, b) if descriptor.mode == "dsd" else (b, a)
-        arguments = (*pair, [*ONE.tensors], ONE.text, descriptor.text, None, False)
-        return torch.ops.kernlib.blocksparse_matmul_product(*arguments)[:4, :4]
-
-    return run
-
-
-NUMERIC = {
-    "sdd": Numeric(by_operator(SDD), (CORNER, values(2, 3).double())),
-    "dsd": Numeric(of_values(DSD), (STORED, CORNER)),
-    "dds": Numeric(of_values(DDS), (STORED, CORNER)),
-}
 QUIET = Quiet(
     """
 from kernlib.families.blocksparse.functions import dds, sdd
@@ -398,7 +357,7 @@ OPERATIONS = (
         graphs=GRAPHS,
         transforms=TRANSFORMS,
         checks=CHECKS,
-        numeric=NUMERIC,
+        numeric={},  # they are in test_gradients.py
         quiet=QUIET,
         strides=False,  # compiled, gradients are contiguous
     ),

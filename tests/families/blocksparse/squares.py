@@ -8,57 +8,41 @@ from types import ModuleType
 
 import torch
 
-from kernlib.families.blocksparse.layout import NAMES, Layout
-from kernlib.families.blocksparse.lowering import hopper
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.lowering import choose, hopper
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values
-from tests.families.blocksparse.emulated import (
-    Case,
-    guarded,
-    is_intact,
-    layout_of,
-    sdd_problem,
-    strided,
-)
-from tests.support.emulation import maps
-from tests.support.kernels import only
+from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse.emulated import Case, guarded, layout_of
+from tests.families.blocksparse.products import SampledOperands
 
 ARCH, COUNT = hopper.ARCH, 3  # multiprocessors, so that one has several units of work
 HALVES = ("float16", "bfloat16")
 
 
-class Product:
-    """Operands of a case, whose columns are its depth, and its result by the formula in float64."""
+class Product(SampledOperands):
+    """Operands of a case, and its result, whose blocks lie side by side."""
 
     def __init__(self, case: Case, a: str = "rows", b: str = "rows", layout: Layout | None = None):
-        self.case, self.layout = case, layout_of(case, room=37) if layout is None else layout
-        rows, cols = self.layout.shape
-        shape = case.batch, case.heads
-        self.a = strided((*shape, rows, case.columns), a, case.dtype)
-        self.b = strided((*shape, case.columns, cols), b, case.dtype)
-        values = (case.batch, self.layout.capacity, *case.block)
-        # Blocks lie side by side, and nothing else may be written.
-        self.guarded = guarded((case.batch, 1, math.prod(values[1:])), "rows", case.dtype)
-        self.guarded.fill_(math.nan)
-        self.out = self.guarded.view(values)
-
-    def wanted(self) -> torch.Tensor:
-        return self.layout.to_blocks(self.a.double() @ self.b.double())
-
-    def problem(self, beside=()) -> Sdd:
-        return sdd_problem(self.case, self.layout, self.a, self.b, self.out, beside)
+        super().__init__(case, a, b, layout=layout_of(case, room=37) if layout is None else layout)
+        values = self.out.shape
+        whole = guarded((case.batch, 1, math.prod(values[1:])), "rows", case.dtype)
+        self.out = whole.fill_(math.nan).view(values)
 
     def run(
         self, kind: ModuleType, emulator, epilogue=(), scalars=(), count=COUNT, **beside
     ) -> torch.Tensor:
         """The result by a kind of kernels."""
-        problem = self.problem(beside.values())
-        assert kind.takes(problem, ARCH)
-        step = only(kind.lower(epilogue, problem, ARCH, count))
-        known = dict(zip(NAMES, self.layout.tensors, strict=True))
-        known |= {"a": self.a, "b": self.b, "out": self.out, **beside}
-        maps.launch(emulator, step, [known[n].data_ptr() + at for n, at in step.pointers], scalars)
-        assert is_intact(self.guarded) and not self.out[:, self.layout.nnz :].any()
-        return self.out
+
+        def lower(problem: Sdd) -> Lowered:
+            assert kind.takes(problem, ARCH)
+            return kind.lower(epilogue, problem, ARCH, count)
+
+        return self.launched(emulator, lower, scalars, **beside)
+
+
+def taken(given: Sdd, count: int = 132) -> str:
+    """The kind of kernel that is chosen."""
+    return choose.default(given, choose.candidates(given, ARCH), count)["kind"]
 
 
 def problem(

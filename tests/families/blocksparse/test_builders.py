@@ -100,11 +100,6 @@ def test_fixed(n, s, numverts, vertsize, attention):
     assert one.heads is None and torch.equal(one.mask(), made.mask()[0])
 
 
-def test_fixed_ones_of_one_direction_never_pass_the_diagonal():
-    mask = builders.fixed(64 * 16, 16, 16 * 16, numverts=4, vertsize=4, heads=4).mask()
-    assert not mask.triu(1).any()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -143,20 +138,14 @@ def test_the_best_of_each_row():
     [
         (lambda: builders.top_k(torch.rand(2, 3), 16, 4), ValueError, "k must be at most the 3"),
         (lambda: builders.top_k(torch.rand(3), 16, 1), ValueError, "scores must have shape"),
-        (lambda: builders.top_k("best", 16, 1), TypeError, "scores must be a tensor"),
         (lambda: builders.top_k(torch.rand(2, 3), 16, 1.0), TypeError, "k must be an int"),
         (lambda: builders.dense(64, 40, 16), ValueError, "cols must be a multiple"),
         (lambda: builders.dense(64, 48, 24), ValueError, "block must have rows and columns in"),
-        (lambda: builders.dense("64", 48, 16), TypeError, "rows must be an int"),
         (lambda: builders.causal(-16, 16), ValueError, "length must be 0 to"),
         (lambda: builders.causal(64, 16, heads=True), TypeError, "heads must be an int"),
         (lambda: builders.sliding_window(64, 16, -1), ValueError, "window must be 0 to"),
-        (lambda: builders.sliding_window(64, 16, (1, 2, 3)), TypeError, "window must be an int or"),
         (lambda: builders.block_diagonal(64, 16, 0), ValueError, "size must be 1 to"),
         (lambda: builders.random(64, 64, 16, 1.5), ValueError, "density must be 0 to 1"),
-        (lambda: builders.random(64, 64, 16, "half"), TypeError, "density must be a number"),
-        (lambda: builders.random(64, 64, 16, 0.5, seed=0.5), TypeError, "seed must be an int"),
-        (lambda: builders.causal(64, 16, device=torch.float16), TypeError, "device must be"),
         (lambda: builders.causal(64, 16, device="gpu"), ValueError, "device must be one of"),
     ],
 )

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -62,17 +61,9 @@ FLOATS = "float32, float16, bfloat16, float64"
 
 TYPE_ERRORS = {
     "values list": (by(dsd, [1.0], B, LAYOUT), "values must be a tensor, got list"),
-    "values None": (by(dsd, None, B, LAYOUT), "values must be a tensor, got NoneType"),
-    "values array": (by(dsd, np.ones((3, 16, 32)), B, LAYOUT), "values must be .*ndarray"),
-    "values last": (by(dds, A, [1.0], LAYOUT), "values must be a tensor, got list"),
     "values sparse": (by(dsd, sparse(V), B, LAYOUT), "values must be a dense .*sparse_coo"),
     "values nested": (by(dsd, nested(), B, LAYOUT), "values must be a dense tensor, got a nested"),
     "values int": (by(dsd, V.int(), B.int(), LAYOUT), f"values must be one of {FLOATS}, got .*int"),
-    "values complex": (by(dsd, V + 0j, B + 0j, LAYOUT), "values must be one of .*complex64"),
-    "a list": (by(dds, [1.0], V, LAYOUT), "a must be a tensor, got list"),
-    "a of sdd": (by(sdd, None, K, LAYOUT), "a must be a tensor, got NoneType"),
-    "a bool": (by(sdd, LEFT.bool(), K.bool(), LAYOUT), "a must be one of .*torch.bool"),
-    "b list": (by(dsd, V, [1.0], LAYOUT), "b must be a tensor, got list"),
     "b sparse": (by(sdd, LEFT, sparse(K), LAYOUT), "b must be a dense tensor, .*sparse_coo"),
     "two dtypes": (
         by(dsd, V, B.double(), LAYOUT),
@@ -84,17 +75,10 @@ TYPE_ERRORS = {
         by(dsd, V, B, torch.ones(2, 3)),
         r"layout must be a kernlib\.blocksparse\.Layout, got Tensor; Layout\(mask, block\)",
     ),
-    "layout None": (by(sdd, LEFT, K, None), "layout must be .*got NoneType"),
-    "layout class": (by(sdd, LEFT, K, Layout), "layout must be .*got type"),
     "transpose_a 1": (of_dsd(transpose_a=1), "transpose_a must be a bool, got 1"),
-    "transpose_b 0": (of_dsd(transpose_b=0), "transpose_b must be a bool, got 0"),
-    "transpose_b list": (of_dsd(transpose_b=[True]), r"transpose_b must be a bool, got \[True\]"),
     "epilogue text": (of_dsd(epilogue="relu"), "epilogue must be made of epilogues .*'relu'"),
-    "epilogue class": (of_dsd(epilogue=(kl.Relu,)), "epilogue must be made of epilogues"),
-    "epilogue kernel": (of_dsd(epilogue=kl.gaussian()), "epilogue must be made of epilogues"),
     "debug 1": (of_dsd(debug=1), "debug must be True or False, got 1"),
     "unknown": (of_dsd(gain=1), r"gain is no argument of BlockSparseMatmul\(dsd\); it takes none"),
-    "unknown bias": (of_dsd(bias=BIAS), "bias is no argument of .*it takes none"),
     "by position": (by(dsd, V, B, LAYOUT, True), "positional"),
     "no layout": (by(dsd, V, B), "layout"),
     # run_kernel
@@ -102,24 +86,18 @@ TYPE_ERRORS = {
         call(DSD, LAYOUT, V),
         r"BlockSparseMatmul\(dsd\) takes layout, a and b, got 2 operands",
     ),
-    "four operands": (call(DSD, LAYOUT, V, B, B), "takes layout, a and b, got 4 operands"),
-    "no operands": (call(DSD), "takes layout, a and b, got 0 operands"),
     "no layout first": (call(DSD, V, B, LAYOUT), "layout must be a kernlib.*, got Tensor"),
     "class as descriptor": (call(BlockSparseMatmul, LAYOUT, V, B), "descriptor must be"),
     "bias number": (call(BIASED, LAYOUT, V, B, bias=1.0), r"bias must be .*\(32,\), got float"),
     "bias double": (call(BIASED, LAYOUT, V, B, bias=BIAS.double()), "bias must have one dtype"),
     "scale text": (call(SCALED, LAYOUT, A, V, scale="2"), "scale must be a real number .*'2'"),
-    "y list": (call(ADDED, LAYOUT, LEFT, K, y=[1.0], beta=1.0), "y must be a tensor, got list"),
 }
 VALUE_ERRORS = {
     "values short": (
         by(dsd, V[:2], B, LAYOUT),
         r"values must hold the layout's blocks, \(\.\.\., 3, 16, 32\), got \(2, 16, 32\)",
     ),
-    "values turned": (by(dds, A, V.mT, LAYOUT), r"values must hold .*got \(3, 32, 16\)"),
-    "values flat": (by(dsd, V.flatten(), B, LAYOUT), "values must hold the layout's blocks"),
     "values dense": (by(dsd, LAYOUT.to_dense(V), B, LAYOUT), "values must hold .*got .32, 96."),
-    "values of heads": (by(dsd, V, ones(2, 96, 5), HEADS), r"values must hold .*\.\.\., 6, 16"),
     "b rows": (
         by(dsd, V, ones(95, 5), LAYOUT),
         rf"b must be \(\.\.\., 96, n\) for a layout of {TEXT}, got \(95, 5\)",
@@ -131,19 +109,15 @@ VALUE_ERRORS = {
         "did you mean transpose_b=False.$",
     ),
     "S turned": (of_dsd(transpose_a=True), r"b must be \(\.\.\., 32, n\) .*transpose_a=False.$"),
-    "b vector": (by(dsd, V, B[:, 0], LAYOUT), r"b must be \(\.\.\., 96, n\) .*got \(96,\)"),
     "b number": (by(dsd, V, ones(), LAYOUT), r"b must be .*got \(\)"),
-    "a columns": (by(dds, ones(5, 31), V, LAYOUT), r"a must be \(\.\.\., n, 32\) .*\(5, 31\)$"),
     "S not turned": (by(dds, ones(5, 96), V, LAYOUT), "did you mean transpose_b=True.$"),
-    "a of S turned": (by(dds, A, V, LAYOUT, transpose_b=True), r"a must be \(\.\.\., n, 96\)"),
     "a turned": (
         by(dds, A, V, LAYOUT, transpose_a=True),
         r"a must be \(\.\.\., 32, n\) .* and transpose_a, got \(5, 32\)",
     ),
     "a of sdd turned": (by(sdd, LEFT.mT, K, LAYOUT), "did you mean transpose_a=True.$"),
     "a of sdd": (by(sdd, ones(31, 5), K, LAYOUT), r"a must be \(\.\.\., 32, n\) .*\(31, 5\)"),
-    "b of sdd": (by(sdd, LEFT, ones(5, 95), LAYOUT), r"b must be \(\.\.\., n, 96\) .*\(5, 95\)"),
-    "row 7: two sizes": (
+    "two sizes": (
         by(sdd, ones(32, 4), K, LAYOUT),
         r"a and b must have one size to sum over, got 4 of a \(32, 4\) and 5 of b \(5, 96\)",
     ),
@@ -155,27 +129,20 @@ VALUE_ERRORS = {
         by(sdd, ones(3, 32, 5), ones(2, 5, 96), HEADS),
         r"a must have 2 heads, or 1, got \(3, 32, 5\)",
     ),
-    "b of other heads": (by(dsd, ones(6, 16, 32), ones(0, 96, 5), HEADS), "b must have 2 heads"),
     "batches": (
         by(dsd, ones(2, 3, 16, 32), ones(3, 96, 5), LAYOUT),
         r"dimensions in front .* must broadcast, got those of values \(2,\) and b \(3,\)",
-    ),
-    "batches of sdd": (
-        by(sdd, ones(4, 2, 32, 5), ones(3, 1, 5, 96), HEADS),
-        r"must broadcast, got those of a \(4,\) and b \(3,\)",
     ),
     "devices": (by(dsd, V, meta(B), LAYOUT), "values and b must be on one device.*cpu and meta"),
     "layout's device": (
         by(dds, meta(A), meta(V), LAYOUT),
         r"layout must be on the device of a, meta, got cpu; layout\.to\(device\) makes a copy",
     ),
-    "layout's device of values": (by(dsd, meta(V), meta(B), LAYOUT), "on the device of values"),
     "bias of sdd": (
         by(sdd, LEFT, K, LAYOUT, epilogue=kl.Bias()),
         "mode 'sdd' takes no epilogue with a value for each feature",
     ),
     "precision": (of_dsd(precision="fp8"), "precision must be None or one of .*'fp8'"),
-    "precision list": (of_dsd(precision=["fp32"]), "precision must be None or one of"),
     "bias missing": (of_dsd(epilogue=kl.Bias()), "needs bias"),
     "bias twice": (of_dsd(epilogue=(kl.Bias(), kl.Bias())), "epilogues share the parameter"),
     "bias long": (of_dsd(epilogue=kl.Bias(), bias=ones(96)), r"bias must have shape \(32,\), got"),
@@ -183,25 +150,17 @@ VALUE_ERRORS = {
         by(dds, A, V, LAYOUT, epilogue=kl.Bias(), bias=BIAS),
         r"bias must have shape \(96,\), got \(32,\)",
     ),
-    "bias of S turned": (
-        by(dsd, V, ones(32, 5), LAYOUT, transpose_a=True, epilogue=kl.Bias(), bias=BIAS),
-        r"bias must have shape \(96,\)",
-    ),
     "scale nan": (call(SCALED, LAYOUT, A, V, scale=math.nan), "scale must be a number, got nan"),
-    "scale (5,)": (call(SCALED, LAYOUT, A, V, scale=ones(5)), r"scale must have shape \(\)"),
     "y shape": (
         call(ADDED, LAYOUT, LEFT, K, y=ones(2, 16, 32), beta=1.0),
         r"y must broadcast to \(3, 16, 32\), got \(2, 16, 32\)",
     ),
     "beta missing": (call(ADDED, LAYOUT, LEFT, K, y=Y), "needs beta"),
 }
-OUT_TYPE_ERRORS = {
+OUTS = {
     "list": ([], "out must be a tensor, got list"),
     "sparse": (sparse(ones(32, 5)), "out must be a dense tensor, .*sparse_coo"),
     "double": (ones(32, 5).double(), "out must be torch.float32 .*got torch.float64"),
-    "int": (ones(32, 5).int(), "out must be torch.float32 .*got torch.int32"),
-}
-OUT_VALUE_ERRORS = {
     "turned": (ones(5, 32), r"out must have shape \(32, 5\), got \(5, 32\)"),
     "batch": (ones(1, 32, 5), r"out must have shape \(32, 5\), got \(1, 32, 5\)"),
     "device": (meta(ones(32, 5)), "out must be on the device of .*cpu, got meta"),
@@ -213,17 +172,10 @@ OUT_VALUE_ERRORS = {
 ALL = TYPE_ERRORS | {f"value {name}": case for name, case in VALUE_ERRORS.items()}
 
 
-@pytest.mark.parametrize("case", TYPE_ERRORS)
-def test_what_is_of_the_wrong_kind_is_a_type_error(case):
-    run, message = TYPE_ERRORS[case]
-    with pytest.raises(TypeError, match=message):
-        run()
-
-
-@pytest.mark.parametrize("case", VALUE_ERRORS)
-def test_what_does_not_fit_is_a_value_error(case):
-    run, message = VALUE_ERRORS[case]
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("case", ALL)
+def test_what_is_of_the_wrong_kind_or_does_not_fit_is_said(case):
+    run, message = ALL[case]
+    with pytest.raises(TypeError if case in TYPE_ERRORS else ValueError, match=message):
         run()
 
 
@@ -265,17 +217,10 @@ def test_a_transpose_that_was_made_before_is_no_other(seed):
             dsd(V, B, LAYOUT, transpose_b=value)
 
 
-@pytest.mark.parametrize("case", OUT_TYPE_ERRORS)
-def test_an_out_of_the_wrong_kind_is_a_type_error(case):
-    out, message = OUT_TYPE_ERRORS[case]
-    with pytest.raises(TypeError, match=message):
-        dsd(V, B, LAYOUT, out=out)
-
-
-@pytest.mark.parametrize("case", OUT_VALUE_ERRORS)
-def test_an_out_that_does_not_fit_is_a_value_error(case):
-    out, message = OUT_VALUE_ERRORS[case]
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("case", OUTS)
+def test_an_out_that_does_not_fit_is_refused(case):
+    out, message = OUTS[case]
+    with pytest.raises((TypeError, ValueError), match=message):
         dsd(V, B, LAYOUT, out=out)
 
 

@@ -58,13 +58,6 @@ def test_gradients_of_both_operands(turned, seed):
     torch.testing.assert_close(twice, wanted)
 
 
-@pytest.mark.parametrize("columns", (1, 200))
-def test_the_same_bits_each_time(columns, seed):
-    layout, values, _, x = problem(0.2, (16, 16), columns, dtype=torch.float32)
-    first = dsd(values, x, layout)
-    assert all(torch.equal(dsd(values, x, layout), first) for _ in range(3))
-
-
 def lengths(longest, width, block=16):
     """A layout whose lines of blocks store from none to ``longest``, and values with NaN in the
     slots that hold no block."""

@@ -1,10 +1,6 @@
 """Gradients of block-sparse products, to the second order: those of torch through the reference,
 those of the formulas through the operators, and those of autograd's functions on GPUs that exist
-only by name.
-
-Tests named row_N are of what the predecessor Torch-Blocksparse gets wrong, by the number in the
-list of it.
-"""
+only by name."""
 
 import itertools
 import math
@@ -15,9 +11,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import kernlib as kl
-from kernlib.families.blocksparse import gradients, operators
+from kernlib.families.blocksparse import operators
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
-from kernlib.families.blocksparse.functions import dsd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime import products as runtime
 from tests.families.blocksparse.cases import (
@@ -66,9 +61,8 @@ def close_gradients(found, wanted, tensors) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def small(mode, turned, name="tiny"):
+def small(mode, turned, layout):
     """A product of few numbers that depend on its operands: of blocks of 16 only their corners."""
-    layout = {"tiny": Layout([[1, 0], [0, 1]], 16, 3), "heads": layout_of("a head without")}[name]
     ends = shapes(mode, layout, turned, 2)
     wholes = [torch.randn(end, dtype=torch.float64) for end in ends]
     corners = [randn(*(min(n, 2) for n in end), grad=True) for end in ends]
@@ -88,21 +82,15 @@ def small(mode, turned, name="tiny"):
     return function, corners
 
 
+SMALL = {"tiny": Layout([[1, 0], [0, 1]], 16, 3), "heads": layout_of("a head without")}
+
+
 @pytest.mark.parametrize("way", WAYS)
 @MODE
+@pytest.mark.parametrize("name", slow_but(("tiny",), SMALL))
 @pytest.mark.parametrize("turned", slow_but(TURNS[:1] + TURNS[3:], TURNS), ids=str)
-def test_first_and_second_gradients_are_right(turned, mode, way, seed):
-    function, corners = small(mode, turned)
-    assert gradcheck(partial(function, BY[way]), corners)
-    assert gradgradcheck(partial(function, BY[way]), corners)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@MODE
-@TURN
-def test_first_and_second_gradients_of_heads_are_right(turned, mode, way, seed):
-    function, corners = small(mode, turned, "heads")
+def test_first_and_second_gradients_are_right(turned, name, mode, way, seed):
+    function, corners = small(mode, turned, SMALL[name])
     assert gradcheck(partial(function, BY[way]), corners)
     assert gradgradcheck(partial(function, BY[way]), corners)
 
@@ -124,55 +112,14 @@ def test_gradients_are_those_of_the_matrices(name, turned, mode, way, seed):
 @MODE
 @TURN
 @pytest.mark.parametrize("name", ["wide", "heads"])
-def test_row_15_gradients_of_batches_are_summed(name, turned, mode, way, seed):
+@pytest.mark.parametrize("heads", [None, 1])
+def test_gradients_of_batches_are_summed(heads, name, turned, mode, way, seed):
+    """And those of a matrix that is one for all heads."""
     layout = layout_of(name)
     for leads in LEADS:
-        tensors = operands(mode, layout, turned, leads=leads, grad=True)
+        tensors = operands(mode, layout, turned, leads=leads, heads=heads, grad=True)
         found = BY[way](mode, layout, *tensors, turned)
         close_gradients(found, formula(mode, layout, *tensors, turned), tensors)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@MODE
-@TURN
-def test_the_gradient_of_one_matrix_for_all_heads_is_a_sum(turned, mode, way, seed):
-    layout = layout_of("heads")
-    for leads in LEADS:
-        a, b = operands(mode, layout, turned, leads=leads, heads=1, grad=True)
-        wide = [
-            t if t.shape[-3] != 1 else t.expand(*t.shape[:-3], 2, *t.shape[-2:]) for t in (a, b)
-        ]
-        found = BY[way](mode, layout, a, b, turned)
-        close_gradients(found, formula(mode, layout, *wide, turned), (a, b))
-
-
-@MODE
-@TURN
-def test_row_5_the_gradient_of_one_operand_alone(turned, mode, seed):
-    layout = layout_of("heads")
-    for place, way in itertools.product(range(2), WAYS):
-        given = [*operands(mode, layout, turned)]
-        given[place].requires_grad_()
-        y = BY[way](mode, layout, *given, turned)
-        y.square().sum().backward()
-        assert given[1 - place].grad is None
-        wide = [t.detach().clone().requires_grad_() for t in given]
-        formula(mode, layout, *wide, turned).square().sum().backward()
-        torch.testing.assert_close(given[place].grad, wide[place].grad)
-
-
-@MODE
-@TURN
-def test_second_gradients_by_the_operator_are_the_references(turned, mode, seed):
-    layout = layout_of("wide")
-    tensors = operands(mode, layout, turned, leads=((2,), ()), grad=True)
-    found = []
-    for way in WAYS:
-        y = BY[way](mode, layout, *tensors, turned)
-        first = torch.autograd.grad(y.square().sum(), tensors, create_graph=True)
-        second = torch.autograd.grad(sum(f.square().sum() for f in first), tensors)
-        found.append((*first, *second))
-    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -306,17 +253,6 @@ def test_what_no_stored_block_meets_reaches_no_gradient(mode, last, way, seed):
 
 
 @MODE
-def test_without_a_record_nothing_is_kept(mode):
-    layout = layout_of("wide")
-    tensors = operands(mode, layout, grad=True)
-    for manner in (torch.no_grad, torch.inference_mode):
-        with manner():
-            y = run(mode, layout, *tensors)
-            assert y.grad_fn is None and not y.requires_grad
-    assert not run(mode, layout, *(t.detach() for t in tensors)).requires_grad
-
-
-@MODE
 def test_a_layout_that_changes_before_the_backward_is_noticed_by_the_operator(mode, seed):
     layout = Layout([[1, 0, 1], [0, 1, 0]], 16)
     tensors = operands(mode, layout, grad=True)
@@ -326,66 +262,8 @@ def test_a_layout_that_changes_before_the_backward_is_noticed_by_the_operator(mo
         y.sum().backward()
 
 
-@MODE
-def test_and_changes_no_gradient_of_the_reference(mode, seed):
-    """Which keeps places that it made of the contents."""
-    layout = Layout([[1, 0, 1], [0, 1, 0]], 16)
-    tensors = operands(mode, layout, grad=True)
-    wanted = torch.autograd.grad(run(mode, layout, *tensors).sum(), tensors)
-    y = run(mode, layout, *tensors)
-    layout.update_(torch.tensor([[0, 1, 1], [0, 1, 0]]))
-    assert_equal(torch.autograd.grad(y.sum(), tensors), wanted)
-
-
 def assert_equal(found, wanted) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", [0, 1])
-@MODE
-def test_an_operand_that_changes_before_the_backward_is_noticed_or_was_copied(
-    mode, place, way, seed
-):
-    layout = layout_of("wide")
-    tensors = operands(mode, layout, grad=True)
-    wanted = torch.autograd.grad(BY[way](mode, layout, *tensors).sum(), tensors)
-    y = BY[way](mode, layout, *tensors)
-    with torch.no_grad():
-        tensors[place].mul_(2)
-    try:
-        found = torch.autograd.grad(y.sum(), tensors)
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-    else:
-        torch.testing.assert_close(found, wanted)
-
-
-def test_checkpointing_and_accumulation_are_torchs(seed):
-    layout = layout_of("wide")
-    tensors = operands("dsd", layout, grad=True)
-    dsd(*tensors, layout).sum().backward()
-    wanted = [t.grad.clone() for t in tensors]
-    call = partial(dsd, layout=layout)
-    torch.utils.checkpoint.checkpoint(call, *tensors, use_reentrant=False).sum().backward()
-    for tensor, once in zip(tensors, wanted, strict=True):
-        torch.testing.assert_close(tensor.grad, 2 * once)
-
-
-def test_each_gradient_is_one_product():
-    """As the table of the family has them."""
-    found = {}
-    for mode, turned in itertools.product(MODES, TURNS):
-        made = BlockSparseMatmul(mode, transpose_a=turned[0], transpose_b=turned[1])
-        terms = gradients.terms(made)
-        found[mode, turned] = [(t.descriptor.mode, t.left, t.right) for t in terms]
-        assert all(t.descriptor.epilogue == () for t in terms)
-    assert found["sdd", (False, False)] == [("dsd", "grad", "b"), ("dds", "a", "grad")]
-    assert found["sdd", (True, True)] == [("dds", "b", "grad"), ("dsd", "grad", "a")]
-    assert found["dsd", (False, False)] == [("sdd", "grad", "b"), ("dsd", "a", "grad")]
-    assert found["dds", (False, False)] == [("dds", "grad", "b"), ("sdd", "a", "grad")]
-    precise = BlockSparseMatmul("dsd", precision="tf32", epilogue=kl.Bias())
-    assert {t.descriptor.precision for t in gradients.terms(precise)} == {"tf32"}
 
 
 # Autograd's functions, on GPUs that exist only by name.
@@ -410,7 +288,9 @@ def recorded(*shape):
     return quarters(*shape).requires_grad_()
 
 
-def check_on_gpu(mode, layout, tensors, turned, twice=False) -> None:
+def check_on_gpu(mode, layout, turned, leads=((), ()), twice=False) -> None:
+    ends = shapes(mode, layout, turned)
+    tensors = [recorded(*lead, *end) for lead, end in zip(leads, ends, strict=True)]
     y = run(mode, layout, *tensors, turned)
     wide = [t.detach().double().requires_grad_() for t in tensors]
     wanted = formula(mode, layout, *wide, turned)
@@ -431,32 +311,20 @@ def check_on_gpu(mode, layout, tensors, turned, twice=False) -> None:
 @pytest.mark.parametrize("name", ["wide", "heads", "tall", "a head without"])
 def test_eager_gradients_are_their_problems(name, turned, mode, gpus, seed):
     layout = layout_of(name)
-    tensors = [recorded(*end) for end in shapes(mode, layout, turned)]
-    check_on_gpu(mode, layout, tensors, turned, twice=True)
-
-
-@MODE
-@TURN
-@pytest.mark.parametrize("name", ["wide", "heads"])
-def test_eager_gradients_of_batches_are_their_problems(name, turned, mode, gpus, seed):
-    layout = layout_of(name)
+    check_on_gpu(mode, layout, turned, twice=True)
     for leads in LEADS:
-        ends = shapes(mode, layout, turned)
-        tensors = [recorded(*lead, *end) for lead, end in zip(leads, ends, strict=True)]
-        check_on_gpu(mode, layout, tensors, turned)
+        check_on_gpu(mode, layout, turned, leads)
 
 
 def test_shared_values_of_a_layer_take_one_sum_over_the_batch(gpus, seed):
     """Of ``x S^T`` the batch joins what is summed over: no values for each entry of a batch."""
-    layout = layout_of("wide")
-    x, values = recorded(4, 5, 96), recorded(layout.capacity, 16, 32)
-    check_on_gpu("dds", layout, (x, values), (False, True))
+    check_on_gpu("dds", layout_of("wide"), (False, True), ((4,), ()))
     *_, problem = gpus.lowering.problems
     assert (problem.batch, problem.depth) == (1, 20)
 
 
 @MODE
-def test_row_5_one_gradient_is_one_launch(mode, gpus, seed):
+def test_one_gradient_is_one_launch(mode, gpus, seed):
     layout = layout_of("wide")
     for place in range(2):
         tensors = [quarters(*end) for end in shapes(mode, layout)]
@@ -465,16 +333,6 @@ def test_row_5_one_gradient_is_one_launch(mode, gpus, seed):
         before = len(gpus.launches)
         y.sum().backward()
         assert len(gpus.launches) == before + 1 and tensors[1 - place].grad is None
-
-
-@MODE
-def test_row_12_a_recorded_call_that_is_known_is_one_launch(mode, gpus, seed):
-    """And reads nothing from the device: a fake one has nobody to wait for."""
-    layout = layout_of("heads")
-    tensors = [recorded(*end) for end in shapes(mode, layout)]
-    for count in (1, 2, 3):
-        run(mode, layout, *tensors)
-        assert (len(gpus.launches), len(gpus.loads)) == (count, 1)
 
 
 @MODE

@@ -11,7 +11,7 @@ import kernlib as kl
 from kernlib.families.blocksparse import checks, plans
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
+from kernlib.families.blocksparse.lowering.problem import Dense
 from kernlib.families.blocksparse.product import calls
 from tests.architecture import golden_cases
 from tests.families.blocksparse.cases import (
@@ -21,7 +21,6 @@ from tests.families.blocksparse.cases import (
     TYPES,
     formula,
     gpu,
-    heads_of,
     host,
     install,
     layout_of,
@@ -67,52 +66,6 @@ def equal(found, mode, layout, a, b, turned=(False, False)) -> None:
 # The problems.
 
 
-def test_the_problem_of_each_mode():
-    layout = layout_on_gpu(layout_of("wide"))  # blocks (16, 32), grid (2, 3), 4 slots
-    sizes = Blocks(16, 32, 2, 3, 1, 4)
-    stored = Values(0, 512, 32, 1)
-    problem, read = problem_of("dsd", layout, *given("dsd", layout))
-    assert problem == Spmm(
-        "float32", "fp32", sizes, 1, 5, False, stored, Dense(0, 0, 5, 1), Dense(0, 0, 5, 1)
-    )
-    assert read == plans.Read((None, None), False) and problem.lines == 32
-    # a S = (S^T a^T)^T: a line of the kernel's is a column of the caller's.
-    problem, read = problem_of("dds", layout, *given("dds", layout))
-    assert problem == Spmm(
-        "float32", "fp32", sizes, 1, 5, True, stored, Dense(0, 0, 1, 32), Dense(0, 0, 1, 96)
-    )
-    assert read == plans.Read((None, None), False) and problem.lines == 96
-    problem, read = problem_of("sdd", layout, *given("sdd", layout))
-    stored = stored._replace(batch=2048)
-    assert problem == Sdd(
-        "float32", "fp32", sizes, 1, 5, Dense(0, 0, 5, 1), Dense(0, 0, 96, 1), stored
-    )
-    assert read == plans.Read((None, None), False)
-
-
-@pytest.mark.parametrize("mode", ["dsd", "dds"])
-@TURN
-def test_a_transpose_is_a_stride(mode, turned):
-    layout = layout_on_gpu(layout_of("wide"))
-    a, b = given(mode, layout, turned)
-    problem, _ = problem_of(mode, layout, a, b, turned)
-    of_s, of_dense = turned if mode == "dsd" else turned[::-1]
-    assert problem.transposed is (of_s != (mode == "dds"))
-    depth = 32 if problem.transposed else 96
-    across = of_dense != (mode == "dds")
-    assert problem.dense == (Dense(0, 0, 1, depth) if across else Dense(0, 0, 5, 1))
-    assert problem.out == (Dense(0, 0, 5, 1) if mode == "dsd" else Dense(0, 0, 1, problem.lines))
-
-
-@TURN
-def test_a_transpose_of_a_product_of_dense_matrices_is_a_stride(turned):
-    layout = layout_on_gpu(layout_of("wide"))
-    problem, _ = problem_of("sdd", layout, *given("sdd", layout, turned), turned)
-    assert problem.a == (Dense(0, 0, 1, 32) if turned[0] else Dense(0, 0, 5, 1))
-    assert problem.b == (Dense(0, 0, 1, 5) if turned[1] else Dense(0, 0, 96, 1))
-    assert problem.depth == 5
-
-
 def test_a_batch_of_rows_times_shared_values_is_more_columns():
     """What a layer does: x (..., R) of any leading dimensions, read once as one matrix."""
     layout = layout_on_gpu(layout_of("wide"))
@@ -124,22 +77,6 @@ def test_a_batch_of_rows_times_shared_values_is_more_columns():
         assert read == plans.Read((None, None), False)
         one = values.view(*(1,) * len(lead), *values.shape)
         assert problem_of("dds", layout, a, one) == (problem, read)
-
-
-def test_other_batches_are_strides():
-    layout = layout_on_gpu(layout_of("wide"))
-    for mode, leads in (("dsd", ((), (2, 3))), ("dds", ((2, 3), (2, 3))), ("dsd", ((6,), ()))):
-        a, b = given(mode, layout, leads=leads)
-        problem, read = problem_of(mode, layout, a, b)
-        stored, dense = (a, b) if mode == "dsd" else (b, a)
-        steps = [prod(t.shape[-n:]) if t.dim() > n else 0 for t, n in ((stored, 3), (dense, 2))]
-        assert (problem.batch, problem.columns, read.copies) == (6, 5, (None, None))
-        assert [problem.values.batch, problem.dense.batch] == steps
-        assert problem.out.batch == 5 * problem.lines
-    a, b = given("sdd", layout, leads=((2, 3), ()))
-    problem, read = problem_of("sdd", layout, a, b)
-    assert (problem.batch, problem.a.batch, problem.b.batch) == (6, 160, 0)
-    assert problem.values.batch == 4 * 16 * 32 and read.copies == (None, None)
 
 
 def test_batches_of_no_single_stride_are_copied():
@@ -157,46 +94,21 @@ def test_batches_of_no_single_stride_are_copied():
             assert shape is None or shape == (2, 3, *t.shape[len(leads[t is b]) :])
 
 
-def test_a_dimension_of_heads_is_a_stride_and_one_of_1_is_none():
-    layout = layout_on_gpu(layout_of("heads"))
-    for heads, step in ((2, 48 * 5), (1, 0)):
-        dense = gpu(3, heads, 48, 5)
-        problem, _ = problem_of("dsd", layout, gpu(layout.capacity, 16, 16), dense)
-        assert (problem.dense.head, problem.dense.batch) == (step, heads * 48 * 5)
-        assert (problem.out.head, problem.out.batch) == (32 * 5, 2 * 32 * 5)
-        assert (problem.batch, problem.columns, problem.blocks.heads) == (3, 5, 2)
-    problem, _ = problem_of("sdd", layout, gpu(1, 32, 7), gpu(2, 7, 48))
-    assert (problem.a.head, problem.b.head) == (0, 7 * 48)
+# Calls.
 
 
-def test_alignment_is_that_of_the_address():
-    layout = layout_on_gpu(layout_of("plain"))
-    a, b = given("dsd", layout)
-    memory = gpu(b.numel() + 1)[1:].view(b.shape)
-    assert problem_of("dsd", layout, a, memory)[0].dense.alignment == 4
-    assert problem_of("dsd", layout, a, b)[0].dense.alignment == 16
-    memory = gpu(a.numel() + 2)[2:].view(a.shape)
-    assert problem_of("dsd", layout, memory, b)[0].values.alignment == 8
-    half = gpu(b.numel() + 1, dtype=torch.float16)[1:].view(b.shape)
-    assert problem_of("dsd", layout, a.half(), half)[0].dense.alignment == 2
-
-
-def test_the_precision_is_that_of_the_call(monkeypatch):
+def test_the_precision_is_that_of_the_call(gpus):
+    """Whatever another call of these sizes had before."""
     layout = layout_on_gpu(layout_of("plain"))
     a, b = given("sdd", layout)
 
     def precision(permitted, dtype=torch.float32):
-        made = BlockSparseMatmul("sdd", precision=permitted)
-        operands = layout, a.to(dtype), b.to(dtype)
-        call = checks.check_call(made, operands, None, {})
-        return plans.problem_of(call, made, operands, None, {})[0].precision
+        run("sdd", layout, a.to(dtype), b.to(dtype), precision=permitted)
+        _, index = gpus.launches[-1].what.split()
+        return gpus.lowering.problems[int(index)].precision
 
-    assert [precision(p) for p in (None, "fp32", "tf32", "bf16")] == [
-        "fp32",
-        "fp32",
-        "tf32",
-        "tf32",
-    ]
+    assert [precision(p) for p in (None, "fp32")] == ["fp32", "fp32"]
+    assert [precision(p) for p in ("tf32", "bf16")] == ["tf32", "tf32"]
     assert precision("tf32", torch.float16) == "fp32"
     before = torch.get_float32_matmul_precision()
     try:
@@ -204,9 +116,7 @@ def test_the_precision_is_that_of_the_call(monkeypatch):
         assert [precision(p) for p in (None, "fp32")] == ["tf32", "fp32"]
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-# Calls.
+    assert precision(None) == "fp32"
 
 
 @MODE
@@ -331,18 +241,6 @@ def test_one_plan_serves_every_content(mode, gpus, seed):
     assert len(gpus.loads) == 1
 
 
-def test_row_6_layouts_of_one_size_are_told_apart(gpus, seed):
-    """One plan serves both, each call with the addresses of its own layout."""
-    masks = [[1, 1, 0], [0, 0, 1]], [[0, 1, 0], [1, 0, 1]]
-    layouts = [layout_on_gpu(Layout(mask, 16)) for mask in masks]
-    for _ in range(2):
-        for mode in MODES:
-            a, b = given(mode, layouts[0])
-            for layout in layouts:
-                equal(run(mode, layout, a, b), mode, layout, a, b)
-    assert len(gpus.loads) == 3
-
-
 @MODE
 @pytest.mark.parametrize("name", ["none", "plain"])
 def test_what_is_a_sum_of_nothing_launches_nothing(name, mode, gpus):
@@ -359,17 +257,10 @@ def test_what_is_a_sum_of_nothing_launches_nothing(name, mode, gpus):
             assert torch.equal(host(found).movedim(axis, -1), host(bias).expand(5, -1))
     a, b = given(mode, layout, leads=((0,), ()))
     assert run(mode, layout, a, b).numel() == 0
-    assert gpus.launches == []
-
-
-@MODE
-def test_a_grid_without_lines_is_a_sum_of_nothing(mode, gpus):
-    for grid in ((0, 2), (2, 0), (0, 0)):
+    for grid, turned in itertools.product(((0, 2), (2, 0), (0, 0)), TURNS):
         layout = layout_on_gpu(Layout(torch.zeros(grid, dtype=torch.bool), 16, 2))
-        for turned in TURNS:
-            a, b = given(mode, layout, turned)
-            found = run(mode, layout, a, b, turned)
-            equal(found, mode, layout, a, b, turned)
+        a, b = given(mode, layout, turned)
+        equal(run(mode, layout, a, b, turned), mode, layout, a, b, turned)
     assert gpus.launches == []
 
 
@@ -406,13 +297,6 @@ def test_out_must_not_share_memory_with_an_operand_or_the_layout(mode):
         out = memory[1 : 1 + y.numel()].view(y.shape)
         with pytest.raises(ValueError, match=f"out shares memory with {name};"):
             run(mode, layout, *operands, out=out)
-
-
-def test_heads_are_a_dimension_of_results():
-    for name in LAYOUTS:
-        layout = layout_on_gpu(layout_of(name))
-        a, b = given("dsd", layout, leads=((), (3,)))
-        assert run("dsd", layout, a, b).shape == (3, *heads_of(layout), layout.shape[0], 5)
 
 
 def test_kernels_of_a_described_call_are_compiled_ahead():

@@ -67,11 +67,6 @@ def test_copies(way, layout):
     same(found, layout)
 
 
-def test_shallow_copies_share(layout):
-    found = copy.copy(layout)
-    assert found is not layout and found.tensors == layout.tensors
-
-
 def test_what_was_dropped_is_saved(layout):
     layout.tensors[5][1:] = torch.tensor([4, 2, 1])
     found = Layout.from_state(*layout.state())
@@ -116,9 +111,7 @@ def test_bits_behind_a_line_are_found():
     ("change", "error", "said"),
     [
         ({"version": 2}, ValueError, "version 2, this kernlib reads version 1"),
-        ({"version": True}, ValueError, "version True"),
         ({"block": [16, 48]}, ValueError, "block must be two of 16, 32, 64, 128"),
-        ({"block": 16}, ValueError, "block must be two ints"),
         ({"grid": [33, -40]}, ValueError, "grid must be an int from 0"),
         ({"grid": [33, "40"]}, ValueError, "grid must be an int from 0"),
         ({"grid": [2**16, 2**16]}, ValueError, "at most 2147483647 places"),
@@ -127,8 +120,6 @@ def test_bits_behind_a_line_are_found():
         ({"heads": 0}, ValueError, "heads must be an int from 1"),
         ({"heads": None}, ValueError, "row_bits must have shape"),
         ({"capacity": 999}, ValueError, "rows must have shape"),
-        ({"capacity": 1e3}, ValueError, "capacity must be an int"),
-        ({"checksum": "none"}, ValueError, "checksum must be an int"),
         ({"checksum": 0}, ValueError, "checksum of the header is not"),
         ({"block": [32, 16]}, ValueError, "checksum of the header is not"),
     ],
@@ -164,7 +155,6 @@ def cut(t):
         (lambda t: t.to("meta"), ValueError, "rows is on meta and row_bits on cpu"),
         (lambda t: t[:1].expand(1000), ValueError, "rows must have memory for each"),
         (cut, ValueError, "rows has no memory"),
-        (lambda t: t.tolist(), TypeError, "rows must be a tensor"),
         (lambda t: t.to_sparse(), TypeError, "rows must be a dense tensor"),
     ],
 )
@@ -182,10 +172,3 @@ def test_tensors_that_lack_something(layout):
         Layout.from_state(header, {name: t.to("meta") for name, t in tensors.items()})
     with pytest.raises(ValueError, match="no contents here to save"):
         layout.to("meta").state()
-
-
-def test_strides_of_a_state_do_not_matter(layout):
-    header, tensors = layout.state()
-    spread = {name: torch.stack((t, t), -1)[..., 0] for name, t in tensors.items()}
-    assert not spread["rows"].is_contiguous()
-    same(Layout.from_state(header, spread), layout)

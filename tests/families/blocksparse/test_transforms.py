@@ -1,5 +1,5 @@
-"""Block-sparse products inside of transforms of torch.func, in forward mode, compiled, exported and
-under autocast. What every operation promises there is in ``tests/contract/library``."""
+"""Block-sparse products inside of transforms of torch.func, in forward mode, compiled and under
+autocast. What every operation promises there is in ``tests/contract/library``."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import kernlib as kl
 from kernlib.families.blocksparse import operators
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
-from kernlib.families.blocksparse.functions import dds, dsd, sdd
+from kernlib.families.blocksparse.functions import dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from tests.families.blocksparse.cases import (
     MODES,
@@ -93,19 +93,6 @@ def test_vmap_over_a_bias(seed):
     with pytest.raises(NotImplementedError, match=r"torch\.vmap over parameters of"):
         made = BlockSparseMatmul("dsd", epilogue=kl.Bias())
         torch.vmap(lambda t: operators.multiply(made, layout, values, b, t))(bias)
-
-
-def test_vmap_over_a_layout_is_refused_by_the_operator(seed):
-    layout = layout_of("wide")
-    values, b = operands("dsd", layout)
-    stacked = [torch.stack((t, t)) for t in layout.tensors]
-
-    def function(*tensors):
-        arguments = (values, b, [*tensors], layout.text, BlockSparseMatmul("dsd").text, None, False)
-        return operators.product(*arguments)
-
-    with pytest.raises(NotImplementedError, match=r"torch\.vmap over a layout is not known"):
-        torch.vmap(function)(*stacked)
 
 
 @MODE
@@ -191,28 +178,6 @@ def test_what_no_block_meets_is_not_read_inside_of_vmap_either(mode, seed):
 # Compiled calls.
 
 
-def compiled(function, **options):
-    return torch.compile(function, backend="aot_eager", fullgraph=True, **options)
-
-
-def attention(q, k, v, layout):
-    scores = sdd(q, k, layout, transpose_b=True)
-    return dsd(scores, v, layout)
-
-
-@pytest.mark.parametrize("name", ["wide", "heads", "a head without"])
-def test_a_compiled_function_of_a_layout_is_the_eager_one(name, seed):
-    layout = layout_of(name)
-    heads = () if layout.heads is None else (layout.heads,)
-    rows, cols = layout.shape
-    shapes = ((*heads, rows, 5), (*heads, cols, 5), (*heads, cols, 7))
-    q, k, v = (randn(2, *shape, grad=True) for shape in shapes)
-    found, wanted = compiled(attention)(q, k, v, layout), attention(q, k, v, layout)
-    close(found, wanted)
-    ours, theirs = (torch.autograd.grad(t.square().sum(), (q, k, v)) for t in (found, wanted))
-    close(ours, theirs)
-
-
 def test_a_layout_that_is_written_is_no_constant(seed):
     """One program reads the contents of each call."""
     layout = Layout([[1, 0, 1], [0, 1, 0]], 16)
@@ -223,52 +188,6 @@ def test_a_layout_that_is_written_is_no_constant(seed):
         layout.update_(torch.tensor(mask))
         close(made(values, b), formula("dsd", layout, values, b))
     assert counter.frame_count == 1
-
-
-def test_a_compiled_layer_of_any_batch_is_one_program(seed):
-    layout = layout_of("wide")
-    values, bias = randn(layout.capacity, *layout.block), randn(32)
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def layer(x):
-        return dds(x, values, layout, transpose_b=True, epilogue=kl.Bias(), bias=bias)
-
-    made = torch.compile(layer, backend=counter, fullgraph=True)
-    for rows in (3, 5, 8):
-        x = randn(rows, 4, 96)
-        torch._dynamo.mark_dynamic(x, 0)
-        close(made(x), layer(x))
-    assert counter.frame_count == 1
-
-
-def test_a_record_of_a_compiled_call_is_gone_under_no_grad(seed):
-    layout = layout_of("wide")
-    tensors = operands("dsd", layout, grad=True)
-    made = compiled(lambda v, b: dsd(v, b, layout))
-    with torch.no_grad():
-        assert not made(*tensors).requires_grad
-    assert made(*tensors).requires_grad
-
-
-class Weight(torch.nn.Module):
-    def __init__(self, mode, layout):
-        super().__init__()
-        self.mode, self.layout = mode, layout
-        self.weight = torch.nn.Parameter(randn(layout.capacity, *layout.block))
-
-    def forward(self, x):
-        pair = (self.weight, x) if self.mode == "dsd" else (x, self.weight)
-        return run(self.mode, self.layout, *pair)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("mode", ["dsd", "dds"])
-def test_an_exported_module_is_the_eager_one(mode, strict, seed):
-    layout = layout_of("heads")
-    module = Weight(mode, layout)
-    x = operands(mode, layout, leads=((3,), (3,)))[mode == "dsd"]
-    program = torch.export.export(module, (x,), strict=strict).module()
-    close(program(x).detach(), module(x).detach())
 
 
 # Autocast.

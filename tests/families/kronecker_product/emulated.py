@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+import kernlib as kl
 from kernlib.families.kronecker_product import plans, product
 from kernlib.runtime import products
 from tests.support import fakes
@@ -25,6 +26,12 @@ def operands(shapes, rows: int, side: str, dtype, batch=()) -> list[torch.Tensor
     x = torch.randn(*batch, *((rows, wide) if side == "right" else (wide, rows)))
     factors = [torch.randn(*batch, *shape) / shape[side == "left"] ** 0.5 for shape in shapes]
     return [t.to(dtype) for t in (x, *factors)]
+
+
+def run(descriptor, *tensors, **arguments) -> torch.Tensor:
+    """What a GPU computes of tensors of the host, on the host."""
+    given = {name: gpus.gpu(value) for name, value in arguments.items()}
+    return gpus.host(kl.run_kernel(descriptor, *map(gpus.gpu, tensors), **given))
 
 
 def kinds(made: fakes.Gpus) -> list[str]:

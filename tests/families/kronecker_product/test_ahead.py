@@ -65,7 +65,7 @@ def test_a_few_kernels_serve_all_numbers_of_rows(side, arch):
 
 def test_what_cannot_be_tuned_is_said(seed):
     made, *tensors = given("right")
-    with pytest.raises(kl.UnsupportedError):
+    with pytest.raises(kl.UnsupportedError, match="move the tensors to a CUDA device"):
         kl.tune(made, *tensors)
 
 

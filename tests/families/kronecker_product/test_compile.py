@@ -58,13 +58,6 @@ def test_any_number_of_rows_is_one_program(dynamic, grad, seed):
     assert len({*counts}) == 1 and counts[0] <= 2
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_other_factors_are_another_program(grad, seed):
-    run, _ = compiled()
-    for shapes in (SHAPES, ((3, 2), (4, 5)), ((1, 7), (5, 1)), SHAPES):
-        check(run, given(shapes, 5, grad), grad)
-
-
 def test_a_beta_of_0_reads_no_y_there_either(seed):
     run = torch.compile(
         lambda x, f, y, beta: kl.kron_matmul(x, [f], beta=beta, y=y),

@@ -1,10 +1,8 @@
 """Descriptors of products with Kronecker products."""
 
 import copy
-import math
 import pickle
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,27 +34,19 @@ TEXTS = {
 }
 
 
-@pytest.fixture(params=NAMED)
-def named(request):
-    return request.param, NAMED[request.param]
-
-
 def rebuilt(value):
     return pickle.loads(pickle.dumps(value))
 
 
-@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, rebuilt, lambda d: d.replace()])
-def test_a_clone_is_equal_in_value_hash_text_and_bytes(named, clone):
-    _, made = named
-    other = clone(made)
-    assert other == made and hash(other) == hash(made)
-    assert other.text == made.text and other.canonical() == made.canonical()
-
-
-def test_the_text_is_that_of_every_earlier_release(named):
-    name, made = named
+@pytest.mark.parametrize("name", NAMED)
+def test_the_text_is_that_of_every_earlier_release_and_of_every_clone(name):
+    made = NAMED[name]
     assert to_text(made) == made.text == TEXTS[name]
     assert from_text(TEXTS[name]) == made
+    for clone in (copy.copy, copy.deepcopy, rebuilt, lambda d: d.replace()):
+        other = clone(made)
+        assert other == made and hash(other) == hash(made)
+        assert other.text == made.text and other.canonical() == made.canonical()
 
 
 def test_descriptors_differ_in_value_text_and_bytes():
@@ -73,12 +63,6 @@ def test_what_is_written_in_two_ways_is_one():
     assert PLAIN.replace(transposed=True) == PLAIN.replace(transposed=[True, True])
     assert PLAIN.replace(epilogue=kl.Relu()) == PLAIN.replace(epilogue=(kl.Relu(),))
     assert PLAIN.shapes == ((2, 3), (4, 5)) and PLAIN.transposed == (False, False)
-
-
-def test_no_field_can_be_changed_or_added(named):
-    for name in ("shapes", "side", "text", "surprise"):
-        with pytest.raises((AttributeError, TypeError)):
-            setattr(named[1], name, 1)
 
 
 size = st.integers(1, 6)
@@ -106,13 +90,6 @@ def test_parameters_come_in_order_and_know_their_kind():
     assert made.vectors == ("bias", "late") and made.positive == {"bandwidth"}
 
 
-def test_what_people_read():
-    assert PLAIN.describe() == "KroneckerProduct(2x3, 4x5)"
-    assert FULL.describe() == (
-        "KroneckerProduct(3x3, 4x5, 1x2, left, Bias(parameter='bias'), Gelu(approximate='tanh'))"
-    )
-
-
 def test_many_factors_and_large_ones():
     made = kl.KroneckerProduct((1,) * 65)
     assert (made.in_features, made.out_features) == (1, 1)
@@ -134,39 +111,25 @@ VALUE_ERRORS = {
     "none": (of(()), "shapes must hold at least one factor's"),
     "rows 0": (of(((0, 1),)), r"shapes\[0\] must hold sizes above 0, got \(0, 1\)"),
     "columns -1": (of((2, (1, -1))), r"shapes\[1\] must hold sizes above 0, got \(1, -1\)"),
-    "one int of 0": (of((0,)), r"shapes\[0\] must hold sizes above 0, got 0"),
     "-many digits": (of((-(10**5000),)), r"shapes\[0\] must .* above 0, got int of many digits"),
     "many rows": (of(((2**30, 1),) * 2), r"the rows of shapes multiply to 2\*\*60 or more"),
     "many columns": (of(((1, 2**60),)), r"the columns of shapes multiply to 2\*\*60 or more"),
     "many digits": (of((10**5000,)), r"the rows of shapes multiply to 2\*\*60 or more"),
     "65 of 2": (of((2,) * 65), "the rows of shapes multiply"),
     "side": (of((2,), side="top"), r"side must be one of \('right', 'left'\), got 'top'"),
-    "side None": (of((2,), side=None), "side must be one of .*got None"),
-    "side list": (of((2,), side=["left"]), r"side must be one of .*got \['left'\]"),
-    "side array": (of((2,), side=np.ones(3)), "side must be one of"),
     "flags": (of((2, 3), transposed=(True,)), r"transposed must hold 2 bools.*got \(True,\)"),
-    "no flags": (of((2,), transposed=()), r"transposed must hold 1 bools.*got \(\)"),
     "precision": (of((2,), precision="fp8"), "precision must be .*'fp8'"),
-    "precision list": (of((2,), precision=["fp32"]), "precision must be None or one"),
     "two biases": (of((2,), epilogue=(kl.Bias(), kl.Bias())), "share.*'bias'"),
     "bias x": (lambda: PLAIN.replace(epilogue=kl.Bias("x")), "'x' is taken"),
 }
 TYPE_ERRORS = {
     "int": (of(5), "shapes must be a tuple of .*got 5"),
-    "None": (of(None), "shapes must be a tuple of .*got None"),
-    "text": (of("ab"), "shapes must be a tuple of .*got 'ab'"),
-    "array": (of(np.ones((2, 2), int)), "shapes must be a tuple"),
     "three sizes": (of(((1, 2, 3),)), r"shapes\[0\] must be \(rows, columns\), got \(1, 2, 3\)"),
     "float": (of((2, (1.0, 2))), r"shapes\[1\] must hold ints, got \(1\.0, 2\)"),
-    "nan": (of((math.nan,)), r"shapes\[0\] must be \(rows, columns\), got nan"),
     "bool": (of((True,)), r"shapes\[0\] must be \(rows, columns\), got True"),
     "a size of bool": (of(((True, 2),)), r"shapes\[0\] must hold ints, got \(True, 2\)"),
-    "numpy's int": (of((np.int64(2),)), r"shapes\[0\] must be"),
     "deep": (of((DEEP,)), r"shapes\[0\] must be \(rows, columns\), got \[\["),
     "flag 1": (of((2,), transposed=1), "transposed must be a bool, or one for each .*got 1"),
-    "flags of ints": (of((2, 2), transposed=(1, 0)), r"transposed must be .*got \(1, 0\)"),
-    "flag None": (of((2,), transposed=None), "transposed must be .*got None"),
-    "epilogue": (of((2,), epilogue=kl.Relu), "epilogue must be made of"),
     "positions": (lambda: kl.KroneckerProduct((2,), "left"), "positional"),
     "unknown": (of((2,), batch_last=True), "batch_last"),
     "missing": (lambda: kl.KroneckerProduct(), "shapes"),

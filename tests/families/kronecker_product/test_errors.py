@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -36,10 +35,6 @@ def meta(t):
     return t.to("meta")
 
 
-def nested():
-    return torch.nested.nested_tensor([ones(3), ones(2)])
-
-
 def negated(*shape):
     return (ones(*shape) * 1j).conj().imag
 
@@ -63,53 +58,19 @@ ZERO = torch._efficientzerotensor((6, 10))
 ONE_DTYPE = "x and {} must have one dtype, got torch.float32 and torch.float64"
 
 TYPE_ERRORS = {
-    "x list": (matmul([1.0]), "x must be a tensor, got list"),
-    "x array": (matmul(np.ones((6, 12))), "x must be a tensor, got ndarray"),
-    "x None": (matmul(None), "x must be a tensor, got NoneType"),
-    "x sparse": (matmul(sparse(X)), "x must be a dense tensor, .*sparse_coo"),
-    "x nested": (matmul(nested()), "x must be a dense tensor, got a nested one"),
     "x int": (
         matmul(X.int(), [f.int() for f in F]),
         r"x must be one of float32, float16, bfloat16, float64, got torch\.int32",
     ),
-    "x int8": (matmul(X.to(torch.int8)), "x must be one of .*torch.int8"),
-    "x bool": (matmul(X.bool()), "x must be one of .*torch.bool"),
-    "x complex": (matmul(X + 0j, [f + 0j for f in F]), "x must be one of .*torch.complex64"),
     "x int, scaled": (matmul(X.int(), alpha=2.0), "x must be one of .*torch.int32"),
     "factors tensor": (matmul(X, A), "factors must be a list or tuple of matrices, got Tensor"),
-    "factors None": (matmul(X, None), "factors must be a list or tuple .*got NoneType"),
-    "factors set": (matmul(X, {A, B}), "factors must be a list or tuple .*got set"),
     "factors generator": (matmul(X, (f for f in F)), "factors must be .*got generator"),
-    "factors text": (matmul(X, "ab"), r"factors\[0\] must be a tensor, got str"),
-    "a list": (matmul(X, [A, [1.0]]), r"factors\[1\] must be a tensor, got list"),
-    "a factor None": (matmul(X, [None, B]), r"factors\[0\] must be a tensor, got NoneType"),
-    "a factor sparse": (matmul(X, [sparse(A), B]), r"factors\[0\] must be a dense tensor"),
-    "a factor nested": (matmul(X, [A, nested()]), r"factors\[1\] must be a dense .*nested"),
-    "a factor int": (matmul(X, [A, B.int()]), r"factors\[1\] must be one of .*torch.int32"),
     "two dtypes": (matmul(X, [A, B.double()]), ONE_DTYPE.format(r"factors\[1\]")),
     "two dtypes, scaled": (
         matmul(X.half(), [A.half(), B], alpha=2.0),
         r"x and factors\[1\] must have one dtype, got torch.float16 and torch.float32",
     ),
-    "alpha text": (
-        matmul(alpha="2"),
-        r"alpha must be a real number or a tensor of shape \(\).*'2'",
-    ),
     "alpha bool": (matmul(alpha=True), "alpha must be .*got True"),
-    "alpha None": (matmul(alpha=None), "alpha must be .*got None"),
-    "alpha complex": (matmul(alpha=1j), "alpha must be a real number"),
-    "alpha complex tensor": (matmul(alpha=torch.tensor(1j)), "alpha must be real, got .*complex64"),
-    "alpha bool tensor": (matmul(alpha=torch.tensor(True)), "alpha must be real, got torch.bool"),
-    "alpha sparse": (matmul(alpha=sparse(ones(1))), "alpha must be a dense tensor"),
-    "beta text": (added(beta="2", y=Y), "beta must be a real number .*'2'"),
-    "beta bool": (added(beta=False, y=Y), "beta must be .*got False"),
-    "beta complex": (added(beta=torch.tensor(1j), y=Y), "beta must be real"),
-    "y text": (added(y="y"), "y must be a tensor, got str"),
-    "y number": (added(y=1.0), "y must be a tensor, got float"),
-    "y array": (added(y=np.ones((6, 10))), "y must be a tensor, got ndarray"),
-    "y sparse": (added(y=sparse(Y)), "y must be a dense tensor"),
-    "y int": (added(y=Y.int()), "y must be .*got torch.int32"),
-    "y complex": (added(y=Y + 0j), "y must be .*got torch.complex64"),
     "y double": (added(y=Y.double()), ONE_DTYPE.format("y")),
     "y unread": (matmul(beta=0, y=Y.int()), "y must be .*got torch.int32"),
     "debug 1": (matmul(debug=1), "debug must be True or False, got 1"),
@@ -123,29 +84,21 @@ TYPE_ERRORS = {
     "a factor more": (call(PLAIN, X, *F, A), "takes x and 2 factors in their order, got 3"),
     "x alone": (call(ALONE, X), "takes x and one factor, got 0"),
     "nothing": (call(PLAIN), "takes x and 2 factors in their order, got neither"),
-    "x by run_kernel": (call(PLAIN, [1.0], *F), "x must be a tensor, got list"),
     "bias double": (call(BIASED, X, *F, bias=BIAS.double()), ONE_DTYPE.format("bias")),
-    "bias number": (call(BIASED, X, *F, bias=1.0), r"bias .*of shape \(10,\), got float"),
-    "bias None": (call(BIASED, X, *F, bias=None), "bias must be a dense tensor .*got NoneType"),
-    "scale text": (call(SCALED, X, *F, scale="2"), "scale must be a real number .*'2'"),
     "unknown bias": (call(PLAIN, X, *F, bias=BIAS), "bias is no argument of .*it takes none"),
     "unknown gain": (call(BIASED, X, *F, bias=BIAS, gain=1), "gain is no argument .*takes bias"),
     "alpha of run_kernel": (call(PLAIN, X, *F, alpha=2.0), "alpha is no argument of"),
-    "class as descriptor": (call(kl.KroneckerProduct, X, *F), "descriptor must be"),
 }
 VALUE_ERRORS = {
     "x 0-D": (matmul(ones()), r"x must be \(\.\.\., 12\) for .*3x2, 4x5\), got shape \(\)"),
     "x features": (matmul(ones(6, 13)), r"x must be \(\.\.\., 12\) .*got shape \(6, 13\)"),
-    "x turned": (matmul(X.mT), r"x must be \(\.\.\., 12\) .*got shape \(12, 6\)"),
-    "x vector": (matmul(ones(13)), r"x must be \(\.\.\., 12\)"),
     "x on the left": (
         matmul(X, side="left"),
         r"x must be \(10,\) or \(\.\.\., 10, M\) for .*4x5, left\), got shape \(6, 12\)",
     ),
     "x vector on the left": (matmul(ones(12), side="left"), r"x must be \(10,\) or"),
     "no factors": (matmul(X, []), "factors must hold at least one matrix, got none"),
-    "factors of none": (matmul(X, ()), "factors must hold at least one matrix"),
-    "row 7: a vector": (matmul(X, [ones(3), B]), r"factors\[0\] must be a matrix, .*\(3,\)"),
+    "a vector": (matmul(X, [ones(3), B]), r"factors\[0\] must be a matrix, .*\(3,\)"),
     "a number": (matmul(X, [A, ones()]), r"factors\[1\] must be a matrix, got shape \(\)"),
     "a size of 0": (
         matmul(X, [A, ones(4, 0)]),
@@ -165,28 +118,13 @@ VALUE_ERRORS = {
         r"must broadcast, .*got factors\[0\] \(2,\), factors\[1\] \(3,\)",
     ),
     "a factor's device": (matmul(X, [A, meta(B)]), r"x and factors\[1\] .*cpu and meta"),
-    "x's device": (matmul(meta(X)), r"x and factors\[0\] .*meta and cpu"),
     "side": (matmul(side="top"), r"side must be one of \('right', 'left'\), got 'top'"),
-    "side None": (matmul(side=None), "side must be one of .*got None"),
-    "side list": (matmul(side=["left"]), r"side must be one of .*got \['left'\]"),
     "precision": (matmul(precision="fp8"), "precision must be None or one of .*'fp8'"),
-    "precision list": (matmul(precision=["fp32"]), "precision must be None or one of"),
     "alpha nan": (matmul(alpha=math.nan), "alpha must be a number, got nan"),
-    "alpha nan tensor": (matmul(alpha=torch.tensor(math.nan)), "alpha must be a number, got nan"),
-    "alpha (1,)": (matmul(alpha=ones(1)), r"alpha must have shape \(\), got \(1,\)"),
-    "alpha large": (matmul(alpha=10**400), "alpha must fit a float64"),
-    "alpha's device": (matmul(alpha=meta(ones())), "alpha is on meta, the inputs on cpu"),
-    "beta nan": (added(beta=math.nan, y=Y), "beta must be a number, got nan"),
-    "beta (6, 1)": (added(beta=ones(6, 1), y=Y), r"beta must have shape \(\), got \(6, 1\)"),
-    "beta's device": (added(beta=meta(ones()), y=Y), "beta is on meta, the inputs on cpu"),
     "beta without y": (matmul(beta=2.0), "beta says how much of y is added, and no y is given"),
     "beta tensor without y": (matmul(beta=torch.tensor(0.0)), "beta says .* no y is given"),
     "y columns": (added(y=ones(6, 9)), r"y must broadcast to \(6, 10\), got \(6, 9\)"),
-    "y rows": (added(y=ones(3, 10)), r"y must broadcast to \(6, 10\), got \(3, 10\)"),
-    "y of none": (added(y=ones(0, 10)), r"y must broadcast to \(6, 10\), got \(0, 10\)"),
-    "y batch": (added(y=ones(1, 6, 10)), r"y must broadcast to \(6, 10\), got \(1, 6, 10\)"),
     "y of a vector": (added(ones(12), y=Y), r"y must broadcast to \(10,\), got \(6, 10\)"),
-    "y turned": (added(y=Y.mT), r"y must broadcast to \(6, 10\), got \(10, 6\)"),
     "y unread": (matmul(beta=0.0, y=ones(6, 9)), r"y must broadcast to \(6, 10\), got \(6, 9\)"),
     "y's device": (added(y=meta(Y)), "x and y must be on one device, got cpu and meta"),
     # run_kernel
@@ -198,11 +136,8 @@ VALUE_ERRORS = {
     "a flat factor": (call(PLAIN, X, A, B.flatten()), r"factors\[1\] must have .*got \(20,\)"),
     "x left": (call(LEFT, X, *F), r"x must be \(10,\) or \(\.\.\., 10, M\)"),
     "bias long": (call(BIASED, X, *F, bias=ones(12)), r"bias must have shape \(10,\), got \(12,\)"),
-    "bias column": (call(BIASED, X, *F, bias=ones(10, 1)), "bias must have shape"),
     "bias missing": (call(BIASED, X, *F), "needs bias"),
-    "bias's device": (call(BIASED, X, *F, bias=meta(BIAS)), "x and bias .*cpu and meta"),
     "scale (L,)": (call(SCALED, X, *F, scale=ones(6)), r"scale must have shape \(\), got \(6,\)"),
-    "scale nan": (call(SCALED, X, *F, scale=math.nan), "scale must be a number, got nan"),
 }
 # Of out, by each way that a call may go.
 OUT_TYPE_ERRORS = {
@@ -227,29 +162,24 @@ WAYS = {
     "beta": {"beta": 2.0, "y": Y},
     "beta tensor": {"alpha": torch.tensor(2.0), "beta": torch.tensor(2.0), "y": Y},
 }
-ALL = TYPE_ERRORS | {f"value {name}": case for name, case in VALUE_ERRORS.items()}
 
 
-@pytest.mark.parametrize("case", TYPE_ERRORS)
-def test_what_is_of_the_wrong_kind_is_a_type_error(case):
-    run, message = TYPE_ERRORS[case]
-    with pytest.raises(TypeError, match=message):
+CASES = [
+    pytest.param(kind, *case, id=name)
+    for kind, cases in ((TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS))
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "run", "message"), CASES)
+def test_what_is_wrong_is_said(kind, run, message):
+    with pytest.raises(kind, match=message):
         run()
 
 
-@pytest.mark.parametrize("case", VALUE_ERRORS)
-def test_what_does_not_fit_is_a_value_error(case):
-    run, message = VALUE_ERRORS[case]
-    with pytest.raises(ValueError, match=message):
-        run()
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_a_call_whose_gradient_would_be_recorded_says_the_same(case):
+@pytest.mark.parametrize(("kind", "run", "message"), CASES)
+def test_a_call_whose_gradient_would_be_recorded_says_the_same(kind, run, message):
     """By way of x, where x can require a gradient."""
-    run, message = ALL[case]
-    if "generator" in case:
-        message = "factors must"
     try:
         X.requires_grad_()
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):

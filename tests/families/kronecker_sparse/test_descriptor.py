@@ -4,9 +4,7 @@ import copy
 import hashlib
 import math
 import pickle
-from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -45,27 +43,19 @@ TEXTS = {
 }
 
 
-@pytest.fixture(params=NAMED)
-def named(request):
-    return request.param, NAMED[request.param]
-
-
 def rebuilt(value):
     return pickle.loads(pickle.dumps(value))
 
 
-@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, rebuilt, lambda d: d.replace()])
-def test_a_clone_is_equal_in_value_hash_text_and_bytes(named, clone):
-    _, made = named
-    other = clone(made)
-    assert other == made and hash(other) == hash(made)
-    assert other.text == made.text and other.canonical() == made.canonical()
-
-
-def test_the_text_is_that_of_every_earlier_release(named):
-    name, made = named
+@pytest.mark.parametrize("name", NAMED)
+def test_the_text_is_that_of_every_earlier_release_and_of_every_clone(name):
+    made = NAMED[name]
     assert to_text(made) == made.text == TEXTS[name]
     assert from_text(TEXTS[name]) == made
+    for clone in (copy.copy, copy.deepcopy, rebuilt, lambda d: d.replace()):
+        other = clone(made)
+        assert other == made and hash(other) == hash(made)
+        assert other.text == made.text and other.canonical() == made.canonical()
 
 
 def test_descriptors_differ_in_value_text_and_bytes():
@@ -74,12 +64,6 @@ def test_descriptors_differ_in_value_text_and_bytes():
     made += [FACTOR.replace(epilogue=e) for e in (kl.Relu(), kl.Silu(), kl.Sigmoid(), kl.Tanh())]
     for each in (set, lambda x: {d.text for d in x}, lambda x: {d.canonical() for d in x}):
         assert len(each(made)) == len(made)
-
-
-def test_no_field_can_be_changed_or_added(named):
-    for name in ("a", "factors", "text", "surprise"):
-        with pytest.raises((AttributeError, TypeError)):
-            setattr(named[1], name, 1)
 
 
 sizes = st.integers(1, 2000)
@@ -116,15 +100,6 @@ def test_a_chain_has_the_ends_of_its_factors():
     assert kl.KroneckerSparseChain([FACTOR]) == kl.KroneckerSparseChain((FACTOR,))
 
 
-def test_what_people_read():
-    assert FACTOR.describe() == "KroneckerSparse(2, 3, 5, 4)"
-    assert FULL.describe() == (
-        "KroneckerSparse(6, 64, 48, 2, batch_last, Bias(parameter='bias'), "
-        "Gelu(approximate='tanh'))"
-    )
-    assert CHAIN.describe().startswith("KroneckerSparseChain(KroneckerSparse(2, 48, 192, 1, ")
-
-
 DEEP: list = []
 for _ in range(5000):
     DEEP = [DEEP]
@@ -135,7 +110,7 @@ VALUE_ERRORS = {
     "precision": (lambda: FACTOR.replace(precision="fp8"), "precision must be .*'fp8'"),
     "two biases": (lambda: FACTOR.replace(epilogue=(kl.Bias(), kl.Bias())), "share.*'bias'"),
     "empty chain": (lambda: kl.KroneckerSparseChain(()), "at least one"),
-    "row 13: sizes": (
+    "sizes": (
         lambda: kl.KroneckerSparseChain((FACTOR, FACTOR)),
         r"factors\[1\] KroneckerSparse\(2, 3, 5, 4\) takes 40 features, and factors\[0\] .* 24",
     ),
@@ -155,21 +130,10 @@ VALUE_ERRORS = {
     ),
     "bias named x": (lambda: kl.Bias("x"), "'x' is taken"),
     "bias named weight": (lambda: kl.Bias("weight"), "'weight' is taken"),
-    "bias 2x": (lambda: kl.Bias("2x"), "'2x' is not an ASCII identifier"),
-    "gelu": (lambda: kl.Gelu("fast"), "approximate must be one of .*'fast'"),
-    "slope": (lambda: kl.LeakyRelu(math.inf), "negative_slope must be finite, got inf"),
-    "slope of digits": (lambda: kl.LeakyRelu(10**400), "negative_slope must fit a float64"),
     "slope of many": (lambda: kl.LeakyRelu(10**5000), "negative_slope .*, got int of many digits"),
     "a of many digits": (lambda: kl.KroneckerSparse(10**5000, 1, 1, 1), "must be below"),
     "-a of many": (lambda: kl.KroneckerSparse(-(10**5000), 1, 1, 1), "a must be at least 1"),
     "too large": (lambda: kl.KroneckerSparse(2**30, 1, 1, 2**30), r"below 2\*\*60, got 1152"),
-    "precision list": (lambda: FACTOR.replace(precision=["fp32"]), "precision must be None or one"),
-    "precision array": (lambda: FACTOR.replace(precision=np.ones(3)), "precision must be None or"),
-    "gelu list": (lambda: kl.Gelu(np.ones(2)), "approximate must be one of"),
-    "degree": (lambda: kl.Polynomial(10**5000), "degree must be an int from 1 to 16, got int of"),
-    "nu": (lambda: kl.Matern(Fraction(1, 2)), "nu must be 1.5 or 2.5"),
-    "operator": (lambda: kl.Pairwise(np.ones(2)), "operator must be one of"),
-    "parameter": (lambda: kl.Custom("v", (DEEP,)), r"parameter \[\[.* is not an ASCII identifier"),
     "a null byte": (lambda: kl.Custom("v\0"), "does not parse"),
     "a lone surrogate": (lambda: kl.Custom("\ud800"), "does not parse"),
 }  # fmt: skip
@@ -185,20 +149,11 @@ TYPE_ERRORS = {
         lambda: kl.KroneckerSparseChain((FACTOR, (1, 2, 24, 1))),
         r"factors\[1\] must be a KroneckerSparse, got \(1, 2, 24, 1\)",
     ),
-    "slope bool": (lambda: kl.LeakyRelu(True), "negative_slope must be a number, got True"),
-    "slope str": (lambda: kl.LeakyRelu("0.1"), "negative_slope must be a number, got '0.1'"),
-    "nu": (lambda: kl.Matern(np.array([1.5, 2.5])), "nu must be a number"),
-    "nu tensor": (lambda: kl.Matern(torch.tensor(1.5)), "nu must be a number"),
-    "parameters": (lambda: kl.Custom("v", 5), "parameters must be a tuple, .*got 5"),
-    "a set": (lambda: kl.Custom("v", {"w"}), "parameters must be a tuple"),
-    "a text": (lambda: kl.Custom("v * w", "w"), r"parameters must be a tuple, such as \('w',\)"),
     "deep": (lambda: FACTOR.replace(epilogue=DEEP), r"epilogue must be made of .*got \[\["),
     "a deep chain": (
         lambda: kl.KroneckerSparseChain((DEEP,)),
         r"factors\[0\] must be a Kron",
     ),
-    "a deep stage": (lambda: kl.Pairwise(inner=DEEP), "inner must be one of"),
-    "a deep expression": (lambda: kl.Custom(DEEP), "expression must be a string"),
 }
 
 
@@ -220,7 +175,6 @@ def test_parts_of_another_kind_are_type_errors(case):
 
 ACTIVATIONS = {
     "relu": (kl.Relu(), F.relu),
-    "gelu": (kl.Gelu(), F.gelu),
     "gelu tanh": (kl.Gelu("tanh"), lambda v: F.gelu(v, approximate="tanh")),
     "silu": (kl.Silu(), F.silu),
     "sigmoid": (kl.Sigmoid(), torch.sigmoid),

@@ -1,6 +1,5 @@
 """Every bad call of the Kronecker-sparse op says which argument is wrong, and what was given."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ LAST = kl.KroneckerSparse(*PATTERN, batch_last=True)
 BIASED = kl.KroneckerSparse(*PATTERN, epilogue=(kl.Bias(), kl.Gelu()))
 SCALED = kl.KroneckerSparse(*PATTERN, epilogue=kl.Scale())
 LAPLACE = kl.KroneckerSparse(*PATTERN, epilogue=kl.Laplace())
-SQUARE = kl.KroneckerSparse(2, 3, 3, 2, epilogue=kl.Bias())
 CHAIN = kl.KroneckerSparseChain((BIASED, kl.KroneckerSparse(3, 2, 8, 1)))
 
 
@@ -40,36 +38,16 @@ def call(descriptor, *tensors, **arguments):
 
 
 TYPE_ERRORS = {
-    "x list": (call(PLAIN, [[1.0]], W), "x must be a tensor, got list"),
-    "x array": (call(PLAIN, np.ones((6, 40)), W), "x must be a tensor, got ndarray"),
-    "x None": (call(PLAIN, None, W), "x must be a tensor, got NoneType"),
-    "weight str": (call(PLAIN, X, "w"), "weight must be a tensor, got str"),
-    "weight None": (call(PLAIN, X, None), "weight must be a tensor, got NoneType"),
     "weight missing": (call(PLAIN, X), "weight"),
     "out list": (call(PLAIN, X, W, out=[]), "out must be a tensor, got list"),
-    "x sparse": (call(PLAIN, sparse(X), W), "x must be a dense tensor, .*sparse_coo"),
-    "weight sparse": (call(PLAIN, X, sparse(W)), "weight must be a dense tensor, .*sparse_coo"),
     "x int": (
         call(PLAIN, X.int(), W.int()),
         r"x must be one of float32, float16, bfloat16, float64, got torch\.int32",
     ),
-    "row 8: x int8": (call(PLAIN, X.to(torch.int8), W), "x must be one of .*torch.int8"),
-    "x complex": (call(PLAIN, X + 0j, W + 0j), "x must be one of .*torch.complex64"),
-    "weight int": (call(PLAIN, X, W.int()), "weight must be one of .*torch.int32"),
-    "two dtypes": (call(PLAIN, X, W.double()), "x and weight .*one dtype, .*float32 and .*float64"),
     "bias double": (call(BIASED, X, W, bias=B.double()), "x and bias .*float32 and .*float64"),
-    "bias number": (call(BIASED, X, W, bias=1.0), r"bias .*tensor of shape \(24,\), got float"),
     "bias None": (call(BIASED, X, W, bias=None), "bias must be a dense tensor .*got NoneType"),
-    "bias nested": (
-        call(BIASED, X, W, bias=torch.nested.nested_tensor([ones(3), ones(2)])),
-        "bias must be a dense tensor",
-    ),
-    "bias sparse": (call(BIASED, X, W, bias=sparse(B)), "bias must be a dense tensor"),
     "out double": (call(PLAIN, X, W, out=ones(6, 24).double()), "out must be .*float32.*float64"),
     "scale str": (call(SCALED, X, W, scale="2"), r"scale .*number or a tensor of shape \(\).*'2'"),
-    "scale bool": (call(SCALED, X, W, scale=True), "scale must be .*got True"),
-    "scale complex": (call(SCALED, X, W, scale=torch.tensor(2j)), "scale must be real"),
-    "unknown": (call(BIASED, X, W, bias=B, gain=1), "gain is no argument .*it takes bias"),
     "unknown of none": (call(PLAIN, X, W, bias=B), "bias is no argument .*it takes none"),
     "two weights": (call(PLAIN, X, W, W), "takes x and one weight, got 2"),
     "chain's weights": (
@@ -77,8 +55,6 @@ TYPE_ERRORS = {
         r"takes x and 2 weights, one a factor in its order, got 1",
     ),
     "chain's unknown": (call(CHAIN, X, W, W2, bias=B, bias2=B), "bias2 is no argument"),
-    "no descriptor": (call("kronecker_sparse", X, W), "descriptor must be"),
-    "class as descriptor": (call(kl.KroneckerSparse, X, W), "descriptor must be"),
     "gradient dtypes": (
         lambda: primitives.weight_gradient(ones(6, 24), X.double(), PATTERN),
         "x and grad must have one dtype",
@@ -86,23 +62,17 @@ TYPE_ERRORS = {
 }
 
 VALUE_ERRORS = {
-    "x 0-D": (call(PLAIN, ones(), W), r"x must be \(\.\.\., 40\) .*got shape \(\)"),
     "x features": (
         call(PLAIN, ones(6, 41), W),
         r"x must be \(\.\.\., 40\) for the pattern \(2, 3, 5, 4\), got shape \(6, 41\)",
     ),
-    "x turned": (call(PLAIN, X.T, W), r"x must be \(\.\.\., 40\) .*\(40, 6\)"),
     "x of batch last": (call(LAST, X, W), r"x must be \(40, \.\.\.\) .*\(6, 40\)"),
     "weight shape": (
         call(PLAIN, X, W.mT),
         r"weight must have shape \(2, 3, 5, 4\), the pattern, got \(2, 3, 4, 5\)",
     ),
-    "weight flat": (call(PLAIN, X, W.flatten()), r"weight must have shape .*got \(120,\)"),
     "bias long": (call(BIASED, X, W, bias=ones(40)), r"bias must have shape \(24,\), got \(40,\)"),
-    "bias column": (call(BIASED, X, W, bias=ones(24, 1)), r"bias must have .*got \(24, 1\)"),
-    "bias 0-D": (call(BIASED, X, W, bias=ones()), r"bias must have shape \(24,\), got \(\)"),
     "bias missing": (call(BIASED, X, W), "needs bias"),
-    "scale missing": (call(SCALED, X, W), "needs scale"),
     "chain's missing": (call(CHAIN, X, W, W2), "needs bias"),
     "chain's weight": (call(CHAIN, X, W, W, bias=B), r"weight must have shape \(3, 2, 8, 1\)"),
     "scale (L,)": (call(SCALED, X, W, scale=ones(6)), r"scale must have shape \(\), got \(6,\)"),
@@ -112,15 +82,12 @@ VALUE_ERRORS = {
         call(LAPLACE, X, W, bandwidth=torch.tensor(-1.0)),
         "bandwidth must be greater than 0, got -1",
     ),
-    "weight's device": (call(PLAIN, X, meta(W)), "x and weight .*cpu and meta"),
     "bias's device": (call(BIASED, X, W, bias=meta(B)), "x and bias .*cpu and meta"),
-    "scale's device": (call(SCALED, X, W, scale=meta(ones())), "scale is on meta, x on cpu"),
     "out's device": (call(PLAIN, X, W, out=meta(ones(6, 24))), "out must be .*cpu, got meta"),
     "out's shape": (
         call(PLAIN, X, W, out=ones(24, 6)),
         r"out must have shape \(6, 24\), got \(24, 6\)",
     ),
-    "out's dimensions": (call(PLAIN, X, W, out=ones(6 * 24)), r"out must have .*got \(144,\)"),
     "out expanded": (
         call(PLAIN, X, W, out=ones(1, 24).expand(6, 24)),
         r"out overlaps itself.*\(0, 1\)",
@@ -150,46 +117,28 @@ VALUE_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", TYPE_ERRORS)
-def test_what_is_of_the_wrong_kind_is_a_type_error(case):
-    run, message = TYPE_ERRORS[case]
-    with pytest.raises(TypeError, match=message):
+CASES = [
+    pytest.param(kind, *case, id=name)
+    for kind, cases in ((TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS))
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "run", "message"), CASES)
+def test_what_is_wrong_is_said(kind, run, message):
+    with pytest.raises(kind, match=message):
         run()
 
 
-@pytest.mark.parametrize("case", VALUE_ERRORS)
-def test_what_does_not_fit_is_a_value_error(case):
-    run, message = VALUE_ERRORS[case]
-    with pytest.raises(ValueError, match=message):
-        run()
-
-
-@pytest.mark.parametrize("case", [c for c in {**TYPE_ERRORS, **VALUE_ERRORS} if "'s" not in c])
-def test_a_call_whose_gradient_would_be_recorded_says_the_same(case):
+@pytest.mark.parametrize(("kind", "run", "message"), CASES)
+def test_a_call_whose_gradient_would_be_recorded_says_the_same(kind, run, message):
     """By way of x, where x can require a gradient."""
-    run, message = {**TYPE_ERRORS, **VALUE_ERRORS}[case]
     try:
         X.requires_grad_()
         with pytest.raises((TypeError, ValueError, RuntimeError), match=f"{message}|out takes no"):
             run()
     finally:
         X.requires_grad_(False)
-
-
-MEMORY = {
-    "x itself": lambda m, w, b: (m[:4, :12], w, b, m[:4, :12], "x"),
-    "x's last element": lambda m, w, b: (m[:4, :12], w, b, m[3:7, 11:23], "x"),
-    "x turned": lambda m, w, b: (m[:12, :12], w, b, m[:12, :12].T, "x"),
-    "weight": lambda m, w, b: (m[:3, :12], w, b, w.view(3, 12), "weight"),
-    "bias": lambda m, w, b: (m[:1, :12], w, b, b.view(1, 12), "bias"),
-}
-
-
-@pytest.mark.parametrize("case", MEMORY)
-def test_out_must_not_share_memory_with_an_operand(case):
-    x, weight, bias, out, name = MEMORY[case](ones(24, 24), ones(2, 3, 3, 2), ones(12))
-    with pytest.raises(ValueError, match=f"out shares memory with {name};"):
-        kl.run_kernel(SQUARE, x, weight, bias=bias, out=out)
 
 
 @pytest.mark.parametrize("place", [(0, 0), (5, 23)])

@@ -113,14 +113,3 @@ def test_out_must_not_share_memory_with_what_is_copied_first(name):
 
 def without_x(given):
     return {name: value for name, value in given.items() if name != "x"}
-
-
-def test_a_scalar_that_is_converted_must_not_lie_in_out():
-    """Though it is copied before the kernel writes, the caller's is written all the same."""
-    descriptor = kl.KroneckerSparse(*PATTERN, epilogue=kl.Scale())
-    x, weight = gpu(6, A * C * D, dtype=torch.float16), gpu(*PATTERN, dtype=torch.float16)
-    out = gpu(6, A * B * D, dtype=torch.float16)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="out shares memory with scale;"):
-            kl.run_kernel(descriptor, x, weight, scale=out[0, 0], out=out)
-        kl.run_kernel(descriptor, x, weight, scale=out[0, 0].clone(), out=out)

@@ -286,47 +286,10 @@ def test_sizes_within_a_range_take_kernels_that_are_listed_for_it(descriptor, fe
         assert set(listed(m, n)) <= known, (m, n)
 
 
-# What is wrong.
-
-
-X, V = meta(9, 3), meta(9, 2)
-
-
-@pytest.mark.parametrize(("descriptor", "tensors", "values", "error", "message"), [
-    (L1, (X, X), {"reduction": "matmul"}, ValueError, "reduction must be one of kernel_matmul, "
-     "kernel_sum, .*, got 'matmul'"),
-    (L1, (X, X), {"reduction": 3}, ValueError, "reduction must be one of .*, got 3"),
-    (L1, (X, X), of("matmul", bandwidth=1.0), TypeError,
-     r"kernel_matmul of laplace_l1 takes a, b, v, got 2 tensors; k, largest, out .* by name"),
-    (kl.laplace_l1(symmetric=True), (X, X, V), of("matmul", bandwidth=1.0), TypeError,
-     r"takes a, v, got 3 tensors"),
-    (L1, (X, X), of("sum"), ValueError, "needs bandwidth"),
-    (L1, (X, X), of("topk", k=10, bandwidth=1.0), ValueError, "k must be from 1 to the 9 points"),
-    (L1, (X, X), of("topk", k=2.0, bandwidth=1.0), TypeError, "k must be an int"),
-    (L1, (X, meta(9, 4)), of("sum", bandwidth=1.0), ValueError, "number of features"),
-    (L1, (X, X, meta(8, 2)), of("matmul", bandwidth=1.0), ValueError, "v must have a row for each"),
-    (L1, (X, X), of("sum", bandwidth=1.0, colour=1), TypeError, "colour is no argument"),
-    (L1, (X, X), {"bandwidth": 1.0, "out": meta(9, 9)}, RuntimeError, "out"),
-    (L1, (X, X, V), of("matmul", bandwidth=1.0, out=meta(9, 3, gradient=False)), RuntimeError,
-     "out takes no gradient"),
-    (L1, (X.detach(), X.detach(), V.detach()),
-     of("matmul", bandwidth=1.0, out=meta(9, 3, gradient=False)), ValueError,
-     "out must have shape"),
-    (L1, (X, X[:0]), of("argmin", bandwidth=1.0), ValueError, "needs at least one point in b"),
-    (L1, (torch.zeros(9, 3).to_sparse(), X), of("sum", bandwidth=1.0), TypeError,
-     "a must be a dense tensor"),
-    (L1, (X, X), {"reduction": ["kernel_sum"]}, ValueError, "reduction must be one of"),
-    (kl.KroneckerSparse(2, 4, 4, 1), (X, X), of("sum"), TypeError, "reduction is no argument"),
-])  # fmt: skip
-def test_what_does_not_fit_is_said(descriptor, tensors, values, error, message):
-    with pytest.raises(error, match=message):
-        kl.compile(descriptor, archs="sm_80", specs=tensors, **values)
-
-
 def test_cpu_tensors_of_a_reduction_are_only_checked():
-    x = torch.zeros(9, 3, requires_grad=True)
+    x, there = torch.zeros(9, 3, requires_grad=True), meta(9, 3)
     kl.prepare(L1, x, x, bandwidth=1.0, reduction="kernel_sum")
     with pytest.raises(ValueError, match="k must be from 1 to the 9 points"):
         kl.prepare(L1, x, x, bandwidth=1.0, reduction=kl.kernel_topk, k=10)
     with pytest.raises(UnsupportedError, match="no CUDA device"):
-        kl.prepare(L1, X, X, bandwidth=1.0, reduction="kernel_sum")
+        kl.prepare(L1, there, there, bandwidth=1.0, reduction="kernel_sum")

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 import kernlib as kl
-from kernlib import events
+from tests.families.pairwise.cases import points
 from tests.families.pairwise.forwards import FORWARDS
 from tests.support import hostile
 from tests.support.speeds import slow_but
@@ -22,11 +22,6 @@ FAST = (*((EUCLIDEAN[0], sizes) for sizes in SIZES[:3]), ("gaussian", SIZES[1]))
 # One coordinate then decides, and a product rounds three of its squares.
 HEAVY_TAILS = {**hostile.FORWARD, torch.float32: 4e-6}
 GAUSSIAN = kl.gaussian()
-
-
-def points(*shape, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def exact_gaussian(a, b, bandwidth):
@@ -106,14 +101,6 @@ def test_batches_strides_and_numbers_of_each_entry():
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("sizes", ((0, 5, 4), (5, 0, 4), (5, 6, 0), (0, 0, 0)), ids=str)
-def test_sizes_of_0(sizes):
-    m, n, k = sizes
-    found = kl.run_kernel(GAUSSIAN, points(m, k), points(n, k), bandwidth=1.0)
-    assert torch.equal(found, torch.ones(m, n))
-    assert torch.equal(kl.cdist(points(m, k), points(n, k), p=1), torch.zeros(m, n))
-
-
 def test_a_nan_and_an_infinity_reach_their_points_alone():
     a, b = points(200, 50), points(210, 50, seed=1)
     clean = {p: kl.cdist(a, b, p=p) for p in (0, 1, 2, math.inf)}
@@ -146,17 +133,6 @@ def test_a_second_call_of_one_signature_looks_at_its_numbers():
         kl.run_kernel(
             kl.l1_distance(), memory[:100].view(20, 5), b, out=memory[80:500].view(20, 21)
         )
-
-
-def test_every_call_says_that_torch_computes_it():
-    a, seen = points(20, 5), []
-    unsubscribe = events.subscribe(seen.append)
-    try:
-        for _ in range(2):
-            kl.cdist(a, a)
-    finally:
-        unsubscribe()
-    assert [event.name for event in seen] == ["torch", "torch"]
 
 
 def test_forward_mode_passes_through_calls_that_are_known():

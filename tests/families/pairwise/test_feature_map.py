@@ -5,13 +5,9 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.functions.feature_map import apply
+from tests.families.pairwise.cases import draw
 
 M, N, K, K2, L = 5, 6, 4, 3, 2
-
-
-def draw(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 A, B = draw(M, K), draw(N, K, seed=1)
@@ -80,25 +76,6 @@ def test_gradients_reach_points_and_map(shape):
     assert torch.autograd.gradcheck(lambda *given: apply(*given), (w, a, b))
 
 
-REFUSED = {
-    "a number": (2.0, TypeError, "feature_map must be a tensor, got float"),
-    "no dimension": (draw(1)[0], ValueError, r"feature_map must be \(K,\)"),
-    "features": (draw(K + 1), ValueError, "with K = 4, got shape"),
-    "rows": (draw(K + 1, K2), ValueError, "feature_map must be"),
-    "four dimensions": (draw(1, 1, K, K), ValueError, "feature_map must be"),
-    "dtype": (draw(K).float(), TypeError, "feature_map must be torch.float64 for"),
-    "device": (draw(K).to("meta"), ValueError, "feature_map must be on the inputs' device cpu"),
-    "sparse": (draw(K, K).to_sparse(), TypeError, "feature_map must be a dense tensor"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    feature_map, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        apply(feature_map, A, B)
-
-
 def test_batches_are_one_or_equal():
     with pytest.raises(ValueError, match="batches must be 1 or equal, got feature_map: 2, b: 3"):
         apply(draw(L, 1, K), A, draw(3, N, K))
@@ -134,19 +111,6 @@ def test_points_that_do_not_fit_are_named(function, shape):
     for a, b, error, message in cases.values():
         with pytest.raises(error, match=message):
             function(kl.gaussian(), a, b, bandwidth=1.0, feature_map=w)
-
-
-def test_autocast_changes_nothing():
-    a, b, w = (x.float() for x in (A, B, draw(K, K2)))
-    wanted = apply(w, a, b)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = apply(w, a, b)
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-
-
-def test_tensors_without_data_are_mapped():
-    a, b, w = (x.to("meta") for x in (A, B, draw(K, K2)))
-    assert [tuple(x.shape) for x in apply(w, a, b)] == [(A.shape[0], K2), (B.shape[0], K2)]
 
 
 LENGTHS = draw(K, seed=5).abs() + 0.5
@@ -211,20 +175,3 @@ def test_what_only_prepares_takes_a_lengthscale():
     kl.prepare(kl.gaussian(), A, B, lengthscale=LENGTHS)
     with pytest.raises(ValueError, match=r"lengthscale must be \(K,\)"):
         kl.prepare(kl.gaussian(), A, B, lengthscale=LENGTHS[:2])
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"lengthscale": 2.0}, TypeError, "lengthscale must be a tensor .* bandwidth"),
-        ({"lengthscale": LENGTHS[:3]}, ValueError, r"lengthscale must be .* K = 4 .* got \(3,\)"),
-        ({"lengthscale": -LENGTHS}, ValueError, "lengthscale must be greater than 0"),
-        ({"lengthscale": LENGTHS.float()}, TypeError, "lengthscale must be torch.float64"),
-        ({"lengthscale": LENGTHS, "feature_map": LENGTHS}, TypeError, "give either"),
-    ],
-)
-def test_a_wrong_lengthscale_is_named(given, error, message):
-    with pytest.raises(error, match=message):
-        kl.run_kernel(kl.gaussian(), A, B, **given)
-    with pytest.raises(error, match=message):
-        kl.kernel_sum(kl.gaussian(), A, B, **given)

@@ -1,43 +1,15 @@
 """What a caller sets as torch's default device or dtype, and autocast, decide of no temporary."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 import kernlib as kl
 from kernlib import sparse
 from kernlib.compat import macko
-from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.cases import FORMATS, random, same_bits
+from tests.support.defaults import SURROUNDINGS
 
-
-@contextmanager
-def default_device():
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-SURROUNDINGS = {
-    "a device": lambda: torch.device("meta"),
-    "a default device": default_device,
-    "float64": lambda: default_dtype(torch.float64),
-    "float16": lambda: default_dtype(torch.float16),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
 every_surrounding = pytest.mark.parametrize("where", SURROUNDINGS)
 
 
@@ -82,18 +54,3 @@ def test_macko_s_names(where, seed):
         compressed = macko.compress(dense)
         assert same_bits(macko.decompress(compressed), dense)
         assert torch.equal(macko.multiply(compressed, x), wanted)
-
-
-@every_surrounding
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_layers_follow_what_they_are_made_of(where, dtype, seed):
-    model = torch.nn.Sequential(torch.nn.Linear(30, 40, dtype=dtype)).requires_grad_(False)
-    x = torch.ones(2, 30, dtype=dtype)
-    with SURROUNDINGS[where]():
-        made = sparsify(model, density=0.3)["0"]
-        loaded = SparseLinear(30, 40, dtype=dtype, device="cpu")
-        loaded.load_state_dict(model[0].state_dict())
-    for layer in (made, loaded):
-        assert layer.matrix.dtype == dtype and layer(x).dtype == dtype
-        assert {t.device.type for t in layer.buffers()} == {"cpu"}
-    assert torch.equal(made(x), loaded(x))

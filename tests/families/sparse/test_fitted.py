@@ -9,11 +9,11 @@ from torch.func import functional_call
 
 from kernlib.errors import CaptureError
 from kernlib.families.sparse import fitted as sparse_fitted
-from kernlib.families.sparse import moved, plans
+from kernlib.families.sparse import moved
 from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.layout import format_of
-from kernlib.families.sparse.tensors import mark, state_of
+from kernlib.families.sparse.tensors import state_of
 from kernlib.nn import SparseLinear, sparse_linear
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
@@ -271,15 +271,6 @@ def test_tensors_that_were_moved_are_looked_at(gpus, checks, seed):
         to.data = given.clone().as_subclass(OnGpu)
     with pytest.raises(ValueError, match=r"those of another matrix: \{'largest': \d+\} for"):
         matmul(w, x)
-
-
-def test_the_first_product_of_a_matrix_looks_at_nothing(gpus, seed, monkeypatch):
-    """And loads no module that would."""
-    dense, w = made(40, 600, dtype=torch.float16)
-    w = fake_kernels.on_gpu(w, gpus, dense)
-    mark(w)
-    monkeypatch.setattr(plans, "check_place", None)
-    matmul(w, torch.randn(2, 600).half().as_subclass(OnGpu))
 
 
 def test_formats_measure_all_their_facts(seed):

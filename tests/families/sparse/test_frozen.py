@@ -1,8 +1,10 @@
 """The promise that a matrix is not written: what it changes, what breaks it, how it is taken
-back; and what is made anew after a write that torch counts."""
+back; what is kept of a matrix, and made anew after a write that torch counts."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -10,14 +12,16 @@ import torch
 import kernlib as kl
 from kernlib.errors import CaptureError
 from kernlib.families.sparse import gradients as autograd
+from kernlib.families.sparse import kept
 from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.families.sparse.kept import laid_out
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.tensors import state_of
 from kernlib.jit import targets
 from kernlib.runtime import driver
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
-from tests.families.sparse.cases import FORMATS, made
+from tests.families.sparse.cases import DTYPES, FORMATS, made
 from tests.support import fakes
 from tests.support.fakes import OnGpu
 
@@ -251,6 +255,73 @@ def test_a_compiled_gradient_does_not_take_a_transpose_of_the_past(format, seed)
         torch.testing.assert_close(found, times * (grad @ dense), rtol=1e-4, atol=1e-5)
         written(w, dense)
     torch._dynamo.reset()
+
+
+# What is kept on a CPU: the matrix laid out, until the compressed one is written or goes.
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("format", ("bitmap", "u8", "dense"))
+def test_it_is_laid_out_once_in_the_dtype_of_the_sums(format, dtype, seed):
+    dense, w = made(9, 40, format, dtype=dtype)
+    first = laid_out(w)
+    assert first.dtype == torch.float32 and torch.equal(first, dense.float())
+    assert laid_out(w) is first
+    x = torch.randn(3, 40).to(dtype)
+    wanted = (x.double() @ dense.double().T).to(dtype)
+    for _ in range(2):
+        torch.testing.assert_close(matmul(w, x), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_write_lays_it_out_anew(seed):
+    dense, w = made(9, 40)
+    x = torch.randn(3, 40)
+    before = matmul(w, x)
+    written(w, dense)
+    torch.testing.assert_close(matmul(w, x), 2 * before)
+    torch.testing.assert_close(matmul(w, x), 2 * x @ dense.T)
+
+
+def test_it_ends_with_its_matrix(seed):
+    _, w = made(9, 40)
+    dense = weakref.ref(laid_out(w))
+    del w
+    gc.collect()
+    assert dense() is None
+
+
+def test_no_more_than_the_budget_is_kept(monkeypatch, seed):
+    monkeypatch.setattr(kept, "MOST_BYTES", 3 * 9 * 40 * 4)
+    matrices = [made(9, 40)[1] for _ in range(4)]
+    first = [laid_out(w) for w in matrices]
+    again = [laid_out(w) for w in reversed(matrices)]
+    assert [new is old for new, old in zip(again, reversed(first), strict=True)][:3] == [True] * 3
+    assert laid_out(matrices[0]) is again[-1] and torch.equal(again[-1], first[0])
+    _, large = made(40, 40)
+    assert laid_out(large) is not laid_out(large)
+
+
+def test_tensors_of_inference_mode_are_laid_out_each_time(seed):
+    with torch.inference_mode():
+        dense, w = made(9, 40)
+        assert laid_out(w) is not laid_out(w) and torch.equal(laid_out(w), dense)
+    _, w = made(9, 40)
+    with torch.inference_mode():
+        known = laid_out(w)
+    assert laid_out(w) is known and not known.is_inference()
+
+
+def test_gradients_and_transforms_take_what_was_laid_out(seed):
+    dense, w = made(9, 40)
+    x = torch.randn(5, 40, requires_grad=True)
+    for _ in range(2):
+        found = torch.autograd.grad(matmul(w, x).square().sum(), x)[0]
+        torch.testing.assert_close(found, 2 * (x @ dense.T) @ dense)
+    mapped = torch.vmap(lambda one: matmul(w, one))(x.detach())
+    torch.testing.assert_close(mapped, x.detach() @ dense.T)
+    dense, fresh = made(9, 40)
+    _, tangent = torch.func.jvp(lambda y: matmul(fresh, y), (x.detach(),), (x.detach(),))
+    torch.testing.assert_close(tangent, x.detach() @ dense.T)
 
 
 # Between a product and its gradient.

@@ -203,7 +203,6 @@ def test_scalars_are_not_part_of_a_plan(gpus, seed):
 
 
 def test_the_device_of_the_tensors_is_made_current(gpus, seed):
-    """Item 3 of the family's list."""
     _, w = matrix(gpus, kind=OnSecondGpu)
     for columns in (3, 20):
         x = gpu(columns, 40, kind=OnSecondGpu)

@@ -1,14 +1,12 @@
 """States with any bytes at all on the CPU: a loader raises ValueError that names the tensor, or
 what it loads is a matrix to every function."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 
 from kernlib.compat import macko
 from kernlib.families.sparse.layout import format_of
-from kernlib.sparse import SparseMatrix, compress
-from tests.families.sparse.tampering import FORMATS, consume, refusals, states, tampered
+from tests.families.sparse.tampering import consume, refusals, states, tampered
 
 
 @settings(max_examples=150)
@@ -42,18 +40,3 @@ def test_a_tuple_with_any_bytes_is_refused_or_a_matrix(case):
             assert "row_ptr must rise" in str(error) or "deltas must lead" in str(error)
         else:
             assert dense is not None
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("byte", [0, 1, 127, 128, 255])
-def test_tensors_of_one_byte_throughout(format, byte, seed):
-    dense = torch.randn(37, 300).masked_fill_(torch.rand(37, 300) < 0.5, 0)
-    header, tensors = compress(dense, format).state()
-    for name, tensor in tensors.items():
-        changed = torch.full_like(tensor.view(torch.uint8), byte).view(tensor.dtype)
-        try:
-            w = SparseMatrix.from_state(header, {**tensors, name: changed.view(tensor.shape)})
-        except ValueError as error:
-            assert name in str(error) or "fact" in str(error)
-        else:
-            consume(w)

@@ -142,9 +142,17 @@ def test_a_padded_matrix_is_factored_where_it_lies(device):
     assert torch.cuda.max_memory_allocated() - before < n * n  # a quarter of the matrix
 
 
-def test_tf32_stays_out_of_it(device, seed, monkeypatch):
+@pytest.fixture
+def tf32_permitted():
+    """Not by monkeypatch, which deletes what torch.backends has no attribute of its own for."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_tf32_stays_out_of_it(device, seed, tf32_permitted):
     pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     for batch in ((), (20,)):
         a = torch.randn(*batch, 200, 200, device=device)
         b = torch.randn(*batch, 200, 50, device=device)

@@ -64,26 +64,17 @@ def test_values_and_gradients_are_those_of_the_dense_matrix(batch, bias):
         assert torch.allclose(made.bias.grad, dense.bias.grad)
 
 
-def test_gradients_by_gradcheck():
-    made, x = layer(), inputs(2).requires_grad_()
-    names = [name for name, _ in made.named_parameters()]
-
-    def call(x, *values):
-        given = dict(zip(names, values, strict=True))
-        return torch.func.functional_call(made, given, (x,))
-
-    assert torch.autograd.gradcheck(call, (x, *made.parameters()), fast_mode=True)
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    kl.Gelu("tanh"): lambda v: F.gelu(v, approximate="tanh"),
+    (kl.Relu(), kl.Tanh()): lambda v: torch.tanh(F.relu(v)),
+}
 
 
-@pytest.mark.parametrize("activation", ("gelu", kl.Gelu("tanh"), (kl.Relu(), kl.Tanh())), ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations(activation):
     made, x = layer(activation=activation), inputs(5)
-    functions = {
-        "gelu": F.gelu, "Gelu": lambda v: F.gelu(v, approximate="tanh"),
-        "(": lambda v: torch.tanh(F.relu(v)),
-    }  # fmt: skip
-    name = next(n for n in functions if str(activation).startswith(n))
-    assert torch.allclose(made(x), functions[name](made.to_linear()(x)))
+    assert torch.allclose(made(x), ACTIVATIONS[activation](made.to_linear()(x)))
     assert f"activation={made.activation[0]}" in repr(made)
 
 
@@ -142,16 +133,12 @@ WRONG = {
     "mask": (lambda: BlockSparseLinear(64, 64, torch.ones(4, 4)), TypeError, "got a tensor"),
     "block": (lambda: BlockSparseLinear(64, 64, 8, density=1), ValueError, "block must have rows"),
     "density": (lambda: BlockSparseLinear(64, 64, 16), ValueError, "density must be given"),
-    "too dense": (lambda: BlockSparseLinear(64, 64, 16, density=2), ValueError, "from 0 to 1"),
     "rows": (
         lambda: BlockSparseLinear(64, 72, 16, density=1), ValueError,
         "out_features must be a multiple of 16, as blocks are 16 x 16, got 72",
     ),
     "columns": (
         lambda: BlockSparseLinear(100, 64, 16, density=1), ValueError, "in_features must be a mul",
-    ),
-    "features": (
-        lambda: BlockSparseLinear(-16, 64, 16, density=1), ValueError, "in_features must be 0 to",
     ),
     "sizes": (
         lambda: BlockSparseLinear(64, 32, builders.dense(64, 64, 16)), ValueError,
@@ -164,20 +151,6 @@ WRONG = {
         lambda: BlockSparseLinear(64, 64, builders.dense(64, 64, 16), density=1), ValueError,
         "density and capacity go with a block",
     ),
-    "dtype": (
-        lambda: BlockSparseLinear(64, 64, 16, density=1, dtype=torch.int8), TypeError,
-        "dtype must be one of float32.*got torch.int8",
-    ),
-    "bias": (
-        lambda: BlockSparseLinear(64, 64, 16, bias=1, density=1), TypeError, "bias must be a bool",
-    ),
-    "activation": (
-        lambda: BlockSparseLinear(64, 64, 16, density=1, activation="sine"), ValueError, "'sine'",
-    ),
-    "precision": (
-        lambda: BlockSparseLinear(64, 64, 16, density=1, precision="fp8"), ValueError, "precision",
-    ),
-    "linear": (lambda: BlockSparseLinear.from_linear(nn.ReLU(), 16), TypeError, "got ReLU"),
     "meta": (
         lambda: BlockSparseLinear.from_linear(nn.Linear(16, 16, device="meta"), 16), ValueError,
         "on meta, without values",
@@ -188,7 +161,6 @@ WRONG = {
     ),
     "shape": (lambda: layer()(inputs(2)[:, :-1]), ValueError, r"\(..., 96\), got \(2, 95\)"),
     "scalar": (lambda: layer()(torch.ones((), dtype=DOUBLE)), ValueError, r"\(..., 96\), got \(\)"),
-    "kind": (lambda: layer()([1.0] * 96), TypeError, "input must be a tensor, got list"),
     "input's dtype": (
         lambda: layer()(inputs(2).float()), TypeError,
         "input must be torch.float64 as the layer's weight is, got torch.float32",
@@ -268,12 +240,6 @@ def test_a_layout_without_a_weight_is_not_loaded():
     with pytest.raises(RuntimeError, match="it has a layout and no weight"):
         made.load_state_dict(state, strict=False)
     assert torch.equal(made.to_dense(), before)
-
-
-def test_sizes_may_be_numpys():
-    np = pytest.importorskip("numpy")
-    made = BlockSparseLinear(np.int64(32), np.int64(48), np.int32(16), density=1.0)
-    assert made(torch.randn(2, 32)).shape == (2, 48)
 
 
 def test_copies_and_pickles():
@@ -443,24 +409,6 @@ def test_a_change_that_would_not_last_is_refused():
         with pytest.raises(RuntimeError, match="weight is computed of other tensors"):
             one.drop_(1)
         assert torch.equal(one.to_dense(), before)
-
-
-def test_a_layer_learns_which_blocks_it_needs():
-    """Drop and grow, as RigL does, until the blocks of a sparse target are found."""
-    target = builders.block_diagonal(128, 16)
-    matrix = target.to_dense(torch.randn(8, 16, 16))
-    made = BlockSparseLinear(128, 128, 16, False, density=0.125)
-    optimizer = torch.optim.Adam(made.parameters(), 0.02)
-    for step in range(120):
-        x = torch.randn(64, 128)
-        grows = step % 10 == 9 and step < 90
-        made.watch_growth(grows)
-        optimizer.zero_grad()
-        F.mse_loss(made(x), x @ matrix.mT).backward()
-        optimizer.step()
-        if grows:
-            made.drop_(3, optimizer=optimizer).regrow_(3, optimizer)
-    assert (made.layout.mask() & target.mask()).sum() >= 6
 
 
 def test_watching_is_refused_inside_of_transforms():

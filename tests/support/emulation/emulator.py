@@ -29,11 +29,19 @@ WGMMA = re.compile(
     re.DOTALL,
 )
 TYPES = {"f16": "half_t", "bf16": "bfloat16_t"}
+INCLUDE = re.compile(r'#include "(\w+/.*\.cuh)"')
+SHARED = re.compile(r"^( +)__shared__", re.MULTILINE)  # in a function
 
 
 def _of_host(source: str) -> str:
-    """The text with calls in place of PTX that is generated."""
-    return WGMMA.sub(_multiply, source)
+    """The text with calls in place of PTX that is generated, and one memory for all threads where
+    the functions of its own file share some."""
+    return INCLUDE.sub(_file, WGMMA.sub(_multiply, source))
+
+
+def _file(found: re.Match) -> str:
+    text = (SOURCES / found[1]).read_text()
+    return SHARED.sub(r"\1static", text) if SHARED.search(text) else found[0]
 
 
 def _multiply(found: re.Match) -> str:

@@ -7,7 +7,6 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse.attention import ahead
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.run import run_kernel
-from tests.architecture import golden_cases
 from tests.families.blocksparse.attention.cases import F16, F32, F64, Shape
 from tests.families.blocksparse.attention.on_host import on_gpu, operands
 
@@ -77,17 +76,6 @@ def test_specs_are_among_the_variants():
     found = ahead.specs(BIASED, "sm_90a", (made, *tensors), bias)
     assert len(found) > 1
     assert {*found} <= {*ahead.variants(BIASED, "sm_90a", (F16,))}
-
-
-def test_kernels_of_a_described_call_are_compiled_ahead():
-    """Of a layout and tensors on meta, by the public door."""
-    shape = Shape(1, 2, 2, 128, 128, 64, 64, (64, 64))
-    tensors = [t.to("meta") for t in shape.tensors(F16)]
-    bias = torch.zeros(128, 128, device="meta")
-    found = golden_cases.compiled(
-        BIASED, archs=("sm_90a",), specs=(shape.layout().to("meta"), *tensors), bias=bias
-    )
-    assert found and all("attention" in spec.description for spec in found)
 
 
 def test_there_is_one_candidate(kernels, gpus):

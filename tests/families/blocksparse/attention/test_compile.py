@@ -6,7 +6,6 @@ import torch
 from kernlib.families.blocksparse.attention import operators
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.functions import attention
-from kernlib.run import run_kernel
 from tests.families.blocksparse.attention.cases import F32, F64, LOWEST, Shape
 
 SHAPE = Shape()
@@ -102,16 +101,6 @@ def test_out_of_a_compiled_call(seed):
 
 
 @pytest.mark.slow
-def test_autocast_in_a_compiled_call(seed):
-    made, (q, k, v) = SHAPE.layout(), SHAPE.tensors(F32)
-    run = torch.compile(lambda q: attention(q, k, v, made), backend="aot_eager", fullgraph=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = run(q), attention(q, k, v, made)
-    assert found.dtype == wanted.dtype == torch.bfloat16
-    torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.slow
 def test_exported_programs(seed):
     made, (q, k, v) = SHAPE.layout(), SHAPE.tensors(F32)
 
@@ -123,22 +112,6 @@ def test_exported_programs(seed):
     assert "kernlib.blocksparse_attention" in str(program.graph)
     for ours, theirs in zip(program.module()(q, k, v), Attends()(q, k, v), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.slow
-def test_what_is_wrong_is_said(seed):
-    made, (q, k, v) = SHAPE.layout(), SHAPE.tensors()
-    for change, message in (
-        ({"score": "v + nosuch"}, "nosuch.* is not known"),
-        ({"window": -1}, "window must be at least 0"),
-        ({"kv_lengths": torch.ones(3).long()}, "kv_lengths must have shape"),
-    ):
-        run = torch.compile(
-            lambda q, change=change: attention(q, k, v, made, **change),
-            backend="eager", fullgraph=True,
-        )  # fmt: skip
-        with pytest.raises(Exception, match=message):
-            run(q)
 
 
 def test_fake_tensors(seed):
@@ -191,14 +164,3 @@ def test_the_operator_maps(seed):
         torch.testing.assert_close(found[index], call(queries[..., index], biases[:, index]))
     found = torch.vmap(call, (None, 1))(q, biases)
     torch.testing.assert_close(found[1], call(q, -bias))
-
-
-@pytest.mark.slow
-def test_a_descriptor_without_expressions_may_be_made_inside(seed):
-    made, (q, k, v) = SHAPE.layout(), SHAPE.tensors()
-
-    def call(q):
-        return run_kernel(BlockSparseAttention(causal=True), made, q, k, v)
-
-    run = torch.compile(call, backend="eager", fullgraph=True)
-    torch.testing.assert_close(run(q), call(q))

@@ -3,18 +3,17 @@ gradients: the kernels that are chosen, run by threads of the host on what plans
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
+from kernlib.families.blocksparse.attention import plans
 from kernlib.families.blocksparse.attention.functions import attention
-from kernlib.jit import service
-from kernlib.runtime import driver
 from tests.families.blocksparse.attention.cases import BF16, F16, F32, Shape, check, formula
 from tests.families.blocksparse.attention.on_host import on_gpu
 from tests.families.blocksparse.attention.options import option
-from tests.support.emulation.emulator import Emulator, kernels_of
+from tests.support import fakes
+from tests.support.emulation import gpus as emulated
+from tests.support.emulation.emulator import kernels_of
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.emulated
@@ -27,37 +26,18 @@ OPTIONS = (
 GATES = {F16: 2e-2, BF16: 1e-1}
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
-
-
 @pytest.fixture
-def launches(gpus, emulator, monkeypatch) -> list:
-    """What is launched, by the host."""
-    specs, found = {}, []
-
-    def kernel(spec, device: int, arch: str):
-        made = gpus.kernel(spec, device, arch)
-        specs[made.function] = spec
-        return made
-
-    def launch(config, function, block, extra):
-        spec = specs[int(function)]
-        parameters = ctypes.c_void_p.from_address(block).value
-        emulator.launch(spec, (config.gridDimX, config.gridDimY), parameters)
-        found.append(spec.description)
-        return (0,)
-
+def gpus(monkeypatch, tmp_path_factory):
+    """GPUs whose kernels are run by threads of the host."""
+    fakes.forget()
     monkeypatch.setenv("KERNLIB_PORTABLE", "1")
-    monkeypatch.setattr(service, "kernel", kernel)
-    monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launch)
-    return found
+    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory), plans)
+    fakes.forget()
 
 
 @pytest.mark.parametrize("name", slow_but(("score and mask",), OPTIONS))
 @pytest.mark.parametrize("shape, dtype", [(PADDED, F16), (WHOLE, BF16)], ids=["padded", "whole"])
-def test_values_and_gradients(name, shape, dtype, launches, seed):
+def test_values_and_gradients(name, shape, dtype, gpus, seed):
     given = option(name, shape, F32)
     for heads in (None, shape.batch * shape.heads):
         made, tensors = shape.layout(heads), shape.tensors(dtype)
@@ -84,4 +64,4 @@ def test_values_and_gradients(name, shape, dtype, launches, seed):
         ours = torch.autograd.grad(found, (*leaves, *captured.values()), arrived)
         for t, other in zip(ours, theirs, strict=True):
             check(t.as_subclass(torch.Tensor), other, GATES[dtype])
-    assert any("gradient" in what for what in launches)
+    assert any("gradient" in spec.description for spec in gpus.specs)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernlib.errors import CaptureError
-from kernlib.families.blocksparse.attention import ahead, arguments, plans, primitive, reference
+from kernlib.families.blocksparse.attention import ahead, arguments, plans, reference
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.layout import Layout
@@ -199,13 +199,6 @@ def test_lse_is_computed_where_it_is_wanted(kernels, seed):
     assert len(kernels.problems) == 2  # as the last one
 
 
-def test_only_what_is_asked_for_is_computed(kernels, seed):
-    made, (q, k, v) = operands(SHAPE)
-    attention(q, k.requires_grad_(), v, made).sum().backward()
-    assert kernels.problems[-1].needs == (False, True, False)
-    assert not kernels.problems[-1].has_grad_lse and k.grad is not None
-
-
 def test_gradients_of_gradients_are_torch_s(kernels, monkeypatch, seed):
     made, tensors = operands(SHAPE, grad=True)
     monkeypatch.setattr(plans, "torch", torch)
@@ -234,20 +227,6 @@ def test_a_scale_in_host_memory_is_refused_while_a_graph_is_captured(kernels, gp
         attention(*tensors, made, scale=torch.tensor(2.0))
 
 
-def test_what_no_kernel_takes_goes_to_torch(kernels, gpus, seed):
-    made, tensors = operands(SHAPE)
-    descriptor = BlockSparseAttention()
-    options = primitive.Options(1.0, (0, 0), None, None, 0.0, 0, False)
-
-    def takes(*changed):
-        return plans.takes(descriptor, (made, *changed), options, {})
-
-    assert takes(*tensors)
-    assert not takes(*(t.float() for t in tensors))
-    wide = [on_gpu(t) for t in SHAPE._replace(features=264).tensors(F16)]
-    assert not takes(*wide)
-
-
 def test_an_empty_result_launches_nothing(kernels, gpus):
     made, tensors = operands(SHAPE._replace(batch=0))
     assert attention(*tensors, made).shape == (0, 4, 50, 5) and not gpus.launches
@@ -256,13 +235,6 @@ def test_an_empty_result_launches_nothing(kernels, gpus):
     found = torch.autograd.grad(y, tensors, torch.zeros_like(y))
     assert not gpus.launches
     assert all(t.shape == own.shape and not t.any() for t, own in zip(found, tensors, strict=True))
-
-
-@pytest.mark.parametrize("change", [{"keys": 0}, {"values": 0}])
-def test_an_lse_without_keys_or_values_is_torch_s(change, kernels):
-    made, tensors = operands(SHAPE._replace(**change))
-    options = primitive.Options(1.0, (0, 0), None, None, 0.0, 0, True)
-    assert not plans.takes(BlockSparseAttention(), (made, *tensors), options, {})
 
 
 def test_kernels_that_there_are_take_a_call(gpus, seed):

@@ -8,23 +8,14 @@ import torch
 
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
+from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import choose, decode, portable
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets
-from tests.families.blocksparse.emulated import (
-    GATES,
-    Case,
-    error,
-    guarded,
-    is_intact,
-    launch,
-    layout_of,
-    spmm_problem,
-    strided,
-    whole_matrix,
-)
+from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse.emulated import GATES, Case, error
+from tests.families.blocksparse.products import Operands
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
@@ -44,35 +35,18 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
+class Product(Operands):
+    """Operands of a case, and its result by this kernel."""
 
-
-class Product:
-    """Operands of a case, and its result by the formula in float64."""
-
-    def __init__(self, case: Case, out_order="columns", layout=None):
-        self.case, self.layout = case, layout_of(case, room=3) if layout is None else layout
-        lines, depth = self.layout.shape
-        values = torch.randn(case.batch, self.layout.capacity, *case.block)
-        values[:, int(self.layout.nnz) :] = math.nan
-        self.values = values.to(case.dtype)
-        self.dense = strided((case.batch, case.heads, depth, case.columns), "columns", case.dtype)
-        self.out = guarded((case.batch, case.heads, lines, case.columns), out_order, case.dtype)
-
-    def wanted(self) -> torch.Tensor:
-        return whole_matrix(self.layout, self.values.nan_to_num(0.0)) @ self.dense.double()
+    def __init__(self, case: Case, out_order: str = "columns", layout: Layout | None = None):
+        super().__init__(case, "columns", out_order, layout)
 
     def run(self, emulator, warps=4, epilogue=(), scalars=(), **beside) -> torch.Tensor:
-        summands = [t for name, t in beside.items() if name.startswith("summand")]
-        problem = spmm_problem(self.case, self.layout, self.values, self.dense, self.out, summands)
-        assert decode.takes(problem, ARCH)
-        lowered = decode.lower(epilogue, problem, ARCH, 1, {"warps": warps})
-        operands = {"values": self.values, "dense": self.dense, "out": self.out, **beside}
-        launch(emulator, lowered, self.layout, scalars, **operands)
-        assert is_intact(self.out)
-        return self.out
+        def lower(problem: Spmm) -> Lowered:
+            assert decode.takes(problem, ARCH)
+            return decode.lower(epilogue, problem, ARCH, 1, {"warps": warps})
+
+        return self.launched(emulator, lower, scalars, **beside)
 
 
 @pytest.mark.emulated
@@ -180,15 +154,6 @@ def test_warps_are_as_many_as_multiprocessors_need():
 
     assert [warps(rows) for rows in (128, 64, 32, 1)] == [4, 8, 16, 16]
     assert warps(64, batch=9) == 8  # which would change a result's bits
-
-
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
-def test_variants_are_all_that_a_problem_takes(dtype):
-    known = choose.variants((kl.Bias(),), "dds", (64, 64), (dtype,), ARCH)
-    for columns in (1, 8, 9, 16):
-        for out in (DEEP, ACROSS):
-            given = problem(dtype=dtype, columns=columns, out=out)
-            assert set(choose.specs((kl.Bias(),), given, ARCH)) <= set(known)
 
 
 COMPILED = {

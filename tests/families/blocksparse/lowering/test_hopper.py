@@ -8,25 +8,17 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.layout import NAMES
+from kernlib.families.blocksparse.layout import NAMES, Layout
 from kernlib.families.blocksparse.lowering import hopper, narrow, sampled_hopper
-from tests.families.blocksparse.emulated import (
-    GATES,
-    Case,
-    error,
-    guarded,
-    is_intact,
-    layout_of,
-    sdd_problem,
-    spmm_problem,
-    strided,
-    whole_matrix,
-)
+from kernlib.families.blocksparse.lowering.problem import Sdd, Spmm
+from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse.emulated import GATES, Case, error, layout_of, spmm_problem, strided
+from tests.families.blocksparse.products import Operands, SampledOperands, launch
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation import maps
-from tests.support.emulation.emulator import Emulator, kernels_of
+from tests.support.emulation.emulator import Emulator
+from tests.support.speeds import slow_but
 
-ARCH = hopper.ARCH
+ARCH, WIDTHS = hopper.ARCH, hopper.WIDTHS
 COUNT = 5  # multiprocessors, so that a block has several tiles
 EPILOGUES = {
     "none": (),
@@ -37,17 +29,8 @@ EPILOGUES = {
 }
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(kernels_of(tmp_path_factory))
-
-
-def run(emulator: Emulator, lowered, layout, scalars=(), **operands) -> None:
-    known = {**dict(zip(NAMES, layout.tensors, strict=True)), **operands}
-    known["workspace"] = torch.full((lowered.workspace,), 77, dtype=torch.uint8)
-    for step in lowered.steps:
-        addresses = [known[name].data_ptr() + at for name, at in step.pointers]
-        maps.launch(emulator, step, addresses, scalars)
+def kernel_of(case: Case):
+    return narrow if case.block[0] < 64 else hopper
 
 
 def product_of(
@@ -57,36 +40,26 @@ def product_of(
     epilogue: str = "none",
     width: int | None = None,
 ):
-    """The result of a case by its kernel, with tiles of so many columns, and in float64 up to the
-    epilogue."""
-    kernel = narrow if case.block[0] < 64 else hopper
-    layout = layout_of(case, room=2)
-    values = torch.randn(case.batch, layout.capacity, *case.block).to(case.dtype)
-    values[:, int(layout.nnz) :] = float("nan")
-    matrix = whole_matrix(layout, values.nan_to_num(0.0))
-    matrix = matrix.mT if case.transposed else matrix
-    lines, depth = matrix.shape[-2:]
-    dense = strided((case.batch, case.heads, depth, case.columns), orders[0], case.dtype)
-    out = guarded((case.batch, case.heads, lines, case.columns), orders[1], case.dtype)
-    y = strided(tuple(out.shape), "rows", case.dtype)
-    others = {"bias": {"vector0": torch.randn(lines).to(case.dtype)}, "add": {"summand0": y}}
-    others["gate"] = others["add"]
-    given = others.get("bias" if epilogue == "relu" else epilogue, {})
-    problem = spmm_problem(case, layout, values, dense, out, [y] if "summand0" in given else [])
-    assert kernel.takes(problem, ARCH)
+    """The result of a case by its kernel, with tiles of so many columns, and in float64."""
+    made, kernel = Operands(case, *orders), kernel_of(case)
     choice = ({"columns": width},) if width else ()
-    lowered = kernel.lower(EPILOGUES[epilogue], problem, ARCH, COUNT, *choice)
-    scalars = (0.5,) if epilogue == "add" else ()
-    run(emulator, lowered, layout, scalars, values=values, dense=dense, out=out, **given)
-    assert is_intact(out)
-    wanted = matrix @ dense.double()
+
+    def lower(problem: Spmm) -> Lowered:
+        assert kernel.takes(problem, ARCH)
+        return kernel.lower(EPILOGUES[epilogue], problem, ARCH, COUNT, *choice)
+
+    wanted = made.wanted()
+    y = strided(tuple(made.out.shape), "rows", case.dtype)
     if epilogue == "relu":
-        wanted = (wanted + given["vector0"].double()[:, None]).relu()
+        bias = torch.randn(wanted.shape[-2]).to(case.dtype)
+        wanted = (wanted + bias.double()[:, None]).relu()
+        return made.launched(emulator, lower, vector0=bias), wanted
     if epilogue == "add":
-        wanted = wanted + y.double() / 2
+        return made.launched(emulator, lower, (0.5,), summand0=y), wanted + y.double() / 2
     if epilogue == "gate":
         wanted = wanted * torch.nn.functional.silu(y.double())
-    return out, wanted
+        return made.launched(emulator, lower, summand0=y), wanted
+    return made.launched(emulator, lower), wanted
 
 
 CASES = {
@@ -99,17 +72,12 @@ CASES = {
     "32": Case("float16", (32, 32), (5, 7), 0.4, 2, 1, 40),
     "32 transposed": Case("float16", (32, 32), (3, 3), 0.5, 1, 2, 8, True),
 }
-SLOW = [name for name in CASES if name not in ("64", "16")]
 ORDERS = [("rows", "rows"), ("columns", "rows"), ("rows", "columns"), ("columns", "columns")]
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
-)
-@pytest.mark.parametrize(
-    "orders", [pytest.param(o, marks=[pytest.mark.slow] * bool(i)) for i, o in enumerate(ORDERS)]
-)
+@pytest.mark.parametrize("name", slow_but(("64", "16"), CASES))
+@pytest.mark.parametrize("orders", slow_but(ORDERS[:1], ORDERS))
 def test_products(name, orders, emulator, seed):
     found, wanted = product_of(emulator, CASES[name], orders)
     assert error(found, wanted) <= GATES[CASES[name].numbers]
@@ -128,7 +96,7 @@ WIDTH_CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("orders", [ORDERS[0], ORDERS[3]])
 @pytest.mark.parametrize("name", WIDTH_CASES)
-@pytest.mark.parametrize("width", hopper.WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_tiles_of_each_width(width, name, orders, emulator, seed):
     """Also those of more columns than a problem has, of few more, and without steps."""
     case = WIDTH_CASES[name]
@@ -138,45 +106,13 @@ def test_tiles_of_each_width(width, name, orders, emulator, seed):
 
 @pytest.mark.emulated
 @pytest.mark.slow
-@pytest.mark.parametrize("width", hopper.WIDTHS)
-def test_epilogues_of_each_width(width, emulator, seed):
-    case = CASES["64 transposed"]
-    for epilogue in ("relu", "add"):
-        found, wanted = product_of(emulator, case, ORDERS[2], epilogue, width)
-        assert error(found, wanted) <= 2 * GATES[case.numbers]
-
-
-@pytest.mark.emulated
-@pytest.mark.slow
 @pytest.mark.parametrize("epilogue", ["relu", "add", "gate"])
-@pytest.mark.parametrize("name", ["64", "16 transposed"])
-def test_epilogues(name, epilogue, emulator, seed):
-    found, wanted = product_of(emulator, CASES[name], ("rows", "columns"), epilogue)
+@pytest.mark.parametrize(
+    "name, width", [("64", None), ("16 transposed", None), *(("64 transposed", n) for n in WIDTHS)]
+)
+def test_epilogues(name, width, epilogue, emulator, seed):
+    found, wanted = product_of(emulator, CASES[name], ORDERS[2], epilogue, width)
     assert error(found, wanted) <= 2 * GATES[CASES[name].numbers]
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("block", [16, 64])
-def test_units_come_by_falling_length(block, transposed, emulator, seed):
-    case = Case("float16", (block, block), (21, 70), 0.1, 3, transposed=transposed)
-    layout = layout_of(case)
-    values = torch.zeros(1, layout.capacity, block, block).half()
-    lines, depth = layout.shape[::-1] if transposed else layout.shape
-    dense, out = torch.zeros(1, 3, depth, 16).half(), torch.zeros(1, 3, lines, 16).half()
-    problem = spmm_problem(case, layout, values, dense, out)
-    kernel = hopper if block == 64 else narrow
-    lowered = kernel.lower((), problem, ARCH, COUNT)
-    first = lowered.steps[0]
-    found = torch.zeros(lowered.workspace // 4, dtype=torch.int32)
-    known = {**dict(zip(NAMES, layout.tensors, strict=True)), "workspace": found}
-    maps.launch(emulator, first, [known[name].data_ptr() for name, _ in first.pointers])
-    mask = layout.mask().mT if transposed else layout.mask()
-    group = 128 // block
-    padded = torch.nn.functional.pad(mask, (0, 0, 0, -mask.shape[1] % group))
-    steps = padded.unflatten(1, (-1, group)).any(2).sum(-1).flatten()
-    assert found[0] == COUNT
-    assert found[1:].tolist() == steps.argsort(descending=True, stable=True).tolist()
 
 
 @pytest.mark.emulated
@@ -184,21 +120,15 @@ def test_units_come_by_falling_length(block, transposed, emulator, seed):
 @pytest.mark.parametrize("block, width", [(64, 256), (64, 64), (32, None)])
 def test_lines_that_take_turns(block, width, emulator, seed):
     """Whose steps are the other warpgroup's for longer than the ring is: a stage is given back."""
-    case = Case("float16", (block, block), (2, 40), 0.0, columns=8)
+    case = Case("float16", (block, block), (2, 40), 1.0, columns=8)
+    choice = ({"columns": width},) if width else ()
     for period in (1, 3, 9, 20):
-        layout = layout_of(case._replace(density=1.0))
-        mask = torch.zeros(1, 2, 40, dtype=torch.bool)
         turn = torch.arange(40) // period % 2 == 0
-        mask[0, 0], mask[0, 1] = turn, ~turn
-        layout.update_(mask)
-        values = torch.randn(1, layout.capacity, block, block).half()
-        dense, out = torch.randn(1, 1, 40 * block, 8).half(), torch.zeros(1, 1, 2 * block, 8).half()
-        problem = spmm_problem(case, layout, values, dense, out)
-        kernel = hopper if block == 64 else narrow
-        choice = ({"columns": width},) if width else ()
-        lowered = kernel.lower((), problem, ARCH, COUNT, *choice)
-        run(emulator, lowered, layout, values=values, dense=dense, out=out)
-        assert error(out, whole_matrix(layout, values) @ dense.double()) <= 1e-3
+        made = Operands(case, layout=Layout(torch.stack((turn, ~turn))[None], block))
+        found = made.launched(
+            emulator, lambda problem: kernel_of(case).lower((), problem, ARCH, COUNT, *choice)
+        )
+        assert error(found, made.wanted()) <= 1e-3
 
 
 @pytest.mark.emulated
@@ -217,7 +147,7 @@ def test_a_depth_beyond_an_int(emulator, seed):
     column[:32], column[-32:] = torch.randn(32).half(), torch.randn(32).half()
     dense, out = column.expand(1, 1, 8, -1).mT, torch.zeros(1, 1, 32, 8).half()
     lowered = narrow.lower((), spmm_problem(case, layout, values, dense, out), ARCH, COUNT)
-    run(emulator, lowered, layout, values=values, dense=dense, out=out)
+    launch(emulator, lowered, layout, values=values, dense=dense, out=out)
     ends = torch.stack((column[:32], column[-32:])).double()
     wanted = (values[0].double() @ ends[..., None]).sum(0)
     assert error(out[0, 0], wanted.expand(-1, 8)) <= GATES[case.numbers]
@@ -232,30 +162,29 @@ SDD = {
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "64")) for n in SDD]
-)
-@pytest.mark.parametrize(
-    "orders", [pytest.param(o, marks=[pytest.mark.slow] * bool(i)) for i, o in enumerate(ORDERS)]
-)
+@pytest.mark.parametrize("name", slow_but(("64",), SDD))
+@pytest.mark.parametrize("orders", slow_but(ORDERS[:1], ORDERS))
 def test_sampled_products(name, orders, emulator, seed):
     found, wanted = sampled_product_of(emulator, SDD[name], orders)
     assert error(found, wanted) <= GATES[SDD[name].numbers]
 
 
-def sampled_product_of(emulator: Emulator, case: Case, orders, slots: int | None = None):
+def sampled_product_of(
+    emulator: Emulator, case: Case, orders=("rows", "rows"), slots: int | None = None, added=False
+):
     """The blocks of a case by the kernel, with tiles of so many slots, and in float64."""
-    layout = layout_of(case, room=3)
-    (rows, cols), depth = layout.shape, case.columns
-    a = strided((case.batch, case.heads, rows, depth), orders[0], case.dtype)
-    b = strided((case.batch, case.heads, depth, cols), orders[1], case.dtype)
-    out = torch.full((case.batch, layout.capacity, *case.block), float("nan")).to(case.dtype)
-    problem = sdd_problem(case, layout, a, b, out)
-    assert sampled_hopper.takes(problem, ARCH)
-    choice = {"slots": slots} if slots else None
-    lowered = sampled_hopper.lower((), problem, ARCH, COUNT, choice)
-    run(emulator, lowered, layout, a=a, b=b, out=out)
-    return out, layout.to_blocks(a.double() @ b.double())
+    made, choice = SampledOperands(case, *orders), {"slots": slots} if slots else None
+    wanted, epilogue, beside = made.wanted(), (), {}
+    if added:  # in place, so that what is read and written twice would show
+        made.out.copy_(torch.randn(made.out.shape))
+        wanted[:, : made.layout.nnz] += made.out[:, : made.layout.nnz].double() / 2
+        epilogue, beside = (kl.Add(),), {"summand0": made.out}
+
+    def lower(problem: Sdd) -> Lowered:
+        assert sampled_hopper.takes(problem, ARCH)
+        return sampled_hopper.lower(epilogue, problem, ARCH, COUNT, choice)
+
+    return made.launched(emulator, lower, (0.5,), **beside), wanted
 
 
 SLOTS = [(name, slots) for name in SDD for slots in (4, 2, 1) if slots < 4 or name == "64"]
@@ -274,20 +203,8 @@ def test_tiles_of_so_many_slots(name, slots, orders, emulator, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, slots", SLOTS)
 def test_a_sampled_product_is_added_to(name, slots, emulator, seed):
-    """In place, so that what is read and written twice would show."""
-    case = SDD[name]
-    layout = layout_of(case, room=3)
-    (rows, cols), depth = layout.shape, case.columns
-    a = strided((case.batch, case.heads, rows, depth), "rows", case.dtype)
-    b = strided((case.batch, case.heads, depth, cols), "rows", case.dtype)
-    out = torch.randn(case.batch, layout.capacity, *case.block).to(case.dtype)
-    wanted = layout.to_blocks(a.double() @ b.double())
-    live = int(layout.nnz)
-    wanted[:, :live] += out[:, :live].double() / 2
-    problem = sdd_problem(case, layout, a, b, out, [out])
-    lowered = sampled_hopper.lower((kl.Add(),), problem, ARCH, COUNT, {"slots": slots})
-    run(emulator, lowered, layout, (0.5,), a=a, b=b, out=out, summand0=out)
-    assert error(out, wanted) <= 2 * GATES[case.numbers]
+    found, wanted = sampled_product_of(emulator, SDD[name], slots=slots, added=True)
+    assert error(found, wanted) <= 2 * GATES[SDD[name].numbers]
 
 
 def kernels(specs: list) -> list:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.layout import NAMES
-from kernlib.families.blocksparse.lowering import choose, hopper, hopper_words, pack_words
+from kernlib.families.blocksparse.lowering import choose, hopper, hopper_words
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
-from tests.families.blocksparse.emulated import (
-    Case,
-    error,
-    guarded,
-    is_intact,
-    layout_of,
-    spmm_problem,
-    strided,
-    whole_matrix,
-)
+from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse.emulated import Case, error, strided
+from tests.families.blocksparse.products import Operands
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation import maps
-from tests.support.emulation.emulator import Emulator, kernels_of
+from tests.support.emulation.emulator import Emulator
+from tests.support.speeds import slow_but
 
 ARCH = hopper.ARCH
 COUNT = 5  # multiprocessors, so that a block has several tiles
@@ -47,59 +38,27 @@ CASES = {
 ORDERS = [("rows", "rows"), ("columns", "columns"), ("rows", "apart")]
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(kernels_of(tmp_path_factory))
+class Product(Operands):
+    """Operands of a case, and its result by these kernels."""
 
+    def run(self, emulator: Emulator, epilogue: str = "none", **beside) -> torch.Tensor:
+        def lower(problem: Spmm) -> Lowered:
+            assert hopper_words.takes(problem, ARCH)
+            return hopper_words.lower(EPILOGUES[epilogue], problem, ARCH, COUNT)
 
-class Product:
-    """The operands of a case, its matrix in float64, and its kernels' result."""
-
-    def __init__(self, case: Case, orders=("rows", "rows"), turned: bool = False):
-        self.case, self.layout = case, layout_of(case, room=2)
-        self.values = torch.randn(case.batch, self.layout.capacity, *case.block)
-        if turned:
-            self.values = self.values.mT.contiguous().mT
-        self.values[:, int(self.layout.nnz) :] = math.nan
-        lines, depth = self.matrix.shape[-2:]
-        lead = case.batch, case.heads
-        self.dense = strided((*lead, depth, case.columns), orders[0], case.dtype)
-        self.out = guarded((*lead, lines, case.columns), orders[1], case.dtype)
-
-    @property
-    def matrix(self) -> torch.Tensor:
-        stored = self.values.clone()
-        stored[:, int(self.layout.nnz) :] = 0
-        whole = whole_matrix(self.layout, stored)
-        return whole.mT if self.case.transposed else whole
-
-    def run(self, emulator: Emulator, epilogue: str = "none", **given) -> torch.Tensor:
-        beside = [given[name] for name in ("summand0",) if name in given]
-        problem = spmm_problem(self.case, self.layout, self.values, self.dense, self.out, beside)
-        assert hopper_words.takes(problem, ARCH)
-        lowered = hopper_words.lower(EPILOGUES[epilogue], problem, ARCH, COUNT)
-        given["workspace"] = torch.full((lowered.workspace,), 77, dtype=torch.uint8)
         scalars = (0.5,) if epilogue == "add" else ()
-        operands = {"values": self.values, "dense": self.dense, "out": self.out}
-        known = dict(zip(NAMES, self.layout.tensors, strict=True)) | operands | given
-        for step in lowered.steps:
-            addresses = [known[name].data_ptr() + at for name, at in step.pointers]
-            maps.launch(emulator, step, addresses, scalars)
-        assert is_intact(self.out)
-        return self.out
-
-
-def slow_but(names, kept) -> list:
-    return [pytest.param(n, marks=[pytest.mark.slow] * (n not in kept)) for n in names]
+        return self.launched(emulator, lower, scalars, **beside)
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("name", slow_but(CASES, ("64", "128 transposed")))
-@pytest.mark.parametrize("orders", slow_but(ORDERS, ORDERS[:1]))
-@pytest.mark.parametrize("turned", slow_but((False, True), (False,)))
+@pytest.mark.parametrize("name", slow_but(("64", "128 transposed"), CASES))
+@pytest.mark.parametrize("orders", slow_but(ORDERS[:1], ORDERS))
+@pytest.mark.parametrize("turned", slow_but((False,), (False, True)))
 def test_products(name, orders, turned, emulator, seed):
-    made = Product(CASES[name], orders, turned)
-    assert error(made.run(emulator), made.matrix @ made.dense.double()) <= GATE
+    made = Product(CASES[name], *orders)
+    if turned:
+        made.values = made.values.mT.contiguous().mT
+    assert error(made.run(emulator), made.wanted()) <= GATE
 
 
 @pytest.mark.emulated
@@ -107,8 +66,8 @@ def test_products(name, orders, turned, emulator, seed):
 @pytest.mark.parametrize("epilogue", ["relu", "add", "gate"])
 @pytest.mark.parametrize("name", ["64 transposed", "128"])
 def test_epilogues(name, epilogue, emulator, seed):
-    made = Product(CASES[name], ORDERS[1])
-    wanted = made.matrix @ made.dense.double()
+    made = Product(CASES[name], *ORDERS[1])
+    wanted = made.wanted()
     if epilogue == "relu":
         bias = torch.randn(wanted.shape[-2])
         found = made.run(emulator, epilogue, vector0=bias)
@@ -129,13 +88,13 @@ def test_lines_and_columns_of_any_magnitude(emulator, seed):
     live = int(made.layout.nnz)
     made.values[:, :live] *= torch.exp2(torch.randint(-30, 31, (live, 64, 1)).float())
     made.dense *= torch.exp2(torch.randint(-60, 61, (1, 72)).float())
-    wanted, found = made.matrix @ made.dense.double(), made.run(emulator).double()
+    wanted, found = made.wanted(), made.run(emulator).double()
     beside = made.matrix.abs() @ made.dense.double().abs()
     assert ((found - wanted).abs() <= 4e-7 * beside).all()
     made = Product(Case("float32", (64, 64), (3, 2), 0.8, 1, 1, 24, True))
     made.values *= 2.0**-70
     made.dense *= 2.0**60
-    assert error(made.run(emulator), made.matrix @ made.dense.double()) <= GATE
+    assert error(made.run(emulator), made.wanted()) <= GATE
 
 
 @pytest.mark.emulated
@@ -145,7 +104,7 @@ def test_small_numbers_beside_large_ones_keep_their_bits(emulator, seed):
     depth = torch.exp2(torch.randint(-12, 13, (64,)).float())
     made.values *= depth
     made.dense /= depth.repeat(3)[:, None]
-    assert error(made.run(emulator), made.matrix @ made.dense.double()) <= GATE
+    assert error(made.run(emulator), made.wanted()) <= GATE
 
 
 @pytest.mark.emulated
@@ -161,7 +120,7 @@ def test_the_ends_of_what_float32_holds(large, emulator, seed):
         one, other = (made.values, made.dense) if of_values else (made.dense, made.values)
         one *= large
         other *= small
-        assert error(made.run(emulator), made.matrix @ made.dense.double()) <= 2 * GATE
+        assert error(made.run(emulator), made.wanted()) <= 2 * GATE
 
 
 @pytest.mark.emulated
@@ -179,7 +138,7 @@ def test_what_is_not_finite_stays_in_its_line_and_column(emulator, seed):
     made.dense[0, 0, 5, 5] = -math.inf  # by one of the other sign
     made.dense[0, 0, 70, 6] = math.nan
     made.dense[0, 0, 100, 8] = math.inf
-    wanted, found = made.matrix @ made.dense.double(), made.run(emulator).double()
+    wanted, found = made.wanted(), made.run(emulator).double()
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(0.0, 1e30, -1e30), wanted.nan_to_num(0.0, 1e30, -1e30))
 
@@ -192,7 +151,7 @@ def test_what_no_block_meets_costs_nothing(emulator, seed):
     made.layout.update_(mask)
     for strange in (math.nan, 1e30):
         made.dense[..., 64:128, :] = 0
-        wanted = made.matrix @ made.dense.double()
+        wanted = made.wanted()
         made.dense[..., 64:128, :] = strange
         assert error(made.run(emulator), wanted) <= GATE
 
@@ -254,39 +213,9 @@ def test_little_work_is_left_to_the_portable_kernel():
     assert kinds[0] == "hopper_words" and set(kinds[1:]) == {"portable"}
 
 
-def test_the_workspace_holds_words_and_scales():
-    problem = problem_of(batch=3)  # of which all share both operands
-    made = pack_words.packed(problem, 100)
-    assert (made.all_pieces, made.all_panels) == (1024, 64 * 32)
-    assert made.squares == 1024 + 2 * 64 * 32
-    pieces, piece_scales, panels, panel_scales, end = made.places
-    assert pieces == 256 and piece_scales - pieces == 1024 * 64 * 64 * 4
-    assert panels - piece_scales == 1024 * 64 * 4
-    assert panel_scales - panels == 4096 * 4096 * 4 and end - panel_scales == 4096 * 64 * 4
-    own = {"dense": Dense(4096**2, 0, 4096, 1), "values": Values(2**22, 4096, 64, 1)}
-    made = pack_words.packed(problem._replace(**own), 0)
-    assert (made.all_pieces, made.all_panels) == (3 * 1024, 3 * 64 * 32)
-    lowered = hopper_words.lower((), problem, ARCH, 132)
-    assert [step.overlaps for step in lowered.steps] == [False, True, True]
-    assert lowered.workspace >= end
-    few = hopper_words.lower((), problem_of(columns=128), ARCH, 132)
-    assert [step.overlaps for step in few.steps] == [False, True]
-
-
-@pytest.mark.parametrize("block", [*itertools.product((64, 128), (64, 128))], ids=str)
-def test_variants_are_all_that_a_product_takes(block):
-    rows, cols = block
-    known = choose.variants((), "dsd", block, ("float32",), ARCH, "fp32")
-    assert len(set(known)) == len(known)
-    assert set(known) <= set(choose.variants((), "dds", block, ("float32",), ARCH))
-    blocks = Blocks(rows, cols, 4096 // rows, 4096 // cols, 1, 500)
-    for turned, columns in itertools.product((False, True), (24, 128, 4096)):
-        problem = problem_of(columns=columns, blocks=blocks, transposed=turned)
-        for choice in choose.candidates(problem, ARCH):
-            assert set(choose.lower((), problem, ARCH, 132, choice).specs) <= set(known)
-        assert set(choose.specs((), problem, ARCH)) <= set(known)
-    others = choose.variants((), "dsd", block, ("float32",), ARCH, "tf32")
-    assert not any("words" in spec.entry or "pack" in spec.entry for spec in others)
+def test_variants_are_of_float32_and_its_precision():
+    known = choose.variants((), "dsd", (64, 64), ("float32",), ARCH, "tf32")
+    assert not any("words" in spec.entry or "pack" in spec.entry for spec in known)
     assert not hopper_words.variants((), (32, 32), ("float32",), ARCH)
 
 

@@ -13,7 +13,6 @@ from kernlib.families.blocksparse.lowering import layout as lowering
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.lowering.steps import WORKSPACE
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
 GUARD = 64  # words ahead of and behind each tensor that no kernel may write
@@ -35,11 +34,6 @@ CASES = {
     "much room": (1, 3, 3, 0.5, 9_000),
 }
 MORE_TILES_THAN_A_PASS = 1, 1_048_600, 1  # of scan: 4096 tiles of 256 words
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
 
 
 def problem(case, seed):
@@ -166,15 +160,6 @@ def test_sums_of_more_tiles_than_one_pass_takes(emulator):
     emulator.launch(step.spec, step.grid, ctypes.addressof(held))
     assert torch.equal(sums.long(), ahead)
     assert counts.tolist() == [2_000_000, live - 2_000_000, 0, 0]
-
-
-def test_launches_of_the_usual_layout():
-    """4096 x 4096 in blocks of 64: four launches, of at most 16 blocks of threads."""
-    blocks = Blocks(64, 64, 64, 64, 1, 512)
-    steps = lowering.lower_mask(blocks).steps
-    assert len(steps) == 4 and max(step.grid[0] for step in steps) <= 16
-    indices = lowering.Indices(512, "int64", False)
-    assert len(lowering.lower_indices(blocks, indices).steps) == 5
 
 
 def test_grids_of_many_heads():

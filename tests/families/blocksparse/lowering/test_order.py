@@ -11,14 +11,9 @@ from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, V
 from tests.families.blocksparse.emulated import Case, blocks_of, layout_of
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
-from tests.support.emulation.emulator import Emulator, kernels_of
+from tests.support.emulation.emulator import Emulator
 
 FIRST = 5  # tile that the counter gives first
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory) -> Emulator:
-    return Emulator(kernels_of(tmp_path_factory))
 
 
 def problem_of(blocks: Blocks, transposed: bool = False) -> Spmm:
@@ -111,30 +106,6 @@ def test_group_after_group_of_units(depth, emulator, seed):
     group = (torch.arange(77) // 22).clamp(max=2)
     wanted = ((2 - group) * depth + (lengths >> keys[0])).argsort(descending=True, stable=True)
     assert found[1:].tolist() == wanted.tolist()
-
-
-@pytest.mark.parametrize("depth", [1, 10, 63, 64, 511, 512, 1023, 1024, 70000])
-@pytest.mark.parametrize("last", [0, 1, 15])
-def test_keys_fit(depth, last):
-    shift, all_keys, _, _, own = order.keys(depth, 3, last)
-    assert depth >> shift < own and own * (last + 1) == all_keys <= order.KEYS
-    assert shift == 0 or depth >> (shift - 1) >= order.KEYS // (last + 1)
-
-
-def test_all_bits_of_few_units_are_under_way_together():
-    """Each unit has as many lanes as words, up to a warp."""
-    shares = {1: 0, 2: 1, 3: 2, 8: 3, 9: 4, 32: 5, 33: 5, 128: 5}
-    for words, share in shares.items():
-        step = order.step(2, problem_of(Blocks(64, 64, 4, 32 * words, 1, 1)), FIRST)
-        assert int.from_bytes(step.fixed[20:24], "little") == share
-
-
-def test_few_units_take_no_order():
-    problem = problem_of(Blocks(64, 64, 64, 64, 16, 100))
-    assert hopper.is_ordered(problem, 132)
-    assert not hopper.is_ordered(problem, 512)
-    many = problem_of(Blocks(64, 64, 2 * order.MOST_UNITS + 1, 64, 1, 100))
-    assert not hopper.is_ordered(many, 132)
 
 
 @pytest.mark.parametrize("size", [pytest.param(16, marks=pytest.mark.slow), 32, 64, 128])

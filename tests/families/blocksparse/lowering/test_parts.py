@@ -1,6 +1,5 @@
-"""The kernel that adds up parts of sums: how these lie, which stores it takes, what NVRTC makes of
-it and of the kernels that leave parts. That sums come out right is in test_portable.py and
-test_sampled.py."""
+"""The kernel that adds up parts of sums: which stores it takes, what NVRTC makes of it and of the
+kernels that leave parts. That sums come out right is in test_portable.py and test_sampled.py."""
 
 import itertools
 
@@ -8,9 +7,8 @@ import pytest
 
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
-from kernlib.families.blocksparse.lowering import parts, portable, sampled, times
+from kernlib.families.blocksparse.lowering import parts, portable, sampled
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
-from kernlib.families.blocksparse.lowering.times import Rate
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled
 from tests.support.speeds import slow_but
@@ -20,20 +18,6 @@ VALUES = Values(100 * 1024, 1024, 32, 1)
 DENSE, OUT = Dense(60 * 32 * 41, 0, 41, 1), Dense(128 * 41, 0, 41, 1)
 SPMM = Spmm("float16", "fp32", BLOCKS, 3, 41, False, VALUES, DENSE, OUT)
 SDD = Sdd("float16", "fp32", BLOCKS, 3, 4096, Dense(0, 0, 4096, 1), DENSE, VALUES)
-
-
-def test_sums_lie_as_results_do_in_whole_runs():
-    rows, columns = (parts.sums_of(SPMM, along) for along in (False, True))
-    assert rows.side == (2 * 128 * 44, 128 * 44, 44, 1) and rows.elements == 3 * 2 * 128 * 44
-    assert columns.side == (2 * 41 * 128, 41 * 128, 1, 128)
-    assert parts.sums_of(SDD, False).side == (100 * 1024, 1024, 32, 1)
-
-
-def test_parts_are_no_more_than_terms_and_room():
-    sums = parts.sums_of(SPMM, False)
-    assert parts.counts(sums, 60) == [2, 4, 8, 16, 32]
-    assert parts.counts(sums, 9) == [2, 4, 8] and parts.counts(sums, 1) == []
-    assert parts.counts(sums._replace(batch=900), 60) == [2, 4]
 
 
 def test_runs_are_stored_whole_where_they_are_aligned():
@@ -49,22 +33,6 @@ def test_runs_are_stored_whole_where_they_are_aligned():
     turned = SPMM._replace(out=Dense(128 * 41, 0, 1, 128))
     assert whole(turned, True) and not whole(turned._replace(dtype="float32"), False)
     assert not whole(even._replace(dtype="float32", out=even.out._replace(alignment=8)))
-
-
-def test_a_launch_overlaps_where_a_gpu_can():
-    for arch in targets.SHARED_BYTES:
-        step = parts.step((), SPMM, parts.sums_of(SPMM, False), 4, arch)
-        assert step.overlaps == (int(arch.removeprefix("sm_").rstrip("a")) >= 90)
-    assert step.grid == (-(-3 * 2 * 128 * 11 // parts.OWNERS), 1)
-
-
-def test_times_by_rule():
-    rate = Rate(2.0, 0.5, 4)
-    assert times.stages(100, 10, rate, 100) == 20  # each by itself
-    assert times.stages(101, 10, rate, 100) == times.stages(200, 10, rate, 100) == 25
-    assert times.stages(400, 10, rate, 100) == 35 and times.stages(800, 10, rate, 100) == 70
-    assert times.adding_up(10**6, 1) == 0 < times.adding_up(10**3, 2) < times.adding_up(10**6, 2)
-    assert times.filled(0.5, 1) == 0.5 and times.filled(0.5, 2) == 0.75 and times.filled(1, 8) == 1
 
 
 SPECS = {

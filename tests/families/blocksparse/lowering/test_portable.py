@@ -9,25 +9,14 @@ import torch
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
-from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import choose, parts, portable
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets
 from kernlib.lowering import product_source
-from tests.families.blocksparse.emulated import (
-    GATES,
-    Case,
-    error,
-    guarded,
-    is_intact,
-    launch,
-    layout_of,
-    spmm_problem,
-    strided,
-    whole_matrix,
-)
+from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse.emulated import GATES, Case, error
+from tests.families.blocksparse.products import Operands
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
@@ -72,37 +61,17 @@ CASES = {
 FAST = ("16", "transposed", "wide blocks", "float32", "apart")
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
-
-
-class Product:
-    """Operands of a case, and its result by the formula in float64."""
-
-    def __init__(self, case: Case, order="rows", out_order="rows", layout: Layout | None = None):
-        self.case, self.layout = case, layout_of(case, room=2) if layout is None else layout
-        lines, depth = self.layout.shape[::-1] if case.transposed else self.layout.shape
-        shape = case.batch, case.heads
-        values = torch.randn(case.batch, self.layout.capacity, *case.block)
-        self.values = values.to(case.dtype)
-        self.dense = strided((*shape, depth, case.columns), order, case.dtype)
-        self.out = guarded((*shape, lines, case.columns), out_order, case.dtype)
-
-    def wanted(self) -> torch.Tensor:
-        matrix = whole_matrix(self.layout, self.values)
-        return (matrix.mT if self.case.transposed else matrix) @ self.dense.double()
+class Product(Operands):
+    """Operands of a case, and its result by this kernel."""
 
     def run(self, emulator, columns=None, epilogue=(), scalars=(), parts=1, **beside):
-        """The result, by a tile of so many columns and so many parts of the depth."""
-        summands = [t for name, t in beside.items() if name.startswith("summand")]
-        problem = spmm_problem(self.case, self.layout, self.values, self.dense, self.out, summands)
+        """By a tile of so many columns and so many parts of the depth."""
         choice = None if columns is None else {"columns": columns, "parts": parts}
-        lowered = portable.lower(epilogue, problem, ARCH, PROCESSORS, choice)
-        operands = {"values": self.values, "dense": self.dense, "out": self.out, **beside}
-        launch(emulator, lowered, self.layout, scalars, **operands)
-        assert is_intact(self.out)
-        return self.out
+
+        def lower(problem: Spmm) -> Lowered:
+            return portable.lower(epilogue, problem, ARCH, PROCESSORS, choice)
+
+        return self.launched(emulator, lower, scalars, **beside)
 
 
 @pytest.mark.emulated
@@ -187,15 +156,14 @@ def test_what_no_block_meets_does_not_count(numbers, emulator, seed):
     """NaN where dense meets no block of a line, in slots that hold none, and in columns of dense
     that are not there."""
     case = Case(numbers, (16, 16), (8, 12), 0.25, 1, 1, 33)
-    layout = layout_of(case, room=3)
-    made = Product(case, layout=layout)
-    made.values[:, layout.nnz :] = math.nan
-    wanted, column = made.wanted(), int(layout.mask()[0].nonzero()[0, 1])
+    made = Product(case)
+    wanted, mask = made.wanted(), made.layout.mask()[0]
+    column = int(mask.nonzero()[0, 1])
     wide = torch.full((1, 1, made.dense.shape[2], 40), math.nan, dtype=case.dtype)
     made.dense = wide[..., :33].copy_(made.dense)
     made.dense[:, :, column * 16] = math.inf
     found = made.run(emulator, 64)
-    meets = layout.mask()[0, :, column].repeat_interleave(16)
+    meets = mask[:, column].repeat_interleave(16)
     assert meets.any() and not meets.all()
     assert not found[0, 0, meets].isfinite().any()
     assert error(found[0, 0, ~meets], wanted[0, 0, ~meets]) <= GATES[numbers]
@@ -249,30 +217,6 @@ def test_few_columns_take_small_tiles():
     assert split == [{**one, **count} for one in whole[1:] for count in counts]
 
 
-def test_long_sums_of_few_tiles_are_in_parts():
-    """Of a result of 256 x 320, by a matrix whose depth is 134 blocks: 20 tiles, all in a row."""
-    blocks = Blocks(32, 32, 8, 134, 1, 800)
-    given = problem(blocks=blocks, columns=320, values=VALUES._replace(slot=1024, row=32))
-    columns, split = taken(given)
-    main, last = choose.lower((kl.Gelu(),), given, ARCH, 132).steps
-    tiles = (256 // 64) * (320 // columns)
-    assert main.grid == (tiles * split, 1) and tiles < 132 < 3 * tiles * split
-    assert "partial" in main.spec.description and "Gelu" not in main.spec.description
-    assert "Gelu" in last.spec.description and not last.overlaps
-    assert choose.lower((), given, "sm_90", 132).steps[1].overlaps
-    assert choose.lower((), given, ARCH, 132).workspace == 4 * 256 * 320 * split
-    few = problem(blocks=blocks._replace(grid_cols=4, capacity=20), columns=320)
-    assert taken(few)[1] == 1  # nothing to share
-    wide = problem(blocks=blocks._replace(heads=400, capacity=400 * 800), columns=320)
-    assert taken(wide)[1] == 1  # tiles enough
-
-
-def test_a_workspace_is_bounded():
-    most = choose.candidates(problem(columns=4096), ARCH)
-    assert max(choice.get("parts", 1) for choice in most) == 4  # 64 MB each
-    assert len(choose.candidates(problem(columns=2**20), ARCH)) == 4
-
-
 ACCESSES = {
     "rows": (ROWS, "line"),
     "columns": (Dense(0, 0, 1, 4096), "depth"),
@@ -309,18 +253,6 @@ def test_offsets_are_of_64_bits():
     assert step.grid == (32 * 32, 65535)
     layout = portable.parameters(())
     assert len(step.fixed) == layout.size - 8 * len(portable.NAMES)
-
-
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
-def test_variants_are_all_that_a_problem_takes(dtype):
-    known = choose.variants((kl.Bias(),), "dsd", (32, 64), (dtype,), "sm_90a", "tf32")
-    assert len(set(known)) == len(known)
-    blocks = BLOCKS._replace(rows=32)
-    for columns in (1, 33, 64, 4096):
-        given = problem(dtype=dtype, precision="tf32", columns=columns, blocks=blocks)
-        for transposed in (False, True):
-            found = choose.specs((kl.Bias(),), given._replace(transposed=transposed), "sm_90a")
-            assert set(found) <= set(known)
 
 
 COMPILED = {

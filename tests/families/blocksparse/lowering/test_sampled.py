@@ -10,22 +10,13 @@ import kernlib as kl
 from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose, parts, sampled
+from kernlib.families.blocksparse.lowering import choose, sampled
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values
 from kernlib.jit import targets
-from tests.families.blocksparse.emulated import (
-    GATES,
-    Case,
-    error,
-    guarded,
-    is_intact,
-    launch,
-    layout_of,
-    sdd_problem,
-    strided,
-)
+from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse.emulated import GATES, Case, error
+from tests.families.blocksparse.products import SampledOperands
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
@@ -54,34 +45,16 @@ CASES = {
 FAST = ("16", "64", "wide blocks", "float32", "odd depth")
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
-
-
-class Product:
-    """Operands of a case, and its result by the formula in float64."""
-
-    def __init__(self, case: Case, *orders: str, layout: Layout | None = None):
-        a, b, out = orders or ("rows",) * 3
-        self.case, self.layout = case, layout_of(case, room=3) if layout is None else layout
-        rows, cols = self.layout.shape
-        shape = case.batch, case.heads
-        self.a = strided((*shape, rows, case.columns), a, case.dtype)
-        self.b = strided((*shape, case.columns, cols), b, case.dtype)
-        self.out = guarded((case.batch, self.layout.capacity, *case.block), out, case.dtype)
-
-    def wanted(self) -> torch.Tensor:
-        return self.layout.to_blocks(self.a.double() @ self.b.double())
+class Product(SampledOperands):
+    """Operands of a case, and its result by this kernel."""
 
     def run(self, emulator, epilogue=(), scalars=(), parts=1, **beside) -> torch.Tensor:
-        problem = sdd_problem(self.case, self.layout, self.a, self.b, self.out, beside.values())
         choice = {"parts": parts} if parts > 1 else {}
-        lowered = sampled.lower(epilogue, problem, ARCH, PROCESSORS, choice)
-        operands = {"a": self.a, "b": self.b, "out": self.out, **beside}
-        launch(emulator, lowered, self.layout, scalars, **operands)
-        assert is_intact(self.out) and not self.out[:, self.layout.nnz :].any()
-        return self.out
+
+        def lower(problem: Sdd) -> Lowered:
+            return sampled.lower(epilogue, problem, ARCH, PROCESSORS, choice)
+
+        return self.launched(emulator, lower, scalars, **beside)
 
 
 @pytest.mark.emulated
@@ -201,28 +174,10 @@ def test_grids_hold_all_slots():
 def test_long_sums_of_few_blocks_are_in_parts():
     """Of whole stages of 32, and the blocks that a layout has room for."""
     few = problem(blocks=BLOCKS._replace(capacity=10), depth=6320)
-    choices = choose.candidates(few, ARCH)
-    assert choices == [{"kind": "sampled"}] + [
-        {"kind": "sampled", "parts": n} for n in parts.COUNTS
-    ]
-    split = choose.default(few, choices, PROCESSORS)["parts"]
-    main, last = choose.lower((kl.Gelu(),), few, ARCH, PROCESSORS).steps
-    assert split == 16 and main.grid == (5 * split, 1) and last.grid[1] == 1
-    assert "partial" in main.spec.description and "Gelu" in last.spec.description
-    assert choose.lower((), few, ARCH, PROCESSORS).workspace == 4 * 10 * 64 * 64 * split
+    known = choose.candidates(few, ARCH)
+    assert choose.default(few, known, PROCESSORS) == {"kind": "sampled", "parts": 16}
     for enough in (problem(depth=6320), few._replace(depth=200), few._replace(batch=100)):
         assert "parts" not in choose.default(enough, choose.candidates(enough, ARCH), PROCESSORS)
-    whole = choose.lower((), few, ARCH, PROCESSORS, {"kind": "sampled"})
-    assert len(whole.steps) == 1 and not whole.workspace
-
-
-def test_variants_are_all_that_a_problem_takes():
-    known = choose.variants((), "sdd", (64, 64), ("float16", "float32"), "sm_90a")
-    assert len(set(known)) == len(known)
-    for dtype, precision in (("float16", "fp32"), ("float32", "fp32"), ("float32", "tf32")):
-        for depth in (1, 100, 128):
-            given = problem(dtype=dtype, precision=precision, depth=depth)
-            assert set(choose.specs((), given, "sm_90a")) <= set(known)
 
 
 SIZES = (16, 32, 64, 128)

@@ -2,7 +2,6 @@
 from run_kernel to the last store, and what NVRTC makes of them."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from kernlib.families.blocksparse.softmax.gradients import Kept, Needs, eager_pa
 from kernlib.jit import targets
 from tests.families.blocksparse.softmax import cases
 from tests.families.blocksparse.softmax.cases import GATES, chance, dense, formula, values
+from tests.families.blocksparse.softmax.options import NAMES, option_values
 from tests.support import fakes
 from tests.support.compiled_kernels import compiled
-from tests.support.cuda_text import Text
 from tests.support.emulation import gpus as emulated
 from tests.support.emulation.emulator import kernels_of
 from tests.support.fakes import OnGpu
@@ -72,35 +71,6 @@ def test_chunks_are_side_by_side(operand, vectors):
     for name in ("x", "out"):
         found = only(lowering.lower(problem(**{name: operand}))).spec.source
         assert f"VECTORS = {str(vectors).lower()};" in found
-
-
-def test_masks_of_bools_have_chunks_of_their_own():
-    mask, options = Operand((0, 0, 0, 4096, 1), 8), Options(attn="bool")
-    assert "VECTORS = true" in only(lowering.lower(problem(options=options, attn=mask))).spec.source
-    options = Options(attn="mul")
-    assert (
-        "VECTORS = false" in only(lowering.lower(problem(options=options, attn=mask))).spec.source
-    )
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("columns", lowering.ACROSS)
-def test_the_registers_hold_likely_rows(dtype, columns):
-    for across, mean in itertools.product((1, 4, 16, 64, 512), (0.02, 0.25, 1.0)):
-        blocks = Blocks(64, columns, 32, across, 1, math.ceil(32 * across * mean))
-        held, warps = lowering.width(dtype, blocks)
-        chunk = lowering.CHUNK_BYTES // (4 if dtype == "float32" else 2)
-        room = held * warps * 32 * chunk // lowering.rows_of(dtype, columns)
-        wanted = min(across, blocks.capacity / 32) * columns
-        assert room >= wanted or (held, warps) == (lowering.HELD[-1], lowering.TEAMS[-1])
-
-
-def test_the_mapping_of_threads_is_that_of_the_source():
-    for dtype, columns in itertools.product(("float16", "float32"), lowering.ACROSS):
-        text = Text(lowering.spec(lowering.Variant(dtype, columns, 2, True, None)).source)
-        assert text["ROWS"] == lowering.rows_of(dtype, columns)
-        assert text["LANES"] * text["BLOCKS"] == 32
-        assert text["WARPS"] == lowering.WARPS == lowering.TEAMS[-1]
 
 
 def test_grids():
@@ -219,39 +189,15 @@ def test_rows_that_registers_do_not_hold(dtype, warps, gpus, monkeypatch, seed):
     assert len(gpus.specs) == 4
 
 
-OPTIONS = {
-    "causal": lambda made, x: {"causal": True},
-    "rpe": lambda made, x: {"rpe": dense(made, 1, dtype=x.dtype)},
-    "masks": lambda made, x: {
-        "key_padding_mask": torch.randn(2, made.shape[1]).to(x.dtype),
-        "attn_mask": torch.rand(made.shape) < 0.5,
-    },
-    "mul": lambda made, x: {
-        "key_padding_mask": torch.rand(made.shape[1]) < 0.7,
-        "attn_mask": (torch.rand(made.shape) < 0.5).to(x.dtype),
-        "attn_mask_mode": "mul",
-    },
-    "all": lambda made, x: {
-        "causal": True,
-        "rpe": dense(made, 2, 1, dtype=x.dtype)[:, :, 0],
-        "key_padding_mask": torch.where(torch.rand(2, made.shape[1]) < 0.2, -torch.inf, 0.5).to(x),
-        "attn_mask": torch.randn(made.shape).to(x.dtype),
-        "scale": gpu(torch.tensor(0.5)),
-    },
-}
-
-
 @pytest.mark.emulated
-@pytest.mark.parametrize("name", slow_but(("all",), OPTIONS))
+@pytest.mark.parametrize("name", slow_but(("all", "key of -inf"), NAMES))
 @pytest.mark.parametrize("dtype", slow_but((BF16,), (BF16, F32)), ids=str)
 def test_options_are_right(name, dtype, gpus, seed):
     made = cases.layout(chance(2, 2, 5), (32, 16))
-    x = values(made, 2, dtype=dtype)
-    given = OPTIONS[name](made, x)
-    found = softmax(gpu(x), gpu(made), **{key: gpu(value) for key, value in given.items()})
-    given = {k: host(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-    wanted = formula(made, x, **given)
-    cases.check(made, host(found), wanted, 2 * GATES[dtype])
+    x, given = values(made, 3, dtype=dtype), option_values(made, dtype)[name]
+    on_gpu = {key: gpu(value) for key, value in given.items()}
+    found = softmax(gpu(x), gpu(made), gpu(torch.tensor(0.5)), **on_gpu)
+    cases.check(made, host(found), formula(made, x, 0.5, **given), 2 * GATES[dtype])
     assert len(gpus.specs) == 1
 
 

@@ -109,14 +109,6 @@ def test_slots_without_a_block_have_none(seed):
     assert not to_x[3:].any() and to_x.isfinite().all() and to_scale.isfinite()
 
 
-def test_only_what_is_asked_for_is_computed(seed):
-    made = made_layout()
-    x, rpe = values(made, 2), dense(made, grad=True)
-    y = softmax(x, made, rpe=rpe)
-    y.sum().backward()
-    assert x.grad is None and rpe.grad.shape == rpe.shape
-
-
 def test_a_mask_that_chooses_has_none(seed):
     made = made_layout()
     x, mask = values(made, 2, grad=True), torch.ones(made.shape, dtype=F64, requires_grad=True)

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.families.blocksparse.softmax.functions import softmax
-from kernlib.run import run_kernel
 from tests.families.blocksparse.softmax.cases import (
     GATES,
     chance,
@@ -16,6 +14,7 @@ from tests.families.blocksparse.softmax.cases import (
     layout,
     values,
 )
+from tests.families.blocksparse.softmax.options import NAMES, option_values
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 BLOCKS = (16, 32, 64, 128, (16, 64), (128, 32))
@@ -30,58 +29,13 @@ def test_values_are_right(block, dtype, seed):
     check(made, softmax(x, made, 0.4), formula(made, x, 0.4), GATES[dtype])
 
 
-def option_values(made: Layout, dtype) -> dict:
-    """Each option alone, and several."""
-    rows, cols = made.shape
-    attn, key = torch.randn(rows, cols).to(dtype), torch.randn(3, cols).to(dtype)
-    zeros = torch.rand(rows, cols) < 0.3
-    padded = torch.rand(3, cols) < 0.3
-    ones = {"key_padding_mask_mode": "mul", "attn_mask_mode": "mul"}
-    return {
-        "rpe": {"rpe": dense(made, 3, dtype=dtype)},
-        "one rpe": {"rpe": dense(made, dtype=dtype)},
-        "rpe of a row": {"rpe": torch.randn(rows, 1).to(dtype)},
-        "rpe of one head": {"rpe": torch.randn(3, 1, rows, cols).to(dtype)},
-        "key": {"key_padding_mask": key},
-        "one key": {"key_padding_mask": key[0]},
-        "key of -inf": {"key_padding_mask": torch.where(padded, LOWEST, 0.0).to(dtype)},
-        "attn": {"attn_mask": attn},
-        "key mul": {"key_padding_mask": torch.where(padded, 0.0, key).to(dtype), **ones},
-        "attn mul": {"attn_mask": torch.where(zeros, 0.0, attn).to(dtype), **ones},
-        "bools": {"key_padding_mask": ~padded, "attn_mask": ~zeros},
-        "bools mul": {"key_padding_mask": ~padded, "attn_mask": ~zeros, **ones},
-        "causal": {"causal": True},
-        "all": {
-            "rpe": dense(made, 1, dtype=dtype),
-            "key_padding_mask": key,
-            "attn_mask": ~zeros,
-            "causal": True,
-        },
-    }
-
-
-OPTIONS = tuple(option_values(layout(torch.ones(2, 1, 1), 16), F64))
-
-
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", NAMES)
 @pytest.mark.parametrize("dtype", [F64, F16], ids=str)
 def test_options_are_right(option, dtype, seed):
     made = layout(chance(2, 4, 5), (32, 16))
     x = values(made, 3, dtype=dtype)
     given = option_values(made, dtype)[option]
     check(made, softmax(x, made, 1.7, **given), formula(made, x, 1.7, **given), 2 * GATES[dtype])
-
-
-@pytest.mark.parametrize("width", [256, 576])
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-def test_the_widths_of_torch_blocksparse(width, dtype, seed):
-    """Its own test: padding that is added as -inf, a mask that multiplies."""
-    made = layout(torch.rand(4, width // 16, width // 16) < 0.5, 16)
-    x = values(made, 2, dtype=dtype)
-    key = torch.where(torch.rand(2, width) < 0.5, LOWEST, 0.0).to(dtype)
-    attn = (torch.rand(width, width) < 0.5).to(dtype)
-    given = {"key_padding_mask": key, "attn_mask": attn, "attn_mask_mode": "mul"}
-    check(made, softmax(x, made, 0.4, **given), formula(made, x, 0.4, **given), GATES[dtype])
 
 
 def test_no_heads_several_batches_and_none(seed):
@@ -197,14 +151,6 @@ def test_autocast_casts_what_stands_beside_x(seed):
         y = softmax(x, made, rpe=rpe)
     assert y.dtype == BF16
     assert torch.equal(y, softmax(x, made, rpe=rpe.to(BF16)))
-
-
-def test_the_descriptor_is_the_function(seed):
-    made = layout(chance(3, 4), 16)
-    x, rpe = values(made), dense(made)
-    descriptor = BlockSparseSoftmax(causal=True, rpe=True)
-    found = run_kernel(descriptor, made, x, rpe=rpe, scale=0.5)
-    assert torch.equal(found, softmax(x, made, 0.5, rpe, causal=True))
 
 
 @pytest.mark.parametrize("mask", [True, False])

@@ -227,25 +227,6 @@ def test_estimates_at_the_edges(sizes, rows):
     assert lower(given).steps  # small factors are kernels
 
 
-def test_products_are_those_of_the_reference():
-    """The factor that shortens rows most first, and as few copies as it makes."""
-    made = by_torch.products(problem(24, ((94, 118), (2, 5))))
-    assert made == [
-        by_torch.Product(0, 24, (94, 118), 2, True),
-        by_torch.Product(1, 24 * 118, (2, 5), 1, False),
-    ]
-    (one,) = by_torch.products(problem(7, ((3, 4),)))
-    assert one == by_torch.Product(0, 7, (3, 4), 1, False) and one.elements == 49 and one.tiles == 1
-
-
-def test_small_neighbours_are_one_factor():
-    """As many as fit 64 rows and columns, from the first on."""
-    given = problem(24, ((13, 2), (2, 22), (97, 3), (1, 1), (4, 2), (5, 9), (2, 4)))
-    found = sorted((p.factor, p.parts, p.size) for p in by_torch.products(given, 64))
-    assert found == [(0, 2, (26, 44)), (2, 1, (97, 3)), (3, 3, (20, 18)), (6, 1, (2, 4))]
-    assert [p.parts for p in by_torch.products(given)] == [1] * 7
-
-
 def test_a_factor_that_is_multiplied_out_costs_a_launch():
     given = problem(24, ((13, 2), (2, 22)))
     one = problem(24, ((26, 44),))

@@ -10,12 +10,8 @@ import kernlib as kl
 from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.lowering import halves, slabs
 from kernlib.runtime import devices
-from tests.families.kronecker_product import emulated
-from tests.families.kronecker_product.cases import GATES, product
-from tests.families.kronecker_product.emulated import kinds, operands
-from tests.support import fakes
-from tests.support.emulation.emulator import kernels_of
-from tests.support.emulation.gpus import gpu, host
+from tests.families.kronecker_product.cases import GATES, assert_near, product
+from tests.families.kronecker_product.emulated import kinds, operands, run
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.emulated
@@ -53,22 +49,15 @@ KINDS = {F16: "halves", BF16: "halves", F32: "pairs"}
 FAST = ("small", "rectangular", "columns", "small of pairs", "columns of pairs")
 
 
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch, tmp_path_factory):
-    fakes.forget()
-    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
-    fakes.forget()
-
-
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_products_are_right(case, gpus, seed):
     shapes, rows, side, dtype = CASES[case]
     x, *factors = operands(shapes, rows, side, dtype)
     descriptor = kl.KroneckerProduct(shapes, side=side)
-    found = host(kl.run_kernel(descriptor, *map(gpu, (x, *factors))))
+    found = run(descriptor, x, *factors)
     wanted = product(x, factors, side)
     assert kinds(gpus) == [KINDS[dtype]] and found.dtype == dtype and found.is_contiguous()
-    assert (found.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+    assert_near(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", (F16, F32), ids=str)
@@ -82,9 +71,8 @@ def test_strides_batches_and_epilogues(side, dtype, gpus, seed):
     wanted = 1.5 * product(x, factors, side).double()
     wanted = wanted + (bias if side == "right" else bias[:, None])
     out = torch.full((*wanted.shape[:-1], wanted.shape[-1] + 3), 7.0, dtype=dtype)[..., 1:-2]
-    given = [gpu(t) for t in (x, *factors)]
-    kl.run_kernel(descriptor, *given, out=gpu(out), bias=gpu(bias), scale=1.5)
-    assert (out.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+    run(descriptor, x, *factors, out=out, bias=bias, scale=1.5)
+    assert_near(out, wanted)
 
 
 @pytest.mark.parametrize("dtype", (F16, F32), ids=str)
@@ -96,51 +84,45 @@ def test_tiles_are_read_ahead(ahead, dtype, gpus, monkeypatch, seed):
     monkeypatch.setattr(halves, "columns_of", lambda *_: 4)
     monkeypatch.setattr(halves, "ahead_of", lambda made, arch: min(ahead, made.tile))
     x, *factors = operands(((8, 8), (8, 8)), 27, "right", dtype)
-    found = host(kl.run_kernel(kl.KroneckerProduct((8, 8)), *map(gpu, (x, *factors))))
+    found = run(kl.KroneckerProduct((8, 8)), x, *factors)
     wanted = product(x, factors, "right")
     assert gpus.specs[0].description.endswith("a")
-    assert (found.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+    assert_near(found, wanted)
 
 
+# Exponents of rows, those of three factors, and how near a row must be: what lies between factors
+# would be infinite or zero in float16, and rows are as accurate as float32 arithmetic makes them.
+FLOATS = {
+    F16: (range(-10, 6, 2), ((9, -9, 0), (-9, 9, 0), (0, 9, -9)), 1.5e-3),
+    F32: (
+        (-120, -60, -20, 0, 20, 60, 90, 116),
+        ((90, -90, 0), (-120, 60, 60), (60, 60, -120)),
+        GATES[F32],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("side", slow_but(("right",), ("right", "left")))
-def test_numbers_between_factors_may_be_any_floats(side, gpus, seed):
-    """Rows of different scales, and factors whose product alone is of the size of a number: what
-    lies between would be infinite or zero in float16."""
-    x, *factors = operands(((8, 8), (16, 16), (8, 8)), 8, side, F16)
-    scales = torch.exp2(torch.arange(-10, 6, 2).float()).to(F16)
+def test_numbers_between_factors_may_be_any_floats(side, dtype, gpus, seed):
+    """Rows of different scales, and factors whose product alone is of the size of a number."""
+    exponents, powers, gate = FLOATS[dtype]
+    x, *factors = operands(((8, 8), (16, 16), (8, 8)), 8, side, dtype)
+    scales = torch.exp2(torch.tensor(list(exponents)).float()).to(dtype)
     x = x * (scales[:, None] if side == "right" else scales)
-    for powers in ((9, -9, 0), (-9, 9, 0), (0, 9, -9)):
-        given = [f * 2.0**power for f, power in zip(factors, powers, strict=True)]
-        descriptor = kl.KroneckerProduct((8, 16, 8), side=side)
-        found = host(kl.run_kernel(descriptor, *map(gpu, (x, *given)))).double()
-        wanted = product(x, given, side)
-        axis = -1 if side == "right" else 0
-        error = (found - wanted).norm(dim=axis) / wanted.norm(dim=axis)
-        assert error.max() <= 1.5e-3
-
-
-@pytest.mark.parametrize("side", slow_but(("right",), ("right", "left")))
-def test_pairs_hold_any_floats(side, gpus, seed):
-    """Rows from the smallest to the largest, and factors that nothing but their product brings back
-    to the size of a number; each row as accurate as float32 arithmetic would be."""
-    x, *factors = operands(((8, 8), (16, 16), (8, 8)), 8, side, F32)
-    scales = torch.exp2(torch.tensor([-120.0, -60, -20, 0, 20, 60, 90, 116]))
-    x = x * (scales[:, None] if side == "right" else scales)
-    for powers in ((90, -90, 0), (-120, 60, 60), (60, 60, -120)):
-        given = [f * 2.0**power for f, power in zip(factors, powers, strict=True)]
-        descriptor = kl.KroneckerProduct((8, 16, 8), side=side)
-        found = host(kl.run_kernel(descriptor, *map(gpu, (x, *given)))).double()
-        wanted = product(x, given, side).double()
-        axis = -1 if side == "right" else 0
-        error = (found - wanted).norm(dim=axis) / wanted.norm(dim=axis)
-        assert kinds(gpus)[-1] == "pairs" and error.max() <= GATES[F32]
+    descriptor = kl.KroneckerProduct((8, 16, 8), side=side)
+    for each in powers:
+        given = [f * 2.0**power for f, power in zip(factors, each, strict=True)]
+        found = run(descriptor, x, *given)
+        assert kinds(gpus)[-1] == KINDS[dtype]
+        assert_near(found, product(x, given, side), gate, axis=-1 if side == "right" else 0)
 
 
 @pytest.mark.parametrize("dtype", (F16, F32), ids=str)
 def test_what_is_not_finite_stays_in_its_row(dtype, gpus, seed):
     x, *factors = operands(((8, 8), (8, 8)), 9, "right", dtype)
     x[4, 7], x[6, 3] = math.nan, math.inf
-    found = host(kl.run_kernel(kl.KroneckerProduct((8, 8)), *map(gpu, (x, *factors))))
+    found = run(kl.KroneckerProduct((8, 8)), x, *factors)
     rest = [index for index in range(9) if index not in (4, 6)]
     assert found[4].isnan().any() and not found[6].isfinite().all()
     assert found[rest].isfinite().all()
@@ -149,8 +131,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype, gpus, seed):
 @pytest.mark.parametrize("dtype", (F16, F32), ids=str)
 def test_zeros_are_zeros(dtype, gpus):
     x, factor = torch.zeros(3, 64, dtype=dtype), torch.zeros(8, 8, dtype=dtype)
-    found = kl.run_kernel(kl.KroneckerProduct((8, 8)), *map(gpu, (x, factor, factor)))
-    assert not host(found).any()
+    assert not run(kl.KroneckerProduct((8, 8)), x, factor, factor).any()
 
 
 RUNS = {
@@ -187,9 +168,7 @@ def test_slabs_pass_from_run_to_run(case, restaged, gpus, monkeypatch, seed):
         factors[0], factors[-1] = factors[0] * 2**-9, factors[-1] * 2**9
     descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=kl.Bias())
     bias = torch.zeros(descriptor.out_features).to(dtype)
-    found = host(kl.run_kernel(descriptor, *map(gpu, (x, *factors)), bias=gpu(bias))).double()
+    found = run(descriptor, x, *factors, bias=bias)
     assert kinds(gpus) == ["clear", "pair_slabs" if dtype == F32 else "half_slabs"]
     wanted = product(x, factors, side)
-    axis = -1 if side == "right" else -2
-    error = (found - wanted).norm(dim=axis) / wanted.norm(dim=axis)
-    assert error.max() <= 1.5 * GATES[dtype]
+    assert_near(found, wanted, 1.5 * GATES[dtype], axis=-1 if side == "right" else -2)

@@ -10,12 +10,8 @@ from kernlib import settings
 from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.lowering import choose, hopper, hopper_variant
 from kernlib.runtime import devices
-from tests.families.kronecker_product import emulated
-from tests.families.kronecker_product.cases import GATES, by_modes
-from tests.families.kronecker_product.emulated import kinds, operands
-from tests.support import fakes
-from tests.support.emulation.emulator import kernels_of
-from tests.support.emulation.gpus import gpu, host
+from tests.families.kronecker_product.cases import GATES, assert_near, by_modes
+from tests.families.kronecker_product.emulated import kinds, operands, run
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.emulated
@@ -51,12 +47,9 @@ FAST = ("two", "two halves", "small last", "copies of bfloat16")
 
 
 @pytest.fixture(autouse=True)
-def gpus(monkeypatch, tmp_path_factory):
-    """GPUs that take these kernels also where others are faster."""
+def taken(monkeypatch):
+    """Also where others are faster."""
     monkeypatch.setattr(choose, "by_wgmma", lambda *_: True)
-    fakes.forget()
-    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
-    fakes.forget()
 
 
 def square(sizes):
@@ -81,7 +74,7 @@ def of_rows(found, wanted, x, side="right"):
 def test_products_are_right(case, gpus, seed):
     sizes, rows, dtype, wanted = CASES[case]
     x, *factors = operands(square(sizes), rows, "right", dtype)
-    found = host(kl.run_kernel(kl.KroneckerProduct(sizes), *map(gpu, (x, *factors))))
+    found = run(kl.KroneckerProduct(sizes), x, *factors)
     assert kinds(gpus) == wanted and found.dtype == dtype and found.is_contiguous()
     assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
 
@@ -105,7 +98,7 @@ def test_columns_are_multiplied_too(case, gpus, seed):
     """A factor, or some that are merged, a pass: in the place of the result, or of a workspace."""
     sizes, columns, dtype = COLUMNS[case]
     x, *factors = operands(square(sizes), columns, "left", dtype)
-    found = host(kl.run_kernel(kl.KroneckerProduct(sizes, side="left"), *map(gpu, (x, *factors))))
+    found = run(kl.KroneckerProduct(sizes, side="left"), x, *factors)
     assert set(kinds(gpus)) == (BOUNDED if dtype == F16 else {"hopper"})
     assert found.dtype == dtype and found.is_contiguous()
     assert of_rows(found, exact(x, factors, "left"), x, "left") <= GATES[dtype]
@@ -124,12 +117,12 @@ def test_strides_and_epilogues_of_columns(columns, dtype, gpus, monkeypatch, see
         for given in (x, wide.copy_(x), x.mT.contiguous().mT):
             out = torch.randn(4096, columns + 8).to(dtype)[:, :columns]
             wanted = 1.5 * exact(x, factors, "left") + bias.double()[:, None]
-            arguments = {"bias": gpu(bias), "scale": 1.5, "out": gpu(out)}
+            arguments = {"bias": bias, "scale": 1.5, "out": out}
             if len(epilogue) == 3:
-                arguments |= {"y": gpu(out), "beta": -2.0}
+                arguments |= {"y": out, "beta": -2.0}
                 wanted -= 2 * out.double()
-            kl.run_kernel(descriptor, *map(gpu, (given, *factors)), **arguments)
-            assert (out.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+            run(descriptor, given, *factors, **arguments)
+            assert_near(out, wanted)
     assert set(kinds(gpus)) == (BOUNDED if dtype == F16 else {"hopper"})
 
 
@@ -149,10 +142,8 @@ def test_strides_batches_and_epilogues(sizes, dtype, gpus, seed):
         for out in (torch.randn(x.shape).to(dtype), torch.randn(2, 3, x.shape[-1] + 1).to(dtype)):
             out = out[..., : x.shape[-1]]
             wanted = 1.5 * by_modes(x, factors) + bias.double() - 2 * out.double()
-            numbers = {"scale": 1.5, "beta": -2.0}
-            tensors = {"bias": gpu(bias), "y": gpu(out), "out": gpu(out)}
-            kl.run_kernel(descriptor, *map(gpu, (given, *factors)), **numbers, **tensors)
-            assert (out.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+            run(descriptor, given, *factors, bias=bias, scale=1.5, y=out, beta=-2.0, out=out)
+            assert_near(out, wanted)
     assert set(kinds(gpus)) <= {"hopper", "clear", "hopper_slabs"}
 
 
@@ -168,7 +159,7 @@ def test_numbers_may_be_of_any_size(dtype, side, gpus, seed):
     most = 9 if dtype == F16 else 60 if side == "right" else 3  # float32 between two passes
     for power in (most, -most):
         given = [factors[0] * 2.0**power, factors[1] * 2.0**-power]
-        found = host(kl.run_kernel(product, *map(gpu, (x, *given))))
+        found = run(product, x, *given)
         error = of_rows(found, exact(x, given, side), x, side)
         assert error <= (GATES[F32] if dtype == F32 else 1.5e-3)
 
@@ -183,7 +174,7 @@ def test_halves_go_from_pass_to_pass_with_exponents(sizes, gpus, seed):
     product = kl.KroneckerProduct(sizes)
     for first, last in ((9, -9), (-9, 9), (12, -10)):
         given = [factors[0] * 2.0**first, *factors[1:-1], factors[-1] * 2.0**last]
-        found = host(kl.run_kernel(product, *map(gpu, (x, *given))))
+        found = run(product, x, *given)
         assert of_rows(found, by_modes(x, given), x) <= 1.5e-3
     assert set(kinds(gpus)) == set(SLABS)
 
@@ -197,8 +188,8 @@ def test_a_tile_forgets_the_exponents_of_another(gpus, monkeypatch, seed):
     x = x * 2.0**-18
     x[0] *= 2.0**31
     product = kl.KroneckerProduct((16,) * 3)
-    found = host(kl.run_kernel(product, *map(gpu, (x, *factors))))
-    alone = host(kl.run_kernel(product, *map(gpu, (x[1:], *factors))))
+    found = run(product, x, *factors)
+    alone = run(product, x[1:], *factors)
     assert torch.equal(found[1:], alone)
 
 
@@ -214,9 +205,9 @@ def test_largest_numbers(case, gpus):
     given = [
         torch.full(*each) for each in zip(shapes, (1.99 * 2.0**p for p in powers), strict=True)
     ]
-    found = host(kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, given)))
+    found = run(kl.KroneckerProduct((64, 64)), *given)
     wanted = by_modes(given[0], given[1:])
-    assert (found.double() - wanted).norm() <= GATES[F32] * wanted.norm()
+    assert_near(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", (F32, F16), ids=str)
@@ -225,7 +216,7 @@ def test_columns_of_a_matrix_may_be_small(dtype, gpus, seed):
     x, *factors = operands(square((64, 64)), 5, "right", dtype)
     for factor in factors:
         factor[:, 3] *= 2.0**-12
-    found = host(kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, *factors)))).double()
+    found = run(kl.KroneckerProduct((64, 64)), x, *factors).double()
     wanted = by_modes(x, factors)
     found, wanted = (t.unflatten(-1, (64, 64))[:, 3, :3] for t in (found, wanted))
     assert (found - wanted).norm() <= (1e-4 if dtype == F32 else 2e-3) * wanted.norm()
@@ -240,7 +231,7 @@ def test_rows_are_independent(dtype, side, gpus, seed):
     product = kl.KroneckerProduct(sizes, side=side)
 
     def rows(x):
-        made = host(kl.run_kernel(product, *map(gpu, (x, *factors))))
+        made = run(product, x, *factors)
         return made if side == "right" else made.mT
 
     whole = rows(x)
@@ -254,8 +245,7 @@ def test_rows_are_independent(dtype, side, gpus, seed):
 
 def test_zeros_are_zeros(gpus):
     x, factor = torch.zeros(3, 4096), torch.zeros(64, 64)
-    found = kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, factor, factor)))
-    assert not host(found).any()
+    assert not run(kl.KroneckerProduct((64, 64)), x, factor, factor).any()
 
 
 @pytest.mark.parametrize("place", ("result", "ring"))
@@ -270,7 +260,7 @@ def test_slabs_follow_each_other(sizes, dtype, place, gpus, monkeypatch, seed):
     monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
     x, *factors = operands(square(sizes), rows, "right", dtype)
     out = torch.full((rows, features + (place == "ring")), math.nan, dtype=dtype)[:, :features]
-    kl.run_kernel(kl.KroneckerProduct(sizes), *map(gpu, (x, *factors)), out=gpu(out))
+    run(kl.KroneckerProduct(sizes), x, *factors, out=out)
     assert kinds(gpus) == SLABS
     assert of_rows(out, by_modes(x, factors), x) <= GATES[dtype]
 
@@ -282,7 +272,7 @@ def test_tickets_of_several_tiles(dtype, gpus, monkeypatch, seed):
     monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
     sizes = (8,) * 5
     x, *factors = operands(square(sizes), 7, "right", dtype)
-    found = host(kl.run_kernel(kl.KroneckerProduct(sizes), *map(gpu, (x, *factors))))
+    found = run(kl.KroneckerProduct(sizes), x, *factors)
     assert kinds(gpus) == SLABS
     assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
 
@@ -295,14 +285,13 @@ def test_passes_may_be_launches_of_their_own(dtype, gpus, monkeypatch, seed):
     x, *factors = operands(square((16,) * 3), 5, "right", dtype)
     descriptor = kl.KroneckerProduct((16,) * 3, epilogue=kl.Add())
     y = torch.randn(5, 4096).to(dtype)
-    given = [gpu(t) for t in (x, *factors)]
-    found = host(kl.run_kernel(descriptor, *given, y=gpu(y), beta=2.0))
+    found = run(descriptor, x, *factors, y=y, beta=2.0)
     wanted = by_modes(x, factors) + 2 * y.double()
     # Of y parts of two rows of float32 and four of float16.
     assert kinds(gpus) == BOUNDS[dtype] + ["hopper"] * (4 if dtype == F16 else 6)
-    assert (found.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
+    assert_near(found, wanted)
     gpus.specs.clear()
-    found = host(kl.run_kernel(kl.KroneckerProduct((16,) * 3), *given))
+    found = run(kl.KroneckerProduct((16,) * 3), x, *factors)
     assert kinds(gpus) == BOUNDS[dtype] + ["hopper"] * 2
     assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
 
@@ -319,9 +308,7 @@ def test_float16_does_not_overflow_between_launches(side, gpus, monkeypatch, see
     ]
     wanted = exact(x, factors, side)
     lines = (lambda t: t) if side == "right" else (lambda t: t.mT)
-    found = lines(
-        host(kl.run_kernel(kl.KroneckerProduct((16,) * 3, side=side), *map(gpu, (x, *factors))))
-    )
+    found = lines(run(kl.KroneckerProduct((16,) * 3, side=side), x, *factors))
     assert kinds(gpus)[:2] == ["clear", "largest"]
     ends = lines(wanted)
     for size, gate in ((1e4, GATES[F16]), (1.0, GATES[F16]), (1e-5, 0.1)):
@@ -329,21 +316,13 @@ def test_float16_does_not_overflow_between_launches(side, gpus, monkeypatch, see
         assert (one - other).norm() <= gate * other.norm()
     assert not found[sizes == 0].any()
     lines(x)[3, 5] = math.inf
-    again = lines(
-        host(kl.run_kernel(kl.KroneckerProduct((16,) * 3, side=side), *map(gpu, (x, *factors))))
-    )
+    again = lines(run(kl.KroneckerProduct((16,) * 3, side=side), x, *factors))
     others = torch.arange(70) != 3
     assert torch.equal(again[others], found[others]) and not again[3].isfinite().any()
 
 
-OUTLIERS = {  # what a factor's first number is, of how many factors, beside the others' norm of 1
-    "identities": None,
-    "one large number": 100.0,
-}
-
-
 @pytest.mark.parametrize("side", slow_but(("right",), SIDES))
-@pytest.mark.parametrize("case", OUTLIERS)
+@pytest.mark.parametrize("case", ("identities", "one large number"))
 def test_float16_is_kept_beside_larger_numbers(case, side, gpus, monkeypatch, seed):
     """What identities take over beside a large number of x, and results that a large entry of a
     factor has no part in, to the last bits of half precision."""
@@ -355,11 +334,9 @@ def test_float16_is_kept_beside_larger_numbers(case, side, gpus, monkeypatch, se
         (x if side == "right" else x.mT)[:, 7] = 6e4
     else:
         for factor in factors:
-            factor[0, 0] = OUTLIERS[case]
+            factor[0, 0] = 100.0  # beside the others' norm of 1
     wanted = exact(x, factors, side)
-    found = host(
-        kl.run_kernel(kl.KroneckerProduct((size,) * count, side=side), *map(gpu, (x, *factors)))
-    )
+    found = run(kl.KroneckerProduct((size,) * count, side=side), x, *factors)
     found, wanted = (t if side == "right" else t.mT for t in (found.double(), wanted))
     found, wanted = (t.unflatten(-1, (size,) * count) for t in (found, wanted))
     others = (slice(None), *[slice(1, None)] * count)
@@ -382,12 +359,12 @@ def test_what_the_kernels_do_not_take_is_others(gpus, seed):
     assert found(square((8, 16, 8, 16)))[0] == found(square((8, 16, 16, 8)))[0] == []
     assert found(square((64, 64)), "float64") == found(square((64, 64)), arch="sm_100") == none
     x, *factors = operands(square((64, 64)), 8, "right", F16, (2,))
-    kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, *factors)))
+    run(kl.KroneckerProduct((64, 64)), x, *factors)
     assert kinds(gpus) == ["halves"]
 
 
 def test_portable_kernels_can_be_asked_for(gpus, seed):
     x, *factors = operands(square((64, 64)), 3, "right", F32)
     with settings.override(portable=True):
-        found = host(kl.run_kernel(kl.KroneckerProduct((64, 64)), *map(gpu, (x, *factors))))
+        found = run(kl.KroneckerProduct((64, 64)), x, *factors)
     assert kinds(gpus) == ["pairs"] and of_rows(found, by_modes(x, factors), x) <= GATES[F32]

@@ -10,10 +10,8 @@ from kernlib.descriptors.epilogues import Add
 from kernlib.families.kronecker_product import ahead, plans
 from kernlib.families.kronecker_product.lowering import halves, modes, slabs
 from kernlib.runtime import devices
-from tests.families.kronecker_product import emulated
-from tests.families.kronecker_product.cases import GATES, operands, product
-from tests.support import fakes
-from tests.support.emulation.emulator import kernels_of
+from tests.families.kronecker_product.cases import GATES, assert_near, operands, product
+from tests.families.kronecker_product.emulated import kinds
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
@@ -25,26 +23,14 @@ ROWS = 9
 SIDES = ("right", "left")
 
 
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch, tmp_path_factory):
-    fakes.forget()
-    yield emulated.install(monkeypatch, kernels_of(tmp_path_factory))
-    fakes.forget()
-
-
 def call(x, factors, **arguments):
     given = {k: gpu(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     return host(kl.kron_matmul(gpu(x), list(map(gpu, factors)), **given))
 
 
 def check(found, wanted, dtype=F32):
-    assert found.dtype == dtype and found.shape == wanted.shape
-    assert (found.double() - wanted).norm() <= GATES[dtype] * wanted.norm()
-
-
-def kernels(gpus) -> list[str]:
-    """The kinds of the launches."""
-    return [spec.description.split()[1] for spec in gpus.specs]
+    assert found.dtype == dtype
+    assert_near(found, wanted)
 
 
 LAYOUTS = {  # of y, by the result's shape
@@ -71,7 +57,7 @@ def test_y_of_any_strides_and_shape_is_added(layout, side, gpus, seed):
         y = LAYOUTS[layout](*wanted.shape).to(dtype)
         found = call(x, factors, alpha=3.0, beta=-0.5, y=y, side=side)
         check(found, 3 * wanted - 0.5 * y.double(), dtype)
-    assert set(kernels(gpus)) == {"modes"} and "Add" in gpus.specs[0].description
+    assert set(kinds(gpus)) == {"modes"} and "Add" in gpus.specs[0].description
 
 
 @pytest.mark.parametrize("side", slow_but(("right",), SIDES))
@@ -146,7 +132,7 @@ def test_the_result_is_rounded_once(dtype, gpus, seed):
     found = call(x, factors, alpha=alpha, beta=beta, y=y)
     assert found.dtype == dtype and torch.equal(found, torch.zeros(3, 2).to(dtype))
     check(call(x, factors, alpha=2**-17 + 2**-28), torch.ones(3, 2) * (1 + 2**-11), dtype)
-    assert kernels(gpus) == ["modes"] * 2
+    assert kinds(gpus) == ["modes"] * 2
 
 
 HALVES = {"right": (F16, ()), "left": (BF16, ()), "right of a batch": (BF16, (2,))}
@@ -163,13 +149,12 @@ def test_half_types_between_factors(case, gpus, seed):
     for shape in (wanted.shape, wanted.shape[-1:], (wanted.shape[-2], 1)):
         y = torch.randn(shape).to(dtype)
         found = call(x, factors, alpha=0.5, beta=2.0, y=y, side=side)
-        exact = 0.5 * wanted + 2 * y.double()
-        assert (found.double() - exact).norm() <= 4 * GATES[dtype] * exact.norm()
+        assert_near(found, 0.5 * wanted + 2 * y.double(), 4 * GATES[dtype])
     out = torch.randn(wanted.shape).to(dtype)
     exact = wanted - out.double()
     call(x, factors, beta=-1, y=out, out=out, side=side)
-    assert (out.double() - exact).norm() <= 4 * GATES[dtype] * exact.norm()
-    assert set(kernels(gpus)) == {"halves"}
+    assert_near(out, exact, 4 * GATES[dtype])
+    assert set(kinds(gpus)) == {"halves"}
 
 
 SLABS = {"rows": ("right", 7, F32), "columns": ("left", 131, F32), "halves": ("right", 7, F16)}
@@ -192,7 +177,7 @@ def test_slabs_take_their_part_of_y(case, batch, gpus, monkeypatch, seed):
     for y in (torch.randn(wanted.shape).to(dtype), torch.randn(wanted.shape[-2], 1).to(dtype)):
         found = call(x, factors, alpha=0.5, beta=2.0, y=y, side=side)
         check(found, 0.5 * wanted + 2 * y.double(), dtype)
-    assert kernels(gpus) == ["clear", "slabs"] * 2
+    assert kinds(gpus) == ["clear", "slabs"] * 2
 
 
 @pytest.mark.slow
@@ -205,10 +190,9 @@ def test_slabs_of_half_types_do_so_too(side, rows, gpus, monkeypatch, seed):
     x, factors = operands(((8, 8), (8, 16)), rows, side, F16)
     wanted = product(x, factors, side)
     for y in (torch.randn(wanted.shape).half(), torch.randn(wanted.shape[-2], 1).half()):
-        exact = 0.5 * wanted + 2 * y.double()
         found = call(x, factors, alpha=0.5, beta=2.0, y=y, side=side)
-        assert (found.double() - exact).norm() <= 4 * GATES[F16] * exact.norm()
-    assert kernels(gpus) == ["clear", "half_slabs"] * 2
+        assert_near(found, 0.5 * wanted + 2 * y.double(), 4 * GATES[F16])
+    assert kinds(gpus) == ["clear", "half_slabs"] * 2
 
 
 @pytest.mark.slow
@@ -221,7 +205,7 @@ def test_the_last_of_several_launches_adds_y(side, gpus, monkeypatch, seed):
     wanted = product(x, factors, side)
     y = torch.randn(wanted.shape).mT.contiguous().mT
     check(call(x, factors, alpha=-1.0, beta=2.0, y=y, side=side), 2 * y.double() - wanted)
-    assert len(gpus.specs) > 1 and set(kernels(gpus)) == {"modes"}
+    assert len(gpus.specs) > 1 and set(kinds(gpus)) == {"modes"}
 
 
 def test_compiled_ahead_are_the_kernels_of_a_call(gpus, seed):

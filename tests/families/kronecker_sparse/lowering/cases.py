@@ -1,19 +1,26 @@
-"""What the tests of Kronecker-sparse lowering share: problems on contiguous tensors, and parameter
-blocks read back by the struct of the CUDA source."""
+"""What the tests of Kronecker-sparse lowering share: problems on contiguous tensors, parameters
+read back by the struct of the CUDA source, and launches on the host."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
 from functools import cache
+
+import torch
 
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
 from kernlib.lowering.steps import NUMBER
 from tests.support import cuda_text
+from tests.support.emulation.emulator import Emulator
+from tests.support.kernels import stem
 
+ARCH, PROCESSORS = "sm_90a", 132
 DTYPES = ("float16", "bfloat16", "float32")
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 KINDS = [("float16", "fp32"), ("bfloat16", "fp32"), ("float32", "fp32"), ("float32", "tf32")]
 
 
@@ -30,12 +37,24 @@ def problem(blocks=2, lanes=1, rows=25088, columns=96, depth=48, **changes):
 
 
 def batch_last(**changes):
-    """The same, batch last."""
+    """A problem, batch last."""
     made = problem(**changes)
     n, lanes = made.rows, made.lanes
     left = Layout(made.depth * lanes * n, n, 1, lanes * n)
     out = OutLayout(made.columns * lanes * n, n, 1, lanes * n)
     return made._replace(left=left, out=out)
+
+
+def factor(a, b, c, d, last=False, **changes):
+    """A factor by its pattern."""
+    made = batch_last if last else problem
+    return made(blocks=a, lanes=d, columns=b, depth=c, **changes)
+
+
+def by_x(a, b, c, d, last=False, **changes):
+    """The gradient by x of a factor: depths of the weight lie b * d apart."""
+    right = Layout(b * c * d, 1, d, c * d)
+    return factor(a, c, b, d, last, right=right, **changes)
 
 
 def weight_gradient(a=2, b=96, c=48, d=1, batch=25088, last=False, **changes):
@@ -52,8 +71,13 @@ def text_of(source: str) -> cuda_text.Text:
     return cuda_text.Text(source)
 
 
-def block(step: lowering.Step, addresses: dict[str, int]) -> bytes:
-    """A launch's parameters, as a plan fills them, with maps full of zeros."""
+ADDRESSES = {"left": 1 << 40, "right": 2 << 40, "out": 3 << 40, "workspace": 4 << 40} | {
+    f"vector{k}": (5 + k) << 40 for k in range(8)
+}
+
+
+def block_of(step: lowering.Step, addresses: dict[str, int]) -> bytes:
+    """A launch's parameters, as a plan fills them with maps full of zeros."""
     own = step.pointers[len(step.maps) :]
     pointers = [addresses[name] + offset for name, offset in own]
     numbers = [x for index in range(step.scalars) for x in (index + 0.5, index + 900)]
@@ -61,23 +85,37 @@ def block(step: lowering.Step, addresses: dict[str, int]) -> bytes:
     return bytes(128 * len(step.maps)) + struct.pack(layout, *pointers, *numbers) + step.fixed
 
 
-ADDRESSES = {"left": 1 << 40, "right": 2 << 40, "out": 3 << 40, "workspace": 4 << 40} | {
-    f"vector{k}": (5 + k) << 40 for k in range(8)
-}
-
-
 def parameters(step: lowering.Step):
-    """The parameters of a launch by the names of the source's struct."""
-    return text_of(step.spec.source).parameters().from_buffer_copy(block(step, ADDRESSES))
+    """The parameters by the names of the source's struct, as long as which they are."""
+    block, made = block_of(step, ADDRESSES), text_of(step.spec.source).parameters()
+    said = int(re.search(r"PARAMETER_BYTES = (\d+);", step.spec.source)[1])
+    assert len(block) == said == ctypes.sizeof(made)
+    assert not step.maps or said % 64 == 0
+    return made.from_buffer_copy(block)
 
 
-def parameter_bytes(step: lowering.Step) -> int:
-    return int(re.search(r"PARAMETER_BYTES = (\d+);", step.spec.source)[1])
+def launch(emulator: Emulator, step: lowering.Step, memory: dict[str, torch.Tensor]) -> None:
+    """One launch on the host, of tensors by the names of pointers."""
+    addresses = {name: t.data_ptr() for name, t in memory.items()}
+    block = ctypes.create_string_buffer(block_of(step, addresses))
+    emulator.launch(step.spec, step.grid, ctypes.addressof(block))
+
+
+def entries(found) -> list[str]:
+    """The kernels of the launches."""
+    return [stem(step.spec).removeprefix("kronecker_sparse_") for step in found.steps]
+
+
+def kinds_of(given, arch=ARCH) -> list[str]:
+    """Of candidates, by preference."""
+    return list(dict.fromkeys(choice["kind"] for choice in lowering.candidates(given, arch)))
+
+
+def kind_of(given, arch=ARCH) -> str:
+    return kinds_of(given, arch)[0]
 
 
 # What lowering makes of problems on Hopper.
-
-ARCH, PROCESSORS = "sm_90a", 132
 
 
 def lowered(given, epilogue=(), **choice):

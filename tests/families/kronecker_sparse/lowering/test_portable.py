@@ -1,26 +1,20 @@
 """Lowering of Kronecker-sparse calls to the portable kernels: which of them, which grids, which
 bytes of parameters. On sm_80, where there are no others."""
 
-import ctypes
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering import portable
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem, lower
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, lower
 from kernlib.jit import sources, targets
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
     DTYPES,
-    KINDS,
     batch_last,
-    block,
-    parameter_bytes,
     parameters,
     problem,
     weight_gradient,
@@ -28,7 +22,6 @@ from tests.families.kronecker_sparse.lowering.cases import (
 from tests.support.kernels import stem
 
 ARCH, PROCESSORS = "sm_80", 108
-SCALED = (kl.Bias(), kl.Scale(), kl.Gelu())
 
 
 def main_of(lowered):
@@ -143,17 +136,6 @@ def fixed(found):
     return {name: list(v) if hasattr(v, "__len__") else v for name, v in values.items()}
 
 
-@pytest.mark.parametrize("epilogue", [(), (kl.Bias(),), SCALED, (kl.Scale(),)], ids=str)
-@pytest.mark.parametrize("given", [problem(), weight_gradient(), problem(lanes=3)])
-def test_every_block_is_as_long_as_the_struct_of_its_source(epilogue, given):
-    for step in lowered(given, epilogue).steps:
-        size = len(block(step, ADDRESSES))
-        assert size == parameter_bytes(step) == ctypes.sizeof(parameters(step))
-        assert "static_assert(sizeof(Parameters) == PARAMETER_BYTES" in sources.read(
-            re.findall(r'#include "(kronecker_sparse/.*)"', step.spec.source)[0]
-        )
-
-
 def test_the_parameters_are_the_struct_of_the_source():
     given = problem(
         blocks=3, lanes=5, rows=2**33 + 7, columns=1000, depth=77,
@@ -196,24 +178,12 @@ def test_pointers_and_scalars_are_in_the_order_of_the_source():
     names = ("left", "right", "out", "vector0", "vector1")
     assert step.pointers == tuple((name, 0) for name in names) and step.scalars == 2
     assert constant(found, "VECTORS") == constant(found, "SCALARS") == "2"
-    source = sources.read("kronecker_sparse/portable/portable.cuh")
-    order = "Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {}"
-    assert f"struct {order};" in source
     read = parameters(step)
     fields = ("left", "right", "out", "vector0", "vector1")
     assert [getattr(read, field) for field in fields] == [ADDRESSES[name] for name in names]
     assert [(getattr(read, f"value{k}"), getattr(read, f"device{k}")) for k in (0, 1)] == [
         (0.5, 900), (1.5, 901),
     ]  # fmt: skip
-
-
-def test_the_epilogue_is_one_struct_over_value_and_feature():
-    source = main_of(lowered(epilogue=SCALED)).spec.source
-    assert "vector_0 = read.vector(0);" in source and "= read(0 + 0);" in source
-    assert "AccT operator()(AccT v, i64 feature) const" in source
-    assert "convert<AccT>(vector_0[feature])" in source and "EPILOGUE = true" in source
-    plain = main_of(lowered()).spec.source
-    assert "vector_" not in plain and "read(" not in plain and "EPILOGUE = false" in plain
 
 
 STORES = [  # dtype, out (2 blocks, 3 lanes, 500 rows, 96 columns), along rows, whole vectors
@@ -360,28 +330,6 @@ def test_the_specs_of_an_arch_are_those_of_its_devices(given):
 # The generated source.
 
 
-def test_sizes_strides_and_patterns_do_not_reach_the_source():
-    small = lowered(problem(blocks=3, rows=20000), SCALED)
-    large = lowered(problem(blocks=7, rows=90000, columns=1000, depth=1024), SCALED)
-    assert main_of(small).spec == main_of(large).spec
-    assert main_of(small).spec.canonical() == main_of(large).spec.canonical()
-
-
-def test_a_description_says_what_the_variant_is():
-    assert main_of(lowered()).spec.description == (
-        "kronecker_sparse portable float16 128x128 depth/depth"
-    )
-    found = lowered(batch_last(lanes=2, dtype="float32", precision="tf32"), (kl.Relu(),))
-    assert [step.spec.description for step in found.steps] == [
-        "kronecker_sparse weights packed float32",
-        "kronecker_sparse portable float32 tf32 128x128 line/depth Relu()",
-    ]
-    assert [step.spec.description for step in lowered(weight_gradient()).steps] == [
-        "kronecker_sparse portable float16 128x64 line/line partial",
-        "kronecker_sparse sum of splits float16",
-    ]
-
-
 def test_constants_agree_with_the_source():
     folder = sources.root() / "kronecker_sparse"
     read = {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*.cuh")}
@@ -398,92 +346,9 @@ def test_constants_agree_with_the_source():
     assert tuple(kinds.split(", ")) == portable.ACCESSES
 
 
-def shared_bytes(dtype, rows, columns, left, right):
-    """As portable/operand.cuh and portable/store.cuh lay it out: four stages, or the sums."""
-    size = 4 if dtype == "float32" else 2
-    pad, depth = (32, 16) if size == 4 else (16, 32)
-    stage = sum(
-        depth * (lines * size + pad) if access == "line" else lines * 64
-        for lines, access in ((rows, left), (columns, right))
-    )
-    return max(4 * stage, 4 * rows * (columns + 8), 4 * columns * (rows + 4))
-
-
-PATTERN = (2, 192, 64, 3)
-
-
-@pytest.mark.parametrize("arch", targets.SHARED_BYTES)
-def test_every_variant_fits_every_target_and_has_a_description_of_its_own(arch):
-    specs = portable.variants([(), (kl.Bias(),)], PATTERN[1:3], arch, KINDS)
-    assert len({spec.source for spec in specs}) == len(specs) > 100
-    assert len({spec.description for spec in specs}) == len(specs)
-    assert max(spec.shared_bytes for spec in specs) <= targets.SHARED_BYTES[arch]
-    assert {spec.family for spec in specs} == {"kronecker_sparse"}
-    for spec in specs:
-        assert not sources.system_includes(spec.source)
-        assert {n.split("/")[0] for n in sources.closure(spec.source)} <= {
-            "kronecker_sparse",
-            "common",
-        }
-        words = re.search(r"portable (\w+) .*?(\d+)x(\d+) (\w+)/(\w+)", spec.description)
-        if words:
-            dtype, rows, columns, left, right = words.groups()
-            expected = shared_bytes(dtype, int(rows), int(columns), left, right)
-            assert spec.shared_bytes == expected
-
-
 def test_a_target_without_the_shared_memory_is_an_error(monkeypatch):
     monkeypatch.setitem(targets.SHARED_BYTES, ARCH, 40_000)
     assert tile(lowered()) == (64, 64)
     monkeypatch.setitem(targets.SHARED_BYTES, ARCH, 10_000)
     with pytest.raises(UnsupportedError, match="bytes of shared memory, a block of sm_80 has 9872"):
         lowered()
-
-
-def test_variants_hold_what_gradients_need_too():
-    made = lowering.variants(SCALED, PATTERN, False, ARCH, ("float16",), "fp32")
-    assert {main_of(lowered(epilogue=e)).spec for e in (SCALED, SCALED[:1], ())} <= set(made)
-    assert all("float16" in spec.description for spec in made)
-    both = lowering.variants((), PATTERN, True, ARCH, ("float32",), None)
-    assert {"fp32", "tf32"} <= {word for s in both for word in s.description.split()}
-    for precision in ("tf32", "bf16"):
-        assert all(
-            " fp32 " not in s.description
-            for s in lowering.variants((), PATTERN, True, ARCH, ("float32",), precision)
-        )
-
-
-STRIDES = st.sampled_from([0, 1, 2, 3, 4, 8, 64, 65, 1000, 1024])
-ALIGNMENTS = st.sampled_from([0, 2, 4, 8, 12, 16])
-LAYOUTS = st.builds(Layout, STRIDES, STRIDES, STRIDES, STRIDES, ALIGNMENTS)
-OUTS = st.builds(OutLayout, STRIDES, STRIDES, STRIDES, STRIDES, ALIGNMENTS)
-EPILOGUES = [(), (kl.Bias(),), SCALED]
-KNOWN = {}
-
-
-def known(epilogue, pattern, arch):
-    key = epilogue, pattern[1:3], arch
-    if key not in KNOWN:
-        KNOWN[key] = set(portable.variants([epilogue, ()], pattern[1:3], arch, KINDS))
-    return KNOWN[key]
-
-
-@settings(max_examples=200)
-@given(
-    st.sampled_from([(2, 192, 64, 3), (1, 20, 1024, 1), (5, 65, 3, 7)]),
-    st.sampled_from(["forward", "by x", "by weight"]), st.integers(1, 60000),
-    st.sampled_from(DTYPES), st.sampled_from(["fp32", "tf32"]), LAYOUTS, LAYOUTS, OUTS,
-    st.sampled_from(EPILOGUES), st.sampled_from(["sm_80", "sm_86", "sm_90a"]), st.data(),
-)  # fmt: skip
-def test_lowering_chooses_among_the_variants(
-    pattern, role, batch, dtype, precision, left, right, out, epilogue, arch, data
-):
-    a, b, c, d = pattern
-    sizes = {"forward": (batch, b, c), "by x": (batch, c, b), "by weight": (b, c, batch)}[role]
-    precision = precision if dtype == "float32" else "fp32"
-    given = Problem(a, d, *sizes, left, right, out, dtype, precision)
-    for choice in portable.candidates(given, arch):
-        found = portable.lower(epilogue, given, arch, data.draw(st.integers(1, 150)), choice)
-        for step in found.steps:
-            assert step.spec in known(epilogue, pattern, arch)
-            assert 1 <= step.grid[0] < 2**31 and 1 <= step.grid[1] < 65536

@@ -1,15 +1,13 @@
 """Tiles of Hopper's kernels for Kronecker-sparse products: CTAs cover the result once, alone or in
-teams, release weights that they keep, and stage columns of interleaved tiles in slots."""
+teams, and release weights that they keep."""
 
 import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
+from kernlib.families.kronecker_sparse.lowering import hopper
 from tests.families.kronecker_sparse.lowering.cases import (
-    KINDS,
     PROCESSORS,
     SAMPLE,
     batch_last,
@@ -179,101 +177,3 @@ def test_resident_weights_are_freed_when_a_ctas_next_tile_has_others(given, mult
             loaded, released = loaded + (not known), released + bool(freed)
         assert loaded == released == len(groups)
         assert all(len(places) == 1 for places in groups.values())
-
-
-# Slots of interleaved columns.
-
-SLOTTED = [
-    (dtype, precision, shape, columns)
-    for dtype, precision in KINDS
-    for shape, tiling in interleaved.shapes(dtype, precision).items()
-    for columns in tiling.columns
-]
-
-
-def slotted(case):
-    return text_of(interleaved.spec((), interleaved.Variant(*case)).source)
-
-
-@pytest.mark.parametrize("case", SLOTTED)
-def test_slots_hold_whole_columns_and_no_more_than_they_may(case):
-    text = slotted(case)
-    parts, rest = divmod(text["TILE_COLUMNS"], text["OUT_COLUMNS"])
-    assert rest == 0 and text["OUT_SLOTS"] == min(parts, 4)
-    assert text["OUT_COLUMNS"] % text["ROW_DEPTH"] == text["OUT_COLUMNS"] % 8 == 0
-    both = text["OUT_SLOTS"] * text["OUT_BYTES"] * text["TILE_ROWS"] // text["OUT_ROWS"]
-    assert both <= interleaved.OUT_BYTES == 64 * 1024
-    assert both == interleaved.OUT_BYTES or parts == text["OUT_SLOTS"]
-
-
-@pytest.mark.parametrize("case", SLOTTED)
-def test_a_slot_is_filled_once_by_columns_side_by_side(case):
-    """The addresses to which stage_columns of interleaved/store.cuh writes."""
-    text = slotted(case)
-    size, lanes, halves = text["SIZE"], text["LANES"], text["HALVES"]
-    body, words = text.body("void stage_columns("), lanes * size // 4
-    code = re.search(r"int line = .*?;\s*int byte = .*?;", body, re.S)[0]
-    address = re.sub("return", "int at =", text.body("u32 out_address("))
-    assert "i < (first + OUT_COLUMNS) / 2; i += 2" in body
-    assert "if constexpr (HALVES == 1 && WORDS <= 2)" in body
-    assert "out_address(out, line, byte + m / WORDS * SPAN_BYTES + m % WORDS * 4)" in body
-    thread = np.arange(128)
-    row, t = thread // 32 * 16 + thread % 32 // 4, thread % 4
-    for first in range(0, text["TILE_COLUMNS"], text["OUT_COLUMNS"]):
-        written = np.zeros(text["OUT_BYTES"], int)
-        for half in range(halves):
-            for i in range(first // 2, (first + text["OUT_COLUMNS"]) // 2, 2):
-                made = text.run(code, first=first, i=i, row=row, t=t, half=half)
-                if halves == 1 and words <= 2:
-                    stores = [(made.byte, 8 * words)]
-                else:
-                    stores = [
-                        (made.byte + m // words * text["SPAN_BYTES"] + m % words * 4, 16)
-                        for m in range(0, 2 * words, 4)
-                    ]
-                for byte, count in stores:
-                    at = text.run(address, out=0, row=made.line, byte=byte).at
-                    assert (at % count == 0).all()
-                    for n in range(count):
-                        np.add.at(written, at + n, 1)
-        assert (written == 1).all()
-
-
-@pytest.mark.parametrize("case", SLOTTED)
-def test_a_slot_is_free_again_before_it_is_written(case):
-    """What store_tile of interleaved/store.cuh waits for, over several tiles: groups of stores, one
-    for each turn, but for the last OUT_SLOTS - 1; not merged, copies of the last turn."""
-    text = slotted(case)
-    body, slots = text.body("void store_tile("), text["OUT_SLOTS"]
-    loop = text.body("for (int column = 0; column < TILE_COLUMNS; column += OUT_COLUMNS)")
-    parts = ["staged + slot * OUT_BYTES", "sync_threads", "stage_columns(sums, column,"]
-    if text["MERGED"]:
-        parts[1:1] = ["if (leader) wait_for_reads<OUT_SLOTS - 1>();"]
-        parts += ["fence_shared_writes", "sync_threads", "store_box", "commit_stores"]
-        assert loop.count("commit_stores();") == 1
-    else:
-        parts += ["sync_threads", "copy_staged("]
-    place = -1
-    for part in (*parts, "if (++slot == OUT_SLOTS) slot = 0;"):
-        place = loop.index(part, place + 1)
-    assert "staged += HALVES == 2 ? 0 : warpgroup * OUT_SLOTS * OUT_BYTES;" in body
-    assert "slot = 0;" in text.body("void consume(").split("for (")[0]
-    slot, users = 0, {}
-    for turn in range(3 * text["TILE_COLUMNS"] // text["OUT_COLUMNS"]):
-        # The stores of the last slots - 1 turns may be under way.
-        assert slot not in users or users[slot] < turn - (slots - 1)
-        users[slot] = turn
-        slot = (slot + 1) % slots
-
-
-def test_columns_of_a_tile_are_finished_and_stored_as_those_that_they_are():
-    for case in SLOTTED:
-        text = slotted(case)
-        loop = text.body("for (int column = 0; column < TILE_COLUMNS; column += OUT_COLUMNS)")
-        assert "finish_staged(shared_address(out), first + column, p, tile" in loop
-        if text["MERGED"]:
-            assert "(first + column + block * ROW_DEPTH) * SPAN, tile.block" in loop
-            assert "block < OUT_COLUMNS / ROW_DEPTH" in loop
-            assert "out + block * OUT_BLOCK_BYTES" in loop
-        else:
-            assert "copy_staged(shared_address(out), first + column, p, tile, thread);" in loop

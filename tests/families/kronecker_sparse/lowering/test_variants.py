@@ -14,6 +14,9 @@ from kernlib.jit import sources, targets
 from tests.families.kronecker_sparse.lowering.cases import (
     DTYPES,
     batch_last,
+    by_x,
+    factor,
+    lowered,
     problem,
     weight_gradient,
 )
@@ -44,11 +47,7 @@ def problems(draw):
     if role == "by weight":
         made = weight_gradient(a, b, c, d, batch, last, **options)
     else:
-        columns, depth = (b, c) if role == "forward" else (c, b)
-        sizes = {"blocks": a, "lanes": d, "rows": batch, "columns": columns, "depth": depth}
-        made = (batch_last if last else problem)(**sizes, **options)
-        if role == "by x":  # the weight's j are its depth
-            made = made._replace(right=Layout(b * c * d, 1, d, c * d))
+        made = (factor if role == "forward" else by_x)(*pattern, last, rows=batch, **options)
     made = made._replace(left=changed(draw, made.left), right=changed(draw, made.right))
     if role == "forward":  # gradients are new tensors
         made = made._replace(out=changed(draw, made.out))
@@ -90,7 +89,7 @@ def test_the_specs_of_a_choice_hold_those_of_every_device(made, epilogue, arch):
             assert {step.spec for step in found.steps} <= specs
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", targets.SHARED_BYTES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_variants_are_distinct_and_reach_no_header_of_cuda(pattern, arch):
     made = lowering.variants(EPILOGUES[2], pattern, False, arch, DTYPES, None)
@@ -108,3 +107,37 @@ def test_variants_of_a_dtype_are_of_that_dtype_alone():
         kinds = {spec.description.split()[1] for spec in made}
         assert {"hopper", "interleaved", "pack", "turn", "portable"} <= kinds
         assert ("gradient" in kinds) == (dtype != "float32")
+
+
+SAME = {  # by name: two problems, and the kind of kernel that computes both
+    "portable": (
+        problem(blocks=3, rows=20000), problem(blocks=7, rows=90000, columns=1000, depth=1024),
+        "portable",
+    ),
+    "batch first": (
+        problem(blocks=3), problem(blocks=70, rows=999, columns=88, depth=64), "hopper"
+    ),
+    "batch last": (
+        batch_last(lanes=3), batch_last(lanes=9, rows=800, blocks=5, columns=84, depth=8), "hopper"
+    ),
+    "d = 4": (
+        problem(lanes=4, columns=192),
+        problem(lanes=4, blocks=9, rows=5, columns=64, depth=1000), "interleaved",
+    ),
+    "d = 24": (
+        problem(lanes=24), problem(lanes=64, blocks=9, rows=5, columns=64, depth=1000),
+        "interleaved",
+    ),
+    "a gradient of a weight": (
+        weight_gradient(3, 60, 40, 2, last=True),
+        weight_gradient(5, 999, 48, 7, batch=9000, last=True), "gradient",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_sizes_strides_and_patterns_do_not_reach_the_source(name):
+    *problems, kind = SAME[name]
+    epilogue = () if kind == "gradient" else EPILOGUES[2]
+    one, two = (lowered(each, epilogue, kind=kind).steps for each in problems)
+    assert [step.spec for step in one] == [step.spec for step in two]

@@ -1,54 +1,34 @@
 """Lowering of products of large factors by way of batch last: which go there, where x and result
-lie in the workspace, and by the text of the kernel that transposes them what becomes of each
-number."""
+lie in the workspace, and what becomes of each number where the kernel that transposes them runs on
+the host."""
 
-import ctypes
-import functools
 import itertools
-import operator
-import re
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering import interleaved
 from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
-from kernlib.jit import targets
+from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
 from tests.families.kronecker_sparse.lowering.cases import (
-    ADDRESSES,
+    ARCH,
+    ITEMSIZE,
     KINDS,
+    PROCESSORS,
     batch_last,
-    block,
-    parameter_bytes,
+    by_x,
+    entries,
+    factor,
+    kinds_of,
+    launch,
     parameters,
-    problem,
-    text_of,
     weight_gradient,
 )
+from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.kernels import stem
 
-ARCH, PROCESSORS = "sm_90a", 132
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())
-
-
-def factor(a, b, c, d, **changes):
-    return problem(blocks=a, lanes=d, columns=b, depth=c, **changes)
-
-
-def by_x(a, b, c, d, **changes):
-    """The gradient by x of a factor: depths of the weight lie b * d apart."""
-    right = Layout(b * c * d, 1, d, c * d)
-    return factor(a, c, b, d, right=right, **changes)
-
-
-def order(given, arch=ARCH):
-    """Kinds of candidates, by preference."""
-    return list(dict.fromkeys(choice["kind"] for choice in lowering.candidates(given, arch)))
 
 
 def lowered(given, epilogue=(), processors=PROCESSORS):
@@ -56,76 +36,7 @@ def lowered(given, epilogue=(), processors=PROCESSORS):
     return transposed.lower(epilogue, given, ARCH, processors, choice)
 
 
-def entries(found):
-    return [stem(step.spec).removeprefix("kronecker_sparse_") for step in found.steps]
-
-
 # Which problems.
-
-# Milliseconds on an H200, batch 25088: interleaved and transposed, in float16, TF32 and 3xTF32.
-MEASURED = {
-    (1, 768, 192, 64): ((5.88, 2.71), (8.65, 5.21), (14.4, 8.13)),
-    (4, 1024, 1024, 16): ((19.3, 9.16), (54.5, 17.4), (80.0, 44.3)),
-    (3, 512, 512, 16): ((2.59, 2.48), (7.70, 4.63), (14.2, 8.75)),
-    (1, 256, 256, 16): ((0.238, 0.345), (0.608, 0.704), (1.26, 0.989)),
-    (3, 192, 192, 16): ((0.410, 0.821), (1.08, 1.49), (2.02, 1.86)),
-    (8, 48, 48, 64): ((1.56, 2.16), (2.46, 3.83), (3.15, 4.29)),
-    (16, 1024, 1024, 4): ((8.10, 8.79), (17.5, 17.5), (52.8, 41.4)),
-    (1, 1024, 1024, 4): ((0.492, 0.544), (1.07, 1.15), (3.46, 2.47)),
-    (1, 512, 512, 4): ((0.136, 0.209), (0.277, 0.412), (0.806, 0.716)),
-    (2, 64, 64, 64): ((0.499, 0.732), (0.722, 1.28), (1.10, 1.46)),
-    (4, 192, 48, 16): ((0.233, 0.651), (0.611, 1.32), (1.13, 1.39)),
-}
-NUMBERS = [("float16", "fp32"), ("float32", "tf32"), ("float32", "fp32")]
-CASES = [
-    pytest.param(pattern, *numbers, *times, id=f"{pattern} {numbers[0]} {numbers[1]}")
-    for pattern, measured in MEASURED.items()
-    for numbers, times in zip(NUMBERS, measured, strict=True)
-]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "dtype", "precision", "of_interleaved", "of_transposed"), CASES
-)
-def test_factors_go_where_they_were_measured_to_be_faster(
-    pattern, dtype, precision, of_interleaved, of_transposed
-):
-    given = factor(*pattern, dtype=dtype, precision=precision)
-    first = order(given)[0]
-    assert {first} | {"transposed", "interleaved"} == {"transposed", "interleaved"}
-    if of_interleaved > 1.25 * of_transposed:
-        assert first == "transposed"
-    if of_interleaved < 1.05 * of_transposed:
-        assert first == "interleaved"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "dtype", "precision", "of_interleaved", "of_transposed"), CASES
-)
-def test_the_model_is_near_what_was_measured(
-    pattern, dtype, precision, of_interleaved, of_transposed
-):
-    model = transposed.seconds(factor(*pattern, dtype=dtype, precision=precision))
-    assert 0.5e-3 * of_interleaved <= model[0] <= 1.15e-3 * of_interleaved
-    assert 0.84e-3 * of_transposed <= model[1] <= 1.1e-3 * of_transposed
-
-
-@pytest.mark.parametrize("pattern", [(1, 768, 192, 64), (4, 1024, 1024, 16)], ids=str)
-def test_gradients_by_x_and_other_half_types_go_the_same_way(pattern):
-    for given in (factor(*pattern), by_x(*pattern), factor(*pattern, dtype="bfloat16")):
-        assert order(given) == ["transposed", "interleaved", "portable"]
-
-
-@pytest.mark.parametrize(("dtype", "precision"), KINDS)
-def test_small_batches_are_not_worth_further_launches(dtype, precision):
-    """Nor is `portable` for large weights, of which it reads each l by itself."""
-    options = {"dtype": dtype, "precision": precision}
-    for rows in (1, 8):
-        assert order(factor(1, 64, 64, 64, rows=rows, **options))[0] == "portable"
-    for rows in (1, 8, 64):
-        assert order(factor(1, 768, 192, 64, rows=rows, **options))[0] == "interleaved"
-    assert order(factor(1, 768, 192, 64, rows=8192, **options))[0] == "transposed"
-
 
 LARGE = factor(1, 768, 192, 64)
 ROW, OUT_ROW = 192 * 64, 768 * 64
@@ -163,13 +74,13 @@ LEFT = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_rows_of_features_side_by_side_are_taken(name):
-    assert "transposed" in order(TAKEN[name])
+    assert "transposed" in kinds_of(TAKEN[name])
     assert entries(lowered(TAKEN[name]))[1:4] == ["transpose", "hopper", "transpose"]
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_others_are_left_to_other_kinds(name):
-    assert "transposed" not in order(LEFT[name])
+    assert "transposed" not in kinds_of(LEFT[name])
 
 
 def test_a_batch_whose_last_slice_is_a_deep_product_is_left(monkeypatch):
@@ -178,13 +89,7 @@ def test_a_batch_whose_last_slice_is_a_deep_product_is_left(monkeypatch):
         given = factor(1, 16, 1100, 16, rows=rows)
         assert transposed.slices_of(given, 384)[-1][1] == last
         assert transposed.slice_rows(given) == 384
-        assert ("transposed" in order(given)) == taken and "interleaved" in order(given)
-
-
-@pytest.mark.parametrize("arch", [arch for arch in targets.SHARED_BYTES if arch != ARCH])
-def test_other_targets_have_none(arch):
-    assert order(LARGE, arch) == ["portable"]
-    assert not transposed.variants([()], (768, 192), arch, KINDS)
+        assert ("transposed" in kinds_of(given)) == taken and "interleaved" in kinds_of(given)
 
 
 def test_choices_are_those_of_the_product_batch_last():
@@ -196,28 +101,6 @@ def test_choices_are_those_of_the_product_batch_last():
         named = {name: str(value) for name, value in choice.items()}
         found = lowering.lower((), LARGE, ARCH, PROCESSORS, named)
         assert f"128x{choice['columns']} batch_last" in found.steps[2].spec.description
-
-
-@pytest.mark.parametrize(("dtype", "precision"), KINDS)
-def test_the_model_knows_the_tiles_of_the_other_kind(dtype, precision):
-    for d in (2, 4, 8, 12, 16, 24, 32, 64):
-        given = factor(2, 96, 48, d, dtype=dtype, precision=precision)
-        if {"transposed", "interleaved"} <= set(order(given)):
-            assert transposed.shape_of(given) == interleaved.shape_of(given)
-
-
-@pytest.mark.parametrize("made", (factor, by_x))
-@pytest.mark.parametrize("pattern", ((1, 768, 192, 64), (4, 1024, 1024, 16), (2, 40, 24, 8)))
-@pytest.mark.parametrize(("dtype", "precision"), KINDS)
-def test_what_is_launched_is_among_specs_and_variants(made, pattern, dtype, precision):
-    given = made(*pattern, dtype=dtype, precision=precision)
-    epilogue = EPILOGUE if made is factor else ()
-    variants = lowering.variants(EPILOGUE, pattern, False, ARCH, (dtype,), precision)
-    for choice in transposed.candidates(given, ARCH):
-        found = transposed.lower(epilogue, given, ARCH, PROCESSORS, choice)
-        specs = {step.spec for step in found.steps}
-        assert specs == set(transposed.specs(epilogue, given, ARCH, choice))
-        assert specs <= set(variants)
 
 
 # Slices and the workspace.
@@ -242,7 +125,7 @@ def test_slices_cover_the_batch_in_tiles_and_fit_the_workspace(rows):
 def test_rows_of_which_the_workspace_holds_no_tile_are_left():
     wide = factor(1, 2**16, 2**15, 64, rows=100)
     assert transposed.slice_rows(wide) == 0
-    assert "transposed" not in order(wide) and "interleaved" in order(wide)
+    assert "transposed" not in kinds_of(wide) and "interleaved" in kinds_of(wide)
 
 
 def spans(found):
@@ -292,168 +175,7 @@ def test_every_slice_uses_the_same_places_and_one_packed_weight():
         assert main.spec == found.steps[2].spec
 
 
-@pytest.mark.parametrize("epilogue", [(), EPILOGUE], ids=len)
-@pytest.mark.parametrize(("dtype", "precision"), KINDS)
-def test_every_block_is_as_long_as_the_struct_of_its_source(dtype, precision, epilogue):
-    given = factor(2, 40, 24, 16, rows=1001, dtype=dtype, precision=precision)
-    for step in lowered(given, epilogue).steps:
-        size = len(block(step, ADDRESSES))
-        assert size == parameter_bytes(step) == ctypes.sizeof(parameters(step))
-
-
-# Numbers, by the text of the kernel that transposes and the maps of the one that multiplies.
-
-
-def evaluated(code, text, **values):
-    """An expression of the source, or a condition that takes all of several, for all threads at
-    once."""
-    terms = (text.run(f"int term = {term};", **values).term for term in code.split(" && "))
-    return functools.reduce(operator.and_, terms)
-
-
-def words(text, read, chunks):
-    """The tile of words that threads put chunks into, (threads, chunks, CHUNK)."""
-    place = re.search(r"tile\[(.*?)\] = read\[i\]\.word\[e\]", text.body("turn(const Words"))[1]
-    line = text.run("constexpr int LINE = TILE + 1;").LINE
-    tile = np.full(text["TILE"] * line, 10**12)
-    for e in range(text["CHUNK"]):
-        tile[evaluated(place, text, index=read.index, e=e, LINE=line)] = chunks[e]
-    return tile, {"LINE": line}
-
-
-def through_words(text, read, chunks):
-    """What threads hold where it has gone through a tile of words."""
-    body = text.body("turn(const Words")
-    taken = re.search(r"line\.word\[e\] = tile\[(.*?)\];", body)[1]
-    code = body[body.rindex("u32 index") : body.index("Words line")]
-    tile, sizes = words(text, read, chunks)
-    write = text.run(code, threadIdx=SimpleNamespace(x=THREAD), i=np.arange(text["CHUNKS"])[None])
-    found = [
-        tile[evaluated(taken, text, n=write.n, f=write.f, e=e, **sizes)]
-        for e in range(text["CHUNK"])
-    ]
-    return write.n, write.f, found
-
-
-def matrices(text, read, chunks):
-    """The tile that ldmatrix reads, and where its chunks begin."""
-    assert "tile + place_of(index / ACROSS, index % ACROSS)" in text.body("turn(const Words")
-    place = re.search(r"return (.*?);", text.body("place_of(u32 n"))[1]
-
-    def begin(n, chunk):
-        return evaluated(place, text, n=n, chunk=chunk) // 2
-
-    tile = np.full(text["TILE"] ** 2, 10**12)
-    first = begin(read.index // text["ACROSS"], read.index % text["ACROSS"])
-    for e in range(8):
-        tile[first + e] = chunks[e]
-    return tile, begin
-
-
-def through_matrices(text, read, chunks):
-    """The same by ldmatrix, which gives lane l column l / 4 of rows 2 (l % 4) and the next of four
-    matrices, whose rows begin where lanes 8 m + r say."""
-    body = text.body("turn(const Words")
-    assert "load_matrices<true>(x.word, base + place_of(half * 32 + line, warp))" in body
-    tile, begin = matrices(text, read, chunks)
-    code = body[body.rindex("u32 lane = ") : body.index("u32 base")]
-    code += re.search(r"u32 line = .*?;", body)[0]
-    at = text.run(code, threadIdx=SimpleNamespace(x=THREAD))
-    half = np.arange(2)[None]
-    row = begin(half * 32 + at.line, at.warp)
-    banks = (row.reshape(-1, 4, 8, 2) * 2 // 16 % 8).transpose(0, 1, 3, 2)
-    assert all(len(set(each)) == 8 for each in banks.reshape(-1, 8).tolist())
-    n = text.run(
-        body[body.rindex("u32 n = ") : body.index("load_matrices")], half=half, lane=at.lane
-    ).n
-    found = []
-    for e in range(8):
-        source = at.warp * 32 + e // 2 * 8 + at.lane % 4 * 2 + e % 2
-        found.append(tile[row[source[:, 0]] + at.lane // 4])
-    return n, at.f + 0 * half, found
-
-
-def number_by_number(text, read, chunks, itemsize):
-    """What threads write of a result that has no whole 16 bytes: numbers in place of chunks."""
-    body, turn = text.body("store_numbers(const"), text.body("turn(const Words")
-    first = body[body.index("u32 lane") : body.index("for (int i")]
-    at = text.run(first, threadIdx=SimpleNamespace(x=THREAD))
-    count = evaluated(re.search(r"i < (.*?);", body)[1], text)
-    code = body[body.index("u32 n = ") : body.index("if (row")]
-    write = text.run(code, lane=at.lane, warp=at.warp, i=np.arange(count)[None])
-    if itemsize == 2:
-        assert "(tile + place_of(n, f / CHUNK))[f % CHUNK]" in turn
-        tile, begin = matrices(text, read, chunks)
-        chunk = text["CHUNK"]
-        return write.n, write.f, [tile[begin(write.n, write.f // chunk) + write.f % chunk]]
-    taken = re.search(r"__uint_as_float\(tile\[(.*?)\]\)", turn)[1]
-    tile, sizes = words(text, read, chunks)
-    return write.n, write.f, [tile[evaluated(taken, text, n=write.n, f=write.f, **sizes)]]
-
-
-THREAD = np.arange(256)[:, None]
-
-
-def transpose(step, memory, itemsize):
-    """What one launch of transpose.cuh reads and writes."""
-    text, p = text_of(step.spec.source), parameters(step)
-    body = text.body("kronecker_sparse_transpose(const")
-    places = body[body.index("u32 row = ") : body.index("Words x")]
-    reads = body[body.index("u32 index") : body.index("const InputT* from")]
-    source = re.search(r"from = p\.in \+ (.*?);", body)[1]
-    wide = re.search(r"if \((p\.vectors .*?)\) \{", body)[1]
-    assert "} else if (n < p.rows) {" in body and "if (f + e < p.columns) x[i]" in body
-    assert re.search(r"store_chunk\(\w+, p, row \+ n, column \+ f\)", text.body("turn(const Words"))
-    stored = {
-        True: re.search(
-            r"if \((.*?)\) store_vector\(p\.out \+ (.*?), x\.value\)",
-            text.body("store_chunk(const"),
-        ).groups(),
-        False: re.search(
-            r"if \((.*?)\)\s+p\.out\[(.*?)\] = number", text.body("store_numbers(const")
-        ).groups(),
-    }
-    chunk, through = text["CHUNK"], through_matrices if itemsize == 2 else through_words
-    assert len(THREAD) == text["THREADS"]
-    per_thread = {"threadIdx": SimpleNamespace(x=THREAD), "i": np.arange(text["CHUNKS"])[None]}
-    (origin, begin), (target, to) = step.pointers
-    for index in range(step.grid[0]):
-        at = text.run(places, p=p, blockIdx=SimpleNamespace(x=index))
-        own = {"row": at.row, "column": at.column, "p": p}
-        read = text.run(reads, **own, **per_thread)
-        place = begin // itemsize + evaluated(source, text, p=p, n=read.n, f=read.f)
-        loads = evaluated(wide, text, p=p, n=read.n, f=read.f)
-        assert not (loads & (place * itemsize % 16 != 0)).any()
-        chunks = []
-        for e in range(chunk):
-            inside = (read.n < p.rows) & (read.f + e < p.columns)
-            assert (inside | ~loads).all()
-            found = memory[origin][np.where(inside, place + e, 0)]
-            chunks.append(np.where(inside, found, 0))
-        if p.whole:
-            n, f, lines = through(text, read, chunks)
-        else:
-            n, f, lines = number_by_number(text, read, chunks, itemsize)
-        own = {"p": p, "row": at.row, "column": at.column}
-        condition, target_place = stored[bool(p.whole)]
-        inner = {"n": n, "f": f} if not p.whole else {"n": at.row + n, "f": at.column + f}
-        taken = evaluated(condition, text, **own, **inner)
-        place = to // itemsize + evaluated(target_place, text, **own, **inner)
-        assert not p.whole or (place[taken] * itemsize % 16 == 0).all()
-        for e in range(len(lines)):
-            memory[target][place[taken] + e] = lines[e][taken]
-
-
-def operand(step, number, memory, itemsize):
-    """An operand of a product by its map: (blocks, columns or depth, lanes, rows)."""
-    name, begin = step.pointers[number]
-    made = step.maps[number]
-    steps = (itemsize, *made.strides)
-    reach = sum((size - 1) * by for size, by in zip(made.sizes, steps, strict=True))
-    whole = memory[name][begin // itemsize :][: reach // itemsize + 1]
-    by = [8 * (each // itemsize) for each in reversed(steps)]
-    return np.lib.stride_tricks.as_strided(whole, tuple(reversed(made.sizes)), by)
-
+# Numbers, by the kernel that transposes and the maps of the one that multiplies.
 
 SMALL = {
     "whole": factor(2, 10, 6, 8, rows=160),
@@ -474,50 +196,45 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def emulator(tmp_path_factory):
+    return Emulator(kernels_of(tmp_path_factory))
+
+
+def operand(step, number, memory):
+    """An operand of a product by its map: (blocks, columns or depth, lanes, rows)."""
+    name, begin = step.pointers[number]
+    made, whole = step.maps[number], memory[name]
+    strides = (1, *(stride // whole.itemsize for stride in made.strides))
+    return whole.as_strided(made.sizes[::-1], strides[::-1], begin // whole.itemsize)
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("workspace", (2**30, 2**17, 2**16))
 @pytest.mark.parametrize("name", SMALL)
-def test_every_number_of_the_result_is_written_and_no_other(name, workspace, monkeypatch):
+def test_every_number_of_the_result_is_written_and_no_other(
+    name, workspace, emulator, monkeypatch, seed
+):
     monkeypatch.setattr(transposed, "WORKSPACE", workspace)
     given = SMALL[name]
-    itemsize = ITEMSIZE[given.dtype]
-    found = lowered(given)
+    found, dtype = lowered(given), getattr(torch, given.dtype)
     features, outputs = transposed.feature_counts(given)
     a, d, rows, b, c = given[:5]
     wide, apart = max(given.left.line, features), max(given.out.row, outputs)
-    generator = np.random.default_rng(0)
-    x, w = generator.integers(-9, 9, (rows, features)), generator.integers(-9, 9, (a, d, b, c))
+    x, w = torch.randint(-9, 9, (rows, features)), torch.randint(-9, 9, (a, d, b, c))
     memory = {
-        "left": np.full((rows, wide), 10**12),
-        "out": np.full((rows, apart), -1),
-        "workspace": np.full(found.workspace // itemsize, 10**12),
+        "left": torch.full((rows, wide), torch.nan, dtype=dtype),
+        "out": torch.full((rows, apart), -1, dtype=dtype),
+        "workspace": torch.full((found.workspace // dtype.itemsize,), torch.nan, dtype=dtype),
     }
     memory["left"][:, :features] = x
-    memory = {place: numbers.reshape(-1) for place, numbers in memory.items()}
     for step in found.steps[1:]:
         if step.maps:
-            left, out = (operand(step, number, memory, itemsize) for number in range(2))
-            out[:] = np.einsum("ikln,iljk->ijln", left.reshape(a, c, d, -1), w).reshape(out.shape)
+            left, out = (operand(step, number, memory) for number in range(2))
+            left = left.double().reshape(a, c, d, -1)
+            out.copy_(torch.einsum("ikln,iljk->ijln", left, w.double()).reshape(out.shape))
         else:
-            transpose(step, memory, itemsize)
-    wanted = np.einsum("nikl,iljk->nijl", x.reshape(rows, a, c, d), w)
-    written = memory["out"].reshape(rows, apart)
-    assert (written[:, :outputs] == wanted.reshape(rows, outputs)).all()
-    assert (written[:, outputs:] == -1).all()
-
-
-def test_much_scratch_wants_a_clear_gain():
-    """A factor (4, 40, 40, 6) is estimated to be 6 to 10 % faster by way of batch last, where 1500
-    rows take 11.5 MB of it, 6000 take 46 MB and 12000 take 92 MB. A million rows of (2, 3, 5, 3)
-    would take 192 MB."""
-
-    def kind(rows, depth, columns, lanes, blocks=2):
-        left = Layout(depth * lanes, 1, blocks * depth * lanes, lanes, 16)
-        right = Layout(columns * depth * lanes, 1, depth * lanes, lanes, 16)
-        out = OutLayout(columns * lanes, 1, blocks * columns * lanes, lanes, 16)
-        given = Problem(blocks, lanes, rows, columns, depth, left, right, out, "float32", "fp32")
-        return lowering.candidates(given, "sm_90a")[0]["kind"]
-
-    assert kind(1500, 40, 40, 6, blocks=4) == "transposed"
-    assert kind(6000, 40, 40, 6, blocks=4) == kind(12000, 40, 40, 6, blocks=4) == "portable"
-    assert kind(1_000_000, 5, 3, 3) == "portable"
-    assert kind(2_000, 68, 70, 23) == "transposed"  # by far
+            launch(emulator, step, memory)
+    wanted = torch.einsum("nikl,iljk->nijl", x.reshape(rows, a, c, d), w)
+    assert torch.equal(memory["out"][:, :outputs].long(), wanted.reshape(rows, outputs))
+    assert (memory["out"][:, outputs:] == -1).all()

@@ -138,13 +138,6 @@ def test_equal_points_with_tables_of_zeros_add_nothing():
     assert torch.equal(a.grad, torch.zeros_like(a))
 
 
-def test_a_category_that_nobody_has_gets_no_gradient():
-    tables = [leaf(table) for table in CASE.tables]
-    case = CASE._replace(tables=tables, a_codes=CASE.a_codes.clamp(max=1))
-    case.run(kl.gaussian(categories=3), bandwidth=2.0).sum().backward()
-    assert (tables[2].grad[2:] == 0).all() and (tables[2].grad[:2] != 0).any()
-
-
 def test_empty_ones_have_gradients_of_zeros():
     case = drawn(0, 5, 3, (4,))
     b, table = case.b.clone().requires_grad_(), leaf(case.tables[0])

@@ -25,11 +25,6 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-def test_compiled_calls_are_the_same():
-    found = compiled(call)(CASE.a, CASE.b, CASE.tables)
-    assert torch.equal(found, call(CASE.a, CASE.b, CASE.tables))
-
-
 def test_compiled_calls_write_and_add():
     out = torch.ones(7, 6, dtype=torch.float64)
     compiled(lambda *given: call(*given, out=out, accumulate=True))(CASE.a, CASE.b, CASE.tables)
@@ -55,14 +50,6 @@ def test_a_new_size_is_compiled_for():
         assert torch.equal(found, call(*given, a_codes=codes))
     with pytest.raises(Exception, match=said("tables must be 2 tables")):
         function(CASE.a, CASE.b, CASE.tables[:1])
-
-
-def test_half_types_with_an_out_of_float32():
-    a, b, *tables = (t.bfloat16() for t in (CASE.a, CASE.b, *CASE.tables))
-    out, wanted = torch.zeros(7, 6), torch.zeros(7, 6)
-    compiled(call)(a, b, tables, out=out)
-    call(a, b, tables, out=wanted)
-    assert torch.equal(out, wanted)
 
 
 def test_meta_and_fake_tensors_have_shapes():
@@ -103,9 +90,3 @@ def test_texts_without_categories_are_what_they_were():
     assert from_text(made.text) == made != kl.gaussian()
     assert made.canonical() != kl.gaussian().canonical()
     assert made.describe() == "gaussian(categories=2)"
-
-
-def test_the_call_names_codes_and_tables():
-    assert kl.gaussian(categories=2).call == (
-        "run_kernel(descriptor, a, b, a_codes=..., b_codes=..., tables=..., bandwidth=...)"
-    )

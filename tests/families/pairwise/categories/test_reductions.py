@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import linalg
 from kernlib.families.pairwise.categories import operation
 from kernlib.families.pairwise.reductions import blocks
 from tests.families.pairwise.categories.cases import drawn
@@ -198,15 +197,3 @@ def test_compiled_functions_leave_their_graph():
         lambda v: called(matmul(2 * v), CASE, LAPLACE, **VALUES) + 1, backend="aot_eager"
     )
     same(run(V), CASE.run(LAPLACE, **VALUES) @ (2 * V) + 1)
-
-
-def test_a_system_of_conjugate_gradients():
-    square = CASE._replace(b=CASE.a, b_codes=CASE.a_codes, tables=[
-        table + table.T - torch.diag(2 * table.diagonal()) for table in CASE.tables])  # fmt: skip
-    descriptor, y = kl.laplace_l1(categories=2), CASE.a[:, :1]
-
-    def product(w):
-        return called(matmul(w), square, descriptor, bandwidth=3.0) + 5 * w
-
-    found = linalg.conjugate_gradient(product, y, tol=1e-10)
-    torch.testing.assert_close(product(found.x), y, rtol=1e-6, atol=1e-6)

@@ -1,5 +1,5 @@
 """Gradients at the edges: results written in place, infinite coordinates, bandwidths next to 0,
-sums of half types into few points, and sizes around powers of two."""
+sums of half types into few points, sizes around powers of two, and several gradients at once."""
 
 from __future__ import annotations
 
@@ -126,3 +126,43 @@ def test_sizes_around_powers_of_two(name, size):
         compare(FUNCTIONS[name], case, along=False)
         if name in SQUARES:
             compare(FUNCTIONS[name], case, along=True)
+
+
+MATRICES = {
+    "gaussian": (kl.gaussian(), {"bandwidth": 1.3}),
+    "laplace": (kl.laplace_l1(), {"bandwidth": 1.3}),
+    "p": (kl.p_distance(), {"p": 2.5}),
+    "symmetric": (kl.gaussian(symmetric=True), {"bandwidth": 1.3}),
+}
+
+
+@pytest.mark.parametrize("case", MATRICES)
+def test_several_gradients_at_once(case, seed):
+    """As of ``torch.autograd.functional.jacobian(vectorize=True)``."""
+    descriptor, values = MATRICES[case]
+    points = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 6)]
+    points = points[: 1 if descriptor.symmetric else 2]
+    out = kl.run_kernel(descriptor, *points, **values)
+    grads = torch.randn(4, *out.shape, dtype=out.dtype)
+    found = torch.autograd.grad(out, points, grads, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, points, grad, retain_graph=True) for grad in grads]
+    for ours, theirs in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(theirs))
+
+
+REDUCED = {
+    "a maximum": lambda x: kl.cdist(x, x.detach() + 1, p=float("inf")),
+    "a maximum by its own name": lambda x: kl.run_kernel(
+        kl.Pairwise(inner=kl.Power()), x, x.detach() + 1, inner_p=float("inf")
+    ),
+    "a product": lambda x: kl.kernel_matmul(kl.gaussian(), x, x, x, bandwidth=1.0),
+    "a log-sum-exp": lambda x: kl.kernel_logsumexp(kl.l1_distance(), x, x.detach()),
+}
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_where_several_gradients_are_not_supported_that_is_said(case, seed):
+    x = torch.randn(5, 3, requires_grad=True)
+    out = REDUCED[case](x)
+    with pytest.raises(RuntimeError, match=r"is_grads_batched=True, .* one gradient after"):
+        torch.autograd.grad(out, x, torch.randn(4, *out.shape), is_grads_batched=True)

@@ -1,27 +1,18 @@
 """Lowering of gradients of reductions: code, grid, parameters, and what NVRTC makes of it."""
 
-import ctypes
-import re
-import struct
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib.descriptors.derivative import separated
-from kernlib.descriptors.expression import Name, Number, Operation, parse
 from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.lowering import reduce
 from kernlib.families.pairwise.lowering.direct import scalar_count
-from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.reductions import arguments, fused
 from kernlib.jit import targets
-from kernlib.jit.compiler import compile_spec
 from kernlib.lowering import division
-from kernlib.lowering.steps import NUMBER
-from tests.families.pairwise.lowering.structs import parameters_type
+from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
@@ -60,26 +51,6 @@ def source(*args, **changes):
 
 
 # The text of Slopes.
-
-
-def body(text, name):
-    """That of a function of Slopes."""
-    slopes = text[text.index("struct Slopes") :]
-    return re.search(rf"AccT {name}\(.*?\{{(.*?)\n    \}}", slopes, re.S)[1]
-
-
-def test_constants_of_a_slope_are_taken_out_of_sums():
-    text = source()
-    assert "v = exp2_approximate(v * constant_" in body(text, r"operator\(\)")
-
-
-def test_value_and_slope_share_an_exponential():
-    text = source(wanted=("a", "b", "v", "bandwidth"))
-    found = re.findall(r"= (for_exp2\(.*?\);)", text)
-    assert len(found) == 2
-    assert found[0].replace("constant_2", "#") == found[1].replace("constant_7", "#")
-    bounded = re.findall(r"= (bounded\(.*?\);)", text)
-    assert bounded == ["bounded(constant_1, constant_1);"] * 2
 
 
 QUOTIENTS = {
@@ -132,54 +103,6 @@ def test_whether_a_nan_reaches_the_slope(descriptor, curved):
     numbers = {"bandwidth": TENSOR} if descriptor == GAUSSIAN else {}
     text = source(descriptor, numbers=numbers)
     assert f"constexpr bool CURVED = {str(curved).lower()};" in text
-
-
-@pytest.mark.parametrize(
-    ("text", "constant", "rest"),
-    [
-        ("2 * v", Number(2.0), Name("v")),
-        ("-(s * (3 * v))", None, Name("v")),
-        ("v", Number(1.0), Name("v")),
-        ("s", Name("s"), Number(1.0)),
-    ],
-)
-def test_a_constant_factor_is_found_with_its_sign(text, constant, rest):
-    found, left = separated(parse(text, ("s",)))
-    assert left == rest
-    if constant is None:
-        assert isinstance(found, Operation) and found.operator == "neg"
-    else:
-        assert found == constant
-
-
-# The parameter block, against the struct of the CUDA source.
-
-
-def test_the_parameter_block_is_the_struct_of_the_source():
-    count = scalar_count(GAUSSIAN)
-    layouts = {
-        "a": Layout(11, 12, 13), "b": Layout(2**40, 22, 23), "g": Layout(31, 2**33, 1),
-        "v": Layout(41, 42, 43),
-    }  # fmt: skip
-    sizes = {"m": 1001, "n": 2002, "k": 5, "batch": 3, "columns": 3, "factor": -2.5}
-    found = lowered(wanted=("a", "b", "v"), times_p=True, **sizes, **layouts)
-    step = only(found)
-    numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
-    head = struct.pack("<7Q" + NUMBER * count, 1, 2, 3, 4, 5, 6, 7, *numbers)
-    kind = parameters_type("reduce/gradient.cuh", count)
-    data = head + step.fixed
-    assert ctypes.sizeof(kind) == len(data)
-    read = kind.from_buffer_copy(data)
-    assert [getattr(read, name) for name in lowering.OPERANDS] == [1, 2, 3, 4, 5, 6, 7]
-    assert [(s.value, s.device) for s in read.scalars] == [
-        (index + 0.5, index + 900) for index in range(count)
-    ]
-    for name, layout in layouts.items():
-        assert tuple(getattr(read, f"{name}_view")) == layout[:3]
-    assert (read.m, read.n, read.batch, read.columns) == (1001, 2002, 3, 3)
-    assert (read.factor, read.times_p, read.times_scale) == (-2.5, 1, 0)
-    assert read.per_split == found.per_part
-    assert read.row_blocks * found.parts == step.grid[0] and step.grid[1] == 3
 
 
 # How n is divided.
@@ -254,20 +177,18 @@ COMPILED = {
 @pytest.mark.parametrize("name", slow_but(("gaussian", "partners", "l1"), COMPILED))
 def test_the_kernel_compiles_without_a_spill(name):
     wanted = only(lowered(**COMPILED[name])).spec
-    entry = compile_spec(wanted, HERE)
-    registers, shared = (int(entry.meta[key]) for key in ("registers", "shared_bytes"))
-    assert entry.kernel == wanted.entry and entry.cubin[:4] == b"\x7fELF"
-    assert registers <= 128 and int(entry.meta["spill_bytes"]) == 0
-    assert shared <= lowering.STATIC_BYTES
-    assert targets.resident_blocks(HERE, wanted.threads, registers, shared) >= reduce.RESIDENT
+    made = compiled(wanted, HERE)
+    assert made.entry.kernel == wanted.entry
+    assert made.registers <= 128 and made.spilled == 0 and made.shared <= lowering.STATIC_BYTES
+    held = targets.resident_blocks(HERE, wanted.threads, made.registers, made.shared)
+    assert held >= reduce.RESIDENT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [arch for arch in targets.SHARED_BYTES if arch != HERE])
 def test_other_architectures_compile_it(arch):
     for name in ("gaussian", "10 features, 2 columns", "8 features, 4 columns", "pq", "partners"):
-        entry = compile_spec(only(lowered(**COMPILED[name])).spec, arch)
-        assert entry.cubin[:4] == b"\x7fELF" and int(entry.meta["spill_bytes"]) == 0
+        assert compiled(only(lowered(**COMPILED[name])).spec, arch).spilled == 0
 
 
 def test_sizes_and_numbers_do_not_reach_the_source():

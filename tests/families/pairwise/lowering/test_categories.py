@@ -4,7 +4,7 @@ import pytest
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import direct
-from kernlib.families.pairwise.lowering.layout import Categories, Layout, group_bytes
+from kernlib.families.pairwise.lowering.layout import Categories, Layout
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only
@@ -63,48 +63,6 @@ def test_shared_memory_fits_every_gpu_and_two_blocks_a_hopper(arch):
         assert 2 * (most + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize(("dtype", "tile"), [("float32", 128), ("float32", 64), ("float64", 64)])
-def test_codes_and_tables_have_room_in_the_place_of_the_stages(dtype, tile, long):
-    without = direct.shared_bytes(dtype, tile, long)
-    size = 8 if dtype == "float64" else 4
-    stages = 4 * direct.TILE_K * (tile * size + 16)
-    assert group_bytes(tile) <= stages
-    found = direct.shared_bytes(dtype, tile, long, 3)
-    assert found == (without if long else tile * (tile * size + 16) + 256 * tile)
-
-
-def lowered(out: Layout, **changes):
-    problem = direct.Problem(70, 200, 5, 1, Layout(0, 5, 1), Layout(0, 5, 1), out)
-    given = Categories(Layout(0, 3, 1), Layout(0, 1, 200), (4, 5, 6), 0, True)
-    descriptor = kl.l1_distance(categories=3)
-    strides = (0,) * direct.scalar_count(descriptor)
-    arguments = descriptor, problem, "sm_90a", 132, strides
-    return given, only(direct.lower(*arguments, categories=given._replace(**changes)))
-
-
-def test_codes_go_with_their_points():
-    given, step = lowered(Layout(0, 200, 1))
-    names = [name for name, _ in step.pointers]
-    assert names == ["a_codes", "b_codes", "tables", "a", "b", "out"]
-    assert step.fixed.endswith(given.pack())
-
-
-def test_a_result_by_columns_exchanges_them():
-    given, step = lowered(Layout(0, 1, 70))
-    names = [name for name, _ in step.pointers]
-    assert names == ["b_codes", "a_codes", "tables", "b", "a", "out"]
-    assert step.fixed.endswith(given.transposed().pack())
-
-
-@pytest.mark.parametrize("count", range(1, 5))
-def test_parameters_are_as_long_as_the_struct(count):
-    """That the fields are where the kernel reads them, values of the kernel say."""
-    made = Categories(Layout(0, 1, 1), Layout(0, 1, 1), (3,) * count, 0, True)
-    assert len(made.pack()) == -(-(7 * 8 + 4 * (2 + count)) // 8) * 8
-    assert made.transposed().transposed() == made and not made.transposed().by_rows
-
-
 def test_the_most_categories_fit_the_parameters_of_a_launch():
     descriptor = kl.laplace_pq(categories=128)
     made = Categories(Layout(0, 1, 1), Layout(0, 1, 1), (3,) * 128, 0, True)
@@ -112,9 +70,3 @@ def test_the_most_categories_fit_the_parameters_of_a_launch():
     strides = (0,) * direct.scalar_count(descriptor)
     step = only(direct.lower(descriptor, problem, "sm_90a", 132, strides, categories=made))
     assert 8 * len(step.pointers) + 16 * step.scalars + len(step.fixed) <= 4096
-
-
-def test_texts_without_categories_have_none():
-    known = direct.variants(kl.laplace_l1(), "sm_90a", ("float32",))
-    assert not any("CATEGORIES" in spec.source for spec in known)
-    assert not kl.gaussian(categories=1).takes_products

@@ -1,6 +1,5 @@
 """Lowering of pairwise calls: which kernel, which grid, which bytes of parameters."""
 
-import ctypes
 import re
 import struct
 
@@ -17,11 +16,7 @@ from kernlib.families.pairwise.lowering.direct import Problem
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit import sources, targets
 from kernlib.lowering import dtypes
-from kernlib.lowering.steps import NUMBER
-from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.kernels import only
-
-SOURCE = "direct/direct.cuh"
 
 L1, LAPLACE, NORM = kl.l1_distance(), kl.laplace_l1(), kl.p_distance()
 SIGNED = kl.Pairwise(inner=kl.Identity())
@@ -95,10 +90,9 @@ def test_a_last_run_that_is_cut_short_forbids_wide_loads(k, n):
     assert access(columns)[1] == ("strided" if n == 2001 else "points")
 
 
-def read(found, descriptor=L1, scalar_strides=None):
-    return parameters_type(SOURCE, lowering.scalar_count(descriptor)).from_buffer_copy(
-        block(found, descriptor)
-    )
+def fixed(found):
+    """What is packed behind the hyperparameters' strides: views, sizes and flags."""
+    return struct.unpack_from("<13q5i", found.fixed, 8 * found.scalars)
 
 
 @pytest.mark.parametrize("descriptor", [L1, SIGNED, kl.dot_product()], ids=["l1", "signed", "dot"])
@@ -106,13 +100,11 @@ def test_a_column_major_out_is_filled_as_the_transposed_call(descriptor):
     a, b = Layout(9, 64, 1), Layout(7, 1, 2000)
     found = lowered(descriptor, a=a, b=b, out=Layout(5, 1, 1000), diagonal=3)
     direct = lowered(descriptor, a=a, b=b, diagonal=3)
-    parameters = read(found, descriptor)
     names = [[name for name, _ in each.pointers] for each in (found, direct)]
     assert names == [["b", "a", "out"], ["a", "b", "out"]]
     assert access(found) == access(direct)[::-1]
-    assert (parameters.m, parameters.n, parameters.diagonal) == (2000, 1000, -3)
-    assert list(parameters.a_view) == [7, 1, 2000] and list(parameters.b_view) == [9, 64, 1]
-    assert list(parameters.out_view) == [5, 1000, 1]
+    views, sizes = fixed(found)[:9], fixed(found)[9:13]
+    assert views == (7, 1, 2000, 9, 64, 1, 5, 1000, 1) and sizes == (2000, 1000, 1, -3)
     assert ("SwappedDifference" in found.spec.source) == (descriptor is SIGNED)
     assert "Swapped" not in direct.spec.source
 
@@ -186,31 +178,6 @@ def test_every_variant_fits_every_target_and_has_a_description_of_its_own(name):
         assert max(spec.threads for spec in specs) <= targets.RESIDENT_THREADS[arch]
 
 
-BOTH = REPRESENTATIVE["both"]
-DESCRIBED = [  # what is shown only where it says something
-    (L1, {}, "float32 tile=128 features/features"),
-    (L1, {"dtype": "float16", "out_dtype": "float16"}, "float16 tile=128 features/features"),
-    (L1, {"dtype": "float16"}, "float16->float32 tile=128 features/features"),
-    (L1, {"b": Layout(0, 1, 2000), "m": 9000}, "float32 tile=128 features/points"),
-    (SIGNED, {"out": Layout(0, 1, 1000), "k": 200}, "float32 tile=128 {} long swapped"),
-    (NORM, {"inner": 2.0, "root": True}, "float32 tile=128 {} p=2.0"),
-    (BOTH, {"inner": 3.0, "outer": 0.5}, "float32 tile=128 {} p=3.0 outer=sqrt(s)"),
-    (BOTH, {"inner": 2.0, "root": True}, "float32 tile=128 {} p=2.0 outer=sqrt(s)"),
-    (
-        BOTH,
-        {"inner": "device", "root": True},
-        "float32 tile=128 {} p=device outer=any_root(s,exponent,rest) norm",
-    ),
-    (BOTH, {}, "float32 tile=128 {} outer=power(s,exponent)"),
-]
-
-
-@pytest.mark.parametrize(("descriptor", "changes", "expected"), DESCRIBED)
-def test_a_description_says_what_the_variant_is(descriptor, changes, expected):
-    described = lowered(descriptor, **changes).spec.description
-    assert described == f"{descriptor.describe()} {expected.format('features/features')}"
-
-
 def test_a_target_with_too_little_shared_memory_is_refused(monkeypatch):
     monkeypatch.setitem(targets.SHARED_BYTES, "sm_86", 10_000)
     with pytest.raises(
@@ -260,16 +227,11 @@ def test_tuning_may_choose_any_tile_that_the_problem_fills(changes, tiles):
 @pytest.mark.parametrize("choice", [None, {}, {"tile": 32}, {"tile": "big"}, {"tile": 64, "x": 1}])
 def test_a_choice_that_is_no_candidate_is_passed_over(choice):
     strides = (0,) * lowering.scalar_count(L1)
+    thin = lower(L1, problem(m=64), "sm_90a", 132, strides)
+    assert lower(L1, problem(m=64), "sm_90a", 132, strides, {"tile": 128}) == thin
     for call in (problem(m=9000), problem(m=200)):
         untuned = lower(L1, call, "sm_90a", 132, strides)
         assert lower(L1, call, "sm_90a", 132, strides, choice) == untuned
-
-
-def test_a_choice_does_not_outlive_the_problem_it_was_made_for():
-    strides = (0,) * lowering.scalar_count(L1)
-    thin = problem(m=64)
-    found = lower(L1, thin, "sm_90a", 132, strides, {"tile": 128})
-    assert found == lower(L1, thin, "sm_90a", 132, strides)
 
 
 def shared_bytes(tile, long_k, accumulator):
@@ -288,44 +250,6 @@ def test_shared_memory_is_what_the_source_uses(dtype, k, m):
     assert found.spec.shared_bytes == shared_bytes(int(constant(found, "TILE")), k > 128, size)
 
 
-# The parameter block, against the struct of the CUDA source.
-
-
-def block(found, descriptor, pointers=(1, 2, 3), numbers=None):
-    count = lowering.scalar_count(descriptor)
-    numbers = [0.0, 0] * count if numbers is None else numbers
-    layout = f"<{len(lowering.OPERANDS)}Q" + NUMBER * count
-    return struct.pack(layout, *pointers, *numbers) + found.fixed
-
-
-@pytest.mark.parametrize("descriptor", [L1, LAPLACE, kl.laplace_pq(), SYMMETRIC], ids=str)
-def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
-    count = lowering.scalar_count(descriptor)
-    given = problem(
-        m=1001, n=2002, k=303, batch=5,
-        a=Layout(11, 12, 13), b=Layout(2**40, 22, 23), out=Layout(31, 2**33, 1),
-        diagonal=-(2**35), accumulate=True,
-    )  # fmt: skip
-    strides = tuple(range(70, 70 + count))
-    found = lower(descriptor, given, "sm_90a", 132, strides)
-    numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
-    data = block(found, descriptor, (2**47 + 1, 2**47 + 2, 2**47 + 3), numbers)
-    kind = parameters_type(SOURCE, count)
-    assert ctypes.sizeof(kind) == len(data)
-    read = kind.from_buffer_copy(data)
-    assert (read.a, read.b, read.out) == (2**47 + 1, 2**47 + 2, 2**47 + 3)
-    assert [(s.value, s.device) for s in read.scalars] == [
-        (index + 0.5, index + 900) for index in range(count)
-    ]
-    assert tuple(read.scalar_strides) == strides
-    assert list(read.a_view) == [11, 12, 13] and list(read.b_view) == [2**40, 22, 23]
-    assert list(read.out_view) == [31, 2**33, 1]
-    assert (read.m, read.n, read.batch, read.diagonal) == (1001, 2002, 5, -(2**35))
-    tile = int(constant(found, "TILE"))
-    assert (read.k, read.tiles_m, read.tiles_n) == (303, -(-1001 // tile), -(-2002 // tile))
-    assert (read.out_vectors, read.accumulate) == (0, 1)
-
-
 VECTORS = [
     ("float32", Layout(0, 2000, 1), 1),
     ("float32", Layout(0, 2004, 1), 1),
@@ -342,31 +266,10 @@ VECTORS = [
 
 @pytest.mark.parametrize(("dtype", "out", "expected"), VECTORS)
 def test_wide_stores_are_chosen_only_where_every_one_is_aligned(dtype, out, expected):
-    assert read(lowered(out=out, dtype=dtype, out_dtype=dtype)).out_vectors == expected
+    assert fixed(lowered(out=out, dtype=dtype, out_dtype=dtype))[16] == expected
 
 
 # The generated source.
-
-
-def test_the_names_of_scalars_are_the_enum_of_the_source():
-    text = (sources.root() / "pairwise" / "scalars.cuh").read_text()
-    names = re.search(r"enum \{ (.*) \};", text)[1].lower().split(", ")
-    assert names == [*lowering.COMMON_SCALARS, "epilogue"]
-
-
-def test_tile_constants_agree_with_the_source():
-    text = "".join(sources.read(f"pairwise/{n}.cuh") for n in ("operand", "tile"))
-    for name in ("TILE_K", "THREADS", "PROMOTE_K"):
-        assert re.search(rf"constexpr int {name} = (\d+);", text)[1] == str(getattr(lowering, name))
-
-
-def test_every_term_that_lowering_names_is_defined():
-    text = sources.read("pairwise/terms.cuh")
-    defined = set(re.findall(r"^struct (\w+)", text, re.M))
-    stages = {"Identity", "Abs", "Square", "Sqrt"}
-    named = {code for codes in lowering.EXPONENT_STAGES.values() for code in codes.values()}
-    assert named | stages <= defined
-    assert {"Difference", "SwappedDifference", "Dot"} <= defined
 
 
 @pytest.mark.parametrize(
@@ -436,17 +339,15 @@ def test_lowering_chooses_among_the_variants(descriptor, arch, data, m, n, k, ba
     assert lower(descriptor, given, arch, 100, strides, choice).spec in known(descriptor, arch)
 
 
-@pytest.mark.parametrize("outer", [0.5, 1.0, 2.0, "any"])
-def test_exponents_of_the_outer_stage_are_among_the_variants(outer):
-    descriptor = kl.Pairwise(inner=kl.Abs(), outer=kl.Power())
+@pytest.mark.parametrize(
+    ("inner", "codes"),
+    [(kl.Power(), {"inner": 2.0, "root": True}),
+     *((kl.Abs(), {"outer": outer}) for outer in (0.5, 1.0, 2.0, "any"))],
+)  # fmt: skip
+def test_exponents_of_the_outer_stage_are_among_the_variants(inner, codes):
+    descriptor = kl.Pairwise(inner=inner, outer=kl.Power())
     specs = lowering.variants(descriptor, "sm_90a", ("float32",))
-    assert lowered(descriptor, outer=outer).spec in specs
-
-
-def test_p_for_both_stages_is_among_the_variants():
-    descriptor = kl.Pairwise(inner=kl.Power(), outer=kl.Power())
-    specs = lowering.variants(descriptor, "sm_90a", ("float32",))
-    assert lowered(descriptor, inner=2.0, root=True).spec in specs
+    assert lowered(descriptor, **codes).spec in specs
 
 
 def test_a_device_later_than_the_table_has_a_clear_error():

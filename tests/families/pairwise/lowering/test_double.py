@@ -9,13 +9,12 @@ from decimal import Decimal, localcontext
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import double, pack
+from kernlib.families.pairwise.lowering import double
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.direct import scalar_count
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.reduce import Problem
-from kernlib.jit import sources, targets
+from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from tests.families.pairwise.lowering.cases import problem as of_type
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import Emulator
 from tests.support.kernels import stem
@@ -24,28 +23,13 @@ from tests.support.speeds import one_of_each, slow_but
 GAUSSIAN, DOT, NORM = kl.gaussian(), kl.dot_product(), kl.laplace_l1()
 
 
-def problem(reduction="matmul", m=5000, n=7000, k=64, columns=1, batch=1, **changes):
-    """A call on contiguous row-major tensors, with some fields changed."""
-    columns = columns if reduction == "matmul" else 0
-    step = 1 if batch > 1 else 0
-    fields = {
-        "a": Layout(m * k * step, k, 1),
-        "b": Layout(n * k * step, k, 1),
-        "v": Layout(n * columns * step, columns, 1),
-        "columns": columns,
-        "out_columns": columns,
-        "dtype": "float64",
-    }
-    return Problem(reduction, m, n, k, batch, **(fields | changes))
+def problem(**changes):
+    return of_type(**{"dtype": "float64"} | changes)
 
 
 def lowered(descriptor=GAUSSIAN, per_split=0, **changes):
     strides = (0,) * scalar_count(descriptor)
     return double.lower(descriptor, problem(**changes), 132, strides, per_split)
-
-
-def constant(step, name):
-    return int(step.spec.source.split(f" {name} = ")[1].split(";")[0])
 
 
 @pytest.mark.parametrize(
@@ -117,53 +101,6 @@ def test_rows_of_few_features_lie_in_registers(descriptor, changes, small):
     assert (" small " in step.spec.description) is small
 
 
-@pytest.mark.parametrize("descriptor", [GAUSSIAN, kl.rational_quadratic(), DOT, NORM])
-@pytest.mark.parametrize("reduction", ["matmul", "sum"])
-def test_parameters_are_as_long_as_the_device_says(descriptor, reduction):
-    for step in lowered(descriptor, reduction=reduction).steps:
-        size = 8 * len(step.pointers) + 16 * step.scalars + len(step.fixed)
-        assert size == constant(step, "PARAMETER_BYTES")
-    assert constant(step, "SCALARS") == scalar_count(descriptor)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_parameters_follow_the_structs(shared):
-    given = {"m": 1001, "n": 2002, "k": 100, "batch": 3, "columns": 2, "diagonal": -7}
-    given |= {"b": Layout(0, 100, 1)} if shared else {}
-    made = lowered(**given)
-    packing, main = made.steps
-    place = double.workspace(problem(**given))
-    count = scalar_count(GAUSSIAN)
-    read = struct.unpack(f"<{count}q9q5q4i4q", main.fixed)[count:]
-    assert read[9:14] == (1001, 2002, 3, -7, made.per_part)
-    assert read[14:18] == (100, 16, 2, 2)
-    strides = [1024 * 112, 2048 * 112, 1024, 2048]
-    strides = [size * (place in (0, 2) or not shared) for place, size in enumerate(strides)]
-    assert list(read[18:]) == strides == list(place[5:])
-    assert main.grid == (16 * made.parts, 3) and packing.grid == (16 + 32, 3)
-    read = struct.unpack("<7q7q4i", packing.fixed)
-    assert read[:7] == (100100, 100, 1, 1001, strides[0], strides[2], 16)
-    assert read[7:14] == (0 if shared else 200200, 100, 1, 2002, strides[1], strides[3], 32)
-    assert read[14:] == (100, 7, not shared, 0)
-    assert main.pointers[:4] == packing.pointers[2:]
-    assert [name for name, _ in main.pointers[4:]] == list(direct.OPERANDS)
-    ends = [at for _, at in main.pointers[1:4]] + [made.workspace]
-    entries = [3, 1 if shared else 3] * 2
-    for (_, at), end, size, each in zip(
-        main.pointers[:4], ends, (1024 * 112, 2048 * 112, 1024, 2048), entries, strict=True
-    ):
-        assert at % pack.ALIGNMENT == 0 and at + 8 * size * each <= end
-
-
-def test_constants_are_those_of_the_device():
-    text = (sources.root() / "pairwise/double").joinpath
-    assert f"THREADS = {double.THREADS};" in text("layout.cuh").read_text()
-    assert f"TILE = {double.TILE}, DEPTH = {double.DEPTH};" in text("layout.cuh").read_text()
-    assert f"STAGES = {double.STAGES};" in text("tile.cuh").read_text()
-    assert double.LINE == double.DEPTH + 4 and "LINE = DEPTH + 4;" in text("tile.cuh").read_text()
-    assert f"WIDTH = {double.WIDTH};" in text("double.cuh").read_text()
-
-
 @pytest.mark.parametrize("m, n", [(10, 10**6), (60000, 60000), (10**6, 100)])
 def test_partial_results_fill_a_gpu_and_stay_small(m, n):
     made = lowered(m=m, n=n)
@@ -171,17 +108,6 @@ def test_partial_results_fill_a_gpu_and_stay_small(m, n):
     assert (made.parts - 1) * made.per_part < n <= made.parts * made.per_part
     assert made.parts == 1 or 8 * made.parts * m <= 64 << 20
     assert made.steps[1].grid[0] >= min(132, -(-m // 64) * -(-n // 64))
-
-
-def test_passes_share_their_splits():
-    first = lowered(columns=8, out_columns=9)
-    second = lowered(columns=1, out_columns=9, per_split=first.per_part)
-    assert first.parts == second.parts
-
-
-def test_memory_is_that_of_points():
-    small, large = (lowered(m=n, n=n).workspace for n in (50_000, 100_000))
-    assert large <= 2.01 * small and large <= 2 * 100_100 * (64 + 1) * 8 + 4096
 
 
 def matrix():

@@ -170,9 +170,3 @@ def test_where_values_are_powers(descriptor, changes, taken):
     assert finish.takes_powers(descriptor, given) is taken
     text = finish.finish_double(descriptor, double.variant(descriptor, given))
     assert ("#define POWERS\n" in text) is taken
-
-
-def test_threads_have_few_rows_of_powers():
-    for descriptor, rows in ((RATIONAL, double.POWER_ROWS), (kl.gaussian(), 4)):
-        (step,) = lowered(descriptor, m=10**5, n=10**5, k=3).steps
-        assert f"constexpr int ROWS = {rows}," in step.spec.source

@@ -1,8 +1,6 @@
 """Lowering of few pairs: which calls, which grid, which bytes of parameters, what NVRTC makes."""
 
-import ctypes
 import math
-import struct
 
 import pytest
 from hypothesis import given, settings
@@ -12,15 +10,12 @@ import kernlib as kl
 from kernlib.families.pairwise.lowering import choose, direct, few
 from kernlib.families.pairwise.lowering.direct import Problem
 from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.jit import sources, targets
+from kernlib.jit import targets
 from kernlib.lowering import dtypes
-from kernlib.lowering.steps import NUMBER
-from tests.families.pairwise.lowering.structs import parameters_type
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only, stem
 from tests.support.speeds import slow_but
 
-SOURCE = "few/few.cuh"
 L1, L2, NORM = kl.l1_distance(), kl.l2_distance(), kl.p_distance()
 SYMMETRIC = kl.laplace_l1(symmetric=True)
 
@@ -133,46 +128,6 @@ def test_warps_share_a_patch_by_32_features_each(features, warps):
     assert 1 << few.slice_bits(features) == warps
     step = only(few.lower(L1, problem(10, 9, features, 70), (0,) * 5))
     assert step.grid == (-(-9 * warps // 8), 70)  # of 3 x 3 patches
-
-
-@pytest.mark.parametrize("descriptor", [L1, kl.gaussian(), kl.laplace_pq(), SYMMETRIC], ids=str)
-def test_the_parameter_block_is_the_struct_of_the_source(descriptor):
-    count = direct.scalar_count(descriptor)
-    call = problem(
-        101, 202, 303, batch=5,
-        a=Layout(11, 12, 13), b=Layout(2**40, 22, 23), out=Layout(31, 2**33, 1),
-        diagonal=-(2**35), accumulate=True,
-    )  # fmt: skip
-    step = only(few.lower(descriptor, call, tuple(range(7, 7 + count))))
-    assert step.pointers == (("a", 0), ("b", 0), ("out", 0))
-    data = struct.pack("<3Q" + NUMBER * count, 1, 2, 3, *[0.5, 9] * count) + step.fixed
-    made = parameters_type(SOURCE, count)
-    assert ctypes.sizeof(made) == len(data)
-    read = made.from_buffer_copy(data)
-    assert (read.a, read.b, read.out) == (1, 2, 3)
-    assert list(read.scalar_strides) == list(range(7, 7 + count))
-    assert [list(v) for v in (read.a_view, read.b_view, read.out_view)] == [
-        [11, 12, 13], [2**40, 22, 23], [31, 2**33, 1],
-    ]  # fmt: skip
-    assert read.diagonal == -(2**35) and step.grid == (26 * 51, 5)
-    assert (read.m, read.n, read.k) == (101, 202, 303)
-    assert (read.across, read.patches, read.slice_bits, read.accumulate) == (51, 26 * 51, 3, 1)
-
-
-def test_constants_are_those_of_the_device():
-    text = sources.read("pairwise/few/few.cuh")
-    assert f"THREADS = {few.THREADS}," in text and f"SIDE = {few.SIDE}," in text
-    assert "CHAIN = 64;" in text and "PROMOTE_K = 64;" in sources.read("pairwise/tile.cuh")
-
-
-def test_an_output_by_columns_takes_the_same_kernel():
-    """Whose operands are not exchanged, so that a signed term stays as it is."""
-    signed = kl.Pairwise(inner=kl.Identity())
-    rows, columns = (
-        only(few.lower(signed, problem(5, 6, 7, out=out), (0,) * 5))
-        for out in (Layout(0, 6, 1), Layout(0, 1, 5))
-    )
-    assert rows.spec == columns.spec and rows.pointers == columns.pointers
 
 
 # variants() and specs() know what lower() chooses.

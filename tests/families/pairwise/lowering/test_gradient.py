@@ -167,14 +167,6 @@ def test_tiles_of_tensor_cores_fit(features, sets):
     assert tensor.default(problem(features=8), HERE).features == 16
 
 
-@pytest.mark.parametrize(
-    ("sets", "columns", "elsewhere"), [(0, 0, 0), (1, 0, 0), (2, 1, 1), (9, 2, 2), (40, 4, 2)]
-)
-def test_columns_hold_coefficients(sets, columns, elsewhere):
-    assert tensor.columns_of(problem(sets=sets), HERE) == columns
-    assert tensor.columns_of(problem(sets=sets), "sm_80") == elsewhere
-
-
 # What NVRTC makes of it.
 
 # NVRTC 13.2 has no offsetof in constants. The compiler folds the comparisons; what remains of one

@@ -1,22 +1,19 @@
 """Lowering of gradients of many features: which launches it takes, the block they share, where
 things lie, and what NVRTC makes of it."""
 
-import ctypes
 import struct
 
 import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import backward, pack, points_source
+from kernlib.families.pairwise.lowering import pack, points_source
 from kernlib.families.pairwise.lowering import points as lowering
 from kernlib.families.pairwise.lowering.direct import scalar_count
-from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.reductions import arguments, fused
 from kernlib.jit import targets
 from kernlib.lowering import division
-from kernlib.lowering.steps import NUMBER
-from tests.families.pairwise.lowering.structs import parameters_type
+from tests.families.pairwise.lowering.cases import constant
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only, stem
 from tests.support.speeds import one_of_each, slow_but
@@ -58,10 +55,6 @@ def steps_of(found, *kinds):
     """The launches with a block of their own, by their kind."""
     named = {stem(step.spec).removeprefix("pairwise_points_"): step for step in found.steps}
     return [named[kind] for kind in kinds or KINDS]
-
-
-def constant(step, name):
-    return int(step.spec.source.split(f" {name} = ")[1].split(";")[0])
 
 
 # Which launches it takes.
@@ -133,12 +126,6 @@ def test_rows_of_a_block_follow_the_registers(k, columns, hyper, wanted):
     assert found.shared_bytes <= targets.SHARED_BYTES[HERE]
 
 
-@pytest.mark.parametrize(("k", "wanted"), [(20, 4), (64, 4), (112, 4), (113, 2), (128, 2)])
-def test_columns_of_a_launch_follow_them_too(k, wanted):
-    _, problem = made(k=k)
-    assert lowering.columns_of(problem, 1) == wanted
-
-
 def test_what_is_not_wanted_is_not_packed():
     found = lowered(role="first", wanted=("bandwidth",))
     packing, main, _ = steps_of(found)
@@ -160,52 +147,6 @@ def test_packing_is_the_same_of_all_epilogues():
 def test_sizes_and_numbers_do_not_reach_the_sources():
     small, large = (lowered(m=m, n=2 * m).specs for m in (100, 10**5))
     assert small == large
-
-
-# The block, against the struct of the source.
-
-
-def test_the_block_is_the_struct_of_the_source():
-    count = scalar_count(GAUSSIAN)
-    layouts = {
-        "a": Layout(11, 12, 13), "b": Layout(2**40, 22, 23), "g": Layout(31, 2**33, 1),
-        "v": Layout(41, 42, 43),
-    }  # fmt: skip
-    sizes = {"m": 1001, "n": 2002, "k": 70, "batch": 3, "columns": 3, "factor": -2.5}
-    found = lowered(**sizes, **layouts)
-    derivatives, problem = made(**sizes, **layouts)
-    place = lowering.workspace(problem, lowering.variant(problem, len(derivatives.others)))
-    kind = parameters_type("points/parameters.cuh", count, "PointsLaunch")
-    names = [name for name, _ in kind._fields_]
-    for step in steps_of(found):
-        pointers = range(1, 1 + len(step.pointers))
-        numbers = [x for index in range(count) for x in (index + 0.5, index + 900)]
-        head = struct.pack(f"<{len(pointers)}Q" + NUMBER * count, *pointers, *numbers)
-        data = head + step.fixed
-        assert ctypes.sizeof(kind) == len(data) == constant(step, "PARAMETER_BYTES")
-        read = kind.from_buffer_copy(data)
-        at = points_source.IN_WORKSPACE
-        assert tuple(names[at : len(pointers)]) == backward.OPERANDS
-        assert [name for name, _ in step.pointers[at:]] == list(backward.OPERANDS)
-        assert [getattr(read, name) for name in names[: len(pointers)]] == list(pointers)
-        assert [(s.value, s.device) for s in read.scalars] == [
-            (index + 0.5, index + 900) for index in range(count)
-        ]
-        for name, layout in layouts.items():
-            assert tuple(getattr(read, f"{name}_view")) == layout[:3]
-        assert (read.m, read.n, read.batch, read.k, read.columns) == (1001, 2002, 3, 70, 3)
-        assert (read.per_split, read.splits, read.factor) == (found.per_part, found.parts, 2.5)
-        points = place.points
-        assert (read.a_packed_stride, read.b_packed_stride) == (points.a_stride, points.b_stride)
-        assert (read.a_info_stride, read.b_info_stride) == (points.a_points, points.b_points)
-        assert (read.lines_stride, read.centre_stride) == (place.lines_stride, points.centre_pitch)
-    offsets = [at for name, at in steps_of(found, "main")[0].pointers if name == "workspace"]
-    places = ["doubtful", "packed_a", "packed_b", "a_info", "b_info"]
-    assert offsets == [*(getattr(place.points, x) for x in places), place.lines,
-                       place.points.centre]  # fmt: skip
-    assert names[: len(offsets)] == [
-        "gate", "packed_a", "packed_b", "a_info", "b_info", "packed_lines", "centre",
-    ]  # fmt: skip
 
 
 def test_blocks_of_each_kernel_cover_the_rows():

@@ -11,7 +11,8 @@ from kernlib.families.pairwise.lowering import wide as variants
 from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit import targets
-from tests.families.pairwise.lowering.test_split_reduce import problem as of_columns
+from tests.families.pairwise.lowering.cases import constant
+from tests.families.pairwise.lowering.cases import problem as of_columns
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import stem
 from tests.support.speeds import one_of_each, slow_but
@@ -28,10 +29,6 @@ def problem(columns=64, k=64, **changes):
 def lowered(descriptor=GAUSSIAN, precision="fp32", per_split=0, **changes):
     strides = (0,) * scalar_count(descriptor)
     return product.lower(descriptor, problem(**changes), HERE, 132, strides, precision, per_split)
-
-
-def constant(step, name):
-    return int(step.spec.source.split(f" {name} = ")[1].split(";")[0])
 
 
 def sums(descriptor, precision="fp32", **changes):
@@ -130,9 +127,9 @@ def test_parameters_are_as_long_as_the_device_says(descriptor, k):
 
 def test_parameters_follow_the_struct():
     given = {"m": 1001, "n": 2002, "k": 10, "batch": 3, "columns": 20, "diagonal": -7}
-    made = lowered(**given, v=Layout(2002 * 20, 20, 1))
+    made = lowered(**given)
     place = product.workspace(
-        problem(**given, v=Layout(2002 * 20, 20, 1)),
+        problem(**given),
         *product.variants(GAUSSIAN, problem(**given), "fp32"),
     )
     count = scalar_count(GAUSSIAN)

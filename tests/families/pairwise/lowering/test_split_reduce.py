@@ -9,9 +9,8 @@ from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering import split_reduce as split
 from kernlib.families.pairwise.lowering.direct import scalar_count
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import targets
+from tests.families.pairwise.lowering.cases import constant, problem
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import stem
 from tests.support.speeds import one_of_each, slow_but
@@ -20,28 +19,10 @@ HERE = "sm_90a"
 GAUSSIAN, DOT = kl.gaussian(), kl.dot_product()
 
 
-def problem(reduction="matmul", m=5000, n=7000, k=64, columns=1, batch=1, **changes):
-    """A call on contiguous row-major tensors, with some fields changed."""
-    columns = columns if reduction == "matmul" else 0
-    step = 1 if batch > 1 else 0
-    fields = {
-        "a": Layout(m * k * step, k, 1),
-        "b": Layout(n * k * step, k, 1),
-        "v": Layout(0, columns, 1),
-        "columns": columns,
-        "out_columns": columns,
-    }
-    return Problem(reduction, m, n, k, batch, **(fields | changes))
-
-
 def lowered(descriptor=GAUSSIAN, precision="fp32", per_split=0, choice=None, **changes):
     strides = (0,) * scalar_count(descriptor)
     given = problem(**changes)
     return split.lower(descriptor, given, HERE, 132, strides, precision, per_split, choice)
-
-
-def constant(step, name):
-    return int(step.spec.source.split(f" {name} = ")[1].split(";")[0])
 
 
 @pytest.mark.parametrize(
@@ -154,15 +135,6 @@ def test_passes_share_their_splits():
     first = lowered(columns=16, out_columns=17)
     second = lowered(columns=1, out_columns=17, per_split=first.per_part)
     assert first.parts == second.parts
-
-
-@pytest.mark.parametrize(
-    "descriptor, rolled",
-    [(GAUSSIAN, False), (kl.matern52(), False), (DOT, False), (kl.rational_quadratic(), True)],
-)
-def test_long_code_is_not_unrolled(descriptor, rolled):
-    source = lowered(descriptor).steps[2].spec.source
-    assert f"constexpr bool ROLLED = {str(rolled).lower()};" in source
 
 
 def matrix():

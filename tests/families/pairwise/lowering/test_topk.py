@@ -1,7 +1,6 @@
 """Lowering of the k smallest or largest of each row: code, grids, parameters and workspace, and
 what NVRTC makes of it."""
 
-import ctypes
 import struct
 
 import pytest
@@ -15,10 +14,9 @@ from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import sources, targets
-from kernlib.jit.compiler import compile_spec
 from kernlib.lowering import division
 from kernlib.lowering.steps import WORKSPACE
-from tests.families.pairwise.lowering.structs import parameters_type
+from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only, stem
 from tests.support.speeds import slow_but
 
@@ -142,14 +140,6 @@ def test_one_list_is_the_result():
     assert only(found).pointers[3:] == (("out", 0), ("indices", 0)) and found.workspace == 0
 
 
-def test_the_merge_reads_its_parameter_block():
-    kind = parameters_type("topk/merge.cuh")
-    names = [name for name, _ in kind._fields_]
-    assert names == ["values", "places", "out", "indices", "rows", "lists", "k"]
-    merge = lowered(k=64).steps[1]
-    assert ctypes.sizeof(kind) == 8 * len(merge.pointers) + len(merge.fixed)
-
-
 def test_the_lists_of_a_row_are_those_of_the_source():
     assert "part.split * 4 + threadIdx.x % 4" in sources.read("pairwise/split/reduce_rows.cuh")
     assert products.LISTS == 4
@@ -247,15 +237,14 @@ PRODUCT_SPILL = 512
 def test_the_kernels_compile_within_their_bounds(name):
     descriptor, changes = COMPILED[name]
     for step in lowered(descriptor, **changes).steps:
-        entry = compile_spec(step.spec, HERE)
-        assert entry.kernel == step.spec.entry and entry.cubin[:4] == b"\x7fELF"
+        made = compiled(step.spec, HERE)
+        assert made.entry.kernel == step.spec.entry
         kind = stem(step.spec)
         most = PRODUCT_SPILL if kind == "pairwise_split_reduce" and changes["k"] > 64 else 0
         most = TILE_SPILL if "tile" in kind else most
-        assert int(entry.meta["spill_bytes"]) <= most
-        shared = int(entry.meta["shared_bytes"])
-        registers = int(entry.meta["registers"])
-        assert targets.resident_blocks(HERE, step.spec.threads, registers, shared) >= 1
+        assert made.spilled <= most
+        threads = step.spec.threads
+        assert targets.resident_blocks(HERE, threads, made.registers, made.shared) >= 1
 
 
 @pytest.mark.slow
@@ -263,4 +252,4 @@ def test_the_kernels_compile_within_their_bounds(name):
 @pytest.mark.parametrize("k", [3, 64])
 def test_other_architectures_compile_it(arch, k):
     for step in lowered(arch=arch, k=k).steps:
-        assert compile_spec(step.spec, arch).cubin[:4] == b"\x7fELF"
+        assert compiled(step.spec, arch).entry.cubin[:4] == b"\x7fELF"

@@ -10,20 +10,14 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import ahead
 from kernlib.families.pairwise.lowering import double
-from kernlib.families.pairwise.reductions import kernels
-from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
+from tests.families.pairwise.cases import draw
 from tests.families.pairwise.forwards import bandwidth
 from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN, ON_LANES
-from tests.support import fakes, hostile
+from tests.support import hostile
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("gpus")]
-
-
-def points(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed + shape[-2])
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def squares(a, b):
@@ -43,12 +37,6 @@ def of_words(gpus) -> list[bool]:
     return [" tensor" in text for text in sums]
 
 
-def by_kernels(descriptor, a, b, v=None, **values) -> bool:
-    reduction = "sum" if v is None else "matmul"
-    request = request_of(descriptor, a, b, v, 0, 0, values)
-    return kernels.takes(reduction, request, shape_of(request))
-
-
 SIZES = [(k, columns) for k in (1, 8, 17, 40) for columns in (1, 8, 9)]
 
 
@@ -56,7 +44,7 @@ SIZES = [(k, columns) for k in (1, 8, 17, 40) for columns in (1, 8, 9)]
 def test_sizes_and_columns(size, gpus):
     k, columns = size
     for m, n in ((1, 1), (63, 65), (64, 128), (65, 300)):
-        a, b, v = points(m, k), points(n, k, seed=1), points(n, columns, seed=2)
+        a, b, v = draw(m, k), draw(n, k, seed=1), draw(n, columns, seed=2)
         width = 2 * math.sqrt(k)
         found = kl.kernel_matmul(GAUSSIAN, *map(gpu, (a, b, v)), bandwidth=width)
         matrix = np.exp(-squares(a, b) / (2 * np.longdouble(width) ** 2))
@@ -70,7 +58,7 @@ def test_sizes_and_columns(size, gpus):
 @pytest.mark.parametrize("name", slow_but(("gaussian", "maximum"), DESCRIPTORS))
 def test_every_kind_of_sum(name, k, gpus):
     descriptor, values = DESCRIPTORS[name]
-    a, b, v = points(70, k), points(200, k, seed=1), points(200, 3, seed=2)
+    a, b, v = draw(70, k), draw(200, k, seed=1), draw(200, 3, seed=2)
     b[5] = a[3]
     found = kl.kernel_matmul(descriptor, *map(gpu, (a, b, v)), **values)
     sums = kl.kernel_sum(descriptor, gpu(a), gpu(b), **values)
@@ -85,7 +73,7 @@ def test_every_kind_of_sum(name, k, gpus):
 def test_hostile_points(name, gpus):
     for features in (3, 19):
         case = hostile.case(name, torch.float64, rows=70, columns=130, features=features)
-        width, v = bandwidth(case), points(130, 2)
+        width, v = bandwidth(case), draw(130, 2)
         made = [gpu(t) for t in (case.a, case.b, v)]
         with np.errstate(all="ignore"):
             apart = squares(case.a, case.b)
@@ -100,7 +88,7 @@ def test_hostile_points(name, gpus):
 
 @pytest.mark.parametrize("k", [3, 16])
 def test_equal_points_are_at_0_and_no_others(k, gpus):
-    a = points(100, k) + 1e3
+    a = draw(100, k) + 1e3
     b = a.repeat(2, 1)
     b[100:] += 1e-9
     found = host(kl.kernel_sum(GAUSSIAN, gpu(a), gpu(b), bandwidth=1e-20))
@@ -111,7 +99,7 @@ def test_equal_points_are_at_0_and_no_others(k, gpus):
 
 @pytest.mark.parametrize("k", [3, 16])
 def test_what_is_not_finite_stays_where_it_is(k, gpus):
-    a, b, v = points(70, k), points(130, k, seed=1), torch.ones(130, 1, dtype=torch.float64)
+    a, b, v = draw(70, k), draw(130, k, seed=1), torch.ones(130, 1, dtype=torch.float64)
     a[3, 1], a[66, 0] = math.nan, math.inf
     b[128, 1] = math.inf
     found = host(kl.kernel_matmul(GAUSSIAN, *map(gpu, (a, b, v)), bandwidth=3.0))
@@ -130,7 +118,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_and_numbers_of_each(name, gpus):
-    a, b, v = (points(*shape, seed=i) for i, shape in enumerate(BATCHES[name]))
+    a, b, v = (draw(*shape, seed=i) for i, shape in enumerate(BATCHES[name]))
     if a.dim() == 3:
         a += torch.tensor([0.0, 1e3, -1e3], dtype=torch.float64)[:, None, None]
     widths = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
@@ -142,9 +130,9 @@ def test_batches_and_numbers_of_each(name, gpus):
 @pytest.mark.parametrize("k", [3, 9])
 def test_powers_of_each_batch_entry(k, gpus):
     """Long doubles: 1 + s/2 alpha to a power that differs, and roots of powers of each p."""
-    a, b = points(3, 70, k), points(3, 130, k, seed=1)
+    a, b = draw(3, 70, k), draw(3, 130, k, seed=1)
     b[:, 7] = a[:, 3]
-    v = points(3, 130, 2, seed=2)
+    v = draw(3, 130, 2, seed=2)
     exponents = torch.tensor([0.3, 3.7, 50.0], dtype=torch.float64)
     values = {"bandwidth": 0.7, "alpha": gpu(exponents)}
     rational = kl.kernel_matmul(kl.rational_quadratic(), *map(gpu, (a, b, v)), **values)
@@ -162,7 +150,7 @@ def test_powers_of_each_batch_entry(k, gpus):
 @pytest.mark.parametrize("descriptor", [kl.p_distance(), kl.power_sum()])
 def test_exponents_of_tensors_that_take_no_logarithm(descriptor, gpus):
     """Beside the same as numbers, and one that takes one, each in a batch entry of its own."""
-    a, b = points(5, 20, 3).round(decimals=1), points(5, 30, 3, seed=1).round(decimals=1)
+    a, b = draw(5, 20, 3).round(decimals=1), draw(5, 30, 3, seed=1).round(decimals=1)
     exponents = [0.0, 1.0, 2.0, math.inf if descriptor == kl.p_distance() else 3.0, 1.7]
     given = gpu(torch.tensor(exponents, dtype=torch.float64))
     found = host(kl.kernel_sum(descriptor, gpu(a), gpu(b), p=given))
@@ -172,8 +160,8 @@ def test_exponents_of_tensors_that_take_no_logarithm(descriptor, gpus):
 
 
 def test_strides_and_out(gpus):
-    a, b = points(9, 70).mT, points(130, 40)[:, ::4][:, :9]
-    v = points(130, 8)[..., 1::3].flip(0)
+    a, b = draw(9, 70).mT, draw(130, 40)[:, ::4][:, :9]
+    v = draw(130, 8)[..., 1::3].flip(0)
     wanted = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=3.0)
     out = torch.full((70, 3), math.nan, dtype=torch.float64)
     found = kl.kernel_matmul(GAUSSIAN, gpu(a), gpu(b), gpu(v), out=gpu(out), bandwidth=3.0)
@@ -191,28 +179,8 @@ def test_equal_terms_of_long_rows(gpus):
 
 
 def test_what_is_prepared_is_what_is_launched(gpus):
-    a, b, v = points(70, 9), points(130, 9, seed=1), points(130, 9, seed=2)
+    a, b, v = draw(70, 9), draw(130, 9, seed=1), draw(130, 9, seed=2)
     kl.kernel_matmul(GAUSSIAN, gpu(a), gpu(b), gpu(v), bandwidth=3.0)
     arguments = {"reduction": "kernel_matmul", "bandwidth": 3.0}
     wanted = ahead.specs(GAUSSIAN, "sm_90a", (a, b, v), arguments)
     assert set(wanted) == set(gpus.specs) and len(wanted) == 2
-
-
-def test_which_calls_it_takes():
-    on = fakes.on_gpu
-    a, b = (on(n, 17, dtype=torch.float64) for n in (70, 130))
-    norm = kl.laplace_l1()
-    for descriptor, columns, taken in (
-        (GAUSSIAN, 1, True), (GAUSSIAN, 16, True), (GAUSSIAN, 17, False), (norm, 8, True),
-        (norm, 9, False),
-    ):  # fmt: skip
-        v = on(130, columns, dtype=torch.float64)
-        assert by_kernels(descriptor, a, b, v, bandwidth=1.0) is taken
-    v = on(130, 16, dtype=torch.float64)
-    assert by_kernels(norm, a[:, :16], b[:, :16], v, bandwidth=1.0)
-    assert by_kernels(norm, a, b, bandwidth=1.0)
-    empty = on(0, 17, dtype=torch.float64)
-    assert not by_kernels(GAUSSIAN, a, empty, on(0, 1, dtype=torch.float64), bandwidth=1.0)
-    request = request_of(GAUSSIAN, a, b, None, 0, 0, {"bandwidth": 1.0})
-    for reduction in ("logsumexp", "min"):
-        assert not kernels.takes(reduction, request, shape_of(request))

@@ -12,8 +12,8 @@ from kernlib.families.pairwise.lowering import double
 from kernlib.families.pairwise.reductions import gradients, kernels
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 from tests.families.pairwise import reduction_hostile
+from tests.families.pairwise.cases import draw
 from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN
-from tests.families.pairwise.reductions.test_double import points
 from tests.support import fakes, hostile
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
@@ -62,7 +62,7 @@ def is_of_kernels(gpus) -> bool:
 @pytest.mark.parametrize("k", slow_but((1, 8), range(1, double.SMALL_FEATURES + 1)))
 def test_sizes(k, gpus):
     for m, n in ((1, 1), (63, 65), (300, 257), (2, 3000)):
-        check(kl.squared_distance(), points(m, k), points(n, k, seed=1), where=f"{m} x {n}")
+        check(kl.squared_distance(), draw(m, k), draw(n, k, seed=1), where=f"{m} x {n}")
     assert is_of_kernels(gpus)
 
 
@@ -72,7 +72,7 @@ TAKEN = [name for name in DESCRIPTORS if name not in ("pq", "1.3")]  # others ar
 @pytest.mark.parametrize("name", slow_but(("gaussian", "regularized"), TAKEN))
 def test_every_kind_of_sum(name, gpus):
     descriptor, values = DESCRIPTORS[name]
-    a, b = points(100, 5), points(200, 5, seed=1)
+    a, b = draw(100, 5), draw(200, 5, seed=1)
     b[5] = a[3]
     check(descriptor, a, b, where=name, **values)
     assert is_of_kernels(gpus)
@@ -80,7 +80,7 @@ def test_every_kind_of_sum(name, gpus):
 
 @pytest.mark.parametrize("m, n", [(1100, 300), (3, 5000)])
 def test_several_rows_of_a_thread_and_several_blocks(m, n, gpus, monkeypatch):
-    a, b = points(m, 3), 3 * points(n, 3, seed=1)
+    a, b = draw(m, 3), 3 * draw(n, 3, seed=1)
     for rows in (1, 2, 4):
         cut = kernels.lowering.Cut(rows, 1, 208)
         monkeypatch.setattr(kernels.lowering, "small_cut", lambda *_, given=cut, **__: given)
@@ -98,7 +98,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_and_numbers_of_each(name, gpus):
-    a, b = (points(*shape, seed=i) for i, shape in enumerate(BATCHES[name]))
+    a, b = (draw(*shape, seed=i) for i, shape in enumerate(BATCHES[name]))
     widths = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     a = a if a.dim() == 3 else a[None]
     check(kl.cauchy(), a, b, bandwidth=widths, regularization=widths - 1.5, row_offset=3)
@@ -106,7 +106,7 @@ def test_batches_and_numbers_of_each(name, gpus):
 
 
 def test_strides(gpus):
-    check(MANHATTAN, points(9, 70).mT, points(130, 40)[:, ::4][:, :9].flip(0))
+    check(MANHATTAN, draw(9, 70).mT, draw(130, 40)[:, ::4][:, :9].flip(0))
     assert is_of_kernels(gpus)
 
 
@@ -182,7 +182,7 @@ def test_hostile_points(name, gpus):
 
 @pytest.mark.parametrize("reduction", ["kernel_logsumexp", "kernel_min", "kernel_argmin"])
 def test_what_is_prepared_is_what_is_launched(reduction, gpus):
-    a, b = points(70, 9), points(130, 9, seed=1)
+    a, b = draw(70, 9), draw(130, 9, seed=1)
     ahead.REDUCTIONS[reduction](GAUSSIAN, gpu(a), gpu(b), bandwidth=3.0)
     arguments = {"reduction": reduction, "bandwidth": 3.0}
     wanted = ahead.specs(GAUSSIAN, "sm_90a", (a, b), arguments)
@@ -190,7 +190,7 @@ def test_what_is_prepared_is_what_is_launched(reduction, gpus):
 
 
 def test_gradients_begin_from_what_the_kernel_found(gpus):
-    a, b, along = points(30, 3), points(200, 3, seed=1), points(30, 1)[None, :, 0]
+    a, b, along = draw(30, 3), draw(200, 3, seed=1), draw(30, 1)[None, :, 0]
     out = host(kl.kernel_logsumexp(kl.squared_distance(), gpu(a), gpu(b)))
     request = request_of(kl.squared_distance(), a, b, None, 0, 0, {})
     shape = shape_of(request)
@@ -201,17 +201,3 @@ def test_gradients_begin_from_what_the_kernel_found(gpus):
     wanted = torch.autograd.grad(matrix.logsumexp(1), given, along[0])
     for name, value in zip("ab", wanted, strict=True):
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
-
-
-def test_which_calls_it_takes():
-    on = fakes.on_gpu
-    exponents = kl.p_distance()
-    for descriptor, k, values, taken in (
-        (GAUSSIAN, 10, {"bandwidth": 1.0}, True), (GAUSSIAN, 11, {"bandwidth": 1.0}, False),
-        (DOT, 10, {}, True), (MANHATTAN, 1, {}, True), (exponents, 3, {"p": 3.0}, True),
-        (exponents, 3, {"p": 1.3}, False),
-    ):  # fmt: skip
-        a, b = (on(n, k, dtype=torch.float64) for n in (70, 130))
-        request = request_of(descriptor, a, b, None, 0, 0, values)
-        for reduction in ("logsumexp", "min"):
-            assert kernels.takes(reduction, request, shape_of(request)) is taken

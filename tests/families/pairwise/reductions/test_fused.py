@@ -1,6 +1,7 @@
 """What the kernel of gradients of reductions is given, and what becomes of its sums: launches are
 carried out here in PyTorch, of a Gaussian, from the addresses and bytes of the parameter block."""
 
+import ctypes
 import struct
 from types import SimpleNamespace
 
@@ -12,11 +13,17 @@ from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import fused, gradients
 from kernlib.runtime.plan import forget_plans
-from tests.families.pairwise.reductions.test_kernels import view
 from tests.support.kernels import only
 
 GAUSSIAN = kl.gaussian()
 BANDWIDTH = 2 * 5  # of the numbers
+
+
+def view(address, size, strides):
+    """The tensor at an address."""
+    count = 1 + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
+    memory = (ctypes.c_float * count).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).as_strided(size, strides)
 
 
 class Launch:
@@ -156,10 +163,10 @@ def test_two_leaves_of_one_memory_keep_gradients_of_their_own(launches, monkeypa
     assert len(launches) == 2
 
 
-@pytest.mark.parametrize("wanted", ["a", "b", "bandwidth", "a v", "b v", "v bandwidth"])
-def test_what_is_not_wanted_is_not_computed(wanted, launches, monkeypatch):
-    named = {"a": points(40, 3), "b": points(50, 3), "v": points(50, 2)}
-    named["bandwidth"] = bandwidth(2.0)
+def check_some(wanted, features, scale, blocks):
+    """That gradients of some tensors are right, by the launches that these take."""
+    named = {"a": points(40, features), "b": points(50, features), "v": points(50, 2)}
+    named["bandwidth"] = bandwidth(scale)
     leaves = wanted.split()
     fixed = {name: t.detach() for name, t in named.items() if name not in leaves}
 
@@ -167,9 +174,16 @@ def test_what_is_not_wanted_is_not_computed(wanted, launches, monkeypatch):
         every = fixed | dict(zip(leaves, given, strict=True))
         return matmul(*(every[name] for name in named))
 
-    check(call, [named[name] for name in leaves], monkeypatch)
-    one = wanted in ("a", "b", "bandwidth", "b v")
-    assert len(launches) == (1 if one else 2)
+    check(call, [named[name] for name in leaves], blocks)
+    assert len(Launch.made) == (1 if wanted in ("a", "b", "bandwidth", "b v") else 2)
+
+
+SOME = pytest.mark.parametrize("wanted", ["a", "b", "bandwidth", "a v", "b v", "v bandwidth"])
+
+
+@SOME
+def test_what_is_not_wanted_is_not_computed(wanted, monkeypatch):
+    check_some(wanted, 3, 2.0, monkeypatch)
 
 
 def test_v_alone_is_a_product(launches, monkeypatch):
@@ -178,16 +192,17 @@ def test_v_alone_is_a_product(launches, monkeypatch):
     assert not launches
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_sums(shared, launches, monkeypatch):
-    inputs = points(60, 3), points(50, 3), bandwidth(1.5)
-    if shared:
-        inputs = inputs[::2]
-        call = lambda x, scale: kl.kernel_sum(GAUSSIAN, x, x, bandwidth=scale)  # noqa: E731
-    else:
-        call = lambda a, b, scale: kl.kernel_sum(GAUSSIAN, a, b, bandwidth=scale)  # noqa: E731
-    check(call, inputs, monkeypatch)
-    assert len(launches) == (1 if shared else 2)
+def check_sums(features, scale, blocks):
+    """Of two sets of points, and of one."""
+    a, b, scale = points(60, features), points(50, features), bandwidth(scale)
+    check(lambda a, b, s: kl.kernel_sum(GAUSSIAN, a, b, bandwidth=s), (a, b, scale), blocks)
+    assert len(Launch.made) == 2
+    check(lambda x, s: kl.kernel_sum(GAUSSIAN, x, x, bandwidth=s), (a, scale), blocks)
+    assert len(Launch.made) == 3
+
+
+def test_sums(monkeypatch):
+    check_sums(3, 1.5, monkeypatch)
 
 
 BATCHES = [
@@ -248,26 +263,6 @@ def test_gradients_of_gradients_are_recorded(launches):
     out = matmul(a, b, v, 1.5)
     torch.autograd.grad(out.sum(), a, create_graph=True)[0].square().sum().backward()
     assert b.grad is not None and not launches
-
-
-SIZES = {
-    "features": ({"k": 129}, False),
-    "most features": ({"k": 128}, True),
-    "columns": ({"columns": 17}, False),
-    "most columns": ({"columns": 16}, True),
-    "nothing": ({"n": 0}, False),
-    "double": ({"dtype": torch.float64}, False),
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_sizes_that_the_kernel_takes(name):
-    changes, taken = SIZES[name]
-    size = {"n": 50, "k": 3, "columns": 1, "dtype": torch.float32} | changes
-    a, b = (torch.ones(m, size["k"], dtype=size["dtype"]) for m in (40, size["n"]))
-    v = torch.ones(size["n"], size["columns"], dtype=size["dtype"])
-    request = checks.request_of(GAUSSIAN, a, b, v, 0, 0, {"bandwidth": 1.0})
-    assert fused.takes(request, checks.shape_of(request)) is taken
 
 
 OTHERS = {

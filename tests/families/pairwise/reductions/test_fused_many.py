@@ -13,10 +13,12 @@ from kernlib.families.pairwise.reductions import arguments, fused
 from kernlib.runtime.plan import forget_plans
 from tests.families.pairwise.reductions.test_fused import (  # noqa: F401
     BATCHES,
-    GAUSSIAN,
+    SOME,
     Launch,
     bandwidth,
     check,
+    check_some,
+    check_sums,
     launches,
     matmul,
     points,
@@ -75,33 +77,15 @@ def test_one_x_takes_one_launch(columns, made, monkeypatch):
     assert len(made) == 1 and "Role::both;" in made[0].source
 
 
-@pytest.mark.parametrize("wanted", ["a", "b", "bandwidth", "a v", "b v", "v bandwidth"])
+@SOME
 def test_what_is_not_wanted_is_not_computed(wanted, made, monkeypatch):
-    named = {"a": points(40, FEATURES), "b": points(50, FEATURES), "v": points(50, 2)}
-    named["bandwidth"] = bandwidth(4.0)
-    leaves = wanted.split()
-    fixed = {name: t.detach() for name, t in named.items() if name not in leaves}
-
-    def call(*given):
-        every = fixed | dict(zip(leaves, given, strict=True))
-        return matmul(*(every[name] for name in named))
-
-    check(call, [named[name] for name in leaves], monkeypatch)
-    one = wanted in ("a", "b", "bandwidth", "b v")
-    assert len(made) == (1 if one else 2)
-    assert any(launch.flag("POINTS") for launch in made) == bool({"a", "b"} & {*leaves})
+    check_some(wanted, FEATURES, 4.0, monkeypatch)
+    points_too = bool({"a", "b"} & {*wanted.split()})
+    assert any(launch.flag("POINTS") for launch in made) == points_too
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_sums(shared, made, monkeypatch):
-    inputs = points(60, FEATURES), points(50, FEATURES), bandwidth(4.0)
-    if shared:
-        inputs = inputs[::2]
-        call = lambda x, scale: kl.kernel_sum(GAUSSIAN, x, x, bandwidth=scale)  # noqa: E731
-    else:
-        call = lambda a, b, scale: kl.kernel_sum(GAUSSIAN, a, b, bandwidth=scale)  # noqa: E731
-    check(call, inputs, monkeypatch)
-    assert len(made) == (1 if shared else 2)
+def test_sums(made, monkeypatch):
+    check_sums(FEATURES, 4.0, monkeypatch)
     assert not any(launch.flag("WEIGHTED") for launch in made)
 
 

@@ -9,7 +9,7 @@ import kernlib as kl
 from kernlib.families.pairwise.gradients import eager as autograd
 from kernlib.families.pairwise.reductions import blocks as by_blocks
 from kernlib.families.pairwise.reductions import gradients
-from kernlib.families.pairwise.reductions.arguments import Shape
+from tests.families.pairwise.cases import draw
 
 M, N, K, L = 11, 13, 3, 2
 GAUSSIAN = kl.gaussian()
@@ -39,11 +39,6 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(by_blocks, "MOST_ROWS", 7)
 
 
-def points(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed + 100 * len(shape) + shape[0])
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def close(found, wanted, tolerance=1e-12):
     assert found.shape == wanted.shape
     torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
@@ -53,7 +48,7 @@ def close(found, wanted, tolerance=1e-12):
 @pytest.mark.parametrize("columns", [(), (1,), (5,)], ids=str)
 def test_the_product_is_that_of_the_matrix(name, columns):
     descriptor, values = CASES[name]
-    a, b, v = points(M, K), points(N, K, seed=1), points(N, *columns, seed=2)
+    a, b, v = draw(M, K), draw(N, K, seed=1), draw(N, *columns, seed=2)
     close(kl.kernel_matmul(descriptor, a, b, v, **values),
           kl.run_kernel(descriptor, a, b, **values) @ v)  # fmt: skip
 
@@ -61,7 +56,7 @@ def test_the_product_is_that_of_the_matrix(name, columns):
 @each_case
 def test_sums_and_log_sums_and_minima_are_those_of_the_matrix(name):
     descriptor, values = CASES[name]
-    a, b = points(M, K), points(N, K, seed=1)
+    a, b = draw(M, K), draw(N, K, seed=1)
     matrix = kl.run_kernel(descriptor, a, b, **values)
     close(kl.kernel_sum(descriptor, a, b, **values), matrix.sum(1))
     close(kl.kernel_logsumexp(descriptor, a, b, **values), matrix.logsumexp(1))
@@ -76,7 +71,7 @@ def test_sums_and_log_sums_and_minima_are_those_of_the_matrix(name):
 @pytest.mark.parametrize("k", [1, 4, N])
 def test_the_nearest_are_those_of_topk(name, largest, k):
     descriptor, values = CASES[name]
-    a, b = points(M, K), points(N, K, seed=1)
+    a, b = draw(M, K), draw(N, K, seed=1)
     matrix = kl.run_kernel(descriptor, a, b, **values)
     found, places = kl.kernel_topk(descriptor, a, b, k, largest, **values)
     close(found, matrix.topk(k, largest=largest).values)
@@ -113,7 +108,7 @@ BATCHES = [  # shapes of a, b, v, and of the product
 
 @pytest.mark.parametrize(("a", "b", "v", "wanted"), BATCHES, ids=str)
 def test_batches_broadcast(a, b, v, wanted):
-    a, b, v = points(*a), points(*b, seed=1), points(*v, seed=2)
+    a, b, v = draw(*a), draw(*b, seed=1), draw(*v, seed=2)
     found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=1.5)
     matrix = kl.run_kernel(GAUSSIAN, a, b, bandwidth=1.5)
     assert tuple(found.shape) == wanted
@@ -121,7 +116,7 @@ def test_batches_broadcast(a, b, v, wanted):
 
 
 def test_hyperparameters_of_a_batch():
-    a, b, v = points(M, K), points(N, K, seed=1), points(N, 2, seed=2)
+    a, b, v = draw(M, K), draw(N, K, seed=1), draw(N, 2, seed=2)
     bandwidth = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
     found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth)
     close(found, torch.stack([kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=x) for x in bandwidth]))
@@ -130,18 +125,18 @@ def test_hyperparameters_of_a_batch():
 
 
 def test_a_symmetric_descriptor_needs_no_second_points():
-    a, v = points(M, K), points(M, 2, seed=2)
+    a, v = draw(M, K), draw(M, 2, seed=2)
     symmetric = kl.gaussian(symmetric=True)
     wanted = kl.kernel_matmul(GAUSSIAN, a, a, v, bandwidth=1.0, regularization=0.1)
     close(kl.kernel_matmul(symmetric, a, None, v, bandwidth=1.0, regularization=0.1), wanted)
     close(kl.kernel_sum(symmetric, a, bandwidth=1.0), kl.kernel_sum(GAUSSIAN, a, a, bandwidth=1.0))
     with pytest.raises(ValueError, match="symmetric=True"):
-        kl.kernel_sum(symmetric, a, points(N, K), bandwidth=1.0)
+        kl.kernel_sum(symmetric, a, draw(N, K), bandwidth=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_narrow_types_are_summed_in_float32(dtype):
-    a, b, v = points(M, K, dtype=dtype), points(N, K, seed=1, dtype=dtype), points(N, 2, seed=2)
+    a, b, v = draw(M, K, dtype=dtype), draw(N, K, seed=1, dtype=dtype), draw(N, 2, seed=2)
     found = kl.kernel_matmul(GAUSSIAN, a, b, v.to(dtype), bandwidth=1.5)
     out = torch.empty(M, 2)
     kl.kernel_matmul(GAUSSIAN, a, b, v.to(dtype), out=out, bandwidth=1.5)
@@ -152,9 +147,9 @@ def test_narrow_types_are_summed_in_float32(dtype):
 
 
 def test_empty_sizes():
-    a, b, v = points(M, K), points(N, K, seed=1), points(N, 2, seed=2)
+    a, b, v = draw(M, K), draw(N, K, seed=1), draw(N, 2, seed=2)
     none = b[:0]
-    assert torch.equal(kl.kernel_matmul(GAUSSIAN, a, none, v[:0], bandwidth=1.0), 0 * points(M, 2))
+    assert torch.equal(kl.kernel_matmul(GAUSSIAN, a, none, v[:0], bandwidth=1.0), 0 * draw(M, 2))
     assert kl.kernel_sum(GAUSSIAN, a, none, bandwidth=1.0).eq(0).all()
     assert kl.kernel_logsumexp(GAUSSIAN, a, none, bandwidth=1.0).eq(-math.inf).all()
     assert kl.kernel_matmul(GAUSSIAN, a[:0], b, v, bandwidth=1.0).shape == (0, 2)
@@ -200,73 +195,73 @@ def arguments(name):
         for key, value in values.items()
         if key not in (*offsets, "epsilon")
     }
-    inputs = [points(6, K), points(5, K, seed=1), points(5, 2, seed=2)]
+    inputs = [draw(6, K), draw(5, K, seed=1), draw(5, 2, seed=2)]
     return descriptor, [t.requires_grad_() for t in inputs], tensors, offsets
+
+
+def is_differentiable(name, reduce, check=torch.autograd.gradcheck) -> bool:
+    """By points, by v if ``reduce`` takes it, and by hyperparameters."""
+    descriptor, inputs, tensors, offsets = arguments(name)
+    count = 3 if reduce is kl.kernel_matmul else 2
+
+    def function(*given):
+        named = dict(zip(tensors, given[count:], strict=True))
+        return reduce(descriptor, *given[:count], **named, **offsets)
+
+    return check(function, (*inputs[:count], *tensors.values()))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("epsilon", "pq")])
 def test_gradients_of_the_product(name):
-    descriptor, (a, b, v), tensors, offsets = arguments(name)
-
-    def function(a, b, v, *values):
-        named = dict(zip(tensors, values, strict=True))
-        return kl.kernel_matmul(descriptor, a, b, v, **named, **offsets)
-
-    assert torch.autograd.gradcheck(function, (a, b, v, *tensors.values()))
+    assert is_differentiable(name, kl.kernel_matmul)
 
 
 @pytest.mark.parametrize("reduction", [kl.kernel_sum, kl.kernel_logsumexp])
 @pytest.mark.parametrize("name", SMOOTH)
 def test_gradients_of_sums(name, reduction):
-    descriptor, (a, b, _), tensors, offsets = arguments(name)
-
-    def function(a, b, *values):
-        named = dict(zip(tensors, values, strict=True))
-        return reduction(descriptor, a, b, **named, **offsets)
-
-    assert torch.autograd.gradcheck(function, (a, b, *tensors.values()))
+    assert is_differentiable(name, reduction)
 
 
 @pytest.mark.parametrize("name", ["gaussian", "regularized", "laplace"])
 def test_gradients_of_minima(name):
-    descriptor, (a, b, _), tensors, offsets = arguments(name)
+    assert is_differentiable(name, lambda *given, **named: kl.kernel_min(*given, **named)[0])
+    assert is_differentiable(name, lambda *given, **named: kl.kernel_topk(*given, 2, **named)[0])
 
-    def function(a, b, *values):
-        named = dict(zip(tensors, values, strict=True))
-        nearest = kl.kernel_topk(descriptor, a, b, 2, **named, **offsets)[0]
-        return kl.kernel_min(descriptor, a, b, **named, **offsets)[0], nearest
 
-    assert torch.autograd.gradcheck(function, (a, b, *tensors.values()))
+@pytest.mark.parametrize("name", ["gaussian", "polynomial"])
+def test_gradients_of_gradients(name):
+    assert is_differentiable(name, kl.kernel_matmul, torch.autograd.gradgradcheck)
+
+
+def same_gradients(out, whole, inputs):
+    """Those of a reduction and of one of the whole matrix."""
+    weights = draw(*out.shape, seed=3)
+    found = torch.autograd.grad((out * weights).sum(), inputs)
+    for x, y in zip(found, torch.autograd.grad((whole * weights).sum(), inputs), strict=True):
+        close(x, y)
 
 
 @pytest.mark.parametrize("wanted", ["a", "b", "v", "av"])
 @pytest.mark.parametrize("name", ["gaussian", "signed", "regularized"])
 def test_gradients_of_some_tensors_alone(name, wanted):
     descriptor, tensors, values = CASES[name][0], {}, dict(CASES[name][1])
-    tensors = {"a": points(M, K), "b": points(N, K, seed=1), "v": points(N, 2, seed=2)}
+    tensors = {"a": draw(M, K), "b": draw(N, K, seed=1), "v": draw(N, 2, seed=2)}
     for key in wanted:
         tensors[key].requires_grad_()
-    weights = points(M, 2, seed=3)
-    inputs = [tensors[key] for key in wanted]
     out = kl.kernel_matmul(descriptor, *tensors.values(), **values)
-    found = torch.autograd.grad((out * weights).sum(), inputs)
     whole = kl.run_kernel(descriptor, tensors["a"], tensors["b"], **values) @ tensors["v"]
-    for x, y in zip(found, torch.autograd.grad((whole * weights).sum(), inputs), strict=True):
-        close(x, y)
+    same_gradients(out, whole, [tensors[key] for key in wanted])
 
 
 @pytest.mark.parametrize(("a", "b", "v", "wanted"), BATCHES, ids=str)
 def test_gradients_of_batches(a, b, v, wanted):
-    inputs = [points(*a), points(*b, seed=1), points(*v, seed=2)]
+    inputs = [draw(*a), draw(*b, seed=1), draw(*v, seed=2)]
     inputs = [t.requires_grad_() for t in inputs]
     bandwidth = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-    weights = points(*wanted, seed=3)
-    inputs.append(bandwidth)
-    out = kl.kernel_matmul(GAUSSIAN, *inputs[:3], bandwidth=bandwidth)
+    out = kl.kernel_matmul(GAUSSIAN, *inputs, bandwidth=bandwidth)
+    assert tuple(out.shape) == wanted
     whole = kl.run_kernel(GAUSSIAN, *inputs[:2], bandwidth=bandwidth) @ inputs[2]
-    found = torch.autograd.grad((out * weights).sum(), inputs)
-    for x, y in zip(found, torch.autograd.grad((whole * weights).sum(), inputs), strict=True):
-        close(x, y)
+    same_gradients(out, whole, [*inputs, bandwidth])
 
 
 REDUCTIONS = {
@@ -281,8 +276,8 @@ REDUCTIONS = {
 def test_gradients_of_narrow_types_are_summed_in_float32(reduction, dtype):
     """Those of a number too, whatever its own dtype and shape."""
     function = REDUCTIONS[reduction]
-    inputs = [points(M, K, dtype=dtype), points(N, K, seed=1, dtype=dtype),
-              points(N, 2, seed=2, dtype=dtype), torch.tensor([1.5], dtype=dtype)]  # fmt: skip
+    inputs = [draw(M, K, dtype=dtype), draw(N, K, seed=1, dtype=dtype),
+              draw(N, 2, seed=2, dtype=dtype), torch.tensor([1.5], dtype=dtype)]  # fmt: skip
     inputs = [t.requires_grad_() for t in inputs if reduction == "matmul" or t.shape[-1:] != (2,)]
     wide = [t.detach().double().requires_grad_() for t in inputs]
     slopes = []
@@ -306,7 +301,7 @@ def test_a_gradient_takes_each_entry_once_and_few_at_a_time(reduction, rows, mon
 
     monkeypatch.setattr(autograd, "gradients", watched)
     monkeypatch.setattr(gradients, "FEWEST_ROWS", rows)
-    inputs = [points(M, K), points(N, K, seed=1), points(N, 2, seed=2)]
+    inputs = [draw(M, K), draw(N, K, seed=1), draw(N, 2, seed=2)]
     inputs = [t.requires_grad_() for t in inputs[: 3 if reduction == "matmul" else 2]]
     v = inputs[2] if reduction == "matmul" else None
     out = REDUCTIONS[reduction](*inputs[:2], v, bandwidth=1.5)
@@ -327,19 +322,8 @@ def test_gradients_of_log_sums_of_nothing_but_minus_infinity():
     torch.testing.assert_close(found, torch.tensor([[0.0], [1.0]]))
 
 
-@pytest.mark.parametrize("name", ["gaussian", "polynomial"])
-def test_gradients_of_gradients(name):
-    descriptor, (a, b, v), tensors, offsets = arguments(name)
-
-    def function(a, b, v, *values):
-        named = dict(zip(tensors, values, strict=True))
-        return kl.kernel_matmul(descriptor, a, b, v, **named, **offsets)
-
-    assert torch.autograd.gradgradcheck(function, (a, b, v, *tensors.values()))
-
-
 def test_gradients_of_gradients_of_log_sums():
-    a, b = points(4, K).requires_grad_(), points(5, K, seed=1).requires_grad_()
+    a, b = draw(4, K).requires_grad_(), draw(5, K, seed=1).requires_grad_()
     scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(
         lambda a, b, s: kl.kernel_logsumexp(LOG_GAUSSIAN, a, b, s=s), (a, b, scale)
@@ -350,95 +334,21 @@ def test_gradients_of_gradients_of_log_sums():
 
 
 def test_out_is_written_in_place():
-    a, b, v = points(M, K), points(N, K, seed=1), points(N, 2, seed=2)
+    a, b, v = draw(M, K), draw(N, K, seed=1), draw(N, 2, seed=2)
     out = torch.full((2, M), math.nan, dtype=torch.float64).T
     assert kl.kernel_matmul(GAUSSIAN, a, b, v, out=out, bandwidth=1.5) is out
     close(out, kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=1.5))
 
 
-def wrong(**changes):
-    given = {"a": points(M, K), "b": points(N, K), "v": points(N, 2), "bandwidth": 1.0} | changes
-    return kl.kernel_matmul(GAUSSIAN, given.pop("a"), given.pop("b"), given.pop("v"), **given)
-
-
-ERRORS = [
-    ({"v": None}, TypeError, "v must be a tensor"),
-    ({"v": points(N + 1, 2)}, ValueError, "v must have a row for each of the 13 points"),
-    ({"v": points(1, 1, N, 2)}, ValueError, r"v must be \(N,\), \(N, C\) or \(L, N, C\)"),
-    ({"v": points(N, 2).float()}, TypeError, "v must be torch.float64"),
-    ({"v": points(N, 2).to_sparse()}, TypeError, "v must be a dense tensor"),
-    ({"b": None}, ValueError, "b is missing"),
-    ({"b": points(N, K + 1)}, ValueError, "same number of features"),
-    ({"a": points(3, M, K), "v": points(2, N, 2)}, ValueError, "batches must be 1 or equal"),
-    ({"bandwidth": 0.0}, ValueError, "bandwidth must be greater than 0"),
-    ({"sigma": 1.0}, TypeError, "sigma is no argument"),
-    ({"v": "ones"}, TypeError, "v must be a tensor, got str"),
-    ({"out": "zeros"}, TypeError, "out must be a tensor, got str"),
-    ({"row_offset": 1.5}, TypeError, "row_offset must be an int"),
-    ({"out": torch.empty(M, 3, dtype=torch.float64)}, ValueError, "out must have shape"),
-    ({"out": torch.empty(M, 2)}, TypeError, "out must be torch.float64"),
-    ({"out": torch.empty(1, 2, dtype=torch.float64).expand(M, 2)}, ValueError, "overlaps itself"),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), ERRORS, ids=range(len(ERRORS)))
-def test_bad_arguments_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        wrong(**changes)
-
-
-def test_out_must_not_share_memory_with_an_input():
-    v = points(N, 2)
-    with pytest.raises(ValueError, match="out shares memory with v"):
-        kl.kernel_matmul(GAUSSIAN, points(N, K), points(N, K), v, out=v, bandwidth=1.0)
-
-
-def test_out_takes_no_gradient():
-    a = points(M, K).requires_grad_()
+def test_out_takes_no_gradient_and_does_not_overlap():
+    a, b, v = draw(M, K).requires_grad_(), draw(N, K), draw(N, 2)
     out = torch.empty(M, 2, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="out takes no gradient"):
-        wrong(a=a, out=out)
+        kl.kernel_matmul(GAUSSIAN, a, b, v, out=out, bandwidth=1.0)
     with torch.no_grad():
-        wrong(a=a, out=out)
-
-
-@pytest.mark.parametrize(("k", "error"), [(0, ValueError), (N + 1, ValueError), (1.0, TypeError)])
-def test_counts_of_neighbours(k, error):
-    with pytest.raises(error, match="k must be"):
-        kl.kernel_topk(GAUSSIAN, points(M, K), points(N, K), k, bandwidth=1.0)
-
-
-def test_the_descriptor_is_a_pairwise_one():
-    a = points(M, K)
-    for b in (a, points(N, K)):
-        with pytest.raises(TypeError, match="descriptor must be"):
-            kl.kernel_sum("gaussian", a, b)
-    with pytest.raises(TypeError, match="descriptor must be a Pairwise descriptor"):
-        kl.kernel_sum(kl.KroneckerSparse(1, 2, 2, 1), points(M, K), points(N, K))
-
-
-# Blocks.
-
-
-@pytest.mark.parametrize("size", [(1, 7, 5), (3, 7, 5), (2, 1, 100), (2, 100, 1), (4, 33, 29)])
-@pytest.mark.parametrize("entries", [1, 6, 40, 10**6])
-@pytest.mark.parametrize("fewest_rows", [1, 7])
-def test_blocks_cover_each_entry_once(size, entries, fewest_rows):
-    marks = torch.zeros(size, dtype=torch.int64)
-    shape = Shape(size[1], size[2], K, size[0], 0, True, size[0])
-    for l, m, n in by_blocks.blocks(shape, entries, fewest_rows):
-        part = marks[l, m, n]
-        assert 0 < part.numel() <= entries
-        rows = min(size[1], fewest_rows)
-        assert entries < rows * size[2] or part.shape[2] == size[2]
-        part += 1
-    assert marks.eq(1).all()
-
-
-@pytest.mark.parametrize("size", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
-def test_nothing_has_no_blocks(size):
-    shape = Shape(size[1], size[2], K, size[0], 0, True, size[0])
-    assert not list(by_blocks.blocks(shape, 100, 7))
+        kl.kernel_matmul(GAUSSIAN, a, b, v, out=out, bandwidth=1.0)
+        with pytest.raises(ValueError, match="overlaps itself"):
+            kl.kernel_matmul(GAUSSIAN, a, b, v, out=out[:1].expand(M, 2), bandwidth=1.0)
 
 
 def test_gradients_of_gradients_by_v_alone(seed):

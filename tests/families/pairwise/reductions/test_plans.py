@@ -10,6 +10,7 @@ from kernlib.families.pairwise.reductions import blocks as by_blocks
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.runtime.plan import forget_plans
+from tests.families.pairwise.cases import draw
 from tests.support.fakes import on_gpu
 
 M, N, K, L = 11, 13, 3, 2
@@ -24,12 +25,7 @@ def no_plans(monkeypatch):
     forget_plans()
 
 
-def points(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed + 100 * len(shape) + shape[0])
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-A, B, V = points(M, K), points(N, K, seed=1), points(N, 2, seed=2)
+A, B, V = draw(M, K), draw(N, K, seed=1), draw(N, 2, seed=2)
 SYMMETRIC = kl.gaussian(symmetric=True)
 CALLS = {
     "matmul": lambda: kl.kernel_matmul(GAUSSIAN, A, B, V, bandwidth=1.5),
@@ -73,14 +69,14 @@ def test_what_differs_has_a_plan_of_its_own():
 
 
 def test_numbers_and_out_are_checked_though_the_plan_is_there():
-    v, out = points(M, 2), torch.empty(M, 2, dtype=torch.float64)
+    v, out = draw(M, 2), torch.empty(M, 2, dtype=torch.float64)
     kl.kernel_matmul(GAUSSIAN, A, A, v, out=out, bandwidth=1.0)
     with pytest.raises(ValueError, match="bandwidth must be greater than 0"):
         kl.kernel_matmul(GAUSSIAN, A, A, v, out=out, bandwidth=-1.0)
     with pytest.raises(ValueError, match="out shares memory with v"):
         kl.kernel_matmul(GAUSSIAN, A, A, out, out=out, bandwidth=1.0)
     bandwidth = torch.ones(M, 1, dtype=torch.float64)
-    sums = points(M, 1, seed=4)
+    sums = draw(M, 1, seed=4)
     kl.kernel_matmul(GAUSSIAN, A, A, sums, out=torch.empty_like(sums), bandwidth=bandwidth[0, 0])
     with pytest.raises(ValueError, match="out shares memory with bandwidth"):
         kl.kernel_matmul(GAUSSIAN, A, A, sums, out=bandwidth, bandwidth=bandwidth[0, 0])
@@ -106,14 +102,6 @@ def test_views_that_memory_does_not_hold():
             torch.testing.assert_close(found, wanted @ -V[:, 0])
 
 
-@pytest.mark.parametrize("value", ["wide", [1.0], None], ids=str)
-def test_what_is_no_number_is_named(value):
-    with pytest.raises(TypeError, match="bandwidth must be a real number"):
-        kl.kernel_sum(GAUSSIAN, A, B, bandwidth=value)
-    with pytest.raises(TypeError, match="row_offset must be an int"):
-        kl.kernel_sum(GAUSSIAN, A, B, bandwidth=1.0, row_offset=value)
-
-
 def test_transforms_of_torch_func_are_refused():
     call = lambda a: kl.kernel_sum(GAUSSIAN, a, B, bandwidth=1.0)  # noqa: E731
     for run in (torch.func.grad(lambda a: call(a).sum()), torch.func.jacfwd(call)):
@@ -136,7 +124,7 @@ MAPPED = {
 @pytest.mark.parametrize("shape", [(K,), (K, 2)], ids=str)
 @pytest.mark.parametrize("name", MAPPED)
 def test_features_are_mapped_first(name, shape):
-    f = points(*shape, seed=5)
+    f = draw(*shape, seed=5)
     x, y = (A * f, B * f) if f.dim() == 1 else (A @ f, B @ f)
     ones = torch.ones(x.shape[1], dtype=torch.float64)
     torch.testing.assert_close(MAPPED[name](A, B, f), MAPPED[name](x, y, ones))
@@ -147,11 +135,11 @@ def test_features_are_mapped_first(name, shape):
 
 
 def test_a_symmetric_call_maps_its_points_once():
-    f = points(K, seed=5)
+    f = draw(K, seed=5)
     found = kl.kernel_sum(SYMMETRIC, A, feature_map=f, bandwidth=1.5)
     torch.testing.assert_close(found, kl.kernel_sum(GAUSSIAN, A * f, A * f, bandwidth=1.5))
     with pytest.raises(ValueError, match="feature_map must be"):
-        kl.kernel_sum(GAUSSIAN, A, B, feature_map=points(K + 1), bandwidth=1.5)
+        kl.kernel_sum(GAUSSIAN, A, B, feature_map=draw(K + 1), bandwidth=1.5)
 
 
 # Products of blocks.
@@ -178,7 +166,7 @@ def test_products_by_kernels_are_those_of_torch(batch, parts, monkeypatch):
     monkeypatch.setattr(products, "is_torchs", lambda *arguments: False)
     fits = lambda left, right: parts if left.shape[-1] % parts == 0 else 1  # noqa: E731
     monkeypatch.setattr(products, "parts_of", fits)
-    left, right = points(batch, 7, 50).mT.contiguous().mT, points(1, 50, 2, seed=1)
+    left, right = draw(batch, 7, 50).mT.contiguous().mT, draw(1, 50, 2, seed=1)
     inputs = left.requires_grad_(), right.requires_grad_()
     torch.testing.assert_close(products.multiplied(None, *inputs), left @ right)
     assert torch.autograd.gradcheck(lambda *x: products.multiplied(None, *x), inputs)
@@ -186,19 +174,6 @@ def test_products_by_kernels_are_those_of_torch(batch, parts, monkeypatch):
     assert torch.autograd.gradcheck(
         lambda v: kl.kernel_matmul(GAUSSIAN, A, B, v, bandwidth=1.5), (v,)
     )
-
-
-def test_autocast_changes_nothing():
-    a, b, v = (t.float().requires_grad_() for t in (A, B, V))
-
-    def both():
-        out = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=1.5)
-        return out, *torch.autograd.grad(out.square().sum(), (a, b, v))
-
-    wanted = both()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = both()
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 # Who computes a call.

@@ -20,8 +20,6 @@ from kernlib.jit.compiler import compile_spec
 from tests.support.speeds import slow_but
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SHAPES = [(0, 0), (0, 5), (5, 0), (1, 1), (1, 300), (17, 1), (33, 257), (48, 512)]
-DENSITIES = (0, 0.01, 0.3, 0.5, 0.9, 1)
 INTEGERS = {2: torch.int16, 4: torch.int32}
 # Zeros with a sign, infinities, NaNs with payloads, subnormals: (16, 32 bits).
 SPECIAL = {
@@ -96,13 +94,6 @@ def random(shape, density, dtype):
     return torch.randn(shape).masked_fill(torch.rand(shape) >= density, 0).to(dtype)
 
 
-@every_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes_are_those_of_the_layout(shape, dtype, seed):
-    for density in DENSITIES:
-        check(random(shape, density, dtype))
-
-
 @settings(max_examples=60)
 @given(
     st.tuples(st.integers(0, 40), st.integers(0, 600)),
@@ -156,32 +147,6 @@ def test_subnormals_are_entries(flushed):
 
 
 @every_dtype
-def test_chunks_without_entries_have_a_bitmap(dtype):
-    for zero in (0.0, -0.0):
-        tensors, facts = bitmap.encode(torch.full((40, 600), zero, dtype=dtype))
-        assert tensors["offsets"].tolist() == list(range(0, 32 * 10, 32))
-        assert torch.equal(tensors["data"], torch.zeros(9 * 512, dtype=torch.uint8))
-        assert facts == {"largest": 512}
-
-
-@every_dtype
-def test_strides(dtype, seed):
-    whole = random((40, 600), 0.4, dtype)
-    views = (
-        whole.T, whole[:, 1:], whole[1::2, 8:], whole[3:, ::2], whole[:1].expand(20, 600),
-        whole[:, :1].expand(40, 70), whole[::3, ::7].T,
-    )  # fmt: skip
-    for view in views:
-        check(view)
-
-
-def test_a_negated_view(seed):
-    dense = torch.view_as_complex(torch.randn(20, 300, 2)).conj().imag
-    assert dense.is_neg()
-    check(dense)
-
-
-@every_dtype
 def test_blocks_of_slabs(dtype, monkeypatch, seed):
     dense = random((100, 700), 0.3, dtype)
     dense[32:64] = 0
@@ -190,30 +155,11 @@ def test_blocks_of_slabs(dtype, monkeypatch, seed):
         check(dense)
 
 
-def test_a_matrix_with_a_gradient_is_compressed_without_its_record():
-    dense = torch.randn(16, 256, requires_grad=True)
-    tensors, facts = bitmap.encode(dense)
-    assert same(bitmap.decode(tensors, facts, (16, 256), torch.float32), dense.detach())
-
-
 def test_data_that_begins_anywhere_is_read(seed):
     dense = random((33, 257), 0.5, torch.float32)
     tensors, facts = bitmap.encode(dense)
     moved = torch.cat((torch.zeros(1, dtype=torch.uint8), tensors["data"]))[1:]
     assert same(bitmap.decode({**tensors, "data": moved}, facts, (33, 257), dense.dtype), dense)
-
-
-def test_what_is_no_matrix_is_refused():
-    with pytest.raises(TypeError, match="dense must be a tensor, got list"):
-        bitmap.encode([[1.0]])
-    with pytest.raises(TypeError, match="dense must be a dense tensor, got layout"):
-        bitmap.encode(torch.eye(3).to_sparse())
-    with pytest.raises(ValueError, match=r"dense must be a matrix .* got shape \(3,\)"):
-        bitmap.encode(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"float16, bfloat16, float32, got torch\.float64"):
-        bitmap.nbytes(torch.zeros(3, 3, dtype=torch.float64))
-    with pytest.raises(ValueError, match="CPU or a CUDA device, got meta"):
-        bitmap.encode(torch.zeros(3, 3, device="meta"))
 
 
 def test_what_offsets_do_not_reach_is_refused(monkeypatch, seed):
@@ -237,13 +183,10 @@ def broken(change):
 
 
 WRONG = {
-    "has the tensors data, offsets, got data": lambda t, f: t.pop("offsets"),
     "data must have dtype torch.uint8": lambda t, f: t.update(data=t["data"].view(torch.int8)),
-    "offsets must have dtype torch.int32": lambda t, f: t.update(offsets=t["offsets"].long()),
     "offsets must be contiguous": lambda t, f: t.update(offsets=torch.zeros(6).int()[::2]),
     r"offsets must have shape \(3,\)": lambda t, f: t.update(offsets=t["offsets"][:2]),
     "data must have one dimension": lambda t, f: t.update(data=t["data"][None]),
-    "data must have 1056 bytes, got 1040": lambda t, f: t.update(data=t["data"][:-16]),
     "offsets must begin with 0": lambda t, f: t["offsets"].add_(1),
     "and grow by 32 to 544 from": lambda t, f: t["offsets"][1].sub_(3),
     "grow by 32": lambda t, f: t["offsets"][2].sub_(1),
@@ -252,8 +195,6 @@ WRONG = {
     "the fact largest must be 544, .* got None": lambda t, f: f.clear(),
     "each bit: 1 of 2 chunks are": lambda t, f: t["data"][544:548].fill_(255),
     "for each bit: 2 of 2 chunks": lambda t, f: t["data"].zero_()[544].fill_(255),
-    "has the facts largest, got 'x' too": lambda t, f: f.update(x=1),
-    "must lie on one device": lambda t, f: t.update(data=t["data"].to("meta")),
 }
 
 

@@ -66,47 +66,6 @@ def test_int64_rows_from_2_to_31_entries(seed, monkeypatch):
     assert macko.nbytes(dense) == sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def test_finite_matrices_come_back_bit_by_bit(seed):
-    dense = cases.random(65, 300, 0.07, torch.bfloat16)
-    found = macko.decode(*macko.encode(dense), (65, 300), torch.bfloat16)
-    assert cases.same_bits(found, dense)
-
-
-@pytest.mark.parametrize("shape", ((0, 0), (0, 5), (5, 0), (3, 4)))
-def test_without_entries(shape):
-    tensors, facts = macko.encode(torch.zeros(shape, dtype=torch.float16))
-    assert tensors["values"].shape == tensors["deltas"].shape == (0,)
-    assert tensors["row_ptr"].tolist() == [0] * (shape[0] + 1)
-    assert facts == {"entries": 0, "longest": 0, "busiest": 0, "nnz": 0}
-    macko.check(tensors, facts, shape, torch.float16)
-    assert macko.decode(tensors, facts, shape, torch.float16).shape == shape
-    assert macko.nbytes(torch.zeros(shape)) == 4 * (shape[0] + 1)
-
-
-def test_any_strides(seed):
-    dense = cases.random(40, 90, 0.2)
-    wanted = cases.as_lists(macko.encode(dense)[0])
-    views = (
-        dense.mT.contiguous().mT,
-        torch.nn.functional.pad(dense, (1, 3, 2, 2))[2:-2, 1:-3],
-        torch.repeat_interleave(dense, 2, 1)[:, ::2],
-    )
-    for view in views:
-        assert cases.as_lists(macko.encode(view)[0]) == wanted
-    row = cases.random(1, 50, 0.3)
-    found = cases.as_lists(macko.encode(row.expand(4, 50))[0])
-    assert found == cases.encode_by_loop(row.repeat(4, 1))
-
-
-def test_what_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match="dense must be a matrix"):
-        macko.encode(torch.zeros(3))
-    with pytest.raises(ValueError, match="float16, bfloat16, float32"):
-        macko.encode(torch.zeros(3, 3, dtype=torch.float64))
-    with pytest.raises(TypeError, match="dense must be a tensor"):
-        macko.encode([[1.0]])
-
-
 def test_checks_of_loaded_tensors(seed):
     dense = cases.random(30, 100, 0.3)
     tensors, facts = macko.encode(dense)
@@ -137,20 +96,3 @@ def test_checks_of_loaded_tensors(seed):
     refused("row_ptr must rise .* falling in between", row_ptr=wrapped)
     refused("has the tensors values, deltas, row_ptr", data=values)
     refused("must be contiguous", values=values.repeat_interleave(2)[::2])
-
-
-def test_passed_columns_are_sums_of_codes(seed):
-    for density in (0.02, 0.3, 1.0):
-        tensors, facts = macko.encode(cases.random(30, 100, density))
-        entries = facts["entries"]
-        deltas = tensors["deltas"].long()
-        codes = torch.stack((deltas % 16, deltas // 16), 1).flatten()[:entries]
-        wanted = torch.nn.functional.pad((codes + 1).cumsum(0), (1, 0))
-        assert torch.equal(macko.passed(tensors["deltas"], torch.arange(entries + 1)), wanted)
-
-
-def test_size_follows_the_formula(seed):
-    for density in (0.1, 0.3, 0.7):
-        share = macko.nbytes(cases.random(512, 4096, density)) / (2 * 512 * 4096)
-        wanted = 1.25 * density / (1 - (1 - density) ** 16)
-        assert share == pytest.approx(wanted, rel=0.02)

@@ -1,8 +1,5 @@
 """The formats by name, the rates of their products, and the one that is chosen."""
 
-import subprocess
-import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,33 +18,6 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def total_bytes(tensors):
     return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def test_formats_by_name():
-    for name in ("bitmap", "dense"):
-        module = formats.format_of(name)
-        assert name == module.FORMAT and name in formats.FORMATS
-    with pytest.raises(
-        ValueError, match="one of 'bitmap', 'u8', 'u4', 'u2', 'macko', 'dense', got 'csr'"
-    ):
-        formats.format_of("csr")
-
-
-def test_a_format_is_loaded_when_it_is_asked_for():
-    code = """
-import sys
-from kernlib.families.sparse.formats import registry
-here = "kernlib.families.sparse.formats."
-known = {here + name for name in ("registry", "encoding")}
-assert not [name for name in sys.modules if name.startswith(here) and name not in known]
-assert "kernlib.runtime.devices" not in sys.modules
-import torch
-module = registry.format_of("bitmap")
-tensors, facts = module.encode(torch.eye(4))
-module.decode(tensors, facts, (4, 4), torch.float32)
-assert "kernlib.runtime.devices" not in sys.modules and here + "u8" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,57 +82,6 @@ def test_rates_are_interpolated(table):
     ]:  # fmt: skip
         assert rates.microseconds("bitmap", "sm_90a", density, megabyte) == pytest.approx(wanted)
     assert rates.microseconds("dense", "sm_80", 0.3, megabyte) == pytest.approx(1.25)
-
-
-def test_rows_of_no_whole_16_bytes_cost_a_copy_of_x(table):
-    sparse = partial(rates.microseconds, "u4", "sm_90a", 0.5, 10**6)
-    for columns in (1, 8):
-        assert sparse(columns, 128) == sparse(columns, 144) == sparse(columns)
-        assert sparse(columns, 1000) == pytest.approx(sparse() + rates.PADDING_US)
-
-
-def test_cublas_has_its_rates_for_rows_of_whole_128_bytes(table):
-    dense = partial(rates.microseconds, "dense", "sm_90a", 0.5, 10**6)
-    assert dense(1, 128) == dense() == dense(8) == dense(8, 1280) == pytest.approx(1.25)
-    one, several = rates.ONE, rates.SEVERAL
-    assert dense(1, 1000) == pytest.approx(one.fixed + one.megabyte + one.row)
-    assert dense(8, 1000) == pytest.approx(
-        several.fixed + several.megabyte + several.row + several.first
-    )
-    assert dense(8, 1002) > dense(8, 1000) + 0.2  # no whole 4 bytes
-    assert dense(8, 5000) == pytest.approx(dense(8, 4000) + several.row)
-
-
-def test_codes_of_a_lane_take_their_time_where_bytes_take_less():
-    for name in formats.SLICES:
-        time = partial(rates.microseconds, name, "sm_90a", 0.5, row=2056)
-        assert time(10**7) == time(10**7, width=300)  # whose bytes take longer
-        for columns, code in ((1, 0.012), (2, 0.012), (3, 0.015), (8, 0.018), (16, 0.02)):
-            bare = time(0, columns)
-            assert time(10**5, columns, width=1024) == pytest.approx(bare + 512 * code)
-        assert time(10**5, 17) == time(10**5, 17, width=1024)  # decoded
-        assert time(10**5, row=1024) == time(10**5, row=1024, width=1024)  # not measured
-    for name in ("bitmap", "macko", "dense"):
-        time = partial(rates.microseconds, name, "sm_90a", 0.5, 10**5, row=1000)
-        assert time() == time(width=1024)
-
-
-def test_few_rows_and_vectors_are_summed_in_one_piece_by_cublas():
-    """Of rows that are no whole 16 bytes, in half types."""
-
-    def time(rows, cols, columns, itemsize=2):
-        row = cols * itemsize
-        given = "dense", "sm_90a", 1.0, rows * row, columns, row, itemsize
-        return rates.microseconds(*given)
-
-    whole = rates.LAUNCH_US + 1661 * rates.TERM_US
-    for rows, columns in ((64, 3), (77, 2), (128, 8)):
-        assert time(rows, 1661, columns) == pytest.approx(whole)
-        assert time(rows, 1661, columns, itemsize=4) < whole / 2
-        assert time(rows, 1672, columns) < whole / 2
-    for rows, columns in ((129, 3), (77, 1), (77, 9)):
-        assert time(rows, 1661, columns) < whole / 2
-    assert time(77, 51, 3) > rates.LAUNCH_US + 51 * rates.TERM_US
 
 
 # Rows, columns, density, vectors; microseconds on an H100 by cuBLAS and by the fastest format.
@@ -232,14 +151,6 @@ def test_bytes_of_all_formats_and_density(others, seed):
     assert density == int((dense != 0).sum()) / dense.numel()
 
 
-def test_negative_zeros_of_pruning_are_not_counted(others, seed):
-    kept = torch.rand(300, 1000) < 0.3
-    dense = torch.randn(300, 1000).half() * kept
-    sizes, density = formats.measured(dense)
-    assert sizes["bitmap"] == bitmap.nbytes(dense.masked_fill(~kept, 0))
-    assert density == int((dense != 0).sum()) / dense.numel()
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_fewest_bytes_of_all_formats_at_one_rate(table, dtype, seed):
     table["bitmap"] = table["dense"]
@@ -253,14 +164,6 @@ def test_the_fewest_bytes_of_all_formats_at_one_rate(table, dtype, seed):
                 assert module.nbytes(dense) == taken[name], name
         assert formats.measured(dense)[0] == taken
         assert formats.auto(dense) == min(taken, key=taken.get)
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_bitmap_below_nine_tenths_and_dense_above(others, table, dtype, seed):
-    table["bitmap"] = table["dense"]
-    assert formats.auto(random(0.5, dtype)) == "bitmap"
-    assert formats.auto(random(0.5, dtype).T) == "bitmap"
-    assert formats.auto(random(1.0, dtype)) == "dense"
 
 
 def test_of_formats_that_are_as_fast_the_one_of_fewest_bytes_is_taken():
@@ -312,13 +215,3 @@ def test_columns_decide_among_formats(seed):
     for columns in (0, -1, 1.0, True):
         with pytest.raises(ValueError, match="columns must be a positive int"):
             formats.auto(dense, columns)
-
-
-def test_matrices_without_entries(others):
-    for shape in [(0, 0), (0, 5), (5, 0), (1, 1), (300, 300)]:
-        assert formats.auto(torch.zeros(shape)) in ("bitmap", "dense")
-
-
-def test_a_choice_for_what_is_no_matrix_is_refused(others):
-    with pytest.raises(ValueError, match="dense must be a matrix"):
-        formats.auto(torch.zeros(2, 2, 2))

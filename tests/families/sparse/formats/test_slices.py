@@ -167,25 +167,6 @@ def test_minus_zero_is_no_entry(form):
 
 
 @every_format
-@pytest.mark.parametrize("turned", [False, True])
-def test_any_strides_encode_alike(turned, form):
-    dense = matrix(70, 90, 0.2)
-    view = dense.t().contiguous().t() if turned else matrix(140, 180, 0.0)[::2, ::2].copy_(dense)
-    assert not view.is_contiguous()
-    ours, theirs = form.encode(view)[0], form.encode(dense)[0]
-    assert all(torch.equal(ours[name], theirs[name]) for name in form.TENSORS)
-
-
-@every_format
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
-def test_what_has_no_elements(shape, form):
-    tensors, facts = form.encode(torch.zeros(shape, dtype=torch.float16))
-    form.check(tensors, facts, shape, torch.float16)
-    assert form.decode(tensors, facts, shape, torch.float16).shape == shape
-    assert tensors["data"].numel() == 0
-
-
-@every_format
 def test_more_rows_than_two_bytes_count(form):
     dense = torch.zeros(70_000, 16, dtype=torch.float16)
     dense[66_000, 3], dense[69_999, 0], dense[2, 15] = 1, 2, 3
@@ -197,34 +178,6 @@ def test_more_rows_than_two_bytes_count(form):
     assert tensors["rows"].dtype == torch.uint8
     form.check(tensors, facts, short.shape, short.dtype)
     assert same(form.decode(tensors, facts, short.shape, short.dtype), short)
-
-
-@pytest.mark.parametrize("form, density, more", [(U8, 0.05, 0.02), (U8, 0.1, 0.01),
-                                                 (U4, 0.2, 0.045), (U4, 0.3, 0.009),
-                                                 (U2, 0.5, 0.076), (U2, 0.7, 0.016)])  # fmt: skip
-def test_bytes_of_a_uniform_matrix(form, density, more):
-    dense = matrix(2048, 4096, density)
-    stored = int((bits(dense) != 0).sum())
-    tensors, _ = form.encode(dense, 1024)
-    codes = tensors["data"].numel() * 32 / form.code.size(2)
-    assert codes <= stored * (1 + more)
-    assert tensors["rows"].numel() == 2048 * 4 * 2
-
-
-def test_runs_of_slices_are_about_equally_long():
-    lengths = torch.randint(60, 140, (1, 8192), generator=torch.Generator().manual_seed(1))
-    starts, _ = slices.arrange(lengths.to(torch.int32))
-    runs = (starts[54:] - starts[:-54]).to(torch.float64)
-    assert (runs.max() - runs.min()) / runs.mean() < 0.04
-
-
-@pytest.mark.parametrize("shape", [(8192, 28672), (12288, 49152), (11008, 4096), (4096, 11008)])
-def test_widths_give_whole_waves_of_slices(shape):
-    width = slices.panel_width(*shape, 2)
-    panels, count = slices.grid(shape, width)
-    waves = panels * count / slices.WAVE
-    assert 512 <= width <= slices.MOST_WIDTH and width % 16 == 0
-    assert panels == -(-shape[1] // width) and waves / math.ceil(waves) > 0.6
 
 
 def test_widths_of_small_and_wide_matrices():
@@ -281,24 +234,6 @@ def test_states_by_which_kernels_would_leave_memory_are_refused(form):
     refused("offsets must rise", offsets=wrapped)
 
 
-@every_format
-@pytest.mark.parametrize("width", (16, 128, None))
-def test_sums_of_steps_are_the_last_columns(form, width, seed):
-    for density in (0.0, 0.02, 0.4, 1.0):
-        tensors, _ = form.encode(matrix(70, 300, density), width)
-        code, offsets = form.code, tensors["offsets"].long()
-        data, lengths = tensors["data"], offsets.diff()
-        found = cpu.steps_of_lanes(code, data, offsets, 2)
-        wanted = torch.zeros_like(found)
-        for index, length in enumerate(lengths.tolist()):
-            for number in range(length):
-                given = torch.tensor([[number]]), torch.tensor([[length]]), torch.arange(32)
-                _, at, shift = cpu.places(code, *given, 2)
-                stored = data[offsets[index] * code.size(2) + at[0]].long() >> shift[0]
-                wanted[index] += stored & code.mask
-        assert torch.equal(found, wanted)
-
-
 @pytest.mark.parametrize("form, unit", [(U4, 2), (U2, 4)], ids=["u4", "u2"])
 def test_lengths_are_whole_bytes_of_steps(form, unit):
     tensors, facts = form.encode(matrix(70, 300, 0.1), 128)
@@ -339,11 +274,3 @@ def test_sizes_past_32_bits_are_refused(form):
         tensors, facts = form.encode(torch.empty(0, 0, dtype=torch.float16))
         with pytest.raises(ValueError, match="sizes up to 2147483647"):
             form.check(tensors, facts, shape, torch.float16)
-
-
-@every_format
-def test_what_it_does_not_take(form):
-    with pytest.raises(ValueError, match="dtype of float16"):
-        form.encode(torch.zeros(3, 3, dtype=torch.float64))
-    with pytest.raises(ValueError, match="must be a matrix"):
-        form.encode(torch.zeros(3, dtype=torch.float16), 512)

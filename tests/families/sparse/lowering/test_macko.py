@@ -59,21 +59,6 @@ def test_unequal_or_few_rows_are_divided_by_entries(given):
     assert not lowered(given, "sm_80").steps[1].overlaps
 
 
-def test_vectors_share_what_is_decoded_where_they_fit():
-    def taken(arch="sm_90a", **sizes):
-        made = lowering.variant_of(problem(**sizes), arch, False)
-        return made.columns, made.shared > 0
-
-    assert [taken(columns=n)[0] for n in (1, 2, 3, 4, 5, 8, 16)] == [1, 2, 4, 4, 8, 8, 8]
-    assert [taken(columns=n, dtype="float32")[0] for n in (1, 2, 8)] == [1, 2, 4]
-    assert taken(columns=8, cols=28672) == (2, True)
-    assert taken(columns=8, cols=49152) == (2, True)
-    assert taken(columns=8, cols=49152, arch="sm_86") == (1, True)
-    assert taken(columns=8, cols=100_000) == (1, True)
-    assert taken(cols=200_000) == (1, False)
-    assert taken(columns=8, entries=2**31) == (1, True)
-
-
 def test_shared_memory_fits_every_target():
     for arch, dtype, columns in product(targets.SHARED_BYTES, ("float16", "float32"), (1, 4, 16)):
         for cols in (1, 20000, 49152, 300_000):

@@ -78,38 +78,6 @@ def test_shared_memory_holds_a_panel_of_each_width(dtype, columns, arch):
         assert made.shared + slices.COUNTER_BYTES <= targets.SHARED_BYTES[arch]
 
 
-def test_vectors_of_half_types_lie_in_copies_where_they_fit():
-    assert variant(problem(columns=8))[4:6] == (8, 224 * 1024)
-    assert variant(problem(columns=3, width=512))[4:6] == (16, 64 * 1024)
-    assert variant(problem(columns=8, width=2048)).copies == 1
-    assert variant(problem(columns=8), "sm_86", 84).copies == 1
-    assert variant(problem(columns=8, width=512), "sm_86", 84).copies == 8
-    assert variant(problem(columns=2)).copies == 1
-    assert variant(problem(columns=8, dtype="float32", width=512)).copies == 1
-
-
-def test_blocks_with_copies_of_x_have_one_panel_each():
-    for rows, cols, width, columns, ranges in (
-        (8192, 28672, 1792, 8, 16 * 8),
-        (8192, 28672, 1792, 16, 16 * 4),
-        (12288, 49152, 1504, 4, 33 * 4),
-        (4096, 4096, 512, 8, 8 * 16),
-        (64, 4096, 512, 8, 8 * 2),  # no more than there are slices
-        (8192, 28672, 400, 8, 132),  # 72 panels: 72 blocks would leave too many idle
-        (8192, 28672, 1792, 1, 264),
-    ):
-        given = problem(rows, cols, columns, width=width)
-        first, _ = slices.KERNELS["u8"].lower((), given, "sm_90a", 132).steps
-        assert fixed(first)["ranges"] == ranges
-
-
-def test_few_slices_take_fewer_warps_that_read_further_ahead():
-    assert variant(problem()).shape == (512, 2, 4)
-    assert variant(problem(4096, 4096, width=512)).shape == (256, 2, 8)
-    assert variant(problem(4096, 4096, width=512), count=60).shape == (512, 2, 4)
-    assert variant(problem(), code="u2").shape == (512, 2, 2)  # groups of 16
-
-
 @every_lowering
 def test_small_and_empty_problems(lowering):
     assert lowering.lower((), problem(rows=0), "sm_90a", 132).steps == ()

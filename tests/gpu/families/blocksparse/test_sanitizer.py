@@ -10,6 +10,7 @@ from tests.gpu.families.blocksparse.cases import TYPES
 @sanitizer.needed
 @pytest.mark.parametrize("numbers", TYPES)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.few(0)
 def test_no_bad_access_and_no_race(tool, numbers, monkeypatch, tmp_path_factory):
     """All of them keep kernels in one place, beside those of the workers."""
     folder = tmp_path_factory.getbasetemp().parent / "sanitized"

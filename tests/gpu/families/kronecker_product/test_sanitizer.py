@@ -18,6 +18,7 @@ KINDS = {
 @pytest.mark.parametrize("numbers", TYPES)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.few(0)
 def test_no_bad_access_and_no_race(tool, side, numbers, monkeypatch, tmp_path_factory):
     """All of them keep kernels in one place, beside those of the workers: most of the time goes
     into compiling some seventy for each."""

@@ -17,6 +17,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 
 @sanitizer.needed
 @pytest.mark.parametrize(("tool", "kernels"), PORTABLE_RUNS + HOPPER_RUNS * ON_HOPPER)
+@pytest.mark.few(0)
 def test_no_bad_access_and_no_race(tool, kernels):
     ran = sanitizer.launched(tool, "tests.gpu.families.kronecker_sparse.sanitized", kernels)
     assert ran >= LAUNCHED[kernels]

@@ -52,6 +52,7 @@ def value(number: float, kind: str):
     }[kind]()
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize("kind", ["float", "0-d", "(L,)", "host"])
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_and_bandwidths_that_change(seed, mode, kind):

@@ -52,6 +52,7 @@ def test_products_of_squared_differences(sets, shift, seed):
         check([a, b + shift, c, d + shift], 2)
 
 
+@pytest.mark.few(0)
 def test_values_of_large_calls(seed):
     for sets, p in ((1, 1), (16, 1), (16, 1.5)):
         check(operands(2000, 600, 250, sets), p)

@@ -20,5 +20,6 @@ CALLS = (
 @sanitizer.needed
 @pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
 @pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.few(0)
 def test_no_bad_access_and_no_race(calls, tool):
     assert sanitizer.launched(tool, f"tests.gpu.families.pairwise.{calls}", tool, timeout_s=580)

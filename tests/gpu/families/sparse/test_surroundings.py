@@ -17,6 +17,7 @@ from kernlib.compat import macko
 from kernlib.nn import SparseLinear
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.cases import FORMATS
+from tests.support.paths import ROOT
 
 SURROUNDINGS = {
     "meta": lambda: torch.device("meta"),
@@ -62,8 +63,8 @@ def test_macko_s_names(where, seed):
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch has no NCCL here")
 def test_nccl_sends_every_buffer(tmp_path):
     """In a process of its own, whose group of one may not hang the others."""
-    call = [sys.executable, __file__, f"file://{tmp_path}/meeting"]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=180)
+    call = [sys.executable, "-m", __name__, f"file://{tmp_path}/meeting"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0 and "done" in done.stdout, done.stdout + done.stderr
 
 

@@ -105,6 +105,7 @@ def test_csr_of_any_indices(seed):
     assert lives()
 
 
+@pytest.mark.few(0)
 def test_macko_float32_past_2_to_30_columns(seed):
     """Bytes of x past 4 GiB."""
     columns, places = 2**30 + 1000, (0, 5, 2**29, 2**30 - 1, 2**30, 2**30 + 5, 2**30 + 999)

@@ -8,6 +8,9 @@ inline u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_sh
 inline void fence_shared_writes() {}
 inline void fence_barrier_init() {}
 inline void launch_dependents() {}
+inline float round_to_tf32(float x) {
+    return __uint_as_float(round_to_tf32(__float_as_uint(x)));
+}
 inline void wait_for_prerequisites() {}
 template <int REGISTERS>
 inline void take_registers() {}

@@ -78,7 +78,7 @@ inline void multiply_fragments<bfloat16_t>(float (&d)[4], const u32 (&a)[4], con
 template <bool TRANSPOSED>
 inline void load_matrices(u32 (&x)[4], u32 address) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    check_alignment(shared + address, 16);
+    check_alignment(shared + int(address), 16);  // static memory may lie before it
     words_of_lanes[warp][lane][0] = address;
     wait_for_warp();
     for (int i = 0; i < 4; ++i) {
@@ -86,7 +86,7 @@ inline void load_matrices(u32 (&x)[4], u32 address) {
         for (int k = 0; k < 2; ++k) {
             int row = TRANSPOSED ? lane % 4 * 2 + k : lane / 4;
             int column = TRANSPOSED ? lane / 4 : lane % 4 * 2 + k;
-            const unsigned char* from = shared + words_of_lanes[warp][i * 8 + row][0];
+            const unsigned char* from = shared + int(words_of_lanes[warp][i * 8 + row][0]);
             std::memcpy(&two[k], from + 2 * column, 2);
         }
         x[i] = two[0] | u32(two[1]) << 16;

@@ -1,24 +1,13 @@
 """Which kernel of attention, and of its gradients, takes a problem."""
 
 from kernlib.families.blocksparse.lowering.attention import choose, portable, portable_gradient
-from kernlib.families.blocksparse.lowering.attention.problem import AttentionGradient, Score
+from kernlib.families.blocksparse.lowering.attention.problem import AttentionGradient
 from tests.families.blocksparse.lowering.attention.cases import ARCH, Case, Made
 
 
 def problems():
     attention = Made(Case(queries=300)).problem()
     return attention, AttentionGradient(attention, *(attention.q,) * 4)
-
-
-def test_choices_are_those_of_kinds():
-    attention, gradient = problems()
-    assert choose.takes(attention, ARCH)
-    assert choose.candidates(attention, ARCH) == [
-        {"kind": "portable", "rows": 128}, {"kind": "portable", "rows": 64},
-    ]  # fmt: skip
-    known = choose.candidates(gradient, ARCH)
-    assert {"kind": "portable", "depth": 64, "stages": 2} in known
-    assert not choose.takes(attention._replace(dtype="float32"), ARCH)
 
 
 def test_a_choice_may_be_text_and_none_is_by_rule():
@@ -53,7 +42,3 @@ def test_a_gpu_of_little_shared_memory_has_kernels_for_every_width():
             own = attention._replace(features=features, values=values)
             assert choose.candidates(own, "sm_86")
             assert choose.candidates(gradient._replace(attention=own), "sm_86")
-
-
-def test_no_score_is_no_text():
-    assert not Score().text and choose.lower(problems()[0], ARCH, 1).steps[0].scalars == 5

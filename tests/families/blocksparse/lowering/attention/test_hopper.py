@@ -2,68 +2,23 @@
 and what NVRTC makes of it."""
 
 import struct
+from functools import partial
 
 import pytest
 import torch
 
-from kernlib.families.blocksparse.layout import NAMES
 from kernlib.families.blocksparse.lowering.attention import hopper
 from kernlib.families.blocksparse.lowering.attention.problem import Score
-from tests.families.blocksparse.lowering.attention.cases import (
-    GATES,
-    Case,
-    Made,
-    error,
-    is_intact,
-)
+from tests.families.blocksparse.lowering.attention.cases import Case, Made, is_intact
+from tests.families.blocksparse.lowering.attention.wgmma import WGMMA_CASES
+from tests.families.blocksparse.products import launch
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation import maps
-from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
 ARCH = hopper.ARCH
 COUNT = 3  # multiprocessors, so that a team has several tiles
 
-CASES = {
-    "128": Case(block=(128, 128), queries=150, keys=300, features=64, values=64, density=0.7),
-    "64": Case("bfloat16", (64, 64), 300, 270, 64, 64, density=0.5, layout="head"),
-    "32": Case("bfloat16", (32, 32), 130, 100, 48, 48),
-    "16": Case(density=0.3, layout="head", queries=80, keys=400),
-    "128 features": Case(queries=70, keys=330, features=128, values=128, heads=1, kv_heads=1),
-    "ragged": Case(queries=75, keys=141, layout="batch", batch=2, heads=2),
-    "wide blocks": Case(block=(16, 128), queries=64, keys=300, density=0.5),
-    "tall blocks": Case("bfloat16", (128, 32), 200, 128, 48, 48),
-    "causal": Case(block=(32, 16), queries=100, keys=100, causal=True, density=0.8),
-    "causal, fewer columns": Case(queries=120, keys=50, causal=True, density=0.9),
-    "causal of many tiles": Case(
-        "bfloat16", (64, 64), 450, 400, 16, 16, 2, 4, 2, causal=True, density=0.8
-    ),
-    "window": Case(block=(16, 32), queries=130, keys=130, window=(20, 9), density=0.9),
-    "causal window": Case(queries=130, keys=130, window=(33, 50), causal=True, density=1.0),
-    "window aside": Case(queries=130, keys=150, window=(-7, 40), density=1.0, layout="head"),
-    "lengths": Case(queries=90, keys=110, batch=3, lengths=True, density=0.8, layout="batch"),
-    "all at once": Case(
-        "bfloat16", (32, 32), 100, 120, 72, 72, 2, 4, 2, 0.7, "head", True, (40, 60), True, 0.2
-    ),
-    "groups": Case(heads=6, kv_heads=2, layout="head"),
-    "one head for all": Case(heads=3, kv_heads=1, queries=40),
-    "dropout": Case(density=0.8, dropout=0.3, layout="head"),
-    "256 features": Case(
-        block=(32, 128), queries=70, keys=150, features=256, values=256, heads=1, kv_heads=1
-    ),
-    "136 features": Case(queries=70, keys=90, features=136, values=136, heads=1, kv_heads=1),
-    "one row": Case(queries=1, keys=200, batch=3, density=0.7, layout="batch"),
-    "negative scale": Case(scale=-0.7),
-    "no scale": Case(scale=0.0),
-    "nothing stored": Case(density=0.0),
-    "everything": Case(density=1.0, queries=64, keys=128),
-}
 FAST = ("64", "16", "causal", "lengths", "all at once", "one row")
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
 
 
 def run(emulator, made, rows=None, count=COUNT):
@@ -71,37 +26,26 @@ def run(emulator, made, rows=None, count=COUNT):
     problem = made.problem()
     assert hopper.takes(problem, ARCH)
     choice = None if rows is None else {"rows": rows}
-    lowered = hopper.lower(problem, ARCH, count, choice)
-    known = {**dict(zip(NAMES, made.layout.tensors, strict=True)), **made.operands()}
-    known["workspace"] = torch.full((lowered.workspace,), 77, dtype=torch.uint8)
     made.out.fill_(7.0)
-    for step in lowered.steps:
-        addresses = [known[name].data_ptr() + at for name, at in step.pointers]
-        maps.launch(emulator, step, addresses, made.scalars)
+    made.launch(partial(launch, emulator), hopper.lower(problem, ARCH, count, choice))
     assert is_intact(made.out)
     return made.out
 
 
-def check(made):
-    wanted, lse = made.wanted()
-    assert error(made.out, wanted) <= GATES[made.case.numbers]
-    assert error(made.lse, lse) <= 1e-5
-
-
 @pytest.mark.emulated
-@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+@pytest.mark.parametrize("case", slow_but(FAST, WGMMA_CASES))
 def test_results_are_right(case, emulator, seed):
-    made = Made(CASES[case])
+    made = Made(WGMMA_CASES[case])
     run(emulator, made)
-    check(made)
+    made.check()
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("case", slow_but(("ragged",), CASES))
+@pytest.mark.parametrize("case", slow_but(("ragged",), WGMMA_CASES))
 def test_tiles_that_two_warpgroups_share(case, emulator, seed):
-    made = Made(CASES[case])
+    made = Made(WGMMA_CASES[case])
     run(emulator, made, 128)
-    check(made)
+    made.check()
 
 
 @pytest.mark.emulated
@@ -116,7 +60,7 @@ def test_group_after_group_of_heads(layout, kv_heads, emulator, seed, monkeypatc
     per_group, last = struct.unpack("<2i", order.fixed[-16:-8])
     assert (per_group, last) == ((6, 2) if layout == "head" else (3, 11))
     run(emulator, made, 64, 1)
-    check(made)
+    made.check()
 
 
 ODD = {
@@ -160,7 +104,7 @@ def test_numbers_that_are_not_finite_stay_in_rows_that_see_them(case, rows, emul
         made.k[..., made.kv_lengths.max() :, :] = nan
         made.v[..., made.kv_lengths.max() :, :] = nan
     run(emulator, made, rows)
-    check(made)
+    made.check()
 
 
 BIASED = """struct Score : PlainScore {
@@ -185,13 +129,13 @@ def test_scores_read_captured_tensors_where_rows_and_columns_exist(rows, emulato
     bias = torch.randn(2, 1, 75, 141).expand(2, 2, 75, 141)
     made = Made(case, (bias,))
     run(emulator, made, rows)
-    check(made)
+    made.check()
 
 
 @pytest.mark.emulated
 def test_a_row_does_not_depend_on_the_gpu(emulator, seed):
     """Which takes tiles from a counter if it has few multiprocessors."""
-    made = Made(CASES["64"])
+    made = Made(WGMMA_CASES["64"])
     known = run(emulator, made, 64, 1).clone()
     assert run(emulator, made, 64, 132).equal(known)
 
@@ -217,17 +161,6 @@ def test_lines_of_blocks_and_multiprocessors_decide_what_rows_share():
     assert hopper.default(problem, known, 40) == {"rows": 64}
     assert hopper.default(tall, known, 40) == {"rows": 128}
     assert hopper.default(tall, known, 41) == {"rows": 64}
-
-
-def test_many_tiles_have_an_order():
-    problem = Made(CASES["64"]).problem()
-    steps = hopper.lower(problem, ARCH, 2).steps
-    assert [step.overlaps for step in steps] == [False, True]
-    assert len(hopper.lower(problem, ARCH, 5).steps) == 1
-    # whose units are halves of lines of blocks, or of heads of the layout that do not follow
-    tall = problem._replace(blocks=problem.blocks._replace(rows=128))
-    assert len(hopper.lower(tall, ARCH, 2, {"rows": 64}).steps) == 1
-    assert len(hopper.lower(problem._replace(layout_head=2), ARCH, 2).steps) == 1
 
 
 SCORES = {

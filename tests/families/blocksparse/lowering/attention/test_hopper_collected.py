@@ -9,9 +9,7 @@ import torch
 
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.plans import score_of
-from kernlib.families.blocksparse.layout import NAMES
 from kernlib.families.blocksparse.lowering.attention import (
-    choose,
     hopper_gradient,
     portable_gradient,
 )
@@ -20,8 +18,7 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
     Collected,
     View,
 )
-from kernlib.lowering.steps import WORKSPACE
-from tests.families.blocksparse.lowering.attention.cases import Case, Made, view_of
+from tests.families.blocksparse.lowering.attention.cases import Case, Made
 from tests.families.blocksparse.lowering.attention.gradients import (
     Gradients,
     check_sums,
@@ -29,30 +26,14 @@ from tests.families.blocksparse.lowering.attention.gradients import (
     sums_of,
 )
 from tests.families.blocksparse.lowering.attention.scores import soft_bias
+from tests.families.blocksparse.products import launch
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation import maps
-from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
-
-
-def launch(emulator, lowered, layout, scalars, **operands) -> None:
-    """The launches, in a workspace that begins as NaN."""
-    known = {**dict(zip(NAMES, layout.tensors, strict=True)), **operands}
-    known[WORKSPACE] = torch.full((lowered.workspace,), 255, dtype=torch.uint8)
-    for step in lowered.steps:
-        given = [(known[name], at) for name, at in step.pointers]
-        addresses = [0 if t is None else t.data_ptr() + at for t, at in given]
-        maps.launch(emulator, step, addresses, scalars)
-
-
 def run(made: Gradients, emulator, sums: dict, rows=128, needs=(True, True, True)) -> None:
-    given = {"sums": sums, "kernels": hopper_gradient}
-    made.run(partial(launch, emulator), {"rows": rows}, needs, **given)
+    by_maps = partial(launch, emulator)
+    made.run(by_maps, {"rows": rows}, needs, sums=sums, kernels=hopper_gradient)
 
 
 CASE = Case(queries=75, keys=90, batch=2, heads=4, kv_heads=2, causal=True, density=0.8)
@@ -113,26 +94,6 @@ def test_each_alone_has_the_same_bits(emulator, seed):
         assert alone[key].equal(known)
     run(made, emulator, {})
     assert all(map(torch.equal, made.results, whole))
-
-
-def test_which_launch_has_what():
-    """Rows and pairs that with dq, columns that with dk and dv, sums over pairs one more."""
-    made = Gradients(soft_bias(CASE), soft_tensors(CASE))
-    whole, summed = (2, 4), (1, 4)
-    for keys, pairs, needs, count in (
-        ((0, 1, 2), whole, (True, True, True), 3),
-        ((0, 2), whole, (True, False, False), 2),
-        ((0,), whole, (False, False, False), 2),
-        ((1,), whole, (False, False, False), 2),
-        ((0, 2), summed, (True, True, True), 4),
-        ((2,), summed, (False, False, False), 2),
-    ):
-        every = sums_of(CASE, pairs).items()
-        sums = {key: t for key, t in every if key[0] in keys}
-        collected = tuple(Collected(*key, view_of(t)) for key, t in sums.items())
-        problem = made.problem(needs, collected)
-        assert choose.candidates(problem, hopper_gradient.ARCH)[0]["kind"] == "hopper"
-        assert len(hopper_gradient.lower(problem, hopper_gradient.ARCH, 132).steps) == count
 
 
 SCORES = {

@@ -12,18 +12,12 @@ from kernlib.families.blocksparse.lowering.attention.problem import Score
 from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, Made
 from tests.families.blocksparse.lowering.attention.scores import ALIBI, DOCUMENTS, SOFT_BIAS
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.speeds import slow_but
 
 FAST = ("all at once",)
 # Of one kernel, which is compiled once.
 CUT = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, density=0.7)
 NARROW = [name for name, case in CASES.items() if max(case.features, case.values) <= 128]
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
 
 
 @pytest.mark.emulated

@@ -2,7 +2,6 @@
 torch, and compiled by NVRTC."""
 
 import ctypes
-import re
 import struct
 
 import pytest
@@ -27,7 +26,6 @@ from tests.families.blocksparse.lowering.attention.evaluated import (
     views_of,
 )
 from tests.support.compiled_kernels import compiled
-from tests.support.emulation.emulator import Emulator, kernels_of
 from tests.support.scores import (
     BATCH,
     COLS,
@@ -36,17 +34,11 @@ from tests.support.scores import (
     ROWS,
     SCORE,
     captured,
-    dtypes_of,
     expression_of,
     placed,
     positions,
 )
 from tests.support.speeds import slow_but
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return Emulator(kernels_of(tmp_path_factory))
 
 
 def run(emulator, made, views, v):
@@ -122,13 +114,6 @@ def test_names_are_no_part_of_the_text():
     assert score_of(one, dtypes) != score_of(one, dtypes, packed=("bias",))
 
 
-def test_flags_say_what_there_is():
-    both = score_of(ScoreExpression("v * 2", "row < col"), ())
-    assert (both.has_score, both.has_mask, both.captured) == (True, True, ())
-    assert not score_of(ScoreExpression(None, "row < col"), ()).has_score
-    assert not score_of(ScoreExpression("v * 2"), ()).has_mask
-
-
 def test_a_window_may_be_taken_out_of_the_mask():
     made = ScoreExpression(None, "col <= row and row % 2 == 0")
     window = structure(made.trees(()).mask)
@@ -137,14 +122,6 @@ def test_a_window_may_be_taken_out_of_the_mask():
     assert window.right == 0 and "row" in keeps and "col" not in keeps
     whole = structure(ScoreExpression(None, "col <= row").trees(()).mask)
     assert score_of(made, (), trees=Trees(None, whole.rest)) == Score()
-
-
-def test_what_a_matrix_has_one_of_is_computed_once():
-    made = expression_of("v * exp(slope * head) + sqrt(gain) / slope", "wanted and head < 2")
-    text = score_of(made, dtypes_of(made), ("v", "slope", "gain")).text
-    functions = text[text.index("operator()") :]
-    for word in ("exp(", "sqrt(", "reciprocal(", "captured_value(", "head"):
-        assert word in text and word not in functions, word
 
 
 NESTED = {  # 50 operations in one another
@@ -182,17 +159,3 @@ def test_everything_compiles():
     warnings = [line for line in made.log.splitlines() if "): warning" in line]
     assert made.spilled == 0
     assert not [line for line in warnings if "declared but never referenced" not in line]
-
-
-TYPED = re.compile(
-    r"(?:float|int|i64)\(-?[\d.e+-]+(?:ll)?\)|-9223372036854775807ll - 1|0\.0f|<\d>|\[\d\]|== \d|"
-    r"\b[A-Za-z_]\w*"
-)
-
-
-@settings(max_examples=40)
-@given(score=SCORE, mask=MASK)
-def test_every_literal_has_a_type(score, mask):
-    """No double among them, which would make doubles of all that they meet."""
-    text = made_of(expression_of(score, mask)).text.partition("struct")[2]
-    assert not re.search(r"\d", TYPED.sub("", text)), text

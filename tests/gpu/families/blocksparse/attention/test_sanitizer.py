@@ -13,6 +13,7 @@ from tests.gpu.families.blocksparse.attention.sanitized import BY_WGMMA, PORTABL
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("part", [*PORTABLE, *BY_WGMMA])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.few(0)
 def test_no_bad_access_and_no_race(tool, part, share, monkeypatch, tmp_path_factory):
     if part in BY_WGMMA and arch_of(torch.cuda.current_device()) != hopper.ARCH:
         pytest.skip("this GPU has no wgmma")

@@ -1,0 +1,136 @@
+"""The kernels of the GPU tests, compiled on a machine without a GPU.
+
+Nine tenths of what GPU tests take is NVRTC. So a run of the suite "gpu" notes which specifications
+its tests ask for, in ``gpu_kernels.json.xz`` beside the record: text, most of which stays true
+while headers change. Where there is no GPU, ::
+
+    python -m tests.support.gpu_kernels FOLDER
+
+compiles them into a bundle, with the NVRTC that is installed, and packs it as ``FOLDER.tar.xz``.
+NVRTC must be of the version that the GPU's machine has. There, ``KERNLIB_GPU_KERNELS=FOLDER`` has
+the tests find them; what has changed since is compiled, and the run says how many kernels it hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import os
+import shutil
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from kernlib.jit import bundle, compiler, layers, toolchain
+from kernlib.jit.entry import Entry
+from kernlib.jit.spec import KernelSpec
+
+BUNDLE = "KERNLIB_GPU_KERNELS"
+NAME = "gpu_kernels.json.xz"
+COMMITTED = Path(__file__).resolve().parent.parent / NAME
+MOST_BYTES = 25 << 20  # of the packed bundle
+Asked = tuple[str, KernelSpec]  # a target and a specification
+
+
+def read(path: Path = COMMITTED) -> dict[str, list[Asked]]:
+    """What the tests of each entry of the record ask for, nothing where no run has noted it."""
+    if not path.exists():
+        return {}
+    held = json.loads(lzma.decompress(path.read_bytes()))
+    return {
+        entry: [(arch, KernelSpec(*spec[:5], tuple(spec[5]), spec[6])) for arch, *spec in rows]
+        for entry, rows in held.items()
+    }
+
+
+def write(asked: dict[str, Iterable[Asked]], path: Path) -> None:
+    """Note what tests ask for, beside what those of other entries do."""
+    rows = {
+        name: sorted([arch, *spec] for arch, spec in set(kernels))
+        for name, kernels in {**read(path), **asked}.items()
+    }
+    path.write_bytes(lzma.compress(json.dumps(rows).encode()))
+
+
+class Watch:
+    """Notes what one process asks for, by entry, and how much of that it found in the bundle."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, set[Asked]] = {}
+        self.events: Counter[str] = Counter()
+        self.entry: str | None = None  # of the test that runs
+
+    def start(self) -> None:
+        from kernlib import events
+        from kernlib.jit import service
+
+        request_of = service.request_of
+
+        def noted(spec: KernelSpec, arch: str):
+            if self.entry is not None:
+                self.asked.setdefault(self.entry, set()).add((arch, spec))
+            return request_of(spec, arch)
+
+        service.request_of = noted
+        events.subscribe(self._count)
+
+    def _count(self, event) -> None:
+        if event.name == "compile" or event.fields.get("where") == "bundle":
+            self.events[event.name] += 1
+
+    def state(self) -> str:
+        """As text, which another process can :meth:`merge`."""
+        asked = {k: [[arch, *spec] for arch, spec in rows] for k, rows in self.asked.items()}
+        return json.dumps({"asked": asked, "events": self.events})
+
+    def merge(self, state: str) -> None:
+        held = json.loads(state)
+        self.events.update(held["events"])
+        for entry, rows in held["asked"].items():
+            specs = ((arch, KernelSpec(*s[:5], tuple(s[5]), s[6])) for arch, *s in rows)
+            self.asked.setdefault(entry, set()).update(specs)
+
+    def __str__(self) -> str:
+        return f"{self.events['hit']} from the bundle, {self.events['compile']} compiled"
+
+
+def _compiled(asked: Asked) -> tuple[bytes, Entry]:
+    arch, spec = asked
+    return layers.request_of(spec, arch).portable, compiler.compile_spec(spec, arch)
+
+
+def build(folder: Path, most_bytes: int = MOST_BYTES) -> str:
+    """Compile what is noted, as far as it fits, into a bundle; what was done, in words."""
+    kernels = sorted({kernel for rows in read().values() for kernel in rows})
+    begun, entries, packed = time.monotonic(), {}, 0
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for key, entry in pool.map(_compiled, kernels, chunksize=8):
+            packed += len(zlib.compress(entry.cubin))
+            if packed > most_bytes:
+                pool.shutdown(cancel_futures=True)
+                break
+            entries[key] = entry
+    bundle.write(folder, entries)
+    archive = Path(shutil.make_archive(str(folder), "xztar", folder.parent, folder.name))
+    return (
+        f"{len(entries)} of {len(kernels)} kernels by NVRTC {toolchain.nvrtc_version()} in "
+        f"{time.monotonic() - begun:.0f} s: {archive}, {archive.stat().st_size / 2**20:.1f} MiB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    chosen = parser.parse_args()
+    if not read():
+        sys.exit(f"{COMMITTED} is missing: a run of the GPU tests writes it")
+    print(build(chosen.folder.resolve()))
+
+
+if __name__ == "__main__":
+    main()
