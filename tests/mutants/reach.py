@@ -17,7 +17,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from contextlib import closing, suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.speeds import cpu_s
 
 MAP = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kernlib-reach.json.gz"
 FOLDER = "KERNLIB_REACH"
@@ -171,9 +171,9 @@ class Recorder:
                 self.coverage.stop()
                 self.coverage.start()
             self.coverage.switch_context(self.test)
-        begun = time.process_time()
+        begun = cpu_s()
         yield
-        self.seconds[self.test] += time.process_time() - begun
+        self.seconds[self.test] += cpu_s() - begun
 
     def pytest_sessionfinish(self):
         if self.coverage is not None:

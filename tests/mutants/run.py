@@ -3,7 +3,7 @@
 ``python -m tests.mutants.run --suite fast [--jobs N] [--first N] [--sites device] [NAME ...]``
 A fault that ``results.json`` has an outcome of is not tried again; ``--again`` does. ``--table``
 prints what is known. Outcomes are "found", "missed", "unreached" (no test reaches the lines) and
-"late" (nothing failed in 120 seconds).
+"late" (nothing failed in 120 seconds) and "broken" (pytest did not run them).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUITES = {  # arguments of pytest
 }
 # These compare the tree with what was measured before: they know of every change, not of faults.
 LEFT_OUT = ("tests/architecture/test_gpu_record.py", "tests/docs/")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.M)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 
 
 class Runner:
@@ -77,7 +77,7 @@ class Runner:
             while True:
                 left = LIMIT_S - (time.monotonic() - begun)
                 outcome, test = self._tests(tree, functions, left)
-                if outcome != "found" or self._is_sound(test):
+                if outcome != "found" or "::" not in test or self._is_sound(test):
                     break
                 functions = [name for name in functions if name != test.split("[")[0]]
                 if not functions:
@@ -122,7 +122,8 @@ class Runner:
             return ("missed" if process.returncode == 0 else "unreached"), ""
         failed = FAILED.search(said)
         if failed is None or "::" not in failed[1]:  # a crash of the process
-            return "found", f"(exit {process.returncode}) {said.strip().splitlines()[-1][:80]}"
+            last = said.strip().splitlines()[-1][:80]
+            return "broken" if process.returncode in (3, 4) else "found", last
         return "found", failed[1]
 
     @staticmethod

@@ -11,6 +11,7 @@ import torch
 import kernlib as kl
 from kernlib import linalg, sparse
 from tests.families.sparse.cases import FORMATS
+from tests.gpu.shared import test_hot_paths as hot_paths
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -25,40 +26,14 @@ def points() -> tuple:
     return randn(70, 12), randn(60, 12)
 
 
-def pairwise():
-    a, b = points()
-    return lambda: kl.run_kernel(kl.laplace_l1(), a, b, bandwidth=2.0)
-
-
-def by_tensor_cores():
-    a, b = randn(2000, 256), randn(2000, 256)
-    return lambda: kl.cdist(a, b)
-
-
 def feature_map():
     (a, b), weights = points(), randn(12)
     return lambda: kl.run_kernel(kl.gaussian(), a, b, bandwidth=2.0, feature_map=weights)
 
 
-def recorded():
-    a, b = points()
-    a.requires_grad_()
-    return lambda: torch.autograd.grad(kl.cdist(a, b, p=1.5).sum(), a)
-
-
 def pair_gradient():
     a, b, c, d = randn(60, 70), randn(12, 60), randn(2, 60), randn(12, 70)
     return lambda: kl.cdist_grad(a, b, c, d, p=1.5)
-
-
-def product():
-    (a, b), v = points(), randn(60, 2)
-    return lambda: kl.kernel_matmul(kl.gaussian(), a, b, v, bandwidth=2.0)
-
-
-def nearest():
-    a, b = points()
-    return lambda: (kl.kernel_min(kl.l1_distance(), a, b), kl.kernel_topk(kl.l1_distance(), a, b))
 
 
 def outer_product():
@@ -67,22 +42,10 @@ def outer_product():
 
 
 def factor():
+    """By tensor cores."""
     factor = kl.KroneckerSparse(6, 64, 64, 1)
     x, weight = randn(32, 384).half(), randn(6, 64, 64, 1).half()
     return lambda: kl.run_kernel(factor, x, weight)
-
-
-def recorded_factor():
-    factor = kl.KroneckerSparse(6, 64, 64, 1)
-    x = randn(32, 384).half().requires_grad_()
-    weight = randn(6, 64, 64, 1).half().requires_grad_()
-    return lambda: torch.autograd.grad(kl.run_kernel(factor, x, weight).sum(), (x, weight))
-
-
-def layer():
-    made = kl.nn.KSLinear([(2, 4, 4, 3), (1, 8, 8, 3)], device=OTHER)
-    x = randn(5, 24)
-    return lambda: made(x).sum().backward()
 
 
 def matrix(format: str) -> tuple:
@@ -119,11 +82,6 @@ def dense_solver():
     return lambda: (linalg.solve_lu(a, b), linalg.eigh(a + a.mT))
 
 
-def kernel_system():
-    x, y = randn(200, 3), randn(200)
-    return lambda: linalg.solve_kernel(kl.gaussian(), x, y, regularization=0.1, bandwidth=1.0)
-
-
 def prepared():
     a, b = points()
     return lambda: kl.prepare(kl.matern32(), a, b, bandwidth=2.0)
@@ -134,12 +92,29 @@ def tuned():
     return lambda: kl.tune(kl.l1_distance(), a, b, progress=False)
 
 
-CALLS = {
+def hot_path(name: str):
+    """A call of an operation, and its gradients."""
+
+    def make():
+        run, shapes = hot_paths.CALLS[name]
+        tensors = [randn(*shape).requires_grad_() for shape in shapes]
+
+        def call() -> None:
+            result = run(*tensors)
+            if result.requires_grad:
+                torch.autograd.grad(result.sum(), tensors, allow_unused=True)
+
+        return call
+
+    return make
+
+
+CALLS = {name: hot_path(name) for name in hot_paths.CALLS}
+CALLS |= {
     made.__name__: made
     for made in (
-        pairwise, by_tensor_cores, feature_map, recorded, pair_gradient, product, nearest,
-        outer_product, factor, recorded_factor, layer, recorded_product, dense_solver,
-        kernel_system, prepared, tuned,
+        feature_map, pair_gradient, outer_product, factor, recorded_product, dense_solver,
+        prepared, tuned,
     )
 }  # fmt: skip
 CALLS |= {f"product {name}": product_of(name) for name in FORMATS}

@@ -18,6 +18,7 @@ from kernlib.run import ahead_of
 from kernlib.runtime import devices
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.pairwise.cases import points, relative_error
+from tests.gpu.watched import capture, heard
 
 M, N, K = 1100, 1000, 64  # 72 tiles of 128 and 288 of 64: both can be chosen on every GPU
 GRIDS = {128: "72x1", 64: "288x1"}
@@ -62,10 +63,8 @@ def fresh_plans():
 @pytest.fixture
 def seen():
     """The events of a test."""
-    found = []
-    unsubscribe = kl.events.subscribe(found.append)
-    yield found
-    unsubscribe()
+    with heard() as found:
+        yield found
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,8 +178,7 @@ def test_an_empty_output_and_a_single_candidate(seed):
 
 def test_nothing_is_tuned_inside_a_capture(seed):
     a, b = inputs()
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(kl.CaptureError, match="before the capture"), torch.cuda.graph(graph):
+    with pytest.raises(kl.CaptureError, match="before the capture"), capture():
         kl.tune(kl.l1_distance(), a, b)
     torch.cuda.synchronize()
 
@@ -213,8 +211,7 @@ def test_meta_tensors_prepare_a_capture(seed, seen):
     kl.prepare(descriptor, *(torch.empty_like(x, device="meta") for x in (a, b)))
     assert [event.name for event in seen][-1] == "load"
     seen.clear()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         kl.run_kernel(descriptor, a, b, out=out)
     assert [event.name for event in seen] == ["launch"]
     graph.replay()
@@ -259,8 +256,7 @@ def test_nothing_is_compiled_for_a_list_inside_a_capture(seed, seen):
     loaded, missing = fresh(2.0625), fresh(2.1875)
     kl.prepare(loaded, a, b)
     seen.clear()
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(kl.CaptureError, match=r"kernlib\.prepare"), torch.cuda.graph(graph):
+    with pytest.raises(kl.CaptureError, match=r"kernlib\.prepare"), capture():
         kl.prepare([loaded, missing], a, b)
     torch.cuda.synchronize()
     assert seen == []

@@ -266,6 +266,9 @@ def test_self_attention_and_inputs_without_a_batch():
     wanted, _ = plain(x, x, x, attn_mask=later)
     assert torch.allclose(made(x, x, x, is_causal=True)[0], wanted)
     assert torch.allclose(made(x, x.clone(), x, is_causal=True, attn_mask=later)[0], wanted)
+    values = torch.randn_like(x)  # beside one tensor for queries and keys
+    wanted_of_values, _ = plain(x, x, values, attn_mask=later)
+    assert torch.allclose(made(x, x, values, is_causal=True)[0], wanted_of_values)
     one = x[:, 1]
     padding = torch.zeros(64, dtype=torch.bool)
     assert torch.allclose(made(one, one, one, padding, is_causal=True)[0], wanted[:, 1])

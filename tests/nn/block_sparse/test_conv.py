@@ -45,12 +45,14 @@ CASES = {
     "strided": {"padding": 1, "stride": (2, 3)},
     "same": {"padding": "same", "dilation": (2, 1)},
     "uneven": {"padding": "same", "kernel_size": (1, 5)},
+    "even": {"padding": "same", "kernel_size": (2, 4)},  # what is over is padded behind
     "circular": {"padding": (2, 1), "padding_mode": "circular", "dilation": 2},
     "reflect": {"padding": 2, "padding_mode": "reflect"},
     "one": {"kernel_size": 1},
 }
 
 
+@pytest.mark.few(100)
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case):
     options = {"kernel_size": 3, **CASES[case]}

@@ -8,6 +8,8 @@ from kernlib.families.blocksparse.lowering import choose, hopper
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
 
 ARCH, COUNT = hopper.ARCH, 132
+
+
 def spmm(lines: int, columns: int, heads: int = 1, block: int = 64, **changes) -> Spmm:
     """Of a matrix of 4096 columns a head."""
     blocks = Blocks(block, block, lines // block, 4096 // block, heads, 1000)

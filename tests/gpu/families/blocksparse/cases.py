@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+import kernlib as kl
 from kernlib import BlockSparseMatmul
 from kernlib.blocksparse import Layout
 from kernlib.families.blocksparse import ahead
@@ -18,6 +20,14 @@ TYPES = {"fp32": F32, "fp16": F16, "bf16": BF16}
 GATES = {F32: 1e-6, F16: 1e-3, BF16: 8e-3}
 BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32))
 MODES = ("sdd", "dsd", "dds")
+FLAGS = tuple((of_a, of_b) for of_a in (False, True) for of_b in (False, True))
+SHAPES_OF_LAYOUTS = {
+    "few blocks": [[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+    "one long line": [[1] * 40] + [[0] * 39 + [1]] * 9,
+    "lines that take turns": [[1, 0] * 20, [0, 1] * 20, [1] * 20 + [0] * 20, [0] * 20 + [1] * 20],
+    "one column": [[1, 0, 0]] * 20,
+    "band": [[int(abs(row - col) < 2) for col in range(12)] for row in range(12)],
+}
 
 
 def layout_of(block, grid=(5, 7), heads=None, density=0.4, room=2) -> Layout:
@@ -99,3 +109,19 @@ def in_parts(count: int, problem, known: list, multiprocessors: int) -> dict:
 
 def product(mode: str, of_a=False, of_b=False, **options) -> BlockSparseMatmul:
     return BlockSparseMatmul(mode, transpose_a=of_a, transpose_b=of_b, **options)
+
+
+def check_products(mode: str, layout: Layout, sizes, dtype, flags=FLAGS) -> None:
+    """Of batches of two, with these transposes, into results that hold NaN: the values, and that
+    they have the same bits each time."""
+    made = [
+        (pair, operands(mode, layout, size, dtype, (2,), *pair)) for pair in flags for size in sizes
+    ]
+    build([(product(mode, *pair), (layout, a, b)) for pair, (a, b) in made])
+    for pair, (a, b) in made:
+        descriptor = product(mode, *pair)
+        first = kl.run_kernel(descriptor, layout, a, b)
+        out = torch.full_like(first, math.nan)
+        kl.run_kernel(descriptor, layout, a, b, out=out)
+        check(out, exact(mode, layout, a, b, *pair), GATES[dtype])
+        assert torch.equal(out, first)

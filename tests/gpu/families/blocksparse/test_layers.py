@@ -14,6 +14,7 @@ from kernlib.blocksparse import Layout
 from kernlib.compat import torch_blocksparse
 from kernlib.nn import BlockSparseLinear, BlockSparseMultiheadAttention, block_sparse_attention
 from tests.gpu.families.blocksparse.cases import BF16, F16, F32, check, layout_of
+from tests.gpu.watched import capture, nothing_waits
 
 KINDS = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 GATES = {F32: 2e-6, F16: 2e-3, BF16: 1.6e-2}
@@ -65,12 +66,8 @@ def test_a_training_step_waits_for_nothing(seed):
         optimizer.zero_grad()
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_is_captured(seed):
@@ -84,8 +81,7 @@ def test_a_step_is_captured(seed):
             layer(x).square().sum().backward()
             layer.zero_grad(set_to_none=True)
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         layer(x).square().sum().backward()
     for _ in range(2):
         x.normal_()
@@ -138,69 +134,14 @@ def test_a_module_of_attention_is_that_of_the_cpu(masked, seed):
 # The predecessor's own cases.
 
 
-@pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
-@pytest.mark.parametrize("trans", [(a, b) for a in (False, True) for b in (False, True)])
-@pytest.mark.parametrize("block", [16, 32, 64])
-def test_its_products(block, trans, mode, seed):
-    batch, heads, sizes = 3, 2, (256, 512, 384)  # M, N, K
-    m, n, k = sizes
-    shapes = {"sdd": (m, n), "dsd": (k, m) if trans[0] else (m, k)}
-    rows, cols = shapes.get(mode) or ((n, k) if trans[1] else (k, n))
-    layout = (torch.rand(heads, rows // block, cols // block) < 0.5).long()
-    layout[:, 0, 0] = 1
-    a, b = (
-        torch.rand(batch, heads, *(ends[::-1] if turned else ends), device="cuda").half()
-        for ends, turned in zip(((m, k), (k, n)), trans, strict=True)
-    )
-    made = Layout(layout, block, device="cuda")
-    sparse = {"dsd": 0, "dds": 1}.get(mode)
-    given = [a, b]
-    if sparse is not None:
-        given[sparse] = made.to_blocks(given[sparse])
-    leaves = [t.detach().requires_grad_() for t in given]
-    y = torch_blocksparse.MatMul(layout, block, mode, *trans)(*leaves)
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    whole = [made.to_dense(t) if i == sparse else t for i, t in enumerate(wide)]
-    left, right = (t.mT if turned else t for t, turned in zip(whole, trans, strict=True))
-    wanted = made.to_blocks(left @ right) if mode == "sdd" else left @ right
-    check(y, wanted.detach(), 1e-3)
-    grad = torch.randn_like(y)
-    found = torch.autograd.grad(y, leaves, grad)
-    for ours, theirs in zip(found, torch.autograd.grad(wanted, wide, grad.double()), strict=True):
-        check(ours, theirs, 1e-3)
-
-
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-@pytest.mark.parametrize("width", [256, 576])
-def test_its_softmax(width, dtype, seed):
-    layout = (torch.rand(4, 256 // 16, width // 16) < 0.5).long()
-    layout[:, :, 0] = 1
-    made = Layout(layout, 16, device="cuda")
-    x = torch.rand(2, made.capacity, 16, 16, device="cuda").to(dtype)
-    kpm = torch.where(torch.rand(2, width, device="cuda") < 0.2, -math.inf, 0.0).to(dtype)
-    kpm[:, 0] = 0
-    attn = (torch.rand(256, width, device="cuda") < 0.8).to(dtype)
-    attn[:, 0] = 1
-    op = torch_blocksparse.Softmax(layout, 16)
-    y = op(x, 0.4, key_padding_mask=kpm, attn_mask=attn, attn_mask_mode="mul")
-    logits = made.to_dense(x.double()) * 0.4 + kpm.double()[:, None, None]
-    kept = made.to_dense(torch.ones_like(x, dtype=torch.float64)).bool() & (attn != 0)
-    wanted = logits.masked_fill(~kept, -math.inf).softmax(-1)
-    check(made.to_dense(y), wanted, {F32: 1e-6, F16: 1e-3}[dtype])
-
-
 def test_its_relu_waits_for_nothing(seed):
     x, residual = (torch.randn(4, 64, 15, 15, device="cuda") for _ in range(2))
     scale, bias = (torch.rand(1, device="cuda", requires_grad=True) for _ in range(2))
     op = torch_blocksparse.ReLU()
     op(x, scale, bias, residual).sum().backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         y = op(x, scale, bias, residual)
         y.sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     check(y.detach(), F.relu(x.double() * scale + bias + residual).detach(), 1e-6)
 
 

@@ -3,14 +3,12 @@ pay, and where it does."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
 from kernlib.families.blocksparse.lowering import choose, parts
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
@@ -24,21 +22,11 @@ from tests.gpu.families.blocksparse.cases import (
     operands,
     product,
 )
+from tests.gpu.watched import capture
 
 BLOCKS = ((16, 16), (64, 64), (16, 64), (128, 32))
 SIZES = {"sdd": (1033, 1100), "dsd": (33, 264), "dds": (33, 264)}  # a part has four stages
 every_mode = pytest.mark.parametrize("mode", MODES)
-
-
-@pytest.fixture
-def kinds():
-    """Of kernels that are launched."""
-    found = []
-    unsubscribe = events.subscribe(
-        lambda e: e.name == "launch" and found.append(e.description.split()[1])
-    )
-    yield found
-    unsubscribe()
 
 
 @pytest.fixture
@@ -58,16 +46,8 @@ def in_parts(monkeypatch):
 @pytest.mark.parametrize("numbers", TYPES)
 def test_products_by_rule(numbers, block, mode, seed):
     """All transposes, of sums that are shared and of others."""
-    dtype, layout = TYPES[numbers], layout_of(block, (5, 13), heads=2)
-    flags = [(of_a, of_b) for of_a in (False, True) for of_b in (False, True)]
     sizes = (9, 72, 2056) if mode == "sdd" else (1, 24, 200)
-    made = [
-        (pair, operands(mode, layout, size, dtype, (2,), *pair)) for pair in flags for size in sizes
-    ]
-    cases.build([(product(mode, *pair), (layout, a, b)) for pair, (a, b) in made])
-    for pair, (a, b) in made:
-        found = kl.run_kernel(product(mode, *pair), layout, a, b)
-        check(found, exact(mode, layout, a, b, *pair), GATES[dtype])
+    cases.check_products(mode, layout_of(block, (5, 13), heads=2), sizes, TYPES[numbers])
 
 
 @every_mode
@@ -78,20 +58,9 @@ def test_products(count, numbers, block, mode, in_parts, kinds, seed):
     """Heads, a batch, sizes that no copy runs along, parts that have no block, lines without one;
     the same bits each time."""
     in_parts(count)
-    dtype, layout = TYPES[numbers], layout_of(block, (9, 11), heads=2, density=0.2)
-    flags = [(False, False), (True, True)]
-    made = [
-        (pair, operands(mode, layout, size, dtype, (2,), *pair))
-        for pair in flags
-        for size in SIZES[mode]
-    ]
-    cases.build([(product(mode, *pair), (layout, a, b)) for pair, (a, b) in made])
-    for pair, (a, b) in made:
-        descriptor = product(mode, *pair)
-        out = torch.full_like(kl.run_kernel(descriptor, layout, a, b), math.nan)
-        kl.run_kernel(descriptor, layout, a, b, out=out)
-        check(out, exact(mode, layout, a, b, *pair), GATES[dtype])
-        assert torch.equal(kl.run_kernel(descriptor, layout, a, b), out)
+    layout = layout_of(block, (9, 11), heads=2, density=0.2)
+    flags = ((False, False), (True, True))
+    cases.check_products(mode, layout, SIZES[mode], TYPES[numbers], flags)
     assert parts.KIND in kinds
 
 
@@ -122,8 +91,7 @@ def test_long_sums_of_few_blocks_are_shared(numbers, kinds, seed):
     found = kl.run_kernel(descriptor, layout, a, b)
     assert parts.KIND in kinds
     check(found, exact("sdd", layout, a, b), GATES[dtype])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         kl.run_kernel(descriptor, layout, a, b, out=found)
     layout.update_(layout.mask().roll(1, 1))
     a.copy_(torch.randn_like(a))

@@ -18,6 +18,7 @@ from tests.gpu.families.blocksparse.cases import (
     operands,
     product,
 )
+from tests.gpu.watched import capture, nothing_waits
 
 CASES = {"wide": ((64, 64), F16), "narrow": ((16, 16), F16), "portable": ((32, 32), F32)}
 every_call = pytest.mark.parametrize("case", CASES)
@@ -34,8 +35,7 @@ def test_a_prepared_call_is_captured_and_replayed(case, seed):
     kl.prepare(descriptor, layout, values, b)
     mask = layout.mask()
     layout.update_(mask)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         layout.update_(mask)
         found = kl.run_kernel(descriptor, layout, values, b)
     for _ in range(3):
@@ -50,8 +50,7 @@ def test_a_prepared_call_is_captured_and_replayed(case, seed):
 def test_a_capture_compiles_nothing(seed):
     layout = layout_of((32, 128))
     values, b = operands("dsd", layout, 72, F16)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(kl.CaptureError, match="prepare"), torch.cuda.graph(graph):
+    with pytest.raises(kl.CaptureError, match="prepare"), capture():
         dsd(values, b, layout)
 
 
@@ -79,14 +78,10 @@ def test_nobody_waits_for_the_device(case, seed):
     dsd(values, b, layout)
     mask = layout.mask()
     layout.update_(mask)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         layout.update_(mask)
         dsd(values, b, layout)
         Layout(mask, block, capacity=35)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -8,25 +8,14 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
 from kernlib.blocksparse import Layout, quantize, scaled_dds, scaled_dsd
 from tests.gpu.families.blocksparse.cases import BF16, F16, check, layout_of
+from tests.gpu.watched import capture
 from tests.support.gpus import on_hopper
 
 BLOCK = (128, 128)
 GATES = {F16: 1e-3, BF16: 4e-3}  # of float32 sums that are rounded once, with wgmma's of 14 bits
 every_dtype = pytest.mark.parametrize("dtype", GATES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def kinds():
-    """The kinds of kernels that a test launched."""
-    found = []
-    stop = events.subscribe(
-        lambda event: event.name == "launch" and found.append(event.description.split()[1])
-    )
-    yield found
-    stop()
 
 
 def weight(layout: Layout, batch=()) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,8 +121,7 @@ def test_a_prepared_call_is_captured_and_follows_the_layout(seed):
     kl.prepare(descriptor, layout, x, values, own, scale)
     mask = layout.mask()
     layout.update_(mask)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         layout.update_(mask)
         found = kl.run_kernel(descriptor, layout, x, values, own, scale)
     for _ in range(3):

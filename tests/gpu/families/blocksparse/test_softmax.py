@@ -11,6 +11,7 @@ import kernlib as kl
 from kernlib.blocksparse import Layout, softmax
 from tests.families.blocksparse.softmax import cases as by_formula
 from tests.gpu.families.blocksparse.cases import BF16, BLOCKS, F16, F32, TYPES, layout_of
+from tests.gpu.watched import capture, nothing_waits
 
 GATES = by_formula.GATES
 OPTIONS = ("plain", "rpe", "scale", "masks", "bools", "mul", "causal", "all")
@@ -142,14 +143,9 @@ def test_nobody_waits_and_a_graph_follows_what_changes(seed):
     kl.prepare(made, layout, x, scale=scale)
     kl.run_kernel(made, layout, x, scale=scale)
     layout.update_(mask)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         kl.run_kernel(made, layout, x, scale=scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         layout.update_(mask)
         found = kl.run_kernel(made, layout, x, scale=scale)
     for _ in range(3):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
 from kernlib.blocksparse import Layout, sdd
 from kernlib.families.blocksparse.lowering import hopper, stationary, tiles
 from kernlib.runtime.devices import arch_of
@@ -36,17 +35,6 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture
-def kinds():
-    """Of kernels that are launched."""
-    found = []
-    unsubscribe = events.subscribe(
-        lambda e: e.name == "launch" and found.append(e.description.split()[1])
-    )
-    yield found
-    unsubscribe()
-
-
-@pytest.fixture
 def always(monkeypatch, kind):
     """As if one kind paid, and no other."""
     for name, module in KINDS.items():
@@ -66,10 +54,9 @@ def test_products(numbers, block, kind, always, kinds, seed):
     block; the same bits each time."""
     dtype = TYPES[numbers]
     layout = layout_of((block, block), GRIDS[block], heads=2, density=0.3, room=40)
-    flags = [(of_a, of_b) for of_a in (False, True) for of_b in (False, True)]
     made = [
         (pair, operands("sdd", layout, size, dtype, (2,), *pair))
-        for pair in flags
+        for pair in cases.FLAGS
         for size in DEPTHS[kind]
     ]
     cases.build([(product("sdd", *pair), (layout, a, b)) for pair, (a, b) in made])

@@ -18,6 +18,7 @@ from tests.gpu.families.blocksparse.cases import (
     F32,
     GATES,
     MODES,
+    SHAPES_OF_LAYOUTS,
     TYPES,
     check,
     exact,
@@ -47,17 +48,7 @@ def kernels_of_hopper(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_products(mode, numbers, block, seed):
     """All transposes, sizes that the copy engine takes and others, heads, values of a batch."""
-    dtype, layout = TYPES[numbers], layout_of(block, heads=2)
-    flags = [(of_a, of_b) for of_a in (False, True) for of_b in (False, True)]
-    made = [
-        (pair, operands(mode, layout, size, dtype, (2,), *pair)) for pair in flags for size in SIZES
-    ]
-    cases.build([(product(mode, *pair), (layout, a, b)) for pair, (a, b) in made])
-    for pair, (a, b) in made:
-        descriptor = product(mode, *pair)
-        out = torch.full_like(kl.run_kernel(descriptor, layout, a, b), math.nan)
-        kl.run_kernel(descriptor, layout, a, b, out=out)
-        check(out, exact(mode, layout, a, b, *pair), GATES[dtype])
+    cases.check_products(mode, layout_of(block, heads=2), SIZES, TYPES[numbers])
 
 
 @every_block
@@ -174,14 +165,6 @@ def test_more_elements_than_31_bits_count(seed):
     found = dds(x, weight, layout, transpose_b=True)
     for part in (slice(0, 3), slice(rows - 3, rows)):
         check(found[part], exact("dds", layout, x[part], weight, False, True), 1e-3)
-
-
-SHAPES_OF_LAYOUTS = {
-    "few blocks": [[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
-    "one long line": [[1] * 40] + [[0] * 39 + [1]] * 9,
-    "one column": [[1, 0, 0]] * 20,
-    "band": [[int(abs(row - col) < 2) for col in range(12)] for row in range(12)],
-}
 
 
 @every_block

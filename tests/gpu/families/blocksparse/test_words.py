@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
 from kernlib.blocksparse import Layout, dds, dsd
 from kernlib.families.blocksparse.lowering import hopper_words
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (
     F32,
+    SHAPES_OF_LAYOUTS,
     check,
     exact,
     layout_of,
@@ -22,6 +22,7 @@ from tests.gpu.families.blocksparse.cases import (
     product,
     values_of,
 )
+from tests.gpu.watched import capture
 from tests.support.gpus import on_hopper
 
 BLOCKS = ((64, 64), (128, 128), (64, 128), (128, 64))
@@ -31,16 +32,11 @@ every_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def words(monkeypatch):
+def words(monkeypatch, kinds):
     """Whatever a test multiplies is multiplied by the kernel, where the GPU has it."""
     forget_plans()
     monkeypatch.setattr(hopper_words, "pays", lambda *_: True)
-    kinds = set()
-    stop = events.subscribe(
-        lambda event: event.name == "launch" and kinds.add(event.description.split()[1])
-    )
     yield
-    stop()
     forget_plans()
     assert not on_hopper() or hopper_words.KIND in kinds
 
@@ -53,16 +49,7 @@ def operands_of(mode: str, layout: Layout, size: int, batch=(), flags=(False, Fa
 @pytest.mark.parametrize("mode", ["dsd", "dds"])
 def test_products(mode, block, seed):
     """All transposes, ragged columns, heads, values of a batch, NaN in slots without a block."""
-    layout = layout_of(block, heads=2)
-    flags = [(of_a, of_b) for of_a in (False, True) for of_b in (False, True)]
-    made = [(pair, operands_of(mode, layout, size, (2,), pair)) for pair in flags for size in SIZES]
-    cases.build([(product(mode, *pair), (layout, a, b)) for pair, (a, b) in made])
-    for pair, (a, b) in made:
-        descriptor = product(mode, *pair)
-        out = torch.full_like(kl.run_kernel(descriptor, layout, a, b), math.nan)
-        kl.run_kernel(descriptor, layout, a, b, out=out)
-        check(out, exact(mode, layout, a, b, *pair), GATE)
-        assert torch.equal(kl.run_kernel(descriptor, layout, a, b), out)
+    cases.check_products(mode, layout_of(block, heads=2), SIZES, F32)
 
 
 @every_block
@@ -180,14 +167,6 @@ def test_columns_and_batches_are_independent(block, seed):
     assert torch.equal(dsd(values, b[..., :40], layout), found[..., :40])
 
 
-SHAPES_OF_LAYOUTS = {
-    "few blocks": [[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
-    "one long line": [[1] * 40] + [[0] * 39 + [1]] * 9,
-    "lines that take turns": [[1, 0] * 20, [0, 1] * 20, [1] * 20 + [0] * 20, [0] * 20 + [1] * 20],
-    "one column": [[1, 0, 0]] * 20,
-}
-
-
 @every_block
 @pytest.mark.parametrize("name", SHAPES_OF_LAYOUTS)
 def test_layouts_of_all_shapes(name, block, seed):
@@ -209,8 +188,7 @@ def test_a_layout_may_change_between_replays(seed):
     mask = layout.mask()
     layout.update_(mask)
     kl.run_kernel(descriptor, layout, values, b)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         layout.update_(mask)
         found = kl.run_kernel(descriptor, layout, values, b)
     for _ in range(3):

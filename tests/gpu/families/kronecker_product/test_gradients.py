@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
 from tests.gpu.families.kronecker_product import cases
 from tests.gpu.families.kronecker_product.cases import (
     BF16,
@@ -20,6 +19,7 @@ from tests.gpu.families.kronecker_product.cases import (
     operands,
     product,
 )
+from tests.gpu.watched import launches
 
 # Beside those of products: terms of a gradient have all signs, and cancel.
 GATES = {F64: 4e-13, F32: 4e-6, F16: 2e-3, BF16: 1.6e-2}
@@ -61,15 +61,11 @@ def test_gradients(shapes, numbers, side, seed):
 
 @every_side
 def test_they_are_kernels_and_nothing_else(side, seed):
-    kinds = []
     tensors = [t.requires_grad_() for t in operands(((8, 8), (5, 7)), 50, side, F32)]
     y = kl.kron_matmul(tensors[0], tensors[1:], side=side)
-    stop = events.subscribe(lambda e: e.name == "launch" and kinds.append(e.description))
-    try:
+    with launches() as launched:
         torch.autograd.grad(y, tensors, torch.randn_like(y))
-    finally:
-        stop()
-    assert [kind.split()[1] for kind in kinds] == ["gradients", "sum"]
+    assert [name.split()[1] for name in launched] == ["gradients", "sum"]
 
 
 @every_side

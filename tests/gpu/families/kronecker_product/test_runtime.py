@@ -7,6 +7,7 @@ import torch
 
 import kernlib as kl
 from tests.gpu.families.kronecker_product.cases import F32, check, exact, operands, product
+from tests.gpu.watched import capture, nothing_waits, peak
 
 # In one launch, in two that share a workspace, and by torch where that was measured to be faster.
 SHAPES = {
@@ -23,8 +24,7 @@ def test_a_prepared_call_is_captured_and_replayed(case, seed):
     descriptor = product(shapes)
     x, *factors = operands(shapes, 50, "right", F32)
     kl.prepare(descriptor, x, *factors)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         found = kl.run_kernel(descriptor, x, *factors)
     for _ in range(3):
         x.normal_()
@@ -36,8 +36,7 @@ def test_a_prepared_call_is_captured_and_replayed(case, seed):
 def test_a_capture_compiles_nothing(seed):
     shapes = ((3, 11), (2, 9), (2, 2))
     x, *factors = operands(shapes, 5, "right", F32)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(kl.CaptureError, match="prepare"), torch.cuda.graph(graph):
+    with pytest.raises(kl.CaptureError, match="prepare"), capture():
         kl.kron_matmul(x, factors)
 
 
@@ -61,12 +60,8 @@ def test_nobody_waits_for_the_device(case, seed):
     shapes = SHAPES[case]
     x, *factors = operands(shapes, 50, "right", F32)
     kl.kron_matmul(x, factors)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         kl.kron_matmul(x, factors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -83,13 +78,9 @@ def test_another_device(case, seed):
 @pytest.mark.parametrize("sizes", [(64, 64), (32, 32, 32), (24, 24, 24)], ids=str)
 def test_peak_memory_is_the_result(sizes, numbers, seed):
     x, *factors = operands([(size, size) for size in sizes], 1000, "right", numbers)
-    found = kl.kron_matmul(x, factors)
-    del found
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    found = kl.kron_matmul(x, factors)
-    peak = torch.cuda.max_memory_allocated() - before
-    assert peak <= found.numel() * found.element_size() + (1 << 20)
+    kl.kron_matmul(x, factors)
+    found, most = peak(lambda: kl.kron_matmul(x, factors))
+    assert most <= found.numel() * found.element_size() + (1 << 20)
 
 
 def test_the_same_bits_each_time(seed):

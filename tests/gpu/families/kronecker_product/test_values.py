@@ -83,19 +83,6 @@ def test_each_factor_has_its_batch(side, seed):
     check(kl.kron_matmul(x, factors, side=side), exact(x, factors, side), 1e-6)
 
 
-@every_side
-def test_alpha_beta_and_y(side, seed):
-    shapes = ((8, 8), (5, 7))
-    x, *factors = operands(shapes, 21, side, F32)
-    wanted = exact(x, factors, side)
-    y = torch.randn(wanted.shape, device="cuda")
-    alpha = torch.tensor(3.0, device="cuda")
-    found = kl.kron_matmul(x, factors, alpha=alpha, beta=0.5, y=y, side=side)
-    check(found, 3 * wanted + y.double() / 2, 1e-6)
-    y.fill_(math.nan)
-    check(kl.kron_matmul(x, factors, alpha=3, y=y, side=side), 3 * wanted, 1e-6)
-
-
 @pytest.mark.parametrize("numbers", TYPES)
 @every_side
 def test_y_is_read_where_the_result_is_written(side, numbers, seed):
@@ -117,17 +104,6 @@ def test_y_is_read_where_the_result_is_written(side, numbers, seed):
         nothing = torch.full_like(whole, math.nan)
         for zero in (0.0, torch.zeros((), device="cuda")):
             check(call(beta=zero, y=nothing), 3 * wanted, 2 * GATES[dtype])
-
-
-def test_out_shares_no_part_of_y(seed):
-    x, *factors = operands(((8, 8), (5, 7)), 21, "right", F32)
-    memory = torch.randn(22, 56, device="cuda")
-    for y in (memory[1:], memory[:1], memory[:21, :1], memory[0, 0]):
-        with pytest.raises(ValueError, match="out shares memory with y;"):
-            kl.kron_matmul(x, factors, beta=1.0, y=y, out=memory[:21])
-    number = memory[0, 0]
-    with pytest.raises(ValueError, match="out shares memory with alpha;"):
-        kl.kron_matmul(x, factors, alpha=number, out=memory[:21])
 
 
 def test_rows_are_independent(seed):
@@ -208,13 +184,6 @@ def test_what_no_block_holds_is_torchs(seed):
     shapes = ((300, 290), (3, 3))
     x, *factors = operands(shapes, 20, "right", F32)
     check(kl.kron_matmul(x, factors), exact(x, factors, "right"), 1e-6)
-
-
-def test_gradients(seed):
-    shapes = ((4, 3), (5, 6))
-    tensors = [t.requires_grad_() for t in operands(shapes, 7, "right", torch.float64)]
-    assert torch.autograd.gradcheck(lambda x, *f: kl.kron_matmul(x, f), tensors)
-    assert torch.autograd.gradgradcheck(lambda x, *f: kl.kron_matmul(x, f), tensors)
 
 
 def test_more_elements_than_31_bits_count(seed):

@@ -22,6 +22,7 @@ from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime import devices
 from kernlib.runtime.plan import forget_plans
+from tests.gpu.watched import launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = float("nan")
@@ -192,22 +193,6 @@ class Seen(NamedTuple):
     launched: list[str]
     planned: list[tuple[tuple, lowering.Problem]]
     by_torch: list[lowering.Problem]
-
-
-@contextmanager
-def launches() -> Iterator[list[str]]:
-    """The descriptions of the kernels that are launched meanwhile."""
-    found: list[str] = []
-
-    def note(event: kl.events.Event) -> None:
-        if event.name == "launch":
-            found.append(event.description)
-
-    unsubscribe = kl.events.subscribe(note)
-    try:
-        yield found
-    finally:
-        unsubscribe()
 
 
 @contextmanager

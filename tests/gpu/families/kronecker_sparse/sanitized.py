@@ -15,6 +15,7 @@ from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering.problem import DEEP
 from tests.gpu.families.kronecker_sparse import cases as ks
+from tests.gpu.watched import launches
 
 # Patterns, numbers, batch_last and batches. The last ones pack a weight, and split a batch.
 PORTABLE = (
@@ -91,11 +92,11 @@ def main(kernels: str) -> None:
         mock.patch.object(lowering, "is_small", lambda problem: False),
         mock.patch.object(lowering.times, "fastest", lambda problem, known: known[0]["kind"]),
     ):
-        with ks.only(*names), ks.launches() as launched:
+        with ks.only(*names), launches() as launched:
             for call in CALLS[kernels]:
                 run(kernels, *call)
         if kernels != "portable":
-            with ks.only("transposed", "portable"), ks.launches() as by_batch_last:
+            with ks.only("transposed", "portable"), launches() as by_batch_last:
                 for call in TRANSPOSED:
                     run(kernels, *call)
             assert any("hopper" in name for name in by_batch_last), by_batch_last

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.runtime.devices import arch_of, model
 from tests.gpu.families.kronecker_sparse import cases as ks
-from tests.support import product_hostile as products
+from tests.gpu.watched import capture, launches, nothing_waits, peak
 
 # Patterns and rows: sums in parts, few rows, few columns, one block and several, odd sizes.
 CALLS = (
@@ -113,20 +112,6 @@ def test_tf32_is_what_is_permitted(case, seed):
 
 
 @every_call
-def test_hostile_operands_meet_the_bar(case, seed):
-    pattern, rows = case[0], min(case[1], 200)
-    a, b, c, _ = pattern
-    factor = kl.KroneckerSparse(*pattern, precision="fp32")
-    for name, side in products.pairs():
-        sizes = (rows, a * c, a * b, pattern)
-        given = products.operands(name, side, *sizes, torch.float32, ks.DEVICE)
-        wanted = products.exact(partial(products.factor, pattern), given)
-        rivals = products.derivatives(partial(products.factor, pattern), given)
-        found = products.derivatives(partial(kl.run_kernel, factor), given)
-        products.check(found, wanted, rivals, f"{name} {side}, {pattern}", gpu=True)
-
-
-@every_call
 @pytest.mark.parametrize("bad", (math.nan, math.inf))
 def test_what_is_not_finite_stays_in_its_row_and_block(case, bad, seed):
     descriptor, x, weight = call_of(case)
@@ -140,40 +125,13 @@ def test_what_is_not_finite_stays_in_its_row_and_block(case, bad, seed):
     assert torch.equal(found[~touched], clean[~touched])
 
 
-def test_infinities_are_those_of_float32_arithmetic(seed):
-    if not is_measured():
-        pytest.skip("kernels of float32 have none")
-    descriptor, x, weight = call_of(CALLS[1])
-    x[2, 5] = math.inf
-    found = kl.run_kernel(descriptor, x, weight)[2]
-    assert torch.equal(found, weight[0, :, 5, 0] * math.inf)
-
-
-@every_call
-def test_the_same_call_gives_the_same_bits(case, seed):
-    """On another stream and on another thread too."""
-    descriptor, x, weight = call_of(case)
-    first = kl.run_kernel(descriptor, x, weight)
-    assert torch.equal(kl.run_kernel(descriptor, x, weight), first)
-    stream, found = torch.cuda.Stream(), []
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found.append(kl.run_kernel(descriptor, x, weight))
-    thread = threading.Thread(target=lambda: found.append(kl.run_kernel(descriptor, x, weight)))
-    thread.start()
-    thread.join()
-    torch.cuda.synchronize()
-    assert all(torch.equal(each, first) for each in found)
-
-
 @every_call
 def test_a_graph_follows_what_is_changed_in_place(case, heard, seed):
     descriptor, x, weight = call_of(case)
     out = torch.empty(len(x), descriptor.out_features, device=ks.DEVICE)
     kl.prepare(descriptor, x, weight, out=out)
     heard.clear()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         kl.run_kernel(descriptor, x, weight, out=out)
     assert (set(heard) == {"torch"}) == is_measured()
     for _ in range(2):
@@ -196,8 +154,7 @@ def test_a_capture_without_a_plan_of_its_thread_is_kernels(case, seed):
 
     def capture() -> None:
         try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph), ks.launches() as launched:
+            with capture() as graph, launches() as launched:
                 kl.run_kernel(descriptor, x, weight, out=out)
             assert launched
             graph.replay()
@@ -220,16 +177,11 @@ def test_a_call_never_waits_for_the_device_and_uses_the_current_stream(case, see
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         kl.run_kernel(descriptor, x, weight)  # what cuBLAS wants of a stream
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
-            for to, value in zip(given, (x, weight), strict=True):
-                to.copy_(value)
-            found = kl.run_kernel(descriptor, *given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with nothing_waits(), torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for to, value in zip(given, (x, weight), strict=True):
+            to.copy_(value)
+        found = kl.run_kernel(descriptor, *given)
     stream.synchronize()
     assert torch.equal(found, wanted)
 
@@ -239,12 +191,8 @@ def test_a_call_allocates_its_result_alone(case, seed):
     """And cuBLAS's workspace, which torch keeps for a stream."""
     descriptor, x, weight = call_of(case)
     y = kl.run_kernel(descriptor, x, weight)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    again = kl.run_kernel(descriptor, x, weight)
+    again, most = peak(lambda: kl.run_kernel(descriptor, x, weight))
     packed = weight.numel() * weight.element_size() * (not is_measured())
-    most = torch.cuda.max_memory_allocated() - before
     assert torch.equal(again, y) and most <= y.numel() * y.element_size() + 2 * packed + 4096
 
 
@@ -322,18 +270,3 @@ def test_a_tuned_kernel_goes_first(case, heard, seed):
     heard.clear()
     check(kl.run_kernel(descriptor, x, weight), x, weight)
     assert not found.kept or "torch" not in heard
-
-
-@every_call
-def test_guards_around_a_result(case, seed):
-    """Nothing is written around it, nor is anything read around x and the weight."""
-    descriptor, *tensors = call_of(case)
-    held = []
-    for t in (*tensors, torch.empty(case[1], descriptor.out_features, device=ks.DEVICE)):
-        memory = torch.full((t.numel() + 65,), math.nan, device=ks.DEVICE)
-        held.append((memory, memory[33:-32].view(t.shape).copy_(t)))
-    (_, x), (_, weight), (memory, out) = held
-    out.fill_(math.nan)
-    kl.run_kernel(descriptor, x, weight, out=out)
-    check(out, *tensors)
-    assert memory[:33].isnan().all() and memory[-32:].isnan().all()

@@ -13,7 +13,6 @@ from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse import reference
 from kernlib.nn import KSLinear
 from tests.gpu.families.kronecker_sparse import cases as ks
-from tests.support.ties import ACTIVATIONS
 
 PATTERNS = (*ks.FEW, (2, 72, 100, 2))
 ALGOS = ("kernel", "einsum", "bmm", "dense", "sparse", "bsr")
@@ -188,22 +187,6 @@ def test_nothing_is_recorded_under_no_grad_and_all_is_fused(batch_last, seed):
         assert ("Gelu" in seen.launched[-1]) is fused
 
 
-@ks.both_layouts
-def test_float64_passes_gradcheck(batch_last, seed):
-    descriptor = kl.KroneckerSparse(
-        2, 3, 5, 2, batch_last=batch_last, epilogue=(kl.Bias(), kl.Gelu())
-    )
-    x, weight = (t.double().requires_grad_() for t in ks.operands((2, 3, 5, 2), 3, "fp32",
-                                                                  batch_last))  # fmt: skip
-    bias = ks.random(12, dtype=torch.float64).requires_grad_()
-
-    def call(x, weight, bias):
-        return kl.run_kernel(descriptor, x, weight, bias=bias)
-
-    assert torch.autograd.gradcheck(call, (x, weight, bias), eps=1e-5, atol=1e-4)
-    assert torch.autograd.gradgradcheck(call, (x, weight, bias), eps=1e-5, atol=1e-4)
-
-
 # The layer.
 
 
@@ -241,47 +224,6 @@ def test_all_algorithms_agree(patterns, numbers, batch_last, seed):
 
 @ks.both_layouts
 @pytest.mark.parametrize("algo", ("auto", *ALGOS))
-def test_a_step_keeps_the_support(algo, batch_last, seed):
-    """Density 1 / (a d) before and after, and a weight changed in place shows."""
-    made = layer(((2, 3, 5, 4),), algo=algo, bs_last=batch_last)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    x = ks.random(*ks.shape_of(made.in_features, (40,), batch_last))
-    with torch.no_grad():
-        before = made(x)  # what an algorithm stores it stores now
-    made(x).square().sum().backward()
-    optimizer.step()
-    dense = made.to_dense()
-    assert (dense != 0).sum() == made.factors[0].numel() == dense.numel() // 8
-    with torch.no_grad():
-        after = made(x)
-    assert not torch.allclose(before, after)
-    wanted = ks.exact(x, made.factors[0], batch_last) + ks.lay(made.bias, batch_last)
-    assert ks.relative_error(after, wanted) <= 2e-6
-
-
-@ks.both_layouts
-@pytest.mark.parametrize("amp", (None, torch.float16, torch.bfloat16), ids=str)
-def test_training_lowers_the_loss(amp, batch_last, seed):
-    net = torch.nn.Sequential(
-        layer(bs_last=batch_last, algo="kernel", activation="gelu"),
-        layer(bs_last=batch_last, algo="kernel"),
-    )
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    x = ks.random(*ks.shape_of(48, (256,), batch_last))
-    wanted = torch.tanh(torch.roll(x, 1, 0 if batch_last else -1))
-    losses: list[float] = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        with torch.autocast(ks.DEVICE, dtype=amp or torch.float16, enabled=amp is not None):
-            loss = F.mse_loss(net(x).float(), wanted)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0], losses[::10]
-
-
-@ks.both_layouts
-@pytest.mark.parametrize("algo", ("auto", *ALGOS))
 @pytest.mark.parametrize("numbers", ("fp16", "bf16"))
 def test_autocast_is_that_of_a_linear_layer(numbers, algo, batch_last, seed):
     made = layer(bs_last=batch_last, algo=algo)
@@ -314,21 +256,6 @@ def test_autocast_leaves_float64_alone_and_reaches_the_op(seed):
     assert ks.relative_error(found, wanted) <= ks.TOLERANCE["bf16"]
     assert ks.relative_error(double, ks.exact(x, weight)) <= 1e-13
     assert primitives.weight_gradient(double, x.double(), ks.LANES).dtype == torch.float64
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("algo", ALGOS)
-def test_a_layer_that_is_zero_trains(algo, activation):
-    pattern, first = (2, 16, 32, 2), ACTIVATIONS[activation][0]
-    layer = KSLinear([pattern], algo=algo, activation=activation, device=ks.DEVICE)
-    for parameter in layer.parameters():
-        torch.nn.init.zeros_(parameter)
-    x = ks.random(40, layer.in_features, dtype=torch.float32)
-    leaves = (layer.factors[0], layer.bias)
-    to_weight, to_bias = torch.autograd.grad(layer(x).sum(), leaves)
-    torch.testing.assert_close(to_bias, torch.full_like(to_bias, 40 * first))
-    wanted = first * x.sum(0).reshape(2, 1, 32, 2).expand(pattern)
-    torch.testing.assert_close(to_weight, wanted, rtol=1e-5, atol=1e-4)
 
 
 FLAT = [(1, 1536, 384, 1), (1, 2, 1, 1), (1, 48, 48, 2), (6, 64, 256, 1), (1, 4, 4, 3)]

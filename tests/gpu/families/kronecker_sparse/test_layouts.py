@@ -265,21 +265,6 @@ def test_slices_of_a_batch_by_way_of_batch_last(pattern, numbers, seed, monkeypa
         assert out._base.isnan().sum() == out._base.numel() - out.numel(), batch
 
 
-def test_views_that_share_a_buffer_without_sharing_elements(seed):
-    pattern = (3, 64, 64, 1)
-    _, weight = ks.operands(pattern, 1)
-    buffer = ks.random(60, 400)
-    x, out = buffer[:, :192], buffer[:, 200:392]
-    wanted = ks.exact(x.clone(), weight)
-    kl.run_kernel(ks.product(pattern), x, weight, out=out)
-    assert ks.relative_error(out, wanted) <= 1e-6
-    with pytest.raises(ValueError, match="out shares memory with x"):
-        kl.run_kernel(ks.product(pattern), x, weight, out=buffer[:, 100:292])
-    square = ks.random(64, 64)  # x and weight may be the same memory
-    found = kl.run_kernel(ks.product((1, 64, 64, 1)), square, square.view(1, 64, 64, 1))
-    assert ks.relative_error(found, square.double() @ square.double().T) <= 1e-6
-
-
 def test_what_a_kernel_reads_a_copy_of_is_not_written(seed):
     pattern = (2, 16, 16, 2)
     descriptor = ks.product(pattern, epilogue=(kl.Bias(), kl.Scale()))

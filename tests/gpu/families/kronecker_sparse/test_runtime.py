@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import threading
 from functools import partial
 
 import pytest
@@ -12,9 +10,9 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import product as primitives
-from kernlib.nn import KSLinear
 from kernlib.run import ahead_of
 from tests.gpu.families.kronecker_sparse import cases as ks
+from tests.gpu.watched import capture, heard, launches, nothing_waits, peak
 
 # Pattern, numbers, batch_last and batch of calls that go to each kind of kernel, with the weight as
 # it is and with one that a launch before packs.
@@ -53,10 +51,8 @@ def built():
 
 @pytest.fixture
 def no_synchronisation():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with nothing_waits():
+        yield
 
 
 # Streams.
@@ -137,8 +133,7 @@ def test_a_graph_follows_what_is_changed_in_place(case, seed):
     out = torch.empty_like(kl.run_kernel(descriptor.replace(epilogue=()), x, weight))
     given = {"bias": bias, "scale": scale, "out": out}
     kl.prepare(descriptor, x, weight, **given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         kl.run_kernel(descriptor, x, weight, **given)
     for step in range(4):
         changed = (x, weight.data, bias, scale)[: step + 1]  # one more at each step
@@ -175,27 +170,16 @@ def test_a_capture_needs_prepare(seed):
     for number, case in enumerate(CALLS):
         descriptor, x, weight = call_of(case, kl.Custom(f"v * 1.25 + {number}"))  # not loaded yet
         out = torch.empty_like(kl.run_kernel(descriptor.replace(epilogue=()), x, weight))
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(kl.CaptureError, match=r"kernlib\.prepare"), torch.cuda.graph(graph):
+        with pytest.raises(kl.CaptureError, match=r"kernlib\.prepare"), capture():
             kl.run_kernel(descriptor, x, weight, out=out)
         torch.cuda.synchronize()
         kl.prepare(descriptor, x, weight, out=out)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capture() as graph:
             kl.run_kernel(descriptor, x, weight, out=out)
         out.fill_(math.nan)
         graph.replay()
         wanted = ks.exact(x, weight, descriptor.batch_last) * 1.25 + number
         assert ks.relative_error(out, wanted) <= tolerance(case)
-
-
-def test_a_host_tensor_is_refused_inside_a_capture(seed):
-    descriptor, x, weight = call_of("blocks", kl.Scale())
-    out, scale = kl.run_kernel(descriptor, x, weight, scale=2.0), torch.tensor(2.0)
-    kl.run_kernel(descriptor, x, weight, out=out, scale=scale)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(kl.CaptureError, match="scale is in host"), torch.cuda.graph(graph):
-        kl.run_kernel(descriptor, x, weight, out=out, scale=scale)
 
 
 @every_call
@@ -207,8 +191,7 @@ def test_a_graph_of_a_step_of_training(case, seed):
     grad = torch.randn_like(ks.exact(x, weight, descriptor.batch_last)).to(x.dtype)
     torch.autograd.grad((2 * x).sum(), x)  # the thread of gradients exists
     kl.prepare(descriptor, x, weight, bias=bias)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         y = kl.run_kernel(descriptor, x, weight, bias=bias)
         found = torch.autograd.grad(y, given, grad)
     for _ in range(2):
@@ -220,61 +203,7 @@ def test_a_graph_of_a_step_of_training(case, seed):
         assert torch.equal(y, again) and all(map(torch.equal, found, wanted))
 
 
-@ks.both_layouts
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
-def test_a_graphed_layer_trains_like_a_plain_one(batch_last, dtype, seed):
-    plain = KSLinear(ks.CHAIN, dtype=dtype, bs_last=batch_last, device=ks.DEVICE, activation="gelu")
-    sample = torch.randn(*ks.shape_of(48, (256,), batch_last), dtype=dtype, device=ks.DEVICE)
-    graphed = copy.deepcopy(plain)
-    run = torch.cuda.make_graphed_callables(graphed, (sample,))
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (plain, graphed)]
-    for _ in range(3):
-        x = torch.randn_like(sample)
-        for call, optimizer in zip((plain, run), optimizers, strict=True):
-            optimizer.zero_grad()
-            call(x).float().square().mean().backward()
-            optimizer.step()
-        for ours, theirs in zip(graphed.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
-
-
 # Threads and devices.
-
-
-@every_call
-def test_threads_share_kernels_and_not_parameters(case, seed):
-    descriptor, x, weight = call_of(case, kl.Scale())
-    weights = {scale: torch.randn_like(weight) for scale in (0.5, 1.0, 2.0, 3.0)}
-    wanted = {s: kl.run_kernel(descriptor, x, w, scale=s) for s, w in weights.items()}
-    torch.cuda.synchronize()
-    failures = []
-
-    def work(scale: float) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(100):
-                out = kl.run_kernel(descriptor, x, weights[scale], scale=scale)
-            torch.cuda.current_stream().synchronize()
-            if not torch.equal(out, wanted[scale]):
-                failures.append(scale)
-
-    threads = [threading.Thread(target=work, args=(scale,)) for scale in weights]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
-@every_call
-def test_a_fresh_thread_needs_no_context_of_its_own(case, seed):
-    descriptor, x, weight = call_of(case)
-    wanted = kl.run_kernel(descriptor, x, weight)
-    out = torch.full_like(wanted, math.nan)
-    thread = threading.Thread(target=partial(kl.run_kernel, descriptor, x, weight, out=out))
-    thread.start()
-    thread.join()
-    torch.cuda.synchronize()
-    assert torch.equal(out, wanted)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -299,10 +228,8 @@ def test_the_tensors_device_decides(case, seed):
 
 @pytest.fixture
 def events():
-    found = []
-    unsubscribe = kl.events.subscribe(found.append)
-    yield found
-    unsubscribe()
+    with heard() as found:
+        yield found
 
 
 @pytest.mark.parametrize("meta", (False, True), ids=("tensors", "meta tensors"))
@@ -355,20 +282,11 @@ def test_tuning_keeps_the_fastest(case, seed):
     assert [timing.choice for timing in found.timings] == ks.candidates(problem)
     assert found.kept == (len(found.timings) > 1)
     assert all(timing.milliseconds > 0 for timing in found.timings)
-    with ks.launches() as launched:
+    with launches() as launched:
         y = kl.run_kernel(descriptor, x, weight)
     steps = ks.lowered((), problem, found.winner).steps
     assert launched == [step.spec.description for step in steps]
     assert ks.relative_error(y, ks.exact(x, weight, last)) <= tolerance(case)
-
-
-def peak(function) -> tuple[object, int]:
-    """What a function returns, and the most bytes that were allocated meanwhile."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    found = function()
-    return found, torch.cuda.max_memory_allocated() - before
 
 
 @ks.both_layouts

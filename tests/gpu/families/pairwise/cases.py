@@ -37,6 +37,22 @@ def whole_blocks():
     forget_plans()
 
 
+@contextmanager
+def lowered_by(module, **others):
+    """What a module lowers meanwhile, for plans that are made anew; ``others`` take the places of
+    further names of it."""
+    made, lower = [], module.lower
+
+    def seen(*arguments):
+        made.append(lower(*arguments))
+        return made[-1]
+
+    forget_plans()
+    with mock.patch.multiple(module, lower=seen, **others):
+        yield made
+    forget_plans()
+
+
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     """``|out - ref| / |ref|`` in the Frobenius norm, computed in float64; NaN never passes."""
     reference = reference.double()

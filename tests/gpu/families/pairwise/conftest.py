@@ -1,8 +1,10 @@
-"""Calls by either of the kernels that take any term, and by blocks of either size."""
+"""Calls by either of the kernels that take any term, by blocks of either size, and in a precision
+that torch permits."""
 
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from tests.gpu.families.pairwise.cases import by, whole_blocks
 
@@ -20,3 +22,11 @@ def blocks(request):
     of large problems."""
     with nullcontext() if request.param == "fitted" else whole_blocks():
         yield
+
+
+@pytest.fixture
+def permitted():
+    """Sets what torch permits the products of float32 tensors to be."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)

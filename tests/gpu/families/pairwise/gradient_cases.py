@@ -12,7 +12,6 @@ from kernlib.families.pairwise.gradients import plans
 from kernlib.families.pairwise.lowering import gradient_tensor as tensor
 from kernlib.runtime.plan import forget_plans
 
-WAYS = ("direct", "mma", "wgmma", "products")
 TERMS = {torch.float32: 3e-6, torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
+from tests.gpu.watched import heard
 
 GAUSSIAN = kl.gaussian()
 
@@ -43,16 +43,12 @@ def test_a_prepared_step_compiles_and_loads_nothing(name):
     values = {"bandwidth": bandwidth, **values}
     named = {} if reduction is None else {"reduction": reduction}
     kl.prepare(GAUSSIAN, *tensors, **named, **values)
-    seen = []
-    unsubscribe = events.subscribe(seen.append)
-    try:
+    with heard() as seen:
         function = kl.run_kernel if reduction is None else getattr(kl, reduction)
         made = function(GAUSSIAN, *tensors, **values)
         made = made[0] if isinstance(made, tuple) else made
         made.sum().backward(retain_graph=True)
         made.backward(torch.ones_like(made))
-    finally:
-        unsubscribe()
     torch.cuda.synchronize()
     names = {event.name for event in seen}
     assert "launch" in names and not names & {"lookup", "compile", "load"}

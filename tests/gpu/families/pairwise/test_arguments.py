@@ -85,16 +85,16 @@ def test_accumulate_adds(seed):
 
 
 BATCHES = (
-    (2, (3, 40, 9), (3, 50, 9)),
-    (2, (1, 40, 9), (3, 50, 9)),
-    (2, (40, 9), (3, 50, 9)),
-    (2, (3, 40, 9), (50, 9)),
-    (2, (40, 9), (50, 9)),
+    ((3, 40, 9), (3, 50, 9)),
+    ((1, 40, 9), (3, 50, 9)),
+    ((40, 9), (3, 50, 9)),
+    ((3, 40, 9), (50, 9)),
+    ((40, 9), (50, 9)),
 )
 
 
-@pytest.mark.parametrize("_, a_shape, b_shape", BATCHES)
-def test_batches_and_hyperparameters_equal_a_loop(_, a_shape, b_shape, seed):
+@pytest.mark.parametrize("a_shape, b_shape", BATCHES)
+def test_batches_and_hyperparameters_equal_a_loop(a_shape, b_shape, seed):
     a, b = points(*a_shape), points(*b_shape)
     bandwidth = torch.tensor([2.0, 3.0, 4.0], device="cuda")
     p = torch.tensor([1.0, 1.3, 2.0], device="cuda")
@@ -107,36 +107,6 @@ def test_batches_and_hyperparameters_equal_a_loop(_, a_shape, b_shape, seed):
             p=float(p[entry]), bandwidth=float(bandwidth[entry]),
         )  # fmt: skip
         assert relative_error(out[entry], one) <= 5e-6
-
-
-def forms(values: list[float]) -> dict:
-    whole = torch.tensor(values, device="cuda")
-    strided = torch.zeros(len(values) * 3, device="cuda")
-    strided[::3] = whole
-    return {
-        "contiguous": whole,
-        "strided": strided[::3],
-        "float64": whole.double(),
-        "float16": whole.half(),
-        "on the host": whole.cpu(),
-    }
-
-
-def test_hyperparameters_of_any_form_and_stride(seed):
-    a, b = points(3, 70, 12), points(3, 60, 12)
-    wanted = None
-    for name, bandwidth in forms([2.0, 3.0, 4.0]).items():
-        for other, regularization in forms([0.0, 0.5, 1.0]).items():
-            out = kl.run_kernel(
-                kl.laplace_l1(), a, b, bandwidth=bandwidth, regularization=regularization
-            )
-            wanted = out if wanted is None else wanted
-            assert torch.equal(out, wanted), (name, other)
-    assert relative_error(
-        wanted,
-        reference(kl.laplace_l1(), a, b, bandwidth=torch.tensor([2.0, 3, 4]),
-                  regularization=torch.tensor([0.0, 0.5, 1.0])),
-    ) <= 5e-6  # fmt: skip
 
 
 @pytest.mark.parametrize("form", (
@@ -164,12 +134,6 @@ def test_regularization_finds_the_diagonal_of_blocks(row_offset, col_offset, see
         assert torch.equal(out, wanted)
 
 
-def test_a_diagonal_that_differs_is_not_replaced_by_one(seed):
-    a, b = points(50, 9), points(50, 9)
-    out = kl.run_kernel(kl.laplace_l1(), a, b, bandwidth=3.0, regularization=0.5)
-    assert (out.diagonal() < 1.5).all() and (out.diagonal() > 0.5).all()
-
-
 def test_epsilon_counts_small_values_as_zero(seed):
     a = points(40, 6, scale=1e-6)
     default = kl.run_kernel(kl.laplace_l1(), a, a, bandwidth=1e-6)
@@ -191,45 +155,6 @@ def test_empty_inputs(shape, seed):
     assert kl.run_kernel(kl.l1_distance(), points(0, m, k), points(0, n, k)).shape == (0, m, n)
 
 
-def test_views_that_share_a_buffer_without_sharing_elements(seed):
-    buffer = points(60, 100)
-    a, out = buffer[:, :36], buffer[:, 40:100]
-    wanted = kl.run_kernel(kl.l1_distance(), a.clone(), a.clone())
-    assert torch.equal(kl.run_kernel(kl.l1_distance(), a, a.clone(), out=out), wanted)
-    with pytest.raises(ValueError, match="out shares memory with a"):
-        kl.run_kernel(kl.l1_distance(), a, a.clone(), out=buffer[:, 30:90])
-
-
-def test_cdist_follows_torch(seed):
-    for left, right in (((5, 4), (6, 4)), ((2, 1, 5, 4), (3, 6, 4)), ((7, 5, 4), (6, 4))):
-        x, y = points(*left), points(*right)
-        for p in (0, 1, 1.7, 2, math.inf):
-            out = kl.cdist(x, y, p=p)
-            wanted = torch.cdist(x.double(), y.double(), p=p)
-            assert out.shape == wanted.shape
-            assert relative_error(out, wanted.cpu()) <= 1e-6
-
-
-def test_the_same_call_before_and_after_others_is_bitwise_equal(seed):
-    a, b = points(90, 50), points(80, 50)
-    before = kl.cdist(a, b, p=2)
-    kl.cdist(a, b, p=2, root=False)
-    kl.cdist(a, b, p=1.7, root=False)
-    kl.run_kernel(kl.l2_distance(), a, b, out=torch.empty(80, 90, device="cuda").T)
-    assert torch.equal(kl.cdist(a, b, p=2), before)
-
-
-def test_requires_grad_is_refused_through_out_never_detached(seed):
-    a, b = points(9, 4).requires_grad_(), points(8, 4)
-    with pytest.raises(RuntimeError, match="a requires a gradient"):
-        kl.run_kernel(kl.l1_distance(), a, b, out=torch.empty(9, 8, device="cuda"))
-    width, out = torch.ones(1, device="cuda", requires_grad=True), torch.empty(8, 8, device="cuda")
-    with pytest.raises(RuntimeError, match="bandwidth requires a gradient"):
-        kl.run_kernel(kl.laplace_l1(), b, b, out=out, bandwidth=width)
-    with torch.no_grad():
-        assert not kl.run_kernel(kl.l1_distance(), a, b).requires_grad
-
-
 def test_negated_views_keep_their_sign(seed):
     z = torch.randn(50, 9, dtype=torch.complex64, device="cuda").conj()
     b = points(40, 9)
@@ -246,10 +171,3 @@ def test_writing_to_out_is_seen_by_autograd(seed):
     before = out._version
     kl.run_kernel(kl.l1_distance(), points(40, 9), points(40, 9), out=out)
     assert out._version > before
-
-
-@pytest.mark.parametrize("bandwidth", (1e-20, 1e-15, 1e15))
-def test_extreme_bandwidths_keep_zero_distances(bandwidth, seed):
-    a = points(40, 6)
-    out = kl.run_kernel(kl.gaussian(), a, a, bandwidth=bandwidth)
-    assert (out.diagonal() == 1).all() and not out.isnan().any()

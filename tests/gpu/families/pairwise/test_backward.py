@@ -13,6 +13,7 @@ from tests.gpu.families.pairwise.cases import points
 from tests.gpu.families.pairwise.trained import (
     PARTIAL_BYTES,
     assert_same_bits,
+    beside_float64,
     captured,
     gradients_of,
     leaves,
@@ -20,7 +21,6 @@ from tests.gpu.families.pairwise.trained import (
 )
 
 GAUSSIAN = kl.gaussian()
-ROOT = {"p": 1.3}
 PQ = {"bandwidth": 3.0, "p": 1.2, "q": 0.9}
 # Descriptor, hyperparameters, those of them with gradients.
 CASES = {
@@ -196,16 +196,8 @@ def test_half_types_are_summed_in_float32(dtype, taken, seed):
 def test_batches_and_strides(taken, seed):
     a, b = points(3, 5, 90).mT, points(70, 10)[:, ::2]
     v, bandwidth = points(3, 70, 4)[..., ::2], torch.tensor([1.0, 2.0, 3.0], device="cuda")
-    inputs = [t.detach().requires_grad_() for t in (a, b, v, bandwidth)]
-    g = points(3, 90, 2)
-
-    def gradients(inputs, g):
-        out = kl.kernel_matmul(GAUSSIAN, *inputs[:3], bandwidth=inputs[3])
-        return torch.autograd.grad(out, inputs, g)
-
-    found = gradients(inputs, g)
-    wanted = gradients([t.detach().double().requires_grad_() for t in inputs], g.double())
-    for x, y in zip(found, wanted, strict=True):
+    named = {"a": a, "b": b, "v": v, "bandwidth": bandwidth}
+    for x, y in beside_float64(named, points(3, 90, 2)):
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
     assert taken[0]
 
@@ -213,18 +205,9 @@ def test_batches_and_strides(taken, seed):
 @pytest.mark.parametrize("offsets", [(9, 2), (2, 9), (0, 500)])
 def test_a_diagonal_elsewhere(offsets, taken, seed):
     values = {"bandwidth": 2.0, "row_offset": offsets[0], "col_offset": offsets[1]}
-    inputs = [points(40, 3), points(50, 3), points(50, 2), torch.tensor(0.7, device="cuda")]
-    inputs = [t.requires_grad_() for t in inputs]
-    g = points(40, 2)
-
-    def gradients(inputs, g):
-        *given, regularization = inputs
-        out = kl.kernel_matmul(GAUSSIAN, *given, regularization=regularization, **values)
-        return torch.autograd.grad(out, inputs, g)
-
-    found = gradients(inputs, g)
-    wanted = gradients([t.detach().double().requires_grad_() for t in inputs], g.double())
-    for x, y in zip(found, wanted, strict=True):
+    named = {"a": points(40, 3), "b": points(50, 3), "v": points(50, 2)}
+    named["regularization"] = torch.tensor(0.7, device="cuda")
+    for x, y in beside_float64(named, points(40, 2), **values):
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
 
 
@@ -256,12 +239,8 @@ def test_a_nan_in_the_gradient_reaches_all_of_a_row(name, seed):
 
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
 def test_points_and_bandwidth_far_from_one(scale, taken, seed):
-    a, b = ((scale * points(40, 3)).requires_grad_() for _ in range(2))
-    v, g = points(40, 1), points(40, 1)
-    found = torch.autograd.grad(kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=scale), (a, b), g)
-    wide = [t.detach().double().requires_grad_() for t in (a, b)]
-    out = kl.kernel_matmul(GAUSSIAN, *wide, v.double(), bandwidth=scale)
-    for x, y in zip(found, torch.autograd.grad(out, wide, g.double()), strict=True):
+    named = {"a": scale * points(40, 3), "b": scale * points(40, 3), "v": points(40, 1)}
+    for x, y in beside_float64(named, points(40, 1), ("a", "b"), bandwidth=scale):
         torch.testing.assert_close(x.double() * scale, y * scale, rtol=1e-4, atol=1e-5)
     assert taken[0]
 

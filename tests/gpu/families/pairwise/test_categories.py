@@ -10,6 +10,7 @@ import torch
 import kernlib as kl
 from tests.families.pairwise.categories.cases import Case, drawn
 from tests.gpu.families.pairwise.cases import TOLERANCE, relative_error
+from tests.gpu.watched import capture, nothing_waits
 
 SIZES = [(1,), (7,), (3, 40), (2,) * 9, (4, 120, 6, 90, 2), (5,) * 20]
 
@@ -207,13 +208,9 @@ def test_nothing_waits_and_a_graph_replays():
     case = on_gpu(300, 200, 5, (4, 4), torch.float32)
     case, descriptor = case._replace(tables=torch.stack(case.tables)), kl.gaussian(categories=2)
     out = case.run(descriptor, bandwidth=2.0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         case.run(descriptor, bandwidth=2.0, out=out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         case.run(descriptor, bandwidth=2.0, out=out)
     case.a_codes.copy_(3 - case.a_codes)
     graph.replay()

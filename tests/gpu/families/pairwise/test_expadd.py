@@ -13,8 +13,8 @@ from kernlib.compat import kermac
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import exp_power_sum
 from kernlib.families.pairwise.functions.expadd import cdist_expadd, cdist_grad_expadd
-from kernlib.families.pairwise.functions.feature_map import apply
 from tests.gpu.families.pairwise.cases import check, points, relative_error
+from tests.gpu.watched import heard, nothing_waits
 
 SUMS, LOGS = exp_power_sum(), kl.Pairwise(inner=stages.PowerLog())
 SHAPES = ((1, 1, 1), (33, 65, 7), (129, 127, 8), (200, 131, 19), (128, 256, 64), (257, 133, 1023))
@@ -127,24 +127,12 @@ def test_gradients_by_numbers_on_the_device_wait_for_nothing(seed):
     wanted = cdist_grad_expadd(a, b, c, d, **given)
     placed = {name: torch.tensor(x, device="cuda") for name, x in given.items()}
     cdist_grad_expadd(a, b, c, d, **placed)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         found = cdist_grad_expadd(a, b, c, d, **placed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert relative_error(found, wanted) <= 1e-5
 
 
-# Feature maps and kermac's names.
-
-
-@pytest.mark.parametrize("shape", ((40,), (3, 1, 40), (40, 12), (3, 40, 12)))
-def test_mapped_features(shape, seed):
-    a, b, w = points(70, 40), points(50, 40), points(*shape)
-    found = kl.run_kernel(kl.laplace_l1(), *apply(w, a, b), bandwidth=30.0)
-    wide = [x.double() for x in (w, a, b)]
-    wanted = kl.run_kernel(kl.laplace_l1(), *apply(*wide), bandwidth=30.0)
-    assert relative_error(found, wanted) <= 1e-5
+# kermac's names.
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -165,13 +153,9 @@ def test_kermacs_layouts_and_regularization(number, seed):
 def test_kermacs_descriptors_are_there_once_they_were_compiled_ahead(seed):
     descriptors = [kermac.l1_norm, kermac.laplace_l2]
     kermac.pre_compile_descriptors(0, descriptors)
-    seen = []
-    unsubscribe = kl.events.subscribe(seen.append)
-    try:
+    with heard() as seen:
         kermac.run_kernel(kermac.l1_norm, points(1000, 64), points(1200, 64))
         kermac.run_kernel(kermac.laplace_l2, points(77, 65), points(55, 65), bandwidth=2.0)
-    finally:
-        unsubscribe()
     assert not [event for event in seen if event.name == "compile"]
 
 

@@ -9,14 +9,16 @@ import kernlib as kl
 from kernlib.families.pairwise.gradients import plans
 from kernlib.families.pairwise.gradients.points import pair_gradient
 from tests.gpu.families.pairwise.gradient_cases import by, check, expected, operands
+from tests.gpu.watched import capture, nothing_waits
 
 PS = (0, 0.3, 0.5, 0.7, 1, 1.1, 1.3, 1.5, 2, 2.5, 3, 4, 6)
+every_kernel = pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
 SIZES = ((1, 1, 1), (7, 9, 5), (301, 67, 45), (304, 64, 128), (1000, 130, 200))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("sets", (1, 2, 5, 16, 33))
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 def test_values_of_all_kernels(size, sets, way, seed):
     for p in (1, 1.5) if sets > 1 or way == "direct" else (1,):
         with by(way):
@@ -24,7 +26,7 @@ def test_values_of_all_kernels(size, sets, way, seed):
 
 
 @pytest.mark.parametrize("p", PS)
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 def test_every_exponent(p, way, seed):
     with by(way):
         check(operands(301, 67, 45, 3), p)
@@ -52,12 +54,6 @@ def test_products_of_squared_differences(sets, shift, seed):
         check([a, b + shift, c, d + shift], 2)
 
 
-@pytest.mark.few(0)
-def test_values_of_large_calls(seed):
-    for sets, p in ((1, 1), (16, 1), (16, 1.5)):
-        check(operands(2000, 600, 250, sets), p)
-
-
 LAYOUTS = {
     "turned": lambda t: t.mT.contiguous().mT,
     "padded": lambda t: torch.nn.functional.pad(t, (0, 5))[..., :-5],
@@ -67,7 +63,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 @pytest.mark.parametrize("sets", (1, 5))
 def test_every_layout_gives_the_same(layout, way, sets, seed):
     given = operands(304, 64, 128, sets)
@@ -79,7 +75,7 @@ def test_every_layout_gives_the_same(layout, way, sets, seed):
             assert torch.equal(kl.cdist_grad(*changed, p=1), wanted), place
 
 
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 @pytest.mark.parametrize("order", ((0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)))
 def test_out_of_any_strides_is_filled_and_nothing_else(way, order, seed):
     given = operands(100, 68, 44, 5)
@@ -92,7 +88,7 @@ def test_out_of_any_strides_is_filled_and_nothing_else(way, order, seed):
     assert big.isnan().sum() == big.numel() - part.numel()
 
 
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 @pytest.mark.parametrize("sets", (0, 1, 3))
 def test_accumulate_adds_and_parts_add_up(way, sets, seed):
     x, z = torch.randn(70, 40, device="cuda"), torch.randn(20000, 40, device="cuda")
@@ -107,7 +103,7 @@ def test_accumulate_adds_and_parts_add_up(way, sets, seed):
     assert error < 1e-5
 
 
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 def test_batches_broadcast_and_numbers_stay_on_the_device(way, seed):
     p = torch.tensor([1.0, 0.0, 1.5, 0.0, 0.7], device="cuda")[::2]
     given = operands(150, 40, 30, 3, batch=(3,))
@@ -116,11 +112,8 @@ def test_batches_broadcast_and_numbers_stay_on_the_device(way, seed):
     with by(way):
         torch.cuda.synchronize()
         found = kl.cdist_grad(*given, p=p)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             again = kl.cdist_grad(*given, p=p)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(again, found)
         for l, exponent in enumerate(p.tolist()):
             own = [t[l if t.shape[0] > 1 else 0] for t in given]
@@ -128,10 +121,10 @@ def test_batches_broadcast_and_numbers_stay_on_the_device(way, seed):
             assert ((found[l].cpu() - wanted).abs() / terms.clamp(min=1e-30)).max() < 3e-6
 
 
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 @pytest.mark.parametrize("sets", (1, 3))
 @pytest.mark.parametrize("p", (0.7, 1, 1.5, 2))
-def test_w6_equal_coordinates_add_exactly_nothing(way, sets, p, seed):
+def test_equal_coordinates_add_exactly_nothing(way, sets, p, seed):
     if way != "direct" and sets == 1 and p != 1:
         pytest.skip("not a kernel of tensor cores")
     b = torch.randint(0, 2, (40, 301), device="cuda").float()
@@ -144,10 +137,10 @@ def test_w6_equal_coordinates_add_exactly_nothing(way, sets, p, seed):
     assert (found == 0).all()
 
 
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 @pytest.mark.parametrize("sets", (1, 3))
 @pytest.mark.parametrize("p", (1, 1.5))
-def test_w7_a_nan_reaches_what_it_is_part_of(way, sets, p, seed):
+def test_a_nan_reaches_what_it_is_part_of(way, sets, p, seed):
     if way != "direct" and sets == 1 and p != 1:
         pytest.skip("not a kernel of tensor cores")
     lost = (
@@ -165,7 +158,7 @@ def test_w7_a_nan_reaches_what_it_is_part_of(way, sets, p, seed):
         assert found.isnan().sum() == part(found).numel(), place
 
 
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 def test_equal_infinities_have_no_sign(way, seed):
     a, b, c, d = operands(301, 67, 45, 1)
     b[3, 7], d[3, 5], d[3, 6] = float("inf"), float("inf"), -float("inf")
@@ -174,7 +167,7 @@ def test_equal_infinities_have_no_sign(way, seed):
     assert found[0, 3, 5].isnan() and found.isnan().sum() == 1
 
 
-def test_w19_points_behind_the_last_add_nothing_to_infinities(seed):
+def test_points_behind_the_last_add_nothing_to_infinities(seed):
     a, b, c, d = operands(301, 67, 45, 1)
     d[3, 5] = float("inf")
     a, c = a.abs(), c.abs()
@@ -183,7 +176,7 @@ def test_w19_points_behind_the_last_add_nothing_to_infinities(seed):
             assert kl.cdist_grad(a, b, c, d, p=p)[0, 3, 5] == float("inf")
 
 
-@pytest.mark.parametrize("way", ("direct", "mma", "wgmma"))
+@every_kernel
 @pytest.mark.parametrize("size", ((1, 9, 45), (301, 67, 45), (304, 64, 300)), ids=str)
 def test_points_behind_the_last_are_no_zeros_far_away(size, way, seed):
     given = operands(*size, 5)
@@ -231,8 +224,7 @@ def test_a_captured_call_replays_with_another_exponent(seed):
     p = torch.tensor(1.5, device="cuda")
     out = torch.empty(3, 30, 40, device="cuda")
     kl.cdist_grad(*given, out=out, p=p)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         kl.cdist_grad(*given, out=out, p=p)
     for value in (1.5, 2.0, 0.7):
         p.fill_(value)

@@ -10,12 +10,12 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import points as lowering
-from kernlib.runtime.plan import forget_plans
-from tests.gpu.families.pairwise.cases import points
+from tests.gpu.families.pairwise.cases import lowered_by, points
 from tests.gpu.families.pairwise.test_backward import BOUND, compare
 from tests.gpu.families.pairwise.trained import (
     PARTIAL_BYTES,
     assert_same_bits,
+    beside_float64,
     captured,
     gradients_of,
     leaves,
@@ -55,21 +55,12 @@ CASES = {
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
     """All calls by these kernels, into memory of NaN; what was lowered for them."""
-    made, lower = [], lowering.lower
-
-    def seen(*arguments):
-        made.append(lower(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(lowering, "pays", lambda *given: True)
-    monkeypatch.setattr(lowering, "lower", seen)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     known = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    forget_plans()
-    yield made
+    with lowered_by(lowering, pays=lambda *given: True) as made:
+        yield made
     torch.use_deterministic_algorithms(known)
-    forget_plans()
 
 
 def whether_products(made) -> set[bool]:
@@ -123,17 +114,7 @@ def test_sums(name, shared, launched, seed):
 def test_what_is_wanted_alone(leaves, seed):
     named = {"a": points(100, 20), "b": points(130, 20), "v": points(130, 2)}
     named["bandwidth"] = torch.tensor(4.0, device="cuda")
-    wanted, g = [named[name].requires_grad_() for name in leaves.split()], points(100, 2)
-
-    def gradients(a, b, v, bandwidth, g):
-        return torch.autograd.grad(
-            kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth), wanted, g
-        )
-
-    found = gradients(*named.values(), g)
-    wide = {name: t.detach().double() for name, t in named.items()}
-    wanted = [wide[name].requires_grad_() for name in leaves.split()]
-    for x, y in zip(found, gradients(*wide.values(), g.double()), strict=True):
+    for x, y in beside_float64(named, points(100, 2), leaves.split()):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
@@ -268,13 +249,8 @@ def test_what_is_not_finite_stays_where_it_belongs(where, value, seed):
 
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
 def test_points_and_bandwidth_far_from_one(scale, launched, seed):
-    a, b = ((scale * points(140, 20)).requires_grad_() for _ in range(2))
-    v, g = points(140, 1), points(140, 1)
-    out = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=5 * scale)
-    found = torch.autograd.grad(out, (a, b), g)
-    wide = [t.detach().double().requires_grad_() for t in (a, b)]
-    out = kl.kernel_matmul(GAUSSIAN, *wide, v.double(), bandwidth=5 * scale)
-    for x, y in zip(found, torch.autograd.grad(out, wide, g.double()), strict=True):
+    named = {"a": scale * points(140, 20), "b": scale * points(140, 20), "v": points(140, 1)}
+    for x, y in beside_float64(named, points(140, 1), ("a", "b"), bandwidth=5 * scale):
         torch.testing.assert_close(x.double() * scale, y * scale, rtol=1e-4, atol=1e-5)
     assert launched
 
@@ -282,20 +258,9 @@ def test_points_and_bandwidth_far_from_one(scale, launched, seed):
 @pytest.mark.parametrize("shared", ["", "a", "b", "v"])
 def test_batches_with_a_bandwidth_each(shared, launched, seed):
     sizes = {"a": (3, 90, 24), "b": (3, 70, 24), "v": (3, 70, 2)}
-    inputs = [
-        points(*(size[1:] if name == shared else size)).requires_grad_()
-        for name, size in sizes.items()
-    ]
-    inputs.append(torch.tensor([3.0, 4.0, 6.0], device="cuda", requires_grad=True))
-    g = points(3, 90, 2)
-
-    def gradients(inputs, g):
-        out = kl.kernel_matmul(GAUSSIAN, *inputs[:3], bandwidth=inputs[3])
-        return torch.autograd.grad(out, inputs, g)
-
-    found = gradients(inputs, g)
-    wanted = gradients([t.detach().double().requires_grad_() for t in inputs], g.double())
-    for x, y in zip(found, wanted, strict=True):
+    named = {name: points(*(size[1:] if name == shared else size)) for name, size in sizes.items()}
+    named["bandwidth"] = torch.tensor([3.0, 4.0, 6.0], device="cuda")
+    for x, y in beside_float64(named, points(3, 90, 2)):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
     assert launched
 

@@ -5,7 +5,8 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import product
-from kernlib.runtime.plan import forget_plans
+from tests.gpu.families.pairwise.cases import lowered_by
+from tests.gpu.watched import capture
 from tests.support.gpus import on_hopper
 
 ERROR = 3e-6  # of products relative to the sum of absolute terms of a row, for every value
@@ -13,19 +14,10 @@ GAUSSIAN = kl.gaussian()
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch):
+def launched():
     """All calls by this kernel where the GPU has it; what was lowered for it."""
-    made, lower = [], product.lower
-
-    def seen(*arguments):
-        made.append(lower(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(product, "pays", lambda descriptor, problem: True)
-    monkeypatch.setattr(product, "lower", seen)
-    forget_plans()
-    yield made
-    forget_plans()
+    with lowered_by(product, pays=lambda descriptor, problem: True) as made:
+        yield made
 
 
 def points(m, n, k, c, dtype=torch.float32):
@@ -42,6 +34,14 @@ def error(found, descriptor, a, b, v, **values):
     return ((found.double() - wanted).abs() / whole.clamp_min(1e-30)).max().item()
 
 
+def check(launched, descriptor, a, b, v, bound=ERROR, **values):
+    """A product by this kernel, where the GPU has it."""
+    found = kl.kernel_matmul(descriptor, a, b, v, **values)
+    assert bool(launched) == on_hopper()
+    assert error(found, descriptor, a, b, v, **values) <= bound
+    return found
+
+
 SHAPES = [
     (1, 1, 3, 5), (64, 64, 3, 8), (193, 257, 3, 7), (777, 1300, 4, 64), (515, 3001, 10, 10),
     (400, 700, 1, 17), (777, 1111, 64, 64), (300, 500, 67, 96), (300, 2000, 128, 128),
@@ -53,11 +53,7 @@ SHAPES = [
 @pytest.mark.parametrize("width", (1.0, 0.45))
 def test_gaussians_wide_and_narrow(shape, width, launched):
     """Narrow ones have points too far from each other for folded exponents."""
-    a, b, v = points(*shape)
-    bandwidth = width * shape[2] ** 0.5
-    found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth)
-    assert bool(launched) == on_hopper()
-    assert error(found, GAUSSIAN, a, b, v, bandwidth=bandwidth) <= ERROR
+    check(launched, GAUSSIAN, *points(*shape), bandwidth=width * shape[2] ** 0.5)
 
 
 DESCRIPTORS = {
@@ -84,18 +80,12 @@ DESCRIPTORS = {
 )
 def test_other_kernels(name, shape, launched):
     descriptor, values = DESCRIPTORS[name]
-    a, b, v = points(*shape)
-    found = kl.kernel_matmul(descriptor, a, b, v, **values)
-    assert bool(launched) == on_hopper()
-    assert error(found, descriptor, a, b, v, **values) <= ERROR
+    check(launched, descriptor, *points(*shape), **values)
 
 
 @pytest.mark.parametrize("features", (1, 5, 16))
 def test_norms_without_products(features, launched):
-    a, b, v = points(300, 700, features, 30)
-    found = kl.kernel_matmul(kl.laplace_l1(), a, b, v, bandwidth=3.0)
-    assert bool(launched) == on_hopper()
-    assert error(found, kl.laplace_l1(), a, b, v, bandwidth=3.0) <= ERROR
+    check(launched, kl.laplace_l1(), *points(300, 700, features, 30), bandwidth=3.0)
 
 
 @pytest.mark.parametrize("p", (1.0, 2.0, 1.5))
@@ -117,11 +107,8 @@ def test_half_types_are_summed_in_float32(dtype, features, launched):
 
 
 def test_tf32_takes_one_word(launched):
-    a, b, v = points(300, 700, 20, 40)
     descriptor = kl.gaussian(precision="tf32")
-    found = kl.kernel_matmul(descriptor, a, b, v, bandwidth=4.0)
-    assert bool(launched) == on_hopper()
-    assert error(found, descriptor, a, b, v, bandwidth=4.0) <= 1e-3
+    check(launched, descriptor, *points(300, 700, 20, 40), bound=1e-3, bandwidth=4.0)
 
 
 def powers(most, count):
@@ -144,9 +131,7 @@ HOSTILE = {
 @pytest.mark.parametrize("features", (3, 10))
 def test_hostile_data(name, features, launched):
     a, b, v = HOSTILE[name](*points(300, 3000, features, 20))
-    found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=1.5 * features**0.5)
-    assert bool(launched) == on_hopper()
-    assert error(found, GAUSSIAN, a, b, v, bandwidth=1.5 * features**0.5) <= ERROR
+    check(launched, GAUSSIAN, a, b, v, bandwidth=1.5 * features**0.5)
 
 
 @pytest.mark.parametrize("scale", (1e-36, 1e-12, 1e12))
@@ -158,9 +143,7 @@ def test_values_of_all_sizes(scale, launched):
     a, b, v = points(200, 2000, 3, 20)
     b *= torch.linspace(0.1, 100, 2000, device="cuda")[:, None]
     v *= min(1.0, 1 / scale) if scale < 1e-30 else 1.0
-    found = kl.kernel_matmul(descriptor, a, b, v, s=scale)
-    assert bool(launched) == on_hopper()
-    assert error(found, descriptor, a, b, v, s=scale) <= ERROR
+    check(launched, descriptor, a, b, v, s=scale)
 
 
 @pytest.mark.parametrize("features", (3, 10))
@@ -168,9 +151,7 @@ def test_values_of_all_sizes(scale, launched):
 def test_large_v_whose_scaled_sums_leave_the_range(size, features, launched):
     a, b, v = points(300, 3000, features, 20)
     v = v.abs() * (size / 100)
-    found = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=3.0)
-    assert bool(launched) == on_hopper() and found.isfinite().all()
-    assert error(found, GAUSSIAN, a, b, v, bandwidth=3.0) <= ERROR
+    assert check(launched, GAUSSIAN, a, b, v, bandwidth=3.0).isfinite().all()
 
 
 @pytest.mark.parametrize("where", ("a", "b", "v"))
@@ -201,10 +182,7 @@ def test_values_that_are_infinite():
 def test_regularization_and_offsets(features, launched):
     a, _, v = points(700, 700, features, 20)
     options = {"bandwidth": 1.5, "regularization": 0.5, "row_offset": 100}
-    part = a[100:400]
-    found = kl.kernel_matmul(GAUSSIAN, part, a, v, **options)
-    assert bool(launched) == on_hopper()
-    assert error(found, GAUSSIAN, part, a, v, **options) <= ERROR
+    check(launched, GAUSSIAN, a[100:400], a, v, **options)
 
 
 @pytest.mark.parametrize("shared", ("", "a", "b", "v"))
@@ -244,8 +222,7 @@ def test_a_graph_follows_its_bandwidth(launched):
     a, b, v = points(300, 700, 10, 20)
     bandwidth = torch.tensor(4.0, device="cuda")
     kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         out = kl.kernel_matmul(GAUSSIAN, a, b, v, bandwidth=bandwidth)
     for value in (4.0, 1.4, 3.0):
         bandwidth.fill_(value)

@@ -35,7 +35,7 @@ def gradients(descriptor, tensors, values, along):
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("case", CASES)
-def test_row_35_kernels_compute_what_torch_does(case, dtype, equal, monkeypatch, seed):
+def test_kernels_compute_what_torch_does(case, dtype, equal, monkeypatch, seed):
     descriptor, numbers = CASES[case]
     values = {
         name: torch.tensor(v, device="cuda", dtype=torch.float64, requires_grad=True)
@@ -61,7 +61,7 @@ def test_row_35_kernels_compute_what_torch_does(case, dtype, equal, monkeypatch,
 
 @pytest.mark.parametrize("shape", [(130, 4096, 33), (257, 4100, 64), (1031, 517, 128)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_w6_products_are_as_good_as_differences(shape, turned, seed):
+def test_products_are_as_good_as_differences(shape, turned, seed):
     m, n, k = shape
     x, z = points(m, k) + 100, points(n, k) + 100
     given = points(n, m).mT if turned else points(m, n)

@@ -12,6 +12,7 @@ from kernlib.compat import macko
 from kernlib.families.sparse.layout import format_of
 from kernlib.sparse import SparseMatrix, compress
 from tests.families.sparse.tampering import DTYPES, FORMATS, consume, refusals, states, tampered
+from tests.gpu.watched import capture
 
 few = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 halves = states().map(lambda case: (case[0], torch.float16, *case[2:]))  # fewer kernels to build
@@ -73,8 +74,7 @@ def test_a_graph_that_captures_a_tuple_unseen(seed):
     wanted = macko.multiply(compressed, x)
     torch.mv(dense, x)  # cuBLAS made ready
     macko.decompress(compressed)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         ys = [macko.multiply(given, x) for given in (compressed, unseen, broken)]
     for _ in range(2):
         graph.replay()

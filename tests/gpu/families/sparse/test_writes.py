@@ -16,6 +16,7 @@ from kernlib.runtime import devices
 from kernlib.runtime.plan import Plan
 from kernlib.sparse import compress, matmul
 from tests.families.sparse.cases import FORMATS, random
+from tests.gpu.watched import capture
 
 DEVICE = "cuda"
 DENSITY = {"bitmap": 0.5, "u8": 0.08, "u4": 0.3, "u2": 0.6, "macko": 0.2, "dense": 1.0}
@@ -171,8 +172,7 @@ def test_a_frozen_matrix_that_is_written(format, both):
 
 def test_freezing_is_no_part_of_a_capture(seed):
     w = compress(random(64, 64, 0.5, torch.float16, DEVICE), "bitmap")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         y = torch.zeros(1, device=DEVICE)
         with pytest.raises(kl.CaptureError, match="before the capture"):
             w.freeze()
@@ -266,8 +266,7 @@ def test_the_buffers_of_another_matrix(format, seed):
             near(first(given), dense[0], given)
     other = buffers(second)
     functional_call(first, other, (x,))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
+    with capture() as graph, torch.no_grad():
         y = functional_call(first, other, (x,))
     graph.replay()
     near(y, dense[1], x)
@@ -286,11 +285,6 @@ def test_views_of_a_flat_buffer(format, seed):
         given = {name: shifted(t, shift) for name, t in buffers(second).items()}
         with torch.no_grad():
             near(functional_call(first, given, (x,)), dense[1], x)
-    moved = first.matrix.operands[0]
-    moved.data = shifted(moved, 1)
-    with pytest.raises(ValueError, match="must be contiguous and begin at whole 16 bytes"):
-        first(x)
-    torch.cuda.synchronize()
 
 
 def test_offsets_that_lead_astray_never_reach_a_kernel(seed):

@@ -8,17 +8,12 @@ import pytest
 import torch
 
 from kernlib.families.blocksparse.lowering.attention import hopper
-from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.devices import model
 from tests.families.blocksparse.lowering.attention.cases import CASES, Case, Made
 from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, launch, loaded
+from tests.gpu.watched import capture
 
-
-@pytest.fixture(autouse=True)
-def on_gpu():
-    if arch_of(torch.cuda.current_device()) != hopper.ARCH:
-        pytest.skip(f"needs {hopper.ARCH}")
-    with torch.device("cuda"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_wgmma")
 
 
 def lowered(made: Made, rows: int | None = None):
@@ -112,8 +107,7 @@ def test_contents_change_between_replays_of_a_graph(seed):
     made = Made(LARGE._replace(features=64, values=64))
     call = loaded(lowered(made), made.layout, made.scalars, **made.operands())
     call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         call()
     stored = made.layout.mask()
     for density in (0.3, 1.0, 0.0):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernlib.families.blocksparse.lowering.attention import hopper_gradient
-from kernlib.runtime.devices import arch_of
 from tests.families.blocksparse.lowering.attention.cases import Case
 from tests.families.blocksparse.lowering.attention.gradients import (
     Gradients,
@@ -17,15 +16,9 @@ from tests.families.blocksparse.lowering.attention.gradients import (
 from tests.families.blocksparse.lowering.attention.scores import soft_bias
 from tests.gpu.families.blocksparse.attention.launches import BLOCKS, MASKS, launch
 
+pytestmark = pytest.mark.usefixtures("on_wgmma")
+
 WHOLE = Case(queries=600, keys=700, batch=2, heads=4, kv_heads=2, density=0.5, layout="batch")
-
-
-@pytest.fixture(autouse=True)
-def on_gpu():
-    if arch_of(torch.cuda.current_device()) != hopper_gradient.ARCH:
-        pytest.skip(f"needs {hopper_gradient.ARCH}")
-    with torch.device("cuda"):
-        yield
 
 
 def run(made: Gradients, sums: dict, rows: int, needs=(True, True, True)) -> None:

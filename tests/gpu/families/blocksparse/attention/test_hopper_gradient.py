@@ -8,18 +8,11 @@ import pytest
 import torch
 
 from kernlib.families.blocksparse.lowering.attention import hopper_gradient
-from kernlib.runtime.devices import arch_of
 from tests.families.blocksparse.lowering.attention.cases import CASES
 from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
 from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, launch
 
-
-@pytest.fixture(autouse=True)
-def on_gpu():
-    if arch_of(torch.cuda.current_device()) != hopper_gradient.ARCH:
-        pytest.skip(f"needs {hopper_gradient.ARCH}")
-    with torch.device("cuda"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_wgmma")
 
 
 def run(made: Gradients, rows: int, needs=(True, True, True)) -> list[torch.Tensor]:

@@ -26,12 +26,9 @@ from tests.gpu.families.blocksparse.attention.launches import (
     launch,
     loaded,
 )
+from tests.gpu.watched import capture
 
-
-@pytest.fixture(autouse=True)
-def on_gpu():
-    with torch.device("cuda"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 def rows_of(made: Made) -> list[int]:
@@ -106,8 +103,7 @@ def test_contents_change_between_replays_of_a_graph(seed):
     lowered = portable.lower(problem, arch_of(index), model(index).multiprocessors)
     run = loaded(lowered, made.layout, made.scalars, **made.operands())
     run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture() as graph:
         run()
     stored = made.layout.mask()
     for density in (0.3, 1.0, 0.0):

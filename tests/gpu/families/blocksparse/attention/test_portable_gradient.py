@@ -13,11 +13,7 @@ from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradi
 from tests.families.blocksparse.lowering.attention.scores import soft_bias
 from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, WIDTHS, launch
 
-
-@pytest.fixture(autouse=True)
-def on_gpu():
-    with torch.device("cuda"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 def choices(made: Gradients) -> list[dict]:
