@@ -102,6 +102,7 @@ def test_hooks_record_no_family_of_which_some_cases_are_left_out(checkout):
     assert found["families"]["pairwise"]["status"] == "passed"
 
 
+@pytest.mark.slow
 def test_hooks_leave_gpu_tests_out_without_a_gpu(checkout):
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -88,8 +88,8 @@ def item(*marks, case=0, slow=False):
     [
         ((), "few", selection.FEW),
         ((pytest.mark.emulated.mark,), "few", selection.FEW_EMULATED),
-        ((pytest.mark.gpu.mark,), "few", selection.FEW_ON_GPU),
-        ((pytest.mark.gpu.mark, pytest.mark.few(5).mark), "few", 5),
+        ((pytest.mark.emulated.mark, pytest.mark.few(1).mark), "few", 1),
+        ((pytest.mark.few(5).mark,), "few", 5),
         ((pytest.mark.few(0).mark,), "few", 0),
         ((pytest.mark.few(0).mark,), "many", selection.MANY),
         ((), "all", 20),

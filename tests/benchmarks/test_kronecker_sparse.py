@@ -119,6 +119,7 @@ def test_bmm_copies_only_what_strides_cannot_say(monkeypatch):
     assert direct == [True, True, True, False, False]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("last", [False, True])
 def test_the_compiled_rival_is_one_graph(last, monkeypatch):
     compile = torch.compile

@@ -110,6 +110,7 @@ def test_nobody_is_shown_what_nobody_watches(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_was_compiled_on_a_terminal(cache_dir, width):
     call = ("--shape", "500x4", "--shape", "400x4", "--argument", "bandwidth=1")

@@ -115,6 +115,7 @@ def texts(folder):
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", ["removed", "broken", "changed"])
 def test_sources_that_change_after_their_key_was_made_are_compiled_as_they_were(
     tree, cache, change

@@ -177,6 +177,7 @@ def test_float32_reaches_what_is_documented(exponent, tol, seed):
 # Gradients of solutions.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("case", "shape"), [(((2, 2), ((), ())), ()), (CASES[0], (2,))])
 def test_derivatives_of_solutions(case, shape, seed):
     """Identities too, whose eigenvalues are equal."""

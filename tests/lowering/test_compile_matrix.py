@@ -106,6 +106,7 @@ def made_of(name):
 FAST = ("term Sqrt", "dot Square", "float64 p", "symmetric", "sm_80 half", "sm_120 laplace")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_the_kernel_compiles_within_its_bounds(name):
     (descriptor, variant, arch), made = CASES[name], made_of(name)

@@ -150,6 +150,7 @@ def test_an_activation_of_ones_own_is_compiled(algo, fresh_dynamo):
     torch.testing.assert_close(found, v.relu() * torch.exp(-v) + 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algo", ["auto", *ALGOS])
 @pytest.mark.parametrize("trains", [False, True])
 def test_compiled_calls_keep_nothing_and_see_new_weights(trains, algo, fresh_dynamo, monkeypatch):

@@ -75,7 +75,8 @@ def _files_below(root: Path, *patterns: str) -> set[str]:
 def files(entry: str, root: Path = ROOT) -> list[str]:
     """Names, relative to ``root``, of all files an entry's digest covers, sorted: those of the
     package that are its own, its GPU tests, and its device code."""
-    tests = {path.relative_to(root).as_posix() for path in folders(root)[entry].rglob("*.py")}
+    folder = folders(root)[entry].relative_to(root)
+    tests = _files_below(root, f"{folder}/**/*.py", "tests/gpu/*.py")
     python = own_files(entry, root)
     return sorted(python | tests | _device_code(entry, python, root))
 

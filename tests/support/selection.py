@@ -1,9 +1,10 @@
 """Which cases of a test a run has.
 
-A parametrised test has as many cases as its lists have products. A run without options has a few of
+A parametrised test has as many cases as its lists have products. A run without options has two of
 each: those that together show the most pairs of values of different lists, as most faults need no
-more than two to meet. ``--cases many`` and ``--cases all`` have more. A test that is named on the
-command line (``file.py::test``) runs whole.
+more than two to meet. Of tests that run kernels on the host, which compile for seconds, it has
+those marked as below, at least one for each file of device code. ``--cases many`` and ``--cases
+all`` have more. A test that is named on the command line (``file.py::test``) runs whole.
 
 ``@pytest.mark.few(N)`` says how many cases make the few of a test: more where each is a promise of
 its own, one where each costs seconds, none where even that one belongs to longer runs.
@@ -18,7 +19,7 @@ from itertools import combinations
 
 import pytest
 
-FEW, FEW_ON_GPU, FEW_EMULATED = 3, 2, 1
+FEW, FEW_EMULATED = 2, 0
 MANY = 8
 ALL = 1 << 30
 NAMED = {"few": FEW, "many": MANY, "all": ALL}
@@ -51,9 +52,7 @@ def limit_of(item: pytest.Item, cases: int | str) -> int:
     mark = item.get_closest_marker("few")
     if mark is not None and mark.args:
         return mark.args[0]
-    if item.get_closest_marker("emulated"):
-        return FEW_EMULATED
-    return FEW_ON_GPU if item.get_closest_marker("gpu") else FEW
+    return FEW_EMULATED if item.get_closest_marker("emulated") else FEW
 
 
 def thinned(items: list, cases: int | str) -> list:

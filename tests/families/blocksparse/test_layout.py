@@ -321,6 +321,7 @@ def test_what_a_gpu_drops_is_counted(gpus):
         layout.check()
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_indices_of_a_gpu(gpus, seed):
     mask = drawn((3, 7, 40))

@@ -48,6 +48,7 @@ def test_prepare_takes_no_out_of_a_recorded_call(side, seed):
         kl.prepare(made, x, *factors, out=kl.run_kernel(made, x, *factors).detach())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 @SIDE
 def test_a_few_kernels_serve_all_numbers_of_rows(side, arch):

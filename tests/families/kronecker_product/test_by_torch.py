@@ -229,6 +229,7 @@ def test_a_recorded_result_may_be_written_in_place(gpus, seed):
     assert Recorded.apply(x, torch.randn(5, 3)).mul_(2).requires_grad
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_a_tuned_kernel_goes_first(gpus, monkeypatch, seed):
     monkeypatch.setattr(tuning, "choice", lambda *_: {"kind": "modes"})

@@ -42,6 +42,7 @@ def check(run, tensors, grad) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dynamic", slow_but((None,), (None, True)))
 def test_any_number_of_rows_is_one_program(dynamic, grad, seed):

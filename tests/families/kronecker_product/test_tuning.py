@@ -69,6 +69,7 @@ def test_the_fastest_is_kept_and_runs(kind, gpus, kept, monkeypatch, seed):
     assert ahead.specs(descriptor, "sm_90a", tuple(given), arguments, 0) == gpus.specs
 
 
+@pytest.mark.few(1)
 def test_a_choice_that_nobody_knows_is_passed_over():
     given = problem(5, SHAPES)
     for odd in ({"kind": "other"}, {"tile": "64"}, {"kind": "slabs"}, {"kind": "hopper"}):
@@ -105,6 +106,7 @@ def test_nothing_is_timed_for_an_empty_result(gpus, seed):
     assert not found.timings and not found.kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("needs", [(True, True), (False, True), (True, False)])
 def test_variants_hold_the_kernels_of_gradients(needs, side):

@@ -267,6 +267,7 @@ def test_large_calls_are_listed_in_a_moment():
 # Ranges of sizes, as the command line makes them.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("descriptor", "features", "values"), [
     (GAUSSIAN, 3, of("matmul", bandwidth=1.0)), (GAUSSIAN, 64, of("matmul", bandwidth=1.0)),
     (L1, 20, of("topk", k=5, bandwidth=1.0)),

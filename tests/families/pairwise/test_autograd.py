@@ -302,6 +302,7 @@ def test_a_gradient_is_not_recorded_through_out(name):
             kl.run_kernel(kl.laplace_l1(), a, b, accumulate=True, **given)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["gaussian", "pq", "l1"])
 def test_a_symmetric_kernel_has_both_roles_of_a(case, seed):
     descriptor, values = (SMOOTH | ROUGH)[case]

@@ -131,6 +131,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("silence, count", [
     ("", 1),
     ("warnings.filterwarnings('ignore', category=kl.KernlibWarning)", 0),

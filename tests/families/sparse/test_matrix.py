@@ -110,6 +110,7 @@ def test_a_dense_matrix_is_plain_inside_transforms(format, seed):
     assert torch.equal(found[0], dense)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_auto_takes_few_bytes(dtype, seed):
     # Of a small matrix the fixed times of the formats decide.

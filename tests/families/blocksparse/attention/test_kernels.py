@@ -35,6 +35,7 @@ def gpus(monkeypatch, tmp_path_factory):
     fakes.forget()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", slow_but(("score and mask",), OPTIONS))
 @pytest.mark.parametrize("shape, dtype", [(PADDED, F16), (WHOLE, BF16)], ids=["padded", "whole"])
 def test_values_and_gradients(name, shape, dtype, gpus, seed):

@@ -49,6 +49,7 @@ class Product(Operands):
         return self.launched(emulator, lower, scalars, **beside)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(("16", "64"), CASES))
 def test_products_are_right(case, emulator, seed):
@@ -68,6 +69,7 @@ def test_bits_depend_on_neither_columns_nor_batch(emulator, seed):
         assert part.run(emulator, 8).equal(whole[1:, :, :, :columns])
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("order", slow_but(("columns",), ("rows", "columns")))
 def test_epilogues_and_summands(order, emulator, seed):

@@ -75,6 +75,7 @@ CASES = {
 ORDERS = [("rows", "rows"), ("columns", "rows"), ("rows", "columns"), ("columns", "columns")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("64", "16"), CASES))
 @pytest.mark.parametrize("orders", slow_but(ORDERS[:1], ORDERS))
@@ -161,6 +162,7 @@ SDD = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("64",), SDD))
 @pytest.mark.parametrize("orders", slow_but(ORDERS[:1], ORDERS))

@@ -50,6 +50,7 @@ class Product(Operands):
         return self.launched(emulator, lower, scalars, **beside)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("64", "128 transposed"), CASES))
 @pytest.mark.parametrize("orders", slow_but(ORDERS[:1], ORDERS))
@@ -123,6 +124,7 @@ def test_the_ends_of_what_float32_holds(large, emulator, seed):
         assert error(made.run(emulator), made.wanted()) <= 2 * GATE
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_what_is_not_finite_stays_in_its_line_and_column(emulator, seed):
     """And is what float64 makes of it: an infinity of its sign, NaN by 0. Small integers are exact,
@@ -156,6 +158,7 @@ def test_what_no_block_meets_costs_nothing(emulator, seed):
         assert error(made.run(emulator), wanted) <= GATE
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_a_result_does_not_depend_on_its_batch(emulator, seed):
     made = Product(CASES["64"])

@@ -121,6 +121,7 @@ def test_lists_of_indices(case, dtype, emulator, seed):
     agree(of_indices(emulator, (rows, cols, heads), blocks), host.encode(mask, blocks))
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_duplicates_and_indices_out_of_range_are_counted(emulator):
     blocks = Blocks(16, 16, 3, 40, 2, 4)

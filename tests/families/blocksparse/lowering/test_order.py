@@ -53,6 +53,7 @@ CASES = {  # block, grid, density, heads
 SLOW = [name for name in CASES if name not in ("three words", "many units")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ class Product(Operands):
         return self.launched(emulator, lower, scalars, **beside)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_products_are_right(case, emulator, seed):
@@ -83,6 +84,7 @@ def test_products_are_right(case, emulator, seed):
     assert error(found, made.wanted()) <= GATES[problem.numbers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but((*FAST, "many words"), CASES))
 def test_parts_of_sums_are_added_up(case, emulator, seed):
@@ -142,6 +144,7 @@ def test_epilogues_and_summands(numbers, order, parts, emulator, seed):
         assert error(found, wanted + rest) <= GATES[numbers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_a_summand_may_be_the_result(emulator, seed):
     made = Product(Case("float16", (16, 16), (9, 12), 0.3, 1, 1, 40))
@@ -150,6 +153,7 @@ def test_a_summand_may_be_the_result(emulator, seed):
     assert error(made.run(emulator, 64, (Add(),), (-1.0,), summand0=made.out), wanted) <= 1e-3
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "float32")))
 def test_what_no_block_meets_does_not_count(numbers, emulator, seed):

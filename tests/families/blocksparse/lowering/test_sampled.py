@@ -57,6 +57,7 @@ class Product(SampledOperands):
         return self.launched(emulator, lower, scalars, **beside)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_products_are_right(case, emulator, seed):
@@ -65,6 +66,7 @@ def test_products_are_right(case, emulator, seed):
     assert error(made.run(emulator), made.wanted()) <= GATES[problem.numbers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_parts_of_sums_are_added_up(case, emulator, seed):
@@ -94,6 +96,7 @@ def test_epilogues_and_summands(numbers, parts, emulator, seed):
         assert error(found, whole) <= GATES[numbers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("numbers", slow_but(("float16",), ("float16", "float32")))
 @pytest.mark.parametrize("depth", slow_but((40,), (40, 37)))
@@ -110,6 +113,7 @@ def test_what_is_not_of_a_block_does_not_count(depth, numbers, emulator, seed):
     assert error(made.run(emulator), wanted) <= GATES[numbers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_bits_depend_on_neither_batch_nor_layout(emulator, seed):
     case = Case("float16", (16, 16), (9, 20), 0.4, 1, 2, 72)

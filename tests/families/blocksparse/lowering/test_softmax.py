@@ -163,6 +163,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("halves", "bfloat16"), SHAPES))
 def test_values_are_right(name, gpus, seed):
@@ -172,6 +173,7 @@ def test_values_are_right(name, gpus, seed):
     check(made, x, GATES[dtype], launched=gpus.specs, scale=0.4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("dtype", slow_but((F16,), (F16, F32)), ids=str)
@@ -269,6 +271,7 @@ def check_gradient(made, x, grad, gate, scale=1.0, **given):
     assert not host(found[0])[..., made.nnz :, :, :].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("halves",), SHAPES))
 def test_gradients_are_right(name, gpus, seed):

@@ -58,6 +58,7 @@ FAST = ("16", "16, many panels", "32", "64, many panels", "odd depth", "empty")
 FAST_DEEP = ("32, turned", "64, deeper", "odd depth, deeper")
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @every_kind
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
@@ -89,6 +90,7 @@ def test_both_orders_of_both_operands(orders, steps, block, kind, emulator, seed
     assert error(made.run(KINDS[kind], emulator), made.wanted()) <= GATES[case.numbers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @every_kind
 @pytest.mark.parametrize("depth", slow_but((40,), (40, 104)))
@@ -107,6 +109,7 @@ def test_what_is_not_of_a_block_does_not_count(block, depth, kind, emulator, see
     assert error(made.run(KINDS[kind], emulator), wanted) <= GATES[case.numbers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @every_kind
 @pytest.mark.parametrize("name", slow_but(("causal", "band"), ("causal", "band", "last", "first")))

@@ -74,6 +74,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(("distinct", "merged"), CASES))
 def test_gradients_are_right(case, gpus, seed):
@@ -161,6 +162,7 @@ def test_only_what_is_needed_is_computed(side, gpus, seed):
     check(descriptor, tensors, GATES[F32], ["modes"], gpus)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_blocks_take_tile_after_tile(gpus, monkeypatch, seed):
     monkeypatch.setattr(modes, "WIDEST_TILE", 2)
@@ -171,6 +173,7 @@ def test_blocks_take_tile_after_tile(gpus, monkeypatch, seed):
     assert gpus.launches[-2].grid == (3, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_plans_are_kept(gpus, monkeypatch, seed):
     lowered, lower = [], gradients.lower

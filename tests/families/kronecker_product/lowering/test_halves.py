@@ -49,6 +49,7 @@ KINDS = {F16: "halves", BF16: "halves", F32: "pairs"}
 FAST = ("small", "rectangular", "columns", "small of pairs", "columns of pairs")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_products_are_right(case, gpus, seed):
     shapes, rows, side, dtype = CASES[case]
@@ -118,6 +119,7 @@ def test_numbers_between_factors_may_be_any_floats(side, dtype, gpus, seed):
         assert_near(found, product(x, given, side), gate, axis=-1 if side == "right" else 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", (F16, F32), ids=str)
 def test_what_is_not_finite_stays_in_its_row(dtype, gpus, seed):
     x, *factors = operands(((8, 8), (8, 8)), 9, "right", dtype)
@@ -128,6 +130,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype, gpus, seed):
     assert found[rest].isfinite().all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", (F16, F32), ids=str)
 def test_zeros_are_zeros(dtype, gpus):
     x, factor = torch.zeros(3, 64, dtype=dtype), torch.zeros(8, 8, dtype=dtype)
@@ -147,6 +150,7 @@ RUNS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("restaged", slow_but((False,), (False, True)))
 @pytest.mark.parametrize("case", slow_but(("two", "pairs"), RUNS))
 def test_slabs_pass_from_run_to_run(case, restaged, gpus, monkeypatch, seed):

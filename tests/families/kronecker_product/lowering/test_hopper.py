@@ -70,6 +70,7 @@ def of_rows(found, wanted, x, side="right"):
     return ((found.double() - wanted).norm(dim=axis) / size).max()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_products_are_right(case, gpus, seed):
     sizes, rows, dtype, wanted = CASES[case]
@@ -179,6 +180,7 @@ def test_halves_go_from_pass_to_pass_with_exponents(sizes, gpus, seed):
     assert set(kinds(gpus)) == set(SLABS)
 
 
+@pytest.mark.few(1)
 def test_a_tile_forgets_the_exponents_of_another(gpus, monkeypatch, seed):
     """Of which a group has had one of a first pass since."""
     monkeypatch.setattr(hopper_variant, "WORKERS", 128)
@@ -197,6 +199,7 @@ def test_a_tile_forgets_the_exponents_of_another(gpus, monkeypatch, seed):
 EXTREMES = {"a large matrix": (-100, 127, -40), "a large x": (126, -63, -75)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", EXTREMES)
 def test_largest_numbers(case, gpus):
     """Which no power of two that is a number brings below 1."""
@@ -248,6 +251,7 @@ def test_zeros_are_zeros(gpus):
     assert not run(kl.KroneckerProduct((64, 64)), x, factor, factor).any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ("result", "ring"))
 @pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16, BF16)), ids=str)
 @pytest.mark.parametrize("sizes", slow_but(((16,) * 3,), ((16,) * 3, (16,) * 4)), ids=str)
@@ -296,6 +300,7 @@ def test_passes_may_be_launches_of_their_own(dtype, gpus, monkeypatch, seed):
     assert of_rows(found, by_modes(x, factors), x) <= GATES[dtype]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("side", slow_but(("right",), SIDES))
 def test_float16_does_not_overflow_between_launches(side, gpus, monkeypatch, seed):
     """Nor vanish: rows, or columns, are scaled each for itself, an infinite number apart."""
@@ -321,6 +326,7 @@ def test_float16_does_not_overflow_between_launches(side, gpus, monkeypatch, see
     assert torch.equal(again[others], found[others]) and not again[3].isfinite().any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("side", slow_but(("right",), SIDES))
 @pytest.mark.parametrize("case", ("identities", "one large number"))
 def test_float16_is_kept_beside_larger_numbers(case, side, gpus, monkeypatch, seed):

@@ -51,6 +51,7 @@ def check(descriptor, tensors, found, gate=None, bias=0.0, scale=1.0):
     assert_near(found, wanted, gate)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_products_are_right(case, gpus, seed):
     shapes, rows, side, dtype = CASES[case]
@@ -114,6 +115,7 @@ SLABS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("restaged", [False, True])
 @pytest.mark.parametrize("case", slow_but(("rows",), SLABS))
 def test_slabs_pass_from_run_to_run_in_one_launch(case, restaged, gpus, monkeypatch, seed):

@@ -88,6 +88,7 @@ def test_a_vectors_y(side, gpus, seed):
     assert gpus.specs
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("side", slow_but(("right",), SIDES))
 def test_y_may_be_out_itself(side, gpus, seed):
     x, factors = operands(SHAPES, ROWS, side, F32)
@@ -161,6 +162,7 @@ SLABS = {"rows": ("right", 7, F32), "columns": ("left", 131, F32), "halves": ("r
 MANY = ((8, 8), (4, 6), (8, 7), (8, 8))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(("rows",), SLABS))
 @pytest.mark.parametrize("batch", slow_but(((),), [(), (2,)]), ids=str)
 def test_slabs_take_their_part_of_y(case, batch, gpus, monkeypatch, seed):

@@ -104,6 +104,7 @@ def tf32(x):
     return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", PACKED)
 def test_each_number_is_where_the_matrix_unit_reads_it(name, emulator, seed):

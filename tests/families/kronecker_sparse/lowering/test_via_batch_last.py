@@ -209,6 +209,7 @@ def operand(step, number, memory):
     return whole.as_strided(made.sizes[::-1], strides[::-1], begin // whole.itemsize)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("workspace", (2**30, 2**17, 2**16))
 @pytest.mark.parametrize("name", SMALL)

@@ -47,6 +47,7 @@ def close(found, wanted, dtype=torch.float32) -> bool:
     return ((found - wanted).abs() <= BOUND[dtype] * wanted.abs().clamp(min=1)).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codes", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("sizes", [(1,), (5,), (3, 40), (2,) * 9, (4, 120, 6, 90, 2)], ids=str)
 def test_values(sizes, codes, gpus):
@@ -134,6 +135,7 @@ def test_batches(name, gpus):
     assert close(found, torch.stack(wanted))
 
 
+@pytest.mark.few(1)
 def test_roots_of_negative_sums_and_numbers_that_are_none(gpus):
     case = drawn(65, 34, 3, (4, 4), torch.float32)
     case.tables[0][1, 2], case.tables[1] = math.nan, case.tables[1] - 6
@@ -151,6 +153,7 @@ def test_what_is_empty_is_not_launched(gpus):
     assert gpus.specs == []
 
 
+@pytest.mark.few(1)
 def test_a_second_call_is_made_of_the_first_ones_plan(gpus, monkeypatch):
     case, descriptor = on_gpu(drawn(65, 34, 3, (4,), torch.float32)), kl.gaussian(categories=1)
     first = case.run(descriptor, bandwidth=2.0)

@@ -199,6 +199,7 @@ extern "C" __global__ void exponentials(const Numbers p) {
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_the_exponential_is_within_two_roundings(tmp_path):
     grid = [-708 + 1417.75 * i / 4999 for i in range(5000)]

@@ -76,6 +76,7 @@ def cases():
 CASES = cases()
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", CASES)
 def test_powers_are_within_two_roundings_and_their_logarithm(name, powers):
@@ -96,6 +97,7 @@ BASES = (0.0, 1.0, 2.0, 0.5, 1e-300, 1e300, 5e-324, math.inf, math.nan)
 EXPONENTS = (0.0, 1.0, 2.0, 3.0, 17.0, 0.5, 1.5, 50.0, 1e300, 1e308, 5e-324, 2.0**53 + 2, math.inf)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_special_values_are_those_of_pow(powers):
     bases = [sign * x for x in BASES for sign in (1, -1)]

@@ -144,6 +144,7 @@ def test_batches_and_their_numbers(k, gpus):
     check(kl.p_distance(), a * bandwidth[:, None, None] ** 8, b, p=1.3, bound=5e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("row_offset", [-5, 0, 3, 100])
 def test_the_diagonal_is_regularized(row_offset, gpus):
     arguments = {"bandwidth": 9.0, "regularization": 0.5, "row_offset": row_offset}
@@ -181,6 +182,7 @@ def check_norms(a, b, p, gpus):
     assert found[~finite].isinf().all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("k", [19, 150, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -200,6 +202,7 @@ def test_sums_of_both_signs_that_leave_float32(descriptor, scale, dtype, k, gpus
     torch.testing.assert_close(found[~overflow], wanted[~overflow], rtol=bound, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [math.nan, INF])
 def test_products_with_numbers_that_are_none(value, gpus):
     a, b = drawn(7, 70), drawn(9, 70, seed=1)

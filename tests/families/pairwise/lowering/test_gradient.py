@@ -188,6 +188,7 @@ extern "C" __global__ void layout() {{
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lower", [direct.lower, tensor.lower])
 def test_the_parameters_are_laid_out_as_the_kernel_reads_them(lower):
     made = lower(problem(), HERE, COUNT)
@@ -246,6 +247,7 @@ CUBIN_BYTES = 130 * 1000
 FAST = one_of_each(lambda case: (*case[0].description.split()[:2], case[1] == HERE), CASES)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_a_kernel_compiles_within_its_bounds(name):
     spec, arch = CASES[name]

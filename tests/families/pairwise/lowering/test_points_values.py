@@ -58,6 +58,7 @@ def exact(a, b, v, g, bandwidth: float) -> tuple[torch.Tensor, torch.Tensor]:
     return each.sum(1), (each.abs() * allowed[..., None]).sum(1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 5, 17), (70, 130, 20), (65, 64, 37), (20, 30, 128)])
 def test_values(m, n, k, emulator):
     torch.manual_seed(k)
@@ -67,6 +68,7 @@ def test_values(m, n, k, emulator):
     assert ((found - wanted).abs() <= BOUND * whole).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("k", [20, 64, 128])
 def test_a_feature_that_outgrows_the_others(k, where, emulator):

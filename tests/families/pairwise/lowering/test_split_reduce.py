@@ -162,6 +162,7 @@ def matrix():
 MATRIX = matrix()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", slow_but(one_of_each(stem, MATRIX), MATRIX))
 def test_a_kernel_compiles_within_its_bounds(name):
     wanted = MATRIX[name]

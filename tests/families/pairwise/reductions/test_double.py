@@ -159,6 +159,7 @@ def test_exponents_of_tensors_that_take_no_logarithm(descriptor, gpus):
         hostile.check(found[i], wanted, where=f"p {p}")
 
 
+@pytest.mark.few(1)
 def test_strides_and_out(gpus):
     a, b = draw(9, 70).mT, draw(130, 40)[:, ::4][:, :9]
     v = draw(130, 8)[..., 1::3].flip(0)
@@ -170,6 +171,7 @@ def test_strides_and_out(gpus):
     assert torch.equal(first, host(found)) and torch.equal(out, first)
 
 
+@pytest.mark.few(1)
 def test_equal_terms_of_long_rows(gpus):
     """Whose rounding has one sign: of 40000 terms one chain would be off by 1.1e-12."""
     a, b = torch.full((1, 1), 0.3, dtype=torch.float64), torch.zeros(40000, 1, dtype=torch.float64)
@@ -178,6 +180,7 @@ def test_equal_terms_of_long_rows(gpus):
     assert abs(found.item() - exact) <= 1e-14 * exact
 
 
+@pytest.mark.few(1)
 def test_what_is_prepared_is_what_is_launched(gpus):
     a, b, v = draw(70, 9), draw(130, 9, seed=1), draw(130, 9, seed=2)
     kl.kernel_matmul(GAUSSIAN, gpu(a), gpu(b), gpu(v), bandwidth=3.0)

@@ -110,6 +110,7 @@ def test_strides(gpus):
     assert is_of_kernels(gpus)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [7, 3000])
 def test_equal_values_and_nan(count, gpus):
     """By one block and by several, whose partial results are put together."""
@@ -159,6 +160,7 @@ def test_equal_terms_of_long_rows(gpus):
     assert abs(found - wanted) <= 4e-15
 
 
+@pytest.mark.few(1)
 def test_values_that_rise_and_fall(gpus):
     rising = [0.37 * i - 300.0 for i in range(2000)]
     for values in (rising, rising[::-1], [x * (-1) ** i for i, x in enumerate(rising)]):

@@ -228,6 +228,7 @@ def test_gradients_of_minima(name):
     assert is_differentiable(name, lambda *given, **named: kl.kernel_topk(*given, 2, **named)[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gaussian", "polynomial"])
 def test_gradients_of_gradients(name):
     assert is_differentiable(name, kl.kernel_matmul, torch.autograd.gradgradcheck)

@@ -22,6 +22,7 @@ def parts(monkeypatch):
     monkeypatch.setattr(kernels, "by_columns", lambda *call: False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("k", "columns"), [(3, 1), (3, 3), (3, 17), (3, 40), (20, 1), (20, 3), (20, 16)]
 )

@@ -43,6 +43,7 @@ def gaussian(a, b, width):
     return torch.exp(-torch.cdist(a.double(), b.double()).square() / (2 * width**2))
 
 
+@pytest.mark.few(1)
 @CUT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("columns", [1, 4])
@@ -109,6 +110,7 @@ KINDS = {
 ROLES = {"both": ("a", "b"), "first": ("a",), "second": ("b",)}
 
 
+@pytest.mark.few(1)
 @CUT
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -121,6 +121,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(K,), (K, 2)], ids=str)
 @pytest.mark.parametrize("name", MAPPED)
 def test_features_are_mapped_first(name, shape):

@@ -231,6 +231,7 @@ def test_loaded_tensors_are_checked(message):
         bitmap.check(tensors, facts, (16, 512), torch.float16)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("itemsize", gpu.ITEMSIZES)
 @pytest.mark.parametrize("arch", slow_but(("sm_90a",), targets.SHARED_BYTES))
 def test_kernels_compile_for_every_target(arch, itemsize):

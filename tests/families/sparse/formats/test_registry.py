@@ -151,6 +151,7 @@ def test_bytes_of_all_formats_and_density(others, seed):
     assert density == int((dense != 0).sum()) / dense.numel()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_fewest_bytes_of_all_formats_at_one_rate(table, dtype, seed):
     table["bitmap"] = table["dense"]

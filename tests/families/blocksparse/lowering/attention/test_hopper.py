@@ -32,6 +32,7 @@ def run(emulator, made, rows=None, count=COUNT):
     return made.out
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, WGMMA_CASES))
 def test_results_are_right(case, emulator, seed):
@@ -48,6 +49,7 @@ def test_tiles_that_two_warpgroups_share(case, emulator, seed):
     made.check()
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("layout, kv_heads", [("head", 3), ("batch", 6)])
 def test_group_after_group_of_heads(layout, kv_heads, emulator, seed, monkeypatch):

@@ -77,6 +77,7 @@ def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, 
         check_sums(made, sums, given)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.slow
 def test_each_alone_has_the_same_bits(emulator, seed):

@@ -77,6 +77,7 @@ def check(made: Gradients, needs=(True, True, True)) -> None:
         assert not need or error(found, wanted) <= gate
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_gradients(name, emulator, seed):
@@ -104,6 +105,7 @@ def test_what_is_not_needed_is_not_written(emulator, seed):
         check(made, needs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_of_the_log_sum_exp_too(emulator, seed):
     made = Gradients(Case("float16", density=0.5, layout="head"), grad_lse=True)
@@ -128,6 +130,7 @@ def test_nothing_behind_the_lengths_is_read(emulator, seed):
         assert error(found, other) <= 3 * GATES[case.numbers]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_a_row_of_nan_spoils_no_other_row_of_dq(emulator, seed):
     made = Gradients(Case(queries=70, density=1.0))
@@ -186,6 +189,7 @@ SCORES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_products_overlap_and_nothing_spills(name, features):

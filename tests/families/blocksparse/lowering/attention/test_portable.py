@@ -20,6 +20,7 @@ CUT = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, den
 NARROW = [name for name, case in CASES.items() if max(case.features, case.values) <= 128]
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_results_are_right(case, emulator, seed):
@@ -92,6 +93,7 @@ def test_a_score_changes_logits(emulator, seed):
     made.check()
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_a_mask_leaves_elements_out(emulator, seed):
     """Rows of which nothing is left are 0, also beside values that are no numbers."""
@@ -110,6 +112,7 @@ def test_a_mask_leaves_elements_out(emulator, seed):
     assert not made.run(emulator)[empty].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_weights_of_zero_length(emulator, seed):
     """No rows of k at all, and a batch of which no row counts."""

@@ -36,6 +36,7 @@ FAST = ("all at once",)
 CUT = Case(queries=100, keys=112, causal=True, window=(40, 0), lengths=True, density=0.7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_gradients_are_right(case, emulator, seed):
@@ -78,6 +79,7 @@ def test_gradients_by_way_of_the_logarithm_of_sums(emulator, seed):
     assert empty.any() and not made.dq[empty].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_what_is_left_out_may_be_anything(emulator, seed):
     """NaN and infinities in k and v of columns that no row sees, in q and grad of rows that see
@@ -96,6 +98,7 @@ def test_what_is_left_out_may_be_anything(emulator, seed):
     assert all(map(torch.equal, made.results, clean))
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_a_row_that_is_no_number_stays_among_those_that_see_it(emulator, seed):
     """A NaN in a row of q, in that of grad beside it, and in a column of k."""

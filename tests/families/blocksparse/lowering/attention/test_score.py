@@ -72,6 +72,7 @@ def test_random_scores_are_the_references(examples, emulator):
     all_of_them()
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_named_scores_are_the_references(emulator, seed):
     tensors, v = captured(), torch.randn(SHAPE)
@@ -82,6 +83,7 @@ def test_named_scores_are_the_references(emulator, seed):
         check(found, expression, v, tensors)
 
 
+@pytest.mark.few(1)
 @pytest.mark.emulated
 def test_tensors_of_any_strides_and_order_of_axes(emulator, seed):
     axes = {"x": ("col", "head", "row"), "y": ("row", "batch"), "z": ("col", "batch")}
