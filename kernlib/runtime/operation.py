@@ -72,7 +72,7 @@ def bind(operation: Operation) -> Bound:
         way = operation.way(call, *request)
         if way == REFERENCE:
             if events.listening():
-                device = operation.tensors(*request)[0].device
+                device = _device(operation, call, request)
                 said = f"{operation.name} on {device}: no kernel, computed by torch"
                 events.emit("torch", "", "", said)
             return operation.reference(call, *request)
@@ -100,6 +100,13 @@ def bind(operation: Operation) -> Bound:
         return plan
 
     return Bound(execute, launch, first, find, make, cache)
+
+
+def _device(operation: Operation, call, request: tuple) -> torch.device:
+    """Where a call's tensors are: not every description of a call says it, and an operation without
+    an operator lists no tensors."""
+    tensors = operation.tensors(*request)
+    return tensors[0].device if tensors else call.device
 
 
 def by_operator(operation: Operation, request: tuple) -> torch.Tensor:

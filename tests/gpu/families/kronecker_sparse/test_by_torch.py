@@ -152,7 +152,7 @@ def test_a_capture_without_a_plan_of_its_thread_is_kernels(case, seed):
     kl.prepare(descriptor, x, weight, out=out)
     failures: list[Exception] = []
 
-    def capture() -> None:
+    def body() -> None:
         try:
             with capture() as graph, launches() as launched:
                 kl.run_kernel(descriptor, x, weight, out=out)
@@ -162,7 +162,7 @@ def test_a_capture_without_a_plan_of_its_thread_is_kernels(case, seed):
         except Exception as error:
             failures.append(error)
 
-    thread = threading.Thread(target=capture)
+    thread = threading.Thread(target=body)
     thread.start()
     thread.join()
     assert not failures, failures
