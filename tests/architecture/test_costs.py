@@ -100,6 +100,7 @@ def hot_frames(call: Callable) -> list[tuple[str, str]]:
     return frames
 
 
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_hot_call_is_short(name, monkeypatch):
     fakes.forget()
@@ -108,6 +109,7 @@ def test_a_hot_call_is_short(name, monkeypatch):
     assert 0 < len(frames) <= FRAMES[name], frames
 
 
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_a_hot_backward_pass_is_short(name, monkeypatch):
     fakes.forget()
@@ -141,6 +143,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     assert not {name.split(".")[0] for name in loaded} & set(forbidden)
 
 
+@pytest.mark.few(0)
 def test_attention_loads_nothing_of_other_block_sparse_operations():
     program = """
 import json, sys, torch, kernlib as kl

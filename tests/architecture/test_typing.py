@@ -69,6 +69,7 @@ def named_in(stub: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("name", LAZY)
 def test_a_stub_names_what_the_module_loads(name):
     """From where that has it: its parent for a module, for a function or a class its own."""
@@ -86,6 +87,7 @@ def test_a_stub_names_what_the_module_loads(name):
             assert not callable(value) or value.__module__ == home
 
 
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("name", LAZY)
 def test_all_is_what_can_be_loaded(name):
     module = import_module(name)

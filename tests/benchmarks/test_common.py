@@ -233,6 +233,7 @@ def torch_loads_nvrtc():
     return bool(subprocess.run([sys.executable, "-c", code]).returncode)
 
 
+@pytest.mark.few(0)
 def test_child_processes_see_the_given_cache_only(tmp_path, monkeypatch):
     monkeypatch.setenv("KERNLIB_DEBUG", "1")
     code = (

@@ -157,7 +157,7 @@ def test_an_installation_that_is_advised_says_where(advice):
     assert re.match(r'pip install "\.\[cu1[23]\]" in the checkout of kernlib', advice)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_lines_are_folded_between_words(cache_dir, width):
     code, lines = on_terminal(width, "doctor")

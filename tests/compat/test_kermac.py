@@ -197,6 +197,7 @@ def test_every_name_of_kermac_is_there():
         assert getattr(solvers, name) is getattr(kermac, name) is getattr(kermac.linalg, name)
 
 
+@pytest.mark.few(0)
 def test_the_module_is_an_attribute_of_its_package():
     code = "import kernlib; kernlib.compat.kermac.cdist"
     subprocess.run([sys.executable, "-c", code], check=True)

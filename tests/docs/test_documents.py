@@ -235,6 +235,7 @@ def test_a_product_of_few_long_rows_is_summed_as_a_gradient_is():
 
 
 @pytest.mark.slow
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("name", [name for name, text in DOCUMENTS.items() if "```python" in text])
 def test_its_code_runs(name, tmp_path):
     code = "\n".join(blocks(DOCUMENTS[name], "python"))
@@ -245,6 +246,7 @@ def test_its_code_runs(name, tmp_path):
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_and_named_files_exist(name):
     text = DOCUMENTS[name]
@@ -255,6 +257,7 @@ def test_links_and_named_files_exist(name):
             assert path.exists(), path
 
 
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_to_headings(name):
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", DOCUMENTS[name]):
@@ -263,6 +266,7 @@ def test_links_lead_to_headings(name):
         assert anchor in {_anchor(title) for title in titles}, anchor
 
 
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_lines_are_short_but_for_tables(name):
     wide = [x for x in DOCUMENTS[name].splitlines() if len(x) > 100 and not x.startswith("|")]

@@ -56,6 +56,7 @@ def test_there_are_examples():
 
 
 @pytest.mark.slow
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_on_the_cpu(example, tmp_path):
     found = run(example, tmp_path, CUDA_VISIBLE_DEVICES="")
@@ -174,6 +175,7 @@ def test_layouts_of_sparse_attention_are_drawn_where_matplotlib_is(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.gpu
+@pytest.mark.few(1000)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_on_the_gpu(example, tmp_path):
     found = run(example, tmp_path, *ON_THE_GPU.get(example.stem, ()))

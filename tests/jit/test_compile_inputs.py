@@ -185,6 +185,7 @@ def by_include_path(spec):
     return bytes(core.Program(spec.source, "c++", options).compile("cubin").code)
 
 
+@pytest.mark.few(0)
 def test_the_assembled_text_gives_the_code_that_includes_give():
     found = [PLAIN, *direct.variants(kl.gaussian(), ARCH, ("float16",))[:2]]
     found += split.variants(kl.gaussian(), ARCH, ("float32",))[:1]

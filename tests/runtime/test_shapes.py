@@ -40,7 +40,7 @@ FIRST_USES = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("name", FIRST_USES)
 def test_a_first_call_imports_no_sympy(name):
     """0.3 s, of torch's symbolic shapes."""

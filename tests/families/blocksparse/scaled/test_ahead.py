@@ -48,6 +48,7 @@ def test_a_prepared_call_is_nothing_but_its_launch(descriptor, gpus):
     assert gpus.loads[0].what.startswith("blocksparse scaled ")
 
 
+@pytest.mark.few(0)
 def test_specs_are_among_the_variants(gpus):
     known = ahead.variants(LAYER, "sm_90a", ())
     for size in (1, 72, 1000, 60000):

@@ -60,6 +60,7 @@ def changed(draw, layout: Layout | OutLayout):
     return layout._replace(**{name: draw(st.sampled_from([0, 1, 8, 4096]))}) if name else layout
 
 
+@pytest.mark.few(0)
 @settings(max_examples=300)
 @given(problems(), st.sampled_from(EPILOGUES), st.sampled_from(ARCHS), st.integers(1, 150))
 def test_lowering_chooses_among_the_variants(made, epilogue, arch, multiprocessors):

@@ -321,6 +321,7 @@ def known(descriptor, arch):
     return KNOWN[descriptor, arch]
 
 
+@pytest.mark.few(0)
 @settings(max_examples=300)
 @given(
     st.sampled_from(DESCRIPTORS), st.sampled_from(["sm_80", "sm_86", "sm_90a"]), st.data(),

@@ -106,6 +106,7 @@ SCORES = {
 }
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", slow_but(("bias",), SCORES))
 def test_products_overlap_and_nothing_spills(name, features):

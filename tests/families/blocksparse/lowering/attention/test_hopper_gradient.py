@@ -189,7 +189,7 @@ SCORES = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_products_overlap_and_nothing_spills(name, features):

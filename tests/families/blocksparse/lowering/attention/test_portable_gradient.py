@@ -177,6 +177,7 @@ SCORES = {
 }
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize("arch", slow_but(("sm_80",), ("sm_80", "sm_86", "sm_90a", "sm_120")))
 @pytest.mark.parametrize("score", slow_but(("all",), SCORES))
 @pytest.mark.parametrize("width", slow_but((128,), (16, 64, 72, 96, 128, 192, 256)))
