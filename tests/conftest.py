@@ -164,8 +164,8 @@ def pytest_terminal_summary(terminalreporter, config):
     if results:
         terminalreporter.write_line(f"gpu record: written to {record.write(results)}")
         if run.suite == "gpu":
-            asked = {name: kernels for name, kernels in watch.asked.items() if name in results}
-            gpu_kernels.write(asked, record.record_path().with_name(gpu_kernels.NAME))
+            kernels = {name: watch.kernels[name] for name in results if name in watch.kernels}
+            gpu_kernels.write(kernels, record.record_path().with_name(gpu_kernels.NAME))
 
 
 # Fixtures.

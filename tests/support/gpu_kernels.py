@@ -34,10 +34,10 @@ BUNDLE = "KERNLIB_GPU_KERNELS"
 NAME = "gpu_kernels.json.xz"
 COMMITTED = Path(__file__).resolve().parent.parent / NAME
 MOST_BYTES = 25 << 20  # of the packed bundle
-Asked = tuple[str, KernelSpec]  # a target and a specification
+Kernel = tuple[str, KernelSpec]  # a target and a specification
 
 
-def read(path: Path = COMMITTED) -> dict[str, list[Asked]]:
+def read(path: Path = COMMITTED) -> dict[str, list[Kernel]]:
     """What the tests of each entry of the record ask for, nothing where no run has noted it."""
     if not path.exists():
         return {}
@@ -48,11 +48,11 @@ def read(path: Path = COMMITTED) -> dict[str, list[Asked]]:
     }
 
 
-def write(asked: dict[str, Iterable[Asked]], path: Path) -> None:
+def write(kernels: dict[str, Iterable[Kernel]], path: Path) -> None:
     """Note what tests ask for, beside what those of other entries do."""
     rows = {
-        name: sorted([arch, *spec] for arch, spec in set(kernels))
-        for name, kernels in {**read(path), **asked}.items()
+        name: sorted([arch, *spec] for arch, spec in set(requested))
+        for name, requested in {**read(path), **kernels}.items()
     }
     path.write_bytes(lzma.compress(json.dumps(rows).encode()))
 
@@ -61,7 +61,7 @@ class Watch:
     """Notes what one process asks for, by entry, and how much of that it found in the bundle."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, set[Asked]] = {}
+        self.kernels: dict[str, set[Kernel]] = {}
         self.events: Counter[str] = Counter()
         self.entry: str | None = None  # of the test that runs
 
@@ -73,7 +73,7 @@ class Watch:
 
         def noted(spec: KernelSpec, arch: str):
             if self.entry is not None:
-                self.asked.setdefault(self.entry, set()).add((arch, spec))
+                self.kernels.setdefault(self.entry, set()).add((arch, spec))
             return request_of(spec, arch)
 
         service.request_of = noted
@@ -85,22 +85,22 @@ class Watch:
 
     def state(self) -> str:
         """As text, which another process can :meth:`merge`."""
-        asked = {k: [[arch, *spec] for arch, spec in rows] for k, rows in self.asked.items()}
-        return json.dumps({"asked": asked, "events": self.events})
+        kernels = {k: [[arch, *spec] for arch, spec in rows] for k, rows in self.kernels.items()}
+        return json.dumps({"kernels": kernels, "events": self.events})
 
     def merge(self, state: str) -> None:
         held = json.loads(state)
         self.events.update(held["events"])
-        for entry, rows in held["asked"].items():
+        for entry, rows in held["kernels"].items():
             specs = ((arch, KernelSpec(*s[:5], tuple(s[5]), s[6])) for arch, *s in rows)
-            self.asked.setdefault(entry, set()).update(specs)
+            self.kernels.setdefault(entry, set()).update(specs)
 
     def __str__(self) -> str:
         return f"{self.events['hit']} from the bundle, {self.events['compile']} compiled"
 
 
-def _compiled(asked: Asked) -> tuple[bytes, Entry]:
-    arch, spec = asked
+def _compiled(kernel: Kernel) -> tuple[bytes, Entry]:
+    arch, spec = kernel
     return layers.request_of(spec, arch).portable, compiler.compile_spec(spec, arch)
 
 

@@ -62,8 +62,8 @@ def thinned(items: list, cases: int | str) -> list:
         group = [item for item in items if bool(item.get_closest_marker("slow")) == slow]
         if group:
             chosen += _of_one_speed(group, cases)
-    kept = set(map(id, chosen))
-    return [item for item in items if id(item) in kept]
+    running = set(map(id, chosen))
+    return [item for item in items if id(item) in running]
 
 
 def _of_one_speed(items: list, cases: int | str) -> list:

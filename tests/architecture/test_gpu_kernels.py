@@ -1,0 +1,38 @@
+"""What GPU tests ask for is noted by entry, and compiled without a GPU."""
+
+from kernlib.jit import bundle, layers
+from kernlib.jit.spec import KernelSpec
+from tests.support import gpu_kernels
+
+SOURCE = 'extern "C" __global__ void f(float* x) { x[0] = 1.0f; }\n'
+ONE = ("sm_80", KernelSpec("test", SOURCE, "f", 32, 0, ("-O1",), "one"))
+TWO = ("sm_90a", KernelSpec("test", SOURCE, "f", 64))
+
+
+def test_notes_of_other_entries_stay(tmp_path):
+    path = tmp_path / gpu_kernels.NAME
+    gpu_kernels.write({"pairwise": [ONE], "sparse": [TWO]}, path)
+    gpu_kernels.write({"sparse": [ONE, TWO, TWO]}, path)
+    notes = gpu_kernels.read(path)
+    assert notes["pairwise"] == [ONE] and sorted(notes["sparse"]) == [ONE, TWO]
+
+
+def test_what_workers_saw_adds_up():
+    workers, run = [gpu_kernels.Watch(), gpu_kernels.Watch()], gpu_kernels.Watch()
+    for worker, kernel, event in zip(workers, (ONE, TWO), ("hit", "compile"), strict=True):
+        worker.kernels["pairwise"] = {kernel}
+        worker.events[event] = 2
+        run.merge(worker.state())
+    assert run.kernels == {"pairwise": {ONE, TWO}}
+    assert str(run) == "2 from the bundle, 2 compiled"
+
+
+def test_a_bundle_holds_what_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "read", lambda: {"pairwise": [ONE], "sparse": [ONE, TWO]})
+    said = gpu_kernels.build(tmp_path / "kernels")
+    assert said.startswith("2 of 2 kernels") and (tmp_path / "kernels.tar.xz").is_file()
+    held = bundle.open_bundle(tmp_path / "kernels")
+    for arch, spec in (ONE, TWO):
+        assert held.get(layers.request_of(spec, arch).portable)
+    held.close()
+    assert gpu_kernels.build(tmp_path / "less", 1).startswith("0 of 2 kernels")
