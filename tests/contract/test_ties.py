@@ -12,6 +12,8 @@ from kernlib.nn.kronecker_sparse import ALGOS
 from kernlib.runtime import expressions
 from tests.support.ties import ACTIVATIONS, BY_PARAMETER, CHOSEN
 
+pytestmark = pytest.mark.few(1000)  # each expression has a tie of its own
+
 DOUBLE = torch.float64
 
 

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 
+from tests.mutants import only
 from tests.mutants.faults import Mutant, load
 from tests.mutants.reach import MAP, Map
 from tests.support.paths import ROOT
@@ -98,12 +99,13 @@ class Runner:
 
     def _tests(self, tree: Path, names: list[str], limit_s: float) -> tuple[str, str]:
         """Outcome and the test that failed."""
-        listed = tree.with_suffix(".txt")
+        listed = self.folder / f"tests-{threading.get_ident()}.txt"  # jobs share the pristine tree
         names = [name for name in names if _exists(tree, name)]
         listed.write_text("\n".join(names))
-        environment = {**os.environ, "PYTHONPATH": self._path(tree)}
+        environment = {**os.environ, "PYTHONPATH": self._path(tree), only.LIST: str(listed)}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-        command += [*SUITES[self.suite], f"@{listed}"]
+        files = dict.fromkeys(name.split("::")[0] for name in names)
+        command += ["-p", "tests.mutants.only", *SUITES[self.suite], *files]
         with subprocess.Popen(
             command,
             cwd=tree,

@@ -244,6 +244,7 @@ def masked(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
+@pytest.mark.few(100)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("wrap", [masked, nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_computed_weights_are_those_of_what_was_loaded(wrap, seed):

@@ -106,6 +106,7 @@ def test_an_infinity_stays_in_its_vector_and_block():
         assert torch.equal(found[~touched], clean[~touched])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("precision", [None, "fp32", "tf32"])
 def test_what_torch_computes_is_in_tf32_only_with_leave(precision, monkeypatch):
     einsum, seen = torch.einsum, []

@@ -35,6 +35,7 @@ def test_values_are_right(block, dtype, seed):
     check(lse, logs, max(GATES[dtype] / 100, 1e-13) if dtype in (F16, BF16) else GATES[dtype])
 
 
+@pytest.mark.few(100)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("density", [0.25, 1.0])
 def test_options_are_right(name, density, seed):
