@@ -1,6 +1,7 @@
 """What GPU tests ask for is noted by entry, and compiled without a GPU."""
 
-from kernlib.jit import bundle, layers
+from kernlib import events
+from kernlib.jit import bundle, layers, service
 from kernlib.jit.spec import KernelSpec
 from tests.support import gpu_kernels
 
@@ -15,6 +16,19 @@ def test_notes_of_other_entries_stay(tmp_path):
     gpu_kernels.write({"sparse": [ONE, TWO, TWO]}, path)
     notes = gpu_kernels.read(path)
     assert notes["pairwise"] == [ONE] and sorted(notes["sparse"]) == [ONE, TWO]
+
+
+def test_who_watches_does_not_listen(monkeypatch):
+    """So GPU tests launch as users do, whom nobody listens to."""
+    monkeypatch.setattr(service, "request_of", service.request_of)
+    monkeypatch.setattr(layers.Request, "emit", layers.Request.emit)
+    watch, spec = gpu_kernels.Watch(), KernelSpec("test", f"// watched\n{SOURCE}", "f", 32)
+    watch.start()
+    service.build(spec, "sm_80")  # of no test
+    watch.entry = "sparse"
+    service.build(spec, "sm_80")
+    assert watch.kernels == {"sparse": {("sm_80", spec)}}
+    assert watch.events == {"compile": 1} and not events.listening()
 
 
 def test_what_workers_saw_adds_up():

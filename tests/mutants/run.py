@@ -50,7 +50,6 @@ class Runner:
     def __init__(self, suite: str, reach: Map, folder: Path, jobs: int):
         self.suite, self.reach, self.folder = suite, reach, folder
         self.copies: Queue[Path] = Queue()
-        self._sound: dict[str, bool] = {}
         for i in range(jobs):
             self.copies.put(self._copy(folder / f"tree-{i}"))
         self.pristine = self._copy(folder / "pristine")
@@ -79,7 +78,8 @@ class Runner:
             while True:
                 left = LIMIT_S - (time.monotonic() - begun)
                 outcome, test = self._tests(tree, functions, left)
-                if outcome != "found" or "::" not in test or self._is_sound(test):
+                took = round(time.monotonic() - begun, 1)
+                if outcome != "found" or "::" not in test or self._is_sound(functions, test):
                     break
                 functions = [name for name in functions if name != test.split("[")[0]]
                 if not functions:
@@ -88,14 +88,13 @@ class Runner:
         finally:
             (tree / mutant.file).write_text(text)
             self.copies.put(tree)
-        took = round(time.monotonic() - begun, 1)
         return {"outcome": outcome, "seconds": took, "functions": len(functions), "test": test}
 
-    def _is_sound(self, test: str) -> bool:
-        """Whether a test passes without any fault."""
-        if test not in self._sound:
-            self._sound[test] = self._tests(self.pristine, [test], LIMIT_S)[0] == "missed"
-        return self._sound[test]
+    def _is_sound(self, functions: list[str], test: str) -> bool:
+        """Whether a test passes without the fault, behind the same others as with it: one that
+        fails by what ran before it finds nothing."""
+        before = functions[: functions.index(test.split("[")[0]) + 1]
+        return self._tests(self.pristine, before, LIMIT_S)[0] == "missed"
 
     def _tests(self, tree: Path, names: list[str], limit_s: float) -> tuple[str, str]:
         """Outcome and the test that failed."""
