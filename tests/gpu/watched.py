@@ -26,10 +26,14 @@ def nothing_waits() -> Iterator[None]:
 
 @contextmanager
 def capture() -> Iterator[torch.cuda.CUDAGraph]:
-    """A graph of what is called meanwhile, to be replayed behind it."""
+    """A graph of what is called meanwhile, to be replayed behind it. Of a capture that fails nothing
+    is left: a graph that dies during the next capture takes torch's random numbers with it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        yield graph
+    try:
+        with torch.cuda.graph(graph):
+            yield graph
+    finally:
+        del graph  # which the traceback of an error would keep
 
 
 def peak(call: Callable[[], Result]) -> tuple[Result, int]:

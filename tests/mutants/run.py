@@ -67,7 +67,7 @@ class Runner:
 
     def outcome(self, mutant: Mutant) -> dict:
         """What the tests say of one fault."""
-        functions = self.reach.reaching(mutant.file, mutant.lines())
+        functions = self._reaching(mutant)
         functions = [name for name in functions if not name.startswith(LEFT_OUT)]
         begun = time.monotonic()
         if not functions:
@@ -89,6 +89,18 @@ class Runner:
             (tree / mutant.file).write_text(text)
             self.copies.put(tree)
         return {"outcome": outcome, "seconds": took, "functions": len(functions), "test": test}
+
+    def _reaching(self, mutant: Mutant) -> list[str]:
+        """Of a map without lines of the host, as of a GPU's machine, which has no coverage: the
+        tests of the family and of what all share."""
+        if mutant.on_device or self.reach.lines:
+            return self.reach.reaching(mutant.file, mutant.lines())
+        folders = (
+            "tests/gpu/shared/",
+            f"tests/gpu/families/{mutant.family}/",
+            f"tests/gpu/{mutant.family}/",
+        )
+        return self.reach.in_folders(folders)
 
     def _is_sound(self, functions: list[str], test: str) -> bool:
         """Whether a test passes without the fault, behind the same others as with it: one that

@@ -65,6 +65,15 @@ def test_points_from_themselves_are_0_and_from_near_ones_exact(features):
     assert torch.equal(kl.run_kernel(GAUSSIAN, a, a, bandwidth=0.1).diagonal(), torch.ones(400))
 
 
+def test_near_pairs_of_a_symmetric_matrix_are_exact_in_every_block_of_rows():
+    """Later blocks begin at the diagonal, not at the first column."""
+    a = points(900, 5)  # three blocks
+    a[600:] = a[450:750] + 1e-5 * points(300, 5, seed=1)
+    found = kl.run_kernel(kl.squared_distance(symmetric=True), a)
+    wanted = (a.double()[None] - a.double()[:, None]).square().sum(-1)
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.float16), ids=str)
 @pytest.mark.parametrize("symmetric", (False, True))
 def test_out_and_accumulate_of_every_layout(dtype, symmetric):

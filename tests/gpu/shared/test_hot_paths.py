@@ -14,6 +14,7 @@ import torch
 
 import kernlib as kl
 from kernlib import blocksparse, linalg, nn, sparse
+from kernlib.runtime.plan import forget_plans
 
 LAYOUT = blocksparse.Layout([[(i + 2 * j) % 3 != 1 for j in range(5)] for i in range(6)], 16)
 SQUARE = blocksparse.Layout([[j <= i for j in range(6)] for i in range(6)], 16)
@@ -63,6 +64,10 @@ CALLS: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
     "kernel_matmul": (
         lambda a, b, v: kl.kernel_matmul(kl.gaussian(), a, b, v, bandwidth=4.0),
         (A, B, V),
+    ),
+    "kernel_matmul by tensor cores": (
+        lambda a, b, v: kl.kernel_matmul(kl.dot_product(), a, b, v),
+        ((300, 130), (280, 130), (280, 3)),
     ),
     "kernel_sum": (lambda a, b: kl.kernel_sum(kl.laplace_l1(), a, b, bandwidth=9.0), (A, B)),
     "kernel_logsumexp": (lambda a, b: kl.kernel_logsumexp(kl.dot_product(), a, b), (A, B)),
@@ -147,3 +152,20 @@ def test_a_replayed_graph_is_the_call(name, device, seed):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(result, run(*tensors))
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_permission_of_tf32_ends_when_it_is_withdrawn(name, device, seed):
+    """Plans of a permitted call are no plans of a later one, forward and backward."""
+    run, shapes = CALLS[name]
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    wanted = compared(run, tensors, torch.float64, "cpu")
+    forget_plans()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert_near(compared(run, tensors, torch.float32, device), wanted, 3e-3)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert_near(compared(run, tensors, torch.float32, device), wanted, 2e-5)

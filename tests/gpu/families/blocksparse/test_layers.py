@@ -115,6 +115,15 @@ def test_attention(size, block, dtype, seed):
         check(ours, theirs, 8 * GATES[dtype])
 
 
+def test_one_head_meets_each_head_of_a_layout(seed):
+    """Operands without heads of their own are read by all of the layout's."""
+    layout = Layout(torch.ones(3, 4, 4, dtype=torch.bool).tril(), 32, device="cuda")
+    q, k, v = (torch.randn(2, 1, 128, 64, device="cuda").half() for _ in range(3))
+    wide = (t.double().expand(2, 3, 128, 64) for t in (q, k, v))
+    found = block_sparse_attention(q, k, v, layout, causal=True)
+    check(found, F.scaled_dot_product_attention(*wide, is_causal=True), 2 * GATES[F16])
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_module_of_attention_is_that_of_the_cpu(masked, seed):
     layout = blocksparse.fixed(256, 32, 64, heads=4, device="cuda")
