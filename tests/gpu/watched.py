@@ -26,8 +26,8 @@ def nothing_waits() -> Iterator[None]:
 
 @contextmanager
 def capture() -> Iterator[torch.cuda.CUDAGraph]:
-    """A graph of what is called meanwhile, to be replayed behind it. Of a capture that fails nothing
-    is left: a graph that dies during the next capture takes torch's random numbers with it."""
+    """A graph of what is called meanwhile, to be replayed behind it. A capture that fails leaves
+    nothing: a graph that dies during the next capture takes torch's random numbers with it."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

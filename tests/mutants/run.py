@@ -95,12 +95,10 @@ class Runner:
         tests of the family and of what all share."""
         if mutant.on_device or self.reach.lines:
             return self.reach.reaching(mutant.file, mutant.lines())
-        folders = (
-            "tests/gpu/shared/",
-            f"tests/gpu/families/{mutant.family}/",
-            f"tests/gpu/{mutant.family}/",
-        )
-        return self.reach.in_folders(folders)
+        folder = f"tests/gpu/families/{mutant.family}/"
+        if not (ROOT / folder).is_dir():  # of layers and the service every family's
+            folder = "tests/gpu/"
+        return self.reach.in_folders(("tests/gpu/shared/", folder))
 
     def _is_sound(self, functions: list[str], test: str) -> bool:
         """Whether a test passes without the fault, behind the same others as with it: one that

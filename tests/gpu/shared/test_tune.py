@@ -242,8 +242,8 @@ def test_several_descriptors_are_prepared_by_workers(seed, seen):
     factors = (1.75, 1.8125, 1.875, 1.9375)
     kl.prepare([fresh(factor) for factor in factors], a, b, workers=3)
     names = [event.name for event in seen]
-    built = names.count("compile") + names.count("hit")  # those of a bundle are not compiled
-    assert built == names.count("load") == len(factors)
+    assert names.count("load") == len(factors)
+    assert names.count("compile") in (0, len(factors))  # 0: of a bundle
     assert "launch" not in names
     seen.clear()
     for factor in factors:
