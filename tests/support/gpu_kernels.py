@@ -6,9 +6,10 @@ while headers change. Where there is no GPU, ::
 
     python -m tests.support.gpu_kernels FOLDER
 
-compiles them into a bundle, with the NVRTC that is installed, and packs it as ``FOLDER.tar.xz``.
-NVRTC must be of the version that the GPU's machine has. There, ``KERNLIB_GPU_KERNELS=FOLDER`` has
-the tests find them; what has changed since is compiled, and the run says how many kernels it hit.
+compiles them into a bundle, with the NVRTC that is installed, and packs it as ``FOLDER.tar.xz``;
+those that a bundle in FOLDER holds already are not compiled again. NVRTC must be of the version
+that the GPU's machine has. There, ``KERNLIB_GPU_KERNELS=FOLDER`` has the tests find them; what has
+changed since is compiled, and the run says how many kernels it hit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from kernlib.jit import bundle, compiler, layers, toolchain
-from kernlib.jit.entry import Entry
+from kernlib.jit.entry import Entry, unpack
 from kernlib.jit.spec import KernelSpec
 
 BUNDLE = "KERNLIB_GPU_KERNELS"
@@ -100,27 +101,53 @@ class Watch:
         return f"{self.events['hit']} from the bundle, {self.events['compile']} compiled"
 
 
-def _compiled(kernel: Kernel) -> tuple[bytes, Entry]:
+def _key(kernel: Kernel) -> bytes:
     arch, spec = kernel
-    return layers.request_of(spec, arch).portable, compiler.compile_spec(spec, arch)
+    return layers.request_of(spec, arch).portable
+
+
+def _compiled(kernel: Kernel) -> Entry:
+    arch, spec = kernel
+    return compiler.compile_spec(spec, arch)
+
+
+def _held(folder: Path) -> dict[bytes, Entry]:
+    """What a bundle that is there holds."""
+    if not (folder / bundle.FILE).exists():
+        return {}
+    opened = bundle.open_bundle(folder)
+    try:
+        return {key: unpack(key, value) for key, value in opened.items()}
+    finally:
+        opened.close()
 
 
 def build(folder: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Compile what is noted, as far as it fits, into a bundle; what was done, in words."""
-    kernels = sorted({kernel for rows in read().values() for kernel in rows})
-    begun, entries, packed = time.monotonic(), {}, 0
+    """Compile what is noted and not in the folder's bundle yet, as far as it fits, into a bundle;
+    what was done, in words."""
+    kernels = {_key(kernel): kernel for rows in read().values() for kernel in rows}
+    begun, entries, room = time.monotonic(), {}, most_bytes
+    for key, entry in _held(folder).items():
+        if key in kernels:
+            entries[key] = entry
+            room -= len(zlib.compress(entry.cubin))
+    missing = sorted(kernels.keys() - entries.keys(), key=kernels.get)
+    compiled = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for key, entry in pool.map(_compiled, kernels, chunksize=8):
-            packed += len(zlib.compress(entry.cubin))
-            if packed > most_bytes:
+        work = pool.map(_compiled, map(kernels.get, missing), chunksize=8)
+        for key, entry in zip(missing, work, strict=True):
+            room -= len(zlib.compress(entry.cubin))
+            if room < 0:
                 pool.shutdown(cancel_futures=True)
                 break
             entries[key] = entry
+            compiled += 1
     bundle.write(folder, entries)
     archive = Path(shutil.make_archive(str(folder), "xztar", folder.parent, folder.name))
     return (
-        f"{len(entries)} of {len(kernels)} kernels by NVRTC {toolchain.nvrtc_version()} in "
-        f"{time.monotonic() - begun:.0f} s: {archive}, {archive.stat().st_size / 2**20:.1f} MiB"
+        f"{len(entries)} of {len(kernels)} kernels, {compiled} of them compiled by NVRTC "
+        f"{toolchain.nvrtc_version()} in {time.monotonic() - begun:.0f} s: {archive}, "
+        f"{archive.stat().st_size / 2**20:.1f} MiB"
     )
 
 
