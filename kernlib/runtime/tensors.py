@@ -13,6 +13,14 @@ MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are co
 # No GPU memory lies below 4 GiB. An address there is the offset of a view of a tensor that has no
 # memory. Such a view with an offset of 4 GiB or more is not recognised.
 LOWEST_ADDRESS = 1 << 32
+# Subclasses of torch's whose memory does not hold their values, and what to do.
+APART = {
+    "CausalBias": (
+        "whose memory holds nothing; blocksparse.scaled_dot_product_attention takes it as "
+        "attn_mask, elsewhere use causal=True or a mask of bools"
+    ),
+    "MaskedTensor": "in which some values are none; pass its get_data(), or to_tensor(value)",
+}
 
 
 def signature(t: torch.Tensor) -> tuple:
@@ -72,6 +80,18 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it, or pass parts")
     if tensor.is_quantized:
         raise TypeError(f"{name} must be a dense tensor, got {tensor.dtype}; dequantize() it")
+    if type(tensor) is not torch.Tensor:
+        for kind, advice in APART.items():
+            if is_of(tensor, kind):
+                raise TypeError(f"{name} must be a dense tensor, got a {kind}, {advice}")
+
+
+def is_of(tensor: torch.Tensor, kind: str) -> bool:
+    """Whether a tensor is of a class of this name that torch has, which need not be imported."""
+    return any(
+        each.__name__ == kind and each.__module__.startswith("torch.")
+        for each in type(tensor).__mro__
+    )
 
 
 def stand_ins(*tensors) -> bool:

@@ -10,7 +10,7 @@ from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.checks import check_layout
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.arguments import check_broadcast
-from kernlib.runtime.tensors import check_dense, check_flag
+from kernlib.runtime.tensors import check_dense, check_flag, is_of
 
 NAMES = ("query", "key", "value")
 
@@ -31,8 +31,9 @@ def scaled_dot_product_attention(
 
     - ``query`` (..., H, L, E), ``key`` (..., HK, S, E) and ``value`` (..., HK, S, EV) of one dtype
       and the same dimensions in front; HK is H, or with ``enable_gqa`` divides it.
-    - ``attn_mask``: broadcasts to (..., H, L, S); of bools True takes part, floats are added.
-      Unlike torch's it may stand beside ``is_causal``.
+    - ``attn_mask``: broadcasts to (..., H, L, S); of bools True takes part, floats are added. Or a
+      ``torch.nn.attention.bias.CausalBias`` of L and S: row i sees the columns up to i, of a lower
+      right one those up to i + S - L. Unlike torch's a mask may stand beside ``is_causal``.
     - ``dropout_p`` is applied whenever it is above 0, as torch's is.
     - ``layout``: as that of :func:`kernlib.blocksparse.attention`, whose rules this has for queries
       that no key is left of.
@@ -48,7 +49,9 @@ def scaled_dot_product_attention(
     *lead, heads, rows, _ = query.shape
     given = {name: _one_batch(t) for name, t in tensors.items()}
     rest = {"scale": scale, "causal": is_causal, "dropout_p": dropout_p}
-    if attn_mask is not None:
+    if attn_mask is not None and is_of(attn_mask, "CausalBias"):
+        rest |= _causal(attn_mask, rows, key.shape[-2], query.device)
+    elif attn_mask is not None:
         shape = (*lead, heads, rows, key.shape[-2])
         rest |= _masked(attn_mask, shape, query)
     _check_kinds(tensors)
@@ -100,6 +103,23 @@ def _check_kinds(tensors: dict) -> None:
 def _one_batch(t: torch.Tensor) -> torch.Tensor:
     """With one dimension in front of the last three."""
     return t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4)
+
+
+def _causal(bias, rows: int, cols: int, device: torch.device) -> dict:
+    """What attention is given for a CausalBias, whose memory holds nothing. Raises ValueError."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (rows, cols):
+        raise ValueError(
+            f"attn_mask must be a CausalBias of {rows} queries and {cols} keys, got one of "
+            f"{bias.seq_len_q} and {bias.seq_len_kv}"
+        )
+    shift = cols - rows if bias.variant.name == "LOWER_RIGHT" else 0
+    if shift == 0:
+        return {"causal": True}
+    if shift > 0:
+        return {"window": (None, shift)}
+    # A window has no sides below 0.
+    before = torch.full((), shift, dtype=torch.int64, device=device)
+    return {"mask": "col <= row + before", "before": before}
 
 
 def _masked(mask, shape: tuple[int, ...], query: torch.Tensor) -> dict:

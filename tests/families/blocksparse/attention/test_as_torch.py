@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as by_torch
 
 from kernlib.families.blocksparse.attention.as_torch import scaled_dot_product_attention
@@ -60,6 +61,21 @@ def test_grouped_queries(seed):
         scaled_dot_product_attention(*tensors, layout=made)
 
 
+@pytest.mark.few(6)
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("queries", [50, 70, 90])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_a_causal_bias_is_what_it_stands_for(bias, queries, seed):
+    """Its memory holds nothing. Rows that see no key are 0."""
+    shape = SHAPE._replace(queries=queries)
+    made, (q, k, v) = shape.dense(), shape.tensors(F32)
+    sees = torch.ones(queries, 70, dtype=torch.bool)
+    sees = sees.tril(70 - queries if bias is causal_lower_right else 0)
+    wanted = by_torch(q, k, v, torch.where(sees, 0.0, -torch.inf)).nan_to_num()
+    found = scaled_dot_product_attention(q, k, v, bias(queries, 70), layout=made)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_dropout(seed):
     made, tensors = SHAPE.dense(), SHAPE.tensors(F32)
     one, other = (scaled_dot_product_attention(*tensors, dropout_p=0.5, layout=made)
@@ -85,6 +101,12 @@ CALLS = {
     "value must have heads and length of key, (4, 70), got (4, 69)": {"value": V[:, :, 1:]},
     "attn_mask must hold bools or floats, got torch.int64": {"attn_mask": Z(50, 70).long()},
     "attn_mask must broadcast to (2, 4, 50, 70), got (50, 69)": {"attn_mask": Z(50, 69)},
+    "attn_mask must be a CausalBias of 50 queries and 70 keys, got one of 4 and 70": {
+        "attn_mask": causal_upper_left(4, 70)
+    },
+    "query must be a dense tensor, got a CausalBias, whose memory holds nothing": {
+        "query": causal_upper_left(50, 8)
+    },
     "dropout_p must be a number from 0 to 1, without 1, got 1.5": {"dropout_p": 1.5},
 }  # fmt: skip
 
