@@ -156,8 +156,9 @@ def fixed(
 
 def top_k(scores: torch.Tensor, block: Block, k: int) -> Layout:
     """Of each row of blocks the ``k`` with the highest ``scores`` (RB, CB) or (heads, RB, CB), one
-    a block; of equal ones those of the lowest columns, and NaN is the highest. The layout lies
-    where the scores do and has room for heads * RB * k blocks; scores on a GPU are not waited for.
+    a block; of equal ones those of the lowest columns, and NaN is the highest. Blocks whose score
+    is -inf are left out, so rows may have fewer. The layout lies where the scores do and has room
+    for heads * RB * k blocks; scores on a GPU are not waited for.
 
     Raises TypeError for what is no dense tensor or nested lists of real numbers, ValueError for
     other shapes and for k beyond CB."""
@@ -176,7 +177,8 @@ def top_k(scores: torch.Tensor, block: Block, k: int) -> Layout:
     # topk() of torch leaves open which of equal ones it takes.
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-    return Layout(mask.scatter_(-1, best, True), block, scores.shape[:-1].numel() * k)
+    mask = mask.scatter_(-1, best, True) & (scores != -torch.inf)
+    return Layout(mask, block, scores.shape[:-1].numel() * k)
 
 
 def _banded(length, block: Block, left: int, right: int, heads, device) -> Layout:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.families.blocksparse.checks import BEYOND_CAUSAL
 from kernlib.families.blocksparse.contents.sizes import checked_block
 from kernlib.families.blocksparse.contents.writing import refuse_capture
 from kernlib.lowering.arithmetic import ceil_div
@@ -95,11 +96,59 @@ def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
     return (found[0] if found.shape[0] == 1 else found), block
 
 
-def has_partial_blocks(block_mask) -> bool:
-    """Whether the ``mask_mod`` of a FlexAttention mask leaves something out of a block that it
-    lists. Waits for the device."""
-    named = getattr(getattr(block_mask, "mask_mod", None), "__name__", "noop_mask")
-    return named != "noop_mask" and bool((block_mask.kv_num_blocks > 0).any())
+def condition_of(block_mask) -> str:
+    """What an attention over the blocks of a FlexAttention mask is to be told, "" where all of them
+    are whole. Blocks are partial that it lists apart from its full ones, whatever ``mask_mod`` it
+    has: a slice may have none. Waits for the device."""
+    has_rule = _rule(block_mask) is not None
+    if not has_rule and block_mask.full_kv_num_blocks is None:
+        return ""  # one list, of whole blocks
+    if not bool((block_mask.kv_num_blocks > 0).any()):
+        return ""
+    return BEYOND_CAUSAL if _is_beyond_causal(block_mask) else CONDITION
+
+
+def _rule(block_mask):
+    """Its ``mask_mod``, None for that which leaves nothing out."""
+    rule = getattr(block_mask, "mask_mod", None)
+    return None if getattr(rule, "__name__", "noop_mask") == "noop_mask" else rule
+
+
+def _is_beyond_causal(block_mask) -> bool:
+    """Whether a mask leaves columns up to the diagonal out of blocks that it lists, as one for
+    padding does; False where its ``mask_mod`` would have to say so and there is none, or it takes
+    no tensors of indices."""
+    if block_mask.full_kv_num_blocks is None:
+        return False  # whole blocks may be listed too
+    (rows, cols), (queries, keys) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, ceil_div(keys, cols))
+    device, partial = partial.device, partial[0]
+    first_row, first_col = (
+        torch.arange(count, device=device) * size
+        for count, size in zip(partial.shape[-2:], (rows, cols), strict=True)
+    )
+    is_before = first_col + (cols - 1) <= first_row[:, None]
+    if bool((partial & is_before).any()):
+        return True
+    rule = _rule(block_mask)
+    if rule is None:
+        return False
+    down, across = torch.arange(rows, device=device), torch.arange(cols, device=device)
+    for head, marks in enumerate(partial & (first_col <= first_row[:, None] + (rows - 1))):
+        line, column = marks.nonzero(as_tuple=True)
+        q = (first_row[line, None] + down)[:, :, None]
+        k = (first_col[column, None] + across)[:, None]
+        exists = (q < queries) & (k < keys)
+        given = (torch.tensor(n, device=device) for n in (0, head))
+        try:
+            seen = rule(*given, q.clamp(max=queries - 1), k.clamp(max=keys - 1))
+            seen = torch.broadcast_to(seen, exists.shape)
+            if bool((exists & (k <= q) & ~seen).any()):
+                # Of the mask's own blocks each has something that is seen: else it is another's.
+                return bool((exists & seen).flatten(1).any(1).all())
+        except Exception:  # of a function that is made for single indices, whatever that raises
+            return False
+    return False
 
 
 def _listed(counts: torch.Tensor, indices: torch.Tensor, width: int) -> torch.Tensor:

@@ -148,8 +148,7 @@ class Layout:
 
         mask, block = imports.read_block_mask(block_mask)
         made = cls(mask, block, capacity)
-        partial = capacity is None and imports.has_partial_blocks(block_mask)
-        return made.set_condition(imports.CONDITION) if partial else made
+        return made.set_condition(imports.condition_of(block_mask)) if capacity is None else made
 
     @classmethod
     def from_state(

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse.attention.arguments import checked_dropout
-from kernlib.families.blocksparse.checks import check_layout, warn_of_whole_blocks
+from kernlib.families.blocksparse.checks import BEYOND_CAUSAL, check_layout, warn_of_whole_blocks
 from kernlib.families.blocksparse.contents.given import Mask, checked_device
 from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
@@ -78,7 +78,9 @@ def block_sparse_attention(
         _check_mode(f"{name}_mode", mode)
     if scale is None:
         scale = 1.0 / math.sqrt(max(1, q.shape[-1]))
-    unsaid = causal is False and rpe is None and attn_mask is None
+    is_padded = key_padding_mask is not None
+    told = causal is not False and (is_padded or layout.condition != BEYOND_CAUSAL)
+    unsaid = not told and rpe is None and attn_mask is None
     if unsaid and layout.condition and not is_dynamo_compiling():
         warn_of_whole_blocks(layout.condition)
     if checked_dropout(dropout_p) != 0.0 or takes(q, k, v, key_transposed):

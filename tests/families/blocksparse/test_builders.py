@@ -130,7 +130,9 @@ def test_the_best_of_each_row():
     assert builders.top_k(scores, 16, 0).nnz == 0
     assert builders.top_k([[1, 2], [2, 1]], 16, 1).mask().tolist() == [[False, True], [True, False]]
     infinite = torch.tensor([[-float("inf"), float("nan"), float("inf")]])
-    assert builders.top_k(infinite, 16, 1).mask().tolist() == [[False, True, False]]
+    for k, wanted in ((1, [False, True, False]), (3, [False, True, True])):
+        found = builders.top_k(infinite, 16, k)  # -inf says that a block is not to be
+        assert found.mask().tolist() == [wanted] and found.capacity == k
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kernlib.families.blocksparse.attention.descriptor import (
     BlockSparseAttention,
     Captured,
 )
-from kernlib.families.blocksparse.checks import warn_of_whole_blocks
+from kernlib.families.blocksparse.checks import BEYOND_CAUSAL, warn_of_whole_blocks
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.run import run_kernel
 
@@ -145,7 +145,13 @@ def attention(
         return _traced(fields, (layout, q, k, v), rest)
     # What is no layout has no condition, and raises later.
     condition = getattr(layout, "condition", None)
-    if condition and causal is False and mask is None and score is None and window is None:
+    if (
+        condition
+        and mask is None
+        and score is None
+        and window is None
+        and (causal is False or (condition == BEYOND_CAUSAL and not lengths))
+    ):
         warn_of_whole_blocks(condition)
     if seed is not None and not has_dropout:  # which evaluation may leave there
         check_kinds(None, (layout, q, k, v))

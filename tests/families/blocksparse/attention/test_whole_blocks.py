@@ -25,6 +25,21 @@ def earlier(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
+def padded(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (kv_idx < 50)
+
+
+def of_documents(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & ((q_idx < 40) == (kv_idx < 40))
+
+
+def without_a_rule() -> Layout:
+    """Of a slice of torch 2.8: its own rule leaves nothing out."""
+    mask = create_block_mask(earlier, 2, 1, 64, 64, "cpu", BLOCK_SIZE=32)[0:1]
+    mask.mask_mod = noop_mask
+    return Layout.from_block_mask(mask)
+
+
 def by_blocks(b, h, q_idx, kv_idx):
     return q_idx // 32 >= kv_idx // 32
 
@@ -37,7 +52,9 @@ FINER = {  # what the warning says to pass
     "causal": (lambda: causal(64, 32), "causal=True"),
     "window": (lambda: sliding_window(64, 32, (40, 0)), r"window=\(40, 0\)"),
     "block mask": (lambda: of_mask(earlier), "what its mask_mod says as mask= or causal="),
+    "slice": (without_a_rule, "what its mask_mod says as mask= or causal="),
 }
+MORE = {"padding": padded, "documents": of_documents}  # than causal leaves out
 WHOLE = {
     "dense": lambda: dense(64, 64, 32),
     "window to both sides": lambda: sliding_window(64, 32, 8),
@@ -72,6 +89,14 @@ def test_blocks_of_a_finer_rule_warn(name, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MORE)
+def test_a_block_mask_that_leaves_more_out_than_is_said_warns(name, way):
+    for given in ({}, {"causal": True}):
+        with pytest.warns(kl.KernlibWarning, match="pass what its mask_mod says as mask=, more th"):
+            WAYS[way](drawn(), of_mask(MORE[name]), **given)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_blocks_do_not(name, way):
     layout = WHOLE[name]()
@@ -95,3 +120,8 @@ def test_nor_an_attention_with_a_condition_of_its_own():
         for given in ({"mask": "col <= row"}, {"window": (64, 0)}):
             torch.testing.assert_close(attention(q, q, q, causal(64, 32), **given), wanted)
         attention(q, q, q, causal(64, 32), score="where(col > row, -inf, v)")
+        rest = {"causal": True, "kv_lengths": torch.tensor([50])}
+        attention(q, q, q, of_mask(padded), **rest)
+        attention(q, q, q, of_mask(earlier), causal=True)
+        keys = (torch.arange(64) < 50)[None]
+        nn.block_sparse_attention(q, q, q, of_mask(padded), causal=True, key_padding_mask=keys)
