@@ -15,6 +15,7 @@ from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
 LARGEST = torch.finfo(STORAGE).max  # 448
+SMALLEST = torch.finfo(torch.float32).tiny
 _NAMES = {getattr(torch, name): name for name in OUT_DTYPES}
 
 
@@ -23,7 +24,8 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(q, scale)`` with ``x`` about ``q * scale``: q of ``torch.float8_e4m3fn``, which has 4
     significant bits, and one scale, float32, for all numbers along the dimensions ``dim``, of x's
-    other dimensions: the largest magnitude over 448, or 1 where all are 0.
+    other dimensions: the largest magnitude over 448, rounded up where that is subnormal, or 1 where
+    all are 0.
 
     With the default a block has a scale, of values (..., capacity, rows, columns); with ``-1`` each
     row of a dense operand (..., M, C). NaN and infinity make the scale what they are. Raises
@@ -39,7 +41,11 @@ def quantize(
     largest = x.new_zeros([1 if i in dims else size for i, size in enumerate(x.shape)])
     if x.numel():
         largest = x.abs().amax(dims, keepdim=True) if dims else x.abs()
-    scale = torch.where(largest == 0, 1.0, largest / LARGEST)
+    scale = largest / LARGEST
+    # Below what is normal a scale has few bits: rounded down, or to 0, the largest would saturate.
+    up = torch.nextafter(scale, scale.new_full((), torch.inf))
+    scale = torch.where((scale < SMALLEST) & (scale * LARGEST < largest), up, scale)
+    scale = torch.where(largest == 0, 1.0, scale)
     q = (x / scale).clamp(-LARGEST, LARGEST).to(STORAGE)
     return q, scale.reshape([size for i, size in enumerate(x.shape) if i not in dims])
 

@@ -92,6 +92,16 @@ def test_quantize(dim, seed):
     assert ((q.float() * wide - x).abs() <= x.abs() / 16 + wide * 2**-10).all()
 
 
+@pytest.mark.parametrize("value", [1.4e-45, 2e-43, 8.8e-43, 9.1e-42, 1e-40, 1.1e-38, 3e-36])
+def test_quantize_of_subnormal_numbers(value):
+    """Scales have few bits there, and are rounded up."""
+    x = torch.full((1, 3, 16), value)
+    x[:, 0] = -value / 2
+    q, scale = quantize(x, -1)
+    found = q.double() * scale.double()[..., None]
+    assert (found - x.double()).abs().le(x.double().abs() / 16).all()
+
+
 def test_quantize_of_zeros_and_what_is_not_finite():
     q, scale = quantize(torch.zeros(2, 3, 3))
     assert torch.equal(scale, torch.ones(2)) and not q.float().any()
