@@ -197,7 +197,7 @@ def _by_blocks(
     parts = values @ _panels(layout, dense, depth, meets)
     parts = torch.where(is_stored(layout), parts, 0.0)
     y = parts.new_zeros(*parts.shape[:-3], max(count, 1), *parts.shape[-2:])
-    y = y.index_add(-3, lines.clamp(min=0), parts)  # of 0 where there is no block
+    y = with_added(y, -3, lines.clamp(min=0), parts)  # of 0 where there is no block
     size = () if layout.heads is None else (heads,)
     size += count // heads * y.shape[-2], y.shape[-1]
     return y.narrow(-3, 0, count).reshape(*y.shape[:-3], *size)
@@ -213,7 +213,31 @@ def _panels(layout: Layout, dense: torch.Tensor, depth: int, lines: torch.Tensor
     panels = dense.reshape(*dense.shape[:-3], count, depth, dense.shape[-1])
     if not count:
         panels = panels.sum(-3, keepdim=True)  # a line of 0 for slots to take
-    return torch.where(is_stored(layout), panels.index_select(-3, lines.clamp(min=0)), 0.0)
+    return torch.where(is_stored(layout), taken(panels, -3, lines.clamp(min=0)), 0.0)
+
+
+# Sums on a GPU in one order: torch's index_add, and so the gradient of index_select, adds up what
+# has one index in any order, index_put in that of the indices.
+
+
+def with_added(y: torch.Tensor, dim: int, index: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """``y.index_add(dim, index, parts)``, the same bits each time."""
+    if not _is_ordered(y):
+        return y.index_add(dim, index, parts)
+    at, own = y.movedim(dim, 0), parts.movedim(dim, 0)
+    return at.index_put((index,), own, accumulate=True).movedim(0, dim)
+
+
+def taken(t: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """``t.index_select(dim, index)``, whose gradient has the same bits each time."""
+    if not _is_ordered(t):
+        return t.index_select(dim, index)
+    return t.movedim(dim, 0)[index].movedim(0, dim)
+
+
+def _is_ordered(t: torch.Tensor) -> bool:
+    """Whether an order is asked for: a CPU has one, and is_grads_batched knows no index_put."""
+    return t.device.type == "cuda" and not torch._C._functorch.is_legacy_batchedtensor(t)
 
 
 def _arithmetic(descriptor: BlockSparseMatmul, x: torch.Tensor) -> torch.dtype:

@@ -32,6 +32,8 @@ def calls(make: Maker) -> Iterator[tuple[str, Callable]]:
         for mode, operands in sides.items():
             call = partial(run_kernel, BlockSparseMatmul(mode), layout)
             yield f"{mode} {layout.text}", partial(slopes, call, operands, True)
+            wide = tuple(t.detach().double().requires_grad_() for t in operands)
+            yield f"{mode} {layout.text} float64", partial(slopes, call, wide, True)
     for dtype in (torch.float16, torch.bfloat16):
         layout = Layout(torch.tensor(MASK), 32, None, make.device)
         x, y = (make(128, n).mul(0.1).to(dtype).requires_grad_() for _ in range(2))

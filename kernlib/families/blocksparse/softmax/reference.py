@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.reference import taken
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import host_value
@@ -74,7 +75,7 @@ def _over_rows(layout: Layout, parts: torch.Tensor, empty: float) -> torch.Tenso
     whole = spread.narrow(spread.dim() - 2, 0, lines * across)
     apart = whole.reshape(*parts.shape[:-2], lines, across, parts.shape[-1])
     found = apart.amax(-2) if empty == LOWEST else apart.sum(-2)
-    return found.index_select(found.dim() - 2, rows)
+    return taken(found, found.dim() - 2, rows)
 
 
 def _is_added(descriptor: BlockSparseSoftmax, name: str, blocks: torch.Tensor) -> bool:
@@ -104,7 +105,7 @@ def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
         # reshape, as is_grads_batched knows no unflatten.
         whole = given.expand(*given.shape[:-1], layout.shape[1])
         apart = whole.reshape(*given.shape[:-1], grid_cols, cols)
-        found = apart.index_select(given.dim() - 1, across)
+        found = taken(apart, given.dim() - 1, across)
         return found.unsqueeze(-2)
     least = 2 if layout.heads is None or name == "attn_mask" else 3
     given = given.reshape(*(1,) * (least - given.dim()), *given.shape)

@@ -8,6 +8,7 @@ import torch
 import kernlib as kl
 from kernlib.blocksparse import Layout, dds, dsd
 from kernlib.families.blocksparse.layout import NAMES
+from tests.families.blocksparse.repeats import calls
 from tests.gpu.families.blocksparse.cases import (
     BLOCKS,
     F16,
@@ -19,6 +20,7 @@ from tests.gpu.families.blocksparse.cases import (
     product,
 )
 from tests.gpu.watched import capture, nothing_waits
+from tests.support import repeats
 
 CASES = {"wide": ((64, 64), F16), "narrow": ((16, 16), F16), "portable": ((32, 32), F32)}
 every_call = pytest.mark.parametrize("case", CASES)
@@ -139,3 +141,8 @@ def test_layouts_of_indices(seed):
     assert int(bad.mask().sum()) == 1
     with pytest.raises(ValueError):
         bad.check()
+
+
+def test_calls_and_their_gradients_have_the_same_bits_each_time():
+    """In every dtype, also by torch, and under torch.use_deterministic_algorithms."""
+    repeats.same_bits(calls, "cuda", rows=300)
