@@ -111,7 +111,7 @@ TENSORS = SAME | {
     "nested": nested,
     "jagged": jagged,
     "quantized": quantized,
-    "CausalBias": lambda t: causal_upper_left(*((1, 1) + tuple(t.shape))[-2:]),
+    "CausalBias": lambda t: causal_upper_left(*(1, 1, *t.shape)[-2:]),
     "mkldnn": lambda t: t.detach().float().cpu().to_mkldnn(),
     "no rows": lambda t: t[:0],
     "no columns": lambda t: t[..., :0],

@@ -42,11 +42,20 @@ struct Parameters {
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
-// Logits of half types are in units of ln 2, which is one multiplication less for each exponential.
+// Logits of float16 are in units of ln 2, which is one multiplication less for each exponential.
+// bfloat16 and float hold what is no float any more in these units, such as the least number, which
+// masks add.
+template <class T>
+constexpr float UNIT_OF = 1.0f;
+template <>
+constexpr float UNIT_OF<half_t> = 1.44269504f;
 constexpr bool EXACT = sizeof(InputT) == 4;
-constexpr float UNIT = EXACT ? 1.0f : 1.44269504f;
+constexpr float LOG2_E = 1.44269504f, UNIT = UNIT_OF<InputT>;
 
-__device__ __forceinline__ float exponential(float x) { return EXACT ? expf(x) : exp2f(x); }
+// Of a difference of logits.
+__device__ __forceinline__ float exponential(float x) {
+    return EXACT ? expf(x) : exp2f(x * (LOG2_E / UNIT));
+}
 
 __device__ __forceinline__ float lowest() { return __uint_as_float(0xff800000); }
 

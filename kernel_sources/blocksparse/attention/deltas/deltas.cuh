@@ -13,6 +13,8 @@
 //   HAS_SUMS          whether rows have log2 of their sum of exponentials beside it, which is
 //                     infinite where nothing is left of a row, so that weights are 0; and those
 //                     behind the last one, up to `padded`, are rows of which nothing is left
+//   HAS_RESTS         whether these are natural logarithms instead, of logits that a score may make
+//                     as large as floats are, and beside them what a float leaves of these, in log2
 //   PARAMETER_BYTES   what lowering makes of Parameters
 #pragma once
 
@@ -25,8 +27,8 @@ struct RowStrides {
 };
 struct Parameters {
     const InputT *out, *grad;
-    const float *grad_lse, *lse;  // (batch, heads, rows), contiguous
-    float *deltas, *sums;         // (batch, heads, padded)
+    const float *grad_lse, *lse, *rest;  // (batch, heads, rows), contiguous; rest may be null
+    float *deltas, *sums, *rests;        // (batch, heads, padded)
     RowStrides out_strides, grad_strides;
     i64 total;  // padded rows of all heads of all batches
     int heads, rows, padded, chunks;
@@ -61,7 +63,8 @@ blocksparse_attention_deltas(const __grid_constant__ Parameters p) {
         const float infinity = __uint_as_float(0x7f800000u);
         const float logarithm = exists ? p.lse[place] : -infinity;
         const bool none = logarithm == -infinity;
-        p.sums[line] = none ? infinity : logarithm * 1.4426950408889634f;
+        p.sums[line] = none ? infinity : logarithm * (HAS_RESTS ? 1.0f : 1.4426950408889634f);
+        if (HAS_RESTS) p.rests[line] = none || !p.rest ? 0.0f : p.rest[place];
         if (none) sum = 0.0f;
     }
     p.deltas[line] = sum;

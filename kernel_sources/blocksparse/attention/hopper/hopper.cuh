@@ -202,7 +202,7 @@ __device__ __forceinline__ void attend(float (&sums)[SUMS], Progress& progress, 
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, int member) {
     float scale = read_scalar<float>(p.scale, 0);
     // Of a scale of 0 a factor that is next to nothing, as -inf stays -inf then.
-    float factor = HAS_SCORE ? 1.0f : fmaxf(fabsf(scale) * LOG2_E, 1e-30f);
+    float factor = HAS_SCORE ? LOG2_E : fmaxf(fabsf(scale) * LOG2_E, 1e-30f);
     Consumer c = {p, s, member, scale, factor};
     Ring ring;
     int parity = 0;

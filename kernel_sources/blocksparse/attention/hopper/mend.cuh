@@ -62,7 +62,7 @@ struct Mender {
         int row = task.rows.of(h);
         counts = Seen(task.sight, row).has(col) && row < p.queries;
         if (!counts) return 0.0f;
-        if (HAS_SCORE) score = task.score(score * scale, row, col) * LOG2_E;
+        if (HAS_SCORE) score = task.score(score * scale, row, col);
         else if (scale < 0.0f) score = -score;
         if (HAS_MASK) counts = task.score.keeps(row, col);
         bool left = counts && (!DROPOUT || task.dropout.keeps_at(row, col));

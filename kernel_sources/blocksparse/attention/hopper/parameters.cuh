@@ -83,7 +83,7 @@ struct Maps {
 struct Operands {
     const InputT *q, *k, *v;
     InputT* out;
-    float* lse;     // null where nobody wants it
+    float *lse, *rest;  // null where nobody wants them; rest: HAS_SCORE, see rest_of()
     const u32* row_bits;
     u32* order;  // by order/order.cuh: a counter of tiles, and units by falling length
 };

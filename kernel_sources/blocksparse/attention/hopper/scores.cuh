@@ -83,8 +83,8 @@ __device__ __forceinline__ Range rows_behind(const Note& note, int end) {
     return found;
 }
 
-// Logits in units of ln 2 in the place of products, by what the caller's text makes of them; -inf
-// for what its mask leaves out. It is asked for rows and columns that exist alone.
+// Logits in the place of products, by what the caller's text makes of them; -inf for what its mask
+// leaves out. It is asked for rows and columns that exist alone.
 __device__ __forceinline__ void change(float (&scores)[SCORES], const Note& note,
                                        const Parameters& p, const Score& score, float scale,
                                        const Sixteen& rows) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void change(float (&scores)[SCORES], const Note& note
         for (int i = 0; i < OF_PIECE; ++i) {
             int row = own[i / 2 % 2], col = min(first + i / 4 * 8 + i % 2, p.keys - 1);
             float& value = scores[piece * OF_PIECE + i];
-            if (HAS_SCORE) value = score(value * scale, row, col) * LOG2_E;
+            if (HAS_SCORE) value = score(value * scale, row, col);
             if (HAS_MASK && !score.keeps(row, col)) value = minus_infinity();
         }
     }

@@ -41,12 +41,15 @@ struct Rows {
             shrink[h] = rises[h] ? fast_exp2((most[h] - next) * factor) : 1.0f;
             if (rises[h]) most[h] = next;
             sum[h] *= shrink[h];
-            shift[h] = most[h] == minus_infinity() ? 0.0f : -most[h] * factor;
+            // A logit of a score may be no float any more times the factor: there it is taken times
+            // what is left of it.
+            shift[h] = most[h] == minus_infinity() ? 0.0f : -most[h] * (HAS_SCORE ? 1.0f : factor);
         }
 #pragma unroll
         for (int i = 0; i < SCORES; ++i) {
             int h = i / 2 % 2;
-            scores[i] = fast_exp2(fmaf(scores[i], factor, shift[h]));
+            scores[i] = fast_exp2(HAS_SCORE ? (scores[i] + shift[h]) * factor
+                                            : fmaf(scores[i], factor, shift[h]));
             fresh[h][i % 2] += scores[i];
         }
 #pragma unroll
@@ -69,7 +72,12 @@ struct Rows {
     }
     __device__ __forceinline__ float logarithm(int h) const {
         if (sum[h] == 0.0f) return minus_infinity();
+        if (HAS_SCORE) return most[h] + LN_2 * log2f(sum[h]);
         return LN_2 * fmaf(most[h], factor, log2f(sum[h]));
+    }
+    // What a float leaves of that, of a score's logits.
+    __device__ __forceinline__ float rest(int h) const {
+        return rest_of(logarithm(h), most[h], LN_2 * log2f(sum[h]));
     }
 };
 

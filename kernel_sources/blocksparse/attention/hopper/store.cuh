@@ -16,7 +16,9 @@ __device__ __forceinline__ void store_rows(const float (&sums)[WIDTH / 2], const
         bool none = stats.sum[h] == 0.0f, exists = row < p.queries;
         InputT* to = p.out + batch * strides.batch + head * strides.head + row * strides.row;
         store_row(sums, h, to, exists, p.values, share, none);
-        if (p.lse && exists && threadIdx.x % 4 == 0)
-            p.lse[(i64(batch) * p.heads + head) * p.queries + row] = stats.logarithm(h);
+        if (!p.lse || !exists || threadIdx.x % 4 != 0) continue;
+        const i64 at = (i64(batch) * p.heads + head) * p.queries + row;
+        p.lse[at] = stats.logarithm(h);
+        if (HAS_SCORE && p.rest) p.rest[at] = stats.rest(h);
     }
 }

@@ -20,11 +20,12 @@ constexpr int PIECES = TILE_COLS / PIECE;
 constexpr int CHUNKS = (FEATURES + ROW - 1) / ROW;  // of 64 features
 constexpr int OWN_CHUNK = TILE_ROWS * ROW_BYTES, OWN_BYTES = CHUNKS * OWN_CHUNK;
 constexpr int SLOT_CHUNK = TILE_COLS * ROW_BYTES, SLOT_BYTES = CHUNKS * SLOT_CHUNK;
-// Of a stage beside the two operands: two numbers of each row of q, if these are its columns.
+// Of a stage beside the two operands: numbers of each row of q, if these are its columns.
+constexpr int NUMBERS = 2 + HAS_SCORE;
 constexpr int NUMBER_BYTES = TRANSPOSED ? TILE_COLS * 4 : 0;
 constexpr int STAGE_BYTES = 2 * SLOT_BYTES + 1024 * (TRANSPOSED ? 1 : 0);
-static_assert(2 * NUMBER_BYTES <= 1024, "slots begin at whole 1024 bytes");
-static_assert(2 * (CHUNKS + 1) * PIECES <= 32, "each copy of a stage is a lane's");
+static_assert(NUMBERS * NUMBER_BYTES <= 1024, "slots begin at whole 1024 bytes");
+static_assert((2 * CHUNKS + NUMBERS) * PIECES <= 32, "each copy of a stage is a lane's");
 
 // Flags of a note: GAPS where some line does not store some piece, EDGE where some row does not see
 // all of a piece, CUT where some of a piece lies behind the last column that anybody sees.
@@ -68,7 +69,8 @@ struct Shared {
     __device__ __forceinline__ unsigned char* slot(int stage, int operand) const {
         return stages + stage * STAGE_BYTES + operand * SLOT_BYTES;
     }
-    // Of rows of q that are a stage's columns: log2 of the sum of exponentials, and delta.
+    // Of rows of q that are a stage's columns: the logarithm of the sum of exponentials, delta, and
+    // what a float leaves of the former.
     __device__ __forceinline__ float* numbers(int stage, int which) const {
         return reinterpret_cast<float*>(slot(stage, 2)) + which * TILE_COLS;
     }
@@ -92,7 +94,8 @@ struct Operands {
     InputT* second;           // dv; null without
     const u32* row_bits;      // of op(S)
     const float* deltas;      // of rows of q: (batch, heads, padded)
-    const float* sums;        // the same of log2 of sums of exponentials
+    const float* sums;        // the same of log2 of sums of exponentials, or HAS_SCORE of natural
+    const float* rests;       // logarithms, and HAS_SCORE what floats leave of these, in log2
 };
 struct Strides {
     i64 batch, head, row;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_own(const Parameters& p, const Shared& s,
 }
 
 // The copies of a stage, one of each lane: 64 features of a piece of an operand; of pieces that
-// exist two numbers of each row of q.
+// exist the numbers of each row of q.
 __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s, const Ring& ring,
                                            const Pieces& pieces, int batch, int head) {
     u64* full = &s.barriers->full[ring.stage];
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s,
     bool exists = __shfl_sync(ALL_LANES, pieces.live, piece) != 0;
     int count = __popc(__ballot_sync(ALL_LANES, lane < PIECES && pieces.live != 0));
     if (lane == 0) {
-        int bytes = TRANSPOSED ? count * 2 * PIECE * 4 : 0;
+        int bytes = TRANSPOSED ? count * NUMBERS * PIECE * 4 : 0;
         barrier_expect(full, 2 * SLOT_BYTES + bytes);
     }
     __syncwarp();
@@ -45,9 +45,9 @@ __device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s,
         unsigned char* to = s.slot(ring.stage, operand) + chunk * SLOT_CHUNK;
         load_box(to + piece * (PIECE * ROW_BYTES), p.column_maps[operand], full, chunk * ROW, first,
                  head_of(p.column_shared, operand, of), batch_of(p.column_shared, operand, batch));
-    } else if (TRANSPOSED && part < 2 * CHUNKS + 2 && exists) {
+    } else if (TRANSPOSED && part < 2 * CHUNKS + NUMBERS && exists) {
         int which = part - 2 * CHUNKS;
-        const float* from = which ? p.deltas : p.sums;
+        const float* from = which == 0 ? p.sums : which == 1 ? p.deltas : p.rests;
         from += (i64(batch) * p.heads + head) * p.padded + first;
         load_bytes(s.numbers(ring.stage, which) + piece * PIECE, from, full, PIECE * 4);
     }

@@ -25,10 +25,11 @@ struct Sixteen {
     __device__ __forceinline__ int of(int h) const { return first + threadIdx.x % 32 / 4 + 8 * h; }
 };
 
-// Of q's rows: the logarithm of their sums of exponentials, and delta. Those of a thread's own rows
-// stay in registers; of a tile's columns they come with the stage.
+// Of q's rows: the logarithm of their sums of exponentials, delta, and HAS_SCORE what a float leaves
+// of that logarithm. Those of a thread's own rows stay in registers; of a tile's columns they come
+// with the stage.
 struct RowNumbers {
-    float sum[2], delta[2];
+    float sum[2], delta[2], rest[2];
 
     __device__ __forceinline__ RowNumbers(const Parameters& p, const Place& place,
                                           const Sixteen& rows) {
@@ -38,6 +39,7 @@ struct RowNumbers {
         for (int h = 0; h < 2; ++h) {
             sum[h] = p.sums[head + rows.of(h)];
             delta[h] = p.deltas[head + rows.of(h)];
+            if (HAS_SCORE) rest[h] = p.rests[head + rows.of(h)];
         }
     }
 };
@@ -106,9 +108,9 @@ enum class Left { nothing, gaps, all };
 
 // The weight of one element, and the slope of its score; 0 for what is left out.
 template <Left OUT, class Score>
-__device__ __forceinline__ float weight_of(float product, float scale, float sum, bool stored,
-                                           const Elements& tile, const Score& score, int row,
-                                           int column, float& slope) {
+__device__ __forceinline__ float weight_of(float product, float scale, float sum, float rest,
+                                           bool stored, const Elements& tile, const Score& score,
+                                           int row, int column, float& slope) {
     if (OUT == Left::all && !(stored && tile.view.keeps(row, column))) return 0.0f;
     if (!HAS_SCORE && !HAS_MASK) {
         float weight = fast_exp2(fmaf(product, scale, -sum));
@@ -121,7 +123,8 @@ __device__ __forceinline__ float weight_of(float product, float scale, float sum
         slope = score.slope(v, of_row, of_column);
         v = score(v, of_row, of_column);
     }
-    return fast_exp2(fmaf(v, LOG2_E, -sum));
+    // A logit of a score may be no float any more times log2 e.
+    return fast_exp2(HAS_SCORE ? fmaf(v - sum, LOG2_E, -rest) : fmaf(v, LOG2_E, -sum));
 }
 
 // Weights as words, and `weighed`: weights times the slopes of scores, in the place of products, or
@@ -142,17 +145,23 @@ __device__ __forceinline__ void take_weights(const float (&scores)[SCORES],
             row = tile.rows.of(h);
             column = tile.first_of(group) + eight * 8 + tile.column;
         }
-        float sums[2] = {own.sum[h], own.sum[h]}, weights[2];
+        float sums[2] = {own.sum[h], own.sum[h]}, rests[2] = {}, weights[2];
+        if (HAS_SCORE) rests[0] = rests[1] = own.rest[h];
         if (TRANSPOSED) {
             auto pair = tile.pair(0, group, eight);
             sums[0] = pair.element[0];
             sums[1] = pair.element[1];
         }
+        if (TRANSPOSED && HAS_SCORE) {
+            auto pair = tile.pair(2, group, eight);
+            rests[0] = pair.element[0];
+            rests[1] = pair.element[1];
+        }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             float slope = 1.0f;
-            float weight = weight_of<OUT>(scores[i + e], scale, sums[e], stored, tile, score, row,
-                                          column + e, slope);
+            float weight = weight_of<OUT>(scores[i + e], scale, sums[e], rests[e], stored, tile,
+                                          score, row, column + e, slope);
             weights[e] = !DROPOUT ? weight : kept >> (i + e) & 1 ? weight * left : 0.0f;
             const bool is_alone = !HAS_SCORE || COLLECTED > 0 || weight == 0.0f;
             weighed[i + e] = is_alone ? weight : weight * slope;

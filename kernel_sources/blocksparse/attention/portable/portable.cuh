@@ -41,7 +41,7 @@ struct Operands {
     const u32* row_bits;
     const InputT *q, *k, *v;
     InputT* out;
-    float* lse;  // (batch, heads, queries), or null
+    float *lse, *rest;  // (batch, heads, queries), or null; rest: HAS_SCORE, see rest_of()
 };
 struct Fixed {
     Strides q_strides, k_strides, v_strides, out_strides;
@@ -80,13 +80,13 @@ __device__ __forceinline__ void take_weights(Logits<FRAGMENTS, GROUPS>& logits, 
             most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
             // -inf less -inf is no number: a row without anything so far has weights of 0.
             const float shift = most == lowest() ? 0.0f : most;
-            const float before = fast_exp2(state.most[f][h] - shift);
+            const float before = fast_exp2((state.most[f][h] - shift) * UNIT);
             float sum = state.sum[f][h] * before;
 #pragma unroll
             for (int n = 0; n < 2 * GROUPS; ++n)
 #pragma unroll
                 for (int i = 2 * h; i < 2 * h + 2; ++i) {
-                    logits[f][n][i] = fast_exp2(logits[f][n][i] - shift);
+                    logits[f][n][i] = fast_exp2((logits[f][n][i] - shift) * UNIT);
                     sum += logits[f][n][i];
                 }
             state.most[f][h] = most;
@@ -172,8 +172,8 @@ __device__ __forceinline__ void add_tile(State& state, const unsigned char* q,
 
 // Results by way of shared memory, 16 bytes at a time, and the logarithms of sums.
 __device__ __forceinline__ void store(const State& state, unsigned char* staged, InputT* out,
-                                      i64 stride, float* lse, float kept_scale, int first_row,
-                                      const Sizes& sizes) {
+                                      i64 stride, float* lse, float* rest, float kept_scale,
+                                      int first_row, const Sizes& sizes) {
     constexpr int PITCH = pitch_of(VALUES), ACROSS = VALUES / CHUNK;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -193,8 +193,11 @@ __device__ __forceinline__ void store(const State& state, unsigned char* staged,
                 *reinterpret_cast<u32*>(staged + line * PITCH + n * 16 + lane % 4 * 4) =
                     pack<InputT>(x, y);
             }
-            if (lse && lane % 4 == 0 && first_row + line < sizes.queries)
-                lse[first_row + line] = is_empty ? lowest() : state.most[f][h] * LN_2 + logf(sum);
+            if (!lse || lane % 4 != 0 || first_row + line >= sizes.queries) continue;
+            const float most = state.most[f][h] * (HAS_SCORE ? 1.0f : LN_2), of_sum = logf(sum);
+            const float whole = is_empty ? lowest() : most + of_sum;
+            lse[first_row + line] = whole;
+            if (HAS_SCORE && rest) rest[first_row + line] = rest_of(whole, most, of_sum);
         }
     __syncwarp();
 #pragma unroll 4
@@ -264,5 +267,5 @@ blocksparse_attention(const __grid_constant__ Parameters p) {
     const i64 line = (i64(place.batch) * sizes.heads + place.head) * sizes.queries;
     store(state, shared + threadIdx.x / 32 * WARP_ROWS * pitch_of(VALUES),
           p.out_strides.of(p.out, place.batch, place.head), p.out_strides.row,
-          p.lse ? p.lse + line : nullptr, DROPOUT ? dropout.scale : 1.0f, first_row, sizes);
+          p.lse ? p.lse + line : nullptr, p.rest ? p.rest + line : nullptr, DROPOUT ? dropout.scale : 1.0f, first_row, sizes);
 }

@@ -7,8 +7,9 @@
 struct Operands {
     const u32* bits;  // of rows of blocks, or of columns
     const InputT *q, *k, *v, *grad;
-    const float *lse, *deltas;  // (batch, heads, queries), and of so many rows as a head's deltas
-    InputT *first, *second;     // of q; or of k and v
+    // (batch, heads, queries), rest of HAS_SCORE or null; and of so many rows as a head's deltas.
+    const float *lse, *rest, *deltas;
+    InputT *first, *second;  // of q; or of k and v
 };
 struct Fixed {
     Strides q_strides, k_strides, v_strides, grad_strides, first_strides, second_strides;

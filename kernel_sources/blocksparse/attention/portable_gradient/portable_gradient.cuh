@@ -41,7 +41,8 @@ constexpr int FIRST_LINES = TILE_LINES * pitch_of(FEATURES);
 constexpr int LINE_BYTES = FIRST_LINES + TILE_LINES * pitch_of(VALUES);
 constexpr int FIRST_STAGE = TILE_DEPTH * pitch_of(FEATURES);
 constexpr int SECOND_STAGE = FIRST_STAGE + TILE_DEPTH * pitch_of(VALUES);
-constexpr int STAGE_BYTES = SECOND_STAGE + (TURNED ? 2 * TILE_DEPTH * int(sizeof(float)) : 0);
+constexpr int NUMBERS = 2 + HAS_SCORE;  // of a row
+constexpr int STAGE_BYTES = SECOND_STAGE + (TURNED ? NUMBERS * TILE_DEPTH * int(sizeof(float)) : 0);
 constexpr bool NEEDS_SLOPES = NEEDS_FIRST || COLLECTED > 0;
 
 using Tiles = Walk<TILE_LINES, TILE_DEPTH, BLOCK_LINE, BLOCK_DEPTH>;
@@ -101,24 +102,25 @@ __device__ __forceinline__ void begin_stage(unsigned char* stage, const Paramete
                                   b.row, first, end, sizes.value_chunks);
     if (!TURNED) return;
     const i64 of_all = i64(batch) * sizes.heads + item.head;
-    for (int index = threadIdx.x; index < 2 * TILE_DEPTH; index += THREADS) {
-        const int row = first + index % TILE_DEPTH;
-        const float* from = index < TILE_DEPTH ? p.lse + of_all * sizes.queries
-                                               : p.deltas + of_all * p.delta_rows;
-        copy_async<4>(stage + SECOND_STAGE + 4 * index, from + (row < end ? row : 0),
-                      row < end ? 4 : 0);
+    const i64 first_lse = of_all * sizes.queries;
+    for (int index = threadIdx.x; index < NUMBERS * TILE_DEPTH; index += THREADS) {
+        const int row = first + index % TILE_DEPTH, which = index / TILE_DEPTH;
+        const bool exists = row < end && (which != 2 || p.rest);
+        const float* from = which == 0 ? p.lse + first_lse
+                            : which == 1 ? p.deltas + of_all * p.delta_rows : p.rest + first_lse;
+        copy_async<4>(stage + SECOND_STAGE + 4 * index, exists ? from + row : p.lse,
+                      exists ? 4 : 0);
     }
 }
 
-// The log-sum-exp, times log2 e, of what weights are powers of; those of a row without any are 0
-// whatever it is.
+// The log-sum-exp in the units of logits; weights of a row without any are 0 whatever it is.
 __device__ __forceinline__ float shift_of(float lse) {
-    return lse == lowest() ? 0.0f : lse * LOG2_E;
+    return lse == lowest() ? 0.0f : lse * (LOG2_E / UNIT);
 }
 
 // Of the rows of a lane's elements: two of its lines, or turned, in shared memory.
 struct Known {
-    float shifts[2], deltas[2];
+    float shifts[2], deltas[2], rests[2];
     const float* staged;  // at the lane's first column of the tile
 
     __device__ __forceinline__ float shift(int n, int i) const {
@@ -126,6 +128,11 @@ struct Known {
     }
     __device__ __forceinline__ float delta(int n, int i) const {
         return TURNED ? staged[TILE_DEPTH + 8 * n + i % 2] : deltas[i / 2];
+    }
+    // What a float leaves of the log-sum-exp, of a score's logits.
+    __device__ __forceinline__ float rest(int n, int i) const {
+        if (!HAS_SCORE) return 0.0f;
+        return TURNED ? staged[2 * TILE_DEPTH + 8 * n + i % 2] : rests[i / 2];
     }
 };
 
@@ -156,7 +163,8 @@ __device__ __forceinline__ void take_slopes(Tiled& weights, Tiled& slopes, const
             const float s = weights[0][n][i], of_weight = slopes[0][n][i];
             weights[0][n][i] = slopes[0][n][i] = 0.0f;
             if (!is_live || !is_left(score, is_cut, sight, row, col)) continue;
-            const float w = fast_exp2(logit(s, scale, score, row, col) - known.shift(n, i));
+            const float x = logit(s, scale, score, row, col) - known.shift(n, i);
+            const float w = fast_exp2(HAS_SCORE ? fmaf(x, UNIT, -known.rest(n, i)) : x);
             const bool is_kept = kept >> j & 1;
             weights[0][n][i] = is_kept ? w * dropout.scale : 0.0f;
             if (!NEEDS_SLOPES) continue;
@@ -268,6 +276,7 @@ __device__ __forceinline__ Known known_of(const Parameters& p, const Sight& sigh
         const int row = line + 8 * half;
         if (row >= sight.rows) continue;
         known.shifts[half] = shift_of(p.lse[of_all * p.sizes.queries + row]);
+        if (HAS_SCORE && p.rest) known.rests[half] = p.rest[of_all * p.sizes.queries + row];
         known.deltas[half] = p.deltas[of_all * p.delta_rows + row];
     }
     return known;

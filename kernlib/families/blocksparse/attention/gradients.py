@@ -1,8 +1,8 @@
 """Gradients of block-sparse attention: how eager calls record them.
 
-Of a call q, k, v, out and lse are kept, and no logits: with ``D = sum(grad * out) - grad_lse`` of
-each row the gradient by a logit is ``p * (<grad, v> - D)``, for p computed again. Gradients of
-gradients are torch's own, of the reference computed again.
+Of a call q, k, v, out and lse are kept, of a score also what floats leave of lse, and no logits:
+with ``D = sum(grad * out) - grad_lse`` of each row the gradient by a logit is ``p * (<grad, v> -
+D)``, for p computed again. Gradients of gradients are torch's own, of the reference computed again.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, descriptor, layout, options, plan, q, k, v, *captured):
         named = dict(zip(descriptor.names, captured, strict=True))
         request = descriptor, (layout, q, k, v), None, options, named
-        out, lse = calls.execute(*request) if plan is None else calls.launch(plan, *request)
+        out, lse, rest = calls.execute(*request) if plan is None else calls.launch(plan, *request)
         ctx.descriptor, ctx.layout = descriptor, layout
         places = [at for at, n in enumerate(options) if isinstance(n, torch.Tensor)]
         tensors = [options[at] for at in places]
@@ -102,7 +102,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Of the layout what backward reads too, for torch to see what was written since: each
         # tensor costs a step 0.7 us, and who writes one writes all.
-        ctx.save_for_backward(out, lse, q, k, v, *captured, *tensors, *layout.tensors[:3:2])
+        ctx.save_for_backward(out, lse, rest, q, k, v, *captured, *tensors, *layout.tensors[:3:2])
         return out, lse
 
     @staticmethod
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[4:]
         if grad is None and grad_lse is None:
             return None, None, None, None, *[None] * len(needs)
-        out, lse, q, k, v, *rest = ctx.saved_tensors
+        out, lse, below, q, k, v, *rest = ctx.saved_tensors
         descriptor, options, captured = ctx.descriptor, ctx.options, {}
         if len(rest) > KEPT:
             names = descriptor.names
@@ -119,7 +119,8 @@ class _Attention(torch.autograd.Function):
             options = Options(*(given.get(at, n) for at, n in enumerate(options)))
         grad = torch.zeros_like(out) if grad is None else grad
         operands = ctx.layout, q, k, v
-        made = eager(descriptor, operands, (out, lse), options, captured, (grad, grad_lse), needs)
+        saved, grads = (out, lse, below), (grad, grad_lse)
+        made = eager(descriptor, operands, saved, options, captured, grads, needs)
         return None, None, None, None, *made
 
 
@@ -136,10 +137,10 @@ def recorded(descriptor, operands: tuple, out, options: Options, captured: dict)
         refuse_out_of_recorded(out)
         request = descriptor, operands, None, options, captured
         if stand_ins(*ATTENTION.tensors(*request)):
-            return by_operator(ATTENTION, request)
+            return by_operator(ATTENTION, request)[:2]
         ATTENTION.check(*request)
         if transformed:
-            return by_reference(*request)
+            return by_reference(*request)[:2]
     layout, *tensors = operands
     named: list = []
     if captured:

@@ -43,7 +43,7 @@ def run(
 
         y, lse = gradients.recorded(descriptor, operands, out, options, captured)
     else:
-        y, lse = calls.execute(descriptor, operands, out, options, captured)
+        y, lse, _ = calls.execute(descriptor, operands, out, options, captured)
     return (y, lse) if return_lse else y
 
 

@@ -75,14 +75,26 @@ def _compute(*given):
     *request, debug = given
     descriptor, operands, options, captured = _request(*request)
     with events.on_stderr() if debug else nullcontext():
-        return calls.execute(descriptor, operands, None, options, captured)
+        out, lse, rest = calls.execute(descriptor, operands, None, options, captured)
+    if rest is None:  # of no score, or where gradients do not read it
+        rest = lse.new_zeros(_rest_shape(descriptor, lse.shape))
+    return out, lse, rest
+
+
+def _rest_shape(descriptor: BlockSparseAttention, shape):
+    """Of what floats leave of log-sum-exps of this shape."""
+    return shape if descriptor.score is not None else (0,)
 
 
 def _fake(*given):
     descriptor, operands, options, captured = _request(*given[:-1])
     sizes = arguments.check_operands(descriptor, operands, options, captured)
-    q = operands[1]
-    return q.new_empty(sizes.out), q.new_empty(sizes.out[:3], dtype=accumulator(q.dtype))
+    q, shape = operands[1], sizes.out[:3]
+    lse, rest = (
+        q.new_empty(each, dtype=accumulator(q.dtype))
+        for each in (shape, _rest_shape(descriptor, shape))
+    )
+    return q.new_empty(sizes.out), lse, rest
 
 
 def _save(ctx, inputs, output) -> None:
@@ -94,8 +106,8 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output, *tensors, *request[3], *captured)
 
 
-def _backward(ctx, grad, grad_lse):
-    out, lse, *saved = ctx.saved_tensors
+def _backward(ctx, grad, grad_lse, _):
+    out, lse, rest, *saved = ctx.saved_tensors
     tensors, lists = saved[:COUNT], saved[COUNT:]
     request = [n if t is None else t for n, t in zip(ctx.constants, tensors, strict=True)]
     request[3], request[CAPTURED] = lists[: len(TENSORS)], lists[len(TENSORS) :]
@@ -109,7 +121,7 @@ def _backward(ctx, grad, grad_lse):
     known = gradients.differentiable(descriptor, captured)
     asked = zip(ctx.needs_input_grad[CAPTURED] or [], descriptor.names, strict=True)
     needs = *ctx.needs_input_grad[:3], *(need and name in known for need, name in asked)
-    found = _gradients(request, (out, lse), (grad, grad_lse), needs, ctx.debug)
+    found = _gradients(request, (out, lse, rest), (grad, grad_lse), needs, ctx.debug)
     return *found[:3], *none[3:CAPTURED], found[3:], None
 
 
@@ -122,7 +134,7 @@ def _gradients(request: list, saved, grads, needs: tuple, debug: bool) -> list:
 # The gradient.
 
 
-def _compute_gradient(grad, grad_lse, out, lse, *given):
+def _compute_gradient(grad, grad_lse, out, lse, rest, *given):
     *request, needs, debug = given
     descriptor, operands, options, captured = _request(*request)
     # The reference records its pieces, by which the dispatcher passes inside of an operator.
@@ -134,18 +146,19 @@ def _compute_gradient(grad, grad_lse, out, lse, *given):
         events.on_stderr() if debug else nullcontext(),
     ):
         found = gradient_calls.execute(
-            descriptor, operands, (out, lse), options, captured, (grad, grad_lse), tuple(needs)
-        )
+            descriptor, operands, (out, lse, rest), options, captured, (grad, grad_lse),
+            tuple(needs),
+        )  # fmt: skip
     return [t for t in found if t is not None]
 
 
-def _fake_gradient(grad, grad_lse, out, lse, *given):
+def _fake_gradient(grad, grad_lse, out, lse, rest, *given):
     *request, needs, _ = given
     tensors = (*request[:3], *(request[CAPTURED] or ()))
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 
 
-def _gradient_recorded(grad, grad_lse, out, lse, *given):
+def _gradient_recorded(grad, grad_lse, out, lse, rest, *given):
     *request, needs, _ = given
     descriptor, operands, options, captured = _request(*request)
     tensors = (grad, grad_lse, *operands[1:], *captured.values())
@@ -173,7 +186,9 @@ def _mapped(run, info, dims, given: tuple, layout: int):
     for index in range(info.batch_size):
         found.append(run(*(_one(t, dim, index) for t, dim in zip(given, dims, strict=True))))
     stacked = [torch.stack(each) for each in zip(*found, strict=True)]
-    return (stacked, [0] * len(stacked)) if isinstance(found[0], list) else (tuple(stacked), (0, 0))
+    if isinstance(found[0], list):
+        return stacked, [0] * len(stacked)
+    return tuple(stacked), (0,) * len(stacked)
 
 
 def _one(value, dim, index: int):
@@ -185,7 +200,7 @@ def _one(value, dim, index: int):
 
 whole = register(
     ATTENTION.name,
-    f"({_REQUEST}, bool debug) -> (Tensor, Tensor)",
+    f"({_REQUEST}, bool debug) -> (Tensor, Tensor, Tensor)",
     _compute,
     _fake,
     save=_save,
@@ -194,12 +209,12 @@ whole = register(
 )
 gradient = register(
     GRADIENT.name,
-    f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_REQUEST}, bool[] needs, "
-    "bool debug) -> Tensor[]",
+    f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor? rest, {_REQUEST}, "
+    "bool[] needs, bool debug) -> Tensor[]",
     _compute_gradient,
     _fake_gradient,
     recorded=_gradient_recorded,
-    vmap=lambda info, dims, *given: _mapped(gradient, info, dims, given, 7),
+    vmap=lambda info, dims, *given: _mapped(gradient, info, dims, given, 8),
 )
 
 
@@ -235,7 +250,7 @@ def attend(
     refuse_recorded_out(out, q, k, v, scale, *captured.values())
     numbers = scale, window, q_lengths, kv_lengths, dropout_p, seed, return_lse
     tensors = q, k, v, *layout.tensors, *captured.values()
-    y, lse = _traced(text, " ".join(captured), layout.text, debug, *numbers, *tensors)
+    y, lse, _ = _traced(text, " ".join(captured), layout.text, debug, *numbers, *tensors)
     y = written(out, y, q if out is None or q.dtype == y.dtype else y)
     return (y, lse) if return_lse else y
 
@@ -258,8 +273,8 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, *given):
 def _call(descriptor, operands: tuple, out, options: Options, captured: dict) -> tuple:
     """A request of tensors that stand for others, whose operands autocast has seen."""
     arguments.check_call(descriptor, operands, out, options, captured)
-    y, lse = whole(*_given(descriptor.text, operands, options, captured), False)
-    return written(out, y, operands[1]), lse if options.lse else None
+    y, lse, rest = whole(*_given(descriptor.text, operands, options, captured), False)
+    return written(out, y, operands[1]), lse if options.lse else None, rest
 
 
 BY_NAME = {ATTENTION.name: _call, GRADIENT.name: gradients_of}

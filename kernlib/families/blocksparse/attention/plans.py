@@ -43,9 +43,10 @@ from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_dev
 from kernlib.runtime.sequence import launcher, load_steps
 
 # Operands in the order of parameter blocks, before those of a score; 0 for what is not there.
-OPERANDS = ("row_bits", "q", "k", "v", "out", "lse")
+OPERANDS = ("row_bits", "q", "k", "v", "out", "lse", "rest")
 GRADIENT_OPERANDS = (
-    "row_bits", "col_bits", "q", "k", "v", "out", "lse", "grad", "grad_lse", "dq", "dk", "dv",
+    "row_bits", "col_bits", "q", "k", "v", "out", "lse", "rest", "grad", "grad_lse", "dq", "dk",
+    "dv",
 )  # fmt: skip
 FAMILY = BlockSparseAttention.family
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -71,7 +72,8 @@ class Read(NamedTuple):
 
 class AttentionPlan(NamedTuple):
     """What a call of one signature needs besides its pointers and numbers. ``apart``: a result is
-    made of the kernel's by a copy."""
+    made of the kernel's by a copy. ``has_rest``: a score may make logits as large as floats are,
+    whose log-sum-exp is two numbers."""
 
     index: int  # of the device
     device: torch.device
@@ -79,6 +81,7 @@ class AttentionPlan(NamedTuple):
     reads: tuple[Read, ...]  # of q, k and v, empty where all are read as they are
     result: Allocator  # makes what kernels write
     lse: Allocator
+    has_rest: bool
     apart: bool
     window: Window  # of the mask
     launch: Callable[..., None] | None  # None for a result without elements
@@ -258,7 +261,10 @@ def plan(
     lse = allocator(sizes.out[:3], torch.float32, q.device)
     window = window_of(descriptor, dtypes_of(descriptor, captured))
     copies = reads if any(read.is_copied for read in reads) else ()
-    return AttentionPlan(index, q.device, sizes, copies, result, lse, apart, window, launch)
+    has_rest = problem.score.has_score
+    return AttentionPlan(
+        index, q.device, sizes, copies, result, lse, has_rest, apart, window, launch
+    )
 
 
 def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tuple, needs: tuple):

@@ -1,11 +1,12 @@
 """The primitives of block-sparse attention and of its gradient: calls without autocast and without
 a record of gradients.
 
-Requests are ``(descriptor, (layout, q, k, v), out, options, captured)``, answered by ``out`` and
-``lse`` or None, and for a gradient ``(descriptor, operands, (out, lse), options, captured, (grad,
-grad_lse), needs)``, answered by those of q, k, v and the captured tensors, None where there is no
-need. Kernels compute on CUDA what they take; all else, and calls inside of transforms of
-torch.func, the reference does.
+Requests are ``(descriptor, (layout, q, k, v), out, options, captured)``, answered by ``out``,
+``lse`` or None, and ``rest``, what floats leave of the log-sum-exps of a score's logits, or None;
+and for a gradient ``(descriptor, operands, (out, lse, rest), options, captured, (grad, grad_lse),
+needs)``, answered by those of q, k, v and the captured tensors, None where there is no need.
+Kernels compute on CUDA what they take; all else, and calls inside of transforms of torch.func, the
+reference does.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def by_reference(descriptor, operands: tuple, out, options: Options, captured: d
 
     with no_autocast(operands[1]):
         y, lse = reference.attention(descriptor, operands, options, captured)
-    return y if out is None else out.copy_(y), lse if options.lse else None
+    return y if out is None else out.copy_(y), lse if options.lse else None, None
 
 
 def refuse_overlap(operands: tuple, out, options: Options, captured: dict) -> None:
@@ -100,25 +101,26 @@ def _launch(plan: AttentionPlan, descriptor, operands: tuple, out, options: Opti
             torch.autograd.graph.increment_version(out)
     target = plan.result() if out is None or plan.apart else out
     lse = plan.lse() if options.lse else None
+    rest = plan.lse() if options.lse and plan.has_rest else None
     if plan.launch is not None:
         numbers, kept = plans.numbers_of(plan, options)
         if plan.reads:
             q, k, v = (read.of(t) for read, t in zip(plan.reads, (q, k, v), strict=True))
         addresses = [
             layout.addresses[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), target.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
+            0 if lse is None else lse.data_ptr(), 0 if rest is None else rest.data_ptr(),
         ]  # fmt: skip
-        rest = ()
+        behind = ()
         if descriptor.lengths or captured:
-            rest = plans.behind(plan, descriptor, options, captured)
-            for t in rest:
+            behind = plans.behind(plan, descriptor, options, captured)
+            for t in behind:
                 addresses.append(t.data_ptr())
         plan.launch(addresses, numbers)
-        del q, k, v, kept, rest  # the stream orders the reuse of their memory behind the launch
+        del q, k, v, kept, behind  # the stream orders the reuse of their memory behind the launch
     if plan.apart:
         whole = target[..., : plan.sizes.values]
         target = whole.contiguous() if out is None else out.copy_(whole)
-    return target, lse
+    return target, lse, rest
 
 
 def _addresses(tensors) -> list[int]:
@@ -172,7 +174,7 @@ calls = operation.bind(ATTENTION)
 
 def _gradient_key(descriptor, operands, saved: tuple, options, captured, grads, needs):
     try:
-        out, _ = saved
+        out = saved[0]
         grad, grad_lse = grads
         key = _key(descriptor, operands, out, options, captured)
         return key and (*key, signature(grad), grad_lse is not None, needs)
@@ -215,7 +217,7 @@ def _gradient_launch(
         with torch.cuda.device(plan.index):
             return _gradient_launch(plan, *request)
     layout, *tensors = operands
-    (out, lse), (grad, grad_lse) = saved, grads
+    (out, lse, rest), (grad, grad_lse) = saved, grads
     made = [None if make is None else make() for make in plan.made]
     collected = [make() for _, make in plan.collected]
     if plan.launch is None:  # of no queries: keys have gradients of 0
@@ -225,13 +227,13 @@ def _gradient_launch(
         given = [*tensors, out, grad]
         if plan.reads:
             given = [read.of(t) for read, t in zip(plan.reads, given, strict=True)]
-        rest = plans.behind(plan, descriptor, options, captured)
+        behind = plans.behind(plan, descriptor, options, captured)
         slope = None if grad_lse is None else grad_lse.contiguous()
         row_bits, _, col_bits = layout.addresses[:3]
-        addresses = [row_bits, col_bits, *_addresses((*given[:4], lse, given[4], slope))]
-        addresses += _addresses((*made, *collected, *rest))
+        addresses = [row_bits, col_bits, *_addresses((*given[:4], lse, rest, given[4], slope))]
+        addresses += _addresses((*made, *collected, *behind))
         plan.launch(addresses, numbers)
-        del given, kept, rest, slope
+        del given, kept, behind, slope
     found = made
     if plan.cut:
         found = [
@@ -268,7 +270,7 @@ def _gradient_materialised(descriptor, operands, saved, options, captured, grads
     if request is not None:
         descriptor, operands, _, options, captured = request
     saved, grads = (
-        tuple(None if t is None else materialised(t) for t in pair) for pair in (saved, grads)
+        tuple(None if t is None else materialised(t) for t in each) for each in (saved, grads)
     )
     return descriptor, operands, saved, options, captured, grads, needs
 

@@ -14,7 +14,7 @@ from tests.gpu.families.blocksparse.cases import BF16, BLOCKS, F16, F32, TYPES, 
 from tests.gpu.watched import capture, nothing_waits
 
 GATES = by_formula.GATES
-OPTIONS = ("plain", "rpe", "scale", "masks", "bools", "mul", "causal", "all")
+OPTIONS = ("plain", "rpe", "scale", "masks", "least", "bools", "mul", "causal", "all")
 every_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 
 
@@ -33,6 +33,9 @@ def options(name: str, layout: Layout, dtype) -> dict:
     if name in ("masks", "all"):
         given |= {"key_padding_mask": drawn(2, 3, cols), "attn_mask": drawn(rows, cols)}
         given["key_padding_mask"][..., ::5] = -math.inf
+    if name == "least":  # of all of the last rows
+        given["attn_mask"] = torch.zeros(rows, cols, device="cuda", dtype=dtype)
+        given["attn_mask"][:, ::3] = given["attn_mask"][-3:] = torch.finfo(dtype).min
     if name == "bools":
         given["key_padding_mask"] = drawn(3, cols) > -1
         given["attn_mask"] = drawn(rows, cols) > -1

@@ -1,6 +1,7 @@
 """The kernel of kernel_sources/blocksparse/attention/deltas/deltas.cuh: of each row the sum of
 out * grad, less the gradient by its log-sum-exp, which every kernel of gradients reads; for
-some of these the logarithm of its sum of exponentials too.
+some of these the logarithm of its sum of exponentials too, and where a score changes logits what a
+float leaves of that.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ THREADS, CHUNK = 256, 8
 MOST_CTAS = 2**31 - 1
 LANES = (2, 4, 8, 16, 32)  # of a row
 PADDED = 256  # rows of which a head's are a multiple beside sums: as many as any tile has
-PARAMETERS = Parameters(6, "<7q4i")
+PARAMETERS = Parameters(8, "<7q4i")
 
 
 def step(problem: AttentionGradient, has_sums: bool = False) -> Step:
     """The launch. Deltas lie in the workspace, and behind them, if ``has_sums``, logarithms of sums
-    of exponentials. Raises UnsupportedError for more rows than a grid holds."""
+    of exponentials, and behind these what floats leave of them. Raises UnsupportedError for more
+    rows than a grid holds."""
     attention, lanes = problem.attention, lanes_of(problem.attention.values)
     rows = rows_of(problem, has_sums)
     total = attention.batch * attention.heads * rows
@@ -41,9 +43,10 @@ def step(problem: AttentionGradient, has_sums: bool = False) -> Step:
     numbers += [attention.heads, attention.queries, rows, attention.values // CHUNK]
     of_lse = "grad_lse" if problem.has_grad_lse else "lse"
     behind = nbytes(problem, has_sums) if has_sums else 0
-    pointers = (("out", 0), ("grad", 0), (of_lse, 0), ("lse", 0), (WORKSPACE, 0))
-    pointers = (*pointers, (WORKSPACE, behind))
-    found = spec(attention.dtype, lanes, problem.has_grad_lse, has_sums)
+    has_rests = has_sums and attention.score.has_score
+    pointers = (("out", 0), ("grad", 0), (of_lse, 0), ("lse", 0), ("rest", 0))
+    pointers += tuple((WORKSPACE, n * behind) for n in (0, 1, 2 * has_rests))
+    found = spec(attention.dtype, lanes, problem.has_grad_lse, has_sums, has_rests)
     return Step(found, (max(1, count), 1), PARAMETERS.pack(*numbers), pointers)
 
 
@@ -64,9 +67,16 @@ def lanes_of(values: int) -> int:
     return next(lanes for lanes in LANES if lanes * CHUNK >= values)
 
 
-def spec(dtype: str, lanes: int, has_grad_lse: bool, has_sums: bool = False) -> KernelSpec:
+def spec(
+    dtype: str,
+    lanes: int,
+    has_grad_lse: bool,
+    has_sums: bool = False,
+    has_rests: bool = False,
+) -> KernelSpec:
     """The KernelSpec for rows of so many lanes."""
     words = [dtype, f"{lanes} lanes", *["lse"] * has_grad_lse, *["sums"] * has_sums]
+    words += ["rests"] * has_rests
     source = f"""#include "common/types.cuh"
 
 using InputT = {DTYPES[dtype].cuda};
@@ -74,6 +84,7 @@ using InputT = {DTYPES[dtype].cuda};
 constexpr int LANES = {lanes};
 constexpr bool HAS_GRAD_LSE = {flag(has_grad_lse)};
 constexpr bool HAS_SUMS = {flag(has_sums)};
+constexpr bool HAS_RESTS = {flag(has_rests)};
 constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 
 #include "blocksparse/attention/deltas/deltas.cuh"
@@ -83,7 +94,9 @@ constexpr int PARAMETER_BYTES = {PARAMETERS.size};
     return named(KernelSpec("blocksparse", source, entry, THREADS, description=description), *words)
 
 
-def variants(dtypes: tuple[str, ...], has_sums: bool = False) -> Iterator[KernelSpec]:
+def variants(
+    dtypes: tuple[str, ...], has_sums: bool = False, has_rests: bool = False
+) -> Iterator[KernelSpec]:
     """Every spec that :func:`step` may take."""
     for dtype, lanes, has_grad_lse in product(dtypes, LANES, (False, True)):
-        yield spec(dtype, lanes, has_grad_lse, has_sums)
+        yield spec(dtype, lanes, has_grad_lse, has_sums, has_rests)

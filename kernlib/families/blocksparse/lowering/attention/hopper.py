@@ -40,7 +40,7 @@ MOST_GROUPS = 16  # so that lengths are told apart by 64 keys
 LAST_TILES = 2  # of a team, that come by falling length
 MOST_TILES = 2**31 - 1
 MAPS = ("q", "k", "v")
-NAMES = ("q", "k", "v", "out", "lse", "row_bits")
+NAMES = ("q", "k", "v", "out", "lse", "rest", "row_bits")
 FIXED = "12qI16i"  # struct Fixed
 
 

@@ -50,7 +50,7 @@ WIDE_REGISTERS = 24, 232
 MOST_BESIDE_SUMS = 64
 MOST_TILES = 2**31 - 1
 FIXED = "6q14i"  # structs Strides and Fixed
-OWN = ("first", "second", "row_bits", "deltas", "sums")
+OWN = ("first", "second", "row_bits", "deltas", "sums", "rests")
 
 
 class Variant(NamedTuple):
@@ -122,7 +122,8 @@ def lower(
         )
 
         steps += portable_gradient.collecting(problem, arch, apart, count)
-    return Lowered(tuple(steps), 2 * deltas.nbytes(problem, has_sums=True))
+    numbers = 2 + problem.attention.score.has_score
+    return Lowered(tuple(steps), numbers * deltas.nbytes(problem, has_sums=True))
 
 
 def is_inside(problem: AttentionGradient, collected: Collected) -> bool:
@@ -168,7 +169,8 @@ def _main(
     results = ("dk", "dv") if transposed else ("dq", "dq")
     behind = deltas.nbytes(problem, has_sums=True)
     names = (*own, *columns, *results, "col_bits" if transposed else "row_bits")
-    pointers = (*((name, 0) for name in names), (WORKSPACE, 0), (WORKSPACE, behind))
+    pointers = tuple((name, 0) for name in names)
+    pointers += tuple((WORKSPACE, n * behind) for n in (0, 1, 2 * of.score.has_score))
     pointers += tuple((f"collected{place}", 0) for place, _ in sums)
     pointers += tuple((name, 0) for name in text.pointers(of.score))
     maps = (
@@ -212,7 +214,7 @@ def variant_of(
 
 
 def stage_bytes(made: Variant) -> int:
-    """Of two operands' columns, of two numbers of each where these are rows of q, and of what is
+    """Of two operands' columns, of the numbers of each where these are rows of q, and of what is
     said of them."""
     slot = ceil_div(made.features, ROW) * 2 * ROW * made.columns
     pieces = max(1, made.columns // made.block[1])
@@ -301,7 +303,7 @@ def variants(
     for dtype in dtypes:
         if dtype not in HALVES:
             continue
-        yield from deltas.variants((dtype,), has_sums=True)
+        yield from deltas.variants((dtype,), True, score.has_score)
         for width, turned, rows in product(widths, (False, True), TILE_ROWS):
             yield spec(score, variant_of(score, dtype, block, width, turned, rows))
 

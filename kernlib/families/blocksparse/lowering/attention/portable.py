@@ -33,7 +33,7 @@ CHUNK = 8  # elements of 16 bytes
 MOST_CTAS = 2**31 - 1
 WARPS = 4
 STRIDES, SIZES = "3q", "14i"  # structs of parameters.cuh
-NAMES = ("row_bits", "q", "k", "v", "out", "lse")
+NAMES = ("row_bits", "q", "k", "v", "out", "lse", "rest")
 
 
 class Tile(NamedTuple):

@@ -31,7 +31,7 @@ KIND = "portable"
 WARPS = 4
 LINES = 16 * WARPS  # of a block of threads
 MOST_SUMS = 256  # of dk and dv together, of each of a warp's 16 lines: half of its registers
-NAMES = ("q", "k", "v", "grad", "lse", WORKSPACE)  # behind the layout's bits
+NAMES = ("q", "k", "v", "grad", "lse", "rest", WORKSPACE)  # behind the layout's bits
 BY_ROWS, BY_COLUMNS = ("row", "pair"), ("col",)
 # Columns of 64 rows whose pairs one block of threads sums up batch after batch: of the blocks that
 # are under way the sums, 128 KiB each, stay in a cache of 50 MB.
@@ -242,7 +242,7 @@ def _words(score: Score, made: Variant) -> list[str]:
 def shared_bytes(features: int, values: int, tile: Tile) -> int:
     """A tile's lines, and stages: of the others' rows and, turned, what is known of these."""
     row = portable.pitch(features) + portable.pitch(values)
-    return LINES * row + tile.stages * tile.depth * (row + 2 * 4)
+    return LINES * row + tile.stages * tile.depth * (row + 3 * 4)
 
 
 def parameters(score: Score, collected: int) -> Parameters:

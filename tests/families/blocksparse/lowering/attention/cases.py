@@ -108,6 +108,7 @@ class Made:
             setattr(self, name, apart(torch.randn(b, *size).to(case.dtype)))
         self.out = guarded(b, h, case.queries, case.values, case.dtype)
         self.lse = torch.full((b, h, case.queries), GUARD)
+        self.rest = torch.zeros_like(self.lse)
         self.q_lengths = self._lengths(case.queries)
         self.kv_lengths = self._lengths(case.keys)
         self.scale = 1 / math.sqrt(case.features) if case.scale is None else case.scale
@@ -154,7 +155,7 @@ class Made:
     def operands(self) -> dict[str, torch.Tensor]:
         captured = {f"captured{i}": t for i, t in enumerate(self.captured)}
         lengths = {"q_lengths": self.q_lengths, "kv_lengths": self.kv_lengths}
-        own = {name: getattr(self, name) for name in ("q", "k", "v", "out", "lse", "grad")}
+        own = {name: getattr(self, name) for name in ("q", "k", "v", "out", "lse", "rest", "grad")}
         return {**own, **lengths, **captured}
 
     def launch(self, emulator, lowered, **more) -> None:
@@ -228,7 +229,7 @@ class Made:
         is_empty = ~left.any(-1, keepdim=True)
         lse = torch.where(is_empty, 0.0, logits).logsumexp(-1, keepdim=True)
         lse = torch.where(lse == math.inf, math.nan, lse)  # as the weights are
-        weights = torch.where(left, (logits - lse).exp(), 0.0)
+        weights = torch.where(left, torch.where(is_empty, 0.0, logits).softmax(-1), 0.0)
         out = seen_product(weights * self.kept(), v, sees)
         return torch.where(is_empty, 0.0, out), torch.where(is_empty, -math.inf, lse)[..., 0]
 

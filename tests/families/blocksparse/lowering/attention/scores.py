@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.families.blocksparse.lowering.attention.cases import Case
+
+LEAST = torch.finfo(torch.float32).min
 
 ALIBI = """struct Score {
     float slope_of_head;
@@ -13,6 +17,21 @@ ALIBI = """struct Score {
     }
     __device__ __forceinline__ float slope(float, int, int) const { return 1.0f; }
     __device__ __forceinline__ bool keeps(int, int) const { return true; }
+};"""
+
+BIASED = """struct Score {
+    const float* bias;
+    i64 by_row, by_col;
+    __device__ __forceinline__ Score(const Captured* captured, int batch, int head)
+        : bias(captured[0].from<float>(batch, head)), by_row(captured[0].row),
+          by_col(captured[0].col) {}
+    __device__ __forceinline__ float operator()(float v, int row, int col) const {
+        return v + bias[row * by_row + col * by_col];
+    }
+    __device__ __forceinline__ float slope(float, int, int) const { return 1.0f; }
+    __device__ __forceinline__ bool keeps(int, int) const { return true; }
+    template <int K>
+    __device__ __forceinline__ float slope_of(float, int, int) const { return 1.0f; }
 };"""
 
 DOCUMENTS = """struct Score {
@@ -55,6 +74,17 @@ SOFT_BIAS = """struct Score {
         return K == 0 ? v * v : K == 1 ? 1.0f : v;
     }
 };"""
+
+
+def with_least(case: Case) -> tuple[Case, tuple[torch.Tensor, ...]]:
+    """A mask that is added, of the least float where something is left out: in rows of the first
+    ten and a hundredth everywhere, so that all weights of these are the same."""
+    mask = torch.where(torch.rand(case.batch, 1, case.queries, case.keys) < 0.3, LEAST, 0.0)
+    mask[:, :, :10] = mask[:, :, 64:70] = LEAST
+    case = case._replace(
+        text=BIASED, score=lambda v, row, col, head, batch, bias: v + bias.double()
+    )
+    return case, (mask.expand(-1, case.heads, -1, -1),)
 
 
 def soft_bias(case: Case) -> Case:

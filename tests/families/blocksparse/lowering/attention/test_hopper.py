@@ -10,6 +10,7 @@ import torch
 from kernlib.families.blocksparse.lowering.attention import hopper
 from kernlib.families.blocksparse.lowering.attention.problem import Score
 from tests.families.blocksparse.lowering.attention.cases import Case, Made, is_intact
+from tests.families.blocksparse.lowering.attention.scores import BIASED, with_least
 from tests.families.blocksparse.lowering.attention.wgmma import WGMMA_CASES
 from tests.families.blocksparse.products import launch
 from tests.support.compiled_kernels import compiled
@@ -109,18 +110,6 @@ def test_numbers_that_are_not_finite_stay_in_rows_that_see_them(case, rows, emul
     made.check()
 
 
-BIASED = """struct Score : PlainScore {
-    const float* bias;
-    i64 by_row, by_col;
-    __device__ __forceinline__ Score(const Captured* captured, int batch, int head)
-        : PlainScore(captured, batch, head), bias(captured[0].from<float>(batch, head)),
-          by_row(captured[0].row), by_col(captured[0].col) {}
-    __device__ __forceinline__ float operator()(float v, int row, int col) const {
-        return v + bias[row * by_row + col * by_col];
-    }
-};"""
-
-
 @pytest.mark.emulated
 @pytest.mark.parametrize("rows", [64, 128])
 def test_scores_read_captured_tensors_where_rows_and_columns_exist(rows, emulator, seed):
@@ -132,6 +121,16 @@ def test_scores_read_captured_tensors_where_rows_and_columns_exist(rows, emulato
     made = Made(case, (bias,))
     run(emulator, made, rows)
     made.check()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("rows", [64, 128])
+def test_rows_of_the_least_float_have_weights_of_one_size(rows, emulator, seed):
+    case, given = with_least(Case("bfloat16", (32, 64), 75, 141, batch=2, density=0.6))
+    made = Made(case, given)
+    run(emulator, made, rows)
+    made.check()
+    assert made.lse[:, :, :10].gt(-torch.inf).any()
 
 
 @pytest.mark.emulated

@@ -13,6 +13,7 @@ from kernlib.families.blocksparse.lowering.attention import hopper_gradient
 from kernlib.families.blocksparse.lowering.attention.problem import Operand, Score
 from tests.families.blocksparse.lowering.attention.cases import Case, error
 from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
+from tests.families.blocksparse.lowering.attention.scores import with_least
 from tests.families.blocksparse.lowering.attention.wgmma import WGMMA_CASES
 from tests.families.blocksparse.products import launch
 from tests.support.compiled_kernels import compiled
@@ -94,6 +95,16 @@ def test_gradients_of_tiles_that_are_not_the_default(name, emulator, seed):
     default = hopper_gradient.default(made.problem(), known, COUNT)
     (other,) = (choice for choice in known if choice != default)
     run(made, emulator, other)
+    check(made)
+
+
+@pytest.mark.emulated
+def test_rows_of_the_least_float_have_gradients_of_weights_of_one_size(emulator, seed):
+    """By what a kernel of the result says of them."""
+    case, given = with_least(Case("bfloat16", (32, 64), 75, 141, batch=2, density=0.6))
+    made = Gradients(case, given)
+    made.made.run(emulator)
+    run(made, emulator)
     check(made)
 
 

@@ -10,7 +10,12 @@ from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering.attention import portable
 from kernlib.families.blocksparse.lowering.attention.problem import Score
 from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, Made
-from tests.families.blocksparse.lowering.attention.scores import ALIBI, DOCUMENTS, SOFT_BIAS
+from tests.families.blocksparse.lowering.attention.scores import (
+    ALIBI,
+    DOCUMENTS,
+    SOFT_BIAS,
+    with_least,
+)
 from tests.support.compiled_kernels import compiled
 from tests.support.speeds import slow_but
 
@@ -91,6 +96,15 @@ def test_a_score_changes_logits(emulator, seed):
     made = Made(case, (slopes,))
     made.run(emulator)
     made.check()
+
+
+@pytest.mark.emulated
+def test_rows_of_the_least_float_have_weights_of_one_size(emulator, seed):
+    """As masks of it are added: the mean of v, and a finite log-sum-exp."""
+    made = Made(*with_least(Case(queries=75, keys=90, batch=2, density=0.7)))
+    made.run(emulator)
+    made.check()
+    assert made.lse[:, :, :10].gt(-math.inf).any()
 
 
 @pytest.mark.few(1)

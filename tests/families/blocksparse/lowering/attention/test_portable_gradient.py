@@ -27,7 +27,7 @@ from tests.families.blocksparse.lowering.attention.gradients import (
     soft_tensors,
     sums_of,
 )
-from tests.families.blocksparse.lowering.attention.scores import SOFT_BIAS, soft_bias
+from tests.families.blocksparse.lowering.attention.scores import SOFT_BIAS, soft_bias, with_least
 from tests.support.compiled_kernels import compiled
 from tests.support.speeds import slow_but
 
@@ -77,6 +77,17 @@ def test_gradients_by_way_of_the_logarithm_of_sums(emulator, seed):
     made.run(emulator)
     made.check()
     assert empty.any() and not made.dq[empty].any()
+
+
+@pytest.mark.emulated
+def test_rows_of_the_least_float_have_gradients_of_weights_of_one_size(emulator, seed):
+    """By what the kernel of the result says of them."""
+    case, given = with_least(Case(queries=75, keys=90, batch=2, density=0.7))
+    made, sums = Gradients(case, given), {(0, "pair"): torch.zeros(given[0].shape)}
+    made.made.run(emulator)
+    made.run(emulator, sums=sums)
+    made.check()
+    check_sums(made, sums, given)
 
 
 @pytest.mark.few(1)

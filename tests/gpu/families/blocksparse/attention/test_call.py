@@ -75,6 +75,30 @@ def test_gradients(name, shape, dtype, seed):
         check(t.cpu(), other, GRADIENTS[dtype])
 
 
+@pytest.mark.parametrize("shape", [SHAPE, SMALL], ids=["whole", "padded"])
+@pytest.mark.parametrize("kind", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
+def test_rows_of_the_least_number_have_weights_of_one_size(dtype, kind, shape, seed):
+    """As masks of it are added: their results are means of v, their gradients those of these."""
+    made, tensors, least = shape.layout(4, 0.4), shape.tensors(dtype), torch.finfo(kind).min
+    mask = torch.zeros(shape.batch, 1, shape.queries, shape.keys, dtype=kind)
+    mask[..., ::3] = mask[:, :, -2:] = least
+    wide = [t.double().requires_grad_() for t in (*tensors, mask)]
+    wanted, lse = formula(*wide[:3], made, score=lambda v, *_: v + wide[3])
+    leaves = [there(t).requires_grad_() for t in (*tensors, mask)]
+    q, k, v, bias = leaves
+    found = attention(q, k, v, there(made), score="v + bias", bias=bias, return_lse=True)
+    check(found[0].cpu(), wanted, VALUES[dtype])
+    rows = slice(0, shape.queries - 2)
+    check(found[1][..., rows].cpu(), lse[..., rows], VALUES[dtype])
+    assert found[1][..., -2:].eq(least).all()
+    grad = torch.randn_like(wanted)
+    theirs = torch.autograd.grad(wanted, wide, grad)
+    ours = torch.autograd.grad(found[0], leaves, there(grad).to(dtype))
+    for t, other in zip(ours, theirs, strict=True):
+        check(t.cpu(), other, GRADIENTS[dtype])
+
+
 def test_kernels_compute_half_types(seed):
     made, tensors = there(SHAPE.layout()), [there(t) for t in SHAPE.tensors(F16)]
     assert launched(lambda: attention(*tensors, made))[1]
