@@ -6,14 +6,25 @@ from contextlib import nullcontext
 
 import torch
 
+# From 2.9 on torch has a setting for each backend and operation. One of "none" is its backend's,
+# and that of "none" is the one for all. torch's products go by what this function makes of the
+# three; the older settings write them as well, and say nothing of those that were written since.
+_setting = getattr(torch._C, "_get_fp32_precision_getter", None)
+
 
 def float32_precision() -> str:
-    """The precision that torch permits for products of float32: "fp32" or "tf32", read at the
-    call."""
-    try:
-        return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    except RuntimeError:  # torch's newer setting, one for each backend, is in use
-        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+    """The precision that torch permits on GPUs for products of float32, "fp32" or "tf32", as it is
+    at the call."""
+    if _setting is None:
+        return "tf32" if torch._C._get_cublas_allow_tf32() else "fp32"
+    return "tf32" if _setting("cuda", "matmul") == "tf32" else "fp32"
+
+
+def is_rounded_on_cpu() -> bool:
+    """Whether torch's products of float32 on a CPU may be in bfloat16 or TF32, of oneDNN."""
+    if _setting is None:
+        return torch.get_float32_matmul_precision() != "highest"
+    return _setting("mkldnn", "matmul") in ("bf16", "tf32")
 
 
 def without_autocast(device: torch.device):

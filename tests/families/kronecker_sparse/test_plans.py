@@ -2,7 +2,6 @@
 host what a problem says."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from kernlib.jit import tuning
 from kernlib.runtime import operation, products
 from tests.families.kronecker_sparse import fake_kernels
 from tests.families.kronecker_sparse.fake_kernels import TYPES, gpu, host
-from tests.support import fakes
+from tests.support import fakes, torch_settings
 from tests.support.fakes import OnGpu, OnSecondGpu, on_gpu
 
 PATTERN = (2, 3, 5, 4)
@@ -227,15 +226,15 @@ def test_half_types_have_one_precision(gpus):
     assert {problem.precision for _, problem in gpus.lowering.problems} == {"fp32"}
 
 
-def test_a_setting_that_torch_cannot_answer_for_all_backends_is_read_for_cuda(monkeypatch):
-    def mixed():
-        raise RuntimeError("mix of the legacy and new APIs")
-
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    for setting, name in (("tf32", "tf32"), ("ieee", "fp32"), ("none", "fp32")):
-        matmul = SimpleNamespace(fp32_precision=setting)
-        monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-        assert primitives.float32_precision() == name
+@pytest.mark.few(100)
+@pytest.mark.parametrize("case", torch_settings.CASES)
+def test_every_setting_of_torch_permits_what_it_permits_to_torch(case, gpus):
+    """The older settings, the newer, which alone torch's products go by, and both."""
+    with torch_settings.torch_permits(case) as rounded:
+        call(kl.KroneckerSparse(*PATTERN))
+        primitives.weight_gradient(gpu(6, A * B * D), gpu(6, A * C * D), PATTERN)
+    wanted = "tf32" if rounded else "fp32"
+    assert [problem.precision for _, problem in gpus.lowering.problems] == [wanted] * 2
 
 
 def test_a_batch_makes_a_plan_and_no_kernel(gpus):

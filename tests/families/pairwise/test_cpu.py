@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 import kernlib as kl
 from tests.families.pairwise.cases import points
 from tests.families.pairwise.forwards import FORWARDS
-from tests.support import hostile
+from tests.support import hostile, torch_settings
 from tests.support.speeds import slow_but
 
 EUCLIDEAN = ("cdist p=2.0", "power sum p=2.0", "gaussian", "laplace_l2", "matern32", "cauchy")
@@ -156,14 +156,19 @@ def test_forward_mode_passes_through_calls_that_are_known():
     torch.testing.assert_close(found.tangent.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_torchs_precision_of_products_is_followed_by_none():
-    """bfloat16 products of oneDNN would be far off."""
+ROUNDED_ON_CPU = {"default": False, "medium": True, "products": False, "all of cuda": False,
+                  "all": True, "on a CPU": True}  # fmt: skip
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("case", [case for case in ROUNDED_ON_CPU if case in torch_settings.CASES])
+def test_distances_take_products_where_torch_s_are_of_float32(case, monkeypatch):
+    """bfloat16 products of oneDNN would be far off. What GPUs may do changes nothing."""
     a, b = points(200, 60), points(210, 60, seed=1)
     wanted = (b.double()[None] - a.double()[:, None]).square().sum(-1)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
+    products, compute = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *args, **kw: products.append(compute(*args, **kw)))
+    with torch_settings.torch_permits(case):
         found = kl.run_kernel(kl.squared_distance(), a, b)
-    finally:
-        torch.set_float32_matmul_precision(before)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=0)
+    assert bool(products) != ROUNDED_ON_CPU[case]

@@ -15,6 +15,7 @@ import torch
 import kernlib as kl
 from kernlib import blocksparse, linalg, nn, sparse
 from kernlib.runtime.plan import forget_plans
+from tests.support import torch_settings
 
 LAYOUT = blocksparse.Layout([[(i + 2 * j) % 3 != 1 for j in range(5)] for i in range(6)], 16)
 SQUARE = blocksparse.Layout([[j <= i for j in range(6)] for i in range(6)], 16)
@@ -169,3 +170,32 @@ def test_a_permission_of_tf32_ends_when_it_is_withdrawn(name, device, seed):
     finally:
         torch.set_float32_matmul_precision(before)
     assert_near(compared(run, tensors, torch.float32, device), wanted, 2e-5)
+
+
+# Products that tensor cores of every kind take.
+PRODUCTS: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
+    "torch": (torch.mm, ((256, 256), (256, 256))),
+    "factor": (lambda x, w: kl.run_kernel(kl.KroneckerSparse(1, 256, 256, 1), x, w),
+               ((256, 256), (1, 256, 256, 1))),
+    "factor, steps": (lambda x, w: kl.run_kernel(kl.KroneckerSparse(2, 64, 64, 4), x, w),
+                      ((256, 512), (2, 64, 64, 4))),
+    "kron_matmul": (lambda x, *factors: kl.kron_matmul(x, factors),
+                    ((256, 1024), (32, 32), (32, 32))),
+    "dsd": CALLS["dsd"],
+    "dot_product": (lambda a, b: kl.run_kernel(kl.dot_product(), a, b), ((256, 256), (256, 256))),
+}  # fmt: skip
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("case", torch_settings.CASES)
+def test_products_are_as_exact_as_torch_s_own_are_set_to_be(case, device, seed):
+    """By each of torch's settings, the older, the newer and both."""
+    for name, (run, shapes) in PRODUCTS.items():
+        tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        wanted = compared(run, tensors, torch.float64, "cpu")
+        with torch_settings.torch_permits(case) as rounded:
+            ours = compared(run, tensors, torch.float32, device)
+        assert_near(ours, wanted, 3e-3 if rounded else 2e-5)
+        if name in ("torch", "factor"):
+            error = (ours[0] - wanted[0]).norm() / wanted[0].norm()
+            assert bool(error > 2e-5) == rounded, name

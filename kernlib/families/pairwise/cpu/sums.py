@@ -13,7 +13,7 @@ import torch
 from kernlib.families.pairwise import reference, stages
 from kernlib.families.pairwise.cpu.squares import Squares
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.precision import is_rounded_on_cpu
 
 _DIRECT = "donot_use_mm_for_euclid_dist"
 # Of features that torch.cdist adds up at once: 8e-7 off in float32, 1000 of them 1.6e-6.
@@ -106,7 +106,7 @@ def _takes_products(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor) -> b
     differences = a.shape[0] * b.shape[0] * a.shape[1]
     if descriptor.direct or differences < FEWEST_DIFFERENCES:
         return False
-    return a.dtype == torch.float64 or float32_precision() == "fp32"
+    return a.dtype == torch.float64 or not is_rounded_on_cpu()
 
 
 def _are_finite(*points: torch.Tensor) -> bool:
