@@ -86,19 +86,6 @@ def check_matrix(a: torch.Tensor, overwrite: bool) -> torch.Tensor:
     return a
 
 
-def raise_for_info(info: torch.Tensor, task: str, failure: str) -> None:
-    """Raises LinAlgError for the first entry of a batch whose info is not 0; waits for the
-    device."""
-    refuse_meta("a, of which check_errors=True reads the outcome,", info)
-    found = info.reshape(-1).tolist()
-    failed = [index for index, value in enumerate(found) if value]
-    if failed:
-        where = f"batch entry {failed[0]}: " if info.dim() else ""
-        more = f" ({len(failed)} of {len(found)} entries failed)" if len(failed) > 1 else ""
-        reason = failure.format(info=found[failed[0]])
-        raise torch.linalg.LinAlgError(f"{task}: {where}{reason}{more}")
-
-
 def _check_tensor(name: str, tensor: torch.Tensor, overwrite: bool) -> torch.Tensor:
     check_dense((name,), **{name: tensor})
     refuse_transforms(_NO_TRANSFORMS, **{name: tensor})

@@ -11,14 +11,10 @@ from types import ModuleType
 
 import torch
 
-from kernlib.linalg import cusolver, layouts, native
-from kernlib.linalg.checks import System, check_flags, check_matrix, check_system, raise_for_info
+from kernlib.linalg import cusolver, infos, layouts, native
+from kernlib.linalg.checks import System, check_flags, check_matrix, check_system
 from kernlib.linalg.layouts import Work
 from kernlib.runtime.precision import float32_precision
-
-_NOT_POSITIVE = "a is not positive definite: the leading minor of order {info} is not positive"
-_SINGULAR = "a is singular: pivot {info} is zero"
-_NOT_CONVERGED = "the eigenvalues did not converge (info {info}), as with NaN in a"
 
 
 def solve_cholesky(
@@ -42,8 +38,8 @@ def solve_cholesky(
       returned.
 
     Returns x, the info of the factorization and that of the solution, int32 of the batch's shape.
-    A factorization's info is 0, or the order of the leading minor that is not positive, and x is
-    then NaN. Nothing waits for the device, unless ``check_errors=True``, which raises
+    A factorization's info is 0, or the order of the leading minor that is not positive, or is NaN,
+    and x is then NaN. Nothing waits for the device, unless ``check_errors=True``, which raises
     torch.linalg.LinAlgError naming the batch entry.
 
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
@@ -55,13 +51,15 @@ def solve_cholesky(
     with torch.no_grad():
         matrix = layouts.square_work(system.a, overwrite_a)
         steps, flipped = steps_for(matrix.matrix, overwrite_a), upper != matrix.transposed
-        info = steps.cholesky(matrix.matrix, flipped) if system.a.numel() else _zeros(system.a)
+        info = _zeros(system.a)
+        if system.a.numel():
+            info = infos.of_cholesky(steps.cholesky(matrix.matrix, flipped), matrix.matrix)
 
         def solve(factor: torch.Tensor, columns: torch.Tensor, _) -> None:
             steps.cholesky_solve(factor, columns, flipped)
 
         x = _substitute(system, matrix, None, overwrite_b, solve)
-        return _finish(system, x, info, check_errors, "solve_cholesky", _NOT_POSITIVE)
+        return _finish(system, x, info, check_errors, "solve_cholesky", infos.NOT_POSITIVE)
 
 
 def solve_lu(
@@ -75,9 +73,9 @@ def solve_lu(
     """Solve ``a x = b`` for any square a by ``a = P L U`` with partial pivoting.
 
     Arguments and results are those of :func:`solve_cholesky`, with all of a read. An info greater
-    than 0 is the pivot that is exactly zero, and x is then NaN. With ``overwrite_a`` a's memory
-    holds the factors of a if a is column-major, those of its transpose if it is row-major. The
-    model is kermac's ``solve_lu``.
+    than 0 is the pivot that is exactly zero, or N + 1 where a holds NaN, and x is then NaN. With
+    ``overwrite_a`` a's memory holds the factors of a if a is column-major, those of its transpose
+    if it is row-major. The model is kermac's ``solve_lu``.
     """
     check_flags(overwrite_a=overwrite_a, overwrite_b=overwrite_b, check_errors=check_errors)
     system = check_system(a, b, overwrite_a, overwrite_b)
@@ -85,13 +83,15 @@ def solve_lu(
         matrix = layouts.square_work(system.a, overwrite_a)
         steps, pivots, info = lu_steps_for(matrix.matrix, overwrite_a), None, _zeros(system.a)
         if system.a.numel():
+            spoilt = infos.holds_nan(matrix.matrix)
             pivots, info = steps.lu(matrix.matrix)
+            info = infos.of_lu(info, spoilt, matrix.matrix.shape[-1])
 
         def solve(factors: torch.Tensor, columns: torch.Tensor, pivots: torch.Tensor) -> None:
             steps.lu_solve(factors, pivots, columns, matrix.transposed)
 
         x = _substitute(system, matrix, pivots, overwrite_b, solve)
-        return _finish(system, x, info, check_errors, "solve_lu", _SINGULAR)
+        return _finish(system, x, info, check_errors, "solve_lu", infos.SINGULAR)
 
 
 def eigh(
@@ -135,7 +135,7 @@ def eigh(
         vectors = matrix.view(a.shape) if work.home is None else work.home
         info = info.view(batch)
         if check_errors:
-            raise_for_info(info, "eigh", _NOT_CONVERGED)
+            infos.raise_for_info(info, "eigh", infos.NOT_CONVERGED, "a")
         return w.view(a.shape[:-1]), vectors, info
 
 
@@ -193,7 +193,7 @@ def _finish(
     info = info.view(system.a.shape[:-2]).expand(system.batch)
     x.masked_fill_((info != 0)[..., None, None], math.nan)
     if check_errors:
-        raise_for_info(info, task, failure)
+        infos.raise_for_info(info, task, failure, "a", system.a.shape[-1])
     solved = torch.zeros(system.batch, dtype=torch.int32, device=x.device)
     return x.squeeze(-1) if system.vector else x, info, solved
 

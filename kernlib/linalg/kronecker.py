@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from kernlib.families.kronecker_product.matmul import check_factors
-from kernlib.linalg.checks import DTYPES, check_flags, raise_for_info, refuse_meta
+from kernlib.linalg import infos
+from kernlib.linalg.checks import DTYPES, check_flags, refuse_meta
 from kernlib.linalg.kronecker_gradients import (
     NOT_CONVERGED,
     Eigh,
@@ -32,8 +33,6 @@ from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, check_layout, refuse_transforms, stand_ins
 
 _NO_TRANSFORMS = "kernlib.linalg does not support; give it a batch of matrices instead"
-_NOT_POSITIVE = "it is not positive definite: the leading minor of order {info} is not positive"
-_SINGULAR = "it is singular: pivot {info} is zero"
 
 
 class KronEigh(NamedTuple):
@@ -69,8 +68,8 @@ def kron_cholesky(
     product, 2000.
     """
     check_square(factors, check_errors=check_errors)
-    found = [torch.linalg.cholesky_ex(symmetric(factor)) for factor in factors]
-    return _unless_failed("kron_cholesky", found, _NOT_POSITIVE, check_errors)
+    found = [_cholesky(factor) for factor in factors]
+    return _unless_failed("kron_cholesky", found, infos.NOT_POSITIVE, check_errors)
 
 
 def kron_inverse(
@@ -83,8 +82,11 @@ def kron_inverse(
     which :func:`kernlib.kron_matmul` makes faster. The rest is as for :func:`kron_cholesky`.
     """
     check_square(factors, check_errors=check_errors)
-    found = [torch.linalg.inv_ex(factor) for factor in factors]
-    return _unless_failed("kron_inverse", found, _SINGULAR, check_errors)
+    found = []
+    for factor in factors:
+        inverse, info = torch.linalg.inv_ex(factor)
+        found.append((inverse, infos.of_lu(info, infos.holds_nan(factor), factor.shape[-1])))
+    return _unless_failed("kron_inverse", found, infos.SINGULAR, check_errors)
 
 
 def kron_eigh(factors: Sequence[torch.Tensor], *, check_errors: bool = False) -> KronEigh:
@@ -104,7 +106,7 @@ def kron_eigh(factors: Sequence[torch.Tensor], *, check_errors: bool = False) ->
     found = [Eigh.apply(symmetric(factor)) for factor in factors]
     if check_errors:
         for index, (_, _, info) in enumerate(found):
-            raise_for_info(info, f"kron_eigh: factors[{index}]", NOT_CONVERGED)
+            infos.raise_for_info(info, f"kron_eigh: factors[{index}]", NOT_CONVERGED)
     return KronEigh([w for w, _, _ in found], [v for _, v, _ in found])
 
 
@@ -286,9 +288,15 @@ def features(factors) -> int:
 
 def _unless_failed(task: str, found: list, failure: str, check_errors: bool) -> list:
     """Results of torch's functions that return an info too, NaN where that is not 0."""
-    for index, (_, info) in enumerate(found if check_errors else ()):
-        raise_for_info(info, f"{task}: factors[{index}]", failure)
+    for index, (result, info) in enumerate(found if check_errors else ()):
+        where, order = f"{task}: factors[{index}]", result.shape[-1]
+        infos.raise_for_info(info, where, failure, order=order)
     return [result * _nan_where(info != 0, result)[..., None, None] for result, info in found]
+
+
+def _cholesky(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    root, info = torch.linalg.cholesky_ex(symmetric(factor))
+    return root, infos.of_cholesky(info, root)
 
 
 def _nan_where(failed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -308,8 +316,9 @@ def _solve_modes(factors, b: torch.Tensor, cholesky: bool, check_errors: bool) -
         x = x.reshape(*x.shape[:rank], left, own, right)
         x, info = _solve_along(factor, x, cholesky)
         if check_errors:
-            failure = _NOT_POSITIVE if cholesky else _SINGULAR
-            raise_for_info(info.view(factor.shape[:-2]), f"kron_solve: factors[{index}]", failure)
+            failure = infos.NOT_POSITIVE if cholesky else infos.SINGULAR
+            each, where = info.view(factor.shape[:-2]), f"kron_solve: factors[{index}]"
+            infos.raise_for_info(each, where, failure, order=own)
         failed = info != 0 if failed is None else failed | (info != 0)
         left *= own
     x = x.reshape(*x.shape[:rank], size, columns)
@@ -328,10 +337,11 @@ def _solve_along(factor: torch.Tensor, x: torch.Tensor, cholesky: bool):
     matrix = factor.reshape(*(lead[d] for d in shared), size, size)
     columns = turned.flatten(len(shared) + 1)
     if cholesky:
-        root, info = torch.linalg.cholesky_ex(symmetric(matrix))
+        root, info = _cholesky(matrix)
         found = torch.cholesky_solve(columns, root)
     else:
         found, info = torch.linalg.solve_ex(matrix, columns)
+        info = infos.of_lu(info, infos.holds_nan(matrix), size)
     back = sorted(range(len(order)), key=order.__getitem__)
     return found.reshape(turned.shape).permute(back), info.view(lead)
 
@@ -343,12 +353,13 @@ def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
     singular = negative
     for index, factor in enumerate(factors):
         sign, logarithm = torch.linalg.slogdet(factor)
-        zero = sign == 0
+        zero, spoilt, own = sign == 0, infos.holds_nan(factor), factor.shape[-1]
         singular = singular | zero
         if check_errors:
-            raise_for_info(zero.int(), f"kron_logdet: factors[{index}]", "its determinant is 0")
-        times = size // factor.shape[-1]
-        total = total + float(times) * logarithm
+            info, where = infos.of_lu(zero.int(), spoilt, own), f"kron_logdet: factors[{index}]"
+            infos.raise_for_info(info, where, "its determinant is 0", order=own)
+        times = size // own
+        total = total + float(times) * logarithm * _nan_where(spoilt, logarithm)
         if times % 2:
             negative = negative ^ (sign < 0)
     return total.masked_fill(negative & ~singular, math.nan)

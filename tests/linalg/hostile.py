@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 
 import kernlib as kl
@@ -69,6 +70,39 @@ def check_not_finite(dtype: torch.dtype, device: str) -> None:
         assert x[0, :, 1].isnan().any()
         torch.testing.assert_close(x[0][:, [0, 2]], clean[0][:, [0, 2]])
         assert torch.equal(x[1:], clean[1:])
+
+
+def check_nan(n: int, batch: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """One NaN in one matrix: NaN in all of its solution, an info and an error; others as they
+    are. In the triangle that is not read it is nothing to a Cholesky factorization."""
+    b = right(n, 2, dtype, device)
+    for row, column in {(0, 0), (n - 1, n - 1), (n - 1, 0), (n // 2, n // 3), (0, n - 1)}:
+        a = spd("normal", n, dtype, device).repeat(*batch, 1, 1)
+        (a[1] if batch else a)[row, column] = torch.nan
+        for solve, upper in (
+            (linalg.solve_lu, None),
+            (linalg.solve_cholesky, False),
+            (linalg.solve_cholesky, True),
+        ):
+            options = {} if upper is None else {"upper": upper}
+            info_of_nan = n + 1
+            if upper is not None:
+                is_read = row <= column if upper else row >= column
+                info_of_nan = (max(row, column) + 1) * is_read
+            wanted = [0, info_of_nan, 0][: batch[0]] if batch else [info_of_nan]
+            x, info, _ = solve(a, b, **options)
+            assert info.reshape(-1).tolist() == wanted, (solve.__name__, row, column)
+            for values, failed in zip(x.reshape(-1, n, 2), wanted, strict=True):
+                assert values.isnan().all() if failed else values.isfinite().all()
+            if any(wanted):
+                said = "a holds NaN" if upper is None else f"minor of order {info_of_nan} is not"
+                with pytest.raises(torch.linalg.LinAlgError, match=said):
+                    solve(a, b, check_errors=True, **options)
+        w, v, info = linalg.eigh(a)
+        spoilt = (info.reshape(-1)[1 if batch else 0] > 0).item()
+        assert spoilt == (row >= column)
+        found = torch.cat((w[..., None], v), -1).reshape(-1, n, n + 1)[1 if batch else 0]
+        assert found.isnan().all() if spoilt else found.isfinite().all()
 
 
 def check_conjugate_gradient(dtype: torch.dtype, device: str) -> None:

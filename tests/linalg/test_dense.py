@@ -10,6 +10,7 @@ import torch
 
 from kernlib import linalg
 from kernlib.linalg import cusolver, dense, layouts, native
+from tests.linalg import hostile
 from tests.linalg.cases import (
     LAYOUTS,
     check_eigh,
@@ -127,6 +128,32 @@ def test_eigh_of_nan_is_an_info(n):
     assert info[0] == 0 and info[1] > 0
     assert w[1].isnan().all() and v[1].isnan().all()
     check_eigh(a[0], w[0], v[0])
+
+
+class AsCuSolver:
+    """Steps that read NaN as 0 by LU, and as a positive pivot otherwise, without an info."""
+
+    lu_solve, cholesky_solve = staticmethod(native.lu_solve), staticmethod(native.cholesky_solve)
+
+    @staticmethod
+    def lu(a):
+        return native.lu(a.nan_to_num_())
+
+    @staticmethod
+    def cholesky(a, upper):
+        info = native.cholesky(a, upper)
+        reached = torch.arange(a.shape[-1]) >= info[:, None] - 1
+        a.diagonal(dim1=-2, dim2=-1).masked_fill_(reached & (info > 0)[:, None], torch.nan)
+        return info.zero_()
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("steps", [native, AsCuSolver])
+@pytest.mark.parametrize(("n", "batch"), [(1, ()), (8, ()), (200, ()), (1, (3,)), (8, (3,))])
+def test_nan_in_a_matrix_is_an_info_and_nan(n, batch, steps, monkeypatch):
+    monkeypatch.setattr(dense, "steps_for", lambda *_: steps)
+    monkeypatch.setattr(dense, "lu_steps_for", lambda *_: steps)
+    hostile.check_nan(n, batch, torch.float64, "cpu")
 
 
 def test_errors_on_request():

@@ -206,6 +206,40 @@ def test_what_cannot_be_factored_is_nan_in_its_entry_alone(seed):
     assert kron_eigh([second, first]).eigenvalues()[1].isnan().all()
 
 
+def reading_nan_as_0(compute):
+    return lambda matrix, *rest: compute(matrix.nan_to_num(), *rest)
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_nan_in_a_factor_is_nan_and_an_error_in_its_entry(ignored, seed, monkeypatch):
+    """As well where LU reads it as 0, as cuSOLVER's does."""
+    b = torch.randn(6, dtype=WIDE)
+    if ignored:
+        for name in ("inv_ex", "solve_ex", "slogdet"):
+            wrapped = reading_nan_as_0(getattr(torch.linalg, name))
+            monkeypatch.setattr(torch.linalg, name, wrapped)
+    calls = [
+        lambda f, **options: kron_solve(f, b, **options),
+        lambda f, **options: kron_inverse(f, **options)[1],
+        kron_logdet,
+        lambda f, **options: kron_solve(f, b, cholesky=True, **options),
+        lambda f, **options: kron_cholesky(f, **options)[1],
+    ]
+    for row, column in ((0, 0), (1, 1), (1, 0), (0, 1)):
+        first, second = spd(((3, 2), ((), (2,))))
+        second[1, row, column] = torch.nan
+        for call in calls if row >= column else calls[:3]:
+            (leaf,) = with_gradient(second)
+            found = call([first, leaf]).reshape(2, -1)
+            assert found.isnan().any(-1).tolist() == [False, True]
+            (grad,) = torch.autograd.grad(found[1].sum(), leaf)
+            assert grad[1].isnan().any() and grad[0].isfinite().all()
+            said = r"factors\[1\]: batch entry 1: it (holds NaN|is not positive definite)"
+            with pytest.raises(torch.linalg.LinAlgError, match=said):
+                call([first, second], check_errors=True)
+
+
 def test_nan_of_a_failure_reaches_gradients(seed):
     (f,) = with_gradient(torch.zeros(2, 2, dtype=WIDE))
     (found,) = torch.autograd.grad(kron_solve([f, f], torch.ones(4, dtype=WIDE)).sum(), f)

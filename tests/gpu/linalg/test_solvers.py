@@ -8,6 +8,7 @@ import torch
 from kernlib import linalg
 from kernlib.linalg import cusolver, dense, native
 from tests.gpu.watched import nothing_waits, peak
+from tests.linalg import hostile
 from tests.linalg.cases import (
     LAYOUTS,
     check_eigh,
@@ -82,6 +83,41 @@ def test_failures_are_infos_and_nan(route, n, device, seed):
     assert info[2] > 0 and not info[:2].any() and x[2].isnan().all() and x[:2].isfinite().all()
     with pytest.raises(torch.linalg.LinAlgError, match="batch entry 2"):
         linalg.solve_lu(singular, b, check_errors=True)
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("n", [1, 5, 33, 130, 512, 600])
+def test_nan_in_a_matrix_is_an_info_and_nan(route, n, batch, dtype, device):
+    hostile.check_nan(n, batch, dtype, device)
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("n", [5, 33, 130, 600])
+def test_nan_in_a_factor_is_nan_and_an_error(n, batch, device, seed):
+    b = torch.randn(n, device=device)
+    of_lu = [
+        lambda f, **options: linalg.kron_solve(f, b, **options),
+        lambda f, **options: linalg.kron_inverse(f, **options)[0],
+        linalg.kron_logdet,
+    ]
+    others = [
+        lambda f, **options: linalg.kron_solve(f, b, cholesky=True, **options),
+        lambda f, **options: linalg.kron_solve(f, b, noise=0.5, **options),
+        lambda f, **options: linalg.kron_cholesky(f, **options)[0],
+        lambda f, **options: linalg.kron_logdet(f, noise=0.5, **options),
+    ]
+    for row, column in ((0, 0), (n - 1, n - 1), (n // 2, n // 3), (0, n - 1)):
+        factor = positive(*batch, n, n, dtype=torch.float32, device=device)
+        (factor[1] if batch else factor)[row, column] = torch.nan
+        wanted = [False, True, False] if batch else [True]
+        for call in of_lu + others * (row >= column):
+            found = call([factor]).reshape(len(wanted), -1)
+            assert found.isnan().any(-1).tolist() == wanted
+            with pytest.raises(torch.linalg.LinAlgError, match=r"factors\[0\]: "):
+                call([factor], check_errors=True)
 
 
 @pytest.mark.parametrize(("batch", "n"), [((), 64), ((20,), 7), ((2,), 600), ((), 1000)])
