@@ -14,7 +14,7 @@ import torch
 from kernlib.linalg import cusolver, infos, layouts, native
 from kernlib.linalg.checks import System, check_flags, check_matrix, check_system
 from kernlib.linalg.layouts import Work
-from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.precision import rounds
 
 
 def solve_cholesky(
@@ -143,9 +143,8 @@ def steps_for(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
     """Who factors and solves. torch would copy a padded matrix, and a large one to overwrite, which
     cuSOLVER takes as it lies; and where TF32 is permitted to products torch's solutions have no
     more digits than that."""
-    rounded = matrix.dtype is torch.float32 and float32_precision() == "tf32"
     large = overwrite and matrix.shape[-1] >= cusolver.LOOP_FROM
-    wanted = rounded or large or not layouts.is_packed(matrix)
+    wanted = large or rounds(matrix) or not layouts.is_packed(matrix)
     return cusolver if wanted and cusolver.serves(matrix) else native
 
 

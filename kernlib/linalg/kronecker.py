@@ -28,7 +28,7 @@ from kernlib.linalg.kronecker_gradients import (
 )
 from kernlib.runtime.arguments import check_same_kind
 from kernlib.runtime.numbers import extremes, host_value, on_device
-from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.precision import rounds, without_autocast
 from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, check_layout, refuse_transforms, stand_ins
 
@@ -84,8 +84,9 @@ def kron_inverse(
     check_square(factors, check_errors=check_errors)
     found = []
     for factor in factors:
-        inverse, info = torch.linalg.inv_ex(factor)
-        found.append((inverse, infos.of_lu(info, infos.holds_nan(factor), factor.shape[-1])))
+        inverse, info = torch.linalg.inv_ex(_exact(factor))
+        info = infos.of_lu(info, infos.holds_nan(factor), factor.shape[-1])
+        found.append((inverse.to(factor.dtype), info))
     return _unless_failed("kron_inverse", found, infos.SINGULAR, check_errors)
 
 
@@ -295,8 +296,14 @@ def _unless_failed(task: str, found: list, failure: str, check_errors: bool) -> 
 
 
 def _cholesky(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    root, info = torch.linalg.cholesky_ex(symmetric(factor))
-    return root, infos.of_cholesky(info, root)
+    root, info = torch.linalg.cholesky_ex(_exact(symmetric(factor)))
+    return root.to(factor.dtype), infos.of_cholesky(info, root)
+
+
+def _exact(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of which torch's linear algebra and its gradients multiply nothing in TF32, which
+    has too few digits for them: in float64 where that is permitted to torch."""
+    return t.double() if rounds(t) else t
 
 
 def _nan_where(failed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -308,20 +315,20 @@ def _solve_modes(factors, b: torch.Tensor, cholesky: bool, check_errors: bool) -
     """A dimension of b at a time: b (..., n, C)."""
     rank = max(b.dim(), *(factor.dim() for factor in factors)) - 2
     size, columns, left = b.shape[-2], b.shape[-1], 1
-    x = b.reshape((1,) * (rank + 2 - b.dim()) + tuple(b.shape))
+    x = _exact(b).reshape((1,) * (rank + 2 - b.dim()) + tuple(b.shape))
     failed = None
     for index, factor in enumerate(factors):
         own = factor.shape[-1]
         right = size // (left * own) * columns
         x = x.reshape(*x.shape[:rank], left, own, right)
-        x, info = _solve_along(factor, x, cholesky)
+        x, info = _solve_along(factor.to(x.dtype), x, cholesky)
         if check_errors:
             failure = infos.NOT_POSITIVE if cholesky else infos.SINGULAR
             each, where = info.view(factor.shape[:-2]), f"kron_solve: factors[{index}]"
             infos.raise_for_info(each, where, failure, order=own)
         failed = info != 0 if failed is None else failed | (info != 0)
         left *= own
-    x = x.reshape(*x.shape[:rank], size, columns)
+    x = x.reshape(*x.shape[:rank], size, columns).to(b.dtype)
     return x * _nan_where(failed, x)[..., None, None]
 
 
@@ -348,11 +355,11 @@ def _solve_along(factor: torch.Tensor, x: torch.Tensor, cholesky: bool):
 
 def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
     size, batch = features(factors), broadcast_batches(factors)
-    total = factors[0].new_zeros(batch)
+    total = _exact(factors[0].new_zeros(batch))
     negative = torch.zeros(batch, dtype=torch.bool, device=total.device)
     singular = negative
     for index, factor in enumerate(factors):
-        sign, logarithm = torch.linalg.slogdet(factor)
+        sign, logarithm = torch.linalg.slogdet(_exact(factor))
         zero, spoilt, own = sign == 0, infos.holds_nan(factor), factor.shape[-1]
         singular = singular | zero
         if check_errors:
@@ -362,4 +369,4 @@ def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
         total = total + float(times) * logarithm * _nan_where(spoilt, logarithm)
         if times % 2:
             negative = negative ^ (sign < 0)
-    return total.masked_fill(negative & ~singular, math.nan)
+    return total.to(factors[0].dtype).masked_fill(negative & ~singular, math.nan)

@@ -20,6 +20,11 @@ def float32_precision() -> str:
     return "tf32" if _setting("cuda", "matmul") == "tf32" else "fp32"
 
 
+def rounds(t: torch.Tensor) -> bool:
+    """Whether torch may round to TF32 what it multiplies of a tensor on a GPU."""
+    return t.dtype is torch.float32 and t.is_cuda and float32_precision() == "tf32"
+
+
 def is_rounded_on_cpu() -> bool:
     """Whether torch's products of float32 on a CPU may be in bfloat16 or TF32, of oneDNN."""
     if _setting is None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kernlib.linalg import kronecker
 from kernlib.linalg.kronecker import (
     kron_cholesky,
     kron_eigh,
@@ -184,6 +185,28 @@ def test_ill_conditioned_factors_in_float64(seed):
         assert (matrix @ x - b).norm() <= 1e-14 * (matrix.norm() * x.norm() + b.norm())
     wanted = dense_solution(shifted(matrix, 1e-8), b)
     close(kron_solve(factors, b, noise=1e-8), wanted, 1e-6)
+
+
+def test_where_torch_may_round_float32_is_factored_in_float64_gradients_too(seed, monkeypatch):
+    """TF32 has too few digits. Only results and gradients are rounded, once."""
+    monkeypatch.setattr(kronecker, "rounds", lambda t: t.dtype is torch.float32)
+    b = torch.randn(2, 120, 2)
+    for call in (
+        lambda f: [kron_solve(f, b.to(f[0]))],
+        lambda f: [kron_solve(f, b.to(f[0]), cholesky=True)],
+        kron_inverse,
+        kron_cholesky,
+        lambda f: [kron_logdet(f)],
+    ):
+        ours = with_gradient(*spd(((40, 3), ((2,), ())), torch.float32))
+        exact = with_gradient(*(f.double() for f in ours))
+        results, wanted = call(ours), call(exact)
+        along = [torch.randn_like(each) for each in results]
+        results += torch.autograd.grad(results, ours, along)
+        wanted += torch.autograd.grad(wanted, exact, [each.double() for each in along])
+        for one, other in zip(results, wanted, strict=True):
+            assert one.dtype is torch.float32
+            assert (one - other).norm() <= 2e-7 * other.norm()
 
 
 # Failures.

@@ -188,6 +188,30 @@ def test_tf32_stays_out_of_it(device, seed, tf32_permitted):
         check_solution(a, linalg.solve_lu(a, b)[0], b)
 
 
+@pytest.mark.few(100)
+@pytest.mark.parametrize("n", [33, 200, 512])
+def test_tf32_stays_out_of_factors_and_gradients(n, device, seed, tf32_permitted):
+    factor, b = positive(n, n, dtype=torch.float64), torch.randn(n, n, dtype=torch.float64)
+    for call in (
+        lambda f, b: linalg.kron_solve([f], b),
+        lambda f, b: linalg.kron_solve([f], b, cholesky=True),
+        lambda f, b: linalg.kron_solve([f], b, noise=0.5),
+        lambda f, b: linalg.kron_inverse([f])[0],
+        lambda f, b: linalg.kron_cholesky([f])[0],
+        lambda f, b: linalg.kron_logdet([f]),
+        lambda f, b: linalg.kron_logdet([f], noise=0.5),
+    ):
+        pairs, along = [], None
+        for kind, where in ((torch.float32, device), (torch.float64, "cpu")):
+            leaf = factor.to(where, kind).requires_grad_()
+            result = call(leaf, b.to(where, kind))
+            along = torch.randn(result.shape) if along is None else along
+            (slope,) = torch.autograd.grad(result, leaf, along.to(result))
+            pairs.append((result.detach().cpu().double(), slope.cpu().double()))
+        for ours, wanted in zip(*pairs, strict=True):
+            assert (ours - wanted).norm() <= 1e-5 * wanted.norm()
+
+
 def test_threads_on_streams_of_their_own(route, device):
     failed = []
 
