@@ -247,9 +247,10 @@ def get_linear_layer(
     device: torch.device | str | int | None = None,
     **others: Any,
 ) -> nn.Module:
-    """A :class:`KSLinear`; or for one dense pattern (1, out, in, 1) with ``algo="nn_linear"`` an
-    ``nn.Linear``, with ``"unfused_linear"`` an :class:`UnfusedLinear` or, ``bs_last``, a
-    :class:`LinearBsl`, for which ``weights`` holds one matrix (out, in).
+    """A :class:`KSLinear`, drawn as KSMM draws it (``init="ksmm"``); or for one dense pattern
+    (1, out, in, 1) with ``algo="nn_linear"`` an ``nn.Linear``, with ``"unfused_linear"`` an
+    :class:`UnfusedLinear` or, ``bs_last``, a :class:`LinearBsl`, for which ``weights`` holds one
+    matrix (out, in).
 
     Raises TypeError for ``vsize`` and other arguments that it does not take; ValueError for what
     :class:`KSLinear` refuses, and for ``nn_linear`` with ``bs_last`` or another pattern.
@@ -262,7 +263,7 @@ def get_linear_layer(
     if others:
         raise TypeError(f"get_linear_layer takes no argument {', '.join(others)}")
     if algo not in ("nn_linear", "unfused_linear"):
-        return KSLinear(patterns, weights, bias, algo, dtype, bs_last, device=device)
+        return KSLinear(patterns, weights, bias, algo, dtype, bs_last, device=device, init="ksmm")
     check_flag("bs_last", bs_last)
     out_features, in_features = _dense_sizes(patterns, algo)
     if algo == "nn_linear" and bs_last:

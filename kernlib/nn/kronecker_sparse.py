@@ -25,6 +25,7 @@ from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
 ALGOS = ("auto", "kernel", *ALGORITHMS)
+INITS = ("linear", "ksmm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REFUSALS = 1024  # that "auto" remembers; past that it asks for the kernel again
 
@@ -37,8 +38,7 @@ class KSLinear(nn.Module):
     ``1/(a d)`` of its ``a*b*d`` rows by ``a*c*d`` columns: see :class:`kernlib.KroneckerSparse`.
 
     - ``patterns``: tuples (a, b, c, d), the factor that meets the input first.
-    - ``weights``: one tensor (a, b, c, d) a factor, copied; without them uniform in
-      ``±1/sqrt(c)``.
+    - ``weights``: one tensor (a, b, c, d) a factor, copied; without them uniform, see ``init``.
     - ``bias``: whether there is one, uniform in ``±1/sqrt(in_features)``.
     - ``algo``: how it is computed, also later, by ``layer.algo = ...``: ``"kernel"`` (one pass with
       bias and activation, on CPU tensors in PyTorch), ``"einsum"``, ``"bmm"``, ``"dense"``,
@@ -53,6 +53,10 @@ class KSLinear(nn.Module):
       ``"leaky_relu"``, or epilogues without arguments such as ``kernlib.Gelu("tanh")``.
     - ``precision``: of float32 in the kernel, as in :class:`kernlib.KroneckerSparse`. At
       ``"fp32"`` infinities, and numbers of 3.402e38 or more, give NaN there, not in the einsum.
+    - ``init``: how :meth:`reset_parameters` draws the factors. ``"linear"``: of N factors each
+      uniform in ``±sqrt(3^(1 - 1/N) / c)``, so that outputs have the variance that those of a new
+      ``nn.Linear`` have, however many factors there are. ``"ksmm"``: in ``±1/sqrt(c)``, as the KSMM
+      project does, by which each factor divides the variance by 3. One factor is the same by both.
 
     ``factors`` holds one parameter (a, b, c, d) a factor, ``bias`` is (out_features,): one
     ``state_dict`` for every algorithm and layout. What dense, sparse, bsr and bmm derive of a
@@ -60,14 +64,15 @@ class KSLinear(nn.Module):
     ``layer.algo = layer.algo`` after it.
 
     Raises ValueError for factors that do not fit together, naming them, for weights of another
-    shape and an unknown ``algo`` or activation; TypeError for what is no pattern, weight, dtype or
-    bool, such as a tensor for ``bias``, whose values are copied into ``layer.bias``.
+    shape and an unknown ``algo``, ``init`` or activation; TypeError for what is no pattern, weight,
+    dtype or bool, such as a tensor for ``bias``, whose values are copied into ``layer.bias``.
 
     Layer, names and argument order are those of the KSMM project, up to ``bs_last``: what follows
     is given by name, for there KSMM has ``vsize``, which is gone, and then ``device``.
     """
 
     bias: torch.Tensor | None
+    _init = "linear"  # of pickles that have none
 
     def __init__(
         self,
@@ -81,10 +86,14 @@ class KSLinear(nn.Module):
         device: torch.device | str | int | None = None,
         activation: str | Epilogue | None = None,
         precision: str | None = None,
+        init: str = "linear",
     ):
         super().__init__()
         check_flag("bias", bias)
         check_flag("bs_last", bs_last)
+        if not isinstance(init, str) or init not in INITS:
+            raise ValueError(f"init must be one of {', '.join(INITS)}, got {shown(init)}")
+        self._init = init
         device = checked_device(_by_position(more, device))
         self._patterns = _as_patterns(patterns)
         self._bs_last, self._precision = bs_last, precision
@@ -114,6 +123,7 @@ class KSLinear(nn.Module):
     bs_last = property(lambda self: self._bs_last, doc="Whether the batch comes last.")
     activation = property(lambda self: self._activation, doc="Epilogues after the bias.")
     precision = property(lambda self: self._precision, doc="Of float32 in the kernel.")
+    init = property(lambda self: self._init, doc="How the factors are drawn.")
 
     @property
     def in_size(self) -> int:
@@ -150,9 +160,14 @@ class KSLinear(nn.Module):
         return self.to_dense()
 
     def reset_parameters(self) -> None:
-        """Draw factors and bias anew."""
+        """Draw factors and bias anew, as ``init`` says."""
+        # An output of a factor is a sum of c inputs, each times a number of its own of ±b, whose
+        # variance is b^2 / 3: c b^2 / 3 times the mean square of its inputs. nn.Linear's is 1/3 of
+        # that (±1/sqrt(in_features)), and with N factors of c b^2 / 3 = 3^(-1/N) so is the chain's.
+        share = 3 ** (1 - 1 / self.num_mat) if self._init == "linear" else 1.0
         for factor, (_, _, c, _) in zip(self.factors, self.patterns, strict=True):
-            nn.init.uniform_(factor, -1 / math.sqrt(c), 1 / math.sqrt(c))
+            bound = math.sqrt(share / c)
+            nn.init.uniform_(factor, -bound, bound)
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_size)
             nn.init.uniform_(self.bias, -bound, bound)
@@ -205,6 +220,7 @@ class KSLinear(nn.Module):
         parts += [f"patterns={list(self.patterns)}", f"algo={self.algo!r}"]
         parts += [f"bias={self.bias is not None}"]
         parts += ["bs_last=True"] if self.bs_last else []
+        parts += [f"init={self._init!r}"] if self._init != "linear" else []
         parts += [f"activation={epilogue}" for epilogue in self.activation]
         return ", ".join(parts)
 

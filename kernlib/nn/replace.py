@@ -47,7 +47,8 @@ def replace_linear(
     - ``approximate``: False draws the factors anew. True takes them from the layer's weight, for
       chains of one factor: of the matrices with its support the nearest to the weight, which for
       (1, out, in, 1) is the weight.
-    - ``options``: more arguments of :class:`KSLinear` (``algo``, ``precision``, ``activation``).
+    - ``options``: more arguments of :class:`KSLinear` (``algo``, ``precision``, ``activation``,
+      ``init``).
 
     dtype, device, the bias and its values, training mode and what requires a gradient stay as they
     were, and a layer that stands in several places is swapped in all of them. Swapped is only

@@ -85,7 +85,8 @@ def test_linear_layers():
     layer = compat.get_linear_layer(CHAIN, "einsum", torch.float64, True, True, weights, "cpu")
     assert type(layer) is KSLinear and layer.algo == "einsum" and layer.bs_last
     assert layer.bias is not None and torch.equal(layer.factors[1], weights[1])
-    assert compat.get_linear_layer(CHAIN).bias is None
+    drawn = compat.get_linear_layer(CHAIN)
+    assert drawn.bias is None and drawn.init == "ksmm"
 
 
 @pytest.mark.parametrize("bias", [True, False])

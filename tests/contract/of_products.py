@@ -24,14 +24,14 @@ KINDS = {
     "approximate": "flag", "linear": "any", "w": "any", "facts": "any", "version": "int",
     "nnz": "int", "rows": "int", "cols": "int", "pattern": "any", "a": "int", "b": "int",
     "c": "int", "d": "int", "in_features": "int", "out_features": "int", "bias_flag": "flag",
-    "dim": "int", "matrix": "any", "name": "text",
+    "dim": "int", "matrix": "any", "name": "text", "init": "text",
 }  # fmt: skip
 NAMES = (
     "x", "w", "weight", "weights", "bias", "input", "descriptor", "factors", "patterns", "shape",
     "format", "tensors", "header", "values", "bitmap", "offsets", "compressed", "operands",
     "row_ptr", "deltas", "columns", "dense", "M", "V", "a", "b", "bandwidth", "epilogue",
     "activation", "state", "factor", "algo", "epilogues", "parameter", "rows", "specs", "pattern",
-    "vsize", "dtype",
+    "vsize", "dtype", "init",
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def layer(c: Context) -> dict:
     given = {"patterns": [PATTERN], "weights": [c.randn(*PATTERN, dtype=dtype)], "use_bias": False,
              "algo": c.random.choice(["auto", "kernel", "einsum", "bmm", "dense", "sparse", "bsr"]),
              "dtype": dtype, "bs_last": False, "device": c.device, "activation": None,
-             "precision": None, "x": c.randn(3, 40, dtype=dtype)}  # fmt: skip
+             "precision": None, "init": "ksmm", "x": c.randn(3, 40, dtype=dtype)}  # fmt: skip
     return given
 
 

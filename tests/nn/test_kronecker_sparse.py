@@ -45,7 +45,7 @@ each_algo = pytest.mark.parametrize("algo", ALGOS)
 def test_names_and_order_of_arguments():
     assert list(inspect.signature(KSLinear).parameters) == [
         "patterns", "weights", "bias", "algo", "dtype", "bs_last", "more", "device", "activation",
-        "precision",
+        "precision", "init",
     ]  # fmt: skip
     assert set(KNOWN) == {"auto", *ALGOS}
 
@@ -89,13 +89,31 @@ def test_the_dtype_is_torchs_default():
 def test_parameters_are_drawn_uniformly():
     torch.manual_seed(0)
     made = KSLinear([(4, 50, 25, 10), (1, 20, 2000, 1)])
-    bounds = {made.factors[0]: 25**-0.5, made.factors[1]: 2000**-0.5, made.bias: 1000**-0.5}
+    first, second = (3**0.5 / 25) ** 0.5, (3**0.5 / 2000) ** 0.5
+    bounds = {made.factors[0]: first, made.factors[1]: second, made.bias: 1000**-0.5}
     for parameter, bound in bounds.items():
         assert 0.8 * bound < parameter.abs().max() <= bound
         assert parameter.min() < 0 < parameter.max()
     before = made.factors[0].clone()
     made.reset_parameters()
     assert not torch.equal(made.factors[0], before)
+
+
+@pytest.mark.parametrize("init", ["linear", "ksmm"])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_new_outputs_have_the_variance_of_a_linear_however_many_factors(count, init):
+    """1/3 of the mean square of the input, and by KSMM's rule 1/3 a factor."""
+    patterns = [(2 ** (count - 1 - i) * 3, 2, 2, 2**i) for i in range(count)]
+    torch.manual_seed(0)
+    found = 0.0
+    for _ in range(200):
+        made = KSLinear(patterns, bias=False, dtype=torch.float64, init=init)
+        found += made(inputs(made, 2)).square().mean().item() / 200
+    wanted = 1 / 3 if init == "linear" else 3.0**-count
+    square = inputs(made, 2).square().mean().item()
+    assert abs(found / (wanted * square) - 1) < 0.1 and made.init == init
+    assert ("init='ksmm'" in repr(made)) == (init == "ksmm")
+    assert KSLinear([ONE], init=init).factors[0].abs().max() <= 5**-0.5
 
 
 def test_weights_are_copied():
@@ -119,6 +137,7 @@ WRONG = {
     "bool": (dict(patterns=[(1, 2, True, 1)]), TypeError, r"patterns\[0\] must be four ints"),
     "zero": (dict(patterns=[(1, 0, 3, 1)]), ValueError, r"patterns\[0\] must have sizes of 1"),
     "algo": (dict(algo="cusparse"), ValueError, "algo must be one of auto, kernel, einsum.*cuspar"),
+    "init": (dict(init="normal"), ValueError, "init must be one of linear, ksmm, got 'normal'"),
     "scale": (dict(activation=kl.Scale()), ValueError, "needs the argument.* scale"),
     "vsize": (dict(vsize=4), TypeError, "vsize"),
     "bias of values": (
