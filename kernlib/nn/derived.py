@@ -1,8 +1,13 @@
 """Storage derived from a frozen weight, such as its dense matrix, kept while that stays as it was.
 
-Of a weight that requires a gradient nothing is kept. A frozen one has changed when torch's version
-counter says so, or when it is other memory, another dtype, device or shape. Writes that pass the
-counter by, as those through ``weight.data`` do, are not seen.
+Torch does not count every write to a weight: not those by fused optimizers, ``weight.data``, NumPy,
+DLPack, storages, collectives and replays of graphs. So its version counter alone cannot say that a
+weight is what it was. A CPU's weight is compared with a copy at each call, which takes a small part
+of what deriving takes. Elsewhere that would wait for the device, and nothing is kept, unless the
+owner promises that nobody writes the weight. Under a promise the counter and the place in memory
+are compared.
+
+Of a weight that requires a gradient nothing is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 class Kept(NamedTuple):
     stamp: tuple
-    memory: StorageWeakRef  # so that no other memory can have its identity
+    memory: StorageWeakRef | None  # under a promise: so that no other memory can have its identity
+    copy: torch.Tensor | None  # of the weight, where there is no promise
     value: torch.Tensor
 
 
@@ -28,27 +34,35 @@ def derived(
     name: str,
     make: Callable[[torch.Tensor], torch.Tensor],
     weight: torch.Tensor,
+    promised: bool = False,
 ) -> torch.Tensor | None:
     """``make(weight)``, from ``kept[place]`` if that was made of this very weight by this ``name``.
 
-    None where nothing may be kept: of a weight that requires a gradient, and in a call that is
-    compiled, traced, transformed or captured in a graph, which must neither leave its values to
-    others nor depend on theirs.
+    ``promised``: whether the owner of the weight says that nobody writes it.
+
+    None where nothing may be kept, and then ``kept[place]`` is dropped, as what happens to a weight
+    in the meantime is not known: of a weight that requires a gradient or, under a promise, has one;
+    without a promise of a weight that is not on a CPU; and in a call that is traced, transformed or
+    captured in a graph, which must neither leave its values to others nor depend on theirs. A call
+    that is compiled drops nothing, as Dynamo would have to guard what is kept.
     """
-    if not _may_keep(weight):
+    if torch.compiler.is_compiling():
         return None
-    memory = weight.untyped_storage()
-    stamp = (
-        name, weight._version, weight.data_ptr(), weight.dtype, weight.device, weight.shape,
-        weight.stride(), _stream(weight.device),
-    )  # fmt: skip
+    if not _may_keep(weight, promised):
+        kept.pop(place, None)
+        return None
+    stamp = _stamp(name, weight, promised)
     found = kept.get(place)
-    if found is not None and found.stamp == stamp and found.memory.cdata == memory._cdata:
+    if found is not None and found.stamp == stamp and _holds(found, weight):
         return found.value
     with torch.inference_mode(False), torch.no_grad():
-        value = make(weight)
-    kept[place] = Kept(stamp, StorageWeakRef(memory), value)
-    return value
+        copy = memory = None
+        if promised:
+            memory = StorageWeakRef(weight.untyped_storage())
+        else:  # and the value may be a view of it
+            weight = copy = weight.clone()
+        kept[place] = Kept(stamp, memory, copy, make(weight))
+    return kept[place].value
 
 
 def ordinary(*tensors: torch.Tensor) -> bool:
@@ -64,13 +78,31 @@ def ordinary(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _may_keep(weight: torch.Tensor) -> bool:
-    # A weight that trains changes in ways no counter sees: fused optimizers, replayed graphs.
+def _may_keep(weight: torch.Tensor, promised: bool) -> bool:
     if not ordinary(weight) or weight.requires_grad:
         return False
-    if weight.is_inference():  # such a tensor counts no versions
+    if not promised:
+        return weight.device.type == "cpu"
+    # A gradient is what training leaves behind, by replays of its graph too. A tensor of inference
+    # mode counts no versions.
+    if weight.grad is not None or weight.is_inference():
         return False
     return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _stamp(name: str, weight: torch.Tensor, promised: bool) -> tuple:
+    stamp = name, weight.dtype, weight.device, weight.shape
+    if not promised:
+        return stamp
+    place = weight.data_ptr(), weight.stride(), _stream(weight.device)
+    return *stamp, weight._version, *place
+
+
+def _holds(found: Kept, weight: torch.Tensor) -> bool:
+    """Whether what is kept was made of these values: by a look at them, or by where they lie."""
+    if found.copy is not None:
+        return torch.equal(found.copy, weight)
+    return found.memory.cdata == weight.untyped_storage()._cdata
 
 
 def _stream(device: torch.device) -> int:

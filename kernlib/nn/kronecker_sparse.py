@@ -59,9 +59,9 @@ class KSLinear(nn.Module):
       project does, by which each factor divides the variance by 3. One factor is the same by both.
 
     ``factors`` holds one parameter (a, b, c, d) a factor, ``bias`` is (out_features,): one
-    ``state_dict`` for every algorithm and layout. What dense, sparse, bsr and bmm derive of a
-    frozen weight is kept; a write through ``weight.data``, which torch does not count, asks for
-    ``layer.algo = layer.algo`` after it.
+    ``state_dict`` for every algorithm and layout. What dense, sparse, bsr and bmm derive of factors
+    that require no gradient is kept on a CPU, where each call compares the factors with a copy;
+    elsewhere :meth:`freeze` asks for it.
 
     Raises ValueError for factors that do not fit together, naming them, for weights of another
     shape and an unknown ``algo``, ``init`` or activation; TypeError for what is no pattern, weight,
@@ -72,7 +72,7 @@ class KSLinear(nn.Module):
     """
 
     bias: torch.Tensor | None
-    _init = "linear"  # of pickles that have none
+    _init, _frozen = "linear", False  # of pickles that have neither
 
     def __init__(
         self,
@@ -158,6 +158,35 @@ class KSLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter."""
         return self.to_dense()
+
+    def freeze(self) -> KSLinear:
+        """Promise that nobody writes the factors, and return the layer. What dense, sparse, bsr and
+        bmm derive of them is then kept between calls, on a GPU too, if they require no gradient,
+        which is not changed here, and hold none. Writes that torch counts, ``load_state_dict``,
+        moves, and training by calls of this layer are seen all the same. Others make results wrong,
+        such as those by ``factor.data.mul_()``, NumPy, DLPack, a storage, a collective, a fused
+        optimizer of compiled code or the replay of a graph: call ``freeze()`` again after them.
+        Copies and pickles are not frozen."""
+        self._frozen = True
+        self._kept = {}
+        return self
+
+    def thaw(self) -> KSLinear:
+        """Take :meth:`freeze` back and return the layer."""
+        self._frozen = False
+        self._kept = {}
+        return self
+
+    def train(self, mode: bool = True) -> KSLinear:
+        """As of every module. What is kept of the factors is let go: training may have written them
+        in ways that nobody counts."""
+        self._kept = {}
+        return super().train(mode)
+
+    def requires_grad_(self, requires_grad: bool = True) -> KSLinear:
+        """As of every module. What is kept of the factors is let go, as by :meth:`train`."""
+        self._kept = {}
+        return super().requires_grad_(requires_grad)
 
     def reset_parameters(self) -> None:
         """Draw factors and bias anew, as ``init`` says."""
@@ -271,7 +300,7 @@ class KSLinear(nn.Module):
             elif algo == "einsum":
                 x = ALGORITHMS[algo](x, weight, pattern, batch_last)
             else:
-                stored = derived(self._kept, index, algo, STORAGE[algo], weight)
+                stored = derived(self._kept, index, algo, STORAGE[algo], weight, self._frozen)
                 x = ALGORITHMS[algo](x, weight, pattern, batch_last, stored)
         return x.contiguous()  # which an einsum need not be
 
@@ -317,7 +346,7 @@ class KSLinear(nn.Module):
         self._without_kernel: set[tuple[torch.device, torch.dtype, torch.Size]] = set()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_kept": {}, "_without_kernel": set()}
+        return {**self.__dict__, "_kept": {}, "_without_kernel": set(), "_frozen": False}
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
         flatten_bias(state_dict, prefix, self.out_size)

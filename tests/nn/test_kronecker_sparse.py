@@ -365,7 +365,7 @@ def test_the_bias_of_ksmms_batch_last_layers_is_loaded():
 
 @pytest.mark.parametrize("algo", ["auto", *ALGOS])
 def test_copies_and_pickles_hold_parameters_alone(algo, monkeypatch):
-    made = layer(CHAIN, algo, activation="silu", bs_last=True).requires_grad_(False)
+    made = layer(CHAIN, algo, activation="silu", bs_last=True).requires_grad_(False).freeze()
     x, stored = inputs(made, 3), noted_storage(monkeypatch)
     wanted = made(x)
     own = [*stored]

@@ -151,9 +151,11 @@ def test_strides_do_not_matter(algo, bs_last):
 # What is kept.
 
 
+@pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("algo", DERIVING)
-def test_storage_is_kept_while_a_frozen_weight_is_what_it_was(algo, monkeypatch):
+def test_storage_is_kept_while_a_frozen_weight_is_what_it_was(algo, promised, monkeypatch):
     made, stored = layer(CHAIN, algo).requires_grad_(False), noted_storage(monkeypatch)
+    made = made.freeze() if promised else made.freeze().thaw()
     x = inputs(made, 3)
     with torch.no_grad():
         made(x)
@@ -163,7 +165,7 @@ def test_storage_is_kept_while_a_frozen_weight_is_what_it_was(algo, monkeypatch)
     assert all(map(operator.is_, stored, (*kept, *kept)))
 
 
-CHANGES = {
+COUNTED = {
     "in place": lambda made: made.factors[0].mul_(2),
     "a slice": lambda made: made.factors[0][0].zero_(),
     "data": lambda made: setattr(made.factors[0], "data", 3 * made.factors[0].data),
@@ -180,6 +182,36 @@ CHANGES = {
 }
 
 
+def by_dlpack(made):
+    torch.from_dlpack(made.factors[0].detach()).mul_(2)
+
+
+def by_a_fused_step(made):
+    made.factors[0].grad = torch.ones_like(made.factors[0])
+    torch.optim.SGD([made.factors[0]], lr=0.1, fused=True).step()
+    made.zero_grad()
+
+
+def by_memory_of_another(made):
+    """Kept values must not be views of what the weight no longer is."""
+    old = made.factors[0].data
+    made.factors[0].data = old.clone()
+    made(inputs(made, 3))
+    old.zero_()
+    made.factors[0].data.mul_(2)
+
+
+UNCOUNTED = {  # by torch
+    "data in place": lambda made: made.factors[0].data.mul_(2),
+    "numpy": lambda made: made.factors[0].detach().numpy().fill(2.0),
+    "storage": lambda made: made.factors[0].untyped_storage().fill_(0),
+    "dlpack": by_dlpack,
+    "fused step": by_a_fused_step,
+    "memory of another": by_memory_of_another,
+}
+CHANGES = COUNTED | UNCOUNTED
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @each_algo
 @pytest.mark.parametrize("trains", (True, False))
@@ -194,9 +226,64 @@ def test_a_changed_weight_shows(algo, change, trains):
     assert change == "dtype and back" or not torch.allclose(found, before)
 
 
+@pytest.mark.parametrize("change", COUNTED)
+@pytest.mark.parametrize("algo", DERIVING)
+def test_a_counted_write_shows_under_the_promise_too(algo, change):
+    made = layer(CHAIN, algo).requires_grad_(False).freeze()
+    x = inputs(made, 3)
+    with torch.no_grad():
+        made(x)
+        COUNTED[change](made)
+        torch.testing.assert_close(made(x), expected(made, x))
+
+
+def train(made):
+    """A step that torch does not count, after which nothing is left of it."""
+    for parameter in made.parameters():
+        parameter.requires_grad_(True)
+    made(inputs(made, 3)).square().sum().backward()
+    torch.optim.SGD(made.parameters(), lr=0.1, fused=True).step()
+    made.zero_grad()
+    for parameter in made.parameters():
+        parameter.requires_grad_(False)
+
+
+def replay(made):
+    """What the replay of a graph that trains leaves: its gradients, and steps nobody counts."""
+    by_a_fused_step(made)
+    made.factors[0].grad = torch.ones_like(made.factors[0])
+
+
+def train_compiled(made):
+    made.train()
+    by_a_fused_step(made)
+    made.eval()
+
+
+def train_by_hand(made):
+    made.requires_grad_(True)
+    by_a_fused_step(made)
+    made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("promised", [False, True])
+@pytest.mark.parametrize("phase", [train, replay, train_compiled, train_by_hand])
+@pytest.mark.parametrize("algo", DERIVING)
+def test_training_between_two_frozen_calls_shows(algo, phase, promised):
+    made = layer(CHAIN, algo).requires_grad_(False)
+    made = made.freeze() if promised else made
+    x = inputs(made, 3)
+    before = made(x)
+    phase(made)
+    torch.testing.assert_close(made(x), expected(made, x))
+    assert not torch.allclose(made(x), before)
+
+
+@pytest.mark.parametrize("promised", [False, True])
 @each_algo
-def test_another_place_in_the_same_memory_shows(algo):
-    made = layer(CHAIN, algo)
+def test_another_place_in_the_same_memory_shows(algo, promised):
+    made = layer(CHAIN, algo).requires_grad_(False)
+    made = made.freeze() if promised else made
     x = inputs(made, 3)
     both = random(2, *CHAIN[0])
     with torch.no_grad():
@@ -229,7 +316,7 @@ def test_nothing_is_kept_of_weights_that_train(algo, monkeypatch):
 
 @pytest.mark.parametrize("algo", DERIVING)
 def test_what_inference_mode_keeps_serves_gradients_of_the_input(algo):
-    made = layer(CHAIN, algo).requires_grad_(False)
+    made = layer(CHAIN, algo).requires_grad_(False).freeze()
     x = inputs(made, 3, requires_grad=True)
     with torch.inference_mode():
         made(x)
@@ -240,7 +327,7 @@ def test_what_inference_mode_keeps_serves_gradients_of_the_input(algo):
 @pytest.mark.parametrize("algo", DERIVING)
 def test_tensors_of_inference_mode_count_no_versions(algo):
     with torch.inference_mode():
-        made = layer(CHAIN, algo)
+        made = layer(CHAIN, algo).freeze()
         x = inputs(made, 3)
         made(x)
         made.factors[0].mul_(2)

@@ -154,7 +154,7 @@ def test_an_activation_of_ones_own_is_compiled(algo, fresh_dynamo):
 @pytest.mark.parametrize("algo", ["auto", *ALGOS])
 @pytest.mark.parametrize("trains", [False, True])
 def test_compiled_calls_keep_nothing_and_see_new_weights(trains, algo, fresh_dynamo, monkeypatch):
-    made = layer(CHAIN[:1], algo, bs_last=True).requires_grad_(trains)
+    made = layer(CHAIN[:1], algo, bs_last=True).requires_grad_(trains).freeze()
     stored = noted_storage(monkeypatch)
     run = torch.compile(made, backend="eager", fullgraph=True, dynamic=True)
     for batch in (3, 5, 8):

@@ -271,3 +271,46 @@ def test_patterns_whose_columns_repeat(algo, pattern, bs_last):
     for recorded in (True, False, False):  # the last from what was kept
         with torch.set_grad_enabled(recorded):
             torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("promised", (False, True))
+@pytest.mark.parametrize("algo", ALGOS)
+def test_replayed_steps_between_two_frozen_calls_show(algo, promised):
+    """Torch counts no write of theirs; under the promise the gradients tell of them."""
+    made = layer(((2, 4, 3, 2), (1, 5, 8, 2)), algo=algo)
+    x = ks.random(7, made.in_features)
+    for parameter in made.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.Adam(made.parameters(), lr=0.1, fused=True, capturable=True)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    made.requires_grad_(False)
+    made = made.freeze() if promised else made
+    with torch.no_grad():
+        before = made(x)
+        for _ in range(2):
+            graph.replay()
+            wanted = F.linear(x.double(), made.to_dense().double(), made.bias.double())
+            torch.testing.assert_close(made(x).double(), wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(made(x), before, atol=1e-2)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_promise_keeps_values_until_the_next_write(algo):
+    made = layer(((2, 4, 3, 2), (1, 5, 8, 2)), algo=algo).requires_grad_(False).freeze()
+    x = ks.random(7, made.in_features)
+    with torch.no_grad():
+        for write in (None, None, "counted", "promised anew"):
+            if write == "counted":
+                made.factors[0].mul_(2)
+            if write == "promised anew":
+                made.factors[1].data.mul_(2)
+                made.freeze()
+            wanted = F.linear(x.double(), made.to_dense().double(), made.bias.double())
+            torch.testing.assert_close(made(x).double(), wanted, rtol=1e-4, atol=1e-4)
