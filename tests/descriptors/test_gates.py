@@ -24,6 +24,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.few(by="activation")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_it_is_the_product_with_the_activation(activation, seed):
     made = kl.Gate(activation)

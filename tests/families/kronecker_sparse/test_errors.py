@@ -162,6 +162,7 @@ NAMES = {"first weight": r"weights\[0\]", "last weight": r"weights\[1\]", "x": "
          "first bias": "bias", "last bias": "bias2"}  # fmt: skip
 
 
+@pytest.mark.few(by="case")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("case", OF_CHAIN)
 def test_out_must_not_share_memory_with_an_operand_of_a_chain(case, autocast):

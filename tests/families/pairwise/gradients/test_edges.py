@@ -80,8 +80,9 @@ def test_an_infinite_coordinate_spoils_its_own_feature_of_a_kernel(make, as_tens
     torch.testing.assert_close(found[:, :2], wanted[:, :2])
 
 
-@pytest.mark.parametrize("bandwidth", (1e-12, 1e-18, 1e-19, 1e-20, 1e-22))
-@pytest.mark.parametrize("as_tensor", (False, True))
+@pytest.mark.few(by="make")
+@pytest.mark.parametrize("bandwidth", (1e-22, 1e-20, 1e-19, 1e-18, 1e-12))
+@pytest.mark.parametrize("as_tensor", (True, False))
 @pytest.mark.parametrize("make", (kl.laplace_l2, kl.gaussian, kl.matern32, kl.matern52, kl.cauchy))
 def test_gradients_of_a_bandwidth_far_below_all_distances_are_0(make, as_tensor, bandwidth):
     a = A.clone().requires_grad_()
