@@ -276,6 +276,7 @@ def sparsely(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().to_sparse())
 
 
+@pytest.mark.few(by="case")
 @pytest.mark.parametrize(
     "case",
     [

@@ -147,6 +147,7 @@ def test_gradients_of_each_entry_of_a_batch(mode, seed):
     close(each.sum(0), leaf.grad)
 
 
+@pytest.mark.few(by="mode")
 @pytest.mark.parametrize("way", [run, by_operator])
 @pytest.mark.parametrize("name", ["plain", "heads"])
 @MODE
