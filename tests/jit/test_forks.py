@@ -15,19 +15,22 @@ from tests.support.paths import ROOT
 
 @pytest.fixture
 def slow_module(tmp_path, monkeypatch):
-    """Modules ``kernlib_slow`` and ``other_slow``, whose imports take until a test lets them."""
+    """Modules ``kernlib_slow``, ``kernlib_quick.slow`` and ``other_slow``, whose imports take until a
+    test lets them."""
     begun, go = threading.Event(), threading.Event()
     monkeypatch.setattr(forks, "_test", (begun, go), raising=False)
     text = "from kernlib import forks\nforks._test[0].set()\n"
     text += f"assert forks._test[1].wait({LIMIT_S})\n"
-    (tmp_path / "kernlib_slow").mkdir()
-    for name in ("kernlib_slow/__init__", "other_slow"):
-        (tmp_path / f"{name}.py").write_text(text)
+    texts = {"kernlib_slow/__init__": text, "kernlib_quick/__init__": "", "kernlib_quick/slow": text}
+    for name, content in (texts | {"other_slow": text}).items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(forks, "PACKAGES", ("kernlib_slow",))
+    monkeypatch.setattr(forks, "PACKAGES", ("kernlib_slow", "kernlib_quick"))
     yield begun, go
     go.set()
-    for name in ("kernlib_slow", "other_slow"):
+    for name in ("kernlib_slow", "kernlib_quick", "kernlib_quick.slow", "other_slow"):
         sys.modules.pop(name, None)
 
 
@@ -38,12 +41,13 @@ def importing(name, begun):
     return thread
 
 
-def test_a_fork_waits_for_an_import_of_another_thread(slow_module):
+@pytest.mark.parametrize("name", ["kernlib_slow", "kernlib_quick.slow"])
+def test_a_fork_waits_for_an_import_of_another_thread(name, slow_module):
     begun, go = slow_module
-    thread = importing("kernlib_slow", begun)
-    assert forks.imports_of_others() == ["kernlib_slow"]
+    thread = importing(name, begun)
+    assert forks.imports_of_others() == [name]
     threading.Timer(0.2, go.set).start()
-    succeeds(forked(lambda: __import__("kernlib_slow")))
+    succeeds(forked(lambda: __import__(name)))
     assert go.is_set()
     thread.join(LIMIT_S)
     assert forks.imports_of_others() == []

@@ -199,6 +199,22 @@ def test_lse_is_computed_where_it_is_wanted(kernels, seed):
     assert len(kernels.problems) == 2  # as the last one
 
 
+def test_a_plan_without_a_gradient_of_lse_serves_none_that_has_one(kernels, seed):
+    made, tensors = operands(SHAPE, grad=True)
+    made.tensors[0].copy_(on_gpu(SHAPE.layout(density=1.0).tensors[0]))
+    results = attention(*tensors, made, return_lse=True)
+    wide = [t.double().requires_grad_() for t in plain(*tensors)]
+    wanted = formula(*wide, _cpu(made))
+    grads = [torch.randn_like(t) for t in wanted]
+    arrived = [on_gpu(grads[0].half()), on_gpu(grads[1].float())]
+    for count in (1, 2, 1):
+        theirs = torch.autograd.grad(wanted[:count], wide, grads[:count], retain_graph=True)
+        ours = torch.autograd.grad(results[:count], tensors, arrived[:count], retain_graph=True)
+        for t, other in zip(ours, theirs, strict=True):
+            near(t, other, BF16)
+    assert len(kernels.problems) == 3  # the product, and two gradients
+
+
 def test_gradients_of_gradients_are_torch_s(kernels, monkeypatch, seed):
     made, tensors = operands(SHAPE, grad=True)
     monkeypatch.setattr(plans, "torch", torch)
