@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.kronecker_product import operators
 from tests.families.kronecker_product.cases import SHAPES, SIDES, operands, product, randn
 
 SIDE = pytest.mark.parametrize("side", SIDES)
@@ -110,12 +111,16 @@ def test_gradients_of_each_row_and_of_numbers(seed):
 @pytest.mark.parametrize("recording", [False, True])
 @SIDE
 def test_forward_mode_is_not_dropped(side, recording, seed):
+    """Nor of the operator, as traced and compiled calls have it."""
     x, factors = operands(SHAPES, 5, side)
     forward = torch.autograd.forward_ad
     with forward.dual_level(), torch.set_grad_enabled(recording):
         for alpha in (1.0, 3.0):
             y = kl.kron_matmul(forward.make_dual(x, 2 * x), factors, side=side, alpha=alpha)
             close(forward.unpack_dual(y).tangent, 2 * alpha * product(x, factors, side))
+        made = kl.KroneckerProduct(SHAPES, side=side)
+        y = operators.run(made, forward.make_dual(x, 2 * x), *factors)
+        close(forward.unpack_dual(y).tangent, 2 * product(x, factors, side))
     found = torch.func.jvp(
         lambda alpha: kl.kron_matmul(x, factors, alpha=alpha, side=side), (randn(),), (randn(),)
     )[1]

@@ -233,6 +233,20 @@ def test_a_gradient_of_a_gradient_is_recorded_only_where_it_is_asked_for():
     assert to_x.requires_grad and to_weight.requires_grad and not to_bias.requires_grad
 
 
+@pytest.mark.parametrize("needed", [(False, True, False), (True, True, False)], ids=str)
+def test_second_derivatives_by_way_of_one_operand_of_a_weights_gradient(needed):
+    """By way of the gradient alone, where x requires none, or of x alone, where that is constant."""
+    tensors = operands(grad=needed)
+    place = 0 if needed[0] else 1
+    found, wanted = [], []
+    for run, made in ((call, found), (expected, wanted)):
+        y = run(*tensors)
+        loss = y.sum() if needed[0] else y.square().sum()
+        (slope,) = torch.autograd.grad(loss, tensors[1], create_graph=True)
+        made += torch.autograd.grad(slope.square().sum(), tensors[place])
+    close(found, wanted)
+
+
 @pytest.mark.parametrize("batch_last", [False, True])
 def test_gradients_without_memory(batch_last):
     """Zero tensors, as other functions may hand them back, whole or a view of them."""

@@ -112,6 +112,7 @@ def test_mapped_twice(seed):
     torch.testing.assert_close(found, kl.cdist(a, b))
 
 
+@pytest.mark.few(by="case")
 @pytest.mark.parametrize("case", ["kernel", "product with a vector", "nearest"])
 def test_gradients_by_autograd_pass_through(case, seed):
     run, shapes = CASES[case]

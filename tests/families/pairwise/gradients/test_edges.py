@@ -120,6 +120,16 @@ def test_many_rows_into_few_points(name, dtype):
     hostile.check(found, terms.sum(0), terms.abs().sum(0), where=name, bars=hostile.GRADIENT)
 
 
+def test_small_gradients_of_a_chosen_point_count_beside_a_large_one():
+    """In float32 each of them would vanish in the sum."""
+    rows, points = torch.zeros(300, 1), torch.tensor([[0.5], [9.0]], requires_grad=True)
+    grad = torch.cat((torch.tensor([2.0**24]), torch.full((299,), 0.75)))
+    squares = kl.squared_distance()
+    for found in (kl.kernel_min(squares, rows, points), kl.kernel_topk(squares, rows, points, 1)):
+        (slope,) = torch.autograd.grad(found[0].flatten(), points, grad)
+        assert slope.tolist() == [[float(grad.double().sum().float())], [0.0]]
+
+
 @pytest.mark.parametrize("size", hostile.SIZES)
 @pytest.mark.parametrize("name", ("cdist p=1", "cdist p=1.5", "gaussian", "matern52"))
 def test_sizes_around_powers_of_two(name, size):
