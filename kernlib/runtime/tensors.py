@@ -3,6 +3,7 @@ which a plan is found again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -265,28 +266,40 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     if _in_other_columns(x, y):
         return False
     base = min(x.data_ptr(), y.data_ptr())
-    unit = min(x.element_size(), y.element_size())
+    # Memory of others, as of numpy, may be aligned to less than its elements.
+    unit = math.gcd(x.element_size(), y.element_size(), x.data_ptr() - y.data_ptr())
     extent = max(t.data_ptr() + span(t) for t in (x, y)) - base
-    if extent // unit > MAX_EXACT_OVERLAP:
+    steps = [_steps(t) for t in (x, y)]
+    count = max(math.prod(sizes) for sizes, _ in steps)
+    if max(extent // unit, count) > MAX_EXACT_OVERLAP:
         return True
     bytes_of = []
-    for t in (x, y):
+    for t, (sizes, strides) in zip((x, y), steps, strict=True):
         marks = torch.zeros(extent // unit + 1, dtype=torch.bool, device="cpu")
         scale = t.element_size() // unit
-        strides = [stride * scale for stride in t.stride()]
+        strides = [stride * scale for stride in strides]
         for part in range(scale):
             offset = (t.data_ptr() - base) // unit + part
-            marks.as_strided(t.shape, strides, offset).fill_(True)
+            marks.as_strided(sizes, strides, offset).fill_(True)
         bytes_of.append(marks)
     return bool((bytes_of[0] & bytes_of[1]).any())
 
 
+def _steps(t: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides of a view without those that lead to memory which others lead to: an
+    expanded dimension may have more entries than can be marked."""
+    found = [(n, step) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1 and step]
+    return [n for n, _ in found], [step for _, step in found]
+
+
 def _in_other_columns(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether both are matrices with the same distance from row to row, whose columns do not
-    meet."""
-    if x.dim() != 2 or y.dim() != 2 or x.stride(0) != y.stride(0):
+    """Whether both are matrices with the same distance in bytes from row to row, whose columns do
+    not meet."""
+    if x.dim() != 2 or y.dim() != 2:
         return False
-    pitch = x.stride(0) * x.element_size()
+    pitch, other = (t.stride(0) * t.element_size() for t in (x, y))
+    if pitch != other or not pitch:  # expanded rows all lie in one place
+        return False
     widths = [span(t[:1]) for t in (x, y)]
     starts = [(t.data_ptr() - min(x.data_ptr(), y.data_ptr())) % pitch for t in (x, y)]
     ends = [start + width for start, width in zip(starts, widths, strict=True)]

@@ -202,6 +202,37 @@ def test_an_input_far_away_is_not_taken_for_one_that_is_shared():
         tensors.refuse_overlap(out, beside=beside, far=far_from(out), late=whole[..., 7:9])
 
 
+BYTES = torch.zeros(64, dtype=torch.uint8)
+WORDS, HALVES = BYTES.view(torch.float32), BYTES.view(torch.float16)
+
+
+@pytest.mark.few(20)
+@pytest.mark.parametrize(
+    ("out", "x", "shared"),
+    [
+        (WORDS[:3].as_strided((1, 3), (0, 1)), WORDS[2:5].expand(4, 3), True),
+        (WORDS[:3].as_strided((1, 3), (0, 1)), WORDS[3:6].expand(4, 3), False),
+        (WORDS[:3].as_strided((1, 3), (0, 1)), WORDS[2:5].expand(1 << 40, 3), True),
+        (WORDS[::2], WORDS[1].expand(1 << 40), False),
+        (WORDS.view(4, 4)[:, :2], WORDS.view(4, 4)[:, 2:], False),
+        # Rows of as many elements, and of as many bytes.
+        (HALVES[4:].as_strided((4, 2), (4, 1)), WORDS.view(4, 4)[:, :1], True),
+        (WORDS.view(4, 4)[:, :1], HALVES.view(4, 8)[:, 2:], False),
+        (WORDS.view(4, 4)[:, :1], HALVES.view(4, 8)[:, 1:], True),
+        # Memory that is aligned to less than its elements.
+        (WORDS[:1], torch.frombuffer(BYTES.numpy(), dtype=torch.float32, count=2, offset=3), True),
+        (WORDS[:1], torch.frombuffer(BYTES.numpy(), dtype=torch.float32, count=2, offset=5), False),
+    ],
+)
+def test_views_share_memory_exactly_where_an_element_does(out, x, shared):
+    if not shared:
+        tensors.refuse_overlap(out, x=x)
+        tensors.refuse_overlap(x, out=out)
+        return
+    with pytest.raises(ValueError, match="out shares memory with x"):
+        tensors.refuse_overlap(out, x=x)
+
+
 def test_memory_that_cannot_be_written_is_refused():
     tensors.check_memory(torch.zeros(3, 4).T)
     with pytest.raises(ValueError, match=r"out overlaps itself .*\(3, 4\).*\(0, 1\)"):
