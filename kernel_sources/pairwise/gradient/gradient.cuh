@@ -1,6 +1,8 @@
 // out[l,o,q,k] (+)= factor sum_t c[l,o,t] W[l,q,t] Slope(Op(x[l,q,k], z[l,t,k])), on the FP32 (or
 // FP64) lanes: one CTA a tile of queries and features, which walks over the points t. A thread
-// keeps its coordinates of x and its sums in registers; z, W and c come through shared memory.
+// keeps its coordinates of x and its sums in registers; z, W and c come through shared memory, and
+// so do scales of pairs, by which Op is multiplied: the reciprocals of norms, whose slopes are
+// powers of quotients. They cost one more multiplication a slope.
 // float sums go to totals in shared memory every CHAIN points, for 1.2 % of the slots of p = 1.
 //
 // Floors: gradient/slopes.cuh. A thread's 32 sums take 3 16-byte reads of shared memory a point, so
@@ -11,7 +13,9 @@
 //   O_TILE                 coefficients of a CTA's tile: 0 without any
 //   FEATURE_TILES          tiles of TILE features in a CTA's tile: 1 or 2
 //   OPERATION, SLOPE       structs of gradient/slopes.cuh
-//   ACCESS_W, ACCESS_Z     a value of Access (operand.cuh), points t in the part of its features
+//   SCALES                 whether there are scales
+//   ACCESS_W, ACCESS_Z     a value of Access (operand.cuh), points t in the part of its features;
+//                          that of W is also the scales'
 //   UNROLL, BLOCKS         points unrolled; CTAs of a multiprocessor
 #pragma once
 
@@ -31,7 +35,8 @@ constexpr int CHUNKS = PER_SIDE / CHUNK;
 constexpr int CHUNK_STEP = 16 * CHUNK;        // from one run of a thread's points to the next
 constexpr int ACROSS = PER_SIDE * FEATURE_TILES;  // features of a thread
 constexpr int OPERAND = TILE_K * LINE;
-constexpr int STAGE = (1 + FEATURE_TILES) * OPERAND + TILE_K * O_TILE;
+constexpr int COPIED = 1 + FEATURE_TILES + (SCALES ? 1 : 0);  // W, tiles of z, scales
+constexpr int STAGE = COPIED * OPERAND + TILE_K * O_TILE;
 
 using Sums = AccT[SETS][PER_SIDE][ACROSS];
 constexpr int CHAIN = 128;  // points, whole stages
@@ -63,12 +68,15 @@ __device__ __forceinline__ void read_line(AccT* values, const AccT* line) {
     }
 }
 
-// What one point adds: lines of W, of z and of the coefficients.
+// What one point adds: its line of a stage, of W and the other operands at the thread's place, and
+// its coefficients.
 __device__ __forceinline__ void add_point(Sums& sums, const AccT (&x)[PER_SIDE][ACROSS],
-                                          const AccT* weights, const AccT* z, const AccT* c,
+                                          const AccT* line, const Place& place, const AccT* c,
                                           const Exponents& exponents) {
-    AccT w[PER_SIDE], points[ACROSS], factors[SETS];
-    read_line(w, weights);
+    const AccT* z = line + OPERAND + place.k;
+    AccT w[PER_SIDE], points[ACROSS], factors[SETS], scales[PER_SIDE];
+    read_line(w, line + place.q);
+    if (SCALES) read_line(scales, line + (1 + FEATURE_TILES) * OPERAND + place.q);
 #pragma unroll
     for (int f = 0; f < FEATURE_TILES; ++f) read_line(points + f * PER_SIDE, z + f * OPERAND);
 #pragma unroll
@@ -82,6 +90,7 @@ __device__ __forceinline__ void add_point(Sums& sums, const AccT (&x)[PER_SIDE][
 #pragma unroll
         for (int j = 0; j < ACROSS; ++j) {
             AccT v = Op::of(x[i][j], points[j]);
+            if (SCALES) v *= scales[i];
             if (Slope::SIGN && SETS == 1) {
                 AccT term = Op::chain(flip(w[i], v), points[j]);
                 if (v != AccT(0)) sums[0][i][j] += term;
@@ -142,23 +151,26 @@ struct Coefficients {
 struct Stages {
     Operand<ACCESS_W> weights;
     Operand<ACCESS_Z> first, second;
+    Operand<ACCESS_W> scales;
     Coefficients coefficients;
-    static constexpr int STEPS = (1 + FEATURE_TILES) * Operand<Access::strided>::PER_THREAD;
+    static constexpr int STEPS = COPIED * Operand<Access::strided>::PER_THREAD;
 
     // One of up to STEPS runs of a thread.
     __device__ __forceinline__ void begin(AccT* stage, int step, int left) {
-        int operand = step % (1 + FEATURE_TILES), run = step / (1 + FEATURE_TILES);
+        int operand = step % COPIED, run = step / COPIED;
         if (step >= STEPS) return;
         if (operand == 0) weights.begin(stage, run, left);
-        if (operand == 1) first.begin(stage + OPERAND, run, left);
-        if (operand == 2) second.begin(stage + 2 * OPERAND, run, left);
+        else if (operand == 1) first.begin(stage + OPERAND, run, left);
+        else if (operand <= FEATURE_TILES) second.begin(stage + 2 * OPERAND, run, left);
+        else scales.begin(stage + operand * OPERAND, run, left);
     }
     __device__ __forceinline__ void end(AccT* stage, int step) const {
-        int operand = step % (1 + FEATURE_TILES), run = step / (1 + FEATURE_TILES);
+        int operand = step % COPIED, run = step / COPIED;
         if (step >= STEPS) return;
         if (operand == 0) weights.end(stage, run);
-        if (operand == 1) first.end(stage + OPERAND, run);
-        if (operand == 2) second.end(stage + 2 * OPERAND, run);
+        else if (operand == 1) first.end(stage + OPERAND, run);
+        else if (operand <= FEATURE_TILES) second.end(stage + 2 * OPERAND, run);
+        else scales.end(stage + operand * OPERAND, run);
     }
 };
 
@@ -167,8 +179,8 @@ __device__ __forceinline__ void sum_points(Sums& sums, const AccT (&x)[PER_SIDE]
                                            AccT* stages, Stages& operands, const Place& place,
                                            Finite& finite, const SumTotals& totals,
                                            const Exponents& exponents, int count) {
-    constexpr int C = (1 + FEATURE_TILES) * OPERAND;  // where a stage's coefficients lie
-    static_assert(Stages::STEPS <= 4, "a run for each quarter");
+    constexpr int C = COPIED * OPERAND;  // where a stage's coefficients lie
+    static_assert(Stages::STEPS <= 8, "runs for each quarter, of different operands");
     operands.coefficients.begin(count);
 #pragma unroll
     for (int step = 0; step < Stages::STEPS; ++step) {
@@ -193,13 +205,15 @@ __device__ __forceinline__ void sum_points(Sums& sums, const AccT (&x)[PER_SIDE]
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
             operands.begin(next, quarter, ahead);
+            operands.begin(next, quarter + 4, ahead);
 #pragma unroll UNROLL
             for (int t = 0; t < TILE_K / 4; ++t) {
-                add_point(sums, x, line + place.q, line + OPERAND + place.k, c, exponents);
+                add_point(sums, x, line, place, c, exponents);
                 line += LINE;
                 c += O_TILE;
             }
             operands.end(next, quarter);
+            operands.end(next, quarter + 4);
         }
         operands.coefficients.end(next + C);
         if (ahead % CHAIN < TILE_K) totals.add<true>(&sums[0][0][0]);
@@ -212,7 +226,7 @@ __device__ __forceinline__ void sum_points(Sums& sums, const AccT (&x)[PER_SIDE]
     if (Slope::SIGN && left > 0) finite.look(line);
 #pragma unroll 1
     for (; left > 0; --left) {
-        add_point(sums, x, line + place.q, line + OPERAND + place.k, c, exponents);
+        add_point(sums, x, line, place, c, exponents);
         line += LINE;
         c += O_TILE;
     }
@@ -340,8 +354,12 @@ pair_gradient(const __grid_constant__ Parameters parameters) {
         int end = min(begin + parameters.per_part, parameters.points);
         const View& wv = parameters.weights_view;
         const View& zv = parameters.z_view;
+        // Without scales a copy of W's, of which nothing is left.
+        const View& sv = SCALES ? parameters.scales_view : wv;
         const InputT* weights = parameters.weights + share.l * wv.batch_stride;
         const InputT* z = parameters.z + share.l * zv.batch_stride;
+        const InputT* scales =
+            (SCALES ? parameters.scales : parameters.weights) + share.l * sv.batch_stride;
         Stages operands{
             Operand<ACCESS_W>(operand_of(weights, wv.row_stride, wv.column_stride, q0,
                                          parameters.queries, begin, end)),
@@ -349,6 +367,8 @@ pair_gradient(const __grid_constant__ Parameters parameters) {
                                          parameters.features, begin, end)),
             Operand<ACCESS_Z>(operand_of(z, zv.column_stride, zv.row_stride, k0 + TILE,
                                          parameters.features, begin, end)),
+            Operand<ACCESS_W>(operand_of(scales, sv.row_stride, sv.column_stride, q0,
+                                         parameters.queries, begin, end)),
             Coefficients(parameters, share, begin)};
         AccT x[PER_SIDE][ACROSS], factor;
         Exponents exponents = read_numbers(parameters, share.l, factor);

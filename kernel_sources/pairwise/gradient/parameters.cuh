@@ -19,6 +19,7 @@ struct Parameters {
     const InputT* coefficients;
     OutputT* out;
     const float* extremes;   // of z along points, for signs on tensor cores: least, then greatest
+    const InputT* scales;    // by which differences are multiplied, if there are any
     Scalar scalars[3];
     // fixed by the plan
     i64 scalar_strides[3];
@@ -27,6 +28,7 @@ struct Parameters {
     View weights_view;       // (batch, query, point)
     View coefficients_view;  // (batch, coefficient, point)
     OutView out_view;
+    View scales_view;        // (batch, query, point)
     i64 extremes_stride;     // from one batch entry's to the next
     i64 queries, batch;
     double factor;           // of whole sums

@@ -11,7 +11,9 @@
 //   any p                 2 special-function operations                                 0.478 us
 #pragma once
 
+#include "common/exponential.cuh"
 #include "common/math.cuh"
+#include "common/reciprocal_root.cuh"
 
 // Numbers that slopes need, read once.
 struct Exponents {
@@ -34,23 +36,12 @@ __device__ __forceinline__ double nan_of(double) {
     return __longlong_as_double(0x7fffffffffffffffll);
 }
 
-// 2^x, one special-function instruction.
-__device__ __forceinline__ float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __noinline__ double fast_exp2(double x) { return exp2(x); }  // inlined: 1 s of NVRTC
 
 // x^p for x >= 0.
 __device__ __forceinline__ float size_power(float x, float p) { return fast_power(x, p); }
 __device__ __noinline__ double size_power(double x, double p) { return pow(x, p); }
 
-__device__ __forceinline__ float fast_rsqrt(float x) {
-    float y;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ double fast_rsqrt(double x) { return 1.0 / sqrt(x); }
 
 // SIGN: the slope is the sign of v, which a comparison loses a NaN on; the kernel makes up for it.

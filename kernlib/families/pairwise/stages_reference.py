@@ -43,14 +43,20 @@ def linear(operator: str, inner: object) -> bool:
 
 
 def finish(
-    descriptor: Pairwise, s: torch.Tensor, values: dict, *, root: bool, diagonal: int = 0
+    descriptor: Pairwise,
+    s: torch.Tensor,
+    values: dict,
+    *,
+    root: bool,
+    diagonal: int = 0,
+    of_norms: bool = False,
 ) -> torch.Tensor:
     """``epilogue(outer(s))`` with epsilon and regularization: (L, M, N) from sums (1, M, N) or
     (L, M, N).
 
     ``values`` are the call's hyperparameters by name, numbers or tensors of shape () or (L,).
     ``root`` says that the outer exponent is the reciprocal of the inner one; ``regularization`` is
-    added where ``n - m == diagonal``.
+    added where ``n - m == diagonal``. If it is ``of_norms``, s is what ``root`` makes of sums.
     """
     placed = {name: entries(_placed(value, s), 3) for name, value in values.items()}
     shapes = [x.shape for x in placed.values() if isinstance(x, torch.Tensor)]
@@ -60,7 +66,7 @@ def finish(
         rate = (2 * epilogues[0].nu) ** 0.5 / placed["bandwidth"]
         v, epilogues = matern(s * rate * rate, epilogues[0].nu), epilogues[1:]
     else:
-        v = _outer(descriptor, s, placed, root)
+        v = s if of_norms else _outer(descriptor, s, placed, root)
     if not descriptor.epilogue:
         return v
     if not _is(epsilon, 0.0):

@@ -318,6 +318,18 @@ def sums(descriptor, p=None, scale=None, p_tensor=None, scale_tensor=None) -> di
     }
 
 
+def norms(p=None, p_tensor=None) -> dict[str, Check]:
+    """The same of norms."""
+    inner = (kl.power_sum().text, p, None, p_tensor, None)
+    batch = 1 if p_tensor is None else len(p_tensor)
+    a, b, weights = values(batch, M, K), values(1, N, K), values(batch, M, N)
+    sides = (a, b, weights, kl.cdist(a, b, p if p_tensor is None else p_tensor), True, *inner)
+    return {
+        " norms": Check("pairwise_norms", (a, b, *inner), (0, 1, 5)),
+        " gradients": Check("pairwise_norm_gradient", sides, (0, 1, 2, 3, 8)),
+    }
+
+
 MADE = {
     "plain": matrix(A, B, LAPLACE, "bandwidth", [2.0], [], SIDES),
     "mixed": matrix(BATCH_A, B, PQ, "p q bandwidth", [1.3, 0.8], [SEVERAL], (0, 1, 5)),
@@ -327,6 +339,8 @@ MADE = {
     "dot": sums(kl.dot_product()),
     "power": sums(kl.power_sum(), 1.5),
     "tensor p": sums(kl.power_sum(), p_tensor=torch.tensor([1.5, 2.5])),
+    "norm": norms(1.5),
+    "tensor p of norms": norms(p_tensor=torch.tensor([1.5, 2.5])),
     "exponential": sums(EXPONENTIAL, 2.5, scale_tensor=torch.tensor(-0.5)),
 }
 

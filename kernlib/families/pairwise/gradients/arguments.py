@@ -23,17 +23,19 @@ NO_TRANSFORMS = "pair gradients do not support: call outside it, on a batch in p
 
 class Kind(NamedTuple):
     """What is computed. ``plain``: in the words of cdist_grad, with transposed operands and
-    without the factor p; else in those of pair_gradient."""
+    without the factor p; else in those of pair_gradient. ``scaled``: slopes of a power without the
+    factor p, of differences times the ``scales`` of their pairs."""
 
     operator: str
     inner: object
     first: bool
     plain: bool
+    scaled: bool = False
 
     @property
-    def names(self) -> tuple[str, str, str, str]:
-        """Of x, z, weights and coefficients."""
-        return ("d", "b", "a", "c") if self.plain else ("x", "z", "weights", "coefficients")
+    def names(self) -> tuple[str, str, str, str, str]:
+        """Of the operands."""
+        return ("d", "b", "a", "c", "scales") if self.plain else Operands._fields
 
     @property
     def exponents(self) -> tuple[str, ...]:
@@ -50,9 +52,11 @@ class Operands(NamedTuple):
     z: torch.Tensor
     weights: torch.Tensor
     coefficients: torch.Tensor | None
+    scales: torch.Tensor | None = None  # of pairs, as weights are
 
     def transposed(self, kind: Kind) -> Operands:
-        """As (L, Q, K), (L, T, K), (L, Q, T) and (L, O, T), without a batch (Q, K) and so on."""
+        """As (L, Q, K), (L, T, K), (L, Q, T), (L, O, T) and (L, Q, T), without a batch (Q, K) and
+        so on."""
         if not kind.plain:
             return self
         return Operands(self.x.mT, self.z.mT, self.weights.mT, self.coefficients)
@@ -106,7 +110,7 @@ def check_call(kind: Kind, operands: Operands, out, accumulate: bool, values: di
 def check_tensors(kind: Kind, operands: Operands, out) -> None:
     """Raises TypeError for what is no dense tensor, or None where it must not be."""
     named = dict(zip(kind.names, operands, strict=True))
-    required = kind.names if kind.plain else kind.names[:3]
+    required = kind.names[: 4 if kind.plain else 3]
     check_dense(required, **named, out=out)
 
 
@@ -135,7 +139,7 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
         if t.device != first.device:
             own = kind.names[0]
             raise ValueError(f"{name} must be on the device of {own}, {first.device}: {t.device}")
-    x, z, weights, coefficients = operands.transposed(kind)
+    x, z, weights, coefficients, scales = operands.transposed(kind)
     queries, features, points = x.shape[-2], x.shape[-1], z.shape[-2]
     sets = 0 if coefficients is None else coefficients.shape[-2]
     wanted = {
@@ -143,8 +147,9 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
         1: (points, features),
         2: (queries, points),
         3: (sets, points),
+        4: (queries, points),
     }
-    for place, t in enumerate((x, z, weights, coefficients)):
+    for place, t in enumerate((x, z, weights, coefficients, scales)):
         if t is not None and tuple(t.shape[-2:]) != wanted[place]:
             name, seen = kind.names[place], operands[place]
             shape = wanted[place][::-1] if kind.plain and place < 3 else wanted[place]
@@ -159,7 +164,7 @@ def _shape(kind: Kind, name: str) -> str:
     """What an operand's shape is said to be."""
     letters = {
         "x": "Q, K", "z": "T, K", "weights": "Q, T", "coefficients": "O, T",
-        "d": "N, M", "b": "N, K", "a": "K, M", "c": "O, K",
+        "d": "N, M", "b": "N, K", "a": "K, M", "c": "O, K", "scales": "Q, T",
     }[name]  # fmt: skip
     return f"({letters}) or (L, {letters})"
 

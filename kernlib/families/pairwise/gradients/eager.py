@@ -22,7 +22,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from kernlib.families.pairwise import checks, rehearsal, stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import formula, products, routes, weights
+from kernlib.families.pairwise.gradients import formula, norms, products, routes, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.point_products import FEWEST
 from kernlib.families.pairwise.gradients.routes import INNER, Route, exponent_sums
@@ -150,13 +150,16 @@ def _of_several(call: Call, needs: tuple, saved: tuple, grad) -> list:
 # The gradients of the sums.
 
 
-def points_gradient(made: Sums, x, z, given: torch.Tensor, first: bool) -> torch.Tensor:
+def points_gradient(
+    made: Sums, x, z, given: torch.Tensor, first: bool, scales: torch.Tensor | None = None
+) -> torch.Tensor:
     """``sum_t W[l,q,t] d inner(op(x[l,q,k], z[l,t,k])) / d x``, (L, Q, K), or all without a batch,
-    of weights ``given`` and without a record; x is the op's a if ``first``, else its b."""
+    of weights ``given`` and without a record; x is the op's a if ``first``, else its b. Of norms
+    with ``scales`` (:func:`norms.shared`) ``sum_t W dN / dx``."""
     if given.numel() == 0 or x.shape[-1] == 0:
         return x.new_zeros(*given.shape[:-2], *x.shape[-2:])
     descriptor = made.descriptor
-    if by_formula(made):
+    if scales is None and by_formula(made):
         sides = (batched(t) for t in (x, z, given))
         return _by_formula(made, *sides, first).view(*given.shape[:-2], *x.shape[-2:])
     if linear(descriptor.operator, descriptor.inner):
@@ -166,9 +169,9 @@ def points_gradient(made: Sums, x, z, given: torch.Tensor, first: bool) -> torch
             return products.squares(descriptor.precision, x, z, given)
     from kernlib.families.pairwise.gradients import points
 
-    kind = points.Kind(descriptor.operator, descriptor.inner, first, False)
+    kind = points.Kind(descriptor.operator, descriptor.inner, first, False, scales is not None)
     compute = points.rehearsed if x.is_meta else points.execute
-    return compute(kind, points.Operands(x, z, given, None), None, False, made.given)
+    return compute(kind, points.Operands(x, z, given, None, scales), None, False, made.given)
 
 
 def _by_formula(made: Sums, x, z, given, first: bool) -> torch.Tensor:
@@ -250,7 +253,7 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
         unit = weights.unit_of(call.descriptor, values, wide)
     if unit is not None:
         x, z, values, unit = weights.in_unit(unit, x, z, values)
-    by = _at_once if route.light or grad.numel() <= BLOCK_ENTRIES else _by_blocks
+    by = _at_once if route.light or grad.numel() <= _entries(route) else _by_blocks
     found = by(Backward(route, values), x, z, grad)
     if unit is not None:
         found = {n: v / unit if n in ("a", "b") else v for n, v in found.items()}
@@ -258,6 +261,11 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
         found["regularization"] = grad.diagonal(call.diagonal, -2, -1).sum(-1, dtype=wide)
     made = zip(("a", "b", *call.names), saved, needs, strict=True)
     return [_fitted(found.get(name), leaf) if need else None for name, leaf, need in made]
+
+
+def _entries(route: Route) -> int:
+    """Of a block: half of them where norms lie beside the weights."""
+    return BLOCK_ENTRIES // 2 if route.of_norms else BLOCK_ENTRIES
 
 
 def _ready(x: torch.Tensor, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
@@ -288,7 +296,7 @@ def _by_blocks(shared: Backward, x, z, grad) -> dict:
     shared = shared._replace(route=routes.of_rows(*shared))
     totals = {name: x.new_zeros(grad.shape[0]) for name in shared.route.wanted}
     totals |= {"a": torch.zeros_like(x), "b": torch.zeros_like(z)}
-    for block in blocks(grad.shape[0], x.shape[1], z.shape[1], BLOCK_ENTRIES):
+    for block in blocks(grad.shape[0], x.shape[1], z.shape[1], _entries(shared.route)):
         given = block.of(grad)
         if shared.route.mirrored:
             given = given.to(x.dtype) + block.entries(grad)[:, :, block.rows].mT
@@ -308,6 +316,8 @@ def _contributions(shared: Backward, x, z, grad) -> dict[str, torch.Tensor]:
     for name, source in route.given:  # a comprehension would be a call
         made.given[name] = values[source]
     second = None if route.descriptor.symmetric else z
+    if route.of_norms:
+        return _of_norms(shared, made, x, z, grad)
     if route.plain:
         given, found = grad.to(x.dtype), {}
     else:
@@ -318,11 +328,42 @@ def _contributions(shared: Backward, x, z, grad) -> dict[str, torch.Tensor]:
             found[name] = found[name] + value if name in found else value
     if route.mirrored:
         found = {name: value / 2 for name, value in found.items()}
+    return found | _of_points(route, made, x, z, given)
+
+
+def _of_points(route: Route, made: Sums, x, z, given, scales=None) -> dict[str, torch.Tensor]:
+    """What points receive from weights ``given``, if there are any."""
+    found = {}
     if given is not None and route.points[0]:
-        found["a"] = points_gradient(made, x, z, given, True)
+        found["a"] = points_gradient(made, x, z, given, True, scales)
     if given is not None and route.points[1]:
-        found["b"] = points_gradient(made, z, x, given.mT, False)
+        turned = None if scales is None else scales.mT
+        found["b"] = points_gradient(made, z, x, given.mT, False, turned)
     return found
+
+
+def _of_norms(shared: Backward, made: Sums, x, z, grad) -> dict[str, torch.Tensor]:
+    """:func:`_contributions` of a call whose values are made of norms."""
+    route, values = shared
+    second = None if route.descriptor.symmetric else z
+    n = norms.of(made, x, second)
+    given, found = grad.to(x.dtype), {}
+    if route.finish is None:
+        given, found = _finish_by_torch(shared, n, grad)
+    elif route.descriptor.epilogue:
+        given = None
+        if route.weight is not None:
+            given = (weights.of_norms(route.weight, values, n) * grad).view(grad.shape)
+        for name, slope in route.slopes:
+            found[name] = weights.contracted(weights.of_norms(slope, values, n), grad)
+    if given is None:
+        return found
+    if route.inner:
+        sides = (batched(t) for t in (x, z, n, given))
+        found[route.inner[0]] = norms.by_exponent(made, *sides)
+    if route.mirrored:
+        found = {name: value / 2 for name, value in found.items()}
+    return found | _of_points(route, made, x, z, *norms.shared(made.p, given, n))
 
 
 def _through_finish(shared: Backward, made: Sums, x, second, grad) -> tuple:
@@ -344,14 +385,19 @@ def _through_finish(shared: Backward, made: Sums, x, second, grad) -> tuple:
 
 def _by_torch(shared: Backward, made: Sums, x, second, grad) -> tuple:
     """The same by torch, from the sums."""
+    return _finish_by_torch(shared, matrix(made.descriptor, x, second, **made.given), grad)
+
+
+def _finish_by_torch(shared: Backward, s: torch.Tensor, grad) -> tuple:
+    """:func:`_by_torch` from sums or norms."""
     route = shared.route
     values = {name: v for name, v in shared.values.items() if name != "regularization"}
     leaves = {n: values[n].detach().requires_grad_() for n in route.wanted if n in values}
-    s = batched(matrix(made.descriptor, x, second, **made.given))
+    s = batched(s)
     grad3 = batched(grad).to(s.dtype)
     s = s.expand(grad3.shape)
     given, *found = weights.by_torch(
-        route.descriptor, s, values | leaves, grad3, [*leaves.values()]
+        route.descriptor, s, values | leaves, grad3, [*leaves.values()], route.of_norms
     )
     pairs = zip(leaves, found, strict=True)
     return given.view(grad.shape), {name: g for name, g in pairs if g is not None}

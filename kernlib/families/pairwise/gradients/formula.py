@@ -60,7 +60,8 @@ def gradients(made: Sums, x, z, weights, first: bool, needs: tuple) -> list:
         return (made.having(p, scale).of(x, z, first) * weights).sum((1, 2))
 
     asked = (*needs[:2], False, *needs[2:])
-    found = _by_rows(made, value, (x, z, weights), asked, None, create)
+    tensors = x, z, weights, made.p, made.scale
+    found = by_rows(value, tensors, asked, None, create, whole=made.linear)
     return [*found[:2], *found[3:]]
 
 
@@ -79,7 +80,8 @@ def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
         (found,) = torch.autograd.grad(s, x, weights, create_graph=True)
         return found
 
-    return _by_rows(made, value, (x, z, weights), needs, along, create)
+    tensors = x, z, weights, made.p, made.scale
+    return by_rows(value, tensors, needs, along, create, whole=made.linear)
 
 
 def _second_of_squares(x, z, weights, along, needs: tuple) -> list:
@@ -105,21 +107,32 @@ def _along_differences(x, z, along) -> torch.Tensor:
     return ((x[:, :, None] - z[:, None]) * along[:, :, None]).sum(-1)
 
 
-def _by_rows(made: Sums, value, tensors: tuple, needs: tuple, along, create: bool) -> list:
-    """The gradients of a function of x, z, W, p and scale that treats each row of x and W alone."""
-    x, z, weights = tensors
+def by_rows(
+    value,
+    tensors: tuple,
+    needs: tuple,
+    along,
+    create: bool,
+    of_rows: tuple[int, ...] = (0, 2),
+    whole: bool = False,
+) -> list:
+    """The gradients of a function ``value`` of x, z, W and more, tensors or numbers, which treats
+    each row of x, W and whatever else has a place in ``of_rows`` alone; of all rows at once if
+    ``whole``."""
+    x, z, weights = tensors[:3]
     count = rows = max(1, x.shape[1])  # an empty x is one empty block
     alone = rehearsal.current() is None  # a meta tensor takes no memory
-    if not create and not made.linear and alone:
+    if not create and not whole and alone:
         rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
     found = [[] for _ in needs]
     for begin in range(0, count, rows):
         part = slice(begin, begin + rows)
         given = None if along is None else along[:, part]
-        block = _block(made, value, tensors, needs, part, given, create)
+        sides = [t[:, part] if i in of_rows else t for i, t in enumerate(tensors)]
+        block = _block(value, sides, needs, given, create)
         for kept, one in zip(found, block, strict=True):
             kept.append(one)
-    return [_joined(i, kept) if needs[i] else None for i, kept in enumerate(found)]
+    return [_joined(kept, i in of_rows) if needs[i] else None for i, kept in enumerate(found)]
 
 
 def normal(t):
@@ -127,11 +140,9 @@ def normal(t):
     return t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t
 
 
-def _block(made, value, tensors, needs, part: slice, along, create: bool) -> list:
-    x, z, weights = tensors
-    sides = (x[:, part], z, weights[:, part], made.p, made.scale)
+def _block(value, sides: list, needs: tuple, along, create: bool) -> list:
     with torch.inference_mode(False), torch.enable_grad():
-        sides, along = tuple(normal(t) for t in sides), normal(along)
+        sides, along = [normal(t) for t in sides], normal(along)
         # x always: its own gradient is what second() differentiates.
         asked = (True, *needs[1:])
         leaves = [_leaf(t, create) if ask else t for t, ask in zip(sides, asked, strict=True)]
@@ -154,9 +165,9 @@ def _leaf(t: torch.Tensor, create: bool) -> torch.Tensor:
     return t.detach().requires_grad_()
 
 
-def _joined(place: int, parts: list) -> torch.Tensor:
-    """Rows of x and W one after another, the others summed."""
-    if place in (0, 2):
+def _joined(parts: list, are_rows: bool) -> torch.Tensor:
+    """Rows one after another, others summed."""
+    if are_rows:
         return torch.cat(parts, 1)
     total = parts[0]
     for part in parts[1:]:

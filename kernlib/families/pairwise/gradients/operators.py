@@ -3,8 +3,9 @@ and recorded calls, and for gradients of gradients. Whatever follows the sums is
 torch's own.
 
 ``pairwise_sums`` is ``S[l,m,n] = sum_k inner(op(a[l,m,k], b[l,n,k]))``, ``pairwise_gradient``
-``sum_t W[l,q,t] d inner(op(x[l,q,k], z[l,t,k])) / d x``. All tensors have a batch, and the exponent
-and the scale of the inner stage are numbers or tensors.
+``sum_t W[l,q,t] d inner(op(x[l,q,k], z[l,t,k])) / d x``. ``pairwise_norms`` and
+``pairwise_norm_gradient`` are the same of norms ``S^(1/p)`` in place of sums. All tensors have a
+batch, and the exponent and the scale of the inner stage are numbers or tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager, formula, routes, weights
+from kernlib.families.pairwise.gradients import eager, formula, norms, routes, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import matrix
 from kernlib.runtime.dtypes import accumulator
@@ -36,9 +37,10 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     unit = weights.unit_of(descriptor, placed, wide)
     if unit is not None:
         x, z, placed, _ = weights.in_unit(unit, x, z, placed)
-    s = sums(routes.sums_of(descriptor, placed), x, z)
+    of_norms, made = norms.are_values(descriptor, placed), routes.sums_of(descriptor, placed)
+    s = (_norms if of_norms else _sums)(x, z, *_written(made))
     root = checks.follows_inner(descriptor, placed)
-    v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal)
+    v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal, of_norms=of_norms)
     flat = a.dim() == 2 and (b is None or b.dim() == 2) and v.shape[0] == 1
     return (v[0] if flat else v).to(a.dtype).contiguous()
 
@@ -81,6 +83,18 @@ def _compute_gradient(x, z, weights, first: bool, *inner) -> torch.Tensor:
         return eager.points_gradient(_read(*inner), x, z, weights, first).contiguous()
 
 
+def _compute_norms(a, b, *inner) -> torch.Tensor:
+    with torch.no_grad():
+        return norms.of(_read(*inner), a, b)
+
+
+def _compute_norm_gradient(x, z, weights, n, first: bool, *inner) -> torch.Tensor:
+    made = _read(*inner)
+    with torch.no_grad():
+        given, scales = norms.shared(made.p, weights, n)
+        return eager.points_gradient(made, x, z, given, first, scales).contiguous()
+
+
 def _fake_sums(a, b, *inner):
     tensors = {name: t for name, t in zip(("p", "inner_scale"), inner[3:], strict=True)}
     given = {name: t for name, t in tensors.items() if t is not None}
@@ -89,6 +103,10 @@ def _fake_sums(a, b, *inner):
 
 def _fake_gradient(x, z, weights, first, *inner):
     return x.new_empty(weights.shape[0], x.shape[1], x.shape[2])
+
+
+def _fake_norm_gradient(x, z, weights, n, first, *inner):
+    return _fake_gradient(x, z, weights, first)
 
 
 # Their gradients.
@@ -120,6 +138,43 @@ def _sums_backward(ctx, grad):
 
 def _one_sided(made: Sums) -> Sums:
     return made._replace(descriptor=made.descriptor.replace(symmetric=False))
+
+
+def _save_norms(ctx, inputs, output) -> None:
+    a, b, *ctx.inner, p, scale = inputs
+    ctx.save_for_backward(a, b, p, scale, output)
+
+
+def _norms_backward(ctx, grad):
+    a, b, p, scale, n = ctx.saved_tensors
+    needs, made = ctx.needs_input_grad, _read(*ctx.inner, p, scale)
+    to_a = to_b = to_p = None
+    if b is None:
+        if needs[0]:
+            written = _written(_one_sided(made))
+            to_a = _norm_gradient(a, a, grad + grad.mT, n, True, *written)
+    else:
+        if needs[0]:
+            to_a = _norm_gradient(a, b, grad, n, True, *_written(made)).sum_to_size(a.shape)
+        if needs[1]:
+            turned = grad.mT, n.mT, False
+            to_b = _norm_gradient(b, a, *turned, *_written(made)).sum_to_size(b.shape)
+    if needs[-2]:
+        to_p = norms.by_exponent(made, a, a if b is None else b, n, grad).sum_to_size(p.shape)
+    return to_a, to_b, None, None, None, to_p, None
+
+
+def _save_norm_gradient(ctx, inputs, output) -> None:
+    x, z, weights, n, ctx.first, *ctx.inner, p, scale = inputs
+    ctx.save_for_backward(x, z, weights, n, p, scale)
+
+
+def _norm_gradient_backward(ctx, along):
+    x, z, weights, n, p, scale = ctx.saved_tensors
+    made, needs = _read(*ctx.inner, p, scale), ctx.needs_input_grad
+    needs = (*needs[:4], needs[-2])
+    *found, to_p = norms.second(made, x, z, weights, n, ctx.first, along, needs)
+    return *found, None, None, None, None, to_p, None
 
 
 def _inner_gradients(made: Sums, a, b, grad, needs: tuple) -> tuple:
@@ -157,4 +212,20 @@ _gradient = register(
     _fake_gradient,
     save=_save,
     backward=_gradient_backward,
+)
+_norms = register(
+    "pairwise_norms",
+    f"(Tensor a, Tensor? b, {_INNER}) -> Tensor",
+    _compute_norms,
+    _fake_sums,
+    save=_save_norms,
+    backward=_norms_backward,
+)
+_norm_gradient = register(
+    "pairwise_norm_gradient",
+    f"(Tensor x, Tensor z, Tensor weights, Tensor norms, bool first, {_INNER}) -> Tensor",
+    _compute_norm_gradient,
+    _fake_norm_gradient,
+    save=_save_norm_gradient,
+    backward=_norm_gradient_backward,
 )

@@ -76,6 +76,8 @@ def rule(problem: lowering.Problem) -> str:
     """The way of a problem: "products", "tensor" or "direct"."""
     if problem.operation == "Dot" and problem.slope == "IdentitySlope":
         return "products"
+    if problem.scales is not None:
+        return "direct"
     size = problem.queries * problem.points * problem.features
     square = problem.operation == "Difference" and problem.slope == "SquareSlope"
     if square and problem.dtype != "float64" and size >= products.FEWEST:
@@ -90,7 +92,7 @@ def _products(kind: Kind, call: Call, problem: lowering.Problem) -> Callable:
     wide = accumulator(call.dtype)
 
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:
-        x, z, weights, coefficients = (
+        x, z, weights, coefficients, _ = (
             t if t is None else t.to(wide) for t in operands.transposed(kind)
         )
         target = sums = arguments.transposed_out(kind, out, call.sets)
@@ -112,7 +114,7 @@ def _tensor(
 ) -> Callable | None:
     """By the kernel of tensor cores, None where it cannot."""
     sign = problem.slope == gradient_tensor.SIGN
-    x, z, weights, coefficients = given = arranged(kind, operands)
+    x, z, weights, coefficients, _ = given = arranged(kind, operands)
     problem = problem._replace(
         x=layout(x, call.batch),
         z=layout(z, call.batch),
@@ -142,7 +144,7 @@ def _tensor(
 def arranged(kind: Kind, operands: Operands) -> Operands:
     """Operands (L, Q, K) and so on as tensor cores take them: float32, z with the points of each
     feature in aligned lines of whole runs, for a copy of a part of one reads all of it."""
-    x, z, weights, coefficients = (
+    x, z, weights, coefficients, _ = (
         t if t is None else t.to(torch.float32) for t in operands.transposed(kind)
     )
     lines = z.mT
@@ -183,21 +185,23 @@ def put(target: torch.Tensor, result: torch.Tensor, accumulate: bool) -> None:
 
 
 def _pointers(operands: Operands, out: torch.Tensor, extremes=None) -> tuple[int, ...]:
-    x, z, weights, coefficients = operands
+    x, z, weights, coefficients, scales = operands
     c = 0 if coefficients is None else coefficients.data_ptr()
     e = 0 if extremes is None else extremes.data_ptr()
-    return x.data_ptr(), z.data_ptr(), weights.data_ptr(), c, out.data_ptr(), e
+    s = 0 if scales is None else scales.data_ptr()
+    return x.data_ptr(), z.data_ptr(), weights.data_ptr(), c, out.data_ptr(), e, s
 
 
 def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> lowering.Problem:
     """A checked call as lowering sees it."""
-    x, z, weights, coefficients = operands.transposed(kind)
+    x, z, weights, coefficients, scales = operands.transposed(kind)
     p = values.get("p")
     exponent = None
     if p is not None:
         exponent = lowering.exponent_kind(host_value("p", p))
     stage = type(kind.inner).__name__
     factor, times_p, times_scale = constant_of(kind, exponent)
+    slope = lowering.slope_of(kind.operator, stage, exponent, kind.plain)
     out = arguments.transposed_out(kind, target, call.sets)
     return lowering.Problem(
         call.queries, call.points, call.features, call.sets, call.batch,
@@ -205,7 +209,7 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
         Layout(0, 0, 0) if coefficients is None else layout(coefficients, call.batch),
         out_layout(out),
         operation_of(kind),
-        lowering.slope_of(kind.operator, stage, exponent, kind.plain),
+        slope,
         factor=factor,
         times_p=times_p,
         times_scale=times_scale,
@@ -215,6 +219,7 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
         scalar_strides=tuple(
             _scalar_stride(values.get(name), call) for name in lowering.SCALARS
         ),
+        scales=None if scales is None else layout(scales, call.batch),
     )  # fmt: skip
 
 
@@ -231,9 +236,11 @@ def constant_of(kind: Kind, exponent: float | str | None) -> tuple[float, bool, 
     to it."""
     power = isinstance(kind.inner, stages.Power)
     exponential = isinstance(kind.inner, stages.ExpPower)
-    square = power and exponent == 2.0 and not kind.plain  # whose factor p is a constant
+    without_p = kind.plain or kind.scaled
+    square = power and exponent == 2.0 and not without_p  # whose factor p is a constant
     factor = 2.0 * factor_of(kind) if square else factor_of(kind)
-    return factor, (power or exponential) and not kind.plain and not square, exponential
+    times_p = (power or exponential) and not (without_p or square)
+    return factor, times_p, exponential
 
 
 def factor_of(kind: Kind) -> float:

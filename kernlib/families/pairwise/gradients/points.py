@@ -213,7 +213,8 @@ def _reference(call: Call, kind: Kind, operands: Operands, out, accumulate, valu
     if call.empty:
         return out
     options = {name: plain(name, values[name]) for name in ("p", "inner_scale") if name in values}
-    options |= {"first": kind.first, "plain": kind.plain, "eps": values.get("eps", 0.0)}
+    without_p = kind.plain or kind.scaled
+    options |= {"first": kind.first, "plain": without_p, "eps": values.get("eps", 0.0)}
     with without_autocast(call.device):
         result = reference.pair_gradient(kind.operator, kind.inner, *given, **options)
     target = arguments.transposed_out(kind, out, call.sets)

@@ -17,6 +17,7 @@ def pair_gradient(
     z: torch.Tensor,
     weights: torch.Tensor,
     coefficients: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     *,
     p=None,
     inner_scale=None,
@@ -24,7 +25,8 @@ def pair_gradient(
     plain: bool = False,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """``out[l,o,q,k] = sum_t c[l,o,t] W[l,q,t] d inner(op(x[l,q,k], z[l,t,k])) / d x[l,q,k]``.
+    """``out[l,o,q,k] = sum_t c[l,o,t] W[l,q,t] d inner(op(x[l,q,k], z[l,t,k])) / d x[l,q,k]``, of
+    ``op(..) scales[l,q,t]`` where there are ``scales`` (L, Q, T).
 
     ``x`` (L, Q, K), ``z`` (L, T, K), ``weights`` (L, Q, T) and ``coefficients`` (L, O, T), None for
     one set of ones; all of one dtype, in which (L, O, Q, K) is computed. ``p`` and ``inner_scale``
@@ -42,12 +44,14 @@ def pair_gradient(
         for q in range(0, queries, rows):
             for t in range(0, z.shape[1], points):
                 own = None if coefficients is None else coefficients[l, :, t : t + points]
+                scale = None if scales is None else scales[l, q : q + rows, t : t + points]
                 out[l, :, q : q + rows] += _block(
                     slope,
                     x[l, q : q + rows],
                     z[l, t : t + points],
                     weights[l, q : q + rows, t : t + points],
                     own,
+                    scale,
                 )
     return out
 
@@ -58,9 +62,9 @@ def _block_sizes(queries: int, points: int, width: int) -> tuple[int, int]:
     return min(queries, max(1, BLOCK_ELEMENTS // (width * points))), points
 
 
-def _block(slope: Slope, x, z, weights, coefficients) -> torch.Tensor:
+def _block(slope: Slope, x, z, weights, coefficients, scales) -> torch.Tensor:
     """(O, Q, K) of some queries and points."""
-    slopes = slope(x[:, None], z[None])
+    slopes = slope(x[:, None], z[None], None if scales is None else scales[..., None])
     rows = weights[:, None]
     if coefficients is not None:
         rows = rows * coefficients
@@ -74,13 +78,14 @@ class Slope:
         self.operator, self.inner, self.first = operator, inner, first
         self.p, self.scale, self.plain, self.eps = p, scale, plain, eps
 
-    def __call__(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, z: torch.Tensor, scale=None) -> torch.Tensor:
         if self.operator == "dot":
-            return self._of(x * z) * z
-        return -self._of(z - x) if self.first else self._of(x - z)
+            return self._of(x * z, scale) * z
+        return -self._of(z - x, scale) if self.first else self._of(x - z, scale)
 
-    def _of(self, v: torch.Tensor) -> torch.Tensor:
+    def _of(self, v: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         stage = self.inner
+        v = v if scale is None else v * scale
         if isinstance(stage, stages.Identity):
             return torch.ones_like(v)
         if isinstance(stage, stages.Abs):

@@ -13,7 +13,7 @@ import torch
 from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import weights
+from kernlib.families.pairwise.gradients import norms, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.weights import Finish, Slope
 from kernlib.runtime.dtypes import accumulator
@@ -44,23 +44,25 @@ class Route(NamedTuple):
     finish: Finish | None  # what follows the sums; None if torch computes its derivatives
     weight: Slope | None  # its derivative by the sums; None if that is 0, or nobody needs it
     slopes: tuple[tuple[str, Slope], ...]  # those by wanted hyperparameters, unless they are 0
+    of_norms: bool  # finish, weight and slopes are those of norms, by which points are scaled
 
 
 _routes = PlanCache()
 
 
-def route_of(call: Call, needs: tuple, saved: tuple) -> Route:
+def route_of(call: Call, needs: tuple, saved: tuple, scaled: bool = True) -> Route:
     """The way to the gradients of a call of which ``needs`` says, one by one of the ``saved``
-    tensors, whether they are asked for."""
+    tensors, whether they are asked for: of norms by way of those, if it may be ``scaled``, else by
+    way of the sums."""
     dtype = saved[0].dtype
-    key = call.descriptor.text, dtype, call.names, needs
+    key = call.descriptor.text, dtype, call.names, needs, scaled
     for name, value in call.numbers.items():
         key += (name, value if name in _DECIDING else None)
     route = _routes.plans.get(key)
     if route is None:
         wanted = tuple(name for name, need in zip(call.names, needs[2:], strict=True) if need)
         values = call.values(saved[2:])
-        route = _made(call.descriptor, values, accumulator(dtype), needs[:2], wanted)
+        route = _made(call.descriptor, values, accumulator(dtype), needs[:2], wanted, scaled)
         _routes.keep(key, route)
     return route
 
@@ -70,22 +72,30 @@ def of_rows(route: Route, values: dict) -> Route:
     if not route.descriptor.symmetric:
         return route
     descriptor = route.descriptor.replace(symmetric=False)
-    made = _made(descriptor, values, route.wide, route.points, route.wanted)
+    made = _made(descriptor, values, *route[1:4], route.of_norms)
     return made._replace(mirrored=route.mirrored)
 
 
 def _made(
-    descriptor: Pairwise, values: dict, wide: torch.dtype, points: tuple, wanted: tuple
+    descriptor: Pairwise,
+    values: dict,
+    wide: torch.dtype,
+    points: tuple,
+    wanted: tuple,
+    scaled: bool,
 ) -> Route:
     made, plain = sums_of(descriptor, values), is_plain(descriptor, values)
+    of_norms = scaled and norms.are_values(descriptor, values)
     inner = tuple(name for name in wanted if name in INNER)
     number = not isinstance(values.get("bandwidth"), torch.Tensor)
-    finish = None if plain else weights.finish_of(descriptor, values)
+    finish = None if plain else weights.finish_of(descriptor, values, of_norms)
     if finish is not None and not weights.has_kernels(finish):
         finish = None
     weight, slopes = None, ()
     if finish is not None:
         named = {name: _name_in_finish(descriptor, values, finish, name) for name in wanted}
+        if of_norms:  # what follows these has no exponent
+            named = {name: by for name, by in named.items() if name not in INNER}
         slopes = _slopes(made.descriptor, finish, named, wide)
         if any(points) or inner:
             weight = weights.slope_of(made.descriptor, finish, VALUE, wide)
@@ -98,7 +108,7 @@ def _made(
         # Without weights of its own, and with none that products would pack.
         light=plain and not wanted and not made.linear,
         mirrored=descriptor.symmetric and points[0],
-        finish=finish, weight=weight, slopes=slopes,
+        finish=finish, weight=weight, slopes=slopes, of_norms=of_norms,
     )  # fmt: skip
 
 

@@ -29,7 +29,9 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import calls, matrix
+from kernlib.runtime import expressions
 from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.shapes import broadcast_shapes
 
 _INFINITE = float("inf")
 _SMALLEST = {torch.float32: 1e-38, torch.float64: 1e-300}
@@ -76,9 +78,10 @@ class Slope(NamedTuple):
     names: tuple[str, ...]
 
 
-def finish_of(descriptor: Pairwise, values: dict) -> Finish:
-    """That of a call with these hyperparameters. ``regularization`` is no part of it."""
-    outer, power = _outer(descriptor, values)
+def finish_of(descriptor: Pairwise, values: dict, of_norms: bool = False) -> Finish:
+    """That of a call with these hyperparameters: of its sums, or what follows the root if it is
+    ``of_norms``. ``regularization`` is no part of it."""
+    outer, power = ("Identity", None) if of_norms else _outer(descriptor, values)
     epsilon = values.get("epsilon", 0.0)
     snaps = isinstance(epsilon, torch.Tensor) or epsilon != 0
     return Finish(outer, descriptor.epilogue, snaps, power)
@@ -180,6 +183,15 @@ def derivative(
     return calls.execute(slope.kernel, a, b, None, False, 0, 0, given)
 
 
+def of_norms(slope: Slope, values: dict, n: torch.Tensor) -> torch.Tensor:
+    """:func:`derivative` of what follows norms, from those, (L, M, N) or (M, N)."""
+    known = slope.finish.values(values)
+    placed = {name: stages.entries(known[name], n.dim()) for name in slope.names}
+    shapes = [t.shape for t in placed.values() if isinstance(t, torch.Tensor)]
+    n = n.expand(broadcast_shapes(n.shape, *shapes))
+    return expressions.apply(slope.kernel.epilogue, n, placed)
+
+
 @lru_cache(maxsize=1024)
 def slope_of(sums: Pairwise, finish: Finish, by: str, dtype: torch.dtype) -> Slope | None:
     """How :func:`derivative` computes that by ``by`` of points of a dtype; None if it is 0
@@ -232,14 +244,21 @@ def weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def by_torch(
-    descriptor: Pairwise, s: torch.Tensor, values: dict, grad: torch.Tensor, wanted: list
+    descriptor: Pairwise,
+    s: torch.Tensor,
+    values: dict,
+    grad: torch.Tensor,
+    wanted: list,
+    of_norms: bool = False,
 ) -> list:
-    """The gradients of ``sum grad * finish(s)`` with respect to s and the ``wanted`` tensors among
-    ``values``, None for what nothing depends on, by torch: ten to twenty passes over memory."""
+    """The gradients of ``sum grad * finish(s)`` with respect to s, sums or norms, and the
+    ``wanted`` tensors among ``values``, None for what nothing depends on, by torch: ten to twenty
+    passes over memory."""
     with torch.inference_mode(False), torch.enable_grad():
         s, grad = formula.normal(s).detach().requires_grad_(), formula.normal(grad)
         values = {name: formula.normal(value) for name, value in values.items()}
-        out = stages.finish(descriptor, s, values, root=checks.follows_inner(descriptor, values))
+        root = checks.follows_inner(descriptor, values)
+        out = stages.finish(descriptor, s, values, root=root, of_norms=of_norms)
         if not out.requires_grad:
             return [None] * (1 + len(wanted))
         return list(torch.autograd.grad(out, [s, *wanted], grad, allow_unused=True))

@@ -24,7 +24,7 @@ from kernlib.lowering.steps import Lowered, Step
 THREADS = 256
 TILE, TILE_K = 64, 16  # queries, and features if doubled; points of a stage
 # Whose addresses the parameter struct starts with, and the numbers behind them.
-OPERANDS = ("x", "z", "weights", "coefficients", "out", "extremes")
+OPERANDS = ("x", "z", "weights", "coefficients", "out", "extremes", "scales")
 SCALARS = ("p", "inner_scale", "eps")
 MAX_PARTS = 32  # of the points, whose sums meet in a workspace
 PART_POINTS = 256  # the fewest of a part
@@ -91,6 +91,7 @@ class Problem(NamedTuple):
     accumulate: bool = False
     scalar_strides: tuple[int, int, int] = (0, 0, 0)
     extremes: int = 0  # batch stride of those of z
+    scales: Layout | None = None  # (batch, queries, points), if there are any
 
 
 class Variant(NamedTuple):
@@ -101,8 +102,9 @@ class Variant(NamedTuple):
     operation: str
     slope: str
     o_tile: int
-    access_w: str
+    access_w: str  # of the scales too
     access_z: str
+    scales: bool = False
 
 
 def slope_of(operator: str, stage: str, exponent: float | str | None, plain: bool) -> str:
@@ -149,8 +151,9 @@ def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
         problem.slope,
         o_tile,
         # Lines of points, which the kernel sums over as others over features.
-        access(problem.weights, problem.queries, problem.points, problem.dtype),
+        _access_of_pairs(problem),
         access(problem.z.transposed(), problem.features, problem.points, problem.dtype),
+        problem.scales is not None,
     )
     if parts > 1:
         problem = problem._replace(out=workspace(problem), accumulate=False)
@@ -158,6 +161,13 @@ def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
     fixed = fixed_parameters(problem, (tiles_q, tiles_k, tiles_o), parts, per_part, vectors)
     grid = (tiles_q * tiles_k, min(problem.batch * tiles_o * parts, MAX_BATCH_BLOCKS))
     return Lowered((step(spec(variant, arch), grid, fixed),), parts=parts, per_part=per_part)
+
+
+def _access_of_pairs(problem: Problem) -> str:
+    """That of the weights, and of the scales if there are any."""
+    operands = [t for t in (problem.weights, problem.scales) if t is not None]
+    found = {access(t, problem.queries, problem.points, problem.dtype) for t in operands}
+    return found.pop() if len(found) == 1 else "strided"
 
 
 def step(made: KernelSpec, grid: tuple[int, int], fixed: bytes) -> Step:
@@ -210,6 +220,7 @@ def spec(variant: Variant, arch: str) -> KernelSpec:
         )
     dtypes = "->".join(dict.fromkeys((variant.dtype, variant.out_dtype)))
     described = f"{variant.operation} {variant.slope} {dtypes} sets={variant.o_tile}"
+    described += " scales" * variant.scales
     made = KernelSpec(
         "pairwise",
         source(variant),
@@ -227,7 +238,8 @@ def shared_bytes(variant: Variant) -> int:
     accumulator = DTYPES[variant.dtype].sums.bytes
     operands = 1 + feature_tiles(variant.dtype, variant.o_tile)
     line = TILE * accumulator + 16
-    stage = operands * TILE_K * line + TILE_K * variant.o_tile * accumulator
+    copied = operands + variant.scales
+    stage = copied * TILE_K * line + TILE_K * variant.o_tile * accumulator
     sums = (variant.o_tile or 1) * (operands - 1) * TILE * TILE
     totals = 0 if variant.dtype == "float64" else sums * accumulator
     return 2 * stage + totals + operands * TILE * 4
@@ -243,6 +255,7 @@ using OutputT = {DTYPES[variant.out_dtype].cuda};
 
 constexpr int O_TILE = {variant.o_tile};
 constexpr int FEATURE_TILES = {feature_tiles(variant.dtype, variant.o_tile)};
+constexpr bool SCALES = {str(variant.scales).lower()};
 constexpr int UNROLL = {_unroll(variant)};
 constexpr int BLOCKS = {blocks(variant.dtype)};
 
@@ -262,13 +275,18 @@ def _unroll(variant: Variant) -> int:
 
 
 def variants(
-    operation: str, slope: str, arch: str, dtypes: tuple[str, ...], sets: tuple[int, ...] = O_TILES
+    operation: str,
+    slope: str,
+    arch: str,
+    dtypes: tuple[str, ...],
+    sets: tuple[int, ...] = O_TILES,
+    scales: bool = False,
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for a slope and inputs of ``dtypes``."""
     accesses = ("features", "points", "strided")
     tiles = sorted({_o_tile(count) for count in sets})
     made = {
-        spec(Variant(dtype, out, operation, slope, tile, w, z), arch)
+        spec(Variant(dtype, out, operation, slope, tile, w, z, scales), arch)
         for dtype in dtypes
         for out in outputs(dtype)
         for tile, w, z in product(tiles, accesses, accesses)
@@ -296,13 +314,14 @@ def fixed_parameters(
     of queries, features and sets."""
     layouts = (problem.x, problem.z, problem.weights, problem.coefficients)
     views = [x for v in layouts for x in (v.batch, v.rows, v.columns)]
-    out = problem.out
+    out, scales = problem.out, problem.scales or Layout(0, 0, 0)
     part = problem.batch * out.batch if parts > 1 else 0
     flags = (vectors, problem.accumulate, problem.times_p, problem.times_scale)
     return struct.pack(
-        "<3q12q5q3qd12i",
+        "<3q12q5q3q3qd12i",
         *problem.scalar_strides, *views,
         out.batch, out.coefficients, out.queries, out.features, part,
+        scales.batch, scales.rows, scales.columns,
         problem.extremes, problem.queries, problem.batch, problem.factor,
         problem.points, problem.features, problem.sets, *tiles, parts, per_part, *flags,
     )  # fmt: skip

@@ -265,7 +265,7 @@ def route_of(request: Request, wanted: tuple) -> Route | None:
     numbers = {k: t for k, t in request.hyperparameters.items() if k not in tensors}
     call = eager.Call(request.descriptor, 0, 0, numbers, tuple(tensors))
     needs = tuple(name in wanted for name in ("a", "b", *tensors))
-    route = routes.route_of(call, needs, (request.a, request.b, *tensors.values()))
+    route = routes.route_of(call, needs, (request.a, request.b, *tensors.values()), scaled=False)
     given = {name: request.hyperparameters[source] for name, source in route.given}
     known = route.plain or route.finish is not None
     return None if route.inner or not known or eager.by_formula(Sums(route.sums, given)) else route

@@ -134,13 +134,11 @@ def test_long_chains_are_left_to_torch(seed):
 
 def test_what_is_not_asked_for_is_not_computed(monkeypatch, seed):
     seen = []
-    real = weights.derivative
+    real = weights.of_norms
     monkeypatch.setattr(
-        weights,
-        "derivative",
-        lambda made, slope, *rest: seen.append(slope.by) or real(made, slope, *rest),
+        weights, "of_norms", lambda slope, *rest: seen.append(slope.by) or real(slope, *rest)
     )
-    for place, by in enumerate((["v"], ["v"], ["v", "exponent"], ["q"], ["bandwidth"], [])):
+    for place, by in enumerate((["v"], ["v"], ["v"], ["q"], ["bandwidth"], [])):
         values = {"p": 1.4, "q": 0.8, "bandwidth": 3.0, "regularization": 0.1}
         tensors = [points(M, K), points(N, K)]
         tensors += [torch.tensor(v, dtype=DOUBLE) for v in values.values()]

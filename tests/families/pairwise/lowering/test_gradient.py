@@ -110,7 +110,7 @@ def test_parts_hold_all_points_and_none_is_empty(points, lower):
 
 def test_partial_sums_go_to_a_workspace():
     made = direct.lower(problem(points=100000, sets=3, accumulate=True), HERE, COUNT)
-    fields = struct.unpack("<3q12q5q3qd12i", only(made).fixed)
+    fields = struct.unpack("<3q12q5q3q3qd12i", only(made).fixed)
     assert made.parts > 1
     assert fields[15:20] == (3 * 4000, 4000, 40, 1, 3 * 4000)
     assert fields[-3] == 0  # accumulate

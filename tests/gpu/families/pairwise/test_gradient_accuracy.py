@@ -10,6 +10,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import gradient_tensor as tensor
+from tests.families.pairwise import norms
 from tests.families.pairwise.derivatives import FUNCTIONS, SQUARES, compare
 from tests.gpu.families.pairwise.gradient_cases import by
 from tests.support import hostile
@@ -102,3 +103,13 @@ def test_many_rows_into_few_points(name, dtype, seed):
         weights = v.double().expand(20000, 3)
     terms = 2 * (weights * g.double()[:, None])[..., None] * difference
     hostile.check(found, terms.sum(0), terms.abs().sum(0), where=name, bars=hostile.GRADIENT)
+
+
+@pytest.mark.parametrize("kernel", (False, True), ids=("distance", "kernel"))
+@pytest.mark.parametrize("kind", ("equal", "near", "one feature"))
+@pytest.mark.parametrize("scale", (1e-30, 1e-3, 1e4, 1e30))
+@pytest.mark.parametrize("p", (0.7, 1.5, 3.0, 7.3, 20.0))
+def test_slopes_of_norms_at_any_magnitude(p, scale, kind, kernel):
+    sizes = (200, 333, 70) if kind == "equal" else (40, 33, 5)
+    bound = 3e-6 + 4e-7 * p  # a logarithm of 22 bits counts p - 1 times
+    norms.check_gradients(kind, p, scale, kernel, "cuda", sizes, bound)

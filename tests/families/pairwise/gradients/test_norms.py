@@ -1,0 +1,39 @@
+"""Derivatives of norms and bandwidths of any magnitude, against float64."""
+
+import pytest
+import torch
+
+import kernlib as kl
+from tests.families.pairwise import norms
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("kernel", (False, True), ids=("distance", "kernel"))
+@pytest.mark.parametrize("kind", ("", "equal", "near", "one feature"))
+@pytest.mark.parametrize("scale", norms.MAGNITUDES)
+@pytest.mark.parametrize("p", norms.EXPONENTS)
+def test_slopes_of_norms_at_any_magnitude(p, scale, kind, kernel):
+    norms.check_gradients(kind, p, scale, kernel)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("scale", norms.MAGNITUDES)
+@pytest.mark.parametrize("learned", (False, True))
+@pytest.mark.parametrize("p", norms.EXPONENTS)
+def test_gradients_of_slopes_and_of_a_learned_exponent_at_any_magnitude(p, learned, scale):
+    a, b = norms.points("", scale, m=6, n=5, k=4)
+    g, along = torch.randn(6, 5), torch.randn(6, 4)
+
+    def derivatives(function, dtype):
+        given = [t.to(dtype).requires_grad_() for t in (a, b, g, torch.tensor(p))]
+        x, z, weights, exponent = given
+        out = function(x, z, exponent if learned else p)
+        leaves = (x, exponent) if learned else (x,)
+        first = torch.autograd.grad(out, leaves, weights, create_graph=True)
+        given = given if learned else given[:3]
+        second = torch.autograd.grad((first[0] * along).sum(), given)
+        return (*first, *second)
+
+    wanted = derivatives(norms.norms, torch.float64)
+    for one, other in zip(derivatives(kl.cdist, torch.float32), wanted, strict=True):
+        assert (one.double() - other).abs().max() <= 1e-5 * max(1, p) * other.abs().max()
