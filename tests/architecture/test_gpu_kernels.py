@@ -49,5 +49,8 @@ def test_a_bundle_holds_what_fits(tmp_path, monkeypatch):
     for arch, spec in (ONE, TWO):
         assert held.get(layers.request_of(spec, arch).portable)
     held.close()
-    assert "2 of 2 kernels, 0 of them compiled" in gpu_kernels.build(tmp_path / "kernels")
-    assert gpu_kernels.build(tmp_path / "less", 1).startswith("0 of 2 kernels")
+    old = ("sm_80", ONE[1]._replace(source="#error of other headers"))
+    monkeypatch.setattr(gpu_kernels, "read", lambda: {"pairwise": [ONE, TWO, old]})
+    said = gpu_kernels.build(tmp_path / "kernels")
+    assert said.startswith("2 of 3 kernels, 0 of them compiled and 1 outdated")
+    assert gpu_kernels.build(tmp_path / "less", 1).startswith("0 of 3 kernels")

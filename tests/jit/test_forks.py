@@ -21,7 +21,11 @@ def slow_module(tmp_path, monkeypatch):
     monkeypatch.setattr(forks, "_test", (begun, go), raising=False)
     text = "from kernlib import forks\nforks._test[0].set()\n"
     text += f"assert forks._test[1].wait({LIMIT_S})\n"
-    texts = {"kernlib_slow/__init__": text, "kernlib_quick/__init__": "", "kernlib_quick/slow": text}
+    texts = {
+        "kernlib_slow/__init__": text,
+        "kernlib_quick/__init__": "",
+        "kernlib_quick/slow": text,
+    }
     for name, content in (texts | {"other_slow": text}).items():
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(exist_ok=True)

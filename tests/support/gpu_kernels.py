@@ -25,8 +25,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+from kernlib.errors import CompileError
 from kernlib.jit import bundle, compiler, layers, toolchain
 from kernlib.jit.entry import Entry, unpack
 from kernlib.jit.spec import KernelSpec
@@ -106,9 +108,12 @@ def _key(kernel: Kernel) -> bytes:
     return layers.request_of(spec, arch).portable
 
 
-def _compiled(kernel: Kernel) -> Entry:
+def _compiled(kernel: Kernel) -> Entry | None:
+    """None for a source that its headers no longer take."""
     arch, spec = kernel
-    return compiler.compile_spec(spec, arch)
+    with suppress(CompileError):
+        return compiler.compile_spec(spec, arch)
+    return None
 
 
 def _held(folder: Path) -> dict[bytes, Entry]:
@@ -132,10 +137,13 @@ def build(folder: Path, most_bytes: int = MOST_BYTES) -> str:
             entries[key] = entry
             room -= len(zlib.compress(entry.cubin))
     missing = sorted(kernels.keys() - entries.keys(), key=kernels.get)
-    compiled = 0
+    compiled = outdated = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         work = pool.map(_compiled, map(kernels.get, missing), chunksize=8)
         for key, entry in zip(missing, work, strict=True):
+            if entry is None:
+                outdated += 1
+                continue
             room -= len(zlib.compress(entry.cubin))
             if room < 0:
                 pool.shutdown(cancel_futures=True)
@@ -145,9 +153,9 @@ def build(folder: Path, most_bytes: int = MOST_BYTES) -> str:
     bundle.write(folder, entries)
     archive = Path(shutil.make_archive(str(folder), "xztar", folder.parent, folder.name))
     return (
-        f"{len(entries)} of {len(kernels)} kernels, {compiled} of them compiled by NVRTC "
-        f"{toolchain.nvrtc_version()} in {time.monotonic() - begun:.0f} s: {archive}, "
-        f"{archive.stat().st_size / 2**20:.1f} MiB"
+        f"{len(entries)} of {len(kernels)} kernels, {compiled} of them compiled and {outdated} "
+        f"outdated, by NVRTC {toolchain.nvrtc_version()} in {time.monotonic() - begun:.0f} s: "
+        f"{archive}, {archive.stat().st_size / 2**20:.1f} MiB"
     )
 
 
