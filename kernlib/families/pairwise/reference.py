@@ -7,6 +7,7 @@ import math
 import torch
 
 from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.cpu.products import product
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime import expressions
 
@@ -81,7 +82,7 @@ def sums(descriptor: Pairwise, a, b, p: float | None, scale: float | None) -> to
 
 def _block(descriptor: Pairwise, a, b, p: float | None, scale: float | None) -> torch.Tensor:
     if descriptor.operator == "dot" and isinstance(descriptor.inner, stages.Identity):
-        return a @ b.T
+        return product(a, b.T)
     v = _terms(descriptor, a[:, None], b[None])
     if isinstance(descriptor.inner, stages.Power) and math.isinf(p):
         return v.abs().amax(-1)

@@ -11,6 +11,7 @@ import math
 import torch
 
 from kernlib.families.pairwise import reference, stages
+from kernlib.families.pairwise.cpu import products
 from kernlib.families.pairwise.cpu.squares import Squares
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.precision import is_rounded_on_cpu
@@ -57,7 +58,11 @@ class _Dots:
         self.a, self.b = a, b.T
 
     def fill(self, out: torch.Tensor, rows: slice, columns: slice) -> None:
-        torch.mm(self.a[rows], self.b[:, columns], out=out)
+        a, b = self.a[rows], self.b[:, columns]
+        if a.shape[1] > products.LONGEST_SUM:
+            out.copy_(products.product(a, b))
+        else:
+            torch.mm(a, b, out=out)
 
 
 class _Formula:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.pairwise import rehearsal
+from kernlib.families.pairwise.cpu.products import product
 from kernlib.families.pairwise.descriptor import dot_product
 from kernlib.run import run_kernel
 from kernlib.runtime.precision import float32_precision
@@ -58,8 +59,8 @@ def multiplied(precision: str | None, left: torch.Tensor, right: torch.Tensor) -
     if is_torchs(precision, left, min(right.shape[-2:])):
         if not left.is_meta and torch.is_autocast_enabled(left.device.type):
             with torch.autocast(left.device.type, enabled=False):
-                return left @ right
-        return left @ right
+                return product(left, right)
+        return product(left, right)
     if not left.is_meta:
         return _in_parts(precision, left, right, parts_of(left, right))
     # A rehearsal, perhaps of several GPUs.

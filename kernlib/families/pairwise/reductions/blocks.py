@@ -18,6 +18,7 @@ from kernlib.runtime.dtypes import accumulator
 BLOCK_BYTES = 1 << 26
 CPU_BLOCK_BYTES = 1 << 24  # which stay in a core's cache between the block's two passes
 _ALIGNED = 8  # points of half types, of any number of features, behind which alignment is the same
+MOST_TERMS = 1 << 16  # of a row, from which on the CPU adds up the sums of 64 blocks and more
 MOST_ROWS = 4096  # of a block of many columns: enough for a product to be bound by arithmetic
 
 Block = tuple[slice, slice, slice]  # of the batch, of rows and of columns
@@ -122,29 +123,31 @@ def each(request: Request, shape: Shape, at_least: int = 1, whole_rows: bool = F
 def matmul(request: Request, shape: Shape) -> torch.Tensor:
     """``sum_n K[l,m,n] v[l,n,c]`` as (L, M, C) in the arithmetic's dtype."""
     wide, device = accumulator(request.a.dtype), request.a.device
-    out = torch.zeros(shape.batch, shape.m, shape.columns, dtype=wide, device=device)
+    size = (shape.batch, shape.m, shape.columns)
+    out = torch.zeros(size, dtype=_dtype_of_sums(request, shape), device=device)
     v = request.v if request.v.dim() == 3 else request.v[None]
     for block, values in each(request, shape):
         l, m, n = block
         right = points_of(v, l, n).to(wide)
         out[l, m] += multiplied(request.descriptor.precision, values, right)
-    return out
+    return out.to(wide)
 
 
 def total(request: Request, shape: Shape) -> torch.Tensor:
     """``sum_n K[l,m,n]`` as (L, M)."""
-    out = _filled(request, shape, 0.0)
+    out = _filled(request, shape, 0.0, _dtype_of_sums(request, shape))
     for block, values in each(request, shape):
         out[block[:2]] += values.sum(-1)
-    return out
+    return out.to(accumulator(request.a.dtype))
 
 
 def logsumexp(request: Request, shape: Shape) -> torch.Tensor:
     """``log sum_n exp(K[l,m,n])`` as (L, M), -inf for no n."""
-    out = _filled(request, shape, float("-inf"))
+    dtype = _dtype_of_sums(request, shape)
+    out = _filled(request, shape, float("-inf"), dtype)
     for block, values in each(request, shape):
-        out[block[:2]] = torch.logaddexp(out[block[:2]], values.logsumexp(-1))
-    return out
+        out[block[:2]] = torch.logaddexp(out[block[:2]], values.logsumexp(-1).to(dtype))
+    return out.to(accumulator(request.a.dtype))
 
 
 def minimum(request: Request, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,6 +228,13 @@ def _in_order(found: torch.Tensor, places: torch.Tensor, largest: bool):
     return found, places.gather(-1, order)
 
 
-def _filled(request: Request, shape: Shape, value: float) -> torch.Tensor:
-    wide, device = accumulator(request.a.dtype), request.a.device
+def _filled(request: Request, shape: Shape, value: float, dtype=None) -> torch.Tensor:
+    wide, device = dtype or accumulator(request.a.dtype), request.a.device
     return torch.full((shape.batch, shape.m), value, dtype=wide, device=device)
+
+
+def _dtype_of_sums(request: Request, shape: Shape) -> torch.dtype:
+    """In which the sums of blocks are added up: on the CPU, whose blocks are small, in float64
+    where there may be many."""
+    many = request.a.device.type == "cpu" and shape.n > MOST_TERMS
+    return torch.float64 if many else accumulator(request.a.dtype)
