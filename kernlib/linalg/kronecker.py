@@ -57,11 +57,11 @@ def kron_cholesky(
     factor of ``K1 ⊗ ... ⊗ KN``.
 
     ``factors``: positive definite (..., n_i, n_i), float32 or float64, one dtype, any strides; a
-    batch of each is its own. Nothing can tell from a matrix whether it was meant to be symmetric:
-    what is factored is ``(K_i + K_i^T) / 2``. A factor that is not positive definite makes NaN of
-    its ``L_i``, without a wait for the device; ``check_errors=True`` waits, and raises
-    torch.linalg.LinAlgError naming factor and batch entry. So it does for two negative definite
-    ones, whose product has a factorization, but not by factors.
+    batch of each is its own. Of them the lower triangle is read, as torch.linalg.cholesky has it,
+    and gradients are symmetric. A factor that is not positive definite makes NaN of its ``L_i``,
+    without a wait for the device; ``check_errors=True`` waits, and raises torch.linalg.LinAlgError
+    naming factor and batch entry. So it does for two negative definite ones, whose product has a
+    factorization, but not by factors.
 
     Gradients are recorded, and those of the gradients. Raises ValueError and TypeError that name
     the argument, RuntimeError inside transforms of torch.func. Van Loan, The ubiquitous Kronecker
@@ -130,10 +130,11 @@ def kron_solve(
     - ``noise``: 0 or greater, a number, or a tensor of shape () or of a batch.
     - Batches of all of them broadcast. float32 or float64, the same for all tensors.
 
-    Nothing can tell from a matrix whether it was meant to be symmetric: with ``cholesky`` and with
-    ``noise`` what is used is ``(K_i + K_i^T) / 2``. x is NaN where a factor could not be factored,
-    which ``check_errors=True`` waits for and raises as torch.linalg.LinAlgError, naming factor and
-    batch entry. With ``noise`` an eigenvalue of the sum that is exactly 0 is not looked for.
+    With ``cholesky`` and with ``noise`` the lower triangle of a factor is read, as torch reads that
+    of a symmetric matrix, and its gradient is symmetric. x is NaN where a factor could not be
+    factored, which ``check_errors=True`` waits for and raises as torch.linalg.LinAlgError, naming
+    factor and batch entry. With ``noise`` an eigenvalue of the sum that is exactly 0 is not looked
+    for.
 
     Gradients of all tensors are recorded, and those of the gradients; with ``noise`` they are
     further solutions in the same eigenbasis, which is all that is kept besides x and the factors.
@@ -296,7 +297,7 @@ def _unless_failed(task: str, found: list, failure: str, check_errors: bool) -> 
 
 
 def _cholesky(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    root, info = torch.linalg.cholesky_ex(_exact(symmetric(factor)))
+    root, info = torch.linalg.cholesky_ex(_exact(factor))
     return root.to(factor.dtype), infos.of_cholesky(info, root)
 
 

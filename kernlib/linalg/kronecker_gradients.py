@@ -20,9 +20,26 @@ from kernlib.runtime.precision import without_autocast
 NOT_CONVERGED = "its eigenvalues did not converge (info {info}), as with NaN in {what}"
 
 
+class LowerTriangle(Function):
+    """The symmetric matrices of which factors (..., N, N) hold the lower triangle, whatever is in
+    the other. Their gradient is symmetric, as those of torch.linalg.cholesky and eigh are: a step
+    along it leaves a symmetric factor symmetric."""
+
+    @staticmethod
+    def forward(ctx, factor):
+        return factor.tril() + factor.tril(-1).mT
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _symmetric(grad)
+
+
+def _symmetric(grad: torch.Tensor) -> torch.Tensor:
+    return (grad + grad.mT) / 2
+
+
 def symmetric(factor: torch.Tensor) -> torch.Tensor:
-    """So that gradients are symmetric too, and none of the two triangles is preferred."""
-    return (factor + factor.mT) / 2
+    return LowerTriangle.apply(factor)
 
 
 def outer(vectors) -> torch.Tensor:
@@ -193,7 +210,7 @@ def _second_derivatives(basis: Eigenbasis, of_noise, *rest) -> tuple[torch.Tenso
     *of_factors, weight, noise = rest
     values, vectors = basis
     pairs = zip(vectors, of_factors, strict=True)
-    turned = [_times(_times(v.mT, symmetric(g)), v) for v, g in pairs]
+    turned = [_times(_times(v.mT, _symmetric(g)), v) for v, g in pairs]
     diagonals = [t.diagonal(dim1=-2, dim2=-1) for t in turned]
     by_weight, by_noise, *by_value = _second(weight, noise, values, of_noise, diagonals)
     by_factor = []

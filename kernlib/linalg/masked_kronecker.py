@@ -93,8 +93,8 @@ def masked_kron_solve(
 ) -> CGResult:
     """Solve ``(P (K1 ⊗ ... ⊗ KN) P^T + noise I) x = b`` by :func:`conjugate_gradient`.
 
-    - ``factors``: (..., n_i, n_i) with a positive semidefinite product. Nothing can tell from a
-      matrix whether it was meant to be symmetric: what is used is ``(K_i + K_i^T) / 2``.
+    - ``factors``: (..., n_i, n_i) with a positive semidefinite product, of which the lower
+      triangle is read; their gradients are symmetric.
     - ``b``: (m,) or (..., m, C), m being the number of observed entries; (..., m) with the batch of
       the matrix is one vector. Each column of each entry of a batch has step sizes of its own.
     - ``index``: the entries of the grid that are observed, as ``rows`` of

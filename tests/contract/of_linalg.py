@@ -156,7 +156,7 @@ def _whole(f0, f1, noise=None, symmetric=False):
     if f0.shape[-1] != f0.shape[-2] or f1.shape[-1] != f1.shape[-2]:
         raise ValueError("not square")
     if noise is not None or symmetric:
-        f0, f1 = (f0 + f0.mT) / 2, (f1 + f1.mT) / 2
+        f0, f1 = (f.tril() + f.tril(-1).mT for f in (f0, f1))
     whole = (f0[..., :, None, :, None] * f1[..., None, :, None, :]).flatten(-4, -3).flatten(-2)
     if noise is None:
         return whole

@@ -13,6 +13,7 @@ from kernlib.linalg.kronecker import (
     kron_logdet,
     kron_solve,
 )
+from kernlib.linalg.masked_kronecker import masked_kron_solve
 from tests.linalg.cases import positive
 from tests.linalg.kronecker_cases import (
     WIDE,
@@ -140,14 +141,32 @@ def test_strided_and_shared_factors(seed):
     close(kron_solve([f, f], b, noise=0.1), dense_solution(whole, b))
 
 
-def test_what_is_used_of_a_matrix_is_its_symmetric_part(seed):
-    factors, b = square(((3, 2), ((), ()))), torch.randn(6, dtype=WIDE)
-    halves = [(f + f.mT) / 2 for f in factors]
-    for options in ({"noise": 0.5}, {"cholesky": True}):
-        close(kron_solve(factors, b, **options), kron_solve(halves, b, **options))
-    close(kron_logdet(factors, noise=2.0), kron_logdet(halves, noise=2.0))
-    close(kron_eigh(factors).eigenvalues(), kron_eigh(halves).eigenvalues())
-    close(kron_cholesky(factors)[0], torch.linalg.cholesky(halves[0]))
+@pytest.mark.parametrize("other", ["zeros", "nan", "anything"])
+def test_of_symmetric_factors_the_lower_triangle_is_read(other, seed):
+    """Values, gradients and second derivatives are those of the symmetric matrix, and symmetric."""
+    whole, b = spd(((3, 2), ((2,), ()))), torch.randn(6, dtype=WIDE)
+    fill = {"zeros": 0.0, "nan": math.nan, "anything": 7.0}[other]
+    halves = [torch.where(torch.ones_like(f).tril() > 0, f, fill) for f in whole]
+    index = torch.tensor([4, 0, 1])
+    for call in (
+        kron_cholesky,
+        lambda f: [kron_solve(f, b, cholesky=True)],
+        lambda f: [kron_solve(f, b, noise=0.5)],
+        lambda f: [kron_logdet(f, noise=0.5)],
+        lambda f: kron_eigh(f).values,
+        lambda f: [masked_kron_solve(f, b[index], index, noise=0.5, tol=1e-13).x],
+    ):
+        pairs = []
+        for factors in (whole, halves):
+            leaves = with_gradient(*factors)
+            results = call(leaves)
+            loss = sum((x.square() * torch.arange(1.0, 1 + x.shape[-1])).sum() for x in results)
+            grads = torch.autograd.grad(loss, leaves, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+            assert all(torch.allclose(g, g.mT) for g in (*grads, *second))
+            pairs.append((*results, *grads, *second))
+        for one, other in zip(*pairs, strict=True):
+            close(other, one, 1e-8)
 
 
 # Accuracy.
