@@ -1,11 +1,13 @@
 """linear_operator's Kronecker products by kernlib's, beside its own on CPU tensors."""
 
 import contextlib
+import importlib
+import importlib.util
 import subprocess
 import sys
 import threading
 from functools import reduce
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -42,9 +44,18 @@ def ops():
 
 
 @pytest.fixture
-def home(ops):
-    """The module whose functions are replaced."""
-    return sys.modules["linear_operator.operators.kronecker_product_linear_operator"]
+def home(monkeypatch):
+    """The module whose functions are replaced. Where linear_operator is not installed, another one
+    with two such functions, which say all that turning on and off needs."""
+    name = "linear_operator.operators.kronecker_product_linear_operator"
+    if importlib.util.find_spec("linear_operator") is None:
+        parents = ("linear_operator", "linear_operator.operators")
+        for each in (*parents, name):
+            monkeypatch.setitem(sys.modules, each, ModuleType(each))
+        sys.modules[parents[1]].DenseLinearOperator = type("DenseLinearOperator", (), {})
+        for function in ("_matmul", "_t_matmul"):
+            setattr(sys.modules[name], function, lambda linear_ops, kp_shape, rhs: None)
+    return importlib.import_module(name)
 
 
 def functions(home):
