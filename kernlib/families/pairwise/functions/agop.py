@@ -7,9 +7,9 @@ import torch
 from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager, routes
+from kernlib.families.pairwise.gradients import eager, norms, routes
 from kernlib.families.pairwise.gradients.eager import Block, Call
-from kernlib.families.pairwise.gradients.weights import by_sums
+from kernlib.families.pairwise.gradients.weights import by_norms, by_sums
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import check_kind, plain
@@ -52,25 +52,35 @@ def _sum_products(call: Call, total, x, z, coefficients, tensors: dict, centred:
 
 def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors: dict):
     """``d/dx_q sum_t c[o,t] K(x_q, z_t)`` of a block of queries: (L, O, Q, K) or (1, O, Q, K)."""
-    from kernlib.families.pairwise.gradients.points import pair_gradient
+    from kernlib.families.pairwise.gradients import points as pairs
 
     rows, points, c = block.of(x), block.entries(z), block.entries(coefficients)
     values = call.numbers | {name: block.entries(t) for name, t in tensors.items()}
     made = routes.sums_of(call.descriptor, values)
     shape = max(t.shape[0] for t in (rows, points, c)), c.shape[1], *rows.shape[1:]
+    scales = None
     if routes.is_plain(call.descriptor, values):
         sides = max(rows.shape[0], points.shape[0])
         weights = x.new_ones(()).expand(sides, rows.shape[1], points.shape[1])
+    elif x.device.type == "cpu" and norms.are_values(call.descriptor, values):
+        # On a GPU no kernel of tensor cores takes scales.
+        n = norms.of(made, rows, points)
+        weights = by_norms(call.descriptor, made, values, n)
+        if weights is not None:
+            weights, scales = norms.shared(made.p, weights, n)
     else:
         weights = by_sums(call.descriptor, made, values, rows, points)
     if weights is None or 0 in (*weights.shape, *shape):
         return x.new_zeros(shape)
-    if eager.by_formula(made):
+    if scales is None and eager.by_formula(made):
         each = [eager.points_gradient(made, rows, points, weights * one[:, None], True)
                 for one in c.unbind(1)]  # fmt: skip
         return torch.stack(each, 1)
     operator, inner = made.descriptor.operator, made.descriptor.inner
-    return pair_gradient(operator, inner, rows, points, weights, c, **made.given)
+    kind = pairs.Kind(operator, inner, True, False, scales is not None)
+    return pairs.execute(
+        kind, pairs.Operands(rows, points, weights, c, scales), None, False, made.given
+    )
 
 
 def agop(

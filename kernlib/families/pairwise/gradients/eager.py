@@ -253,7 +253,7 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
         unit = weights.unit_of(call.descriptor, values, wide)
     if unit is not None:
         x, z, values, unit = weights.in_unit(unit, x, z, values)
-    by = _at_once if route.light or grad.numel() <= _entries(route) else _by_blocks
+    by = _at_once if route.light or grad.numel() * route.parts <= BLOCK_ENTRIES else _by_blocks
     found = by(Backward(route, values), x, z, grad)
     if unit is not None:
         found = {n: v / unit if n in ("a", "b") else v for n, v in found.items()}
@@ -261,11 +261,6 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
         found["regularization"] = grad.diagonal(call.diagonal, -2, -1).sum(-1, dtype=wide)
     made = zip(("a", "b", *call.names), saved, needs, strict=True)
     return [_fitted(found.get(name), leaf) if need else None for name, leaf, need in made]
-
-
-def _entries(route: Route) -> int:
-    """Of a block: half of them where norms lie beside the weights."""
-    return BLOCK_ENTRIES // 2 if route.of_norms else BLOCK_ENTRIES
 
 
 def _ready(x: torch.Tensor, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
@@ -296,7 +291,8 @@ def _by_blocks(shared: Backward, x, z, grad) -> dict:
     shared = shared._replace(route=routes.of_rows(*shared))
     totals = {name: x.new_zeros(grad.shape[0]) for name in shared.route.wanted}
     totals |= {"a": torch.zeros_like(x), "b": torch.zeros_like(z)}
-    for block in blocks(grad.shape[0], x.shape[1], z.shape[1], _entries(shared.route)):
+    most = BLOCK_ENTRIES // shared.route.parts
+    for block in blocks(grad.shape[0], x.shape[1], z.shape[1], most):
         given = block.of(grad)
         if shared.route.mirrored:
             given = given.to(x.dtype) + block.entries(grad)[:, :, block.rows].mT
@@ -316,24 +312,19 @@ def _contributions(shared: Backward, x, z, grad) -> dict[str, torch.Tensor]:
     for name, source in route.given:  # a comprehension would be a call
         made.given[name] = values[source]
     second = None if route.descriptor.symmetric else z
-    if route.of_norms:
-        return _of_norms(shared, made, x, z, grad)
-    if route.plain:
+    scales = None
+    if route.norm is not None:
+        given, scales, found = _through_norms(shared, made, x, z, second, grad)
+    elif route.plain:
         given, found = grad.to(x.dtype), {}
     else:
         through = _by_torch if route.finish is None else _through_finish
         given, found = through(shared, made, x, second, grad)
-    if route.inner and given is not None:
+    if route.inner and given is not None and route.norm is None:
         for name, value in _through_inner(route, made, x, z, given).items():
             found[name] = found[name] + value if name in found else value
     if route.mirrored:
         found = {name: value / 2 for name, value in found.items()}
-    return found | _of_points(route, made, x, z, given)
-
-
-def _of_points(route: Route, made: Sums, x, z, given, scales=None) -> dict[str, torch.Tensor]:
-    """What points receive from weights ``given``, if there are any."""
-    found = {}
     if given is not None and route.points[0]:
         found["a"] = points_gradient(made, x, z, given, True, scales)
     if given is not None and route.points[1]:
@@ -342,11 +333,11 @@ def _of_points(route: Route, made: Sums, x, z, given, scales=None) -> dict[str, 
     return found
 
 
-def _of_norms(shared: Backward, made: Sums, x, z, grad) -> dict[str, torch.Tensor]:
-    """:func:`_contributions` of a call whose values are made of norms."""
+def _through_norms(shared: Backward, made: Sums, x, z, second, grad) -> tuple:
+    """Weights and scales of pair gradients, None where a gradient of 0 or none is asked for, and
+    what hyperparameters receive."""
     route, values = shared
-    second = None if route.descriptor.symmetric else z
-    n = norms.of(made, x, second)
+    n = calls.execute(route.norm, x, second, None, False, 0, 0, made.given)
     given, found = grad.to(x.dtype), {}
     if route.finish is None:
         given, found = _finish_by_torch(shared, n, grad)
@@ -356,14 +347,12 @@ def _of_norms(shared: Backward, made: Sums, x, z, grad) -> dict[str, torch.Tenso
             given = (weights.of_norms(route.weight, values, n) * grad).view(grad.shape)
         for name, slope in route.slopes:
             found[name] = weights.contracted(weights.of_norms(slope, values, n), grad)
-    if given is None:
-        return found
-    if route.inner:
+    if route.inner and given is not None:
         sides = (batched(t) for t in (x, z, n, given))
         found[route.inner[0]] = norms.by_exponent(made, *sides)
-    if route.mirrored:
-        found = {name: value / 2 for name, value in found.items()}
-    return found | _of_points(route, made, x, z, *norms.shared(made.p, given, n))
+    if given is None or True not in route.points:
+        return None, None, found
+    return *norms.shared(made.given["p"], given, n), found
 
 
 def _through_finish(shared: Backward, made: Sums, x, second, grad) -> tuple:
@@ -397,7 +386,12 @@ def _finish_by_torch(shared: Backward, s: torch.Tensor, grad) -> tuple:
     grad3 = batched(grad).to(s.dtype)
     s = s.expand(grad3.shape)
     given, *found = weights.by_torch(
-        route.descriptor, s, values | leaves, grad3, [*leaves.values()], route.of_norms
+        route.descriptor,
+        s,
+        values | leaves,
+        grad3,
+        [*leaves.values()],
+        route.norm is not None,
     )
     pairs = zip(leaves, found, strict=True)
     return given.view(grad.shape), {name: g for name, g in pairs if g is not None}

@@ -6,6 +6,8 @@ count.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from kernlib.families.pairwise import checks, stages
@@ -13,7 +15,7 @@ from kernlib.families.pairwise import stages_reference as formulas
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula
 from kernlib.families.pairwise.gradients.formula import Sums
-from kernlib.families.pairwise.matrix import matrix
+from kernlib.families.pairwise.matrix import calls, matrix
 
 _PLAIN = (0.0, 1.0, 2.0, float("inf"))  # exponents whose norms take no power but a square
 
@@ -29,7 +31,13 @@ def are_values(descriptor: Pairwise, values: dict) -> bool:
 
 def of(made: Sums, x, z) -> torch.Tensor:
     """The norms whose powers the sums ``made`` add up, without a record; ``z`` is None for x."""
-    return matrix(made.descriptor.replace(outer=stages.Root()), x, z, **made.given)
+    return calls.execute(root_of(made.descriptor), x, z, None, False, 0, 0, made.given)
+
+
+@lru_cache(maxsize=1024)
+def root_of(sums: Pairwise) -> Pairwise:
+    """Norms alone, of sums of powers alone."""
+    return sums.replace(outer=stages.Root())
 
 
 def shared(p: float | torch.Tensor, weights: torch.Tensor, n: torch.Tensor) -> tuple:

@@ -44,7 +44,8 @@ class Route(NamedTuple):
     finish: Finish | None  # what follows the sums; None if torch computes its derivatives
     weight: Slope | None  # its derivative by the sums; None if that is 0, or nobody needs it
     slopes: tuple[tuple[str, Slope], ...]  # those by wanted hyperparameters, unless they are 0
-    of_norms: bool  # finish, weight and slopes are those of norms, by which points are scaled
+    norm: Pairwise | None  # whose finish, weight and slopes these are, in place of the sums'
+    parts: int  # matrices side by side
 
 
 _routes = PlanCache()
@@ -72,7 +73,7 @@ def of_rows(route: Route, values: dict) -> Route:
     if not route.descriptor.symmetric:
         return route
     descriptor = route.descriptor.replace(symmetric=False)
-    made = _made(descriptor, values, *route[1:4], route.of_norms)
+    made = _made(descriptor, values, *route[1:4], route.norm is not None)
     return made._replace(mirrored=route.mirrored)
 
 
@@ -108,7 +109,9 @@ def _made(
         # Without weights of its own, and with none that products would pack.
         light=plain and not wanted and not made.linear,
         mirrored=descriptor.symmetric and points[0],
-        finish=finish, weight=weight, slopes=slopes, of_norms=of_norms,
+        finish=finish, weight=weight, slopes=slopes,
+        norm=norms.root_of(made.descriptor) if of_norms else None,
+        parts=2 if of_norms else 1,
     )  # fmt: skip
 
 

@@ -219,11 +219,25 @@ def by_sums(
     if has_kernels(finish):
         slope = slope_of(made.descriptor, finish, VALUE, a.dtype)
         return None if slope is None else derivative(made, slope, values, a, b)
-    s = matrix(made.descriptor, a, b, **made.given)
+    return _by_torch(descriptor, matrix(made.descriptor, a, b, **made.given), values)
+
+
+def by_norms(
+    descriptor: Pairwise, made: Sums, values: dict, n: torch.Tensor
+) -> torch.Tensor | None:
+    """The same of what follows norms, by those."""
+    finish = finish_of(descriptor, values, True)
+    if has_kernels(finish):
+        slope = slope_of(made.descriptor, finish, VALUE, n.dtype)
+        return None if slope is None else of_norms(slope, values, n)
+    return _by_torch(descriptor, n, values, True)
+
+
+def _by_torch(descriptor: Pairwise, s: torch.Tensor, values: dict, of_norms: bool = False):
     counts = [v.shape[0] for v in values.values() if isinstance(v, torch.Tensor) and v.dim()]
     if s.dim() == 3:  # else the weights of its entries would be added up
         s = s.expand(max(s.shape[0], *counts, 1), -1, -1)
-    return by_torch(descriptor, s, values, torch.ones_like(s), [])[0]
+    return by_torch(descriptor, s, values, torch.ones_like(s), [], of_norms)[0]
 
 
 def contracted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
