@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -423,6 +424,23 @@ def test_kernels_that_are_not_kept(run, compiles, monkeypatch):
     result = run("compile", "gaussian", *CALL)
     plain(result, 1, "1 kernel could not be kept in", "kernlib doctor")
     assert "1 compiled, 0 found" in result.stdout
+
+
+def test_kernels_that_later_ones_have_driven_out_are_not_kept(run, compiles, monkeypatch):
+    """Which the store has said it keeps."""
+    store, lock = type(service.layers().store), threading.Lock()
+    put = store.put
+
+    def put_alone(self, key, value):
+        with lock:
+            self.clear()
+            return put(self, key, value)
+
+    monkeypatch.setattr(store, "put", put_alone)
+    result = run("compile", "gaussian", *CALL, "--arch", "sm_80", "--arch", "sm_90a", "--json")
+    facts = json.loads(result.stdout)
+    assert facts["kept"] == 1 < facts["compiled"] == len(compiles)
+    plain(result, 1, f"{len(compiles) - 1} kernels could not be kept in")
 
 
 def test_a_kernel_found_under_another_description(run, compiles, monkeypatch):

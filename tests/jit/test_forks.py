@@ -15,18 +15,14 @@ from tests.support.paths import ROOT
 
 @pytest.fixture
 def slow_module(tmp_path, monkeypatch):
-    """Modules ``kernlib_slow``, ``kernlib_quick.slow`` and ``other_slow``, whose imports take until a
-    test lets them."""
+    """Modules ``kernlib_slow``, ``kernlib_quick.slow`` and ``other_slow``, whose imports take until
+    a test lets them."""
     begun, go = threading.Event(), threading.Event()
     monkeypatch.setattr(forks, "_test", (begun, go), raising=False)
     text = "from kernlib import forks\nforks._test[0].set()\n"
     text += f"assert forks._test[1].wait({LIMIT_S})\n"
-    texts = {
-        "kernlib_slow/__init__": text,
-        "kernlib_quick/__init__": "",
-        "kernlib_quick/slow": text,
-    }
-    for name, content in (texts | {"other_slow": text}).items():
+    slow = ("kernlib_slow/__init__", "kernlib_quick/slow", "other_slow")
+    for name, content in {"kernlib_quick/__init__": "", **dict.fromkeys(slow, text)}.items():
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)

@@ -8,7 +8,8 @@ from kernlib import events
 from kernlib.families.kronecker_product import ahead, plans
 from kernlib.families.kronecker_product.lowering import by_torch
 from kernlib.jit import tuning
-from tests.families.kronecker_product.cases import assert_near, product
+from kernlib.runtime import products
+from tests.families.kronecker_product.cases import assert_near, by_modes, product
 from tests.families.kronecker_product.emulated import kinds, operands
 from tests.support import fakes
 from tests.support.emulation.gpus import gpu, host
@@ -209,6 +210,21 @@ def test_a_gradient_by_x_may_be_torchs(gpus, seed):
     (found,) = torch.autograd.grad(y, x, grad)
     wanted = grad @ host(factor).mT
     assert (host(found) - wanted).norm() <= 1e-13 * wanted.norm() and not gpus.loads
+
+
+def test_a_tensor_that_is_two_factors_counts_once_as_each(gpus, monkeypatch, seed):
+    """Also where its gradient is recorded. Plain CPU tensors are taken for those of a GPU, so that
+    autograd hands on what it has."""
+    monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
+    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
+    x, factor, _ = (t.requires_grad_() for t in operands(((104, 59),) * 2, ROWS, "right", F32))
+    y = kl.kron_matmul(x, (factor, factor))
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, factor), grad, create_graph=True)
+    assert not gpus.loads and type(y.grad_fn).__name__ == "_ProductBackward"
+    wanted = torch.autograd.grad(by_modes(x, (factor, factor)), (x, factor), grad.double())
+    for one, other in zip(found, wanted, strict=True):
+        assert_near(one.detach(), other, 4e-6)
 
 
 def test_a_recorded_result_may_be_written_in_place(gpus, seed):

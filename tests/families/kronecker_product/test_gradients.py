@@ -206,20 +206,6 @@ def test_what_needs_no_gradient_gets_none(place, seed):
     assert [t.grad is not None for t in tensors] == [index == place for index in range(3)]
 
 
-@SIDE
-def test_a_tensor_that_is_several_factors_counts_once_as_each(side, seed):
-    x, (factor, _) = operands(((2, 3), (2, 3)), 4, side, grad=True)
-    found, wanted = [], []
-    for y, made in (
-        (kl.kron_matmul(x, (factor, factor), side=side), found),
-        (product(x, (factor, factor), side), wanted),
-    ):
-        slopes = torch.autograd.grad(y.square().sum(), (x, factor), create_graph=True)
-        made += slopes
-        made += torch.autograd.grad(sum(t.square().sum() for t in slopes), (x, factor))
-    torch.testing.assert_close(found, wanted)
-
-
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("shapes", [((20, 20), (20, 20)), ((20, 3),), SHAPES], ids=str)
 def test_an_operand_changed_before_the_backward_is_noticed_or_was_copied(shapes, place, seed):

@@ -235,7 +235,7 @@ def test_a_gradient_of_a_gradient_is_recorded_only_where_it_is_asked_for():
 
 @pytest.mark.parametrize("needed", [(False, True, False), (True, True, False)], ids=str)
 def test_second_derivatives_by_way_of_one_operand_of_a_weights_gradient(needed):
-    """By way of the gradient alone, where x requires none, or of x alone, where that is constant."""
+    """By way of the gradient alone, where x requires none, or of x, where that is constant."""
     tensors = operands(grad=needed)
     place = 0 if needed[0] else 1
     found, wanted = [], []
