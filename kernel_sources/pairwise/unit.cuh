@@ -1,6 +1,7 @@
 // Powers by logarithms are taken of differences in a unit near the largest ones of a tile: their
 // relative error is about 6e-8 of the power's logarithm, 5e-6 for data of magnitude 1e20. The unit
-// is a power of two, which changes no digit.
+// is a power of two, which changes no digit. It comes from a sample: pairs that are too far from it
+// are computed anew, in a unit of their own (mend.cuh).
 #pragma once
 
 #include "common/types.cuh"
@@ -9,12 +10,31 @@
 
 constexpr bool SCALED = Inner::BY_LOGARITHM && sizeof(AccT) == 4;
 
-// The reciprocal of the unit for |v| with these bits. 1 for exponents that a p on the device may
-// have and that take no logarithm.
+#ifdef BY_NORM
+constexpr bool ROOTED = true;
+#else
+constexpr bool ROOTED = false;
+#endif
+
+// Of the logarithm of a unit's power: so its root, which Rescale multiplies by, is a normal number.
+constexpr float MOST_POWER = 252.0f;
+
+// Whether a p on the device is one whose powers take no logarithm.
+__device__ __forceinline__ bool is_plain(float p) {
+    return p == 0.0f || p == 1.0f || p == 2.0f || p == infinity(p);
+}
+
+// 2^-exponent, the reciprocal of a unit whose power has a logarithm of `most` at most. A root takes
+// the unit out of its sum, and leaves no power of it.
+__device__ __forceinline__ float reciprocal_unit(int exponent, float p, float most) {
+    int reach = ROOTED ? 126 : int(fminf(most / fabsf(p), 126.0f));
+    return __int_as_float((127 - min(max(exponent, -reach), reach)) << 23);
+}
+
+// The reciprocal of the unit for |v| with these bits.
 __device__ __forceinline__ float unit_of(u32 largest, float p) {
-    bool plain = p == 0.0f || p == 1.0f || p == 2.0f || p == infinity(p) || largest == 0;
-    int exponent = min(max(int(largest >> 23), 1), 253);
-    return plain ? 1.0f : __int_as_float((254 - exponent) << 23);
+    if (is_plain(p) || largest == 0) return 1.0f;
+    return reciprocal_unit(int(largest >> 23) - 127, p, MOST_POWER);
 }
 
 // A size in the bits of a float, which compare as it does; 0 for what is not finite.
@@ -60,17 +80,19 @@ __device__ __forceinline__ float sample_unit(u32* shared, const Points& a, const
 }
 
 // What turns a sum in a tile's unit into what Finish takes: of norms the sum as it is, and the unit
-// beside it, else the sum times a power of the unit, in two steps that do not overflow.
+// beside it, else the sum times a power of the unit, in two steps that do not overflow. A sum s < 0
+// says that -s is that already (mend.cuh).
 struct Rescale {
     AccT unit = AccT(1), half = AccT(1);
 
     __device__ __forceinline__ explicit Rescale(const InnerNumbers<AccT>& numbers) {
         if constexpr (SCALED) {
             unit = 1.0f / numbers.unit;
-#ifndef BY_NORM
-            half = root_of_power(float(unit), float(numbers.p));
-#endif
+            if (!ROOTED && unit != 1.0f) half = root_of_power(float(unit), float(numbers.p));
         }
     }
-    __device__ __forceinline__ AccT operator()(AccT s) const { return s * half * half; }
+    __device__ __forceinline__ AccT operator()(AccT s) const {
+        if constexpr (SCALED && !ROOTED) return s < AccT(0) ? -s : s * half * half;
+        else return s;
+    }
 };

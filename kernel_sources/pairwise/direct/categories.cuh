@@ -104,18 +104,31 @@ __device__ __forceinline__ void gather(AccT (&added)[PER_SIDE][CHUNK], const int
     }
 }
 
-// Adds what the tables have for the thread's own sums, which it takes out of the tile's unit: that
-// is 1 from here on. `memory` is where the stages were, of which the first barrier waits for the
-// last reader, or behind the sums.
+// Takes the thread's own sums out of the tile's unit.
+__device__ __forceinline__ void leave_unit(AccT* total, const Place& place, const Points& a,
+                                           const Points& b, const Numbers& numbers) {
+    Rescale rescale(numbers);
+    Range range(numbers.p, a.features);
+#pragma unroll 1
+    for (int index = 0; index < PER_SIDE * CHUNKS; ++index) {
+        int at = place.sums(index / CHUNKS, index % CHUNKS);
+        auto value = load_vector<AccT, CHUNK>(total + at);
+        mend_sums(value, at / LINE, at % LINE, a, b, range, numbers.p);
+#pragma unroll
+        for (int e = 0; e < CHUNK; ++e) value.element[e] = rescale(value.element[e]);
+        store_vector(total + at, value);
+    }
+}
+
+// Adds what the tables have for the thread's own sums. `memory` is where the stages were, of which
+// the first barrier waits for the last reader, or behind the sums.
 __device__ __forceinline__ void add_categories(AccT* total, AccT* memory, const Launch& launch,
-                                               const Place& place, Numbers& numbers, i64 m0, i64 n0,
-                                               int rows, int columns, i64 l) {
+                                               const Place& place, i64 m0, i64 n0, int rows,
+                                               int columns, i64 l) {
     const Categories& categories = launch.categories;
     const View &a_view = categories.a_view, &b_view = categories.b_view;
     const AccT* tables = launch.tables + l * categories.table_batch;
     Group& shared = *reinterpret_cast<Group*>(memory);
-    Rescale rescale(numbers);
-    numbers.unit = AccT(1);
     int passed = 0;
 #pragma unroll 1
     for (int group = 0; group < CATEGORIES; group += GROUP) {
@@ -158,10 +171,7 @@ __device__ __forceinline__ void add_categories(AccT* total, AccT* memory, const 
                 AccT* address = total + place.sums(i, c);
                 auto value = load_vector<AccT, CHUNK>(address);
 #pragma unroll
-                for (int e = 0; e < CHUNK; ++e) {
-                    AccT sum = value.element[e];
-                    value.element[e] = (group == 0 ? rescale(sum) : sum) + added[i][e];
-                }
+                for (int e = 0; e < CHUNK; ++e) value.element[e] += added[i][e];
                 store_vector(address, value);
             }
         }

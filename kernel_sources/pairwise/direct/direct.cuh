@@ -9,7 +9,7 @@
 //   OPERATION, INNER         Difference, SwappedDifference or Dot; a struct of terms.cuh
 //   ACCESS_A, ACCESS_B       a value of Access (operand.cuh)
 //   Finish                   Outer and Epilogue of one sum; its constructor reads hyperparameters
-//   BY_NORM                  if defined: sums are those of norms, of which norm.cuh mends some
+//   BY_NORM                  if defined: sums are those of norms (mend.cuh)
 //   GATED                    if defined: the count above which, at Launch::gate, there is anything
 //                            to do (split/split.cuh); CTAs then walk over the tiles
 //   CATEGORIES               if defined: the count of categorical features, whose tables add to the
@@ -22,10 +22,8 @@
 using Inner = INNER;
 using Term = OPERATION<Inner>;
 
+#include "pairwise/mend.cuh"
 #include "pairwise/tile.cuh"
-#ifdef BY_NORM
-#include "pairwise/norm.cuh"
-#endif
 
 constexpr int RASTER_ROWS = 16;  // tile rows walked together, so that both operands stay in L2
 
@@ -59,9 +57,7 @@ __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters
                                        const Place& place, const Points& a, const Points& b,
                                        const Numbers& numbers, i64 m0, i64 n0, i64 l) {
     Rescale rescale(numbers);
-#ifdef BY_NORM
     Range range(numbers.p, a.features);
-#endif
     AccT regularization = ReadScalar{parameters, l}(REGULARIZATION);
     // n - m - diagonal of the tile's first entry, far outside the tile cut to an int's range.
     i64 offset = max(min(n0 - m0 - parameters.diagonal, i64(TILE)), i64(-2 * TILE));
@@ -71,12 +67,16 @@ __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters
         int place_in_sums = place.sums(i, c);
         auto value = load_vector<AccT, CHUNK>(total + place_in_sums);
         int row = place_in_sums / LINE, column = place_in_sums % LINE;
-#ifdef BY_NORM
-        mend_norms(value, row, column, a, b, range, numbers.p);
+#ifndef CATEGORIES
+        mend_sums(value, row, column, a, b, range, numbers.p);
 #endif
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
+#ifdef CATEGORIES  // which add to sums that have left their unit
+            AccT result = f(value.element[e]);
+#else
             AccT result = f(rescale(value.element[e]), rescale.unit);
+#endif
             if (column + e - row + int(offset) == 0) result += regularization;
             value.element[e] = result;
         }
@@ -159,8 +159,9 @@ __device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT*
         Numbers numbers = {read(INNER_P), read(INNER_SCALE)};
         sum_tile(total, stages, a, b, place, numbers);
 #ifdef CATEGORIES
-        add_categories(total, LONG_K ? stages : total + TILE * LINE, *launch, place, numbers, m0,
-                       n0, rows, columns, l);
+        if (SCALED) leave_unit(total, place, a, b, numbers);
+        add_categories(total, LONG_K ? stages : total + TILE * LINE, *launch, place, m0, n0, rows,
+                       columns, l);
 #endif
         finish(total, parameters, Finish(ReadScalar{parameters, l}), place, a, b, numbers, m0, n0,
                l);

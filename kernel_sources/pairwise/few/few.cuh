@@ -16,10 +16,7 @@
 using Inner = INNER;
 using Term = OPERATION<Inner>;
 
-#include "pairwise/unit.cuh"
-#ifdef BY_NORM
-#include "pairwise/norm.cuh"
-#endif
+#include "pairwise/mend.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int SIDE = 4, PAIRS = SIDE * SIDE;  // of a patch
@@ -211,7 +208,7 @@ __device__ __forceinline__ void finish_pair(const AccT* sums, const u32* sampled
     Patch patch(parameters, place);
     int row = patch.m + pair / SIDE, column = patch.n + pair % SIDE;
     bool exists = place < WARPS >> bits && patch.exists && row < a.count && column < b.count;
-    Vector<AccT, 1> sum = {AccT(1)};  // which norm.cuh leaves alone
+    Vector<AccT, 1> sum = {AccT(1)};  // which mend.cuh leaves alone
     if (exists) {
         const AccT* from = sums + (place << bits) * PAIRS + pair;
         sum.element[0] = *from;
@@ -228,10 +225,8 @@ __device__ __forceinline__ void finish_pair(const AccT* sums, const u32* sampled
         }
     }
     Rescale rescale(numbers);
-#ifdef BY_NORM
     Range range(numbers.p, a.features);
-    mend_norms(sum, exists ? row : a.count, column, a, b, range, numbers.p);
-#endif
+    mend_sums(sum, exists ? row : a.count, column, a, b, range, numbers.p);
     if (!exists || (SYMMETRIC && column < row)) return;
     ReadScalar read{parameters, l};
     AccT result = Finish(read)(rescale(sum.element[0]), rescale.unit);

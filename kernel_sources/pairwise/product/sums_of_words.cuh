@@ -2,6 +2,11 @@
 // cancellation are computed again, directly, by a warp.
 #pragma once
 
+#include "pairwise/terms.cuh"
+
+using Inner = INNER;
+using Term = OPERATION<Inner>;
+
 #include "pairwise/product/tile_of_words.cuh"
 
 struct Rows {

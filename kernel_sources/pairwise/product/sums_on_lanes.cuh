@@ -1,21 +1,25 @@
 // Sums of a tile's pairs on the lanes, for few features: each thread has its two rows in registers
 // and reads two neighbouring points at a time, which lie in lines (product/pack.cuh). 2 issue slots
-// a feature for differences; exact, so that no pair is doubtful.
+// a feature for differences; exact, so that no pair is doubtful. Under a root 2 more a pair, and
+// what is out of range is computed anew (mend.cuh).
 #pragma once
 
 #include "pairwise/product/values.cuh"
 #include "pairwise/terms.cuh"
 
-using Term = OPERATION<INNER>;
+using Inner = INNER;
+using Term = OPERATION<Inner>;
+
+#include "pairwise/mend.cuh"
 
 constexpr int POINT_BYTES = FEATURES * LINE_BYTES, A_BYTES = 0;
 
 struct Rows {
-    i64 m[2];
+    i64 l, m[2];
     AccT points[2][FEATURES];
 
     __device__ __forceinline__ Rows(const ProductLaunch& launch, i64 l, i64 first)
-        : m{first, first + 8} {
+        : l(l), m{first, first + 8} {
         const Parameters& p = launch.parameters;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -28,9 +32,32 @@ struct Rows {
     }
 };
 
+// What is odd among the sums of pairs that exist, anew.
+__device__ __forceinline__ void mend_sums(float (&sums)[VALUES], const Rows& rows,
+                                          const Parameters& p, const Tile& tile) {
+    Range range(2.0f, FEATURES);
+    u32 flags = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) flags |= u32(range.excludes(sums[i])) << i;
+#pragma unroll 1
+    while (flags) {
+        int bit = __ffs(flags) - 1, column = column_of(bit);
+        flags &= flags - 1;
+        i64 m = row_of(bit) ? rows.m[1] : rows.m[0];
+        if (column >= tile.columns || m >= p.m) continue;
+        const InputT* a = p.a + rows.l * p.a_view.batch_stride + m * p.a_view.row_stride;
+        const InputT* b =
+            p.b + rows.l * p.b_view.batch_stride + (tile.n0 + column) * p.b_view.row_stride;
+        float sum = 0.0f - sum_of_pair(a, b, p.a_view.column_stride, p.b_view.column_stride,
+                                       FEATURES, 0, 1, 2.0f);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) sums[i] = i == bit ? sum : sums[i];
+    }
+}
+
 __device__ __forceinline__ void sum_tile(float (&sums)[VALUES], const Rows& rows,
                                          const unsigned char*, const unsigned char* stage,
-                                         const Parameters&, const Tile&) {
+                                         const Parameters& parameters, const Tile& tile) {
     const float* lines = reinterpret_cast<const float*>(stage);
 #pragma unroll
     for (int i = 0; i < VALUES; i += 4) {
@@ -45,4 +72,5 @@ __device__ __forceinline__ void sum_tile(float (&sums)[VALUES], const Rows& rows
                     Term::add(sums[i + e], rows.points[e / 2][k], points.element[e % 2], {});
         }
     }
+    if (ROOTED) mend_sums(sums, rows, parameters, tile);
 }

@@ -25,9 +25,7 @@
 using Inner = INNER;
 using Term = OPERATION<Inner>;
 using Reducer = REDUCER;
-#ifdef BY_NORM
-#include "pairwise/norm.cuh"
-#endif
+#include "pairwise/mend.cuh"
 
 // What a kernel is launched with.
 struct Launch {

@@ -15,6 +15,9 @@ constexpr int THREADS = 256;
 #include "pairwise/reduce/stage.cuh"
 
 constexpr int RUN = 64 * PARTNERS;  // of a stage's points, between which reducers settle
+// Points of a thread whose sums are there before the values of any, where some may be computed anew:
+// so they do not wait for each other behind the question. Many columns leave no registers for that.
+constexpr int TOGETHER = MENDED && Reducer::COLUMNS <= 4 ? UNROLL : 1;
 
 __shared__ Stage stage;
 __shared__ u32 word;
@@ -47,6 +50,48 @@ __device__ __forceinline__ void meet(Reducer& reducer) {
     }
 }
 
+// What a block's threads share of a stage's points with their rows.
+struct Pairs {
+    const Parameters& parameters;
+    const Finish& finish;
+    const InnerNumbers<AccT>& numbers;
+    const Rows& rows;
+    Rescale rescale;
+    Range range;
+    i64 l, m0, n0;
+    AccT regularization;
+    int base;
+    int places[ROWS];
+
+    // Adds the COUNT points from n on that are this thread's.
+    template <int COUNT>
+    __device__ __forceinline__ void add(Reducer (&reducers)[ROWS], int n) const {
+        AccT line[COUNT][LINE], sums[COUNT][ROWS];
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            stage.read(line[e], n + e * PARTNERS);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                sums[e][i] = AccT(0);
+#pragma unroll
+                for (int k = 0; k < K; ++k)
+                    sums[e][i] = Term::add(sums[e][i], rows[i][k], line[e][k], numbers);
+            }
+        }
+        mend_sums(sums, parameters, l, m0, n0 + n, PARTNERS, range, numbers.p);
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            int point = n + e * PARTNERS;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                AccT value = finish(rescale(sums[e][i]), rescale.unit);
+                if (IN_PLACE && point == places[i]) value += regularization;
+                reducers[i].add(value, base + point, line[e] + K);
+            }
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_reduce_small(const __grid_constant__ Launch launch) {
     if (!launch.is_needed()) return;
@@ -58,15 +103,12 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
         ReadScalar read{parameters, l};
         Finish finish(read);
         InnerNumbers<AccT> numbers = {read(INNER_P), read(INNER_SCALE)};
-        AccT regularization = IN_PLACE ? read(REGULARIZATION) : AccT(0);
-#ifdef BY_NORM
-        Range range(numbers.p, K);
-#endif
         Rows rows;
         read_rows(rows, parameters, l, m0);
         if constexpr (SCALED)
             numbers.unit = sample_unit(&word, rows, parameters, part, l, numbers.p);
-        Rescale rescale(numbers);
+        Pairs pairs = {parameters, finish, numbers, rows, Rescale(numbers), Range(numbers.p, K), l,
+                       m0, 0, IN_PLACE ? read(REGULARIZATION) : AccT(0)};
         Reducer reducers[ROWS];
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
@@ -77,39 +119,24 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
             int count = int(min(part.last - n0, i64(STAGE)));
             // Warps without rows rest, where rows may be few.
             if (ROWS == 1 && m0 - slot() % 32 >= parameters.m) count = 0;
-            int base = int(n0 - part.first);
-            int places[ROWS];
+            pairs.n0 = n0;
+            pairs.base = int(n0 - part.first);
             if (IN_PLACE) {
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    places[i] = diagonal_place(parameters, m0 + i * SLOTS, n0);
+                    pairs.places[i] = diagonal_place(parameters, m0 + i * SLOTS, n0);
                 }
             }
 #pragma unroll 1
             for (int run = 0; run < count; run += RUN) {
-                int end = min(run + RUN, count);
-#pragma unroll UNROLL
-                for (int n = run + partner(); n < end; n += PARTNERS) {
-                    AccT line[LINE];
-                    stage.read(line, n);
-                    AccT sums[ROWS];
-#pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-                        sums[i] = AccT(0);
-#pragma unroll
-                        for (int k = 0; k < K; ++k)
-                            sums[i] = Term::add(sums[i], rows[i][k], line[k], numbers);
-                    }
-#ifdef BY_NORM
-                    mend_norms(sums, parameters, l, m0, n0 + n, range, numbers.p);
-#endif
-#pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-                        AccT value = finish(rescale(sums[i]), rescale.unit);
-                        if (IN_PLACE && n == places[i]) value += regularization;
-                        reducers[i].add(value, base + n, line + K);
-                    }
+                int end = min(run + RUN, count), n = run + partner();
+                if constexpr (TOGETHER > 1) {
+#pragma unroll 1
+                    for (; n + (TOGETHER - 1) * PARTNERS < end; n += TOGETHER * PARTNERS)
+                        pairs.add<TOGETHER>(reducers, n);
                 }
+#pragma unroll UNROLL / TOGETHER
+                for (; n < end; n += PARTNERS) pairs.add<1>(reducers, n);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) reducers[i].settle();
             }

@@ -71,22 +71,33 @@ struct Stage {
     }
 };
 
-#ifdef BY_NORM
-// What is odd among the sums of point n and the thread's rows, anew.
-__device__ __forceinline__ void mend_norms(AccT (&sums)[ROWS], const Parameters& parameters, i64 l,
-                                           i64 m0, i64 n, const Range& range, float p) {
-    bool odd = false;
+// What is odd among the sums of the points n, n + step, ... and the thread's rows, anew. Points past
+// the last one are read as that one.
+template <int COUNT, class T>
+__device__ __forceinline__ void mend_sums(T (&sums)[COUNT][ROWS], const Parameters& parameters,
+                                          i64 l, i64 m0, i64 n, int step, const Range& range,
+                                          float p) {
+    if constexpr (MENDED) {
+        bool odd = false;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) odd |= range.excludes(sums[i]);
-    if (!odd) return;
-    const View &left = parameters.a_view, &right = parameters.b_view;
-    const InputT* b = parameters.b + l * right.batch_stride + n * right.row_stride;
+        for (int e = 0; e < COUNT; ++e) {
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        i64 m = min(m0 + i * SLOTS, parameters.m - 1);
-        const InputT* a = parameters.a + l * left.batch_stride + m * left.row_stride;
-        if (range.excludes(sums[i]))
-            sums[i] = -norm_of_pair(a, b, left.column_stride, right.column_stride, K, 0, 1, p);
+            for (int i = 0; i < ROWS; ++i) odd |= range.excludes(sums[e][i]);
+        }
+        if (!odd) return;
+        const View &left = parameters.a_view, &right = parameters.b_view;
+        const InputT* points = parameters.b + l * right.batch_stride;
+        i64 a_step = left.column_stride, b_step = right.column_stride;
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            const InputT* b = points + min(n + e * step, parameters.n - 1) * right.row_stride;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                i64 m = min(m0 + i * SLOTS, parameters.m - 1);
+                const InputT* a = parameters.a + l * left.batch_stride + m * left.row_stride;
+                if (range.excludes(sums[e][i]))
+                    sums[e][i] = 0.0f - sum_of_pair(a, b, a_step, b_step, K, 0, 1, p);  // no -0
+            }
+        }
     }
 }
-#endif

@@ -25,18 +25,14 @@ __device__ __forceinline__ void take(Reducer& reducer, const AccT* total, const 
                                      const Numbers& numbers, int base, int diagonal,
                                      AccT regularization) {
     Rescale rescale(numbers);
-#ifdef BY_NORM
     Range range(numbers.p, a.features);
-#endif
     int columns = b.count;
     int row = threadIdx.x % TILE, begin = threadIdx.x / TILE * SHARE;
     int end = min(begin + SHARE, columns);
 #pragma unroll 1
     for (int column = begin; column < end; column += CHUNK) {
         auto sums = load_vector<AccT, CHUNK>(total + row * LINE + column);
-#ifdef BY_NORM
-        mend_norms(sums, row, column, a, b, range, numbers.p);
-#endif
+        mend_sums(sums, row, column, a, b, range, numbers.p);
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
             if (column + e >= end) break;

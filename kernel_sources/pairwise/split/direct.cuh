@@ -1,8 +1,12 @@
 // The sum of one pair as the direct kernels take it, by a warp: for pairs that lose too much as
-// |x|^2 + |y|^2 - 2 <x, y>.
+// |x|^2 + |y|^2 - 2 <x, y>. With BY_NORM, which needs Inner and Term, a norm where that sum has left
+// its range (mend.cuh).
 #pragma once
 
 #include "common/math.cuh"
+#ifdef BY_NORM
+#include "pairwise/mend.cuh"
+#endif
 #include "pairwise/split/parameters.cuh"
 
 // Sums of products, which overflow on either side, are double: a lane's infinity of one float and
@@ -25,5 +29,9 @@ __device__ __forceinline__ float sum_directly(const Parameters& p, i64 l, i64 m,
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+#ifdef BY_NORM
+    if (Range(2.0f, p.k).excludes(sum))
+        return 0.0f - sum_of_pair(a, b, a_step, b_step, p.k, threadIdx.x % 32, 32, 2.0f);
+#endif
     return float(sum);
 }

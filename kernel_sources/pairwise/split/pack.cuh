@@ -212,6 +212,7 @@ __device__ __forceinline__ void probe(const Parameters& p, int index) {
         norms += __shfl_xor_sync(~0u, norms, step);
     }
     bool doubtful = is_doubtful(value, norms) || norms > LARGEST_NORM;
+    if (DIFFERENCE) doubtful = doubtful || value < LEAST_SQUARES;
     if (threadIdx.x % 32 == 0 && doubtful) atomicAdd(p.doubtful, 1);
 }
 

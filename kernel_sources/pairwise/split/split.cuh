@@ -24,7 +24,7 @@
 //   SYMMETRIC                b is a: only tiles that reach the diagonal from above are computed
 //   DIFFERENCE               distances, else dot products
 //   GATED                    the count of doubtful pairs in the sample that leaves nothing to do
-//   SCALARS, Finish          as in direct/direct.cuh
+//   SCALARS, Finish, BY_NORM as in direct/direct.cuh
 //   multiply(...)            one wgmma of 64 x TILE_N x 16
 //   PARAMETER_BYTES          what lowering makes of Parameters
 #pragma once
@@ -32,6 +32,10 @@
 #include "common/hopper.cuh"
 #include "pairwise/scalars.cuh"
 #include "pairwise/split/parameters.cuh"
+#include "pairwise/terms.cuh"
+
+using Inner = Square;  // where sums are under a root
+using Term = Difference<Inner>;
 
 constexpr int WARPGROUPS = 2, TILE_M = 64 * WARPGROUPS;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);

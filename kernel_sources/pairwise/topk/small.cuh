@@ -81,9 +81,7 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
         Finish finish(read);
         InnerNumbers<AccT> numbers = {read(INNER_P), read(INNER_SCALE)};
         AccT regularization = IN_PLACE ? read(REGULARIZATION) : AccT(0);
-#ifdef BY_NORM
         Range range(numbers.p, K);
-#endif
         Rows rows;
         read_rows(rows, parameters, l, m0);
         if constexpr (SCALED)
@@ -112,12 +110,9 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
             for (int n = 0; n < count; n += GROUP) {
                 Values values;
                 compute(values, stage, rows, n, numbers);
+                mend_sums(values, parameters, l, m0, n0 + n, 1, range, numbers.p);
 #pragma unroll
                 for (int e = 0; e < GROUP; ++e) {
-#ifdef BY_NORM
-                    mend_norms(values[e], parameters, l, m0, n0 + min(n + e, count - 1), range,
-                               numbers.p);
-#endif
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i) {
                         AccT value = finish(rescale(values[e][i]), rescale.unit);

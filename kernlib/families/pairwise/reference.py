@@ -101,7 +101,40 @@ def norms(descriptor: Pairwise, a, b, sums: torch.Tensor, p: float) -> torch.Ten
     info = torch.finfo(sums.dtype)
     # In double: the rounding of 1 / p times ln(s) is an error of the root.
     result = sums.sqrt() if p == 2 else (sums.double() ** (1 / p)).to(sums.dtype)
-    odd = ((sums < info.tiny / info.eps) | (sums == math.inf)).nonzero()
+    return _mend(descriptor, a, b, result, (sums < info.tiny / info.eps) | (sums == math.inf), p)
+
+
+def distances(descriptor: Pairwise, a, b, roots: torch.Tensor) -> torch.Tensor:
+    """Square roots of sums of squares, of which those whose squares have left the range of their
+    type are computed anew, in place."""
+    if roots.numel() == 0 or a.shape[-1] == 0:
+        return roots
+    info = torch.finfo(roots.dtype)
+    least, most = (info.tiny / info.eps) ** 0.5, info.max**0.5
+    smallest, largest = roots.aminmax()
+    if smallest.item() >= least and largest.item() <= most:
+        return roots
+    if descriptor.operator == "difference" and _are_moderate(a, b, 2 * least / info.eps):
+        return roots  # its zeros are those of equal points
+    return _mend(descriptor, a, b, roots, (roots < least) | (roots == math.inf), 2)
+
+
+def _are_moderate(a: torch.Tensor, b: torch.Tensor, least: float) -> bool:
+    """Whether all numbers but zeros are at least so large, and no sum of squares overflows."""
+    most = torch.finfo(a.dtype).max ** 0.25
+    for points in (a, b):
+        sizes = points.abs()
+        smallest, largest = sizes.aminmax()
+        if smallest.item() == 0.0:
+            smallest = sizes.masked_fill_(sizes == 0, 1.0).amin()
+        if not (smallest.item() >= least and largest.item() <= most):
+            return False
+    return True
+
+
+def _mend(descriptor: Pairwise, a, b, result, odd: torch.Tensor, p: float) -> torch.Tensor:
+    """The norms that are ``odd`` anew, of terms divided by the largest, in place."""
+    odd = odd.nonzero()
     for m, n in (part.unbind(-1) for part in odd.split(max(1, BLOCK_ELEMENTS // a.shape[-1]))):
         sizes = _terms(descriptor, a[m], b[n]).abs()
         largest = sizes.amax(-1)
@@ -110,7 +143,7 @@ def norms(descriptor: Pairwise, a, b, sums: torch.Tensor, p: float) -> torch.Ten
         shift = torch.full_like(largest, 2.0**64).where(largest < 1, 2.0**-64)
         unit = torch.where(plain, 1.0, largest * shift)
         scaled = (sizes * shift[:, None] / unit[:, None]) ** p
-        root = (scaled.sum(-1).double() ** (1 / p)).to(sums.dtype)
+        root = (scaled.sum(-1).double() ** (1 / p)).to(result.dtype)
         result[m, n] = torch.where(plain, largest, largest * root)
     return result
 

@@ -227,6 +227,8 @@ class _Entry:
             v = reference.norms(descriptor, self.a[rows], self.b[columns], into, self.p)
         elif isinstance(descriptor.outer, stages.Sqrt):
             v = into if self.sums is not None and self.sums.rooted else into.sqrt_()
+            if sums.is_of_squares(descriptor, self.p):
+                v = reference.distances(descriptor, self.a[rows], self.b[columns], v)
         else:
             v = reference.outer(descriptor.outer, into, numbers.get("outer_p"))
         if not descriptor.epilogue:

@@ -106,6 +106,13 @@ def order_of(descriptor: Pairwise, p: float | None) -> float | None:
     return p if own else None
 
 
+def is_of_squares(descriptor: Pairwise, p: float | None) -> bool:
+    """Whether the sums are those of squares."""
+    return isinstance(descriptor.inner, stages.Square) or (
+        isinstance(descriptor.inner, stages.Power) and p == 2
+    )
+
+
 def _takes_products(descriptor: Pairwise, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether products are worth their preparation, and torch's are those of float32."""
     differences = a.shape[0] * b.shape[0] * a.shape[1]

@@ -282,7 +282,7 @@ constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
 #define INNER {inner_codes(descriptor)[variant.inner]}
 #define ACCESS_A Access::{variant.access_a}
 #define ACCESS_B Access::{variant.access_b}
-{"#define BY_NORM" * is_norm(variant, descriptor.categories)}{_count(descriptor)}
+{"#define BY_NORM" * is_norm(descriptor, variant)}{_count(descriptor)}
 {finish(descriptor, variant)}
 #include "pairwise/direct/direct.cuh"
 """
@@ -309,7 +309,7 @@ def exponents(descriptor: Pairwise, variant) -> list[str]:
     words += [f"p={inner}"] * (inner != "any")
     if isinstance(descriptor.outer, norms.Power):
         words.append("outer=" + outer(descriptor, variant)[0].replace(" ", ""))
-        words += ["norm"] * is_norm(variant, descriptor.categories)
+        words += ["norm"] * is_norm(descriptor, variant)
     return words
 
 

@@ -135,7 +135,7 @@ constexpr bool SYMMETRIC = {str(descriptor.symmetric).lower()};
 
 #define OPERATION {operation}
 #define INNER {direct.inner_codes(descriptor)[variant.inner]}
-{"#define BY_NORM" * is_norm(variant)}
+{"#define BY_NORM" * is_norm(descriptor, variant)}
 {finish(descriptor, variant)}
 #include "pairwise/few/few.cuh"
 """

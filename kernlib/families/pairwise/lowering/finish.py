@@ -20,7 +20,7 @@ ROOT_CODE = {
     4.0: "{root}({root}(s))",
     float("inf"): "s",
 }
-EXACT_SUMS = (0.0, 1.0, 2.0, float("inf"))  # exponents whose sums are as good as their terms
+EXACT_SUMS = (0.0, 1.0, float("inf"))  # exponents whose sums are as good as their norms
 EXPONENT_CODE = {0.5: "{root}(s)", 1.0: "s", 2.0: "s * s"}
 
 
@@ -38,7 +38,7 @@ def finish(
     steps = [f"AccT v = {text};"]
     if variant.root and variant.inner in ("any", "device"):  # of unit.cuh
         steps.append("v *= unit;")
-    if is_norm(variant, descriptor.categories):  # what norm.cuh has computed anew
+    if is_norm(descriptor, variant):  # what mend.cuh has computed anew
         steps.append("if (s < AccT(0)) v = -s;")
     elif descriptor.categories and "_root(" in text:
         steps.append("if (s < AccT(0)) v = power(s, exponent);")  # of negative tables
@@ -53,11 +53,15 @@ def finish(
     return function_struct("Finish", typed, "AccT s, AccT unit = AccT(1)", steps)
 
 
-def is_norm(variant, categories: int = 0) -> bool:
+def is_norm(descriptor: Pairwise, variant) -> bool:
     """Whether a kernel has ``BY_NORM`` defined: sums of powers under a root may leave float's range
     where their root does not, and are then computed anew, unless tables add to them."""
-    inexact = variant.dtype != "float64" and variant.inner not in EXACT_SUMS
-    return not categories and variant.root and inexact
+    if variant.dtype == "float64" or descriptor.categories:
+        return False
+    if variant.root:
+        return variant.inner not in EXACT_SUMS
+    squares = isinstance(descriptor.inner, stages.Square) or variant.inner == 2.0
+    return squares and isinstance(descriptor.outer, stages.Sqrt)
 
 
 def outer(descriptor: Pairwise, variant, root: str = "sqrt") -> tuple[str, list[tuple[str, str]]]:

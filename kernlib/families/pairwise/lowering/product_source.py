@@ -6,7 +6,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
-from kernlib.families.pairwise.lowering.finish import finish_reduced
+from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.lowering.wide import TILE_N, Variant, exponent_of
 from kernlib.jit.spec import KernelSpec
@@ -70,6 +70,7 @@ constexpr int DOUBTFUL = {pack.DOUBTFUL};
 #define FOLDED {int(variant.sums == "folded")}
 #define OPERATION {operation}
 #define INNER {inner_codes(descriptor)[variant.inner]}
+{"#define BY_NORM" * is_norm(descriptor, variant)}
 
 {multiply("float16", variant.width, True)}
 {of_points}

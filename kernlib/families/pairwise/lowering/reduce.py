@@ -354,7 +354,7 @@ constexpr bool REGULARIZED = {str(made.regularized).lower()};
 #define OPERATION {operation}
 #define INNER {inner_codes(descriptor)[made.inner]}
 #define REDUCER {made.reducer}
-{"#define BY_NORM" * is_norm(made)}
+{"#define BY_NORM" * is_norm(descriptor, made)}
 {finish_reduced(descriptor, made)}
 """
 

@@ -16,7 +16,7 @@ from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct, pack
 from kernlib.families.pairwise.lowering.direct import Problem
-from kernlib.families.pairwise.lowering.finish import finish, outer_kinds
+from kernlib.families.pairwise.lowering.finish import finish, is_norm, outer_kinds
 from kernlib.families.pairwise.lowering.pack import (
     DOUBTFUL,
     INFO_BYTES,
@@ -294,6 +294,7 @@ constexpr int SCALARS = {scalars};
 constexpr int DYNAMIC_BYTES = {variant.shared_bytes};
 #define PROMOTE {variant.promote}
 #define GATED {DOUBTFUL}
+{"#define BY_NORM" * is_norm(descriptor, variant)}
 
 {multiply("float16", variant.columns, False)}
 {finish(descriptor, variant, root="square_root")}

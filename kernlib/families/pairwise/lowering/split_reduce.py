@@ -17,7 +17,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
-from kernlib.families.pairwise.lowering.finish import finish_reduced, lists
+from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm, lists
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
@@ -253,6 +253,7 @@ constexpr int DOUBTFUL = {pack.DOUBTFUL};
 #define OPERATION {"Difference" if difference else "Dot"}
 #define INNER {inner_codes(descriptor)[variant.inner]}
 #define REDUCER {variant.reducer}
+{"#define BY_NORM" * is_norm(descriptor, variant)}
 
 {multiply("float16", variant.columns, False)}
 {text}

@@ -128,7 +128,8 @@ def _others(problem: Problem, pairs: int, columns: int) -> float:
 
 def is_on_lanes(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether the lanes sum, exactly: norms of few features whose terms have no numbers."""
-    if inner_codes(descriptor).get(problem.inner) in NUMBERED or is_norm(problem):
+    code = inner_codes(descriptor).get(problem.inner)
+    if code in NUMBERED or (code != "Square" and is_norm(descriptor, problem)):
         return False
     return problem.k <= LANES or (
         problem.k <= direct.SMALL_K and not is_of_words(descriptor, problem)

@@ -22,7 +22,7 @@ from kernlib.families.pairwise.lowering import gradient as pair_gradient
 from kernlib.families.pairwise.lowering import points as many
 from kernlib.families.pairwise.lowering.backward_source import Derivatives
 from kernlib.families.pairwise.lowering.direct import scalar_count
-from kernlib.families.pairwise.lowering.finish import is_norm
+from kernlib.families.pairwise.lowering.finish import EXACT_SUMS
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import MAX_BLOCKS, SMALL_K
 from kernlib.families.pairwise.matrix import kind_of_number
@@ -169,7 +169,8 @@ def _made(
         return None
     hyper, derivatives = made
     descriptor, problem = request.descriptor, problem_of(request, shape, points, gradient)
-    values = "v" in wanted and not is_norm(_Outer(problem.root, problem.inner))
+    odd = problem.root and problem.inner not in (*EXACT_SUMS, 2.0)
+    values = "v" in wanted and not odd
     roles = _roles(descriptor, points, values, bool(hyper), shared and shape.m == shape.n)
     columns = max(1, shape.columns)
     arch = arch_of(request.a.get_device())
@@ -248,14 +249,6 @@ def _lowered(
             parts = lowered.steps[0].grid[0] if few else lowered.parts * own.m
             made.append((lowered, some, role, parts))
     return made
-
-
-class _Outer(NamedTuple):
-    """What says whether sums are those of a norm."""
-
-    root: bool
-    inner: float | str
-    dtype: str = "float32"
 
 
 def route_of(request: Request, wanted: tuple) -> Route | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
+from tests.families.pairwise import magnitudes
 from tests.families.pairwise.forwards import FORWARDS, bandwidth, norm
 from tests.support import hostile
 
@@ -16,10 +17,10 @@ OTHER = {torch.float64: (33, 65, 19), torch.float16: (70, 90, 2049), torch.bfloa
 # The root of a denormal is taken as 0: its special function would cost a third more.
 FLUSHED = ("power sum p=0.5", "denormals")
 # The error of a power by logarithms is 6e-8 of the logarithm, beside a tile's largest difference.
-# Norms are computed anew where that is more than 1e-6; their sums of powers are not.
+# Norms are computed anew where that is more than 1e-6, sums of powers where it is more than this.
 POWER_SUMS = hostile.FORWARD | {torch.float32: 6e-6}
 # Squares of 1e-20 are denormals, which have lost half of their digits, in torch as here.
-SQUARES = ("p=2.0", "p=tensor(2.0)", "l2", "gaussian", "matern", "cauchy", "quadratic")
+SQUARES = ("power sum p=2.0", "gaussian", "cauchy", "quadratic")
 DENORMAL_SQUARES = hostile.FORWARD | {torch.float32: 1e-3}
 
 
@@ -62,6 +63,67 @@ def test_norms_are_right_where_their_powers_leave_the_range_of_float32(p, featur
             out = kl.cdist(case.a, case.b, p=given)
             bars = {torch.float32: 1e-6 * max(1.0, 1 / p)}
             hostile.check(out, exact, where=f"{case.name}, {given}", bars=bars)
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("features", (3, 40, 150))
+@pytest.mark.parametrize("p", magnitudes.EXPONENTS)
+def test_matrices_of_any_magnitude_are_right_where_float32_has_them(p, features):
+    for name, points in magnitudes.points(70, 90, features, p):
+        a, b = (x.cuda() for x in points)
+        for root in (True, False):
+            wanted, bar = magnitudes.exact(a, b, p, root), magnitudes.bar(p, root)
+            for given in (p, torch.tensor(p, dtype=torch.float64, device="cuda")):
+                where = f"{name}, root={root}, {given}"
+                magnitudes.check(kl.cdist(a, b, p=given, root=root), wanted, bar, where)
+
+
+@pytest.mark.parametrize(("rows", "features"), ((300, 3), (300, 40), (3000, 40)))
+@pytest.mark.parametrize("p", (2.0, 10.0, 20.0))
+def test_reductions_of_any_magnitude_are_right_where_float32_has_them(p, rows, features):
+    """Distances in every precision, and sums of powers."""
+    norms = [kl.l2_distance(precision=each) for each in ("fp32", "tf32", "bf16")]
+    for name, points in magnitudes.points(rows, rows + 77, features, p):
+        a, b = (x.cuda() for x in points)
+        wanted = magnitudes.exact(a, b, p, p == 2)
+        low = wanted.sort(1).values
+        for descriptor in norms if p == 2 else [kl.power_sum()]:
+            # Of tensor cores, where a squared distance is 1/32 of both norms or more.
+            bar = magnitudes.bar(p, False) if descriptor.precision in (None, "fp32") else 0.05
+            given, where = {} if p == 2 else {"p": p}, f"{descriptor}, {name}"
+            bar *= 3 if p == 2 else 1
+            values, places = kl.kernel_min(descriptor, a, b, **given)
+            magnitudes.check(values, low[:, 0], bar, where)
+            magnitudes.check(wanted.gather(1, places[:, None])[:, 0], low[:, 0], bar, where)
+            magnitudes.check(
+                kl.kernel_topk(descriptor, a, b, 5, **given)[0], low[:, :5], bar, where
+            )
+            magnitudes.check(kl.kernel_sum(descriptor, a, b, **given), wanted.sum(1), bar, where)
+
+
+@pytest.mark.parametrize("precision", ("fp32", "tf32", "bf16"))
+@pytest.mark.parametrize(("rows", "features"), ((300, 3), (300, 40), (3000, 3), (3000, 40)))
+@pytest.mark.parametrize("columns", (1, 40))
+def test_kernels_of_distances_take_a_bandwidth_of_the_size_of_the_points(
+    columns, rows, features, precision
+):
+    v = torch.rand(rows + 77, columns, device="cuda")
+    for name, points in magnitudes.points(rows, rows + 77, features, 2.0):
+        if not name.startswith("size"):
+            continue
+        a, b = (x.cuda() for x in points)
+        norms = magnitudes.exact(a, b, 2.0, True)
+        width = norms.median().item()
+        t = norms / width
+        kernels = {
+            kl.laplace_l2: torch.exp(-t),
+            kl.matern32: (1 + 3**0.5 * t) * torch.exp(-(3**0.5) * t),
+            kl.matern52: (1 + 5**0.5 * t + 5 / 3 * t * t) * torch.exp(-(5**0.5) * t),
+        }
+        for make, matrix in kernels.items():
+            found = kl.kernel_matmul(make(precision=precision), a, b, v, bandwidth=width)
+            off = (found - matrix @ v.double()).abs() / v.double().sum(0)
+            assert off.max() <= (1e-5 if precision == "fp32" else 0.02), (make, name, off.max())
 
 
 @pytest.mark.parametrize("p", (1.0, 2.0))
